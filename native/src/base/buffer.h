@@ -1,0 +1,44 @@
+// Buffer: the bytes of one message, 64-byte aligned, movable, uninitialised until written.
+//
+// Messages are read from the network straight into a Buffer and their arrays are used where they lie, so
+// alignment is a contract: data() is aligned to 64 bytes and every array inside a message starts at a
+// multiple of 8 (see base/bytes.h and docs/wire_format.md). Not thread-safe; move it, do not share it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <span>
+
+namespace persia {
+
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(size_t size_bytes)
+      : data_(Allocate(size_bytes)), size_(size_bytes) {}
+
+  std::byte* data() { return data_.get(); }
+  const std::byte* data() const { return data_.get(); }
+  size_t size() const { return size_; }
+  std::span<std::byte> span() { return {data_.get(), size_}; }
+  std::span<const std::byte> span() const { return {data_.get(), size_}; }
+
+ private:
+  struct Free {
+    void operator()(std::byte* p) const { std::free(p); }
+  };
+  static std::unique_ptr<std::byte, Free> Allocate(size_t size_bytes) {
+    if (size_bytes == 0) return nullptr;
+    const size_t rounded = (size_bytes + 63) / 64 * 64;
+    auto* p = static_cast<std::byte*>(std::aligned_alloc(64, rounded));
+    if (p == nullptr) std::abort();  // out of memory, as operator new would
+    return std::unique_ptr<std::byte, Free>(p);
+  }
+
+  std::unique_ptr<std::byte, Free> data_;
+  size_t size_ = 0;
+};
+
+}  // namespace persia

@@ -1,0 +1,40 @@
+// ID features: the sparse half of a batch as it crosses the network (docs/wire_format.md), for both
+// ends.
+//
+// The encoder refuses what the decoder would, so that a loader hears of its mistake, not the
+// embedding worker.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "base/status.h"
+
+namespace persia {
+
+inline constexpr uint32_t kMaxBatchSize = 65535;
+
+// Sample s of a batch has ids[offsets[s] .. offsets[s + 1]).
+struct IdFeature {
+  std::string_view name;
+  std::span<const uint32_t> offsets;  // [batch_size + 1], from 0 to ids.size(), never decreasing
+  std::span<const uint64_t> ids;
+};
+
+struct IdFeatures {
+  uint32_t batch_size = 0;
+  std::vector<IdFeature> features;
+};
+
+// kInvalidArgument: no feature, a repeated or empty name, a batch size above kMaxBatchSize, offsets
+// that do not fit.
+StatusOr<std::vector<std::byte>> EncodeIdFeatures(const IdFeatures& batch);
+
+// Views into `message`, which must start at a multiple of 8 and outlive them. kCorruption: not the
+// form of the wire format; otherwise as EncodeIdFeatures.
+StatusOr<IdFeatures> DecodeIdFeatures(std::span<const std::byte> message);
+
+}  // namespace persia

@@ -1,0 +1,42 @@
+#include "simd/kernels.h"
+
+#include <initializer_list>
+
+namespace persia::simd {
+
+extern const Kernels kScalarKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#elif defined(__aarch64__)
+extern const Kernels kNeonKernels;
+#endif
+
+const Kernels* KernelsFor(Isa isa) {
+  switch (isa) {
+    case Isa::kScalar: return &kScalarKernels;
+#if defined(__x86_64__)
+    case Isa::kAvx2: return __builtin_cpu_supports("avx2") ? &kAvx2Kernels : nullptr;
+    case Isa::kAvx512: {
+      const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+      return has ? &kAvx512Kernels : nullptr;
+    }
+#elif defined(__aarch64__)
+    case Isa::kNeon: return &kNeonKernels;
+#endif
+    default: return nullptr;
+  }
+}
+
+const Kernels& ActiveKernels() {
+  static const Kernels& active = []() -> const Kernels& {
+    for (Isa isa : {Isa::kAvx512, Isa::kAvx2, Isa::kNeon}) {
+      if (const Kernels* kernels = KernelsFor(isa)) return *kernels;
+    }
+    return kScalarKernels;
+  }();
+  return active;
+}
+
+}  // namespace persia::simd

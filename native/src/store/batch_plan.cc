@@ -1,0 +1,81 @@
+#include "store/batch_plan.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "base/hash.h"
+
+namespace persia::store {
+
+Status BatchPlan::AddBlocks(std::span<const RowBlock> blocks) {
+  blocks_.clear();
+  uint64_t rows = 0, floats = 0;
+  for (const RowBlock& block : blocks) {
+    if (block.dim == 0 || block.dim > EmbeddingStore::kMaxDim) {
+      return InvalidArgument("dim is " + std::to_string(block.dim) + "; give one from 1 to " +
+                             std::to_string(EmbeddingStore::kMaxDim));
+    }
+    blocks_.push_back({.first_row = rows, .first_float = floats, .dim = block.dim});
+    rows += block.signs.size();
+    floats += block.signs.size() * block.dim;
+    if (rows > std::numeric_limits<uint32_t>::max()) {
+      return InvalidArgument("the request has " + std::to_string(rows) +
+                             " rows; send fewer than 2^32 at once");
+    }
+  }
+  hashes_.resize(rows);
+  refs_.resize(rows);
+  return Status::Ok();
+}
+
+// A counting sort by shard, which keeps the order of the call.
+Status BatchPlan::Build(std::span<const RowBlock> blocks, uint32_t num_shards) {
+  PERSIA_RETURN_IF_ERROR(AddBlocks(blocks));
+  // Counted two places ahead: after the sums, ends_[s + 1] is where shard s begins, and scattering
+  // its rows moves it to where shard s ends.
+  ends_.assign(num_shards + 2, 0);
+  uint32_t row = 0;
+  for (const RowBlock& block : blocks) {
+    for (const uint64_t sign : block.signs) {
+      const uint64_t hash = SignHash(sign);
+      hashes_[row++] = hash;
+      ++ends_[InternalShard(hash, num_shards) + 2];
+    }
+  }
+  for (uint32_t s = 2; s < ends_.size(); ++s) ends_[s] += ends_[s - 1];
+  row = 0;
+  for (const RowBlock& block : blocks) {
+    for (const uint64_t sign : block.signs) {
+      const uint64_t hash = hashes_[row];
+      refs_[ends_[InternalShard(hash, num_shards) + 1]++] = {
+          .sign = sign, .tag = static_cast<uint32_t>(hash), .row = row};
+      ++row;
+    }
+  }
+  return Status::Ok();
+}
+
+std::span<const Run> BatchPlan::RunsOf(uint32_t shard) {
+  runs_.clear();
+  auto refs = std::span<const RowRef>(refs_).subspan(ends_[shard], ends_[shard + 1] - ends_[shard]);
+  while (!refs.empty()) {
+    // The last block that begins at or before the row: empty ones before it begin at the same row.
+    const auto next =
+        std::upper_bound(blocks_.begin(), blocks_.end(), refs.front().row,
+                         [](uint64_t row, const Block& block) { return row < block.first_row; });
+    const uint64_t end_row = next == blocks_.end() ? hashes_.size() : next->first_row;
+    const auto end = std::partition_point(
+        refs.begin(), refs.end(), [end_row](const RowRef& ref) { return ref.row < end_row; });
+    const auto count = static_cast<size_t>(end - refs.begin());
+    const Block& block = *(next - 1);
+    runs_.push_back({.dim = block.dim,
+                     .first_row = block.first_row,
+                     .first_float = block.first_float,
+                     .refs = refs.first(count)});
+    refs = refs.subspan(count);
+  }
+  return runs_;
+}
+
+}  // namespace persia::store

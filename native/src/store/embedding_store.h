@@ -1,0 +1,110 @@
+// EmbeddingStore: the rows of one parameter server (or of the embedded mode), by sign, with LRU
+// eviction.
+//
+// Structure: `num_internal_shards` independent shards, each with an open-addressing index of 64-bit
+// signs to 32-bit slots, rows in slabs addressed by number, and one mutex. Batched calls group
+// their signs by shard and prefetch ahead.
+//
+// Contracts
+//  * Thread-safe: any number of threads may look up, update and read statistics at once. A batch is
+//    atomic per shard, not across shards.
+//  * A row's initial values depend on (seed, sign, dim) alone, never on order, threads or servers.
+//  * The LRU order is exact to the batch: rows touched by a later training lookup are evicted after
+//    rows touched by an earlier one; within one batch the order is that of the call. Inference
+//    never inserts, never reorders. Order and capacity are each internal shard's own (the shares
+//    add up to `capacity`): the order between shards is not kept, and a full shard evicts while
+//    another still has room.
+//  * Memory grows with the rows that exist; nothing is preallocated for `capacity`.
+//  * A row asked for with another dim is made anew: values and optimizer state as for a new sign.
+//  * Update: a sign that has no row skips exactly its own gradient (counted). Non-finite gradients
+//    must have been removed by the caller.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "base/train_config.h"
+
+namespace persia::store {
+
+// `signs` of one dim; a request is a list of blocks, its rows are laid out block after block,
+// row-major. No sign occurs twice in one request.
+struct RowBlock {
+  uint32_t dim = 0;
+  std::span<const uint64_t> signs;
+};
+
+enum class LookupMode : uint8_t {
+  kTrain = 0,      // inserts missing signs (subject to admission), refreshes the LRU order
+  kInference = 1,  // missing signs read as zeros; changes nothing
+};
+
+struct LookupReport {
+  uint64_t num_missing = 0;  // signs without a row before the call
+  uint64_t num_inserted = 0;
+  uint64_t num_unadmitted = 0;  // refused by admission: read as zeros
+  uint64_t num_evicted = 0;
+};
+
+struct UpdateReport {
+  uint64_t num_updated = 0;
+  uint64_t num_missing = 0;  // evicted or never admitted: their gradients were skipped
+};
+
+struct StoreStats {
+  uint64_t num_rows = 0;
+  uint64_t memory_bytes = 0;  // index, slabs and order: everything the store holds
+  LookupReport lookups;       // totals since start
+  UpdateReport updates;
+};
+
+class EmbeddingStore {
+ public:
+  struct Options {
+    uint64_t capacity = 1'000'000'000;  // rows; the least recently used goes first
+    uint32_t num_internal_shards = 16;  // 1 .. 65536, at most `capacity`
+  };
+
+  // Refuses zero capacity, zero shards, more shards than capacity.
+  static StatusOr<std::unique_ptr<EmbeddingStore>> Create(const Options& options);
+  ~EmbeddingStore();
+
+  // The same again is a no-op. A different one while rows exist: kFailedPrecondition naming the
+  // field, unless `replace`, which allows a change of learning rate, weight decay, weight bound and
+  // admission without touching rows; a different optimizer kind or initializer is refused even then
+  // as long as rows exist.
+  Status Configure(const TrainConfig& config, bool replace = false);
+  std::optional<TrainConfig> config() const;
+
+  // Writes sum(block.dim * block.signs.size()) floats. kTrain needs Configure first
+  // (kFailedPrecondition); kInference on an unconfigured store reads zeros. kInvalidArgument: a dim
+  // of 0 or above kMaxDim.
+  Status Lookup(std::span<const RowBlock> blocks, LookupMode mode, float* rows,
+                LookupReport* report = nullptr);
+
+  // `gradients` laid out like the rows of Lookup. Applies the optimizer once to each row that
+  // exists, then the weight bound.
+  Status Update(std::span<const RowBlock> blocks, const float* gradients,
+                UpdateReport* report = nullptr);
+
+  // Sets embeddings (inserting where needed), optimizer state as for a new row. Pretrained rows
+  // come in here.
+  Status SetRows(std::span<const RowBlock> blocks, const float* rows);
+
+  uint64_t size() const;
+  StoreStats stats() const;
+  void Clear();
+
+  static constexpr uint32_t kMaxDim = 65536;
+
+ private:
+  class Impl;
+  explicit EmbeddingStore(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace persia::store

@@ -1,0 +1,105 @@
+// The size an EmbeddingStore reports, what it really takes, and running out of memory.
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <numeric>
+#include <vector>
+
+#include "store/embedding_store.h"
+#include "store/store_test_util.h"
+
+namespace persia::store {
+namespace {
+
+TEST(MemoryTest, PreallocatesNothingForCapacity) {
+  auto store = MakeStore({.capacity = 1'000'000'000, .num_internal_shards = 16});
+  EXPECT_LT(store->stats().memory_bytes, 100'000u);
+}
+
+TEST(StatsTest, TotalsAddUpAndClearEmptiesTheStore) {
+  auto store = MakeStore({.capacity = 50, .num_internal_shards = 1});
+  Lookup(*store, Range(0, 60), 4);
+  Lookup(*store, Range(0, 20), 4, LookupMode::kInference);
+  Update(*store, Range(0, 20), 4, std::vector<float>(80, 0.5f));
+  const StoreStats stats = store->stats();
+  EXPECT_EQ(stats.num_rows, 50u);
+  EXPECT_EQ(stats.lookups.num_inserted, 60u);
+  EXPECT_EQ(stats.lookups.num_evicted, 10u);
+  EXPECT_EQ(stats.lookups.num_missing, 70u);
+  EXPECT_EQ(stats.updates.num_updated, 10u);
+  EXPECT_EQ(stats.updates.num_missing, 10u);
+  store->Clear();
+  EXPECT_EQ(store->size(), 0u);
+  EXPECT_EQ(store->stats().updates.num_updated, 10u) << "totals are since start";
+  EXPECT_LT(store->stats().memory_bytes, 10'000u);
+  EXPECT_TRUE(store->config().has_value());
+  Lookup(*store, {1}, 4);
+  EXPECT_EQ(store->size(), 1u);
+}
+
+uint64_t ResidentBytes() {
+  std::ifstream file("/proc/self/statm");
+  uint64_t total = 0, resident = 0;
+  file >> total >> resident;
+  return resident * static_cast<uint64_t>(getpagesize());
+}
+
+// Sanitizers have memory of their own: what the process uses says nothing then.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
+
+TEST(MemoryTest, ReportedBytesAreResidentAndSmallBesideTheRows) {
+  constexpr uint64_t kRows = 600'000;
+  TrainConfig config;
+  config.optimizer.kind = OptimizerKind::kAdagrad;
+  auto store = MakeStore({.capacity = 100'000'000, .num_internal_shards = 1}, config);
+  std::vector<uint64_t> signs(5000);
+  std::vector<float> rows(signs.size() * 16);
+  const RowBlock block = {.dim = 16, .signs = signs};
+  const uint64_t before = ResidentBytes();
+  for (uint64_t begin = 0; begin < kRows; begin += signs.size()) {
+    std::iota(signs.begin(), signs.end(), begin);
+    ASSERT_TRUE(store->Lookup({&block, 1}, LookupMode::kTrain, rows.data()).ok());
+  }
+  const auto reported = static_cast<double>(store->stats().memory_bytes);
+  const double row_bytes = 2 * 16 * sizeof(float);
+  const double slab_begun = 2 << 20;
+  EXPECT_LE(reported, kRows * (row_bytes + 32) + slab_begun);
+  if (kSanitized) return;
+  EXPECT_NEAR(static_cast<double>(ResidentBytes() - before) / reported, 1.0, 0.05);
+}
+
+// In a process of its own: fills the store until the address space allowed runs out.
+void FillUntilRefused() {
+  auto store = MakeStore({.capacity = 1'000'000'000, .num_internal_shards = 1});
+  const auto first = Range(0, 100);
+  const auto expected = Lookup(*store, first, 1024);
+  std::vector<float> rows(100 * 1024);
+  std::vector<uint64_t> signs(100);
+  const RowBlock block = {.dim = 1024, .signs = signs};
+  const rlimit limit = {.rlim_cur = 256 << 20, .rlim_max = 256 << 20};
+  setrlimit(RLIMIT_AS, &limit);
+  Status status;
+  for (uint64_t begin = 100; status.ok() && begin < 1'000'000; begin += signs.size()) {
+    std::iota(signs.begin(), signs.end(), begin);
+    status = store->Lookup({&block, 1}, LookupMode::kTrain, rows.data());
+  }
+  const bool refused = status.code() == StatusCode::kResourceExhausted;
+  const bool rows_kept = Peek(*store, first, 1024) == expected;
+  const bool still_trains = Update(*store, first, 1024, rows).num_updated == first.size();
+  std::exit(refused && rows_kept && still_trains ? 0 : 1);
+}
+
+TEST(MemoryTest, RunningOutIsAnErrorAndKeepsTheRows) {
+  if (kSanitized) GTEST_SKIP() << "sanitizers reserve more address space than the limit";
+  EXPECT_EXIT(FillUntilRefused(), testing::ExitedWithCode(0), "");
+}
+
+}  // namespace
+}  // namespace persia::store

@@ -1,0 +1,159 @@
+// Every optimizer, through the store and over many steps, against torch.optim's formulas in double
+// precision.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "store/store_test_util.h"
+
+namespace persia::store {
+namespace {
+
+struct OptimizerCase {
+  std::string name;
+  TrainConfig config;
+};
+
+TrainConfig Config(OptimizerKind kind, void (*set)(OptimizerConfig&) = nullptr) {
+  TrainConfig config;
+  config.optimizer.kind = kind;
+  config.weight_bound = 0.0f;
+  if (set != nullptr) set(config.optimizer);
+  return config;
+}
+
+std::vector<OptimizerCase> Cases() {
+  using K = OptimizerKind;
+  return {
+      {"Sgd", Config(K::kSgd)},
+      {"SgdDecay", Config(K::kSgd, [](auto& c) { c.weight_decay = 0.1f; })},
+      {"SgdMomentum", Config(K::kSgd,
+                             [](auto& c) {
+                               c.momentum = 0.9f;
+                               c.weight_decay = 0.01f;
+                             })},
+      {"Adagrad", Config(K::kAdagrad)},
+      {"AdagradAll", Config(K::kAdagrad,
+                            [](auto& c) {
+                              c.weight_decay = 0.1f;
+                              c.initial_accumulator_value = 0.1f;
+                              c.g_square_momentum = 0.9f;
+                              c.eps = 1e-3f;
+                            })},
+      {"RowwiseAdagrad", Config(K::kRowwiseAdagrad)},
+      {"RowwiseAdagradAll", Config(K::kRowwiseAdagrad,
+                                   [](auto& c) {
+                                     c.weight_decay = 0.1f;
+                                     c.initial_accumulator_value = 0.1f;
+                                     c.g_square_momentum = 0.9f;
+                                   })},
+      {"Adam", Config(K::kAdam, [](auto& c) { c.eps = 1e-8f; })},
+      {"AdamAll", Config(K::kAdam,
+                         [](auto& c) {
+                           c.weight_decay = 0.1f;
+                           c.beta1 = 0.8f;
+                           c.beta2 = 0.95f;
+                           c.eps = 1e-4f;
+                         })},
+  };
+}
+
+// One row in double precision.
+struct ReferenceRow {
+  ReferenceRow(const OptimizerConfig& config, const std::vector<float>& initial)
+      : c(config), w(initial.begin(), initial.end()) {
+    first.assign(w.size(), c.initial_accumulator_value);
+    second.assign(w.size(), 0);
+  }
+
+  void Step(const float* gradient) {
+    ++step;
+    std::vector<double> g(w.size());
+    double mean_square = 0;
+    for (size_t i = 0; i < w.size(); ++i) {
+      g[i] = gradient[i] + c.weight_decay * w[i];
+      mean_square += g[i] * g[i] / static_cast<double>(w.size());
+    }
+    for (size_t i = 0; i < w.size(); ++i) w[i] -= Delta(i, g[i], mean_square);
+  }
+
+  double Delta(size_t i, double g, double mean_square) {
+    switch (c.kind) {
+      case OptimizerKind::kSgd:
+        first[i] = step == 1 ? g : c.momentum * first[i] + g;
+        return c.lr * first[i];
+      case OptimizerKind::kAdagrad:
+      case OptimizerKind::kRowwiseAdagrad: {
+        const double square = c.kind == OptimizerKind::kAdagrad ? g * g : mean_square;
+        first[i] = first[i] * c.g_square_momentum + square;
+        return c.lr * g / (std::sqrt(first[i]) + c.eps);
+      }
+      case OptimizerKind::kAdam: {
+        first[i] = c.beta1 * first[i] + (1 - double{c.beta1}) * g;
+        second[i] = c.beta2 * second[i] + (1 - double{c.beta2}) * g * g;
+        const double m = first[i] / (1 - std::pow(double{c.beta1}, step));
+        const double v = second[i] / (1 - std::pow(double{c.beta2}, step));
+        return c.lr * m / (std::sqrt(v) + c.eps);
+      }
+    }
+    return 0;
+  }
+
+  OptimizerConfig c;
+  std::vector<double> w, first, second;
+  int step = 0;
+};
+
+class OptimizerTest : public testing::TestWithParam<OptimizerCase> {};
+
+TEST_P(OptimizerTest, FollowsTheReferenceOverManySteps) {
+  constexpr int kSteps = 300;
+  for (uint32_t dim : {1u, 7u, 16u, 33u}) {
+    auto store = MakeStore({.capacity = 100, .num_internal_shards = 2}, GetParam().config);
+    // Sign 2 joins in every third step only: its step count is its own.
+    const std::vector<uint64_t> both = {1, 2}, one = {1};
+    const auto initial = Lookup(*store, both, dim);
+    ReferenceRow row1(GetParam().config.optimizer, {initial.begin(), initial.begin() + dim});
+    ReferenceRow row2(GetParam().config.optimizer, {initial.begin() + dim, initial.end()});
+    std::mt19937 random(dim);
+    std::normal_distribution<float> normal(0.1f, 1.0f);
+    for (int step = 0; step < kSteps; ++step) {
+      const bool has_both = step % 3 == 0;
+      std::vector<float> gradients((has_both ? 2 : 1) * dim);
+      for (float& g : gradients) g = normal(random);
+      Update(*store, has_both ? both : one, dim, gradients);
+      row1.Step(gradients.data());
+      if (has_both) row2.Step(gradients.data() + dim);
+    }
+    const auto rows = Peek(*store, both, dim);
+    for (uint32_t i = 0; i < dim; ++i) {
+      EXPECT_NEAR(rows[i], row1.w[i], 2e-5 * (1 + std::abs(row1.w[i]))) << "dim " << dim;
+      EXPECT_NEAR(rows[dim + i], row2.w[i], 2e-5 * (1 + std::abs(row2.w[i]))) << "dim " << dim;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, OptimizerTest, testing::ValuesIn(Cases()),
+                         [](const auto& param) { return param.param.name; });
+
+// Beyond the tabulated bias corrections they are computed; the seam must not show.
+TEST(AdamTest, ALongLivedRowKeepsItsStepSize) {
+  TrainConfig config = Config(OptimizerKind::kAdam, [](auto& c) {
+    c.beta2 = 0.99999f;
+    c.lr = 1e-4f;
+  });
+  auto store = MakeStore({.capacity = 10, .num_internal_shards = 1}, config);
+  ReferenceRow reference(config.optimizer, Lookup(*store, {1}, 1));
+  for (int step = 0; step < 20'000; ++step) {
+    const float gradient = step % 7 < 3 ? 1.0f : -0.5f;
+    Update(*store, {1}, 1, {gradient});
+    reference.Step(&gradient);
+  }
+  EXPECT_NEAR(Peek(*store, {1}, 1)[0], reference.w[0], 1e-3);
+}
+
+}  // namespace
+}  // namespace persia::store
