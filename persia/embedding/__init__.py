@@ -1,0 +1,69 @@
+"""Hyper-parameters of embeddings that hold for a whole job, and the packages that look them up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from persia.errors import InvalidArgumentError
+from persia.utils import get_seed
+
+__all__ = ["EmbeddingConfig", "get_default_embedding_config"]
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig:
+    """How embedding rows begin and how far they may go.
+
+    Args:
+        emb_initialization: (lower, upper): initial values are uniform in [lower, upper).
+        admit_probability: share of new IDs that get a row, in [0, 1]; decided by the ID, so an ID that
+            was refused stays refused. Refused IDs
+            read as zeros and their gradients are dropped.
+        weight_bound: every element is clamped to [-weight_bound, weight_bound] after an update; 0
+            switches it off.
+        seed: seed of the initial values; None takes that of `persia.utils.setup_seed`, or 0.
+
+    Raises:
+        InvalidArgumentError: a value out of its range; the message names it.
+    """
+
+    emb_initialization: tuple[float, float] = (-0.01, 0.01)
+    admit_probability: float = 1.0
+    weight_bound: float = 10.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        lower, upper = _bounds(self.emb_initialization)
+        if not (math.isfinite(lower) and math.isfinite(upper) and lower <= upper):
+            raise InvalidArgumentError(
+                f"emb_initialization={self.emb_initialization!r} must be finite with lower <= upper"
+            )
+        if not 0.0 <= self.admit_probability <= 1.0:
+            raise InvalidArgumentError(f"admit_probability={self.admit_probability!r} must be in [0, 1]")
+        if not (math.isfinite(self.weight_bound) and self.weight_bound >= 0):
+            raise InvalidArgumentError(f"weight_bound={self.weight_bound!r} must be >= 0 (0: no bound)")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise InvalidArgumentError(f"seed={self.seed!r} must be in [0, 2**64)")
+
+    @property
+    def effective_seed(self) -> int:
+        """The seed that is used now."""
+        if self.seed is not None:
+            return self.seed
+        return (get_seed() or 0) % 2**64
+
+
+def _bounds(emb_initialization: object) -> tuple[float, float]:
+    try:
+        lower, upper = emb_initialization  # type: ignore[misc]
+        return float(lower), float(upper)  # type: ignore[has-type]
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"emb_initialization={emb_initialization!r} must be two numbers (lower, upper)"
+        ) from error
+
+
+def get_default_embedding_config() -> EmbeddingConfig:
+    """`EmbeddingConfig()`."""
+    return EmbeddingConfig()

@@ -1,0 +1,310 @@
+"""The batch a loader sends: ID features, dense features, labels and metadata, checked when it is built.
+
+ID features are held as compressed rows (ids, offsets), which is how they travel. Lists of one array a
+sample are joined natively:
+no loop over samples is written in Python.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia import _native, env
+from persia.embedding.dense_codec import DTYPE_NAMES, DTYPES, DenseSection, decode_dense, encode_dense
+from persia.errors import CorruptionError, FailedPreconditionError, InvalidArgumentError, InvalidTypeError
+
+__all__ = [
+    "MAX_BATCH_SIZE",
+    "IDTypeFeature",
+    "IDTypeFeatureWithSingleID",
+    "Label",
+    "NdarrayDataBase",
+    "NonIDTypeFeature",
+    "PersiaBatch",
+]
+
+MAX_BATCH_SIZE = 65535
+
+_MAGIC = 0x54414250  # "PBAT"
+_VERSION = 1
+_HEADER = struct.Struct("<4I2Q")  # magic, version, requires_grad, reserved, id_bytes, dense_bytes
+
+
+def _check_batch_size(batch_size: int, what: str) -> None:
+    if not 1 <= batch_size <= MAX_BATCH_SIZE:
+        raise InvalidArgumentError(
+            f"{what} has {batch_size} samples: a batch has 1 to {MAX_BATCH_SIZE}, split it"
+        )
+
+
+def _check_name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise InvalidTypeError(f"feature name is {name!r}: pass a non-empty str")
+    return name
+
+
+def _name_first(name: Any, data: Any) -> tuple[Any, Any]:
+    """Accepts (data, name) too, the order of the published documentation."""
+    return (data, name) if isinstance(data, str) and not isinstance(name, str) else (name, data)
+
+
+class IDTypeFeature:
+    """A slot's IDs for a batch, any number per sample.
+
+    Args:
+        name: the slot's name in the embedding config.
+        data: one 1-D uint64 array a sample; empty ones and duplicates are fine. (`IDTypeFeature(data,
+            name)`, the order in
+            the published documentation, is accepted too.)
+
+    Attributes:
+        ids: uint64 [total].
+        offsets: uint32 [batch_size + 1]; sample i has ids[offsets[i]:offsets[i + 1]].
+
+    Raises:
+        InvalidTypeError: a sample is no uint64 array; names feature, sample and what was found.
+        InvalidArgumentError: a sample is not 1-D, no samples, or more than `MAX_BATCH_SIZE`.
+    """
+
+    def __init__(self, name: str, data: Sequence[NDArray[np.uint64]]) -> None:
+        name, data = _name_first(name, data)
+        self.name = _check_name(name)
+        samples = data if isinstance(data, list) else list(data)
+        _check_batch_size(len(samples), f"feature {self.name!r}")
+        self.ids, self.offsets = _native.flatten_samples(self.name, samples)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.offsets) - 1
+
+
+class IDTypeFeatureWithSingleID(IDTypeFeature):
+    """A slot's IDs for a batch, exactly one per sample.
+
+    Args:
+        name: the slot's name in the embedding config.
+        data: uint64 [batch_size].
+
+    Raises:
+        InvalidTypeError: not a 1-D uint64 array.
+        InvalidArgumentError: no samples, or more than `MAX_BATCH_SIZE`.
+    """
+
+    def __init__(self, name: str, data: NDArray[np.uint64]) -> None:
+        name, data = _name_first(name, data)
+        self.name = _check_name(name)
+        if not env.skip_check_data():
+            self._check(data)
+        _check_batch_size(len(data), f"feature {self.name!r}")
+        self.ids = np.ascontiguousarray(data, dtype=np.uint64)
+        self.offsets = np.arange(len(data) + 1, dtype=np.uint32)
+
+    def _check(self, data: object) -> None:
+        if not isinstance(data, np.ndarray):
+            raise InvalidTypeError(
+                f"feature {self.name!r} is a {type(data).__name__}: pass a numpy array of uint64"
+            )
+        if data.ndim != 1 or data.dtype != np.uint64:
+            raise InvalidTypeError(
+                f"feature {self.name!r} has shape {data.shape} and dtype {data.dtype}: "
+                "pass a 1-D array of uint64, for instance .reshape(-1).astype(np.uint64)"
+            )
+
+
+class NdarrayDataBase:
+    """A named array whose first dimension is the batch.
+
+    Args:
+        data: [batch_size, ...] of bool, int8/16/32/64, uint8/16/32 or float16/32/64.
+        name: for people; the class' default name when None.
+
+    Raises:
+        InvalidTypeError: not an array, or of another dtype.
+        InvalidArgumentError: a scalar, or a batch size out of range.
+    """
+
+    DEFAULT_NAME = "ndarray_base"
+
+    def __init__(self, data: NDArray[Any], name: str | None = None) -> None:
+        self.name = self.DEFAULT_NAME if name is None else _check_name(name)
+        if not env.skip_check_data():
+            self._check(data)
+        _check_batch_size(len(data), f"{type(self).__name__} {self.name!r}")
+        self.data = data
+
+    def _check(self, data: object) -> None:
+        what = f"{type(self).__name__} {self.name!r}"
+        if not isinstance(data, np.ndarray):
+            raise InvalidTypeError(f"{what} is a {type(data).__name__}: pass a numpy array")
+        if data.dtype not in DTYPES:
+            raise InvalidTypeError(f"{what} has dtype {data.dtype}: cast to one of {DTYPE_NAMES}")
+        if data.ndim == 0:
+            raise InvalidArgumentError(f"{what} is a scalar: its first dimension must be the batch")
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.data)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+class Label(NdarrayDataBase):
+    """A target; see `NdarrayDataBase`."""
+
+    DEFAULT_NAME = "label_anonymous"
+
+
+class NonIDTypeFeature(NdarrayDataBase):
+    """Dense features; see `NdarrayDataBase`. One array of many columns is cheaper than many arrays."""
+
+    DEFAULT_NAME = "non_id_type_feature_anonymous"
+
+
+class PersiaBatch:
+    """One batch of training, evaluation or inference data.
+
+    Args:
+        id_type_features: at least one, names unique.
+        non_id_type_features: dense features, in the order the model gets them.
+        labels: needed when `requires_grad`.
+        batch_size: checked against the features when given.
+        requires_grad: False for evaluation: looked up without inserting, no gradient expected.
+        meta: bytes that reach the NN worker with the batch (a str is encoded as UTF-8).
+
+    Raises:
+        InvalidTypeError: something of another class.
+        InvalidArgumentError: batch sizes that differ, a repeated name, labels missing.
+    """
+
+    def __init__(
+        self,
+        id_type_features: Sequence[IDTypeFeature],
+        non_id_type_features: Sequence[NonIDTypeFeature] | None = None,
+        labels: Sequence[Label] | None = None,
+        batch_size: int | None = None,
+        requires_grad: bool = True,
+        meta: bytes | str | None = None,
+    ) -> None:
+        self.id_type_features = list(id_type_features)
+        self.non_id_type_features = list(non_id_type_features or [])
+        self.labels = list(labels or [])
+        self.requires_grad = requires_grad
+        self.meta = _meta_bytes(meta)
+        if not self.id_type_features:
+            raise InvalidArgumentError("a batch needs at least one ID feature: id_type_features is empty")
+        if not env.skip_check_data():
+            self._check_classes()
+        self.batch_size = self.id_type_features[0].batch_size if batch_size is None else batch_size
+        self._check_sizes()
+        if requires_grad and not self.labels:
+            raise InvalidArgumentError("add label data when requires_grad set to true.")
+        self._sent = False
+
+    def _check_classes(self) -> None:
+        for argument, found, expected in (
+            ("id_type_features", self.id_type_features, IDTypeFeature),
+            ("non_id_type_features", self.non_id_type_features, NonIDTypeFeature),
+            ("labels", self.labels, Label),
+        ):
+            for position, item in enumerate(found):
+                if not isinstance(item, expected):
+                    raise InvalidTypeError(
+                        f"{argument}[{position}] is a {type(item).__name__}: pass {expected.__name__} objects"
+                    )
+        names = [feature.name for feature in self.id_type_features]
+        for name in names:
+            if names.count(name) > 1:
+                raise InvalidArgumentError(
+                    f"ID feature {name!r} occurs {names.count(name)} times in the batch"
+                )
+
+    def _check_sizes(self) -> None:
+        _check_batch_size(self.batch_size, "the batch")
+        items: list[IDTypeFeature | NdarrayDataBase]
+        items = [*self.id_type_features, *self.non_id_type_features, *self.labels]
+        for item in items:
+            if item.batch_size != self.batch_size:
+                raise InvalidArgumentError(
+                    f"{type(item).__name__} {item.name!r} has {item.batch_size} samples "
+                    f"in a batch of {self.batch_size}"
+                )
+
+    def encode_id_features(self) -> bytes:
+        """The ID features as the wire format's "ID features"."""
+        return _native.encode_id_features(
+            self.batch_size, [(f.name, f.ids, f.offsets) for f in self.id_type_features]
+        )
+
+    def encode_dense(self) -> bytes:
+        """Everything else as the wire format's "dense section"."""
+        return encode_dense(
+            [(f.name, f.data) for f in self.non_id_type_features],
+            [(label.name, label.data) for label in self.labels],
+            self.meta,
+            self.batch_size,
+        )
+
+    def to_bytes(self) -> bytes:
+        """The whole batch as bytes, for instance for an inference request."""
+        ids, dense = self.encode_id_features(), self.encode_dense()
+        return _HEADER.pack(_MAGIC, _VERSION, self.requires_grad, 0, len(ids), len(dense)) + ids + dense
+
+    @classmethod
+    def from_bytes(cls, message: bytes | bytearray | memoryview) -> PersiaBatch:
+        """The batch that `to_bytes` wrote. Raises CorruptionError for anything else."""
+        data = bytes(message)
+        if len(data) < _HEADER.size:
+            raise CorruptionError(f"a batch of {len(data)} bytes is cut short: its header has {_HEADER.size}")
+        magic, version, requires_grad, _, id_bytes, dense_bytes = _HEADER.unpack_from(data)
+        if magic != _MAGIC or version != _VERSION or requires_grad > 1:
+            raise CorruptionError(f"not a batch of version {_VERSION}: magic {magic:#x}, version {version}")
+        if _HEADER.size + id_bytes + dense_bytes != len(data):
+            raise CorruptionError(f"a batch of {id_bytes} + {dense_bytes} bytes came with {len(data)}")
+        id_features = _decode_id_features(data[_HEADER.size : _HEADER.size + id_bytes])
+        dense = decode_dense(data[_HEADER.size + id_bytes :])
+        return cls._from_parts(id_features, dense, bool(requires_grad))
+
+    @classmethod
+    def _from_parts(cls, ids: list[IDTypeFeature], dense: DenseSection, requires_grad: bool) -> PersiaBatch:
+        try:
+            return cls(
+                ids,
+                [NonIDTypeFeature(array, name) for name, array in dense.features],
+                [Label(array, name) for name, array in dense.labels],
+                batch_size=dense.batch_size,
+                requires_grad=requires_grad,
+                meta=dense.meta,
+            )
+        except (InvalidArgumentError, InvalidTypeError) as error:
+            raise CorruptionError(f"the bytes decode, but to no valid batch: {error}") from error
+
+    def mark_sent(self) -> None:
+        """Called by whoever consumes the batch. Raises FailedPreconditionError at the second time."""
+        if self._sent:
+            raise FailedPreconditionError("this PersiaBatch was sent already: build a new one for every send")
+        self._sent = True
+
+
+def _meta_bytes(meta: object) -> bytes | None:
+    if meta is None or isinstance(meta, bytes):
+        return meta
+    if isinstance(meta, str):
+        return meta.encode()
+    raise InvalidTypeError(
+        f"meta is a {type(meta).__name__}: pass bytes, for instance json.dumps(...).encode()"
+    )
+
+
+def _decode_id_features(message: bytes) -> list[IDTypeFeature]:
+    features = []
+    for name, ids, offsets in _native.decode_id_features(message):
+        feature = IDTypeFeature.__new__(IDTypeFeature)
+        feature.name, feature.ids, feature.offsets = name, ids, offsets
+        features.append(feature)
+    return features

@@ -1,0 +1,255 @@
+"""Everything persia reads from the environment, in one place, checked once.
+
+A process is either a DDP rank (`RANK` is set, by torchrun or `persia-launcher nn-worker`) or one replica of
+another role
+(`REPLICA_INDEX` / `REPLICA_SIZE`). The published getters are kept; each raises `ConfigError` naming the
+variable and its
+value where that is not usable. No other module reads `os.environ`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from dataclasses import dataclass
+
+from persia.errors import ConfigError
+
+_JOB_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_LOG_LEVELS = ("debug", "info", "warn", "warning", "error", "critical")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaEnv:
+    """Who this process is. Rank fields are None outside DDP ranks, replica fields None inside."""
+
+    rank: int | None = None
+    local_rank: int | None = None
+    world_size: int | None = None
+    replica_index: int | None = None
+    replica_size: int | None = None
+
+
+def _integer(name: str, default: str | None = None, minimum: int = 0) -> int:
+    text = os.environ.get(name, default)
+    if text is None:
+        raise ConfigError(f"environment variable {name} is not set: set it to an integer >= {minimum}")
+    try:
+        value = int(text)
+    except ValueError:
+        value = minimum - 1
+    if value < minimum:
+        raise ConfigError(f"environment variable {name}={text!r} must be an integer >= {minimum}")
+    return value
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    try:
+        value = default if text is None else float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"environment variable {name}={text!r} must be a number of seconds > 0")
+    return value
+
+
+def _flag(name: str) -> bool:
+    text = os.environ.get(name, "0")
+    if text not in ("0", "1"):
+        raise ConfigError(f"environment variable {name}={text!r} must be 0 or 1")
+    return text == "1"
+
+
+def _read_replica_env() -> ReplicaEnv:
+    if "RANK" in os.environ:
+        rank, world_size = _integer("RANK"), _integer("WORLD_SIZE", minimum=1)
+        if rank >= world_size:
+            raise ConfigError(f"environment variable RANK={rank} must be below WORLD_SIZE={world_size}")
+        return ReplicaEnv(rank=rank, local_rank=_integer("LOCAL_RANK"), world_size=world_size)
+    if "REPLICA_INDEX" in os.environ:
+        index, size = _integer("REPLICA_INDEX"), _integer("REPLICA_SIZE", minimum=1)
+        if index >= size:
+            raise ConfigError(f"environment variable REPLICA_INDEX={index} must be below REPLICA_SIZE={size}")
+        return ReplicaEnv(replica_index=index, replica_size=size)
+    return ReplicaEnv(replica_index=0, replica_size=1)
+
+
+_current: ReplicaEnv | None = None
+
+
+def _replica_env() -> ReplicaEnv:
+    global _current
+    if _current is None:
+        _current = _read_replica_env()
+    return _current
+
+
+def reload_env() -> None:
+    """Reads the rank and replica variables again, after a change of `os.environ`."""
+    global _current
+    _current = _read_replica_env()
+
+
+def set_env(
+    *,
+    rank: int | None = None,
+    local_rank: int | None = None,
+    world_size: int | None = None,
+    replica_index: int | None = None,
+    replica_size: int | None = None,
+) -> None:
+    """Overrides who this process is, without touching `os.environ`; for notebooks and tests."""
+    global _current
+    _current = ReplicaEnv(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        replica_index=replica_index,
+        replica_size=replica_size,
+    )
+
+
+def get_rank() -> int | None:
+    """This process' rank among the NN workers, or None outside them."""
+    return _replica_env().rank
+
+
+def get_local_rank() -> int | None:
+    """This process' rank on its host, or None outside the NN workers."""
+    return _replica_env().local_rank
+
+
+def get_world_size() -> int | None:
+    """The number of NN workers, or None outside them."""
+    return _replica_env().world_size
+
+
+def get_replica_index() -> int | None:
+    """This replica's index in its role, or None in NN workers. 0 when nothing is set."""
+    return _replica_env().replica_index
+
+
+def get_replica_size() -> int | None:
+    """The number of replicas of this role, or None in NN workers. 1 when nothing is set."""
+    return _replica_env().replica_size
+
+
+def get_job_name() -> str:
+    """`PERSIA_JOB_NAME`: part of every NATS subject, so that several jobs share a broker."""
+    name = os.environ.get("PERSIA_JOB_NAME", "default")
+    if not _JOB_NAME.fullmatch(name):
+        raise ConfigError(
+            f"environment variable PERSIA_JOB_NAME={name!r} may have letters, digits, '_' and '-' only"
+        )
+    return name
+
+
+def get_nats_url() -> str | None:
+    """`PERSIA_NATS_URL`, for instance nats://127.0.0.1:4222; None when no broker is configured."""
+    url = os.environ.get("PERSIA_NATS_URL")
+    if url is not None and not url.startswith(("nats://", "tls://")):
+        raise ConfigError(f"environment variable PERSIA_NATS_URL={url!r} must start with nats:// or tls://")
+    return url
+
+
+def get_log_level() -> str:
+    """`LOG_LEVEL`: debug, info, warn, error or critical, in any case; info when not set."""
+    level = os.environ.get("LOG_LEVEL", "info")
+    if level.lower() not in _LOG_LEVELS:
+        raise ConfigError(f"environment variable LOG_LEVEL={level!r} must be one of {', '.join(_LOG_LEVELS)}")
+    return level.lower()
+
+
+def skip_check_data() -> bool:
+    """`PERSIA_SKIP_CHECK_DATA=1`: batches are built without checking types and dtypes (sizes always are)."""
+    return _flag("PERSIA_SKIP_CHECK_DATA")
+
+
+def launcher_verbose() -> bool:
+    """`PERSIA_LAUNCHER_VERBOSE=1`: the launcher prints the commands it runs."""
+    return _flag("PERSIA_LAUNCHER_VERBOSE")
+
+
+def get_bind_host() -> str:
+    """`PERSIA_BIND_HOST`: the address servers listen on; loopback unless told otherwise."""
+    return os.environ.get("PERSIA_BIND_HOST", "127.0.0.1")
+
+
+def get_advertise_host(bind_host: str | None = None) -> str:
+    """The address other hosts reach this one by: `PERSIA_ADVERTISE_HOST`, else `bind_host` (default:
+    `get_bind_host()`), else,
+    when that is the wildcard, the address of `PERSIA_SOCKET_IFNAME` or of the default route."""
+    explicit = os.environ.get("PERSIA_ADVERTISE_HOST")
+    if explicit:
+        return explicit
+    host = bind_host if bind_host is not None else get_bind_host()
+    return _primary_address() if host in ("0.0.0.0", "::") else host
+
+
+def _primary_address() -> str:
+    interface = os.environ.get("PERSIA_SOCKET_IFNAME")
+    if interface:
+        return _interface_address(interface)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: picks the default route, sends nothing
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def _interface_address(interface: str) -> str:
+    import fcntl
+    import struct
+
+    siocgifaddr = 0x8915
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), siocgifaddr, struct.pack("256s", interface.encode()[:15]))
+        except OSError as error:
+            raise ConfigError(
+                f"environment variable PERSIA_SOCKET_IFNAME={interface!r} names no interface "
+                f"with an IPv4 address: {error}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def global_config_path() -> str | None:
+    """`PERSIA_GLOBAL_CONFIG`."""
+    return os.environ.get("PERSIA_GLOBAL_CONFIG")
+
+
+def embedding_config_path() -> str | None:
+    """`PERSIA_EMBEDDING_CONFIG`."""
+    return os.environ.get("PERSIA_EMBEDDING_CONFIG")
+
+
+def nn_worker_entry() -> str | None:
+    """`PERSIA_NN_WORKER_ENTRY`: the script that `persia-launcher nn-worker` runs when none is given."""
+    return os.environ.get("PERSIA_NN_WORKER_ENTRY")
+
+
+def data_loader_entry() -> str | None:
+    """`PERSIA_DATALOADER_ENTRY`: the script that `persia-launcher data-loader` runs when none is given."""
+    return os.environ.get("PERSIA_DATALOADER_ENTRY")
+
+
+def get_embedding_worker_service() -> str:
+    """`EMBEDDING_WORKER_SERVICE`, as published."""
+    return os.environ.get("EMBEDDING_WORKER_SERVICE", "embedding_worker:8887")
+
+
+def get_deadline_s() -> float:
+    """`PERSIA_DEADLINE_SEC`: how long discovery, retries and draining may take before a typed error; 300 by
+    default.
+    """
+    return _seconds("PERSIA_DEADLINE_SEC", 300.0)
+
+
+def loader_silence_s() -> float:
+    """`PERSIA_LOADER_SILENCE_SEC`: how long a loader may be unreachable, with its stream not ended, before
+    that is an error; 30 by default.
+    """
+    return _seconds("PERSIA_LOADER_SILENCE_SEC", 30.0)

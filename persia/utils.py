@@ -1,0 +1,85 @@
+"""Small helpers that scripts written for the published API import."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from persia.errors import NotFoundError
+
+MAXIMUM_LOCAL_PORT_NUM = 65535
+
+_seed: int | None = None
+
+
+def setup_seed(seed: int) -> None:
+    """Seeds Python, NumPy and torch, switches torch to deterministic algorithms, and makes `seed` the default
+    seed of initial embedding values (`persia.embedding.EmbeddingConfig`)."""
+    import numpy as np
+    import torch
+
+    global _seed
+    _seed = seed
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # CUDA devices too
+    torch.use_deterministic_algorithms(True)
+
+
+def get_seed() -> int | None:
+    """The seed given to `setup_seed`, or None."""
+    return _seed
+
+
+def load_yaml(filepath: str | os.PathLike[str]) -> Any:
+    """The content of a YAML file. Raises FileNotFoundError naming the path."""
+    path = Path(filepath)
+    if not path.is_file():
+        raise FileNotFoundError(f"YAML file {path} does not exist")
+    with path.open(encoding="utf-8") as file:
+        return yaml.safe_load(file)
+
+
+def dump_yaml(content: object, filepath: str | os.PathLike[str]) -> None:
+    """Writes `content` as YAML, keeping the order of keys."""
+    with Path(filepath).open("w", encoding="utf-8") as file:
+        yaml.safe_dump(content, file, sort_keys=False)
+
+
+def run_command(cmd: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    """Runs a command to its end. Raises subprocess.CalledProcessError when it fails."""
+    subprocess.run(list(cmd), env=None if env is None else dict(env), check=True)
+
+
+def resolve_binary_execute_path(binary_name: str) -> str:
+    """The path of an executable of this Python environment, or else of PATH. Raises NotFoundError."""
+    beside_python = Path(sys.executable).parent / binary_name
+    found = str(beside_python) if os.access(beside_python, os.X_OK) else shutil.which(binary_name)
+    if found is None:
+        raise NotFoundError(f"executable {binary_name!r} is neither beside {sys.executable} nor on PATH")
+    return found
+
+
+def find_free_port(port: int = 10000, interval: int = 1) -> int:
+    """The first port from `port` on, in steps of `interval`, that nothing on loopback listens on.
+
+    Raises:
+        ValueError: none is free up to 65535.
+    """
+    while port <= MAXIMUM_LOCAL_PORT_NUM:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                port += interval
+    raise ValueError(f"no free port up to {MAXIMUM_LOCAL_PORT_NUM}")
