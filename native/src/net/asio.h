@@ -1,0 +1,38 @@
+// The parts of Asio that the net layer uses, in one place, and what every socket of ours has in
+// common.
+//
+// Included by the .cc files and private headers of net/ only: Asio costs seconds of compile time
+// and stays out of public headers.
+#pragma once
+
+#include <asio/buffer.hpp>
+#include <asio/connect.hpp>
+#include <asio/executor_work_guard.hpp>
+#include <asio/io_context.hpp>
+#include <asio/ip/tcp.hpp>
+#include <asio/post.hpp>
+#include <asio/read.hpp>
+#include <asio/steady_timer.hpp>
+#include <asio/strand.hpp>
+#include <asio/thread_pool.hpp>
+#include <asio/write.hpp>
+#include <string>
+#include <vector>
+
+#include "net/message.h"
+
+namespace persia::net {
+
+using Tcp = asio::ip::tcp;
+using ErrorCode = asio::error_code;
+
+// No delay for small frames. A peer whose host has died is noticed in half a minute instead of
+// never; that needs options which Asio does not wrap. Failures are ignored: the connection works
+// without them.
+void ConfigureSocket(Tcp::socket& socket);
+
+// An encoded header and its body's parts as one scatter/gather list; both must outlive the write.
+std::vector<asio::const_buffer> GatherFrame(std::span<const std::byte, kHeaderBytes> header,
+                                            const Parts& parts);
+
+}  // namespace persia::net

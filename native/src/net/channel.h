@@ -1,0 +1,52 @@
+// Channel: calls to one peer, which may restart and come back under another address.
+//
+// Call() may be used from any number of threads at once. Connections are opened on demand, kept and
+// shared. A call whose connection breaks, or whose peer answers kUnavailable, is repeated with
+// exponential backoff (jittered, at most 500 ms) until the deadline: every method of this system is
+// idempotent, by key where it changes something. SetAddress() may come at any time, also while
+// calls wait. Each wait has a deadline. Failures name the peer: "embedding-worker 0 at
+// 127.0.0.1:8887: connection refused".
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "base/buffer.h"
+#include "base/status.h"
+#include "net/message.h"
+#include "net/server.h"
+
+namespace persia::net {
+
+class Channel {
+ public:
+  struct Options {
+    std::string peer;  // for messages: "parameter-server 1"
+    uint64_t max_body_bytes = 1ull << 30;
+  };
+
+  explicit Channel(Options options);
+  ~Channel();  // fails what is pending with kUnavailable
+  Channel(const Channel&) = delete;
+
+  // "host:port". Until the first call of this, calls wait (until their deadline).
+  void SetAddress(const std::string& address);
+
+  // Sends the parts as one frame and waits for the answer's body. `parts` must stay as they are
+  // until it returns.
+  StatusOr<Buffer> Call(Method method, const Parts& parts, Clock::time_point deadline);
+
+  // The same without blocking the caller, for fan-out: `done` runs exactly once, on a thread of the
+  // channel.
+  void CallAsync(Method method, Parts parts, Clock::time_point deadline,
+                 std::function<void(StatusOr<Buffer>)> done);
+
+ private:
+  class Impl;
+  std::shared_ptr<Impl> impl_;
+};
+
+}  // namespace persia::net

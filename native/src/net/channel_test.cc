@@ -1,0 +1,351 @@
+#include "net/channel.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <future>
+#include <thread>
+
+#include "net/test_support.h"
+
+namespace persia::net {
+namespace {
+
+using namespace testing;  // NOLINT: this layer's own test helpers
+
+using Result = StatusOr<Buffer>;
+
+std::unique_ptr<Server> EchoServer(uint16_t* port, Server::Options options = {}) {
+  auto server = std::make_unique<Server>(options);
+  server->Handle(Method::kPing, Echo);
+  auto started = server->Start();
+  EXPECT_TRUE(started.ok()) << started.status().ToString();
+  *port = started.ok() ? *started : 0;
+  return server;
+}
+
+std::future<Result> Async(Channel& channel, Parts parts, Clock::time_point deadline) {
+  auto promise = std::make_shared<std::promise<Result>>();
+  auto future = promise->get_future();
+  channel.CallAsync(Method::kPing, std::move(parts), deadline,
+                    [promise](Result result) { promise->set_value(std::move(result)); });
+  return future;
+}
+
+// A port on which nobody listens.
+uint16_t ClosedPort() {
+  uint16_t port = 0;
+  EchoServer(&port)->Stop();
+  return port;
+}
+
+TEST(ChannelTest, EchoesBodiesOfAllSizes) {
+  uint16_t port = 0;
+  auto server = EchoServer(&port);
+  Channel channel({.peer = "echo"});
+  channel.SetAddress(Loopback(port));
+  for (const size_t size : {0, 1, 7, 64, 4095, 4096, 65537, 1 << 20, 8 << 20}) {
+    const auto body = Pattern(size, size);
+    auto reply = channel.Call(Method::kPing, PartsOf(body), Soon());
+    ASSERT_TRUE(reply.ok()) << size << ": " << reply.status().ToString();
+    EXPECT_TRUE(SameBytes(*reply, body)) << size;
+  }
+}
+
+TEST(ChannelTest, ManyPartsArriveInOrder) {
+  uint16_t port = 0;
+  auto server = EchoServer(&port);
+  Channel channel({.peer = "echo"});
+  channel.SetAddress(Loopback(port));
+  const auto body = Pattern(3000);
+  Parts parts;  // more parts than one system call takes, with empty ones among them
+  for (size_t i = 0; i < body.size(); i += 2) {
+    parts.AddView(std::span(body).subspan(i, 2));
+    parts.AddView({});
+  }
+  auto reply = channel.Call(Method::kPing, parts, Soon());
+  ASSERT_TRUE(reply.ok());
+  EXPECT_TRUE(SameBytes(*reply, body));
+}
+
+TEST(ChannelTest, PipelinedCallsAllReturnTheirOwnAnswer) {
+  uint16_t port = 0;
+  auto server = EchoServer(&port);
+  Channel channel({.peer = "echo"});
+  channel.SetAddress(Loopback(port));
+  std::vector<std::vector<std::byte>> bodies;
+  std::vector<std::future<Result>> replies;
+  for (uint32_t i = 0; i < 2000; ++i) bodies.push_back(Pattern(i % 700, i));
+  for (const auto& body : bodies) replies.push_back(Async(channel, PartsOf(body), Soon()));
+  for (size_t i = 0; i < bodies.size(); ++i) {
+    auto reply = replies[i].get();
+    ASSERT_TRUE(reply.ok()) << reply.status().ToString();
+    EXPECT_TRUE(SameBytes(*reply, bodies[i])) << i;
+  }
+}
+
+TEST(ChannelTest, ManyThreadsShareAChannel) {
+  uint16_t port = 0;
+  Server::Options options;
+  options.num_io_threads = 2;
+  auto server = EchoServer(&port, options);
+  Channel channel({.peer = "echo"});
+  channel.SetAddress(Loopback(port));
+  std::atomic<int> num_good{0};
+  std::vector<std::thread> threads;
+  for (uint32_t t = 0; t < 8; ++t) {
+    threads.emplace_back([&, t] {
+      for (uint32_t i = 0; i < 50; ++i) {
+        const auto body = Pattern(1000 * t + i, t);
+        auto reply = channel.Call(Method::kPing, PartsOf(body), Soon());
+        if (reply.ok() && SameBytes(*reply, body)) ++num_good;
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(num_good, 8 * 50);
+}
+
+TEST(ChannelTest, ErrorsCarryCodeMessageAndPeer) {
+  uint16_t port = 0;
+  Server server(Server::Options{});
+  server.Handle(Method::kClearRows, [](const Buffer&, const CallContext&) {
+    return StatusOr<Parts>(FailedPrecondition("not configured"));
+  });
+  port = server.Start().value();
+  Channel channel({.peer = "parameter-server 3"});
+  channel.SetAddress(Loopback(port));
+  const Status status = channel.Call(Method::kClearRows, {}, Soon()).status();
+  EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(status.message(), "parameter-server 3 at " + Loopback(port) + ": not configured");
+  EXPECT_EQ(channel.Call(Method::kSetRows, {}, Soon()).status().code(),
+            StatusCode::kInvalidArgument);
+}
+
+TEST(ChannelTest, SilentPeerIsDeadlineExceededAndTheConnectionStaysUsable) {
+  std::promise<void> release;
+  auto released = release.get_future().share();
+  std::atomic<int> num_calls{0};
+  Server server(Server::Options{});
+  server.Handle(Method::kPing, [&](const Buffer& request, const CallContext& context) {
+    if (num_calls++ == 0) released.wait_for(std::chrono::seconds(30));
+    return Echo(request, context);
+  });
+  const uint16_t port = server.Start().value();
+  Channel channel({.peer = "slow"});
+  channel.SetAddress(Loopback(port));
+  const auto first = Pattern(100, 1);
+  const Status status = channel.Call(Method::kPing, PartsOf(first), In(50)).status();
+  EXPECT_EQ(status.code(), StatusCode::kDeadlineExceeded) << status.ToString();
+  EXPECT_NE(status.message().find("slow at"), std::string::npos);
+  EXPECT_NE(status.message().find("Ping"), std::string::npos);
+  release
+      .set_value();  // the late answer now comes first, and must not be taken for the next call's
+  const auto second = Pattern(200, 2);
+  auto reply = channel.Call(Method::kPing, PartsOf(second), Soon());
+  ASSERT_TRUE(reply.ok()) << reply.status().ToString();
+  EXPECT_TRUE(SameBytes(*reply, second));
+}
+
+TEST(ChannelTest, RequestCutOffAtItsDeadlineIsNotReadAfterwards) {
+  constexpr size_t kBodyBytes = 32 << 20;  // more than the kernel takes
+  asio::io_context io;
+  Tcp::acceptor acceptor(io, {asio::ip::address_v4::loopback(), 0});
+  Channel channel({.peer = "stuck"});
+  channel.SetAddress(Loopback(acceptor.local_endpoint().port()));
+  for (int i = 0; i < 3; ++i) {
+    // Nobody reads until the call has failed and the body is gone.
+    {
+      const auto body = Pattern(kBodyBytes);
+      const Status status = channel.Call(Method::kPing, PartsOf(body), In(500)).status();
+      ASSERT_EQ(status.code(), StatusCode::kDeadlineExceeded) << status.ToString();
+    }
+    Tcp::socket peer(io);
+    acceptor.accept(peer);
+    std::vector<std::byte> chunk(1 << 20);
+    ErrorCode error;
+    size_t num_received = 0;
+    while (!error && num_received < kBodyBytes) {
+      num_received += peer.read_some(asio::buffer(chunk), error);
+    }
+    EXPECT_LT(num_received, kBodyBytes);
+  }
+}
+
+TEST(ChannelTest, AbsentPeerIsUnavailableAndNamed) {
+  const uint16_t port = ClosedPort();
+  Channel channel({.peer = "embedding-worker 0"});
+  channel.SetAddress(Loopback(port));
+  const Status status = channel.Call(Method::kPing, {}, In(200)).status();
+  EXPECT_EQ(status.code(), StatusCode::kUnavailable);
+  EXPECT_EQ(status.message(), "embedding-worker 0 at " + Loopback(port) + ": Connection refused");
+}
+
+TEST(ChannelTest, WithoutAddressOrWithABadOneIsUnavailableByTheDeadline) {
+  Channel channel({.peer = "worker 1"});
+  Status status = channel.Call(Method::kPing, {}, In(20)).status();
+  EXPECT_EQ(status.code(), StatusCode::kUnavailable);
+  EXPECT_NE(status.message().find("not known yet"), std::string::npos) << status.message();
+  channel.SetAddress("nonsense");
+  status = channel.Call(Method::kPing, {}, In(100)).status();
+  EXPECT_EQ(status.code(), StatusCode::kUnavailable);
+  EXPECT_NE(status.message().find("host:port"), std::string::npos) << status.message();
+  EXPECT_EQ(channel.Call(Method::kPing, {}, Clock::now()).status().code(),
+            StatusCode::kUnavailable);
+}
+
+TEST(ChannelTest, HostNamesAreResolved) {
+  uint16_t port = 0;
+  auto server = EchoServer(&port);
+  Channel channel({.peer = "echo"});
+  channel.SetAddress("localhost:" + std::to_string(port));
+  auto reply = channel.Call(Method::kPing, {}, Soon());
+  EXPECT_TRUE(reply.ok()) << reply.status().ToString();
+}
+
+TEST(ChannelTest, CallsWaitForTheFirstAddress) {
+  uint16_t port = 0;
+  auto server = EchoServer(&port);
+  Channel channel({.peer = "echo"});
+  const auto body = Pattern(10);
+  auto reply = Async(channel, PartsOf(body), Soon());
+  channel.SetAddress(Loopback(port));
+  EXPECT_TRUE(reply.get().ok());
+}
+
+TEST(ChannelTest, PeerRestartsElsewhereAndNoCallIsLost) {
+  uint16_t port = 0;
+  auto server = EchoServer(&port);
+  Channel channel({.peer = "echo"});
+  channel.SetAddress(Loopback(port));
+  std::atomic<bool> stop{false};
+  std::atomic<int> num_good{0};
+  std::atomic<int> num_bad{0};
+  std::vector<std::thread> threads;
+  for (uint32_t t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      for (uint32_t i = 0; !stop; ++i) {
+        const auto body = Pattern(50'000 + i, t);
+        auto reply = channel.Call(Method::kPing, PartsOf(body), Soon());
+        ++(reply.ok() && SameBytes(*reply, body) ? num_good : num_bad);
+      }
+    });
+  }
+  for (int restart = 0; restart < 5; ++restart) {
+    const int seen = num_good;
+    const auto deadline = Soon();
+    while (num_good < seen + 20 && Clock::now() < deadline) std::this_thread::yield();
+    // Alternately a clean stop and one that cuts connections off.
+    server->Stop(std::chrono::milliseconds(restart % 2 == 0 ? 5000 : 0));
+    server = EchoServer(&port);
+    channel.SetAddress(Loopback(port));
+  }
+  const int seen = num_good;
+  const auto deadline = Soon();
+  while (num_good < seen + 20 && Clock::now() < deadline) std::this_thread::yield();
+  stop = true;
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(num_bad, 0);
+  EXPECT_GE(num_good, 6 * 20);
+}
+
+TEST(ChannelTest, PeerRestartsOnTheSamePortWithoutNews) {
+  uint16_t port = 0;
+  auto server = EchoServer(&port);
+  Channel channel({.peer = "echo"});
+  channel.SetAddress(Loopback(port));
+  ASSERT_TRUE(channel.Call(Method::kPing, {}, Soon()).ok());
+  server->Stop();
+  auto waiting = Async(channel, {}, Soon());
+  Server::Options options;
+  options.port = port;
+  server = EchoServer(&port, options);
+  EXPECT_TRUE(waiting.get().ok());
+}
+
+TEST(ChannelTest, UnavailableAnswersAreRepeated) {
+  std::atomic<int> num_calls{0};
+  Server server(Server::Options{});
+  server.Handle(Method::kPing, [&](const Buffer& request, const CallContext& context) {
+    if (num_calls++ < 3) return StatusOr<Parts>(Unavailable("loading"));
+    return Echo(request, context);
+  });
+  const uint16_t port = server.Start().value();
+  Channel channel({.peer = "busy"});
+  channel.SetAddress(Loopback(port));
+  EXPECT_TRUE(channel.Call(Method::kPing, {}, Soon()).ok());
+  EXPECT_EQ(num_calls, 4);
+  num_calls = -1'000'000;
+  const Status status = channel.Call(Method::kPing, {}, In(100)).status();
+  EXPECT_EQ(status.code(), StatusCode::kUnavailable);
+  EXPECT_NE(status.message().find("loading"), std::string::npos) << status.message();
+}
+
+TEST(ChannelTest, RequestAboveTheLimitIsRefusedBeforeItIsSent) {
+  Channel channel({.peer = "echo", .max_body_bytes = 10});
+  EXPECT_EQ(channel.Call(Method::kPing, PartsOf(Pattern(11)), Soon()).status().code(),
+            StatusCode::kInvalidArgument);
+}
+
+TEST(ChannelTest, PeerThatSpeaksGarbageIsUnavailable) {
+  asio::io_context io;
+  Tcp::acceptor acceptor(io, {asio::ip::address_v4::loopback(), 0});
+  acceptor.non_blocking(true);
+  std::atomic<bool> stop{false};
+  std::thread peer([&] {
+    while (!stop) {
+      ErrorCode error;
+      Tcp::socket socket(io);
+      acceptor.accept(socket, error);
+      if (!error) asio::write(socket, asio::buffer(Pattern(64)), error);
+      std::this_thread::yield();
+    }
+  });
+  Channel channel({.peer = "liar"});
+  channel.SetAddress(Loopback(acceptor.local_endpoint().port()));
+  const Status status = channel.Call(Method::kPing, {}, In(300)).status();
+  EXPECT_EQ(status.code(), StatusCode::kUnavailable) << status.ToString();
+  stop = true;
+  peer.join();
+}
+
+TEST(ChannelTest, DestructionFailsWhatIsPending) {
+  std::promise<void> release;
+  auto released = release.get_future().share();
+  Server server(Server::Options{});
+  server.Handle(Method::kPing, [&](const Buffer& request, const CallContext& context) {
+    released.wait_for(std::chrono::seconds(30));
+    return Echo(request, context);
+  });
+  const uint16_t port = server.Start().value();
+  const auto body = Pattern(1 << 20);
+  std::vector<std::future<Result>> replies;
+  {
+    Channel channel({.peer = "slow"});
+    channel.SetAddress(Loopback(port));
+    for (int i = 0; i < 20; ++i) replies.push_back(Async(channel, PartsOf(body), Soon()));
+  }
+  for (auto& reply : replies) {
+    EXPECT_EQ(reply.get().status().code(), StatusCode::kUnavailable);
+  }
+  release.set_value();
+}
+
+TEST(ChannelTest, ChannelMayBeDestroyedByItsOwnCallback) {
+  uint16_t port = 0;
+  auto server = EchoServer(&port);
+  auto channel = std::make_shared<Channel>(Channel::Options{.peer = "echo"});
+  channel->SetAddress(Loopback(port));
+  std::promise<StatusCode> inner;
+  auto* raw = channel.get();
+  raw->CallAsync(Method::kPing, {}, Soon(),
+                 [&inner, channel = std::move(channel)](const Result& result) mutable {
+                   EXPECT_TRUE(result.ok());
+                   inner.set_value(channel->Call(Method::kPing, {}, Soon()).status().code());
+                   channel.reset();
+                 });
+  EXPECT_EQ(inner.get_future().get(), StatusCode::kInternal);  // a blocking call there is refused
+}
+
+}  // namespace
+}  // namespace persia::net

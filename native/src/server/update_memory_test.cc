@@ -1,0 +1,117 @@
+#include "server/update_memory.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <future>
+#include <thread>
+#include <vector>
+
+namespace persia::server {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+Clock::time_point Soon() { return Clock::now() + std::chrono::seconds(30); }
+
+class UpdateMemoryTest : public ::testing::Test {
+ protected:
+  // Sends the key; the reply's staleness tells which application it comes from.
+  uint64_t Send(UpdateMemory::Key key, bool* repeated) {
+    auto reply = memory_.Once(
+        key, Soon(), [this] { return UpdateRowsReply{++num_applied_, 0, 0}; }, repeated);
+    return reply.ok() ? reply->staleness : 0;
+  }
+  bool Repeated(UpdateMemory::Key key) {
+    bool repeated = false;
+    Send(key, &repeated);
+    return repeated;
+  }
+
+  UpdateMemory memory_{{.keys_per_worker = 4, .workers = 2}};
+  std::atomic<uint64_t> num_applied_{0};
+};
+
+TEST_F(UpdateMemoryTest, RepeatedKeyGetsTheFirstReply) {
+  bool repeated = true;
+  EXPECT_EQ(Send({1, 1}, &repeated), 1u);
+  EXPECT_FALSE(repeated);
+  EXPECT_EQ(Send({1, 2}, &repeated), 2u);
+  EXPECT_EQ(Send({1, 1}, &repeated), 1u);
+  EXPECT_TRUE(repeated);
+  EXPECT_EQ(num_applied_, 2u);
+}
+
+TEST_F(UpdateMemoryTest, WorkersDoNotShareReferences) {
+  EXPECT_FALSE(Repeated({1, 7}));
+  EXPECT_FALSE(Repeated({2, 7}));
+  EXPECT_TRUE(Repeated({1, 7}));
+}
+
+TEST_F(UpdateMemoryTest, OldestKeyOfAWorkerIsForgottenFirst) {
+  for (uint64_t reference = 1; reference <= 5; ++reference) EXPECT_FALSE(Repeated({1, reference}));
+  for (uint64_t reference = 2; reference <= 5; ++reference) EXPECT_TRUE(Repeated({1, reference}));
+  EXPECT_FALSE(Repeated({1, 1}));
+}
+
+TEST_F(UpdateMemoryTest, LeastRecentlyUsedWorkerIsForgotten) {
+  EXPECT_FALSE(Repeated({1, 1}));
+  EXPECT_FALSE(Repeated({2, 1}));
+  EXPECT_TRUE(Repeated({1, 1}));   // uses worker 1
+  EXPECT_FALSE(Repeated({3, 1}));  // worker 2 goes
+  EXPECT_TRUE(Repeated({1, 1}));
+  EXPECT_FALSE(Repeated({2, 1}));
+}
+
+TEST_F(UpdateMemoryTest, FailureIsNotRemembered) {
+  bool repeated = false;
+  auto failed = memory_.Once(
+      {1, 1}, Soon(), [] { return StatusOr<UpdateRowsReply>(FailedPrecondition("not yet")); },
+      &repeated);
+  EXPECT_EQ(failed.status().code(), StatusCode::kFailedPrecondition);
+  EXPECT_FALSE(Repeated({1, 1}));
+  EXPECT_TRUE(Repeated({1, 1}));
+}
+
+TEST_F(UpdateMemoryTest, RepetitionGivesUpAtItsDeadlineWhileTheFirstIsApplied) {
+  std::promise<void> entered;
+  std::promise<void> release;
+  std::thread first([&] {
+    bool repeated = false;
+    auto reply = memory_.Once(
+        {1, 1}, Soon(),
+        [&] {
+          entered.set_value();
+          release.get_future().wait();
+          return UpdateRowsReply{42, 0, 0};
+        },
+        &repeated);
+    EXPECT_TRUE(reply.ok());
+  });
+  entered.get_future().wait();
+  bool repeated = false;
+  auto late = memory_.Once({1, 1}, Clock::now(), [] { return UpdateRowsReply{}; }, &repeated);
+  EXPECT_EQ(late.status().code(), StatusCode::kDeadlineExceeded);
+  EXPECT_FALSE(Repeated({1, 2}));  // others are not held up
+  release.set_value();
+  first.join();
+  EXPECT_EQ(Send({1, 1}, &repeated), 42u);
+}
+
+TEST_F(UpdateMemoryTest, ConcurrentRepetitionsApplyOnce) {
+  for (uint64_t reference = 1; reference <= 50; ++reference) {
+    num_applied_ = 0;
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i) {
+      threads.emplace_back([&] {
+        bool repeated = false;
+        EXPECT_EQ(Send({1, reference}, &repeated), 1u);
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    EXPECT_EQ(num_applied_, 1u);
+  }
+}
+
+}  // namespace
+}  // namespace persia::server

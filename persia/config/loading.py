@@ -1,0 +1,87 @@
+"""From YAML files to checked configurations. A file that cannot be used fails at once, by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from persia.config.global_config import GlobalConfig
+from persia.config.keys import Section
+from persia.config.reader import read_section
+from persia.config.slots_config import SlotsConfig
+from persia.errors import ConfigError
+
+__all__ = ["load_embedding_config", "load_global_config", "parse_embedding_config", "parse_global_config"]
+
+_AnySection = TypeVar("_AnySection", bound=Section)
+
+
+def load_global_config(path: str | os.PathLike[str]) -> GlobalConfig:
+    """Reads a global configuration file. Raises ConfigError: file, key, value, remedy."""
+    return _parse(GlobalConfig, _read_yaml(Path(path)), str(path))
+
+
+def load_embedding_config(path: str | os.PathLike[str]) -> SlotsConfig:
+    """Reads an embedding configuration file. Raises ConfigError: file, key, value, remedy."""
+    return _parse(SlotsConfig, _read_yaml(Path(path)), str(path))
+
+
+def parse_global_config(mapping: Mapping[str, Any], *, source: str = "global config") -> GlobalConfig:
+    """The same from a mapping; `source` takes the place of the file in messages."""
+    return _parse(GlobalConfig, mapping, source)
+
+
+def parse_embedding_config(mapping: Mapping[str, Any], *, source: str = "embedding config") -> SlotsConfig:
+    """The same from a mapping; `source` takes the place of the file in messages."""
+    return _parse(SlotsConfig, mapping, source)
+
+
+def _parse(section: type[_AnySection], value: object, source: str) -> _AnySection:
+    try:
+        return read_section(section, value)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which PyYAML would silently keep the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # no key of ours; refused by name later
+            if (key.tag, key.value) in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value} is there twice", problem_mark=key.start_mark
+                )
+            seen.add((key.tag, key.value))
+        return node
+
+
+def _read_yaml(path: Path) -> object:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: there is no such file (seen from {Path.cwd()}): correct the path"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        return yaml.load(content, _StrictLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise ConfigError(f"{path}: {where}not valid YAML: {error.problem}") from error
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # not text, a 31st of February, 1000 brackets
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error

@@ -1,0 +1,180 @@
+"""The embedding configuration: a job's slots (ID features), as the published `embedding_config.yml` has them.
+
+Feature groups become numbers, which stand in the top `feature_index_prefix_bit` bits of every row's sign. Two
+slots therefore share rows exactly when they are in one group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+from persia.config.keys import UINT32_MAX, Alias, Only, Range, Section
+from persia.errors import ConfigError
+
+if TYPE_CHECKING:
+    from persia import _native
+
+__all__ = ["HashStackConfig", "SlotConfig", "SlotsConfig"]
+
+_SCHEMA_HASH_DIGITS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashStackConfig(Section):
+    """An ID stands for one row of each of `hash_stack_rounds` tables of `embedding_size` rows. 0 is off."""
+
+    hash_stack_rounds: Annotated[int, Range(0, UINT32_MAX)] = 0
+    embedding_size: Annotated[int, Range(0)] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hash_stack_rounds > 0 and self.embedding_size == 0:
+            raise ConfigError(
+                f"embedding_size=0 must be at least 1 when hash_stack_rounds={self.hash_stack_rounds}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotConfig(Section):
+    """One slot. Without `embedding_summation` it is a raw slot: its rows reach the model one by one."""
+
+    dim: Annotated[int, Range(1, 65536)]
+    sample_fixed_size: Annotated[int, Range(1, 65535)] = 10  # raw slots: IDs that a sample keeps
+    embedding_summation: bool = True
+    sqrt_scaling: bool = False
+    hash_stack_config: HashStackConfig | None = None
+    index_prefix: Annotated[int, Only(0, "it is computed from feature_groups; leave it out")] = 0
+
+    @property
+    def hash_stack(self) -> HashStackConfig | None:
+        """The hash stack if it is on."""
+        stack = self.hash_stack_config
+        return stack if stack is not None and stack.hash_stack_rounds > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotsConfig(Section):
+    """All of `embedding_config.yml`."""
+
+    feature_index_prefix_bit: Annotated[int, Range(1, 32)] = 8
+    slots_config: Annotated[Mapping[str, SlotConfig], Alias("slot_config")]
+    feature_groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.slots_config:
+            raise ConfigError("slots_config has no slots: add at least one")
+        if "" in self.slots_config:
+            raise ConfigError("slots_config has a slot with an empty name: name every slot")
+        self._check_groups()
+        self._check_num_groups()
+        self._check_hash_stacks()
+
+    def group_numbers(self) -> dict[str, int]:
+        """Every slot's group: feature groups count from 1 on in their order, then each slot without one."""
+        numbers = {
+            slot: number
+            for number, slots in enumerate(self.feature_groups.values(), start=1)
+            for slot in slots
+        }
+        next_number = len(self.feature_groups) + 1
+        for slot in self.slots_config:
+            if slot not in numbers:
+                numbers[slot] = next_number
+                next_number += 1
+        return numbers
+
+    def native_slots(self) -> list[_native.SlotConfig]:
+        """The slots as the engine wants them, in the order of `slots_config`."""
+        from persia import _native
+
+        numbers = self.group_numbers()
+        return [
+            _native.SlotConfig(
+                name=name,
+                dim=slot.dim,
+                embedding_summation=slot.embedding_summation,
+                sqrt_scaling=slot.sqrt_scaling,
+                sample_fixed_size=slot.sample_fixed_size,
+                hash_stack_rounds=slot.hash_stack.hash_stack_rounds if slot.hash_stack else 0,
+                hash_stack_size=slot.hash_stack.embedding_size if slot.hash_stack else 0,
+                index_prefix=numbers[name] << (64 - self.feature_index_prefix_bit),
+                group=numbers[name] - 1,
+            )
+            for name, slot in self.slots_config.items()
+        ]
+
+    def schema_hash(self) -> str:
+        """16 hex digits, equal for two configs exactly when processes with them understand each other.
+
+        The order of slots counts only where it numbers groups. What has no effect (the names of groups,
+        `sample_fixed_size` of summed slots) does not count.
+        """
+        numbers = self.group_numbers()
+        slots = {name: _schema_of(slot, numbers[name]) for name, slot in self.slots_config.items()}
+        schema = {"feature_index_prefix_bit": self.feature_index_prefix_bit, "slots": slots}
+        canonical = json.dumps(schema, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:_SCHEMA_HASH_DIGITS]
+
+    def _check_groups(self) -> None:
+        group_of: dict[str, str] = {}
+        for group, slots in self.feature_groups.items():
+            if not slots:
+                raise ConfigError(f"feature_groups.{group} is empty: list its slots or remove it")
+            for slot in slots:
+                self._check_member(group, slot, first=slots[0])
+                if slot in group_of:
+                    where = "twice" if group_of[slot] == group else f"in {group_of[slot]} already"
+                    raise ConfigError(
+                        f"feature_groups.{group} has the slot {slot}, which is there {where}: keep one"
+                    )
+                group_of[slot] = group
+
+    def _check_member(self, group: str, slot: str, *, first: str) -> None:
+        if slot not in self.slots_config:
+            raise ConfigError(
+                f"feature_groups.{group} has the slot {slot}, which slots_config lacks: "
+                "define it there, or remove it here"
+            )
+        dim, first_dim = self.slots_config[slot].dim, self.slots_config[first].dim
+        if dim != first_dim:
+            raise ConfigError(
+                f"feature_groups.{group} has {first} with dim={first_dim} and {slot} with dim={dim}: "
+                "slots of one group share rows, so give them one dim or separate groups"
+            )
+
+    def _check_num_groups(self) -> None:
+        num_groups = max(self.group_numbers().values())
+        limit = 2**self.feature_index_prefix_bit - 1  # number 0 is no group
+        if num_groups > limit:
+            raise ConfigError(
+                f"feature_index_prefix_bit={self.feature_index_prefix_bit} has room for {limit} groups, but "
+                f"there are {num_groups} (a slot in no feature group is one by itself): "
+                f"raise it to {num_groups.bit_length()}, or group slots"
+            )
+
+    def _check_hash_stacks(self) -> None:
+        num_ids = 2 ** (64 - self.feature_index_prefix_bit) - 1
+        for name, slot in self.slots_config.items():
+            stack = slot.hash_stack
+            if stack is not None and stack.hash_stack_rounds * stack.embedding_size > num_ids:
+                raise ConfigError(
+                    f"slots_config.{name}.hash_stack_config has "
+                    f"{stack.hash_stack_rounds} x {stack.embedding_size} rows, above the {num_ids} that "
+                    f"feature_index_prefix_bit={self.feature_index_prefix_bit} leaves: make either smaller"
+                )
+
+
+def _schema_of(slot: SlotConfig, group_number: int) -> dict[str, object]:
+    stack = slot.hash_stack
+    return {
+        "dim": slot.dim,
+        "group": group_number,
+        "hash_stack": None if stack is None else [stack.hash_stack_rounds, stack.embedding_size],
+        "raw": None if slot.embedding_summation else slot.sample_fixed_size,
+        "sqrt_scaling": slot.sqrt_scaling,
+    }

@@ -1,0 +1,214 @@
+"""Every key of the global config: default, wrong types, limits, and what this version refuses."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from persia.config import CommonConfig, EmbeddingParameterServerConfig, GlobalConfig, parse_global_config
+from persia.errors import ConfigError
+
+METRICS = "common_config.metrics_config"
+CHECKPOINTS = "common_config.checkpointing_config"
+WORKER = "embedding_worker_config"
+SERVER = "embedding_parameter_server_config"
+
+DEFAULTS = {
+    f"{METRICS}.enable_metrics": True,
+    f"{METRICS}.job_name": "persia_default_jobname",
+    f"{METRICS}.push_interval_seconds": 10,
+    "common_config.job_type": "Train",
+    f"{CHECKPOINTS}.num_workers": 4,
+    "common_config.infer_config": None,
+    f"{WORKER}.forward_buffer_size": 1000,
+    f"{WORKER}.buffered_data_expired_sec": 1000,
+    f"{SERVER}.capacity": 1_000_000_000,
+    f"{SERVER}.num_hashmap_internal_shards": 16,
+    f"{SERVER}.full_amount_manager_buffer_size": 1000,
+    f"{SERVER}.enable_incremental_update": False,
+    f"{SERVER}.incremental_buffer_size": 1_000_000,
+    f"{SERVER}.incremental_dir": "/workspace/incremental_dir/",
+    f"{SERVER}.incremental_channel_capacity": 1000,
+}
+
+# Least and largest values; None: the largest is that of 64 bits.
+LIMITS = {
+    f"{METRICS}.push_interval_seconds": (1, 2**32 - 1),
+    f"{CHECKPOINTS}.num_workers": (1, 1024),
+    f"{WORKER}.forward_buffer_size": (1, 2**64 - 1),
+    f"{WORKER}.buffered_data_expired_sec": (1, 2**32 - 1),
+    f"{SERVER}.capacity": (1, 2**64 - 1),
+    f"{SERVER}.num_hashmap_internal_shards": (1, 65536),
+    f"{SERVER}.full_amount_manager_buffer_size": (1, 2**64 - 1),
+    f"{SERVER}.incremental_buffer_size": (1, 2**64 - 1),
+    f"{SERVER}.incremental_channel_capacity": (1, 2**64 - 1),
+}
+
+SWITCHES = [f"{METRICS}.enable_metrics", f"{SERVER}.enable_incremental_update"]
+TEXTS = [f"{METRICS}.job_name", "common_config.job_type", f"{SERVER}.incremental_dir"]
+
+
+def with_key(path: str, value: object) -> dict[str, Any]:
+    """A config with the one key at `path`."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value  # type: ignore[return-value]
+
+
+def value_at(config: object, path: str) -> object:
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def refusal_of(mapping: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_global_config(mapping, source="job.yml")  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert message.startswith("job.yml: ")
+    assert "\n" not in message
+    return message.removeprefix("job.yml: ")
+
+
+@pytest.mark.parametrize("path", DEFAULTS)
+def test_every_key_has_its_default(path):
+    assert value_at(GlobalConfig(), path) == DEFAULTS[path]
+    assert type(value_at(GlobalConfig(), path)) is type(DEFAULTS[path])
+
+
+def test_no_key_and_the_defaults_written_out_are_the_same():
+    written: dict[str, Any] = {}
+    for path, value in DEFAULTS.items():
+        section = written
+        *sections, name = path.split(".")
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    assert parse_global_config(written) == parse_global_config({}) == GlobalConfig()
+
+
+@pytest.mark.parametrize("path", LIMITS)
+def test_numbers_are_taken_up_to_their_limits_and_not_beyond(path):
+    least, largest = LIMITS[path]
+    others = with_key(path, least)
+    if path == f"{SERVER}.capacity":
+        others[SERVER]["num_hashmap_internal_shards"] = 1
+    assert value_at(parse_global_config(others), path) == least
+    assert value_at(parse_global_config(with_key(path, largest)), path) == largest
+    for value in (least - 1, largest + 1):
+        assert (
+            refusal_of(with_key(path, value))
+            == f"{path}={value} must be an integer from {least} to {largest}"
+        )
+
+
+@pytest.mark.parametrize("path", LIMITS)
+@pytest.mark.parametrize(
+    ("value", "shown"), [(True, "true"), (1.5, "1.5"), ("8", "'8'"), (None, "null"), ([8], "[8]")]
+)
+def test_numbers_must_be_integers(path, value, shown):
+    assert refusal_of(with_key(path, value)) == f"{path}={shown} must be an integer"
+
+
+@pytest.mark.parametrize("path", SWITCHES)
+@pytest.mark.parametrize("value", [0, 1, "false", None])
+def test_switches_must_be_booleans(path, value):
+    message = refusal_of(with_key(path, value))
+    assert message.startswith(f"{path}={'null' if value is None else repr(value)} must be ")
+
+
+@pytest.mark.parametrize("path", TEXTS)
+@pytest.mark.parametrize("value", [1, True, None, ["a"]])
+def test_texts_must_be_strings(path, value):
+    assert f"{path}=" in refusal_of(with_key(path, value))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        ("common_config.job_type", "Infer", "other job types are not available in this version"),
+        ("common_config.job_type", "Eval", "other job types are not available in this version"),
+        ("common_config.job_type", "train", "must be 'Train'"),
+        (
+            "common_config.infer_config",
+            {"servers": ["a:1"]},
+            "inference jobs are not available in this version",
+        ),
+        (f"{SERVER}.enable_incremental_update", True, "incremental update is not available in this version"),
+    ],
+)
+def test_what_this_version_lacks_is_refused(path, value, reason):
+    message = refusal_of(with_key(path, value))
+    assert message.startswith(f"{path}=")
+    assert reason in message
+
+
+def test_metrics_may_be_asked_for_and_tuned():
+    config = parse_global_config(with_key(METRICS, {"enable_metrics": True, "job_name": "clicks"}))
+    assert config.common_config.metrics_config.job_name == "clicks"
+
+
+def test_push_interval_has_two_spellings_of_which_one_may_be_used():
+    config = parse_global_config(with_key(f"{METRICS}.push_interval_sec", 7))
+    assert config.common_config.metrics_config.push_interval_seconds == 7
+    assert refusal_of(with_key(f"{METRICS}.push_interval_sec", 0)).startswith(
+        f"{METRICS}.push_interval_sec=0 must"
+    )
+    both = with_key(METRICS, {"push_interval_sec": 7, "push_interval_seconds": 7})
+    assert "push_interval_sec, another spelling" in refusal_of(both)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"common": {}}, "common is not a known key: did you mean common_config?"),
+        (
+            {"common_config": {"job_typ": "Train"}},
+            "common_config.job_typ is not a known key: did you mean job_type?",
+        ),
+        (with_key(f"{SERVER}.Capacity", 1), f"{SERVER}.Capacity is not a known key: did you mean capacity?"),
+        (with_key(f"{WORKER}.x", 1), "the keys here are forward_buffer_size, buffered_data_expired_sec"),
+        ({True: {}}, "True is not a known key"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_one(mapping, message):
+    assert message in refusal_of(mapping)
+
+
+@pytest.mark.parametrize("path", ["common_config", METRICS, CHECKPOINTS, WORKER, SERVER])
+def test_sections_must_be_mappings(path):
+    assert refusal_of(with_key(path, None)) == f"{path} is empty: give it keys, or {{}} for the defaults"
+    assert refusal_of(with_key(path, [1])) == f"{path} must be a mapping of keys to values, not [1]"
+    assert parse_global_config(with_key(path, {})) == GlobalConfig()
+
+
+def test_the_top_level_must_be_a_mapping():
+    assert refusal_of(["common_config"]).startswith("the top level must be a mapping")
+    assert refusal_of(None).startswith("the top level is empty")
+
+
+def test_more_internal_shards_than_capacity_are_refused_with_both():
+    message = refusal_of({SERVER: {"capacity": 4, "num_hashmap_internal_shards": 5}})
+    assert message.startswith(f"{SERVER}.num_hashmap_internal_shards=5 must not be above capacity=4")
+
+
+def test_a_long_value_is_cut():
+    assert len(refusal_of(with_key(f"{SERVER}.capacity", "9" * 10_000))) < 200
+
+
+def test_sections_made_in_python_obey_the_same_rules():
+    with pytest.raises(ConfigError, match=re.escape("capacity=0 must be an integer from 1 to")):
+        EmbeddingParameterServerConfig(capacity=0)
+    with pytest.raises(ConfigError, match="embedding_worker_config=null must be EmbeddingWorkerConfig"):
+        GlobalConfig(embedding_worker_config=None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="job_type='Eval'"):
+        CommonConfig(job_type="Eval")
+
+
+def test_sections_are_frozen_and_take_names_only():
+    with pytest.raises(AttributeError):
+        GlobalConfig().common_config = CommonConfig()  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        GlobalConfig(CommonConfig())  # type: ignore[misc]

@@ -1,0 +1,325 @@
+"""Every key of the embedding config, how groups are numbered, and what the schema hash tells apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia import _native
+from persia.config import HashStackConfig, SlotConfig, SlotsConfig, parse_embedding_config
+from persia.errors import ConfigError
+
+SLOT_DEFAULTS = {
+    "sample_fixed_size": 10,
+    "embedding_summation": True,
+    "sqrt_scaling": False,
+    "hash_stack_config": None,
+    "index_prefix": 0,
+}
+
+SLOT_LIMITS = {"dim": (1, 65536), "sample_fixed_size": (1, 65535)}
+
+
+def slot(**keys: object) -> dict[str, Any]:
+    """A config with one slot named user."""
+    return {"slots_config": {"user": {"dim": 8, **keys}}}
+
+
+def slots(*names: str, bits: int = 8, groups: dict[str, list[str]] | None = None) -> SlotsConfig:
+    """A config with slots of dim 8."""
+    return parse_embedding_config(
+        {
+            "feature_index_prefix_bit": bits,
+            "slots_config": {name: {"dim": 8} for name in names},
+            "feature_groups": groups or {},
+        }
+    )
+
+
+def refusal_of(mapping: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_embedding_config(mapping, source="slots.yml")  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert message.startswith("slots.yml: ")
+    assert "\n" not in message
+    return message.removeprefix("slots.yml: ")
+
+
+@pytest.mark.parametrize("name", SLOT_DEFAULTS)
+def test_every_key_of_a_slot_but_dim_has_a_default(name):
+    config = parse_embedding_config(slot())
+    assert getattr(config.slots_config["user"], name) == SLOT_DEFAULTS[name]
+
+
+def test_the_other_keys_have_defaults():
+    config = parse_embedding_config(slot())
+    assert config.feature_index_prefix_bit == 8
+    assert config.feature_groups == {}
+    assert HashStackConfig() == HashStackConfig(hash_stack_rounds=0, embedding_size=0)
+    assert config == SlotsConfig(slots_config={"user": SlotConfig(dim=8)})
+
+
+@pytest.mark.parametrize("name", SLOT_LIMITS)
+def test_numbers_of_a_slot_are_taken_up_to_their_limits_and_not_beyond(name):
+    least, largest = SLOT_LIMITS[name]
+    for value in (least, largest):
+        assert getattr(parse_embedding_config(slot(**{name: value})).slots_config["user"], name) == value
+    for value in (least - 1, largest + 1):
+        expected = f"slots_config.user.{name}={value} must be an integer from {least} to {largest}"
+        assert refusal_of(slot(**{name: value})) == expected
+
+
+@pytest.mark.parametrize("bits", [1, 32])
+def test_prefix_bits_are_taken_up_to_their_limits(bits):
+    assert (
+        parse_embedding_config({"feature_index_prefix_bit": bits, **slot()}).feature_index_prefix_bit == bits
+    )
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({}, "slots_config is missing: it has no default, so add it"),
+        ({"slots_config": {}}, "slots_config has no slots: add at least one"),
+        ({"slots_config": None}, "slots_config is empty"),
+        ({"slots_config": ["user"]}, "slots_config must be a mapping of keys to values, not ['user']"),
+        ({"slots_config": {"user": 8}}, "slots_config.user must be a mapping of keys to values, not 8"),
+        ({"slots_config": {"user": {}}}, "slots_config.user.dim is missing"),
+        (
+            {"slots_config": {"user": {"dimm": 8}}},
+            "slots_config.user.dimm is not a known key: did you mean dim?",
+        ),
+        ({"slots_config": {"": {"dim": 8}}}, "slots_config has a slot with an empty name"),
+        (
+            {"slots_config": {True: {"dim": 8}}},
+            "slots_config has the name true, which YAML does not read as a string",
+        ),
+        (
+            {"slots_config": {7: {"dim": 8}}},
+            "slots_config has the name 7, which YAML does not read as a string",
+        ),
+        (slot(dim=True), "slots_config.user.dim=true must be an integer"),
+        (slot(dim=8.0), "slots_config.user.dim=8.0 must be an integer"),
+        (slot(sample_fixed_size="10"), "slots_config.user.sample_fixed_size='10' must be an integer"),
+        (slot(embedding_summation=1), "slots_config.user.embedding_summation=1 must be true or false"),
+        (slot(sqrt_scaling="no"), "slots_config.user.sqrt_scaling='no' must be true or false"),
+        (
+            slot(index_prefix=1),
+            "slots_config.user.index_prefix=1 must be 0: it is computed from feature_groups",
+        ),
+        (slot(index_prefix=False), "slots_config.user.index_prefix=false must be 0"),
+        (slot(hash_stack_config=3), "slots_config.user.hash_stack_config must be a mapping"),
+        (
+            {"feature_index_prefix_bit": 0, **slot()},
+            "feature_index_prefix_bit=0 must be an integer from 1 to 32",
+        ),
+        (
+            {"feature_index_prefix_bit": 33, **slot()},
+            "feature_index_prefix_bit=33 must be an integer from 1 to 32",
+        ),
+        ({"feature_index_prefix_bit": "8", **slot()}, "feature_index_prefix_bit='8' must be an integer"),
+        ({"feature_groups": ["user"], **slot()}, "feature_groups must be a mapping"),
+        ({"feature_groups": {"g": "user"}, **slot()}, "feature_groups.g='user' must be a list of names"),
+        ({"feature_groups": {"g": [True]}, **slot()}, "feature_groups.g has the name true"),
+        ({"feature_group": {}, **slot()}, "feature_group is not a known key: did you mean feature_groups?"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_key_and_value(mapping, message):
+    assert refusal_of(mapping).startswith(message)
+
+
+def test_slots_have_two_spellings_of_which_one_may_be_used():
+    assert parse_embedding_config({"slot_config": slot()["slots_config"]}) == parse_embedding_config(slot())
+    both = {"slot_config": slot()["slots_config"], **slot()}
+    assert refusal_of(both) == "slots_config is also given as slot_config, another spelling of it: keep one"
+
+
+class TestHashStack:
+    def test_reaches_the_slot(self):
+        stack = {"hash_stack_rounds": 2, "embedding_size": 10}
+        config = parse_embedding_config(slot(hash_stack_config=stack)).slots_config["user"]
+        assert config.hash_stack == HashStackConfig(hash_stack_rounds=2, embedding_size=10)
+
+    @pytest.mark.parametrize("stack", [None, {}, {"hash_stack_rounds": 0, "embedding_size": 10}])
+    def test_no_rounds_mean_none(self, stack):
+        assert parse_embedding_config(slot(hash_stack_config=stack)).slots_config["user"].hash_stack is None
+
+    @pytest.mark.parametrize("name", ["hash_stack_rounds", "embedding_size"])
+    @pytest.mark.parametrize("value", [-1, 2**64, True, 1.0, "2", None])
+    def test_wrong_values_are_refused(self, name, value):
+        message = refusal_of(slot(hash_stack_config={name: value}))
+        assert message.startswith(f"slots_config.user.hash_stack_config.{name}=")
+
+    def test_rounds_need_a_size(self):
+        message = refusal_of(slot(hash_stack_config={"hash_stack_rounds": 2}))
+        assert message.startswith("slots_config.user.hash_stack_config.embedding_size=0 must be at least 1")
+
+    def test_its_rows_must_fit_beside_the_prefix(self):
+        largest = 2**32 - 1
+        fits = slot(hash_stack_config={"hash_stack_rounds": 1, "embedding_size": largest})
+        parse_embedding_config({"feature_index_prefix_bit": 32, **fits})
+        wide = slot(hash_stack_config={"hash_stack_rounds": 1, "embedding_size": largest + 1})
+        message = refusal_of({"feature_index_prefix_bit": 32, **wide})
+        assert f"1 x {largest + 1} rows, above the {largest}" in message
+
+
+class TestGroups:
+    def test_feature_groups_come_first_then_each_slot_alone(self):
+        config = slots("a", "b", "c", "d", "e", groups={"z": ["d", "b"], "y": ["e"]})
+        assert config.group_numbers() == {"d": 1, "b": 1, "e": 2, "a": 3, "c": 4}
+
+    def test_a_group_may_have_the_name_of_a_slot_outside(self):
+        assert slots("a", "b", groups={"a": ["b"]}).group_numbers() == {"b": 1, "a": 2}
+
+    @pytest.mark.parametrize("bits", [1, 2, 8])
+    def test_one_number_is_no_group(self, bits):
+        limit = 2**bits - 1
+        names = [f"slot{i}" for i in range(limit + 1)]
+        assert max(slots(*names[:limit], bits=bits).group_numbers().values()) == limit
+        assert max(slots(*names, bits=bits, groups={"g": names[:2]}).group_numbers().values()) == limit
+        with pytest.raises(ConfigError) as caught:
+            slots(*names, bits=bits)
+        message = str(caught.value)
+        assert (
+            f"feature_index_prefix_bit={bits} has room for {limit} groups, but there are {limit + 1}"
+            in message
+        )
+        assert f"raise it to {bits + 1}" in message
+        slots(*names, bits=bits + 1)
+
+    @pytest.mark.parametrize(
+        ("groups", "message"),
+        [
+            ({"g": ["a", "x"]}, "feature_groups.g has the slot x, which slots_config lacks"),
+            ({"g": ["a"], "h": ["b", "a"]}, "feature_groups.h has the slot a, which is there in g already"),
+            ({"g": ["a", "a"]}, "feature_groups.g has the slot a, which is there twice"),
+            ({"g": []}, "feature_groups.g is empty"),
+        ],
+    )
+    def test_groups_that_make_no_sense_are_refused(self, groups, message):
+        with pytest.raises(ConfigError, match=message):
+            slots("a", "b", groups=groups)
+
+    def test_slots_of_one_group_must_have_one_dim(self):
+        mapping = {"slots_config": {"a": {"dim": 8}, "b": {"dim": 16}}, "feature_groups": {"g": ["a", "b"]}}
+        assert refusal_of(mapping).startswith("feature_groups.g has a with dim=8 and b with dim=16")
+
+
+class RecordedSlot:
+    """Takes the place of the native class, whose settings cannot be read back."""
+
+    def __init__(self, **settings: object) -> None:
+        self.settings = settings
+
+
+class TestNativeSlots:
+    def test_every_setting_arrives(self, monkeypatch):
+        monkeypatch.setattr(_native, "SlotConfig", RecordedSlot)
+        mapping = {
+            "feature_index_prefix_bit": 12,
+            "slots_config": {
+                "plain": {"dim": 8},
+                "raw": {"dim": 4, "embedding_summation": False, "sample_fixed_size": 3, "sqrt_scaling": True},
+                "stacked": {"dim": 8, "hash_stack_config": {"hash_stack_rounds": 2, "embedding_size": 10}},
+            },
+            "feature_groups": {"g": ["stacked", "plain"]},
+        }
+        plain, raw, stacked = (native.settings for native in parse_embedding_config(mapping).native_slots())
+        pooled = {"embedding_summation": True, "sqrt_scaling": False, "sample_fixed_size": 10}
+        first_group = {"index_prefix": 1 << 52, "group": 0}
+        no_stack = {"hash_stack_rounds": 0, "hash_stack_size": 0}
+        assert plain == {"name": "plain", "dim": 8, **pooled, **first_group, **no_stack}
+        stack = {"hash_stack_rounds": 2, "hash_stack_size": 10}
+        assert stacked == {"name": "stacked", "dim": 8, **pooled, **first_group, **stack}
+        own = {
+            "name": "raw",
+            "dim": 4,
+            "embedding_summation": False,
+            "sqrt_scaling": True,
+            "sample_fixed_size": 3,
+        }
+        assert raw == {**own, "index_prefix": 2 << 52, "group": 1, **no_stack}
+
+    @pytest.mark.parametrize("bits", [1, 8, 32])
+    def test_the_engine_takes_the_largest_config_that_is_valid_here(self, bits):
+        config = parse_embedding_config(
+            {
+                "feature_index_prefix_bit": bits,
+                "slots_config": {
+                    "a": {"dim": 65536, "embedding_summation": False, "sample_fixed_size": 65535},
+                    "b": {
+                        "dim": 65536,
+                        "hash_stack_config": {"hash_stack_rounds": 1, "embedding_size": 2 ** (64 - bits) - 1},
+                    },
+                },
+                "feature_groups": {"g": ["a", "b"]},
+            }
+        )
+        native = config.native_slots()
+        assert [slot.name for slot in native] == ["a", "b"]
+        _native.EmbeddedClient(slots=native, feature_index_prefix_bit=bits, capacity=16)
+
+    def test_the_engine_takes_as_many_groups_as_fit(self):
+        config = slots(*(f"slot{i}" for i in range(255)))
+        _native.EmbeddedClient(slots=config.native_slots(), feature_index_prefix_bit=8, capacity=16)
+
+
+class TestSchemaHash:
+    # Servers of one job may run different versions: a changed hash parts them.
+    def test_is_the_same_in_every_version(self):
+        config = slots("a", "b", "c", groups={"g": ["c", "a"]})
+        assert config.schema_hash() == "007a0b36bbabb74a"
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            slots("c", "a", "b", groups={"g": ["c", "a"]}),  # b stays the only slot outside
+            slots("a", "b", "c", groups={"other": ["a", "c"]}),
+        ],
+        ids=["order of slots", "order and name of a group"],
+    )
+    def test_does_not_tell_apart_what_means_the_same(self, other):
+        assert other.schema_hash() == slots("a", "b", "c", groups={"g": ["c", "a"]}).schema_hash()
+
+    @pytest.mark.parametrize(
+        "same",
+        [
+            slot(sample_fixed_size=20),
+            slot(hash_stack_config={"embedding_size": 10}),
+            slot(embedding_summation=True),
+        ],
+    )
+    def test_does_not_depend_on_settings_without_effect(self, same):
+        assert parse_embedding_config(same).schema_hash() == parse_embedding_config(slot()).schema_hash()
+
+    def test_tells_apart_what_differs(self):
+        raw = {"embedding_summation": False}
+        stack = {"hash_stack_rounds": 2, "embedding_size": 10}
+        configs = [
+            parse_embedding_config(mapping)
+            for mapping in (
+                slot(),
+                slot(dim=16),
+                slot(sqrt_scaling=True),
+                slot(**raw),
+                slot(**raw, sample_fixed_size=20),
+                slot(hash_stack_config=stack),
+                slot(hash_stack_config={**stack, "embedding_size": 11}),
+                {"feature_index_prefix_bit": 9, **slot()},
+                {"slots_config": {"item": {"dim": 8}}},
+            )
+        ]
+        # Other numbers of groups put the same slots' rows elsewhere.
+        configs += [slots("a", "b"), slots("b", "a"), slots("a", "b", groups={"g": ["a", "b"]})]
+        hashes = {config.schema_hash() for config in configs}
+        assert len(hashes) == len(configs)
+        assert all(len(value) == 16 and int(value, 16) >= 0 for value in hashes)
+
+    @given(st.permutations(["a", "b", "c", "d"]), st.permutations(["a", "b", "c", "d"]))
+    def test_order_counts_exactly_where_it_numbers_groups(self, one, other):
+        first, second = slots(*one), slots(*other)
+        same_numbers = first.group_numbers() == second.group_numbers()
+        assert (first.schema_hash() == second.schema_hash()) == same_numbers
