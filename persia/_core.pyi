@@ -2,7 +2,8 @@
 
 All arrays cross without copies: inputs must be C-contiguous and of the stated dtype (a TypeError names
 the argument otherwise), outputs are views that keep their native buffer alive. The GIL is released
-around every call that may block or compute. Failures raise `persia.errors.PersiaError` subclasses by status code.
+around every call that may block or compute. Failures raise `persia.errors.PersiaError` subclasses by status
+code.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ class SlotConfig:
     dim: int
 
 class TrainConfig:
-    """Initial values, optimizer, admission, weight bound. Validated on construction (InvalidArgumentError)."""
+    """Initial values, optimizer, admission, weight bound. The constructor raises InvalidArgumentError."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class SlotEmbedding:
     @property
     def sample_fixed_size(self) -> int: ...  # raw slots, else 0
     @property
-    def rows(self) -> NDArray[np.float32]: ...  # [num_rows, dim]; pooled: num_rows = batch size; raw: row 0 is zeros
+    def rows(self) -> NDArray[np.float32]: ...  # [num_rows, dim]; pooled: one a sample; raw: row 0 is zeros
     @property
     def index(self) -> NDArray[np.int64] | None: ...  # raw: [batch, sample_fixed_size], 0 is padding
     @property
@@ -88,7 +89,7 @@ class LookupResult:
 
 class ReturnReport:
     @property
-    def staleness(self) -> int: ...  # updates applied on a server between the lookup and this update; the largest
+    def staleness(self) -> int: ...  # updates a server applied between lookup and this one; the largest
     @property
     def num_updated(self) -> int: ...  # rows
     @property
@@ -104,13 +105,15 @@ def encode_id_features(
     """Encodes (name, ids[total], offsets[batch_size + 1]) triples; the wire format's "ID features"."""
 
 def check_id_features(message: Buffer) -> int:
-    """Decodes and validates an "ID features" message; returns its batch size. Raises CorruptionError / InvalidArgumentError."""
+    """The batch size of an "ID features" message; raises CorruptionError, InvalidArgumentError."""
 
 def decode_id_features(message: Buffer) -> list[tuple[str, NDArray[np.uint64], NDArray[np.uint32]]]:
     """The features of an "ID features" message as (name, ids, offsets) copies."""
 
-def flatten_samples(name: str, samples: Sequence[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
-    """Joins a list of 1-D uint64 arrays (one per sample) into (ids, offsets). TypeError / ValueError name feature and sample."""
+def flatten_samples(
+    name: str, samples: Sequence[NDArray[np.uint64]]
+) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
+    """Joins 1-D uint64 arrays, one per sample, into (ids, offsets). Errors name feature and sample."""
 
 class ParameterServer:
     def __init__(
@@ -145,7 +148,9 @@ class EmbeddingWorker:
     def set_server(self, index: int, address: str) -> None: ...
     def start(self, host: str, port: int) -> int: ...
     def stop(self, timeout_s: float = 10.0) -> None: ...
-    def register_batch(self, loader_index: int, id_features: Buffer) -> int: ...  # ResourceExhaustedError: full
+    def register_batch(
+        self, loader_index: int, id_features: Buffer
+    ) -> int: ...  # ResourceExhaustedError: full
     @property
     def incarnation(self) -> int: ...
     def stats(self) -> dict[str, int]: ...

@@ -1,8 +1,9 @@
 """The errors users meet, one class per status code of the native code, so that a caller can act by class.
 
-Every one is a `PersiaError`, which is a `RuntimeError`: scripts written for the published system, which raised
-`RuntimeError` for everything, keep working. Each also derives from the built-in that a Python programmer would
-expect (`ValueError`, `TimeoutError`, ...). Messages name the field or peer, the value, and the remedy.
+Every one is a `PersiaError`, which is a `RuntimeError`: scripts written for the published system, which
+raised `RuntimeError` for everything, keep working. Each also derives from the built-in that a Python
+programmer would expect (`ValueError`, `TimeoutError`, ...). Messages name the field or peer, the value, and
+the remedy.
 """
 
 from __future__ import annotations

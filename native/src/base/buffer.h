@@ -1,8 +1,9 @@
 // Buffer: the bytes of one message, 64-byte aligned, movable, uninitialised until written.
 //
-// Messages are read from the network straight into a Buffer and their arrays are used where they lie, so
-// alignment is a contract: data() is aligned to 64 bytes and every array inside a message starts at a
-// multiple of 8 (see base/bytes.h and docs/wire_format.md). Not thread-safe; move it, do not share it.
+// Messages are read from the network straight into a Buffer and their arrays are used where they
+// lie, so alignment is a contract: data() is aligned to 64 bytes and every array inside a message
+// starts at a multiple of 8 (see base/bytes.h and docs/wire_format.md). Not thread-safe; move it,
+// do not share it.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +17,7 @@ namespace persia {
 class Buffer {
  public:
   Buffer() = default;
-  explicit Buffer(size_t size_bytes)
-      : data_(Allocate(size_bytes)), size_(size_bytes) {}
+  explicit Buffer(size_t size_bytes) : data_(Allocate(size_bytes)), size_(size_bytes) {}
 
   std::byte* data() { return data_.get(); }
   const std::byte* data() const { return data_.get(); }

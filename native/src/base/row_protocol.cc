@@ -87,6 +87,27 @@ std::span<const std::byte> ArrayPadding(uint64_t size_bytes) {
   return {kZeros, (8 - size_bytes % 8) % 8};
 }
 
+std::vector<std::byte> EncodeConfigureRequest(const TrainConfig& config, bool replace) {
+  ByteWriter writer;
+  writer.Put(uint8_t{replace});
+  writer.Align();
+  const auto encoded = config.Encode();
+  writer.PutBytes(encoded.data(), encoded.size());
+  return writer.Release();
+}
+
+StatusOr<ConfigureRequest> DecodeConfigureRequest(std::span<const std::byte> body) {
+  constexpr size_t kHeadBytes = 8;
+  if (body.size() < kHeadBytes) return Malformed("a Configure request", body.size());
+  const auto replace = static_cast<uint8_t>(body[0]);
+  if (replace > 1) {
+    return InvalidArgument("replace is " + std::to_string(replace) + "; it must be 0 or 1");
+  }
+  auto config = TrainConfig::Decode(body.subspan(kHeadBytes));
+  if (!config.ok()) return config.status();
+  return ConfigureRequest{replace == 1, *config};
+}
+
 std::vector<std::byte> EncodeLookupHead(bool train, std::span<const RowBlockHeader> blocks) {
   ByteWriter writer;
   writer.Put(uint32_t{train ? 0u : 1u});

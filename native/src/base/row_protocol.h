@@ -1,5 +1,4 @@
-// Bodies of the parameter server's row methods (docs/wire_format.md), for both ends of the
-// connection.
+// Bodies of the parameter server's methods (docs/wire_format.md), for both ends of the connection.
 //
 // Encoders write only the head of a message: what precedes the signs. Signs and floats follow as
 // they lie in the caller's memory, so that nothing large is copied:
@@ -20,6 +19,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "base/train_config.h"
 
 namespace persia {
 
@@ -38,6 +38,12 @@ struct RowBlocksView {
   std::span<const uint64_t> signs;
   uint64_t num_floats =
       0;  // sum of dim x num_signs; at most 2^16 x signs.size(), so it cannot overflow
+};
+
+// Also the embedding worker's: it passes the config on.
+struct ConfigureRequest {
+  bool replace = false;
+  TrainConfig config;
 };
 
 struct LookupRowsRequest {
@@ -88,6 +94,9 @@ static_assert(sizeof(UpdateRowsReply) == 24);
 
 // Zero bytes that bring an array of `size_bytes` to the next multiple of 8; the view never dangles.
 std::span<const std::byte> ArrayPadding(uint64_t size_bytes);
+
+std::vector<std::byte> EncodeConfigureRequest(const TrainConfig& config, bool replace);
+StatusOr<ConfigureRequest> DecodeConfigureRequest(std::span<const std::byte> body);
 
 std::vector<std::byte> EncodeLookupHead(bool train, std::span<const RowBlockHeader> blocks);
 std::vector<std::byte> EncodeUpdateHead(const UpdateRowsKey& key,

@@ -39,6 +39,24 @@ Buffer UpdateBody(const std::vector<RowBlockHeader>& blocks, std::span<const uin
 // A copy of a prefix in its own allocation, so that a sanitizer sees reads past it.
 Buffer Prefix(const Buffer& body, size_t size) { return Join({body.span().first(size)}); }
 
+TEST(RowProtocolTest, ConfigureRequestRoundTripAndNoOtherSize) {
+  TrainConfig config;
+  config.optimizer.lr = 0.25f;
+  for (const bool replace : {true, false}) {
+    auto body = EncodeConfigureRequest(config, replace);
+    auto request = DecodeConfigureRequest(body);
+    ASSERT_TRUE(request.ok()) << request.status().ToString();
+    EXPECT_EQ(request->replace, replace);
+    EXPECT_EQ(request->config, config);
+    for (size_t size = 0; size < body.size(); ++size) {
+      EXPECT_EQ(DecodeConfigureRequest(std::span(body).first(size)).status().code(),
+                StatusCode::kCorruption);
+    }
+    body[0] = std::byte{2};
+    EXPECT_EQ(DecodeConfigureRequest(body).status().code(), StatusCode::kInvalidArgument);
+  }
+}
+
 TEST(RowProtocolTest, LookupRequestRoundTrip) {
   for (const bool train : {true, false}) {
     const auto head = EncodeLookupHead(train, kBlocks);

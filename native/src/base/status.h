@@ -1,8 +1,8 @@
 // Status and StatusOr<T>: how every fallible function of the native code reports failure.
 //
-// The codes are few on purpose: a caller decides by code (retry, refuse, give up) and a person reads the
-// message, which names the field, the value and the remedy. Our code does not throw; bindings/errors.cc
-// is the single place where a Status becomes a Python exception.
+// The codes are few on purpose: a caller decides by code (retry, refuse, give up) and a person
+// reads the message, which names the field, the value and the remedy. Our code does not throw;
+// bindings/errors.cc is the single place where a Status becomes a Python exception.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,9 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
-inline Status InvalidArgument(std::string m) { return {StatusCode::kInvalidArgument, std::move(m)}; }
+inline Status InvalidArgument(std::string m) {
+  return {StatusCode::kInvalidArgument, std::move(m)};
+}
 inline Status NotFound(std::string m) { return {StatusCode::kNotFound, std::move(m)}; }
 inline Status Corruption(std::string m) { return {StatusCode::kCorruption, std::move(m)}; }
 inline Status Unavailable(std::string m) { return {StatusCode::kUnavailable, std::move(m)}; }
@@ -67,8 +69,8 @@ inline Status FailedPrecondition(std::string m) {
 template <typename T>
 class [[nodiscard]] StatusOr {
  public:
-  StatusOr(T value) : state_(std::move(value)) {}            // NOLINT: implicit by design
-  StatusOr(Status status) : state_(std::move(status)) {}     // NOLINT: implicit by design
+  StatusOr(T value) : state_(std::move(value)) {}         // NOLINT: implicit by design
+  StatusOr(Status status) : state_(std::move(status)) {}  // NOLINT: implicit by design
 
   bool ok() const { return std::holds_alternative<T>(state_); }
   Status status() const { return ok() ? Status::Ok() : std::get<Status>(state_); }
@@ -82,10 +84,10 @@ class [[nodiscard]] StatusOr {
   std::variant<Status, T> state_;
 };
 
-#define PERSIA_RETURN_IF_ERROR(expression)            \
-  do {                                                \
+#define PERSIA_RETURN_IF_ERROR(expression)                                    \
+  do {                                                                        \
     if (::persia::Status persia_status_ = (expression); !persia_status_.ok()) \
-      return persia_status_;                          \
+      return persia_status_;                                                  \
   } while (false)
 
 }  // namespace persia

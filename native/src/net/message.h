@@ -33,6 +33,7 @@ enum class Method : uint8_t {
   kSetRows = 19,
   kServerStats = 20,
   kClearRows = 21,
+  kCountRows = 22,
   // embedding worker
   kConfigureWorker = 32,
   kLookupReference = 33,

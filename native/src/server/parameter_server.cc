@@ -108,6 +108,7 @@ class ParameterServer::Impl {
     Register(Method::kSetRows, &Impl::SetRows);
     Register(Method::kServerStats, &Impl::Stats);
     Register(Method::kClearRows, &Impl::ClearRows);
+    Register(Method::kCountRows, &Impl::CountRows);
   }
 
   net::Server& rpc() { return rpc_; }
@@ -132,6 +133,7 @@ class ParameterServer::Impl {
   Reply SetRows(Body body, const CallContext& context);
   Reply Stats(Body body, const CallContext& context);
   Reply ClearRows(Body body, const CallContext& context);
+  Reply CountRows(Body body, const CallContext& context);
   StatusOr<UpdateRowsReply> Apply(const UpdateRowsRequest& request);
 
   const Options options_;
@@ -151,15 +153,9 @@ ParameterServer::Impl::Reply ParameterServer::Impl::Ping(Body body, const CallCo
 }
 
 ParameterServer::Impl::Reply ParameterServer::Impl::Configure(Body body, const CallContext&) {
-  constexpr size_t kHeadBytes = 8;
-  if (body.size() < kHeadBytes) return Corruption("a ConfigureServer request is truncated");
-  const auto replace = static_cast<uint8_t>(body[0]);
-  if (replace > 1) {
-    return InvalidArgument("replace is " + std::to_string(replace) + "; it must be 0 or 1");
-  }
-  auto config = TrainConfig::Decode(body.subspan(kHeadBytes));
-  if (!config.ok()) return config.status();
-  PERSIA_RETURN_IF_ERROR(store_->Configure(*config, replace == 1));
+  auto request = DecodeConfigureRequest(body);
+  if (!request.ok()) return request.status();
+  PERSIA_RETURN_IF_ERROR(store_->Configure(request->config, request->replace));
   return Parts();
 }
 
@@ -243,6 +239,11 @@ ParameterServer::Impl::Reply ParameterServer::Impl::ClearRows(Body body, const C
   PERSIA_RETURN_IF_ERROR(RequireEmpty(body, Method::kClearRows));
   store_->Clear();
   return Parts();
+}
+
+ParameterServer::Impl::Reply ParameterServer::Impl::CountRows(Body body, const CallContext&) {
+  PERSIA_RETURN_IF_ERROR(RequireEmpty(body, Method::kCountRows));
+  return FixedReply(store_->size());
 }
 
 ServerStats ParameterServer::Impl::stats() const {

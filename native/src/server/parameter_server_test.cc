@@ -307,6 +307,19 @@ TEST_F(ParameterServerTest, StatsAreJson) {
   }
 }
 
+TEST_F(ParameterServerTest, CountRowsIsTheStoresSize) {
+  ASSERT_TRUE(Configure(Config()).ok());
+  ASSERT_TRUE(Lookup(true).ok());
+  auto reply = Call(Method::kCountRows, {});
+  ASSERT_TRUE(reply.ok()) << reply.status().ToString();
+  uint64_t num_rows = 0;
+  ASSERT_EQ(reply->size(), sizeof(num_rows));
+  std::memcpy(&num_rows, reply->data(), sizeof(num_rows));
+  EXPECT_EQ(num_rows, 3u);
+  EXPECT_EQ(Call(Method::kCountRows, std::vector<std::byte>(1)).status().code(),
+            StatusCode::kCorruption);
+}
+
 TEST_F(ParameterServerTest, RestartDrawsAnotherIncarnation) {
   auto other = ParameterServer::Create(ParameterServer::Options{});
   ASSERT_TRUE(other.ok());

@@ -25,8 +25,8 @@ namespace persia::server {
 class UpdateMemory {
  public:
   struct Limits {
-    size_t keys_per_worker = 65'536;
-    size_t workers = 1024;
+    size_t keys_per_worker = 16'384;  // four times what a worker has in flight by default
+    size_t workers = 256;
   };
   using Key = std::pair<uint64_t, uint64_t>;  // worker incarnation, reference
 

@@ -1,0 +1,113 @@
+"""The prepared data set on disk and in memory, shared by every script of the example.
+
+Preparing once and training from `.npz` keeps the CSV quirks out of the data loader, and lets real and
+generated data take the same path: only `dataset.json` says which of the two a directory holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+CATEGORICAL = (
+    "workclass",
+    "education",
+    "marital_status",
+    "occupation",
+    "relationship",
+    "race",
+    "gender",
+    "native_country",
+)
+CONTINUOUS = ("age", "education_num", "capital_gain", "capital_loss", "hours_per_week")
+BATCH_SIZE = 128
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEFAULT_DIRECTORY = REPOSITORY / "build" / "adult_income"
+
+
+class DataError(ValueError):
+    """The data cannot be used; the message names the file, what is wrong with it, and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Samples in training order.
+
+    ids: uint64 [rows, 8], one column for each name in CATEGORICAL, numbered from 0 within a column.
+    dense: float32 [rows, 5], one column for each name in CONTINUOUS.
+    labels: float32 [rows, 1], 1.0 for an income above 50K.
+    """
+
+    ids: NDArray[np.uint64]
+    dense: NDArray[np.float32]
+    labels: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, index: int) -> Split:
+        """The batch of that index; the last one of a split may be shorter than BATCH_SIZE."""
+        rows = slice(index * BATCH_SIZE, (index + 1) * BATCH_SIZE)
+        return Split(ids=self.ids[rows], dense=self.dense[rows], labels=self.labels[rows])
+
+    def batches(self) -> Iterator[Split]:
+        """Every row, as evaluation needs; training takes `num_full_batches` instead."""
+        return (self.batch(index) for index in range(-(-len(self) // BATCH_SIZE)))
+
+    @property
+    def num_full_batches(self) -> int:
+        """The published example trains on full batches only: 254 for Adult."""
+        return len(self) // BATCH_SIZE
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetInfo:
+    """What `dataset.json` says about the `.npz` files beside it."""
+
+    dataset: Literal["adult", "generated"]
+    train_rows: int
+    test_rows: int
+    num_categories: dict[str, int]
+    best_auc: float | None  # AUC of the true probabilities on the test labels: known for generated data only.
+
+
+def save_dataset(directory: Path, info: DatasetInfo, train: Split, test: Split) -> None:
+    """Writes each file aside and renames it, so that a reader never meets half a file.
+
+    `dataset.json` comes last: it is what readers take as the sign of a complete data set.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, split in (("train", train), ("test", test)):
+        aside = directory / f"{name}.partial.npz"
+        np.savez(aside, ids=split.ids, dense=split.dense, labels=split.labels)
+        os.replace(aside, directory / f"{name}.npz")
+    aside = directory / "dataset.partial.json"
+    aside.write_text(json.dumps(dataclasses.asdict(info), indent=2) + "\n", encoding="utf-8")
+    os.replace(aside, directory / "dataset.json")
+
+
+def load_split(directory: Path, name: Literal["train", "test"]) -> Split:
+    """Raises DataError when the data set has not been prepared."""
+    path = _existing(directory / f"{name}.npz")
+    with np.load(path, allow_pickle=False) as arrays:
+        return Split(ids=arrays["ids"], dense=arrays["dense"], labels=arrays["labels"])
+
+
+def load_info(directory: Path) -> DatasetInfo:
+    """Raises DataError when the data set has not been prepared."""
+    path = _existing(directory / "dataset.json")
+    return DatasetInfo(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise DataError(f"{path} does not exist: run prepare_data.py --output {path.parent} first")
+    return path

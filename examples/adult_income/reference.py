@@ -1,0 +1,91 @@
+"""The same training in plain PyTorch, in one process: what the distributed run is compared with.
+
+Model, optimizers, batch size and order of the data equal those of the pipeline; embeddings are ordinary
+`nn.Embedding` tables and every update is applied before the next batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dataset import DEFAULT_DIRECTORY, DataError, Split, load_info, load_split
+from metrics import roc_auc
+from model import DNN, EMBEDDING_DIM
+
+
+class Reference:
+    """The example's model with its tables in the same process."""
+
+    def __init__(self, num_categories: list[int], seed: int) -> None:
+        torch.manual_seed(seed)
+        self._model = DNN()
+        # One row more than training has categories, for values that only the test file holds.
+        self._tables = nn.ModuleList(nn.Embedding(num + 1, EMBEDDING_DIM) for num in num_categories)
+        for weight in self._tables.parameters():
+            nn.init.uniform_(weight, -0.01, 0.01)
+        self._dense_optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1)
+        self._embedding_optimizer = torch.optim.Adagrad(
+            self._tables.parameters(), lr=1e-2, initial_accumulator_value=1e-2
+        )
+
+    def train(self, split: Split) -> None:
+        """One pass over the full batches, in file order."""
+        loss_function = nn.BCELoss()
+        self._model.train()
+        for index in range(split.num_full_batches):
+            batch = split.batch(index)
+            loss = loss_function(self._forward(batch), torch.from_numpy(batch.labels))
+            self._dense_optimizer.zero_grad()
+            self._embedding_optimizer.zero_grad()
+            loss.backward()
+            self._dense_optimizer.step()
+            self._embedding_optimizer.step()
+
+    @torch.no_grad()
+    def evaluate(self, split: Split) -> float:
+        """AUC over every row."""
+        self._model.eval()
+        return roc_auc(split.labels, self._forward(split).numpy())
+
+    def _forward(self, split: Split) -> torch.Tensor:
+        ids = torch.from_numpy(split.ids.astype("int64"))
+        embeddings = [table(ids[:, column]) for column, table in enumerate(self._tables)]
+        output: torch.Tensor = self._model([torch.from_numpy(split.dense)], embeddings)
+        return output
+
+
+def reference_auc(directory: Path, seed: int) -> float:
+    """Test AUC after one pass over the prepared data in `directory`."""
+    info = load_info(directory)
+    reference = Reference(list(info.num_categories.values()), seed)
+    reference.train(load_split(directory, "train"))
+    return reference.evaluate(load_split(directory, "test"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, default=DEFAULT_DIRECTORY, metavar="DIR", help="prepared data")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5], metavar="SEED")
+    arguments = parser.parse_args()
+    try:
+        info = load_info(arguments.data)
+        aucs = {seed: reference_auc(arguments.data, seed) for seed in arguments.seeds}
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"plain PyTorch, one process, data set: {info.dataset}")
+    for seed, auc in aucs.items():
+        print(f"  seed {seed}: test AUC {auc:.7f}")
+    print(f"  mean: {sum(aucs.values()) / len(aucs):.7f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

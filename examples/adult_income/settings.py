@@ -1,0 +1,63 @@
+"""All that the job's scripts read from the environment: the launcher starts them without arguments."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataset import DEFAULT_DIRECTORY
+
+DEFAULT_SEED = 3  # The published example's.
+
+
+class SettingsError(ValueError):
+    """An environment variable has a value that the example cannot use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of one run.
+
+    data: directory of the prepared data (ADULT_DATA).
+    output: directory for history, summary and checkpoint (ADULT_OUTPUT).
+    seed: seeds the network, and the embeddings on the servers (SEED).
+    reproducible, embedding_staleness: as `DataLoader` takes them (REPRODUCIBLE, EMBEDDING_STALENESS).
+    enable_cuda: False keeps a rank on the CPU, also where there is a GPU (ENABLE_CUDA).
+    """
+
+    data: Path
+    output: Path
+    seed: int
+    reproducible: bool
+    embedding_staleness: int | None
+    enable_cuda: bool
+
+    @staticmethod
+    def from_environment() -> Settings:
+        """Raises SettingsError naming the variable and its value."""
+        seed = _whole_number("SEED", minimum=0)
+        return Settings(
+            data=Path(os.environ.get("ADULT_DATA", DEFAULT_DIRECTORY)),
+            output=Path(os.environ.get("ADULT_OUTPUT", DEFAULT_DIRECTORY / "run")),
+            seed=DEFAULT_SEED if seed is None else seed,
+            reproducible=_switch("REPRODUCIBLE", default=False),
+            embedding_staleness=_whole_number("EMBEDDING_STALENESS", minimum=1),
+            enable_cuda=_switch("ENABLE_CUDA", default=True),
+        )
+
+
+def _switch(name: str, default: bool) -> bool:
+    text = os.environ.get(name, "")
+    if text not in ("", "0", "1"):
+        raise SettingsError(f"{name} is {text!r}: use 0 or 1")
+    return text == "1" if text else default
+
+
+def _whole_number(name: str, minimum: int) -> int | None:
+    text = os.environ.get(name, "")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit()) or int(text) < minimum:
+        raise SettingsError(f"{name} is {text!r}: use a whole number from {minimum}, or leave it unset")
+    return int(text)

@@ -1,0 +1,169 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/arrays.h"
+#include "bindings/errors.h"
+#include "bindings/module.h"
+#include "client/embedding_client.h"
+
+namespace persia::bindings {
+namespace {
+
+namespace py = pybind11;
+using client::BatchReference;
+using client::EmbeddedClient;
+using client::EmbeddingClient;
+using client::LookupResult;
+using client::RemoteClient;
+using client::SlotGradient;
+
+// As Python gives them: (slot, rows), or (slot, None) for a slot without a gradient.
+using GradientList = std::vector<std::pair<std::string, py::object>>;
+
+void Configure(EmbeddingClient& self, const TrainConfig& config, bool replace, double timeout_s) {
+  const auto deadline = DeadlineAfter(timeout_s);
+  RaiseIfError(WithoutGil([&] { return self.Configure(config, replace, deadline); }));
+}
+
+std::shared_ptr<LookupResult> Lookup(EmbeddingClient& self, const BatchReference& reference,
+                                     bool requires_grad, double timeout_s) {
+  const auto deadline = DeadlineAfter(timeout_s);
+  return std::make_shared<LookupResult>(
+      ValueOrRaise(WithoutGil([&] { return self.Lookup(reference, requires_grad, deadline); })));
+}
+
+std::shared_ptr<LookupResult> LookupDirect(EmbeddingClient& self, uint32_t worker_index,
+                                           const py::buffer& id_features, bool requires_grad,
+                                           double timeout_s) {
+  const auto deadline = DeadlineAfter(timeout_s);
+  const BytesArgument message(id_features, "id_features");
+  return std::make_shared<LookupResult>(ValueOrRaise(WithoutGil(
+      [&] { return self.LookupDirect(worker_index, message.bytes(), requires_grad, deadline); })));
+}
+
+// The gradients of one call, with the arrays they point into.
+struct Gradients {
+  std::vector<ArrayArgument<float>> arrays;
+  std::vector<SlotGradient> slots;
+};
+
+Gradients CheckedGradients(const GradientList& gradients) {
+  Gradients checked;
+  checked.arrays.reserve(gradients.size());
+  for (const auto& [slot, rows] : gradients) {
+    if (rows.is_none()) {
+      checked.slots.push_back({.slot = slot, .skipped = true});
+      continue;
+    }
+    const auto& array = checked.arrays.emplace_back(rows, "gradient of slot '" + slot + "'", 2);
+    checked.slots.push_back(
+        {.slot = slot, .num_rows = array.shape(0), .dim = array.shape(1), .rows = array.data()});
+  }
+  return checked;
+}
+
+worker::ReturnReport ReturnGradients(EmbeddingClient& self, const BatchReference& reference,
+                                     const GradientList& gradients, float scale, double timeout_s) {
+  const auto deadline = DeadlineAfter(timeout_s);
+  const Gradients checked = CheckedGradients(gradients);
+  return ValueOrRaise(
+      WithoutGil([&] { return self.ReturnGradients(reference, scale, checked.slots, deadline); }));
+}
+
+void Release(EmbeddingClient& self, const BatchReference& reference, double timeout_s) {
+  const auto deadline = DeadlineAfter(timeout_s);
+  RaiseIfError(WithoutGil([&] { return self.Release(reference, deadline); }));
+}
+
+void SetEmbeddings(EmbeddingClient& self, const py::object& signs, const py::object& rows,
+                   double timeout_s) {
+  const auto deadline = DeadlineAfter(timeout_s);
+  const ArrayArgument<uint64_t> sign_array(signs, "signs", 1);
+  const ArrayArgument<float> row_array(rows, "rows", 2);
+  if (row_array.shape(0) != sign_array.shape(0)) {
+    RaiseIfError(InvalidArgument("rows: " + std::to_string(row_array.shape(0)) + " rows for " +
+                                 std::to_string(sign_array.shape(0)) + " signs"));
+  }
+  const auto dim = row_array.shape(1);
+  RaiseIfError(WithoutGil(
+      [&] { return self.SetEmbeddings(dim, sign_array.values(), row_array.values(), deadline); }));
+}
+
+void Clear(EmbeddingClient& self, double timeout_s) {
+  const auto deadline = DeadlineAfter(timeout_s);
+  RaiseIfError(WithoutGil([&] { return self.Clear(deadline); }));
+}
+
+std::vector<uint64_t> Sizes(EmbeddingClient& self, double timeout_s) {
+  const auto deadline = DeadlineAfter(timeout_s);
+  return ValueOrRaise(WithoutGil([&] { return self.Sizes(deadline); }));
+}
+
+std::shared_ptr<EmbeddedClient> MakeEmbedded(std::vector<worker::SlotConfig> slots,
+                                             uint32_t feature_index_prefix_bit, uint64_t capacity,
+                                             uint32_t num_internal_shards,
+                                             uint64_t forward_buffer_size) {
+  worker::WorkerOptions options;
+  options.slots = std::move(slots);
+  options.feature_index_prefix_bit = feature_index_prefix_bit;
+  options.forward_buffer_size = forward_buffer_size;
+  const store::EmbeddingStore::Options store{.capacity = capacity,
+                                             .num_internal_shards = num_internal_shards};
+  return ValueOrRaise(EmbeddedClient::Create(std::move(options), store));
+}
+
+BatchReference RegisterBatch(EmbeddedClient& self, uint32_t loader_index,
+                             const py::buffer& id_features) {
+  const BytesArgument message(id_features, "id_features");
+  return ValueOrRaise(WithoutGil([&] { return self.Register(loader_index, message.bytes()); }));
+}
+
+void BindImplementations(py::module_& module) {
+  py::class_<RemoteClient, EmbeddingClient, std::shared_ptr<RemoteClient>>(
+      module, "RemoteClient", py::release_gil_before_calling_cpp_dtor())
+      .def(py::init([](uint32_t num_workers) {
+             return ValueOrRaise(RemoteClient::Create(num_workers));
+           }),
+           py::arg("num_workers"))
+      .def(
+          "set_worker",
+          [](RemoteClient& self, uint32_t index, const std::string& address) {
+            RaiseIfError(WithoutGil([&] { return self.SetWorker(index, address); }));
+          },
+          py::arg("index"), py::arg("address"));
+  py::class_<EmbeddedClient, EmbeddingClient, std::shared_ptr<EmbeddedClient>>(
+      module, "EmbeddedClient", py::release_gil_before_calling_cpp_dtor())
+      .def(py::init(&MakeEmbedded), py::kw_only(), py::arg("slots"),
+           py::arg("feature_index_prefix_bit"), py::arg("capacity") = 1'000'000'000,
+           py::arg("num_internal_shards") = 16, py::arg("forward_buffer_size") = 1000)
+      .def("register_batch", &RegisterBatch, py::arg("loader_index"), py::arg("id_features"));
+}
+
+}  // namespace
+
+void BindClient(py::module_& module) {
+  const auto timeout = py::arg("timeout_s") = 60.0;
+  py::class_<EmbeddingClient, std::shared_ptr<EmbeddingClient>>(
+      module, "EmbeddingClient", py::release_gil_before_calling_cpp_dtor())
+      .def("configure", &Configure, py::arg("config"), py::kw_only(), py::arg("replace") = false,
+           timeout)
+      .def("lookup", &Lookup, py::arg("reference"), py::kw_only(), py::arg("requires_grad"),
+           timeout)
+      .def("lookup_direct", &LookupDirect, py::arg("worker_index"), py::arg("id_features"),
+           py::kw_only(), py::arg("requires_grad"), timeout)
+      .def("return_gradients", &ReturnGradients, py::arg("reference"), py::arg("gradients"),
+           py::kw_only(), py::arg("scale") = 1.0, timeout)
+      .def("release", &Release, py::arg("reference"), py::kw_only(), timeout)
+      .def("set_embeddings", &SetEmbeddings, py::arg("signs"), py::arg("rows"), py::kw_only(),
+           timeout)
+      .def("clear", &Clear, py::kw_only(), timeout)
+      .def("sizes", &Sizes, py::kw_only(), timeout);
+  BindImplementations(module);
+}
+
+}  // namespace persia::bindings

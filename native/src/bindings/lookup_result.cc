@@ -1,0 +1,90 @@
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+
+#include "bindings/arrays.h"
+#include "bindings/module.h"
+#include "client/embedding_client.h"
+
+namespace persia::bindings {
+namespace {
+
+namespace py = pybind11;
+using client::BatchReference;
+using client::LookupResult;
+using worker::ReturnReport;
+
+// A slot of a result. It and every array made from it hold the result, whose storage the rows lie
+// in.
+struct SlotView {
+  std::shared_ptr<LookupResult> result;
+  size_t position;
+
+  const client::SlotEmbedding& slot() const { return result->slots[position]; }
+  py::ssize_t batch_size() const { return result->batch_size; }
+};
+
+py::list SlotsOf(const std::shared_ptr<LookupResult>& result) {
+  py::list slots;
+  for (size_t i = 0; i < result->slots.size(); ++i) slots.append(SlotView{result, i});
+  return slots;
+}
+
+py::array_t<float> Rows(const SlotView& view) {
+  const auto& slot = view.slot();
+  return ViewOf(slot.rows, {slot.num_rows, slot.dim}, py::cast(view.result));
+}
+
+std::optional<py::array_t<int64_t>> Index(const SlotView& view) {
+  const auto& slot = view.slot();
+  if (!slot.raw) return std::nullopt;
+  return ViewOf(slot.index, {view.batch_size(), slot.sample_fixed_size}, py::cast(view.result));
+}
+
+std::optional<py::array_t<uint32_t>> SampleNumIds(const SlotView& view) {
+  const auto& slot = view.slot();
+  if (!slot.raw) return std::nullopt;
+  return ViewOf(slot.sample_num_ids, {view.batch_size()}, py::cast(view.result));
+}
+
+void BindReturnReport(py::module_& module) {
+  py::class_<ReturnReport>(module, "ReturnReport")
+      .def_property_readonly("staleness", [](const ReturnReport& r) { return r.update.staleness; })
+      .def_property_readonly("num_updated",
+                             [](const ReturnReport& r) { return r.update.num_updated; })
+      .def_property_readonly("num_missing",
+                             [](const ReturnReport& r) { return r.update.num_missing; })
+      .def_readonly("num_nonfinite_slots", &ReturnReport::num_nonfinite_slots)
+      .def_readonly("num_skipped_slots", &ReturnReport::num_skipped_slots);
+}
+
+}  // namespace
+
+void BindLookupResult(py::module_& module) {
+  py::class_<BatchReference>(module, "BatchReference")
+      .def(py::init([](uint32_t worker_index, uint64_t worker_incarnation, uint64_t reference) {
+             return BatchReference{worker_index, worker_incarnation, reference};
+           }),
+           py::arg("worker_index"), py::arg("worker_incarnation"), py::arg("reference"))
+      .def_readonly("worker_index", &BatchReference::worker_index)
+      .def_readonly("worker_incarnation", &BatchReference::worker_incarnation)
+      .def_readonly("reference", &BatchReference::reference);
+  py::class_<SlotView>(module, "SlotEmbedding")
+      .def_property_readonly("name", [](const SlotView& view) { return view.slot().name; })
+      .def_property_readonly("raw", [](const SlotView& view) { return view.slot().raw; })
+      .def_property_readonly("sample_fixed_size",
+                             [](const SlotView& view) { return view.slot().sample_fixed_size; })
+      .def_property_readonly("rows", &Rows)
+      .def_property_readonly("index", &Index)
+      .def_property_readonly("sample_num_ids", &SampleNumIds);
+  py::class_<LookupResult, std::shared_ptr<LookupResult>>(module, "LookupResult")
+      .def_property_readonly("reference", [](const LookupResult& r) { return r.reference; })
+      .def_readonly("batch_size", &LookupResult::batch_size)
+      .def_property_readonly("slots", &SlotsOf);
+  BindReturnReport(module);
+}
+
+}  // namespace persia::bindings

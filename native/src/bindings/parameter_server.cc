@@ -1,0 +1,111 @@
+#include "server/parameter_server.h"
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "bindings/errors.h"
+#include "bindings/module.h"
+
+namespace persia::bindings {
+namespace {
+
+namespace py = pybind11;
+using server::ParameterServer;
+
+// The parameter server role. The engine takes its address when it is made, Python gives it at
+// start: bad options are refused by the constructor all the same, for it makes an engine too (an
+// empty store costs nothing) and drops it.
+class ServerRole {
+ public:
+  static StatusOr<std::unique_ptr<ServerRole>> Create(const ParameterServer::Options& options) {
+    PERSIA_RETURN_IF_ERROR(ParameterServer::Create(options).status());
+    return std::unique_ptr<ServerRole>(new ServerRole(options));
+  }
+
+  StatusOr<uint16_t> Start(const std::string& host, uint16_t port) {
+    const std::lock_guard lock(mutex_);
+    if (engine_ != nullptr) return FailedPrecondition("the parameter server was started already");
+    options_.rpc.host = host;
+    options_.rpc.port = port;
+    auto engine = ParameterServer::Create(options_);
+    if (!engine.ok()) return engine.status();
+    auto bound = engine.value()->Start();
+    if (bound.ok()) engine_ = std::move(engine).value();
+    return bound;
+  }
+
+  // kFailedPrecondition before Start(). What it points to lives as long as the role.
+  StatusOr<ParameterServer*> engine() {
+    const std::lock_guard lock(mutex_);
+    if (engine_ == nullptr) return FailedPrecondition("the parameter server was not started yet");
+    return engine_.get();
+  }
+
+ private:
+  explicit ServerRole(const ParameterServer::Options& options) : options_(options) {}
+
+  ParameterServer::Options options_;
+  std::mutex mutex_;  // start and stop may come from different threads
+  std::unique_ptr<ParameterServer> engine_;
+};
+
+std::unique_ptr<ServerRole> MakeServer(uint32_t replica_index, uint32_t replica_size,
+                                       uint64_t capacity, uint32_t num_internal_shards,
+                                       uint32_t num_handler_threads) {
+  ParameterServer::Options options;
+  options.replica_index = replica_index;
+  options.replica_size = replica_size;
+  options.store = {.capacity = capacity, .num_internal_shards = num_internal_shards};
+  options.rpc.num_handler_threads = num_handler_threads;
+  return ValueOrRaise(ServerRole::Create(options));
+}
+
+uint16_t Start(ServerRole& self, const std::string& host, uint16_t port) {
+  return ValueOrRaise(WithoutGil([&] { return self.Start(host, port); }));
+}
+
+void Stop(ServerRole& self, double timeout_s) {
+  const auto timeout = Timeout(timeout_s);
+  WithoutGil([&] {
+    if (auto engine = self.engine(); engine.ok()) engine.value()->Stop(timeout);
+  });
+}
+
+uint64_t Incarnation(ServerRole& self) { return ValueOrRaise(self.engine())->incarnation(); }
+
+py::dict Stats(ServerRole& self) {
+  ParameterServer* engine = ValueOrRaise(self.engine());
+  const server::ServerStats stats = WithoutGil([&] { return engine->stats(); });
+  py::dict dict;
+  dict["num_updates"] = stats.num_updates;
+  dict["num_repeated_updates"] = stats.num_repeated_updates;
+  dict["max_staleness"] = stats.max_staleness;
+  dict["sum_staleness"] = stats.sum_staleness;
+  dict["num_rows"] = stats.store.num_rows;
+  dict["memory_bytes"] = stats.store.memory_bytes;
+  dict["num_missing_rows"] = stats.store.lookups.num_missing;
+  dict["num_inserted_rows"] = stats.store.lookups.num_inserted;
+  dict["num_unadmitted_rows"] = stats.store.lookups.num_unadmitted;
+  dict["num_evicted_rows"] = stats.store.lookups.num_evicted;
+  dict["num_updated_rows"] = stats.store.updates.num_updated;
+  dict["num_skipped_gradients"] = stats.store.updates.num_missing;
+  return dict;
+}
+
+}  // namespace
+
+void BindParameterServer(py::module_& module) {
+  py::class_<ServerRole>(module, "ParameterServer", py::release_gil_before_calling_cpp_dtor())
+      .def(py::init(&MakeServer), py::kw_only(), py::arg("replica_index"), py::arg("replica_size"),
+           py::arg("capacity"), py::arg("num_internal_shards"), py::arg("num_handler_threads") = 2)
+      .def("start", &Start, py::arg("host"), py::arg("port"))
+      .def("stop", &Stop, py::arg("timeout_s") = 10.0)
+      .def_property_readonly("incarnation", &Incarnation)
+      .def("stats", &Stats);
+}
+
+}  // namespace persia::bindings

@@ -1,0 +1,111 @@
+// EmbeddedClient: what is its own. That it trains like a cluster: client/cluster_test.cc.
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "client/test_support.h"
+
+namespace persia::client {
+namespace {
+
+using testing::Adam;
+using testing::Batch;
+using testing::Gradients;
+using testing::Must;
+using testing::Soon;
+using testing::Take;
+
+std::shared_ptr<EmbeddedClient> MakeClient() {
+  return Must(EmbeddedClient::Create(testing::Slots(), testing::StoreOptions()));
+}
+
+TEST(EmbeddedClientTest, RefusesWhatWorkerAndStoreRefuse) {
+  EXPECT_EQ(EmbeddedClient::Create({}, testing::StoreOptions()).status().code(),
+            StatusCode::kInvalidArgument);
+  EXPECT_EQ(EmbeddedClient::Create(testing::Slots(), {.capacity = 0}).status().code(),
+            StatusCode::kInvalidArgument);
+}
+
+TEST(EmbeddedClientTest, ABatchFromRegistrationToItsGradients) {
+  const auto client = MakeClient();
+  ASSERT_TRUE(client->Configure(Adam(), false, Soon()).ok());
+  const BatchReference reference = Must(client->Register(0, Batch(0)));
+  EXPECT_EQ(reference.worker_index, 0u);
+  const auto result = Must(client->Lookup(reference, true, Soon()));
+  EXPECT_EQ(result.reference.reference, reference.reference);
+  EXPECT_EQ(result.reference.worker_incarnation, reference.worker_incarnation);
+  const Gradients gradients(result);
+  const auto report =
+      Must(client->ReturnGradients(result.reference, 1.0f, gradients.slots, Soon()));
+  EXPECT_GT(report.update.num_updated, 0u);
+  EXPECT_EQ(report.update.num_missing, 0u);
+  EXPECT_NE(Take(Must(client->LookupDirect(0, Batch(0), false, Soon()))), Take(result));
+  EXPECT_EQ(client->Lookup(reference, true, Soon()).status().code(), StatusCode::kNotFound);
+}
+
+TEST(EmbeddedClientTest, StalenessCountsTheUpdatesInBetween) {
+  const auto client = MakeClient();
+  ASSERT_TRUE(client->Configure(Adam(), false, Soon()).ok());
+  const auto slow = Must(client->LookupDirect(0, Batch(0), true, Soon()));
+  const auto fast = Must(client->LookupDirect(0, Batch(1), true, Soon()));
+  const Gradients of_fast(fast);
+  EXPECT_EQ(
+      Must(client->ReturnGradients(fast.reference, 1.0f, of_fast.slots, Soon())).update.staleness,
+      0u);
+  const Gradients of_slow(slow);
+  EXPECT_EQ(
+      Must(client->ReturnGradients(slow.reference, 1.0f, of_slow.slots, Soon())).update.staleness,
+      1u);
+}
+
+TEST(EmbeddedClientTest, TrainingNeedsAConfiguration) {
+  const auto client = MakeClient();
+  EXPECT_EQ(client->LookupDirect(0, Batch(0), true, Soon()).status().code(),
+            StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(client->LookupDirect(0, Batch(0), false, Soon()).ok());
+}
+
+TEST(EmbeddedClientTest, RowsAreSetCountedAndCleared) {
+  const auto client = MakeClient();
+  ASSERT_TRUE(client->Configure(Adam(), false, Soon()).ok());
+  const std::vector<uint64_t> signs = {1, 2, 3};
+  const std::vector<float> rows(6, 0.25f);
+  ASSERT_TRUE(client->SetEmbeddings(2, signs, rows, Soon()).ok());
+  EXPECT_EQ(Must(client->Sizes(Soon())), std::vector<uint64_t>{3});
+  ASSERT_TRUE(client->Clear(Soon()).ok());
+  EXPECT_EQ(Must(client->Sizes(Soon())), std::vector<uint64_t>{0});
+}
+
+TEST(EmbeddedClientTest, RefusesTheRowsThatAServerRefuses) {
+  const auto client = MakeClient();
+  ASSERT_TRUE(client->Configure(Adam(), false, Soon()).ok());
+  const std::vector<uint64_t> signs = {1};
+  const std::vector<float> bad = {1.0f, std::numeric_limits<float>::quiet_NaN()};
+  EXPECT_EQ(client->SetEmbeddings(2, signs, bad, Soon()).code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(client->SetEmbeddings(3, signs, bad, Soon()).code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(client->SetEmbeddings(0, signs, {}, Soon()).code(), StatusCode::kInvalidArgument);
+}
+
+TEST(EmbeddedClientTest, ACallPastItsDeadlineIsNotBegun) {
+  const auto client = MakeClient();
+  const Deadline past = std::chrono::steady_clock::now() - std::chrono::seconds(1);
+  EXPECT_EQ(client->Configure(Adam(), false, past).code(), StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(client->LookupDirect(0, Batch(0), false, past).status().code(),
+            StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(client->Clear(past).code(), StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(client->Sizes(past).status().code(), StatusCode::kDeadlineExceeded);
+}
+
+TEST(EmbeddedClientTest, ClientsShareNothing) {
+  const auto one = MakeClient();
+  const auto other = MakeClient();
+  ASSERT_TRUE(one->Configure(Adam(), false, Soon()).ok());
+  const BatchReference reference = Must(one->Register(0, Batch(0)));
+  EXPECT_EQ(other->Lookup(reference, true, Soon()).status().code(), StatusCode::kNotFound);
+  ASSERT_TRUE(one->Lookup(reference, true, Soon()).ok());
+  EXPECT_GT(Must(one->Sizes(Soon()))[0], 0u);
+  EXPECT_EQ(Must(other->Sizes(Soon()))[0], 0u);
+}
+
+}  // namespace
+}  // namespace persia::client

@@ -1,0 +1,100 @@
+// EmbeddingClient: what an NN worker, an evaluation or an inference process needs of the embedding
+// workers.
+//
+// Two implementations behind one interface: RemoteClient calls embedding workers over RPC,
+// EmbeddedClient holds the worker and the store in this process. Scripts, contexts and tests do not
+// know which one they have.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/buffer.h"
+#include "base/status.h"
+#include "base/train_config.h"
+#include "store/embedding_store.h"
+#include "worker/embedding_worker.h"
+
+namespace persia::client {
+
+using worker::Deadline;
+using worker::ReturnReport;
+using worker::SlotGradient;
+
+// A batch that an embedding worker holds.
+struct BatchReference {
+  uint32_t worker_index = 0;
+  uint64_t worker_incarnation = 0;
+  uint64_t reference = 0;
+};
+
+// One slot's embeddings, in place inside `LookupResult::storage`.
+struct SlotEmbedding {
+  std::string name;
+  bool raw = false;
+  uint32_t dim = 0;
+  uint32_t num_rows = 0;
+  uint32_t sample_fixed_size = 0;
+  const float* rows = nullptr;               // [num_rows, dim]
+  const int64_t* index = nullptr;            // raw: [batch_size, sample_fixed_size]
+  const uint32_t* sample_num_ids = nullptr;  // raw: [batch_size]
+};
+
+struct LookupResult {
+  BatchReference reference;  // reference.reference == 0: no gradient is expected
+  uint32_t batch_size = 0;
+  std::vector<SlotEmbedding> slots;
+  Buffer storage;
+};
+
+// Decodes an embeddings message in place; kCorruption names what is wrong. Sizes, indices and dims
+// are checked (an index never points past the rows).
+StatusOr<LookupResult> DecodeEmbeddings(uint32_t worker_index, Buffer message);
+
+// Thread-safe. Every call ends by its deadline.
+class EmbeddingClient {
+ public:
+  virtual ~EmbeddingClient() = default;
+
+  virtual Status Configure(const TrainConfig& config, bool replace, Deadline deadline) = 0;
+  virtual StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
+                                        Deadline deadline) = 0;
+  // `worker_index` is taken modulo the number of workers.
+  virtual StatusOr<LookupResult> LookupDirect(uint32_t worker_index,
+                                              std::span<const std::byte> id_features,
+                                              bool requires_grad, Deadline deadline) = 0;
+  virtual StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,
+                                                 std::span<const SlotGradient> gradients,
+                                                 Deadline deadline) = 0;
+  virtual Status Release(const BatchReference& reference, Deadline deadline) = 0;
+  virtual Status SetEmbeddings(uint32_t dim, std::span<const uint64_t> signs,
+                               std::span<const float> rows, Deadline deadline) = 0;
+  virtual Status Clear(Deadline deadline) = 0;
+  // Rows per parameter server.
+  virtual StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline) = 0;
+};
+
+class RemoteClient : public EmbeddingClient {
+ public:
+  // `num_workers` embedding workers; each must get its address by SetWorker before calls to it go
+  // through.
+  static StatusOr<std::shared_ptr<RemoteClient>> Create(uint32_t num_workers);
+  virtual Status SetWorker(uint32_t index, const std::string& address) = 0;
+};
+
+// Worker and store in this process; several may live side by side and share nothing. Also takes
+// batches the way a loader sends them.
+class EmbeddedClient : public EmbeddingClient {
+ public:
+  static StatusOr<std::shared_ptr<EmbeddedClient>> Create(worker::WorkerOptions options,
+                                                          store::EmbeddingStore::Options store);
+  virtual StatusOr<BatchReference> Register(uint32_t loader_index,
+                                            std::span<const std::byte> id_features) = 0;
+};
+
+}  // namespace persia::client

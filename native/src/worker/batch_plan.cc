@@ -1,0 +1,82 @@
+#include "worker/batch_plan.h"
+
+#include <algorithm>
+
+#include "base/hash.h"
+
+namespace persia::worker {
+
+BatchPlan BatchPlanner::Make(const FeatureBatch& batch, const SlotTable& slots,
+                             uint32_t num_servers) {
+  BatchPlan plan;
+  plan.batch_size = batch.batch_size();
+  plan.requests.resize(num_servers);
+  plan.features.resize(batch.features().size());
+  std::vector<bool> planned(plan.features.size(), false);
+  for (size_t first = 0; first < planned.size(); ++first) {
+    if (planned[first]) continue;
+    const SlotConfig& leader = *batch.features()[first].slot;
+    signs_.Clear();
+    for (size_t i = first; i < planned.size(); ++i) {
+      const Feature& feature = batch.features()[i];
+      if (feature.slot->group != leader.group) continue;
+      PlanFeature(feature, plan.batch_size, plan.num_signs(), slots, &plan.features[i]);
+      plan.num_ids += feature.ids.size();
+      planned[i] = true;
+    }
+    RouteGroup(leader.dim, &plan);
+  }
+  return plan;
+}
+
+void BatchPlanner::PlanFeature(const Feature& feature, uint32_t batch_size, uint32_t first_number,
+                               const SlotTable& slots, PlannedFeature* planned) {
+  planned->slot = feature.slot;
+  planned->offsets.assign(feature.offsets.begin(), feature.offsets.end());
+  const std::span<const uint64_t> items = feature.slot->embedding_summation
+                                              ? feature.ids
+                                              : KeepDistinct(feature, batch_size, &planned->index);
+  feature_signs_.clear();
+  slots.AppendSigns(*feature.slot, items, &feature_signs_);
+  planned->sign_numbers.resize(feature_signs_.size());
+  signs_.Insert(feature_signs_, planned->sign_numbers.data());
+  // Inserted, signs are numbered within their group; the group's numbers follow those routed so
+  // far.
+  for (uint32_t& number : planned->sign_numbers) number += first_number;
+}
+
+// A raw slot keeps the first sample_fixed_size IDs of a sample: those alone are looked up.
+std::span<const uint64_t> BatchPlanner::KeepDistinct(const Feature& feature, uint32_t batch_size,
+                                                     std::vector<uint32_t>* index) {
+  const size_t width = feature.slot->sample_fixed_size;
+  index->assign(batch_size * width, 0);
+  distinct_ids_.Clear();
+  for (uint32_t sample = 0; sample < batch_size; ++sample) {
+    const uint32_t begin = feature.offsets[sample];
+    const size_t num_kept = std::min<size_t>(feature.offsets[sample + 1] - begin, width);
+    uint32_t* cells = index->data() + sample * width;
+    distinct_ids_.Insert(feature.ids.subspan(begin, num_kept), cells);
+    for (size_t i = 0; i < num_kept; ++i) ++cells[i];  // 0 is padding
+  }
+  return distinct_ids_.keys();
+}
+
+void BatchPlanner::RouteGroup(uint32_t dim, BatchPlan* plan) {
+  const auto num_servers = static_cast<uint32_t>(plan->requests.size());
+  const std::span<const uint64_t> signs = signs_.keys();
+  num_routed_.assign(num_servers, 0);
+  plan->groups.push_back({dim, static_cast<uint32_t>(signs.size())});
+  plan->server_of.reserve(plan->server_of.size() + signs.size());
+  for (const uint64_t sign : signs) {
+    const uint32_t server = num_servers == 1 ? 0 : ServerOf(SignHash(sign), num_servers);
+    plan->server_of.push_back(static_cast<uint16_t>(server));
+    plan->requests[server].signs.push_back(sign);
+    ++num_routed_[server];
+  }
+  for (uint32_t server = 0; server < num_servers; ++server) {
+    if (num_routed_[server] == 0) continue;
+    plan->requests[server].blocks.push_back({dim, num_routed_[server]});
+  }
+}
+
+}  // namespace persia::worker

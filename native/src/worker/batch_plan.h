@@ -1,0 +1,90 @@
+// BatchPlan: what a batch asks of each server, and where every sign's row will be in the answers.
+//
+// Made once when a batch is looked up, used for the lookup, for pooling and for the gradients. IDs
+// are deduplicated per feature group; signs are numbered over the whole batch, group after group,
+// each group in the order of first appearance, so that the same batch always gives the same
+// requests.
+//
+// Rows are used where the servers' answers lie. Within a server's answer they follow one another in
+// the order of the numbers, so that a walk over the signs finds them all: see LocateRows().
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "worker/feature_batch.h"
+#include "worker/row_service.h"
+#include "worker/slot_table.h"
+#include "worker/unique_keys.h"
+
+namespace persia::worker {
+
+// One feature of the batch. An *item* is what signs are summed for: in a pooled slot an ID, in a
+// raw slot a distinct ID. Each item has num_buckets() signs, one after the other.
+struct PlannedFeature {
+  const SlotConfig* slot = nullptr;
+  std::vector<uint32_t>
+      offsets;  // [batch_size + 1], in IDs: all of the sample's, also those dropped
+  std::vector<uint32_t> sign_numbers;  // [items x num_buckets]
+  std::vector<uint32_t> index;         // raw: [batch_size x sample_fixed_size], 0 or 1 + item
+
+  uint32_t num_items() const {
+    return static_cast<uint32_t>(sign_numbers.size() / slot->num_buckets());
+  }
+  // Rows of the slot in the embeddings and in the gradients; a raw slot's row 0 is padding.
+  uint32_t num_rows() const {
+    return slot->embedding_summation ? static_cast<uint32_t>(offsets.size() - 1) : num_items() + 1;
+  }
+};
+
+struct PlannedGroup {
+  uint32_t dim = 0;
+  uint32_t num_signs = 0;
+};
+
+struct BatchPlan {
+  uint32_t batch_size = 0;
+  std::vector<PlannedFeature> features;  // in the batch's order
+  std::vector<PlannedGroup> groups;      // in the order of their first feature
+  std::vector<uint16_t> server_of;       // by sign number
+  std::vector<ServerBlocks> requests;    // by server; a block for each group that has signs there
+  uint64_t num_ids = 0;
+
+  uint32_t num_signs() const { return static_cast<uint32_t>(server_of.size()); }
+};
+
+// Makes plans; keeps its memory from one to the next. Not thread-safe.
+class BatchPlanner {
+ public:
+  BatchPlan Make(const FeatureBatch& batch, const SlotTable& slots, uint32_t num_servers);
+
+ private:
+  void PlanFeature(const Feature& feature, uint32_t batch_size, uint32_t first_number,
+                   const SlotTable& slots, PlannedFeature* planned);
+  std::span<const uint64_t> KeepDistinct(const Feature& feature, uint32_t batch_size,
+                                         std::vector<uint32_t>* index);
+  void RouteGroup(uint32_t dim, BatchPlan* plan);
+
+  UniqueKeys signs_;         // of one group
+  UniqueKeys distinct_ids_;  // of one raw slot
+  std::vector<uint64_t> feature_signs_;
+  std::vector<uint32_t> num_routed_;  // by server, of one group
+};
+
+// (*rows)[n] is where the row of sign number n lies, given where each server's rows begin.
+template <typename Float>
+void LocateRows(const BatchPlan& plan, std::vector<Float*> begin_by_server,
+                std::vector<Float*>* rows) {
+  rows->resize(plan.num_signs());
+  size_t number = 0;
+  for (const PlannedGroup& group : plan.groups) {
+    for (uint32_t i = 0; i < group.num_signs; ++i, ++number) {
+      Float*& next = begin_by_server[plan.server_of[number]];
+      (*rows)[number] = next;
+      next += group.dim;
+    }
+  }
+}
+
+}  // namespace persia::worker

@@ -1,0 +1,150 @@
+// Plans: every sign of a group is asked for once, on its server, and found again.
+#include "worker/batch_plan.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "worker/worker_test_util.h"
+
+namespace persia::worker {
+namespace {
+
+// The plan's signs by number, put together from the requests.
+std::vector<uint64_t> SignsByNumber(const BatchPlan& plan) {
+  std::vector<uint64_t> signs;
+  std::vector<size_t> next(plan.requests.size(), 0);
+  for (const uint16_t server : plan.server_of) {
+    signs.push_back(plan.requests[server].signs[next[server]++]);
+  }
+  return signs;
+}
+
+std::vector<uint64_t> Distinct(const std::vector<uint64_t>& values) {
+  std::vector<uint64_t> distinct;
+  std::set<uint64_t> seen;
+  for (const uint64_t value : values) {
+    if (seen.insert(value).second) distinct.push_back(value);
+  }
+  return distinct;
+}
+
+TEST(BatchPlanTest, DeduplicatesWithinAGroupInTheOrderOfFirstAppearance) {
+  const SlotTable slots = MakeSlots({{.name = "a", .dim = 4, .group = 0},
+                                     {.name = "b", .dim = 4, .group = 1},
+                                     {.name = "c", .dim = 4, .group = 0}});
+  const FeatureBatch batch =
+      MakeBatch({{"a", {{7, 5}, {7}}}, {"b", {{5}, {}}}, {"c", {{9, 5}, {6}}}}, slots);
+  const BatchPlan plan = BatchPlanner().Make(batch, slots, 1);
+  const uint64_t group_a = uint64_t{1} << 56, group_b = uint64_t{2} << 56;
+  EXPECT_EQ(plan.requests[0].signs, (std::vector<uint64_t>{group_a + 7, group_a + 5, group_a + 9,
+                                                           group_a + 6, group_b + 5}));
+  EXPECT_EQ(plan.features[0].sign_numbers, (std::vector<uint32_t>{0, 1, 0}));
+  EXPECT_EQ(plan.features[1].sign_numbers, (std::vector<uint32_t>{4}));
+  EXPECT_EQ(plan.features[2].sign_numbers, (std::vector<uint32_t>{2, 1, 3}));
+  EXPECT_EQ(plan.num_ids, 7u);
+  EXPECT_EQ(plan.num_signs(), 5u);
+}
+
+TEST(BatchPlanTest, RawSlotKeepsTheFirstIdsOfASample) {
+  const SlotTable slots =
+      MakeSlots({{.name = "raw", .dim = 4, .embedding_summation = false, .sample_fixed_size = 3}});
+  const FeatureBatch batch =
+      MakeBatch({{"raw", {{8, 8, 6, 99}, {}, {6, 4}}}}, slots);  // 99 is dropped
+  const BatchPlan plan = BatchPlanner().Make(batch, slots, 1);
+  const PlannedFeature& raw = plan.features[0];
+  EXPECT_EQ(raw.index, (std::vector<uint32_t>{1, 1, 2, 0, 0, 0, 2, 3, 0}));
+  EXPECT_EQ(raw.offsets, (std::vector<uint32_t>{0, 4, 4, 6}));  // but counted
+  EXPECT_EQ(raw.num_items(), 3u);
+  EXPECT_EQ(raw.num_rows(), 4u);
+  EXPECT_EQ(plan.requests[0].signs, SignsOf(slots, *raw.slot, std::vector<uint64_t>{8, 6, 4}));
+}
+
+TEST(BatchPlanTest, BatchWithoutIdsAsksNobody) {
+  const SlotTable slots = MakeSlots(MixedSlots());
+  const FeatureBatch batch = MakeBatch({{"plain", {{}, {}}}, {"raw_stacked", {{}, {}}}}, slots);
+  const BatchPlan plan = BatchPlanner().Make(batch, slots, 3);
+  EXPECT_EQ(plan.num_signs(), 0u);
+  ASSERT_EQ(plan.requests.size(), 3u);
+  for (const ServerBlocks& request : plan.requests) EXPECT_TRUE(request.blocks.empty());
+  EXPECT_EQ(plan.features[0].num_rows(), 2u);
+  EXPECT_EQ(plan.features[1].num_rows(), 1u);
+}
+
+void CheckRequests(const BatchPlan& plan) {
+  std::set<uint64_t> all;
+  for (size_t server = 0; server < plan.requests.size(); ++server) {
+    const ServerBlocks& request = plan.requests[server];
+    size_t num_signs = 0;
+    for (const auto& block : request.blocks) {
+      EXPECT_GT(block.num_signs, 0u);
+      num_signs += block.num_signs;
+    }
+    EXPECT_EQ(num_signs, request.signs.size());
+    for (const uint64_t sign : request.signs) {
+      EXPECT_TRUE(all.insert(sign).second) << "asked for twice";
+      EXPECT_EQ(ServerOf(SignHash(sign), static_cast<uint32_t>(plan.requests.size())), server);
+    }
+  }
+  EXPECT_EQ(all.size(), plan.num_signs());
+}
+
+// Each ID's signs have the numbers that the plan gives them.
+void CheckFeature(const TestFeature& ids, const PlannedFeature& planned, const SlotTable& slots,
+                  const std::vector<uint64_t>& by_number) {
+  std::vector<uint64_t> items;
+  for (const auto& sample : ids.samples) {
+    const size_t kept = planned.slot->embedding_summation
+                            ? sample.size()
+                            : std::min<size_t>(sample.size(), planned.slot->sample_fixed_size);
+    items.insert(items.end(), sample.begin(), sample.begin() + static_cast<ptrdiff_t>(kept));
+  }
+  if (!planned.slot->embedding_summation) items = Distinct(items);
+  std::vector<uint64_t> signs;
+  for (const uint32_t number : planned.sign_numbers) signs.push_back(by_number[number]);
+  EXPECT_EQ(signs, SignsOf(slots, *planned.slot, items)) << ids.name;
+}
+
+TEST(BatchPlanTest, RandomBatchesAreCompleteAndConsistent) {
+  const SlotTable slots = MakeSlots(MixedSlots());
+  std::mt19937 rng(3);
+  BatchPlanner planner;  // reused: nothing of the last batch may show
+  for (int round = 0; round < 60; ++round) {
+    const TestBatch ids = RandomBatch(rng, rng() % 20);
+    const uint32_t num_servers = 1 + rng() % 5;
+    const BatchPlan plan = planner.Make(MakeBatch(ids, slots), slots, num_servers);
+    CheckRequests(plan);
+    const std::vector<uint64_t> by_number = SignsByNumber(plan);
+    for (size_t i = 0; i < ids.size(); ++i) {
+      CheckFeature(ids[i], plan.features[i], slots, by_number);
+    }
+    const BatchPlan again = BatchPlanner().Make(MakeBatch(ids, slots), slots, num_servers);
+    EXPECT_EQ(SignsByNumber(again), by_number);
+  }
+}
+
+TEST(BatchPlanTest, LocatesTheRowOfEverySign) {
+  const SlotTable slots = MakeSlots(MixedSlots());
+  std::mt19937 rng(4);
+  for (const uint32_t num_servers : {1u, 2u, 7u}) {
+    const BatchPlan plan =
+        BatchPlanner().Make(MakeBatch(RandomBatch(rng, 16), slots), slots, num_servers);
+    const TestAnswers answers(plan);
+    std::vector<const float*> rows;
+    LocateRows(plan, answers.begins(), &rows);
+    const std::vector<uint64_t> signs = SignsByNumber(plan);
+    ASSERT_EQ(rows.size(), signs.size());
+    size_t number = 0;
+    for (const PlannedGroup& group : plan.groups) {
+      for (uint32_t i = 0; i < group.num_signs; ++i, ++number) {
+        EXPECT_EQ(rows[number][0], RowElement(signs[number], 0));
+        EXPECT_EQ(rows[number][group.dim - 1], RowElement(signs[number], group.dim - 1));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace persia::worker

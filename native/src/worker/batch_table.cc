@@ -1,0 +1,174 @@
+#include "worker/batch_table.h"
+
+#include <utility>
+
+namespace persia::worker {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+Status TooManyInFlight(uint64_t limit) {
+  return ResourceExhausted(std::to_string(limit) +
+                           " batches await their gradients already: return or release some");
+}
+
+}  // namespace
+
+StatusOr<uint64_t> BatchTable::AddWaiting(uint32_t loader_index, FeatureBatch features) {
+  const std::lock_guard lock(mutex_);
+  const size_t num_bytes = features.size_bytes();
+  if (MustWaitLocked(loader_index, num_bytes)) ExpireLocked(Batch::Stage::kWaiting);
+  if (MustWaitLocked(loader_index, num_bytes)) {
+    return ResourceExhausted("batch of data loader " + std::to_string(loader_index) + ": " +
+                             std::to_string(total_waiting_) + " batches of " +
+                             std::to_string(waiting_bytes_) +
+                             " bytes in all wait for their lookup already: send it again later");
+  }
+  const std::shared_ptr<Batch> batch = MakeLocked(std::move(features), Batch::Stage::kWaiting);
+  batch->loader_index = loader_index;
+  batch->num_bytes = num_bytes;
+  ++num_waiting_[loader_index];
+  ++total_waiting_;
+  waiting_bytes_ += num_bytes;
+  return batch->counter;
+}
+
+StatusOr<BatchTable::Lease> BatchTable::AddInFlight(FeatureBatch features) {
+  const std::lock_guard lock(mutex_);
+  PERSIA_RETURN_IF_ERROR(MakeRoomInFlightLocked());
+  const std::shared_ptr<Batch> batch = MakeLocked(std::move(features), Batch::Stage::kInFlight);
+  ++num_in_flight_;
+  batch->busy = true;
+  return Lease(this, batch);
+}
+
+std::shared_ptr<Batch> BatchTable::MakeLocked(FeatureBatch features, Batch::Stage stage) {
+  auto batch = std::make_shared<Batch>();
+  batch->features = std::move(features);
+  batch->counter = next_counter_++;
+  batch->stage = stage;
+  batch->since = Clock::now();
+  batches_.emplace(batch->counter, batch);
+  return batch;
+}
+
+// A single batch above the limit of bytes must pass when nothing else waits, or it never would.
+bool BatchTable::MustWaitLocked(uint32_t loader_index, size_t num_bytes) const {
+  const auto waiting = num_waiting_.find(loader_index);
+  if (waiting != num_waiting_.end() && waiting->second >= options_.max_waiting_per_loader) {
+    return true;
+  }
+  return total_waiting_ > 0 && waiting_bytes_ + num_bytes > options_.max_waiting_bytes;
+}
+
+StatusOr<BatchTable::Lease> BatchTable::Acquire(uint64_t counter, Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  auto found = batches_.end();
+  const auto is_busy = [&] {
+    found = batches_.find(counter);  // it may go away while this waits
+    return found != batches_.end() && found->second->busy;
+  };
+  if (!batch_free_.wait_until(lock, deadline, [&] { return !is_busy(); })) {
+    return DeadlineExceeded("another request is still working on batch " + std::to_string(counter));
+  }
+  if (found == batches_.end()) {
+    return NotFound("batch " + std::to_string(counter) +
+                    " is not held here: it was returned, released or has expired");
+  }
+  found->second->busy = true;
+  return Lease(this, found->second);
+}
+
+void BatchTable::EndUse(Batch& batch) {
+  {
+    const std::lock_guard lock(mutex_);
+    batch.busy = false;
+  }
+  batch_free_.notify_all();
+}
+
+Status BatchTable::StartFlight(const Lease& lease) {
+  const std::lock_guard lock(mutex_);
+  if (lease->stage == Batch::Stage::kInFlight) return Status::Ok();
+  PERSIA_RETURN_IF_ERROR(MakeRoomInFlightLocked());
+  LeaveWaitingLocked(*lease);
+  lease->stage = Batch::Stage::kInFlight;
+  lease->since = Clock::now();
+  ++num_in_flight_;
+  return Status::Ok();
+}
+
+Status BatchTable::MakeRoomInFlightLocked() {
+  if (num_in_flight_ >= options_.max_in_flight) ExpireLocked(Batch::Stage::kInFlight);
+  if (num_in_flight_ >= options_.max_in_flight) return TooManyInFlight(options_.max_in_flight);
+  return Status::Ok();
+}
+
+void BatchTable::FinishReturned(const Lease& lease, const ReturnReport& report) {
+  const std::lock_guard lock(mutex_);
+  RemoveLocked(*lease);
+  ++num_returned_;
+  returned_.emplace(lease->counter, report);
+  returned_order_.push_back(lease->counter);
+  if (returned_order_.size() > options_.max_remembered) {
+    returned_.erase(returned_order_.front());
+    returned_order_.pop_front();
+  }
+}
+
+void BatchTable::FinishReleased(const Lease& lease) {
+  const std::lock_guard lock(mutex_);
+  RemoveLocked(*lease);
+  ++num_released_;
+}
+
+void BatchTable::ExpireLocked(Batch::Stage stage) {
+  const Clock::time_point oldest = Clock::now() - options_.expiry;
+  for (auto next = batches_.begin(); next != batches_.end();) {
+    const std::shared_ptr<Batch> batch = (next++)->second;
+    if (batch->stage != stage || batch->busy || batch->since > oldest) continue;
+    RemoveLocked(*batch);
+    ++num_expired_;
+  }
+}
+
+void BatchTable::RemoveLocked(const Batch& batch) {
+  if (batch.stage == Batch::Stage::kWaiting) {
+    LeaveWaitingLocked(batch);
+  } else {
+    --num_in_flight_;
+  }
+  batches_.erase(batch.counter);
+}
+
+void BatchTable::LeaveWaitingLocked(const Batch& batch) {
+  const auto waiting = num_waiting_.find(batch.loader_index);
+  if (--waiting->second == 0) num_waiting_.erase(waiting);
+  --total_waiting_;
+  waiting_bytes_ -= batch.num_bytes;
+}
+
+std::optional<ReturnReport> BatchTable::FindReturned(uint64_t counter) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = returned_.find(counter);
+  if (found == returned_.end()) return std::nullopt;
+  return found->second;
+}
+
+bool BatchTable::WasIssued(uint64_t counter) const {
+  const std::lock_guard lock(mutex_);
+  return counter != 0 && counter < next_counter_;
+}
+
+void BatchTable::FillStats(WorkerStats* stats) const {
+  const std::lock_guard lock(mutex_);
+  stats->num_registered = next_counter_ - 1;
+  stats->num_returned = num_returned_;
+  stats->num_released = num_released_;
+  stats->num_expired = num_expired_;
+  stats->num_buffered = total_waiting_;
+  stats->num_in_flight = num_in_flight_;
+}
+
+}  // namespace persia::worker

@@ -1,0 +1,133 @@
+// BatchTable: the batches an embedding worker holds, from registration to the end, and their count.
+//
+// A batch is waiting (registered by a loader) or in flight (looked up, its gradients expected).
+// Both are bounded. One request at a time may work on a batch: Acquire() gives it a lease, and a
+// repetition of the request waits for the first to finish. What became of a returned batch is
+// remembered for a while, so that a repeated return gets the first answer.
+//
+// Invariant: registered = returned + released + expired + waiting + in flight.
+// Thread-safe, except that a batch's working fields belong to the holder of its lease.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "base/status.h"
+#include "worker/batch_plan.h"
+#include "worker/embedding_worker.h"
+#include "worker/feature_batch.h"
+
+namespace persia::worker {
+
+// Where a server stood when a batch was looked up there.
+struct LookupStamp {
+  uint64_t incarnation = 0;
+  uint64_t update_counter = 0;
+};
+
+struct Batch {
+  enum class Stage : uint8_t { kWaiting, kInFlight };
+
+  // Working fields.
+  std::optional<FeatureBatch> features;  // until the plan is made
+  std::optional<BatchPlan> plan;
+  std::vector<LookupStamp> stamps;  // by server
+
+  // The table's.
+  uint64_t counter = 0;
+  uint32_t loader_index = 0;
+  size_t num_bytes = 0;
+  Stage stage = Stage::kWaiting;
+  bool busy = false;
+  std::chrono::steady_clock::time_point since;
+};
+
+class BatchTable {
+ public:
+  struct Options {
+    uint64_t max_waiting_per_loader = 1000;
+    uint64_t max_waiting_bytes = 4ull << 30;
+    uint64_t max_in_flight = 4096;
+    uint64_t max_remembered = 65536;
+    std::chrono::seconds expiry{1000};
+  };
+
+  // Exclusive use of a batch until destroyed. Move-only.
+  class Lease {
+   public:
+    Lease(BatchTable* table, std::shared_ptr<Batch> batch)
+        : table_(table), batch_(std::move(batch)) {}
+    Lease(Lease&&) = default;
+    Lease& operator=(Lease&&) = delete;
+    ~Lease() {
+      if (batch_ != nullptr) table_->EndUse(*batch_);
+    }
+    Batch* operator->() const { return batch_.get(); }
+    Batch& operator*() const { return *batch_; }
+
+   private:
+    BatchTable* table_;
+    std::shared_ptr<Batch> batch_;
+  };
+
+  explicit BatchTable(const Options& options) : options_(options) {}
+
+  // Returns the batch's counter. kResourceExhausted: the loader's share or the bytes are used up,
+  // also after what is too old was dropped.
+  StatusOr<uint64_t> AddWaiting(uint32_t loader_index, FeatureBatch features);
+  // A batch that skips waiting, leased. kResourceExhausted: too many in flight.
+  StatusOr<Lease> AddInFlight(FeatureBatch features);
+
+  // kNotFound: gone, or never there. kDeadlineExceeded: another request works on it.
+  StatusOr<Lease> Acquire(uint64_t counter, Deadline deadline);
+
+  // kResourceExhausted: too many in flight; the batch stays waiting then.
+  Status StartFlight(const Lease& lease);
+  void FinishReturned(const Lease& lease, const ReturnReport& report);
+  void FinishReleased(const Lease& lease);
+
+  // The report of a batch that was returned not long ago.
+  std::optional<ReturnReport> FindReturned(uint64_t counter) const;
+  // Whether the counter was ever given out.
+  bool WasIssued(uint64_t counter) const;
+
+  // The life-cycle counts; the rest is left alone.
+  void FillStats(WorkerStats* stats) const;
+
+ private:
+  using Batches = std::map<uint64_t, std::shared_ptr<Batch>>;  // oldest first
+
+  void EndUse(Batch& batch);
+  std::shared_ptr<Batch> MakeLocked(FeatureBatch features, Batch::Stage stage);
+  bool MustWaitLocked(uint32_t loader_index, size_t num_bytes) const;
+  Status MakeRoomInFlightLocked();
+  // Drops the batches of a stage that are too old and not being worked on.
+  void ExpireLocked(Batch::Stage stage);
+  void RemoveLocked(const Batch& batch);
+  void LeaveWaitingLocked(const Batch& batch);
+
+  const Options options_;
+  mutable std::mutex mutex_;
+  std::condition_variable batch_free_;
+  Batches batches_;
+  std::unordered_map<uint32_t, uint64_t> num_waiting_;  // by loader
+  uint64_t total_waiting_ = 0;
+  uint64_t waiting_bytes_ = 0;
+  uint64_t num_in_flight_ = 0;
+  uint64_t next_counter_ = 1;  // 0 means no reference
+  std::unordered_map<uint64_t, ReturnReport> returned_;
+  std::deque<uint64_t> returned_order_;
+  uint64_t num_returned_ = 0;
+  uint64_t num_released_ = 0;
+  uint64_t num_expired_ = 0;
+};
+
+}  // namespace persia::worker

@@ -1,0 +1,371 @@
+#include "worker/embedding_worker.h"
+
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <utility>
+
+#include "worker/batch_plan.h"
+#include "worker/batch_table.h"
+#include "worker/embeddings_writer.h"
+#include "worker/feature_batch.h"
+#include "worker/pooling.h"
+#include "worker/reduction.h"
+#include "worker/routed_rows.h"
+#include "worker/slot_table.h"
+
+namespace persia::worker {
+
+namespace {
+
+uint64_t DrawIncarnation() {
+  std::random_device device;
+  return (uint64_t{device()} << 32) | device();
+}
+
+BatchTable::Options TableOptions(const WorkerOptions& options) {
+  BatchTable::Options table;
+  table.max_waiting_per_loader = options.forward_buffer_size;
+  table.max_waiting_bytes = options.forward_buffer_bytes;
+  table.max_in_flight = options.max_in_flight;
+  table.expiry = options.buffered_data_expired;
+  return table;
+}
+
+// The planner keeps its tables from batch to batch; one for each thread that looks batches up.
+BatchPlan MakePlan(const FeatureBatch& features, const SlotTable& slots, uint32_t num_servers) {
+  thread_local BatchPlanner planner;
+  return planner.Make(features, slots, num_servers);
+}
+
+std::vector<const float*> FindRows(const BatchPlan& plan, std::span<const ServerRows> answers) {
+  std::vector<const float*> begins;
+  for (const ServerRows& answer : answers) begins.push_back(answer.rows.data());
+  std::vector<const float*> rows;
+  LocateRows(plan, std::move(begins), &rows);
+  return rows;
+}
+
+std::vector<ServerUpdate> MakeUpdates(const ReducedGradients& reduced,
+                                      std::span<const LookupStamp> stamps) {
+  std::vector<ServerUpdate> updates(reduced.requests.size());
+  for (size_t server = 0; server < updates.size(); ++server) {
+    updates[server].blocks = &reduced.requests[server];
+    updates[server].gradients = reduced.gradients[server];
+    updates[server].lookup_incarnation = stamps[server].incarnation;
+    updates[server].lookup_counter = stamps[server].update_counter;
+  }
+  return updates;
+}
+
+bool HasSigns(std::span<const ServerBlocks> requests) {
+  for (const ServerBlocks& request : requests) {
+    if (!request.signs.empty()) return true;
+  }
+  return false;
+}
+
+// One spelling for what Status and StatusOr call differently.
+StatusCode CodeOf(const Status& status) { return status.code(); }
+template <typename T>
+StatusCode CodeOf(const StatusOr<T>& result) {
+  return result.status().code();
+}
+
+std::vector<LookupStamp> StampsOf(std::span<const ServerRows> answers) {
+  std::vector<LookupStamp> stamps;
+  for (const ServerRows& answer : answers) {
+    stamps.push_back({answer.incarnation, answer.update_counter});
+  }
+  return stamps;
+}
+
+}  // namespace
+
+class EmbeddingWorker::Impl {
+ public:
+  Impl(WorkerOptions options, SlotTable slots, std::shared_ptr<RowService> rows)
+      : incarnation_(DrawIncarnation()),
+        slots_(std::move(slots)),
+        rows_(std::move(rows)),
+        table_(TableOptions(options)) {}
+
+  uint64_t incarnation() const { return incarnation_; }
+  RowService& rows() { return *rows_; }
+
+  Status Configure(const TrainConfig& config, bool replace, Deadline deadline);
+  StatusOr<Reference> Register(uint32_t loader_index, std::span<const std::byte> id_features);
+  StatusOr<net::Parts> Lookup(Reference reference, bool requires_grad, Deadline deadline);
+  StatusOr<net::Parts> LookupDirect(std::span<const std::byte> id_features, bool requires_grad,
+                                    Deadline deadline);
+  StatusOr<ReturnReport> Return(Reference reference, float scale,
+                                std::span<const SlotGradient> gradients, Deadline deadline);
+  Status Release(Reference reference);
+  Status SetEmbeddings(std::span<const ServerBlocks::Block> blocks, std::span<const uint64_t> signs,
+                       std::span<const float> rows, Deadline deadline);
+  WorkerStats stats() const;
+
+ private:
+  StatusOr<FeatureBatch> Decode(std::span<const std::byte> id_features) const;
+  Status CheckIncarnation(Reference reference) const;
+  // Looks the leased batch up and pools it.
+  StatusOr<net::Parts> LookupLeased(Batch& batch, bool requires_grad, Deadline deadline);
+  StatusOr<net::Parts> Pool(const Batch& batch, std::span<const ServerRows> answers,
+                            bool requires_grad) const;
+  StatusOr<ReturnReport> ReturnLeased(const Batch& batch, float scale,
+                                      std::span<const SlotGradient> gradients, Deadline deadline);
+  // Runs `call`; where a server says that it is not configured (it has restarted), tells it, and
+  // runs `call` once more.
+  template <typename Call>
+  auto WithConfiguration(Deadline deadline, Call call) -> decltype(call());
+
+  const uint64_t incarnation_;
+  const SlotTable slots_;
+  const std::shared_ptr<RowService> rows_;
+  BatchTable table_;
+  std::mutex config_mutex_;
+  std::optional<TrainConfig> config_;
+  std::atomic<uint64_t> num_looked_up_{0};
+  std::atomic<uint64_t> num_ids_{0};
+  std::atomic<uint64_t> num_signs_{0};
+  std::atomic<uint64_t> num_nonfinite_slots_{0};
+  std::atomic<uint64_t> num_skipped_slots_{0};
+};
+
+template <typename Call>
+auto EmbeddingWorker::Impl::WithConfiguration(Deadline deadline, Call call) -> decltype(call()) {
+  auto result = call();
+  if (CodeOf(result) != StatusCode::kFailedPrecondition) return result;
+  std::optional<TrainConfig> config;
+  {
+    const std::lock_guard lock(config_mutex_);
+    config = config_;
+  }
+  if (!config.has_value()) {
+    return FailedPrecondition(
+        "the embedding optimizer is not configured: enter a TrainCtx before training lookups");
+  }
+  PERSIA_RETURN_IF_ERROR(rows_->Configure(*config, /*replace=*/false, deadline));
+  return call();
+}
+
+Status EmbeddingWorker::Impl::Configure(const TrainConfig& config, bool replace,
+                                        Deadline deadline) {
+  PERSIA_RETURN_IF_ERROR(config.Validate());
+  PERSIA_RETURN_IF_ERROR(rows_->Configure(config, replace, deadline));
+  const std::lock_guard lock(config_mutex_);
+  config_ = config;
+  return Status::Ok();
+}
+
+StatusOr<FeatureBatch> EmbeddingWorker::Impl::Decode(std::span<const std::byte> id_features) const {
+  Buffer bytes(id_features.size());
+  if (!id_features.empty()) std::memcpy(bytes.data(), id_features.data(), id_features.size());
+  return FeatureBatch::Decode(std::move(bytes), slots_);
+}
+
+Status EmbeddingWorker::Impl::CheckIncarnation(Reference reference) const {
+  if (reference.incarnation == incarnation_) return Status::Ok();
+  return NotFound("the embedding worker has restarted since batch " +
+                  std::to_string(reference.counter) + " was registered: its batches are gone");
+}
+
+StatusOr<Reference> EmbeddingWorker::Impl::Register(uint32_t loader_index,
+                                                    std::span<const std::byte> id_features) {
+  StatusOr<FeatureBatch> features = Decode(id_features);
+  if (!features.ok()) return features.status();
+  const StatusOr<uint64_t> counter = table_.AddWaiting(loader_index, std::move(features).value());
+  if (!counter.ok()) return counter.status();
+  return Reference{incarnation_, counter.value()};
+}
+
+StatusOr<net::Parts> EmbeddingWorker::Impl::Lookup(Reference reference, bool requires_grad,
+                                                   Deadline deadline) {
+  PERSIA_RETURN_IF_ERROR(CheckIncarnation(reference));
+  StatusOr<BatchTable::Lease> lease = table_.Acquire(reference.counter, deadline);
+  if (!lease.ok()) return lease.status();
+  if (requires_grad) PERSIA_RETURN_IF_ERROR(table_.StartFlight(*lease));
+  StatusOr<net::Parts> message = LookupLeased(**lease, requires_grad, deadline);
+  if (message.ok() && !requires_grad) table_.FinishReleased(*lease);
+  return message;
+}
+
+StatusOr<net::Parts> EmbeddingWorker::Impl::LookupDirect(std::span<const std::byte> id_features,
+                                                         bool requires_grad, Deadline deadline) {
+  StatusOr<FeatureBatch> features = Decode(id_features);
+  if (!features.ok()) return features.status();
+  StatusOr<BatchTable::Lease> lease = table_.AddInFlight(std::move(features).value());
+  if (!lease.ok()) return lease.status();
+  StatusOr<net::Parts> message = LookupLeased(**lease, requires_grad, deadline);
+  // After a failure nobody knows the reference, so nobody could return or release the batch.
+  if (!message.ok() || !requires_grad) table_.FinishReleased(*lease);
+  return message;
+}
+
+StatusOr<net::Parts> EmbeddingWorker::Impl::LookupLeased(Batch& batch, bool requires_grad,
+                                                         Deadline deadline) {
+  if (!batch.plan.has_value()) {
+    batch.plan = MakePlan(*batch.features, slots_, rows_->num_servers());
+    batch.features.reset();
+  }
+  StatusOr<std::vector<ServerRows>> answers = WithConfiguration(
+      deadline, [&] { return rows_->Lookup(batch.plan->requests, requires_grad, deadline); });
+  if (!answers.ok()) return answers.status();
+  // Only what was looked up for training may be updated.
+  if (requires_grad) batch.stamps = StampsOf(*answers);
+  num_looked_up_ += 1;
+  num_ids_ += batch.plan->num_ids;
+  num_signs_ += batch.plan->num_signs();
+  return Pool(batch, *answers, requires_grad);
+}
+
+StatusOr<net::Parts> EmbeddingWorker::Impl::Pool(const Batch& batch,
+                                                 std::span<const ServerRows> answers,
+                                                 bool requires_grad) const {
+  const BatchPlan& plan = *batch.plan;
+  StatusOr<EmbeddingsWriter> writer =
+      EmbeddingsWriter::Create(plan, incarnation_, requires_grad ? batch.counter : 0);
+  if (!writer.ok()) return writer.status();
+  const std::vector<const float*> rows = FindRows(plan, answers);
+  for (size_t i = 0; i < plan.features.size(); ++i) {
+    PoolFeature(plan.features[i], plan.batch_size, rows, writer->slots()[i]);
+  }
+  net::Parts parts;
+  parts.AddOwned(writer->Release());
+  return parts;
+}
+
+StatusOr<ReturnReport> EmbeddingWorker::Impl::Return(Reference reference, float scale,
+                                                     std::span<const SlotGradient> gradients,
+                                                     Deadline deadline) {
+  PERSIA_RETURN_IF_ERROR(CheckIncarnation(reference));
+  StatusOr<BatchTable::Lease> lease = table_.Acquire(reference.counter, deadline);
+  // Looked up after the batch, so that a return that finishes in between is found.
+  if (!lease.ok()) {
+    const std::optional<ReturnReport> first = table_.FindReturned(reference.counter);
+    if (first.has_value()) return *first;
+    return lease.status();
+  }
+  StatusOr<ReturnReport> report = ReturnLeased(**lease, scale, gradients, deadline);
+  if (report.ok()) table_.FinishReturned(*lease, *report);
+  return report;
+}
+
+StatusOr<ReturnReport> EmbeddingWorker::Impl::ReturnLeased(const Batch& batch, float scale,
+                                                           std::span<const SlotGradient> gradients,
+                                                           Deadline deadline) {
+  if (batch.stamps.empty()) {
+    return FailedPrecondition("batch " + std::to_string(batch.counter) +
+                              " was not looked up for training: there is nothing to update");
+  }
+  StatusOr<ReducedGradients> reduced = ReduceGradients(*batch.plan, scale, gradients);
+  if (!reduced.ok()) return reduced.status();
+  ReturnReport report;
+  report.num_nonfinite_slots = reduced->num_nonfinite_slots;
+  report.num_skipped_slots = reduced->num_skipped_slots;
+  if (HasSigns(reduced->requests)) {
+    const std::vector<ServerUpdate> updates = MakeUpdates(*reduced, batch.stamps);
+    const UpdateKey key{incarnation_, batch.counter};
+    StatusOr<UpdateResult> update =
+        WithConfiguration(deadline, [&] { return rows_->Update(key, updates, deadline); });
+    if (!update.ok()) return update.status();
+    report.update = *update;
+  }
+  num_nonfinite_slots_ += report.num_nonfinite_slots;
+  num_skipped_slots_ += report.num_skipped_slots;
+  return report;
+}
+
+Status EmbeddingWorker::Impl::Release(Reference reference) {
+  PERSIA_RETURN_IF_ERROR(CheckIncarnation(reference));
+  if (!table_.WasIssued(reference.counter)) {
+    return NotFound("batch " + std::to_string(reference.counter) + " was never registered");
+  }
+  // A batch that a request works on is about to be returned or answered; give it a moment.
+  const Deadline deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  StatusOr<BatchTable::Lease> lease = table_.Acquire(reference.counter, deadline);
+  if (lease.ok()) {
+    table_.FinishReleased(*lease);
+    return Status::Ok();
+  }
+  // Gone already: releasing twice is fine.
+  return lease.status().code() == StatusCode::kNotFound ? Status::Ok() : lease.status();
+}
+
+Status EmbeddingWorker::Impl::SetEmbeddings(std::span<const ServerBlocks::Block> blocks,
+                                            std::span<const uint64_t> signs,
+                                            std::span<const float> rows, Deadline deadline) {
+  StatusOr<RoutedRows> routed = RouteRows(blocks, signs, rows, rows_->num_servers());
+  if (!routed.ok()) return routed.status();
+  const std::vector<std::span<const float>> views(routed->rows.begin(), routed->rows.end());
+  return WithConfiguration(deadline,
+                           [&] { return rows_->SetRows(routed->requests, views, deadline); });
+}
+
+WorkerStats EmbeddingWorker::Impl::stats() const {
+  WorkerStats stats;
+  table_.FillStats(&stats);
+  stats.num_looked_up = num_looked_up_;
+  stats.num_ids = num_ids_;
+  stats.num_signs = num_signs_;
+  stats.num_nonfinite_slots = num_nonfinite_slots_;
+  stats.num_skipped_slots = num_skipped_slots_;
+  return stats;
+}
+
+StatusOr<std::unique_ptr<EmbeddingWorker>> EmbeddingWorker::Create(
+    WorkerOptions options, std::shared_ptr<RowService> rows) {
+  if (rows->num_servers() == 0) {
+    return InvalidArgument("an embedding worker needs at least one parameter server, not 0");
+  }
+  if (options.forward_buffer_size == 0 || options.max_in_flight == 0) {
+    return InvalidArgument("forward_buffer_size and max_in_flight must be at least 1");
+  }
+  StatusOr<SlotTable> slots =
+      SlotTable::Create(options.feature_index_prefix_bit, std::move(options.slots));
+  if (!slots.ok()) return slots.status();
+  auto impl = std::make_unique<Impl>(std::move(options), std::move(slots).value(), std::move(rows));
+  return std::unique_ptr<EmbeddingWorker>(new EmbeddingWorker(std::move(impl)));
+}
+
+EmbeddingWorker::EmbeddingWorker(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+EmbeddingWorker::~EmbeddingWorker() = default;
+
+uint64_t EmbeddingWorker::incarnation() const { return impl_->incarnation(); }
+WorkerStats EmbeddingWorker::stats() const { return impl_->stats(); }
+
+Status EmbeddingWorker::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
+  return impl_->Configure(config, replace, deadline);
+}
+StatusOr<Reference> EmbeddingWorker::Register(uint32_t loader_index,
+                                              std::span<const std::byte> id_features) {
+  return impl_->Register(loader_index, id_features);
+}
+StatusOr<net::Parts> EmbeddingWorker::Lookup(Reference reference, bool requires_grad,
+                                             Deadline deadline) {
+  return impl_->Lookup(reference, requires_grad, deadline);
+}
+StatusOr<net::Parts> EmbeddingWorker::LookupDirect(std::span<const std::byte> id_features,
+                                                   bool requires_grad, Deadline deadline) {
+  return impl_->LookupDirect(id_features, requires_grad, deadline);
+}
+StatusOr<ReturnReport> EmbeddingWorker::ReturnGradients(Reference reference, float scale,
+                                                        std::span<const SlotGradient> gradients,
+                                                        Deadline deadline) {
+  return impl_->Return(reference, scale, gradients, deadline);
+}
+Status EmbeddingWorker::Release(Reference reference) { return impl_->Release(reference); }
+
+Status EmbeddingWorker::SetEmbeddings(std::span<const ServerBlocks::Block> blocks,
+                                      std::span<const uint64_t> signs, std::span<const float> rows,
+                                      Deadline deadline) {
+  return impl_->SetEmbeddings(blocks, signs, rows, deadline);
+}
+Status EmbeddingWorker::Clear(Deadline deadline) { return impl_->rows().Clear(deadline); }
+StatusOr<std::vector<uint64_t>> EmbeddingWorker::Sizes(Deadline deadline) {
+  return impl_->rows().Sizes(deadline);
+}
+
+}  // namespace persia::worker

@@ -1,0 +1,96 @@
+#include "worker/embeddings_writer.h"
+
+#include <cstring>
+#include <string>
+#include <utility>
+
+namespace persia::worker {
+namespace {
+
+constexpr uint64_t kMaxMessageBytes = 1ull << 30;  // the limit of net::Channel and net::Server
+constexpr uint64_t kHeadBytes = 24;
+constexpr uint64_t kSlotHeadBytes = 24;
+
+uint64_t Padded(uint64_t size_bytes) { return (size_bytes + 7) / 8 * 8; }
+
+uint64_t SlotBytes(const PlannedFeature& feature, uint64_t batch_size) {
+  const SlotConfig& slot = *feature.slot;
+  uint64_t bytes = kSlotHeadBytes + Padded(slot.name.size()) +
+                   Padded(uint64_t{feature.num_rows()} * slot.dim * sizeof(float));
+  if (!slot.embedding_summation) {
+    bytes += batch_size * slot.sample_fixed_size * sizeof(int64_t);
+    bytes += Padded(batch_size * sizeof(uint32_t));
+  }
+  return bytes;
+}
+
+// Writes fields and steps over arrays. All sizes were added up before, by SlotBytes().
+class Cursor {
+ public:
+  explicit Cursor(std::byte* begin) : next_(begin) {}
+
+  template <typename T>
+  void Put(T value) {
+    std::memcpy(next_, &value, sizeof(T));
+    next_ += sizeof(T);
+  }
+  // Space for `count` elements; the padding behind them is zeros.
+  template <typename T>
+  T* Skip(uint64_t count) {
+    auto* array = reinterpret_cast<T*>(next_);
+    const uint64_t size_bytes = count * sizeof(T);
+    std::memset(next_ + size_bytes, 0, Padded(size_bytes) - size_bytes);
+    next_ += Padded(size_bytes);
+    return array;
+  }
+
+ private:
+  std::byte* next_;
+};
+
+SlotSpace PutSlot(const PlannedFeature& feature, uint64_t batch_size, Cursor* cursor) {
+  const SlotConfig& slot = *feature.slot;
+  const bool raw = !slot.embedding_summation;
+  cursor->Put(static_cast<uint32_t>(slot.name.size()));
+  cursor->Put(uint32_t{raw});  // the kind and three reserved bytes
+  cursor->Put(slot.dim);
+  cursor->Put(feature.num_rows());
+  cursor->Put(raw ? slot.sample_fixed_size : uint32_t{0});
+  cursor->Put(uint32_t{0});
+  std::memcpy(cursor->Skip<char>(slot.name.size()), slot.name.data(), slot.name.size());
+  SlotSpace space;
+  if (raw) {
+    space.index = cursor->Skip<int64_t>(batch_size * slot.sample_fixed_size);
+    space.sample_num_ids = cursor->Skip<uint32_t>(batch_size);
+  }
+  space.rows = cursor->Skip<float>(uint64_t{feature.num_rows()} * slot.dim);
+  return space;
+}
+
+}  // namespace
+
+StatusOr<EmbeddingsWriter> EmbeddingsWriter::Create(const BatchPlan& plan,
+                                                    uint64_t worker_incarnation,
+                                                    uint64_t reference) {
+  uint64_t size_bytes = kHeadBytes;
+  for (const PlannedFeature& feature : plan.features) {
+    size_bytes += SlotBytes(feature, plan.batch_size);
+    if (size_bytes > kMaxMessageBytes) {
+      return InvalidArgument("slot '" + feature.slot->name + "': the batch's embeddings exceed " +
+                             std::to_string(kMaxMessageBytes) + " bytes: send smaller batches");
+    }
+  }
+  EmbeddingsWriter writer;
+  writer.message_ = Buffer(size_bytes);
+  Cursor cursor(writer.message_.data());
+  cursor.Put(worker_incarnation);
+  cursor.Put(reference);
+  cursor.Put(static_cast<uint32_t>(plan.features.size()));
+  cursor.Put(plan.batch_size);
+  for (const PlannedFeature& feature : plan.features) {
+    writer.slots_.push_back(PutSlot(feature, plan.batch_size, &cursor));
+  }
+  return writer;
+}
+
+}  // namespace persia::worker

@@ -1,0 +1,104 @@
+#include "worker/gradients_codec.h"
+
+#include <string>
+#include <utility>
+
+#include "base/bytes.h"
+#include "base/row_protocol.h"
+
+namespace persia::worker {
+namespace {
+
+enum class SlotState : uint32_t { kPresent = 0, kSkipped = 1 };
+
+Status ReadSlot(ByteReader* reader, SlotGradient* gradient) {
+  const auto name_bytes = reader->Get<uint32_t>();
+  const auto state = reader->Get<uint32_t>();
+  gradient->num_rows = reader->Get<uint32_t>();
+  gradient->dim = reader->Get<uint32_t>();
+  gradient->slot = reader->GetString(name_bytes);
+  if (reader->ok() && state > static_cast<uint32_t>(SlotState::kSkipped)) {
+    return Corruption("gradients: slot '" + std::string(gradient->slot) + "' has state " +
+                      std::to_string(state) + ", known are 0 (present) and 1 (skipped)");
+  }
+  gradient->skipped = state == static_cast<uint32_t>(SlotState::kSkipped);
+  if (reader->ok() && gradient->skipped && (gradient->num_rows != 0 || gradient->dim != 0)) {
+    return Corruption("gradients: slot '" + std::string(gradient->slot) +
+                      "' is skipped and yet has a shape");
+  }
+  if (!gradient->skipped) {
+    gradient->rows = reader->GetArray<float>(uint64_t{gradient->num_rows} * gradient->dim).data();
+  }
+  if (!reader->ok()) return Corruption("gradients: the message ends before its last slot does");
+  return Status::Ok();
+}
+
+}  // namespace
+
+net::Parts EncodeGradients(Reference reference, float scale,
+                           std::span<const SlotGradient> gradients) {
+  net::Parts parts;
+  ByteWriter head;
+  head.Put(reference.incarnation);
+  head.Put(reference.counter);
+  head.Put(scale);
+  head.Put(static_cast<uint32_t>(gradients.size()));
+  for (const SlotGradient& gradient : gradients) {
+    const auto state = gradient.skipped ? SlotState::kSkipped : SlotState::kPresent;
+    head.Put(static_cast<uint32_t>(gradient.slot.size()));
+    head.Put(static_cast<uint32_t>(state));
+    head.Put(gradient.skipped ? 0 : gradient.num_rows);
+    head.Put(gradient.skipped ? 0 : gradient.dim);
+    head.PutString(gradient.slot);
+    if (gradient.skipped) continue;
+    const uint64_t num_floats = uint64_t{gradient.num_rows} * gradient.dim;
+    parts.AddOwned(std::exchange(head, ByteWriter()).Release());
+    parts.AddView(std::as_bytes(std::span(gradient.rows, num_floats)));
+    parts.AddView(ArrayPadding(num_floats * sizeof(float)));
+  }
+  parts.AddOwned(head.Release());
+  return parts;
+}
+
+StatusOr<GradientsRequest> DecodeGradients(std::span<const std::byte> body) {
+  ByteReader reader(body);
+  GradientsRequest request;
+  request.reference.incarnation = reader.Get<uint64_t>();
+  request.reference.counter = reader.Get<uint64_t>();
+  request.scale = reader.Get<float>();
+  const auto num_slots = reader.Get<uint32_t>();
+  if (!reader.ok()) return Corruption("gradients: the message ends within its head");
+  for (uint32_t i = 0; i < num_slots; ++i) {
+    SlotGradient gradient;
+    PERSIA_RETURN_IF_ERROR(ReadSlot(&reader, &gradient));
+    request.gradients.push_back(gradient);
+  }
+  if (reader.remaining() == 0) return request;
+  return Corruption("gradients: " + std::to_string(reader.remaining()) +
+                    " bytes are left over after the last slot");
+}
+
+std::vector<std::byte> EncodeReport(const ReturnReport& report) {
+  ByteWriter writer;
+  writer.Put(report.update.staleness);
+  writer.Put(report.update.num_updated);
+  writer.Put(report.update.num_missing);
+  writer.Put(report.num_nonfinite_slots);
+  writer.Put(report.num_skipped_slots);
+  return writer.Release();
+}
+
+StatusOr<ReturnReport> DecodeReport(std::span<const std::byte> body) {
+  ByteReader reader(body);
+  ReturnReport report;
+  report.update.staleness = reader.Get<uint64_t>();
+  report.update.num_updated = reader.Get<uint64_t>();
+  report.update.num_missing = reader.Get<uint64_t>();
+  report.num_nonfinite_slots = reader.Get<uint32_t>();
+  report.num_skipped_slots = reader.Get<uint32_t>();
+  if (reader.ok() && reader.remaining() == 0) return report;
+  return Corruption("the reply to returned gradients has " + std::to_string(body.size()) +
+                    " bytes, expected 32");
+}
+
+}  // namespace persia::worker

@@ -1,0 +1,36 @@
+// RemoteRows: the parameter servers of a cluster as a RowService.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "worker/row_service.h"
+
+namespace persia::worker {
+
+class RemoteRows : public RowService {
+ public:
+  explicit RemoteRows(uint32_t num_servers);
+  ~RemoteRows() override;
+
+  // Called when a server is discovered and whenever it comes back elsewhere. kInvalidArgument: no
+  // such index.
+  Status SetServer(uint32_t index, const std::string& address);
+
+  uint32_t num_servers() const override;
+  Status Configure(const TrainConfig& config, bool replace, Deadline deadline) override;
+  StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests, bool train,
+                                           Deadline deadline) override;
+  StatusOr<UpdateResult> Update(UpdateKey key, std::span<const ServerUpdate> updates,
+                                Deadline deadline) override;
+  Status SetRows(std::span<const ServerBlocks> requests,
+                 std::span<const std::span<const float>> rows, Deadline deadline) override;
+  Status Clear(Deadline deadline) override;
+  StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline) override;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace persia::worker

@@ -1,0 +1,81 @@
+// RowService: where an embedding worker gets rows and sends gradients. Two implementations: the
+// parameter servers of a cluster over RPC (worker/remote_rows.h), and stores inside this process
+// (client/embedded_rows.h). The worker does not know which one it has.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/buffer.h"
+#include "base/status.h"
+#include "base/train_config.h"
+
+namespace persia::worker {
+
+using Deadline = std::chrono::steady_clock::time_point;
+
+// What one server is asked for: `signs` holds the blocks' signs one after the other; all are routed
+// to that server.
+struct ServerBlocks {
+  struct Block {
+    uint32_t dim;
+    uint32_t num_signs;
+  };
+  std::vector<Block> blocks;
+  std::vector<uint64_t> signs;
+
+  uint64_t num_floats() const {
+    uint64_t n = 0;
+    for (const Block& b : blocks) n += uint64_t{b.dim} * b.num_signs;
+    return n;
+  }
+};
+
+// A server's answer to a lookup: the rows lie in `storage`.
+struct ServerRows {
+  Buffer storage;
+  std::span<const float> rows;
+  uint64_t incarnation = 0;
+  uint64_t update_counter = 0;
+};
+
+struct UpdateKey {
+  uint64_t worker_incarnation = 0;
+  uint64_t reference = 0;
+};
+
+struct UpdateResult {
+  uint64_t staleness = 0;
+  uint64_t num_updated = 0;
+  uint64_t num_missing = 0;
+};
+
+struct ServerUpdate {
+  const ServerBlocks* blocks = nullptr;
+  std::span<const float> gradients;
+  uint64_t lookup_incarnation = 0;
+  uint64_t lookup_counter = 0;
+};
+
+// Thread-safe. All calls go to all servers in parallel and return when the last has answered or at
+// the deadline; entry i of a span belongs to server i, and a server with no signs is not called.
+class RowService {
+ public:
+  virtual ~RowService() = default;
+  virtual uint32_t num_servers() const = 0;
+  virtual Status Configure(const TrainConfig& config, bool replace, Deadline deadline) = 0;
+  virtual StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests,
+                                                   bool train, Deadline deadline) = 0;
+  // The sum of num_updated and num_missing, the largest staleness.
+  virtual StatusOr<UpdateResult> Update(UpdateKey key, std::span<const ServerUpdate> updates,
+                                        Deadline deadline) = 0;
+  virtual Status SetRows(std::span<const ServerBlocks> requests,
+                         std::span<const std::span<const float>> rows, Deadline deadline) = 0;
+  virtual Status Clear(Deadline deadline) = 0;
+  // Rows per server.
+  virtual StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline) = 0;
+};
+
+}  // namespace persia::worker

@@ -1,0 +1,143 @@
+#include "worker/slot_table.h"
+
+#include <utility>
+
+#include "base/hash.h"
+
+namespace persia::worker {
+namespace {
+
+Status SlotError(const SlotConfig& slot, const std::string& what) {
+  return InvalidArgument("slot '" + slot.name + "': " + what);
+}
+
+Status CheckSlot(const SlotConfig& slot, uint32_t id_bits) {
+  if (slot.name.empty()) return InvalidArgument("a slot has an empty name: name every slot");
+  if (slot.dim == 0 || slot.dim > kMaxDim) {
+    return SlotError(
+        slot, "dim is " + std::to_string(slot.dim) + ", must be 1 to " + std::to_string(kMaxDim));
+  }
+  if (!slot.embedding_summation &&
+      (slot.sample_fixed_size == 0 || slot.sample_fixed_size > 65535)) {
+    return SlotError(slot, "sample_fixed_size is " + std::to_string(slot.sample_fixed_size) +
+                               ", must be 1 to 65535 for a raw slot");
+  }
+  if (slot.hash_stack_rounds == 0) return Status::Ok();
+  if (slot.hash_stack_size == 0) {
+    return SlotError(slot, "hash_stack_rounds is " + std::to_string(slot.hash_stack_rounds) +
+                               " but the hash stack's embedding_size is 0: give it a size");
+  }
+  const uint64_t num_ids = (uint64_t{1} << id_bits) - 1;  // IDs are taken modulo this
+  if (slot.hash_stack_size > num_ids / slot.hash_stack_rounds) {
+    return SlotError(slot, "a hash stack of " + std::to_string(slot.hash_stack_rounds) + " x " +
+                               std::to_string(slot.hash_stack_size) +
+                               " buckets does not fit into the " + std::to_string(id_bits) +
+                               " bits that feature_index_prefix_bit leaves: make either smaller");
+  }
+  return Status::Ok();
+}
+
+Status SetPrefix(SlotConfig* slot, uint32_t id_bits) {
+  const uint64_t num_prefixes = uint64_t{1} << (64 - id_bits);
+  if (slot->index_prefix == 0) {
+    if (slot->group + uint64_t{1} >= num_prefixes) {
+      return SlotError(*slot, "group number " + std::to_string(slot->group) +
+                                  " does not fit into " + std::to_string(64 - id_bits) +
+                                  " bits: raise feature_index_prefix_bit");
+    }
+    slot->index_prefix = (slot->group + uint64_t{1}) << id_bits;
+  }
+  if ((slot->index_prefix & ((uint64_t{1} << id_bits) - 1)) != 0) {
+    return SlotError(*slot, "index_prefix " + std::to_string(slot->index_prefix) +
+                                " has bits below the top " + std::to_string(64 - id_bits));
+  }
+  return Status::Ok();
+}
+
+// Slots share rows exactly when they are in one group: equal groups need equal dims and prefixes,
+// different groups different prefixes.
+Status CheckGroups(const std::vector<SlotConfig>& slots) {
+  std::map<uint32_t, const SlotConfig*> by_group;
+  std::map<uint64_t, const SlotConfig*> by_prefix;
+  for (const SlotConfig& slot : slots) {
+    const SlotConfig& peer = *by_group.emplace(slot.group, &slot).first->second;
+    if (peer.dim != slot.dim) {
+      return SlotError(slot, "dim is " + std::to_string(slot.dim) + " but slot '" + peer.name +
+                                 "' of the same feature group has " + std::to_string(peer.dim) +
+                                 ": slots of one group share rows");
+    }
+    if (peer.index_prefix != slot.index_prefix) {
+      return SlotError(slot, "index_prefix differs from that of slot '" + peer.name +
+                                 "' of the same feature group");
+    }
+    const SlotConfig& owner = *by_prefix.emplace(slot.index_prefix, &slot).first->second;
+    if (owner.group != slot.group) {
+      return SlotError(slot, "index_prefix is that of slot '" + owner.name +
+                                 "', which is in another feature group");
+    }
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+uint64_t FoldId(uint64_t id, uint32_t id_bits) {
+  const uint64_t modulus = (uint64_t{1} << id_bits) - 1;
+  // 2^id_bits is 1 modulo the modulus, so the high part counts as much as the low one. With 32 bits
+  // or more the sum is at most twice the modulus.
+  uint64_t folded = (id & modulus) + (id >> id_bits);
+  if (folded >= modulus) folded -= modulus;
+  if (folded >= modulus) folded -= modulus;
+  return folded;
+}
+
+StatusOr<SlotTable> SlotTable::Create(uint32_t feature_index_prefix_bit,
+                                      std::vector<SlotConfig> slots) {
+  if (feature_index_prefix_bit < 1 || feature_index_prefix_bit > 32) {
+    return InvalidArgument("feature_index_prefix_bit is " +
+                           std::to_string(feature_index_prefix_bit) + ", must be 1 to 32");
+  }
+  if (slots.empty()) return InvalidArgument("the embedding config has no slots: add at least one");
+  const uint32_t id_bits = 64 - feature_index_prefix_bit;
+  for (SlotConfig& slot : slots) {
+    PERSIA_RETURN_IF_ERROR(CheckSlot(slot, id_bits));
+    PERSIA_RETURN_IF_ERROR(SetPrefix(&slot, id_bits));
+  }
+  PERSIA_RETURN_IF_ERROR(CheckGroups(slots));
+  SlotTable table(id_bits, std::move(slots));
+  for (size_t i = 0; i < table.slots_.size(); ++i) {
+    if (!table.index_.emplace(table.slots_[i].name, i).second) {
+      return SlotError(table.slots_[i], "appears twice: slot names must be unique");
+    }
+  }
+  return table;
+}
+
+SlotTable::SlotTable(uint32_t id_bits, std::vector<SlotConfig> slots)
+    : id_bits_(id_bits), slots_(std::move(slots)) {}
+
+const SlotConfig* SlotTable::Find(std::string_view name) const {
+  const auto it = index_.find(name);
+  return it == index_.end() ? nullptr : &slots_[it->second];
+}
+
+void SlotTable::AppendSigns(const SlotConfig& slot, std::span<const uint64_t> ids,
+                            std::vector<uint64_t>* signs) const {
+  const size_t begin = signs->size();
+  signs->resize(begin + ids.size() * slot.num_buckets());
+  uint64_t* out = signs->data() + begin;
+  if (slot.hash_stack_rounds == 0) {
+    for (const uint64_t id : ids) *out++ = FoldId(id, id_bits_) + slot.index_prefix;
+    return;
+  }
+  for (const uint64_t id : ids) {
+    uint64_t hash = id;
+    for (uint64_t round = 0; round < slot.hash_stack_rounds; ++round) {
+      hash = SignHash(hash);
+      const uint64_t bucket = hash % slot.hash_stack_size + round * slot.hash_stack_size;
+      *out++ = FoldId(bucket, id_bits_) + slot.index_prefix;
+    }
+  }
+}
+
+}  // namespace persia::worker

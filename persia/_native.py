@@ -1,0 +1,55 @@
+"""The sole importer of the compiled module, so that one place explains what to do when it is missing.
+
+Everything else in the package imports from here; `persia/_core.pyi` describes what the names are.
+"""
+
+from __future__ import annotations
+
+import sys
+
+try:
+    from persia._core import (
+        BatchReference,
+        EmbeddedClient,
+        EmbeddingClient,
+        EmbeddingWorker,
+        LookupResult,
+        ParameterServer,
+        RemoteClient,
+        ReturnReport,
+        SlotConfig,
+        SlotEmbedding,
+        TrainConfig,
+        __version__,
+        check_id_features,
+        decode_id_features,
+        encode_id_features,
+        flatten_samples,
+        simd_level,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"persia's compiled module for Python {sys.version_info.major}.{sys.version_info.minor} could not be "
+        f"imported ({error}). Install the package with `pip install .` from its directory; do not run Python "
+        "in a source tree that was not built, for its sources hide the installed package."
+    ) from error
+
+__all__ = [
+    "BatchReference",
+    "EmbeddedClient",
+    "EmbeddingClient",
+    "EmbeddingWorker",
+    "LookupResult",
+    "ParameterServer",
+    "RemoteClient",
+    "ReturnReport",
+    "SlotConfig",
+    "SlotEmbedding",
+    "TrainConfig",
+    "__version__",
+    "check_id_features",
+    "decode_id_features",
+    "encode_id_features",
+    "flatten_samples",
+    "simd_level",
+]

@@ -1,0 +1,33 @@
+"""The contexts that scripts enter: `DataCtx` in data loaders, `TrainCtx` and `eval_ctx` in NN workers.
+
+Loaded when first used: a data loader does not pay for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from persia.ctx.base import BaseCtx, PreprocessMode, cnt_ctx
+    from persia.ctx.data import DataCtx
+    from persia.ctx.embedding import EmbeddingCtx, eval_ctx
+    from persia.ctx.train import TrainCtx
+
+__all__ = ["BaseCtx", "DataCtx", "EmbeddingCtx", "PreprocessMode", "TrainCtx", "cnt_ctx", "eval_ctx"]
+
+_MODULES = {
+    "BaseCtx": "base",
+    "DataCtx": "data",
+    "EmbeddingCtx": "embedding",
+    "PreprocessMode": "base",
+    "TrainCtx": "train",
+    "cnt_ctx": "base",
+    "eval_ctx": "embedding",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

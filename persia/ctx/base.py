@@ -1,0 +1,106 @@
+"""What all contexts share: nesting, the device, an orderly end on SIGTERM. Needs torch for CUDA only."""
+
+from __future__ import annotations
+
+import enum
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Self
+
+from persia.embedding.current import current_context, enter_context, leave_context
+from persia.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BaseCtx", "PreprocessMode", "cnt_ctx"]
+
+
+class PreprocessMode(enum.Enum):
+    """What a context looks embeddings up for."""
+
+    TRAIN = 1  # embedding tensors require gradients
+    EVAL = 2  # no gradients, labels are returned
+    INFERENCE = 3  # like EVAL, without labels
+
+
+class BaseCtx:
+    """Base of all contexts: `with ...Ctx(...) as ctx:` makes it the current one until it ends.
+
+    Args:
+        threadpool_worker_size: accepted for scripts of the published system; the native client sizes itself.
+        device_id: CUDA device of the tensors; None or negative: the CPU.
+    """
+
+    def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
+        if threadpool_worker_size < 1:
+            raise InvalidArgumentError(
+                f"threadpool_worker_size is {threadpool_worker_size}: it must be at least 1"
+            )
+        self.device_id = _checked_device(device_id)
+        self._restore_sigterm: Any = None
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where tensors go; None is the CPU."""
+        if self.device_id is None:
+            return None
+        import torch
+
+        return torch.device("cuda", self.device_id)
+
+    def __enter__(self) -> Self:
+        enter_context(self)
+        self._restore_sigterm = _exit_on_sigterm()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        leave_context(self)
+        if self._restore_sigterm is not None:
+            signal.signal(signal.SIGTERM, self._restore_sigterm)
+            self._restore_sigterm = None
+
+
+def cnt_ctx() -> BaseCtx | None:
+    """The current context: the innermost one entered, or None."""
+    context: BaseCtx | None = current_context()
+    return context
+
+
+def _checked_device(device_id: int | None) -> int | None:
+    if device_id is None or device_id < 0:
+        return None
+    import torch
+
+    if not torch.cuda.is_available() or device_id >= torch.cuda.device_count():
+        raise InvalidArgumentError(
+            f"device_id: {device_id} invalid! {torch.cuda.device_count()} CUDA devices are available; "
+            "pass None for the CPU"
+        )
+    torch.cuda.set_device(device_id)
+    return device_id
+
+
+def _exit_on_sigterm() -> Any:
+    """Lets SIGTERM unwind the script, so that contexts end in order; returns the handler to restore, if
+    changed.
+
+    A handler of the script itself is left alone.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return None
+    return signal.signal(signal.SIGTERM, _raise_system_exit)
+
+
+def _raise_system_exit(number: int, frame: FrameType | None) -> None:
+    # A second signal while contexts end kills at once, as the sender expects.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.exit(128 + number)

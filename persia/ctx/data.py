@@ -1,0 +1,196 @@
+"""The context of a data loader: sends batches into the job, and tells every rank when it is done."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from persia import env
+from persia.ctx.base import BaseCtx
+from persia.data.cluster import Cluster
+from persia.data.order import LoaderShare
+from persia.embedding.data import PersiaBatch
+from persia.embedding.deadline import Deadline
+from persia.errors import DeadlineExceededError, FailedPreconditionError, PersiaError, UnavailableError
+from persia.logger import set_role
+from persia.messaging.discovery import EventKind, ServiceEvent
+from persia.messaging.payloads import (
+    BatchAnnouncement,
+    EndOfStream,
+    FlowReply,
+    IdsReply,
+    IdsRequest,
+    ReplyStatus,
+)
+from persia.messaging.subjects import DATA_LOADER, EMBEDDING_WORKER, NN_WORKER
+
+__all__ = ["DataCtx"]
+
+_REQUEST_TIMEOUT_S = 10.0
+_RETRY_S = 0.1  # after a peer was not there, or did not answer
+_FAILED_END_DEADLINE_S = 5.0  # for telling the ranks that this loader failed
+
+
+class DataCtx(BaseCtx):
+    """`with DataCtx() as ctx: ctx.send_data(batch)`.
+
+    Waits on creation for the embedding workers and for the NN workers. Used without `with`, it ends with the
+    process.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.replica_index, self.replica_size = env.get_replica_index() or 0, env.get_replica_size() or 1
+        set_role(DATA_LOADER, self.replica_index)
+        self._deadline_s = env.get_deadline_s()
+        self._num_sent = 0
+        self._departed: set[int] = set()
+        self._failure: PersiaError | None = None
+        self._cluster = Cluster.connect(f"data-loader-{self.replica_index}")
+        try:
+            self._join_job()
+        except BaseException:
+            self._cluster.close()
+            raise
+        atexit.register(self._close_at_exit)
+
+    def _join_job(self) -> None:
+        self._cluster.announce(DATA_LOADER, self.replica_index, self.replica_size)
+        directory = self._cluster.directory
+        directory.watch(NN_WORKER, self._on_nn_worker)
+        self._num_workers = len(directory.wait_for(EMBEDDING_WORKER, self._deadline_s))
+        self.world_size = len(directory.wait_for(NN_WORKER, self._deadline_s))
+
+    def send_data(self, persia_batch: PersiaBatch) -> None:
+        """Sends one batch; waits while the receivers' buffers are full.
+
+        Raises FailedPreconditionError for a batch that was sent before, what a receiver refused it for, and
+        UnavailableError or DeadlineExceededError naming the receiver that could not be reached by the
+        deadline. After an error the stream has a gap: nothing more can be sent.
+        """
+        if self._failure is not None:
+            raise FailedPreconditionError(
+                "an earlier send_data failed: the stream has ended"
+            ) from self._failure
+        persia_batch.mark_sent()
+        dense, id_features = persia_batch.encode_dense(), persia_batch.encode_id_features()
+        try:
+            self._send(id_features, dense, persia_batch.requires_grad)
+        except PersiaError as failure:
+            self._failure = failure
+            raise
+        self._num_sent += 1
+
+    def _send(self, id_features: bytes, dense: bytes, requires_grad: bool) -> None:
+        batch_id = self._num_sent * self.replica_size + self.replica_index
+        worker_index = self._num_sent % self._num_workers
+        reply = self._register(worker_index, id_features)
+        announcement = BatchAnnouncement(
+            batch_id=batch_id,
+            worker_incarnation=reply.worker_incarnation,
+            reference=reply.reference,
+            worker_index=worker_index,
+            loader_index=self.replica_index,
+            loader_replicas=self.replica_size,
+            requires_grad=requires_grad,
+            dense=dense,
+        )
+        rank = batch_id % self.world_size
+        subject = self._cluster.session.subjects.batch(rank)
+        self._request_flow(subject, announcement.encode(), f"NN worker {rank}", rank, self._deadline_s)
+
+    def _register(self, worker_index: int, id_features: bytes) -> IdsReply:
+        request = IdsRequest(self.replica_index, self.replica_size, id_features).encode()
+        subject, peer = self._cluster.session.subjects.ids(worker_index), f"embedding worker {worker_index}"
+        deadline = Deadline(self._deadline_s)
+        while True:
+            reply = IdsReply.decode(self._request(subject, request, peer, None, deadline))
+            if reply.status is ReplyStatus.OK:
+                return reply
+            self._wait_for_room(reply.status, reply.retry_ms, reply.message, peer, deadline)
+
+    def _request_flow(self, subject: str, payload: bytes, peer: str, rank: int, deadline_s: float) -> None:
+        deadline = Deadline(deadline_s)
+        while True:
+            reply = FlowReply.decode(self._request(subject, payload, peer, rank, deadline))
+            if reply.status is ReplyStatus.OK:
+                return
+            self._wait_for_room(reply.status, reply.retry_ms, reply.message, peer, deadline)
+
+    def _request(
+        self, subject: str, payload: bytes, peer: str, rank: int | None, deadline: Deadline
+    ) -> bytes:
+        """Repeats the request until it is answered: receivers know a repetition by its batch_id."""
+        while True:
+            try:
+                return self._cluster.session.request(
+                    subject, payload, min(_REQUEST_TIMEOUT_S, deadline.left_s())
+                )
+            except (UnavailableError, DeadlineExceededError) as failure:
+                if rank is not None and rank in self._departed:
+                    raise UnavailableError(f"{peer} has left the job and takes no more batches") from failure
+                if deadline.over:
+                    raise UnavailableError(
+                        f"{peer} did not answer in {self._deadline_s:g} s (PERSIA_DEADLINE_SEC): {failure}"
+                    ) from failure
+                time.sleep(_RETRY_S)
+
+    def _wait_for_room(
+        self, status: ReplyStatus, retry_ms: int, text: str, peer: str, deadline: Deadline
+    ) -> None:
+        if status is ReplyStatus.ERROR:
+            raise FailedPreconditionError(f"{peer} refused the batch: {text}")
+        if deadline.over:
+            raise DeadlineExceededError(
+                f"the buffer of {peer} was full for the whole deadline (PERSIA_DEADLINE_SEC)"
+            )
+        time.sleep(retry_ms / 1000)
+
+    def _on_nn_worker(self, event: ServiceEvent) -> None:
+        if event.kind is EventKind.BYE:
+            self._departed.add(event.info.index)
+        else:
+            self._departed.discard(event.info.index)
+
+    def _close(self, error: str | None) -> None:
+        """Announces the end to every rank, then leaves. Idempotent."""
+        atexit.unregister(self._close_at_exit)
+        cluster, subjects = self._cluster, self._cluster.session.subjects
+        end = EndOfStream(self.replica_index, self.replica_size, self._num_sent, error)
+        deadline_s = self._deadline_s if error is None else _FAILED_END_DEADLINE_S
+        try:
+            for rank in range(self.world_size):
+                # A rank that gets nothing from this loader does not wait for its end, and may have left.
+                share = LoaderShare.of(self.replica_index, self.replica_size, rank, self.world_size)
+                if share.first_sequence is None or rank in self._departed:
+                    continue
+                self._request_flow(subjects.end(rank), end.encode(), f"NN worker {rank}", rank, deadline_s)
+        except PersiaError:
+            if error is None:
+                raise
+            # The error that made this loader fail is the one to show.
+        finally:
+            cluster.close()
+
+    def _close_at_exit(self) -> None:
+        # Set by the interpreter when the script ended with an uncaught error.
+        error = getattr(sys, "last_value", None)
+        self._close(self._error_text(error))
+
+    def _error_text(self, error: BaseException | None) -> str | None:
+        if isinstance(error, SystemExit) and not error.code:
+            error = None
+        if error is None:
+            error = self._failure
+        return None if error is None else f"{type(error).__name__}: {error}"
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._close(self._error_text(error))
+        finally:
+            super().__exit__(kind, error, trace)

@@ -1,0 +1,129 @@
+"""The training loop's side of the data: iterates a data set as batches with their embeddings looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from persia.data.dataset import IterableDatasetBase
+from persia.data.host import LoaderHost
+from persia.data.prefetch import LookupService, Prefetcher
+from persia.data.staleness import StalenessGate
+from persia.data.training_batch import PersiaTrainingBatch
+from persia.embedding.current import current_context
+from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
+from persia.logger import get_default_logger
+
+__all__ = ["DataLoader"]
+
+# A prefetcher's threads end as soon as the call they are in returns; how long closing waits for that.
+_CLOSE_DEADLINE_S = 10.0
+
+
+class DataLoader:
+    """Iterate it inside a context: `for batch in loader: output, labels = ctx.forward(batch)`.
+
+    Args:
+        dataset: a `StreamingDataset`, iterated once, or an `IterableDataset`, any number of times.
+        forward_buffer_size: batches looked up ahead of the loop.
+        timeout_ms: longest wait for one batch; then DeadlineExceededError. The end of the data is
+            announced, so a time-out is always a failure.
+        num_workers: lookups at a time.
+        reproducible: batches in the order of their batch_id, one lookup at a time; and one batch at a time
+            between its lookup and its update, unless `embedding_staleness` says otherwise. With one rank,
+            two runs are then equal bit for bit.
+        embedding_staleness: training batches that may be between their lookup and the acknowledgement of
+            their update; None: no bound besides the buffers.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDatasetBase,
+        forward_buffer_size: int = 10,
+        timeout_ms: int = 1000 * 60 * 10,
+        num_workers: int = 10,
+        reproducible: bool = False,
+        embedding_staleness: int | None = None,
+    ) -> None:
+        if not isinstance(dataset, IterableDatasetBase):
+            raise InvalidTypeError(
+                f"dataset is a {type(dataset).__name__}: pass a StreamingDataset, or subclass IterableDataset"
+            )
+        _check_positive("forward_buffer_size", forward_buffer_size)
+        _check_positive("timeout_ms", timeout_ms)
+        _check_positive("num_workers", num_workers)
+        if embedding_staleness is not None:
+            _check_positive("embedding_staleness", embedding_staleness)
+        if reproducible and embedding_staleness is None:
+            embedding_staleness = 1
+        if reproducible and embedding_staleness != 1:
+            get_default_logger().warning(
+                "reproducible=True with embedding_staleness=%d fixes the order of batches only: lookups and "
+                "updates of several batches race",
+                embedding_staleness,
+            )
+        self.dataset = dataset
+        self.forward_buffer_size = forward_buffer_size
+        self.timeout_ms = timeout_ms
+        self.num_workers = 1 if reproducible else num_workers
+        self.reproducible = reproducible
+        self.embedding_staleness = embedding_staleness
+        self._stream: tuple[LoaderHost, Prefetcher] | None = None
+        self._stream_ended = False
+
+    def __iter__(self) -> Iterator[PersiaTrainingBatch]:
+        host = current_context()
+        if not isinstance(host, LoaderHost):
+            raise FailedPreconditionError(
+                "a DataLoader is iterated inside a context that looks embeddings up: "
+                "`with TrainCtx(...) as ctx:` or `with eval_ctx(...) as ctx:`"
+            )
+        return self._iterate_stream(host) if self.dataset.streamed else self._iterate_once(host)
+
+    def _iterate_once(self, host: LoaderHost) -> Iterator[PersiaTrainingBatch]:
+        prefetcher = self._open(host)
+        try:
+            yield from self._batches(prefetcher)
+        finally:
+            prefetcher.close(_CLOSE_DEADLINE_S)
+            host.detach(prefetcher)
+
+    def _iterate_stream(self, host: LoaderHost) -> Iterator[PersiaTrainingBatch]:
+        """Goes on where an iteration left with `break` has stopped; the context ends the stream."""
+        if self._stream is None or self._stream[0] is not host:
+            self._stream, self._stream_ended = (host, self._open(host)), False
+        if self._stream_ended:
+            raise FailedPreconditionError(
+                "the stream of the data loaders has ended, it can be iterated once: "
+                "let the loaders send every epoch, or use an IterableDataset"
+            )
+        # Entered with the first batch and left after the last one: this is where a rank that has ended goes
+        # on answering the collectives of the others.
+        with host.uneven_inputs():
+            yield from self._batches(self._stream[1])
+            self._stream_ended = True
+
+    def _open(self, host: LoaderHost) -> Prefetcher:
+        source = self.dataset.open_source(host, ordered=self.reproducible)
+        prefetcher = Prefetcher(
+            source,
+            LookupService(host.backend, host.releaser, host.lookup_counters, host.device, host.training),
+            StalenessGate(self.embedding_staleness, host.lookup_counters),
+            forward_buffer_size=self.forward_buffer_size,
+            num_workers=self.num_workers,
+        )
+        host.attach(prefetcher)
+        return prefetcher
+
+    def _batches(self, prefetcher: Prefetcher) -> Iterator[PersiaTrainingBatch]:
+        while True:
+            batch = prefetcher.next(self.timeout_ms / 1000)
+            if batch is None:
+                return
+            yield batch
+            # Held here no longer: a batch that the script drops without backward must be seen to be dropped.
+            del batch
+
+
+def _check_positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise InvalidArgumentError(f"{name} is {value!r}: it must be an integer of at least 1")

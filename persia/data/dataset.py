@@ -1,0 +1,58 @@
+"""Where the batches of a `DataLoader` come from."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+
+from persia.data.host import LoaderHost
+from persia.data.source import BatchSource, LocalSource, StreamSource
+from persia.embedding.data import PersiaBatch
+from persia.errors import InvalidArgumentError
+
+__all__ = ["IterableDataset", "IterableDatasetBase", "StreamingDataset"]
+
+
+class IterableDatasetBase(abc.ABC):
+    """`buffer_size`: batches kept before their lookup."""
+
+    buffer_size = 10  # for subclasses that do not call __init__
+
+    def __init__(self, buffer_size: int = 10) -> None:
+        if buffer_size < 1:
+            raise InvalidArgumentError(f"buffer_size is {buffer_size}: at least 1 batch must fit")
+        self.buffer_size = buffer_size
+
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        """The batches, for a data set in this process."""
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the batches come from data loaders, once; else each iteration starts again."""
+        return False
+
+    @abc.abstractmethod
+    def open_source(self, host: LoaderHost, *, ordered: bool) -> BatchSource:
+        """Starts one iteration. `ordered`: batches must come in a reproducible order."""
+
+
+class StreamingDataset(IterableDatasetBase):
+    """What the job's data loaders send; `buffer_size` batches are kept for each of them."""
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        raise NotImplementedError("a StreamingDataset is iterated through a DataLoader: DataLoader(dataset)")
+
+    @property
+    def streamed(self) -> bool:
+        return True
+
+    def open_source(self, host: LoaderHost, *, ordered: bool) -> BatchSource:
+        return StreamSource(host.open_stream(self.buffer_size, ordered=ordered))
+
+
+class IterableDataset(IterableDatasetBase):
+    """A data set in this process: subclasses implement `__iter__`, which runs on a background thread."""
+
+    def open_source(self, host: LoaderHost, *, ordered: bool) -> BatchSource:
+        return LocalSource(self, self.buffer_size, lambda: host.lookup_counters.add(batches_received=1))

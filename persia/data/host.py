@@ -1,0 +1,61 @@
+"""What a data loader needs of the context it runs in. Contexts implement it; they live in a layer above."""
+
+from __future__ import annotations
+
+import abc
+from contextlib import AbstractContextManager
+
+import torch
+
+from persia.data.prefetch import Prefetcher
+from persia.data.stream import StreamReceiver
+from persia.embedding.backend import EmbeddingBackend
+from persia.embedding.counters import Counters
+from persia.embedding.lease import Releaser
+
+__all__ = ["LoaderHost"]
+
+
+class LoaderHost(abc.ABC):
+    """A context that can look embeddings up."""
+
+    @property
+    @abc.abstractmethod
+    def backend(self) -> EmbeddingBackend:
+        """Where embeddings come from."""
+
+    @property
+    @abc.abstractmethod
+    def releaser(self) -> Releaser:
+        """Gives batches up."""
+
+    @property
+    @abc.abstractmethod
+    def lookup_counters(self) -> Counters:
+        """Counts the batches of this context."""
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> torch.device | None:
+        """Where tensors go; None is the CPU."""
+
+    @property
+    @abc.abstractmethod
+    def training(self) -> bool:
+        """Whether batches that ask for gradients get them here."""
+
+    @abc.abstractmethod
+    def open_stream(self, buffer_size: int, *, ordered: bool) -> StreamReceiver:
+        """Starts receiving the loaders' stream, at most once a context."""
+
+    @abc.abstractmethod
+    def attach(self, prefetcher: Prefetcher) -> None:
+        """The context closes the prefetcher when it ends, and fails it when training cannot go on."""
+
+    @abc.abstractmethod
+    def detach(self, prefetcher: Prefetcher) -> None:
+        """The prefetcher was closed."""
+
+    @abc.abstractmethod
+    def uneven_inputs(self) -> AbstractContextManager[object]:
+        """Around the iteration of a stream: ranks may get unequal numbers of batches and end together."""

@@ -1,0 +1,232 @@
+"""Looks batches up ahead of the training loop, in order.
+
+One feeder thread takes batches from the source, and for each the staleness permit, in the source's order;
+worker threads look up in parallel; the loop gets the results in the order of the source. Taking permits in
+that order is what makes the bound free of deadlocks: the batch the loop waits for always has its permit
+before any later one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+import torch
+
+from persia.data.source import BatchSource, PendingBatch
+from persia.data.staleness import StalenessGate
+from persia.data.training_batch import PersiaTrainingBatch
+from persia.embedding.backend import EmbeddingBackend
+from persia.embedding.bounded_queue import BoundedQueue, QueueClosed
+from persia.embedding.counters import Counters
+from persia.embedding.deadline import Deadline
+from persia.embedding.lease import BatchLease, Releaser, with_batch_id
+from persia.errors import DeadlineExceededError
+from persia.logger import get_default_logger
+
+__all__ = ["LookupService", "Prefetcher"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupService:
+    """Turns pending batches into training batches, and gives up those that nobody will use."""
+
+    backend: EmbeddingBackend
+    releaser: Releaser
+    counters: Counters
+    device: torch.device | None
+    training: bool
+
+    def look_up(self, pending: PendingBatch, release_permit: Callable[[], None]) -> PersiaTrainingBatch:
+        """Ends by the backend's deadline; on an error the permit is back and the error names the batch."""
+        requires_grad = self.training and pending.requires_grad
+        try:
+            dense = pending.decode()
+            if pending.reference is not None:
+                result = self.backend.lookup(pending.reference, requires_grad=requires_grad)
+            else:
+                result = self.backend.lookup_direct(pending.id_features, requires_grad=requires_grad)
+        except Exception as failure:
+            self.counters.add(batches_failed=1)
+            release_permit()
+            raise with_batch_id(failure, "the lookup", pending.batch_id) from failure
+        lease = BatchLease(pending.batch_id, result.reference, release_permit) if requires_grad else None
+        batch = PersiaTrainingBatch(pending.batch_id, requires_grad, self.device, dense, result, lease)
+        if lease is None:
+            self.counters.add(batches_evaluated=1)
+        else:
+            lease.watch(batch, self.releaser)
+        return batch
+
+    def give_up(self, pending: PendingBatch, release_permit: Callable[[], None]) -> None:
+        """For a batch that was not looked up."""
+        if pending.reference is not None:
+            self.releaser.abandon(BatchLease(pending.batch_id, pending.reference, release_permit))
+        else:
+            self.counters.add(batches_released=1)
+            release_permit()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Lookup:
+    pending: PendingBatch
+    release_permit: Callable[[], None]
+    future: Future[PersiaTrainingBatch] = dataclasses.field(default_factory=Future)
+    _claimed: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # a test-and-set flag
+
+    def run(self, service: LookupService) -> None:
+        if not self._claimed.acquire(blocking=False):
+            return
+        try:
+            self.future.set_result(service.look_up(self.pending, self.release_permit))
+        except Exception as failure:
+            self.future.set_exception(failure)
+
+    def give_up(self, service: LookupService) -> bool:
+        """Does it instead of `run`; False when that has begun."""
+        if not self._claimed.acquire(blocking=False):
+            return False
+        service.give_up(self.pending, self.release_permit)
+        self.future.cancel()
+        return True
+
+
+class Prefetcher:
+    """At most `forward_buffer_size` batches are looked up, or being looked up, ahead of the loop."""
+
+    def __init__(
+        self,
+        source: BatchSource,
+        service: LookupService,
+        gate: StalenessGate,
+        *,
+        forward_buffer_size: int,
+        num_workers: int,
+    ) -> None:
+        self._source = source
+        self._service = service
+        self._gate = gate
+        self._ready: BoundedQueue[_Lookup] = BoundedQueue(forward_buffer_size)
+        self._work: BoundedQueue[_Lookup] = BoundedQueue(forward_buffer_size)
+        self._source_failure: Exception | None = None
+        self._yielded: list[BatchLease] = []
+        self._warned_of_skipping = False
+        self._threads = [threading.Thread(target=self._feed, name="persia-feeder", daemon=True)]
+        self._threads += [
+            threading.Thread(target=self._serve, name=f"persia-lookup-{i}", daemon=True)
+            for i in range(num_workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def next(self, timeout_s: float) -> PersiaTrainingBatch | None:
+        """The next batch; None at the end. Raises what went wrong with it or before it."""
+        self._give_up_held_batches()
+        deadline = Deadline(timeout_s)
+        try:
+            lookup = self._ready.get(deadline.left_s())
+        except QueueClosed:
+            if self._source_failure is not None:
+                raise self._source_failure from None
+            return None
+        except DeadlineExceededError as failure:
+            raise DeadlineExceededError(
+                f"no batch became ready within {timeout_s:g} s (timeout_ms)"
+            ) from failure
+        try:
+            batch = lookup.future.result(deadline.left_s())
+        except FutureTimeoutError as failure:
+            if lookup.future.done():  # the lookup's own error is a time-out
+                raise
+            raise DeadlineExceededError(
+                f"the lookup of batch {lookup.pending.batch_id} was not done in {timeout_s:g} s (timeout_ms)"
+            ) from failure
+        if batch.lease is not None:
+            self._yielded.append(batch.lease)
+        return batch
+
+    def fail(self, failure: BaseException) -> None:
+        """Training cannot go on: `next` raises `failure`, also when it is waiting."""
+        self._ready.fail(failure)
+
+    def close(self, deadline_s: float) -> None:
+        """Stops the threads and gives up every batch that the loop did not get. Idempotent."""
+        deadline = Deadline(deadline_s)
+        for pending in self._source.stop():
+            self._service.give_up(pending, _no_permit)
+        self._gate.close()
+        for lookup in self._work.drain():
+            lookup.give_up(self._service)
+        for lookup in self._ready.drain():
+            self._dispose(lookup, deadline)
+        for thread in self._threads:
+            thread.join(deadline.left_s())
+        self._source.close()
+        if any(thread.is_alive() for thread in self._threads):
+            get_default_logger().warning("lookups did not end within %g s, left behind", deadline_s)
+
+    def _give_up_held_batches(self) -> None:
+        """A script that skips batches and holds on to them would wait for its own permits."""
+        self._yielded = [lease for lease in self._yielded if not lease.claimed]
+        while self._gate.limit is not None and len(self._yielded) >= self._gate.limit:
+            lease = self._yielded.pop(0)
+            self._service.releaser.abandon(lease)
+            if not self._warned_of_skipping:
+                self._warned_of_skipping = True
+                get_default_logger().warning(
+                    "batch %d had no backward when the next one was asked for, with embedding_staleness=%d: "
+                    "its embeddings are not updated (further batches are counted in batches_released only)",
+                    lease.batch_id,
+                    self._gate.limit,
+                )
+
+    def _feed(self) -> None:
+        try:
+            while (pending := self._source.take()) is not None:
+                self._feed_one(pending)
+        except QueueClosed:
+            pass
+        except Exception as failure:
+            self._source_failure = failure
+        self._ready.close()
+        self._work.close()
+
+    def _feed_one(self, pending: PendingBatch) -> None:
+        release_permit = _no_permit
+        try:
+            if self._service.training and pending.requires_grad:
+                release_permit = self._gate.acquire().release
+            lookup = _Lookup(pending, release_permit)
+            self._ready.put(lookup)
+        except QueueClosed:
+            self._service.give_up(pending, release_permit)
+            raise
+        try:
+            self._work.put(lookup)
+        except QueueClosed:
+            lookup.give_up(self._service)
+            raise
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                self._work.get().run(self._service)
+            except QueueClosed:
+                return
+
+    def _dispose(self, lookup: _Lookup, deadline: Deadline) -> None:
+        if lookup.give_up(self._service):
+            return
+        try:
+            batch = lookup.future.result(deadline.left_s())
+        except (Exception, CancelledError):
+            return  # counted when it failed or was given up
+        if batch.lease is not None:
+            self._service.releaser.abandon(batch.lease)
+
+
+def _no_permit() -> None:
+    """For batches that take no permit."""

@@ -1,0 +1,129 @@
+"""Where a prefetcher gets batches from: the loaders' stream, or a data set in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from persia._native import BatchReference
+from persia.data.stream import StreamReceiver
+from persia.embedding.bounded_queue import BoundedQueue, QueueClosed
+from persia.embedding.data import PersiaBatch
+from persia.embedding.dense_codec import DenseSection, decode_dense
+from persia.errors import InvalidTypeError
+from persia.messaging.payloads import BatchAnnouncement
+
+__all__ = ["BatchSource", "LocalSource", "PendingBatch", "StreamSource", "batch_reference", "pending_from"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingBatch:
+    """A batch before its lookup: registered at a worker (`reference`) or with its ID features here."""
+
+    batch_id: int
+    requires_grad: bool
+    reference: BatchReference | None
+    id_features: bytes
+    decode: Callable[[], DenseSection]
+
+
+class BatchSource(Protocol):
+    """Used by one prefetcher thread; `stop` may be called from any."""
+
+    def take(self) -> PendingBatch | None:
+        """The next batch; None at the end. Raises what went wrong, or QueueClosed once stopped."""
+
+    def stop(self) -> list[PendingBatch]:
+        """Wakes `take` and returns the registered batches that nobody took."""
+
+    def close(self) -> None:
+        """Frees what the source holds, after `stop`."""
+
+
+def batch_reference(announcement: BatchAnnouncement) -> BatchReference:
+    return BatchReference(announcement.worker_index, announcement.worker_incarnation, announcement.reference)
+
+
+class StreamSource:
+    """The loaders' stream."""
+
+    def __init__(self, receiver: StreamReceiver) -> None:
+        self._receiver = receiver
+
+    def take(self) -> PendingBatch | None:
+        announcement = self._receiver.take()
+        return None if announcement is None else _pending_of(announcement)
+
+    def stop(self) -> list[PendingBatch]:
+        return [_pending_of(announcement) for announcement in self._receiver.stop()]
+
+    def close(self) -> None:
+        self._receiver.close()
+
+
+def _pending_of(announcement: BatchAnnouncement) -> PendingBatch:
+    return PendingBatch(
+        announcement.batch_id,
+        announcement.requires_grad,
+        batch_reference(announcement),
+        b"",
+        lambda: decode_dense(announcement.dense),
+    )
+
+
+def pending_from(batch: PersiaBatch, batch_id: int) -> PendingBatch:
+    """A batch made in this process. It cannot be sent or looked up again."""
+    if not isinstance(batch, PersiaBatch):
+        raise InvalidTypeError(
+            f"a data set must yield PersiaBatch objects, batch {batch_id} is {type(batch).__name__}"
+        )
+    batch.mark_sent()
+    dense = batch.encode_dense()
+    return PendingBatch(
+        batch_id, batch.requires_grad, None, batch.encode_id_features(), lambda: decode_dense(dense)
+    )
+
+
+class LocalSource:
+    """Iterates a data set on a thread of its own, `buffer_size` batches ahead."""
+
+    def __init__(
+        self, batches: Iterable[PersiaBatch], buffer_size: int, on_received: Callable[[], None]
+    ) -> None:
+        self._batches = batches
+        self._on_received = on_received
+        self._queue: BoundedQueue[PendingBatch] = BoundedQueue(buffer_size)
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="persia-dataset", daemon=True)
+        self._thread.start()
+
+    def take(self) -> PendingBatch | None:
+        try:
+            pending = self._queue.get()
+        except QueueClosed:
+            if self._failure is not None:
+                raise self._failure from None
+            return None
+        self._on_received()
+        return pending
+
+    def stop(self) -> list[PendingBatch]:
+        self._queue.drain()  # not registered anywhere: nothing to release
+        return []
+
+    def close(self) -> None:
+        # A data set that blocks in the user's code cannot be interrupted; its thread is a daemon.
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        try:
+            for batch_id, batch in enumerate(self._batches):
+                self._queue.put(pending_from(batch, batch_id))
+        except QueueClosed:
+            pass
+        except Exception as failure:
+            # Raised in the training loop, after the batches before it.
+            self._failure = failure
+        self._queue.close()

@@ -1,0 +1,77 @@
+"""A batch as the training loop gets it: embeddings looked up, dense features and labels decoded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from persia._native import LookupResult
+from persia.embedding.dense_codec import DenseSection
+from persia.embedding.lease import BatchLease
+from persia.embedding.lookup import EmbeddingTensors, embedding_tensors, to_device
+from persia.errors import FailedPreconditionError
+
+__all__ = ["PersiaTrainingBatch"]
+
+
+@dataclasses.dataclass(eq=False)  # compared and hashed by identity: weak references to it are kept
+class PersiaTrainingBatch:
+    """What a `DataLoader` yields and `forward` takes. Dropping one without `backward` gives its batch up."""
+
+    batch_id: int
+    requires_grad: bool
+    device: torch.device | None
+    dense: DenseSection
+    result: LookupResult
+    lease: BatchLease | None  # None: no gradient is expected
+    # The leaves whose gradients `backward` returns; made with the embedding tensors.
+    leaves: list[tuple[str, torch.Tensor]] = dataclasses.field(default_factory=list)
+    _consumed: set[str] = dataclasses.field(default_factory=set)
+
+    @property
+    def batch_size(self) -> int:
+        return self.dense.batch_size
+
+    @property
+    def meta(self) -> bytes | None:
+        """What the loader attached to the batch."""
+        return self.dense.meta
+
+    def consume_all_non_id_type_feature_tensors(self) -> list[torch.Tensor]:
+        """The dense features, on the context's device. Each `consume` works once."""
+        self._consume("non-ID type features")
+        return self._tensors(self.dense.features)
+
+    def consume_all_id_type_feature_embedding_tensors(self) -> list[torch.Tensor]:
+        """The embeddings in the order of the batch's features; shapes: `persia.embedding.lookup`."""
+        self._consume("ID type feature embeddings")
+        made: EmbeddingTensors = embedding_tensors(
+            self.result, device=self.device, requires_grad=self.lease is not None
+        )
+        self.leaves = made.leaves
+        return made.tensors
+
+    def consume_all_label_tensors(self) -> list[torch.Tensor]:
+        """The labels, on the context's device."""
+        self._consume("labels")
+        return self._tensors(self.dense.labels)
+
+    def consume_all_meta_data(self) -> bytes | None:
+        """The same as `meta`."""
+        return self.dense.meta
+
+    def _consume(self, what: str) -> None:
+        if what in self._consumed:
+            raise FailedPreconditionError(
+                f"the {what} of batch {self.batch_id} were taken already: "
+                "call forward or prepare_features once a batch"
+            )
+        self._consumed.add(what)
+
+    def _tensors(self, arrays: Sequence[tuple[str, NDArray[np.generic]]]) -> list[torch.Tensor]:
+        # Copied: the arrays are views of an immutable message, and a model may work in place.
+        return [to_device(torch.from_numpy(np.array(array)), self.device) for _, array in arrays]

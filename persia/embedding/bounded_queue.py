@@ -1,0 +1,84 @@
+"""A bounded queue between threads that can be closed and can carry a failure.
+
+`queue.Queue` has no way to wake a blocked producer or consumer when the other side is gone, which is what
+turns an error in one thread into a hang of another.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Generic, TypeVar
+
+from persia.errors import DeadlineExceededError
+
+__all__ = ["BoundedQueue", "QueueClosed"]
+
+T = TypeVar("T")
+
+
+class QueueClosed(Exception):  # noqa: N818 (a signal, like StopIteration)
+    """The queue was closed: `put` at once, `get` after the last item."""
+
+
+class BoundedQueue(Generic[T]):
+    """First in, first out; `put` waits while `capacity` items are queued. Thread-safe."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._items: deque[T] = deque()
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: T) -> None:
+        """Waits for room. Raises QueueClosed when the queue is closed or failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._items) < self._capacity)
+            if self._closed:
+                raise QueueClosed
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def get(self, timeout_s: float | None = None) -> T:
+        """The oldest item. After `fail` raises that failure at once, after `close` QueueClosed once empty."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while not self._items and not self._closed:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise DeadlineExceededError(f"nothing arrived within {timeout_s} s")
+                self._changed.wait(left)
+            if self._failure is not None:
+                raise self._failure
+            if not self._items:
+                raise QueueClosed
+            item = self._items.popleft()
+            self._changed.notify_all()
+            return item
+
+    def close(self) -> None:
+        """No more items come; those queued can still be taken."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def fail(self, failure: BaseException) -> None:
+        """Closes, and makes every `get` raise the first failure given."""
+        with self._changed:
+            self._failure = self._failure or failure
+            self._closed = True
+            self._changed.notify_all()
+
+    def drain(self) -> list[T]:
+        """Closes and takes what is left, for the owner to dispose of."""
+        with self._changed:
+            self._closed = True
+            items = list(self._items)
+            self._items.clear()
+            self._changed.notify_all()
+            return items

@@ -1,0 +1,164 @@
+"""Returns gradients to the embedding workers in the background, and loses none.
+
+`backward` hands a batch's gradients in and goes on; worker threads send them. Everything is bounded, so a
+slow server slows training down instead of filling memory. The first failure is kept and raised by the next
+`submit` or `drain`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+
+from persia.embedding.backend import EmbeddingBackend, SlotGradients
+from persia.embedding.bounded_queue import BoundedQueue, QueueClosed
+from persia.embedding.counters import Counters
+from persia.embedding.deadline import Deadline
+from persia.embedding.lease import BatchLease, with_batch_id
+from persia.errors import DeadlineExceededError, FailedPreconditionError, PersiaError
+
+__all__ = ["GradientReturner"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    lease: BatchLease
+    gradients: SlotGradients
+    scale: float
+
+
+class GradientReturner:
+    """`queue_capacity` batches may wait for a worker, `max_unacknowledged` may wait or be under way."""
+
+    def __init__(
+        self,
+        backend: EmbeddingBackend,
+        counters: Counters,
+        *,
+        num_workers: int,
+        queue_capacity: int,
+        max_unacknowledged: int,
+        on_failure: Callable[[PersiaError], None] = lambda failure: None,
+    ) -> None:
+        self._backend = backend
+        self._counters = counters
+        self._max_unacknowledged = max_unacknowledged
+        self._on_failure = on_failure
+        self._queue: BoundedQueue[_Job] = BoundedQueue(queue_capacity)
+        self._changed = threading.Condition()
+        self._unacknowledged: set[BatchLease] = set()
+        self._failure: PersiaError | None = None
+        self._threads = [
+            threading.Thread(target=self._run, name=f"persia-gradient-{i}", daemon=True)
+            for i in range(num_workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, lease: BatchLease, gradients: SlotGradients, *, scale: float) -> None:
+        """Claims the batch and queues its gradients, unless it was given up before.
+
+        Waits while the buffers are full; raises the first failure there was.
+        """
+        if not lease.claim():
+            return
+        try:
+            self._submit(lease, gradients, scale)
+        except PersiaError:
+            raise
+        except BaseException:  # a signal's handler raised, while this waited for room
+            with self._changed:
+                self._unacknowledged.discard(lease)
+            lease.unclaim()
+            raise
+
+    def _submit(self, lease: BatchLease, gradients: SlotGradients, scale: float) -> None:
+        with self._changed:
+            # Ends: every batch under way is acknowledged or fails by the backend's deadline.
+            self._changed.wait_for(
+                lambda: self._failure or len(self._unacknowledged) < self._max_unacknowledged
+            )
+            failure = self._failure
+            if failure is None:
+                self._unacknowledged.add(lease)
+        self._counters.add(gradients_submitted=1)
+        if failure is not None:
+            self._counters.add(batches_failed=1)
+            lease.settle()
+            raise failure
+        try:
+            self._queue.put(_Job(lease, gradients, scale))
+        except QueueClosed:
+            self._done(
+                lease, FailedPreconditionError(f"backward of batch {lease.batch_id}: the context has ended")
+            )
+            self.check()
+
+    def check(self) -> None:
+        """Raises the first failure there was."""
+        if self._failure is not None:
+            raise self._failure
+
+    def wait(self, deadline_s: float) -> None:
+        """Waits until every gradient handed in is acknowledged.
+
+        Raises the first failure, or DeadlineExceededError naming the batches whose gradients were not
+        acknowledged.
+        """
+        self._wait_acknowledged(deadline_s)
+        self.check()
+
+    def drain(self, deadline_s: float) -> None:
+        """Like `wait`, and ends the threads."""
+        self._queue.close()
+        deadline = Deadline(deadline_s)
+        try:
+            self._wait_acknowledged(deadline_s)
+        except DeadlineExceededError:
+            self._queue.drain()
+            raise
+        for thread in self._threads:
+            thread.join(deadline.left_s() + 1.0)  # nothing is left to do for them
+        self.check()
+
+    def _wait_acknowledged(self, deadline_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unacknowledged, deadline_s)
+            left = sorted(lease.batch_id for lease in self._unacknowledged)
+        if left:
+            error = DeadlineExceededError(
+                f"the gradients of {len(left)} batches were not acknowledged within {deadline_s:g} s "
+                f"(batches {', '.join(map(str, left[:10]))}{', ...' if len(left) > 10 else ''})"
+            )
+            raise error from self._failure
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._queue.get()
+            except QueueClosed:
+                return
+            self._send(job)
+
+    def _send(self, job: _Job) -> None:
+        try:
+            report = self._backend.return_gradients(job.lease.reference, job.gradients, scale=job.scale)
+        except Exception as failure:
+            self._done(job.lease, with_batch_id(failure, "the gradient", job.lease.batch_id))
+        else:
+            self._counters.applied(report)
+            self._done(job.lease, None)
+
+    def _done(self, lease: BatchLease, failure: PersiaError | None) -> None:
+        first = False
+        lease.settle()
+        with self._changed:
+            self._unacknowledged.discard(lease)
+            if failure is not None:
+                self._counters.add(batches_failed=1)
+                first = self._failure is None
+                self._failure = self._failure or failure
+            self._changed.notify_all()
+        if first and failure is not None:
+            self._on_failure(failure)

@@ -1,0 +1,72 @@
+"""The command group of `persia-launcher`.
+
+Subcommands are imported when they are asked for, and import what they run only then, so that --help is
+instant.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from persia import env
+from persia.errors import PersiaError
+
+__all__ = ["cli"]
+
+# In the order in which a newcomer needs them.
+_SUBCOMMANDS = {
+    "local": "local",
+    "nats-server": "nats_server",
+    "embedding-parameter-server": "embedding_parameter_server",
+    "embedding-worker": "embedding_worker",
+    "data-loader": "data_loader",
+    "nn-worker": "nn_worker",
+}
+
+
+class _Launcher(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_SUBCOMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        module_name = _SUBCOMMANDS.get(cmd_name)
+        if module_name is None:
+            return None
+        command = importlib.import_module(f"persia.launcher.{module_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PersiaError as error:
+            # One line for users; the traceback is for those who look for it.
+            if env.get_log_level() == "debug":
+                raise
+            click.secho(f"persia-launcher: {error}", fg="red", err=True)
+            sys.exit(1)
+
+
+@click.group(cls=_Launcher, context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Start the processes of a persia job.
+
+    \b
+    A whole job on this machine, in one command:
+      persia-launcher local --data-loader data_loader.py --nn-worker train.py \\
+          --embedding-config embedding_config.yml --global-config global_config.yml
+
+    \b
+    Or each process by itself, on one machine or on many, in any order. All need PERSIA_NATS_URL:
+      persia-launcher nats-server
+      persia-launcher embedding-parameter-server --embedding-config ... --global-config ...
+      persia-launcher embedding-worker --embedding-config ... --global-config ...
+      persia-launcher data-loader data_loader.py
+      persia-launcher nn-worker train.py
+
+    Jobs that share a NATS server need different names: PERSIA_JOB_NAME.
+    """

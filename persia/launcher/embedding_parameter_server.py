@@ -1,0 +1,24 @@
+"""`persia-launcher embedding-parameter-server`: holds a share of the embedding rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from persia.launcher.server_options import server_options
+
+__all__ = ["command"]
+
+
+@click.command("embedding-parameter-server")
+@server_options(default_port=8888, embedding_config_required=False)
+def command(**options: Any) -> None:
+    """Run an embedding parameter server, which holds a share of the embedding rows.
+
+    Start --replica-size of them, each with its own --replica-index. SIGTERM and Ctrl-C stop it.
+    """
+    from persia.roles.options import ServerOptions
+    from persia.roles.parameter_server import run_parameter_server
+
+    run_parameter_server(ServerOptions(**options))

@@ -1,0 +1,86 @@
+"""The processes of a job on one machine, as specs for the supervisor. Pure: nothing is started here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from persia.launcher.nats import find_nats_server
+from persia.launcher.supervisor import ProcessSpec
+
+__all__ = ["NATS", "NN_WORKER", "JobSpecs", "job_environment"]
+
+NATS = "nats"
+NN_WORKER = "nn-worker"
+
+# Set for one process of a job; inherited by the whole job they would make every process the same rank.
+_OF_ONE_PROCESS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "REPLICA_INDEX",
+    "REPLICA_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def job_environment(*, nats_url: str, job_name: str, extra: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a job's processes: this one's, without what belongs to a single process."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _OF_ONE_PROCESS}
+    # Output is read through pipes: unbuffered, it appears when it is written.
+    own = {"PERSIA_NATS_URL": nats_url, "PERSIA_JOB_NAME": job_name, "PYTHONUNBUFFERED": "1"}
+    return {**inherited, **own, **extra}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpecs:
+    """Builds the specs of one job's processes."""
+
+    env: Mapping[str, str]
+    global_config: str
+    embedding_config: str
+    launcher: Sequence[str] = field(default=(sys.executable, "-m", "persia.launcher"))
+
+    @staticmethod
+    def nats_server(config_file: Path, env: Mapping[str, str]) -> ProcessSpec:
+        """The broker, started from its configuration file."""
+        command = (find_nats_server(), "-c", str(config_file))
+        return ProcessSpec(name=NATS, command=command, env=env, ends_last=True)
+
+    def parameter_server(self, index: int, replicas: int) -> ProcessSpec:
+        return self._server("embedding-parameter-server", index, replicas)
+
+    def embedding_worker(self, index: int, replicas: int) -> ProcessSpec:
+        return self._server("embedding-worker", index, replicas)
+
+    def data_loader(
+        self, script: str, arguments: Sequence[str], index: int, replicas: int, env: Mapping[str, str]
+    ) -> ProcessSpec:
+        """`env` is added to the job's."""
+        options = ("--replica-index", str(index), "--replica-size", str(replicas))
+        command = (*self.launcher, "data-loader", *options, script, *arguments)
+        return ProcessSpec(name=f"data-loader-{index}", command=command, env={**self.env, **env})
+
+    def nn_worker(
+        self, script: str, arguments: Sequence[str], nproc_per_node: int, env: Mapping[str, str]
+    ) -> ProcessSpec:
+        """All ranks, one process of the supervisor. `env` is added to the job's."""
+        options = ("--nproc-per-node", str(nproc_per_node))
+        command = (*self.launcher, "nn-worker", *options, script, *arguments)
+        return ProcessSpec(name=NN_WORKER, command=command, env={**self.env, **env})
+
+    def _server(self, role: str, index: int, replicas: int) -> ProcessSpec:
+        command = (
+            *self.launcher,
+            role,
+            "--port=0",  # told by discovery
+            f"--replica-index={index}",
+            f"--replica-size={replicas}",
+            f"--global-config={self.global_config}",
+            f"--embedding-config={self.embedding_config}",
+        )
+        return ProcessSpec(name=f"{role}-{index}", command=command, env=self.env)

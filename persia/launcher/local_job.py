@@ -1,0 +1,135 @@
+"""Runs a whole job on this machine and judges how it ended. The command line of it is `local.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from persia.config import load_embedding_config, load_global_config
+from persia.launcher.job import NN_WORKER, JobSpecs, job_environment
+from persia.launcher.local_nats import start_local_nats
+from persia.launcher.script import checked_script
+from persia.launcher.supervisor import ManagedProcess, Supervisor
+
+__all__ = ["LocalJob", "run_local_job"]
+
+_COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_cyan", "bright_yellow", "bright_magenta")
+_NUM_SHOWN_LINES = 20
+_WAIT_S = 0.5  # how often the main thread looks up, for signals
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalJob:
+    """What `persia-launcher local` was asked for."""
+
+    nn_worker: str
+    data_loader: str
+    embedding_config: str
+    global_config: str
+    parameter_servers: int
+    embedding_workers: int
+    data_loaders: int
+    nproc_per_node: int
+    script_args: tuple[str, ...]
+    loader_args: tuple[str, ...]
+    job_name: str
+    nats_url: str | None
+
+
+class _Stopped(BaseException):
+    """A stop signal. Not an Exception: nothing on the way may take it for a failure of the job."""
+
+    def __init__(self, number: int) -> None:
+        self.exit_code = 128 + number
+
+
+def run_local_job(job: LocalJob) -> int:
+    """Runs `job` to its end and returns the exit code for the shell; all processes have ended then.
+
+    0: all ranks have succeeded. Otherwise the code of the process that failed first, or 128 + the signal's
+    number.
+    """
+    _check(job)
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    printer = _Printer()
+    try:
+        with tempfile.TemporaryDirectory(prefix="persia-") as folder, Supervisor(printer) as supervisor:
+            _start(job, supervisor, Path(folder))
+            failed = _await_end(supervisor)
+    except _Stopped as stopped:
+        click.secho("stopped", err=True)
+        return stopped.exit_code
+    return 0 if failed is None else _report(failed)
+
+
+def _check(job: LocalJob) -> None:
+    """Finds what the processes would stumble over, before any of them is started."""
+    load_global_config(job.global_config)
+    load_embedding_config(job.embedding_config)
+    checked_script(job.nn_worker)
+    checked_script(job.data_loader)
+
+
+def _stop(number: int, _frame: object) -> None:
+    # Once is enough: a second Ctrl-C must not interrupt the orderly end, which is bounded.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise _Stopped(number)
+
+
+def _start(job: LocalJob, supervisor: Supervisor, folder: Path) -> None:
+    nats_url = job.nats_url or start_local_nats(supervisor, folder)
+    env = job_environment(nats_url=nats_url, job_name=job.job_name, extra={})
+    specs = JobSpecs(env=env, global_config=job.global_config, embedding_config=job.embedding_config)
+    for index in range(job.parameter_servers):
+        supervisor.start(specs.parameter_server(index, job.parameter_servers))
+    for index in range(job.embedding_workers):
+        supervisor.start(specs.embedding_worker(index, job.embedding_workers))
+    for index in range(job.data_loaders):
+        supervisor.start(specs.data_loader(job.data_loader, job.loader_args, index, job.data_loaders, {}))
+    supervisor.start(specs.nn_worker(job.nn_worker, job.script_args, job.nproc_per_node, {}))
+
+
+def _await_end(supervisor: Supervisor) -> ManagedProcess | None:
+    """Waits until training has ended; returns the process that failed, if one did."""
+    while True:
+        ended = supervisor.next_ended(_WAIT_S)
+        if ended is None:
+            continue
+        if ended.name == NN_WORKER and ended.exit_code == 0:
+            return None
+        # A loader may have sent everything. A server has no reason to end before the training.
+        if not (ended.name.startswith("data-loader-") and ended.exit_code == 0):
+            return ended
+
+
+def _report(failed: ManagedProcess) -> int:
+    code = failed.exit_code or 0
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    click.secho(f"{failed.name} {how}; the job was stopped. Its last lines:", fg="red", err=True)
+    for line in failed.output.splitlines()[-_NUM_SHOWN_LINES:]:
+        click.echo(f"    {line}", err=True)
+    if code == 0:
+        return 1  # a server that ends without an error while it is needed has failed, too
+    return code if code > 0 else 128 - code
+
+
+class _Printer:
+    """Writes the processes' lines, each behind the name of its process, coloured on a terminal."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._colors: dict[str, str] = {}
+
+    def __call__(self, name: str, line: str) -> None:
+        # Whoever reads our output may leave; the job goes on, and its processes must not block on full pipes.
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            color = self._colors.setdefault(name, _COLORS[len(self._colors) % len(_COLORS)])
+            click.echo(click.style(f"{name:<28} | ", fg=color) + line)

@@ -1,0 +1,212 @@
+"""Starts processes, passes on their output line by line, and ends them all together.
+
+For `persia-launcher local` and `persia.testing`. Every process leads a group of its own, so that ending it
+ends what it has started; a watchdog ends the groups when this process is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from persia.errors import FailedPreconditionError
+
+__all__ = ["ManagedProcess", "OutputSink", "ProcessSpec", "Supervisor"]
+
+OutputSink = Callable[[str, str], None]  # (process name, line without its end)
+
+_KEPT_LINES = 2000
+_MAX_LINE_BYTES = 64 << 10
+_OUTPUT_END_S = 1.0  # a grandchild may keep the pipe open after the process has ended
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSpec:
+    """What to start. `env` is the whole environment."""
+
+    name: str
+    command: Sequence[str]
+    env: Mapping[str, str]
+    ends_last: bool = False  # the others need it until their end
+
+
+class ManagedProcess:
+    """A process of a supervisor: its output so far and its end."""
+
+    def __init__(
+        self, spec: ProcessSpec, sink: OutputSink, on_exit: Callable[[ManagedProcess], None]
+    ) -> None:
+        self.spec = spec
+        self._sink = sink
+        self._on_exit = on_exit
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._lock = threading.Lock()
+        self._is_reaped = False  # from then on its pid may belong to somebody else; guarded by _lock
+        self._ended = threading.Event()
+        self._popen = subprocess.Popen(
+            list(spec.command),
+            env=dict(spec.env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, name=f"persia-output-{spec.name}", daemon=True)
+        self._waiter = threading.Thread(target=self._await_end, name=f"persia-wait-{spec.name}", daemon=True)
+        self._reader.start()
+        self._waiter.start()
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def pid(self) -> int:
+        """Also the number of its process group."""
+        return self._popen.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative when a signal ended it."""
+        return self._popen.returncode if self._ended.is_set() else None
+
+    @property
+    def output(self) -> str:
+        """The last 2,000 lines that it has written."""
+        return "\n".join(tuple(self._lines))
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Waits for the end, its output read; returns the exit code, or None when it still runs."""
+        return self._popen.returncode if self._ended.wait(timeout_s) else None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends `number` to the process and to what it has started. Does nothing after the end."""
+        with self._lock:
+            if not self._is_reaped:
+                self._signal_group(number)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def _read(self) -> None:
+        assert self._popen.stdout is not None
+        with self._popen.stdout as stdout:
+            while chunk := stdout.readline(_MAX_LINE_BYTES):
+                line = chunk.decode(errors="replace").rstrip("\r\n")
+                self._lines.append(line)
+                self._sink(self.name, line)
+
+    def _await_end(self) -> None:
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            # What it has started and not ended is of no more use. Not reaped yet, it still holds the group's
+            # number.
+            self._signal_group(signal.SIGKILL)
+            self._popen.wait()
+            self._is_reaped = True
+        self._reader.join(_OUTPUT_END_S)
+        self._on_exit(self)
+        self._ended.set()
+
+
+class Supervisor:
+    """Owns a set of processes, each with its own name. Use as a context manager: leaving it ends them all."""
+
+    def __init__(self, sink: OutputSink | None = None) -> None:
+        """`sink(name, line)` is called for every line of output, on several threads."""
+        self._sink: OutputSink = sink or (lambda _name, _line: None)
+        self._processes: dict[str, ManagedProcess] = {}
+        self._ended: queue.SimpleQueue[ManagedProcess] = queue.SimpleQueue()
+        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    @property
+    def processes(self) -> list[ManagedProcess]:
+        """All that were started, in that order; of a name started again the latest."""
+        return list(self._processes.values())
+
+    def start(self, spec: ProcessSpec) -> ManagedProcess:
+        """Starts `spec`; its name must not be that of a running process."""
+        known = self._processes.get(spec.name)
+        if known is not None and known.exit_code is None:
+            raise FailedPreconditionError(f"process {spec.name} is running already (pid {known.pid})")
+        if self._watchdog is None:
+            self._watchdog = _start_watchdog()
+        process = ManagedProcess(spec, self._sink, self._on_exit)
+        self._tell_watchdog(f"+{process.pid}")
+        self._processes[spec.name] = process
+        return process
+
+    def next_ended(self, timeout_s: float) -> ManagedProcess | None:
+        """The next process that has ended, in the order of their ends; None when none does in `timeout_s`."""
+        try:
+            process = self._ended.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        process.wait(_OUTPUT_END_S)
+        return process
+
+    def stop(self, grace_s: float = _GRACE_S) -> None:
+        """Terminates all processes together, and kills what is left after `grace_s`. Idempotent.
+
+        Those that end last get the same again after the others.
+        """
+        _terminate([process for process in self.processes if not process.spec.ends_last], grace_s)
+        _terminate([process for process in self.processes if process.spec.ends_last], grace_s)
+        self._stop_watchdog()
+
+    def _on_exit(self, process: ManagedProcess) -> None:
+        self._tell_watchdog(f"-{process.pid}")
+        self._ended.put(process)
+
+    def _tell_watchdog(self, line: str) -> None:
+        with self._lock:
+            if self._watchdog is None or self._watchdog.stdin is None:
+                return
+            # Only somebody who kills the watchdog breaks this pipe; the processes must not suffer from that.
+            with contextlib.suppress(OSError):
+                self._watchdog.stdin.write(f"{line}\n".encode())
+                self._watchdog.stdin.flush()
+
+    def _stop_watchdog(self) -> None:
+        with self._lock:
+            watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            with contextlib.suppress(OSError):
+                watchdog.communicate()
+            watchdog.wait()
+
+
+def _terminate(processes: Sequence[ManagedProcess], grace_s: float) -> None:
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    for process in processes:
+        if process.wait(max(0.0, deadline - time.monotonic())) is None:
+            process.send_signal(signal.SIGKILL)
+    for process in processes:
+        process.wait(_GRACE_S)
+
+
+def _start_watchdog() -> subprocess.Popen[bytes]:
+    script = Path(__file__).with_name("watchdog.py")
+    # Isolated and without site-packages: it starts in a few milliseconds.
+    return subprocess.Popen([sys.executable, "-I", "-S", str(script)], stdin=subprocess.PIPE)

@@ -1,0 +1,67 @@
+"""Threads for handlers that may block.
+
+Not `concurrent.futures.ThreadPoolExecutor`: the interpreter joins its threads before anything else at exit,
+so one handler blocked by back-pressure would keep a finished process alive. These are daemons.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["DaemonPool"]
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    future: Future[Any] = field(default_factory=Future)
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.function(*self.arguments))
+        except BaseException as error:
+            self.future.set_exception(error)
+
+
+class DaemonPool:
+    """At most `num_threads` daemon threads, started when first needed. Calls beyond that wait in order."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_threads = num_threads
+        self._name = name
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_started = 0
+        self._num_unfinished = 0
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Runs `function(*arguments)` on a thread of the pool."""
+        call = _Call(function, arguments)
+        with self._lock:
+            self._num_unfinished += 1
+            if self._num_started < min(self._num_unfinished, self._num_threads):
+                self._num_started += 1
+                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        self._calls.put(call)
+        return call.future
+
+    def close(self) -> None:
+        """Lets the threads end after the calls submitted so far; does not wait for them."""
+        with self._lock:
+            num_started = self._num_started
+        for _ in range(num_started):
+            self._calls.put(None)
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call.run()
+            with self._lock:
+                self._num_unfinished -= 1

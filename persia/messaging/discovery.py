@@ -1,0 +1,347 @@
+"""Who is there: services announce themselves on NATS, and callers wait for the replicas they need, in any
+start order.
+
+An answer is only as true as the moment it was given, so nothing is cached here: `wait_for` and `probe` ask,
+`watch` listens. A changed incarnation at an index means that the service has restarted and lost what it had
+in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import Enum
+from functools import partial
+
+from persia.errors import CorruptionError, DeadlineExceededError, FailedPreconditionError, PersiaError
+from persia.logger import get_default_logger
+from persia.messaging.payloads import json_int, json_object
+from persia.messaging.session import NatsSession, Registration
+from persia.messaging.subjects import ROLES
+
+__all__ = ["Announcer", "Directory", "EventKind", "ServiceEvent", "ServiceInfo"]
+
+_FIRST_REPORT_S = 1.0
+_REPORT_INTERVAL_S = 5.0
+_FIRST_ROUND_S = 0.1
+_LONGEST_ROUND_S = 1.0
+_ROUND_GROWTH = 1.5
+# An answer older than this may come from a service that has died since; several of the longest rounds, as a
+# loaded machine may answer late.
+_FRESH_S = 5.0
+_CONFLICT_WINDOW_S = 0.3
+_MAX_REPLICAS = 65_536  # bounds what one message can make us count
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceInfo:
+    """What a service says about itself."""
+
+    role: str
+    index: int
+    replicas: int
+    incarnation: int  # random 64-bit number drawn at start
+    address: str = ""  # "host:port" of its RPC; empty when it has none
+    schema: str = ""  # hash of the embedding config; empty when it has none
+    pid: int = 0
+
+    def encode(self) -> bytes:
+        return json.dumps({**asdict(self), "incarnation": f"{self.incarnation:016x}"}).encode()
+
+    @classmethod
+    def decode(cls, payload: bytes) -> ServiceInfo:
+        """Raises `CorruptionError` on anything that a service could not have sent."""
+        values = json_object(payload, "service info")
+        texts = {key: values.get(key) for key in ("role", "incarnation", "address", "schema")}
+        for key, text in texts.items():
+            if not isinstance(text, str):
+                raise CorruptionError(f"service info: {key} is {text!r}, not a text")
+        index, replicas, pid = (json_int(values, key, "service info") for key in ("index", "replicas", "pid"))
+        if texts["role"] not in ROLES:
+            raise CorruptionError(f"service info: unknown role {texts['role']!r}")
+        if not index < replicas <= _MAX_REPLICAS:
+            raise CorruptionError(f"service info: index {index} of {replicas} replicas is impossible")
+        incarnation = _decode_incarnation(str(texts["incarnation"]))
+        return cls(
+            role=str(texts["role"]),
+            index=index,
+            replicas=replicas,
+            incarnation=incarnation,
+            address=str(texts["address"]),
+            schema=str(texts["schema"]),
+            pid=pid,
+        )
+
+    def __str__(self) -> str:
+        where = f" at {self.address}" if self.address else ""
+        return f"{self.role} {self.index} of {self.replicas}{where} (pid {self.pid})"
+
+
+class EventKind(Enum):
+    """What a watched service did."""
+
+    HELLO = "hello"
+    BYE = "bye"
+
+
+@dataclass(frozen=True)
+class ServiceEvent:
+    """A service started (again) or stopped cleanly.
+
+    A killed service says nothing; its successor says hello.
+    """
+
+    kind: EventKind
+    info: ServiceInfo
+
+
+class Announcer:
+    """Makes this process known as a service: hello at the start, answers to who, bye at the end."""
+
+    def __init__(self, session: NatsSession, info: ServiceInfo) -> None:
+        self.info = info
+        self._session = session
+        self._payload = info.encode()
+        self._is_accepted = False
+        self._registrations: list[Registration] = []
+
+    def start(self) -> None:
+        """Announces the service.
+
+        Raises `FailedPreconditionError` when a running replica of the role holds the same index, or disagrees
+        about the number of replicas or the embedding config: the newcomer is refused, the job goes on.
+        """
+        subjects = self._session.subjects
+        # Answering newcomers before asking: of two that start at the same moment, one sees the other.
+        self._registrations.append(self._session.respond(subjects.who(self.info.role), self._answer))
+        try:
+            self._check_conflicts()
+        except PersiaError:
+            self._close_registrations()
+            raise
+        self._is_accepted = True
+        self._registrations.append(self._session.on_reconnect(self._say_hello))
+        self._say_hello()
+
+    def stop(self) -> None:
+        """Says bye. Does nothing when not announced; never raises, as it runs while things end."""
+        if not self._registrations:
+            return
+        self._close_registrations()
+        try:
+            self._session.publish(self._session.subjects.bye(self.info.role), self._payload)
+        except PersiaError as error:
+            get_default_logger().warning("%s could not say bye: %s", self.info, error)
+
+    def _close_registrations(self) -> None:
+        registrations, self._registrations = self._registrations, []
+        for registration in registrations:
+            registration.close()
+
+    def _say_hello(self) -> None:
+        self._session.publish(self._session.subjects.hello(self.info.role), self._payload)
+
+    async def _answer(self, asker: bytes) -> bytes | None:
+        # Before its own check is done, a service exists for other newcomers only: they say who they are.
+        return self._payload if self._is_accepted or asker else None
+
+    def _check_conflicts(self) -> None:
+        subject = self._session.subjects.who(self.info.role)
+        for other in _decode_all(self._session.request_many(subject, self._payload, _CONFLICT_WINDOW_S)):
+            if other.incarnation == self.info.incarnation:
+                continue
+            if other.index == self.info.index:
+                raise FailedPreconditionError(
+                    f"{self.info.role} {self.info.index} is running already: {other}; stop it, or take "
+                    "another --replica-index"
+                )
+            _check_agreement(self.info, other)
+
+
+class Directory:
+    """Finds the services of a job. Thread-safe."""
+
+    def __init__(self, session: NatsSession) -> None:
+        self._session = session
+
+    def wait_for(
+        self, role: str, deadline_s: float, expected: int | None = None, *, schema: str = ""
+    ) -> list[ServiceInfo]:
+        """Waits until all replicas of `role` are there; returns them by index.
+
+        `expected`: the number of replicas that must be configured; None takes the number the replicas say.
+        `schema`: the hash of the caller's embedding config, "" to accept any. Raises
+        `FailedPreconditionError` when replicas disagree with each other or with the caller, naming both
+        values, and `DeadlineExceededError` naming the missing indices.
+        """
+        search = _Search(role, expected, schema)
+        started = time.monotonic()
+        next_report = started + _FIRST_REPORT_S
+        round_s = _FIRST_ROUND_S
+        while True:
+            round_started = time.monotonic()
+            left_s = started + deadline_s - round_started
+            if left_s <= 0:
+                raise DeadlineExceededError(
+                    f"{search.missing()} after {deadline_s:g} s (PERSIA_DEADLINE_SEC)"
+                )
+            if round_started >= next_report:
+                get_default_logger().info("waiting for services: %s", search.missing())
+                next_report = round_started + _REPORT_INTERVAL_S
+            search.begin_round(round_started)
+            subject = self._session.subjects.who(role)
+            self._session.request_many(subject, b"", min(round_s, left_s), enough=search.accept)
+            if (services := search.result()) is not None:
+                return services
+            # When nobody listens the request ends at once; the round still takes its time.
+            time.sleep(max(0.0, round_started + min(round_s, left_s) - time.monotonic()))
+            round_s = min(round_s * _ROUND_GROWTH, _LONGEST_ROUND_S)
+
+    def watch(self, role: str, callback: Callable[[ServiceEvent], None]) -> Registration:
+        """Calls `callback` for each service of `role` that says hello or bye from now on, one at a time.
+
+        A service is reported once for each incarnation, also when a hello is missed while the broker is away.
+        Watch first and then `wait_for`, so that no restart falls between them.
+        """
+        watch = _Watch(self._session, role, callback)
+        watch.start()
+        return Registration(watch.stop)
+
+    def probe(self, role: str, index: int, timeout_s: float) -> ServiceInfo | None:
+        """Asks replica `index` of `role` to answer within `timeout_s`; None when it does not."""
+
+        def is_it(reply: bytes) -> bool:
+            return any(info.index == index for info in _decode_all([reply]))
+
+        replies = self._session.request_many(self._session.subjects.who(role), b"", timeout_s, enough=is_it)
+        return next((info for info in _decode_all(replies) if info.index == index), None)
+
+
+class _Search:
+    """The answers of one `wait_for`. Filled on the session's loop, read by the caller between rounds."""
+
+    def __init__(self, role: str, expected: int | None, schema: str) -> None:
+        self._role = role
+        self._expected = expected
+        self._schema = schema
+        self._found: dict[int, tuple[float, ServiceInfo]] = {}
+
+    def begin_round(self, now: float) -> None:
+        self._found = {index: entry for index, entry in self._found.items() if now - entry[0] <= _FRESH_S}
+
+    def accept(self, reply: bytes) -> bool:
+        """Takes an answer; says whether all have answered."""
+        for info in _decode_all([reply]):
+            self._found[info.index] = (time.monotonic(), info)
+        return self._is_complete()
+
+    def result(self) -> list[ServiceInfo] | None:
+        """The replicas by index, or None when some are missing."""
+        services = [self._found[index][1] for index in sorted(self._found)]
+        for info in services:
+            _check_agreement(services[0], info)
+            self._check_caller(info)
+        return services if self._is_complete() else None
+
+    def missing(self) -> str:
+        replicas = self._replicas()
+        if not self._found:
+            return f"no {self._role} has announced itself" + (f", {replicas} expected" if replicas else "")
+        indices = ", ".join(str(index) for index in range(replicas) if index not in self._found)
+        return f"{self._role} {indices} of {replicas} missing"
+
+    def _replicas(self) -> int:
+        if self._expected is not None:
+            return self._expected
+        return max((info.replicas for _, info in self._found.values()), default=0)
+
+    def _is_complete(self) -> bool:
+        replicas = self._replicas()
+        return replicas > 0 and all(index in self._found for index in range(replicas))
+
+    def _check_caller(self, info: ServiceInfo) -> None:
+        if self._expected is not None and info.replicas != self._expected:
+            raise FailedPreconditionError(
+                f"{info} was started with {info.replicas} replicas, {self._expected} are expected here: "
+                "use the same --replica-size everywhere"
+            )
+        if self._schema and info.schema and info.schema != self._schema:
+            raise FailedPreconditionError(
+                f"{info} has the embedding config {info.schema}, this process {self._schema}: "
+                "give both the same --embedding-config"
+            )
+
+
+class _Watch:
+    """Turns hello, bye and the answers after a reconnect into one event for each incarnation."""
+
+    def __init__(self, session: NatsSession, role: str, callback: Callable[[ServiceEvent], None]) -> None:
+        self._session = session
+        self._role = role
+        self._callback = callback
+        self._lock = threading.Lock()  # events come from three threads; it also keeps callbacks one at a time
+        self._incarnations: dict[int, int] = {}
+        self._registrations: list[Registration] = []
+
+    def start(self) -> None:
+        subjects = self._session.subjects
+        self._registrations = [
+            self._session.subscribe(subjects.hello(self._role), partial(self._take, EventKind.HELLO)),
+            self._session.subscribe(subjects.bye(self._role), partial(self._take, EventKind.BYE)),
+            self._session.on_reconnect(self._ask),
+        ]
+
+    def stop(self) -> None:
+        for registration in self._registrations:
+            registration.close()
+
+    def _ask(self) -> None:
+        for reply in self._session.request_many(
+            self._session.subjects.who(self._role), b"", _LONGEST_ROUND_S
+        ):
+            self._take(EventKind.HELLO, reply)
+
+    def _take(self, kind: EventKind, payload: bytes) -> None:
+        for info in _decode_all([payload]):
+            with self._lock:
+                if kind is EventKind.HELLO:
+                    if self._incarnations.get(info.index) == info.incarnation:
+                        return
+                    self._incarnations[info.index] = info.incarnation
+                self._callback(ServiceEvent(kind, info))
+
+
+def _decode_all(payloads: list[bytes]) -> list[ServiceInfo]:
+    """The valid ones; a malformed answer is reported and must not hide the others."""
+    services = []
+    for payload in payloads:
+        try:
+            services.append(ServiceInfo.decode(payload))
+        except CorruptionError as error:
+            get_default_logger().warning("ignored an answer of a service: %s", error)
+    return services
+
+
+def _decode_incarnation(text: str) -> int:
+    try:
+        if len(text) == 16:
+            return int(text, 16)
+    except ValueError:
+        pass
+    raise CorruptionError(f"service info: incarnation is {text!r}, not 16 hex digits")
+
+
+def _check_agreement(one: ServiceInfo, other: ServiceInfo) -> None:
+    if one.replicas != other.replicas:
+        raise FailedPreconditionError(
+            f"{one} and {other} disagree about the number of replicas, {one.replicas} and {other.replicas}: "
+            "start all with the same --replica-size"
+        )
+    if one.schema and other.schema and one.schema != other.schema:
+        raise FailedPreconditionError(
+            f"{one} and {other} have different embedding configs, {one.schema} and {other.schema}: "
+            "give all the same --embedding-config"
+        )

@@ -1,0 +1,396 @@
+"""A synchronous NATS connection for threads.
+
+The rest of the package is threads and blocking native calls, the NATS client is asyncio: one daemon thread
+runs a loop with one connection, and every public method may be called from any other thread. Requests end by
+their time-out, `close` by a few seconds, whatever the broker does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError, SlowConsumerError
+from nats.errors import TimeoutError as NatsTimeoutError
+
+from persia.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    PersiaError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from persia.logger import get_default_logger
+from persia.messaging.daemon_pool import DaemonPool
+from persia.messaging.receiver import Handler, Receiver, raise_if_error_reply, send_error
+from persia.messaging.registration import Registration
+from persia.messaging.subjects import Subjects
+
+__all__ = ["NatsSession", "Registration"]
+
+_T = TypeVar("_T")
+
+_FIRST_REPORT_S = 1.0
+_REPORT_INTERVAL_S = 5.0
+_CLOSE_GRACE_S = 2.0  # for each of: finishing handlers, flushing, disconnecting
+_CALL_MARGIN_S = (
+    5.0  # a call ends on the loop by its own time-out; this is the backstop of the thread that waits
+)
+_NO_RESPONDERS = "503"  # the broker's status for a request nobody listens to
+_DEFAULT_MAX_PAYLOAD = 1 << 20
+
+_CONNECT_OPTIONS: dict[str, Any] = {
+    "connect_timeout": 2,
+    "reconnect_time_wait": 0.2,
+    "max_reconnect_attempts": -1,
+    # What is published while the broker is away waits in this buffer; above it, publishing fails.
+    "pending_size": 256 << 20,
+    "ping_interval": 20,
+}
+
+
+class NatsSession:
+    """One connection of this process to the broker, for one job.
+
+    Reconnects by itself. A request under way when the connection is lost fails with `UnavailableError` at
+    once, as its reply may be lost: the caller repeats it, and the peers recognise repetitions.
+    """
+
+    def __init__(self, url: str, job_name: str, *, name: str) -> None:
+        """`name` labels the connection on the broker and in logs; nothing is sent before `connect`."""
+        self.subjects = Subjects(job_name)
+        self._url = url
+        self._address = _checked_address(url)
+        self._name = name
+        self._client = Client()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=f"persia-nats-{name}", daemon=True
+        )
+        self._lock = threading.Lock()
+        self._state = "new"  # then "open", then "closed"; guarded by _lock
+        self._last_error: Exception | None = None
+        self._waiting: set[asyncio.Task[Any]] = set()  # for the broker; on the loop
+        self._receivers: set[Receiver] = set()  # on the loop
+        self._reconnect_callbacks: list[Callable[[], None]] = []
+        self._notifier = DaemonPool(1, f"persia-nats-{name}-reconnect")
+
+    def __enter__(self) -> NatsSession:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def connect(self, deadline_s: float) -> None:
+        """Connects, waiting for a broker that is not there yet.
+
+        Raises `UnavailableError` when there is none after `deadline_s` seconds.
+        """
+        with self._lock:
+            if self._state != "new":
+                raise FailedPreconditionError(f"this NATS session is {self._state} already: create a new one")
+            self._thread.start()
+            self._state = "open"
+        atexit.register(self.close)
+        try:
+            self._call(self._connect(deadline_s), deadline_s)
+        except BaseException:
+            self.close()
+            raise
+        if self._client.max_payload <= _DEFAULT_MAX_PAYLOAD:
+            get_default_logger().warning(
+                "the NATS server at %s takes messages up to %d bytes only, too small for large batches: "
+                "raise its max_payload, or use `persia-launcher nats-server`",
+                self._address,
+                self._client.max_payload,
+            )
+
+    def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
+        """Sends `payload` and returns the reply.
+
+        Raises `UnavailableError` when nobody listens on `subject` or the connection is lost,
+        `DeadlineExceededError` when no reply came in `timeout_s`, and the error of the peer's handler when it
+        raised a `PersiaError`.
+        """
+        self._check_size(subject, payload)
+        return self._call(self._request(subject, payload, timeout_s), timeout_s)
+
+    def request_many(
+        self, subject: str, payload: bytes, window_s: float, *, enough: Callable[[bytes], bool] | None = None
+    ) -> list[bytes]:
+        """Asks all who listen on `subject`; returns the replies of the next `window_s` seconds in order.
+
+        Returns earlier when nobody listens, or when `enough(reply)` says so.
+        """
+        self._check_size(subject, payload)
+        return self._call(self._request_many(subject, payload, window_s, enough), window_s)
+
+    def publish(self, subject: str, payload: bytes) -> None:
+        """Sends `payload` to whoever listens, at most once; returns when the broker has it.
+
+        While the broker is away the message waits for it, and this returns at once.
+        """
+        self._check_size(subject, payload)
+        self._call(self._publish(subject, payload), _CALL_MARGIN_S)
+
+    def respond(self, subject: str, handler: Handler, *, max_concurrency: int = 8) -> Registration:
+        """Answers each request on `subject` with the bytes that `handler(payload)` returns.
+
+        A coroutine function runs on the session's loop and must not block it; any other function runs on
+        threads and may block. At most `max_concurrency` requests are handled at a time, without regard to
+        other subjects; further ones wait. A handler that raises answers with that error, one that returns
+        None does not answer.
+        """
+        return self._register(subject, handler, replies=True, max_concurrency=max_concurrency)
+
+    def subscribe(self, subject: str, callback: Callable[[bytes], None]) -> Registration:
+        """Calls `callback(payload)` for each message on `subject`, in order, on a thread of its own."""
+        return self._register(subject, callback, replies=False, max_concurrency=1)
+
+    def on_reconnect(self, callback: Callable[[], None]) -> Registration:
+        """Calls `callback()` on a thread each time that a lost connection is there again."""
+        self._reconnect_callbacks.append(callback)
+        return Registration(lambda: self._reconnect_callbacks.remove(callback))
+
+    def close(self) -> None:
+        """Finishes the requests being handled, flushes, disconnects. Idempotent; ends in seconds."""
+        with self._lock:
+            was, self._state = self._state, "closed"
+        if was == "new":
+            self._loop.close()
+        if was != "open":
+            return
+        atexit.unregister(self.close)
+        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
+        self._thread.join(5 * _CLOSE_GRACE_S)
+        if self._thread.is_alive():
+            get_default_logger().warning("the NATS session %s did not stop in time, left behind", self._name)
+        else:
+            self._loop.close()
+        self._notifier.close()
+
+    # ---- called by threads
+
+    def _call(self, coroutine: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
+        """Runs `coroutine` on the loop and waits for it; a session that is closed meanwhile ends the wait."""
+        future = self._submit(coroutine)
+        try:
+            return future.result(timeout_s + _CALL_MARGIN_S)
+        except PersiaError:  # some are a TimeoutError, too
+            raise
+        except concurrent.futures.CancelledError:
+            raise UnavailableError(f"the NATS session {self._name} was closed meanwhile") from None
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise DeadlineExceededError(
+                f"the NATS session {self._name} is overloaded: no result in time"
+            ) from None
+        except (NatsError, OSError) as error:
+            raise UnavailableError(f"NATS at {self._address}: {error or type(error).__name__}") from error
+        except BaseException:  # KeyboardInterrupt: nobody is there for the result
+            future.cancel()
+            raise
+
+    def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+        # Under the lock: whatever is submitted before `close` is on the loop before the shutdown, which
+        # cancels it.
+        with self._lock:
+            if self._state == "open" and threading.current_thread() is not self._thread:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            state = self._state
+        coroutine.close()
+        if state == "open":
+            raise FailedPreconditionError(
+                "a NATS handler on the session's loop may not call the session: it would wait"
+            )
+        raise FailedPreconditionError(
+            f"the NATS session {self._name} is {'not connected' if state == 'new' else state}"
+        )
+
+    def _check_size(self, subject: str, payload: bytes) -> None:
+        limit = self._client.max_payload
+        if len(payload) > limit:
+            raise InvalidArgumentError(
+                f"{subject}: a message of {len(payload)} bytes is above the limit of the NATS server at "
+                f"{self._address}, {limit} bytes: send smaller batches, or raise max_payload "
+                "(persia-launcher nats-server --max-payload)"
+            )
+
+    def _register(
+        self, subject: str, handler: Handler, *, replies: bool, max_concurrency: int
+    ) -> Registration:
+        receiver = self._call(
+            self._start_receiver(subject, handler, replies, max_concurrency), _CALL_MARGIN_S
+        )
+        return Registration(lambda: self._unregister(receiver))
+
+    def _unregister(self, receiver: Receiver) -> None:
+        with contextlib.suppress(FailedPreconditionError, UnavailableError):  # closed with the session
+            self._call(self._stop_receiver(receiver), 3 * _CLOSE_GRACE_S)
+
+    # ---- on the loop
+
+    async def _connect(self, deadline_s: float) -> None:
+        deadline = time.monotonic() + deadline_s
+        task = asyncio.ensure_future(
+            self._client.connect(
+                self._url,
+                name=self._name,
+                error_cb=self._on_error,
+                disconnected_cb=self._on_disconnected,
+                reconnected_cb=self._on_reconnected,
+                **_CONNECT_OPTIONS,
+            )
+        )
+        wait_s = _FIRST_REPORT_S
+        while not task.done():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                task.cancel()
+                raise UnavailableError(
+                    f"no NATS server at {self._address} after {deadline_s:g} s ({self._last_error}): "
+                    "start one with `persia-launcher nats-server`, or correct PERSIA_NATS_URL"
+                )
+            await asyncio.wait({task}, timeout=min(left_s, wait_s))
+            wait_s = _REPORT_INTERVAL_S
+            if not task.done() and time.monotonic() < deadline:
+                get_default_logger().info(
+                    "waiting for the NATS server at %s (%s)", self._address, self._last_error
+                )
+        task.result()
+
+    async def _request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
+        try:
+            with self._ended_by_disconnect(subject):
+                message = await self._client.request(subject, payload, timeout=timeout_s)
+        except NoRespondersError:
+            raise UnavailableError(
+                f"nobody listens on {subject}: its service has not started, or has ended"
+            ) from None
+        except (NatsTimeoutError, asyncio.TimeoutError):
+            raise DeadlineExceededError(f"no reply on {subject} within {timeout_s:g} s") from None
+        raise_if_error_reply(subject, message)
+        return message.data
+
+    @contextlib.contextmanager
+    def _ended_by_disconnect(self, subject: str) -> Iterator[None]:
+        """The block waits for an answer of the broker, which a lost connection never brings."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            raise UnavailableError(f"{subject}: the connection to NATS at {self._address} was lost") from None
+        finally:
+            self._waiting.discard(task)
+
+    async def _request_many(
+        self, subject: str, payload: bytes, window_s: float, enough: Callable[[bytes], bool] | None
+    ) -> list[bytes]:
+        replies: list[bytes] = []
+        done = asyncio.Event()
+
+        async def collect(message: Msg) -> None:
+            if (message.headers or {}).get("Status") == _NO_RESPONDERS:
+                done.set()
+                return
+            replies.append(message.data)
+            if enough is not None and enough(message.data):
+                done.set()
+
+        inbox = self._client.new_inbox()
+        subscription = await self._client.subscribe(inbox, cb=collect)
+        try:
+            await self._client.publish(subject, payload, reply=inbox)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(done.wait(), window_s)
+        finally:
+            with contextlib.suppress(NatsError):
+                await subscription.unsubscribe()
+        return replies
+
+    async def _publish(self, subject: str, payload: bytes) -> None:
+        await self._client.publish(subject, payload)
+        with self._ended_by_disconnect(subject):
+            await self._client.flush(timeout=int(_CALL_MARGIN_S))
+
+    async def _start_receiver(
+        self, subject: str, handler: Handler, replies: bool, max_concurrency: int
+    ) -> Receiver:
+        receiver = Receiver(self._client, subject, handler, replies=replies, max_concurrency=max_concurrency)
+        await receiver.start()
+        self._receivers.add(receiver)
+        return receiver
+
+    async def _stop_receiver(self, receiver: Receiver) -> None:
+        self._receivers.discard(receiver)
+        await receiver.stop(_CLOSE_GRACE_S)
+
+    async def _shut_down(self) -> None:
+        try:
+            stops = [receiver.stop(_CLOSE_GRACE_S) for receiver in self._receivers]
+            await asyncio.gather(*stops, return_exceptions=True)
+            with contextlib.suppress(NatsError, OSError, asyncio.TimeoutError):
+                if self._client.is_connected:
+                    await asyncio.wait_for(self._client.flush(), _CLOSE_GRACE_S)
+                if self._client.is_connected or self._client.is_reconnecting:
+                    await asyncio.wait_for(self._client.close(), _CLOSE_GRACE_S)
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            if others:
+                await asyncio.wait(others, timeout=_CLOSE_GRACE_S)
+        finally:
+            self._loop.stop()
+
+    async def _on_error(self, error: Exception) -> None:
+        self._last_error = error
+        if isinstance(error, SlowConsumerError):
+            full = ResourceExhaustedError(f"{error.subject}: too many messages wait for this receiver")
+            get_default_logger().error("%s; one was refused", full)
+            await send_error(self._client, Msg(self._client, reply=error.reply), full)
+        else:
+            get_default_logger().debug("NATS at %s: %s", self._address, error or type(error).__name__)
+
+    async def _on_disconnected(self) -> None:
+        if self._state == "open":
+            get_default_logger().warning("lost the connection to NATS at %s, reconnecting", self._address)
+        for task in tuple(self._waiting):
+            task.cancel()
+
+    async def _on_reconnected(self) -> None:
+        get_default_logger().info("connected to NATS at %s again", self._address)
+        for callback in tuple(self._reconnect_callbacks):
+            self._notifier.submit(_run_reconnect_callback, callback)
+
+
+def _run_reconnect_callback(callback: Callable[[], None]) -> None:
+    try:
+        callback()
+    except PersiaError as error:
+        get_default_logger().warning("after the connection to NATS was lost: %s", error)
+    except Exception:
+        get_default_logger().exception("after the connection to NATS was lost")
+
+
+def _checked_address(url: str) -> str:
+    """`url` without credentials, as it may be logged."""
+    parts = urlsplit(url)
+    address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    if parts.scheme not in ("nats", "tls") or not parts.hostname:
+        raise InvalidArgumentError(
+            f"NATS URL {address!r} (PERSIA_NATS_URL) is not like nats://127.0.0.1:4222"
+        )
+    return address

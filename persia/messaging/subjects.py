@@ -1,0 +1,75 @@
+"""The NATS subjects of one job; its name in them keeps jobs that share a broker apart.
+
+Listed in docs/wire_format.md, "NATS messages".
+"""
+
+from __future__ import annotations
+
+import re
+
+from persia.errors import InvalidArgumentError
+
+__all__ = [
+    "DATA_LOADER",
+    "EMBEDDING_PARAMETER_SERVER",
+    "EMBEDDING_WORKER",
+    "NN_WORKER",
+    "ROLES",
+    "Subjects",
+]
+
+EMBEDDING_PARAMETER_SERVER = "embedding-parameter-server"
+EMBEDDING_WORKER = "embedding-worker"
+NN_WORKER = "nn-worker"
+DATA_LOADER = "data-loader"
+ROLES = (EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER, DATA_LOADER)
+
+# A dot, a wildcard or a blank in the job's name would make its subjects match those of another job.
+_JOB_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+class Subjects:
+    """Builds the subjects of the job `job_name`."""
+
+    def __init__(self, job_name: str) -> None:
+        if not _JOB_NAME.fullmatch(job_name):
+            raise InvalidArgumentError(
+                f"job name {job_name!r} is not usable in NATS subjects: "
+                "use letters, digits, '_' and '-' (PERSIA_JOB_NAME)"
+            )
+        self._prefix = f"persia.{job_name}"
+
+    def hello(self, role: str) -> str:
+        """A replica of `role` has started."""
+        return self._of_role("hello", role)
+
+    def who(self, role: str) -> str:
+        """Asks every replica of `role` for its service info."""
+        return self._of_role("who", role)
+
+    def bye(self, role: str) -> str:
+        """A replica of `role` has stopped cleanly."""
+        return self._of_role("bye", role)
+
+    def ids(self, worker_index: int) -> str:
+        """ID features for an embedding worker."""
+        return f"{self._prefix}.ids.{_checked_index(worker_index)}"
+
+    def batch(self, rank: int) -> str:
+        """Batch announcements for an NN worker."""
+        return f"{self._prefix}.batch.{_checked_index(rank)}"
+
+    def end(self, rank: int) -> str:
+        """End-of-stream messages for an NN worker."""
+        return f"{self._prefix}.end.{_checked_index(rank)}"
+
+    def _of_role(self, verb: str, role: str) -> str:
+        if role not in ROLES:
+            raise InvalidArgumentError(f"unknown role {role!r}: one of {', '.join(ROLES)}")
+        return f"{self._prefix}.{verb}.{role}"
+
+
+def _checked_index(index: int) -> int:
+    if index < 0:
+        raise InvalidArgumentError(f"replica index {index} is negative")
+    return index

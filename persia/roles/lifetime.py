@@ -1,0 +1,91 @@
+"""The life of a server process: stop signals, and the connection to the job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+from persia import env
+from persia.errors import ConfigError
+from persia.logger import get_default_logger
+from persia.messaging.discovery import Announcer, ServiceInfo
+from persia.messaging.session import NatsSession
+from persia.roles.options import ServerOptions
+
+__all__ = ["announced", "checked_nats_url", "connected", "stopped_by_signals", "wait_for_stop"]
+
+
+class _StopRequested(BaseException):
+    """Raised in the main thread by a stop signal. Not an Exception: nothing may handle it as a failure."""
+
+
+@contextlib.contextmanager
+def stopped_by_signals(name: str) -> Iterator[None]:
+    """SIGTERM and SIGINT end the block wherever it is, also while it waits for others, without an error.
+
+    Only the first one counts, so that an impatient second Ctrl-C does not interrupt the orderly end.
+    """
+    previous = {number: signal.signal(number, _request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    except _StopRequested:
+        get_default_logger().info("%s stopped", name)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def wait_for_stop() -> None:
+    """Sleeps until a stop signal ends the block."""
+    threading.Event().wait()
+
+
+def _request_stop(_number: int, _frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise _StopRequested
+
+
+def checked_nats_url() -> str:
+    """The broker's URL from PERSIA_NATS_URL, which servers cannot do without."""
+    url = env.get_nats_url()
+    if url is None:
+        raise ConfigError(
+            "PERSIA_NATS_URL is not set: name the job's NATS server in it, such as nats://127.0.0.1:4222 "
+            "(`persia-launcher nats-server` runs one)"
+        )
+    return url
+
+
+@contextlib.contextmanager
+def connected(nats_url: str, name: str) -> Iterator[NatsSession]:
+    """A session with the broker, waiting for it to be there."""
+    with NatsSession(nats_url, env.get_job_name(), name=name) as session:
+        session.connect(env.get_deadline_s())
+        yield session
+
+
+@contextlib.contextmanager
+def announced(
+    session: NatsSession, role: str, options: ServerOptions, *, incarnation: int, port: int, schema: str
+) -> Iterator[None]:
+    """Makes the server known for the time of the block. Enter it when the server is ready for requests."""
+    info = ServiceInfo(
+        role=role,
+        index=options.replica_index,
+        replicas=options.replica_size,
+        incarnation=incarnation,
+        address=f"{env.get_advertise_host(options.host)}:{port}",
+        schema=schema,
+        pid=os.getpid(),
+    )
+    announcer = Announcer(session, info)
+    announcer.start()
+    try:
+        get_default_logger().info("%s is ready", info)
+        yield
+    finally:
+        announcer.stop()

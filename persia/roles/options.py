@@ -1,0 +1,30 @@
+"""What both kinds of servers are started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from persia.errors import ConfigError
+
+__all__ = ["ServerOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of a server process. Paths may be None where the role has defaults."""
+
+    port: int  # 0: a free one
+    host: str = "127.0.0.1"
+    embedding_config: str | None = None
+    global_config: str | None = None
+    replica_index: int = 0
+    replica_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.replica_index < self.replica_size:
+            raise ConfigError(
+                f"--replica-index {self.replica_index} is not below --replica-size {self.replica_size} "
+                "(replicas are numbered from 0)"
+            )
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port} is not a port number; 0 takes a free one")

@@ -1,0 +1,247 @@
+"""Real clusters for tests and notebooks: the processes of a job on this machine, on free ports.
+
+Nothing is replaced by a fake: a `LocalCluster` runs the same commands that a production job runs, so a test
+against it covers start order, discovery, the wire and the ends of processes as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from persia.errors import DeadlineExceededError, NotFoundError, UnavailableError
+from persia.launcher.job import JobSpecs, job_environment
+from persia.launcher.local_nats import start_local_nats
+from persia.launcher.supervisor import ManagedProcess, Supervisor
+from persia.messaging.discovery import Directory, ServiceInfo
+from persia.messaging.session import NatsSession
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
+from persia.utils import dump_yaml
+
+__all__ = ["LocalCluster", "LocalNats"]
+
+_ROUND_S = 1.0
+_PROBE_S = 0.2
+_SERVER_ROLES = (EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER)
+
+
+class LocalNats:
+    """A NATS server on a free port, as a context manager."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> LocalNats:
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="persia-"))
+            self._supervisor = stack.enter_context(Supervisor())
+            self.url = start_local_nats(self._supervisor, Path(folder))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    def kill(self) -> None:
+        """Kills the server, as a crash would."""
+        (process,) = self._supervisor.processes
+        _kill(process)
+
+    def restart(self) -> None:
+        """Starts it again on its port; kills it first when it runs."""
+        (process,) = self._supervisor.processes
+        _kill(process)
+        self._supervisor.start(process.spec)
+
+
+class LocalCluster:
+    """NATS, embedding parameter servers and embedding workers, ready for loaders and NN workers when entered.
+
+    Processes have names: "nats", "embedding-parameter-server-0", "embedding-worker-0", "data-loader-0",
+    "nn-worker". `env` holds the variables that a script needs to join the job, for a process of your own or
+    for `monkeypatch`. Leaving the cluster ends everything that runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        embedding_config: str | os.PathLike[str] | Mapping[str, Any],
+        global_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        parameter_servers: int = 1,
+        embedding_workers: int = 1,
+        env: Mapping[str, str] | None = None,
+        start_deadline_s: float = 60.0,
+    ) -> None:
+        """Configs are files or their contents; `env` is added to the environment of every process."""
+        self._configs = {"embedding_config": embedding_config, "global_config": global_config or {}}
+        self._num_replicas = {
+            EMBEDDING_PARAMETER_SERVER: parameter_servers,
+            EMBEDDING_WORKER: embedding_workers,
+        }
+        self._extra_env = dict(env or {})
+        self._start_deadline_s = start_deadline_s
+        self._job_name = f"test-{secrets.token_hex(4)}"
+        self._stack = contextlib.ExitStack()
+        self.nats_url = ""
+
+    def __enter__(self) -> LocalCluster:
+        # When the start fails, the stack ends what has been started.
+        with contextlib.ExitStack() as stack:
+            self._start(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The whole environment for a process that joins the job."""
+        return dict(self._specs.env)
+
+    @property
+    def processes(self) -> list[ManagedProcess]:
+        """Everything that was started, ended or not."""
+        return self._supervisor.processes
+
+    @property
+    def session(self) -> NatsSession:
+        """A connection to the job's broker."""
+        return self._session
+
+    def start_loader(
+        self,
+        script: str | os.PathLike[str],
+        *arguments: str,
+        replica_index: int = 0,
+        replica_size: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> ManagedProcess:
+        """Starts a data loader, named by its index."""
+        spec = self._specs.data_loader(os.fspath(script), arguments, replica_index, replica_size, env or {})
+        return self._supervisor.start(spec)
+
+    def start_nn_worker(
+        self,
+        script: str | os.PathLike[str],
+        *arguments: str,
+        nproc: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> ManagedProcess:
+        """Starts the training script with `nproc` ranks."""
+        return self._supervisor.start(self._specs.nn_worker(os.fspath(script), arguments, nproc, env or {}))
+
+    def wait(self, process: ManagedProcess, timeout_s: float = 120.0) -> int:
+        """Waits until `process` has ended and returns its exit code.
+
+        Raises `DeadlineExceededError` with its output when it still runs after `timeout_s`.
+        """
+        exit_code = process.wait(timeout_s)
+        if exit_code is None:
+            raise DeadlineExceededError(f"{process.name} still runs after {timeout_s:g} s:\n{process.output}")
+        return exit_code
+
+    def kill(self, name: str) -> None:
+        """Kills a process, as a crash would, and waits for its end."""
+        _kill(self._find(name))
+
+    def stop(self, name: str, timeout_s: float = 10.0) -> int:
+        """Sends SIGTERM and returns the exit code."""
+        process = self._find(name)
+        process.send_signal(signal.SIGTERM)
+        return self.wait(process, timeout_s)
+
+    def restart(self, name: str) -> None:
+        """Kills a process when it runs, and starts it again as before; waits until a server is ready."""
+        old = self._find(name)
+        _kill(old)
+        new = self._supervisor.start(old.spec)
+        for role in _SERVER_ROLES:
+            if name.startswith(f"{role}-"):
+                self._await_ready(role, pid=new.pid, index=int(name.removeprefix(f"{role}-")))
+
+    def logs(self, name: str) -> str:
+        """What a process has written, its last 2,000 lines."""
+        return self._find(name).output
+
+    def _start(self, stack: contextlib.ExitStack) -> None:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="persia-")))
+        self._supervisor = stack.enter_context(Supervisor())
+        self.nats_url = start_local_nats(self._supervisor, folder)
+        self._specs = self._make_specs(folder)
+        for role, replicas in self._num_replicas.items():
+            make_spec = (
+                self._specs.parameter_server
+                if role == EMBEDDING_PARAMETER_SERVER
+                else self._specs.embedding_worker
+            )
+            for index in range(replicas):
+                self._supervisor.start(make_spec(index, replicas))
+        self._session = stack.enter_context(NatsSession(self.nats_url, self._job_name, name="local-cluster"))
+        self._session.connect(self._start_deadline_s)
+        for role, replicas in self._num_replicas.items():
+            self._await_all(role, replicas)
+
+    def _make_specs(self, folder: Path) -> JobSpecs:
+        files = {key: _config_file(config, folder / f"{key}.yml") for key, config in self._configs.items()}
+        paths = {f"PERSIA_{key.upper()}": path for key, path in files.items()}
+        extra = {**paths, **self._extra_env}
+        env = job_environment(nats_url=self.nats_url, job_name=self._job_name, extra=extra)
+        return JobSpecs(env=env, **files)
+
+    def _await_all(self, role: str, replicas: int) -> None:
+        directory = Directory(self._session)
+        deadline = time.monotonic() + self._start_deadline_s
+        while replicas > 0:
+            try:
+                directory.wait_for(role, _ROUND_S, replicas)
+                return
+            except DeadlineExceededError:
+                self._raise_if_one_ended(role)
+                if time.monotonic() >= deadline:
+                    raise
+
+    def _await_ready(self, role: str, *, pid: int, index: int) -> ServiceInfo:
+        directory = Directory(self._session)
+        deadline = time.monotonic() + self._start_deadline_s
+        while time.monotonic() < deadline:
+            info = directory.probe(role, index, _PROBE_S)
+            if info is not None and info.pid == pid:
+                return info
+            self._raise_if_one_ended(role)
+            time.sleep(0.05)  # a probe that nobody hears returns at once
+        raise DeadlineExceededError(f"{role} {index} is not ready after {self._start_deadline_s:g} s")
+
+    def _raise_if_one_ended(self, role: str) -> None:
+        for process in self._supervisor.processes:
+            if process.name.startswith(role) and process.exit_code is not None:
+                raise UnavailableError(
+                    f"{process.name} ended with exit code {process.exit_code}:\n{process.output}"
+                )
+
+    def _find(self, name: str) -> ManagedProcess:
+        names = [process.name for process in self._supervisor.processes]
+        if name not in names:
+            raise NotFoundError(f"no process {name!r} in this cluster: {', '.join(names)}")
+        return self._supervisor.processes[names.index(name)]
+
+
+def _kill(process: ManagedProcess) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait(10.0)
+
+
+def _config_file(config: str | os.PathLike[str] | Mapping[str, Any], path: Path) -> str:
+    """The config's file: its own, or `path` with the contents given."""
+    if not isinstance(config, Mapping):
+        return os.fspath(config)
+    dump_yaml(dict(config), str(path))
+    return str(path)

@@ -1,0 +1,49 @@
+"""Fixtures that run real processes on free ports."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from persia.messaging.session import NatsSession
+from persia.testing import LocalCluster, LocalNats
+
+
+@pytest.fixture(scope="session")
+def nats_server() -> Iterator[LocalNats]:
+    """A NATS server for the whole run; tests keep apart by `job_name`. One that kills it starts its own."""
+    with LocalNats() as server:
+        yield server
+
+
+@pytest.fixture
+def job_name() -> str:
+    return f"test-{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+def make_session(nats_server: LocalNats, job_name: str) -> Iterator[Callable[[str], NatsSession]]:
+    """Makes connected sessions of one job, each with the name given."""
+    with ExitStack() as stack:
+
+        def make(name: str) -> NatsSession:
+            session = stack.enter_context(NatsSession(nats_server.url, job_name, name=name))
+            session.connect(10.0)
+            return session
+
+        yield make
+
+
+@pytest.fixture
+def local_cluster() -> Iterator[Callable[..., LocalCluster]]:
+    """Starts clusters: takes the arguments of `LocalCluster` and returns it entered."""
+    with ExitStack() as stack:
+
+        def start(**options: Any) -> LocalCluster:
+            return stack.enter_context(LocalCluster(**options))
+
+        yield start

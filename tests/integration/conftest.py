@@ -1,0 +1,94 @@
+"""Whole jobs as fixtures: real servers, loaders and NN workers, running the scripts in `jobs/`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+JOBS = Path(__file__).parent / "jobs"
+EMBEDDING_CONFIG = {"feature_index_prefix_bit": 8, "slots_config": {"user": {"dim": 8}, "items": {"dim": 8}}}
+TIMEOUT_S = 120.0
+
+
+class Job:
+    """A running job. `reports` are what the ranks of jobs/train.py have written, once they have ended."""
+
+    def __init__(self, cluster: Any, output: Path, nproc: int) -> None:
+        self.cluster = cluster
+        self.loaders: list[Any] = []
+        self.nn_worker: Any = None
+        self._output = output
+        self._nproc = nproc
+
+    def start(self, loaders: Sequence[Sequence[str]], arguments: Sequence[str]) -> None:
+        for index, options in enumerate(loaders):
+            script = JOBS / "loader.py"
+            process = self.cluster.start_loader(
+                script, *options, replica_index=index, replica_size=len(loaders)
+            )
+            self.loaders.append(process)
+        options = ("--output", str(self._output), *arguments)
+        self.nn_worker = self.cluster.start_nn_worker(JOBS / "train.py", *options, nproc=self._nproc)
+
+    def finish_nn_worker(self) -> int:
+        """Waits for the ranks; returns the exit code."""
+        code: int = self.cluster.wait(self.nn_worker, TIMEOUT_S)
+        return code
+
+    def loader_output(self, index: int) -> str:
+        text: str = self.loaders[index].output
+        return text
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        names = [f"{self._output.name}.rank{rank}.json" for rank in range(self._nproc)]
+        return [json.loads(self._output.with_name(name).read_text()) for name in names]
+
+
+@pytest.fixture
+def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """`start_job(*train_arguments, loaders=[[loader options], ...])` starts a job and returns it, running."""
+    from persia.testing import LocalCluster
+
+    with contextlib.ExitStack() as stack:
+        number = iter(range(1000))
+
+        def start(*arguments: str, loaders: Sequence[Sequence[str]], nproc: int = 1, **cluster: Any) -> Job:
+            env = {
+                "PERSIA_LOADER_SILENCE_SEC": "2",
+                "PERSIA_DEADLINE_SEC": "30",
+                "OMP_NUM_THREADS": "1",
+                **cluster.pop("env", {}),
+            }
+            made = stack.enter_context(LocalCluster(embedding_config=EMBEDDING_CONFIG, env=env, **cluster))
+            job = Job(made, tmp_path / f"job{next(number)}", nproc)
+            job.start(loaders, arguments)
+            return job
+
+        yield start
+
+
+@pytest.fixture
+def run_job(start_job: Callable[..., Job]) -> Callable[..., Job]:
+    """`run_job(*train_arguments, loaders=[number of batches, ...])` runs a job and checks exit codes."""
+
+    def run(
+        *arguments: str,
+        loaders: Sequence[int],
+        loader_exit_codes: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Job:
+        job = start_job(*arguments, loaders=[["--batches", str(n)] for n in loaders], **options)
+        assert job.finish_nn_worker() == 0, job.nn_worker.output
+        codes = [job.cluster.wait(loader, TIMEOUT_S) for loader in job.loaders]
+        assert codes == list(loader_exit_codes or [0] * len(loaders)), [
+            loader.output for loader in job.loaders
+        ]
+        return job
+
+    return run

@@ -1,0 +1,55 @@
+"""A data loader of synthetic batches. The data of a batch depends on its batch_id alone."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+
+from persia.ctx import DataCtx
+from persia.embedding.data import (
+    IDTypeFeature,
+    IDTypeFeatureWithSingleID,
+    Label,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+
+NUM_SAMPLES = 16
+
+
+def make_batch(batch_id: int) -> PersiaBatch:
+    rng = np.random.default_rng(batch_id)
+    users = rng.integers(0, 50, NUM_SAMPLES).astype(np.uint64)
+    items = [rng.integers(0, 200, rng.integers(0, 4)).astype(np.uint64) for _ in range(NUM_SAMPLES)]
+    label = ((users % 2).astype(np.float32) + rng.normal(0, 0.1, NUM_SAMPLES).astype(np.float32)).reshape(
+        -1, 1
+    )
+    return PersiaBatch(
+        [IDTypeFeatureWithSingleID("user", users), IDTypeFeature("items", items)],
+        non_id_type_features=[NonIDTypeFeature(rng.normal(size=(NUM_SAMPLES, 2)).astype(np.float32))],
+        labels=[Label(label)],
+        meta=str(batch_id).encode(),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batches", type=int, required=True)
+    parser.add_argument("--fail-after", type=int, default=-1, help="raise after that many batches")
+    parser.add_argument("--hang-after", type=int, default=-1, help="stop sending, without ending")
+    options = parser.parse_args()
+    with DataCtx() as ctx:
+        for sequence in range(options.batches):
+            if sequence == options.fail_after:
+                raise ValueError("row 17 of the file is broken")
+            if sequence == options.hang_after:
+                print("hanging", flush=True)
+                time.sleep(600)
+            ctx.send_data(make_batch(sequence * ctx.replica_size + ctx.replica_index))
+    print(f"sent {options.batches}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

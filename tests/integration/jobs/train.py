@@ -1,0 +1,102 @@
+"""A training script that writes what happened to `--output`.rank<N>.json, also when it fails."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from persia.ctx import TrainCtx
+from persia.data import DataLoader, StreamingDataset
+from persia.embedding import EmbeddingConfig
+from persia.embedding.optim import Adagrad
+from persia.env import get_rank
+from persia.utils import setup_seed
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(18, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+
+    def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
+        output: torch.Tensor = self.layers(torch.cat([dense[0], *embeddings], dim=1))
+        return output
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Equal for equal parameters, to the last bit."""
+    values = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    return hashlib.sha256(values).hexdigest()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--reproducible", action="store_true")
+    parser.add_argument("--staleness", type=int, default=None)
+    parser.add_argument("--stop-after", type=int, default=-1, help="leave the loop after that many batches")
+    parser.add_argument("--skip-every", type=int, default=0, help="no backward for every n-th batch")
+    return parser.parse_args()
+
+
+def train(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) -> None:
+    loader = DataLoader(
+        StreamingDataset(buffer_size=10),
+        reproducible=options.reproducible,
+        embedding_staleness=options.staleness,
+    )
+    for position, batch in enumerate(loader):
+        report["batch_ids"].append(batch.batch_id)
+        assert batch.meta == str(batch.batch_id).encode()
+        report["max_in_flight"] = max(report["max_in_flight"], ctx.staleness.in_flight)
+        output, labels = ctx.forward(batch)
+        assert labels is not None
+        loss = torch.nn.functional.mse_loss(output, labels[0])
+        report["losses"].append(loss.item())
+        print(f"batch {batch.batch_id}", flush=True)
+        if options.skip_every and position % options.skip_every == 0:
+            continue
+        ctx.backward(loss)
+        if position + 1 == options.stop_after:
+            break
+
+
+def main() -> None:
+    options = parse()
+    setup_seed(7)
+    model = Model()
+    report: dict[str, Any] = {"batch_ids": [], "losses": [], "max_in_flight": 0, "error": None}
+    ctx = TrainCtx(
+        model=model,
+        embedding_optimizer=Adagrad(lr=0.05),
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
+        embedding_config=EmbeddingConfig(emb_initialization=(-0.1, 0.1), seed=3),
+        mixed_precision=False,
+    )
+    try:
+        with ctx:
+            train(ctx, options, report)
+            report["sizes"] = ctx.get_embedding_size()
+    except BaseException as error:
+        report["error"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        report["counters"] = dataclasses.asdict(ctx.counters)
+        report["staleness"] = dataclasses.asdict(ctx.staleness)
+        report["digest"] = digest(model)
+        report["threads"] = [t.name for t in threading.enumerate() if t.name.startswith("persia")]
+        path = options.output.with_name(f"{options.output.name}.rank{get_rank() or 0}.json")
+        path.write_text(json.dumps(report))
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The adult-income example as a newcomer runs it: the demo, with every real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("honcho", reason="needs honcho (the 'examples' extra)")
+pytest.importorskip("matplotlib", reason="needs matplotlib (the 'examples' extra)")
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLE = REPOSITORY / "examples" / "adult_income"
+TIMEOUT_S = 240
+
+
+def adult_source() -> Path | None:
+    """The folder with the real UCI files, or None."""
+    directory = Path(os.environ.get("ADULT_SOURCE") or REPOSITORY.parent / "shared" / "data" / "adult")
+    found = any((directory / f"adult.data{suffix}").is_file() for suffix in ("", ".xz"))
+    return directory if found else None
+
+
+def demo_command(output: Path, *arguments: str) -> list[str]:
+    return [sys.executable, str(EXAMPLE / "demo.py"), "--output", str(output), *arguments]
+
+
+def demo_environment(**changes: str) -> dict[str, str]:
+    settings = ("ADULT_SOURCE", "REPRODUCIBLE", "EMBEDDING_STALENESS", "SEED")
+    return {name: value for name, value in os.environ.items() if name not in settings} | changes
+
+
+def run_demo(output: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        demo_command(output, *arguments),
+        env=demo_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def job_processes(output: Path) -> list[str]:
+    """Processes that were started for this output directory, by their environment."""
+    tag = f"ADULT_OUTPUT={output}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if tag in (entry / "environ").read_bytes().split(b"\0"):
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    assert job_processes(tmp_path) == []
+
+
+def check_summary(output: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((output / "summary.json").read_text(encoding="utf-8"))
+    assert summary["samples_per_second"] > 0
+    assert summary["max_staleness"] >= 0
+    for path in summary["paths"].values():
+        assert Path(path).exists(), path
+    assert {"dense.pt", "jit_dense.pt"} <= {path.name for path in (output / "checkpoint").iterdir()}
+    return summary
+
+
+def test_demo_reaches_the_published_auc(output: Path) -> None:
+    source = adult_source()
+    if source is None:
+        pytest.skip("no UCI Adult files: set ADULT_SOURCE to a folder that has adult.data and adult.test")
+    finished = run_demo(output, "--source", str(source), REPRODUCIBLE="1", EMBEDDING_STALENESS="1")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    summary = check_summary(output)
+    assert summary["dataset"] == "adult"
+    assert summary["test_auc"] >= 0.892
+    assert summary["max_staleness"] <= 1
+    assert summary["num_embeddings"] == 102  # All categories of the eight columns.
+    assert f"{summary['test_auc']:.7f}" in finished.stdout
+
+
+def test_demo_on_generated_data_does_not_pretend(output: Path) -> None:
+    finished = run_demo(output, "--generate")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    summary = check_summary(output)
+    best_auc = json.loads((output / "data" / "dataset.json").read_text(encoding="utf-8"))["best_auc"]
+    assert summary["dataset"] == "generated"
+    assert best_auc - 0.02 < summary["test_auc"] < best_auc + 0.005
+    assert "not Adult" in finished.stdout
+    assert "published" not in finished.stdout
+
+
+def test_demo_shows_the_error_of_the_process_that_failed(output: Path) -> None:
+    finished = run_demo(output, "--generate", SEED="none")
+    assert finished.returncode == 1
+    _, _, report = finished.stderr.partition("the demo failed")
+    assert "SEED is 'none'" in report
+    assert not (output / "summary.json").exists()
+
+
+def test_an_interrupted_demo_leaves_nothing_running(output: Path) -> None:
+    demo = subprocess.Popen(
+        demo_command(output, "--generate"),
+        env=demo_environment(PYTHONUNBUFFERED="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert demo.stdout is not None
+    for line in demo.stdout:
+        if "started (pid=" in line:
+            break
+    time.sleep(1.0)  # Somewhere in the start of the others: any moment must do.
+    demo.send_signal(signal.SIGINT)
+    _, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert "every process of the job has been stopped" in errors

@@ -1,0 +1,105 @@
+"""When processes die: typed errors that name them, or recovery, and never a hang."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+
+
+def await_output(process: Any, text: str, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while text not in process.output:
+        assert time.monotonic() < deadline, f"{process.name} never printed {text!r}:\n{process.output}"
+        assert process.exit_code is None, f"{process.name} ended:\n{process.output}"
+        time.sleep(0.02)
+
+
+def test_killed_loader_is_named_after_the_silence(start_job: Any) -> None:
+    job = start_job(loaders=[["--batches", "20"], ["--batches", "500", "--hang-after", "10"]])
+    await_output(job.loaders[1], "hanging")
+    job.loaders[1].send_signal(signal.SIGKILL)
+    assert job.finish_nn_worker() != 0
+    (report,) = job.reports
+    assert "UnavailableError: data loader 1 of 2 was silent for 2 s" in report["error"]
+    assert "data loader 1 of 2 was silent" in job.nn_worker.output
+    assert report["counters"]["batches_trained"] == 30
+    assert report["threads"] == []
+
+
+def test_silent_loader_that_lives_is_waited_for(start_job: Any) -> None:
+    job = start_job(loaders=[["--batches", "20", "--hang-after", "10"]])
+    await_output(job.loaders[0], "hanging")
+    time.sleep(5)  # more than twice the silence of 2 s
+    assert job.nn_worker.exit_code is None
+    job.loaders[0].send_signal(signal.SIGINT)
+    assert job.finish_nn_worker() != 0
+    assert "data loader 0 ended with an error after 10 batches: KeyboardInterrupt" in job.reports[0]["error"]
+
+
+def test_error_in_a_loader_reaches_the_rank(start_job: Any) -> None:
+    job = start_job(loaders=[["--batches", "20", "--fail-after", "5"]])
+    assert job.finish_nn_worker() != 0
+    (report,) = job.reports
+    assert "data loader 0 ended with an error after 5 batches: ValueError: row 17" in report["error"]
+    assert report["counters"]["batches_trained"] == 5
+    assert "row 17 of the file is broken" in job.loaders[0].output
+
+
+def test_interrupt_ends_the_rank_in_order(start_job: Any) -> None:
+    job = start_job(loaders=[["--batches", "100000"]])
+    await_output(job.nn_worker, "batch 20")
+    job.nn_worker.send_signal(signal.SIGINT)
+    assert job.finish_nn_worker() != 0
+    (report,) = job.reports
+    counters = report["counters"]
+    assert report["error"].startswith("KeyboardInterrupt")
+    assert report["threads"] == []
+    ended = counters["batches_trained"] + counters["batches_released"]
+    assert counters["batches_received"] == ended
+    assert report["staleness"]["in_flight"] == 0
+    assert job.cluster.wait(job.loaders[0]) != 0  # it says that nobody takes its batches
+
+
+def test_sigterm_ends_the_rank_in_order(start_job: Any) -> None:
+    job = start_job(loaders=[["--batches", "100000"]])
+    await_output(job.nn_worker, "batch 20")
+    job.nn_worker.send_signal(signal.SIGTERM)
+    job.finish_nn_worker()
+    (report,) = job.reports
+    assert report["error"] == f"SystemExit: {128 + signal.SIGTERM}"
+    assert report["threads"] == []
+
+
+@pytest.mark.parametrize("role", ["embedding-parameter-server", "embedding-worker"])
+def test_dead_server_is_a_typed_error(start_job: Any, role: str) -> None:
+    job = start_job(loaders=[["--batches", "100000"]], env={"PERSIA_DEADLINE_SEC": "10"})
+    await_output(job.nn_worker, "batch 20")
+    job.cluster.kill(f"{role}-0")
+    assert job.finish_nn_worker() != 0
+    error = job.reports[0]["error"]
+    assert error.split(":")[0] in {"UnavailableError", "DeadlineExceededError"}
+    # A rank talks to embedding workers only: it may have given up before the worker could say who is missing.
+    assert "embedding-worker 0" in error or f"{role} 0" in error
+    assert job.reports[0]["threads"] == []
+
+
+def test_restarted_parameter_server_is_found_again(start_job: Any) -> None:
+    job = start_job(loaders=[["--batches", "300"]])
+    await_output(job.nn_worker, "batch 50")
+    job.cluster.restart("embedding-parameter-server-0")
+    assert job.finish_nn_worker() == 0, job.nn_worker.output
+    (report,) = job.reports
+    # Its rows are gone, so some gradients have found none; every batch was trained all the same.
+    assert report["counters"]["batches_trained"] == 300
+
+
+def test_dead_nn_worker_ends_its_loader(start_job: Any) -> None:
+    job = start_job(loaders=[["--batches", "100000"]], env={"PERSIA_DEADLINE_SEC": "10"})
+    await_output(job.nn_worker, "batch 20")
+    job.nn_worker.send_signal(signal.SIGKILL)
+    assert job.cluster.wait(job.loaders[0], 60) != 0
+    assert "UnavailableError" in job.loaders[0].output
+    assert "NN worker 0" in job.loaders[0].output

@@ -1,0 +1,163 @@
+"""`persia-launcher local` runs a whole job, and takes all of it down when one process fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+DEADLINE_S = 120.0
+
+
+def is_alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+class Job:
+    """A job with two tiny scripts, whose processes write their process numbers to the output."""
+
+    def __init__(self, folder) -> None:
+        self.folder = folder
+        self.write("embedding_config.yml", "slots_config: {user: {dim: 8}}\n")
+        self.write("global_config.yml", "{}\n")
+        self.write("loader.py", "")
+        self.write("train.py", "")
+
+    def write(self, name: str, text: str) -> None:
+        preamble = "import os; print('pid', os.getpid())\n" if name.endswith(".py") else ""
+        (self.folder / name).write_text(preamble + text)
+
+    def start(self, *arguments: str, script_arguments: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        command = [
+            *(sys.executable, "-m", "persia.launcher", "local"),
+            *("--nn-worker", str(self.folder / "train.py"), "--data-loader", str(self.folder / "loader.py")),
+            *("--embedding-config", str(self.folder / "embedding_config.yml")),
+            *("--global-config", str(self.folder / "global_config.yml")),
+            *(*arguments, "--", *script_arguments),
+        ]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def run(self, *arguments: str, script_arguments: tuple[str, ...] = ()) -> tuple[int, str]:
+        with self.start(*arguments, script_arguments=script_arguments) as process:
+            output, _ = process.communicate(timeout=DEADLINE_S)
+        return process.returncode, output
+
+
+@pytest.fixture
+def job(tmp_path):
+    return Job(tmp_path)
+
+
+def pids_in(output: str) -> list[int]:
+    """Of the scripts, which print it, and of the servers, which log it."""
+    return [int(pid) for pid in re.findall(r"pid (\d+)", output)]
+
+
+# Ends when all servers are ready, so that all of them have to be taken down.
+AWAIT_SERVERS = """
+from persia import env
+from persia.messaging.discovery import Directory
+from persia.messaging.session import NatsSession
+session = NatsSession(env.get_nats_url(), env.get_job_name(), name="script")
+session.connect(60)
+directory = Directory(session)
+(server, *_) = directory.wait_for("embedding-parameter-server", 60)
+directory.wait_for("embedding-worker", 60)
+session.close()
+"""
+
+
+def test_a_job_that_succeeds(job):
+    job.write("train.py", AWAIT_SERVERS + "import sys; print('trains with', sys.argv[1:])")
+    job.write("loader.py", "import sys; print('loads', os.environ['REPLICA_INDEX'], sys.argv[1:])")
+    sizes = ("--parameter-servers", "2", "--embedding-workers", "2", "--data-loaders", "2")
+    code, output = job.run(*sizes, "--loader-args", "-v 'a b'", script_arguments=("--lr", "1"))
+    assert code == 0, output
+    assert re.search(r"^nn-worker +\| trains with \['--lr', '1'\]$", output, re.MULTILINE)
+    for index in range(2):
+        line = rf"^data-loader-{index} +\| loads {index} \['-v', 'a b'\]$"
+        assert re.search(line, output, re.MULTILINE), output
+        assert f"embedding-parameter-server-{index}" in output
+        assert f"embedding-worker-{index}" in output
+    assert len(set(pids_in(output))) >= 7
+    assert not any(is_alive(pid) for pid in pids_in(output))
+
+
+def test_a_job_with_two_ranks(job):
+    job.write("train.py", "print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
+    code, output = job.run("--nproc-per-node", "2")
+    assert code == 0, output
+    assert "rank 0 of 2" in output
+    assert "rank 1 of 2" in output
+
+
+@pytest.mark.parametrize(("failing", "name"), [("train.py", "nn-worker"), ("loader.py", "data-loader-0")])
+def test_a_script_that_fails_ends_the_job_with_its_error(job, failing, name):
+    job.write("train.py", "import time; time.sleep(1000)")
+    job.write(failing, AWAIT_SERVERS + "print('last words'); raise SystemExit(7)")
+    code, output = job.run()
+    assert code == 7, output
+    verdict = output.partition(f"{name} ended with exit code 7")[2]
+    assert "    last words\n" in verdict
+    assert not any(is_alive(pid) for pid in pids_in(output))
+
+
+def test_a_server_that_dies_ends_the_job(job):
+    job.write("train.py", AWAIT_SERVERS + "import time; os.kill(server.pid, 9); time.sleep(1000)")
+    code, output = job.run()
+    assert code == 128 + signal.SIGKILL, output
+    assert "embedding-parameter-server-0 was ended by SIGKILL" in output
+    assert not any(is_alive(pid) for pid in pids_in(output))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_takes_everything_down(job, number):
+    job.write("train.py", AWAIT_SERVERS + "print('training'); import time; time.sleep(1000)")
+    with job.start() as process:
+        output = ""
+        for line in process.stdout:
+            output += line
+            if line.endswith("| training\n"):
+                break
+        process.send_signal(number)
+        output += process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 128 + number, output
+    assert not any(is_alive(pid) for pid in pids_in(output))
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(job):
+    job.write("train.py", AWAIT_SERVERS + "print('training', flush=True); import time; time.sleep(1000)")
+    with job.start() as process:
+        output = ""
+        for line in process.stdout:
+            output += line
+            if line.endswith("| training\n"):
+                break
+        process.kill()
+    deadline = time.monotonic() + DEADLINE_S
+    while any(is_alive(pid) for pid in pids_in(output)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("embedding_config.yml", "slots_config: {user: {dimm: 8}}", "dimm"),
+        ("global_config.yml", "common: {}", "common_config"),
+        ("loader.py", None, "loader.py"),
+    ],
+)
+def test_what_is_wrong_is_found_before_anything_starts(job, name, content, complaint):
+    (job.folder / name).unlink()
+    if content is not None:
+        job.write(name, content)
+    code, output = job.run()
+    assert code == 1
+    assert complaint in output
+    assert len(output.splitlines()) == 1

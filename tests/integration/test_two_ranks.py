@@ -1,0 +1,26 @@
+"""Two ranks under gloo: every batch trained, equal dense models, both ranks end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize("lengths", [[31, 12], [5, 40], [1]], ids=str)
+def test_ranks_with_unequal_numbers_of_batches_end_together(run_job: Any, lengths: list[int]) -> None:
+    reports = run_job(loaders=lengths, nproc=2, parameter_servers=2, embedding_workers=2).reports
+    ids = [s * len(lengths) + i for i, length in enumerate(lengths) for s in range(length)]
+    for rank, report in enumerate(reports):
+        assert report["error"] is None
+        assert sorted(report["batch_ids"]) == sorted(i for i in ids if i % 2 == rank)
+        assert report["counters"]["batches_trained"] == report["counters"]["batches_received"]
+        assert report["threads"] == []
+    assert reports[0]["digest"] == reports[1]["digest"]
+
+
+def test_bounded_staleness_per_rank(run_job: Any) -> None:
+    reports = run_job("--staleness", "1", loaders=[30, 30], nproc=2).reports
+    assert [report["counters"]["batches_trained"] for report in reports] == [30, 30]
+    # The own bound is 1; between a lookup and its update the other rank may update.
+    assert all(report["staleness"]["max"] <= 2 for report in reports)

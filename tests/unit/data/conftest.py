@@ -1,0 +1,149 @@
+"""A backend and a context without any embeddings, whose calls a test can hold up and make fail."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from persia._native import BatchReference
+from persia.data.host import LoaderHost
+from persia.data.prefetch import Prefetcher
+from persia.data.stream import StreamReceiver
+from persia.embedding.counters import Counters
+from persia.embedding.lease import Releaser
+
+
+class FakeBackend:
+    """Records calls by reference number. `on_lookup` and `on_return` run inside the calls."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.looked_up: list[int] = []
+        self.returned: list[int] = []
+        self.released: list[int] = []
+        self.on_lookup: Callable[[int], None] = lambda number: None
+        self.on_return: Callable[[int], None] = lambda number: None
+        self._num_direct = 0
+
+    def configure(self, config: Any, *, replace: bool = False) -> None:
+        pass
+
+    def lookup(self, reference: BatchReference, *, requires_grad: bool) -> Any:
+        self.on_lookup(reference.reference)
+        with self.lock:
+            self.looked_up.append(reference.reference)
+        return SimpleNamespace(reference=reference, batch_size=1, slots=[])
+
+    def lookup_direct(self, id_features: bytes, *, requires_grad: bool) -> Any:
+        with self.lock:
+            self._num_direct += 1
+            number = self._num_direct
+        return self.lookup(BatchReference(0, 1, number), requires_grad=requires_grad)
+
+    def return_gradients(self, reference: BatchReference, gradients: Any, *, scale: float) -> Any:
+        self.on_return(reference.reference)
+        with self.lock:
+            self.returned.append(reference.reference)
+        return SimpleNamespace(
+            staleness=2, num_updated=3, num_missing=1, num_nonfinite_slots=0, num_skipped_slots=1
+        )
+
+    def release(self, reference: BatchReference) -> None:
+        with self.lock:
+            self.released.append(reference.reference)
+
+    def set_embeddings(self, signs: Any, rows: Any) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+    def sizes(self) -> list[int]:
+        return [0]
+
+    def close(self) -> None:
+        pass
+
+
+class FakeHost(LoaderHost):
+    """The least a data loader needs."""
+
+    def __init__(self, backend: FakeBackend, *, training: bool = True) -> None:
+        self._backend = backend
+        self._training = training
+        self._counters = Counters()
+        self._releaser = Releaser(backend, self._counters)
+        self.prefetchers: list[Prefetcher] = []
+
+    @property
+    def backend(self) -> FakeBackend:
+        return self._backend
+
+    @property
+    def releaser(self) -> Releaser:
+        return self._releaser
+
+    @property
+    def lookup_counters(self) -> Counters:
+        return self._counters
+
+    @property
+    def device(self) -> torch.device | None:
+        return None
+
+    @property
+    def training(self) -> bool:
+        return self._training
+
+    def open_stream(self, buffer_size: int, *, ordered: bool) -> StreamReceiver:
+        raise AssertionError("no streams here")
+
+    def attach(self, prefetcher: Prefetcher) -> None:
+        self.prefetchers.append(prefetcher)
+
+    def detach(self, prefetcher: Prefetcher) -> None:
+        self.prefetchers.remove(prefetcher)
+
+    def uneven_inputs(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        for prefetcher in self.prefetchers:
+            prefetcher.close(30)
+        self._releaser.close(30)
+
+
+@pytest.fixture
+def fake_backend() -> FakeBackend:
+    return FakeBackend()
+
+
+@pytest.fixture
+def fake_host(fake_backend: FakeBackend) -> Iterator[FakeHost]:
+    host = FakeHost(fake_backend)
+    yield host
+    host.close()
+
+
+@pytest.fixture
+def evaluating_host(fake_backend: FakeBackend) -> Iterator[FakeHost]:
+    host = FakeHost(fake_backend, training=False)
+    yield host
+    host.close()
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left() -> Iterator[None]:
+    """Every test must end the threads it has started."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive(), f"{thread.name} is left behind"

@@ -1,0 +1,69 @@
+"""A training batch that nobody trains is given up, once, wherever it is dropped."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from persia._native import BatchReference
+from persia.embedding.counters import Counters
+from persia.embedding.lease import BatchLease, Releaser
+from persia.errors import UnavailableError
+
+
+class Owner:
+    """Stands for the batch object of the training loop."""
+
+
+def lease(number: int, settled: list[int]) -> BatchLease:
+    return BatchLease(number, BatchReference(0, 1, number), lambda: settled.append(number))
+
+
+def test_dropping_the_owner_releases_the_batch(fake_backend: Any) -> None:
+    counters, settled = Counters(), list[int]()
+    releaser = Releaser(fake_backend, counters)
+    owner = Owner()
+    owner.cycle = owner  # type: ignore[attr-defined]  # only the collector can find it
+    lease(1, settled).watch(owner, releaser)
+    del owner
+    gc.collect()
+    releaser.close(30)
+    assert fake_backend.released == [1]
+    assert settled == [1]
+    assert counters.snapshot().batches_released == 1
+
+
+def test_claimed_batch_is_not_released(fake_backend: Any) -> None:
+    settled: list[int] = []
+    releaser = Releaser(fake_backend, Counters())
+    owner, claimed = Owner(), lease(1, settled)
+    claimed.watch(owner, releaser)
+    assert claimed.claim()
+    del owner
+    releaser.close(30)
+    assert fake_backend.released == []
+
+
+def test_close_gives_up_what_the_script_still_holds(fake_backend: Any) -> None:
+    settled: list[int] = []
+    releaser = Releaser(fake_backend, Counters())
+    owner, held = Owner(), lease(1, settled)
+    held.watch(owner, releaser)
+    releaser.close(30)
+    assert fake_backend.released == [1]
+    assert not held.claim()
+    del owner  # finalizes: nothing happens twice
+    assert settled == [1]
+
+
+def test_release_that_fails_still_frees_the_permit(fake_backend: Any) -> None:
+    def fail(reference: BatchReference) -> None:
+        raise UnavailableError("gone")
+
+    fake_backend.release = fail
+    counters, settled = Counters(), list[int]()
+    releaser = Releaser(fake_backend, counters)
+    releaser.abandon(lease(1, settled))
+    releaser.close(30)
+    assert settled == [1]
+    assert counters.snapshot().batches_released == 1

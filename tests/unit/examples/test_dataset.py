@@ -1,0 +1,48 @@
+"""Splits, batches, and the files between preparation and training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataset import BATCH_SIZE, DataError, DatasetInfo, Split, load_info, load_split, save_dataset
+
+
+def make_split(rows: int) -> Split:
+    return Split(
+        ids=np.arange(rows * 8, dtype=np.uint64).reshape(rows, 8),
+        dense=np.arange(rows * 5, dtype=np.float32).reshape(rows, 5),
+        labels=np.ones((rows, 1), dtype=np.float32),
+    )
+
+
+@pytest.mark.parametrize("rows", [0, 1, BATCH_SIZE - 1, BATCH_SIZE, BATCH_SIZE + 1, 3 * BATCH_SIZE])
+def test_batches_cover_every_row_once_in_order(rows: int) -> None:
+    split = make_split(rows)
+    batches = list(split.batches())
+    assert np.array_equal(np.concatenate([np.empty((0, 8), np.uint64), *(b.ids for b in batches)]), split.ids)
+    assert all(len(batch) > 0 for batch in batches)
+    assert split.num_full_batches == sum(len(batch) == BATCH_SIZE for batch in batches)
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    train, test = make_split(300), make_split(7)
+    info = DatasetInfo(
+        dataset="adult", train_rows=300, test_rows=7, num_categories={"race": 5}, best_auc=None
+    )
+    save_dataset(tmp_path / "new", info, train, test)
+    assert load_info(tmp_path / "new") == info
+    for name, split in (("train", train), ("test", test)):
+        loaded = load_split(tmp_path / "new", name)
+        assert np.array_equal(loaded.ids, split.ids)
+        assert np.array_equal(loaded.dense, split.dense)
+        assert np.array_equal(loaded.labels, split.labels)
+
+
+def test_data_not_prepared_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"train\.npz does not exist: run prepare_data\.py"):
+        load_split(tmp_path, "train")
+    with pytest.raises(DataError, match=r"dataset\.json does not exist"):
+        load_info(tmp_path)

@@ -1,0 +1,88 @@
+"""Preparation as a whole: real or generated, and never one under the name of the other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adult import ChecksumError
+from dataset import load_info, load_split
+from generated import generate
+from prepare_data import describe, prepare
+
+SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "adult_income" / "prepare_data.py"
+
+
+def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "ADULT_SOURCE"}
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_generated_data_says_what_it_is(tmp_path: Path) -> None:
+    info = prepare(tmp_path, None, generated=True)
+    assert load_info(tmp_path) == info
+    assert info.dataset == "generated"
+    assert describe(info).startswith("Generated data (not Adult)")
+    assert f"{info.best_auc:.4f}" in describe(info)
+    assert len(load_split(tmp_path, "train")) == info.train_rows
+
+
+def test_generated_data_is_the_same_for_a_seed_and_another_for_another() -> None:
+    (info, train, _), (again, train_again, _) = generate(seed=1), generate(seed=1)
+    assert info == again
+    assert np.array_equal(train.ids, train_again.ids)
+    assert np.array_equal(train.labels, train_again.labels)
+    assert not np.array_equal(generate(seed=2)[1].labels, train.labels)
+
+
+def test_generated_data_can_be_learnt_but_not_perfectly() -> None:
+    info, train, _ = generate()
+    assert info.best_auc is not None
+    assert 0.85 < info.best_auc < 0.97
+    assert 0.1 < train.labels.mean() < 0.5
+
+
+def test_a_local_copy_is_verified(tmp_path: Path) -> None:
+    (tmp_path / "adult.data").write_text("39, State-gov\n", encoding="utf-8")
+    with pytest.raises(ChecksumError, match=str(tmp_path / "adult.data")):
+        prepare(tmp_path / "out", tmp_path, generated=False)
+    assert not (tmp_path / "out" / "dataset.json").exists()
+
+
+def test_the_command_ends_with_one_clear_line_on_bad_input(tmp_path: Path) -> None:
+    finished = run_script("--source", str(tmp_path), "--output", str(tmp_path / "out"))
+    assert finished.returncode == 1
+    assert finished.stderr.startswith("error: neither")
+    assert "Traceback" not in finished.stderr
+
+
+def test_the_command_prepares_a_local_copy(tmp_path: Path, adult_source: Path) -> None:
+    finished = run_script("--source", str(adult_source), "--output", str(tmp_path))
+    assert finished.returncode == 0, finished.stderr
+    assert "UCI Adult: 32,561 training and 16,281 test rows" in finished.stdout
+    assert load_info(tmp_path).dataset == "adult"
+
+
+def test_without_network_and_source_generated_data_is_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import prepare_data
+
+    def no_network(*_: object) -> bytes:
+        raise prepare_data.DownloadError("no route to host")
+
+    monkeypatch.setattr(prepare_data, "fetch", no_network)
+    monkeypatch.delenv("ADULT_SOURCE", raising=False)
+    monkeypatch.setattr(sys, "argv", ["prepare_data.py", "--output", str(tmp_path)])
+    assert prepare_data.main() == 1
+    errors = capsys.readouterr().err
+    assert "no route to host" in errors
+    assert "--source DIR" in errors
+    assert "--generate" in errors
+    assert not (tmp_path / "dataset.json").exists()

@@ -1,0 +1,51 @@
+"""Settings from the environment: defaults, values, and refusals that name variable and value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from settings import DEFAULT_SEED, Settings, SettingsError
+
+NAMES = ("ADULT_DATA", "ADULT_OUTPUT", "SEED", "REPRODUCIBLE", "EMBEDDING_STALENESS", "ENABLE_CUDA")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_defaults() -> None:
+    settings = Settings.from_environment()
+    assert (settings.seed, settings.reproducible, settings.embedding_staleness) == (DEFAULT_SEED, False, None)
+
+
+def test_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(NAMES, ("data", "out", "0", "1", "7", "0"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert Settings.from_environment() == Settings(
+        data=Path("data"),
+        output=Path("out"),
+        seed=0,
+        reproducible=True,
+        embedding_staleness=7,
+        enable_cuda=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SEED", "-1"),
+        ("SEED", "x"),
+        ("REPRODUCIBLE", "yes"),
+        ("EMBEDDING_STALENESS", "0"),
+        ("ENABLE_CUDA", "2"),
+    ],
+)
+def test_refusals(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=f"{name} is '{value}'"):
+        Settings.from_environment()

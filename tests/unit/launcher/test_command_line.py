@@ -1,0 +1,185 @@
+"""The command line: help, published names and environment variables, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from persia.errors import UnavailableError
+from persia.launcher import cli
+from persia.roles import embedding_worker, parameter_server
+
+SUBCOMMANDS = (
+    "local",
+    "nats-server",
+    "embedding-parameter-server",
+    "embedding-worker",
+    "data-loader",
+    "nn-worker",
+)
+
+
+def run(*arguments: str, **env: str):
+    return CliRunner().invoke(cli, list(arguments), env=env)
+
+
+def launch(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: these commands become another program."""
+    command = [sys.executable, "-m", "persia.launcher", *arguments]
+    return subprocess.run(
+        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import json, os, sys\n"
+        "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'REPLICA_INDEX', 'REPLICA_SIZE')\n"
+        "print(json.dumps([sys.argv[1:], {name: os.environ.get(name) for name in names}]))\n"
+        "sys.exit(int(os.environ.get('EXIT_CODE', 0)))\n"
+    )
+    return str(path)
+
+
+def test_help_names_all_subcommands():
+    output = run("--help").output
+    assert all(name in output for name in SUBCOMMANDS)
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_each_subcommand_has_help(name):
+    result = run(name, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_help_imports_neither_torch_nor_the_native_module():
+    code = (
+        "import sys\n"
+        "from persia.launcher import cli\n"
+        "cli(['--help'], standalone_mode=False)\n"
+        "for name in ('local', 'nn-worker', 'data-loader', 'embedding-worker'):\n"
+        "    cli([name, '--help'], standalone_mode=False)\n"
+        "print([name for name in ('torch', 'numpy', 'nats', 'persia._core') if name in sys.modules])\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "function", "port"),
+    [
+        ("embedding-parameter-server", parameter_server, "run_parameter_server", 8888),
+        ("embedding-worker", embedding_worker, "run_embedding_worker", 8887),
+    ],
+)
+def test_servers_take_the_published_options_and_variables(monkeypatch, name, module, function, port):
+    seen = []
+    monkeypatch.setattr(module, function, seen.append)
+    variables = {"PERSIA_EMBEDDING_CONFIG": "e.yml", "PERSIA_GLOBAL_CONFIG": "g.yml"}
+    assert run(name, **variables).exit_code == 0
+    options = ["--port", "0", "--replica-index", "1", "--replica-size", "2", "--embedding-config", "x.yml"]
+    assert run(name, *options, PERSIA_BIND_HOST="0.0.0.0", **variables).exit_code == 0
+    default, given = seen
+    assert (default.port, default.host) == (port, "127.0.0.1")
+    assert (default.embedding_config, default.global_config) == ("e.yml", "g.yml")
+    assert (default.replica_index, default.replica_size) == (0, 1)
+    assert (given.port, given.host, given.embedding_config) == (0, "0.0.0.0", "x.yml")
+    assert (given.replica_index, given.replica_size) == (1, 2)
+
+
+def test_an_error_of_ours_is_one_line_and_exit_code_1(monkeypatch):
+    def fail(_options):
+        raise UnavailableError("no broker at nats://x")
+
+    monkeypatch.setattr(parameter_server, "run_parameter_server", fail)
+    result = run("embedding-parameter-server")
+    assert result.exit_code == 1
+    assert result.output == "persia-launcher: no broker at nats://x\n"
+
+
+def test_debugging_shows_the_traceback(monkeypatch):
+    def fail(_options):
+        raise UnavailableError("no broker")
+
+    monkeypatch.setattr(parameter_server, "run_parameter_server", fail)
+    assert isinstance(run("embedding-parameter-server", LOG_LEVEL="debug").exception, UnavailableError)
+
+
+def test_a_replica_index_out_of_range_is_refused():
+    result = run("embedding-parameter-server", "--replica-index", "2", "--replica-size", "2")
+    assert result.exit_code == 1
+    assert "--replica-index 2 is not below --replica-size 2" in result.output
+
+
+def test_one_rank_runs_the_script_with_its_arguments(script):
+    result = launch("nn-worker", script, "--epochs", "3", "--help", EXIT_CODE="7")
+    assert json.loads(result.stdout) == [
+        ["--epochs", "3", "--help"],
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "REPLICA_INDEX": None, "REPLICA_SIZE": None},
+    ]
+    assert result.returncode == 7
+
+
+def test_several_ranks_run_under_torchrun(script):
+    result = launch("nn-worker", "--nproc-per-node", "2", script, "x")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert sorted(variables["RANK"] for _, variables in lines) == ["0", "1"]
+    assert all(variables["WORLD_SIZE"] == "2" and arguments == ["x"] for arguments, variables in lines)
+
+
+def test_a_failing_rank_fails_the_job(script):
+    assert launch("nn-worker", "--nproc-per-node", "2", script, EXIT_CODE="7").returncode == 1
+
+
+def test_ranks_end_with_torchrun_even_when_it_is_killed(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os, time; print(os.getpid()); time.sleep(1000)")
+    command = [sys.executable, "-m", "persia.launcher", "nn-worker", "--nproc-per-node", "2", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as torchrun:
+        ranks = [int(torchrun.stdout.readline()) for _ in range(2)]
+        assert all(os.path.exists(f"/proc/{rank}") for rank in ranks)
+        torchrun.kill()
+        # The pipe ends when the last rank, which holds it open, has ended.
+        torchrun.communicate(timeout=60)
+
+
+def test_verbose_shows_the_command(script):
+    result = launch("data-loader", script, "a b", PERSIA_LAUNCHER_VERBOSE="1")
+    assert result.stderr == f"+ REPLICA_INDEX=0 REPLICA_SIZE=1 {sys.executable} {script} 'a b'\n"
+
+
+def test_several_machines_need_an_address(script):
+    result = run("nn-worker", "--nnodes", "2", script)
+    assert result.exit_code == 2
+    assert "--master-addr" in result.output
+
+
+def test_a_loader_knows_its_replica(script):
+    result = launch("data-loader", "--replica-index", "1", "--replica-size", "2", script, "-v", EXIT_CODE="5")
+    arguments, variables = json.loads(result.stdout)
+    assert arguments == ["-v"]
+    assert (variables["REPLICA_INDEX"], variables["REPLICA_SIZE"]) == ("1", "2")
+    assert result.returncode == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"),
+    [("nn-worker", "PERSIA_NN_WORKER_ENTRY"), ("data-loader", "PERSIA_DATALOADER_ENTRY")],
+)
+def test_the_entry_may_come_from_the_environment(script, name, variable):
+    result = launch(name, "--", "--flag", **{variable: script})
+    assert json.loads(result.stdout)[0] == ["--flag"]
+
+
+def test_a_lingering_loader_that_fails_ends_at_once(script):
+    assert launch("data-loader", "--linger", script, EXIT_CODE="5").returncode == 5

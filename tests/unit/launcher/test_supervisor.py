@@ -1,0 +1,123 @@
+"""The supervisor passes output on, tells ends in order, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from persia.errors import FailedPreconditionError
+from persia.launcher.supervisor import ProcessSpec, Supervisor
+
+DEADLINE_S = 30.0
+
+
+def python(name: str, code: str) -> ProcessSpec:
+    return ProcessSpec(name=name, command=(sys.executable, "-u", "-c", code), env=dict(os.environ))
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether `pid` runs; a zombie, which nobody may collect here, does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+@pytest.fixture
+def supervisor(lines):
+    with Supervisor(lambda name, line: lines.append((name, line))) as supervisor:
+        yield supervisor
+
+
+def test_output_and_errors_come_line_by_line_in_order(supervisor, lines):
+    process = supervisor.start(
+        python("p", "import sys; print('one'); print('two', file=sys.stderr); print('three')")
+    )
+    assert process.wait(DEADLINE_S) == 0
+    assert lines == [("p", "one"), ("p", "two"), ("p", "three")]
+    assert process.output == "one\ntwo\nthree"
+
+
+def test_the_kept_output_is_bounded(supervisor):
+    process = supervisor.start(python("p", "for i in range(5000): print(i)"))
+    assert process.wait(DEADLINE_S) == 0
+    assert process.output.splitlines()[0] == "3000"
+
+
+def test_ends_are_told_in_their_order_with_exit_codes(supervisor):
+    supervisor.start(
+        python("second", "import sys; sys.stdin.read(); import time; time.sleep(0.3); sys.exit(4)")
+    )
+    supervisor.start(python("first", "raise SystemExit(3)"))
+    ended = [supervisor.next_ended(DEADLINE_S), supervisor.next_ended(DEADLINE_S)]
+    assert [(process.name, process.exit_code) for process in ended] == [("first", 3), ("second", 4)]
+    assert supervisor.next_ended(0.0) is None
+
+
+def test_a_signal_shows_as_a_negative_exit_code(supervisor):
+    process = supervisor.start(python("p", "import time; time.sleep(1000)"))
+    assert process.exit_code is None
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    process.send_signal(signal.SIGTERM)  # after its end: no harm
+
+
+def test_names_are_taken_while_the_process_runs(supervisor):
+    process = supervisor.start(python("p", "import time; time.sleep(1000)"))
+    with pytest.raises(FailedPreconditionError, match="p is running"):
+        supervisor.start(process.spec)
+    process.send_signal(signal.SIGKILL)
+    process.wait(DEADLINE_S)
+    assert supervisor.start(process.spec).pid != process.pid
+
+
+def test_stop_terminates_and_then_kills(supervisor, lines):
+    code = "import signal; signal.signal(signal.SIGTERM, {}); print('ready'); signal.pause(); signal.pause()"
+    polite = supervisor.start(python("polite", code.format("lambda *_: exit(5)")))
+    stubborn = supervisor.start(python("stubborn", code.format("signal.SIG_IGN")))
+    wait_until(lambda: len(lines) == 2)
+    supervisor.stop(grace_s=0.5)
+    assert polite.exit_code == 5
+    assert stubborn.exit_code == -signal.SIGKILL
+    supervisor.stop()
+
+
+def test_what_a_process_leaves_behind_ends_with_it(supervisor, lines):
+    supervisor.start(python("p", "import subprocess; print(subprocess.Popen(['sleep', '1000']).pid)")).wait(
+        DEADLINE_S
+    )
+    grandchild = int(lines[0][1])
+    wait_until(lambda: not is_alive(grandchild))
+
+
+def test_nothing_outlives_a_supervisor_that_is_killed():
+    code = """
+import os, sys, time
+from persia.launcher.supervisor import ProcessSpec, Supervisor
+sleeper = ProcessSpec(name="p", command=("sleep", "1000"), env=dict(os.environ))
+print(Supervisor().start(sleeper).pid, flush=True)
+time.sleep(1000)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as killed:
+        sleeper = int(killed.stdout.readline())
+        assert is_alive(sleeper)
+        killed.kill()
+    wait_until(lambda: not is_alive(sleeper))

@@ -1,0 +1,57 @@
+"""The pool runs calls on a bounded number of daemon threads."""
+
+import threading
+
+import pytest
+
+from persia.messaging.daemon_pool import DaemonPool
+
+DEADLINE_S = 10.0
+
+
+def test_results_and_errors_come_back():
+    pool = DaemonPool(2, "test")
+    assert pool.submit(divmod, 7, 3).result(DEADLINE_S) == (2, 1)
+    with pytest.raises(ZeroDivisionError):
+        pool.submit(divmod, 1, 0).result(DEADLINE_S)
+    pool.close()
+
+
+def test_one_thread_keeps_the_order():
+    pool = DaemonPool(1, "test")
+    seen: list[int] = []
+    futures = [pool.submit(seen.append, number) for number in range(100)]
+    for future in futures:
+        future.result(DEADLINE_S)
+    assert seen == list(range(100))
+    pool.close()
+
+
+def test_calls_run_at_the_same_time_up_to_the_number_of_threads():
+    pool = DaemonPool(3, "test")
+    barrier = threading.Barrier(3)
+    futures = [pool.submit(barrier.wait, DEADLINE_S) for _ in range(3)]
+    assert sorted(future.result(DEADLINE_S) for future in futures) == [0, 1, 2]
+    pool.close()
+
+
+def test_threads_are_daemons_and_end_after_close():
+    pool = DaemonPool(1, "test")
+    thread = pool.submit(threading.current_thread).result(DEADLINE_S)
+    assert thread.daemon
+    pool.close()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
+def test_a_cancelled_call_does_not_run():
+    pool = DaemonPool(1, "test")
+    release = threading.Event()
+    ran = threading.Event()
+    pool.submit(release.wait, DEADLINE_S)
+    waiting = pool.submit(ran.set)
+    assert waiting.cancel()
+    release.set()
+    pool.submit(int).result(DEADLINE_S)
+    assert not ran.is_set()
+    pool.close()

@@ -1,0 +1,65 @@
+"""What services say about themselves is checked before it is believed."""
+
+import dataclasses
+import json
+
+import pytest
+
+from persia.errors import CorruptionError
+from persia.messaging.discovery import ServiceInfo
+
+INFO = ServiceInfo(
+    role="embedding-worker",
+    index=1,
+    replicas=2,
+    incarnation=0xAB,
+    address="127.0.0.1:80",
+    schema="0123",
+    pid=42,
+)
+
+
+def test_round_trip():
+    assert ServiceInfo.decode(INFO.encode()) == INFO
+
+
+def test_incarnation_is_16_hex_digits_on_the_wire():
+    assert json.loads(INFO.encode())["incarnation"] == "00000000000000ab"
+
+
+def test_keys_of_a_newer_version_are_ignored():
+    assert ServiceInfo.decode(json.dumps({**json.loads(INFO.encode()), "new": 1}).encode()) == INFO
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"role": "boss"},
+        {"role": None},
+        {"index": 2},
+        {"index": "0"},
+        {"replicas": 0},
+        {"replicas": 10**9},
+        {"incarnation": "ab"},
+        {"incarnation": "x" * 16},
+        {"incarnation": 171},
+        {"address": None},
+        {"schema": 3},
+        {"pid": -1},
+    ],
+)
+def test_impossible_infos_are_refused(change):
+    with pytest.raises(CorruptionError, match=next(iter(change))):
+        ServiceInfo.decode(json.dumps({**json.loads(INFO.encode()), **change}).encode())
+
+
+@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(ServiceInfo)])
+def test_missing_keys_are_refused(key):
+    values = json.loads(INFO.encode())
+    del values[key]
+    with pytest.raises(CorruptionError, match=key):
+        ServiceInfo.decode(json.dumps(values).encode())
+
+
+def test_text_for_people_names_the_essentials():
+    assert str(INFO) == "embedding-worker 1 of 2 at 127.0.0.1:80 (pid 42)"
