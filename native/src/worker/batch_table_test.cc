@@ -54,7 +54,7 @@ TEST(BatchTableTest, LifeOfABatch) {
     ASSERT_TRUE(table.StartFlight(lease).ok());  // a repeated lookup
     EXPECT_EQ(StatsOf(table).num_in_flight, 1u);
     EXPECT_EQ(StatsOf(table).num_buffered, 0u);
-    table.FinishReturned(lease, {.num_skipped_slots = 3});
+    table.FinishReturned(lease, {.update = {}, .num_skipped_slots = 3});
   }
   const WorkerStats stats = StatsOf(table);
   EXPECT_EQ(stats.num_returned, 1u);
@@ -182,7 +182,7 @@ TEST(BatchTableTest, RemembersTheLatestReturns) {
   std::vector<uint64_t> counters;
   for (uint32_t i = 0; i < 3; ++i) {
     counters.push_back(Add(table));
-    table.FinishReturned(Take(table, counters.back()), {.num_nonfinite_slots = i});
+    table.FinishReturned(Take(table, counters.back()), {.update = {}, .num_nonfinite_slots = i});
   }
   EXPECT_FALSE(table.FindReturned(counters[0]).has_value());
   EXPECT_EQ(table.FindReturned(counters[1])->num_nonfinite_slots, 1u);

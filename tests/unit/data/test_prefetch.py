@@ -206,3 +206,17 @@ def test_close_ends_a_lookup_under_way_and_releases_it(fake_host: Any, fake_back
     gc.collect()
     fake_host.close()
     assert fake_backend.released == [0]
+
+
+def test_close_gives_up_lookups_that_the_loop_stopped_waiting_for(fake_host: Any, fake_backend: Any) -> None:
+    go_on = threading.Event()
+    fake_backend.on_lookup = lambda number: go_on.wait(30)
+    prefetcher = start(fake_host, ListSource([pending(i) for i in range(3)], endless=True), num_workers=1)
+    for _ in range(2):  # the first is being looked up, the second has not begun
+        with pytest.raises(DeadlineExceededError, match="the lookup of batch"):
+            prefetcher.next(0.2)
+    threading.Timer(0.05, go_on.set).start()
+    prefetcher.close(30)
+    gc.collect()
+    fake_host.close()
+    assert sorted(fake_backend.released) == [0, 1, 2]
