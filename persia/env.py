@@ -1,10 +1,8 @@
 """Everything persia reads from the environment, in one place, checked once.
 
 A process is either a DDP rank (`RANK` is set, by torchrun or `persia-launcher nn-worker`) or one replica of
-another role
-(`REPLICA_INDEX` / `REPLICA_SIZE`). The published getters are kept; each raises `ConfigError` naming the
-variable and its
-value where that is not usable. No other module reads `os.environ`.
+another role (`REPLICA_INDEX` / `REPLICA_SIZE`). The published getters are kept; each raises `ConfigError`
+naming the variable and its value where that is not usable.
 """
 
 from __future__ import annotations
@@ -13,6 +11,8 @@ import os
 import re
 import socket
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from persia.errors import ConfigError
 
@@ -62,16 +62,20 @@ def _flag(name: str) -> bool:
     return text == "1"
 
 
+def _check_index(where: str, index_name: str, index: int, size_name: str, size: int) -> None:
+    if not 0 <= index < size:
+        raise ConfigError(f"{where} {index_name}={index} must be at least 0 and below {size_name}={size}")
+
+
 def _read_replica_env() -> ReplicaEnv:
     if "RANK" in os.environ:
         rank, world_size = _integer("RANK"), _integer("WORLD_SIZE", minimum=1)
-        if rank >= world_size:
-            raise ConfigError(f"environment variable RANK={rank} must be below WORLD_SIZE={world_size}")
+        _check_index("environment variable", "RANK", rank, "WORLD_SIZE", world_size)
         return ReplicaEnv(rank=rank, local_rank=_integer("LOCAL_RANK"), world_size=world_size)
-    if "REPLICA_INDEX" in os.environ:
+    # One without the other is refused: every loader would take itself for the only one.
+    if "REPLICA_INDEX" in os.environ or "REPLICA_SIZE" in os.environ:
         index, size = _integer("REPLICA_INDEX"), _integer("REPLICA_SIZE", minimum=1)
-        if index >= size:
-            raise ConfigError(f"environment variable REPLICA_INDEX={index} must be below REPLICA_SIZE={size}")
+        _check_index("environment variable", "REPLICA_INDEX", index, "REPLICA_SIZE", size)
         return ReplicaEnv(replica_index=index, replica_size=size)
     return ReplicaEnv(replica_index=0, replica_size=1)
 
@@ -100,8 +104,13 @@ def set_env(
     replica_index: int | None = None,
     replica_size: int | None = None,
 ) -> None:
-    """Overrides who this process is, without touching `os.environ`; for notebooks and tests."""
+    """Overrides who this process is, without touching `os.environ`; for notebooks and tests.
+
+    `reload_env` ends it. Raises ConfigError for an index without its size, or not below it.
+    """
     global _current
+    _check_pair("rank", rank, "world_size", world_size)
+    _check_pair("replica_index", replica_index, "replica_size", replica_size)
     _current = ReplicaEnv(
         rank=rank,
         local_rank=local_rank,
@@ -109,6 +118,13 @@ def set_env(
         replica_index=replica_index,
         replica_size=replica_size,
     )
+
+
+def _check_pair(index_name: str, index: int | None, size_name: str, size: int | None) -> None:
+    if (index is None) != (size is None):
+        raise ConfigError(f"set_env: {index_name}={index} and {size_name}={size} must be given together")
+    if index is not None and size is not None:
+        _check_index("set_env:", index_name, index, size_name, size)
 
 
 def get_rank() -> int | None:
@@ -149,9 +165,19 @@ def get_job_name() -> str:
 def get_nats_url() -> str | None:
     """`PERSIA_NATS_URL`, for instance nats://127.0.0.1:4222; None when no broker is configured."""
     url = os.environ.get("PERSIA_NATS_URL")
-    if url is not None and not url.startswith(("nats://", "tls://")):
-        raise ConfigError(f"environment variable PERSIA_NATS_URL={url!r} must start with nats:// or tls://")
+    if url is not None and not _is_nats_url(url):
+        raise ConfigError(
+            f"environment variable PERSIA_NATS_URL={url!r} must be nats://host:port or tls://host:port"
+        )
     return url
+
+
+def _is_nats_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("nats", "tls") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, a bracket that does not close
+        return False
 
 
 def get_log_level() -> str:
@@ -163,7 +189,9 @@ def get_log_level() -> str:
 
 
 def skip_check_data() -> bool:
-    """`PERSIA_SKIP_CHECK_DATA=1`: batches are built without checking types and dtypes (sizes always are)."""
+    """`PERSIA_SKIP_CHECK_DATA=1`: arrays of batches are taken unchecked, but for sizes and what memory safety
+    needs.
+    """
     return _flag("PERSIA_SKIP_CHECK_DATA")
 
 
@@ -174,13 +202,15 @@ def launcher_verbose() -> bool:
 
 def get_bind_host() -> str:
     """`PERSIA_BIND_HOST`: the address servers listen on; loopback unless told otherwise."""
-    return os.environ.get("PERSIA_BIND_HOST", "127.0.0.1")
+    return os.environ.get("PERSIA_BIND_HOST") or "127.0.0.1"
 
 
 def get_advertise_host(bind_host: str | None = None) -> str:
-    """The address other hosts reach this one by: `PERSIA_ADVERTISE_HOST`, else `bind_host` (default:
-    `get_bind_host()`), else,
-    when that is the wildcard, the address of `PERSIA_SOCKET_IFNAME` or of the default route."""
+    """The address other hosts reach this one by.
+
+    `PERSIA_ADVERTISE_HOST`, else `bind_host` (default: `get_bind_host()`), else, when that is the wildcard,
+    the address of `PERSIA_SOCKET_IFNAME` or of the default route.
+    """
     explicit = os.environ.get("PERSIA_ADVERTISE_HOST")
     if explicit:
         return explicit
@@ -217,23 +247,23 @@ def _interface_address(interface: str) -> str:
 
 
 def global_config_path() -> str | None:
-    """`PERSIA_GLOBAL_CONFIG`."""
-    return os.environ.get("PERSIA_GLOBAL_CONFIG")
+    """`PERSIA_GLOBAL_CONFIG`; this and the paths below are None when not set or empty."""
+    return os.environ.get("PERSIA_GLOBAL_CONFIG") or None
 
 
 def embedding_config_path() -> str | None:
     """`PERSIA_EMBEDDING_CONFIG`."""
-    return os.environ.get("PERSIA_EMBEDDING_CONFIG")
+    return os.environ.get("PERSIA_EMBEDDING_CONFIG") or None
 
 
 def nn_worker_entry() -> str | None:
     """`PERSIA_NN_WORKER_ENTRY`: the script that `persia-launcher nn-worker` runs when none is given."""
-    return os.environ.get("PERSIA_NN_WORKER_ENTRY")
+    return os.environ.get("PERSIA_NN_WORKER_ENTRY") or None
 
 
 def data_loader_entry() -> str | None:
     """`PERSIA_DATALOADER_ENTRY`: the script that `persia-launcher data-loader` runs when none is given."""
-    return os.environ.get("PERSIA_DATALOADER_ENTRY")
+    return os.environ.get("PERSIA_DATALOADER_ENTRY") or None
 
 
 def get_embedding_worker_service() -> str:
@@ -242,14 +272,21 @@ def get_embedding_worker_service() -> str:
 
 
 def get_deadline_s() -> float:
-    """`PERSIA_DEADLINE_SEC`: how long discovery, retries and draining may take before a typed error; 300 by
-    default.
-    """
+    """`PERSIA_DEADLINE_SEC`: seconds that discovery, retries and draining may take before a typed error."""
     return _seconds("PERSIA_DEADLINE_SEC", 300.0)
 
 
 def loader_silence_s() -> float:
-    """`PERSIA_LOADER_SILENCE_SEC`: how long a loader may be unreachable, with its stream not ended, before
-    that is an error; 30 by default.
-    """
+    """`PERSIA_LOADER_SILENCE_SEC`: seconds that a loader may be unreachable, with its stream not ended."""
     return _seconds("PERSIA_LOADER_SILENCE_SEC", 30.0)
+
+
+if not TYPE_CHECKING:  # a type checker would take every misspelt getter for an int
+
+    def __getattr__(name: str) -> int:
+        """The published constants, 0 or 1, read when they are used."""
+        if name == "PERSIA_SKIP_CHECK_DATA":
+            return int(skip_check_data())
+        if name == "PERSIA_LAUNCHER_VERBOSE":
+            return int(launcher_verbose())
+        raise AttributeError(f"module 'persia.env' has no attribute {name!r}")

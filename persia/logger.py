@@ -1,8 +1,7 @@
 """Logging as the published API has it, on the standard library.
 
 One line per record: time, level, role and replica of this process, place, message. The level comes from
-`LOG_LEVEL`. Colours appear on a terminal
-only, so that files and supervisors get plain text.
+`LOG_LEVEL`. Colours appear on a terminal only, so that files and supervisors get plain text.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ _role = ""
 
 
 def set_role(role: str, index: int) -> None:
-    """Marks every later record of this process with its role and replica, for instance "embedding-worker
-    0".
-    """
+    """Marks every later record of this process with its role and replica: "[embedding-worker 0]"."""
     global _role
     _role = f"[{role} {index}] "
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from persia.errors import NotFoundError
+from persia.errors import InvalidArgumentError, InvalidTypeError, NotFoundError
 
 MAXIMUM_LOCAL_PORT_NUM = 65535
 
@@ -22,11 +22,16 @@ _seed: int | None = None
 
 
 def setup_seed(seed: int) -> None:
-    """Seeds Python, NumPy and torch, switches torch to deterministic algorithms, and makes `seed` the default
-    seed of initial embedding values (`persia.embedding.EmbeddingConfig`)."""
+    """Seeds Python, NumPy and torch, and switches torch to deterministic algorithms.
+
+    `seed` also becomes the default seed of initial embedding values (`persia.embedding.EmbeddingConfig`).
+    Raises InvalidTypeError for anything but an int.
+    """
     import numpy as np
     import torch
 
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise InvalidTypeError(f"seed={seed!r} must be an int")
     global _seed
     _seed = seed
     random.seed(seed)
@@ -73,8 +78,10 @@ def find_free_port(port: int = 10000, interval: int = 1) -> int:
     """The first port from `port` on, in steps of `interval`, that nothing on loopback listens on.
 
     Raises:
-        ValueError: none is free up to 65535.
+        InvalidArgumentError: none is free up to 65535, or `port` or `interval` is below 1.
     """
+    if port < 1 or interval < 1:
+        raise InvalidArgumentError(f"port={port} and interval={interval} must be at least 1")
     while port <= MAXIMUM_LOCAL_PORT_NUM:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             try:
@@ -82,4 +89,4 @@ def find_free_port(port: int = 10000, interval: int = 1) -> int:
                 return port
             except OSError:
                 port += interval
-    raise ValueError(f"no free port up to {MAXIMUM_LOCAL_PORT_NUM}")
+    raise InvalidArgumentError(f"no free port up to {MAXIMUM_LOCAL_PORT_NUM}")

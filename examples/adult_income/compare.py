@@ -109,7 +109,7 @@ def run(arrangement: Arrangement, data: Path, output: Path) -> float:
         "ADULT_OUTPUT": str(output),
         "SEED": str(arrangement.seed),
         "REPRODUCIBLE": str(int(arrangement.reproducible)),
-        "EMBEDDING_STALENESS": "1" if arrangement.reproducible else "",
+        "EMBEDDING_STALENESS": "",  # The default of the mode, whatever the caller's environment says.
     }
     command = [sys.executable, "-m", "persia.launcher", "local"]
     for name, value in options.items():

@@ -72,7 +72,7 @@ def save(ctx: TrainCtx, settings: Settings, info: DatasetInfo, observer: Observe
         "dataset": info.dataset,
         "test_auc": test_auc,
         "samples_per_second": observer.monitor.throughput.overall(),
-        "max_staleness": ctx.staleness.max,
+        "max_staleness": observer.monitor.max_staleness,
         "num_embeddings": sum(ctx.get_embedding_size()),
         "seed": settings.seed,
         "reproducible": settings.reproducible,

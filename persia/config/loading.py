@@ -3,48 +3,65 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
-from persia.config.global_config import GlobalConfig
-from persia.config.keys import Section
+from persia.config.global_config import GlobalConfig, MetricsConfig
 from persia.config.reader import read_section
 from persia.config.slots_config import SlotsConfig
 from persia.errors import ConfigError
 
 __all__ = ["load_embedding_config", "load_global_config", "parse_embedding_config", "parse_global_config"]
 
-_AnySection = TypeVar("_AnySection", bound=Section)
+_DOCUMENTED_METRICS = "PersiaMetricsConfig"
 
 
 def load_global_config(path: str | os.PathLike[str]) -> GlobalConfig:
     """Reads a global configuration file. Raises ConfigError: file, key, value, remedy."""
-    return _parse(GlobalConfig, _read_yaml(Path(path)), str(path))
+    return parse_global_config(_read_yaml(Path(path)), source=str(path))  # type: ignore[arg-type]  # checks it
 
 
 def load_embedding_config(path: str | os.PathLike[str]) -> SlotsConfig:
     """Reads an embedding configuration file. Raises ConfigError: file, key, value, remedy."""
-    return _parse(SlotsConfig, _read_yaml(Path(path)), str(path))
+    return parse_embedding_config(_read_yaml(Path(path)), source=str(path))  # type: ignore[arg-type]  # checks it
 
 
 def parse_global_config(mapping: Mapping[str, Any], *, source: str = "global config") -> GlobalConfig:
     """The same from a mapping; `source` takes the place of the file in messages."""
-    return _parse(GlobalConfig, mapping, source)
+    with _naming(source):
+        return read_section(GlobalConfig, _with_documented_metrics(mapping))
 
 
 def parse_embedding_config(mapping: Mapping[str, Any], *, source: str = "embedding config") -> SlotsConfig:
     """The same from a mapping; `source` takes the place of the file in messages."""
-    return _parse(SlotsConfig, mapping, source)
+    with _naming(source):
+        return read_section(SlotsConfig, mapping)
 
 
-def _parse(section: type[_AnySection], value: object, source: str) -> _AnySection:
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
     try:
-        return read_section(section, value)
+        yield
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
+
+
+def _with_documented_metrics(value: object) -> object:
+    """Moves the published documentation's top-level block of metrics to where its code read it."""
+    if not isinstance(value, Mapping) or _DOCUMENTED_METRICS not in value:
+        return value
+    rest = {key: item for key, item in value.items() if key != _DOCUMENTED_METRICS}
+    common = rest.get("common_config", {})
+    if not isinstance(common, Mapping):
+        return rest  # refused by its own name
+    if "metrics_config" in common:
+        raise ConfigError(f"{_DOCUMENTED_METRICS} is also given as common_config.metrics_config: keep one")
+    metrics = read_section(MetricsConfig, value[_DOCUMENTED_METRICS], _DOCUMENTED_METRICS)
+    return {**rest, "common_config": {**common, "metrics_config": metrics}}
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -40,7 +40,7 @@ def _read_keys(keys: Iterable[Key], mapping: Mapping[object, object], path: str)
     for name, value in mapping.items():
         key = by_spelling.get(name)
         if key is None:
-            raise _unknown_key(name, path, by_spelling)
+            raise _unknown_key(name, value, path, by_spelling)
         if key.name in values:
             raise ConfigError(
                 f"{_join(path, key.name)} is also given as {key.alias}, another spelling of it: keep one"
@@ -52,6 +52,8 @@ def _read_keys(keys: Iterable[Key], mapping: Mapping[object, object], path: str)
 def _read_value(key: Key, value: object, path: str) -> object:
     if value is None and key.optional:
         return None
+    if isinstance(key.type, type) and issubclass(key.type, Section) and isinstance(value, key.type):
+        return value  # read before, under another spelling
     if isinstance(key.type, type) and issubclass(key.type, Section):
         return read_section(key.type, value, path)
     if get_origin(key.type) is Mapping:
@@ -93,11 +95,11 @@ def _checked_mapping(value: object, path: str) -> Mapping[object, object]:
     return value
 
 
-def _unknown_key(name: object, path: str, known: Iterable[object]) -> ConfigError:
+def _unknown_key(name: object, value: object, path: str, known: Iterable[object]) -> ConfigError:
     names = [str(spelling) for spelling in known]
     nearest = difflib.get_close_matches(str(name).lower(), names, n=1)
-    remedy = f"did you mean {nearest[0]}?" if nearest else f"the keys here are {', '.join(names)}"
-    return ConfigError(f"{_join(path, str(name))} is not a known key: {remedy}")
+    remedy = f"did you mean {nearest[0]!r}?" if nearest else f"the keys here are {', '.join(names)}"
+    return ConfigError(f"{_join(path, str(name))}={show(value)} is not a known key: {remedy}")
 
 
 def _join(path: str, name: str) -> str:

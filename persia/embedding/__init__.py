@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from persia.embedding.checks import checked_integer, checked_number
 from persia.errors import InvalidArgumentError
 from persia.utils import get_seed
 
@@ -18,14 +19,14 @@ class EmbeddingConfig:
     Args:
         emb_initialization: (lower, upper): initial values are uniform in [lower, upper).
         admit_probability: share of new IDs that get a row, in [0, 1]; decided by the ID, so an ID that
-            was refused stays refused. Refused IDs
-            read as zeros and their gradients are dropped.
+            was refused stays refused. Refused IDs read as zeros and their gradients are dropped.
         weight_bound: every element is clamped to [-weight_bound, weight_bound] after an update; 0
             switches it off.
         seed: seed of the initial values; None takes that of `persia.utils.setup_seed`, or 0.
 
     Raises:
         InvalidArgumentError: a value out of its range; the message names it.
+        InvalidTypeError: no number at all.
     """
 
     emb_initialization: tuple[float, float] = (-0.01, 0.01)
@@ -39,11 +40,12 @@ class EmbeddingConfig:
             raise InvalidArgumentError(
                 f"emb_initialization={self.emb_initialization!r} must be finite with lower <= upper"
             )
-        if not 0.0 <= self.admit_probability <= 1.0:
+        if not 0.0 <= checked_number("admit_probability", self.admit_probability) <= 1.0:
             raise InvalidArgumentError(f"admit_probability={self.admit_probability!r} must be in [0, 1]")
-        if not (math.isfinite(self.weight_bound) and self.weight_bound >= 0):
+        bound = checked_number("weight_bound", self.weight_bound)
+        if not (math.isfinite(bound) and bound >= 0):
             raise InvalidArgumentError(f"weight_bound={self.weight_bound!r} must be >= 0 (0: no bound)")
-        if self.seed is not None and not 0 <= self.seed < 2**64:
+        if self.seed is not None and not 0 <= checked_integer("seed", self.seed) < 2**64:
             raise InvalidArgumentError(f"seed={self.seed!r} must be in [0, 2**64)")
 
     @property

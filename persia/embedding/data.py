@@ -1,15 +1,15 @@
 """The batch a loader sends: ID features, dense features, labels and metadata, checked when it is built.
 
-ID features are held as compressed rows (ids, offsets), which is how they travel. Lists of one array a
-sample are joined natively:
-no loop over samples is written in Python.
+ID features are held as compressed rows (ids, offsets), which is how they travel. Lists of one array a sample
+are joined natively: no loop over samples is written in Python.
 """
 
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ MAX_BATCH_SIZE = 65535
 _MAGIC = 0x54414250  # "PBAT"
 _VERSION = 1
 _HEADER = struct.Struct("<4I2Q")  # magic, version, requires_grad, reserved, id_bytes, dense_bytes
+
+_Item = TypeVar("_Item")
 
 
 def _check_batch_size(batch_size: int, what: str) -> None:
@@ -58,9 +60,8 @@ class IDTypeFeature:
 
     Args:
         name: the slot's name in the embedding config.
-        data: one 1-D uint64 array a sample; empty ones and duplicates are fine. (`IDTypeFeature(data,
-            name)`, the order in
-            the published documentation, is accepted too.)
+        data: one 1-D uint64 array a sample; empty ones and duplicates are fine. (`IDTypeFeature(data, name)`,
+            the order in the published documentation, is accepted too.)
 
     Attributes:
         ids: uint64 [total].
@@ -74,9 +75,17 @@ class IDTypeFeature:
     def __init__(self, name: str, data: Sequence[NDArray[np.uint64]]) -> None:
         name, data = _name_first(name, data)
         self.name = _check_name(name)
-        samples = data if isinstance(data, list) else list(data)
+        samples = data if isinstance(data, list) else self._listed(data)
         _check_batch_size(len(samples), f"feature {self.name!r}")
         self.ids, self.offsets = _native.flatten_samples(self.name, samples)
+
+    def _listed(self, data: Any) -> list[NDArray[np.uint64]]:
+        if isinstance(data, np.ndarray) and data.ndim == 1 and data.dtype != object:
+            raise InvalidTypeError(
+                f"feature {self.name!r} is one 1-D array: pass a list of one array a sample, "
+                "or use IDTypeFeatureWithSingleID"
+            )
+        return _list_of(data, f"feature {self.name!r}", "1-D uint64 arrays, one a sample")
 
     @property
     def batch_size(self) -> int:
@@ -100,9 +109,16 @@ class IDTypeFeatureWithSingleID(IDTypeFeature):
         self.name = _check_name(name)
         if not env.skip_check_data():
             self._check(data)
-        _check_batch_size(len(data), f"feature {self.name!r}")
-        self.ids = np.ascontiguousarray(data, dtype=np.uint64)
-        self.offsets = np.arange(len(data) + 1, dtype=np.uint32)
+        try:
+            self.ids = np.ascontiguousarray(data, dtype=np.uint64)
+        except (TypeError, ValueError, OverflowError) as error:  # unchecked, and no numbers
+            raise InvalidTypeError(f"feature {self.name!r} cannot be made uint64: {error}") from error
+        if self.ids.ndim != 1:
+            raise InvalidArgumentError(
+                f"feature {self.name!r} has shape {self.ids.shape}: pass a 1-D array, one ID a sample"
+            )
+        _check_batch_size(len(self.ids), f"feature {self.name!r}")
+        self.offsets = np.arange(len(self.ids) + 1, dtype=np.uint32)
 
     def _check(self, data: object) -> None:
         if not isinstance(data, np.ndarray):
@@ -132,19 +148,23 @@ class NdarrayDataBase:
 
     def __init__(self, data: NDArray[Any], name: str | None = None) -> None:
         self.name = self.DEFAULT_NAME if name is None else _check_name(name)
-        if not env.skip_check_data():
-            self._check(data)
-        _check_batch_size(len(data), f"{type(self).__name__} {self.name!r}")
-        self.data = data
-
-    def _check(self, data: object) -> None:
         what = f"{type(self).__name__} {self.name!r}"
+        if not env.skip_check_data():
+            self._check(data, what)
+        try:
+            self.data = np.asarray(data)  # an array stays itself
+        except ValueError as error:  # unchecked, and not rectangular
+            raise InvalidTypeError(f"{what} cannot be made an array: {error}") from error
+        if self.data.ndim == 0:
+            raise InvalidArgumentError(f"{what} is a scalar: its first dimension must be the batch")
+        _check_batch_size(len(self.data), what)
+
+    @staticmethod
+    def _check(data: object, what: str) -> None:
         if not isinstance(data, np.ndarray):
             raise InvalidTypeError(f"{what} is a {type(data).__name__}: pass a numpy array")
         if data.dtype not in DTYPES:
             raise InvalidTypeError(f"{what} has dtype {data.dtype}: cast to one of {DTYPE_NAMES}")
-        if data.ndim == 0:
-            raise InvalidArgumentError(f"{what} is a scalar: its first dimension must be the batch")
 
     @property
     def batch_size(self) -> int:
@@ -191,15 +211,17 @@ class PersiaBatch:
         requires_grad: bool = True,
         meta: bytes | str | None = None,
     ) -> None:
-        self.id_type_features = list(id_type_features)
-        self.non_id_type_features = list(non_id_type_features or [])
-        self.labels = list(labels or [])
-        self.requires_grad = requires_grad
+        self.id_type_features = _list_of(id_type_features, "id_type_features", "IDTypeFeature objects")
+        self.non_id_type_features = _list_of(
+            non_id_type_features, "non_id_type_features", "NonIDTypeFeature objects"
+        )
+        self.labels = _list_of(labels, "labels", "Label objects")
+        self.requires_grad = bool(requires_grad)
         self.meta = _meta_bytes(meta)
         if not self.id_type_features:
             raise InvalidArgumentError("a batch needs at least one ID feature: id_type_features is empty")
-        if not env.skip_check_data():
-            self._check_classes()
+        self._check_classes()
+        self._check_names()
         self.batch_size = self.id_type_features[0].batch_size if batch_size is None else batch_size
         self._check_sizes()
         if requires_grad and not self.labels:
@@ -217,12 +239,12 @@ class PersiaBatch:
                     raise InvalidTypeError(
                         f"{argument}[{position}] is a {type(item).__name__}: pass {expected.__name__} objects"
                     )
-        names = [feature.name for feature in self.id_type_features]
-        for name in names:
-            if names.count(name) > 1:
-                raise InvalidArgumentError(
-                    f"ID feature {name!r} occurs {names.count(name)} times in the batch"
-                )
+
+    def _check_names(self) -> None:
+        counts = Counter(feature.name for feature in self.id_type_features)
+        for name, count in counts.items():
+            if count > 1:
+                raise InvalidArgumentError(f"ID feature {name!r} occurs {count} times in the batch: keep one")
 
     def _check_sizes(self) -> None:
         _check_batch_size(self.batch_size, "the batch")
@@ -266,8 +288,9 @@ class PersiaBatch:
             raise CorruptionError(f"not a batch of version {_VERSION}: magic {magic:#x}, version {version}")
         if _HEADER.size + id_bytes + dense_bytes != len(data):
             raise CorruptionError(f"a batch of {id_bytes} + {dense_bytes} bytes came with {len(data)}")
-        id_features = _decode_id_features(data[_HEADER.size : _HEADER.size + id_bytes])
-        dense = decode_dense(data[_HEADER.size + id_bytes :])
+        body = memoryview(data)[_HEADER.size :]
+        id_features = _decode_id_features(body[:id_bytes])
+        dense = decode_dense(body[id_bytes:])
         return cls._from_parts(id_features, dense, bool(requires_grad))
 
     @classmethod
@@ -301,9 +324,20 @@ def _meta_bytes(meta: object) -> bytes | None:
     )
 
 
-def _decode_id_features(message: bytes) -> list[IDTypeFeature]:
+def _list_of(items: Sequence[_Item] | None, what: str, of: str) -> list[_Item]:
+    try:
+        return [] if items is None else list(items)
+    except TypeError as error:
+        raise InvalidTypeError(f"{what} is a {type(items).__name__}: pass a list of {of}") from error
+
+
+def _decode_id_features(message: memoryview) -> list[IDTypeFeature]:
+    try:
+        decoded = _native.decode_id_features(message)
+    except InvalidArgumentError as error:  # well-formed, but for instance with a name twice
+        raise CorruptionError(f"the bytes decode, but to no valid batch: {error}") from error
     features = []
-    for name, ids, offsets in _native.decode_id_features(message):
+    for name, ids, offsets in decoded:
         feature = IDTypeFeature.__new__(IDTypeFeature)
         feature.name, feature.ids, feature.offsets = name, ids, offsets
         features.append(feature)

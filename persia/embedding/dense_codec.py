@@ -1,8 +1,7 @@
 """Dense features, labels and metadata as bytes: the "dense section" of docs/wire_format.md.
 
 Pure functions of bytes. What is read is never trusted: each length is checked against what is left before
-it is used, and an array comes
-out as a view of the message.
+it is used, and an array comes out as a view of the message.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ NamedArray = tuple[str, Array]
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSection:
-    """A batch without its ID features. The arrays are read-only views of the message they were decoded
-    from.
-    """
+    """A batch without its ID features. The arrays are views of the message they were decoded from."""
 
     features: list[NamedArray]
     labels: list[NamedArray]
@@ -69,9 +66,7 @@ def _padding(size: int) -> bytes:
 def encode_dense(
     features: Sequence[NamedArray], labels: Sequence[NamedArray], meta: bytes | None, batch_size: int
 ) -> bytes:
-    """Encodes named arrays whose first dimension is the batch. Raises InvalidTypeError for a dtype that has
-    no number.
-    """
+    """Encodes named arrays whose first dimension is the batch. Raises InvalidTypeError for other dtypes."""
     meta_bytes = _NO_META if meta is None else len(meta)
     parts = [_HEADER.pack(_MAGIC, _VERSION, batch_size, len(features) + len(labels), meta_bytes, 0)]
     if meta is not None:
@@ -157,7 +152,10 @@ def _decode_tensor(reader: _Reader, number: int, batch_size: int) -> tuple[int, 
         raise CorruptionError(f"{where}'s name is not UTF-8: {error}") from error
     dtype = DTYPES[dtype_number]
     data = reader.take(math.prod(shape) * dtype.itemsize, f"{where} ({name!r})")
+    if dtype.kind == "b" and np.frombuffer(data, np.uint8).max(initial=0) > 1:
+        # Compilers rely on it: such a byte may later count as both true and false.
+        raise CorruptionError(f"{where} ({name!r}) has dtype bool, but bytes other than 0 and 1")
     try:
         return role, (name, np.frombuffer(data, dtype=dtype).reshape(shape))
-    except ValueError as error:  # a shape like (batch, 0, 2**63), whose product passed
+    except (ValueError, OverflowError) as error:  # a shape like (batch, 0, 2**63), whose product passed
         raise CorruptionError(f"{where} ({name!r}) has an impossible shape {shape}: {error}") from error

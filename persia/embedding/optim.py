@@ -1,8 +1,8 @@
 """Sparse optimizers: settings here, arithmetic on the parameter servers.
 
 Each rule is that of `torch.optim` applied to the rows a batch touches; rows a batch does not touch do not
-decay. Every argument is
-honoured or refused (InvalidArgumentError, when the context applies it).
+decay. Every argument is honoured or refused on construction, by name: InvalidTypeError for what is no number,
+InvalidArgumentError for one out of its range.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 
 from persia import _native
 from persia.embedding import EmbeddingConfig
+from persia.embedding.checks import checked_number
 from persia.embedding.current import current_context
-from persia.errors import FailedPreconditionError
+from persia.errors import FailedPreconditionError, InvalidArgumentError
 
 __all__ = ["SGD", "Adagrad", "Adam", "Optimizer"]
 
@@ -25,10 +26,12 @@ class Optimizer(ABC):
     def _settings(self) -> dict[str, Any]:
         """The optimizer's part of `_native.TrainConfig`'s arguments."""
 
+    def _check(self) -> None:
+        """The engine knows the ranges; asking it here refuses a setting in the line that gives it."""
+        _native.TrainConfig(**self._settings())
+
     def train_config(self, embedding_config: EmbeddingConfig) -> _native.TrainConfig:
-        """What the servers are told: this optimizer and `embedding_config`. Raises InvalidArgumentError
-        naming the setting.
-        """
+        """What the servers are told: this optimizer and `embedding_config`."""
         lower, upper = embedding_config.emb_initialization
         return _native.TrainConfig(
             **self._settings(),
@@ -64,9 +67,10 @@ class SGD(Optimizer):
     """
 
     def __init__(self, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
-        self.lr = lr
-        self.momentum = momentum
-        self.weight_decay = weight_decay
+        self.lr = checked_number("lr", lr)
+        self.momentum = checked_number("momentum", momentum)
+        self.weight_decay = checked_number("weight_decay", weight_decay)
+        self._check()
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -101,12 +105,15 @@ class Adagrad(Optimizer):
         eps: float = 1e-10,
         vectorwise_shared: bool = False,
     ) -> None:
-        self.lr = lr
-        self.initial_accumulator_value = initial_accumulator_value
-        self.weight_decay = weight_decay
-        self.g_square_momentum = g_square_momentum
-        self.eps = eps
+        self.lr = checked_number("lr", lr)
+        self.initial_accumulator_value = checked_number(
+            "initial_accumulator_value", initial_accumulator_value
+        )
+        self.weight_decay = checked_number("weight_decay", weight_decay)
+        self.g_square_momentum = checked_number("g_square_momentum", g_square_momentum)
+        self.eps = checked_number("eps", eps)
         self.vectorwise_shared = vectorwise_shared
+        self._check()
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -137,10 +144,13 @@ class Adam(Optimizer):
         weight_decay: float = 0.0,
         eps: float = 1e-8,
     ) -> None:
-        self.lr = lr
-        self.betas = betas
-        self.weight_decay = weight_decay
-        self.eps = eps
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise InvalidArgumentError(f"betas={betas!r} must be two numbers (beta1, beta2)")
+        self.lr = checked_number("lr", lr)
+        self.betas = (checked_number("beta1", betas[0]), checked_number("beta2", betas[1]))
+        self.weight_decay = checked_number("weight_decay", weight_decay)
+        self.eps = checked_number("eps", eps)
+        self._check()
 
     def _settings(self) -> dict[str, Any]:
         return {

@@ -54,6 +54,7 @@ def test_alone_by_default() -> None:
         ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "RANK=2"),
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
         ({"REPLICA_INDEX": "0"}, "REPLICA_SIZE is not set"),
+        ({"REPLICA_SIZE": "2"}, "REPLICA_INDEX is not set"),
         ({"REPLICA_INDEX": "2", "REPLICA_SIZE": "2"}, "REPLICA_INDEX=2"),
     ],
 )
@@ -67,6 +68,57 @@ def test_unusable_values_are_named(
 def test_set_env_overrides() -> None:
     env.set_env(rank=1, local_rank=0, world_size=2)
     assert (env.get_rank(), env.get_world_size(), env.get_replica_index()) == (1, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank=2"),
+        ({"rank": -1, "world_size": 2}, "rank=-1"),
+        ({"rank": 0}, "world_size=None"),
+        ({"replica_size": 1}, "replica_index=None"),
+        ({"replica_index": 1, "replica_size": 1}, "replica_index=1"),
+    ],
+)
+def test_set_env_refuses_what_cannot_be(values: dict[str, int], named: str) -> None:
+    env.set_env(rank=1, world_size=2)
+    with pytest.raises(ConfigError, match=f"set_env.*{named}"):
+        env.set_env(**values)
+    assert env.get_rank() == 1
+
+
+@pytest.mark.parametrize("name", ["PERSIA_SKIP_CHECK_DATA", "PERSIA_LAUNCHER_VERBOSE"])
+def test_the_published_constants(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert getattr(env, name) == 0
+    monkeypatch.setenv(name, "1")
+    assert getattr(env, name) == 1
+    with pytest.raises(AttributeError, match="PERSIA_NOTHING"):
+        env.PERSIA_NOTHING  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "getter",
+    [env.global_config_path, env.embedding_config_path, env.nn_worker_entry, env.data_loader_entry],
+)
+def test_an_empty_path_is_none(monkeypatch: pytest.MonkeyPatch, getter: Callable[[], str | None]) -> None:
+    for name in ("GLOBAL_CONFIG", "EMBEDDING_CONFIG", "NN_WORKER_ENTRY", "DATALOADER_ENTRY"):
+        monkeypatch.setenv(f"PERSIA_{name}", "")
+    assert getter() is None
+
+
+@pytest.mark.parametrize("url", ["nats://127.0.0.1:4222", "nats://user:word@host", "tls://[::1]:4222"])
+def test_urls_of_brokers(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("PERSIA_NATS_URL", url)
+    assert env.get_nats_url() == url
+
+
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:4222", "nats://", "nats://:4222", "nats://h:port", "nats://h:70000", "nats://[::1"]
+)
+def test_what_is_no_url_of_a_broker(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("PERSIA_NATS_URL", url)
+    with pytest.raises(ConfigError, match="PERSIA_NATS_URL=.*nats://host:port"):
+        env.get_nats_url()
 
 
 @pytest.mark.parametrize(

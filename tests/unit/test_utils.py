@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from persia import utils
 from persia.embedding import EmbeddingConfig
-from persia.errors import NotFoundError
+from persia.errors import InvalidArgumentError, InvalidTypeError, NotFoundError
 
 
 def test_setup_seed_repeats_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +30,14 @@ def test_setup_seed_repeats_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         assert EmbeddingConfig(seed=5).effective_seed == 5
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("seed", ["3", 3.0, True, None])
+def test_a_seed_is_an_int(seed: Any) -> None:
+    before = utils.get_seed()
+    with pytest.raises(InvalidTypeError, match="seed="):
+        utils.setup_seed(seed)
+    assert utils.get_seed() == before
 
 
 def test_yaml_round_trip_keeps_order(tmp_path: Path) -> None:
@@ -51,8 +60,10 @@ def test_find_free_port_skips_taken_ones() -> None:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         assert utils.find_free_port(port) > port
-    with pytest.raises(ValueError, match="65535"):
+    with pytest.raises(InvalidArgumentError, match="65535"):
         utils.find_free_port(70000)
+    with pytest.raises(InvalidArgumentError, match="interval=0"):
+        utils.find_free_port(10000, interval=0)
 
 
 def test_resolve_binary() -> None:

@@ -225,14 +225,13 @@ void Channel::Impl::OnDeadline(uint64_t id) {
 }
 
 // Reachable but silent is kDeadlineExceeded; not reachable, or refusing, is kUnavailable with the
-// last reason.
+// last reason. What the peer said before it fell silent is told: it knows more than we do.
 Status Channel::Impl::DeadlineStatus(const PendingCall& call) const {
-  if (call.state == State::kWriting || call.state == State::kSent ||
-      (connected_ && call.refusal.empty())) {
+  if (!call.refusal.empty()) return Unavailable(Name() + ": " + call.refusal);
+  if (connected_) {
     return DeadlineExceeded(Name() + ": no answer to " + std::string(MethodName(call.method)) +
                             " within its deadline");
   }
-  if (!call.refusal.empty()) return Unavailable(Name() + ": " + call.refusal);
   if (address_.empty()) return Unavailable(Name() + ": its address is not known yet");
   return Unavailable(Name() + ": " +
                      (last_failure_.empty() ? "not connected by the deadline" : last_failure_));

@@ -281,6 +281,25 @@ TEST(ChannelTest, UnavailableAnswersAreRepeated) {
   EXPECT_NE(status.message().find("loading"), std::string::npos) << status.message();
 }
 
+TEST(ChannelTest, TheReasonOfARefusalOutlivesASilentRepetition) {
+  std::atomic<int> num_calls{0};
+  std::promise<void> done;
+  Server server(Server::Options{});
+  server.Handle(Method::kPing, [&, ended = done.get_future().share()](const Buffer&,
+                                                                      const CallContext&) {
+    if (num_calls++ > 0) ended.wait_for(std::chrono::seconds(30));
+    return StatusOr<Parts>(Unavailable("loading"));
+  });
+  const uint16_t port = server.Start().value();
+  Channel channel({.peer = "busy"});
+  channel.SetAddress(Loopback(port));
+  const Status status = channel.Call(Method::kPing, {}, In(500)).status();
+  done.set_value();
+  EXPECT_EQ(num_calls, 2);
+  EXPECT_EQ(status.code(), StatusCode::kUnavailable) << status.ToString();
+  EXPECT_NE(status.message().find("loading"), std::string::npos) << status.message();
+}
+
 TEST(ChannelTest, RequestAboveTheLimitIsRefusedBeforeItIsSent) {
   Channel channel({.peer = "echo", .max_body_bytes = 10});
   EXPECT_EQ(channel.Call(Method::kPing, PartsOf(Pattern(11)), Soon()).status().code(),

@@ -190,7 +190,8 @@ StatusOr<Parts> Connection::RunHandler(const FrameHeader& header, const Buffer& 
 void Connection::Reply(const FrameHeader& request, StatusOr<Parts> reply) {
   if (closed_) return;
   if (reply.ok() && reply->size_bytes() > server_.options.max_body_bytes) {
-    reply = ResourceExhausted(
+    // Not kResourceExhausted: trying again would not help.
+    reply = InvalidArgument(
         "a reply of " + std::to_string(reply->size_bytes()) + " bytes is above the limit of " +
         std::to_string(server_.options.max_body_bytes) + "; ask for less at once");
   }

@@ -1,6 +1,7 @@
 #include "worker/embedding_worker.h"
 
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <mutex>
 #include <optional>
@@ -19,6 +20,9 @@
 namespace persia::worker {
 
 namespace {
+
+// A batch that is to be released while a request works on it is about to be returned or answered.
+constexpr std::chrono::seconds kReleasePatience{10};
 
 uint64_t DrawIncarnation() {
   std::random_device device;
@@ -283,8 +287,7 @@ Status EmbeddingWorker::Impl::Release(Reference reference) {
   if (!table_.WasIssued(reference.counter)) {
     return NotFound("batch " + std::to_string(reference.counter) + " was never registered");
   }
-  // A batch that a request works on is about to be returned or answered; give it a moment.
-  const Deadline deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  const Deadline deadline = std::chrono::steady_clock::now() + kReleasePatience;
   StatusOr<BatchTable::Lease> lease = table_.Acquire(reference.counter, deadline);
   if (lease.ok()) {
     table_.FinishReleased(*lease);

@@ -92,11 +92,17 @@ class EmbeddingWorker {
   StatusOr<ReturnReport> ReturnGradients(Reference reference, float scale,
                                          std::span<const SlotGradient> gradients,
                                          Deadline deadline);
+  // Ends a batch that will get no gradients. Releasing twice is fine; kNotFound: never registered
+  // here; kDeadlineExceeded: a request has worked on it for seconds.
   Status Release(Reference reference);
 
+  // Sets rows by sign (prefix included), each on its server. `rows` holds the signs' rows one after
+  // the other, `blocks` says their dims. kInvalidArgument: the counts do not agree.
   Status SetEmbeddings(std::span<const ServerBlocks::Block> blocks, std::span<const uint64_t> signs,
                        std::span<const float> rows, Deadline deadline);
+  // Removes all rows of all servers.
   Status Clear(Deadline deadline);
+  // Rows per server.
   StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline);
   WorkerStats stats() const;
 

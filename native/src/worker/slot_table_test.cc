@@ -4,7 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <random>
-#include <set>
+#include <string>
+#include <vector>
 
 #include "worker/worker_test_util.h"
 

@@ -1,5 +1,7 @@
 #include "worker/worker_service.h"
 
+#include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "base/row_protocol.h"
@@ -37,10 +39,19 @@ Reference ToReference(const ReferenceBody& body) {
   return {body.worker_incarnation, body.reference};
 }
 
+// By when the worker must have its servers' answers: a tenth before the caller stops waiting, so
+// that an error that names the parameter server still reaches it.
+Deadline BeforeTheCallers(Deadline deadline) {
+  using std::chrono::milliseconds;
+  const auto left = std::chrono::duration_cast<milliseconds>(deadline - net::Clock::now());
+  const auto tenth = std::clamp(left / 10, milliseconds(20), milliseconds(1000));
+  return deadline - std::min(tenth, left / 2);
+}
+
 }  // namespace
 
 // One handler for each method; they run concurrently on the RPC server's threads, and each gives
-// the worker the deadline of its call.
+// the worker a little less time than its caller gave it.
 class WorkerService::Impl {
  public:
   Impl(std::shared_ptr<EmbeddingWorker> worker, net::Server::Options options)
@@ -61,7 +72,7 @@ class WorkerService::Impl {
  private:
   void Register(Method method, Reply (Impl::*handle)(Body, Deadline)) {
     rpc_.Handle(method, [this, handle](const Buffer& request, const CallContext& context) {
-      return (this->*handle)(request.span(), context.deadline);
+      return (this->*handle)(request.span(), BeforeTheCallers(context.deadline));
     });
   }
 

@@ -160,17 +160,42 @@ def test_push_interval_has_two_spellings_of_which_one_may_be_used():
     assert "push_interval_sec, another spelling" in refusal_of(both)
 
 
+def test_the_documented_block_of_metrics_is_taken():
+    metrics = {"enable_metrics": False, "job_name": "mine"}
+    config = parse_global_config({"PersiaMetricsConfig": metrics, "common_config": {"job_type": "Train"}})
+    assert config == parse_global_config(with_key(METRICS, metrics))
+
+
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"common": {}}, "common is not a known key: did you mean common_config?"),
+        (
+            {"PersiaMetricsConfig": {"jobname": "x"}},
+            "PersiaMetricsConfig.jobname='x' is not a known key: did you mean 'job_name'?",
+        ),
+        ({"PersiaMetricsConfig": None}, "PersiaMetricsConfig is empty"),
+        ({"PersiaMetricsConfig": {}, **with_key(METRICS, {})}, f"is also given as {METRICS}: keep one"),
+        ({"PersiaMetricsConfig": {}, "common_config": 3}, "common_config must be a mapping"),
+    ],
+)
+def test_the_documented_block_of_metrics_is_checked_under_its_name(mapping, message):
+    assert message in refusal_of(mapping)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"common": {}}, "common={} is not a known key: did you mean 'common_config'?"),
         (
             {"common_config": {"job_typ": "Train"}},
-            "common_config.job_typ is not a known key: did you mean job_type?",
+            "common_config.job_typ='Train' is not a known key: did you mean 'job_type'?",
         ),
-        (with_key(f"{SERVER}.Capacity", 1), f"{SERVER}.Capacity is not a known key: did you mean capacity?"),
+        (
+            with_key(f"{SERVER}.Capacity", 1),
+            f"{SERVER}.Capacity=1 is not a known key: did you mean 'capacity'?",
+        ),
         (with_key(f"{WORKER}.x", 1), "the keys here are forward_buffer_size, buffered_data_expired_sec"),
-        ({True: {}}, "True is not a known key"),
+        ({True: {}}, "True={} is not a known key"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_one(mapping, message):

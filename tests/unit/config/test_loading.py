@@ -169,9 +169,19 @@ def test_anchors_and_merges_may_be_used(file):
 
 def test_errors_of_keys_name_the_file(file):
     file.write_text("slots_config: {user: {dimm: 8}}\n")
-    assert refusal_of(load_embedding_config, file).startswith("slots_config.user.dimm is not a known key")
+    assert refusal_of(load_embedding_config, file).startswith("slots_config.user.dimm=8 is not a known key")
     file.write_text("slots_config: {yes: {dim: 8}}\n")
     assert "quote it" in refusal_of(load_embedding_config, file)
+
+
+def test_a_mistyped_key_is_told_with_file_path_value_and_the_key_that_was_meant(file):
+    file.write_text("slots_config:\n  user:\n    dim: 8\n    embedding_sumation: false\n")
+    with pytest.raises(ConfigError) as caught:
+        load_embedding_config(file)
+    assert str(caught.value) == (
+        f"{file}: slots_config.user.embedding_sumation=false is not a known key: "
+        "did you mean 'embedding_summation'?"
+    )
 
 
 def test_text_beyond_ascii_does_not_depend_on_the_locale(file):

@@ -90,7 +90,7 @@ def test_prefix_bits_are_taken_up_to_their_limits(bits):
         ({"slots_config": {"user": {}}}, "slots_config.user.dim is missing"),
         (
             {"slots_config": {"user": {"dimm": 8}}},
-            "slots_config.user.dimm is not a known key: did you mean dim?",
+            "slots_config.user.dimm=8 is not a known key: did you mean 'dim'?",
         ),
         ({"slots_config": {"": {"dim": 8}}}, "slots_config has a slot with an empty name"),
         (
@@ -124,7 +124,10 @@ def test_prefix_bits_are_taken_up_to_their_limits(bits):
         ({"feature_groups": ["user"], **slot()}, "feature_groups must be a mapping"),
         ({"feature_groups": {"g": "user"}, **slot()}, "feature_groups.g='user' must be a list of names"),
         ({"feature_groups": {"g": [True]}, **slot()}, "feature_groups.g has the name true"),
-        ({"feature_group": {}, **slot()}, "feature_group is not a known key: did you mean feature_groups?"),
+        (
+            {"feature_group": {}, **slot()},
+            "feature_group={} is not a known key: did you mean 'feature_groups'?",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_key_and_value(mapping, message):

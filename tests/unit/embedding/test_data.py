@@ -74,6 +74,8 @@ BAD: dict[str, tuple[Callable[[], object], type[PersiaError], str]] = {
         InvalidArgumentError,
         "65536",
     ),
+    "lil number": (lambda: IDTypeFeature("u", 5), InvalidTypeError, "'u' is a int"),  # type: ignore[arg-type]
+    "lil single ids": (lambda: IDTypeFeature("u", ids(1, 2)), InvalidTypeError, "IDTypeFeatureWithSingleID"),  # type: ignore[arg-type]
     "name": (lambda: IDTypeFeature("", [ids(1)]), InvalidTypeError, "name"),
     "single list": (lambda: IDTypeFeatureWithSingleID("u", [1]), InvalidTypeError, "'u' is a list"),  # type: ignore[arg-type]
     "single ndim": (
@@ -92,6 +94,18 @@ BAD: dict[str, tuple[Callable[[], object], type[PersiaError], str]] = {
     "dense complex": (lambda: Label(np.array([1j])), InvalidTypeError, "complex128"),
     "dense scalar": (lambda: Label(np.array(1.0)), InvalidArgumentError, "scalar"),
     "no id features": (lambda: batch(id_type_features=[]), InvalidArgumentError, "id_type_features is empty"),
+    "id features none": (
+        lambda: batch(id_type_features=None),
+        InvalidArgumentError,
+        "id_type_features is empty",
+    ),
+    "one feature": (
+        lambda: batch(id_type_features=IDTypeFeature("u", [ids(1)])),
+        InvalidTypeError,
+        "id_type_features is a IDTypeFeature: pass a list",
+    ),
+    "one label": (lambda: batch(labels=Label(np.zeros(2))), InvalidTypeError, "labels is a Label"),
+    "label array": (lambda: batch(labels=np.zeros(2)), InvalidTypeError, r"labels\[0\] is a float64"),
     "id class": (lambda: batch(id_type_features=[ids(1)]), InvalidTypeError, r"id_type_features\[0\]"),
     "dense class": (lambda: batch(non_id_type_features=[Label(np.zeros(2))]), InvalidTypeError, "Label"),
     "label class": (lambda: batch(labels=[np.zeros(2)]), InvalidTypeError, r"labels\[0\] is a ndarray"),
@@ -119,6 +133,42 @@ def test_checks_can_be_skipped_but_sizes_are_always_checked(monkeypatch: pytest.
     assert IDTypeFeatureWithSingleID("u", np.array([1, 2])).ids.dtype == np.uint64  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="of 2"):
         batch(labels=[Label(np.zeros(3))])
+
+
+UNCHECKED: dict[str, tuple[Callable[[], object], type[PersiaError], str]] = {
+    "lil dtype": BAD["lil dtype"],
+    "lil ndim": BAD["lil ndim"],
+    "single ndim": (
+        lambda: IDTypeFeatureWithSingleID("u", ids(1).reshape(1, 1)),
+        InvalidArgumentError,
+        r"'u' has shape \(1, 1\)",
+    ),
+    "single text": (lambda: IDTypeFeatureWithSingleID("u", ["a"]), InvalidTypeError, "'u'.*uint64"),  # type: ignore[arg-type]
+    "single too many": BAD["single too many"],
+    "dense scalar": BAD["dense scalar"],
+    "dense ragged": (lambda: Label([[1], [1, 2]]), InvalidTypeError, "label_anonymous"),  # type: ignore[arg-type]
+    "dense dtype": (lambda: batch(labels=[Label(np.zeros(2, "U1"))]).to_bytes(), InvalidTypeError, "<U1"),
+    "id class": BAD["id class"],
+    "sizes": BAD["sizes"],
+    "labels missing": BAD["labels missing"],
+    "meta": BAD["meta"],
+    "twice": BAD["twice"],
+}
+
+
+@pytest.mark.parametrize("case", UNCHECKED)
+def test_without_checks_what_cannot_be_sent_is_still_a_typed_error(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERSIA_SKIP_CHECK_DATA", "1")
+    make, error, message = UNCHECKED[case]
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_numpy_bool_may_say_whether_gradients_are_expected() -> None:
+    message = batch(labels=None, requires_grad=np.bool_(False)).to_bytes()
+    assert PersiaBatch.from_bytes(message).requires_grad is False
 
 
 def test_evaluation_batches_need_no_labels() -> None:
@@ -199,5 +249,12 @@ def test_damaged_bytes_never_crash(data: st.DataObject) -> None:
     message = bytearray(batch(non_id_type_features=[NonIDTypeFeature(np.ones((2, 3)))]).to_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
-    with contextlib.suppress(CorruptionError, InvalidArgumentError):
+    with contextlib.suppress(CorruptionError):
         PersiaBatch.from_bytes(message)
+
+
+def test_ids_that_decode_to_no_valid_batch_are_corrupt() -> None:
+    message = batch(id_type_features=[IDTypeFeature(name, [ids(1), ids()]) for name in "ab"]).to_bytes()
+    assert message.count(b"b" + bytes(7)) == 1
+    with pytest.raises(CorruptionError, match="no valid batch"):
+        PersiaBatch.from_bytes(message.replace(b"b" + bytes(7), b"a" + bytes(7)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from settings import DEFAULT_SEED, Settings, SettingsError
+from settings import DEFAULT_SEED, DEFAULT_STALENESS, Settings, SettingsError
 
 NAMES = ("ADULT_DATA", "ADULT_OUTPUT", "SEED", "REPRODUCIBLE", "EMBEDDING_STALENESS", "ENABLE_CUDA")
 
@@ -19,7 +19,17 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_defaults() -> None:
     settings = Settings.from_environment()
-    assert (settings.seed, settings.reproducible, settings.embedding_staleness) == (DEFAULT_SEED, False, None)
+    assert (settings.seed, settings.reproducible) == (DEFAULT_SEED, False)
+    assert settings.embedding_staleness == DEFAULT_STALENESS
+
+
+def test_reproducible_means_one_batch_at_a_time_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("REPRODUCIBLE", "1")
+    assert Settings.from_environment().embedding_staleness == 1
+    monkeypatch.setenv("EMBEDDING_STALENESS", "5")
+    assert Settings.from_environment().embedding_staleness == 5
 
 
 def test_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,23 @@
+"""Numbers that users give as settings, refused by name before the compiled module sees them."""
+
+from __future__ import annotations
+
+import numbers
+
+from persia.errors import InvalidTypeError
+
+__all__ = ["checked_integer", "checked_number"]
+
+
+def checked_number(name: str, value: object) -> float:
+    """`value` as a float. Raises InvalidTypeError naming the setting; bool is a switch, not a number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InvalidTypeError(f"{name}={value!r} is a {type(value).__name__}: pass a number")
+    return float(value)
+
+
+def checked_integer(name: str, value: object) -> int:
+    """`value` as an int. Raises InvalidTypeError naming the setting."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise InvalidTypeError(f"{name}={value!r} is a {type(value).__name__}: pass an integer")
+    return int(value)
