@@ -285,11 +285,11 @@ TEST(ChannelTest, TheReasonOfARefusalOutlivesASilentRepetition) {
   std::atomic<int> num_calls{0};
   std::promise<void> done;
   Server server(Server::Options{});
-  server.Handle(Method::kPing, [&, ended = done.get_future().share()](const Buffer&,
-                                                                      const CallContext&) {
-    if (num_calls++ > 0) ended.wait_for(std::chrono::seconds(30));
-    return StatusOr<Parts>(Unavailable("loading"));
-  });
+  server.Handle(Method::kPing,
+                [&, ended = done.get_future().share()](const Buffer&, const CallContext&) {
+                  if (num_calls++ > 0) ended.wait_for(std::chrono::seconds(30));
+                  return StatusOr<Parts>(Unavailable("loading"));
+                });
   const uint16_t port = server.Start().value();
   Channel channel({.peer = "busy"});
   channel.SetAddress(Loopback(port));

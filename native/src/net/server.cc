@@ -76,12 +76,9 @@ class Server::Impl {
 
 Server::Impl::~Impl() {
   Stop(std::chrono::seconds(10));
-  // Stop() returns at its timeout, but a handler that is still running uses what the owner destroys
-  // next.
-  if (state_.pool != nullptr) {
-    state_.pool->stop();
-    state_.pool->join();
-  }
+  // Stop() returns at its timeout, but a handler that still runs uses what the owner destroys next,
+  // and requests whose turn never came own connections, whose sockets need io_.
+  state_.pool.reset();
   state_.budget.DropWaiters();
 }
 

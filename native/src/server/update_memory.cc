@@ -1,8 +1,22 @@
 #include "server/update_memory.h"
 
+#include <exception>
 #include <string>
 
 namespace persia::server {
+namespace {
+
+// What is called may throw (an allocation, say); the key must be given back then too, or every
+// repetition would wait for it until its deadline.
+StatusOr<UpdateRowsReply> WithoutThrowing(const std::function<StatusOr<UpdateRowsReply>()>& apply) {
+  try {
+    return apply();
+  } catch (const std::exception& e) {
+    return Internal(std::string("the update failed: ") + e.what());
+  }
+}
+
+}  // namespace
 
 StatusOr<UpdateRowsReply> UpdateMemory::Once(
     Key key, std::chrono::steady_clock::time_point deadline,
@@ -17,7 +31,7 @@ StatusOr<UpdateRowsReply> UpdateMemory::Once(
   if (known.has_value()) return *known;
   applying_.insert(key);
   lock.unlock();
-  auto reply = apply();
+  auto reply = WithoutThrowing(apply);
   lock.lock();
   applying_.erase(key);
   if (reply.ok()) Remember(key, *reply);

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <future>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -46,6 +47,16 @@ TEST_F(UpdateMemoryTest, WorkersDoNotShareReferences) {
   EXPECT_FALSE(Repeated({1, 7}));
   EXPECT_FALSE(Repeated({2, 7}));
   EXPECT_TRUE(Repeated({1, 7}));
+}
+
+TEST_F(UpdateMemoryTest, AnUpdateThatThrowsMayBeTriedAgain) {
+  bool repeated = true;
+  const auto reply = memory_.Once(
+      {1, 1}, Soon(), []() -> StatusOr<UpdateRowsReply> { throw std::bad_alloc(); }, &repeated);
+  EXPECT_EQ(reply.status().code(), StatusCode::kInternal);
+  EXPECT_FALSE(repeated);
+  EXPECT_EQ(Send({1, 1}, &repeated), 1u);
+  EXPECT_FALSE(repeated);
 }
 
 TEST_F(UpdateMemoryTest, OldestKeyOfAWorkerIsForgottenFirst) {

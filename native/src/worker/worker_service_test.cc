@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <future>
 
 #include "base/bytes.h"
 #include "base/id_features.h"
@@ -13,13 +14,17 @@
 #include "net/channel.h"
 #include "net/test_support.h"
 #include "worker/gradients_codec.h"
+#include "worker/remote_rows.h"
 #include "worker/worker_protocol.h"
 
 namespace persia::worker {
 namespace {
 
+using net::Clock;
 using net::Method;
 using net::Parts;
+using net::testing::In;
+using net::testing::Loopback;
 using net::testing::PartsOf;
 using net::testing::Soon;
 
@@ -79,7 +84,7 @@ class WorkerServiceTest : public ::testing::Test {
     service_ = std::make_unique<WorkerService>(worker_, net::Server::Options{});
     auto port = service_->Start();
     ASSERT_TRUE(port.ok()) << port.status().ToString();
-    channel_.SetAddress(net::testing::Loopback(*port));
+    channel_.SetAddress(Loopback(*port));
   }
 
   StatusOr<Buffer> Call(Method method, std::span<const std::byte> body) {
@@ -206,6 +211,42 @@ TEST_F(WorkerServiceTest, RefusalsKeepTheirCodes) {
           .status();
   EXPECT_EQ(unknown.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(unknown.message().find("height"), std::string::npos) << unknown.message();
+}
+
+// A service whose only parameter server is at `port`, and what its caller hears of that one.
+Status CallWithServerAt(uint16_t port, Clock::time_point deadline) {
+  auto rows = std::make_shared<RemoteRows>(1);
+  EXPECT_TRUE(rows->SetServer(0, Loopback(port)).ok());
+  WorkerOptions options;
+  options.slots = {{.name = "age", .dim = 2}};
+  WorkerService service(EmbeddingWorker::Create(options, rows).value(), {});
+  net::Channel channel({.peer = "embedding-worker 0"});
+  channel.SetAddress(Loopback(service.Start().value()));
+  const auto body = Join({EncodeFixed(LookupDirectHead{0, 0}), IdBatch("age")});
+  return channel.Call(Method::kLookupDirect, PartsOf(body), deadline).status();
+}
+
+TEST(WorkerServiceErrorTest, ADeadServerIsNamedToTheCaller) {
+  net::Server listener(net::Server::Options{});
+  const uint16_t port = listener.Start().value();
+  listener.Stop();
+  const Status status = CallWithServerAt(port, In(400));
+  EXPECT_EQ(status.code(), StatusCode::kUnavailable) << status.ToString();
+  EXPECT_NE(status.message().find("parameter-server 0 at "), std::string::npos) << status.message();
+}
+
+TEST(WorkerServiceErrorTest, ASilentServerIsNamedToTheCaller) {
+  std::promise<void> done;
+  net::Server silent(net::Server::Options{});
+  silent.Handle(Method::kLookupRows,
+                [ended = done.get_future().share()](const Buffer&, const CallContext&) {
+                  ended.wait_for(std::chrono::seconds(30));
+                  return StatusOr<Parts>(Parts());
+                });
+  const Status status = CallWithServerAt(silent.Start().value(), In(400));
+  done.set_value();
+  EXPECT_EQ(status.code(), StatusCode::kDeadlineExceeded) << status.ToString();
+  EXPECT_NE(status.message().find("parameter-server 0 at "), std::string::npos) << status.message();
 }
 
 }  // namespace
