@@ -33,7 +33,8 @@ class BaseCtx:
 
     Args:
         threadpool_worker_size: accepted for scripts of the published system; the native client sizes itself.
-        device_id: CUDA device of the tensors; None or negative: the CPU.
+        device_id: CUDA device of the tensors; None: that of the current context, or else the CPU; negative:
+            the CPU.
     """
 
     def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
@@ -74,7 +75,11 @@ def cnt_ctx() -> BaseCtx | None:
 
 
 def _checked_device(device_id: int | None) -> int | None:
-    if device_id is None or device_id < 0:
+    if device_id is None:
+        # As published, where a process had one device: `eval_ctx(model=model)` evaluates where training runs.
+        outer = cnt_ctx()
+        return None if outer is None else outer.device_id
+    if device_id < 0:
         return None
     import torch
 

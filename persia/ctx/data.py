@@ -32,6 +32,9 @@ __all__ = ["DataCtx"]
 _REQUEST_TIMEOUT_S = 10.0
 _RETRY_S = 0.1  # after a peer was not there, or did not answer
 _FAILED_END_DEADLINE_S = 5.0  # for telling the ranks that this loader failed
+# A receiver that answers "full" is alive, and a long evaluation is no failure: it has this many times the
+# deadline of one that does not answer.
+_FULL_PATIENCE = 12
 
 
 class DataCtx(BaseCtx):
@@ -105,20 +108,20 @@ class DataCtx(BaseCtx):
     def _register(self, worker_index: int, id_features: bytes) -> IdsReply:
         request = IdsRequest(self.replica_index, self.replica_size, id_features).encode()
         subject, peer = self._cluster.session.subjects.ids(worker_index), f"embedding worker {worker_index}"
-        deadline = Deadline(self._deadline_s)
+        room = Deadline(_FULL_PATIENCE * self._deadline_s)
         while True:
-            reply = IdsReply.decode(self._request(subject, request, peer, None, deadline))
+            reply = IdsReply.decode(self._request(subject, request, peer, None, Deadline(self._deadline_s)))
             if reply.status is ReplyStatus.OK:
                 return reply
-            self._wait_for_room(reply.status, reply.retry_ms, reply.message, peer, deadline)
+            self._wait_for_room(reply.status, reply.retry_ms, reply.message, peer, room)
 
     def _request_flow(self, subject: str, payload: bytes, peer: str, rank: int, deadline_s: float) -> None:
-        deadline = Deadline(deadline_s)
+        room = Deadline(_FULL_PATIENCE * deadline_s)
         while True:
-            reply = FlowReply.decode(self._request(subject, payload, peer, rank, deadline))
+            reply = FlowReply.decode(self._request(subject, payload, peer, rank, Deadline(deadline_s)))
             if reply.status is ReplyStatus.OK:
                 return
-            self._wait_for_room(reply.status, reply.retry_ms, reply.message, peer, deadline)
+            self._wait_for_room(reply.status, reply.retry_ms, reply.message, peer, room)
 
     def _request(
         self, subject: str, payload: bytes, peer: str, rank: int | None, deadline: Deadline
@@ -132,20 +135,20 @@ class DataCtx(BaseCtx):
             except (UnavailableError, DeadlineExceededError) as failure:
                 if rank is not None and rank in self._departed:
                     raise UnavailableError(f"{peer} has left the job and takes no more batches") from failure
-                if deadline.over:
+                if deadline.left_s() <= _RETRY_S:  # no time for another try, whose error would say nothing
                     raise UnavailableError(
                         f"{peer} did not answer in {self._deadline_s:g} s (PERSIA_DEADLINE_SEC): {failure}"
                     ) from failure
                 time.sleep(_RETRY_S)
 
     def _wait_for_room(
-        self, status: ReplyStatus, retry_ms: int, text: str, peer: str, deadline: Deadline
+        self, status: ReplyStatus, retry_ms: int, text: str, peer: str, room: Deadline
     ) -> None:
         if status is ReplyStatus.ERROR:
             raise FailedPreconditionError(f"{peer} refused the batch: {text}")
-        if deadline.over:
+        if room.over:
             raise DeadlineExceededError(
-                f"the buffer of {peer} was full for the whole deadline (PERSIA_DEADLINE_SEC)"
+                f"the buffer of {peer} was full all the time, for {_FULL_PATIENCE} times PERSIA_DEADLINE_SEC"
             )
         time.sleep(retry_ms / 1000)
 

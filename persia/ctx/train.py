@@ -18,6 +18,7 @@ from persia import env
 from persia.ctx import dense_checkpoint
 from persia.ctx.base import PreprocessMode
 from persia.ctx.embedding import EmbeddingCtx
+from persia.ctx.uneven import join_uneven
 from persia.data.training_batch import PersiaTrainingBatch
 from persia.distributed import DistributedBaseOption, get_default_distributed_option
 from persia.embedding import EmbeddingConfig
@@ -180,10 +181,10 @@ class TrainCtx(EmbeddingCtx):
         dense_checkpoint.load_state_dict(self.dense_optimizer, path, map_location or self.device)
 
     def uneven_inputs(self) -> AbstractContextManager[object]:
-        """DDP's join: a rank that has ended takes part in the others' collectives until all have ended."""
+        """A rank that has ended takes part in the others' collectives until all have ended."""
         if isinstance(self.model, DistributedDataParallel):
-            join: AbstractContextManager[object] = self.model.join()
-            return join
+            scaler = [] if self._scaler is None else [self._scaler]
+            return join_uneven(self.model, [self.dense_optimizer, *scaler])
         return contextlib.nullcontext()
 
     def _forward_model(self, model: torch.nn.Module) -> Callable[..., Any]:

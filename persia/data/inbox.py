@@ -40,6 +40,7 @@ class Inbox:
         self._last_heard: dict[int, float] = {}
         self._num_arrived = 0
         self._failure: PersiaError | None = None
+        self._num_before_failure = 0
         self._closed = False
         self._changed = threading.Condition()
 
@@ -73,11 +74,12 @@ class Inbox:
             self._hear(message.loader_index, message.loader_replicas)
             if message.error is None:
                 self._order.end(message.loader_index, message.num_batches)
-            else:
-                self._failure = self._failure or UnavailableError(
+            elif self._failure is None:
+                self._failure = UnavailableError(
                     f"data loader {message.loader_index} ended with an error "
                     f"after {message.num_batches} batches: {message.error}"
                 )
+                self._num_before_failure = self._num_arrived
             self._changed.notify_all()
 
     def take(self, timeout_s: float) -> BatchAnnouncement | None:
@@ -92,7 +94,7 @@ class Inbox:
             if self._closed:
                 raise QueueClosed
             loader = self._next_loader()
-            if loader is not None:
+            if loader is not None and not self._came_after_failure(loader):
                 self._order.taken(loader)
                 self._changed.notify_all()
                 return self._queues[loader].popleft()[1]
@@ -143,6 +145,10 @@ class Inbox:
     def _can_take(self) -> bool:
         stopped = self._closed or self._failure is not None or self._order.finished
         return stopped or self._next_loader() is not None
+
+    def _came_after_failure(self, loader: int) -> bool:
+        """Other loaders may go on for long, and would hide the failure."""
+        return self._failure is not None and self._queues[loader][0][0] >= self._num_before_failure
 
     def _next_loader(self) -> int | None:
         """The loader whose oldest queued batch is to be taken, if that batch is here."""

@@ -111,7 +111,7 @@ class Prefetcher:
         self._gate = gate
         self._ready: BoundedQueue[_Lookup] = BoundedQueue(forward_buffer_size)
         self._work: BoundedQueue[_Lookup] = BoundedQueue(forward_buffer_size)
-        self._source_failure: Exception | None = None
+        self._source_failure: BaseException | None = None
         self._yielded: list[BatchLease] = []
         self._warned_of_skipping = False
         self._threads = [threading.Thread(target=self._feed, name="persia-feeder", daemon=True)]
@@ -189,7 +189,7 @@ class Prefetcher:
                 self._feed_one(pending)
         except QueueClosed:
             pass
-        except Exception as failure:
+        except BaseException as failure:  # raised in the loop, which must not wait for more
             self._source_failure = failure
         self._ready.close()
         self._work.close()

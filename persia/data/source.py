@@ -95,7 +95,7 @@ class LocalSource:
         self._batches = batches
         self._on_received = on_received
         self._queue: BoundedQueue[PendingBatch] = BoundedQueue(buffer_size)
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="persia-dataset", daemon=True)
         self._thread.start()
 
@@ -123,7 +123,7 @@ class LocalSource:
                 self._queue.put(pending_from(batch, batch_id))
         except QueueClosed:
             pass
-        except Exception as failure:
+        except BaseException as failure:  # also sys.exit(): the loop must not wait for more
             # Raised in the training loop, after the batches before it.
             self._failure = failure
         self._queue.close()

@@ -6,6 +6,7 @@ loader whether it is still there; one that does not answer has died, and is name
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -52,6 +53,8 @@ class StreamReceiver:
         self._on_superseded = on_superseded
         self._silence_s = env.loader_silence_s()
         self._start = Deadline(env.get_deadline_s())
+        self._check_interval_s = min(1.0, self._silence_s / 4)
+        self._next_check = time.monotonic() + self._check_interval_s
         self._next_report = time.monotonic() + _REPORT_INTERVAL_S
         session, concurrency = cluster.session, _MAX_LOADERS_AT_A_TIME
         self._registrations: list[Registration] = [
@@ -62,10 +65,12 @@ class StreamReceiver:
     def take(self) -> BatchAnnouncement | None:
         """The next batch, None at the end. Raises a loader's failure, QueueClosed after `stop`."""
         while True:
-            try:
-                return self._inbox.take(min(1.0, self._silence_s / 4))
-            except DeadlineExceededError:
+            # Also while batches come: those of one loader must not hide that another one has died.
+            if time.monotonic() >= self._next_check:
                 self._check_loaders()
+                self._next_check = time.monotonic() + self._check_interval_s
+            with contextlib.suppress(DeadlineExceededError):
+                return self._inbox.take(self._check_interval_s)
 
     def stop(self) -> list[BatchAnnouncement]:
         """Wakes `take` and refuses what loaders still send; returns the batches that nobody took."""
@@ -92,7 +97,7 @@ class StreamReceiver:
         return FlowReply(ReplyStatus.OK).encode()
 
     def _check_loaders(self) -> None:
-        """Called when nothing came for a while: raises when something never will."""
+        """Raises when something that the stream needs will never come."""
         if self._inbox.num_loaders is None:
             self._wait_for_first_loader()
         for loader_index in self._inbox.silent_loaders(self._silence_s):
@@ -102,7 +107,7 @@ class StreamReceiver:
                 self._give_up(loader_index)
 
     def _wait_for_first_loader(self) -> None:
-        if self._start.over:
+        if self._start.over and not self._is_alive(0):
             raise DeadlineExceededError(
                 "no data loader has sent anything yet: start one with `persia-launcher data-loader`, the "
                 "same PERSIA_JOB_NAME and PERSIA_NATS_URL (the deadline is PERSIA_DEADLINE_SEC)"
@@ -110,14 +115,18 @@ class StreamReceiver:
         self._report("waiting for the first batch of the data loaders")
 
     def _is_alive(self, loader_index: int) -> bool:
+        """Also when nobody can tell; then the time-out of the data loader ends the wait."""
         for _ in range(_NUM_PROBES):
             try:
                 if self._cluster.directory.probe(DATA_LOADER, loader_index, _PROBE_TIMEOUT_S) is not None:
                     return True
-            except PersiaError as failure:
+                failure = "" if self._cluster.session.is_connected else "the connection to NATS is lost"
+            except PersiaError as error:
+                failure = str(error)
+            if failure:
                 # Without the broker nobody can answer, which says nothing about the loader.
                 self._report(f"data loader {loader_index} cannot be asked whether it is alive: {failure}")
-                return not self._start.over
+                return True
         return False
 
     def _give_up(self, loader_index: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import tempfile
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,9 @@ __all__ = ["LocalJob", "run_local_job"]
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_cyan", "bright_yellow", "bright_magenta")
 _NUM_SHOWN_LINES = 20
 _WAIT_S = 0.5  # how often the main thread looks up, for signals
+# A training script may leave its loop before the data ends, which is an error for loaders only: how long it
+# has after that to succeed.
+_LEAVE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +104,19 @@ def _start(job: LocalJob, supervisor: Supervisor, folder: Path) -> None:
 
 def _await_end(supervisor: Supervisor) -> ManagedProcess | None:
     """Waits until training has ended; returns the process that failed, if one did."""
-    while True:
+    failed_loader, give_up_at = None, math.inf
+    while time.monotonic() < give_up_at:
         ended = supervisor.next_ended(_WAIT_S)
         if ended is None:
             continue
         if ended.name == NN_WORKER and ended.exit_code == 0:
             return None
         # A loader may have sent everything. A server has no reason to end before the training.
-        if not (ended.name.startswith("data-loader-") and ended.exit_code == 0):
-            return ended
+        if not ended.name.startswith("data-loader-"):
+            return failed_loader or ended
+        if ended.exit_code != 0 and failed_loader is None:
+            failed_loader, give_up_at = ended, time.monotonic() + _LEAVE_S
+    return failed_loader
 
 
 def _report(failed: ManagedProcess) -> int:

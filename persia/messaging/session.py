@@ -116,6 +116,11 @@ class NatsSession:
                 self._client.max_payload,
             )
 
+    @property
+    def is_connected(self) -> bool:
+        """False while the broker is away: nobody can answer then."""
+        return bool(self._client.is_connected)
+
     def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
         """Sends `payload` and returns the reply.
 

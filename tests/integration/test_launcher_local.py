@@ -107,6 +107,17 @@ def test_a_script_that_fails_ends_the_job_with_its_error(job, failing, name):
     assert not any(is_alive(pid) for pid in pids_in(output))
 
 
+def test_training_that_leaves_the_stream_early_succeeds(job):
+    """Its loader, which has nobody to send to any more, ends before the training does."""
+    marker = str(job.folder / "left")
+    job.write("loader.py", f"open({marker!r}, 'w').close(); raise SystemExit(1)")
+    await_marker = f"import time\nwhile not os.path.exists({marker!r}): time.sleep(0.01)\n"
+    job.write("train.py", await_marker + "time.sleep(1); print('trained')")
+    code, output = job.run()
+    assert code == 0, output
+    assert "| trained\n" in output
+
+
 def test_a_server_that_dies_ends_the_job(job):
     job.write("train.py", AWAIT_SERVERS + "import time; os.kill(server.pid, 9); time.sleep(1000)")
     code, output = job.run()

@@ -1,4 +1,4 @@
-"""Two ranks under gloo: every batch trained, equal dense models, both ranks end."""
+"""Two ranks under gloo: every batch trained, equal dense models and optimizers, both ranks end."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def test_ranks_with_unequal_numbers_of_batches_end_together(run_job: Any, length
         assert report["counters"]["batches_trained"] == report["counters"]["batches_received"]
         assert report["threads"] == []
     assert reports[0]["digest"] == reports[1]["digest"]
+    assert reports[0]["optimizer_digest"] == reports[1]["optimizer_digest"]
 
 
 def test_bounded_staleness_per_rank(run_job: Any) -> None:

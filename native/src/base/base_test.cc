@@ -10,6 +10,7 @@
 #include "base/buffer.h"
 #include "base/bytes.h"
 #include "base/hash.h"
+#include "base/incarnation.h"
 #include "base/status.h"
 #include "base/train_config.h"
 
@@ -38,6 +39,17 @@ TEST(BufferTest, IsAligned) {
     EXPECT_EQ(buffer.size(), size);
     EXPECT_EQ(reinterpret_cast<uintptr_t>(buffer.data()) % 64, 0u);
   }
+}
+
+TEST(BufferTest, WhatIsMovedFromIsEmpty) {
+  Buffer first(10);
+  Buffer second(std::move(first));
+  EXPECT_TRUE(first.span().empty());  // NOLINT: looked at on purpose
+  EXPECT_EQ(second.size(), 10u);
+  Buffer third;
+  third = std::move(second);
+  EXPECT_TRUE(second.span().empty());  // NOLINT: looked at on purpose
+  EXPECT_EQ(third.size(), 10u);
 }
 
 // u32, a string and an array, as every message of the wire format mixes them.
@@ -120,6 +132,12 @@ OptimizerConfig Optimizer(OptimizerKind kind) {
   OptimizerConfig config;
   config.kind = kind;
   return config;
+}
+
+TEST(IncarnationTest, IsDrawnAnewAndNeverNone) {
+  const uint64_t first = DrawIncarnation();
+  EXPECT_NE(first, 0u);
+  EXPECT_NE(first, DrawIncarnation());
 }
 
 TEST(TrainConfigTest, StateFloats) {

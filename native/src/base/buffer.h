@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <memory>
 #include <span>
+#include <utility>
 
 namespace persia {
 
@@ -18,6 +19,14 @@ class Buffer {
  public:
   Buffer() = default;
   explicit Buffer(size_t size_bytes) : data_(Allocate(size_bytes)), size_(size_bytes) {}
+  // What is moved from is empty: its size must not outlive its bytes.
+  Buffer(Buffer&& other) noexcept
+      : data_(std::move(other.data_)), size_(std::exchange(other.size_, 0)) {}
+  Buffer& operator=(Buffer&& other) noexcept {
+    data_ = std::move(other.data_);
+    size_ = std::exchange(other.size_, 0);
+    return *this;
+  }
 
   std::byte* data() { return data_.get(); }
   const std::byte* data() const { return data_.get(); }
@@ -33,7 +42,7 @@ class Buffer {
     if (size_bytes == 0) return nullptr;
     const size_t rounded = (size_bytes + 63) / 64 * 64;
     auto* p = static_cast<std::byte*>(std::aligned_alloc(64, rounded));
-    if (p == nullptr) std::abort();  // out of memory, as operator new would
+    if (p == nullptr) std::abort();  // out of memory: nothing sensible is left to do
     return std::unique_ptr<std::byte, Free>(p);
   }
 

@@ -1,9 +1,9 @@
 // ByteWriter and ByteReader: little-endian encoding with every array aligned to 8 bytes.
 //
-// The reader never trusts a length: each read is checked against what is left before anything is
-// allocated or dereferenced, and a failed read makes ok() false for good, so a decoder may read a
-// whole section and check once. Views returned by the reader point into its bytes and live as long
-// as they do.
+// The reader never trusts a length: each read is checked against what is left
+// before anything is allocated or dereferenced, and a failed read makes ok()
+// false for good, so a decoder may read a whole section and check once. Views
+// returned by the reader point into its bytes and live as long as they do.
 #pragma once
 
 #include <bit>
@@ -32,8 +32,8 @@ class ByteWriter {
   }
   // Zero bytes up to the next multiple of 8.
   void Align() { bytes_.resize((bytes_.size() + 7) / 8 * 8); }
-  // Aligns, then writes the elements (their count is written by the caller, where the format has
-  // it).
+  // Aligns, then writes the elements (their count is
+  // written by the caller, where the format has it).
   template <typename T>
   void PutArray(std::span<const T> values) {
     Align();

@@ -1,5 +1,5 @@
-// ID features: the sparse half of a batch as it crosses the network (docs/wire_format.md), for both
-// ends.
+// ID features: the sparse half of a batch as it crosses
+// the network (docs/wire_format.md), for both ends.
 //
 // The encoder refuses what the decoder would, so that a loader hears of its mistake, not the
 // embedding worker.

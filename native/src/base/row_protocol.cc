@@ -45,8 +45,8 @@ Status CheckDims(RowBlocksView& view) {
   return Status::Ok();
 }
 
-// NaN and infinities are the floats with all exponent bits set; counted without a branch, to
-// vectorise.
+// NaN and infinities are the floats with all exponent
+// bits set; counted without a branch, to vectorise.
 Status CheckFinite(const char* field, std::span<const float> values) {
   constexpr uint32_t kExponent = 0x7f800000;
   uint64_t num_bad = 0;

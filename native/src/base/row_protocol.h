@@ -36,8 +36,8 @@ static_assert(sizeof(RowBlockHeader) == 8);
 struct RowBlocksView {
   std::span<const RowBlockHeader> blocks;
   std::span<const uint64_t> signs;
-  uint64_t num_floats =
-      0;  // sum of dim x num_signs; at most 2^16 x signs.size(), so it cannot overflow
+  // Sum of dim x num_signs; at most 2^16 x signs.size(), so it cannot overflow.
+  uint64_t num_floats = 0;
 };
 
 // Also the embedding worker's: it passes the config on.

@@ -29,8 +29,8 @@ Status CheckRange(std::string_view field, float value, bool in_range, std::strin
                          std::string(range));
 }
 
-// A hyper-parameter that `kind` does not have must be left alone, or the user believes it has an
-// effect.
+// A hyper-parameter that `kind` does not have must be
+// left alone, or the user believes it has an effect.
 Status CheckUnused(OptimizerKind kind, std::string_view field, float value, float unset) {
   if (value == unset) return Status::Ok();
   const std::string name(field);

@@ -19,9 +19,9 @@ struct Initializer {
 
 enum class OptimizerKind : uint8_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3 };
 
-// One flat set of hyper-parameters; Validate() refuses those that the kind does not have, so none
-// is silently ignored. The rules are torch.optim's (SGD, Adagrad, Adam), applied to the rows of a
-// batch.
+// One flat set of hyper-parameters; Validate() refuses those that the
+// kind does not have, so none is silently ignored. The rules are
+// torch.optim's (SGD, Adagrad, Adam), applied to the rows of a batch.
 struct OptimizerConfig {
   OptimizerKind kind = OptimizerKind::kSgd;
   float lr = 0.01f;
@@ -42,10 +42,10 @@ struct OptimizerConfig {
 struct TrainConfig {
   Initializer initializer;
   OptimizerConfig optimizer;
-  float admit_probability =
-      1.0f;  // of giving an unseen sign a row; decided by the sign, not by chance
-  float weight_bound =
-      10.0f;  // every element is clamped to [-bound, bound] after an update; 0: off
+  // Of giving an unseen sign a row; decided by the sign, not by chance.
+  float admit_probability = 1.0f;
+  // Every element is clamped to [-bound, bound] after an update; 0: off.
+  float weight_bound = 10.0f;
   bool operator==(const TrainConfig&) const = default;
 
   Status Validate() const;

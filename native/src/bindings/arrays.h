@@ -21,8 +21,8 @@
 namespace persia::bindings {
 
 // A C-contiguous, aligned array of T with `ndim` dimensions.
-// Raises InvalidTypeError naming `argument` and what was found; ValueError for a wrong number of
-// dimensions.
+// Raises InvalidTypeError naming `argument` and what was
+// found; ValueError for a wrong number of dimensions.
 template <typename T>
 class ArrayArgument {
  public:

@@ -43,8 +43,8 @@ void RaiseIfError(const Status& status) {
 void RaiseTypeError(const std::string& message) { Raise("InvalidTypeError", message); }
 
 std::chrono::milliseconds Timeout(double timeout_s) {
-  constexpr double kTenYearsS =
-      10 * 365 * 86400.0;  // keeps now() + timeout inside the clock's range
+  // A limit that keeps now() + timeout inside the clock's range.
+  constexpr double kTenYearsS = 10 * 365 * 86400.0;
   if (!(timeout_s >= 0)) {
     RaiseIfError(InvalidArgument("timeout_s: " + std::to_string(timeout_s) +
                                  " is not a duration; give seconds, 0 or more"));

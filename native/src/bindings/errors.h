@@ -1,7 +1,7 @@
 // From Status to the exceptions of persia.errors, and the guards that every bound function uses.
 //
-// pybind11 reports errors by C++ exceptions; they are thrown here and nowhere else, with the GIL
-// held.
+// pybind11 reports errors by C++ exceptions; they are
+// thrown here and nowhere else, with the GIL held.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -33,8 +33,8 @@ auto WithoutGil(Function&& function) {
   return function();
 }
 
-// Both raise InvalidArgumentError for a negative number or NaN. Whatever is longer than ten years
-// counts as that.
+// Both raise InvalidArgumentError for a negative number or
+// NaN. Whatever is longer than ten years counts as that.
 std::chrono::milliseconds Timeout(double timeout_s);
 std::chrono::steady_clock::time_point DeadlineAfter(double timeout_s);
 

@@ -17,8 +17,8 @@ using client::BatchReference;
 using client::LookupResult;
 using worker::ReturnReport;
 
-// A slot of a result. It and every array made from it hold the result, whose storage the rows lie
-// in.
+// A slot of a result. It and every array made from
+// it hold the result, whose storage the rows lie in.
 struct SlotView {
   std::shared_ptr<LookupResult> result;
   size_t position;

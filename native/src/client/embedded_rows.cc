@@ -2,9 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <random>
 #include <string>
 #include <utility>
+
+#include "base/incarnation.h"
 
 namespace persia::client {
 namespace {
@@ -15,11 +16,6 @@ using worker::ServerRows;
 using worker::ServerUpdate;
 using worker::UpdateKey;
 using worker::UpdateResult;
-
-uint64_t DrawIncarnation() {
-  std::random_device device;
-  return (uint64_t{device()} << 32) | device();
-}
 
 Status CheckDeadline(Deadline deadline) {
   if (std::chrono::steady_clock::now() < deadline) return Status::Ok();

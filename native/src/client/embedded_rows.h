@@ -15,8 +15,8 @@
 
 namespace persia::client {
 
-// Thread-safe. A call that has begun is not interrupted; one whose deadline has passed is not
-// begun.
+// Thread-safe. A call that has begun is not interrupted;
+// one whose deadline has passed is not begun.
 class EmbeddedRows final : public worker::RowService {
  public:
   // Refuses what the store refuses.

@@ -1,5 +1,5 @@
-// EmbeddingClient: what an NN worker, an evaluation or an inference process needs of the embedding
-// workers.
+// EmbeddingClient: what an NN worker, an evaluation or
+// an inference process needs of the embedding workers.
 //
 // Two implementations behind one interface: RemoteClient calls embedding workers over RPC,
 // EmbeddedClient holds the worker and the store in this process. Scripts, contexts and tests do not
@@ -81,8 +81,8 @@ class EmbeddingClient {
 
 class RemoteClient : public EmbeddingClient {
  public:
-  // `num_workers` embedding workers; each must get its address by SetWorker before calls to it go
-  // through.
+  // `num_workers` embedding workers; each must get its
+  // address by SetWorker before calls to it go through.
   static StatusOr<std::shared_ptr<RemoteClient>> Create(uint32_t num_workers);
   virtual Status SetWorker(uint32_t index, const std::string& address) = 0;
 };

@@ -1,5 +1,5 @@
-// The parts of Asio that the net layer uses, in one place, and what every socket of ours has in
-// common.
+// The parts of Asio that the net layer uses, in one
+// place, and what every socket of ours has in common.
 //
 // Included by the .cc files and private headers of net/ only: Asio costs seconds of compile time
 // and stays out of public headers.
@@ -26,9 +26,9 @@ namespace persia::net {
 using Tcp = asio::ip::tcp;
 using ErrorCode = asio::error_code;
 
-// No delay for small frames. A peer whose host has died is noticed in half a minute instead of
-// never; that needs options which Asio does not wrap. Failures are ignored: the connection works
-// without them.
+// No delay for small frames. A peer whose host has died is noticed in
+// half a minute instead of never; that needs options which Asio does
+// not wrap. Failures are ignored: the connection works without them.
 void ConfigureSocket(Tcp::socket& socket);
 
 // An encoded header and its body's parts as one scatter/gather list; both must outlive the write.

@@ -1,5 +1,5 @@
-// ByteBudget: how many bytes of request bodies a server holds at once; who asks for more waits in
-// line.
+// ByteBudget: how many bytes of request bodies a server
+// holds at once; who asks for more waits in line.
 //
 // Thread-safe. First come, first served, so that a large body is not starved by small ones. A body
 // above the whole budget is let in when nothing else is held: it could never be otherwise.

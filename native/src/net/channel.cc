@@ -276,8 +276,8 @@ void Channel::Impl::OnConnected() {
 void Channel::Impl::OnWritten() {
   const uint64_t id = *writing_;
   writing_.reset();
-  PendingCall& call =
-      *calls_[id];  // a call being written never completes without its connection closing
+  // It is there: a call being written never completes without its connection closing.
+  PendingCall& call = *calls_[id];
   call.state = State::kSent;
   if (call.early_reply.has_value()) {
     auto [header, body] = std::move(*call.early_reply);
@@ -306,8 +306,8 @@ void Channel::Impl::OnReply(const FrameHeader& header, Buffer body) {
   if (found == calls_.end()) return;  // its deadline came first
   PendingCall& call = *found->second;
   if (call.state == State::kWriting) {
-    // The socket may still read the parts, which belong to the caller again once the call
-    // completes.
+    // The socket may still read the parts, which belong
+    // to the caller again once the call completes.
     call.early_reply.emplace(header, std::move(body));
     return;
   }
@@ -337,8 +337,8 @@ void Channel::Impl::RetryLater(uint64_t id, PendingCall& call) {
   });
 }
 
-// Doubles up to the limit; half of it is chance, so that callers of a restarted peer do not come
-// all at once.
+// Doubles up to the limit; half of it is chance, so that
+// callers of a restarted peer do not come all at once.
 std::chrono::milliseconds Channel::Impl::Backoff(uint32_t attempt) {
   const auto full = std::min(kMaxBackoff, kFirstBackoff * (1 << std::min(attempt, 10u)));
   std::uniform_int_distribution<int64_t> jitter(full.count() / 2, full.count());

@@ -39,8 +39,8 @@ class Channel {
   // until it returns.
   StatusOr<Buffer> Call(Method method, const Parts& parts, Clock::time_point deadline);
 
-  // The same without blocking the caller, for fan-out: `done` runs exactly once, on a thread of the
-  // channel.
+  // The same without blocking the caller, for fan-out:
+  // `done` runs exactly once, on a thread of the channel.
   void CallAsync(Method method, Parts parts, Clock::time_point deadline,
                  std::function<void(StatusOr<Buffer>)> done);
 

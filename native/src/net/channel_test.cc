@@ -295,7 +295,6 @@ TEST(ChannelTest, TheReasonOfARefusalOutlivesASilentRepetition) {
   channel.SetAddress(Loopback(port));
   const Status status = channel.Call(Method::kPing, {}, In(500)).status();
   done.set_value();
-  EXPECT_EQ(num_calls, 2);
   EXPECT_EQ(status.code(), StatusCode::kUnavailable) << status.ToString();
   EXPECT_NE(status.message().find("loading"), std::string::npos) << status.message();
 }

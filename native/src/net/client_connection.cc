@@ -7,8 +7,8 @@
 namespace persia::net {
 namespace {
 
-// An address behind which nobody refuses (a dropped route) must not hold up the change to a better
-// one.
+// An address behind which nobody refuses (a dropped
+// route) must not hold up the change to a better one.
 constexpr std::chrono::seconds kConnectTimeout{5};
 
 }  // namespace

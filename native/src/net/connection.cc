@@ -126,8 +126,8 @@ void Connection::AcquireBody(const FrameHeader& header) {
 
 void Connection::ReadBody(const FrameHeader& header) {
   body_ = Buffer(header.body_bytes);
-  // A client that announces a body and does not send it would keep its share of the budget from the
-  // others.
+  // A client that announces a body and does not send it
+  // would keep its share of the budget from the others.
   CloseAt(std::max(DeadlineOf(header), Clock::now() + kMinBodyTime));
   asio::async_read(socket_, asio::buffer(body_.data(), body_.size()),
                    OnStrand([this, header](size_t) {
@@ -176,8 +176,8 @@ StatusOr<Parts> Connection::RunHandler(const FrameHeader& header, const Buffer& 
   if (Clock::now() >= context.deadline) {
     return DeadlineExceeded("the deadline passed before the request's turn came");
   }
-  // Our handlers do not throw, but what they use may (an allocation, say); one request must not end
-  // the process.
+  // Our handlers do not throw, but what they use may (an
+  // allocation, say); one request must not end the process.
   try {
     return server_.handlers[header.method](request, context);
   } catch (const std::exception& e) {

@@ -63,9 +63,9 @@ struct FrameHeader {
 static_assert(sizeof(FrameHeader) == kHeaderBytes);
 
 void EncodeHeader(const FrameHeader& header, std::span<std::byte, kHeaderBytes> out);
-// kCorruption: wrong magic or kind, body above `max_body_bytes` (the connection must be closed, for
-// the stream is lost). An unknown version is not an error here: the caller refuses the request and
-// skips the body.
+// kCorruption: wrong magic or kind, body above `max_body_bytes` (the
+// connection must be closed, for the stream is lost). An unknown version
+// is not an error here: the caller refuses the request and skips the body.
 StatusOr<FrameHeader> DecodeHeader(std::span<const std::byte, kHeaderBytes> bytes,
                                    uint64_t max_body_bytes);
 

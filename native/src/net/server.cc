@@ -34,8 +34,8 @@ StatusOr<Tcp::endpoint> ResolveListenAddress(asio::io_context& io, const Server:
 
 }  // namespace
 
-// Order of members is order of life: operations still queued in io_ own connections, which use
-// state_.
+// Order of members is order of life: operations still
+// queued in io_ own connections, which use state_.
 class Server::Impl {
  public:
   explicit Impl(Options options) : state_(std::move(options)) {

@@ -43,8 +43,8 @@ class Server {
   Server(const Server&) = delete;
 
   void Handle(Method method, Handler handler);
-  // Binds and listens; returns the port. kIOError names host and port ("address already in use",
-  // ...).
+  // Binds and listens; returns the port. kIOError names
+  // host and port ("address already in use", ...).
   StatusOr<uint16_t> Start();
   // Stops accepting and reading, lets running handlers finish and their answers leave until
   // `timeout`, then closes. Idempotent.

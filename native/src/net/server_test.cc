@@ -219,9 +219,9 @@ TEST_F(ServerTest, ClientThatDoesNotReadHoldsUpOnlyItself) {
       client.SendFrame(Request(Method::kPing, id, body.size()), body);
     }
   });
-  // 160 MiB of replies that nobody takes: the server stops reading, and the sender gets stuck. (A
-  // server that reads on is caught only if it does so within the pauses; one that does not is never
-  // accused.)
+  // 160 MiB of replies that nobody takes: the server stops reading, and
+  // the sender gets stuck. (A server that reads on is caught only if it
+  // does so within the pauses; one that does not is never accused.)
   for (int seen = -1; seen != num_sent;) {
     seen = num_sent;
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
@@ -273,14 +273,14 @@ TEST_F(ServerTest, EndsWithRequestsWhoseTurnNeverCame) {
   for (uint64_t id = 0; id < 100; ++id) client.SendFrame(Request(Method::kServerStats, id));
   WaitForBlocked(1);
   server_->Stop(std::chrono::milliseconds(50));
-  // The destructor waits for the handler that runs and drops the requests behind it.
+  // The destructor waits for the handler that runs and drops the requests behind it, which
+  // AddressSanitizer watches: they own connections, whose sockets must not outlive their service.
   std::thread opener([this] {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
     gate_.Open();
   });
   server_.reset();
   opener.join();
-  EXPECT_LT(num_blocked_, 100);
 }
 
 TEST_F(ServerTest, StopWithIdleAndHalfSentConnections) {

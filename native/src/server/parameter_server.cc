@@ -1,7 +1,5 @@
 #include "server/parameter_server.h"
 
-#include <sys/random.h>
-
 #include <algorithm>
 #include <cinttypes>
 #include <cstdio>
@@ -11,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/incarnation.h"
 #include "base/row_protocol.h"
 #include "server/update_memory.h"
 
@@ -22,17 +21,6 @@ using net::Method;
 using net::Parts;
 
 static_assert(kMaxRowDim == store::EmbeddingStore::kMaxDim);
-
-// Random and not 0, which stands for "none" in messages.
-StatusOr<uint64_t> DrawIncarnation() {
-  uint64_t incarnation = 0;
-  while (incarnation == 0) {
-    if (::getrandom(&incarnation, sizeof(incarnation), 0) != sizeof(incarnation)) {
-      return IOError("getrandom failed: no incarnation can be drawn");
-    }
-  }
-  return incarnation;
-}
 
 std::vector<store::RowBlock> ToRowBlocks(const RowBlocksView& view) {
   std::vector<store::RowBlock> blocks;
@@ -53,8 +41,8 @@ Parts FixedReply(const T& value) {
   return parts;
 }
 
-// A reply buffer with room for `num_floats` behind the head, its last bytes zero where they are
-// padding.
+// A reply buffer with room for `num_floats` behind the
+// head, its last bytes zero where they are padding.
 Buffer RowsReplyBuffer(uint64_t num_floats) {
   const uint64_t row_bytes = num_floats * sizeof(float);
   const auto padding = ArrayPadding(row_bytes);
@@ -99,8 +87,8 @@ std::string ToJson(const ServerStats& stats, uint64_t incarnation) {
 // One handler for each method; they run concurrently on the RPC server's threads.
 class ParameterServer::Impl {
  public:
-  Impl(const Options& options, uint64_t incarnation, std::unique_ptr<store::EmbeddingStore> rows)
-      : options_(options), incarnation_(incarnation), store_(std::move(rows)), rpc_(options.rpc) {
+  Impl(const Options& options, std::unique_ptr<store::EmbeddingStore> rows)
+      : options_(options), store_(std::move(rows)), rpc_(options.rpc) {
     Register(Method::kPing, &Impl::Ping);
     Register(Method::kConfigureServer, &Impl::Configure);
     Register(Method::kLookupRows, &Impl::LookupRows);
@@ -137,7 +125,7 @@ class ParameterServer::Impl {
   StatusOr<UpdateRowsReply> Apply(const UpdateRowsRequest& request);
 
   const Options options_;
-  const uint64_t incarnation_;
+  const uint64_t incarnation_ = DrawIncarnation();
   const std::unique_ptr<store::EmbeddingStore> store_;
   UpdateMemory updates_{UpdateMemory::Limits{}};
   std::atomic<uint64_t> update_counter_{0};
@@ -169,8 +157,8 @@ ParameterServer::Impl::Reply ParameterServer::Impl::LookupRows(Body body, const 
         "the rows asked for have " + std::to_string(num_floats) + " floats, more than a reply of " +
         std::to_string(options_.rpc.max_body_bytes) + " bytes holds; ask for fewer signs at once");
   }
-  // Read before the rows are: an update that lands in between then counts as staleness rather than
-  // being missed.
+  // Read before the rows are: an update that lands in between
+  // then counts as staleness rather than being missed.
   const LookupRowsReply head{incarnation_, update_counter_.load()};
   Buffer reply = RowsReplyBuffer(num_floats);
   std::memcpy(reply.data(), &head, sizeof(head));
@@ -264,9 +252,7 @@ StatusOr<std::unique_ptr<ParameterServer>> ParameterServer::Create(const Options
   }
   auto rows = store::EmbeddingStore::Create(options.store);
   if (!rows.ok()) return rows.status();
-  auto incarnation = DrawIncarnation();
-  if (!incarnation.ok()) return incarnation.status();
-  auto impl = std::make_unique<Impl>(options, *incarnation, std::move(rows).value());
+  auto impl = std::make_unique<Impl>(options, std::move(rows).value());
   return std::unique_ptr<ParameterServer>(new ParameterServer(std::move(impl)));
 }
 

@@ -1,8 +1,8 @@
 // ParameterServer: one embedding store behind RPC. Wire formats: docs/wire_format.md.
 //
-// An update carries the key (worker incarnation, reference) and is applied once however often it is
-// sent: the server remembers the recent keys of each worker, far more of them than a worker can
-// have in flight.
+// An update carries the key (worker incarnation, reference) and is
+// applied once however often it is sent: the server remembers the recent
+// keys of each worker, far more of them than a worker can have in flight.
 #pragma once
 
 #include <atomic>

@@ -33,9 +33,9 @@ class UpdateMemory {
   explicit UpdateMemory(Limits limits) : limits_(limits) {}
 
   // Runs `apply`, or returns the reply that it gave for this key before (`*repeated` is then true).
-  // A repetition that comes while `apply` runs waits for it, until `deadline`. A failed `apply` is
-  // not remembered: the next one with this key, also one that is waiting, tries again. Thread-safe;
-  // `apply` runs outside the lock.
+  // A repetition that comes while `apply` runs waits for it, until `deadline`. An `apply` that
+  // fails (kInternal where it throws) is not remembered: the next one with this key, also one that
+  // is waiting, tries again. Thread-safe; `apply` runs outside the lock.
   StatusOr<UpdateRowsReply> Once(Key key, std::chrono::steady_clock::time_point deadline,
                                  const std::function<StatusOr<UpdateRowsReply>()>& apply,
                                  bool* repeated);

@@ -11,8 +11,8 @@
 
 namespace persia::simd {
 
-// w: weights, g: gradient, n: elements. Weight decay is L2: g + weight_decay * w stands for g
-// below.
+// w: weights, g: gradient, n: elements. Weight decay
+// is L2: g + weight_decay * w stands for g below.
 
 struct SgdRule {
   float lr, weight_decay, momentum;
@@ -41,8 +41,8 @@ struct Kernels {
 
   // w -= lr * g
   void (*sgd)(const SgdRule& rule, float* w, const float* g, size_t n);
-  // velocity = momentum * velocity + g; w -= lr * velocity. Zero velocity makes the first step
-  // torch's.
+  // velocity = momentum * velocity + g; w -= lr * velocity.
+  // Zero velocity makes the first step torch's.
   void (*sgd_momentum)(const SgdRule& rule, float* w, float* velocity, const float* g, size_t n);
   // sum = sum * g_square_momentum + g^2; w -= lr * g / (sqrt(sum) + eps)
   void (*adagrad)(const AdagradRule& rule, float* w, float* sum, const float* g, size_t n);

@@ -1,8 +1,8 @@
-// BatchPlan: the signs of one request, grouped by internal shard, in the order of the call within
-// each shard.
+// BatchPlan: the signs of one request, grouped by internal
+// shard, in the order of the call within each shard.
 //
-// Reused from call to call by its thread, so that a request allocates nothing once the largest has
-// been seen.
+// Reused from call to call by its thread, so that a request
+// allocates nothing once the largest has been seen.
 #pragma once
 
 #include <cstdint>

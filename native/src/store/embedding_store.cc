@@ -21,9 +21,9 @@ Status RefuseOption(std::string_view field, uint64_t value, std::string_view rem
                          std::string(remedy));
 }
 
-// The first field that differs and may not while rows exist; empty when there is none. Whatever
-// shapes a row or gives its state a meaning is fixed; `replace` frees what only steers the next
-// step.
+// The first field that differs and may not while rows exist; empty
+// when there is none. Whatever shapes a row or gives its state a
+// meaning is fixed; `replace` frees what only steers the next step.
 std::string_view FixedFieldThatDiffers(const TrainConfig& a, const TrainConfig& b) {
   const OptimizerConfig &x = a.optimizer, &y = b.optimizer;
   if (a.initializer != b.initializer) return "initializer";
@@ -98,9 +98,9 @@ class EmbeddingStore::Impl {
   std::atomic<uint32_t> next_first_shard_ = 0;
 };
 
-// All shards are locked at once: whether rows exist, and with it whether the change is allowed,
-// must not change half-way. Batches hold one shard's mutex at a time, so they cannot deadlock with
-// this.
+// All shards are locked at once: whether rows exist, and with it
+// whether the change is allowed, must not change half-way. Batches
+// hold one shard's mutex at a time, so they cannot deadlock with this.
 Status EmbeddingStore::Impl::Configure(const TrainConfig& config, bool replace) {
   PERSIA_RETURN_IF_ERROR(config.Validate());
   std::lock_guard config_lock(config_mutex_);

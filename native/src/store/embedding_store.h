@@ -1,5 +1,5 @@
-// EmbeddingStore: the rows of one parameter server (or of the embedded mode), by sign, with LRU
-// eviction.
+// EmbeddingStore: the rows of one parameter server (or
+// of the embedded mode), by sign, with LRU eviction.
 //
 // Structure: `num_internal_shards` independent shards, each with an open-addressing index of 64-bit
 // signs to 32-bit slots, rows in slabs addressed by number, and one mutex. Batched calls group
@@ -91,8 +91,8 @@ class EmbeddingStore {
   Status Update(std::span<const RowBlock> blocks, const float* gradients,
                 UpdateReport* report = nullptr);
 
-  // Sets embeddings (inserting where needed), optimizer state as for a new row. Pretrained rows
-  // come in here.
+  // Sets embeddings (inserting where needed), optimizer
+  // state as for a new row. Pretrained rows come in here.
   Status SetRows(std::span<const RowBlock> blocks, const float* rows);
 
   uint64_t size() const;

@@ -1,5 +1,5 @@
-// Lookups, updates, eviction, admission and set rows: the contract of EmbeddingStore, point by
-// point.
+// Lookups, updates, eviction, admission and set rows:
+// the contract of EmbeddingStore, point by point.
 #include "store/embedding_store.h"
 
 #include <gtest/gtest.h>

@@ -1,11 +1,11 @@
 // LruList: the order of eviction, a doubly linked list of slots through RowMeta.
 //
-// Considered against it: a last-touch number a row with an append-only log of touches, compacted
-// now and then. The log writes sequentially, but compaction reads the metadata of every row at
-// random once per as many touches, so it saves little, needs 8 to 16 bytes a row against 8, and
-// pauses. The list's cost is the two neighbours of a touched row; their addresses are known a stage
-// earlier, so the caller prefetches them (shard.cc), and under skewed traffic the neighbours of hot
-// rows are hot.
+// Considered against it: a last-touch number a row with an append-only log of touches,
+// compacted now and then. The log writes sequentially, but compaction reads the
+// metadata of every row at random once per as many touches, so it saves little, needs
+// 8 to 16 bytes a row against 8, and pauses. The list's cost is the two neighbours of
+// a touched row; their addresses are known a stage earlier, so the caller prefetches
+// them (shard.cc), and under skewed traffic the neighbours of hot rows are hot.
 //
 // Not thread-safe.
 #pragma once

@@ -1,5 +1,5 @@
-// Every optimizer, through the store and over many steps, against torch.optim's formulas in double
-// precision.
+// Every optimizer, through the store and over many steps,
+// against torch.optim's formulas in double precision.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -41,8 +41,8 @@ class RowRules {
   simd::SgdRule sgd_;
   simd::AdagradRule adagrad_;
   simd::AdamRule adam_;
-  std::vector<AdamCorrection>
-      corrections_;  // of step i + 1; two powers a row would cost more than the row
+  // Of step i + 1; two powers a row would cost more than the row.
+  std::vector<AdamCorrection> corrections_;
 };
 
 }  // namespace persia::store

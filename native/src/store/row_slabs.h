@@ -25,8 +25,8 @@ struct RowShape {
   uint32_t dim = 0;
   uint32_t state_floats = 0;  // behind the embedding
   bool has_scalar = false;
-  // Floats from one row to the next: whole cache lines where that costs at most 16 bytes, else
-  // whole 16 bytes.
+  // Floats from one row to the next: whole cache lines
+  // where that costs at most 16 bytes, else whole 16 bytes.
   uint32_t Stride() const;
 };
 
@@ -69,8 +69,8 @@ class RowSlabs {
     return {slab.values + place * slab.stride,
             slab.scalars == nullptr ? nullptr : slab.scalars + place, pools_[slab.pool].shape.dim};
   }
-  // Whether the slot is now the row of `sign`. The slot may have been freed or reused, but must
-  // exist.
+  // Whether the slot is now the row of `sign`. The slot
+  // may have been freed or reused, but must exist.
   bool Holds(uint32_t slot, uint64_t sign) {
     const RowMeta& m = meta(slot);
     return m.sign == sign && m.newer != kFreeMark;

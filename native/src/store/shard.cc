@@ -14,8 +14,8 @@ namespace {
 constexpr uint32_t kNoSlot = RowSlabs::kNoSlot;
 static_assert(kNoSlot == SignIndex::kNone);
 
-// Rows handled together: enough cache misses in flight to hide one another, few enough to stay in
-// the L1 cache.
+// Rows handled together: enough cache misses in flight to
+// hide one another, few enough to stay in the L1 cache.
 constexpr size_t kGroup = 32;
 constexpr size_t kLineBytes = 64;
 constexpr size_t kMaxPrefetchBytes = 1024;  // the hardware's own prefetcher follows on long rows
@@ -31,10 +31,10 @@ void Shard::PrefetchRow(uint32_t slot, size_t bytes) {
   if (access == Access::kWrite && row.scalar != nullptr) __builtin_prefetch(row.scalar, 1);
 }
 
-// Three stages a group, so that no stage waits for the memory the one before asked for: the guessed
-// slots' rows, their neighbours in the LRU order, the work itself. A guess (the first slot with the
-// sign's tag) is confirmed only when its turn comes, because earlier rows of the group may evict
-// and reuse it.
+// Three stages a group, so that no stage waits for the memory the one before
+// asked for: the guessed slots' rows, their neighbours in the LRU order, the
+// work itself. A guess (the first slot with the sign's tag) is confirmed only
+// when its turn comes, because earlier rows of the group may evict and reuse it.
 template <Shard::Access access, typename Handle>
 bool Shard::ForEachRow(const Run& run, Handle handle) {
   constexpr int kForWriting = access == Access::kTouch ? 1 : 0;

@@ -1,7 +1,7 @@
 // Shard: one internal shard of the store: a mutex and the index, rows, order and rules behind it.
 //
-// Every method but the few marked "locked" takes the mutex itself, once, for all the runs it is
-// given.
+// Every method but the few marked "locked" takes the
+// mutex itself, once, for all the runs it is given.
 #pragma once
 
 #include <cstdint>
@@ -51,8 +51,8 @@ class alignas(64) Shard {
   void LookupForInference(const Run& run, float* rows, LookupReport* counts);
   bool LookupForTraining(const Run& run, float* rows, LookupReport* counts);
   bool SetRun(const Run& run, const float* rows, LookupReport* counts);
-  // A new row, counted; where the shard is full the oldest one goes. kNoSlot when there is no
-  // memory.
+  // A new row, counted; where the shard is full the
+  // oldest one goes. kNoSlot when there is no memory.
   uint32_t Insert(const RowRef& ref, uint32_t pool, LookupReport* counts);
   void Remove(uint32_t slot);
   Status OutOfMemory() const;
@@ -63,8 +63,8 @@ class alignas(64) Shard {
   SignIndex index_;
   RowSlabs slabs_;
   LruList lru_;
-  std::shared_ptr<const RowRules>
-      rules_;  // null before the first configuration: then there are no rows
+  // Null before the first configuration: then there are no rows.
+  std::shared_ptr<const RowRules> rules_;
   LookupReport lookups_;
   UpdateReport updates_;
 };

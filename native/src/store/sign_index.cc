@@ -35,8 +35,8 @@ void SignIndex::Erase(uint32_t tag, uint32_t slot) {
   const uint64_t entry = EntryOf(tag, slot);
   uint64_t position = Home(tag);
   while (entries_[position] != entry) ++position;
-  // Followers move back until one that is at home, or a gap: homes ascend, so all behind it may
-  // stay.
+  // Followers move back until one that is at home, or
+  // a gap: homes ascend, so all behind it may stay.
   uint64_t end = position + 1;
   while (entries_[end] != kEmpty && Home(static_cast<uint32_t>(entries_[end] >> 32)) < end) ++end;
   std::memmove(entries_ + position, entries_ + position + 1,

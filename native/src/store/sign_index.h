@@ -1,15 +1,15 @@
 // SignIndex: finds a sign's slot; an open-addressing table of 8-byte entries.
 //
-// An entry is the sign's tag (32 bits of its hash) above its slot. The home position grows with the
-// tag, and the table is kept in ascending order of entries: linear probing whose runs are sorted.
-// It follows that
+// An entry is the sign's tag (32 bits of its hash) above its slot. The
+// home position grows with the tag, and the table is kept in ascending
+// order of entries: linear probing whose runs are sorted. It follows that
 //  * a search, successful or not, ends at the first entry that is not smaller, so the table can be
 //    4/5 full;
 //  * growing copies from front to back, sequentially, and may be by any factor: a quarter at a time
 //    here, so that an entry costs 10 to 14 bytes;
 //  * removal closes the gap by moving followers back: no tombstones.
-// The sign itself is not stored here: the caller, who has it beside the row, confirms a tag's
-// match.
+// The sign itself is not stored here: the caller,
+// who has it beside the row, confirms a tag's match.
 //
 // Not thread-safe.
 #pragma once
@@ -42,8 +42,8 @@ class SignIndex {
   }
   void Prefetch(uint32_t tag) const { __builtin_prefetch(entries_ + Home(tag)); }
 
-  // False when there is no memory to grow; the index is then unchanged. The entry must not be
-  // there.
+  // False when there is no memory to grow; the index
+  // is then unchanged. The entry must not be there.
   [[nodiscard]] bool Insert(uint32_t tag, uint32_t slot);
   // The entry must be there.
   void Erase(uint32_t tag, uint32_t slot);
@@ -65,8 +65,7 @@ class SignIndex {
   MappedMemory memory_;
   uint64_t* entries_ = &no_entries_;
   uint64_t length_ = 1;  // entries in memory; the last one is always empty, so that searches end
-  uint64_t home_count_ =
-      0;  // the rest, length_ - home_count_, takes the overflow of the last homes
+  uint64_t home_count_ = 0;  // the entries behind take the overflow of the last homes
   uint64_t size_ = 0;
 };
 

@@ -105,8 +105,8 @@ class Model {
     return Has(*admissions_, sign, 1);
   }
 
-  // Neither initial values nor admission depend on what a store has seen, so other stores can tell
-  // them.
+  // Neither initial values nor admission depend on what
+  // a store has seen, so other stores can tell them.
   std::unique_ptr<EmbeddingStore> initial_values_ = MakeStoreThatNeverEvicts(1.0f);
   std::unique_ptr<EmbeddingStore> admissions_ = MakeStoreThatNeverEvicts(kAdmit);
   Shard shards_[kShards] = {{kCapacity / kShards + 1, {}, {}},

@@ -23,8 +23,8 @@ std::vector<uint64_t> DistinctSigns(std::mt19937& random, uint64_t limit) {
   return signs;
 }
 
-// A row is written as a whole under its shard's lock, always with equal elements: unequal ones were
-// torn.
+// A row is written as a whole under its shard's lock,
+// always with equal elements: unequal ones were torn.
 void ExpectWhole(const std::vector<float>& rows) {
   for (size_t i = 0; i < rows.size(); i += kDim) {
     for (size_t j = 1; j < kDim; ++j) ASSERT_EQ(rows[i], rows[i + j]);

@@ -40,8 +40,8 @@ void BatchPlanner::PlanFeature(const Feature& feature, uint32_t batch_size, uint
   slots.AppendSigns(*feature.slot, items, &feature_signs_);
   planned->sign_numbers.resize(feature_signs_.size());
   signs_.Insert(feature_signs_, planned->sign_numbers.data());
-  // Inserted, signs are numbered within their group; the group's numbers follow those routed so
-  // far.
+  // Inserted, signs are numbered within their group;
+  // the group's numbers follow those routed so far.
   for (uint32_t& number : planned->sign_numbers) number += first_number;
 }
 

@@ -1,9 +1,9 @@
 // BatchPlan: what a batch asks of each server, and where every sign's row will be in the answers.
 //
-// Made once when a batch is looked up, used for the lookup, for pooling and for the gradients. IDs
-// are deduplicated per feature group; signs are numbered over the whole batch, group after group,
-// each group in the order of first appearance, so that the same batch always gives the same
-// requests.
+// Made once when a batch is looked up, used for the lookup, for pooling and
+// for the gradients. IDs are deduplicated per feature group; signs are
+// numbered over the whole batch, group after group, each group in the order
+// of first appearance, so that the same batch always gives the same requests.
 //
 // Rows are used where the servers' answers lie. Within a server's answer they follow one another in
 // the order of the numbers, so that a walk over the signs finds them all: see LocateRows().
@@ -24,8 +24,8 @@ namespace persia::worker {
 // raw slot a distinct ID. Each item has num_buckets() signs, one after the other.
 struct PlannedFeature {
   const SlotConfig* slot = nullptr;
-  std::vector<uint32_t>
-      offsets;  // [batch_size + 1], in IDs: all of the sample's, also those dropped
+  // [batch_size + 1], in IDs: all of the sample's, also those dropped.
+  std::vector<uint32_t> offsets;
   std::vector<uint32_t> sign_numbers;  // [items x num_buckets]
   std::vector<uint32_t> index;         // raw: [batch_size x sample_fixed_size], 0 or 1 + item
 

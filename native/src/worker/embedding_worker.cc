@@ -5,9 +5,9 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
-#include <random>
 #include <utility>
 
+#include "base/incarnation.h"
 #include "worker/batch_plan.h"
 #include "worker/batch_table.h"
 #include "worker/embeddings_writer.h"
@@ -23,11 +23,6 @@ namespace {
 
 // A batch that is to be released while a request works on it is about to be returned or answered.
 constexpr std::chrono::seconds kReleasePatience{10};
-
-uint64_t DrawIncarnation() {
-  std::random_device device;
-  return (uint64_t{device()} << 32) | device();
-}
 
 BatchTable::Options TableOptions(const WorkerOptions& options) {
   BatchTable::Options table;
@@ -91,10 +86,7 @@ std::vector<LookupStamp> StampsOf(std::span<const ServerRows> answers) {
 class EmbeddingWorker::Impl {
  public:
   Impl(WorkerOptions options, SlotTable slots, std::shared_ptr<RowService> rows)
-      : incarnation_(DrawIncarnation()),
-        slots_(std::move(slots)),
-        rows_(std::move(rows)),
-        table_(TableOptions(options)) {}
+      : slots_(std::move(slots)), rows_(std::move(rows)), table_(TableOptions(options)) {}
 
   uint64_t incarnation() const { return incarnation_; }
   RowService& rows() { return *rows_; }
@@ -125,7 +117,7 @@ class EmbeddingWorker::Impl {
   template <typename Call>
   auto WithConfiguration(Deadline deadline, Call call) -> decltype(call());
 
-  const uint64_t incarnation_;
+  const uint64_t incarnation_ = DrawIncarnation();
   const SlotTable slots_;
   const std::shared_ptr<RowService> rows_;
   BatchTable table_;

@@ -1,5 +1,5 @@
-// EmbeddingWorker: from ID features to pooled embeddings, and from their gradients to one gradient
-// per sign.
+// EmbeddingWorker: from ID features to pooled embeddings,
+// and from their gradients to one gradient per sign.
 //
 // Life of a batch: Register (buffered, bounded) -> Lookup (in flight) -> ReturnGradients or Release
 // (gone). A direct lookup starts in flight. References are never reused; a worker's incarnation is
@@ -63,17 +63,17 @@ struct WorkerStats {
 
 class EmbeddingWorker {
  public:
-  // Refuses (naming the slot): dim 0, no slots, duplicate names, slots of one group with different
-  // dims, a hash stack with rounds but no size, a hash stack that does not fit beside the prefix
-  // bits.
+  // Refuses (naming the slot): dim 0, no slots, duplicate names, slots
+  // of one group with different dims, a hash stack with rounds but no
+  // size, a hash stack that does not fit beside the prefix bits.
   static StatusOr<std::unique_ptr<EmbeddingWorker>> Create(WorkerOptions options,
                                                            std::shared_ptr<RowService> rows);
   ~EmbeddingWorker();
 
   uint64_t incarnation() const;
 
-  // Kept and passed on to all servers; sent again to a server that reports kFailedPrecondition (it
-  // restarted).
+  // Kept and passed on to all servers; sent again to a
+  // server that reports kFailedPrecondition (it restarted).
   Status Configure(const TrainConfig& config, bool replace, Deadline deadline);
 
   // Decodes (kCorruption, kInvalidArgument name the feature) and buffers. kResourceExhausted: full,
@@ -87,8 +87,8 @@ class EmbeddingWorker {
   StatusOr<net::Parts> LookupDirect(std::span<const std::byte> id_features, bool requires_grad,
                                     Deadline deadline);
 
-  // Applied once: a repetition for a reference that was returned already gives the first report
-  // again.
+  // Applied once: a repetition for a reference that
+  // was returned already gives the first report again.
   StatusOr<ReturnReport> ReturnGradients(Reference reference, float scale,
                                          std::span<const SlotGradient> gradients,
                                          Deadline deadline);

@@ -9,8 +9,8 @@ namespace {
 
 constexpr size_t kPrefetchAhead = 8;
 
-// `all` is what follows in the slot; its first `count` signs are summed, those behind them
-// prefetched.
+// `all` is what follows in the slot; its first `count`
+// signs are summed, those behind them prefetched.
 void SumRows(std::span<const uint32_t> all, size_t count, const SlotConfig& slot,
              std::span<const float* const> rows, const RowKernels& kernels, float* sum) {
   std::fill_n(sum, slot.dim, 0.0f);

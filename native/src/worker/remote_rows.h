@@ -13,8 +13,8 @@ class RemoteRows : public RowService {
   explicit RemoteRows(uint32_t num_servers);
   ~RemoteRows() override;
 
-  // Called when a server is discovered and whenever it comes back elsewhere. kInvalidArgument: no
-  // such index.
+  // Called when a server is discovered and whenever it
+  // comes back elsewhere. kInvalidArgument: no such index.
   Status SetServer(uint32_t index, const std::string& address);
 
   uint32_t num_servers() const override;

@@ -16,8 +16,8 @@ namespace persia::worker {
 
 using Deadline = std::chrono::steady_clock::time_point;
 
-// What one server is asked for: `signs` holds the blocks' signs one after the other; all are routed
-// to that server.
+// What one server is asked for: `signs` holds the blocks'
+// signs one after the other; all are routed to that server.
 struct ServerBlocks {
   struct Block {
     uint32_t dim;

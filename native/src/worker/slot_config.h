@@ -17,8 +17,8 @@ struct SlotConfig {
   // What is added to the slot's IDs: the group's number in the top bits. 0: SlotTable makes it from
   // `group`, as (group + 1) << (64 - feature_index_prefix_bit).
   uint64_t index_prefix = 0;
-  uint32_t group =
-      0;  // position of the feature group, from 0; slots of one group share rows and dim
+  // Position of the feature group, from 0; slots of one group share rows and dim.
+  uint32_t group = 0;
 
   // Signs that one ID stands for.
   uint32_t num_buckets() const { return hash_stack_rounds == 0 ? 1 : hash_stack_rounds; }

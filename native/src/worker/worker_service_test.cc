@@ -230,7 +230,7 @@ TEST(WorkerServiceErrorTest, ADeadServerIsNamedToTheCaller) {
   net::Server listener(net::Server::Options{});
   const uint16_t port = listener.Start().value();
   listener.Stop();
-  const Status status = CallWithServerAt(port, In(400));
+  const Status status = CallWithServerAt(port, In(1000));
   EXPECT_EQ(status.code(), StatusCode::kUnavailable) << status.ToString();
   EXPECT_NE(status.message().find("parameter-server 0 at "), std::string::npos) << status.message();
 }
@@ -239,11 +239,11 @@ TEST(WorkerServiceErrorTest, ASilentServerIsNamedToTheCaller) {
   std::promise<void> done;
   net::Server silent(net::Server::Options{});
   silent.Handle(Method::kLookupRows,
-                [ended = done.get_future().share()](const Buffer&, const CallContext&) {
+                [ended = done.get_future().share()](const Buffer&, const net::CallContext&) {
                   ended.wait_for(std::chrono::seconds(30));
                   return StatusOr<Parts>(Parts());
                 });
-  const Status status = CallWithServerAt(silent.Start().value(), In(400));
+  const Status status = CallWithServerAt(silent.Start().value(), In(1000));
   done.set_value();
   EXPECT_EQ(status.code(), StatusCode::kDeadlineExceeded) << status.ToString();
   EXPECT_NE(status.message().find("parameter-server 0 at "), std::string::npos) << status.message();

@@ -8,6 +8,7 @@ import hashlib
 import json
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,17 @@ class Model(torch.nn.Module):
         return output
 
 
-def digest(model: torch.nn.Module) -> str:
-    """Equal for equal parameters, to the last bit."""
-    values = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Equal for equal tensors, to the last bit."""
+    values = b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(values).hexdigest()
+
+
+def momenta(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Empty for a rank that has not trained."""
+    (group,) = optimizer.param_groups
+    states = (optimizer.state[parameter] for parameter in group["params"])
+    return [state["momentum_buffer"] for state in states if state]
 
 
 def parse() -> argparse.Namespace:
@@ -77,7 +85,7 @@ def main() -> None:
     ctx = TrainCtx(
         model=model,
         embedding_optimizer=Adagrad(lr=0.05),
-        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5),
         embedding_config=EmbeddingConfig(emb_initialization=(-0.1, 0.1), seed=3),
         mixed_precision=False,
     )
@@ -91,7 +99,8 @@ def main() -> None:
     finally:
         report["counters"] = dataclasses.asdict(ctx.counters)
         report["staleness"] = dataclasses.asdict(ctx.staleness)
-        report["digest"] = digest(model)
+        report["digest"] = digest(model.parameters())
+        report["optimizer_digest"] = digest(momenta(ctx.dense_optimizer))
         report["threads"] = [t.name for t in threading.enumerate() if t.name.startswith("persia")]
         path = options.output.with_name(f"{options.output.name}.rank{get_rank() or 0}.json")
         path.write_text(json.dumps(report))

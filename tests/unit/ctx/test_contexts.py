@@ -185,3 +185,11 @@ def test_a_sigterm_handler_of_the_script_is_left_alone() -> None:
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def test_device_is_that_of_the_context_around_it() -> None:
+    with BaseCtx() as outer:
+        outer.device_id = 0  # as on a machine with CUDA
+        assert BaseCtx().device == torch.device("cuda", 0)
+        assert BaseCtx(device_id=-1).device is None
+    assert BaseCtx().device is None

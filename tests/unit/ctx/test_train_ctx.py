@@ -297,3 +297,12 @@ def test_loss_scale_reaches_the_servers_and_backs_off(
     np.testing.assert_allclose(
         (before - after)[0, 2], 0.1 * 8 * weights[0, 1:5].numpy(), rtol=1e-4, atol=1e-6
     )
+
+
+def test_data_set_that_exits_ends_the_loop(make_ctx: MakeCtx, make_dataset: Any) -> None:
+    with make_ctx() as ctx:
+        batches = iter(DataLoader(make_dataset(2, SystemExit(3)), timeout_ms=5000))
+        for _ in range(2):
+            ctx.backward(ctx.forward(next(batches))[0].sum())
+        with pytest.raises(SystemExit):
+            next(batches)

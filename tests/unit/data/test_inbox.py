@@ -104,6 +104,17 @@ def test_failed_loader_is_raised_after_the_batches_before() -> None:
         inbox.take(1.0)
 
 
+def test_failed_loader_is_not_hidden_by_those_that_go_on() -> None:
+    inbox = Inbox(0, 1, 4, ordered=False)
+    offer(inbox, 0, 2)
+    inbox.end(EndOfStream(1, 2, 0, error="ValueError: bad row 17"))
+    offer(inbox, 2, 2)
+    assert inbox.take(1.0).batch_id == 0  # type: ignore[union-attr]
+    with pytest.raises(UnavailableError, match="data loader 1 ended with an error"):
+        inbox.take(1.0)
+    assert [batch.batch_id for batch in inbox.close()] == [2]
+
+
 def test_close_wakes_take_returns_the_rest_and_refuses_more() -> None:
     inbox = Inbox(0, 1, 4, ordered=False)
     offer(inbox, 0)

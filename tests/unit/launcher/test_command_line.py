@@ -42,7 +42,8 @@ def script(tmp_path):
     path.write_text(
         "import json, os, sys\n"
         "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'REPLICA_INDEX', 'REPLICA_SIZE')\n"
-        "print(json.dumps([sys.argv[1:], {name: os.environ.get(name) for name in names}]))\n"
+        "line = json.dumps([sys.argv[1:], {name: os.environ.get(name) for name in names}]) + '\\n'\n"
+        "os.write(1, line.encode())\n"  # in one piece: two ranks share the pipe
         "sys.exit(int(os.environ.get('EXIT_CODE', 0)))\n"
     )
     return str(path)
@@ -143,7 +144,7 @@ def test_a_failing_rank_fails_the_job(script):
 
 def test_ranks_end_with_torchrun_even_when_it_is_killed(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text("import os, time; print(os.getpid()); time.sleep(1000)")
+    script.write_text("import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(1000)")
     command = [sys.executable, "-m", "persia.launcher", "nn-worker", "--nproc-per-node", "2", str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as torchrun:
         ranks = [int(torchrun.stdout.readline()) for _ in range(2)]

@@ -1,0 +1,65 @@
+"""What a rank does when its loaders are silent, over a broker of which only the answers are real."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from persia.data.stream import StreamReceiver
+from persia.errors import DeadlineExceededError
+from persia.messaging.registration import Registration
+from persia.messaging.subjects import Subjects
+
+
+class Session:
+    """`connected`: whether the broker is there after each question, the last one for good."""
+
+    subjects = Subjects("test")
+
+    def __init__(self, connected: list[bool]) -> None:
+        self._connected = connected
+
+    def respond(self, *_: Any, **__: Any) -> Registration:
+        return Registration(lambda: None)
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connected.pop(0) if len(self._connected) > 1 else self._connected[0]
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_DEADLINE_SEC", "0.001")
+    monkeypatch.setenv("PERSIA_LOADER_SILENCE_SEC", "0.01")
+
+
+def make_receiver(answers: list[Any], connected: list[bool]) -> StreamReceiver:
+    """`answers`: what a loader answers when asked whether it is there, None for nothing."""
+    directory = SimpleNamespace(probe=lambda *_: answers.pop(0))
+    cluster: Any = SimpleNamespace(session=Session(connected), directory=directory)
+    return StreamReceiver(
+        cluster,
+        rank=0,
+        world_size=1,
+        buffer_size=1,
+        ordered=False,
+        on_received=lambda: None,
+        on_superseded=lambda announcement: None,
+    )
+
+
+def test_first_batch_may_take_longer_than_the_deadline_while_its_loader_lives() -> None:
+    alive = object()
+    answers = [alive, alive, None, alive, None, None, alive]
+    with pytest.raises(DeadlineExceededError, match="no data loader has sent anything yet"):
+        make_receiver(answers, [True]).take()
+    assert answers == [alive]  # it gave up when two questions in a row were not answered
+
+
+def test_a_loader_is_not_dead_because_the_broker_is_away() -> None:
+    answers: list[Any] = [None, None, None, None, None]
+    with pytest.raises(DeadlineExceededError):
+        make_receiver(answers, [False, False, True]).take()
+    assert answers == [None]  # two that say nothing, and two in a row that do
