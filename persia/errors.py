@@ -20,6 +20,7 @@ __all__ = [
     "PersiaError",
     "ResourceExhaustedError",
     "StorageError",
+    "StreamClosedError",
     "UnavailableError",
 ]
 
@@ -70,3 +71,7 @@ class InternalError(PersiaError):
 
 class FailedPreconditionError(PersiaError):
     """Called in the wrong state: not configured yet, or configured differently."""
+
+
+class StreamClosedError(FailedPreconditionError):
+    """The NN workers have left their training loops: they take no more batches from the loaders."""

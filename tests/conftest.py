@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -11,6 +12,10 @@ import pytest
 
 from persia.messaging.session import NatsSession
 from persia.testing import LocalCluster, LocalNats
+
+# A shell that runs the tests in the background makes them, and every process they start, ignore Ctrl-C. Tests
+# send it; a handler here lets new processes start with the default.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -61,11 +61,12 @@ class BaseCtx:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    ) -> bool | None:
         leave_context(self)
         if self._restore_sigterm is not None:
             signal.signal(signal.SIGTERM, self._restore_sigterm)
             self._restore_sigterm = None
+        return None
 
 
 def cnt_ctx() -> BaseCtx | None:

@@ -14,8 +14,14 @@ from persia.data.cluster import Cluster
 from persia.data.order import LoaderShare
 from persia.embedding.data import PersiaBatch
 from persia.embedding.deadline import Deadline
-from persia.errors import DeadlineExceededError, FailedPreconditionError, PersiaError, UnavailableError
-from persia.logger import set_role
+from persia.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    PersiaError,
+    StreamClosedError,
+    UnavailableError,
+)
+from persia.logger import get_default_logger, set_role
 from persia.messaging.discovery import EventKind, ServiceEvent
 from persia.messaging.payloads import (
     BatchAnnouncement,
@@ -31,7 +37,7 @@ __all__ = ["DataCtx"]
 
 _REQUEST_TIMEOUT_S = 10.0
 _RETRY_S = 0.1  # after a peer was not there, or did not answer
-_FAILED_END_DEADLINE_S = 5.0  # for telling the ranks that this loader failed
+_SHORT_END_DEADLINE_S = 5.0  # for telling the ranks of the end after something has failed
 # A receiver that answers "full" is alive, and a long evaluation is no failure: it has this many times the
 # deadline of one that does not answer.
 _FULL_PATIENCE = 12
@@ -41,7 +47,8 @@ class DataCtx(BaseCtx):
     """`with DataCtx() as ctx: ctx.send_data(batch)`.
 
     Waits on creation for the embedding workers and for the NN workers. Used without `with`, it ends with the
-    process.
+    process. When the NN workers leave their training loops before the data ends, `send_data` raises
+    StreamClosedError, and the `with` block ends there without an error: the outcome of the job is theirs.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -70,9 +77,10 @@ class DataCtx(BaseCtx):
     def send_data(self, persia_batch: PersiaBatch) -> None:
         """Sends one batch; waits while the receivers' buffers are full.
 
-        Raises FailedPreconditionError for a batch that was sent before, what a receiver refused it for, and
-        UnavailableError or DeadlineExceededError naming the receiver that could not be reached by the
-        deadline. After an error the stream has a gap: nothing more can be sent.
+        Raises StreamClosedError when the NN workers take no more batches, FailedPreconditionError for a
+        batch that was sent before, what a receiver refused it for, and UnavailableError or
+        DeadlineExceededError naming the receiver that could not be reached by the deadline. After an error
+        the stream has a gap: nothing more can be sent.
         """
         if self._failure is not None:
             raise FailedPreconditionError(
@@ -134,7 +142,7 @@ class DataCtx(BaseCtx):
                 )
             except (UnavailableError, DeadlineExceededError) as failure:
                 if rank is not None and rank in self._departed:
-                    raise UnavailableError(f"{peer} has left the job and takes no more batches") from failure
+                    raise StreamClosedError(f"{peer} has left the job and takes no more batches") from failure
                 if deadline.left_s() <= _RETRY_S:  # no time for another try, whose error would say nothing
                     raise UnavailableError(
                         f"{peer} did not answer in {self._deadline_s:g} s (PERSIA_DEADLINE_SEC): {failure}"
@@ -144,6 +152,8 @@ class DataCtx(BaseCtx):
     def _wait_for_room(
         self, status: ReplyStatus, retry_ms: int, text: str, peer: str, room: Deadline
     ) -> None:
+        if status is ReplyStatus.CLOSED:
+            raise StreamClosedError(f"{peer} takes no more batches: {text}")
         if status is ReplyStatus.ERROR:
             raise FailedPreconditionError(f"{peer} refused the batch: {text}")
         if room.over:
@@ -163,7 +173,7 @@ class DataCtx(BaseCtx):
         atexit.unregister(self._close_at_exit)
         cluster, subjects = self._cluster, self._cluster.session.subjects
         end = EndOfStream(self.replica_index, self.replica_size, self._num_sent, error)
-        deadline_s = self._deadline_s if error is None else _FAILED_END_DEADLINE_S
+        deadline_s = self._deadline_s if self._failure is None and error is None else _SHORT_END_DEADLINE_S
         try:
             for rank in range(self.world_size):
                 # A rank that gets nothing from this loader does not wait for its end, and may have left.
@@ -171,8 +181,10 @@ class DataCtx(BaseCtx):
                 if share.first_sequence is None or rank in self._departed:
                     continue
                 self._request_flow(subjects.end(rank), end.encode(), f"NN worker {rank}", rank, deadline_s)
+        except StreamClosedError:
+            pass  # nobody waits for the end
         except PersiaError:
-            if error is None:
+            if error is None and self._failure is None:
                 raise
             # The error that made this loader fail is the one to show.
         finally:
@@ -188,12 +200,18 @@ class DataCtx(BaseCtx):
             error = None
         if error is None:
             error = self._failure
+        if isinstance(error, StreamClosedError):
+            error = None
         return None if error is None else f"{type(error).__name__}: {error}"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    ) -> bool:
+        closed = isinstance(error, StreamClosedError) and error is self._failure
         try:
             self._close(self._error_text(error))
         finally:
             super().__exit__(kind, error, trace)
+        if closed:
+            get_default_logger().warning("stopped sending after %d batches: %s", self._num_sent, error)
+        return closed

@@ -46,7 +46,7 @@ def dump_state_dict(instance: torch.nn.Module | torch.optim.Optimizer, path: pat
 
 
 def dump_torchscript(model: torch.nn.Module, path: pathlib.Path) -> None:
-    """Writes the model compiled by `torch.jit.script`."""
+    """Writes the model compiled by `torch.jit.script`. InvalidArgumentError: torch cannot compile it."""
     if not isinstance(model, torch.nn.Module):
         raise InvalidTypeError(
             f"only a torch.nn.Module can be written as TorchScript, not {type(model).__name__}"
@@ -54,7 +54,14 @@ def dump_torchscript(model: torch.nn.Module, path: pathlib.Path) -> None:
     with warnings.catch_warnings():
         # Deprecated by torch, but what the published checkpoints hold and TorchServe reads.
         warnings.simplefilter("ignore", DeprecationWarning)
-        scripted = torch.jit.script(unwrap(model))
+        try:
+            scripted = torch.jit.script(unwrap(model))
+        except Exception as failure:  # torch raises many classes, most of them RuntimeError
+            raise InvalidArgumentError(
+                f"{path.name} was not written: torch.jit.script cannot compile "
+                f"{type(unwrap(model)).__name__}; annotate forward(self, non_id_tensors: List[torch.Tensor], "
+                f"embedding_tensors: List[torch.Tensor]), or leave with_jit_model out. It says: {failure}"
+            ) from failure
         _write(path, lambda file: torch.jit.save(scripted, file))
 
 

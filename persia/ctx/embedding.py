@@ -202,14 +202,18 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         blocking: bool = True,
         with_jit_model: bool = False,
     ) -> None:
-        """Writes the dense model into `dst_dir`, replacing what is there; `blocking` is for embeddings."""
+        """Writes the dense model into `dst_dir`, replacing what is there; `blocking` is for embeddings.
+
+        The TorchScript model comes last: one that cannot be scripted (InvalidArgumentError) costs nothing
+        else.
+        """
         directory = dense_checkpoint.local_path(dst_dir)
         if self.model is None:
             raise FailedPreconditionError("model not found, please init context with model")
-        if with_jit_model:
-            dense_checkpoint.dump_torchscript(self.model, directory / jit_dense_filename)
         dense_checkpoint.dump_state_dict(self.model, directory / dense_filename)
         _warn_that_embeddings_are_missing()
+        if with_jit_model:
+            dense_checkpoint.dump_torchscript(self.model, directory / jit_dense_filename)
 
     def load_checkpoint(
         self,

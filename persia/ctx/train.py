@@ -161,11 +161,16 @@ class TrainCtx(EmbeddingCtx):
         blocking: bool = True,
         with_jit_model: bool = False,
     ) -> None:
-        """Writes the dense model and its optimizer into `dst_dir`, replacing what is there."""
+        """Writes the dense model and its optimizer into `dst_dir`, replacing what is there.
+
+        All ranks hold the same, and rank 0 writes it: on the others this does nothing.
+        """
+        if self.rank != 0:
+            return
+        self.dump_torch_state_dict(self.dense_optimizer, dst_dir, opt_filename)
         super().dump_checkpoint(
             dst_dir, dense_model_filename, jit_dense_model_filename, blocking, with_jit_model
         )
-        self.dump_torch_state_dict(self.dense_optimizer, dst_dir, opt_filename)
 
     def load_checkpoint(  # type: ignore[override]  # the published names differ between the contexts
         self,

@@ -13,7 +13,7 @@ from collections import deque
 
 from persia.data.order import Arrival, StreamOrder
 from persia.embedding.bounded_queue import QueueClosed
-from persia.errors import DeadlineExceededError, FailedPreconditionError, PersiaError, UnavailableError
+from persia.errors import DeadlineExceededError, PersiaError, StreamClosedError, UnavailableError
 from persia.messaging.payloads import BatchAnnouncement, EndOfStream
 
 __all__ = ["Inbox", "Offer"]
@@ -138,9 +138,7 @@ class Inbox:
 
     def _refuse_when_closed(self) -> None:
         if self._closed:
-            raise FailedPreconditionError(
-                "this NN worker has stopped taking batches: its training loop has ended"
-            )
+            raise StreamClosedError("this NN worker has stopped taking batches: its training loop has ended")
 
     def _can_take(self) -> bool:
         stopped = self._closed or self._failure is not None or self._order.finished

@@ -14,7 +14,7 @@ from persia import env
 from persia.data.cluster import Cluster
 from persia.data.inbox import Inbox, Offer
 from persia.embedding.deadline import Deadline
-from persia.errors import DeadlineExceededError, PersiaError, UnavailableError
+from persia.errors import DeadlineExceededError, PersiaError, StreamClosedError, UnavailableError
 from persia.logger import get_default_logger
 from persia.messaging.payloads import BatchAnnouncement, EndOfStream, FlowReply, ReplyStatus
 from persia.messaging.session import Registration
@@ -83,7 +83,10 @@ class StreamReceiver:
 
     def _on_batch(self, payload: bytes) -> bytes:
         batch = BatchAnnouncement.decode(payload)
-        offer = self._inbox.offer(batch, hold_s=_HOLD_S)
+        try:
+            offer = self._inbox.offer(batch, hold_s=_HOLD_S)
+        except StreamClosedError as closed:
+            return FlowReply(ReplyStatus.CLOSED, message=str(closed)).encode()
         if offer is Offer.FULL:
             return FlowReply(ReplyStatus.FULL).encode()
         if offer is Offer.QUEUED:
@@ -93,7 +96,8 @@ class StreamReceiver:
         return FlowReply(ReplyStatus.OK).encode()
 
     def _on_end(self, payload: bytes) -> bytes:
-        self._inbox.end(EndOfStream.decode(payload))
+        with contextlib.suppress(StreamClosedError):  # nobody waits for the end any more
+            self._inbox.end(EndOfStream.decode(payload))
         return FlowReply(ReplyStatus.OK).encode()
 
     def _check_loaders(self) -> None:

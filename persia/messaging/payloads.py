@@ -36,6 +36,7 @@ class ReplyStatus(IntEnum):
     OK = 0
     FULL = 1  # send it again after retry_ms
     ERROR = 2  # the message text says why; sending it again does not help
+    CLOSED = 3  # the rank has left its training loop and takes nothing more
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,12 @@ def test_no_data_at_all(run_job: Any) -> None:
 
 
 def test_loop_left_early_ends_loader_and_rank(run_job: Any) -> None:
-    job = run_job("--stop-after", "5", loaders=[500], loader_exit_codes=[1])
+    job = run_job("--stop-after", "5", loaders=[500])
     (report,) = job.reports
     counters = report["counters"]
     assert counters["batches_trained"] == 5
     assert counters["batches_received"] == 5 + counters["batches_released"]
     assert report["threads"] == []
-    assert "stopped taking batches" in job.loader_output(0) or "has left the job" in job.loader_output(0)
+    # The training script decided so: its loader ends quietly, and says why.
+    assert "stopped sending after" in job.loader_output(0)
+    assert "Traceback" not in job.loader_output(0)

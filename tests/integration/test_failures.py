@@ -49,6 +49,14 @@ def test_silent_loader_that_lives_is_waited_for(start_job: Any) -> None:
     assert "data loader 0 ended with an error after 10 batches: KeyboardInterrupt" in job.reports[0]["error"]
 
 
+def test_error_in_the_training_script_is_not_the_loaders(start_job: Any) -> None:
+    job = start_job("--fail-after", "5", loaders=[["--batches", "500"]])
+    assert job.finish_nn_worker() == 1
+    assert "ValueError: boom after 5 batches" in job.nn_worker.output
+    assert job.cluster.wait(job.loaders[0], 60.0) == 0, job.loaders[0].output
+    assert "stopped sending after" in job.loaders[0].output
+
+
 def test_error_in_a_loader_reaches_the_rank(start_job: Any) -> None:
     job = start_job(loaders=[["--batches", "20", "--fail-after", "5"]])
     assert job.finish_nn_worker() != 0
@@ -70,7 +78,8 @@ def test_interrupt_ends_the_rank_in_order(start_job: Any) -> None:
     ended = counters["batches_trained"] + counters["batches_released"]
     assert counters["batches_received"] == ended
     assert report["staleness"]["in_flight"] == 0
-    assert job.cluster.wait(job.loaders[0]) != 0  # it says that nobody takes its batches
+    assert job.cluster.wait(job.loaders[0]) == 0  # it says that nobody takes its batches, and ends
+    assert "stopped sending after" in job.loaders[0].output
 
 
 def test_sigterm_ends_the_rank_in_order(start_job: Any) -> None:

@@ -51,6 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--reproducible", action="store_true")
     parser.add_argument("--staleness", type=int, default=None)
     parser.add_argument("--stop-after", type=int, default=-1, help="leave the loop after that many batches")
+    parser.add_argument("--fail-after", type=int, default=-1, help="raise after that many batches")
     parser.add_argument("--skip-every", type=int, default=0, help="no backward for every n-th batch")
     return parser.parse_args()
 
@@ -75,6 +76,8 @@ def train(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) ->
         ctx.backward(loss)
         if position + 1 == options.stop_after:
             break
+        if position + 1 == options.fail_after:
+            raise ValueError(f"boom after {options.fail_after} batches")
 
 
 def main() -> None:

@@ -106,3 +106,29 @@ def test_nothing_but_tensors_is_unpickled(model: torch.nn.Module, tmp_path: Path
 def test_optimizer_has_no_torchscript(make_ctx: MakeCtx, tmp_path: Path) -> None:
     with make_ctx() as ctx, pytest.raises(InvalidArgumentError, match="is_jit"):
         ctx.dump_torch_state_dict(ctx.dense_optimizer, tmp_path, "x", is_jit=True)
+
+
+def test_model_that_cannot_be_scripted_costs_only_its_torchscript(make_ctx: MakeCtx, tmp_path: Path) -> None:
+    class Unscriptable(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(1, 1)
+
+        def forward(self, dense, embeddings):  # type: ignore[no-untyped-def]
+            first, second = embeddings
+            return self.linear(dense[0]) + first + second
+
+    with (
+        make_ctx(model=Unscriptable()) as ctx,
+        pytest.raises(InvalidArgumentError, match=r"jit_dense\.pt was not written: .*Unscriptable; annotate"),
+    ):
+        ctx.dump_checkpoint(tmp_path, with_jit_model=True)
+    assert sorted(os.listdir(tmp_path)) == ["dense.pt", "opt.pt"]
+
+
+def test_rank_0_writes_for_all(make_ctx: MakeCtx, tmp_path: Path) -> None:
+    with make_ctx() as ctx:
+        ctx.rank = 1
+        ctx.dump_checkpoint(tmp_path)
+        ctx.rank = 0
+    assert os.listdir(tmp_path) == []

@@ -9,7 +9,7 @@ import pytest
 
 from persia.data.inbox import Inbox, Offer
 from persia.embedding.bounded_queue import QueueClosed
-from persia.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
+from persia.errors import DeadlineExceededError, StreamClosedError, UnavailableError
 from persia.messaging.payloads import BatchAnnouncement, EndOfStream
 
 
@@ -122,7 +122,7 @@ def test_close_wakes_take_returns_the_rest_and_refuses_more() -> None:
     assert [batch.batch_id for batch in inbox.close()] == [0, 1]
     with pytest.raises(QueueClosed):
         inbox.take(1.0)
-    with pytest.raises(FailedPreconditionError, match="stopped taking batches"):
+    with pytest.raises(StreamClosedError, match="stopped taking batches"):
         offer(inbox, 2)
 
 
