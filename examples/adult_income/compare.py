@@ -23,6 +23,7 @@ from rich.table import Table
 
 from dataset import DEFAULT_DIRECTORY, REPOSITORY, DataError, load_info
 from reference import reference_auc
+from results import remove_results
 from settings import DEFAULT_SEED
 
 HERE = Path(__file__).resolve().parent
@@ -93,7 +94,7 @@ def cases(repeat: int) -> dict[str, Case]:
 def run(arrangement: Arrangement, data: Path, output: Path) -> float:
     """Test AUC of one run; raises RunError with the end of its output when it fails."""
     summary = output / "summary.json"
-    summary.unlink(missing_ok=True)
+    remove_results(output)
     options = {
         "--nn-worker": HERE / "train.py",
         "--data-loader": HERE / "data_loader.py",

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,9 +83,11 @@ class DatasetInfo:
 def save_dataset(directory: Path, info: DatasetInfo, train: Split, test: Split) -> None:
     """Writes each file aside and renames it, so that a reader never meets half a file.
 
-    `dataset.json` comes last: it is what readers take as the sign of a complete data set.
+    `dataset.json` comes last, and an earlier one goes first: it is what readers take as the sign of a
+    complete data set, and it must not describe the arrays of another.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / "dataset.json").unlink(missing_ok=True)
     for name, split in (("train", train), ("test", test)):
         aside = directory / f"{name}.partial.npz"
         np.savez(aside, ids=split.ids, dense=split.dense, labels=split.labels)
@@ -95,16 +98,27 @@ def save_dataset(directory: Path, info: DatasetInfo, train: Split, test: Split) 
 
 
 def load_split(directory: Path, name: Literal["train", "test"]) -> Split:
-    """Raises DataError when the data set has not been prepared."""
+    """Raises DataError when the data set has not been prepared, or is damaged."""
     path = _existing(directory / f"{name}.npz")
-    with np.load(path, allow_pickle=False) as arrays:
-        return Split(ids=arrays["ids"], dense=arrays["dense"], labels=arrays["labels"])
+    try:
+        # Opened here, as np.load leaves a file open that it cannot read.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return Split(ids=arrays["ids"], dense=arrays["dense"], labels=arrays["labels"])
+    except (BadZipFile, EOFError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path} holds no data of this example ({error}): run prepare_data.py --output {directory} again"
+        ) from error
 
 
 def load_info(directory: Path) -> DatasetInfo:
-    """Raises DataError when the data set has not been prepared."""
+    """Raises DataError when the data set has not been prepared, or not by this version of the example."""
     path = _existing(directory / "dataset.json")
-    return DatasetInfo(**json.loads(path.read_text(encoding="utf-8")))
+    try:
+        return DatasetInfo(**json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{path} does not describe a data set ({error}): run prepare_data.py --output {directory} again"
+        ) from error
 
 
 def _existing(path: Path) -> Path:

@@ -1,6 +1,7 @@
 """The whole example in one command: data, cluster, training, evaluation, picture, summary.
 
-    python demo.py                          with UCI Adult, downloaded, or taken from ADULT_SOURCE
+    python demo.py                          with UCI Adult: taken from ADULT_SOURCE, prepared by an earlier
+                                            run, or downloaded
     python demo.py --source DIR             with a local copy, plain or .xz
     python demo.py --generate               with generated data, where neither can be had
 
@@ -27,8 +28,9 @@ from download import DownloadError
 from honcho_job import Failure, run_procfile
 from persia.utils import find_free_port
 from plots import PUBLISHED_AUC, draw
-from prepare_data import describe, prepare, source_from_environment
+from prepare_data import describe, prepare, prepared, source_from_environment
 from reference import reference_auc
+from results import remove_results
 from settings import Settings
 
 HERE = Path(__file__).resolve().parent
@@ -61,9 +63,11 @@ def job_environment(output: Path) -> dict[str, str]:
 
 
 def train(output: Path) -> dict[str, Any] | Failure:
-    """Runs the cluster; the summary that train.py wrote in this run, or what went wrong."""
+    """Runs the cluster; the summary that train.py wrote, or what went wrong.
+
+    `output` holds no results of an earlier run: its summary would pass for this one's.
+    """
     summary = output / "summary.json"
-    summary.unlink(missing_ok=True)  # A summary of an earlier run must not pass for this one's.
     exit_code, follower = run_procfile(
         REPOSITORY / "Procfile", job_environment(output), RUN_DEADLINE_S, lambda line: print(line, flush=True)
     )
@@ -96,7 +100,8 @@ def show(summary: dict[str, Any], info: DatasetInfo, path: Path) -> None:
     else:
         table.add_row("test AUC, best possible (true probabilities)", f"{info.best_auc:.7f}")
     table.add_row("training samples per second", f"{summary['samples_per_second']:,.0f}")
-    table.add_row("largest staleness (batches)", str(summary["max_staleness"]))
+    in_flight = f"{summary['max_staleness']} (bound: {summary['embedding_staleness']})"
+    table.add_row("most batches in flight (lookup to acknowledged update)", in_flight)
     table.add_row("embeddings on the servers", f"{summary['num_embeddings']:,}")
     console.print(table)
     for name, written in {**summary["paths"], "summary": str(path)}.items():
@@ -112,10 +117,19 @@ def report(failure: Failure) -> None:
         errors.print(f"  {line}", soft_wrap=True)
 
 
+def obtain(directory: Path, source: Path | None, generated: bool) -> DatasetInfo:
+    """The data set in `directory`, prepared now unless an earlier run has done it; raises DataError."""
+    if info := prepared(directory, source, generated):
+        console.print(f"using the data prepared earlier; remove {directory} to start anew", soft_wrap=True)
+        return info
+    return prepare(directory, source, generated)
+
+
 def run(output: Path, source: Path | None, generated: bool) -> int:
     start_s = time.monotonic()
+    remove_results(output)
     try:
-        info = prepare(output / "data", source, generated)
+        info = obtain(output / "data", source, generated)
     except DownloadError as error:
         print(f"error: {error}", file=sys.stderr)
         print(

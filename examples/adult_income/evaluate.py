@@ -41,6 +41,7 @@ def evaluate(model: DNN, split: Split, device_id: int | None) -> float:
     with eval_ctx(model=model, device_id=device_id) as ctx, torch.no_grad():
         for batch in DataLoader(TestDataset(split)):
             output, batch_labels = ctx.forward(batch)
+            assert batch_labels is not None, "only inference has none"
             scores.append(output.cpu().numpy())
             labels.append(batch_labels[0].cpu().numpy())
     model.train()

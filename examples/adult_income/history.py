@@ -19,7 +19,7 @@ class HistoryWriter:
         self._file = path.open("w", encoding="utf-8", buffering=1)
 
     def write(self, step: int, **values: float) -> None:
-        """`values` are any of loss, staleness, samples_per_second, test_auc."""
+        """`values` are any of loss, staleness (batches in flight), samples_per_second, test_auc."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a person and the history see of a run: progress, throughput, staleness."""
+"""What a person and the history see of a run: progress, throughput, batches in flight."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ class Monitor:
         if self._progress:
             self._progress.stop()
 
-    def step(self, step: int, loss: float, staleness: int) -> None:
-        """`step` counts from 1."""
+    def step(self, step: int, loss: float, in_flight: int) -> None:
+        """`step` counts from 1; `in_flight` are the batches between lookup and acknowledged update now."""
         self.throughput.step()
-        self.max_staleness = max(self.max_staleness, staleness)
+        self.max_staleness = max(self.max_staleness, in_flight)
         speed = self.throughput.recent()
-        self._history.write(step, loss=loss, staleness=staleness, samples_per_second=speed)
-        text = f"loss {loss:.4f}  staleness {staleness}  {speed:,.0f} samples/s"
+        self._history.write(step, loss=loss, staleness=in_flight, samples_per_second=speed)
+        text = f"loss {loss:.4f}  in flight {in_flight}  {speed:,.0f} samples/s"
         if self._progress and self._task is not None:
             self._progress.update(self._task, completed=step, description=text)
         elif step % max(1, self._num_steps // NUM_PLAIN_LINES) == 0 or step == self._num_steps:

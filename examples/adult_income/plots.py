@@ -1,4 +1,4 @@
-"""Draws loss, AUC, staleness and throughput of a run from its history.
+"""Draws loss, AUC, batches in flight and throughput of a run from its history.
 
 python plots.py build/demo/history.jsonl build/demo/curves.png
 """
@@ -31,7 +31,7 @@ def draw(history: Path, picture: Path, dataset: str, best_auc: float | None = No
     figure, panels = plt.subplots(2, 2, figsize=(11, 7.2), sharex=True, layout="constrained")
     _draw_loss(panels[0, 0], curves.get("loss", Series()))
     _draw_auc(panels[0, 1], curves.get("test_auc", Series()), dataset, best_auc)
-    _draw_staleness(panels[1, 0], curves.get("staleness", Series()))
+    _draw_in_flight(panels[1, 0], curves.get("staleness", Series()))
     _draw_throughput(panels[1, 1], curves.get("samples_per_second", Series()))
     for axes in panels.flat:
         axes.grid(alpha=0.25)
@@ -72,10 +72,10 @@ def _draw_auc(axes: Axes, auc: Series, dataset: str, best_auc: float | None) -> 
     axes.legend(loc="lower right", frameon=False)
 
 
-def _draw_staleness(axes: Axes, staleness: Series) -> None:
-    axes.set_title("Staleness: from lookup to update")
-    axes.set_ylabel("batches in flight")
-    axes.plot(staleness.steps, staleness.values, color=VIOLET, linewidth=1.5, drawstyle="steps-mid")
+def _draw_in_flight(axes: Axes, in_flight: Series) -> None:
+    axes.set_title("In flight: from lookup to acknowledged update")
+    axes.set_ylabel("batches")
+    axes.plot(in_flight.steps, in_flight.values, color=VIOLET, linewidth=1.5, drawstyle="steps-mid")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
 

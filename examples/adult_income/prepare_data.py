@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from adult import FILES, HOME_URL, encode, parse, read_source, verify
-from dataset import DEFAULT_DIRECTORY, DataError, DatasetInfo, save_dataset
+from dataset import DEFAULT_DIRECTORY, DataError, DatasetInfo, load_info, load_split, save_dataset
 from download import DownloadError, fetch
 from generated import generate
 
@@ -27,6 +27,22 @@ def prepare(output: Path, source: Path | None, generated: bool, home_url: str = 
         info, train, test = encode(*tables)
     save_dataset(output, info, train, test)
     return info
+
+
+def prepared(output: Path, source: Path | None, generated: bool) -> DatasetInfo | None:
+    """What an earlier run left in `output`, when it is what is asked for; None: it must be prepared.
+
+    A local copy that was named is always read again, as it may be another one, or have changed.
+    """
+    if source is not None and not generated:
+        return None
+    try:
+        info = load_info(output)
+        lengths = (len(load_split(output, "train")), len(load_split(output, "test")))
+    except DataError:
+        return None
+    wanted = "generated" if generated else "adult"
+    return info if info.dataset == wanted and lengths == (info.train_rows, info.test_rows) else None
 
 
 def _read(name: str, source: Path | None, cache: Path, home_url: str) -> tuple[bytes, str]:

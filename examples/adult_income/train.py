@@ -32,6 +32,7 @@ def train(ctx: TrainCtx, loader: DataLoader, after_step: Callable[[int, float], 
     loss_function = nn.BCELoss()
     for step, batch in enumerate(loader, start=1):
         output, labels = ctx.forward(batch)
+        assert labels is not None, "only inference has none"
         loss = loss_function(output, labels[0])
         ctx.backward(loss)
         after_step(step, loss.item())
@@ -81,7 +82,7 @@ def save(ctx: TrainCtx, settings: Settings, info: DatasetInfo, observer: Observe
     }
     print(
         f"test AUC {test_auc:.7f}, {summary['samples_per_second']:,.0f} samples/s, "
-        f"staleness at most {summary['max_staleness']} batches, {summary['num_embeddings']} embeddings; "
+        f"at most {summary['max_staleness']} batches in flight, {summary['num_embeddings']} embeddings; "
         f"the dense part is in {checkpoint}",
         flush=True,
     )

@@ -104,11 +104,16 @@ def test_demo_on_generated_data_does_not_pretend(output: Path) -> None:
 
 
 def test_demo_shows_the_error_of_the_process_that_failed(output: Path) -> None:
+    stale = [output / "curves.png", output / "checkpoint" / "dense.pt", output / "history.jsonl"]
+    for path in stale:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("of an earlier run", encoding="utf-8")
     finished = run_demo(output, "--generate", SEED="none")
     assert finished.returncode == 1
     _, _, report = finished.stderr.partition("the demo failed")
     assert "SEED is 'none'" in report
     assert not (output / "summary.json").exists()
+    assert [path for path in stale if path.exists()] == []
 
 
 def test_an_interrupted_demo_leaves_nothing_running(output: Path) -> None:

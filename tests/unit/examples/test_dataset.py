@@ -41,6 +41,37 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
         assert np.array_equal(loaded.labels, split.labels)
 
 
+def test_an_interrupted_save_leaves_no_description_of_other_arrays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = make_split(7)
+    info = DatasetInfo(dataset="adult", train_rows=7, test_rows=7, num_categories={}, best_auc=None)
+    save_dataset(tmp_path, info, split, split)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save_dataset(tmp_path, info, split, split)
+    with pytest.raises(DataError, match=r"dataset\.json does not exist"):
+        load_info(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"dataset": "adult"}'])
+def test_a_description_of_something_else_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "dataset.json").write_text(content, encoding="utf-8")
+    with pytest.raises(DataError, match=r"dataset\.json does not describe a data set"):
+        load_info(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04cut short"])
+def test_damaged_arrays_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "train.npz").write_bytes(content)
+    with pytest.raises(DataError, match=r"train\.npz holds no data of this example"):
+        load_split(tmp_path, "train")
+
+
 def test_data_not_prepared_says_what_to_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train\.npz does not exist: run prepare_data\.py"):
         load_split(tmp_path, "train")

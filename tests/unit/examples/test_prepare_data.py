@@ -6,14 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from adult import ChecksumError
-from dataset import load_info, load_split
+from dataset import DatasetInfo, Split, load_info, load_split, save_dataset
 from generated import generate
-from prepare_data import describe, prepare
+from prepare_data import describe, prepare, prepared
 
 SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "adult_income" / "prepare_data.py"
 
@@ -22,6 +23,36 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "ADULT_SOURCE"}
     command = [sys.executable, str(SCRIPT), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def save_tiny(directory: Path, dataset: Literal["adult", "generated"]) -> DatasetInfo:
+    split = Split(
+        ids=np.zeros((2, 8), np.uint64),
+        dense=np.zeros((2, 5), np.float32),
+        labels=np.ones((2, 1), np.float32),
+    )
+    info = DatasetInfo(dataset=dataset, train_rows=2, test_rows=2, num_categories={}, best_auc=None)
+    save_dataset(directory, info, split, split)
+    return info
+
+
+@pytest.mark.parametrize("generated", [False, True])
+def test_prepared_data_serves_the_same_request_again_and_no_other(tmp_path: Path, generated: bool) -> None:
+    info = save_tiny(tmp_path, "generated" if generated else "adult")
+    assert prepared(tmp_path, None, generated) == info
+    assert prepared(tmp_path, None, not generated) is None
+
+
+def test_a_local_copy_that_was_named_is_read_again(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "adult")
+    assert prepared(tmp_path, tmp_path / "copy", generated=False) is None
+
+
+def test_incomplete_data_is_prepared_again(tmp_path: Path) -> None:
+    assert prepared(tmp_path / "none", None, generated=False) is None
+    save_tiny(tmp_path, "adult")
+    (tmp_path / "test.npz").unlink()
+    assert prepared(tmp_path, None, generated=False) is None
 
 
 def test_generated_data_says_what_it_is(tmp_path: Path) -> None:
