@@ -172,6 +172,17 @@ def get_nats_url() -> str | None:
     return url
 
 
+def require_nats_url() -> str:
+    """`PERSIA_NATS_URL`, for processes that cannot do without a broker."""
+    url = get_nats_url()
+    if url is None:
+        raise ConfigError(
+            "PERSIA_NATS_URL is not set: name the job's NATS server in it, such as nats://127.0.0.1:4222 "
+            "(`persia-launcher nats-server` runs one)"
+        )
+    return url
+
+
 def _is_nats_url(url: str) -> bool:
     try:
         parts = urlsplit(url)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import signal
-import sys
 import threading
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,11 @@ from persia.errors import InvalidArgumentError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BaseCtx", "PreprocessMode", "cnt_ctx"]
+__all__ = ["BaseCtx", "PreprocessMode", "Terminated", "cnt_ctx"]
+
+
+class Terminated(SystemExit):
+    """Raised in the script by SIGTERM: whoever sent it waits a few seconds before it kills."""
 
 
 class PreprocessMode(enum.Enum):
@@ -109,4 +112,4 @@ def _exit_on_sigterm() -> Any:
 def _raise_system_exit(number: int, frame: FrameType | None) -> None:
     # A second signal while contexts end kills at once, as the sender expects.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sys.exit(128 + number)
+    raise Terminated(128 + number)

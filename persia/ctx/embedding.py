@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from persia import env
 from persia.ctx import dense_checkpoint
-from persia.ctx.base import BaseCtx, PreprocessMode, cnt_ctx
+from persia.ctx.base import BaseCtx, PreprocessMode, Terminated, cnt_ctx
 from persia.data.cluster import Cluster, ClusterBackend
 from persia.data.host import LoaderHost
 from persia.data.prefetch import LookupService, Prefetcher
@@ -35,6 +35,8 @@ __all__ = ["EmbeddingCtx", "eval_ctx"]
 
 # How long contexts that end because of an error try to leave nothing behind.
 FAILED_EXIT_DEADLINE_S = 10.0
+# The same, for each part of the end, when somebody stops the script: the servers are probably ending as well.
+STOPPED_EXIT_DEADLINE_S = 1.0
 
 
 class EmbeddingCtx(BaseCtx, LoaderHost):
@@ -262,7 +264,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._exit_deadline_s = env.get_deadline_s() if error is None else FAILED_EXIT_DEADLINE_S
+        self._exit_deadline_s = _exit_deadline_s(error)
         try:
             self._resources.close()
         except PersiaError as failure:
@@ -334,6 +336,13 @@ def eval_ctx(*args: Any, **kwargs: Any) -> EmbeddingCtx:
 
 
 _warned = False
+
+
+def _exit_deadline_s(error: BaseException | None) -> float:
+    if error is None:
+        return env.get_deadline_s()
+    is_stopped = isinstance(error, (Terminated, KeyboardInterrupt))
+    return STOPPED_EXIT_DEADLINE_S if is_stopped else FAILED_EXIT_DEADLINE_S
 
 
 def _warn_that_embeddings_are_missing() -> None:

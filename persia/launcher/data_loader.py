@@ -41,6 +41,7 @@ __all__ = ["command"]
 def command(replica_index: int, replica_size: int, linger: bool, words: tuple[str, ...]) -> None:
     """Run the data loading script FILEPATH (or PERSIA_DATALOADER_ENTRY) with SCRIPT_ARGS."""
     script, arguments = script_and_arguments(words, env.data_loader_entry(), "PERSIA_DATALOADER_ENTRY")
+    env.require_nats_url()  # the script would say so too, but late and with a traceback
     if replica_index >= replica_size:
         message = f"{replica_index} is not below --replica-size {replica_size}"
         raise click.BadParameter(message, param_hint="--replica-index")

@@ -41,8 +41,8 @@ class JobSpecs:
     """Builds the specs of one job's processes."""
 
     env: Mapping[str, str]
-    global_config: str
     embedding_config: str
+    global_config: str | None = None  # None: the defaults
     launcher: Sequence[str] = field(default=(sys.executable, "-m", "persia.launcher"))
 
     @staticmethod
@@ -80,7 +80,7 @@ class JobSpecs:
             "--port=0",  # told by discovery
             f"--replica-index={index}",
             f"--replica-size={replicas}",
-            f"--global-config={self.global_config}",
             f"--embedding-config={self.embedding_config}",
+            *(() if self.global_config is None else (f"--global-config={self.global_config}",)),
         )
         return ProcessSpec(name=f"{role}-{index}", command=command, env=self.env)

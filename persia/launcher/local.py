@@ -36,11 +36,10 @@ _COUNT = click.IntRange(min=1)
 )
 @click.option(
     "--global-config",
-    required=True,
     envvar="PERSIA_GLOBAL_CONFIG",
     show_envvar=True,
     metavar="FILE",
-    help="Settings of the servers (YAML).",
+    help="Settings of the servers (YAML); without it, the defaults.",
 )
 @click.option(
     "--parameter-servers",
@@ -68,13 +67,18 @@ _COUNT = click.IntRange(min=1)
     show_default=True,
     help="Keeps jobs that share a NATS server apart.",
 )
-@click.option("--nats-url", metavar="URL", help="Use this NATS server instead of starting one.")
+@click.option(
+    "--nats-url",
+    metavar="URL",
+    help="Use this NATS server instead of starting one. PERSIA_NATS_URL is not read: a job of its own needs "
+    "no server that others use.",
+)
 @click.argument("script_args", nargs=-1, type=click.UNPROCESSED)
 def command(
     nn_worker: str,
     data_loader: str,
     embedding_config: str,
-    global_config: str,
+    global_config: str | None,
     parameter_servers: int,
     embedding_workers: int,
     data_loaders: int,

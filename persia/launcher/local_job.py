@@ -22,7 +22,7 @@ from persia.launcher.supervisor import ManagedProcess, Supervisor
 __all__ = ["LocalJob", "run_local_job"]
 
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_cyan", "bright_yellow", "bright_magenta")
-_NUM_SHOWN_LINES = 20
+_NUM_SHOWN_LINES = 40  # a traceback, and what other ranks say when they are ended for it
 _WAIT_S = 0.5  # how often the main thread looks up, for signals
 # A training script may leave its loop before the data ends, which is an error for loaders only: how long it
 # has after that to succeed.
@@ -36,7 +36,7 @@ class LocalJob:
     nn_worker: str
     data_loader: str
     embedding_config: str
-    global_config: str
+    global_config: str | None
     parameter_servers: int
     embedding_workers: int
     data_loaders: int
@@ -66,8 +66,12 @@ def run_local_job(job: LocalJob) -> int:
     printer = _Printer()
     try:
         with tempfile.TemporaryDirectory(prefix="persia-") as folder, Supervisor(printer) as supervisor:
-            _start(job, supervisor, Path(folder))
-            failed = _await_end(supervisor)
+            try:
+                _start(job, supervisor, Path(folder))
+                failed = _await_end(supervisor)
+            except _Stopped:
+                click.secho("stopping ...", err=True)  # leaving the supervisor takes a moment
+                raise
     except _Stopped as stopped:
         click.secho("stopped", err=True)
         return stopped.exit_code
@@ -76,7 +80,8 @@ def run_local_job(job: LocalJob) -> int:
 
 def _check(job: LocalJob) -> None:
     """Finds what the processes would stumble over, before any of them is started."""
-    load_global_config(job.global_config)
+    if job.global_config is not None:
+        load_global_config(job.global_config)
     load_embedding_config(job.embedding_config)
     checked_script(job.nn_worker)
     checked_script(job.data_loader)

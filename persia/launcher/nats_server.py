@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import click
 
+from persia.errors import UnavailableError
 from persia.launcher.nats import find_nats_server, nats_config, parse_size
 
 __all__ = ["command"]
@@ -42,7 +44,21 @@ def command(port: int, host: str, max_payload: str) -> None:
     """
     binary = find_nats_server()
     config = nats_config(host=host, port=port, max_payload_bytes=parse_size(max_payload))
+    _check_free(host, port)
     # In memory: the server reads it after exec, when nobody is left to delete a file.
     descriptor = os.memfd_create("nats-server.conf", 0)
     os.write(descriptor, config.encode())
     os.execv(binary, [binary, "-c", f"/proc/self/fd/{descriptor}"])
+
+
+def _check_free(host: str, port: int) -> None:
+    """Says in one line what the server would say in many. Whoever takes the port meanwhile is told by it."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # As the server does, without waiting for connections that are still timing out.
+        socket.create_server(address, family=family).close()
+    except OSError as error:
+        raise UnavailableError(
+            f"the NATS server cannot listen on {host}:{port} ({error.strerror}): stop what uses the port, or "
+            "take another --port (PERSIA_NATS_PORT) or --host"
+        ) from error

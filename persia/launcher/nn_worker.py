@@ -52,6 +52,7 @@ def command(
     One rank runs in this process. More run under torchrun: when one fails, all end, with its error.
     """
     script, arguments = script_and_arguments(words, env.nn_worker_entry(), "PERSIA_NN_WORKER_ENTRY")
+    env.require_nats_url()  # the script would say so too, but late and with a traceback
     if node_rank >= nnodes:
         raise click.BadParameter(f"{node_rank} is not below --nnodes {nnodes}", param_hint="--node-rank")
     if nproc_per_node == nnodes == 1:
@@ -66,7 +67,7 @@ def torchrun_arguments(
     nproc_per_node: int, nnodes: int, node_rank: int, master_addr: str | None, master_port: int
 ) -> list[str]:
     """Python's arguments before the script. One machine needs no address: torchrun takes a free port."""
-    arguments = ["-m", "torch.distributed.run", f"--nproc-per-node={nproc_per_node}"]
+    arguments = ["-m", "persia.launcher.torchrun", f"--nproc-per-node={nproc_per_node}"]
     if nnodes == 1:
         return [*arguments, "--standalone"]
     return [

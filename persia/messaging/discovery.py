@@ -134,7 +134,7 @@ class Announcer:
         try:
             self._session.publish(self._session.subjects.bye(self.info.role), self._payload)
         except PersiaError as error:
-            get_default_logger().warning("%s could not say bye: %s", self.info, error)
+            get_default_logger().info("%s could not say bye: %s", self.info, error)
 
     def _close_registrations(self) -> None:
         registrations, self._registrations = self._registrations, []
@@ -179,7 +179,7 @@ class Directory:
         """
         search = _Search(role, expected, schema)
         started = time.monotonic()
-        next_report = started + _FIRST_REPORT_S
+        report = _WaitReport(search, started)
         round_s = _FIRST_ROUND_S
         while True:
             round_started = time.monotonic()
@@ -188,13 +188,12 @@ class Directory:
                 raise DeadlineExceededError(
                     f"{search.missing()} after {deadline_s:g} s (PERSIA_DEADLINE_SEC)"
                 )
-            if round_started >= next_report:
-                get_default_logger().info("waiting for services: %s", search.missing())
-                next_report = round_started + _REPORT_INTERVAL_S
+            report.waiting(round_started)
             search.begin_round(round_started)
             subject = self._session.subjects.who(role)
             self._session.request_many(subject, b"", min(round_s, left_s), enough=search.accept)
             if (services := search.result()) is not None:
+                report.found(len(services))
                 return services
             # When nobody listens the request ends at once; the round still takes its time.
             time.sleep(max(0.0, round_started + min(round_s, left_s) - time.monotonic()))
@@ -224,7 +223,7 @@ class _Search:
     """The answers of one `wait_for`. Filled on the session's loop, read by the caller between rounds."""
 
     def __init__(self, role: str, expected: int | None, schema: str) -> None:
-        self._role = role
+        self.role = role
         self._expected = expected
         self._schema = schema
         self._found: dict[int, tuple[float, ServiceInfo]] = {}
@@ -249,9 +248,9 @@ class _Search:
     def missing(self) -> str:
         replicas = self._replicas()
         if not self._found:
-            return f"no {self._role} has announced itself" + (f", {replicas} expected" if replicas else "")
+            return f"no {self.role} has announced itself" + (f", {replicas} expected" if replicas else "")
         indices = ", ".join(str(index) for index in range(replicas) if index not in self._found)
-        return f"{self._role} {indices} of {replicas} missing"
+        return f"{self.role} {indices} of {replicas} missing"
 
     def _replicas(self) -> int:
         if self._expected is not None:
@@ -273,6 +272,25 @@ class _Search:
                 f"{info} has the embedding config {info.schema}, this process {self._schema}: "
                 "give both the same --embedding-config"
             )
+
+
+class _WaitReport:
+    """Says now and then what a wait waits for; once it has, also that the wait is over."""
+
+    def __init__(self, search: _Search, started: float) -> None:
+        self._search = search
+        self._next = started + _FIRST_REPORT_S
+        self._has_spoken = False
+
+    def waiting(self, now: float) -> None:
+        if now >= self._next:
+            get_default_logger().info("waiting for services: %s", self._search.missing())
+            self._next = now + _REPORT_INTERVAL_S
+            self._has_spoken = True
+
+    def found(self, num_services: int) -> None:
+        if self._has_spoken:
+            get_default_logger().info("found %s, %d of %d", self._search.role, num_services, num_services)
 
 
 class _Watch:

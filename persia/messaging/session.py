@@ -43,7 +43,9 @@ _T = TypeVar("_T")
 
 _FIRST_REPORT_S = 1.0
 _REPORT_INTERVAL_S = 5.0
-_CLOSE_GRACE_S = 2.0  # for each of: finishing handlers, flushing, disconnecting
+_CLOSE_GRACE_S = 1.0  # for each of: finishing handlers, flushing, disconnecting
+# A broker that ends together with the job is no news: only a loss that lasts is reported.
+_LOSS_REPORT_S = 2.0
 _CALL_MARGIN_S = (
     5.0  # a call ends on the loop by its own time-out; this is the backstop of the thread that waits
 )
@@ -83,6 +85,7 @@ class NatsSession:
         self._last_error: Exception | None = None
         self._waiting: set[asyncio.Task[Any]] = set()  # for the broker; on the loop
         self._receivers: set[Receiver] = set()  # on the loop
+        self._loss_report: asyncio.TimerHandle | None = None  # on the loop
         self._reconnect_callbacks: list[Callable[[], None]] = []
         self._notifier = DaemonPool(1, f"persia-nats-{name}-reconnect")
 
@@ -370,12 +373,23 @@ class NatsSession:
             get_default_logger().debug("NATS at %s: %s", self._address, error or type(error).__name__)
 
     async def _on_disconnected(self) -> None:
+        self._cancel_loss_report()
         if self._state == "open":
-            get_default_logger().warning("lost the connection to NATS at %s, reconnecting", self._address)
+            self._loss_report = self._loop.call_later(_LOSS_REPORT_S, self._report_loss)
         for task in tuple(self._waiting):
             task.cancel()
 
+    def _report_loss(self) -> None:
+        if self._state == "open":
+            get_default_logger().warning("lost the connection to NATS at %s, reconnecting", self._address)
+
+    def _cancel_loss_report(self) -> None:
+        if self._loss_report is not None:
+            self._loss_report.cancel()
+            self._loss_report = None
+
     async def _on_reconnected(self) -> None:
+        self._cancel_loss_report()
         get_default_logger().info("connected to NATS at %s again", self._address)
         for callback in tuple(self._reconnect_callbacks):
             self._notifier.submit(_run_reconnect_callback, callback)

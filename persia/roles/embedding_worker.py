@@ -14,7 +14,7 @@ from persia.messaging.discovery import Directory, EventKind, ServiceEvent, Servi
 from persia.messaging.payloads import IdsReply, IdsRequest, ReplyStatus
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
-from persia.roles.lifetime import announced, checked_nats_url, connected, stopped_by_signals, wait_for_stop
+from persia.roles.lifetime import DRAIN_S, announced, connected, stopped_by_signals, wait_for_stop
 from persia.roles.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ def run_embedding_worker(options: ServerOptions) -> None:
         raise ConfigError("the embedding worker needs --embedding-config (PERSIA_EMBEDDING_CONFIG)")
     config = load_global_config(options.global_config) if options.global_config else GlobalConfig()
     slots = load_embedding_config(options.embedding_config)
-    nats_url = checked_nats_url()
+    nats_url = env.require_nats_url()
     set_role(EMBEDDING_WORKER, options.replica_index)
     name = f"{EMBEDDING_WORKER} {options.replica_index}"
     with stopped_by_signals(name), ExitStack() as stack:
         session = stack.enter_context(connected(nats_url, name))
         worker = _start_with_servers(stack, session, options, config, slots)
         port = worker.start(options.host, options.port)
-        stack.callback(worker.stop)
+        stack.callback(worker.stop, DRAIN_S)
         ids = session.respond(session.subjects.ids(options.replica_index), IdsResponder(worker))
         stack.callback(ids.close)
         stack.enter_context(
@@ -107,7 +107,7 @@ class ServerLinks:
         if event.kind is EventKind.HELLO:
             self.connect(event.info)
         else:
-            get_default_logger().warning("%s has stopped; lookups wait until it is back", event.info)
+            get_default_logger().info("%s has stopped; lookups wait until it is back", event.info)
 
     def connect(self, server: ServiceInfo) -> None:
         """Uses `server` from now on for its index."""

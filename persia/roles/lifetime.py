@@ -9,13 +9,15 @@ import threading
 from collections.abc import Iterator
 
 from persia import env
-from persia.errors import ConfigError
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Announcer, ServiceInfo
 from persia.messaging.session import NatsSession
 from persia.roles.options import ServerOptions
 
-__all__ = ["announced", "checked_nats_url", "connected", "stopped_by_signals", "wait_for_stop"]
+__all__ = ["DRAIN_S", "announced", "connected", "stopped_by_signals", "wait_for_stop"]
+
+# How long a server that stops answers what it was asked before: whoever sends SIGTERM kills seconds later.
+DRAIN_S = 1.5
 
 
 class _StopRequested(BaseException):
@@ -47,17 +49,6 @@ def _request_stop(_number: int, _frame: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise _StopRequested
-
-
-def checked_nats_url() -> str:
-    """The broker's URL from PERSIA_NATS_URL, which servers cannot do without."""
-    url = env.get_nats_url()
-    if url is None:
-        raise ConfigError(
-            "PERSIA_NATS_URL is not set: name the job's NATS server in it, such as nats://127.0.0.1:4222 "
-            "(`persia-launcher nats-server` runs one)"
-        )
-    return url
 
 
 @contextlib.contextmanager

@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from persia import env
 from persia.config import GlobalConfig, load_embedding_config, load_global_config
 from persia.logger import set_role
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
-from persia.roles.lifetime import announced, checked_nats_url, connected, stopped_by_signals, wait_for_stop
+from persia.roles.lifetime import DRAIN_S, announced, connected, stopped_by_signals, wait_for_stop
 from persia.roles.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -21,13 +22,13 @@ def run_parameter_server(options: ServerOptions) -> None:
     """Serves until SIGTERM or SIGINT. What is wrong in `options` is found before anything starts."""
     config = load_global_config(options.global_config) if options.global_config else GlobalConfig()
     schema = load_embedding_config(options.embedding_config).schema_hash() if options.embedding_config else ""
-    nats_url = checked_nats_url()
+    nats_url = env.require_nats_url()
     set_role(EMBEDDING_PARAMETER_SERVER, options.replica_index)
     name = f"{EMBEDDING_PARAMETER_SERVER} {options.replica_index}"
     with stopped_by_signals(name), ExitStack() as stack:
         server = _make_server(options, config)
         port = server.start(options.host, options.port)
-        stack.callback(server.stop)
+        stack.callback(server.stop, DRAIN_S)
         session = stack.enter_context(connected(nats_url, name))
         stack.enter_context(
             announced(

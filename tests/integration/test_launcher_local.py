@@ -23,6 +23,7 @@ class Job:
 
     def __init__(self, folder) -> None:
         self.folder = folder
+        self.has_global_config = True
         self.write("embedding_config.yml", "slots_config: {user: {dim: 8}}\n")
         self.write("global_config.yml", "{}\n")
         self.write("loader.py", "")
@@ -33,11 +34,12 @@ class Job:
         (self.folder / name).write_text(preamble + text)
 
     def start(self, *arguments: str, script_arguments: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        global_config = ("--global-config", str(self.folder / "global_config.yml"))
         command = [
             *(sys.executable, "-m", "persia.launcher", "local"),
             *("--nn-worker", str(self.folder / "train.py"), "--data-loader", str(self.folder / "loader.py")),
             *("--embedding-config", str(self.folder / "embedding_config.yml")),
-            *("--global-config", str(self.folder / "global_config.yml")),
+            *(global_config if self.has_global_config else ()),
             *(*arguments, "--", *script_arguments),
         ]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -88,7 +90,8 @@ def test_a_job_that_succeeds(job):
     assert not any(is_alive(pid) for pid in pids_in(output))
 
 
-def test_a_job_with_two_ranks(job):
+def test_a_job_with_two_ranks_and_without_a_global_config(job):
+    job.has_global_config = False
     job.write("train.py", "print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
     code, output = job.run("--nproc-per-node", "2")
     assert code == 0, output
@@ -105,6 +108,18 @@ def test_a_script_that_fails_ends_the_job_with_its_error(job, failing, name):
     verdict = output.partition(f"{name} ended with exit code 7")[2]
     assert "    last words\n" in verdict
     assert not any(is_alive(pid) for pid in pids_in(output))
+
+
+def test_a_rank_that_fails_shows_its_traceback(job):
+    job.write(
+        "train.py", "if os.environ['RANK'] == '1': raise KeyError('of rank 1')\nimport time; time.sleep(1000)"
+    )
+    code, output = job.run("--nproc-per-node", "2")
+    assert code == 1, output
+    verdict = output.partition("nn-worker ended with exit code 1")[2]
+    assert "    KeyError: 'of rank 1'\n" in verdict
+    assert "rank 1 ended with exit code 1" in verdict
+    assert "ChildFailedError" not in output
 
 
 def test_training_that_leaves_the_stream_early_succeeds(job):
@@ -138,6 +153,8 @@ def test_a_stop_signal_takes_everything_down(job, number):
         process.send_signal(number)
         output += process.communicate(timeout=DEADLINE_S)[0]
     assert process.returncode == 128 + number, output
+    assert "stopping ..." in output
+    assert " WARNING " not in output
     assert not any(is_alive(pid) for pid in pids_in(output))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import subprocess
@@ -19,6 +20,8 @@ from persia.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from persia.logger import get_default_logger
+from persia.messaging import session as session_module
 from persia.messaging.session import NatsSession
 from persia.testing import LocalNats
 
@@ -244,6 +247,29 @@ def test_a_lost_connection_fails_the_requests_under_way_and_comes_back(job_name)
         broker.restart()
         assert all(event.wait(DEADLINE_S) for event in reconnected)
         assert client.request("echo", b"again", DEADLINE_S) == b"again"
+
+
+@pytest.mark.parametrize("lasts", [True, False])
+def test_only_a_lost_connection_that_lasts_is_reported(job_name, monkeypatch, lasts):
+    monkeypatch.setattr(session_module, "_LOSS_REPORT_S", 0.01 if lasts else 10 * DEADLINE_S)
+    warned, back = threading.Event(), threading.Event()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.set() if "lost the connection" in record.getMessage() else None
+    logger = get_default_logger()
+    logger.addHandler(handler)
+    try:
+        with LocalNats() as broker, NatsSession(broker.url, job_name, name="client") as client:
+            client.connect(DEADLINE_S)
+            client.on_reconnect(back.set)
+            broker.kill()
+            if lasts:
+                assert warned.wait(DEADLINE_S)
+            broker.restart()
+            assert back.wait(DEADLINE_S)
+            assert client._loss_report is None
+            assert warned.is_set() is lasts
+    finally:
+        logger.removeHandler(handler)
 
 
 def test_close_finishes_handlers_is_idempotent_and_final(make_session):

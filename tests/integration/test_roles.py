@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -174,6 +175,30 @@ def test_a_worker_that_waits_for_parameter_servers_can_be_stopped(local_cluster,
     read_until(process, "waiting for services")
     process.terminate()
     assert process.wait(DEADLINE_S) == 0
+
+
+def test_a_worker_that_has_waited_says_what_it_has_found(local_cluster, start_role):
+    cluster = local_cluster(embedding_config=EMBEDDING_CONFIG, parameter_servers=0, embedding_workers=0)
+    worker = start_role(EMBEDDING_WORKER, "--port=0", env=cluster.env)
+    read_until(worker, "waiting for services: no embedding-parameter-server")
+    start_role(EMBEDDING_PARAMETER_SERVER, "--port=0", env=cluster.env)
+    read_until(worker, "found embedding-parameter-server, 1 of 1")
+
+
+def test_a_worker_stops_while_calls_to_a_dead_parameter_server_are_pending(local_cluster):
+    cluster = local_cluster(embedding_config=EMBEDDING_CONFIG)
+    client = client_of(cluster)
+    client.configure(_native.TrainConfig(optimizer="sgd", lr=1.0))
+    cluster.kill("embedding-parameter-server-0")
+    call = threading.Thread(
+        target=lambda: client.lookup_direct(
+            0, id_features([1]), requires_grad=True, timeout_s=10 * DEADLINE_S
+        ),
+        daemon=True,  # repeats the call at the worker's successor, of which there is none
+    )
+    call.start()
+    time.sleep(0.2)  # the call is under way; if it is not, the test only proves less
+    assert cluster.stop("embedding-worker-0") == 0, cluster.logs("embedding-worker-0")
 
 
 @pytest.mark.parametrize("role", [EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER])

@@ -54,6 +54,8 @@ class WorkerRole {
   void Stop(std::chrono::milliseconds timeout) {
     const std::lock_guard lock(mutex_);
     if (service_ != nullptr) service_->Stop(timeout);
+    // What is left waits for servers that may be gone, and destruction waits for what is left.
+    rows_->Close();
   }
 
   EmbeddingWorker& engine() { return *engine_; }

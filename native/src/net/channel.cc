@@ -49,6 +49,7 @@ class Channel::Impl : public std::enable_shared_from_this<Impl>, public ClientCo
   void Start() {
     thread_ = std::thread([self = shared_from_this()] { self->io_.run(); });
   }
+  void Close();
   void Shutdown();
   void SetAddress(const std::string& address);
   void CallAsync(Method method, Parts parts, Clock::time_point deadline, Done done);
@@ -121,21 +122,25 @@ class Channel::Impl : public std::enable_shared_from_this<Impl>, public ClientCo
   std::set<uint64_t> waiting_;       // ids of the calls that are kWaiting
   std::optional<uint64_t> writing_;  // the connection is busy with this call
   uint64_t next_id_ = 1;
-  bool shut_down_ = false;
+  bool closed_ = false;
 };
 
 // ---- from any thread
 
-void Channel::Impl::Shutdown() {
+void Channel::Impl::Close() {
   asio::post(io_, [this] {
-    shut_down_ = true;
+    closed_ = true;
     CloseConnection();
     reconnect_timer_.cancel();
     while (!calls_.empty()) {
       Complete(calls_.begin()->first, Unavailable(Name() + ": the channel was closed"));
     }
-    work_.reset();
   });
+}
+
+void Channel::Impl::Shutdown() {
+  Close();
+  asio::post(io_, [this] { work_.reset(); });
   if (OnOwnThread()) {
     thread_.detach();
   } else {
@@ -159,7 +164,7 @@ void Channel::Impl::CallAsync(Method method, Parts parts, Clock::time_point dead
 void Channel::Impl::Submit(std::unique_ptr<PendingCall> call) {
   const uint64_t id = next_id_++;
   PendingCall& pending = *(calls_[id] = std::move(call));
-  if (shut_down_) return Complete(id, Unavailable(Name() + ": the channel was closed"));
+  if (closed_) return Complete(id, Unavailable(Name() + ": the channel was closed"));
   if (pending.parts.size_bytes() > options_.max_body_bytes) {
     return Complete(
         id,
@@ -183,7 +188,7 @@ void Channel::Impl::MakeWaiting(uint64_t id, PendingCall& call) {
 
 // Does what can be done next for those who wait: send one, or connect.
 void Channel::Impl::Pump() {
-  if (waiting_.empty() || shut_down_) return;
+  if (waiting_.empty() || closed_) return;
   if (connected_) {
     if (!writing_) WriteCall(*waiting_.begin(), *calls_[*waiting_.begin()]);
     return;
@@ -240,7 +245,7 @@ Status Channel::Impl::DeadlineStatus(const PendingCall& call) const {
 // ---- the connection
 
 void Channel::Impl::ChangeAddress(const std::string& address) {
-  if (shut_down_) return;
+  if (closed_) return;
   // The same address again is news too when the peer was thought to be away: it is back.
   if (address != address_) CloseConnection();
   address_ = address;
@@ -354,6 +359,8 @@ Channel::Channel(Options options) : impl_(std::make_shared<Impl>(std::move(optio
 Channel::~Channel() { impl_->Shutdown(); }
 
 void Channel::SetAddress(const std::string& address) { impl_->SetAddress(address); }
+
+void Channel::Close() { impl_->Close(); }
 
 void Channel::CallAsync(Method method, Parts parts, Clock::time_point deadline, Done done) {
   impl_->CallAsync(method, std::move(parts), deadline, std::move(done));

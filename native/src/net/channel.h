@@ -35,6 +35,9 @@ class Channel {
   // "host:port". Until the first call of this, calls wait (until their deadline).
   void SetAddress(const std::string& address);
 
+  // Fails with kUnavailable what is pending and every later call. From any thread; does not wait.
+  void Close();
+
   // Sends the parts as one frame and waits for the answer's body. `parts` must stay as they are
   // until it returns.
   StatusOr<Buffer> Call(Method method, const Parts& parts, Clock::time_point deadline);

@@ -349,6 +349,19 @@ TEST(ChannelTest, DestructionFailsWhatIsPending) {
   release.set_value();
 }
 
+TEST(ChannelTest, CloseFailsWhatIsPendingAndWhatComesLater) {
+  Channel channel({.peer = "nobody"});
+  std::promise<StatusCode> pending;
+  channel.CallAsync(Method::kPing, {}, Soon(), [&pending](const Result& result) {
+    pending.set_value(result.status().code());
+  });
+  channel.Close();
+  channel.Close();
+  EXPECT_EQ(pending.get_future().get(), StatusCode::kUnavailable);
+  const Result later = channel.Call(Method::kPing, {}, Soon());
+  EXPECT_NE(later.status().message().find("closed"), std::string::npos);
+}
+
 TEST(ChannelTest, ChannelMayBeDestroyedByItsOwnCallback) {
   uint16_t port = 0;
   auto server = EchoServer(&port);

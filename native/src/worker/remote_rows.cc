@@ -93,6 +93,10 @@ class RemoteRows::Impl {
 
   std::vector<uint32_t> AllServers() const;
 
+  void Close() {
+    for (const auto& channel : channels_) channel->Close();
+  }
+
  private:
   std::vector<std::unique_ptr<net::Channel>> channels_;
 };
@@ -147,6 +151,8 @@ Status RemoteRows::SetServer(uint32_t index, const std::string& address) {
   impl_->channel(index).SetAddress(address);
   return Status::Ok();
 }
+
+void RemoteRows::Close() { impl_->Close(); }
 
 uint32_t RemoteRows::num_servers() const { return impl_->num_servers(); }
 

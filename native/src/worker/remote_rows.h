@@ -17,6 +17,10 @@ class RemoteRows : public RowService {
   // comes back elsewhere. kInvalidArgument: no such index.
   Status SetServer(uint32_t index, const std::string& address);
 
+  // Fails with kUnavailable the calls under way and all later ones: a worker that stops need not
+  // wait for servers that are gone.
+  void Close();
+
   uint32_t num_servers() const override;
   Status Configure(const TrainConfig& config, bool replace, Deadline deadline) override;
   StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests, bool train,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
+import socket
 import subprocess
 import sys
 
@@ -24,15 +27,18 @@ SUBCOMMANDS = (
 )
 
 
-def run(*arguments: str, **env: str):
-    return CliRunner().invoke(cli, list(arguments), env=env)
+NATS = {"PERSIA_NATS_URL": "nats://127.0.0.1:1"}  # nobody connects to it
+
+
+def run(*arguments: str, **env: str | None):
+    return CliRunner().invoke(cli, list(arguments), env={**NATS, **env})
 
 
 def launch(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: these commands become another program."""
     command = [sys.executable, "-m", "persia.launcher", *arguments]
     return subprocess.run(
-        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=False
+        command, env={**os.environ, **NATS, **env}, capture_output=True, text=True, timeout=120, check=False
     )
 
 
@@ -139,14 +145,33 @@ def test_several_ranks_run_under_torchrun(script):
 
 
 def test_a_failing_rank_fails_the_job(script):
-    assert launch("nn-worker", "--nproc-per-node", "2", script, EXIT_CODE="7").returncode == 1
+    result = launch("nn-worker", "--nproc-per-node", "2", script, EXIT_CODE="7")
+    assert result.returncode == 1
+    assert re.fullmatch(
+        r"persia-launcher: rank [01] ended with exit code 7.*", result.stderr.splitlines()[-1]
+    )
+    assert "Traceback" not in result.stderr  # of torchrun: it would bury the script's
+
+
+def test_torchrun_stops_without_a_traceback(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os, time; os.write(1, b'ready\\n'); time.sleep(1000)")
+    command = [sys.executable, "-m", "persia.launcher", "nn-worker", "--nproc-per-node", "2", str(script)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env={**os.environ, **NATS}, **pipes) as torchrun:
+        assert [torchrun.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        torchrun.terminate()
+        _, errors = torchrun.communicate(timeout=60)
+    assert torchrun.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in errors
 
 
 def test_ranks_end_with_torchrun_even_when_it_is_killed(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(1000)")
     command = [sys.executable, "-m", "persia.launcher", "nn-worker", "--nproc-per-node", "2", str(script)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as torchrun:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, env={**os.environ, **NATS}, **pipes) as torchrun:
         ranks = [int(torchrun.stdout.readline()) for _ in range(2)]
         assert all(os.path.exists(f"/proc/{rank}") for rank in ranks)
         torchrun.kill()
@@ -184,3 +209,22 @@ def test_the_entry_may_come_from_the_environment(script, name, variable):
 
 def test_a_lingering_loader_that_fails_ends_at_once(script):
     assert launch("data-loader", "--linger", script, EXIT_CODE="5").returncode == 5
+
+
+@pytest.mark.parametrize("name", ["nn-worker", "data-loader"])
+@pytest.mark.parametrize(("url", "complaint"), [(None, "nats://127.0.0.1:4222"), ("http://x", "'http://x'")])
+def test_a_script_does_not_start_without_a_usable_broker_url(script, name, url, complaint):
+    result = run(name, script, PERSIA_NATS_URL=url)
+    assert result.exit_code == 1
+    assert complaint in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+def test_a_nats_port_in_use_is_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("nats-server", "--port", str(port))
+    assert result.exit_code == 1
+    assert f"127.0.0.1:{port}" in result.output
+    assert "PERSIA_NATS_PORT" in result.output
+    assert len(result.output.splitlines()) == 1

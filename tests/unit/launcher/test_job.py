@@ -24,8 +24,8 @@ def test_commands():
         "--port=0",
         "--replica-index=1",
         "--replica-size=2",
-        "--global-config=g.yml",
         "--embedding-config=e.yml",
+        "--global-config=g.yml",
     )
     assert specs.embedding_worker(0, 1).name == "embedding-worker-0"
     loader = specs.data_loader("load.py", ["-v"], 0, 3, {"B": "2"})
@@ -41,3 +41,8 @@ def test_commands():
     assert loader.env == {"A": "1", "B": "2"}
     trainer = specs.nn_worker("train.py", ["--lr", "1"], 2, {})
     assert trainer.command[1:] == ("nn-worker", "--nproc-per-node", "2", "train.py", "--lr", "1")
+
+
+def test_servers_without_a_global_config_use_their_defaults():
+    command = JobSpecs(env={}, embedding_config="e.yml").parameter_server(0, 1).command
+    assert command[-1] == "--embedding-config=e.yml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -21,7 +22,8 @@ def start(tmp_path):
         script = tmp_path / "loader.py"
         script.write_text(code)
         command = [sys.executable, "-m", "persia.launcher", "data-loader", "--linger", str(script)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        env = {**os.environ, "PERSIA_NATS_URL": "nats://127.0.0.1:1"}  # nobody connects to it
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
         processes.append(process)
         return process
 

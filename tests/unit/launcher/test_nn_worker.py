@@ -6,7 +6,7 @@ from persia.launcher.nn_worker import torchrun_arguments
 def test_one_machine_takes_a_free_port():
     assert torchrun_arguments(4, 1, 0, None, 23456) == [
         "-m",
-        "torch.distributed.run",
+        "persia.launcher.torchrun",
         "--nproc-per-node=4",
         "--standalone",
     ]

@@ -1,0 +1,34 @@
+"""torchrun without its own tracebacks, which would bury that of the rank that failed.
+
+Run as `python -m persia.launcher.torchrun`, with torchrun's arguments.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import main as run_torchrun
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Ends with 1 when a rank has failed, and with 128 + its number after a signal."""
+    try:
+        run_torchrun()
+    except ChildFailedError as error:
+        sys.exit(f"persia-launcher: {_describe(*error.get_first_failure())}")
+    except SignalException as stopped:
+        sys.exit(128 + stopped.sigval)
+
+
+def _describe(rank: int, failure: ProcessFailure) -> str:
+    if failure.exitcode < 0:
+        return f"rank {rank} was ended by {failure.signal_name()}"
+    return f"rank {rank} ended with exit code {failure.exitcode}; its error is above"
+
+
+if __name__ == "__main__":
+    main()
