@@ -88,8 +88,16 @@ def test_sigterm_ends_the_rank_in_order(start_job: Any) -> None:
     job.nn_worker.send_signal(signal.SIGTERM)
     job.finish_nn_worker()
     (report,) = job.reports
-    assert report["error"] == f"SystemExit: {128 + signal.SIGTERM}"
+    assert report["error"] == f"Terminated: {128 + signal.SIGTERM}"
     assert report["threads"] == []
+
+
+def test_sigterm_does_not_wait_for_a_dead_worker(start_job: Any) -> None:
+    """Supervisors end all processes together, and kill what has not ended a few seconds later."""
+    job = start_job(loaders=[["--batches", "100000"]])
+    await_output(job.nn_worker, "batch 20")
+    job.cluster.kill("embedding-worker-0")
+    job.cluster.stop(job.nn_worker.name)  # raises when it takes as long as after an error
 
 
 @pytest.mark.parametrize("role", ["embedding-parameter-server", "embedding-worker"])
