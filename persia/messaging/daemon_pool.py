@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["DaemonPool"]
+
+_IDLE_END_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class DaemonPool:
         self._name = name
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._num_started = 0
+        self._threads: list[threading.Thread] = []
         self._num_unfinished = 0
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -47,18 +50,22 @@ class DaemonPool:
         call = _Call(function, arguments)
         with self._lock:
             self._num_unfinished += 1
-            if self._num_started < min(self._num_unfinished, self._num_threads):
-                self._num_started += 1
-                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+            if len(self._threads) < min(self._num_unfinished, self._num_threads):
+                self._threads.append(threading.Thread(target=self._serve, name=self._name, daemon=True))
+                self._threads[-1].start()
         self._calls.put(call)
         return call.future
 
     def close(self) -> None:
-        """Lets the threads end after the calls submitted so far; does not wait for them."""
+        """Lets the threads end after the calls submitted so far; idle ones have ended when it returns."""
         with self._lock:
-            num_started = self._num_started
-        for _ in range(num_started):
+            threads = list(self._threads)
+        for _ in threads:
             self._calls.put(None)
+        # Idle threads end at once; a handler that is stuck is not waited for.
+        deadline = time.monotonic() + _IDLE_END_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:

@@ -55,3 +55,12 @@ def test_a_cancelled_call_does_not_run():
     pool.submit(int).result(DEADLINE_S)
     assert not ran.is_set()
     pool.close()
+
+
+def test_idle_threads_have_ended_when_close_returns():
+    for round_number in range(50):
+        pool = DaemonPool(4, f"idle-{round_number}")
+        for future in [pool.submit(int) for _ in range(8)]:
+            future.result(10)
+        pool.close()
+        assert not [t.name for t in threading.enumerate() if t.name == f"idle-{round_number}"]

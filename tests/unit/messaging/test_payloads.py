@@ -92,8 +92,8 @@ def test_impossible_announcements_are_refused(batch, complaint):
 @pytest.mark.parametrize("kind", [IdsReply, FlowReply])
 def test_unknown_status_and_bad_text_are_refused(kind):
     size = len(kind(ReplyStatus.OK).encode())
-    with pytest.raises(CorruptionError, match="status 3"):
-        kind.decode(struct.pack("<I", 3).ljust(size, b"\0"))
+    with pytest.raises(CorruptionError, match="status 4"):
+        kind.decode(struct.pack("<I", 4).ljust(size, b"\0"))
     with pytest.raises(CorruptionError, match="UTF-8"):
         kind.decode(kind(ReplyStatus.ERROR).encode() + b"\xff")
 
