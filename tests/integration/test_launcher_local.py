@@ -30,7 +30,10 @@ class Job:
         self.write("train.py", "")
 
     def write(self, name: str, text: str) -> None:
-        preamble = "import os; print('pid', os.getpid())\n" if name.endswith(".py") else ""
+        # One write a line: unbuffered prints of two ranks would mix.
+        preamble = (
+            "import os, sys; sys.stdout.write(f'pid {os.getpid()}\\n')\n" if name.endswith(".py") else ""
+        )
         (self.folder / name).write_text(preamble + text)
 
     def start(self, *arguments: str, script_arguments: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -92,7 +95,7 @@ def test_a_job_that_succeeds(job):
 
 def test_a_job_with_two_ranks_and_without_a_global_config(job):
     job.has_global_config = False
-    job.write("train.py", "print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
+    job.write("train.py", "sys.stdout.write(f\"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n\")")
     code, output = job.run("--nproc-per-node", "2")
     assert code == 0, output
     assert "rank 0 of 2" in output
