@@ -1,7 +1,8 @@
 """Builds the native module with CMake; everything else is said in pyproject.toml.
 
-What CMake needs and pip cannot bring (a C++20 compiler, Python's and Asio's headers) is looked for first, so
-that a machine without it gets the list of packages to install at once, instead of a page of compiler output.
+What CMake needs and pip cannot bring (a C++20 compiler, headers of Python, Asio and xxHash) is looked for
+first, so that a machine without it gets the list of packages to install at once, instead of a page of
+compiler output.
 """
 
 from __future__ import annotations
@@ -65,10 +66,20 @@ def has_asio() -> bool:
     return compiles("#include <asio.hpp>\n", "-E", "-DASIO_STANDALONE")
 
 
+def has_zstd() -> bool:
+    return compiles("#include <zstd.h>\n", "-E")
+
+
+def has_xxhash() -> bool:
+    return compiles("#include <xxhash.h>\n", "-E")
+
+
 COMPILER = Requirement("a C++20 compiler (g++ 11, clang 14, or later)", "g++", "gcc-c++", has_cxx20)
 HEADERS = (
     Requirement(f"the headers of {PYTHON} (Python.h)", f"{PYTHON}-dev", "python3-devel", has_python_headers),
     Requirement("the headers of Asio (asio.hpp)", "libasio-dev", "asio-devel", has_asio),
+    Requirement("zstd with its headers (zstd.h)", "libzstd-dev", "libzstd-devel", has_zstd),
+    Requirement("xxHash's header (xxhash.h)", "libxxhash-dev", "xxhash-devel", has_xxhash),
 )
 
 

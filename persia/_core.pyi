@@ -7,6 +7,7 @@ code.
 """
 
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,37 @@ from typing_extensions import Buffer
 
 __version__: str
 simd_level: str  # "scalar", "avx2", "avx512" or "neon": what run-time dispatch chose
+
+DURATION_BOUNDS_S: tuple[float, ...]  # upper bounds of the buckets of durations; the last one has none
+
+class DurationStats:
+    """How long one phase of the work takes: counted, and part of traces."""
+
+    def __init__(self, name: str) -> None: ...
+    def record(
+        self, begin_ns: int, end_ns: int, reference: int = 0, batch_id: int = 18446744073709551615
+    ) -> None: ...  # of time.monotonic_ns()
+    def snapshot(self) -> tuple[list[int], float, float]: ...  # count of each bucket, sum [s], last [s]
+    @property
+    def name(self) -> str: ...
+
+class TracedBatch:
+    """`with TracedBatch(batch_id): ...`: calls of this thread are about that batch. Spans in all processes
+    tell, of batch_id the lower 32 bits."""
+
+    def __init__(self, batch_id: int) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exc_info: object) -> None: ...
+
+def enable_durations(enabled: bool) -> None:
+    """Whether this process measures durations, and what else costs time to count; it does by default."""
+
+def start_trace(capacity: int) -> None:
+    """Records every duration measured from now on as a span, `capacity` of them at most."""
+
+def stop_trace(one_in: int = 0) -> tuple[list[tuple[str, int, int, int, int | None, int]], int]:
+    """Ends it: (name, begin [ns], end [ns], reference or 0, batch_id, thread) of each span, and how many did
+    not fit. `one_in`: only spans of the batches whose number is a multiple of it; 0: all."""
 
 class SlotConfig:
     """One slot of the embedding config, as the engine wants it."""
@@ -25,11 +57,13 @@ class SlotConfig:
         dim: int,
         embedding_summation: bool = True,
         sqrt_scaling: bool = False,
+        mean_scaling: bool = False,
         sample_fixed_size: int = 10,
         hash_stack_rounds: int = 0,
         hash_stack_size: int = 0,
         index_prefix: int = 0,
         group: int = 0,
+        rows: dict[str, object] | None = None,  # optimizer, admission, ... of its own
     ) -> None: ...
     name: str
     dim: int
@@ -40,21 +74,136 @@ class TrainConfig:
     def __init__(
         self,
         *,
-        optimizer: str,  # "sgd", "adagrad", "rowwise_adagrad", "adam"
-        lr: float,
-        weight_decay: float = 0.0,
-        momentum: float = 0.0,
-        initial_accumulator_value: float = 0.0,
-        g_square_momentum: float = 1.0,
-        eps: float = 1e-10,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
+        optimizer: str,  # "sgd", "adagrad", "rowwise_adagrad", "adam", ...: docs/configuration.md
         lower: float = -0.01,
         upper: float = 0.01,
+        initializer: dict[str, object] | None = None,  # takes the place of lower and upper
         seed: int = 0,
         admit_probability: float = 1.0,
+        admit_after: int = 1,
         weight_bound: float = 10.0,
+        time_to_live_sec: float = 0.0,
+        min_norm: float = 0.0,
+        lr_factor: float = 1.0,
+        **hyper_parameters: float,  # of the optimizer: lr, momentum, ...
     ) -> None: ...
+    def encode(self) -> bytes: ...  # the wire form; what a checkpoint keeps
+    @staticmethod
+    def decode(encoded: Buffer) -> TrainConfig: ...  # CorruptionError: not one, or of a newer version
+
+CHECKPOINT_TRAILER_BYTES: int
+
+def parse_checkpoint_header(head: Buffer) -> dict[str, int | TrainConfig | None]:
+    """Of a checkpoint file whose first bytes (256 are enough) are given.
+
+    Keys: "step", "num_rows" (of the whole store), "part", "num_parts", "replica_index", "replica_size",
+    "train_config" (None: the store was never configured), "is_delta" (0 or 1),
+    "is_from_nothing" (0 or 1: a delta after all rows were cleared), "header_bytes".
+    """
+
+def parse_checkpoint_trailer(trailer: Buffer) -> tuple[int, int]:
+    """(offset, length) of the footer, from the last CHECKPOINT_TRAILER_BYTES; raises CorruptionError."""
+
+def parse_checkpoint_footer(footer: Buffer) -> NDArray[np.void]:
+    """The blocks of a file in its order, their own lengths, rows and checksums; raises CorruptionError.
+
+    A structured array [num_blocks] of virtual_shard u4, num_rows u4, offset u8, length u8, checksum u8.
+    """
+
+class BlockRows:
+    """The rows of one block of a checkpoint: one virtual shard, one dim."""
+
+    @property
+    def virtual_shard(self) -> int: ...
+    @property
+    def is_removal(self) -> bool: ...  # signs of rows that are gone; all other arrays are empty
+    @property
+    def dim(self) -> int: ...
+    @property
+    def signs(self) -> NDArray[np.uint64]: ...  # [num_rows]
+    @property
+    def ages(self) -> NDArray[np.uint32]: ...  # [num_rows], batches since the row was last used
+    @property
+    def embeddings(self) -> NDArray[np.float32]: ...  # [num_rows, dim]
+    @property
+    def state(self) -> NDArray[np.float32]: ...  # [num_rows, state floats of the optimizer]
+    @property
+    def scalars(
+        self,
+    ) -> NDArray[np.uint32]: ...  # [num_rows] or none: Adam's steps, row-wise Adagrad's bits
+
+def decode_checkpoint_blocks(chunk: Buffer) -> list[BlockRows]:
+    """The rows of whole blocks, one behind the other; raises CorruptionError."""
+
+class SnapshotPart:
+    """One file of a snapshot. Not for several threads at once."""
+
+    def read(self, max_bytes: int) -> bytes: ...  # the next 1 to max_bytes bytes; b"" at the end
+    @property
+    def num_rows(self) -> int: ...  # in what was encoded so far; at the end, of the file
+    @property
+    def num_bytes(self) -> int: ...  # returned by read() so far
+
+class Snapshot:
+    """The rows of a store as they were at one moment, read while training goes on.
+
+    The parts together hold every row once; different threads may read different parts. When training changes
+    rows faster than they are read, updates are held up for at most `patience_s`, then read() raises
+    ResourceExhaustedError and training goes on alone. close(), or dropping the object and its parts, ends it.
+    """
+
+    @property
+    def step(self) -> int: ...  # updates that the store had applied
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def num_parts(self) -> int: ...
+    @property
+    def train_config(self) -> TrainConfig | None: ...
+    def part(self, index: int) -> SnapshotPart: ...  # the same object each time
+    @property
+    def is_from_nothing(self) -> bool: ...  # of changes: all rows were cleared since the ones before
+    def commit(self) -> None: ...  # of changes: they are stored; without it they come again with the next
+    def close(self) -> None: ...
+
+class CheckpointLoader:
+    """Brings the blocks of checkpoint files into a store. Chunks are whole blocks, one behind the other.
+
+    Blocks may come in any order and from several threads; those of other servers are skipped and counted.
+    """
+
+    def verify(self, chunk: Buffer) -> int: ...  # checks everything, changes nothing; the number of rows
+    def replace(self) -> None: ...  # removes all rows and takes over the train config
+    def add(self, chunk: Buffer) -> int: ...  # the number of rows that were added; checks like verify()
+    def apply(self, chunk: Buffer) -> int: ...  # of begin_apply(): rows and removals, seen all at once
+    def commit(self) -> None: ...  # the order of eviction over all that was added; trims to the capacity
+    @property
+    def num_rows(self) -> int: ...  # added
+    @property
+    def num_foreign(self) -> int: ...  # rows of other servers
+    @property
+    def num_evicted(self) -> int: ...  # for which the store had no room, the oldest
+
+HAS_PMEM: bool  # whether pools of kind "pmem" can be opened: libpmem was there when this was built
+
+def create_pool(directory: str, size_bytes: int, kind: str, schema: str, extent_bytes: int) -> None: ...
+def inspect_pool(directory: str) -> dict[str, Any]: ...  # works while a server has the pool
+def check_pool(directory: str) -> dict[str, Any]: ...  # UnavailableError: a server has it
+def grow_pool(directory: str, size_bytes: int) -> None: ...
+
+class OpenPool:
+    """A pool's rows as of its committed batch. UnavailableError: a server has it."""
+
+    def __init__(self, directory: str, kind: str) -> None: ...  # kind: "file" or "pmem"
+    @property
+    def committed(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
+    def signs(self) -> NDArray[np.uint64]: ...  # [num_rows], ascending
+    def row(
+        self, sign: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32], int, int]: ...  # embedding, state, scalar, batch
+    def close(self) -> None: ...
 
 class BatchReference:
     def __init__(self, worker_index: int, worker_incarnation: int, reference: int) -> None: ...
@@ -99,21 +248,38 @@ class ReturnReport:
     @property
     def num_skipped_slots(self) -> int: ...
 
+# (name, ids [total], offsets [batch_size + 1], weights [total] or None)
+_IdFeature: TypeAlias = tuple[str, NDArray[np.uint64], NDArray[np.uint32], NDArray[np.float32] | None]
+
 def encode_id_features(
-    batch_size: int, features: Sequence[tuple[str, NDArray[np.uint64], NDArray[np.uint32]]]
+    batch_size: int,
+    features: Sequence[_IdFeature | tuple[str, NDArray[np.uint64], NDArray[np.uint32]]],  # no weights
 ) -> bytes:
-    """Encodes (name, ids[total], offsets[batch_size + 1]) triples; the wire format's "ID features"."""
+    """Encodes features; the wire format's "ID features"."""
 
 def check_id_features(message: Buffer) -> int:
     """The batch size of an "ID features" message; raises CorruptionError, InvalidArgumentError."""
 
-def decode_id_features(message: Buffer) -> list[tuple[str, NDArray[np.uint64], NDArray[np.uint32]]]:
-    """The features of an "ID features" message as (name, ids, offsets) copies."""
+def decode_id_features(message: Buffer) -> list[_IdFeature]:
+    """The features of an "ID features" message, copied."""
 
 def flatten_samples(
     name: str, samples: Sequence[NDArray[np.uint64]]
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
     """Joins 1-D uint64 arrays, one per sample, into (ids, offsets). Errors name feature and sample."""
+
+def flatten_weights(
+    name: str, samples: Sequence[NDArray[np.float32]]
+) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
+    """The same of weights."""
+
+def flatten_strings(
+    name: str, samples: Sequence[str | bytes | Sequence[str | bytes] | None]
+) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
+    """The same of strings, which become IDs: XXH64 of their UTF-8 bytes. None is a sample without any."""
+
+def hash_string_buffer(offsets: NDArray[np.int64], data: Buffer) -> NDArray[np.uint64]:
+    """The IDs of the strings data[offsets[i]:offsets[i + 1]]."""
 
 class ParameterServer:
     def __init__(
@@ -124,12 +290,30 @@ class ParameterServer:
         capacity: int,
         num_internal_shards: int,
         num_handler_threads: int = 2,
+        read_only: bool = False,  # answers lookups only, and only after mark_loaded()
     ) -> None: ...
     def start(self, host: str, port: int) -> int: ...  # returns the port; may be called once
+    def mark_loaded(self) -> None: ...
     def stop(self, timeout_s: float = 10.0) -> None: ...
     @property
     def incarnation(self) -> int: ...
-    def stats(self) -> dict[str, int]: ...
+    def stats(self) -> dict[str, Any]: ...
+    def durations(self) -> dict[str, tuple[list[int], float, float]]: ...  # as DurationStats.snapshot()
+    def remove_small_rows(self) -> int: ...  # those below their min_norm; how many they were
+    def begin_snapshot(
+        self, num_parts: int = 1, *, max_waiting_bytes: int = 268435456, patience_s: float = 10.0
+    ) -> Snapshot: ...  # FailedPreconditionError: another one, or a load, is under way
+    def begin_load(
+        self, train_config: TrainConfig, *, with_state: bool = True
+    ) -> CheckpointLoader: ...  # without state: for a server that only answers lookups for inference
+    def track_changes(self, max_rows: int) -> None: ...  # remembers which rows change; 0: no longer
+    def change_status(self) -> dict[str, int | bool]: ...  # max_rows, num_rows, is_due, has_overflowed
+    def take_changes(
+        self, num_parts: int = 1, *, max_waiting_bytes: int = 268435456, patience_s: float = 10.0
+    ) -> Snapshot: ...  # ResourceExhaustedError: too many, take a full snapshot
+    def begin_apply(
+        self, train_config: TrainConfig, *, is_from_nothing: bool = False, with_state: bool = True
+    ) -> CheckpointLoader: ...  # of another store's changes
 
 class EmbeddingWorker:
     """The embedding worker role: engine, connections to the parameter servers, RPC service."""
@@ -153,7 +337,11 @@ class EmbeddingWorker:
     ) -> int: ...  # ResourceExhaustedError: full
     @property
     def incarnation(self) -> int: ...
-    def stats(self) -> dict[str, int]: ...
+    def stats(self) -> dict[str, Any]: ...
+    def slots(self) -> list[dict[str, Any]]: ...
+    def channels(self) -> list[dict[str, Any]]: ...
+    def durations(self) -> dict[str, tuple[list[int], float, float]]: ...
+    def server_sizes(self, *, timeout_s: float = 60.0) -> list[int]: ...  # rows per parameter server
 
 class EmbeddingClient:
     """Calls of an NN worker. Thread-safe; every call ends by `timeout_s`."""
@@ -181,8 +369,16 @@ class EmbeddingClient:
     def sizes(self, *, timeout_s: float = 60.0) -> list[int]: ...  # rows per parameter server
 
 class RemoteClient(EmbeddingClient):
-    def __init__(self, num_workers: int) -> None: ...
-    def set_worker(self, index: int, address: str) -> None: ...
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        wire_dtype: str = "float32",  # "float16", "bfloat16": how embeddings and gradients travel
+    ) -> None: ...
+    def channels(self) -> list[dict[str, Any]]: ...
+    def durations(self) -> dict[str, tuple[list[int], float, float]]: ...
+    def set_worker(self, index: int, address: str) -> None: ...  # a new index adds a worker
+    def retire_worker(self, index: int) -> None: ...  # asked only for the batches that it holds
 
 class EmbeddedClient(EmbeddingClient):
     """Embedding worker and store in this process."""
@@ -197,3 +393,89 @@ class EmbeddedClient(EmbeddingClient):
         forward_buffer_size: int = 1000,
     ) -> None: ...
     def register_batch(self, loader_index: int, id_features: Buffer) -> BatchReference: ...
+    def num_missing_rows(self) -> int: ...  # unique IDs that lookups have read as zeros, so far
+    def remove_small_rows(self) -> int: ...  # those below their min_norm; how many they were
+    def begin_snapshot(
+        self, num_parts: int = 1, *, max_waiting_bytes: int = 268435456, patience_s: float = 10.0
+    ) -> Snapshot: ...  # FailedPreconditionError: another one, or a load, is under way
+    def begin_load(
+        self, train_config: TrainConfig, *, with_state: bool = True
+    ) -> CheckpointLoader: ...  # without state: for a server that only answers lookups for inference
+    def track_changes(self, max_rows: int) -> None: ...  # remembers which rows change; 0: no longer
+    def change_status(self) -> dict[str, int | bool]: ...  # max_rows, num_rows, is_due, has_overflowed
+    def take_changes(
+        self, num_parts: int = 1, *, max_waiting_bytes: int = 268435456, patience_s: float = 10.0
+    ) -> Snapshot: ...  # ResourceExhaustedError: too many, take a full snapshot
+    def begin_apply(
+        self, train_config: TrainConfig, *, is_from_nothing: bool = False, with_state: bool = True
+    ) -> CheckpointLoader: ...  # of another store's changes
+
+class BagBatch:
+    """A batch between its lookup and its update."""
+
+class UpdateReport:
+    @property
+    def num_updated(self) -> int: ...
+    @property
+    def num_missing(self) -> int: ...
+    @property
+    def num_nonfinite(self) -> int: ...
+
+class StoreStats:
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def memory_bytes(self) -> int: ...
+    @property
+    def num_inserted(self) -> int: ...
+    @property
+    def num_evicted(self) -> int: ...
+    @property
+    def num_unadmitted(self) -> int: ...
+    @property
+    def num_updated(self) -> int: ...
+    @property
+    def num_missing(self) -> int: ...
+    @property
+    def num_nonfinite(self) -> int: ...
+
+class EmbeddingBags:
+    """Pooled lookups and updates of a store in this process."""
+
+    def __init__(
+        self,
+        *,
+        slots: Sequence[SlotConfig],
+        feature_index_prefix_bit: int,
+        capacity: int = 1_000_000_000,
+        num_internal_shards: int = 16,
+        num_threads: int = 1,
+    ) -> None: ...
+    def configure(self, config: TrainConfig, *, replace: bool = False) -> None: ...
+    def lookup(
+        self,
+        values: NDArray[np.uint64],
+        lengths: NDArray[np.int64],
+        *,
+        train: bool,
+        weights: NDArray[np.float32] | None = None,  # one a value
+    ) -> tuple[NDArray[np.float32], BagBatch]: ...
+    def update(self, batch: BagBatch, gradients: NDArray[np.float32]) -> UpdateReport: ...
+    def set_rows(self, slot: int, ids: NDArray[np.uint64], rows: NDArray[np.float32]) -> None: ...
+    def stats(self) -> StoreStats: ...
+    def clear(self) -> None: ...
+    def remove_small_rows(self) -> int: ...  # those below their min_norm; how many they were
+    def begin_snapshot(
+        self, num_parts: int = 1, *, max_waiting_bytes: int = 268435456, patience_s: float = 10.0
+    ) -> Snapshot: ...  # FailedPreconditionError: another one, or a load, is under way
+    def begin_load(
+        self, train_config: TrainConfig, *, with_state: bool = True
+    ) -> CheckpointLoader: ...  # without state: for a server that only answers lookups for inference
+    def track_changes(self, max_rows: int) -> None: ...  # remembers which rows change; 0: no longer
+    def change_status(self) -> dict[str, int | bool]: ...  # max_rows, num_rows, is_due, has_overflowed
+    def take_changes(
+        self, num_parts: int = 1, *, max_waiting_bytes: int = 268435456, patience_s: float = 10.0
+    ) -> Snapshot: ...  # ResourceExhaustedError: too many, take a full snapshot
+    def begin_apply(
+        self, train_config: TrainConfig, *, is_from_nothing: bool = False, with_state: bool = True
+    ) -> CheckpointLoader: ...  # of another store's changes

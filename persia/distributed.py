@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import abc
+import importlib
+import importlib.util
+import os
 import pathlib
 from typing import Any
 
@@ -107,14 +110,102 @@ class DDPOption(DistributedBaseOption):
         return f"tcp://{f'[{host}]' if ':' in host else host}:{self.master_port}"
 
 
-class BaguaDistributedOption:
-    """Bagua is discontinued and not supported: creating this raises, naming the replacement."""
+# The published names, and where bagua has them: (module of bagua.torch_api.algorithms, class).
+_BAGUA_ALGORITHMS = {
+    "gradient_allreduce": ("gradient_allreduce", "GradientAllReduceAlgorithm"),
+    "decentralized": ("decentralized", "DecentralizedAlgorithm"),
+    "low_precision_decentralized": ("decentralized", "LowPrecisionDecentralizedAlgorithm"),
+    "qadam": ("q_adam", "QAdamAlgorithm"),
+    "bytegrad": ("bytegrad", "ByteGradAlgorithm"),
+    "async": ("async_model_average", "AsyncModelAverageAlgorithm"),
+}
+# Published options that bagua reads from the environment: (variable, default).
+_BAGUA_VARIABLES: dict[str, tuple[str, int | float | bool]] = {
+    "default_bucket_size": ("BAGUA_DEFAULT_BUCKET_SIZE", 10 * 1024**2),
+    "autotune_level": ("BAGUA_AUTOTUNE", 0),
+    "bagua_service_port": ("BAGUA_SERVICE_PORT", 29501),
+    "autotune_max_samples": ("BAGUA_AUTOTUNE_MAX_SAMPLES", 60),
+    "autotune_warmup_time": ("BAGUA_AUTOTUNE_WARMUP_TIME_S", 30),
+    "is_output_autotune_log": ("BAGUA_IS_OUTPUT_AUTOTUNE_LOG", False),
+    "autotune_sampling_confidence_time": ("BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S", 5.0),
+}
+
+
+class BaguaDistributedOption(DistributedBaseOption):
+    """Bagua's algorithms, where bagua is installed; CUDA only. Bagua itself is discontinued: prefer DDP.
+
+    All ranks must get the same number of batches: Bagua knows nothing of ranks that end earlier.
+
+    Args:
+        algorithm: gradient_allreduce, decentralized, low_precision_decentralized, qadam (whose
+            dense_optimizer must be bagua's QAdamOptimizer), bytegrad or async.
+        options: master_port (23456), master_addr, default_bucket_size (bytes), autotune_level,
+            bagua_service_port, autotune_max_samples, autotune_warmup_time (seconds),
+            is_output_autotune_log, autotune_sampling_confidence_time (seconds).
+
+    Raises InvalidArgumentError for an unknown algorithm or option, FailedPreconditionError without bagua.
+    """
 
     def __init__(self, algorithm: str, **options: Any) -> None:
-        raise FailedPreconditionError(
-            f"BaguaDistributedOption(algorithm={algorithm!r}): Bagua is discontinued and is not supported; "
-            "use persia.distributed.DDPOption(backend='nccl')"
-        )
+        super().__init__(options.pop("master_port", _DEFAULT_MASTER_PORT), options.pop("master_addr", None))
+        if algorithm not in _BAGUA_ALGORITHMS:
+            raise InvalidArgumentError(
+                f"algorithm is {algorithm!r}: Bagua has {', '.join(_BAGUA_ALGORITHMS)}"
+            )
+        if options.pop("enable_bagua_net", False):
+            raise InvalidArgumentError(
+                "enable_bagua_net=True must be in place before Python starts: preload Bagua-Net with "
+                "LD_PRELOAD, as its documentation says, and leave the option out"
+            )
+        unknown = sorted(set(options) - set(_BAGUA_VARIABLES))
+        if unknown:
+            raise InvalidArgumentError(
+                f"unknown options for BaguaDistributedOption: {', '.join(unknown)}; known are master_port, "
+                f"master_addr, {', '.join(_BAGUA_VARIABLES)}"
+            )
+        if importlib.util.find_spec("bagua") is None:
+            raise FailedPreconditionError(
+                f"BaguaDistributedOption(algorithm={algorithm!r}): bagua is not installed. It is "
+                "discontinued; use persia.distributed.DDPOption(backend='nccl'), or install the bagua wheel "
+                "of your CUDA"
+            )
+        self.algorithm = algorithm
+        self._options = options
+
+    def init_with_env_file(self) -> bool:
+        return False
+
+    def convert2distributed_model(
+        self,
+        model: torch.nn.Module,
+        world_size: int,
+        rank_id: int,
+        device_id: int | None = None,
+        master_addr: str | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
+        if device_id is None:
+            raise InvalidArgumentError("BaguaDistributedOption needs CUDA: pass device_id, or use DDPOption")
+        for name, (variable, default) in _BAGUA_VARIABLES.items():
+            value = self._options.get(name, os.environ.get(variable, default))
+            os.environ[variable] = str(int(value) if isinstance(value, bool) else value)
+        os.environ.setdefault("MASTER_ADDR", self.master_addr or master_addr or "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(self.master_port))
+        bagua = importlib.import_module("bagua.torch_api")
+        bagua.init_process_group()
+        return model.with_bagua([optimizer], self._make_algorithm(optimizer)), optimizer  # type: ignore[operator]
+
+    def _make_algorithm(self, optimizer: torch.optim.Optimizer | None) -> Any:
+        module_name, class_name = _BAGUA_ALGORITHMS[self.algorithm]
+        module = importlib.import_module(f"bagua.torch_api.algorithms.{module_name}")
+        if self.algorithm != "qadam":
+            return getattr(module, class_name)()
+        if not isinstance(optimizer, module.QAdamOptimizer):
+            raise InvalidArgumentError(
+                f"algorithm 'qadam' with a dense_optimizer {type(optimizer).__name__}: it compresses the "
+                "states of Adam, use bagua.torch_api.algorithms.q_adam.QAdamOptimizer"
+            )
+        return getattr(module, class_name)(optimizer)
 
 
 def get_default_distributed_option(device_id: int | None = None) -> DDPOption:

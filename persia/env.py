@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from persia.errors import ConfigError
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_WIRE_DTYPES = ("float32", "float16", "bfloat16")
 _LOG_LEVELS = ("debug", "info", "warn", "warning", "error", "critical")
 
 
@@ -165,7 +166,7 @@ def get_job_name() -> str:
 def get_nats_url() -> str | None:
     """`PERSIA_NATS_URL`, for instance nats://127.0.0.1:4222; None when no broker is configured."""
     url = os.environ.get("PERSIA_NATS_URL")
-    if url is not None and not _is_nats_url(url):
+    if url is not None and not _is_url(url, ("nats", "tls")):
         raise ConfigError(
             f"environment variable PERSIA_NATS_URL={url!r} must be nats://host:port or tls://host:port"
         )
@@ -183,12 +184,19 @@ def require_nats_url() -> str:
     return url
 
 
-def _is_nats_url(url: str) -> bool:
+def _is_url(url: str, schemes: tuple[str, ...]) -> bool:
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("nats", "tls") and bool(parts.hostname) and parts.port != 0
+        return parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is none, a bracket that does not close
         return False
+
+
+def embedded() -> bool:
+    """`PERSIA_EMBEDDED=1`: embeddings live in the training process also when there is a broker, which then
+    serves data loaders in other processes only.
+    """
+    return _flag("PERSIA_EMBEDDED")
 
 
 def get_log_level() -> str:
@@ -277,9 +285,62 @@ def data_loader_entry() -> str | None:
     return os.environ.get("PERSIA_DATALOADER_ENTRY") or None
 
 
+def get_metrics_port() -> int | None:
+    """`PERSIA_METRICS_PORT`: where metrics and status are shown; 0, the default: a free port; None: "off"."""
+    return None if os.environ.get("PERSIA_METRICS_PORT") == "off" else _port("PERSIA_METRICS_PORT", 0)
+
+
+def get_health_port() -> int | None:
+    """`PERSIA_HEALTH_PORT`: of the gRPC health service; None, the default: there is none."""
+    return _port("PERSIA_HEALTH_PORT", None)
+
+
+def get_metrics_gateway() -> str | None:
+    """`PERSIA_METRICS_GATEWAY_ADDR`: host:port of the Pushgateway to push metrics to; None: none."""
+    return os.environ.get("PERSIA_METRICS_GATEWAY_ADDR") or None
+
+
+def get_otlp_endpoint() -> str | None:
+    """`PERSIA_OTLP_ENDPOINT`: of an OpenTelemetry collector (OTLP/gRPC), http://host:4317; None: none."""
+    endpoint = os.environ.get("PERSIA_OTLP_ENDPOINT") or None
+    if endpoint is not None and not _is_url(endpoint, ("http", "https")):
+        raise ConfigError(
+            f"environment variable PERSIA_OTLP_ENDPOINT={endpoint!r} must be http://host:4317, or https:// "
+            "with TLS"
+        )
+    return endpoint
+
+
+def get_otlp_trace_one_in() -> int:
+    """`PERSIA_OTLP_TRACE_ONE_IN`: spans of one batch in so many go to the collector; 0: none. Default 100."""
+    return _integer("PERSIA_OTLP_TRACE_ONE_IN", "100")
+
+
+def get_log_format() -> str:
+    """`PERSIA_LOG_FORMAT`: text, or json for one object a line."""
+    name = os.environ.get("PERSIA_LOG_FORMAT", "text")
+    if name not in ("text", "json"):
+        raise ConfigError(f"environment variable PERSIA_LOG_FORMAT={name!r} must be text or json")
+    return name
+
+
+def _port(name: str, default: int | None) -> int | None:
+    if not os.environ.get(name):
+        return default
+    port = _integer(name)
+    if port > 65535:
+        raise ConfigError(f"environment variable {name}={port} is not a port number; 0 takes a free one")
+    return port
+
+
 def get_embedding_worker_service() -> str:
     """`EMBEDDING_WORKER_SERVICE`, as published."""
     return os.environ.get("EMBEDDING_WORKER_SERVICE", "embedding_worker:8887")
+
+
+def get_resume_checkpoint() -> str | None:
+    """`PERSIA_RESUME_CHECKPOINT`: what whoever starts the training wants it to go on from; None: nothing."""
+    return os.environ.get("PERSIA_RESUME_CHECKPOINT") or None
 
 
 def get_deadline_s() -> float:
@@ -290,6 +351,22 @@ def get_deadline_s() -> float:
 def loader_silence_s() -> float:
     """`PERSIA_LOADER_SILENCE_SEC`: seconds that a loader may be unreachable, with its stream not ended."""
     return _seconds("PERSIA_LOADER_SILENCE_SEC", 30.0)
+
+
+def get_wire_dtype() -> str:
+    """`PERSIA_WIRE_DTYPE`: how embeddings and gradients travel between embedding workers and this process."""
+    dtype = os.environ.get("PERSIA_WIRE_DTYPE", _WIRE_DTYPES[0])
+    if dtype not in _WIRE_DTYPES:
+        raise ConfigError(
+            f"environment variable PERSIA_WIRE_DTYPE={dtype!r} must be one of {', '.join(_WIRE_DTYPES)}"
+        )
+    return dtype
+
+
+def get_num_threads() -> int | None:
+    """`PERSIA_NUM_THREADS`: threads of an engine in this process; None when it is not set."""
+    value = os.environ.get("PERSIA_NUM_THREADS")
+    return None if value is None else _integer("PERSIA_NUM_THREADS", minimum=1)
 
 
 if not TYPE_CHECKING:  # a type checker would take every misspelt getter for an int

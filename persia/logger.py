@@ -1,14 +1,17 @@
 """Logging as the published API has it, on the standard library.
 
 One line per record: time, level, role and replica of this process, place, message. The level comes from
-`LOG_LEVEL`. Colours appear on a terminal only, so that files and supervisors get plain text.
+`LOG_LEVEL`. `PERSIA_LOG_FORMAT=json` makes each line an object, for log collectors. Colours appear on a
+terminal only, so that files and supervisors get plain text.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
+from datetime import datetime, timezone
 from pathlib import Path
 
 from persia import env
@@ -35,18 +38,42 @@ _LEVELS = {
 _lock = threading.Lock()
 _default_name: str | None = None
 _role = ""
+_role_and_index: tuple[str | None, int | None] = (None, None)
+# What every record has; all else came with `extra`.
+_OWN_FIELDS = {*vars(logging.makeLogRecord({})), "role", "message", "asctime", "taskName"}
 
 
 def set_role(role: str, index: int) -> None:
     """Marks every later record of this process with its role and replica: "[embedding-worker 0]"."""
-    global _role
+    global _role, _role_and_index
     _role = f"[{role} {index}] "
+    _role_and_index = (role, index)
 
 
 class _RoleFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         record.role = _role
         return True
+
+
+class _JsonFormatter(logging.Formatter):
+    """One object a line. `extra={"batch_id": ...}` and its like become keys of their own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        values: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="microseconds"),
+            "level": record.levelname.lower(),
+            "role": _role_and_index[0],
+            "replica": _role_and_index[1],
+            "pid": record.process,
+            "thread": record.threadName,
+            "place": f"{record.filename}:{record.lineno}",
+            "message": record.getMessage(),
+        }
+        values.update((key, value) for key, value in vars(record).items() if key not in _OWN_FIELDS)
+        if record.exc_info:
+            values["exception"] = self.formatException(record.exc_info)
+        return json.dumps({key: value for key, value in values.items() if value is not None}, default=str)
 
 
 class _ColourFormatter(logging.Formatter):
@@ -100,15 +127,20 @@ def setLogger(  # noqa: N802 - the published name
 
 def _stream_handler() -> logging.Handler:
     handler = logging.StreamHandler(sys.stderr)
-    formatter = _ColourFormatter if sys.stderr.isatty() else logging.Formatter
-    handler.setFormatter(formatter(STREAM_FORMAT))
+    handler.setFormatter(_formatter(coloured=sys.stderr.isatty()))
     return handler
+
+
+def _formatter(*, coloured: bool) -> logging.Formatter:
+    if env.get_log_format() == "json":
+        return _JsonFormatter()
+    return (_ColourFormatter if coloured else logging.Formatter)(STREAM_FORMAT)
 
 
 def _file_handler(path: str) -> logging.Handler:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, delay=True)
-    handler.setFormatter(logging.Formatter(FILE_FORMAT))
+    handler.setFormatter(_formatter(coloured=False))
     return handler
 
 

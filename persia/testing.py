@@ -139,6 +139,13 @@ class LocalCluster:
         """Starts the training script with `nproc` ranks."""
         return self._supervisor.start(self._specs.nn_worker(os.fspath(script), arguments, nproc, env or {}))
 
+    def add_embedding_worker(self) -> None:
+        """Starts one more embedding worker beside those that run, and returns when it is ready."""
+        index = self._num_replicas[EMBEDDING_WORKER]
+        process = self._supervisor.start(self._specs.embedding_worker(index, index + 1))
+        self._num_replicas[EMBEDDING_WORKER] = index + 1
+        self._await_ready(EMBEDDING_WORKER, pid=process.pid, index=index)
+
     def wait(self, process: ManagedProcess, timeout_s: float = 120.0) -> int:
         """Waits until `process` has ended and returns its exit code.
 

@@ -162,8 +162,18 @@ def main() -> int:
     )
     parser.add_argument("--source", type=Path, default=source_from_environment(), metavar="DIR")
     parser.add_argument("--generate", action="store_true", help="use generated data instead of Adult")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="LOCATION",
+        help="go on from this checkpoint, such as the one that another --output has",
+    )
     parser.add_argument("--output", type=Path, default=REPOSITORY / "build" / "demo", metavar="DIR")
     arguments = parser.parse_args()
+    if arguments.checkpoint:
+        is_url = "://" in arguments.checkpoint
+        os.environ["ADULT_CHECKPOINT"] = (
+            arguments.checkpoint if is_url else os.path.abspath(arguments.checkpoint)
+        )
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:

@@ -57,7 +57,8 @@ def _download_with_retry(name: str, url: str, first_pause_s: float) -> bytes:
             time.sleep(wait_s)
             pause_s *= 2
     raise DownloadError(
-        f"{url} could not be fetched in {NUM_ATTEMPTS} attempts; the last error was: {last_error}"
+        f"{url} could not be fetched in {NUM_ATTEMPTS} attempts; the last error was: {last_error}. Without a "
+        "network, let ADULT_SOURCE name a folder with adult.data and adult.test"
     )
 
 

@@ -45,6 +45,14 @@ def prepared(output: Path, source: Path | None, generated: bool) -> DatasetInfo 
     return info if info.dataset == wanted and lengths == (info.train_rows, info.test_rows) else None
 
 
+def ensure_prepared(output: Path) -> None:
+    """Prepares Adult into `output` unless data is there already; raises DataError."""
+    try:
+        load_info(output)
+    except DataError:
+        print(describe(prepare(output, source_from_environment(), generated=False)), flush=True)
+
+
 def _read(name: str, source: Path | None, cache: Path, home_url: str) -> tuple[bytes, str]:
     """Content and origin; either way the checksum decides whether this is Adult."""
     if source is None:

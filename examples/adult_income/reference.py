@@ -14,7 +14,9 @@ pipeline the delay changes from batch to batch.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import time
 from collections import deque
 from pathlib import Path
 
@@ -22,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dataset import DEFAULT_DIRECTORY, DataError, Split, load_info, load_split
+from dataset import BATCH_SIZE, DEFAULT_DIRECTORY, DataError, Split, load_info, load_split
 from metrics import roc_auc
 from model import DNN, EMBEDDING_DIM
 
@@ -74,12 +76,19 @@ class Reference:
         return output
 
 
-def reference_auc(directory: Path, seed: int, delay: int = 0) -> float:
-    """Test AUC after one pass over the prepared data in `directory`."""
-    info = load_info(directory)
+def trained(directory: Path, seed: int, delay: int = 0) -> tuple[float, float]:
+    """Test AUC after one pass over the prepared data in `directory`, and samples per second in training."""
+    info, split = load_info(directory), load_split(directory, "train")
     reference = Reference(list(info.num_categories.values()), seed, delay)
-    reference.train(load_split(directory, "train"))
-    return reference.evaluate(load_split(directory, "test"))
+    begin_s = time.perf_counter()
+    reference.train(split)
+    rate = split.num_full_batches * BATCH_SIZE / (time.perf_counter() - begin_s)
+    return reference.evaluate(load_split(directory, "test")), rate
+
+
+def reference_auc(directory: Path, seed: int, delay: int = 0) -> float:
+    """Test AUC of `trained`."""
+    return trained(directory, seed, delay)[0]
 
 
 def main() -> int:
@@ -89,12 +98,20 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=DEFAULT_DIRECTORY, metavar="DIR", help="prepared data")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5], metavar="SEED")
     parser.add_argument("--delay", type=int, default=0, metavar="N", help="updates a batch does not see yet")
+    parser.add_argument(
+        "--summary", type=Path, metavar="FILE", help="AUC and speed of the last seed, as JSON"
+    )
     arguments = parser.parse_args()
     if arguments.delay < 0:
         parser.error(f"--delay is {arguments.delay}: it must be at least 0")
     try:
         info = load_info(arguments.data)
-        aucs = {seed: reference_auc(arguments.data, seed, arguments.delay) for seed in arguments.seeds}
+        aucs = {}
+        for seed in arguments.seeds:
+            aucs[seed], rate = trained(arguments.data, seed, arguments.delay)
+        if arguments.summary:
+            summary = {"test_auc": aucs[seed], "samples_per_second": rate}
+            arguments.summary.write_text(json.dumps(summary) + "\n", encoding="utf-8")
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

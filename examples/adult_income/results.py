@@ -5,11 +5,12 @@ A run that fails halfway must not leave the picture or the checkpoint of an earl
 
 from __future__ import annotations
 
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
 FILES = ("history.jsonl", "summary.partial.json", "summary.json", "curves.png")
-CHECKPOINT_FILES = ("dense.pt", "jit_dense.pt", "opt.pt")
+CHECKPOINT_FILES = ("dense.pt", "jit_dense.pt", "manifest.json", "opt.pt")
 
 
 def remove_results(output: Path) -> None:
@@ -17,5 +18,7 @@ def remove_results(output: Path) -> None:
     checkpoint = output / "checkpoint"
     for path in [output / name for name in FILES] + [checkpoint / name for name in CHECKPOINT_FILES]:
         path.unlink(missing_ok=True)
+    for dump in checkpoint.glob("dump-*"):
+        shutil.rmtree(dump, ignore_errors=True)
     with suppress(OSError):  # Not there, or with files of somebody else in it.
         checkpoint.rmdir()

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dataset import DEFAULT_DIRECTORY
+from persia.env import get_resume_checkpoint
 
 DEFAULT_SEED = 3  # The published example's.
 # Enough for lookup, training and update to overlap. One pass over so little data notices more: the README
 # has the figures.
 DEFAULT_STALENESS = 4
+DEFAULT_SLOTS = Path(__file__).resolve().parent / "config" / "embedding_config.yml"
 
 
 class SettingsError(ValueError):
@@ -25,31 +27,52 @@ class Settings:
     data: directory of the prepared data (ADULT_DATA).
     output: directory for history, summary and checkpoint (ADULT_OUTPUT).
     seed: seeds the network, and the embeddings on the servers (SEED).
-    reproducible, embedding_staleness: as `DataLoader` takes them (REPRODUCIBLE, EMBEDDING_STALENESS).
+    reproducible, embedding_staleness: as `DataLoader` takes them (REPRODUCIBLE, EMBEDDING_STALENESS, which
+        is a number or "unbounded").
+    slots: the slots of the embeddings (PERSIA_EMBEDDING_CONFIG).
     enable_cuda: False keeps a rank on the CPU, also where there is a GPU (ENABLE_CUDA).
+    checkpoint: where training goes on from, a directory or URL; None begins anew (ADULT_CHECKPOINT, or
+        PERSIA_RESUME_CHECKPOINT, which the Kubernetes operator sets where a job goes on).
+    consistency: as `TrainCtx` takes it; other modes than hybrid bound staleness themselves (CONSISTENCY).
+    num_evaluations: on the test data, the last of them at the end (ADULT_EVALUATIONS).
     """
 
     data: Path
     output: Path
     seed: int
     reproducible: bool
-    embedding_staleness: int
+    embedding_staleness: int | None
+    slots: Path
     enable_cuda: bool
+    checkpoint: str | None = None
+    consistency: str = "hybrid"
+    num_evaluations: int = 5
 
     @staticmethod
     def from_environment() -> Settings:
         """Raises SettingsError naming the variable and its value."""
         seed = _whole_number("SEED", minimum=0)
         reproducible = _switch("REPRODUCIBLE", default=False)
-        staleness = _whole_number("EMBEDDING_STALENESS", minimum=1)
+        consistency = os.environ.get("CONSISTENCY") or "hybrid"
         return Settings(
             data=Path(os.environ.get("ADULT_DATA", DEFAULT_DIRECTORY)),
             output=Path(os.environ.get("ADULT_OUTPUT", DEFAULT_DIRECTORY / "run")),
             seed=DEFAULT_SEED if seed is None else seed,
             reproducible=reproducible,
-            embedding_staleness=staleness or (1 if reproducible else DEFAULT_STALENESS),
+            embedding_staleness=_staleness(consistency, reproducible),
+            slots=Path(os.environ.get("PERSIA_EMBEDDING_CONFIG") or DEFAULT_SLOTS),
             enable_cuda=_switch("ENABLE_CUDA", default=True),
+            checkpoint=os.environ.get("ADULT_CHECKPOINT") or get_resume_checkpoint(),
+            consistency=consistency,
+            num_evaluations=_whole_number("ADULT_EVALUATIONS", minimum=1) or 5,
         )
+
+
+def _staleness(consistency: str, reproducible: bool) -> int | None:
+    if consistency != "hybrid" or os.environ.get("EMBEDDING_STALENESS") == "unbounded":
+        return None
+    given = _whole_number("EMBEDDING_STALENESS", minimum=1)
+    return given or (1 if reproducible else DEFAULT_STALENESS)
 
 
 def _switch(name: str, default: bool) -> bool:

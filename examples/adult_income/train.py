@@ -1,6 +1,9 @@
 """The NN worker: one pass of hybrid training over the stream of the data loaders, test AUC, a checkpoint.
 
-Run by `persia-launcher nn-worker`; settings come from the environment (see settings.py).
+    python train.py                  everything in this process
+    persia-launcher nn-worker        one rank of a cluster, beside its servers and data loaders
+
+Settings come from the environment (see settings.py).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from contextlib import closing
 import torch
 from torch import nn
 
+import data_loader
 from dataset import BATCH_SIZE, DatasetInfo, load_info, load_split
 from evaluate import evaluate
 from history import HistoryWriter
@@ -20,22 +24,38 @@ from monitor import Monitor
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
 from persia.embedding.optim import Adagrad
-from persia.env import get_local_rank, get_rank, get_world_size
+from persia.env import get_local_rank, get_nats_url, get_rank, get_world_size
+from persia.nn import ClickMetrics, ClickQuality
+from persia.observability import report
 from persia.utils import setup_seed
+from prepare_data import ensure_prepared
 from settings import Settings
 
-NUM_EVALUATIONS = 5  # The last of them at the end.
 
+def train(ctx: TrainCtx, loader: DataLoader, after_step: Callable[[int, float], None]) -> ClickQuality:
+    """One pass over the stream; `after_step` gets the step, counted from 1, and its loss.
 
-def train(ctx: TrainCtx, loader: DataLoader, after_step: Callable[[int, float], None]) -> None:
-    """One pass over the stream; `after_step` gets the step, counted from 1, and its loss."""
+    Returns the metrics of the last training samples, predicted before the model learned from them.
+    """
     loss_function = nn.BCELoss()
+    metrics = ClickMetrics(window=50 * BATCH_SIZE)
     for step, batch in enumerate(loader, start=1):
         output, labels = ctx.forward(batch)
         assert labels is not None, "only inference has none"
+        metrics.update(output, labels[0])
         loss = loss_function(output, labels[0])
         ctx.backward(loss)
         after_step(step, loss.item())
+    return metrics.compute()
+
+
+def report_progress(**values: float | str) -> None:
+    """Prints what `kubectl get persiajobs` shows: the operator reads it in the log (docs/kubernetes.md).
+
+    Numbers also go to `persia-launcher status` and Prometheus (docs/operations.md).
+    """
+    print("persia-progress", json.dumps(values), flush=True)
+    report(**{name: value for name, value in values.items() if not isinstance(value, str)})
 
 
 class Observer:
@@ -47,12 +67,13 @@ class Observer:
         self._num_steps = -(-num_batches // world_size)
         self._ctx = ctx
         self._model = model
+        self._num_evaluations = settings.num_evaluations
         self._test_split = load_split(settings.data, "test")
         self.monitor = Monitor(self._num_steps, BATCH_SIZE * world_size, history)
 
     def after_step(self, step: int, loss: float) -> None:
         self.monitor.step(step, loss, self._ctx.staleness.in_flight)
-        interval = max(1, self._num_steps // NUM_EVALUATIONS)
+        interval = max(1, self._num_steps // self._num_evaluations)
         if step % interval == 0 and step + interval <= self._num_steps:
             self.evaluate(step)
 
@@ -60,20 +81,24 @@ class Observer:
         """Test AUC after that step, by default the last; the throughput's clock stands still meanwhile."""
         with self.monitor.throughput.paused():
             test_auc = evaluate(self._model, self._test_split, self._ctx.device_id)
-        self.monitor.evaluated(self._num_steps if step is None else step, test_auc)
+        step = self._num_steps if step is None else step
+        self.monitor.evaluated(step, test_auc)
+        report_progress(step=step, auc=test_auc, samplesPerSecond=self.monitor.throughput.overall())
         return test_auc
 
 
 def save(ctx: TrainCtx, settings: Settings, info: DatasetInfo, observer: Observer) -> None:
-    """Final evaluation, checkpoint of the dense part, and last the summary: it says that all is there."""
+    """Final evaluation, checkpoint, and last the summary: it says that all is there."""
     test_auc = observer.evaluate()
     checkpoint = settings.output / "checkpoint"
     ctx.dump_checkpoint(str(checkpoint), with_jit_model=True)
+    report_progress(lastCheckpoint=str(checkpoint))
     summary = {
         "dataset": info.dataset,
         "test_auc": test_auc,
         "samples_per_second": observer.monitor.throughput.overall(),
         "max_staleness": observer.monitor.max_staleness,
+        "measured_staleness": ctx.staleness.mean,
         "num_embeddings": sum(ctx.get_embedding_size()),
         "seed": settings.seed,
         "reproducible": settings.reproducible,
@@ -83,7 +108,7 @@ def save(ctx: TrainCtx, settings: Settings, info: DatasetInfo, observer: Observe
     print(
         f"test AUC {test_auc:.7f}, {summary['samples_per_second']:,.0f} samples/s, "
         f"at most {summary['max_staleness']} batches in flight, {summary['num_embeddings']} embeddings; "
-        f"the dense part is in {checkpoint}",
+        f"the checkpoint is in {checkpoint}",
         flush=True,
     )
     aside = settings.output / "summary.partial.json"
@@ -93,6 +118,8 @@ def save(ctx: TrainCtx, settings: Settings, info: DatasetInfo, observer: Observe
 
 def main() -> None:
     settings = Settings.from_environment()
+    if get_nats_url() is None:  # a cluster's data loaders need the data before its ranks begin
+        ensure_prepared(settings.data)
     info = load_info(settings.data)
     setup_seed(settings.seed)
     device_id = get_local_rank() if settings.enable_cuda and torch.cuda.is_available() else None
@@ -103,10 +130,15 @@ def main() -> None:
         dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1 * (get_world_size() or 1)),
         embedding_optimizer=Adagrad(lr=1e-2),
         mixed_precision=False,
+        consistency=settings.consistency,
+        slots=settings.slots,
         device_id=device_id,
     ) as ctx:
+        if settings.checkpoint:
+            ctx.load_checkpoint(settings.checkpoint)  # all ranks: dense part, optimizer, embeddings
         loader = DataLoader(
-            StreamingDataset(buffer_size=10),
+            # Without a cluster, the data loader is a thread of this process.
+            StreamingDataset(buffer_size=10, loader=data_loader.main),
             reproducible=settings.reproducible,
             embedding_staleness=settings.embedding_staleness,
         )
@@ -116,7 +148,12 @@ def main() -> None:
         with closing(HistoryWriter(settings.output / "history.jsonl")) as history:
             observer = Observer(ctx, model, settings, history)
             with observer.monitor:
-                train(ctx, loader, observer.after_step)
+                quality = train(ctx, loader, observer.after_step)
+            print(
+                f"last {quality.num_samples:,} training samples: AUC {quality.auc:.4f}, normalized entropy "
+                f"{quality.normalized_entropy:.4f}, calibration {quality.calibration:.4f}",
+                flush=True,
+            )
             save(ctx, settings, info, observer)
 
 

@@ -14,6 +14,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     persia::fuzz::Touch(feature.name);
     persia::fuzz::Touch(feature.offsets);
     persia::fuzz::Touch(feature.ids);
+    persia::fuzz::Touch(feature.weights);
+    if (!feature.weights.empty() && feature.weights.size() != feature.ids.size()) std::abort();
     if (feature.offsets.size() != batch.value().batch_size + size_t{1}) std::abort();
     if (feature.offsets.back() != feature.ids.size()) std::abort();
   }

@@ -8,6 +8,7 @@ from persia.config.global_config import (
     EmbeddingParameterServerConfig,
     EmbeddingWorkerConfig,
     GlobalConfig,
+    InferConfig,
     MetricsConfig,
 )
 from persia.config.loading import (
@@ -25,6 +26,7 @@ __all__ = [
     "EmbeddingWorkerConfig",
     "GlobalConfig",
     "HashStackConfig",
+    "InferConfig",
     "MetricsConfig",
     "SlotConfig",
     "SlotsConfig",

@@ -7,10 +7,11 @@ tells which is which.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from persia.config.keys import UINT32_MAX, Alias, Only, Range, Section
+from persia.config.keys import UINT32_MAX, Alias, Range, Section, show
 from persia.errors import ConfigError
 
 __all__ = [
@@ -19,13 +20,14 @@ __all__ = [
     "EmbeddingParameterServerConfig",
     "EmbeddingWorkerConfig",
     "GlobalConfig",
+    "InferConfig",
     "MetricsConfig",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig(Section):
-    """Metrics for a push gateway; no effect yet."""
+    """Metrics of every process; where they are shown is told by the environment."""
 
     enable_metrics: bool = True
     job_name: str = "persia_default_jobname"
@@ -34,9 +36,29 @@ class MetricsConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointingConfig(Section):
-    """Checkpoints of embeddings; no effect yet."""
+    """Checkpoints of embeddings."""
 
-    num_workers: Annotated[int, Range(1, 1024)] = 4
+    num_workers: Annotated[int, Range(1, 1024)] = 4  # files written, or read, at a time by a server
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferConfig(Section):
+    """What the servers of an inference job start with."""
+
+    embedding_checkpoint: str | None = None  # what parameter servers load
+    servers: list[str] | None = None  # "host:port" of the parameter servers, by index, for embedding workers
+    # Of parameter servers with enable_incremental_update: they follow the packets in incremental_dir.
+    incremental_poll_ms: Annotated[int, Range(10, 3_600_000)] = 250
+    incremental_max_behind: Annotated[int, Range(1, UINT32_MAX)] = 1000  # packets
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for server in self.servers or ():
+            if not isinstance(server, str) or not re.fullmatch(r".+:\d{1,5}", server):
+                raise ConfigError(f"servers={show(self.servers)} must be a list of texts like 'host:port'")
+
+
+_JOB_TYPES = ("Train", "Infer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +66,21 @@ class CommonConfig(Section):
     """What concerns every role."""
 
     metrics_config: MetricsConfig = field(default_factory=MetricsConfig)
-    job_type: Annotated[str, Only("Train", "other job types are not available in this version")] = "Train"
+    job_type: str = "Train"
     checkpointing_config: CheckpointingConfig = field(default_factory=CheckpointingConfig)
-    infer_config: Annotated[
-        None, Only(None, "inference jobs are not available in this version; leave it out")
-    ] = None
+    infer_config: InferConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.job_type not in _JOB_TYPES:
+            raise ConfigError(
+                f"job_type={show(self.job_type)} must be 'Train' or 'Infer': other job types are not "
+                "available in this version"
+            )
+        if self.job_type == "Train" and self.infer_config is not None:
+            raise ConfigError(
+                "infer_config is given with job_type='Train': set job_type: Infer, or leave it out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +89,9 @@ class EmbeddingWorkerConfig(Section):
 
     forward_buffer_size: Annotated[int, Range(1)] = 1000  # batches per data loader
     buffered_data_expired_sec: Annotated[int, Range(1, UINT32_MAX)] = 1000
+
+
+_MAX_INCREMENTAL_BUFFER = 1 << 29  # twice as many changed rows are remembered at most, 2**30 natively
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +103,13 @@ class EmbeddingParameterServerConfig(Section):
     # threads keep threads apart, and many only cut requests into small pieces.
     num_hashmap_internal_shards: Annotated[int, Range(1, 65536)] = 16
     full_amount_manager_buffer_size: Annotated[int, Range(1)] = 1000
-    enable_incremental_update: Annotated[
-        bool, Only(False, "incremental update is not available in this version")
-    ] = False
-    incremental_buffer_size: Annotated[int, Range(1)] = 1_000_000
-    incremental_dir: str = "/workspace/incremental_dir/"
+    enable_incremental_update: bool = False
+    incremental_buffer_size: Annotated[int, Range(1)] = 1_000_000  # changed rows that are written at once
+    incremental_dir: str = "/workspace/incremental_dir/"  # or a URL that fsspec knows
     incremental_channel_capacity: Annotated[int, Range(1)] = 1000
+    incremental_interval_ms: Annotated[int, Range(10, 86_400_000)] = 500  # at most between packets
+    incremental_dense_interval_sec: Annotated[int, Range(0, UINT32_MAX)] = 10  # 0: in every packet
+    incremental_keep_packets: Annotated[int, Range(1, UINT32_MAX)] = 3600
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,6 +117,19 @@ class EmbeddingParameterServerConfig(Section):
             raise ConfigError(
                 f"num_hashmap_internal_shards={self.num_hashmap_internal_shards} must not be above "
                 f"capacity={self.capacity}: every shard holds at least one row"
+            )
+        if self.enable_incremental_update:
+            self._check_incremental()
+
+    def _check_incremental(self) -> None:
+        if self.incremental_buffer_size > _MAX_INCREMENTAL_BUFFER:
+            raise ConfigError(
+                f"incremental_buffer_size={self.incremental_buffer_size} must not be above "
+                f"{_MAX_INCREMENTAL_BUFFER} when enable_incremental_update=true: make it smaller"
+            )
+        if not self.incremental_dir:
+            raise ConfigError(
+                "incremental_dir='' with enable_incremental_update=true: name a directory or a URL"
             )
 
 

@@ -23,6 +23,7 @@ UINT64_MAX = 2**64 - 1
 _NOUNS: Mapping[object, str] = {
     bool: "true or false",
     int: "an integer",
+    float: "a number",
     str: "a string",
     Mapping: "a mapping",
 }
@@ -76,7 +77,8 @@ class Key:
             return
         kind = get_origin(self.type) or self.type
         # bool is an int to Python, but a switch where a number belongs is a mistake.
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        allowed = (int, float) if kind is float else kind
+        if not isinstance(value, allowed) or (kind in (int, float) and isinstance(value, bool)):
             raise ConfigError(f"{path}={show(value)} must be {_NOUNS.get(kind, kind.__name__)}")
         if self.range is not None and isinstance(value, int):
             self._check_range(value, self.range, path)
@@ -120,7 +122,8 @@ def _make_key(name: str, hint: Any, *, required: bool) -> Key:
         rules = tuple(found)
     optional = isinstance(hint, types.UnionType)
     if optional:
-        (hint,) = (part for part in get_args(hint) if part is not types.NoneType)
+        # The first is what files have; others are what a section makes that of on construction.
+        hint = next(part for part in get_args(hint) if part is not types.NoneType)
     return Key(
         name=name,
         type=hint,

@@ -63,12 +63,14 @@ def _read_value(key: Key, value: object, path: str) -> object:
 
 
 def _read_named_items(item_type: Any, value: object, path: str) -> dict[str, object]:
-    """A mapping of names that the user chose, either to sections or to lists of names."""
+    """A mapping of names: to sections, to lists of names, or to whatever the section itself checks."""
     items: dict[str, object] = {}
     for key, item in _checked_mapping(value, path).items():
         name = _checked_name(key, path)
         if isinstance(item_type, type) and issubclass(item_type, Section):
             items[name] = read_section(item_type, item, _join(path, name))
+        elif item_type is object:
+            items[name] = item
         else:
             items[name] = _read_names(item, _join(path, name))
     return items

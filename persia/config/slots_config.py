@@ -10,15 +10,15 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from persia.config.keys import UINT32_MAX, Alias, Only, Range, Section
-from persia.errors import ConfigError
+from persia.errors import ConfigError, PersiaError
 
 if TYPE_CHECKING:
     from persia import _native
 
-__all__ = ["HashStackConfig", "SlotConfig", "SlotsConfig"]
+__all__ = ["HashStackConfig", "RowSettings", "SlotConfig", "SlotsConfig"]
 
 _SCHEMA_HASH_DIGITS = 16
 
@@ -38,16 +38,81 @@ class HashStackConfig(Section):
             )
 
 
+class RowSettings(Protocol):
+    """An optimizer of `persia.embedding.optim` or an initializer of `persia.embedding.initializers`."""
+
+    def settings(self) -> dict[str, Any]:
+        """What a file would say: `name` and the settings' own names."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SlotConfig(Section):
-    """One slot. Without `embedding_summation` it is a raw slot: its rows reach the model one by one."""
+    """One slot. Without `embedding_summation` it is a raw slot: its rows reach the model one by one.
+
+    Those from `optimizer` on take the place of the job's own for the rows of this slot. `optimizer` and
+    `initializer` are mappings as in the file, or objects of `persia.embedding.optim` and
+    `persia.embedding.initializers`.
+    """
 
     dim: Annotated[int, Range(1, 65536)]
     sample_fixed_size: Annotated[int, Range(1, 65535)] = 10  # raw slots: IDs that a sample keeps
     embedding_summation: bool = True
     sqrt_scaling: bool = False
+    mean_scaling: bool = False
     hash_stack_config: HashStackConfig | None = None
     index_prefix: Annotated[int, Only(0, "it is computed from feature_groups; leave it out")] = 0
+    optimizer: Mapping[str, object] | RowSettings | None = None
+    initializer: Mapping[str, object] | RowSettings | None = None
+    admit_probability: float | None = None
+    admit_after: Annotated[int | None, Range(1, 255)] = None
+    weight_bound: float | None = None
+    time_to_live_sec: float | None = None  # 0: rows stay, whatever the job says
+    min_norm: float | None = None
+    capacity: Annotated[int | None, Range(1)] = None  # rows of its feature group on each server
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "initializer"):
+            value = getattr(self, name)
+            if hasattr(value, "settings"):
+                object.__setattr__(self, name, value.settings())  # the dataclass is frozen
+            elif isinstance(value, Mapping):
+                object.__setattr__(self, name, dict(value))
+        super().__post_init__()
+        self._check_pooling()
+        self._check_rows()
+
+    @property
+    def rows(self) -> dict[str, object]:
+        """What the rows of this slot have of their own."""
+        names = (
+            "optimizer",
+            "initializer",
+            "admit_probability",
+            "admit_after",
+            "weight_bound",
+            "time_to_live_sec",
+            "min_norm",
+            "capacity",
+        )
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def _check_rows(self) -> None:
+        if not self.rows:
+            return
+        from persia import _native  # knows every name and range
+
+        try:
+            _native.SlotConfig(name="checked", dim=self.dim, rows=self.rows)
+        except PersiaError as error:
+            raise ConfigError(str(error)) from None
+
+    def _check_pooling(self) -> None:
+        if self.mean_scaling and self.sqrt_scaling:
+            raise ConfigError("mean_scaling=true and sqrt_scaling=true exclude each other: keep one")
+        if self.mean_scaling and not self.embedding_summation:
+            raise ConfigError(
+                "mean_scaling=true needs embedding_summation=true: the rows of a raw slot are not summed"
+            )
 
     @property
     def hash_stack(self) -> HashStackConfig | None:
@@ -99,11 +164,13 @@ class SlotsConfig(Section):
                 dim=slot.dim,
                 embedding_summation=slot.embedding_summation,
                 sqrt_scaling=slot.sqrt_scaling,
+                mean_scaling=slot.mean_scaling,
                 sample_fixed_size=slot.sample_fixed_size,
                 hash_stack_rounds=slot.hash_stack.hash_stack_rounds if slot.hash_stack else 0,
                 hash_stack_size=slot.hash_stack.embedding_size if slot.hash_stack else 0,
                 index_prefix=numbers[name] << (64 - self.feature_index_prefix_bit),
                 group=numbers[name] - 1,
+                rows=slot.rows or None,
             )
             for name, slot in self.slots_config.items()
         ]
@@ -140,6 +207,12 @@ class SlotsConfig(Section):
                 f"feature_groups.{group} has the slot {slot}, which slots_config lacks: "
                 "define it there, or remove it here"
             )
+        if self.slots_config[slot].rows != self.slots_config[first].rows:
+            raise ConfigError(
+                f"feature_groups.{group} has {first} and {slot}, whose optimizer, initializer, admission, "
+                "eviction or weight bound differ: slots of one group share rows, so give them the same or "
+                "separate groups"
+            )
         dim, first_dim = self.slots_config[slot].dim, self.slots_config[first].dim
         if dim != first_dim:
             raise ConfigError(
@@ -171,10 +244,15 @@ class SlotsConfig(Section):
 
 def _schema_of(slot: SlotConfig, group_number: int) -> dict[str, object]:
     stack = slot.hash_stack
+    # What came later is there only where it is used: older configs keep their hashes.
+    later: dict[str, object] = {"mean_scaling": True} if slot.mean_scaling else {}
+    if slot.rows:
+        later["rows"] = slot.rows
     return {
         "dim": slot.dim,
         "group": group_number,
         "hash_stack": None if stack is None else [stack.hash_stack_rounds, stack.embedding_size],
         "raw": None if slot.embedding_summation else slot.sample_fixed_size,
         "sqrt_scaling": slot.sqrt_scaling,
+        **later,
     }

@@ -1,4 +1,5 @@
-"""The contexts that scripts enter: `DataCtx` in data loaders, `TrainCtx` and `eval_ctx` in NN workers.
+"""The contexts that scripts enter: `DataCtx` in data loaders, `TrainCtx` and `eval_ctx` in NN workers,
+`InferCtx` in inference servers.
 
 Loaded when first used: a data loader does not pay for torch.
 """
@@ -12,14 +13,25 @@ if TYPE_CHECKING:
     from persia.ctx.base import BaseCtx, PreprocessMode, cnt_ctx
     from persia.ctx.data import DataCtx
     from persia.ctx.embedding import EmbeddingCtx, eval_ctx
+    from persia.ctx.infer import InferCtx
     from persia.ctx.train import TrainCtx
 
-__all__ = ["BaseCtx", "DataCtx", "EmbeddingCtx", "PreprocessMode", "TrainCtx", "cnt_ctx", "eval_ctx"]
+__all__ = [
+    "BaseCtx",
+    "DataCtx",
+    "EmbeddingCtx",
+    "InferCtx",
+    "PreprocessMode",
+    "TrainCtx",
+    "cnt_ctx",
+    "eval_ctx",
+]
 
 _MODULES = {
     "BaseCtx": "base",
     "DataCtx": "data",
     "EmbeddingCtx": "embedding",
+    "InferCtx": "infer",
     "PreprocessMode": "base",
     "TrainCtx": "train",
     "cnt_ctx": "base",

@@ -5,18 +5,22 @@ from __future__ import annotations
 import atexit
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from persia import env
 from persia.ctx.base import BaseCtx
 from persia.data.cluster import Cluster
+from persia.data.embedded import find_embedded_job
 from persia.data.order import LoaderShare
 from persia.embedding.data import PersiaBatch
 from persia.embedding.deadline import Deadline
 from persia.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
+    InvalidArgumentError,
     PersiaError,
     StreamClosedError,
     UnavailableError,
@@ -32,6 +36,11 @@ from persia.messaging.payloads import (
     ReplyStatus,
 )
 from persia.messaging.subjects import DATA_LOADER, EMBEDDING_WORKER, NN_WORKER
+from persia.observability.phases import SEND_BATCH
+from persia.observability.sources import DataLoaderSource
+
+if TYPE_CHECKING:  # it needs torch, which a loader does without
+    from persia.data.host import LoaderHost
 
 __all__ = ["DataCtx"]
 
@@ -49,17 +58,32 @@ class DataCtx(BaseCtx):
     Waits on creation for the embedding workers and for the NN workers. Used without `with`, it ends with the
     process. When the NN workers leave their training loops before the data ends, `send_data` raises
     StreamClosedError, and the `with` block ends there without an error: the outcome of the job is theirs.
+
+    Without a cluster it runs on a thread of the process that trains, and feeds the context there.
+
+    Args:
+        to: the embedded context to feed; None: the one whose loader this is, or the only one.
+        replica_index: number of this loader, from 0, of the `replica_size` of the job; None: REPLICA_INDEX
+            and REPLICA_SIZE.
+        args, kwargs: as for `BaseCtx`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        to: LoaderHost | None = None,
+        replica_index: int | None = None,
+        replica_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.replica_index, self.replica_size = env.get_replica_index() or 0, env.get_replica_size() or 1
-        set_role(DATA_LOADER, self.replica_index)
+        self.replica_index, self.replica_size = _replica(replica_index, replica_size)
         self._deadline_s = env.get_deadline_s()
-        self._num_sent = 0
+        self._num_sent = self._num_ids_sent = 0
         self._departed: set[int] = set()
+        self._workers: dict[int, int] = {}  # index to incarnation, of those that take batches
         self._failure: PersiaError | None = None
-        self._cluster = Cluster.connect(f"data-loader-{self.replica_index}")
+        self._cluster = self._connect(to)
         try:
             self._join_job()
         except BaseException:
@@ -67,11 +91,29 @@ class DataCtx(BaseCtx):
             raise
         atexit.register(self._close_at_exit)
 
+    def _connect(self, to: LoaderHost | None) -> Cluster:
+        name = f"data-loader-{self.replica_index}"
+        if to is None and env.get_nats_url() is not None:
+            set_role(DATA_LOADER, self.replica_index)
+            return Cluster.connect(name)
+        job = find_embedded_job() if to is None else to.embedded_job
+        if job is None:
+            raise FailedPreconditionError(
+                "the context given as `to` has no embedded job of its own: loaders of a cluster leave it out"
+            )
+        return job.connect(name)
+
     def _join_job(self) -> None:
+        source = DataLoaderSource(
+            self.replica_index, self.replica_size, lambda: self._num_sent, lambda: self._num_ids_sent
+        )
+        self._cluster.observe(source)
         self._cluster.announce(DATA_LOADER, self.replica_index, self.replica_size)
         directory = self._cluster.directory
         directory.watch(NN_WORKER, self._on_nn_worker)
-        self._num_workers = len(directory.wait_for(EMBEDDING_WORKER, self._deadline_s))
+        directory.watch(EMBEDDING_WORKER, self._on_embedding_worker)
+        for worker in directory.wait_for(EMBEDDING_WORKER, self._deadline_s):
+            self._workers[worker.index] = worker.incarnation
         self.world_size = len(directory.wait_for(NN_WORKER, self._deadline_s))
 
     def send_data(self, persia_batch: PersiaBatch) -> None:
@@ -89,16 +131,17 @@ class DataCtx(BaseCtx):
         persia_batch.mark_sent()
         dense, id_features = persia_batch.encode_dense(), persia_batch.encode_id_features()
         try:
-            self._send(id_features, dense, persia_batch.requires_grad)
+            with SEND_BATCH.of(self._num_sent * self.replica_size + self.replica_index):
+                self._send(id_features, dense, persia_batch.requires_grad)
         except PersiaError as failure:
             self._failure = failure
             raise
         self._num_sent += 1
+        self._num_ids_sent += persia_batch.num_ids
 
     def _send(self, id_features: bytes, dense: bytes, requires_grad: bool) -> None:
         batch_id = self._num_sent * self.replica_size + self.replica_index
-        worker_index = self._num_sent % self._num_workers
-        reply = self._register(worker_index, id_features)
+        worker_index, reply = self._register(id_features)
         announcement = BatchAnnouncement(
             batch_id=batch_id,
             worker_incarnation=reply.worker_incarnation,
@@ -113,36 +156,57 @@ class DataCtx(BaseCtx):
         subject = self._cluster.session.subjects.batch(rank)
         self._request_flow(subject, announcement.encode(), f"NN worker {rank}", rank, self._deadline_s)
 
-    def _register(self, worker_index: int, id_features: bytes) -> IdsReply:
+    def _register(self, id_features: bytes) -> tuple[int, IdsReply]:
+        """(the embedding worker that took the ID features, its reply). Workers take turns."""
         request = IdsRequest(self.replica_index, self.replica_size, id_features).encode()
-        subject, peer = self._cluster.session.subjects.ids(worker_index), f"embedding worker {worker_index}"
         room = Deadline(_FULL_PATIENCE * self._deadline_s)
         while True:
-            reply = IdsReply.decode(self._request(subject, request, peer, None, Deadline(self._deadline_s)))
+            index = self._next_worker()
+            subject, peer = self._cluster.session.subjects.ids(index), f"embedding worker {index}"
+            left = partial(self._worker_left, index)
+            answer = self._request(subject, request, peer, Deadline(self._deadline_s), left)
+            if answer is None:
+                continue
+            reply = IdsReply.decode(answer)
             if reply.status is ReplyStatus.OK:
-                return reply
+                return index, reply
             self._wait_for_room(reply.status, reply.retry_ms, reply.message, peer, room)
+
+    def _next_worker(self) -> int:
+        workers = sorted(self._workers) or [0]  # without any, the first is waited for
+        return workers[self._num_sent % len(workers)]
+
+    def _worker_left(self, index: int) -> bool:
+        """Whether another one is to be asked instead."""
+        return bool(self._workers) and index not in self._workers
 
     def _request_flow(self, subject: str, payload: bytes, peer: str, rank: int, deadline_s: float) -> None:
         room = Deadline(_FULL_PATIENCE * deadline_s)
         while True:
-            reply = FlowReply.decode(self._request(subject, payload, peer, rank, Deadline(deadline_s)))
+            left = partial(self._departed.__contains__, rank)
+            answer = self._request(subject, payload, peer, Deadline(deadline_s), left)
+            if answer is None:
+                raise StreamClosedError(f"{peer} has left the job and takes no more batches")
+            reply = FlowReply.decode(answer)
             if reply.status is ReplyStatus.OK:
                 return
             self._wait_for_room(reply.status, reply.retry_ms, reply.message, peer, room)
 
     def _request(
-        self, subject: str, payload: bytes, peer: str, rank: int | None, deadline: Deadline
-    ) -> bytes:
-        """Repeats the request until it is answered: receivers know a repetition by its batch_id."""
+        self, subject: str, payload: bytes, peer: str, deadline: Deadline, has_left: Callable[[], bool]
+    ) -> bytes | None:
+        """Repeats the request until it is answered: receivers know a repetition by its batch_id.
+
+        None: the peer does not answer and `has_left`.
+        """
         while True:
             try:
                 return self._cluster.session.request(
                     subject, payload, min(_REQUEST_TIMEOUT_S, deadline.left_s())
                 )
             except (UnavailableError, DeadlineExceededError) as failure:
-                if rank is not None and rank in self._departed:
-                    raise StreamClosedError(f"{peer} has left the job and takes no more batches") from failure
+                if has_left():
+                    return None
                 if deadline.left_s() <= _RETRY_S:  # no time for another try, whose error would say nothing
                     raise UnavailableError(
                         f"{peer} did not answer in {self._deadline_s:g} s (PERSIA_DEADLINE_SEC): {failure}"
@@ -167,6 +231,13 @@ class DataCtx(BaseCtx):
             self._departed.add(event.info.index)
         else:
             self._departed.discard(event.info.index)
+
+    def _on_embedding_worker(self, event: ServiceEvent) -> None:
+        index, incarnation = event.info.index, event.info.incarnation
+        if event.kind is EventKind.HELLO:
+            self._workers[index] = incarnation
+        elif self._workers.get(index) == incarnation:  # else its successor has said hello before
+            del self._workers[index]
 
     def _close(self, error: str | None) -> None:
         """Announces the end to every rank, then leaves. Idempotent."""
@@ -215,3 +286,13 @@ class DataCtx(BaseCtx):
         if closed:
             get_default_logger().warning("stopped sending after %d batches: %s", self._num_sent, error)
         return closed
+
+
+def _replica(index: int | None, size: int | None) -> tuple[int, int]:
+    if index is None and size is None:
+        return env.get_replica_index() or 0, env.get_replica_size() or 1
+    if index is None or size is None or not 0 <= index < size:
+        raise InvalidArgumentError(
+            f"replica_index={index} and replica_size={size}: give both, the index from 0 and below the size"
+        )
+    return index, size

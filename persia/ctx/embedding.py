@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from typing_extensions import Self
 
 from persia import env
-from persia.ctx import dense_checkpoint
-from persia.ctx.base import BaseCtx, PreprocessMode, Terminated, cnt_ctx
+from persia.checkpoint import dense
+from persia.checkpoint.checkpoints import Checkpoints, Source
+from persia.checkpoint.peers import LocalPeer, Peer, find_servers
+from persia.checkpoint.schema import RowSchema
+from persia.checkpoint.server_changes import IncrementalSettings, ServerChanges
+from persia.checkpoint.server_job import ServerShare
+from persia.checkpoint.service import CheckpointService
+from persia.checkpoint.storage import Location
+from persia.ctx.base import BaseCtx, PreprocessMode, Terminated
 from persia.data.cluster import Cluster, ClusterBackend
+from persia.data.embedded import (
+    EmbeddedJob,
+    GlobalSource,
+    SlotsSource,
+    read_global,
+    read_slots,
+    start_embedded_job,
+)
 from persia.data.host import LoaderHost
 from persia.data.prefetch import LookupService, Prefetcher
 from persia.data.source import batch_reference, pending_from
@@ -24,14 +42,20 @@ from persia.data.training_batch import PersiaTrainingBatch
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.backend import EmbeddingBackend
 from persia.embedding.counters import Counters, CounterValues, Staleness
+from persia.embedding.current import current_context, own_context
 from persia.embedding.data import PersiaBatch
 from persia.embedding.lease import BatchLease, Releaser
-from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
+from persia.embedding.signs import slot_signs
+from persia.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, PersiaError
 from persia.logger import get_default_logger
 from persia.messaging.payloads import BatchAnnouncement
 from persia.messaging.subjects import NN_WORKER
+from persia.observability.phases import FORWARD, TO_DEVICE
+from persia.observability.sources import NnWorkerSource
 
 __all__ = ["EmbeddingCtx", "eval_ctx"]
+
+_ROWS_AT_A_TIME = 65_536  # bounds a message of set_embedding
 
 # How long contexts that end because of an error try to leave nothing behind.
 FAILED_EXIT_DEADLINE_S = 10.0
@@ -40,14 +64,18 @@ STOPPED_EXIT_DEADLINE_S = 1.0
 
 
 class EmbeddingCtx(BaseCtx, LoaderHost):
-    """Looks embeddings up for evaluation or inference. Changes nothing on the servers.
+    """Looks embeddings up for evaluation or inference, which changes nothing on the servers.
 
     Args:
         preprocess_mode: EVAL, or INFERENCE to get no labels.
         model: called by `forward` with (dense tensors, embedding tensors).
         embedding_config: kept for scripts of the published system; only training configures servers.
+        slots: the job's slots, as a file, its contents, or a `persia.config.SlotsConfig`; None: those of
+            PERSIA_EMBEDDING_CONFIG. An embedded job is made of them; servers must have the same.
+        global_config: settings of an embedded job, in the same forms; None: those of PERSIA_GLOBAL_CONFIG, or
+            the defaults.
         backend: where embeddings come from; None: the current context's if there is one, else the job's
-            servers.
+            servers; without PERSIA_NATS_URL, an embedding worker and a store in this process.
     """
 
     def __init__(
@@ -56,6 +84,8 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         model: torch.nn.Module | None = None,
         embedding_config: EmbeddingConfig | None = None,
         *args: Any,
+        slots: SlotsSource | None = None,
+        global_config: GlobalSource | None = None,
         backend: EmbeddingBackend | None = None,
         **kwargs: Any,
     ) -> None:
@@ -71,13 +101,18 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         self._exit_deadline_s = FAILED_EXIT_DEADLINE_S
         self._resources = contextlib.ExitStack()  # closed in reverse order when the context ends
         self._cluster: Cluster | None = None
+        self._embedded_job: EmbeddedJob | None = None
         self._announced = False
+        self._find_peers: Callable[[], list[Peer]] | None = None  # of checkpoints that are not shared
+        self._global_config = global_config
         self._check_arguments()
+        self._slots = None if slots is None else read_slots(slots)
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._resources.close)
             self._backend = backend or self._shared_backend() or self._connect()
             self._releaser = Releaser(self._backend, self._counters)
             self._resources.callback(lambda: self._releaser.close(self._exit_deadline_s))
+            self._checkpoints = self._shared_checkpoints() or self._make_checkpoints()
             self._start()
             # Last, so that it is closed first: it still uses everything else.
             self._resources.callback(self._close_prefetchers)
@@ -100,6 +135,10 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
     @property
     def training(self) -> bool:
         return self.preprocess_mode is PreprocessMode.TRAIN
+
+    @property
+    def embedded_job(self) -> EmbeddedJob | None:
+        return self._embedded_job
 
     def open_stream(self, buffer_size: int, *, ordered: bool) -> StreamReceiver:
         if self._stream_opened:
@@ -146,8 +185,9 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor] | None]:
         """(dense tensors, embeddings in the order of the batch's features, labels or None for INFERENCE)."""
         self.current_batch = batch
-        dense = batch.consume_all_non_id_type_feature_tensors()
-        embeddings = batch.consume_all_id_type_feature_embedding_tensors()
+        with TO_DEVICE.of(batch.traced_id, batch.result.reference.reference):
+            dense = batch.consume_all_non_id_type_feature_tensors()
+            embeddings = batch.consume_all_id_type_feature_embedding_tensors()
         labels = (
             None if self.preprocess_mode is PreprocessMode.INFERENCE else batch.consume_all_label_tensors()
         )
@@ -158,7 +198,8 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         if self.model is None:
             raise FailedPreconditionError("model not found, please init context with model")
         dense, embeddings, labels = self.prepare_features(batch)
-        return self._forward_model(self.model)(dense, embeddings), labels
+        with FORWARD.of(batch.traced_id):
+            return self._forward_model(self.model)(dense, embeddings), labels
 
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
@@ -182,6 +223,29 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         """Removes all rows from all servers."""
         self.backend.clear()
 
+    def set_embedding(self, slot: str, ids: NDArray[np.uint64], rows: NDArray[np.float32]) -> None:
+        """Writes pretrained rows: `rows` float32 [n, dim] for `ids` uint64 [n] of the slot named `slot`.
+
+        Slots of one feature group share rows. Optimizer states begin anew; rows beyond the servers' capacity
+        evict others. The servers must be configured: call it inside a TrainCtx. Raises InvalidArgumentError
+        for another shape, or values that are not finite.
+        """
+        self._slots = self._slots or read_slots(None)
+        if self._slots is None:
+            raise FailedPreconditionError(
+                "set_embedding needs the job's slots: pass slots=... to the context, or set "
+                "PERSIA_EMBEDDING_CONFIG"
+            )
+        signs = slot_signs(self._slots, slot, ids)
+        dim = self._slots.slots_config[slot].dim
+        if not isinstance(rows, np.ndarray) or rows.shape != (len(ids), dim):
+            what = list(rows.shape) if isinstance(rows, np.ndarray) else type(rows).__name__
+            raise InvalidArgumentError(f"rows of slot {slot} are {what}: pass float32 [{len(ids)}, {dim}]")
+        values = np.ascontiguousarray(rows, np.float32)
+        for begin in range(0, len(signs), _ROWS_AT_A_TIME):
+            part = slice(begin, begin + _ROWS_AT_A_TIME)
+            self.backend.set_embeddings(signs[part], values[part])
+
     def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
         """Refused here: evaluation must not change what is being trained."""
         raise FailedPreconditionError("only a TrainCtx configures embedding parameter servers")
@@ -203,19 +267,20 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         jit_dense_filename: str = "jit_dense.pt",
         blocking: bool = True,
         with_jit_model: bool = False,
+        *,
+        step: int | None = None,
+        keep_last: int | None = None,
     ) -> None:
-        """Writes the dense model into `dst_dir`, replacing what is there; `blocking` is for embeddings.
+        """Writes the dense model and all embeddings to `dst_dir`: a directory, or a URL that fsspec knows.
 
-        The TorchScript model comes last: one that cannot be scripted (InvalidArgumentError) costs nothing
-        else.
+        What was there stays readable until the new checkpoint is complete, and then goes. `blocking=False`
+        returns once every server has taken a snapshot, and `wait_for_dump_embedding` raises what fails later.
+        `keep_last=N` makes `dst_dir` a directory of checkpoints, named by `step`, of which N are kept.
+        A model that TorchScript cannot compile (InvalidArgumentError) costs nothing but its TorchScript.
         """
-        directory = dense_checkpoint.local_path(dst_dir)
-        if self.model is None:
-            raise FailedPreconditionError("model not found, please init context with model")
-        dense_checkpoint.dump_state_dict(self.model, directory / dense_filename)
-        _warn_that_embeddings_are_missing()
-        if with_jit_model:
-            dense_checkpoint.dump_torchscript(self.model, directory / jit_dense_filename)
+        states = {dense_filename: self._require_model()}
+        jit_name = jit_dense_filename if with_jit_model else None
+        self._dump(dst_dir, states, jit_name, blocking=blocking, step=step, keep_last=keep_last)
 
     def load_checkpoint(
         self,
@@ -223,12 +288,44 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         map_location: Any = None,
         dense_filename: str = "dense.pt",
         blocking: bool = True,
+        *,
+        strict: bool = True,
     ) -> None:
-        """Loads the dense model from `src_dir`; NotFoundError when it is not there."""
-        if self.model is None:
-            raise FailedPreconditionError("model not found, please init context with model")
-        directory = dense_checkpoint.local_path(src_dir)
-        dense_checkpoint.load_state_dict(self.model, directory / dense_filename, map_location or self.device)
+        """Loads the dense model and all embeddings from `src_dir`, or from the newest checkpoint in it.
+
+        Everything is checked before anything is replaced; NotFoundError, CorruptionError name the file.
+        `strict=False` accepts that slots were added or removed since.
+        """
+        states = {dense_filename: self._require_model()}
+        self._load(src_dir, states, map_location, blocking=blocking, strict=strict)
+
+    def dump_embedding(
+        self,
+        dst_dir: str | os.PathLike[str],
+        blocking: bool = True,
+        *,
+        step: int | None = None,
+        keep_last: int | None = None,
+    ) -> None:
+        """As `dump_checkpoint`, embeddings only; a dense model that is in `dst_dir` stays."""
+        self._dump(dst_dir, {}, None, blocking=blocking, step=step, keep_last=keep_last)
+
+    def load_embedding(
+        self, src_dir: str | os.PathLike[str], blocking: bool = True, *, strict: bool = True
+    ) -> None:
+        """Replaces all embeddings by those of `src_dir`. NotFoundError: it has none."""
+        source = Source(src_dir)
+        if not source.has_embeddings:
+            raise NotFoundError(f"{source.location} has no embeddings: check the path")
+        self._load_embeddings(source, blocking=blocking, strict=strict)
+
+    def wait_for_dump_embedding(self) -> None:
+        """Until the last dump is complete; raises what has failed behind training's back."""
+        self._checkpoints.wait_for_dump()
+
+    def wait_for_load_embedding(self) -> None:
+        """Until the last load is complete; raises what has failed meanwhile."""
+        self._checkpoints.wait_for_load()
 
     def dump_torch_state_dict(
         self,
@@ -238,13 +335,13 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         is_jit: bool = False,
     ) -> None:
         """Writes a model's or an optimizer's state, or a model as TorchScript, to `dst_dir/file_name`."""
-        path = dense_checkpoint.local_path(dst_dir) / file_name
         if not is_jit:
-            dense_checkpoint.dump_state_dict(torch_instance, path)
+            content = dense.state_bytes(torch_instance)
         elif isinstance(torch_instance, torch.nn.Module):
-            dense_checkpoint.dump_torchscript(torch_instance, path)
+            content = dense.torchscript_bytes(torch_instance, file_name)
         else:
             raise InvalidArgumentError("is_jit is for models: an optimizer has no TorchScript")
+        (Location.of(dst_dir) / file_name).replace(content)
 
     def load_torch_state_dict(
         self,
@@ -253,11 +350,13 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         map_location: Any = None,
     ) -> None:
         """Reads what `dump_torch_state_dict` wrote; `src_dir` is the path of the file, as published."""
-        dense_checkpoint.load_state_dict(torch_instance, dense_checkpoint.local_path(src_dir), map_location)
+        file = Location.of(src_dir)
+        content = Source(file.parent).dense(file.name)
+        dense.load_state(torch_instance, content, str(file), map_location)
 
     def __enter__(self) -> Self:
-        outer = cnt_ctx()
-        if isinstance(outer, EmbeddingCtx):
+        outer: EmbeddingCtx | None = current_context(EmbeddingCtx)
+        if outer is not None and outer.backend is self.backend:
             outer.wait_for_gradients()
         return super().__enter__()
 
@@ -277,9 +376,102 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
 
     # Parts that training does differently, and private ones.
 
+    def _dump(
+        self,
+        dst_dir: str | os.PathLike[str],
+        states: Mapping[str, dense.TorchState],
+        jit_name: str | None,
+        *,
+        blocking: bool,
+        step: int | None,
+        keep_last: int | None,
+    ) -> None:
+        self.wait_for_gradients()
+        files = {name: dense.state_bytes(state) for name, state in states.items()}
+        failure: PersiaError | None = None
+        if jit_name is not None:
+            try:
+                files[jit_name] = dense.torchscript_bytes(self._require_model(), jit_name)
+            except InvalidArgumentError as error:
+                failure = error
+        self._checkpoints.dump(
+            dst_dir,
+            dense=files,
+            step=step,
+            keep_last=keep_last,
+            optimizer=self._described_optimizer(),
+            blocking=blocking,
+        )
+        if failure is not None:
+            raise failure
+
+    def _load(
+        self,
+        src_dir: str | os.PathLike[str],
+        states: Mapping[str, dense.TorchState],
+        map_location: Any,
+        *,
+        blocking: bool,
+        strict: bool,
+    ) -> Source:
+        source = Source(src_dir)
+        contents = {name: source.dense(name) for name in states}
+        with dense.undone_on_error(list(states.values())):
+            for name, state in states.items():
+                what = str(source.location / name)
+                dense.load_state(state, contents[name], what, map_location or self.device)
+            if source.has_embeddings:
+                self._load_embeddings(source, blocking=blocking, strict=strict)
+            else:
+                get_default_logger().warning(
+                    "%s has no embeddings: only the dense part is loaded", source.location
+                )
+        return source
+
+    def _load_embeddings(self, source: Source, *, blocking: bool, strict: bool) -> None:
+        self.wait_for_gradients()
+        self._checkpoints.load(source, strict=strict, blocking=blocking)
+
+    def _described_optimizer(self) -> dict[str, Any] | None:
+        """For people who read the manifest; only training knows it."""
+        return None
+
+    def _require_model(self) -> torch.nn.Module:
+        if self.model is None:
+            raise FailedPreconditionError("model not found, please init context with model")
+        return self.model
+
+    def _shared_checkpoints(self) -> Checkpoints | None:
+        outer: EmbeddingCtx | None = current_context(EmbeddingCtx)
+        return outer._checkpoints if outer is not None and outer.backend is self._backend else None
+
+    def _make_checkpoints(self) -> Checkpoints:
+        self._find_peers = find_peers = self._checkpoint_peers()
+        checkpoints = Checkpoints(find_peers, deadline_s=env.get_deadline_s())
+        finishes = FAILED_EXIT_DEADLINE_S  # less: the context ends because of an error
+        self._resources.callback(lambda: checkpoints.close(finish=self._exit_deadline_s > finishes))
+        return checkpoints
+
+    def _checkpoint_peers(self) -> Callable[[], list[Peer]]:
+        """All stores of the job: its servers', or the one of this process."""
+        store = self._backend.local_store
+        if store is None:
+            return lambda: find_servers(self._require_cluster().session, env.get_deadline_s())
+        share = ServerShare(
+            store=store,
+            index=0,
+            replicas=1,
+            schema=None if self._slots is None else RowSchema.of(self._slots),
+            num_threads=env.get_num_threads() or 2,
+        )
+        job = self._embedded_job
+        changes = ServerChanges(store, None if job is None else IncrementalSettings.of(job.config))
+        local: list[Peer] = [LocalPeer(CheckpointService(share, changes))]
+        return lambda: local
+
     def _forward_model(self, model: torch.nn.Module) -> Callable[..., Any]:
         # The DDP wrapper announces every forward to the other ranks, which are not evaluating.
-        return dense_checkpoint.unwrap(model)
+        return dense.unwrap(model)
 
     def _close_prefetchers(self) -> None:
         while self._prefetchers:
@@ -292,15 +484,52 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
             prefetcher.fail(failure)
 
     def _shared_backend(self) -> EmbeddingBackend | None:
-        outer = cnt_ctx()
-        return outer.backend if isinstance(outer, EmbeddingCtx) else None
+        # Training on another thread is another job; an evaluation there is of the one that trains.
+        find = own_context if self.training else current_context
+        outer: EmbeddingCtx | None = find(EmbeddingCtx)
+        if outer is None:
+            return None
+        self._slots = self._slots or outer._slots
+        return outer.backend
 
     def _connect(self) -> EmbeddingBackend:
+        if env.get_nats_url() is None or env.embedded():
+            return self._embed()
         self._cluster = Cluster.connect(f"nn-worker-{self.rank}")
         self._resources.callback(self._cluster.close)
-        backend = ClusterBackend(self._cluster)
+        backend = ClusterBackend(
+            self._cluster, schema="" if self._slots is None else self._slots.schema_hash()
+        )
         self._resources.callback(backend.close)
+        self._cluster.observe(
+            NnWorkerSource(
+                backend.client,
+                self.rank,
+                self.world_size,
+                counters=lambda: dataclasses.asdict(self.counters),
+                in_flight=lambda: self.staleness.in_flight,
+                queues=self._queue_depths,
+                packets=self._packet_counts,
+            )
+        )
         return backend
+
+    def _embed(self) -> EmbeddingBackend:
+        self._slots = self._slots or read_slots(None)
+        job = start_embedded_job(self._slots, read_global(self._global_config), self.world_size)
+        self._resources.callback(job.close)
+        self._embedded_job = job
+        self._cluster = job.connect(f"nn-worker-{self.rank}")
+        self._resources.callback(self._cluster.close)
+        return job.backend
+
+    def _packet_counts(self) -> Mapping[str, float]:
+        """Of changes that this context writes for followers; only training does."""
+        return {}
+
+    def _queue_depths(self) -> dict[str, int]:
+        prefetchers = list(self._prefetchers)
+        return {"looked_up": sum(prefetcher.num_ahead for prefetcher in prefetchers)}
 
     def _check_arguments(self) -> None:
         """Raises before anything is started."""
@@ -327,7 +556,9 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         self._releaser.abandon(BatchLease(announcement.batch_id, batch_reference(announcement), lambda: None))
 
     def _device_or(self, device_id: int | None) -> torch.device | None:
-        return self.device if device_id is None else torch.device("cuda", device_id)
+        if device_id is None:
+            return self.device
+        return None if device_id < 0 else torch.device("cuda", device_id)
 
 
 def eval_ctx(*args: Any, **kwargs: Any) -> EmbeddingCtx:
@@ -335,20 +566,8 @@ def eval_ctx(*args: Any, **kwargs: Any) -> EmbeddingCtx:
     return EmbeddingCtx(PreprocessMode.EVAL, *args, **kwargs)
 
 
-_warned = False
-
-
 def _exit_deadline_s(error: BaseException | None) -> float:
     if error is None:
         return env.get_deadline_s()
     is_stopped = isinstance(error, (Terminated, KeyboardInterrupt))
     return STOPPED_EXIT_DEADLINE_S if is_stopped else FAILED_EXIT_DEADLINE_S
-
-
-def _warn_that_embeddings_are_missing() -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        get_default_logger().warning(
-            "checkpoints hold the dense part only: embeddings are not part of it in this version"
-        )

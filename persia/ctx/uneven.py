@@ -30,20 +30,24 @@ class Stateful(Protocol):
 
 
 def join_uneven(
-    model: DistributedDataParallel, holders: Sequence[Stateful]
+    model: DistributedDataParallel, holders: Sequence[Stateful], *, step_barrier: bool = False
 ) -> AbstractContextManager[object]:
     """Around the loop: a rank that has ended serves the others' collectives until all have ended.
 
-    Then the model and the `holders` are equal on all ranks, those of the last rank to end.
+    Then the model and the `holders` are equal on all ranks, those of the last rank to end. `step_barrier`:
+    ranks that train meet at a barrier after each step.
     """
-    return Join([model, _SharedStates(model, holders)])
+    return Join([model, _SharedStates(model, holders, step_barrier)])
 
 
 class _SharedStates(Joinable):
-    """Has no collectives of its own while ranks train; meets the others where the model does."""
+    """Has no collective of its own while ranks train, but the barrier; meets them where the model does."""
 
-    def __init__(self, model: DistributedDataParallel, holders: Sequence[Stateful]) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, holders: Sequence[Stateful], step_barrier: bool
+    ) -> None:
         super().__init__()
+        self.step_barrier = step_barrier
         self._model = model
         self.holders = holders
 
@@ -63,6 +67,10 @@ class _SharedStates(Joinable):
 class _ShareAtTheEnd(JoinHook):
     def __init__(self, shared: _SharedStates) -> None:
         self._shared = shared
+
+    def main_hook(self) -> None:
+        if self._shared.step_barrier:
+            dist.barrier()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         rank, device = dist.get_rank(), self._shared.join_device

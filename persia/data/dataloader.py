@@ -9,9 +9,11 @@ from persia.data.host import LoaderHost
 from persia.data.prefetch import LookupService, Prefetcher
 from persia.data.staleness import StalenessGate
 from persia.data.training_batch import PersiaTrainingBatch
+from persia.embedding.consistency import Consistency
 from persia.embedding.current import current_context
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.logger import get_default_logger
+from persia.observability.phases import WAIT_FOR_BATCH
 
 __all__ = ["DataLoader"]
 
@@ -71,8 +73,8 @@ class DataLoader:
         self._stream_ended = False
 
     def __iter__(self) -> Iterator[PersiaTrainingBatch]:
-        host = current_context()
-        if not isinstance(host, LoaderHost):
+        host = current_context(LoaderHost)
+        if host is None:
             raise FailedPreconditionError(
                 "a DataLoader is iterated inside a context that looks embeddings up: "
                 "`with TrainCtx(...) as ctx:` or `with eval_ctx(...) as ctx:`"
@@ -103,11 +105,17 @@ class DataLoader:
             self._stream_ended = True
 
     def _open(self, host: LoaderHost) -> Prefetcher:
+        mode = host.consistency
+        gate = StalenessGate(
+            mode.bound(self.embedding_staleness),
+            host.lookup_counters,
+            on_demand=mode is Consistency.SYNCHRONOUS,
+        )
         source = self.dataset.open_source(host, ordered=self.reproducible)
         prefetcher = Prefetcher(
             source,
             LookupService(host.backend, host.releaser, host.lookup_counters, host.device, host.training),
-            StalenessGate(self.embedding_staleness, host.lookup_counters),
+            gate,
             forward_buffer_size=self.forward_buffer_size,
             num_workers=self.num_workers,
         )
@@ -116,7 +124,8 @@ class DataLoader:
 
     def _batches(self, prefetcher: Prefetcher) -> Iterator[PersiaTrainingBatch]:
         while True:
-            batch = prefetcher.next(self.timeout_ms / 1000)
+            with WAIT_FOR_BATCH:
+                batch = prefetcher.next(self.timeout_ms / 1000)
             if batch is None:
                 return
             yield batch

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from persia.data.host import LoaderHost
+from persia.data.loader_thread import LoaderThread
 from persia.data.source import BatchSource, LocalSource, StreamSource
 from persia.embedding.data import PersiaBatch
-from persia.errors import InvalidArgumentError
+from persia.errors import InvalidArgumentError, InvalidTypeError
 
 __all__ = ["IterableDataset", "IterableDatasetBase", "StreamingDataset"]
 
@@ -38,7 +39,19 @@ class IterableDatasetBase(abc.ABC):
 
 
 class StreamingDataset(IterableDatasetBase):
-    """What the job's data loaders send; `buffer_size` batches are kept for each of them."""
+    """What the job's data loaders send; `buffer_size` batches are kept for each of them.
+
+    `loader` makes a script run without a cluster: with no PERSIA_NATS_URL it is called on a thread of this
+    process, and the `DataCtx` in it feeds this data set; in a cluster it is not called.
+    """
+
+    def __init__(self, buffer_size: int = 10, loader: Callable[[], object] | None = None) -> None:
+        super().__init__(buffer_size)
+        if loader is not None and not callable(loader):
+            raise InvalidTypeError(
+                f"loader is a {type(loader).__name__}: pass a function that sends batches through a DataCtx"
+            )
+        self.loader = loader
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         raise NotImplementedError("a StreamingDataset is iterated through a DataLoader: DataLoader(dataset)")
@@ -48,7 +61,11 @@ class StreamingDataset(IterableDatasetBase):
         return True
 
     def open_source(self, host: LoaderHost, *, ordered: bool) -> BatchSource:
-        return StreamSource(host.open_stream(self.buffer_size, ordered=ordered))
+        receiver = host.open_stream(self.buffer_size, ordered=ordered)
+        job = host.embedded_job
+        if self.loader is None or job is None or job.has_nats:
+            return StreamSource(receiver)
+        return StreamSource(receiver, LoaderThread(self.loader, job, receiver))
 
 
 class IterableDataset(IterableDatasetBase):

@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from persia.data.embedded import EmbeddedJob
 from persia.data.prefetch import Prefetcher
 from persia.data.stream import StreamReceiver
 from persia.embedding.backend import EmbeddingBackend
+from persia.embedding.consistency import Consistency
 from persia.embedding.counters import Counters
 from persia.embedding.lease import Releaser
 
@@ -43,6 +45,16 @@ class LoaderHost(abc.ABC):
     @abc.abstractmethod
     def training(self) -> bool:
         """Whether batches that ask for gradients get them here."""
+
+    @property
+    def consistency(self) -> Consistency:
+        """How far lookups may run ahead of updates."""
+        return Consistency.HYBRID
+
+    @property
+    @abc.abstractmethod
+    def embedded_job(self) -> EmbeddedJob | None:
+        """The job of this process that the context has begun; None in a cluster or another context."""
 
     @abc.abstractmethod
     def open_stream(self, buffer_size: int, *, ordered: bool) -> StreamReceiver:

@@ -74,12 +74,19 @@ class Inbox:
             self._hear(message.loader_index, message.loader_replicas)
             if message.error is None:
                 self._order.end(message.loader_index, message.num_batches)
-            elif self._failure is None:
-                self._failure = UnavailableError(
-                    f"data loader {message.loader_index} ended with an error "
-                    f"after {message.num_batches} batches: {message.error}"
+            else:
+                self._fail(
+                    UnavailableError(
+                        f"data loader {message.loader_index} ended with an error "
+                        f"after {message.num_batches} batches: {message.error}"
+                    )
                 )
-                self._num_before_failure = self._num_arrived
+            self._changed.notify_all()
+
+    def fail(self, failure: PersiaError) -> None:
+        """The stream will not end by itself: `take` raises `failure` after the batches that came before."""
+        with self._changed:
+            self._fail(failure)
             self._changed.notify_all()
 
     def take(self, timeout_s: float) -> BatchAnnouncement | None:
@@ -130,6 +137,10 @@ class Inbox:
             self._queues.clear()
             self._changed.notify_all()
             return left
+
+    def _fail(self, failure: PersiaError) -> None:
+        if self._failure is None:
+            self._failure, self._num_before_failure = failure, self._num_arrived
 
     def _hear(self, loader_index: int, num_loaders: int) -> None:
         self._refuse_when_closed()

@@ -16,6 +16,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import torch
 
+from persia._native import TracedBatch
 from persia.data.source import BatchSource, PendingBatch
 from persia.data.staleness import StalenessGate
 from persia.data.training_batch import PersiaTrainingBatch
@@ -26,6 +27,7 @@ from persia.embedding.deadline import Deadline
 from persia.embedding.lease import BatchLease, Releaser, with_batch_id
 from persia.errors import DeadlineExceededError
 from persia.logger import get_default_logger
+from persia.observability.phases import FORWARD_ERRORS, NO_BATCH
 
 __all__ = ["LookupService", "Prefetcher"]
 
@@ -45,12 +47,14 @@ class LookupService:
         requires_grad = self.training and pending.requires_grad
         try:
             dense = pending.decode()
-            if pending.reference is not None:
-                result = self.backend.lookup(pending.reference, requires_grad=requires_grad)
-            else:
-                result = self.backend.lookup_direct(pending.id_features, requires_grad=requires_grad)
+            with TracedBatch(pending.batch_id if requires_grad else NO_BATCH):
+                if pending.reference is not None:
+                    result = self.backend.lookup(pending.reference, requires_grad=requires_grad)
+                else:
+                    result = self.backend.lookup_direct(pending.id_features, requires_grad=requires_grad)
         except Exception as failure:
             self.counters.add(batches_failed=1)
+            FORWARD_ERRORS.add()
             release_permit()
             raise with_batch_id(failure, "the lookup", pending.batch_id) from failure
         lease = BatchLease(pending.batch_id, result.reference, release_permit) if requires_grad else None
@@ -125,6 +129,7 @@ class Prefetcher:
     def next(self, timeout_s: float) -> PersiaTrainingBatch | None:
         """The next batch; None at the end. Raises what went wrong with it or before it."""
         self._give_up_held_batches()
+        self._gate.demand()
         deadline = Deadline(timeout_s)
         try:
             lookup = self._ready.get(deadline.left_s())
@@ -147,6 +152,11 @@ class Prefetcher:
         if batch.lease is not None:
             self._yielded.append(batch.lease)
         return batch
+
+    @property
+    def num_ahead(self) -> int:
+        """Batches looked up, or being looked up, that the loop has not taken."""
+        return len(self._ready)
 
     def fail(self, failure: BaseException) -> None:
         """Training cannot go on: `next` raises `failure`, also when it is waiting."""
@@ -181,6 +191,7 @@ class Prefetcher:
                     "its embeddings are not updated (further batches are counted in batches_released only)",
                     lease.batch_id,
                     self._gate.limit,
+                    extra={"batch_id": lease.batch_id},
                 )
 
     def _feed(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from persia._native import BatchReference
+from persia.data.loader_thread import LoaderThread
 from persia.data.stream import StreamReceiver
 from persia.embedding.bounded_queue import BoundedQueue, QueueClosed
 from persia.embedding.data import PersiaBatch
@@ -47,10 +48,11 @@ def batch_reference(announcement: BatchAnnouncement) -> BatchReference:
 
 
 class StreamSource:
-    """The loaders' stream."""
+    """The loaders' stream; `loader` is what feeds it from this process, if anything does."""
 
-    def __init__(self, receiver: StreamReceiver) -> None:
+    def __init__(self, receiver: StreamReceiver, loader: LoaderThread | None = None) -> None:
         self._receiver = receiver
+        self._loader = loader
 
     def take(self) -> PendingBatch | None:
         announcement = self._receiver.take()
@@ -60,6 +62,8 @@ class StreamSource:
         return [_pending_of(announcement) for announcement in self._receiver.stop()]
 
     def close(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
         self._receiver.close()
 
 

@@ -25,10 +25,16 @@ class Permit:
 
 
 class StalenessGate:
-    """Hands out at most `limit` permits at a time; without a limit it only counts. Thread-safe."""
+    """Hands out at most `limit` permits at a time; without a limit it only counts. Thread-safe.
 
-    def __init__(self, limit: int | None, counters: Counters) -> None:
+    `on_demand`: a permit is also not handed out before the loop asks for a batch, so that nothing is looked
+    up before the step that comes first is done.
+    """
+
+    def __init__(self, limit: int | None, counters: Counters, *, on_demand: bool = False) -> None:
         self.limit = limit
+        self._on_demand = on_demand
+        self._demanded = False
         self._counters = counters
         self._in_flight = 0
         self._closed = False
@@ -41,18 +47,30 @@ class StalenessGate:
     def acquire(self) -> Permit:
         """Waits for a permit; raises QueueClosed when the gate is closed meanwhile."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self.limit is None or self._in_flight < self.limit)
+            self._changed.wait_for(lambda: self._closed or self._has_room())
             if self._closed:
                 raise QueueClosed
+            self._demanded = False
             self._in_flight += 1
         self._counters.flight(+1)
         return Permit(self)
+
+    def demand(self) -> None:
+        """The loop asks for its next batch."""
+        if self._on_demand:
+            with self._changed:
+                self._demanded = True
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Ends all waiting; permits handed out stay valid."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        in_turn = self._demanded or not self._on_demand
+        return in_turn and (self.limit is None or self._in_flight < self.limit)
 
     def _put_back(self) -> None:
         with self._changed:

@@ -76,6 +76,15 @@ class StreamReceiver:
         """Wakes `take` and refuses what loaders still send; returns the batches that nobody took."""
         return self._inbox.close()
 
+    def fail(self, failure: PersiaError) -> None:
+        """The loaders' stream has broken off: `take` raises `failure` after the batches received."""
+        self._inbox.fail(failure)
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether any loader has sent anything, be it the end of its data."""
+        return self._inbox.num_loaders is not None
+
     def close(self) -> None:
         """Stops listening."""
         while self._registrations:

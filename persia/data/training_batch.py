@@ -14,6 +14,7 @@ from persia.embedding.dense_codec import DenseSection
 from persia.embedding.lease import BatchLease
 from persia.embedding.lookup import EmbeddingTensors, embedding_tensors, to_device
 from persia.errors import FailedPreconditionError
+from persia.observability.phases import NO_BATCH
 
 __all__ = ["PersiaTrainingBatch"]
 
@@ -35,6 +36,11 @@ class PersiaTrainingBatch:
     @property
     def batch_size(self) -> int:
         return self.dense.batch_size
+
+    @property
+    def traced_id(self) -> int:
+        """By which traces know it: evaluations have numbers of their own, that training's have, too."""
+        return NO_BATCH if self.lease is None else self.batch_id
 
     @property
     def meta(self) -> bytes | None:

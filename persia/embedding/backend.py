@@ -12,7 +12,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._native import BatchReference, EmbeddingClient, LookupResult, ReturnReport, TrainConfig
+from persia._native import (
+    BatchReference,
+    EmbeddedClient,
+    EmbeddingClient,
+    LookupResult,
+    ReturnReport,
+    TrainConfig,
+)
 
 __all__ = ["ClientBackend", "EmbeddingBackend", "SlotGradients"]
 
@@ -47,6 +54,10 @@ class EmbeddingBackend(Protocol):
 
     def sizes(self) -> list[int]:
         """Rows per parameter server."""
+
+    @property
+    def local_store(self) -> EmbeddedClient | None:
+        """The store behind it when that is in this process."""
 
     def close(self) -> None:
         """Ends connections; idempotent."""
@@ -90,6 +101,10 @@ class ClientBackend:
 
     def sizes(self) -> list[int]:
         return self._client.sizes(timeout_s=self._deadline_s)
+
+    @property
+    def local_store(self) -> EmbeddedClient | None:
+        return self._client if isinstance(self._client, EmbeddedClient) else None
 
     def close(self) -> None:
         """The client closes its connections when it is destroyed."""

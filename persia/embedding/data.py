@@ -1,21 +1,17 @@
-"""The batch a loader sends: ID features, dense features, labels and metadata, checked when it is built.
-
-ID features are held as compressed rows (ids, offsets), which is how they travel. Lists of one array a sample
-are joined natively: no loop over samples is written in Python.
-"""
+"""The batch a loader sends: ID features, dense features, labels and metadata, checked when it is built."""
 
 from __future__ import annotations
 
 import struct
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from persia import _native, env
-from persia.embedding.dense_codec import DTYPE_NAMES, DTYPES, DenseSection, decode_dense, encode_dense
+from persia import _native
+from persia.embedding.batch_checks import MAX_BATCH_SIZE, check_batch_size, list_of
+from persia.embedding.dense_codec import DenseSection, decode_dense, encode_dense
+from persia.embedding.dense_feature import Label, NdarrayDataBase, NonIDTypeFeature
+from persia.embedding.id_feature import IDTypeFeature, IDTypeFeatureWithSingleID
+from persia.embedding.strings import hash_strings
 from persia.errors import CorruptionError, FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 
 __all__ = [
@@ -26,164 +22,12 @@ __all__ = [
     "NdarrayDataBase",
     "NonIDTypeFeature",
     "PersiaBatch",
+    "hash_strings",
 ]
-
-MAX_BATCH_SIZE = 65535
 
 _MAGIC = 0x54414250  # "PBAT"
 _VERSION = 1
 _HEADER = struct.Struct("<4I2Q")  # magic, version, requires_grad, reserved, id_bytes, dense_bytes
-
-_Item = TypeVar("_Item")
-
-
-def _check_batch_size(batch_size: int, what: str) -> None:
-    if not 1 <= batch_size <= MAX_BATCH_SIZE:
-        raise InvalidArgumentError(
-            f"{what} has {batch_size} samples: a batch has 1 to {MAX_BATCH_SIZE}, split it"
-        )
-
-
-def _check_name(name: object) -> str:
-    if not isinstance(name, str) or not name:
-        raise InvalidTypeError(f"feature name is {name!r}: pass a non-empty str")
-    return name
-
-
-def _name_first(name: Any, data: Any) -> tuple[Any, Any]:
-    """Accepts (data, name) too, the order of the published documentation."""
-    return (data, name) if isinstance(data, str) and not isinstance(name, str) else (name, data)
-
-
-class IDTypeFeature:
-    """A slot's IDs for a batch, any number per sample.
-
-    Args:
-        name: the slot's name in the embedding config.
-        data: one 1-D uint64 array a sample; empty ones and duplicates are fine. (`IDTypeFeature(data, name)`,
-            the order in the published documentation, is accepted too.)
-
-    Attributes:
-        ids: uint64 [total].
-        offsets: uint32 [batch_size + 1]; sample i has ids[offsets[i]:offsets[i + 1]].
-
-    Raises:
-        InvalidTypeError: a sample is no uint64 array; names feature, sample and what was found.
-        InvalidArgumentError: a sample is not 1-D, no samples, or more than `MAX_BATCH_SIZE`.
-    """
-
-    def __init__(self, name: str, data: Sequence[NDArray[np.uint64]]) -> None:
-        name, data = _name_first(name, data)
-        self.name = _check_name(name)
-        samples = data if isinstance(data, list) else self._listed(data)
-        _check_batch_size(len(samples), f"feature {self.name!r}")
-        self.ids, self.offsets = _native.flatten_samples(self.name, samples)
-
-    def _listed(self, data: Any) -> list[NDArray[np.uint64]]:
-        if isinstance(data, np.ndarray) and data.ndim == 1 and data.dtype != object:
-            raise InvalidTypeError(
-                f"feature {self.name!r} is one 1-D array: pass a list of one array a sample, "
-                "or use IDTypeFeatureWithSingleID"
-            )
-        return _list_of(data, f"feature {self.name!r}", "1-D uint64 arrays, one a sample")
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.offsets) - 1
-
-
-class IDTypeFeatureWithSingleID(IDTypeFeature):
-    """A slot's IDs for a batch, exactly one per sample.
-
-    Args:
-        name: the slot's name in the embedding config.
-        data: uint64 [batch_size].
-
-    Raises:
-        InvalidTypeError: not a 1-D uint64 array.
-        InvalidArgumentError: no samples, or more than `MAX_BATCH_SIZE`.
-    """
-
-    def __init__(self, name: str, data: NDArray[np.uint64]) -> None:
-        name, data = _name_first(name, data)
-        self.name = _check_name(name)
-        if not env.skip_check_data():
-            self._check(data)
-        try:
-            self.ids = np.ascontiguousarray(data, dtype=np.uint64)
-        except (TypeError, ValueError, OverflowError) as error:  # unchecked, and no numbers
-            raise InvalidTypeError(f"feature {self.name!r} cannot be made uint64: {error}") from error
-        if self.ids.ndim != 1:
-            raise InvalidArgumentError(
-                f"feature {self.name!r} has shape {self.ids.shape}: pass a 1-D array, one ID a sample"
-            )
-        _check_batch_size(len(self.ids), f"feature {self.name!r}")
-        self.offsets = np.arange(len(self.ids) + 1, dtype=np.uint32)
-
-    def _check(self, data: object) -> None:
-        if not isinstance(data, np.ndarray):
-            raise InvalidTypeError(
-                f"feature {self.name!r} is a {type(data).__name__}: pass a numpy array of uint64"
-            )
-        if data.ndim != 1 or data.dtype != np.uint64:
-            raise InvalidTypeError(
-                f"feature {self.name!r} has shape {data.shape} and dtype {data.dtype}: "
-                "pass a 1-D array of uint64, for instance .reshape(-1).astype(np.uint64)"
-            )
-
-
-class NdarrayDataBase:
-    """A named array whose first dimension is the batch.
-
-    Args:
-        data: [batch_size, ...] of bool, int8/16/32/64, uint8/16/32 or float16/32/64.
-        name: for people; the class' default name when None.
-
-    Raises:
-        InvalidTypeError: not an array, or of another dtype.
-        InvalidArgumentError: a scalar, or a batch size out of range.
-    """
-
-    DEFAULT_NAME = "ndarray_base"
-
-    def __init__(self, data: NDArray[Any], name: str | None = None) -> None:
-        self.name = self.DEFAULT_NAME if name is None else _check_name(name)
-        what = f"{type(self).__name__} {self.name!r}"
-        if not env.skip_check_data():
-            self._check(data, what)
-        try:
-            self.data = np.asarray(data)  # an array stays itself
-        except ValueError as error:  # unchecked, and not rectangular
-            raise InvalidTypeError(f"{what} cannot be made an array: {error}") from error
-        if self.data.ndim == 0:
-            raise InvalidArgumentError(f"{what} is a scalar: its first dimension must be the batch")
-        _check_batch_size(len(self.data), what)
-
-    @staticmethod
-    def _check(data: object, what: str) -> None:
-        if not isinstance(data, np.ndarray):
-            raise InvalidTypeError(f"{what} is a {type(data).__name__}: pass a numpy array")
-        if data.dtype not in DTYPES:
-            raise InvalidTypeError(f"{what} has dtype {data.dtype}: cast to one of {DTYPE_NAMES}")
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.data)
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-
-class Label(NdarrayDataBase):
-    """A target; see `NdarrayDataBase`."""
-
-    DEFAULT_NAME = "label_anonymous"
-
-
-class NonIDTypeFeature(NdarrayDataBase):
-    """Dense features; see `NdarrayDataBase`. One array of many columns is cheaper than many arrays."""
-
-    DEFAULT_NAME = "non_id_type_feature_anonymous"
 
 
 class PersiaBatch:
@@ -211,11 +55,11 @@ class PersiaBatch:
         requires_grad: bool = True,
         meta: bytes | str | None = None,
     ) -> None:
-        self.id_type_features = _list_of(id_type_features, "id_type_features", "IDTypeFeature objects")
-        self.non_id_type_features = _list_of(
+        self.id_type_features = list_of(id_type_features, "id_type_features", "IDTypeFeature objects")
+        self.non_id_type_features = list_of(
             non_id_type_features, "non_id_type_features", "NonIDTypeFeature objects"
         )
-        self.labels = _list_of(labels, "labels", "Label objects")
+        self.labels = list_of(labels, "labels", "Label objects")
         self.requires_grad = bool(requires_grad)
         self.meta = _meta_bytes(meta)
         if not self.id_type_features:
@@ -247,7 +91,7 @@ class PersiaBatch:
                 raise InvalidArgumentError(f"ID feature {name!r} occurs {count} times in the batch: keep one")
 
     def _check_sizes(self) -> None:
-        _check_batch_size(self.batch_size, "the batch")
+        check_batch_size(self.batch_size, "the batch")
         items: list[IDTypeFeature | NdarrayDataBase]
         items = [*self.id_type_features, *self.non_id_type_features, *self.labels]
         for item in items:
@@ -257,10 +101,15 @@ class PersiaBatch:
                     f"in a batch of {self.batch_size}"
                 )
 
+    @property
+    def num_ids(self) -> int:
+        """IDs of all features, repetitions counted."""
+        return sum(len(feature.ids) for feature in self.id_type_features)
+
     def encode_id_features(self) -> bytes:
         """The ID features as the wire format's "ID features"."""
         return _native.encode_id_features(
-            self.batch_size, [(f.name, f.ids, f.offsets) for f in self.id_type_features]
+            self.batch_size, [(f.name, f.ids, f.offsets, f.weights) for f in self.id_type_features]
         )
 
     def encode_dense(self) -> bytes:
@@ -324,21 +173,9 @@ def _meta_bytes(meta: object) -> bytes | None:
     )
 
 
-def _list_of(items: Sequence[_Item] | None, what: str, of: str) -> list[_Item]:
-    try:
-        return [] if items is None else list(items)
-    except TypeError as error:
-        raise InvalidTypeError(f"{what} is a {type(items).__name__}: pass a list of {of}") from error
-
-
 def _decode_id_features(message: memoryview) -> list[IDTypeFeature]:
     try:
         decoded = _native.decode_id_features(message)
     except InvalidArgumentError as error:  # well-formed, but for instance with a name twice
         raise CorruptionError(f"the bytes decode, but to no valid batch: {error}") from error
-    features = []
-    for name, ids, offsets in decoded:
-        feature = IDTypeFeature.__new__(IDTypeFeature)
-        feature.name, feature.ids, feature.offsets = name, ids, offsets
-        features.append(feature)
-    return features
+    return [IDTypeFeature._of(*feature) for feature in decoded]

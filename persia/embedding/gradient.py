@@ -11,6 +11,7 @@ import dataclasses
 import threading
 from collections.abc import Callable
 
+from persia._native import TracedBatch
 from persia.embedding.backend import EmbeddingBackend, SlotGradients
 from persia.embedding.bounded_queue import BoundedQueue, QueueClosed
 from persia.embedding.counters import Counters
@@ -143,7 +144,8 @@ class GradientReturner:
 
     def _send(self, job: _Job) -> None:
         try:
-            report = self._backend.return_gradients(job.lease.reference, job.gradients, scale=job.scale)
+            with TracedBatch(job.lease.batch_id):
+                report = self._backend.return_gradients(job.lease.reference, job.gradients, scale=job.scale)
         except Exception as failure:
             self._done(job.lease, with_batch_id(failure, "the gradient", job.lease.batch_id))
         else:

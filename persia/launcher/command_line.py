@@ -25,6 +25,12 @@ _SUBCOMMANDS = {
     "embedding-worker": "embedding_worker",
     "data-loader": "data_loader",
     "nn-worker": "nn_worker",
+    "status": "status",
+    "doctor": "doctor",
+    "trace": "trace",
+    "checkpoint": "checkpoint",
+    "serve": "serve",
+    "torchserve-archive": "torchserve_archive",
 }
 
 
@@ -67,6 +73,16 @@ def cli() -> None:
       persia-launcher embedding-worker --embedding-config ... --global-config ...
       persia-launcher data-loader data_loader.py
       persia-launcher nn-worker train.py
+
+    \b
+    And look at a job that runs:
+      persia-launcher status       # rates, queues, staleness, memory; --once, --json
+      persia-launcher trace        # the phases of some batches, for ui.perfetto.dev
+      persia-launcher doctor       # what is wrong with this machine or the settings
+
+    \b
+    And use what it has trained:
+      persia-launcher serve model/ --embedding-config ...    # predictions over gRPC
 
     Jobs that share a NATS server need different names: PERSIA_JOB_NAME.
     """

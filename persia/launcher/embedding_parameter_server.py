@@ -13,6 +13,11 @@ __all__ = ["command"]
 
 @click.command("embedding-parameter-server")
 @server_options(default_port=8888, embedding_config_required=False)
+@click.option(
+    "--checkpoint",
+    metavar="LOCATION",
+    help="Load this checkpoint and only answer lookups, without a broker: a server of an inference job.",
+)
 def command(**options: Any) -> None:
     """Run an embedding parameter server, which holds a share of the embedding rows.
 

@@ -13,6 +13,14 @@ __all__ = ["command"]
 
 @click.command("embedding-worker")
 @server_options(default_port=8887, embedding_config_required=True)
+@click.option(
+    "--parameter-server",
+    "parameter_servers",
+    multiple=True,
+    metavar="HOST:PORT",
+    help="A worker of an inference job, without a broker: a parameter server of it; give it once for each, "
+    "in the order of their replica indices.",
+)
 def command(**options: Any) -> None:
     """Run an embedding worker, which prepares the embeddings of batches from the rows of the parameter
     servers.

@@ -25,6 +25,8 @@ _OF_ONE_PROCESS = (
     "REPLICA_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "PERSIA_METRICS_PORT",
+    "PERSIA_HEALTH_PORT",
 )
 
 
@@ -63,7 +65,7 @@ class JobSpecs:
         """`env` is added to the job's."""
         options = ("--replica-index", str(index), "--replica-size", str(replicas))
         command = (*self.launcher, "data-loader", *options, script, *arguments)
-        return ProcessSpec(name=f"data-loader-{index}", command=command, env={**self.env, **env})
+        return ProcessSpec(name=f"data-loader-{index}", command=command, env={**self._script_env, **env})
 
     def nn_worker(
         self, script: str, arguments: Sequence[str], nproc_per_node: int, env: Mapping[str, str]
@@ -71,7 +73,13 @@ class JobSpecs:
         """All ranks, one process of the supervisor. `env` is added to the job's."""
         options = ("--nproc-per-node", str(nproc_per_node))
         command = (*self.launcher, "nn-worker", *options, script, *arguments)
-        return ProcessSpec(name=NN_WORKER, command=command, env={**self.env, **env})
+        return ProcessSpec(name=NN_WORKER, command=command, env={**self._script_env, **env})
+
+    @property
+    def _script_env(self) -> dict[str, str]:
+        """Scripts have no option for the global config; they take its metrics settings."""
+        config = {} if self.global_config is None else {"PERSIA_GLOBAL_CONFIG": self.global_config}
+        return {**self.env, **config}
 
     def _server(self, role: str, index: int, replicas: int) -> ProcessSpec:
         command = (

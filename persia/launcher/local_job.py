@@ -96,6 +96,8 @@ def _stop(number: int, _frame: object) -> None:
 
 def _start(job: LocalJob, supervisor: Supervisor, folder: Path) -> None:
     nats_url = job.nats_url or start_local_nats(supervisor, folder)
+    watched_as = f"PERSIA_NATS_URL={nats_url} PERSIA_JOB_NAME={job.job_name}"
+    click.secho(f"watch it: {watched_as} persia-launcher status", err=True)
     env = job_environment(nats_url=nats_url, job_name=job.job_name, extra={})
     specs = JobSpecs(env=env, global_config=job.global_config, embedding_config=job.embedding_config)
     for index in range(job.parameter_servers):

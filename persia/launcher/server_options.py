@@ -7,7 +7,17 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["server_options"]
+__all__ = ["port_or_off", "server_options"]
+
+
+def port_or_off(_ctx: click.Context, _param: click.Parameter, value: str) -> int | None:
+    """Of an option that takes a port number, or "off" for None."""
+    if value == "off":
+        return None
+    if not value.isdecimal() or int(value) > 65535:
+        raise click.BadParameter(f"{value!r} is neither a port number nor 'off'")
+    return int(value)
+
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -58,6 +68,23 @@ def server_options(*, default_port: int, embedding_config_required: bool) -> Cal
             default=1,
             show_default=True,
             help="Number of replicas of the job.",
+        ),
+        click.option(
+            "--metrics-port",
+            callback=port_or_off,
+            envvar="PERSIA_METRICS_PORT",
+            show_envvar=True,
+            default="0",
+            show_default=True,
+            metavar="PORT|off",
+            help="Port of /metrics, /status and /readyz, on the same address; 0 takes a free one.",
+        ),
+        click.option(
+            "--health-port",
+            type=click.IntRange(0, 65535),
+            envvar="PERSIA_HEALTH_PORT",
+            show_envvar=True,
+            help="Port of the gRPC health service (grpc.health.v1); without it there is none.",
         ),
     )
 

@@ -12,15 +12,16 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial
 
 from persia.errors import CorruptionError, DeadlineExceededError, FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
+from persia.messaging.interface import Session
 from persia.messaging.payloads import json_int, json_object
-from persia.messaging.session import NatsSession, Registration
-from persia.messaging.subjects import ROLES
+from persia.messaging.registration import Registration
+from persia.messaging.subjects import EMBEDDING_WORKER, ROLES
 
 __all__ = ["Announcer", "Directory", "EventKind", "ServiceEvent", "ServiceInfo"]
 
@@ -47,6 +48,7 @@ class ServiceInfo:
     address: str = ""  # "host:port" of its RPC; empty when it has none
     schema: str = ""  # hash of the embedding config; empty when it has none
     pid: int = 0
+    status_address: str = ""  # "host:port" of its HTTP port with metrics and status; empty when it has none
 
     def encode(self) -> bytes:
         return json.dumps({**asdict(self), "incarnation": f"{self.incarnation:016x}"}).encode()
@@ -55,7 +57,8 @@ class ServiceInfo:
     def decode(cls, payload: bytes) -> ServiceInfo:
         """Raises `CorruptionError` on anything that a service could not have sent."""
         values = json_object(payload, "service info")
-        texts = {key: values.get(key) for key in ("role", "incarnation", "address", "schema")}
+        text_keys = ("role", "incarnation", "address", "schema", "status_address")
+        texts = {key: values.get(key) for key in text_keys}
         for key, text in texts.items():
             if not isinstance(text, str):
                 raise CorruptionError(f"service info: {key} is {text!r}, not a text")
@@ -73,6 +76,7 @@ class ServiceInfo:
             address=str(texts["address"]),
             schema=str(texts["schema"]),
             pid=pid,
+            status_address=str(texts["status_address"]),
         )
 
     def __str__(self) -> str:
@@ -101,7 +105,7 @@ class ServiceEvent:
 class Announcer:
     """Makes this process known as a service: hello at the start, answers to who, bye at the end."""
 
-    def __init__(self, session: NatsSession, info: ServiceInfo) -> None:
+    def __init__(self, session: Session, info: ServiceInfo) -> None:
         self.info = info
         self._session = session
         self._payload = info.encode()
@@ -125,6 +129,11 @@ class Announcer:
         self._is_accepted = True
         self._registrations.append(self._session.on_reconnect(self._say_hello))
         self._say_hello()
+
+    def set_replicas(self, replicas: int) -> None:
+        """What this service says from now on about how many replicas its role has."""
+        self.info = replace(self.info, replicas=replicas)
+        self._payload = self.info.encode()
 
     def stop(self) -> None:
         """Says bye. Does nothing when not announced; never raises, as it runs while things end."""
@@ -164,7 +173,7 @@ class Announcer:
 class Directory:
     """Finds the services of a job. Thread-safe."""
 
-    def __init__(self, session: NatsSession) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
 
     def wait_for(
@@ -218,6 +227,11 @@ class Directory:
         replies = self._session.request_many(self._session.subjects.who(role), b"", timeout_s, enough=is_it)
         return next((info for info in _decode_all(replies) if info.index == index), None)
 
+    def present(self, role: str, window_s: float) -> list[ServiceInfo]:
+        """The replicas of `role` that answer within `window_s`, by index; not waiting for any."""
+        replies = self._session.request_many(self._session.subjects.who(role), b"", window_s)
+        return sorted(_decode_all(replies), key=lambda info: info.index)
+
 
 class _Search:
     """The answers of one `wait_for`. Filled on the session's loop, read by the caller between rounds."""
@@ -262,7 +276,7 @@ class _Search:
         return replicas > 0 and all(index in self._found for index in range(replicas))
 
     def _check_caller(self, info: ServiceInfo) -> None:
-        if self._expected is not None and info.replicas != self._expected:
+        if self._expected is not None and info.replicas != self._expected and info.role != EMBEDDING_WORKER:
             raise FailedPreconditionError(
                 f"{info} was started with {info.replicas} replicas, {self._expected} are expected here: "
                 "use the same --replica-size everywhere"
@@ -296,7 +310,7 @@ class _WaitReport:
 class _Watch:
     """Turns hello, bye and the answers after a reconnect into one event for each incarnation."""
 
-    def __init__(self, session: NatsSession, role: str, callback: Callable[[ServiceEvent], None]) -> None:
+    def __init__(self, session: Session, role: str, callback: Callable[[ServiceEvent], None]) -> None:
         self._session = session
         self._role = role
         self._callback = callback
@@ -353,7 +367,8 @@ def _decode_incarnation(text: str) -> int:
 
 
 def _check_agreement(one: ServiceInfo, other: ServiceInfo) -> None:
-    if one.replicas != other.replicas:
+    # Embedding workers may come and go while a job runs, so that the latest knows of the most.
+    if one.replicas != other.replicas and one.role != EMBEDDING_WORKER:
         raise FailedPreconditionError(
             f"{one} and {other} disagree about the number of replicas, {one.replicas} and {other.replicas}: "
             "start all with the same --replica-size"

@@ -144,6 +144,11 @@ class NatsSession:
         self._check_size(subject, payload)
         return self._call(self._request_many(subject, payload, window_s, enough), window_s)
 
+    @property
+    def max_payload(self) -> int:
+        """Bytes of a message that the broker takes; known once connected."""
+        return self._client.max_payload
+
     def publish(self, subject: str, payload: bytes) -> None:
         """Sends `payload` to whoever listens, at most once; returns when the broker has it.
 

@@ -15,6 +15,7 @@ __all__ = [
     "EMBEDDING_WORKER",
     "NN_WORKER",
     "ROLES",
+    "SERVING",
     "Subjects",
 ]
 
@@ -22,7 +23,8 @@ EMBEDDING_PARAMETER_SERVER = "embedding-parameter-server"
 EMBEDDING_WORKER = "embedding-worker"
 NN_WORKER = "nn-worker"
 DATA_LOADER = "data-loader"
-ROLES = (EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER, DATA_LOADER)
+SERVING = "serving"  # persia-launcher serve
+ROLES = (EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER, DATA_LOADER, SERVING)
 
 # A dot, a wildcard or a blank in the job's name would make its subjects match those of another job.
 _JOB_NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -62,6 +64,15 @@ class Subjects:
     def end(self, rank: int) -> str:
         """End-of-stream messages for an NN worker."""
         return f"{self._prefix}.end.{_checked_index(rank)}"
+
+    def checkpoint(self, server_index: int) -> str:
+        """Dumps and loads of a parameter server."""
+        return f"{self._prefix}.checkpoint.{_checked_index(server_index)}"
+
+    @property
+    def training_dump(self) -> str:
+        """Dumps of dense part and rows, by rank 0."""
+        return f"{self._prefix}.checkpoint.training"
 
     def _of_role(self, verb: str, role: str) -> str:
         if role not in ROLES:

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import random
+import time
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from persia import env
 from persia.config import GlobalConfig, SlotsConfig, load_embedding_config, load_global_config
-from persia.errors import ConfigError, PersiaError, ResourceExhaustedError
+from persia.embedding.deadline import Deadline
+from persia.errors import ConfigError, PersiaError
 from persia.logger import get_default_logger, set_role
-from persia.messaging.discovery import Directory, EventKind, ServiceEvent, ServiceInfo
-from persia.messaging.payloads import IdsReply, IdsRequest, ReplyStatus
+from persia.messaging.discovery import Announcer, Directory, EventKind, ServiceEvent, ServiceInfo
+from persia.messaging.ids_responder import IdsResponder, RegisterIds
+from persia.messaging.interface import Session
 from persia.messaging.session import NatsSession
-from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
-from persia.roles.lifetime import DRAIN_S, announced, connected, stopped_by_signals, wait_for_stop
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
+from persia.observability.sources import EmbeddingWorkerSource
+from persia.roles import inference
+from persia.roles.lifetime import DRAIN_S, announced, connected, observed, stopped_by_signals, wait_for_stop
 from persia.roles.options import ServerOptions
 
 if TYPE_CHECKING:
     from persia._native import EmbeddingWorker
 
-__all__ = ["IdsResponder", "ServerLinks", "run_embedding_worker"]
+__all__ = ["ServerLinks", "count_workers", "drain", "run_embedding_worker"]
 
-_RETRY_MS = (5, 20)  # loaders that were refused together come back at different times
+_WHO_S = 0.5
+_POLL_S = 0.05
 
 
 def run_embedding_worker(options: ServerOptions) -> None:
@@ -30,18 +36,28 @@ def run_embedding_worker(options: ServerOptions) -> None:
     if options.embedding_config is None:
         raise ConfigError("the embedding worker needs --embedding-config (PERSIA_EMBEDDING_CONFIG)")
     config = load_global_config(options.global_config) if options.global_config else GlobalConfig()
+    config = inference.config_of(options, config)
     slots = load_embedding_config(options.embedding_config)
-    nats_url = env.require_nats_url()
     set_role(EMBEDDING_WORKER, options.replica_index)
     name = f"{EMBEDDING_WORKER} {options.replica_index}"
+    if config.common_config.job_type == inference.JOB_TYPE:
+        with stopped_by_signals(name):
+            worker = _make_worker(options, config, slots, len(inference.inference_servers(config)))
+            source = EmbeddingWorkerSource(worker, options.replica_index, options.replica_size)
+            inference.serve_lookups(worker, source, options, config)
+        return
+    nats_url = env.require_nats_url()
     with stopped_by_signals(name), ExitStack() as stack:
         session = stack.enter_context(connected(nats_url, name))
         worker = _start_with_servers(stack, session, options, config, slots)
         port = worker.start(options.host, options.port)
         stack.callback(worker.stop, DRAIN_S)
-        ids = session.respond(session.subjects.ids(options.replica_index), IdsResponder(worker))
+        stack.callback(drain, worker, session)
+        ids = session.respond(session.subjects.ids(options.replica_index), IdsResponder(_registering(worker)))
         stack.callback(ids.close)
-        stack.enter_context(
+        source = EmbeddingWorkerSource(worker, options.replica_index, options.replica_size)
+        observer = stack.enter_context(observed(source, session, options, config))
+        announcer = stack.enter_context(
             announced(
                 session,
                 EMBEDDING_WORKER,
@@ -49,8 +65,11 @@ def run_embedding_worker(options: ServerOptions) -> None:
                 incarnation=worker.incarnation,
                 port=port,
                 schema=slots.schema_hash(),
+                observer=observer,
             )
         )
+        watch = Directory(session).watch(EMBEDDING_WORKER, partial(count_workers, announcer))
+        stack.callback(watch.close)
         wait_for_stop()
 
 
@@ -91,6 +110,47 @@ def _make_worker(
     )
 
 
+def count_workers(announcer: Announcer, event: ServiceEvent) -> None:
+    """Workers may come while a job runs, and go from the highest number down: newcomers ask how many."""
+    worker, replicas = event.info, announcer.info.replicas
+    if event.kind is EventKind.HELLO:
+        announcer.set_replicas(max(replicas, worker.replicas))
+    elif worker.index == replicas - 1 and worker.index > announcer.info.index:
+        announcer.set_replicas(replicas - 1)
+
+
+def drain(worker: EmbeddingWorker, session: Session) -> None:
+    """Serves on until no batch waits for its lookup or its gradients, or no NN worker is there to send them.
+
+    Called when no more batches are registered. Whoever has sent SIGTERM may still kill, after its own grace.
+    """
+    deadline, reported = Deadline(env.get_deadline_s()), False
+    while not deadline.over:
+        stats = worker.stats()
+        num_batches = stats["num_buffered"] + stats["num_in_flight"]
+        if num_batches == 0:
+            return
+        if not _nn_worker_answers(session):
+            get_default_logger().info("%d batches are given up: no NN worker answers", num_batches)
+            return
+        if not reported:
+            get_default_logger().info("%d batches are still served before the end", num_batches)
+            reported = True
+        time.sleep(_POLL_S)
+    get_default_logger().warning("%d batches are given up after PERSIA_DEADLINE_SEC", num_batches)
+
+
+def _nn_worker_answers(session: Session) -> bool:
+    try:
+        return bool(session.request_many(session.subjects.who(NN_WORKER), b"", _WHO_S, enough=bool))
+    except PersiaError:  # the broker has ended first
+        return False
+
+
+def _registering(worker: EmbeddingWorker) -> RegisterIds:
+    return lambda loader, ids: (worker.incarnation, worker.register_batch(loader, ids))
+
+
 class ServerLinks:
     """Keeps the worker's addresses of the parameter servers up to date. Idempotent.
 
@@ -126,23 +186,3 @@ class ServerLinks:
                 "%s has restarted: the rows that it held are lost, except those of a checkpoint loaded since",
                 server,
             )
-
-
-class IdsResponder:
-    """Answers loaders: registers their ID features, or says why not. Called on several threads."""
-
-    def __init__(self, worker: EmbeddingWorker) -> None:
-        self._worker = worker
-
-    def __call__(self, payload: bytes) -> bytes:
-        return self._register(payload).encode()
-
-    def _register(self, payload: bytes) -> IdsReply:
-        try:
-            request = IdsRequest.decode(payload)
-            reference = self._worker.register_batch(request.loader_index, request.id_features)
-        except ResourceExhaustedError:
-            return IdsReply(ReplyStatus.FULL, retry_ms=random.randint(*_RETRY_MS))
-        except PersiaError as error:
-            return IdsReply(ReplyStatus.ERROR, message=str(error))
-        return IdsReply(ReplyStatus.OK, worker_incarnation=self._worker.incarnation, reference=reference)

@@ -9,12 +9,17 @@ import threading
 from collections.abc import Iterator
 
 from persia import env
+from persia.config import GlobalConfig
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Announcer, ServiceInfo
+from persia.messaging.interface import Session
 from persia.messaging.session import NatsSession
+from persia.observability.process import ProcessObserver
+from persia.observability.settings import ObservabilitySettings
+from persia.observability.sources import Source
 from persia.roles.options import ServerOptions
 
-__all__ = ["DRAIN_S", "announced", "connected", "stopped_by_signals", "wait_for_stop"]
+__all__ = ["DRAIN_S", "announced", "connected", "observed", "stopped_by_signals", "wait_for_stop"]
 
 # How long a server that stops answers what it was asked before: whoever sends SIGTERM kills seconds later.
 DRAIN_S = 1.5
@@ -61,8 +66,15 @@ def connected(nats_url: str, name: str) -> Iterator[NatsSession]:
 
 @contextlib.contextmanager
 def announced(
-    session: NatsSession, role: str, options: ServerOptions, *, incarnation: int, port: int, schema: str
-) -> Iterator[None]:
+    session: NatsSession,
+    role: str,
+    options: ServerOptions,
+    *,
+    incarnation: int,
+    port: int,
+    schema: str,
+    observer: ProcessObserver,
+) -> Iterator[Announcer]:
     """Makes the server known for the time of the block. Enter it when the server is ready for requests."""
     info = ServiceInfo(
         role=role,
@@ -72,11 +84,30 @@ def announced(
         address=f"{env.get_advertise_host(options.host)}:{port}",
         schema=schema,
         pid=os.getpid(),
+        status_address=observer.address,
     )
     announcer = Announcer(session, info)
     announcer.start()
+    observer.serving = True
     try:
         get_default_logger().info("%s is ready", info)
-        yield
+        yield announcer
     finally:
+        observer.serving = False
         announcer.stop()
+
+
+def observed(
+    source: Source, session: Session, options: ServerOptions, config: GlobalConfig
+) -> ProcessObserver:
+    """Metrics, status and health of a server; a context manager."""
+    settings = ObservabilitySettings(
+        metrics=config.common_config.metrics_config,
+        host=options.host,
+        port=options.metrics_port,
+        health_port=options.health_port,
+        gateway=env.get_metrics_gateway(),
+        otlp_endpoint=env.get_otlp_endpoint(),
+        otlp_trace_one_in=env.get_otlp_trace_one_in(),
+    )
+    return ProcessObserver(source, session, settings)

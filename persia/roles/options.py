@@ -19,6 +19,11 @@ class ServerOptions:
     global_config: str | None = None
     replica_index: int = 0
     replica_size: int = 1
+    metrics_port: int | None = 0  # of metrics and status; None: not shown
+    health_port: int | None = None  # of the gRPC health service; None: there is none
+    # Of an inference job; they win over the global config's `infer_config`.
+    checkpoint: str | None = None  # a parameter server: what it loads
+    parameter_servers: tuple[str, ...] = ()  # an embedding worker: "host:port" of them, by replica index
 
     def __post_init__(self) -> None:
         if not 0 <= self.replica_index < self.replica_size:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from persia import env
-from persia.config import GlobalConfig, load_embedding_config, load_global_config
+from persia.checkpoint.schema import RowSchema
+from persia.checkpoint.server_changes import IncrementalSettings, ServerChanges
+from persia.checkpoint.server_job import ServerShare
+from persia.checkpoint.service import CheckpointService
+from persia.config import GlobalConfig, SlotsConfig, load_embedding_config, load_global_config
 from persia.logger import set_role
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
-from persia.roles.lifetime import DRAIN_S, announced, connected, stopped_by_signals, wait_for_stop
+from persia.observability.sources import ParameterServerSource
+from persia.roles import inference
+from persia.roles.lifetime import DRAIN_S, announced, connected, observed, stopped_by_signals, wait_for_stop
 from persia.roles.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -21,15 +28,33 @@ __all__ = ["run_parameter_server"]
 def run_parameter_server(options: ServerOptions) -> None:
     """Serves until SIGTERM or SIGINT. What is wrong in `options` is found before anything starts."""
     config = load_global_config(options.global_config) if options.global_config else GlobalConfig()
-    schema = load_embedding_config(options.embedding_config).schema_hash() if options.embedding_config else ""
-    nats_url = env.require_nats_url()
+    config = inference.config_of(options, config)
+    slots = load_embedding_config(options.embedding_config) if options.embedding_config else None
     set_role(EMBEDDING_PARAMETER_SERVER, options.replica_index)
     name = f"{EMBEDDING_PARAMETER_SERVER} {options.replica_index}"
+    if config.common_config.job_type == inference.JOB_TYPE:
+        with stopped_by_signals(name):
+            server = _make_server(options, config)
+            source = ParameterServerSource(server, options.replica_index, options.replica_size)
+            share = _share(server, options, config, slots)
+            beside = functools.partial(_make_server, options, config)
+            inference.serve_rows(server, share, source, options, config, beside)
+        return
+    nats_url = env.require_nats_url()
     with stopped_by_signals(name), ExitStack() as stack:
         server = _make_server(options, config)
         port = server.start(options.host, options.port)
         stack.callback(server.stop, DRAIN_S)
+        # At once: to connect may take long, and who knows this address of before may begin to update.
+        changes = ServerChanges(server, IncrementalSettings.of(config))
         session = stack.enter_context(connected(nats_url, name))
+        share = _share(server, options, config, slots)
+        source = ParameterServerSource(server, options.replica_index, options.replica_size, share.log)
+        observer = stack.enter_context(observed(source, session, options, config))
+        checkpoints = CheckpointService(share, changes)
+        stack.callback(checkpoints.close)
+        requests = session.respond(session.subjects.checkpoint(options.replica_index), checkpoints.handle)
+        stack.callback(requests.close)
         stack.enter_context(
             announced(
                 session,
@@ -37,7 +62,8 @@ def run_parameter_server(options: ServerOptions) -> None:
                 options,
                 incarnation=server.incarnation,
                 port=port,
-                schema=schema,
+                schema="" if slots is None else slots.schema_hash(),
+                observer=observer,
             )
         )
         wait_for_stop()
@@ -52,4 +78,17 @@ def _make_server(options: ServerOptions, config: GlobalConfig) -> ParameterServe
         replica_size=options.replica_size,
         capacity=section.capacity,
         num_internal_shards=section.num_hashmap_internal_shards,
+        read_only=config.common_config.job_type == inference.JOB_TYPE,
+    )
+
+
+def _share(
+    server: ParameterServer, options: ServerOptions, config: GlobalConfig, slots: SlotsConfig | None
+) -> ServerShare:
+    return ServerShare(
+        store=server,
+        index=options.replica_index,
+        replicas=options.replica_size,
+        schema=None if slots is None else RowSchema.of(slots),
+        num_threads=config.common_config.checkpointing_config.num_workers,
     )

@@ -25,15 +25,14 @@ class Job:
         self._output = output
         self._nproc = nproc
 
-    def start(self, loaders: Sequence[Sequence[str]], arguments: Sequence[str]) -> None:
+    def start(self, loaders: Sequence[Sequence[str]], arguments: Sequence[str], script: str) -> None:
         for index, options in enumerate(loaders):
-            script = JOBS / "loader.py"
             process = self.cluster.start_loader(
-                script, *options, replica_index=index, replica_size=len(loaders)
+                JOBS / "loader.py", *options, replica_index=index, replica_size=len(loaders)
             )
             self.loaders.append(process)
         options = ("--output", str(self._output), *arguments)
-        self.nn_worker = self.cluster.start_nn_worker(JOBS / "train.py", *options, nproc=self._nproc)
+        self.nn_worker = self.cluster.start_nn_worker(JOBS / script, *options, nproc=self._nproc)
 
     def finish_nn_worker(self) -> int:
         """Waits for the ranks; returns the exit code."""
@@ -58,7 +57,13 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     with contextlib.ExitStack() as stack:
         number = iter(range(1000))
 
-        def start(*arguments: str, loaders: Sequence[Sequence[str]], nproc: int = 1, **cluster: Any) -> Job:
+        def start(
+            *arguments: str,
+            loaders: Sequence[Sequence[str]],
+            nproc: int = 1,
+            script: str = "train.py",
+            **cluster: Any,
+        ) -> Job:
             env = {
                 "PERSIA_LOADER_SILENCE_SEC": "2",
                 "PERSIA_DEADLINE_SEC": "30",
@@ -67,7 +72,7 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
             }
             made = stack.enter_context(LocalCluster(embedding_config=EMBEDDING_CONFIG, env=env, **cluster))
             job = Job(made, tmp_path / f"job{next(number)}", nproc)
-            job.start(loaders, arguments)
+            job.start(loaders, arguments, script)
             return job
 
         yield start

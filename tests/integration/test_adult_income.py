@@ -34,7 +34,7 @@ def demo_command(output: Path, *arguments: str) -> list[str]:
 
 
 def demo_environment(**changes: str) -> dict[str, str]:
-    settings = ("ADULT_SOURCE", "REPRODUCIBLE", "EMBEDDING_STALENESS", "SEED")
+    settings = ("ADULT_SOURCE", "REPRODUCIBLE", "EMBEDDING_STALENESS", "SEED", "PERSIA_NATS_URL")
     return {name: value for name, value in os.environ.items() if name not in settings} | changes
 
 
@@ -90,6 +90,26 @@ def test_demo_reaches_the_published_auc(output: Path) -> None:
     assert summary["embedding_staleness"] == 1
     assert summary["num_embeddings"] == 102  # All categories of the eight columns.
     assert f"{summary['test_auc']:.7f}" in finished.stdout
+
+
+def test_training_script_alone_reaches_it_too(output: Path) -> None:
+    source = adult_source()
+    if source is None:
+        pytest.skip("no UCI Adult files: set ADULT_SOURCE to a folder that has adult.data and adult.test")
+    settings = {"ADULT_DATA": str(output / "data"), "ADULT_OUTPUT": str(output), "REPRODUCIBLE": "1"}
+    finished = subprocess.run(
+        [sys.executable, str(EXAMPLE / "train.py")],
+        env=demo_environment(ADULT_SOURCE=str(source), OMP_NUM_THREADS="1", **settings),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "embedded mode" in finished.stderr
+    summary = check_summary(output)
+    assert summary["test_auc"] == 0.893743284110134  # what every cluster computes in reproducible mode
+    assert summary["num_embeddings"] == 102
 
 
 def test_demo_on_generated_data_does_not_pretend(output: Path) -> None:

@@ -38,7 +38,7 @@ def test_skipped_batches_are_counted_and_stop_nothing(run_job: Any) -> None:
     assert report["counters"]["batches_received"] == 30
 
 
-def test_reproducible_mode_is_bit_exact_for_any_number_of_servers(run_job: Any) -> None:
+def test_bug_22_reproducible_mode_is_bit_exact_for_any_number_of_servers(run_job: Any) -> None:
     runs = [
         run_job("--reproducible", loaders=[40], parameter_servers=servers, embedding_workers=workers).reports[
             0
@@ -50,3 +50,15 @@ def test_reproducible_mode_is_bit_exact_for_any_number_of_servers(run_job: Any) 
         assert other["digest"] == runs[0]["digest"]
     assert runs[0]["batch_ids"] == list(range(40))
     assert runs[0]["staleness"]["max"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bits_on_the_wire_train_nearly_the_same(
+    run_job: Any, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    (exact,) = run_job("--reproducible", loaders=[40]).reports
+    monkeypatch.setenv("PERSIA_WIRE_DTYPE", dtype)
+    (report,) = run_job("--reproducible", loaders=[40]).reports
+    assert report["losses"] != exact["losses"]
+    assert report["losses"] == pytest.approx(exact["losses"], rel=0.01, abs=1e-3)
+    assert report["counters"]["nonfinite_slots"] == 0

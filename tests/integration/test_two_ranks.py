@@ -25,3 +25,13 @@ def test_bounded_staleness_per_rank(run_job: Any) -> None:
     assert [report["counters"]["batches_trained"] for report in reports] == [30, 30]
     # The own bound is 1; between a lookup and its update the other rank may update.
     assert all(report["staleness"]["max"] <= 2 for report in reports)
+
+
+@pytest.mark.parametrize("lengths", [[20, 20], [25, 9]], ids=str)
+def test_synchronous_ranks_see_every_update_of_the_step_before(run_job: Any, lengths: list[int]) -> None:
+    reports = run_job("--consistency", "synchronous", loaders=lengths, nproc=2).reports
+    assert sum(report["counters"]["batches_trained"] for report in reports) == sum(lengths)
+    # The updates of one step come one after the other: only the other rank's may be between.
+    assert all(report["staleness"]["max"] <= 1 for report in reports)
+    assert all(report["max_in_flight"] <= 1 for report in reports)
+    assert reports[0]["digest"] == reports[1]["digest"]

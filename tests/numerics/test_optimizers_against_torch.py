@@ -57,6 +57,20 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] 
         {"optimizer": "adam", "lr": 0.01, "beta1": 0.8, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01},
         lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.8, 0.99), eps=1e-8, weight_decay=0.01),
     ),
+    "adamw": (
+        {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1},
+        lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    ),
+    "adamax": ({"optimizer": "adamax", "lr": 0.01}, lambda p: torch.optim.Adamax(p, lr=0.01)),
+    "rmsprop": (
+        {"optimizer": "rmsprop", "lr": 0.01, "alpha": 0.9, "momentum": 0.5, "weight_decay": 0.01},
+        lambda p: torch.optim.RMSprop(p, lr=0.01, alpha=0.9, momentum=0.5, weight_decay=0.01),
+    ),
+    "adadelta": ({"optimizer": "adadelta", "lr": 1.0}, lambda p: torch.optim.Adadelta(p, lr=1.0)),
+    "sgd nesterov": (
+        {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "nesterov": True},
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    ),
 }
 
 
@@ -72,8 +86,10 @@ def encode(data: list[NDArray[np.uint64]]) -> bytes:
     return encode_id_features(len(data), [("slot", np.concatenate(data), offsets)])
 
 
-def client(train: dict[str, Any], *, sqrt_scaling: bool = False) -> EmbeddedClient:
-    slot = SlotConfig(name="slot", dim=DIM, sqrt_scaling=sqrt_scaling, index_prefix=PREFIX)
+def client(
+    train: dict[str, Any], *, sqrt_scaling: bool = False, own: dict[str, object] | None = None
+) -> EmbeddedClient:
+    slot = SlotConfig(name="slot", dim=DIM, sqrt_scaling=sqrt_scaling, index_prefix=PREFIX, rows=own)
     made = EmbeddedClient(slots=[slot], feature_index_prefix_bit=8)
     made.configure(TrainConfig(**{"weight_bound": 0.0, **train}))
     return made
@@ -85,12 +101,17 @@ def lookup_rows(embeddings: EmbeddedClient) -> NDArray[np.float32]:
     return embeddings.lookup_direct(0, single, requires_grad=False).slots[0].rows.copy()
 
 
+@pytest.mark.parametrize("whose", ["job", "slot"])
 @pytest.mark.parametrize("sqrt_scaling", [False, True], ids=["sum", "sqrt"])
 @pytest.mark.parametrize("case", list(CASES))
-def test_rows_follow_torch(case: str, sqrt_scaling: bool) -> None:
+def test_rows_follow_torch(case: str, sqrt_scaling: bool, whose: str) -> None:
     train, make_optimizer = CASES[case]
     rng = np.random.default_rng(3)
-    embeddings = client(train, sqrt_scaling=sqrt_scaling)
+    if whose == "slot":
+        own = {"optimizer": {("name" if key == "optimizer" else key): train[key] for key in train}}
+        embeddings = client({"optimizer": "adagrad", "lr": 9.0}, sqrt_scaling=sqrt_scaling, own=own)
+    else:
+        embeddings = client(train, sqrt_scaling=sqrt_scaling)
     start = rng.normal(size=(NUM_ROWS, DIM)).astype(np.float32)
     # Rows come into being by a lookup; then they get values that are easy to tell apart.
     first = embeddings.lookup_direct(0, encode(samples(rng)), requires_grad=True)

@@ -61,5 +61,7 @@ def test_without_a_compiler_everything_is_named(
     build: ModuleType, compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
-    with pytest.raises(SystemExit, match=rf"apt-get install g\+\+ {build.PYTHON}-dev libasio-dev\n"):
+    with pytest.raises(
+        SystemExit, match=rf"apt-get install g\+\+ {build.PYTHON}-dev libasio-dev libzstd-dev libxxhash-dev\n"
+    ):
         build.check_requirements()

@@ -127,6 +127,9 @@ def test_what_is_no_url_of_a_broker(monkeypatch: pytest.MonkeyPatch, url: str) -
         (env.get_job_name, "PERSIA_JOB_NAME", "a.b"),
         (env.get_nats_url, "PERSIA_NATS_URL", "http://x"),
         (env.get_log_level, "LOG_LEVEL", "loud"),
+        (env.get_wire_dtype, "PERSIA_WIRE_DTYPE", "float8"),
+        (env.get_num_threads, "PERSIA_NUM_THREADS", "0"),
+        (env.get_num_threads, "PERSIA_NUM_THREADS", "all"),
         (env.get_deadline_s, "PERSIA_DEADLINE_SEC", "0"),
         (env.loader_silence_s, "PERSIA_LOADER_SILENCE_SEC", "soon"),
         (env.skip_check_data, "PERSIA_SKIP_CHECK_DATA", "yes"),
@@ -141,6 +144,13 @@ def test_settings_are_checked(
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=f"{variable}='{value}'"):
         getter()
+
+
+def test_threads_are_unset_or_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PERSIA_NUM_THREADS", raising=False)
+    assert env.get_num_threads() is None
+    monkeypatch.setenv("PERSIA_NUM_THREADS", "3")
+    assert env.get_num_threads() == 3
 
 
 def test_servers_are_advertised_where_they_listen(monkeypatch: pytest.MonkeyPatch) -> None:

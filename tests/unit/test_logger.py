@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from persia import logger as persia_logger
+from persia.errors import ConfigError
 
 
 @pytest.fixture
@@ -75,3 +77,32 @@ def test_the_first_default_logger_names_it(monkeypatch: pytest.MonkeyPatch, name
     first = persia_logger.get_default_logger(name)
     assert persia_logger.get_default_logger("other") is first
     assert persia_logger.get_logger(name) is first
+
+
+def test_json_lines_have_role_replica_and_batch(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(persia_logger, "_role", "")
+    monkeypatch.setattr(persia_logger, "_role_and_index", (None, None))
+    monkeypatch.setenv("PERSIA_LOG_FORMAT", "json")
+    log = persia_logger.setLogger(name)
+    log.info("no role yet")
+    persia_logger.set_role("nn-worker", 1)
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        log.exception("batch %d\nfailed", 17, extra={"batch_id": 17})
+    first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert "role" not in first
+    assert first["level"] == "info"
+    assert (second["role"], second["replica"], second["batch_id"]) == ("nn-worker", 1, 17)
+    assert second["message"] == "batch 17\nfailed"
+    assert second["exception"].endswith("ValueError: boom")
+    assert second["time"].endswith("+00:00")
+    assert second["place"].startswith("test_logger.py:")
+
+
+def test_another_log_format_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_LOG_FORMAT", "xml")
+    with pytest.raises(ConfigError, match="PERSIA_LOG_FORMAT='xml' must be text or json"):
+        persia_logger.setLogger(name)

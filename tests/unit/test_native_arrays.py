@@ -76,12 +76,13 @@ def test_a_wrong_number_of_dimensions() -> None:
 
 def test_round_trip() -> None:
     decoded = _native.decode_id_features(message())
-    assert [name for name, _, _ in decoded] == ["age", "clicks"]
-    for _, ids, offsets in decoded:
+    assert [name for name, _, _, _ in decoded] == ["age", "clicks"]
+    for _, ids, offsets, weights in decoded:
         np.testing.assert_array_equal(ids, IDS)
         np.testing.assert_array_equal(offsets, OFFSETS)
         assert ids.dtype == np.uint64
         assert offsets.dtype == np.uint32
+        assert weights is None
 
 
 @pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview, lambda m: memoryview(b"\0" + m)[1:]])

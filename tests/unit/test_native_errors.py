@@ -158,7 +158,16 @@ def test_a_server_refuses_options_when_it_is_made(options: dict[str, int]) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "ftrl"}, "'ftrl' is not one of sgd"),
+        ({"optimizer": "lion"}, "'lion' is not one of sgd"),
+        ({"optimizer": "sgd", "momentun": 0.9}, "momentun is no hyper-parameter of sgd, which has lr"),
+        ({"optimizer": "adam", "momentum": 0.9}, "adam has no momentum"),
+        ({"optimizer": "sgd", "momentum": "high"}, "momentum='high' is no number"),
+        ({"optimizer": "sgd", "admit_after": 0}, "admit_after"),
+        ({"optimizer": "sgd", "initializer": {"name": "he"}}, "'he' is not one of uniform"),
+        ({"optimizer": "sgd", "initializer": {}}, "initializer has no name"),
+        ({"optimizer": "sgd", "initializer": {"name": "constant"}}, "constant has no value"),
+        ({"optimizer": "sgd", "initializer": {"name": "zeros", "std": 1.0}}, "zeros has a setting"),
+        ({"optimizer": "sgd", "initializer": {"name": "normal", "std": -1.0}}, "initializer.std"),
         ({"optimizer": "sgd", "lr": float("nan")}, "lr"),
         ({"optimizer": "sgd", "lr": -1.0}, "lr"),
         ({"optimizer": "adam", "beta1": 1.5}, "beta1"),

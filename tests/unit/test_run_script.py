@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import lzma
+import os
 import re
+import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,6 +36,54 @@ def test_help_names_every_command(tmp_path: Path) -> None:
     source = RUN.read_text(encoding="utf-8")
     defined = {name.replace("_", "-") for name in re.findall(r"^cmd_(\w+)\(\)", source, re.MULTILINE)}
     assert listed == defined | {"setup"}
+
+
+@pytest.fixture
+def kubebuilder(tmp_path: Path) -> Callable[[Path], subprocess.CompletedProcess[str]]:
+    """Calls `./run kubebuilder` in a folder of its own, for a source; etcd counts as installed."""
+    shutil.copy(RUN, tmp_path)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "etcd").symlink_to(shutil.which("true") or "/bin/true")
+
+    def call(source: Path) -> subprocess.CompletedProcess[str]:
+        environment = {
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "KUBEBUILDER_SOURCE": str(source),
+        }
+        command = [tmp_path / "run", "kubebuilder"]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=30, check=False
+        )
+
+    return call
+
+
+def test_kubebuilder_takes_plain_and_packed_programs(
+    tmp_path: Path, kubebuilder: Callable[[Path], subprocess.CompletedProcess[str]]
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "kube-apiserver").write_text("#!/bin/sh\necho server\n", encoding="utf-8")
+    (source / "kube-controller-manager.xz").write_bytes(lzma.compress(b"#!/bin/sh\necho manager\n"))
+    finished = kubebuilder(source)
+    assert finished.returncode == 0, finished.stderr
+    assets = tmp_path / "build" / "kubebuilder"
+    for name, said in {"kube-apiserver": "server\n", "kube-controller-manager": "manager\n"}.items():
+        assert subprocess.run([assets / name], capture_output=True, text=True, check=True).stdout == said
+
+
+def test_kubebuilder_leaves_nothing_half_done(
+    tmp_path: Path, kubebuilder: Callable[[Path], subprocess.CompletedProcess[str]]
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    packed = lzma.compress(b"#!/bin/sh\necho server\n")
+    (source / "kube-apiserver.xz").write_bytes(packed[:-8])
+    finished = kubebuilder(source)
+    assert finished.returncode == 1
+    assert "set KUBEBUILDER_SOURCE to a folder that has it" in finished.stderr
+    assert not (tmp_path / "build" / "kubebuilder" / "kube-apiserver").exists()
 
 
 def test_no_command(tmp_path: Path) -> None:

@@ -112,18 +112,15 @@ TEST(HashTest, MatchesPublishedHashStackVectors) {
 TEST(HashTest, ConsecutiveSignsSpreadEvenly) {
   constexpr uint32_t kSigns = 120'000;
   for (uint32_t parts : {2u, 3u, 16u, 100u}) {
-    std::vector<uint32_t> servers(parts), shards(parts);
+    std::vector<uint32_t> servers(parts);
     for (uint64_t sign = 0; sign < kSigns; ++sign) {
-      const uint64_t hash = SignHash(sign);
-      ++servers[ServerOf(hash, parts)];
-      ++shards[InternalShard(hash, parts)];
+      ++servers[ServerOf(SignHash(sign), parts)];
     }
     const double mean = double{kSigns} / parts;
     // Virtual shards do not divide evenly over servers: up to one part in (4096 / parts) more.
     const double slack = 6 * std::sqrt(mean) + mean * parts / kNumVirtualShards;
     for (uint32_t i = 0; i < parts; ++i) {
       EXPECT_NEAR(servers[i], mean, slack) << "server " << i << " of " << parts;
-      EXPECT_NEAR(shards[i], mean, 6 * std::sqrt(mean)) << "shard " << i << " of " << parts;
     }
   }
 }
@@ -150,6 +147,33 @@ TEST(TrainConfigTest, StateFloats) {
   EXPECT_EQ(Optimizer(OptimizerKind::kAdam).StateFloats(12), 24u);
 }
 
+TEST(OptimizerTest, DefaultsAreValidAndNamesLeadBack) {
+  for (uint32_t kind = 0; kind < kNumOptimizerKinds; ++kind) {
+    const auto config = OptimizerConfig::Of(static_cast<OptimizerKind>(kind));
+    EXPECT_TRUE(config.Validate().ok()) << config.Validate().ToString();
+    EXPECT_EQ(OptimizerOfName(OptimizerName(config.kind)), config.kind);
+  }
+  EXPECT_EQ(OptimizerOfName("lion"), std::nullopt);
+}
+
+TEST(OptimizerTest, RefusesWhatMakesNoSenseTogether) {
+  OptimizerConfig nesterov = Optimizer(OptimizerKind::kSgd), dampened = nesterov;
+  nesterov.nesterov = 1.0f;
+  dampened.dampening = 0.5f;
+  EXPECT_NE(nesterov.Validate().message().find("nesterov"), std::string::npos);
+  EXPECT_NE(dampened.Validate().message().find("dampening"), std::string::npos);
+  nesterov.momentum = dampened.momentum = 0.9f;
+  EXPECT_TRUE(nesterov.Validate().ok());
+  EXPECT_TRUE(dampened.Validate().ok());
+  nesterov.dampening = 0.5f;
+  EXPECT_FALSE(nesterov.Validate().ok()) << "as torch refuses it";
+  OptimizerConfig ftrl = OptimizerConfig::Of(OptimizerKind::kFtrl);
+  ftrl.initial_accumulator_value = 0.0f;
+  EXPECT_NE(ftrl.Validate().message().find("beta"), std::string::npos);
+  ftrl.beta = 1.0f;
+  EXPECT_TRUE(ftrl.Validate().ok());
+}
+
 TrainConfig AdamConfig() {
   TrainConfig config;
   config.optimizer = Optimizer(OptimizerKind::kAdam);
@@ -161,25 +185,126 @@ TrainConfig AdamConfig() {
   config.initializer = {.lower = -0.5f, .upper = 0.25f, .seed = 0x0123456789abcdef};
   config.admit_probability = 0.5f;
   config.weight_bound = 3.0f;
+  config.time_to_live_sec = 7.5f;
+  config.min_norm = 0.125f;
   return config;
 }
 
 TEST(TrainConfigTest, EncodingRoundTripsAndHasTheDocumentedLayout) {
   const TrainConfig config = AdamConfig();
   const auto bytes = config.Encode();
-  ASSERT_EQ(bytes.size(), 64u);
+  ASSERT_EQ(bytes.size(), 144u);
   ByteReader reader(bytes);
-  EXPECT_EQ(reader.Get<uint32_t>(), 1u);  // version
+  EXPECT_EQ(reader.Get<uint32_t>(), 3u);  // version
+  EXPECT_EQ(reader.Get<uint32_t>(), 0u);  // prefix bits
+  EXPECT_EQ(reader.Get<uint32_t>(), 0u);  // groups
+  EXPECT_EQ(reader.Get<float>(), 1.0f);   // lr_factor
   EXPECT_EQ(reader.Get<uint32_t>(), 3u);  // kind
-  for (float expected : {0.5f, 0.25f, 0.0f, 0.0f, 1.0f, 1e-8f, 0.75f, 0.875f, -0.5f, 0.25f}) {
+  for (float expected : {0.5f, 0.25f, 0.0f, 0.0f, 1.0f, 1e-8f, 0.75f, 0.875f, 0.0f, 0.0f, 0.99f,
+                         0.0f, 0.9f, 0.0f, 0.0f, 0.0f}) {
     EXPECT_EQ(reader.Get<float>(), expected);
   }
-  EXPECT_EQ(reader.Get<uint64_t>(), 0x0123456789abcdefu);
-  EXPECT_EQ(reader.Get<float>(), 0.5f);
+  EXPECT_EQ(reader.Get<uint32_t>(), 0u);  // initializer kind
+  for (float expected : {-0.5f, 0.25f, 0.0f, 0.0f, 0.5f}) EXPECT_EQ(reader.Get<float>(), expected);
+  EXPECT_EQ(reader.Get<uint32_t>(), 1u);  // admit_after
   EXPECT_EQ(reader.Get<float>(), 3.0f);
+  EXPECT_EQ(reader.Get<float>(), 7.5f);  // time_to_live_sec
+  EXPECT_EQ(reader.Get<uint64_t>(), 0x0123456789abcdefu);
+  EXPECT_EQ(reader.Get<uint64_t>(), 0u);  // capacity
+  EXPECT_EQ(reader.Get<float>(), 0.125f);
+  EXPECT_EQ(reader.Get<uint32_t>(), 0u);  // reserved
   auto decoded = TrainConfig::Decode(bytes);
   ASSERT_TRUE(decoded.ok()) << decoded.status().ToString();
   EXPECT_EQ(decoded.value(), config);
+}
+
+// Checkpoints written before rows could expire.
+TEST(TrainConfigTest, DecodesVersion2) {
+  TrainConfig config = AdamConfig();
+  config.time_to_live_sec = 0;  // reserved then
+  config.min_norm = 0;
+  auto bytes = config.Encode();
+  bytes.resize(128);
+  bytes[0] = std::byte{2};
+  const auto decoded = TrainConfig::Decode(bytes);
+  ASSERT_TRUE(decoded.ok()) << decoded.status().ToString();
+  EXPECT_EQ(decoded.value(), config);
+  bytes.push_back(std::byte{0});
+  EXPECT_EQ(TrainConfig::Decode(bytes).status().code(), StatusCode::kCorruption);
+}
+
+TrainConfig GroupsConfig() {
+  TrainConfig config = AdamConfig();
+  config.feature_index_prefix_bit = 8;
+  config.lr_factor = 0.5f;
+  for (const uint32_t group : {3u, 200u}) {
+    RowConfig rows;
+    rows.optimizer = OptimizerConfig::Of(static_cast<OptimizerKind>(group % 9));
+    rows.initializer = {.lower = -1.0f,
+                        .upper = std::numeric_limits<float>::infinity(),
+                        .kind = InitializerKind::kNormal,
+                        .stddev = 0.5f,
+                        .scaled_by_dim = true};
+    rows.admit_after = group;
+    rows.capacity = uint64_t{group} << 32;
+    config.groups.push_back({group, rows});
+  }
+  return config;
+}
+
+TEST(TrainConfigTest, GroupsRoundTripAndAreFoundByNumber) {
+  const TrainConfig config = GroupsConfig();
+  const auto bytes = config.Encode();
+  auto decoded = TrainConfig::Decode(bytes);
+  ASSERT_TRUE(decoded.ok()) << decoded.status().ToString();
+  EXPECT_EQ(decoded.value(), config);
+  EXPECT_EQ(config.Of(200).admit_after, 200u);
+  EXPECT_EQ(config.Of(4).admit_after, 1u);
+  for (size_t length = 0; length < bytes.size(); ++length) {
+    EXPECT_FALSE(TrainConfig::Decode(std::span(bytes).first(length)).ok()) << length;
+  }
+}
+
+TEST(TrainConfigTest, RefusesGroupsThatDoNotRiseOrDoNotFitThePrefix) {
+  const auto refuses = [](void (*spoil)(TrainConfig&)) {
+    TrainConfig config = GroupsConfig();
+    spoil(config);
+    return config.Validate().code() == StatusCode::kInvalidArgument;
+  };
+  EXPECT_FALSE(refuses([](auto&) {}));
+  EXPECT_TRUE(refuses([](auto& c) { c.groups[1].group = 3; }));
+  EXPECT_TRUE(refuses([](auto& c) { c.groups[1].group = 256; }));
+  EXPECT_TRUE(refuses([](auto& c) { c.feature_index_prefix_bit = 33; }));
+  EXPECT_TRUE(refuses([](auto& c) { c.feature_index_prefix_bit = 0; }));
+  EXPECT_TRUE(refuses([](auto& c) { c.groups.clear(); }));
+  EXPECT_TRUE(refuses([](auto& c) { c.groups[0].rows.optimizer.lr = -1; }));
+  EXPECT_TRUE(refuses([](auto& c) { c.lr_factor = -1; }));
+  EXPECT_TRUE(refuses([](auto& c) {
+    c.feature_index_prefix_bit = 32;
+    c.groups[1].group = kMaxGroupNumber + 1;
+  })) << "a table of all numbers is made of them";
+}
+
+TEST(SlotRowConfigTest, TakesTheRestFromTheJob) {
+  const TrainConfig job = AdamConfig();
+  EXPECT_EQ(SlotRowConfig().Over(job, 0.5f), static_cast<const RowConfig&>(job));
+  SlotRowConfig slot;
+  slot.optimizer = OptimizerConfig::Of(OptimizerKind::kAdagrad);
+  slot.optimizer->lr = 0.25f;
+  slot.initializer = Initializer{.lower = 0, .upper = 0};
+  slot.admit_after = 3;
+  slot.time_to_live_sec = 0;
+  slot.capacity = 9;
+  const RowConfig rows = slot.Over(job, 0.5f);
+  EXPECT_EQ(rows.optimizer.lr, 0.125f);
+  EXPECT_EQ(rows.initializer.seed, job.initializer.seed);
+  EXPECT_EQ(rows.initializer.upper, 0.0f);
+  EXPECT_EQ(rows.admit_probability, job.admit_probability);
+  EXPECT_EQ(rows.admit_after, 3u);
+  EXPECT_EQ(rows.weight_bound, job.weight_bound);
+  EXPECT_EQ(rows.time_to_live_sec, 0.0f);
+  EXPECT_EQ(rows.min_norm, job.min_norm);
+  EXPECT_EQ(rows.capacity, 9u);
 }
 
 TEST(TrainConfigTest, DecodeRefusesWrongLengthVersionKindAndValues) {
@@ -193,12 +318,17 @@ TEST(TrainConfigTest, DecodeRefusesWrongLengthVersionKindAndValues) {
     std::memcpy(bytes.data() + offset, &value, sizeof(value));
     return TrainConfig::Decode(bytes).status().code();
   };
-  EXPECT_EQ(with(0, uint32_t{2}), StatusCode::kCorruption);
-  EXPECT_EQ(with(4, uint32_t{4}), StatusCode::kCorruption);
-  EXPECT_EQ(with(4, uint32_t{0x103}), StatusCode::kCorruption) << "not truncated to 8 bits";
-  EXPECT_EQ(with(8, std::nanf("")), StatusCode::kInvalidArgument);
+  EXPECT_EQ(with(0, uint32_t{1}), StatusCode::kCorruption);
+  EXPECT_EQ(with(8, uint32_t{1}), StatusCode::kCorruption) << "a group that is not there";
+  EXPECT_EQ(with(8, uint32_t{0xffffffff}), StatusCode::kCorruption);
+  EXPECT_EQ(with(16, uint32_t{9}), StatusCode::kCorruption);
+  EXPECT_EQ(with(16, uint32_t{0x103}), StatusCode::kCorruption) << "not truncated to 8 bits";
+  EXPECT_EQ(with(84, uint32_t{2}), StatusCode::kCorruption) << "initializer kind";
+  EXPECT_EQ(with(84, uint32_t{0x200}), StatusCode::kCorruption);
+  EXPECT_EQ(with(140, uint32_t{1}), StatusCode::kCorruption) << "reserved";
+  EXPECT_EQ(with(20, std::nanf("")), StatusCode::kInvalidArgument);
   auto longer = good;
-  longer.resize(72);
+  longer.resize(152);
   EXPECT_EQ(TrainConfig::Decode(longer).status().code(), StatusCode::kCorruption);
 }
 
@@ -214,7 +344,7 @@ TEST(TrainConfigTest, RefusesValuesOutOfRangeNamingTheField) {
   using K = OptimizerKind;
   const std::vector<Refusal> refusals = {
       {"kind", static_cast<K>(9), [](auto&) {}},
-      {"lr", K::kSgd, [](auto& c) { c.optimizer.lr = 0; }},
+      {"lr", K::kFtrl, [](auto& c) { c.optimizer.lr = 0; }},
       {"lr", K::kAdam, [](auto& c) { c.optimizer.lr = -1; }},
       {"lr", K::kAdam, [](auto& c) { c.optimizer.lr = kInf; }},
       {"weight_decay", K::kSgd, [](auto& c) { c.optimizer.weight_decay = -1; }},
@@ -229,8 +359,26 @@ TEST(TrainConfigTest, RefusesValuesOutOfRangeNamingTheField) {
       {"initializer.upper", K::kSgd, [](auto& c) { c.initializer.upper = -1; }},
       {"initializer.upper - initializer.lower", K::kSgd,
        [](auto& c) { c.initializer = {.lower = -3e38f, .upper = 3e38f}; }},
+      {"dampening", K::kSgd, [](auto& c) { c.optimizer.dampening = 1; }},
+      {"nesterov", K::kSgd, [](auto& c) { c.optimizer.nesterov = 0.5f; }},
+      {"alpha", K::kRmsprop, [](auto& c) { c.optimizer.alpha = 1; }},
+      {"centered", K::kRmsprop, [](auto& c) { c.optimizer.centered = 2; }},
+      {"rho", K::kAdadelta, [](auto& c) { c.optimizer.rho = -0.5f; }},
+      {"l1", K::kFtrl, [](auto& c) { c.optimizer.l1 = -1; }},
+      {"initializer.mean", K::kSgd, [](auto& c) { c.initializer.mean = 1; }},
+      {"initializer.std", K::kSgd, [](auto& c) { c.initializer.stddev = 1; }},
+      {"initializer.std", K::kSgd, [](auto& c) { c.initializer.kind = InitializerKind::kNormal; }},
+      {"initializer.lower", K::kSgd,
+       [](auto& c) {
+         c.initializer = {.lower = 5, .upper = 6, .kind = InitializerKind::kNormal, .stddev = 1};
+       }},
+      {"admit_after", K::kSgd, [](auto& c) { c.admit_after = 0; }},
+      {"admit_after", K::kSgd, [](auto& c) { c.admit_after = 256; }},
       {"admit_probability", K::kSgd, [](auto& c) { c.admit_probability = 1.5f; }},
       {"weight_bound", K::kSgd, [](auto& c) { c.weight_bound = -1; }},
+      {"time_to_live_sec", K::kSgd, [](auto& c) { c.time_to_live_sec = -1; }},
+      {"time_to_live_sec", K::kSgd, [](auto& c) { c.time_to_live_sec = kInf; }},
+      {"min_norm", K::kSgd, [](auto& c) { c.min_norm = kNan; }},
   };
   for (const Refusal& refusal : refusals) {
     TrainConfig config;
@@ -248,21 +396,36 @@ TEST(TrainConfigTest, RefusesHyperParametersTheKindDoesNotHave) {
     std::string field;
     float OptimizerConfig::* member;
     std::vector<K> kinds_that_have_it;
+    float value = 0.5f;
   };
   const std::vector<Parameter> parameters = {
-      {"momentum", &OptimizerConfig::momentum, {K::kSgd}},
+      {"momentum", &OptimizerConfig::momentum, {K::kSgd, K::kRmsprop}},
+      {"alpha", &OptimizerConfig::alpha, {K::kRmsprop}},
+      {"centered", &OptimizerConfig::centered, {K::kRmsprop}, 1.0f},
+      {"rho", &OptimizerConfig::rho, {K::kAdadelta}},
+      {"l1", &OptimizerConfig::l1, {K::kFtrl}},
+      {"l2", &OptimizerConfig::l2, {K::kFtrl}},
+      {"beta", &OptimizerConfig::beta, {K::kFtrl}},
+      {"weight_decay",
+       &OptimizerConfig::weight_decay,
+       {K::kSgd, K::kAdagrad, K::kRowwiseAdagrad, K::kAdam, K::kAdamW, K::kRmsprop, K::kAdadelta,
+        K::kAdamax}},
       {"initial_accumulator_value",
        &OptimizerConfig::initial_accumulator_value,
-       {K::kAdagrad, K::kRowwiseAdagrad}},
+       {K::kAdagrad, K::kRowwiseAdagrad, K::kFtrl}},
       {"g_square_momentum", &OptimizerConfig::g_square_momentum, {K::kAdagrad, K::kRowwiseAdagrad}},
-      {"eps", &OptimizerConfig::eps, {K::kAdagrad, K::kRowwiseAdagrad, K::kAdam}},
-      {"beta1", &OptimizerConfig::beta1, {K::kAdam}},
-      {"beta2", &OptimizerConfig::beta2, {K::kAdam}},
+      {"eps",
+       &OptimizerConfig::eps,
+       {K::kAdagrad, K::kRowwiseAdagrad, K::kAdam, K::kAdamW, K::kRmsprop, K::kAdadelta,
+        K::kAdamax}},
+      {"beta1", &OptimizerConfig::beta1, {K::kAdam, K::kAdamW, K::kAdamax}},
+      {"beta2", &OptimizerConfig::beta2, {K::kAdam, K::kAdamW, K::kAdamax}},
   };
   for (const Parameter& parameter : parameters) {
-    for (K kind : {K::kSgd, K::kAdagrad, K::kRowwiseAdagrad, K::kAdam}) {
-      OptimizerConfig config = Optimizer(kind);
-      config.*parameter.member = 0.5f;
+    for (uint32_t number = 0; number < kNumOptimizerKinds; ++number) {
+      const K kind = static_cast<K>(number);
+      OptimizerConfig config = OptimizerConfig::Of(kind);
+      config.*parameter.member = parameter.value;
       const auto& having = parameter.kinds_that_have_it;
       const bool has = std::find(having.begin(), having.end(), kind) != having.end();
       const Status status = config.Validate();

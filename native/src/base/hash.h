@@ -1,9 +1,9 @@
-// Hashing of 64-bit signs: routing, hash stacks and the index share one hash.
+// Hashing of 64-bit signs: routing and hash stacks share one hash.
 //
 // SignHash is FarmHash64 (Geoff Pike, Google, 2014) of the sign's eight
 // little-endian bytes, as the published system used it, so that its hash-stack
-// vectors hold here too. Its bits are divided up once, here, so that being on
-// one server says nothing about a sign's internal shard or index position.
+// vectors hold here too. The store scrambles signs in a way of its own
+// (store/sign_index.h), so that being on one server says nothing about a sign's place there.
 #pragma once
 
 #include <bit>
@@ -37,12 +37,5 @@ inline uint32_t VirtualShard(uint64_t sign_hash) {
 inline uint32_t ServerOf(uint64_t sign_hash, uint32_t num_servers) {
   return VirtualShard(sign_hash) % num_servers;
 }
-// The next 20 bits, scaled to [0, num_internal_shards):
-// any number up to 2^20, not only powers of two.
-inline uint32_t InternalShard(uint64_t sign_hash, uint32_t num_internal_shards) {
-  const uint64_t bits = (sign_hash >> 32) & 0xfffff;
-  return static_cast<uint32_t>((bits * num_internal_shards) >> 20);
-}
-// The low 32 bits are left to the index.
 
 }  // namespace persia

@@ -1,5 +1,8 @@
 #include "base/id_features.h"
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
 #include <string>
 #include <unordered_set>
 
@@ -10,11 +13,22 @@ namespace {
 
 constexpr uint32_t kMagic = 0x42444950;  // "PIDB"
 constexpr uint32_t kVersion = 1;
+constexpr uint32_t kWeightedVersion =
+    2;  // with flags and weights; written only where there are any
+
+enum FeatureFlags : uint32_t { kHasWeights = 1 };
 
 // Branch-free over the array, so that checking costs little beside copying it.
 bool NonDecreasing(std::span<const uint32_t> offsets) {
   bool ok = true;
   for (size_t i = 1; i < offsets.size(); ++i) ok &= offsets[i - 1] <= offsets[i];
+  return ok;
+}
+
+// By magnitudes, so that it is vectorised as well.
+bool AllFinite(std::span<const float> weights) {
+  bool ok = true;
+  for (const float weight : weights) ok &= std::abs(weight) <= std::numeric_limits<float>::max();
   return ok;
 }
 
@@ -33,6 +47,14 @@ Status CheckFeature(const IdFeature& feature, uint32_t batch_size) {
       !NonDecreasing(feature.offsets)) {
     return FeatureError(feature,
                         "offsets must begin with 0, never decrease and end with the number of IDs");
+  }
+  if (!feature.weights.empty() && feature.weights.size() != feature.ids.size()) {
+    return FeatureError(feature, std::to_string(feature.weights.size()) + " weights for " +
+                                     std::to_string(feature.ids.size()) +
+                                     " IDs; one an ID is needed");
+  }
+  if (!AllFinite(feature.weights)) {
+    return FeatureError(feature, "a weight is NaN or infinite: drop its ID, or give it 0");
   }
   return Status::Ok();
 }
@@ -58,15 +80,25 @@ Status CheckBatch(const IdFeatures& batch) {
   return Status::Ok();
 }
 
-IdFeature ReadFeature(ByteReader* reader, uint32_t batch_size) {
+Status ReadFeature(ByteReader* reader, uint32_t version, IdFeatures* batch) {
   const auto name_bytes = reader->Get<uint32_t>();
-  reader->Get<uint32_t>();  // reserved
+  const auto flags = reader->Get<uint32_t>();  // reserved without weights
   const auto num_ids = reader->Get<uint64_t>();
   IdFeature feature;
   feature.name = reader->GetString(name_bytes);
-  feature.offsets = reader->GetArray<uint32_t>(uint64_t{batch_size} + 1);
+  feature.offsets = reader->GetArray<uint32_t>(uint64_t{batch->batch_size} + 1);
   feature.ids = reader->GetArray<uint64_t>(num_ids);
-  return feature;
+  if (version == kWeightedVersion) {
+    if (reader->ok() && (flags & ~uint32_t{kHasWeights}) != 0) {
+      return Corruption("ID features: feature '" + std::string(feature.name) + "' has flags " +
+                        std::to_string(flags) + "; known is 1 (weights)");
+    }
+    if ((flags & kHasWeights) != 0) feature.weights = reader->GetArray<float>(num_ids);
+  }
+  if (!reader->ok())
+    return Corruption("ID features: the message ends before its last feature does");
+  batch->features.push_back(feature);
+  return Status::Ok();
 }
 
 }  // namespace
@@ -75,16 +107,20 @@ StatusOr<std::vector<std::byte>> EncodeIdFeatures(const IdFeatures& batch) {
   PERSIA_RETURN_IF_ERROR(CheckBatch(batch));
   ByteWriter writer;
   writer.Put(kMagic);
-  writer.Put(kVersion);
+  const bool weighted =
+      std::any_of(batch.features.begin(), batch.features.end(),
+                  [](const IdFeature& feature) { return !feature.weights.empty(); });
+  writer.Put(weighted ? kWeightedVersion : kVersion);
   writer.Put(static_cast<uint32_t>(batch.features.size()));
   writer.Put(batch.batch_size);
   for (const IdFeature& feature : batch.features) {
     writer.Put(static_cast<uint32_t>(feature.name.size()));
-    writer.Put(uint32_t{0});
+    writer.Put(feature.weights.empty() ? uint32_t{0} : uint32_t{kHasWeights});
     writer.Put(uint64_t{feature.ids.size()});
     writer.PutString(feature.name);
     writer.PutArray(feature.offsets);
     writer.PutArray(feature.ids);
+    if (!feature.weights.empty()) writer.PutArray(feature.weights);
   }
   return writer.Release();
 }
@@ -98,15 +134,13 @@ StatusOr<IdFeatures> DecodeIdFeatures(std::span<const std::byte> message) {
   batch.batch_size = reader.Get<uint32_t>();
   if (!reader.ok()) return Corruption("ID features: the message ends within its header");
   if (magic != kMagic) return Corruption("ID features: the magic number is not PIDB");
-  if (version != kVersion) {
-    return Corruption("ID features: version " + std::to_string(version) + "; this build reads 1");
+  if (version != kVersion && version != kWeightedVersion) {
+    return Corruption("ID features: version " + std::to_string(version) +
+                      "; this build reads 1 and 2");
   }
   PERSIA_RETURN_IF_ERROR(CheckHead(batch.batch_size, num_features));
   for (uint32_t i = 0; i < num_features; ++i) {
-    batch.features.push_back(ReadFeature(&reader, batch.batch_size));
-    if (!reader.ok()) {
-      return Corruption("ID features: the message ends before its last feature does");
-    }
+    PERSIA_RETURN_IF_ERROR(ReadFeature(&reader, version, &batch));
   }
   if (reader.remaining() != 0) {
     return Corruption("ID features: " + std::to_string(reader.remaining()) +

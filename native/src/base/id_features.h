@@ -22,6 +22,7 @@ struct IdFeature {
   std::string_view name;
   std::span<const uint32_t> offsets;  // [batch_size + 1], from 0 to ids.size(), never decreasing
   std::span<const uint64_t> ids;
+  std::span<const float> weights = {};  // one an ID, finite; empty: all 1
 };
 
 struct IdFeatures {
@@ -30,7 +31,7 @@ struct IdFeatures {
 };
 
 // kInvalidArgument: no feature, a repeated or empty name, a batch size above kMaxBatchSize, offsets
-// that do not fit.
+// that do not fit, weights that do not fit or are not finite.
 StatusOr<std::vector<std::byte>> EncodeIdFeatures(const IdFeatures& batch);
 
 // Views into `message`, which must start at a multiple of 8 and outlive them. kCorruption: not the

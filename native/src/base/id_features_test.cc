@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstring>
+#include <limits>
 #include <string>
 
 #include "base/buffer.h"
@@ -43,7 +44,61 @@ TEST(IdFeatures, RoundTrip) {
   EXPECT_TRUE(decoded.value().features[1].ids.empty());
 }
 
+IdFeatures WeightedBatch(std::span<const float> weights) {
+  return {.batch_size = 3, .features = {{"age", kOffsets, kIds, weights}}};
+}
+
+TEST(IdFeatures, WeightsRoundTripBesideFeaturesWithoutThem) {
+  const std::array<float, 3> weights = {0.5f, -1.0f, 0.0f};
+  IdFeatures batch = WeightedBatch(weights);
+  batch.features.push_back({"education", kNoOffsets, {}});
+  const Buffer message = Encoded(batch);
+  const auto decoded = DecodeIdFeatures(message.span());
+  ASSERT_TRUE(decoded.ok()) << decoded.status().ToString();
+  const auto found = decoded.value().features[0].weights;
+  EXPECT_TRUE(std::equal(found.begin(), found.end(), weights.begin(), weights.end()));
+  EXPECT_TRUE(decoded.value().features[1].weights.empty());
+}
+
+TEST(IdFeatures, RefusesWeightsThatDoNotFitOrAreNotFinite) {
+  const std::array<float, 2> too_few = {1, 2};
+  EXPECT_EQ(EncodeCode(WeightedBatch(too_few)), StatusCode::kInvalidArgument);
+  for (const float bad :
+       {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+    const std::array<float, 3> weights = {1, bad, 2};
+    const Status status = EncodeIdFeatures(WeightedBatch(weights)).status();
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+    EXPECT_NE(status.message().find("'age'"), std::string::npos) << status.message();
+  }
+}
+
+// Readers that do not know weights take batches without them, whose flags are a reserved word.
+TEST(IdFeatures, WithoutWeightsTheVersionIsTheFirst) {
+  Buffer message = Encoded(Batch());
+  const uint32_t first = 1, reserved = 1;
+  EXPECT_EQ(std::memcmp(message.data() + 4, &first, sizeof(first)), 0);
+  std::memcpy(message.data() + 20, &reserved, sizeof(reserved));
+  const auto decoded = DecodeIdFeatures(message.span());
+  ASSERT_TRUE(decoded.ok()) << decoded.status().ToString();
+  EXPECT_EQ(decoded.value().features[0].ids.size(), 3u);
+  EXPECT_TRUE(decoded.value().features[0].weights.empty());
+}
+
+TEST(IdFeatures, UnknownFlagsAreCorruption) {
+  const std::array<float, 3> weights = {0.5f, -1.0f, 0.0f};
+  Buffer message = Encoded(WeightedBatch(weights));
+  const uint32_t flags = 2;
+  std::memcpy(message.data() + 20, &flags, sizeof(flags));
+  EXPECT_EQ(DecodeIdFeatures(message.span()).status().code(), StatusCode::kCorruption);
+}
+
 TEST(IdFeatures, EveryTruncationIsCorruption) {
+  const std::array<float, 3> weights = {0.5f, -1.0f, 0.0f};
+  const Buffer weighted = Encoded(WeightedBatch(weights));
+  for (size_t size = 0; size < weighted.size(); ++size) {
+    const auto decoded = DecodeIdFeatures(weighted.span().first(size));
+    EXPECT_EQ(decoded.status().code(), StatusCode::kCorruption) << size;
+  }
   const Buffer message = Encoded(Batch());
   for (size_t size = 0; size < message.size(); ++size) {
     const auto decoded = DecodeIdFeatures(message.span().first(size));

@@ -1,5 +1,6 @@
 #include "base/train_config.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <string>
@@ -10,17 +11,17 @@
 namespace persia {
 namespace {
 
-constexpr uint32_t kVersion = 1;
-constexpr size_t kEncodedBytes = 64;
+constexpr uint32_t kVersion = 3;
+constexpr uint32_t kOldestVersion = 2;  // of checkpoints that can be read
+constexpr size_t kHeadBytes = 16;
 
-std::string_view KindName(OptimizerKind kind) {
-  switch (kind) {
-    case OptimizerKind::kSgd: return "SGD";
-    case OptimizerKind::kAdagrad: return "Adagrad";
-    case OptimizerKind::kRowwiseAdagrad: return "row-wise Adagrad";
-    case OptimizerKind::kAdam: return "Adam";
-  }
-  return "unknown";
+// Version 2 has no eviction but by the store's capacity.
+constexpr size_t RowBytes(uint32_t version) { return version == 2 ? 112 : 128; }
+
+constexpr std::string_view kSameVersion = ": use the same persia version everywhere";
+
+Status Malformed(const std::string& what) {
+  return Corruption("train config " + what + std::string(kSameVersion));
 }
 
 Status CheckRange(std::string_view field, float value, bool in_range, std::string_view range) {
@@ -29,141 +30,171 @@ Status CheckRange(std::string_view field, float value, bool in_range, std::strin
                          std::string(range));
 }
 
-// A hyper-parameter that `kind` does not have must be
-// left alone, or the user believes it has an effect.
-Status CheckUnused(OptimizerKind kind, std::string_view field, float value, float unset) {
-  if (value == unset) return Status::Ok();
-  const std::string name(field);
-  return InvalidArgument(name + " is " + std::to_string(value) + ", but " +
-                         std::string(KindName(kind)) + " has no " + name + "; leave it at " +
-                         std::to_string(unset) + " or choose another optimizer");
-}
-
-Status CheckAdagrad(const OptimizerConfig& c) {
-  PERSIA_RETURN_IF_ERROR(CheckRange("initial_accumulator_value", c.initial_accumulator_value,
-                                    c.initial_accumulator_value >= 0, "of at least 0"));
-  return CheckRange("g_square_momentum", c.g_square_momentum,
-                    c.g_square_momentum > 0 && c.g_square_momentum <= 1, "above 0 and up to 1");
-}
-
-Status CheckAdam(const OptimizerConfig& c) {
-  PERSIA_RETURN_IF_ERROR(
-      CheckRange("beta1", c.beta1, c.beta1 >= 0 && c.beta1 < 1, "from 0 to below 1"));
-  return CheckRange("beta2", c.beta2, c.beta2 >= 0 && c.beta2 < 1, "from 0 to below 1");
-}
-
-// Refuses what the optimizer's kind does not have; checks what it has besides lr and weight_decay.
-Status CheckByKind(const OptimizerConfig& c) {
-  const OptimizerConfig unset;
-  const bool sgd = c.kind == OptimizerKind::kSgd;
-  const bool adam = c.kind == OptimizerKind::kAdam;
-  const bool adagrad = !sgd && !adam;
-  auto unused = [&c](std::string_view field, float value, float default_value) {
-    return CheckUnused(c.kind, field, value, default_value);
-  };
-  if (!sgd) PERSIA_RETURN_IF_ERROR(unused("momentum", c.momentum, unset.momentum));
-  if (!adagrad) {
-    PERSIA_RETURN_IF_ERROR(unused("initial_accumulator_value", c.initial_accumulator_value,
-                                  unset.initial_accumulator_value));
-    PERSIA_RETURN_IF_ERROR(
-        unused("g_square_momentum", c.g_square_momentum, unset.g_square_momentum));
+void PutRows(const RowConfig& config, ByteWriter* writer) {
+  writer->Put(static_cast<uint32_t>(config.optimizer.kind));
+  for (const OptimizerField& field : OptimizerFields()) {
+    writer->Put(config.optimizer.*field.member);
   }
-  if (!adam) {
-    PERSIA_RETURN_IF_ERROR(unused("beta1", c.beta1, unset.beta1));
-    PERSIA_RETURN_IF_ERROR(unused("beta2", c.beta2, unset.beta2));
-  }
-  if (sgd) {
-    PERSIA_RETURN_IF_ERROR(unused("eps", c.eps, unset.eps));
-    return CheckRange("momentum", c.momentum, c.momentum >= 0 && c.momentum < 1,
-                      "from 0 to below 1");
-  }
-  PERSIA_RETURN_IF_ERROR(CheckRange("eps", c.eps, c.eps > 0, "above 0"));
-  return adam ? CheckAdam(c) : CheckAdagrad(c);
+  const Initializer& init = config.initializer;
+  writer->Put(static_cast<uint32_t>(init.kind) | (init.scaled_by_dim ? 0x100u : 0u));
+  for (const float value : {init.lower, init.upper, init.mean, init.stddev}) writer->Put(value);
+  writer->Put(config.admit_probability);
+  writer->Put(config.admit_after);
+  writer->Put(config.weight_bound);
+  writer->Put(config.time_to_live_sec);
+  writer->Put(init.seed);
+  writer->Put(config.capacity);
+  writer->Put(config.min_norm);
+  writer->Put(uint32_t{0});
 }
 
-Status CheckInitializer(const Initializer& init) {
-  PERSIA_RETURN_IF_ERROR(CheckRange("initializer.lower", init.lower, true, "that is finite"));
-  PERSIA_RETURN_IF_ERROR(CheckRange("initializer.upper", init.upper, init.upper >= init.lower,
-                                    "that is finite and not below initializer.lower"));
-  return CheckRange("initializer.upper - initializer.lower", init.upper - init.lower, true,
-                    "that is finite: bring the two bounds closer together");
+StatusOr<RowConfig> GetRows(uint32_t version, ByteReader* reader) {
+  RowConfig config;
+  const auto kind = reader->Get<uint32_t>();
+  if (kind >= kNumOptimizerKinds) return Malformed("has optimizer kind " + std::to_string(kind));
+  config.optimizer.kind = static_cast<OptimizerKind>(kind);
+  for (const OptimizerField& field : OptimizerFields()) {
+    config.optimizer.*field.member = reader->Get<float>();
+  }
+  Initializer& init = config.initializer;
+  const auto init_kind = reader->Get<uint32_t>();
+  if ((init_kind & 0xff) >= kNumInitializerKinds || (init_kind >> 8) > 1) {
+    return Malformed("has initializer kind " + std::to_string(init_kind));
+  }
+  init.kind = static_cast<InitializerKind>(init_kind & 0xff);
+  init.scaled_by_dim = (init_kind >> 8) == 1;
+  for (float* value : {&init.lower, &init.upper, &init.mean, &init.stddev}) {
+    *value = reader->Get<float>();
+  }
+  config.admit_probability = reader->Get<float>();
+  config.admit_after = reader->Get<uint32_t>();
+  config.weight_bound = reader->Get<float>();
+  config.time_to_live_sec = reader->Get<float>();
+  init.seed = reader->Get<uint64_t>();
+  if (version == 2) return config;
+  config.capacity = reader->Get<uint64_t>();
+  config.min_norm = reader->Get<float>();
+  if (reader->Get<uint32_t>() != 0) return Malformed("has a reserved field that is not 0");
+  return config;
+}
+
+// Numbers that rise fit the prefix, and make a table of at most kMaxGroupNumber + 1 entries.
+Status CheckGroups(const TrainConfig& config) {
+  const uint32_t bits = config.feature_index_prefix_bit;
+  if (config.groups.empty() ? bits != 0 : bits < 1 || bits > 32) {
+    return InvalidArgument("feature_index_prefix_bit is " + std::to_string(bits) + " for " +
+                           std::to_string(config.groups.size()) +
+                           " feature groups of their own; give 1 to 32, and 0 without groups");
+  }
+  const uint64_t limit = std::min<uint64_t>(kMaxGroupNumber, (uint64_t{1} << bits) - 1);
+  uint64_t least = 0;
+  for (const GroupConfig& group : config.groups) {
+    if (group.group < least || group.group > limit) {
+      return InvalidArgument("groups has the number " + std::to_string(group.group) +
+                             "; give rising numbers up to " + std::to_string(limit));
+    }
+    least = uint64_t{group.group} + 1;
+    PERSIA_RETURN_IF_ERROR(group.rows.Validate());
+  }
+  return Status::Ok();
 }
 
 }  // namespace
 
-Status OptimizerConfig::Validate() const {
-  if (kind > OptimizerKind::kAdam) {
-    return InvalidArgument("optimizer kind is " + std::to_string(static_cast<int>(kind)) +
-                           "; give 0 (SGD), 1 (Adagrad), 2 (row-wise Adagrad) or 3 (Adam)");
-  }
-  PERSIA_RETURN_IF_ERROR(CheckRange("lr", lr, lr > 0, "above 0"));
-  PERSIA_RETURN_IF_ERROR(
-      CheckRange("weight_decay", weight_decay, weight_decay >= 0, "of at least 0"));
-  return CheckByKind(*this);
-}
-
-uint32_t OptimizerConfig::StateFloats(uint32_t dim) const {
-  switch (kind) {
-    case OptimizerKind::kSgd: return momentum == 0.0f ? 0 : dim;
-    case OptimizerKind::kAdagrad: return dim;
-    case OptimizerKind::kRowwiseAdagrad: return 1;
-    case OptimizerKind::kAdam: return 2 * dim;
-  }
-  return 0;
-}
-
-Status TrainConfig::Validate() const {
+Status RowConfig::Validate() const {
   PERSIA_RETURN_IF_ERROR(optimizer.Validate());
-  PERSIA_RETURN_IF_ERROR(CheckInitializer(initializer));
+  PERSIA_RETURN_IF_ERROR(initializer.Validate());
   PERSIA_RETURN_IF_ERROR(CheckRange("admit_probability", admit_probability,
                                     admit_probability >= 0 && admit_probability <= 1,
                                     "from 0 to 1"));
+  if (admit_after < 1 || admit_after > kMaxAdmitAfter) {
+    return InvalidArgument("admit_after is " + std::to_string(admit_after) + "; give 1 to " +
+                           std::to_string(kMaxAdmitAfter));
+  }
+  PERSIA_RETURN_IF_ERROR(CheckRange("time_to_live_sec", time_to_live_sec, time_to_live_sec >= 0,
+                                    "above 0, or 0 for rows that stay"));
+  PERSIA_RETURN_IF_ERROR(
+      CheckRange("min_norm", min_norm, min_norm >= 0, "above 0, or 0 to keep all rows"));
   return CheckRange("weight_bound", weight_bound, weight_bound >= 0, "above 0, or 0 for no bound");
+}
+
+RowConfig SlotRowConfig::Over(const RowConfig& job, float lr_factor) const {
+  RowConfig rows = job;
+  if (optimizer.has_value()) {
+    rows.optimizer = *optimizer;
+    rows.optimizer.lr *= lr_factor;
+  }
+  if (initializer.has_value()) {
+    rows.initializer = *initializer;
+    rows.initializer.seed = job.initializer.seed;
+  }
+  rows.admit_probability = admit_probability.value_or(job.admit_probability);
+  rows.admit_after = admit_after.value_or(job.admit_after);
+  rows.weight_bound = weight_bound.value_or(job.weight_bound);
+  rows.time_to_live_sec = time_to_live_sec.value_or(job.time_to_live_sec);
+  rows.min_norm = min_norm.value_or(job.min_norm);
+  rows.capacity = capacity.value_or(0);
+  return rows;
+}
+
+Status TrainConfig::Validate() const {
+  PERSIA_RETURN_IF_ERROR(RowConfig::Validate());
+  PERSIA_RETURN_IF_ERROR(CheckRange("lr_factor", lr_factor, lr_factor >= 0, "of at least 0"));
+  return CheckGroups(*this);
+}
+
+const RowConfig& TrainConfig::Of(uint32_t group) const {
+  const auto found = std::find_if(groups.begin(), groups.end(),
+                                  [group](const GroupConfig& g) { return g.group == group; });
+  return found == groups.end() ? static_cast<const RowConfig&>(*this) : found->rows;
+}
+
+bool TrainConfig::HasMinNorm() const {
+  return min_norm > 0 || std::any_of(groups.begin(), groups.end(),
+                                     [](const GroupConfig& g) { return g.rows.min_norm > 0; });
 }
 
 std::vector<std::byte> TrainConfig::Encode() const {
   ByteWriter writer;
   writer.Put(kVersion);
-  writer.Put(static_cast<uint32_t>(optimizer.kind));
-  for (float value :
-       {optimizer.lr, optimizer.weight_decay, optimizer.momentum,
-        optimizer.initial_accumulator_value, optimizer.g_square_momentum, optimizer.eps,
-        optimizer.beta1, optimizer.beta2, initializer.lower, initializer.upper}) {
-    writer.Put(value);
+  writer.Put(feature_index_prefix_bit);
+  writer.Put(static_cast<uint32_t>(groups.size()));
+  writer.Put(lr_factor);
+  PutRows(*this, &writer);
+  for (const GroupConfig& group : groups) {
+    writer.Put(group.group);
+    writer.Put(uint32_t{0});
+    PutRows(group.rows, &writer);
   }
-  writer.Put(initializer.seed);
-  writer.Put(admit_probability);
-  writer.Put(weight_bound);
   return writer.Release();
 }
 
 StatusOr<TrainConfig> TrainConfig::Decode(std::span<const std::byte> bytes) {
-  if (bytes.size() != kEncodedBytes) {
-    return Corruption("train config is " + std::to_string(bytes.size()) + " bytes; expected " +
-                      std::to_string(kEncodedBytes) + ": use the same persia version everywhere");
-  }
   ByteReader reader(bytes);
-  if (const auto version = reader.Get<uint32_t>(); version != kVersion) {
-    return Corruption("train config version is " + std::to_string(version) + "; expected " +
-                      std::to_string(kVersion) + ": use the same persia version everywhere");
+  const auto version = reader.Get<uint32_t>();
+  const auto prefix_bits = reader.Get<uint32_t>();
+  const auto num_groups = reader.Get<uint32_t>();
+  const auto lr_factor = reader.Get<float>();
+  if (reader.ok() && (version < kOldestVersion || version > kVersion)) {
+    return Malformed("version is " + std::to_string(version) + "; expected " +
+                     std::to_string(kVersion));
   }
-  const auto kind = reader.Get<uint32_t>();
-  if (kind > static_cast<uint32_t>(OptimizerKind::kAdam)) {
-    return Corruption("train config has optimizer kind " + std::to_string(kind) +
-                      "; known are 0 to 3: use the same persia version everywhere");
+  const size_t row_bytes = RowBytes(version);
+  if (!reader.ok() || bytes.size() != kHeadBytes + row_bytes + num_groups * (8 + row_bytes)) {
+    return Malformed("is " + std::to_string(bytes.size()) + " bytes for " +
+                     std::to_string(num_groups) + " groups");
   }
-  TrainConfig config;
-  OptimizerConfig& optimizer = config.optimizer;
-  optimizer.kind = static_cast<OptimizerKind>(kind);
-  for (float* value :
-       {&optimizer.lr, &optimizer.weight_decay, &optimizer.momentum,
-        &optimizer.initial_accumulator_value, &optimizer.g_square_momentum, &optimizer.eps,
-        &optimizer.beta1, &optimizer.beta2, &config.initializer.lower, &config.initializer.upper}) {
-    *value = reader.Get<float>();
+  auto rows = GetRows(version, &reader);
+  PERSIA_RETURN_IF_ERROR(rows.status());
+  TrainConfig config{*rows, lr_factor, prefix_bits, {}};
+  config.groups.reserve(num_groups);
+  for (uint32_t i = 0; i < num_groups; ++i) {
+    const auto group = reader.Get<uint32_t>();
+    if (reader.Get<uint32_t>() != 0) return Malformed("has a reserved field that is not 0");
+    auto group_rows = GetRows(version, &reader);
+    PERSIA_RETURN_IF_ERROR(group_rows.status());
+    config.groups.push_back({group, *group_rows});
   }
-  config.initializer.seed = reader.Get<uint64_t>();
-  config.admit_probability = reader.Get<float>();
-  config.weight_bound = reader.Get<float>();
   PERSIA_RETURN_IF_ERROR(config.Validate());
   return config;
 }

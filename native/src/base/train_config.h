@@ -2,53 +2,84 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
+#include "base/initializer.h"
+#include "base/optimizer_config.h"
 #include "base/status.h"
 
 namespace persia {
 
-// Initial values are uniform in [lower, upper), a function of (seed, sign, element) alone.
-struct Initializer {
-  float lower = -0.01f;
-  float upper = 0.01f;
-  uint64_t seed = 0;
-  bool operator==(const Initializer&) const = default;
-};
-
-enum class OptimizerKind : uint8_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3 };
-
-// One flat set of hyper-parameters; Validate() refuses those that the
-// kind does not have, so none is silently ignored. The rules are
-// torch.optim's (SGD, Adagrad, Adam), applied to the rows of a batch.
-struct OptimizerConfig {
-  OptimizerKind kind = OptimizerKind::kSgd;
-  float lr = 0.01f;
-  float weight_decay = 0.0f;               // L2, added to the gradient
-  float momentum = 0.0f;                   // SGD; needs one state float per element when not 0
-  float initial_accumulator_value = 0.0f;  // Adagrad
-  float g_square_momentum = 1.0f;          // Adagrad: accumulator = accumulator * this + g^2
-  float eps = 1e-10f;                      // Adagrad, Adam: outside the square root, as in torch
-  float beta1 = 0.9f;                      // Adam
-  float beta2 = 0.999f;                    // Adam
-  bool operator==(const OptimizerConfig&) const = default;
-
-  Status Validate() const;
-  // Floats of optimizer state behind a row's embedding (Adam's step counter is in the row header).
-  uint32_t StateFloats(uint32_t dim) const;
-};
-
-struct TrainConfig {
+// What holds for the rows of one feature group.
+struct RowConfig {
   Initializer initializer;
   OptimizerConfig optimizer;
   // Of giving an unseen sign a row; decided by the sign, not by chance.
   float admit_probability = 1.0f;
+  // An unseen sign gets a row in the training batch that has it for the admit_after-th time; 1 is
+  // the first. Counted approximately, in bounded memory (store/admission_filter.h).
+  uint32_t admit_after = 1;
   // Every element is clamped to [-bound, bound] after an update; 0: off.
   float weight_bound = 10.0f;
-  bool operator==(const TrainConfig&) const = default;
+  // Seconds after the last training batch with a row at which it may go; 0: never.
+  float time_to_live_sec = 0.0f;
+  // Rows whose embedding has a smaller Euclidean norm go when a checkpoint begins; 0: none.
+  float min_norm = 0.0f;
+  // Rows of the group in each store, the least recently used of which make room for new ones; 0: no
+  // limit but the store's. Of groups alone.
+  uint64_t capacity = 0;
+  bool operator==(const RowConfig&) const = default;
 
   Status Validate() const;
+};
+
+// What a slot has of its own; the rest is the job's.
+struct SlotRowConfig {
+  std::optional<OptimizerConfig> optimizer;
+  std::optional<Initializer> initializer;  // but for the seed, which is the job's
+  std::optional<float> admit_probability;
+  std::optional<uint32_t> admit_after;
+  std::optional<float> weight_bound;
+  std::optional<float> time_to_live_sec;
+  std::optional<float> min_norm;
+  std::optional<uint64_t> capacity;
+  bool operator==(const SlotRowConfig&) const = default;
+
+  bool IsEmpty() const { return *this == SlotRowConfig(); }
+  // `lr_factor` is what the job's learning-rate schedule multiplies the slot's own rate by.
+  RowConfig Over(const RowConfig& job, float lr_factor) const;
+};
+
+// A feature group with a config of its own. Its number stands in the top bits of its rows' signs.
+struct GroupConfig {
+  uint32_t group = 0;
+  RowConfig rows;
+  bool operator==(const GroupConfig&) const = default;
+};
+
+inline constexpr uint32_t kMaxGroupNumber = 65535;
+inline constexpr uint32_t kMaxAdmitAfter = 255;
+
+// The RowConfig that it is holds for all rows but those of `groups`. A script's config has no
+// groups: embedding workers add them, from the slots of the embedding config.
+struct TrainConfig : RowConfig {
+  float lr_factor = 1.0f;                 // see SlotRowConfig::Over
+  uint32_t feature_index_prefix_bit = 0;  // of the numbers below; 0: there are none
+  std::vector<GroupConfig> groups;        // by rising number
+  bool operator==(const TrainConfig&) const = default;
+
+  // Also of all groups.
+  Status Validate() const;
+  // Of a feature group: its own or the common one.
+  const RowConfig& Of(uint32_t group) const;
+  const RowConfig& OfSign(uint64_t sign) const {
+    if (groups.empty()) return *this;
+    return Of(static_cast<uint32_t>(sign >> (64 - feature_index_prefix_bit)));
+  }
+  // Whether any rows have a least norm.
+  bool HasMinNorm() const;
   // The wire form (docs/wire_format.md), versioned and length-checked.
   std::vector<std::byte> Encode() const;
   static StatusOr<TrainConfig> Decode(std::span<const std::byte> bytes);

@@ -62,6 +62,7 @@ uint32_t ArrayArgument<T>::shape(int axis) const {
 
 template class ArrayArgument<uint64_t>;
 template class ArrayArgument<uint32_t>;
+template class ArrayArgument<int64_t>;
 template class ArrayArgument<float>;
 
 BytesArgument::BytesArgument(const py::buffer& object, const std::string& argument)

@@ -42,6 +42,7 @@ class ArrayArgument {
 
 extern template class ArrayArgument<uint64_t>;
 extern template class ArrayArgument<uint32_t>;
+extern template class ArrayArgument<int64_t>;
 extern template class ArrayArgument<float>;
 
 // The bytes of any contiguous buffer (bytes, bytearray, memoryview, array), starting at a multiple

@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "bindings/arrays.h"
+#include "bindings/checkpoint.h"
 #include "bindings/errors.h"
+#include "bindings/metrics.h"
 #include "bindings/module.h"
 #include "client/embedding_client.h"
 
@@ -75,6 +77,10 @@ worker::ReturnReport ReturnGradients(EmbeddingClient& self, const BatchReference
       WithoutGil([&] { return self.ReturnGradients(reference, scale, checked.slots, deadline); }));
 }
 
+uint64_t NumMissingRows(EmbeddedClient& self) {
+  return WithoutGil([&] { return self.embedding_store().stats().lookups.num_missing; });
+}
+
 void Release(EmbeddingClient& self, const BatchReference& reference, double timeout_s) {
   const auto deadline = DeadlineAfter(timeout_s);
   RaiseIfError(WithoutGil([&] { return self.Release(reference, deadline); }));
@@ -126,22 +132,41 @@ BatchReference RegisterBatch(EmbeddedClient& self, uint32_t loader_index,
 void BindImplementations(py::module_& module) {
   py::class_<RemoteClient, EmbeddingClient, std::shared_ptr<RemoteClient>>(
       module, "RemoteClient", py::release_gil_before_calling_cpp_dtor())
-      .def(py::init([](uint32_t num_workers) {
-             return ValueOrRaise(RemoteClient::Create(num_workers));
+      .def(py::init([](uint32_t num_workers, const std::string& wire_dtype) {
+             const auto dtype = ValueOrRaise(worker::ParseWireDtype(wire_dtype));
+             return ValueOrRaise(RemoteClient::Create(num_workers, dtype));
            }),
-           py::arg("num_workers"))
+           py::arg("num_workers"), py::kw_only(), py::arg("wire_dtype") = "float32")
       .def(
           "set_worker",
           [](RemoteClient& self, uint32_t index, const std::string& address) {
             RaiseIfError(WithoutGil([&] { return self.SetWorker(index, address); }));
           },
-          py::arg("index"), py::arg("address"));
-  py::class_<EmbeddedClient, EmbeddingClient, std::shared_ptr<EmbeddedClient>>(
-      module, "EmbeddedClient", py::release_gil_before_calling_cpp_dtor())
+          py::arg("index"), py::arg("address"))
+      .def("channels",
+           [](RemoteClient& self) {
+             return ChannelsToList(WithoutGil([&] { return self.channel_stats(); }));
+           })
+      .def("durations", [](RemoteClient& self) { return DurationsToDict(self.durations()); })
+      .def(
+          "retire_worker",
+          [](RemoteClient& self, uint32_t index) {
+            WithoutGil([&] {
+              self.RetireWorker(index);
+              return Status::Ok();
+            });
+          },
+          py::arg("index"));
+  py::class_<EmbeddedClient, EmbeddingClient, std::shared_ptr<EmbeddedClient>> embedded(
+      module, "EmbeddedClient", py::release_gil_before_calling_cpp_dtor());
+  embedded
       .def(py::init(&MakeEmbedded), py::kw_only(), py::arg("slots"),
            py::arg("feature_index_prefix_bit"), py::arg("capacity") = 1'000'000'000,
            py::arg("num_internal_shards") = 16, py::arg("forward_buffer_size") = 1000)
-      .def("register_batch", &RegisterBatch, py::arg("loader_index"), py::arg("id_features"));
+      .def("register_batch", &RegisterBatch, py::arg("loader_index"), py::arg("id_features"))
+      .def("num_missing_rows", &NumMissingRows);
+  DefineCheckpoints(embedded,
+                    [](EmbeddedClient& self) { return PlacedStore{self.embedding_store(), {}}; });
 }
 
 }  // namespace

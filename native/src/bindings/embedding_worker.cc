@@ -11,6 +11,7 @@
 
 #include "bindings/arrays.h"
 #include "bindings/errors.h"
+#include "bindings/metrics.h"
 #include "bindings/module.h"
 #include "worker/remote_rows.h"
 #include "worker/worker_service.h"
@@ -56,6 +57,21 @@ class WorkerRole {
     if (service_ != nullptr) service_->Stop(timeout);
     // What is left waits for servers that may be gone, and destruction waits for what is left.
     rows_->Close();
+  }
+
+  net::ServerStats RpcStats() {
+    const std::lock_guard lock(mutex_);
+    return service_ == nullptr ? net::ServerStats() : service_->stats();
+  }
+
+  // As long as the role lives: the service stays when it stops.
+  std::vector<const DurationStats*> Durations() {
+    std::vector<const DurationStats*> all = engine_->durations();
+    const std::lock_guard lock(mutex_);
+    if (service_ != nullptr) {
+      for (const DurationStats* one : service_->durations()) all.push_back(one);
+    }
+    return all;
   }
 
   EmbeddingWorker& engine() { return *engine_; }
@@ -109,6 +125,7 @@ uint64_t RegisterBatch(WorkerRole& self, uint32_t loader_index, const py::buffer
 
 py::dict Stats(WorkerRole& self) {
   const worker::WorkerStats stats = WithoutGil([&] { return self.engine().stats(); });
+  const net::ServerStats rpc = WithoutGil([&] { return self.RpcStats(); });
   py::dict dict;
   dict["num_registered"] = stats.num_registered;
   dict["num_looked_up"] = stats.num_looked_up;
@@ -121,7 +138,24 @@ py::dict Stats(WorkerRole& self) {
   dict["num_signs"] = stats.num_signs;
   dict["num_nonfinite_slots"] = stats.num_nonfinite_slots;
   dict["num_skipped_slots"] = stats.num_skipped_slots;
+  dict["num_gradients"] = stats.num_gradients;
+  dict["num_gradients_left_out"] = stats.num_gradients_left_out;
+  dict["configured"] = stats.configured;
+  AddRpcStats(rpc, &dict);
   return dict;
+}
+
+std::vector<uint64_t> ServerSizes(WorkerRole& self, double timeout_s) {
+  const auto deadline = DeadlineAfter(timeout_s);
+  return ValueOrRaise(WithoutGil([&] { return self.engine().Sizes(deadline); }));
+}
+
+py::list Slots(WorkerRole& self) {
+  return SlotsToList(WithoutGil([&] { return self.engine().slot_stats(); }));
+}
+
+py::list Channels(WorkerRole& self) {
+  return ChannelsToList(WithoutGil([&] { return self.rows().channel_stats(); }));
 }
 
 }  // namespace
@@ -138,7 +172,11 @@ void BindEmbeddingWorker(py::module_& module) {
       .def("register_batch", &RegisterBatch, py::arg("loader_index"), py::arg("id_features"))
       .def_property_readonly("incarnation",
                              [](WorkerRole& self) { return self.engine().incarnation(); })
-      .def("stats", &Stats);
+      .def("stats", &Stats)
+      .def("slots", &Slots)
+      .def("channels", &Channels)
+      .def("durations", [](WorkerRole& self) { return DurationsToDict(self.Durations()); })
+      .def("server_sizes", &ServerSizes, py::kw_only(), py::arg("timeout_s") = 60.0);
 }
 
 }  // namespace persia::bindings

@@ -10,9 +10,14 @@ PYBIND11_MODULE(_core, module) {
   module.attr("simd_level") = persia::simd::ActiveKernels().name;
   BindSlotConfig(module);
   BindTrainConfig(module);
+  BindCheckpoint(module);
   BindIdFeatures(module);
+  BindSamples(module);
   BindLookupResult(module);
   BindParameterServer(module);
   BindEmbeddingWorker(module);
   BindClient(module);
+  BindEmbeddingBags(module);
+  BindPool(module);
+  BindMetrics(module);
 }

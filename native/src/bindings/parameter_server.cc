@@ -7,7 +7,9 @@
 #include <string>
 #include <utility>
 
+#include "bindings/checkpoint.h"
 #include "bindings/errors.h"
+#include "bindings/metrics.h"
 #include "bindings/module.h"
 
 namespace persia::bindings {
@@ -45,6 +47,8 @@ class ServerRole {
     return engine_.get();
   }
 
+  checkpoint::Replica replica() const { return {options_.replica_index, options_.replica_size}; }
+
  private:
   explicit ServerRole(const ParameterServer::Options& options) : options_(options) {}
 
@@ -55,18 +59,21 @@ class ServerRole {
 
 std::unique_ptr<ServerRole> MakeServer(uint32_t replica_index, uint32_t replica_size,
                                        uint64_t capacity, uint32_t num_internal_shards,
-                                       uint32_t num_handler_threads) {
+                                       uint32_t num_handler_threads, bool read_only) {
   ParameterServer::Options options;
   options.replica_index = replica_index;
   options.replica_size = replica_size;
   options.store = {.capacity = capacity, .num_internal_shards = num_internal_shards};
   options.rpc.num_handler_threads = num_handler_threads;
+  options.read_only = read_only;
   return ValueOrRaise(ServerRole::Create(options));
 }
 
 uint16_t Start(ServerRole& self, const std::string& host, uint16_t port) {
   return ValueOrRaise(WithoutGil([&] { return self.Start(host, port); }));
 }
+
+void MarkLoaded(ServerRole& self) { ValueOrRaise(self.engine())->MarkLoaded(); }
 
 void Stop(ServerRole& self, double timeout_s) {
   const auto timeout = Timeout(timeout_s);
@@ -91,21 +98,38 @@ py::dict Stats(ServerRole& self) {
   dict["num_inserted_rows"] = stats.store.lookups.num_inserted;
   dict["num_unadmitted_rows"] = stats.store.lookups.num_unadmitted;
   dict["num_evicted_rows"] = stats.store.lookups.num_evicted;
+  dict["num_expired_rows"] = stats.store.lookups.num_expired;
+  dict["num_small_rows"] = stats.store.lookups.num_small;
   dict["num_updated_rows"] = stats.store.updates.num_updated;
   dict["num_skipped_gradients"] = stats.store.updates.num_missing;
+  dict["num_nonfinite_rows"] = stats.store.updates.num_nonfinite;
+  dict["num_looked_up_rows"] = stats.num_looked_up_rows;
+  dict["last_missing_ratio"] = stats.last_missing_ratio;
+  dict["configured"] = stats.configured;
+  AddRpcStats(stats.rpc, &dict);
   return dict;
+}
+
+py::dict Durations(ServerRole& self) {
+  return DurationsToDict(ValueOrRaise(self.engine())->durations());
 }
 
 }  // namespace
 
 void BindParameterServer(py::module_& module) {
-  py::class_<ServerRole>(module, "ParameterServer", py::release_gil_before_calling_cpp_dtor())
-      .def(py::init(&MakeServer), py::kw_only(), py::arg("replica_index"), py::arg("replica_size"),
-           py::arg("capacity"), py::arg("num_internal_shards"), py::arg("num_handler_threads") = 2)
+  py::class_<ServerRole> role(module, "ParameterServer", py::release_gil_before_calling_cpp_dtor());
+  role.def(py::init(&MakeServer), py::kw_only(), py::arg("replica_index"), py::arg("replica_size"),
+           py::arg("capacity"), py::arg("num_internal_shards"), py::arg("num_handler_threads") = 2,
+           py::arg("read_only") = false)
       .def("start", &Start, py::arg("host"), py::arg("port"))
+      .def("mark_loaded", &MarkLoaded)
       .def("stop", &Stop, py::arg("timeout_s") = 10.0)
       .def_property_readonly("incarnation", &Incarnation)
-      .def("stats", &Stats);
+      .def("stats", &Stats)
+      .def("durations", &Durations);
+  DefineCheckpoints(role, [](ServerRole& self) {
+    return PlacedStore{ValueOrRaise(self.engine())->embedding_store(), self.replica()};
+  });
 }
 
 }  // namespace persia::bindings

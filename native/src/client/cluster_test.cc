@@ -190,7 +190,7 @@ TEST(ClusterTest, ThereIsNoWorkerPastTheLast) {
   EXPECT_EQ(cluster.client().Lookup(reference, true, Soon()).status().code(),
             StatusCode::kInvalidArgument);
   EXPECT_EQ(cluster.client().Release(reference, Soon()).code(), StatusCode::kInvalidArgument);
-  EXPECT_EQ(cluster.client().SetWorker(1, "127.0.0.1:1").code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(cluster.client().SetWorker(65536, "127.0.0.1:1").code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(RemoteClient::Create(0).status().code(), StatusCode::kInvalidArgument);
 }
 

@@ -34,8 +34,9 @@ worker::Reference ToReference(const BatchReference& reference) {
 // Deadlines are passed on to the worker, who waits for batches that are being worked on.
 class InProcessClient final : public EmbeddedClient {
  public:
-  explicit InProcessClient(std::unique_ptr<worker::EmbeddingWorker> worker)
-      : worker_(std::move(worker)) {}
+  InProcessClient(std::shared_ptr<EmbeddedRows> rows,
+                  std::unique_ptr<worker::EmbeddingWorker> worker)
+      : rows_(std::move(rows)), worker_(std::move(worker)) {}
 
   StatusOr<BatchReference> Register(uint32_t loader_index,
                                     std::span<const std::byte> id_features) override {
@@ -71,8 +72,10 @@ class InProcessClient final : public EmbeddedClient {
   StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline) override {
     return worker_->Sizes(deadline);
   }
+  store::EmbeddingStore& embedding_store() override { return rows_->embedding_store(); }
 
  private:
+  const std::shared_ptr<EmbeddedRows> rows_;
   const std::unique_ptr<worker::EmbeddingWorker> worker_;
 };
 
@@ -82,10 +85,10 @@ StatusOr<std::shared_ptr<EmbeddedClient>> EmbeddedClient::Create(
     worker::WorkerOptions options, store::EmbeddingStore::Options store) {
   auto rows = EmbeddedRows::Create(store);
   if (!rows.ok()) return rows.status();
-  auto worker = worker::EmbeddingWorker::Create(std::move(options), std::move(rows).value());
+  auto worker = worker::EmbeddingWorker::Create(std::move(options), rows.value());
   if (!worker.ok()) return worker.status();
   return std::shared_ptr<EmbeddedClient>(
-      std::make_shared<InProcessClient>(std::move(worker).value()));
+      std::make_shared<InProcessClient>(std::move(rows).value(), std::move(worker).value()));
 }
 
 }  // namespace persia::client

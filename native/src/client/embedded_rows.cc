@@ -22,13 +22,18 @@ Status CheckDeadline(Deadline deadline) {
   return DeadlineExceeded("embedded store: the deadline has passed before the call began");
 }
 
+// Blocks of one dim that follow one another become one, as in a parameter server.
 std::vector<store::RowBlock> ToRowBlocks(const ServerBlocks& request) {
   std::vector<store::RowBlock> blocks;
   const std::span<const uint64_t> signs = request.signs;
-  size_t position = 0;
+  size_t begin = 0, end = 0;
   for (const ServerBlocks::Block& block : request.blocks) {
-    blocks.push_back({block.dim, signs.subspan(position, block.num_signs)});
-    position += block.num_signs;
+    if (blocks.empty() || blocks.back().dim != block.dim) {
+      blocks.push_back({block.dim, {}});
+      begin = end;
+    }
+    end += block.num_signs;
+    blocks.back().signs = signs.subspan(begin, end - begin);
   }
   return blocks;
 }

@@ -36,6 +36,8 @@ class EmbeddedRows final : public worker::RowService {
   Status Clear(worker::Deadline deadline) override;
   StatusOr<std::vector<uint64_t>> Sizes(worker::Deadline deadline) override;
 
+  store::EmbeddingStore& embedding_store() { return *store_; }
+
  private:
   explicit EmbeddedRows(std::unique_ptr<store::EmbeddingStore> store);
 

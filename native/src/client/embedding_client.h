@@ -15,10 +15,13 @@
 #include <vector>
 
 #include "base/buffer.h"
+#include "base/duration_stats.h"
 #include "base/status.h"
 #include "base/train_config.h"
+#include "net/rpc_stats.h"
 #include "store/embedding_store.h"
 #include "worker/embedding_worker.h"
+#include "worker/wire_floats.h"
 
 namespace persia::client {
 
@@ -33,7 +36,7 @@ struct BatchReference {
   uint64_t reference = 0;
 };
 
-// One slot's embeddings, in place inside `LookupResult::storage`.
+// One slot's embeddings, in place inside the memory of the LookupResult.
 struct SlotEmbedding {
   std::string name;
   bool raw = false;
@@ -50,6 +53,7 @@ struct LookupResult {
   uint32_t batch_size = 0;
   std::vector<SlotEmbedding> slots;
   Buffer storage;
+  std::vector<Buffer> widened;  // rows that came with 16 bits
 };
 
 // Decodes an embeddings message in place; kCorruption names what is wrong. Sizes, indices and dims
@@ -81,10 +85,20 @@ class EmbeddingClient {
 
 class RemoteClient : public EmbeddingClient {
  public:
-  // `num_workers` embedding workers; each must get its
+  // `num_workers` embedding workers to begin with; each must get its
   // address by SetWorker before calls to it go through.
-  static StatusOr<std::shared_ptr<RemoteClient>> Create(uint32_t num_workers);
+  // Embeddings and gradients travel as `dtype`.
+  static StatusOr<std::shared_ptr<RemoteClient>> Create(
+      uint32_t num_workers, worker::WireDtype dtype = worker::WireDtype::kFloat32);
+  // The worker's address from now on. An index beyond those known adds a worker.
   virtual Status SetWorker(uint32_t index, const std::string& address) = 0;
+  // Of the channel to each worker.
+  virtual std::vector<net::ChannelStats> channel_stats() const = 0;
+  // The phases of the calls; as long as the client lives.
+  virtual std::vector<const DurationStats*> durations() const = 0;
+  // Nothing more is asked of the worker but what concerns the batches that it holds; until
+  // SetWorker.
+  virtual void RetireWorker(uint32_t index) = 0;
 };
 
 // Worker and store in this process; several may live side by side and share nothing. Also takes
@@ -95,6 +109,8 @@ class EmbeddedClient : public EmbeddingClient {
                                                           store::EmbeddingStore::Options store);
   virtual StatusOr<BatchReference> Register(uint32_t loader_index,
                                             std::span<const std::byte> id_features) = 0;
+  // For snapshots and loading.
+  virtual store::EmbeddingStore& embedding_store() = 0;
 };
 
 }  // namespace persia::client

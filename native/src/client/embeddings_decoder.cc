@@ -54,18 +54,33 @@ Status CheckShape(const SlotEmbedding& slot, uint8_t kind, uint32_t batch_size) 
   return Status::Ok();
 }
 
+// Rows of 16 bits, into memory of their own.
+Status ReadNarrow(ByteReader* reader, worker::WireDtype dtype, float unit, SlotEmbedding* slot,
+                  std::vector<Buffer>* widened) {
+  const auto rows = reader->GetArray<uint16_t>(uint64_t{slot->num_rows} * slot->dim);
+  if (!reader->ok()) return Status::Ok();  // the caller checks
+  if (!worker::IsWireUnit(unit)) {
+    return SlotError(*slot, "its unit is " + std::to_string(unit) + ", no power of two in range");
+  }
+  Buffer& floats = widened->emplace_back(rows.size() * sizeof(float));
+  slot->rows = reinterpret_cast<const float*>(floats.data());
+  Widen(dtype, rows, unit, reinterpret_cast<float*>(floats.data()));
+  return Status::Ok();
+}
+
 // The caller checks that the reader is still ok.
-StatusOr<SlotEmbedding> ReadSlot(ByteReader* reader, uint32_t batch_size) {
+StatusOr<SlotEmbedding> ReadSlot(ByteReader* reader, uint32_t batch_size,
+                                 std::vector<Buffer>* widened) {
   SlotEmbedding slot;
   const auto name_bytes = reader->Get<uint32_t>();
   const auto kind = reader->Get<uint8_t>();
-  reader->Get<uint8_t>();  // reserved, with the next
-  reader->Get<uint16_t>();
+  const auto dtype_number = reader->Get<uint8_t>();
+  reader->Get<uint16_t>();  // reserved
   slot.raw = kind == kRaw;
   slot.dim = reader->Get<uint32_t>();
   slot.num_rows = reader->Get<uint32_t>();
   slot.sample_fixed_size = reader->Get<uint32_t>();
-  reader->Get<uint32_t>();  // reserved
+  const auto unit = reader->Get<float>();  // of float32: reserved
   slot.name = reader->GetString(name_bytes);
   if (!reader->ok()) return slot;
   PERSIA_RETURN_IF_ERROR(CheckShape(slot, kind, batch_size));
@@ -78,7 +93,13 @@ StatusOr<SlotEmbedding> ReadSlot(ByteReader* reader, uint32_t batch_size) {
                        "an index is not below its " + std::to_string(slot.num_rows) + " rows");
     }
   }
-  slot.rows = reader->GetArray<float>(uint64_t{slot.num_rows} * slot.dim).data();
+  auto dtype = worker::ToWireDtype(dtype_number);
+  if (!dtype.ok()) return SlotError(slot, dtype.status().message());
+  if (*dtype == worker::WireDtype::kFloat32) {
+    slot.rows = reader->GetArray<float>(uint64_t{slot.num_rows} * slot.dim).data();
+  } else {
+    PERSIA_RETURN_IF_ERROR(ReadNarrow(reader, *dtype, unit, &slot, widened));
+  }
   return slot;
 }
 
@@ -101,7 +122,7 @@ StatusOr<LookupResult> DecodeEmbeddings(uint32_t worker_index, Buffer message) {
   }
   std::unordered_set<std::string> names;
   for (uint32_t i = 0; i < num_slots; ++i) {
-    auto slot = ReadSlot(&reader, result.batch_size);
+    auto slot = ReadSlot(&reader, result.batch_size, &result.widened);
     if (!reader.ok()) return Truncated(message.size());
     if (!slot.ok()) return slot.status();
     if (!names.insert(slot->name).second) return SlotError(*slot, "it appears twice");

@@ -6,7 +6,7 @@
 #include "base/bytes.h"
 #include "base/row_protocol.h"
 #include "client/embedding_client.h"
-#include "net/channel.h"
+#include "client/worker_channels.h"
 #include "worker/fan_out.h"
 #include "worker/gradients_codec.h"
 #include "worker/worker_protocol.h"
@@ -59,14 +59,13 @@ Status CheckRows(uint32_t dim, size_t num_signs, size_t num_floats) {
 // servers that restart.
 class ChannelClient final : public RemoteClient {
  public:
-  explicit ChannelClient(uint32_t num_workers) {
-    for (uint32_t i = 0; i < num_workers; ++i) {
-      workers_.push_back(
-          std::make_unique<net::Channel>(net::Channel::Options{.peer = PeerName(i)}));
-    }
-  }
+  ChannelClient(uint32_t num_workers, worker::WireDtype dtype)
+      : dtype_(dtype), workers_(num_workers) {}
 
-  Status SetWorker(uint32_t index, const std::string& address) override;
+  Status SetWorker(uint32_t index, const std::string& address) override {
+    return workers_.Set(index, address);
+  }
+  void RetireWorker(uint32_t index) override { workers_.Retire(index); }
   Status Configure(const TrainConfig& config, bool replace, Deadline deadline) override;
   StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
                                 Deadline deadline) override;
@@ -80,32 +79,33 @@ class ChannelClient final : public RemoteClient {
                        Deadline deadline) override;
   Status Clear(Deadline deadline) override;
   StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline) override;
+  std::vector<net::ChannelStats> channel_stats() const override;
+  std::vector<const DurationStats*> durations() const override {
+    return {&lookup_times_, &decode_times_, &return_times_};
+  }
 
  private:
-  Status CheckIndex(uint32_t worker) const;
+  // The worker for what concerns the servers.
+  uint32_t AnyWorker() const { return workers_.Active().front().first; }
   // For methods whose reply has no body.
   Status CallForNothing(uint32_t worker, Method method, const Parts& parts, Deadline deadline);
   StatusOr<LookupResult> CallForEmbeddings(uint32_t worker, Method method, const Parts& parts,
                                            bool requires_grad, Deadline deadline);
 
-  std::vector<std::unique_ptr<net::Channel>> workers_;
+  uint32_t dtype_number() const { return static_cast<uint32_t>(dtype_); }
+
+  const worker::WireDtype dtype_;
+  DurationStats lookup_times_{"client lookup"};
+  DurationStats decode_times_{"client decode"};
+  DurationStats return_times_{"client return gradients"};
+  WorkerChannels workers_;
 };
-
-Status ChannelClient::CheckIndex(uint32_t worker) const {
-  if (worker < workers_.size()) return Status::Ok();
-  return InvalidArgument("worker_index " + std::to_string(worker) + ": there are only " +
-                         std::to_string(workers_.size()) + " embedding workers, counted from 0");
-}
-
-Status ChannelClient::SetWorker(uint32_t index, const std::string& address) {
-  PERSIA_RETURN_IF_ERROR(CheckIndex(index));
-  workers_[index]->SetAddress(address);
-  return Status::Ok();
-}
 
 Status ChannelClient::CallForNothing(uint32_t worker, Method method, const Parts& parts,
                                      Deadline deadline) {
-  auto reply = workers_[worker]->Call(method, parts, deadline);
+  auto channel = workers_.At(worker);
+  if (!channel.ok()) return channel.status();
+  auto reply = channel.value()->Call(method, parts, deadline);
   if (!reply.ok()) return reply.status();
   const Status empty = worker::RequireEmpty(reply->span(), "a reply");
   return empty.ok() ? empty : BadReply(worker, empty);
@@ -114,9 +114,17 @@ Status ChannelClient::CallForNothing(uint32_t worker, Method method, const Parts
 StatusOr<LookupResult> ChannelClient::CallForEmbeddings(uint32_t worker, Method method,
                                                         const Parts& parts, bool requires_grad,
                                                         Deadline deadline) {
-  auto reply = workers_[worker]->Call(method, parts, deadline);
+  Timed total(lookup_times_);
+  auto channel = workers_.At(worker);
+  if (!channel.ok()) return channel.status();
+  auto reply = channel.value()->Call(method, parts, deadline);
   if (!reply.ok()) return reply.status();
+  Timed decoding(decode_times_);
   auto result = DecodeEmbeddings(worker, std::move(reply).value());
+  if (result.ok()) {
+    total.set_reference(result->reference.reference);
+    decoding.set_reference(result->reference.reference);
+  }
   if (!result.ok()) return BadReply(worker, result.status());
   if (requires_grad != (result->reference.reference != 0)) {
     return BadReply(
@@ -129,7 +137,8 @@ StatusOr<LookupResult> ChannelClient::CallForEmbeddings(uint32_t worker, Method 
 Status ChannelClient::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
   const auto body = EncodeConfigureRequest(config, replace);
   std::vector<worker::OutgoingCall> calls;
-  for (const auto& channel : workers_) {
+  const auto links = workers_.Active();
+  for (const auto& [index, channel] : links) {
     calls.push_back({channel.get(), {}});
     calls.back().parts.AddView(body);
   }
@@ -139,8 +148,7 @@ Status ChannelClient::Configure(const TrainConfig& config, bool replace, Deadlin
 
 StatusOr<LookupResult> ChannelClient::Lookup(const BatchReference& reference, bool requires_grad,
                                              Deadline deadline) {
-  PERSIA_RETURN_IF_ERROR(CheckIndex(reference.worker_index));
-  const worker::LookupReferenceBody body{ToBody(reference), requires_grad, 0};
+  const worker::LookupReferenceBody body{ToBody(reference), requires_grad, dtype_number()};
   auto result = CallForEmbeddings(reference.worker_index, Method::kLookupReference,
                                   FixedParts(body), requires_grad, deadline);
   if (!result.ok()) return result;
@@ -155,26 +163,28 @@ StatusOr<LookupResult> ChannelClient::Lookup(const BatchReference& reference, bo
 StatusOr<LookupResult> ChannelClient::LookupDirect(uint32_t worker_index,
                                                    std::span<const std::byte> id_features,
                                                    bool requires_grad, Deadline deadline) {
-  Parts parts = FixedParts(worker::LookupDirectHead{requires_grad, 0});
+  Parts parts = FixedParts(worker::LookupDirectHead{requires_grad, dtype_number()});
   parts.AddView(id_features);
-  const auto worker = static_cast<uint32_t>(worker_index % workers_.size());
-  return CallForEmbeddings(worker, Method::kLookupDirect, parts, requires_grad, deadline);
+  const auto links = workers_.Active();
+  return CallForEmbeddings(links[worker_index % links.size()].first, Method::kLookupDirect, parts,
+                           requires_grad, deadline);
 }
 
 StatusOr<ReturnReport> ChannelClient::ReturnGradients(const BatchReference& reference, float scale,
                                                       std::span<const SlotGradient> gradients,
                                                       Deadline deadline) {
-  PERSIA_RETURN_IF_ERROR(CheckIndex(reference.worker_index));
+  const Timed timed(return_times_, reference.reference);
+  auto channel = workers_.At(reference.worker_index);
+  if (!channel.ok()) return channel.status();
   const Parts parts = worker::EncodeGradients({reference.worker_incarnation, reference.reference},
-                                              scale, gradients);
-  auto reply = workers_[reference.worker_index]->Call(Method::kReturnGradients, parts, deadline);
+                                              scale, gradients, dtype_);
+  auto reply = channel.value()->Call(Method::kReturnGradients, parts, deadline);
   if (!reply.ok()) return reply.status();
   auto report = worker::DecodeReport(reply->span());
   return report.ok() ? report : BadReply(reference.worker_index, report.status());
 }
 
 Status ChannelClient::Release(const BatchReference& reference, Deadline deadline) {
-  PERSIA_RETURN_IF_ERROR(CheckIndex(reference.worker_index));
   return CallForNothing(reference.worker_index, Method::kReleaseReference,
                         FixedParts(ToBody(reference)), deadline);
 }
@@ -188,27 +198,35 @@ Status ChannelClient::SetEmbeddings(uint32_t dim, std::span<const uint64_t> sign
   parts.AddView(std::as_bytes(signs));
   parts.AddView(std::as_bytes(rows));
   parts.AddView(ArrayPadding(rows.size_bytes()));
-  return CallForNothing(0, Method::kSetEmbeddings, parts, deadline);
+  return CallForNothing(AnyWorker(), Method::kSetEmbeddings, parts, deadline);
 }
 
 Status ChannelClient::Clear(Deadline deadline) {
-  return CallForNothing(0, Method::kClearEmbeddings, {}, deadline);
+  return CallForNothing(AnyWorker(), Method::kClearEmbeddings, {}, deadline);
 }
 
 StatusOr<std::vector<uint64_t>> ChannelClient::Sizes(Deadline deadline) {
-  auto reply = workers_[0]->Call(Method::kWorkerStats, {}, deadline);
+  const auto [worker, channel] = workers_.Active().front();
+  auto reply = channel->Call(Method::kWorkerStats, {}, deadline);
   if (!reply.ok()) return reply.status();
   auto sizes = DecodeSizes(reply->span());
-  return sizes.ok() ? sizes : BadReply(0, sizes.status());
+  return sizes.ok() ? sizes : BadReply(worker, sizes.status());
+}
+
+std::vector<net::ChannelStats> ChannelClient::channel_stats() const {
+  std::vector<net::ChannelStats> stats;
+  for (const auto& [worker, channel] : workers_.Active()) stats.push_back(channel->stats());
+  return stats;
 }
 
 }  // namespace
 
-StatusOr<std::shared_ptr<RemoteClient>> RemoteClient::Create(uint32_t num_workers) {
+StatusOr<std::shared_ptr<RemoteClient>> RemoteClient::Create(uint32_t num_workers,
+                                                             worker::WireDtype dtype) {
   if (num_workers == 0) {
     return InvalidArgument("num_workers: 0; at least one embedding worker is needed");
   }
-  return std::shared_ptr<RemoteClient>(std::make_shared<ChannelClient>(num_workers));
+  return std::shared_ptr<RemoteClient>(std::make_shared<ChannelClient>(num_workers, dtype));
 }
 
 }  // namespace persia::client

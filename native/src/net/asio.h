@@ -13,26 +13,16 @@
 #include <asio/post.hpp>
 #include <asio/read.hpp>
 #include <asio/steady_timer.hpp>
-#include <asio/strand.hpp>
-#include <asio/thread_pool.hpp>
 #include <asio/write.hpp>
-#include <string>
-#include <vector>
-
-#include "net/message.h"
 
 namespace persia::net {
 
 using Tcp = asio::ip::tcp;
 using ErrorCode = asio::error_code;
 
-// No delay for small frames. A peer whose host has died is noticed in
-// half a minute instead of never; that needs options which Asio does
-// not wrap. Failures are ignored: the connection works without them.
-void ConfigureSocket(Tcp::socket& socket);
-
-// An encoded header and its body's parts as one scatter/gather list; both must outlive the write.
-std::vector<asio::const_buffer> GatherFrame(std::span<const std::byte, kHeaderBytes> header,
-                                            const Parts& parts);
+// No delay for small frames, and none by pacing within a host. A peer whose host has died is
+// noticed in half a minute instead of never; that needs options which Asio does not wrap. Failures
+// are ignored: the connection works without them.
+void ConfigureSocket(int fd);
 
 }  // namespace persia::net

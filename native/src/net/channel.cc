@@ -1,6 +1,7 @@
 #include "net/channel.h"
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <map>
 #include <mutex>
@@ -10,6 +11,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/traced_batch.h"
 #include "net/asio.h"
 #include "net/client_connection.h"
 
@@ -18,6 +20,8 @@ namespace {
 
 constexpr std::chrono::milliseconds kFirstBackoff{20};
 constexpr std::chrono::milliseconds kMaxBackoff{500};
+// After so long without a call the channel's own thread watches the connection.
+constexpr std::chrono::milliseconds kIdleTime{50};
 
 using Done = std::function<void(StatusOr<Buffer>)>;
 
@@ -31,10 +35,19 @@ std::string ToText(const Buffer& body) {
   return {reinterpret_cast<const char*>(body.data()), body.size()};
 }
 
+// What a caller that waits for its answer waits on. Guarded by the channel's lead_mutex_.
+struct BlockedCaller {
+  std::optional<StatusOr<Buffer>> answer;
+  std::condition_variable wakes;  // answered, or free to take the lead
+};
+
 }  // namespace
 
-// Everything below the public methods runs on the channel's own thread and needs no lock; the
-// public methods post to it.
+// One thread at a time, the leader, runs the event loop and owns everything that is marked as the
+// leader's, so that needs no lock; others post to it. The leader is either a caller blocked in
+// Call(), which so writes its request and reads its reply itself, without waking anybody, or the
+// channel's own thread. That thread leads while an asynchronous call is pending, for callbacks run
+// on no other, and when the channel has been idle for a moment, to notice that the peer has gone.
 //
 // A thread for each channel, rather than one for the process: large replies of different peers are
 // received in parallel, a slow callback holds up one peer only, and nothing global has to be torn
@@ -47,14 +60,14 @@ class Channel::Impl : public std::enable_shared_from_this<Impl>, public ClientCo
         random_(static_cast<uint32_t>(Clock::now().time_since_epoch().count())) {}
 
   void Start() {
-    thread_ = std::thread([self = shared_from_this()] { self->io_.run(); });
+    thread_ = std::thread([self = shared_from_this()] { self->RunThread(); });
   }
   void Close();
   void Shutdown();
   void SetAddress(const std::string& address);
+  StatusOr<Buffer> Call(Method method, const Parts& parts, Clock::time_point deadline);
   void CallAsync(Method method, Parts parts, Clock::time_point deadline, Done done);
-  bool OnOwnThread() const { return std::this_thread::get_id() == thread_.get_id(); }
-  const std::string& peer() const { return options_.peer; }
+  ChannelStats stats() const;
 
  private:
   enum class State {
@@ -64,52 +77,86 @@ class Channel::Impl : public std::enable_shared_from_this<Impl>, public ClientCo
     kBackingOff,  // the peer answered kUnavailable
   };
   struct PendingCall {
-    PendingCall(asio::io_context& io, Method m, Parts p, Clock::time_point d, Done f)
-        : method(m),
-          parts(std::move(p)),
-          deadline(d),
-          done(std::move(f)),
-          deadline_timer(io),
-          retry_timer(io) {}
-
     const Method method;
     const Parts parts;
     const Clock::time_point deadline;
-    Done done;
+    const bool async;
+    const Done done;
     State state = State::kWaiting;
+    const Clock::time_point begin = Clock::now();
+    const uint32_t batch = TracedBatch::tag();  // the caller's
+    uint32_t num_writes = 0;
     uint32_t num_refusals = 0;
-    std::string refusal;                                        // the peer's last kUnavailable
-    std::optional<std::pair<FrameHeader, Buffer>> early_reply;  // came while kWriting
-    asio::steady_timer deadline_timer;
-    asio::steady_timer retry_timer;
+    std::string refusal = {};                                        // the peer's last kUnavailable
+    std::optional<std::pair<FrameHeader, Buffer>> early_reply = {};  // came while kWriting
+    std::optional<asio::steady_timer> retry_timer = {};
   };
+  using PendingCallPtr = std::unique_ptr<PendingCall>;
   // By request id. Ids grow, so the order of a map is that of the calls.
-  using Calls = std::map<uint64_t, std::unique_ptr<PendingCall>>;
+  using Calls = std::map<uint64_t, PendingCallPtr>;
+  using Lock = std::unique_lock<std::mutex>;
+
+  void RunThread();
+  void LeadOnOwnThread();
+  void LeadUntilAnswered(const BlockedCaller& caller);
+  bool TakeLead();
+  void WakeNextLeader();
+  bool ThreadWanted() const { return num_posted_ > 0 || !deferred_.empty(); }
+  template <typename Function>
+  void Post(Function function);
+  bool OnOwnThread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
   void OnConnected() override;
   void OnWritten() override;
   void OnReply(const FrameHeader& header, Buffer body) override;
   void OnBroken(const std::string& reason) override;
 
-  void Submit(std::unique_ptr<PendingCall> call);
+  void SubmitAsync(PendingCallPtr call);
+  void Submit(PendingCallPtr call);
   void Pump();
-  void WriteCall(uint64_t id, PendingCall& call);
+  void WriteNext();
   void ChangeAddress(const std::string& address);
   void CloseConnection();
   void RetryLater(uint64_t id, PendingCall& call);
   void MakeWaiting(uint64_t id, PendingCall& call);
-  void OnDeadline(uint64_t id);
+  void WatchDeadline(Clock::time_point deadline);
+  void OnDeadlineTimer();
   Status DeadlineStatus(const PendingCall& call) const;
   void Complete(uint64_t id, StatusOr<Buffer> result);
   std::chrono::milliseconds Backoff(uint32_t attempt);
-  std::string Name() const { return address_.empty() ? peer() : peer() + " at " + address_; }
+  std::string Name() const {
+    return address_.empty() ? options_.peer : options_.peer + " at " + address_;
+  }
 
   const Options options_;
+  std::thread thread_;
+
+  // Counted by the leader, read by anybody.
+  DurationStats call_times_{"rpc to " + options_.peer};
+  std::atomic<uint64_t> num_calls_{0};
+  std::atomic<uint64_t> num_completed_{0};
+  std::atomic<uint64_t> num_retries_{0};
+  std::atomic<uint64_t> num_connects_{0};
+  std::atomic<uint64_t> num_sent_bytes_{0};
+  std::atomic<uint64_t> num_received_bytes_{0};
+
+  std::mutex lead_mutex_;   // guards what follows
+  bool led_ = false;        // there is a leader
+  uint64_t num_leads_ = 0;  // since the channel was made
+  std::vector<BlockedCaller*> blocked_;
+  size_t num_posted_ = 0;  // and not yet run
+  // Asynchronous calls, until the channel's own thread leads. Changed by the leader only, who may
+  // look at it without the mutex.
+  std::vector<PendingCallPtr> deferred_;
+  std::condition_variable thread_wakes_;
+
+  // The leader's, from here on.
   asio::io_context io_{1};
   asio::executor_work_guard<asio::io_context::executor_type> work_{io_.get_executor()};
   asio::steady_timer reconnect_timer_{io_};
+  asio::steady_timer deadline_timer_{io_};
+  Clock::time_point deadline_timer_at_ = Clock::time_point::max();  // max: not set
   std::minstd_rand random_;
-  std::thread thread_;
 
   std::string address_;
   std::shared_ptr<ClientConnection> connection_;
@@ -119,16 +166,33 @@ class Channel::Impl : public std::enable_shared_from_this<Impl>, public ClientCo
   std::string last_failure_;
 
   Calls calls_;
+  size_t num_async_ = 0;             // of calls_
   std::set<uint64_t> waiting_;       // ids of the calls that are kWaiting
   std::optional<uint64_t> writing_;  // the connection is busy with this call
   uint64_t next_id_ = 1;
   bool closed_ = false;
+  bool quit_ = false;  // the channel's thread is to end
 };
 
 // ---- from any thread
 
+// The leader runs it; when there is none, the channel's thread becomes it.
+template <typename Function>
+void Channel::Impl::Post(Function function) {
+  const Lock lock(lead_mutex_);
+  ++num_posted_;
+  asio::post(io_, [this, function = std::move(function)]() mutable {
+    {
+      const Lock running(lead_mutex_);
+      --num_posted_;
+    }
+    function();
+  });
+  if (!led_) thread_wakes_.notify_one();
+}
+
 void Channel::Impl::Close() {
-  asio::post(io_, [this] {
+  Post([this] {
     closed_ = true;
     CloseConnection();
     reconnect_timer_.cancel();
@@ -140,7 +204,7 @@ void Channel::Impl::Close() {
 
 void Channel::Impl::Shutdown() {
   Close();
-  asio::post(io_, [this] { work_.reset(); });
+  Post([this] { quit_ = true; });
   if (OnOwnThread()) {
     thread_.detach();
   } else {
@@ -149,34 +213,128 @@ void Channel::Impl::Shutdown() {
 }
 
 void Channel::Impl::SetAddress(const std::string& address) {
-  asio::post(io_, [this, address] { ChangeAddress(address); });
+  Post([this, address] { ChangeAddress(address); });
 }
 
 void Channel::Impl::CallAsync(Method method, Parts parts, Clock::time_point deadline, Done done) {
-  asio::post(io_, [this, call = std::make_unique<PendingCall>(
-                             io_, method, std::move(parts), deadline, std::move(done))]() mutable {
+  PendingCallPtr call(
+      new PendingCall{method, std::move(parts), deadline, /*async=*/true, std::move(done)});
+  Post([this, call = std::move(call)]() mutable { SubmitAsync(std::move(call)); });
+}
+
+StatusOr<Buffer> Channel::Impl::Call(Method method, const Parts& parts,
+                                     Clock::time_point deadline) {
+  if (OnOwnThread()) {
+    return Internal(options_.peer + ": Call() from a callback of its own channel waits for itself");
+  }
+  BlockedCaller caller;
+  const auto done = [this, &caller](StatusOr<Buffer> result) {
+    const Lock lock(lead_mutex_);
+    caller.answer.emplace(std::move(result));
+    caller.wakes.notify_one();  // under the lock: the condition variable ends with the call
+  };
+  PendingCallPtr call(new PendingCall{method, parts, deadline, /*async=*/false, done});
+  Lock lock(lead_mutex_);
+  blocked_.push_back(&caller);
+  bool leads = TakeLead();
+  lock.unlock();
+  if (leads) {
     Submit(std::move(call));
-  });
+  } else {
+    asio::post(io_, [this, call = std::move(call)]() mutable { Submit(std::move(call)); });
+  }
+  lock.lock();
+  while (leads || !caller.answer.has_value()) {
+    if (leads) {
+      lock.unlock();
+      LeadUntilAnswered(caller);
+      lock.lock();
+      led_ = false;
+    }
+    // Before each wait: who led may have left since, and would have woken nobody.
+    leads = !caller.answer.has_value() && deferred_.empty() && TakeLead();
+    if (leads || caller.answer.has_value()) continue;
+    if (!led_) WakeNextLeader();
+    // The deadline timer, which every leader minds, ends this wait.
+    caller.wakes.wait(lock);
+  }
+  std::erase(blocked_, &caller);
+  if (!led_) WakeNextLeader();
+  return std::move(*caller.answer);
+}
+
+// ---- leading
+
+// With lead_mutex_ held, like WakeNextLeader().
+bool Channel::Impl::TakeLead() {
+  if (led_) return false;
+  ++num_leads_;
+  return led_ = true;
+}
+
+void Channel::Impl::WakeNextLeader() {
+  if (deferred_.empty() && !blocked_.empty()) {
+    blocked_.front()->wakes.notify_one();
+  } else if (ThreadWanted()) {
+    thread_wakes_.notify_one();
+  }
+}
+
+// Or until the channel's own thread is needed.
+void Channel::Impl::LeadUntilAnswered(const BlockedCaller& caller) {
+  while (!caller.answer.has_value() && deferred_.empty()) io_.run_one();
+}
+
+void Channel::Impl::RunThread() {
+  uint64_t seen_leads = 0;
+  bool quit = false;
+  Lock lock(lead_mutex_);
+  while (!quit) {
+    thread_wakes_.wait_for(lock, kIdleTime, [this] { return !led_ && ThreadWanted(); });
+    const bool idle = std::exchange(seen_leads, num_leads_) == num_leads_;
+    if ((!ThreadWanted() && !idle) || !TakeLead()) continue;
+    do {
+      std::vector<PendingCallPtr> deferred = std::exchange(deferred_, {});
+      lock.unlock();
+      for (PendingCallPtr& call : deferred) Submit(std::move(call));
+      LeadOnOwnThread();
+      quit = quit_;
+      lock.lock();
+    } while (ThreadWanted());  // also at the end: every call ends with its callback
+    led_ = false;
+    WakeNextLeader();
+  }
+}
+
+// Until all calls that are left are of blocked callers.
+void Channel::Impl::LeadOnOwnThread() {
+  io_.poll();
+  while (!quit_ && (calls_.empty() || num_async_ > 0)) io_.run_one();
 }
 
 // ---- calls
 
-void Channel::Impl::Submit(std::unique_ptr<PendingCall> call) {
+void Channel::Impl::SubmitAsync(PendingCallPtr call) {
+  if (OnOwnThread()) return Submit(std::move(call));
+  const Lock lock(lead_mutex_);
+  deferred_.push_back(std::move(call));
+}
+
+void Channel::Impl::Submit(PendingCallPtr call) {
   const uint64_t id = next_id_++;
   PendingCall& pending = *(calls_[id] = std::move(call));
+  num_calls_.fetch_add(1, std::memory_order_relaxed);
+  if (pending.async) ++num_async_;
   if (closed_) return Complete(id, Unavailable(Name() + ": the channel was closed"));
-  if (pending.parts.size_bytes() > options_.max_body_bytes) {
+  const uint64_t size_bytes = pending.parts.size_bytes();
+  if (size_bytes > options_.max_body_bytes) {
     return Complete(
-        id,
-        InvalidArgument(Name() + ": a request of " + std::to_string(pending.parts.size_bytes()) +
-                        " bytes is above the limit of " + std::to_string(options_.max_body_bytes) +
-                        "; send smaller batches"));
+        id, InvalidArgument(Name() + ": a request of " + std::to_string(size_bytes) +
+                            " bytes is above the limit of " +
+                            std::to_string(options_.max_body_bytes) + "; send smaller batches"));
   }
   if (pending.deadline <= Clock::now()) return Complete(id, DeadlineStatus(pending));
-  pending.deadline_timer.expires_at(pending.deadline);
-  pending.deadline_timer.async_wait([this, id](ErrorCode cancelled) {
-    if (!cancelled) OnDeadline(id);
-  });
+  WatchDeadline(pending.deadline);
   MakeWaiting(id, pending);
   Pump();
 }
@@ -186,11 +344,11 @@ void Channel::Impl::MakeWaiting(uint64_t id, PendingCall& call) {
   waiting_.insert(id);
 }
 
-// Does what can be done next for those who wait: send one, or connect.
+// Does what can be done next for those who wait: send them, or connect.
 void Channel::Impl::Pump() {
   if (waiting_.empty() || closed_) return;
   if (connected_) {
-    if (!writing_) WriteCall(*waiting_.begin(), *calls_[*waiting_.begin()]);
+    while (!writing_ && !waiting_.empty()) WriteNext();
     return;
   }
   if (connection_ != nullptr || backing_off_ || address_.empty()) return;
@@ -198,42 +356,75 @@ void Channel::Impl::Pump() {
   connection_->Connect(address_);
 }
 
-void Channel::Impl::WriteCall(uint64_t id, PendingCall& call) {
-  waiting_.erase(id);
-  call.state = State::kWriting;
-  writing_ = id;
+void Channel::Impl::WriteNext() {
+  const uint64_t id = *waiting_.begin();
+  waiting_.erase(waiting_.begin());
+  PendingCall& call = *calls_[id];
   FrameHeader header;
   header.method = static_cast<uint8_t>(call.method);
   header.request_id = id;
   header.deadline_ms = MillisecondsUntil(call.deadline);
-  header.body_bytes = call.parts.size_bytes();
-  connection_->Write(header, call.parts);
+  header.batch = call.batch;
+  num_sent_bytes_.fetch_add(call.parts.size_bytes(), std::memory_order_relaxed);
+  if (call.num_writes++ > 0) num_retries_.fetch_add(1, std::memory_order_relaxed);
+  if (connection_->Write(header, call.parts)) {
+    call.state = State::kSent;
+  } else {
+    call.state = State::kWriting;
+    writing_ = id;
+  }
 }
 
 void Channel::Impl::Complete(uint64_t id, StatusOr<Buffer> result) {
-  auto node = calls_.extract(id);
+  const auto node = calls_.extract(id);
   waiting_.erase(id);
-  // Destroyed with `node`: timers (cancelled) and what the parts own.
+  if (node.mapped()->async) --num_async_;
+  num_completed_.fetch_add(1, std::memory_order_relaxed);
+  call_times_.Record(node.mapped()->begin, Clock::now(), /*reference=*/0,
+                     TracedBatch::IdOf(node.mapped()->batch));
+  // Destroyed with `node`: a timer (cancelled) and what the parts own.
   node.mapped()->done(std::move(result));
 }
 
-void Channel::Impl::OnDeadline(uint64_t id) {
-  const auto found = calls_.find(id);
-  // The timer may have fired while the completion that cancels it was already on its way.
-  if (found == calls_.end()) return;
-  const Status status = DeadlineStatus(*found->second);
-  // Half a frame is out, and its bytes belong to the caller, who takes them back now: the stream
-  // cannot go on. The other calls are repeated on a new connection.
-  if (found->second->state == State::kWriting) CloseConnection();
-  Complete(id, status);
+// One timer for all calls, set to the earliest deadline that it has been told of. It is left alone
+// when that call completes: most calls then cost no timer at all.
+void Channel::Impl::WatchDeadline(Clock::time_point deadline) {
+  if (deadline >= deadline_timer_at_) return;
+  deadline_timer_at_ = deadline;
+  deadline_timer_.expires_at(deadline);
+  deadline_timer_.async_wait([this](ErrorCode cancelled) {
+    if (!cancelled) OnDeadlineTimer();
+  });
+}
+
+void Channel::Impl::OnDeadlineTimer() {
+  const auto now = Clock::now();
+  auto next = Clock::time_point::max();
+  std::vector<std::pair<uint64_t, Status>> ended;
+  for (const auto& [id, call] : calls_) {
+    if (call->deadline <= now) {
+      ended.emplace_back(id, DeadlineStatus(*call));
+    } else {
+      next = std::min(next, call->deadline);
+    }
+  }
+  deadline_timer_at_ = Clock::time_point::max();
+  if (next != Clock::time_point::max()) WatchDeadline(next);
+  for (auto& [id, status] : ended) {
+    // Half a frame is out, and its bytes belong to the caller, who takes them back now: the stream
+    // cannot go on. The other calls are repeated on a new connection.
+    if (calls_[id]->state == State::kWriting) CloseConnection();
+    Complete(id, std::move(status));
+  }
   Pump();
 }
 
 // Reachable but silent is kDeadlineExceeded; not reachable, or refusing, is kUnavailable with the
-// last reason. What the peer said before it fell silent is told: it knows more than we do.
+// last reason. What the peer said, or why its connection broke, before it fell silent is told: that
+// explains more than the silence.
 Status Channel::Impl::DeadlineStatus(const PendingCall& call) const {
   if (!call.refusal.empty()) return Unavailable(Name() + ": " + call.refusal);
-  if (connected_) {
+  if (connected_ && last_failure_.empty()) {
     return DeadlineExceeded(Name() + ": no answer to " + std::string(MethodName(call.method)) +
                             " within its deadline");
   }
@@ -254,7 +445,7 @@ void Channel::Impl::ChangeAddress(const std::string& address) {
   backing_off_ = false;
   for (auto& [id, call] : calls_) {
     if (call->state != State::kBackingOff) continue;
-    call->retry_timer.cancel();
+    call->retry_timer.reset();
     MakeWaiting(id, *call);
   }
   Pump();
@@ -275,6 +466,7 @@ void Channel::Impl::CloseConnection() {
 
 void Channel::Impl::OnConnected() {
   connected_ = true;
+  num_connects_.fetch_add(1, std::memory_order_relaxed);
   Pump();
 }
 
@@ -307,6 +499,7 @@ void Channel::Impl::OnBroken(const std::string& reason) {
 void Channel::Impl::OnReply(const FrameHeader& header, Buffer body) {
   num_failures_ = 0;
   last_failure_.clear();
+  num_received_bytes_.fetch_add(body.size(), std::memory_order_relaxed);
   const auto found = calls_.find(header.request_id);
   if (found == calls_.end()) return;  // its deadline came first
   PendingCall& call = *found->second;
@@ -333,8 +526,8 @@ void Channel::Impl::OnReply(const FrameHeader& header, Buffer body) {
 
 void Channel::Impl::RetryLater(uint64_t id, PendingCall& call) {
   call.state = State::kBackingOff;
-  call.retry_timer.expires_after(Backoff(call.num_refusals++));
-  call.retry_timer.async_wait([this, id](ErrorCode cancelled) {
+  call.retry_timer.emplace(io_, Backoff(call.num_refusals++));
+  call.retry_timer->async_wait([this, id](ErrorCode cancelled) {
     const auto found = calls_.find(id);
     if (cancelled || found == calls_.end() || found->second->state != State::kBackingOff) return;
     MakeWaiting(id, *found->second);
@@ -350,6 +543,20 @@ std::chrono::milliseconds Channel::Impl::Backoff(uint32_t attempt) {
   return std::chrono::milliseconds(jitter(random_));
 }
 
+ChannelStats Channel::Impl::stats() const {
+  ChannelStats stats;
+  stats.peer = options_.peer;
+  const uint64_t num_completed = num_completed_.load();  // first: never more than the calls
+  stats.num_calls = num_calls_.load();
+  stats.num_pending = stats.num_calls - num_completed;
+  stats.num_retries = num_retries_.load();
+  stats.num_connects = num_connects_.load();
+  stats.num_sent_bytes = num_sent_bytes_.load();
+  stats.num_received_bytes = num_received_bytes_.load();
+  stats.calls = call_times_.snapshot();
+  return stats;
+}
+
 // ---- Channel
 
 Channel::Channel(Options options) : impl_(std::make_shared<Impl>(std::move(options))) {
@@ -362,26 +569,14 @@ void Channel::SetAddress(const std::string& address) { impl_->SetAddress(address
 
 void Channel::Close() { impl_->Close(); }
 
+ChannelStats Channel::stats() const { return impl_->stats(); }
+
 void Channel::CallAsync(Method method, Parts parts, Clock::time_point deadline, Done done) {
   impl_->CallAsync(method, std::move(parts), deadline, std::move(done));
 }
 
 StatusOr<Buffer> Channel::Call(Method method, const Parts& parts, Clock::time_point deadline) {
-  if (impl_->OnOwnThread()) {
-    return Internal(impl_->peer() + ": Call() from a callback of its own channel waits for itself");
-  }
-  std::mutex mutex;
-  std::condition_variable answered;
-  std::optional<StatusOr<Buffer>> answer;
-  impl_->CallAsync(method, parts, deadline, [&](StatusOr<Buffer> result) {
-    std::lock_guard lock(mutex);
-    answer.emplace(std::move(result));
-    answered.notify_one();  // under the lock: the condition variable ends with this frame
-  });
-  // The channel's own deadline timer ends this wait.
-  std::unique_lock lock(mutex);
-  answered.wait(lock, [&] { return answer.has_value(); });
-  return std::move(*answer);
+  return impl_->Call(method, parts, deadline);
 }
 
 }  // namespace persia::net

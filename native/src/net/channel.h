@@ -17,6 +17,7 @@
 #include "base/buffer.h"
 #include "base/status.h"
 #include "net/message.h"
+#include "net/rpc_stats.h"
 #include "net/server.h"
 
 namespace persia::net {
@@ -43,9 +44,11 @@ class Channel {
   StatusOr<Buffer> Call(Method method, const Parts& parts, Clock::time_point deadline);
 
   // The same without blocking the caller, for fan-out:
-  // `done` runs exactly once, on a thread of the channel.
+  // `done` runs exactly once, on the channel's own thread, and must not block for long.
   void CallAsync(Method method, Parts parts, Clock::time_point deadline,
                  std::function<void(StatusOr<Buffer>)> done);
+
+  ChannelStats stats() const;
 
  private:
   class Impl;

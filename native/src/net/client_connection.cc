@@ -1,5 +1,9 @@
 #include "net/client_connection.h"
 
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
 #include <utility>
 
 #include "net/address.h"
@@ -71,38 +75,78 @@ void ClientConnection::ConnectTo(std::vector<Tcp::endpoint> endpoints) {
 
 void ClientConnection::OnConnected() {
   connect_timer_.cancel();
-  ConfigureSocket(socket_);
-  ReadHeader();
+  ConfigureSocket(socket_.native_handle());
+  ReadSome();
   listener_->OnConnected();
 }
 
-void ClientConnection::ReadHeader() {
-  asio::async_read(socket_, asio::buffer(in_header_bytes_), WhileOpen("", [this](size_t) {
-                     auto header = DecodeHeader(in_header_bytes_, max_body_bytes_);
-                     if (!header.ok()) return Break(header.status().message());
-                     if (header->kind != FrameKind::kReply || header->version != kVersion) {
-                       return Break("the peer sent a frame that is no reply of version 1");
-                     }
-                     in_header_ = *header;
-                     ReadBody();
-                   }));
+// ---- reading
+
+void ClientConnection::ReadSome() {
+  const auto free = asio::buffer(ahead_) + num_ahead_;
+  socket_.async_read_some(free, WhileOpen("", [this](size_t num_bytes) {
+                            num_ahead_ += num_bytes;
+                            TakeFrames();
+                          }));
 }
 
-void ClientConnection::ReadBody() {
+// Reports the replies that are complete in ahead_, and goes on reading the one that is not.
+void ClientConnection::TakeFrames() {
+  std::span<const std::byte> rest(ahead_.data(), num_ahead_);
+  while (rest.size() >= kHeaderBytes) {
+    auto header = DecodeHeader(rest.first<kHeaderBytes>(), max_body_bytes_);
+    if (!header.ok()) return Break(header.status().message());
+    if (header->kind != FrameKind::kReply || header->version != kVersion) {
+      return Break("the peer sent a frame that is no reply of version 1");
+    }
+    rest = rest.subspan(kHeaderBytes);
+    in_header_ = *header;
+    if (header->body_bytes > rest.size()) return ReadBody(rest);
+    Buffer body(header->body_bytes);
+    std::copy_n(rest.data(), body.size(), body.data());
+    rest = rest.subspan(body.size());
+    listener_->OnReply(*header, std::move(body));
+    if (listener_ == nullptr) return;
+  }
+  std::memmove(ahead_.data(), rest.data(), rest.size());
+  num_ahead_ = rest.size();
+  ReadSome();
+}
+
+void ClientConnection::ReadBody(std::span<const std::byte> begun) {
   in_body_ = Buffer(in_header_.body_bytes);
-  asio::async_read(socket_, asio::buffer(in_body_.data(), in_body_.size()),
-                   WhileOpen("", [this](size_t) {
-                     const FrameHeader header = in_header_;
-                     Buffer body = std::move(in_body_);
-                     ReadHeader();
-                     listener_->OnReply(header, std::move(body));
-                   }));
+  std::copy_n(begun.data(), begun.size(), in_body_.data());
+  num_ahead_ = 0;
+  ReadRest(begun.size());
 }
 
-void ClientConnection::Write(const FrameHeader& header, const Parts& parts) {
-  EncodeHeader(header, out_header_);
-  asio::async_write(socket_, GatherFrame(out_header_, parts),
-                    WhileOpen("", [this](size_t) { listener_->OnWritten(); }));
+void ClientConnection::ReadRest(size_t num_received) {
+  socket_.async_read_some(asio::buffer(in_body_.data(), in_body_.size()) + num_received,
+                          WhileOpen("", [this, num_received](size_t num_bytes) {
+                            const size_t sum = num_received + num_bytes;
+                            if (sum < in_body_.size()) return ReadRest(sum);
+                            listener_->OnReply(in_header_, std::move(in_body_));
+                            if (listener_ != nullptr) ReadSome();
+                          }));
+}
+
+// ---- writing
+
+bool ClientConnection::Write(const FrameHeader& header, const Parts& parts) {
+  out_.emplace(header, parts);
+  if (out_->Write(socket_.native_handle()) == FrameWriter::Result::kDone) return true;
+  // Also after a failure: it shows again, from the event loop.
+  socket_.async_wait(Tcp::socket::wait_write, WhileOpen("", [this] { WriteRest(); }));
+  return false;
+}
+
+void ClientConnection::WriteRest() {
+  switch (out_->Write(socket_.native_handle())) {
+    case FrameWriter::Result::kDone: return listener_->OnWritten();
+    case FrameWriter::Result::kBroken: return Break(std::system_category().message(errno));
+    case FrameWriter::Result::kBlocked:
+      socket_.async_wait(Tcp::socket::wait_write, WhileOpen("", [this] { WriteRest(); }));
+  }
 }
 
 void ClientConnection::Break(const std::string& reason) {

@@ -2,17 +2,20 @@
 // failure. Private to net/.
 //
 // It sends frames one at a time and reports replies as they come; it knows nothing of calls,
-// deadlines or retries. All members run on one thread, that of its io_context. A connection is used
-// once: after a failure, make another.
+// deadlines or retries. Members run on one thread at a time, the one that runs its io_context. A
+// connection is used once: after a failure, make another.
 #pragma once
 
 #include <array>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "base/buffer.h"
 #include "net/asio.h"
+#include "net/frame_writer.h"
 #include "net/message.h"
 
 namespace persia::net {
@@ -34,9 +37,9 @@ class ClientConnection : public std::enable_shared_from_this<ClientConnection> {
   ClientConnection(asio::io_context& io, Listener* listener, uint64_t max_body_bytes);
 
   void Connect(const std::string& address);
-  // After OnConnected, or OnWritten of the frame before. The parts are read until OnWritten,
-  // OnBroken or Close().
-  void Write(const FrameHeader& header, const Parts& parts);
+  // After OnConnected, or when the frame before is written. True: written. False: the parts are
+  // read until OnWritten, OnBroken or Close().
+  bool Write(const FrameHeader& header, const Parts& parts);
   // No event comes and no part is read after this returns.
   void Close();
 
@@ -44,8 +47,11 @@ class ClientConnection : public std::enable_shared_from_this<ClientConnection> {
   void ConnectTo(std::vector<Tcp::endpoint> endpoints);
   void Resolve(const std::string& host, uint16_t port);
   void OnConnected();
-  void ReadHeader();
-  void ReadBody();
+  void WriteRest();
+  void ReadSome();
+  void TakeFrames();
+  void ReadBody(std::span<const std::byte> begun);
+  void ReadRest(size_t num_received);
   void Break(const std::string& reason);
 
   template <typename Function>
@@ -56,8 +62,12 @@ class ClientConnection : public std::enable_shared_from_this<ClientConnection> {
   Tcp::resolver resolver_;
   Tcp::socket socket_;
   asio::steady_timer connect_timer_;
-  std::array<std::byte, kHeaderBytes> out_header_;
-  std::array<std::byte, kHeaderBytes> in_header_bytes_;
+  std::optional<FrameWriter> out_;  // the frame that is being written
+
+  // Bytes that came with one read, of any number of frames: small replies cost one system call.
+  // What is long is read into its Buffer.
+  std::array<std::byte, 4096> ahead_;
+  size_t num_ahead_ = 0;
   FrameHeader in_header_;
   Buffer in_body_;
 };

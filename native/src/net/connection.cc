@@ -1,15 +1,19 @@
 #include "net/connection.h"
 
+#include <sys/socket.h>
+
 #include <algorithm>
-#include <exception>
+#include <cerrno>
 #include <string>
 #include <utility>
+
+#include "net/asio.h"
 
 namespace persia::net {
 namespace {
 
 constexpr uint32_t kMaxUnanswered = 1024;
-constexpr uint64_t kMaxOutgoingBytes = 64ull << 20;
+constexpr uint64_t kMaxHeldBytes = 64ull << 20;
 constexpr size_t kScratchBytes = 64 * 1024;
 // After our side is shut down the client closes its own; this long we wait for one that does not.
 constexpr std::chrono::milliseconds kLinger{500};
@@ -33,227 +37,271 @@ std::vector<std::byte> ToBytes(const std::string& text) {
 
 }  // namespace
 
-Connection::Connection(Tcp::socket socket, ServerState& server)
-    : server_(server), socket_(std::move(socket)), close_timer_(socket_.get_executor()) {}
-
-// Wraps a completion handler: it keeps the connection alive, and runs only while that is open.
-template <typename Function>
-auto Connection::OnStrand(Function function) {
-  return [self = shared_from_this(), function = std::move(function)](ErrorCode error,
-                                                                     size_t num_bytes) mutable {
-    if (self->closed_) return;
-    if (error) return self->CloseNow();
-    function(num_bytes);
-  };
-}
+Connection::Connection(UniqueFd socket, uint64_t tag, ServerState& server)
+    : server_(server), socket_(std::move(socket)), tag_(tag) {}
 
 void Connection::Start() {
-  asio::post(socket_.get_executor(), [self = shared_from_this()] {
-    if (self->closed_) return;
-    ConfigureSocket(self->socket_);
-    self->ContinueReading();
-  });
+  ConfigureSocket(socket_.get());
+  Lock lock(mutex_);
+  UpdateInterest();
 }
 
-void Connection::Drain() {
-  asio::post(socket_.get_executor(), [self = shared_from_this()] {
-    self->draining_ = true;
-    self->MaybeFinishDrain();
-  });
-}
-
-void Connection::CloseNow() {
+void Connection::OnReady(uint32_t events) {
+  Lock lock(mutex_);
+  armed_ = 0;
   if (closed_) return;
-  closed_ = true;
-  ErrorCode ignored;
-  socket_.close(ignored);
-  close_timer_.cancel();
-  outgoing_.clear();
-  body_ = Buffer();
-  body_lease_ = ByteLease();
-  server_.on_closed(this);
+  const uint32_t failures = EPOLLERR | EPOLLHUP;  // a read or a write will say which
+  if ((events & (EPOLLOUT | failures)) != 0 && write_blocked_) {
+    write_blocked_ = false;
+    Flush(lock);
+  }
+  if ((events & (EPOLLIN | failures)) != 0 && MayRead()) return Read(std::move(lock));
+  UpdateInterest();
+}
+
+bool Connection::MayRead() const {
+  if (reading_ || closed_) return false;
+  if (draining_) return num_unanswered_ == 0;  // the client's end of the stream is waited for
+  return num_unanswered_ < kMaxUnanswered && held_bytes_ < kMaxHeldBytes;
+}
+
+// Called whenever something that decides what we wait for has changed.
+void Connection::UpdateInterest() {
+  if (closed_) return;
+  const uint32_t wanted = (MayRead() ? EPOLLIN : 0u) | (write_blocked_ ? EPOLLOUT : 0u);
+  if ((wanted & ~armed_) == 0) return;  // more than is wanted does no harm
+  armed_ = wanted;
+  server_.poller.Arm(socket_.get(), tag_, wanted);
 }
 
 // ---- reading
 
-// Called whenever something that could have stopped the reading has changed.
-void Connection::ContinueReading() {
-  if (reading_ || closed_) return;
-  if (draining_) return MaybeFinishDrain();
-  if (num_unanswered_ < kMaxUnanswered && outgoing_bytes_ < kMaxOutgoingBytes) ReadHeader();
-}
-
-void Connection::ReadHeader() {
+void Connection::Read(Lock lock) {
   reading_ = true;
-  asio::async_read(socket_, asio::buffer(header_bytes_), OnStrand([this](size_t) { OnHeader(); }));
+  UpdateInterest();  // a write may be waiting besides
+  const bool discarding = draining_;
+  lock.unlock();
+  const Progress progress = discarding ? DiscardAll() : ReadFrame();
+  if (progress == Progress::kAwaitsBudget) return;  // OnGranted() goes on, or has already done so
+  lock.lock();
+  if (progress == Progress::kFrame && !draining_ && !closed_) return FinishFrame(std::move(lock));
+  reading_ = false;
+  if (progress == Progress::kBroken) Close();
+  if (closed_) return;
+  if (draining_) {
+    MaybeFinishDrain();
+  } else if (phase_ == Phase::kBody && close_at_ == Clock::time_point::max()) {
+    // A client that announces a body and does not send it
+    // would keep its share of the budget from the others.
+    CloseAt(std::max(Deadline(), Clock::now() + kMinBodyTime));
+  }
+  UpdateInterest();
 }
 
-void Connection::OnHeader() {
-  reading_ = false;
-  if (draining_) return ContinueReading();
+// Goes on where the last call had to stop, until the frame is there.
+Connection::Progress Connection::ReadFrame() {
+  Progress progress = Progress::kFrame;
+  if (phase_ == Phase::kHeader) {
+    progress = Receive(header_bytes_.data(), kHeaderBytes);
+    if (progress == Progress::kFrame) progress = BeginBody();
+  }
+  if (progress != Progress::kFrame) return progress;
+  if (phase_ == Phase::kRefusedBody) return SkipBody();
+  return Receive(body_.data(), body_.size());
+}
+
+// The header is there: kFrame when its body may be read.
+Connection::Progress Connection::BeginBody() {
   received_at_ = Clock::now();
   auto header = DecodeHeader(header_bytes_, server_.options.max_body_bytes);
   // The stream is lost: what follows cannot be told from a header.
-  if (!header.ok() || header->kind != FrameKind::kRequest) return CloseNow();
-  if (header->version != kVersion || !server_.handlers[header->method]) {
-    return SkipBody(*header, header->body_bytes, Refusal(*header));
+  if (!header.ok() || header->kind != FrameKind::kRequest) return Progress::kBroken;
+  header_ = *header;
+  num_received_ = 0;
+  if (header_.version != kVersion || !server_.handlers[header_.method]) {
+    phase_ = Phase::kRefusedBody;
+    return Progress::kFrame;
   }
-  AcquireBody(*header);
+  phase_ = Phase::kBody;
+  const uint64_t size_bytes = header_.body_bytes;
+  if (size_bytes == 0) return Progress::kFrame;
+  const auto granted = [self = shared_from_this(), size_bytes] { self->OnGranted(size_bytes); };
+  if (!server_.budget.Acquire(size_bytes, granted)) return Progress::kAwaitsBudget;
+  body_lease_ = ByteLease(&server_.budget, size_bytes);
+  body_ = Buffer(size_bytes);
+  return Progress::kFrame;
 }
 
-Clock::time_point Connection::DeadlineOf(const FrameHeader& header) const {
-  return received_at_ + std::chrono::milliseconds(header.deadline_ms);
-}
-
-void Connection::AcquireBody(const FrameHeader& header) {
-  reading_ = true;
-  auto granted = [self = shared_from_this(), header] {
-    asio::post(self->socket_.get_executor(), [self, header] {
-      ByteLease lease(&self->server_.budget, header.body_bytes);
-      if (self->closed_) return;
-      if (self->draining_) {
-        self->reading_ = false;
-        return self->ContinueReading();
-      }
-      self->body_lease_ = std::move(lease);
-      self->ReadBody(header);
-    });
-  };
-  if (!server_.budget.Acquire(header.body_bytes, std::move(granted))) return;
-  body_lease_ = ByteLease(&server_.budget, header.body_bytes);
-  ReadBody(header);
-}
-
-void Connection::ReadBody(const FrameHeader& header) {
-  body_ = Buffer(header.body_bytes);
-  // A client that announces a body and does not send it
-  // would keep its share of the budget from the others.
-  CloseAt(std::max(DeadlineOf(header), Clock::now() + kMinBodyTime));
-  asio::async_read(socket_, asio::buffer(body_.data(), body_.size()),
-                   OnStrand([this, header](size_t) {
-                     reading_ = false;
-                     if (!draining_) {
-                       close_timer_.cancel();
-                       Dispatch(header);
-                     }
-                     ContinueReading();
-                   }));
-}
-
-void Connection::SkipBody(const FrameHeader& header, uint64_t remaining_bytes, Status refusal) {
-  if (remaining_bytes == 0) {
-    reading_ = false;
-    ++num_unanswered_;
-    Reply(header, std::move(refusal));
-    return ContinueReading();
+// On the thread that released. The socket's next event, which comes at once when the body is there
+// already, goes on with it.
+void Connection::OnGranted(uint64_t size_bytes) {
+  ByteLease lease(&server_.budget, size_bytes);  // if given back, then after the lock
+  Lock lock(mutex_);
+  reading_ = false;
+  if (!closed_ && !draining_) {
+    body_lease_ = std::move(lease);
+    body_ = Buffer(size_bytes);
+    CloseAt(std::max(Deadline(), Clock::now() + kMinBodyTime));
   }
-  reading_ = true;
+  if (draining_) MaybeFinishDrain();
+  UpdateInterest();
+}
+
+// kFrame when all `size_bytes` are there.
+Connection::Progress Connection::Receive(std::byte* to, uint64_t size_bytes) {
+  while (num_received_ < size_bytes) {
+    const ssize_t received =
+        ::recv(socket_.get(), to + num_received_, size_bytes - num_received_, MSG_DONTWAIT);
+    if (received < 0 && errno == EINTR) continue;
+    if (received < 0 && errno == EAGAIN) return Progress::kBlocked;
+    if (received <= 0) return Progress::kBroken;
+    num_received_ += static_cast<uint64_t>(received);
+  }
+  return Progress::kFrame;
+}
+
+Connection::Progress Connection::SkipBody() {
   scratch_.resize(kScratchBytes);
-  const size_t size = std::min<uint64_t>(remaining_bytes, kScratchBytes);
-  asio::async_read(
-      socket_, asio::buffer(scratch_.data(), size),
-      OnStrand([this, header, remaining_bytes, refusal = std::move(refusal)](size_t num_bytes) {
-        SkipBody(header, remaining_bytes - num_bytes, refusal);
-      }));
+  while (num_received_ < header_.body_bytes) {
+    const uint64_t size = std::min<uint64_t>(header_.body_bytes - num_received_, kScratchBytes);
+    const uint64_t skipped = std::exchange(num_received_, 0);
+    const Progress progress = Receive(scratch_.data(), size);
+    num_received_ += skipped;
+    if (progress != Progress::kFrame) return progress;
+  }
+  return Progress::kFrame;
 }
 
-// ---- running
+Connection::Progress Connection::DiscardAll() {
+  scratch_.resize(kScratchBytes);
+  Progress progress = Progress::kFrame;
+  while (progress == Progress::kFrame) {
+    num_received_ = 0;
+    progress = Receive(scratch_.data(), kScratchBytes);
+  }
+  return progress;
+}
 
-void Connection::Dispatch(const FrameHeader& header) {
+// Arms the socket for the next request first, and then lets the server run this one.
+void Connection::FinishFrame(Lock lock) {
+  const Phase phase = std::exchange(phase_, Phase::kHeader);
+  num_received_ = 0;
+  close_at_ = Clock::time_point::max();
   ++num_unanswered_;
-  const CallContext context{DeadlineOf(header)};
-  asio::post(*server_.pool, [self = shared_from_this(), header, context, request = std::move(body_),
-                             lease = std::move(body_lease_)] {
-    auto reply = self->RunHandler(header, request, context);
-    asio::post(self->socket_.get_executor(), [self, header, reply = std::move(reply)]() mutable {
-      self->Reply(header, std::move(reply));
-    });
-  });
+  const FrameHeader header = header_;
+  if (phase == Phase::kRefusedBody) {
+    reading_ = false;
+    Enqueue(lock, header, Refusal(header));
+    return UpdateInterest();
+  }
+  held_bytes_ += header.body_bytes;
+  Request request{shared_from_this(), header, Deadline(), std::move(body_), std::move(body_lease_)};
+  reading_ = false;
+  UpdateInterest();
+  lock.unlock();
+  server_.run(std::move(request));
 }
 
-StatusOr<Parts> Connection::RunHandler(const FrameHeader& header, const Buffer& request,
-                                       const CallContext& context) const {
-  if (Clock::now() >= context.deadline) {
-    return DeadlineExceeded("the deadline passed before the request's turn came");
-  }
-  // Our handlers do not throw, but what they use may (an
-  // allocation, say); one request must not end the process.
-  try {
-    return server_.handlers[header.method](request, context);
-  } catch (const std::exception& e) {
-    return Internal("method " + std::to_string(header.method) + ": " + e.what());
-  }
+Clock::time_point Connection::Deadline() const {
+  return received_at_ + std::chrono::milliseconds(header_.deadline_ms);
 }
 
 // ---- writing
 
 void Connection::Reply(const FrameHeader& request, StatusOr<Parts> reply) {
-  if (closed_) return;
   if (reply.ok() && reply->size_bytes() > server_.options.max_body_bytes) {
     // Not kResourceExhausted: trying again would not help.
     reply = InvalidArgument(
         "a reply of " + std::to_string(reply->size_bytes()) + " bytes is above the limit of " +
         std::to_string(server_.options.max_body_bytes) + "; ask for less at once");
   }
-  OutgoingFrame frame;
-  if (reply.ok()) {
-    frame.body = std::move(reply).value();
-  } else {
-    frame.body.AddOwned(ToBytes(reply.status().message()));
-  }
+  Lock lock(mutex_);
+  held_bytes_ -= request.body_bytes;
+  Enqueue(lock, request, std::move(reply));
+  UpdateInterest();
+}
+
+void Connection::Enqueue(Lock& lock, FrameHeader request, StatusOr<Parts> reply) {
+  if (closed_) return;
   FrameHeader header = request;
   header.version = kVersion;
   header.kind = FrameKind::kReply;
   header.status = static_cast<uint8_t>(reply.status().code());
   header.deadline_ms = 0;
-  header.reserved = 0;
-  header.body_bytes = frame.body.size_bytes();
-  EncodeHeader(header, frame.header);
-  frame.size_bytes = header.body_bytes;
-  outgoing_bytes_ += frame.size_bytes;
-  outgoing_.push_back(std::move(frame));
-  if (outgoing_.size() == 1) WriteNext();
+  header.batch = 0;
+  Parts body;
+  if (reply.ok()) {
+    body = std::move(reply).value();
+  } else {
+    body.AddOwned(ToBytes(reply.status().message()));
+  }
+  outgoing_.emplace_back(header, std::move(body));
+  held_bytes_ += outgoing_.back().frame.body_bytes();
+  if (!writing_ && !write_blocked_) Flush(lock);
 }
 
-void Connection::WriteNext() {
-  const OutgoingFrame& frame = outgoing_.front();
-  asio::async_write(socket_, GatherFrame(frame.header, frame.body), OnStrand([this](size_t) {
-                      outgoing_bytes_ -= outgoing_.front().size_bytes;
-                      outgoing_.pop_front();
-                      --num_unanswered_;
-                      if (!outgoing_.empty()) WriteNext();
-                      ContinueReading();
-                      MaybeFinishDrain();  // also when a read is still pending
-                    }));
+// Writes until nothing is left or the socket is full. Replies that come meanwhile join the queue.
+void Connection::Flush(Lock& lock) {
+  writing_ = true;
+  auto result = FrameWriter::Result::kDone;
+  while (!closed_ && !outgoing_.empty() && result == FrameWriter::Result::kDone) {
+    FrameWriter& frame = outgoing_.front().frame;  // stays where it is while the queue grows
+    lock.unlock();
+    result = frame.Write(socket_.get());
+    lock.lock();
+    if (result != FrameWriter::Result::kDone) break;
+    held_bytes_ -= frame.body_bytes();
+    outgoing_.pop_front();
+    --num_unanswered_;
+  }
+  writing_ = false;
+  write_blocked_ = result == FrameWriter::Result::kBlocked;
+  if (result == FrameWriter::Result::kBroken) Close();
+  MaybeFinishDrain();
 }
 
 // ---- ending
 
-void Connection::CloseAt(Clock::time_point time) {
-  close_timer_.expires_at(time);
-  close_timer_.async_wait([self = shared_from_this()](ErrorCode cancelled) {
-    if (!cancelled) self->CloseNow();
-  });
+void Connection::Drain() {
+  Lock lock(mutex_);
+  draining_ = true;  // who is reading sees it when they are done, and drops what they have read
+  MaybeFinishDrain();
+  UpdateInterest();
 }
 
 // Closing a socket with unread bytes in it resets the connection and takes away replies that are
 // still on their way. So our side is shut down first, and what the client sends is read and dropped
 // until it closes too. It repeats the dropped requests elsewhere: they were never begun.
 void Connection::MaybeFinishDrain() {
-  if (!draining_ || closed_ || num_unanswered_ > 0) return;
-  if (!finished_) {
-    finished_ = true;
-    ErrorCode ignored;
-    socket_.shutdown(Tcp::socket::shutdown_send, ignored);
-    CloseAt(Clock::now() + kLinger);
-  }
-  if (!reading_) Discard();
+  if (!draining_ || closed_ || finished_ || num_unanswered_ > 0) return;
+  finished_ = true;
+  ::shutdown(socket_.get(), SHUT_WR);
+  CloseAt(Clock::now() + kLinger);
 }
 
-void Connection::Discard() {
-  reading_ = true;
-  scratch_.resize(kScratchBytes);
-  socket_.async_read_some(asio::buffer(scratch_), OnStrand([this](size_t) { Discard(); }));
+void Connection::CloseAt(Clock::time_point time) {
+  close_at_ = time;
+  server_.poller.WakeAt(time);
+}
+
+Clock::time_point Connection::CloseIfDue(Clock::time_point now) {
+  Lock lock(mutex_);
+  if (now >= close_at_) Close();
+  return closed_ ? Clock::time_point::max() : close_at_;
+}
+
+void Connection::CloseNow() {
+  Lock lock(mutex_);
+  Close();
+}
+
+// The client sees the end now. Descriptor, buffers and lease go with the connection itself: another
+// thread may be using them.
+void Connection::Close() {
+  if (closed_) return;
+  closed_ = true;
+  ::shutdown(socket_.get(), SHUT_RDWR);
+  server_.on_closed(tag_);
 }
 
 }  // namespace persia::net

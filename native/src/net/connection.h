@@ -1,27 +1,42 @@
 // Connection: the server's end of one client's socket. Private to net/.
 //
-// Every member runs on the socket's strand, except Start and Drain, which may be called from
-// anywhere. At most one read and one write are pending at a time; handlers run on the server's pool
-// and come back to the strand with their reply. Pending operations own the connection, so it lives
-// exactly as long as something may still call it.
+// Thread-safe: any of the server's threads may bring the news that the socket is ready, or a reply.
+// One mutex guards the state, and no system call that moves bytes is made under it: who reads has
+// set `reading_` and owns what reading needs, who writes has set `writing_`. A request that has
+// been read is handed to the server by the thread that read it, after the socket has been armed
+// again for the next one.
 //
 // Reading pauses, and the client feels it, while (1) the server's byte budget is used up, (2) too
-// many requests of this connection are unanswered, or (3) too many bytes of replies are not yet
-// taken by the client.
+// many requests of this connection are unanswered, or (3) they and the replies that the client has
+// not yet taken are too many bytes.
 #pragma once
 
 #include <array>
 #include <deque>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
 
-#include "net/asio.h"
 #include "net/byte_budget.h"
+#include "net/frame_writer.h"
+#include "net/poller.h"
 #include "net/server.h"
+#include "net/unique_fd.h"
 
 namespace persia::net {
 
 class Connection;
+
+// A request that has been read and is to be answered once, by Reply() of its connection.
+struct Request {
+  std::shared_ptr<Connection> connection;
+  FrameHeader header;
+  Clock::time_point deadline;
+  Buffer body;
+  ByteLease lease;
+};
 
 // What the connections of a server share; outlives them.
 struct ServerState {
@@ -31,64 +46,82 @@ struct ServerState {
   const Server::Options options;
   std::array<Handler, 256> handlers;  // by method number; read-only once the server has started
   ByteBudget budget;
-  std::unique_ptr<asio::thread_pool> pool;
-  std::function<void(Connection*)> on_closed;
+  Poller poller;
+  std::function<void(Request)> run;         // may run the handler before it returns
+  std::function<void(uint64_t)> on_closed;  // with the connection's tag
 };
 
 class Connection : public std::enable_shared_from_this<Connection> {
  public:
-  // The socket's executor is a strand.
-  Connection(Tcp::socket socket, ServerState& server);
+  // The socket does not block, and is known to the poller under `tag`, not yet armed.
+  Connection(UniqueFd socket, uint64_t tag, ServerState& server);
 
   void Start();
+  void OnReady(uint32_t events);
+  void Reply(const FrameHeader& request, StatusOr<Parts> reply);
   // Reads no further request, answers those that were read, then closes.
   void Drain();
-  // On the strand, or when no thread runs the strand any more.
   void CloseNow();
+  // Closes when its time is up; else says when that will be.
+  Clock::time_point CloseIfDue(Clock::time_point now);
 
  private:
-  struct OutgoingFrame {
-    std::array<std::byte, kHeaderBytes> header;
-    Parts body;
-    uint64_t size_bytes;
+  using Lock = std::unique_lock<std::mutex>;
+  struct Outgoing {
+    Outgoing(const FrameHeader& header, Parts parts)
+        : body(std::move(parts)), frame(header, body) {}
+    Outgoing(const Outgoing&) = delete;  // the frame points to the body
+
+    const Parts body;
+    FrameWriter frame;
   };
+  enum class Phase { kHeader, kBody, kRefusedBody };
+  enum class Progress { kFrame, kBlocked, kAwaitsBudget, kBroken };
 
-  void ReadHeader();
-  void OnHeader();
-  Clock::time_point DeadlineOf(const FrameHeader& header) const;
-  void AcquireBody(const FrameHeader& header);
-  void ReadBody(const FrameHeader& header);
-  void SkipBody(const FrameHeader& header, uint64_t remaining_bytes, Status refusal);
-  void Dispatch(const FrameHeader& header);
-  void ContinueReading();
-  StatusOr<Parts> RunHandler(const FrameHeader& header, const Buffer& request,
-                             const CallContext& context) const;
+  void Read(Lock lock);
+  Progress ReadFrame();
+  Progress BeginBody();
+  Progress Receive(std::byte* to, uint64_t size_bytes);
+  Progress SkipBody();
+  Progress DiscardAll();
+  void OnGranted(uint64_t size_bytes);
+  void FinishFrame(Lock lock);
+  Clock::time_point Deadline() const;
 
-  void Reply(const FrameHeader& request, StatusOr<Parts> reply);
-  void WriteNext();
+  void Enqueue(Lock& lock, FrameHeader request, StatusOr<Parts> reply);
+  void Flush(Lock& lock);
 
+  bool MayRead() const;
+  void UpdateInterest();
   void CloseAt(Clock::time_point time);
   void MaybeFinishDrain();
-  void Discard();
-
-  template <typename Function>
-  auto OnStrand(Function function);
+  void Close();
 
   ServerState& server_;
-  Tcp::socket socket_;
-  asio::steady_timer close_timer_;  // for what must not take for ever: a body, a client's farewell
+  const UniqueFd socket_;
+  const uint64_t tag_;
 
+  // Of who has set reading_.
+  Phase phase_ = Phase::kHeader;
+  uint64_t num_received_ = 0;  // bytes of what the phase is about
   std::array<std::byte, kHeaderBytes> header_bytes_;
+  FrameHeader header_;
   Clock::time_point received_at_;
   Buffer body_;
   ByteLease body_lease_;
   std::vector<std::byte> scratch_;  // for bytes that nobody wants
 
-  std::deque<OutgoingFrame> outgoing_;  // the front is being written
-  uint64_t outgoing_bytes_ = 0;
+  // Guards what follows. The server's and the poller's mutexes are taken under it, and no lease is
+  // given back: that may lead into another connection.
+  std::mutex mutex_;
+  std::deque<Outgoing> outgoing_;  // the front is being written; of who has set writing_
+  uint64_t held_bytes_ = 0;  // of requests in line or being handled, and of replies not yet taken
   uint32_t num_unanswered_ = 0;  // requests fully read whose reply is not fully written
-
-  bool reading_ = false;  // a read, or a wait for the budget, is pending
+  uint32_t armed_ = 0;           // the events that the poller will tell of, once
+  Clock::time_point close_at_ = Clock::time_point::max();
+  bool reading_ = false;  // somebody reads, or the budget is waited for
+  bool writing_ = false;
+  bool write_blocked_ = false;  // the socket is full
   bool draining_ = false;
   bool finished_ = false;  // drained: our side is shut down, waiting for the client's
   bool closed_ = false;

@@ -57,7 +57,7 @@ struct FrameHeader {
   uint8_t status = 0;  // a StatusCode; replies only. Not Ok: the body is the message text
   uint64_t request_id = 0;
   uint32_t deadline_ms = 0;  // time left for the request when it was sent
-  uint32_t reserved = 0;
+  uint32_t batch = 0;        // requests: TracedBatch::tag() of the caller, for traces; 0: none
   uint64_t body_bytes = 0;
 };
 static_assert(sizeof(FrameHeader) == kHeaderBytes);

@@ -1,14 +1,24 @@
 #include "net/server.h"
 
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
 #include <condition_variable>
+#include <deque>
 #include <mutex>
 #include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "base/traced_batch.h"
 #include "net/asio.h"
 #include "net/connection.h"
+#include "net/poller.h"
+#include "net/unique_fd.h"
 
 namespace persia::net {
 namespace {
@@ -34,53 +44,82 @@ StatusOr<Tcp::endpoint> ResolveListenAddress(asio::io_context& io, const Server:
 
 }  // namespace
 
-// Order of members is order of life: operations still
-// queued in io_ own connections, which use state_.
+// All threads are alike: each waits for an event, and does everything that follows from it, up to
+// running the handler and writing its reply. At most num_handler_threads of them are in handlers at
+// a time, so that num_io_threads are always left to read and write; a request above that waits in
+// line for a handler to end.
 class Server::Impl {
  public:
   explicit Impl(Options options) : state_(std::move(options)) {
-    state_.on_closed = [this](Connection* connection) { OnClosed(connection); };
+    state_.run = [this](Request request) { Run(std::move(request)); };
+    state_.on_closed = [this](uint64_t tag) { OnClosed(tag); };
   }
   ~Impl();
 
   void Handle(Method method, Handler handler) {
-    state_.handlers[static_cast<uint8_t>(method)] = std::move(handler);
+    const auto number = static_cast<uint8_t>(method);
+    state_.handlers[number] = std::move(handler);
+    durations_[number] =
+        std::make_unique<DurationStats>("handle " + std::string(MethodName(method)));
   }
   StatusOr<uint16_t> Start();
   void Stop(std::chrono::milliseconds timeout);
+  ServerStats stats() const;
+  std::vector<const DurationStats*> durations() const;
 
  private:
-  Status Listen();
+  static constexpr uint64_t kListenerTag = Poller::kFirstFreeTag;
+  using Connections = std::unordered_map<uint64_t, std::shared_ptr<Connection>>;
+
+  StatusOr<uint16_t> Listen();
+  void HandleEvents();
+  void OnEvent(const Poller::Event& event);
   void Accept();
-  void OnAccept(ErrorCode error, Tcp::socket socket);
-  void OnClosed(Connection* connection);
-  std::vector<std::shared_ptr<Connection>> OpenConnections();
+  void AddConnection(UniqueFd socket);
+  void OnTimer();
+  void OnClosed(uint64_t tag);
+  Connections OpenConnections();
+
+  void Run(Request request);
+  StatusOr<Parts> RunHandler(const Request& request) const;
+  void Count(const Request& request, const StatusOr<Parts>& reply);
 
   ServerState state_;
-  asio::io_context io_;
-  asio::executor_work_guard<asio::io_context::executor_type> work_{io_.get_executor()};
-  // Their handlers run on this strand.
-  Tcp::acceptor acceptor_{asio::make_strand(io_)};
-  asio::steady_timer accept_timer_{acceptor_.get_executor()};
-  std::vector<std::thread> io_threads_;
+  std::vector<std::thread> threads_;
 
   std::mutex lifecycle_mutex_;  // serialises Start and Stop
   bool started_ = false;
   bool stopped_ = false;
 
-  std::mutex mutex_;  // guards what follows
+  std::array<std::unique_ptr<DurationStats>, 256> durations_;  // by method number
+  std::atomic<uint64_t> num_requests_{0};
+  std::atomic<uint64_t> num_failed_{0};
+  std::atomic<uint64_t> num_received_bytes_{0};
+  std::atomic<uint64_t> num_sent_bytes_{0};
+
+  mutable std::mutex mutex_;  // guards what follows
   std::condition_variable connection_closed_;
-  std::unordered_map<Connection*, std::shared_ptr<Connection>> connections_;
+  Connections connections_;  // by their tags
+  uint64_t next_tag_ = kListenerTag + 1;
+  UniqueFd listener_;
+  Clock::time_point accept_at_ = Clock::time_point::max();  // max: whenever a client comes
   bool stopping_ = false;
+
+  mutable std::mutex run_mutex_;  // guards what follows
+  uint32_t num_running_ = 0;
+  std::deque<Request> in_line_;  // bounded by the byte budget and each connection's own limit
+  bool run_no_more_ = false;
 };
 
 Server::Impl::~Impl() {
   Stop(std::chrono::seconds(10));
-  // Stop() returns at its timeout, but a handler that still runs uses what the owner destroys next,
-  // and requests whose turn never came own connections, whose sockets need io_.
-  state_.pool.reset();
+  // Stop() returns at its timeout, but a handler that
+  // still runs uses what the owner destroys next.
+  for (std::thread& thread : threads_) thread.join();
   state_.budget.DropWaiters();
 }
+
+// ---- threads
 
 StatusOr<uint16_t> Server::Impl::Start() {
   std::lock_guard lifecycle(lifecycle_mutex_);
@@ -89,68 +128,193 @@ StatusOr<uint16_t> Server::Impl::Start() {
   if (options.num_io_threads == 0 || options.num_handler_threads == 0) {
     return InvalidArgument("num_io_threads and num_handler_threads must be at least 1");
   }
-  PERSIA_RETURN_IF_ERROR(Listen());
+  PERSIA_RETURN_IF_ERROR(state_.poller.Open());
+  auto port = Listen();
+  if (!port.ok()) return port;
   started_ = true;
-  state_.pool = std::make_unique<asio::thread_pool>(options.num_handler_threads);
-  const uint16_t port = acceptor_.local_endpoint().port();
-  Accept();
-  for (uint32_t i = 0; i < options.num_io_threads; ++i) {
-    io_threads_.emplace_back([this] { io_.run(); });
+  for (uint32_t i = 0; i < options.num_io_threads + options.num_handler_threads; ++i) {
+    threads_.emplace_back([this] { HandleEvents(); });
   }
   return port;
 }
 
-Status Server::Impl::Listen() {
-  auto endpoint = ResolveListenAddress(io_, state_.options);
+void Server::Impl::HandleEvents() {
+  while (true) {
+    const Poller::Event event = state_.poller.Wait();
+    if (event.tag == Poller::kStopTag) return;
+    OnEvent(event);
+  }
+}
+
+void Server::Impl::OnEvent(const Poller::Event& event) {
+  if (event.tag == Poller::kTimerTag) return OnTimer();
+  if (event.tag == kListenerTag) return Accept();
+  std::shared_ptr<Connection> connection;
+  {
+    std::lock_guard lock(mutex_);
+    const auto found = connections_.find(event.tag);
+    if (found == connections_.end()) return;  // closed meanwhile
+    connection = found->second;
+  }
+  connection->OnReady(event.events);
+}
+
+// ---- connections
+
+StatusOr<uint16_t> Server::Impl::Listen() {
+  asio::io_context io;
+  auto endpoint = ResolveListenAddress(io, state_.options);
   if (!endpoint.ok()) return endpoint.status();
+  Tcp::acceptor acceptor(io);
   ErrorCode error;
-  acceptor_.open(endpoint->protocol(), error);
+  acceptor.open(endpoint->protocol(), error);
   // A restarted server takes its port over from connections that are still timing out.
-  if (!error) acceptor_.set_option(Tcp::acceptor::reuse_address(true), error);
-  if (!error) acceptor_.bind(*endpoint, error);
-  if (!error) acceptor_.listen(Tcp::acceptor::max_listen_connections, error);
-  if (!error) return Status::Ok();
-  ErrorCode ignored;
-  acceptor_.close(ignored);
-  return CannotListen(state_.options, error.message());
+  if (!error) acceptor.set_option(Tcp::acceptor::reuse_address(true), error);
+  if (!error) acceptor.bind(*endpoint, error);
+  if (!error) acceptor.listen(Tcp::acceptor::max_listen_connections, error);
+  if (!error) acceptor.native_non_blocking(true, error);
+  if (error) return CannotListen(state_.options, error.message());
+  const uint16_t port = acceptor.local_endpoint().port();
+  listener_ = UniqueFd(acceptor.release());
+  state_.poller.Add(listener_.get(), kListenerTag, EPOLLIN);
+  return port;
 }
 
 void Server::Impl::Accept() {
-  acceptor_.async_accept(asio::make_strand(io_), [this](ErrorCode error, Tcp::socket socket) {
-    OnAccept(error, std::move(socket));
-  });
+  while (true) {
+    std::unique_lock lock(mutex_);
+    if (stopping_) return;
+    UniqueFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (socket.get() < 0 && errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
+      accept_at_ = Clock::now() + kAcceptRetry;
+      return state_.poller.WakeAt(accept_at_);
+    }
+    if (socket.get() < 0 && errno == EAGAIN) {
+      return state_.poller.Arm(listener_.get(), kListenerTag, EPOLLIN);
+    }
+    lock.unlock();
+    if (socket.get() >= 0) AddConnection(std::move(socket));
+  }
 }
 
-void Server::Impl::OnAccept(ErrorCode error, Tcp::socket socket) {
-  if (!acceptor_.is_open()) return;
-  if (error) {
-    accept_timer_.expires_after(kAcceptRetry);
-    return accept_timer_.async_wait([this](ErrorCode cancelled) {
-      if (!cancelled && acceptor_.is_open()) Accept();
-    });
-  }
-  auto connection = std::make_shared<Connection>(std::move(socket), state_);
+void Server::Impl::AddConnection(UniqueFd socket) {
+  std::shared_ptr<Connection> connection;
   {
     std::lock_guard lock(mutex_);
-    if (stopping_) return;
-    connections_[connection.get()] = connection;
+    const uint64_t tag = next_tag_++;
+    if (stopping_ || !state_.poller.Add(socket.get(), tag, 0)) return;  // which closes it
+    connection = std::make_shared<Connection>(std::move(socket), tag, state_);
+    connections_[tag] = connection;
   }
   connection->Start();
-  Accept();
 }
 
-void Server::Impl::OnClosed(Connection* connection) {
+// Something is due: connections whose time is up, or accepting again.
+void Server::Impl::OnTimer() {
+  const auto now = Clock::now();
+  auto next = Clock::time_point::max();
+  for (const auto& [tag, connection] : OpenConnections()) {
+    next = std::min(next, connection->CloseIfDue(now));
+  }
+  {
+    std::lock_guard lock(mutex_);
+    if (!stopping_ && accept_at_ <= now) {
+      accept_at_ = Clock::time_point::max();
+      state_.poller.Arm(listener_.get(), kListenerTag, EPOLLIN);
+    }
+    next = std::min(next, accept_at_);
+  }
+  if (next != Clock::time_point::max()) state_.poller.WakeAt(next);
+}
+
+void Server::Impl::OnClosed(uint64_t tag) {
   std::lock_guard lock(mutex_);
-  connections_.erase(connection);
+  connections_.erase(tag);  // not its last owner: who closes it is another
   if (connections_.empty()) connection_closed_.notify_all();
 }
 
-std::vector<std::shared_ptr<Connection>> Server::Impl::OpenConnections() {
+Server::Impl::Connections Server::Impl::OpenConnections() {
   std::lock_guard lock(mutex_);
-  std::vector<std::shared_ptr<Connection>> open;
-  for (const auto& [_, connection] : connections_) open.push_back(connection);
-  return open;
+  return connections_;
 }
+
+// ---- handlers
+
+// On the thread that has read the request. Goes on with those in line, so that no thread has to be
+// woken for them.
+void Server::Impl::Run(Request request) {
+  std::unique_lock lock(run_mutex_);
+  if (run_no_more_) return;
+  if (num_running_ == state_.options.num_handler_threads) {
+    in_line_.push_back(std::move(request));
+    return;
+  }
+  ++num_running_;
+  while (true) {
+    lock.unlock();
+    StatusOr<Parts> reply = RunHandler(request);
+    Count(request, reply);
+    request.connection->Reply(request.header, std::move(reply));
+    request = Request();  // its bytes are given back before the next one's turn
+    lock.lock();
+    if (run_no_more_ || in_line_.empty()) break;
+    request = std::move(in_line_.front());
+    in_line_.pop_front();
+  }
+  --num_running_;
+}
+
+StatusOr<Parts> Server::Impl::RunHandler(const Request& request) const {
+  if (Clock::now() >= request.deadline) {
+    return DeadlineExceeded("the deadline passed before the request's turn came");
+  }
+  // Our handlers do not throw, but what they use may (an
+  // allocation, say); one request must not end the process.
+  const TracedBatch batch(request.header.batch);
+  const Timed timed(*durations_[request.header.method]);
+  try {
+    return state_.handlers[request.header.method](request.body, {request.deadline});
+  } catch (const std::exception& e) {
+    return Internal("method " + std::to_string(request.header.method) + ": " + e.what());
+  }
+}
+
+void Server::Impl::Count(const Request& request, const StatusOr<Parts>& reply) {
+  constexpr auto kRelaxed = std::memory_order_relaxed;
+  num_requests_.fetch_add(1, kRelaxed);
+  num_received_bytes_.fetch_add(request.body.size(), kRelaxed);
+  if (reply.ok()) {
+    num_sent_bytes_.fetch_add(reply.value().size_bytes(), kRelaxed);
+  } else {
+    num_failed_.fetch_add(1, kRelaxed);
+  }
+}
+
+ServerStats Server::Impl::stats() const {
+  ServerStats stats;
+  stats.num_requests = num_requests_.load();
+  stats.num_failed = num_failed_.load();
+  stats.num_received_bytes = num_received_bytes_.load();
+  stats.num_sent_bytes = num_sent_bytes_.load();
+  {
+    const std::lock_guard lock(mutex_);
+    stats.num_connections = connections_.size();
+  }
+  const std::lock_guard lock(run_mutex_);
+  stats.num_running = num_running_;
+  stats.num_in_line = in_line_.size();
+  return stats;
+}
+
+std::vector<const DurationStats*> Server::Impl::durations() const {
+  std::vector<const DurationStats*> all;
+  for (const auto& one : durations_) {
+    if (one != nullptr) all.push_back(one.get());
+  }
+  return all;
+}
+
+// ---- ending
 
 void Server::Impl::Stop(std::chrono::milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
@@ -160,24 +324,21 @@ void Server::Impl::Stop(std::chrono::milliseconds timeout) {
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;  // from here on no connection is added
+    listener_ = UniqueFd();
   }
-  asio::post(acceptor_.get_executor(), [this] {
-    ErrorCode ignored;
-    acceptor_.close(ignored);
-    accept_timer_.cancel();
-  });
-  for (const auto& connection : OpenConnections()) connection->Drain();
+  for (const auto& [tag, connection] : OpenConnections()) connection->Drain();
   {
     std::unique_lock lock(mutex_);
     connection_closed_.wait_until(lock, deadline, [this] { return connections_.empty(); });
   }
-  work_.reset();
-  io_.stop();
-  for (std::thread& thread : io_threads_) thread.join();
-  // Nothing runs on any strand now.
-  ErrorCode ignored;
-  acceptor_.close(ignored);
-  for (const auto& connection : OpenConnections()) connection->CloseNow();
+  for (const auto& [tag, connection] : OpenConnections()) connection->CloseNow();
+  std::deque<Request> dropped;  // destroyed outside the lock: leases go back
+  {
+    std::lock_guard lock(run_mutex_);
+    run_no_more_ = true;
+    dropped.swap(in_line_);
+  }
+  state_.poller.Stop();
 }
 
 Server::Server(Options options) : impl_(std::make_unique<Impl>(std::move(options))) {}
@@ -185,5 +346,7 @@ Server::~Server() = default;
 void Server::Handle(Method method, Handler handler) { impl_->Handle(method, std::move(handler)); }
 StatusOr<uint16_t> Server::Start() { return impl_->Start(); }
 void Server::Stop(std::chrono::milliseconds timeout) { impl_->Stop(timeout); }
+ServerStats Server::stats() const { return impl_->stats(); }
+std::vector<const DurationStats*> Server::durations() const { return impl_->durations(); }
 
 }  // namespace persia::net

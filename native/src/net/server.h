@@ -1,6 +1,6 @@
-// Server: accepts framed RPC connections and runs handlers on a thread pool.
+// Server: accepts framed RPC connections and runs handlers on its threads.
 //
-// Thread-safety: handlers run concurrently on `num_handler_threads` threads; several requests of
+// Thread-safety: up to `num_handler_threads` handlers run at once; several requests of
 // one connection may be in progress at once and are answered in the order they finish. Register all
 // handlers before Start(). Bounded: at most `max_inflight_bytes` of request bodies are held; past
 // that the server stops reading (the sender feels it as back-pressure), it never drops.
@@ -11,10 +11,12 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/buffer.h"
 #include "base/status.h"
 #include "net/message.h"
+#include "net/rpc_stats.h"
 
 namespace persia::net {
 
@@ -49,6 +51,10 @@ class Server {
   // Stops accepting and reading, lets running handlers finish and their answers leave until
   // `timeout`, then closes. Idempotent.
   void Stop(std::chrono::milliseconds timeout = std::chrono::seconds(10));
+
+  ServerStats stats() const;
+  // The time in the handler of each method, by the method's name; as long as the server lives.
+  std::vector<const DurationStats*> durations() const;
 
  private:
   class Impl;

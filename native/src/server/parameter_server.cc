@@ -22,13 +22,18 @@ using net::Parts;
 
 static_assert(kMaxRowDim == store::EmbeddingStore::kMaxDim);
 
+// Blocks of one dim that follow one another become one: their signs and rows lie as those of one
+// would, and the store overlaps the cache misses of a block.
 std::vector<store::RowBlock> ToRowBlocks(const RowBlocksView& view) {
   std::vector<store::RowBlock> blocks;
-  blocks.reserve(view.blocks.size());
-  size_t position = 0;
+  size_t begin = 0, end = 0;
   for (const RowBlockHeader& block : view.blocks) {
-    blocks.push_back({block.dim, view.signs.subspan(position, block.num_signs)});
-    position += block.num_signs;
+    if (blocks.empty() || blocks.back().dim != block.dim) {
+      blocks.push_back({block.dim, {}});
+      begin = end;
+    }
+    end += block.num_signs;
+    blocks.back().signs = view.signs.subspan(begin, end - begin);
   }
   return blocks;
 }
@@ -49,6 +54,13 @@ Buffer RowsReplyBuffer(uint64_t num_floats) {
   Buffer buffer(sizeof(LookupRowsReply) + row_bytes + padding.size());
   std::memcpy(buffer.data() + buffer.size() - padding.size(), padding.data(), padding.size());
   return buffer;
+}
+
+// What `work` returns, its time recorded.
+template <typename Work>
+auto Measured(DurationStats& stats, Work work) {
+  const Timed timed(stats);
+  return work();
 }
 
 Status RequireEmpty(std::span<const std::byte> body, Method method) {
@@ -100,18 +112,34 @@ class ParameterServer::Impl {
   }
 
   net::Server& rpc() { return rpc_; }
+  void MarkLoaded() { loaded_ = true; }
   uint64_t incarnation() const { return incarnation_; }
   store::EmbeddingStore& rows() { return *store_; }
   ServerStats stats() const;
+  std::vector<const DurationStats*> durations() const;
 
  private:
   using Body = std::span<const std::byte>;
   using Reply = StatusOr<Parts>;
 
   void Register(Method method, Reply (Impl::*handle)(Body, const CallContext&)) {
-    rpc_.Handle(method, [this, handle](const Buffer& request, const CallContext& context) {
+    rpc_.Handle(method, [this, method, handle](const Buffer& request, const CallContext& context) {
+      if (options_.read_only) {
+        if (Status allowed = AllowedForInference(method); !allowed.ok()) return Reply(allowed);
+      }
       return (this->*handle)(request.span(), context);
     });
+  }
+
+  Status AllowedForInference(Method method) const {
+    const bool changes_rows = method == Method::kConfigureServer || method == Method::kUpdateRows ||
+                              method == Method::kSetRows || method == Method::kClearRows;
+    if (changes_rows) {
+      return FailedPrecondition("this parameter server is of an inference job (job_type: Infer): " +
+                                std::string(net::MethodName(method)) + " would change its rows");
+    }
+    if (!loaded_) return Unavailable("this parameter server still loads its checkpoint");
+    return Status::Ok();
   }
 
   Reply Ping(Body body, const CallContext& context);
@@ -123,8 +151,10 @@ class ParameterServer::Impl {
   Reply ClearRows(Body body, const CallContext& context);
   Reply CountRows(Body body, const CallContext& context);
   StatusOr<UpdateRowsReply> Apply(const UpdateRowsRequest& request);
+  void CountLookup(uint64_t num_rows, uint64_t num_missing);
 
   const Options options_;
+  std::atomic<bool> loaded_ = false;  // counts for read-only servers
   const uint64_t incarnation_ = DrawIncarnation();
   const std::unique_ptr<store::EmbeddingStore> store_;
   UpdateMemory updates_{UpdateMemory::Limits{}};
@@ -132,6 +162,14 @@ class ParameterServer::Impl {
   std::atomic<uint64_t> num_repeated_{0};
   std::atomic<uint64_t> max_staleness_{0};
   std::atomic<uint64_t> sum_staleness_{0};
+  std::atomic<uint64_t> num_looked_up_rows_{0};
+  std::atomic<double> last_missing_ratio_{0};
+  DurationStats decode_times_{"decode"};
+  DurationStats encode_times_{"encode"};
+  DurationStats lookup_times_{"lookup"};
+  DurationStats inference_times_{"inference lookup"};
+  DurationStats update_times_{"update"};
+  DurationStats set_times_{"set"};
   net::Server rpc_;  // last: destroyed first, so that no handler outlives what it uses
 };
 
@@ -148,7 +186,7 @@ ParameterServer::Impl::Reply ParameterServer::Impl::Configure(Body body, const C
 }
 
 ParameterServer::Impl::Reply ParameterServer::Impl::LookupRows(Body body, const CallContext&) {
-  auto request = DecodeLookupRequest(body);
+  auto request = Measured(decode_times_, [&] { return DecodeLookupRequest(body); });
   if (!request.ok()) return request.status();
   const uint64_t num_floats = request->blocks.num_floats;
   // A small request can ask for a huge reply: the limit holds before it is allocated.
@@ -160,14 +198,25 @@ ParameterServer::Impl::Reply ParameterServer::Impl::LookupRows(Body body, const 
   // Read before the rows are: an update that lands in between
   // then counts as staleness rather than being missed.
   const LookupRowsReply head{incarnation_, update_counter_.load()};
-  Buffer reply = RowsReplyBuffer(num_floats);
+  Buffer reply = Measured(encode_times_, [&] { return RowsReplyBuffer(num_floats); });
   std::memcpy(reply.data(), &head, sizeof(head));
   auto* rows = reinterpret_cast<float*>(reply.data() + sizeof(head));
   const auto mode = request->train ? store::LookupMode::kTrain : store::LookupMode::kInference;
-  PERSIA_RETURN_IF_ERROR(store_->Lookup(ToRowBlocks(request->blocks), mode, rows));
+  store::LookupReport report;
+  PERSIA_RETURN_IF_ERROR(Measured(request->train ? lookup_times_ : inference_times_, [&] {
+    return store_->Lookup(ToRowBlocks(request->blocks), mode, rows, &report);
+  }));
+  CountLookup(request->blocks.signs.size(), report.num_missing);
   Parts parts;
   parts.AddOwned(std::move(reply));
   return parts;
+}
+
+void ParameterServer::Impl::CountLookup(uint64_t num_rows, uint64_t num_missing) {
+  if (num_rows == 0) return;
+  num_looked_up_rows_.fetch_add(num_rows, std::memory_order_relaxed);
+  last_missing_ratio_.store(static_cast<double>(num_missing) / static_cast<double>(num_rows),
+                            std::memory_order_relaxed);
 }
 
 ParameterServer::Impl::Reply ParameterServer::Impl::UpdateRows(Body body,
@@ -193,8 +242,11 @@ ParameterServer::Impl::Reply ParameterServer::Impl::UpdateRows(Body body,
 
 StatusOr<UpdateRowsReply> ParameterServer::Impl::Apply(const UpdateRowsRequest& request) {
   store::UpdateReport report;
-  PERSIA_RETURN_IF_ERROR(
-      store_->Update(ToRowBlocks(request.blocks), request.gradients.data(), &report));
+  {
+    const Timed timed(update_times_, request.key.reference);
+    PERSIA_RETURN_IF_ERROR(
+        store_->Update(ToRowBlocks(request.blocks), request.gradients.data(), &report));
+  }
   // Counted after it is applied, so that a lookup never claims to have seen an update it has not;
   // the number taken is unique, and so updates that run side by side count one another.
   const uint64_t counter = update_counter_.fetch_add(1);
@@ -210,7 +262,9 @@ StatusOr<UpdateRowsReply> ParameterServer::Impl::Apply(const UpdateRowsRequest& 
 ParameterServer::Impl::Reply ParameterServer::Impl::SetRows(Body body, const CallContext&) {
   auto request = DecodeSetRowsRequest(body);
   if (!request.ok()) return request.status();
-  PERSIA_RETURN_IF_ERROR(store_->SetRows(ToRowBlocks(request->blocks), request->rows.data()));
+  PERSIA_RETURN_IF_ERROR(Measured(set_times_, [&] {
+    return store_->SetRows(ToRowBlocks(request->blocks), request->rows.data());
+  }));
   return Parts();
 }
 
@@ -241,7 +295,20 @@ ServerStats ParameterServer::Impl::stats() const {
   stats.max_staleness = max_staleness_.load();
   stats.sum_staleness = sum_staleness_.load();
   stats.store = store_->stats();
+  stats.num_looked_up_rows = num_looked_up_rows_.load();
+  stats.last_missing_ratio = last_missing_ratio_.load();
+  stats.configured = store_->config().has_value();
+  stats.rpc = rpc_.stats();
   return stats;
+}
+
+std::vector<const DurationStats*> ParameterServer::Impl::durations() const {
+  std::vector<const DurationStats*> all = rpc_.durations();
+  for (const DurationStats* phase : {&decode_times_, &encode_times_, &lookup_times_,
+                                     &inference_times_, &update_times_, &set_times_}) {
+    all.push_back(phase);
+  }
+  return all;
 }
 
 StatusOr<std::unique_ptr<ParameterServer>> ParameterServer::Create(const Options& options) {
@@ -260,8 +327,10 @@ ParameterServer::ParameterServer(std::unique_ptr<Impl> impl) : impl_(std::move(i
 ParameterServer::~ParameterServer() = default;
 StatusOr<uint16_t> ParameterServer::Start() { return impl_->rpc().Start(); }
 void ParameterServer::Stop(std::chrono::milliseconds timeout) { impl_->rpc().Stop(timeout); }
+void ParameterServer::MarkLoaded() { impl_->MarkLoaded(); }
 uint64_t ParameterServer::incarnation() const { return impl_->incarnation(); }
 ServerStats ParameterServer::stats() const { return impl_->stats(); }
+std::vector<const DurationStats*> ParameterServer::durations() const { return impl_->durations(); }
 store::EmbeddingStore& ParameterServer::embedding_store() { return impl_->rows(); }
 
 }  // namespace persia::server

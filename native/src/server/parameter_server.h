@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "net/server.h"
@@ -22,6 +23,10 @@ struct ServerStats {
   uint64_t num_repeated_updates = 0;  // answered from memory
   uint64_t max_staleness = 0;         // updates between a batch's lookup and its own update
   uint64_t sum_staleness = 0;
+  uint64_t num_looked_up_rows = 0;  // asked for, found or not
+  double last_missing_ratio = 0;    // of the latest lookup's rows, those without a row before it
+  bool configured = false;
+  net::ServerStats rpc;
   store::StoreStats store;
 };
 
@@ -32,6 +37,9 @@ class ParameterServer {
     uint32_t replica_size = 1;
     store::EmbeddingStore::Options store;
     net::Server::Options rpc;
+    // For inference: what would change rows is refused (kFailedPrecondition), and everything
+    // (kUnavailable) until MarkLoaded.
+    bool read_only = false;
   };
 
   // Draws the incarnation. Refuses replica_index >= replica_size and what the store refuses.
@@ -40,9 +48,13 @@ class ParameterServer {
 
   StatusOr<uint16_t> Start();
   void Stop(std::chrono::milliseconds timeout);
+  // A read-only server answers from now on. Of others nothing changes.
+  void MarkLoaded();
 
   uint64_t incarnation() const;
   ServerStats stats() const;
+  // The phases of this server's work; as long as it lives.
+  std::vector<const DurationStats*> durations() const;
   store::EmbeddingStore& embedding_store();
 
  private:

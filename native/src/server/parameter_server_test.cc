@@ -153,6 +153,35 @@ TEST_F(ParameterServerTest, LookupUpdateRoundTrip) {
   }
 }
 
+// Blocks of one dim that follow one another are looked up together; their rows lie as they were
+// asked for.
+TEST_F(ParameterServerTest, RowsOfBlocksOfOneDimLieInTheirOrder) {
+  ASSERT_TRUE(Configure(Config()).ok());
+  const std::vector<uint64_t> signs = {11, 12, 13, 14, 15, 16};
+  const auto lookup = [&](const std::vector<RowBlockHeader>& blocks,
+                          std::span<const uint64_t> of) -> std::vector<float> {
+    Parts parts;
+    parts.AddOwned(EncodeLookupHead(true, blocks));
+    parts.AddView(std::as_bytes(of));
+    size_t num_floats = 0;
+    for (const RowBlockHeader& block : blocks) num_floats += size_t{block.dim} * block.num_signs;
+    auto reply = channel_.Call(Method::kLookupRows, parts, Soon());
+    EXPECT_TRUE(reply.ok()) << reply.status().ToString();
+    std::span<const float> values;
+    if (!reply.ok()) return {};
+    EXPECT_TRUE(DecodeLookupReply(reply->span(), num_floats, &values).ok());
+    return {values.begin(), values.end()};
+  };
+  const std::vector<float> all = lookup({{4, 2}, {4, 0}, {4, 1}, {3, 1}, {4, 2}}, signs);
+  std::vector<float> one_by_one;
+  for (size_t i = 0; i < signs.size(); ++i) {
+    const std::vector<float> row = lookup({{i == 3 ? 3u : 4u, 1}}, std::span(signs).subspan(i, 1));
+    one_by_one.insert(one_by_one.end(), row.begin(), row.end());
+  }
+  EXPECT_EQ(all, one_by_one);
+  EXPECT_EQ(all.size(), 5u * 4 + 3);
+}
+
 TEST_F(ParameterServerTest, RepeatedKeyIsAppliedOnce) {
   ASSERT_TRUE(Configure(Config()).ok());
   auto before = Lookup(true);
@@ -324,6 +353,29 @@ TEST_F(ParameterServerTest, RestartDrawsAnotherIncarnation) {
   auto other = ParameterServer::Create(ParameterServer::Options{});
   ASSERT_TRUE(other.ok());
   EXPECT_NE(other.value()->incarnation(), server_->incarnation());
+}
+
+TEST(ReadOnlyParameterServer, AnswersOnceItIsLoadedAndChangesNothing) {
+  ParameterServer::Options options;
+  options.read_only = true;
+  auto server = ParameterServer::Create(options);
+  ASSERT_TRUE(server.ok()) << server.status().ToString();
+  auto port = server.value()->Start();
+  ASSERT_TRUE(port.ok()) << port.status().ToString();
+  Channel channel{{.peer = "parameter-server 0"}};
+  channel.SetAddress(net::testing::Loopback(*port));
+  const Parts empty = net::testing::PartsOf({});
+
+  // The channel tries again until the deadline, as a caller wants it to.
+  EXPECT_EQ(channel.Call(Method::kCountRows, empty, In(300)).status().code(),
+            StatusCode::kUnavailable);
+  server.value()->MarkLoaded();
+  EXPECT_TRUE(channel.Call(Method::kCountRows, empty, Soon()).ok());
+  for (const Method method :
+       {Method::kConfigureServer, Method::kUpdateRows, Method::kSetRows, Method::kClearRows}) {
+    const Status refused = channel.Call(method, empty, Soon()).status();
+    EXPECT_EQ(refused.code(), StatusCode::kFailedPrecondition) << net::MethodName(method);
+  }
 }
 
 }  // namespace

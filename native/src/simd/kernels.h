@@ -16,15 +16,58 @@ namespace persia::simd {
 
 struct SgdRule {
   float lr, weight_decay, momentum;
+  float one_minus_dampening = 1.0f;
 };
 struct AdagradRule {
   float lr, weight_decay, g_square_momentum, eps;
 };
-// Already corrected for the row's step t (counted from 1):
-// step_size = lr / (1 - beta1^t), second_scale = 1 / sqrt(1 - beta2^t).
 struct AdamRule {
-  float step_size, second_scale, weight_decay, eps;
+  float weight_decay, eps;
   float beta1, one_minus_beta1, beta2, one_minus_beta2;
+  float keep = 1.0f;  // AdamW: 1 - lr * weight_decay
+};
+struct RmspropRule {
+  float lr, weight_decay, alpha, one_minus_alpha, momentum, eps;
+};
+struct AdadeltaRule {
+  float lr, weight_decay, rho, one_minus_rho, eps;
+};
+struct FtrlRule {
+  float inverse_lr, l1, l2, beta;
+};
+// A normal distribution restricted to [lower, upper]. `first` and `span` are the parts of its area
+// that lie below `lower` and between the two; 0 and 1 where the bounds are infinite.
+struct NormalRule {
+  double mean, stddev;
+  float lower, upper;
+  double first, span;
+};
+// One row to be updated.
+struct RowStep {
+  float* w;          // n weights; behind them the optimizer's state, array after array
+  const float* g;    // n gradients
+  uint32_t* scalar;  // row-wise Adagrad: its sum, as a float's bits; SGD: whether it has stepped
+  // Adam and its kin, corrected for the row's step t (counted from 1): step_size = lr / (1 -
+  // beta1^t), second_scale = 1 / sqrt(1 - beta2^t).
+  float step_size, second_scale;
+};
+// Updates `count` rows of n elements, then clamps their weights to [-bound, bound] unless `bound`
+// is 0. A row with a NaN or an infinity in its gradient is left as it is; returns how many were.
+template <typename Rule>
+using UpdateRows = size_t (*)(const Rule& rule, const RowStep* rows, size_t count, size_t n,
+                              float bound);
+
+// A column block of a matrix, of n elements: row i of it is rows[numbers[i]].
+struct ColumnSource {
+  const float* const* rows;
+  const uint32_t* numbers;
+  size_t n;
+};
+// Row i is added to row numbers[i] of `sums`, whose rows lie n apart.
+struct ColumnSums {
+  float* sums;
+  const uint32_t* numbers;
+  size_t n;
 };
 
 struct Kernels {
@@ -33,24 +76,78 @@ struct Kernels {
   void (*add)(float* dst, const float* src, size_t n);                       // dst += src
   void (*add_scaled)(float* dst, const float* src, float factor, size_t n);  // dst += factor * src
   void (*scale)(float* dst, float factor, size_t n);                         // dst *= factor
-  void (*clamp)(float* dst, float bound, size_t n);  // to [-bound, bound]; NaN stays
   bool (*all_finite)(const float* values, size_t n);
+
+  // Batches of rows, of n elements each. A row number is an index into `rows`; the rows must stay
+  // apart from `out`.
+  // out[i * stride ..] = rows[numbers[i]]
+  void (*copy_rows)(float* out, size_t stride, const float* const* rows, const uint32_t* numbers,
+                    size_t count, size_t n);
+  // Several column blocks side by side, filled row by row: where they are narrow, `out` is written
+  // from front to back. `out` begins at the first block.
+  void (*copy_columns)(float* out, size_t stride, const ColumnSource* sources, size_t num_sources,
+                       size_t count);
+  // The way back: `values` is read from front to back.
+  void (*add_columns)(const float* values, size_t stride, const ColumnSums* sums, size_t num_sums,
+                      size_t count);
+  // out = the sum of rows[numbers[i]], in order; of one row it is that row, of none it is zeros
+  void (*sum_rows)(float* out, const float* const* rows, const uint32_t* numbers, size_t count,
+                   size_t n);
+  // out = the sum of factors[i] * rows[i], likewise; without `factors` they are 1
+  void (*sum_scaled)(float* out, const float* const* rows, const float* factors, size_t count,
+                     size_t n);
+
+  // IEEE float16 and bfloat16, as their bits. Narrowing rounds to nearest, ties to even, beyond the
+  // range to infinity; a NaN stays one, quiet, with its sign and the high bits of its payload.
+  // Widening is exact.
+  void (*float_to_half)(uint16_t* out, const float* values, size_t n);
+  void (*half_to_float)(float* out, const uint16_t* values, size_t n);
+  void (*float_to_bfloat16)(uint16_t* out, const float* values, size_t n);
+  void (*bfloat16_to_float)(float* out, const uint16_t* values, size_t n);
+
   // Uniform in [lower, upper), or all `lower` where the two are equal. Element i depends on
   // (stream, i, lower, upper) alone.
   void (*uniform)(float* out, uint64_t stream, float lower, float upper, size_t n);
 
+  // Element i is the quantile of the restricted normal distribution at a number in (0, 1) that
+  // depends on (stream, i) alone. Its own arithmetic: libm's differs between machines.
+  void (*normal)(float* out, uint64_t stream, const NormalRule& rule, size_t n);
+  // The standard normal distribution's quantile of p in (0, 1), to seven digits.
+  double (*normal_quantile)(double p);
+
   // w -= lr * g
-  void (*sgd)(const SgdRule& rule, float* w, const float* g, size_t n);
+  UpdateRows<SgdRule> sgd;
   // velocity = momentum * velocity + g; w -= lr * velocity.
   // Zero velocity makes the first step torch's.
-  void (*sgd_momentum)(const SgdRule& rule, float* w, float* velocity, const float* g, size_t n);
+  UpdateRows<SgdRule> sgd_momentum;
+  // The same, then w -= lr * (g + momentum * velocity) instead.
+  UpdateRows<SgdRule> sgd_nesterov;
+  // velocity = momentum * velocity + one_minus_dampening * g, but g itself in the row's first step.
+  UpdateRows<SgdRule> sgd_dampened;
   // sum = sum * g_square_momentum + g^2; w -= lr * g / (sqrt(sum) + eps)
-  void (*adagrad)(const AdagradRule& rule, float* w, float* sum, const float* g, size_t n);
+  UpdateRows<AdagradRule> adagrad;
   // The same with one sum a row, of the mean of g^2.
-  void (*rowwise_adagrad)(const AdagradRule& rule, float* w, float* sum, const float* g, size_t n);
+  UpdateRows<AdagradRule> rowwise_adagrad;
   // m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * g^2;
   // w -= step_size * m / (sqrt(v) * second_scale + eps)
-  void (*adam)(const AdamRule& rule, float* w, float* m, float* v, const float* g, size_t n);
+  UpdateRows<AdamRule> adam;
+  // w *= keep, then Adam without weight decay
+  UpdateRows<AdamRule> adamw;
+  // m as above; u = max(beta2 * u, |g| + eps); w -= step_size * m / u
+  UpdateRows<AdamRule> adamax;
+  // s = alpha * s + (1 - alpha) * g^2; w -= lr * g / (sqrt(s) + eps). Centered: sqrt(s - a^2),
+  // where a = alpha * a + (1 - alpha) * g, and 0 where rounding would make that negative. With
+  // momentum: b = momentum * b + g / (...); w -= lr * b. The state is s, then b, then a.
+  UpdateRows<RmspropRule> rmsprop;
+  UpdateRows<RmspropRule> rmsprop_momentum;
+  UpdateRows<RmspropRule> rmsprop_centered;
+  UpdateRows<RmspropRule> rmsprop_centered_momentum;
+  // s = rho * s + (1 - rho) * g^2; d = sqrt(a + eps) / sqrt(s + eps) * g;
+  // a = rho * a + (1 - rho) * d^2; w -= lr * d
+  UpdateRows<AdadeltaRule> adadelta;
+  // z += g - (sqrt(s + g^2) - sqrt(s)) / lr * w; s += g^2;
+  // w = -(z - sign(z) * l1) / ((beta + sqrt(s)) / lr + l2), or 0 where |z| <= l1
+  UpdateRows<FtrlRule> ftrl;
 };
 
 enum class Isa : uint8_t { kScalar, kAvx2, kAvx512, kNeon };

@@ -22,14 +22,34 @@ constexpr size_t kLengths[] = {0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 100, 12
 constexpr SgdRule kSgd = {.lr = 0.1f, .weight_decay = 0.01f, .momentum = 0.9f};
 constexpr AdagradRule kAdagrad = {
     .lr = 0.1f, .weight_decay = 0.01f, .g_square_momentum = 0.95f, .eps = 1e-10f};
-constexpr AdamRule kAdam = {.step_size = 0.2f,
-                            .second_scale = 1.5f,
-                            .weight_decay = 0.01f,
+constexpr float kStepSize = 0.2f, kSecondScale = 1.5f, kBound = 0.5f;
+constexpr AdamRule kAdam = {.weight_decay = 0.01f,
                             .eps = 1e-8f,
                             .beta1 = 0.9f,
                             .one_minus_beta1 = 0.1f,
                             .beta2 = 0.999f,
                             .one_minus_beta2 = 0.001f};
+
+constexpr SgdRule kDampened = {
+    .lr = 0.1f, .weight_decay = 0.01f, .momentum = 0.9f, .one_minus_dampening = 0.5f};
+constexpr AdamRule kAdamW = {.weight_decay = 0.01f,
+                             .eps = 1e-8f,
+                             .beta1 = 0.9f,
+                             .one_minus_beta1 = 0.1f,
+                             .beta2 = 0.999f,
+                             .one_minus_beta2 = 0.001f,
+                             .keep = 0.98f};
+constexpr RmspropRule kRmsprop = {.lr = 0.1f,
+                                  .weight_decay = 0.01f,
+                                  .alpha = 0.9f,
+                                  .one_minus_alpha = 0.1f,
+                                  .momentum = 0.8f,
+                                  .eps = 1e-3f};
+constexpr AdadeltaRule kAdadelta = {
+    .lr = 1.0f, .weight_decay = 0.01f, .rho = 0.9f, .one_minus_rho = 0.1f, .eps = 1e-6f};
+constexpr FtrlRule kFtrl = {.inverse_lr = 10.0f, .l1 = 1.0f, .l2 = 0.5f, .beta = 1.0f};
+constexpr NormalRule kNormal = {
+    .mean = 0.5, .stddev = 2.0, .lower = -2.0f, .upper = 3.0f, .first = 0.1, .span = 0.8};
 
 // The arrays that a kernel reads or writes, starting `offset` floats away from a 64-byte boundary.
 struct Operands {
@@ -38,7 +58,7 @@ struct Operands {
   Operands(size_t start, uint32_t seed) : offset(start) {
     std::mt19937 random(seed);
     std::normal_distribution<float> normal;
-    for (auto* array : {&w, &g, &a, &b}) {
+    for (auto* array : {&w, &g, &a, &b, &c}) {
       for (float& value : *array) value = normal(random);
     }
     for (auto* state : {&a, &b}) {  // sums of squares are not negative
@@ -49,14 +69,42 @@ struct Operands {
   float* G() { return g.data() + offset; }
   float* A() { return a.data() + offset; }
   float* B() { return b.data() + offset; }
+  float* C() { return c.data() + offset; }
+  float* S() { return &s; }
 
   size_t offset;
-  alignas(64) std::array<float, kFloats> w, g, a, b;
+  float s = 0;  // row-wise Adagrad's sum afterwards
+  alignas(64) std::array<float, kFloats> w, g, a, b, c;
+};
+
+// Three rows, which overlap so that they fit; and a batch of them, as many as fit into an operand.
+struct RowsOf {
+  RowsOf(Operands& o, size_t n) : rows{o.G(), o.A(), o.B()} {
+    for (size_t i = 0; i < 12 && (i + 1) * n <= 1000; ++i) numbers.push_back(i * 7 % 3);
+  }
+  std::vector<const float*> rows;
+  std::vector<uint32_t> numbers;
 };
 
 bool SameBits(const std::array<float, Operands::kFloats>& x,
               const std::array<float, Operands::kFloats>& y) {
   return std::memcmp(x.data(), y.data(), sizeof(x)) == 0;
+}
+
+// Updates one row, made of o.W(), o.A(), o.B() and o.C() and taken apart again.
+template <typename Rule>
+void Step(UpdateRows<Rule> update, const Rule& rule, Operands& o, size_t n, float bound = 0.0f) {
+  std::vector<float> row;
+  uint32_t scalar;
+  for (const float* part : {o.W(), o.A(), o.B(), o.C()}) row.insert(row.end(), part, part + n);
+  std::memcpy(&scalar, o.A(), sizeof(scalar));
+  const RowStep step = {row.data(), o.G(), &scalar, kStepSize, kSecondScale};
+  EXPECT_EQ(update(rule, &step, 1, n, bound), 0u);
+  std::copy_n(row.begin(), n, o.W());
+  std::copy_n(row.begin() + static_cast<ptrdiff_t>(n), n, o.A());
+  std::copy_n(row.begin() + static_cast<ptrdiff_t>(2 * n), n, o.B());
+  std::copy_n(row.begin() + static_cast<ptrdiff_t>(3 * n), n, o.C());
+  if (n > 0) std::memcpy(o.S(), &scalar, sizeof(scalar));
 }
 
 struct Case {
@@ -69,15 +117,52 @@ const std::vector<Case>& Cases() {
       {"add", [](auto& k, auto& o, size_t n) { k.add(o.W(), o.G(), n); }},
       {"add_scaled", [](auto& k, auto& o, size_t n) { k.add_scaled(o.W(), o.G(), 0.3f, n); }},
       {"scale", [](auto& k, auto& o, size_t n) { k.scale(o.W(), 0.3f, n); }},
-      {"clamp", [](auto& k, auto& o, size_t n) { k.clamp(o.W(), 0.5f, n); }},
+      {"clamp",
+       [](auto& k, auto& o, size_t n) { Step(k.sgd, SgdRule{0.0f, 0.0f, 0.0f}, o, n, kBound); }},
       {"uniform", [](auto& k, auto& o, size_t n) { k.uniform(o.W(), 42, -0.01f, 0.02f, n); }},
-      {"sgd", [](auto& k, auto& o, size_t n) { k.sgd(kSgd, o.W(), o.G(), n); }},
-      {"sgd_momentum",
-       [](auto& k, auto& o, size_t n) { k.sgd_momentum(kSgd, o.W(), o.A(), o.G(), n); }},
-      {"adagrad", [](auto& k, auto& o, size_t n) { k.adagrad(kAdagrad, o.W(), o.A(), o.G(), n); }},
+      {"sgd", [](auto& k, auto& o, size_t n) { Step(k.sgd, kSgd, o, n); }},
+      {"sgd_momentum", [](auto& k, auto& o, size_t n) { Step(k.sgd_momentum, kSgd, o, n); }},
+      {"adagrad", [](auto& k, auto& o, size_t n) { Step(k.adagrad, kAdagrad, o, n); }},
       {"rowwise_adagrad",
-       [](auto& k, auto& o, size_t n) { k.rowwise_adagrad(kAdagrad, o.W(), o.A(), o.G(), n); }},
-      {"adam", [](auto& k, auto& o, size_t n) { k.adam(kAdam, o.W(), o.A(), o.B(), o.G(), n); }},
+       [](auto& k, auto& o, size_t n) { Step(k.rowwise_adagrad, kAdagrad, o, n); }},
+      {"adam", [](auto& k, auto& o, size_t n) { Step(k.adam, kAdam, o, n); }},
+      {"sgd_nesterov", [](auto& k, auto& o, size_t n) { Step(k.sgd_nesterov, kSgd, o, n); }},
+      {"sgd_dampened", [](auto& k, auto& o, size_t n) { Step(k.sgd_dampened, kDampened, o, n); }},
+      {"adamw", [](auto& k, auto& o, size_t n) { Step(k.adamw, kAdamW, o, n); }},
+      {"adamax", [](auto& k, auto& o, size_t n) { Step(k.adamax, kAdam, o, n); }},
+      {"rmsprop", [](auto& k, auto& o, size_t n) { Step(k.rmsprop, kRmsprop, o, n); }},
+      {"rmsprop_momentum",
+       [](auto& k, auto& o, size_t n) { Step(k.rmsprop_momentum, kRmsprop, o, n); }},
+      {"rmsprop_centered",
+       [](auto& k, auto& o, size_t n) { Step(k.rmsprop_centered, kRmsprop, o, n); }},
+      {"rmsprop_centered_momentum",
+       [](auto& k, auto& o, size_t n) { Step(k.rmsprop_centered_momentum, kRmsprop, o, n); }},
+      {"adadelta", [](auto& k, auto& o, size_t n) { Step(k.adadelta, kAdadelta, o, n); }},
+      {"ftrl", [](auto& k, auto& o, size_t n) { Step(k.ftrl, kFtrl, o, n); }},
+      {"normal", [](auto& k, auto& o, size_t n) { k.normal(o.W(), 42, kNormal, n); }},
+  };
+  return cases;
+}
+
+// Those that read more than one row; RowsTest says what they give.
+const std::vector<Case>& CasesOfManyRows() {
+  static const std::vector<Case> cases = {
+      {"copy_rows",
+       [](auto& k, auto& o, size_t n) {
+         const RowsOf rows(o, n);
+         k.copy_rows(o.W(), n, rows.rows.data(), rows.numbers.data(), rows.numbers.size(), n);
+       }},
+      {"sum_rows",
+       [](auto& k, auto& o, size_t n) {
+         const RowsOf rows(o, n);
+         k.sum_rows(o.W(), rows.rows.data(), rows.numbers.data(), rows.numbers.size(), n);
+       }},
+      {"sum_scaled",
+       [](auto& k, auto& o, size_t n) {
+         const RowsOf rows(o, n);
+         const std::vector<float> factors = {0.3f, 1.0f, -2.0f};
+         k.sum_scaled(o.W(), rows.rows.data(), factors.data(), rows.rows.size(), n);
+       }},
   };
   return cases;
 }
@@ -90,7 +175,9 @@ TEST(KernelsTest, VariantsGiveTheBitsOfTheScalarOne) {
   for (Isa isa : kAllIsas) {
     const Kernels* kernels = KernelsFor(isa);
     if (kernels == nullptr) continue;
-    for (const Case& c : Cases()) {
+    std::vector<Case> cases = Cases();
+    cases.insert(cases.end(), CasesOfManyRows().begin(), CasesOfManyRows().end());
+    for (const Case& c : cases) {
       for (size_t n : kLengths) {
         for (size_t offset : {0, 1, 5}) {
           const Operands start(offset, 7);
@@ -98,7 +185,8 @@ TEST(KernelsTest, VariantsGiveTheBitsOfTheScalarOne) {
           c.run(scalar, expected, n);
           c.run(*kernels, actual, n);
           EXPECT_TRUE(SameBits(actual.w, expected.w) && SameBits(actual.a, expected.a) &&
-                      SameBits(actual.b, expected.b))
+                      SameBits(actual.b, expected.b) && SameBits(actual.c, expected.c) &&
+                      actual.s == expected.s)
               << kernels->name << " " << c.name << " n=" << n << " offset=" << offset;
           EXPECT_TRUE(SameBits(actual.g, start.g)) << c.name << " wrote to its gradient";
         }
@@ -114,12 +202,12 @@ TEST(KernelsTest, WriteNothingBeyondN) {
       const Operands start(0, 7);
       Operands o = start;
       c.run(scalar, o, n);
-      const size_t sums = c.name == "rowwise_adagrad" ? 1 : n;  // one sum whatever n is
-      const size_t rest = Operands::kFloats - std::max(n, sums);
+      const size_t rest = Operands::kFloats - n;
       auto same_tail = [rest](const auto& x, const auto& y) {
         return std::memcmp(x.end() - rest, y.end() - rest, rest * sizeof(float)) == 0;
       };
-      EXPECT_TRUE(same_tail(o.w, start.w) && same_tail(o.a, start.a) && same_tail(o.b, start.b))
+      EXPECT_TRUE(same_tail(o.w, start.w) && same_tail(o.a, start.a) && same_tail(o.b, start.b) &&
+                  same_tail(o.c, start.c))
           << c.name << " n=" << n;
     }
   }
@@ -131,50 +219,111 @@ constexpr double kTolerance = 2e-6;
 TEST(ScalarKernelsTest, MatchDoublePrecisionFormulas) {
   const Kernels& k = *KernelsFor(Isa::kScalar);
   for (size_t n : kLengths) {
-    for (const Case& c : Cases()) {
+    for (const Case& tested : Cases()) {
+      const std::string& name = tested.name;
       const Operands start(0, 11);
       Operands x = start, o = start;
-      c.run(k, o, n);
+      tested.run(k, o, n);
       double mean_square = 0;
       for (size_t i = 0; i < n; ++i) {
         const double grad = x.G()[i] + double{kAdagrad.weight_decay} * x.W()[i];
         mean_square += grad * grad / static_cast<double>(n);
       }
       for (size_t i = 0; i < n; ++i) {
-        const double w = x.W()[i], g = x.G()[i], a = x.A()[i], b = x.B()[i];
+        const double w = x.W()[i], g = x.G()[i], a = x.A()[i], b = x.B()[i], c = x.C()[i];
         const double grad = g + double{kSgd.weight_decay} * w;
         double expected = w;
-        if (c.name == "add") expected = w + g;
-        if (c.name == "add_scaled") expected = w + double{0.3f} * g;
-        if (c.name == "scale") expected = w * double{0.3f};
-        if (c.name == "clamp") expected = std::min(0.5, std::max(-0.5, w));
-        if (c.name == "uniform") continue;  // has its own test
-        if (c.name == "sgd") expected = w - double{kSgd.lr} * grad;
-        if (c.name == "sgd_momentum") {
+        if (name == "add") expected = w + g;
+        if (name == "add_scaled") expected = w + double{0.3f} * g;
+        if (name == "scale") expected = w * double{0.3f};
+        if (name == "clamp") expected = std::min(0.5, std::max(-0.5, w));
+        if (name == "uniform" || name == "normal") continue;  // have their own tests
+        if (name == "sgd") expected = w - double{kSgd.lr} * grad;
+        if (name == "sgd_momentum") {
           const double velocity = double{kSgd.momentum} * a + grad;
           EXPECT_NEAR(o.A()[i], velocity, kTolerance);
           expected = w - double{kSgd.lr} * velocity;
         }
-        if (c.name == "adagrad") {
+        if (name == "adagrad") {
           const double sum = a * double{kAdagrad.g_square_momentum} + grad * grad;
           EXPECT_NEAR(o.A()[i], sum, kTolerance * (1 + sum));
           expected = w - double{kAdagrad.lr} * grad / (std::sqrt(sum) + double{kAdagrad.eps});
         }
-        if (c.name == "rowwise_adagrad") {
+        if (name == "rowwise_adagrad") {
           const double sum = x.A()[0] * double{kAdagrad.g_square_momentum} + mean_square;
-          EXPECT_NEAR(o.A()[0], sum, kTolerance * (1 + sum));
+          EXPECT_NEAR(o.s, sum, kTolerance * (1 + sum));
           expected = w - double{kAdagrad.lr} * grad / (std::sqrt(sum) + double{kAdagrad.eps});
         }
-        if (c.name == "adam") {
+        if (name == "adam") {
           const double m = double{kAdam.beta1} * a + double{kAdam.one_minus_beta1} * grad;
           const double v = double{kAdam.beta2} * b + double{kAdam.one_minus_beta2} * grad * grad;
           EXPECT_NEAR(o.A()[i], m, kTolerance);
           EXPECT_NEAR(o.B()[i], v, kTolerance);
-          expected = w - double{kAdam.step_size} * m /
-                             (std::sqrt(v) * double{kAdam.second_scale} + double{kAdam.eps});
+          expected =
+              w - double{kStepSize} * m / (std::sqrt(v) * double{kSecondScale} + double{kAdam.eps});
+        }
+        if (name == "sgd_nesterov") {
+          const double velocity = double{kSgd.momentum} * a + grad;
+          EXPECT_NEAR(o.A()[i], velocity, kTolerance);
+          expected = w - double{kSgd.lr} * (grad + double{kSgd.momentum} * velocity);
+        }
+        if (name == "sgd_dampened") {
+          const double take = x.A()[0] == 0.0f ? 1.0 : 0.5;
+          const double velocity = double{kSgd.momentum} * a + take * grad;
+          EXPECT_NEAR(o.A()[i], velocity, kTolerance);
+          expected = w - double{kSgd.lr} * velocity;
+        }
+        if (name == "adamw") {
+          const double m = double{kAdam.beta1} * a + double{kAdam.one_minus_beta1} * g;
+          const double v = double{kAdam.beta2} * b + double{kAdam.one_minus_beta2} * g * g;
+          expected =
+              w * double{kAdamW.keep} -
+              double{kStepSize} * m / (std::sqrt(v) * double{kSecondScale} + double{kAdam.eps});
+        }
+        if (name == "adamax") {
+          const double m = double{kAdam.beta1} * a + double{kAdam.one_minus_beta1} * grad;
+          const double u = std::max(double{kAdam.beta2} * b, std::abs(grad) + double{kAdam.eps});
+          EXPECT_NEAR(o.B()[i], u, kTolerance * (1 + u));
+          expected = w - double{kStepSize} * m / u;
+        }
+        if (name.starts_with("rmsprop")) {
+          const bool has_momentum = name.ends_with("momentum");
+          const double alpha = double{kRmsprop.alpha}, rest = double{kRmsprop.one_minus_alpha};
+          const double square = alpha * a + rest * grad * grad;
+          const double mean = alpha * (has_momentum ? c : b) + rest * grad;
+          const bool centered = name.find("centered") != std::string::npos;
+          const double variance = centered ? std::max(0.0, square - mean * mean) : square;
+          if (centered && variance < 1e-3) continue;  // rounding is all that is left of it
+          double step = grad / (std::sqrt(variance) + double{kRmsprop.eps});
+          if (has_momentum) {
+            step += double{kRmsprop.momentum} * b;
+            EXPECT_NEAR(o.B()[i], step, 1e-3 * (1 + std::abs(step)));
+          }
+          EXPECT_NEAR(o.A()[i], square, kTolerance * (1 + square));
+          expected = w - double{kRmsprop.lr} * step;
+          EXPECT_NEAR(o.W()[i], expected, (centered ? 1e-3 : kTolerance) * (1 + std::abs(step)))
+              << name << " n=" << n << " i=" << i;
+          continue;
+        }
+        if (name == "adadelta") {
+          const double square =
+              double{kAdadelta.rho} * a + double{kAdadelta.one_minus_rho} * grad * grad;
+          const double step =
+              std::sqrt((b + double{kAdadelta.eps}) / (square + double{kAdadelta.eps})) * grad;
+          const double moved =
+              double{kAdadelta.rho} * b + double{kAdadelta.one_minus_rho} * step * step;
+          EXPECT_NEAR(o.B()[i], moved, kTolerance * (1 + moved));
+          expected = w - step;
+        }
+        if (name == "ftrl") {
+          const double root = std::sqrt(b + g * g);
+          const double z = a + g - (root - std::sqrt(b)) * 10.0 * w;
+          EXPECT_NEAR(o.A()[i], z, 10 * kTolerance * (1 + std::abs(z)));
+          const double sign = z < 0 ? -1 : 1;
+          expected = std::abs(z) <= 1.0 ? 0.0 : -(z - sign) / ((1.0 + root) * 10.0 + 0.5);
         }
         EXPECT_NEAR(o.W()[i], expected, kTolerance * (1 + std::abs(expected)))
-            << c.name << " n=" << n << " i=" << i;
+            << name << " n=" << n << " i=" << i;
       }
     }
   }
@@ -197,6 +346,104 @@ TEST(KernelsTest, AllFiniteFindsASingleBadElementAnywhere) {
       }
     }
     EXPECT_TRUE(kernels->all_finite(nullptr, 0));
+  }
+}
+
+TEST(RowsTest, ARowWithANonFiniteGradientIsLeftAsItIs) {
+  for (Isa isa : kAllIsas) {
+    const Kernels* kernels = KernelsFor(isa);
+    if (kernels == nullptr) continue;
+    for (const float bad : {std::numeric_limits<float>::infinity(), std::nanf("")}) {
+      for (const size_t n : {1, 16, 17, 64}) {
+        std::vector<float> rows(4 * n, 1.0f), gradients(2 * n, 0.5f);
+        gradients[n - 1] = bad;
+        const RowStep steps[] = {{rows.data(), gradients.data(), nullptr, 0, 0},
+                                 {rows.data() + 2 * n, gradients.data() + n, nullptr, 0, 0}};
+        EXPECT_EQ(kernels->adagrad(kAdagrad, steps, 2, n, 10.0f), 1u);
+        EXPECT_EQ(std::count(rows.begin(), rows.begin() + static_cast<ptrdiff_t>(2 * n), 1.0f),
+                  static_cast<ptrdiff_t>(2 * n));
+        EXPECT_NE(rows[2 * n], 1.0f) << "the other one is updated";
+      }
+    }
+  }
+}
+
+TEST(RowsTest, SumsAreThoseOfALoopInOrder) {
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  for (const size_t n : kLengths) {
+    std::vector<std::vector<float>> rows(5, std::vector<float>(n));
+    std::vector<const float*> pointers;
+    for (auto& row : rows) {
+      for (float& value : row) value = normal(random);
+      pointers.push_back(row.data());
+    }
+    const std::vector<uint32_t> numbers = {4, 0, 0, 3, 1, 4, 2, 2, 1};
+    std::vector<float> expected(n, 0.0f), scaled(n, 0.0f), sum(n), copies(2 * n + 1, 7.0f);
+    for (const uint32_t number : numbers) {
+      for (size_t i = 0; i < n; ++i) expected[i] += rows[number][i];
+    }
+    const std::vector<float> factors = {0.5f, 2.0f, -1.0f, 0.1f, 3.0f};
+    for (size_t row = 0; row < rows.size(); ++row) {
+      for (size_t i = 0; i < n; ++i) scaled[i] += factors[row] * rows[row][i];
+    }
+    const Kernels& k = ActiveKernels();
+    k.sum_rows(sum.data(), pointers.data(), numbers.data(), numbers.size(), n);
+    EXPECT_EQ(sum, expected) << n;
+    k.sum_scaled(sum.data(), pointers.data(), factors.data(), rows.size(), n);
+    EXPECT_EQ(sum, scaled) << n;
+    k.sum_scaled(sum.data(), pointers.data(), nullptr, 1, n);
+    EXPECT_EQ(sum, rows[0]) << n;
+    k.sum_scaled(sum.data(), pointers.data(), nullptr, 0, n);
+    EXPECT_EQ(sum, std::vector<float>(n, 0.0f)) << "of nothing";
+    k.copy_rows(copies.data(), n + 1, pointers.data(), numbers.data(), 2, n);
+    for (size_t i = 0; i < n; ++i) EXPECT_EQ(copies[n + 1 + i], rows[0][i]);
+    EXPECT_EQ(copies[n], 7.0f) << "what lies between two rows is left alone";
+  }
+}
+
+// Small, and so large that it is written past the cache; aligned and not.
+TEST(ColumnsTest, CopyAndAddGoBetweenRowsAndTheColumnsOfAMatrix) {
+  std::mt19937 random(4);
+  for (const Isa isa : {Isa::kScalar, Isa::kAvx2, Isa::kAvx512, Isa::kNeon}) {
+    const Kernels* k = KernelsFor(isa);
+    if (k == nullptr) continue;
+    for (const size_t n : {5, 8, 16, 32, 64, 128}) {
+      for (const size_t count : {size_t{3}, (size_t{20} << 20) / (2 * n * sizeof(float))}) {
+        for (const size_t offset : {0, 1}) {
+          SCOPED_TRACE(testing::Message()
+                       << k->name << " " << n << " x " << count << "+" << offset);
+          constexpr size_t kRows = 7;
+          std::vector<float> memory(2 * n * count + 32), rows(kRows * n);
+          auto* aligned =
+              reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+          float* out = aligned + offset;
+          for (float& value : rows) value = static_cast<float>(random() % 16);
+          std::vector<const float*> pointers;
+          for (size_t i = 0; i < kRows; ++i) pointers.push_back(&rows[i * n]);
+          std::vector<uint32_t> numbers[2];
+          for (auto& list : numbers) {
+            for (size_t i = 0; i < count; ++i) list.push_back(random() % kRows);
+          }
+          const ColumnSource sources[2] = {{pointers.data(), numbers[0].data(), n},
+                                           {pointers.data(), numbers[1].data(), n}};
+          k->copy_columns(out, 2 * n, sources, 2, count);
+          std::vector<float> expected(2 * kRows * n), sums(2 * kRows * n);
+          for (size_t i = 0; i < count; ++i) {
+            for (size_t s = 0; s < 2; ++s) {
+              const float* row = pointers[numbers[s][i]];
+              ASSERT_EQ(std::memcmp(out + (2 * i + s) * n, row, n * sizeof(float)), 0);
+              for (size_t j = 0; j < n; ++j)
+                expected[(s * kRows + numbers[s][i]) * n + j] += row[j];
+            }
+          }
+          const ColumnSums columns[2] = {{sums.data(), numbers[0].data(), n},
+                                         {sums.data() + kRows * n, numbers[1].data(), n}};
+          k->add_columns(out, 2 * n, columns, 2, count);
+          ASSERT_EQ(sums, expected);  // of small whole numbers: exact
+        }
+      }
+    }
   }
 }
 
@@ -238,6 +485,62 @@ TEST(UniformTest, AnElementDependsOnItsPlaceAndStreamOnly) {
   EXPECT_EQ(longer, shorter);
   other.resize(5);
   EXPECT_NE(other, shorter);
+}
+
+double NormalArea(double x) { return 0.5 * std::erfc(-x / std::sqrt(2.0)); }
+
+TEST(NormalTest, QuantilesAreTheInverseOfTheArea) {
+  const Kernels& k = ActiveKernels();
+  for (double p = 0.5e-3; p < 1; p += 1e-3) {
+    EXPECT_NEAR(NormalArea(k.normal_quantile(p)), p, 1e-7) << p;
+    EXPECT_NEAR(k.normal_quantile(1 - p), -k.normal_quantile(p), 1e-9) << p;
+  }
+  for (double p = 1e-3; p > 1e-16; p /= 3) {  // relative: the tails keep their shape
+    EXPECT_NEAR(NormalArea(k.normal_quantile(p)) / p, 1.0, 1e-5) << p;
+  }
+}
+
+TEST(NormalTest, HasTheMomentsOfTheDistribution) {
+  constexpr size_t kCount = 1 << 20;
+  std::vector<float> values(kCount);
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  const NormalRule rule = {0.5, 2.0, static_cast<float>(-kInf), static_cast<float>(kInf), 0.0, 1.0};
+  ActiveKernels().normal(values.data(), 3, rule, kCount);
+  std::array<double, 5> moments = {};
+  std::array<int, 3> within = {};
+  for (const float value : values) {
+    const double x = (value - 0.5) / 2.0;
+    for (size_t m = 1; m <= 4; ++m) moments[m] += std::pow(x, m) / kCount;
+    for (size_t s = 0; s < 3; ++s) within[s] += std::abs(x) < static_cast<double>(s + 1) ? 1 : 0;
+  }
+  // Five standard errors.
+  const double error = 5 / std::sqrt(kCount);
+  EXPECT_NEAR(moments[1], 0, error);
+  EXPECT_NEAR(moments[2], 1, error * std::sqrt(2));
+  EXPECT_NEAR(moments[3], 0, error * std::sqrt(15));
+  EXPECT_NEAR(moments[4], 3, error * std::sqrt(96));
+  for (size_t s = 0; s < 3; ++s) {
+    const double share = 1 - 2 * NormalArea(-static_cast<double>(s + 1));
+    EXPECT_NEAR(within[s] / static_cast<double>(kCount), share, error);
+  }
+}
+
+TEST(NormalTest, StaysWithinItsBounds) {
+  std::vector<float> values(1 << 16);
+  const NormalRule rule = {
+      0.0, 1.0, -0.5f, 2.0f, NormalArea(-0.5), NormalArea(2) - NormalArea(-0.5)};
+  ActiveKernels().normal(values.data(), 8, rule, values.size());
+  double sum = 0;
+  for (const float value : values) {
+    ASSERT_GE(value, -0.5f);
+    ASSERT_LE(value, 2.0f);
+    sum += value;
+  }
+  const auto density = [](double x) {
+    return std::exp(-x * x / 2) / std::sqrt(2 * std::acos(-1.0));
+  };
+  const double mean = (density(-0.5) - density(2)) / rule.span;
+  EXPECT_NEAR(sum / static_cast<double>(values.size()), mean, 5 / 256.0);
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 #include <limits>
 #include <string>
 
-#include "base/hash.h"
+#include "store/sign_index.h"
 
 namespace persia::store {
 
@@ -24,7 +24,7 @@ Status BatchPlan::AddBlocks(std::span<const RowBlock> blocks) {
                              " rows; send fewer than 2^32 at once");
     }
   }
-  hashes_.resize(rows);
+  keys_.resize(rows);
   refs_.resize(rows);
   return Status::Ok();
 }
@@ -38,20 +38,15 @@ Status BatchPlan::Build(std::span<const RowBlock> blocks, uint32_t num_shards) {
   uint32_t row = 0;
   for (const RowBlock& block : blocks) {
     for (const uint64_t sign : block.signs) {
-      const uint64_t hash = SignHash(sign);
-      hashes_[row++] = hash;
-      ++ends_[InternalShard(hash, num_shards) + 2];
+      const uint64_t key = SignKey(sign);
+      keys_[row++] = key;
+      ++ends_[ShardOfKey(key, num_shards) + 2];
     }
   }
   for (uint32_t s = 2; s < ends_.size(); ++s) ends_[s] += ends_[s - 1];
-  row = 0;
-  for (const RowBlock& block : blocks) {
-    for (const uint64_t sign : block.signs) {
-      const uint64_t hash = hashes_[row];
-      refs_[ends_[InternalShard(hash, num_shards) + 1]++] = {
-          .sign = sign, .tag = static_cast<uint32_t>(hash), .row = row};
-      ++row;
-    }
+  for (row = 0; row < keys_.size(); ++row) {
+    const uint64_t key = keys_[row];
+    refs_[ends_[ShardOfKey(key, num_shards) + 1]++] = {.key = key, .row = row};
   }
   return Status::Ok();
 }
@@ -64,7 +59,7 @@ std::span<const Run> BatchPlan::RunsOf(uint32_t shard) {
     const auto next =
         std::upper_bound(blocks_.begin(), blocks_.end(), refs.front().row,
                          [](uint64_t row, const Block& block) { return row < block.first_row; });
-    const uint64_t end_row = next == blocks_.end() ? hashes_.size() : next->first_row;
+    const uint64_t end_row = next == blocks_.end() ? keys_.size() : next->first_row;
     const auto end = std::partition_point(
         refs.begin(), refs.end(), [end_row](const RowRef& ref) { return ref.row < end_row; });
     const auto count = static_cast<size_t>(end - refs.begin());

@@ -15,8 +15,7 @@
 namespace persia::store {
 
 struct RowRef {
-  uint64_t sign;
-  uint32_t tag;  // the bits of the sign's hash that are the index's
+  uint64_t key;  // SignKey of the sign
   uint32_t row;  // its number in the request
 };
 
@@ -34,6 +33,11 @@ struct Run {
 
 class BatchPlan {
  public:
+  static BatchPlan& OfThread() {
+    thread_local BatchPlan plan;
+    return plan;
+  }
+
   // Refuses dims of 0 or above EmbeddingStore::kMaxDim, and 2^32 rows or more.
   Status Build(std::span<const RowBlock> blocks, uint32_t num_shards);
 
@@ -51,9 +55,9 @@ class BatchPlan {
   Status AddBlocks(std::span<const RowBlock> blocks);
 
   std::vector<Block> blocks_;
-  std::vector<uint64_t> hashes_;  // by row
-  std::vector<RowRef> refs_;      // by shard
-  std::vector<uint32_t> ends_;    // shard s has refs_[ends_[s], ends_[s + 1])
+  std::vector<uint64_t> keys_;  // by row
+  std::vector<RowRef> refs_;    // by shard
+  std::vector<uint32_t> ends_;  // shard s has refs_[ends_[s], ends_[s + 1])
   std::vector<Run> runs_;
 };
 

@@ -1,17 +1,17 @@
 #include "store/embedding_store.h"
 
 #include <algorithm>
-#include <atomic>
-#include <deque>
+#include <bit>
 #include <limits>
 #include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <string_view>
 #include <utility>
 
-#include "store/batch_plan.h"
-#include "store/row_rules.h"
-#include "store/shard.h"
+#include "store/config_change.h"
+#include "store/rule_set.h"
+#include "store/store_impl.h"
 
 namespace persia::store {
 namespace {
@@ -21,115 +21,46 @@ Status RefuseOption(std::string_view field, uint64_t value, std::string_view rem
                          std::string(remedy));
 }
 
-// The first field that differs and may not while rows exist; empty
-// when there is none. Whatever shapes a row or gives its state a
-// meaning is fixed; `replace` frees what only steers the next step.
-std::string_view FixedFieldThatDiffers(const TrainConfig& a, const TrainConfig& b) {
-  const OptimizerConfig &x = a.optimizer, &y = b.optimizer;
-  if (a.initializer != b.initializer) return "initializer";
-  if (x.kind != y.kind) return "optimizer.kind";
-  if (x.momentum != y.momentum) return "optimizer.momentum";
-  if (x.initial_accumulator_value != y.initial_accumulator_value) {
-    return "optimizer.initial_accumulator_value";
-  }
-  if (x.g_square_momentum != y.g_square_momentum) return "optimizer.g_square_momentum";
-  if (x.eps != y.eps) return "optimizer.eps";
-  if (x.beta1 != y.beta1) return "optimizer.beta1";
-  if (x.beta2 != y.beta2) return "optimizer.beta2";
-  return {};
-}
-
-std::string_view ReplaceableFieldThatDiffers(const TrainConfig& a, const TrainConfig& b) {
-  if (a.optimizer.lr != b.optimizer.lr) return "optimizer.lr";
-  if (a.optimizer.weight_decay != b.optimizer.weight_decay) return "optimizer.weight_decay";
-  if (a.weight_bound != b.weight_bound) return "weight_bound";
-  return "admit_probability";
-}
-
-Status CheckChange(const TrainConfig& old_config, const TrainConfig& new_config, bool replace) {
-  if (const auto field = FixedFieldThatDiffers(old_config, new_config); !field.empty()) {
-    return FailedPrecondition(std::string(field) +
-                              " differs from the configuration that the existing rows were made "
-                              "with; clear the rows first, or use the same");
-  }
-  if (replace) return Status::Ok();
-  return FailedPrecondition(
-      std::string(ReplaceableFieldThatDiffers(old_config, new_config)) +
-      " differs from the configuration in use; ask for a replacement to change it while there are "
-      "rows, or use the same");
-}
-
-BatchPlan& ThreadPlan() {
-  thread_local BatchPlan plan;
-  return plan;
-}
+// Of all shards together: bytes of the counters of sightings, where they are wanted.
+constexpr uint64_t kFilterCells = uint64_t{1} << 24;
 
 }  // namespace
 
-class EmbeddingStore::Impl {
- public:
-  explicit Impl(const Options& options) {
-    const uint64_t num_shards = options.num_internal_shards;
-    for (uint64_t i = 0; i < num_shards; ++i) {
-      shards_.emplace_back(options.capacity / num_shards +
-                           (i < options.capacity % num_shards ? 1 : 0));
-    }
+Status EmbeddingStore::Impl::CheckCapacities(const RuleSet& rules) const {
+  for (const auto& [group, capacity] : rules.capacities()) {
+    if (capacity >= shards_.size()) continue;
+    return InvalidArgument("feature group " + std::to_string(group) + ": capacity is " +
+                           std::to_string(capacity) + "; give at least " +
+                           std::to_string(shards_.size()) +
+                           ", one row for each internal shard, or fewer shards");
   }
-
-  Status Configure(const TrainConfig& config, bool replace);
-  std::optional<TrainConfig> config() const {
-    std::lock_guard lock(config_mutex_);
-    return config_;
-  }
-  // Once true it stays true, and then every shard has rules.
-  bool IsConfigured() const { return is_configured_.load(std::memory_order_acquire); }
-
-  // Calls handle(shard, runs) for every shard that the request touches; stops at the first failure.
-  template <typename Handle>
-  Status ForEachShard(std::span<const RowBlock> blocks, Handle handle);
-
-  std::deque<Shard>& shards() { return shards_; }
-
- private:
-  std::deque<Shard> shards_;
-  mutable std::mutex config_mutex_;  // taken before any shard's
-  std::optional<TrainConfig> config_;
-  std::atomic<bool> is_configured_ = false;
-  std::atomic<uint32_t> next_first_shard_ = 0;
-};
+  return Status::Ok();
+}
 
 // All shards are locked at once: whether rows exist, and with it
 // whether the change is allowed, must not change half-way. Batches
 // hold one shard's mutex at a time, so they cannot deadlock with this.
 Status EmbeddingStore::Impl::Configure(const TrainConfig& config, bool replace) {
   PERSIA_RETURN_IF_ERROR(config.Validate());
+  const std::shared_lock in_store(in_place_mutex_);
   std::lock_guard config_lock(config_mutex_);
   if (config_ == config) return Status::Ok();
-  const auto rules = std::make_shared<const RowRules>(config);
+  const auto rules = std::make_shared<const RuleSet>(config);
+  const uint64_t num_filter_cells =
+      rules->CountsSightings() ? kFilterCells / std::bit_ceil(shards_.size()) : 0;
+  PERSIA_RETURN_IF_ERROR(CheckCapacities(*rules));
   std::vector<std::unique_lock<std::mutex>> locks;
   locks.reserve(shards_.size());
   for (Shard& shard : shards_) locks.emplace_back(shard.mutex());
   const bool has_rows = std::any_of(shards_.begin(), shards_.end(),
                                     [](const Shard& shard) { return !shard.IsEmptyLocked(); });
   if (has_rows) PERSIA_RETURN_IF_ERROR(CheckChange(*config_, config, replace));
-  for (Shard& shard : shards_) shard.SetRulesLocked(rules);
+  const auto num_shards = static_cast<uint32_t>(shards_.size());
+  for (uint32_t i = 0; i < num_shards; ++i) {
+    shards_[i].SetRulesLocked(rules, num_filter_cells, i, num_shards);
+  }
   config_ = config;
   is_configured_.store(true, std::memory_order_release);
-  return Status::Ok();
-}
-
-template <typename Handle>
-Status EmbeddingStore::Impl::ForEachShard(std::span<const RowBlock> blocks, Handle handle) {
-  BatchPlan& plan = ThreadPlan();
-  const auto num_shards = static_cast<uint32_t>(shards_.size());
-  PERSIA_RETURN_IF_ERROR(plan.Build(blocks, num_shards));
-  // Each call starts elsewhere, so that calls at the same time do not queue up at every shard.
-  const uint32_t first = next_first_shard_.fetch_add(1, std::memory_order_relaxed) % num_shards;
-  for (uint32_t i = 0; i < num_shards; ++i) {
-    const uint32_t shard = (first + i) % num_shards;
-    if (plan.IsEmpty(shard)) continue;
-    PERSIA_RETURN_IF_ERROR(handle(shards_[shard], plan.RunsOf(shard)));
-  }
   return Status::Ok();
 }
 
@@ -160,6 +91,8 @@ Status EmbeddingStore::Lookup(std::span<const RowBlock> blocks, LookupMode mode,
   if (mode == LookupMode::kTrain && !impl_->IsConfigured()) {
     return FailedPrecondition("a training lookup came before Configure; configure the store first");
   }
+  const auto in_store = mode == LookupMode::kTrain ? impl_->EnterForChange()
+                                                   : std::shared_lock(impl_->in_place_mutex());
   LookupReport counts;
   const Status status = impl_->ForEachShard(blocks, [&](Shard& shard, std::span<const Run> runs) {
     return shard.Lookup(runs, mode, rows, &counts);
@@ -170,11 +103,13 @@ Status EmbeddingStore::Lookup(std::span<const RowBlock> blocks, LookupMode mode,
 
 Status EmbeddingStore::Update(std::span<const RowBlock> blocks, const float* gradients,
                               UpdateReport* report) {
+  const auto in_store = impl_->EnterForChange();
   UpdateReport counts;
   const Status status = impl_->ForEachShard(blocks, [&](Shard& shard, std::span<const Run> runs) {
     shard.Update(runs, gradients, &counts);
     return Status::Ok();
   });
+  if (status.ok()) impl_->CountUpdate();
   if (report != nullptr) *report = counts;
   return status;
 }
@@ -183,24 +118,75 @@ Status EmbeddingStore::SetRows(std::span<const RowBlock> blocks, const float* ro
   if (!impl_->IsConfigured()) {
     return FailedPrecondition("rows were set before Configure; configure the store first");
   }
+  const auto in_store = impl_->EnterForChange();
   return impl_->ForEachShard(
       blocks, [&](Shard& shard, std::span<const Run> runs) { return shard.SetRows(runs, rows); });
 }
 
+// Not during a snapshot: each row that goes would have to be saved for it first.
+StatusOr<uint64_t> EmbeddingStore::RemoveSmallRows() {
+  constexpr size_t kRowsAtATime = 512;
+  const auto config = impl_->config();
+  if (!config.has_value() || !config->HasMinNorm()) return uint64_t{0};
+  PERSIA_RETURN_IF_ERROR(impl_->Occupy("removal of small rows"));
+  uint64_t num_removed = 0;
+  for (Shard& shard : impl_->shards()) {
+    uint64_t next = 0;
+    bool has_more = true;
+    while (has_more) {
+      const std::shared_lock in_store(impl_->in_place_mutex());
+      has_more = shard.RemoveSmallRows(kRowsAtATime, &next, &num_removed);
+    }
+  }
+  impl_->Release();
+  return num_removed;
+}
+
 uint64_t EmbeddingStore::size() const {
+  const std::shared_lock in_store(impl_->in_place_mutex());
   uint64_t rows = 0;
   for (const Shard& shard : impl_->shards()) rows += shard.size();
   return rows;
 }
 
 StoreStats EmbeddingStore::stats() const {
+  const std::shared_lock in_store(impl_->in_place_mutex());
   StoreStats stats;
   for (const Shard& shard : impl_->shards()) shard.AddStatsTo(&stats);
+  if (impl_->changes() != nullptr) stats.memory_bytes += impl_->changes()->memory_bytes();
   return stats;
 }
 
 void EmbeddingStore::Clear() {
-  for (Shard& shard : impl_->shards()) shard.Clear();
+  const std::shared_lock in_store(impl_->in_place_mutex());
+  impl_->ClearRows();
+}
+
+// Not during a snapshot: changes that it has taken may have to come back.
+Status EmbeddingStore::TrackChanges(uint64_t max_rows) {
+  if (max_rows > ChangeSet::kMaxKeys) {
+    return RefuseOption(
+        "max_rows", max_rows,
+        "give at most " + std::to_string(ChangeSet::kMaxKeys) + ", or 0 to track no changes");
+  }
+  PERSIA_RETURN_IF_ERROR(impl_->Occupy("tracking of changes"));
+  auto changes = max_rows == 0 ? nullptr : std::make_unique<ChangeSet>(max_rows);
+  {
+    const std::unique_lock lock(impl_->in_place_mutex());
+    impl_->ReplaceChanges(std::move(changes));
+  }
+  impl_->Release();
+  return Status::Ok();
+}
+
+ChangeStatus EmbeddingStore::change_status() const {
+  const std::shared_lock in_store(impl_->in_place_mutex());
+  const ChangeSet* changes = impl_->changes();
+  if (changes == nullptr) return {};
+  return {.max_rows = changes->max_keys(),
+          .num_rows = changes->size(),
+          .is_due = changes->size() >= changes->max_keys() / 2,
+          .has_overflowed = changes->has_overflowed()};
 }
 
 }  // namespace persia::store

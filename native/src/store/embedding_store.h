@@ -10,14 +10,18 @@
 //    atomic per shard, not across shards.
 //  * A row's initial values depend on (seed, sign, dim) alone, never on order, threads or servers.
 //  * The LRU order is exact to the batch: rows touched by a later training lookup are evicted after
-//    rows touched by an earlier one; within one batch the order is that of the call. Inference
-//    never inserts, never reorders. Order and capacity are each internal shard's own (the shares
-//    add up to `capacity`): the order between shards is not kept, and a full shard evicts while
-//    another still has room.
+//    rows touched by an earlier one, and a batch evicts none of its own rows while there are
+//    others; rows of one batch are equally old. Inference never inserts, never reorders. Order and
+//    capacity are each internal shard's own (the shares add up to `capacity`): the order between
+//    shards is not kept, and a full shard evicts while another still has room.
+//  * Rows whose group has a time to live go when no training batch has used them for that long, a
+//  part
+//    of the shard with each training batch (expiry.h).
 //  * Memory grows with the rows that exist; nothing is preallocated for `capacity`.
 //  * A row asked for with another dim is made anew: values and optimizer state as for a new sign.
-//  * Update: a sign that has no row skips exactly its own gradient (counted). Non-finite gradients
-//    must have been removed by the caller.
+//  * Update: a sign that has no row, or whose gradient is not finite, skips exactly its own
+//  gradient
+//    (counted).
 #pragma once
 
 #include <cstdint>
@@ -48,11 +52,14 @@ struct LookupReport {
   uint64_t num_inserted = 0;
   uint64_t num_unadmitted = 0;  // refused by admission: read as zeros
   uint64_t num_evicted = 0;
+  uint64_t num_expired = 0;  // of totals alone: their time to live was over
+  uint64_t num_small = 0;    // of totals alone: RemoveSmallRows()
 };
 
 struct UpdateReport {
   uint64_t num_updated = 0;
-  uint64_t num_missing = 0;  // evicted or never admitted: their gradients were skipped
+  uint64_t num_missing = 0;    // evicted or never admitted: their gradients were skipped
+  uint64_t num_nonfinite = 0;  // left as they are: their gradients were NaN or infinite
 };
 
 struct StoreStats {
@@ -60,6 +67,14 @@ struct StoreStats {
   uint64_t memory_bytes = 0;  // index, slabs and order: everything the store holds
   LookupReport lookups;       // totals since start
   UpdateReport updates;
+};
+
+// Of rows that were changed, made or removed since changes were last taken.
+struct ChangeStatus {
+  uint64_t max_rows = 0;  // 0: changes are not tracked
+  uint64_t num_rows = 0;
+  bool is_due = false;          // half of max_rows: time to take them
+  bool has_overflowed = false;  // nobody did: what has changed is not known any more
 };
 
 class EmbeddingStore {
@@ -95,13 +110,29 @@ class EmbeddingStore {
   // state as for a new row. Pretrained rows come in here.
   Status SetRows(std::span<const RowBlock> blocks, const float* rows);
 
+  // Removes the rows whose embedding has a norm below their group's `min_norm`; rows of groups
+  // without one stay. Other calls go on meanwhile: a shard is kept from them for some tens of
+  // microseconds at a time. Returns how many went. kFailedPrecondition: rows are being loaded, or a
+  // snapshot is under way.
+  StatusOr<uint64_t> RemoveSmallRows();
+
   uint64_t size() const;
   StoreStats stats() const;
   void Clear();
 
+  // From now on the store remembers which rows change, up to `max_rows` of them (16 to 32 bytes
+  // each, at once): for StoreSnapshot::TakeChanges. Begins anew where it did already; 0 ends it.
+  // That a lookup used a row is no change. kInvalidArgument: above ChangeSet::kMaxKeys;
+  // kFailedPrecondition: a snapshot or a loading is under way.
+  Status TrackChanges(uint64_t max_rows);
+  ChangeStatus change_status() const;
+
   static constexpr uint32_t kMaxDim = 65536;
 
  private:
+  friend class InPlaceRows;
+  friend class StoreSnapshot;
+  friend class StoreLoad;
   class Impl;
   explicit EmbeddingStore(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;

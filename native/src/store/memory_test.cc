@@ -21,7 +21,8 @@ TEST(MemoryTest, PreallocatesNothingForCapacity) {
 
 TEST(StatsTest, TotalsAddUpAndClearEmptiesTheStore) {
   auto store = MakeStore({.capacity = 50, .num_internal_shards = 1});
-  Lookup(*store, Range(0, 60), 4);
+  Lookup(*store, Range(0, 10), 4);
+  Lookup(*store, Range(10, 60), 4);
   Lookup(*store, Range(0, 20), 4, LookupMode::kInference);
   Update(*store, Range(0, 20), 4, std::vector<float>(80, 0.5f));
   const StoreStats stats = store->stats();

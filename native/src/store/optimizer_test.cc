@@ -58,6 +58,62 @@ std::vector<OptimizerCase> Cases() {
                            c.beta2 = 0.95f;
                            c.eps = 1e-4f;
                          })},
+      {"SgdNesterov", Config(K::kSgd,
+                             [](auto& c) {
+                               c.momentum = 0.9f;
+                               c.nesterov = 1.0f;
+                               c.weight_decay = 0.01f;
+                             })},
+      {"SgdDampened", Config(K::kSgd,
+                             [](auto& c) {
+                               c.momentum = 0.8f;
+                               c.dampening = 0.5f;
+                             })},
+      {"AdamW", Config(K::kAdamW,
+                       [](auto& c) {
+                         c.eps = 1e-8f;
+                         c.weight_decay = 0.1f;
+                       })},
+      {"Adamax", Config(K::kAdamax,
+                        [](auto& c) {
+                          c.eps = 1e-8f;
+                          c.weight_decay = 0.1f;
+                        })},
+      {"Rmsprop", Config(K::kRmsprop, [](auto& c) { c.eps = 1e-8f; })},
+      {"RmspropMomentum", Config(K::kRmsprop,
+                                 [](auto& c) {
+                                   c.eps = 1e-3f;
+                                   c.momentum = 0.5f;
+                                   c.weight_decay = 0.1f;
+                                 })},
+      {"RmspropCentered", Config(K::kRmsprop,
+                                 [](auto& c) {
+                                   c.eps = 1e-3f;
+                                   c.alpha = 0.9f;
+                                   c.centered = 1.0f;
+                                 })},
+      {"RmspropAll", Config(K::kRmsprop,
+                            [](auto& c) {
+                              c.eps = 1e-2f;
+                              c.alpha = 0.9f;
+                              c.momentum = 0.5f;
+                              c.centered = 1.0f;
+                              c.weight_decay = 0.1f;
+                            })},
+      {"Adadelta", Config(K::kAdadelta,
+                          [](auto& c) {
+                            c.lr = 1.0f;
+                            c.eps = 1e-6f;
+                            c.weight_decay = 0.1f;
+                          })},
+      {"Ftrl", Config(K::kFtrl, [](auto& c) { c.initial_accumulator_value = 0.1f; })},
+      {"FtrlAll", Config(K::kFtrl,
+                         [](auto& c) {
+                           c.lr = 0.1f;
+                           c.beta = 1.0f;
+                           c.l1 = 2.0f;
+                           c.l2 = 0.5f;
+                         })},
   };
 }
 
@@ -67,6 +123,7 @@ struct ReferenceRow {
       : c(config), w(initial.begin(), initial.end()) {
     first.assign(w.size(), c.initial_accumulator_value);
     second.assign(w.size(), 0);
+    third.assign(w.size(), 0);
   }
 
   void Step(const float* gradient) {
@@ -74,7 +131,12 @@ struct ReferenceRow {
     std::vector<double> g(w.size());
     double mean_square = 0;
     for (size_t i = 0; i < w.size(); ++i) {
-      g[i] = gradient[i] + c.weight_decay * w[i];
+      g[i] = gradient[i];
+      if (c.kind == OptimizerKind::kAdamW) {
+        w[i] *= 1 - double{c.lr} * double{c.weight_decay};
+      } else {
+        g[i] += c.weight_decay * w[i];
+      }
       mean_square += g[i] * g[i] / static_cast<double>(w.size());
     }
     for (size_t i = 0; i < w.size(); ++i) w[i] -= Delta(i, g[i], mean_square);
@@ -83,27 +145,57 @@ struct ReferenceRow {
   double Delta(size_t i, double g, double mean_square) {
     switch (c.kind) {
       case OptimizerKind::kSgd:
-        first[i] = step == 1 ? g : c.momentum * first[i] + g;
-        return c.lr * first[i];
+        first[i] = step == 1 ? g : c.momentum * first[i] + (1 - double{c.dampening}) * g;
+        return c.lr * (c.nesterov != 0 ? g + c.momentum * first[i] : first[i]);
       case OptimizerKind::kAdagrad:
       case OptimizerKind::kRowwiseAdagrad: {
         const double square = c.kind == OptimizerKind::kAdagrad ? g * g : mean_square;
         first[i] = first[i] * c.g_square_momentum + square;
         return c.lr * g / (std::sqrt(first[i]) + c.eps);
       }
-      case OptimizerKind::kAdam: {
+      case OptimizerKind::kAdam:
+      case OptimizerKind::kAdamW: {
         first[i] = c.beta1 * first[i] + (1 - double{c.beta1}) * g;
         second[i] = c.beta2 * second[i] + (1 - double{c.beta2}) * g * g;
         const double m = first[i] / (1 - std::pow(double{c.beta1}, step));
         const double v = second[i] / (1 - std::pow(double{c.beta2}, step));
         return c.lr * m / (std::sqrt(v) + c.eps);
       }
+      case OptimizerKind::kAdamax: {
+        first[i] = c.beta1 * first[i] + (1 - double{c.beta1}) * g;
+        second[i] = std::max(c.beta2 * second[i], std::abs(g) + c.eps);
+        return c.lr / (1 - std::pow(double{c.beta1}, step)) * first[i] / second[i];
+      }
+      case OptimizerKind::kRmsprop: {
+        first[i] = c.alpha * first[i] + (1 - double{c.alpha}) * g * g;
+        second[i] = c.alpha * second[i] + (1 - double{c.alpha}) * g;
+        const double mean = c.centered != 0 ? second[i] : 0;
+        third[i] = c.momentum * third[i] + g / (std::sqrt(first[i] - mean * mean) + c.eps);
+        return c.lr * third[i];
+      }
+      case OptimizerKind::kAdadelta: {
+        first[i] = c.rho * first[i] + (1 - double{c.rho}) * g * g;
+        const double delta = std::sqrt(second[i] + c.eps) / std::sqrt(first[i] + c.eps) * g;
+        second[i] = c.rho * second[i] + (1 - double{c.rho}) * delta * delta;
+        return c.lr * delta;
+      }
+      case OptimizerKind::kFtrl: return w[i] - FtrlWeight(i, g);
     }
     return 0;
   }
 
+  // Algorithm 1 of McMahan et al. (2013), first[i] being n and second[i] being z.
+  double FtrlWeight(size_t i, double g) {
+    const double alpha = c.lr, sigma = (std::sqrt(first[i] + g * g) - std::sqrt(first[i])) / alpha;
+    second[i] += g - sigma * w[i];
+    first[i] += g * g;
+    if (std::abs(second[i]) <= c.l1) return 0;
+    const double sign = second[i] < 0 ? -1 : 1;
+    return -(second[i] - sign * c.l1) / ((c.beta + std::sqrt(first[i])) / alpha + c.l2);
+  }
+
   OptimizerConfig c;
-  std::vector<double> w, first, second;
+  std::vector<double> w, first, second, third;
   int step = 0;
 };
 

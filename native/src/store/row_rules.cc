@@ -7,9 +7,6 @@
 namespace persia::store {
 namespace {
 
-// With beta2 = 0.999 the corrections are 1 in float from step 17,000 on.
-constexpr uint32_t kTabulatedSteps = 1 << 14;
-
 // SplitMix64's finaliser: every input bit reaches every output bit.
 uint64_t Mix(uint64_t z) {
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -17,43 +14,132 @@ uint64_t Mix(uint64_t z) {
   return z ^ (z >> 31);
 }
 
-simd::AdamRule MakeAdamRule(const OptimizerConfig& c) {
-  return {.step_size = 0,
-          .second_scale = 0,
+float OneMinus(float value) { return static_cast<float>(1.0 - double{value}); }
+
+bool CountsSteps(OptimizerKind kind) {
+  return kind == OptimizerKind::kAdam || kind == OptimizerKind::kAdamW ||
+         kind == OptimizerKind::kAdamax;
+}
+
+simd::SgdRule SgdRuleOf(const OptimizerConfig& c) {
+  return {.lr = c.lr,
           .weight_decay = c.weight_decay,
+          .momentum = c.momentum,
+          .one_minus_dampening = OneMinus(c.dampening)};
+}
+
+simd::AdagradRule AdagradRuleOf(const OptimizerConfig& c) {
+  return {.lr = c.lr,
+          .weight_decay = c.weight_decay,
+          .g_square_momentum = c.g_square_momentum,
+          .eps = c.eps};
+}
+
+simd::AdamRule AdamRuleOf(const OptimizerConfig& c) {
+  return {.weight_decay = c.weight_decay,
           .eps = c.eps,
           .beta1 = c.beta1,
-          .one_minus_beta1 = static_cast<float>(1.0 - double{c.beta1}),
+          .one_minus_beta1 = OneMinus(c.beta1),
           .beta2 = c.beta2,
-          .one_minus_beta2 = static_cast<float>(1.0 - double{c.beta2})};
+          .one_minus_beta2 = OneMinus(c.beta2),
+          .keep = static_cast<float>(1.0 - double{c.lr} * double{c.weight_decay})};
+}
+
+simd::RmspropRule RmspropRuleOf(const OptimizerConfig& c) {
+  return {.lr = c.lr,
+          .weight_decay = c.weight_decay,
+          .alpha = c.alpha,
+          .one_minus_alpha = OneMinus(c.alpha),
+          .momentum = c.momentum,
+          .eps = c.eps};
+}
+
+simd::AdadeltaRule AdadeltaRuleOf(const OptimizerConfig& c) {
+  return {.lr = c.lr,
+          .weight_decay = c.weight_decay,
+          .rho = c.rho,
+          .one_minus_rho = OneMinus(c.rho),
+          .eps = c.eps};
+}
+
+simd::FtrlRule FtrlRuleOf(const OptimizerConfig& c) {
+  return {
+      .inverse_lr = static_cast<float>(1.0 / double{c.lr}), .l1 = c.l1, .l2 = c.l2, .beta = c.beta};
+}
+
+// The standard normal distribution's area below `x`, by bisection of the kernels' own quantile:
+// libm's erfc may differ between machines, and with it the initial values.
+double NormalArea(double x, double (*quantile)(double)) {
+  double low = 0.0, high = 1.0;
+  for (int i = 0; i < 60; ++i) {
+    const double middle = 0.5 * (low + high);
+    // Near 0 and 1 the middle is rounded to them, where there is no quantile.
+    if (middle <= 0.0 || middle >= 1.0) return middle;
+    (quantile(middle) < x ? low : high) = middle;
+  }
+  return low;
+}
+
+simd::NormalRule NormalRuleOf(const Initializer& init, double (*quantile)(double)) {
+  simd::NormalRule rule = {.mean = init.mean,
+                           .stddev = init.stddev,
+                           .lower = init.lower,
+                           .upper = init.upper,
+                           .first = 0.0,
+                           .span = 1.0};
+  if (init.kind != InitializerKind::kNormal) return rule;
+  const auto area = [&](float bound, double infinite) {
+    return std::isinf(bound) ? infinite
+                             : NormalArea((double{bound} - rule.mean) / rule.stddev, quantile);
+  };
+  rule.first = area(init.lower, 0.0);
+  rule.span = area(init.upper, 1.0) - rule.first;
+  return rule;
 }
 
 }  // namespace
 
-RowRules::RowRules(const TrainConfig& config)
+RowRules::RowRules(const RowConfig& config)
     : config_(config),
       kernels_(simd::ActiveKernels()),
-      sgd_{.lr = config.optimizer.lr,
-           .weight_decay = config.optimizer.weight_decay,
-           .momentum = config.optimizer.momentum},
-      adagrad_{.lr = config.optimizer.lr,
-               .weight_decay = config.optimizer.weight_decay,
-               .g_square_momentum = config.optimizer.g_square_momentum,
-               .eps = config.optimizer.eps},
-      adam_(MakeAdamRule(config.optimizer)) {
-  if (config.optimizer.kind != OptimizerKind::kAdam) return;
-  corrections_.reserve(kTabulatedSteps);
-  for (uint32_t step = 1; step <= kTabulatedSteps; ++step) {
-    corrections_.push_back(ComputeCorrection(step));
+      normal_(NormalRuleOf(config.initializer, kernels_.normal_quantile)),
+      update_sgd_(ChooseSgd()),
+      update_rmsprop_(ChooseRmsprop()),
+      sgd_(SgdRuleOf(config.optimizer)),
+      adagrad_(AdagradRuleOf(config.optimizer)),
+      adam_(AdamRuleOf(config.optimizer)),
+      rmsprop_(RmspropRuleOf(config.optimizer)),
+      adadelta_(AdadeltaRuleOf(config.optimizer)),
+      ftrl_(FtrlRuleOf(config.optimizer)) {
+  const OptimizerConfig& c = config_.optimizer;
+  if (!CountsSteps(c.kind)) return;
+  corrections_ = BiasCorrections::For(c.beta1, c.beta2);
+  step_sizes_.reserve(corrections_->table().size());
+  for (const auto& correction : corrections_->table()) {
+    step_sizes_.push_back(static_cast<float>(double{c.lr} / correction.first));
   }
 }
 
+simd::UpdateRows<simd::SgdRule> RowRules::ChooseSgd() const {
+  const OptimizerConfig& c = config_.optimizer;
+  if (c.momentum == 0.0f) return kernels_.sgd;
+  if (c.nesterov != 0.0f) return kernels_.sgd_nesterov;
+  return c.dampening == 0.0f ? kernels_.sgd_momentum : kernels_.sgd_dampened;
+}
+
+simd::UpdateRows<simd::RmspropRule> RowRules::ChooseRmsprop() const {
+  const OptimizerConfig& c = config_.optimizer;
+  if (c.centered == 0.0f) {
+    return c.momentum == 0.0f ? kernels_.rmsprop : kernels_.rmsprop_momentum;
+  }
+  return c.momentum == 0.0f ? kernels_.rmsprop_centered : kernels_.rmsprop_centered_momentum;
+}
+
 RowShape RowRules::ShapeFor(uint32_t dim) const {
-  const OptimizerKind kind = config_.optimizer.kind;
-  const bool rowwise = kind == OptimizerKind::kRowwiseAdagrad;
-  return {.dim = dim,
-          .state_floats = rowwise ? 0 : config_.optimizer.StateFloats(dim),
-          .has_scalar = rowwise || kind == OptimizerKind::kAdam};
+  const OptimizerConfig& c = config_.optimizer;
+  const bool rowwise = c.kind == OptimizerKind::kRowwiseAdagrad;
+  return {
+      .dim = dim, .state_floats = rowwise ? 0 : c.StateFloats(dim), .has_scalar = c.HasScalar()};
 }
 
 uint64_t RowRules::StreamOf(uint64_t sign) const {
@@ -61,6 +147,7 @@ uint64_t RowRules::StreamOf(uint64_t sign) const {
 }
 
 bool RowRules::Admits(uint64_t sign) const {
+  if (config_.admit_probability >= 1.0f) return true;
   constexpr uint64_t kAdmission = 0xd1b54a32d192ed03u;  // apart from the initial values
   const uint64_t bits = Mix(StreamOf(sign) ^ kAdmission) >> 11;
   return static_cast<double>(bits) * 0x1p-53 < double{config_.admit_probability};
@@ -68,61 +155,65 @@ bool RowRules::Admits(uint64_t sign) const {
 
 void RowRules::Initialize(uint64_t sign, const RowView& row) const {
   const Initializer& init = config_.initializer;
-  kernels_.uniform(row.values, StreamOf(sign), init.lower, init.upper, row.dim);
+  const double scale = init.scaled_by_dim ? 1.0 / std::sqrt(static_cast<double>(row.dim)) : 1.0;
+  const auto lower = static_cast<float>(scale * double{init.lower});
+  const auto upper = static_cast<float>(scale * double{init.upper});
+  if (init.kind == InitializerKind::kUniform) {
+    kernels_.uniform(row.values, StreamOf(sign), lower, upper, row.dim);
+  } else {
+    simd::NormalRule rule = normal_;
+    rule.mean *= scale;
+    rule.stddev *= scale;
+    rule.lower = lower;
+    rule.upper = upper;
+    kernels_.normal(row.values, StreamOf(sign), rule, row.dim);
+  }
   InitializeState(row);
 }
 
 void RowRules::InitializeState(const RowView& row) const {
   const OptimizerConfig& optimizer = config_.optimizer;
-  const float initial = optimizer.initial_accumulator_value;  // 0 unless Adagrad
+  const float initial = optimizer.initial_accumulator_value;  // 0 unless Adagrad or FTRL
   const RowShape shape = ShapeFor(row.dim);
-  std::fill_n(row.values + row.dim, shape.state_floats, initial);
-  // Row-wise Adagrad's sum, or Adam's step count, which is 0 like the bits of 0.0f.
+  float* state = row.values + row.dim;
+  std::fill_n(state, shape.state_floats, initial);
+  // FTRL's first array is z, the second the sum of squares.
+  if (optimizer.kind == OptimizerKind::kFtrl) std::fill_n(state, row.dim, 0.0f);
+  // Row-wise Adagrad's sum, or a count of steps, which is 0 like the bits of 0.0f.
   if (shape.has_scalar) *row.scalar = std::bit_cast<uint32_t>(initial);
 }
 
-void RowRules::ApplyGradient(const RowView& row, const float* gradient) const {
-  float* w = row.values;
-  const size_t dim = row.dim;
+size_t RowRules::ApplyGradients(std::span<simd::RowStep> rows, uint32_t dim) const {
+  if (corrections_ != nullptr) CountSteps(rows, dim);
+  const auto update = [&](auto kernel, const auto& rule) {
+    return kernel(rule, rows.data(), rows.size(), dim, config_.weight_bound);
+  };
   switch (config_.optimizer.kind) {
-    case OptimizerKind::kSgd:
-      if (sgd_.momentum == 0.0f) {
-        kernels_.sgd(sgd_, w, gradient, dim);
-      } else {
-        kernels_.sgd_momentum(sgd_, w, w + dim, gradient, dim);
-      }
-      break;
-    case OptimizerKind::kAdagrad: kernels_.adagrad(adagrad_, w, w + dim, gradient, dim); break;
-    case OptimizerKind::kRowwiseAdagrad: ApplyRowwiseAdagrad(row, gradient); break;
-    case OptimizerKind::kAdam: ApplyAdam(row, gradient); break;
+    case OptimizerKind::kSgd: return update(update_sgd_, sgd_);
+    case OptimizerKind::kAdagrad: return update(kernels_.adagrad, adagrad_);
+    case OptimizerKind::kRowwiseAdagrad: return update(kernels_.rowwise_adagrad, adagrad_);
+    case OptimizerKind::kAdam: return update(kernels_.adam, adam_);
+    case OptimizerKind::kAdamW: return update(kernels_.adamw, adam_);
+    case OptimizerKind::kRmsprop: return update(update_rmsprop_, rmsprop_);
+    case OptimizerKind::kAdadelta: return update(kernels_.adadelta, adadelta_);
+    case OptimizerKind::kAdamax: return update(kernels_.adamax, adam_);
+    case OptimizerKind::kFtrl: return update(kernels_.ftrl, ftrl_);
   }
-  if (config_.weight_bound > 0) kernels_.clamp(w, config_.weight_bound, dim);
+  return 0;
 }
 
-void RowRules::ApplyRowwiseAdagrad(const RowView& row, const float* gradient) const {
-  auto sum = std::bit_cast<float>(*row.scalar);
-  kernels_.rowwise_adagrad(adagrad_, row.values, &sum, gradient, row.dim);
-  *row.scalar = std::bit_cast<uint32_t>(sum);
-}
-
-void RowRules::ApplyAdam(const RowView& row, const float* gradient) const {
-  uint32_t& step = *row.scalar;
-  if (step < UINT32_MAX) ++step;
-  const AdamCorrection correction =
-      step <= corrections_.size() ? corrections_[step - 1] : ComputeCorrection(step);
-  simd::AdamRule rule = adam_;
-  rule.step_size = correction.step_size;
-  rule.second_scale = correction.second_scale;
-  float* m = row.values + row.dim;
-  kernels_.adam(rule, row.values, m, m + row.dim, gradient, row.dim);
-}
-
-RowRules::AdamCorrection RowRules::ComputeCorrection(uint32_t step) const {
-  const OptimizerConfig& c = config_.optimizer;
-  const double first = 1.0 - std::pow(double{c.beta1}, step);
-  const double second = 1.0 - std::pow(double{c.beta2}, step);
-  return {.step_size = static_cast<float>(double{c.lr} / first),
-          .second_scale = static_cast<float>(1.0 / std::sqrt(second))};
+void RowRules::CountSteps(std::span<simd::RowStep> rows, uint32_t dim) const {
+  for (simd::RowStep& row : rows) {
+    // A row that is left as it is makes no step.
+    if (!kernels_.all_finite(row.g, dim)) continue;
+    uint32_t& step = *row.scalar;
+    if (step < UINT32_MAX) ++step;
+    const BiasCorrections::Correction correction = corrections_->Of(step);
+    row.second_scale = correction.second_scale;
+    row.step_size = step <= step_sizes_.size()
+                        ? step_sizes_[step - 1]
+                        : static_cast<float>(double{config_.optimizer.lr} / correction.first);
+  }
 }
 
 }  // namespace persia::store

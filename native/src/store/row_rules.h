@@ -1,48 +1,62 @@
-// RowRules: what the train config means for one row: its shape, admission, first values and update.
+// RowRules: what a row config means for one row: its shape, admission, first values and update.
 //
 // Immutable, hence thread-safe; a change of configuration makes new rules.
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <span>
 #include <vector>
 
 #include "base/train_config.h"
 #include "simd/kernels.h"
+#include "store/bias_corrections.h"
 #include "store/row_slabs.h"
 
 namespace persia::store {
 
 class RowRules {
  public:
-  explicit RowRules(const TrainConfig& config);
+  explicit RowRules(const RowConfig& config);
 
   RowShape ShapeFor(uint32_t dim) const;
   // Decided by (seed, sign), so every server and every run decides alike.
   bool Admits(uint64_t sign) const;
+  // Training batches that must have an admitted sign before it gets a row.
+  uint32_t admit_after() const { return config_.admit_after; }
+  // Seconds; 0: for ever.
+  double time_to_live_sec() const { return config_.time_to_live_sec; }
+  uint64_t capacity() const { return config_.capacity; }
+  float min_norm() const { return config_.min_norm; }
   // A new row: values by (seed, sign), state of an optimizer that has not stepped.
   void Initialize(uint64_t sign, const RowView& row) const;
   // The state alone, for a row whose values are given.
   void InitializeState(const RowView& row) const;
-  // One optimizer step, then the weight bound.
-  void ApplyGradient(const RowView& row, const float* gradient) const;
+  // One optimizer step for each of some rows of one dim, then the weight bound. A row whose
+  // gradient is not finite is left as it is; returns how many were. The rest of `rows` is filled
+  // here: w, g and scalar are given.
+  size_t ApplyGradients(std::span<simd::RowStep> rows, uint32_t dim) const;
 
  private:
-  struct AdamCorrection {
-    float step_size, second_scale;
-  };
-
   uint64_t StreamOf(uint64_t sign) const;
-  AdamCorrection ComputeCorrection(uint32_t step) const;
-  void ApplyRowwiseAdagrad(const RowView& row, const float* gradient) const;
-  void ApplyAdam(const RowView& row, const float* gradient) const;
+  // Counts the rows' steps and fills in what Adam's kin need of them.
+  void CountSteps(std::span<simd::RowStep> rows, uint32_t dim) const;
+  simd::UpdateRows<simd::SgdRule> ChooseSgd() const;
+  simd::UpdateRows<simd::RmspropRule> ChooseRmsprop() const;
 
-  const TrainConfig config_;
+  const RowConfig config_;
   const simd::Kernels& kernels_;
-  simd::SgdRule sgd_;
-  simd::AdagradRule adagrad_;
-  simd::AdamRule adam_;
-  // Of step i + 1; two powers a row would cost more than the row.
-  std::vector<AdamCorrection> corrections_;
+  const simd::NormalRule normal_;  // of initial values, unscaled
+  const simd::UpdateRows<simd::SgdRule> update_sgd_;
+  const simd::UpdateRows<simd::RmspropRule> update_rmsprop_;
+  const simd::SgdRule sgd_;
+  const simd::AdagradRule adagrad_;
+  const simd::AdamRule adam_;
+  const simd::RmspropRule rmsprop_;
+  const simd::AdadeltaRule adadelta_;
+  const simd::FtrlRule ftrl_;
+  std::shared_ptr<const BiasCorrections> corrections_;  // Adam and its kin, else null
+  std::vector<float> step_sizes_;                       // of the corrections' table
 };
 
 }  // namespace persia::store

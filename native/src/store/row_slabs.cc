@@ -1,6 +1,7 @@
 #include "store/row_slabs.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace persia::store {
@@ -21,38 +22,34 @@ uint32_t RowShape::Stride() const {
   return lines - floats <= kUnitFloats ? lines : RoundUp(floats, kUnitFloats);
 }
 
-uint32_t RowSlabs::FindPool(uint32_t dim) const {
+uint32_t RowSlabs::FindPool(const RowShape& shape) const {
   for (uint32_t i = 0; i < pools_.size(); ++i) {
-    if (pools_[i].shape.dim == dim) return i;
+    if (pools_[i].shape == shape) return i;
   }
   return kNoPool;
 }
 
 uint32_t RowSlabs::FindOrAddPool(const RowShape& shape) {
-  const uint32_t found = FindPool(shape.dim);
+  const uint32_t found = FindPool(shape);
   if (found != kNoPool) return found;
   pools_.push_back({.shape = shape});
   return static_cast<uint32_t>(pools_.size() - 1);
 }
 
-uint32_t RowSlabs::Allocate(uint32_t pool_number, uint64_t sign) {
+uint32_t RowSlabs::Allocate(uint32_t pool_number) {
   Pool& pool = pools_[pool_number];
-  uint32_t slot = pool.first_free;
-  if (slot != kNoSlot) {
-    pool.first_free = meta(slot).older;
-  } else {
-    if (pool.next_slot == pool.end_slot && !AddSlab(pool_number)) return kNoSlot;
-    slot = pool.next_slot++;
+  if (pool.first_free != kNoSlot) {
+    const uint32_t slot = pool.first_free;
+    std::memcpy(&pool.first_free, values(slot), sizeof(pool.first_free));
+    return slot;
   }
-  meta(slot) = {.sign = sign, .newer = kNoSlot, .older = kNoSlot};
-  return slot;
+  if (pool.next_slot == pool.end_slot && !AddSlab(pool_number)) return kNoSlot;
+  return pool.next_slot++;
 }
 
 void RowSlabs::Free(uint32_t slot) {
-  Pool& pool = pools_[this->pool(slot)];
-  RowMeta& freed = meta(slot);
-  freed.newer = kFreeMark;
-  freed.older = pool.first_free;
+  Pool& pool = pools_[slabs_[slot >> kPlaceBits].pool];
+  std::memcpy(values(slot), &pool.first_free, sizeof(pool.first_free));
   pool.first_free = slot;
 }
 
@@ -65,27 +62,26 @@ void RowSlabs::Clear() { *this = RowSlabs(); }
 
 bool RowSlabs::AddSlab(uint32_t pool_number) {
   Pool& pool = pools_[pool_number];
-  // The last slab number is left out: with it kNoSlot and kFreeMark would be slots.
+  // The last slab number is left out: with it kNoSlot would be a slot.
   if (slabs_.size() >= kPlaceMask) return false;
   const uint64_t stride = pool.shape.Stride();
   const uint64_t scalar_bytes = pool.shape.has_scalar ? sizeof(uint32_t) : 0;
-  const uint64_t row_bytes = stride * sizeof(float) + sizeof(RowMeta) + scalar_bytes;
+  const uint64_t row_bytes = stride * sizeof(float) + scalar_bytes;
   const uint64_t target = std::clamp(pool.bytes, kMinSlabBytes, kMaxSlabBytes);
   const uint64_t rows = std::clamp<uint64_t>(target / row_bytes, 1, kPlaceMask + 1);
   MappedMemory memory = MappedMemory::Allocate(rows * row_bytes);
   if (memory.data() == nullptr) return false;
 
   auto* values = reinterpret_cast<float*>(memory.data());
-  auto* metas = reinterpret_cast<RowMeta*>(values + rows * stride);
-  auto* scalars = reinterpret_cast<uint32_t*>(metas + rows);
   pool.next_slot = static_cast<uint32_t>(slabs_.size() << kPlaceBits);
   pool.end_slot = pool.next_slot + static_cast<uint32_t>(rows);
   pool.bytes += memory.size();
   slab_bytes_ += memory.size();
+  auto* scalars = reinterpret_cast<uint32_t*>(values + rows * stride);
   slabs_.push_back({.values = values,
-                    .metas = metas,
                     .scalars = pool.shape.has_scalar ? scalars : nullptr,
                     .stride = static_cast<uint32_t>(stride),
+                    .dim = pool.shape.dim,
                     .pool = pool_number});
   memory_.push_back(std::move(memory));
   return true;

@@ -1,10 +1,10 @@
 // RowSlabs: memory for rows, addressed by slot number.
 //
 // A slab is one block of memory for up to 65,536 rows of one dim: their values [embedding |
-// optimizer state], then their metadata, then, where the optimizer has one, a 32-bit scalar a row
-// (row-wise Adagrad's sum, Adam's step count). The small parts lie apart so that rows keep whole
-// cache lines. A slot is the slab's number above the row's place in it; nothing holds a pointer, so
-// slabs could as well lie in a mapped file.
+// optimizer state], then, where the optimizer has one, a 32-bit scalar a row (row-wise Adagrad's
+// sum, Adam's step count), which lies apart so that rows keep whole cache lines. A slot is the
+// slab's number above the row's place in it; nothing holds a pointer, so slabs could as well lie in
+// a mapped file. Which sign a row belongs to, the index knows.
 //
 // Slabs of a dim start at 16 KiB and double up to 2 MiB: a store of ten rows is small, and a large
 // one wastes at most one huge page for each shard and dim. Rows freed are reused for the same dim;
@@ -16,7 +16,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "store/mapped_memory.h"
+#include "base/mapped_memory.h"
 
 namespace persia::store {
 
@@ -28,53 +28,43 @@ struct RowShape {
   // Floats from one row to the next: whole cache lines
   // where that costs at most 16 bytes, else whole 16 bytes.
   uint32_t Stride() const;
-};
-
-struct RowMeta {
-  uint64_t sign;
-  uint32_t newer;  // LruList's links; of a free row, kFreeMark and the next free slot
-  uint32_t older;
+  bool operator==(const RowShape&) const = default;
 };
 
 struct RowView {
-  float* values;  // dim floats, then the state
-  uint32_t* scalar;
+  float* values;     // dim floats, then the state
+  uint32_t* scalar;  // null where the shape has none
   uint32_t dim;
 };
 
 class RowSlabs {
  public:
   static constexpr uint32_t kNoSlot = UINT32_MAX;
-  static constexpr uint32_t kFreeMark = UINT32_MAX - 1;
   static constexpr uint32_t kNoPool = UINT32_MAX;
 
-  // A pool is the slabs of one dim.
-  uint32_t FindPool(uint32_t dim) const;
+  // A pool is the slabs of one shape.
+  uint32_t FindPool(const RowShape& shape) const;
   uint32_t FindOrAddPool(const RowShape& shape);
 
   // A row with uninitialised contents; kNoSlot when there is no memory or no slot number left.
-  [[nodiscard]] uint32_t Allocate(uint32_t pool, uint64_t sign);
+  [[nodiscard]] uint32_t Allocate(uint32_t pool);
   void Free(uint32_t slot);
   void Clear();
 
-  RowMeta& meta(uint32_t slot) { return slabs_[slot >> kPlaceBits].metas[slot & kPlaceMask]; }
-  uint32_t pool(uint32_t slot) const { return slabs_[slot >> kPlaceBits].pool; }
-  float* values(uint32_t slot) {
+  const RowShape& shape(uint32_t slot) const {
+    return pools_[slabs_[slot >> kPlaceBits].pool].shape;
+  }
+  uint32_t dim(uint32_t slot) const { return slabs_[slot >> kPlaceBits].dim; }
+  float* values(uint32_t slot) const {
     const Slab& slab = slabs_[slot >> kPlaceBits];
     return slab.values + size_t{slot & kPlaceMask} * slab.stride;
   }
-  RowView View(uint32_t slot) {
+  // Null where the shape has none.
+  uint32_t* scalar(uint32_t slot) const {
     const Slab& slab = slabs_[slot >> kPlaceBits];
-    const size_t place = slot & kPlaceMask;
-    return {slab.values + place * slab.stride,
-            slab.scalars == nullptr ? nullptr : slab.scalars + place, pools_[slab.pool].shape.dim};
+    return slab.scalars == nullptr ? nullptr : slab.scalars + (slot & kPlaceMask);
   }
-  // Whether the slot is now the row of `sign`. The slot
-  // may have been freed or reused, but must exist.
-  bool Holds(uint32_t slot, uint64_t sign) {
-    const RowMeta& m = meta(slot);
-    return m.sign == sign && m.newer != kFreeMark;
-  }
+  RowView View(uint32_t slot) const { return {values(slot), scalar(slot), dim(slot)}; }
 
   uint64_t memory_bytes() const;
 
@@ -84,14 +74,14 @@ class RowSlabs {
 
   struct Slab {
     float* values;
-    RowMeta* metas;
     uint32_t* scalars;
     uint32_t stride;
+    uint32_t dim;
     uint32_t pool;
   };
   struct Pool {
     RowShape shape;
-    uint32_t first_free = kNoSlot;  // linked through RowMeta::older
+    uint32_t first_free = kNoSlot;  // linked through the values of free rows
     uint32_t next_slot = 0;         // of the newest slab, up to end_slot
     uint32_t end_slot = 0;
     uint64_t bytes = 0;

@@ -1,71 +1,32 @@
 #include "store/shard.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <string>
 #include <utility>
 
-#include "base/hash.h"
+#include "store/probe_in_blocks.h"
+#include "store/row_steps.h"
 
 namespace persia::store {
 namespace {
 
 constexpr uint32_t kNoSlot = RowSlabs::kNoSlot;
-static_assert(kNoSlot == SignIndex::kNone);
-
-// Rows handled together: enough cache misses in flight to
-// hide one another, few enough to stay in the L1 cache.
-constexpr size_t kGroup = 32;
-constexpr size_t kLineBytes = 64;
-constexpr size_t kMaxPrefetchBytes = 1024;  // the hardware's own prefetcher follows on long rows
+static_assert(kNoSlot == SignIndex::kNoSlot);
 
 }  // namespace
 
-template <Shard::Access access>
-void Shard::PrefetchRow(uint32_t slot, size_t bytes) {
-  constexpr int kForWriting = access == Access::kWrite ? 1 : 0;
-  const RowView row = slabs_.View(slot);
-  const auto* start = reinterpret_cast<const char*>(row.values);
-  for (size_t i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(start + i, kForWriting);
-  if (access == Access::kWrite && row.scalar != nullptr) __builtin_prefetch(row.scalar, 1);
-}
-
-// Three stages a group, so that no stage waits for the memory the one before
-// asked for: the guessed slots' rows, their neighbours in the LRU order, the
-// work itself. A guess (the first slot with the sign's tag) is confirmed only
-// when its turn comes, because earlier rows of the group may evict and reuse it.
-template <Shard::Access access, typename Handle>
-bool Shard::ForEachRow(const Run& run, Handle handle) {
-  constexpr int kForWriting = access == Access::kTouch ? 1 : 0;
-  std::array<uint32_t, kGroup> guesses;
+template <typename Use>
+void Shard::ForEachRow(const Run& run, size_t row_floats, Use use) const {
   const std::span<const RowRef> refs = run.refs;
-  const bool writes_state = access == Access::kWrite && rules_ != nullptr;
-  const size_t floats = writes_state ? rules_->ShapeFor(run.dim).Stride() : run.dim;
-  const size_t row_bytes = std::min(floats * sizeof(float), kMaxPrefetchBytes);
-  for (const RowRef& ref : refs.first(std::min(kGroup, refs.size()))) index_.Prefetch(ref.tag);
-  for (size_t begin = 0; begin < refs.size(); begin += kGroup) {
-    const auto group = refs.subspan(begin, std::min(kGroup, refs.size() - begin));
-    const auto rest = refs.subspan(begin + group.size());
-    for (const RowRef& ref : rest.first(std::min(kGroup, rest.size()))) index_.Prefetch(ref.tag);
-    for (size_t i = 0; i < group.size(); ++i) {
-      guesses[i] = index_.FindFirst(group[i].tag);
-      if (guesses[i] == kNoSlot) continue;
-      __builtin_prefetch(&slabs_.meta(guesses[i]), kForWriting);
-      PrefetchRow<access>(guesses[i], row_bytes);
-    }
-    if constexpr (access == Access::kTouch) {
-      for (size_t i = 0; i < group.size(); ++i) {
-        if (guesses[i] != kNoSlot) lru_.PrefetchNeighbours(guesses[i]);
-      }
-    }
-    for (size_t i = 0; i < group.size(); ++i) {
-      const RowRef& ref = group[i];
-      const bool confirmed = guesses[i] != kNoSlot && slabs_.Holds(guesses[i], ref.sign);
-      if (!handle(ref, confirmed ? guesses[i] : Find(ref))) return false;
-    }
-  }
-  return true;
+  ProbeInBlocks(
+      refs.size(), row_floats, [&](size_t i) { return std::pair(refs[i].key, &index_); },
+      [&](size_t, const SignIndex::Entry* entry) {
+        return slabs_.dim(entry->slot) == run.dim ? slabs_.values(entry->slot) : nullptr;
+      },
+      [&](size_t i, SignIndex::Entry* entry, const float* row) {
+        use(refs[i], row == nullptr ? nullptr : entry);
+      });
 }
 
 Status Shard::Lookup(std::span<const Run> runs, LookupMode mode, float* rows,
@@ -73,133 +34,235 @@ Status Shard::Lookup(std::span<const Run> runs, LookupMode mode, float* rows,
   std::lock_guard lock(mutex_);
   LookupReport counts;
   bool has_memory = true;
-  for (const Run& run : runs) {
-    if (mode == LookupMode::kInference) {
-      LookupForInference(run, rows, &counts);
-    } else if (!LookupForTraining(run, rows, &counts)) {
-      has_memory = false;
-      break;
-    }
+  if (mode == LookupMode::kInference) {
+    for (const Run& run : runs) LookupForInference(run, rows, &counts);
+  } else {
+    has_memory = LookupForTraining(runs, rows, &counts);
   }
-  Add(counts, &lookups_);
+  CountLookups(counts);
   Add(counts, report);
   return has_memory ? Status::Ok() : OutOfMemory();
 }
 
-void Shard::LookupForInference(const Run& run, float* rows, LookupReport* counts) {
-  const uint32_t pool = slabs_.FindPool(run.dim);
+void Shard::BeginBatch() {
+  missing_.clear();
+  if (now_ == kLastStamp) {
+    if (snapshot_ != nullptr) snapshot_->RebaseStamp();
+    RebaseStamps(index_);
+    ForgetVictims();
+    expiry_.Forget();
+    now_ -= kStampRebase;
+  }
+  ++now_;
+  if (expiry_.is_on()) RemoveExpired();
+}
+
+void Shard::RemoveExpired() {
+  const auto expired = expiry_.Step(index_, *rules_, now_, std::chrono::steady_clock::now());
+  for (const uint64_t key : expired) Remove(index_.Find(key));
+  lookups_.num_expired += expired.size();
+}
+
+void Shard::LookupForInference(const Run& run, float* rows, LookupReport* counts) const {
   const size_t bytes = run.dim * sizeof(float);
-  ForEachRow<Access::kRead>(run, [&](const RowRef& ref, uint32_t slot) {
+  ForEachRow(run, run.dim, [&](const RowRef& ref, const SignIndex::Entry* entry) {
     float* out = rows + run.FloatOffset(ref);
-    if (slot != kNoSlot && slabs_.pool(slot) == pool) {
-      std::memcpy(out, slabs_.values(slot), bytes);
+    if (entry != nullptr) {
+      std::memcpy(out, slabs_.values(entry->slot), bytes);
     } else {
       std::memset(out, 0, bytes);
       ++counts->num_missing;
     }
-    return true;
   });
 }
 
-bool Shard::LookupForTraining(const Run& run, float* rows, LookupReport* counts) {
-  const uint32_t pool = slabs_.FindOrAddPool(rules_->ShapeFor(run.dim));
-  const size_t bytes = run.dim * sizeof(float);
-  return ForEachRow<Access::kTouch>(run, [&](const RowRef& ref, uint32_t slot) {
-    float* out = rows + run.FloatOffset(ref);
-    if (slot != kNoSlot && slabs_.pool(slot) == pool) {
-      lru_.MakeNewest(slot);
-      std::memcpy(out, slabs_.values(slot), bytes);
-      return true;
+// A run's rows are usually of one group; where they are not, only the prefetching is off.
+size_t Shard::StrideOf(const Run& run) const {
+  return rules_->OfKey(run.refs[0].key).ShapeFor(run.dim).Stride();
+}
+
+template <typename Use>
+void Shard::UseFound(const Run& run, Use use) {
+  // To be saved, a row is wanted with its state.
+  const size_t row_floats = snapshot_ == nullptr ? run.dim : StrideOf(run);
+  ForEachRow(run, row_floats, [&](const RowRef& ref, SignIndex::Entry* entry) {
+    if (entry != nullptr) {
+      if (snapshot_ != nullptr) [[unlikely]]
+        snapshot_->SaveBeforeTouch(*entry, slabs_);
+      entry->stamp = now_;
+      use(ref, entry->slot);
+    } else {
+      missing_.push_back({&run, &ref});
     }
-    ++counts->num_missing;
-    // A row of another dim was admitted before; it is only made anew.
-    if (slot == kNoSlot && !rules_->Admits(ref.sign)) {
-      ++counts->num_unadmitted;
-      std::memset(out, 0, bytes);
-      return true;
-    }
-    if (slot != kNoSlot) Remove(slot);
-    const uint32_t inserted = Insert(ref, pool, counts);
-    if (inserted == kNoSlot) return false;
-    rules_->Initialize(ref.sign, slabs_.View(inserted));
-    std::memcpy(out, slabs_.values(inserted), bytes);
+  });
+}
+
+template <typename Use>
+bool Shard::InsertMissing(Use use, LookupReport* counts) {
+  // First, so that no other row goes for want of the room that these leave.
+  for (const Missing& missing : missing_) RemoveOfAnotherDim(missing.ref->key, missing.run->dim);
+  if (limits_.is_on()) {
+    for (const Missing& missing : missing_) ExpectInsert(missing.ref->key);
+    MakeRoomInGroups(/*keep_batch=*/false, counts);
+  }
+  MakeRoom(missing_.size(), /*keep_batch=*/false, counts);
+  for (const auto& [run, ref] : missing_) {
+    // A caller that breaks its promise and names a sign twice gets the same row twice.
+    const SignIndex::Entry* entry = RemoveOfAnotherDim(ref->key, run->dim);
+    const uint32_t slot = entry != nullptr ? entry->slot : Insert(ref->key, run->dim, counts);
+    if (slot == kNoSlot) return false;
+    use(*run, *ref, slot);
+  }
+  return true;
+}
+
+SignIndex::Entry* Shard::RemoveOfAnotherDim(uint64_t key, uint32_t dim) {
+  SignIndex::Entry* entry = index_.Find(key);
+  if (entry == nullptr || HasDim(entry, dim)) return entry;
+  Remove(entry);
+  return nullptr;
+}
+
+bool Shard::Admit(uint64_t key) {
+  const uint64_t sign = SignOfKey(key);
+  const RowRules& rules = rules_->Of(sign);
+  if (rules.admit_after() == 1 && rules.Admits(sign)) return true;
+  if (index_.Find(key) != nullptr) return true;
+  return rules.Admits(sign) && filter_.Count(key) >= rules.admit_after();
+}
+
+bool Shard::LookupForTraining(std::span<const Run> runs, float* rows, LookupReport* counts) {
+  const auto copy = [&](const Run& run, const RowRef& ref, uint32_t slot) {
+    std::memcpy(rows + run.FloatOffset(ref), slabs_.values(slot), run.dim * sizeof(float));
+  };
+  BeginBatch();
+  for (const Run& run : runs) {
+    UseFound(run, [&](const RowRef& ref, uint32_t slot) { copy(run, ref, slot); });
+  }
+  counts->num_missing += missing_.size();
+  std::erase_if(missing_, [&](const Missing& missing) {
+    if (Admit(missing.ref->key)) return false;
+    ++counts->num_unadmitted;
+    std::memset(rows + missing.run->FloatOffset(*missing.ref), 0, missing.run->dim * sizeof(float));
     return true;
   });
+  return InsertMissing(copy, counts);
 }
 
 void Shard::Update(std::span<const Run> runs, const float* gradients, UpdateReport* report) {
   std::lock_guard lock(mutex_);
   UpdateReport counts;
   for (const Run& run : runs) {
-    const uint32_t pool = slabs_.FindPool(run.dim);
-    ForEachRow<Access::kWrite>(run, [&](const RowRef& ref, uint32_t slot) {
-      if (slot == kNoSlot || slabs_.pool(slot) != pool) {
+    if (rules_ == nullptr) {  // then there are no rows
+      counts.num_missing += run.refs.size();
+      continue;
+    }
+    RowSteps steps(run.dim, &counts);
+    ChangeBatch changed(changes_);
+    ForEachRow(run, StrideOf(run), [&](const RowRef& ref, const SignIndex::Entry* entry) {
+      if (entry != nullptr) {
+        if (snapshot_ != nullptr) [[unlikely]] {
+          snapshot_->SaveBeforeUpdate(*entry, slabs_);
+        }
+        changed.Add(ref.key);
+        steps.Add(rules_->OfKey(ref.key), slabs_.View(entry->slot),
+                  gradients + run.FloatOffset(ref));
+      } else {
         ++counts.num_missing;
-        return true;
       }
-      rules_->ApplyGradient(slabs_.View(slot), gradients + run.FloatOffset(ref));
-      ++counts.num_updated;
-      return true;
     });
+    steps.Flush();
   }
-  Add(counts, &updates_);
+  CountUpdates(counts);
   Add(counts, report);
 }
 
 Status Shard::SetRows(std::span<const Run> runs, const float* rows) {
   std::lock_guard lock(mutex_);
   LookupReport counts;
-  bool has_memory = true;
+  ChangeBatch changed(changes_);
+  const auto set = [&](const Run& run, const RowRef& ref, uint32_t slot) {
+    changed.Add(ref.key);
+    const RowView row = slabs_.View(slot);
+    std::memcpy(row.values, rows + run.FloatOffset(ref), run.dim * sizeof(float));
+    rules_->OfKey(ref.key).InitializeState(row);
+  };
+  BeginBatch();
   for (const Run& run : runs) {
-    has_memory = SetRun(run, rows, &counts);
-    if (!has_memory) break;
+    UseFound(run, [&](const RowRef& ref, uint32_t slot) { set(run, ref, slot); });
   }
-  Add(counts, &lookups_);
+  const bool has_memory = InsertMissing(set, &counts);
+  CountLookups(counts);
   return has_memory ? Status::Ok() : OutOfMemory();
 }
 
-bool Shard::SetRun(const Run& run, const float* rows, LookupReport* counts) {
-  const uint32_t pool = slabs_.FindOrAddPool(rules_->ShapeFor(run.dim));
-  return ForEachRow<Access::kTouch>(run, [&](const RowRef& ref, uint32_t slot) {
-    if (slot != kNoSlot && slabs_.pool(slot) == pool) {
-      lru_.MakeNewest(slot);
-    } else {
-      if (slot != kNoSlot) Remove(slot);
-      slot = Insert(ref, pool, counts);
-      if (slot == kNoSlot) return false;
-    }
-    const RowView row = slabs_.View(slot);
-    std::memcpy(row.values, rows + run.FloatOffset(ref), run.dim * sizeof(float));
-    rules_->InitializeState(row);
-    return true;
-  });
-}
-
-uint32_t Shard::Find(const RowRef& ref) {
-  return index_.Find(ref.tag, [&](uint32_t slot) { return slabs_.Holds(slot, ref.sign); });
-}
-
-uint32_t Shard::Insert(const RowRef& ref, uint32_t pool, LookupReport* counts) {
-  if (index_.size() >= capacity_) {
-    Remove(lru_.oldest());
+bool Shard::MakeRoom(uint64_t num_new, bool keep_batch, LookupReport* counts) {
+  if (keep_batch && num_new > capacity_) return false;
+  const uint64_t wanted = index_.size() + num_new;
+  uint64_t num_left = wanted > capacity_ ? std::min(wanted - capacity_, index_.size()) : 0;
+  for (; num_left > 0; --num_left) {
+    SignIndex::Entry* victim = victims_.Pop(index_);
+    if (keep_batch && victim->stamp == now_) return false;
+    Remove(victim);
     ++counts->num_evicted;
   }
-  const uint32_t slot = slabs_.Allocate(pool, ref.sign);
-  if (slot == kNoSlot) return kNoSlot;
-  if (!index_.Insert(ref.tag, slot)) {
-    slabs_.Free(slot);
-    return kNoSlot;
+  return true;
+}
+
+bool Shard::MakeRoomInGroups(bool keep_batch, LookupReport* counts) {
+  bool has_room = !keep_batch || !limits_.HasTooMany();
+  while (has_room) {
+    SignIndex::Entry* victim = limits_.NextVictim(index_);
+    if (victim == nullptr) break;
+    has_room = !keep_batch || victim->stamp != now_;
+    if (!has_room) break;
+    Remove(victim);
+    ++counts->num_evicted;
   }
-  lru_.AddNewest(slot);
+  limits_.ExpectNothing();
+  return has_room;
+}
+
+uint32_t Shard::Insert(uint64_t key, uint32_t dim, LookupReport* counts) {
+  if (limits_.is_on()) {
+    ExpectInsert(key);
+    MakeRoomInGroups(/*keep_batch=*/false, counts);
+  }
+  if (index_.size() >= capacity_) MakeRoom(1, /*keep_batch=*/false, counts);
+  const uint32_t slot = AllocateRow(key, dim, now_);
+  if (slot == kNoSlot) return kNoSlot;
+  rules_->OfKey(key).Initialize(SignOfKey(key), slabs_.View(slot));
   ++counts->num_inserted;
   return slot;
 }
 
-void Shard::Remove(uint32_t slot) {
-  lru_.Remove(slot);
-  index_.Erase(static_cast<uint32_t>(SignHash(slabs_.meta(slot).sign)), slot);
+uint32_t Shard::AllocateRow(uint64_t key, uint32_t dim, uint32_t stamp) {
+  const RowShape shape = rules_->OfKey(key).ShapeFor(dim);
+  const uint32_t slot = slabs_.Allocate(slabs_.FindOrAddPool(shape));
+  if (slot == kNoSlot) return kNoSlot;
+  if (index_.Insert({key, slot, stamp})) {
+    limits_.CountInsert(key);
+    if (changes_ != nullptr) [[unlikely]]
+      changes_->Add(key);
+    return slot;
+  }
   slabs_.Free(slot);
+  return kNoSlot;
 }
+
+void Shard::Remove(SignIndex::Entry* entry) {
+  if (snapshot_ != nullptr) [[unlikely]]
+    snapshot_->SaveBeforeTouch(*entry, slabs_);
+  if (changes_ != nullptr) [[unlikely]]
+    changes_->Add(entry->key);
+  limits_.CountRemoval(entry->key);
+  slabs_.Free(entry->slot);
+  index_.Erase(entry);
+  ++num_removals_;
+}
+
+void Shard::CountLookups(const LookupReport& counts) { Add(counts, &lookups_); }
+void Shard::CountUpdates(const UpdateReport& counts) { Add(counts, &updates_); }
 
 Status Shard::OutOfMemory() const {
   return ResourceExhausted("no memory for another row beside the " + std::to_string(index_.size()) +
@@ -210,7 +273,9 @@ Status Shard::OutOfMemory() const {
 void Shard::AddStatsTo(StoreStats* stats) const {
   std::lock_guard lock(mutex_);
   stats->num_rows += index_.size();
-  stats->memory_bytes += sizeof(Shard) + index_.memory_bytes() + slabs_.memory_bytes();
+  stats->memory_bytes += sizeof(Shard) + index_.memory_bytes() + slabs_.memory_bytes() +
+                         victims_.memory_bytes() + filter_.memory_bytes() + expiry_.memory_bytes() +
+                         limits_.memory_bytes() + missing_.capacity() * sizeof(Missing);
   Add(lookups_, &stats->lookups);
   Add(updates_, &stats->updates);
 }
@@ -226,15 +291,29 @@ void Shard::Clear() {
 }
 
 void Shard::ClearLocked() {
+  if (snapshot_ != nullptr) snapshot_->TakeOver(std::move(index_), std::move(slabs_));
   index_.Clear();
   slabs_.Clear();
-  lru_.Clear();
+  victims_.Clear();
+  limits_.CountClear();
+  filter_.Clear();
+  ++num_removals_;
 }
 
-void Shard::SetRulesLocked(std::shared_ptr<const RowRules> rules) {
+void Shard::ForgetVictims() {
+  victims_.Clear();
+  limits_.ForgetVictims();
+}
+
+void Shard::SetRulesLocked(std::shared_ptr<const RuleSet> rules, uint64_t num_filter_cells,
+                           uint32_t number, uint32_t num_shards) {
   // Without rows, drop what pools remember of the former rules' shapes.
   if (IsEmptyLocked()) ClearLocked();
-  rules_ = std::move(rules);
+  // Until the limits know the new rules, they use the old ones.
+  const std::shared_ptr<const RuleSet> old_rules = std::exchange(rules_, std::move(rules));
+  limits_.SetRules(*rules_, index_, number, num_shards);
+  expiry_.SetShortest(rules_->ShortestTimeToLive());
+  filter_.Resize(num_filter_cells);
 }
 
 void Add(const LookupReport& counts, LookupReport* total) {
@@ -242,11 +321,14 @@ void Add(const LookupReport& counts, LookupReport* total) {
   total->num_inserted += counts.num_inserted;
   total->num_unadmitted += counts.num_unadmitted;
   total->num_evicted += counts.num_evicted;
+  total->num_expired += counts.num_expired;
+  total->num_small += counts.num_small;
 }
 
 void Add(const UpdateReport& counts, UpdateReport* total) {
   total->num_updated += counts.num_updated;
   total->num_missing += counts.num_missing;
+  total->num_nonfinite += counts.num_nonfinite;
 }
 
 }  // namespace persia::store

@@ -1,28 +1,40 @@
 // Shard: one internal shard of the store: a mutex and the index, rows, order and rules behind it.
 //
-// Every method but the few marked "locked" takes the
-// mutex itself, once, for all the runs it is given.
+// A training lookup makes two passes. The first finds rows, stamps them and remembers what is
+// missing; the second makes room and inserts. So no row of a batch is evicted by the same batch
+// unless the batch alone exceeds the capacity, and the first pass changes nothing but stamps.
+//
+// The calls of EmbeddingStore take the mutex themselves, once, for all the runs they are given. Of
+// the methods marked "locked" the caller holds it, or keeps all other calls out (InPlaceRows).
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <span>
+#include <vector>
 
 #include "base/status.h"
+#include "store/admission_filter.h"
 #include "store/batch_plan.h"
+#include "store/change_set.h"
 #include "store/embedding_store.h"
-#include "store/lru_list.h"
-#include "store/row_rules.h"
+#include "store/expiry.h"
+#include "store/group_limits.h"
 #include "store/row_slabs.h"
+#include "store/rule_set.h"
+#include "store/shard_snapshot.h"
 #include "store/sign_index.h"
+#include "store/victim_queue.h"
 
 namespace persia::store {
+
+struct LoadedRows;
 
 // Aligned so that two shards' mutexes never share a cache line.
 class alignas(64) Shard {
  public:
-  explicit Shard(uint64_t capacity) : capacity_(capacity), lru_(slabs_) {}
+  explicit Shard(uint64_t capacity) : capacity_(capacity) {}
 
   // Rows and reports as in EmbeddingStore; the counts are added to *report.
   Status Lookup(std::span<const Run> runs, LookupMode mode, float* rows, LookupReport* report);
@@ -31,40 +43,107 @@ class alignas(64) Shard {
   void AddStatsTo(StoreStats* stats) const;
   uint64_t size() const;
   void Clear();
+  // Of StoreLoad, in shard_load.cc. Rows go where there are more than the capacity and a quarter;
+  // at the end, where there are more than the capacity.
+  void BeginLoad();
+  Status Load(std::span<const Run> runs, const LoadedRows& rows, LookupReport* counts);
+  void FinishLoad(LookupReport* counts);
+  // Removes the rows that are there; of any dim.
+  void RemoveRows(std::span<const Run> runs);
+  // EmbeddingStore::RemoveSmallRows for the next `max_rows` rows from the key *next on; false:
+  // there are no more. Adds to *num_removed.
+  bool RemoveSmallRows(size_t max_rows, uint64_t* next, uint64_t* num_removed);
 
   std::mutex& mutex() const { return mutex_; }
   bool IsEmptyLocked() const { return index_.size() == 0; }
+  uint64_t capacity() const { return capacity_; }
   // Locked. While there are rows the new rules must have the shapes of the old ones.
-  void SetRulesLocked(std::shared_ptr<const RowRules> rules);
+  // `num_filter_cells` are for counting sightings; 0 where the rules do not. It is shard `number`
+  // of `num_shards`.
+  void SetRulesLocked(std::shared_ptr<const RuleSet> rules, uint64_t num_filter_cells,
+                      uint32_t number, uint32_t num_shards);
+  // Locked; null before the first configuration.
+  const RuleSet* rules() const { return rules_.get(); }
+
+  // Locked, all that follow. Rows touched from now on are newer than all others.
+  void BeginBatch();
+  uint32_t now() const { return now_; }
+  const SignIndex& index() const { return index_; }
+  const RowSlabs& slabs() const { return slabs_; }
+  // Changes whenever a row is removed: until then every row is where it was.
+  uint64_t num_removals() const { return num_removals_; }
+  // Whether the key, which has no row of the dim asked for, gets one now: one with a row of another
+  // dim was admitted before. Counts as a sighting of the key.
+  bool Admit(uint64_t key);
+  // Evicts as many rows as inserting `num_new` needs, the oldest first. With `keep_batch` it stops,
+  // and returns false, where rows of the present batch would have to go.
+  bool MakeRoom(uint64_t num_new, bool keep_batch, LookupReport* counts);
+  // The same for feature groups with a capacity, of the keys since the last call. Before
+  // MakeRoom(): what goes here leaves room there.
+  void ExpectInsert(uint64_t key) { limits_.Expect(key); }
+  bool MakeRoomInGroups(bool keep_batch, LookupReport* counts);
+  // The slot of a new row for a key that has none: its values and state are initial. Where the
+  // shard is full the oldest row goes. kNoSlot when there is no memory.
+  uint32_t Insert(uint64_t key, uint32_t dim, LookupReport* counts);
+  void Remove(SignIndex::Entry* entry);
+  // The key's entry, or null; a row of another dim goes.
+  SignIndex::Entry* RemoveOfAnotherDim(uint64_t key, uint32_t dim);
+  bool HasDim(const SignIndex::Entry* entry, uint32_t dim) const {
+    return entry != nullptr && slabs_.dim(entry->slot) == dim;
+  }
+  Status OutOfMemory() const;
+  // Null: there is none. Rows are then saved before they change.
+  ShardSnapshot* snapshot() const { return snapshot_; }
+  void set_snapshot(ShardSnapshot* snapshot) { snapshot_ = snapshot; }
+  // Null: changes are not tracked. Where rows are changed, made or removed is noted there.
+  void set_changes(ChangeSet* changes) { changes_ = changes; }
+  // Adds to the totals that AddStatsTo() reports.
+  void CountLookups(const LookupReport& counts);
+  void CountUpdates(const UpdateReport& counts);
 
  private:
-  enum class Access { kRead, kTouch, kWrite };
+  struct Missing {
+    const Run* run;
+    const RowRef* ref;
+  };
 
-  // Calls handle(ref, slot) for each row of the run in order, with its slot or kNoSlot, prefetching
-  // ahead; handle returns false to stop.
-  template <Access access, typename Handle>
-  bool ForEachRow(const Run& run, Handle handle);
-  template <Access access>
-  void PrefetchRow(uint32_t slot, size_t bytes);
+  // Calls use(ref, entry) for each row of the run in order, the entry being null where there is no
+  // row of the run's dim. `row_floats` are wanted of each row.
+  template <typename Use>
+  void ForEachRow(const Run& run, size_t row_floats, Use use) const;
 
-  uint32_t Find(const RowRef& ref);
-  void LookupForInference(const Run& run, float* rows, LookupReport* counts);
-  bool LookupForTraining(const Run& run, float* rows, LookupReport* counts);
-  bool SetRun(const Run& run, const float* rows, LookupReport* counts);
-  // A new row, counted; where the shard is full the
-  // oldest one goes. kNoSlot when there is no memory.
-  uint32_t Insert(const RowRef& ref, uint32_t pool, LookupReport* counts);
-  void Remove(uint32_t slot);
-  Status OutOfMemory() const;
+  size_t StrideOf(const Run& run) const;
+  void LookupForInference(const Run& run, float* rows, LookupReport* counts) const;
+  bool LookupForTraining(std::span<const Run> runs, float* rows, LookupReport* counts);
+  // The two passes: use(ref, slot) for the rows that are there, the others go to missing_; then
+  // use(run, ref, slot) for those, inserted. The second is false when there is no memory.
+  template <typename Use>
+  void UseFound(const Run& run, Use use);
+  template <typename Use>
+  bool InsertMissing(Use use, LookupReport* counts);
   void ClearLocked();
+  // An uninitialised row of a key that has none; kNoSlot when there is no memory.
+  uint32_t AllocateRow(uint64_t key, uint32_t dim, uint32_t stamp);
+  void LoadState(const LoadedRows& rows, const RowRef& ref, const RowView& row) const;
+  void Trim(LookupReport* counts);
+  void RemoveExpired();
+  void ForgetVictims();
 
   mutable std::mutex mutex_;
   const uint64_t capacity_;
   SignIndex index_;
   RowSlabs slabs_;
-  LruList lru_;
+  VictimQueue victims_;
+  uint32_t now_ = 0;
+  uint64_t num_removals_ = 0;
   // Null before the first configuration: then there are no rows.
-  std::shared_ptr<const RowRules> rules_;
+  std::shared_ptr<const RuleSet> rules_;
+  AdmissionFilter filter_;
+  Expiry expiry_;
+  GroupLimits limits_;
+  std::vector<Missing> missing_;  // of the call in progress
+  ShardSnapshot* snapshot_ = nullptr;
+  ChangeSet* changes_ = nullptr;
   LookupReport lookups_;
   UpdateReport updates_;
 };

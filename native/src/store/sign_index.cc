@@ -7,40 +7,34 @@
 namespace persia::store {
 namespace {
 
-constexpr uint64_t kEntriesPerPage = MappedMemory::kPageBytes / sizeof(uint64_t);
+constexpr uint64_t kEntriesPerPage = MappedMemory::kPageBytes / sizeof(SignIndex::Entry);
 constexpr uint64_t kTail = 64;
-
-uint64_t EntryOf(uint32_t tag, uint32_t slot) { return uint64_t{tag} << 32 | slot; }
 
 }  // namespace
 
-bool SignIndex::Insert(uint32_t tag, uint32_t slot) {
+bool SignIndex::Insert(const Entry& entry) {
   if ((size_ + 1) * 5 > home_count_ * 4 && !Grow()) return false;
-  const uint64_t entry = EntryOf(tag, slot);
-  uint64_t position = Home(tag);
-  while (entries_[position] < entry) ++position;
+  uint64_t position = Home(entry.key);
+  while (entries_[position].key < entry.key) ++position;
   uint64_t end = position;
-  while (entries_[end] != kEmpty) ++end;
+  while (entries_[end].slot != kNoSlot) ++end;
   if (end + 1 == length_) {
-    // The last homes overflow: signs whose hashes are all near the top. A longer tail takes them.
-    return Rebuild(home_count_, 2 * (length_ - home_count_)) && Insert(tag, slot);
+    // The last homes overflow: signs whose keys are all near the top. A longer tail takes them.
+    return Rebuild(home_count_, 2 * (length_ - home_count_)) && Insert(entry);
   }
-  std::memmove(entries_ + position + 1, entries_ + position, (end - position) * sizeof(uint64_t));
+  std::memmove(entries_ + position + 1, entries_ + position, (end - position) * sizeof(Entry));
   entries_[position] = entry;
   ++size_;
   return true;
 }
 
-void SignIndex::Erase(uint32_t tag, uint32_t slot) {
-  const uint64_t entry = EntryOf(tag, slot);
-  uint64_t position = Home(tag);
-  while (entries_[position] != entry) ++position;
+void SignIndex::Erase(Entry* entry) {
+  const auto position = static_cast<uint64_t>(entry - entries_);
   // Followers move back until one that is at home, or
   // a gap: homes ascend, so all behind it may stay.
   uint64_t end = position + 1;
-  while (entries_[end] != kEmpty && Home(static_cast<uint32_t>(entries_[end] >> 32)) < end) ++end;
-  std::memmove(entries_ + position, entries_ + position + 1,
-               (end - position - 1) * sizeof(uint64_t));
+  while (entries_[end].slot != kNoSlot && Home(entries_[end].key) < end) ++end;
+  std::memmove(entries_ + position, entries_ + position + 1, (end - position - 1) * sizeof(Entry));
   entries_[end - 1] = kEmpty;
   --size_;
 }
@@ -56,20 +50,23 @@ bool SignIndex::Rebuild(uint64_t home_count, uint64_t tail) {
   const uint64_t pages = (home_count + tail + kEntriesPerPage - 1) / kEntriesPerPage;
   MappedMemory memory = MappedMemory::Allocate(pages * MappedMemory::kPageBytes);
   if (memory.data() == nullptr) return false;
-  auto* entries = reinterpret_cast<uint64_t*>(memory.data());
+  auto* entries = reinterpret_cast<Entry*>(memory.data());
   const uint64_t length = pages * kEntriesPerPage;
-  std::fill_n(entries, length, kEmpty);
   const uint64_t old_home_count = std::exchange(home_count_, length - tail);
+  // Entries and the gaps between them are written in one go from front to back.
   uint64_t next = 0;
   for (uint64_t i = 0; i < length_; ++i) {
-    if (entries_[i] == kEmpty) continue;
-    next = std::max(next, Home(static_cast<uint32_t>(entries_[i] >> 32)));
-    if (next + 1 >= length) {
+    if (entries_[i].slot == kNoSlot) continue;
+    const uint64_t place = std::max(next, Home(entries_[i].key));
+    if (place + 1 >= length) {
       home_count_ = old_home_count;
       return Rebuild(home_count, 2 * tail);
     }
-    entries[next++] = entries_[i];
+    std::fill(entries + next, entries + place, kEmpty);
+    entries[place] = entries_[i];
+    next = place + 1;
   }
+  std::fill(entries + next, entries + length, kEmpty);
   memory_ = std::move(memory);
   entries_ = entries;
   length_ = length;

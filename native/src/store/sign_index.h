@@ -1,69 +1,111 @@
-// SignIndex: finds a sign's slot; an open-addressing table of 8-byte entries.
+// SignIndex: finds a sign's row; an open-addressing table of 16-byte entries.
 //
-// An entry is the sign's tag (32 bits of its hash) above its slot. The
-// home position grows with the tag, and the table is kept in ascending
-// order of entries: linear probing whose runs are sorted. It follows that
-//  * a search, successful or not, ends at the first entry that is not smaller, so the table can be
-//    4/5 full;
+// An entry is the sign's key, its row's slot and the batch that touched it last, side by side: a
+// lookup reads one cache line here and none beside the row. The key is the sign scrambled by a
+// bijection (SignKey), so that it tells the sign and is spread like a hash. A key's home is a cache
+// line of four entries; homes grow with the keys, and the table is kept in ascending order of keys:
+// linear probing whose runs are sorted. It follows that
+//  * a search counts the smaller keys of the home line without a branch, and three times in four
+//    that is the place;
+//  * successful or not, it ends at the first entry that is not smaller, so the table can be 4/5
+//    full;
 //  * growing copies from front to back, sequentially, and may be by any factor: a quarter at a time
-//    here, so that an entry costs 10 to 14 bytes;
+//    here, so that an entry costs 20 to 25 bytes;
 //  * removal closes the gap by moving followers back: no tombstones.
-// The sign itself is not stored here: the caller,
-// who has it beside the row, confirms a tag's match.
 //
-// Not thread-safe.
+// Not thread-safe, but finding and reading may go on in several threads at once, as may writing the
+// stamps of different entries.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
-#include "store/mapped_memory.h"
+#include "base/mapped_memory.h"
 
 namespace persia::store {
 
+// SplitMix64's finaliser, which is a bijection, and its inverse.
+inline uint64_t SignKey(uint64_t sign) {
+  sign = (sign ^ (sign >> 30)) * 0xbf58476d1ce4e5b9u;
+  sign = (sign ^ (sign >> 27)) * 0x94d049bb133111ebu;
+  return sign ^ (sign >> 31);
+}
+inline uint64_t SignOfKey(uint64_t key) {
+  key = (key ^ (key >> 31) ^ (key >> 62)) * 0x319642b2d24d8ec3u;
+  key = (key ^ (key >> 27) ^ (key >> 54)) * 0x96de1b173f119089u;
+  return key ^ (key >> 30) ^ (key >> 60);
+}
+// The low half of a key chooses its internal shard, the high half its place in the shard's index.
+inline uint32_t ShardOfKey(uint64_t key, uint32_t num_shards) {
+  return static_cast<uint32_t>((uint64_t{static_cast<uint32_t>(key)} * num_shards) >> 32);
+}
+
 class SignIndex {
  public:
-  static constexpr uint32_t kNone = UINT32_MAX;  // never a slot
+  static constexpr uint32_t kNoSlot = UINT32_MAX;
 
-  // The slot among those with this tag for which `matches(slot)` holds, or kNone.
-  template <typename Matches>
-  uint32_t Find(uint32_t tag, Matches matches) const {
-    for (const uint64_t* entry = entries_ + Home(tag);; ++entry) {
-      const auto entry_tag = static_cast<uint32_t>(*entry >> 32);
-      if (entry_tag < tag) continue;
-      const auto slot = static_cast<uint32_t>(*entry);
-      if (entry_tag != tag || slot == kNone) return kNone;
-      if (matches(slot)) return slot;
-    }
+  struct Entry {
+    uint64_t key;
+    uint32_t slot;
+    uint32_t stamp;
+  };
+
+  // Null: there is none. Valid until the next insertion or removal.
+  Entry* Find(uint64_t key) const { return FindFrom(SkipHome(HomeOf(key), key), key); }
+  // The same in steps, each of which reads what the one before it returned: first a cache line,
+  // then an entry that is in the same line or begins the next one.
+  Entry* HomeOf(uint64_t key) const { return entries_ + Home(key); }
+  static Entry* SkipHome(Entry* home, uint64_t key) {
+    return home + (home[0].key < key) + (home[1].key < key) + (home[2].key < key) +
+           (home[3].key < key);
   }
-  // A guess to prefetch by: nearly always the only slot with this tag.
-  uint32_t FindFirst(uint32_t tag) const {
-    return Find(tag, [](uint32_t) { return true; });
+  static Entry* FindFrom(Entry* entry, uint64_t key) {
+    while (entry->key < key) ++entry;
+    return entry->key == key && entry->slot != kNoSlot ? entry : nullptr;
   }
-  void Prefetch(uint32_t tag) const { __builtin_prefetch(entries_ + Home(tag)); }
 
   // False when there is no memory to grow; the index
-  // is then unchanged. The entry must not be there.
-  [[nodiscard]] bool Insert(uint32_t tag, uint32_t slot);
-  // The entry must be there.
-  void Erase(uint32_t tag, uint32_t slot);
+  // is then unchanged. The key must not be there.
+  [[nodiscard]] bool Insert(const Entry& entry);
+  void Erase(Entry* entry);
   void Clear();
+
+  // Calls visit(entry) for each, in ascending order of keys; visit may change the stamp.
+  template <typename Visit>
+  void ForEach(Visit visit) const {
+    for (Entry* entry = entries_; entry != entries_ + length_; ++entry) {
+      if (entry->slot != kNoSlot) visit(*entry);
+    }
+  }
+
+  // The same from `key` on, until visit returns false; whether it never did.
+  template <typename Visit>
+  bool ForEachFrom(uint64_t key, Visit visit) const {
+    if (size_ == 0) return true;
+    for (const Entry* entry = HomeOf(key); entry != entries_ + length_; ++entry) {
+      if (entry->slot != kNoSlot && entry->key >= key && !visit(*entry)) return false;
+    }
+    return true;
+  }
 
   uint64_t size() const { return size_; }
   uint64_t memory_bytes() const { return memory_.size(); }
 
  private:
-  static constexpr uint64_t kEmpty = UINT64_MAX;
+  static constexpr uint64_t kLineEntries = 4;
+  static constexpr Entry kEmpty = {UINT64_MAX, kNoSlot, 0};
 
-  uint64_t Home(uint32_t tag) const { return (tag * home_count_) >> 32; }
+  // home_count_ is a multiple of the line.
+  uint64_t Home(uint64_t key) const {
+    return (((key >> 32) * home_count_) >> 32) & ~(kLineEntries - 1);
+  }
   bool Grow();
   bool Rebuild(uint64_t home_count, uint64_t tail);
 
-  // What an index without memory reads: one empty entry. Never written.
-  static inline uint64_t no_entries_ = kEmpty;
+  // What an index without memory reads: empty entries. Never written.
+  alignas(64) static inline Entry no_entries_[kLineEntries] = {kEmpty, kEmpty, kEmpty, kEmpty};
 
   MappedMemory memory_;
-  uint64_t* entries_ = &no_entries_;
+  Entry* entries_ = no_entries_;
   uint64_t length_ = 1;  // entries in memory; the last one is always empty, so that searches end
   uint64_t home_count_ = 0;  // the entries behind take the overflow of the last homes
   uint64_t size_ = 0;

@@ -5,9 +5,18 @@
 #include "base/hash.h"
 
 namespace persia::worker {
+namespace {
+
+bool HasOneIdEach(std::span<const uint32_t> offsets) {
+  uint32_t differences = 0;
+  for (uint32_t i = 0; i < offsets.size(); ++i) differences |= offsets[i] ^ i;
+  return differences == 0;
+}
+
+}  // namespace
 
 BatchPlan BatchPlanner::Make(const FeatureBatch& batch, const SlotTable& slots,
-                             uint32_t num_servers) {
+                             uint32_t num_servers, SlotCounters* counters) {
   BatchPlan plan;
   plan.batch_size = batch.batch_size();
   plan.requests.resize(num_servers);
@@ -20,7 +29,12 @@ BatchPlan BatchPlanner::Make(const FeatureBatch& batch, const SlotTable& slots,
     for (size_t i = first; i < planned.size(); ++i) {
       const Feature& feature = batch.features()[i];
       if (feature.slot->group != leader.group) continue;
+      const size_t num_known = signs_.keys().size();
       PlanFeature(feature, plan.batch_size, plan.num_signs(), slots, &plan.features[i]);
+      if (counters != nullptr) {
+        counters->LookedUp(*feature.slot, feature.ids.size(), signs_.keys().subspan(num_known));
+      }
+      plan.features[i].group = static_cast<uint32_t>(plan.groups.size());
       plan.num_ids += feature.ids.size();
       planned[i] = true;
     }
@@ -33,11 +47,13 @@ void BatchPlanner::PlanFeature(const Feature& feature, uint32_t batch_size, uint
                                const SlotTable& slots, PlannedFeature* planned) {
   planned->slot = feature.slot;
   planned->offsets.assign(feature.offsets.begin(), feature.offsets.end());
+  planned->weights.assign(feature.weights.begin(), feature.weights.end());
+  planned->has_one_id_each = HasOneIdEach(feature.offsets);
   const std::span<const uint64_t> items = feature.slot->embedding_summation
                                               ? feature.ids
                                               : KeepDistinct(feature, batch_size, &planned->index);
-  feature_signs_.clear();
-  slots.AppendSigns(*feature.slot, items, &feature_signs_);
+  feature_signs_.resize(items.size() * feature.slot->num_buckets());
+  slots.MakeSigns(*feature.slot, items, feature_signs_.data());
   planned->sign_numbers.resize(feature_signs_.size());
   signs_.Insert(feature_signs_, planned->sign_numbers.data());
   // Inserted, signs are numbered within their group;

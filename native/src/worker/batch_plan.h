@@ -15,6 +15,7 @@
 
 #include "worker/feature_batch.h"
 #include "worker/row_service.h"
+#include "worker/slot_stats.h"
 #include "worker/slot_table.h"
 #include "worker/unique_keys.h"
 
@@ -24,10 +25,13 @@ namespace persia::worker {
 // raw slot a distinct ID. Each item has num_buckets() signs, one after the other.
 struct PlannedFeature {
   const SlotConfig* slot = nullptr;
+  uint32_t group = 0;  // into BatchPlan::groups
   // [batch_size + 1], in IDs: all of the sample's, also those dropped.
   std::vector<uint32_t> offsets;
+  bool has_one_id_each = false;        // every sample has exactly one ID
   std::vector<uint32_t> sign_numbers;  // [items x num_buckets]
   std::vector<uint32_t> index;         // raw: [batch_size x sample_fixed_size], 0 or 1 + item
+  std::vector<float> weights;          // one an ID of a pooled slot; empty: all 1
 
   uint32_t num_items() const {
     return static_cast<uint32_t>(sign_numbers.size() / slot->num_buckets());
@@ -57,7 +61,9 @@ struct BatchPlan {
 // Makes plans; keeps its memory from one to the next. Not thread-safe.
 class BatchPlanner {
  public:
-  BatchPlan Make(const FeatureBatch& batch, const SlotTable& slots, uint32_t num_servers);
+  // `counters` of the same slots, where the batch is to be counted.
+  BatchPlan Make(const FeatureBatch& batch, const SlotTable& slots, uint32_t num_servers,
+                 SlotCounters* counters = nullptr);
 
  private:
   void PlanFeature(const Feature& feature, uint32_t batch_size, uint32_t first_number,

@@ -34,9 +34,10 @@ BatchTable::Options TableOptions(const WorkerOptions& options) {
 }
 
 // The planner keeps its tables from batch to batch; one for each thread that looks batches up.
-BatchPlan MakePlan(const FeatureBatch& features, const SlotTable& slots, uint32_t num_servers) {
+BatchPlan MakePlan(const FeatureBatch& features, const SlotTable& slots, uint32_t num_servers,
+                   SlotCounters* counters) {
   thread_local BatchPlanner planner;
-  return planner.Make(features, slots, num_servers);
+  return planner.Make(features, slots, num_servers, counters);
 }
 
 std::vector<const float*> FindRows(const BatchPlan& plan, std::span<const ServerRows> answers) {
@@ -59,11 +60,10 @@ std::vector<ServerUpdate> MakeUpdates(const ReducedGradients& reduced,
   return updates;
 }
 
-bool HasSigns(std::span<const ServerBlocks> requests) {
-  for (const ServerBlocks& request : requests) {
-    if (!request.signs.empty()) return true;
-  }
-  return false;
+uint64_t CountSigns(std::span<const ServerBlocks> requests) {
+  uint64_t count = 0;
+  for (const ServerBlocks& request : requests) count += request.signs.size();
+  return count;
 }
 
 // One spelling for what Status and StatusOr call differently.
@@ -102,6 +102,8 @@ class EmbeddingWorker::Impl {
   Status SetEmbeddings(std::span<const ServerBlocks::Block> blocks, std::span<const uint64_t> signs,
                        std::span<const float> rows, Deadline deadline);
   WorkerStats stats() const;
+  std::vector<SlotStats> slot_stats() const { return slot_counters_.stats(); }
+  std::vector<const DurationStats*> durations() const;
 
  private:
   StatusOr<FeatureBatch> Decode(std::span<const std::byte> id_features) const;
@@ -112,6 +114,8 @@ class EmbeddingWorker::Impl {
                             bool requires_grad) const;
   StatusOr<ReturnReport> ReturnLeased(const Batch& batch, float scale,
                                       std::span<const SlotGradient> gradients, Deadline deadline);
+  StatusOr<ReducedGradients> Reduce(const Batch& batch, float scale,
+                                    std::span<const SlotGradient> gradients);
   // Runs `call`; where a server says that it is not configured (it has restarted), tells it, and
   // runs `call` once more.
   template <typename Call>
@@ -119,15 +123,26 @@ class EmbeddingWorker::Impl {
 
   const uint64_t incarnation_ = DrawIncarnation();
   const SlotTable slots_;
+  SlotCounters slot_counters_{slots_};
   const std::shared_ptr<RowService> rows_;
   BatchTable table_;
-  std::mutex config_mutex_;
+  mutable std::mutex config_mutex_;
   std::optional<TrainConfig> config_;
   std::atomic<uint64_t> num_looked_up_{0};
   std::atomic<uint64_t> num_ids_{0};
   std::atomic<uint64_t> num_signs_{0};
   std::atomic<uint64_t> num_nonfinite_slots_{0};
   std::atomic<uint64_t> num_skipped_slots_{0};
+  std::atomic<uint64_t> num_gradients_{0};
+  std::atomic<uint64_t> num_gradients_left_out_{0};
+  DurationStats register_times_{"register"};
+  DurationStats total_times_{"lookup total"};
+  DurationStats preprocess_times_{"lookup preprocess"};
+  DurationStats rpc_times_{"lookup rpc"};
+  DurationStats postprocess_times_{"lookup postprocess"};
+  DurationStats update_times_{"update gradient"};
+  DurationStats reduce_times_{"update reduce"};
+  DurationStats update_rpc_times_{"update rpc"};
 };
 
 template <typename Call>
@@ -149,10 +164,11 @@ auto EmbeddingWorker::Impl::WithConfiguration(Deadline deadline, Call call) -> d
 
 Status EmbeddingWorker::Impl::Configure(const TrainConfig& config, bool replace,
                                         Deadline deadline) {
-  PERSIA_RETURN_IF_ERROR(config.Validate());
-  PERSIA_RETURN_IF_ERROR(rows_->Configure(config, replace, deadline));
+  const TrainConfig full = slots_.WithGroups(config);
+  PERSIA_RETURN_IF_ERROR(full.Validate());
+  PERSIA_RETURN_IF_ERROR(rows_->Configure(full, replace, deadline));
   const std::lock_guard lock(config_mutex_);
-  config_ = config;
+  config_ = full;
   return Status::Ok();
 }
 
@@ -170,10 +186,12 @@ Status EmbeddingWorker::Impl::CheckIncarnation(Reference reference) const {
 
 StatusOr<Reference> EmbeddingWorker::Impl::Register(uint32_t loader_index,
                                                     std::span<const std::byte> id_features) {
+  Timed timed(register_times_);
   StatusOr<FeatureBatch> features = Decode(id_features);
   if (!features.ok()) return features.status();
   const StatusOr<uint64_t> counter = table_.AddWaiting(loader_index, std::move(features).value());
   if (!counter.ok()) return counter.status();
+  timed.set_reference(counter.value());
   return Reference{incarnation_, counter.value()};
 }
 
@@ -202,18 +220,23 @@ StatusOr<net::Parts> EmbeddingWorker::Impl::LookupDirect(std::span<const std::by
 
 StatusOr<net::Parts> EmbeddingWorker::Impl::LookupLeased(Batch& batch, bool requires_grad,
                                                          Deadline deadline) {
+  const Timed total(total_times_, batch.counter);
   if (!batch.plan.has_value()) {
-    batch.plan = MakePlan(*batch.features, slots_, rows_->num_servers());
+    const Timed timed(preprocess_times_, batch.counter);
+    batch.plan = MakePlan(*batch.features, slots_, rows_->num_servers(), &slot_counters_);
     batch.features.reset();
   }
-  StatusOr<std::vector<ServerRows>> answers = WithConfiguration(
-      deadline, [&] { return rows_->Lookup(batch.plan->requests, requires_grad, deadline); });
+  StatusOr<std::vector<ServerRows>> answers = WithConfiguration(deadline, [&] {
+    const Timed timed(rpc_times_, batch.counter);
+    return rows_->Lookup(batch.plan->requests, requires_grad, deadline);
+  });
   if (!answers.ok()) return answers.status();
   // Only what was looked up for training may be updated.
   if (requires_grad) batch.stamps = StampsOf(*answers);
   num_looked_up_ += 1;
   num_ids_ += batch.plan->num_ids;
   num_signs_ += batch.plan->num_signs();
+  const Timed timed(postprocess_times_, batch.counter);
   return Pool(batch, *answers, requires_grad);
 }
 
@@ -256,22 +279,39 @@ StatusOr<ReturnReport> EmbeddingWorker::Impl::ReturnLeased(const Batch& batch, f
     return FailedPrecondition("batch " + std::to_string(batch.counter) +
                               " was not looked up for training: there is nothing to update");
   }
-  StatusOr<ReducedGradients> reduced = ReduceGradients(*batch.plan, scale, gradients);
+  const Timed total(update_times_, batch.counter);
+  StatusOr<ReducedGradients> reduced = Reduce(batch, scale, gradients);
   if (!reduced.ok()) return reduced.status();
   ReturnReport report;
   report.num_nonfinite_slots = reduced->num_nonfinite_slots;
   report.num_skipped_slots = reduced->num_skipped_slots;
-  if (HasSigns(reduced->requests)) {
+  const uint64_t num_sent = CountSigns(reduced->requests);
+  if (num_sent > 0) {
     const std::vector<ServerUpdate> updates = MakeUpdates(*reduced, batch.stamps);
     const UpdateKey key{incarnation_, batch.counter};
-    StatusOr<UpdateResult> update =
-        WithConfiguration(deadline, [&] { return rows_->Update(key, updates, deadline); });
+    StatusOr<UpdateResult> update = WithConfiguration(deadline, [&] {
+      const Timed timed(update_rpc_times_, batch.counter);
+      return rows_->Update(key, updates, deadline);
+    });
     if (!update.ok()) return update.status();
     report.update = *update;
   }
   num_nonfinite_slots_ += report.num_nonfinite_slots;
   num_skipped_slots_ += report.num_skipped_slots;
+  num_gradients_ += batch.plan->num_signs();
+  num_gradients_left_out_ += batch.plan->num_signs() - num_sent;
+  const auto slot = [&](uint32_t feature) -> const SlotConfig& {
+    return *batch.plan->features[feature].slot;
+  };
+  for (const uint32_t i : reduced->nonfinite_features) slot_counters_.Nonfinite(slot(i));
+  for (const uint32_t i : reduced->skipped_features) slot_counters_.Skipped(slot(i));
   return report;
+}
+
+StatusOr<ReducedGradients> EmbeddingWorker::Impl::Reduce(const Batch& batch, float scale,
+                                                         std::span<const SlotGradient> gradients) {
+  const Timed timed(reduce_times_, batch.counter);
+  return ReduceGradients(*batch.plan, scale, gradients);
 }
 
 Status EmbeddingWorker::Impl::Release(Reference reference) {
@@ -307,7 +347,16 @@ WorkerStats EmbeddingWorker::Impl::stats() const {
   stats.num_signs = num_signs_;
   stats.num_nonfinite_slots = num_nonfinite_slots_;
   stats.num_skipped_slots = num_skipped_slots_;
+  stats.num_gradients = num_gradients_;
+  stats.num_gradients_left_out = num_gradients_left_out_;
+  const std::lock_guard lock(config_mutex_);
+  stats.configured = config_.has_value();
   return stats;
+}
+
+std::vector<const DurationStats*> EmbeddingWorker::Impl::durations() const {
+  return {&register_times_,    &total_times_,  &preprocess_times_, &rpc_times_,
+          &postprocess_times_, &update_times_, &reduce_times_,     &update_rpc_times_};
 }
 
 StatusOr<std::unique_ptr<EmbeddingWorker>> EmbeddingWorker::Create(
@@ -330,6 +379,8 @@ EmbeddingWorker::~EmbeddingWorker() = default;
 
 uint64_t EmbeddingWorker::incarnation() const { return impl_->incarnation(); }
 WorkerStats EmbeddingWorker::stats() const { return impl_->stats(); }
+std::vector<SlotStats> EmbeddingWorker::slot_stats() const { return impl_->slot_stats(); }
+std::vector<const DurationStats*> EmbeddingWorker::durations() const { return impl_->durations(); }
 
 Status EmbeddingWorker::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
   return impl_->Configure(config, replace, deadline);

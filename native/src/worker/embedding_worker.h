@@ -16,11 +16,13 @@
 #include <string>
 #include <vector>
 
+#include "base/duration_stats.h"
 #include "base/status.h"
 #include "base/train_config.h"
 #include "net/message.h"
 #include "worker/row_service.h"
 #include "worker/slot_config.h"
+#include "worker/slot_stats.h"
 
 namespace persia::worker {
 
@@ -59,6 +61,10 @@ struct WorkerStats {
   uint64_t num_buffered = 0, num_in_flight = 0;
   uint64_t num_ids = 0, num_signs = 0;  // looked up: before and after deduplication
   uint64_t num_nonfinite_slots = 0, num_skipped_slots = 0;
+  // Distinct signs of the batches returned, and those of them that no slot had a usable gradient
+  // for; servers have counted all others as updated or missing.
+  uint64_t num_gradients = 0, num_gradients_left_out = 0;
+  bool configured = false;
 };
 
 class EmbeddingWorker {
@@ -105,6 +111,9 @@ class EmbeddingWorker {
   // Rows per server.
   StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline);
   WorkerStats stats() const;
+  std::vector<SlotStats> slot_stats() const;
+  // The phases of this worker's work; as long as it lives.
+  std::vector<const DurationStats*> durations() const;
 
  private:
   class Impl;

@@ -29,7 +29,13 @@ StatusOr<Feature> FindSlot(const IdFeature& feature, const SlotTable& slots) {
                             std::to_string(slot->sample_fixed_size) + " are more than the " +
                             std::to_string(kMaxIndexCells) + " IDs that fit: make either smaller");
   }
-  return Feature{slot, feature.offsets, feature.ids};
+  if (!slot->embedding_summation && !feature.weights.empty()) {
+    return FeatureError(
+        feature.name,
+        "it has weights, but its slot is a raw one, whose rows are not summed: weigh "
+        "them in the model, or set embedding_summation");
+  }
+  return Feature{slot, feature.offsets, feature.ids, feature.weights};
 }
 
 // Signs are numbered with 32 bits in a batch.

@@ -19,12 +19,13 @@ struct Feature {
   // [batch_size + 1]; sample s has ids[offsets[s] .. offsets[s + 1]).
   std::span<const uint32_t> offsets;
   std::span<const uint64_t> ids;
+  std::span<const float> weights = {};  // one an ID; empty: all 1
 };
 
 class FeatureBatch {
  public:
   // `slots` must outlive the batch. Fails as DecodeIdFeatures does, and with kInvalidArgument on an
-  // unknown feature or on more IDs than a batch can have.
+  // unknown feature, on weights for a raw slot or on more IDs than a batch can have.
   static StatusOr<FeatureBatch> Decode(Buffer bytes, const SlotTable& slots);
 
   uint32_t batch_size() const { return batch_size_; }

@@ -34,6 +34,18 @@ TEST_F(FeatureBatchTest, KeepsOrderSlotsAndIds) {
   EXPECT_TRUE(batch.features()[1].ids.empty());
 }
 
+TEST_F(FeatureBatchTest, KeepsWeights) {
+  const FeatureBatch batch = MakeBatch({{"plain", {{1, 2}, {}, {3}}, {1, 0.5f, -2}}}, slots_);
+  const auto weights = batch.features()[0].weights;
+  EXPECT_EQ(std::vector<float>(weights.begin(), weights.end()), (std::vector<float>{1, 0.5f, -2}));
+}
+
+TEST_F(FeatureBatchTest, WeightsForARawSlotAreRefused) {
+  const Status status = DecodeStatus(EncodeBatch({{"raw", {{1, 2}}, {1, 2}}}));
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("'raw'"), std::string::npos) << status.message();
+}
+
 TEST_F(FeatureBatchTest, ViewsSurviveMoves) {
   FeatureBatch first = MakeBatch(batch_, slots_);
   const uint64_t* ids = first.features()[0].ids.data();

@@ -11,9 +11,31 @@ namespace {
 
 enum class SlotState : uint32_t { kPresent = 0, kSkipped = 1 };
 
-Status ReadSlot(ByteReader* reader, SlotGradient* gradient) {
+// The second byte of a slot's state is the dtype of its rows.
+constexpr uint32_t kDtypeShift = 8;
+
+// Rows of 16 bits: a unit, a reserved word, the rows.
+Status ReadNarrow(ByteReader* reader, WireDtype dtype, SlotGradient* gradient,
+                  std::vector<Buffer>* widened) {
+  const auto unit = reader->Get<float>();
+  reader->Get<uint32_t>();  // reserved
+  const auto rows = reader->GetArray<uint16_t>(uint64_t{gradient->num_rows} * gradient->dim);
+  if (!reader->ok()) return Status::Ok();  // the caller checks
+  if (!IsWireUnit(unit)) {
+    return Corruption("gradients: slot '" + std::string(gradient->slot) + "' has the unit " +
+                      std::to_string(unit) + ", which is no power of two in range");
+  }
+  Buffer& floats = widened->emplace_back(rows.size() * sizeof(float));
+  gradient->rows = reinterpret_cast<const float*>(floats.data());
+  Widen(dtype, rows, unit, reinterpret_cast<float*>(floats.data()));
+  return Status::Ok();
+}
+
+Status ReadSlot(ByteReader* reader, SlotGradient* gradient, std::vector<Buffer>* widened) {
   const auto name_bytes = reader->Get<uint32_t>();
-  const auto state = reader->Get<uint32_t>();
+  const auto state_and_dtype = reader->Get<uint32_t>();
+  const uint32_t state = state_and_dtype & ((1u << kDtypeShift) - 1);
+  auto dtype = ToWireDtype(state_and_dtype >> kDtypeShift);
   gradient->num_rows = reader->Get<uint32_t>();
   gradient->dim = reader->Get<uint32_t>();
   gradient->slot = reader->GetString(name_bytes);
@@ -21,12 +43,18 @@ Status ReadSlot(ByteReader* reader, SlotGradient* gradient) {
     return Corruption("gradients: slot '" + std::string(gradient->slot) + "' has state " +
                       std::to_string(state) + ", known are 0 (present) and 1 (skipped)");
   }
+  if (reader->ok() && !dtype.ok()) {
+    return Corruption("gradients: slot '" + std::string(gradient->slot) +
+                      "': " + dtype.status().message());
+  }
   gradient->skipped = state == static_cast<uint32_t>(SlotState::kSkipped);
   if (reader->ok() && gradient->skipped && (gradient->num_rows != 0 || gradient->dim != 0)) {
     return Corruption("gradients: slot '" + std::string(gradient->slot) +
                       "' is skipped and yet has a shape");
   }
-  if (!gradient->skipped) {
+  if (reader->ok() && !gradient->skipped && *dtype != WireDtype::kFloat32) {
+    PERSIA_RETURN_IF_ERROR(ReadNarrow(reader, *dtype, gradient, widened));
+  } else if (!gradient->skipped) {
     gradient->rows = reader->GetArray<float>(uint64_t{gradient->num_rows} * gradient->dim).data();
   }
   if (!reader->ok()) return Corruption("gradients: the message ends before its last slot does");
@@ -36,7 +64,7 @@ Status ReadSlot(ByteReader* reader, SlotGradient* gradient) {
 }  // namespace
 
 net::Parts EncodeGradients(Reference reference, float scale,
-                           std::span<const SlotGradient> gradients) {
+                           std::span<const SlotGradient> gradients, WireDtype dtype) {
   net::Parts parts;
   ByteWriter head;
   head.Put(reference.incarnation);
@@ -46,15 +74,27 @@ net::Parts EncodeGradients(Reference reference, float scale,
   for (const SlotGradient& gradient : gradients) {
     const auto state = gradient.skipped ? SlotState::kSkipped : SlotState::kPresent;
     head.Put(static_cast<uint32_t>(gradient.slot.size()));
-    head.Put(static_cast<uint32_t>(state));
+    head.Put(static_cast<uint32_t>(state) |
+             (gradient.skipped ? 0 : static_cast<uint32_t>(dtype) << kDtypeShift));
     head.Put(gradient.skipped ? 0 : gradient.num_rows);
     head.Put(gradient.skipped ? 0 : gradient.dim);
     head.PutString(gradient.slot);
     if (gradient.skipped) continue;
-    const uint64_t num_floats = uint64_t{gradient.num_rows} * gradient.dim;
+    const std::span rows(gradient.rows, uint64_t{gradient.num_rows} * gradient.dim);
+    const float unit = WireUnit(dtype, rows);
+    if (dtype != WireDtype::kFloat32) {
+      head.Put(unit);
+      head.Put(uint32_t{0});
+    }
     parts.AddOwned(std::exchange(head, ByteWriter()).Release());
-    parts.AddView(std::as_bytes(std::span(gradient.rows, num_floats)));
-    parts.AddView(ArrayPadding(num_floats * sizeof(float)));
+    if (dtype == WireDtype::kFloat32) {
+      parts.AddView(std::as_bytes(rows));
+    } else {
+      Buffer narrow(rows.size() * sizeof(uint16_t));
+      Narrow(dtype, rows, unit, reinterpret_cast<uint16_t*>(narrow.data()));
+      parts.AddOwned(std::move(narrow));
+    }
+    parts.AddView(ArrayPadding(rows.size() * WireBytes(dtype)));
   }
   parts.AddOwned(head.Release());
   return parts;
@@ -70,7 +110,7 @@ StatusOr<GradientsRequest> DecodeGradients(std::span<const std::byte> body) {
   if (!reader.ok()) return Corruption("gradients: the message ends within its head");
   for (uint32_t i = 0; i < num_slots; ++i) {
     SlotGradient gradient;
-    PERSIA_RETURN_IF_ERROR(ReadSlot(&reader, &gradient));
+    PERSIA_RETURN_IF_ERROR(ReadSlot(&reader, &gradient, &request.widened));
     request.gradients.push_back(gradient);
   }
   if (reader.remaining() == 0) return request;

@@ -33,9 +33,11 @@ std::vector<double> ExpectedSum(const SlotTable& slots, const SlotConfig& slot,
   for (const uint64_t sign : signs) {
     for (uint32_t e = 0; e < slot.dim; ++e) sum[e] += RowElement(sign, e);
   }
-  if (slot.sqrt_scaling && !signs.empty()) {
-    for (double& element : sum) element /= std::sqrt(static_cast<double>(signs.size()));
-  }
+  if (signs.empty()) return sum;
+  double divisor = 1;
+  if (slot.sqrt_scaling) divisor = std::sqrt(static_cast<double>(signs.size()));
+  if (slot.mean_scaling) divisor = static_cast<double>(ids.size());
+  for (double& element : sum) element /= divisor;
   return sum;
 }
 
@@ -106,13 +108,22 @@ TEST(PoolingTest, NumberOfServersDoesNotShowInTheBits) {
   for (const auto& [name, slot] : one.slots) EXPECT_EQ(slot.rows, five.slots.at(name).rows) << name;
 }
 
-TEST(PoolingTest, SqrtScalingCountsRowsAndLeavesOneAlone) {
-  SlotConfig slot = {.name = "a", .dim = 1, .sqrt_scaling = true};
-  EXPECT_EQ(SumFactor(slot, 0), 1.0f);
-  EXPECT_EQ(SumFactor(slot, 1), 1.0f);
-  EXPECT_EQ(SumFactor(slot, 4), 0.5f);
-  slot.sqrt_scaling = false;
-  EXPECT_EQ(SumFactor(slot, 4), 1.0f);
+TEST(PoolingTest, ScalingLeavesNoRowAndOneRowAlone) {
+  const std::vector<uint32_t> offsets = {0, 0, 1, 5};
+  Bags bags = {.num_bags = 3, .offsets = offsets};
+  for (const Scaling scaling : {Scaling::kNone, Scaling::kSqrt, Scaling::kMean}) {
+    bags.scaling = scaling;
+    EXPECT_EQ(bags.Factor(0), 1.0f);
+    EXPECT_EQ(bags.Factor(1), 1.0f);
+  }
+  EXPECT_EQ(bags.Factor(2), 0.25f);
+  bags.scaling = Scaling::kSqrt;
+  EXPECT_EQ(bags.Factor(2), 0.5f);
+  // The root counts rows, a mean IDs, each of which is the sum of its rows.
+  bags.rows_per_offset = 4;
+  EXPECT_EQ(bags.Factor(2), 0.25f);
+  bags.scaling = Scaling::kMean;
+  EXPECT_EQ(bags.Factor(2), 0.25f);
 }
 
 TEST(EmbeddingsWriterTest, RefusesAMessageThatNobodyTakes) {

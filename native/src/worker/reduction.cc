@@ -6,8 +6,8 @@
 #include <limits>
 #include <string>
 
+#include "worker/bags.h"
 #include "worker/pooling.h"
-#include "worker/row_kernels.h"
 
 namespace persia::worker {
 namespace {
@@ -54,6 +54,19 @@ float MaxMagnitude(const float* values, size_t count) {
   return std::isfinite(max) ? max : std::numeric_limits<float>::infinity();
 }
 
+// The greatest that a gradient is multiplied by; 1 or less without weights.
+double MaxMultiplier(const Bags& bags) {
+  if (bags.weights.empty()) return 1.0;
+  double max = 0.0;
+  for (size_t bag = 0; bag < bags.num_bags; ++bag) {
+    const double factor = bags.Factor(bag);
+    for (size_t i = bags.Begin(bag); i < bags.End(bag); ++i) {
+      max = std::max(max, std::abs(factor * static_cast<double>(bags.Weight(i))));
+    }
+  }
+  return max;
+}
+
 // Whether no sum that the slot contributes to can overflow: servers refuse an update with an
 // infinity in it, so that one such sum would lose the gradients of all slots. The half left over is
 // for what rounding adds.
@@ -62,33 +75,101 @@ bool SumsStayFinite(const PlannedFeature& feature, const SlotGradient& gradient,
   const size_t num_padding_rows = feature.slot->embedding_summation ? 0 : 1;
   const double max = MaxMagnitude(gradient.rows + num_padding_rows * gradient.dim,
                                   (gradient.num_rows - num_padding_rows) * gradient.dim);
-  const double bound = max * inverse_scale * static_cast<double>(feature.sign_numbers.size()) *
+  const double bound = max * inverse_scale * MaxMultiplier(BagsOf(feature)) *
+                       static_cast<double>(feature.sign_numbers.size()) *
                        static_cast<double>(num_slots);
   return std::isfinite(max) && bound <= 0.5 * double{std::numeric_limits<float>::max()};
 }
 
-void AddSlot(const PlannedFeature& feature, const float* gradient, float inverse_scale,
-             std::span<float* const> sums) {
+// A raw slot's padding row has a gradient too; nothing is updated by it.
+BagGradients GradientsOf(const PlannedFeature& feature, const float* rows) {
   const SlotConfig& slot = *feature.slot;
-  const size_t num_buckets = slot.num_buckets();
-  const std::span<const uint32_t> numbers = feature.sign_numbers;
-  const RowKernels kernels;
-  const auto add = [&](size_t row, size_t begin, size_t end) {
-    const float factor = inverse_scale * SumFactor(slot, static_cast<uint32_t>(end - begin));
-    for (const uint32_t number : numbers.subspan(begin, end - begin)) {
-      kernels.AddScaled(gradient + row * slot.dim, factor, slot.dim, sums[number]);
+  if (rows != nullptr && !slot.embedding_summation) rows += slot.dim;
+  return {rows, slot.dim};
+}
+
+// The gradients are read once, from front to back, and added to the sums, which are as many as the
+// signs of one group and so near at hand.
+void AddInPlace(const Bags& bags, const BagGradients& gradients, float scale,
+                std::span<float* const> sums) {
+  const simd::Kernels& kernels = simd::ActiveKernels();
+  const float* gradient = gradients.begin;
+  for (const uint32_t number : bags.numbers) {
+    if (scale == 1.0f) {
+      kernels.add(sums[number], gradient, bags.dim);
+    } else {
+      kernels.add_scaled(sums[number], gradient, scale, bags.dim);
     }
-  };
-  if (slot.embedding_summation) {
-    for (size_t sample = 0; sample + 1 < feature.offsets.size(); ++sample) {
-      add(sample, feature.offsets[sample] * num_buckets, feature.offsets[sample + 1] * num_buckets);
-    }
-  } else {
-    for (size_t item = 0; item < feature.num_items(); ++item) {
-      add(item + 1, item * num_buckets, (item + 1) * num_buckets);
-    }
+    gradient += gradients.stride;
   }
 }
+
+// One batch's sums. `sums` says by sign number where each goes, null for those left out.
+class Summation {
+ public:
+  Summation(const BatchPlan& plan, std::span<const float* const> selected, float scale,
+            std::span<float* const> sums)
+      : plan_(plan), scale_(scale), sums_(sums), is_plain_(plan.groups.size(), true) {
+    for (size_t i = 0; i < selected.size(); ++i) {
+      bags_.push_back(BagsOf(plan.features[i]));
+      gradients_.push_back(GradientsOf(plan.features[i], selected[i]));
+      if (!bags_[i].IsPlain()) is_plain_[plan.features[i].group] = false;
+    }
+  }
+
+  // False, and the sums unfinished, when a gradient is not finite.
+  bool Run() {
+    FillPlain();
+    for (size_t i = 0; i < bags_.size(); ++i) {
+      if (gradients_[i].begin == nullptr) continue;
+      // Also brings them into the cache, for the sums.
+      const size_t num_floats = size_t{bags_[i].num_bags} * bags_[i].dim;
+      if (!simd::ActiveKernels().all_finite(gradients_[i].begin, num_floats)) return false;
+      if (!is_plain_[plan_.features[i].group]) continue;
+      AddInPlace(bags_[i], gradients_[i], scale_, sums_);
+      gradients_[i].begin = nullptr;
+    }
+    Gather();
+    return true;
+  }
+
+ private:
+  // Minus zero is what leaves every number as it is when it is added.
+  void FillPlain() {
+    ForEachSign(true,
+                [this](uint32_t number, uint32_t dim) { std::fill_n(sums_[number], dim, -0.0f); });
+  }
+  // What was not added in place.
+  void Gather() {
+    thread_local GradientSums gathered;
+    if (std::all_of(is_plain_.begin(), is_plain_.end(), [](bool plain) { return plain; })) return;
+    gathered.Build(bags_, gradients_, scale_, plan_.num_signs());
+    ForEachSign(false, [this](uint32_t number, uint32_t dim) {
+      constexpr uint32_t kAhead = 8;
+      if (number + kAhead < plan_.num_signs()) gathered.Prefetch(number + kAhead, dim);
+      gathered.Sum(number, dim, sums_[number]);
+    });
+  }
+  // Calls use(number, dim) for those signs that are not left out, of groups that are plain or not.
+  template <typename Use>
+  void ForEachSign(bool plain, Use use) const {
+    uint32_t number = 0;
+    for (size_t g = 0; g < plan_.groups.size(); ++g) {
+      const uint32_t end = number + plan_.groups[g].num_signs;
+      if (is_plain_[g] != plain) number = end;
+      for (; number < end; ++number) {
+        if (sums_[number] != nullptr) use(number, plan_.groups[g].dim);
+      }
+    }
+  }
+
+  const BatchPlan& plan_;
+  const float scale_;
+  const std::span<float* const> sums_;
+  std::vector<bool> is_plain_;  // by group
+  std::vector<Bags> bags_;      // by feature, as the next
+  std::vector<BagGradients> gradients_;
+};
 
 // The requests of the lookup without the signs that no contributing slot has.
 std::vector<ServerBlocks> KeepSigns(const BatchPlan& plan, const std::vector<uint8_t>& keep) {
@@ -111,16 +192,14 @@ std::vector<ServerBlocks> KeepSigns(const BatchPlan& plan, const std::vector<uin
   return kept;
 }
 
-// By feature: what it contributes, null for nothing. Counts the slots that contribute nothing.
-std::vector<const float*> SelectSlots(const BatchPlan& plan,
-                                      std::span<const SlotGradient* const> matched,
-                                      float inverse_scale, ReducedGradients* reduced) {
-  std::vector<const float*> selected(plan.features.size(), nullptr);
+// By feature: what was sent for it, null for nothing, which is counted.
+std::vector<const float*> SelectSent(std::span<const SlotGradient* const> matched,
+                                     ReducedGradients* reduced) {
+  std::vector<const float*> selected(matched.size(), nullptr);
   for (size_t i = 0; i < selected.size(); ++i) {
     if (matched[i] == nullptr || matched[i]->skipped) {
       ++reduced->num_skipped_slots;
-    } else if (!SumsStayFinite(plan.features[i], *matched[i], inverse_scale, selected.size())) {
-      ++reduced->num_nonfinite_slots;
+      reduced->skipped_features.push_back(static_cast<uint32_t>(i));
     } else {
       selected[i] = matched[i]->rows;
     }
@@ -128,31 +207,77 @@ std::vector<const float*> SelectSlots(const BatchPlan& plan,
   return selected;
 }
 
-// Fills the requests, and the gradients with zeros. By sign number: where its sum goes, null where
-// the sign is left out.
-std::vector<float*> LayOutSums(const BatchPlan& plan, std::span<const float* const> selected,
-                               ReducedGradients* reduced) {
+// Leaves out, and counts, what could make a sum that is not finite.
+void DropNonfinite(const BatchPlan& plan, std::span<const SlotGradient* const> matched,
+                   float inverse_scale, std::span<const float*> selected,
+                   ReducedGradients* reduced) {
+  for (size_t i = 0; i < selected.size(); ++i) {
+    if (selected[i] == nullptr) continue;
+    if (SumsStayFinite(plan.features[i], *matched[i], inverse_scale, selected.size())) continue;
+    selected[i] = nullptr;
+    ++reduced->num_nonfinite_slots;
+    reduced->nonfinite_features.push_back(static_cast<uint32_t>(i));
+  }
+}
+
+// By sign number: whether a slot that contributes has it.
+std::vector<uint8_t> SignsToKeep(const BatchPlan& plan, std::span<const float* const> selected) {
   std::vector<uint8_t> keep(plan.num_signs(), 0);
   for (size_t i = 0; i < selected.size(); ++i) {
     if (selected[i] == nullptr) continue;
     for (const uint32_t number : plan.features[i].sign_numbers) keep[number] = 1;
   }
-  reduced->requests = KeepSigns(plan, keep);
-  std::vector<float*> next;
+  return keep;
+}
+
+// Where the sums of each server's request begin, in new memory.
+std::vector<float*> AllocateSums(ReducedGradients* reduced) {
+  std::vector<float*> begins;
+  reduced->storage.clear();
+  reduced->gradients.clear();
   for (const ServerBlocks& request : reduced->requests) {
-    next.push_back(reduced->gradients.emplace_back(request.num_floats(), 0.0f).data());
+    const uint64_t num_floats = request.num_floats();
+    Buffer& buffer = reduced->storage.emplace_back(num_floats * sizeof(float));
+    begins.push_back(reinterpret_cast<float*>(buffer.data()));
+    reduced->gradients.emplace_back(begins.back(), num_floats);
   }
-  std::vector<float*> sums(plan.num_signs(), nullptr);
+  return begins;
+}
+
+// Fills the requests, and makes room for their sums. (*sums)[number] is where a sign's goes, null
+// where it is left out.
+void LayOutSums(const BatchPlan& plan, std::span<const float* const> selected,
+                ReducedGradients* reduced, std::vector<float*>* sums) {
+  if (std::find(selected.begin(), selected.end(), nullptr) == selected.end()) {
+    reduced->requests = plan.requests;
+    return LocateRows(plan, AllocateSums(reduced), sums);
+  }
+  const std::vector<uint8_t> keep = SignsToKeep(plan, selected);
+  reduced->kept = KeepSigns(plan, keep);
+  reduced->requests = reduced->kept;
+  std::vector<float*> next = AllocateSums(reduced);
+  sums->assign(plan.num_signs(), nullptr);
   size_t number = 0;
   for (const PlannedGroup& group : plan.groups) {
     for (uint32_t i = 0; i < group.num_signs; ++i, ++number) {
       if (keep[number] == 0) continue;
       float*& sum = next[plan.server_of[number]];
-      sums[number] = sum;
+      (*sums)[number] = sum;
       sum += group.dim;
     }
   }
-  return sums;
+}
+
+// False when a gradient or a sum is not finite.
+bool SumGradients(const BatchPlan& plan, std::span<const float* const> selected,
+                  float inverse_scale, ReducedGradients* reduced) {
+  thread_local std::vector<float*> sums;
+  LayOutSums(plan, selected, reduced, &sums);
+  if (!Summation(plan, selected, inverse_scale, sums).Run()) return false;
+  return std::all_of(reduced->gradients.begin(), reduced->gradients.end(),
+                     [](std::span<const float> server) {
+                       return simd::ActiveKernels().all_finite(server.data(), server.size());
+                     });
 }
 
 }  // namespace
@@ -168,11 +293,11 @@ StatusOr<ReducedGradients> ReduceGradients(const BatchPlan& plan, float scale,
   StatusOr<std::vector<const SlotGradient*>> matched = MatchSlots(plan, gradients);
   if (!matched.ok()) return matched.status();
   ReducedGradients reduced;
-  const std::vector<const float*> selected = SelectSlots(plan, *matched, inverse_scale, &reduced);
-  const std::vector<float*> sums = LayOutSums(plan, selected, &reduced);
-  for (size_t i = 0; i < selected.size(); ++i) {
-    if (selected[i] != nullptr) AddSlot(plan.features[i], selected[i], inverse_scale, sums);
-  }
+  std::vector<const float*> selected = SelectSent(*matched, &reduced);
+  if (SumGradients(plan, selected, inverse_scale, &reduced)) return reduced;
+  // Rare, so that which slots are to blame is only asked now.
+  DropNonfinite(plan, *matched, inverse_scale, selected, &reduced);
+  SumGradients(plan, selected, inverse_scale, &reduced);
   return reduced;
 }
 

@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "base/buffer.h"
 #include "base/status.h"
 #include "worker/batch_plan.h"
 #include "worker/embedding_worker.h"
@@ -15,15 +16,22 @@
 namespace persia::worker {
 
 struct ReducedGradients {
-  // By server: what to update. Signs of which every slot was skipped are left out.
-  std::vector<ServerBlocks> requests;
-  std::vector<std::vector<float>> gradients;
+  // By server: what to update. Signs of which every slot was skipped are left out. Where none was,
+  // these are the requests of the plan, which must stay; else those in `kept`.
+  std::span<const ServerBlocks> requests;
+  std::vector<ServerBlocks> kept;
+  // By server: the sums, in the order of the request's signs, in `storage`.
+  std::vector<std::span<float>> gradients;
+  std::vector<Buffer> storage;
   uint32_t num_nonfinite_slots = 0;
   uint32_t num_skipped_slots = 0;
+  std::vector<uint32_t> nonfinite_features;  // which, into BatchPlan::features
+  std::vector<uint32_t> skipped_features;
 };
 
 // kInvalidArgument, naming the slot: unknown to the batch, twice, a wrong shape; or a scale that is
-// not a finite positive number. A slot that is skipped, absent or not finite contributes nothing.
+// not a finite positive number. A slot that is skipped, absent or not finite contributes nothing;
+// where a sum would not be finite, neither does any slot that could have made it so.
 StatusOr<ReducedGradients> ReduceGradients(const BatchPlan& plan, float scale,
                                            std::span<const SlotGradient> gradients);
 

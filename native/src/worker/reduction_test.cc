@@ -64,12 +64,14 @@ class Scenario {
   void AddRow(const SlotConfig& slot, std::span<const uint64_t> ids, size_t row, double scale,
               Sums* sums) const {
     const std::vector<uint64_t> signs = SignsOf(slots_, slot, ids);
-    const double root = slot.sqrt_scaling ? std::sqrt(static_cast<double>(signs.size())) : 1.0;
+    double divisor = 1;
+    if (slot.sqrt_scaling) divisor = std::sqrt(static_cast<double>(signs.size()));
+    if (slot.mean_scaling) divisor = static_cast<double>(ids.size());
     for (const uint64_t sign : signs) {
       auto& sum = (*sums)[sign];
       sum.resize(slot.dim, 0.0);
       for (uint32_t e = 0; e < slot.dim; ++e) {
-        sum[e] += rows_.at(slot.name)[row * slot.dim + e] / scale / root;
+        sum[e] += rows_.at(slot.name)[row * slot.dim + e] / scale / divisor;
       }
     }
   }
@@ -160,6 +162,24 @@ TEST(ReductionTest, OrderOfSlotsAndNumberOfServersDoNotShowInTheBits) {
   EXPECT_EQ(BySign(Reduce(four, 3.0f, four.gradients())), expected);
 }
 
+// Groups whose bags are single rows are summed another way than the others: both must be there.
+TEST(ReductionTest, OneIdEachAgreesWithPlainLoops) {
+  std::mt19937 rng(16);
+  TestBatch ids = {{"plain", {}}, {"stacked", {}}, {"sqrt", {}}};
+  for (TestFeature& feature : ids) {
+    for (int sample = 0; sample < 50; ++sample) feature.samples.push_back({rng() % 9});
+  }
+  for (const float scale : {1.0f, 1024.0f}) {
+    std::mt19937 same_values(17), same_values_again(17);
+    const Scenario one(ids, 1, same_values), three(ids, 3, same_values_again);
+    const ReducedGradients reduced = Reduce(three, scale, three.gradients());
+    ExpectEqual(reduced, three.Expected({}, scale));
+    EXPECT_EQ(BySign(Reduce(one, scale, one.gradients())), BySign(reduced));
+    const std::vector<SlotGradient> without_last = {one.gradients()[0], one.gradients()[1]};
+    ExpectEqual(Reduce(one, scale, without_last), one.Expected({"sqrt"}, scale));
+  }
+}
+
 // Each kind of slot in turn contributes nothing, for each of the reasons.
 TEST(ReductionTest, SlotThatContributesNothingIsLeftOutExactly) {
   std::mt19937 rng(10);
@@ -196,6 +216,25 @@ TEST(ReductionTest, NonFiniteSlotIsSkippedExactlyAndCounted) {
   }
 }
 
+// A sample without IDs adds to no sum, but what made its gradient made the others too.
+TEST(ReductionTest, NonFiniteGradientOfASampleWithoutIdsIsCounted) {
+  std::mt19937 rng(18);
+  Scenario scenario({{"plain", {{1}, {}}}, {"stacked", {{1}, {2}}}}, 1, rng);
+  scenario.rows("plain").back() = std::numeric_limits<float>::quiet_NaN();
+  const ReducedGradients reduced = Reduce(scenario, 1.0f, scenario.gradients());
+  EXPECT_EQ(reduced.num_nonfinite_slots, 1u);
+  ExpectEqual(reduced, scenario.Expected({"plain"}, 1.0));
+}
+
+TEST(ReductionTest, HugeGradientsWhoseSumsAreFiniteContribute) {
+  std::mt19937 rng(19);
+  Scenario scenario({{"plain", {{1}, {2}}}, {"stacked", {{1}, {2}}}}, 1, rng);
+  std::fill(scenario.rows("plain").begin(), scenario.rows("plain").end(), 3e38f);
+  const ReducedGradients reduced = Reduce(scenario, 1.0f, scenario.gradients());
+  EXPECT_EQ(reduced.num_nonfinite_slots, 0u);
+  ExpectEqual(reduced, scenario.Expected({}, 1.0));
+}
+
 // Row 0 of a raw slot is padding: whatever autograd leaves there says nothing about the slot.
 TEST(ReductionTest, PaddingRowIsIgnored) {
   std::mt19937 rng(12);
@@ -219,6 +258,16 @@ TEST(ReductionTest, SumsNeverOverflow) {
   for (const auto& [sign, gradient] : BySign(scaled)) {
     for (const float element : gradient) EXPECT_TRUE(std::isfinite(element)) << sign;
   }
+}
+
+// A mean of weights that nearly cancel multiplies by much.
+TEST(ReductionTest, WeightedSumsNeverOverflow) {
+  std::mt19937 rng(20);
+  Scenario scenario({{"mean", {{1, 2}}, {1.0f, -0.9999999f}}, {"stacked", {{1}}}}, 1, rng);
+  std::fill(scenario.rows("mean").begin(), scenario.rows("mean").end(), 1e36f);
+  const ReducedGradients reduced = Reduce(scenario, 1.0f, scenario.gradients());
+  EXPECT_EQ(reduced.num_nonfinite_slots, 1u);
+  ExpectEqual(reduced, scenario.Expected({"mean"}, 1.0));
 }
 
 TEST(ReductionTest, NothingContributedLeavesNothingToUpdate) {

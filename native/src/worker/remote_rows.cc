@@ -154,6 +154,12 @@ Status RemoteRows::SetServer(uint32_t index, const std::string& address) {
 
 void RemoteRows::Close() { impl_->Close(); }
 
+std::vector<net::ChannelStats> RemoteRows::channel_stats() const {
+  std::vector<net::ChannelStats> stats;
+  for (uint32_t i = 0; i < num_servers(); ++i) stats.push_back(impl_->channel(i).stats());
+  return stats;
+}
+
 uint32_t RemoteRows::num_servers() const { return impl_->num_servers(); }
 
 Status RemoteRows::Configure(const TrainConfig& config, bool replace, Deadline deadline) {

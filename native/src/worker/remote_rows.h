@@ -3,7 +3,9 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
+#include "net/rpc_stats.h"
 #include "worker/row_service.h"
 
 namespace persia::worker {
@@ -20,6 +22,9 @@ class RemoteRows : public RowService {
   // Fails with kUnavailable the calls under way and all later ones: a worker that stops need not
   // wait for servers that are gone.
   void Close();
+
+  // Of the channel to each server.
+  std::vector<net::ChannelStats> channel_stats() const;
 
   uint32_t num_servers() const override;
   Status Configure(const TrainConfig& config, bool replace, Deadline deadline) override;

@@ -4,13 +4,23 @@
 #include <cstdint>
 #include <string>
 
+#include "base/train_config.h"
+
 namespace persia::worker {
+
+// What the sum of a sample's rows is divided by.
+enum class Scaling : uint8_t {
+  kNone,
+  kSqrt,  // the square root of the number of rows; of the sum of their squared weights
+  kMean,  // the number of IDs; the sum of their weights
+};
 
 struct SlotConfig {
   std::string name;
   uint32_t dim = 0;
   bool embedding_summation = true;  // false: a raw slot
   bool sqrt_scaling = false;
+  bool mean_scaling = false;        // of pooled slots; not with sqrt_scaling
   uint32_t sample_fixed_size = 10;  // raw slots: IDs a sample keeps
   uint32_t hash_stack_rounds = 0;   // 0: no hash stack
   uint64_t hash_stack_size = 0;     // embedding_size of each round
@@ -19,7 +29,13 @@ struct SlotConfig {
   uint64_t index_prefix = 0;
   // Position of the feature group, from 0; slots of one group share rows and dim.
   uint32_t group = 0;
+  // What differs from the job's train config; equal within a feature group.
+  SlotRowConfig rows = {};
 
+  Scaling scaling() const {
+    if (mean_scaling) return Scaling::kMean;
+    return sqrt_scaling ? Scaling::kSqrt : Scaling::kNone;
+  }
   // Signs that one ID stands for.
   uint32_t num_buckets() const { return hash_stack_rounds == 0 ? 1 : hash_stack_rounds; }
 };

@@ -22,6 +22,14 @@ Status CheckSlot(const SlotConfig& slot, uint32_t id_bits) {
     return SlotError(slot, "sample_fixed_size is " + std::to_string(slot.sample_fixed_size) +
                                ", must be 1 to 65535 for a raw slot");
   }
+  if (slot.mean_scaling && slot.sqrt_scaling) {
+    return SlotError(slot, "mean_scaling and sqrt_scaling are both set: keep one");
+  }
+  if (slot.mean_scaling && !slot.embedding_summation) {
+    return SlotError(slot,
+                     "mean_scaling is set for a raw slot, whose rows are not summed: set "
+                     "embedding_summation, or average them in the model");
+  }
   if (slot.hash_stack_rounds == 0) return Status::Ok();
   if (slot.hash_stack_size == 0) {
     return SlotError(slot, "hash_stack_rounds is " + std::to_string(slot.hash_stack_rounds) +
@@ -54,6 +62,15 @@ Status SetPrefix(SlotConfig* slot, uint32_t id_bits) {
   return Status::Ok();
 }
 
+Status CheckNumber(const SlotConfig& slot, uint32_t id_bits) {
+  const uint64_t number = slot.index_prefix >> id_bits;
+  if (slot.rows.IsEmpty() || number <= kMaxGroupNumber) return Status::Ok();
+  return SlotError(slot, "is in feature group " + std::to_string(number) + ", and only the first " +
+                             std::to_string(kMaxGroupNumber) +
+                             " may have an optimizer, initializer, admission or weight bound of "
+                             "their own: put it further to the front");
+}
+
 // Slots share rows exactly when they are in one group: equal groups need equal dims and prefixes,
 // different groups different prefixes.
 Status CheckGroups(const std::vector<SlotConfig>& slots) {
@@ -70,6 +87,11 @@ Status CheckGroups(const std::vector<SlotConfig>& slots) {
       return SlotError(slot, "index_prefix differs from that of slot '" + peer.name +
                                  "' of the same feature group");
     }
+    if (peer.rows != slot.rows) {
+      return SlotError(
+          slot, "optimizer, initializer, admission, eviction or weight bound differ from slot '" +
+                    peer.name + "' of the same feature group: slots of one group share rows");
+    }
     const SlotConfig& owner = *by_prefix.emplace(slot.index_prefix, &slot).first->second;
     if (owner.group != slot.group) {
       return SlotError(slot, "index_prefix is that of slot '" + owner.name +
@@ -80,6 +102,20 @@ Status CheckGroups(const std::vector<SlotConfig>& slots) {
 }
 
 }  // namespace
+
+TrainConfig SlotTable::WithGroups(const TrainConfig& config) const {
+  std::map<uint32_t, RowConfig> rows;
+  for (const SlotConfig& slot : slots_) {
+    if (slot.rows.IsEmpty()) continue;
+    const auto group = static_cast<uint32_t>(slot.index_prefix >> id_bits_);
+    rows.emplace(group, slot.rows.Over(config, config.lr_factor));
+  }
+  TrainConfig full = config;
+  full.groups.clear();
+  for (const auto& [group, group_rows] : rows) full.groups.push_back({group, group_rows});
+  full.feature_index_prefix_bit = rows.empty() ? 0 : 64 - id_bits_;
+  return full;
+}
 
 uint64_t FoldId(uint64_t id, uint32_t id_bits) {
   const uint64_t modulus = (uint64_t{1} << id_bits) - 1;
@@ -102,6 +138,7 @@ StatusOr<SlotTable> SlotTable::Create(uint32_t feature_index_prefix_bit,
   for (SlotConfig& slot : slots) {
     PERSIA_RETURN_IF_ERROR(CheckSlot(slot, id_bits));
     PERSIA_RETURN_IF_ERROR(SetPrefix(&slot, id_bits));
+    PERSIA_RETURN_IF_ERROR(CheckNumber(slot, id_bits));
   }
   PERSIA_RETURN_IF_ERROR(CheckGroups(slots));
   SlotTable table(id_bits, std::move(slots));
@@ -121,13 +158,10 @@ const SlotConfig* SlotTable::Find(std::string_view name) const {
   return it == index_.end() ? nullptr : &slots_[it->second];
 }
 
-void SlotTable::AppendSigns(const SlotConfig& slot, std::span<const uint64_t> ids,
-                            std::vector<uint64_t>* signs) const {
-  const size_t begin = signs->size();
-  signs->resize(begin + ids.size() * slot.num_buckets());
-  uint64_t* out = signs->data() + begin;
+void SlotTable::MakeSigns(const SlotConfig& slot, std::span<const uint64_t> ids,
+                          uint64_t* signs) const {
   if (slot.hash_stack_rounds == 0) {
-    for (const uint64_t id : ids) *out++ = FoldId(id, id_bits_) + slot.index_prefix;
+    for (const uint64_t id : ids) *signs++ = FoldId(id, id_bits_) + slot.index_prefix;
     return;
   }
   for (const uint64_t id : ids) {
@@ -135,7 +169,7 @@ void SlotTable::AppendSigns(const SlotConfig& slot, std::span<const uint64_t> id
     for (uint64_t round = 0; round < slot.hash_stack_rounds; ++round) {
       hash = SignHash(hash);
       const uint64_t bucket = hash % slot.hash_stack_size + round * slot.hash_stack_size;
-      *out++ = FoldId(bucket, id_bits_) + slot.index_prefix;
+      *signs++ = FoldId(bucket, id_bits_) + slot.index_prefix;
     }
   }
 }

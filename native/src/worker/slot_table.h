@@ -27,10 +27,14 @@ class SlotTable {
 
   // Null: there is no such slot.
   const SlotConfig* Find(std::string_view name) const;
+  // All of them; Find() points into these.
+  std::span<const SlotConfig> slots() const { return slots_; }
 
-  // Appends the signs of `ids`, num_buckets() for each, in the order of the rounds.
-  void AppendSigns(const SlotConfig& slot, std::span<const uint64_t> ids,
-                   std::vector<uint64_t>* signs) const;
+  // The job's config, with that of each feature group whose slots have one of their own.
+  TrainConfig WithGroups(const TrainConfig& config) const;
+
+  // signs[i * num_buckets()..] become those of ids[i], in the order of the rounds.
+  void MakeSigns(const SlotConfig& slot, std::span<const uint64_t> ids, uint64_t* signs) const;
 
  private:
   SlotTable(uint32_t id_bits, std::vector<SlotConfig> slots);

@@ -44,13 +44,6 @@ TEST(SlotTableTest, PublishedHashStackVectors) {
   EXPECT_EQ(signs, (std::vector<uint64_t>{2, 18, 5, 10, 0, 11, 6, 17, 7, 12, 8, 16}));
 }
 
-TEST(SlotTableTest, AppendsSigns) {
-  const SlotTable slots = MakeSlots({{.name = "slot", .dim = 1}});
-  std::vector<uint64_t> signs = {77};
-  slots.AppendSigns(*slots.Find("slot"), std::vector<uint64_t>{5}, &signs);
-  EXPECT_EQ(signs, (std::vector<uint64_t>{77, (uint64_t{1} << 56) + 5}));
-}
-
 TEST(SlotTableTest, GroupsAreNumberedFromOneAndKeepApart) {
   const SlotTable slots = MakeSlots({{.name = "a", .dim = 4, .group = 0},
                                      {.name = "b", .dim = 4, .group = 1},
@@ -100,6 +93,14 @@ TEST(SlotTableTest, RefusalsNameTheSlot) {
        8,
        {{.name = "bad", .dim = 4, .embedding_summation = false, .sample_fixed_size = 65536}},
        "'bad'"},
+      {"a root and a mean",
+       8,
+       {{.name = "bad", .dim = 4, .sqrt_scaling = true, .mean_scaling = true}},
+       "'bad'"},
+      {"a mean of a raw slot",
+       8,
+       {{.name = "bad", .dim = 4, .embedding_summation = false, .mean_scaling = true}},
+       "'bad'"},
       {"rounds without a size", 8, {{.name = "bad", .dim = 4, .hash_stack_rounds = 2}}, "'bad'"},
       {"a hash stack too large",
        32,
@@ -141,6 +142,50 @@ TEST(SlotTableTest, LargestHashStackStaysBelowThePrefix) {
       EXPECT_EQ((signs[round] & UINT32_MAX) / slot.hash_stack_size, round);
     }
   }
+}
+
+SlotRowConfig OwnRate(float lr) {
+  SlotRowConfig rows;
+  rows.optimizer = OptimizerConfig::Of(OptimizerKind::kAdam);
+  rows.optimizer->lr = lr;
+  return rows;
+}
+
+TEST(SlotTableTest, GroupsGetTheRowsOfTheirSlots) {
+  auto slots = SlotTable::Create(12, {{.name = "a", .dim = 4, .group = 5, .rows = OwnRate(0.5f)},
+                                      {.name = "b", .dim = 4, .group = 2},
+                                      {.name = "c", .dim = 4, .group = 1, .rows = OwnRate(0.25f)}})
+                   .value();
+  TrainConfig job;
+  job.lr_factor = 0.5f;
+  job.initializer.seed = 9;
+  const TrainConfig full = slots.WithGroups(job);
+  ASSERT_TRUE(full.Validate().ok()) << full.Validate().ToString();
+  EXPECT_EQ(full.feature_index_prefix_bit, 12u);
+  ASSERT_EQ(full.groups.size(), 2u) << "b has those of the job";
+  EXPECT_EQ(full.groups[0].group, 2u) << "numbers count from 1, and rise";
+  EXPECT_EQ(full.groups[0].rows.optimizer.lr, 0.125f);
+  EXPECT_EQ(full.groups[1].group, 6u);
+  EXPECT_EQ(full.groups[1].rows.optimizer.lr, 0.25f);
+  EXPECT_EQ(full.groups[1].rows.initializer.seed, 9u);
+  EXPECT_EQ(slots.WithGroups(full), full) << "again is the same";
+}
+
+TEST(SlotTableTest, WithoutOwnRowsTheConfigStaysAsItIs) {
+  auto slots = SlotTable::Create(8, {{.name = "a", .dim = 4}}).value();
+  EXPECT_EQ(slots.WithGroups(TrainConfig()), TrainConfig());
+}
+
+TEST(SlotTableTest, OwnRowsMustBeEqualInAGroupAndItsNumberInReach) {
+  const auto refusal = [](uint32_t bits, std::vector<SlotConfig> slots) {
+    return SlotTable::Create(bits, std::move(slots)).status().message();
+  };
+  EXPECT_NE(refusal(8, {{.name = "a", .dim = 4}, {.name = "b", .dim = 4, .rows = OwnRate(1.0f)}})
+                .find("slot 'b': optimizer"),
+            std::string::npos);
+  EXPECT_NE(refusal(32, {{.name = "far", .dim = 4, .group = 65'535, .rows = OwnRate(1.0f)}})
+                .find("slot 'far': is in feature group 65536"),
+            std::string::npos);
 }
 
 }  // namespace

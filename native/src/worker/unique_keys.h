@@ -1,9 +1,9 @@
 // UniqueKeys: numbers 64-bit keys in the order of their first appearance.
 //
-// The deduplication of a batch. One open-addressing table is reused from batch to batch: entries of
-// former uses are told apart by their generation, so that a small set of keys pays neither for
-// clearing nor for the cache misses of the largest set before it. Grows with the distinct keys, not
-// with the keys. Not thread-safe.
+// The deduplication of a batch. The table holds numbers alone, four bytes each, and the keys lie in
+// an array by number: for the thousands of keys of a slot's batch both stay in the nearest cache.
+// The table grows with the distinct keys, not with the keys, and is used again from batch to batch.
+// Not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -26,22 +26,16 @@ class UniqueKeys {
   std::span<const uint64_t> keys() const { return keys_; }
 
  private:
-  struct Entry {
-    uint64_t key = 0;
-    uint32_t generation = 0;  // in use when it is the table's
-    uint32_t number = 0;
-  };
+  // An empty table of this capacity, with the keys that there are.
+  void Rebuild(size_t capacity);
+  // Fibonacci hashing: signs of one group differ in their low bits, often by one.
+  size_t Home(uint64_t key) const {
+    return static_cast<size_t>(((key ^ (key >> 32)) * 0x9e3779b97f4a7c15ULL) >> shift_);
+  }
 
-  void SetCapacity(size_t capacity);
-  size_t Home(uint64_t key) const;
-  uint32_t FindOrAdd(uint64_t key);
-  void Grow();
-  void Place(uint64_t key, uint32_t number);
-
-  std::vector<Entry> entries_;
-  size_t capacity_ = 0;  // a power of two; the part of entries_ that is in use
+  std::vector<uint32_t> places_;  // 1 + number; 0 where there is none
+  size_t capacity_ = 0;           // a power of two; the part of places_ that is in use
   uint32_t shift_ = 64;
-  uint32_t generation_ = 0;
   std::vector<uint64_t> keys_;
 };
 

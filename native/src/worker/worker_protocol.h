@@ -24,14 +24,14 @@ static_assert(sizeof(ReferenceBody) == 16);
 struct LookupReferenceBody {
   ReferenceBody reference;
   uint32_t requires_grad = 0;
-  uint32_t reserved = 0;
+  uint32_t wire_dtype = 0;  // a WireDtype: that of the embeddings asked for
 };
 static_assert(sizeof(LookupReferenceBody) == 24);
 
 // The head of LookupDirect's body; ID features follow.
 struct LookupDirectHead {
   uint32_t requires_grad = 0;
-  uint32_t reserved = 0;
+  uint32_t wire_dtype = 0;  // a WireDtype: that of the embeddings asked for
 };
 static_assert(sizeof(LookupDirectHead) == 8);
 

@@ -6,6 +6,7 @@
 
 #include "base/row_protocol.h"
 #include "worker/gradients_codec.h"
+#include "worker/narrow_embeddings.h"
 #include "worker/worker_protocol.h"
 
 namespace persia::worker {
@@ -33,6 +34,16 @@ StatusOr<bool> ToBool(uint32_t requires_grad) {
   if (requires_grad <= 1) return requires_grad == 1;
   return InvalidArgument("requires_grad is " + std::to_string(requires_grad) +
                          "; it must be 0 or 1");
+}
+
+// The worker's answer, with 16 bits a float where the request asks for them.
+Reply WithDtype(StatusOr<Parts> embeddings, WireDtype dtype) {
+  if (!embeddings.ok() || dtype == WireDtype::kFloat32) return embeddings;
+  auto narrow = NarrowEmbeddings(embeddings->views[0], dtype);
+  if (!narrow.ok()) return narrow.status();
+  Parts parts;
+  parts.AddOwned(std::move(narrow).value());
+  return parts;
 }
 
 Reference ToReference(const ReferenceBody& body) {
@@ -110,7 +121,10 @@ Reply WorkerService::Impl::LookupReference(Body body, Deadline deadline) {
   if (!request.ok()) return request.status();
   auto requires_grad = ToBool(request->requires_grad);
   if (!requires_grad.ok()) return requires_grad.status();
-  return worker_->Lookup(ToReference(request->reference), *requires_grad, deadline);
+  auto dtype = ToWireDtype(request->wire_dtype);
+  if (!dtype.ok()) return dtype.status();
+  return WithDtype(worker_->Lookup(ToReference(request->reference), *requires_grad, deadline),
+                   *dtype);
 }
 
 Reply WorkerService::Impl::LookupDirect(Body body, Deadline deadline) {
@@ -119,7 +133,9 @@ Reply WorkerService::Impl::LookupDirect(Body body, Deadline deadline) {
   if (!head.ok()) return head.status();
   auto requires_grad = ToBool(head->requires_grad);
   if (!requires_grad.ok()) return requires_grad.status();
-  return worker_->LookupDirect(id_features, *requires_grad, deadline);
+  auto dtype = ToWireDtype(head->wire_dtype);
+  if (!dtype.ok()) return dtype.status();
+  return WithDtype(worker_->LookupDirect(id_features, *requires_grad, deadline), *dtype);
 }
 
 Reply WorkerService::Impl::ReturnGradients(Body body, Deadline deadline) {
@@ -169,5 +185,9 @@ WorkerService::WorkerService(std::shared_ptr<EmbeddingWorker> worker, net::Serve
 WorkerService::~WorkerService() = default;
 StatusOr<uint16_t> WorkerService::Start() { return impl_->rpc().Start(); }
 void WorkerService::Stop(std::chrono::milliseconds timeout) { impl_->rpc().Stop(timeout); }
+net::ServerStats WorkerService::stats() const { return impl_->rpc().stats(); }
+std::vector<const DurationStats*> WorkerService::durations() const {
+  return impl_->rpc().durations();
+}
 
 }  // namespace persia::worker

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <memory>
+#include <vector>
 
 #include "net/server.h"
 #include "worker/embedding_worker.h"
@@ -18,6 +19,9 @@ class WorkerService {
   StatusOr<uint16_t> Start();
   // Answers what is being worked on, then closes.
   void Stop(std::chrono::milliseconds timeout);
+
+  net::ServerStats stats() const;
+  std::vector<const DurationStats*> durations() const;
 
  private:
   class Impl;

@@ -25,6 +25,7 @@ namespace persia::worker {
 struct TestFeature {
   std::string name;
   std::vector<std::vector<uint64_t>> samples;
+  std::vector<float> weights = {};  // of all IDs; empty: all 1
 };
 using TestBatch = std::vector<TestFeature>;
 
@@ -38,7 +39,7 @@ inline std::vector<std::byte> EncodeBatch(const TestBatch& batch) {
       ids[i].insert(ids[i].end(), sample.begin(), sample.end());
       offsets[i].push_back(static_cast<uint32_t>(ids[i].size()));
     }
-    encoded.features.push_back({batch[i].name, offsets[i], ids[i]});
+    encoded.features.push_back({batch[i].name, offsets[i], ids[i], batch[i].weights});
   }
   auto bytes = EncodeIdFeatures(encoded);
   EXPECT_TRUE(bytes.ok()) << bytes.status().ToString();
@@ -73,6 +74,13 @@ inline std::vector<SlotConfig> MixedSlots() {
       {.name = "stacked_sqrt",
        .dim = 3,
        .sqrt_scaling = true,
+       .hash_stack_rounds = 2,
+       .hash_stack_size = 10,
+       .group = 1},
+      {.name = "mean", .dim = 16, .mean_scaling = true, .group = 0},
+      {.name = "stacked_mean",
+       .dim = 3,
+       .mean_scaling = true,
        .hash_stack_rounds = 2,
        .hash_stack_size = 10,
        .group = 1},
@@ -113,8 +121,8 @@ inline float RowElement(uint64_t sign, uint32_t element) {
 
 inline std::vector<uint64_t> SignsOf(const SlotTable& slots, const SlotConfig& slot,
                                      std::span<const uint64_t> ids) {
-  std::vector<uint64_t> signs;
-  slots.AppendSigns(slot, ids, &signs);
+  std::vector<uint64_t> signs(ids.size() * slot.num_buckets());
+  slots.MakeSigns(slot, ids, signs.data());
   return signs;
 }
 

@@ -37,6 +37,7 @@ def make_batch(batch_id: int) -> PersiaBatch:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batches", type=int, required=True)
+    parser.add_argument("--first", type=int, default=0, help="number of the first batch's data")
     parser.add_argument("--fail-after", type=int, default=-1, help="raise after that many batches")
     parser.add_argument("--hang-after", type=int, default=-1, help="stop sending, without ending")
     options = parser.parse_args()
@@ -47,7 +48,7 @@ def main() -> None:
             if sequence == options.hang_after:
                 print("hanging", flush=True)
                 time.sleep(600)
-            ctx.send_data(make_batch(sequence * ctx.replica_size + ctx.replica_index))
+            ctx.send_data(make_batch(options.first + sequence * ctx.replica_size + ctx.replica_index))
     print(f"sent {options.batches}", flush=True)
 
 

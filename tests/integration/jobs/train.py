@@ -8,17 +8,19 @@ import hashlib
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from persia.ctx import TrainCtx
+from persia.ctx import DataCtx, TrainCtx
 from persia.data import DataLoader, StreamingDataset
+from persia.distributed import DDPOption
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Adagrad
-from persia.env import get_rank
+from persia.env import get_rank, get_resume_checkpoint
 from persia.utils import setup_seed
 
 
@@ -50,20 +52,36 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--reproducible", action="store_true")
     parser.add_argument("--staleness", type=int, default=None)
+    parser.add_argument("--consistency", default="hybrid")
+    parser.add_argument("--sync-file", type=Path, default=None, help="where ranks meet; else over TCP")
+    parser.add_argument("--fail-rank", type=int, default=-1, help="the only rank that --fail-after concerns")
     parser.add_argument("--stop-after", type=int, default=-1, help="leave the loop after that many batches")
     parser.add_argument("--fail-after", type=int, default=-1, help="raise after that many batches")
+    parser.add_argument("--embedded-loader", type=int, default=0, help="batches to feed, without a broker")
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds between batches")
     parser.add_argument("--skip-every", type=int, default=0, help="no backward for every n-th batch")
     return parser.parse_args()
 
 
+def feed(num_batches: int) -> None:
+    """What loader.py does, on a thread of this process: called in embedded jobs only."""
+    from loader import make_batch
+
+    with DataCtx() as ctx:
+        for batch_id in range(num_batches):
+            ctx.send_data(make_batch(batch_id))
+
+
 def train(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) -> None:
     loader = DataLoader(
-        StreamingDataset(buffer_size=10),
+        StreamingDataset(buffer_size=10, loader=lambda: feed(options.embedded_loader)),
         reproducible=options.reproducible,
         embedding_staleness=options.staleness,
     )
     for position, batch in enumerate(loader):
         report["batch_ids"].append(batch.batch_id)
+        report["workers"].append(batch.result.reference.worker_index)
+        time.sleep(options.pace)
         assert batch.meta == str(batch.batch_id).encode()
         report["max_in_flight"] = max(report["max_in_flight"], ctx.staleness.in_flight)
         output, labels = ctx.forward(batch)
@@ -76,7 +94,7 @@ def train(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) ->
         ctx.backward(loss)
         if position + 1 == options.stop_after:
             break
-        if position + 1 == options.fail_after:
+        if position + 1 == options.fail_after and options.fail_rank in (-1, get_rank()):
             raise ValueError(f"boom after {options.fail_after} batches")
 
 
@@ -84,16 +102,24 @@ def main() -> None:
     options = parse()
     setup_seed(7)
     model = Model()
-    report: dict[str, Any] = {"batch_ids": [], "losses": [], "max_in_flight": 0, "error": None}
+    report: dict[str, Any] = {"batch_ids": [], "workers": [], "losses": [], "max_in_flight": 0, "error": None}
     ctx = TrainCtx(
         model=model,
         embedding_optimizer=Adagrad(lr=0.05),
         dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5),
         embedding_config=EmbeddingConfig(emb_initialization=(-0.1, 0.1), seed=3),
         mixed_precision=False,
+        consistency=options.consistency,
+        distributed_option=(
+            DDPOption("file", "gloo", sync_file=options.sync_file) if options.sync_file else None
+        ),
     )
     try:
         with ctx:
+            if (checkpoint := get_resume_checkpoint()) is not None:
+                ctx.load_checkpoint(checkpoint)
+                report["resumed"] = {"step": ctx.step, "digest": digest(model.parameters())}
+                report["resumed"]["optimizer_digest"] = digest(momenta(ctx.dense_optimizer))
             train(ctx, options, report)
             report["sizes"] = ctx.get_embedding_size()
     except BaseException as error:

@@ -34,9 +34,9 @@ def default_of(section: type[Section], name: str) -> str:
 
 def existing_keys(section: type[Section], path: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
     for key in keys_of(section):
-        item: Any = get_args(key.type)[1] if get_args(key.type) else key.type
+        item: Any = get_args(key.type)[-1] if get_args(key.type) else key.type
         is_section = isinstance(item, type) and issubclass(item, Section)
-        is_map = is_section or get_origin(key.type) is not None
+        is_map = is_section or get_origin(key.type) not in (None, list)
         # A section with a fixed name and defaults needs no row of its own: its keys tell all.
         if not is_section or key.optional or key.required:
             kind = "map" if is_map else key.type.__name__.replace("NoneType", "null")

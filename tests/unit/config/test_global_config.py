@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from persia.config import CommonConfig, EmbeddingParameterServerConfig, GlobalConfig, parse_global_config
+from persia.config import (
+    CommonConfig,
+    EmbeddingParameterServerConfig,
+    GlobalConfig,
+    InferConfig,
+    parse_global_config,
+)
 from persia.errors import ConfigError
 
 METRICS = "common_config.metrics_config"
@@ -31,6 +37,9 @@ DEFAULTS = {
     f"{SERVER}.incremental_buffer_size": 1_000_000,
     f"{SERVER}.incremental_dir": "/workspace/incremental_dir/",
     f"{SERVER}.incremental_channel_capacity": 1000,
+    f"{SERVER}.incremental_interval_ms": 500,
+    f"{SERVER}.incremental_dense_interval_sec": 10,
+    f"{SERVER}.incremental_keep_packets": 3600,
 }
 
 # Least and largest values; None: the largest is that of 64 bits.
@@ -44,6 +53,9 @@ LIMITS = {
     f"{SERVER}.full_amount_manager_buffer_size": (1, 2**64 - 1),
     f"{SERVER}.incremental_buffer_size": (1, 2**64 - 1),
     f"{SERVER}.incremental_channel_capacity": (1, 2**64 - 1),
+    f"{SERVER}.incremental_interval_ms": (10, 86_400_000),
+    f"{SERVER}.incremental_dense_interval_sec": (0, 2**32 - 1),
+    f"{SERVER}.incremental_keep_packets": (1, 2**32 - 1),
 }
 
 SWITCHES = [f"{METRICS}.enable_metrics", f"{SERVER}.enable_incremental_update"]
@@ -128,21 +140,41 @@ def test_texts_must_be_strings(path, value):
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        ("common_config.job_type", "Infer", "other job types are not available in this version"),
         ("common_config.job_type", "Eval", "other job types are not available in this version"),
-        ("common_config.job_type", "train", "must be 'Train'"),
-        (
-            "common_config.infer_config",
-            {"servers": ["a:1"]},
-            "inference jobs are not available in this version",
-        ),
-        (f"{SERVER}.enable_incremental_update", True, "incremental update is not available in this version"),
+        ("common_config.job_type", "train", "must be 'Train' or 'Infer'"),
     ],
 )
 def test_what_this_version_lacks_is_refused(path, value, reason):
     message = refusal_of(with_key(path, value))
     assert message.startswith(f"{path}=")
     assert reason in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("incremental_buffer_size", 2**29 + 1, "must not be above 536870912 when enable_incremental"),
+        ("incremental_dir", "", "name a directory or a URL"),
+    ],
+)
+def test_incremental_updates_need_keys_that_fit(key, value, reason):
+    settings = {key: value}
+    assert value_at(parse_global_config(with_key(SERVER, settings)), f"{SERVER}.{key}") == value
+    message = refusal_of(with_key(SERVER, {**settings, "enable_incremental_update": True}))
+    assert message.startswith(f"{SERVER}.{key}=")
+    assert reason in message
+
+
+def test_inference_jobs_have_their_own_settings():
+    infer = {"embedding_checkpoint": "model/", "servers": ["a:1", "b:2"]}
+    config = parse_global_config({"common_config": {"job_type": "Infer", "infer_config": infer}})
+    assert config.common_config.infer_config == InferConfig(**infer)
+    assert "infer_config is given with job_type='Train'" in refusal_of(
+        with_key("common_config.infer_config", infer)
+    )
+    for servers in (["a"], [1], "a:1"):
+        message = refusal_of({"common_config": {"job_type": "Infer", "infer_config": {"servers": servers}}})
+        assert message.startswith("common_config.infer_config.servers=")
 
 
 def test_metrics_may_be_asked_for_and_tuned():

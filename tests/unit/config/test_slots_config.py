@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia import _native
 from persia.config import HashStackConfig, SlotConfig, SlotsConfig, parse_embedding_config
+from persia.embedding.initializers import XavierUniform
+from persia.embedding.optim import Adam
 from persia.errors import ConfigError
 
 SLOT_DEFAULTS = {
     "sample_fixed_size": 10,
     "embedding_summation": True,
     "sqrt_scaling": False,
+    "mean_scaling": False,
     "hash_stack_config": None,
     "index_prefix": 0,
 }
@@ -105,6 +108,14 @@ def test_prefix_bits_are_taken_up_to_their_limits(bits):
         (slot(dim=8.0), "slots_config.user.dim=8.0 must be an integer"),
         (slot(sample_fixed_size="10"), "slots_config.user.sample_fixed_size='10' must be an integer"),
         (slot(embedding_summation=1), "slots_config.user.embedding_summation=1 must be true or false"),
+        (
+            slot(sqrt_scaling=True, mean_scaling=True),
+            "slots_config.user.mean_scaling=true and sqrt_scaling=true exclude each other",
+        ),
+        (
+            slot(mean_scaling=True, embedding_summation=False),
+            "slots_config.user.mean_scaling=true needs embedding_summation=true",
+        ),
         (slot(sqrt_scaling="no"), "slots_config.user.sqrt_scaling='no' must be true or false"),
         (
             slot(index_prefix=1),
@@ -211,6 +222,63 @@ class TestGroups:
         assert refusal_of(mapping).startswith("feature_groups.g has a with dim=8 and b with dim=16")
 
 
+class TestRowsOfASlot:
+    def test_objects_and_mappings_mean_the_same(self):
+        given = SlotConfig(dim=8, optimizer=Adam(lr=0.5), initializer=XavierUniform(gain=2))
+        adam = {"name": "adam", "lr": 0.5, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8}
+        xavier = {"name": "xavier_uniform", "gain": 2}
+        assert given == SlotConfig(dim=8, optimizer=adam, initializer=xavier)
+        assert given == parse_embedding_config(slot(optimizer=adam, initializer=xavier)).slots_config["user"]
+        assert given.rows == {"optimizer": adam, "initializer": xavier}
+        assert SlotConfig(dim=8).rows == {}
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"optimizer": "adam"}, "optimizer must be a mapping of keys to values, not 'adam'"),
+            ({"optimizer": {"lr": 0.1}}, "optimizer has no name"),
+            ({"optimizer": {"name": "adam"}}, "optimizer adam has no lr"),
+            ({"optimizer": {"name": "lion", "lr": 0.1}}, "'lion' is not one of sgd, adagrad"),
+            ({"optimizer": {"name": "adam", "lr": 0.1, "betas": 0.9}}, "betas is no hyper-parameter of adam"),
+            ({"optimizer": {"name": "adam", "lr": "1e-3"}}, "lr='1e-3' is no number"),
+            ({"optimizer": {"name": "adam", "lr": -1}}, "lr is -1"),
+            ({"optimizer": {"name": "sgd", "lr": 0.1, "nesterov": True}}, "nesterov needs a momentum"),
+            ({"initializer": {"name": "normal", "sigma": 1}}, "known are: mean, std"),
+            ({"initializer": {"name": "uniform", "lower": 2}}, "initializer.upper is 0.01"),
+            ({"admit_probability": 1.5}, "admit_probability is 1.5"),
+            ({"admit_probability": "high"}, "admit_probability='high' must be a number"),
+            ({"admit_after": 0}, "admit_after=0 must be an integer from 1 to 255"),
+            ({"weight_bound": -1}, "weight_bound is -1"),
+            ({"weight_bound": True}, "weight_bound=true must be a number"),
+            ({"time_to_live_sec": -1}, "time_to_live_sec is -1"),
+            ({"time_to_live_sec": "1 day"}, "time_to_live_sec='1 day' must be a number"),
+            ({"min_norm": -0.5}, "min_norm is -0.5"),
+            ({"capacity": 0}, "capacity=0 must be an integer from 1"),
+        ],
+    )
+    def test_what_cannot_be_is_refused_by_name(self, settings, message):
+        refusal = refusal_of(slot(**settings))
+        assert message in refusal
+        assert refusal.startswith("slots_config.user.")
+
+    def test_slots_of_one_group_must_have_the_same(self):
+        own = {"weight_bound": 1}
+        mapping = {
+            "slots_config": {"a": {"dim": 8}, "b": {"dim": 8, **own}},
+            "feature_groups": {"g": ["a", "b"]},
+        }
+        assert "feature_groups.g has a and b, whose optimizer" in refusal_of(mapping)
+        mapping["slots_config"]["a"].update(own)
+        assert len(parse_embedding_config(mapping).native_slots()) == 2
+
+    def test_they_count_in_the_schema(self):
+        hashes = {
+            parse_embedding_config(mapping).schema_hash()
+            for mapping in (slot(), slot(admit_after=2), slot(initializer={"name": "ones"}))
+        }
+        assert len(hashes) == 3
+
+
 class RecordedSlot:
     """Takes the place of the native class, whose settings cannot be read back."""
 
@@ -221,30 +289,43 @@ class RecordedSlot:
 class TestNativeSlots:
     def test_every_setting_arrives(self, monkeypatch):
         monkeypatch.setattr(_native, "SlotConfig", RecordedSlot)
+        own_rows = {"optimizer": {"name": "sgd", "lr": 0.1}, "admit_after": 2}
         mapping = {
             "feature_index_prefix_bit": 12,
             "slots_config": {
                 "plain": {"dim": 8},
-                "raw": {"dim": 4, "embedding_summation": False, "sample_fixed_size": 3, "sqrt_scaling": True},
+                "raw": {
+                    "dim": 4,
+                    "embedding_summation": False,
+                    "sample_fixed_size": 3,
+                    "sqrt_scaling": True,
+                    **own_rows,
+                },
+                "mean": {"dim": 8, "mean_scaling": True},
                 "stacked": {"dim": 8, "hash_stack_config": {"hash_stack_rounds": 2, "embedding_size": 10}},
             },
             "feature_groups": {"g": ["stacked", "plain"]},
         }
-        plain, raw, stacked = (native.settings for native in parse_embedding_config(mapping).native_slots())
+        natives = parse_embedding_config(mapping).native_slots()
+        plain, raw, mean, stacked = (native.settings for native in natives)
         pooled = {"embedding_summation": True, "sqrt_scaling": False, "sample_fixed_size": 10}
+        pooled["mean_scaling"] = False
         first_group = {"index_prefix": 1 << 52, "group": 0}
-        no_stack = {"hash_stack_rounds": 0, "hash_stack_size": 0}
+        no_stack = {"hash_stack_rounds": 0, "hash_stack_size": 0, "rows": None}
         assert plain == {"name": "plain", "dim": 8, **pooled, **first_group, **no_stack}
-        stack = {"hash_stack_rounds": 2, "hash_stack_size": 10}
+        stack = {"hash_stack_rounds": 2, "hash_stack_size": 10, "rows": None}
         assert stacked == {"name": "stacked", "dim": 8, **pooled, **first_group, **stack}
         own = {
             "name": "raw",
             "dim": 4,
             "embedding_summation": False,
             "sqrt_scaling": True,
+            "mean_scaling": False,
             "sample_fixed_size": 3,
         }
-        assert raw == {**own, "index_prefix": 2 << 52, "group": 1, **no_stack}
+        second_group = {"index_prefix": 3 << 52, "group": 2}
+        assert mean == {"name": "mean", "dim": 8, **pooled, "mean_scaling": True, **second_group, **no_stack}
+        assert raw == {**own, "index_prefix": 2 << 52, "group": 1, **no_stack, "rows": own_rows}
 
     @pytest.mark.parametrize("bits", [1, 8, 32])
     def test_the_engine_takes_the_largest_config_that_is_valid_here(self, bits):
@@ -307,6 +388,7 @@ class TestSchemaHash:
                 slot(),
                 slot(dim=16),
                 slot(sqrt_scaling=True),
+                slot(mean_scaling=True),
                 slot(**raw),
                 slot(**raw, sample_fixed_size=20),
                 slot(hash_stack_config=stack),
@@ -321,6 +403,7 @@ class TestSchemaHash:
         assert len(hashes) == len(configs)
         assert all(len(value) == 16 and int(value, 16) >= 0 for value in hashes)
 
+    @settings(deadline=None)  # a busy machine is no failure
     @given(st.permutations(["a", "b", "c", "d"]), st.permutations(["a", "b", "c", "d"]))
     def test_order_counts_exactly_where_it_numbers_groups(self, one, other):
         first, second = slots(*one), slots(*other)

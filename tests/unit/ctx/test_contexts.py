@@ -13,7 +13,7 @@ import torch
 from persia.ctx import BaseCtx, DataCtx, EmbeddingCtx, PreprocessMode, TrainCtx, cnt_ctx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
 from persia.embedding import EmbeddingConfig
-from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
+from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 
 MakeCtx = Callable[..., TrainCtx]
 
@@ -77,10 +77,11 @@ def test_mixed_precision_is_the_default(model: torch.nn.Module) -> None:
         TrainCtx(SGD(lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1), model=model)
 
 
-def test_contexts_of_a_cluster_need_the_broker() -> None:
-    for make in (DataCtx, eval_ctx):
-        with pytest.raises(FailedPreconditionError, match="PERSIA_NATS_URL is not set"):
-            make()
+def test_without_broker_and_slots_both_ways_on_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"PERSIA_NATS_URL is not set.*slots=.*PERSIA_EMBEDDING_CONFIG"):
+        eval_ctx()
+    with pytest.raises(FailedPreconditionError, match=r"PERSIA_NATS_URL is not set.*persia-launcher"):
+        DataCtx()
 
 
 def test_loader_needs_a_context(make_dataset: Any) -> None:

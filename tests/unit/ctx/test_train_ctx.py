@@ -13,6 +13,7 @@ import torch
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
+from persia.embedding.lr_schedule import LRSchedule
 from persia.embedding.optim import SGD
 from persia.errors import FailedPreconditionError, InvalidTypeError, NotFoundError, PersiaError
 
@@ -306,3 +307,21 @@ def test_data_set_that_exits_ends_the_loop(make_ctx: MakeCtx, make_dataset: Any)
             ctx.backward(ctx.forward(next(batches))[0].sum())
         with pytest.raises(SystemExit):
             next(batches)
+
+
+def test_a_schedule_steers_the_rate_of_the_servers(make_ctx: MakeCtx, new_batch: Any) -> None:
+    optimizer = SGD(1.0)
+    schedule = LRSchedule(optimizer, lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=1, gamma=0.5))
+    steps = []
+    with make_ctx(embedding_optimizer=optimizer) as ctx:
+        torch.nn.init.ones_(ctx.model.linear.weight)  # type: ignore[union-attr, arg-type]
+        ctx.dense_optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        for _ in range(3):
+            batch, before = ctx.get_embedding_from_data(new_batch(2)), rows_of(ctx, new_batch(2))
+            ctx.backward(ctx.forward(batch)[0].sum())
+            ctx.wait_for_gradients()
+            steps.append(float(np.abs(rows_of(ctx, new_batch(2)) - before).max()))
+            schedule.step()
+    assert steps[1] == pytest.approx(steps[0] / 2, rel=1e-3)
+    assert steps[2] == pytest.approx(steps[0] / 4, rel=1e-3)
+    optimizer.set_lr(0.5)  # the context has ended: nobody is told

@@ -102,6 +102,10 @@ class FakeHost(LoaderHost):
     def training(self) -> bool:
         return self._training
 
+    @property
+    def embedded_job(self) -> None:
+        return None
+
     def open_stream(self, buffer_size: int, *, ordered: bool) -> StreamReceiver:
         raise AssertionError("no streams here")
 

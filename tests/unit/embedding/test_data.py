@@ -182,6 +182,18 @@ def test_a_batch_is_sent_once() -> None:
         sent.mark_sent()
 
 
+def test_the_largest_batch() -> None:
+    samples = [ids(i) for i in range(MAX_BATCH_SIZE)]
+    before = PersiaBatch(
+        [IDTypeFeature("user", samples), IDTypeFeatureWithSingleID("item", np.concatenate(samples))],
+        labels=[Label(np.zeros((MAX_BATCH_SIZE, 1), np.float32))],
+    )
+    after = PersiaBatch.from_bytes(before.to_bytes())
+    assert after.batch_size == MAX_BATCH_SIZE
+    for feature in after.id_type_features:
+        np.testing.assert_array_equal(feature.ids, np.arange(MAX_BATCH_SIZE))
+
+
 def test_text_as_meta_is_encoded() -> None:
     assert batch(meta="ü").meta == "ü".encode()
 

@@ -9,6 +9,8 @@ from results import CHECKPOINT_FILES, FILES, remove_results
 
 def leave_results(output: Path) -> None:
     (output / "checkpoint").mkdir(parents=True)
+    (output / "checkpoint" / "dump-1").mkdir()
+    (output / "checkpoint" / "dump-1" / "dense.pt").write_text("of an earlier run", encoding="utf-8")
     for name in (*FILES, *(f"checkpoint/{name}" for name in CHECKPOINT_FILES)):
         (output / name).write_text("of an earlier run", encoding="utf-8")
 

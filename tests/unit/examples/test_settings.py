@@ -9,11 +9,12 @@ import pytest
 from settings import DEFAULT_SEED, DEFAULT_STALENESS, Settings, SettingsError
 
 NAMES = ("ADULT_DATA", "ADULT_OUTPUT", "SEED", "REPRODUCIBLE", "EMBEDDING_STALENESS", "ENABLE_CUDA")
+MODE_NAMES = ("CONSISTENCY", "ADULT_EVALUATIONS")
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES:
+    for name in (*NAMES, *MODE_NAMES):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -35,14 +36,31 @@ def test_reproducible_means_one_batch_at_a_time_unless_told_otherwise(
 def test_values(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in zip(NAMES, ("data", "out", "0", "1", "7", "0"), strict=True):
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PERSIA_EMBEDDING_CONFIG", "slots.yml")
     assert Settings.from_environment() == Settings(
         data=Path("data"),
         output=Path("out"),
         seed=0,
         reproducible=True,
         embedding_staleness=7,
+        slots=Path("slots.yml"),
         enable_cuda=False,
     )
+
+
+def test_modes_that_bound_staleness_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMBEDDING_STALENESS", "unbounded")
+    assert Settings.from_environment().embedding_staleness is None
+    monkeypatch.setenv("EMBEDDING_STALENESS", "7")
+    monkeypatch.setenv("CONSISTENCY", "asynchronous")
+    settings = Settings.from_environment()
+    assert (settings.consistency, settings.embedding_staleness) == ("asynchronous", None)
+
+
+def test_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings.from_environment().num_evaluations == 5
+    monkeypatch.setenv("ADULT_EVALUATIONS", "1")
+    assert Settings.from_environment().num_evaluations == 1
 
 
 @pytest.mark.parametrize(
@@ -53,6 +71,7 @@ def test_values(monkeypatch: pytest.MonkeyPatch) -> None:
         ("REPRODUCIBLE", "yes"),
         ("EMBEDDING_STALENESS", "0"),
         ("ENABLE_CUDA", "2"),
+        ("ADULT_EVALUATIONS", "0"),
     ],
 )
 def test_refusals(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:

@@ -38,7 +38,7 @@ def test_commands():
         "load.py",
         "-v",
     )
-    assert loader.env == {"A": "1", "B": "2"}
+    assert loader.env == {"A": "1", "B": "2", "PERSIA_GLOBAL_CONFIG": "g.yml"}
     trainer = specs.nn_worker("train.py", ["--lr", "1"], 2, {})
     assert trainer.command[1:] == ("nn-worker", "--nproc-per-node", "2", "train.py", "--lr", "1")
 

@@ -30,5 +30,5 @@ def test_unknown_roles_and_negative_indices_are_refused():
         subjects.batch(-1)
 
 
-def test_roles_are_four():
-    assert len(set(ROLES)) == 4
+def test_roles_are_five():
+    assert len(set(ROLES)) == 5

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from persia.errors import CorruptionError, ResourceExhaustedError
-from persia.messaging.discovery import EventKind, ServiceEvent, ServiceInfo
+from persia.messaging.discovery import Announcer, Directory, EventKind, ServiceEvent, ServiceInfo
+from persia.messaging.ids_responder import IdsResponder
+from persia.messaging.local_session import LocalBroker, LocalSession
 from persia.messaging.payloads import IdsReply, IdsRequest, ReplyStatus
-from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
-from persia.roles.embedding_worker import IdsResponder, ServerLinks
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
+from persia.roles.embedding_worker import ServerLinks, count_workers, drain
 
 
 class Worker:
@@ -24,11 +27,11 @@ class Worker:
     def set_server(self, index: int, address: str) -> None:
         self.servers.append((index, address))
 
-    def register_batch(self, loader_index: int, id_features: Any) -> int:
+    def register_batch(self, loader_index: int, id_features: Any) -> tuple[int, int]:
         if self._failure is not None:
             raise self._failure
         self.registered.append((loader_index, bytes(id_features)))
-        return 5
+        return self.incarnation, 5
 
 
 def server(incarnation: int, address: str, index: int = 0, replicas: int = 2) -> ServiceInfo:
@@ -60,13 +63,13 @@ def test_a_server_of_another_shape_is_not_used():
 
 def test_registration_answers_with_the_reference():
     worker = Worker()
-    reply = IdsReply.decode(IdsResponder(worker)(IdsRequest(3, 4, b"ids").encode()))
+    reply = IdsReply.decode(IdsResponder(worker.register_batch)(IdsRequest(3, 4, b"ids").encode()))
     assert reply == IdsReply(ReplyStatus.OK, worker_incarnation=77, reference=5)
     assert worker.registered == [(3, b"ids")]
 
 
 def test_a_full_buffer_asks_to_try_again():
-    responder = IdsResponder(Worker(ResourceExhaustedError("full")))
+    responder = IdsResponder(Worker(ResourceExhaustedError("full")).register_batch)
     reply = IdsReply.decode(responder(IdsRequest(0, 1, b"").encode()))
     assert reply.status is ReplyStatus.FULL
     assert 5 <= reply.retry_ms <= 20
@@ -74,6 +77,51 @@ def test_a_full_buffer_asks_to_try_again():
 
 @pytest.mark.parametrize("payload", [b"", IdsRequest(0, 1, b"").encode()])
 def test_what_cannot_be_registered_is_answered_with_the_reason(payload):
-    reply = IdsReply.decode(IdsResponder(Worker(CorruptionError("bad ids")))(payload))
+    reply = IdsReply.decode(IdsResponder(Worker(CorruptionError("bad ids")).register_batch)(payload))
     assert reply.status is ReplyStatus.ERROR
     assert reply.message
+
+
+def worker_info(index: int, replicas: int) -> ServiceInfo:
+    return ServiceInfo(role=EMBEDDING_WORKER, index=index, replicas=replicas, incarnation=index + 1)
+
+
+def test_a_worker_counts_those_that_come_and_go():
+    session = LocalSession(LocalBroker(), name="test")
+    announcer = Announcer(session, worker_info(0, 2))
+    announcer.start()
+    watch = Directory(session).watch(EMBEDDING_WORKER, partial(count_workers, announcer))
+    newcomer = Announcer(session, worker_info(2, 3))
+    newcomer.start()
+    assert announcer.info.replicas == 3
+    Announcer(session, worker_info(1, 2)).start()
+    assert announcer.info.replicas == 3
+    newcomer.stop()
+    assert announcer.info.replicas == 2
+    Announcer(session, worker_info(0, 2)).stop()  # was never started: says nothing
+    watch.close()
+
+
+class Draining:
+    """Batches that are fetched one at a time."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches = num_batches
+
+    def stats(self) -> dict[str, int]:
+        self.num_batches = max(0, self.num_batches - 1)
+        return {
+            "num_buffered": self.num_batches // 2,
+            "num_in_flight": self.num_batches - self.num_batches // 2,
+        }
+
+
+@pytest.mark.parametrize(("rank_is_there", "left"), [(True, 0), (False, 4)])
+def test_draining_lasts_until_nothing_is_held_or_nobody_comes(rank_is_there, left):
+    broker = LocalBroker()
+    if rank_is_there:
+        rank = ServiceInfo(role=NN_WORKER, index=0, replicas=1, incarnation=1)
+        Announcer(LocalSession(broker, name="rank"), rank).start()
+    worker = Draining(5)
+    drain(worker, LocalSession(broker, name="worker"))
+    assert worker.num_batches == left

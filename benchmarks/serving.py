@@ -1,0 +1,159 @@
+"""How long predictions take at fixed rates: python -m benchmarks.serving wide --rates 50 100 200
+
+Open loop: requests are sent when they are due, whether or not the ones before are answered, and a latency
+counts from that moment. A server that falls behind shows so, instead of slowing its clients down. Each rate
+is measured twice, with one version all the time, and while versions change as fast as they can be loaded.
+Server and client share the machine: upper bounds of what a client elsewhere would see, without the network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from benchmarks.own_core import own_core
+from benchmarks.served_models import MODELS, prepare, requests, use_version
+from persia.serving.protocol import SERVICE, message
+
+START_S = 120.0
+TIMEOUT_S = 10.0
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[tuple[str, int]]:
+    """A server of the checkpoint; its address and process."""
+    config, log = folder / "embedding_config.yml", folder / "serve.log"
+    command = [sys.executable, "-m", "persia.launcher", "serve", str(folder / "model")]
+    command += ["--embedding-config", str(config), "--port", "0", "--poll", "0.2"]
+    with (
+        log.open("wb") as sink,
+        subprocess.Popen(command, stdout=sink, stderr=sink) as process,
+    ):
+        try:
+            end = time.monotonic() + START_S
+            while time.monotonic() < end and process.poll() is None:
+                found = re.search(r"is served at (\S+:\d+)", log.read_text())
+                if found:
+                    yield found.group(1), process.pid
+                    return
+                time.sleep(0.1)
+            raise RuntimeError(f"the server does not start: {log.read_text()}")
+        finally:
+            process.terminate()
+
+
+async def ask_all(
+    address: str, messages: list[bytes], rate: float, seconds: float
+) -> tuple[list[float], list[bytes]]:
+    """Milliseconds of every request from when it was due, infinity for one that failed; all replies."""
+    replies: list[bytes] = []
+    async with grpc.aio.insecure_channel(address) as channel:
+        infer: Any = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+        started = time.perf_counter() + 0.1
+
+        async def ask(number: int) -> float:
+            due = started + number / rate
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            try:
+                replies.append(await infer(messages[number % len(messages)], timeout=TIMEOUT_S))
+            except grpc.aio.AioRpcError:
+                return float("inf")
+            return (time.perf_counter() - due) * 1e3
+
+        times = await asyncio.gather(*(ask(number) for number in range(int(rate * seconds))))
+    return list(times), replies
+
+
+class Switching:
+    """Names the other version whenever the one named before answers. In the client's own loop: no thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._step = folder, 1
+
+    async def run(self, address: str, probe: bytes) -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            infer: Any = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    if _version_of(await infer(probe, timeout=TIMEOUT_S)) == str(self._step):
+                        self._step = 3 - self._step
+                        use_version(self._folder, self._step)
+                await asyncio.sleep(0.5)
+
+
+def _version_of(reply: bytes) -> str:
+    version: str = message("ModelInferResponse").FromString(reply).model_version
+    return version
+
+
+async def measure(
+    address: str, messages: list[bytes], rate: float, seconds: float, switching: Switching | None
+) -> str:
+    """One line of the table."""
+    switches = asyncio.create_task(switching.run(address, messages[0])) if switching else None
+    times, replies = await ask_all(address, messages, rate, seconds)
+    if switches is not None:
+        switches.cancel()
+    versions = [_version_of(reply) for reply in replies]
+    num_switches = sum(one != other for one, other in itertools.pairwise(versions))
+    found = np.array(times)
+    answered = found[np.isfinite(found)]
+    p50, p99 = np.percentile(answered, [50, 99]) if len(answered) else (np.nan, np.nan)
+    what = "switching" if switching else "one version"
+    return (
+        f"{rate:10,.0f}  {what:12}{p50:10.2f}{p99:10.2f}{answered.max(initial=0):10.2f}"
+        f"{len(found) - len(answered):10,}{num_switches:10,}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("model", choices=sorted(MODELS), help="adult: the example; wide: 26 slots of dim 16")
+    parser.add_argument("--rates", type=float, nargs="+", default=[50, 100, 200], help="requests a second")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each line")
+    parser.add_argument("--core", type=int, help="keep this core for the measurement (real-time priority)")
+    parser.add_argument("--rows", type=int, default=10_000_000, help="of the wide model, all slots together")
+    parser.add_argument(
+        "--folder", type=Path, help="where the model is, or is written; default: a temporary one"
+    )
+    parser.add_argument("--prepare", action="store_true", help="write the model into --folder, and end")
+    arguments = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        folder = arguments.folder
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="persia-serving-")))
+        if not (folder / "model").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            prepare(arguments.model, folder, arguments.rows)
+        if arguments.prepare:
+            return
+        use_version(folder, 1)
+        messages = requests(folder)
+        with own_core(arguments.core, [os.getpid()]):  # the server inherits it
+            address, pid = stack.enter_context(served(folder))
+        asyncio.run(ask_all(address, messages, 20, 2))  # warm
+        print("requests/s                  p50 ms    p99 ms    max ms    failed  switches")
+        changes = Switching(folder)
+        for rate in arguments.rates:
+            for switching in (None, changes):
+                with own_core(arguments.core, [os.getpid(), pid]):
+                    line = measure(address, messages, rate, arguments.seconds, switching)
+                    print(asyncio.run(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

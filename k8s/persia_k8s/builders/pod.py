@@ -1,0 +1,133 @@
+"""The pod of any role: environment, container, placement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from persia_k8s.builders.manifest import Images
+from persia_k8s.job import Job, RoleSpec
+from persia_k8s.names import METRICS_PORT, NATS_PORT, Role, object_name
+
+__all__ = ["container", "metrics_annotations", "metrics_ports", "pod_spec"]
+
+_GPU = "nvidia.com/gpu"
+
+
+def container(
+    job: Job, role: Role, spec: RoleSpec, images: Images, command: Sequence[str], **more: Any
+) -> dict[str, Any]:
+    """The role's container; `more` are further fields of it."""
+    return {
+        "name": role.container,
+        "image": spec.image or (images.cuda if _asks_for_gpus(spec.resources) else images.cpu),
+        "imagePullPolicy": job.spec.image_pull_policy,
+        "command": list(command),
+        "env": _environment(job, spec),
+        "resources": dict(spec.resources),
+        "volumeMounts": [_volume_mount(mount) for mount in spec.volume_mounts],
+        # A container that fails without a message of its own ends with the last lines of its log.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        **more,
+    }
+
+
+def pod_spec(
+    job: Job, spec: RoleSpec, role_container: Mapping[str, Any], *, restart_policy: str, **more: Any
+) -> dict[str, Any]:
+    """The pod around `role_container`; `more` are further fields of it."""
+    mounted = {mount["name"] for mount in spec.volume_mounts}
+    return {
+        # No process of a job talks to the API server.
+        "automountServiceAccountToken": False,
+        # One variable for every service of the namespace is of no use, and PERSIA_... must be ours.
+        "enableServiceLinks": False,
+        "restartPolicy": restart_policy,
+        "volumes": [dict(volume) for volume in job.spec.volumes if volume["name"] in mounted],
+        "nodeSelector": dict(spec.node_selector),
+        "tolerations": [dict(toleration) for toleration in spec.tolerations],
+        "affinity": dict(spec.affinity),
+        "containers": [role_container],
+        **more,
+    }
+
+
+def metrics_ports(job: Job, num_processes: int = 1) -> list[dict[str, Any]]:
+    """The ports of the processes of a pod, for its container; none where metrics are off."""
+    if not job.spec.enable_metrics:
+        return []
+    names = ["metrics", *(f"metrics-{rank}" for rank in range(1, num_processes))]
+    return [{"name": name, "containerPort": METRICS_PORT + rank} for rank, name in enumerate(names)]
+
+
+def metrics_annotations(job: Job, num_processes: int = 1) -> dict[str, str]:
+    """By which a Prometheus that discovers pods finds them.
+
+    One that is told no port takes all ports of the container, which those of several ranks all are.
+    """
+    if not job.spec.enable_metrics:
+        return {}
+    port = {"prometheus.io/port": str(METRICS_PORT)} if num_processes == 1 else {}
+    return {"prometheus.io/scrape": "true", "prometheus.io/path": "/metrics", **port}
+
+
+def _environment(job: Job, spec: RoleSpec) -> list[dict[str, Any]]:
+    """Ours, then the job's, then the role's, then what probes and `enableMetrics` rely on.
+
+    Of equal names the last wins, as only it is kept.
+    """
+    variables = [
+        _downward("POD_NAME", "metadata.name"),
+        _downward("POD_IP", "status.podIP"),
+        # Both parts without '_': two jobs of one broker never have the same name.
+        _value("PERSIA_JOB_NAME", f"{job.namespace}_{job.name}"),
+        _value("PERSIA_NATS_URL", _nats_url(job)),
+        _value("PERSIA_BIND_HOST", "$(POD_IP)"),
+        _value("PERSIA_EMBEDDING_CONFIG", job.embedding_config),
+        _value("PERSIA_GLOBAL_CONFIG", job.global_config),
+        _value("PERSIA_NN_WORKER_ENTRY", job.spec.persia_env.nn_worker_entry),
+        _value("PERSIA_DATALOADER_ENTRY", job.spec.persia_env.dataloader_entry),
+        _value("LOG_LEVEL", job.spec.log_level),
+        _value("PYTHONUNBUFFERED", "1"),
+        *(dict(variable) for variable in job.spec.env),
+        *(dict(variable) for variable in spec.env),
+        *_metrics_environment(job),
+    ]
+    last = {variable["name"]: index for index, variable in enumerate(variables)}
+    return [
+        variable
+        for index, variable in enumerate(variables)
+        if last[variable["name"]] == index and ("valueFrom" in variable or variable.get("value") is not None)
+    ]
+
+
+def _metrics_environment(job: Job) -> list[dict[str, Any]]:
+    if job.spec.enable_metrics:
+        return [_value("PERSIA_METRICS_PORT", str(METRICS_PORT))]
+    return [_value("PERSIA_METRICS_PORT", "off"), _value("PERSIA_METRICS_GATEWAY_ADDR", "")]
+
+
+def _value(name: str, value: str | None) -> dict[str, Any]:
+    return {"name": name, "value": value}
+
+
+def _downward(name: str, path: str) -> dict[str, Any]:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _nats_url(job: Job) -> str | None:
+    own = f"nats://{object_name(job.name, Role.NATS)}:{NATS_PORT}" if job.has_own_nats else None
+    return job.spec.nats.url or own
+
+
+def _asks_for_gpus(resources: Mapping[str, Any]) -> bool:
+    return any(_GPU in (resources.get(kind) or {}) for kind in ("limits", "requests"))
+
+
+def _volume_mount(mount: Mapping[str, Any]) -> dict[str, Any]:
+    """The published documentation spells `read_only`, which Kubernetes would drop: a mount to write to."""
+    translated = {key: value for key, value in mount.items() if key != "read_only"}
+    if "read_only" in mount:
+        translated.setdefault("readOnly", mount["read_only"])
+    return translated

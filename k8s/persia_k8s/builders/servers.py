@@ -1,0 +1,153 @@
+"""StatefulSets: broker, parameter servers and embedding workers, each pod with a name that it keeps."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable
+from typing import Any
+
+from persia_k8s.builders.manifest import Images, Manifest, Scale, labels, metadata, with_hash
+from persia_k8s.builders.pod import container, metrics_annotations, metrics_ports, pod_spec
+from persia_k8s.job import Job, RoleSpec
+from persia_k8s.names import ATTEMPT_LABEL, Role, object_name, pod_address
+
+__all__ = ["stateful_set"]
+
+# A pod's number is the end of its name. A label holds it too, but only since Kubernetes 1.28.
+_SERVERS = {
+    Role.PARAMETER_SERVER: (
+        "exec persia-launcher embedding-parameter-server --port={port} "
+        '--replica-index="${{POD_NAME##*-}}" --replica-size={replicas}{more}'
+    ),
+    # Others take the largest number that a worker tells. Each says only that it is there itself, which stays
+    # true when workers come and go, also of a container that is started again.
+    Role.EMBEDDING_WORKER: (
+        'index="${{POD_NAME##*-}}"; exec persia-launcher embedding-worker --port={port} '
+        '--replica-index="$index" --replica-size="$((index + 1))"{more}'
+    ),
+}
+_WITHOUT_METRICS = (Role.NATS,)
+_PROBE_S = 5
+# An embedding worker listens once it has found all parameter servers, for which it waits 300 s by default.
+_START_S = 600
+# An embedding worker that stops serves the batches that it holds for so long, if ranks take so long.
+_DEADLINE_S = 300
+_GRACE_S = 30
+
+
+def stateful_set(job: Job, role: Role, scale: Scale, images: Images) -> Manifest:
+    """The StatefulSet of a server role.
+
+    Its pods change with their template only when they are deleted: which may be, and when, the operator
+    knows, as parameter servers lose their rows. Those of an inference job, which lose nothing, are replaced
+    one by one, each once the one before is ready.
+    """
+    replicas = scale.replicas[role]
+    spec = _role_spec(job, role)
+    has_metrics = role not in _WITHOUT_METRICS
+    role_container = container(
+        job,
+        role,
+        spec,
+        images,
+        _command(job, role, scale),
+        ports=[{"name": "rpc", "containerPort": role.port}, *(metrics_ports(job) if has_metrics else [])],
+        startupProbe=_probe(job, role, "/readyz", failures=_START_S // _PROBE_S),
+        readinessProbe=_probe(job, role, "/readyz", failures=2),
+        livenessProbe=_probe(job, role, "/healthz", failures=6),
+    )
+    template_labels = labels(job, role)
+    if role is Role.EMBEDDING_WORKER:
+        # New ones for each start of the training: the old ones hold batches of loaders that are gone.
+        template_labels[ATTEMPT_LABEL] = str(scale.attempt)
+    return with_hash(
+        {
+            "apiVersion": "apps/v1",
+            "kind": "StatefulSet",
+            "metadata": metadata(job, role, object_name(job.name, role)),
+            "spec": {
+                "replicas": replicas,
+                "serviceName": object_name(job.name, role),
+                "podManagementPolicy": "Parallel",
+                "updateStrategy": {"type": "RollingUpdate" if job.is_inference else "OnDelete"},
+                "selector": {"matchLabels": labels(job, role)},
+                "template": {
+                    "metadata": {
+                        "labels": template_labels,
+                        "annotations": metrics_annotations(job) if has_metrics else {},
+                    },
+                    "spec": pod_spec(
+                        job,
+                        spec,
+                        role_container,
+                        restart_policy="Always",
+                        terminationGracePeriodSeconds=_grace_s(job, role, spec),
+                    ),
+                },
+            },
+        }
+    )
+
+
+def _role_spec(job: Job, role: Role) -> RoleSpec:
+    if role is Role.NATS:
+        return RoleSpec(replicas=1, image=job.spec.nats.image, resources=job.spec.nats.resources)
+    return job.roles[role]
+
+
+def _command(job: Job, role: Role, scale: Scale) -> list[str]:
+    if role is Role.NATS:
+        size = job.spec.nats.max_payload
+        return [
+            "persia-launcher",
+            "nats-server",
+            "--host=$(POD_IP)",
+            f"--port={role.port}",
+            f"--max-payload={size}",
+        ]
+    if job.spec.inference is None:
+        more = ""
+    elif role is Role.INFERENCE:
+        workers = _addresses(job, Role.EMBEDDING_WORKER, scale)
+        return [
+            *("persia-launcher", "serve", job.spec.inference.checkpoint),
+            f"--model-name={job.spec.inference.model_name}",
+            f"--port={role.port}",
+            *(f"--embedding-worker={address}" for address in workers),
+            *job.spec.inference.arguments,
+        ]
+    elif role is Role.PARAMETER_SERVER:
+        more = f" --checkpoint={shlex.quote(job.spec.inference.checkpoint)}"
+    else:
+        servers = _addresses(job, Role.PARAMETER_SERVER, scale)
+        more = "".join(f" --parameter-server={address}" for address in servers)
+    script = _SERVERS[role].format(port=role.port, replicas=scale.replicas[role], more=more)
+    return ["sh", "-c", script]
+
+
+def _addresses(job: Job, role: Role, scale: Scale) -> Iterable[str]:
+    return (pod_address(job.name, role, index) for index in range(scale.replicas[role]))
+
+
+def _grace_s(job: Job, role: Role, spec: RoleSpec) -> int:
+    """How long a pod may take to end well."""
+    if role is not Role.EMBEDDING_WORKER:
+        return _GRACE_S
+    variables = (*job.spec.env, *spec.env)
+    deadlines = [v.get("value", "") for v in variables if v["name"] == "PERSIA_DEADLINE_SEC"]
+    try:
+        return _GRACE_S + math.ceil(float(deadlines[-1]) if deadlines else _DEADLINE_S)
+    except (ValueError, OverflowError):  # not a number of seconds: the worker says so, and does not start
+        return _GRACE_S
+
+
+def _probe(job: Job, role: Role, path: str, failures: int) -> dict[str, Any]:
+    """Servers without a port for metrics are asked whether they listen."""
+    has_http = job.spec.enable_metrics and role not in _WITHOUT_METRICS
+    return {
+        **({"httpGet": {"path": path, "port": "metrics"}} if has_http else {"tcpSocket": {"port": "rpc"}}),
+        "periodSeconds": _PROBE_S,
+        "timeoutSeconds": 3,
+        "failureThreshold": failures,
+    }

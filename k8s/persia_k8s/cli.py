@@ -1,0 +1,92 @@
+"""`persia-k8s-utils`, with the published subcommands."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from persia_k8s.errors import PersiaK8sError
+
+__all__ = ["cli"]
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except PersiaK8sError as error:
+            click.secho(f"persia-k8s-utils: {error}", fg="red", err=True)
+            sys.exit(1)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+def cli() -> None:
+    """Run persia on Kubernetes."""
+
+
+@cli.command()
+@click.option(
+    "--output", default="./jobs.persia.com.yaml", type=click.Path(path_type=Path), help="File to write."
+)
+def gencrd(output: Path) -> None:
+    """Write the CustomResourceDefinition of PersiaJob."""
+    from persia_k8s.crd import crd_yaml
+
+    try:
+        output.write_text(crd_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise PersiaK8sError(f"--output {output} cannot be written: {error.strerror}") from error
+
+
+@cli.command()
+@click.option("--namespace", multiple=True, help="Namespace to watch; may be repeated. Default: all.")
+@click.option(
+    "--liveness-port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="Port on which /healthz answers while the operator runs; 0: none.",
+)
+@click.option(
+    "--cpu-image",
+    envvar="PERSIA_CPU_IMAGE",
+    show_envvar=True,
+    default="persiaml/persia-cpu-runtime:latest",
+    help="Image of roles that name none.",
+)
+@click.option(
+    "--cuda-image",
+    envvar="PERSIA_CUDA_IMAGE",
+    show_envvar=True,
+    default="persiaml/persia-cuda-runtime:latest",
+    help="Image of roles that name none and ask for GPUs.",
+)
+def operator(namespace: tuple[str, ...], liveness_port: int, cpu_image: str, cuda_image: str) -> None:
+    """Run PersiaJobs, until SIGTERM or Ctrl-C."""
+    from persia_k8s.builders import Images
+    from persia_k8s.operator import run_operator
+
+    run_operator(namespace, liveness_port, Images(cpu=cpu_image, cuda=cuda_image))
+
+
+@cli.command()
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, help="Port; 0 takes a free one.")
+@click.option("--host", default="0.0.0.0", help="Address to listen on.")
+@click.option(
+    "--token-file",
+    envvar="PERSIA_K8S_TOKEN_FILE",
+    show_envvar=True,
+    required=True,
+    type=click.Path(path_type=Path),
+    help="File with the token that callers must send (Authorization: Bearer TOKEN).",
+)
+def server(port: int, host: str, token_file: Path) -> None:
+    """Run the REST service: apply, delete, list, status and logs of jobs."""
+    from persia_k8s.server import run_server
+
+    run_server(host, port, token_file)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,87 @@
+"""Names, labels and ports of a job's objects. The published ones are marked so: scripts rely on them."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+__all__ = [
+    "ATTEMPT_LABEL",
+    "CRD_NAME",
+    "FINALIZER",
+    "GROUP",
+    "HASH_ANNOTATION",
+    "JOB_LABEL",
+    "KIND",
+    "MAX_JOB_NAME",
+    "METRICS_PORT",
+    "NATS_PORT",
+    "PLURAL",
+    "ROLE_LABEL",
+    "VERSION",
+    "Role",
+    "object_name",
+    "pod_address",
+    "pod_name",
+]
+
+GROUP = "persia.com"  # published
+VERSION = "v1"  # published
+KIND = "PersiaJob"  # published
+PLURAL = "persiajobs"  # published
+CRD_NAME = f"{PLURAL}.{GROUP}"
+FINALIZER = f"{GROUP}/operator"
+
+JOB_LABEL = "persia_job"  # published
+ROLE_LABEL = f"{GROUP}/role"
+ATTEMPT_LABEL = f"{GROUP}/attempt"
+HASH_ANNOTATION = f"{GROUP}/spec-hash"
+
+NATS_PORT = 4222
+# Of metrics, status and readiness, in every pod; ranks of one pod have this one and the next ones.
+METRICS_PORT = 9100
+# A StatefulSet's name, which is the job's with "-embedding-worker", is part of a label of its pods together
+# with a hash of up to 11 characters; labels have 63.
+MAX_JOB_NAME = 35
+
+
+class Role(Enum):
+    """The roles of a job. `field`: its name in spec and status; `suffix`: of object names (published)."""
+
+    NATS = ("nats", "nats", "nats-server", NATS_PORT)
+    PARAMETER_SERVER = ("embeddingParameterServer", "embedding-ps", "emb-server", 8888)
+    EMBEDDING_WORKER = ("embeddingWorker", "embedding-worker", "embedding-worker", 8887)
+    NN_WORKER = ("nnWorker", "nn-worker", "nn-worker", 23456)
+    INFERENCE = ("inference", "inference", "inference", 8001)  # answers requests with predictions
+    DATA_LOADER = ("dataloader", "dataloader", "data-loader", 0)
+    ROWS = ("rows", "rows", "rows", 0)  # carries rows from some parameter servers to others
+
+    def __init__(self, field: str, suffix: str, container: str, port: int) -> None:
+        self.field = field
+        self.suffix = suffix
+        self.container = container  # published, but for that of the NATS server
+        self.port = port  # 0: none
+
+    @property
+    def is_training(self) -> bool:
+        """These end by themselves, and end the job."""
+        return self in (Role.NN_WORKER, Role.DATA_LOADER)
+
+    @property
+    def is_server(self) -> bool:
+        """Servers are StatefulSets, started anew in their place; all others are single pods."""
+        return self in (Role.NATS, Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER, Role.INFERENCE)
+
+
+def object_name(job: str, role: Role) -> str:
+    """The StatefulSet, service and disruption budget of a role."""
+    return f"{job}-{role.suffix}"
+
+
+def pod_address(job: str, role: Role, index: int) -> str:
+    """`host:port` of a server's pod, wherever it runs; other pods of the job find it by this."""
+    return f"{pod_name(job, role, index)}.{object_name(job, role)}:{role.port}"
+
+
+def pod_name(job: str, role: Role, index: int) -> str:
+    """Published. For servers it is what a StatefulSet calls its pods."""
+    return f"{object_name(job, role)}-{index}"

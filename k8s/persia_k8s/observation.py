@@ -1,0 +1,110 @@
+"""What the operator sees of a job in the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from persia_k8s.builders import spec_hash
+from persia_k8s.names import ATTEMPT_LABEL, ROLE_LABEL, Role
+
+__all__ = ["Observation", "PodView"]
+
+_ROLES = {role.suffix: role for role in Role}
+_MAX_MESSAGE = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodView:
+    """What matters of a pod."""
+
+    name: str
+    role: Role
+    uid: str
+    phase: str
+    is_ready: bool
+    is_deleting: bool
+    attempt: int
+    spec_hash: str | None
+    num_restarts: int
+    exit_code: int | None = None  # of a container that has ended and is not started again
+    finished_at: str | None = None  # when that container ended, by the clock of its node
+    trouble: str  # why it does not run, or how it ended; "" when there is nothing to say
+
+    @property
+    def is_finished(self) -> bool:
+        return self.phase in ("Succeeded", "Failed")
+
+    @staticmethod
+    def from_object(pod: Mapping[str, Any]) -> PodView | None:
+        """None for a pod that is none of ours, though it has the job's label."""
+        metadata, status = pod["metadata"], pod.get("status", {})
+        labels = metadata.get("labels", {})
+        role = _ROLES.get(labels.get(ROLE_LABEL, ""))
+        if role is None:
+            return None
+        containers = status.get("containerStatuses") or []
+        end = _end(containers)
+        conditions = {item["type"]: item for item in status.get("conditions") or []}
+        return PodView(
+            name=metadata["name"],
+            role=role,
+            uid=metadata["uid"],
+            phase=status.get("phase", "Pending"),
+            is_ready=conditions.get("Ready", {}).get("status") == "True",
+            is_deleting=metadata.get("deletionTimestamp") is not None,
+            attempt=int(labels.get(ATTEMPT_LABEL, 0)),
+            spec_hash=spec_hash(pod),
+            num_restarts=sum(container["restartCount"] for container in containers),
+            exit_code=end.get("exitCode"),
+            finished_at=end.get("finishedAt"),
+            trouble=_trouble(status, containers, conditions),
+        )
+
+
+def _end(containers: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """How the container has ended; empty: it has not."""
+    ends = [(container.get("state") or {}).get("terminated") for container in containers]
+    return next((end for end in ends if end), {})
+
+
+def _trouble(
+    status: Mapping[str, Any], containers: Iterable[Mapping[str, Any]], conditions: Mapping[str, Any]
+) -> str:
+    for container in containers:
+        state = container.get("state") or {}
+        if "terminated" in state and state["terminated"].get("exitCode") != 0:
+            return _describe_end(state["terminated"])
+        waiting = state.get("waiting") or {}
+        last = (container.get("lastState") or {}).get("terminated")
+        if last and waiting:
+            return f"{waiting.get('reason', 'waiting')}: {_describe_end(last)}"
+        if waiting.get("message"):
+            return f"{waiting.get('reason', 'waiting')}: {waiting['message']}"[:_MAX_MESSAGE]
+    if status.get("reason") or status.get("message"):  # evicted, lost with its node
+        return f"{status.get('reason', '')}: {status.get('message', '')}"[:_MAX_MESSAGE]
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") == "False":
+        return f"{scheduled.get('reason', '')}: {scheduled.get('message', '')}"[:_MAX_MESSAGE]
+    return ""
+
+
+def _describe_end(terminated: Mapping[str, Any]) -> str:
+    text = f"exit code {terminated.get('exitCode')}"
+    if terminated.get("reason") not in (None, "Error"):
+        text += f" ({terminated['reason']})"
+    # The end of the log says most.
+    message = (terminated.get("message") or "").strip()[-_MAX_MESSAGE:]
+    return f"{text}: {message}" if message else text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """A job's pods, and the hashes of its other objects by kind and name."""
+
+    pods: tuple[PodView, ...] = ()
+    objects: Mapping[tuple[str, str], str | None]
+
+    def of_role(self, role: Role) -> list[PodView]:
+        return [pod for pod in self.pods if pod.role is role]

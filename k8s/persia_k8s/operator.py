@@ -1,0 +1,219 @@
+"""The operator: kopf tells it of jobs, a watch of pods; `reconcile` decides, `Cluster` carries out.
+
+For each job there is one task, which looks at it after every change and once in a while, and only ever goes
+by what it sees then. So it may be ended and started again at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import Any
+
+import kopf
+
+from persia_k8s.builders import Images
+from persia_k8s.cluster import Cluster, ClusterError
+from persia_k8s.errors import PersiaK8sError, SpecError
+from persia_k8s.job import Job
+from persia_k8s.names import FINALIZER, GROUP, PLURAL, VERSION, Role, pod_name
+from persia_k8s.progress import last_progress
+from persia_k8s.reconcile import Event, Plan, reconcile, time_text
+from persia_k8s.status import Condition, JobStatus, Phase
+
+__all__ = ["run_operator"]
+
+_RETRY_S = 5.0
+_CANCEL_S = 60.0  # longer than a request may take
+_SETTLE_S = 0.2  # a start or an end is many changes at once
+_PROGRESS_INTERVAL_S = 10.0
+_PROGRESS_LINES = 200
+
+
+def run_operator(namespaces: Collection[str], liveness_port: int, images: Images) -> None:
+    """Runs until SIGTERM or SIGINT."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # a line for each change of each pod
+    cluster = Cluster()
+    cluster.check_installed()
+    Operator(cluster, images, namespaces).run(liveness_port)
+
+
+class Operator:
+    """The handlers, and what they share. All but the watch of pods lives on kopf's event loop."""
+
+    def __init__(self, cluster: Cluster, images: Images, namespaces: Collection[str]) -> None:
+        """`namespaces`: none for all."""
+        self._cluster = cluster
+        self._images = images
+        self._namespaces = namespaces
+        self._changes: dict[tuple[str | None, str], asyncio.Event] = {}
+        self._complaints: dict[tuple[str, str], str] = {}  # what hinders a job now
+        self._registry = kopf.OperatorRegistry()
+        kopf.on.startup(registry=self._registry)(self._configure)
+        kopf.on.startup(registry=self._registry)(self._start_watching)
+        kopf.on.login(registry=self._registry)(_log_in)
+        kopf.on.event(GROUP, VERSION, PLURAL, registry=self._registry)(self._on_job)
+        kopf.daemon(
+            GROUP, VERSION, PLURAL, registry=self._registry, cancellation_timeout=_CANCEL_S, backoff=_RETRY_S
+        )(self._look_after)
+
+    def run(self, liveness_port: int) -> None:
+        """Blocks until a signal ends it."""
+        kopf.run(
+            registry=self._registry,
+            standalone=True,  # the Deployment sees to it that there is one
+            clusterwide=not self._namespaces,
+            namespaces=self._namespaces,
+            liveness_endpoint=f"http://0.0.0.0:{liveness_port}/healthz" if liveness_port else None,
+        )
+
+    async def _configure(self, settings: kopf.OperatorSettings, **_: Any) -> None:
+        settings.persistence.finalizer = FINALIZER
+        settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
+        settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
+        settings.posting.loggers = False  # events are what reconcile says, not log lines
+        # Looking for new resources and namespaces would take rights over all of the cluster.
+        settings.scanning.disabled = True
+        # A silent connection is one that may be dead.
+        settings.watching.server_timeout = 300
+        settings.watching.client_timeout = 330
+
+    async def _on_job(self, namespace: str | None, name: str, **_: Any) -> None:
+        self._wake(namespace, name)
+
+    async def _start_watching(self, **_: Any) -> None:
+        loop = asyncio.get_running_loop()
+        for namespace in self._namespaces or (None,):
+            threading.Thread(
+                target=self._watch_pods, args=(loop, namespace), name="pods", daemon=True
+            ).start()
+
+    def _watch_pods(self, loop: asyncio.AbstractEventLoop, namespace: str | None) -> None:
+        """For ever, on a thread. What it misses the next look finds, so a watch that breaks costs seconds."""
+        while True:
+            try:
+                for job in self._cluster.pod_changes(namespace):
+                    loop.call_soon_threadsafe(self._wake, *job)
+            except PersiaK8sError as error:
+                logging.warning("%s", error)
+                time.sleep(_RETRY_S)
+            except RuntimeError:  # the loop is closed: the process ends
+                return
+
+    def _wake(self, namespace: str | None, name: str) -> None:
+        if (change := self._changes.get((namespace, name))) is not None:
+            change.set()
+
+    async def _look_after(
+        self, namespace: str | None, name: str, body: kopf.Body, stopped: kopf.DaemonStopped, **_: Any
+    ) -> None:
+        assert namespace is not None, "PersiaJobs are namespaced"
+        change = self._changes[namespace, name] = asyncio.Event()
+        try:
+            while not stopped:
+                change.clear()
+                look_again_s = await self._pass(namespace, name, body)
+                await _wait(change, look_again_s)
+        finally:
+            self._changes.pop((namespace, name), None)
+            self._complaints.pop((namespace, name), None)
+
+    async def _pass(self, namespace: str, name: str, body: kopf.Body) -> float:
+        """One look at a job; returns the seconds after which to look again at the latest."""
+        try:
+            plan = await asyncio.to_thread(self._look, namespace, name)
+        except ClusterError as error:
+            # Whatever it is, it may pass; and it must not end the task.
+            self._complain(namespace, name, body, str(error))
+            return _RETRY_S
+        self._complaints.pop((namespace, name), None)
+        if plan is None:
+            return 3600.0  # being deleted: kopf ends the task
+        for event in plan.events:
+            post = kopf.warn if event.is_warning else kopf.info
+            post(body, reason=event.reason, message=event.message)
+            logging.info("%s/%s: %s: %s", namespace, name, event.reason, event.message)
+        return plan.look_again_s
+
+    def _complain(self, namespace: str, name: str, body: kopf.Body, message: str) -> None:
+        """Once for each new reason: what is tried every few seconds would fill the list of events."""
+        if self._complaints.get((namespace, name)) != message:
+            self._complaints[namespace, name] = message
+            kopf.warn(body, reason="Retrying", message=message)
+            logging.warning("%s/%s: %s", namespace, name, message)
+
+    def _look(self, namespace: str, name: str) -> Plan | None:
+        """Sees, decides, acts; the status is written last, so that an interrupted pass is taken again."""
+        resource = self._cluster.job(namespace, name)
+        if resource is None or resource["metadata"].get("deletionTimestamp"):
+            return None
+        before = JobStatus.from_dict(resource.get("status"))
+        now = datetime.now(timezone.utc)
+        try:
+            job = Job.from_object(resource)
+        except SpecError as error:
+            plan = _refuse(before, str(error), now)
+        else:
+            observed = self._cluster.observe(namespace, name, job.uid)
+            plan = reconcile(job, before, observed, self._images, now)
+            self._carry_out(job, plan)
+            self._read_progress(job, before, plan)
+        if plan.status != before:
+            self._cluster.patch_status(namespace, name, plan.status.to_dict())
+        return plan
+
+    def _carry_out(self, job: Job, plan: Plan) -> None:
+        for manifest in plan.apply:
+            self._cluster.apply(manifest)
+        for kind, name in plan.delete_objects:
+            self._cluster.delete(job.namespace, kind, name)
+        for pod in plan.delete_pods:
+            self._cluster.delete_pod(job.namespace, pod)
+        for manifest in plan.create_pods:
+            self._cluster.create_pod(manifest)
+        if plan.delete_job:
+            self._cluster.delete_job(job.namespace, job.name)
+
+    def _read_progress(self, job: Job, before: JobStatus, plan: Plan) -> None:
+        """While the job runs and once at its end; a log that cannot be read says nothing."""
+        if (
+            job.is_inference
+            or before.phase.is_final
+            or plan.status.phase not in (Phase.RUNNING, Phase.SUCCEEDED)
+        ):
+            return
+        plan.look_again_s = min(plan.look_again_s, _PROGRESS_INTERVAL_S)
+        first = pod_name(job.name, Role.NN_WORKER, 0)
+        try:
+            log = self._cluster.pod_log(job.namespace, first, _PROGRESS_LINES)
+        except PersiaK8sError as error:
+            logging.debug("%s/%s: %s", job.namespace, job.name, error)
+            return
+        plan.status = replace(plan.status, progress={**plan.status.progress, **last_progress(log)})
+
+
+def _log_in(**arguments: Any) -> Any:
+    """In a pod as its service account, which is read again when its token changes."""
+    return kopf.login_with_service_account(**arguments) or kopf.login_with_kubeconfig(**arguments)
+
+
+def _refuse(before: JobStatus, message: str, now: datetime) -> Plan:
+    new = Condition(type="SpecApplied", status=False, reason="InvalidSpec", message=message)
+    old = before.condition("SpecApplied")
+    is_news = old is None or old.message != message
+    events = [Event("InvalidSpec", message, is_warning=True)] if is_news else []
+    return Plan(status=before.with_condition(new, time_text(now)), events=events)
+
+
+async def _wait(change: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(change.wait(), seconds)
+        await asyncio.sleep(_SETTLE_S)
+    except asyncio.TimeoutError:
+        pass

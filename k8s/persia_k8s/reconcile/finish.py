@@ -1,0 +1,69 @@
+"""The end of a job: its result, what is left of it, and when it goes."""
+
+from __future__ import annotations
+
+from persia_k8s.names import Role
+from persia_k8s.reconcile.plan import Situation, parse_time, time_text
+from persia_k8s.status import Phase
+
+__all__ = ["clean_up", "fail", "succeed"]
+
+_LOADER_GRACE_S = 30.0  # for loaders to notice the end, and to end well
+
+
+def succeed(situation: Situation) -> None:
+    """All NN workers have ended well."""
+    situation.set_condition("Complete", True, "Succeeded")
+    _end(situation, Phase.SUCCEEDED)
+    situation.event("Succeeded", "all NN workers have succeeded")
+
+
+def fail(situation: Situation, reason: str, message: str) -> None:
+    """The job cannot go on. Nothing is started in this pass any more."""
+    situation.set_condition("Failed", True, reason, message)
+    _end(situation, Phase.FAILED)
+    situation.plan.apply.clear()
+    situation.plan.create_pods.clear()
+    situation.event("Failed", message, is_warning=True)
+
+
+def _end(situation: Situation, phase: Phase) -> None:
+    now = time_text(situation.now)
+    situation.update(phase=phase, completion_time=now, start_time=situation.before.start_time or now)
+    situation.plan.look_again_s = 0.0
+
+
+def clean_up(situation: Situation, *, is_tidy: bool) -> None:
+    """Frees what the job held. Pods that have ended stay, for their logs, until the job is deleted.
+
+    `is_tidy`: nothing else is to be done before it may be deleted.
+    """
+    plan = situation.plan
+    passed_s = (situation.now - parse_time(situation.before.completion_time)).total_seconds()
+    has_failed = situation.before.phase is Phase.FAILED
+    active = [
+        pod
+        for pod in situation.observed.pods
+        if not pod.is_finished and (pod.role.is_training or (pod.role is Role.ROWS and has_failed))
+    ]
+    is_over = has_failed or passed_s >= _LOADER_GRACE_S
+    if active and is_over:
+        plan.delete_pods += [pod for pod in active if not pod.is_deleting]
+    # Loaders that are still ending need the servers.
+    if is_over or not any(pod.role is Role.DATA_LOADER for pod in active):
+        plan.delete_objects += sorted(situation.observed.objects)
+    plan.look_again_s = 3600.0 if not active else 2.0
+    if is_tidy:
+        _delete_after_ttl(situation, passed_s)
+    else:
+        plan.look_again_s = min(plan.look_again_s, 2.0)
+
+
+def _delete_after_ttl(situation: Situation, passed_s: float) -> None:
+    ttl_s = situation.job.spec.ttl_seconds_after_finished
+    if ttl_s is None:
+        return
+    if passed_s >= ttl_s:
+        situation.plan.delete_job = True
+    else:
+        situation.plan.look_again_s = min(situation.plan.look_again_s, ttl_s - passed_s)

@@ -1,0 +1,251 @@
+"""Resize of the parameter servers: the job goes through a checkpoint, and the training starts again from it.
+
+    Running -> Dumping -> Stopping -> Replacing -> Loading -> Pending
+
+Rank 0 dumps dense part and rows between two batches, and then waits to be ended, so that nothing is learned
+after the dump. Nothing is ended that holds the only copy of the rows: where the dump fails, the training goes
+on; a load that fails is tried again, as the rows are in the checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from persia_k8s.builders import HOLD_S, Manifest, rows_location, rows_pod, rows_pod_name
+from persia_k8s.names import ROLE_LABEL, Role
+from persia_k8s.observation import PodView
+from persia_k8s.reconcile import finish, servers, training
+from persia_k8s.reconcile.plan import Situation, parse_time, time_text
+from persia_k8s.status import Phase, Resize, Stage
+
+__all__ = ["begin", "break_off", "dump", "go_on", "is_wanted", "remove_checkpoint"]
+
+_CONDITION = "Resized"
+_FIELD = Role.PARAMETER_SERVER.field
+_NOT_YET = 75  # the exit code of a dump that may succeed later
+_RETRY_S = 10.0
+# Of the time for which the training waits after a dump: for clocks that differ, and for pods to be ended.
+_HOLD_MARGIN_S = 60.0
+
+
+def is_wanted(situation: Situation) -> bool:
+    """Whether the spec asks a job that runs for another number of parameter servers, with a way to it."""
+    job, before = situation.job, situation.before
+    return (
+        before.phase is Phase.RUNNING
+        and not job.is_inference
+        and job.spec.resize_checkpoint is not None
+        and before.failed_resize != job.generation
+        and job.roles[Role.PARAMETER_SERVER].replicas != situation.scale.replicas[Role.PARAMETER_SERVER]
+    )
+
+
+def begin(situation: Situation) -> None:
+    """Asks for the dump. What an earlier resize has left holds the names."""
+    wanted = situation.job.roles[Role.PARAMETER_SERVER].replicas
+    has = situation.scale.replicas[Role.PARAMETER_SERVER]
+    location = rows_location(situation.job)
+    text = (
+        f"{_FIELD}.replicas: {wanted} instead of {has}; the training is dumped to {location}, stops, and "
+        "goes on from there"
+    )
+    situation.event("Resizing", text)
+    situation.update(phase=Phase.RESIZING)
+    _delete_pods(situation)
+    _enter(situation, Resize(stage=Stage.DUMPING, replicas=wanted, location=location))
+
+
+def go_on(situation: Situation) -> None:
+    """One pass of a resize whose training has been ended."""
+    stages = {Stage.STOPPING: _stop, Stage.REPLACING: _replace, Stage.LOADING: _load}
+    stages[_resize(situation).stage](situation)
+
+
+def dump(situation: Situation) -> None:
+    """One pass of a resize whose training still runs, and goes on if the dump fails."""
+    resize = _resize(situation)
+    if situation.job.roles[Role.PARAMETER_SERVER].replicas != resize.replicas:
+        break_off(situation, f"{_FIELD}.replicas has changed again", phase=Phase.RUNNING)
+        return
+    pod = _provide_pod(situation, "dump")
+    if pod is None:
+        return
+    if _is_outdated(situation, pod):
+        _dump_again(situation)
+    elif pod.phase == "Succeeded":
+        _enter(situation, replace(resize, stage=Stage.STOPPING, tries=0))
+    elif pod.phase == "Failed" and pod.exit_code == _NOT_YET:
+        _wait(situation, pod)
+    elif pod.phase == "Failed":
+        text = f"the training could not be dumped, and goes on as it is: {pod.trouble}"
+        break_off(situation, text, phase=Phase.RUNNING)
+        situation.update(failed_resize=situation.job.generation)
+        situation.event("ResizeFailed", text, is_warning=True)
+
+
+def break_off(situation: Situation, why: str, *, phase: Phase | None = None) -> None:
+    """Gives up a dump that goes on, if one does; `phase`: to go on with. Nothing has been changed by it."""
+    if situation.before.is_dumping:
+        situation.update(resize=None, **({} if phase is None else {"phase": phase}))
+        situation.set_condition(_CONDITION, False, "BrokenOff", why)
+        _delete_pods(situation)
+        situation.plan.create_pods = [p for p in situation.plan.create_pods if not _is_rows_pod(p)]
+        situation.plan.look_again_s = min(situation.plan.look_again_s, 1.0)
+
+
+def remove_checkpoint(situation: Situation) -> bool:
+    """Of a job that has succeeded; one that has failed may need it. Returns whether all is done."""
+    before, location = situation.before, situation.before.resize_checkpoint
+    if not location or before.phase is not Phase.SUCCEEDED:
+        return True
+    pods = {pod.name: pod for pod in situation.observed.of_role(Role.ROWS)}
+    pod = pods.get(rows_pod_name(situation.job, "remove"))
+    if pod is None:
+        situation.plan.create_pods.append(rows_pod(situation.job, "remove", location, situation.images))
+        return False
+    if not pod.is_finished:
+        return False
+    if pod.phase == "Failed":
+        text = f"{location} stays behind, it could not be removed: {pod.trouble}"
+        situation.event("ResizeCheckpointLeft", text, is_warning=True)
+    situation.update(resize_checkpoint="")
+    _delete_pods(situation)
+    return True
+
+
+def _resize(situation: Situation) -> Resize:
+    resize = situation.before.resize
+    assert resize is not None, "a job that is Resizing has one"
+    return resize
+
+
+def _enter(situation: Situation, resize: Resize) -> None:
+    situation.update(resize=resize)
+    _report(situation, resize)
+    situation.plan.look_again_s = 0.5
+
+
+def _report(situation: Situation, resize: Resize, trouble: str = "") -> None:
+    """The stage, and what hinders it."""
+    text = f"{_FIELD}.replicas: {resize.replicas} wanted{trouble and '; '}{trouble}"
+    situation.set_condition(_CONDITION, False, resize.stage.value, text)
+
+
+def _stop(situation: Situation) -> None:
+    """Pods of an earlier resize go as well: they hold the names. A training that has just ended has ended."""
+    if training.has_succeeded(situation):
+        situation.update(resize=None)
+        situation.set_condition(_CONDITION, False, "Ended", "the training has ended first")
+        finish.succeed(situation)
+        return
+    old = [pod for pod in situation.observed.pods if not pod.role.is_server]
+    is_untouched = not any(pod.is_deleting for pod in old)
+    if is_untouched and any(_is_outdated(situation, pod) for pod in old if pod.role is Role.ROWS):
+        _dump_again(situation)
+        return
+    # The dump's pod last: it tells how old the dump is, should this be interrupted.
+    old.sort(key=lambda pod: pod.role is Role.ROWS)
+    situation.plan.delete_pods += [pod for pod in old if not pod.is_deleting]
+    if not old:
+        _enter(situation, replace(_resize(situation), stage=Stage.REPLACING))
+
+
+def _is_outdated(situation: Situation, pod: PodView) -> bool:
+    """Whether the training that `pod` has dumped may have gone on, as nobody has ended it in time."""
+    if pod.phase != "Succeeded" or pod.finished_at is None:
+        return False
+    age_s = (situation.now - parse_time(pod.finished_at)).total_seconds()
+    return age_s > HOLD_S - _HOLD_MARGIN_S
+
+
+def _dump_again(situation: Situation) -> None:
+    text = (
+        f"the training was dumped more than {HOLD_S - _HOLD_MARGIN_S:g} s ago and may have gone on: it is "
+        "dumped again, so that nothing is lost"
+    )
+    situation.event("ResizeLate", text)
+    _delete_pods(situation)
+    resize = replace(_resize(situation), stage=Stage.DUMPING)
+    _enter(situation, resize)
+    _report(situation, resize, text)
+
+
+def _wait(situation: Situation, pod: PodView) -> None:
+    """The training has not begun, or does something else between two batches."""
+    resize = _resize(situation)
+    text = f"the training cannot be dumped yet, which is tried again: {pod.trouble}"
+    if resize.tries == 0:
+        situation.event("ResizeWaits", text)
+    _delete_pods(situation)
+    retry_time = time_text(situation.after(_RETRY_S))
+    _enter(situation, replace(resize, tries=resize.tries + 1, retry_time=retry_time))
+    _report(situation, resize, text)
+
+
+def _delete_pods(situation: Situation) -> None:
+    pods = situation.observed.of_role(Role.ROWS)
+    situation.plan.delete_pods += [pod for pod in pods if not pod.is_deleting]
+
+
+def _is_rows_pod(manifest: Manifest) -> bool:
+    is_rows: bool = manifest["metadata"]["labels"][ROLE_LABEL] == Role.ROWS.suffix
+    return is_rows
+
+
+def _replace(situation: Situation) -> None:
+    lacking = servers.replace_parameter_servers(situation)
+    if lacking:
+        _report(situation, _resize(situation), lacking)
+    else:
+        _enter(situation, replace(_resize(situation), stage=Stage.LOADING))
+
+
+def _load(situation: Situation) -> None:
+    pod, resize = _provide_pod(situation, "load"), _resize(situation)
+    if pod is None:
+        return
+    if pod.phase == "Succeeded":
+        text = f"{_FIELD}.replicas: {resize.replicas}"
+        situation.set_condition(_CONDITION, True, "Ready", text)
+        situation.event("Resized", f"{resize.replicas} parameter servers have the rows")
+        _start_training(situation)
+    elif pod.phase == "Failed":
+        text = f"the rows are in {resize.location} and could not be loaded: {pod.trouble}"
+        if resize.tries >= situation.job.spec.backoff_limit:
+            finish.fail(situation, "ResizeFailed", text)
+            return
+        situation.event("ResizeFailed", f"{text}; it is tried again", is_warning=True)
+        situation.plan.delete_pods.append(pod)
+        _enter(situation, replace(resize, tries=resize.tries + 1))
+
+
+def _start_training(situation: Situation) -> None:
+    """With embedding workers that know the servers: those of another attempt are replaced."""
+    before, location = situation.before, _resize(situation).location
+    situation.update(
+        phase=Phase.PENDING,
+        resize=None,
+        resizes=before.resizes + 1,
+        loader_restarts=0,
+        resize_checkpoint=location,
+        progress={**before.progress, "lastCheckpoint": location},  # what the training goes on from
+    )
+    situation.plan.look_again_s = 0.0
+
+
+def _provide_pod(situation: Situation, verb: str) -> PodView | None:
+    """The pod that dumps or loads, created where it is missing."""
+    name, resize = rows_pod_name(situation.job, verb), _resize(situation)
+    pods = {pod.name: pod for pod in situation.observed.of_role(Role.ROWS)}
+    left_s = 0.0
+    if resize.retry_time:
+        left_s = (parse_time(resize.retry_time) - situation.now).total_seconds()
+    if name not in pods or pods[name].is_deleting:
+        if left_s <= 0 and name not in pods:
+            pod = rows_pod(situation.job, verb, resize.location, situation.images)
+            situation.plan.create_pods.append(pod)
+        situation.plan.look_again_s = min(2.0, max(left_s, 0.5))
+        return None
+    if not pods[name].is_finished:
+        _report(situation, _resize(situation), pods[name].trouble and f"{name}: {pods[name].trouble}")
+    return pods[name]

@@ -1,0 +1,79 @@
+"""What a pass decides, while it is being decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from persia_k8s.builders import Images, Manifest, Scale
+from persia_k8s.job import Job
+from persia_k8s.observation import Observation, PodView
+from persia_k8s.status import Condition, JobStatus
+
+__all__ = ["Event", "Plan", "Situation", "parse_time", "time_text"]
+
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+
+
+def time_text(time: datetime) -> str:
+    """RFC 3339, as Kubernetes writes it."""
+    return time.strftime(_TIME_FORMAT)
+
+
+def parse_time(text: str) -> datetime:
+    """The time in a text of `time_text`."""
+    return datetime.strptime(text, _TIME_FORMAT).replace(tzinfo=timezone.utc)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A Kubernetes event of the job. `is_warning`: somebody should look."""
+
+    reason: str
+    message: str
+    is_warning: bool = False
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """What to do, in the order of the fields, and in how many seconds to look again at the latest."""
+
+    apply: list[Manifest] = field(default_factory=list)
+    delete_objects: list[tuple[str, str]] = field(default_factory=list)  # (kind, name)
+    delete_pods: list[PodView] = field(default_factory=list)
+    create_pods: list[Manifest] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    status: JobStatus
+    delete_job: bool = False
+    look_again_s: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """The inputs of a pass, and the plan that it fills."""
+
+    job: Job
+    before: JobStatus
+    observed: Observation
+    images: Images
+    now: datetime
+    scale: Scale
+    plan: Plan
+
+    def update(self, **changes: Any) -> None:
+        """Changes fields of the new status."""
+        self.plan.status = replace(self.plan.status, **changes)
+
+    def set_condition(self, kind: str, status: bool, reason: str, message: str = "") -> bool:
+        """Returns whether this is news."""
+        old = self.plan.status.condition(kind)
+        new = Condition(type=kind, status=status, reason=reason, message=message)
+        self.plan.status = self.plan.status.with_condition(new, time_text(self.now))
+        return old is None or (old.status, old.reason, old.message) != (status, reason, message)
+
+    def event(self, reason: str, message: str, *, is_warning: bool = False) -> None:
+        self.plan.events.append(Event(reason, message, is_warning))
+
+    def after(self, seconds: float) -> datetime:
+        return self.now + timedelta(seconds=seconds)

@@ -1,0 +1,79 @@
+"""The states of a job, and what each asks for."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from persia_k8s.builders import Images, Scale
+from persia_k8s.job import Job
+from persia_k8s.names import Role, object_name
+from persia_k8s.observation import Observation
+from persia_k8s.reconcile import counts, finish, move_rows, resize, servers, training
+from persia_k8s.reconcile.plan import Plan, Situation, time_text
+from persia_k8s.status import JobStatus, Phase, RoleStatus
+
+__all__ = ["reconcile"]
+
+
+def reconcile(job: Job, before: JobStatus, observed: Observation, images: Images, now: datetime) -> Plan:
+    """Decides what to do for `job`, of which `before` is the stored status."""
+    has_training = training.has_started(before, observed)
+    replicas = resize.accepted_replicas(job, before, observed, has_training=has_training)
+    scale = Scale(replicas=replicas, attempt=before.attempt)
+    plan = Plan(status=before)
+    situation = Situation(
+        job=job, before=before, observed=observed, images=images, now=now, scale=scale, plan=plan
+    )
+    situation.update(
+        observed_generation=job.generation,
+        roles={role: RoleStatus(replicas=replicas) for role, replicas in scale.replicas.items()},
+    )
+    if before.phase.is_final:
+        finish.clean_up(situation, is_tidy=move_rows.remove_checkpoint(situation))
+    elif before.phase is Phase.RESTARTING:
+        training.restart(situation)
+    elif before.phase is Phase.RESIZING and not before.is_dumping:
+        move_rows.go_on(situation)
+    else:
+        _run(situation, has_training)
+    counts.count_roles(situation)
+    return plan
+
+
+def _report_serving(situation: Situation, are_ready: bool) -> None:
+    """A job that answers requests has nothing else to start, and does not end."""
+    if situation.before.phase is Phase.PENDING and are_ready:
+        address = f"{object_name(situation.job.name, Role.INFERENCE)}:{Role.INFERENCE.port}"
+        situation.update(
+            phase=Phase.RUNNING, start_time=situation.before.start_time or time_text(situation.now)
+        )
+        situation.event("Started", f"predictions can be asked for at {address}")
+
+
+def _run(situation: Situation, has_training: bool) -> None:
+    are_ready = servers.provide(situation, has_training=has_training)
+    if situation.job.is_inference:
+        _report_serving(situation, are_ready)
+        return
+    if not are_ready and not has_training:
+        return
+    if training.has_failed(situation):
+        move_rows.break_off(situation, "the training has failed meanwhile")
+        return
+    if training.has_succeeded(situation):
+        move_rows.break_off(situation, "the training has ended first")
+        finish.succeed(situation)
+        return
+    if situation.before.is_dumping:
+        training.provide(situation)
+        move_rows.dump(situation)
+        return
+    if move_rows.is_wanted(situation):
+        move_rows.begin(situation)
+        return
+    training.provide(situation)
+    if situation.before.phase is Phase.PENDING and training.all_started(situation):
+        situation.update(
+            phase=Phase.RUNNING, start_time=situation.before.start_time or time_text(situation.now)
+        )
+        situation.event("Started", "all data loaders and NN workers have started")

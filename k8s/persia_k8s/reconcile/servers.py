@@ -1,0 +1,194 @@
+"""The servers of a job: that they are there, are what the spec asks for, and are ready."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from persia_k8s.builders import Manifest, disruption_budget, services, spec_hash, stateful_set
+from persia_k8s.names import Role, pod_name
+from persia_k8s.observation import PodView
+from persia_k8s.reconcile import finish, resize
+from persia_k8s.reconcile.plan import Situation
+
+__all__ = ["provide", "replace_parameter_servers"]
+
+_RESIZE_REFUSED = (
+    "embeddingParameterServer.replicas: {wanted} is refused, the job goes on with {has}: rows move between "
+    "servers through a checkpoint; set resizeCheckpoint to a directory or URL that all of them reach"
+)
+_RESIZE_FIXED = (
+    "embeddingParameterServer.replicas: {wanted} is refused, the job goes on with {has}: start another job "
+    "beside this one, and let requests go there"
+)
+_RESIZE_WAITS = (
+    "embeddingParameterServer.replicas: {wanted} takes effect once the training runs, until then {has}"
+)
+_RESIZE_FAILED = (
+    "embeddingParameterServer.replicas: {wanted} is given up, the job goes on with {has}: it could not be "
+    "dumped; change the spec to try again"
+)
+_RESIZE_DEFERRED = (
+    "{role}.replicas: {wanted} takes effect when the training is next started, until then {has}: data "
+    "loaders and NN workers count each other once, at their start"
+)
+
+_GONE = "gone"
+
+
+def provide(situation: Situation, *, has_training: bool) -> bool:
+    """Creates what is missing and changes what may be changed; returns whether all servers are ready.
+
+    `has_training`: data loaders or NN workers are there, which would not survive a change of the servers; or
+    predictions are asked for.
+    """
+    plan, scale = situation.plan, situation.scale
+    for manifest in services(situation.job):
+        _apply_if_different(situation, manifest)
+    for role in scale.replicas:
+        _apply_if_different(situation, disruption_budget(situation.job, role, scale))
+    drifted: list[Role] = []
+    readiness = []
+    for role in (role for role in scale.replicas if role.is_server):
+        is_live, is_fixed = _may_change(situation, role, drifted, has_training=has_training)
+        manifest = stateful_set(situation.job, role, scale, situation.images)
+        pods = situation.observed.of_role(role)
+        current, stale = _split_stale(pods, manifest)
+        if not is_fixed:
+            _apply_if_different(situation, manifest)
+            pods = current
+            plan.delete_pods += stale
+        elif is_live:
+            # Servers come and go; those of a training keep what they were made of.
+            _apply_if_different(situation, manifest)
+            drifted += [role] if stale and not situation.job.is_inference else []
+        elif _stored_hash(situation, manifest) is None:
+            plan.apply.append(manifest)
+        elif _stored_hash(situation, manifest) != spec_hash(manifest):
+            drifted.append(role)
+        readiness.append(_lacking(role, scale.replicas[role], pods))
+    if has_training:
+        resize.report(situation)
+    _report_readiness(situation, [text for text in readiness if text])
+    _report_spec(situation, drifted)
+    _report_restarts(situation)
+    return not any(readiness)
+
+
+def _may_change(
+    situation: Situation, role: Role, drifted: Sequence[Role], *, has_training: bool
+) -> tuple[bool, bool]:
+    """Whether the StatefulSet may change while the job runs, and whether pods may not be replaced by us."""
+    if situation.job.is_inference:
+        # Model and rows are of one checkpoint: what reads the one waits with what reads the other.
+        is_live = role is not Role.PARAMETER_SERVER and Role.PARAMETER_SERVER not in drifted
+        return is_live, has_training
+    # Rows, and the connections of all others, outlive a restart of the training.
+    is_live = role is Role.EMBEDDING_WORKER
+    return is_live, has_training or (not is_live and situation.before.attempt > 0)
+
+
+def replace_parameter_servers(situation: Situation) -> str:
+    """Ends the old ones and starts as many as the scale says. Returns what is lacking, "" for nothing."""
+    role = Role.PARAMETER_SERVER
+    manifest = stateful_set(situation.job, role, situation.scale, situation.images)
+    _apply_if_different(situation, manifest)
+    current, stale = _split_stale(situation.observed.of_role(role), manifest)
+    situation.plan.delete_pods += stale
+    return _lacking(role, situation.scale.replicas[role], current)
+
+
+def _apply_if_different(situation: Situation, manifest: Manifest) -> None:
+    if _stored_hash(situation, manifest) != spec_hash(manifest):
+        situation.plan.apply.append(manifest)
+
+
+def _stored_hash(situation: Situation, manifest: Manifest) -> str | None:
+    return situation.observed.objects.get((manifest["kind"], manifest["metadata"]["name"]))
+
+
+def _split_stale(pods: Sequence[PodView], manifest: Manifest) -> tuple[list[PodView], list[PodView]]:
+    """Pods made of the template in `manifest`, and others that are not going already."""
+    template_hash = spec_hash(manifest["spec"]["template"])
+    current = [pod for pod in pods if pod.spec_hash == template_hash]
+    stale = [pod for pod in pods if pod.spec_hash != template_hash and not pod.is_deleting]
+    return current, stale
+
+
+def _lacking(role: Role, replicas: int, pods: Sequence[PodView]) -> str:
+    """What keeps the role from being ready; "" when it is."""
+    num_ready = sum(pod.is_ready and not pod.is_deleting for pod in pods)
+    if num_ready >= replicas:
+        return ""
+    troubles = [f"{pod.name}: {pod.trouble}" for pod in pods if pod.trouble]
+    return "; ".join([f"{role.field} {num_ready} of {replicas}", *troubles[:3]])
+
+
+def _report_readiness(situation: Situation, lacking: Sequence[str]) -> None:
+    if not lacking:
+        situation.set_condition("ServersReady", True, "AllReady")
+        return
+    is_news = situation.set_condition("ServersReady", False, "NotReady", "; ".join(lacking))
+    if is_news and not resize.is_going_on(situation) and situation.before.is_training:
+        situation.event("ServersNotReady", "; ".join(lacking), is_warning=True)
+
+
+def _report_spec(situation: Situation, drifted: Sequence[Role]) -> None:
+    """Says what of the spec is not in force, and why."""
+    job, scale = situation.job, situation.scale
+    messages = []
+    is_refused = False
+    for role, spec in job.roles.items():
+        has = scale.replicas[role]
+        if has != spec.replicas and not (role is Role.EMBEDDING_WORKER and resize.is_going_on(situation)):
+            text = _RESIZE_DEFERRED
+            if role is Role.PARAMETER_SERVER:
+                if situation.before.is_dumping:
+                    continue  # under way: `Resized` says how far
+                has_failed = situation.before.failed_resize == job.generation
+                has_no_place = job.spec.resize_checkpoint is None
+                is_refused = has_failed or has_no_place
+                text = _RESIZE_REFUSED if has_no_place else _RESIZE_FAILED if has_failed else _RESIZE_WAITS
+                if job.is_inference:
+                    is_refused, text = True, _RESIZE_FIXED
+            messages.append(text.format(role=role.field, wanted=spec.replicas, has=has))
+    for role in drifted:
+        if role is Role.EMBEDDING_WORKER and not job.is_inference:
+            messages.append(f"{role.field}: the changed pod takes effect when the training is next started")
+        else:
+            messages.append(f"{role.field}: the changed pod takes effect in a new job only")
+    reason = "ResizeRefused" if is_refused else "Deferred"
+    if not messages:
+        situation.set_condition("SpecApplied", True, "AsSpecified")
+    elif situation.set_condition("SpecApplied", False, reason, "; ".join(messages)):
+        situation.event(reason, "; ".join(messages), is_warning=True)
+
+
+def _expected_names(situation: Situation) -> set[str]:
+    return {
+        pod_name(situation.job.name, role, index)
+        for role, replicas in situation.scale.replicas.items()
+        for index in range(replicas)
+    }
+
+
+def _report_restarts(situation: Situation) -> None:
+    """Tells of servers that were started anew, and gives a training up whose servers keep failing."""
+    pods = [pod for pod in situation.observed.pods if pod.role.is_server]
+    seen = {pod.name: f"{pod.uid}/{pod.num_restarts}" for pod in pods}
+    known = situation.before.servers
+    for pod in pods:
+        is_other = known.get(pod.name, _GONE) not in (_GONE, seen[pod.name])
+        if is_other and situation.before.is_training:
+            has_lost = pod.role is Role.PARAMETER_SERVER and not situation.job.is_inference
+            lost = ": the rows that it held are lost" if has_lost else ""
+            situation.event("ServerRestarted", f"{pod.name} was started anew{lost}", is_warning=True)
+    # A merge patch removes no key.
+    retired = {name: _GONE for name in known if name not in _expected_names(situation)}
+    situation.update(servers={**known, **retired, **seen})
+    limit = situation.job.spec.backoff_limit
+    worn = [pod for pod in pods if pod.num_restarts > limit]
+    if worn and not situation.job.is_inference:
+        text = "; ".join(
+            f"{pod.name}, started {pod.num_restarts + 1} times: {pod.trouble}" for pod in worn[:3]
+        )
+        finish.fail(situation, "ServerFailed", text)

@@ -1,0 +1,134 @@
+"""Data loaders and NN workers: their start, their failures, and the start anew of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from persia_k8s.builders import training_pod
+from persia_k8s.names import Role, pod_name
+from persia_k8s.observation import Observation, PodView
+from persia_k8s.reconcile import finish
+from persia_k8s.reconcile.plan import Situation, parse_time, time_text
+from persia_k8s.status import JobStatus, Phase
+
+__all__ = ["all_started", "has_failed", "has_started", "has_succeeded", "provide", "restart"]
+
+_LONGEST_PAUSE_S = 300
+
+
+def has_started(before: JobStatus, observed: Observation) -> bool:
+    """Whether there are loaders or NN workers of the current attempt, or were, as the job runs."""
+    return before.is_training or any(_is_current(pod, before) for pod in observed.pods)
+
+
+def _is_current(pod: PodView, before: JobStatus) -> bool:
+    return pod.role.is_training and pod.attempt == before.attempt
+
+
+def _names(situation: Situation) -> Iterator[tuple[Role, int, str]]:
+    """Role, number and name of all pods that there should be."""
+    for role, replicas in situation.scale.replicas.items():
+        if role.is_training:
+            for index in range(replicas):
+                yield role, index, pod_name(situation.job.name, role, index)
+
+
+def _pods(situation: Situation) -> dict[str, PodView]:
+    return {pod.name: pod for pod in situation.observed.pods if pod.role.is_training}
+
+
+def provide(situation: Situation) -> None:
+    """Creates the pods that are missing."""
+    existing = _pods(situation)
+    # The first start has none; whatever a later one finds, the job itself has left there.
+    resume = situation.before.progress.get("lastCheckpoint") if situation.before.attempt else None
+    going = {pod.name for pod in situation.plan.delete_pods}
+    for role, index, name in _names(situation):
+        # One that is being deleted holds the name: the next pass finds it free.
+        if name not in existing or name in going:
+            pod = training_pod(situation.job, role, index, situation.scale, situation.images, resume)
+            situation.plan.create_pods.append(pod)
+
+
+def all_started(situation: Situation) -> bool:
+    """Whether each pod runs, or has run."""
+    pods = _pods(situation)
+    return all(name in pods and pods[name].phase != "Pending" for _, _, name in _names(situation))
+
+
+def has_succeeded(situation: Situation) -> bool:
+    """The NN workers decide: loaders may still be ending."""
+    pods = _pods(situation)
+    names = [name for role, _, name in _names(situation) if role is Role.NN_WORKER]
+    return all(name in pods and pods[name].phase == "Succeeded" for name in names)
+
+
+def has_failed(situation: Situation) -> bool:
+    """Looks for failures and answers them. Returns True when nothing is to be started in this pass."""
+    if situation.plan.status.phase.is_final:  # the servers have failed
+        return True
+    lost = _lost_nn_workers(situation)
+    failed = [pod for pod in _pods(situation).values() if pod.phase == "Failed" and not pod.is_deleting]
+    reasons = [*lost, *(f"{pod.name}: {pod.trouble or 'failed'}" for pod in failed)]
+    if not reasons:
+        return False
+    message = "; ".join(reasons[:4])
+    spec = situation.job.spec
+    has_lost_ranks = bool(lost) or any(pod.role is Role.NN_WORKER for pod in failed)
+    num_restarts = situation.before.restarts if has_lost_ranks else situation.before.loader_restarts
+    if spec.restart_policy == "Never" or num_restarts >= spec.backoff_limit:
+        finish.fail(situation, "TrainingFailed" if has_lost_ranks else "DataLoaderFailed", message)
+        return True
+    if has_lost_ranks:
+        _begin_restart(situation, message)
+        return True
+    _replace_loaders(situation, failed, message)
+    return False
+
+
+def _lost_nn_workers(situation: Situation) -> list[str]:
+    """NN workers of a running job whose pods are gone or going without having succeeded."""
+    if not situation.before.is_training:
+        return []
+    pods = _pods(situation)
+    lost = []
+    for role, _, name in _names(situation):
+        if role is Role.NN_WORKER:
+            pod = pods.get(name)
+            if pod is None or (pod.is_deleting and not pod.is_finished):
+                lost.append(f"{name}: deleted")
+    return lost
+
+
+def _begin_restart(situation: Situation, message: str) -> None:
+    """Everything that trains ends; it begins again after a pause that grows."""
+    pause_s = min(_LONGEST_PAUSE_S, situation.job.spec.backoff_seconds * 2**situation.before.restarts)
+    situation.update(phase=Phase.RESTARTING, restart_time=time_text(situation.after(pause_s)))
+    text = f"the training has failed and is started again after {pause_s} s: {message}"
+    situation.event("Restarting", text, is_warning=True)
+    restart(situation)
+
+
+def _replace_loaders(situation: Situation, failed: list[PodView], message: str) -> None:
+    """A loader started again sends all its batches again; ranks know those that they have received."""
+    situation.update(loader_restarts=situation.before.loader_restarts + len(failed))
+    situation.plan.delete_pods += failed
+    situation.event("DataLoaderRestarted", f"started again at once: {message}", is_warning=True)
+
+
+def restart(situation: Situation) -> None:
+    """Waits until all old pods are gone and the pause is over; then the job is as at its beginning.
+
+    The next pass finds embedding workers of an older attempt, and replaces them.
+    """
+    plan = situation.plan
+    old = list(_pods(situation).values())
+    plan.delete_pods += [pod for pod in old if not pod.is_deleting]
+    left_s = (parse_time(plan.status.restart_time) - situation.now).total_seconds()
+    if old or left_s > 0:
+        plan.look_again_s = max(left_s, 0.5)
+        return
+    situation.update(
+        phase=Phase.PENDING, restarts=situation.before.restarts + 1, loader_restarts=0, restart_time=""
+    )
+    plan.look_again_s = 0.0

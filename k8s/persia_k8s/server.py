@@ -1,0 +1,213 @@
+"""The REST service, with the published endpoints.
+
+As published, GET requests may carry their arguments as a JSON body; as usual, in the query. Unlike the
+published one it asks every caller for a token, and answers errors with an HTTP status of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from persia_k8s.cluster import Cluster, ClusterError
+from persia_k8s.errors import PersiaK8sError
+from persia_k8s.names import GROUP, JOB_LABEL, KIND, VERSION
+from persia_k8s.openapi import openapi_document
+
+__all__ = ["make_app", "run_server"]
+
+_FIELD_MANAGER = "persia-server"
+_MAX_BODY_BYTES = 1 << 20  # a PersiaJob larger than this does not fit into etcd
+_MIN_TOKEN_LENGTH = 16
+_OPEN_PATHS = ("/healthz", "/openapi.json")
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def run_server(host: str, port: int, token_file: Path) -> None:
+    """Serves until SIGTERM or SIGINT."""
+    token = read_token(token_file)
+    app = make_app(Cluster(), token)
+    web.run_app(app, host=host, port=port, print=functools.partial(print, flush=True))
+
+
+def read_token(path: Path) -> str:
+    """The token in the file, without the space around it. Raises PersiaK8sError."""
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PersiaK8sError(f"--token-file {path} cannot be read: {error}") from error
+    if len(token) < _MIN_TOKEN_LENGTH:
+        raise PersiaK8sError(
+            f"--token-file {path} holds a token of {len(token)} characters: "
+            f"take at least {_MIN_TOKEN_LENGTH} random ones"
+        )
+    return token
+
+
+def make_app(cluster: Cluster, token: str) -> web.Application:
+    """The service over `cluster`, for callers that know `token`."""
+    app = web.Application(middlewares=[_errors, _authentication(token)], client_max_size=_MAX_BODY_BYTES)
+    endpoints = _Endpoints(cluster)
+    app.add_routes(
+        [
+            web.post("/apply", endpoints.apply),
+            web.post("/delete", endpoints.delete),
+            web.get("/listjobs", endpoints.list_jobs),
+            web.get("/listpods", endpoints.list_pods),
+            web.get("/podstatus", endpoints.pod_status),
+            web.get("/podlog", endpoints.pod_log),
+            web.get("/openapi.json", endpoints.openapi),
+            web.get("/healthz", endpoints.healthz),
+        ]
+    )
+    return app
+
+
+def _authentication(token: str) -> Any:
+    expected = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        sent = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if request.path in _OPEN_PATHS or hmac.compare_digest(sent, expected):
+            return await handler(request)
+        answer = _failure(401, "send the service's token: Authorization: Bearer TOKEN")
+        answer.headers["WWW-Authenticate"] = "Bearer"
+        return answer
+
+    return check
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except _BadRequestError as error:
+        return _failure(400, str(error))
+    except ClusterError as error:
+        # What the API server says of the caller's object is the caller's to mend.
+        status = error.status if error.status in (400, 404, 409, 422) else 502
+        return _failure(400 if status == 422 else status, str(error))
+    except web.HTTPException as error:
+        return _failure(error.status, error.reason)
+
+
+class _BadRequestError(PersiaK8sError):
+    """What the caller sent cannot be used."""
+
+
+def _failure(status: int, message: str) -> web.Response:
+    results = {"success": False, "err_msg": message}
+    return web.json_response({**results, "execution_results": results}, status=status)
+
+
+def _success(**more: Any) -> web.Response:
+    return web.json_response({"execution_results": {"success": True, "err_msg": None}, **more})
+
+
+class _Endpoints:
+    """One method for each path. The cluster's client blocks, so it is called on threads."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._openapi = openapi_document()
+
+    async def apply(self, request: web.Request) -> web.Response:
+        body = await _arguments(request)
+        identifier = body.get("job_identifier")
+        if not isinstance(identifier, dict) or not isinstance(body.get("spec"), dict):
+            raise _BadRequestError("the body must be {job_identifier: {job_name, namespace}, spec: {...}}")
+        manifest = {
+            "apiVersion": f"{GROUP}/{VERSION}",
+            "kind": KIND,
+            "metadata": {"name": _text(identifier, "job_name"), "namespace": _namespace(identifier)},
+            "spec": body["spec"],
+        }
+        await asyncio.to_thread(self._cluster.apply_job, manifest, _FIELD_MANAGER)
+        return web.json_response({"success": True, "err_msg": None})
+
+    async def delete(self, request: web.Request) -> web.Response:
+        arguments = await _arguments(request)
+        name = _text(arguments, "job_name")
+        await asyncio.to_thread(self._cluster.delete_job, _namespace(arguments), name)
+        return web.json_response({"success": True, "err_msg": None})
+
+    async def list_jobs(self, request: web.Request) -> web.Response:
+        arguments = await _arguments(request)
+        jobs = await asyncio.to_thread(self._cluster.jobs, _namespace(arguments))
+        return _success(resources=[_summary(job) for job in jobs])
+
+    async def list_pods(self, request: web.Request) -> web.Response:
+        arguments = await _arguments(request)
+        job = _text(arguments, "job_name") if "job_name" in arguments else None
+        pods = await asyncio.to_thread(self._cluster.pods, _namespace(arguments), job)
+        return _success(
+            resources=[{**_summary(pod), "job_name": pod["metadata"]["labels"][JOB_LABEL]} for pod in pods]
+        )
+
+    async def pod_status(self, request: web.Request) -> web.Response:
+        arguments = await _arguments(request)
+        name = _text(arguments, "pod_name")
+        pod = await asyncio.to_thread(self._cluster.pod, _namespace(arguments), name)
+        return _success(body=pod.get("status", {}))
+
+    async def pod_log(self, request: web.Request) -> web.Response:
+        arguments = await _arguments(request)
+        namespace, name = _namespace(arguments), _text(arguments, "pod_name")
+        lines = _number(arguments, "tail_lines", default=1000, maximum=100_000)
+        await asyncio.to_thread(self._cluster.pod, namespace, name)  # pods of jobs only
+        log = await asyncio.to_thread(self._cluster.pod_log, namespace, name, lines)
+        return _success(body=log)
+
+    async def openapi(self, _request: web.Request) -> web.Response:
+        return web.json_response(self._openapi)
+
+    async def healthz(self, _request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+
+async def _arguments(request: web.Request) -> dict[str, Any]:
+    """The query's, and those of a JSON body."""
+    arguments: dict[str, Any] = dict(request.query)
+    if not request.can_read_body:
+        return arguments
+    try:
+        body = json.loads(await request.text())
+    except ValueError as error:
+        raise _BadRequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise _BadRequestError("the body must be a JSON object")
+    return {**arguments, **body}
+
+
+def _text(arguments: Mapping[str, Any], name: str) -> str:
+    value = arguments.get(name)
+    # Part of a path of the API server.
+    if not isinstance(value, str) or not value.replace("-", "").replace(".", "").isalnum():
+        raise _BadRequestError(f"{name} is {value!r}: it must be the name of an object")
+    return value
+
+
+def _namespace(arguments: Mapping[str, Any]) -> str:
+    return _text({"namespace": "default", **arguments}, "namespace")
+
+
+def _number(arguments: Mapping[str, Any], name: str, *, default: int, maximum: int) -> int:
+    value = str(arguments.get(name, default))
+    if not (value.isascii() and value.isdigit()) or not 1 <= int(value) <= maximum:
+        raise _BadRequestError(f"{name} is {value!r}: it must be a number from 1 to {maximum}")
+    return int(value)
+
+
+def _summary(item: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = item["metadata"]
+    phase = (item.get("status") or {}).get("phase")
+    return {"name": metadata["name"], "namespace": metadata["namespace"], "phase": phase}

@@ -1,0 +1,226 @@
+// Dumping and loading a store: bytes a second, bytes a row, and what training loses meanwhile.
+//
+//   checkpoint_bench [NUM_ROWS [DIM [ROUNDS]]]
+//
+// Rows are Adagrad's after some updates with random gradients. Training is one thread with batches
+// of 10,000 rows; its time a batch is taken in turns with a dump under way and without.
+#include <time.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "base/hash.h"
+#include "checkpoint/loader.h"
+#include "checkpoint/snapshot.h"
+#include "store/embedding_store.h"
+
+namespace persia::bench {
+namespace {
+
+using checkpoint::Loader;
+using checkpoint::Snapshot;
+using store::EmbeddingStore;
+using store::LookupMode;
+using store::RowBlock;
+
+constexpr size_t kBatchRows = 10'000;
+constexpr EmbeddingStore::Options kOptions{.capacity = 1'000'000'000, .num_internal_shards = 16};
+
+// Both of the calling thread. On a machine that has other work, the second is the one to compare.
+struct Times {
+  double wall = Now(CLOCK_MONOTONIC);
+  double cpu = Now(CLOCK_THREAD_CPUTIME_ID);
+
+  static double Now(clockid_t clock) {
+    timespec time{};
+    clock_gettime(clock, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+  }
+  Times Passed() const {
+    const Times now;
+    return {now.wall - wall, now.cpu - cpu};
+  }
+};
+
+void Check(const Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s\n", status.ToString().c_str());
+  std::exit(1);
+}
+
+TrainConfig Config() {
+  TrainConfig config;
+  config.optimizer.kind = OptimizerKind::kAdagrad;
+  config.optimizer.initial_accumulator_value = 0.1f;
+  return config;
+}
+
+std::unique_ptr<EmbeddingStore> MakeStore() {
+  auto store = EmbeddingStore::Create(kOptions);
+  Check(store.status());
+  return std::move(store).value();
+}
+
+// One trainer: a lookup and an update of random rows.
+class Trainer {
+ public:
+  Trainer(EmbeddingStore& store, uint64_t num_rows, uint32_t dim)
+      : store_(store), num_rows_(num_rows), dim_(dim), rows_(kBatchRows * dim) {
+    std::normal_distribution<float> normal(0.0f, 0.01f);
+    for (size_t i = 0; i < rows_.size() + 1000; ++i) gradients_.push_back(normal(random_));
+  }
+
+  void Fill() {
+    std::vector<uint64_t> signs(kBatchRows);
+    for (uint64_t begin = 0; begin < num_rows_; begin += kBatchRows) {
+      for (size_t i = 0; i < kBatchRows; ++i) signs[i] = SignHash(begin + i);
+      for (int i = 0; i < 3; ++i) Train(signs);
+    }
+  }
+  void TrainRandomBatch() {
+    std::vector<uint64_t> signs(kBatchRows);
+    // Distinct: a stride through all rows from somewhere.
+    const uint64_t begin = random_(), stride = num_rows_ / kBatchRows;
+    for (size_t i = 0; i < kBatchRows; ++i) signs[i] = SignHash((begin + i * stride) % num_rows_);
+    Train(signs);
+  }
+
+ private:
+  void Train(const std::vector<uint64_t>& signs) {
+    const RowBlock block = {.dim = dim_, .signs = signs};
+    Check(store_.Lookup({&block, 1}, LookupMode::kTrain, rows_.data()));
+    Check(store_.Update({&block, 1}, gradients_.data() + random_() % 1000));
+  }
+
+  EmbeddingStore& store_;
+  const uint64_t num_rows_;
+  const uint32_t dim_;
+  std::mt19937_64 random_{1};
+  std::vector<float> rows_, gradients_;
+};
+
+using Bytes = std::vector<std::byte>;
+
+// Reads a whole dump; the files are kept where `files` is given.
+size_t Dump(EmbeddingStore& store, std::vector<Bytes>* files) {
+  auto snapshot = Snapshot::Begin(store, {});
+  Check(snapshot.status());
+  size_t size = 0;
+  Bytes chunk;
+  for (bool more = true; more;) {
+    more = false;
+    Check(snapshot.value()->part(0).value()->Read(4 << 20, [&](size_t count) {
+      more = true;
+      size += count;
+      chunk.resize(count);
+      return chunk.data();
+    }));
+    if (files != nullptr && more) files->push_back(std::move(chunk));
+  }
+  return size;
+}
+
+void Report(const char* what, double row_gb, Times passed) {
+  std::printf("%-8s %6.2f GB/s of rows, %6.2f a second of CPU\n", what, row_gb / passed.wall,
+              row_gb / passed.cpu);
+}
+
+void MeasureLoad(const std::vector<Bytes>& pieces, double row_gb) {
+  Bytes file;
+  for (const Bytes& piece : pieces) file.insert(file.end(), piece.begin(), piece.end());
+  auto place = checkpoint::DecodeTrailer(
+      Bytes(file.end() - static_cast<ptrdiff_t>(checkpoint::kTrailerBytes), file.end()));
+  Check(place.status());
+  auto header = checkpoint::DecodeHeader(file);
+  Check(header.status());
+  const auto blocks =
+      std::span(file).subspan(header->header_bytes, place->offset - header->header_bytes);
+  const auto store = MakeStore();
+  auto loader = Loader::Begin(*store, {.config = Config()});
+  Check(loader.status());
+  Times begin;
+  Check(loader.value()->Verify(blocks).status());
+  Report("verify", row_gb, begin.Passed());
+  Check(loader.value()->Replace());
+  begin = Times();
+  Check(loader.value()->Add(blocks).status());
+  loader.value()->Commit();
+  Report("load", row_gb, begin.Passed());
+}
+
+double Median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + static_cast<ptrdiff_t>(values.size() / 2),
+                   values.end());
+  return values[values.size() / 2];
+}
+
+struct BatchTimes {
+  std::vector<double> wall, cpu;  // milliseconds
+
+  void Measure(Trainer* trainer, int num_batches) {
+    for (int i = 0; i < num_batches; ++i) {
+      const Times begin;
+      trainer->TrainRandomBatch();
+      const Times passed = begin.Passed();
+      wall.push_back(passed.wall * 1e3);
+      cpu.push_back(passed.cpu * 1e3);
+    }
+  }
+};
+
+// Another thread dumps `dumped` all the time; it is the trainer's own store, or another one, which
+// takes as much of the machine and nothing else.
+void MeasureTraining(EmbeddingStore& own, EmbeddingStore& other, Trainer* trainer, int rounds) {
+  BatchTimes times[2];
+  for (int round = 0; round < 2 * rounds; ++round) {
+    EmbeddingStore& dumped = round % 2 == 0 ? other : own;
+    std::atomic<bool> stops = false;
+    std::thread dumper([&] {
+      while (!stops) Dump(dumped, nullptr);
+    });
+    times[round % 2].Measure(trainer, 40);
+    stops = true;
+    dumper.join();
+  }
+  const char* names[] = {"another store's dump", "its own store's dump"};
+  for (int i = 0; i < 2; ++i) {
+    std::printf("a batch of %zu rows beside %s: %.2f ms, %.2f ms of CPU\n", kBatchRows, names[i],
+                Median(times[i].wall), Median(times[i].cpu));
+  }
+}
+
+int Main(int argc, char** argv) {
+  const uint64_t num_rows = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 2'000'000;
+  const auto dim = static_cast<uint32_t>(argc > 2 ? std::strtoul(argv[2], nullptr, 10) : 16);
+  const int rounds = argc > 3 ? std::atoi(argv[3]) : 5;
+  const auto store = MakeStore();
+  Check(store->Configure(Config()));
+  Trainer trainer(*store, num_rows, dim);
+  trainer.Fill();
+  const double row_bytes = 12.0 + 8.0 * dim;  // sign, age, embedding, state
+  const double row_gb = static_cast<double>(store->size()) * row_bytes * 1e-9;
+  std::printf("%llu rows of dim %u, %.2f GB\n", static_cast<unsigned long long>(store->size()), dim,
+              row_gb);
+  std::vector<Bytes> pieces;
+  const Times begin;
+  const size_t size = Dump(*store, &pieces);
+  Report("dump", row_gb, begin.Passed());
+  std::printf("the file has %.3f of their size\n", static_cast<double>(size) * 1e-9 / row_gb);
+  MeasureLoad(pieces, row_gb);
+  const auto other = MakeStore();
+  Check(other->Configure(Config()));
+  Trainer(*other, num_rows, dim).Fill();
+  MeasureTraining(*store, *other, &trainer, rounds);
+  return 0;
+}
+
+}  // namespace
+}  // namespace persia::bench
+
+int main(int argc, char** argv) { return persia::bench::Main(argc, argv); }

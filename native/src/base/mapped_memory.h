@@ -1,0 +1,41 @@
+// MappedMemory: zeroed memory straight from the operating system.
+//
+// Rows and indexes are large, live long and are read at random, so page size decides their speed:
+// blocks of 2 MiB and more are aligned to huge pages and advised to be them. Running out is
+// reported, not fatal: a full server must go on serving the rows that it has.
+#pragma once
+
+#include <cstddef>
+#include <utility>
+
+namespace persia {
+
+class MappedMemory {
+ public:
+  static constexpr size_t kHugePageBytes = size_t{2} << 20;
+  static constexpr size_t kPageBytes = 4096;
+
+  MappedMemory() = default;
+  MappedMemory(MappedMemory&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+  MappedMemory& operator=(MappedMemory&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+    return *this;
+  }
+  ~MappedMemory();
+
+  // `size` bytes, rounded up to whole pages; data() is null when there is no memory.
+  static MappedMemory Allocate(size_t size);
+
+  std::byte* data() const { return data_; }
+  size_t size() const { return size_; }
+
+ private:
+  MappedMemory(std::byte* data, size_t size) : data_(data), size_(size) {}
+
+  std::byte* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+}  // namespace persia

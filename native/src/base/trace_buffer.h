@@ -1,0 +1,71 @@
+// TraceBuffer: what this process did when, for as long as somebody traces it.
+//
+// Spans come from DurationStats::Record, so that whatever is measured is traced too, under the same
+// name. Off, which is the normal state, it costs one relaxed load for each measured phase. On, a
+// span takes a slot of its own by one atomic addition and is written there without a lock; when all
+// slots are taken, later spans are counted and dropped, so that memory and time stay bounded.
+//
+// Times are those of the monotonic clock (CLOCK_MONOTONIC), which all processes of a host share.
+// Thread-safe. There is one for the process: TraceBuffer::Global().
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace persia {
+
+struct TraceSpan {
+  static constexpr uint64_t kNoBatch = UINT64_MAX;
+
+  std::array<char, 32> name{};  // ends with a zero; a longer name is cut
+  uint64_t begin_ns = 0;        // monotonic clock
+  uint64_t end_ns = 0;
+  uint64_t reference = 0;        // the embedding worker's number of the batch; 0: not known here
+  uint64_t batch_id = kNoBatch;  // the loaders' number of the batch
+  uint32_t thread_id = 0;        // the system's
+};
+
+class TraceBuffer {
+ public:
+  using TimePoint = std::chrono::steady_clock::time_point;
+
+  struct Recording {
+    std::vector<TraceSpan> spans;  // in the order in which they ended, nearly
+    uint64_t num_dropped = 0;
+  };
+
+  static TraceBuffer& Global();
+
+  // Begins a recording of at most `capacity` spans; one that is under way is thrown away.
+  void Start(size_t capacity);
+  // Ends the recording and returns it; empty when none is under way.
+  Recording Stop();
+
+  bool on() const { return on_.load(std::memory_order_relaxed); }
+  // Does nothing when no recording is under way.
+  void Add(const std::string& name, TimePoint begin, TimePoint end, uint64_t reference,
+           uint64_t batch_id);
+
+ private:
+  struct Slot {
+    TraceSpan span;
+    std::atomic<bool> written{false};
+  };
+  struct Slots {
+    explicit Slots(size_t size) : entries(size) {}
+    std::vector<Slot> entries;
+    std::atomic<uint64_t> next{0};
+  };
+
+  std::atomic<bool> on_{false};
+  std::mutex mutex_;  // guards the pointer, not what it points to
+  std::shared_ptr<Slots> slots_;
+};
+
+}  // namespace persia

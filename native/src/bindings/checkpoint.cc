@@ -1,0 +1,219 @@
+#include "bindings/checkpoint.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <cstddef>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/arrays.h"
+#include "bindings/errors.h"
+#include "bindings/module.h"
+#include "checkpoint/block.h"
+#include "checkpoint/file_format.h"
+
+namespace persia::bindings {
+namespace {
+
+namespace py = pybind11;
+using checkpoint::BlockEntry;
+using checkpoint::BlockRows;
+using checkpoint::Loader;
+using checkpoint::Snapshot;
+using checkpoint::SnapshotPart;
+
+py::dict ParseHeader(const py::buffer& head) {
+  const BytesArgument bytes(head, "head");
+  const auto header = ValueOrRaise(checkpoint::DecodeHeader(bytes.bytes()));
+  py::dict dict;
+  dict["step"] = header.step;
+  dict["num_rows"] = header.num_rows;
+  dict["part"] = header.part;
+  dict["num_parts"] = header.num_parts;
+  dict["replica_index"] = header.replica_index;
+  dict["replica_size"] = header.replica_size;
+  dict["train_config"] = header.config;
+  dict["is_delta"] = header.kind == checkpoint::FileKind::kRows ? 0 : 1;
+  dict["is_from_nothing"] = header.kind == checkpoint::FileKind::kChangesFromNothing ? 1 : 0;
+  dict["header_bytes"] = header.header_bytes;
+  return dict;
+}
+
+std::pair<uint64_t, uint64_t> ParseTrailer(const py::buffer& trailer) {
+  const BytesArgument bytes(trailer, "trailer");
+  const auto footer = ValueOrRaise(checkpoint::DecodeTrailer(bytes.bytes()));
+  return {footer.offset, footer.length};
+}
+
+py::array ParseFooter(const py::buffer& footer) {
+  const BytesArgument bytes(footer, "footer");
+  const auto blocks =
+      ValueOrRaise(WithoutGil([&] { return checkpoint::DecodeFooter(bytes.bytes()); }));
+  return py::array_t<BlockEntry>(static_cast<py::ssize_t>(blocks.size()), blocks.data());
+}
+
+std::vector<BlockRows> DecodeBlocks(const py::buffer& chunk) {
+  const BytesArgument bytes(chunk, "chunk");
+  return ValueOrRaise(WithoutGil([&]() -> StatusOr<std::vector<BlockRows>> {
+    std::vector<BlockRows> all;
+    for (checkpoint::BlockDecoder blocks(bytes.bytes()); !blocks.AtEnd();) {
+      PERSIA_RETURN_IF_ERROR(blocks.Next(&all.emplace_back()));
+    }
+    return all;
+  }));
+}
+
+// The bytes object is made when their number is known, and filled without the GIL.
+py::bytes Read(SnapshotPart& self, size_t max_bytes) {
+  if (max_bytes == 0) RaiseIfError(InvalidArgument("max_bytes is 0; give at least 1"));
+  PyObject* result = nullptr;
+  RaiseIfError(WithoutGil([&] {
+    return self.Read(max_bytes, [&](size_t count) {
+      const py::gil_scoped_acquire gil;
+      result = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(count));
+      if (result == nullptr) throw py::error_already_set();
+      return reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result));
+    });
+  }));
+  return result == nullptr ? py::bytes() : py::reinterpret_steal<py::bytes>(result);
+}
+
+uint64_t Verify(const Loader& self, const py::buffer& chunk) {
+  const BytesArgument bytes(chunk, "chunk");
+  return ValueOrRaise(WithoutGil([&] { return self.Verify(bytes.bytes()); }));
+}
+
+uint64_t Add(Loader& self, const py::buffer& chunk) {
+  const BytesArgument bytes(chunk, "chunk");
+  return ValueOrRaise(WithoutGil([&] { return self.Add(bytes.bytes()); }));
+}
+
+uint64_t Apply(Loader& self, const py::buffer& chunk) {
+  const BytesArgument bytes(chunk, "chunk");
+  return ValueOrRaise(WithoutGil([&] { return self.Apply(bytes.bytes()); }));
+}
+
+template <typename T>
+py::array_t<T> Column(const py::object& self, const T* data, size_t num_rows, size_t width) {
+  return ViewOf(data, {static_cast<py::ssize_t>(num_rows), static_cast<py::ssize_t>(width)}, self);
+}
+
+template <typename T>
+py::array_t<T> Column(const py::object& self, const std::vector<T>& values) {
+  return ViewOf(values.data(), {static_cast<py::ssize_t>(values.size())}, self);
+}
+
+void BindBlockRows(py::module_& module) {
+  const auto rows = [](const py::object& self) -> const BlockRows& {
+    return self.cast<const BlockRows&>();
+  };
+  py::class_<BlockRows>(module, "BlockRows")
+      .def_property_readonly("virtual_shard",
+                             [](const BlockRows& self) { return self.shape.virtual_shard; })
+      .def_property_readonly(
+          "is_removal",
+          [](const BlockRows& self) { return self.shape.kind == checkpoint::BlockKind::kRemovals; })
+      .def_property_readonly("dim", [](const BlockRows& self) { return self.shape.dim; })
+      .def_property_readonly(
+          "signs", [rows](const py::object& self) { return Column(self, rows(self).signs); })
+      .def_property_readonly(
+          "ages", [rows](const py::object& self) { return Column(self, rows(self).ages); })
+      .def_property_readonly(
+          "scalars", [rows](const py::object& self) { return Column(self, rows(self).scalars); })
+      .def_property_readonly("embeddings",
+                             [rows](const py::object& self) {
+                               const BlockRows& r = rows(self);
+                               return Column(self, r.embeddings(), r.signs.size(), r.shape.dim);
+                             })
+      .def_property_readonly("state", [rows](const py::object& self) {
+        const BlockRows& r = rows(self);
+        return Column(self, r.state(), r.signs.size(), r.shape.state_floats);
+      });
+}
+
+void BindSnapshot(py::module_& module) {
+  py::class_<SnapshotPart>(module, "SnapshotPart")
+      .def("read", &Read, py::arg("max_bytes"))
+      .def_property_readonly("num_rows", &SnapshotPart::num_rows)
+      .def_property_readonly("num_bytes", &SnapshotPart::num_bytes);
+  py::class_<Snapshot>(module, "Snapshot", py::release_gil_before_calling_cpp_dtor())
+      .def_property_readonly("step", &Snapshot::step)
+      .def_property_readonly("num_rows", &Snapshot::num_rows)
+      .def_property_readonly("num_parts", &Snapshot::num_parts)
+      .def_property_readonly("train_config", &Snapshot::config)
+      .def(
+          "part", [](Snapshot& self, uint32_t index) { return ValueOrRaise(self.part(index)); },
+          py::arg("index"), py::return_value_policy::reference_internal)
+      .def_property_readonly("is_from_nothing",
+                             [](const Snapshot& self) {
+                               return self.kind() == checkpoint::FileKind::kChangesFromNothing;
+                             })
+      .def("commit", [](Snapshot& self) { RaiseIfError(self.Commit()); })
+      .def("close", [](Snapshot& self) { WithoutGil([&] { self.Close(); }); });
+}
+
+void BindLoader(py::module_& module) {
+  py::class_<Loader>(module, "CheckpointLoader", py::release_gil_before_calling_cpp_dtor())
+      .def("verify", &Verify, py::arg("chunk"))
+      .def("replace",
+           [](Loader& self) { RaiseIfError(WithoutGil([&] { return self.Replace(); })); })
+      .def("add", &Add, py::arg("chunk"))
+      .def("apply", &Apply, py::arg("chunk"))
+      .def("commit", [](Loader& self) { WithoutGil([&] { self.Commit(); }); })
+      .def_property_readonly("num_rows", &Loader::num_rows)
+      .def_property_readonly("num_foreign", &Loader::num_foreign)
+      .def_property_readonly("num_evicted", &Loader::num_evicted);
+}
+
+}  // namespace
+
+std::unique_ptr<Snapshot> BeginSnapshot(PlacedStore placed, bool changes_only, uint32_t num_parts,
+                                        uint64_t max_waiting_bytes, double patience_s) {
+  const Snapshot::Options options{
+      .num_parts = num_parts,
+      .replica = placed.replica,
+      .rows = {.max_waiting_bytes = max_waiting_bytes, .patience = Timeout(patience_s)}};
+  const auto begin = changes_only ? Snapshot::TakeChanges : Snapshot::Begin;
+  return ValueOrRaise(WithoutGil([&] { return begin(placed.store, options); }));
+}
+
+void TrackChanges(PlacedStore placed, uint64_t max_rows) {
+  RaiseIfError(WithoutGil([&] { return placed.store.TrackChanges(max_rows); }));
+}
+
+py::dict ChangeStatus(PlacedStore placed) {
+  const store::ChangeStatus status = WithoutGil([&] { return placed.store.change_status(); });
+  py::dict dict;
+  dict["max_rows"] = status.max_rows;
+  dict["num_rows"] = status.num_rows;
+  dict["is_due"] = status.is_due;
+  dict["has_overflowed"] = status.has_overflowed;
+  return dict;
+}
+
+uint64_t RemoveSmallRows(PlacedStore placed) {
+  return ValueOrRaise(WithoutGil([&] { return placed.store.RemoveSmallRows(); }));
+}
+
+std::unique_ptr<Loader> BeginLoad(PlacedStore placed, const TrainConfig& config,
+                                  checkpoint::FileKind kind, bool with_state) {
+  const Loader::Options options{
+      .config = config, .kind = kind, .with_state = with_state, .replica = placed.replica};
+  return ValueOrRaise(WithoutGil([&] { return Loader::Begin(placed.store, options); }));
+}
+
+void BindCheckpoint(py::module_& module) {
+  PYBIND11_NUMPY_DTYPE(BlockEntry, virtual_shard, num_rows, offset, length, checksum);
+  module.attr("CHECKPOINT_TRAILER_BYTES") = checkpoint::kTrailerBytes;
+  BindBlockRows(module);
+  BindSnapshot(module);
+  BindLoader(module);
+  module.def("parse_checkpoint_header", &ParseHeader, py::arg("head"));
+  module.def("parse_checkpoint_trailer", &ParseTrailer, py::arg("trailer"));
+  module.def("parse_checkpoint_footer", &ParseFooter, py::arg("footer"));
+  module.def("decode_checkpoint_blocks", &DecodeBlocks, py::arg("chunk"));
+}
+
+}  // namespace persia::bindings

@@ -1,0 +1,149 @@
+#include "bindings/metrics.h"
+
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "base/trace_buffer.h"
+#include "bindings/errors.h"
+#include "bindings/module.h"
+
+namespace persia::bindings {
+namespace {
+
+namespace py = pybind11;
+
+constexpr double kSecondsPerNs = 1e-9;
+constexpr size_t kMaxTraceSpans = 4'000'000;
+
+py::tuple SnapshotToTuple(const DurationStats::Snapshot& snapshot) {
+  py::list counts;
+  for (const uint64_t count : snapshot.counts) counts.append(count);
+  return py::make_tuple(counts, static_cast<double>(snapshot.sum_ns) * kSecondsPerNs,
+                        static_cast<double>(snapshot.last_ns) * kSecondsPerNs);
+}
+
+py::tuple BoundsInSeconds() {
+  py::tuple bounds(DurationStats::kNumBuckets - 1);
+  for (size_t i = 0; i + 1 < DurationStats::kNumBuckets; ++i) {
+    bounds[i] = static_cast<double>(DurationStats::UpperBoundNs(i)) * kSecondsPerNs;
+  }
+  return bounds;
+}
+
+DurationStats::TimePoint ToTime(uint64_t ns) {
+  return DurationStats::TimePoint(std::chrono::nanoseconds(ns));
+}
+
+void Record(DurationStats& self, uint64_t begin_ns, uint64_t end_ns, uint64_t reference,
+            uint64_t batch_id) {
+  self.Record(ToTime(begin_ns), ToTime(end_ns), reference, batch_id);
+}
+
+// `with TracedBatch(batch_id): ...`, on one thread.
+class BatchScope {
+ public:
+  explicit BatchScope(uint64_t batch_id) : tag_(TracedBatch::TagOf(batch_id)) {}
+  void Enter() { scope_.emplace(tag_); }
+  void Exit(const py::args&) { scope_.reset(); }
+
+ private:
+  const uint32_t tag_;
+  std::optional<TracedBatch> scope_;
+};
+
+void StartTrace(size_t capacity) {
+  if (capacity == 0 || capacity > kMaxTraceSpans) {
+    RaiseIfError(InvalidArgument("capacity of a trace is " + std::to_string(capacity) +
+                                 "; it must be 1 to " + std::to_string(kMaxTraceSpans) + " spans"));
+  }
+  WithoutGil([&] { TraceBuffer::Global().Start(capacity); });
+}
+
+// Of spans with a batch, those of every `one_in`-th; 0: all spans.
+py::tuple StopTrace(uint64_t one_in) {
+  const auto recording = WithoutGil([] { return TraceBuffer::Global().Stop(); });
+  py::list spans;
+  for (const TraceSpan& span : recording.spans) {
+    const bool no_batch = span.batch_id == TraceSpan::kNoBatch;
+    if (one_in != 0 && (no_batch || span.batch_id % one_in != 0)) continue;
+    const py::object batch_id = no_batch ? py::object(py::none()) : py::int_(span.batch_id);
+    spans.append(py::make_tuple(span.name.data(), span.begin_ns, span.end_ns, span.reference,
+                                batch_id, span.thread_id));
+  }
+  return py::make_tuple(spans, recording.num_dropped);
+}
+
+}  // namespace
+
+py::dict DurationsToDict(std::span<const DurationStats* const> durations) {
+  py::dict dict;
+  for (const DurationStats* one : durations) {
+    dict[py::str(one->name())] = SnapshotToTuple(one->snapshot());
+  }
+  return dict;
+}
+
+py::list ChannelsToList(std::span<const net::ChannelStats> channels) {
+  py::list list;
+  for (const net::ChannelStats& channel : channels) {
+    py::dict dict;
+    dict["peer"] = channel.peer;
+    dict["num_calls"] = channel.num_calls;
+    dict["num_retries"] = channel.num_retries;
+    dict["num_connects"] = channel.num_connects;
+    dict["num_sent_bytes"] = channel.num_sent_bytes;
+    dict["num_received_bytes"] = channel.num_received_bytes;
+    dict["num_pending"] = channel.num_pending;
+    dict["calls"] = SnapshotToTuple(channel.calls);
+    list.append(std::move(dict));
+  }
+  return list;
+}
+
+py::list SlotsToList(std::span<const worker::SlotStats> slots) {
+  py::list list;
+  for (const worker::SlotStats& slot : slots) {
+    py::dict dict;
+    dict["slot"] = slot.slot;
+    dict["num_ids"] = slot.num_ids;
+    dict["num_distinct"] = slot.num_distinct;
+    dict["last_distinct_ratio"] = slot.last_distinct_ratio;
+    dict["estimated_distinct"] = slot.estimated_distinct;
+    dict["num_nonfinite"] = slot.num_nonfinite;
+    dict["num_skipped"] = slot.num_skipped;
+    list.append(std::move(dict));
+  }
+  return list;
+}
+
+void AddRpcStats(const net::ServerStats& stats, py::dict* dict) {
+  (*dict)["rpc_num_requests"] = stats.num_requests;
+  (*dict)["rpc_num_failed"] = stats.num_failed;
+  (*dict)["rpc_num_received_bytes"] = stats.num_received_bytes;
+  (*dict)["rpc_num_sent_bytes"] = stats.num_sent_bytes;
+  (*dict)["rpc_num_connections"] = stats.num_connections;
+  (*dict)["rpc_num_running"] = stats.num_running;
+  (*dict)["rpc_num_in_line"] = stats.num_in_line;
+}
+
+void BindMetrics(py::module_& module) {
+  module.attr("DURATION_BOUNDS_S") = BoundsInSeconds();
+  py::class_<DurationStats>(module, "DurationStats")
+      .def(py::init<std::string>(), py::arg("name"))
+      .def("record", &Record, py::arg("begin_ns"), py::arg("end_ns"), py::arg("reference") = 0,
+           py::arg("batch_id") = TraceSpan::kNoBatch)
+      .def("snapshot", [](const DurationStats& self) { return SnapshotToTuple(self.snapshot()); })
+      .def_property_readonly("name", &DurationStats::name);
+  py::class_<BatchScope>(module, "TracedBatch")
+      .def(py::init<uint64_t>(), py::arg("batch_id"))
+      .def("__enter__", &BatchScope::Enter)
+      .def("__exit__", &BatchScope::Exit);
+  module.def("enable_durations", &DurationStats::Enable, py::arg("enabled"));
+  module.def("start_trace", &StartTrace, py::arg("capacity"));
+  module.def("stop_trace", &StopTrace, py::arg("one_in") = 0);
+}
+
+}  // namespace persia::bindings

@@ -1,0 +1,152 @@
+// Pools of rows for Python: persia.pmem.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "bindings/errors.h"
+#include "bindings/module.h"
+#include "pool/pmem_backing.h"
+#include "pool/pool_tools.h"
+#include "pool/row_pool.h"
+
+namespace persia::bindings {
+namespace {
+
+namespace py = pybind11;
+using pool::PoolInfo;
+using pool::PoolOptions;
+using pool::RecoveredRow;
+using pool::RowPool;
+
+StatusOr<pool::PoolKind> KindOf(const std::string& kind) {
+  if (kind == "file") return pool::PoolKind::kFile;
+  if (kind == "pmem") return pool::PoolKind::kPmem;
+  return InvalidArgument("kind is '" + kind + "'; give 'file' or 'pmem'");
+}
+
+py::dict DictOf(const PoolInfo& info) {
+  py::dict dict;
+  dict["pool_id"] = info.pool_id;
+  dict["committed"] = info.committed;
+  dict["num_rows"] = info.num_rows;
+  dict["file_bytes"] = info.file_bytes;
+  dict["size_bytes"] = info.size_bytes;
+  dict["extent_bytes"] = info.extent_bytes;
+  dict["schema"] = info.schema;
+  return dict;
+}
+
+// An open pool and where its rows are. Read-only: rows come in through a store.
+class OpenPool {
+ public:
+  static std::unique_ptr<OpenPool> Open(const std::string& directory, const std::string& kind) {
+    PoolOptions options;
+    options.kind = ValueOrRaise(KindOf(kind));
+    options.num_threads = 2;
+    auto open = std::make_unique<OpenPool>();
+    open->pool_ = ValueOrRaise(
+        WithoutGil([&] { return RowPool::Open(directory, options, open->Visitor()); }));
+    return open;
+  }
+
+  uint64_t committed() const { return Get().committed(); }
+  uint64_t num_rows() const { return rows_.size(); }
+
+  py::array_t<uint64_t> Signs() const {
+    std::vector<uint64_t> signs;
+    signs.reserve(rows_.size());
+    for (const auto& [sign, row] : rows_) signs.push_back(sign);
+    std::sort(signs.begin(), signs.end());
+    return py::array_t<uint64_t>(static_cast<py::ssize_t>(signs.size()), signs.data());
+  }
+
+  py::tuple Row(uint64_t sign) const {
+    const RowPool& pool = Get();
+    const auto it = rows_.find(sign);
+    if (it == rows_.end()) RaiseIfError(NotFound("no row of sign " + std::to_string(sign)));
+    const size_t dim = it->second.head.dim;
+    py::array_t<float> values(static_cast<py::ssize_t>(it->second.head.num_floats()));
+    pool::RowHead head;
+    RaiseIfError(pool.Read(it->second.address, sign, &head,
+                           std::span(values.mutable_data(), static_cast<size_t>(values.size()))));
+    const auto end_of_embedding = static_cast<py::ssize_t>(dim);
+    return py::make_tuple(values[py::slice(0, end_of_embedding, 1)],
+                          values[py::slice(end_of_embedding, values.size(), 1)], head.scalar,
+                          head.version);
+  }
+
+  void Close() { pool_.reset(); }
+
+ private:
+  pool::VisitRows Visitor() {
+    return [this](std::span<const RecoveredRow> rows) {
+      std::lock_guard lock(mutex_);
+      for (const RecoveredRow& row : rows) rows_[row.head.sign] = row;
+    };
+  }
+  const RowPool& Get() const {
+    if (pool_ == nullptr) RaiseIfError(FailedPrecondition("the pool is closed; open it again"));
+    return *pool_;
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<uint64_t, RecoveredRow> rows_;
+  std::unique_ptr<RowPool> pool_;
+};
+
+void CreatePool(const std::string& directory, uint64_t size_bytes, const std::string& kind,
+                const std::string& schema, uint64_t extent_bytes) {
+  PoolOptions options;
+  options.kind = ValueOrRaise(KindOf(kind));
+  options.size_bytes = size_bytes;
+  options.extent_bytes = extent_bytes;
+  options.schema = schema;
+  RaiseIfError(WithoutGil([&] { return RowPool::Create(directory, options).status(); }));
+}
+
+py::dict InspectPool(const std::string& directory) {
+  return DictOf(ValueOrRaise(WithoutGil([&] { return pool::InspectPool(directory); })));
+}
+
+py::dict CheckPool(const std::string& directory) {
+  const auto report = ValueOrRaise(WithoutGil([&] { return pool::CheckPool(directory); }));
+  py::dict dict = DictOf(report.info);
+  dict["num_living"] = report.num_living;
+  dict["num_ended"] = report.num_ended;
+  dict["num_free"] = report.num_free;
+  dict["num_repeated"] = report.num_repeated;
+  dict["num_unassigned_extents"] = report.num_unassigned_extents;
+  return dict;
+}
+
+void GrowPool(const std::string& directory, uint64_t size_bytes) {
+  RaiseIfError(WithoutGil([&] { return pool::GrowPool(directory, size_bytes); }));
+}
+
+}  // namespace
+
+void BindPool(py::module_& module) {
+  module.attr("HAS_PMEM") = pool::HasPmem();
+  module.def("create_pool", &CreatePool, py::arg("directory"), py::arg("size_bytes"),
+             py::arg("kind"), py::arg("schema"), py::arg("extent_bytes"));
+  module.def("inspect_pool", &InspectPool, py::arg("directory"));
+  module.def("check_pool", &CheckPool, py::arg("directory"));
+  module.def("grow_pool", &GrowPool, py::arg("directory"), py::arg("size_bytes"));
+  py::class_<OpenPool>(module, "OpenPool")
+      .def(py::init(&OpenPool::Open), py::arg("directory"), py::arg("kind"))
+      .def_property_readonly("committed", &OpenPool::committed)
+      .def_property_readonly("num_rows", &OpenPool::num_rows)
+      .def("signs", &OpenPool::Signs)
+      .def("row", &OpenPool::Row, py::arg("sign"))
+      .def("close", &OpenPool::Close);
+}
+
+}  // namespace persia::bindings

@@ -1,0 +1,66 @@
+// Header, footer and trailer of a checkpoint file: docs/checkpoint_format.md.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "base/train_config.h"
+
+namespace persia::checkpoint {
+
+inline constexpr uint32_t kFormatVersion = 1;
+
+enum class FileKind : uint32_t {
+  kRows = 0,                // all of them
+  kChanges = 1,             // rows and removals since the changes before
+  kChangesFromNothing = 2,  // the same, after all rows were cleared
+};
+
+struct FileHeader {
+  uint64_t step = 0;
+  uint64_t num_rows = 0;  // of the whole store; of changes, with removals
+  uint32_t part = 0;
+  uint32_t num_parts = 1;
+  uint32_t replica_index = 0;
+  uint32_t replica_size = 1;
+  FileKind kind = FileKind::kRows;
+  std::optional<TrainConfig> config;
+  uint32_t header_bytes = 0;  // set by decoding
+};
+
+// What the footer says of a block.
+struct BlockEntry {
+  uint32_t virtual_shard;
+  uint32_t num_rows;
+  uint64_t offset;  // from the start of the file
+  uint64_t length;
+  uint64_t checksum;
+};
+
+struct FooterPlace {
+  uint64_t offset;
+  uint64_t length;
+};
+
+inline constexpr size_t kTrailerBytes = 48;
+
+std::vector<std::byte> EncodeHeader(const FileHeader& header);
+std::vector<std::byte> EncodeFooter(std::span<const BlockEntry> blocks);
+std::vector<std::byte> EncodeTrailer(FooterPlace footer, uint64_t num_rows);
+
+// All decoders take bytes that start at a multiple of 8. kCorruption says what is wrong with them.
+//
+// `bytes`: the first bytes of a file, at least the whole header.
+StatusOr<FileHeader> DecodeHeader(std::span<const std::byte> bytes);
+StatusOr<FooterPlace> DecodeTrailer(std::span<const std::byte> bytes);
+// Checks besides that blocks follow one another. The view points into `bytes`.
+StatusOr<std::span<const BlockEntry>> DecodeFooter(std::span<const std::byte> bytes);
+
+// kCorruption: "<what> ... of a newer version".
+Status CheckVersion(uint32_t version, const char* what);
+
+}  // namespace persia::checkpoint

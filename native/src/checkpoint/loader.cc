@@ -1,0 +1,188 @@
+#include "checkpoint/loader.h"
+
+#include <deque>
+#include <string>
+#include <utility>
+
+namespace persia::checkpoint {
+namespace {
+
+Status CheckShape(const BlockShape& block, OptimizerKind kind, const store::RowShape& wanted) {
+  if (block.optimizer == kind && block.state_floats == wanted.state_floats &&
+      block.has_scalar == wanted.has_scalar) {
+    return Status::Ok();
+  }
+  return InvalidArgument(
+      "rows of dim " + std::to_string(block.dim) + " have the state of another optimizer (kind " +
+      std::to_string(static_cast<int>(block.optimizer)) + ", " +
+      std::to_string(block.state_floats) + " floats) than the train config's (kind " +
+      std::to_string(static_cast<int>(kind)) + ", " + std::to_string(wanted.state_floats) +
+      " floats); give the train config that the checkpoint was made with");
+}
+
+// Of rows that only answer. Plain SGD has no state: whoever would train with the checkpoint's
+// optimizer is refused, as the state that it needs is not there. Limits are of the servers that
+// train, each of its own store: who answers keeps what they have kept.
+RowConfig WithoutTraining(RowConfig rows) {
+  rows.optimizer = OptimizerConfig();
+  rows.capacity = 0;
+  rows.time_to_live_sec = 0;
+  rows.min_norm = 0;
+  return rows;
+}
+
+}  // namespace
+
+StatusOr<std::unique_ptr<Loader>> Loader::Begin(store::EmbeddingStore& store,
+                                                const Options& options) {
+  PERSIA_RETURN_IF_ERROR(options.config.Validate());
+  auto rows = store::StoreLoad::Begin(store);
+  if (!rows.ok()) return rows.status();
+  Options completed = options;
+  if (const auto config = store.config(); config.has_value() && options.config.groups.empty()) {
+    completed.config.groups = config->groups;
+    completed.config.feature_index_prefix_bit = config->feature_index_prefix_bit;
+  }
+  std::unique_ptr<Loader> loader(new Loader(store, completed, std::move(rows).value()));
+  // While all servers still have their rows: a refusal by Replace() may come when some have not.
+  if (options.kind == FileKind::kRows) {
+    PERSIA_RETURN_IF_ERROR(loader->rows_->Check(loader->StoreConfig()));
+  }
+  return loader;
+}
+
+Loader::Loader(store::EmbeddingStore& store, const Options& options,
+               std::unique_ptr<store::StoreLoad> rows)
+    : store_(store), options_(options), rules_(options.config), rows_(std::move(rows)) {}
+
+TrainConfig Loader::StoreConfig() const {
+  TrainConfig config = options_.config;
+  if (options_.with_state) return config;
+  static_cast<RowConfig&>(config) = WithoutTraining(config);
+  for (GroupConfig& group : config.groups) group.rows = WithoutTraining(group.rows);
+  return config;
+}
+
+Status Loader::Check(const BlockRows& rows) const {
+  if (rows.shape.kind == BlockKind::kRemovals) {
+    if (options_.kind != FileKind::kRows) return Status::Ok();
+    return InvalidArgument("a block of removals is no part of a checkpoint; apply it as a change");
+  }
+  const store::RowRules* checked = nullptr;
+  for (const uint64_t sign : rows.signs) {
+    const store::RowRules& rules = rules_.Of(sign);
+    if (&rules == checked) continue;
+    checked = &rules;
+    PERSIA_RETURN_IF_ERROR(CheckShape(rows.shape, options_.config.OfSign(sign).optimizer.kind,
+                                      rules.ShapeFor(rows.shape.dim)));
+  }
+  return Status::Ok();
+}
+
+StatusOr<uint64_t> Loader::Verify(std::span<const std::byte> chunk) const {
+  uint64_t num_rows = 0;
+  BlockRows rows;
+  for (BlockDecoder blocks(chunk); !blocks.AtEnd();) {
+    PERSIA_RETURN_IF_ERROR(blocks.Next(&rows));
+    PERSIA_RETURN_IF_ERROR(Check(rows));
+    num_rows += rows.signs.size();
+  }
+  return num_rows;
+}
+
+Status Loader::Replace() { return rows_->Replace(StoreConfig()); }
+
+Status Loader::CheckStore(const BlockRows& rows) const {
+  const auto config = store_.config();
+  if (!config.has_value()) {
+    return FailedPrecondition("rows were loaded before Configure; replace the rows first");
+  }
+  const TrainConfig wanted = StoreConfig();
+  const uint32_t dim = rows.shape.dim;
+  const RowConfig* checked = nullptr;
+  for (const uint64_t sign : rows.signs) {
+    const RowConfig& of_store = config->OfSign(sign);
+    if (&of_store == checked) continue;
+    checked = &of_store;
+    const OptimizerConfig& optimizer = wanted.OfSign(sign).optimizer;
+    if (of_store.optimizer.kind != optimizer.kind ||
+        of_store.optimizer.StateFloats(dim) != optimizer.StateFloats(dim)) {
+      return FailedPrecondition(
+          "the store is configured with another optimizer than the rows were trained with; "
+          "replace its rows, or configure it with the checkpoint's");
+    }
+  }
+  return Status::Ok();
+}
+
+Status Loader::CheckKind(bool is_of_changes) const {
+  if (is_of_changes == (options_.kind != FileKind::kRows)) return Status::Ok();
+  return FailedPrecondition(is_of_changes
+                                ? "changes were applied by a loading of all rows; add them"
+                                : "rows were added by a loading of changes; apply them");
+}
+
+bool Loader::IsForeign(const BlockRows& rows) const {
+  return rows.shape.virtual_shard % options_.replica.size != options_.replica.index;
+}
+
+store::LoadedRows Loader::RowsOf(const BlockRows& rows) const {
+  return {.dim = rows.shape.dim,
+          .signs = rows.signs,
+          .ages = rows.ages,
+          .embeddings = rows.embeddings(),
+          .state = options_.with_state ? rows.state() : nullptr,
+          .scalars = rows.shape.has_scalar ? rows.scalars.data() : nullptr};
+}
+
+StatusOr<uint64_t> Loader::Apply(std::span<const std::byte> chunk) {
+  PERSIA_RETURN_IF_ERROR(CheckKind(/*is_of_changes=*/true));
+  std::deque<BlockRows> decoded;  // what `changes` point into
+  store::Changes changes;
+  uint64_t num_rows = 0, num_foreign = 0;
+  for (BlockDecoder blocks(chunk); !blocks.AtEnd();) {
+    BlockRows& rows = decoded.emplace_back();
+    PERSIA_RETURN_IF_ERROR(blocks.Next(&rows));
+    PERSIA_RETURN_IF_ERROR(Check(rows));
+    if (IsForeign(rows)) {
+      num_foreign += rows.signs.size();
+      decoded.pop_back();
+      continue;
+    }
+    num_rows += rows.signs.size();
+    if (rows.shape.kind == BlockKind::kRemovals) {
+      changes.removals.push_back(rows.signs);
+      continue;
+    }
+    PERSIA_RETURN_IF_ERROR(CheckStore(rows));
+    changes.rows.push_back(RowsOf(rows));
+  }
+  const std::lock_guard lock(apply_mutex_);
+  changes.from_nothing = options_.kind == FileKind::kChangesFromNothing && !has_cleared_;
+  PERSIA_RETURN_IF_ERROR(rows_->Apply(changes));
+  has_cleared_ = true;
+  num_rows_ += num_rows;
+  num_foreign_ += num_foreign;
+  return num_rows;
+}
+
+StatusOr<uint64_t> Loader::Add(std::span<const std::byte> chunk) {
+  PERSIA_RETURN_IF_ERROR(CheckKind(/*is_of_changes=*/false));
+  uint64_t num_added = 0;
+  BlockRows rows;
+  for (BlockDecoder blocks(chunk); !blocks.AtEnd();) {
+    PERSIA_RETURN_IF_ERROR(blocks.Next(&rows));
+    PERSIA_RETURN_IF_ERROR(Check(rows));
+    if (IsForeign(rows)) {
+      num_foreign_ += rows.signs.size();
+      continue;
+    }
+    PERSIA_RETURN_IF_ERROR(CheckStore(rows));
+    PERSIA_RETURN_IF_ERROR(rows_->Add(RowsOf(rows)));
+    num_added += rows.signs.size();
+    num_rows_ += rows.signs.size();
+  }
+  return num_added;
+}
+
+}  // namespace persia::checkpoint

@@ -1,0 +1,176 @@
+#include "checkpoint/snapshot.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+namespace persia::checkpoint {
+namespace {
+
+// A shard is kept from its other users while so many rows are copied: some tens of microseconds.
+constexpr size_t kRowsAtATime = 512;
+constexpr uint32_t kMaxParts = 65536;
+
+// The rows of some shards of a snapshot, one after the other.
+class ShardsInTurn {
+ public:
+  ShardsInTurn(store::StoreSnapshot* rows, uint32_t first, uint32_t step)
+      : rows_(rows), next_(first), step_(step) {}
+
+  StatusOr<bool> operator()(store::StoreSnapshot::Batch* batch) {
+    if (next_ >= rows_->num_shards()) return false;
+    auto has_more = rows_->Read(next_, kRowsAtATime, batch);
+    if (!has_more.ok()) return has_more.status();
+    for (uint32_t shard = next_ + step_; shard < rows_->num_shards(); shard += step_) {
+      rows_->TakeSaved(shard, batch);
+    }
+    if (!has_more.value()) next_ += step_;
+    return next_ < rows_->num_shards();
+  }
+
+ private:
+  store::StoreSnapshot* rows_;
+  uint32_t next_;
+  uint32_t step_;
+};
+
+}  // namespace
+
+SnapshotPart::SnapshotPart(const FileHeader& header, size_t max_gathered_bytes, NextRows next,
+                           CheckEnd check_end)
+    : next_(std::move(next)),
+      check_end_(std::move(check_end)),
+      bytes_(EncodeHeader(header)),
+      writer_(header.config.value_or(TrainConfig()), max_gathered_bytes, bytes_.size(), &bytes_) {}
+
+Status SnapshotPart::Read(size_t max_bytes, const std::function<std::byte*(size_t)>& allocate) {
+  const std::lock_guard lock(mutex_);
+  if (status_.ok()) status_ = Produce(max_bytes);
+  PERSIA_RETURN_IF_ERROR(status_);
+  const size_t count = std::min(max_bytes, bytes_.size() - position_);
+  if (count == 0) return Status::Ok();
+  std::memcpy(allocate(count), bytes_.data() + position_, count);
+  position_ += count;
+  num_bytes_ += count;
+  return Status::Ok();
+}
+
+Status SnapshotPart::Produce(size_t num_bytes) {
+  bytes_.erase(bytes_.begin(), bytes_.begin() + static_cast<ptrdiff_t>(position_));
+  position_ = 0;
+  while (bytes_.size() < num_bytes && !is_complete_) {
+    PERSIA_RETURN_IF_ERROR(has_all_rows_ ? Finish() : ProduceRows());
+  }
+  return Status::Ok();
+}
+
+Status SnapshotPart::ProduceRows() {
+  auto has_more = next_(&batch_);
+  if (!has_more.ok()) return has_more.status();
+  has_all_rows_ = !has_more.value();
+  PERSIA_RETURN_IF_ERROR(Write(batch_.read));
+  for (const store::RowRecords& rows : batch_.saved) PERSIA_RETURN_IF_ERROR(Write(rows));
+  num_rows_ = writer_.num_rows();
+  return Status::Ok();
+}
+
+Status SnapshotPart::Write(const store::RowRecords& rows) {
+  Status status;
+  rows.ForEach([&](const store::RowHead& head, const float* values) {
+    if (status.ok()) status = writer_.Add(head, values);
+  });
+  return status;
+}
+
+Status SnapshotPart::Finish() {
+  auto has_flushed = writer_.FlushSome();
+  if (!has_flushed.ok()) return has_flushed.status();
+  num_rows_ = writer_.num_rows();
+  if (has_flushed.value()) return Status::Ok();
+  PERSIA_RETURN_IF_ERROR(check_end_(writer_.num_rows()));
+  const auto footer = EncodeFooter(writer_.blocks());
+  const auto trailer = EncodeTrailer({writer_.offset(), footer.size()}, writer_.num_rows());
+  bytes_.insert(bytes_.end(), footer.begin(), footer.end());
+  bytes_.insert(bytes_.end(), trailer.begin(), trailer.end());
+  is_complete_ = true;
+  return Status::Ok();
+}
+
+Status Snapshot::CheckOptions(const Options& options) {
+  if (options.num_parts > 0 && options.num_parts <= kMaxParts) return Status::Ok();
+  return InvalidArgument("num_parts is " + std::to_string(options.num_parts) + "; give 1 to " +
+                         std::to_string(kMaxParts));
+}
+
+StatusOr<std::unique_ptr<Snapshot>> Snapshot::Begin(store::EmbeddingStore& store,
+                                                    const Options& options) {
+  PERSIA_RETURN_IF_ERROR(CheckOptions(options));
+  auto rows = store::StoreSnapshot::Begin(store, options.rows);
+  if (!rows.ok()) return rows.status();
+  return Of(std::move(rows).value(), options);
+}
+
+StatusOr<std::unique_ptr<Snapshot>> Snapshot::TakeChanges(store::EmbeddingStore& store,
+                                                          const Options& options) {
+  PERSIA_RETURN_IF_ERROR(CheckOptions(options));
+  auto rows = store::StoreSnapshot::TakeChanges(store, options.rows);
+  if (!rows.ok()) return rows.status();
+  return Of(std::move(rows).value(), options);
+}
+
+std::unique_ptr<Snapshot> Snapshot::Of(std::unique_ptr<store::StoreSnapshot> rows,
+                                       const Options& options) {
+  std::unique_ptr<Snapshot> snapshot(new Snapshot(std::move(rows)));
+  for (uint32_t i = 0; i < options.num_parts; ++i) snapshot->AddPart(options, i);
+  return snapshot;
+}
+
+void Snapshot::AddPart(const Options& options, uint32_t number) {
+  const FileHeader header{.step = step(),
+                          .num_rows = num_rows(),
+                          .part = number,
+                          .num_parts = options.num_parts,
+                          .replica_index = options.replica.index,
+                          .replica_size = options.replica.size,
+                          .kind = kind(),
+                          .config = config()};
+  // Every part must get on even where there are very many.
+  const size_t gathered =
+      std::max(options.max_gathered_bytes / options.num_parts, BlockWriter::kBlockBytes);
+  parts_.push_back(std::make_unique<SnapshotPart>(
+      header, gathered, ShardsInTurn(rows_.get(), number, options.num_parts),
+      [this](uint64_t count) { return CheckEnd(count); }));
+}
+
+FileKind Snapshot::kind() const {
+  if (!rows_->is_of_changes()) return FileKind::kRows;
+  return rows_->is_from_nothing() ? FileKind::kChangesFromNothing : FileKind::kChanges;
+}
+
+Status Snapshot::Commit() {
+  const uint32_t num_written = num_parts_written_.load();
+  if (num_written != num_parts() || num_rows_written_.load() != num_rows()) {
+    return FailedPrecondition("the snapshot has " + std::to_string(num_parts()) + " parts, but " +
+                              std::to_string(num_written) +
+                              " were read to the end; read and store all of them first");
+  }
+  rows_->Commit();
+  return Status::Ok();
+}
+
+StatusOr<SnapshotPart*> Snapshot::part(uint32_t number) {
+  if (number < parts_.size()) return parts_[number].get();
+  return InvalidArgument("part " + std::to_string(number) + " was asked for; the snapshot has " +
+                         std::to_string(parts_.size()));
+}
+
+// The last part is not completed when rows are missing or there twice.
+Status Snapshot::CheckEnd(uint64_t count) {
+  const uint64_t written = num_rows_written_ += count;
+  if (++num_parts_written_ < parts_.size() || written == num_rows()) return Status::Ok();
+  return Internal("the snapshot has " + std::to_string(num_rows()) + " rows, but " +
+                  std::to_string(written) + " were written");
+}
+
+}  // namespace persia::checkpoint

@@ -1,0 +1,287 @@
+#include "checkpoint/snapshot.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <string>
+#include <thread>
+
+#include "checkpoint/checkpoint_test_util.h"
+#include "checkpoint/trainers_test_util.h"
+#include "store/sign_index.h"
+
+namespace persia::checkpoint {
+namespace {
+
+using store::EmbeddingStore;
+using store::Range;
+
+TEST(Snapshot, HasTheRowsAndTheirState) {
+  const auto store = store::MakeStore({.capacity = 1000, .num_internal_shards = 3},
+                                      ConfigOf(OptimizerKind::kAdam));
+  const auto signs = Range(0, 100);
+  store::Lookup(*store, signs, 4);
+  store::Update(*store, signs, 4, Gradients(400, 0.5f));
+  store::Update(*store, {7}, 4, Gradients(4, 0.5f));
+  const auto wide = store::Lookup(*store, {1000}, 33);
+
+  const auto snapshot = BeginSnapshot(*store, {.num_parts = 2});
+  EXPECT_EQ(snapshot->step(), 2u);
+  EXPECT_EQ(snapshot->num_rows(), 101u);
+  const auto files = Files(*snapshot);
+  const Rows rows = RowsOf(files);
+  ASSERT_EQ(rows.size(), 101u);
+  EXPECT_EQ(snapshot->part(0).value()->num_rows() + snapshot->part(1).value()->num_rows(), 101u);
+  for (uint64_t sign : signs) {
+    const Row& row = rows.at(sign);
+    EXPECT_EQ(row.dim, 4u);
+    EXPECT_EQ(row.scalar, sign == 7 ? 2u : 1u);
+    const std::vector<float> embedding(row.values.begin(), row.values.begin() + 4);
+    EXPECT_EQ(embedding, store::Peek(*store, {sign}, 4));
+    ASSERT_EQ(row.values.size(), 12u);
+    if (sign == 7) continue;
+    EXPECT_FLOAT_EQ(row.values[4], 0.05f);       // (1 - beta1) * g
+    EXPECT_NEAR(row.values[8], 0.00025f, 1e-8);  // (1 - beta2) * g^2
+  }
+  EXPECT_EQ(std::vector<float>(rows.at(1000).values.begin(), rows.at(1000).values.begin() + 33),
+            wide);
+  const auto header = DecodeHeader(files[1]);
+  ASSERT_TRUE(header.ok()) << header.status().ToString();
+  EXPECT_EQ(header.value().step, 2u);
+  EXPECT_EQ(header.value().part, 1u);
+  EXPECT_EQ(header.value().num_parts, 2u);
+  EXPECT_EQ(header.value().num_rows, 101u);
+  EXPECT_EQ(header.value().config, store->config());
+}
+
+TEST(Snapshot, OfAnEmptyStore) {
+  auto store = EmbeddingStore::Create({.capacity = 10, .num_internal_shards = 2});
+  const auto snapshot = BeginSnapshot(*store.value(), {.num_parts = 3});
+  EXPECT_FALSE(snapshot->config().has_value());
+  const auto files = Files(*snapshot);
+  EXPECT_TRUE(RowsOf(files).empty());
+  EXPECT_FALSE(DecodeHeader(files[0]).value().config.has_value());
+}
+
+TEST(Snapshot, AgesAreBatchesSinceTheRowWasUsed) {
+  const auto store = store::MakeStore({.capacity = 100, .num_internal_shards = 1});
+  store::Lookup(*store, {1, 2}, 4);
+  store::Lookup(*store, {2}, 4);
+  store::Lookup(*store, {3}, 4);
+  const Rows rows = RowsOf(*store);
+  EXPECT_EQ(rows.at(1).age, 2u);
+  EXPECT_EQ(rows.at(2).age, 1u);
+  EXPECT_EQ(rows.at(3).age, 0u);
+}
+
+TEST(Snapshot, OneAtATime) {
+  const auto store = store::MakeStore({.capacity = 100, .num_internal_shards = 2});
+  {
+    const auto first = BeginSnapshot(*store);
+    EXPECT_EQ(Snapshot::Begin(*store, {}).status().code(), StatusCode::kFailedPrecondition);
+    first->Close();
+    const auto second = BeginSnapshot(*store);
+    Bytes file;
+    EXPECT_EQ(ReadAll(*first->part(0).value(), &file).code(), StatusCode::kFailedPrecondition);
+  }
+  const auto abandoned = BeginSnapshot(*store);
+}
+
+TEST(Snapshot, RefusesNumbersOfParts) {
+  const auto store = store::MakeStore({.capacity = 100, .num_internal_shards = 2});
+  EXPECT_EQ(Snapshot::Begin(*store, {.num_parts = 0}).status().code(),
+            StatusCode::kInvalidArgument);
+  const auto snapshot = BeginSnapshot(*store);
+  EXPECT_EQ(snapshot->part(1).status().code(), StatusCode::kInvalidArgument);
+}
+
+// Whatever happens to rows between cut and reading, the files have them as they were.
+class SnapshotOfChangingRows : public testing::TestWithParam<uint32_t> {
+ protected:
+  void SetUp() override {
+    store::Lookup(*store_, Range(0, 1500), 4);
+    store::Update(*store_, Range(0, 1500), 4, Gradients(6000, 0.5f));
+    store::Lookup(*store_, Range(2000, 2100), 8);
+    before_ = RowsOf(*store_);
+    // Little is gathered, so that some rows have not been read when the first bytes are there.
+    snapshot_ = BeginSnapshot(*store_, {.num_parts = GetParam(), .max_gathered_bytes = 1});
+    // Some rows have been read when the others change.
+    const Status status = snapshot_->part(0).value()->Read(
+        3000, [&](size_t count) { return (file_.resize(count), file_.data()); });
+    EXPECT_TRUE(status.ok());
+  }
+
+  void ExpectAsBefore() {
+    std::vector<Bytes> files(GetParam());
+    files[0] = file_;
+    for (uint32_t i = 0; i < GetParam(); ++i) {
+      const Status status = ReadAll(*snapshot_->part(i).value(), &files[i]);
+      ASSERT_TRUE(status.ok()) << status.ToString();
+    }
+    EXPECT_EQ(RowsOf(files), before_);
+  }
+
+  std::unique_ptr<EmbeddingStore> store_ = store::MakeStore(
+      {.capacity = 2000, .num_internal_shards = 3}, ConfigOf(OptimizerKind::kAdagrad));
+  Rows before_;
+  Bytes file_;
+  std::unique_ptr<Snapshot> snapshot_;
+};
+
+TEST_P(SnapshotOfChangingRows, LookedUp) {
+  store::Lookup(*store_, Range(0, 1500), 4);
+  store::Update(*store_, Range(0, 1500), 4, Gradients(6000, 0.5f));
+  ExpectAsBefore();
+}
+
+TEST_P(SnapshotOfChangingRows, UpdatedWithoutALookup) {
+  for (int i = 0; i < 3; ++i) store::Update(*store_, Range(0, 1500), 4, Gradients(6000, 0.5f));
+  store::Lookup(*store_, Range(500, 1500), 4);
+  ExpectAsBefore();
+}
+
+TEST_P(SnapshotOfChangingRows, Set) {
+  EXPECT_TRUE(store::SetRows(*store_, Range(0, 1700), 4, Gradients(6800, 3.0f)).ok());
+  ExpectAsBefore();
+}
+
+TEST_P(SnapshotOfChangingRows, Evicted) {
+  store::Update(*store_, Range(0, 10), 4, Gradients(40, 0.5f));
+  for (uint64_t i = 0; i < 40; ++i)
+    store::Lookup(*store_, Range(5000 + 100 * i, 5100 + 100 * i), 4);
+  EXPECT_FALSE(store::Has(*store_, 5));
+  ExpectAsBefore();
+}
+
+TEST_P(SnapshotOfChangingRows, MadeAnewWithAnotherDim) {
+  store::Update(*store_, Range(0, 10), 4, Gradients(40, 0.5f));
+  store::Lookup(*store_, Range(0, 1500), 8);
+  ExpectAsBefore();
+}
+
+TEST_P(SnapshotOfChangingRows, Cleared) {
+  store::Update(*store_, Range(0, 10), 4, Gradients(40, 0.5f));
+  store::Lookup(*store_, Range(100, 300), 4);
+  store_->Clear();
+  store::Lookup(*store_, Range(0, 1500), 4);
+  store_->Clear();
+  store::Lookup(*store_, Range(0, 1500), 8);
+  ExpectAsBefore();
+}
+
+TEST_P(SnapshotOfChangingRows, ClearedAndConfiguredAnew) {
+  store_->Clear();
+  ASSERT_TRUE(store_->Configure(ConfigOf(OptimizerKind::kAdam)).ok());
+  store::Lookup(*store_, Range(0, 1500), 4);
+  ExpectAsBefore();
+}
+
+TEST_P(SnapshotOfChangingRows, TheIndexGrows) {
+  const auto store = store::MakeStore({.capacity = 1'000'000, .num_internal_shards = 2});
+  store::Lookup(*store, Range(0, 5000), 4);
+  const Rows before = RowsOf(*store);
+  const auto snapshot = BeginSnapshot(*store, {.max_gathered_bytes = 1});
+  Bytes file;
+  uint64_t next = 5000;
+  while (true) {
+    const size_t size = file.size();
+    ASSERT_TRUE(snapshot->part(0)
+                    .value()
+                    ->Read(1000, [&](size_t n) { return (file.resize(size + n), &file[size]); })
+                    .ok());
+    if (file.size() == size) break;
+    store::Lookup(*store, Range(next, next + 5000), 4);
+    next += 5000;
+  }
+  Rows rows;
+  AddRows(file, &rows);
+  EXPECT_EQ(rows, before);
+}
+
+INSTANTIATE_TEST_SUITE_P(Parts, SnapshotOfChangingRows, testing::Values(1, 2, 5));
+
+TEST(Snapshot, FailsAndLeavesTrainingAloneWhenNobodyReads) {
+  const auto store = store::MakeStore({.capacity = 100'000, .num_internal_shards = 2});
+  const auto signs = Range(0, 20'000);
+  store::Lookup(*store, signs, 16);
+  Snapshot::Options options;
+  options.rows = {.max_waiting_bytes = 100'000, .patience = std::chrono::milliseconds(20)};
+  auto snapshot = BeginSnapshot(*store, options);
+  for (uint64_t i = 0; i < 20'000; i += 500) store::Lookup(*store, Range(i, i + 500), 16);
+  Bytes file;
+  const Status status = ReadAll(*snapshot->part(0).value(), &file);
+  EXPECT_EQ(status.code(), StatusCode::kResourceExhausted);
+  EXPECT_NE(status.message().find("100000"), std::string::npos) << status.message();
+  EXPECT_EQ(ReadAll(*snapshot->part(0).value(), &file).code(), StatusCode::kResourceExhausted);
+  snapshot.reset();
+  EXPECT_EQ(RowsOf(*store).size(), 20'000u);  // the next one works
+}
+
+TEST(Snapshot, TrainingWaitsForTheReader) {
+  const auto store = store::MakeStore({.capacity = 100'000, .num_internal_shards = 2});
+  store::Lookup(*store, Range(0, 20'000), 16);
+  const Rows before = RowsOf(*store);
+  Snapshot::Options options;
+  options.rows = {.max_waiting_bytes = 200'000, .patience = std::chrono::milliseconds(60'000)};
+  const auto snapshot = BeginSnapshot(*store, options);
+  std::thread trainer([&] {
+    for (uint64_t i = 0; i < 20'000; i += 200) store::Lookup(*store, Range(i, i + 200), 16);
+  });
+  Bytes file;
+  const Status status = ReadAll(*snapshot->part(0).value(), &file, 500);
+  trainer.join();
+  ASSERT_TRUE(status.ok()) << status.ToString();
+  EXPECT_EQ(RowsOf({file}), before);
+}
+
+void ExpectSnapshotsAsAtTheCut(Trainers::Train train) {
+  for (const OptimizerKind kind : {OptimizerKind::kAdagrad, OptimizerKind::kAdam}) {
+    const auto store = store::MakeStore(kSmallStore, ConfigOf(kind));
+    Trainers trainers(*store, train, 2);
+    for (int round = 0; round < 8; ++round) {
+      trainers.WaitForSteps(50);
+      Rows expected;
+      const auto snapshot = trainers.WhileTheyWait([&] {
+        expected = RowsOf(*store);
+        return BeginSnapshot(
+            *store, {.num_parts = static_cast<uint32_t>(1 + round % 3), .max_gathered_bytes = 1});
+      });
+      trainers.WaitForSteps(round % 2 == 0 ? 0 : 100);
+      EXPECT_EQ(RowsOf(ReadAtOnce(*snapshot)), expected);
+    }
+  }
+}
+
+TEST(SnapshotOfATrainingStore, IsAsAtTheCut) { ExpectSnapshotsAsAtTheCut(&TrainByCalls); }
+TEST(SnapshotOfATrainingStore, IsAsAtTheCutInPlace) { ExpectSnapshotsAsAtTheCut(&TrainInPlace); }
+
+// What one call sets in all shards is wholly in a snapshot or not at all.
+TEST(SnapshotOfATrainingStore, CutsBetweenCalls) {
+  const auto store = store::MakeStore({.capacity = 10'000, .num_internal_shards = 8});
+  constexpr uint64_t kRows = 300;
+  for (uint64_t i = 0; i < 3; ++i) {
+    ASSERT_TRUE(
+        store::SetRows(*store, Range(i * kRows, (i + 1) * kRows), 4, Gradients(4 * kRows, 0)).ok());
+  }
+  std::atomic<bool> stops = false;
+  std::vector<std::thread> writers;
+  for (uint64_t i = 0; i < 3; ++i) {
+    writers.emplace_back([&, i] {
+      const auto signs = Range(i * kRows, (i + 1) * kRows);
+      for (float value = 1; !stops; ++value) {
+        EXPECT_TRUE(store::SetRows(*store, signs, 4, Gradients(4 * kRows, value)).ok());
+      }
+    });
+  }
+  for (int round = 0; round < 30; ++round) {
+    const Rows rows = RowsOf(*store);
+    for (const auto& [sign, row] : rows) {
+      EXPECT_EQ(row.values[0], rows.at(sign / kRows * kRows).values[0]) << sign;
+    }
+  }
+  stops = true;
+  for (auto& writer : writers) writer.join();
+}
+
+}  // namespace
+}  // namespace persia::checkpoint

@@ -1,0 +1,73 @@
+#include "client/bag_batch.h"
+
+#include <algorithm>
+
+namespace persia::client {
+
+void GroupBatch::Plan(std::span<const SlotInput> inputs, const worker::SlotTable& slots,
+                      worker::UniqueKeys* keys) {
+  slots_.resize(inputs.size());
+  keys->Clear();
+  for (size_t i = 0; i < inputs.size(); ++i) PlanSlot(inputs[i], slots, keys, &slots_[i]);
+  const std::span<uint64_t> signs = signs_.Resize(keys->keys().size());
+  std::copy(keys->keys().begin(), keys->keys().end(), signs.begin());
+  rows_ = {inputs[0].slot->dim, signs, handles_.Resize(signs.size()), values_.Resize(signs.size())};
+  missing_.clear();
+}
+
+void GroupBatch::PlanSlot(const SlotInput& input, const worker::SlotTable& slots,
+                          worker::UniqueKeys* keys, Slot* planned) {
+  thread_local Reused<uint64_t> slot_signs;
+  const worker::SlotConfig& slot = *input.slot;
+  const std::span<uint64_t> signs = slot_signs.Resize(input.ids.size() * slot.num_buckets());
+  slots.MakeSigns(slot, input.ids, signs.data());
+  const std::span<uint32_t> numbers = planned->numbers.Resize(signs.size());
+  keys->Insert(signs, numbers.data());
+  planned->column = input.column;
+  const std::span<float> weights = planned->weights.Resize(input.weights.size());
+  std::copy(input.weights.begin(), input.weights.end(), weights.begin());
+  planned->bags = {.dim = slot.dim,
+                   .num_bags = static_cast<uint32_t>(input.lengths.size()),
+                   .offsets = {},
+                   .rows_per_offset = slot.num_buckets(),
+                   .numbers = numbers,
+                   .weights = planned->weights.span(),
+                   .scaling = slot.scaling()};
+  if (std::all_of(input.lengths.begin(), input.lengths.end(), [](int64_t n) { return n == 1; })) {
+    return;
+  }
+  const std::span<uint32_t> offsets = planned->offsets.Resize(input.lengths.size() + 1);
+  uint32_t offset = 0;
+  for (size_t i = 0; i < input.lengths.size(); ++i) {
+    offsets[i] = offset;
+    offset += static_cast<uint32_t>(input.lengths[i]);
+  }
+  offsets.back() = offset;
+  planned->bags.offsets = offsets;
+}
+
+bool GroupBatch::IsSingle() const {
+  const worker::Bags& bags = slots_[0].bags;
+  return slots_.size() == 1 && bags.IsPlain();
+}
+
+void GroupBatch::Pool(float* out, size_t stride) const {
+  for (const Slot& slot : slots_) {
+    PoolBags(slot.bags, rows_.values.data(), out + slot.column, stride);
+  }
+}
+
+void GroupBatch::BuildSums(const float* gradients, size_t stride,
+                           worker::GradientSums* sums) const {
+  thread_local std::vector<worker::Bags> bags;
+  thread_local std::vector<worker::BagGradients> parts;
+  bags.clear();
+  parts.clear();
+  for (const Slot& slot : slots_) {
+    bags.push_back(slot.bags);
+    parts.push_back({gradients + slot.column, stride});
+  }
+  sums->Build(bags, parts, 1.0f, static_cast<uint32_t>(rows_.signs.size()));
+}
+
+}  // namespace persia::client

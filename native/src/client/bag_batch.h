@@ -1,0 +1,95 @@
+// BagBatch: what EmbeddingBags knows of one batch, feature group by feature group.
+//
+// Between lookup and update it remembers which rows the batch touched and which bags they are in.
+// Batches are used again: their arrays only grow, so that in a steady state nothing is allocated.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "store/in_place_rows.h"
+#include "worker/bags.h"
+#include "worker/slot_table.h"
+#include "worker/unique_keys.h"
+
+namespace persia::client {
+
+// A vector whose memory is kept and not cleared between uses.
+template <typename T>
+class Reused {
+ public:
+  std::span<T> Resize(size_t size) {
+    if (values_.size() < size) values_.resize(size + size / 4);
+    used_ = {values_.data(), size};
+    return used_;
+  }
+  std::span<T> span() const { return used_; }
+
+ private:
+  std::vector<T> values_;
+  std::span<T> used_;
+};
+
+// One slot's part of the batch.
+struct SlotInput {
+  const worker::SlotConfig* slot = nullptr;
+  std::span<const uint64_t> ids;
+  std::span<const int64_t> lengths;     // a sample's IDs
+  std::span<const float> weights = {};  // one an ID; empty: all 1
+  size_t column = 0;                    // of the output
+};
+
+// The slots of one feature group, which share rows.
+class GroupBatch {
+ public:
+  // Deduplicates the slots' signs; `keys` is the thread's.
+  void Plan(std::span<const SlotInput> inputs, const worker::SlotTable& slots,
+            worker::UniqueKeys* keys);
+
+  // Whether every sample has exactly one ID, without a weight, of a slot that shares its rows with
+  // no other: then several groups are handled together.
+  bool IsSingle() const;
+  size_t column() const { return slots_[0].column; }  // of the first slot
+  // Of a single-valued group: its number for each sample.
+  std::span<const uint32_t> numbers() const { return slots_[0].bags.numbers; }
+
+  // Writes all samples of the group's slots into their columns of the output.
+  void Pool(float* out, size_t stride) const;
+  // Fills `sums` with the gradients of the group's signs.
+  void BuildSums(const float* gradients, size_t stride, worker::GradientSums* sums) const;
+
+  // Of the group's distinct signs; see in_place_rows.h.
+  const store::SignRows& rows() const { return rows_; }
+  std::vector<uint32_t>* missing() { return &missing_; }
+
+ private:
+  struct Slot {
+    size_t column = 0;
+    worker::Bags bags;
+    Reused<uint32_t> offsets;
+    Reused<uint32_t> numbers;
+    Reused<float> weights;
+  };
+
+  void PlanSlot(const SlotInput& input, const worker::SlotTable& slots, worker::UniqueKeys* keys,
+                Slot* planned);
+
+  std::vector<Slot> slots_;
+  Reused<uint64_t> signs_;
+  Reused<store::RowHandle> handles_;
+  Reused<const float*> values_;
+  store::SignRows rows_;
+  std::vector<uint32_t> missing_;
+};
+
+class BagBatch {
+ public:
+  uint32_t batch_size = 0;
+  size_t num_ids = 0;
+  bool is_updated = false;
+  std::vector<uint64_t> removals;  // see InPlaceRows
+  std::vector<GroupBatch> groups;
+};
+
+}  // namespace persia::client

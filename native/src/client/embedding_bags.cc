@@ -1,0 +1,502 @@
+#include "client/embedding_bags.h"
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <limits>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "base/thread_pool.h"
+#include "client/bag_batch.h"
+#include "simd/kernels.h"
+#include "store/in_place_rows.h"
+#include "worker/slot_table.h"
+
+namespace persia::client {
+namespace {
+
+using store::InPlaceRows;
+using store::LookupMode;
+using store::LookupReport;
+using store::MissingRow;
+using store::SignRows;
+using store::UpdateReport;
+
+// Batches that came back and wait to be used again. More than these are in flight only where many
+// batches are looked up before the first is updated.
+class BatchShelf {
+ public:
+  static BagBatchPtr Take(const std::shared_ptr<BatchShelf>& shelf) {
+    std::unique_ptr<BagBatch> batch = shelf->Pop();
+    if (batch == nullptr) batch = std::make_unique<BagBatch>();
+    batch->is_updated = false;
+    // The shelf lives as long as its batches.
+    return BagBatchPtr(batch.release(), [shelf](BagBatch* back) { shelf->Put(back); });
+  }
+
+ private:
+  static constexpr size_t kMaxBatches = 4;
+
+  std::unique_ptr<BagBatch> Pop() {
+    const std::lock_guard lock(mutex_);
+    if (batches_.empty()) return nullptr;
+    std::unique_ptr<BagBatch> batch = std::move(batches_.back());
+    batches_.pop_back();
+    return batch;
+  }
+  void Put(BagBatch* back) {
+    std::unique_ptr<BagBatch> batch(back);
+    const std::lock_guard lock(mutex_);
+    if (batches_.size() < kMaxBatches) batches_.push_back(std::move(batch));
+  }
+
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<BagBatch>> batches_;
+};
+
+constexpr size_t kUpdateBlock = 128;
+
+// Of one slot of a batch; a group's slots together must stay below 2^32 too.
+constexpr uint64_t kMaxSigns = uint64_t{1} << 28;
+
+// Below this many IDs a batch takes less time than waking the other threads.
+constexpr size_t kMinIdsForThreads = 4096;
+
+Status CheckWeights(std::span<const float> weights, size_t num_values) {
+  if (!weights.empty() && weights.size() != num_values) {
+    return InvalidArgument("weights has " + std::to_string(weights.size()) + " elements for " +
+                           std::to_string(num_values) + " values, must have one for each");
+  }
+  if (!simd::ActiveKernels().all_finite(weights.data(), weights.size())) {
+    return InvalidArgument("a weight is NaN or infinite: drop its ID, or give it 0");
+  }
+  return Status::Ok();
+}
+
+SignRows Block(const SignRows& rows, size_t begin, size_t count) {
+  return {rows.dim, rows.signs.subspan(begin, count), rows.handles.subspan(begin, count),
+          rows.values.subspan(begin, count)};
+}
+
+// Applies sum_of(number, place) to a group's rows, some tens at a time; `place` is its place among
+// those. touch(number) brings what sum_of() reads into the cache.
+template <typename TouchParts, typename SumOf>
+void UpdateRows(const SignRows& rows, InPlaceRows* store, TouchParts touch, SumOf sum_of,
+                UpdateReport* report) {
+  std::array<const float*, kUpdateBlock> sums;
+  for (size_t begin = 0; begin < rows.signs.size(); begin += kUpdateBlock) {
+    const size_t count = std::min(kUpdateBlock, rows.signs.size() - begin);
+    store->Locate(Block(rows, begin, count));
+    for (size_t i = 0; i < count; ++i) touch(begin + i);
+    for (size_t i = 0; i < count; ++i) sums[i] = sum_of(begin + i, i);
+    store->Update(Block(rows, begin, count), std::span(sums).first(count), report);
+  }
+}
+
+// A group by itself: each row's gradients are gathered from wherever they lie and summed in
+// registers.
+void UpdateGroup(const GroupBatch& group, const float* gradients, size_t stride, InPlaceRows* store,
+                 UpdateReport* report) {
+  thread_local worker::GradientSums sums;
+  thread_local std::vector<float> memory;
+  const size_t dim = group.rows().dim;
+  if (memory.size() < kUpdateBlock * dim) memory.resize(kUpdateBlock * dim);
+  group.BuildSums(gradients, stride, &sums);
+  UpdateRows(
+      group.rows(), store,
+      [&](size_t number) { sums.Prefetch(static_cast<uint32_t>(number), dim); },
+      [&](size_t number, size_t place) {
+        float* sum = memory.data() + place * dim;
+        sums.Sum(static_cast<uint32_t>(number), dim, sum);
+        return sum;
+      },
+      report);
+}
+
+// Single-valued groups whose columns follow one another: the gradient is read once, from front to
+// back, and added to the sums of all their rows. Wide rows gain most: a slot by itself would touch
+// another page of the gradient for every sample.
+void UpdateSingle(std::span<const GroupBatch> groups, const float* gradients, size_t stride,
+                  InPlaceRows* store, UpdateReport* report) {
+  thread_local std::vector<float> memory;
+  thread_local std::vector<simd::ColumnSums> columns;
+  size_t num_floats = 0;
+  for (const GroupBatch& group : groups) num_floats += group.rows().signs.size() * group.rows().dim;
+  // Minus zero is what leaves every number as it is when it is added.
+  memory.assign(num_floats, -0.0f);
+  columns.clear();
+  float* next = memory.data();
+  for (const GroupBatch& group : groups) {
+    columns.push_back({next, group.numbers().data(), group.rows().dim});
+    next += group.rows().signs.size() * group.rows().dim;
+  }
+  simd::ActiveKernels().add_columns(gradients + groups[0].column(), stride, columns.data(),
+                                    columns.size(), groups[0].numbers().size());
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const float* sums = columns[i].sums;
+    const size_t dim = columns[i].n;
+    UpdateRows(
+        groups[i].rows(), store, [](size_t) {},
+        [=](size_t number, size_t) { return sums + number * dim; }, report);
+  }
+}
+
+void PoolSingle(std::span<const GroupBatch> groups, float* out, size_t stride) {
+  thread_local std::vector<simd::ColumnSource> columns;
+  columns.clear();
+  for (const GroupBatch& group : groups) {
+    columns.push_back({group.rows().values.data(), group.numbers().data(), group.rows().dim});
+  }
+  simd::ActiveKernels().copy_columns(out + groups[0].column(), stride, columns.data(),
+                                     columns.size(), groups[0].numbers().size());
+}
+
+// Calls single(groups) for each run of single-valued groups side by side, other(group) for each
+// other one.
+template <typename Single, typename Other>
+void ForEachRun(std::span<const GroupBatch> groups, Single single, Other other) {
+  size_t begin = 0;
+  while (begin < groups.size()) {
+    size_t end = begin;
+    size_t column = groups[begin].column();
+    while (end < groups.size() && groups[end].IsSingle() && groups[end].column() == column) {
+      column += groups[end++].rows().dim;
+    }
+    if (end == begin) {
+      other(groups[begin++]);
+    } else {
+      single(groups.subspan(begin, end - begin));
+      begin = end;
+    }
+  }
+}
+
+}  // namespace
+
+class EmbeddingBags::Impl {
+ public:
+  Impl(const EmbeddingBagsOptions& options, worker::SlotTable slots,
+       std::unique_ptr<store::EmbeddingStore> store);
+
+  size_t num_slots() const { return slots_by_position_.size(); }
+  size_t num_columns() const { return num_columns_; }
+  const worker::SlotTable& slots() const { return slots_; }
+  store::EmbeddingStore& store() { return *store_; }
+
+  StatusOr<PooledBags> Lookup(std::span<const uint64_t> values, std::span<const int64_t> lengths,
+                              LookupMode mode, std::span<const float> weights);
+  StatusOr<UpdateReport> Update(BagBatch& batch, std::span<const float> gradients);
+  Status SetRows(uint32_t slot, std::span<const uint64_t> ids, std::span<const float> rows);
+
+ private:
+  // Groups that one thread handles, from begin to end.
+  struct Unit {
+    size_t begin;
+    size_t end;
+  };
+
+  // Into inputs_, by group.
+  Status Divide(std::span<const uint64_t> values, std::span<const int64_t> lengths,
+                std::span<const float> weights);
+  // Takes the slot's IDs, and their weights if there are any, from the front of those left.
+  Status DivideSlot(uint32_t slot, std::span<const uint64_t>* values,
+                    std::span<const float>* weights, std::span<const int64_t> lengths);
+  void MakeUnits();
+  // body(i) for each i below `count`, on all threads or on this one.
+  void For(bool uses_threads, size_t count, const std::function<void(size_t)>& body);
+  static std::span<const GroupBatch> GroupsOf(const BagBatch& batch, Unit unit);
+  void Pool(const BagBatch& batch, Unit unit, float* out) const;
+  Status InsertMissing(BagBatch* batch, InPlaceRows* rows);
+
+  const worker::SlotTable slots_;
+  std::vector<const worker::SlotConfig*> slots_by_position_;
+  std::vector<uint32_t> group_of_;  // by position
+  size_t num_groups_ = 0;
+  std::vector<Unit> units_;
+  size_t num_columns_ = 0;
+  std::vector<float> zeros_;  // as many as the greatest dim
+  const std::unique_ptr<store::EmbeddingStore> store_;
+  const std::shared_ptr<BatchShelf> shelf_ = std::make_shared<BatchShelf>();
+
+  std::mutex mutex_;  // of all that follows: one batch at a time
+  ThreadPool threads_;
+  std::vector<std::vector<SlotInput>> inputs_;    // by group
+  std::vector<std::vector<MissingRow>> missing_;  // by shard
+};
+
+EmbeddingBags::Impl::Impl(const EmbeddingBagsOptions& options, worker::SlotTable slots,
+                          std::unique_ptr<store::EmbeddingStore> store)
+    : slots_(std::move(slots)), store_(std::move(store)), threads_(options.num_threads) {
+  uint32_t max_dim = 0;
+  std::vector<uint32_t> numbers;  // of the config's groups, which need not be consecutive
+  for (const worker::SlotConfig& slot : options.slots) {
+    slots_by_position_.push_back(slots_.Find(slot.name));
+    const auto known = std::find(numbers.begin(), numbers.end(), slot.group);
+    group_of_.push_back(static_cast<uint32_t>(known - numbers.begin()));
+    if (known == numbers.end()) numbers.push_back(slot.group);
+    num_columns_ += slot.dim;
+    max_dim = std::max(max_dim, slot.dim);
+  }
+  num_groups_ = numbers.size();
+  zeros_.resize(max_dim, 0.0f);
+  inputs_.resize(num_groups_);
+  MakeUnits();
+}
+
+// Enough units for all threads; and where there are few threads, units of this many of a sample's
+// columns: slots are read and written together, while the rows of all of them stay in the
+// second-level cache or near it.
+void EmbeddingBags::Impl::MakeUnits() {
+  constexpr size_t kUnitFloats = 448;
+  const size_t wanted = (num_columns_ + kUnitFloats - 1) / kUnitFloats;
+  const size_t num_threads = threads_.num_threads();
+  const size_t rounded = (wanted + num_threads - 1) / num_threads * num_threads;
+  const size_t num_units = std::min(rounded, num_groups_);
+  for (size_t u = 0; u < num_units; ++u) {
+    units_.push_back({u * num_groups_ / num_units, (u + 1) * num_groups_ / num_units});
+  }
+}
+
+Status EmbeddingBags::Impl::Divide(std::span<const uint64_t> values,
+                                   std::span<const int64_t> lengths,
+                                   std::span<const float> weights) {
+  if (lengths.size() % num_slots() != 0) {
+    return InvalidArgument("lengths has " + std::to_string(lengths.size()) +
+                           " elements, must have one for each of the " +
+                           std::to_string(num_slots()) + " slots and each sample");
+  }
+  if (values.size() > std::numeric_limits<uint32_t>::max()) {
+    return InvalidArgument("values has " + std::to_string(values.size()) +
+                           " IDs; make batches of fewer than 2^32");
+  }
+  PERSIA_RETURN_IF_ERROR(CheckWeights(weights, values.size()));
+  const size_t batch_size = lengths.size() / num_slots();
+  for (auto& inputs : inputs_) inputs.clear();
+  std::span<const uint64_t> rest = values;
+  for (uint32_t slot = 0; slot < num_slots(); ++slot) {
+    PERSIA_RETURN_IF_ERROR(
+        DivideSlot(slot, &rest, &weights, lengths.subspan(slot * batch_size, batch_size)));
+  }
+  if (rest.empty()) return Status::Ok();
+  return InvalidArgument("values has " + std::to_string(values.size()) +
+                         " IDs but lengths add up to " +
+                         std::to_string(values.size() - rest.size()));
+}
+
+Status EmbeddingBags::Impl::DivideSlot(uint32_t slot, std::span<const uint64_t>* values,
+                                       std::span<const float>* weights,
+                                       std::span<const int64_t> lengths) {
+  const worker::SlotConfig& config = *slots_by_position_[slot];
+  // Each length is bounded before it is added, so that the sum cannot wrap around.
+  const auto limit = static_cast<uint64_t>(values->size());
+  uint64_t count = 0, worst = 0;
+  for (const int64_t length : lengths) {
+    count += static_cast<uint64_t>(length);
+    worst = std::max(worst, static_cast<uint64_t>(length));
+  }
+  if (worst > limit || count > limit) {
+    const auto bad = std::find_if(lengths.begin(), lengths.end(), [](int64_t n) { return n < 0; });
+    const std::string where = "slot '" + config.name + "': ";
+    if (bad != lengths.end()) {
+      return InvalidArgument(where + "the length of sample " +
+                             std::to_string(bad - lengths.begin()) + " is " + std::to_string(*bad) +
+                             ", must not be negative");
+    }
+    return InvalidArgument(where + "lengths add up to more IDs than the " +
+                           std::to_string(values->size()) + " of values that are left for it");
+  }
+  // Numbers of rows and of their places in the batch are 32 bits.
+  if (count * config.num_buckets() > kMaxSigns) {
+    return InvalidArgument("slot '" + config.name + "': " + std::to_string(count) + " IDs of " +
+                           std::to_string(config.num_buckets()) +
+                           " hash-stack rounds each are too many for one batch: make it smaller");
+  }
+  std::vector<SlotInput>& inputs = inputs_[group_of_[slot]];
+  size_t column = 0;
+  for (uint32_t i = 0; i < slot; ++i) column += slots_by_position_[i]->dim;
+  const size_t num_weights = weights->empty() ? 0 : count;
+  inputs.push_back({&config, values->first(count), lengths, weights->first(num_weights), column});
+  *values = values->subspan(count);
+  *weights = weights->subspan(num_weights);
+  return Status::Ok();
+}
+
+StatusOr<PooledBags> EmbeddingBags::Impl::Lookup(std::span<const uint64_t> values,
+                                                 std::span<const int64_t> lengths, LookupMode mode,
+                                                 std::span<const float> weights) {
+  const std::lock_guard lock(mutex_);
+  PERSIA_RETURN_IF_ERROR(Divide(values, lengths, weights));
+  StatusOr<InPlaceRows> store = InPlaceRows::Begin(*store_, mode);
+  if (!store.ok()) return store.status();
+  PooledBags pooled;
+  pooled.batch_size = static_cast<uint32_t>(lengths.size() / num_slots());
+  pooled.rows = Buffer(size_t{pooled.batch_size} * num_columns_ * sizeof(float));
+  auto* out = reinterpret_cast<float*>(pooled.rows.data());
+  BagBatchPtr batch = BatchShelf::Take(shelf_);
+  batch->batch_size = pooled.batch_size;
+  batch->num_ids = values.size();
+  batch->groups.resize(num_groups_);
+  // A unit that has all its rows is pooled at once, while they are in the cache.
+  std::vector<uint8_t> is_pooled(units_.size(), 0);
+  const bool uses_threads = values.size() >= kMinIdsForThreads;
+  const auto for_each_unit = [&](const auto& body) { For(uses_threads, units_.size(), body); };
+  for_each_unit([&](size_t u) {
+    bool has_missing = false;
+    for (size_t i = units_[u].begin; i < units_[u].end; ++i) {
+      thread_local worker::UniqueKeys keys;
+      GroupBatch& group = batch->groups[i];
+      group.Plan(inputs_[i], slots_, &keys);
+      store->Find(group.rows(), zeros_.data(), group.missing());
+      has_missing |= !group.missing()->empty();
+    }
+    is_pooled[u] = mode == LookupMode::kInference || !has_missing;
+    if (is_pooled[u]) Pool(*batch, units_[u], out);
+  });
+  if (mode == LookupMode::kInference) return pooled;
+  PERSIA_RETURN_IF_ERROR(InsertMissing(batch.get(), &*store));
+  for_each_unit([&](size_t u) {
+    if (!is_pooled[u]) Pool(*batch, units_[u], out);
+  });
+  batch->removals = store->Removals();
+  pooled.batch = std::move(batch);
+  return pooled;
+}
+
+void EmbeddingBags::Impl::For(bool uses_threads, size_t count,
+                              const std::function<void(size_t)>& body) {
+  if (uses_threads) return threads_.For(count, body);
+  for (size_t i = 0; i < count; ++i) body(i);
+}
+
+std::span<const GroupBatch> EmbeddingBags::Impl::GroupsOf(const BagBatch& batch, Unit unit) {
+  return std::span(batch.groups).subspan(unit.begin, unit.end - unit.begin);
+}
+
+void EmbeddingBags::Impl::Pool(const BagBatch& batch, Unit unit, float* out) const {
+  ForEachRun(
+      GroupsOf(batch, unit), [&](auto groups) { PoolSingle(groups, out, num_columns_); },
+      [&](const GroupBatch& group) { group.Pool(out, num_columns_); });
+}
+
+// In the order of the groups within each shard, so that slots do not depend on threads.
+Status EmbeddingBags::Impl::InsertMissing(BagBatch* batch, InPlaceRows* rows) {
+  missing_.resize(rows->num_shards());
+  for (auto& list : missing_) list.clear();
+  size_t num_missing = 0;
+  for (GroupBatch& group : batch->groups) {
+    for (const uint32_t index : *group.missing()) {
+      const MissingRow row = {&group.rows(), index};
+      missing_[rows->ShardOf(row)].push_back(row);
+      ++num_missing;
+    }
+  }
+  if (num_missing == 0) return Status::Ok();
+  std::vector<Status> statuses(missing_.size());
+  std::vector<LookupReport> reports(missing_.size());
+  For(num_missing >= kMinIdsForThreads, missing_.size(), [&](size_t shard) {
+    statuses[shard] = rows->Insert(static_cast<uint32_t>(shard), missing_[shard], &reports[shard]);
+  });
+  for (const LookupReport& report : reports) rows->Count(report, {});
+  for (const Status& status : statuses) PERSIA_RETURN_IF_ERROR(status);
+  return Status::Ok();
+}
+
+StatusOr<UpdateReport> EmbeddingBags::Impl::Update(BagBatch& batch,
+                                                   std::span<const float> gradients) {
+  const std::lock_guard lock(mutex_);
+  if (gradients.size() != batch.batch_size * num_columns_) {
+    return InvalidArgument("the gradient has " + std::to_string(gradients.size()) +
+                           " elements, must have " + std::to_string(batch.batch_size) + " x " +
+                           std::to_string(num_columns_));
+  }
+  if (batch.is_updated) {
+    return FailedPrecondition(
+        "the rows of this batch have been updated already: add up the losses and call backward "
+        "once");
+  }
+  InPlaceRows store = InPlaceRows::BeginUpdate(*store_, batch.removals);
+  batch.is_updated = true;
+  std::vector<UpdateReport> reports(units_.size());
+  For(batch.num_ids >= kMinIdsForThreads, units_.size(), [&](size_t u) {
+    const float* all = gradients.data();
+    ForEachRun(
+        GroupsOf(batch, units_[u]),
+        [&](auto groups) { UpdateSingle(groups, all, num_columns_, &store, &reports[u]); },
+        [&](const auto& group) { UpdateGroup(group, all, num_columns_, &store, &reports[u]); });
+  });
+  UpdateReport total;
+  for (const UpdateReport& report : reports) {
+    total.num_updated += report.num_updated;
+    total.num_missing += report.num_missing;
+    total.num_nonfinite += report.num_nonfinite;
+  }
+  store.Count({}, total);
+  return total;
+}
+
+Status EmbeddingBags::Impl::SetRows(uint32_t slot, std::span<const uint64_t> ids,
+                                    std::span<const float> rows) {
+  const worker::SlotConfig& config = *slots_by_position_[slot];
+  if (config.hash_stack_rounds != 0) {
+    return InvalidArgument("slot '" + config.name +
+                           "' has a hash stack: its IDs have no rows of their own to set");
+  }
+  if (rows.size() != ids.size() * config.dim) {
+    return InvalidArgument("slot '" + config.name + "': " + std::to_string(ids.size()) +
+                           " IDs came with " + std::to_string(rows.size()) + " floats, must have " +
+                           std::to_string(config.dim) + " each");
+  }
+  if (!simd::ActiveKernels().all_finite(rows.data(), rows.size())) {
+    return InvalidArgument("slot '" + config.name +
+                           "': some values of the rows are NaN or infinite; set finite ones");
+  }
+  std::vector<uint64_t> signs(ids.size());
+  slots_.MakeSigns(config, ids, signs.data());
+  const store::RowBlock block = {config.dim, signs};
+  return store_->SetRows({&block, 1}, rows.data());
+}
+
+StatusOr<std::unique_ptr<EmbeddingBags>> EmbeddingBags::Create(EmbeddingBagsOptions options) {
+  if (options.num_threads == 0) {
+    return InvalidArgument("num_threads is 0; give at least 1");
+  }
+  for (const worker::SlotConfig& slot : options.slots) {
+    if (slot.embedding_summation) continue;
+    return InvalidArgument("slot '" + slot.name +
+                           "' is raw (embedding_summation: false); bags are pooled slots");
+  }
+  auto slots = worker::SlotTable::Create(options.feature_index_prefix_bit, options.slots);
+  if (!slots.ok()) return slots.status();
+  auto store = store::EmbeddingStore::Create(options.store);
+  if (!store.ok()) return store.status();
+  auto impl = std::make_unique<Impl>(options, std::move(slots).value(), std::move(store).value());
+  return std::unique_ptr<EmbeddingBags>(new EmbeddingBags(std::move(impl)));
+}
+
+EmbeddingBags::EmbeddingBags(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+EmbeddingBags::~EmbeddingBags() = default;
+
+uint32_t EmbeddingBags::num_slots() const { return static_cast<uint32_t>(impl_->num_slots()); }
+uint32_t EmbeddingBags::num_columns() const { return static_cast<uint32_t>(impl_->num_columns()); }
+Status EmbeddingBags::Configure(const TrainConfig& config, bool replace) {
+  return impl_->store().Configure(impl_->slots().WithGroups(config), replace);
+}
+StatusOr<PooledBags> EmbeddingBags::Lookup(std::span<const uint64_t> values,
+                                           std::span<const int64_t> lengths, LookupMode mode,
+                                           std::span<const float> weights) {
+  return impl_->Lookup(values, lengths, mode, weights);
+}
+StatusOr<UpdateReport> EmbeddingBags::Update(BagBatch& batch, std::span<const float> gradients) {
+  return impl_->Update(batch, gradients);
+}
+Status EmbeddingBags::SetRows(uint32_t slot, std::span<const uint64_t> ids,
+                              std::span<const float> rows) {
+  return impl_->SetRows(slot, ids, rows);
+}
+store::StoreStats EmbeddingBags::stats() const { return impl_->store().stats(); }
+void EmbeddingBags::Clear() { impl_->store().Clear(); }
+store::EmbeddingStore& EmbeddingBags::embedding_store() { return impl_->store(); }
+
+}  // namespace persia::client

@@ -1,0 +1,32 @@
+// Backing: the bytes of a pool, wherever they are kept.
+//
+// What is written is read back at once. When it survives what, the three steps say: a killed
+// process loses nothing that Write() has taken; after Drain() the calling thread's writes have left
+// the processor's caches; after Sync() all writes that were drained before survive a power failure.
+// Between two Syncs any part of them may have become durable, in any order.
+//
+// Read(), Write() and Drain() may be called by several threads at once, each with bytes of its own.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "base/status.h"
+
+namespace persia::pool {
+
+class Backing {
+ public:
+  virtual ~Backing() = default;
+
+  virtual uint64_t size() const = 0;
+  virtual Status Read(uint64_t offset, std::span<std::byte> out) const = 0;
+  virtual Status Write(uint64_t offset, std::span<const std::byte> bytes) = 0;
+  virtual void Drain() = 0;
+  virtual Status Sync() = 0;
+  // To `size` bytes, the new ones zero. kResourceExhausted: there is no room for them.
+  virtual Status Grow(uint64_t size) = 0;
+};
+
+}  // namespace persia::pool

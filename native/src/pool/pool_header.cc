@@ -1,0 +1,135 @@
+#include "pool/pool_header.h"
+
+#include <bit>
+#include <cstring>
+#include <span>
+
+// All of the library is in its header.
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+namespace persia::pool {
+namespace {
+
+constexpr uint64_t kMagic = 0x4c4f4f5041535250;        // "PRSAPOOL"
+constexpr uint64_t kExtentMagic = 0x544e545841535250;  // "PRSAXTNT"
+constexpr uint32_t kFormatVersion = 1;
+
+static_assert(std::endian::native == std::endian::little, "pools are used in place");
+
+struct Copy {
+  uint64_t magic;
+  uint32_t format_version;
+  uint32_t schema_bytes;
+  uint64_t check;  // of what follows
+  uint64_t sequence;
+  uint64_t pool_id;
+  uint64_t committed;
+  uint64_t num_rows;
+  uint64_t extent_bytes;
+  uint64_t size_bytes;
+  char schema[PoolHeader::kMaxSchemaBytes];
+  char unused[PoolHeader::kCopyBytes - 9 * sizeof(uint64_t) - PoolHeader::kMaxSchemaBytes];
+};
+static_assert(sizeof(Copy) == PoolHeader::kCopyBytes);
+
+constexpr size_t kCheckedFrom = offsetof(Copy, sequence);
+
+uint64_t CheckOf(const Copy& copy) {
+  const auto* bytes = reinterpret_cast<const std::byte*>(&copy);
+  return XXH3_64bits_withSeed(bytes + kCheckedFrom, sizeof(Copy) - kCheckedFrom, copy.schema_bytes);
+}
+
+StatusOr<PoolHeader> Decode(const Copy& copy) {
+  if (copy.magic != kMagic) return Corruption("the file is no pool of persia");
+  if (copy.format_version != kFormatVersion) {
+    return FailedPrecondition("the pool has format version " + std::to_string(copy.format_version) +
+                              ", and this build reads version " + std::to_string(kFormatVersion) +
+                              "; export it to a checkpoint with the build that wrote it");
+  }
+  if (copy.check != CheckOf(copy) || copy.schema_bytes > PoolHeader::kMaxSchemaBytes) {
+    return Corruption("the pool's header is damaged; remove the pool and load a checkpoint");
+  }
+  return PoolHeader{.sequence = copy.sequence,
+                    .pool_id = copy.pool_id,
+                    .committed = copy.committed,
+                    .num_rows = copy.num_rows,
+                    .extent_bytes = copy.extent_bytes,
+                    .size_bytes = copy.size_bytes,
+                    .schema = std::string(copy.schema, copy.schema_bytes)};
+}
+
+StatusOr<PoolHeader> ReadCopy(const Backing& backing, uint64_t number) {
+  Copy copy;
+  PERSIA_RETURN_IF_ERROR(
+      backing.Read(number * PoolHeader::kCopyBytes, std::as_writable_bytes(std::span(&copy, 1))));
+  return Decode(copy);
+}
+
+struct Extent {
+  uint64_t magic;
+  uint64_t slot_bytes;
+  uint64_t check;
+  uint64_t unused[5];
+};
+static_assert(sizeof(Extent) == ExtentHeader::kBytes);
+
+uint64_t CheckOf(const Extent& extent, uint64_t pool_id, uint64_t offset) {
+  return XXH3_64bits_withSeed(&extent, offsetof(Extent, check), pool_id ^ offset);
+}
+
+}  // namespace
+
+StatusOr<PoolHeader> ReadHeader(const Backing& backing) {
+  if (backing.size() < PoolHeader::kBytes) {
+    return Corruption("a pool has at least " + std::to_string(PoolHeader::kBytes) +
+                      " bytes, and this file has " + std::to_string(backing.size()));
+  }
+  auto first = ReadCopy(backing, 0);
+  auto second = ReadCopy(backing, 1);
+  if (first.ok() && second.ok()) return first->sequence > second->sequence ? first : second;
+  if (first.ok()) return first;
+  if (second.ok()) return second;
+  // A copy that is only half there may seem to be of another version: not if the other is whole.
+  return first.status().code() == StatusCode::kFailedPrecondition ? first : second;
+}
+
+Status WriteHeader(PoolHeader* header, Backing* backing) {
+  ++header->sequence;
+  Copy copy{};
+  copy.magic = kMagic;
+  copy.format_version = kFormatVersion;
+  copy.schema_bytes = static_cast<uint32_t>(header->schema.size());
+  copy.sequence = header->sequence;
+  copy.pool_id = header->pool_id;
+  copy.committed = header->committed;
+  copy.num_rows = header->num_rows;
+  copy.extent_bytes = header->extent_bytes;
+  copy.size_bytes = header->size_bytes;
+  std::memcpy(copy.schema, header->schema.data(), header->schema.size());
+  copy.check = CheckOf(copy);
+  PERSIA_RETURN_IF_ERROR(backing->Write(header->sequence % 2 * PoolHeader::kCopyBytes,
+                                        std::as_bytes(std::span(&copy, 1))));
+  backing->Drain();
+  return Status::Ok();
+}
+
+Status WriteExtentHeader(uint64_t pool_id, uint64_t offset, uint32_t slot_bytes, Backing* backing) {
+  Extent extent{.magic = kExtentMagic, .slot_bytes = slot_bytes, .check = 0, .unused = {}};
+  extent.check = CheckOf(extent, pool_id, offset);
+  PERSIA_RETURN_IF_ERROR(backing->Write(offset, std::as_bytes(std::span(&extent, 1))));
+  backing->Drain();
+  return Status::Ok();
+}
+
+StatusOr<std::optional<uint32_t>> ReadExtentHeader(uint64_t pool_id, uint64_t offset,
+                                                   const Backing& backing) {
+  Extent extent;
+  PERSIA_RETURN_IF_ERROR(backing.Read(offset, std::as_writable_bytes(std::span(&extent, 1))));
+  if (extent.magic != kExtentMagic || extent.check != CheckOf(extent, pool_id, offset)) {
+    return std::optional<uint32_t>();
+  }
+  return std::optional(static_cast<uint32_t>(extent.slot_bytes));
+}
+
+}  // namespace persia::pool

@@ -1,0 +1,47 @@
+// The first bytes of a pool: what it is, and which checkpoint it goes back to.
+//
+// There are two copies, each with a sequence number and a checksum, written in turns: whatever
+// happens to the one that is being written, the other stays. Behind them lie extents, all of one
+// size; an extent begins with the size of its slots.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "base/status.h"
+#include "pool/backing.h"
+
+namespace persia::pool {
+
+struct PoolHeader {
+  static constexpr uint64_t kCopyBytes = 4096;
+  static constexpr uint64_t kBytes = 2 * kCopyBytes;  // where the first extent begins
+  static constexpr size_t kMaxSchemaBytes = 3072;
+
+  uint64_t sequence = 0;
+  uint64_t pool_id = 0;    // of this pool alone: nothing of another is taken for its own
+  uint64_t committed = 0;  // the checkpoint that recovery goes back to; 0: none yet
+  uint64_t num_rows = 0;   // at that checkpoint
+  uint64_t extent_bytes = 0;
+  uint64_t size_bytes = 0;  // that the pool may grow to
+  std::string schema;       // what its rows consist of, as its user says; empty: not said yet
+};
+
+// Of the two copies the newer that is whole. kCorruption: neither is, or it is no pool;
+// kFailedPrecondition: of another version of the format.
+StatusOr<PoolHeader> ReadHeader(const Backing& backing);
+// In the place of the older copy, with the next sequence number. Not durable yet.
+Status WriteHeader(PoolHeader* header, Backing* backing);
+
+struct ExtentHeader {
+  static constexpr uint64_t kBytes = 64;
+};
+Status WriteExtentHeader(uint64_t pool_id, uint64_t offset, uint32_t slot_bytes, Backing* backing);
+// The size of the extent's slots; nothing where the extent has not been given any.
+StatusOr<std::optional<uint32_t>> ReadExtentHeader(uint64_t pool_id, uint64_t offset,
+                                                   const Backing& backing);
+
+}  // namespace persia::pool

@@ -1,0 +1,405 @@
+#include "pool/row_pool.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <random>
+#include <utility>
+
+#include "pool/pmem_backing.h"
+#include "pool/pool_file.h"
+
+namespace persia::pool {
+namespace {
+
+constexpr uint64_t kMinExtentBytes = 4096;
+
+Status CheckSizes(const PoolOptions& options) {
+  if (options.extent_bytes < kMinExtentBytes || options.extent_bytes % kMinExtentBytes != 0) {
+    return InvalidArgument("extent_bytes is " + std::to_string(options.extent_bytes) +
+                           "; give a multiple of " + std::to_string(kMinExtentBytes));
+  }
+  const uint64_t least = PoolHeader::kBytes + options.extent_bytes;
+  if (options.size_bytes < least) {
+    return InvalidArgument("size_bytes is " + std::to_string(options.size_bytes) +
+                           ", too small for a pool; give at least " + std::to_string(least));
+  }
+  return Status::Ok();
+}
+
+Status CheckSchema(const std::string& schema) {
+  if (schema.size() <= PoolHeader::kMaxSchemaBytes) return Status::Ok();
+  return InvalidArgument("the description of a pool's rows has " + std::to_string(schema.size()) +
+                         " bytes; a pool remembers at most " +
+                         std::to_string(PoolHeader::kMaxSchemaBytes));
+}
+
+Status MergeSchema(const std::string& schema, PoolHeader* header) {
+  if (schema.empty() || schema == header->schema) return Status::Ok();
+  if (!header->schema.empty()) {
+    return FailedPrecondition("the pool's rows are of another schema: it has " + header->schema +
+                              ", and " + schema +
+                              " is wanted; export it to a checkpoint, or give another path");
+  }
+  PERSIA_RETURN_IF_ERROR(CheckSchema(schema));
+  header->schema = schema;
+  return Status::Ok();
+}
+
+Status MergeSize(uint64_t size_bytes, PoolHeader* header) {
+  if (size_bytes != 0 && size_bytes < header->size_bytes) {
+    return InvalidArgument("size_bytes is " + std::to_string(size_bytes) +
+                           ", and the pool was made with " + std::to_string(header->size_bytes) +
+                           "; pools only grow");
+  }
+  header->size_bytes = std::max(size_bytes, header->size_bytes);
+  return Status::Ok();
+}
+
+PoolHeader NewHeader(const PoolOptions& options) {
+  std::random_device random;
+  return {.pool_id = uint64_t{random()} << 32 | random(),
+          .extent_bytes = options.extent_bytes,
+          .size_bytes = options.size_bytes,
+          .schema = options.schema};
+}
+
+Status FormatBacking(PoolHeader* header, Backing* backing) {
+  PERSIA_RETURN_IF_ERROR(backing->Grow(PoolHeader::kBytes));
+  PERSIA_RETURN_IF_ERROR(WriteHeader(header, backing));
+  return backing->Sync();
+}
+
+StatusOr<std::unique_ptr<Backing>> BackingOf(PoolKind kind, std::unique_ptr<PoolFile> file,
+                                             uint64_t max_bytes) {
+  if (kind == PoolKind::kPmem) return MapPmem(std::move(file), max_bytes);
+  return std::unique_ptr<Backing>(std::move(file));
+}
+
+}  // namespace
+
+RowPool::RowPool(std::unique_ptr<Backing> backing, const PoolOptions& options, PoolHeader header)
+    : backing_(std::move(backing)),
+      max_pending_(options.max_pending),
+      pool_id_(header.pool_id),
+      extent_bytes_(header.extent_bytes),
+      max_bytes_(header.size_bytes),
+      slots_(PoolHeader::kBytes, header.extent_bytes),
+      committed_(header.committed),
+      newest_(header.committed),
+      header_(std::move(header)) {}
+
+StatusOr<std::unique_ptr<RowPool>> RowPool::Create(const std::string& directory,
+                                                   const PoolOptions& options) {
+  PERSIA_RETURN_IF_ERROR(CheckSizes(options));
+  PERSIA_RETURN_IF_ERROR(CheckSchema(options.schema));
+  auto file = PoolFile::Create(directory, options.syncs);
+  PERSIA_RETURN_IF_ERROR(file.status());
+  PoolHeader header = NewHeader(options);
+  PERSIA_RETURN_IF_ERROR(FormatBacking(&header, file->get()));
+  PoolFile* const created = file->get();
+  auto backing = BackingOf(options.kind, std::move(*file), header.size_bytes);
+  PERSIA_RETURN_IF_ERROR(backing.status());
+  PERSIA_RETURN_IF_ERROR(created->Publish());
+  return std::unique_ptr<RowPool>(new RowPool(std::move(*backing), options, std::move(header)));
+}
+
+StatusOr<std::unique_ptr<RowPool>> RowPool::Open(const std::string& directory,
+                                                 const PoolOptions& options,
+                                                 const VisitRows& visit) {
+  auto file = PoolFile::Open(directory, PoolFile::Access::kExclusive, options.syncs);
+  PERSIA_RETURN_IF_ERROR(file.status());
+  auto header = ReadHeader(**file);
+  PERSIA_RETURN_IF_ERROR(header.status());
+  const uint64_t max_bytes = std::max(
+      {options.size_bytes, header->size_bytes, (*file)->size()});  // what is there is mapped too
+  auto backing = BackingOf(options.kind, std::move(*file), max_bytes);
+  PERSIA_RETURN_IF_ERROR(backing.status());
+  return Recover(std::move(*backing), options, visit);
+}
+
+StatusOr<std::unique_ptr<RowPool>> RowPool::Format(std::unique_ptr<Backing> backing,
+                                                   const PoolOptions& options) {
+  PERSIA_RETURN_IF_ERROR(CheckSizes(options));
+  PERSIA_RETURN_IF_ERROR(CheckSchema(options.schema));
+  PoolHeader header = NewHeader(options);
+  PERSIA_RETURN_IF_ERROR(FormatBacking(&header, backing.get()));
+  return std::unique_ptr<RowPool>(new RowPool(std::move(backing), options, std::move(header)));
+}
+
+StatusOr<std::unique_ptr<RowPool>> RowPool::Recover(std::unique_ptr<Backing> backing,
+                                                    const PoolOptions& options,
+                                                    const VisitRows& visit) {
+  auto header = ReadHeader(*backing);
+  PERSIA_RETURN_IF_ERROR(header.status());
+  PERSIA_RETURN_IF_ERROR(MergeSchema(options.schema, &*header));
+  PERSIA_RETURN_IF_ERROR(MergeSize(options.size_bytes, &*header));
+  std::unique_ptr<RowPool> pool(new RowPool(std::move(backing), options, *header));
+  ThreadPool threads(std::max(1u, options.num_threads));
+  uint64_t num_rows = 0;
+  PERSIA_RETURN_IF_ERROR(
+      RecoverRows(*header, &threads, visit, pool->backing_.get(), &pool->slots_, &num_rows));
+  if (num_rows != header->num_rows) {
+    return Corruption("the pool had " + std::to_string(header->num_rows) +
+                      " rows at its checkpoint of batch " + std::to_string(header->committed) +
+                      ", and " + std::to_string(num_rows) +
+                      " are there; its file was damaged: remove it and load a checkpoint");
+  }
+  PERSIA_RETURN_IF_ERROR(pool->WriteHeaderDurably(std::move(*header)));
+  return pool;
+}
+
+Status RowPool::SetSchema(const std::string& schema) {
+  std::lock_guard lock(header_mutex_);
+  if (schema == header_.schema) return Status::Ok();
+  PoolHeader header = header_;
+  PERSIA_RETURN_IF_ERROR(MergeSchema(schema, &header));
+  return WriteHeaderDurably(std::move(header));
+}
+
+Status RowPool::CheckHealth() const {
+  if (!has_failed_) return Status::Ok();
+  return IOError(
+      "the pool's device has failed before, and nothing more is written; its last committed "
+      "checkpoint is whole: see to the device, then start again");
+}
+
+Status RowPool::Fail(Status status) {
+  if (!status.ok()) has_failed_ = true;
+  return status;
+}
+
+Status RowPool::CheckWrite(const RowWrite& row) const {
+  const RowHead& head = row.head;
+  const uint64_t room = extent_bytes_ - ExtentHeader::kBytes;
+  if (head.dim == 0 || SlotBytes(head.num_floats()) > room) {
+    return InvalidArgument("a row of dim " + std::to_string(head.dim) + " with " +
+                           std::to_string(head.state_floats) +
+                           " floats of state does not fit an extent of the pool, which has " +
+                           std::to_string(room) + " bytes");
+  }
+  if (head.version <= committed_ || head.version >= RowRecord::kNever) {
+    return Internal("a row of batch " + std::to_string(head.version) +
+                    " is written behind the checkpoint of batch " + std::to_string(committed_));
+  }
+  return Status::Ok();
+}
+
+std::optional<uint64_t> RowPool::TakeSlot(uint32_t slot_bytes, Status* status) {
+  if (const auto address = slots_.Take(slot_bytes)) return address;
+  auto extent = slots_.Assign(slot_bytes);
+  if (!extent) {
+    const uint64_t size = slots_.end_of_extents() + extent_bytes_;
+    *status = size <= max_bytes_
+                  ? backing_->Grow(size)
+                  : ResourceExhausted("the pool is full: size_bytes is " +
+                                      std::to_string(max_bytes_) + "; grow the pool");
+    if (!status->ok()) return std::nullopt;
+    slots_.AddExtent();
+    extent = slots_.Assign(slot_bytes);
+  }
+  *status = Fail(WriteExtentHeader(pool_id_, *extent, slot_bytes, backing_.get()));
+  return status->ok() ? slots_.Take(slot_bytes) : std::nullopt;
+}
+
+Status RowPool::TakeSlots(std::span<const RowWrite> rows, std::span<uint64_t> addresses) {
+  std::lock_guard lock(mutex_);
+  for (const RowWrite& row : rows) PERSIA_RETURN_IF_ERROR(CheckWrite(row));
+  for (size_t i = 0; i < rows.size(); ++i) {
+    Status status;
+    const auto slot_bytes = static_cast<uint32_t>(SlotBytes(rows[i].head.num_floats()));
+    const auto address = TakeSlot(slot_bytes, &status);
+    if (!address) {
+      for (size_t j = 0; j < i; ++j) slots_.Free(addresses[j]);
+      return status;
+    }
+    addresses[i] = *address;
+  }
+  for (const RowWrite& row : rows) {
+    newest_ = std::max(newest_, row.head.version);
+    if (row.replaces == kNoAddress) CountRows(row.head.version, 1);
+  }
+  return Status::Ok();
+}
+
+// A row that is replaced stays one row, but only from its new version on it is the new one's.
+void RowPool::CountRows(uint64_t version, int64_t count) {
+  for (Pending& pending : pending_) {
+    if (version > pending.batch) continue;
+    pending.new_rows += count;
+    return;
+  }
+  new_rows_ += count;
+}
+
+Status RowPool::WriteRecords(std::span<const RowWrite> rows, std::span<const uint64_t> addresses) {
+  std::vector<std::byte> slot;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    slot.resize(SlotBytes(rows[i].head.num_floats()));
+    EncodeRecord(rows[i].head, rows[i].values, RecordSeed(pool_id_, addresses[i]), slot);
+    PERSIA_RETURN_IF_ERROR(backing_->Write(addresses[i], slot));
+  }
+  return Status::Ok();
+}
+
+Status RowPool::Write(std::span<const RowWrite> rows, std::span<uint64_t> addresses) {
+  PERSIA_RETURN_IF_ERROR(CheckHealth());
+  PERSIA_RETURN_IF_ERROR(TakeSlots(rows, addresses));
+  PERSIA_RETURN_IF_ERROR(Fail(WriteRecords(rows, addresses)));
+  std::vector<Ended> ended;
+  for (const RowWrite& row : rows) {
+    if (row.replaces == kNoAddress) continue;
+    PERSIA_RETURN_IF_ERROR(Fail(End({row.replaces, row.head.sign, row.head.version}, &ended)));
+  }
+  backing_->Drain();
+  Release(ended);
+  return Status::Ok();
+}
+
+Status RowPool::Remove(std::span<const RowRemoval> rows) {
+  PERSIA_RETURN_IF_ERROR(CheckHealth());
+  std::vector<Ended> ended;
+  for (const RowRemoval& row : rows) PERSIA_RETURN_IF_ERROR(Fail(End(row, &ended)));
+  backing_->Drain();
+  {
+    std::lock_guard lock(mutex_);
+    for (const RowRemoval& row : rows) {
+      newest_ = std::max(newest_, row.version);
+      CountRows(row.version, -1);
+    }
+  }
+  Release(ended);
+  return Status::Ok();
+}
+
+Status RowPool::End(const RowRemoval& row, std::vector<Ended>* ended) {
+  RowRecord record;
+  PERSIA_RETURN_IF_ERROR(
+      backing_->Read(row.address, std::as_writable_bytes(std::span(&record, 1))));
+  if (record.head.sign != row.sign || record.HasEnded() || record.head.version > row.version) {
+    return Corruption("the pool has no living row of sign " + std::to_string(row.sign) +
+                      " at offset " + std::to_string(row.address) +
+                      "; its file was damaged: remove it and load a checkpoint");
+  }
+  const uint64_t end = record.EndAt(row.version);
+  PERSIA_RETURN_IF_ERROR(
+      backing_->Write(row.address + offsetof(RowRecord, end), std::as_bytes(std::span(&end, 1))));
+  ended->push_back({row.address, record.head.version, row.version});
+  return Status::Ok();
+}
+
+// As of a checkpoint that recovery may go back to. Those to come are not before `end`.
+bool RowPool::IsNeeded(const Ended& ended) const {
+  const auto is_alive_at = [&](uint64_t batch) {
+    return ended.version <= batch && batch < ended.end;
+  };
+  return is_alive_at(committed_) ||
+         std::any_of(pending_.begin(), pending_.end(),
+                     [&](const Pending& pending) { return is_alive_at(pending.batch); });
+}
+
+void RowPool::Release(std::span<const Ended> ended) {
+  std::lock_guard lock(mutex_);
+  for (const Ended& version : ended) {
+    if (IsNeeded(version)) {
+      kept_.push_back(version);
+    } else {
+      slots_.Free(version.address);
+    }
+  }
+}
+
+Status RowPool::Read(uint64_t address, uint64_t sign, RowHead* head,
+                     std::span<float> values) const {
+  std::vector<std::byte> slot(SlotBytes(values.size()));
+  PERSIA_RETURN_IF_ERROR(backing_->Read(address, slot));
+  RowRecord record;
+  if (!DecodeRecord(slot, RecordSeed(pool_id_, address), &record) || record.head.sign != sign ||
+      record.head.num_floats() != values.size()) {
+    return Corruption("the row of sign " + std::to_string(sign) + " at offset " +
+                      std::to_string(address) + " of the pool is damaged; load a checkpoint");
+  }
+  *head = record.head;
+  std::copy_n(reinterpret_cast<const float*>(slot.data() + sizeof(record)), values.size(),
+              values.begin());
+  return Status::Ok();
+}
+
+Status RowPool::BeginCheckpoint(uint64_t batch) {
+  PERSIA_RETURN_IF_ERROR(CheckHealth());
+  std::lock_guard lock(mutex_);
+  const uint64_t last = pending_.empty() ? committed_ : pending_.back().batch;
+  if (batch <= last || batch < newest_ || batch >= RowRecord::kNever) {
+    return InvalidArgument("a checkpoint of batch " + std::to_string(batch) +
+                           " was asked for after one of batch " + std::to_string(last) +
+                           " and rows of batch " + std::to_string(newest_) +
+                           "; checkpoints have ascending numbers and begin before later batches");
+  }
+  if (pending_.size() == max_pending_) {
+    return ResourceExhausted(std::to_string(max_pending_) +
+                             " checkpoints are pending, as many as may be; wait until one is "
+                             "committed");
+  }
+  pending_.push_back({batch, std::exchange(new_rows_, 0)});
+  return Status::Ok();
+}
+
+Status RowPool::Commit(uint64_t batch) {
+  PERSIA_RETURN_IF_ERROR(CheckHealth());
+  std::lock_guard header_lock(header_mutex_);
+  PoolHeader header = header_;
+  {
+    std::lock_guard lock(mutex_);
+    if (pending_.empty() || pending_.front().batch != batch) {
+      return InvalidArgument("batch " + std::to_string(batch) +
+                             " is not the oldest pending checkpoint");
+    }
+    header.committed = batch;
+    header.num_rows += static_cast<uint64_t>(pending_.front().new_rows);
+  }
+  PERSIA_RETURN_IF_ERROR(Fail(backing_->Sync()));
+  PERSIA_RETURN_IF_ERROR(WriteHeaderDurably(std::move(header)));
+  std::lock_guard lock(mutex_);
+  committed_ = batch;
+  pending_.erase(pending_.begin());
+  std::erase_if(kept_, [&](const Ended& version) {
+    if (IsNeeded(version)) return false;
+    slots_.Free(version.address);
+    return true;
+  });
+  return Status::Ok();
+}
+
+// The two copies in turns: where this one does not get there whole, the other holds.
+Status RowPool::WriteHeaderDurably(PoolHeader header) {
+  PERSIA_RETURN_IF_ERROR(Fail(WriteHeader(&header, backing_.get())));
+  PERSIA_RETURN_IF_ERROR(Fail(backing_->Sync()));
+  header_ = std::move(header);
+  return Status::Ok();
+}
+
+std::optional<uint64_t> RowPool::oldest_pending() const {
+  std::lock_guard lock(mutex_);
+  return pending_.empty() ? std::nullopt : std::optional(pending_.front().batch);
+}
+
+uint64_t RowPool::last_checkpoint() const {
+  std::lock_guard lock(mutex_);
+  return pending_.empty() ? committed_ : pending_.back().batch;
+}
+
+uint64_t RowPool::committed() const {
+  std::lock_guard lock(mutex_);
+  return committed_;
+}
+
+PoolStats RowPool::stats() const {
+  std::lock_guard lock(mutex_);
+  return {.size_bytes = slots_.end_of_extents(),
+          .max_bytes = max_bytes_,
+          .used_bytes = slots_.used_bytes(),
+          .num_kept = kept_.size(),
+          .committed = committed_,
+          .num_pending = static_cast<uint32_t>(pending_.size())};
+}
+
+}  // namespace persia::pool

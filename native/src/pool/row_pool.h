@@ -1,0 +1,154 @@
+// RowPool: rows on a device, by address, in versions, and the checkpoints they can go back to.
+//
+// A row is never changed in place: Write() puts a new version into a free slot and ends the one it
+// replaces (row_record.h). The slot of an ended version is free again once no checkpoint can need
+// it. Checkpoints are batch numbers: BeginCheckpoint(c), after the last batch up to c, keeps what
+// is there as of c; the user writes what it still has of those batches in memory, then calls
+// Commit(c), from which on the pool goes back to c when it is opened again, whatever happens.
+//
+// Which signs there are, and where, the user remembers; Recover() and Open() tell it anew.
+//
+// All methods may be called by several threads at once, each with rows of its own. After an error
+// of the device nothing more is written or committed: what was committed stays.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "pool/backing.h"
+#include "pool/pool_header.h"
+#include "pool/recovery.h"
+#include "pool/row_record.h"
+#include "pool/slot_allocator.h"
+
+namespace persia::pool {
+
+enum class PoolKind : uint8_t { kFile, kPmem };
+
+struct PoolOptions {
+  PoolKind kind = PoolKind::kFile;
+  uint64_t size_bytes = 0;  // that the pool may grow to; 0, of a pool that is there: as it was made
+  uint64_t extent_bytes = uint64_t{16} << 20;  // by which it grows; of a new pool
+  bool syncs = true;                           // kind file: commits wait for the device
+  uint32_t max_pending = 8;                    // checkpoints begun and not committed
+  std::string schema{};                        // what rows consist of; empty: not known yet
+  uint32_t num_threads = 1;                    // of recovery
+};
+
+inline constexpr uint64_t kNoAddress = 0;
+
+struct RowWrite {
+  RowHead head;         // of a version above the committed checkpoint
+  const float* values;  // the embedding, then the state
+  uint64_t replaces = kNoAddress;
+};
+
+struct RowRemoval {
+  uint64_t address;
+  uint64_t sign;
+  uint64_t version;  // the batch that removed the row
+};
+
+struct PoolStats {
+  uint64_t size_bytes = 0;  // of the file
+  uint64_t max_bytes = 0;   // that it may grow to
+  uint64_t used_bytes = 0;  // of slots with versions that are needed
+  uint64_t num_kept = 0;    // versions that have ended and are kept for a checkpoint
+  uint64_t committed = 0;
+  uint32_t num_pending = 0;
+};
+
+class RowPool {
+ public:
+  // A pool in a directory that has none. kInvalidArgument: a size out of range.
+  static StatusOr<std::unique_ptr<RowPool>> Create(const std::string& directory,
+                                                   const PoolOptions& options);
+  // The directory's pool as of its committed checkpoint. kNotFound: there is none; kUnavailable: it
+  // is in use; kFailedPrecondition: it has another schema or format; kCorruption: rows are lost.
+  static StatusOr<std::unique_ptr<RowPool>> Open(const std::string& directory,
+                                                 const PoolOptions& options,
+                                                 const VisitRows& visit);
+  // The same over bytes that are kept elsewhere.
+  static StatusOr<std::unique_ptr<RowPool>> Format(std::unique_ptr<Backing> backing,
+                                                   const PoolOptions& options);
+  static StatusOr<std::unique_ptr<RowPool>> Recover(std::unique_ptr<Backing> backing,
+                                                    const PoolOptions& options,
+                                                    const VisitRows& visit);
+
+  // Sets what rows consist of, once; the same again is fine, another is kFailedPrecondition.
+  Status SetSchema(const std::string& schema);
+
+  // addresses[i] is where rows[i] is from now on. kResourceExhausted: the pool or the device is
+  // full; then nothing was written.
+  Status Write(std::span<const RowWrite> rows, std::span<uint64_t> addresses);
+  Status Remove(std::span<const RowRemoval> rows);
+  // Into `values` as many floats as the row has. kCorruption: the device returned something else
+  // than the row of this sign that was written there.
+  Status Read(uint64_t address, uint64_t sign, RowHead* head, std::span<float> values) const;
+
+  // Before anything of a later batch is written; `batch` is above all checkpoints before.
+  // kResourceExhausted: too many are pending.
+  Status BeginCheckpoint(uint64_t batch);
+  // The oldest pending one. All versions up to it were written. Durable when it returns.
+  Status Commit(uint64_t batch);
+  std::optional<uint64_t> oldest_pending() const;
+  // The newest checkpoint that was begun, committed or not: a row of a batch up to it that waits in
+  // memory must be written before it changes. Also where others are pending that are older.
+  uint64_t last_checkpoint() const;
+  uint64_t committed() const;
+
+  PoolStats stats() const;
+
+ private:
+  struct Pending {
+    uint64_t batch;
+    int64_t new_rows;  // since the checkpoint before
+  };
+  struct Ended {
+    uint64_t address;
+    uint64_t version;
+    uint64_t end;
+  };
+
+  RowPool(std::unique_ptr<Backing> backing, const PoolOptions& options, PoolHeader header);
+
+  Status CheckWrite(const RowWrite& row) const;
+  Status TakeSlots(std::span<const RowWrite> rows, std::span<uint64_t> addresses);
+  std::optional<uint64_t> TakeSlot(uint32_t slot_bytes, Status* status);
+  Status WriteRecords(std::span<const RowWrite> rows, std::span<const uint64_t> addresses);
+  // Ends the version at the address of a row; `version` is the one that comes after it.
+  Status End(const RowRemoval& row, std::vector<Ended>* ended);
+  void Release(std::span<const Ended> ended);
+  bool IsNeeded(const Ended& ended) const;
+  void CountRows(uint64_t version, int64_t count);
+  Status WriteHeaderDurably(PoolHeader header);
+  Status CheckHealth() const;
+  Status Fail(Status status);
+
+  const std::unique_ptr<Backing> backing_;
+  const uint32_t max_pending_;
+  const uint64_t pool_id_;
+  const uint64_t extent_bytes_;
+  const uint64_t max_bytes_;
+  std::atomic<bool> has_failed_{false};
+
+  mutable std::mutex mutex_;
+  SlotAllocator slots_;
+  uint64_t committed_;
+  uint64_t newest_;               // batch of which something was written
+  std::vector<Pending> pending_;  // ascending
+  int64_t new_rows_ = 0;          // beyond the last pending checkpoint
+  std::vector<Ended> kept_;
+
+  std::mutex header_mutex_;  // taken before mutex_
+  PoolHeader header_;
+};
+
+}  // namespace persia::pool

@@ -1,0 +1,397 @@
+#include "pool/row_pool.h"
+
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "pool/pmem_backing.h"
+#include "pool/pool_file.h"
+#include "pool/pool_tools.h"
+#include "pool/workload_test_util.h"
+
+namespace persia::pool {
+namespace {
+
+const Job kJob{.num_signs = 1000};
+
+class RowPoolTest : public ::testing::TestWithParam<PoolKind> {
+ protected:
+  void SetUp() override {
+    if (GetParam() == PoolKind::kPmem && !HasPmem()) GTEST_SKIP() << "built without libpmem";
+    std::string name = ::testing::TempDir() + "row_pool_XXXXXX";
+    ASSERT_NE(::mkdtemp(name.data()), nullptr);
+    directory_ = name;
+  }
+  void TearDown() override {
+    pool_.reset();
+    if (!directory_.empty()) std::filesystem::remove_all(directory_);
+  }
+
+  PoolOptions Options(uint64_t size_bytes = 1 << 20) const {
+    return {
+        .kind = GetParam(), .size_bytes = size_bytes, .extent_bytes = 4096, .schema = "adagrad"};
+  }
+  void Create(uint64_t size_bytes = 1 << 20) {
+    auto pool = RowPool::Create(directory_, Options(size_bytes));
+    ASSERT_TRUE(pool.ok()) << pool.status().ToString();
+    pool_ = std::move(*pool);
+  }
+  Status Reopen(const PoolOptions& options) {
+    pool_.reset();
+    found_ = std::make_unique<RecoveredRows>();
+    auto pool = RowPool::Open(directory_, options, found_->Visitor());
+    if (pool.ok()) pool_ = std::move(*pool);
+    return pool.status();
+  }
+  Status Reopen() { return Reopen(Options()); }
+
+  StatusOr<uint64_t> Write(uint64_t sign, uint64_t version, uint64_t replaces = kNoAddress) {
+    const std::vector<float> values = kJob.Values(sign, version);
+    const RowWrite write{kJob.Head(sign, version), values.data(), replaces};
+    uint64_t address = 0;
+    PERSIA_RETURN_IF_ERROR(pool_->Write(std::span(&write, 1), std::span(&address, 1)));
+    return address;
+  }
+  Status Remove(uint64_t address, uint64_t sign, uint64_t version) {
+    const RowRemoval removal{address, sign, version};
+    return pool_->Remove(std::span(&removal, 1));
+  }
+  Status Checkpoint(uint64_t batch) {
+    PERSIA_RETURN_IF_ERROR(pool_->BeginCheckpoint(batch));
+    return pool_->Commit(batch);
+  }
+  void Overwrite(uint64_t offset, const std::string& bytes) const {
+    std::fstream file(directory_ + "/rows.pool", std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(static_cast<std::streamoff>(offset));
+    file << bytes;
+  }
+
+  std::string directory_;
+  std::unique_ptr<RowPool> pool_;
+  std::unique_ptr<RecoveredRows> found_;
+};
+
+#define EXPECT_CODE(code_, ...)                             \
+  do {                                                      \
+    const Status status_ = (__VA_ARGS__);                   \
+    EXPECT_EQ(status_.code(), code_) << status_.ToString(); \
+  } while (false)
+
+TEST_P(RowPoolTest, ComesBackAsOfItsCheckpoint) {
+  Create();
+  auto first = Write(1, 1);
+  auto second = Write(2, 1);
+  auto third = Write(3, 2);
+  ASSERT_TRUE(Checkpoint(2).ok());
+  ASSERT_TRUE(Write(1, 3, *first).ok());    // undone
+  ASSERT_TRUE(Remove(*second, 2, 3).ok());  // undone
+  ASSERT_TRUE(Write(4, 3).ok());            // undone
+  EXPECT_EQ(pool_->stats().num_kept, 2u);
+  ASSERT_TRUE(Reopen().ok());
+  EXPECT_EQ(pool_->committed(), 2u);
+  std::map<uint64_t, RecoveredRow> rows;
+  for (const RecoveredRow& row : found_->rows()) rows[row.head.sign] = row;
+  ASSERT_EQ(rows.size(), 3u);
+  EXPECT_EQ(rows[1].head.version, 1u);
+  EXPECT_EQ(rows[3].address, *third);
+  std::vector<float> values(kJob.Values(2, 1).size());
+  RowHead head;
+  ASSERT_TRUE(pool_->Read(rows[2].address, 2, &head, values).ok());
+  EXPECT_EQ(values, kJob.Values(2, 1));
+  EXPECT_EQ(head.scalar, kJob.Head(2, 1).scalar);
+}
+
+TEST_P(RowPoolTest, ToolsSeeWhatIsThere) {
+  Create();
+  auto first = Write(1, 1);
+  ASSERT_TRUE(Write(2, 1).ok());
+  ASSERT_TRUE(Checkpoint(1).ok());
+  ASSERT_TRUE(Write(3, 2).ok());  // not of the checkpoint
+  auto info = InspectPool(directory_);
+  ASSERT_TRUE(info.ok()) << info.status().ToString();
+  EXPECT_EQ(info->committed, 1u);
+  EXPECT_EQ(info->num_rows, 2u);
+  EXPECT_EQ(info->schema, "adagrad");
+  EXPECT_CODE(StatusCode::kUnavailable, CheckPool(directory_).status());
+  pool_.reset();
+  auto report = CheckPool(directory_);
+  ASSERT_TRUE(report.ok()) << report.status().ToString();
+  EXPECT_EQ(report->num_living, 2u);
+  EXPECT_EQ(report->num_ended, 1u);
+  EXPECT_TRUE(report->is_whole());
+  Overwrite(*first + sizeof(RowRecord), "damage");
+  report = CheckPool(directory_);
+  ASSERT_TRUE(report.ok());
+  EXPECT_FALSE(report->is_whole());
+  ASSERT_TRUE(GrowPool(directory_, 2 << 20).ok());
+  EXPECT_EQ(InspectPool(directory_)->size_bytes, uint64_t{2} << 20);
+}
+
+TEST_P(RowPoolTest, WithoutACheckpointComesBackEmpty) {
+  Create();
+  ASSERT_TRUE(Write(1, 1).ok());
+  ASSERT_TRUE(Reopen().ok());
+  EXPECT_TRUE(found_->rows().empty());
+  EXPECT_EQ(pool_->stats().used_bytes, 0u);
+}
+
+TEST_P(RowPoolTest, VersionsAreKeptForAllPendingCheckpoints) {
+  Create();
+  auto first = Write(1, 1);
+  ASSERT_TRUE(pool_->BeginCheckpoint(1).ok());
+  auto second = Write(1, 2, *first);
+  ASSERT_TRUE(pool_->BeginCheckpoint(2).ok());
+  auto third = Write(1, 3, *second);
+  ASSERT_TRUE(Write(1, 4, *third).ok());  // no checkpoint has seen version 3
+  EXPECT_EQ(pool_->stats().num_kept, 2u);
+  EXPECT_EQ(pool_->oldest_pending(), 1u);
+  EXPECT_EQ(pool_->last_checkpoint(), 2u);
+  EXPECT_CODE(StatusCode::kInvalidArgument, pool_->Commit(2));  // 1 comes first
+  ASSERT_TRUE(pool_->Commit(1).ok());
+  EXPECT_EQ(pool_->stats().num_kept, 2u);
+  ASSERT_TRUE(pool_->Commit(2).ok());
+  EXPECT_EQ(pool_->stats().num_kept, 1u);
+  ASSERT_TRUE(Checkpoint(4).ok());
+  EXPECT_EQ(pool_->stats().num_kept, 0u);
+  ASSERT_TRUE(Reopen().ok());
+  ASSERT_EQ(found_->rows().size(), 1u);
+  EXPECT_EQ(found_->rows()[0].head.version, 4u);
+}
+
+TEST_P(RowPoolTest, RefusesCheckpointsOutOfOrderAndBeyondTheWindow) {
+  Create();
+  ASSERT_TRUE(Write(1, 5).ok());
+  EXPECT_CODE(StatusCode::kInvalidArgument, pool_->BeginCheckpoint(4));  // batch 5 has begun
+  for (uint64_t batch = 5; batch < 13; ++batch) ASSERT_TRUE(pool_->BeginCheckpoint(batch).ok());
+  EXPECT_CODE(StatusCode::kResourceExhausted, pool_->BeginCheckpoint(13));
+  ASSERT_TRUE(pool_->Commit(5).ok());
+  EXPECT_CODE(StatusCode::kInternal, Write(2, 5).status());  // behind the committed one
+  EXPECT_CODE(StatusCode::kInvalidArgument, pool_->BeginCheckpoint(12));
+}
+
+TEST_P(RowPoolTest, FullItRefusesWholeWritesAndGrowsWhenOpenedAnew) {
+  const uint64_t one_extent = PoolHeader::kBytes + 4096;
+  Create(one_extent);
+  std::vector<uint64_t> addresses;
+  for (uint64_t sign = 0;; sign += 3) {  // all of one size
+    auto address = Write(sign, 1);
+    if (!address.ok()) {
+      EXPECT_CODE(StatusCode::kResourceExhausted, address.status());
+      break;
+    }
+    addresses.push_back(*address);
+  }
+  ASSERT_GT(addresses.size(), 40u);
+  ASSERT_TRUE(Remove(addresses[0], 0, 1).ok());
+  const uint64_t used = pool_->stats().used_bytes;
+  // There is room for one of the two.
+  const std::vector<float> values = kJob.Values(0, 1);
+  const RowWrite two[] = {{kJob.Head(3000, 1), values.data()}, {kJob.Head(3003, 1), values.data()}};
+  uint64_t where[2];
+  EXPECT_CODE(StatusCode::kResourceExhausted, pool_->Write(two, where));
+  EXPECT_EQ(pool_->stats().used_bytes, used);
+  EXPECT_TRUE(pool_->Write(std::span(two, 1), where).ok());
+  ASSERT_TRUE(Checkpoint(1).ok());
+  EXPECT_CODE(StatusCode::kInvalidArgument, Reopen(Options(one_extent - 1)));
+  ASSERT_TRUE(Reopen(Options(2 * one_extent)).ok());
+  EXPECT_EQ(found_->rows().size(), addresses.size());
+  EXPECT_TRUE(Write(3003, 2).ok());
+  ASSERT_TRUE(Reopen(Options(0)).ok());
+  EXPECT_EQ(pool_->stats().max_bytes, 2 * one_extent);
+}
+
+TEST_P(RowPoolTest, SaysWhyItCannotBeOpened) {
+  EXPECT_CODE(StatusCode::kNotFound, Reopen());
+  EXPECT_CODE(StatusCode::kInvalidArgument, RowPool::Create(directory_, Options(4096)).status());
+  EXPECT_CODE(StatusCode::kNotFound, RowPool::Create(directory_ + "/nowhere", Options()).status());
+  Create();
+  EXPECT_CODE(StatusCode::kFailedPrecondition, RowPool::Create(directory_, Options()).status());
+  RecoveredRows found;
+  EXPECT_CODE(StatusCode::kUnavailable,
+              RowPool::Open(directory_, Options(), found.Visitor()).status());
+  EXPECT_CODE(StatusCode::kFailedPrecondition, pool_->SetSchema("adam"));
+  EXPECT_TRUE(pool_->SetSchema("adagrad").ok());
+  PoolOptions options = Options();
+  options.schema = "adam";
+  EXPECT_CODE(StatusCode::kFailedPrecondition, Reopen(options));
+  for (const uint64_t copy : {uint64_t{0}, PoolHeader::kCopyBytes}) Overwrite(copy + 8, "\x09");
+  EXPECT_CODE(StatusCode::kFailedPrecondition, Reopen());  // format version 9
+  for (const uint64_t copy : {uint64_t{0}, PoolHeader::kCopyBytes}) Overwrite(copy, "garbage");
+  EXPECT_CODE(StatusCode::kCorruption, Reopen());
+}
+
+TEST_P(RowPoolTest, SchemaMayComeLater) {
+  PoolOptions options = Options();
+  options.schema.clear();
+  auto pool = RowPool::Create(directory_, options);
+  ASSERT_TRUE(pool.ok());
+  ASSERT_TRUE((*pool)->SetSchema("adam").ok());
+  pool->reset();
+  EXPECT_CODE(StatusCode::kFailedPrecondition, Reopen());  // adagrad
+  EXPECT_TRUE(Reopen(options).ok());
+}
+
+TEST_P(RowPoolTest, OneDamagedCopyOfTheHeaderDoesNotMatter) {
+  Create();
+  ASSERT_TRUE(Write(1, 1).ok());
+  ASSERT_TRUE(Checkpoint(1).ok());
+  for (const uint64_t copy : {uint64_t{0}, PoolHeader::kCopyBytes}) {
+    ASSERT_TRUE(Reopen().ok());  // writes both, in turns
+    ASSERT_TRUE(Reopen().ok());
+    pool_.reset();
+    Overwrite(copy + 100, "damage");
+    ASSERT_TRUE(Reopen().ok());
+    EXPECT_EQ(found_->rows().size(), 1u);
+  }
+}
+
+TEST_P(RowPoolTest, DamagedAndMissingRowsAreSeen) {
+  Create();
+  auto address = Write(1, 1);
+  auto other = Write(2, 1);
+  ASSERT_TRUE(Checkpoint(1).ok());
+  Overwrite(*address + sizeof(RowRecord), "damage");
+  RowHead head;
+  std::vector<float> values(kJob.Head(1, 1).num_floats());
+  EXPECT_CODE(StatusCode::kCorruption, pool_->Read(*address, 1, &head, values));
+  EXPECT_CODE(StatusCode::kCorruption, pool_->Read(*other, 1, &head, values));  // of sign 2
+  EXPECT_CODE(StatusCode::kCorruption, Reopen());                               // a row is missing
+  std::filesystem::resize_file(directory_ + "/rows.pool", PoolHeader::kBytes + 100);
+  EXPECT_CODE(StatusCode::kCorruption, Reopen());
+}
+
+TEST_P(RowPoolTest, AMillionRemovalsLeaveNothingBehind) {
+  Create();
+  constexpr uint64_t kRows = 1000, kBatches = 1000;
+  std::vector<std::vector<float>> values;
+  std::vector<RowWrite> writes(kRows);
+  std::vector<RowRemoval> removals(kRows);
+  std::vector<uint64_t> addresses(kRows);
+  for (uint64_t sign = 0; sign < kRows; ++sign) values.push_back(kJob.Values(sign, 1));
+  uint64_t most_bytes = 0;
+  for (uint64_t batch = 1; batch <= kBatches; ++batch) {
+    for (uint64_t i = 0; i < kRows; ++i) writes[i] = {kJob.Head(i, batch), values[i].data()};
+    ASSERT_TRUE(pool_->Write(writes, addresses).ok());
+    for (uint64_t i = 0; i < kRows; ++i) removals[i] = {addresses[i], i, batch};
+    ASSERT_TRUE(pool_->Remove(removals).ok());
+    if (batch % 100 == 0) {
+      ASSERT_TRUE(Checkpoint(batch).ok());
+    }
+    if (batch == 100) most_bytes = pool_->stats().size_bytes;
+  }
+  EXPECT_EQ(pool_->stats().used_bytes, 0u);
+  EXPECT_EQ(pool_->stats().num_kept, 0u);
+  EXPECT_EQ(pool_->stats().size_bytes, most_bytes);
+}
+
+TEST_P(RowPoolTest, ThreadsWriteWhileCheckpointsAreCommitted) {
+  Create(uint64_t{4} << 20);
+  constexpr uint64_t kThreads = 4, kRounds = 50;
+  for (uint64_t round = 1; round <= kRounds; ++round) {
+    const uint64_t version = round;
+    std::vector<std::thread> threads;
+    for (uint64_t thread = 0; thread < kThreads; ++thread) {
+      threads.emplace_back([&, thread] {
+        const uint64_t base = thread * 100;
+        for (uint64_t sign = base; sign < base + 20; ++sign) {
+          auto address = Write(sign, version);
+          ASSERT_TRUE(address.ok()) << address.status().ToString();
+          auto again = Write(sign, version, *address);
+          ASSERT_TRUE(again.ok());
+          if (sign % 2 == 0 || round < kRounds) {
+            ASSERT_TRUE(Remove(*again, sign, version).ok());
+          }
+        }
+      });
+    }
+    if (const auto pending = pool_->oldest_pending()) {
+      EXPECT_TRUE(pool_->Commit(*pending).ok());
+    }
+    static_cast<void>(pool_->stats());
+    for (std::thread& thread : threads) thread.join();
+    ASSERT_TRUE(pool_->BeginCheckpoint(round).ok());
+  }
+  ASSERT_TRUE(pool_->Commit(kRounds).ok());
+  ASSERT_TRUE(Reopen(Options(0)).ok());
+  EXPECT_EQ(found_->rows().size(), kThreads * 10);
+}
+
+// For ThreadSanitizer as much as for the values.
+TEST_P(RowPoolTest, ReadsWhileItGrows) {
+  Create();
+  auto first = Write(0, 1);
+  ASSERT_TRUE(first.ok());
+  const uint64_t address = *first;
+  const std::vector<float> expected = kJob.Values(0, 1);
+  const uint64_t size = pool_->stats().size_bytes;
+  std::atomic<bool> is_done = false;
+  std::thread reader([&] {
+    do {
+      RowHead head;
+      std::vector<float> values(expected.size());
+      const Status status = pool_->Read(address, 0, &head, values);
+      EXPECT_TRUE(status.ok()) << status.ToString();
+      EXPECT_EQ(values, expected);
+    } while (!is_done);
+  });
+  for (uint64_t sign = 1; sign < 1000; ++sign) EXPECT_TRUE(Write(sign, 1).ok());
+  is_done = true;
+  reader.join();
+  EXPECT_GT(pool_->stats().size_bytes, size);
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, RowPoolTest, ::testing::Values(PoolKind::kFile, PoolKind::kPmem),
+                         [](const auto& kind) {
+                           return std::string(kind.param == PoolKind::kFile ? "file" : "pmem");
+                         });
+
+// A device that fails from some moment on.
+class FailingBacking final : public Backing {
+ public:
+  FailingBacking(std::unique_ptr<Backing> backing, const std::atomic<bool>* fails)
+      : backing_(std::move(backing)), fails_(*fails) {}
+  uint64_t size() const override { return backing_->size(); }
+  Status Read(uint64_t offset, std::span<std::byte> out) const override {
+    return backing_->Read(offset, out);
+  }
+  Status Write(uint64_t offset, std::span<const std::byte> bytes) override {
+    return backing_->Write(offset, bytes);
+  }
+  void Drain() override {}
+  Status Sync() override { return fails_ ? IOError("the device is broken") : backing_->Sync(); }
+  Status Grow(uint64_t size) override { return backing_->Grow(size); }
+
+ private:
+  const std::unique_ptr<Backing> backing_;
+  const std::atomic<bool>& fails_;
+};
+
+// What a failed sync has lost, a later one does not report: so nothing is committed after it.
+TEST(RowPoolFailureTest, AfterAFailedSyncNothingIsCommitted) {
+  std::string directory = ::testing::TempDir() + "row_pool_XXXXXX";
+  ASSERT_NE(::mkdtemp(directory.data()), nullptr);
+  std::atomic<bool> fails{false};
+  auto file = PoolFile::Create(directory, true);
+  ASSERT_TRUE(file.ok());
+  const PoolOptions options{.size_bytes = 1 << 20, .extent_bytes = 4096};
+  auto pool = RowPool::Format(std::make_unique<FailingBacking>(std::move(*file), &fails), options);
+  ASSERT_TRUE(pool.ok());
+  ASSERT_TRUE((*pool)->BeginCheckpoint(1).ok());
+  fails = true;
+  EXPECT_CODE(StatusCode::kIOError, (*pool)->Commit(1));
+  fails = false;
+  EXPECT_CODE(StatusCode::kIOError, (*pool)->Commit(1));
+  EXPECT_CODE(StatusCode::kIOError, (*pool)->BeginCheckpoint(2));
+  EXPECT_EQ((*pool)->committed(), 0u);
+  pool->reset();
+  std::filesystem::remove_all(directory);
+}
+
+}  // namespace
+}  // namespace persia::pool

@@ -1,0 +1,42 @@
+#include "pool/row_record.h"
+
+#include <cstring>
+
+// All of the library is in its header.
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+namespace persia::pool {
+namespace {
+
+constexpr size_t kCheckedFrom = offsetof(RowRecord, head);
+
+uint64_t CheckOf(const std::byte* slot, size_t num_floats, uint64_t seed) {
+  const size_t bytes = sizeof(RowHead) + num_floats * sizeof(float);
+  return XXH3_64bits_withSeed(slot + kCheckedFrom, bytes, seed);
+}
+
+}  // namespace
+
+void EncodeRecord(const RowHead& head, const float* values, uint64_t seed,
+                  std::span<std::byte> slot) {
+  const size_t value_bytes = head.num_floats() * sizeof(float);
+  RowRecord record{.check = 0, .end = 0, .head = head};
+  std::memcpy(slot.data(), &record, sizeof(record));
+  std::memcpy(slot.data() + sizeof(record), values, value_bytes);
+  const size_t used = sizeof(record) + value_bytes;
+  std::memset(slot.data() + used, 0, slot.size() - used);
+  record.check = CheckOf(slot.data(), head.num_floats(), seed);
+  record.end = record.EndAt(RowRecord::kNever);
+  std::memcpy(slot.data(), &record, kCheckedFrom);
+}
+
+bool DecodeRecord(std::span<const std::byte> slot, uint64_t seed, RowRecord* record) {
+  std::memcpy(record, slot.data(), sizeof(*record));
+  if (record->head.dim == 0) return false;
+  const size_t num_floats = record->head.num_floats();
+  return sizeof(*record) + num_floats * sizeof(float) <= slot.size() &&
+         record->check == CheckOf(slot.data(), num_floats, seed);
+}
+
+}  // namespace persia::pool

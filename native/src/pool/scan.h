@@ -1,0 +1,45 @@
+// Scan: goes through the slots of an extent from front to back.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "pool/backing.h"
+#include "pool/pool_header.h"
+#include "pool/row_record.h"
+#include "pool/slot_allocator.h"
+
+namespace persia::pool {
+
+// Calls visit(address, record) for each slot of the extent; `record` is null where there is none
+// that is whole. It returns a Status; the first that is not Ok ends the scan.
+template <typename Visit>
+Status ScanExtent(const Backing& backing, const PoolHeader& pool, uint64_t extent,
+                  uint32_t slot_bytes, Visit visit) {
+  constexpr uint64_t kChunkBytes = 256 << 10;  // stays in the processor's cache
+  const uint64_t chunk = std::max<uint64_t>(1, kChunkBytes / slot_bytes) * slot_bytes;
+  std::vector<std::byte> bytes(chunk);
+  const uint64_t end = SlotsEnd(extent, pool.extent_bytes, slot_bytes);
+  for (uint64_t begin = FirstSlot(extent); begin < end; begin += chunk) {
+    const auto slots = std::span(bytes).first(std::min(chunk, end - begin));
+    PERSIA_RETURN_IF_ERROR(backing.Read(begin, slots));
+    for (uint64_t place = 0; place < slots.size(); place += slot_bytes) {
+      const uint64_t address = begin + place;
+      RowRecord record;
+      const bool is_whole = DecodeRecord(slots.subspan(place, slot_bytes),
+                                         RecordSeed(pool.pool_id, address), &record);
+      PERSIA_RETURN_IF_ERROR(visit(address, is_whole ? &record : nullptr));
+    }
+  }
+  return Status::Ok();
+}
+
+inline uint64_t NumExtents(const Backing& backing, const PoolHeader& pool) {
+  return (backing.size() - PoolHeader::kBytes) / pool.extent_bytes;
+}
+inline uint64_t ExtentOffset(const PoolHeader& pool, uint64_t number) {
+  return PoolHeader::kBytes + number * pool.extent_bytes;
+}
+
+}  // namespace persia::pool

@@ -1,0 +1,61 @@
+#include "pool/slot_allocator.h"
+
+#include "pool/pool_header.h"
+
+namespace persia::pool {
+
+uint64_t FirstSlot(uint64_t extent) { return extent + ExtentHeader::kBytes; }
+
+uint64_t SlotsEnd(uint64_t extent, uint64_t extent_bytes, uint32_t slot_bytes) {
+  const uint64_t first = FirstSlot(extent);
+  return first + (extent + extent_bytes - first) / slot_bytes * slot_bytes;
+}
+
+std::optional<uint64_t> SlotAllocator::Take(uint32_t slot_bytes) {
+  SizeClass& size = classes_[slot_bytes];
+  uint64_t address;
+  if (!size.free.empty()) {
+    address = size.free.back();
+    size.free.pop_back();
+  } else if (size.fresh < size.fresh_end) {
+    address = size.fresh;
+    size.fresh += slot_bytes;
+  } else {
+    return std::nullopt;
+  }
+  used_bytes_ += slot_bytes;
+  return address;
+}
+
+void SlotAllocator::Free(uint64_t address) {
+  const uint32_t bytes = slot_bytes(address);
+  classes_[bytes].free.push_back(address);
+  used_bytes_ -= bytes;
+}
+
+void SlotAllocator::AddExtent() {
+  unassigned_.push_back(end_of_extents());
+  slot_bytes_.push_back(0);
+}
+
+void SlotAllocator::AddExtent(uint32_t slot_bytes, const std::vector<uint64_t>& free) {
+  const uint64_t extent = end_of_extents();
+  slot_bytes_.push_back(slot_bytes);
+  std::vector<uint64_t>& all = classes_[slot_bytes].free;
+  all.insert(all.end(), free.begin(), free.end());
+  const uint64_t bytes = SlotsEnd(extent, extent_bytes_, slot_bytes) - FirstSlot(extent);
+  used_bytes_ += bytes - free.size() * slot_bytes;
+}
+
+std::optional<uint64_t> SlotAllocator::Assign(uint32_t slot_bytes) {
+  if (unassigned_.empty()) return std::nullopt;
+  const uint64_t extent = unassigned_.back();
+  unassigned_.pop_back();
+  slot_bytes_[(extent - first_extent_) / extent_bytes_] = slot_bytes;
+  SizeClass& size = classes_[slot_bytes];
+  size.fresh = FirstSlot(extent);
+  size.fresh_end = SlotsEnd(extent, extent_bytes_, slot_bytes);
+  return extent;
+}
+
+}  // namespace persia::pool

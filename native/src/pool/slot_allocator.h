@@ -1,0 +1,59 @@
+// SlotAllocator: which slots of a pool are free, by their size.
+//
+// Kept in memory only: recovery finds out anew which slots hold a row, so a slot cannot be lost to
+// a crash between being taken and being used. An extent belongs to one size of slots for good.
+//
+// Not thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+namespace persia::pool {
+
+class SlotAllocator {
+ public:
+  SlotAllocator(uint64_t first_extent, uint64_t extent_bytes)
+      : first_extent_(first_extent), extent_bytes_(extent_bytes) {}
+
+  // Nothing: Assign() an extent.
+  std::optional<uint64_t> Take(uint32_t slot_bytes);
+  void Free(uint64_t address);
+
+  // The next extent, which no size has yet.
+  void AddExtent();
+  // The next extent, of whose slots those are free.
+  void AddExtent(uint32_t slot_bytes, const std::vector<uint64_t>& free);
+  // After Take() found nothing: gives it an extent that no size has. Its offset, or nothing.
+  std::optional<uint64_t> Assign(uint32_t slot_bytes);
+
+  uint64_t num_extents() const { return slot_bytes_.size(); }
+  uint64_t end_of_extents() const { return first_extent_ + num_extents() * extent_bytes_; }
+  uint32_t slot_bytes(uint64_t address) const {
+    return slot_bytes_[(address - first_extent_) / extent_bytes_];
+  }
+  // Bytes of the slots in use.
+  uint64_t used_bytes() const { return used_bytes_; }
+
+ private:
+  struct SizeClass {
+    std::vector<uint64_t> free;
+    uint64_t fresh = 0;  // the next slot of the newest extent, up to the end
+    uint64_t fresh_end = 0;
+  };
+
+  const uint64_t first_extent_;
+  const uint64_t extent_bytes_;
+  std::vector<uint32_t> slot_bytes_;  // by extent
+  std::vector<uint64_t> unassigned_;  // offsets
+  std::unordered_map<uint32_t, SizeClass> classes_;
+  uint64_t used_bytes_ = 0;
+};
+
+// Where the slots of an extent lie.
+uint64_t FirstSlot(uint64_t extent);
+uint64_t SlotsEnd(uint64_t extent, uint64_t extent_bytes, uint32_t slot_bytes);
+
+}  // namespace persia::pool

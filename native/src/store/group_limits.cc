@@ -1,0 +1,58 @@
+#include "store/group_limits.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace persia::store {
+
+void GroupLimits::SetRules(const RuleSet& rules, const SignIndex& index, uint32_t number,
+                           uint32_t num_shards) {
+  rules_ = &rules;
+  limits_.clear();
+  number_of_group_.clear();
+  for (const auto& [group, capacity] : rules.capacities()) {
+    number_of_group_.resize(size_t{group} + 1, kNone);
+    number_of_group_[group] = static_cast<uint32_t>(limits_.size());
+    const uint64_t share = capacity / num_shards + (number < capacity % num_shards ? 1 : 0);
+    limits_.push_back(
+        {.share = share, .victims = VictimQueue([&rules, group = group](uint64_t key) {
+                           return rules.GroupOfKey(key) == group;
+                         })});
+  }
+  if (is_on()) index.ForEach([this](const SignIndex::Entry& entry) { CountInsert(entry.key); });
+}
+
+void GroupLimits::CountClear() {
+  for (Limit& limit : limits_) limit.num_rows = 0;
+  ForgetVictims();
+}
+
+void GroupLimits::ExpectNothing() {
+  for (Limit& limit : limits_) limit.num_expected = 0;
+}
+
+SignIndex::Entry* GroupLimits::NextVictim(const SignIndex& index) {
+  for (Limit& limit : limits_) {
+    if (limit.num_rows > 0 && limit.num_rows + limit.num_expected > limit.share) {
+      return limit.victims.Pop(index);
+    }
+  }
+  return nullptr;
+}
+
+bool GroupLimits::HasTooMany() const {
+  return std::any_of(limits_.begin(), limits_.end(),
+                     [](const Limit& limit) { return limit.num_expected > limit.share; });
+}
+
+void GroupLimits::ForgetVictims() {
+  for (Limit& limit : limits_) limit.victims.Clear();
+}
+
+uint64_t GroupLimits::memory_bytes() const {
+  uint64_t bytes = number_of_group_.capacity() * sizeof(uint32_t);
+  for (const Limit& limit : limits_) bytes += sizeof(Limit) + limit.victims.memory_bytes();
+  return bytes;
+}
+
+}  // namespace persia::store

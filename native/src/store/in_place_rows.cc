@@ -1,0 +1,211 @@
+#include "store/in_place_rows.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "store/probe_in_blocks.h"
+#include "store/row_steps.h"
+#include "store/rule_set.h"
+#include "store/store_impl.h"
+#include "store/touch.h"
+
+namespace persia::store {
+namespace {
+
+constexpr uint32_t kNoSlot = RowSlabs::kNoSlot;
+constexpr size_t kInsertBlock = 256;
+
+uint64_t KeyOf(const MissingRow& missing) { return SignKey(missing.rows->signs[missing.index]); }
+
+}  // namespace
+
+StatusOr<InPlaceRows> InPlaceRows::Begin(EmbeddingStore& store, LookupMode mode) {
+  if (mode == LookupMode::kTrain && !store.impl_->IsConfigured()) {
+    return FailedPrecondition("a training lookup came before Configure; configure the store first");
+  }
+  InPlaceRows rows(*store.impl_);
+  rows.mode_ = mode;
+  if (mode == LookupMode::kTrain) {
+    for (size_t i = 0; i < rows.shards_.size(); ++i) {
+      Shard& shard = rows.store_->shards()[i];
+      shard.BeginBatch();
+      rows.shards_[i].now = shard.now();
+    }
+  }
+  return rows;
+}
+
+InPlaceRows InPlaceRows::BeginUpdate(EmbeddingStore& store, std::span<const uint64_t> removals) {
+  InPlaceRows rows(*store.impl_);
+  rows.store_->CountUpdate();
+  for (size_t i = 0; i < removals.size(); ++i) {
+    rows.shards_[i].has_removed = rows.store_->shards()[i].num_removals() != removals[i];
+  }
+  return rows;
+}
+
+InPlaceRows::InPlaceRows(EmbeddingStore::Impl& store)
+    : store_(&store), lock_(store.LockForChange()) {
+  for (const Shard& shard : store.shards()) {
+    shards_.push_back({&shard.index(), &shard.slabs(), shard.now(), false, shard.snapshot()});
+    has_snapshot_ |= shard.snapshot() != nullptr;
+  }
+}
+
+uint32_t InPlaceRows::num_shards() const { return static_cast<uint32_t>(store_->shards().size()); }
+
+uint32_t InPlaceRows::ShardOf(const MissingRow& missing) const {
+  return missing.rows->handles[missing.index].shard;
+}
+
+void InPlaceRows::Find(const SignRows& rows, const float* zeros,
+                       std::vector<uint32_t>* missing) const {
+  if (rows.signs.empty()) return;
+  const auto num_shards = static_cast<uint32_t>(shards_.size());
+  const bool trains = mode_ == LookupMode::kTrain;
+  // Only where a row begins is read here: that is what takes an address translation. The kernels
+  // that read all of it ask for the rest ahead, while they write what they have read before.
+  size_t row_floats = 1;
+  if (trains && has_snapshot_) {  // to be saved, a row is wanted with its state
+    const RuleSet& rules = *store_->shards()[0].rules();
+    row_floats = rules.Of(rows.signs[0]).ShapeFor(rows.dim).Stride();
+  }
+  ProbeInBlocks(
+      rows.signs.size(), row_floats,
+      [&](size_t i) {
+        const uint64_t key = SignKey(rows.signs[i]);
+        rows.handles[i].shard = ShardOfKey(key, num_shards);
+        return std::pair(key, shards_[rows.handles[i].shard].index);
+      },
+      [&](size_t i, const SignIndex::Entry* entry) {
+        const RowSlabs& slabs = *shards_[rows.handles[i].shard].slabs;
+        return slabs.dim(entry->slot) == rows.dim ? slabs.values(entry->slot) : nullptr;
+      },
+      [&](size_t i, SignIndex::Entry* entry, const float* row) {
+        if (row == nullptr) {
+          rows.handles[i].slot = kNoSlot;
+          rows.values[i] = zeros;
+          missing->push_back(static_cast<uint32_t>(i));
+          return;
+        }
+        rows.handles[i].slot = entry->slot;
+        rows.values[i] = row;
+        if (!trains) return;
+        const ShardView& shard = shards_[rows.handles[i].shard];
+        if (shard.snapshot != nullptr) [[unlikely]] {
+          shard.snapshot->SaveBeforeTouch(*entry, *shard.slabs);
+        }
+        entry->stamp = shard.now;
+      });
+}
+
+Status InPlaceRows::Insert(uint32_t shard_number, std::span<const MissingRow> missing,
+                           LookupReport* report) {
+  Shard& shard = store_->shards()[shard_number];
+  std::vector<MissingRow> admitted;
+  admitted.reserve(missing.size());
+  for (size_t begin = 0; begin < missing.size(); begin += kInsertBlock) {
+    const auto block = missing.subspan(begin, std::min(kInsertBlock, missing.size() - begin));
+    for (const MissingRow& row : block) Touch(shard.index().HomeOf(KeyOf(row)));
+    for (const MissingRow& row : block) {
+      if (!shard.Admit(KeyOf(row))) continue;
+      shard.RemoveOfAnotherDim(KeyOf(row), row.rows->dim);
+      admitted.push_back(row);
+    }
+  }
+  report->num_missing += missing.size();
+  report->num_unadmitted += missing.size() - admitted.size();
+  for (const MissingRow& row : admitted) shard.ExpectInsert(KeyOf(row));
+  if (!shard.MakeRoomInGroups(/*keep_batch=*/true, report)) {
+    return ResourceExhausted(
+        "a batch has more distinct IDs of a feature group than the group's capacity leaves room "
+        "for "
+        "in each of " +
+        std::to_string(num_shards()) +
+        " internal shards; raise the slot's capacity or make batches smaller");
+  }
+  if (!shard.MakeRoom(admitted.size(), /*keep_batch=*/true, report)) {
+    return ResourceExhausted("a batch has more distinct IDs than there is room for: capacity is " +
+                             std::to_string(shard.capacity()) + " rows in each of " +
+                             std::to_string(num_shards()) +
+                             " internal shards; raise the capacity or make batches smaller");
+  }
+  for (const MissingRow& row : admitted) {
+    const SignRows& rows = *row.rows;
+    const uint32_t slot = shard.Insert(SignKey(rows.signs[row.index]), rows.dim, report);
+    if (slot == kNoSlot) return shard.OutOfMemory();
+    rows.handles[row.index].slot = slot;
+    rows.values[row.index] = shard.slabs().values(slot);
+  }
+  return Status::Ok();
+}
+
+std::vector<uint64_t> InPlaceRows::Removals() const {
+  std::vector<uint64_t> removals;
+  for (const Shard& shard : store_->shards()) removals.push_back(shard.num_removals());
+  return removals;
+}
+
+void InPlaceRows::Locate(const SignRows& rows) {
+  const RuleSet* rules = store_->shards()[0].rules();
+  if (rules == nullptr || rows.signs.empty()) return;  // without rules there are no rows
+  const RowShape shape = rules->Of(rows.signs[0]).ShapeFor(rows.dim);
+  for (size_t i = 0; i < rows.signs.size(); ++i) {
+    RowHandle& handle = rows.handles[i];
+    const ShardView& shard = shards_[handle.shard];
+    if (!shard.has_removed) continue;
+    const SignIndex::Entry* entry = shard.index->Find(SignKey(rows.signs[i]));
+    const bool has_row = entry != nullptr && shard.slabs->dim(entry->slot) == rows.dim;
+    handle.slot = has_row ? entry->slot : kNoSlot;
+    if (has_row) rows.values[i] = shard.slabs->values(entry->slot);
+  }
+  const size_t row_floats = shape.Stride();
+  for (size_t i = 0; i < rows.signs.size(); ++i) {
+    if (rows.handles[i].slot != kNoSlot) TouchRow(rows.values[i], row_floats);
+  }
+  if (!shape.has_scalar) return;
+  for (const RowHandle& handle : rows.handles) {
+    if (handle.slot != kNoSlot) Touch(shards_[handle.shard].slabs->scalar(handle.slot));
+  }
+}
+
+void InPlaceRows::Update(const SignRows& rows, std::span<const float* const> gradients,
+                         UpdateReport* report) {
+  const RuleSet* all_rules = store_->shards()[0].rules();
+  if (all_rules == nullptr || rows.signs.empty()) return;
+  const RowRules& rules = all_rules->Of(rows.signs[0]);
+  const bool has_scalar = rules.ShapeFor(rows.dim).has_scalar;
+  if (has_snapshot_) [[unlikely]]
+    SaveBeforeUpdate(rows);
+  RowSteps steps(rows.dim, report);
+  ChangeBatch changed(store_->changes());
+  for (size_t i = 0; i < rows.signs.size(); ++i) {
+    const RowHandle& handle = rows.handles[i];
+    if (handle.slot == kNoSlot) {
+      ++report->num_missing;
+      continue;
+    }
+    changed.Add(SignKey(rows.signs[i]));
+    uint32_t* scalar = has_scalar ? shards_[handle.shard].slabs->scalar(handle.slot) : nullptr;
+    // Find() and Insert() hand out rows for reading; here they are the store's own again.
+    steps.Add(rules, {const_cast<float*>(rows.values[i]), scalar, rows.dim}, gradients[i]);
+  }
+  steps.Flush();
+}
+
+void InPlaceRows::SaveBeforeUpdate(const SignRows& rows) const {
+  for (size_t i = 0; i < rows.signs.size(); ++i) {
+    const RowHandle& handle = rows.handles[i];
+    if (handle.slot == kNoSlot) continue;
+    const ShardView& shard = shards_[handle.shard];
+    shard.snapshot->SaveBeforeUpdate(*shard.index->Find(SignKey(rows.signs[i])), *shard.slabs);
+  }
+}
+
+void InPlaceRows::Count(const LookupReport& lookups, const UpdateReport& updates) {
+  store_->shards()[0].CountLookups(lookups);
+  store_->shards()[0].CountUpdates(updates);
+}
+
+}  // namespace persia::store

@@ -1,0 +1,98 @@
+// InPlaceRows: a batch's rows, used where they lie in the store.
+//
+// For a caller in this process that handles a whole batch at once: rows are neither copied out nor
+// looked for a second time when their gradients come. While an object of this class lives, no other
+// call gets into its store, so make it for one batch and let it go.
+//
+// Each of the methods that take rows may run on several threads at once, each with signs of its
+// own, Insert() with a shard of its own. Not two of them at the same time.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "store/embedding_store.h"
+#include "store/row_slabs.h"
+#include "store/shard_snapshot.h"
+#include "store/sign_index.h"
+#include "store/writer_first_mutex.h"
+
+namespace persia::store {
+
+// Where a row was when it was looked up. Rows stay where they are until some are removed.
+struct RowHandle {
+  uint32_t shard;
+  uint32_t slot;
+};
+
+// Signs of one dim and one feature group, and what is known of their rows; all spans are equally
+// long.
+struct SignRows {
+  uint32_t dim = 0;
+  std::span<const uint64_t> signs;
+  std::span<RowHandle> handles;
+  std::span<const float*> values;  // Find() and Insert(): where the row's embedding lies
+};
+
+// A sign that Find() did not find: number `index` of *rows.
+struct MissingRow {
+  const SignRows* rows;
+  uint32_t index;
+};
+
+class InPlaceRows {
+ public:
+  // Waits until the calls in progress have ended. kFailedPrecondition: a training batch on a store
+  // that is not configured.
+  static StatusOr<InPlaceRows> Begin(EmbeddingStore& store, LookupMode mode);
+  // For the rows of an earlier lookup; `removals` is what Removals() was at its end.
+  static InPlaceRows BeginUpdate(EmbeddingStore& store, std::span<const uint64_t> removals);
+
+  // Training: rows that are found become the newest. The numbers of the signs that have no row are
+  // appended to *missing; their values are `zeros`, their handles lead to no row.
+  void Find(const SignRows& rows, const float* zeros, std::vector<uint32_t>* missing) const;
+
+  uint32_t num_shards() const;
+  uint32_t ShardOf(const MissingRow& missing) const;
+  // Training. Gives rows to those of the signs, all of `shard`, that are admitted; the others keep
+  // what Find() gave them. kResourceExhausted: no memory; or the batch alone has more rows than the
+  // shard's share of the capacity: then nothing is inserted here, but other shards may have taken
+  // their part of the batch and given up older rows for it.
+  Status Insert(uint32_t shard, std::span<const MissingRow> missing, LookupReport* report);
+
+  // By shard: tells a later BeginUpdate() whether rows may have gone or moved since.
+  std::vector<uint64_t> Removals() const;
+
+  // To be called before Update(), for some tens of rows: brings their memory into the cache, and
+  // looks for those again that may have gone or moved.
+  void Locate(const SignRows& rows);
+  // As EmbeddingStore::Update, for rows that Locate() was called for; gradients[i] is for signs[i].
+  void Update(const SignRows& rows, std::span<const float* const> gradients, UpdateReport* report);
+
+  // Adds to the totals of EmbeddingStore::stats(), once for all threads.
+  void Count(const LookupReport& lookups, const UpdateReport& updates);
+
+ private:
+  explicit InPlaceRows(EmbeddingStore::Impl& store);
+  void SaveBeforeUpdate(const SignRows& rows) const;
+
+  EmbeddingStore::Impl* store_;
+  // What is wanted of each shard again and again, side by side.
+  struct ShardView {
+    const SignIndex* index;
+    const RowSlabs* slabs;
+    uint32_t now;
+    bool has_removed;  // since the lookup whose rows are updated
+    ShardSnapshot* snapshot;
+  };
+
+  LookupMode mode_ = LookupMode::kInference;
+  std::vector<ShardView> shards_;
+  bool has_snapshot_ = false;
+  std::unique_lock<WriterFirstMutex> lock_;
+};
+
+}  // namespace persia::store

@@ -1,0 +1,228 @@
+// InPlaceRows: the same rows as through EmbeddingStore's own calls, used where they lie.
+#include "store/in_place_rows.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+
+#include "base/thread_pool.h"
+#include "store/store_test_util.h"
+
+namespace persia::store {
+namespace {
+
+// One set of signs with the arrays that InPlaceRows fills.
+struct Batch {
+  Batch(std::vector<uint64_t> batch_signs, uint32_t dim) : signs(std::move(batch_signs)) {
+    handles.resize(signs.size());
+    values.resize(signs.size());
+    rows = {dim, signs, handles, values};
+  }
+  std::vector<uint64_t> removals;
+  std::vector<float> Values() const {
+    std::vector<float> all;
+    for (const float* row : values) all.insert(all.end(), row, row + rows.dim);
+    return all;
+  }
+
+  std::vector<uint64_t> signs;
+  std::vector<RowHandle> handles;
+  std::vector<const float*> values;
+  SignRows rows;
+};
+
+constexpr float kZeros[64] = {};
+
+InPlaceRows Begin(EmbeddingStore& store, LookupMode mode = LookupMode::kTrain) {
+  auto rows = InPlaceRows::Begin(store, mode);
+  EXPECT_TRUE(rows.ok()) << rows.status().ToString();
+  return std::move(rows).value();
+}
+
+// Finds, and inserts what is missing.
+Status Train(EmbeddingStore& store, Batch& batch, LookupReport* report) {
+  InPlaceRows rows = Begin(store);
+  std::vector<uint32_t> missing;
+  rows.Find(batch.rows, kZeros, &missing);
+  std::map<uint32_t, std::vector<MissingRow>> by_shard;
+  for (uint32_t index : missing) {
+    const MissingRow row = {&batch.rows, index};
+    by_shard[rows.ShardOf(row)].push_back(row);
+  }
+  for (const auto& [shard, list] : by_shard) {
+    PERSIA_RETURN_IF_ERROR(rows.Insert(shard, list, report));
+  }
+  batch.removals = rows.Removals();
+  return Status::Ok();
+}
+
+UpdateReport UpdateAll(EmbeddingStore& store, Batch& batch, const std::vector<float>& gradients) {
+  std::vector<const float*> pointers;
+  for (size_t i = 0; i < batch.signs.size(); ++i)
+    pointers.push_back(&gradients[i * batch.rows.dim]);
+  UpdateReport report;
+  InPlaceRows rows = InPlaceRows::BeginUpdate(store, batch.removals);
+  rows.Locate(batch.rows);
+  rows.Update(batch.rows, pointers, &report);
+  return report;
+}
+
+TEST(InPlaceRowsTest, ReadsAndUpdatesTheRowsThatTheOtherCallsSee) {
+  TrainConfig config;
+  config.optimizer.kind = OptimizerKind::kAdam;
+  auto store = MakeStore({.capacity = 10'000, .num_internal_shards = 7}, config);
+  auto copying = MakeStore({.capacity = 10'000, .num_internal_shards = 3}, config);
+  Batch batch(Range(0, 1000), 5);
+  for (int step = 0; step < 3; ++step) {
+    LookupReport report;
+    ASSERT_TRUE(Train(*store, batch, &report).ok());
+    EXPECT_EQ(report.num_inserted, step == 0 ? 1000u : 0u);
+    EXPECT_EQ(batch.Values(), Lookup(*copying, batch.signs, 5));
+    std::vector<float> gradients(5000);
+    for (size_t i = 0; i < gradients.size(); ++i) gradients[i] = static_cast<float>(i % 7) - 3.0f;
+    EXPECT_EQ(UpdateAll(*store, batch, gradients).num_updated, 1000u);
+    Update(*copying, batch.signs, 5, gradients);
+    EXPECT_EQ(Peek(*store, batch.signs, 5), Peek(*copying, batch.signs, 5));
+  }
+}
+
+TEST(InPlaceRowsTest, InferenceReadsZerosForWhatIsMissingAndChangesNothing) {
+  auto store = MakeStore({.capacity = 100, .num_internal_shards = 2});
+  Lookup(*store, {1}, 4);
+  Batch batch({1, 2}, 4);
+  std::vector<uint32_t> missing;
+  Begin(*store, LookupMode::kInference).Find(batch.rows, kZeros, &missing);
+  EXPECT_EQ(missing, std::vector<uint32_t>{1});
+  EXPECT_EQ(batch.values[1], kZeros);
+  EXPECT_EQ(batch.Values(), Peek(*store, {1, 2}, 4));
+  EXPECT_EQ(store->size(), 1u);
+}
+
+TEST(InPlaceRowsTest, AHandleIsNotTrustedWhenItsRowHasGone) {
+  auto store = MakeStore({.capacity = 10, .num_internal_shards = 1});
+  Batch batch({1, 2, 3}, 4);
+  LookupReport report;
+  ASSERT_TRUE(Train(*store, batch, &report).ok());
+  Lookup(*store, Range(100, 110), 4);  // evicts all three and takes their slots
+  const std::vector<float> gradients(12, 1.0f);
+  const auto others = Peek(*store, Range(100, 110), 4);
+  EXPECT_EQ(UpdateAll(*store, batch, gradients).num_missing, 3u);
+  EXPECT_EQ(Peek(*store, Range(100, 110), 4), others);
+
+  Lookup(*store, {2}, 4);  // back, in another slot
+  const UpdateReport updated = UpdateAll(*store, batch, gradients);
+  EXPECT_EQ(updated.num_updated, 1u);
+  EXPECT_EQ(updated.num_missing, 2u);
+
+  store->Clear();
+  EXPECT_EQ(UpdateAll(*store, batch, gradients).num_missing, 3u);
+}
+
+TEST(InPlaceRowsTest, ARowOfAnotherDimIsMadeAnew) {
+  auto store = MakeStore({.capacity = 10, .num_internal_shards = 1});
+  Lookup(*store, {1, 2}, 8);
+  Batch batch({1, 3}, 4);
+  LookupReport report;
+  ASSERT_TRUE(Train(*store, batch, &report).ok());
+  EXPECT_EQ(report.num_inserted, 2u);
+  EXPECT_EQ(store->size(), 3u);
+  EXPECT_FALSE(Has(*store, 1, 8));
+  EXPECT_TRUE(Has(*store, 1, 4));
+}
+
+TEST(InPlaceRowsTest, SignsThatAreNotAdmittedReadZerosAndSkipTheirGradients) {
+  TrainConfig config = SgdConfig();
+  config.admit_probability = 0.5f;
+  auto store = MakeStore({.capacity = 1000, .num_internal_shards = 4}, config);
+  Batch batch(Range(0, 200), 4);
+  LookupReport report;
+  ASSERT_TRUE(Train(*store, batch, &report).ok());
+  EXPECT_EQ(report.num_inserted + report.num_unadmitted, 200u);
+  EXPECT_EQ(static_cast<size_t>(std::count(batch.values.begin(), batch.values.end(), kZeros)),
+            report.num_unadmitted);
+  const UpdateReport updated = UpdateAll(*store, batch, std::vector<float>(800, 1.0f));
+  EXPECT_EQ(updated.num_updated, report.num_inserted);
+  EXPECT_EQ(updated.num_missing, report.num_unadmitted);
+}
+
+TEST(InPlaceRowsTest, ABatchEvictsNoneOfItsOwnRows) {
+  auto store = MakeStore({.capacity = 6, .num_internal_shards = 1});
+  Lookup(*store, {1, 2, 3}, 4);
+  Lookup(*store, {4, 5, 6}, 4);
+  Batch batch({1, 7, 8}, 4);
+  LookupReport report;
+  ASSERT_TRUE(Train(*store, batch, &report).ok());
+  EXPECT_EQ(report.num_evicted, 2u);
+  for (uint64_t sign : {1, 4, 5, 6, 7, 8}) EXPECT_TRUE(Has(*store, sign)) << sign;
+}
+
+TEST(InPlaceRowsTest, ABatchThatDoesNotFitIsRefused) {
+  auto store = MakeStore({.capacity = 6, .num_internal_shards = 1});
+  Batch before(Range(0, 6), 4);
+  LookupReport report;
+  ASSERT_TRUE(Train(*store, before, &report).ok());
+  Batch batch(Range(3, 10), 4);
+  const Status status = Train(*store, batch, &report);
+  EXPECT_EQ(status.code(), StatusCode::kResourceExhausted);
+  EXPECT_NE(status.message().find("raise the capacity"), std::string::npos);
+  EXPECT_TRUE(Has(*store, 3)) << "rows of the batch itself stay";
+  Batch next(Range(20, 26), 4);
+  EXPECT_TRUE(Train(*store, next, &report).ok()) << "and the store goes on";
+  EXPECT_EQ(store->size(), 6u);
+}
+
+TEST(InPlaceRowsTest, RefusesToTrainUnconfigured) {
+  auto store = EmbeddingStore::Create({.capacity = 6, .num_internal_shards = 1});
+  EXPECT_EQ(InPlaceRows::Begin(*store.value(), LookupMode::kTrain).status().code(),
+            StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(InPlaceRows::Begin(*store.value(), LookupMode::kInference).ok());
+}
+
+// Under ThreadSanitizer this shows that threads with signs of their own do not meet.
+TEST(InPlaceRowsTest, ThreadsWorkOnSignsOfTheirOwn) {
+  auto store = MakeStore({.capacity = 3000, .num_internal_shards = 5});
+  ThreadPool pool(4);
+  for (uint64_t step = 0; step < 20; ++step) {
+    std::vector<Batch> batches;
+    for (uint64_t part = 0; part < 8; ++part) {
+      batches.emplace_back(Range(part * 100'000 + step * 30, part * 100'000 + step * 30 + 200), 4);
+    }
+    // Batches were moved into place: their spans must be those of where they are now.
+    for (Batch& batch : batches) batch.rows = {4, batch.signs, batch.handles, batch.values};
+    std::vector<std::vector<uint32_t>> missing(batches.size());
+    InPlaceRows rows = Begin(*store);
+    pool.For(batches.size(), [&](size_t i) { rows.Find(batches[i].rows, kZeros, &missing[i]); });
+    std::vector<std::vector<MissingRow>> by_shard(rows.num_shards());
+    for (size_t i = 0; i < batches.size(); ++i) {
+      for (uint32_t index : missing[i]) {
+        const MissingRow row = {&batches[i].rows, index};
+        by_shard[rows.ShardOf(row)].push_back(row);
+      }
+    }
+    std::vector<LookupReport> inserts(by_shard.size());
+    pool.For(by_shard.size(), [&](size_t shard) {
+      EXPECT_TRUE(rows.Insert(static_cast<uint32_t>(shard), by_shard[shard], &inserts[shard]).ok());
+    });
+    const std::vector<float> gradient(4, 1.0f);
+    const std::vector<const float*> gradients(200, gradient.data());
+    std::vector<UpdateReport> updates(batches.size());
+    // Once trusting the handles, once looking for all rows again.
+    const std::vector<uint64_t> now = rows.Removals();
+    {
+      const InPlaceRows done = std::move(rows);
+    }
+    for (const auto& removals : {now, std::vector<uint64_t>(now.size(), UINT64_MAX)}) {
+      InPlaceRows update = InPlaceRows::BeginUpdate(*store, removals);
+      pool.For(batches.size(), [&](size_t i) {
+        update.Locate(batches[i].rows);
+        update.Update(batches[i].rows, gradients, &updates[i]);
+      });
+    }
+    for (const UpdateReport& update : updates) EXPECT_EQ(update.num_updated, 400u);
+  }
+  EXPECT_EQ(store->size(), 3000u);
+}
+
+}  // namespace
+}  // namespace persia::store

@@ -1,0 +1,80 @@
+// RowRecords: copies of rows, one behind the other, with what is known of each.
+//
+// Not thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "base/buffer.h"
+
+namespace persia::store {
+
+struct RowHead {
+  uint64_t sign = 0;
+  uint32_t age = 0;     // batches between its last use and the cut, in its internal shard
+  uint32_t scalar = 0;  // 0 where the optimizer has none
+  uint32_t has_scalar = 0;
+  uint32_t dim = 0;
+  uint32_t state_floats = 0;
+  uint32_t unused = 0;
+
+  size_t num_floats() const { return size_t{dim} + state_floats; }
+  // Heads stay aligned: records are whole multiples of 8 bytes.
+  size_t record_bytes() const {
+    return sizeof(RowHead) + (num_floats() * sizeof(float) + 7) / 8 * 8;
+  }
+};
+
+class RowRecords {
+ public:
+  // `values`: the embedding, then the state.
+  void Add(const RowHead& head, const float* values) {
+    std::memcpy(Append(head), values, head.num_floats() * sizeof(float));
+  }
+  // A head of dim 0, without values.
+  void AddRemoval(uint64_t sign) { Append({.sign = sign}); }
+
+  // Calls visit(head, values) for each row in the order of Add().
+  template <typename Visit>
+  void ForEach(Visit visit) const {
+    for (size_t position = 0; position < num_bytes_;) {
+      const auto* head = reinterpret_cast<const RowHead*>(buffer_.data() + position);
+      visit(*head, reinterpret_cast<const float*>(head + 1));
+      position += head->record_bytes();
+    }
+  }
+
+  // Room for so many bytes of records, those that are there included.
+  void Reserve(size_t num_bytes) {
+    Buffer buffer(num_bytes);
+    if (num_bytes_ > 0) std::memcpy(buffer.data(), buffer_.data(), num_bytes_);
+    buffer_ = std::move(buffer);
+  }
+  // The memory stays.
+  void Clear() { num_bytes_ = num_rows_ = 0; }
+  bool HasRoom(size_t num_bytes) const { return num_bytes_ + num_bytes <= buffer_.size(); }
+  uint64_t capacity_bytes() const { return buffer_.size(); }
+  size_t num_rows() const { return num_rows_; }
+  size_t num_bytes() const { return num_bytes_; }
+
+ private:
+  // Returns where the values go.
+  std::byte* Append(const RowHead& head) {
+    const size_t record_bytes = head.record_bytes();
+    if (num_bytes_ + record_bytes > buffer_.size()) Reserve(2 * (num_bytes_ + record_bytes));
+    std::byte* record = buffer_.data() + num_bytes_;
+    std::memcpy(record, &head, sizeof(head));
+    num_bytes_ += record_bytes;
+    ++num_rows_;
+    return record + sizeof(head);
+  }
+
+  Buffer buffer_;
+  size_t num_bytes_ = 0;
+  size_t num_rows_ = 0;
+};
+
+}  // namespace persia::store

@@ -1,0 +1,40 @@
+#include "store/rule_set.h"
+
+#include <algorithm>
+
+namespace persia::store {
+
+RuleSet::RuleSet(const TrainConfig& config) {
+  rules_.emplace_back(config);
+  if (config.groups.empty()) return;
+  sign_shift_ = 64 - config.feature_index_prefix_bit;
+  by_group_.assign(size_t{config.groups.back().group} + 1, &rules_[0]);
+  for (const GroupConfig& group : config.groups) {
+    by_group_[group.group] = &rules_.emplace_back(group.rows);
+  }
+}
+
+bool RuleSet::CountsSightings() const {
+  return std::any_of(rules_.begin(), rules_.end(),
+                     [](const RowRules& rules) { return rules.admit_after() > 1; });
+}
+
+std::vector<std::pair<uint32_t, uint64_t>> RuleSet::capacities() const {
+  std::vector<std::pair<uint32_t, uint64_t>> capacities;
+  for (uint32_t group = 0; group < by_group_.size(); ++group) {
+    const uint64_t capacity = by_group_[group]->capacity();
+    if (capacity > 0) capacities.emplace_back(group, capacity);
+  }
+  return capacities;
+}
+
+double RuleSet::ShortestTimeToLive() const {
+  double shortest = 0;
+  for (const RowRules& rules : rules_) {
+    const double time_to_live = rules.time_to_live_sec();
+    if (time_to_live > 0 && (shortest == 0 || time_to_live < shortest)) shortest = time_to_live;
+  }
+  return shortest;
+}
+
+}  // namespace persia::store

@@ -1,0 +1,46 @@
+// RuleSet: the rules of all feature groups of a train config.
+//
+// A row's rules follow from its sign, whose top bits are its group's number: nothing is kept in the
+// row (ADR 8). Immutable, hence thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <utility>
+#include <vector>
+
+#include "base/train_config.h"
+#include "store/row_rules.h"
+#include "store/sign_index.h"
+
+namespace persia::store {
+
+class RuleSet {
+ public:
+  explicit RuleSet(const TrainConfig& config);
+
+  const RowRules& Of(uint64_t sign) const {
+    if (by_group_.empty()) return rules_[0];
+    const uint64_t group = sign >> sign_shift_;
+    return group < by_group_.size() ? *by_group_[group] : rules_[0];
+  }
+  const RowRules& OfKey(uint64_t key) const {
+    return by_group_.empty() ? rules_[0] : Of(SignOfKey(key));
+  }
+  uint32_t GroupOfKey(uint64_t key) const {
+    return by_group_.empty() ? 0 : static_cast<uint32_t>(SignOfKey(key) >> sign_shift_);
+  }
+  // Groups with a capacity of their own, by rising number.
+  std::vector<std::pair<uint32_t, uint64_t>> capacities() const;
+  // Whether any group counts how often it sees a sign.
+  bool CountsSightings() const;
+  // Seconds, of any group; 0: all rows stay.
+  double ShortestTimeToLive() const;
+
+ private:
+  std::deque<RowRules> rules_;             // the common ones first
+  std::vector<const RowRules*> by_group_;  // empty where all rows have the common ones
+  uint32_t sign_shift_ = 0;
+};
+
+}  // namespace persia::store

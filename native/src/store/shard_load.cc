@@ -1,0 +1,81 @@
+// The part of Shard that takes in rows of a checkpoint; see store_load.h.
+#include <algorithm>
+#include <cstring>
+
+#include "store/shard.h"
+#include "store/store_load.h"
+
+namespace persia::store {
+
+// Stamps of the past must be there for the rows to come: the present moves on by 2^31 batches,
+// which is also as far back as RebaseStamps() remembers.
+void Shard::BeginLoad() {
+  std::lock_guard lock(mutex_);
+  expiry_.Forget();
+  if (now_ >= kStampRebase) return;
+  const uint32_t rise = kStampRebase - now_;
+  index_.ForEach([rise](SignIndex::Entry& entry) { entry.stamp += rise; });
+  ForgetVictims();
+  now_ += rise;
+}
+
+Status Shard::Load(std::span<const Run> runs, const LoadedRows& rows, LookupReport* counts) {
+  std::lock_guard lock(mutex_);
+  // It knows nothing of older rows that come later.
+  ForgetVictims();
+  ChangeBatch changed(changes_);
+  for (const Run& run : runs) {
+    for (const RowRef& ref : run.refs) {
+      const uint32_t age = rows.ages[ref.row];
+      const uint32_t stamp = now_ - std::min(now_, age);
+      SignIndex::Entry* entry = RemoveOfAnotherDim(ref.key, run.dim);
+      if (entry == nullptr) {
+        if (AllocateRow(ref.key, run.dim, stamp) == RowSlabs::kNoSlot) return OutOfMemory();
+        entry = index_.Find(ref.key);
+        ++counts->num_inserted;
+      } else {
+        if (snapshot_ != nullptr) snapshot_->SaveBeforeTouch(*entry, slabs_);
+        entry->stamp = stamp;
+        changed.Add(ref.key);
+      }
+      const RowView row = slabs_.View(entry->slot);
+      std::memcpy(row.values, rows.embeddings + size_t{ref.row} * run.dim, run.dim * sizeof(float));
+      LoadState(rows, ref, row);
+    }
+  }
+  if (index_.size() > capacity_ + capacity_ / 4) Trim(counts);
+  return Status::Ok();
+}
+
+void Shard::RemoveRows(std::span<const Run> runs) {
+  std::lock_guard lock(mutex_);
+  ForgetVictims();
+  for (const Run& run : runs) {
+    for (const RowRef& ref : run.refs) {
+      if (SignIndex::Entry* entry = index_.Find(ref.key); entry != nullptr) Remove(entry);
+    }
+  }
+}
+
+void Shard::LoadState(const LoadedRows& rows, const RowRef& ref, const RowView& row) const {
+  const RowRules& rules = rules_->OfKey(ref.key);
+  if (rows.state == nullptr) return rules.InitializeState(row);
+  const size_t state_floats = rules.ShapeFor(row.dim).state_floats;
+  std::memcpy(row.values + row.dim, rows.state + ref.row * state_floats,
+              state_floats * sizeof(float));
+  if (row.scalar != nullptr) *row.scalar = rows.scalars[ref.row];
+}
+
+void Shard::Trim(LookupReport* counts) {
+  MakeRoomInGroups(/*keep_batch=*/false, counts);
+  MakeRoom(0, /*keep_batch=*/false, counts);
+  ForgetVictims();
+}
+
+void Shard::FinishLoad(LookupReport* counts) {
+  std::lock_guard lock(mutex_);
+  ForgetVictims();
+  Trim(counts);
+}
+
+}  // namespace persia::store

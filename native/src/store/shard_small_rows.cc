@@ -1,0 +1,44 @@
+// The part of Shard that removes rows with small embeddings.
+#include <algorithm>
+#include <vector>
+
+#include "store/shard.h"
+#include "store/touch.h"
+
+namespace persia::store {
+namespace {
+
+double SquaredNorm(const float* values, uint32_t dim) {
+  double sum = 0;
+  for (uint32_t i = 0; i < dim; ++i) sum += double{values[i]} * values[i];
+  return sum;
+}
+
+}  // namespace
+
+bool Shard::RemoveSmallRows(size_t max_rows, uint64_t* next, uint64_t* num_removed) {
+  std::lock_guard lock(mutex_);
+  if (rules_ == nullptr) return false;
+  std::vector<SignIndex::Entry> entries;
+  size_t num_passed = 0;
+  const bool has_ended = index_.ForEachFrom(*next, [&](const SignIndex::Entry& entry) {
+    if (num_passed++ == max_rows) {
+      *next = entry.key;
+      return false;
+    }
+    if (rules_->OfKey(entry.key).min_norm() > 0) entries.push_back(entry);
+    return true;
+  });
+  for (const auto& entry : entries) TouchRow(slabs_.values(entry.slot), slabs_.dim(entry.slot));
+  std::erase_if(entries, [&](const SignIndex::Entry& entry) {
+    const double min_norm = rules_->OfKey(entry.key).min_norm();
+    const RowView row = slabs_.View(entry.slot);
+    return SquaredNorm(row.values, row.dim) >= min_norm * min_norm;
+  });
+  for (const auto& entry : entries) Remove(index_.Find(entry.key));
+  lookups_.num_small += entries.size();
+  *num_removed += entries.size();
+  return !has_ended;
+}
+
+}  // namespace persia::store

@@ -1,0 +1,114 @@
+#include "store/shard_snapshot.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "store/touch.h"
+#include "store/victim_queue.h"
+
+namespace persia::store {
+RowHead ShardSnapshot::HeadOf(const SignIndex::Entry& entry, const RowSlabs& slabs) const {
+  const RowShape& shape = slabs.shape(entry.slot);
+  return {.sign = SignOfKey(entry.key),
+          .age = stamp_ - entry.stamp,
+          .scalar = shape.has_scalar ? *slabs.scalar(entry.slot) : 0,
+          .has_scalar = shape.has_scalar ? 1u : 0u,
+          .dim = shape.dim,
+          .state_floats = shape.state_floats};
+}
+
+void ShardSnapshot::Save(const SignIndex::Entry& entry, const RowSlabs& slabs, bool keeps_stamp) {
+  const RowHead head = HeadOf(entry, slabs);
+  const size_t bytes = head.record_bytes();
+  const std::lock_guard lock(mutex_);
+  if (budget_.has_failed()) return;
+  if (!saved_keys_.empty() && saved_keys_.count(entry.key) != 0) return;
+  if (keeps_stamp || changes_ != nullptr) saved_keys_.insert(entry.key);
+  if (saved_.empty() || !saved_.back().HasRoom(bytes)) {
+    saved_.push_back(budget_.TakePiece(bytes));
+  }
+  saved_.back().Add(head, slabs.values(entry.slot));
+}
+
+void ShardSnapshot::TakeSaved(std::vector<RowRecords>* rows) {
+  const std::lock_guard lock(mutex_);
+  for (RowRecords& piece : saved_) rows->push_back(std::move(piece));
+  saved_.clear();
+}
+
+void ShardSnapshot::TakeOver(SignIndex index, RowSlabs slabs) {
+  // What comes after the first time has been made since the cut.
+  if (is_read_ || std::exchange(has_taken_over_, true)) return;
+  index_ = std::move(index);
+  slabs_ = std::move(slabs);
+}
+
+void ShardSnapshot::RebaseStamp() {
+  // A shard that trained 2^31 batches during one snapshot: its old rows and its new ones would
+  // become one.
+  if (stamp_ < kStampRebase) return budget_.Fail();
+  stamp_ -= kStampRebase;
+  if (has_taken_over_) RebaseStamps(index_);
+}
+
+void ShardSnapshot::StepThroughIndex(const SignIndex& index, size_t max_rows) {
+  size_t num_passed = 0;
+  is_read_ = index.ForEachFrom(next_key_, [&](const SignIndex::Entry& entry) {
+    if (num_passed == max_rows) {
+      next_key_ = entry.key;
+      return false;
+    }
+    ++num_passed;
+    if (entry.stamp <= stamp_) step_.push_back(entry);
+    return true;
+  });
+}
+
+// A row that was made since the cut has a newer stamp: what had the key at the cut was saved when
+// it went, or there was nothing.
+void ShardSnapshot::StepThroughKeys(const SignIndex& index, size_t max_rows) {
+  const size_t end = std::min(keys_.size(), position_ + max_rows);
+  for (size_t i = position_; i < end; ++i) Touch(index.HomeOf(keys_[i]));
+  for (; position_ < end; ++position_) {
+    const SignIndex::Entry* entry = index.Find(keys_[position_]);
+    if (entry != nullptr && entry->stamp <= stamp_) {
+      step_.push_back(*entry);
+    } else {
+      removed_.push_back(keys_[position_]);
+    }
+  }
+  is_read_ = position_ == keys_.size();
+  if (!is_read_) next_key_ = keys_[position_];
+}
+
+bool ShardSnapshot::Read(const SignIndex& live_index, const RowSlabs& live_slabs, size_t max_rows,
+                         RowRecords* rows) {
+  if (is_read_) return false;
+  const SignIndex& index = has_taken_over_ ? index_ : live_index;
+  const RowSlabs& slabs = has_taken_over_ ? slabs_ : live_slabs;
+  step_.clear();
+  removed_.clear();
+  changes_ == nullptr ? StepThroughIndex(index, max_rows) : StepThroughKeys(index, max_rows);
+  {
+    const std::lock_guard lock(mutex_);
+    if (!saved_keys_.empty()) {
+      std::erase_if(step_, [&](const auto& entry) { return saved_keys_.count(entry.key) != 0; });
+      std::erase_if(removed_, [&](uint64_t key) { return saved_keys_.count(key) != 0; });
+    }
+  }
+  for (const SignIndex::Entry& entry : step_) {
+    const RowShape& shape = slabs.shape(entry.slot);
+    TouchRow(slabs.values(entry.slot), size_t{shape.dim} + shape.state_floats);
+  }
+  for (const SignIndex::Entry& entry : step_) {
+    rows->Add(HeadOf(entry, slabs), slabs.values(entry.slot));
+  }
+  for (const uint64_t key : removed_) rows->AddRemoval(SignOfKey(key));
+  if (is_read_) {
+    index_.Clear();
+    slabs_.Clear();
+  }
+  return !is_read_;
+}
+
+}  // namespace persia::store

@@ -1,0 +1,92 @@
+#include "store/snapshot_budget.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/mapped_memory.h"
+
+namespace persia::store {
+namespace {
+
+constexpr uint64_t kMinPieceBytes = 16 << 10;
+// A huge page: the system is asked once in many thousand rows.
+constexpr uint64_t kMaxPieceBytes = MappedMemory::kHugePageBytes;
+
+}  // namespace
+
+void SnapshotBudget::Begin(uint64_t limit_bytes, std::chrono::milliseconds patience,
+                           size_t num_shards) {
+  const std::lock_guard lock(mutex_);
+  limit_bytes_ = limit_bytes;
+  // Each shard has one that is not full, and these alone must not reach the limit.
+  piece_bytes_ = std::clamp(limit_bytes / (4 * num_shards), kMinPieceBytes, kMaxPieceBytes);
+  patience_ = patience;
+  waiting_bytes_ = 0;
+  has_failed_.store(false, std::memory_order_relaxed);
+}
+
+void SnapshotBudget::End() {
+  const std::lock_guard lock(mutex_);
+  is_full_.store(false, std::memory_order_relaxed);
+  pieces_ = std::vector<RowRecords>();
+  has_room_.notify_all();
+}
+
+RowRecords SnapshotBudget::TakePiece(uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  RowRecords piece;
+  if (!pieces_.empty()) {
+    piece = std::move(pieces_.back());
+    pieces_.pop_back();
+  }
+  if (!piece.HasRoom(bytes)) piece.Reserve(std::max(piece_bytes_, bytes));
+  waiting_bytes_ += piece.capacity_bytes();
+  if (waiting_bytes_ > limit_bytes_ && !has_failed()) {
+    is_full_.store(true, std::memory_order_relaxed);
+  }
+  if (waiting_bytes_ / 2 > limit_bytes_) FailLocked();
+  return piece;
+}
+
+void SnapshotBudget::Release(std::vector<RowRecords>* pieces) {
+  if (pieces->empty()) return;
+  const std::lock_guard lock(mutex_);
+  for (RowRecords& piece : *pieces) {
+    waiting_bytes_ -= std::min(waiting_bytes_, piece.capacity_bytes());
+    piece.Clear();
+    pieces_.push_back(std::move(piece));
+  }
+  pieces->clear();
+  if (waiting_bytes_ > limit_bytes_) return;
+  is_full_.store(false, std::memory_order_relaxed);
+  has_room_.notify_all();
+}
+
+void SnapshotBudget::Fail() {
+  const std::lock_guard lock(mutex_);
+  FailLocked();
+}
+
+void SnapshotBudget::FailLocked() {
+  has_failed_.store(true, std::memory_order_relaxed);
+  is_full_.store(false, std::memory_order_relaxed);
+  has_room_.notify_all();
+}
+
+Status SnapshotBudget::FailedStatus() const {
+  const std::lock_guard lock(mutex_);
+  return ResourceExhausted(
+      "the snapshot was given up: training changed rows faster than it was read, more than " +
+      std::to_string(limit_bytes_) +
+      " bytes of them were waiting and held up training too long; read it faster or by more "
+      "threads, or allow more bytes or patience");
+}
+
+void SnapshotBudget::Wait() {
+  std::unique_lock lock(mutex_);
+  const auto has_room = [&] { return !is_full_.load(std::memory_order_relaxed); };
+  if (!has_room_.wait_for(lock, patience_, has_room)) FailLocked();
+}
+
+}  // namespace persia::store

@@ -1,0 +1,57 @@
+// SnapshotBudget: bounds the memory of rows that were saved for a snapshot and wait to be read.
+//
+// Training that would go beyond the limit is held up until the reader has caught up, but no longer
+// than `patience`; then, or at twice the limit, the snapshot fails and training goes on without it.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "base/status.h"
+#include "store/row_records.h"
+
+namespace persia::store {
+
+// Thread-safe.
+class SnapshotBudget {
+ public:
+  void Begin(uint64_t limit_bytes, std::chrono::milliseconds patience, size_t num_shards);
+  void End();
+
+  // Called before a training call takes any lock: a reader needs those to catch up.
+  void WaitForRoom() {
+    if (is_full_.load(std::memory_order_relaxed)) [[unlikely]]
+      Wait();
+  }
+
+  // Memory for rows to be saved, `bytes` of them at least.
+  RowRecords TakePiece(uint64_t bytes);
+  // Takes back rows that have been read; their memory is used again.
+  void Release(std::vector<RowRecords>* pieces);
+
+  // The snapshot has come to nothing.
+  void Fail();
+  bool has_failed() const { return has_failed_.load(std::memory_order_relaxed); }
+  // Why, for the reader.
+  Status FailedStatus() const;
+
+ private:
+  void Wait();
+  void FailLocked();
+
+  std::atomic<bool> is_full_ = false;  // there is more than the limit, and it may still go
+  std::atomic<bool> has_failed_ = false;
+  mutable std::mutex mutex_;  // guards what follows
+  std::condition_variable has_room_;
+  uint64_t limit_bytes_ = 0;
+  uint64_t piece_bytes_ = 0;
+  uint64_t waiting_bytes_ = 0;  // room in the pieces that were taken and have not come back
+  std::chrono::milliseconds patience_{0};
+  std::vector<RowRecords> pieces_;  // empty, to be used again; asking the system is slow
+};
+
+}  // namespace persia::store

@@ -1,0 +1,119 @@
+// EmbeddingStore::Impl: what stands behind the public class, for the files of this folder alone.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+#include <span>
+#include <string>
+
+#include "store/batch_plan.h"
+#include "store/change_set.h"
+#include "store/embedding_store.h"
+#include "store/rule_set.h"
+#include "store/shard.h"
+#include "store/snapshot_budget.h"
+#include "store/writer_first_mutex.h"
+
+namespace persia::store {
+
+class EmbeddingStore::Impl {
+ public:
+  explicit Impl(const Options& options) {
+    const uint64_t num_shards = options.num_internal_shards;
+    for (uint64_t i = 0; i < num_shards; ++i) {
+      shards_.emplace_back(options.capacity / num_shards +
+                           (i < options.capacity % num_shards ? 1 : 0));
+    }
+  }
+
+  Status Configure(const TrainConfig& config, bool replace);
+  // kInvalidArgument: a group's capacity is not enough for every shard.
+  Status CheckCapacities(const RuleSet& rules) const;
+  std::optional<TrainConfig> config() const {
+    std::lock_guard lock(config_mutex_);
+    return config_;
+  }
+  // Once true it stays true, and then every shard has rules.
+  bool IsConfigured() const { return is_configured_.load(std::memory_order_acquire); }
+
+  // Calls handle(shard, runs) for every shard that the request touches; stops at the first failure.
+  // The caller is in the store.
+  template <typename Handle>
+  Status ForEachShard(std::span<const RowBlock> blocks, Handle handle);
+
+  std::deque<Shard>& shards() { return shards_; }
+  // Held shared by the calls of EmbeddingStore, exclusively by InPlaceRows.
+  WriterFirstMutex& in_place_mutex() { return in_place_mutex_; }
+  // For calls that change rows, which a snapshot may hold up for a while.
+  std::shared_lock<WriterFirstMutex> EnterForChange() {
+    snapshot_budget_.WaitForRoom();
+    return std::shared_lock(in_place_mutex_);
+  }
+  std::unique_lock<WriterFirstMutex> LockForChange() {
+    snapshot_budget_.WaitForRoom();
+    return std::unique_lock(in_place_mutex_);
+  }
+
+  // Of snapshots and loading, which each need all rows, there is one at a time. kFailedPrecondition
+  // says what is under way.
+  Status Occupy(const char* by) {
+    const char* nobody = nullptr;
+    if (occupied_by_.compare_exchange_strong(nobody, by)) return Status::Ok();
+    return FailedPrecondition(std::string(nobody) + " of this store is under way, and so " + by +
+                              " cannot begin; close it first");
+  }
+  void Release() { occupied_by_.store(nullptr); }
+  SnapshotBudget& snapshot_budget() { return snapshot_budget_; }
+
+  // Null: changes are not tracked. Whoever replaces them has the store for himself.
+  ChangeSet* changes() const { return changes_.get(); }
+  // Returns the ones of before.
+  std::unique_ptr<ChangeSet> ReplaceChanges(std::unique_ptr<ChangeSet> changes) {
+    changes_.swap(changes);
+    for (Shard& shard : shards_) shard.set_changes(changes_.get());
+    return changes;
+  }
+  // The caller is in the store.
+  void ClearRows() {
+    if (changes_ != nullptr) changes_->NoteClear();
+    for (Shard& shard : shards_) shard.Clear();
+  }
+
+  // Update() calls that have ended; counted while the caller is in the store.
+  void CountUpdate() { num_updates_.fetch_add(1, std::memory_order_relaxed); }
+  uint64_t num_updates() const { return num_updates_.load(std::memory_order_relaxed); }
+
+ private:
+  std::deque<Shard> shards_;
+  WriterFirstMutex in_place_mutex_;  // taken before all others
+  SnapshotBudget snapshot_budget_;
+  std::unique_ptr<ChangeSet> changes_;
+  std::atomic<const char*> occupied_by_ = nullptr;
+  std::atomic<uint64_t> num_updates_ = 0;
+  mutable std::mutex config_mutex_;  // taken before any shard's
+  std::optional<TrainConfig> config_;
+  std::atomic<bool> is_configured_ = false;
+  std::atomic<uint32_t> next_first_shard_ = 0;
+};
+
+template <typename Handle>
+Status EmbeddingStore::Impl::ForEachShard(std::span<const RowBlock> blocks, Handle handle) {
+  BatchPlan& plan = BatchPlan::OfThread();
+  const auto num_shards = static_cast<uint32_t>(shards_.size());
+  PERSIA_RETURN_IF_ERROR(plan.Build(blocks, num_shards));
+  // Each call starts elsewhere, so that calls at the same time do not queue up at every shard.
+  const uint32_t first = next_first_shard_.fetch_add(1, std::memory_order_relaxed) % num_shards;
+  for (uint32_t i = 0; i < num_shards; ++i) {
+    const uint32_t shard = (first + i) % num_shards;
+    if (plan.IsEmpty(shard)) continue;
+    PERSIA_RETURN_IF_ERROR(handle(shards_[shard], plan.RunsOf(shard)));
+  }
+  return Status::Ok();
+}
+
+}  // namespace persia::store

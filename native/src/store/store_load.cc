@@ -1,0 +1,88 @@
+#include "store/store_load.h"
+
+#include <mutex>
+#include <shared_mutex>
+
+#include "store/rule_set.h"
+#include "store/store_impl.h"
+
+namespace persia::store {
+
+StatusOr<std::unique_ptr<StoreLoad>> StoreLoad::Begin(EmbeddingStore& store) {
+  PERSIA_RETURN_IF_ERROR(store.impl_->Occupy("a loading"));
+  return std::unique_ptr<StoreLoad>(new StoreLoad(*store.impl_));
+}
+
+StoreLoad::StoreLoad(EmbeddingStore::Impl& store) : store_(store) {
+  const std::shared_lock in_store(store_.in_place_mutex());
+  for (Shard& shard : store_.shards()) shard.BeginLoad();
+}
+
+StoreLoad::~StoreLoad() {
+  Finish();
+  store_.Release();
+}
+
+Status StoreLoad::Check(const TrainConfig& config) const {
+  PERSIA_RETURN_IF_ERROR(config.Validate());
+  return store_.CheckCapacities(RuleSet(config));
+}
+
+// What can be refused is refused while the rows are still there.
+Status StoreLoad::Replace(const TrainConfig& config) {
+  PERSIA_RETURN_IF_ERROR(Check(config));
+  {
+    const std::shared_lock in_store(store_.in_place_mutex());
+    store_.ClearRows();
+  }
+  return store_.Configure(config, /*replace=*/true);
+}
+
+Status StoreLoad::Add(const LoadedRows& rows) {
+  if (!store_.IsConfigured()) {
+    return FailedPrecondition("rows were loaded before Configure; replace the rows first");
+  }
+  const std::shared_lock in_store(store_.in_place_mutex());
+  return AddInStore(rows);
+}
+
+Status StoreLoad::AddInStore(const LoadedRows& rows) {
+  const RowBlock block = {rows.dim, rows.signs};
+  return store_.ForEachShard({&block, 1}, [&](Shard& shard, std::span<const Run> runs) {
+    LookupReport counts;
+    const Status status = shard.Load(runs, rows, &counts);
+    num_evicted_ += counts.num_evicted;
+    return status;
+  });
+}
+
+Status StoreLoad::Apply(const Changes& changes) {
+  if (!store_.IsConfigured()) {
+    return FailedPrecondition("changes were applied before Configure; load a checkpoint first");
+  }
+  const std::unique_lock lock(store_.in_place_mutex());
+  if (changes.from_nothing) store_.ClearRows();
+  for (const std::span<const uint64_t> signs : changes.removals) {
+    const RowBlock block = {1, signs};  // of any dim
+    PERSIA_RETURN_IF_ERROR(
+        store_.ForEachShard({&block, 1}, [](Shard& shard, std::span<const Run> runs) {
+          shard.RemoveRows(runs);
+          return Status::Ok();
+        }));
+  }
+  for (const LoadedRows& rows : changes.rows) PERSIA_RETURN_IF_ERROR(AddInStore(rows));
+  return Status::Ok();
+}
+
+void StoreLoad::Finish() {
+  const std::shared_lock in_store(store_.in_place_mutex());
+  for (Shard& shard : store_.shards()) {
+    LookupReport counts;
+    shard.FinishLoad(&counts);
+    num_evicted_ += counts.num_evicted;
+  }
+}
+
+uint64_t StoreLoad::num_evicted() const { return num_evicted_.load(); }
+
+}  // namespace persia::store

@@ -1,0 +1,92 @@
+// StoreSnapshot: all rows of a store as they were between two calls, read while training goes on.
+//
+// The cut lies between calls: what one Update() or SetRows() changed is wholly in it or not at all,
+// in all shards. Rows changed after it are copied first, see shard_snapshot.h. Costs nothing but a
+// branch while there is none.
+//
+// Of changes, the rows are those that were changed, made or removed since the ones before were
+// taken. Until they are committed nothing is certain to be written: without, they come back to the
+// store when this ends, and are among the next.
+//
+// Read() may be called by several threads at once, each with shards of its own. Must not outlive
+// its store.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "base/status.h"
+#include "base/train_config.h"
+#include "store/change_set.h"
+#include "store/embedding_store.h"
+#include "store/row_records.h"
+
+namespace persia::store {
+
+class ShardSnapshot;
+
+class StoreSnapshot {
+ public:
+  struct Options {
+    // Of rows that were changed since and wait to be read; see snapshot_budget.h.
+    uint64_t max_waiting_bytes = uint64_t{256} << 20;
+    std::chrono::milliseconds patience{10'000};
+  };
+
+  // Waits until the calls in progress have ended. kFailedPrecondition: there is another snapshot,
+  // or rows are being loaded.
+  static StatusOr<std::unique_ptr<StoreSnapshot>> Begin(EmbeddingStore& store,
+                                                        const Options& options);
+  // The rows that have changed, see EmbeddingStore::TrackChanges. kFailedPrecondition as well:
+  // changes are not tracked. kResourceExhausted: more of them than the store remembers, and a full
+  // snapshot is needed; changes are tracked anew from this call on.
+  static StatusOr<std::unique_ptr<StoreSnapshot>> TakeChanges(EmbeddingStore& store,
+                                                              const Options& options);
+  ~StoreSnapshot();  // as End()
+
+  uint64_t step() const { return step_; }          // Update() calls that the store had finished
+  uint64_t num_rows() const { return num_rows_; }  // of changes: removals as well
+  bool is_of_changes() const { return changes_ != nullptr; }
+  // All rows went since the changes before: whoever has older ones drops them first.
+  bool is_from_nothing() const { return is_of_changes() && changes_->was_cleared(); }
+  const std::optional<TrainConfig>& config() const { return config_; }
+  uint32_t num_shards() const;
+
+  // What one call reads. To be used again, so that no memory is asked for.
+  struct Batch {
+    RowRecords read;                // at most `max_rows`
+    std::vector<RowRecords> saved;  // those that were saved before they changed
+  };
+
+  // The next rows of an internal shard, in place of what *batch has. False
+  // when these were the last. kResourceExhausted: training was held up too long;
+  // kFailedPrecondition: after End().
+  StatusOr<bool> Read(uint32_t shard, size_t max_rows, Batch* batch);
+  // Adds rows that were saved in another shard, so that they do not wait until it is its turn.
+  void TakeSaved(uint32_t shard, Batch* batch);
+
+  // The changes have been written: they are not among the next.
+  void Commit() { is_committed_ = true; }
+
+  // Changed rows are not saved any more. The memory goes when the object does.
+  void End();
+
+ private:
+  explicit StoreSnapshot(EmbeddingStore::Impl& store);
+  void Cut(const Options& options);
+
+  EmbeddingStore::Impl& store_;
+  uint64_t step_ = 0;
+  uint64_t num_rows_ = 0;
+  std::optional<TrainConfig> config_;
+  std::unique_ptr<ChangeSet> changes_;  // null: all rows
+  std::atomic<bool> is_committed_ = false;
+  bool has_ended_ = false;  // guarded by the store's mutex
+  std::vector<std::unique_ptr<ShardSnapshot>> shards_;
+};
+
+}  // namespace persia::store

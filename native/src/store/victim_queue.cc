@@ -1,0 +1,78 @@
+#include "store/victim_queue.h"
+
+#include <algorithm>
+#include <array>
+
+namespace persia::store {
+namespace {
+
+constexpr uint32_t kBuckets = 4096;
+constexpr uint64_t kShare = 4;  // one row in four is collected
+
+// Stamps from the oldest to the newest, divided into equal buckets.
+struct Buckets {
+  uint32_t oldest = UINT32_MAX;
+  uint32_t newest = 0;
+  uint64_t num_rows = 0;
+  std::array<uint32_t, kBuckets> counts{};
+
+  uint32_t Of(uint32_t stamp) const {
+    const uint64_t range = uint64_t{newest} - oldest + 1;
+    return static_cast<uint32_t>((uint64_t{stamp} - oldest) * kBuckets / range);
+  }
+};
+
+template <typename IsCandidate>
+Buckets CountStamps(const SignIndex& index, IsCandidate is_candidate) {
+  Buckets buckets;
+  index.ForEach([&](const SignIndex::Entry& entry) {
+    if (!is_candidate(entry)) return;
+    ++buckets.num_rows;
+    buckets.oldest = std::min(buckets.oldest, entry.stamp);
+    buckets.newest = std::max(buckets.newest, entry.stamp);
+  });
+  index.ForEach([&](const SignIndex::Entry& entry) {
+    if (is_candidate(entry)) ++buckets.counts[buckets.Of(entry.stamp)];
+  });
+  return buckets;
+}
+
+}  // namespace
+
+SignIndex::Entry* VictimQueue::Pop(const SignIndex& index) {
+  constexpr size_t kAhead = 16;
+  while (true) {
+    if (victims_.empty()) Collect(index);
+    const Victim victim = victims_.back();
+    victims_.pop_back();
+    if (victims_.size() >= kAhead)
+      __builtin_prefetch(index.HomeOf(victims_[victims_.size() - kAhead].key), 1);
+    // One that was touched, removed or made anew since has another stamp.
+    SignIndex::Entry* entry = index.Find(victim.key);
+    if (entry != nullptr && entry->stamp == victim.stamp) return entry;
+  }
+}
+
+void VictimQueue::Collect(const SignIndex& index) {
+  const auto is_candidate = [this](const SignIndex::Entry& entry) { return IsCandidate(entry); };
+  const Buckets buckets = CountStamps(index, is_candidate);
+  uint32_t last = 0;
+  uint64_t wanted = buckets.counts[0];
+  while (wanted * kShare < buckets.num_rows) wanted += buckets.counts[++last];
+  victims_.reserve(wanted);
+  index.ForEach([&](const SignIndex::Entry& entry) {
+    if (is_candidate(entry) && buckets.Of(entry.stamp) <= last)
+      victims_.push_back({entry.key, entry.stamp});
+  });
+  // Keys ascend already; a stable order makes the result a function of the history alone.
+  std::stable_sort(victims_.begin(), victims_.end(),
+                   [](const Victim& a, const Victim& b) { return a.stamp > b.stamp; });
+}
+
+void RebaseStamps(const SignIndex& index) {
+  index.ForEach([](SignIndex::Entry& entry) {
+    entry.stamp = entry.stamp < kStampRebase ? 0 : entry.stamp - kStampRebase;
+  });
+}
+
+}  // namespace persia::store

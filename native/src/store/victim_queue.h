@@ -1,0 +1,55 @@
+// VictimQueue: the least recently used rows of a shard, oldest first.
+//
+// Touching a row only writes the number of the batch, its stamp, into the index entry that led to
+// it. Order is made when it is needed: when a full shard wants victims, sequential passes over the
+// index collect the oldest quarter of the rows, sorted; they are handed out one by one, and those
+// touched since are skipped, for they are no longer old. Rows that were not collected are all newer
+// than those that were, so the order is exact to the batch; a scan of n rows serves about n / 4
+// evictions. Within one batch it is the order of the keys.
+//
+// Not thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "store/sign_index.h"
+
+namespace persia::store {
+
+class VictimQueue {
+ public:
+  VictimQueue() = default;
+  // Only of the rows whose keys `is_candidate` is true for.
+  explicit VictimQueue(std::function<bool(uint64_t key)> is_candidate)
+      : is_candidate_(std::move(is_candidate)) {}
+
+  // The oldest row, which the caller removes at once. There must be a row.
+  SignIndex::Entry* Pop(const SignIndex& index);
+  void Clear() { victims_ = {}; }
+  uint64_t memory_bytes() const { return victims_.capacity() * sizeof(Victim); }
+
+ private:
+  struct Victim {
+    uint64_t key;
+    uint32_t stamp;
+  };
+
+  void Collect(const SignIndex& index);
+  bool IsCandidate(const SignIndex::Entry& entry) const {
+    return !is_candidate_ || is_candidate_(entry.key);
+  }
+
+  std::function<bool(uint64_t key)> is_candidate_;  // none: all are
+  std::vector<Victim> victims_;                     // newest first: taken from the back
+};
+
+// Stamps are 32 bits; after four thousand million batches they begin anew: each falls by 2^31, and
+// rows that were not touched during the last 2^31 batches all become equally old.
+void RebaseStamps(const SignIndex& index);
+inline constexpr uint32_t kLastStamp = UINT32_MAX;
+inline constexpr uint32_t kStampRebase = 1u << 31;
+
+}  // namespace persia::store

@@ -1,0 +1,302 @@
+"""One dump or load over all servers of a job, from the first request to the last report.
+
+Servers work by themselves; the coordinator asks them how they stand, which also keeps the operation alive.
+No wait is without an end: a server that does not answer, or whose work stands still, is named in an error,
+and the others are told to give up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from persia.checkpoint.manifest import NUM_VIRTUAL_SHARDS, EmbeddingSection, FileEntry, Manifest, utc_now
+from persia.checkpoint.peers import Peer
+from persia.checkpoint.position import Position
+from persia.checkpoint.protocol import Report, Request, State, Verb
+from persia.checkpoint.storage import Location
+from persia.embedding.deadline import Deadline
+from persia.errors import (
+    CorruptionError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    PersiaError,
+    ResourceExhaustedError,
+    StorageError,
+    UnavailableError,
+)
+from persia.messaging.daemon_pool import DaemonPool
+
+__all__ = [
+    "DumpOperation",
+    "LoadOperation",
+    "Operation",
+    "Progress",
+    "ProgressCallback",
+    "agreed",
+    "check_visible",
+]
+
+_CALL_TIMEOUT_S = 10.0
+# A server that has taken part in an operation and is silent for so long is taken for dead: were it to come
+# back, it would know nothing of the operation.
+_SILENCE_S = 30.0
+_FIRST_POLL_S = 0.02
+_LONGEST_POLL_S = 1.0
+_RETRY_S = 0.25
+_MAX_PARALLEL_CALLS = 32
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far all servers are together."""
+
+    phase: str  # "writing", "checking", "loading"
+    done_bytes: int
+    done_rows: int
+    total_rows: int  # 0: not known
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+@dataclass
+class Operation:
+    """What all operations share: the same question to every server, and what to make of the answers."""
+
+    operation: str
+    peers: Sequence[Peer]
+    deadline_s: float  # without an answer, or without progress
+    on_progress: ProgressCallback = lambda _: None
+    _last_bytes: int = field(default=-1, init=False)
+    _last_progress: float = field(default=0.0, init=False)
+
+    @property
+    def progress_at(self) -> float:
+        """`time.monotonic()` when the last byte was moved so far."""
+        return self._last_progress
+
+    def cancel(self) -> None:
+        """Tells every server to give up; one that does not hear it will by itself."""
+
+        def cancel(peer: Peer) -> None:
+            # One that does not hear it ends by its lease; the error that led here is the one to show.
+            with contextlib.suppress(PersiaError):
+                peer.call(Request(verb=Verb.CANCEL, operation=self.operation), _CALL_TIMEOUT_S)
+
+        self._on_all(cancel)
+
+    def _ask_all(self, verb: Verb, arguments: dict[str, Any] | None = None) -> list[Report]:
+        request = Request(verb=verb, operation=self.operation, arguments=arguments or {})
+        reports: list[Report] = self._on_all(lambda peer: self._ask(peer, request))
+        return reports
+
+    def _poll(self) -> list[Report]:
+        """Where every server is; raises the first failure that one reports."""
+        reports = self._ask_all(Verb.POLL)
+        for peer, report in zip(self.peers, reports, strict=True):
+            if report.error is not None:
+                raise type(report.error)(f"{peer}: {report.error}")
+        return reports
+
+    def _await(self, phase: str, wanted: State) -> list[Report]:
+        """Polls until every server has come to `wanted`."""
+        self._last_bytes, self._last_progress = -1, time.monotonic()
+        pause_s = _FIRST_POLL_S
+        while True:
+            reports = self._poll()
+            self._note_progress(phase, reports, wanted)
+            if all(report.state is wanted for report in reports):
+                return reports
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+
+    def _note_progress(self, phase: str, reports: Sequence[Report], wanted: State) -> None:
+        num_bytes = sum(report.done_bytes for report in reports)
+        if num_bytes != self._last_bytes:
+            self._last_bytes, self._last_progress = num_bytes, time.monotonic()
+        elif time.monotonic() - self._last_progress > self.deadline_s:
+            behind = [str(peer) for peer, r in zip(self.peers, reports, strict=True) if r.state is not wanted]
+            raise DeadlineExceededError(
+                f"{self.operation}: no byte was moved for {self.deadline_s:g} s (PERSIA_DEADLINE_SEC); "
+                f"not done: {', '.join(behind)}"
+            )
+        done_rows = sum(report.done_rows for report in reports)
+        total_rows = sum(report.total_rows for report in reports)
+        self.on_progress(Progress(phase, num_bytes, done_rows, total_rows))
+
+    def _ask(self, peer: Peer, request: Request) -> Report:
+        """Repeats the question until there is an answer; UnavailableError names a server that is silent."""
+        is_first = request.verb in (Verb.DUMP, Verb.LOAD)
+        patience_s = self.deadline_s if is_first else min(self.deadline_s, _SILENCE_S)
+        deadline = Deadline(patience_s)
+        while True:
+            try:
+                return peer.call(request, min(_CALL_TIMEOUT_S, max(deadline.left_s(), 0.1)))
+            except NotFoundError as failure:
+                raise UnavailableError(
+                    f"{peer} has restarted during {self.operation}, which it no longer knows"
+                ) from failure
+            except ResourceExhaustedError as failure:
+                # Changes can wait, and who takes them holds up this process' own dumps meanwhile.
+                if deadline.over or request.verb is Verb.TAKE:
+                    raise ResourceExhaustedError(f"{peer}: {failure}") from failure
+            except (UnavailableError, DeadlineExceededError) as failure:
+                if deadline.over:
+                    raise UnavailableError(
+                        f"{peer} has not answered for {patience_s:g} s during {self.operation}: {failure}"
+                    ) from failure
+            except PersiaError as failure:
+                raise type(failure)(f"{peer}: {failure}") from failure
+            time.sleep(_RETRY_S)
+
+    def _on_all(self, function: Callable[[Peer], Any]) -> list[Any]:
+        """`function` of every peer, in parallel; it must end by itself. Raises the first error."""
+        if len(self.peers) == 1:
+            return [function(self.peers[0])]
+        pool = DaemonPool(min(len(self.peers), _MAX_PARALLEL_CALLS), f"persia-{self.operation}")
+        try:
+            futures: list[Future[Any]] = [pool.submit(function, peer) for peer in self.peers]
+            return [future.result() for future in futures]
+        finally:
+            pool.close()
+
+
+@dataclass
+class DumpOperation(Operation):
+    """Writes the rows of all servers into the folder `operation` of `directory`."""
+
+    directory: Location = field(kw_only=True)
+    keep_small_rows: bool = field(default=False, kw_only=True)  # those below their slot's min_norm
+
+    def begin(self) -> None:
+        """Returns when every server has taken its snapshot: training may go on."""
+        if self.directory.is_of_this_process and any(peer.is_remote for peer in self.peers):
+            raise InvalidArgumentError(
+                f"{self.directory} exists in this process only, and the rows are in others: use a directory "
+                "or storage service that all reach"
+            )
+        try:
+            arguments = {"directory": str(self.directory), "keep_small_rows": self.keep_small_rows}
+            self._ask_all(Verb.DUMP, arguments)
+        except BaseException:
+            self.give_up()
+            raise
+
+    def finish(
+        self, optimizer: dict[str, Any] | None = None, packets: Position | None = None
+    ) -> EmbeddingSection:
+        """Waits until all is written. `packets`: the last one that was cut before `begin`."""
+        try:
+            reports = self._await("writing", State.DONE)
+            section = replace(self._section(reports, optimizer), packets=packets)
+            check_visible(self.directory, section.files)
+            return section
+        except BaseException:
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """Leaves nothing behind."""
+        self.cancel()
+        (self.directory / self.operation).remove_quietly()
+
+    def _section(self, reports: Sequence[Report], optimizer: dict[str, Any] | None) -> EmbeddingSection:
+        results = [report.result or {} for report in reports]
+        what = f"the report of {self.operation}"
+        # The manifest's own reader judges what servers say, too.
+        values = {
+            "dump_id": self.operation,
+            "created_at": utc_now(),
+            "num_virtual_shards": NUM_VIRTUAL_SHARDS,
+            "train_config": agreed(results, "train_config", self.peers),
+            "schema": agreed(results, "schema", self.peers),
+            "servers": results,
+            "files": [file for result in results for file in result.get("files", ())],
+            "optimizer": optimizer,
+        }
+        return EmbeddingSection.from_json(values, what)
+
+
+@dataclass
+class LoadOperation(Operation):
+    """Replaces the rows of all servers by those of a checkpoint, once all servers have checked all of it."""
+
+    directory: Location = field(kw_only=True)
+
+    def run(
+        self, *, train_config: bytes | None = None, with_state: bool = True, strict: bool = True
+    ) -> Manifest:
+        """`train_config`: how training will go on; None: as the checkpoint says. Returns the manifest."""
+        manifest, digest = Manifest.read(self.directory)
+        section = manifest.embeddings
+        if section is None:
+            raise NotFoundError(f"{self.directory} has no embeddings: only its dense part was dumped")
+        config = train_config.hex() if train_config is not None else section.train_config
+        if config is None:
+            raise FailedPreconditionError(
+                f"{self.directory} was dumped before the servers had an optimizer, and has no rows to load"
+            )
+        arguments = {
+            "directory": str(self.directory),
+            "manifest": digest,
+            "train_config": config,
+            "with_state": with_state,
+            "strict": strict,
+        }
+        try:
+            self._ask_all(Verb.LOAD, arguments)
+            checked = self._await("checking", State.CHECKED)
+            self._check_rows(section, sum(report.total_rows for report in checked))
+        except BaseException:
+            self.cancel()
+            raise
+        self._apply()
+        return manifest
+
+    def _apply(self) -> None:
+        try:
+            self._ask_all(Verb.APPLY)
+            self._await("loading", State.DONE)
+        except PersiaError as failure:
+            raise type(failure)(
+                f"{failure}; other servers may have replaced their rows already: load again before going on"
+            ) from failure
+
+    def _check_rows(self, section: EmbeddingSection, num_rows: int) -> None:
+        if num_rows != section.num_rows:
+            raise CorruptionError(
+                f"the servers found {num_rows} rows in {self.directory}, its manifest says {section.num_rows}"
+            )
+
+
+def check_visible(directory: Location, files: Sequence[FileEntry]) -> None:
+    """Every server wrote to what is a shared place from here, too."""
+    for file in files:
+        path = directory / file.path
+        try:
+            num_bytes = path.size()
+        except NotFoundError as failure:
+            raise StorageError(
+                f"{path} was written and is not there for this process: servers and NN workers need one "
+                "directory, on a shared file system or in a storage service"
+            ) from failure
+        if num_bytes != file.num_bytes:
+            raise StorageError(f"{path} has {num_bytes} bytes, {file.num_bytes} were written: dump again")
+
+
+def agreed(results: Sequence[dict[str, Any]], key: str, peers: Sequence[Peer]) -> Any:
+    """What all servers that know say of `key`."""
+    known = [(peer, r[key]) for peer, r in zip(peers, results, strict=True) if r.get(key) is not None]
+    for peer, value in known:
+        if value != known[0][1]:
+            raise FailedPreconditionError(
+                f"{known[0][0]} and {peer} have a different {key}: start them alike"
+            )
+    return known[0][1] if known else None

@@ -1,0 +1,147 @@
+"""The torch part of a checkpoint: a model's or an optimizer's state, or TorchScript, as the bytes of a file.
+
+Bytes first and files later: a dump takes the state while training stands still, and writes it while training
+goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from persia.errors import CorruptionError, InvalidArgumentError, InvalidTypeError
+
+__all__ = [
+    "TorchState",
+    "copied_state",
+    "load_state",
+    "state_bytes",
+    "torchscript_bytes",
+    "undone_on_error",
+    "unwrap",
+]
+
+TorchState = torch.nn.Module | torch.optim.Optimizer
+
+_DDP_PREFIX = "module."
+_COMPILED_PREFIX = "_orig_mod."  # of torch.compile(model), which wraps; model.compile() does not
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The user's model inside a DDP wrapper."""
+    if not isinstance(model, DistributedDataParallel):
+        return model
+    inner: torch.nn.Module = model.module
+    return inner
+
+
+def _innermost(model: torch.nn.Module) -> torch.nn.Module:
+    """The user's model inside wrappers of DDP and `torch.compile`, in whatever order."""
+    inner: Any = model
+    while isinstance(inner, DistributedDataParallel) or _is_compiled(inner):
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
+    plain: torch.nn.Module = inner
+    return plain
+
+
+def _is_compiled(model: torch.nn.Module) -> bool:
+    """Whether it is what `torch.compile(model)` returns."""
+    # To import it takes seconds; whoever has such a model has done so.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and isinstance(model, compiler.OptimizedModule)
+
+
+def state_bytes(instance: TorchState) -> bytes:
+    """`instance.state_dict()` as `torch.save` writes it; keys have no prefixes of DDP and `torch.compile`."""
+    holder = _innermost(instance) if isinstance(instance, torch.nn.Module) else instance
+    buffer = io.BytesIO()
+    torch.save(holder.state_dict(), buffer)
+    return buffer.getvalue()
+
+
+def copied_state(model: torch.nn.Module) -> Callable[[], bytes]:
+    """A copy of the state on the CPU, made at once; returns what makes `state_bytes` of it, on any thread."""
+    state = {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for name, value in _innermost(model).state_dict().items()
+    }
+
+    def encode() -> bytes:
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        return buffer.getvalue()
+
+    return encode
+
+
+def torchscript_bytes(model: torch.nn.Module, name: str) -> bytes:
+    """The model compiled by `torch.jit.script`. InvalidArgumentError, naming the file: torch cannot."""
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidTypeError(
+            f"only a torch.nn.Module can be written as TorchScript, not {type(model).__name__}"
+        )
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        # Deprecated by torch, but what the published checkpoints hold and TorchServe reads.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            scripted = torch.jit.script(_innermost(model))
+        except Exception as failure:  # torch raises many classes, most of them RuntimeError
+            raise InvalidArgumentError(
+                f"{name} was not written: torch.jit.script cannot compile "
+                f"{type(_innermost(model)).__name__}; annotate "
+                "forward(self, non_id_tensors: List[torch.Tensor], "
+                f"embedding_tensors: List[torch.Tensor]), or leave with_jit_model out. It says: {failure}"
+            ) from failure
+        torch.jit.save(scripted, buffer)
+    return buffer.getvalue()
+
+
+def load_state(instance: TorchState, content: bytes, what: str, map_location: Any = None) -> None:
+    """Takes over what `state_bytes` wrote, or torch itself, whose keys then have prefixes. Unpickles only
+    tensors.
+
+    CorruptionError, naming `what`: the bytes are no torch file. What the state does not fit raises torch's
+    own error.
+    """
+    try:
+        state = torch.load(io.BytesIO(content), map_location=map_location, weights_only=True)
+    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as failure:
+        raise CorruptionError(f"{what} is no file of tensors by torch.save: {failure}") from failure
+    if isinstance(instance, torch.nn.Module):
+        instance = _innermost(instance)
+        state = _without_prefixes(state, instance.state_dict().keys())
+    instance.load_state_dict(state)
+
+
+def _without_prefixes(state: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
+    """The state of the model inside wrappers, unless the model itself calls a part of it as wrappers do."""
+    while state and not all(key in wanted for key in state):
+        prefix = next(
+            (p for p in (_DDP_PREFIX, _COMPILED_PREFIX) if all(k.startswith(p) for k in state)), None
+        )
+        if prefix is None:
+            break
+        state = {key.removeprefix(prefix): value for key, value in state.items()}
+    return state
+
+
+@contextlib.contextmanager
+def undone_on_error(instances: Sequence[TorchState]) -> Iterator[None]:
+    """After an error inside the block, `instances` are as they were before it."""
+    before = [copy.deepcopy(instance.state_dict()) for instance in instances]
+    try:
+        yield
+    except BaseException:
+        for instance, state in zip(instances, before, strict=True):
+            instance.load_state_dict(state)
+        raise

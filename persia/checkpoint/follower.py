@@ -1,0 +1,349 @@
+"""Keeps a copy of a model up to date by the packets that its training writes.
+
+Packets are applied in their order, each wholly checked before it changes anything. What cannot be applied is
+tried again, then reported, and never skipped: the copy stays at its last packet until the one in question can
+be read or a checkpoint that is newer has appeared. docs/serving.md, "Following a training".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+from persia.checkpoint.checkpoints import Source
+from persia.checkpoint.goal import Beginning, Goal, find_beginnings, read_goal
+from persia.checkpoint.packet import BaseKind, Packet
+from persia.checkpoint.packet_log import PacketLog
+from persia.checkpoint.position import Position
+from persia.checkpoint.storage import Location
+from persia.errors import (
+    CorruptionError,
+    FailedPreconditionError,
+    InternalError,
+    NotFoundError,
+    PersiaError,
+    StorageError,
+    UnavailableError,
+)
+from persia.logger import get_default_logger
+
+__all__ = ["Copies", "Copy", "FollowOptions", "FollowStatus", "Follower"]
+
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 8.0
+_STOP_S = 10.0
+
+
+class Copy(Protocol):
+    """A model at one packet."""
+
+    def prepare(self, packet: Packet) -> Callable[[], None]:
+        """Reads and checks all of the next packet; what is returned applies it in one step.
+
+        UnavailableError: it is not the packet's fault, and may pass. Other errors are about the packet.
+        """
+
+
+_Copy = TypeVar("_Copy", bound=Copy)
+
+
+class Copies(Protocol[_Copy]):
+    """Makes copies, and puts one in the place of another."""
+
+    def load(self, checkpoint: Source | None) -> _Copy:
+        """A copy of its own, beside the one in use. None: one without rows, for packets to fill."""
+
+    def use(self, copy: _Copy, position: Position | None) -> _Copy:
+        """Answers come from it from now on; the copy to go on with. None: it is at no packet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowOptions:
+    """What is followed."""
+
+    packets: Location
+    checkpoints: Location | None = None  # one, or a directory of them, besides those beside the packets
+    poll_s: float = 0.25
+    max_behind: int = 1000  # packets; a checkpoint that saves more than these is loaded in their place
+    num_tries: int = 5  # until a packet counts as failed
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowStatus:
+    """Where a follower stands."""
+
+    position: Position | None = None  # the last packet applied; None: no packet, nor a checkpoint with one
+    latest: Position | None = None  # the last one written
+    pinned: bool = False
+    step: int | None = None  # of training, at `position`
+    delay_s: float | None = None  # of the last packet: from its oldest update until it was visible
+    num_applied: int = 0
+    num_retries: int = 0  # tries to apply a packet that failed
+    num_failed: int = 0  # packets that were given up, until they change
+    num_storage_errors: int = 0
+    num_checkpoints: int = 0  # loaded, the first one included
+    error: str = ""  # why it does not go on; empty: it does
+
+    @property
+    def num_behind(self) -> int | None:
+        """Packets between this copy and the training; None: not of one stream, or not known."""
+        if self.position is None or self.latest is None or self.position.stream != self.latest.stream:
+            return None
+        return self.latest.number - self.position.number
+
+    def to_json(self) -> dict[str, Any]:
+        """For `/status`."""
+        position = self.position
+        return {
+            **self.__dict__,
+            "position": None if position is None else str(position),
+            "stream": None if position is None else position.stream,
+            "number": None if position is None else position.number,
+            "latest": None if self.latest is None else str(self.latest),
+            "num_behind": self.num_behind,
+        }
+
+
+class Follower(Generic[_Copy]):
+    """Follows on a thread of its own from `start` to `close`."""
+
+    def __init__(self, copies: Copies[_Copy], options: FollowOptions) -> None:
+        self._copies = copies
+        self._options = options
+        self._log = PacketLog(options.packets)
+        self._copy: _Copy | None = None
+        self._status = FollowStatus()
+        self._num_failures = 0  # looks in a row
+        self._failing: tuple[Position, int] | None = None  # a packet, and tries to apply it
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="persia-follower", daemon=True)
+
+    @property
+    def status(self) -> FollowStatus:
+        """May be asked by any thread."""
+        return self._status
+
+    def start(self) -> None:
+        """Returns when a first copy is in use, as new as can be had; raises what is wrong with it."""
+        goal = read_goal(self._log)
+        try:
+            if goal is None:
+                raise NotFoundError(f"there are no packets in {self._log.location} yet")
+            self._begin_anew(goal, at_least=0)
+        except NotFoundError as failure:
+            if (goal is not None and goal.is_pinned) or self._options.checkpoints is None:
+                raise
+            self._begin_without_packets(self._options.checkpoints, failure)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_S)
+
+    def _run(self) -> None:
+        pause_s = self._options.poll_s
+        while not self._stopped.wait(pause_s):
+            pause_s = self._options.poll_s if self._look() else self._pause_s()
+
+    def _pause_s(self) -> float:
+        pause_s: float = min(_FIRST_PAUSE_S * 2 ** min(self._num_failures, 16), _LONGEST_PAUSE_S)
+        return max(self._options.poll_s, pause_s)
+
+    def _look(self) -> bool:
+        """Goes as far as it can; False: something is in the way."""
+        try:
+            self._go_on()
+        except (StorageError, UnavailableError, OSError) as failure:
+            # The storage or a server is away: the packets are not to blame, and wait there.
+            self._note(failure)
+            self._update(num_storage_errors=self._status.num_storage_errors + 1)
+        except PersiaError as failure:
+            self._note(failure)
+        except Exception as failure:  # whatever it is, the copy in use stays in use
+            get_default_logger().exception("following %s failed", self._log.location)
+            self._note(InternalError(f"{type(failure).__name__}: {failure}"))
+        else:
+            self._num_failures = 0
+            if self._status.error and self._status.position is not None:
+                get_default_logger().info("%s is followed again, at %s", *self._where())
+            self._update(error="")
+            return True
+        self._num_failures += 1
+        return False
+
+    def _note(self, failure: BaseException) -> None:
+        if str(failure) != self._status.error:
+            get_default_logger().error("%s: %s stays in use: %s", *self._where(), failure)
+        self._update(error=str(failure))
+
+    def _where(self) -> tuple[Location, Position | str]:
+        return self._log.location, self._status.position or "the checkpoint"
+
+    def _update(self, **changes: Any) -> None:
+        self._status = replace(self._status, **changes)
+
+    # ---- forward, packet by packet
+
+    def _go_on(self) -> None:
+        goal = read_goal(self._log)
+        if goal is None:
+            return
+        self._update(latest=goal.latest, pinned=goal.is_pinned)
+        position = self._status.position
+        if position is None or goal.position.stream != position.stream:
+            self._begin_anew(goal, at_least=0)
+        elif goal.position > position:
+            self._catch_up(goal, position)
+        elif goal.position < position and goal.is_pinned:
+            self._begin_anew(goal, at_least=0)
+
+    def _catch_up(self, goal: Goal, position: Position) -> None:
+        if goal.position.number - position.number > self._options.max_behind:
+            try:
+                self._begin_anew(goal, at_least=position.number + self._options.max_behind + 1)
+            except (NotFoundError, CorruptionError, FailedPreconditionError) as reason:
+                # Nothing would save so many packets, or it cannot be used: they may all be there.
+                get_default_logger().info("%s: going on by packets: %s", self._log.location, reason)
+        while not self._stopped.is_set():
+            position = self._status.position or position
+            if position >= goal.position:
+                return
+            self._apply_next(goal, position.next)
+
+    def _apply_next(self, goal: Goal, position: Position) -> None:
+        assert self._copy is not None, "there is a position"
+        try:
+            packet = self._log.read(position)
+            if not _needs_rows(packet):
+                self._copy.prepare(packet)()
+        except (StorageError, UnavailableError):
+            raise
+        except PersiaError as failure:
+            if self._count_try(position) < self._options.num_tries:
+                raise
+            self._give_up(goal, position, failure)
+            return
+        if _needs_rows(packet):
+            self._begin_anew(goal, at_least=position.number)
+            return
+        self._num_failures = 0
+        self._reached(packet)
+
+    def _reached(self, packet: Packet) -> None:
+        self._update(
+            position=packet.position,
+            step=packet.step,
+            delay_s=_delay_s(packet),
+            num_applied=self._status.num_applied + 1,
+        )
+
+    def _count_try(self, position: Position) -> int:
+        """Tries so far to apply the packet at `position`, with this one, that failed."""
+        known = self._failing
+        tries = 1 if known is None or known[0] != position else known[1] + 1
+        self._failing = (position, tries)
+        self._num_failures = tries - 1  # pauses grow with its tries, whatever was in the way before
+        is_last = tries == self._options.num_tries
+        self._update(
+            num_retries=self._status.num_retries + 1, num_failed=self._status.num_failed + int(is_last)
+        )
+        if is_last:
+            get_default_logger().error("packet %s cannot be applied", position)
+        return tries
+
+    def _give_up(self, goal: Goal, position: Position, failure: PersiaError) -> None:
+        """Falls back to a checkpoint that has the packet's changes; raises where there is none."""
+        try:
+            self._begin_anew(goal, at_least=position.number)
+        except NotFoundError as missing:
+            raise FailedPreconditionError(
+                f"packet {position} cannot be applied ({failure}), and nothing takes its place: {missing}"
+            ) from failure
+
+    # ---- anew, from a checkpoint
+
+    def _begin_anew(self, goal: Goal, *, at_least: int) -> None:
+        """Loads a beginning that has packet `at_least`, beside what is in use, brings it to the goal, and
+        uses it. NotFoundError: there is no such beginning.
+        """
+        started = time.monotonic()
+        found, copy = self._load(find_beginnings(self._log, self._places(goal), goal.position, at_least))
+        position, packet = found.position, None
+        try:
+            while position < goal.position and not self._stopped.is_set():
+                following = self._log.read(position.next)
+                if _needs_rows(following) and following.position != found.restart:
+                    raise NotFoundError(f"packet {following.position} follows a checkpoint that is not there")
+                copy.prepare(following)()
+                position, packet = following.position, following
+        except PersiaError as failure:
+            if goal.is_pinned or not self._is_progress(position):
+                raise
+            get_default_logger().warning(
+                "%s: %s is as far as it goes now: %s", self._log.location, position, failure
+            )
+        self._copy = self._copies.use(copy, position)
+        step = found.source.manifest.step if found.source is not None else None
+        self._update(
+            position=position,
+            step=step if packet is None else packet.step,
+            delay_s=self._status.delay_s if packet is None else _delay_s(packet),
+            num_applied=self._status.num_applied + position.number - found.position.number,
+        )
+        get_default_logger().info(
+            "%s: %s is in use, begun from %s, %.1f s later",
+            self._log.location,
+            position,
+            "nothing" if found.source is None else found.source.location,
+            time.monotonic() - started,
+        )
+
+    def _load(self, beginnings: Sequence[Beginning]) -> tuple[Beginning, _Copy]:
+        """The first that can be loaded; raises what is wrong with the last one."""
+        for beginning in beginnings:
+            try:
+                copy = self._copies.load(beginning.source)
+            except (CorruptionError, NotFoundError) as failure:
+                get_default_logger().error("a follower cannot begin with a checkpoint: %s", failure)
+                if beginning is beginnings[-1]:
+                    raise
+                continue
+            self._update(num_checkpoints=self._status.num_checkpoints + 1)
+            return beginning, copy
+        raise AssertionError("there is at least one")
+
+    def _places(self, goal: Goal) -> Sequence[Location]:
+        """Of checkpoints: as configured, beside the packets, and where the training dumps its own."""
+        places = [] if self._options.checkpoints is None else [self._options.checkpoints]
+        places.append(self._log.checkpoints)
+        with contextlib.suppress(PersiaError):
+            dumped = self._log.read(goal.latest).checkpoint
+            if dumped is not None:
+                places.append(Location.of(dumped.url))
+        return places
+
+    def _is_progress(self, position: Position) -> bool:
+        now = self._status.position
+        return now is None or now.stream != position.stream or now < position
+
+    def _begin_without_packets(self, checkpoints: Location, reason: NotFoundError) -> None:
+        source = Source(checkpoints)
+        self._copy = self._copies.use(self._copies.load(source), None)
+        self._update(
+            step=source.manifest.step, num_checkpoints=self._status.num_checkpoints + 1, error=str(reason)
+        )
+        get_default_logger().warning("%s is in use without packets: %s", source.location, reason)
+
+
+def _needs_rows(packet: Packet) -> bool:
+    """Whether other rows must be there than those at the packet before."""
+    return packet.base is not None and packet.base.kind is not BaseKind.NOTHING
+
+
+def _delay_s(packet: Packet) -> float:
+    return max(0.0, time.time() - packet.changed_after)

@@ -1,0 +1,118 @@
+"""Where a follower of packets should stand, and what it can begin with.
+
+A file `pin` beside the packets, which names one as `latest` does, holds all followers of the directory at it;
+they go back where they are beyond it. Without the file they go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from persia.checkpoint.checkpoints import Source
+from persia.checkpoint.manifest import Manifest
+from persia.checkpoint.packet import BaseKind
+from persia.checkpoint.packet_log import PacketLog
+from persia.checkpoint.position import Position
+from persia.checkpoint.storage import Location
+from persia.checkpoint.versions import checkpoints_at
+from persia.errors import CorruptionError, NotFoundError
+
+__all__ = ["PIN_NAME", "Beginning", "Goal", "find_beginnings", "read_goal"]
+
+PIN_NAME = "pin"
+_MAX_PIN_BYTES = 256
+
+_Found = tuple[Position | None, str, Location]  # position, dump id of the rows, directory of a checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """The packet to be at."""
+
+    position: Position
+    latest: Position
+    is_pinned: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """Rows that have all packets of a stream up to `position`."""
+
+    source: Source | None  # None: no rows at all
+    position: Position
+    restart: Position | None = None  # the packet whose base it is
+
+
+def read_goal(log: PacketLog) -> Goal | None:
+    """None: no packet has been written. StorageError, CorruptionError."""
+    latest = log.newest()
+    if latest is None:
+        return None
+    path = log.location / PIN_NAME
+    try:
+        name = path.read(max_bytes=_MAX_PIN_BYTES).decode(errors="replace").strip()
+    except NotFoundError:
+        return Goal(position=latest, latest=latest, is_pinned=False)
+    pin = Position.parse(name)
+    if pin is None:
+        raise CorruptionError(
+            f"{path} says {name!r:.80}, which is no packet's name; write one as `latest` has, or remove it"
+        )
+    if pin.stream == latest.stream:
+        pin = min(pin, latest)  # what is not written yet cannot be reached
+    return Goal(position=pin, latest=latest, is_pinned=True)
+
+
+def find_beginnings(
+    log: PacketLog, places: Sequence[Location], goal: Position, at_least: int
+) -> list[Beginning]:
+    """Those of the goal's stream that are not after it, and have packet `at_least`; the newest first.
+
+    `places`: checkpoints, or directories of them. NotFoundError: there is none.
+    """
+    found = _checkpoints(places)
+    beginnings = [
+        Beginning(source=Source(location), position=position)
+        for position, _, location in found
+        if position is not None
+        and position.stream == goal.stream
+        and at_least <= position.number <= goal.number
+    ]
+    beginnings.sort(key=lambda beginning: beginning.position, reverse=True)
+    first = Position(goal.stream, max(at_least, 1))
+    beginnings += _bases(log, first, found)  # the packet itself may say what it follows
+    if not beginnings:
+        raise NotFoundError(
+            f"there is no checkpoint with packet {first} and none after {goal.number} in "
+            f"{' or '.join(str(place) for place in places)}: dump one while changes are tracked"
+        )
+    return beginnings
+
+
+def _bases(log: PacketLog, restart: Position, found: Sequence[_Found]) -> list[Beginning]:
+    try:
+        base = log.read(restart).base
+    except (NotFoundError, CorruptionError):
+        return []
+    before = Position(restart.stream, restart.number - 1)
+    if base is not None and base.kind is BaseKind.NOTHING:
+        return [Beginning(source=None, position=before, restart=restart)]
+    return [
+        Beginning(source=Source(location), position=before, restart=restart)
+        for _, dump_id, location in found
+        if base is not None and base.kind is BaseKind.CHECKPOINT and dump_id == base.dump_id
+    ]
+
+
+def _checkpoints(places: Sequence[Location]) -> list[_Found]:
+    found: list[_Found] = []
+    for place in places:
+        for location in checkpoints_at(place):
+            try:
+                section = Manifest.read(location)[0].embeddings
+            except (NotFoundError, CorruptionError):
+                continue  # removed meanwhile, or damaged: another one may do
+            if section is not None:
+                found.append((section.packets, section.dump_id, location))
+    return found

@@ -1,0 +1,104 @@
+"""A directory of packets, on any storage: written by one trainer at a time, read by any number of followers.
+
+incremental_dir/
+  latest                                    the name of the newest packet, replaced last
+  manifests/packet-<stream>-<number>.json   makes a packet exist: it appears once all its files are there
+  packets/packet-<stream>-<number>-<id>/    the files of a packet
+  checkpoints/                              whole checkpoints that followers begin with (versions.py)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from persia.checkpoint.packet import Packet
+from persia.checkpoint.position import Position
+from persia.checkpoint.storage import Location
+from persia.errors import CorruptionError, NotFoundError, StorageError
+from persia.logger import get_default_logger
+
+__all__ = ["PacketLog"]
+
+_LATEST_NAME = "latest"
+_ENDING = ".json"
+_MAX_MANIFEST_BYTES = 64 << 20
+_MAX_LATEST_BYTES = 256
+
+
+class PacketLog:
+    """Reads, lists, adds and removes packets. Not thread-safe."""
+
+    def __init__(self, url: Any) -> None:
+        self.location = Location.of(url)
+        self.files = self.location / "packets"  # what paths in a packet's manifest are below
+        self.checkpoints = self.location / "checkpoints"
+        self._manifests = self.location / "manifests"
+
+    def read(self, position: Position) -> Packet:
+        """NotFoundError: no such packet (yet, or no more); CorruptionError names file and reason."""
+        path = self._manifest(position)
+        try:
+            content = path.read_replaced(max_bytes=_MAX_MANIFEST_BYTES)
+        except NotFoundError as failure:
+            raise NotFoundError(f"there is no packet {position} in {self.location}") from failure
+        packet = Packet.decode(content, str(path))
+        if packet.position != position:
+            raise CorruptionError(f"{path} is of packet {packet.position}")
+        return packet
+
+    def exists(self, position: Position) -> bool:
+        return self._manifest(position).exists_replaced()
+
+    def newest(self) -> Position | None:
+        """The last packet of the stream that was started last; None: there is none."""
+        found = self._pointed()
+        if found is None:
+            return max(self.positions(), default=None)
+        # A trainer that was killed has perhaps not come to replacing the pointer.
+        while self.exists(found.next):
+            found = found.next
+        return found
+
+    def positions(self, stream: str | None = None) -> list[Position]:
+        """Of all packets, or of one stream's, ascending. Lists a directory: not for every second."""
+        named = (child.name for child in self._manifests.children())
+        found = {Position.parse(name.removesuffix(_ENDING)) for name in named if name.endswith(_ENDING)}
+        return sorted(p for p in found if p is not None and stream in (None, p.stream))
+
+    def add(self, packet: Packet) -> None:
+        """Makes a packet exist whose files are there. StorageError: as far as is known it does not."""
+        try:
+            self._manifest(packet.position).replace(packet.encode())
+        except StorageError:
+            if not self.exists(packet.position):  # an answer may be lost on its way
+                raise
+        try:
+            (self.location / _LATEST_NAME).replace(f"{packet.position.name}\n".encode())
+        except StorageError as failure:  # it may be late
+            get_default_logger().warning("packet %s is written, but: %s", packet.position, failure)
+
+    def remove_until(self, last: Position) -> None:
+        """All packets up to `last`, those of earlier streams included, and what attempts to write packets
+        have left there, of trainers that were killed, say. Manifests go first: no half packet is seen."""
+        for position in self.positions():
+            if position <= last:
+                self._manifest(position).remove_quietly()
+        for folder in self.files.children():
+            meant = Position.parse(folder.name)
+            if meant is not None and meant <= last:
+                folder.remove_quietly()
+
+    def _manifest(self, position: Position) -> Location:
+        return self._manifests / f"{position.name}{_ENDING}"
+
+    def _pointed(self) -> Position | None:
+        pointer = self.location / _LATEST_NAME
+        try:
+            content = pointer.read_replaced(max_bytes=_MAX_LATEST_BYTES)
+        except NotFoundError:
+            return None
+        name = content.decode(errors="replace").strip()
+        position = Position.parse(name)
+        if position is None or position.name != name:
+            raise CorruptionError(f"{pointer} says {name!r:.80}, not the name of a packet")
+        return position

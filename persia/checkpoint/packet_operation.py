@@ -1,0 +1,148 @@
+"""One packet over all servers of a job, from the first request until the servers forget what is in it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from persia.checkpoint.coordinator import Operation, agreed, check_visible
+from persia.checkpoint.fields import as_object, bool_at
+from persia.checkpoint.manifest import FileEntry
+from persia.checkpoint.packet import CheckpointReference, Packet, rows_of_packet
+from persia.checkpoint.packet_log import PacketLog
+from persia.checkpoint.peers import Peer
+from persia.checkpoint.position import Position
+from persia.checkpoint.protocol import Report, State, Verb
+from persia.checkpoint.server_changes import IncrementalSettings
+from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
+from persia.logger import get_default_logger
+
+__all__ = ["ChangeStatus", "DenseState", "PacketOperation", "ask_changes", "begin_stream"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangeStatus:
+    """Of one server."""
+
+    settings: IncrementalSettings | None  # None: it has no incremental updates
+    stream: str | None  # whose its changes are
+    is_from_start: bool  # they are all that there is in the store, and nobody's yet
+    num_rows: int
+
+    @classmethod
+    def of(cls, report: Report) -> ChangeStatus:
+        what = "changes report"
+        values = as_object(report.result, what)
+        settings = values.get("settings")
+        if settings is None:
+            return cls(settings=None, stream=None, is_from_start=False, num_rows=0)
+        stream = values.get("stream")
+        return cls(
+            settings=IncrementalSettings.from_json(as_object(settings, what), what),
+            stream=stream if isinstance(stream, str) else None,
+            is_from_start=bool_at(values, "is_from_start", what),
+            num_rows=int(values.get("num_rows", 0)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseState:
+    """Files of the dense model, as they were after `step`."""
+
+    files: Mapping[str, bytes]
+    step: int
+
+
+def ask_changes(peers: Sequence[Peer], deadline_s: float) -> list[ChangeStatus]:
+    """How much has changed on every server."""
+    reports = Operation("changes", peers, deadline_s)._ask_all(Verb.CHANGES)
+    return [ChangeStatus.of(report) for report in reports]
+
+
+def begin_stream(peers: Sequence[Peer], stream: str, deadline_s: float, *, anew: bool) -> None:
+    """Makes the changes of all servers those of `stream`; `anew`: from this moment on."""
+    Operation("changes", peers, deadline_s)._ask_all(Verb.TRACK, {"stream": stream, "anew": anew})
+
+
+@dataclass
+class PacketOperation(Operation):
+    """Writes the changes of all servers as packet `position` of `log`. `operation` is its folder."""
+
+    log: PacketLog = field(kw_only=True)
+    position: Position = field(kw_only=True)
+    changed_after: float = field(kw_only=True)
+    is_committed: bool = field(default=False, init=False)  # every server knows that its changes are written
+
+    def run(
+        self, *, step: int | None, dense: DenseState | None, checkpoint: CheckpointReference | None
+    ) -> Packet:
+        """Returns what is written now. After an error there is no such packet, and all changes come with the
+        next one; only where the storage leaves open what it did, the packet may be there."""
+        if self.log.location.is_of_this_process and any(peer.is_remote for peer in self.peers):
+            raise InvalidArgumentError(
+                f"incremental_dir={self.log.location} exists in this process only, and the rows are in "
+                "others: use a directory or storage service that all reach"
+            )
+        try:
+            arguments = {"directory": str(self.log.files), "stream": self.position.stream}
+            self._ask_all(Verb.TAKE, arguments)
+            cut_at = time.time()
+            dense_files = self._write_dense(dense) if dense else {}
+            reports = self._await("writing", State.CHECKED)
+            packet = Packet(
+                position=self.position,
+                changed_after=self.changed_after,
+                cut_at=cut_at,
+                step=step,
+                dense=dense_files,
+                dense_step=None if dense is None else dense.step,
+                checkpoint=checkpoint,
+                **self._rows([report.result or {} for report in reports]),
+            )
+            check_visible(self.log.files, packet.files)
+            self.log.add(packet)
+        except BaseException:
+            self.cancel()
+            (self.log.files / self.operation).remove_quietly()
+            raise
+        self._commit()
+        return packet
+
+    def _rows(self, results: list[dict[str, Any]]) -> dict[str, Any]:
+        """What servers say, judged by the manifest's own reader."""
+        flags = {bool_at(result, "is_from_nothing", "changes report") for result in results}
+        if len(flags) > 1:
+            # One server has cleared its rows, another is about to. Changes of both come with the next packet.
+            raise FailedPreconditionError(f"packet {self.position} waits: rows are being cleared")
+        # Learning rates may change between two cuts: any of them will do for the rows.
+        configs = [result["train_config"] for result in results if result.get("train_config")]
+        values = {
+            "is_from_nothing": flags.pop(),
+            "train_config": configs[0] if configs else None,
+            "schema": agreed(results, "schema", self.peers),
+            "servers": results,
+            "files": [file for result in results for file in result.get("files", ())],
+        }
+        return rows_of_packet(values, f"the report of {self.operation}")
+
+    def _write_dense(self, dense: DenseState) -> dict[str, FileEntry]:
+        files = {}
+        for name, content in dense.files.items():
+            path = f"{self.operation}/{name}"
+            with (self.log.files / path).create() as sink:
+                sink.write(content)
+            checksum = hashlib.sha256(content).hexdigest()
+            files[name] = FileEntry(path=path, num_bytes=len(content), checksum=checksum)
+        return files
+
+    def _commit(self) -> None:
+        """A server that does not hear it sends its changes once more: harmless, unless rows were cleared."""
+        try:
+            self._ask_all(Verb.APPLY)
+            self._await("committing", State.DONE)
+            self.is_committed = True
+        except PersiaError as failure:
+            get_default_logger().warning("packet %s is written, but: %s", self.position, failure)

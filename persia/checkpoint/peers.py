@@ -1,0 +1,65 @@
+"""The servers of a job as a coordinator sees them: behind NATS, or in this process."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from persia.checkpoint.protocol import Report, Request
+from persia.checkpoint.service import CheckpointService
+from persia.messaging.discovery import Directory, ServiceInfo
+from persia.messaging.interface import Session
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
+
+__all__ = ["LocalPeer", "NatsPeer", "Peer", "find_servers"]
+
+
+class Peer(Protocol):
+    """One server."""
+
+    @property
+    def is_remote(self) -> bool:
+        """It sees storage with its own eyes."""
+
+    def call(self, request: Request, timeout_s: float) -> Report:
+        """One try. UnavailableError, DeadlineExceededError: it may be repeated."""
+
+    def __str__(self) -> str:
+        """For messages."""
+
+
+class NatsPeer:
+    """A parameter server of the job."""
+
+    is_remote = True
+
+    def __init__(self, session: Session, info: ServiceInfo) -> None:
+        self._session = session
+        self._info = info
+        self._subject = session.subjects.checkpoint(info.index)
+
+    def call(self, request: Request, timeout_s: float) -> Report:
+        return Report.decode(self._session.request(self._subject, request.encode(), timeout_s))
+
+    def __str__(self) -> str:
+        return str(self._info)
+
+
+class LocalPeer:
+    """A store of this process."""
+
+    is_remote = False
+
+    def __init__(self, service: CheckpointService) -> None:
+        self._service = service
+
+    def call(self, request: Request, timeout_s: float) -> Report:
+        return self._service.answer(request)
+
+    def __str__(self) -> str:
+        return "the store of this process"
+
+
+def find_servers(session: Session, deadline_s: float) -> list[Peer]:
+    """All parameter servers of the job, by index; waits for them."""
+    servers = Directory(session).wait_for(EMBEDDING_PARAMETER_SERVER, deadline_s)
+    return [NatsPeer(session, server) for server in servers]

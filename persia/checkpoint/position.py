@@ -1,0 +1,75 @@
+"""Where in a stream of packets something stands: a packet, a checkpoint, a follower."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from persia.checkpoint.fields import as_object, text_at
+from persia.errors import CorruptionError
+from persia.messaging.payloads import json_int
+
+__all__ = ["Position", "is_packet_folder", "make_stream_id"]
+
+_STREAM = r"\d{8}T\d{6}Z-[0-9a-f]{8}"
+_STREAM_ID = re.compile(_STREAM, re.ASCII)
+_NAME = re.compile(rf"packet-({_STREAM})-(\d{{12}})", re.ASCII)
+_FOLDER = re.compile(rf"packet-({_STREAM})-(\d{{12}})-[0-9a-f]{{8}}", re.ASCII)
+_MAX_NUMBER = 10**12 - 1
+
+
+def make_stream_id() -> str:
+    """Of one run of a trainer: unlike all others, sorted by the time of its start."""
+    stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+    return f"{stamp}-{secrets.token_hex(4)}"
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """Packet `number` of `stream`; of a checkpoint or a follower: that packet and all before it are in it.
+
+    Ordered by stream, the later started one last, then by number. Number 0 is before the first packet.
+    """
+
+    stream: str
+    number: int
+
+    @property
+    def name(self) -> str:
+        """Of a packet's manifest, without its ending; names sort like positions."""
+        return f"packet-{self.stream}-{self.number:012d}"
+
+    @property
+    def next(self) -> Position:
+        return Position(self.stream, self.number + 1)
+
+    def make_folder(self) -> str:
+        """A name for the files of one attempt to write the packet: unlike those of all others."""
+        return f"{self.name}-{secrets.token_hex(4)}"
+
+    def __str__(self) -> str:
+        return f"{self.stream}/{self.number}"
+
+    @classmethod
+    def parse(cls, name: str) -> Position | None:
+        """The reverse of `name`, also for a folder; None: it is no such name."""
+        found = _NAME.fullmatch(name) or _FOLDER.fullmatch(name)
+        return None if found is None else cls(found[1], int(found[2]))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"stream": self.stream, "number": self.number}
+
+    @classmethod
+    def from_json(cls, values: object, what: str) -> Position:
+        values = as_object(values, f"{what}: position")
+        stream, number = text_at(values, "stream", what), json_int(values, "number", what)
+        if not _STREAM_ID.fullmatch(stream) or number > _MAX_NUMBER:
+            raise CorruptionError(f"{what}: {stream!r:.80}, {number} is no position in a stream of packets")
+        return cls(stream, number)
+
+
+def is_packet_folder(name: str) -> bool:
+    return _FOLDER.fullmatch(name) is not None

@@ -1,0 +1,110 @@
+"""The rows of a checkpoint, for tools: block by block, in parts that fit into memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.checkpoint.manifest import NUM_VIRTUAL_SHARDS, EmbeddingSection, Manifest
+from persia.checkpoint.schema import RowSchema
+from persia.checkpoint.shard_file import ShardFile
+from persia.checkpoint.storage import Location
+from persia.checkpoint.versions import resolve
+from persia.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from persia._native import BlockRows
+
+__all__ = ["RowGroups", "RowReader", "Span"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """The virtual shards from `first` to `last`, both included."""
+
+    first: int = 0
+    last: int = NUM_VIRTUAL_SHARDS - 1
+
+    def __call__(self, shards: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        within: NDArray[np.bool_] = (shards >= self.first) & (shards <= self.last)
+        return within
+
+    @classmethod
+    def split(cls, num_spans: int) -> list[Span]:
+        """All virtual shards, in about `num_spans` parts."""
+        ends = np.unique(
+            np.linspace(0, NUM_VIRTUAL_SHARDS, min(num_spans, NUM_VIRTUAL_SHARDS) + 1, dtype=int)
+        )
+        return [cls(int(first), int(end) - 1) for first, end in itertools.pairwise(ends)]
+
+
+class RowReader:
+    """Reads the rows of a checkpoint. The index of every file is checked when it is made."""
+
+    def __init__(self, url: Any) -> None:
+        """NotFoundError: no checkpoint there, or one without embeddings; CorruptionError names the file."""
+        self.location = resolve(Location.of(url))
+        self.manifest, _ = Manifest.read(self.location)
+        if self.manifest.embeddings is None:
+            raise NotFoundError(f"{self.location} has no embeddings: only its dense part was dumped")
+        self.section: EmbeddingSection = self.manifest.embeddings
+        self._files = [ShardFile(self.location, entry) for entry in self.section.files]
+
+    def blocks(
+        self, span: Span | None = None, on_bytes: Callable[[int], None] = lambda _: None
+    ) -> Iterator[BlockRows]:
+        """The blocks of some virtual shards, checked. `on_bytes` is called with the size of every read."""
+        from persia import _native
+
+        span = span or Span()
+        for file in self._files:
+            for chunk in file.chunks_of(span):
+                with file.naming(chunk):
+                    blocks = _native.decode_checkpoint_blocks(file.read(chunk))
+                on_bytes(chunk.num_bytes)
+                yield from (block for block in blocks if span.first <= block.virtual_shard <= span.last)
+
+
+class RowGroups:
+    """Which slots a row belongs to, by the feature group in its sign."""
+
+    def __init__(self, schema: RowSchema | None) -> None:
+        self._schema = schema
+        names: dict[int, list[str]] = {}
+        for name, slot in ({} if schema is None else schema.slots).items():
+            names.setdefault(slot.group, []).append(name)
+        self._names = {group: "+".join(slots) for group, slots in names.items()}
+
+    def of(self, signs: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """The group of every sign; 0 where the checkpoint does not say what its signs are made of."""
+        if self._schema is None:
+            return np.zeros(len(signs), np.int64)
+        groups: NDArray[np.int64] = (signs >> np.uint64(self._num_id_bits)).astype(np.int64)
+        return groups
+
+    def ids(self, signs: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """The signs without their groups: IDs, or buckets of a hash stack."""
+        if self._schema is None:
+            return signs
+        ids: NDArray[np.uint64] = signs & np.uint64((1 << self._num_id_bits) - 1)
+        return ids
+
+    def name(self, group: int) -> str:
+        """The slots of a group, joined by '+'."""
+        return self._names.get(group, f"group{group}")
+
+    def split(self, signs: NDArray[np.uint64]) -> Iterator[tuple[str, NDArray[np.int64]]]:
+        """(name, positions in `signs`) of every group that has any."""
+        groups = self.of(signs)
+        for group in np.unique(groups):
+            yield self.name(int(group)), np.flatnonzero(groups == group)
+
+    @property
+    def _num_id_bits(self) -> int:
+        assert self._schema is not None, "asked for by callers"
+        return 64 - self._schema.feature_index_prefix_bit

@@ -1,0 +1,208 @@
+"""The changes of one server: remembered for a stream of packets, and written when its coordinator asks.
+
+A server remembers from its start on, so that no update is missed before a trainer has found it. What it has
+belongs to one stream at a time: `begin` names it. Whatever makes the changes incomplete, a restart of the
+server or more of them than it can remember, also ends that, and the coordinator has to begin anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from persia.checkpoint.fields import bool_at, text_at
+from persia.checkpoint.manifest import FileEntry
+from persia.checkpoint.position import is_packet_folder
+from persia.checkpoint.server_job import RowStore, ServerShare, TwoPhaseJob
+from persia.checkpoint.shard_file import write_shard_file
+from persia.checkpoint.storage import Location
+from persia.config import GlobalConfig
+from persia.errors import (
+    CorruptionError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+)
+from persia.logger import get_default_logger
+from persia.messaging.payloads import json_int
+
+__all__ = ["ChangesJob", "IncrementalSettings", "ServerChanges"]
+
+# Up to so many changes one thread and one file are quicker than several.
+_ROWS_OF_ONE_FILE = 100_000
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class IncrementalSettings:
+    """How a job writes packets, as the configuration of its servers says, and no other."""
+
+    directory: str
+    buffer_size: int  # changed rows of a server that are written at once
+    interval_s: float
+    dense_interval_s: float
+    keep_packets: int
+
+    @classmethod
+    def of(cls, config: GlobalConfig) -> IncrementalSettings | None:
+        """None: it has no incremental updates, or is of a job that trains nothing."""
+        section = config.embedding_parameter_server_config
+        if not section.enable_incremental_update or config.common_config.job_type != "Train":
+            return None
+        return cls(
+            directory=str(Location.of(section.incremental_dir)),
+            buffer_size=section.incremental_buffer_size,
+            interval_s=section.incremental_interval_ms / 1000,
+            dense_interval_s=float(section.incremental_dense_interval_sec),
+            keep_packets=section.incremental_keep_packets,
+        )
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], what: str) -> IncrementalSettings:
+        for key in ("interval_s", "dense_interval_s"):
+            if not isinstance(values.get(key), float) or not 0 <= values[key] < 1e9:
+                raise CorruptionError(f"{what}: {key} is {values.get(key)!r:.80}, not a duration")
+        return cls(
+            directory=text_at(values, "directory", what),
+            buffer_size=json_int(values, "buffer_size", what),
+            interval_s=values["interval_s"],
+            dense_interval_s=values["dense_interval_s"],
+            keep_packets=json_int(values, "keep_packets", what),
+        )
+
+
+class ServerChanges:
+    """Whose the changes of a server are, and how many. Thread-safe."""
+
+    def __init__(self, store: RowStore, settings: IncrementalSettings | None = None) -> None:
+        """To be made before the store's first row. Without `settings` nothing is remembered."""
+        self._store = store
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._stream: str | None = None
+        # Nobody has taken any, and none were lost: they are all that there is in the store.
+        self._is_from_start = settings is not None
+        if settings is not None:
+            self._track()
+
+    def begin(self, arguments: dict[str, Any]) -> None:
+        """`arguments`: {"stream": id, "anew": whether to forget what there is}."""
+        what = "changes request"
+        stream, anew = text_at(arguments, "stream", what), bool_at(arguments, "anew", what)
+        with self._lock:
+            if self._settings is None:
+                raise FailedPreconditionError(
+                    "this server has no incremental updates: set enable_incremental_update in its global "
+                    "config"
+                )
+            if anew:
+                self._track()
+            elif not self._is_from_start and self._stream != stream:
+                raise FailedPreconditionError(f"changes are of stream {self._stream}, not of {stream}")
+            self._stream, self._is_from_start = stream, False
+
+    def status(self) -> dict[str, Any]:
+        """For the coordinator: `settings`, `stream`, `is_from_start`, `num_rows`."""
+        with self._lock:
+            if self._settings is None:
+                return {"settings": None}
+            status = self._store.change_status()
+            if status["has_overflowed"]:
+                self._lose()
+            return {
+                "settings": dataclasses.asdict(self._settings),
+                "stream": self._stream,
+                "is_from_start": self._is_from_start,
+                "num_rows": int(status["num_rows"]),
+            }
+
+    def take(self, stream: str, num_threads: int) -> Any:
+        """A snapshot of the changes. FailedPreconditionError: they are not (any more) that stream's."""
+        with self._lock:
+            if self._stream != stream:
+                raise FailedPreconditionError(
+                    f"the changes of this server are not those of stream {stream}: it has restarted, or "
+                    "lost some"
+                )
+            num_rows = self._store.change_status()["num_rows"]
+            try:
+                return self._store.take_changes(1 if num_rows <= _ROWS_OF_ONE_FILE else num_threads)
+            except ResourceExhaustedError as failure:
+                self._lose()
+                raise FailedPreconditionError(str(failure)) from failure
+
+    def _track(self) -> None:
+        assert self._settings is not None, "asked for by callers"
+        # Twice: training goes on while a packet or a whole checkpoint is written.
+        self._store.track_changes(2 * self._settings.buffer_size)
+
+    def _lose(self) -> None:
+        if self._stream is not None:
+            get_default_logger().warning(
+                "more rows have changed than incremental_buffer_size allows for; a whole checkpoint is needed"
+            )
+        self._stream, self._is_from_start = None, False
+
+
+class ChangesJob(TwoPhaseJob):
+    """Writes the changes of a server, as they are when it is created; once applied, they are forgotten."""
+
+    _kind = "packet"
+
+    def __init__(
+        self,
+        operation: str,
+        share: ServerShare,
+        lease_s: float,
+        arguments: dict[str, Any],
+        changes: ServerChanges,
+    ) -> None:
+        """`arguments`: {"directory": URL, "stream": id}; files go to the folder `operation` in it."""
+        super().__init__(operation, share, lease_s)
+        what = "changes request"
+        if not is_packet_folder(operation):
+            raise InvalidArgumentError(f"{what}: {operation!r:.80} is not the name of a packet's folder")
+        self._directory = Location.of(text_at(arguments, "directory", what))
+        self._files: list[FileEntry] = []
+        self._snapshot = changes.take(text_at(arguments, "stream", what), share.num_threads)
+        config = self._snapshot.train_config
+        self._cut = {
+            "step": self._snapshot.step,
+            "num_rows": self._snapshot.num_rows,
+            "is_from_nothing": self._snapshot.is_from_nothing,
+            "train_config": None if config is None else config.encode().hex(),
+            "schema": None if share.schema is None else share.schema.to_json(),
+        }
+
+    def _work(self) -> None:
+        self._on_threads(functools.partial(self._write, index) for index in range(self._snapshot.num_parts))
+        self._await_apply()
+        self._snapshot.commit()
+
+    def _write(self, index: int) -> None:
+        if self._snapshot.num_rows == 0:
+            while self._snapshot.part(index).read(_READ_BYTES):  # nothing but a header and an index
+                self._check_alive()
+            return
+        path = f"{self.operation}/rows-{self._share.index}-{index}.emb"
+        entry = write_shard_file(self._snapshot.part(index), self._directory, path, self._count_bytes)
+        self._files.append(entry)
+        self._count_rows(entry.num_rows)
+
+    def _release(self) -> None:
+        self._snapshot.close()
+
+    def _clean_up(self) -> None:
+        for file in self._files:
+            (self._directory / file.path).remove_quietly()
+
+    def _total_rows(self) -> int:
+        total: int = self._cut["num_rows"]
+        return total
+
+    def _result(self) -> dict[str, Any]:
+        files = sorted(self._files, key=lambda file: file.path)
+        return {**self._cut, "files": [file.to_json() for file in files]}

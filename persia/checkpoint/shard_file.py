@@ -1,0 +1,164 @@
+"""One file of rows: written from front to back out of a snapshot, and read by the index at its end.
+
+What stands in it is the native module's business (docs/checkpoint_format.md). Here are the bytes' ways: a
+server of another cluster size reads only the ranges that hold its rows, in few and large reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.checkpoint.manifest import FileEntry
+from persia.checkpoint.storage import Location
+from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError
+
+if TYPE_CHECKING:
+    from persia._native import SnapshotPart
+
+__all__ = ["Chunk", "ShardFile", "ShardFilter", "write_shard_file"]
+
+# virtual shards [num_blocks] -> bool [num_blocks]
+ShardFilter = Callable[[NDArray[np.uint32]], NDArray[np.bool_]]
+
+_WRITE_BYTES = 4 << 20
+_READ_BYTES = 8 << 20
+# Another request to an object store takes as long as reading this much.
+_MAX_GAP_BYTES = 512 << 10
+_CHECKSUM_OFFSET = 8  # of a block; blocks begin at multiples of 8
+
+
+def write_shard_file(
+    part: SnapshotPart, directory: Location, path: str, on_bytes: Callable[[int], None]
+) -> FileEntry:
+    """Writes all of `part` to `directory/path` and reads back its index, as the storage has it.
+
+    `on_bytes` is called with the size of every piece; what it raises breaks the file off.
+    """
+    location = directory / path
+    with location.create() as sink:
+        while piece := part.read(_WRITE_BYTES):
+            sink.write(piece)
+            on_bytes(len(piece))
+    index = _read_index(location, sink.num_bytes)
+    return FileEntry(
+        path=path, num_bytes=sink.num_bytes, checksum=index.checksum, num_rows=int(part.num_rows)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A range of a file to be read at once: whole blocks."""
+
+    offset: int
+    num_bytes: int
+    num_rows: int  # of the blocks that were asked for
+    blocks: slice  # all that are in it, in the index
+
+
+@dataclass(frozen=True)
+class _Index:
+    blocks: NDArray[np.void]
+    checksum: str
+
+
+class ShardFile:
+    """A file of a checkpoint, its index read and checked against the manifest."""
+
+    def __init__(self, directory: Location, entry: FileEntry) -> None:
+        """NotFoundError: there is no such file; CorruptionError: it is not the one the manifest means."""
+        self.location = directory / entry.path
+        try:
+            num_bytes = self.location.size()
+        except NotFoundError as failure:
+            raise NotFoundError(
+                f"{self.location} is missing, and the manifest names it: the checkpoint is not whole"
+            ) from failure
+        if num_bytes != entry.num_bytes:
+            raise CorruptionError(
+                f"{self.location} has {num_bytes} bytes, the manifest says {entry.num_bytes}: it was cut off "
+                "or replaced"
+            )
+        index = _read_index(self.location, num_bytes)
+        if index.checksum != entry.checksum:
+            raise CorruptionError(
+                f"{self.location} is not the file that the manifest means: its index is another dump's"
+            )
+        self.blocks = index.blocks
+        self._starts = index.blocks["offset"].astype(np.int64)
+        num_rows = int(self.blocks["num_rows"].sum(dtype=np.uint64))
+        if num_rows != entry.num_rows:
+            raise CorruptionError(
+                f"{self.location} has {num_rows} rows by its index, {entry.num_rows} by the manifest"
+            )
+
+    def chunks_of(self, shards: ShardFilter) -> list[Chunk]:
+        """Reads that hold all blocks of some virtual shards, and few others between them."""
+        (mine,) = np.nonzero(shards(self.blocks["virtual_shard"]))
+        starts, num_rows = self._starts[mine], self.blocks["num_rows"][mine]
+        ends = starts + self.blocks["length"][mine].astype(np.int64)
+        chunks, first = [], 0
+        while first < len(mine):
+            last = max(first, int(np.searchsorted(ends, starts[first] + _READ_BYTES, side="right")) - 1)
+            gaps = np.flatnonzero(starts[first + 1 : last + 1] - ends[first:last] > _MAX_GAP_BYTES)
+            last = first + int(gaps[0]) if gaps.size else last
+            chunks.append(
+                Chunk(
+                    offset=int(starts[first]),
+                    num_bytes=int(ends[last] - starts[first]),
+                    num_rows=int(num_rows[first : last + 1].sum(dtype=np.uint64)),
+                    blocks=slice(int(mine[first]), int(mine[last]) + 1),
+                )
+            )
+            first = last + 1
+        return chunks
+
+    def read(self, chunk: Chunk) -> bytes:
+        """Whole blocks, those that the index means: each begins with the checksum that the index has."""
+        content = self.location.read_range(chunk.offset, chunk.num_bytes)
+        if len(content) != chunk.num_bytes:
+            raise CorruptionError(f"it ends at {chunk.offset + len(content)}, shorter than before")
+        words = np.frombuffer(content, "<u8")
+        checksums = words[(self._starts[chunk.blocks] - chunk.offset + _CHECKSUM_OFFSET) // words.itemsize]
+        if not np.array_equal(checksums, self.blocks["checksum"][chunk.blocks]):
+            raise CorruptionError("a block has another checksum than in the index: damaged or replaced")
+        return content
+
+    @contextlib.contextmanager
+    def naming(self, chunk: Chunk) -> Iterator[None]:
+        """Adds the file and the bytes to an error about them."""
+        try:
+            yield
+        except (CorruptionError, InvalidArgumentError) as failure:
+            where = f"{self.location}, bytes {chunk.offset} to {chunk.offset + chunk.num_bytes}"
+            raise type(failure)(f"{where}: {failure}") from failure
+
+
+def _read_index(location: Location, num_bytes: int) -> _Index:
+    from persia import _native
+
+    trailer_bytes = _native.CHECKPOINT_TRAILER_BYTES
+    if num_bytes < trailer_bytes:
+        raise CorruptionError(f"{location} has {num_bytes} bytes: it is no file of rows")
+    trailer = location.read_range(num_bytes - trailer_bytes, trailer_bytes)
+    try:
+        offset, length = _native.parse_checkpoint_trailer(trailer)
+        if offset + length != num_bytes - trailer_bytes:
+            raise CorruptionError(f"its footer ends at {offset + length}, not at the trailer")
+        footer = location.read_range(offset, length)
+        blocks = _native.parse_checkpoint_footer(footer)
+        ends = blocks["offset"] + blocks["length"]
+        if len(blocks) and (
+            ends.max() > offset or (blocks["offset"] % 8).any() or blocks["length"].min() < 48
+        ):
+            raise CorruptionError("its index names blocks that cannot be")
+    except CorruptionError as failure:
+        raise CorruptionError(f"{location}: {failure}") from failure
+    header = location.read_range(0, int(blocks["offset"][0]) if len(blocks) else offset)
+    return _Index(blocks, hashlib.sha256(header + footer + trailer).hexdigest())

@@ -1,0 +1,218 @@
+"""Dumps of a whole job, dense part and rows, that are asked for from outside.
+
+Only rank 0 has the dense part, and only between two of its batches are the dense part and the rows of one
+moment. So it is asked for the dump, and takes it at the end of the next batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from persia.checkpoint.manifest import make_dump_id
+from persia.checkpoint.protocol import Report, Request, State, Verb
+from persia.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    PersiaError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from persia.logger import get_default_logger
+from persia.messaging.interface import Session
+
+__all__ = ["TrainingDumps", "request_training_dump"]
+
+_LEASE_S = 60.0  # a request that nobody has asked about for so long is forgotten
+_LONGEST_HOLD_S = 3600.0
+_SILENCE_S = 30.0
+_CALL_S = 5.0
+_POLL_S = 0.2
+
+
+class _Dump:
+    """One dump that was asked for. Guarded by its owner's lock."""
+
+    def __init__(self, request: Request) -> None:
+        directory, hold_s = request.arguments.get("directory"), request.arguments.get("hold_s", 0.0)
+        if not isinstance(directory, str) or not directory:
+            raise InvalidArgumentError(f"dump of a training: directory is {directory!r:.80}, not a text")
+        if not isinstance(hold_s, (int, float)) or not 0 <= hold_s <= _LONGEST_HOLD_S:
+            raise InvalidArgumentError(f"dump of a training: hold_s is {hold_s!r:.80}, not 0 to 3600 seconds")
+        self.operation = request.operation
+        self.directory = directory
+        self.hold_s = float(hold_s)
+        self.asked_at = time.monotonic()
+        self.has_begun = False
+        self.is_cancelled = False
+        self.state = State.RUNNING
+        self.error: PersiaError | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in (State.DONE, State.FAILED) or (self.is_cancelled and not self.has_begun)
+
+    @property
+    def is_forgotten(self) -> bool:
+        return time.monotonic() - self.asked_at > _LEASE_S
+
+    def report(self) -> Report:
+        return Report(state=self.state, error=self.error, result={"has_begun": self.has_begun})
+
+
+class TrainingDumps:
+    """Rank 0's side: `handle` answers on threads of the session, `serve` works on the training's own."""
+
+    def __init__(self, dump: Callable[[str], None]) -> None:
+        """`dump(directory)`: writes everything."""
+        self._write = dump
+        self._changed = threading.Condition()
+        self._dump: _Dump | None = None
+        self._held: _Dump | None = None  # the one that the training is held for; `_dump` may be a later one
+        self.is_wanted = False  # whether `serve` has something to do; read without the lock, once a batch
+
+    def handle(self, payload: bytes) -> bytes:
+        """ResourceExhaustedError: another dump runs; NotFoundError: this rank has been started anew."""
+        request = Request.decode(payload)
+        with self._changed:
+            if request.verb is Verb.DUMP:
+                self._begin(request)
+            known = (d for d in (self._dump, self._held) if d is not None)
+            dump = next((d for d in known if d.operation == request.operation), None)
+            if dump is None:
+                raise NotFoundError(f"rank 0 knows no operation {request.operation}: it has restarted since")
+            dump.asked_at = time.monotonic()
+            if request.verb is Verb.CANCEL:
+                dump.is_cancelled = True
+                self._changed.notify_all()
+            return dump.report().encode()
+
+    def serve(self) -> None:
+        """Takes the dump that waits, if one does, and then holds the training for as long as it asked.
+
+        An error of the dump is told to whoever asked; the training goes on.
+        """
+        with self._changed:
+            self.is_wanted = False
+            dump = self._dump
+            if dump is None or dump.is_over or dump.is_forgotten:
+                return
+            dump.has_begun = True
+        error: PersiaError | None = None
+        try:
+            self._write(dump.directory)
+        except PersiaError as failure:
+            error = failure
+        except Exception as failure:
+            get_default_logger().exception("the dump to %s failed", dump.directory)
+            error = InternalError(f"{type(failure).__name__}: {failure}")
+        with self._changed:
+            dump.error = error
+            dump.state = State.DONE if error is None else State.FAILED
+            if error is None:
+                self._hold(dump)
+        if error is not None:
+            get_default_logger().warning("the dump that was asked for failed: %s", error)
+
+    def _begin(self, request: Request) -> None:
+        last = self._dump
+        if last is not None and last.operation == request.operation:
+            return
+        if last is not None and (last.has_begun or not last.is_forgotten) and not last.is_over:
+            raise ResourceExhaustedError(f"rank 0 is busy with {last.operation}; one dump is taken at a time")
+        self._dump = _Dump(request)
+        self.is_wanted = True
+
+    def _hold(self, dump: _Dump) -> None:
+        """Whoever moves the job elsewhere ends it now: batches trained after the dump would be lost."""
+        if not dump.hold_s or dump.is_forgotten:
+            return
+        get_default_logger().info("dumped to %s; training waits to be ended", dump.directory)
+        self._held = dump
+        try:
+            if not self._changed.wait_for(lambda: dump.is_cancelled, dump.hold_s):
+                get_default_logger().warning("nobody has ended the training in %g s: it goes on", dump.hold_s)
+        finally:
+            self._held = None
+
+
+def request_training_dump(session: Session, directory: str, *, hold_s: float, deadline_s: float) -> None:
+    """Returns when rank 0 of the job has written dense part and rows; it then waits for up to `hold_s`.
+
+    Raises FailedPreconditionError where there is no training to ask, or it ends no batch within `deadline_s`,
+    DeadlineExceededError where it does not answer, ResourceExhaustedError where it is busy with another dump:
+    nothing has changed, and the same may succeed later. Otherwise what kept rank 0 from dumping.
+
+    Whoever is interrupted meanwhile, by an exception of a signal handler, holds no training.
+    """
+    operation = make_dump_id()
+    arguments = {"directory": directory, "hold_s": hold_s}
+    request = Request(verb=Verb.DUMP, operation=operation, arguments=arguments)
+    try:
+        _await_dump(session, request, deadline_s)
+    except BaseException:
+        with contextlib.suppress(PersiaError):  # it may have ended, or never begun
+            cancel = Request(verb=Verb.CANCEL, operation=operation)
+            session.request(session.subjects.training_dump, cancel.encode(), _CALL_S)
+        raise
+
+
+def _await_dump(session: Session, request: Request, deadline_s: float) -> None:
+    operation = request.operation
+    report = _first_answer(session, request)
+    waits_until = time.monotonic() + deadline_s
+    while report.state is State.RUNNING:
+        if not _has_begun(report) and time.monotonic() > waits_until:
+            report = _ask(session, Request(verb=Verb.CANCEL, operation=operation))
+            if not _has_begun(report):
+                raise FailedPreconditionError(
+                    f"rank 0 has ended no batch for {deadline_s:g} s (PERSIA_DEADLINE_SEC), and a dump "
+                    "is taken between two: ask again when it trains"
+                )
+        time.sleep(_POLL_S)
+        report = _ask(session, Request(verb=Verb.POLL, operation=operation))
+    if report.error is not None:
+        raise report.error
+
+
+def _has_begun(report: Report) -> bool:
+    result: dict[str, Any] = report.result or {}
+    return result.get("has_begun") is True
+
+
+def _first_answer(session: Session, request: Request) -> Report:
+    """Repeats the request, which rank 0 recognises, while answers are late."""
+    deadline = time.monotonic() + _SILENCE_S
+    while True:
+        try:
+            return Report.decode(session.request(session.subjects.training_dump, request.encode(), _CALL_S))
+        except UnavailableError as failure:
+            raise FailedPreconditionError(
+                "there is no training to ask for its dense part: rank 0 has not entered its TrainCtx, which "
+                f"configures the optimizers, or has left it; ask again when it trains ({failure})"
+            ) from failure
+        except DeadlineExceededError:
+            if time.monotonic() > deadline:
+                raise
+
+
+def _ask(session: Session, request: Request) -> Report:
+    """Repeats the question until there is an answer; UnavailableError: rank 0 has gone."""
+    deadline = time.monotonic() + _SILENCE_S
+    while True:
+        try:
+            return Report.decode(session.request(session.subjects.training_dump, request.encode(), _CALL_S))
+        except NotFoundError as failure:
+            raise UnavailableError("rank 0 was started anew during the dump: ask again") from failure
+        except (UnavailableError, DeadlineExceededError) as failure:
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"rank 0 has not answered for {_SILENCE_S:g} s during the dump: {failure}"
+                ) from failure
+        time.sleep(_POLL_S)

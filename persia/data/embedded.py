@@ -1,0 +1,216 @@
+"""A job inside one process: embedding worker and store, and the way in which its data loaders reach it.
+
+What stands in for the servers of a cluster is the same engine behind the same interfaces, so results of
+reproducible runs are equal to the last bit, and loaders, back-pressure and the end of a stream follow the
+same protocol.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from persia import env
+from persia._native import EmbeddedClient
+from persia.config import (
+    GlobalConfig,
+    SlotsConfig,
+    load_embedding_config,
+    load_global_config,
+    parse_embedding_config,
+    parse_global_config,
+)
+from persia.data.cluster import Cluster
+from persia.embedding.backend import ClientBackend
+from persia.embedding.deadline import Deadline
+from persia.errors import ConfigError, FailedPreconditionError
+from persia.logger import get_default_logger
+from persia.messaging.ids_responder import IdsResponder
+from persia.messaging.interface import Session
+from persia.messaging.local_session import LocalBroker, LocalSession
+from persia.messaging.session import NatsSession
+from persia.messaging.subjects import EMBEDDING_WORKER
+
+__all__ = [
+    "EmbeddedJob",
+    "GlobalSource",
+    "SlotsSource",
+    "find_embedded_job",
+    "read_global",
+    "read_slots",
+    "running_for",
+    "start_embedded_job",
+]
+
+# A YAML file, what would stand in it, or the checked configuration itself.
+SlotsSource = SlotsConfig | Mapping[str, Any] | str | os.PathLike[str]
+GlobalSource = GlobalConfig | Mapping[str, Any] | str | os.PathLike[str]
+
+_REPORT_INTERVAL_S = 5.0
+
+
+class EmbeddedJob:
+    """Worker and store of one context. Contexts nested in it share it; others have their own."""
+
+    def __init__(
+        self, slots: SlotsConfig, config: GlobalConfig, connect: Callable[[str], Session], *, has_nats: bool
+    ) -> None:
+        """`connect(name)` opens a session with the job's broker: a NATS server, or one of this process."""
+        self.has_nats = has_nats
+        self.config = config
+        self._connect = connect
+        store, worker = config.embedding_parameter_server_config, config.embedding_worker_config
+        self._client = EmbeddedClient(
+            slots=slots.native_slots(),
+            feature_index_prefix_bit=slots.feature_index_prefix_bit,
+            capacity=store.capacity,
+            num_internal_shards=store.num_hashmap_internal_shards,
+            forward_buffer_size=worker.forward_buffer_size,
+        )
+        self.backend = ClientBackend(self._client, deadline_s=env.get_deadline_s())
+        self._worker = self.connect("embedding-worker-0")
+        try:
+            session = self._worker.session
+            session.respond(session.subjects.ids(0), IdsResponder(self._register))
+            self._worker.announce(EMBEDDING_WORKER, 0, 1, schema=slots.schema_hash())
+        except BaseException:
+            self._worker.close()
+            raise
+        _jobs.add(self)
+
+    @classmethod
+    def create(cls, slots: SlotsConfig, config: GlobalConfig) -> EmbeddedJob:
+        """Loaders are threads of this process; with PERSIA_NATS_URL also processes that meet there."""
+        url = env.get_nats_url()
+        if url is None:
+            broker = LocalBroker()
+            return cls(slots, config, lambda name: LocalSession(broker, name=name), has_nats=False)
+        return cls(slots, config, lambda name: _nats_session(url, name), has_nats=True)
+
+    def connect(self, name: str) -> Cluster:
+        """A participant: the context itself, or one of its data loaders."""
+        return Cluster(self._connect(name))
+
+    def close(self) -> None:
+        """Takes no more batches. Idempotent; lookups under way end by themselves."""
+        _jobs.remove(self)
+        self._worker.close()
+
+    def _register(self, loader_index: int, id_features: bytes | memoryview) -> tuple[int, int]:
+        reference = self._client.register_batch(loader_index, id_features)
+        return reference.worker_incarnation, reference.reference
+
+
+def _nats_session(url: str, name: str) -> NatsSession:
+    session = NatsSession(url, env.get_job_name(), name=name)
+    session.connect(env.get_deadline_s())
+    return session
+
+
+class _Jobs:
+    """The embedded jobs of this process, for loaders that run on other threads than their context."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._jobs: list[EmbeddedJob] = []
+        self._of_thread = threading.local()
+
+    def add(self, job: EmbeddedJob) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def remove(self, job: EmbeddedJob) -> None:
+        with self._changed:
+            if job in self._jobs:
+                self._jobs.remove(job)
+
+    def set_of_thread(self, job: EmbeddedJob) -> None:
+        self._of_thread.job = job
+
+    def find(self) -> EmbeddedJob:
+        assigned: EmbeddedJob | None = getattr(self._of_thread, "job", None)
+        if assigned is not None:
+            return assigned
+        with self._changed:
+            # A job of the main thread cannot begin while that thread waits here for it.
+            if threading.current_thread() is not threading.main_thread():
+                self._wait(Deadline(env.get_deadline_s()))
+            if len(self._jobs) == 1:
+                return self._jobs[0]
+        if not self._jobs:
+            raise FailedPreconditionError(
+                "PERSIA_NATS_URL is not set and no context of this process trains: start the loader with "
+                "persia-launcher, or on a thread of the process that has the TrainCtx"
+            )
+        raise FailedPreconditionError(
+            f"{len(self._jobs)} embedded contexts are there: name the one to feed, DataCtx(to=ctx)"
+        )
+
+    def _wait(self, deadline: Deadline) -> None:
+        while not self._jobs and not deadline.over:
+            if not self._changed.wait(min(_REPORT_INTERVAL_S, deadline.left_s())):
+                get_default_logger().info("a DataCtx waits for a TrainCtx of this process (embedded mode)")
+
+
+_jobs = _Jobs()
+
+
+def find_embedded_job() -> EmbeddedJob:
+    """The job that a loader on this thread feeds: the one it was started for, else the only one.
+
+    Waits for a job to begin, but not on the main thread. Raises FailedPreconditionError without one, or with
+    several.
+    """
+    return _jobs.find()
+
+
+def running_for(job: EmbeddedJob, loader: Callable[[], object]) -> Callable[[], object]:
+    """`loader`, to be called on a thread of its own, with its DataCtx feeding `job`."""
+
+    def run() -> object:
+        _jobs.set_of_thread(job)
+        return loader()
+
+    return run
+
+
+def read_slots(given: SlotsSource | None) -> SlotsConfig | None:
+    """The slots as given to a context, else those of PERSIA_EMBEDDING_CONFIG; None without either."""
+    if given is None:
+        given = env.embedding_config_path()
+    if given is None or isinstance(given, SlotsConfig):
+        return given
+    return parse_embedding_config(given) if isinstance(given, Mapping) else load_embedding_config(given)
+
+
+def read_global(given: GlobalSource | None) -> GlobalConfig:
+    """The settings as given to a context, else those of PERSIA_GLOBAL_CONFIG, else the defaults."""
+    if given is None:
+        given = env.global_config_path()
+    if given is None or isinstance(given, GlobalConfig):
+        return given or GlobalConfig()
+    return parse_global_config(given) if isinstance(given, Mapping) else load_global_config(given)
+
+
+def start_embedded_job(slots: SlotsConfig | None, config: GlobalConfig, world_size: int) -> EmbeddedJob:
+    """For a context without servers. Raises ConfigError or FailedPreconditionError naming the remedies."""
+    if slots is None:
+        raise ConfigError(
+            "PERSIA_NATS_URL is not set, so embeddings live in this process, which needs their slots: pass "
+            "slots={'slots_config': {...}} or a file to the context, or set PERSIA_EMBEDDING_CONFIG; to join "
+            "a cluster, start the script with persia-launcher"
+        )
+    if world_size > 1:
+        raise FailedPreconditionError(
+            f"WORLD_SIZE is {world_size} and there are no servers: every rank would train embeddings of its "
+            "own; start the job with `persia-launcher local --nproc-per-node`, or name its broker in "
+            "PERSIA_NATS_URL"
+        )
+    job = EmbeddedJob.create(slots, config)
+    get_default_logger().info(
+        "embedded mode: embedding worker and store of %d slots live in this process", len(slots.slots_config)
+    )
+    return job

@@ -1,0 +1,285 @@
+"""A whole job around a block of a script, a notebook or a test: servers, and functions as processes.
+
+    with PersiaServiceCtx(data_loader_func=load, embedding_config={"slots_config": {...}}):
+        with TrainCtx(...) as ctx:      # in this process; or as nn_worker_func, in processes of its own
+            ...
+
+For one process without servers no helper is needed: a context without PERSIA_NATS_URL is embedded. Where only
+loading needs processes of its own, `embedding_worker_replica_num=0, embedding_parameter_replica_num=0` starts
+no server, and the context is embedded all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+
+from persia import env
+from persia.config import (
+    load_embedding_config,
+    load_global_config,
+    parse_embedding_config,
+    parse_global_config,
+)
+from persia.errors import ConfigError, DeadlineExceededError, InvalidArgumentError, UnavailableError
+from persia.launcher import run_function
+from persia.launcher.supervisor import ManagedProcess
+from persia.logger import get_default_logger
+from persia.testing import LocalCluster
+
+__all__ = ["PersiaServiceCtx", "ensure_persia_service"]
+
+_DEFAULT_GLOBAL_CONFIG: Mapping[str, Any] = {
+    "common_config": {"metrics_config": {"enable_metrics": False}},
+    "embedding_worker_config": {"forward_buffer_size": 1000},
+}
+_POLL_S = 0.2
+_NUM_SHOWN_LINES = 40
+_VARIABLES = (
+    "PERSIA_NATS_URL",
+    "PERSIA_JOB_NAME",
+    "PERSIA_EMBEDDING_CONFIG",
+    "PERSIA_GLOBAL_CONFIG",
+    "PERSIA_EMBEDDED",
+)
+
+
+class PersiaServiceCtx:
+    """Runs a job on this machine while its block runs; everything has ended when the block is left.
+
+    Inside, the environment of this process names the job, so that contexts join it. When a server ends, or a
+    function fails, UnavailableError is raised in the block (on the main thread, at once; elsewhere when the
+    block ends) with the last lines of the process. With `nn_worker_func`, leaving the block waits for it.
+
+    Args:
+        data_loader_func: called in `data_loader_replica_num` processes; sends batches through a DataCtx.
+        nn_worker_func: called in `nproc_per_node` processes, the ranks; trains in a TrainCtx.
+        embedding_config, embedding_config_path: the slots, as a mapping or a file; one of them is needed.
+        global_config, global_config_path: settings of the servers; by default metrics are off.
+        data_loader_replica_num, nproc_per_node, embedding_worker_replica_num,
+            embedding_parameter_replica_num: numbers of processes. The last two may both be 0: embeddings then
+            live in the process that trains, one rank, which the loaders' processes feed.
+        embedding_worker_port, embedding_parameter_server_port, nats_server_port: accepted for scripts of the
+            published system; servers take free ports, and find each other by discovery.
+        start_deadline_s: seconds until the servers must be ready.
+
+    Raises InvalidArgumentError and ConfigError for what cannot work, before anything starts.
+    """
+
+    def __init__(
+        self,
+        data_loader_func: Callable[[], object] | None = None,
+        nn_worker_func: Callable[[], object] | None = None,
+        embedding_config: Mapping[str, Any] | None = None,
+        embedding_config_path: str | os.PathLike[str] | None = None,
+        global_config: Mapping[str, Any] | None = None,
+        global_config_path: str | os.PathLike[str] | None = None,
+        data_loader_replica_num: int = 1,
+        nproc_per_node: int = 1,
+        embedding_worker_replica_num: int = 1,
+        embedding_parameter_replica_num: int = 1,
+        embedding_worker_port: int = 7777,
+        embedding_parameter_server_port: int = 8888,
+        nats_server_port: int = 4222,
+        *,
+        start_deadline_s: float = 60.0,
+    ) -> None:
+        counts = {
+            "data_loader_replica_num": data_loader_replica_num,
+            "nproc_per_node": nproc_per_node,
+            "embedding_worker_replica_num": embedding_worker_replica_num,
+            "embedding_parameter_replica_num": embedding_parameter_replica_num,
+        }
+        is_embedded = embedding_worker_replica_num == 0 and embedding_parameter_replica_num == 0
+        for name, value in counts.items():
+            least = 0 if is_embedded and name.startswith("embedding_") else 1
+            if not isinstance(value, int) or value < least:
+                raise InvalidArgumentError(f"{name} is {value!r}: it must be an integer of at least {least}")
+        if is_embedded and nproc_per_node > 1:
+            raise InvalidArgumentError(
+                f"nproc_per_node is {nproc_per_node}: without servers each would train embeddings of its own"
+            )
+        slots = _one_config("embedding_config", embedding_config, embedding_config_path, None)
+        settings = _one_config("global_config", global_config, global_config_path, _DEFAULT_GLOBAL_CONFIG)
+        parse_embedding_config(slots) if isinstance(slots, Mapping) else load_embedding_config(slots)
+        parse_global_config(settings) if isinstance(settings, Mapping) else load_global_config(settings)
+        self._functions = {"data_loader_func": data_loader_func, "nn_worker_func": nn_worker_func}
+        self._num_loaders, self._num_ranks = data_loader_replica_num, nproc_per_node
+        # Functions are pickled by the names of their modules, which the children must find.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._cluster = LocalCluster(
+            embedding_config=slots,
+            global_config=settings,
+            parameter_servers=embedding_parameter_replica_num,
+            embedding_workers=embedding_worker_replica_num,
+            env={"PYTHONPATH": path, "PERSIA_EMBEDDED": "1" if is_embedded else "0"},
+            start_deadline_s=start_deadline_s,
+        )
+        self._stack = contextlib.ExitStack()
+        self._nn_worker: ManagedProcess | None = None
+        self._failure: UnavailableError | None = None
+        self._lock = threading.Lock()  # held while the block is interrupted, and where it ends
+        self._stopping = threading.Event()
+        self._failed = threading.Event()
+
+    def __enter__(self) -> PersiaServiceCtx:
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="persia-")))
+            stack.enter_context(self._cluster)
+            stack.enter_context(_environment({name: self._cluster.env.get(name) for name in _VARIABLES}))
+            self._start_functions(folder)
+            self._watch(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None and self._failure is None:
+                self.wait()
+            with self._lock:
+                self._stopping.set()
+        except (KeyboardInterrupt, UnavailableError):
+            if self._failure is None:
+                raise
+        finally:
+            self._stopping.set()
+            self._stack.close()
+        # An error of the block is its own, but for the one by which the block was ended.
+        if self._failure is not None and (error is None or isinstance(error, KeyboardInterrupt)):
+            raise self._failure from None
+
+    @property
+    def nats_url(self) -> str:
+        """The job's broker."""
+        return self._cluster.nats_url
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns once `nn_worker_func` has ended in all ranks; at once without one.
+
+        Raises UnavailableError when a process of the job fails, DeadlineExceededError after `timeout_s`.
+        """
+        waited = 0.0
+        while self._nn_worker is not None and self._nn_worker.exit_code is None and not self._failed.is_set():
+            if timeout_s is not None and waited >= timeout_s:
+                raise DeadlineExceededError(f"nn_worker_func still runs after {timeout_s:g} s")
+            self._nn_worker.wait(_POLL_S)
+            waited += _POLL_S
+        if self._nn_worker is not None and self._nn_worker.exit_code not in (None, 0):
+            self._failed.wait(5 * _POLL_S)  # the watch says what else has failed before it
+        if self._failure is not None:
+            raise self._failure
+
+    def logs(self, name: str) -> str:
+        """What a process has written: "nats", "embedding-worker-0", "data-loader-0", "nn-worker", ..."""
+        return self._cluster.logs(name)
+
+    def _start_functions(self, folder: Path) -> None:
+        # A script's folder comes first on its path: a copy, as ours holds modules named like others.
+        script = shutil.copy(run_function.__file__, folder)
+        files = {
+            name: _pickled(function, folder / f"{name}.pickle")
+            for name, function in self._functions.items()
+            if function is not None
+        }
+        if "data_loader_func" in files:
+            for index in range(self._num_loaders):
+                self._cluster.start_loader(
+                    script, files["data_loader_func"], replica_index=index, replica_size=self._num_loaders
+                )
+        if "nn_worker_func" in files:
+            self._nn_worker = self._cluster.start_nn_worker(
+                script, files["nn_worker_func"], nproc=self._num_ranks
+            )
+
+    def _watch(self, stack: contextlib.ExitStack) -> None:
+        in_main = threading.current_thread() is threading.main_thread()
+        thread = threading.Thread(target=self._run_watch, args=(in_main,), name="persia-service", daemon=True)
+        thread.start()
+        stack.callback(thread.join, 5.0)
+
+    def _run_watch(self, interrupt: bool) -> None:
+        while not self._stopping.wait(_POLL_S):
+            failed = next((p for p in self._cluster.processes if _has_failed(p)), None)
+            if failed is None:
+                continue
+            with self._lock:
+                if self._stopping.is_set():
+                    return
+                self._failure = _describe(failed)
+                self._failed.set()
+                get_default_logger().error("%s", self._failure)
+                # A real signal, which also ends what blocks; the block's end turns it into the failure.
+                if interrupt and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            return
+
+
+def ensure_persia_service(*args: Any, **kwargs: Any) -> PersiaServiceCtx:
+    """`PersiaServiceCtx(...)`, by its published name."""
+    return PersiaServiceCtx(*args, **kwargs)
+
+
+def _one_config(
+    name: str,
+    mapping: Mapping[str, Any] | None,
+    path: str | os.PathLike[str] | None,
+    default: Mapping[str, Any] | None,
+) -> Mapping[str, Any] | str:
+    if mapping is not None and path is not None:
+        raise InvalidArgumentError(f"{name} and {name}_path are both given: keep one")
+    if path is not None:
+        return os.fspath(path)
+    if mapping is None and default is None:
+        raise ConfigError(f"the job needs its slots: pass {name} or {name}_path")
+    return mapping if mapping is not None else default or {}
+
+
+def _pickled(function: Callable[[], object], path: Path) -> str:
+    if not callable(function):
+        raise InvalidArgumentError(f"{path.stem} is {function!r}: pass a function without arguments")
+    path.write_bytes(cloudpickle.dumps(function))
+    return str(path)
+
+
+def _has_failed(process: ManagedProcess) -> bool:
+    """Functions end when they have done their work; servers have no reason to end."""
+    is_function = process.name.startswith("data-loader-") or process.name == "nn-worker"
+    return process.exit_code is not None and not (is_function and process.exit_code == 0)
+
+
+def _describe(process: ManagedProcess) -> UnavailableError:
+    lines = "\n".join(f"    {line}" for line in process.output.splitlines()[-_NUM_SHOWN_LINES:])
+    return UnavailableError(f"{process.name} ended with exit code {process.exit_code}:\n{lines}")
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str | None]) -> Any:
+    """Sets the variables for the time of the block."""
+    previous = {name: os.environ.get(name) for name in variables}
+    _set_environment(variables)
+    try:
+        yield
+    finally:
+        _set_environment(previous)
+
+
+def _set_environment(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    env.reload_env()

@@ -1,0 +1,65 @@
+"""`persia-launcher doctor`: what is wrong with this machine, the settings, or the job."""
+
+from __future__ import annotations
+
+import click
+
+from persia.launcher.job_session import job_options
+
+__all__ = ["command"]
+
+
+@click.command("doctor")
+@job_options
+@click.option("--global-config", envvar="PERSIA_GLOBAL_CONFIG", show_envvar=True, metavar="FILE")
+@click.option("--embedding-config", envvar="PERSIA_EMBEDDING_CONFIG", show_envvar=True, metavar="FILE")
+@click.option(
+    "--port",
+    "ports",
+    type=click.IntRange(1, 65535),
+    multiple=True,
+    help="A port that is to be free here, such as 8888; may be given again.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def command(
+    nats_url: str | None,
+    job_name: str,
+    global_config: str | None,
+    embedding_config: str | None,
+    ports: tuple[int, ...],
+    as_json: bool,
+) -> None:
+    """Check this machine, the settings and the job, and say what to do.
+
+    Looks at Python, torch, the compiled module, environment variables, configuration files, ports, the NATS
+    server, the job's processes, limits and huge pages. Ends with exit code 1 when something must be changed;
+    warnings leave it 0. Changes nothing.
+    """
+    import json
+    import sys
+
+    from persia.launcher.doctor_checks import Level, Settings, run_checks
+
+    settings = Settings(
+        global_config=global_config,
+        embedding_config=embedding_config,
+        nats_url=nats_url,
+        job_name=job_name,
+        ports=ports,
+    )
+    colors = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
+    findings = []
+    for topic, finding in run_checks(settings):
+        findings.append((topic, finding))
+        if not as_json:
+            level = click.style(f"{finding.level.value:>4}", fg=colors[finding.level])
+            click.echo(f"{level}  {topic:<14} {finding.what}")
+            if finding.remedy:
+                click.echo(f"      {'':<14} -> {finding.remedy}")
+    if as_json:
+        rows = [
+            {"topic": topic, "level": one.level.value, "what": one.what, "remedy": one.remedy}
+            for topic, one in findings
+        ]
+        click.echo(json.dumps(rows, indent=2))
+    sys.exit(1 if any(finding.level is Level.FAIL for _, finding in findings) else 0)

@@ -1,0 +1,152 @@
+"""The table that `persia-launcher status` draws. Pure: from two looks at a job to text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from persia.messaging.subjects import (
+    DATA_LOADER,
+    EMBEDDING_PARAMETER_SERVER,
+    EMBEDDING_WORKER,
+    NN_WORKER,
+    SERVING,
+)
+from persia.observability.status import ProcessStatus, missing_replicas, rates
+
+__all__ = ["render", "si"]
+
+_COLUMNS = ("process", "state", "rate", "in flight", "waiting", "memory", "details")
+
+
+def render(
+    before: Mapping[tuple[str, int], ProcessStatus],
+    now: Sequence[ProcessStatus],
+    title: str,
+    *,
+    is_whole_job: bool = True,
+) -> RenderableType:
+    """`before`: the look before this one, by role and index; rates are differences to it.
+
+    `is_whole_job`: replicas that `now` lacks are missed.
+    """
+    table = Table(title=title, title_justify="left", expand=False)
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column in ("process", "state", "details") else "right")
+    for status in now:
+        known = before.get((status.info.role, status.info.index))
+        table.add_row(*_row(status, rates(known, status)))
+    below = [Text(line) for line in (_reported(now),) if line]
+    missing = missing_replicas(status.info for status in now) if is_whole_job else []
+    if missing:
+        below.append(Text(f"not there: {', '.join(missing)}; start them, or see their logs", style="red"))
+    return Group(table, *below)
+
+
+def si(value: float) -> str:
+    """1234567 as "1.23M"."""
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def _row(status: ProcessStatus, rate: Mapping[str, float]) -> list[str | Text]:
+    name = f"{status.info.role} {status.info.index}"
+    if status.values is None:
+        state = Text("gone", style="red") if status.gone else Text("no status", style="yellow")
+        return [name, state, "", "", "", "", status.error or ""]
+    values, stats = status.values, status.values["stats"]
+    state = _state(values)
+    cells = _CELLS[status.info.role](stats, rate)
+    memory = f"{values['resident_bytes'] / 2**20:,.0f} MiB"
+    details = cells[3] if values["ready"] else str(values["reason"])
+    return [name, state, *cells[:3], memory, details]
+
+
+def _state(values: Mapping[str, Any]) -> Text:
+    if not values["ready"]:
+        return Text("not ready", style="red")
+    return Text("ready", style="green") if values["configured"] else Text("not configured", style="yellow")
+
+
+def _per_second(rate: Mapping[str, float], key: str, what: str) -> str:
+    return f"{si(rate[key])} {what}/s" if key in rate else ""
+
+
+def _server_cells(stats: Mapping[str, Any], rate: Mapping[str, float]) -> tuple[str, str, str, str]:
+    looked_up, missing = stats["num_looked_up_rows"], stats["num_missing_rows"]
+    hits = f"{1 - missing / looked_up:.1%} hits, " if looked_up else ""
+    staleness = f"staleness {stats['sum_staleness'] / max(stats['num_updates'], 1):.1f}"
+    details = f"{si(stats['num_rows'])} rows, {si(stats['num_evicted_rows'])} evicted, {hits}{staleness}"
+    details += _following(stats)
+    running, waiting = str(stats["rpc_num_running"]), str(stats["rpc_num_in_line"])
+    return _per_second(rate, "num_looked_up_rows", "rows"), running, waiting, details
+
+
+def _worker_cells(stats: Mapping[str, Any], rate: Mapping[str, float]) -> tuple[str, str, str, str]:
+    retries = sum(server["num_retries"] for server in stats["servers"])
+    unique = stats["num_signs"] / stats["num_ids"] if stats["num_ids"] else 0.0
+    details = f"{unique:.0%} unique, {stats['num_expired']} expired, {retries} RPC retries"
+    in_flight, waiting = str(stats["num_in_flight"]), str(stats["num_buffered"])
+    return _per_second(rate, "num_looked_up", "batches"), in_flight, waiting, details
+
+
+def _nn_cells(stats: Mapping[str, Any], rate: Mapping[str, float]) -> tuple[str, str, str, str]:
+    trained, failed = stats["batches_trained"], stats["batches_failed"]
+    details = f"{si(trained)} trained, {stats['batches_released']} released, {failed} failed"
+    waiting = str(sum(stats["queues"].values()))
+    return _per_second(rate, "batches_trained", "batches"), str(stats["in_flight"]), waiting, details
+
+
+def _loader_cells(stats: Mapping[str, Any], rate: Mapping[str, float]) -> tuple[str, str, str, str]:
+    return _per_second(rate, "num_sent", "batches"), "", "", f"{si(stats['num_sent'])} sent"
+
+
+def _serving_cells(stats: Mapping[str, Any], rate: Mapping[str, float]) -> tuple[str, str, str, str]:
+    samples = stats["num_samples"] / max(stats["num_batches"], 1)
+    details = (
+        f"version {stats['served_version']}, {stats['num_failed']} failed, {si(samples)} samples a batch"
+    )
+    if rate.get("num_requests"):
+        details += f", {rate['request_s'] / rate['num_requests'] * 1e3:.1f} ms"
+    details += _following(stats)
+    if stats["version_error"] and stats["following"] is None:
+        details += f"; the newest version cannot be served: {stats['version_error']}"
+    running, waiting = str(stats["num_running"]), str(stats["num_waiting"])
+    return _per_second(rate, "num_requests", "requests"), running, waiting, details
+
+
+def _following(stats: Mapping[str, Any]) -> str:
+    """Where a process of an inference job stands in the packets that it follows."""
+    following = stats.get("following")
+    if following is None:
+        return ""
+    behind, delay_s = following["num_behind"], following["delay_s"]
+    parts = [f", packet {following['number']}", "" if behind is None else f", {behind} behind"]
+    parts.append("" if delay_s is None else f", {delay_s:.1f} s late")
+    parts.append(", pinned" if following["pinned"] else "")
+    parts.append(f", stuck: {following['error']}" if following["error"] else "")
+    return "".join(parts)
+
+
+_CELLS = {
+    EMBEDDING_PARAMETER_SERVER: _server_cells,
+    EMBEDDING_WORKER: _worker_cells,
+    NN_WORKER: _nn_cells,
+    DATA_LOADER: _loader_cells,
+    SERVING: _serving_cells,
+}
+
+
+def _reported(now: Sequence[ProcessStatus]) -> str:
+    """What scripts report, "auc 0.79  step 1.2k"; of several ranks the first that has the name."""
+    values: dict[str, float] = {}
+    for status in now:
+        for name, value in ((status.values or {}).get("reported") or {}).items():
+            values.setdefault(name, value)
+    return "  ".join(f"{name} {value:.6g}" for name, value in values.items())

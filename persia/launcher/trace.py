@@ -1,0 +1,64 @@
+"""`persia-launcher trace`: what every process did while some batches went through the job."""
+
+from __future__ import annotations
+
+import click
+
+from persia.launcher.job_session import job_options
+
+__all__ = ["command"]
+
+
+@click.command("trace")
+@job_options
+@click.option(
+    "--batches",
+    type=click.IntRange(1, 100_000),
+    default=200,
+    show_default=True,
+    help="Stop when the NN workers have trained so many more.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.1, 100),
+    default=30,
+    show_default=True,
+    help="Stop after this time in any case.",
+)
+@click.option(
+    "--output", type=click.Path(dir_okay=False), default="trace.json", show_default=True, metavar="FILE"
+)
+def command(nats_url: str | None, job_name: str, batches: int, seconds: float, output: str) -> None:
+    """Record a running job's phases into FILE, for https://ui.perfetto.dev or chrome://tracing.
+
+    Each process is a track: waiting, lookups, pooling, RPC, forward, backward, gradient return, update.
+    Spans of training batches carry batch_id in all processes. docs/operations.md explains how to read one.
+    """
+    import os
+    import sys
+
+    from persia.errors import StorageError
+    from persia.launcher.job_session import job_session
+    from persia.observability.recording import record
+    from persia.observability.status import find_processes
+
+    folder = os.path.dirname(os.path.abspath(output))
+    if not os.access(folder, os.W_OK):  # told before the recording rather than after
+        raise StorageError(f"--output {output}: {folder} does not exist, or cannot be written to")
+    with job_session(nats_url, job_name, name="trace") as session:
+        processes = [info for info in find_processes(session) if info.status_address]
+        if not processes:
+            click.secho(
+                f"no process of the job {job_name!r} answers with a status: is this its NATS server?",
+                fg="red",
+                err=True,
+            )
+            sys.exit(1)
+        result = record(processes, num_batches=batches, limit_s=seconds)
+    result.write(output)
+    click.echo(
+        f"{result.num_spans} spans of {len(processes)} processes, {result.num_batches} batches in "
+        f"{result.elapsed_s:.2f} s: {output}"
+    )
+    for problem in result.problems:
+        click.secho(problem, fg="yellow", err=True)

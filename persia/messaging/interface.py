@@ -1,0 +1,39 @@
+"""What discovery, data loaders and NN workers need of a session: `NatsSession`, or `LocalSession` without a
+broker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from persia.messaging.receiver import Handler
+from persia.messaging.registration import Registration
+from persia.messaging.subjects import Subjects
+
+__all__ = ["Session"]
+
+
+class Session(Protocol):
+    """Contracts: `persia.messaging.session.NatsSession`."""
+
+    subjects: Subjects
+
+    @property
+    def is_connected(self) -> bool: ...
+
+    def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes: ...
+
+    def request_many(
+        self, subject: str, payload: bytes, window_s: float, *, enough: Callable[[bytes], bool] | None = None
+    ) -> list[bytes]: ...
+
+    def publish(self, subject: str, payload: bytes) -> None: ...
+
+    def respond(self, subject: str, handler: Handler, *, max_concurrency: int = 8) -> Registration: ...
+
+    def subscribe(self, subject: str, callback: Callable[[bytes], None]) -> Registration: ...
+
+    def on_reconnect(self, callback: Callable[[], None]) -> Registration: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,147 @@
+"""What `NatsSession` does between processes, inside one process: for jobs without a broker.
+
+The same subjects, payloads, discovery and back-pressure run over it, so that an embedded job takes the code
+path of a cluster. A message is a call on the sender's thread; nothing is queued.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from persia.errors import FailedPreconditionError, InternalError, PersiaError, UnavailableError
+from persia.messaging.receiver import Handler
+from persia.messaging.registration import Registration
+from persia.messaging.subjects import Subjects
+
+__all__ = ["LocalBroker", "LocalSession"]
+
+_JOB_NAME = "embedded"  # brokers share nothing, so all jobs may have one name
+
+
+class LocalBroker:
+    """Who listens on which subject. Thread-safe; belongs to one job."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listeners: dict[str, list[Handler]] = {}
+
+    def add(self, subject: str, handler: Handler) -> Registration:
+        with self._lock:
+            self._listeners.setdefault(subject, []).append(handler)
+        return Registration(lambda: self._remove(subject, handler))
+
+    def listeners(self, subject: str) -> list[Handler]:
+        with self._lock:
+            return list(self._listeners.get(subject, ()))
+
+    def _remove(self, subject: str, handler: Handler) -> None:
+        with self._lock:
+            self._listeners[subject].remove(handler)
+
+
+class LocalSession:
+    """One participant of an embedded job: `Session` over a `LocalBroker`.
+
+    Differs from a NATS session where there is no network: replies are there when the call returns, so
+    time-outs are never reached but by handlers that wait, and `max_concurrency` is the number of callers.
+    """
+
+    def __init__(self, broker: LocalBroker, *, name: str) -> None:
+        self.subjects = Subjects(_JOB_NAME)
+        self._broker = broker
+        self._name = name
+        self._lock = threading.Lock()
+        self._registrations: list[Registration] = []
+        self._is_open = True
+
+    @property
+    def is_connected(self) -> bool:
+        return self._is_open
+
+    def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
+        """The reply of who listens on `subject`; raises UnavailableError when nobody does."""
+        self._check_open()
+        for handler in self._broker.listeners(subject):
+            reply = _invoke(handler, payload)
+            if reply is not None:
+                return reply
+        raise UnavailableError(f"nobody listens on {subject}: its context has not started, or has ended")
+
+    def request_many(
+        self, subject: str, payload: bytes, window_s: float, *, enough: Callable[[bytes], bool] | None = None
+    ) -> list[bytes]:
+        """The replies of all who listen on `subject`, up to the one of which `enough(reply)` says so."""
+        self._check_open()
+        replies = []
+        for handler in self._broker.listeners(subject):
+            reply = _invoke(handler, payload)
+            if reply is None:
+                continue
+            replies.append(reply)
+            if enough is not None and enough(reply):
+                break
+        return replies
+
+    def publish(self, subject: str, payload: bytes) -> None:
+        """Calls whoever listens."""
+        self._check_open()
+        for handler in self._broker.listeners(subject):
+            _invoke(handler, payload)
+
+    def respond(self, subject: str, handler: Handler, *, max_concurrency: int = 8) -> Registration:
+        """Answers each request on `subject` with what `handler(payload)` returns, on the asker's thread."""
+        return self._register(subject, handler)
+
+    def subscribe(self, subject: str, callback: Callable[[bytes], None]) -> Registration:
+        """Calls `callback(payload)` for each message on `subject`, on the publisher's thread."""
+        return self._register(subject, callback)
+
+    def on_reconnect(self, callback: Callable[[], None]) -> Registration:
+        """Never called: nothing can be lost."""
+        return Registration(lambda: None)
+
+    def close(self) -> None:
+        """Listens and sends no more; idempotent."""
+        with self._lock:
+            self._is_open = False
+            registrations, self._registrations = self._registrations, []
+        for registration in registrations:
+            registration.close()
+
+    def _register(self, subject: str, handler: Handler) -> Registration:
+        self._check_open()
+        registration = self._broker.add(subject, handler)
+        with self._lock:
+            self._registrations.append(registration)
+        return registration
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise FailedPreconditionError(f"the session {self._name} of the embedded job is closed")
+
+
+def _invoke(handler: Handler, payload: bytes) -> bytes | None:
+    try:
+        result = handler(payload)
+        if inspect.iscoroutine(result):
+            return _drive(result)
+        assert result is None or isinstance(result, bytes), "other awaitables are not used by handlers"
+        return result
+    except PersiaError:
+        raise
+    except Exception as error:  # as over a network: the asker gets an error of ours, the cause stays visible
+        raise InternalError(f"{type(error).__name__}: {error}") from error
+
+
+def _drive(coroutine: Coroutine[Any, Any, bytes | None]) -> bytes | None:
+    """Handlers that run on a session's loop must not block, so one step ends them; no loop is needed."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: bytes | None = end.value
+        return result
+    coroutine.close()
+    raise InternalError("a handler on the session's loop has waited for something")

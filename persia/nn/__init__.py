@@ -1,0 +1,18 @@
+"""Modules for ordinary torch models whose embedding rows live in persia's store."""
+
+from persia.nn.convert import convert
+from persia.nn.embedding_bag_collection import BagStats, EmbeddingBagCollection
+from persia.nn.export import export
+from persia.nn.metrics import ClickMetrics, ClickQuality
+from persia.nn.store_embedding import StoreEmbedding, StoreEmbeddingBag
+
+__all__ = [
+    "BagStats",
+    "ClickMetrics",
+    "ClickQuality",
+    "EmbeddingBagCollection",
+    "StoreEmbedding",
+    "StoreEmbeddingBag",
+    "convert",
+    "export",
+]

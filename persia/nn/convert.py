@@ -1,0 +1,179 @@
+"""An ordinary model's embeddings into persia's store, in place, with nothing else about it changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from persia.embedding import EmbeddingConfig
+from persia.embedding.optim import Optimizer
+from persia.errors import InvalidArgumentError, InvalidTypeError
+from persia.nn.pending_updates import PendingUpdates
+from persia.nn.replicas import RankExchange, from_rank_0
+from persia.nn.store_embedding import StoreEmbedding, StoreEmbeddingBag, StoreRows
+
+__all__ = ["convert"]
+
+Select = Callable[[str, nn.Module], bool]
+_Original = nn.Embedding | nn.EmbeddingBag
+
+# A converted model is to train like the original, whose rows nothing clamps.
+_DEFAULT_CONFIG = EmbeddingConfig(weight_bound=0.0)
+
+
+def convert(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    select: Select | None = None,
+    grow: bool = False,
+    embedding_config: EmbeddingConfig = _DEFAULT_CONFIG,
+    capacity: int = 1_000_000_000,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> nn.Module:
+    """Puts the rows of `nn.Embedding` and `nn.EmbeddingBag` modules, anywhere in `model`, into a store.
+
+    The modules are replaced in place; row i becomes the row of ID i. The training loop stays as it is, except
+    that `loss.backward()` applies `optimizer` to the rows: they are no parameters any more, so make the dense
+    optimizer and DDP from the converted model. A weight that is used twice, by one module or by several,
+    stays one. Modules whose weight does not require a gradient are left as they are. The replaced weights
+    are emptied, so that no other reference keeps their memory: `copy.deepcopy` the model first to keep it.
+
+    Args:
+        model: anything with embeddings, or an embedding itself.
+        optimizer: of `persia.embedding.optim`.
+        select: called with each embedding's qualified name and module; those it says False of stay as they
+            are. Default: all.
+        grow: any 64-bit integer is an ID, and one without a row gets a fresh one in training. Otherwise IDs
+            are those of the old vocabulary, and others are refused.
+        embedding_config: initial values of fresh rows, admission, weight bound; the default clamps nothing.
+        capacity: rows at most of each weight; beyond it those used the longest ago are evicted.
+        process_group: its ranks train one model: rows begin as rank 0's and every rank applies the mean
+            gradient of all, as DDP does. Every rank must then call `backward()` equally often.
+
+    Returns:
+        The model; a new module where `model` is an embedding itself.
+
+    Raises:
+        InvalidArgumentError: nothing to convert; or an embedding that a store cannot stand for, named with
+            the reason. The model is then as it was.
+        InvalidTypeError: no module, or no optimizer of `persia.embedding.optim`.
+
+    Example:
+        >>> model = convert(DeepFM(...), Adagrad(lr=0.05), select=lambda name, m: m.num_embeddings > 1000)
+        >>> dense_optimizer = torch.optim.Adam(model.parameters())
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
+    chosen = _chosen(model, select)
+    _check_all(model, chosen)
+    if process_group is not None:
+        embedding_config = replace(embedding_config, seed=_seed_of_rank_0(embedding_config, process_group))
+    updates = PendingUpdates(None if process_group is None else RankExchange(process_group))
+    rows_of: dict[int, StoreRows] = {}  # by the weight's identity
+    replacements: dict[int, nn.Module] = {}  # by the module's
+    for name, module in chosen.items():
+        rows = rows_of.get(id(module.weight))
+        if rows is None:
+            rows = rows_of[id(module.weight)] = StoreRows(
+                name or type(module).__name__,
+                module.embedding_dim,
+                None if grow else module.num_embeddings,
+                optimizer,
+                updates,
+                embedding_config=embedding_config,
+                capacity=capacity,
+            )
+        weight = module.weight if process_group is None else from_rank_0(module.weight, process_group)
+        replacements[id(module)] = _replacement(module, rows, weight)
+    for module in chosen.values():
+        module.weight.data = module.weight.new_empty(0, module.embedding_dim)
+    return _replaced(model, replacements)
+
+
+def _chosen(model: nn.Module, select: Select | None) -> dict[str, _Original]:
+    """By qualified name. A table inside a larger module, such as one of torchrec, is found like any other."""
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.requires_grad
+    }
+    chosen = {name: module for name, module in found.items() if select is None or select(name, module)}
+    if not chosen:
+        raise InvalidArgumentError(
+            f"{type(model).__name__} has {len(found)} trainable nn.Embedding and nn.EmbeddingBag modules and "
+            "none was chosen: there is nothing to convert"
+        )
+    return chosen
+
+
+def _check_all(model: nn.Module, chosen: dict[str, _Original]) -> None:
+    weights = {id(module.weight) for module in chosen.values()}
+    for name, module in chosen.items():
+        if reason := _reason_against(module):
+            raise InvalidArgumentError(
+                f"{name or type(module).__name__!r} {reason}, or leave it out by select="
+            )
+    for parent_name, parent in model.named_modules():
+        if any(parent is module for module in chosen.values()):
+            continue
+        for name, parameter in parent.named_parameters(recurse=False):
+            if id(parameter) in weights:
+                where = f"{parent_name}.{name}" if parent_name else name
+                raise InvalidArgumentError(
+                    f"the parameter {where!r} is the weight of a chosen embedding too, and would not see "
+                    "what the store's rows learn: choose both by select=, or neither"
+                )
+
+
+def _reason_against(module: _Original) -> str | None:
+    original = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
+    if type(module).forward is not original.forward:
+        return f"is a {type(module).__name__} with a forward of its own: replace it yourself"
+    if parametrize.is_parametrized(module):
+        return "is parametrized, and a store's rows are plain: remove the parametrization"
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        return "has hooks, which would be lost: remove them first"
+    if module.max_norm is not None:
+        return (
+            f"has max_norm={module.max_norm}, which rewrites rows whenever they are read, and a store's rows "
+            "change in updates only: set max_norm=None, weight_bound bounds elements after an update"
+        )
+    if module.scale_grad_by_freq:
+        return "has scale_grad_by_freq, which the store's optimizers do not know: set it to False"
+    if isinstance(module, nn.EmbeddingBag) and module.mode not in ("sum", "mean"):
+        return f"has mode={module.mode!r}, and a store pools by sum or mean: use one of these"
+    if module.weight.dtype != torch.float32:
+        return f"has a weight of {module.weight.dtype}, and a store's rows are float32: call .float() first"
+    if module.weight.is_meta:
+        return "is on the meta device and has no values: materialise it first"
+    if not torch.isfinite(module.weight).all():
+        return "has a NaN or an infinity in its weight: mend it"
+    return None
+
+
+def _replacement(module: _Original, rows: StoreRows, weight: torch.Tensor) -> nn.Module:
+    replacement: StoreEmbedding | StoreEmbeddingBag
+    if isinstance(module, nn.Embedding):
+        replacement = StoreEmbedding(rows, module.padding_idx)
+    else:
+        replacement = StoreEmbeddingBag(rows, module.mode, module.padding_idx, module.include_last_offset)
+    replacement.load_weight(weight.detach())
+    return replacement.train(module.training)
+
+
+def _replaced(model: nn.Module, replacements: dict[int, nn.Module]) -> nn.Module:
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if id(child) in replacements:
+                parent._modules[name] = replacements[id(child)]
+    return replacements.get(id(model), model)
+
+
+def _seed_of_rank_0(config: EmbeddingConfig, group: torch.distributed.ProcessGroup) -> int:
+    seed = torch.tensor([config.effective_seed], dtype=torch.uint64).view(torch.int64)
+    return int(from_rank_0(seed, group).view(torch.uint64))

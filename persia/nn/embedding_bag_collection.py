@@ -1,0 +1,419 @@
+"""Pooled embeddings of many slots as one torch module, with the engine in this process.
+
+The module looks rows up where they lie in the store, and its backward pass applies the sparse optimizer to
+them: there is no weight of table size, no gradient of table size and no separate step. It is the same engine
+that embedding workers and parameter servers run; here it needs neither broker nor servers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from persia import _native, env
+from persia.checkpoint.checkpoints import Checkpoints, Source, described
+from persia.checkpoint.peers import LocalPeer
+from persia.checkpoint.schema import RowSchema
+from persia.checkpoint.server_job import ServerShare
+from persia.checkpoint.service import CheckpointService
+from persia.config import SlotConfig, SlotsConfig
+from persia.embedding import EmbeddingConfig
+from persia.embedding.checks import checked_integer
+from persia.embedding.optim import Optimizer
+from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, InvalidTypeError
+from persia.logger import get_logger
+
+__all__ = ["BagStats", "EmbeddingBagCollection"]
+
+_logger = get_logger(__name__)
+
+_DEFAULT_PREFIX_BITS = 8
+_MAX_THREADS = 1024  # more is a mistake, which would use up the system's threads
+
+# Forks between the first process and this one. A fork lacks the engine's threads and would wait for them.
+_num_forks = 0
+
+
+def _count_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+@dataclass(frozen=True)
+class BagStats:
+    """What a module holds, and counts since it was made."""
+
+    num_rows: int
+    memory_bytes: int  # index, rows and order: everything the store holds
+    num_inserted: int
+    num_evicted: int
+    num_unadmitted: int  # lookups of IDs that admission refused: read as zeros
+    num_updated: int  # rows, each once a batch
+    num_missing: int  # gradients dropped because their row had been evicted or never admitted
+    num_nonfinite: int  # gradients dropped because their sum was NaN or infinite
+
+
+class EmbeddingBagCollection(torch.nn.Module):
+    """Sums of embedding rows, for many slots at once, trained by `backward()`.
+
+    IDs are any 64-bit integers; a row is made when its ID is first seen in training. In `eval()` mode and
+    under `no_grad()` unknown IDs read as zeros and nothing is inserted.
+
+    Rows are no parameters: `parameters()` and `state_dict()` are empty, dense optimizers and DDP do not see
+    them. Each process has rows of its own.
+
+    Args:
+        slots: slot name -> dim, or -> `persia.config.SlotConfig`, or a whole `SlotsConfig` with feature
+            groups. Only pooled slots (`embedding_summation`, the default). The order is that of the inputs
+            and of the output's columns.
+        optimizer: of `persia.embedding.optim`; applied to a batch's rows in its backward pass.
+        embedding_config: initial values, admission, weight bound; default `EmbeddingConfig()`.
+        capacity: rows at most; beyond it those used the longest ago are evicted. Nothing is allocated ahead.
+        num_internal_shards: parts the store is divided into, at least as many as threads. Each has an equal
+            share of the capacity and evicts for itself.
+        num_threads: threads of a lookup or update, the caller's included; default `PERSIA_NUM_THREADS`, else
+            `torch.get_num_threads()`. They sleep while torch computes.
+
+    Raises:
+        InvalidArgumentError: a value out of its range, a raw slot; the message names it.
+        InvalidTypeError: an argument of another class, such as an optimizer of `torch.optim`.
+
+    Example:
+        >>> ebc = EmbeddingBagCollection({"user": 16, "item": 16}, optimizer=Adagrad(lr=1e-2))
+        >>> values = torch.tensor([7, 8, 100, 101, 102])  # users 7 and 8; items 100 and 101, 102
+        >>> lengths = torch.tensor([[1, 1], [1, 2]])
+        >>> ebc(values, lengths).shape
+        torch.Size([2, 32])
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[str, int | SlotConfig] | SlotsConfig,
+        optimizer: Optimizer,
+        *,
+        embedding_config: EmbeddingConfig | None = None,
+        capacity: int = 1_000_000_000,
+        num_internal_shards: int = 16,
+        num_threads: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.slots_config = slots if isinstance(slots, SlotsConfig) else _slots_config(slots)
+        self.embedding_config = embedding_config or EmbeddingConfig()
+        self._num_threads = _num_threads(num_threads)
+        self._bags = _native.EmbeddingBags(
+            slots=self.slots_config.native_slots(),
+            feature_index_prefix_bit=self.slots_config.feature_index_prefix_bit,
+            capacity=_in_range("capacity", capacity, 2**64 - 1),
+            num_internal_shards=_in_range("num_internal_shards", num_internal_shards, 65536),
+            num_threads=self._num_threads,
+        )
+        self._num_forks = _num_forks
+        self._has_warned = False
+        # What makes the output require a gradient. No parameter: optimizers and DDP must not see it.
+        self._anchor = torch.zeros((), requires_grad=True)
+        self.optimizer = optimizer
+        self.set_optimizer(optimizer)
+
+    @property
+    def slot_names(self) -> list[str]:
+        """In the order of the inputs and of the output's columns."""
+        return list(self.slots_config.slots_config)
+
+    @property
+    def out_features(self) -> int:
+        """Columns of the output: the sum of the slots' dims."""
+        return sum(slot.dim for slot in self.slots_config.slots_config.values())
+
+    def forward(
+        self,
+        values: Any,
+        lengths: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Looks a batch up and pools it.
+
+        Args:
+            values: int64 or uint64 [total], the IDs of the first slot sample by sample, then those of the
+                second, and so on; or a torchrec `KeyedJaggedTensor` whose keys are the slots.
+            lengths: int64 [num_slots, batch]: how many IDs each sample has; not with a KeyedJaggedTensor.
+            per_sample_weights: float32 [total], finite, what each ID's row is multiplied by; None is 1 each.
+                A mean divides by the sum of a sample's weights, a root by that of their squares. They get no
+                gradient; a KeyedJaggedTensor has its own.
+
+        Returns:
+            float32 [batch, sum of dims], on the device of `values`. A slot without IDs gives zeros.
+
+        Raises:
+            InvalidArgumentError: shapes or lengths that do not fit each other or the slots.
+            InvalidTypeError: another dtype or type.
+            FailedPreconditionError: called in a fork of the process that made the module.
+            ResourceExhaustedError: the batch alone has more IDs than the capacity, or memory ran out.
+        """
+        self._check_can_look_up()
+        if not isinstance(values, torch.Tensor):
+            values, lengths, per_sample_weights = self._of_keyed_jagged(values, lengths, per_sample_weights)
+        if lengths is None:
+            raise InvalidArgumentError("lengths is missing: give int64 [num_slots, batch] beside the values")
+        ids, counts = _ids(values, "values"), _lengths(lengths)
+        weights = None if per_sample_weights is None else _weights(per_sample_weights)
+        if self.training and torch.is_grad_enabled():
+            pooled: torch.Tensor = _PooledLookup.apply(self._anchor, self, ids, counts, weights)  # type: ignore[no-untyped-call]
+        else:
+            rows, _ = self._bags.lookup(ids, counts, train=False, weights=weights)
+            pooled = torch.from_numpy(rows)
+        return pooled.to(values.device)
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        """Goes on with other settings of the same optimizer, such as a learning rate.
+
+        Raises:
+            FailedPreconditionError: what cannot change while there are rows, such as the kind of optimizer.
+            InvalidTypeError: no optimizer of `persia.embedding.optim`.
+        """
+        if not isinstance(optimizer, Optimizer):
+            raise InvalidTypeError(
+                f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}, must be one of "
+                "persia.embedding.optim, such as SGD, Adagrad or Adam"
+            )
+        self.register_embedding_optimizer(optimizer)
+
+    def register_embedding_optimizer(self, optimizer: Optimizer) -> None:
+        """As `set_optimizer`; the name by which `Optimizer.set_lr` knows it."""
+        self._bags.configure(optimizer.train_config(self.embedding_config), replace=True)
+        self.optimizer.remove_user(self)
+        self.optimizer = optimizer
+        optimizer.add_user(self)
+
+    def set_embeddings(self, slot: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Sets the rows of `ids` (int64 or uint64 [n]) to `rows` (float32 [n, dim]), as for pretrained ones.
+
+        Their optimizer state begins anew. Of an ID that is there twice, the last row stays.
+
+        Raises:
+            InvalidArgumentError: no such slot, wrong shapes, NaN or infinity, a slot with a hash stack.
+            InvalidTypeError: another dtype or type.
+        """
+        names = self.slot_names
+        if slot not in names:
+            raise InvalidArgumentError(f"slot {slot!r} is not one of {', '.join(names)}")
+        if not isinstance(rows, torch.Tensor) or rows.dtype != torch.float32:
+            raise InvalidTypeError(f"rows is {_kind(rows)}, must be a torch.float32 tensor [n, dim]")
+        if not torch.isfinite(rows).all():
+            raise InvalidArgumentError(f"rows for slot {slot!r} have a NaN or an infinity: leave them out")
+        self._bags.set_rows(names.index(slot), _ids(ids, "ids"), _array(rows))
+
+    def stats(self) -> BagStats:
+        """Rows, memory and counts, now."""
+        stats = self._bags.stats()
+        return BagStats(
+            num_rows=stats.num_rows,
+            memory_bytes=stats.memory_bytes,
+            num_inserted=stats.num_inserted,
+            num_evicted=stats.num_evicted,
+            num_unadmitted=stats.num_unadmitted,
+            num_updated=stats.num_updated,
+            num_missing=stats.num_missing,
+            num_nonfinite=stats.num_nonfinite,
+        )
+
+    def dump(
+        self, url: str | os.PathLike[str], *, step: int | None = None, keep_last: int | None = None
+    ) -> None:
+        """Writes all rows, with the optimizer's state, to a directory or URL (docs/checkpoints.md).
+
+        What was there stays readable until the new checkpoint is complete. `keep_last=N` makes `url` a
+        directory of checkpoints, named by `step`, of which N are kept.
+
+        Raises:
+            StorageError: the disk or the storage service refused; nothing of the dump is left.
+        """
+        self._checkpoints().dump(url, step=step, keep_last=keep_last, optimizer=described(self.optimizer))
+
+    def load(self, url: str | os.PathLike[str], *, strict: bool = True) -> None:
+        """Replaces all rows by those of a checkpoint, of this class or of a cluster with the same slots.
+
+        Hyper-parameters of the optimizer stay those of this collection. `strict=False` accepts that slots
+        were added or removed since.
+
+        Raises:
+            NotFoundError, CorruptionError: no checkpoint, or one that is not whole; rows are as they were.
+            FailedPreconditionError: other slots than here, or another kind of optimizer.
+        """
+        config = self.optimizer.train_config(self.embedding_config)
+        self._checkpoints().load(Source(url), train_config=config.encode(), strict=strict)
+
+    def clear(self) -> None:
+        """Removes all rows."""
+        self._bags.clear()
+
+    def extra_repr(self) -> str:
+        slots = ", ".join(f"{name}={slot.dim}" for name, slot in self.slots_config.slots_config.items())
+        return f"{slots}; {type(self.optimizer).__name__}, rows={self._bags.stats().num_rows}"
+
+    def __reduce__(self) -> NoReturn:
+        raise FailedPreconditionError(
+            f"an {type(self).__name__} cannot be copied or pickled: its rows are in this process's store. "
+            "Save them with `dump()`, and `state_dict()` of the dense modules beside them"
+        )
+
+    def _check_can_look_up(self) -> None:
+        if self._num_forks != _num_forks:
+            raise FailedPreconditionError(
+                f"this process is a fork of the one that made the {type(self).__name__}, whose threads and "
+                "rows it lacks: look IDs up there, or make a collection here"
+            )
+
+    def _of_keyed_jagged(
+        self, keyed: Any, lengths: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        if not all(hasattr(keyed, name) for name in ("keys", "values", "lengths", "weights_or_none")):
+            raise InvalidTypeError(
+                f"values is a {type(keyed).__name__}, must be a torch.Tensor of IDs or a KeyedJaggedTensor"
+            )
+        if lengths is not None:
+            raise InvalidArgumentError("lengths was given beside a KeyedJaggedTensor, which has its own")
+        if weights is not None:
+            raise InvalidArgumentError(
+                "per_sample_weights was given beside a KeyedJaggedTensor: give it weights of its own"
+            )
+        if list(keyed.keys()) != self.slot_names:
+            raise InvalidArgumentError(
+                f"the KeyedJaggedTensor has the keys {list(keyed.keys())}, must have the slots in their "
+                f"order: {self.slot_names}"
+            )
+        if keyed.variable_stride_per_key():
+            raise InvalidArgumentError(
+                "the KeyedJaggedTensor has another batch size for each key, which is not supported"
+            )
+        # Its lengths may be int32.
+        counts = keyed.lengths().to(torch.int64).view(len(self.slot_names), -1)
+        return keyed.values(), counts, keyed.weights_or_none()
+
+    def _checkpoints(self) -> Checkpoints:
+        share = ServerShare(
+            store=self._bags,
+            index=0,
+            replicas=1,
+            schema=RowSchema.of(self.slots_config),
+            num_threads=self._num_threads,
+        )
+        peer = LocalPeer(CheckpointService(share))
+        return Checkpoints(lambda: [peer], deadline_s=env.get_deadline_s())
+
+    def _update(self, batch: _native.BagBatch, gradient: torch.Tensor) -> None:
+        report = self._bags.update(batch, _array(gradient))
+        if report.num_nonfinite and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "the gradients of %d rows were NaN or infinite and were dropped; see stats().num_nonfinite",
+                report.num_nonfinite,
+            )
+
+
+class _PooledLookup(torch.autograd.Function):
+    """The lookup, whose backward pass is the update."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        module: EmbeddingBagCollection,
+        ids: NDArray[np.uint64],
+        lengths: NDArray[np.int64],
+        weights: NDArray[np.float32] | None,
+    ) -> torch.Tensor:
+        rows, ctx.batch = module._bags.lookup(ids, lengths, train=True, weights=weights)
+        ctx.module = module
+        return torch.from_numpy(rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None, None]:
+        ctx.module._update(ctx.batch, gradient)
+        return None, None, None, None, None
+
+
+def _slots_config(slots: Mapping[str, int | SlotConfig]) -> SlotsConfig:
+    if not isinstance(slots, Mapping):
+        raise InvalidTypeError(
+            f"slots is {_kind(slots)}, must be a mapping of names to dims, or a SlotsConfig"
+        )
+    configs = {name: _slot_config(name, slot) for name, slot in slots.items()}
+    # Every slot is a group of its own, numbered from 1 in the top bits of its signs.
+    bits = max(_DEFAULT_PREFIX_BITS, len(configs).bit_length())
+    return SlotsConfig(slots_config=configs, feature_index_prefix_bit=bits)
+
+
+def _slot_config(name: str, slot: int | SlotConfig) -> SlotConfig:
+    if not isinstance(name, str):
+        raise InvalidTypeError(f"slots has the name {name!r}, must be a string")
+    if isinstance(slot, SlotConfig):
+        return slot
+    try:
+        return SlotConfig(dim=slot)
+    except ConfigError as error:
+        raise InvalidArgumentError(f"slot {name!r}: {error}") from None
+
+
+def _in_range(name: str, value: int, maximum: int) -> int:
+    if not 1 <= checked_integer(name, value) <= maximum:
+        raise InvalidArgumentError(f"{name}={value} must be an integer from 1 to {maximum}")
+    return int(value)
+
+
+def _num_threads(given: int | None) -> int:
+    if given is not None:
+        return _in_range("num_threads", given, _MAX_THREADS)
+    from_env = env.get_num_threads()
+    if from_env is not None:
+        return _in_range("PERSIA_NUM_THREADS", from_env, _MAX_THREADS)
+    return min(torch.get_num_threads(), _MAX_THREADS)
+
+
+def _kind(value: object) -> str:
+    """What to call it in a message: a tensor by its dtype, anything else by its class."""
+    return str(value.dtype) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+def _array(tensor: torch.Tensor) -> NDArray[Any]:
+    """On the host and contiguous; the tensor's own memory where it is that already.
+
+    A gradient may come with any strides (a sum's has none) and as a lazy negative or conjugate.
+    """
+    array: NDArray[Any] = tensor.detach().contiguous().numpy(force=True)
+    return array
+
+
+def _ids(values: torch.Tensor, name: str) -> NDArray[np.uint64]:
+    if not isinstance(values, torch.Tensor) or values.dtype not in (torch.int64, torch.uint64):
+        raise InvalidTypeError(f"{name} is {_kind(values)}, must be a torch.int64 or torch.uint64 tensor")
+    return _array(values).view(np.uint64)
+
+
+def _lengths(lengths: torch.Tensor) -> NDArray[np.int64]:
+    if not isinstance(lengths, torch.Tensor) or lengths.dtype != torch.int64:
+        raise InvalidTypeError(
+            f"lengths is {_kind(lengths)}, must be a torch.int64 tensor [num_slots, batch]"
+        )
+    return _array(lengths)
+
+
+def _weights(weights: torch.Tensor) -> NDArray[np.float32]:
+    if not isinstance(weights, torch.Tensor) or weights.dtype != torch.float32:
+        raise InvalidTypeError(
+            f"per_sample_weights is {_kind(weights)}, must be a torch.float32 tensor, one a value"
+        )
+    if weights.requires_grad:
+        raise InvalidArgumentError(
+            "per_sample_weights requires a gradient, which the lookup does not give: pass .detach()"
+        )
+    return _array(weights)

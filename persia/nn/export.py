@@ -1,0 +1,266 @@
+"""A trained model as plain torch: its rows leave the store for tensors, and nothing of persia stays in it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from persia.embedding.checks import checked_integer, checked_number
+from persia.errors import InvalidArgumentError, InvalidTypeError, ResourceExhaustedError
+from persia.logger import get_logger
+from persia.nn.embedding_bag_collection import EmbeddingBagCollection
+from persia.nn.exported import (
+    ExportedBagCollection,
+    ExportedEmbedding,
+    ExportedEmbeddingBag,
+    ExportedSlot,
+    KeyedRows,
+)
+from persia.nn.snapshot_rows import all_rows
+from persia.nn.store_embedding import StoreEmbedding, StoreEmbeddingBag, StoreRows
+
+__all__ = ["export"]
+
+_logger = get_logger(__name__)
+
+_BYTES_OF_A_KEY = 8
+
+
+def export(
+    model: nn.Module,
+    *,
+    ids: Mapping[str, torch.Tensor] | None = None,
+    min_norm: float = 0.0,
+    max_bytes: int = 8 << 30,
+) -> nn.Module:
+    """A copy of `model` in which tensors stand for stores.
+
+    It goes where torch models go: state_dict, pickle, torch.export, TorchScript, ONNX. In `eval()` mode its
+    outputs equal the trained model's to the last bit. It holds the rows that there are and reads zeros for
+    other IDs; where a vocabulary is known and exported whole, IDs beyond it are an error, as they were. The
+    size is logged before anything is built.
+
+    Args:
+        model: with converted modules or `EmbeddingBagCollection`s anywhere; a DDP wrapper is left out.
+        ids: only the rows of these IDs, int64 or uint64 [n] each, by the place of the module: "deep.item" of
+            a converted one, "embeddings.item" of slot "item" of a collection in `model.embeddings`, "item"
+            where the collection is the model. Places that are not named are exported whole; an empty tensor
+            leaves one out. A row that several slots share is there if any of them wants it.
+        min_norm: rows whose Euclidean norm is below it are left out, and read as zeros.
+        max_bytes: of rows and keys, at most.
+
+    Returns:
+        The copy, in `eval()` mode. Its rows are buffers; an update of the model does not reach it.
+
+    Raises:
+        InvalidArgumentError: nothing to export, or `ids` for a place that is none.
+        InvalidTypeError: no module, or IDs of another dtype.
+        ResourceExhaustedError: more than `max_bytes`; the message has the size.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    limit = _Limit(checked_integer("max_bytes", max_bytes))
+    exporter = _Exporter(_places(model), dict(ids or {}), checked_number("min_norm", min_norm), limit)
+    # A copy in which the replacements stand for their originals wherever these are, references included.
+    result: nn.Module = copy.deepcopy(model, memo=exporter.replacements())
+    return result.eval()
+
+
+def _places(model: nn.Module) -> dict[str, nn.Module]:
+    kinds = (StoreEmbedding, StoreEmbeddingBag, EmbeddingBagCollection)
+    places: dict[str, nn.Module] = {
+        place: module
+        for place, module in model.named_modules()
+        if isinstance(module, kinds) and not isinstance(module, StoreRows)
+    }
+    if not places:
+        raise InvalidArgumentError(
+            f"{type(model).__name__} has no converted module and no EmbeddingBagCollection: there is nothing "
+            "to export"
+        )
+    return places
+
+
+@dataclass
+class _Limit:
+    """What has been taken so far, and how much may be."""
+
+    max_bytes: int
+    num_rows: int = 0
+    num_bytes: int = 0
+
+    def take(self, place: str, num_rows: int, num_bytes: int) -> None:
+        self.num_rows += num_rows
+        self.num_bytes += num_bytes
+        if self.num_bytes > self.max_bytes:
+            raise ResourceExhaustedError(
+                f"the export has {self.num_rows:,} rows and {self.num_bytes:,} bytes up to {place!r}, more "
+                f"than max_bytes={self.max_bytes:,}: raise it, leave rows out by ids= or min_norm=, or serve "
+                "them from parameter servers"
+            )
+
+
+@dataclass
+class _Gathered:
+    """Rows of one dim that are to be exported."""
+
+    signs: list[torch.Tensor]  # int64 [n] each
+    rows: list[torch.Tensor]  # float32 [n, dim] each
+
+
+class _Exporter:
+    def __init__(
+        self, places: dict[str, nn.Module], ids: dict[str, torch.Tensor], min_norm: float, limit: _Limit
+    ) -> None:
+        self._places = places
+        self._ids = {place: _checked_ids(place, wanted) for place, wanted in ids.items()}
+        self._min_norm = min_norm
+        self._limit = limit
+        self._tables: dict[int, KeyedRows] = {}  # by the identity of the rows: what is tied stays tied
+        self._check_ids()
+
+    def replacements(self) -> dict[int, object]:
+        """By the identity of what they replace."""
+        return {id(module): self._replacement(place, module) for place, module in self._places.items()}
+
+    def _replacement(self, place: str, module: nn.Module) -> nn.Module:
+        if isinstance(module, StoreEmbedding):
+            padding_row = None if module.padding_idx is None else module.padding_row
+            return ExportedEmbedding(self._table(place, module.rows), module.padding_idx, padding_row)
+        if isinstance(module, StoreEmbeddingBag):
+            table = self._table(place, module.rows)
+            return ExportedEmbeddingBag(table, module.mode, module.padding_idx, module.include_last_offset)
+        assert isinstance(module, EmbeddingBagCollection)
+        return self._collection(place, module)
+
+    def _collection(self, place: str, module: EmbeddingBagCollection) -> ExportedBagCollection:
+        slots = _slots(module)
+        wanted = {name: self._ids.get(_slot_place(place, name)) for name in slots}
+        gathered = self._gather(place, module, slots, wanted)
+        tables = {dim: KeyedRows(*_sorted(of_dim, dim)) for dim, of_dim in gathered.items()}
+        return ExportedBagCollection(
+            tables, list(slots.values()), module.slots_config.feature_index_prefix_bit
+        )
+
+    def _table(self, place: str, rows: StoreRows) -> KeyedRows:
+        """Of converted modules: keys are IDs."""
+        if id(rows) not in self._tables:
+            self._tables[id(rows)] = self._read_table(place, rows)
+        return self._tables[id(rows)]
+
+    def _read_table(self, place: str, rows: StoreRows) -> KeyedRows:
+        slots = _slots(rows)
+        (slot,) = slots.values()
+        # Modules that are tied have one table: what any of them wants.
+        tied = [name for name, module in self._places.items() if getattr(module, "rows", None) is rows]
+        asked = [self._ids[name] for name in tied if name in self._ids]
+        wanted = torch.cat(asked) if len(asked) == len(tied) else None
+        gathered = self._gather(place, rows, slots, dict.fromkeys(slots, wanted))[slot.dim]
+        keys, values = _sorted(gathered, slot.dim)
+        keys -= slot.prefix
+        if rows.num_embeddings is None or wanted is not None or self._min_norm:
+            return KeyedRows(keys, values, 64 - rows.slots_config.feature_index_prefix_bit)
+        whole = torch.zeros(rows.num_embeddings, slot.dim)
+        whole[keys] = values
+        return KeyedRows(None, whole)
+
+    def _gather(
+        self,
+        place: str,
+        collection: EmbeddingBagCollection,
+        slots: dict[str, ExportedSlot],
+        wanted: dict[str, torch.Tensor | None],
+    ) -> dict[int, _Gathered]:
+        num_rows = collection.stats().num_rows
+        _logger.info(
+            "exporting %r: %s rows, at most %s bytes",
+            place or type(collection).__name__,
+            f"{num_rows:,}",
+            f"{num_rows * (4 * max(slot.dim for slot in slots.values()) + _BYTES_OF_A_KEY):,}",
+        )
+        chosen = _Choice(slots, wanted, collection.slots_config.feature_index_prefix_bit)
+        gathered = {slot.dim: _Gathered([], []) for slot in slots.values()}
+        for raw_signs, raw_rows in all_rows(collection):
+            signs, rows = torch.from_numpy(raw_signs.view(np.int64)), torch.from_numpy(raw_rows)
+            keep = chosen(signs)
+            if self._min_norm:
+                keep &= rows.norm(dim=1) >= self._min_norm
+            signs, rows = signs[keep], rows[keep]  # copies: the file's bytes go
+            self._limit.take(place, len(signs), rows.nbytes + _BYTES_OF_A_KEY * len(signs))
+            gathered[raw_rows.shape[1]].signs.append(signs)
+            gathered[raw_rows.shape[1]].rows.append(rows)
+        return gathered
+
+    def _check_ids(self) -> None:
+        known = []
+        for place, module in self._places.items():
+            if isinstance(module, EmbeddingBagCollection):
+                known += [_slot_place(place, name) for name in module.slot_names]
+            else:
+                known.append(place)
+        if unknown := sorted(set(self._ids) - set(known)):
+            raise InvalidArgumentError(
+                f"ids has {unknown[0]!r}, which is no place of rows: they are {', '.join(known)}"
+            )
+
+
+class _Choice:
+    """Which signs are wanted."""
+
+    def __init__(
+        self, slots: dict[str, ExportedSlot], wanted: dict[str, torch.Tensor | None], prefix_bits: int
+    ) -> None:
+        self._id_bits = 64 - prefix_bits
+        self._whole = torch.tensor(
+            [slots[name].prefix for name, ids in wanted.items() if ids is None], dtype=torch.int64
+        )
+        parts = [slots[name].signs(ids, self._id_bits) for name, ids in wanted.items() if ids is not None]
+        self._signs = torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *parts]))
+
+    def __call__(self, signs: torch.Tensor) -> torch.Tensor:
+        """bool [n]"""
+        prefixes = (signs >> self._id_bits) << self._id_bits
+        return torch.isin(prefixes, self._whole) | torch.isin(signs, self._signs)
+
+
+def _slots(collection: EmbeddingBagCollection) -> dict[str, ExportedSlot]:
+    config = collection.slots_config
+    numbers = config.group_numbers()
+    slots = {}
+    for name, slot in config.slots_config.items():
+        prefix = numbers[name] << (64 - config.feature_index_prefix_bit)
+        stack = slot.hash_stack
+        slots[name] = ExportedSlot(
+            dim=slot.dim,
+            prefix=prefix - (1 << 64) if prefix >= 1 << 63 else prefix,
+            sqrt_scaling=slot.sqrt_scaling,
+            rounds=stack.hash_stack_rounds if stack else 0,
+            size=stack.embedding_size if stack else 0,
+        )
+    return slots
+
+
+def _slot_place(place: str, slot: str) -> str:
+    return f"{place}.{slot}" if place else slot
+
+
+def _checked_ids(place: str, ids: torch.Tensor) -> torch.Tensor:
+    if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.uint64) or ids.dim() != 1:
+        raise InvalidTypeError(f"ids[{place!r}] must be a torch.int64 or torch.uint64 tensor [n]")
+    return ids.view(torch.int64).cpu()
+
+
+def _sorted(gathered: _Gathered, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys ascending, and their rows."""
+    signs = torch.cat([torch.empty(0, dtype=torch.int64), *gathered.signs])
+    rows = torch.cat([torch.empty(0, dim), *gathered.rows])
+    keys, order = torch.sort(signs)
+    return keys, rows[order]

@@ -1,0 +1,263 @@
+"""How good a model's predictions are, over the last samples, while it trains.
+
+`update` copies a batch into a ring on the predictions' device: some microseconds, and no synchronisation with
+an accelerator. `compute` does the work, and is exact: it sorts what the ring holds. Over several ranks it
+gathers their rings first, so the result is that of all samples and the same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import distributed as dist
+
+from persia.embedding.checks import checked_integer
+from persia.errors import InvalidArgumentError, InvalidTypeError
+
+__all__ = ["ClickMetrics", "ClickQuality"]
+
+_EPSILON = float(np.finfo(np.float32).eps)  # predictions of 0 and 1 are taken for this close to them
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ClickQuality:
+    """Metrics of probabilities of labels 0 and 1. NaN where there is nothing to compare, as in one class."""
+
+    num_samples: int
+    num_nonfinite: int  # samples left out, whose prediction was NaN or infinite
+    auc: float  # the chance that a positive is above a negative; a tie is half
+    gauc: float  # the mean of the users' AUC by their samples; users of one class are left out
+    log_loss: float  # in nats
+    normalized_entropy: float  # the log loss over that of always predicting the mean label
+    calibration: float  # the mean prediction over the mean label
+
+
+class ClickMetrics:
+    """The `ClickQuality` of the last `window` samples. Not for several threads at once.
+
+    Args:
+        window: samples; each takes 8 bytes, 16 with users.
+        from_logits: predictions are logits, not probabilities.
+
+    Raises:
+        InvalidArgumentError: a window below 1.
+
+    Example:
+        >>> metrics = ClickMetrics(window=100_000)
+        >>> for step, (inputs, labels, users) in enumerate(batches):
+        ...     output = model(inputs)
+        ...     metrics.update(output, labels, users)
+        ...     if step % 1000 == 0:
+        ...         print(metrics.compute())
+    """
+
+    def __init__(self, window: int = 100_000, *, from_logits: bool = False) -> None:
+        if checked_integer("window", window) < 1:
+            raise InvalidArgumentError(f"window={window} must be at least 1 sample")
+        self.window = window
+        self.from_logits = from_logits
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all samples."""
+        self._num_seen = 0
+        self._predictions: torch.Tensor | None = None
+        self._labels: torch.Tensor | None = None
+        self._users: torch.Tensor | None = None
+
+    def update(
+        self, predictions: torch.Tensor, labels: torch.Tensor, users: torch.Tensor | None = None
+    ) -> None:
+        """Adds a batch.
+
+        Args:
+            predictions: a floating dtype, [batch] or [batch, 1].
+            labels: 0 or 1 of any dtype, with as many elements; looked at by `compute`.
+            users: int64, with as many elements; with every batch or with none. GAUC needs them.
+
+        Raises:
+            InvalidArgumentError: sizes that differ; users in some batches only.
+            InvalidTypeError: another dtype or type.
+        """
+        columns = self._checked(predictions, labels, users)
+        if self._predictions is None:
+            self._allocate(predictions.device, has_users=users is not None)
+        rings = (self._predictions, self._labels, self._users)
+        size = len(columns[0])
+        kept = min(size, self.window)
+        begin = (self._num_seen + size - kept) % self.window
+        until_end = min(kept, self.window - begin)
+        for ring, column in zip(rings, columns, strict=False):
+            assert ring is not None
+            last = column[size - kept :]
+            ring[begin : begin + until_end].copy_(last[:until_end], non_blocking=True)
+            ring[: kept - until_end].copy_(last[until_end:], non_blocking=True)
+        self._num_seen += size
+
+    def compute(self, group: dist.ProcessGroup | None = None) -> ClickQuality:
+        """The metrics of the window; of all ranks' windows where `group` is given, and every rank calls it.
+
+        Raises:
+            InvalidArgumentError: a label that is neither 0 nor 1.
+        """
+        size = min(self._num_seen, self.window)
+        device = torch.device("cpu")
+        rings = [
+            torch.empty(0, dtype=dtype, device=device) if ring is None else ring[:size]
+            for ring, dtype in (
+                (self._predictions, torch.float32),
+                (self._labels, torch.float32),
+                (self._users, torch.int64),
+            )
+        ]
+        if group is not None:
+            rings = [_gathered(ring, group) for ring in rings]
+        predictions, labels, users = (ring.cpu().numpy() for ring in rings)
+        return _quality(predictions, labels, users if len(users) else None, from_logits=self.from_logits)
+
+    def _checked(self, *columns: torch.Tensor | None) -> list[torch.Tensor]:
+        names = ("predictions", "labels", "users")
+        flat = []
+        for name, column in zip(names, columns, strict=True):
+            if column is None:
+                continue
+            if not isinstance(column, torch.Tensor):
+                raise InvalidTypeError(f"{name} is a {type(column).__name__}, must be a torch.Tensor")
+            flat.append(column.detach().reshape(-1))
+        if not flat[0].is_floating_point():
+            raise InvalidTypeError(f"predictions is {flat[0].dtype}, must be of a floating dtype")
+        for name, column in zip(names, flat, strict=False):
+            if len(column) != len(flat[0]):
+                raise InvalidArgumentError(
+                    f"{name} has {len(column)} elements, must have one for each of the "
+                    f"{len(flat[0])} predictions"
+                )
+        if columns[2] is not None and columns[2].dtype != torch.int64:
+            raise InvalidTypeError(f"users is {columns[2].dtype}, must be torch.int64")
+        if self._num_seen and (self._users is None) != (columns[2] is None):
+            raise InvalidArgumentError(
+                "users was given with some batches and not with others: give it with all or none, or reset()"
+            )
+        return flat
+
+    def _allocate(self, device: torch.device, *, has_users: bool) -> None:
+        self._predictions = torch.empty(self.window, device=device)
+        self._labels = torch.empty(self.window, device=device)
+        self._users = torch.empty(self.window, dtype=torch.int64, device=device) if has_users else None
+
+
+def _gathered(ring: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """All ranks' samples, rank after rank."""
+    world_size = dist.get_world_size(group)
+    if "nccl" in dist.get_backend(group):
+        ring = ring.cuda()
+    size = torch.tensor([len(ring)], device=ring.device)
+    sizes = [torch.empty_like(size) for _ in range(world_size)]
+    dist.all_gather(sizes, size, group=group)
+    longest = max(int(other) for other in sizes)
+    padded = torch.nn.functional.pad(ring, (0, longest - len(ring)))
+    parts = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[: int(other)] for part, other in zip(parts, sizes, strict=True)])
+
+
+def _quality(
+    predictions: NDArray[np.float32],
+    labels: NDArray[np.float32],
+    users: NDArray[np.int64] | None,
+    *,
+    from_logits: bool,
+) -> ClickQuality:
+    is_positive = labels == 1
+    if not (is_positive | (labels == 0)).all():
+        wrong = labels[~is_positive & (labels != 0)][0]
+        raise InvalidArgumentError(f"labels has {wrong:g}, must be 0 or 1")
+    is_finite = np.isfinite(predictions)
+    num_nonfinite = len(predictions) - int(is_finite.sum())
+    if num_nonfinite:
+        predictions, is_positive = predictions[is_finite], is_positive[is_finite]
+        users = None if users is None else users[is_finite]
+    exact = predictions.astype(np.float64)
+    losses, probabilities = _from_logits(exact, is_positive) if from_logits else _losses(exact, is_positive)
+    log_loss = _mean(losses)
+    rate = _mean(is_positive)
+    return ClickQuality(
+        num_samples=len(predictions),
+        num_nonfinite=num_nonfinite,
+        auc=_auc(predictions, is_positive),
+        gauc=math.nan if users is None else _gauc(predictions, is_positive, users),
+        log_loss=log_loss,
+        normalized_entropy=_ratio(log_loss, _entropy(rate)),
+        calibration=_ratio(_mean(probabilities), rate),
+    )
+
+
+def _losses(probabilities: Floats, is_positive: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    clipped = np.clip(probabilities, _EPSILON, 1 - _EPSILON)
+    return -np.log(np.where(is_positive, clipped, 1 - clipped)), probabilities
+
+
+def _from_logits(logits: Floats, is_positive: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    losses = np.logaddexp(0.0, np.where(is_positive, -logits, logits))
+    return losses, np.exp(-np.logaddexp(0.0, -logits))
+
+
+def _auc(predictions: NDArray[np.float32], is_positive: NDArray[np.bool_]) -> float:
+    """Twice the wins of positives over negatives are counted, in integers."""
+    positives, negatives = np.sort(predictions[is_positive]), np.sort(predictions[~is_positive])
+    wins = _twice_wins(positives, negatives).sum(dtype=np.int64)
+    return _ratio(float(wins), 2.0 * len(positives) * len(negatives))
+
+
+def _twice_wins(positives: NDArray[Any], negatives: NDArray[Any]) -> NDArray[np.int64]:
+    """Of each positive: the negatives below it twice and those equal to it once. Both are ascending."""
+    return np.searchsorted(negatives, positives, "left") + np.searchsorted(negatives, positives, "right")
+
+
+def _gauc(
+    predictions: NDArray[np.float32], is_positive: NDArray[np.bool_], users: NDArray[np.int64]
+) -> float:
+    distinct, numbers = np.unique(users, return_inverse=True)
+    if not len(distinct):
+        return math.nan
+    # One number orders by user, then by prediction, so that a single sort does for all users.
+    keys = numbers.astype(np.uint64) << np.uint64(32) | _ordered_bits(predictions)
+    positives, negatives = np.sort(keys[is_positive]), np.sort(keys[~is_positive])
+    user_of = (positives >> np.uint64(32)).astype(np.int64)
+    num_positives = np.bincount(user_of, minlength=len(distinct))
+    num_negatives = np.bincount(numbers[~is_positive], minlength=len(distinct))
+    of_users_before = np.cumsum(num_negatives) - num_negatives
+    wins = _twice_wins(positives, negatives) - 2 * of_users_before[user_of]
+    pairs = num_positives * num_negatives
+    has_both = pairs > 0
+    if not has_both.any():
+        return math.nan
+    twice = np.bincount(user_of, weights=wins, minlength=len(distinct))[has_both]
+    return float(np.average(twice / (2 * pairs[has_both]), weights=(num_positives + num_negatives)[has_both]))
+
+
+def _ordered_bits(values: NDArray[np.float32]) -> NDArray[np.uint64]:
+    """Integers below 2^32 in the order of the finite values; minus zero is zero."""
+    bits = (values + np.float32(0)).view(np.uint32)
+    negative = bits >> np.uint32(31) == 1
+    ordered: NDArray[np.uint64] = np.where(negative, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
+    return ordered
+
+
+def _entropy(rate: float) -> float:
+    return -sum(p * math.log(p) for p in (rate, 1 - rate) if p > 0) if rate == rate else math.nan
+
+
+def _mean(values: NDArray[Any]) -> float:
+    return float(values.mean()) if len(values) else math.nan
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan

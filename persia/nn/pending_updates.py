@@ -1,0 +1,88 @@
+"""Updates that wait for the end of a backward pass, so that one `backward()` is one update of each row.
+
+A module that is used several times in one forward pass gets a gradient for every use. Torch adds them up
+before the optimizer sees them; here they are gathered until autograd has finished, and applied at once. The
+same place is where ranks exchange what they are about to apply (`persia.nn.replicas`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from persia import _native
+    from persia.nn.store_embedding import StoreRows
+
+__all__ = ["BagGradients", "PendingUpdates", "apply_gradients"]
+
+
+@dataclass(frozen=True)
+class BagGradients:
+    """The gradient of one lookup's bags."""
+
+    ids: NDArray[np.uint64]  # [total], bag after bag
+    lengths: NDArray[np.int64]  # [batch]
+    gradient: torch.Tensor  # float32 [batch, dim], on the host
+    batch: _native.BagBatch | None  # the lookup itself; None: of another rank, or several joined
+
+
+Uses = dict[int, list[BagGradients]]  # by the number of the rows
+
+
+class _Pass:
+    """A backward pass. Its callback alone keeps it: what a pass that failed had gathered goes with it."""
+
+    def __init__(self) -> None:
+        self.uses: Uses = {}
+
+
+class PendingUpdates:
+    """Of all rows that one `convert()` made. `exchange` replaces a rank's own gradients by all ranks'."""
+
+    def __init__(self, exchange: Callable[[PendingUpdates, Uses], Uses] | None = None) -> None:
+        self.rows: list[StoreRows] = []
+        self.exchange = exchange
+        self._passes: WeakValueDictionary[int, _Pass] = WeakValueDictionary()  # by autograd's number
+
+    def register(self, rows: StoreRows) -> int:
+        """Returns the number under which `add` knows them."""
+        self.rows.append(rows)
+        return len(self.rows) - 1
+
+    def add(self, number: int, gradients: BagGradients) -> None:
+        """Only within a backward pass; they are applied at its end."""
+        number_of_pass = torch._C._current_graph_task_id()
+        current = self._passes.get(number_of_pass)
+        if current is None:
+            current = self._passes[number_of_pass] = _Pass()
+            # What DDP finishes its reductions by, too.
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(self._apply, current))
+        current.uses.setdefault(number, []).append(gradients)
+
+    def _apply(self, finished: _Pass) -> None:
+        uses, finished.uses = finished.uses, {}
+        if self.exchange is not None:
+            uses = self.exchange(self, uses)
+        for number in sorted(uses):
+            apply_gradients(self.rows[number], uses[number])
+
+
+def apply_gradients(rows: StoreRows, uses: Sequence[BagGradients]) -> None:
+    """One update of each row by the sum of its gradients in `uses`."""
+    if len(uses) == 1 and uses[0].batch is not None:
+        rows._update(uses[0].batch, uses[0].gradient)
+        return
+    ids = np.concatenate([use.ids for use in uses])
+    lengths = np.concatenate([use.lengths for use in uses])
+    # The rows are there, or are made as every rank makes them; what is wanted is the plan of all uses.
+    _, batch = rows._bags.lookup(ids, lengths[np.newaxis], train=True)
+    rows._update(batch, torch.cat([use.gradient for use in uses]))

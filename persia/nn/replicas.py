@@ -1,0 +1,106 @@
+"""Rows kept equal on the ranks of a process group: each rank applies the gradients of all of them.
+
+DDP does the same with parameters: every rank has all rows and averages the gradients. What is sent is small,
+the IDs of a batch and the gradients of its bags, once at the end of each backward pass and for all converted
+modules together, so that a module which a rank did not use costs no agreement of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import distributed as dist
+
+from persia.errors import ResourceExhaustedError
+from persia.nn.pending_updates import BagGradients, PendingUpdates, Uses
+
+__all__ = ["RankExchange", "from_rank_0"]
+
+
+class RankExchange:
+    """Called by every rank at the end of each of its backward passes; their numbers must be equal."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._device = _device_of(group)
+
+    def __call__(self, updates: PendingUpdates, uses: Uses) -> Uses:
+        numbers = range(len(updates.rows))
+        own = [_joined(uses.get(number, []), updates.rows[number].out_features) for number in numbers]
+        evicted = [rows.stats().num_evicted for rows in updates.rows]
+        sizes = self._gather_equal(
+            torch.tensor([[len(use.ids), len(use.lengths), evicted[i]] for i, use in enumerate(own)])
+        )
+        _check_none_evicted(updates, sizes[:, :, 2])
+        integers = self._gather([part for use in own for part in (use.ids.view(np.int64), use.lengths)])
+        floats = self._gather([use.gradient.reshape(-1).numpy() for use in own])
+        everyone: Uses = {number: [] for number in numbers}
+        for rank, counts in enumerate(sizes.tolist()):
+            place_i = place_f = 0
+            for number, (num_ids, num_bags, _) in enumerate(counts):
+                dim = updates.rows[number].out_features
+                ids = integers[rank][place_i : place_i + num_ids]
+                lengths = integers[rank][place_i + num_ids : place_i + num_ids + num_bags]
+                gradient = floats[rank][place_f : place_f + num_bags * dim].view(num_bags, dim)
+                place_i += num_ids + num_bags
+                place_f += num_bags * dim
+                everyone[number].append(
+                    # The mean over the ranks, as DDP has it.
+                    BagGradients(ids.numpy().view(np.uint64), lengths.numpy(), gradient / len(sizes), None)
+                )
+        return everyone
+
+    def _gather_equal(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[ranks, *] of tensors [*] with one shape on all ranks."""
+        mine = tensor.to(self._device)
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(gathered, mine, group=self._group)
+        return torch.stack(gathered).cpu()
+
+    def _gather(self, parts: Sequence[NDArray[Any]]) -> torch.Tensor:
+        """[ranks, longest] of the joined parts, each rank's padded with zeros to the longest."""
+        mine = torch.from_numpy(np.concatenate(parts))
+        longest = int(self._gather_equal(torch.tensor([len(mine)])).max())
+        return self._gather_equal(torch.nn.functional.pad(mine, (0, longest - len(mine))))
+
+
+def from_rank_0(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Rank 0's tensor, on every rank of the group."""
+    shared = tensor.detach().to(_device_of(group), copy=True)
+    dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)
+    return shared.to(tensor.device)
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where the group's backend wants tensors."""
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _joined(uses: Sequence[BagGradients], dim: int) -> BagGradients:
+    if not uses:
+        return BagGradients(np.empty(0, np.uint64), np.empty(0, np.int64), torch.empty(0, dim), None)
+    return BagGradients(
+        np.concatenate([use.ids for use in uses]),
+        np.concatenate([use.lengths for use in uses]),
+        torch.cat([use.gradient for use in uses]),
+        None,
+    )
+
+
+def _check_none_evicted(updates: PendingUpdates, num_evicted: torch.Tensor) -> None:
+    """Ranks evict by their own lookups: one may have lost a row that another still trains.
+
+    Every rank knows all counts [ranks, rows], so either all of them raise or none.
+    """
+    for rows, counts in zip(updates.rows, num_evicted.T, strict=True):
+        if counts.any():
+            raise ResourceExhaustedError(
+                f"{rows.name!r} has more rows than its capacity, and ranks would evict different ones: raise "
+                "capacity, or use parameter servers, which share one set of rows"
+            )

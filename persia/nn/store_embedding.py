@@ -1,0 +1,297 @@
+"""What `convert` puts in the place of `nn.Embedding` and `nn.EmbeddingBag`: the same over rows of a store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from persia.embedding import EmbeddingConfig
+from persia.embedding.optim import Optimizer
+from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
+from persia.nn.embedding_bag_collection import EmbeddingBagCollection
+from persia.nn.pending_updates import BagGradients, PendingUpdates
+
+__all__ = ["StoreEmbedding", "StoreEmbeddingBag", "StoreRows"]
+
+SLOT = "rows"
+_BLOCK_BYTES = 64 << 20  # of a weight that is taken over at a time
+
+
+class StoreRows(EmbeddingBagCollection):
+    """The rows of one weight: an `EmbeddingBagCollection` with one slot, shared by the modules tied to it.
+
+    Args:
+        name: of the module, for messages.
+        num_embeddings: IDs must be below it; None: any 64-bit integer is an ID.
+        updates: applies the gradients at the end of a backward pass.
+        Others are those of `EmbeddingBagCollection`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        embedding_dim: int,
+        num_embeddings: int | None,
+        optimizer: Optimizer,
+        updates: PendingUpdates,
+        *,
+        embedding_config: EmbeddingConfig,
+        capacity: int,
+    ) -> None:
+        # Threads divide slots, and here is one.
+        super().__init__(
+            {SLOT: embedding_dim},
+            optimizer,
+            embedding_config=embedding_config,
+            capacity=capacity,
+            num_internal_shards=min(16, capacity),
+            num_threads=1,
+        )
+        self.name = name
+        self.embedding_dim = embedding_dim
+        self.num_embeddings = num_embeddings
+        self._updates = updates
+        self._number = updates.register(self)
+
+    def take_over(self, weight: torch.Tensor) -> None:
+        """Row i becomes the row of ID i."""
+        before = self.stats().num_evicted
+        block = max(1, _BLOCK_BYTES // (4 * self.embedding_dim))
+        for begin in range(0, len(weight), block):
+            rows = weight[begin : begin + block].detach().cpu()
+            self.set_embeddings(SLOT, torch.arange(begin, begin + len(rows)), rows)
+        if num_evicted := self.stats().num_evicted - before:
+            raise InvalidArgumentError(
+                f"capacity is too small for {self.name!r}: {num_evicted} of {len(weight)} rows had to go. "
+                "Each of the store's parts has an equal share: allow a tenth more than there are rows"
+            )
+
+    def pool(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Sums of rows.
+
+        Args:
+            ids: an integer dtype [total], bag after bag.
+            lengths: int64 [batch].
+
+        Returns:
+            float32 [batch, dim], on the device of `ids`.
+        """
+        self._check_can_look_up()
+        own = ids.detach().to("cpu", torch.int64)
+        self._check_ids(own)
+        counts = lengths.cpu().contiguous().numpy()
+        # A copy: the caller may fill its tensor with the next batch before backward.
+        signs = np.array(own.numpy(), copy=True).view(np.uint64)
+        if self.training and torch.is_grad_enabled():
+            self._check_ranks()
+            pooled: torch.Tensor = _PooledRows.apply(self._anchor, self, signs, counts)  # type: ignore[no-untyped-call]
+        else:
+            rows, _ = self._bags.lookup(signs, counts[np.newaxis], train=False)
+            pooled = torch.from_numpy(rows)
+        return pooled.to(ids.device)
+
+    def extra_repr(self) -> str:
+        ids = "any IDs" if self.num_embeddings is None else f"{self.num_embeddings} IDs"
+        optimizer = type(self.optimizer).__name__
+        return f"{ids}, dim={self.embedding_dim}; {optimizer}, rows={self.stats().num_rows}"
+
+    def _check_ids(self, ids: torch.Tensor) -> None:
+        if self.num_embeddings is None or not len(ids):
+            return
+        low, high = (int(bound) for bound in torch.aminmax(ids))
+        if low < 0 or high >= self.num_embeddings:
+            raise InvalidArgumentError(
+                f"{self.name!r} was given the ID {low if low < 0 else high}, must be from 0 to "
+                f"{self.num_embeddings - 1}: convert(..., grow=True) gives IDs beyond the old vocabulary rows"
+            )
+
+    def _check_ranks(self) -> None:
+        dist = torch.distributed
+        if self._updates.exchange is None and dist.is_available() and dist.is_initialized():
+            world_size = dist.get_world_size()
+            if world_size > 1:
+                raise FailedPreconditionError(
+                    f"{self.name!r} is trained on {world_size} ranks, each of which has rows of its own that "
+                    "would drift apart: convert(..., process_group=torch.distributed.group.WORLD) keeps them "
+                    "equal, and a TrainCtx with parameter servers shares them"
+                )
+
+
+class _PooledRows(torch.autograd.Function):
+    """The lookup, whose backward pass hands the gradient to the updates of the pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, rows: StoreRows, ids: NDArray[np.uint64], lengths: NDArray[np.int64]
+    ) -> torch.Tensor:
+        pooled, ctx.batch = rows._bags.lookup(ids, lengths[np.newaxis], train=True)
+        ctx.rows, ctx.ids, ctx.lengths = rows, ids, lengths
+        return torch.from_numpy(pooled)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None]:
+        host = gradient.detach().to("cpu", torch.float32)
+        ctx.rows._updates.add(ctx.rows._number, BagGradients(ctx.ids, ctx.lengths, host, ctx.batch))
+        return None, None, None, None
+
+
+class _OverStoreRows(nn.Module):
+    """What both modules share: no parameters; `load_state_dict` takes the original's weight over."""
+
+    def __init__(self, rows: StoreRows, padding_idx: int | None) -> None:
+        super().__init__()
+        self.rows = rows
+        self.embedding_dim = rows.embedding_dim
+        self.padding_idx = padding_idx
+
+    @property
+    def num_embeddings(self) -> int | None:
+        """The vocabulary; None when it grows."""
+        return self.rows.num_embeddings
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                f"{type(self).__name__} has no weight: its rows are in a store. Call it to read rows, or "
+                "persia.nn.export the model"
+            )
+        return super().__getattr__(name)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any
+    ) -> None:
+        weight = state_dict.pop(prefix + "weight", None)
+        if weight is not None:
+            self.load_weight(weight)
+            # What else there is comes from the weight, too.
+            state_dict.update((prefix + name, buffer) for name, buffer in self.named_buffers(recurse=False))
+        super()._load_from_state_dict(state_dict, prefix, *rest, **named)
+
+    def load_weight(self, weight: torch.Tensor) -> None:
+        """Row i of float32 [n, dim] becomes that of ID i; its optimizer state begins anew."""
+        if weight.dim() != 2 or weight.shape[1] != self.embedding_dim:
+            raise InvalidArgumentError(
+                f"the weight for {self.rows.name!r} has the shape {list(weight.shape)}, must be [n, "
+                f"{self.embedding_dim}]"
+            )
+        self.rows.take_over(weight)
+
+
+class StoreEmbedding(_OverStoreRows):
+    """`nn.Embedding` over a store: one row for each ID.
+
+    The row of `padding_idx` is constant, as in torch, where it never has a gradient: a buffer, `padding_row`.
+    """
+
+    padding_row: torch.Tensor  # None without padding_idx
+
+    def __init__(self, rows: StoreRows, padding_idx: int | None = None) -> None:
+        super().__init__(rows, padding_idx)
+        self.register_buffer("padding_row", None if padding_idx is None else torch.zeros(self.embedding_dim))
+
+    def load_weight(self, weight: torch.Tensor) -> None:
+        super().load_weight(weight)
+        if self.padding_idx is not None:
+            self.padding_row = weight[self.padding_idx].detach().clone()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """float32 [*, dim] for integers [*]."""
+        _check_integers(input, "input")
+        ids, shape = input.reshape(-1), (*input.shape, self.embedding_dim)
+        if self.padding_idx is None:
+            return self.rows.pool(ids, torch.ones(len(ids), dtype=torch.int64)).view(shape)
+        is_id = torch.ne(ids, self.padding_idx)
+        rows = self.rows.pool(ids[is_id], is_id.to(torch.int64))
+        return torch.where(is_id.unsqueeze(1), rows, self.padding_row).view(shape)
+
+    def extra_repr(self) -> str:
+        return "" if self.padding_idx is None else f"padding_idx={self.padding_idx}"
+
+
+class StoreEmbeddingBag(_OverStoreRows):
+    """`nn.EmbeddingBag` over a store, for `mode` "sum" and "mean"."""
+
+    def __init__(
+        self, rows: StoreRows, mode: str, padding_idx: int | None = None, include_last_offset: bool = False
+    ) -> None:
+        super().__init__(rows, padding_idx)
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """float32 [bags, dim]; arguments are those of `nn.EmbeddingBag`. A bag without IDs gives zeros."""
+        _check_integers(input, "input")
+        if per_sample_weights is not None:
+            self._check_weights(input, per_sample_weights)
+        lengths = self._lengths(input, offsets)
+        ids = input.reshape(-1)
+        if self.padding_idx is not None:
+            is_id = torch.ne(ids, self.padding_idx)
+            bags = torch.repeat_interleave(lengths)
+            lengths = torch.bincount(bags[is_id], minlength=len(lengths))
+            ids = ids[is_id]
+            per_sample_weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)[is_id]
+        if per_sample_weights is not None:
+            return self._weighted(ids, lengths, per_sample_weights.reshape(-1))
+        sums = self.rows.pool(ids, lengths)
+        return sums / lengths.clamp(min=1).unsqueeze(1) if self.mode == "mean" else sums
+
+    def _weighted(self, ids: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The store's sums know no weights: rows come one by one, and autograd sees each product."""
+        rows = self.rows.pool(ids, torch.ones(len(ids), dtype=torch.int64)) * weights.unsqueeze(1)
+        return rows.new_zeros(len(lengths), self.embedding_dim).index_add(
+            0, torch.repeat_interleave(lengths), rows
+        )
+
+    def _lengths(self, input: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+        if input.dim() == 2:
+            if offsets is not None:
+                raise InvalidArgumentError("offsets was given beside a 2D input, whose rows are the bags")
+            return torch.full((input.shape[0],), input.shape[1], dtype=torch.int64, device=input.device)
+        if input.dim() != 1:
+            raise InvalidArgumentError(
+                f"input has the shape {list(input.shape)}, must have 1 or 2 dimensions"
+            )
+        if offsets is None:
+            raise InvalidArgumentError("offsets is missing: a 1D input needs where each of its bags begins")
+        _check_integers(offsets, "offsets")
+        ends = offsets.new_full((0 if self.include_last_offset else 1,), len(input))
+        bounds = torch.cat([offsets, ends])
+        lengths = bounds.diff().to(torch.int64)
+        if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(input) or (lengths < 0).any():
+            raise InvalidArgumentError(
+                f"offsets must begin with 0, not fall, and stay within the {len(input)} IDs of input"
+                + (", and end with their number" if self.include_last_offset else "")
+            )
+        return lengths
+
+    def _check_weights(self, input: torch.Tensor, weights: torch.Tensor) -> None:
+        if self.mode != "sum":
+            raise InvalidArgumentError(
+                f"per_sample_weights was given with mode={self.mode!r}, must be used with mode='sum'"
+            )
+        if weights.shape != input.shape:
+            raise InvalidArgumentError(
+                f"per_sample_weights has the shape {list(weights.shape)}, must have that of input, "
+                f"{list(input.shape)}"
+            )
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"mode={self.mode!r}{padding}"
+
+
+def _check_integers(tensor: torch.Tensor, name: str) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
+        kind = tensor.dtype if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+        raise InvalidTypeError(f"{name} is {kind}, must be a torch.int32 or torch.int64 tensor")

@@ -1,0 +1,130 @@
+"""The HTTP port of a process: `/metrics`, `/status`, `/healthz`, `/readyz`, `/trace`.
+
+GET, but for `/trace/start` and `/trace/stop`. Nothing that can be asked here changes a job or tells of its
+data; there is no authentication, so that the port listens on loopback unless it is told otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import AF_INET6, socket
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from persia.errors import InvalidArgumentError, PersiaError, StorageError
+from persia.logger import get_default_logger
+
+__all__ = ["Answer", "HttpPort", "Query", "json_answer"]
+
+_MAX_CONNECTIONS = 32
+_IO_TIMEOUT_S = 10.0
+
+Query = Mapping[str, str]
+Answer = tuple[int, str, bytes]  # status code, content type, body
+
+
+def json_answer(value: object, code: int = 200) -> Answer:
+    return code, "application/json", json.dumps(value).encode()
+
+
+class HttpPort:
+    """Answers by `routes`, (method, path) to a function of the query, from now on. `port` is the real one."""
+
+    def __init__(
+        self, host: str, port: int, routes: Mapping[tuple[str, str], Callable[[Query], Answer]]
+    ) -> None:
+        server_class = _ServerV6 if ":" in host else _Server
+        try:
+            self._server = server_class((host, port), _handler_class(routes))
+        except OSError as error:
+            raise StorageError(
+                f"metrics and status cannot be shown on {host}:{port} (PERSIA_METRICS_PORT): {error.strerror}"
+            ) from error
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="persia-http", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5.0)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        super().__init__(*args, **kwargs)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)  # as many as are served are waiting already
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
+        get_default_logger().debug("a request for metrics or status failed", exc_info=True)
+
+
+class _ServerV6(_Server):
+    address_family = AF_INET6
+
+
+def _handler_class(
+    routes: Mapping[tuple[str, str], Callable[[Query], Answer]],
+) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _IO_TIMEOUT_S
+        server_version = "persia"
+        sys_version = ""
+
+        def do_GET(self) -> None:
+            self._answer("GET")
+
+        def do_POST(self) -> None:
+            self._answer("POST")
+
+        def _answer(self, method: str) -> None:
+            parts = urlsplit(self.path)
+            code, kind, body = _respond(routes, method, parts.path, parts.query)
+            self.send_response(code)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            get_default_logger().debug("http: %s", format % args)
+
+    return Handler
+
+
+def _respond(
+    routes: Mapping[tuple[str, str], Callable[[Query], Answer]], method: str, path: str, query: str
+) -> Answer:
+    route = routes.get((method, path))
+    if route is None:
+        allowed = [known for known, there in routes if there == path]
+        if allowed:
+            return json_answer({"error": f"{path} is for {allowed[0]}"}, 405)
+        known = " ".join(sorted({there for _, there in routes}))
+        return json_answer({"error": f"nothing at {path}; there are {known}"}, 404)
+    try:
+        return route({name: values[-1] for name, values in parse_qs(query).items()})
+    except InvalidArgumentError as error:
+        return json_answer({"error": str(error)}, 400)
+    except PersiaError as error:
+        return json_answer({"error": str(error)}, 503)

@@ -1,0 +1,79 @@
+"""The phases of a step that happen in Python, measured for metrics and traces.
+
+A phase is entered by one thread at a time; the time counts in the native histogram. On a GPU these are times
+of the host: kernels that were only launched are not waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from persia._native import DurationStats
+
+__all__ = [
+    "BACKWARD",
+    "DENSE_STEP",
+    "FORWARD",
+    "FORWARD_ERRORS",
+    "HAND_IN",
+    "NO_BATCH",
+    "SEND_BATCH",
+    "STEP_PHASES",
+    "TO_DEVICE",
+    "WAIT_FOR_BATCH",
+    "Count",
+    "Phase",
+]
+
+NO_BATCH = 2**64 - 1
+
+
+class Phase:
+    """`with PHASE: ...`, or `with PHASE.of(batch_id): ...` where the batch is known. Not reentrant."""
+
+    def __init__(self, name: str) -> None:
+        self.stats = DurationStats(name)
+        self._batch_id, self._reference = NO_BATCH, 0
+        self._begin_ns = 0
+
+    def of(self, batch_id: int, reference: int = 0) -> Phase:
+        """`reference`: the embedding worker's number of the batch, by which servers know it."""
+        self._batch_id, self._reference = batch_id, reference
+        return self
+
+    def __enter__(self) -> None:
+        self._begin_ns = time.monotonic_ns()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stats.record(self._begin_ns, time.monotonic_ns(), self._reference, self._batch_id)
+        self._batch_id, self._reference = NO_BATCH, 0
+
+
+class Count:
+    """A number that only grows. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._value = 0
+
+    def add(self) -> None:
+        with self._lock:
+            self._value += 1
+
+    @property
+    def value(self) -> int:
+        return self._value
+
+
+WAIT_FOR_BATCH = Phase("wait for batch")
+TO_DEVICE = Phase("to device")
+FORWARD = Phase("forward")
+BACKWARD = Phase("backward")
+HAND_IN = Phase("hand in gradients")
+DENSE_STEP = Phase("dense step")
+STEP_PHASES = (WAIT_FOR_BATCH, TO_DEVICE, FORWARD, BACKWARD, HAND_IN, DENSE_STEP)
+
+SEND_BATCH = Phase("send batch")  # of a data loader
+
+FORWARD_ERRORS = Count()  # lookups that failed

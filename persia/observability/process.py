@@ -1,0 +1,210 @@
+"""Makes one process of a job observable: HTTP port, pushes, OpenTelemetry, gRPC health."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric
+from typing_extensions import Self
+
+from persia import env
+from persia._native import __version__, enable_durations
+from persia.messaging.interface import Session
+from persia.observability.exposition import Families, text
+from persia.observability.health import HealthService
+from persia.observability.http import Answer, HttpPort, Query, json_answer
+from persia.observability.otlp import OtlpExporter
+from persia.observability.push import Pusher
+from persia.observability.reported import finite_reported, reported
+from persia.observability.settings import ObservabilitySettings
+from persia.observability.sources import Source
+from persia.observability.trace import Tracer
+
+__all__ = ["ProcessObserver"]
+
+
+class ProcessObserver:
+    """Shows `source` from creation to `close`. Not ready until `serving` is set.
+
+    `address` is "host:port" of the HTTP port, as others reach it; empty without one. Raises StorageError when
+    a port that was asked for is not free.
+    """
+
+    def __init__(self, source: Source, session: Session, settings: ObservabilitySettings) -> None:
+        self.serving = False
+        self.address = ""
+        self.health_port: int | None = None
+        self._source, self._session, self._settings = source, session, settings
+        self._started = time.monotonic()
+        self._resources = ExitStack()
+        self._registry = CollectorRegistry(auto_describe=False)
+        enable_durations(settings.metrics.enable_metrics)
+        self._tracer = Tracer(measured=settings.metrics.enable_metrics)
+        self._registry.register(self)
+        with ExitStack() as on_error:
+            on_error.callback(self._resources.close)
+            self._open_http()
+            self._start_pushing()
+            self._start_otlp()
+            self._start_health()
+            on_error.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.serving = False
+        self._resources.close()
+
+    def collect(self) -> Iterable[Metric]:
+        """For the registry: called at each scrape or push."""
+        source = self._source
+        families = Families(persia_job=env.get_job_name(), role=source.role, replica=str(source.index))
+        families.gauge(
+            "persia_process_info",
+            "1; the labels tell which process this is.",
+            1,
+            version=__version__,
+            host=socket.gethostname(),
+            pid=str(os.getpid()),
+        )
+        families.gauge("persia_ready", "1: requests are answered.", self.not_ready() is None)
+        families.gauge("persia_configured", "1: the optimizer is known.", source.configured())
+        families.gauge("persia_uptime_seconds", "Seconds since the start.", self._uptime_s())
+        families.gauge("persia_resident_bytes", "Memory of the process.", resident_bytes())
+        families.counter("persia_cpu_seconds", "Processor time of the process.", _cpu_s())
+        for name, value in reported().items():
+            families.gauge("persia_reported", "What the script reports.", value, name=name)
+        source.add_metrics(families)
+        return families.collect()
+
+    def not_ready(self) -> str | None:
+        """Why this process cannot do its part now; None when it can."""
+        if not self.serving:
+            return "it has not announced itself yet, or is ending"
+        if not self._session.is_connected:
+            return "there is no connection to the NATS server"
+        return self._source.not_ready()
+
+    # ---- what runs beside
+
+    def _open_http(self) -> None:
+        settings = self._settings
+        if settings.port is None:
+            return
+        routes = {
+            ("GET", "/metrics"): self._metrics,
+            ("GET", "/status"): self._status,
+            ("GET", "/healthz"): lambda _query: (200, "text/plain", b"ok\n"),
+            ("GET", "/readyz"): self._ready,
+            ("POST", "/trace/start"): lambda query: json_answer(self._tracer.start(query.get("spans"))),
+            ("POST", "/trace/stop"): lambda _query: json_answer(self._tracer.stop()),
+        }
+        port = HttpPort(settings.host, settings.port, routes)
+        self._resources.callback(port.close)
+        self.address = f"{env.get_advertise_host(settings.host)}:{port.port}"
+
+    def _start_pushing(self) -> None:
+        metrics = self._settings.metrics
+        if not metrics.enable_metrics or self._settings.gateway is None:
+            return
+        pusher = Pusher(
+            self._settings.gateway,
+            self._registry,
+            job=metrics.job_name,
+            # Never equal for two processes that live at the same time: of jobs with the same names, too.
+            grouping={
+                "instance": f"{socket.gethostname()}:{os.getpid()}",
+                "role": self._source.role,
+                "replica": str(self._source.index),
+            },
+            interval_s=metrics.push_interval_seconds,
+        )
+        self._resources.callback(pusher.close)
+
+    def _start_otlp(self) -> None:
+        settings = self._settings
+        if not settings.metrics.enable_metrics or settings.otlp_endpoint is None:
+            return
+        exporter = OtlpExporter(
+            settings.otlp_endpoint,
+            self.collect,
+            self._tracer,
+            role=self._source.role,
+            index=self._source.index,
+            interval_s=settings.metrics.push_interval_seconds,
+            trace_one_in=settings.otlp_trace_one_in,
+        )
+        self._resources.callback(exporter.close)
+
+    def _start_health(self) -> None:
+        if self._settings.health_port is None:
+            return
+        checks = {
+            "": lambda: self.not_ready() is None,
+            "configured": lambda: self.not_ready() is None and self._source.configured(),
+        }
+        health = HealthService(self._settings.host, self._settings.health_port, checks)
+        self.health_port = health.port
+        self._resources.callback(health.close)
+
+    # ---- answers
+
+    def _metrics(self, _query: Query) -> Answer:
+        if not self._settings.metrics.enable_metrics:
+            reason = b"off: common_config.metrics_config.enable_metrics is false in the global config\n"
+            return 404, "text/plain", reason
+        return 200, CONTENT_TYPE_LATEST, text(self._registry)
+
+    def _ready(self, _query: Query) -> Answer:
+        reason = self.not_ready()
+        return (200, "text/plain", b"ok\n") if reason is None else (503, "text/plain", f"{reason}\n".encode())
+
+    def _status(self, _query: Query) -> Answer:
+        source, reason = self._source, self.not_ready()
+        status: dict[str, Any] = {
+            "role": source.role,
+            "index": source.index,
+            "replicas": source.replicas,
+            "job_name": env.get_job_name(),
+            "version": __version__,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "ready": reason is None,
+            "reason": reason,
+            "configured": source.configured(),
+            "monotonic_s": time.monotonic(),  # rates are differences by this
+            "uptime_s": self._uptime_s(),
+            "resident_bytes": resident_bytes(),
+            "reported": finite_reported(),
+            "stats": source.status(),
+        }
+        return json_answer(status)
+
+    def _uptime_s(self) -> float:
+        return time.monotonic() - self._started
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

@@ -1,0 +1,161 @@
+"""A job as seen from outside: who is there, and what each process answers at `/status`."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from persia.errors import UnavailableError
+from persia.messaging.discovery import Directory, ServiceInfo
+from persia.messaging.session import NatsSession
+from persia.messaging.subjects import ROLES
+
+__all__ = [
+    "ProcessStatus",
+    "ask_processes",
+    "fetch_json",
+    "find_processes",
+    "job_status",
+    "missing_replicas",
+    "prometheus_targets",
+    "rates",
+    "with_gone",
+]
+
+_FIND_WINDOW_S = 0.4
+_FETCH_TIMEOUT_S = 3.0
+_COMMAND_TIMEOUT_S = 60.0  # the end of a recording brings all its spans
+_MAX_ANSWER_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessStatus:
+    """`values` is None where the process shows no status, or did not answer: `error` tells which.
+
+    `gone`: it was there at an earlier look, and nothing is heard of it now.
+    """
+
+    info: ServiceInfo
+    values: Mapping[str, Any] | None
+    error: str | None = None
+    gone: bool = False
+
+
+def find_processes(session: NatsSession) -> list[ServiceInfo]:
+    """All processes of the job that answer now, in the order of the roles."""
+    directory = Directory(session)
+    with ThreadPoolExecutor(len(ROLES)) as pool:
+        found = pool.map(lambda role: directory.present(role, _FIND_WINDOW_S), ROLES)
+        return [info for infos in found for info in infos]
+
+
+def job_status(processes: Iterable[ServiceInfo]) -> list[ProcessStatus]:
+    """Asks all of them at once."""
+    infos = list(processes)
+    if not infos:
+        return []
+    with ThreadPoolExecutor(min(len(infos), 32)) as pool:
+        return list(pool.map(_status_of, infos))
+
+
+def ask_processes(addresses: Sequence[str]) -> list[ProcessStatus]:
+    """The same of processes that no broker knows, such as those of an inference job, by status address."""
+
+    def ask(position: int) -> ProcessStatus:
+        address = addresses[position]
+        values: dict[str, Any] = {}
+        error = None
+        try:
+            values = fetch_json(address, "/status")
+        except UnavailableError as failure:
+            error = str(failure)
+        info = ServiceInfo(
+            role=values.get("role", address),
+            index=values.get("index", position),
+            replicas=values.get("replicas", len(addresses)),
+            incarnation=values.get("pid", 0),
+            address=address,
+            pid=values.get("pid", 0),
+            status_address=address,
+        )
+        return ProcessStatus(info=info, values=values or None, error=error)
+
+    with ThreadPoolExecutor(min(len(addresses), 32)) as pool:
+        return list(pool.map(ask, range(len(addresses))))
+
+
+def with_gone(
+    before: Mapping[tuple[str, int], ProcessStatus], now: Sequence[ProcessStatus]
+) -> list[ProcessStatus]:
+    """`now`, and whom it lacks of those `before`, by role and index: who is killed says no goodbye."""
+    here = {(status.info.role, status.info.index) for status in now}
+    reason = "not heard of any more: it has ended, was killed, or is cut off; see its log"
+    gone = [
+        ProcessStatus(info=status.info, values=None, error=reason, gone=True)
+        for place, status in before.items()
+        if place not in here
+    ]
+    order = {role: number for number, role in enumerate(ROLES)}
+    return sorted([*now, *gone], key=lambda status: (order[status.info.role], status.info.index))
+
+
+def missing_replicas(processes: Iterable[ServiceInfo]) -> list[str]:
+    """Of the roles that are there, the replicas that are not, as "embedding-worker 1"."""
+    infos = list(processes)
+    here = {(info.role, info.index) for info in infos}
+    sizes = {info.role: info.replicas for info in infos}
+    return [
+        f"{role} {index}"
+        for role, size in sizes.items()
+        for index in range(size)
+        if (role, index) not in here
+    ]
+
+
+def fetch_json(address: str, path: str, *, method: str = "GET") -> dict[str, Any]:
+    """Raises UnavailableError, naming the address, when there is no answer that can be read."""
+    request = urllib.request.Request(f"http://{address}{path}", method=method)
+    timeout_s = _FETCH_TIMEOUT_S if method == "GET" else _COMMAND_TIMEOUT_S
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            values = json.loads(answer.read(_MAX_ANSWER_BYTES))
+    except (OSError, ValueError) as error:
+        raise UnavailableError(f"no answer from http://{address}{path}: {error}") from error
+    if not isinstance(values, dict):
+        raise UnavailableError(f"http://{address}{path} does not answer like a process of persia")
+    return values
+
+
+def _status_of(info: ServiceInfo) -> ProcessStatus:
+    if not info.status_address:
+        return ProcessStatus(info=info, values=None, error="shows no status (PERSIA_METRICS_PORT=off)")
+    try:
+        return ProcessStatus(info=info, values=fetch_json(info.status_address, "/status"))
+    except UnavailableError as error:
+        return ProcessStatus(info=info, values=None, error=str(error))
+
+
+def rates(before: ProcessStatus | None, now: ProcessStatus) -> dict[str, float]:
+    """What each counter of `stats` has grown by a second, between two looks at the same process."""
+    if before is None or before.values is None or now.values is None:
+        return {}
+    if before.info.incarnation != now.info.incarnation:
+        return {}
+    elapsed = now.values["monotonic_s"] - before.values["monotonic_s"]
+    old, new = before.values["stats"], now.values["stats"]
+    if elapsed <= 0:
+        return {}
+    return {
+        key: (new[key] - old[key]) / elapsed
+        for key in new
+        if isinstance(new[key], (int, float)) and isinstance(old.get(key), (int, float))
+    }
+
+
+def prometheus_targets(processes: Sequence[ServiceInfo]) -> list[dict[str, Any]]:
+    """For Prometheus' file_sd_configs. Metrics have the labels persia_job, role and replica by themselves."""
+    return [{"targets": [info.status_address for info in processes if info.status_address]}]

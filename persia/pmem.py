@@ -1,0 +1,163 @@
+"""Pools of embedding rows on persistent memory or an ordinary file: made, looked at, checked, grown.
+
+A pool is a directory with one file, `rows.pool`, in which every version of a row is a record of its own with
+a checksum; [docs/tiers.md](../docs/tiers.md) describes it and what is durable when. Everything here works on
+pools whose server is stopped; `inspect` also while one is running.
+
+    >>> from persia import pmem
+    >>> pmem.create("/mnt/pmem/ps0", size_bytes=64 << 30, kind="pmem")
+    >>> pmem.inspect("/mnt/pmem/ps0").committed
+    0
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia._native import HAS_PMEM, OpenPool, check_pool, create_pool, grow_pool, inspect_pool
+
+__all__ = [
+    "HAS_PMEM",
+    "Pool",
+    "PoolInfo",
+    "PoolReport",
+    "PoolRow",
+    "check",
+    "create",
+    "grow",
+    "inspect",
+    "open",
+]
+
+Kind = Literal["file", "pmem"]
+_EXTENT_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class PoolInfo:
+    """What a pool says of itself."""
+
+    pool_id: int
+    committed: int  # the batch that the pool goes back to when it is opened; 0: no checkpoint yet
+    num_rows: int  # of that batch
+    file_bytes: int
+    size_bytes: int  # that the file may grow to
+    extent_bytes: int  # by which it grows
+    schema: str  # what its rows consist of; empty: not known yet
+
+
+@dataclass(frozen=True)
+class PoolReport(PoolInfo):
+    """What reading a whole pool found."""
+
+    num_living: int  # rows
+    num_ended: int  # versions of rows that recovery leaves out
+    num_free: int  # slots without a whole record
+    num_repeated: int  # signs that were found more than once
+    num_unassigned_extents: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row of the committed batch is there, once and with its checksum."""
+        return self.num_living == self.num_rows and self.num_repeated == 0
+
+
+class PoolRow(NamedTuple):
+    """One row; its batch is the one that made these values."""
+
+    embedding: NDArray[np.float32]  # [dim]
+    state: NDArray[np.float32]  # [floats of the optimizer's state]
+    scalar: int  # 32 bits: Adam's number of steps, or the bits of row-wise Adagrad's sum
+    batch: int
+
+
+class Pool:
+    """An open pool, locked against other users until it is closed; a context manager.
+
+    Opening brings the pool back to its committed batch, as a server does.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, kind: Kind = "file") -> None:
+        """Raises NotFoundError (no pool), UnavailableError (in use), FailedPreconditionError (another format
+        version, or kind "pmem" without libpmem) or CorruptionError (rows are lost)."""
+        self._pool = OpenPool(os.fspath(path), kind)
+
+    @property
+    def committed(self) -> int:
+        """The batch of the pool's checkpoint."""
+        return self._pool.committed
+
+    def __len__(self) -> int:
+        return self._pool.num_rows
+
+    def signs(self) -> NDArray[np.uint64]:
+        """Of all rows, ascending: uint64 [number of rows]."""
+        return self._pool.signs()
+
+    def __getitem__(self, sign: int) -> PoolRow:
+        """Raises NotFoundError where the sign has no row."""
+        return PoolRow(*self._pool.row(sign))
+
+    def close(self) -> None:
+        """Frees the pool for others; twice is fine."""
+        self._pool.close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def create(
+    path: str | os.PathLike[str],
+    *,
+    size_bytes: int,
+    kind: Kind = "file",
+    schema: str = "",
+    extent_bytes: int = _EXTENT_BYTES,
+) -> PoolInfo:
+    """Makes an empty pool in the directory `path`, which must exist and have none.
+
+    Args:
+        path: the directory.
+        size_bytes: what the file may grow to; it begins small.
+        kind: "file", or "pmem" for persistent memory; the file is the same, so either can open it later.
+        schema: what the rows consist of; a server fills it in where it is empty.
+        extent_bytes: by which the file grows, a multiple of 4096; a row must fit.
+
+    Raises InvalidArgumentError for sizes out of range, NotFoundError where there is no such directory,
+    FailedPreconditionError where it has a pool, StorageError where the system refuses.
+    """
+    create_pool(os.fspath(path), size_bytes, kind, schema, extent_bytes)
+    return inspect(path)
+
+
+def open(path: str | os.PathLike[str], *, kind: Kind = "file") -> Pool:
+    """The pool in the directory `path`; see `Pool`."""
+    return Pool(path, kind=kind)
+
+
+def inspect(path: str | os.PathLike[str]) -> PoolInfo:
+    """Reads the header alone, also of a pool that is in use. Raises NotFoundError or CorruptionError."""
+    return PoolInfo(**inspect_pool(os.fspath(path)))
+
+
+def check(path: str | os.PathLike[str]) -> PoolReport:
+    """Reads every row and changes nothing. Raises UnavailableError while the pool is in use."""
+    return PoolReport(**check_pool(os.fspath(path)))
+
+
+def grow(path: str | os.PathLike[str], size_bytes: int) -> PoolInfo:
+    """Lets the pool grow to `size_bytes` from now on. Raises InvalidArgumentError where that is less than
+    before, UnavailableError while the pool is in use."""
+    grow_pool(os.fspath(path), size_bytes)
+    return inspect(path)

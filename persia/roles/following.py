@@ -1,0 +1,100 @@
+"""The rows of an inference job's parameter server: out of a checkpoint, and brought forward by packets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from persia.checkpoint.checkpoints import Source
+from persia.checkpoint.manifest import Manifest
+from persia.checkpoint.packet import Packet
+from persia.checkpoint.packet_log import PacketLog
+from persia.checkpoint.packet_rows import PacketRows, clear_rows, replace_rows
+from persia.checkpoint.position import Position
+from persia.checkpoint.protocol import State
+from persia.checkpoint.server_job import LoadJob, ServerShare
+from persia.errors import FailedPreconditionError, NotFoundError
+
+if TYPE_CHECKING:
+    from persia._native import ParameterServer
+
+__all__ = ["RowCopies", "RowCopy", "load_share"]
+
+_LEASE_S = 3600.0  # of a load that is watched from its own process
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class RowCopy:
+    """A server's rows at one packet."""
+
+    server: ParameterServer
+    rows: PacketRows
+    log: PacketLog
+
+    def prepare(self, packet: Packet) -> Callable[[], None]:
+        return self.rows.prepare(self.log.files, packet)
+
+
+class RowCopies:
+    """For a Follower. The first copy is loaded into the server itself, which does not answer yet; later ones
+    into a server that nobody asks, whose rows then take the place of those that answer, in one step.
+    """
+
+    def __init__(
+        self, log: PacketLog, server: ParameterServer, share: ServerShare, make: Callable[[], ParameterServer]
+    ) -> None:
+        self._log, self._server, self._share, self._make = log, server, share, make
+        self._is_in_use = False
+
+    def load(self, checkpoint: Source | None) -> RowCopy:
+        server = self._server
+        if self._is_in_use:
+            server = self._make()
+            server.start("127.0.0.1", 0)  # it has no rows before; it refuses whoever finds it
+        share = replace(self._share, store=server)
+        if checkpoint is None:
+            clear_rows(server)
+        else:
+            load_share(share, str(checkpoint.location))
+        return RowCopy(server, PacketRows(server, share), self._log)
+
+    def use(self, copy: RowCopy, position: Position | None) -> RowCopy:
+        self._is_in_use = True
+        if copy.server is self._server:
+            return copy
+        replace_rows(self._server, copy.server)
+        copy.server.stop(0.0)
+        return RowCopy(self._server, PacketRows(self._server, self._share), self._log)
+
+
+def load_share(share: ServerShare, checkpoint: str) -> int:
+    """Loads a server's rows, without the optimizer's state, after all were checked; how many there are."""
+    place = Source(checkpoint).location
+    manifest, digest = Manifest.read(place)
+    section = manifest.embeddings
+    if section is None:
+        raise NotFoundError(f"{place} has no embeddings: only its dense part was dumped")
+    if section.train_config is None:
+        raise FailedPreconditionError(
+            f"{place} was dumped before the servers had an optimizer: it has no rows"
+        )
+    arguments = {
+        "directory": str(place),
+        "manifest": digest,
+        "train_config": section.train_config,
+        "with_state": False,
+    }
+    job = LoadJob("load-at-start", share, _LEASE_S, arguments)
+    job.start()
+    while True:
+        report = job.report()
+        if report.error is not None:
+            raise report.error
+        if report.state is State.CHECKED:
+            job.apply()
+        if report.state is State.DONE:
+            return report.total_rows
+        time.sleep(_POLL_S)

@@ -1,0 +1,165 @@
+"""Dynamic batching: requests that wait at the same time are looked up and computed as one batch.
+
+While a batch is computed the next requests gather, so batches grow with the load by themselves; a delay is
+only worth while where a model on a GPU leaves the queue empty too often.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from persia.embedding.data import PersiaBatch
+from persia.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    PersiaError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from persia.serving.merging import Layout, layout_of
+from persia.serving.together import Predict, Prediction, predict_together
+
+__all__ = ["Batcher", "BatchingOptions", "Prediction"]
+
+_CLOSE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchingOptions:
+    """Of one server."""
+
+    max_batch_size: int = 1024  # samples in one computation, and in one request
+    max_delay_s: float = 0.0  # how long the first request of a batch waits for others
+    max_queued: int = 512  # requests that wait; more are refused
+    num_threads: int = 1  # batches computed at a time
+
+
+@dataclass
+class _Request:
+    batch: PersiaBatch
+    expires_at: float  # by time.monotonic(); nobody waits for the answer later
+    future: Future[Prediction] = field(default_factory=Future)
+    layout: Layout = ()
+
+    def is_wanted(self) -> bool:
+        """Claims it for computation. False: its caller has given it up, or its time is over."""
+        if not self.future.set_running_or_notify_cancel():
+            return False
+        if time.monotonic() < self.expires_at:
+            return True
+        self.future.set_exception(
+            DeadlineExceededError("the request's deadline passed while it was queued: the server is behind")
+        )
+        return False
+
+
+class Batcher:
+    """Threads between requests and a predictor. `submit` never waits; a full queue refuses."""
+
+    def __init__(self, predict: Predict, options: BatchingOptions) -> None:
+        self._predict = predict
+        self._options = options
+        self._changed = threading.Condition()
+        self._waiting: deque[_Request] = deque()
+        self._num_running = 0
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"persia-predict-{i}", daemon=True)
+            for i in range(options.num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, batch: PersiaBatch, timeout_s: float) -> Future[Prediction]:
+        """Queues a batch. Cancelling the future gives it up.
+
+        InvalidArgumentError: more samples than a batch may have; ResourceExhaustedError: the queue is full.
+        """
+        if batch.batch_size > self._options.max_batch_size:
+            raise InvalidArgumentError(
+                f"the batch has {batch.batch_size} samples, this server takes {self._options.max_batch_size} "
+                "at a time: send several requests, or raise --max-batch-size"
+            )
+        request = _Request(batch, time.monotonic() + timeout_s, layout=layout_of(batch))
+        with self._changed:
+            if self._closed:
+                raise UnavailableError("the server is stopping: ask another one")
+            if len(self._waiting) >= self._options.max_queued:
+                raise ResourceExhaustedError(
+                    f"{len(self._waiting)} requests wait already (--max-queued): try again later, or ask "
+                    "another server"
+                )
+            self._waiting.append(request)
+            self._changed.notify()
+        return request.future
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose batch has not begun."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests whose batch is being computed."""
+        return self._num_running
+
+    def close(self) -> None:
+        """Answers what is queued, and ends."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while True:
+            gathered = self._gather()
+            if gathered is None:
+                return
+            wanted = [request for request in gathered if request.is_wanted()]
+            if wanted:
+                self._count_running(len(wanted))
+                self._answer(wanted)
+                self._count_running(-len(wanted))
+
+    def _count_running(self, change: int) -> None:
+        with self._changed:
+            self._num_running += change
+
+    def _gather(self) -> list[_Request] | None:
+        """Requests of one layout that fit one batch, the oldest first; None when it is closed and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if not self._waiting:
+                return None
+            if self._options.max_delay_s > 0:
+                self._changed.wait_for(self._is_full, self._options.max_delay_s)
+            return self._take()
+
+    def _is_full(self) -> bool:
+        num_samples = sum(request.batch.batch_size for request in self._waiting)
+        return self._closed or num_samples >= self._options.max_batch_size
+
+    def _take(self) -> list[_Request]:
+        taken: list[_Request] = []
+        num_samples = 0
+        while self._waiting:
+            request = self._waiting[0]
+            num_samples += request.batch.batch_size
+            if taken and (request.layout != taken[0].layout or num_samples > self._options.max_batch_size):
+                break
+            taken.append(self._waiting.popleft())
+        return taken
+
+    def _answer(self, requests: Sequence[_Request]) -> None:
+        answers = predict_together(self._predict, [request.batch for request in requests])
+        for request, answer in zip(requests, answers, strict=True):
+            if isinstance(answer, PersiaError):
+                request.future.set_exception(answer)
+            else:
+                request.future.set_result(answer)

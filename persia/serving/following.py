@@ -1,0 +1,137 @@
+"""A served model that follows its training: rows and dense model switch together, between two batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from persia.checkpoint.checkpoints import Source
+from persia.checkpoint.packet import Packet
+from persia.checkpoint.packet_log import PacketLog
+from persia.checkpoint.position import Position
+from persia.errors import FailedPreconditionError, NotFoundError, UnavailableError
+from persia.observability.status import fetch_json
+from persia.serving.dense_models import DenseModels
+from persia.serving.embeddings import EmbeddedRows, EmbeddingSource
+from persia.serving.loading import ModelSettings, Version, embeddings_of, load_version, try_sample
+from persia.serving.predictor import Predictor
+
+__all__ = ["ServedCopies", "ServedCopy", "Switch"]
+
+_SERVERS_S = 5.0  # for parameter servers to apply a packet that this process has seen
+_ASK_AGAIN_S = 0.05
+
+
+class Switch(Protocol):
+    """Puts a version in the place of the one that answers."""
+
+    def __call__(self, version: Version, change_rows: Callable[[], None]) -> None:
+        """No batch sees rows and model of different versions."""
+
+
+class ServedCopies:
+    """Copies of a model for a Follower. With remote rows the model alone: servers follow by themselves."""
+
+    def __init__(self, settings: ModelSettings, switch: Switch) -> None:
+        assert settings.follow is not None, "there is something to follow"
+        self._settings = settings
+        self._switch = switch
+        self._log = PacketLog(settings.follow.packets)
+        self._models = DenseModels(settings.location)
+
+    def load(self, checkpoint: Source | None) -> ServedCopy:
+        """NotFoundError: the checkpoint has no dense model, or there is no TorchScript for it."""
+        if checkpoint is None:
+            rows = embeddings_of(self._settings, None)
+            return ServedCopy(self._settings, self._log, self._models, rows, None)
+        version = load_version(self._settings, checkpoint, self._models.of_checkpoint)
+        return ServedCopy(self._settings, self._log, self._models, version.predictor.embeddings, version)
+
+    def use(self, copy: ServedCopy, position: Position | None) -> ServedCopy:
+        if copy.version is None:
+            raise NotFoundError(
+                f"no packet in {self._log.location} up to {position} has a dense model: wait for one, or "
+                "begin with a checkpoint of this training"
+            )
+        if position is not None:
+            copy.version = replace(copy.version, name=str(position))
+        self._switch(copy.version, _nothing)
+        copy.switch = self._switch
+        return copy
+
+
+class ServedCopy:
+    """One version, brought forward by packets. `switch` is given to the one that answers."""
+
+    def __init__(
+        self,
+        settings: ModelSettings,
+        log: PacketLog,
+        models: DenseModels,
+        embeddings: EmbeddingSource,
+        version: Version | None,
+    ) -> None:
+        self.version = version
+        self.switch: Switch | None = None
+        self._settings = settings
+        self._log = log
+        self._models = models
+        self._embeddings = embeddings
+
+    def prepare(self, packet: Packet) -> Callable[[], None]:
+        predictor = self._predictor_at(packet)
+        change_rows = _nothing
+        if isinstance(self._embeddings, EmbeddedRows):
+            change_rows = self._embeddings.packets.prepare(self._log.files, packet)
+        elif packet.dense:
+            _await_servers(self._settings.servers, packet.position)
+        version = None if predictor is None else Version(str(packet.position), "", predictor)
+
+        def apply() -> None:
+            if self.switch is None or version is None:
+                change_rows()
+            else:
+                self.switch(version, change_rows)
+            self.version = version
+
+        return apply
+
+    def _predictor_at(self, packet: Packet) -> Predictor | None:
+        """With the packet's model, or the one from before; None: there has been none."""
+        model = self._models.of_packet(self._log, packet)
+        if model is None:
+            return None if self.version is None else self.version.predictor
+        predictor = Predictor(model, self._embeddings, device=self._settings.device)
+        try_sample(self._settings, predictor)
+        return predictor
+
+
+def _await_servers(addresses: Sequence[str], position: Position) -> None:
+    """Until every parameter server has applied the packet; UnavailableError: one has not in time."""
+    end = time.monotonic() + _SERVERS_S
+    for address in addresses:
+        while (reached := _position_of(address)) is None or not _has(reached, position):
+            if time.monotonic() > end:
+                raise UnavailableError(
+                    f"the parameter server at {address} is at packet {reached}, not yet at {position}"
+                )
+            time.sleep(_ASK_AGAIN_S)
+
+
+def _has(reached: Position, position: Position) -> bool:
+    return reached.stream == position.stream and reached >= position
+
+
+def _position_of(address: str) -> Position | None:
+    """None: the server is at no packet."""
+    following = fetch_json(address, "/status")["stats"].get("following")
+    if following is None:
+        raise FailedPreconditionError(f"the parameter server at {address} follows no packets")
+    stream, number = following["stream"], following["number"]
+    return None if stream is None else Position(stream, number)
+
+
+def _nothing() -> None:
+    """Rows that stay as they are."""

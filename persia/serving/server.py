@@ -1,0 +1,146 @@
+"""The gRPC server of one model: the Open Inference Protocol and the standard health service on one port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+from dataclasses import dataclass, field, replace
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from persia import env
+from persia.errors import StorageError
+from persia.logger import get_default_logger
+from persia.messaging.discovery import ServiceInfo
+from persia.messaging.local_session import LocalBroker, LocalSession
+from persia.messaging.subjects import SERVING
+from persia.observability.process import ProcessObserver
+from persia.observability.settings import ObservabilitySettings
+from persia.serving.batcher import Batcher, BatchingOptions
+from persia.serving.protocol import SERVICE
+from persia.serving.registration import registered
+from persia.serving.servicer import Servicer
+from persia.serving.source import ServingSource
+from persia.serving.statistics import ServingStatistics
+from persia.serving.versions import ModelSettings, ServedModel
+
+__all__ = ["ServingOptions", "serve"]
+
+_HEALTH_INTERVAL_S = 1.0
+_DRAIN_S = 5.0  # for requests under way when the server stops
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions:
+    """How a model is served."""
+
+    host: str = "127.0.0.1"
+    port: int = 8001  # 0 takes a free one
+    timeout_s: float = 10.0  # of requests without a deadline
+    max_request_bytes: int = 16 << 20
+    metrics_port: int | None = 0  # of /metrics, /status and /readyz; 0: a free one; None: none
+    nats_url: str | None = None  # of the job to show itself in; None: none
+    replica_index: int = 0  # in that job
+    replica_size: int = 1
+    batching: BatchingOptions = field(default_factory=BatchingOptions)
+
+
+def serve(settings: ModelSettings, options: ServingOptions) -> None:
+    """Serves until SIGTERM or SIGINT; requests under way are answered before it ends.
+
+    Raises what is wrong with the first version; StorageError: the address cannot be listened on.
+    """
+    with contextlib.ExitStack() as stack:
+        model = ServedModel(settings)
+        stack.callback(model.close)
+        statistics = ServingStatistics()
+        batcher = Batcher(statistics.measured(model.predict), options.batching)
+        stack.callback(batcher.close)
+        source = ServingSource(model, statistics, options.replica_index, options.replica_size, batcher)
+        observer = stack.enter_context(_observed(stack, source, options))
+        servicer = Servicer(model, batcher, statistics, timeout_s=options.timeout_s)
+        asyncio.run(_serve(model, servicer, observer, options))
+
+
+def _observed(stack: contextlib.ExitStack, source: ServingSource, options: ServingOptions) -> ProcessObserver:
+    """Metrics and status. Health is on the port of the predictions already."""
+    settings = replace(
+        ObservabilitySettings.from_environment(host=options.host), port=options.metrics_port, health_port=None
+    )
+    session = LocalSession(LocalBroker(), name="serving")  # predictions need no broker
+    stack.callback(session.close)
+    return ProcessObserver(source, session, settings)
+
+
+async def _serve(
+    model: ServedModel, servicer: Servicer, observer: ProcessObserver, options: ServingOptions
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    server = grpc.aio.server(
+        options=[
+            ("grpc.so_reuseport", 0),  # else two processes could share a port unnoticed
+            ("grpc.max_receive_message_length", options.max_request_bytes),
+            ("grpc.max_send_message_length", -1),
+        ]
+    )
+    server.add_generic_rpc_handlers((servicer.handlers(),))
+    states = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(states, server)
+    port = _listen(server, options)
+    await server.start()
+    get_default_logger().info(
+        "%s is served at %s:%d (Open Inference Protocol over gRPC)",
+        model.settings.name,
+        options.host,
+        port,
+    )
+    if observer.address:
+        get_default_logger().info("metrics and status are at %s", observer.address)
+    reports = asyncio.create_task(_report_health(model, states))
+    observer.serving = True
+    with registered(options.nats_url, _service_info(options, port, observer)):
+        await stop.wait()
+    observer.serving = False
+    reports.cancel()
+    await states.enter_graceful_shutdown()
+    await server.stop(_DRAIN_S)
+    get_default_logger().info("%s is no longer served", model.settings.name)
+
+
+def _service_info(options: ServingOptions, port: int, observer: ProcessObserver) -> ServiceInfo:
+    return ServiceInfo(
+        role=SERVING,
+        index=options.replica_index,
+        replicas=options.replica_size,
+        incarnation=secrets.randbits(64),
+        address=f"{env.get_advertise_host(options.host)}:{port}",
+        pid=os.getpid(),
+        status_address=observer.address,
+    )
+
+
+def _listen(server: grpc.aio.Server, options: ServingOptions) -> int:
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    try:
+        return server.add_insecure_port(f"{host}:{options.port}")
+    except RuntimeError as failure:
+        raise StorageError(f"cannot listen on {host}:{options.port} (--host, --port): {failure}") from None
+
+
+async def _report_health(model: ServedModel, states: health.aio.HealthServicer) -> None:
+    """For the server as a whole (""), and by the names of the service and of the model."""
+    while True:
+        ready = await asyncio.to_thread(model.not_ready) is None
+        state = (
+            health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+        for name in ("", SERVICE, model.settings.name):
+            await states.set(name, state)
+        await asyncio.sleep(_HEALTH_INTERVAL_S)

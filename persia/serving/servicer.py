@@ -1,0 +1,160 @@
+"""The methods of the Open Inference Protocol over one served model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from persia._version import __version__
+from persia.errors import (
+    CorruptionError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    NotFoundError,
+    PersiaError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from persia.logger import get_default_logger
+from persia.serving.batcher import Batcher
+from persia.serving.protocol import METHODS, SERVICE, message
+from persia.serving.statistics import ServingStatistics
+from persia.serving.tensors import INPUT_NAME, batch_of, datatype_of, output_name, reply_of
+from persia.serving.versions import ServedModel
+
+__all__ = ["Servicer"]
+
+_Method = Callable[[Any, Any], Awaitable[Any]]
+
+_COUNTED = "ModelInfer"  # the others are asked for by probes
+
+# The first that an error is an instance of.
+_CODES: list[tuple[type[PersiaError], grpc.StatusCode]] = [
+    (NotFoundError, grpc.StatusCode.NOT_FOUND),
+    (InvalidArgumentError, grpc.StatusCode.INVALID_ARGUMENT),
+    (InvalidTypeError, grpc.StatusCode.INVALID_ARGUMENT),
+    (CorruptionError, grpc.StatusCode.INVALID_ARGUMENT),
+    (UnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (DeadlineExceededError, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (ResourceExhaustedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (FailedPreconditionError, grpc.StatusCode.FAILED_PRECONDITION),
+]
+
+
+class Servicer:
+    """Every method answers with the protocol's message, or with a status and the message of the error."""
+
+    def __init__(
+        self, model: ServedModel, batcher: Batcher, statistics: ServingStatistics, *, timeout_s: float
+    ) -> None:
+        """`timeout_s`: for requests that have no deadline of their own."""
+        self._model = model
+        self._batcher = batcher
+        self._statistics = statistics
+        self._timeout_s = timeout_s
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """For `grpc.aio.Server.add_generic_rpc_handlers`."""
+        # Requests are parsed by us: what cannot be parsed is the client's fault, and grpc would say INTERNAL.
+        methods: dict[str, Any] = {
+            name: grpc.unary_unary_rpc_method_handler(
+                self._with_status(name, request, getattr(self, f"_{_snake(name)}")),
+                response_serializer=reply.SerializeToString,
+            )
+            for name, request, reply in METHODS
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def _server_live(self, _request: Any, _context: Any) -> Any:
+        return message("ServerLiveResponse")(live=True)
+
+    async def _server_ready(self, _request: Any, _context: Any) -> Any:
+        return message("ServerReadyResponse")(ready=await self._is_ready())
+
+    async def _model_ready(self, request: Any, _context: Any) -> Any:
+        self._check_model(request.name, request.version)
+        return message("ModelReadyResponse")(ready=await self._is_ready())
+
+    async def _server_metadata(self, _request: Any, _context: Any) -> Any:
+        return message("ServerMetadataResponse")(name="persia", version=__version__)
+
+    async def _model_metadata(self, request: Any, _context: Any) -> Any:
+        self._check_model(request.name, request.version)
+        reply = message("ModelMetadataResponse")(
+            name=self._model.settings.name, versions=[self._model.version], platform="persia_torchscript"
+        )
+        reply.inputs.add(name=INPUT_NAME, datatype="BYTES", shape=[1])
+        for position, (dtype, shape) in enumerate(self._model.outputs):
+            reply.outputs.add(name=output_name(position), datatype=datatype_of(dtype), shape=[-1, *shape])
+        return reply
+
+    async def _model_infer(self, request: Any, context: Any) -> Any:
+        self._check_model(request.model_name, request.model_version)
+        left_s = context.time_remaining()
+        future = self._batcher.submit(
+            batch_of(request), self._timeout_s if left_s is None else min(left_s, self._timeout_s)
+        )
+        # Cancelled with this coroutine when the client goes away.
+        prediction = await asyncio.wrap_future(future)
+        return reply_of(request, self._model.settings.name, prediction.version, prediction.outputs)
+
+    async def _is_ready(self) -> bool:
+        return await asyncio.to_thread(self._model.not_ready) is None
+
+    def _check_model(self, name: str, version: str) -> None:
+        if name != self._model.settings.name:
+            raise NotFoundError(f"there is no model {name!r}: this server has {self._model.settings.name!r}")
+        if version not in ("", self._model.version):
+            raise NotFoundError(
+                f"model {name!r} has no version {version!r} here, but {self._model.version!r}: leave the "
+                "version out for the one that is served"
+            )
+
+    def _with_status(self, name: str, request_class: Any, method: _Method) -> _Method:
+        async def answer(content: bytes, context: Any) -> Any:
+            begin_ns, code = time.monotonic_ns(), grpc.StatusCode.CANCELLED
+            try:
+                reply = await method(_parsed(request_class, content), context)
+                code = grpc.StatusCode.OK
+                return reply
+            except PersiaError as failure:
+                code = _code_of(failure)
+                await context.abort(code, str(failure))
+            except Exception as failure:
+                code = grpc.StatusCode.INTERNAL
+                get_default_logger().exception("a request failed")
+                await context.abort(code, f"{type(failure).__name__}: {failure}")
+            finally:
+                if name == _COUNTED:
+                    self._statistics.add_request(begin_ns, code.name)
+
+        return answer
+
+
+def _code_of(failure: PersiaError) -> grpc.StatusCode:
+    for kind, code in _CODES:
+        if isinstance(failure, kind):
+            return code
+    return grpc.StatusCode.INTERNAL
+
+
+def _parsed(request_class: Any, content: bytes) -> Any:
+    try:
+        return request_class.FromString(content)
+    except DecodeError:
+        raise InvalidArgumentError(
+            f"the request's {len(content)} bytes are no {request_class.DESCRIPTOR.name} of the Open "
+            "Inference Protocol"
+        ) from None
+
+
+def _snake(name: str) -> str:
+    """ModelInfer to model_infer."""
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")

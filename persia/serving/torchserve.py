@@ -1,0 +1,160 @@
+"""The handler that TorchServe runs: one instance in each of its worker processes.
+
+A request is the bytes of `PersiaBatch.to_bytes()`: the whole body over REST, the input "batch" over gRPC (or
+"data" or "body", TorchServe's own names). The answer is a response of the Open Inference Protocol as JSON,
+the same over both. Requests that TorchServe hands over together are computed together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from persia.checkpoint.checkpoints import Source
+from persia.checkpoint.manifest import Manifest
+from persia.config import load_embedding_config
+from persia.embedding.data import PersiaBatch
+from persia.errors import (
+    CorruptionError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    PersiaError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from persia.logger import get_default_logger
+from persia.serving.archive import SLOTS_NAME, ArchiveSettings
+from persia.serving.embeddings import EmbeddedRows, EmbeddingSource, RemoteRows
+from persia.serving.merging import layout_of
+from persia.serving.predictor import Predictor, load_script
+from persia.serving.tensors import INPUT_NAME, datatype_of, output_name
+from persia.serving.together import Prediction, predict_together
+
+__all__ = ["Handler"]
+
+_INPUT_NAMES = (INPUT_NAME, "data", "body")
+
+# The first that an error is an instance of. TorchServe makes gRPC statuses of them.
+_HTTP_CODES: list[tuple[type[PersiaError], int]] = [
+    (InvalidArgumentError, 400),
+    (InvalidTypeError, 400),
+    (CorruptionError, 400),
+    (ResourceExhaustedError, 429),
+    (UnavailableError, 503),
+    (DeadlineExceededError, 504),
+]
+
+
+class Handler:
+    """TorchServe makes one, calls `initialize` once, and then `handle`, one call at a time."""
+
+    def initialize(self, context: Any) -> None:
+        """Loads the version that the archive names. What it raises is in TorchServe's model log."""
+        properties, model = context.system_properties, context.manifest["model"]
+        settings = ArchiveSettings.of(context.model_yaml_config)
+        source = _source(settings)
+        embeddings = _embeddings(settings, source, Path(properties["model_dir"]))
+        self._name, self._version = model["modelName"], model["modelVersion"]
+        self._predictor = Predictor(load_script(source), embeddings, device=_device(properties))
+        get_default_logger().info(
+            "%s: version %s, loaded from %s", self._name, self._version, source.location
+        )
+
+    def handle(self, data: Sequence[Mapping[str, Any]], context: Any) -> list[str]:
+        """An answer to each request. A refused one has its status; are all refused, it is the call's."""
+        answers = self._answers([_parsed(request) for request in data])
+        refused = [answer for answer in answers if isinstance(answer, PersiaError)]
+        if len(refused) == len(answers):
+            _refuse(refused[0])
+        for index, answer in enumerate(answers):
+            if isinstance(answer, PersiaError):
+                context.set_response_status(code=_code_of(answer), phrase=type(answer).__name__, idx=index)
+        return [self._encoded(answer) for answer in answers]
+
+    def _answers(self, batches: list[PersiaBatch | PersiaError]) -> list[Prediction | PersiaError]:
+        answers: list[Any] = list(batches)
+        good = [(i, batch) for i, batch in enumerate(batches) if isinstance(batch, PersiaBatch)]
+        for _, group in groupby(good, key=lambda item: layout_of(item[1])):
+            indices, alike = zip(*group, strict=True)
+            for index, answer in zip(indices, predict_together(self._predict, alike), strict=True):
+                answers[index] = answer
+        return answers
+
+    def _predict(self, batch: PersiaBatch) -> tuple[str, list[NDArray[Any]]]:
+        return self._version, self._predictor.predict(batch)
+
+    def _encoded(self, answer: Prediction | PersiaError) -> str:
+        if isinstance(answer, PersiaError):
+            return json.dumps({"code": _code_of(answer), "error": str(answer)})
+        outputs = [
+            {
+                "name": output_name(position),
+                "datatype": datatype_of(output.dtype.name),
+                "shape": output.shape,
+                "data": _values(output),
+            }
+            for position, output in enumerate(answer.outputs)
+        ]
+        return json.dumps({"model_name": self._name, "model_version": answer.version, "outputs": outputs})
+
+
+def _source(settings: ArchiveSettings) -> Source:
+    source = Source(settings.checkpoint)
+    if Manifest.read(source.location)[1] != settings.manifest:
+        raise FailedPreconditionError(
+            f"{source.location} is no longer what was archived: archive it again, as a version of its own"
+        )
+    return source
+
+
+def _embeddings(settings: ArchiveSettings, source: Source, model_dir: Path) -> EmbeddingSource:
+    if settings.embedding_workers:
+        return RemoteRows(settings.embedding_workers, deadline_s=settings.timeout_s)
+    return EmbeddedRows(source, load_embedding_config(str(model_dir / SLOTS_NAME)))
+
+
+def _device(properties: Mapping[str, Any]) -> torch.device | None:
+    gpu = properties.get("gpu_id")
+    return torch.device("cuda", int(gpu)) if gpu is not None and torch.cuda.is_available() else None
+
+
+def _parsed(request: Mapping[str, Any]) -> PersiaBatch | PersiaError:
+    content = next((request[name] for name in _INPUT_NAMES if name in request), None)
+    if not isinstance(content, (bytes, bytearray)):
+        return InvalidArgumentError(
+            f"the request has the inputs {sorted(request)}: send one named {INPUT_NAME!r}, or the body, the "
+            "bytes of PersiaBatch.to_bytes() (application/octet-stream)"
+        )
+    try:
+        return PersiaBatch.from_bytes(bytes(content))
+    except PersiaError as failure:
+        return failure
+
+
+def _code_of(failure: PersiaError) -> int:
+    return next((code for kind, code in _HTTP_CODES if isinstance(failure, kind)), 500)
+
+
+def _refuse(failure: PersiaError) -> None:
+    from ts.utils.util import PredictionException  # there only where TorchServe runs this
+
+    raise PredictionException(str(failure), _code_of(failure))
+
+
+def _values(output: NDArray[Any]) -> list[Any]:
+    """All values, for JSON: it has neither NaN nor infinity, which are null."""
+    values = output.ravel()
+    if values.dtype.kind != "f" or np.isfinite(values).all():
+        return list(values.tolist())
+    found = values.astype(object)
+    found[~np.isfinite(values)] = None
+    return list(found.tolist())

@@ -1,0 +1,160 @@
+"""Which version of a model answers: a checkpoint, or what `latest` names, replaced while requests go on.
+
+A new version is loaded beside the one that answers, tried, and takes its place between two batches; batches
+under way end with the version they began with. What cannot be loaded changes nothing, and is tried again when
+the checkpoint changes. Rolling back is the same: let `latest` name the older step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from numpy.typing import NDArray
+
+from persia.checkpoint.checkpoints import Source
+from persia.checkpoint.follower import Follower, FollowStatus
+from persia.checkpoint.versions import resolve
+from persia.embedding.data import PersiaBatch
+from persia.errors import FailedPreconditionError, PersiaError, UnavailableError
+from persia.logger import get_default_logger
+from persia.serving.following import ServedCopies, ServedCopy
+from persia.serving.loading import ModelSettings, Version, digest_of, load_version
+from persia.serving.switch import SharedLock
+
+__all__ = ["ModelSettings", "ServedModel"]
+
+_NICE = 10  # of the thread that loads versions, and of those that it starts
+
+
+class ServedModel:
+    """The current version, and a thread that looks for the next one. Thread-safe."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        """Loads the first version, and raises what is wrong with it."""
+        if settings.embeddings is None and settings.slots is None:
+            raise FailedPreconditionError(
+                "rows are loaded into this process and need their slots: give --embedding-config, or "
+                "--embedding-worker for rows that servers hold"
+            )
+        self.settings = settings
+        self._refused = ""  # digest of what could not be loaded
+        self._error = ""
+        self._outputs: list[tuple[str, list[int]]] = []
+        self._lock = SharedLock()  # held to look rows up, while packets may change them
+        self._current: Version
+        self._stopped = threading.Event()
+        self._follower: Follower[ServedCopy] | None = None
+        self._thread: threading.Thread | None = None
+        if settings.follow is not None:
+            self._follower = Follower(ServedCopies(settings, self._switch), settings.follow)
+            self._follower.start()
+        else:
+            self._current = self._load()
+            self._thread = threading.Thread(target=self._watch, name="persia-versions", daemon=True)
+            self._thread.start()
+
+    @property
+    def following(self) -> FollowStatus | None:
+        """Where it stands in the packets that it follows; None: it follows none."""
+        return None if self._follower is None else self._follower.status
+
+    @property
+    def version(self) -> str:
+        """The training step of the checkpoint, or the name of its dump where that is not known.
+
+        Where packets are followed, the last one: "stream/number".
+        """
+        return self._current.name
+
+    @property
+    def error(self) -> str:
+        """Why the newest version is not served; empty: it is."""
+        return self._error if self._follower is None else self._follower.status.error
+
+    @property
+    def num_missing(self) -> int | None:
+        """IDs that the current version read as zeros; None: the servers count them."""
+        return self._current.predictor.embeddings.num_missing
+
+    @property
+    def outputs(self) -> list[tuple[str, list[int]]]:
+        """(dtype, shape of a sample) of each output, as the last prediction had them; empty before it."""
+        return self._outputs
+
+    def predict(self, batch: PersiaBatch) -> tuple[str, list[NDArray[Any]]]:
+        """Version and outputs; see `Predictor.predict`."""
+        with self._looking_up():
+            current = self._current
+            rows = current.predictor.look_up(batch)
+        outputs = current.predictor.compute(batch, rows)
+        self._outputs = [(output.dtype.name, list(output.shape[1:])) for output in outputs]
+        return current.name, outputs
+
+    def not_ready(self) -> str | None:
+        """Why no request could be answered now; None: they can. May wait a second for each worker."""
+        try:
+            self._current.predictor.embeddings.check_serving()
+        except PersiaError as failure:
+            return str(failure)
+        return None
+
+    def close(self) -> None:
+        self._stopped.set()
+        if self._follower is not None:
+            self._follower.close()
+        if self._thread is not None:
+            self._thread.join(5.0)
+
+    def _looking_up(self) -> contextlib.AbstractContextManager[None]:
+        # Remote rows change when their servers change them, and a lookup may take long.
+        return self._lock.shared() if self.settings.embeddings is None else contextlib.nullcontext()
+
+    def _switch(self, version: Version, change_rows: Callable[[], None]) -> None:
+        with self._lock.alone():
+            change_rows()
+            self._current = version
+
+    def _watch(self) -> None:
+        # Loading takes the processors for seconds: what it leaves to requests must not be an equal share.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while not self._stopped.wait(self.settings.poll_s):
+            self._update()
+
+    def _update(self) -> None:
+        digest = ""
+        try:
+            digest = digest_of(resolve(self.settings.location))
+            if digest in (self._current.digest, self._refused):
+                self._error = self._error if digest == self._refused else ""
+                return
+            self._current = self._load()
+            self._refused = self._error = ""
+        except Exception as failure:  # whatever it is, the version that answers goes on answering
+            if str(failure) != self._error:
+                get_default_logger().error(
+                    "%s: version %s stays, the next one cannot be served: %s",
+                    self.settings.name,
+                    self.version,
+                    failure,
+                )
+            self._error = str(failure)
+            # What may pass by itself is tried again.
+            self._refused = "" if isinstance(failure, (OSError, UnavailableError)) else digest
+
+    def _load(self) -> Version:
+        started = time.monotonic()
+        source = Source(self.settings.location)
+        version = load_version(self.settings, source)
+        get_default_logger().info(
+            "%s: version %s, loaded from %s in %.1f s, answers from now on",
+            self.settings.name,
+            version.name,
+            source.location,
+            time.monotonic() - started,
+        )
+        return version

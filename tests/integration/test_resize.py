@@ -1,0 +1,71 @@
+"""Embedding workers that come and go while a job trains: new ones are used, and no batch is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from persia.messaging.discovery import Directory
+from persia.messaging.subjects import EMBEDDING_WORKER
+
+NUM_BATCHES = 400
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def num_trained(job: Any) -> int:
+    return int(job.nn_worker.output.count("batch "))
+
+
+def test_workers_come_and_go_while_training_runs(start_job: Any) -> None:
+    job = start_job(
+        "--pace", "0.02", "--staleness", "8", loaders=[["--batches", str(NUM_BATCHES)]], embedding_workers=1
+    )
+    cluster, directory = job.cluster, Directory(job.cluster.session)
+    wait_until(lambda: num_trained(job) > 20, "training has not begun")
+    cluster.add_embedding_worker()
+    cluster.add_embedding_worker()
+    assert [worker.replicas for worker in directory.wait_for(EMBEDDING_WORKER, 10.0)] == [3, 3, 3]
+    wait_until(lambda: num_trained(job) > 120, "training does not go on")
+    for index in (2, 1):
+        assert cluster.stop(f"embedding-worker-{index}", 30.0) == 0
+        # Newcomers do not wait for it.
+        wait_until(
+            lambda left=index: len(directory.wait_for(EMBEDDING_WORKER, 10.0)) == left, "still counted"
+        )
+    at_stop = num_trained(job)
+    assert at_stop < NUM_BATCHES - 20, "the job is too short for the test to tell anything"
+    assert job.finish_nn_worker() == 0, job.nn_worker.output
+    (report,) = job.reports
+    assert report["batch_ids"] == list(range(NUM_BATCHES))
+    assert report["counters"]["batches_trained"] == NUM_BATCHES
+    assert report["counters"]["batches_failed"] == report["counters"]["batches_released"] == 0
+    assert set(report["workers"][:20]) == {0}
+    assert set(report["workers"]) == {0, 1, 2}
+    assert set(report["workers"][-15:]) == {0}
+    for index in (1, 2):
+        assert "given up" not in cluster.logs(f"embedding-worker-{index}")
+
+
+def test_reproducible_runs_do_not_notice(start_job: Any) -> None:
+    def run(resize: bool) -> dict[str, Any]:
+        job = start_job("--reproducible", "--pace", "0.02", loaders=[["--batches", "150"]])
+        if resize:
+            wait_until(lambda: num_trained(job) > 10, "training has not begun")
+            job.cluster.add_embedding_worker()
+            wait_until(lambda: num_trained(job) > 70, "training does not go on")
+            assert job.cluster.stop("embedding-worker-1", 30.0) == 0
+        assert job.finish_nn_worker() == 0, job.nn_worker.output
+        report: dict[str, Any] = job.reports[0]
+        return report
+
+    resized, plain = run(True), run(False)
+    assert set(resized["workers"]) == {0, 1}
+    assert resized["losses"] == plain["losses"]
+    assert resized["digest"] == plain["digest"]

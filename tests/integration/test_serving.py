@@ -1,0 +1,355 @@
+"""`persia-launcher serve` as clients meet it: predictions, new versions under load, everything sent wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, List  # noqa: UP035 - torch.jit.script resolves typing.List
+
+import grpc
+import numpy as np
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from persia import env
+from persia.checkpoint.storage import Location
+from persia.ctx import TrainCtx
+from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, NonIDTypeFeature, PersiaBatch
+from persia.embedding.optim import SGD
+from persia.launcher import cli
+from persia.messaging.discovery import Directory
+from persia.messaging.subjects import EMBEDDING_WORKER
+from persia.testing import LocalCluster
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # the client's own
+    triton = pytest.importorskip("tritonclient.grpc")
+
+SLOTS = {"slots_config": {"user": {"dim": 2}}}
+ROWS = np.array([[1, 2], [3, 4]], np.float32)
+IDS = np.array([10, 20], np.uint64)
+START_S = 120.0
+
+
+class Model(torch.nn.Module):
+    """`factor` times the sum of a sample's row, plus its dense value."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(factor))
+
+    def forward(self, dense: List[torch.Tensor], embeddings: List[torch.Tensor]) -> torch.Tensor:  # noqa: UP006
+        return self.factor * embeddings[0].sum(dim=1, keepdim=True) + torch.nn.functional.linear(
+            dense[0], torch.ones(1, 1)
+        )
+
+
+def dump(directory: Path, factor: float, step: int, *, keep_last: int | None = None) -> None:
+    model = Model(factor)
+    with TrainCtx(
+        SGD(0.1), torch.optim.SGD(model.parameters(), 0.1), model=model, mixed_precision=False, slots=SLOTS
+    ) as ctx:
+        ctx.set_embedding("user", IDS, ROWS)
+        ctx.dump_checkpoint(str(directory), with_jit_model=True, step=step, keep_last=keep_last)
+
+
+def make_batch(ids: list[int], dense: float = 0.0, *, slot: str = "user", dtype: Any = np.float32) -> bytes:
+    return PersiaBatch(
+        [IDTypeFeatureWithSingleID(slot, np.array(ids, np.uint64))],
+        [NonIDTypeFeature(np.full((len(ids), 1), dense, dtype))],
+        requires_grad=False,
+    ).to_bytes()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Served:
+    """A server process and a client of it."""
+
+    def __init__(self, folder: Path, *arguments: str, wait: bool = True) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.log = folder / "serve.log"
+        command = [sys.executable, "-m", "persia.launcher", "serve", *arguments]
+        command += ["--port", self.address.rpartition(":")[2], "--model-name", "m", "--poll", "0.05"]
+        environment = {name: value for name, value in os.environ.items() if name != "PERSIA_NATS_URL"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        self.client = triton.InferenceServerClient(self.address)
+        if wait:
+            self.wait_until(self.client.is_server_ready)
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = START_S) -> None:
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            assert self.process.poll() is None, self.log.read_text()
+            with contextlib.suppress(triton.InferenceServerException):
+                if condition():
+                    return
+            time.sleep(0.05)
+        pytest.fail(f"not within {timeout_s} s; the server says: {self.log.read_text()}")
+
+    def infer(self, message: bytes, model: str = "m", **arguments: Any) -> tuple[str, list[float]]:
+        """(version, predictions)"""
+        answer = self.client.infer(model, [tensor(message)], **arguments)
+        output = answer.as_numpy("output_0")
+        return answer.get_response().model_version, [float(value) for value in output[:, 0]]
+
+    def refusal(self, message: bytes, model: str = "m", **arguments: Any) -> str:
+        with pytest.raises(triton.InferenceServerException) as caught:
+            self.infer(message, model, **arguments)
+        return str(caught.value)
+
+    def stop(self) -> int:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(20)
+
+
+def tensor(message: bytes, datatype: str = "BYTES", shape: tuple[int, ...] = (1,)) -> Any:
+    made = triton.InferInput("batch", list(shape), datatype)
+    made.set_data_from_numpy(np.array([message] * shape[0], dtype=object))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "PERSIA_NATS_URL"):
+        monkeypatch.delenv(name, raising=False)
+    env.reload_env()
+    yield
+    monkeypatch.undo()
+    env.reload_env()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "embedding_config.yml"
+    path.write_text(yaml.safe_dump(SLOTS))
+    return str(path)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    with contextlib.ExitStack() as stack:
+
+        def run(*arguments: str, **keywords: Any) -> Served:
+            served = Served(tmp_path, *arguments, **keywords)
+            stack.callback(served.stop)
+            return served
+
+        yield run
+
+
+def test_predictions_metadata_and_health(start: Any, tmp_path: Path, config: str) -> None:
+    dump(tmp_path / "model", factor=2.0, step=7)
+    served = start(str(tmp_path / "model"), "--embedding-config", config)
+    assert served.infer(make_batch([10, 20, 99], dense=0.5)) == ("7", [6.5, 14.5, 0.5]), "a miss is zeros"
+    assert served.infer(make_batch([20]), model_version="7", request_id="r")[1] == [14.0]
+    samples = [np.array(ids, np.uint64) for ids in ([10, 20], [], [20, 99])]
+    pooled = PersiaBatch(
+        [IDTypeFeature("user", samples)],
+        [NonIDTypeFeature(np.zeros((3, 1), np.float32))],
+        requires_grad=False,
+    )
+    assert served.infer(pooled.to_bytes())[1] == [20.0, 0.0, 14.0]
+    client = served.client
+    assert client.is_server_live()
+    assert client.is_model_ready("m")
+    assert client.get_server_metadata().name == "persia"
+    metadata = client.get_model_metadata("m")
+    assert (list(metadata.versions), metadata.inputs[0].name) == (["7"], "batch")
+    (output,) = metadata.outputs
+    assert (output.name, output.datatype, list(output.shape)) == ("output_0", "FP32", [-1, 1])
+    with grpc.insecure_channel(served.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "m", "inference.GRPCInferenceService"):
+            reply = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    assert served.stop() == 0
+
+
+def test_everything_wrong_is_answered_by_name(start: Any, tmp_path: Path, config: str) -> None:
+    dump(tmp_path / "model", factor=1.0, step=1)
+    served = start(
+        str(tmp_path / "model"),
+        "--embedding-config",
+        config,
+        "--max-request-mib",
+        "1",
+        "--max-batch-size",
+        "8",
+    )
+    good = make_batch([10])
+    refusals = {
+        "NOT_FOUND] there is no model 'x'": served.refusal(good, "x"),
+        "NOT_FOUND] model 'm' has no version '2'": served.refusal(good, model_version="2"),
+        "INVALID_ARGUMENT] a batch of 3 bytes is cut short": served.refusal(b"abc"),
+        "INVALID_ARGUMENT] not a batch of version 1": served.refusal(b"\xff" * 100),
+        "shop": served.refusal(make_batch([10], slot="shop")),
+        "ndarray_base": served.refusal(make_batch([10])[:-1]),
+        "float64[1, 1]": served.refusal(make_batch([10], dtype=np.float64)),
+        "9 samples, this server takes 8": served.refusal(make_batch([10] * 9)),
+        "RESOURCE_EXHAUSTED] SERVER: Received message larger than max": served.refusal(b"x" * (1 << 21)),
+    }
+    refusals.pop("ndarray_base")  # cut off somewhere: which check finds it does not matter
+    for expected, refusal in refusals.items():
+        assert expected in refusal
+    assert "INVALID_ARGUMENT" in served.refusal(make_batch([10], slot="shop"))
+    for inputs, expected in (
+        ([], "the inputs []: send one named 'batch'"),
+        ([tensor(good, shape=(2,))], "shape [2]: send [1]"),
+    ):
+        with pytest.raises(triton.InferenceServerException, match="INVALID_ARGUMENT") as caught:
+            served.client.infer("m", inputs)
+        assert expected in str(caught.value)
+    number = triton.InferInput("batch", [1], "INT64")
+    number.set_data_from_numpy(np.ones(1, np.int64))
+    with pytest.raises(triton.InferenceServerException, match="datatype 'INT64': send BYTES"):
+        served.client.infer("m", [number])
+    with pytest.raises(triton.InferenceServerException, match="no output 'score', but output_0"):
+        served.client.infer("m", [tensor(good)], outputs=[triton.InferRequestedOutput("score")])
+    assert served.infer(good)[1] == [3.0], "it goes on serving"
+    served.stop()
+    assert "UNAVAILABLE" in served_down(served.address)
+
+
+def served_down(address: str) -> str:
+    client = triton.InferenceServerClient(address)
+    with pytest.raises(triton.InferenceServerException) as caught:
+        client.infer("m", [tensor(b"")], client_timeout=5)
+    client.close()
+    return str(caught.value)
+
+
+class Load:
+    """Clients that ask all the time; what they were told, by time."""
+
+    def __init__(self, address: str, num_clients: int = 3) -> None:
+        self.failures: list[str] = []
+        self.answers: list[tuple[str, float]] = []
+        self._address = address
+        self._stopped = threading.Event()
+        self._threads = [threading.Thread(target=self._run) for _ in range(num_clients)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(20)
+
+    def _run(self) -> None:
+        client = triton.InferenceServerClient(self._address)
+        while not self._stopped.is_set():
+            try:
+                answer = client.infer("m", [tensor(make_batch([10]))])
+                value = float(answer.as_numpy("output_0")[0, 0])
+                self.answers.append((answer.get_response().model_version, value))
+            except triton.InferenceServerException as failure:
+                self.failures.append(str(failure))
+        client.close()
+
+
+def test_versions_change_and_roll_back_while_requests_flow(start: Any, tmp_path: Path, config: str) -> None:
+    root = tmp_path / "model"
+    dump(root, factor=1.0, step=1, keep_last=5)
+    served = start(str(root), "--embedding-config", config)
+    with Load(served.address) as load:
+        wait_for(served, load, ("1", 3.0))
+        dump(root, factor=2.0, step=2, keep_last=5)
+        wait_for(served, load, ("2", 6.0))
+        # What cannot be served changes nothing.
+        shutil.copytree(root / "step-000000000002", root / "step-000000000003")
+        for script in (root / "step-000000000003").glob("dump-*/jit_dense.pt"):
+            script.unlink()  # a hard link of the other's content would change that as well
+            script.write_bytes(b"damaged")
+        manifest = root / "step-000000000003" / "manifest.json"
+        manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3', 1))
+        (Location.of(root) / "latest").replace(b"step-000000000003\n")
+        served.wait_until(lambda: "jit_dense.pt is damaged" in served.log.read_text())
+        assert served.infer(make_batch([10])) == ("2", [6.0])
+        assert served.log.read_text().count("is damaged") == 1, "said once"
+        (Location.of(root) / "latest").replace(b"step-000000000001\n")
+        wait_for(served, load, ("1", 3.0))
+    assert load.failures == []
+    assert set(load.answers) == {("1", 3.0), ("2", 6.0)}, "rows and model are always of one version"
+
+
+def wait_for(served: Served, load: Load, answer: tuple[str, float]) -> None:
+    seen = len(load.answers)
+    served.wait_until(lambda: answer in load.answers[seen:])
+
+
+def refused(*arguments: str) -> str:
+    """What the command says before it ends; nothing is served."""
+    result = CliRunner().invoke(cli, ["serve", *arguments])
+    assert result.exit_code == 1, result.output
+    return result.output
+
+
+def test_a_version_that_cannot_answer_the_sample_is_not_used(tmp_path: Path, config: str) -> None:
+    dump(tmp_path / "model", factor=1.0, step=1)
+    sample = tmp_path / "sample.bin"
+    sample.write_bytes(make_batch([10], slot="shop"))
+    assert "shop" in refused(str(tmp_path / "model"), "--embedding-config", config, "--sample", str(sample))
+
+
+def test_what_cannot_be_served_is_said_at_once(tmp_path: Path, config: str) -> None:
+    assert "need their slots" in refused("nowhere")
+    assert "is no checkpoint" in refused("nowhere", "--embedding-config", config)
+    with TrainCtx(
+        SGD(0.1),
+        torch.optim.SGD(Model(1.0).parameters(), 0.1),
+        model=Model(1.0),
+        mixed_precision=False,
+        slots=SLOTS,
+    ) as ctx:
+        ctx.set_embedding("user", IDS, ROWS)
+        ctx.dump_checkpoint(str(tmp_path / "plain"))
+    assert "with_jit_model=True" in refused(str(tmp_path / "plain"), "--embedding-config", config)
+
+
+def test_rows_of_servers_and_workers_that_die(start: Any, tmp_path: Path) -> None:
+    with LocalCluster(embedding_config=SLOTS, embedding_workers=2, parameter_servers=2) as cluster:
+        patch = pytest.MonkeyPatch()
+        for name in ("PERSIA_NATS_URL", "PERSIA_JOB_NAME"):
+            patch.setenv(name, cluster.env[name])
+        env.reload_env()
+        dump(tmp_path / "model", factor=1.0, step=1)
+        workers = Directory(cluster.session).wait_for(EMBEDDING_WORKER, 10.0)
+        patch.undo()
+        env.reload_env()
+        addresses = [argument for w in workers for argument in ("--embedding-worker", w.address)]
+        served = start(str(tmp_path / "model"), *addresses, "--timeout", "4")
+        assert served.infer(make_batch([10, 99])) == ("1", [3.0, 0.0])
+        cluster.kill("embedding-worker-0")
+        for _ in range(6):
+            assert served.infer(make_batch([20]))[1] == [7.0], "the other one answers"
+        assert served.client.is_server_ready()
+        cluster.kill("embedding-worker-1")
+        refusal = served.refusal(make_batch([20]))
+        assert "UNAVAILABLE] none of the embedding workers" in refusal
+        assert workers[0].address in refusal
+        served.wait_until(lambda: not served.client.is_server_ready())

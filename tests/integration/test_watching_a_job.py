@@ -1,0 +1,314 @@
+"""A job that trains, watched by everything there is: Prometheus, dashboards, alerts, the launcher."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from persia.messaging.subjects import DATA_LOADER, EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
+from persia.observability.status import fetch_json, find_processes, prometheus_targets
+from persia.testing import LocalCluster
+
+from .conftest import EMBEDDING_CONFIG, JOBS
+from .watching import DEADLINE_S, get, prometheus, wait_until
+
+MONITORING = Path(__file__).parents[2] / "monitoring"
+BATCHES = "1000000"  # more than are trained while the tests run
+
+# As published: name, type, label besides the process' own.
+PUBLISHED = {
+    EMBEDDING_PARAMETER_SERVER: [
+        ("index_miss_count", "counter"),
+        ("index_miss_ratio", "gauge"),
+        ("set_embedding_time_cost_sec", "gauge"),
+        ("decode_indices_time_cost_sec", "gauge"),
+        ("encode_embedding_time_cost_sec", "gauge"),
+        ("lookup_inference_batch_time_cost_sec", "gauge"),
+        ("lookup_hashmap_time_cost_sec", "gauge"),
+        ("gradient_id_miss_count", "counter"),
+    ],
+    EMBEDDING_WORKER: [
+        ("batch_unique_indices_rate", "gauge"),
+        ("estimated_distinct_id", "gauge"),
+        ("num_pending_batches", "gauge"),
+        ("staleness", "gauge"),
+        ("nan_count", "counter"),
+        ("nan_grad_skipped", "counter"),
+        ("lookup_preprocess_time_cost_sec", "gauge"),
+        ("lookup_rpc_time_cost_sec", "gauge"),
+        ("lookup_postprocess_time_cost_sec", "gauge"),
+        ("lookup_total_time_cost_sec", "gauge"),
+        ("update_gradient_time_cost_sec", "gauge"),
+    ],
+    NN_WORKER: [
+        ("forward_client_to_gpu_time_cost_sec", "gauge"),
+        ("forward_client_time_cost_sec", "gauge"),
+        ("forward_error", "counter"),
+        ("backward_client_time_cost_sec", "gauge"),
+        ("get_train_batch_time_cost_more_than_1ms_sec", "gauge"),
+        ("update_gradient_batched_time_cost_more_than_1ms_sec", "gauge"),
+    ],
+    DATA_LOADER: [],
+}
+WITH_FEAT = ("batch_unique_indices_rate", "estimated_distinct_id", "nan_count", "nan_grad_skipped")
+
+
+class WatchedJob:
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        self.processes = find_processes(cluster.session)
+
+    def page(self, role: str, index: int = 0) -> str:
+        (info,) = [info for info in self.processes if (info.role, info.index) == (role, index)]
+        return get(f"http://{info.status_address}/metrics")
+
+    def launcher(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "persia.launcher", *arguments]
+        return subprocess.run(
+            command, env=self.cluster.env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+
+
+def samples(page: str, name: str) -> dict[str, float]:
+    """By the text of their labels."""
+    found = re.findall(rf"^{name}{{(.*)}} (\S+)$", page, flags=re.MULTILINE)
+    return {labels: float(value) for labels, value in found}
+
+
+@pytest.fixture(scope="module")
+def job():
+    env = {"OMP_NUM_THREADS": "1", "PERSIA_DEADLINE_SEC": "60"}
+    with LocalCluster(embedding_config=EMBEDDING_CONFIG, env=env, parameter_servers=2) as cluster:
+        cluster.start_loader(JOBS / "loader.py", "--batches", BATCHES, replica_index=0, replica_size=1)
+        ranks = cluster.start_nn_worker(JOBS / "watched.py", nproc=1)
+        wait_until(lambda: "under way" in ranks.output or ranks.exit_code is not None, "training")
+        assert ranks.exit_code is None, ranks.output
+        yield WatchedJob(cluster)
+
+
+def test_every_role_shows_the_published_metrics(job):
+    assert len(job.processes) == 5
+    for role, metrics in PUBLISHED.items():
+        page = job.page(role)
+        for name, kind in metrics:
+            assert f"# TYPE {name} {kind}\n" in page
+            values = samples(page, name)
+            expected = ["items", "user"] if name in WITH_FEAT else [None]
+            assert sorted(re.findall(r'feat="(\w+)"', " ".join(values))) == [e for e in expected if e]
+            assert len(values) == len(expected), (name, values)
+
+
+def test_the_values_are_those_of_the_job(job):
+    server, worker, rank = (job.page(r) for r in (EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER))
+    (missed,) = samples(server, "index_miss_count").values()
+    (rows,) = samples(server, "persia_rows").values()
+    assert 0 < rows <= 250  # of two servers, 50 users and 200 items
+    assert missed >= rows  # evaluations miss rows without making them
+    for page, names in (
+        (server, ("lookup_hashmap_time_cost_sec", "lookup_inference_batch_time_cost_sec")),
+        (worker, ("lookup_total_time_cost_sec", "update_gradient_time_cost_sec")),
+        (rank, ("forward_client_time_cost_sec", "forward_client_to_gpu_time_cost_sec")),
+    ):
+        for name in names:
+            (seconds,) = samples(page, name).values()
+            assert 0 < seconds < 10, name
+    estimates = samples(worker, "estimated_distinct_id")
+    (users,) = [value for labels, value in estimates.items() if 'feat="user"' in labels]
+    assert users == pytest.approx(50, rel=0.1)
+    (in_flight,) = samples(worker, "staleness").values()
+    assert 0 <= in_flight <= 4
+    (step,) = [v for labels, v in samples(rank, "persia_reported").items() if 'name="step"' in labels]
+    assert step >= 20
+
+
+def test_a_histogram_is_cumulative_and_complete(job):
+    page = job.page(EMBEDDING_PARAMETER_SERVER)
+    buckets = samples(page, "persia_phase_seconds_bucket")
+    counts = [count for labels, count in buckets.items() if 'phase="update"' in labels]
+    assert len(counts) == 28
+    assert counts == sorted(counts)
+    total = [v for labels, v in samples(page, "persia_phase_seconds_count").items() if '"update"' in labels]
+    assert total == [counts[-1]]
+    assert counts[-1] > 0
+
+
+def test_status_tells_rates_and_what_the_script_reports(job):
+    result = job.launcher("status", "--once", "--interval", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    for text in ("embedding-parameter-server 1", "nn-worker 0", "batches/s", "rows/s", "loss", "step"):
+        assert text in result.stdout
+    result = job.launcher("status", "--json")
+    assert result.returncode == 0, result.stderr
+    statuses = json.loads(result.stdout)
+    assert [s["info"]["role"] for s in statuses] == [info.role for info in job.processes]
+    assert all(status["values"]["ready"] and status["values"]["configured"] for status in statuses)
+
+
+def test_a_dump_is_counted_and_ends_the_lag(job, tmp_path):
+    dump = job.launcher("checkpoint", "dump", str(tmp_path / "dump"))
+    assert dump.returncode == 0, dump.stdout + dump.stderr
+    for index in range(2):
+        page = job.page(EMBEDDING_PARAMETER_SERVER, index)
+        counts = samples(page, "persia_checkpoints_total")
+        assert [n for labels, n in counts.items() if '"dump"' in labels and '"done"' in labels] == [1]
+        assert [n for labels, n in counts.items() if '"failed"' in labels] == [0, 0, 0]
+        (lag,) = samples(page, "persia_checkpoint_lag_seconds").values()
+        (uptime,) = samples(page, "persia_uptime_seconds").values()
+        assert 0 < lag < uptime - 1
+        seconds = samples(page, "persia_phase_seconds_count")
+        assert [n for labels, n in seconds.items() if 'phase="checkpoint dump"' in labels] == [1]
+
+
+def test_doctor_finds_the_job_and_what_is_wrong(job):
+    good = job.launcher("doctor", "--json")
+    assert good.returncode == 0, good.stdout
+    found = [row["what"] for row in json.loads(good.stdout) if row["topic"] == "nats"]
+    assert sum("is ready" in what for what in found) == 5
+    bad = job.launcher("doctor", "--global-config", "no_such_file.yml")
+    assert bad.returncode == 1
+    assert "no_such_file.yml" in bad.stdout
+
+
+def test_a_trace_has_all_phases_of_all_roles(job, tmp_path):
+    path = tmp_path / "trace.json"
+    result = job.launcher("trace", "--batches", "30", "--output", str(path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    events = json.loads(path.read_text())["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert len(processes) == 5
+    seen = {(processes[event["pid"]].rpartition(" ")[0], event["name"]) for event in events}
+    assert {
+        (DATA_LOADER, "send batch"),
+        (EMBEDDING_WORKER, "register"),
+        (EMBEDDING_WORKER, "lookup preprocess"),
+        (EMBEDDING_WORKER, "lookup rpc"),
+        (EMBEDDING_WORKER, "lookup postprocess"),
+        (EMBEDDING_WORKER, "update reduce"),
+        (EMBEDDING_PARAMETER_SERVER, "lookup"),
+        (EMBEDDING_PARAMETER_SERVER, "update"),
+        (NN_WORKER, "wait for batch"),
+        (NN_WORKER, "forward"),
+        (NN_WORKER, "backward"),
+        (NN_WORKER, "client return gradients"),
+    } <= seen
+    check_one_batch_is_in_order(events, processes)
+
+
+def check_one_batch_is_in_order(events, processes) -> None:
+    """Of one batch, across processes: its pooling ends before its forward begins, and so on."""
+    rank, worker = (f"{role} 0" for role in (NN_WORKER, EMBEDDING_WORKER))
+    spans = [event for event in events if event["ph"] == "X"]
+    of_rank = [e for e in spans if processes[e["pid"]] == rank and e["name"] == "to device"]
+    references = {e["args"]["reference"]: e["args"]["batch_id"] for e in of_rank if "reference" in e["args"]}
+
+    def find(process, name, key, value):
+        return [
+            e
+            for e in spans
+            if processes[e["pid"]] == process and e["name"] == name and e["args"].get(key) == value
+        ]
+
+    complete = updated = 0
+    for reference, batch_id in references.items():
+        parts = [
+            find(worker, "lookup postprocess", "reference", reference),
+            find(rank, "forward", "batch_id", batch_id),
+            find(rank, "backward", "batch_id", batch_id),
+            find(worker, "update reduce", "reference", reference),
+        ]
+        if all(len(part) == 1 for part in parts):
+            complete += 1
+            times = [(part[0]["ts"], part[0]["ts"] + part[0]["dur"]) for part in parts]
+            for (_, end), (begin, _) in itertools.pairwise(times):
+                assert end <= begin
+            updated += rows_of_batch_are_seen(
+                spans, processes, batch_id, pooled=times[0][0], reduced=times[3][1]
+            )
+    assert complete >= 10
+    assert updated >= complete - 4  # embedding_staleness: the last ones are updated after the recording
+
+
+def rows_of_batch_are_seen(spans, processes, batch_id, *, pooled, reduced) -> bool:
+    """Servers know the batch: they look its rows up before it is pooled, and update them after the sums.
+
+    Whether all servers that looked up have updated, too.
+    """
+    of_servers = [
+        e
+        for e in spans
+        if processes[e["pid"]].startswith(EMBEDDING_PARAMETER_SERVER)
+        and e["args"].get("batch_id") == batch_id
+    ]
+    lookups = [e for e in of_servers if e["name"] == "lookup"]
+    updates = [e for e in of_servers if e["name"] == "update"]
+    assert lookups
+    assert all(e["ts"] + e["dur"] <= pooled for e in lookups)
+    assert all(e["ts"] >= reduced for e in updates)
+    return len(updates) == len(lookups)
+
+
+def test_a_trace_ends_and_leaves_no_recording(job):
+    (rank,) = [info for info in job.processes if info.role == NN_WORKER]
+    fetch_json(rank.status_address, "/trace/start?spans=5", method="POST")
+    step = f"http://{rank.status_address}/status"
+    before = json.loads(get(step))["stats"]["batches_trained"]
+    wait_until(lambda: json.loads(get(step))["stats"]["batches_trained"] > before + 5, "more batches")
+    recording = fetch_json(rank.status_address, "/trace/stop", method="POST")
+    assert len(recording["spans"]) == 5
+    assert recording["num_dropped"] > 0
+    assert fetch_json(rank.status_address, "/trace/stop", method="POST")["spans"] == []
+
+
+@pytest.fixture(scope="module")
+def scraped(job, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prometheus")
+    rules = MONITORING / "prometheus" / "alerts.yml"
+    with prometheus(folder, prometheus_targets(job.processes), rules) as server:
+        # Rates need two scrapes of each process.
+        enough = "min(count_over_time(persia_ready[1m])) >= 3 and count(persia_ready) == 5"
+        wait_until(lambda: server.query(enough), "three scrapes of five processes")
+        yield server
+
+
+def load_dashboards():
+    spec = importlib.util.spec_from_file_location("make_dashboards", MONITORING / "make_dashboards.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.dashboards()
+
+
+def test_dashboards_are_those_of_their_table():
+    for path, text in load_dashboards().items():
+        assert path.read_text() == text, "run python monitoring/make_dashboards.py"
+
+
+@pytest.mark.parametrize("name", ["training", "serving"])
+def test_every_query_of_a_dashboard_finds_data(scraped, name):
+    board = json.loads((MONITORING / "grafana" / "dashboards" / f"{name}.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    assert len(queries) > 10
+    empty = []
+    for query in queries:
+        asked = query.replace("$__rate_interval", "1m").replace("$persia_job", ".*")
+        assert "$" not in asked
+        if not scraped.query(asked):
+            empty.append(query)
+    assert not empty
+
+
+def test_every_alert_watches_a_value_that_is_there(scraped):
+    rules = yaml.safe_load((MONITORING / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
+    assert len(rules) >= 10
+    for rule in rules:
+        value, comparison, threshold = re.fullmatch(r"(.*) (==|>|<) ([0-9.]+)", rule["expr"]).groups()
+        assert scraped.query(value), rule["alert"]
+        firing = scraped.query(f"{value} {comparison} {threshold}")
+        assert not firing, (rule["alert"], firing)  # nothing is wrong with this job

@@ -1,0 +1,147 @@
+"""Real Prometheus and Pushgateway processes for tests, from the distribution's packages."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from persia.observability.status import find_processes
+from persia.testing import LocalCluster
+
+DEADLINE_S = 60.0
+
+
+def require(program: str) -> str:
+    """The path of `program`, or the test is skipped."""
+    path = shutil.which(program)
+    if path is None:
+        pytest.skip(f"{program} is not installed: apt-get install prometheus prometheus-pushgateway")
+    return path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+def get_any(url: str) -> tuple[int, str]:
+    """Code and text, of refusals, too."""
+    try:
+        return 200, get(url)
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def wait_until(condition: Any, what: str) -> Any:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if value := condition():
+                return value
+        time.sleep(0.1)
+    raise AssertionError(f"not within {DEADLINE_S:g} s: {what}")
+
+
+@contextlib.contextmanager
+def running(command: list[str], ready_url: str, log: Path) -> Iterator[None]:
+    with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
+        try:
+            wait_until(lambda: process.poll() is not None or get(ready_url), f"{command[0]}: {log}")
+            assert process.poll() is None, log.read_text()
+            yield
+        finally:
+            process.kill()
+
+
+class Pages:
+    """The /metrics pages of all processes of a job, as they are now."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._texts: dict[str, list[str]] = {}
+        for info in find_processes(cluster.session):
+            page = get(f"http://{info.status_address}/metrics")
+            self._texts.setdefault(info.role, []).append(page)
+
+    def count(self, role: str) -> int:
+        return len(self._texts[role])
+
+    def each(self, role: str, name: str) -> list[float]:
+        """The values of a metric, which every process of the role must have."""
+        found = [
+            re.findall(rf"^{name}(?:_total)?(?:{{.*}})? (\S+)$", text, re.M) for text in self._texts[role]
+        ]
+        assert all(found), name
+        return [float(value) for values in found for value in values]
+
+    def sum(self, role: str, name: str) -> float:
+        return sum(self.each(role, name))
+
+
+class Prometheus:
+    """Asks a running one."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        encoded = urllib.parse.urlencode({"query": expression})
+        answer = json.loads(get(f"http://{self.address}/api/v1/query?{encoded}"))
+        assert answer["status"] == "success", answer
+        result: list[dict[str, Any]] = answer["data"]["result"]
+        return result
+
+
+@contextlib.contextmanager
+def prometheus(folder: Path, targets: list[dict[str, Any]], rules: Path) -> Iterator[Prometheus]:
+    (folder / "targets.json").write_text(json.dumps(targets))
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(rules)],
+        "scrape_configs": [{"job_name": "persia", "file_sd_configs": [{"files": ["targets.json"]}]}],
+    }
+    (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+    address = f"127.0.0.1:{free_port()}"
+    command = [
+        require("prometheus"),
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address={address}",
+    ]
+    with running(command, f"http://{address}/-/ready", folder / "prometheus.log"):
+        yield Prometheus(address)
+
+
+@contextlib.contextmanager
+def pushgateway(folder: Path) -> Iterator[str]:
+    """Its address."""
+    address = f"127.0.0.1:{free_port()}"
+    # A file of its own: distributions have a default, in which the groups of other runs stand.
+    kept = folder / "pushgateway.data"
+    command = [
+        require("prometheus-pushgateway"),
+        f"--web.listen-address={address}",
+        f"--persistence.file={kept}",
+    ]
+    with running(command, f"http://{address}/-/ready", folder / "pushgateway.log"):
+        yield address

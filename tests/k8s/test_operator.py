@@ -1,0 +1,426 @@
+"""The operator, with the rights it is deployed with, at a real API server; pods do as the test says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip install ./k8s")
+
+from control_plane import ADMIN, OPERATOR, SERVER, ControlPlane, find_binaries
+from harness import Kube, Namespace, OperatorProcess, job_manifest
+from kube_api import Api
+from kubelet import FakeKubelet
+
+PODS = {"job-nats-0", "job-embedding-ps-0", "job-embedding-worker-0", "job-dataloader-0", "job-nn-worker-0"}
+
+
+def test_a_job_runs_from_creation_to_success(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    job = namespace.apply(job_manifest())
+    status = namespace.await_phase("job", "Running")
+    pods = namespace.list("pods")
+    assert set(pods) == PODS
+    assert {pod["metadata"]["labels"]["persia_job"] for pod in pods.values()} == {"job"}
+    assert all(status["roles"][role]["ready"] == 1 for role in status["roles"]), status
+    assert len(status["roles"]) == 5
+    for kind in ("statefulsets", "services", "poddisruptionbudgets"):
+        for name, item in namespace.list(kind).items():
+            assert [owner["uid"] for owner in item["metadata"]["ownerReferences"]] == [
+                job["metadata"]["uid"]
+            ], name
+
+    kubelet.write_log("job-nn-worker-0", 'step\npersia-progress {"step": 3, "auc": 0.75}\n')
+    kubelet.finish("job-nn-worker-0")
+    kubelet.finish("job-dataloader-0")
+    status = namespace.await_phase("job", "Succeeded")
+    assert status["progress"] == {"step": 3, "auc": 0.75}
+    assert {c["type"]: c["status"] for c in status["conditions"]}["Complete"] == "True"
+    # What the job held is freed; what has ended stays, for its logs.
+    namespace.await_(
+        lambda: set(namespace.list("pods")) == {"job-nn-worker-0", "job-dataloader-0"}, "servers are gone"
+    )
+    namespace.await_(
+        lambda: not any(namespace.list(k) for k in ("statefulsets", "services", "poddisruptionbudgets")),
+        "objects are gone",
+    )
+    assert {reason for reason, _ in namespace.events("job")} == {"Started", "Succeeded"}
+
+
+def test_deletion_takes_everything_along(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest())
+    namespace.await_phase("job", "Running")
+    namespace.delete("persiajobs", "job")
+    for kind in ("persiajobs", "pods", "statefulsets", "services", "poddisruptionbudgets"):
+        namespace.await_(lambda kind=kind: not namespace.list(kind), f"no {kind} are left")
+
+
+def test_training_starts_when_the_servers_are_ready(namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.apply(job_manifest())
+    namespace.await_(lambda: len(namespace.list("pods")) == 3, "servers are there")
+    conditions = namespace.await_(lambda: namespace.status("job").get("conditions"), "conditions")
+    ready = next(condition for condition in conditions if condition["type"] == "ServersReady")
+    assert ready["status"] == "False"
+    assert "embeddingParameterServer 0 of 1" in ready["message"]
+    assert not [name for name in namespace.list("pods") if "nn-worker" in name]
+
+
+def test_never_restart_fails_the_job_with_the_reason(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest())
+    namespace.await_phase("job", "Running")
+    kubelet.finish("job-nn-worker-0", 3, "ValueError: no such column")
+    status = namespace.await_phase("job", "Failed")
+    failed = next(c for c in status["conditions"] if c["type"] == "Failed")
+    assert failed["reason"] == "TrainingFailed"
+    assert "job-nn-worker-0: exit code 3: ValueError: no such column" in failed["message"]
+    namespace.await_(lambda: set(namespace.list("pods")) == {"job-nn-worker-0"}, "the others are gone")
+    assert failed["message"] in namespace.await_event("job", "Failed")
+
+
+def test_failed_training_is_started_again_as_a_whole(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest(restartPolicy="OnFailure", backoffLimit=1, backoffSeconds=1))
+    namespace.await_phase("job", "Running")
+    before = {name: pod["metadata"]["uid"] for name, pod in namespace.list("pods").items()}
+    kubelet.finish("job-nn-worker-0", 1, "boom")
+    namespace.await_(lambda: namespace.status("job").get("restarts") == 1, "restarted")
+    namespace.await_phase("job", "Running")
+    after = {name: pod["metadata"]["uid"] for name, pod in namespace.list("pods").items()}
+    kept = {name for name in PODS if before[name] == after[name]}
+    assert kept == {"job-nats-0", "job-embedding-ps-0"}  # rows survive; workers and all that trains is new
+    assert "boom" in namespace.await_event("job", "Restarting")
+
+    kubelet.finish("job-nn-worker-0", 1, "boom again")
+    status = namespace.await_phase("job", "Failed")  # the limit
+    assert status["restarts"] == 1
+
+
+def test_the_end_of_a_pod_is_seen_at_once(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest())
+    namespace.await_phase("job", "Running")
+    time.sleep(1.5)  # by now it waits: without a watch of pods, it would look again ten seconds later
+    kubelet.finish("job-nn-worker-0")
+    namespace.await_phase("job", "Succeeded", seconds=5)
+
+
+def test_a_deleted_rank_is_a_failed_one(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest(restartPolicy="OnFailure", backoffSeconds=0))
+    namespace.await_phase("job", "Running")
+    namespace.delete("pods", "job-nn-worker-0")
+    namespace.await_(lambda: namespace.status("job").get("restarts") == 1, "restarted")
+    namespace.await_phase("job", "Running")
+
+
+def test_a_failed_loader_is_started_again_alone(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest(restartPolicy="OnFailure"))
+    namespace.await_phase("job", "Running")
+    before = {name: pod["metadata"]["uid"] for name, pod in namespace.list("pods").items()}
+    kubelet.finish("job-dataloader-0", 137)
+    namespace.await_event("job", "DataLoaderRestarted")
+
+    def after() -> dict[str, str] | None:
+        pods = {name: pod["metadata"]["uid"] for name, pod in namespace.list("pods").items()}
+        return pods if pods.get("job-dataloader-0", "") not in ("", before["job-dataloader-0"]) else None
+
+    pods = namespace.await_(after, "a new loader")
+    assert {name for name in PODS if before[name] == pods[name]} == PODS - {"job-dataloader-0"}
+    assert namespace.status("job")["phase"] == "Running"
+
+
+def test_a_server_that_restarts_is_reported_and_not_for_ever(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest(backoffLimit=1))
+    namespace.await_phase("job", "Running")
+    kubelet.finish("job-embedding-ps-0", 137)
+    assert "rows that it held are lost" in namespace.await_event("job", "ServerRestarted")
+    assert namespace.status("job")["phase"] == "Running"
+    kubelet.finish("job-embedding-ps-0", 2, "bad config")
+    status = namespace.await_phase("job", "Failed")
+    failed = next(c for c in status["conditions"] if c["type"] == "Failed")
+    assert failed["reason"] == "ServerFailed"
+    assert "job-embedding-ps-0" in failed["message"]
+
+
+def test_resizing_parameter_servers_is_refused(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest())
+    namespace.await_phase("job", "Running")
+    namespace.patch("persiajobs", "job", {"spec": {"embeddingParameterServer": {"replicas": 3}}})
+    message = namespace.await_event("job", "ResizeRefused")
+    assert "set resizeCheckpoint" in message
+    condition = next(c for c in namespace.status("job")["conditions"] if c["type"] == "SpecApplied")
+    assert (condition["status"], condition["reason"], condition["message"]) == (
+        "False",
+        "ResizeRefused",
+        message,
+    )
+    assert namespace.status("job")["roles"]["embeddingParameterServer"]["replicas"] == 1
+    assert set(namespace.list("pods")) == PODS
+
+    namespace.patch("persiajobs", "job", {"spec": {"embeddingParameterServer": {"replicas": 1}}})
+    namespace.await_(
+        lambda: any(
+            c["type"] == "SpecApplied" and c["status"] == "True"
+            for c in namespace.status("job")["conditions"]
+        ),
+        "taken back",
+    )
+
+
+def test_parameter_servers_are_resized_through_a_checkpoint(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest(resizeCheckpoint="s3://bucket/rows/"))
+    namespace.await_phase("job", "Running")
+    old = namespace.list("pods")
+    namespace.patch("persiajobs", "job", {"spec": {"embeddingParameterServer": {"replicas": 2}}})
+    dump = namespace.await_(lambda: namespace.list("pods").get("job-rows-dump"), "rows are dumped")
+    location = f"s3://bucket/rows/{namespace.name}-job-resize"
+    command = ["persia-launcher", "checkpoint", "dump", location, "--with-dense", "--hold=600"]
+    assert dump["spec"]["containers"][0]["command"] == command
+    assert namespace.status("job")["resize"]["stage"] == "Dumping"
+    pods = namespace.list("pods")
+    server = "job-embedding-ps-0"
+    assert pods["job-nn-worker-0"]["metadata"]["uid"] == old["job-nn-worker-0"]["metadata"]["uid"]
+    assert pods[server]["metadata"]["uid"] == old[server]["metadata"]["uid"]
+    operator.stop(signal.SIGKILL)  # at any moment
+    operator.start()
+    namespace.await_(lambda: kubelet.has("job-rows-dump"), "it runs")
+    kubelet.finish("job-rows-dump")
+    namespace.await_(lambda: kubelet.has("job-rows-load"), "rows are loaded")
+    pods = namespace.list("pods")
+    assert pods[server]["metadata"]["uid"] != old[server]["metadata"]["uid"]
+    assert "job-embedding-ps-1" in pods
+    kubelet.finish("job-rows-load")
+    status = namespace.await_phase("job", "Running")
+    assert (status["resizes"], status["restarts"]) == (1, 0)
+    assert status["roles"]["embeddingParameterServer"] == {"replicas": 2, "ready": 2, "restarts": 0}
+    assert "resize" not in status
+    assert (status["resizeCheckpoint"], status["progress"]["lastCheckpoint"]) == (location, location)
+    worker = "job-embedding-worker-0"
+    assert namespace.list("pods")[worker]["metadata"]["uid"] != old[worker]["metadata"]["uid"]
+    assert ("Resized", "2 parameter servers have the rows") in namespace.events("job")
+    kubelet.finish("job-nn-worker-0")
+    kubelet.finish("job-dataloader-0")
+    namespace.await_(lambda: kubelet.has("job-rows-remove"), "the checkpoint is removed")
+    kubelet.finish("job-rows-remove")
+    namespace.await_(lambda: "resizeCheckpoint" not in namespace.status("job"), "it is gone")
+
+
+def test_embedding_workers_come_and_go_while_the_training_runs(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest())
+    namespace.await_phase("job", "Running")
+    before = {name: pod["metadata"]["uid"] for name, pod in namespace.list("pods").items()}
+    for wanted in (3, 1):
+        namespace.patch("persiajobs", "job", {"spec": {"embeddingWorker": {"replicas": wanted}}})
+        namespace.await_(lambda wanted=wanted: has_resized_to(namespace, wanted), f"{wanted} workers")
+        assert namespace.status("job")["roles"]["embeddingWorker"]["replicas"] == wanted
+    assert namespace.status("job")["phase"] == "Running"
+    after = {name: pod["metadata"]["uid"] for name, pod in namespace.list("pods").items()}
+    assert after == before  # nothing else was started anew
+    reasons = [reason for reason, _ in namespace.events("job")]
+    assert {"Resizing", "Resized"} <= set(reasons)
+    assert not {"ServersNotReady", "ServerRestarted", "Deferred"} & set(reasons)
+
+
+def has_resized_to(namespace: Namespace, num_workers: int) -> bool:
+    workers = [name for name in namespace.list("pods") if "embedding-worker" in name]
+    conditions = namespace.status("job")["conditions"]
+    said = [(c["type"], c["status"], c.get("message")) for c in conditions]
+    is_said = ("Resized", "True", f"embeddingWorker.replicas: {num_workers}") in said
+    return is_said and len(workers) == num_workers
+
+
+def test_a_changed_number_of_loaders_takes_effect_with_the_next_start(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest(restartPolicy="OnFailure", backoffSeconds=0))
+    namespace.await_phase("job", "Running")
+    namespace.patch("persiajobs", "job", {"spec": {"dataloader": {"replicas": 2}}})
+    assert "dataloader.replicas: 2 takes effect" in namespace.await_event("job", "Deferred")
+    assert set(namespace.list("pods")) == PODS
+    namespace.delete("pods", "job-nn-worker-0")
+    namespace.await_(lambda: namespace.status("job").get("restarts") == 1, "restarted")
+    status = namespace.await_phase("job", "Running")
+    assert status["roles"]["dataloader"] == {"replicas": 2, "ready": 2, "restarts": 0}
+
+
+def test_before_training_starts_every_resize_is_live(namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.apply(job_manifest())
+    namespace.await_(lambda: len(namespace.list("pods")) == 3, "servers are there")
+    namespace.patch(
+        "persiajobs",
+        "job",
+        {"spec": {"embeddingParameterServer": {"replicas": 2}, "embeddingWorker": {"replicas": 3}}},
+    )
+
+    def is_resized() -> bool:
+        commands = {
+            name: pod["spec"]["containers"][0]["command"][-1] for name, pod in namespace.list("pods").items()
+        }
+        servers = [command for name, command in commands.items() if "embedding-ps" in name]
+        return len(commands) == 6 and all("--replica-size=2" in command for command in servers)
+
+    namespace.await_(is_resized, "new servers of the new size")
+
+
+def test_an_operator_that_is_killed_goes_on_where_it_was(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest())
+    namespace.await_phase("job", "Running")
+    before = {name: pod["metadata"]["uid"] for name, pod in namespace.list("pods").items()}
+    operator.stop(signal.SIGKILL)
+    kubelet.finish("job-nn-worker-0")  # while nobody looks
+    kubelet.finish("job-dataloader-0")
+    operator.start()
+    namespace.await_phase("job", "Succeeded")
+    after = {name: pod["metadata"]["uid"] for name, pod in namespace.list("pods").items()}
+    assert all(before[name] == uid for name, uid in after.items())  # nothing was started twice
+
+
+def test_what_somebody_deletes_comes_back(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest())
+    namespace.await_phase("job", "Running")
+    namespace.delete("services", "job-nats")
+    namespace.delete("pods", "job-embedding-worker-0")  # and an occasion to look
+    namespace.await_(lambda: namespace.get("services", "job-nats"), "the service is back")
+    namespace.await_(lambda: set(namespace.list("pods")) == PODS, "the pod is back")
+
+
+def test_a_finished_job_goes_after_its_time(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest(ttlSecondsAfterFinished=1))
+    namespace.await_phase("job", "Running")
+    kubelet.finish("job-nn-worker-0")
+    kubelet.finish("job-dataloader-0")
+    namespace.await_(lambda: namespace.get("persiajobs", "job") is None, "the job is gone")
+    namespace.await_(lambda: not namespace.list("pods"), "its pods are gone")
+
+
+def test_a_job_is_not_taken_for_its_namesake_that_was_deleted(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest())
+    namespace.await_phase("job", "Running")
+    before = {pod["metadata"]["uid"] for pod in namespace.list("pods").values()}
+    namespace.patch("pods", "job-nn-worker-0", {"metadata": {"finalizers": ["test/hold"]}})
+    kubelet.finish("job-nn-worker-0")
+    namespace.await_phase("job", "Succeeded")
+    namespace.delete("persiajobs", "job")
+    namespace.await_(lambda: namespace.get("persiajobs", "job") is None, "the job is gone")
+    namespace.apply(job_manifest())  # the pod that has succeeded is still there
+    namespace.await_(lambda: _ready(namespace, "job-dataloader-0", before), "a new loader")
+    assert namespace.status("job")["phase"] == "Pending"
+    namespace.patch("pods", "job-nn-worker-0", {"metadata": {"finalizers": None}})
+    namespace.await_phase("job", "Running")
+    pods = namespace.list("pods")
+    assert set(pods) == PODS
+    assert before.isdisjoint(pod["metadata"]["uid"] for pod in pods.values())
+
+
+def _ready(namespace: Namespace, pod: str, other_than: set[str]) -> bool:
+    found = namespace.list("pods").get(pod)
+    return found is not None and found["metadata"]["uid"] not in other_than
+
+
+def test_objects_of_others_are_left_alone(namespace: Namespace, operator: OperatorProcess) -> None:
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "job-nats", "namespace": namespace.name},
+        "spec": {"ports": [{"port": 80}], "selector": {"app": "other"}},
+    }
+    namespace.kube.create(service)
+    namespace.apply(job_manifest())
+    assert "is there already and not this job's" in namespace.await_event("job", "Retrying")
+    assert namespace.list("services")["job-nats"]["spec"]["selector"] == {"app": "other"}
+    namespace.delete("services", "job-nats")
+    namespace.await_(lambda: namespace.status("job").get("phase") == "Pending", "it goes on")
+
+
+@pytest.mark.parametrize("token", [OPERATOR, SERVER])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/api/v1/secrets"),
+        ("GET", "/api/v1/configmaps"),
+        ("GET", "/api/v1/nodes"),
+        ("POST", "/api/v1/namespaces/default/pods/x/exec"),
+        ("PUT", "/apis/persia.com/v1/namespaces/default/persiajobs/x"),
+        ("POST", "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings"),
+        ("DELETE", "/apis/apps/v1/namespaces/default/deployments/x"),
+    ],
+)
+def test_rights_end_where_the_work_ends(
+    control_plane: ControlPlane, kube: Kube, token: str, method: str, path: str
+) -> None:
+    user = Api(control_plane.url, token, control_plane.authority)
+    assert user.request(method, path, {} if method in ("POST", "PUT") else None)[0] == 403
+    user.close()
+
+
+def test_an_external_broker_is_used(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest(env=[{"name": "PERSIA_NATS_URL", "value": "nats://elsewhere:4222"}]))
+    namespace.await_phase("job", "Running")
+    assert set(namespace.list("pods")) == PODS - {"job-nats-0"}
+    assert "job-nats" not in namespace.list("services")
+
+
+def test_without_the_definition_the_operator_ends_with_a_clear_error(tmp_path: Path) -> None:
+    """So that its Deployment starts it again, until somebody installs the definition."""
+    binaries = find_binaries()
+    if isinstance(binaries, str):
+        pytest.skip(binaries)
+    with ControlPlane(tmp_path, binaries) as plane:
+        finished = subprocess.run(
+            [sys.executable, "-m", "persia_k8s.cli", "operator"],
+            env={**os.environ, "KUBECONFIG": str(plane.kubeconfig(ADMIN))},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert finished.returncode == 1
+    assert "does not know PersiaJob" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_one_operator_serves_all_namespaces(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    other = Namespace.create(namespace.kube)
+    kubelet.namespaces.append(other.name)
+    namespace.apply(job_manifest())
+    other.apply(job_manifest())
+    for space in (namespace, other):
+        space.await_phase("job", "Running")
+        space.delete("persiajobs", "job")
+        space.await_(lambda space=space: not space.list("persiajobs"), "the job is gone")

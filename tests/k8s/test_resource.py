@@ -1,0 +1,135 @@
+"""The resource at a real API server: what it accepts, fills in and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip install ./k8s")
+
+from click.testing import CliRunner
+from harness import DEPLOY, Namespace, job_manifest
+from persia_k8s.cli import cli
+
+PUBLISHED = Path(__file__).with_name("published_job.yml")
+
+
+def test_the_published_example_is_accepted_unchanged(namespace: Namespace) -> None:
+    job = yaml.safe_load(PUBLISHED.read_text())
+    stored = namespace.apply(job)["spec"]
+
+    def contains(whole: object, part: object) -> bool:
+        if isinstance(part, dict):
+            return isinstance(whole, dict) and all(contains(whole.get(k), v) for k, v in part.items())
+        if isinstance(part, list):
+            return isinstance(whole, list) and all(map(contains, whole, part)) and len(whole) == len(part)
+        return whole == part
+
+    assert contains(stored, job["spec"])  # nothing dropped, nothing changed
+    assert stored["logLevel"] == "info"
+    assert stored["restartPolicy"] == "Never"
+    assert stored["imagePullPolicy"] == "Always"
+    assert stored["enableMetrics"] is True
+    assert stored["nats"]["maxPayload"] == "64MB"
+
+
+def test_the_older_spelling_of_paths_is_accepted(namespace: Namespace) -> None:
+    job = job_manifest(globalConfigPath="/workspace/g.yml", embeddingConfigPath="/workspace/e.yml")
+    del job["spec"]["persiaEnv"]
+    assert namespace.apply(job)["spec"]["embeddingConfigPath"] == "/workspace/e.yml"
+
+
+def test_values_of_other_types_are_kept(namespace: Namespace) -> None:
+    volume = {"name": "data", "hostPath": {"path": "/nfs/data/", "type": "Directory"}}
+    mount = {"name": "data", "mountPath": "/data/", "read_only": True}
+    affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    role = {"replicas": 1, "volumeMounts": [mount], "affinity": affinity}
+    spec = namespace.apply(job_manifest(volumes=[volume], nnWorker=role))["spec"]
+    assert spec["volumes"] == [volume]
+    assert spec["nnWorker"]["volumeMounts"] == [mount]
+    assert spec["nnWorker"]["affinity"] == affinity
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"nnWorker": {"replicas": 0}}, "spec.nnWorker.replicas"),
+        ({"nnWorker": {}}, "spec.nnWorker.replicas"),
+        ({"nnWorker": {"replicas": "two"}}, "spec.nnWorker.replicas"),
+        ({"nnWorker": {"replicas": 1, "nprocPerNode": 0}}, "spec.nnWorker.nprocPerNode"),
+        ({"logLevel": "loud"}, "spec.logLevel"),
+        ({"restartPolicy": "Sometimes"}, "spec.restartPolicy"),
+        ({"backoffLimit": -1}, "spec.backoffLimit"),
+        ({"persiaEnv": {}}, "PERSIA_EMBEDDING_CONFIG"),
+        ({"persiaEnv": {"PERSIA_EMBEDDING_CONFIG": ""}}, "PERSIA_EMBEDDING_CONFIG"),
+        ({"env": [{"value": "1"}]}, "spec.env.name"),
+        ({"nats": {"maxPayload": "lots"}}, "spec.nats.maxPayload"),
+        ({"nats": {"url": "http://nats"}}, "spec.nats.url"),
+        ({"embeddingWorker": {"replicas": 1, "resources": {"limits": {"cpu": "four"}}}}, "limits"),
+        ({"inference": {"replicas": 1, "checkpoint": "/c"}}, "spec"),  # trains and answers
+        ({"inference": {"replicas": 1}, "nnWorker": None, "dataloader": None}, "spec.inference.checkpoint"),
+        ({"volumes": [{"hostPath": {"path": "/"}}]}, "spec.volumes.name"),
+    ],
+)
+def test_bad_values_are_refused_by_name(namespace: Namespace, change: dict, complaint: str) -> None:
+    job = job_manifest(**change)
+    job["metadata"]["namespace"] = namespace.name
+    status, answer = namespace.kube.request("POST", namespace.path("persiajobs"), job)
+    assert status == 422
+    assert complaint in answer["message"]
+
+
+@pytest.mark.parametrize("role", ["embeddingParameterServer", "embeddingWorker", "nnWorker"])
+def test_roles_are_required(namespace: Namespace, role: str) -> None:
+    job = job_manifest()
+    del job["spec"][role]
+    status, answer = namespace.kube.request("POST", namespace.path("persiajobs"), job)
+    assert (status, f"spec.{role}" in answer["message"]) == (422, True)
+
+
+@pytest.mark.parametrize("name", ["a" * 36, "0job", "job.x"])
+def test_names_that_make_no_object_names_are_refused(namespace: Namespace, name: str) -> None:
+    status, answer = namespace.kube.request("POST", namespace.path("persiajobs"), job_manifest(name))
+    assert (status, "metadata.name" in answer["message"]) == (422, True)
+
+
+def test_the_schema_is_structural_and_served(namespace: Namespace) -> None:
+    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/persiajobs.persia.com"
+    _, definition = namespace.kube.get(path)
+    conditions = {item["type"]: item["status"] for item in definition["status"]["conditions"]}
+    assert conditions["Established"] == "True"
+    assert conditions.get("NonStructuralSchema", "False") == "False"
+
+
+def test_kubectl_get_shows_the_columns(namespace: Namespace) -> None:
+    namespace.apply(job_manifest())
+    path = f"{namespace.path('persiajobs', 'job')}/status"
+    status = {"phase": "Running", "progress": {"step": 7, "auc": 0.875}, "restarts": 1}
+    code, answer = namespace.kube.merge(path, {"status": status})
+    assert code == 200, answer
+    as_table = "application/json;as=Table;v=v1;g=meta.k8s.io"
+    _, table = namespace.kube.request("GET", namespace.path("persiajobs"), accept=as_table)
+    names = [column["name"] for column in table["columnDefinitions"]]
+    row = dict(zip(names, table["rows"][0]["cells"], strict=True))
+    assert (row["Name"], row["Phase"], row["Step"], row["AUC"]) == ("job", "Running", 7, 0.875)
+
+
+def test_the_scale_subresource_is_that_of_embedding_workers(namespace: Namespace) -> None:
+    namespace.apply(job_manifest())
+    path = f"{namespace.path('persiajobs', 'job')}/scale"
+    code, answer = namespace.kube.merge(path, {"spec": {"replicas": 3}})
+    assert code == 200, answer
+    job = namespace.get("persiajobs", "job")
+    assert job is not None
+    assert job["spec"]["embeddingWorker"]["replicas"] == 3
+
+
+def test_the_deployed_definition_is_the_generated_one(tmp_path: Path) -> None:
+    output = tmp_path / "crd.yaml"
+    result = CliRunner().invoke(cli, ["gencrd", "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    assert output.read_text() == (DEPLOY / "crd.yaml").read_text(), (
+        "run `persia-k8s-utils gencrd --output k8s/deploy/base/crd.yaml`"
+    )

@@ -1,0 +1,574 @@
+"""Packets of real stores of this process, written and read back; every failure on the way is a real one."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+from persia import _native
+from persia.checkpoint.checkpoints import Checkpoints, Source
+from persia.checkpoint.manifest import Manifest
+from persia.checkpoint.packet import BaseKind, Packet
+from persia.checkpoint.packet_log import PacketLog
+from persia.checkpoint.packet_writer import DENSE_FILE, PacketWriter
+from persia.checkpoint.peers import LocalPeer, Peer
+from persia.checkpoint.position import Position
+from persia.checkpoint.protocol import Report, Request, Verb
+from persia.checkpoint.rows import Span
+from persia.checkpoint.server_changes import IncrementalSettings
+from persia.checkpoint.shard_file import ShardFile
+from persia.checkpoint.versions import resolve
+from persia.embedding import EmbeddingConfig
+from persia.errors import UnavailableError
+from tests import packet_follower
+
+from .conftest import checkpoints_of, make_bags, rows_of, services, train, without_ages
+
+DEADLINE_S = 20.0
+NEVER_MS = 10_000.0
+
+
+class Job:
+    """A trainer: a store, its server, what writes its packets, and its dumps."""
+
+    def __init__(
+        self, url: Any, bags: _native.EmbeddingBags | None = None, num_servers: int = 1, **settings: Any
+    ) -> None:
+        defaults = {"buffer_size": 100_000, "interval_s": 0.02, "dense_interval_s": 1e6, "keep_packets": 1000}
+        self.settings = IncrementalSettings(directory=str(url), **{**defaults, **settings})
+        self.log = PacketLog(url)
+        self.bags = bags or make_bags()
+        self.others = [make_bags() for _ in range(num_servers - 1)]  # rows of other servers
+        servers = services([self.bags, *self.others], incremental=self.settings)
+        self.peers: list[Peer] = [LocalPeer(server) for server in servers]
+        self.checkpoints = Checkpoints(lambda: self.peers, deadline_s=DEADLINE_S)
+        self.step = 0
+        self.writer = self.make_writer()
+
+    def make_writer(self) -> PacketWriter:
+        writer = PacketWriter(lambda: self.peers, deadline_s=DEADLINE_S, step=lambda: self.step)
+        self.checkpoints.feed = writer
+        writer.start()
+        return writer
+
+    def train(self, **options: Any) -> None:
+        train(self.bags, **{"num_ids": 300, **options})
+        self.step += 1
+
+    def packets(self) -> list[Packet]:
+        return [self.log.read(position) for position in self.log.positions(self.writer.position.stream)]
+
+    def restart_trainer(self) -> None:
+        """As after `kill -9`: its servers live on, and it comes to nothing else."""
+        self.writer._stop.set()
+        self.writer._finish = lambda: None  # type: ignore[method-assign]  # a process that is gone does not
+        self.writer.close(None)
+        self.writer = self.make_writer()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path / "log")
+    yield job
+    job.writer.close(None)
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come to that"
+        time.sleep(0.01)
+
+
+def wait_for(job: Job, number: int) -> None:
+    eventually(lambda: job.writer.position.number >= number)
+
+
+class Follower(packet_follower.Follower):
+    """With a store like the job's."""
+
+    def __init__(self, log: PacketLog) -> None:
+        super().__init__(log, make_bags())
+
+    def load(self, url: Any) -> None:
+        checkpoints_of(self.bags).load(Source(url))
+        section = Manifest.read(resolve(Source(url).location))[0].embeddings
+        assert section is not None
+        self.position, self.dump_id = section.packets, section.dump_id
+
+
+def assert_equal(follower: Follower, job: Job, tmp_path: Path) -> None:
+    for name, stores in (("trainer", [job.bags, *job.others]), ("follower", [follower.bags])):
+        checkpoints_of(*stores).dump(tmp_path / name)
+    expected, found = rows_of(tmp_path / "trainer"), rows_of(tmp_path / "follower")
+    assert np.array_equal(without_ages(expected), without_ages(found))
+
+
+def test_a_follower_from_nothing_is_equal(job: Job, tmp_path: Path) -> None:
+    before = time.time() - 5  # the writer has asked for the first time just now
+    for seed in range(3):
+        job.train(seed=seed, num_ids=500)
+        wait_for(job, 2 + seed)
+    job.writer.close(None)
+    packets = job.packets()
+    assert [packet.position.number for packet in packets] == list(range(1, len(packets) + 1))
+    assert packets[0].base is not None
+    assert packets[0].base.kind is BaseKind.NOTHING
+    for packet, next_packet in itertools.pairwise(packets):
+        assert before <= packet.changed_after <= packet.cut_at <= time.time()
+        assert packet.changed_after <= next_packet.changed_after
+    follower = Follower(job.log)
+    follower.follow()
+    assert_equal(follower, job, tmp_path)
+    counts = job.writer.counts()
+    assert (counts.packets, counts.number) == (len(packets) - 1, len(packets))
+    assert counts.rows == sum(packet.num_rows for packet in packets)
+    assert counts.bytes == sum(packet.num_bytes for packet in packets)
+    assert (counts.restarts, counts.failures, counts.lag_s) == (1, 0, 0.0)
+
+
+def test_evicted_rows_are_removals(tmp_path: Path) -> None:
+    job = Job(tmp_path / "log", make_bags(capacity=400))
+    for seed in range(4):
+        train(job.bags, num_ids=100, seed=seed, steps=1)
+        ids = np.arange(1000 * seed, 1000 * seed + 200, dtype=np.uint64)
+        _, batch = job.bags.lookup(ids, np.ones((2, 100), np.int64), train=True)
+        job.bags.update(batch, np.ones((100, 12), np.float32))
+        wait_for(job, 2 + seed)
+    job.writer.close(None)
+    assert job.bags.stats().num_evicted > 0
+    files = [file for packet in job.packets() for file in packet.files]
+    blocks = [
+        block
+        for entry in files
+        for file in [ShardFile(job.log.files, entry)]
+        for chunk in file.chunks_of(Span())
+        for block in _native.decode_checkpoint_blocks(file.read(chunk))
+    ]
+    assert sum(len(block.signs) for block in blocks if block.is_removal) > 0
+    follower = Follower(job.log)
+    follower.follow()
+    assert follower.bags.stats().num_rows == job.bags.stats().num_rows
+    assert_equal(follower, job, tmp_path)
+
+
+def test_size_brings_a_packet_long_before_the_time(tmp_path: Path) -> None:
+    job = Job(tmp_path / "log", buffer_size=900, interval_s=NEVER_MS)
+    job.train(num_ids=100, steps=1)
+    time.sleep(0.3)
+    assert job.writer.position.number == 0
+    assert 0.1 < job.writer.counts().lag_s < 20
+    job.train(num_ids=1000, steps=1)
+    wait_for(job, 2)
+    job.train(num_ids=100, steps=1)
+    job.writer.close(None)
+    assert [packet.num_rows > 0 for packet in job.packets()] == [False, True, True], "the last one at exit"
+
+
+def test_cleared_rows(job: Job, tmp_path: Path) -> None:
+    job.train()
+    wait_for(job, 2)
+    job.bags.clear()
+    job.train(num_ids=50)
+    job.writer.close(None)
+    assert job.packets()[-1].is_from_nothing
+    follower = Follower(job.log)
+    follower.follow()
+    assert_equal(follower, job, tmp_path)
+
+
+def test_a_dump_knows_its_position_and_a_follower_goes_on_from_it(job: Job, tmp_path: Path) -> None:
+    job.train(seed=1)
+    wait_for(job, 2)
+    job.train(seed=2)
+    job.checkpoints.dump(tmp_path / "model", dense={DENSE_FILE: b"dense"}, step=2, blocking=False)
+    job.train(seed=3)
+    job.checkpoints.wait_for_dump()
+    section = Manifest.read(Source(tmp_path / "model").location)[0].embeddings
+    assert section is not None
+    assert section.packets is not None
+    assert section.packets.number >= 2
+    job.train(seed=4)
+    job.writer.close(None)
+    assert job.packets()[-1].checkpoint is not None
+    follower = Follower(job.log)
+    follower.load(tmp_path / "model")
+    assert follower.position == section.packets
+    follower.follow()
+    assert_equal(follower, job, tmp_path)
+
+
+def test_what_follows_a_loaded_checkpoint_names_it(job: Job, tmp_path: Path) -> None:
+    earlier = make_bags()
+    train(earlier, seed=9)
+    checkpoints_of(earlier).dump(tmp_path / "model")
+    job.train()
+    wait_for(job, 2)
+    job.checkpoints.load(Source(tmp_path / "model"))
+    job.train(seed=1)
+    job.writer.close(None)
+    bases = [packet.base for packet in job.packets() if packet.base is not None]
+    assert [base.kind for base in bases] == [BaseKind.NOTHING, BaseKind.CHECKPOINT]
+    follower = Follower(job.log)
+    follower.load(tmp_path / "model")
+    follower.position = Position(job.writer.position.stream, 2)
+    while (restart := follower.log.read(follower.position.next)).base is None:
+        follower.position = restart.position
+    follower.follow()
+    assert_equal(follower, job, tmp_path)
+    assert job.writer.counts().checkpoints == 0
+
+
+def test_what_follows_a_checkpoint_that_was_loaded_meanwhile_needs_another(job: Job, tmp_path: Path) -> None:
+    job.train()
+    wait_for(job, 2)
+    job.checkpoints.dump(tmp_path / "model")
+    begin_anew = job.writer._begin_anew
+
+    def train_first() -> None:
+        job.train(seed=5)  # training did not wait
+        begin_anew()
+
+    job.writer._begin_anew = train_first  # type: ignore[method-assign]
+    job.checkpoints.load(Source(tmp_path / "model"), blocking=False)
+    job.checkpoints.wait_for_load()
+    job.writer._begin_anew = begin_anew  # type: ignore[method-assign]
+    job.writer.offer_dense(1, lambda: b"dense")
+    job.train(seed=1, num_ids=50)
+    eventually(lambda: job.writer.counts().checkpoints == 1)
+    job.train(seed=2, num_ids=50)
+    job.writer.close(None)
+    follower = Follower(job.log)
+    follower.load(job.log.checkpoints)
+    follower.follow()
+    assert_equal(follower, job, tmp_path)
+
+
+def test_more_changes_than_are_remembered_bring_a_restart_and_a_checkpoint(tmp_path: Path) -> None:
+    job = Job(tmp_path / "log", buffer_size=1000)
+    job.writer.offer_dense(1, lambda: b"dense")
+    job.train(steps=1)
+    wait_for(job, 2)
+    job.writer.pause()  # as a long dump would
+    job.train(num_ids=3000)
+    job.writer.resume()
+    job.train(steps=1)
+    eventually(lambda: job.writer.counts().checkpoints == 1)
+    job.train(steps=1)
+    job.writer.close(None)
+    base = [packet.base for packet in job.packets() if packet.base is not None][1]
+    assert base.kind is BaseKind.POSITION
+    follower = Follower(job.log)
+    follower.load(job.log.checkpoints)
+    assert Source(job.log.checkpoints).dense(DENSE_FILE) == b"dense"
+    follower.follow()
+    assert_equal(follower, job, tmp_path)
+
+
+def test_rows_alone_are_not_the_checkpoint_that_followers_need(job: Job, tmp_path: Path) -> None:
+    job.train()
+    wait_for(job, 2)
+    job.restart_trainer()
+    job.train(seed=1)
+    wait_for(job, 2)
+    job.checkpoints.dump(tmp_path / "rows")
+    job.train(seed=2)
+    wait_for(job, 3)
+    assert job.packets()[-1].checkpoint is None
+    job.writer.offer_dense(1, lambda: b"dense")
+    job.train(seed=3)
+    eventually(lambda: job.writer.counts().checkpoints == 1)
+    job.train(seed=4)
+    job.writer.close(None)
+    reference = job.packets()[-1].checkpoint
+    assert reference is not None
+    assert reference.url.startswith(str(job.log.checkpoints))
+
+
+def test_only_a_dump_that_is_asked_for_removes_small_rows(tmp_path: Path) -> None:
+    job = Job(tmp_path / "log", make_bags(config=EmbeddingConfig(min_norm=1e6)))
+    job.train()
+    wait_for(job, 2)
+    job.restart_trainer()
+    job.writer.offer_dense(1, lambda: b"dense")
+    job.train(seed=1)
+    eventually(lambda: job.writer.counts().checkpoints == 1)
+    num_rows = job.bags.stats().num_rows
+    job.writer.close(None)
+    assert num_rows > 0
+    job.checkpoints.dump(tmp_path / "asked")
+    assert job.bags.stats().num_rows == 0
+
+
+def test_a_trainer_that_was_killed_is_followed_by_another_stream(job: Job, tmp_path: Path) -> None:
+    job.train()
+    wait_for(job, 2)
+    first = job.writer.position.stream
+    job.train(seed=1)  # these rows are in no packet of the first stream, perhaps
+    time.sleep(1.1)  # streams sort by the second they began
+    job.restart_trainer()
+    job.writer.offer_dense(1, lambda: b"dense")
+    job.train(seed=2)
+    eventually(lambda: job.writer.counts().checkpoints == 1)
+    job.train(seed=3)
+    job.writer.close(None)
+    newest = job.log.newest()
+    assert newest == job.writer.position
+    assert newest.stream > first
+    follower = Follower(job.log)
+    follower.load(job.log.checkpoints)
+    follower.follow()
+    assert_equal(follower, job, tmp_path)
+
+
+def test_what_a_killed_trainer_had_under_way_is_ended_by_the_next(job: Job, tmp_path: Path) -> None:
+    job.train()
+    wait_for(job, 2)
+    job.writer.pause()
+    stream = job.writer.position.stream
+    folder = Position(stream, 99).make_folder()
+    arguments = {"directory": str(job.log.files), "stream": stream}
+    job.peers[0].call(Request(verb=Verb.TAKE, operation=folder, arguments=arguments), 5)
+    job.writer.resume()
+    job.restart_trainer()
+    started = time.monotonic()
+    job.train()
+    wait_for(job, 2)
+    assert time.monotonic() - started < 10, "not the lease"
+    assert not (job.log.files / folder).exists()
+
+
+def test_a_server_that_restarts_is_no_silent_gap(job: Job, tmp_path: Path) -> None:
+    job.writer.offer_dense(1, lambda: b"dense")
+    job.train()
+    wait_for(job, 2)
+    job.bags = make_bags()  # it comes back empty, at the same place
+    job.peers[:] = [LocalPeer(services([job.bags], incremental=job.settings)[0])]
+    job.train(num_ids=100)
+    eventually(lambda: job.writer.counts().checkpoints == 1)
+    job.writer.close(None)
+    follower = Follower(job.log)
+    follower.load(job.log.checkpoints)
+    follower.follow()
+    assert_equal(follower, job, tmp_path)
+
+
+class FullDisk:
+    """Writes below `path` fail while it is full."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+        self.is_full = True
+        kind = type(fsspec.filesystem("memory"))
+        opened, piped = kind._open, kind.pipe_file
+
+        def check(path: str) -> None:
+            if self.is_full and wanted in path:
+                raise OSError(errno.ENOSPC, "no space left on device", path)
+
+        def open_(fs: Any, path: str, mode: str = "rb", **options: Any) -> Any:
+            if mode != "rb":
+                check(path)
+            return opened(fs, path, mode, **options)
+
+        def pipe_file(fs: Any, path: str, value: bytes, **options: Any) -> None:
+            check(path)
+            piped(fs, path, value, **options)
+
+        monkeypatch.setattr(kind, "_open", open_)
+        monkeypatch.setattr(kind, "pipe_file", pipe_file)
+
+
+@pytest.mark.parametrize("what", ["rows-0", "000000000002.json", "dense.pt", "latest"])
+def test_a_full_disk_loses_nothing(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FullDisk(monkeypatch, what)
+    job = Job(f"memory://{tmp_path.parent.name}/{tmp_path.name[-1]}")
+    job.writer.offer_dense(1, lambda: b"dense")
+    job.train()
+    eventually(lambda: job.writer.counts().failures > 0 or job.writer.position.number > 1)
+    if what != "latest":  # which is not what makes a packet exist
+        assert [packet.is_restart for packet in job.packets()] == [True], "no half packet is seen"
+    disk.is_full = False
+    job.train(seed=1)
+    wait_for(job, 2)
+    job.writer.close(None)
+    follower = Follower(job.log)
+    follower.follow()
+    assert_equal(follower, job, tmp_path)
+    folders = {child.name for child in job.log.files.children()}
+    assert folders == {file.path.split("/")[0] for packet in job.packets() for file in packet.files}
+
+
+class DeafPeer:
+    """A server that some requests do not reach."""
+
+    is_remote = False
+
+    def __init__(self, peer: Peer, deaf_to: Verb) -> None:
+        self.peer, self.deaf_to, self.num_lost = peer, deaf_to, 0
+
+    def call(self, request: Request, timeout_s: float) -> Report:
+        if request.verb is self.deaf_to and self.num_lost < 1:
+            self.num_lost += 1
+            raise UnavailableError("lost on its way")
+        return self.peer.call(request, timeout_s)
+
+    def __str__(self) -> str:
+        return "a server"
+
+
+@pytest.mark.parametrize("verb", [Verb.CHANGES, Verb.TRACK, Verb.TAKE, Verb.APPLY, Verb.POLL])
+def test_a_lost_message_is_repeated(verb: Verb, job: Job, tmp_path: Path) -> None:
+    job.peers[:] = [DeafPeer(job.peers[0], verb)]
+    job.writer._peers = job.peers
+    job.train()
+    wait_for(job, 2)
+    job.train(seed=1)
+    job.writer.close(None)
+    assert job.writer.counts().failures == 0
+    follower = Follower(job.log)
+    follower.follow()
+    assert_equal(follower, job, tmp_path)
+
+
+class ForgetfulPeer(DeafPeer):
+    """A server whose packet ends by its lease, once, when it is about to be committed."""
+
+    def call(self, request: Request, timeout_s: float) -> Report:
+        if request.verb is self.deaf_to and self.num_lost < 1:
+            self.num_lost += 1
+            self.peer.call(replace(request, verb=Verb.CANCEL), timeout_s)
+        return self.peer.call(request, timeout_s)
+
+
+def test_a_clearing_that_one_server_does_not_commit_stops_no_packets(tmp_path: Path) -> None:
+    job = Job(tmp_path / "log", num_servers=2)
+
+    def train_both(seed: int) -> None:
+        for index, bags in enumerate((job.bags, *job.others)):
+            ids = np.arange(100, dtype=np.uint64) + np.uint64(1000 * index + 10 * seed)
+            pooled, batch = bags.lookup(ids, np.ones((2, 50), np.int64), train=True)
+            bags.update(batch, np.ones_like(pooled))
+
+    job.writer.offer_dense(1, lambda: b"dense")
+    train_both(1)
+    wait_for(job, 2)
+    job.writer.pause()
+    for bags in (job.bags, *job.others):
+        bags.clear()
+    train_both(2)
+    job.peers[1] = forgetful = ForgetfulPeer(job.peers[1], Verb.APPLY)
+    job.writer._peers = job.peers
+    job.writer.resume()
+    eventually(lambda: forgetful.num_lost == 1)
+    train_both(3)
+    eventually(lambda: job.writer.counts().checkpoints == 1)
+    train_both(4)
+    job.writer.close(None)
+    assert job.writer.counts().failures == 0
+    follower = Follower(job.log)
+    follower.load(job.log.checkpoints)
+    follower.follow()
+    assert_equal(follower, job, tmp_path)
+
+
+def test_whatever_goes_wrong_in_a_pause_the_next_one_is_free(job: Job, tmp_path: Path) -> None:
+    job.train()
+    wait_for(job, 2)
+    job.checkpoints.dump(tmp_path / "model")
+    job.checkpoints.load(Source(tmp_path / "model"))  # a restart waits to be written
+    step, job.writer._step = job.writer._step, lambda: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        job.checkpoints.dump(tmp_path / "next")
+    job.writer._step = step
+    started = time.monotonic()
+    job.checkpoints.dump(tmp_path / "next")
+    assert time.monotonic() - started < DEADLINE_S / 2
+
+
+def test_a_storage_that_hangs_does_not_keep_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("persia.checkpoint.packet_writer._CONNECT_S", 0.1)
+    job = Job(f"memory://{tmp_path.parent.name}/hangs")
+    job.train()
+    wait_for(job, 2)
+    kind, answers = type(fsspec.filesystem("memory")), threading.Event()
+    piped = kind.pipe_file
+
+    def pipe_file(fs: Any, path: str, value: bytes, **options: Any) -> None:
+        answers.wait(60)
+        piped(fs, path, value, **options)
+
+    monkeypatch.setattr(kind, "pipe_file", pipe_file)
+    job.writer._deadline_s = 0.5
+    job.train(seed=1)
+    started = time.monotonic()
+    job.writer.close(None)
+    took_s = time.monotonic() - started
+    answers.set()
+    assert took_s < 20
+    assert "the last changes are in no packet" in caplog.text
+    job.writer._thread.join(20)
+    assert job.writer.counts().lag_s == 0, "it was only late"
+
+
+def test_dense_models_travel_along(tmp_path: Path) -> None:
+    job = Job(tmp_path / "log", dense_interval_s=0.0)
+    for step in (1, 2):
+        job.train(seed=step)
+        eventually(lambda: job.writer.wants_dense)
+        job.writer.offer_dense(step, lambda step=step: b"model %d" % step)
+        job.train(seed=step + 10)
+        eventually(lambda step=step: step in [packet.dense_step for packet in job.packets()])
+    job.writer.offer_dense(7, lambda: b"the last one")
+    job.writer.close(None)
+    dense = {
+        p.dense_step: (job.log.files / p.dense[DENSE_FILE].path).read(max_bytes=99)
+        for p in job.packets()
+        if p.dense
+    }
+    assert dense == {1: b"model 1", 2: b"model 2", 7: b"the last one"}
+
+
+def test_old_packets_go_once_a_checkpoint_replaces_them(tmp_path: Path) -> None:
+    job = Job(tmp_path / "log", keep_packets=3)
+    job.writer.offer_dense(1, lambda: b"dense")
+    deadline = time.monotonic() + 60
+    while job.writer.counts().checkpoints < 2:
+        assert time.monotonic() < deadline
+        number = job.writer.position.number
+        job.train(num_ids=50, seed=number)
+        wait_for(job, number + 1)
+    job.writer.close(None)
+    eventually(lambda: job.packets()[0].position.number > 1)
+    numbers = [packet.position.number for packet in job.packets()]
+    assert numbers == list(range(numbers[0], job.writer.position.number + 1))
+    assert len(numbers) >= 3
+    follower = Follower(job.log)
+    follower.load(job.log.checkpoints)
+    assert follower.position is not None
+    assert follower.position.number + 1 >= numbers[0], "what the newest checkpoint needs is there"
+    follower.follow()
+    assert_equal(follower, job, tmp_path)
+
+
+def test_a_job_without_incremental_updates_writes_none(tmp_path: Path) -> None:
+    bags = make_bags()
+    peers = [LocalPeer(services([bags])[0])]
+    writer = PacketWriter(lambda: peers, deadline_s=DEADLINE_S, step=lambda: 0)
+    writer.start()
+    train(bags)
+    eventually(lambda: not writer._thread.is_alive())
+    assert writer.log is None
+    writer.close(None)
+    assert writer.pause() is None

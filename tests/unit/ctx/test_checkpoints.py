@@ -1,0 +1,300 @@
+"""Checkpoints through contexts: dense part, optimizer, TorchScript and rows together, in one step."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from persia.checkpoint import dense
+from persia.checkpoint.checkpoints import Source
+from persia.ctx import TrainCtx, eval_ctx
+from persia.embedding import EmbeddingConfig
+from persia.embedding.optim import SGD
+from persia.errors import (
+    CorruptionError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    StorageError,
+)
+
+MakeCtx = Callable[..., TrainCtx]
+
+
+def files_of(directory: Path) -> list[str]:
+    """Without the folders of dumps."""
+    return sorted(name for name in os.listdir(directory) if not name.startswith("dump-"))
+
+
+def train(ctx: TrainCtx, batch: Any) -> float:
+    output, _ = ctx.forward(ctx.get_embedding_from_data(batch))
+    loss = output.square().sum()
+    ctx.backward(loss)
+    ctx.wait_for_gradients()
+    return float(loss.item())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_bug_5_dump_twice_and_load(
+    make_ctx: MakeCtx, model: torch.nn.Module, tmp_path: Path, new_batch: Any
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with make_ctx(dense_optimizer=optimizer) as ctx:
+        ctx.dump_checkpoint(tmp_path / "c")
+        train(ctx, new_batch(1))
+        ctx.dump_checkpoint(tmp_path / "c", with_jit_model=True)
+        assert files_of(tmp_path / "c") == ["dense.pt", "jit_dense.pt", "manifest.json", "opt.pt"]
+        trained = {key: value.clone() for key, value in model.state_dict().items()}
+        momentum = optimizer.state_dict()["state"][0]["momentum_buffer"].clone()
+        expected = train(ctx, new_batch(1))
+        train(ctx, new_batch(2))
+        assert ctx.step == 3
+
+        ctx.load_checkpoint(tmp_path / "c")
+        assert ctx.step == 1
+        assert all(torch.equal(model.state_dict()[key], value) for key, value in trained.items())
+        assert torch.equal(optimizer.state_dict()["state"][0]["momentum_buffer"], momentum)
+        assert train(ctx, new_batch(1)) == expected
+
+
+def test_bug_6_embeddings_by_themselves_in_the_background(
+    make_ctx: MakeCtx, tmp_path: Path, new_batch: Any
+) -> None:
+    with make_ctx() as ctx:
+        train(ctx, new_batch(1))
+        ctx.dump_embedding(tmp_path / "c", blocking=False)
+        ctx.wait_for_dump_embedding()
+        (size,) = ctx.get_embedding_size()
+        ctx.clear_embeddings()
+        ctx.load_embedding(tmp_path / "c", blocking=False)
+        ctx.wait_for_load_embedding()
+        assert ctx.get_embedding_size() == [size]
+        assert files_of(tmp_path / "c") == ["manifest.json"]
+        with pytest.raises(NotFoundError, match="nothing has no embeddings"):
+            ctx.load_embedding(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("min_norm", [1.0, 1e-4], ids=["all go", "all stay"])
+def test_rows_below_their_norm_go_when_a_checkpoint_is_written(
+    make_ctx: MakeCtx, tmp_path: Path, new_batch: Any, min_norm: float
+) -> None:
+    config = EmbeddingConfig(emb_initialization=(0.01, 0.01), min_norm=min_norm)
+    with make_ctx(embedding_config=config, embedding_optimizer=SGD(lr=1e-6)) as ctx:
+        train(ctx, new_batch(1))
+        (size,) = ctx.get_embedding_size()
+        ctx.dump_embedding(tmp_path / "c")
+        kept = 0 if min_norm == 1.0 else size
+        assert size > 0
+        assert ctx.get_embedding_size() == [kept]
+    embeddings = Source(tmp_path / "c").manifest.embeddings
+    assert embeddings is not None
+    assert embeddings.num_rows == kept
+
+
+def test_a_dump_behind_training_is_complete_when_the_context_ends(
+    make_ctx: MakeCtx, tmp_path: Path, new_batch: Any
+) -> None:
+    with make_ctx() as ctx:
+        train(ctx, new_batch(1))
+        ctx.dump_checkpoint(tmp_path / "c", blocking=False)
+    assert files_of(tmp_path / "c") == ["dense.pt", "manifest.json", "opt.pt"]
+
+
+def test_an_error_behind_training_surfaces_when_the_context_ends(make_ctx: MakeCtx, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    ctx = make_ctx()
+    with pytest.raises(StorageError, match="could not be written"), ctx:
+        ctx.dump_checkpoint(tmp_path / "file" / "c", blocking=False)
+
+
+def test_keep_last_uses_the_step_of_the_context(make_ctx: MakeCtx, tmp_path: Path, new_batch: Any) -> None:
+    with make_ctx() as ctx:
+        for number in range(3):
+            train(ctx, new_batch(number))
+            ctx.dump_checkpoint(tmp_path, keep_last=2)
+        ctx.load_checkpoint(tmp_path)
+    assert files_of(tmp_path) == ["latest", "step-000000000002", "step-000000000003"]
+
+
+def test_failed_load_leaves_model_and_rows_as_they_were(
+    make_ctx: MakeCtx, model: torch.nn.Module, tmp_path: Path, new_batch: Any
+) -> None:
+    with make_ctx() as ctx:
+        train(ctx, new_batch(1))
+        ctx.dump_checkpoint(tmp_path / "c")
+        train(ctx, new_batch(2))
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        sizes = ctx.get_embedding_size()
+        (path, *_) = (tmp_path / "c").glob("dump-*/embeddings-*.emb")
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(CorruptionError, match=r"embeddings-0-\d\.emb has .* cut off"):
+            ctx.load_checkpoint(tmp_path / "c")
+        assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+        assert ctx.get_embedding_size() == sizes
+        other = torch.nn.Linear(3, 3)
+        with eval_ctx(model=other) as evaluation, pytest.raises(RuntimeError, match="Missing key"):
+            evaluation.load_checkpoint(tmp_path / "c")
+        assert ctx.get_embedding_size() == sizes
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_equals_the_model(make_ctx: MakeCtx, model: torch.nn.Module, tmp_path: Path) -> None:
+    with make_ctx() as ctx:
+        ctx.dump_checkpoint(tmp_path, with_jit_model=True)
+    inputs = ([torch.ones(2, 1)], [torch.ones(2, 4), torch.ones(2, 4)])
+    assert torch.equal(torch.jit.load(tmp_path / "jit_dense.pt")(*inputs), model(*inputs))
+
+
+def test_evaluation_loads_what_training_dumped(
+    make_ctx: MakeCtx, tmp_path: Path, model: torch.nn.Module
+) -> None:
+    with make_ctx() as ctx:
+        ctx.dump_checkpoint(tmp_path)
+        other = type(model)()
+        with eval_ctx(model=other) as evaluation:
+            evaluation.load_checkpoint(tmp_path)
+    assert torch.equal(other.linear.weight, model.linear.weight)
+
+
+def test_missing_file_is_named(make_ctx: MakeCtx, tmp_path: Path) -> None:
+    with make_ctx() as ctx:
+        with pytest.raises(NotFoundError, match=r"dense\.pt does not exist"):
+            ctx.load_checkpoint(tmp_path)
+        ctx.dump_torch_state_dict(ctx.model, tmp_path, "dense.pt")
+        with pytest.raises(NotFoundError, match=r"opt\.pt does not exist"):
+            ctx.load_checkpoint(tmp_path)
+
+
+def test_plain_files_are_loaded_with_a_warning(make_ctx: MakeCtx, tmp_path: Path, caplog: Any) -> None:
+    with make_ctx() as ctx:
+        ctx.dump_torch_state_dict(ctx.model, tmp_path, "dense.pt")
+        ctx.dump_torch_state_dict(ctx.dense_optimizer, tmp_path, "opt.pt")
+        ctx.load_checkpoint(tmp_path)
+        ctx.load_torch_state_dict(ctx.model, tmp_path / "dense.pt")
+    assert "has no embeddings: only the dense part is loaded" in caplog.text
+
+
+def test_bug_8_files_in_memory(make_ctx: MakeCtx, new_batch: Any, tmp_path: Path) -> None:
+    with make_ctx() as ctx:
+        train(ctx, new_batch(1))
+        ctx.dump_checkpoint(f"memory:/{tmp_path}/c")
+        ctx.load_checkpoint(f"memory:/{tmp_path}/c")
+        with pytest.raises(FailedPreconditionError, match="gs://x"):
+            ctx.dump_checkpoint("gs://x/y")
+
+
+def test_failed_write_leaves_the_old_file_and_nothing_else(make_ctx: MakeCtx, tmp_path: Path) -> None:
+    with make_ctx() as ctx:
+        ctx.dump_checkpoint(tmp_path / "c")
+        before = {path: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()}
+
+        class Broken(torch.nn.Module):
+            def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+                raise OSError("no state")
+
+        with eval_ctx(model=Broken()) as evaluation, pytest.raises(OSError, match="no state"):
+            evaluation.dump_checkpoint(tmp_path / "c")
+    assert {path: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()} == before
+
+
+def test_bug_20_keys_of_a_ddp_wrapper_are_accepted(model: torch.nn.Module, tmp_path: Path) -> None:
+    torch.save({f"module.{key}": value for key, value in model.state_dict().items()}, tmp_path / "old.pt")
+    other = type(model)()
+    dense.load_state(other, (tmp_path / "old.pt").read_bytes(), "old.pt")
+    assert torch.equal(other.linear.weight, model.linear.weight)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["into plain", "into compiled"])
+def test_a_compiled_model_has_the_checkpoint_of_a_plain_one(
+    make_ctx: MakeCtx, model: torch.nn.Module, tmp_path: Path, compiled: bool
+) -> None:
+    """`torch.compile` wraps, and its wrapper's state has other names. No code is generated here."""
+    with make_ctx(model=torch.compile(model, backend="eager") if not compiled else model) as ctx:
+        ctx.dump_checkpoint(tmp_path / "c")
+        state = torch.load(io.BytesIO(Source(tmp_path / "c").dense("dense.pt")), weights_only=True)
+    assert list(state) == list(model.state_dict())
+    other = type(model)()
+    assert not torch.equal(other.linear.weight, model.linear.weight)
+    with make_ctx(model=torch.compile(other, backend="eager") if compiled else other) as ctx:
+        ctx.load_checkpoint(tmp_path / "c")
+    assert torch.equal(other.linear.weight, model.linear.weight)
+
+
+def test_a_copied_state_is_the_one_that_is_written(model: torch.nn.Module) -> None:
+    for wrapped in (model, torch.compile(model, backend="eager")):
+        copied, written = (
+            torch.load(io.BytesIO(content), weights_only=True)
+            for content in (dense.copied_state(wrapped)(), dense.state_bytes(wrapped))
+        )
+        assert list(copied) == list(written) == list(model.state_dict())
+        assert all(torch.equal(copied[name], written[name]) for name in written)
+
+
+def test_keys_of_wrappers_are_accepted_in_any_order(model: torch.nn.Module, tmp_path: Path) -> None:
+    for prefix in ("_orig_mod.", "module._orig_mod.", "_orig_mod.module."):
+        buffer = io.BytesIO()
+        torch.save({f"{prefix}{key}": value for key, value in model.state_dict().items()}, buffer)
+        other = type(model)()
+        dense.load_state(other, buffer.getvalue(), "old.pt")
+        assert torch.equal(other.linear.weight, model.linear.weight)
+
+
+def test_a_models_own_part_may_be_called_as_wrappers_call_theirs() -> None:
+    class Holder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = torch.nn.Linear(2, 1)
+
+    model, other = Holder(), Holder()
+    dense.load_state(other, dense.state_bytes(model), "own.pt")
+    assert torch.equal(other.module.weight, model.module.weight)
+
+
+def test_nothing_but_tensors_is_unpickled(model: torch.nn.Module, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (os.mkdir, (str(tmp_path / "pwned"),))
+
+    torch.save({"linear.weight": Evil()}, tmp_path / "dense.pt")
+    with pytest.raises(CorruptionError, match=r"dense\.pt is no file of tensors"):
+        dense.load_state(model, (tmp_path / "dense.pt").read_bytes(), "dense.pt")
+    assert not (tmp_path / "pwned").exists()
+    with pytest.raises(CorruptionError, match=r"dense\.pt is no file of tensors"):
+        dense.load_state(model, b"no torch file", "dense.pt")
+
+
+def test_optimizer_has_no_torchscript(make_ctx: MakeCtx, tmp_path: Path) -> None:
+    with make_ctx() as ctx, pytest.raises(InvalidArgumentError, match="is_jit"):
+        ctx.dump_torch_state_dict(ctx.dense_optimizer, tmp_path, "x", is_jit=True)
+
+
+def test_model_that_cannot_be_scripted_costs_only_its_torchscript(make_ctx: MakeCtx, tmp_path: Path) -> None:
+    class Unscriptable(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(1, 1)
+
+        def forward(self, dense, embeddings):  # type: ignore[no-untyped-def]
+            first, second = embeddings
+            return self.linear(dense[0]) + first + second
+
+    with (
+        make_ctx(model=Unscriptable()) as ctx,
+        pytest.raises(InvalidArgumentError, match=r"jit_dense\.pt was not written: .*Unscriptable; annotate"),
+    ):
+        ctx.dump_checkpoint(tmp_path, with_jit_model=True)
+    assert files_of(tmp_path) == ["dense.pt", "manifest.json", "opt.pt"]
+
+
+def test_rank_0_writes_for_all(make_ctx: MakeCtx, tmp_path: Path) -> None:
+    with make_ctx() as ctx:
+        ctx.rank = 1
+        ctx.dump_checkpoint(tmp_path)
+        ctx.rank = 0
+    assert os.listdir(tmp_path) == []

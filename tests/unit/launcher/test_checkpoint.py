@@ -1,0 +1,136 @@
+"""`persia-launcher checkpoint`: what is in a checkpoint, is it whole, what has changed, export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from persia.config import SlotConfig, SlotsConfig
+from persia.embedding import EmbeddingConfig
+from persia.embedding.optim import SGD
+from persia.launcher import cli
+from persia.nn import EmbeddingBagCollection
+
+SLOTS = SlotsConfig(slots_config={"user": SlotConfig(dim=4), "item": SlotConfig(dim=8)})
+
+
+def make_bags(**options: Any) -> EmbeddingBagCollection:
+    config = EmbeddingConfig(emb_initialization=(-0.5, 0.5), seed=1)
+    return EmbeddingBagCollection(
+        SLOTS, optimizer=SGD(lr=0.5), embedding_config=config, num_threads=1, **options
+    )
+
+
+def ids_of(*slots: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sample with the IDs of each slot."""
+    return torch.tensor([one for ids in slots for one in ids]), torch.tensor([[len(ids)] for ids in slots])
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["checkpoint", *map(str, arguments)])
+
+
+def ran(*arguments: object) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def bags(tmp_path: Path) -> EmbeddingBagCollection:
+    made = make_bags()
+    made(*ids_of([1, 2, 3], [7, 8]))
+    made.dump(tmp_path / "a", step=10)
+    return made
+
+
+def test_inspect_tells_what_is_there(bags: EmbeddingBagCollection, tmp_path: Path) -> None:
+    values = ran("inspect", tmp_path / "a")
+    assert (values["step"], values["embeddings"]["num_rows"]) == (10, 5)
+    assert values["embeddings"]["optimizer"]["lr"] == 0.5
+    text = run("inspect", tmp_path / "a").stdout
+    for part in ("SGD", "user", "item", "embeddings-0-0.emb", "5 rows"):
+        assert part in text
+    assert run("inspect", tmp_path / "nothing").exit_code == 1
+
+
+def test_verify_names_what_is_broken(bags: EmbeddingBagCollection, tmp_path: Path) -> None:
+    assert ran("verify", tmp_path / "a")["whole"] is True
+    assert run("verify", tmp_path / "a").exit_code == 0
+    (path,) = (tmp_path / "a").glob("dump-*/*.emb")
+    content = bytearray(path.read_bytes())
+    content[150] ^= 1
+    path.write_bytes(content)
+    result = run("verify", tmp_path / "a", "--json")
+    assert result.exit_code == 1
+    (error,) = json.loads(result.stdout)["files"].values()
+    assert "embeddings-0-0.emb" in error
+    path.unlink()
+    result = run("verify", tmp_path / "a")
+    assert result.exit_code == 1
+    assert "is missing" in result.stdout.replace("\n", "")
+
+
+def test_diff_counts_and_measures(bags: EmbeddingBagCollection, tmp_path: Path) -> None:
+    # Users 1 and 3 move by (0.5, 0.5, 0.5, 0.5), user 4 is new; items stay.
+    pooled = bags(*ids_of([1, 3, 4], []))
+    pooled[:, :4].sum().backward()
+    bags.dump(tmp_path / "b")
+    changes = ran("diff", tmp_path / "a", tmp_path / "b")
+    user, item = changes["user"], changes["item"]
+    assert [user[key] for key in ("num_before", "num_after", "num_added", "num_removed", "num_moved")] == [
+        *(3, 4, 1, 0, 2)
+    ]
+    assert user["mean_move"] == pytest.approx(1.0, rel=1e-6)
+    assert user["max_move"] == pytest.approx(1.0, rel=1e-6)
+    assert (item["num_before"], item["num_after"], item["num_moved"]) == (2, 2, 0)
+    assert item["mean_norm_before"] == item["mean_norm_after"] > 0
+    back = ran("diff", tmp_path / "b", tmp_path / "a")
+    assert (back["user"]["num_removed"], back["user"]["num_added"]) == (1, 0)
+    assert "mean move" in run("diff", tmp_path / "a", tmp_path / "b").stdout
+
+
+def test_parquet_has_the_rows(bags: EmbeddingBagCollection, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    assert ran("export", tmp_path / "a", tmp_path / "rows") == {"item.parquet": 2, "user.parquet": 3}
+    table = parquet.read_table(tmp_path / "rows" / "user.parquet").sort_by("id")
+    assert table.column("id").to_pylist() == [1, 2, 3]
+    bags.eval()
+    for row in table.to_pylist():
+        pooled = bags(*ids_of([row["id"]], []))
+        assert pooled[0, :4].tolist() == row["embedding"]
+
+
+def test_numpy_has_the_rows(bags: EmbeddingBagCollection, tmp_path: Path) -> None:
+    assert ran("export", tmp_path / "a", tmp_path / "rows", "--format", "numpy") == {"item": 2, "user": 3}
+    ids = np.load(tmp_path / "rows" / "item.ids.npy")
+    embeddings = np.load(tmp_path / "rows" / "item.embeddings.npy")
+    assert (ids.dtype, embeddings.dtype, embeddings.shape) == (np.uint64, np.float32, (2, 8))
+    bags.eval()
+    for one, embedding in zip(ids, embeddings, strict=True):
+        assert bags(*ids_of([], [int(one)]))[0, 4:].tolist() == embedding.tolist()
+    result = run("export", tmp_path / "a", tmp_path / "rows")
+    assert result.exit_code == 1
+
+
+def test_a_collection_comes_back(bags: EmbeddingBagCollection, tmp_path: Path) -> None:
+    other = make_bags()
+    other.load(tmp_path / "a")
+    everything = ids_of([1, 2, 3], [7, 8])
+    for module in (bags, other):
+        module.eval()
+    assert torch.equal(bags(*everything), other(*everything))
+    assert other.stats().num_rows == 5
+
+
+def test_help_teaches() -> None:
+    text = run("--help").stdout
+    for name in ("inspect", "verify", "diff", "export"):
+        assert name in text
+        assert run(name, "--help").exit_code == 0

@@ -1,0 +1,243 @@
+"""Exposition, reported values, rates, trace events and the HTTP port, each by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from persia._native import DURATION_BOUNDS_S, DurationStats
+from persia.errors import InvalidArgumentError, InvalidTypeError, ResourceExhaustedError
+from persia.messaging.discovery import ServiceInfo
+from persia.observability import report, reported
+from persia.observability.exposition import Families, text
+from persia.observability.http import HttpPort, json_answer
+from persia.observability.phases import Phase
+from persia.observability.recording import trace_events
+from persia.observability.status import (
+    ProcessStatus,
+    missing_replicas,
+    prometheus_targets,
+    rates,
+    with_gone,
+)
+
+
+class Fixed:
+    """A collector of what a function adds."""
+
+    def __init__(self, add) -> None:
+        self._add = add
+
+    def collect(self):
+        families = Families(role="r", replica="0")
+        self._add(families)
+        return families.collect()
+
+
+def page_of(add) -> str:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Fixed(add))
+    return text(registry).decode()
+
+
+def test_published_counters_have_no_suffix_and_ours_have():
+    page = page_of(lambda f: (f.counter("nan_count", "N.", 2, feat="a"), f.counter("persia_x", "X.", 3)))
+    assert (
+        '# HELP nan_count N.\n# TYPE nan_count counter\nnan_count{feat="a",replica="0",role="r"} 2.0' in page
+    )
+    assert '# TYPE persia_x_total counter\npersia_x_total{replica="0",role="r"} 3.0' in page
+
+
+def test_samples_of_one_name_are_one_family():
+    page = page_of(lambda f: (f.gauge("g", "G.", 1, name="a"), f.gauge("g", "G.", 2, name="b")))
+    assert page.count("# TYPE g gauge") == 1
+    assert page.count("\ng{") == 2
+
+
+def test_a_histogram_counts_up_to_each_bound():
+    stats = DurationStats("x")
+    for ns in (500, 1500, 1500, 10**12):
+        stats.record(1000, 1000 + ns)
+    page = page_of(lambda f: f.histogram("h", "H.", stats.snapshot(), phase="x"))
+    lines = [line for line in page.splitlines() if line.startswith("h_bucket")]
+    assert len(lines) == len(DURATION_BOUNDS_S) + 1
+    assert [float(line.split()[-1]) for line in lines[:3]] == [1, 3, 3]
+    assert 'le="1.024e-06"' in lines[0]
+    assert 'le="+Inf"' in lines[-1]
+    assert lines[-1].endswith(" 4.0")
+    assert 'h_count{phase="x",replica="0",role="r"} 4.0' in page
+
+
+def test_a_phase_is_recorded_also_when_it_fails():
+    phase = Phase("p")
+    with pytest.raises(ValueError, match="boom"), phase.of(7, 8):
+        raise ValueError("boom")
+    counts, total_s, last_s = phase.stats.snapshot()
+    assert sum(counts) == 1
+    assert 0 < total_s == last_s < 1
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"auc": "0.7"}, InvalidTypeError),
+        ({"auc": True}, InvalidTypeError),
+        ({"a b": 1}, InvalidArgumentError),
+        ({f"n{i}": 1 for i in range(101)}, ResourceExhaustedError),
+    ],
+)
+def test_what_cannot_be_reported_is_refused_and_changes_nothing(values, error):
+    report(kept=1)
+    with pytest.raises(error, match="report"):
+        report(**values)
+    assert reported.reported()["kept"] == 1
+    assert not reported.reported().keys() & (values.keys() - {"kept"})
+
+
+def test_nan_is_shown_in_metrics_and_left_out_of_json():
+    report(loss_nan=float("nan"))
+    assert "loss_nan" in reported.reported()
+    assert "loss_nan" not in reported.finite_reported()
+    json.dumps(reported.finite_reported(), allow_nan=False)
+
+
+def info(incarnation: int = 1, status_address: str = "h:1") -> ServiceInfo:
+    return ServiceInfo(
+        role="nn-worker", index=0, replicas=1, incarnation=incarnation, status_address=status_address
+    )
+
+
+def status(at_s: float, incarnation: int = 1, **stats: object) -> ProcessStatus:
+    return ProcessStatus(info=info(incarnation), values={"monotonic_s": at_s, "stats": stats})
+
+
+def test_rates_are_differences_by_the_process_own_clock():
+    before, now = status(10.0, n=5, queues={"q": 1}), status(12.0, n=9, queues={"q": 2}, new=1)
+    assert rates(before, now) == {"n": 2.0}
+
+
+def test_a_restarted_process_has_no_rates():
+    assert rates(status(10.0, n=5), status(12.0, incarnation=2, n=1)) == {}
+    assert rates(None, status(12.0, n=1)) == {}
+    assert rates(status(12.0, n=1), ProcessStatus(info=info(), values=None, error="gone")) == {}
+
+
+def test_who_is_not_heard_of_any_more_stays_as_gone_in_its_place():
+    first, second = (
+        ProcessStatus(info=dataclasses.replace(info(), index=index, replicas=2), values={})
+        for index in (0, 1)
+    )
+    before = {("nn-worker", 0): first, ("nn-worker", 1): second}
+    now = with_gone(before, [second])
+    assert [(one.info.index, one.gone) for one in now] == [(0, True), (1, False)]
+    assert now[0].values is None
+    assert with_gone(before, [second, first]) == [first, second]
+
+
+def test_replicas_that_are_not_there_are_named():
+    assert missing_replicas([dataclasses.replace(info(), index=1, replicas=3)]) == [
+        "nn-worker 0",
+        "nn-worker 2",
+    ]
+    assert missing_replicas([]) == []
+
+
+def test_targets_leave_out_processes_without_a_port():
+    assert prometheus_targets([info(), info(status_address="")]) == [{"targets": ["h:1"]}]
+
+
+def recording(spans, *, boot_id="b", monotonic_ns=0, unix_ns=0):
+    return {"spans": spans, "boot_id": boot_id, "monotonic_ns": monotonic_ns, "unix_ns": unix_ns}
+
+
+def test_spans_of_one_host_keep_their_clock():
+    one = recording([["a", 5000, 7000, 0, 3, 1]], unix_ns=10**9)
+    other = recording([["b", 6000, 9000, 4, None, 2]], unix_ns=5 * 10**9)  # a clock that was set: ignored
+    spans = [e for e in trace_events([(info(), one), (info(), other)]) if e["ph"] == "X"]
+    assert [(e["name"], e["ts"], e["dur"], e["args"]) for e in spans] == [
+        ("a", 0.0, 2.0, {"batch_id": 3}),
+        ("b", 1.0, 3.0, {"reference": 4}),
+    ]
+
+
+def test_spans_of_another_host_are_placed_by_wall_clock():
+    one = recording([["a", 5000, 7000, 0, None, 1]], monotonic_ns=0, unix_ns=100_000)
+    # Booted elsewhere, 2000 ns later by wall clock: its time 0 is our 2000.
+    other = recording([["b", 4000, 5000, 0, None, 1]], boot_id="c", monotonic_ns=1000, unix_ns=103_000)
+    spans = [e for e in trace_events([(info(), one), (info(), other)]) if e["ph"] == "X"]
+    assert [e["ts"] for e in spans] == [0.0, 1.0]
+
+
+def test_calls_are_asynchronous_events():
+    events = trace_events([(info(), recording([["rpc to worker 0", 1000, 3000, 0, None, 1]]))])
+    (begin, end) = (e for e in events if e["ph"] in "be")
+    assert begin["id"] == end["id"]
+    assert (begin["ts"], end["ts"]) == (0.0, 2.0)
+    assert trace_events([]) == []
+
+
+@pytest.fixture
+def port():
+    def refuse(_query):
+        raise InvalidArgumentError("spans is wrong")
+
+    routes = {("GET", "/status"): lambda query: json_answer(dict(query)), ("POST", "/trace"): refuse}
+    made = HttpPort("127.0.0.1", 0, routes)
+    yield made
+    made.close()
+
+
+def ask(port: HttpPort, path: str, method: str = "GET") -> tuple[int, dict[str, object]]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port.port}{path}", method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def test_the_port_answers_by_path_and_method(port):
+    assert ask(port, "/status?a=1&a=2&b=") == (200, {"a": "2"})
+    assert ask(port, "/trace", "POST") == (400, {"error": "spans is wrong"})
+    assert ask(port, "/trace")[0] == 405
+    code, answer = ask(port, "/etc/passwd")
+    assert code == 404
+    assert "/status /trace" in str(answer["error"])
+
+
+def test_clients_that_say_nothing_do_not_keep_others_out_for_long(port, monkeypatch):
+    silent = [socket.create_connection(("127.0.0.1", port.port)) for _ in range(40)]
+    try:
+        # 32 are held; the ones above were refused at once.
+        refused = 0
+        for client in silent:
+            client.settimeout(0.05)
+            with contextlib.suppress(TimeoutError):
+                refused += client.recv(1) == b""
+        assert refused == 8
+    finally:
+        for client in silent:
+            client.close()
+    for _ in range(50):
+        try:
+            assert ask(port, "/status")[0] == 200
+            return
+        except OSError:
+            threading.Event().wait(0.1)
+    raise AssertionError("the port did not recover")
+
+
+def test_garbage_is_answered_or_dropped(port):
+    with socket.create_connection(("127.0.0.1", port.port), timeout=10) as client:
+        client.sendall(b"\x00\xff garbage\r\n\r\n")
+        assert b"400" in client.recv(1000)
+    assert ask(port, "/status")[0] == 200

@@ -1,0 +1,185 @@
+"""Requests that wait together are computed together, and each gets its own answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from persia.embedding.data import IDTypeFeature, NonIDTypeFeature, PersiaBatch
+from persia.errors import (
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from persia.serving.batcher import Batcher, BatchingOptions
+from persia.serving.merging import layout_of, merged, split
+
+
+def make_batch(*ids: list[int], weights: bool = False, dtype: Any = np.float32) -> PersiaBatch:
+    samples = [np.array(sample, np.uint64) for sample in ids]
+    weight = [np.array(sample, np.float32) for sample in ids] if weights else None
+    dense = np.array([[sum(sample)] for sample in ids], dtype)
+    return PersiaBatch(
+        [IDTypeFeature("user", samples, weight)], [NonIDTypeFeature(dense, "sum")], requires_grad=False
+    )
+
+
+class Echo:
+    """Returns each sample's dense value; computes when told to."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.may_run = threading.Semaphore(0)
+        self.running = threading.Event()
+
+    def __call__(self, batch: PersiaBatch) -> tuple[str, list[np.ndarray[Any, Any]]]:
+        self.running.set()
+        assert self.may_run.acquire(timeout=10)
+        self.sizes.append(batch.batch_size)
+        data = batch.non_id_type_features[0].data
+        if (data < 0).any():
+            raise InvalidArgumentError("negative")
+        if (data == 13).any():
+            raise KeyError("thirteen")
+        return "7", [data]
+
+
+@pytest.fixture
+def echo() -> Echo:
+    return Echo()
+
+
+@pytest.fixture
+def make(echo: Echo) -> Iterator[Callable[..., Batcher]]:
+    made: list[Batcher] = []
+
+    def start(**options: Any) -> Batcher:
+        made.append(Batcher(echo, BatchingOptions(**options)))
+        return made[-1]
+
+    yield start
+    for _ in range(100):
+        echo.may_run.release()
+    for batcher in made:
+        batcher.close()
+
+
+def values(future: Any) -> list[float]:
+    answer = future.result(10)
+    assert answer.version == "7"
+    return [float(value) for value in answer.outputs[0][:, 0]]
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_merging_is_one_batch_of_all_samples(weights: bool) -> None:
+    parts = [
+        make_batch([1, 2], [], weights=weights),
+        make_batch([3], weights=weights),
+        make_batch([], [4, 5], weights=weights),
+    ]
+    whole = merged(parts)
+    expected = make_batch([1, 2], [], [3], [], [4, 5], weights=weights)
+    assert whole.to_bytes() == expected.to_bytes()
+    assert [[float(x) for x in part[0][:, 0]] for part in split([np.eye(5)], [2, 1, 2])] == [
+        [1.0, 0.0],
+        [0.0],
+        [0.0, 0.0],
+    ]
+
+
+def test_layouts_differ_by_names_weights_and_dtype() -> None:
+    layouts = [
+        layout_of(make_batch([1])),
+        layout_of(make_batch([1], weights=True)),
+        layout_of(make_batch([1], dtype=np.float64)),
+    ]
+    assert len(set(layouts)) == 3
+    assert layout_of(make_batch([5], [6])) == layouts[0]
+
+
+def test_requests_that_wait_are_one_batch(make: Any, echo: Echo) -> None:
+    batcher = make(max_batch_size=4)
+    first = batcher.submit(make_batch([1]), 10)
+    assert echo.running.wait(10)
+    later = [batcher.submit(make_batch([i], [i + 1]), 10) for i in (2, 4, 6)]
+    other = batcher.submit(make_batch([8], dtype=np.float64), 10)
+    for _ in range(4):
+        echo.may_run.release()
+    assert values(first) == [1]
+    assert [values(future) for future in later] == [[2, 3], [4, 5], [6, 7]]
+    assert values(other) == [8]
+    assert echo.sizes == [1, 4, 2, 1], "at most four samples at once, of one layout"
+
+
+def test_a_bad_request_does_not_fail_its_neighbours(make: Any, echo: Echo) -> None:
+    batcher = make()
+    batcher.submit(make_batch([1]), 10)
+    assert echo.running.wait(10)
+    good, other = batcher.submit(make_batch([2]), 10), batcher.submit(make_batch([13]), 10)
+    bad = PersiaBatch(
+        [IDTypeFeature("user", [np.array([1], np.uint64)])],
+        [NonIDTypeFeature(np.array([[-1.0]], np.float32), "sum")],
+        requires_grad=False,
+    )
+    refused = batcher.submit(bad, 10)
+    for _ in range(10):
+        echo.may_run.release()
+    assert values(good) == [2]
+    with pytest.raises(InvalidArgumentError, match="negative"):
+        refused.result(10)
+    with pytest.raises(InternalError, match="KeyError: 'thirteen'"):
+        other.result(10)
+
+
+def test_full_queue_and_large_batches_are_refused(make: Any, echo: Echo) -> None:
+    batcher = make(max_queued=2, max_batch_size=3)
+    with pytest.raises(InvalidArgumentError, match="4 samples, this server takes 3"):
+        batcher.submit(make_batch([1], [2], [3], [4]), 10)
+    batcher.submit(make_batch([1]), 10)
+    assert echo.running.wait(10)
+    for _ in range(2):
+        batcher.submit(make_batch([1]), 10)
+    with pytest.raises(ResourceExhaustedError, match="2 requests wait already"):
+        batcher.submit(make_batch([1]), 10)
+
+
+def test_nothing_is_computed_that_nobody_waits_for(make: Any, echo: Echo) -> None:
+    batcher = make()
+    batcher.submit(make_batch([1]), 10)
+    assert echo.running.wait(10)
+    late, given_up = batcher.submit(make_batch([2]), 0.01), batcher.submit(make_batch([3]), 10)
+    kept = batcher.submit(make_batch([4]), 10)
+    assert given_up.cancel()
+    time.sleep(0.05)
+    for _ in range(2):
+        echo.may_run.release()
+    assert values(kept) == [4]
+    with pytest.raises(DeadlineExceededError, match="while it was queued"):
+        late.result(10)
+    assert echo.sizes == [1, 1]
+
+
+def test_closing_answers_what_is_queued(make: Any, echo: Echo) -> None:
+    batcher = make()
+    futures = [batcher.submit(make_batch([i]), 10) for i in range(3)]
+    for _ in range(3):
+        echo.may_run.release()
+    batcher.close()
+    assert [values(future) for future in futures] == [[0], [1], [2]]
+    with pytest.raises(UnavailableError, match="stopping"):
+        batcher.submit(make_batch([1]), 10)
+
+
+def test_a_delay_lets_requests_gather(make: Any, echo: Echo) -> None:
+    batcher = make(max_delay_s=10.0, max_batch_size=3)
+    futures = [batcher.submit(make_batch([i]), 10) for i in range(3)]
+    echo.may_run.release()
+    assert [values(future) for future in futures] == [[0], [1], [2]], "a full batch does not wait"
+    assert echo.sizes == [3]

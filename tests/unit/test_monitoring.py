@@ -1,0 +1,179 @@
+"""Prometheus' own tools on our rules and configuration, and the Compose stack around them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).parents[2]
+PROMETHEUS = REPOSITORY / "monitoring" / "prometheus"
+
+
+def promtool(*arguments: str) -> str:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("promtool is not installed: apt-get install prometheus")
+    result = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def labels(series: str) -> dict[str, str]:
+    """`a="1",b="2"` as a mapping."""
+    return {key: json.loads(value) for key, _, value in (part.partition("=") for part in series.split(","))}
+
+
+# What makes each alert fire: series and their values by the minute, and the labels that the alert then has.
+CASES: dict[str, tuple[list[tuple[str, str]], str]] = {
+    "PersiaProcessDown": ([('up{job="persia",instance="h:1"}', "0x30")], 'job="persia",instance="h:1"'),
+    "PersiaNotReady": (
+        [('persia_ready{role="embedding-worker",replica="0"}', "0x30")],
+        'role="embedding-worker",replica="0"',
+    ),
+    "PersiaTrainingStalled": (
+        [('persia_nn_batches_trained_total{persia_job="j"}', "100x30")],
+        'persia_job="j"',
+    ),
+    "PersiaBatchesFailed": (
+        [('persia_nn_batches_failed_total{persia_job="j",replica="0"}', "0+1x30")],
+        'persia_job="j",replica="0"',
+    ),
+    "PersiaGradientsNotFinite": (
+        [('nan_count{persia_job="j",feat="user"}', "0+1x30")],
+        'persia_job="j",feat="user"',
+    ),
+    "PersiaBatchesExpired": (
+        [('persia_batches_expired_total{persia_job="j",replica="0"}', "0+1x30")],
+        'persia_job="j",replica="0"',
+    ),
+    "PersiaStaleness": (
+        [
+            ('persia_update_staleness_total{persia_job="j"}', "0+20000x30"),
+            ('persia_updates_total{persia_job="j"}', "0+100x30"),
+        ],
+        'persia_job="j"',
+    ),
+    "PersiaEvictions": (
+        [
+            ('persia_evicted_rows_total{persia_job="j",replica="0"}', "0+5x30"),
+            ('persia_lookup_rows_total{persia_job="j",replica="0"}', "0+100x30"),
+        ],
+        'persia_job="j",replica="0"',
+    ),
+    "PersiaGradientsMissed": (
+        [
+            ('gradient_id_miss_count{persia_job="j",replica="0"}', "0+20x30"),
+            ('persia_updated_rows_total{persia_job="j",replica="0"}', "0+100x30"),
+        ],
+        'persia_job="j",replica="0"',
+    ),
+    "PersiaCheckpointFailed": (
+        [
+            (
+                'persia_checkpoints_total{persia_job="j",replica="0",operation="dump",outcome="failed"}',
+                "0+1x30",
+            )
+        ],
+        'persia_job="j",replica="0",operation="dump"',
+    ),
+    "PersiaCheckpointOld": (
+        [('persia_checkpoint_lag_seconds{replica="0"}', "90000x30")],
+        'replica="0"',
+    ),
+    "PersiaRpcRetries": (
+        [('persia_rpc_retries_total{persia_job="j",role="nn-worker",peer="embedding-worker 0"}', "0+120x30")],
+        'persia_job="j",role="nn-worker",peer="embedding-worker 0"',
+    ),
+    "PersiaRequestsWait": (
+        [('persia_rpc_waiting_requests{role="embedding-worker",replica="0"}', "17x30")],
+        'role="embedding-worker",replica="0"',
+    ),
+    "PersiaServingSlow": (
+        [
+            ('persia_rpc_handler_seconds_bucket{persia_job="j",method="LookupDirect",le="0.5"}', "0+100x30"),
+            ('persia_rpc_handler_seconds_bucket{persia_job="j",method="LookupDirect",le="0.1"}', "0+90x30"),
+            ('persia_rpc_handler_seconds_bucket{persia_job="j",method="LookupDirect",le="+Inf"}', "0+100x30"),
+        ],
+        'persia_job="j"',
+    ),
+}
+
+
+def rules() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"][0][
+        "rules"
+    ]
+    return found
+
+
+def test_each_alert_has_a_case() -> None:
+    assert [rule["alert"] for rule in rules()] == list(CASES)
+    for rule in rules():
+        assert rule["annotations"]["summary"]
+        assert rule["annotations"]["action"], "an alert that says nothing to do wakes people for nothing"
+
+
+@pytest.mark.parametrize("alert", list(CASES))
+def test_an_alert_fires(alert: str, tmp_path: Path) -> None:
+    """And is silent at the start, for lack of time or of data."""
+    series, expected = CASES[alert]
+    (rule,) = [rule for rule in rules() if rule["alert"] == alert]
+    # Annotations have numbers in them; that they are there is tested elsewhere.
+    bare = {**rule, "annotations": {}}
+    (tmp_path / "rules.yml").write_text(json.dumps({"groups": [{"name": "one", "rules": [bare]}]}))
+    firing = {"exp_labels": {**labels(expected), **rule["labels"]}}
+    test = {
+        "rule_files": ["rules.yml"],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": name, "values": values} for name, values in series],
+                "alert_rule_test": [
+                    {"eval_time": "0m", "alertname": alert, "exp_alerts": []},
+                    {"eval_time": "25m", "alertname": alert, "exp_alerts": [firing]},
+                ],
+            }
+        ],
+    }
+    (tmp_path / "test.yml").write_text(json.dumps(test))
+    promtool("test", "rules", str(tmp_path / "test.yml"))
+
+
+def test_the_configuration_is_prometheus() -> None:
+    promtool("check", "config", str(PROMETHEUS / "prometheus.yml"))
+
+
+def test_the_stack_mounts_what_is_there_and_pushes_where_it_is_scraped() -> None:
+    stack = yaml.safe_load((REPOSITORY / "docker-compose.metrics.yml").read_text())
+    job = yaml.safe_load((REPOSITORY / "docker-compose.yml").read_text())
+    services = stack["services"]
+    added = {"prometheus", "pushgateway", "grafana"}
+    for service in services.values():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert source in stack["volumes"] or (REPOSITORY / source).is_dir(), volume
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1:"), "Prometheus and Grafana ask for no password here"
+    pushing = {
+        name for name, one in services.items() if "PERSIA_METRICS_GATEWAY_ADDR" in one.get("environment", {})
+    }
+    assert set(services) - added == pushing
+    assert pushing <= set(job["services"])
+    addresses = {services[name]["environment"]["PERSIA_METRICS_GATEWAY_ADDR"] for name in pushing}
+    scrapes = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
+    assert addresses <= {
+        t for scrape in scrapes for c in scrape.get("static_configs", []) for t in c["targets"]
+    }
+
+
+def test_the_stack_follows_the_specification() -> None:
+    checker = pytest.importorskip("compose_spec", reason="needs compose-spec: pip install compose-spec")
+    stack = yaml.safe_load((REPOSITORY / "docker-compose.metrics.yml").read_text())
+    checker.PyCompose.from_yaml(yaml.safe_dump(stack))  # which resolves the anchors
