@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <iterator>
 #include <random>
@@ -161,6 +162,24 @@ TEST(Loader, WithoutStateKeepsRowsOfLimitedGroups) {
       EXPECT_EQ(group.rows.time_to_live_sec, 0.0f);
     }
   }
+}
+
+// A row that a training lookup inserts between the clearing and the new rules has the old shape, and
+// has the rules refused.
+TEST(Loader, ReplacesRowsAndRulesInOneStep) {
+  const TrainConfig small = ConfigOf(OptimizerKind::kSgd);
+  const TrainConfig large = ConfigOf(OptimizerKind::kAdam);
+  const auto store = store::MakeStore({.capacity = 10'000, .num_internal_shards = 64}, small);
+  std::atomic<bool> ends = false;
+  std::thread training([&] {
+    for (uint64_t i = 0; !ends; i = (i + 16) % 4096) store::Lookup(*store, Range(i, i + 16), 8);
+  });
+  for (int i = 0; i < 300; ++i) {
+    const Status status = BeginLoad(*store, i % 2 == 0 ? large : small)->Replace();
+    EXPECT_TRUE(status.ok()) << status.ToString();
+  }
+  ends = true;
+  training.join();
 }
 
 // In the phase of checking: when all rows are still there, here and on other servers.

@@ -37,27 +37,27 @@ Status EmbeddingStore::Impl::CheckCapacities(const RuleSet& rules) const {
   return Status::Ok();
 }
 
-// All shards are locked at once: whether rows exist, and with it
-// whether the change is allowed, must not change half-way. Batches
-// hold one shard's mutex at a time, so they cannot deadlock with this.
+// Nobody else is in the store: whether rows exist, and with it whether the change is allowed, must
+// not change half-way.
 Status EmbeddingStore::Impl::Configure(const TrainConfig& config, bool replace) {
+  const std::unique_lock lock(in_place_mutex_);
+  return ConfigureAlone(config, replace);
+}
+
+Status EmbeddingStore::Impl::ConfigureAlone(const TrainConfig& config, bool replace) {
   PERSIA_RETURN_IF_ERROR(config.Validate());
-  const std::shared_lock in_store(in_place_mutex_);
-  std::lock_guard config_lock(config_mutex_);
+  const std::lock_guard config_lock(config_mutex_);
   if (config_ == config) return Status::Ok();
   const auto rules = std::make_shared<const RuleSet>(config);
   const uint64_t num_filter_cells =
       rules->CountsSightings() ? kFilterCells / std::bit_ceil(shards_.size()) : 0;
   PERSIA_RETURN_IF_ERROR(CheckCapacities(*rules));
-  std::vector<std::unique_lock<std::mutex>> locks;
-  locks.reserve(shards_.size());
-  for (Shard& shard : shards_) locks.emplace_back(shard.mutex());
   const bool has_rows = std::any_of(shards_.begin(), shards_.end(),
-                                    [](const Shard& shard) { return !shard.IsEmptyLocked(); });
+                                    [](const Shard& shard) { return shard.size() != 0; });
   if (has_rows) PERSIA_RETURN_IF_ERROR(CheckChange(*config_, config, replace));
   const auto num_shards = static_cast<uint32_t>(shards_.size());
   for (uint32_t i = 0; i < num_shards; ++i) {
-    shards_[i].SetRulesLocked(rules, num_filter_cells, i, num_shards);
+    shards_[i].SetRules(rules, num_filter_cells, i, num_shards);
   }
   config_ = config;
   is_configured_.store(true, std::memory_order_release);

@@ -305,10 +305,11 @@ void Shard::ForgetVictims() {
   limits_.ForgetVictims();
 }
 
-void Shard::SetRulesLocked(std::shared_ptr<const RuleSet> rules, uint64_t num_filter_cells,
-                           uint32_t number, uint32_t num_shards) {
+void Shard::SetRules(std::shared_ptr<const RuleSet> rules, uint64_t num_filter_cells,
+                     uint32_t number, uint32_t num_shards) {
+  const std::lock_guard lock(mutex_);
   // Without rows, drop what pools remember of the former rules' shapes.
-  if (IsEmptyLocked()) ClearLocked();
+  if (index_.size() == 0) ClearLocked();
   // Until the limits know the new rules, they use the old ones.
   const std::shared_ptr<const RuleSet> old_rules = std::exchange(rules_, std::move(rules));
   limits_.SetRules(*rules_, index_, number, num_shards);

@@ -55,13 +55,12 @@ class alignas(64) Shard {
   bool RemoveSmallRows(size_t max_rows, uint64_t* next, uint64_t* num_removed);
 
   std::mutex& mutex() const { return mutex_; }
-  bool IsEmptyLocked() const { return index_.size() == 0; }
   uint64_t capacity() const { return capacity_; }
-  // Locked. While there are rows the new rules must have the shapes of the old ones.
+  // While there are rows the new rules must have the shapes of the old ones.
   // `num_filter_cells` are for counting sightings; 0 where the rules do not. It is shard `number`
   // of `num_shards`.
-  void SetRulesLocked(std::shared_ptr<const RuleSet> rules, uint64_t num_filter_cells,
-                      uint32_t number, uint32_t num_shards);
+  void SetRules(std::shared_ptr<const RuleSet> rules, uint64_t num_filter_cells, uint32_t number,
+                uint32_t num_shards);
   // Locked; null before the first configuration.
   const RuleSet* rules() const { return rules_.get(); }
 

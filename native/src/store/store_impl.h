@@ -32,6 +32,8 @@ class EmbeddingStore::Impl {
   }
 
   Status Configure(const TrainConfig& config, bool replace);
+  // The same for a caller who has the store for himself.
+  Status ConfigureAlone(const TrainConfig& config, bool replace);
   // kInvalidArgument: a group's capacity is not enough for every shard.
   Status CheckCapacities(const RuleSet& rules) const;
   std::optional<TrainConfig> config() const {
@@ -47,7 +49,8 @@ class EmbeddingStore::Impl {
   Status ForEachShard(std::span<const RowBlock> blocks, Handle handle);
 
   std::deque<Shard>& shards() { return shards_; }
-  // Held shared by the calls of EmbeddingStore, exclusively by InPlaceRows.
+  // Held shared by the calls of EmbeddingStore; exclusively by InPlaceRows, and where all shards
+  // must change at once.
   WriterFirstMutex& in_place_mutex() { return in_place_mutex_; }
   // For calls that change rows, which a snapshot may hold up for a while.
   std::shared_lock<WriterFirstMutex> EnterForChange() {

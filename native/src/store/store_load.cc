@@ -28,14 +28,13 @@ Status StoreLoad::Check(const TrainConfig& config) const {
   return store_.CheckCapacities(RuleSet(config));
 }
 
-// What can be refused is refused while the rows are still there.
+// What can be refused is refused while the rows are still there. A training lookup in between would
+// insert rows under the old rules.
 Status StoreLoad::Replace(const TrainConfig& config) {
   PERSIA_RETURN_IF_ERROR(Check(config));
-  {
-    const std::shared_lock in_store(store_.in_place_mutex());
-    store_.ClearRows();
-  }
-  return store_.Configure(config, /*replace=*/true);
+  const std::unique_lock lock(store_.in_place_mutex());
+  store_.ClearRows();
+  return store_.ConfigureAlone(config, /*replace=*/true);
 }
 
 Status StoreLoad::Add(const LoadedRows& rows) {
