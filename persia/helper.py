@@ -46,6 +46,7 @@ _DEFAULT_GLOBAL_CONFIG: Mapping[str, Any] = {
 }
 _POLL_S = 0.2
 _NUM_SHOWN_LINES = 40
+_VERDICT_S = 10.0  # for a process that has told others of its error to end
 _VARIABLES = (
     "PERSIA_NATS_URL",
     "PERSIA_JOB_NAME",
@@ -149,6 +150,8 @@ class PersiaServiceCtx:
         try:
             if error is None and self._failure is None:
                 self.wait()
+            elif isinstance(error, UnavailableError):
+                self._failed.wait(_VERDICT_S)  # the watch says which process has failed, and where
             with self._lock:
                 self._stopping.set()
         except (KeyboardInterrupt, UnavailableError):
@@ -157,7 +160,9 @@ class PersiaServiceCtx:
         finally:
             self._stopping.set()
             self._stack.close()
-        # An error of the block is its own, but for the one by which the block was ended.
+        # An error of the block is its own, but for those that come from the process which has failed.
+        if self._failure is not None and isinstance(error, UnavailableError):
+            raise self._failure from error
         if self._failure is not None and (error is None or isinstance(error, KeyboardInterrupt)):
             raise self._failure from None
 

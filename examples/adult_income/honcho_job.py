@@ -52,6 +52,11 @@ class OutputFollower:
         elif self.first_stopped is None and (stopped := STOPPED.fullmatch(match["text"])):
             self.first_stopped = (stopped["process"], int(stopped["code"]))
 
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether the process that ended first, for which honcho ends the others, has succeeded."""
+        return self.first_stopped is not None and self.first_stopped[1] == 0
+
     def failure(self, exit_code: int) -> Failure:
         """What to tell about a job that ended with `exit_code` when it should not have ended, or not so."""
         process, code = self.first_stopped or ("honcho", exit_code)
@@ -92,8 +97,9 @@ def _follow(honcho: subprocess.Popen[str], show: Callable[[str], None]) -> tuple
     follower = OutputFollower()
     assert honcho.stdout is not None
     for line in honcho.stdout:
+        if not follower.has_succeeded:  # what others say while they are ended for it is no news
+            show(line.rstrip("\n"))
         follower.feed(line.rstrip("\n"))
-        show(line.rstrip("\n"))
     return honcho.wait(), follower
 
 

@@ -8,6 +8,7 @@ be read or a checkpoint that is newer has appeared. docs/serving.md, "Following 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from persia.checkpoint.checkpoints import Source
-from persia.checkpoint.goal import Beginning, Goal, find_beginnings, read_goal
+from persia.checkpoint.goal import PIN_NAME, Beginning, Goal, find_beginnings, read_goal
 from persia.checkpoint.packet import BaseKind, Packet
 from persia.checkpoint.packet_log import PacketLog
 from persia.checkpoint.position import Position
@@ -162,6 +163,9 @@ class Follower(Generic[_Copy]):
             # The storage or a server is away: the packets are not to blame, and wait there.
             self._note(failure)
             self._update(num_storage_errors=self._status.num_storage_errors + 1)
+        except NotFoundError as failure:
+            # Not written yet, most likely (persia_inc_stuck tells if it never is); what a pin needs is gone.
+            self._note(failure, logging.ERROR if self._status.pinned else logging.INFO)
         except PersiaError as failure:
             self._note(failure)
         except Exception as failure:  # whatever it is, the copy in use stays in use
@@ -176,9 +180,9 @@ class Follower(Generic[_Copy]):
         self._num_failures += 1
         return False
 
-    def _note(self, failure: BaseException) -> None:
+    def _note(self, failure: BaseException, level: int = logging.ERROR) -> None:
         if str(failure) != self._status.error:
-            get_default_logger().error("%s: %s stays in use: %s", *self._where(), failure)
+            get_default_logger().log(level, "%s: %s stays in use: %s", *self._where(), failure)
         self._update(error=str(failure))
 
     def _where(self) -> tuple[Location, Position | str]:
@@ -205,7 +209,7 @@ class Follower(Generic[_Copy]):
     def _catch_up(self, goal: Goal, position: Position) -> None:
         if goal.position.number - position.number > self._options.max_behind:
             try:
-                self._begin_anew(goal, at_least=position.number + self._options.max_behind + 1)
+                self._begin_from(goal, at_least=position.number + self._options.max_behind + 1)
             except (NotFoundError, CorruptionError, FailedPreconditionError) as reason:
                 # Nothing would save so many packets, or it cannot be used: they may all be there.
                 get_default_logger().info("%s: going on by packets: %s", self._log.location, reason)
@@ -268,6 +272,20 @@ class Follower(Generic[_Copy]):
     # ---- anew, from a checkpoint
 
     def _begin_anew(self, goal: Goal, *, at_least: int) -> None:
+        """As `_begin_from`; its NotFoundError says what to do, too."""
+        try:
+            self._begin_from(goal, at_least=at_least)
+        except NotFoundError as failure:
+            message = f"{failure}: wait for one, or dump a checkpoint of this training"
+            if goal.is_pinned:
+                pin = self._log.location / PIN_NAME
+                message = (
+                    f"packet {goal.position}, which {pin} names, cannot be gone to: {failure}; "
+                    f"name another one there, or remove {PIN_NAME}"
+                )
+            raise NotFoundError(message) from failure
+
+    def _begin_from(self, goal: Goal, *, at_least: int) -> None:
         """Loads a beginning that has packet `at_least`, beside what is in use, brings it to the goal, and
         uses it. NotFoundError: there is no such beginning.
         """

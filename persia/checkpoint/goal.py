@@ -85,7 +85,7 @@ def find_beginnings(
     if not beginnings:
         raise NotFoundError(
             f"there is no checkpoint with packet {first} and none after {goal.number} in "
-            f"{' or '.join(str(place) for place in places)}: dump one while changes are tracked"
+            f"{' or '.join(str(place) for place in places)}"
         )
     return beginnings
 

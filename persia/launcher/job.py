@@ -51,13 +51,13 @@ class JobSpecs:
     def nats_server(config_file: Path, env: Mapping[str, str]) -> ProcessSpec:
         """The broker, started from its configuration file."""
         command = (find_nats_server(), "-c", str(config_file))
-        return ProcessSpec(name=NATS, command=command, env=env, ends_last=True)
+        return ProcessSpec(name=NATS, command=command, env=env, stop_stage=2)
 
     def parameter_server(self, index: int, replicas: int) -> ProcessSpec:
-        return self._server("embedding-parameter-server", index, replicas)
+        return self._server("embedding-parameter-server", index, replicas, stop_stage=1)
 
     def embedding_worker(self, index: int, replicas: int) -> ProcessSpec:
-        return self._server("embedding-worker", index, replicas)
+        return self._server("embedding-worker", index, replicas, stop_stage=0)
 
     def data_loader(
         self, script: str, arguments: Sequence[str], index: int, replicas: int, env: Mapping[str, str]
@@ -81,7 +81,7 @@ class JobSpecs:
         config = {} if self.global_config is None else {"PERSIA_GLOBAL_CONFIG": self.global_config}
         return {**self.env, **config}
 
-    def _server(self, role: str, index: int, replicas: int) -> ProcessSpec:
+    def _server(self, role: str, index: int, replicas: int, *, stop_stage: int) -> ProcessSpec:
         command = (
             *self.launcher,
             role,
@@ -91,4 +91,4 @@ class JobSpecs:
             f"--embedding-config={self.embedding_config}",
             *(() if self.global_config is None else (f"--global-config={self.global_config}",)),
         )
-        return ProcessSpec(name=f"{role}-{index}", command=command, env=self.env)
+        return ProcessSpec(name=f"{role}-{index}", command=command, env=self.env, stop_stage=stop_stage)

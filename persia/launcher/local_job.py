@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from persia.config import load_embedding_config, load_global_config
-from persia.launcher.job import NN_WORKER, JobSpecs, job_environment
+from persia.launcher.job import NATS, NN_WORKER, JobSpecs, job_environment
 from persia.launcher.local_nats import start_local_nats
 from persia.launcher.script import checked_script
 from persia.launcher.supervisor import ManagedProcess, Supervisor
@@ -23,6 +23,8 @@ __all__ = ["LocalJob", "run_local_job"]
 
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_cyan", "bright_yellow", "bright_magenta")
 _NUM_SHOWN_LINES = 40  # a traceback, and what other ranks say when they are ended for it
+_NATS_CHATTER = "[INF]"  # its configuration when it starts, and that it was told to end
+
 _WAIT_S = 0.5  # how often the main thread looks up, for signals
 # A training script may leave its loop before the data ends, which is an error for loaders only: how long it
 # has after that to succeed.
@@ -138,13 +140,18 @@ def _report(failed: ManagedProcess) -> int:
 
 
 class _Printer:
-    """Writes the processes' lines, each behind the name of its process, coloured on a terminal."""
+    """Writes the processes' lines, each behind the name of its process, coloured on a terminal.
+
+    All of a failed process' last lines are shown at the end, NATS' chatter included.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._colors: dict[str, str] = {}
 
     def __call__(self, name: str, line: str) -> None:
+        if name == NATS and _NATS_CHATTER in line:
+            return
         # Whoever reads our output may leave; the job goes on, and its processes must not block on full pipes.
         with self._lock, contextlib.suppress(BrokenPipeError):
             color = self._colors.setdefault(name, _COLORS[len(self._colors) % len(_COLORS)])

@@ -38,7 +38,7 @@ class ProcessSpec:
     name: str
     command: Sequence[str]
     env: Mapping[str, str]
-    ends_last: bool = False  # the others need it until their end
+    stop_stage: int = 0  # those of a stage are stopped once those of lower ones have ended
 
 
 class ManagedProcess:
@@ -167,10 +167,10 @@ class Supervisor:
     def stop(self, grace_s: float = _GRACE_S) -> None:
         """Terminates all processes together, and kills what is left after `grace_s`. Idempotent.
 
-        Those that end last get the same again after the others.
+        Each stage has that time.
         """
-        _terminate([process for process in self.processes if not process.spec.ends_last], grace_s)
-        _terminate([process for process in self.processes if process.spec.ends_last], grace_s)
+        for stage in sorted({process.spec.stop_stage for process in self.processes}):
+            _terminate([p for p in self.processes if p.spec.stop_stage == stage], grace_s)
         self._stop_watchdog()
 
     def _on_exit(self, process: ManagedProcess) -> None:

@@ -51,10 +51,7 @@ class ServedCopies:
 
     def use(self, copy: ServedCopy, position: Position | None) -> ServedCopy:
         if copy.version is None:
-            raise NotFoundError(
-                f"no packet in {self._log.location} up to {position} has a dense model: wait for one, or "
-                "begin with a checkpoint of this training"
-            )
+            raise NotFoundError(f"no packet in {self._log.location} up to {position} has a dense model")
         if position is not None:
             copy.version = replace(copy.version, name=str(position))
         self._switch(copy.version, _nothing)

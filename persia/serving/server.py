@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 from dataclasses import dataclass, field, replace
 
 import grpc
@@ -54,6 +55,7 @@ def serve(settings: ModelSettings, options: ServingOptions) -> None:
 
     Raises what is wrong with the first version; StorageError: the address cannot be listened on.
     """
+    _check_ports(options)
     with contextlib.ExitStack() as stack:
         model = ServedModel(settings)
         stack.callback(model.close)
@@ -64,6 +66,21 @@ def serve(settings: ModelSettings, options: ServingOptions) -> None:
         observer = stack.enter_context(_observed(stack, source, options))
         servicer = Servicer(model, batcher, statistics, timeout_s=options.timeout_s)
         asyncio.run(_serve(model, servicer, observer, options))
+
+
+def _check_ports(options: ServingOptions) -> None:
+    """Before a model is loaded, which may take minutes. Who takes a port meanwhile is found later."""
+    for option, port in (("--port", options.port), ("--metrics-port", options.metrics_port)):
+        if port:
+            try:
+                address = socket.getaddrinfo(options.host, port, type=socket.SOCK_STREAM)[0]
+                with socket.socket(*address[:3]) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+                    probe.bind(address[4])
+            except OSError as failure:
+                raise StorageError(
+                    f"cannot listen on {options.host}:{port} (--host, {option}): {failure}"
+                ) from None
 
 
 def _observed(stack: contextlib.ExitStack, source: ServingSource, options: ServingOptions) -> ProcessObserver:

@@ -120,6 +120,23 @@ def test_error_of_a_function_ends_the_block(failing: str) -> None:
     assert time.monotonic() - started < 60
 
 
+def load_what_is_broken() -> None:
+    with DataCtx() as ctx:
+        ids = IDTypeFeatureWithSingleID("user", np.arange(8, dtype=np.uint64))
+        ctx.send_data(PersiaBatch([ids], labels=[Label(np.ones((8, 1), np.float32))]))
+        fail()
+
+
+def test_a_loader_that_fails_is_shown_with_its_traceback() -> None:
+    """The caller's training ends first, by what the loader tells its ranks."""
+    with (
+        pytest.raises(UnavailableError, match=r"(?s)data-loader-0 ended .*in fail\n.*row 17") as caught,
+        PersiaServiceCtx(load_what_is_broken, embedding_config=SLOTS),
+    ):
+        train()
+    assert "data loader 0 ended with an error" in str(caught.value.__cause__)
+
+
 def test_bug_19_server_that_dies_ends_the_block() -> None:
     def block() -> None:
         with PersiaServiceCtx(embedding_config=SLOTS) as service:

@@ -89,6 +89,9 @@ def test_a_job_that_succeeds(job):
         assert re.search(line, output, re.MULTILINE), output
         assert f"embedding-parameter-server-{index}" in output
         assert f"embedding-worker-{index}" in output
+    ended = output.splitlines()[-4:]
+    assert all(line.endswith(" stopped") for line in ended), "nothing else is said of a normal end"
+    assert "[INF]" not in output
     assert len(set(pids_in(output))) >= 7
     assert not any(is_alive(pid) for pid in pids_in(output))
 

@@ -331,6 +331,17 @@ def test_what_cannot_be_served_is_said_at_once(tmp_path: Path, config: str) -> N
     assert "with_jit_model=True" in refused(str(tmp_path / "plain"), "--embedding-config", config)
 
 
+@pytest.mark.parametrize("option", ["--port", "--metrics-port"])
+def test_a_port_in_use_is_said_before_a_model_is_loaded(tmp_path: Path, config: str, option: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        # What would be loaded is not even there.
+        arguments = ["serve", str(tmp_path / "none"), "--embedding-config", config, option, str(port)]
+        result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 1
+    assert f"cannot listen on 127.0.0.1:{port} (--host, {option})" in result.output
+
+
 def test_rows_of_servers_and_workers_that_die(start: Any, tmp_path: Path) -> None:
     with LocalCluster(embedding_config=SLOTS, embedding_workers=2, parameter_servers=2) as cluster:
         patch = pytest.MonkeyPatch()

@@ -26,12 +26,15 @@ def write_procfile(tmp_path: Path, **commands: str) -> Path:
 
 
 def test_the_job_ends_well_when_the_trainer_does(tmp_path: Path, environment: dict[str, str]) -> None:
-    procfile = write_procfile(tmp_path, server="sleep 60", trainer="echo trained")
+    server = "sh -c 'trap \"echo told to end; exit 1\" TERM; echo serving; sleep 60 & wait'"
+    trainer = "sh -c 'sleep 0.5; echo trained'"
+    procfile = write_procfile(tmp_path, server=server, trainer=trainer)
     shown: list[str] = []
     exit_code, follower = run_procfile(procfile, environment, 60.0, shown.append)
     assert exit_code == 0
     assert follower.first_stopped == ("trainer.1", 0)
     assert any(line.endswith("| trained") for line in shown)
+    assert shown[-1].endswith("trainer.1 stopped (rc=0)"), "how the others end is no news"
     assert _processes_of(environment["PERSIA_JOB_NAME"]) == []
 
 

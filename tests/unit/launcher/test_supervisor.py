@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -98,6 +99,16 @@ def test_stop_terminates_and_then_kills(supervisor, lines):
     assert polite.exit_code == 5
     assert stubborn.exit_code == -signal.SIGKILL
     supervisor.stop()
+
+
+def test_stop_waits_for_each_stage_before_the_next(supervisor, lines):
+    end = "lambda *_: (time.sleep(0.3), exit(print('bye')))"
+    code = f"import signal, time; signal.signal(signal.SIGTERM, {end}); print('on'); signal.pause()"
+    for stage in (2, 0, 1):
+        supervisor.start(replace(python(f"stage {stage}", code), stop_stage=stage))
+    wait_until(lambda: len(lines) == 3)
+    supervisor.stop()
+    assert lines[3:] == [(f"stage {stage}", "bye") for stage in range(3)]
 
 
 def test_what_a_process_leaves_behind_ends_with_it(supervisor, lines):

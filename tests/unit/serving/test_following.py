@@ -201,6 +201,23 @@ def test_a_late_packet_is_waited_for(trainer: PacketTrainer, serve: Any) -> None
     assert answer(model)[1] == [18.0]
 
 
+def test_a_training_that_starts_anew_is_no_error(
+    trainer: PacketTrainer, serve: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its first packets have no dense model: it travels now and then."""
+    model = serve()
+    old = trainer.position
+    time.sleep(1.0)  # streams are ordered by the second
+    trainer._new_store()
+    trainer.begin(BaseKind.NOTHING)
+    wait_until(lambda: "has a dense model: wait for one" in model.error, lambda: model.following)
+    assert answer(model) == (str(old), [2.0])
+    reached(model, trainer.trained(5))
+    assert answer(model)[1] == [50.0]
+    wait_until(lambda: model.error == "", lambda: model.error)
+    assert [record.message for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
+
+
 def test_a_new_stream_begins_with_its_checkpoint(trainer: PacketTrainer, serve: Any, tmp_path: Path) -> None:
     model = serve()
     old = trainer.position
@@ -242,7 +259,9 @@ def test_a_restart_within_the_stream(trainer: PacketTrainer, serve: Any, tmp_pat
     assert answer(model)[1] == [162.0]
 
 
-def test_back_to_a_pin_and_forward_again(trainer: PacketTrainer, serve: Any, tmp_path: Path) -> None:
+def test_back_to_a_pin_and_forward_again(
+    trainer: PacketTrainer, serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer.checkpoint(tmp_path / "model", 1.0)
     stops = {value: trainer.trained(value) for value in range(2, 9)}
     model = serve()
@@ -263,6 +282,9 @@ def test_back_to_a_pin_and_forward_again(trainer: PacketTrainer, serve: Any, tmp
     assert answer(model) == (str(trainer.position), [162.0])
     trainer.pin(Position(trainer.position.stream, 1))
     wait_until(lambda: "has a dense model" in model.error, lambda: model.following)
+    assert "name another one there, or remove pin" in model.error
+    assert "wait" not in model.error, "what is gone does not come back"
+    assert {r.levelname for r in caplog.records if "cannot be gone to" in r.message} == {"ERROR"}
     assert answer(model)[1] == [162.0], "what cannot be gone back to changes nothing"
     (tmp_path / "packets" / "pin").write_text("step 5")
     wait_until(lambda: "which is no packet's name" in model.error)
