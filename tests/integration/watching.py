@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from persia.observability.status import find_processes
 from persia.testing import LocalCluster
 
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
+MONITORING = Path(__file__).parents[2] / "monitoring"
 
 
 def require(program: str) -> str:
@@ -111,16 +113,25 @@ class Prometheus:
         result: list[dict[str, Any]] = answer["data"]["result"]
         return result
 
+    def rules(self) -> dict[str, str]:
+        """The health of each alert's rule: "ok" once it was evaluated without an error."""
+        groups = json.loads(get(f"http://{self.address}/api/v1/rules"))["data"]["groups"]
+        return {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
+
 
 @contextlib.contextmanager
-def prometheus(folder: Path, targets: list[dict[str, Any]], rules: Path) -> Iterator[Prometheus]:
-    (folder / "targets.json").write_text(json.dumps(targets))
-    config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(rules)],
-        "scrape_configs": [{"job_name": "persia", "file_sd_configs": [{"files": ["targets.json"]}]}],
-    }
-    (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+def prometheus(folder: Path, targets: str = "[]", gateway: str | None = None) -> Iterator[Prometheus]:
+    """With our configuration and alerts, but more frequent; `gateway` in the place of the stack's.
+
+    `targets`: as `persia-launcher status --targets` writes them.
+    """
+    (folder / "targets.json").write_text(targets)
+    shutil.copy(MONITORING / "prometheus" / "alerts.yml", folder)
+    config = yaml.safe_load((MONITORING / "prometheus" / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    (pushed,) = [one for one in config["scrape_configs"] if one["job_name"] == "pushgateway"]
+    pushed["static_configs"] = [{"targets": [gateway]}] if gateway else []
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_port()}"
     command = [
         require("prometheus"),

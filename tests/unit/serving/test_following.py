@@ -25,6 +25,7 @@ from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.storage import Location
 from persia.embedding.data import IDTypeFeatureWithSingleID, NonIDTypeFeature, PersiaBatch
 from persia.errors import NotFoundError
+from persia.logger import get_default_logger
 from persia.roles.following import RowCopies
 from persia.serving.versions import ModelSettings, ServedModel
 from tests.packet_trainer import IDS, PacketTrainer
@@ -73,6 +74,12 @@ def serve(tmp_path: Path, trainer: PacketTrainer) -> Iterator[Callable[..., Serv
     yield start
     for model in models:
         model.close()
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(get_default_logger(), "propagate", True)  # else pytest does not see records
+    return caplog
 
 
 def wait_until(condition: Callable[[], bool], what: Any = None) -> None:
@@ -160,7 +167,7 @@ def test_a_damaged_packet_is_tried_again_until_it_is_repaired(trainer: PacketTra
 
 @pytest.mark.parametrize("damage", ["manifest", "file", "dense", "gone"])
 def test_what_stays_damaged_waits_for_a_newer_checkpoint(
-    trainer: PacketTrainer, serve: Any, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+    trainer: PacketTrainer, serve: Any, tmp_path: Path, damage: str, log: pytest.LogCaptureFixture
 ) -> None:
     model = serve()
     before = trainer.position
@@ -202,7 +209,7 @@ def test_a_late_packet_is_waited_for(trainer: PacketTrainer, serve: Any) -> None
 
 
 def test_a_training_that_starts_anew_is_no_error(
-    trainer: PacketTrainer, serve: Any, caplog: pytest.LogCaptureFixture
+    trainer: PacketTrainer, serve: Any, log: pytest.LogCaptureFixture
 ) -> None:
     """Its first packets have no dense model: it travels now and then."""
     model = serve()
@@ -215,7 +222,7 @@ def test_a_training_that_starts_anew_is_no_error(
     reached(model, trainer.trained(5))
     assert answer(model)[1] == [50.0]
     wait_until(lambda: model.error == "", lambda: model.error)
-    assert [record.message for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
+    assert [record.message for record in log.records if record.levelname in ("WARNING", "ERROR")] == []
 
 
 def test_a_new_stream_begins_with_its_checkpoint(trainer: PacketTrainer, serve: Any, tmp_path: Path) -> None:
@@ -260,7 +267,7 @@ def test_a_restart_within_the_stream(trainer: PacketTrainer, serve: Any, tmp_pat
 
 
 def test_back_to_a_pin_and_forward_again(
-    trainer: PacketTrainer, serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    trainer: PacketTrainer, serve: Any, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     trainer.checkpoint(tmp_path / "model", 1.0)
     stops = {value: trainer.trained(value) for value in range(2, 9)}
@@ -284,7 +291,7 @@ def test_back_to_a_pin_and_forward_again(
     wait_until(lambda: "has a dense model" in model.error, lambda: model.following)
     assert "name another one there, or remove pin" in model.error
     assert "wait" not in model.error, "what is gone does not come back"
-    assert {r.levelname for r in caplog.records if "cannot be gone to" in r.message} == {"ERROR"}
+    assert {r.levelname for r in log.records if "cannot be gone to" in r.message} == {"ERROR"}
     assert answer(model)[1] == [162.0], "what cannot be gone back to changes nothing"
     (tmp_path / "packets" / "pin").write_text("step 5")
     wait_until(lambda: "which is no packet's name" in model.error)
