@@ -258,6 +258,43 @@ TRAINING: list[tuple[str, list[Panel]]] = [
         ],
     ),
     (
+        "Packets of changes, for followers",
+        [
+            (
+                "Packets",
+                "ops",
+                [
+                    (per_second("persia_packets_written_total", "replica"), "written (rank {{replica}})"),
+                    (per_second("persia_packet_failures_total", "replica"), "failed (rank {{replica}})"),
+                    (
+                        per_second("persia_packet_restarts_total", "replica"),
+                        "breaks in the sequence (rank {{replica}})",
+                    ),
+                    (
+                        per_second("persia_packet_checkpoints_total", "replica"),
+                        "checkpoints for followers (rank {{replica}})",
+                    ),
+                ],
+            ),
+            (
+                "Oldest change that is in no packet yet",
+                "s",
+                [(gauge("persia_packet_lag_seconds"), "rank {{replica}}")],
+            ),
+            ("Newest packet", "none", [(gauge("persia_packet_number"), "rank {{replica}}")]),
+            (
+                "Rows in packets",
+                "ops",
+                [(per_second("persia_packet_rows_total", "replica"), "rank {{replica}}")],
+            ),
+            (
+                "Bytes in packets",
+                "Bps",
+                [(per_second("persia_packet_bytes_total", "replica"), "rank {{replica}}")],
+            ),
+        ],
+    ),
+    (
         "RPC and processes",
         [
             (
@@ -288,12 +325,112 @@ TRAINING: list[tuple[str, list[Panel]]] = [
     ),
 ]
 
+_PREDICTION = "persia_serving_request_seconds"
+
 _DIRECT = 'role="embedding-worker", method="LookupDirect"'
 _HANDLER = "persia_rpc_handler_seconds"
 
 SERVING: list[tuple[str, list[Panel]]] = [
     (
-        "Requests",
+        "Predictions (persia-launcher serve)",
+        [
+            (
+                "Requests",
+                "ops",
+                [
+                    (
+                        per_second("persia_serving_requests_total", "replica, status"),
+                        "{{status}}, server {{replica}}",
+                    )
+                ],
+            ),
+            (
+                "Latency",
+                "s",
+                [
+                    (quantile_s(0.5, _PREDICTION, "replica"), "median of server {{replica}}"),
+                    (quantile_s(0.95, _PREDICTION, "replica"), "95 % of server {{replica}}"),
+                    (quantile_s(0.99, _PREDICTION, "replica"), "99 % of server {{replica}}"),
+                ],
+            ),
+            (
+                "Computing a batch",
+                "s",
+                [
+                    (mean_s("persia_serving_batch_seconds", "replica"), "mean of server {{replica}}"),
+                    (
+                        quantile_s(0.99, "persia_serving_batch_seconds", "replica"),
+                        "99 % of server {{replica}}",
+                    ),
+                ],
+            ),
+            (
+                "Samples of a batch, mean",
+                "none",
+                [(mean_s("persia_serving_batch_samples", "replica"), "server {{replica}}")],
+            ),
+            (
+                "Requests that wait",
+                "none",
+                [
+                    (f'persia_queue_depth{{{_JOB}, role="serving"}}', "server {{replica}}, waiting"),
+                    (gauge("persia_serving_running_requests"), "server {{replica}}, computed"),
+                ],
+            ),
+            (
+                "IDs without a row",
+                "ops",
+                [(per_second("persia_serving_missing_rows_total", "replica"), "server {{replica}}")],
+            ),
+            (
+                "Version",
+                "none",
+                [
+                    (gauge("persia_serving_version_info"), "{{model}} {{model_version}}, server {{replica}}"),
+                    (gauge("persia_serving_version_refused"), "the next is refused, server {{replica}}"),
+                ],
+            ),
+        ],
+    ),
+    (
+        "Following a training",
+        [
+            (
+                "From an update to its prediction, last packet",
+                "s",
+                [(gauge("inc_update_delay_sec"), _PROCESS)],
+            ),
+            ("Packets behind", "none", [(gauge("persia_inc_behind"), _PROCESS)]),
+            (
+                "Packets",
+                "ops",
+                [
+                    (per_second("persia_inc_packets_applied_total"), f"{_PROCESS}, applied"),
+                    (per_second("persia_inc_packet_retries_total"), f"{_PROCESS}, tried again"),
+                    (per_second("persia_inc_packets_failed_total"), f"{_PROCESS}, given up"),
+                ],
+            ),
+            ("Packet in use", "none", [(gauge("persia_inc_applied_number"), _PROCESS)]),
+            (
+                "Stuck, pinned",
+                "none",
+                [
+                    (gauge("persia_inc_stuck"), f"{_PROCESS}, stuck"),
+                    (gauge("persia_inc_pinned"), f"{_PROCESS}, pinned"),
+                ],
+            ),
+            (
+                "Storage errors, beginnings loaded",
+                "ops",
+                [
+                    (per_second("persia_inc_storage_errors_total"), f"{_PROCESS}, storage errors"),
+                    (per_second("persia_inc_checkpoints_loaded_total"), f"{_PROCESS}, loaded"),
+                ],
+            ),
+        ],
+    ),
+    (
+        "Lookups of embedding workers",
         [
             (
                 "Lookups",

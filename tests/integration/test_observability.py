@@ -22,7 +22,7 @@ from persia.observability.http import HttpPort
 from persia.observability.status import find_processes
 
 from .conftest import EMBEDDING_CONFIG
-from .watching import DEADLINE_S, free_port, get, get_any, pushgateway, wait_until
+from .watching import DEADLINE_S, free_port, get, get_any, prometheus, pushgateway, wait_until
 
 METRICS_ON = {"common_config": {"metrics_config": {"job_name": "dlrm", "push_interval_sec": 1}}}
 METRICS_OFF = {"common_config": {"metrics_config": {"enable_metrics": False}}}
@@ -52,6 +52,9 @@ def test_bug_24_each_process_has_a_group_of_its_own_on_the_gateway(local_cluster
         page = get(f"http://{gateway}/metrics")
         assert "# TYPE index_miss_count counter\n" in page
         assert len(re.findall(r"^persia_rows{", page, flags=re.MULTILINE)) == 2
+        with prometheus(tmp_path, gateway=gateway) as scraped:  # as docker-compose.metrics.yml has it
+            rows = 'count by (job, replica) (persia_rows{job="dlrm", role="embedding-parameter-server"})'
+            wait_until(lambda: len(scraped.query(rows)) == 2, "pushed metrics, with the labels of who pushed")
         assert cluster.stop("embedding-parameter-server-1") == 0
         left = expected - {("dlrm", EMBEDDING_PARAMETER_SERVER, "1")}
         assert groups_of(get(f"http://{gateway}/metrics")) == left

@@ -10,17 +10,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
+from persia.embedding.data import IDTypeFeatureWithSingleID, NonIDTypeFeature, PersiaBatch
 from persia.messaging.subjects import DATA_LOADER, EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
-from persia.observability.status import fetch_json, find_processes, prometheus_targets
+from persia.observability.status import fetch_json, find_processes
 from persia.testing import LocalCluster
 
 from .conftest import EMBEDDING_CONFIG, JOBS
-from .watching import DEADLINE_S, get, prometheus, wait_until
+from .test_serving import Served
+from .watching import DEADLINE_S, MONITORING, free_port, get, prometheus, wait_until
 
-MONITORING = Path(__file__).parents[2] / "monitoring"
 BATCHES = "1000000"  # more than are trained while the tests run
 
 # As published: name, type, label besides the process' own.
@@ -61,9 +63,14 @@ PUBLISHED = {
 WITH_FEAT = ("batch_unique_indices_rate", "estimated_distinct_id", "nan_count", "nan_grad_skipped")
 
 
+# Of what takes long where a machine has much else to do.
+OF_TIME = {"PersiaServingSlow", "PersiaPredictionsSlow", "PersiaFollowerLate", "PersiaPacketsLate"}
+
+
 class WatchedJob:
-    def __init__(self, cluster: LocalCluster) -> None:
+    def __init__(self, cluster: LocalCluster, folder: Path) -> None:
         self.cluster = cluster
+        self.folder = folder  # model/, a checkpoint, and packets/
         self.processes = find_processes(cluster.session)
 
     def page(self, role: str, index: int = 0) -> str:
@@ -84,14 +91,19 @@ def samples(page: str, name: str) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def job():
+def job(tmp_path_factory):
     env = {"OMP_NUM_THREADS": "1", "PERSIA_DEADLINE_SEC": "60"}
-    with LocalCluster(embedding_config=EMBEDDING_CONFIG, env=env, parameter_servers=2) as cluster:
+    folder = tmp_path_factory.mktemp("job")
+    packets = {"enable_incremental_update": True, "incremental_dir": str(folder / "packets")}
+    settings = {"embedding_parameter_server_config": {**packets, "incremental_dense_interval_sec": 1}}
+    with LocalCluster(
+        embedding_config=EMBEDDING_CONFIG, global_config=settings, env=env, parameter_servers=2
+    ) as cluster:
         cluster.start_loader(JOBS / "loader.py", "--batches", BATCHES, replica_index=0, replica_size=1)
-        ranks = cluster.start_nn_worker(JOBS / "watched.py", nproc=1)
+        ranks = cluster.start_nn_worker(JOBS / "watched.py", str(folder / "model"), nproc=1)
         wait_until(lambda: "under way" in ranks.output or ranks.exit_code is not None, "training")
         assert ranks.exit_code is None, ranks.output
-        yield WatchedJob(cluster)
+        yield WatchedJob(cluster, folder)
 
 
 def test_every_role_shows_the_published_metrics(job):
@@ -153,18 +165,20 @@ def test_status_tells_rates_and_what_the_script_reports(job):
 
 
 def test_a_dump_is_counted_and_ends_the_lag(job, tmp_path):
+    before = [samples(job.page(EMBEDDING_PARAMETER_SERVER, i), "persia_checkpoints_total") for i in range(2)]
     dump = job.launcher("checkpoint", "dump", str(tmp_path / "dump"))
     assert dump.returncode == 0, dump.stdout + dump.stderr
     for index in range(2):
         page = job.page(EMBEDDING_PARAMETER_SERVER, index)
         counts = samples(page, "persia_checkpoints_total")
-        assert [n for labels, n in counts.items() if '"dump"' in labels and '"done"' in labels] == [1]
+        (done,) = [labels for labels in counts if '"dump"' in labels and '"done"' in labels]
+        assert counts[done] == before[index][done] + 1
         assert [n for labels, n in counts.items() if '"failed"' in labels] == [0, 0, 0]
         (lag,) = samples(page, "persia_checkpoint_lag_seconds").values()
         (uptime,) = samples(page, "persia_uptime_seconds").values()
         assert 0 < lag < uptime - 1
         seconds = samples(page, "persia_phase_seconds_count")
-        assert [n for labels, n in seconds.items() if 'phase="checkpoint dump"' in labels] == [1]
+        assert [n for labels, n in seconds.items() if '"checkpoint dump"' in labels] == [counts[done]]
 
 
 def test_doctor_finds_the_job_and_what_is_wrong(job):
@@ -200,6 +214,23 @@ def test_a_trace_has_all_phases_of_all_roles(job, tmp_path):
         (NN_WORKER, "client return gradients"),
     } <= seen
     check_one_batch_is_in_order(events, processes)
+    check_the_picture(path, path.with_suffix(".svg"))
+
+
+def check_the_picture(trace: Path, picture: Path) -> None:
+    """As the documents draw it: the lanes of one batch in all roles that it goes through."""
+    command = [sys.executable, str(MONITORING / "draw_trace.py"), str(trace), str(picture)]
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert drawn.returncode == 0, drawn.stderr
+    assert re.fullmatch(rf"batch \d+: {re.escape(str(picture))}\n", drawn.stdout)
+    lanes = re.findall(r"<!-- (\S+ \d): (.+) -->", picture.read_text())  # matplotlib's, beside the outlines
+    assert {
+        ("nn-worker 0", "forward"),
+        ("embedding-worker 0", "lookup preprocess"),
+        ("embedding-worker 0", "update reduce"),
+        ("embedding-parameter-server 0", "lookup"),
+        ("embedding-parameter-server 1", "update"),
+    } <= set(lanes)
 
 
 def check_one_batch_is_in_order(events, processes) -> None:
@@ -268,14 +299,50 @@ def test_a_trace_ends_and_leaves_no_recording(job):
 
 
 @pytest.fixture(scope="module")
-def scraped(job, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("prometheus")
-    rules = MONITORING / "prometheus" / "alerts.yml"
-    with prometheus(folder, prometheus_targets(job.processes), rules) as server:
+def served(job, tmp_path_factory):
+    """Predictions of the job's model, by packets; the address of its metrics, too."""
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "slots.yml").write_text(
+        yaml.safe_dump(EMBEDDING_CONFIG, sort_keys=False)
+    )  # groups are numbered
+    watched = f"127.0.0.1:{free_port()}"
+    arguments = [
+        "--embedding-config",
+        str(folder / "slots.yml"),
+        "--metrics-port",
+        watched.rpartition(":")[2],
+    ]
+    served = Served(
+        folder, str(job.folder / "model"), *arguments, "--incremental-dir", str(job.folder / "packets")
+    )
+    try:
+        following = f"http://{watched}/status"
+        wait_until(lambda: json.loads(get(following))["stats"]["following"]["num_applied"] > 0, "packets")
+        yield served, watched
+    finally:
+        served.stop()
+
+
+def one_sample() -> bytes:
+    ids = [IDTypeFeatureWithSingleID(slot, np.array([7], np.uint64)) for slot in ("user", "items")]
+    return PersiaBatch(ids, [NonIDTypeFeature(np.zeros((1, 2), np.float32))], requires_grad=False).to_bytes()
+
+
+@pytest.fixture(scope="module")
+def scraped(job, served, tmp_path_factory):
+    """As the documents start it, while the job trains and predictions are asked for."""
+    server, address = served
+    written = job.launcher("status", "--targets")
+    assert written.returncode == 0, written.stderr
+    targets = json.loads(written.stdout)
+    targets[0]["targets"].append(address)  # of another job, which has no broker
+    with prometheus(tmp_path_factory.mktemp("prometheus"), json.dumps(targets)) as asked:
         # Rates need two scrapes of each process.
-        enough = "min(count_over_time(persia_ready[1m])) >= 3 and count(persia_ready) == 5"
-        wait_until(lambda: server.query(enough), "three scrapes of five processes")
-        yield server
+        enough = "min(count_over_time(persia_ready[1m])) >= 3 and count(persia_ready) == 6"
+        wait_until(
+            lambda: server.infer(one_sample()) and asked.query(enough), "three scrapes of six processes"
+        )
+        yield asked
 
 
 def load_dashboards():
@@ -307,8 +374,10 @@ def test_every_query_of_a_dashboard_finds_data(scraped, name):
 def test_every_alert_watches_a_value_that_is_there(scraped):
     rules = yaml.safe_load((MONITORING / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
     assert len(rules) >= 10
+    good = {rule["alert"]: "ok" for rule in rules}
+    wait_until(lambda: scraped.rules() == good, "an evaluation of each rule")
     for rule in rules:
         value, comparison, threshold = re.fullmatch(r"(.*) (==|>|<) ([0-9.]+)", rule["expr"]).groups()
         assert scraped.query(value), rule["alert"]
         firing = scraped.query(f"{value} {comparison} {threshold}")
-        assert not firing, (rule["alert"], firing)  # nothing is wrong with this job
+        assert rule["alert"] in OF_TIME or not firing, (rule["alert"], firing)  # nothing is wrong here

@@ -102,6 +102,41 @@ CASES: dict[str, tuple[list[tuple[str, str]], str]] = {
         ],
         'persia_job="j"',
     ),
+    "PersiaPredictionsSlow": (
+        [
+            ('persia_serving_request_seconds_bucket{persia_job="j",replica="0",le="0.5"}', "0+100x30"),
+            ('persia_serving_request_seconds_bucket{persia_job="j",replica="0",le="0.1"}', "0+90x30"),
+            ('persia_serving_request_seconds_bucket{persia_job="j",replica="0",le="+Inf"}', "0+100x30"),
+        ],
+        'persia_job="j",replica="0"',
+    ),
+    "PersiaPredictionsFail": (
+        [
+            ('persia_serving_requests_total{persia_job="j",replica="0",status="OK"}', "0+90x30"),
+            ('persia_serving_requests_total{persia_job="j",replica="0",status="UNAVAILABLE"}', "0+2x30"),
+        ],
+        'persia_job="j",replica="0"',
+    ),
+    "PersiaVersionRefused": (
+        [('persia_serving_version_refused{role="serving",replica="0"}', "1x30")],
+        'role="serving",replica="0"',
+    ),
+    "PersiaFollowerStuck": (
+        [('persia_inc_stuck{role="serving",replica="0"}', "1x30")],
+        'role="serving",replica="0"',
+    ),
+    "PersiaFollowerLate": (
+        [('inc_update_delay_sec{role="serving",replica="0"}', "61x30")],
+        'role="serving",replica="0"',
+    ),
+    "PersiaPacketsFailed": (
+        [('persia_packet_failures_total{persia_job="j",replica="0"}', "0+1x30")],
+        'persia_job="j",replica="0"',
+    ),
+    "PersiaPacketsLate": (
+        [('persia_packet_lag_seconds{role="nn-worker",replica="0"}', "61x30")],
+        'role="nn-worker",replica="0"',
+    ),
 }
 
 
@@ -171,6 +206,21 @@ def test_the_stack_mounts_what_is_there_and_pushes_where_it_is_scraped() -> None
     assert addresses <= {
         t for scrape in scrapes for c in scrape.get("static_configs", []) for t in c["targets"]
     }
+
+
+def test_grafana_finds_prometheus_and_the_dashboards_in_the_stack() -> None:
+    services = yaml.safe_load((REPOSITORY / "docker-compose.metrics.yml").read_text())["services"]
+    mounts = dict(volume.split(":")[:2] for volume in services["grafana"]["volumes"])
+    provisioning = REPOSITORY / "monitoring" / "grafana" / "provisioning"
+    assert (
+        mounts["./monitoring/grafana/provisioning"]
+        == services["grafana"]["environment"]["GF_PATHS_PROVISIONING"]
+    )
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    assert services["prometheus"]["ports"] == ["127.0.0.1:9090:9090"]
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "persia.yml").read_text())["providers"]
+    assert provider["options"]["path"] == mounts["./monitoring/grafana/dashboards"]
 
 
 def test_the_stack_follows_the_specification() -> None:

@@ -30,7 +30,7 @@ class Model(torch.nn.Module):
         self.layers = torch.nn.Sequential(torch.nn.Linear(18, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
 
     def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
-        output: torch.Tensor = self.layers(torch.cat([dense[0], *embeddings], dim=1))
+        output: torch.Tensor = self.layers(torch.cat(dense + embeddings, dim=1))
         return output
 
 

@@ -1,6 +1,11 @@
-"""Trains until the loaders end, evaluates now and then, and reports: something to watch."""
+"""Trains until the loaders end, evaluates now and then, and reports: something to watch.
+
+Early on it dumps a checkpoint that can be served, to the folder of its argument.
+"""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from loader import make_batch
@@ -31,6 +36,8 @@ def main() -> None:
             if step % 10 == 0:
                 with eval_ctx(model=model) as evaluation:
                     evaluation.forward(evaluation.get_embedding_from_data(make_batch(step)))
+            if step == 10:
+                ctx.dump_checkpoint(sys.argv[1], with_jit_model=True)
             if step == 20:
                 print("under way", flush=True)
 
