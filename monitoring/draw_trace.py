@@ -87,7 +87,7 @@ def draw(spans: list[Span], batch: int, output: Path) -> None:
     axes.set_xlabel(f"milliseconds since the lookup of batch {batch} began; grey: other batches")
     axes.grid(axis="x", linewidth=0.3)
     figure.tight_layout()
-    figure.savefig(output, dpi=80)
+    figure.savefig(output, dpi=80, bbox_inches="tight")  # with all of the longest lane's name
     plt.close(figure)
 
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
+import pty
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from persia.embedding.data import IDTypeFeatureWithSingleID, NonIDTypeFeature, PersiaBatch
 from persia.messaging.subjects import DATA_LOADER, EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
@@ -68,8 +74,9 @@ OF_TIME = {"PersiaServingSlow", "PersiaPredictionsSlow", "PersiaFollowerLate", "
 
 
 class WatchedJob:
-    def __init__(self, cluster: LocalCluster, folder: Path) -> None:
+    def __init__(self, cluster: LocalCluster, folder: Path, health_ports: dict[str, int]) -> None:
         self.cluster = cluster
+        self.health_ports = health_ports  # by role
         self.folder = folder  # model/, a checkpoint, and packets/
         self.processes = find_processes(cluster.session)
 
@@ -96,14 +103,19 @@ def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
     packets = {"enable_incremental_update": True, "incremental_dir": str(folder / "packets")}
     settings = {"embedding_parameter_server_config": {**packets, "incremental_dense_interval_sec": 1}}
+    ports = {role: free_port() for role in (DATA_LOADER, NN_WORKER)}
+    health = {role: {"PERSIA_HEALTH_PORT": str(port)} for role, port in ports.items()}
     with LocalCluster(
         embedding_config=EMBEDDING_CONFIG, global_config=settings, env=env, parameter_servers=2
     ) as cluster:
-        cluster.start_loader(JOBS / "loader.py", "--batches", BATCHES, replica_index=0, replica_size=1)
-        ranks = cluster.start_nn_worker(JOBS / "watched.py", str(folder / "model"), nproc=1)
+        place = {"replica_index": 0, "replica_size": 1}
+        cluster.start_loader(JOBS / "loader.py", "--batches", BATCHES, **place, env=health[DATA_LOADER])
+        ranks = cluster.start_nn_worker(
+            JOBS / "watched.py", str(folder / "model"), nproc=1, env=health[NN_WORKER]
+        )
         wait_until(lambda: "under way" in ranks.output or ranks.exit_code is not None, "training")
         assert ranks.exit_code is None, ranks.output
-        yield WatchedJob(cluster, folder)
+        yield WatchedJob(cluster, folder, ports)
 
 
 def test_every_role_shows_the_published_metrics(job):
@@ -162,6 +174,32 @@ def test_status_tells_rates_and_what_the_script_reports(job):
     statuses = json.loads(result.stdout)
     assert [s["info"]["role"] for s in statuses] == [info.role for info in job.processes]
     assert all(status["values"]["ready"] and status["values"]["configured"] for status in statuses)
+
+
+def test_the_live_table_has_rates_until_it_is_left(job):
+    """On a terminal."""
+    ours, terminal = pty.openpty()
+    command = [sys.executable, "-m", "persia.launcher", "status", "--interval", "0.2"]
+    env = {**job.cluster.env, "TERM": "xterm", "COLUMNS": "200"}
+    with subprocess.Popen(command, env=env, stdout=terminal) as process:
+        os.close(terminal)
+        shown, deadline = "", time.monotonic() + DEADLINE_S
+        while "batches/s" not in shown:  # which two looks tell
+            assert time.monotonic() < deadline, shown
+            shown += os.read(ours, 1 << 16).decode(errors="replace")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 0
+    os.close(ours)
+
+
+@pytest.mark.parametrize("role", [DATA_LOADER, NN_WORKER])
+def test_scripts_have_the_grpc_health_service_as_servers_do(job, role):
+    with grpc.insecure_channel(f"127.0.0.1:{job.health_ports[role]}") as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        for service in ("", "configured"):
+            request = health_pb2.HealthCheckRequest(service=service)
+            answer = check(request, timeout=DEADLINE_S, wait_for_ready=True)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING, service
 
 
 def test_a_dump_is_counted_and_ends_the_lag(job, tmp_path):
