@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from persia import env
 from persia.errors import StorageError
-from persia.logger import get_default_logger
+from persia.logger import get_default_logger, set_role
 from persia.messaging.discovery import ServiceInfo
 from persia.messaging.local_session import LocalBroker, LocalSession
 from persia.messaging.subjects import SERVING
@@ -55,6 +55,7 @@ def serve(settings: ModelSettings, options: ServingOptions) -> None:
 
     Raises what is wrong with the first version; StorageError: the address cannot be listened on.
     """
+    set_role(SERVING, options.replica_index)
     _check_ports(options)
     with contextlib.ExitStack() as stack:
         model = ServedModel(settings)

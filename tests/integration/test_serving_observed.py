@@ -62,9 +62,8 @@ def test_metrics_and_status_tell_what_was_asked(
 ) -> None:
     dump(tmp_path / "model", factor=2.0, step=7)
     address = f"127.0.0.1:{free_port()}"
-    served = start(
-        str(tmp_path / "model"), "--embedding-config", config, "--metrics-port", address.rpartition(":")[2]
-    )
+    arguments = ["--embedding-config", config, "--replica-index", "1", "--replica-size", "2"]
+    served = start(str(tmp_path / "model"), *arguments, "--metrics-port", address.rpartition(":")[2])
     assert get(address, "/healthz") == (200, "ok\n")
     assert get(address, "/readyz") == (200, "ok\n")
     for _ in range(3):
@@ -98,7 +97,10 @@ def test_metrics_and_status_tell_what_was_asked(
     assert found["persia_ready", ""] == 1
     assert 'model_version="7"' in get(address, "/metrics")[1]
     status = json.loads(get(address, "/status")[1])
-    assert (status["role"], status["ready"]) == (SERVING, True)
+    assert (status["role"], status["index"], status["ready"]) == (SERVING, 1, True)
+    records = [line for line in served.log.read_text().splitlines() if " INFO " in line]
+    assert any("m is served at" in line for line in records)
+    assert all(" INFO [serving 1] " in line for line in records)
     stats = status["stats"]
     assert stats["by_status"] == {"OK": 3, "INVALID_ARGUMENT": 2, "NOT_FOUND": 1}
     assert (stats["model"], stats["served_version"], stats["version_error"]) == ("m", "7", "")
