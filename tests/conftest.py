@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import signal
 from collections.abc import Callable, Iterator
@@ -10,12 +11,23 @@ from typing import Any
 
 import pytest
 
+from persia.logger import get_default_logger
 from persia.messaging.session import NatsSession
 from persia.testing import LocalCluster, LocalNats
 
 # A shell that runs the tests in the background makes them, and every process they start, ignore Ctrl-C. Tests
 # send it; a handler here lets new processes start with the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What persia itself says in this process, from INFO on."""
+    logger = get_default_logger()
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO)
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture(scope="session")

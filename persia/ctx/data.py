@@ -130,17 +130,21 @@ class DataCtx(BaseCtx):
             ) from self._failure
         persia_batch.mark_sent()
         dense, id_features = persia_batch.encode_dense(), persia_batch.encode_id_features()
+        batch_id = self._num_sent * self.replica_size + self.replica_index
         try:
-            with SEND_BATCH.of(self._num_sent * self.replica_size + self.replica_index):
-                self._send(id_features, dense, persia_batch.requires_grad)
+            with SEND_BATCH.of(batch_id):
+                self._send(batch_id, id_features, dense, persia_batch.requires_grad)
         except PersiaError as failure:
             self._failure = failure
+            if not isinstance(failure, StreamClosedError):
+                get_default_logger().error(
+                    "batch %d was not sent: %s", batch_id, failure, extra={"batch_id": batch_id}
+                )
             raise
         self._num_sent += 1
         self._num_ids_sent += persia_batch.num_ids
 
-    def _send(self, id_features: bytes, dense: bytes, requires_grad: bool) -> None:
-        batch_id = self._num_sent * self.replica_size + self.replica_index
+    def _send(self, batch_id: int, id_features: bytes, dense: bytes, requires_grad: bool) -> None:
         worker_index, reply = self._register(id_features)
         announcement = BatchAnnouncement(
             batch_id=batch_id,

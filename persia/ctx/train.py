@@ -403,7 +403,8 @@ class TrainCtx(EmbeddingCtx):
                 finite = self._are_finite(batch) and finite
                 left_scale = self._run_hook(batch, scale)
                 gradients = leaf_gradients(batch.leaves)
-                self._warn_of_skipped_slots([name for name, gradient in gradients if gradient is None])
+                skipped = [name for name, gradient in gradients if gradient is None]
+                self._warn_of_skipped_slots(batch.batch_id, skipped)
                 self._returner.submit(batch.lease, gradients, scale=left_scale)
         self._forwarded = left
         return finite
@@ -451,13 +452,16 @@ class TrainCtx(EmbeddingCtx):
         if self.world_size > 1:
             dist.barrier()
 
-    def _warn_of_skipped_slots(self, names: list[str]) -> None:
+    def _warn_of_skipped_slots(self, batch_id: int, names: list[str]) -> None:
         new = set(names) - self._warned_slots
         if new:
             self._warned_slots |= new
             get_default_logger().warning(
-                "the loss does not depend on %s: these slots are not updated (counted in skipped_slots)",
+                "the loss of batch %d does not depend on %s: these slots are not updated (counted in "
+                "skipped_slots)",
+                batch_id,
                 sorted(new),
+                extra={"batch_id": batch_id},
             )
 
 

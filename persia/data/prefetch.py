@@ -87,6 +87,8 @@ class _Lookup:
         try:
             self.future.set_result(service.look_up(self.pending, self.release_permit))
         except Exception as failure:
+            # The loop raises it, too, if it gets this far.
+            get_default_logger().error("%s", failure, extra={"batch_id": self.pending.batch_id})
             self.future.set_exception(failure)
 
     def give_up(self, service: LookupService) -> bool:

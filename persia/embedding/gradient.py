@@ -18,6 +18,7 @@ from persia.embedding.counters import Counters
 from persia.embedding.deadline import Deadline
 from persia.embedding.lease import BatchLease, with_batch_id
 from persia.errors import DeadlineExceededError, FailedPreconditionError, PersiaError
+from persia.logger import get_default_logger
 
 __all__ = ["GradientReturner"]
 
@@ -50,6 +51,7 @@ class GradientReturner:
         self._changed = threading.Condition()
         self._unacknowledged: set[BatchLease] = set()
         self._failure: PersiaError | None = None
+        self._warned_of_nonfinite = False
         self._threads = [
             threading.Thread(target=self._run, name=f"persia-gradient-{i}", daemon=True)
             for i in range(num_workers)
@@ -147,10 +149,27 @@ class GradientReturner:
             with TracedBatch(job.lease.batch_id):
                 report = self._backend.return_gradients(job.lease.reference, job.gradients, scale=job.scale)
         except Exception as failure:
-            self._done(job.lease, with_batch_id(failure, "the gradient", job.lease.batch_id))
+            error = with_batch_id(failure, "the gradient", job.lease.batch_id)
+            # Raised, too, but later, and only the first one.
+            get_default_logger().error("%s", error, extra={"batch_id": job.lease.batch_id})
+            self._done(job.lease, error)
         else:
             self._counters.applied(report)
+            if report.num_nonfinite_slots:
+                self._warn_of_nonfinite(job.lease.batch_id, report.num_nonfinite_slots)
             self._done(job.lease, None)
+
+    def _warn_of_nonfinite(self, batch_id: int, num_slots: int) -> None:
+        with self._changed:
+            warned, self._warned_of_nonfinite = self._warned_of_nonfinite, True
+        if not warned:
+            get_default_logger().warning(
+                "the gradients of %d slots of batch %d had NaN or Inf and were not applied (further ones are "
+                "counted in nonfinite_slots only)",
+                num_slots,
+                batch_id,
+                extra={"batch_id": batch_id},
+            )
 
     def _done(self, lease: BatchLease, failure: PersiaError | None) -> None:
         first = False

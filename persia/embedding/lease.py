@@ -104,7 +104,10 @@ class Releaser:
         except Exception as failure:
             # Nothing is lost that was not given up already: the worker lets the batch expire.
             get_default_logger().warning(
-                "batch %d was not released at its worker: %s", lease.batch_id, failure
+                "batch %d was not released at its worker: %s",
+                lease.batch_id,
+                failure,
+                extra={"batch_id": lease.batch_id},
             )
         self._counters.add(batches_released=1)
         lease.settle()

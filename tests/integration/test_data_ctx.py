@@ -84,7 +84,7 @@ def test_a_receiver_that_is_full_for_longer_than_the_deadline_is_waited_for() ->
 
 
 @pytest.mark.usefixtures("job")
-def test_a_refused_batch_ends_the_stream_with_its_reason() -> None:
+def test_a_refused_batch_ends_the_stream_with_its_reason(log: pytest.LogCaptureFixture) -> None:
     receivers = Receivers(lambda: ReplyStatus.ERROR)
     try:
         with (
@@ -94,6 +94,8 @@ def test_a_refused_batch_ends_the_stream_with_its_reason() -> None:
             ctx.send_data(batch())
         assert receivers.ends[0].num_batches == 0
         assert "scripted" in (receivers.ends[0].error or "")
+        told = [record for record in log.records if "was not sent" in record.getMessage()]
+        assert [record.__dict__["batch_id"] for record in told] == [0]
     finally:
         receivers.cluster.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import time
@@ -125,9 +126,15 @@ def test_restarted_parameter_server_is_found_again(start_job: Any) -> None:
 
 
 def test_dead_nn_worker_ends_its_loader(start_job: Any) -> None:
-    job = start_job(loaders=[["--batches", "100000"]], env={"PERSIA_DEADLINE_SEC": "10"})
+    env = {"PERSIA_DEADLINE_SEC": "10", "PERSIA_LOG_FORMAT": "json"}
+    job = start_job(loaders=[["--batches", "100000"]], env=env)
     await_output(job.nn_worker, "batch 20")
     job.nn_worker.send_signal(signal.SIGKILL)
     assert job.cluster.wait(job.loaders[0], 60) != 0
     assert "UnavailableError" in job.loaders[0].output
     assert "NN worker 0" in job.loaders[0].output
+    records = [json.loads(line) for line in job.loaders[0].output.splitlines() if line.startswith("{")]
+    (lost,) = [record for record in records if "was not sent" in record["message"]]
+    assert (lost["level"], lost["role"], lost["replica"]) == ("error", "data-loader", 0)
+    assert lost["batch_id"] >= 20
+    assert lost["message"].startswith(f"batch {lost['batch_id']} ")

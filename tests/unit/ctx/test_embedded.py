@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,6 @@ from persia.errors import (
     StreamClosedError,
     UnavailableError,
 )
-from persia.logger import get_default_logger
 
 SLOTS = {"slots_config": {"a": {"dim": 4}, "b": {"dim": 4}}}
 
@@ -50,15 +48,6 @@ def train_ctx() -> Callable[..., TrainCtx]:
         return TrainCtx(**{**arguments, **kwargs})
 
     return make
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    logger = get_default_logger()
-    logger.addHandler(caplog.handler)
-    caplog.set_level(logging.INFO)
-    yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 def run(ctx: TrainCtx, loader: DataLoader) -> list[bytes | None]:

@@ -155,12 +155,16 @@ def test_one_backward_for_several_batches(make_ctx: MakeCtx, make_dataset: Any) 
     assert settled(ctx)
 
 
-def test_slot_that_the_loss_does_not_reach_is_skipped(make_ctx: MakeCtx, new_batch: Any, caplog: Any) -> None:
+def test_slot_that_the_loss_does_not_reach_is_skipped(make_ctx: MakeCtx, make_dataset: Any, log: Any) -> None:
     with make_ctx() as ctx:
-        _, (a, _), _ = ctx.prepare_features(ctx.get_embedding_from_data(new_batch(1)))
-        ctx.backward(a.sum())
-    assert ctx.counters.skipped_slots == 1
-    assert ctx.counters.batches_trained == 1
+        for batch in DataLoader(make_dataset(2)):
+            _, (a, _), _ = ctx.prepare_features(batch)
+            ctx.backward(a.sum())
+    assert ctx.counters.skipped_slots == 2
+    assert ctx.counters.batches_trained == 2
+    (record,) = [record for record in log.records if "does not depend on" in record.getMessage()]
+    assert record.batch_id == 0
+    assert "the loss of batch 0 does not depend on ['b']" in record.getMessage()
 
 
 def test_nonfinite_gradient_is_counted_and_not_applied(make_ctx: MakeCtx, new_batch: Any) -> None:

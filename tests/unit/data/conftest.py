@@ -30,6 +30,7 @@ class FakeBackend:
         self.released: list[int] = []
         self.on_lookup: Callable[[int], None] = lambda number: None
         self.on_return: Callable[[int], None] = lambda number: None
+        self.num_nonfinite_slots = 0
         self._num_direct = 0
 
     def configure(self, config: Any, *, replace: bool = False) -> None:
@@ -52,7 +53,11 @@ class FakeBackend:
         with self.lock:
             self.returned.append(reference.reference)
         return SimpleNamespace(
-            staleness=2, num_updated=3, num_missing=1, num_nonfinite_slots=0, num_skipped_slots=1
+            staleness=2,
+            num_updated=3,
+            num_missing=1,
+            num_nonfinite_slots=self.num_nonfinite_slots,
+            num_skipped_slots=1,
         )
 
     def release(self, reference: BatchReference) -> None:

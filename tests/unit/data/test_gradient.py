@@ -61,7 +61,7 @@ def test_submit_waits_while_too_many_are_unacknowledged(fake_backend: Any) -> No
     assert sorted(fake_backend.returned) == [0, 1, 2]
 
 
-def test_first_failure_names_the_batch_and_is_raised_by_submit_and_drain(fake_backend: Any) -> None:
+def test_first_failure_names_the_batch_and_is_raised_by_submit_and_drain(fake_backend: Any, log: Any) -> None:
     def fail(number: int) -> None:
         raise NotFoundError(f"reference {number} has expired")
 
@@ -85,6 +85,18 @@ def test_first_failure_names_the_batch_and_is_raised_by_submit_and_drain(fake_ba
     assert settled == [7, 8]
     assert [str(failure) for failure in told] == ["the gradient of batch 7: reference 7 has expired"]
     assert counters.snapshot().batches_failed == 2
+    assert [(record.batch_id, record.getMessage()) for record in log.records] == [(7, str(told[0]))]
+
+
+def test_gradients_that_are_not_finite_are_named_once(fake_backend: Any, log: Any) -> None:
+    fake_backend.num_nonfinite_slots = 2
+    returner = make(fake_backend, Counters(), num_workers=1)
+    for number in (5, 6):
+        returner.submit(lease(number), [], scale=1.0)
+    returner.drain(30)
+    (record,) = log.records
+    assert record.batch_id == 5
+    assert record.getMessage().startswith("the gradients of 2 slots of batch 5 had NaN or Inf")
 
 
 def test_bug_in_the_backend_is_an_internal_error(fake_backend: Any) -> None:

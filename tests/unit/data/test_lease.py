@@ -56,7 +56,7 @@ def test_close_gives_up_what_the_script_still_holds(fake_backend: Any) -> None:
     assert settled == [1]
 
 
-def test_release_that_fails_still_frees_the_permit(fake_backend: Any) -> None:
+def test_release_that_fails_still_frees_the_permit(fake_backend: Any, log: Any) -> None:
     def fail(reference: BatchReference) -> None:
         raise UnavailableError("gone")
 
@@ -67,3 +67,5 @@ def test_release_that_fails_still_frees_the_permit(fake_backend: Any) -> None:
     releaser.close(30)
     assert settled == [1]
     assert counters.snapshot().batches_released == 1
+    (record,) = log.records
+    assert (record.getMessage(), record.batch_id) == ("batch 1 was not released at its worker: gone", 1)

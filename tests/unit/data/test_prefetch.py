@@ -120,7 +120,9 @@ def test_evaluation_takes_no_leases(evaluating_host: Any) -> None:
     assert all(batch.lease is None for batch in batches(prefetcher))
 
 
-def test_skipping_batches_while_holding_them_does_not_deadlock(fake_host: Any, fake_backend: Any) -> None:
+def test_skipping_batches_while_holding_them_does_not_deadlock(
+    fake_host: Any, fake_backend: Any, log: Any
+) -> None:
     prefetcher = start(fake_host, ListSource([pending(i) for i in range(10)]), staleness=2)
     held = list(batches(prefetcher))
     assert len(held) == 10
@@ -129,6 +131,9 @@ def test_skipping_batches_while_holding_them_does_not_deadlock(fake_host: Any, f
     fake_host.close()
     assert sorted(fake_backend.released) == list(range(10))
     assert fake_host.lookup_counters.snapshot().batches_released == 10
+    (record,) = log.records
+    assert record.batch_id == 0
+    assert record.getMessage().startswith("batch 0 had no backward")
 
 
 def test_failure_of_the_source_comes_after_the_batches_before_it(fake_host: Any) -> None:
@@ -141,7 +146,9 @@ def test_failure_of_the_source_comes_after_the_batches_before_it(fake_host: Any)
         prefetcher.next(30)
 
 
-def test_failed_lookup_names_its_batch_and_frees_its_permit(fake_host: Any, fake_backend: Any) -> None:
+def test_failed_lookup_names_its_batch_and_frees_its_permit(
+    fake_host: Any, fake_backend: Any, log: Any
+) -> None:
     def fail(number: int) -> None:
         if number == 1:
             raise UnavailableError("embedding worker 0 at 127.0.0.1:1 is gone")
@@ -156,6 +163,9 @@ def test_failed_lookup_names_its_batch_and_frees_its_permit(fake_host: Any, fake
     assert last is not None
     assert fake_host.lookup_counters.staleness().in_flight == 2
     assert fake_host.lookup_counters.snapshot().batches_failed == 1
+    (record,) = log.records
+    assert record.batch_id == 1
+    assert record.getMessage().startswith("the lookup of batch 1: ")
 
 
 def test_undecodable_dense_part_names_its_batch(fake_host: Any) -> None:
