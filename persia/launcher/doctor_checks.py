@@ -27,6 +27,7 @@ _NATS_WAIT_S = 3.0
 _WANTED_MAX_PAYLOAD = 8 << 20  # a batch's IDs or dense features are one message
 _WANTED_FILES = 4096
 _LITTLE_MEMORY = 2 << 30
+_GPU = Path("/dev/nvidia0")
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -111,7 +112,7 @@ def _torch(_settings: Settings) -> Iterator[Finding]:
     elif torch.version.cuda:
         remedy = "check nvidia-smi and the driver; device_id=None trains on the CPU"
         yield Finding(Level.WARN, f"{what}, but no GPU is usable", remedy)
-    elif Path("/dev/nvidia0").exists():
+    elif _GPU.exists():
         yield Finding(Level.WARN, f"{what}, while there is a GPU", "install a CUDA build of torch to use it")
     else:
         yield Finding(Level.OK, what)
@@ -130,7 +131,10 @@ def _environment(_settings: Settings) -> Iterator[Finding]:
         env.get_otlp_endpoint,
         env.get_otlp_trace_one_in,
         env.get_num_threads,
+        env.get_wire_dtype,
+        env.embedded,
         env.skip_check_data,
+        env.launcher_verbose,
         env.get_advertise_host,
         env.reload_env,
     )
