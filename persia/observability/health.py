@@ -23,6 +23,7 @@ class HealthService:
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
         self._checks = checks
+        self._serving: dict[str, bool] = {}
         self._status = health_pb2.HealthCheckResponse
         self._servicer = health.HealthServicer()
         self._server = grpc.server(
@@ -56,5 +57,7 @@ class HealthService:
 
     def _update(self) -> None:
         for service, check in self._checks.items():
-            serving = self._status.SERVING if check() else self._status.NOT_SERVING
-            self._servicer.set(service, serving)
+            serving = check()
+            if serving is not self._serving.get(service):  # those who watch are told each time
+                self._serving[service] = serving
+                self._servicer.set(service, self._status.SERVING if serving else self._status.NOT_SERVING)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import grpc
 import numpy as np
@@ -20,6 +22,7 @@ from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORK
 from persia.observability.health import HealthService
 from persia.observability.http import HttpPort
 from persia.observability.status import find_processes
+from persia.testing import LocalCluster
 
 from .conftest import EMBEDDING_CONFIG
 from .watching import DEADLINE_S, free_port, get, get_any, prometheus, pushgateway, wait_until
@@ -28,11 +31,15 @@ METRICS_ON = {"common_config": {"metrics_config": {"job_name": "dlrm", "push_int
 METRICS_OFF = {"common_config": {"metrics_config": {"enable_metrics": False}}}
 
 
-def groups_of(page: str) -> set[tuple[str, str, str]]:
-    """(job, role, replica) of the pushed rows gauges."""
+def pushed_labels(page: str) -> list[dict[str, str]]:
+    """Of each group on a gateway's page."""
     lines = re.findall(r"^push_time_seconds{(.*)}", page, flags=re.MULTILINE)
-    labels = [dict(re.findall(r'(\w+)="([^"]*)"', line)) for line in lines]
-    return {(one["job"], one["role"], one["replica"]) for one in labels}
+    return [dict(re.findall(r'(\w+)="([^"]*)"', line)) for line in lines]
+
+
+def groups_of(page: str) -> set[tuple[str, str, str]]:
+    """(job, role, replica) of what was pushed."""
+    return {(one["job"], one["role"], one["replica"]) for one in pushed_labels(page)}
 
 
 def test_bug_24_each_process_has_a_group_of_its_own_on_the_gateway(local_cluster, tmp_path):
@@ -58,6 +65,31 @@ def test_bug_24_each_process_has_a_group_of_its_own_on_the_gateway(local_cluster
         assert cluster.stop("embedding-parameter-server-1") == 0
         left = expected - {("dlrm", EMBEDDING_PARAMETER_SERVER, "1")}
         assert groups_of(get(f"http://{gateway}/metrics")) == left
+
+
+def test_two_jobs_of_one_name_do_not_overwrite_each_other_on_the_gateway(local_cluster, tmp_path):
+    with pushgateway(tmp_path) as gateway:
+        one, other = (
+            local_cluster(
+                embedding_config=EMBEDDING_CONFIG,
+                global_config=METRICS_ON,
+                embedding_workers=0,
+                env={"PERSIA_METRICS_GATEWAY_ADDR": gateway},
+            )
+            for _ in range(2)
+        )
+        url = f"http://{gateway}/metrics"
+        wait_until(lambda: len(pushed_labels(get(url))) == 2, "a group of each")
+        groups = pushed_labels(get(url))
+        assert {(g["job"], g["role"], g["replica"]) for g in groups} == {
+            ("dlrm", EMBEDDING_PARAMETER_SERVER, "0")
+        }
+        assert len({group["instance"] for group in groups}) == 2
+        assert len(re.findall(r"^persia_rows{", get(url), flags=re.MULTILINE)) == 2
+        assert one.stop("embedding-parameter-server-0") == 0
+        (left,) = pushed_labels(get(url))
+        (process,) = [p for p in other.processes if p.name == "embedding-parameter-server-0"]
+        assert left["instance"].endswith(f":{process.pid}")
 
 
 def test_a_gateway_that_is_away_is_reported_once_and_stops_nothing(local_cluster):
@@ -113,36 +145,70 @@ def test_a_process_without_a_broker_is_not_ready(local_cluster):
     wait_until(lambda: get_any(ready)[0] == 200, "ready again")
 
 
-def test_the_grpc_health_service_says_ready_and_configured(local_cluster):
-    cluster = local_cluster(embedding_config=EMBEDDING_CONFIG, embedding_workers=0, parameter_servers=0)
+class Health:
+    """Asks a gRPC health service."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._stub = health_pb2_grpc.HealthStub(channel)
+
+    def is_serving(self, service: str = "") -> bool:
+        request = health_pb2.HealthCheckRequest(service=service)
+        answer = self._stub.Check(request, timeout=DEADLINE_S, wait_for_ready=True)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def watch(self) -> Iterator[bool]:
+        """Whether it is serving, now and at every change."""
+        for answer in self._stub.Watch(health_pb2.HealthCheckRequest(service=""), timeout=DEADLINE_S):
+            yield answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@contextlib.contextmanager
+def with_health(cluster: LocalCluster, role: str) -> Iterator[tuple[subprocess.Popen[bytes], Health]]:
+    """A server of the cluster's job with a health service, and no other port for those who watch."""
     port = free_port()
-    command = [sys.executable, "-m", "persia.launcher", EMBEDDING_PARAMETER_SERVER]
+    command = [sys.executable, "-m", "persia.launcher", role]
     options = ["--port=0", f"--health-port={port}", "--metrics-port=off"]
     with subprocess.Popen([*command, *options], env=cluster.env) as process:
         try:
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-                grpc.channel_ready_future(channel).result(DEADLINE_S)
-                stub = health_pb2_grpc.HealthStub(channel)
-
-                def status(service: str) -> int:
-                    answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=DEADLINE_S)
-                    code: int = answer.status
-                    return code
-
-                serving = health_pb2.HealthCheckResponse.SERVING
-                wait_until(lambda: status("") == serving, "serving")
-                assert status("configured") == health_pb2.HealthCheckResponse.NOT_SERVING
-                (server,) = Directory(cluster.session).wait_for(EMBEDDING_PARAMETER_SERVER, DEADLINE_S)
-                assert server.status_address == ""  # --metrics-port=off
-                configure(server.address)
-                wait_until(lambda: status("configured") == serving, "configured")
-                watch = stub.Watch(health_pb2.HealthCheckRequest(service=""), timeout=DEADLINE_S)
-                assert next(watch).status == serving
-                process.terminate()
-                assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            assert process.wait(DEADLINE_S) == 0
+                yield process, Health(channel)
         finally:
             process.kill()
+
+
+def test_the_grpc_health_service_says_ready_and_configured(local_cluster):
+    cluster = local_cluster(embedding_config=EMBEDDING_CONFIG, embedding_workers=0, parameter_servers=0)
+    with with_health(cluster, EMBEDDING_PARAMETER_SERVER) as (process, health):
+        wait_until(health.is_serving, "serving")
+        assert not health.is_serving("configured")
+        (server,) = Directory(cluster.session).wait_for(EMBEDDING_PARAMETER_SERVER, DEADLINE_S)
+        assert server.status_address == ""  # --metrics-port=off
+        configure(server.address)
+        wait_until(lambda: health.is_serving("configured"), "configured")
+        watch = health.watch()
+        assert next(watch)
+        process.terminate()
+        assert not next(watch)
+        assert process.wait(DEADLINE_S) == 0
+
+
+def test_the_grpc_health_of_an_embedding_worker_follows_its_parameter_servers(local_cluster):
+    cluster = local_cluster(embedding_config=EMBEDDING_CONFIG, embedding_workers=0)
+    with with_health(cluster, EMBEDDING_WORKER) as (process, health):
+        wait_until(health.is_serving, "serving")
+        assert not health.is_serving("configured")
+        watch = health.watch()
+        assert next(watch)
+        cluster.kill("embedding-parameter-server-0")
+        assert not next(watch)  # told once, not at every look
+        cluster.restart("embedding-parameter-server-0")
+        assert next(watch)
+        process.terminate()
+        assert not next(watch)
+        assert process.wait(DEADLINE_S) == 0
+        with pytest.raises(grpc.RpcError) as gone:
+            next(health.watch())
+        assert gone.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.mark.parametrize("command", [("status", "--once"), ("status", "--targets"), ("trace",)])
