@@ -76,10 +76,11 @@ def crd_manifest() -> dict[str, Any]:
     }
 
 
-# `kubectl scale` sets the embedding workers: the servers without a state of their own.
+# `kubectl scale` and autoscalers set the embedding workers: the servers without a state of their own.
 _SCALE = {
     "specReplicasPath": ".spec.embeddingWorker.replicas",
     "statusReplicasPath": ".status.roles.embeddingWorker.replicas",
+    "labelSelectorPath": ".status.selector",
 }
 
 

@@ -104,6 +104,7 @@ class JobStatus:
     resize: Resize | None = None
     failed_resize: int = 0
     resize_checkpoint: str = ""
+    selector: str = ""  # of the pods that the scale subresource is about
     roles: Mapping[Role, RoleStatus] = field(default_factory=dict)
     servers: Mapping[str, str] = field(default_factory=dict)
     progress: Mapping[str, Any] = field(default_factory=dict)
@@ -143,6 +144,7 @@ class JobStatus:
             resize=_resize(values.get("resize")),
             failed_resize=values.get("failedResize", 0),
             resize_checkpoint=values.get("resizeCheckpoint") or "",
+            selector=values.get("selector") or "",
             roles={
                 role: RoleStatus(**values["roles"][role.field])
                 for role in Role
@@ -167,6 +169,7 @@ class JobStatus:
             "resize": self.resize and self.resize.to_dict(),
             "failedResize": self.failed_resize,
             "resizeCheckpoint": self.resize_checkpoint or None,
+            "selector": self.selector or None,
             "roles": {role.field: vars(role_status) for role, role_status in self.roles.items()},
             "servers": dict(self.servers),
             "progress": dict(self.progress) or None,
@@ -275,6 +278,9 @@ class _StatusSchema:
     failed_resize: int = spec_field("Generation of the spec whose resize has failed.", default=None)
     resize_checkpoint: str = spec_field(
         "What the last resize went through; removed when the job succeeds.", default=None
+    )
+    selector: str = spec_field(
+        "Label selector of the embedding workers, for whoever scales them.", default=None
     )
     roles: _RolesSchema = spec_field("Counts of each role.", default=None)
     servers: Mapping[str, str] = spec_field(

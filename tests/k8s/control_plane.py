@@ -30,7 +30,7 @@ _USERS = f"""\
 """
 _PREPARED = Path(__file__).resolve().parents[2] / "build" / "kubebuilder"
 _BINARIES = ("etcd", "kube-apiserver", "kube-controller-manager")
-_CONTROLLERS = "statefulset,garbagecollector,disruption,namespace,endpoint"
+_CONTROLLERS = "statefulset,garbagecollector,disruption,namespace,endpoint,horizontalpodautoscaling"
 _START_S = 180.0
 
 
@@ -134,6 +134,7 @@ class ControlPlane:
             f"--kubeconfig={self.kubeconfig(ADMIN)}",
             f"--controllers={_CONTROLLERS}",
             "--leader-elect=false",
+            "--horizontal-pod-autoscaler-sync-period=1s",
             f"--secure-port={free_port()}",
             "--bind-address=127.0.0.1",
             "--port=0",

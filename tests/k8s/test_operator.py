@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import urllib.parse
 from pathlib import Path
 
 import pytest
@@ -243,6 +245,39 @@ def test_embedding_workers_come_and_go_while_the_training_runs(
     reasons = [reason for reason, _ in namespace.events("job")]
     assert {"Resizing", "Resized"} <= set(reasons)
     assert not {"ServersNotReady", "ServerRestarted", "Deferred"} & set(reasons)
+
+
+def test_an_autoscaler_sets_the_number_of_embedding_workers(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    """A real one, without metrics: it keeps to its limits, and looks for the pods."""
+    namespace.apply(job_manifest())
+    namespace.await_phase("job", "Running")
+    _, scale = namespace.kube.get(f"{namespace.path('persiajobs', 'job')}/scale")
+    assert scale["status"]["replicas"] == 1
+    selected = urllib.parse.quote(scale["status"]["selector"])
+    _, pods = namespace.kube.get(f"{namespace.path('pods')}?labelSelector={selected}")
+    assert [pod["metadata"]["name"] for pod in pods["items"]] == ["job-embedding-worker-0"]
+    target = {"apiVersion": "persia.com/v1", "kind": "PersiaJob", "name": "job"}
+    autoscaler = {
+        "apiVersion": "autoscaling/v1",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": {"name": "workers", "namespace": namespace.name},
+        "spec": {"scaleTargetRef": target, "minReplicas": 2, "maxReplicas": 3},
+    }
+    path = f"/apis/autoscaling/v1/namespaces/{namespace.name}/horizontalpodautoscalers/workers"
+    namespace.kube.create(autoscaler)
+    # It learns of new resources every 30 s.
+    namespace.await_(lambda: has_resized_to(namespace, 2), "as many as it wants at least", seconds=90)
+
+    def why_it_cannot_measure() -> str | None:
+        notes = namespace.kube.get(path)[1]["metadata"].get("annotations", {})
+        conditions = json.loads(notes.get("autoscaling.alpha.kubernetes.io/conditions", "[]"))
+        return next((c["reason"] for c in conditions if c["type"] == "ScalingActive"), None)
+
+    reason = namespace.await_(why_it_cannot_measure, "a look at the pods")
+    assert reason == "FailedGetResourceMetric"  # and not InvalidSelector
+    namespace.kube.request("DELETE", path)
 
 
 def has_resized_to(namespace: Namespace, num_workers: int) -> bool:

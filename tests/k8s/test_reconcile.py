@@ -490,6 +490,7 @@ def test_the_status_survives_its_way_through_the_api_server() -> None:
         ),
         failed_resize=3,
         resize_checkpoint="/r",
+        selector="persia_job=job",
         servers={"job-nats-0": "u/0"},
         progress={"step": 1},
         conditions=(

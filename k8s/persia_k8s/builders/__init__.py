@@ -5,7 +5,7 @@ for.
 """
 
 from persia_k8s.builders.disruption import disruption_budget
-from persia_k8s.builders.manifest import Images, Manifest, Scale, spec_hash
+from persia_k8s.builders.manifest import Images, Manifest, Scale, label_selector, spec_hash
 from persia_k8s.builders.rows import HOLD_S, rows_location, rows_pod, rows_pod_name
 from persia_k8s.builders.servers import stateful_set
 from persia_k8s.builders.services import services
@@ -17,6 +17,7 @@ __all__ = [
     "Manifest",
     "Scale",
     "disruption_budget",
+    "label_selector",
     "rows_location",
     "rows_pod",
     "rows_pod_name",

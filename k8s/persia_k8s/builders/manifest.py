@@ -11,7 +11,7 @@ from typing import Any
 from persia_k8s.job import Job
 from persia_k8s.names import GROUP, HASH_ANNOTATION, JOB_LABEL, KIND, ROLE_LABEL, VERSION, Role
 
-__all__ = ["Images", "Manifest", "Scale", "labels", "metadata", "spec_hash", "with_hash"]
+__all__ = ["Images", "Manifest", "Scale", "label_selector", "labels", "metadata", "spec_hash", "with_hash"]
 
 Manifest = dict[str, Any]
 
@@ -35,6 +35,11 @@ class Scale:
 def labels(job: Job, role: Role) -> dict[str, str]:
     """By which services, budgets and the operator find the pods of a role."""
     return {JOB_LABEL: job.name, ROLE_LABEL: role.suffix}
+
+
+def label_selector(job: Job, role: Role) -> str:
+    """The same as requests and the scale subresource have it."""
+    return ",".join(f"{name}={value}" for name, value in labels(job, role).items())
 
 
 def metadata(job: Job, role: Role, name: str) -> dict[str, Any]:

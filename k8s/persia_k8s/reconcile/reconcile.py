@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from persia_k8s.builders import Images, Scale
+from persia_k8s.builders import Images, Scale, label_selector
 from persia_k8s.job import Job
 from persia_k8s.names import Role, object_name
 from persia_k8s.observation import Observation
@@ -27,6 +27,7 @@ def reconcile(job: Job, before: JobStatus, observed: Observation, images: Images
     situation.update(
         observed_generation=job.generation,
         roles={role: RoleStatus(replicas=replicas) for role, replicas in scale.replicas.items()},
+        selector=label_selector(job, Role.EMBEDDING_WORKER) if Role.EMBEDDING_WORKER in replicas else "",
     )
     if before.phase.is_final:
         finish.clean_up(situation, is_tidy=move_rows.remove_checkpoint(situation))
