@@ -12,6 +12,9 @@ pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip
 from click.testing import CliRunner
 from harness import DEPLOY, Namespace, job_manifest
 from persia_k8s.cli import cli
+from persia_k8s.crd import object_schema
+
+from persia import env
 
 PUBLISHED = Path(__file__).with_name("published_job.yml")
 
@@ -79,6 +82,17 @@ def test_bad_values_are_refused_by_name(namespace: Namespace, change: dict, comp
     status, answer = namespace.kube.request("POST", namespace.path("persiajobs"), job)
     assert status == 422
     assert complaint in answer["message"]
+
+
+def test_every_log_level_that_processes_take_is_accepted(
+    namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels = object_schema()["properties"]["spec"]["properties"]["logLevel"]["enum"]
+    assert len(levels) == 6
+    for level in levels:
+        assert namespace.apply(job_manifest(f"job-{level}", logLevel=level))["spec"]["logLevel"] == level
+        monkeypatch.setenv("LOG_LEVEL", level)
+        assert env.get_log_level() == level
 
 
 @pytest.mark.parametrize("role", ["embeddingParameterServer", "embeddingWorker", "nnWorker"])
