@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+PATIENT = {"PERSIA_DEADLINE_SEC": "100"}
+
 
 def config(*synchronous: str) -> dict[str, Any]:
     mode = {"consistency": "synchronous"}
@@ -11,7 +13,7 @@ def config(*synchronous: str) -> dict[str, Any]:
 
 
 def test_all_slots_synchronous_are_a_synchronous_job(run_job: Any) -> None:
-    servers = {"loaders": [20], "parameter_servers": 2, "embedding_workers": 2}
+    servers = {"loaders": [20], "parameter_servers": 2, "embedding_workers": 2, "env": PATIENT}
     (sequential,) = run_job("--reproducible", "--consistency", "synchronous", **servers).reports
     options = ("--reproducible", "--staleness", "6", "--pace", "0.02")
     (report,) = run_job(*options, embedding_config=config("user", "items"), **servers).reports
@@ -22,7 +24,7 @@ def test_all_slots_synchronous_are_a_synchronous_job(run_job: Any) -> None:
 
 
 def test_ranks_meet_after_each_step(run_job: Any) -> None:
-    servers = {"nproc": 2, "parameter_servers": 2, "embedding_config": config("user")}
+    servers = {"nproc": 2, "parameter_servers": 2, "embedding_config": config("user"), "env": PATIENT}
     reports = run_job("--staleness", "4", loaders=[18, 9], **servers).reports
     assert sum(report["counters"]["batches_trained"] for report in reports) == 27
     # The updates of one step come one after the other: only the other rank's may be between.
