@@ -41,6 +41,7 @@ from persia.data.stream import StreamReceiver
 from persia.data.training_batch import PersiaTrainingBatch
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.backend import EmbeddingBackend
+from persia.embedding.consistency import Consistency
 from persia.embedding.counters import Counters, CounterValues, Staleness
 from persia.embedding.current import current_context, own_context
 from persia.embedding.data import PersiaBatch
@@ -510,6 +511,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
                 in_flight=lambda: self.staleness.in_flight,
                 queues=self._queue_depths,
                 packets=self._packet_counts,
+                staleness=self._staleness_by_mode,
             )
         )
         return backend
@@ -526,6 +528,14 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
     def _packet_counts(self) -> Mapping[str, float]:
         """Of changes that this context writes for followers; only training does."""
         return {}
+
+    def _staleness_by_mode(self) -> dict[str, tuple[int, float]]:
+        """(largest, mean) that the batches trained have had."""
+        measured = self.staleness
+        modes = {self.consistency.value: (measured.max, measured.mean)}
+        if self.backend.has_synchronous_slots and self.consistency is not Consistency.SYNCHRONOUS:
+            modes[Consistency.SYNCHRONOUS.value] = (measured.synchronous_max, measured.synchronous_mean)
+        return modes
 
     def _queue_depths(self) -> dict[str, int]:
         prefetchers = list(self._prefetchers)

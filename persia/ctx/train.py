@@ -63,7 +63,8 @@ class TrainCtx(EmbeddingCtx):
         args, kwargs: as for `EmbeddingCtx`: model, embedding_config, threadpool_worker_size, device_id,
             slots, global_config.
         consistency: "hybrid": lookups run ahead of updates by `embedding_staleness` batches; "synchronous":
-            each step sees the updates of all ranks' steps before it; "asynchronous": without a bound.
+            each step sees the updates of all ranks' steps before it; "asynchronous": without a bound. Slots
+            that the embedding config calls synchronous are looked up so in all three.
         before_dense_step: called with nothing when the dense gradients are complete, averaged over ranks
             and unscaled: the place to clip them.
         on_embedding_gradient: called for every slot of a batch with its name and gradient, unscaled float32
@@ -203,7 +204,7 @@ class TrainCtx(EmbeddingCtx):
         self.step += 1
         if self._packets is not None and self._packets.wants_dense:
             self._packets.offer_dense(self.step, dense.copied_state(self._require_model()))
-        if self._consistency is Consistency.SYNCHRONOUS:
+        if self._must_end_steps_together:
             self._end_step_together()
         if self._dump_requests.is_wanted and not self._accumulating:
             self.wait_for_dump_embedding()  # an error of the script's own dump is the script's
@@ -325,8 +326,11 @@ class TrainCtx(EmbeddingCtx):
         """A rank that has ended takes part in the others' collectives until all have ended."""
         if isinstance(self.model, DistributedDataParallel):
             scaler = [] if self._scaler is None else [self._scaler]
-            barrier = self._consistency is Consistency.SYNCHRONOUS
-            return join_uneven(self.model, [self.dense_optimizer, *scaler], step_barrier=barrier)
+            return join_uneven(
+                self.model,
+                [self.dense_optimizer, *scaler],
+                step_barrier=self._must_end_steps_together,
+            )
         return contextlib.nullcontext()
 
     def _dump(
@@ -444,6 +448,10 @@ class TrainCtx(EmbeddingCtx):
             else:
                 self._scaler.update(self._scaler.get_scale() / self.grad_scalar_update_factor)
         self.dense_optimizer.zero_grad()
+
+    @property
+    def _must_end_steps_together(self) -> bool:
+        return self._consistency is Consistency.SYNCHRONOUS or self.backend.has_synchronous_slots
 
     def _end_step_together(self) -> None:
         """Returns when the updates of this step are applied, those of the other ranks too."""

@@ -114,7 +114,15 @@ class DataLoader:
         source = self.dataset.open_source(host, ordered=self.reproducible)
         prefetcher = Prefetcher(
             source,
-            LookupService(host.backend, host.releaser, host.lookup_counters, host.device, host.training),
+            LookupService(
+                host.backend,
+                host.releaser,
+                host.lookup_counters,
+                host.device,
+                host.training,
+                # In a synchronous job, all slots are looked up when the step begins.
+                in_two_parts=host.backend.has_synchronous_slots and mode is not Consistency.SYNCHRONOUS,
+            ),
             gate,
             forward_buffer_size=self.forward_buffer_size,
             num_workers=self.num_workers,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ class PersiaTrainingBatch:
     dense: DenseSection
     result: LookupResult
     lease: BatchLease | None  # None: no gradient is expected
+    # Looks up the slots that `result` lacks, which must see the updates of the step before.
+    look_up_rest: Callable[[], LookupResult] | None = None
     # The leaves whose gradients `backward` returns; made with the embedding tensors.
     leaves: list[tuple[str, torch.Tensor]] = dataclasses.field(default_factory=list)
     _consumed: set[str] = dataclasses.field(default_factory=set)
@@ -53,10 +55,14 @@ class PersiaTrainingBatch:
         return self._tensors(self.dense.features)
 
     def consume_all_id_type_feature_embedding_tensors(self) -> list[torch.Tensor]:
-        """The embeddings in the order of the batch's features; shapes: `persia.embedding.lookup`."""
+        """The embeddings in the order of the batch's features; shapes: `persia.embedding.lookup`.
+
+        Looks synchronous slots up: raises what goes wrong with that.
+        """
         self._consume("ID type feature embeddings")
+        rest = None if self.look_up_rest is None else self.look_up_rest()
         made: EmbeddingTensors = embedding_tensors(
-            self.result, device=self.device, requires_grad=self.lease is not None
+            self.result, rest=rest, device=self.device, requires_grad=self.lease is not None
         )
         self.leaves = made.leaves
         return made.tensors

@@ -84,7 +84,10 @@ StatusOr<UpdateResult> EmbeddedRows::Update(UpdateKey, std::span<const ServerUpd
       store_->Update(ToRowBlocks(*update.blocks), update.gradients.data(), &report));
   // Counted after it is applied, so that a lookup never claims to have seen an update it has not.
   const uint64_t counter = update_counter_.fetch_add(1);
-  return UpdateResult{counter - update.lookup_counter, report.num_updated, report.num_missing};
+  UpdateResult sum;
+  worker::AddUpdate(
+      update, {counter - update.lookup_counter, report.num_updated, report.num_missing}, &sum);
+  return sum;
 }
 
 Status EmbeddedRows::SetRows(std::span<const ServerBlocks> requests,
