@@ -37,6 +37,13 @@ Status StoreLoad::Replace(const TrainConfig& config) {
   return store_.ConfigureAlone(config, /*replace=*/true);
 }
 
+// Signs are spread over the shards as by chance: one gets some more than its part.
+void StoreLoad::Reserve(uint64_t num_rows) {
+  const uint64_t part = num_rows / store_.shards().size();
+  const std::shared_lock in_store(store_.in_place_mutex());
+  for (Shard& shard : store_.shards()) shard.Reserve(part + part / 64);
+}
+
 Status StoreLoad::Add(const LoadedRows& rows) {
   if (!store_.IsConfigured()) {
     return FailedPrecondition("rows were loaded before Configure; replace the rows first");
