@@ -65,6 +65,7 @@ class StoreLoad {
 
  private:
   explicit StoreLoad(EmbeddingStore::Impl& store);
+  void ReserveInStore(uint64_t num_rows);
   Status AddInStore(const LoadedRows& rows);
 
   EmbeddingStore::Impl& store_;
