@@ -31,7 +31,7 @@ from persia.errors import (
     PersiaError,
 )
 from persia.logger import get_default_logger
-from persia.messaging.daemon_pool import DaemonPool
+from persia.messaging.daemon_pool import DaemonPool, give_way
 from persia.observability.checkpointing import CheckpointLog
 
 if TYPE_CHECKING:
@@ -229,6 +229,7 @@ class DumpJob(ServerJob):
         }
 
     def _work(self) -> None:
+        give_way()  # compressing takes the processors for long; training wants them more
         self._on_threads(functools.partial(self._write, index) for index in range(self._snapshot.num_parts))
 
     def _write(self, index: int) -> None:

@@ -80,7 +80,7 @@ py::bytes Read(SnapshotPart& self, size_t max_bytes) {
   return result == nullptr ? py::bytes() : py::reinterpret_steal<py::bytes>(result);
 }
 
-uint64_t Verify(const Loader& self, const py::buffer& chunk) {
+uint64_t Verify(Loader& self, const py::buffer& chunk) {
   const BytesArgument bytes(chunk, "chunk");
   return ValueOrRaise(WithoutGil([&] { return self.Verify(bytes.bytes()); }));
 }

@@ -79,18 +79,23 @@ Status Loader::Check(const BlockRows& rows) const {
   return Status::Ok();
 }
 
-StatusOr<uint64_t> Loader::Verify(std::span<const std::byte> chunk) const {
+StatusOr<uint64_t> Loader::Verify(std::span<const std::byte> chunk) {
   uint64_t num_rows = 0;
   BlockRows rows;
   for (BlockDecoder blocks(chunk); !blocks.AtEnd();) {
     PERSIA_RETURN_IF_ERROR(blocks.Next(&rows));
     PERSIA_RETURN_IF_ERROR(Check(rows));
     num_rows += rows.signs.size();
+    if (!IsForeign(rows)) num_verified_ += rows.signs.size();
   }
   return num_rows;
 }
 
-Status Loader::Replace() { return rows_->Replace(StoreConfig()); }
+Status Loader::Replace() {
+  PERSIA_RETURN_IF_ERROR(rows_->Replace(StoreConfig()));
+  rows_->Reserve(num_verified_);
+  return Status::Ok();
+}
 
 Status Loader::CheckStore(const BlockRows& rows) const {
   const auto config = store_.config();

@@ -43,8 +43,9 @@ class Loader {
 
   // Checks all blocks of the chunk and changes nothing; the number of their rows. kCorruption;
   // kInvalidArgument: the rows are of another optimizer.
-  StatusOr<uint64_t> Verify(std::span<const std::byte> chunk) const;
-  // Removes all rows and configures the store as the checkpoint says.
+  StatusOr<uint64_t> Verify(std::span<const std::byte> chunk);
+  // Removes all rows and configures the store as the checkpoint says, with room for what was
+  // verified.
   Status Replace();
   // Verifies, and adds the rows; their number. Blocks before a wrong one have been added already.
   // kFailedPrecondition: the store is configured otherwise.
@@ -75,7 +76,8 @@ class Loader {
   const store::RuleSet rules_;  // of the checkpoint
   const std::unique_ptr<store::StoreLoad> rows_;
   std::mutex apply_mutex_;
-  bool has_cleared_ = false;  // guarded by it
+  bool has_cleared_ = false;                // guarded by it
+  std::atomic<uint64_t> num_verified_ = 0;  // of this server
   std::atomic<uint64_t> num_rows_ = 0;
   std::atomic<uint64_t> num_foreign_ = 0;
 };

@@ -251,6 +251,21 @@ TEST(Loader, CountsRowsOfOtherServers) {
   EXPECT_EQ(store->size(), added);
 }
 
+// Growing a step at a time would copy the index again and again.
+TEST(Loader, MakesRoomForTheRowsThatWereVerified) {
+  const TrainConfig config = ConfigOf(OptimizerKind::kSgd);
+  const auto all = store::MakeStore({.capacity = 10'000, .num_internal_shards = 4}, config);
+  store::Lookup(*all, Range(0, 3000), 4);
+  const auto files = Files(*BeginSnapshot(*all));
+  const auto store = Unconfigured({.capacity = 10'000, .num_internal_shards = 2});
+  const auto loader = BeginLoad(*store, config);
+  ASSERT_TRUE(loader->Verify(BlocksOf(files[0])).ok());
+  ASSERT_TRUE(loader->Replace().ok());
+  EXPECT_GE(store->stats().memory_bytes, 3000 * 20u);
+  EXPECT_EQ(loader->Add(BlocksOf(files[0])).value(), 3000u);
+  EXPECT_EQ(RowsOf(*store), RowsOf(*all));
+}
+
 TEST(Loader, WithoutStateServesInferenceAlone) {
   const TrainConfig config = ConfigOf(OptimizerKind::kAdam);
   const auto trained = store::MakeStore({.capacity = 10'000, .num_internal_shards = 4}, config);

@@ -46,6 +46,8 @@ class alignas(64) Shard {
   // Of StoreLoad, in shard_load.cc. Rows go where there are more than the capacity and a quarter;
   // at the end, where there are more than the capacity.
   void BeginLoad();
+  // That many rows are expected in all.
+  void Reserve(uint64_t num_rows);
   Status Load(std::span<const Run> runs, const LoadedRows& rows, LookupReport* counts);
   void FinishLoad(LookupReport* counts);
   // Removes the rows that are there; of any dim.
@@ -123,6 +125,7 @@ class alignas(64) Shard {
   void ClearLocked();
   // An uninitialised row of a key that has none; kNoSlot when there is no memory.
   uint32_t AllocateRow(uint64_t key, uint32_t dim, uint32_t stamp);
+  void TouchHomes(std::span<const RowRef> refs) const;
   void LoadState(const LoadedRows& rows, const RowRef& ref, const RowView& row) const;
   void Trim(LookupReport* counts);
   void RemoveExpired();

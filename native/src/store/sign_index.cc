@@ -28,6 +28,11 @@ bool SignIndex::Insert(const Entry& entry) {
   return true;
 }
 
+void SignIndex::Reserve(uint64_t num_entries) {
+  const uint64_t home_count = num_entries + num_entries / 4 + 1;
+  if (home_count > home_count_) Rebuild(home_count, std::max(kTail, length_ - home_count_));
+}
+
 void SignIndex::Erase(Entry* entry) {
   const auto position = static_cast<uint64_t>(entry - entries_);
   // Followers move back until one that is at home, or

@@ -66,6 +66,9 @@ class SignIndex {
   // False when there is no memory to grow; the index
   // is then unchanged. The key must not be there.
   [[nodiscard]] bool Insert(const Entry& entry);
+  // Room for so many entries in all, so that growing need not copy them time and again. Where there
+  // is no memory for that, it grows as it always does.
+  void Reserve(uint64_t num_entries);
   void Erase(Entry* entry);
   void Clear();
 

@@ -96,5 +96,23 @@ TEST(SignIndexTest, CostsAtMostTwentySixBytesAnEntryOnceLarge) {
   }
 }
 
+TEST(SignIndexTest, TakesWhatRoomWasReservedForWithoutGrowing) {
+  constexpr uint64_t kEntries = 300'000;
+  SignIndex index;
+  ASSERT_TRUE(index.Insert({SignKey(0), 0, 0}));
+  index.Reserve(kEntries);
+  const uint64_t memory_bytes = index.memory_bytes();
+  EXPECT_LE(memory_bytes, kEntries * 21);
+  for (uint32_t slot = 1; slot < kEntries; ++slot) {
+    ASSERT_TRUE(index.Insert({SignKey(slot), slot, 0}));
+  }
+  EXPECT_EQ(index.memory_bytes(), memory_bytes);
+  for (uint32_t slot = 0; slot < kEntries; ++slot) {
+    ASSERT_EQ(index.Find(SignKey(slot))->slot, slot);
+  }
+  index.Reserve(10);
+  EXPECT_EQ(index.memory_bytes(), memory_bytes) << "it never shrinks";
+}
+
 }  // namespace
 }  // namespace persia::store

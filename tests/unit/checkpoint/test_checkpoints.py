@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -14,10 +15,11 @@ import numpy as np
 import pytest
 
 from persia.checkpoint.checkpoints import Checkpoints, Source
-from persia.checkpoint.manifest import Manifest, make_dump_id
+from persia.checkpoint.manifest import FileEntry, Manifest, make_dump_id
 from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.checkpoint.schema import RowSchema
+from persia.checkpoint.shard_file import write_shard_file
 from persia.checkpoint.storage import Location
 from persia.config import SlotConfig, SlotsConfig
 from persia.embedding.optim import SGD, Adagrad, Optimizer
@@ -186,6 +188,25 @@ def test_training_goes_on_behind_a_dump_and_is_not_in_it(tmp_path: Path) -> None
     before, behind, after = (without_ages(rows_of(tmp_path / name)) for name in ("before", "behind", "after"))
     assert np.array_equal(before, behind)
     assert not np.array_equal(before, after)
+
+
+def test_a_dump_leaves_the_processors_to_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def own_priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    priorities = []
+
+    def write(*arguments: Any) -> FileEntry:
+        priorities.append(own_priority())
+        return write_shard_file(*arguments)
+
+    monkeypatch.setattr("persia.checkpoint.server_job.write_shard_file", write)
+    before = own_priority()
+    bags = make_bags()
+    train(bags)
+    checkpoints_of(bags).dump(tmp_path / "checkpoint")
+    assert priorities == [max(10, before)] * 2
+    assert own_priority() == before
 
 
 def test_an_error_behind_training_is_raised_once_by_the_wait(tmp_path: Path) -> None:
