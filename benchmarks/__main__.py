@@ -117,7 +117,7 @@ def main(
         else Settings(processes, rounds, seconds, cores, interpreters)
     )
     mallocs = [malloc or "default"] if is_quick and malloc != "both" else _mallocs(malloc)
-    about = {
+    about: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": describe_machine(),
