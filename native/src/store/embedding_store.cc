@@ -153,6 +153,7 @@ StoreStats EmbeddingStore::stats() const {
   const std::shared_lock in_store(impl_->in_place_mutex());
   StoreStats stats;
   for (const Shard& shard : impl_->shards()) shard.AddStatsTo(&stats);
+  stats.memory_bytes += impl_->slab_memory().unused_bytes();
   if (impl_->changes() != nullptr) stats.memory_bytes += impl_->changes()->memory_bytes();
   return stats;
 }

@@ -9,6 +9,7 @@ namespace {
 
 constexpr uint64_t kMinSlabBytes = 16 << 10;
 constexpr uint64_t kMaxSlabBytes = MappedMemory::kHugePageBytes;
+constexpr uint64_t kSlabBytesPerRow = 4;
 constexpr uint32_t kLineFloats = 16;
 constexpr uint32_t kUnitFloats = 4;
 
@@ -54,11 +55,11 @@ void RowSlabs::Free(uint32_t slot) {
 }
 
 uint64_t RowSlabs::memory_bytes() const {
-  return slab_bytes_ + slabs_.capacity() * sizeof(Slab) +
-         memory_.capacity() * sizeof(MappedMemory) + pools_.capacity() * sizeof(Pool);
+  return slab_bytes_ + slabs_.capacity() * sizeof(Slab) + blocks_.capacity() * sizeof(blocks_[0]) +
+         pools_.capacity() * sizeof(Pool);
 }
 
-void RowSlabs::Clear() { *this = RowSlabs(); }
+void RowSlabs::Clear() { *this = RowSlabs(memory_); }
 
 bool RowSlabs::AddSlab(uint32_t pool_number) {
   Pool& pool = pools_[pool_number];
@@ -67,23 +68,25 @@ bool RowSlabs::AddSlab(uint32_t pool_number) {
   const uint64_t stride = pool.shape.Stride();
   const uint64_t scalar_bytes = pool.shape.has_scalar ? sizeof(uint32_t) : 0;
   const uint64_t row_bytes = stride * sizeof(float) + scalar_bytes;
-  const uint64_t target = std::clamp(pool.bytes, kMinSlabBytes, kMaxSlabBytes);
-  const uint64_t rows = std::clamp<uint64_t>(target / row_bytes, 1, kPlaceMask + 1);
-  MappedMemory memory = MappedMemory::Allocate(rows * row_bytes);
-  if (memory.data() == nullptr) return false;
+  const uint64_t target =
+      std::clamp(kSlabBytesPerRow * pool.num_rows, kMinSlabBytes, kMaxSlabBytes);
+  SlabPiece piece =
+      memory_->Take(row_bytes, std::clamp<uint64_t>(target / row_bytes, 1, kPlaceMask + 1));
+  if (piece.data == nullptr) return false;
 
-  auto* values = reinterpret_cast<float*>(memory.data());
+  const uint64_t rows = std::min<uint64_t>(piece.size / row_bytes, kPlaceMask + 1);
+  auto* values = reinterpret_cast<float*>(piece.data);
   pool.next_slot = static_cast<uint32_t>(slabs_.size() << kPlaceBits);
   pool.end_slot = pool.next_slot + static_cast<uint32_t>(rows);
-  pool.bytes += memory.size();
-  slab_bytes_ += memory.size();
+  pool.num_rows += rows;
+  slab_bytes_ += piece.size;
   auto* scalars = reinterpret_cast<uint32_t*>(values + rows * stride);
   slabs_.push_back({.values = values,
                     .scalars = pool.shape.has_scalar ? scalars : nullptr,
                     .stride = static_cast<uint32_t>(stride),
                     .dim = pool.shape.dim,
                     .pool = pool_number});
-  memory_.push_back(std::move(memory));
+  blocks_.push_back(std::move(piece.block));
   return true;
 }
 

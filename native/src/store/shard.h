@@ -34,7 +34,9 @@ struct LoadedRows;
 // Aligned so that two shards' mutexes never share a cache line.
 class alignas(64) Shard {
  public:
-  explicit Shard(uint64_t capacity) : capacity_(capacity) {}
+  // Rows come from `slab_memory`, which outlives it. `growth_phase` as of SignIndex.
+  Shard(uint64_t capacity, SlabMemory* slab_memory, double growth_phase)
+      : capacity_(capacity), index_(growth_phase), slabs_(slab_memory) {}
 
   // Rows and reports as in EmbeddingStore; the counts are added to *report.
   Status Lookup(std::span<const Run> runs, LookupMode mode, float* rows, LookupReport* report);

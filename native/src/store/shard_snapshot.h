@@ -74,7 +74,7 @@ class ShardSnapshot {
   bool is_read_ = false;
   bool has_taken_over_ = false;  // the rows of the cut are in the two that follow
   SignIndex index_;
-  RowSlabs slabs_;
+  RowSlabs slabs_{nullptr};
   const ChangeSet* changes_;            // null: all rows are wanted
   std::vector<uint64_t> keys_;          // of changes_ in this shard
   size_t position_ = 0;                 // in keys_

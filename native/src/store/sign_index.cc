@@ -9,6 +9,8 @@ namespace {
 
 constexpr uint64_t kEntriesPerPage = MappedMemory::kPageBytes / sizeof(SignIndex::Entry);
 constexpr uint64_t kTail = 64;
+// Where phases set in: there are pages enough to tell them apart.
+constexpr uint64_t kManyHomes = 16'384;
 
 }  // namespace
 
@@ -44,11 +46,17 @@ void SignIndex::Erase(Entry* entry) {
   --size_;
 }
 
-void SignIndex::Clear() { *this = SignIndex(); }
+void SignIndex::Clear() { *this = SignIndex(growth_phase_); }
 
 bool SignIndex::Grow() {
   const uint64_t tail = std::max(kTail, length_ - home_count_);
-  return Rebuild(home_count_ + home_count_ / 4 + 1, tail);
+  return Rebuild(NextHomeCount(), tail);
+}
+
+uint64_t SignIndex::NextHomeCount() const {
+  const uint64_t next = home_count_ + home_count_ / 4 + 1;
+  if (home_count_ >= kManyHomes || next < kManyHomes) return next;
+  return kManyHomes + static_cast<uint64_t>(kManyHomes / 4 * growth_phase_);
 }
 
 bool SignIndex::Rebuild(uint64_t home_count, uint64_t tail) {

@@ -10,7 +10,9 @@
 //  * successful or not, it ends at the first entry that is not smaller, so the table can be 4/5
 //    full;
 //  * growing copies from front to back, sequentially, and may be by any factor: a quarter at a time
-//    here, so that an entry costs 20 to 25 bytes;
+//    here, so that an entry costs 20 to 25 bytes. Indexes that are filled side by side, as those of
+//    a store's shards are, would all be at 25 at the same time: their phases keep them apart, so
+//    that together they cost 22 to 23;
 //  * removal closes the gap by moving followers back: no tombstones.
 //
 // Not thread-safe, but finding and reading may go on in several threads at once, as may writing the
@@ -48,6 +50,9 @@ class SignIndex {
     uint32_t slot;
     uint32_t stamp;
   };
+
+  // `growth_phase`, from 0 to 1, is where between two growths it is while one with phase 0 grows.
+  explicit SignIndex(double growth_phase = 0) : growth_phase_(growth_phase) {}
 
   // Null: there is none. Valid until the next insertion or removal.
   Entry* Find(uint64_t key) const { return FindFrom(SkipHome(HomeOf(key), key), key); }
@@ -102,11 +107,13 @@ class SignIndex {
     return (((key >> 32) * home_count_) >> 32) & ~(kLineEntries - 1);
   }
   bool Grow();
+  uint64_t NextHomeCount() const;
   bool Rebuild(uint64_t home_count, uint64_t tail);
 
   // What an index without memory reads: empty entries. Never written.
   alignas(64) static inline Entry no_entries_[kLineEntries] = {kEmpty, kEmpty, kEmpty, kEmpty};
 
+  double growth_phase_;
   MappedMemory memory_;
   Entry* entries_ = no_entries_;
   uint64_t length_ = 1;  // entries in memory; the last one is always empty, so that searches end

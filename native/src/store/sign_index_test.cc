@@ -114,5 +114,21 @@ TEST(SignIndexTest, TakesWhatRoomWasReservedForWithoutGrowing) {
   EXPECT_EQ(index.memory_bytes(), memory_bytes) << "it never shrinks";
 }
 
+TEST(SignIndexTest, PhasesKeepIndexesThatFillTogetherFromGrowingTogether) {
+  constexpr uint32_t kIndexes = 16;
+  std::vector<SignIndex> indexes;
+  for (uint32_t i = 0; i < kIndexes; ++i) indexes.emplace_back(i / double{kIndexes});
+  for (uint32_t slot = 0; slot < 100'000; ++slot) {
+    uint64_t bytes = 0;
+    for (SignIndex& index : indexes) {
+      ASSERT_TRUE(index.Insert({SignKey(slot), slot, 0}));
+      bytes += index.memory_bytes();
+    }
+    if (slot > 20'000) {
+      ASSERT_LE(bytes, uint64_t{24} * kIndexes * slot);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace persia::store

@@ -16,6 +16,7 @@
 #include "store/embedding_store.h"
 #include "store/rule_set.h"
 #include "store/shard.h"
+#include "store/slab_memory.h"
 #include "store/snapshot_budget.h"
 #include "store/writer_first_mutex.h"
 
@@ -26,8 +27,10 @@ class EmbeddingStore::Impl {
   explicit Impl(const Options& options) {
     const uint64_t num_shards = options.num_internal_shards;
     for (uint64_t i = 0; i < num_shards; ++i) {
-      shards_.emplace_back(options.capacity / num_shards +
-                           (i < options.capacity % num_shards ? 1 : 0));
+      const uint64_t capacity =
+          options.capacity / num_shards + (i < options.capacity % num_shards ? 1 : 0);
+      const double growth_phase = static_cast<double>(i) / static_cast<double>(num_shards);
+      shards_.emplace_back(capacity, &slab_memory_, growth_phase);
     }
   }
 
@@ -85,13 +88,17 @@ class EmbeddingStore::Impl {
   void ClearRows() {
     if (changes_ != nullptr) changes_->NoteClear();
     for (Shard& shard : shards_) shard.Clear();
+    slab_memory_.Clear();
   }
 
   // Update() calls that have ended; counted while the caller is in the store.
   void CountUpdate() { num_updates_.fetch_add(1, std::memory_order_relaxed); }
   uint64_t num_updates() const { return num_updates_.load(std::memory_order_relaxed); }
 
+  const SlabMemory& slab_memory() const { return slab_memory_; }
+
  private:
+  SlabMemory slab_memory_;
   std::deque<Shard> shards_;
   WriterFirstMutex in_place_mutex_;  // taken before all others
   SnapshotBudget snapshot_budget_;

@@ -1,0 +1,15 @@
+// The size of the pages that a MappedMemory lies on, where its owner knows better than the default.
+#pragma once
+
+#include "base/mapped_memory.h"
+
+namespace persia {
+
+// For memory that has not been touched: only what will be takes memory.
+void UseSmallPages(const MappedMemory& memory);
+
+// Puts what lies on small pages onto huge ones, at once where the system can, else when it finds
+// time. Others may use the memory meanwhile.
+void MoveToHugePages(const MappedMemory& memory);
+
+}  // namespace persia
