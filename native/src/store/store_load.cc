@@ -33,7 +33,7 @@ Status StoreLoad::Check(const TrainConfig& config) const {
 Status StoreLoad::Replace(const TrainConfig& config) {
   PERSIA_RETURN_IF_ERROR(Check(config));
   const std::unique_lock lock(store_.in_place_mutex());
-  store_.ClearRows();
+  PERSIA_RETURN_IF_ERROR(store_.ClearRows());
   return store_.ConfigureAlone(config, /*replace=*/true);
 }
 
@@ -41,6 +41,7 @@ Status StoreLoad::Add(const LoadedRows& rows) {
   if (!store_.IsConfigured()) {
     return FailedPrecondition("rows were loaded before Configure; replace the rows first");
   }
+  PERSIA_RETURN_IF_ERROR(store_.CheckTier());
   const std::shared_lock in_store(store_.in_place_mutex());
   return AddInStore(rows);
 }
@@ -60,7 +61,7 @@ Status StoreLoad::Apply(const Changes& changes) {
     return FailedPrecondition("changes were applied before Configure; load a checkpoint first");
   }
   const std::unique_lock lock(store_.in_place_mutex());
-  if (changes.from_nothing) store_.ClearRows();
+  if (changes.from_nothing) PERSIA_RETURN_IF_ERROR(store_.ClearRows());
   for (const std::span<const uint64_t> signs : changes.removals) {
     const RowBlock block = {1, signs};  // of any dim
     PERSIA_RETURN_IF_ERROR(
