@@ -18,7 +18,7 @@ uint32_t RoundUp(uint32_t value, uint32_t unit) { return (value + unit - 1) / un
 }  // namespace
 
 uint32_t RowShape::Stride() const {
-  const uint32_t floats = dim + state_floats;
+  const uint32_t floats = dim + state_floats + tail_floats;
   const uint32_t lines = RoundUp(floats, kLineFloats);
   return lines - floats <= kUnitFloats ? lines : RoundUp(floats, kUnitFloats);
 }

@@ -45,13 +45,19 @@ Status Shard::Load(std::span<const Run> runs, const LoadedRows& rows, LookupRepo
       const RowRef& ref = run.refs[i];
       const uint32_t age = rows.ages[ref.row];
       const uint32_t stamp = now_ - std::min(now_, age);
-      SignIndex::Entry* entry = RemoveOfAnotherDim(ref.key, run.dim);
+      SignIndex::Entry* entry = index_.Find(ref.key);
+      if (entry != nullptr && IsColdOfDim(*entry, run.dim)) {
+        PERSIA_RETURN_IF_ERROR(Promote(entry));
+      }
+      entry = RemoveOfAnotherDim(ref.key, run.dim);
       if (entry == nullptr) {
         if (AllocateRow(ref.key, run.dim, stamp) == RowSlabs::kNoSlot) return OutOfMemory();
         entry = index_.Find(ref.key);
         ++counts->num_inserted;
       } else {
         if (snapshot_ != nullptr) snapshot_->SaveBeforeTouch(*entry, slabs_);
+        Status status;
+        if (!MayChange(ref.key, entry->slot, &status)) return status;
         entry->stamp = stamp;
         changed.Add(ref.key);
       }
@@ -61,7 +67,7 @@ Status Shard::Load(std::span<const Run> runs, const LoadedRows& rows, LookupRepo
     }
   }
   if (index_.size() > capacity_ + capacity_ / 4) Trim(counts);
-  return Status::Ok();
+  return tier_ == nullptr ? Status::Ok() : LimitCache();
 }
 
 // Their places in the index, all misses at once.

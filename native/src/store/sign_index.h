@@ -89,7 +89,7 @@ class SignIndex {
   template <typename Visit>
   bool ForEachFrom(uint64_t key, Visit visit) const {
     if (size_ == 0) return true;
-    for (const Entry* entry = HomeOf(key); entry != entries_ + length_; ++entry) {
+    for (Entry* entry = HomeOf(key); entry != entries_ + length_; ++entry) {
       if (entry->slot != kNoSlot && entry->key >= key && !visit(*entry)) return false;
     }
     return true;

@@ -33,7 +33,7 @@ Status StoreLoad::Check(const TrainConfig& config) const {
 Status StoreLoad::Replace(const TrainConfig& config) {
   PERSIA_RETURN_IF_ERROR(Check(config));
   const std::unique_lock lock(store_.in_place_mutex());
-  store_.ClearRows();
+  PERSIA_RETURN_IF_ERROR(store_.ClearRows());
   return store_.ConfigureAlone(config, /*replace=*/true);
 }
 
@@ -52,6 +52,7 @@ Status StoreLoad::Add(const LoadedRows& rows) {
   if (!store_.IsConfigured()) {
     return FailedPrecondition("rows were loaded before Configure; replace the rows first");
   }
+  PERSIA_RETURN_IF_ERROR(store_.CheckTier());
   const std::shared_lock in_store(store_.in_place_mutex());
   return AddInStore(rows);
 }
@@ -72,7 +73,7 @@ Status StoreLoad::Apply(const Changes& changes) {
   }
   const std::unique_lock lock(store_.in_place_mutex());
   if (changes.from_nothing) {
-    store_.ClearRows();
+    PERSIA_RETURN_IF_ERROR(store_.ClearRows());
     uint64_t num_rows = 0;
     for (const LoadedRows& rows : changes.rows) num_rows += rows.signs.size();
     ReserveInStore(num_rows);
