@@ -258,11 +258,12 @@ TEST(Loader, MakesRoomForTheRowsThatWereVerified) {
   store::Lookup(*all, Range(0, 3000), 4);
   const auto files = Files(*BeginSnapshot(*all));
   const auto store = Unconfigured({.capacity = 10'000, .num_internal_shards = 2});
-  const auto loader = BeginLoad(*store, config);
+  auto loader = BeginLoad(*store, config);
   ASSERT_TRUE(loader->Verify(BlocksOf(files[0])).ok());
   ASSERT_TRUE(loader->Replace().ok());
   EXPECT_GE(store->stats().memory_bytes, 3000 * 20u);
   EXPECT_EQ(loader->Add(BlocksOf(files[0])).value(), 3000u);
+  loader.reset();
   EXPECT_EQ(RowsOf(*store), RowsOf(*all));
 }
 
