@@ -164,8 +164,8 @@ TEST(Loader, WithoutStateKeepsRowsOfLimitedGroups) {
   }
 }
 
-// A row that a training lookup inserts between the clearing and the new rules has the old shape, and
-// has the rules refused.
+// A row that a training lookup inserts between the clearing and the new rules has the old shape,
+// and has the rules refused.
 TEST(Loader, ReplacesRowsAndRulesInOneStep) {
   const TrainConfig small = ConfigOf(OptimizerKind::kSgd);
   const TrainConfig large = ConfigOf(OptimizerKind::kAdam);
