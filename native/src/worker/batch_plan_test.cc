@@ -170,7 +170,9 @@ TEST(BatchPlanTest, EachPartAsksForItsGroupsAndFindsTheirRows) {
         const bool here = Includes(part, group.synchronous);
         for (uint32_t i = 0; i < group.num_signs; ++i, ++number) {
           ASSERT_EQ(rows[number] != nullptr, here);
-          if (here) EXPECT_EQ(rows[number][0], RowElement(signs[number], 0));
+          if (here) {
+            EXPECT_EQ(rows[number][0], RowElement(signs[number], 0));
+          }
         }
         if (here) num_asked += group.num_signs;
       }
