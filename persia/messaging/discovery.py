@@ -64,7 +64,7 @@ class ServiceInfo:
             if not isinstance(text, str):
                 raise CorruptionError(f"service info: {key} is {text!r}, not a text")
         index, replicas, pid = (json_int(values, key, "service info") for key in ("index", "replicas", "pid"))
-        if not isinstance(synchronous := values.get("synchronous_slots", False), bool):
+        if not isinstance(synchronous := values.get("synchronous_slots"), bool):
             raise CorruptionError(f"service info: synchronous_slots is {synchronous!r}, not true or false")
         if texts["role"] not in ROLES:
             raise CorruptionError(f"service info: unknown role {texts['role']!r}")
