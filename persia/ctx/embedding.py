@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -511,7 +512,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
                 in_flight=lambda: self.staleness.in_flight,
                 queues=self._queue_depths,
                 packets=self._packet_counts,
-                staleness=self._staleness_by_mode,
+                staleness=partial(self._staleness_by_mode, backend),
             )
         )
         return backend
@@ -529,11 +530,11 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         """Of changes that this context writes for followers; only training does."""
         return {}
 
-    def _staleness_by_mode(self) -> dict[str, tuple[int, float]]:
+    def _staleness_by_mode(self, backend: EmbeddingBackend) -> dict[str, tuple[int, float]]:
         """(largest, mean) that the batches trained have had."""
         measured = self.staleness
         modes = {self.consistency.value: (measured.max, measured.mean)}
-        if self.backend.has_synchronous_slots and self.consistency is not Consistency.SYNCHRONOUS:
+        if backend.has_synchronous_slots and self.consistency is not Consistency.SYNCHRONOUS:
             modes[Consistency.SYNCHRONOUS.value] = (measured.synchronous_max, measured.synchronous_mean)
         return modes
 
