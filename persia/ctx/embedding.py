@@ -187,6 +187,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor] | None]:
         """(dense tensors, embeddings in the order of the batch's features, labels or None for INFERENCE)."""
         self.current_batch = batch
+        batch.look_up_rest()  # before anything is consumed: a script may try again
         with TO_DEVICE.of(batch.traced_id, batch.result.reference.reference):
             dense = batch.consume_all_non_id_type_feature_tensors()
             embeddings = batch.consume_all_id_type_feature_embedding_tensors()
@@ -209,7 +210,12 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         """Looks one batch up. It cannot be sent or looked up again."""
         self._counters.add(batches_received=1)
         service = LookupService(
-            self.backend, self.releaser, self._counters, self._device_or(device_id), self.training
+            self.backend,
+            self.releaser,
+            self._counters,
+            self._device_or(device_id),
+            self.training,
+            in_two_parts=self.looks_up_in_two_parts,
         )
         return service.look_up(pending_from(persia_batch, 0), lambda: None)
 
