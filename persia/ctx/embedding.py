@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -186,6 +187,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor] | None]:
         """(dense tensors, embeddings in the order of the batch's features, labels or None for INFERENCE)."""
         self.current_batch = batch
+        batch.look_up_rest()  # before anything is consumed: a script may try again
         with TO_DEVICE.of(batch.traced_id, batch.result.reference.reference):
             dense = batch.consume_all_non_id_type_feature_tensors()
             embeddings = batch.consume_all_id_type_feature_embedding_tensors()
@@ -208,7 +210,12 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         """Looks one batch up. It cannot be sent or looked up again."""
         self._counters.add(batches_received=1)
         service = LookupService(
-            self.backend, self.releaser, self._counters, self._device_or(device_id), self.training
+            self.backend,
+            self.releaser,
+            self._counters,
+            self._device_or(device_id),
+            self.training,
+            in_two_parts=self.looks_up_in_two_parts,
         )
         return service.look_up(pending_from(persia_batch, 0), lambda: None)
 
@@ -511,7 +518,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
                 in_flight=lambda: self.staleness.in_flight,
                 queues=self._queue_depths,
                 packets=self._packet_counts,
-                staleness=self._staleness_by_mode,
+                staleness=partial(self._staleness_by_mode, backend),
             )
         )
         return backend
@@ -529,11 +536,11 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         """Of changes that this context writes for followers; only training does."""
         return {}
 
-    def _staleness_by_mode(self) -> dict[str, tuple[int, float]]:
+    def _staleness_by_mode(self, backend: EmbeddingBackend) -> dict[str, tuple[int, float]]:
         """(largest, mean) that the batches trained have had."""
         measured = self.staleness
         modes = {self.consistency.value: (measured.max, measured.mean)}
-        if self.backend.has_synchronous_slots and self.consistency is not Consistency.SYNCHRONOUS:
+        if backend.has_synchronous_slots and self.consistency is not Consistency.SYNCHRONOUS:
             modes[Consistency.SYNCHRONOUS.value] = (measured.synchronous_max, measured.synchronous_mean)
         return modes
 

@@ -32,7 +32,7 @@ from persia.embedding.consistency import Consistency
 from persia.embedding.gradient import GradientReturner
 from persia.embedding.lookup import leaf_gradients
 from persia.embedding.optim import Optimizer
-from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
+from persia.errors import InvalidArgumentError, InvalidTypeError
 from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import NN_WORKER
 from persia.observability.phases import BACKWARD, DENSE_STEP, HAND_IN, NO_BATCH
@@ -386,12 +386,8 @@ class TrainCtx(EmbeddingCtx):
         return NO_BATCH if self.current_batch is None else self.current_batch.traced_id
 
     def _check_not_given_up(self) -> None:
-        batch = self.current_batch
-        if batch is not None and batch.lease is not None and batch.lease.claimed:
-            raise FailedPreconditionError(
-                f"batch {batch.batch_id} had its backward already, or was given up because the next one was "
-                "asked for first: call backward once for every batch, or raise embedding_staleness"
-            )
+        if self.current_batch is not None:
+            self.current_batch.check_not_given_up()
 
     def _return_gradients(self, scale: float) -> bool:
         """Hands in the gradients of every batch the loss reached; returns whether all of them are finite."""

@@ -120,8 +120,7 @@ class DataLoader:
                 host.lookup_counters,
                 host.device,
                 host.training,
-                # In a synchronous job, all slots are looked up when the step begins.
-                in_two_parts=host.backend.has_synchronous_slots and mode is not Consistency.SYNCHRONOUS,
+                in_two_parts=host.looks_up_in_two_parts,
             ),
             gate,
             forward_buffer_size=self.forward_buffer_size,

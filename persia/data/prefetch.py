@@ -69,7 +69,7 @@ class LookupService:
         lease = BatchLease(pending.batch_id, result.reference, release_permit) if requires_grad else None
         batch = PersiaTrainingBatch(pending.batch_id, requires_grad, self.device, dense, result, lease)
         if in_two_parts:
-            batch.look_up_rest = partial(self._look_up_rest, pending.batch_id, result.reference)
+            batch.find_rest = partial(self._look_up_rest, pending.batch_id, result.reference)
         if lease is None:
             self.counters.add(batches_evaluated=1)
         else:

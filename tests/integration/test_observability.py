@@ -60,6 +60,18 @@ def test_bug_24_each_process_has_a_group_of_its_own_on_the_gateway(local_cluster
         assert groups_of(get(f"http://{gateway}/metrics")) == left
 
 
+def test_a_rank_pushes_its_metrics(start_job, tmp_path):
+    with pushgateway(tmp_path) as gateway:
+        job = start_job(
+            *("--pace", "0.1"),
+            loaders=[["--batches", "60"]],
+            global_config=METRICS_ON,
+            env={"PERSIA_METRICS_GATEWAY_ADDR": gateway},
+        )
+        wait_until(lambda: "persia_nn_staleness_max{" in get(f"http://{gateway}/metrics"), "the rank's push")
+        assert job.finish_nn_worker() == 0
+
+
 def test_a_gateway_that_is_away_is_reported_once_and_stops_nothing(local_cluster):
     cluster = local_cluster(
         embedding_config=EMBEDDING_CONFIG,

@@ -17,7 +17,8 @@ from persia.data.dataset import IterableDatasetBase
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import Adagrad
-from persia.errors import ConfigError, UnavailableError
+from persia.errors import ConfigError, FailedPreconditionError, UnavailableError
+from persia.observability.phases import LOOKUP_IN_STEP
 
 STEPS, STALENESS, TIMEOUT_S = 12, 4, 60.0
 IDS = np.array([3, 5, 3], np.uint64)  # of every batch: each step trains on the rows of the step before
@@ -152,15 +153,57 @@ def test_in_a_synchronous_job_there_is_one_lookup(monkeypatch: pytest.MonkeyPatc
     assert ahead.parts[:STEPS] == ["all"] * STEPS
 
 
-def test_a_lookup_that_fails_in_the_step_names_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_synchronous_slots_alone_has_no_staleness(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequential, _, _ = trained_rows("first", local(), monkeypatch, consistency="synchronous")
+    rows, ctx, _ = trained_rows("first", local(), monkeypatch, "first", "second", "third")
+    assert rows.tobytes() == sequential.tobytes()
+    assert (ctx.staleness.max, ctx.staleness.synchronous_max) == (0, 0)
+
+
+def training() -> TrainCtx:
     model = Model("first")
-    with TrainCtx(
+    return TrainCtx(
         model=model,
         embedding_optimizer=Adagrad(lr=0.1),
         dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         mixed_precision=False,
         slots=slots("first"),
-    ) as ctx:
+    )
+
+
+def test_the_lookup_in_the_step_is_a_phase_of_its_own() -> None:
+    def num_timed() -> int:
+        return sum(LOOKUP_IN_STEP.stats.snapshot()[0])
+
+    before = num_timed()
+    with training() as ctx:
+        for batch in DataLoader(local()):
+            ctx.backward(ctx.forward(batch)[0])
+    assert num_timed() - before == STEPS
+
+
+def test_a_batch_looked_up_by_hand_leaves_them_to_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with training() as ctx:
+        ahead = Ahead(ctx, monkeypatch, 1)
+        batch = ctx.get_embedding_from_data(make_batch())
+        assert ahead.parts == ["ahead"]
+        ctx.backward(ctx.forward(batch)[0])
+        assert ahead.parts == ["ahead", "in_step"]
+
+
+def test_a_batch_that_was_given_up_is_said_to_be() -> None:
+    with training() as ctx:
+        batches = iter(DataLoader(local(), embedding_staleness=1))
+        first, second = next(batches), next(batches)
+        with pytest.raises(FailedPreconditionError, match="batch 0 .* given up because the next one"):
+            ctx.forward(first)
+        ctx.backward(ctx.forward(second)[0])
+
+
+def test_a_lookup_that_fails_in_the_step_names_the_batch_and_can_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with training() as ctx:
         batches = iter(DataLoader(local()))
         batch = next(batches)
 
@@ -171,10 +214,10 @@ def test_a_lookup_that_fails_in_the_step_names_the_batch(monkeypatch: pytest.Mon
             patch.setattr(ctx.backend, "lookup", fail)
             with pytest.raises(UnavailableError, match="lookup of the synchronous slots of batch 0"):
                 ctx.forward(batch)
-        del batch
+        ctx.backward(ctx.forward(batch)[0])
         for batch in batches:
             ctx.backward(ctx.forward(batch)[0])
-    assert (ctx.counters.batches_trained, ctx.counters.batches_released) == (STEPS - 1, 1)
+    assert (ctx.counters.batches_trained, ctx.counters.batches_released) == (STEPS, 0)
 
 
 def test_config_refuses_other_modes_and_groups_that_disagree() -> None:
