@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import os
 import shlex
 import signal
@@ -15,7 +16,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from benchmarks.cases import Comparison, comparisons, filled, quick, select
+from benchmarks.cases import comparisons, filled, quick, select
 from benchmarks.limits import Limit, memory_limits, run_rpc_bench
 from benchmarks.machine import describe_machine
 from benchmarks.plots import draw_curves
@@ -123,18 +124,18 @@ def main(
         "machine": describe_machine(),
         "settings": dataclasses.asdict(settings),
     }
-    earlier, kept, kept_limits = _earlier(output, chosen, mallocs) if add else ([], [], [])
-    about["earlier_runs"] = earlier
-    results: list[Result] = []
+    about["earlier_runs"], earlier, kept_limits = _earlier(output) if add else ([], [], [])
+    by_key = {(result.comparison.name, result.malloc): result for result in earlier}
     with BatchFiles() as files, console.status("") as status:
-        for row in chosen:
-            for setting in mallocs:
-                status.update(f"{len(results) + 1}/{len(chosen) * len(mallocs)} {row.name}, {setting} malloc")
-                results.append(measure(row, setting, settings, files))
-                console.print(result_line(results[-1]), highlight=False)
-                # A long run that is stopped keeps what it has measured.
-                write_json(output / "results.json", about, kept + results, kept_limits)
-    results = kept + results
+        for number, (row, setting) in enumerate(itertools.product(chosen, mallocs), start=1):
+            status.update(f"{number}/{len(chosen) * len(mallocs)} {row.name}, {setting} malloc")
+            result = measure(row, setting, settings, files)
+            console.print(result_line(result), highlight=False)
+            # A long run that is stopped keeps what it has measured, and what it has not measured again.
+            by_key.pop((row.name, setting), None)
+            by_key[row.name, setting] = result
+            write_json(output / "results.json", about, list(by_key.values()), kept_limits)
+    results = list(by_key.values())
     limits = memory_limits(results)
     limits += kept_limits if rpc_bench is None else run_rpc_bench(rpc_bench)
     write_json(output / "results.json", about, results, limits)
@@ -143,10 +144,8 @@ def main(
         sys.exit(1)
 
 
-def _earlier(
-    output: Path, chosen: list[Comparison], mallocs: list[str]
-) -> tuple[list[dict[str, Any]], list[Result], list[Limit]]:
-    """The runs whose rows the output folder has, the rows not measured again, and limits of RPC."""
+def _earlier(output: Path) -> tuple[list[dict[str, Any]], list[Result], list[Limit]]:
+    """The runs whose rows the output folder has, these rows, and limits of RPC."""
     path = output / "results.json"
     if not path.exists():
         return [], [], []
@@ -157,10 +156,8 @@ def _earlier(
             f"--add: {path} holds no results of this version: remove it ({error!r})"
         ) from error
     runs = about.pop("earlier_runs", [])
-    again = {(row.name, malloc) for row in chosen for malloc in mallocs}
-    kept = [result for result in results if (result.comparison.name, result.malloc) not in again]
     of_memory = {limit.name for limit in memory_limits(results)}
-    return [*runs, about], kept, [limit for limit in limits if limit.name not in of_memory]
+    return [*runs, about], results, [limit for limit in limits if limit.name not in of_memory]
 
 
 def _mallocs(choice: str | None) -> list[str]:

@@ -15,6 +15,9 @@ from settings import Settings
 
 def main() -> None:
     settings = Settings.from_environment()
+    if settings.prepared_batches:
+        print("ADULT_PREPARED_BATCHES: the ranks make their batches themselves, nothing to send", flush=True)
+        return
     batches = load_split(settings.data, "train").training_batches(settings.recipe)
     replica_index, replica_size = get_replica_index() or 0, get_replica_size() or 1
     with DataCtx() as ctx:

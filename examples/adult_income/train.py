@@ -35,12 +35,17 @@ from settings import Settings
 
 
 class PreparedDataset(IterableDataset):
-    """This rank's batches, made before training begins: no step waits for a data loader."""
+    """This rank's batches, made before training begins: no step waits for a data loader.
+
+    All ranks have the same number, as each step is a collective of all; the last batches that do not go round
+    are left out.
+    """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         batches = load_split(settings.data, "train").training_batches(settings.recipe)
-        mine = batches[get_rank() or 0 :: get_world_size() or 1]
+        rank, world_size = get_rank() or 0, get_world_size() or 1
+        mine = batches[rank : len(batches) // world_size * world_size : world_size]
         self._batches = [to_persia_batch(batch, requires_grad=True) for batch in mine]
 
     def __iter__(self) -> Iterator[PersiaBatch]:
@@ -89,7 +94,8 @@ class Observer:
     def __init__(self, ctx: TrainCtx, model: DNN, settings: Settings, history: HistoryWriter) -> None:
         world_size = get_world_size() or 1
         num_batches = len(load_split(settings.data, "train").training_batches(settings.recipe))
-        self._num_steps = -(-num_batches // world_size)
+        left_out = num_batches % world_size if settings.prepared_batches else 0
+        self._num_steps = -(-(num_batches - left_out) // world_size)
         self._ctx = ctx
         self._model = model
         self._num_evaluations = settings.num_evaluations

@@ -67,6 +67,9 @@ class ServerShare:
     replicas: int
     schema: RowSchema | None  # None: it was started without an embedding config
     num_threads: int  # files written, or read, at a time
+    # Whether dumps leave the processors to others: in a server. Not in a process that trains: a nice thread
+    # that is preempted while it holds the GIL keeps the training waiting for it.
+    gives_way: bool = False
     log: CheckpointLog = field(default_factory=CheckpointLog)
 
 
@@ -229,7 +232,8 @@ class DumpJob(ServerJob):
         }
 
     def _work(self) -> None:
-        give_way()  # compressing takes the processors for long; training wants them more
+        if self._share.gives_way:
+            give_way()  # compressing takes the processors for long; training wants them more
         self._on_threads(functools.partial(self._write, index) for index in range(self._snapshot.num_parts))
 
     def _write(self, index: int) -> None:

@@ -194,6 +194,27 @@ def test_portions_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
 
+def test_a_portion_that_is_stopped_loses_no_earlier_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(names: list[str], ours: dict[str, float]) -> int:
+        def canned(comparison: Comparison, malloc: str, *_: object) -> Result:
+            if comparison.name not in ours:
+                raise KeyboardInterrupt
+            return dataclasses.replace(result([ours[comparison.name]], [1e6], comparison), malloc=malloc)
+
+        monkeypatch.setattr(main, "measure", canned)
+        only = [word for name in names for word in ("--only", name)]
+        arguments = [*only, "--malloc", "tuned", "--add", "--output", str(tmp_path)]
+        return CliRunner().invoke(main.main, arguments).exit_code
+
+    names = [c.name for c in comparisons() if c.name in ("lookup/fbgemm/16", "lookup/tfra/16")]
+    assert run(names, dict.fromkeys(names, 1e6)) in (0, 1)
+    run(names, {names[0]: 2e6})
+    _, results, _ = read_json(tmp_path / "results.json")
+    assert {r.comparison.name: r.ours.samples for r in results} == {names[0]: [2e6], names[1]: [1e6]}
+
+
 def test_portions_are_not_added_to_something_else(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("{}")
     done = CliRunner().invoke(main.main, ["--only", "lookup/*", "--add", "--output", str(tmp_path)])

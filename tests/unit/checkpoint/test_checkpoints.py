@@ -19,6 +19,8 @@ from persia.checkpoint.manifest import FileEntry, Manifest, make_dump_id
 from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.checkpoint.schema import RowSchema
+from persia.checkpoint.server_job import ServerShare
+from persia.checkpoint.service import CheckpointService
 from persia.checkpoint.shard_file import write_shard_file
 from persia.checkpoint.storage import Location
 from persia.config import SlotConfig, SlotsConfig
@@ -505,3 +507,19 @@ def test_manifest_says_what_it_holds(checkpoint: Path) -> None:
     assert set(values["embeddings"]["schema"]["slots"]) == {"user", "item"}
     for file in [*values["embeddings"]["files"], *values["dense"]["files"].values()]:
         assert (checkpoint / file["path"]).stat().st_size == file["num_bytes"]
+
+
+@pytest.mark.parametrize("gives_way", [False, True])
+def test_a_dump_is_nice_only_where_nothing_trains(
+    gives_way: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A nice thread that holds the GIL would stall the training of its process."""
+    calls: list[None] = []
+    monkeypatch.setattr("persia.checkpoint.server_job.give_way", lambda: calls.append(None))
+    bags = make_bags()
+    train(bags)
+    schema = RowSchema.of(SLOTS)
+    share = ServerShare(store=bags, index=0, replicas=1, schema=schema, num_threads=1, gives_way=gives_way)
+    peer = LocalPeer(CheckpointService(share))
+    Checkpoints(lambda: [peer], deadline_s=20).dump(tmp_path / "checkpoint")
+    assert bool(calls) is gives_way
