@@ -12,4 +12,7 @@ void UseSmallPages(const MappedMemory& memory);
 // time. Others may use the memory meanwhile.
 void MoveToHugePages(const MappedMemory& memory);
 
+// The system's setting, as it stands in a file: `always madvise [never]` is what forbids them.
+bool AllowsHugePages(const char* setting_file);
+
 }  // namespace persia

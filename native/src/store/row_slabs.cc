@@ -8,12 +8,19 @@ namespace persia::store {
 namespace {
 
 constexpr uint64_t kMinSlabBytes = 16 << 10;
-constexpr uint64_t kMaxSlabBytes = MappedMemory::kHugePageBytes;
+constexpr uint64_t kMaxSlabBytes = SlabMemory::kBlockBytes;
 constexpr uint64_t kSlabBytesPerRow = 4;
 constexpr uint32_t kLineFloats = 16;
 constexpr uint32_t kUnitFloats = 4;
 
 uint32_t RoundUp(uint32_t value, uint32_t unit) { return (value + unit - 1) / unit * unit; }
+
+// Slabs of one row each would use up the slab numbers: wide rows get an eighth of what they have.
+uint64_t TargetBytes(uint64_t row_bytes, uint64_t num_rows) {
+  const bool wide = row_bytes > SlabMemory::kMaxSharedRowBytes;
+  const uint64_t target = num_rows * (wide ? row_bytes / 8 : kSlabBytesPerRow);
+  return std::clamp(target, kMinSlabBytes, kMaxSlabBytes);
+}
 
 }  // namespace
 
@@ -68,8 +75,7 @@ bool RowSlabs::AddSlab(uint32_t pool_number) {
   const uint64_t stride = pool.shape.Stride();
   const uint64_t scalar_bytes = pool.shape.has_scalar ? sizeof(uint32_t) : 0;
   const uint64_t row_bytes = stride * sizeof(float) + scalar_bytes;
-  const uint64_t target =
-      std::clamp(kSlabBytesPerRow * pool.num_rows, kMinSlabBytes, kMaxSlabBytes);
+  const uint64_t target = TargetBytes(row_bytes, pool.num_rows);
   SlabPiece piece =
       memory_->Take(row_bytes, std::clamp<uint64_t>(target / row_bytes, 1, kPlaceMask + 1));
   if (piece.data == nullptr) return false;

@@ -7,8 +7,9 @@
 // a mapped file. Which sign a row belongs to, the index knows.
 //
 // A slab begun costs at most 4 bytes for each row there is: slabs of a dim start at 16 KiB and grow
-// with its rows up to 2 MiB. SlabMemory cuts them from huge pages that shards have in common. Rows
-// freed are reused for the same dim; memory goes back when the store is cleared.
+// with its rows up to 2 MiB. (Rows wider than 16 KiB: an eighth of what there is.) SlabMemory cuts
+// them from huge pages that shards have in common. Rows freed are reused for the same dim; memory
+// goes back when the store is cleared.
 //
 // Not thread-safe; several may use the same SlabMemory.
 #pragma once

@@ -4,10 +4,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cinttypes>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <set>
+#include <string>
 #include <vector>
 
 namespace persia::store {
@@ -97,6 +101,64 @@ TEST(RowSlabsTest, MemoryOfOneOutlivesTheOthers) {
   slabs.reset();
   memory.Clear();
   EXPECT_EQ(*kept.values(slot), 7);
+}
+
+TEST(RowSlabsTest, SlabNumbersSufficeForWideRows) {
+  // A slot is the slab's number above the row's place in 16 bits. No row is touched.
+  constexpr uint64_t kRows = 4096, kRowBytes = 65'536, kSlabNumbers = 65'535;
+  SlabMemory memory;
+  RowSlabs slabs(&memory);
+  const uint32_t pool = slabs.FindOrAddPool({.dim = kRowBytes / sizeof(float)});
+  uint64_t num_slabs = 0, last_slab_rows = 0;
+  for (uint64_t row = 0; row < kRows; ++row) {
+    const uint32_t slot = slabs.Allocate(pool);
+    ASSERT_NE(slot, RowSlabs::kNoSlot);
+    last_slab_rows = slot >> 16 == num_slabs ? 1 : last_slab_rows + 1;
+    num_slabs = std::max<uint64_t>(num_slabs, (slot >> 16) + 1);
+    ASSERT_LE(slabs.memory_bytes(), (row + 1) * (kRowBytes + kRowBytes / 8 + 64) + 1024) << row;
+  }
+  EXPECT_GE(kRows + (kSlabNumbers - num_slabs) * (SlabMemory::kBlockBytes / kRowBytes), 2'000'000u)
+      << num_slabs << " slabs";
+}
+
+TEST(RowSlabsTest, WideRowsGetHugePagesWhereAScalarLeavesOneNotQuiteFull) {
+  SlabMemory memory;
+  const SlabPiece piece = memory.Take(65'536 + sizeof(uint32_t), 31);
+  EXPECT_EQ(piece.size, MappedMemory::kHugePageBytes);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(piece.data) % MappedMemory::kHugePageBytes, 0u);
+  EXPECT_LT(memory.Take(786'432, 2).size, MappedMemory::kHugePageBytes) << "too much would be left";
+}
+
+// The system's flags for the memory at an address: "nh" is for small pages only, "hg" for huge
+// ones where there are any. Empty: it does not say.
+std::string PageFlags(const void* data) {
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  std::ifstream maps("/proc/self/smaps");
+  bool found = false;
+  for (std::string line; std::getline(maps, line);) {
+    uintptr_t begin = 0, end = 0;
+    if (std::sscanf(line.c_str(), "%" SCNxPTR "-%" SCNxPTR " ", &begin, &end) == 2) {
+      found = begin <= address && address < end;
+    }
+    if (found && line.starts_with("VmFlags:")) return line + " ";
+  }
+  return "";
+}
+
+TEST(SlabMemoryTest, BlocksMoveToHugePagesHoweverTheyEnd) {
+  SlabMemory memory;
+  const SlabPiece left = memory.Take(1'000, 2'090);
+  if (PageFlags(left.data).find(" nh ") == std::string::npos) {
+    GTEST_SKIP() << "the system does not tell: " << PageFlags(left.data);
+  }
+  const SlabPiece next = memory.Take(16'000, 10);  // has no room in the first block
+  EXPECT_NE(left.block, next.block);
+  EXPECT_NE(PageFlags(left.data).find(" hg "), std::string::npos) << PageFlags(left.data);
+  EXPECT_NE(PageFlags(next.data).find(" nh "), std::string::npos) << "unfinished";
+  memory.Clear();
+  EXPECT_NE(PageFlags(next.data).find(" hg "), std::string::npos) << PageFlags(next.data);
+  const SlabPiece full = memory.Take(64, MappedMemory::kHugePageBytes / 64);
+  EXPECT_NE(PageFlags(full.data).find(" hg "), std::string::npos) << PageFlags(full.data);
 }
 
 TEST(RowSlabsTest, TheLongestRowHasASlabOfItsOwn) {

@@ -31,7 +31,7 @@ bool SignIndex::Insert(const Entry& entry) {
 }
 
 void SignIndex::Reserve(uint64_t num_entries) {
-  const uint64_t home_count = num_entries + num_entries / 4 + 1;
+  const uint64_t home_count = RoundUpToSeries(num_entries + num_entries / 4 + 1);
   if (home_count > home_count_) Rebuild(home_count, std::max(kTail, length_ - home_count_));
 }
 
@@ -56,7 +56,18 @@ bool SignIndex::Grow() {
 uint64_t SignIndex::NextHomeCount() const {
   const uint64_t next = home_count_ + home_count_ / 4 + 1;
   if (home_count_ >= kManyHomes || next < kManyHomes) return next;
+  return FirstOfSeries();
+}
+
+uint64_t SignIndex::FirstOfSeries() const {
   return kManyHomes + static_cast<uint64_t>(kManyHomes / 4 * growth_phase_);
+}
+
+uint64_t SignIndex::RoundUpToSeries(uint64_t home_count) const {
+  if (home_count < kManyHomes) return home_count;
+  uint64_t rounded = FirstOfSeries();
+  while (rounded < home_count) rounded += rounded / 4 + 1;
+  return rounded;
 }
 
 bool SignIndex::Rebuild(uint64_t home_count, uint64_t tail) {

@@ -71,8 +71,9 @@ class SignIndex {
   // False when there is no memory to grow; the index
   // is then unchanged. The key must not be there.
   [[nodiscard]] bool Insert(const Entry& entry);
-  // Room for so many entries in all, so that growing need not copy them time and again. Where there
-  // is no memory for that, it grows as it always does.
+  // Room for so many entries in all, so that growing need not copy them time and again; as much as
+  // it would have grown to, which keeps phases apart. Where there is no memory for that, it grows
+  // as it always does.
   void Reserve(uint64_t num_entries);
   void Erase(Entry* entry);
   void Clear();
@@ -108,6 +109,9 @@ class SignIndex {
   }
   bool Grow();
   uint64_t NextHomeCount() const;
+  // The home counts that its phase makes it grow through.
+  uint64_t FirstOfSeries() const;
+  uint64_t RoundUpToSeries(uint64_t home_count) const;
   bool Rebuild(uint64_t home_count, uint64_t tail);
 
   // What an index without memory reads: empty entries. Never written.

@@ -6,7 +6,7 @@
 //
 // While there are so few rows that an unfinished huge page would weigh more than 6 bytes a row,
 // blocks are filled on small pages, of which only those that hold something take memory, and made
-// huge once they are full.
+// huge once they are full, or have no room for a row that comes.
 //
 // A block goes back to the system with the last of its slabs. Thread-safe.
 #pragma once
@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "base/mapped_memory.h"
 
@@ -28,7 +29,12 @@ struct SlabPiece {
 
 class SlabMemory {
  public:
-  // Room for `num_rows` rows, or for fewer, at least one, where the block ends.
+  static constexpr size_t kBlockBytes = MappedMemory::kHugePageBytes;
+  // Wider rows would leave too much at the end of a block and get memory of their own.
+  static constexpr size_t kMaxSharedRowBytes = kBlockBytes / 128;
+
+  // Room for `num_rows` rows, or for fewer, at least one, where the block ends, or for some
+  // more, where rows are wide.
   SlabPiece Take(size_t row_bytes, size_t num_rows);
   // After all rows of the store have gone.
   void Clear();
@@ -36,7 +42,13 @@ class SlabMemory {
   uint64_t unused_bytes() const;
 
  private:
-  bool OpenBlock();  // the caller has the mutex
+  using Blocks = std::vector<std::shared_ptr<MappedMemory>>;
+
+  SlabPiece TakeShared(size_t row_bytes, size_t num_rows, Blocks* finished);
+  // The caller has the mutex. Blocks that are to move to huge pages are added to *finished.
+  bool OpenBlock(Blocks* finished);
+  void FinishBlock(Blocks* finished);
+  static void MoveToHugePages(const Blocks& blocks);  // without the mutex
 
   mutable std::mutex mutex_;
   std::shared_ptr<MappedMemory> block_;  // the unfinished one; null: there is none
