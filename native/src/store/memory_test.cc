@@ -9,8 +9,6 @@
 #include <vector>
 
 #include "store/embedding_store.h"
-#include "store/sign_index.h"
-#include "store/store_load.h"
 #include "store/store_test_util.h"
 
 namespace persia::store {
@@ -103,22 +101,6 @@ TEST(MemoryTest, AnySizeCostsAtMost32BytesARowAndLessOnAverage) {
     ++num_sizes;
   }
   EXPECT_LE(sum / num_sizes, 27);
-}
-
-TEST(MemoryTest, RoomForALoadIsMadeByTheThreadsThatLoad) {
-  constexpr uint64_t kRows = 1'000'000;
-  auto store = MakeStore({.capacity = 2 * kRows, .num_internal_shards = 4});
-  auto load = StoreLoad::Begin(*store);
-  ASSERT_TRUE(load.ok()) << load.status().ToString();
-  load.value()->Reserve(kRows);
-  EXPECT_LT(store->stats().memory_bytes, 100'000u);
-  const std::vector<uint64_t> signs = Range(0, 100);  // some in every shard
-  const std::vector<uint32_t> ages(signs.size());
-  const std::vector<float> embeddings(signs.size() * 4);
-  ASSERT_TRUE(load.value()
-                  ->Add({.dim = 4, .signs = signs, .ages = ages, .embeddings = embeddings.data()})
-                  .ok());
-  EXPECT_GE(store->stats().memory_bytes, kRows * sizeof(SignIndex::Entry));
 }
 
 // In a process of its own: fills the store until the address space allowed runs out.

@@ -50,8 +50,7 @@ class alignas(64) Shard {
   // Of StoreLoad, in shard_load.cc. Rows go where there are more than the capacity and a quarter;
   // at the end, where there are more than the capacity.
   void BeginLoad();
-  // That many rows are expected in all. The first Load() makes room for them: those who load in
-  // several threads do so for several shards at once.
+  // That many rows are expected in all.
   void Reserve(uint64_t num_rows);
   Status Load(std::span<const Run> runs, const LoadedRows& rows, LookupReport* counts);
   void FinishLoad(LookupReport* counts);
@@ -184,7 +183,6 @@ class alignas(64) Shard {
   AdmissionFilter filter_;
   Expiry expiry_;
   GroupLimits limits_;
-  uint64_t num_expected_ = 0;     // rows that Load() is to make room for
   std::vector<Missing> missing_;  // of the call in progress
   ShardSnapshot* snapshot_ = nullptr;
   ChangeSet* changes_ = nullptr;

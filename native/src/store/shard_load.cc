@@ -1,7 +1,6 @@
 // The part of Shard that takes in rows of a checkpoint; see store_load.h.
 #include <algorithm>
 #include <cstring>
-#include <utility>
 
 #include "store/shard.h"
 #include "store/store_load.h"
@@ -28,12 +27,11 @@ void Shard::BeginLoad() {
 
 void Shard::Reserve(uint64_t num_rows) {
   std::lock_guard lock(mutex_);
-  num_expected_ = std::min(num_rows, capacity_ + capacity_ / 4);
+  index_.Reserve(std::min(num_rows, capacity_ + capacity_ / 4));
 }
 
 Status Shard::Load(std::span<const Run> runs, const LoadedRows& rows, LookupReport* counts) {
   std::lock_guard lock(mutex_);
-  if (num_expected_ > 0) index_.Reserve(std::exchange(num_expected_, 0));
   // It knows nothing of older rows that come later.
   ForgetVictims();
   ChangeBatch changed(changes_);
@@ -104,7 +102,6 @@ void Shard::Trim(LookupReport* counts) {
 
 void Shard::FinishLoad(LookupReport* counts) {
   std::lock_guard lock(mutex_);
-  num_expected_ = 0;
   ForgetVictims();
   Trim(counts);
 }
