@@ -34,7 +34,8 @@ def watched(tmp_path_factory):
             embedding_config=EMBEDDING_CONFIG, global_config=GLOBAL_CONFIG, env=env, parameter_servers=2
         ) as cluster:
             cluster.start_loader(JOBS / "loader.py", "--batches", "1000000", replica_index=0, replica_size=1)
-            ranks = cluster.start_nn_worker(JOBS / "watched.py", str(tmp_path_factory.mktemp("job") / "model"), nproc=1)
+            model = tmp_path_factory.mktemp("job") / "model"
+            ranks = cluster.start_nn_worker(JOBS / "watched.py", str(model), nproc=1)
             wait_until(lambda: "under way" in ranks.output or ranks.exit_code is not None, "training")
             assert ranks.exit_code is None, ranks.output
             wait_until(
