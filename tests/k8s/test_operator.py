@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from harness import Kube, Namespace, OperatorProcess, job_manifest
 from kube_api import Api
 from kubelet import FakeKubelet
 
+ELSEWHERE = "nats://elsewhere:4222"
 PODS = {"job-nats-0", "job-embedding-ps-0", "job-embedding-worker-0", "job-dataloader-0", "job-nn-worker-0"}
 
 
@@ -385,11 +387,19 @@ def test_rights_end_where_the_work_ends(
     user.close()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"env": [{"name": "PERSIA_NATS_URL", "value": ELSEWHERE}]}, {"nats": {"url": ELSEWHERE}}],
+    ids=["env", "url"],
+)
 def test_an_external_broker_is_used(
-    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess, settings: dict[str, Any]
 ) -> None:
-    namespace.apply(job_manifest(env=[{"name": "PERSIA_NATS_URL", "value": "nats://elsewhere:4222"}]))
+    namespace.apply(job_manifest(**settings))
     namespace.await_phase("job", "Running")
+    for pod in namespace.list("pods").values():
+        env = {variable["name"]: variable.get("value") for variable in pod["spec"]["containers"][0]["env"]}
+        assert env["PERSIA_NATS_URL"] == ELSEWHERE
     assert set(namespace.list("pods")) == PODS - {"job-nats-0"}
     assert "job-nats" not in namespace.list("services")
 
