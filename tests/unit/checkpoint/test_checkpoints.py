@@ -192,25 +192,6 @@ def test_training_goes_on_behind_a_dump_and_is_not_in_it(tmp_path: Path) -> None
     assert not np.array_equal(before, after)
 
 
-def test_a_dump_leaves_the_processors_to_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def own_priority() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    priorities = []
-
-    def write(*arguments: Any) -> FileEntry:
-        priorities.append(own_priority())
-        return write_shard_file(*arguments)
-
-    monkeypatch.setattr("persia.checkpoint.server_job.write_shard_file", write)
-    before = own_priority()
-    bags = make_bags()
-    train(bags)
-    checkpoints_of(bags).dump(tmp_path / "checkpoint")
-    assert priorities == [max(10, before)] * 2
-    assert own_priority() == before
-
-
 def test_an_error_behind_training_is_raised_once_by_the_wait(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.write_bytes(b"")
@@ -514,12 +495,22 @@ def test_a_dump_is_nice_only_where_nothing_trains(
     gives_way: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A nice thread that holds the GIL would stall the training of its process."""
-    calls: list[None] = []
-    monkeypatch.setattr("persia.checkpoint.server_job.give_way", lambda: calls.append(None))
+
+    def own_priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def write(*arguments: Any) -> FileEntry:
+        priorities.append(own_priority())
+        return write_shard_file(*arguments)
+
+    priorities: list[int] = []
+    monkeypatch.setattr("persia.checkpoint.server_job.write_shard_file", write)
+    before = own_priority()
     bags = make_bags()
     train(bags)
     schema = RowSchema.of(SLOTS)
-    share = ServerShare(store=bags, index=0, replicas=1, schema=schema, num_threads=1, gives_way=gives_way)
+    share = ServerShare(store=bags, index=0, replicas=1, schema=schema, num_threads=2, gives_way=gives_way)
     peer = LocalPeer(CheckpointService(share))
     Checkpoints(lambda: [peer], deadline_s=20).dump(tmp_path / "checkpoint")
-    assert bool(calls) is gives_way
+    assert priorities == [max(10, before) if gives_way else before] * 2
+    assert own_priority() == before
