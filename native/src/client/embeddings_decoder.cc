@@ -14,7 +14,7 @@
 namespace persia::client {
 namespace {
 
-constexpr uint8_t kPooled = 0;
+// 0: pooled.
 constexpr uint8_t kRaw = 1;
 constexpr uint8_t kAbsent = 2;
 constexpr size_t kSlotHeadBytes = 24;
