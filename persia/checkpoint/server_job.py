@@ -99,6 +99,11 @@ class ServerJob(ABC):
     def is_over(self) -> bool:
         return self._state in (State.DONE, State.FAILED)
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Nobody has asked about it for the time of its lease."""
+        return time.monotonic() - self._last_asked > self._lease_s
+
     def report(self) -> Report:
         """Where it stands; whoever asks keeps it alive."""
         with self._changed:
@@ -160,7 +165,7 @@ class ServerJob(ABC):
             return
         if self._cancelled:
             raise FailedPreconditionError("it was cancelled")
-        if time.monotonic() - self._last_asked > self._lease_s:
+        if self.is_abandoned:
             raise DeadlineExceededError(
                 f"nobody has asked about it for {self._lease_s:g} s: its coordinator seems to have ended"
             )

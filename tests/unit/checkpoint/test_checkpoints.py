@@ -456,6 +456,33 @@ def test_a_repeated_request_begins_nothing_new(tmp_path: Path) -> None:
         service.answer(Request(verb=Verb.DUMP, operation="../x", arguments={"directory": str(tmp_path)}))
 
 
+@pytest.mark.parametrize(("lease_s", "remembered"), [(60.0, True), (0.5, False)])
+def test_operations_that_ended_are_remembered_for_their_lease(
+    tmp_path: Path, lease_s: float, remembered: bool
+) -> None:
+    (service,) = services([make_bags()], lease_s=lease_s)
+
+    def dump() -> tuple[Request, Report]:
+        begin = Request(verb=Verb.DUMP, operation=make_dump_id(), arguments={"directory": str(tmp_path)})
+        poll = Request(verb=Verb.POLL, operation=begin.operation)
+        service.answer(begin)
+        deadline = time.monotonic() + 10
+        while (report := service.answer(poll)).state is State.RUNNING:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return poll, report
+
+    poll, report = dump()
+    if remembered:
+        dump()
+        assert service.answer(poll) == report
+    else:
+        time.sleep(lease_s + 0.1)
+        dump()
+        with pytest.raises(NotFoundError, match=f"knows no operation {poll.operation}"):
+            service.answer(poll)
+
+
 def test_no_progress_is_an_error(tmp_path: Path) -> None:
     """A disk that hangs: the coordinator names who is not done, and does not wait for ever."""
     hang = threading.Event()
