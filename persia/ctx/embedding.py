@@ -302,6 +302,8 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         """Loads the dense model and all embeddings from `src_dir`, or from the newest checkpoint in it.
 
         Everything is checked before anything is replaced; NotFoundError, CorruptionError name the file.
+        `blocking=False` returns once it is checked, and the dense model replaced; servers replace their rows
+        meanwhile, and `wait_for_load_embedding` raises what fails then.
         `strict=False` accepts that slots were added or removed since.
         """
         states = {dense_filename: self._require_model()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -349,12 +350,19 @@ class TrainCtx(EmbeddingCtx):
 
     def _load_embeddings(self, source: Source, *, blocking: bool, strict: bool) -> None:
         self.wait_for_gradients()
-        if self.rank == 0:
-            config = self.embedding_optimizer.train_config(self.embedding_config)
-            in_background = not blocking or self.world_size > 1
-            self._checkpoints.load(
-                source, train_config=config.encode(), strict=strict, blocking=not in_background
-            )
+        config = self.embedding_optimizer.train_config(self.embedding_config)
+        alone = self.world_size == 1
+        load = functools.partial(
+            self._checkpoints.load,
+            source,
+            train_config=config.encode(),
+            strict=strict,
+            blocking=blocking and alone,
+        )
+        if alone:
+            load()
+        else:
+            done_by_rank_0(self.rank, load, self.device)
         if blocking:
             self.wait_for_load_embedding()
 

@@ -122,8 +122,9 @@ def test_keep_last_uses_the_step_of_the_context(make_ctx: MakeCtx, tmp_path: Pat
     assert files_of(tmp_path) == ["latest", "step-000000000002", "step-000000000003"]
 
 
+@pytest.mark.parametrize("blocking", [True, False])
 def test_failed_load_leaves_model_and_rows_as_they_were(
-    make_ctx: MakeCtx, model: torch.nn.Module, tmp_path: Path, new_batch: Any
+    make_ctx: MakeCtx, model: torch.nn.Module, tmp_path: Path, new_batch: Any, blocking: bool
 ) -> None:
     with make_ctx() as ctx:
         train(ctx, new_batch(1))
@@ -134,7 +135,8 @@ def test_failed_load_leaves_model_and_rows_as_they_were(
         (path, *_) = (tmp_path / "c").glob("dump-*/embeddings-*.emb")
         path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(CorruptionError, match=r"embeddings-0-\d\.emb has .* cut off"):
-            ctx.load_checkpoint(tmp_path / "c")
+            ctx.load_checkpoint(tmp_path / "c", blocking=blocking)
+        assert ctx.step == 2
         assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
         assert ctx.get_embedding_size() == sizes
         other = torch.nn.Linear(3, 3)
