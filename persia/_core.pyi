@@ -176,7 +176,8 @@ class CheckpointLoader:
     def verify(self, chunk: Buffer) -> int: ...  # checks everything, changes nothing; the number of rows
     def replace(self) -> None: ...  # removes all rows and takes over the train config
     def add(self, chunk: Buffer) -> int: ...  # the number of rows that were added; checks like verify()
-    def apply(self, chunk: Buffer) -> int: ...  # of begin_apply(): rows and removals, seen all at once
+    def prepare(self, chunk: Buffer) -> int: ...  # of begin_apply(): checks and keeps rows and removals
+    def apply(self) -> int: ...  # all that is prepared, seen all at once
     def commit(self) -> None: ...  # the order of eviction over all that was added; trims to the capacity
     @property
     def num_rows(self) -> int: ...  # added
