@@ -55,7 +55,7 @@ def train(folder: Path, rate: float) -> None:
     assert section.optimizer is not None, "a TrainCtx has written it"
     settings = dict(section.optimizer)
     embedding_optimizer = getattr(optim, settings.pop("name"))(**settings)
-    model = torch.jit.load(str(source.location / "jit_dense.pt"))
+    model = torch.jit.load(str(source.location / "jit_dense.pt"))  # type: ignore[no-untyped-call]
     stopped: list[bool] = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     packets = {"enable_incremental_update": True, "incremental_dir": str(folder / PACKETS)}

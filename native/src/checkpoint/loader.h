@@ -51,8 +51,8 @@ class Loader {
   // Verifies, and adds the rows; their number. Blocks before a wrong one have been added already.
   // kFailedPrecondition: the store is configured otherwise.
   StatusOr<uint64_t> Add(std::span<const std::byte> chunk);
-  // Of changes. Verifies all blocks of the chunk, and keeps what is in them for Apply(); a chunk with
-  // an error is left out. The number of its rows and removals. As Add() otherwise.
+  // Of changes. Verifies all blocks of the chunk, and keeps what is in them for Apply(); a chunk
+  // with an error is left out. The number of its rows and removals. As Add() otherwise.
   StatusOr<uint64_t> Prepare(std::span<const std::byte> chunk);
   // Changes the store by all that is prepared, in one step: a lookup of a batch sees all of it or
   // nothing. Their number.
@@ -79,11 +79,11 @@ class Loader {
   store::EmbeddingStore& store_;
   const Options options_;
   const TrainConfig store_config_;  // how a store of these rows is configured
-  const store::RuleSet rules_;  // of the checkpoint
+  const store::RuleSet rules_;      // of the checkpoint
   const std::unique_ptr<store::StoreLoad> rows_;
   std::mutex mutex_;
-  std::list<BlockRows> prepared_;           // guarded by it, as those below
-  store::Changes changes_;                  // in `prepared_`
+  std::list<BlockRows> prepared_;  // guarded by it, as those below
+  store::Changes changes_;         // in `prepared_`
   bool has_cleared_ = false;
   std::atomic<uint64_t> num_verified_ = 0;  // of this server
   std::atomic<uint64_t> num_rows_ = 0;
