@@ -52,7 +52,8 @@ class TrainCtx(EmbeddingCtx):
     Args:
         embedding_optimizer: applied by the servers.
         dense_optimizer: steps the model's own parameters in `backward`.
-        grad_scalar_update_factor: divides the loss scale after embedding gradients that were not finite.
+        grad_scalar_update_factor: divides the loss scale after embedding gradients that were not finite. Not
+            used with several ranks, whose scale must be the same: it follows the dense gradients alone.
         backward_buffer_size: batches whose gradients may wait to be sent.
         backward_workers_size: gradients sent at a time.
         grad_update_buffer_size: batches whose gradients may wait or be under way, together.

@@ -351,7 +351,9 @@ def _ready(namespace: Namespace, pod: str, other_than: set[str]) -> bool:
     return found is not None and found["metadata"]["uid"] not in other_than
 
 
-def test_objects_of_others_are_left_alone(namespace: Namespace, operator: OperatorProcess) -> None:
+def test_bug_23_half_a_job_is_completed_and_objects_of_others_are_left_alone(
+    namespace: Namespace, operator: OperatorProcess
+) -> None:
     service = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -364,6 +366,23 @@ def test_objects_of_others_are_left_alone(namespace: Namespace, operator: Operat
     assert namespace.list("services")["job-nats"]["spec"]["selector"] == {"app": "other"}
     namespace.delete("services", "job-nats")
     namespace.await_(lambda: namespace.status("job").get("phase") == "Pending", "it goes on")
+
+
+def test_bug_23_finalizers_of_others_stay(namespace: Namespace, operator: OperatorProcess) -> None:
+    def finalizers() -> list[str]:
+        job = namespace.get("persiajobs", "job")
+        assert job is not None
+        found: list[str] = job["metadata"]["finalizers"]
+        return found
+
+    manifest = job_manifest()
+    manifest["metadata"]["finalizers"] = ["test/hold"]
+    namespace.apply(manifest)
+    namespace.await_(lambda: len(finalizers()) == 2, "the operator has its own")
+    namespace.delete("persiajobs", "job")
+    namespace.await_(lambda: finalizers() == ["test/hold"], "only the operator's own is gone")
+    namespace.patch("persiajobs", "job", {"metadata": {"finalizers": None}})
+    namespace.await_(lambda: namespace.get("persiajobs", "job") is None, "the job is gone")
 
 
 @pytest.mark.parametrize("token", [OPERATOR, SERVER])

@@ -137,7 +137,7 @@ def test_a_follower_from_nothing_is_equal(job: Job, tmp_path: Path) -> None:
     assert (counts.restarts, counts.failures, counts.lag_s) == (1, 0, 0.0)
 
 
-def test_evicted_rows_are_removals(tmp_path: Path) -> None:
+def test_bug_9_evicted_rows_are_removals(tmp_path: Path) -> None:
     job = Job(tmp_path / "log", make_bags(capacity=400))
     for seed in range(4):
         train(job.bags, num_ids=100, seed=seed, steps=1)
@@ -162,7 +162,7 @@ def test_evicted_rows_are_removals(tmp_path: Path) -> None:
     assert_equal(follower, job, tmp_path)
 
 
-def test_size_brings_a_packet_long_before_the_time(tmp_path: Path) -> None:
+def test_bug_9_size_brings_a_packet_before_its_time_and_the_end_the_last_one(tmp_path: Path) -> None:
     job = Job(tmp_path / "log", buffer_size=900, interval_s=NEVER_MS)
     job.train(num_ids=100, steps=1)
     time.sleep(0.3)
