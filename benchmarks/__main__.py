@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import os
 import shlex
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -19,7 +21,15 @@ from benchmarks.limits import Limit, memory_limits, run_rpc_bench
 from benchmarks.machine import describe_machine
 from benchmarks.plots import draw_curves
 from benchmarks.process import MALLOC_SETTINGS, Interpreters
-from benchmarks.report import limit_table, missed, reasons, result_line, result_table, write_json
+from benchmarks.report import (
+    limit_table,
+    missed,
+    read_json,
+    reasons,
+    result_line,
+    result_table,
+    write_json,
+)
 from benchmarks.runner import BatchFiles, Result, Settings, measure
 from benchmarks.workload import Fill
 
@@ -67,6 +77,7 @@ def _cores(_context: click.Context, _option: click.Parameter, value: str | None)
 @click.option(
     "--output", type=click.Path(path_type=Path), default=Path("build/benchmarks"), show_default=True
 )
+@click.option("--add", is_flag=True, help="Keep the rows that the output folder has of other comparisons.")
 def main(
     is_quick: bool,
     only: tuple[str, ...],
@@ -80,6 +91,7 @@ def main(
     tfra_python: str | None,
     rpc_bench: Path | None,
     output: Path,
+    add: bool,
 ) -> None:
     """Measures persia beside its peers and prints figures, ratios and floors; ends with 1 if one is missed.
 
@@ -106,28 +118,46 @@ def main(
         else Settings(processes, rounds, seconds, cores, interpreters)
     )
     mallocs = [malloc or "default"] if is_quick and malloc != "both" else _mallocs(malloc)
-    about = {
+    about: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": describe_machine(),
         "settings": dataclasses.asdict(settings),
     }
-    results: list[Result] = []
+    about["earlier_runs"], earlier, kept_limits = _earlier(output) if add else ([], [], [])
+    by_key = {(result.comparison.name, result.malloc): result for result in earlier}
     with BatchFiles() as files, console.status("") as status:
-        for row in chosen:
-            for setting in mallocs:
-                status.update(f"{len(results) + 1}/{len(chosen) * len(mallocs)} {row.name}, {setting} malloc")
-                results.append(measure(row, setting, settings, files))
-                console.print(result_line(results[-1]), highlight=False)
-                # A long run that is stopped keeps what it has measured.
-                write_json(output / "results.json", about, results)
+        for number, (row, setting) in enumerate(itertools.product(chosen, mallocs), start=1):
+            status.update(f"{number}/{len(chosen) * len(mallocs)} {row.name}, {setting} malloc")
+            result = measure(row, setting, settings, files)
+            console.print(result_line(result), highlight=False)
+            # A long run that is stopped keeps what it has measured, and what it has not measured again.
+            by_key.pop((row.name, setting), None)
+            by_key[row.name, setting] = result
+            write_json(output / "results.json", about, list(by_key.values()), kept_limits)
+    results = list(by_key.values())
     limits = memory_limits(results)
-    if rpc_bench is not None:
-        limits += run_rpc_bench(rpc_bench)
+    limits += kept_limits if rpc_bench is None else run_rpc_bench(rpc_bench)
     write_json(output / "results.json", about, results, limits)
     _show(console, results, limits, output)
     if missed(results) or not all(limit.is_kept for limit in limits):
         sys.exit(1)
+
+
+def _earlier(output: Path) -> tuple[list[dict[str, Any]], list[Result], list[Limit]]:
+    """The runs whose rows the output folder has, these rows, and limits of RPC."""
+    path = output / "results.json"
+    if not path.exists():
+        return [], [], []
+    try:
+        about, results, limits = read_json(path)
+    except (ValueError, KeyError, TypeError) as error:
+        raise click.UsageError(
+            f"--add: {path} holds no results of this version: remove it ({error!r})"
+        ) from error
+    runs = about.pop("earlier_runs", [])
+    of_memory = {limit.name for limit in memory_limits(results)}
+    return [*runs, about], results, [limit for limit in limits if limit.name not in of_memory]
 
 
 def _mallocs(choice: str | None) -> list[str]:

@@ -10,14 +10,16 @@ from typing import Any, Literal
 
 from rich.table import Table
 
+from benchmarks.cases import Case, Comparison
 from benchmarks.limits import Limit
-from benchmarks.runner import Result
+from benchmarks.runner import Result, Side
 from benchmarks.stats import Summary, paired_ratio, summarize
 
 __all__ = [
     "Verdict",
     "limit_table",
     "missed",
+    "read_json",
     "reasons",
     "result_line",
     "result_table",
@@ -100,6 +102,31 @@ def write_json(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def read_json(path: Path) -> tuple[dict[str, Any], list[Result], list[Limit]]:
+    """What `write_json` wrote: `about`, results, limits.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError, KeyError, TypeError: it is none of `write_json`, or of another version.
+    """
+    document = json.loads(path.read_text())
+    results = [_result(fields) for fields in document.pop("results")]
+    limits = [
+        Limit(**{field.name: fields[field.name] for field in dataclasses.fields(Limit)})
+        for fields in document.pop("limits")
+    ]
+    return document, results, limits
+
+
+def _result(fields: dict[str, Any]) -> Result:
+    comparison = dict(fields["comparison"])
+    for side in ("ours", "theirs"):
+        comparison[side] = Case.from_json(comparison[side])
+    return Result(
+        Comparison(**comparison), fields["malloc"], Side(**fields["ours"]), Side(**fields["theirs"])
+    )
 
 
 def _cells(result: Result) -> list[str]:

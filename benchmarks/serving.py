@@ -2,8 +2,9 @@
 
 Open loop: requests are sent when they are due, whether or not the ones before are answered, and a latency
 counts from that moment. A server that falls behind shows so, instead of slowing its clients down. Each rate
-is measured twice, with one version all the time, and while versions change as fast as they can be loaded.
-Server and client share the machine: upper bounds of what a client elsewhere would see, without the network.
+is measured three times: with one version all the time, while versions change as fast as they can be loaded,
+and by a server that follows the packets of a training. Server and client share the machine: upper bounds of
+what a client elsewhere would see, without the network.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import contextlib
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ import grpc
 import numpy as np
 
 from benchmarks.own_core import own_core
+from benchmarks.packet_traffic import PACKETS
 from benchmarks.served_models import MODELS, prepare, requests, use_version
 from persia.serving.protocol import SERVICE, message
 
@@ -34,26 +37,48 @@ TIMEOUT_S = 10.0
 
 
 @contextlib.contextmanager
-def served(folder: Path) -> Iterator[tuple[str, int]]:
-    """A server of the checkpoint; its address and process."""
-    config, log = folder / "embedding_config.yml", folder / "serve.log"
-    command = [sys.executable, "-m", "persia.launcher", "serve", str(folder / "model")]
-    command += ["--embedding-config", str(config), "--port", "0", "--poll", "0.2"]
+def started(log: Path, ready: str, *command: str) -> Iterator[tuple[str, int]]:
+    """A Python program that runs during the block: the group of `ready` in its output, and its process."""
     with (
         log.open("wb") as sink,
-        subprocess.Popen(command, stdout=sink, stderr=sink) as process,
+        subprocess.Popen([sys.executable, "-m", *command], stdout=sink, stderr=sink) as process,
     ):
         try:
             end = time.monotonic() + START_S
             while time.monotonic() < end and process.poll() is None:
-                found = re.search(r"is served at (\S+:\d+)", log.read_text())
+                found = re.search(ready, log.read_text())
                 if found:
                     yield found.group(1), process.pid
                     return
                 time.sleep(0.1)
-            raise RuntimeError(f"the server does not start: {log.read_text()}")
+            raise RuntimeError(f"{command[0]} does not start: {log.read_text()}")
         finally:
             process.terminate()
+
+
+@contextlib.contextmanager
+def served(folder: Path, *options: str, core: int | None) -> Iterator[tuple[str, int]]:
+    """A server of the checkpoint that is warm; its address and process."""
+    command = ["persia.launcher", "serve", str(folder / "model"), "--port", "0", "--poll", "0.2"]
+    command += ["--embedding-config", str(folder / "embedding_config.yml"), *options]
+    with contextlib.ExitStack() as stack:
+        with own_core(core, [os.getpid()]):  # the server inherits it
+            server = started(folder / "serve.log", r"is served at (\S+:\d+)", *command)
+            address, pid = stack.enter_context(server)
+        asyncio.run(ask_all(address, requests(folder), 20, 2))
+        yield address, pid
+
+
+@contextlib.contextmanager
+def followed(folder: Path, core: int | None) -> Iterator[tuple[str, int]]:
+    """As `served`, behind a training that writes packets, on whatever core it finds."""
+    shutil.rmtree(folder / PACKETS, ignore_errors=True)
+    command = ["benchmarks.packet_traffic", str(folder)]
+    with (
+        started(folder / "train.log", r"(loaded \d+ rows)", *command),
+        served(folder, "--incremental-dir", str(folder / PACKETS), core=core) as server,
+    ):
+        yield server
 
 
 async def ask_all(
@@ -101,7 +126,7 @@ def _version_of(reply: bytes) -> str:
 
 
 async def measure(
-    address: str, messages: list[bytes], rate: float, seconds: float, switching: Switching | None
+    what: str, address: str, messages: list[bytes], rate: float, seconds: float, switching: Switching | None
 ) -> str:
     """One line of the table."""
     switches = asyncio.create_task(switching.run(address, messages[0])) if switching else None
@@ -113,7 +138,6 @@ async def measure(
     found = np.array(times)
     answered = found[np.isfinite(found)]
     p50, p99 = np.percentile(answered, [50, 99]) if len(answered) else (np.nan, np.nan)
-    what = "switching" if switching else "one version"
     return (
         f"{rate:10,.0f}  {what:12}{p50:10.2f}{p99:10.2f}{answered.max(initial=0):10.2f}"
         f"{len(found) - len(answered):10,}{num_switches:10,}"
@@ -142,17 +166,25 @@ def main() -> None:
         if arguments.prepare:
             return
         use_version(folder, 1)
-        messages = requests(folder)
-        with own_core(arguments.core, [os.getpid()]):  # the server inherits it
-            address, pid = stack.enter_context(served(folder))
-        asyncio.run(ask_all(address, messages, 20, 2))  # warm
         print("requests/s                  p50 ms    p99 ms    max ms    failed  switches")
-        changes = Switching(folder)
-        for rate in arguments.rates:
-            for switching in (None, changes):
-                with own_core(arguments.core, [os.getpid(), pid]):
-                    line = measure(address, messages, rate, arguments.seconds, switching)
-                    print(asyncio.run(line), flush=True)
+        with served(folder, core=arguments.core) as server:
+            measure_rates({"one version": None, "switching": Switching(folder)}, server, folder, arguments)
+        use_version(folder, 1)
+        with followed(folder, arguments.core) as server:
+            measure_rates({"packets": None}, server, folder, arguments)
+
+
+def measure_rates(
+    states: Mapping[str, Switching | None], server: tuple[str, int], folder: Path, options: argparse.Namespace
+) -> None:
+    """Prints a line for every state and rate."""
+    messages = requests(folder)
+    address, pid = server
+    for what, switching in states.items():
+        for rate in options.rates:
+            with own_core(options.core, [os.getpid(), pid]):
+                line = measure(what, address, messages, rate, options.seconds, switching)
+                print(asyncio.run(line), flush=True)
 
 
 if __name__ == "__main__":

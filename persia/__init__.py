@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from persia._version import __version__
 
 if TYPE_CHECKING:
-    from persia import ctx, data, embedding, logger, service, utils
+    from persia import ctx, data, embedding, logger, prelude, service, utils
 
-__all__ = ["__version__", "ctx", "data", "embedding", "logger", "service", "utils"]
+__all__ = ["__version__", "ctx", "data", "embedding", "logger", "prelude", "service", "utils"]
 
 
 def __getattr__(name: str) -> object:

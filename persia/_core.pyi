@@ -61,6 +61,7 @@ class SlotConfig:
         sample_fixed_size: int = 10,
         hash_stack_rounds: int = 0,
         hash_stack_size: int = 0,
+        synchronous: bool = False,
         index_prefix: int = 0,
         group: int = 0,
         rows: dict[str, object] | None = None,  # optimizer, admission, ... of its own
@@ -175,7 +176,8 @@ class CheckpointLoader:
     def verify(self, chunk: Buffer) -> int: ...  # checks everything, changes nothing; the number of rows
     def replace(self) -> None: ...  # removes all rows and takes over the train config
     def add(self, chunk: Buffer) -> int: ...  # the number of rows that were added; checks like verify()
-    def apply(self, chunk: Buffer) -> int: ...  # of begin_apply(): rows and removals, seen all at once
+    def prepare(self, chunk: Buffer) -> int: ...  # of begin_apply(): checks and keeps rows and removals
+    def apply(self) -> int: ...  # all that is prepared, seen all at once
     def commit(self) -> None: ...  # the order of eviction over all that was added; trims to the capacity
     @property
     def num_rows(self) -> int: ...  # added
@@ -220,6 +222,8 @@ class SlotEmbedding:
     @property
     def raw(self) -> bool: ...
     @property
+    def absent(self) -> bool: ...  # of the part that was not asked for: no rows
+    @property
     def sample_fixed_size(self) -> int: ...  # raw slots, else 0
     @property
     def rows(self) -> NDArray[np.float32]: ...  # [num_rows, dim]; pooled: one a sample; raw: row 0 is zeros
@@ -239,6 +243,8 @@ class LookupResult:
 class ReturnReport:
     @property
     def staleness(self) -> int: ...  # updates a server applied between lookup and this one; the largest
+    @property
+    def in_step_staleness(self) -> int: ...  # the same, of rows looked up as part="in_step"
     @property
     def num_updated(self) -> int: ...  # rows
     @property
@@ -348,10 +354,21 @@ class EmbeddingClient:
 
     def configure(self, config: TrainConfig, *, replace: bool = False, timeout_s: float = 60.0) -> None: ...
     def lookup(
-        self, reference: BatchReference, *, requires_grad: bool, timeout_s: float = 60.0
+        self,
+        reference: BatchReference,
+        *,
+        requires_grad: bool,
+        timeout_s: float = 60.0,
+        part: str = "all",  # or "ahead": without the synchronous slots, "in_step": these
     ) -> LookupResult: ...
     def lookup_direct(
-        self, worker_index: int, id_features: Buffer, *, requires_grad: bool, timeout_s: float = 60.0
+        self,
+        worker_index: int,
+        id_features: Buffer,
+        *,
+        requires_grad: bool,
+        timeout_s: float = 60.0,
+        part: str = "all",
     ) -> LookupResult: ...
     def return_gradients(
         self,

@@ -151,7 +151,7 @@ class PersiaServiceCtx:
             if error is None and self._failure is None:
                 self.wait()
             elif isinstance(error, UnavailableError):
-                self._failed.wait(_VERDICT_S)  # the watch says which process has failed, and where
+                self._await_verdict(error)
             with self._lock:
                 self._stopping.set()
         except (KeyboardInterrupt, UnavailableError):
@@ -161,7 +161,7 @@ class PersiaServiceCtx:
             self._stopping.set()
             self._stack.close()
         # An error of the block is its own, but for those that come from the process which has failed.
-        if self._failure is not None and isinstance(error, UnavailableError):
+        if self._failure is not None and isinstance(error, UnavailableError) and error is not self._failure:
             raise self._failure from error
         if self._failure is not None and (error is None or isinstance(error, KeyboardInterrupt)):
             raise self._failure from None
@@ -190,6 +190,16 @@ class PersiaServiceCtx:
     def logs(self, name: str) -> str:
         """What a process has written: "nats", "embedding-worker-0", "data-loader-0", "nn-worker", ..."""
         return self._cluster.logs(name)
+
+    def _await_verdict(self, error: UnavailableError) -> None:
+        """The watch says which process has failed, and where; under load its end may take a while."""
+        if not self._failed.is_set():
+            get_default_logger().warning(
+                "the block ended with: %s; up to %g s for a process that has caused it to end",
+                error,
+                _VERDICT_S,
+            )
+            self._failed.wait(_VERDICT_S)
 
     def _start_functions(self, folder: Path) -> None:
         # A script's folder comes first on its path: a copy, as ours holds modules named like others.

@@ -1,16 +1,22 @@
-"""Fixtures that run real processes on free ports."""
+"""Fixtures that run real processes and servers on free ports."""
 
 from __future__ import annotations
 
 import logging
 import secrets
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 
+from persia import _native
+from persia.config import parse_embedding_config
+from persia.embedding import EmbeddingConfig
+from persia.embedding.optim import SGD
+from persia.embedding.signs import slot_signs
 from persia.logger import get_default_logger
 from persia.messaging.session import NatsSession
 from persia.testing import LocalCluster, LocalNats
@@ -62,5 +68,39 @@ def local_cluster() -> Iterator[Callable[..., LocalCluster]]:
 
         def start(**options: Any) -> LocalCluster:
             return stack.enter_context(LocalCluster(**options))
+
+        yield start
+
+
+@pytest.fixture
+def embedding_worker() -> Iterator[Callable[..., str]]:
+    """Starts an embedding worker over a parameter server, both in this process: the address it serves at.
+
+    Takes slots, as `embedding_config.yml` has them, and rows: {slot: {ID: value of every element}}.
+    """
+    with ExitStack() as stack:
+
+        def start(slots: Mapping[str, Any], rows: Mapping[str, Mapping[int, float]]) -> str:
+            config = parse_embedding_config(slots)
+            server = _native.ParameterServer(
+                replica_index=0, replica_size=1, capacity=1000, num_internal_shards=1
+            )
+            stack.callback(server.stop)
+            worker = _native.EmbeddingWorker(
+                slots=config.native_slots(),
+                feature_index_prefix_bit=config.feature_index_prefix_bit,
+                num_servers=1,
+            )
+            worker.set_server(0, f"127.0.0.1:{server.start('127.0.0.1', 0)}")
+            address = f"127.0.0.1:{worker.start('127.0.0.1', 0)}"
+            stack.callback(worker.stop)
+            client = _native.RemoteClient(1)
+            client.set_worker(0, address)
+            client.configure(SGD(lr=1.0).train_config(EmbeddingConfig()))
+            for slot, values in rows.items():
+                signs = slot_signs(config, slot, np.array(list(values), np.uint64))
+                column = np.array(list(values.values()), np.float32).reshape(-1, 1)
+                client.set_embeddings(signs, np.tile(column, config.slots_config[slot].dim))
+            return address
 
         yield start

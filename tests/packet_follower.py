@@ -44,5 +44,6 @@ class Follower:
         for entry in packet.files:
             file = ShardFile(self.log.files, entry)
             for chunk in file.chunks_of(Span()):
-                loader.apply(file.read(chunk))
+                loader.prepare(file.read(chunk))
+        loader.apply()
         loader.commit()

@@ -11,6 +11,7 @@ import selectors
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -91,7 +92,7 @@ class DelayProxy:
         except (OSError, asyncio.CancelledError):
             pass  # the peers see their connections end
         finally:
-            writer.close()
+            await _close(writer)
             self._connections.discard(task)
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -99,7 +100,7 @@ class DelayProxy:
         try:
             await _together(self._copy(reader, to_writer), self._copy(to_reader, writer))
         finally:
-            to_writer.close()
+            await _close(to_writer)
 
     async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         """One direction, to its end."""
@@ -125,6 +126,13 @@ class DelayProxy:
                 return
             sink.write(chunk)
             await sink.drain()
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    """And waits for it: a loop that ends before has its sockets left open."""
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
 
 
 async def _together(*work: Coroutine[Any, Any, None]) -> None:

@@ -25,6 +25,7 @@ __all__ = ["Sources", "StudyError", "prepare", "run_job"]
 
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _NUM_SERVERS = 2
+_ADULT_RECIPE = "tuned"
 _START_S = 60.0
 _RUN_S = 1800.0
 _SHOWN_CHARACTERS = 3000
@@ -68,6 +69,7 @@ class _Example:
     embedding_config: str
     plain: str
     plain_arguments: Callable[[Run, Sources, Path], list[str]]  # beside the environment
+    has_loader: bool  # else the rank has its batches from its own memory, and no step waits for one
 
     def path(self, name: str) -> str:
         return str(_EXAMPLES / self.folder / name)
@@ -75,12 +77,19 @@ class _Example:
 
 def _reference_arguments(run: Run, sources: Sources, output: Path) -> list[str]:
     summary = str(output / "summary.json")
-    return ["--data", str(sources.adult), "--seeds", str(run.seed), "--summary", summary]
+    choice = ["--recipe", _ADULT_RECIPE, "--seeds", str(run.seed)]
+    return ["--data", str(sources.adult), *choice, "--summary", summary]
 
 
 _SCRIPTS = {
-    "adult": _Example("adult_income", "config/embedding_config.yml", "reference.py", _reference_arguments),
-    "kuairand": _Example("kuairand", "embedding_config.yml", "plain.py", lambda *_: []),
+    "adult": _Example(
+        "adult_income",
+        "config/embedding_config.yml",
+        "reference.py",
+        _reference_arguments,
+        has_loader=False,
+    ),
+    "kuairand": _Example("kuairand", "embedding_config.yml", "plain.py", lambda *_: [], has_loader=True),
 }
 
 
@@ -102,6 +111,8 @@ def run_job(run: Run, sources: Sources) -> dict[str, Any]:
             "SEED": str(run.seed),
             "CONSISTENCY": run.mode.consistency or "",
             "EMBEDDING_STALENESS": run.mode.staleness,
+            "ADULT_RECIPE": _ADULT_RECIPE,
+            "ADULT_PREPARED_BATCHES": "1",
             "ADULT_EVALUATIONS": "1",  # those on the way would wait for updates
             "ADULT_CHECKPOINT": "",
             "REPRODUCIBLE": "",
@@ -126,9 +137,9 @@ def _run_cluster(run: Run, example: _Example, settings: Mapping[str, str]) -> No
             ) as cluster,
             _distant_worker(cluster, slots, run.delay_ms / 1000) as worker,
         ):
-            loader = cluster.start_loader(example.path("data_loader.py"))
+            loaders = [cluster.start_loader(example.path("data_loader.py"))] if example.has_loader else []
             ranks = cluster.start_nn_worker(example.path("train.py"))
-            for process in (ranks, loader):
+            for process in (ranks, *loaders):
                 if cluster.wait(process, _RUN_S) != 0:
                     raise StudyError(_failure(run, (process, worker, *cluster.processes)))
     except PersiaError as error:

@@ -77,4 +77,4 @@ def _draw_speed(axes: Axes, dataset: str, table: dict[Key, Cell]) -> None:
     axes.set_xlabel("added round trip, ms")
     axes.set_title("Samples per second: median and range")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the lines, not on them

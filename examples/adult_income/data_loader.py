@@ -14,11 +14,15 @@ from settings import Settings
 
 
 def main() -> None:
-    split = load_split(Settings.from_environment().data, "train")
+    settings = Settings.from_environment()
+    if settings.prepared_batches:
+        print("ADULT_PREPARED_BATCHES: the ranks make their batches themselves, nothing to send", flush=True)
+        return
+    batches = load_split(settings.data, "train").training_batches(settings.recipe)
     replica_index, replica_size = get_replica_index() or 0, get_replica_size() or 1
     with DataCtx() as ctx:
-        for index in range(replica_index, split.num_full_batches, replica_size):
-            ctx.send_data(to_persia_batch(split.batch(index), requires_grad=True))
+        for batch in batches[replica_index::replica_size]:
+            ctx.send_data(to_persia_batch(batch, requires_grad=True))
 
 
 if __name__ == "__main__":

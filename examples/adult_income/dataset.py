@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,6 +16,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
+
+from recipes import Recipe
 
 CATEGORICAL = (
     "workclass",
@@ -29,7 +30,6 @@ CATEGORICAL = (
     "native_country",
 )
 CONTINUOUS = ("age", "education_num", "capital_gain", "capital_loss", "hours_per_week")
-BATCH_SIZE = 128
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_DIRECTORY = REPOSITORY / "build" / "adult_income"
 
@@ -54,19 +54,19 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batch(self, index: int) -> Split:
-        """The batch of that index; the last one of a split may be shorter than BATCH_SIZE."""
-        rows = slice(index * BATCH_SIZE, (index + 1) * BATCH_SIZE)
+    def part(self, begin: int, end: int) -> Split:
+        """The rows from `begin` to before `end`, as far as there are any."""
+        rows = slice(begin, end)
         return Split(ids=self.ids[rows], dense=self.dense[rows], labels=self.labels[rows])
 
-    def batches(self) -> Iterator[Split]:
-        """Every row, as evaluation needs; training takes `num_full_batches` instead."""
-        return (self.batch(index) for index in range(-(-len(self) // BATCH_SIZE)))
+    def batches(self, size: int = 128) -> list[Split]:
+        """Every row, as evaluation needs; the last batch may be shorter than `size`."""
+        return [self.part(begin, begin + size) for begin in range(0, len(self), size)]
 
-    @property
-    def num_full_batches(self) -> int:
-        """The published example trains on full batches only: 254 for Adult."""
-        return len(self) // BATCH_SIZE
+    def training_batches(self, recipe: Recipe) -> list[Split]:
+        """The recipe's passes in file order, of full batches only, as in the published example: 254."""
+        full = [batch for batch in self.batches(recipe.batch_size) if len(batch) == recipe.batch_size]
+        return full * recipe.num_passes
 
 
 @dataclass(frozen=True, kw_only=True)

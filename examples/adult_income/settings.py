@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dataset import DEFAULT_DIRECTORY
 from persia.env import get_resume_checkpoint
+from recipes import PUBLISHED, RECIPES, Recipe
 
 DEFAULT_SEED = 3  # The published example's.
 # Enough for lookup, training and update to overlap. One pass over so little data notices more: the README
@@ -35,6 +36,8 @@ class Settings:
         PERSIA_RESUME_CHECKPOINT, which the Kubernetes operator sets where a job goes on).
     consistency: as `TrainCtx` takes it; other modes than hybrid bound staleness themselves (CONSISTENCY).
     num_evaluations: on the test data, the last of them at the end (ADULT_EVALUATIONS).
+    recipe: batch size, passes and rates (ADULT_RECIPE, a name in RECIPES).
+    prepared_batches: batches come from the rank's own memory, not from data loaders (ADULT_PREPARED_BATCHES).
     """
 
     data: Path
@@ -47,6 +50,8 @@ class Settings:
     checkpoint: str | None = None
     consistency: str = "hybrid"
     num_evaluations: int = 5
+    recipe: Recipe = PUBLISHED
+    prepared_batches: bool = False
 
     @staticmethod
     def from_environment() -> Settings:
@@ -65,6 +70,8 @@ class Settings:
             checkpoint=os.environ.get("ADULT_CHECKPOINT") or get_resume_checkpoint(),
             consistency=consistency,
             num_evaluations=_whole_number("ADULT_EVALUATIONS", minimum=1) or 5,
+            recipe=_recipe(os.environ.get("ADULT_RECIPE") or "published"),
+            prepared_batches=_switch("ADULT_PREPARED_BATCHES", default=False),
         )
 
 
@@ -73,6 +80,12 @@ def _staleness(consistency: str, reproducible: bool) -> int | None:
         return None
     given = _whole_number("EMBEDDING_STALENESS", minimum=1)
     return given or (1 if reproducible else DEFAULT_STALENESS)
+
+
+def _recipe(name: str) -> Recipe:
+    if name not in RECIPES:
+        raise SettingsError(f"ADULT_RECIPE is {name!r}: use one of {', '.join(RECIPES)}")
+    return RECIPES[name]
 
 
 def _switch(name: str, default: bool) -> bool:

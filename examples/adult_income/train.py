@@ -1,4 +1,4 @@
-"""The NN worker: one pass of hybrid training over the stream of the data loaders, test AUC, a checkpoint.
+"""The NN worker: hybrid training over the stream of the data loaders, test AUC, a checkpoint.
 
     python train.py                  everything in this process
     persia-launcher nn-worker        one rank of a cluster, beside its servers and data loaders
@@ -9,20 +9,22 @@ Settings come from the environment (see settings.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import torch
 from torch import nn
 
 import data_loader
-from dataset import BATCH_SIZE, DatasetInfo, load_info, load_split
+from batches import to_persia_batch
+from dataset import DatasetInfo, load_info, load_split
 from evaluate import evaluate
 from history import HistoryWriter
 from model import DNN
 from monitor import Monitor
 from persia.ctx import TrainCtx
-from persia.data import DataLoader, StreamingDataset
+from persia.data import DataLoader, IterableDataset, StreamingDataset
+from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Adagrad
 from persia.env import get_local_rank, get_nats_url, get_rank, get_world_size
 from persia.nn import ClickMetrics, ClickQuality
@@ -32,13 +34,41 @@ from prepare_data import ensure_prepared
 from settings import Settings
 
 
-def train(ctx: TrainCtx, loader: DataLoader, after_step: Callable[[int, float], None]) -> ClickQuality:
-    """One pass over the stream; `after_step` gets the step, counted from 1, and its loss.
+class PreparedDataset(IterableDataset):
+    """This rank's batches, made before training begins: no step waits for a data loader.
 
-    Returns the metrics of the last training samples, predicted before the model learned from them.
+    All ranks have the same number, as each step is a collective of all; the last batches that do not go round
+    are left out.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        batches = load_split(settings.data, "train").training_batches(settings.recipe)
+        rank, world_size = get_rank() or 0, get_world_size() or 1
+        mine = batches[rank : len(batches) // world_size * world_size : world_size]
+        self._batches = [to_persia_batch(batch, requires_grad=True) for batch in mine]
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        return iter(self._batches)
+
+
+def training_data(settings: Settings) -> PreparedDataset | StreamingDataset:
+    """What the data loaders send, unless the settings have the batches prepared here."""
+    if settings.prepared_batches:
+        return PreparedDataset(settings)
+    # Without a cluster, the data loader is a thread of this process.
+    return StreamingDataset(buffer_size=10, loader=data_loader.main)
+
+
+def train(
+    ctx: TrainCtx, loader: DataLoader, window: int, after_step: Callable[[int, float], None]
+) -> ClickQuality:
+    """Over the whole stream; `after_step` gets the step, counted from 1, and its loss.
+
+    Returns the metrics of the last `window` training samples, predicted before the model learned from them.
     """
     loss_function = nn.BCELoss()
-    metrics = ClickMetrics(window=50 * BATCH_SIZE)
+    metrics = ClickMetrics(window=window)
     for step, batch in enumerate(loader, start=1):
         output, labels = ctx.forward(batch)
         assert labels is not None, "only inference has none"
@@ -63,13 +93,14 @@ class Observer:
 
     def __init__(self, ctx: TrainCtx, model: DNN, settings: Settings, history: HistoryWriter) -> None:
         world_size = get_world_size() or 1
-        num_batches = load_split(settings.data, "train").num_full_batches
-        self._num_steps = -(-num_batches // world_size)
+        num_batches = len(load_split(settings.data, "train").training_batches(settings.recipe))
+        left_out = num_batches % world_size if settings.prepared_batches else 0
+        self._num_steps = -(-(num_batches - left_out) // world_size)
         self._ctx = ctx
         self._model = model
         self._num_evaluations = settings.num_evaluations
         self._test_split = load_split(settings.data, "test")
-        self.monitor = Monitor(self._num_steps, BATCH_SIZE * world_size, history)
+        self.monitor = Monitor(self._num_steps, settings.recipe.batch_size * world_size, history)
 
     def after_step(self, step: int, loss: float) -> None:
         self.monitor.step(step, loss, self._ctx.staleness.in_flight)
@@ -120,15 +151,15 @@ def main() -> None:
     settings = Settings.from_environment()
     if get_nats_url() is None:  # a cluster's data loaders need the data before its ranks begin
         ensure_prepared(settings.data)
-    info = load_info(settings.data)
+    info, recipe = load_info(settings.data), settings.recipe
     setup_seed(settings.seed)
     device_id = get_local_rank() if settings.enable_cuda and torch.cuda.is_available() else None
     model = DNN() if device_id is None else DNN().cuda(device_id)
     with TrainCtx(
         model=model,
         # One dense step averages a batch of every rank: the rate grows with what it averages.
-        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1 * (get_world_size() or 1)),
-        embedding_optimizer=Adagrad(lr=1e-2),
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=recipe.dense_rate * (get_world_size() or 1)),
+        embedding_optimizer=Adagrad(lr=recipe.embedding_rate),
         mixed_precision=False,
         consistency=settings.consistency,
         slots=settings.slots,
@@ -137,18 +168,20 @@ def main() -> None:
         if settings.checkpoint:
             ctx.load_checkpoint(settings.checkpoint)  # all ranks: dense part, optimizer, embeddings
         loader = DataLoader(
-            # Without a cluster, the data loader is a thread of this process.
-            StreamingDataset(buffer_size=10, loader=data_loader.main),
+            training_data(settings),
             reproducible=settings.reproducible,
             embedding_staleness=settings.embedding_staleness,
+            # No more batches than these are looked up ahead, whatever the bound.
+            forward_buffer_size=max(10, settings.embedding_staleness or 0),
         )
+        window = 50 * recipe.batch_size
         if get_rank():
-            train(ctx, loader, lambda step, loss: None)
+            train(ctx, loader, window, lambda step, loss: None)
             return
         with closing(HistoryWriter(settings.output / "history.jsonl")) as history:
             observer = Observer(ctx, model, settings, history)
             with observer.monitor:
-                quality = train(ctx, loader, observer.after_step)
+                quality = train(ctx, loader, window, observer.after_step)
             print(
                 f"last {quality.num_samples:,} training samples: AUC {quality.auc:.4f}, normalized entropy "
                 f"{quality.normalized_entropy:.4f}, calibration {quality.calibration:.4f}",

@@ -83,6 +83,8 @@ def main() -> None:
             StreamingDataset(loader=data_loader.main),  # without a cluster, a thread of this process
             reproducible=settings.reproducible,
             embedding_staleness=settings.staleness,
+            # No more batches than these are looked up ahead, whatever the bound.
+            forward_buffer_size=max(10, settings.staleness or 0),
         )
         samples_per_second = train(ctx, loader)
         if get_rank():

@@ -1,10 +1,13 @@
 // Dumping and loading a store: bytes a second, bytes a row, and what training loses meanwhile.
 //
-//   checkpoint_bench [NUM_ROWS [DIM [ROUNDS]]]
+//   checkpoint_bench [NUM_ROWS [DIM [ROUNDS [NICE]]]]
 //
 // Rows are Adagrad's after some updates with random gradients. Training is one thread with batches
-// of 10,000 rows; its time a batch is taken in turns with a dump under way and without.
+// of 10,000 rows; its mean time a batch over whole dumps stands against as many batches without
+// one. The dump of another store takes as much of the machine, and nothing of this one's.
+#include <sys/resource.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -30,6 +33,7 @@ using store::LookupMode;
 using store::RowBlock;
 
 constexpr size_t kBatchRows = 10'000;
+constexpr int kDefaultNice = 10;  // persia/checkpoint/server_job.py
 constexpr EmbeddingStore::Options kOptions{.capacity = 1'000'000'000, .num_internal_shards = 16};
 
 // Both of the calling thread. On a machine that has other work, the second is the one to compare.
@@ -154,51 +158,49 @@ void MeasureLoad(const std::vector<Bytes>& pieces, double row_gb) {
   Report("load", row_gb, begin.Passed());
 }
 
-double Median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<ptrdiff_t>(values.size() / 2),
-                   values.end());
-  return values[values.size() / 2];
-}
-
 struct BatchTimes {
-  std::vector<double> wall, cpu;  // milliseconds
+  int num_batches = 0;
+  Times sum{0, 0};
 
-  void Measure(Trainer* trainer, int num_batches) {
-    for (int i = 0; i < num_batches; ++i) {
-      const Times begin;
-      trainer->TrainRandomBatch();
-      const Times passed = begin.Passed();
-      wall.push_back(passed.wall * 1e3);
-      cpu.push_back(passed.cpu * 1e3);
-    }
+  void Measure(Trainer* trainer) {
+    const Times begin;
+    trainer->TrainRandomBatch();
+    const Times passed = begin.Passed();
+    sum.wall += passed.wall;
+    sum.cpu += passed.cpu;
+    ++num_batches;
   }
 };
 
-// Another thread dumps `dumped` all the time; it is the trainer's own store, or another one, which
-// takes as much of the machine and nothing else.
-void MeasureTraining(EmbeddingStore& own, EmbeddingStore& other, Trainer* trainer, int rounds) {
-  BatchTimes times[2];
-  for (int round = 0; round < 2 * rounds; ++round) {
-    EmbeddingStore& dumped = round % 2 == 0 ? other : own;
-    std::atomic<bool> stops = false;
+// Another thread dumps `dumped` once a round, at that priority; from the cut to the
+// end every batch counts. As many, in turns, without a dump.
+void MeasureTraining(EmbeddingStore& dumped, const char* name, Trainer* trainer, int rounds,
+                     int nice) {
+  BatchTimes alone, beside;
+  for (int round = 0; round < rounds; ++round) {
+    std::atomic<bool> has_ended = false;
     std::thread dumper([&] {
-      while (!stops) Dump(dumped, nullptr);
+      setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), nice);
+      Dump(dumped, nullptr);
+      has_ended = true;
     });
-    times[round % 2].Measure(trainer, 40);
-    stops = true;
+    while (!has_ended) beside.Measure(trainer);
     dumper.join();
+    while (alone.num_batches < beside.num_batches) alone.Measure(trainer);
   }
-  const char* names[] = {"another store's dump", "its own store's dump"};
-  for (int i = 0; i < 2; ++i) {
-    std::printf("a batch of %zu rows beside %s: %.2f ms, %.2f ms of CPU\n", kBatchRows, names[i],
-                Median(times[i].wall), Median(times[i].cpu));
-  }
+  std::printf(
+      "a batch of %zu rows beside a dump of %s: %+.1f %% of time, %+.1f %% of CPU "
+      "(%.2f ms without; %d batches a dump)\n",
+      kBatchRows, name, (beside.sum.wall / alone.sum.wall - 1) * 100,
+      (beside.sum.cpu / alone.sum.cpu - 1) * 100, alone.sum.wall / alone.num_batches * 1e3,
+      beside.num_batches / rounds);
 }
 
 int Main(int argc, char** argv) {
   const uint64_t num_rows = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 2'000'000;
   const auto dim = static_cast<uint32_t>(argc > 2 ? std::strtoul(argv[2], nullptr, 10) : 16);
   const int rounds = argc > 3 ? std::atoi(argv[3]) : 5;
+  const int nice = argc > 4 ? std::atoi(argv[4]) : kDefaultNice;
   const auto store = MakeStore();
   Check(store->Configure(Config()));
   Trainer trainer(*store, num_rows, dim);
@@ -216,7 +218,8 @@ int Main(int argc, char** argv) {
   const auto other = MakeStore();
   Check(other->Configure(Config()));
   Trainer(*other, num_rows, dim).Fill();
-  MeasureTraining(*store, *other, &trainer, rounds);
+  MeasureTraining(*other, "another store", &trainer, rounds, nice);
+  MeasureTraining(*store, "its own store", &trainer, rounds, nice);
   return 0;
 }
 

@@ -9,6 +9,10 @@ namespace persia::fuzz {
 namespace {
 
 void Read(const client::SlotEmbedding& slot, uint32_t batch_size) {
+  if (slot.absent) {
+    if (slot.num_rows != 0 || slot.rows != nullptr || slot.index != nullptr) std::abort();
+    return;
+  }
   Touch(std::span(slot.rows, uint64_t{slot.num_rows} * slot.dim));
   if (!slot.raw) {
     if (slot.num_rows != batch_size) std::abort();

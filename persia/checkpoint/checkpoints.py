@@ -188,38 +188,54 @@ class Checkpoints:
     ) -> None:
         """Replaces all rows by those of `source`, after every server has checked everything.
 
-        An error leaves rows as they were, unless it says otherwise. Without `blocking`, `wait_for_load`
-        raises it.
+        An error leaves rows as they were, unless it says otherwise. Without `blocking` it returns once all
+        is checked, and the rows are replaced behind the script's back; `wait_for_load` raises what fails
+        then.
         """
         self.wait_for_dump()
         self.wait_for_load()
 
-        def work() -> None:
-            started = time.monotonic()
-            operation_id = make_dump_id().replace("dump", "load", 1)
-            operation = LoadOperation(
-                operation_id, self._find_peers(), self._deadline_s, directory=source.location
+        operation = LoadOperation(
+            make_dump_id().replace("dump", "load", 1),
+            self._find_peers(),
+            self._deadline_s,
+            directory=source.location,
+        )
+        self._running = operation
+        started = time.monotonic()
+        with contextlib.ExitStack() as until_loaded:
+            until_loaded.enter_context(self._paused_feed())
+            title = f"loading {source.location}"
+            operation.on_progress = until_loaded.enter_context(shown_progress(title, bar=blocking))
+            section = operation.check(train_config=train_config, with_state=with_state, strict=strict)
+            work = functools.partial(
+                self._finish_load, operation, section, until_loaded.pop_all(), started, blocking=blocking
             )
-            self._running = operation
-            with self._paused_feed(), shown_progress(f"loading {source.location}", bar=blocking) as show:
-                operation.on_progress = show
-                manifest = operation.run(train_config=train_config, with_state=with_state, strict=strict)
-                section = manifest.embeddings
-                assert section is not None, "the operation has read it"
-                if self.feed is not None:
-                    self.feed.loaded(section, may_have_changed=not blocking)
-            get_default_logger().info(
-                "loaded %d rows, %s, from %s in %.1f s",
-                section.num_rows,
-                megabytes(section.num_bytes),
-                source.location,
-                time.monotonic() - started,
-            )
-
         if blocking:
             work()
         else:
             self._load = _Background(work, "persia-load")
+
+    def _finish_load(
+        self,
+        operation: LoadOperation,
+        section: EmbeddingSection,
+        until_loaded: contextlib.ExitStack,
+        started: float,
+        *,
+        blocking: bool,
+    ) -> None:
+        with until_loaded:
+            operation.apply()
+            if self.feed is not None:
+                self.feed.loaded(section, may_have_changed=not blocking)
+        get_default_logger().info(
+            "loaded %d rows, %s, from %s in %.1f s",
+            section.num_rows,
+            megabytes(section.num_bytes),
+            operation.directory,
+            time.monotonic() - started,
+        )
 
     def _resume_feed(self) -> None:
         if self.feed is not None:

@@ -230,10 +230,13 @@ class LoadOperation(Operation):
 
     directory: Location = field(kw_only=True)
 
-    def run(
+    def check(
         self, *, train_config: bytes | None = None, with_state: bool = True, strict: bool = True
-    ) -> Manifest:
-        """`train_config`: how training will go on; None: as the checkpoint says. Returns the manifest."""
+    ) -> EmbeddingSection:
+        """Returns what will be loaded once every server has checked all of it; nothing is replaced yet.
+
+        `train_config`: how training will go on; None: as the checkpoint says.
+        """
         manifest, digest = Manifest.read(self.directory)
         section = manifest.embeddings
         if section is None:
@@ -257,10 +260,10 @@ class LoadOperation(Operation):
         except BaseException:
             self.cancel()
             raise
-        self._apply()
-        return manifest
+        return section
 
-    def _apply(self) -> None:
+    def apply(self) -> None:
+        """Replaces the rows, after `check`."""
         try:
             self._ask_all(Verb.APPLY)
             self._await("loading", State.DONE)

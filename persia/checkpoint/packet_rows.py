@@ -60,22 +60,22 @@ class PacketRows:
         # Held by this alone: a name in a frame of an error's traceback would keep the store locked.
         self._loader = self._store.begin_apply(config, is_from_nothing=is_from_nothing, with_state=False)
         try:
-            blocks = self._read(files, packet)
+            self._read(files, packet)
         except BaseException:
             self._loader = None
             raise
 
         def apply() -> None:
             try:
-                self._apply(blocks)
+                self._apply()
             finally:
                 self._loader = None
 
         return apply
 
-    def _apply(self, blocks: bytes) -> None:
+    def _apply(self) -> None:
         assert self._loader is not None, "it is applied once"
-        self._loader.apply(blocks)
+        self._loader.apply()
         self._loader.commit()
 
     def _check_schema(self, packet: Packet) -> None:
@@ -88,25 +88,24 @@ class PacketRows:
                 "training's embedding config"
             )
 
-    def _read(self, files: Location, packet: Packet) -> bytes:
-        """This server's blocks of all files, checked."""
+    def _read(self, files: Location, packet: Packet) -> None:
+        """Prepares this server's blocks of all files."""
         if len(packet.files) < 2:
-            return b"".join(self._read_file(files, entry) for entry in packet.files)
+            for entry in packet.files:
+                self._read_file(files, entry)
+            return
         with ThreadPoolExecutor(self._share.num_threads, "persia-packet") as pool:
-            return b"".join(pool.map(lambda entry: self._read_file(files, entry), packet.files))
+            list(pool.map(lambda entry: self._read_file(files, entry), packet.files))
 
-    def _read_file(self, files: Location, entry: FileEntry) -> bytes:
+    def _read_file(self, files: Location, entry: FileEntry) -> None:
         file = ShardFile(files, entry)
-        pieces = []
         for chunk in file.chunks_of(self._is_mine):
             with file.naming(chunk):
-                pieces.append(file.read(chunk))
-                self._verify(pieces[-1])
-        return b"".join(pieces)
+                self._prepare(file.read(chunk))
 
-    def _verify(self, chunk: bytes) -> None:
+    def _prepare(self, chunk: bytes) -> None:
         assert self._loader is not None, "it is made before files are read"
-        self._loader.verify(chunk)
+        self._loader.prepare(chunk)
 
     def _is_mine(self, shards: NDArray[np.uint32]) -> NDArray[np.bool_]:
         mine: NDArray[np.bool_] = shards % self._share.replicas == self._share.index
@@ -144,7 +143,8 @@ def replace_rows(store: FollowingStore, rows: RowStore) -> None:
     end, _ = _native.parse_checkpoint_trailer(content[-_native.CHECKPOINT_TRAILER_BYTES :])
     assert isinstance(begin, int), "as the stub says of it"
     loader = store.begin_apply(config, is_from_nothing=True, with_state=False)
-    loader.apply(content[begin:end])
+    loader.prepare(content[begin:end])
+    loader.apply()
     loader.commit()
 
 

@@ -31,7 +31,7 @@ from persia.errors import (
     PersiaError,
 )
 from persia.logger import get_default_logger
-from persia.messaging.daemon_pool import DaemonPool
+from persia.messaging.daemon_pool import DaemonPool, give_way
 from persia.observability.checkpointing import CheckpointLog
 
 if TYPE_CHECKING:
@@ -67,6 +67,9 @@ class ServerShare:
     replicas: int
     schema: RowSchema | None  # None: it was started without an embedding config
     num_threads: int  # files written, or read, at a time
+    # Whether dumps leave the processors to others: in a server. Not in a process that trains: a nice thread
+    # that is preempted while it holds the GIL keeps the training waiting for it.
+    gives_way: bool = False
     log: CheckpointLog = field(default_factory=CheckpointLog)
 
 
@@ -95,6 +98,11 @@ class ServerJob(ABC):
     @property
     def is_over(self) -> bool:
         return self._state in (State.DONE, State.FAILED)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Nobody has asked about it for the time of its lease."""
+        return time.monotonic() - self._last_asked > self._lease_s
 
     def report(self) -> Report:
         """Where it stands; whoever asks keeps it alive."""
@@ -157,7 +165,7 @@ class ServerJob(ABC):
             return
         if self._cancelled:
             raise FailedPreconditionError("it was cancelled")
-        if time.monotonic() - self._last_asked > self._lease_s:
+        if self.is_abandoned:
             raise DeadlineExceededError(
                 f"nobody has asked about it for {self._lease_s:g} s: its coordinator seems to have ended"
             )
@@ -229,6 +237,8 @@ class DumpJob(ServerJob):
         }
 
     def _work(self) -> None:
+        if self._share.gives_way:
+            give_way()  # compressing takes the processors for long; training wants them more
         self._on_threads(functools.partial(self._write, index) for index in range(self._snapshot.num_parts))
 
     def _write(self, index: int) -> None:

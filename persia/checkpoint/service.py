@@ -1,4 +1,4 @@
-"""The checkpoint operations of one server, by request: one at a time, the last one is remembered."""
+"""The checkpoint operations of one server, by request: one at a time, and those that ended are remembered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from persia.errors import NotFoundError, ResourceExhaustedError
 __all__ = ["CheckpointService"]
 
 _LEASE_S = 60.0
-_PACKET_LEASE_S = 15.0  # one that is given up costs nothing, and a dump may wait for it
 
 
 class CheckpointService:
@@ -21,12 +20,14 @@ class CheckpointService:
     def __init__(
         self, share: ServerShare, changes: ServerChanges | None = None, *, lease_s: float = _LEASE_S
     ) -> None:
-        """`lease_s`: an operation that nobody asks about for so long ends by itself."""
+        """`lease_s`: an operation that nobody asks about for so long ends by itself, and is forgotten."""
         self._share = share
         self._changes = changes or ServerChanges(share.store)
         self._lease_s = lease_s
         self._lock = threading.Lock()
-        self._job: ServerJob | None = None
+        # By operation. Of those that ended, too: this server may be done with a dump, and at the next packet
+        # of another coordinator, while the dump's still waits for slower servers.
+        self._jobs: dict[str, ServerJob] = {}
 
     def handle(self, payload: bytes) -> bytes:
         """`answer` in bytes, for a NATS subject."""
@@ -41,8 +42,8 @@ class CheckpointService:
                 self._end_packet()
                 self._changes.begin(request.arguments)
             return Report(state=State.DONE, result=self._changes.status())
-        job = self._job
-        if job is None or job.operation != request.operation:
+        job = self._jobs.get(request.operation)
+        if job is None:
             raise NotFoundError(f"this server knows no operation {request.operation}: it has restarted since")
         if request.verb is Verb.CANCEL:
             job.cancel()
@@ -52,25 +53,38 @@ class CheckpointService:
 
     def close(self) -> None:
         """Ends what runs."""
-        if self._job is not None:
-            self._job.cancel()
+        job = self._running()
+        if job is not None:
+            job.cancel()
 
     def _begin(self, request: Request) -> ServerJob:
         with self._lock:
-            if self._job is not None and self._job.operation == request.operation:
-                return self._job
-            if self._job is not None and not self._job.is_over:
+            if request.operation in self._jobs:
+                return self._jobs[request.operation]
+            running = self._running()
+            if running is not None:
                 raise ResourceExhaustedError(
-                    f"this server is busy with {self._job.operation}; one operation runs at a time"
+                    f"this server is busy with {running.operation}; one operation runs at a time"
                 )
-            self._job = self._make(request)
-            self._job.start()
-            return self._job
+            job = self._make(request)
+            self._forget_ended(request.verb)
+            self._jobs[request.operation] = job
+            job.start()
+            return job
+
+    def _running(self) -> ServerJob | None:
+        return next((job for job in tuple(self._jobs.values()) if not job.is_over), None)
+
+    def _forget_ended(self, verb: Verb) -> None:
+        """All are over. Packets are of one coordinator, which begins one when it has ended the one before."""
+        for job in tuple(self._jobs.values()):
+            if job.is_abandoned or (verb is Verb.TAKE and isinstance(job, ChangesJob)):
+                del self._jobs[job.operation]
 
     def _end_packet(self) -> None:
         # Who begins to take changes has no packet under way: it is one of a trainer that was killed.
-        job = self._job
-        if isinstance(job, ChangesJob) and not job.is_over:
+        job = self._running()
+        if isinstance(job, ChangesJob):
             job.cancel()
 
     def _make(self, request: Request) -> ServerJob:

@@ -45,7 +45,8 @@ class CheckpointingConfig(Section):
 class InferConfig(Section):
     """What the servers of an inference job start with."""
 
-    embedding_checkpoint: str | None = None  # what parameter servers load
+    # What parameter servers load.
+    embedding_checkpoint: Annotated[str | None, Alias("initial_sparse_checkpoint")] = None
     servers: list[str] | None = None  # "host:port" of the parameter servers, by index, for embedding workers
     # Of parameter servers with enable_incremental_update: they follow the packets in incremental_dir.
     incremental_poll_ms: Annotated[int, Range(10, 3_600_000)] = 250
@@ -79,7 +80,8 @@ class CommonConfig(Section):
             )
         if self.job_type == "Train" and self.infer_config is not None:
             raise ConfigError(
-                "infer_config is given with job_type='Train': set job_type: Infer, or leave it out"
+                "infer_config is given with job_type='Train' (servers and initial_sparse_checkpoint are part "
+                "of it): set job_type: Infer, or leave it out"
             )
 
 

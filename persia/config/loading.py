@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from persia.config.global_config import GlobalConfig, MetricsConfig
+from persia.config.global_config import GlobalConfig, InferConfig, MetricsConfig
 from persia.config.reader import read_section
 from persia.config.slots_config import SlotsConfig
 from persia.errors import ConfigError
@@ -18,6 +18,9 @@ from persia.errors import ConfigError
 __all__ = ["load_embedding_config", "load_global_config", "parse_embedding_config", "parse_global_config"]
 
 _DOCUMENTED_METRICS = "PersiaMetricsConfig"
+_DOCUMENTED_INFERENCE = ("servers", "initial_sparse_checkpoint")
+# What the documented inference job is, as it stands there: keys deeper than `job_type: Infer`.
+_NESTED_IN_VALUE = "mapping values are not allowed here"
 
 
 def load_global_config(path: str | os.PathLike[str]) -> GlobalConfig:
@@ -33,7 +36,7 @@ def load_embedding_config(path: str | os.PathLike[str]) -> SlotsConfig:
 def parse_global_config(mapping: Mapping[str, Any], *, source: str = "global config") -> GlobalConfig:
     """The same from a mapping; `source` takes the place of the file in messages."""
     with _naming(source):
-        return read_section(GlobalConfig, _with_documented_metrics(mapping))
+        return read_section(GlobalConfig, _with_documented_inference(_with_documented_metrics(mapping)))
 
 
 def parse_embedding_config(mapping: Mapping[str, Any], *, source: str = "embedding config") -> SlotsConfig:
@@ -62,6 +65,22 @@ def _with_documented_metrics(value: object) -> object:
         raise ConfigError(f"{_DOCUMENTED_METRICS} is also given as common_config.metrics_config: keep one")
     metrics = read_section(MetricsConfig, value[_DOCUMENTED_METRICS], _DOCUMENTED_METRICS)
     return {**rest, "common_config": {**common, "metrics_config": metrics}}
+
+
+def _with_documented_inference(value: object) -> object:
+    """The same with what the documentation of an inference job has beside `job_type`."""
+    if not isinstance(value, Mapping) or not isinstance(common := value.get("common_config"), Mapping):
+        return value
+    found = {key: common[key] for key in _DOCUMENTED_INFERENCE if key in common}
+    if not found:
+        return value
+    if "infer_config" in common:
+        raise ConfigError(
+            f"common_config.{next(iter(found))} belongs into common_config.infer_config, which is there too"
+        )
+    infer = read_section(InferConfig, found, "common_config")
+    rest = {key: item for key, item in common.items() if key not in found}
+    return {**value, "common_config": {**rest, "infer_config": infer}}
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -95,7 +114,8 @@ def _read_yaml(path: Path) -> object:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-        raise ConfigError(f"{path}: {where}not valid YAML: {error.problem}") from error
+        remedy = ": a key with a value has no keys below it" if error.problem == _NESTED_IN_VALUE else ""
+        raise ConfigError(f"{path}: {where}not valid YAML: {error.problem}{remedy}") from error
     except (
         yaml.YAMLError,
         ValueError,

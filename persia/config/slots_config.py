@@ -60,6 +60,7 @@ class SlotConfig(Section):
     sqrt_scaling: bool = False
     mean_scaling: bool = False
     hash_stack_config: HashStackConfig | None = None
+    consistency: str | None = None  # "synchronous"; None: as the job, TrainCtx(consistency=)
     index_prefix: Annotated[int, Only(0, "it is computed from feature_groups; leave it out")] = 0
     optimizer: Mapping[str, object] | RowSettings | None = None
     initializer: Mapping[str, object] | RowSettings | None = None
@@ -79,6 +80,7 @@ class SlotConfig(Section):
                 object.__setattr__(self, name, dict(value))
         super().__post_init__()
         self._check_pooling()
+        self._check_consistency()
         self._check_rows()
 
     @property
@@ -105,6 +107,18 @@ class SlotConfig(Section):
             _native.SlotConfig(name="checked", dim=self.dim, rows=self.rows)
         except PersiaError as error:
             raise ConfigError(str(error)) from None
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether it is looked up when the step begins, whatever the job's other slots do."""
+        return self.consistency is not None
+
+    def _check_consistency(self) -> None:
+        if self.consistency not in (None, "synchronous"):
+            raise ConfigError(
+                f"consistency={self.consistency!r} must be 'synchronous': a slot can only be stricter than "
+                "its job; set the mode of the others with TrainCtx(consistency=...) and leave it out here"
+            )
 
     def _check_pooling(self) -> None:
         if self.mean_scaling and self.sqrt_scaling:
@@ -153,6 +167,10 @@ class SlotsConfig(Section):
                 next_number += 1
         return numbers
 
+    @property
+    def has_synchronous_slots(self) -> bool:
+        return any(slot.synchronous for slot in self.slots_config.values())
+
     def native_slots(self) -> list[_native.SlotConfig]:
         """The slots as the engine wants them, in the order of `slots_config`."""
         from persia import _native
@@ -168,6 +186,7 @@ class SlotsConfig(Section):
                 sample_fixed_size=slot.sample_fixed_size,
                 hash_stack_rounds=slot.hash_stack.hash_stack_rounds if slot.hash_stack else 0,
                 hash_stack_size=slot.hash_stack.embedding_size if slot.hash_stack else 0,
+                synchronous=slot.synchronous,
                 index_prefix=numbers[name] << (64 - self.feature_index_prefix_bit),
                 group=numbers[name] - 1,
                 rows=slot.rows or None,
@@ -213,6 +232,11 @@ class SlotsConfig(Section):
                 "eviction or weight bound differ: slots of one group share rows, so give them the same or "
                 "separate groups"
             )
+        if self.slots_config[slot].synchronous != self.slots_config[first].synchronous:
+            raise ConfigError(
+                f"feature_groups.{group} has {first} and {slot}, of which only one is synchronous: slots of "
+                "one group share rows, so give them the same consistency or separate groups"
+            )
         dim, first_dim = self.slots_config[slot].dim, self.slots_config[first].dim
         if dim != first_dim:
             raise ConfigError(
@@ -246,6 +270,8 @@ def _schema_of(slot: SlotConfig, group_number: int) -> dict[str, object]:
     stack = slot.hash_stack
     # What came later is there only where it is used: older configs keep their hashes.
     later: dict[str, object] = {"mean_scaling": True} if slot.mean_scaling else {}
+    if slot.synchronous:
+        later["synchronous"] = True
     if slot.rows:
         later["rows"] = slot.rows
     return {

@@ -6,7 +6,7 @@ import enum
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from typing_extensions import Self
 
@@ -56,6 +56,13 @@ class BaseCtx:
         import torch
 
         return torch.device("cuda", self.device_id)
+
+    @property
+    def common_context(self) -> NoReturn:
+        """Raises AttributeError, which says where the methods of the published one are."""
+        raise AttributeError(
+            "there is no common_context: its methods are the context's own, such as ctx.get_embedding_size()"
+        )
 
     def __enter__(self) -> Self:
         enter_context(self)

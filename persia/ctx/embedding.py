@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -41,6 +42,7 @@ from persia.data.stream import StreamReceiver
 from persia.data.training_batch import PersiaTrainingBatch
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.backend import EmbeddingBackend
+from persia.embedding.consistency import Consistency
 from persia.embedding.counters import Counters, CounterValues, Staleness
 from persia.embedding.current import current_context, own_context
 from persia.embedding.data import PersiaBatch
@@ -185,6 +187,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor] | None]:
         """(dense tensors, embeddings in the order of the batch's features, labels or None for INFERENCE)."""
         self.current_batch = batch
+        batch.look_up_rest()  # before anything is consumed: a script may try again
         with TO_DEVICE.of(batch.traced_id, batch.result.reference.reference):
             dense = batch.consume_all_non_id_type_feature_tensors()
             embeddings = batch.consume_all_id_type_feature_embedding_tensors()
@@ -207,7 +210,12 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         """Looks one batch up. It cannot be sent or looked up again."""
         self._counters.add(batches_received=1)
         service = LookupService(
-            self.backend, self.releaser, self._counters, self._device_or(device_id), self.training
+            self.backend,
+            self.releaser,
+            self._counters,
+            self._device_or(device_id),
+            self.training,
+            in_two_parts=self.looks_up_in_two_parts,
         )
         return service.look_up(pending_from(persia_batch, 0), lambda: None)
 
@@ -294,6 +302,8 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         """Loads the dense model and all embeddings from `src_dir`, or from the newest checkpoint in it.
 
         Everything is checked before anything is replaced; NotFoundError, CorruptionError name the file.
+        `blocking=False` returns once it is checked, and the dense model replaced; servers replace their rows
+        meanwhile, and `wait_for_load_embedding` raises what fails then.
         `strict=False` accepts that slots were added or removed since.
         """
         states = {dense_filename: self._require_model()}
@@ -510,6 +520,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
                 in_flight=lambda: self.staleness.in_flight,
                 queues=self._queue_depths,
                 packets=self._packet_counts,
+                staleness=partial(self._staleness_by_mode, backend),
             )
         )
         return backend
@@ -526,6 +537,14 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
     def _packet_counts(self) -> Mapping[str, float]:
         """Of changes that this context writes for followers; only training does."""
         return {}
+
+    def _staleness_by_mode(self, backend: EmbeddingBackend) -> dict[str, tuple[int, float]]:
+        """(largest, mean) that the batches trained have had."""
+        measured = self.staleness
+        modes = {self.consistency.value: (measured.max, measured.mean)}
+        if backend.has_synchronous_slots and self.consistency is not Consistency.SYNCHRONOUS:
+            modes[Consistency.SYNCHRONOUS.value] = (measured.synchronous_max, measured.synchronous_mean)
+        return modes
 
     def _queue_depths(self) -> dict[str, int]:
         prefetchers = list(self._prefetchers)

@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia import env
-from persia._native import RemoteClient
+from persia._native import LookupResult, RemoteClient
 from persia.ctx.base import PreprocessMode
 from persia.ctx.embedding import EmbeddingCtx
-from persia.embedding.backend import ClientBackend
+from persia.embedding.backend import ClientBackend, LookupPart
 from persia.embedding.deadline import Deadline
+from persia.embedding.remote_rows import RemoteRows
 from persia.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -43,15 +44,15 @@ class InferCtx(EmbeddingCtx):
     ```
 
     Args:
-        embedding_worker_address_list: "host:port" of each embedding worker; lookups take turns.
+        embedding_worker_address_list: "host:port" of each embedding worker; lookups take turns, and pass by
+            a worker that does not answer. UnavailableError names them all when none does.
         args, kwargs: as for `EmbeddingCtx` after its mode: model, embedding_config, threadpool_worker_size,
             device_id.
     """
 
     def __init__(self, embedding_worker_address_list: Sequence[str], *args: Any, **kwargs: Any) -> None:
         self._addresses = _checked_addresses(embedding_worker_address_list)
-        backend = ClientBackend(_client(self._addresses), deadline_s=env.get_deadline_s())
-        super().__init__(PreprocessMode.INFERENCE, *args, backend=backend, **kwargs)
+        super().__init__(PreprocessMode.INFERENCE, *args, backend=_Backend(self._addresses), **kwargs)
 
     def wait_for_serving(self, timeout_s: float | None = None) -> None:
         """Returns once every embedding worker, and through it every parameter server, answers.
@@ -71,6 +72,20 @@ class InferCtx(EmbeddingCtx):
     def clear_embeddings(self) -> None:
         """Refused: inference reads only."""
         raise FailedPreconditionError("an InferCtx changes nothing: clear embeddings in a TrainCtx")
+
+
+class _Backend(ClientBackend):
+    """Lookups that pass by workers that are down; any worker can answer them, as none holds a batch."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        deadline_s = env.get_deadline_s()
+        super().__init__(_client(addresses), deadline_s=deadline_s)
+        self._rows = RemoteRows(addresses, deadline_s=deadline_s)
+
+    def lookup_direct(
+        self, id_features: bytes, *, requires_grad: bool, part: LookupPart = "all"
+    ) -> LookupResult:
+        return self._rows.lookup(id_features)
 
 
 def _client(addresses: Sequence[str]) -> RemoteClient:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,7 @@ from persia.embedding.consistency import Consistency
 from persia.embedding.gradient import GradientReturner
 from persia.embedding.lookup import leaf_gradients
 from persia.embedding.optim import Optimizer
-from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
+from persia.errors import InvalidArgumentError, InvalidTypeError
 from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import NN_WORKER
 from persia.observability.phases import BACKWARD, DENSE_STEP, HAND_IN, NO_BATCH
@@ -51,7 +52,8 @@ class TrainCtx(EmbeddingCtx):
     Args:
         embedding_optimizer: applied by the servers.
         dense_optimizer: steps the model's own parameters in `backward`.
-        grad_scalar_update_factor: divides the loss scale after embedding gradients that were not finite.
+        grad_scalar_update_factor: divides the loss scale after embedding gradients that were not finite. Not
+            used with several ranks, whose scale must be the same: it follows the dense gradients alone.
         backward_buffer_size: batches whose gradients may wait to be sent.
         backward_workers_size: gradients sent at a time.
         grad_update_buffer_size: batches whose gradients may wait or be under way, together.
@@ -63,7 +65,8 @@ class TrainCtx(EmbeddingCtx):
         args, kwargs: as for `EmbeddingCtx`: model, embedding_config, threadpool_worker_size, device_id,
             slots, global_config.
         consistency: "hybrid": lookups run ahead of updates by `embedding_staleness` batches; "synchronous":
-            each step sees the updates of all ranks' steps before it; "asynchronous": without a bound.
+            each step sees the updates of all ranks' steps before it; "asynchronous": without a bound. Slots
+            that the embedding config calls synchronous are looked up so in all three.
         before_dense_step: called with nothing when the dense gradients are complete, averaged over ranks
             and unscaled: the place to clip them.
         on_embedding_gradient: called for every slot of a batch with its name and gradient, unscaled float32
@@ -203,7 +206,7 @@ class TrainCtx(EmbeddingCtx):
         self.step += 1
         if self._packets is not None and self._packets.wants_dense:
             self._packets.offer_dense(self.step, dense.copied_state(self._require_model()))
-        if self._consistency is Consistency.SYNCHRONOUS:
+        if self._must_end_steps_together:
             self._end_step_together()
         if self._dump_requests.is_wanted and not self._accumulating:
             self.wait_for_dump_embedding()  # an error of the script's own dump is the script's
@@ -325,8 +328,11 @@ class TrainCtx(EmbeddingCtx):
         """A rank that has ended takes part in the others' collectives until all have ended."""
         if isinstance(self.model, DistributedDataParallel):
             scaler = [] if self._scaler is None else [self._scaler]
-            barrier = self._consistency is Consistency.SYNCHRONOUS
-            return join_uneven(self.model, [self.dense_optimizer, *scaler], step_barrier=barrier)
+            return join_uneven(
+                self.model,
+                [self.dense_optimizer, *scaler],
+                step_barrier=self._must_end_steps_together,
+            )
         return contextlib.nullcontext()
 
     def _dump(
@@ -345,12 +351,19 @@ class TrainCtx(EmbeddingCtx):
 
     def _load_embeddings(self, source: Source, *, blocking: bool, strict: bool) -> None:
         self.wait_for_gradients()
-        if self.rank == 0:
-            config = self.embedding_optimizer.train_config(self.embedding_config)
-            in_background = not blocking or self.world_size > 1
-            self._checkpoints.load(
-                source, train_config=config.encode(), strict=strict, blocking=not in_background
-            )
+        config = self.embedding_optimizer.train_config(self.embedding_config)
+        alone = self.world_size == 1
+        load = functools.partial(
+            self._checkpoints.load,
+            source,
+            train_config=config.encode(),
+            strict=strict,
+            blocking=blocking and alone,
+        )
+        if alone:
+            load()
+        else:
+            done_by_rank_0(self.rank, load, self.device)
         if blocking:
             self.wait_for_load_embedding()
 
@@ -382,12 +395,8 @@ class TrainCtx(EmbeddingCtx):
         return NO_BATCH if self.current_batch is None else self.current_batch.traced_id
 
     def _check_not_given_up(self) -> None:
-        batch = self.current_batch
-        if batch is not None and batch.lease is not None and batch.lease.claimed:
-            raise FailedPreconditionError(
-                f"batch {batch.batch_id} had its backward already, or was given up because the next one was "
-                "asked for first: call backward once for every batch, or raise embedding_staleness"
-            )
+        if self.current_batch is not None:
+            self.current_batch.check_not_given_up()
 
     def _return_gradients(self, scale: float) -> bool:
         """Hands in the gradients of every batch the loss reached; returns whether all of them are finite."""
@@ -445,6 +454,10 @@ class TrainCtx(EmbeddingCtx):
             else:
                 self._scaler.update(self._scaler.get_scale() / self.grad_scalar_update_factor)
         self.dense_optimizer.zero_grad()
+
+    @property
+    def _must_end_steps_together(self) -> bool:
+        return self._consistency is Consistency.SYNCHRONOUS or self.backend.has_synchronous_slots
 
     def _end_step_together(self) -> None:
         """Returns when the updates of this step are applied, those of the other ranks too."""

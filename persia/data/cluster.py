@@ -11,7 +11,7 @@ import secrets
 
 from persia import env
 from persia._native import BatchReference, LookupResult, RemoteClient, TrainConfig
-from persia.embedding.backend import ClientBackend
+from persia.embedding.backend import ClientBackend, LookupPart
 from persia.errors import FailedPreconditionError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Announcer, Directory, EventKind, ServiceEvent, ServiceInfo
@@ -103,7 +103,11 @@ class ClusterBackend(ClientBackend):
         except BaseException:
             self._watch.close()
             raise
-        super().__init__(self._remote, deadline_s=deadline_s)
+        super().__init__(
+            self._remote,
+            deadline_s=deadline_s,
+            has_synchronous_slots=any(worker.synchronous_slots for worker in workers),
+        )
 
     @property
     def client(self) -> RemoteClient:
@@ -115,11 +119,13 @@ class ClusterBackend(ClientBackend):
         super().configure(config, replace=replace)
         self._config = config
 
-    def lookup(self, reference: BatchReference, *, requires_grad: bool) -> LookupResult:
+    def lookup(
+        self, reference: BatchReference, *, requires_grad: bool, part: LookupPart = "all"
+    ) -> LookupResult:
         # A loader may have heard of a new worker before this process has.
         if reference.worker_index not in self._incarnations:
             self._find(reference.worker_index)
-        return super().lookup(reference, requires_grad=requires_grad)
+        return super().lookup(reference, requires_grad=requires_grad, part=part)
 
     def close(self) -> None:
         self._watch.close()

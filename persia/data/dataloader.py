@@ -114,7 +114,14 @@ class DataLoader:
         source = self.dataset.open_source(host, ordered=self.reproducible)
         prefetcher = Prefetcher(
             source,
-            LookupService(host.backend, host.releaser, host.lookup_counters, host.device, host.training),
+            LookupService(
+                host.backend,
+                host.releaser,
+                host.lookup_counters,
+                host.device,
+                host.training,
+                in_two_parts=host.looks_up_in_two_parts,
+            ),
             gate,
             forward_buffer_size=self.forward_buffer_size,
             num_workers=self.num_workers,

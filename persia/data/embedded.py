@@ -69,7 +69,11 @@ class EmbeddedJob:
             num_internal_shards=store.num_hashmap_internal_shards,
             forward_buffer_size=worker.forward_buffer_size,
         )
-        self.backend = ClientBackend(self._client, deadline_s=env.get_deadline_s())
+        self.backend = ClientBackend(
+            self._client,
+            deadline_s=env.get_deadline_s(),
+            has_synchronous_slots=slots.has_synchronous_slots,
+        )
         self._worker = self.connect("embedding-worker-0")
         try:
             session = self._worker.session

@@ -52,6 +52,11 @@ class LoaderHost(abc.ABC):
         return Consistency.HYBRID
 
     @property
+    def looks_up_in_two_parts(self) -> bool:
+        """Whether some slots are left to a batch's step; a synchronous job looks all of them up there."""
+        return self.backend.has_synchronous_slots and self.consistency is not Consistency.SYNCHRONOUS
+
+    @property
     @abc.abstractmethod
     def embedded_job(self) -> EmbeddedJob | None:
         """The job of this process that the context has begun; None in a cluster or another context."""

@@ -13,14 +13,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 
 import torch
 
-from persia._native import TracedBatch
+from persia._native import BatchReference, LookupResult, TracedBatch
 from persia.data.source import BatchSource, PendingBatch
 from persia.data.staleness import StalenessGate
 from persia.data.training_batch import PersiaTrainingBatch
-from persia.embedding.backend import EmbeddingBackend
+from persia.embedding.backend import EmbeddingBackend, LookupPart
 from persia.embedding.bounded_queue import BoundedQueue, QueueClosed
 from persia.embedding.counters import Counters
 from persia.embedding.deadline import Deadline
@@ -34,24 +35,32 @@ __all__ = ["LookupService", "Prefetcher"]
 
 @dataclasses.dataclass(frozen=True)
 class LookupService:
-    """Turns pending batches into training batches, and gives up those that nobody will use."""
+    """Turns pending batches into training batches, and gives up those that nobody will use.
+
+    `in_two_parts`: the synchronous slots of training batches are left to the batch's step.
+    """
 
     backend: EmbeddingBackend
     releaser: Releaser
     counters: Counters
     device: torch.device | None
     training: bool
+    in_two_parts: bool = False
 
     def look_up(self, pending: PendingBatch, release_permit: Callable[[], None]) -> PersiaTrainingBatch:
         """Ends by the backend's deadline; on an error the permit is back and the error names the batch."""
         requires_grad = self.training and pending.requires_grad
+        in_two_parts = self.in_two_parts and requires_grad
+        part: LookupPart = "ahead" if in_two_parts else "all"
         try:
             dense = pending.decode()
             with TracedBatch(pending.batch_id if requires_grad else NO_BATCH):
                 if pending.reference is not None:
-                    result = self.backend.lookup(pending.reference, requires_grad=requires_grad)
+                    result = self.backend.lookup(pending.reference, requires_grad=requires_grad, part=part)
                 else:
-                    result = self.backend.lookup_direct(pending.id_features, requires_grad=requires_grad)
+                    result = self.backend.lookup_direct(
+                        pending.id_features, requires_grad=requires_grad, part=part
+                    )
         except Exception as failure:
             self.counters.add(batches_failed=1)
             FORWARD_ERRORS.add()
@@ -59,11 +68,21 @@ class LookupService:
             raise with_batch_id(failure, "the lookup", pending.batch_id) from failure
         lease = BatchLease(pending.batch_id, result.reference, release_permit) if requires_grad else None
         batch = PersiaTrainingBatch(pending.batch_id, requires_grad, self.device, dense, result, lease)
+        if in_two_parts:
+            batch.find_rest = partial(self._look_up_rest, pending.batch_id, result.reference)
         if lease is None:
             self.counters.add(batches_evaluated=1)
         else:
             lease.watch(batch, self.releaser)
         return batch
+
+    def _look_up_rest(self, batch_id: int, reference: BatchReference) -> LookupResult:
+        try:
+            with TracedBatch(batch_id):
+                return self.backend.lookup(reference, requires_grad=True, part="in_step")
+        except Exception as failure:
+            FORWARD_ERRORS.add()
+            raise with_batch_id(failure, "the lookup of the synchronous slots", batch_id) from failure
 
     def give_up(self, pending: PendingBatch, release_permit: Callable[[], None]) -> None:
         """For a batch that was not looked up."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from persia.embedding.dense_codec import DenseSection
 from persia.embedding.lease import BatchLease
 from persia.embedding.lookup import EmbeddingTensors, embedding_tensors, to_device
 from persia.errors import FailedPreconditionError
-from persia.observability.phases import NO_BATCH
+from persia.observability.phases import LOOKUP_IN_STEP, NO_BATCH
 
 __all__ = ["PersiaTrainingBatch"]
 
@@ -29,8 +29,11 @@ class PersiaTrainingBatch:
     dense: DenseSection
     result: LookupResult
     lease: BatchLease | None  # None: no gradient is expected
+    # Finds the slots that `result` lacks, which must see the updates of the step before.
+    find_rest: Callable[[], LookupResult] | None = None
     # The leaves whose gradients `backward` returns; made with the embedding tensors.
     leaves: list[tuple[str, torch.Tensor]] = dataclasses.field(default_factory=list)
+    _rest: LookupResult | None = None
     _consumed: set[str] = dataclasses.field(default_factory=set)
 
     @property
@@ -47,16 +50,36 @@ class PersiaTrainingBatch:
         """What the loader attached to the batch."""
         return self.dense.meta
 
+    def check_not_given_up(self) -> None:
+        """Raises when no gradient of the batch can be applied any more."""
+        if self.lease is not None and self.lease.claimed:
+            raise FailedPreconditionError(
+                f"batch {self.batch_id} had its backward already, or was given up because the next one was "
+                "asked for first: call backward once for every batch, or raise embedding_staleness"
+            )
+
+    def look_up_rest(self) -> None:
+        """Looks the synchronous slots up, if that is left to do; it can be called again when it fails."""
+        if self.find_rest is None or self._rest is not None:
+            return
+        self.check_not_given_up()
+        with LOOKUP_IN_STEP.of(self.traced_id, self.result.reference.reference):
+            self._rest = self.find_rest()
+
     def consume_all_non_id_type_feature_tensors(self) -> list[torch.Tensor]:
         """The dense features, on the context's device. Each `consume` works once."""
         self._consume("non-ID type features")
         return self._tensors(self.dense.features)
 
     def consume_all_id_type_feature_embedding_tensors(self) -> list[torch.Tensor]:
-        """The embeddings in the order of the batch's features; shapes: `persia.embedding.lookup`."""
+        """The embeddings in the order of the batch's features; shapes: `persia.embedding.lookup`.
+
+        Looks synchronous slots up, unless `look_up_rest` has: raises what goes wrong with that.
+        """
+        self.look_up_rest()
         self._consume("ID type feature embeddings")
         made: EmbeddingTensors = embedding_tensors(
-            self.result, device=self.device, requires_grad=self.lease is not None
+            self.result, rest=self._rest, device=self.device, requires_grad=self.lease is not None
         )
         self.leaves = made.leaves
         return made.tensors

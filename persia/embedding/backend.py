@@ -7,7 +7,7 @@ backend's, so that no caller can forget one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,10 @@ from persia._native import (
     TrainConfig,
 )
 
-__all__ = ["ClientBackend", "EmbeddingBackend", "SlotGradients"]
+__all__ = ["ClientBackend", "EmbeddingBackend", "LookupPart", "SlotGradients"]
 
+# "ahead": without the synchronous slots, "in_step": these alone. The other ones are absent from the result.
+LookupPart = Literal["all", "ahead", "in_step"]
 SlotGradients = Sequence[tuple[str, NDArray[np.float32] | None]]
 
 
@@ -32,10 +34,18 @@ class EmbeddingBackend(Protocol):
     def configure(self, config: TrainConfig, *, replace: bool = False) -> None:
         """Gives every server its training config; a different one than it has needs `replace`."""
 
-    def lookup(self, reference: BatchReference, *, requires_grad: bool) -> LookupResult:
-        """The embeddings of a batch that a loader registered."""
+    @property
+    def has_synchronous_slots(self) -> bool:
+        """Whether some slots are to be looked up when a step begins."""
 
-    def lookup_direct(self, id_features: bytes, *, requires_grad: bool) -> LookupResult:
+    def lookup(
+        self, reference: BatchReference, *, requires_grad: bool, part: LookupPart = "all"
+    ) -> LookupResult:
+        """The embeddings of a batch that a loader registered, or that `lookup_direct` began with."""
+
+    def lookup_direct(
+        self, id_features: bytes, *, requires_grad: bool, part: LookupPart = "all"
+    ) -> LookupResult:
         """The embeddings of ID features made here; workers take turns."""
 
     def return_gradients(
@@ -66,23 +76,36 @@ class EmbeddingBackend(Protocol):
 class ClientBackend:
     """An `EmbeddingClient` of the native module with one deadline for all calls."""
 
-    def __init__(self, client: EmbeddingClient, *, deadline_s: float) -> None:
+    def __init__(
+        self, client: EmbeddingClient, *, deadline_s: float, has_synchronous_slots: bool = False
+    ) -> None:
         self._client = client
         self._deadline_s = deadline_s
+        self._has_synchronous_slots = has_synchronous_slots
         # Not locked: two lookups picking the same worker by a race are only a little less balanced.
         self._num_direct_lookups = 0
 
     def configure(self, config: TrainConfig, *, replace: bool = False) -> None:
         self._client.configure(config, replace=replace, timeout_s=self._deadline_s)
 
-    def lookup(self, reference: BatchReference, *, requires_grad: bool) -> LookupResult:
-        return self._client.lookup(reference, requires_grad=requires_grad, timeout_s=self._deadline_s)
+    @property
+    def has_synchronous_slots(self) -> bool:
+        return self._has_synchronous_slots
 
-    def lookup_direct(self, id_features: bytes, *, requires_grad: bool) -> LookupResult:
+    def lookup(
+        self, reference: BatchReference, *, requires_grad: bool, part: LookupPart = "all"
+    ) -> LookupResult:
+        return self._client.lookup(
+            reference, requires_grad=requires_grad, timeout_s=self._deadline_s, part=part
+        )
+
+    def lookup_direct(
+        self, id_features: bytes, *, requires_grad: bool, part: LookupPart = "all"
+    ) -> LookupResult:
         worker_index = self._num_direct_lookups
         self._num_direct_lookups = (worker_index + 1) % (1 << 31)
         return self._client.lookup_direct(
-            worker_index, id_features, requires_grad=requires_grad, timeout_s=self._deadline_s
+            worker_index, id_features, requires_grad=requires_grad, timeout_s=self._deadline_s, part=part
         )
 
     def return_gradients(

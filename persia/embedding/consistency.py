@@ -1,7 +1,7 @@
 """How much training may get ahead of its own updates: a choice for the whole job.
 
-Not for single slots: a batch is looked up, updated and acknowledged as a whole, so its slots are in flight
-together, and the strictest slot would bind all of them.
+A slot may be stricter than its job: `consistency: synchronous` in the embedding config. Such slots are looked
+up when a step begins, the others of the same batch as the job says (docs/adr/0015).
 """
 
 from __future__ import annotations

@@ -36,6 +36,8 @@ class Staleness:
 
     max: int = 0
     mean: float = 0.0
+    synchronous_max: int = 0  # of the synchronous slots alone, in a job of another mode
+    synchronous_mean: float = 0.0
     in_flight: int = 0  # training batches looked up, or being looked up, and not settled
 
 
@@ -45,8 +47,8 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values = dict.fromkeys((field.name for field in dataclasses.fields(CounterValues)), 0)
-        self._staleness_max = 0
-        self._staleness_sum = 0
+        self._staleness_max = self._synchronous_max = 0
+        self._staleness_sum = self._synchronous_sum = 0
         self._in_flight = 0
 
     def add(self, **counts: int) -> None:
@@ -65,6 +67,8 @@ class Counters:
             self._values["rows_missing"] += report.num_missing
             self._staleness_max = max(self._staleness_max, report.staleness)
             self._staleness_sum += report.staleness
+            self._synchronous_max = max(self._synchronous_max, report.in_step_staleness)
+            self._synchronous_sum += report.in_step_staleness
 
     def flight(self, change: int) -> None:
         """A training batch enters (+1) or leaves (-1) the time between its permit and its acknowledgement."""
@@ -77,6 +81,11 @@ class Counters:
 
     def staleness(self) -> Staleness:
         with self._lock:
-            num_trained = self._values["batches_trained"]
-            mean = self._staleness_sum / num_trained if num_trained else 0.0
-            return Staleness(max=self._staleness_max, mean=mean, in_flight=self._in_flight)
+            num_trained = max(self._values["batches_trained"], 1)
+            return Staleness(
+                max=self._staleness_max,
+                mean=self._staleness_sum / num_trained,
+                synchronous_max=self._synchronous_max,
+                synchronous_mean=self._synchronous_sum / num_trained,
+                in_flight=self._in_flight,
+            )

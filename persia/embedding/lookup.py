@@ -35,15 +35,29 @@ def to_device(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor
 
 
 def embedding_tensors(
-    result: LookupResult, *, device: torch.device | None = None, requires_grad: bool
+    result: LookupResult,
+    *,
+    rest: LookupResult | None = None,
+    device: torch.device | None = None,
+    requires_grad: bool,
 ) -> EmbeddingTensors:
-    """The tensors share memory with `result` on the CPU, and keep it alive."""
+    """The tensors share memory with `result` on the CPU, and keep it alive.
+
+    `rest` has the slots that are absent from `result`.
+    """
     made = EmbeddingTensors([], [])
-    for slot in result.slots:
+    for slot in _complete(result, rest):
         leaf = to_device(torch.from_numpy(slot.rows), device).requires_grad_(requires_grad)
         made.leaves.append((slot.name, leaf))
         made.tensors.append(_expand_raw(slot, leaf, device) if slot.raw else leaf)
     return made
+
+
+def _complete(result: LookupResult, rest: LookupResult | None) -> list[SlotEmbedding]:
+    if rest is None:
+        return result.slots
+    # Both have all slots, in the order of the batch's features.
+    return [later if slot.absent else slot for slot, later in zip(result.slots, rest.slots, strict=True)]
 
 
 def _expand_raw(slot: SlotEmbedding, leaf: torch.Tensor, device: torch.device | None) -> torch.Tensor:

@@ -165,9 +165,9 @@ class Supervisor:
         return process
 
     def stop(self, grace_s: float = _GRACE_S) -> None:
-        """Terminates all processes together, and kills what is left after `grace_s`. Idempotent.
+        """Terminates all processes, one `stop_stage` after the other, those of a stage together. Idempotent.
 
-        Each stage has that time.
+        What is left of a stage after `grace_s` is killed before the next one begins.
         """
         for stage in sorted({process.spec.stop_stage for process in self.processes}):
             _terminate([p for p in self.processes if p.spec.stop_stage == stage], grace_s)

@@ -6,6 +6,7 @@ so one handler blocked by back-pressure would keep a finished process alive. The
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -14,9 +15,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["DaemonPool"]
+__all__ = ["DaemonPool", "give_way"]
 
 _IDLE_END_S = 0.2
+_NICE = 10  # a tenth of what others get of a processor that all of them want
+
+
+def give_way() -> None:
+    """From now on this thread, and those that it starts, leave the processors to others that want them."""
+    thread = threading.get_native_id()
+    # Nicer already, by whoever started the process: without privileges there is no way back.
+    nice = max(_NICE, os.getpriority(os.PRIO_PROCESS, thread))
+    os.setpriority(os.PRIO_PROCESS, thread, nice)
 
 
 @dataclass(frozen=True)

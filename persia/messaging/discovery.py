@@ -49,6 +49,7 @@ class ServiceInfo:
     schema: str = ""  # hash of the embedding config; empty when it has none
     pid: int = 0
     status_address: str = ""  # "host:port" of its HTTP port with metrics and status; empty when it has none
+    synchronous_slots: bool = False  # an embedding worker's config has slots to look up when a step begins
 
     def encode(self) -> bytes:
         return json.dumps({**asdict(self), "incarnation": f"{self.incarnation:016x}"}).encode()
@@ -63,6 +64,8 @@ class ServiceInfo:
             if not isinstance(text, str):
                 raise CorruptionError(f"service info: {key} is {text!r}, not a text")
         index, replicas, pid = (json_int(values, key, "service info") for key in ("index", "replicas", "pid"))
+        if not isinstance(synchronous := values.get("synchronous_slots"), bool):
+            raise CorruptionError(f"service info: synchronous_slots is {synchronous!r}, not true or false")
         if texts["role"] not in ROLES:
             raise CorruptionError(f"service info: unknown role {texts['role']!r}")
         if not index < replicas <= _MAX_REPLICAS:
@@ -77,6 +80,7 @@ class ServiceInfo:
             schema=str(texts["schema"]),
             pid=pid,
             status_address=str(texts["status_address"]),
+            synchronous_slots=synchronous,
         )
 
     def __str__(self) -> str:

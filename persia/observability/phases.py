@@ -17,6 +17,7 @@ __all__ = [
     "FORWARD",
     "FORWARD_ERRORS",
     "HAND_IN",
+    "LOOKUP_IN_STEP",
     "NO_BATCH",
     "SEND_BATCH",
     "STEP_PHASES",
@@ -67,12 +68,13 @@ class Count:
 
 
 WAIT_FOR_BATCH = Phase("wait for batch")
+LOOKUP_IN_STEP = Phase("lookup in step")  # of synchronous slots
 TO_DEVICE = Phase("to device")
 FORWARD = Phase("forward")
 BACKWARD = Phase("backward")
 HAND_IN = Phase("hand in gradients")
 DENSE_STEP = Phase("dense step")
-STEP_PHASES = (WAIT_FOR_BATCH, TO_DEVICE, FORWARD, BACKWARD, HAND_IN, DENSE_STEP)
+STEP_PHASES = (WAIT_FOR_BATCH, LOOKUP_IN_STEP, TO_DEVICE, FORWARD, BACKWARD, HAND_IN, DENSE_STEP)
 
 SEND_BATCH = Phase("send batch")  # of a data loader
 

@@ -21,8 +21,9 @@ _TIMEOUT_S = 5.0
 class Pusher:
     """Replaces this process' group on the gateway every `interval_s` seconds, and removes it at the end.
 
-    A gateway that does not answer is reported once, and tried again at every interval: metrics never stop a
-    job. `grouping` must differ between all processes that push under one job name.
+    A gateway that does not answer, or metrics that cannot be read, are reported once, and tried again at
+    every interval: metrics never stop a job. `grouping` must differ between all processes that push under
+    one job name.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Pusher:
                 timeout=_TIMEOUT_S,
                 handler=self._handler,
             )
-        except (OSError, ValueError, HTTPException) as error:
+        except Exception as error:  # of the gateway, or of what collects: the thread must outlive both
             log = get_default_logger().debug if self._has_failed else get_default_logger().warning
             log(
                 "metrics could not be pushed to %s (PERSIA_METRICS_GATEWAY_ADDR): %s; trying on",

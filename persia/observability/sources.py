@@ -213,6 +213,7 @@ class NnWorkerSource(Source):
         counters: what became of the rank's batches, by name.
         in_flight: batches between lookup and update.
         queues: entries of each queue, by name.
+        staleness: measured in the batches trained, (largest, mean) by consistency mode.
     """
 
     def __init__(
@@ -225,8 +226,10 @@ class NnWorkerSource(Source):
         in_flight: Callable[[], int],
         queues: Callable[[], Mapping[str, int]] = dict,
         packets: Callable[[], Mapping[str, float]] = dict,
+        staleness: Callable[[], Mapping[str, tuple[int, float]]] = dict,
     ) -> None:
         super().__init__(NN_WORKER, index, replicas)
+        self._staleness = staleness
         self._client = client
         self._packets = packets
         self._counters, self._in_flight, self._queues = counters, in_flight, queues
@@ -236,6 +239,9 @@ class NnWorkerSource(Source):
         return {
             **self._counters(),
             "in_flight": self._in_flight(),
+            "staleness": {
+                mode: {"max": worst, "mean": mean} for mode, (worst, mean) in self._staleness().items()
+            },
             "queues": dict(self._queues()),
             "packets": dict(self._packets()),
             "workers": self._client.channels(),
@@ -252,6 +258,9 @@ class NnWorkerSource(Source):
         for outcome, count in self._counters().items():
             families.counter(f"persia_nn_{outcome}", "What became of the rank's batches.", count)
         families.gauge("persia_nn_in_flight", "Batches between lookup and update.", self._in_flight())
+        for mode, (worst, mean) in self._staleness().items():
+            families.gauge("persia_nn_staleness_max", _STALENESS_TEXT, worst, consistency=mode)
+            families.gauge("persia_nn_staleness_mean", _STALENESS_TEXT, mean, consistency=mode)
         packets = self._packets()
         for name, key, text in _PACKET_COUNTERS if packets else ():
             families.counter(name, text, packets[key])
@@ -269,6 +278,7 @@ class NnWorkerSource(Source):
         return self._slow[phase]
 
 
+_STALENESS_TEXT = "Updates between the lookup and the update of a batch's slots of a consistency mode."
 _NN_TIMES = (
     ("forward_client_time_cost_sec", "client lookup", "A batch's lookup as the rank sees it, the latest."),
     ("forward_client_to_gpu_time_cost_sec", "to device", "Making a batch's tensors, the latest."),

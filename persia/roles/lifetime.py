@@ -74,6 +74,7 @@ def announced(
     port: int,
     schema: str,
     observer: ProcessObserver,
+    synchronous_slots: bool = False,
 ) -> Iterator[Announcer]:
     """Makes the server known for the time of the block. Enter it when the server is ready for requests."""
     info = ServiceInfo(
@@ -85,6 +86,7 @@ def announced(
         schema=schema,
         pid=os.getpid(),
         status_address=observer.address,
+        synchronous_slots=synchronous_slots,
     )
     announcer = Announcer(session, info)
     announcer.start()

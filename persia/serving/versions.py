@@ -8,7 +8,6 @@ the checkpoint changes. Rolling back is the same: let `latest` name the older st
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -22,13 +21,12 @@ from persia.checkpoint.versions import resolve
 from persia.embedding.data import PersiaBatch
 from persia.errors import FailedPreconditionError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
+from persia.messaging.daemon_pool import give_way
 from persia.serving.following import ServedCopies, ServedCopy
 from persia.serving.loading import ModelSettings, Version, digest_of, load_version
 from persia.serving.switch import SharedLock
 
 __all__ = ["ModelSettings", "ServedModel"]
-
-_NICE = 10  # of the thread that loads versions, and of those that it starts
 
 
 class ServedModel:
@@ -121,7 +119,7 @@ class ServedModel:
 
     def _watch(self) -> None:
         # Loading takes the processors for seconds: what it leaves to requests must not be an equal share.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        give_way()
         while not self._stopped.wait(self.settings.poll_s):
             self._update()
 

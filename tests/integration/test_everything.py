@@ -6,6 +6,7 @@ Its numbers are read at the real /metrics pages, and have to add up.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from persia.checkpoint.checkpoints import Source
+from persia.checkpoint.rows import RowGroups, RowReader
 from persia.messaging.subjects import DATA_LOADER, EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
 from persia.testing import LocalCluster
 
@@ -21,6 +23,7 @@ from .watching import Pages, wait_until
 
 NUM_BATCHES = 120  # of each loader
 CAPACITY = 1200  # of each server: less than the slot `crowd` alone has IDs
+VISITS_CAPACITY = 40  # rows of the slot `visits` on each server, of 10,000 IDs
 PACE_S = 0.03
 
 
@@ -131,6 +134,8 @@ def test_staleness_is_bounded_and_exported(job: Everything) -> None:
     measured = max(report["staleness"]["max"] for report in job.reports)
     assert max(job.ended.each(EMBEDDING_PARAMETER_SERVER, "persia_update_staleness_max")) == measured > 0
     assert job.ended.each(NN_WORKER, "persia_nn_in_flight") == [0, 0]
+    # Of the updates before it, the synchronous slot can miss the other rank's of the same step.
+    assert max(report["staleness"]["synchronous_max"] for report in job.reports) <= 1
 
 
 def test_ranks_agree_and_learn(job: Everything) -> None:
@@ -145,3 +150,12 @@ def test_the_checkpoint_has_the_rows_held(job: Everything) -> None:
     embeddings = Source(str(job.checkpoint)).manifest.embeddings
     assert embeddings is not None
     assert embeddings.num_rows == job.ended.sum(EMBEDDING_PARAMETER_SERVER, "persia_rows")
+
+
+def test_a_slot_has_the_room_that_it_was_given(job: Everything) -> None:
+    reader = RowReader(str(job.checkpoint))
+    groups, counts = RowGroups(reader.section.schema), Counter[str]()
+    for block in reader.blocks():
+        counts.update({name: len(rows) for name, rows in groups.split(block.signs)})
+    assert VISITS_CAPACITY < counts["visits"] <= 3 * VISITS_CAPACITY
+    assert counts["crowd"] > 3 * VISITS_CAPACITY

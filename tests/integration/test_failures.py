@@ -126,11 +126,11 @@ def test_restarted_parameter_server_is_found_again(start_job: Any) -> None:
 
 
 def test_dead_nn_worker_ends_its_loader(start_job: Any) -> None:
-    env = {"PERSIA_DEADLINE_SEC": "10", "PERSIA_LOG_FORMAT": "json"}
+    env = {"PERSIA_DEADLINE_SEC": "30", "PERSIA_LOG_FORMAT": "json"}
     job = start_job(loaders=[["--batches", "100000"]], env=env)
     await_output(job.nn_worker, "batch 20")
     job.nn_worker.send_signal(signal.SIGKILL)
-    assert job.cluster.wait(job.loaders[0], 60) != 0
+    assert job.cluster.wait(job.loaders[0], 120) != 0
     assert "UnavailableError" in job.loaders[0].output
     assert "NN worker 0" in job.loaders[0].output
     records = [json.loads(line) for line in job.loaders[0].output.splitlines() if line.startswith("{")]

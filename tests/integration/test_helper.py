@@ -130,11 +130,22 @@ def load_what_is_broken() -> None:
 def test_a_loader_that_fails_is_shown_with_its_traceback() -> None:
     """The caller's training ends first, by what the loader tells its ranks."""
     with (
-        pytest.raises(UnavailableError, match=r"(?s)data-loader-0 ended .*in fail\n.*row 17") as caught,
+        pytest.raises(UnavailableError, match=r"(?s)data-loader-0 ended .*in fail\n.*row 17"),
         PersiaServiceCtx(load_what_is_broken, embedding_config=SLOTS),
     ):
         train()
-    assert "data loader 0 ended with an error" in str(caught.value.__cause__)
+
+
+def test_an_error_of_the_block_is_the_cause_of_the_failure_unless_it_is_the_failure() -> None:
+    service = PersiaServiceCtx(embedding_config=SLOTS)  # nothing runs: this is about the block's end
+    service._failure = failure = UnavailableError("row 17")
+    service._failed.set()
+    service.__exit__(UnavailableError, failure, None)
+    assert failure.__cause__ is None
+    own = UnavailableError("the stream ended with an error")
+    with pytest.raises(UnavailableError, match="row 17") as caught:
+        service.__exit__(UnavailableError, own, None)
+    assert caught.value.__cause__ is own
 
 
 def test_bug_19_server_that_dies_ends_the_block() -> None:

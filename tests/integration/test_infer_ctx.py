@@ -19,6 +19,7 @@ from persia.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     InvalidTypeError,
+    UnavailableError,
 )
 from persia.messaging.discovery import Directory
 from persia.messaging.subjects import EMBEDDING_WORKER
@@ -111,6 +112,21 @@ def test_worker_that_does_not_serve_is_named(served: Served) -> None:
         pytest.raises(DeadlineExceededError, match=match),
     ):
         ctx.wait_for_serving(0.5)
+
+
+def test_lookups_pass_by_a_worker_that_is_down(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    with InferCtx(["127.0.0.1:9", served.addresses[0]]) as ctx:
+        for _ in range(4):
+            np.testing.assert_array_equal(embeddings(ctx, batch().to_bytes()), served.rows)
+    monkeypatch.setenv("PERSIA_DEADLINE_SEC", "3")
+    env.reload_env()
+    with (
+        InferCtx(["127.0.0.1:9", "127.0.0.1:10"]) as ctx,
+        pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9, 127\.0\.0\.1:10 answers within 3 s"),
+    ):
+        ctx.get_embedding_from_bytes(batch().to_bytes())
+    monkeypatch.undo()
+    env.reload_env()
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,18 @@ def test_two_jobs_of_one_name_do_not_overwrite_each_other_on_the_gateway(local_c
         assert left["instance"].endswith(f":{process.pid}")
 
 
+def test_a_rank_pushes_its_metrics(start_job, tmp_path):
+    with pushgateway(tmp_path) as gateway:
+        job = start_job(
+            *("--pace", "0.1"),
+            loaders=[["--batches", "60"]],
+            global_config=METRICS_ON,
+            env={"PERSIA_METRICS_GATEWAY_ADDR": gateway},
+        )
+        wait_until(lambda: "persia_nn_staleness_max{" in get(f"http://{gateway}/metrics"), "the rank's push")
+        assert job.finish_nn_worker() == 0
+
+
 def test_a_gateway_that_is_away_is_reported_once_and_stops_nothing(local_cluster):
     cluster = local_cluster(
         embedding_config=EMBEDDING_CONFIG,
@@ -242,6 +254,7 @@ def test_a_port_in_use_is_named():
 
 
 def test_requests_and_bytes_of_calls_are_counted():
+    _native.enable_durations(True)  # of the process: a context of an earlier test may have switched it off
     server = _native.ParameterServer(replica_index=0, replica_size=1, capacity=100, num_internal_shards=1)
     worker = _native.EmbeddingWorker(
         slots=[_native.SlotConfig(name="user", dim=8)], feature_index_prefix_bit=8, num_servers=1

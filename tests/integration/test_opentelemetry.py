@@ -25,7 +25,7 @@ ROLES = {EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER, DATA_LOADER}
 
 
 @pytest.fixture(scope="module")
-def watched():
+def watched(tmp_path_factory):
     """(collector, /metrics of each role) after all have exported for some seconds."""
     env = {"OMP_NUM_THREADS": "1", "PERSIA_DEADLINE_SEC": "60", "PERSIA_OTLP_TRACE_ONE_IN": str(ONE_IN)}
     with collecting() as collector:
@@ -34,7 +34,8 @@ def watched():
             embedding_config=EMBEDDING_CONFIG, global_config=GLOBAL_CONFIG, env=env, parameter_servers=2
         ) as cluster:
             cluster.start_loader(JOBS / "loader.py", "--batches", "1000000", replica_index=0, replica_size=1)
-            ranks = cluster.start_nn_worker(JOBS / "watched.py", nproc=1)
+            model = tmp_path_factory.mktemp("job") / "model"
+            ranks = cluster.start_nn_worker(JOBS / "watched.py", str(model), nproc=1)
             wait_until(lambda: "under way" in ranks.output or ranks.exit_code is not None, "training")
             assert ranks.exit_code is None, ranks.output
             wait_until(

@@ -45,6 +45,14 @@ def test_the_base_is_accepted(namespace: Namespace) -> None:
             namespace.kube.create(manifest)
 
 
+@pytest.mark.parametrize("path", ["operator.yaml", "server.yaml"])
+def test_an_image_that_nodes_have_is_not_pulled(path: str) -> None:
+    """kind.sh loads its images into the node; `kubectl set image` leaves the policy as it is."""
+    (deployment,) = (manifest for manifest in manifests_of(DEPLOY / path) if manifest["kind"] == "Deployment")
+    for container in deployment["spec"]["template"]["spec"]["containers"]:
+        assert container["imagePullPolicy"] == "IfNotPresent"
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_examples_are_accepted_as_they_are(namespace: Namespace, path: Path) -> None:
     for manifest in manifests_of(path):
@@ -71,7 +79,7 @@ def test_the_deployed_operator_command_runs_and_answers_its_probe(
     arguments = [argument.replace("8081", str(port)) for argument in container["args"]]
     env = {variable["name"]: variable["value"] for variable in container["env"]}
     process = subprocess.Popen(
-        [sys.executable, "-m", "persia_k8s.cli", *arguments],
+        [Path(sys.executable).with_name("persia-k8s-utils"), *arguments],  # what the image runs
         env={**os.environ, **env, "KUBECONFIG": str(control_plane.kubeconfig(OPERATOR))},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

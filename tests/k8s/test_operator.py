@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.parse
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from harness import Kube, Namespace, OperatorProcess, job_manifest
 from kube_api import Api
 from kubelet import FakeKubelet
 
+ELSEWHERE = "nats://elsewhere:4222"
 PODS = {"job-nats-0", "job-embedding-ps-0", "job-embedding-worker-0", "job-dataloader-0", "job-nn-worker-0"}
 
 
@@ -384,7 +386,9 @@ def _ready(namespace: Namespace, pod: str, other_than: set[str]) -> bool:
     return found is not None and found["metadata"]["uid"] not in other_than
 
 
-def test_objects_of_others_are_left_alone(namespace: Namespace, operator: OperatorProcess) -> None:
+def test_bug_23_half_a_job_is_completed_and_objects_of_others_are_left_alone(
+    namespace: Namespace, operator: OperatorProcess
+) -> None:
     service = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -397,6 +401,23 @@ def test_objects_of_others_are_left_alone(namespace: Namespace, operator: Operat
     assert namespace.list("services")["job-nats"]["spec"]["selector"] == {"app": "other"}
     namespace.delete("services", "job-nats")
     namespace.await_(lambda: namespace.status("job").get("phase") == "Pending", "it goes on")
+
+
+def test_bug_23_finalizers_of_others_stay(namespace: Namespace, operator: OperatorProcess) -> None:
+    def finalizers() -> list[str]:
+        job = namespace.get("persiajobs", "job")
+        assert job is not None
+        found: list[str] = job["metadata"]["finalizers"]
+        return found
+
+    manifest = job_manifest()
+    manifest["metadata"]["finalizers"] = ["test/hold"]
+    namespace.apply(manifest)
+    namespace.await_(lambda: len(finalizers()) == 2, "the operator has its own")
+    namespace.delete("persiajobs", "job")
+    namespace.await_(lambda: finalizers() == ["test/hold"], "only the operator's own is gone")
+    namespace.patch("persiajobs", "job", {"metadata": {"finalizers": None}})
+    namespace.await_(lambda: namespace.get("persiajobs", "job") is None, "the job is gone")
 
 
 @pytest.mark.parametrize("token", [OPERATOR, SERVER])
@@ -420,11 +441,19 @@ def test_rights_end_where_the_work_ends(
     user.close()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"env": [{"name": "PERSIA_NATS_URL", "value": ELSEWHERE}]}, {"nats": {"url": ELSEWHERE}}],
+    ids=["env", "url"],
+)
 def test_an_external_broker_is_used(
-    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess, settings: dict[str, Any]
 ) -> None:
-    namespace.apply(job_manifest(env=[{"name": "PERSIA_NATS_URL", "value": "nats://elsewhere:4222"}]))
+    namespace.apply(job_manifest(**settings))
     namespace.await_phase("job", "Running")
+    for pod in namespace.list("pods").values():
+        env = {variable["name"]: variable.get("value") for variable in pod["spec"]["containers"][0]["env"]}
+        assert env["PERSIA_NATS_URL"] == ELSEWHERE
     assert set(namespace.list("pods")) == PODS - {"job-nats-0"}
     assert "job-nats" not in namespace.list("services")
 

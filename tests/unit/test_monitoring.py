@@ -126,7 +126,11 @@ CASES: dict[str, tuple[list[tuple[str, str]], str]] = {
         'role="serving",replica="0"',
     ),
     "PersiaFollowerLate": (
-        [('inc_update_delay_sec{role="serving",replica="0"}', "61x30")],
+        [
+            ('inc_update_delay_sec{role="serving",replica="0"}', "61x30"),
+            ('persia_inc_packets_applied_total{role="serving",replica="0"}', "0+1x30"),
+            ('persia_inc_pinned{role="serving",replica="0"}', "0x30"),
+        ],
         'role="serving",replica="0"',
     ),
     "PersiaPacketsFailed": (
@@ -158,11 +162,28 @@ def test_each_alert_has_a_case() -> None:
 def test_an_alert_fires(alert: str, tmp_path: Path) -> None:
     """And is silent at the start, for lack of time or of data."""
     series, expected = CASES[alert]
+    judge(alert, series, expected, tmp_path)
+
+
+@pytest.mark.parametrize(("applied", "pinned"), [("7x30", "0x30"), ("0+1x30", "1x30")])
+def test_a_follower_is_late_only_while_it_follows(applied: str, pinned: str, tmp_path: Path) -> None:
+    """The delay stays that of the last packet when the training has ended, or a pin holds the follower."""
+    of = '{role="serving",replica="0"}'
+    values = {
+        "inc_update_delay_sec": "3600x30",
+        "persia_inc_packets_applied_total": applied,
+        "persia_inc_pinned": pinned,
+    }
+    judge("PersiaFollowerLate", [(name + of, value) for name, value in values.items()], None, tmp_path)
+
+
+def judge(alert: str, series: list[tuple[str, str]], expected: str | None, tmp_path: Path) -> None:
+    """That the alert fires with these labels after a while, or never."""
     (rule,) = [rule for rule in rules() if rule["alert"] == alert]
     # Annotations have numbers in them; that they are there is tested elsewhere.
     bare = {**rule, "annotations": {}}
     (tmp_path / "rules.yml").write_text(json.dumps({"groups": [{"name": "one", "rules": [bare]}]}))
-    firing = {"exp_labels": {**labels(expected), **rule["labels"]}}
+    firing = [] if expected is None else [{"exp_labels": {**labels(expected), **rule["labels"]}}]
     test = {
         "rule_files": ["rules.yml"],
         "evaluation_interval": "1m",
@@ -172,7 +193,7 @@ def test_an_alert_fires(alert: str, tmp_path: Path) -> None:
                 "input_series": [{"series": name, "values": values} for name, values in series],
                 "alert_rule_test": [
                     {"eval_time": "0m", "alertname": alert, "exp_alerts": []},
-                    {"eval_time": "25m", "alertname": alert, "exp_alerts": [firing]},
+                    {"eval_time": "25m", "alertname": alert, "exp_alerts": firing},
                 ],
             }
         ],

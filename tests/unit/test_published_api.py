@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -104,6 +106,7 @@ NAMES: dict[str, dict[str, list[str] | None]] = {
         "reload_env": [],
         "set_env": None,
     },
+    "persia.prelude": {"PersiaTrainingBatch": None, "is_cuda_feature_available": []},
     "persia.service": {"get_embedding_worker_services": []},
     "persia.utils": {
         "setup_seed": ["seed"],
@@ -200,6 +203,10 @@ METHODS: dict[tuple[str, str], list[str]] = {
         "load_embedding",
         "wait_for_dump_embedding",
         "wait_for_load_embedding",
+        "wait_servers_ready",
+        "configure_embedding_parameter_servers",
+        "dump_torch_state_dict",
+        "load_torch_state_dict",
         "get_embedding_size",
         "clear_embeddings",
         "get_embedding_from_data",
@@ -270,6 +277,61 @@ def test_what_is_not_there_says_why(case: str) -> None:
         make()
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "published_system.md"
+
+
+def names_in(column: int) -> list[str]:
+    """Full names in a column of the page's table of names that are gone."""
+    chapter = PAGE.read_text().split("\n## Names that are gone\n")[1].split("\n## ")[0]
+    cells = [line.split("|")[column] for line in chapter.splitlines() if line.startswith("| `")]
+    return [name for cell in cells for name in re.findall(r"`(persia\.[\w.]+)`", cell)]
+
+
+def find(full_name: str) -> object:
+    """Imports as much of the name as is a module, and looks the rest up."""
+    found: Any = importlib.import_module("persia")
+    for part in full_name.split(".")[1:]:
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            if not inspect.ismodule(found):
+                raise
+            found = importlib.import_module(f"{found.__name__}.{part}")
+    return found
+
+
+@pytest.mark.parametrize("name", names_in(1))
+def test_names_that_are_gone_are_those_of_the_page(name: str) -> None:
+    with pytest.raises((AttributeError, ImportError)):
+        find(name)
+
+
+def test_what_the_page_offers_instead_is_there() -> None:
+    instead = names_in(2)
+    assert len(instead) >= 10
+    for name in instead:
+        find(name)
+
+
+def test_the_prelude_says_what_to_use_instead() -> None:
+    prelude = importlib.import_module("persia.prelude")
+    assert {f"persia.prelude.{name}" for name in prelude.REPLACEMENTS} == {
+        name for name in names_in(1) if name.startswith("persia.prelude.")
+    }
+    with pytest.raises(ImportError, match=r"has no PyPersiaBatchData: use .*PersiaBatch. with its .to_bytes"):
+        exec("from persia.prelude import PyPersiaBatchData")
+    for instead in prelude.REPLACEMENTS.values():
+        for name in re.findall(r"`(persia\.[\w.]+)`", instead):
+            find(name)
+
+
+def test_the_common_context_says_where_its_methods_are() -> None:
+    context = public_name("persia.ctx", "BaseCtx")()
+    assert not hasattr(context, "common_context")
+    with pytest.raises(AttributeError, match=r"ctx\.get_embedding_size\(\)"):
+        _ = context.common_context
+
+
 def test_values_of_the_modes() -> None:
     mode = public_name("persia.ctx", "PreprocessMode")
     assert [(m.name, m.value) for m in mode] == [("TRAIN", 1), ("EVAL", 2), ("INFERENCE", 3)]
@@ -277,7 +339,7 @@ def test_values_of_the_modes() -> None:
 
 def test_importing_the_package_gives_its_modules() -> None:
     persia = importlib.import_module("persia")
-    for name in ("logger", "ctx", "embedding", "data", "service", "utils"):
+    for name in ("logger", "prelude", "ctx", "embedding", "data", "service", "utils"):
         assert inspect.ismodule(getattr(persia, name))
 
 

@@ -1,9 +1,9 @@
 """Defects that the published system is known for, each by what a user saw of it. They must not come back.
 
 Those that need more than one process or a checkpoint have their tests where that is, by the names
-`test_bug_N_...`: 4 and 21 inference, 5, 6, 8 and 20 checkpoints, 15 lost batches and gradients, 19
-`PersiaServiceCtx`, 22 order, 24 groups of metrics. Bug 17, references that never expire, is in
-native/src/worker/batch_table_test.cc, and 23, jobs on Kubernetes, in tests/k8s/test_operator.py.
+`test_bug_N_...`: 4 and 21 inference, 5, 6, 8 and 20 checkpoints, 9 packets of changes, 15 lost batches and
+gradients, 17 batches that never expire (native), 19 `PersiaServiceCtx`, 20 Bagua as well, 22 order, 23 jobs
+on Kubernetes, 24 groups of metrics.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from persia.errors import ConfigError, CorruptionError, InvalidArgumentError, In
 
 DIM = 4
 BITS = 8
+REPOSITORY = Path(__file__).parents[2]
 
 
 def client_of(
@@ -93,6 +94,21 @@ def train_ctx(client: _native.EmbeddedClient, **options: Any) -> TrainCtx:
 def labelled(ids: list[int]) -> PersiaBatch:
     feature = IDTypeFeatureWithSingleID("a", np.array(ids, np.uint64))
     return PersiaBatch([feature], labels=[Label(np.zeros((len(ids), 1), np.float32))])
+
+
+def test_every_bug_has_a_test_named_after_it() -> None:
+    here = re.findall(r"^def test_(\d+)_", Path(__file__).read_text(), re.MULTILINE)
+    elsewhere = [
+        number
+        for path in (REPOSITORY / "tests").rglob("test_*.py")
+        for number in re.findall(r"^def test_bug_(\d+)_", path.read_text(), re.MULTILINE)
+    ]
+    native = [
+        number
+        for path in (REPOSITORY / "native").rglob("*_test.cc")
+        for number in re.findall(r"^TEST\(\w+, Bug(\d+)[A-Z]", path.read_text(), re.MULTILINE)
+    ]
+    assert {int(number) for number in (*here, *elsewhere, *native)} == set(range(1, 27))
 
 
 def test_1_a_missing_row_does_not_shift_the_gradients_of_the_others() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -204,6 +205,65 @@ def test_a_training_loop() -> None:
             assert losses[-1] < losses[0]
 
 
+def test_a_stream_of_a_data_loader() -> None:
+    """Without a broker the loader is a function of the same process."""
+    from persia.ctx import DataCtx
+    from persia.data import Dataloder, StreamingDataset
+    from persia.env import get_rank, get_world_size
+
+    def data_loader() -> None:
+        with DataCtx() as ctx:
+            for _ in range(3):
+                ctx.send_data(complete_batch())
+            ctx.send_data(PersiaBatch(complete_batch().id_type_features, requires_grad=False))
+
+    rank, world_size = get_rank(), get_world_size()
+    assert (rank, world_size) == (None, None)  # outside of the launcher
+    loss_fn = torch.nn.BCELoss(reduction="mean")
+    with train_ctx(backend=None, slots={"slots_config": SLOTS}) as ctx:
+        for batch_idx, data in enumerate(Dataloder(StreamingDataset(10, data_loader))):
+            if batch_idx < 3:
+                (output, labels) = ctx.forward(data)
+                ctx.backward(loss_fn(output, labels[0]))
+        assert batch_idx == 3
+        ctx.wait_for_gradients()
+        assert (ctx.counters.batches_trained, ctx.counters.batches_evaluated) == (3, 1)
+
+
+def train_one(ctx: Any) -> torch.Tensor:
+    output, labels = ctx.forward(ctx.get_embedding_from_data(complete_batch()))
+    ctx.backward(torch.nn.functional.binary_cross_entropy(output, labels[0]))
+    ctx.wait_for_gradients()
+    result: torch.Tensor = output.detach()
+    return result
+
+
+def test_checkpointing_together(tmp_path: Path) -> None:
+    """The documentation loads first, from where nothing is yet."""
+    checkpoint_dir = str(tmp_path / "checkpoint")
+    with train_ctx() as ctx:
+        for batch_idx in range(3):
+            expected = train_one(ctx)
+            if batch_idx == 1:
+                ctx.dump_checkpoint(checkpoint_dir)
+    with train_ctx() as ctx:
+        ctx.load_checkpoint(checkpoint_dir)
+        assert torch.equal(train_one(ctx), expected)
+
+
+def test_checkpointing_separately(tmp_path: Path) -> None:
+    checkpoint_dir = str(tmp_path / "checkpoint")
+    with train_ctx() as ctx:
+        train_one(ctx)
+        ctx.dump_embedding(checkpoint_dir, True)
+        torch.save(ctx.model.state_dict(), tmp_path / "model.pt")
+        expected = train_one(ctx)
+    with train_ctx() as ctx:
+        ctx.model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+        ctx.load_embedding(checkpoint_dir, True)
+        assert torch.equal(train_one(ctx), expected)
+
+
 def test_embedding_optimizers() -> None:
     from persia.embedding.optim import SGD, Adagrad, Adam
 
@@ -253,6 +313,57 @@ def test_features_from_bytes_as_an_inference_handler_gets_them() -> None:
             results = ctx.model(dense, sparse)
     assert torch.reshape(results, (-1,)).tolist() == pytest.approx(results.flatten().tolist())
     assert len(results) == BATCH_SIZE
+
+
+def test_a_handler_of_torchserve(
+    embedding_worker: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As documented, with a stand-in for TorchServe's base class."""
+    from persia.ctx import InferCtx
+    from persia.service import get_embedding_worker_services
+
+    device_id = 0 if torch.cuda.is_available() else None
+
+    class BaseHandler:
+        def initialize(self, context: object) -> None:
+            self.model = DNN().to("cpu" if device_id is None else device_id)
+
+    class PersiaHandler(BaseHandler):
+        def initialize(self, context: object) -> None:
+            super().initialize(context)
+            embedding_worker_addrs = get_embedding_worker_services()
+            self.persia_context = InferCtx(embedding_worker_addrs, device_id=device_id)
+            self.persia_context.wait_for_serving()
+
+        def preprocess(self, data: Any) -> Any:
+            batch = data[0].get("batch")
+            batch = bytes(batch)
+            batch = self.persia_context.get_embedding_from_bytes(batch, device_id)
+            model_input = self.persia_context.prepare_features(batch)
+            return model_input
+
+        def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+            denses, sparses, _ = data
+            with torch.no_grad():
+                results = self.model(denses, sparses)
+            return results
+
+        def postprocess(self, data: Any) -> Any:
+            data = torch.reshape(data, (-1,))
+            data = data.tolist()
+            return [data]
+
+    address = embedding_worker({"slots_config": SLOTS}, {"user_id": {11: 0.5}, "gender": {1: 0.25}})
+    monkeypatch.setenv("EMBEDDING_WORKER_SERVICE", address)
+    handler = PersiaHandler()
+    handler.initialize(None)
+    with handler.persia_context:  # ends it
+        request = [{"batch": bytearray(complete_batch().to_bytes())}]
+        (answer,) = handler.postprocess(handler.inference(handler.preprocess(request)))
+    user = torch.tensor([0.5, 0.5, 0, 0.5, 100.0]).reshape(-1, 1).expand(-1, 8)
+    gender = torch.tensor([0, 0.25, 0, 0, 0.25]).reshape(-1, 1).expand(-1, 8)
+    expected = handler.model.cpu()([torch.ones(BATCH_SIZE, 3)], [user, gender])
+    assert answer == pytest.approx(expected.flatten().tolist())
 
 
 def test_one_array_where_samples_are_meant_is_named() -> None:

@@ -80,7 +80,7 @@ py::bytes Read(SnapshotPart& self, size_t max_bytes) {
   return result == nullptr ? py::bytes() : py::reinterpret_steal<py::bytes>(result);
 }
 
-uint64_t Verify(const Loader& self, const py::buffer& chunk) {
+uint64_t Verify(Loader& self, const py::buffer& chunk) {
   const BytesArgument bytes(chunk, "chunk");
   return ValueOrRaise(WithoutGil([&] { return self.Verify(bytes.bytes()); }));
 }
@@ -90,9 +90,13 @@ uint64_t Add(Loader& self, const py::buffer& chunk) {
   return ValueOrRaise(WithoutGil([&] { return self.Add(bytes.bytes()); }));
 }
 
-uint64_t Apply(Loader& self, const py::buffer& chunk) {
+uint64_t Prepare(Loader& self, const py::buffer& chunk) {
   const BytesArgument bytes(chunk, "chunk");
-  return ValueOrRaise(WithoutGil([&] { return self.Apply(bytes.bytes()); }));
+  return ValueOrRaise(WithoutGil([&] { return self.Prepare(bytes.bytes()); }));
+}
+
+uint64_t Apply(Loader& self) {
+  return ValueOrRaise(WithoutGil([&] { return self.Apply(); }));
 }
 
 template <typename T>
@@ -160,7 +164,8 @@ void BindLoader(py::module_& module) {
       .def("replace",
            [](Loader& self) { RaiseIfError(WithoutGil([&] { return self.Replace(); })); })
       .def("add", &Add, py::arg("chunk"))
-      .def("apply", &Apply, py::arg("chunk"))
+      .def("prepare", &Prepare, py::arg("chunk"))
+      .def("apply", &Apply)
       .def("commit", [](Loader& self) { WithoutGil([&] { self.Commit(); }); })
       .def_property_readonly("num_rows", &Loader::num_rows)
       .def_property_readonly("num_foreign", &Loader::num_foreign)

@@ -53,6 +53,8 @@ std::optional<py::array_t<uint32_t>> SampleNumIds(const SlotView& view) {
 void BindReturnReport(py::module_& module) {
   py::class_<ReturnReport>(module, "ReturnReport")
       .def_property_readonly("staleness", [](const ReturnReport& r) { return r.update.staleness; })
+      .def_property_readonly("in_step_staleness",
+                             [](const ReturnReport& r) { return r.update.in_step_staleness; })
       .def_property_readonly("num_updated",
                              [](const ReturnReport& r) { return r.update.num_updated; })
       .def_property_readonly("num_missing",
@@ -75,6 +77,7 @@ void BindLookupResult(py::module_& module) {
   py::class_<SlotView>(module, "SlotEmbedding")
       .def_property_readonly("name", [](const SlotView& view) { return view.slot().name; })
       .def_property_readonly("raw", [](const SlotView& view) { return view.slot().raw; })
+      .def_property_readonly("absent", [](const SlotView& view) { return view.slot().absent; })
       .def_property_readonly("sample_fixed_size",
                              [](const SlotView& view) { return view.slot().sample_fixed_size; })
       .def_property_readonly("rows", &Rows)

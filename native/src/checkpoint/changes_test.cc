@@ -82,9 +82,11 @@ std::unique_ptr<Loader> BeginApply(EmbeddingStore& store, const FileHeader& head
 void Apply(EmbeddingStore& store, const std::vector<Bytes>& files, Replica replica = {}) {
   const auto loader = BeginApply(store, DecodeHeader(files[0]).value(), replica);
   for (const Bytes& file : files) {
-    const Status status = loader->Apply(BlocksOf(file)).status();
+    const Status status = loader->Prepare(BlocksOf(file)).status();
     ASSERT_TRUE(status.ok()) << status.ToString();
   }
+  const Status status = loader->Apply().status();
+  ASSERT_TRUE(status.ok()) << status.ToString();
   loader->Commit();
   EXPECT_EQ(loader->num_evicted(), 0u);
 }
@@ -327,10 +329,12 @@ TEST(Changes, ThatAreDamagedChangeNothing) {
     } else {
       damaged.resize(random() % damaged.size() / 8 * 8 + 4);
     }
-    EXPECT_EQ(loader->Apply(damaged).status().code(), StatusCode::kCorruption);
+    EXPECT_EQ(loader->Prepare(damaged).status().code(), StatusCode::kCorruption);
   }
+  EXPECT_EQ(loader->Prepare(blocks).value(), 200u);
   EXPECT_EQ(follower->size(), 0u);
-  EXPECT_EQ(loader->Apply(blocks).value(), 200u);
+  EXPECT_EQ(loader->Apply().value(), 200u);
+  EXPECT_EQ(loader->Apply().value(), 0u);
   EXPECT_EQ(loader->Add(blocks).status().code(), StatusCode::kFailedPrecondition);
   EXPECT_EQ(follower->size(), 200u);
 }
@@ -341,11 +345,11 @@ TEST(Changes, OfAnotherOptimizerAreRefused) {
   store::Lookup(*store, Range(0, 20), 4);
   const Bytes file = FilesOfChanges(*store)[0];
   const auto loader = BeginApply(*follower, DecodeHeader(file).value());
-  EXPECT_EQ(loader->Apply(BlocksOf(file)).status().code(), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(loader->Prepare(BlocksOf(file)).status().code(), StatusCode::kFailedPrecondition);
   EXPECT_EQ(follower->size(), 0u);
 }
 
-// A lookup of a batch sees all rows of a chunk or none, however many shards they are in.
+// A lookup of a batch sees all rows of a packet or none, however many shards they are in.
 TEST(Changes, AreSeenAllAtOnce) {
   const auto follower = store::MakeStore({.capacity = 10'000, .num_internal_shards = 8});
   const auto signs = Range(0, 500);

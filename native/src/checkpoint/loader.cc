@@ -1,6 +1,6 @@
 #include "checkpoint/loader.h"
 
-#include <deque>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -46,14 +46,18 @@ StatusOr<std::unique_ptr<Loader>> Loader::Begin(store::EmbeddingStore& store,
   std::unique_ptr<Loader> loader(new Loader(store, completed, std::move(rows).value()));
   // While all servers still have their rows: a refusal by Replace() may come when some have not.
   if (options.kind == FileKind::kRows) {
-    PERSIA_RETURN_IF_ERROR(loader->rows_->Check(loader->StoreConfig()));
+    PERSIA_RETURN_IF_ERROR(loader->rows_->Check(loader->store_config_));
   }
   return loader;
 }
 
 Loader::Loader(store::EmbeddingStore& store, const Options& options,
                std::unique_ptr<store::StoreLoad> rows)
-    : store_(store), options_(options), rules_(options.config), rows_(std::move(rows)) {}
+    : store_(store),
+      options_(options),
+      store_config_(StoreConfig()),
+      rules_(options.config),
+      rows_(std::move(rows)) {}
 
 TrainConfig Loader::StoreConfig() const {
   TrainConfig config = options_.config;
@@ -79,34 +83,40 @@ Status Loader::Check(const BlockRows& rows) const {
   return Status::Ok();
 }
 
-StatusOr<uint64_t> Loader::Verify(std::span<const std::byte> chunk) const {
+StatusOr<uint64_t> Loader::Verify(std::span<const std::byte> chunk) {
   uint64_t num_rows = 0;
   BlockRows rows;
   for (BlockDecoder blocks(chunk); !blocks.AtEnd();) {
     PERSIA_RETURN_IF_ERROR(blocks.Next(&rows));
     PERSIA_RETURN_IF_ERROR(Check(rows));
     num_rows += rows.signs.size();
+    if (!IsForeign(rows)) num_verified_ += rows.signs.size();
   }
   return num_rows;
 }
 
-Status Loader::Replace() { return rows_->Replace(StoreConfig()); }
+Status Loader::Replace() {
+  PERSIA_RETURN_IF_ERROR(rows_->Replace(store_config_));
+  rows_->Reserve(num_verified_);
+  return Status::Ok();
+}
 
-Status Loader::CheckStore(const BlockRows& rows) const {
-  const auto config = store_.config();
-  if (!config.has_value()) {
-    return FailedPrecondition("rows were loaded before Configure; replace the rows first");
-  }
-  const TrainConfig wanted = StoreConfig();
+StatusOr<TrainConfig> Loader::ConfigOfStore() const {
+  auto config = store_.config();
+  if (config.has_value()) return *std::move(config);
+  return FailedPrecondition("rows were loaded before Configure; replace the rows first");
+}
+
+Status Loader::CheckStore(const BlockRows& rows, const TrainConfig& of_store) const {
   const uint32_t dim = rows.shape.dim;
   const RowConfig* checked = nullptr;
   for (const uint64_t sign : rows.signs) {
-    const RowConfig& of_store = config->OfSign(sign);
-    if (&of_store == checked) continue;
-    checked = &of_store;
-    const OptimizerConfig& optimizer = wanted.OfSign(sign).optimizer;
-    if (of_store.optimizer.kind != optimizer.kind ||
-        of_store.optimizer.StateFloats(dim) != optimizer.StateFloats(dim)) {
+    const RowConfig& found = of_store.OfSign(sign);
+    if (&found == checked) continue;
+    checked = &found;
+    const OptimizerConfig& optimizer = store_config_.OfSign(sign).optimizer;
+    if (found.optimizer.kind != optimizer.kind ||
+        found.optimizer.StateFloats(dim) != optimizer.StateFloats(dim)) {
       return FailedPrecondition(
           "the store is configured with another optimizer than the rows were trained with; "
           "replace its rows, or configure it with the checkpoint's");
@@ -135,10 +145,11 @@ store::LoadedRows Loader::RowsOf(const BlockRows& rows) const {
           .scalars = rows.shape.has_scalar ? rows.scalars.data() : nullptr};
 }
 
-StatusOr<uint64_t> Loader::Apply(std::span<const std::byte> chunk) {
+StatusOr<uint64_t> Loader::Prepare(std::span<const std::byte> chunk) {
   PERSIA_RETURN_IF_ERROR(CheckKind(/*is_of_changes=*/true));
-  std::deque<BlockRows> decoded;  // what `changes` point into
+  std::list<BlockRows> decoded;  // what `changes` point into
   store::Changes changes;
+  std::optional<TrainConfig> of_store;
   uint64_t num_rows = 0, num_foreign = 0;
   for (BlockDecoder blocks(chunk); !blocks.AtEnd();) {
     BlockRows& rows = decoded.emplace_back();
@@ -154,20 +165,41 @@ StatusOr<uint64_t> Loader::Apply(std::span<const std::byte> chunk) {
       changes.removals.push_back(rows.signs);
       continue;
     }
-    PERSIA_RETURN_IF_ERROR(CheckStore(rows));
+    if (!of_store.has_value()) {
+      auto config = ConfigOfStore();
+      if (!config.ok()) return config.status();
+      of_store = std::move(config).value();
+    }
+    PERSIA_RETURN_IF_ERROR(CheckStore(rows, *of_store));
     changes.rows.push_back(RowsOf(rows));
   }
-  const std::lock_guard lock(apply_mutex_);
+  const std::lock_guard lock(mutex_);
+  prepared_.splice(prepared_.end(), decoded);
+  changes_.removals.insert(changes_.removals.end(), changes.removals.begin(),
+                           changes.removals.end());
+  changes_.rows.insert(changes_.rows.end(), changes.rows.begin(), changes.rows.end());
+  num_foreign_ += num_foreign;
+  return num_rows;
+}
+
+StatusOr<uint64_t> Loader::Apply() {
+  PERSIA_RETURN_IF_ERROR(CheckKind(/*is_of_changes=*/true));
+  const std::lock_guard lock(mutex_);
+  const std::list<BlockRows> prepared = std::exchange(prepared_, {});
+  store::Changes changes = std::exchange(changes_, {});
   changes.from_nothing = options_.kind == FileKind::kChangesFromNothing && !has_cleared_;
   PERSIA_RETURN_IF_ERROR(rows_->Apply(changes));
   has_cleared_ = true;
+  uint64_t num_rows = 0;
+  for (const BlockRows& rows : prepared) num_rows += rows.signs.size();
   num_rows_ += num_rows;
-  num_foreign_ += num_foreign;
   return num_rows;
 }
 
 StatusOr<uint64_t> Loader::Add(std::span<const std::byte> chunk) {
   PERSIA_RETURN_IF_ERROR(CheckKind(/*is_of_changes=*/false));
+  const auto of_store = ConfigOfStore();
+  if (!of_store.ok()) return of_store.status();
   uint64_t num_added = 0;
   BlockRows rows;
   for (BlockDecoder blocks(chunk); !blocks.AtEnd();) {
@@ -177,7 +209,7 @@ StatusOr<uint64_t> Loader::Add(std::span<const std::byte> chunk) {
       num_foreign_ += rows.signs.size();
       continue;
     }
-    PERSIA_RETURN_IF_ERROR(CheckStore(rows));
+    PERSIA_RETURN_IF_ERROR(CheckStore(rows, of_store.value()));
     PERSIA_RETURN_IF_ERROR(rows_->Add(RowsOf(rows)));
     num_added += rows.signs.size();
     num_rows_ += rows.signs.size();

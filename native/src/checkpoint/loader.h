@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -43,15 +44,19 @@ class Loader {
 
   // Checks all blocks of the chunk and changes nothing; the number of their rows. kCorruption;
   // kInvalidArgument: the rows are of another optimizer.
-  StatusOr<uint64_t> Verify(std::span<const std::byte> chunk) const;
-  // Removes all rows and configures the store as the checkpoint says.
+  StatusOr<uint64_t> Verify(std::span<const std::byte> chunk);
+  // Removes all rows and configures the store as the checkpoint says, with room for what was
+  // verified.
   Status Replace();
   // Verifies, and adds the rows; their number. Blocks before a wrong one have been added already.
   // kFailedPrecondition: the store is configured otherwise.
   StatusOr<uint64_t> Add(std::span<const std::byte> chunk);
-  // Of changes. Verifies all, then changes the store in one step: a lookup of a batch sees all of
-  // the chunk or nothing. Rows and removals; their number. As Add() otherwise.
-  StatusOr<uint64_t> Apply(std::span<const std::byte> chunk);
+  // Of changes. Verifies all blocks of the chunk, and keeps what is in them for Apply(); a chunk
+  // with an error is left out. The number of its rows and removals. As Add() otherwise.
+  StatusOr<uint64_t> Prepare(std::span<const std::byte> chunk);
+  // Changes the store by all that is prepared, in one step: a lookup of a batch sees all of it or
+  // nothing. Their number.
+  StatusOr<uint64_t> Apply();
   // After the last Add() or Apply(): removes what is beyond the capacity.
   void Commit() { rows_->Finish(); }
 
@@ -67,15 +72,20 @@ class Loader {
   Status CheckKind(bool is_of_changes) const;
   bool IsForeign(const BlockRows& rows) const;
   store::LoadedRows RowsOf(const BlockRows& rows) const;
-  Status CheckStore(const BlockRows& rows) const;
+  StatusOr<TrainConfig> ConfigOfStore() const;
+  Status CheckStore(const BlockRows& rows, const TrainConfig& of_store) const;
   TrainConfig StoreConfig() const;
 
   store::EmbeddingStore& store_;
   const Options options_;
-  const store::RuleSet rules_;  // of the checkpoint
+  const TrainConfig store_config_;  // how a store of these rows is configured
+  const store::RuleSet rules_;      // of the checkpoint
   const std::unique_ptr<store::StoreLoad> rows_;
-  std::mutex apply_mutex_;
-  bool has_cleared_ = false;  // guarded by it
+  std::mutex mutex_;
+  std::list<BlockRows> prepared_;  // guarded by it, as those below
+  store::Changes changes_;         // in `prepared_`
+  bool has_cleared_ = false;
+  std::atomic<uint64_t> num_verified_ = 0;  // of this server
   std::atomic<uint64_t> num_rows_ = 0;
   std::atomic<uint64_t> num_foreign_ = 0;
 };

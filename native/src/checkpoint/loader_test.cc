@@ -164,8 +164,8 @@ TEST(Loader, WithoutStateKeepsRowsOfLimitedGroups) {
   }
 }
 
-// A row that a training lookup inserts between the clearing and the new rules has the old shape, and
-// has the rules refused.
+// A row that a training lookup inserts between the clearing and the new rules has the old shape,
+// and has the rules refused.
 TEST(Loader, ReplacesRowsAndRulesInOneStep) {
   const TrainConfig small = ConfigOf(OptimizerKind::kSgd);
   const TrainConfig large = ConfigOf(OptimizerKind::kAdam);
@@ -249,6 +249,22 @@ TEST(Loader, CountsRowsOfOtherServers) {
   EXPECT_EQ(loader->num_rows() + loader->num_foreign(), 3000u);
   EXPECT_NEAR(static_cast<double>(added), 750, 150);
   EXPECT_EQ(store->size(), added);
+}
+
+// Growing a step at a time would copy the index again and again.
+TEST(Loader, MakesRoomForTheRowsThatWereVerified) {
+  const TrainConfig config = ConfigOf(OptimizerKind::kSgd);
+  const auto all = store::MakeStore({.capacity = 10'000, .num_internal_shards = 4}, config);
+  store::Lookup(*all, Range(0, 3000), 4);
+  const auto files = Files(*BeginSnapshot(*all));
+  const auto store = Unconfigured({.capacity = 10'000, .num_internal_shards = 2});
+  auto loader = BeginLoad(*store, config);
+  ASSERT_TRUE(loader->Verify(BlocksOf(files[0])).ok());
+  ASSERT_TRUE(loader->Replace().ok());
+  EXPECT_GE(store->stats().memory_bytes, 3000 * 20u);
+  EXPECT_EQ(loader->Add(BlocksOf(files[0])).value(), 3000u);
+  loader.reset();
+  EXPECT_EQ(RowsOf(*store), RowsOf(*all));
 }
 
 TEST(Loader, WithoutStateServesInferenceAlone) {

@@ -48,12 +48,13 @@ class InProcessClient final : public EmbeddedClient {
     return worker_->Configure(config, replace, deadline);
   }
   StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
-                                Deadline deadline) override {
-    return Decode(worker_->Lookup(ToReference(reference), requires_grad, deadline));
+                                Deadline deadline, LookupPart part) override {
+    return Decode(worker_->Lookup(ToReference(reference), requires_grad, deadline, part));
   }
   StatusOr<LookupResult> LookupDirect(uint32_t, std::span<const std::byte> id_features,
-                                      bool requires_grad, Deadline deadline) override {
-    return Decode(worker_->LookupDirect(id_features, requires_grad, deadline));
+                                      bool requires_grad, Deadline deadline,
+                                      LookupPart part) override {
+    return Decode(worker_->LookupDirect(id_features, requires_grad, deadline, part));
   }
   StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,
                                          std::span<const SlotGradient> gradients,

@@ -58,6 +58,61 @@ TEST(EmbeddedClientTest, StalenessCountsTheUpdatesInBetween) {
       1u);
 }
 
+std::shared_ptr<EmbeddedClient> MakeClientWithSynchronousSlots() {
+  worker::WorkerOptions options = testing::Slots();
+  options.slots[0].synchronous = options.slots[2].synchronous = true;
+  return Must(EmbeddedClient::Create(options, testing::StoreOptions()));
+}
+
+std::vector<float> RowsOf(const SlotEmbedding& slot) {
+  return {slot.rows, slot.rows + size_t{slot.num_rows} * slot.dim};
+}
+
+TEST(EmbeddedClientTest, TwoPartsAreTheBatch) {
+  const auto client = MakeClientWithSynchronousSlots();
+  ASSERT_TRUE(client->Configure(Adam(), false, Soon()).ok());
+  const auto ahead = Must(client->LookupDirect(0, Batch(0), true, Soon(), LookupPart::kAhead));
+  const auto in_step = Must(client->Lookup(ahead.reference, true, Soon(), LookupPart::kInStep));
+  const auto all = Must(client->Lookup(ahead.reference, true, Soon()));
+  ASSERT_EQ(ahead.slots.size(), all.slots.size());
+  ASSERT_EQ(in_step.slots.size(), all.slots.size());
+  for (size_t i = 0; i < all.slots.size(); ++i) {
+    EXPECT_EQ(ahead.slots[i].absent, i == 0 || i == 2);
+    EXPECT_EQ(in_step.slots[i].absent, i == 1 || i == 3);
+    const SlotEmbedding& slot = ahead.slots[i].absent ? in_step.slots[i] : ahead.slots[i];
+    EXPECT_EQ(slot.name, all.slots[i].name);
+    EXPECT_EQ(RowsOf(slot), RowsOf(all.slots[i]));
+  }
+}
+
+TEST(EmbeddedClientTest, EachPartHasAStalenessOfItsOwn) {
+  const auto client = MakeClientWithSynchronousSlots();
+  ASSERT_TRUE(client->Configure(Adam(), false, Soon()).ok());
+  const auto slow = Must(client->LookupDirect(0, Batch(0), true, Soon(), LookupPart::kAhead));
+  const auto update = [&](uint32_t step) {
+    const auto other = Must(client->LookupDirect(0, Batch(step), true, Soon()));
+    const Gradients of_other(other);
+    Must(client->ReturnGradients(other.reference, 1.0f, of_other.slots, Soon()));
+  };
+  update(1);
+  update(2);
+  Must(client->Lookup(slow.reference, true, Soon(), LookupPart::kInStep));
+  update(3);
+  Must(client->Lookup(slow.reference, true, Soon(), LookupPart::kInStep));  // the later one counts
+  update(4);
+  Gradients gradients(slow);
+  std::erase_if(gradients.slots, [](const auto& slot) { return slot.num_rows == 0; });  // absent
+  const auto report = Must(client->ReturnGradients(slow.reference, 1.0f, gradients.slots, Soon()));
+  EXPECT_EQ(report.update.staleness, 4u);
+  EXPECT_EQ(report.update.in_step_staleness, 1u);
+}
+
+TEST(EmbeddedClientTest, PartsAreForTraining) {
+  const auto client = MakeClientWithSynchronousSlots();
+  EXPECT_EQ(client->LookupDirect(0, Batch(0), false, Soon(), LookupPart::kAhead).status().code(),
+            StatusCode::kInvalidArgument);
+}
+
 TEST(EmbeddedClientTest, TrainingNeedsAConfiguration) {
   const auto client = MakeClient();
   EXPECT_EQ(client->LookupDirect(0, Batch(0), true, Soon()).status().code(),

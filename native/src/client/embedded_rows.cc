@@ -59,6 +59,8 @@ StatusOr<std::vector<ServerRows>> EmbeddedRows::Lookup(std::span<const ServerBlo
                                                        bool train, Deadline deadline) {
   PERSIA_RETURN_IF_ERROR(CheckDeadline(deadline));
   std::vector<ServerRows> answers(1);
+  // As servers that are not asked: a lookup of nothing is none that staleness counts from.
+  if (requests[0].signs.empty()) return answers;
   ServerRows& answer = answers[0];
   answer.incarnation = incarnation_;
   // Read before the rows are: an update that lands in between counts as staleness.
@@ -79,12 +81,16 @@ StatusOr<UpdateResult> EmbeddedRows::Update(UpdateKey, std::span<const ServerUpd
   if (!store_->config().has_value()) {
     return FailedPrecondition("the embedded store is not configured");
   }
+  if (update.blocks->signs.empty()) return UpdateResult();
   store::UpdateReport report;
   PERSIA_RETURN_IF_ERROR(
       store_->Update(ToRowBlocks(*update.blocks), update.gradients.data(), &report));
   // Counted after it is applied, so that a lookup never claims to have seen an update it has not.
   const uint64_t counter = update_counter_.fetch_add(1);
-  return UpdateResult{counter - update.lookup_counter, report.num_updated, report.num_missing};
+  UpdateResult sum;
+  worker::AddUpdate(
+      update, {counter - update.lookup_counter, report.num_updated, report.num_missing}, &sum);
+  return sum;
 }
 
 Status EmbeddedRows::SetRows(std::span<const ServerBlocks> requests,

@@ -26,6 +26,7 @@
 namespace persia::client {
 
 using worker::Deadline;
+using worker::LookupPart;
 using worker::ReturnReport;
 using worker::SlotGradient;
 
@@ -40,6 +41,7 @@ struct BatchReference {
 struct SlotEmbedding {
   std::string name;
   bool raw = false;
+  bool absent = false;  // of another part: no rows
   uint32_t dim = 0;
   uint32_t num_rows = 0;
   uint32_t sample_fixed_size = 0;
@@ -66,12 +68,23 @@ class EmbeddingClient {
   virtual ~EmbeddingClient() = default;
 
   virtual Status Configure(const TrainConfig& config, bool replace, Deadline deadline) = 0;
+  // Parts: see EmbeddingWorker. Slots of the other part are absent from the result.
   virtual StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
-                                        Deadline deadline) = 0;
+                                        Deadline deadline, LookupPart part) = 0;
   // `worker_index` is taken modulo the number of workers.
   virtual StatusOr<LookupResult> LookupDirect(uint32_t worker_index,
                                               std::span<const std::byte> id_features,
-                                              bool requires_grad, Deadline deadline) = 0;
+                                              bool requires_grad, Deadline deadline,
+                                              LookupPart part) = 0;
+  // All slots.
+  StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
+                                Deadline deadline) {
+    return Lookup(reference, requires_grad, deadline, LookupPart::kAll);
+  }
+  StatusOr<LookupResult> LookupDirect(uint32_t worker_index, std::span<const std::byte> id_features,
+                                      bool requires_grad, Deadline deadline) {
+    return LookupDirect(worker_index, id_features, requires_grad, deadline, LookupPart::kAll);
+  }
   virtual StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,
                                                  std::span<const SlotGradient> gradients,
                                                  Deadline deadline) = 0;

@@ -14,8 +14,9 @@
 namespace persia::client {
 namespace {
 
-constexpr uint8_t kPooled = 0;
+// 0: pooled.
 constexpr uint8_t kRaw = 1;
+constexpr uint8_t kAbsent = 2;
 constexpr size_t kSlotHeadBytes = 24;
 
 Status Truncated(size_t size_bytes) {
@@ -37,13 +38,18 @@ bool AllBelow(std::span<const int64_t> index, uint64_t num_rows) {
 
 Status CheckShape(const SlotEmbedding& slot, uint8_t kind, uint32_t batch_size) {
   if (slot.name.empty()) return Corruption("an embeddings message: a slot has no name");
-  if (kind != kPooled && kind != kRaw) {
-    return SlotError(slot,
-                     "its kind is " + std::to_string(kind) + "; it must be 0 (pooled) or 1 (raw)");
+  if (kind > kAbsent) {
+    return SlotError(slot, "its kind is " + std::to_string(kind) +
+                               "; it must be 0 (pooled), 1 (raw) or 2 (absent)");
   }
   if (slot.dim == 0 || slot.dim > kMaxRowDim) {
     return SlotError(slot, "its dim is " + std::to_string(slot.dim) + "; it must be 1 to " +
                                std::to_string(kMaxRowDim));
+  }
+  if (slot.absent) {
+    return slot.num_rows == 0 && slot.sample_fixed_size == 0
+               ? Status::Ok()
+               : SlotError(slot, "it is absent and has rows");
   }
   if (!slot.raw && (slot.num_rows != batch_size || slot.sample_fixed_size != 0)) {
     return SlotError(slot, "a pooled slot has one row for each of the " +
@@ -77,6 +83,7 @@ StatusOr<SlotEmbedding> ReadSlot(ByteReader* reader, uint32_t batch_size,
   const auto dtype_number = reader->Get<uint8_t>();
   reader->Get<uint16_t>();  // reserved
   slot.raw = kind == kRaw;
+  slot.absent = kind == kAbsent;
   slot.dim = reader->Get<uint32_t>();
   slot.num_rows = reader->Get<uint32_t>();
   slot.sample_fixed_size = reader->Get<uint32_t>();
@@ -84,6 +91,7 @@ StatusOr<SlotEmbedding> ReadSlot(ByteReader* reader, uint32_t batch_size,
   slot.name = reader->GetString(name_bytes);
   if (!reader->ok()) return slot;
   PERSIA_RETURN_IF_ERROR(CheckShape(slot, kind, batch_size));
+  if (slot.absent) return slot;
   if (slot.raw) {
     const auto index = reader->GetArray<int64_t>(uint64_t{batch_size} * slot.sample_fixed_size);
     slot.index = index.data();

@@ -165,6 +165,35 @@ TEST_P(ReorderTest, AnyPartOfTheStoresSinceTheLastSyncRecovers) {
   EXPECT_GT(failures.num_nested(), 100u);
 }
 
+TEST_P(ReorderTest, ClearedItIsThePoolBeforeOrAnEmptyOne) {
+  const Job job{.seed = GetParam()};
+  Failures failures(job, GetParam(), 1);
+  RecordingBacking* recording = nullptr;
+  bool is_watched = false;
+  auto backing = std::make_unique<RecordingBacking>(Image(), [&] {
+    if (is_watched) failures.MayHappen(*recording);
+  });
+  recording = backing.get();
+  auto pool = RowPool::Format(std::move(backing), kOptions);
+  ASSERT_TRUE(pool.ok()) << pool.status().ToString();
+  uint64_t committed = 0;
+  failures.committed = [&] { return committed; };
+  for (int round = 0; round < 8 && !HasFatalFailure(); ++round) {
+    JobRunner runner(job, pool->get(), RecoveredRows(), GetParam());
+    failures.committing = [&] { return runner.committing(); };
+    for (int i = 0; i < 12; ++i) {
+      ASSERT_TRUE(runner.RunBatch().ok());
+      committed = (*pool)->committed();
+    }
+    ASSERT_GT(committed, 0u);
+    is_watched = true;
+    ASSERT_TRUE((*pool)->Clear().ok());
+    committed = 0;
+    EXPECT_EQ((*pool)->stats().used_bytes, 0u);
+  }
+  EXPECT_GT(failures.count(), 50u);
+}
+
 INSTANTIATE_TEST_SUITE_P(Seeds, ReorderTest, ::testing::Range<uint64_t>(1, 9));
 
 }  // namespace

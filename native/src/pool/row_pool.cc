@@ -55,9 +55,13 @@ Status MergeSize(uint64_t size_bytes, PoolHeader* header) {
   return Status::Ok();
 }
 
-PoolHeader NewHeader(const PoolOptions& options) {
+uint64_t DrawPoolId() {
   std::random_device random;
-  return {.pool_id = uint64_t{random()} << 32 | random(),
+  return uint64_t{random()} << 32 | random();
+}
+
+PoolHeader NewHeader(const PoolOptions& options) {
+  return {.pool_id = DrawPoolId(),
           .extent_bytes = options.extent_bytes,
           .size_bytes = options.size_bytes,
           .schema = options.schema};
@@ -268,6 +272,26 @@ Status RowPool::Remove(std::span<const RowRemoval> rows) {
     }
   }
   Release(ended);
+  return Status::Ok();
+}
+
+// Records and extents are valid with the pool's number alone: a new one, and there are none.
+Status RowPool::Clear() {
+  PERSIA_RETURN_IF_ERROR(CheckHealth());
+  std::lock_guard header_lock(header_mutex_);
+  PoolHeader header = header_;
+  header.pool_id = DrawPoolId();
+  header.committed = 0;
+  header.num_rows = 0;
+  PERSIA_RETURN_IF_ERROR(WriteHeaderDurably(std::move(header)));
+  std::lock_guard lock(mutex_);
+  pool_id_ = header_.pool_id;
+  committed_ = 0;
+  newest_ = 0;
+  new_rows_ = 0;
+  pending_.clear();
+  kept_.clear();
+  slots_.ForgetAll();
   return Status::Ok();
 }
 

@@ -89,6 +89,9 @@ class RowPool {
   // full; then nothing was written.
   Status Write(std::span<const RowWrite> rows, std::span<uint64_t> addresses);
   Status Remove(std::span<const RowRemoval> rows);
+  // All rows and checkpoints go, also the committed one; durable when it returns. In one step: what
+  // is opened after a crash is the pool before or an empty one. The caller keeps other calls out.
+  Status Clear();
   // Into `values` as many floats as the row has. kCorruption: the device returned something else
   // than the row of this sign that was written there.
   Status Read(uint64_t address, uint64_t sign, RowHead* head, std::span<float> values) const;
@@ -134,7 +137,7 @@ class RowPool {
 
   const std::unique_ptr<Backing> backing_;
   const uint32_t max_pending_;
-  const uint64_t pool_id_;
+  uint64_t pool_id_;  // changes with Clear()
   const uint64_t extent_bytes_;
   const uint64_t max_bytes_;
   std::atomic<bool> has_failed_{false};

@@ -47,6 +47,15 @@ void SlotAllocator::AddExtent(uint32_t slot_bytes, const std::vector<uint64_t>& 
   used_bytes_ += bytes - free.size() * slot_bytes;
 }
 
+void SlotAllocator::ForgetAll() {
+  const uint64_t count = num_extents();
+  slot_bytes_.clear();
+  unassigned_.clear();
+  classes_.clear();
+  used_bytes_ = 0;
+  for (uint64_t i = 0; i < count; ++i) AddExtent();
+}
+
 std::optional<uint64_t> SlotAllocator::Assign(uint32_t slot_bytes) {
   if (unassigned_.empty()) return std::nullopt;
   const uint64_t extent = unassigned_.back();

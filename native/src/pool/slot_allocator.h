@@ -29,6 +29,9 @@ class SlotAllocator {
   // After Take() found nothing: gives it an extent that no size has. Its offset, or nothing.
   std::optional<uint64_t> Assign(uint32_t slot_bytes);
 
+  // No extent has a size any more.
+  void ForgetAll();
+
   uint64_t num_extents() const { return slot_bytes_.size(); }
   uint64_t end_of_extents() const { return first_extent_ + num_extents() * extent_bytes_; }
   uint32_t slot_bytes(uint64_t address) const {

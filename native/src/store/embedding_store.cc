@@ -47,21 +47,41 @@ Status EmbeddingStore::Impl::Configure(const TrainConfig& config, bool replace) 
 Status EmbeddingStore::Impl::ConfigureAlone(const TrainConfig& config, bool replace) {
   PERSIA_RETURN_IF_ERROR(config.Validate());
   const std::lock_guard config_lock(config_mutex_);
-  if (config_ == config) return Status::Ok();
+  if (config_ == config) {
+    is_config_recovered_ = false;
+    return Status::Ok();
+  }
   const auto rules = std::make_shared<const RuleSet>(config);
   const uint64_t num_filter_cells =
       rules->CountsSightings() ? kFilterCells / std::bit_ceil(shards_.size()) : 0;
   PERSIA_RETURN_IF_ERROR(CheckCapacities(*rules));
   const bool has_rows = std::any_of(shards_.begin(), shards_.end(),
                                     [](const Shard& shard) { return shard.size() != 0; });
-  if (has_rows) PERSIA_RETURN_IF_ERROR(CheckChange(*config_, config, replace));
+  if (has_rows) {
+    PERSIA_RETURN_IF_ERROR(CheckChange(*config_, config, replace || is_config_recovered_));
+  }
+  if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(SaveRulesIfNew(config));
   const auto num_shards = static_cast<uint32_t>(shards_.size());
   for (uint32_t i = 0; i < num_shards; ++i) {
     shards_[i].SetRules(rules, num_filter_cells, i, num_shards);
   }
   config_ = config;
+  is_config_recovered_ = false;
   is_configured_.store(true, std::memory_order_release);
   return Status::Ok();
+}
+
+StatusOr<std::unique_ptr<EmbeddingStore>> EmbeddingStore::Open(const Options& options,
+                                                               const TierOptions& tier) {
+  auto store = Create(options);
+  PERSIA_RETURN_IF_ERROR(store.status());
+  if (tier.cache_rows < options.num_internal_shards) {
+    return RefuseOption("cache_rows", tier.cache_rows,
+                        "give at least one row for each of the " +
+                            std::to_string(options.num_internal_shards) + " internal shards");
+  }
+  PERSIA_RETURN_IF_ERROR((*store)->impl_->OpenTier(tier));
+  return store;
 }
 
 StatusOr<std::unique_ptr<EmbeddingStore>> EmbeddingStore::Create(const Options& options) {
@@ -91,6 +111,7 @@ Status EmbeddingStore::Lookup(std::span<const RowBlock> blocks, LookupMode mode,
   if (mode == LookupMode::kTrain && !impl_->IsConfigured()) {
     return FailedPrecondition("a training lookup came before Configure; configure the store first");
   }
+  PERSIA_RETURN_IF_ERROR(impl_->CheckTier());
   const auto in_store = mode == LookupMode::kTrain ? impl_->EnterForChange()
                                                    : std::shared_lock(impl_->in_place_mutex());
   LookupReport counts;
@@ -103,11 +124,11 @@ Status EmbeddingStore::Lookup(std::span<const RowBlock> blocks, LookupMode mode,
 
 Status EmbeddingStore::Update(std::span<const RowBlock> blocks, const float* gradients,
                               UpdateReport* report) {
+  PERSIA_RETURN_IF_ERROR(impl_->CheckTier());
   const auto in_store = impl_->EnterForChange();
   UpdateReport counts;
   const Status status = impl_->ForEachShard(blocks, [&](Shard& shard, std::span<const Run> runs) {
-    shard.Update(runs, gradients, &counts);
-    return Status::Ok();
+    return shard.Update(runs, gradients, &counts);
   });
   if (status.ok()) impl_->CountUpdate();
   if (report != nullptr) *report = counts;
@@ -118,6 +139,7 @@ Status EmbeddingStore::SetRows(std::span<const RowBlock> blocks, const float* ro
   if (!impl_->IsConfigured()) {
     return FailedPrecondition("rows were set before Configure; configure the store first");
   }
+  PERSIA_RETURN_IF_ERROR(impl_->CheckTier());
   const auto in_store = impl_->EnterForChange();
   return impl_->ForEachShard(
       blocks, [&](Shard& shard, std::span<const Run> runs) { return shard.SetRows(runs, rows); });
@@ -153,13 +175,19 @@ StoreStats EmbeddingStore::stats() const {
   const std::shared_lock in_store(impl_->in_place_mutex());
   StoreStats stats;
   for (const Shard& shard : impl_->shards()) shard.AddStatsTo(&stats);
+  stats.memory_bytes += impl_->slab_memory().unused_bytes();
   if (impl_->changes() != nullptr) stats.memory_bytes += impl_->changes()->memory_bytes();
   return stats;
 }
 
 void EmbeddingStore::Clear() {
+  if (impl_->tier() != nullptr) {
+    const std::unique_lock lock(impl_->in_place_mutex());
+    impl_->tier()->Fail(impl_->ClearRows());
+    return;
+  }
   const std::shared_lock in_store(impl_->in_place_mutex());
-  impl_->ClearRows();
+  static_cast<void>(impl_->ClearRows());  // fails in a pool alone
 }
 
 // Not during a snapshot: changes that it has taken may have to come back.

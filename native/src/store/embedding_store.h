@@ -28,10 +28,12 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/status.h"
 #include "base/train_config.h"
+#include "pool/row_pool.h"
 
 namespace persia::store {
 
@@ -77,6 +79,20 @@ struct ChangeStatus {
   bool has_overflowed = false;  // nobody did: what has changed is not known any more
 };
 
+// Of a store with a tier (tier.h).
+struct TierOptions {
+  std::string directory;    // of the pool; must be there
+  pool::PoolOptions pool;   // the schema is the store's to say
+  uint64_t cache_rows = 0;  // in memory; the internal shards divide them
+};
+struct TierStats {
+  uint64_t num_rows = 0;
+  uint64_t num_hot = 0;       // in memory
+  uint64_t num_promoted = 0;  // brought there from the pool
+  uint64_t num_written = 0;   // versions, to the pool
+  pool::PoolStats pool;
+};
+
 class EmbeddingStore {
  public:
   struct Options {
@@ -86,6 +102,11 @@ class EmbeddingStore {
 
   // Refuses zero capacity, zero shards, more shards than capacity.
   static StatusOr<std::unique_ptr<EmbeddingStore>> Create(const Options& options);
+  // One whose rows are in a pool, but for a cache in memory: with the rows, the rules and the order
+  // of the pool's committed checkpoint. A directory without a pool gets one. kInvalidArgument:
+  // fewer cache_rows than shards; what RowPool::Open and Create refuse; kCorruption.
+  static StatusOr<std::unique_ptr<EmbeddingStore>> Open(const Options& options,
+                                                        const TierOptions& tier);
   ~EmbeddingStore();
 
   // The same again is a no-op. A different one while rows exist: kFailedPrecondition naming the
@@ -116,8 +137,17 @@ class EmbeddingStore {
   // snapshot is under way.
   StatusOr<uint64_t> RemoveSmallRows();
 
+  // Of a store with a tier. What was changed up to now is what the store goes back to, once the
+  // checkpoint is committed, which comes about beside other calls: when tier_stats() has it as
+  // `committed`. Returns its number, which rises. kFailedPrecondition: there is no tier;
+  // kResourceExhausted: too many are pending.
+  StatusOr<uint64_t> RequestCheckpoint();
+  // Nothing where there is no tier.
+  std::optional<TierStats> tier_stats() const;
+
   uint64_t size() const;
   StoreStats stats() const;
+  // Of a store with a tier also the checkpoints; what fails there, the next call is told.
   void Clear();
 
   // From now on the store remembers which rows change, up to `max_rows` of them (16 to 32 bytes

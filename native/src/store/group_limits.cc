@@ -15,9 +15,10 @@ void GroupLimits::SetRules(const RuleSet& rules, const SignIndex& index, uint32_
     number_of_group_[group] = static_cast<uint32_t>(limits_.size());
     const uint64_t share = capacity / num_shards + (number < capacity % num_shards ? 1 : 0);
     limits_.push_back(
-        {.share = share, .victims = VictimQueue([&rules, group = group](uint64_t key) {
-                           return rules.GroupOfKey(key) == group;
-                         })});
+        {.share = share,
+         .victims = VictimQueue([&rules, group = group](const SignIndex::Entry& entry) {
+           return rules.GroupOfKey(entry.key) == group;
+         })});
   }
   if (is_on()) index.ForEach([this](const SignIndex::Entry& entry) { CountInsert(entry.key); });
 }

@@ -24,6 +24,9 @@ StatusOr<InPlaceRows> InPlaceRows::Begin(EmbeddingStore& store, LookupMode mode)
   if (mode == LookupMode::kTrain && !store.impl_->IsConfigured()) {
     return FailedPrecondition("a training lookup came before Configure; configure the store first");
   }
+  if (store.impl_->tier() != nullptr) {
+    return FailedPrecondition("rows of a store with a tier move, and cannot be used in place");
+  }
   InPlaceRows rows(*store.impl_);
   rows.mode_ = mode;
   if (mode == LookupMode::kTrain) {

@@ -76,6 +76,33 @@ TEST(MemoryTest, ReportedBytesAreResidentAndSmallBesideTheRows) {
   EXPECT_NEAR(static_cast<double>(ResidentBytes() - before) / reported, 1.0, 0.05);
 }
 
+// Sizes a seventeenth apart, so that no phase of growth is missed.
+TEST(MemoryTest, AnySizeCostsAtMost32BytesARowAndLessOnAverage) {
+  constexpr uint64_t kRows = 3'000'000;
+  TrainConfig config;
+  config.optimizer.kind = OptimizerKind::kRowwiseAdagrad;
+  auto store = MakeStore({.capacity = 1'000'000'000, .num_internal_shards = 16}, config);
+  const double row_bytes = 8 * sizeof(float) + sizeof(uint32_t);
+  std::vector<uint64_t> signs(1000);  // a call of this size needs few buffers beside the rows
+  std::vector<float> rows(signs.size() * 8);
+  const RowBlock block = {.dim = 8, .signs = signs};
+  double sum = 0;
+  int num_sizes = 0;
+  for (uint64_t size = 0, judged = 100'000; size < kRows;) {
+    std::iota(signs.begin(), signs.end(), size);
+    ASSERT_TRUE(store->Lookup({&block, 1}, LookupMode::kTrain, rows.data()).ok());
+    size += signs.size();
+    if (size < judged) continue;
+    judged += judged / 17;
+    const auto bytes = static_cast<double>(store->stats().memory_bytes);
+    const double extra = bytes / static_cast<double>(size) - row_bytes;
+    EXPECT_LE(extra, 32) << size << " rows";
+    sum += extra;
+    ++num_sizes;
+  }
+  EXPECT_LE(sum / num_sizes, 27);
+}
+
 // In a process of its own: fills the store until the address space allowed runs out.
 void FillUntilRefused() {
   auto store = MakeStore({.capacity = 1'000'000'000, .num_internal_shards = 1});

@@ -8,16 +8,24 @@ namespace persia::store {
 namespace {
 
 constexpr uint64_t kMinSlabBytes = 16 << 10;
-constexpr uint64_t kMaxSlabBytes = MappedMemory::kHugePageBytes;
+constexpr uint64_t kMaxSlabBytes = SlabMemory::kBlockBytes;
+constexpr uint64_t kSlabBytesPerRow = 4;
 constexpr uint32_t kLineFloats = 16;
 constexpr uint32_t kUnitFloats = 4;
 
 uint32_t RoundUp(uint32_t value, uint32_t unit) { return (value + unit - 1) / unit * unit; }
 
+// Slabs of one row each would use up the slab numbers: wide rows get an eighth of what they have.
+uint64_t TargetBytes(uint64_t row_bytes, uint64_t num_rows) {
+  const bool wide = row_bytes > SlabMemory::kMaxSharedRowBytes;
+  const uint64_t target = num_rows * (wide ? row_bytes / 8 : kSlabBytesPerRow);
+  return std::clamp(target, kMinSlabBytes, kMaxSlabBytes);
+}
+
 }  // namespace
 
 uint32_t RowShape::Stride() const {
-  const uint32_t floats = dim + state_floats;
+  const uint32_t floats = dim + state_floats + tail_floats;
   const uint32_t lines = RoundUp(floats, kLineFloats);
   return lines - floats <= kUnitFloats ? lines : RoundUp(floats, kUnitFloats);
 }
@@ -54,11 +62,11 @@ void RowSlabs::Free(uint32_t slot) {
 }
 
 uint64_t RowSlabs::memory_bytes() const {
-  return slab_bytes_ + slabs_.capacity() * sizeof(Slab) +
-         memory_.capacity() * sizeof(MappedMemory) + pools_.capacity() * sizeof(Pool);
+  return slab_bytes_ + slabs_.capacity() * sizeof(Slab) + blocks_.capacity() * sizeof(blocks_[0]) +
+         pools_.capacity() * sizeof(Pool);
 }
 
-void RowSlabs::Clear() { *this = RowSlabs(); }
+void RowSlabs::Clear() { *this = RowSlabs(memory_); }
 
 bool RowSlabs::AddSlab(uint32_t pool_number) {
   Pool& pool = pools_[pool_number];
@@ -67,23 +75,24 @@ bool RowSlabs::AddSlab(uint32_t pool_number) {
   const uint64_t stride = pool.shape.Stride();
   const uint64_t scalar_bytes = pool.shape.has_scalar ? sizeof(uint32_t) : 0;
   const uint64_t row_bytes = stride * sizeof(float) + scalar_bytes;
-  const uint64_t target = std::clamp(pool.bytes, kMinSlabBytes, kMaxSlabBytes);
-  const uint64_t rows = std::clamp<uint64_t>(target / row_bytes, 1, kPlaceMask + 1);
-  MappedMemory memory = MappedMemory::Allocate(rows * row_bytes);
-  if (memory.data() == nullptr) return false;
+  const uint64_t target = TargetBytes(row_bytes, pool.num_rows);
+  SlabPiece piece =
+      memory_->Take(row_bytes, std::clamp<uint64_t>(target / row_bytes, 1, kPlaceMask + 1));
+  if (piece.data == nullptr) return false;
 
-  auto* values = reinterpret_cast<float*>(memory.data());
+  const uint64_t rows = std::min<uint64_t>(piece.size / row_bytes, kPlaceMask + 1);
+  auto* values = reinterpret_cast<float*>(piece.data);
   pool.next_slot = static_cast<uint32_t>(slabs_.size() << kPlaceBits);
   pool.end_slot = pool.next_slot + static_cast<uint32_t>(rows);
-  pool.bytes += memory.size();
-  slab_bytes_ += memory.size();
+  pool.num_rows += rows;
+  slab_bytes_ += piece.size;
   auto* scalars = reinterpret_cast<uint32_t*>(values + rows * stride);
   slabs_.push_back({.values = values,
                     .scalars = pool.shape.has_scalar ? scalars : nullptr,
                     .stride = static_cast<uint32_t>(stride),
                     .dim = pool.shape.dim,
                     .pool = pool_number});
-  memory_.push_back(std::move(memory));
+  blocks_.push_back(std::move(piece.block));
   return true;
 }
 

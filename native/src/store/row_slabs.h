@@ -6,17 +6,20 @@
 // slab's number above the row's place in it; nothing holds a pointer, so slabs could as well lie in
 // a mapped file. Which sign a row belongs to, the index knows.
 //
-// Slabs of a dim start at 16 KiB and double up to 2 MiB: a store of ten rows is small, and a large
-// one wastes at most one huge page for each shard and dim. Rows freed are reused for the same dim;
-// memory goes back when the store is cleared.
+// A slab begun costs at most 4 bytes for each row there is: slabs of a dim start at 16 KiB and grow
+// with its rows up to 2 MiB. (Rows wider than 16 KiB: an eighth of what there is.) SlabMemory cuts
+// them from huge pages that shards have in common. Rows freed are reused for the same dim; memory
+// goes back when the store is cleared.
 //
-// Not thread-safe.
+// Not thread-safe; several may use the same SlabMemory.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
-#include "base/mapped_memory.h"
+#include "store/slab_memory.h"
 
 namespace persia::store {
 
@@ -25,6 +28,7 @@ struct RowShape {
   uint32_t dim = 0;
   uint32_t state_floats = 0;  // behind the embedding
   bool has_scalar = false;
+  uint32_t tail_floats = 0;  // behind the state: the store's own (tier_cells.h)
   // Floats from one row to the next: whole cache lines
   // where that costs at most 16 bytes, else whole 16 bytes.
   uint32_t Stride() const;
@@ -41,6 +45,9 @@ class RowSlabs {
  public:
   static constexpr uint32_t kNoSlot = UINT32_MAX;
   static constexpr uint32_t kNoPool = UINT32_MAX;
+
+  // `memory` outlives the last call of Allocate().
+  explicit RowSlabs(SlabMemory* memory) : memory_(memory) {}
 
   // A pool is the slabs of one shape.
   uint32_t FindPool(const RowShape& shape) const;
@@ -84,13 +91,14 @@ class RowSlabs {
     uint32_t first_free = kNoSlot;  // linked through the values of free rows
     uint32_t next_slot = 0;         // of the newest slab, up to end_slot
     uint32_t end_slot = 0;
-    uint64_t bytes = 0;
+    uint64_t num_rows = 0;  // that there are slots for
   };
 
   bool AddSlab(uint32_t pool);
 
+  SlabMemory* memory_;
   std::vector<Slab> slabs_;
-  std::vector<MappedMemory> memory_;  // of slabs_, in the same order
+  std::vector<std::shared_ptr<MappedMemory>> blocks_;  // that slabs_ lie in, in the same order
   std::vector<Pool> pools_;
   uint64_t slab_bytes_ = 0;
 };

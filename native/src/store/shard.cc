@@ -7,6 +7,8 @@
 
 #include "store/probe_in_blocks.h"
 #include "store/row_steps.h"
+#include "store/tier.h"
+#include "store/tier_cells.h"
 
 namespace persia::store {
 namespace {
@@ -33,15 +35,18 @@ Status Shard::Lookup(std::span<const Run> runs, LookupMode mode, float* rows,
                      LookupReport* report) {
   std::lock_guard lock(mutex_);
   LookupReport counts;
-  bool has_memory = true;
+  Status status;
   if (mode == LookupMode::kInference) {
-    for (const Run& run : runs) LookupForInference(run, rows, &counts);
+    for (const Run& run : runs) {
+      status = LookupForInference(run, rows, &counts);
+      if (!status.ok()) break;
+    }
   } else {
-    has_memory = LookupForTraining(runs, rows, &counts);
+    status = LookupForTraining(runs, rows, &counts);
   }
   CountLookups(counts);
   Add(counts, report);
-  return has_memory ? Status::Ok() : OutOfMemory();
+  return status;
 }
 
 void Shard::BeginBatch() {
@@ -63,17 +68,26 @@ void Shard::RemoveExpired() {
   lookups_.num_expired += expired.size();
 }
 
-void Shard::LookupForInference(const Run& run, float* rows, LookupReport* counts) const {
+Status Shard::LookupForInference(const Run& run, float* rows, LookupReport* counts) const {
   const size_t bytes = run.dim * sizeof(float);
+  Status status;
   ForEachRow(run, run.dim, [&](const RowRef& ref, const SignIndex::Entry* entry) {
     float* out = rows + run.FloatOffset(ref);
     if (entry != nullptr) {
       std::memcpy(out, slabs_.values(entry->slot), bytes);
-    } else {
-      std::memset(out, 0, bytes);
-      ++counts->num_missing;
+      return;
     }
+    if (tier_ != nullptr) {
+      entry = index_.Find(ref.key);
+      if (entry != nullptr && IsColdOfDim(*entry, run.dim)) {
+        if (status.ok()) status = CopyCold(*entry, run.dim, out);
+        return;
+      }
+    }
+    std::memset(out, 0, bytes);
+    ++counts->num_missing;
   });
+  return status;
 }
 
 // A run's rows are usually of one group; where they are not, only the prefetching is off.
@@ -98,7 +112,23 @@ void Shard::UseFound(const Run& run, Use use) {
 }
 
 template <typename Use>
-bool Shard::InsertMissing(Use use, LookupReport* counts) {
+Status Shard::UseCold(Use use) {
+  Status status;
+  std::erase_if(missing_, [&](const Missing& missing) {
+    SignIndex::Entry* entry = index_.Find(missing.ref->key);
+    if (!status.ok() || entry == nullptr) return false;
+    if (IsColdOfDim(*entry, missing.run->dim)) status = Promote(entry);
+    if (!status.ok() || !HasDim(entry, missing.run->dim)) return false;
+    if (snapshot_ != nullptr) snapshot_->SaveBeforeTouch(*entry, slabs_);
+    entry->stamp = now_;
+    use(*missing.run, *missing.ref, entry->slot);
+    return true;
+  });
+  return status;
+}
+
+template <typename Use>
+Status Shard::InsertMissing(Use use, LookupReport* counts) {
   // First, so that no other row goes for want of the room that these leave.
   for (const Missing& missing : missing_) RemoveOfAnotherDim(missing.ref->key, missing.run->dim);
   if (limits_.is_on()) {
@@ -110,10 +140,10 @@ bool Shard::InsertMissing(Use use, LookupReport* counts) {
     // A caller that breaks its promise and names a sign twice gets the same row twice.
     const SignIndex::Entry* entry = RemoveOfAnotherDim(ref->key, run->dim);
     const uint32_t slot = entry != nullptr ? entry->slot : Insert(ref->key, run->dim, counts);
-    if (slot == kNoSlot) return false;
+    if (slot == kNoSlot) return OutOfMemory();
     use(*run, *ref, slot);
   }
-  return true;
+  return tier_ == nullptr ? Status::Ok() : LimitCache();
 }
 
 SignIndex::Entry* Shard::RemoveOfAnotherDim(uint64_t key, uint32_t dim) {
@@ -131,7 +161,7 @@ bool Shard::Admit(uint64_t key) {
   return rules.Admits(sign) && filter_.Count(key) >= rules.admit_after();
 }
 
-bool Shard::LookupForTraining(std::span<const Run> runs, float* rows, LookupReport* counts) {
+Status Shard::LookupForTraining(std::span<const Run> runs, float* rows, LookupReport* counts) {
   const auto copy = [&](const Run& run, const RowRef& ref, uint32_t slot) {
     std::memcpy(rows + run.FloatOffset(ref), slabs_.values(slot), run.dim * sizeof(float));
   };
@@ -139,6 +169,7 @@ bool Shard::LookupForTraining(std::span<const Run> runs, float* rows, LookupRepo
   for (const Run& run : runs) {
     UseFound(run, [&](const RowRef& ref, uint32_t slot) { copy(run, ref, slot); });
   }
+  if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(UseCold(copy));
   counts->num_missing += missing_.size();
   std::erase_if(missing_, [&](const Missing& missing) {
     if (Admit(missing.ref->key)) return false;
@@ -149,9 +180,10 @@ bool Shard::LookupForTraining(std::span<const Run> runs, float* rows, LookupRepo
   return InsertMissing(copy, counts);
 }
 
-void Shard::Update(std::span<const Run> runs, const float* gradients, UpdateReport* report) {
+Status Shard::Update(std::span<const Run> runs, const float* gradients, UpdateReport* report) {
   std::lock_guard lock(mutex_);
   UpdateReport counts;
+  Status status;
   for (const Run& run : runs) {
     if (rules_ == nullptr) {  // then there are no rows
       counts.num_missing += run.refs.size();
@@ -159,29 +191,49 @@ void Shard::Update(std::span<const Run> runs, const float* gradients, UpdateRepo
     }
     RowSteps steps(run.dim, &counts);
     ChangeBatch changed(changes_);
+    const auto update = [&](const RowRef& ref, const SignIndex::Entry* entry) {
+      if (snapshot_ != nullptr) [[unlikely]] {
+        snapshot_->SaveBeforeUpdate(*entry, slabs_);
+      }
+      if (!MayChange(ref.key, entry->slot, &status)) return;
+      changed.Add(ref.key);
+      steps.Add(rules_->OfKey(ref.key), slabs_.View(entry->slot), gradients + run.FloatOffset(ref));
+    };
+    missing_.clear();
     ForEachRow(run, StrideOf(run), [&](const RowRef& ref, const SignIndex::Entry* entry) {
       if (entry != nullptr) {
-        if (snapshot_ != nullptr) [[unlikely]] {
-          snapshot_->SaveBeforeUpdate(*entry, slabs_);
-        }
-        changed.Add(ref.key);
-        steps.Add(rules_->OfKey(ref.key), slabs_.View(entry->slot),
-                  gradients + run.FloatOffset(ref));
+        update(ref, entry);
+      } else if (tier_ != nullptr) {
+        missing_.push_back({&run, &ref});
       } else {
         ++counts.num_missing;
       }
     });
+    // They have left the cache since their lookup.
+    for (const auto& [_, ref] : missing_) {
+      SignIndex::Entry* entry = index_.Find(ref->key);
+      if (status.ok() && entry != nullptr && IsColdOfDim(*entry, run.dim)) status = Promote(entry);
+      if (status.ok() && HasDim(entry, run.dim)) {
+        update(*ref, entry);
+      } else {
+        ++counts.num_missing;
+      }
+    }
     steps.Flush();
   }
+  if (tier_ != nullptr && status.ok()) status = LimitCache();
   CountUpdates(counts);
   Add(counts, report);
+  return status;
 }
 
 Status Shard::SetRows(std::span<const Run> runs, const float* rows) {
   std::lock_guard lock(mutex_);
   LookupReport counts;
   ChangeBatch changed(changes_);
+  Status change_status;
   const auto set = [&](const Run& run, const RowRef& ref, uint32_t slot) {
+    if (!MayChange(ref.key, slot, &change_status)) return;
     changed.Add(ref.key);
     const RowView row = slabs_.View(slot);
     std::memcpy(row.values, rows + run.FloatOffset(ref), run.dim * sizeof(float));
@@ -191,9 +243,10 @@ Status Shard::SetRows(std::span<const Run> runs, const float* rows) {
   for (const Run& run : runs) {
     UseFound(run, [&](const RowRef& ref, uint32_t slot) { set(run, ref, slot); });
   }
-  const bool has_memory = InsertMissing(set, &counts);
+  if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(UseCold(set));
+  const Status status = InsertMissing(set, &counts);
   CountLookups(counts);
-  return has_memory ? Status::Ok() : OutOfMemory();
+  return status.ok() ? change_status : status;
 }
 
 bool Shard::MakeRoom(uint64_t num_new, bool keep_batch, LookupReport* counts) {
@@ -237,10 +290,13 @@ uint32_t Shard::Insert(uint64_t key, uint32_t dim, LookupReport* counts) {
 }
 
 uint32_t Shard::AllocateRow(uint64_t key, uint32_t dim, uint32_t stamp) {
-  const RowShape shape = rules_->OfKey(key).ShapeFor(dim);
-  const uint32_t slot = slabs_.Allocate(slabs_.FindOrAddPool(shape));
+  const uint32_t slot = slabs_.Allocate(slabs_.FindOrAddPool(ShapeOf(key, dim)));
   if (slot == kNoSlot) return kNoSlot;
   if (index_.Insert({key, slot, stamp})) {
+    if (tier_ != nullptr) {
+      SetCell(slabs_, slot, HotCell{pool::kNoAddress, tier_->batch()});
+      ++num_hot_;
+    }
     limits_.CountInsert(key);
     if (changes_ != nullptr) [[unlikely]]
       changes_->Add(key);
@@ -255,6 +311,7 @@ void Shard::Remove(SignIndex::Entry* entry) {
     snapshot_->SaveBeforeTouch(*entry, slabs_);
   if (changes_ != nullptr) [[unlikely]]
     changes_->Add(entry->key);
+  if (tier_ != nullptr) tier_->Fail(RemoveFromTier(entry));
   limits_.CountRemoval(entry->key);
   slabs_.Free(entry->slot);
   index_.Erase(entry);
@@ -274,8 +331,9 @@ void Shard::AddStatsTo(StoreStats* stats) const {
   std::lock_guard lock(mutex_);
   stats->num_rows += index_.size();
   stats->memory_bytes += sizeof(Shard) + index_.memory_bytes() + slabs_.memory_bytes() +
-                         victims_.memory_bytes() + filter_.memory_bytes() + expiry_.memory_bytes() +
-                         limits_.memory_bytes() + missing_.capacity() * sizeof(Missing);
+                         victims_.memory_bytes() + coldest_.memory_bytes() +
+                         filter_.memory_bytes() + expiry_.memory_bytes() + limits_.memory_bytes() +
+                         missing_.capacity() * sizeof(Missing);
   Add(lookups_, &stats->lookups);
   Add(updates_, &stats->updates);
 }
@@ -295,6 +353,8 @@ void Shard::ClearLocked() {
   index_.Clear();
   slabs_.Clear();
   victims_.Clear();
+  coldest_.Clear();
+  num_hot_ = 0;
   limits_.CountClear();
   filter_.Clear();
   ++num_removals_;
@@ -302,6 +362,7 @@ void Shard::ClearLocked() {
 
 void Shard::ForgetVictims() {
   victims_.Clear();
+  coldest_.Clear();
   limits_.ForgetVictims();
 }
 

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "pool/recovery.h"
 #include "store/admission_filter.h"
 #include "store/batch_plan.h"
 #include "store/change_set.h"
@@ -30,15 +31,18 @@
 namespace persia::store {
 
 struct LoadedRows;
+class Tier;
 
 // Aligned so that two shards' mutexes never share a cache line.
 class alignas(64) Shard {
  public:
-  explicit Shard(uint64_t capacity) : capacity_(capacity) {}
+  // Rows come from `slab_memory`, which outlives it. `growth_phase` as of SignIndex.
+  Shard(uint64_t capacity, SlabMemory* slab_memory, double growth_phase)
+      : capacity_(capacity), index_(growth_phase), slabs_(slab_memory) {}
 
   // Rows and reports as in EmbeddingStore; the counts are added to *report.
   Status Lookup(std::span<const Run> runs, LookupMode mode, float* rows, LookupReport* report);
-  void Update(std::span<const Run> runs, const float* gradients, UpdateReport* report);
+  Status Update(std::span<const Run> runs, const float* gradients, UpdateReport* report);
   Status SetRows(std::span<const Run> runs, const float* rows);
   void AddStatsTo(StoreStats* stats) const;
   uint64_t size() const;
@@ -46,6 +50,8 @@ class alignas(64) Shard {
   // Of StoreLoad, in shard_load.cc. Rows go where there are more than the capacity and a quarter;
   // at the end, where there are more than the capacity.
   void BeginLoad();
+  // That many rows are expected in all.
+  void Reserve(uint64_t num_rows);
   Status Load(std::span<const Run> runs, const LoadedRows& rows, LookupReport* counts);
   void FinishLoad(LookupReport* counts);
   // Removes the rows that are there; of any dim.
@@ -53,6 +59,18 @@ class alignas(64) Shard {
   // EmbeddingStore::RemoveSmallRows for the next `max_rows` rows from the key *next on; false:
   // there are no more. Adds to *num_removed.
   bool RemoveSmallRows(size_t max_rows, uint64_t* next, uint64_t* num_removed);
+
+  // Of tiers, in shard_tier.cc. From now on, while there are no rows, at most so many (and a
+  // sixteenth) are in memory after a call, and the others in the tier.
+  void SetTier(Tier* tier, uint64_t cache_rows);
+  // A row that was there at the tier's last checkpoint. FinishRecovery() comes behind all of them.
+  Status AddRecovered(const pool::RecoveredRow& row);
+  void FinishRecovery(uint64_t committed);
+  // For the keeper: some tens of rows at a time; false: there is no more to do.
+  StatusOr<bool> ShrinkCache();
+  // Rows that changed up to the batch, from the key *next on.
+  StatusOr<bool> WriteBackUpTo(uint64_t batch, uint64_t* next);
+  void AddTierStatsTo(TierStats* stats) const;
 
   std::mutex& mutex() const { return mutex_; }
   uint64_t capacity() const { return capacity_; }
@@ -112,21 +130,46 @@ class alignas(64) Shard {
   void ForEachRow(const Run& run, size_t row_floats, Use use) const;
 
   size_t StrideOf(const Run& run) const;
-  void LookupForInference(const Run& run, float* rows, LookupReport* counts) const;
-  bool LookupForTraining(std::span<const Run> runs, float* rows, LookupReport* counts);
+  Status LookupForInference(const Run& run, float* rows, LookupReport* counts) const;
+  Status LookupForTraining(std::span<const Run> runs, float* rows, LookupReport* counts);
   // The two passes: use(ref, slot) for the rows that are there, the others go to missing_; then
   // use(run, ref, slot) for those, inserted. The second is false when there is no memory.
   template <typename Use>
   void UseFound(const Run& run, Use use);
   template <typename Use>
-  bool InsertMissing(Use use, LookupReport* counts);
+  Status InsertMissing(Use use, LookupReport* counts);
+  // Between the two: of missing_, the rows that the tier has come into the cache and are used.
+  template <typename Use>
+  Status UseCold(Use use);
   void ClearLocked();
   // An uninitialised row of a key that has none; kNoSlot when there is no memory.
   uint32_t AllocateRow(uint64_t key, uint32_t dim, uint32_t stamp);
+  void TouchHomes(std::span<const RowRef> refs) const;
+  // Whether a row that is in memory may change now; *status becomes why not.
+  bool MayChange(uint64_t key, uint32_t slot, Status* status) {
+    if (tier_ == nullptr) [[likely]]
+      return true;
+    if (status->ok()) *status = BeforeChange(key, slot);
+    return status->ok();
+  }
   void LoadState(const LoadedRows& rows, const RowRef& ref, const RowView& row) const;
   void Trim(LookupReport* counts);
   void RemoveExpired();
   void ForgetVictims();
+
+  // In shard_tier.cc. What a row in memory consists of.
+  RowShape ShapeOf(uint64_t key, uint32_t dim) const;
+  bool IsColdOfDim(const SignIndex::Entry& entry, uint32_t dim) const;
+  Status Promote(SignIndex::Entry* entry);
+  Status Demote(size_t count);
+  Status WriteBack(std::span<SignIndex::Entry* const> entries);
+  double SquaredNormOf(const SignIndex::Entry& entry) const;
+  Status CopyCold(const SignIndex::Entry& entry, uint32_t dim, float* out) const;
+  // Of a row in memory: what a checkpoint wants of it is written, and its values are new from now.
+  Status BeforeChange(uint64_t key, uint32_t slot);
+  Status RemoveFromTier(SignIndex::Entry* entry);
+  // At the end of a call that brought rows into memory.
+  Status LimitCache();
 
   mutable std::mutex mutex_;
   const uint64_t capacity_;
@@ -143,6 +186,12 @@ class alignas(64) Shard {
   std::vector<Missing> missing_;  // of the call in progress
   ShardSnapshot* snapshot_ = nullptr;
   ChangeSet* changes_ = nullptr;
+  Tier* tier_ = nullptr;  // null: all rows are in memory, and what follows is not used
+  uint64_t cache_rows_ = 0;
+  uint64_t num_hot_ = 0;
+  uint64_t num_promoted_ = 0;
+  uint64_t num_written_ = 0;
+  VictimQueue coldest_;
   LookupReport lookups_;
   UpdateReport updates_;
 };

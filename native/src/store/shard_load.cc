@@ -4,8 +4,14 @@
 
 #include "store/shard.h"
 #include "store/store_load.h"
+#include "store/touch.h"
 
 namespace persia::store {
+namespace {
+
+constexpr size_t kTouchedAtATime = 256;
+
+}  // namespace
 
 // Stamps of the past must be there for the rows to come: the present moves on by 2^31 batches,
 // which is also as far back as RebaseStamps() remembers.
@@ -19,22 +25,39 @@ void Shard::BeginLoad() {
   now_ += rise;
 }
 
+void Shard::Reserve(uint64_t num_rows) {
+  std::lock_guard lock(mutex_);
+  index_.Reserve(std::min(num_rows, capacity_ + capacity_ / 4));
+}
+
 Status Shard::Load(std::span<const Run> runs, const LoadedRows& rows, LookupReport* counts) {
   std::lock_guard lock(mutex_);
   // It knows nothing of older rows that come later.
   ForgetVictims();
   ChangeBatch changed(changes_);
   for (const Run& run : runs) {
-    for (const RowRef& ref : run.refs) {
+    size_t num_touched = 0;
+    for (size_t i = 0; i < run.refs.size(); ++i) {
+      if (i == num_touched) {
+        num_touched = std::min(i + kTouchedAtATime, run.refs.size());
+        TouchHomes(run.refs.subspan(i, num_touched - i));
+      }
+      const RowRef& ref = run.refs[i];
       const uint32_t age = rows.ages[ref.row];
       const uint32_t stamp = now_ - std::min(now_, age);
-      SignIndex::Entry* entry = RemoveOfAnotherDim(ref.key, run.dim);
+      SignIndex::Entry* entry = index_.Find(ref.key);
+      if (entry != nullptr && IsColdOfDim(*entry, run.dim)) {
+        PERSIA_RETURN_IF_ERROR(Promote(entry));
+      }
+      entry = RemoveOfAnotherDim(ref.key, run.dim);
       if (entry == nullptr) {
         if (AllocateRow(ref.key, run.dim, stamp) == RowSlabs::kNoSlot) return OutOfMemory();
         entry = index_.Find(ref.key);
         ++counts->num_inserted;
       } else {
         if (snapshot_ != nullptr) snapshot_->SaveBeforeTouch(*entry, slabs_);
+        Status status;
+        if (!MayChange(ref.key, entry->slot, &status)) return status;
         entry->stamp = stamp;
         changed.Add(ref.key);
       }
@@ -44,7 +67,12 @@ Status Shard::Load(std::span<const Run> runs, const LoadedRows& rows, LookupRepo
     }
   }
   if (index_.size() > capacity_ + capacity_ / 4) Trim(counts);
-  return Status::Ok();
+  return tier_ == nullptr ? Status::Ok() : LimitCache();
+}
+
+// Their places in the index, all misses at once.
+void Shard::TouchHomes(std::span<const RowRef> refs) const {
+  for (const RowRef& ref : refs) Touch(index_.HomeOf(ref.key));
 }
 
 void Shard::RemoveRows(std::span<const Run> runs) {

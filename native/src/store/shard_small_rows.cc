@@ -1,8 +1,11 @@
 // The part of Shard that removes rows with small embeddings.
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "store/shard.h"
+#include "store/tier.h"
+#include "store/tier_cells.h"
 #include "store/touch.h"
 
 namespace persia::store {
@@ -15,6 +18,17 @@ double SquaredNorm(const float* values, uint32_t dim) {
 }
 
 }  // namespace
+
+double Shard::SquaredNormOf(const SignIndex::Entry& entry) const {
+  if (tier_ == nullptr || !IsCold(slabs_, entry.slot)) {
+    return SquaredNorm(slabs_.values(entry.slot), slabs_.dim(entry.slot));
+  }
+  std::vector<float> values(ColdCellOf(slabs_, entry.slot).dim);
+  const auto dim = static_cast<uint32_t>(values.size());
+  const Status status = CopyCold(entry, dim, values.data());
+  tier_->Fail(status);
+  return status.ok() ? SquaredNorm(values.data(), dim) : std::numeric_limits<double>::infinity();
+}
 
 bool Shard::RemoveSmallRows(size_t max_rows, uint64_t* next, uint64_t* num_removed) {
   std::lock_guard lock(mutex_);
@@ -32,8 +46,7 @@ bool Shard::RemoveSmallRows(size_t max_rows, uint64_t* next, uint64_t* num_remov
   for (const auto& entry : entries) TouchRow(slabs_.values(entry.slot), slabs_.dim(entry.slot));
   std::erase_if(entries, [&](const SignIndex::Entry& entry) {
     const double min_norm = rules_->OfKey(entry.key).min_norm();
-    const RowView row = slabs_.View(entry.slot);
-    return SquaredNorm(row.values, row.dim) >= min_norm * min_norm;
+    return SquaredNormOf(entry) >= min_norm * min_norm;
   });
   for (const auto& entry : entries) Remove(index_.Find(entry.key));
   lookups_.num_small += entries.size();

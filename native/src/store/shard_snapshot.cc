@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <utility>
 
+#include "store/tier_cells.h"
 #include "store/touch.h"
 #include "store/victim_queue.h"
 
 namespace persia::store {
+
 RowHead ShardSnapshot::HeadOf(const SignIndex::Entry& entry, const RowSlabs& slabs) const {
   const RowShape& shape = slabs.shape(entry.slot);
   return {.sign = SignOfKey(entry.key),
@@ -17,8 +19,29 @@ RowHead ShardSnapshot::HeadOf(const SignIndex::Entry& entry, const RowSlabs& sla
           .state_floats = shape.state_floats};
 }
 
+std::pair<RowHead, const float*> ShardSnapshot::RowOf(const SignIndex::Entry& entry,
+                                                      const RowSlabs& slabs,
+                                                      std::vector<float>* values) const {
+  if (pool_ == nullptr || !IsCold(slabs, entry.slot)) {
+    return {HeadOf(entry, slabs), slabs.values(entry.slot)};
+  }
+  pool::RowHead head;
+  if (const Status status = ReadCold(*pool_, entry, slabs, &head, values); !status.ok()) {
+    budget_.Fail(status);
+    return {RowHead(), nullptr};
+  }
+  return {RowHead{.sign = head.sign,
+                  .age = stamp_ - entry.stamp,
+                  .scalar = head.scalar,
+                  .has_scalar = head.has_scalar,
+                  .dim = head.dim,
+                  .state_floats = head.state_floats},
+          values->data()};
+}
+
 void ShardSnapshot::Save(const SignIndex::Entry& entry, const RowSlabs& slabs, bool keeps_stamp) {
-  const RowHead head = HeadOf(entry, slabs);
+  std::vector<float> cold_values;
+  const auto [head, values] = RowOf(entry, slabs, &cold_values);
   const size_t bytes = head.record_bytes();
   const std::lock_guard lock(mutex_);
   if (budget_.has_failed()) return;
@@ -27,7 +50,7 @@ void ShardSnapshot::Save(const SignIndex::Entry& entry, const RowSlabs& slabs, b
   if (saved_.empty() || !saved_.back().HasRoom(bytes)) {
     saved_.push_back(budget_.TakePiece(bytes));
   }
-  saved_.back().Add(head, slabs.values(entry.slot));
+  saved_.back().Add(head, values);
 }
 
 void ShardSnapshot::TakeSaved(std::vector<RowRecords>* rows) {
@@ -39,6 +62,10 @@ void ShardSnapshot::TakeSaved(std::vector<RowRecords>* rows) {
 void ShardSnapshot::TakeOver(SignIndex index, RowSlabs slabs) {
   // What comes after the first time has been made since the cut.
   if (is_read_ || std::exchange(has_taken_over_, true)) return;
+  if (pool_ != nullptr) {
+    budget_.Fail(FailedPrecondition(
+        "the rows were cleared while a snapshot read them from their pool; take another"));
+  }
   index_ = std::move(index);
   slabs_ = std::move(slabs);
 }
@@ -100,8 +127,10 @@ bool ShardSnapshot::Read(const SignIndex& live_index, const RowSlabs& live_slabs
     const RowShape& shape = slabs.shape(entry.slot);
     TouchRow(slabs.values(entry.slot), size_t{shape.dim} + shape.state_floats);
   }
+  std::vector<float> cold_values;
   for (const SignIndex::Entry& entry : step_) {
-    rows->Add(HeadOf(entry, slabs), slabs.values(entry.slot));
+    const auto [head, values] = RowOf(entry, slabs, &cold_values);
+    if (values != nullptr) rows->Add(head, values);
   }
   for (const uint64_t key : removed_) rows->AddRemoval(SignOfKey(key));
   if (is_read_) {

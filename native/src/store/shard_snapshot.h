@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "pool/row_pool.h"
 #include "store/change_set.h"
 #include "store/row_records.h"
 #include "store/row_slabs.h"
@@ -35,8 +36,10 @@ class ShardSnapshot {
  public:
   // `stamp` is the shard's at the cut. With `changes` only they are wanted; SetChangedKeys() says
   // them again, in order, before the first Read().
-  ShardSnapshot(uint32_t stamp, SnapshotBudget* budget, const ChangeSet* changes)
-      : stamp_(stamp), budget_(*budget), changes_(changes) {}
+  // Rows that are not in memory are read from `pool`; null: there are none.
+  ShardSnapshot(uint32_t stamp, SnapshotBudget* budget, const ChangeSet* changes,
+                const pool::RowPool* pool)
+      : stamp_(stamp), budget_(*budget), pool_(pool), changes_(changes) {}
   void SetChangedKeys(std::vector<uint64_t> keys) { keys_ = std::move(keys); }
 
   // Before the row gets a new stamp or is removed.
@@ -66,15 +69,20 @@ class ShardSnapshot {
   void StepThroughIndex(const SignIndex& index, size_t max_rows);
   void StepThroughKeys(const SignIndex& index, size_t max_rows);
   RowHead HeadOf(const SignIndex::Entry& entry, const RowSlabs& slabs) const;
+  // Its head and values; *values is where they come to when they are not in memory. The dim is 0
+  // where they cannot be read, which fails the snapshot.
+  std::pair<RowHead, const float*> RowOf(const SignIndex::Entry& entry, const RowSlabs& slabs,
+                                         std::vector<float>* values) const;
   void Save(const SignIndex::Entry& entry, const RowSlabs& slabs, bool keeps_stamp);
 
   uint32_t stamp_;
   SnapshotBudget& budget_;
+  const pool::RowPool* const pool_;
   uint64_t next_key_ = 0;
   bool is_read_ = false;
   bool has_taken_over_ = false;  // the rows of the cut are in the two that follow
   SignIndex index_;
-  RowSlabs slabs_;
+  RowSlabs slabs_{nullptr};
   const ChangeSet* changes_;            // null: all rows are wanted
   std::vector<uint64_t> keys_;          // of changes_ in this shard
   size_t position_ = 0;                 // in keys_

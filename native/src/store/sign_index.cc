@@ -9,6 +9,8 @@ namespace {
 
 constexpr uint64_t kEntriesPerPage = MappedMemory::kPageBytes / sizeof(SignIndex::Entry);
 constexpr uint64_t kTail = 64;
+// Where phases set in: there are pages enough to tell them apart.
+constexpr uint64_t kManyHomes = 16'384;
 
 }  // namespace
 
@@ -28,6 +30,11 @@ bool SignIndex::Insert(const Entry& entry) {
   return true;
 }
 
+void SignIndex::Reserve(uint64_t num_entries) {
+  const uint64_t home_count = RoundUpToSeries(num_entries + num_entries / 4 + 1);
+  if (home_count > home_count_) Rebuild(home_count, std::max(kTail, length_ - home_count_));
+}
+
 void SignIndex::Erase(Entry* entry) {
   const auto position = static_cast<uint64_t>(entry - entries_);
   // Followers move back until one that is at home, or
@@ -39,11 +46,28 @@ void SignIndex::Erase(Entry* entry) {
   --size_;
 }
 
-void SignIndex::Clear() { *this = SignIndex(); }
+void SignIndex::Clear() { *this = SignIndex(growth_phase_); }
 
 bool SignIndex::Grow() {
   const uint64_t tail = std::max(kTail, length_ - home_count_);
-  return Rebuild(home_count_ + home_count_ / 4 + 1, tail);
+  return Rebuild(NextHomeCount(), tail);
+}
+
+uint64_t SignIndex::NextHomeCount() const {
+  const uint64_t next = home_count_ + home_count_ / 4 + 1;
+  if (home_count_ >= kManyHomes || next < kManyHomes) return next;
+  return FirstOfSeries();
+}
+
+uint64_t SignIndex::FirstOfSeries() const {
+  return kManyHomes + static_cast<uint64_t>(kManyHomes / 4 * growth_phase_);
+}
+
+uint64_t SignIndex::RoundUpToSeries(uint64_t home_count) const {
+  if (home_count < kManyHomes) return home_count;
+  uint64_t rounded = FirstOfSeries();
+  while (rounded < home_count) rounded += rounded / 4 + 1;
+  return rounded;
 }
 
 bool SignIndex::Rebuild(uint64_t home_count, uint64_t tail) {

@@ -10,7 +10,9 @@
 //  * successful or not, it ends at the first entry that is not smaller, so the table can be 4/5
 //    full;
 //  * growing copies from front to back, sequentially, and may be by any factor: a quarter at a time
-//    here, so that an entry costs 20 to 25 bytes;
+//    here, so that an entry costs 20 to 25 bytes. Indexes that are filled side by side, as those of
+//    a store's shards are, would all be at 25 at the same time: their phases keep them apart, so
+//    that together they cost 22 to 23;
 //  * removal closes the gap by moving followers back: no tombstones.
 //
 // Not thread-safe, but finding and reading may go on in several threads at once, as may writing the
@@ -49,6 +51,9 @@ class SignIndex {
     uint32_t stamp;
   };
 
+  // `growth_phase`, from 0 to 1, is where between two growths it is while one with phase 0 grows.
+  explicit SignIndex(double growth_phase = 0) : growth_phase_(growth_phase) {}
+
   // Null: there is none. Valid until the next insertion or removal.
   Entry* Find(uint64_t key) const { return FindFrom(SkipHome(HomeOf(key), key), key); }
   // The same in steps, each of which reads what the one before it returned: first a cache line,
@@ -66,6 +71,10 @@ class SignIndex {
   // False when there is no memory to grow; the index
   // is then unchanged. The key must not be there.
   [[nodiscard]] bool Insert(const Entry& entry);
+  // Room for so many entries in all, so that growing need not copy them time and again; as much as
+  // it would have grown to, which keeps phases apart. Where there is no memory for that, it grows
+  // as it always does.
+  void Reserve(uint64_t num_entries);
   void Erase(Entry* entry);
   void Clear();
 
@@ -81,7 +90,7 @@ class SignIndex {
   template <typename Visit>
   bool ForEachFrom(uint64_t key, Visit visit) const {
     if (size_ == 0) return true;
-    for (const Entry* entry = HomeOf(key); entry != entries_ + length_; ++entry) {
+    for (Entry* entry = HomeOf(key); entry != entries_ + length_; ++entry) {
       if (entry->slot != kNoSlot && entry->key >= key && !visit(*entry)) return false;
     }
     return true;
@@ -99,11 +108,16 @@ class SignIndex {
     return (((key >> 32) * home_count_) >> 32) & ~(kLineEntries - 1);
   }
   bool Grow();
+  uint64_t NextHomeCount() const;
+  // The home counts that its phase makes it grow through.
+  uint64_t FirstOfSeries() const;
+  uint64_t RoundUpToSeries(uint64_t home_count) const;
   bool Rebuild(uint64_t home_count, uint64_t tail);
 
   // What an index without memory reads: empty entries. Never written.
   alignas(64) static inline Entry no_entries_[kLineEntries] = {kEmpty, kEmpty, kEmpty, kEmpty};
 
+  double growth_phase_;
   MappedMemory memory_;
   Entry* entries_ = no_entries_;
   uint64_t length_ = 1;  // entries in memory; the last one is always empty, so that searches end

@@ -96,5 +96,61 @@ TEST(SignIndexTest, CostsAtMostTwentySixBytesAnEntryOnceLarge) {
   }
 }
 
+TEST(SignIndexTest, TakesWhatRoomWasReservedForWithoutGrowing) {
+  constexpr uint64_t kEntries = 300'000;
+  SignIndex index;
+  ASSERT_TRUE(index.Insert({SignKey(0), 0, 0}));
+  index.Reserve(kEntries);
+  const uint64_t memory_bytes = index.memory_bytes();
+  EXPECT_LE(memory_bytes, kEntries * 26);
+  for (uint32_t slot = 1; slot < kEntries; ++slot) {
+    ASSERT_TRUE(index.Insert({SignKey(slot), slot, 0}));
+  }
+  EXPECT_EQ(index.memory_bytes(), memory_bytes);
+  for (uint32_t slot = 0; slot < kEntries; ++slot) {
+    ASSERT_EQ(index.Find(SignKey(slot))->slot, slot);
+  }
+  index.Reserve(10);
+  EXPECT_EQ(index.memory_bytes(), memory_bytes) << "it never shrinks";
+}
+
+TEST(SignIndexTest, PhasesKeepIndexesThatFillTogetherFromGrowingTogether) {
+  constexpr uint32_t kIndexes = 16;
+  std::vector<SignIndex> indexes;
+  for (uint32_t i = 0; i < kIndexes; ++i) indexes.emplace_back(i / double{kIndexes});
+  for (uint32_t slot = 0; slot < 100'000; ++slot) {
+    uint64_t bytes = 0;
+    for (SignIndex& index : indexes) {
+      ASSERT_TRUE(index.Insert({SignKey(slot), slot, 0}));
+      bytes += index.memory_bytes();
+    }
+    if (slot > 20'000) {
+      ASSERT_LE(bytes, uint64_t{24} * kIndexes * slot);
+    }
+  }
+}
+
+TEST(SignIndexTest, PhasesStayApartWhereRoomWasReserved) {
+  constexpr uint32_t kIndexes = 16, kReserved = 50'000;
+  std::vector<SignIndex> indexes;
+  for (uint32_t i = 0; i < kIndexes; ++i) {
+    indexes.emplace_back(i / double{kIndexes}).Reserve(kReserved);
+  }
+  for (uint32_t slot = 0; slot < 3 * kReserved; ++slot) {
+    uint64_t bytes = 0;
+    uint32_t num_grown = 0;
+    for (SignIndex& index : indexes) {
+      const uint64_t before = index.memory_bytes();
+      ASSERT_TRUE(index.Insert({SignKey(slot), slot, 0}));
+      bytes += index.memory_bytes();
+      if (index.memory_bytes() != before) ++num_grown;
+    }
+    ASSERT_LE(num_grown, 2u) << slot;
+    if (slot >= kReserved) {
+      ASSERT_LE(bytes, uint64_t{24} * kIndexes * slot);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace persia::store

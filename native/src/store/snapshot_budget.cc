@@ -23,6 +23,7 @@ void SnapshotBudget::Begin(uint64_t limit_bytes, std::chrono::milliseconds patie
   piece_bytes_ = std::clamp(limit_bytes / (4 * num_shards), kMinPieceBytes, kMaxPieceBytes);
   patience_ = patience;
   waiting_bytes_ = 0;
+  why_failed_ = Status::Ok();
   has_failed_.store(false, std::memory_order_relaxed);
 }
 
@@ -63,8 +64,9 @@ void SnapshotBudget::Release(std::vector<RowRecords>* pieces) {
   has_room_.notify_all();
 }
 
-void SnapshotBudget::Fail() {
+void SnapshotBudget::Fail(const Status& why) {
   const std::lock_guard lock(mutex_);
+  if (!has_failed()) why_failed_ = why;
   FailLocked();
 }
 
@@ -76,6 +78,7 @@ void SnapshotBudget::FailLocked() {
 
 Status SnapshotBudget::FailedStatus() const {
   const std::lock_guard lock(mutex_);
+  if (!why_failed_.ok()) return why_failed_;
   return ResourceExhausted(
       "the snapshot was given up: training changed rows faster than it was read, more than " +
       std::to_string(limit_bytes_) +

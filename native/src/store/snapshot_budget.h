@@ -33,8 +33,8 @@ class SnapshotBudget {
   // Takes back rows that have been read; their memory is used again.
   void Release(std::vector<RowRecords>* pieces);
 
-  // The snapshot has come to nothing.
-  void Fail();
+  // The snapshot has come to nothing; `why` is Ok where it was for want of room or patience.
+  void Fail(const Status& why = Status::Ok());
   bool has_failed() const { return has_failed_.load(std::memory_order_relaxed); }
   // Why, for the reader.
   Status FailedStatus() const;
@@ -51,6 +51,7 @@ class SnapshotBudget {
   uint64_t piece_bytes_ = 0;
   uint64_t waiting_bytes_ = 0;  // room in the pieces that were taken and have not come back
   std::chrono::milliseconds patience_{0};
+  Status why_failed_;
   std::vector<RowRecords> pieces_;  // empty, to be used again; asking the system is slow
 };
 

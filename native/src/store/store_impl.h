@@ -10,13 +10,17 @@
 #include <shared_mutex>
 #include <span>
 #include <string>
+#include <thread>
+#include <utility>
 
 #include "store/batch_plan.h"
 #include "store/change_set.h"
 #include "store/embedding_store.h"
 #include "store/rule_set.h"
 #include "store/shard.h"
+#include "store/slab_memory.h"
 #include "store/snapshot_budget.h"
+#include "store/tier.h"
 #include "store/writer_first_mutex.h"
 
 namespace persia::store {
@@ -26,10 +30,21 @@ class EmbeddingStore::Impl {
   explicit Impl(const Options& options) {
     const uint64_t num_shards = options.num_internal_shards;
     for (uint64_t i = 0; i < num_shards; ++i) {
-      shards_.emplace_back(options.capacity / num_shards +
-                           (i < options.capacity % num_shards ? 1 : 0));
+      const uint64_t capacity =
+          options.capacity / num_shards + (i < options.capacity % num_shards ? 1 : 0);
+      const double growth_phase = static_cast<double>(i) / static_cast<double>(num_shards);
+      shards_.emplace_back(capacity, &slab_memory_, growth_phase);
     }
   }
+
+  ~Impl() { StopKeeper(); }
+
+  // Of a tier, in store_tier.cc. Once, before all other calls.
+  Status OpenTier(const TierOptions& options);
+  // Null: there is none.
+  Tier* tier() const { return tier_.get(); }
+  const pool::RowPool* pool() const { return tier_ == nullptr ? nullptr : &tier_->pool(); }
+  Status CheckTier() const { return tier_ == nullptr ? Status::Ok() : tier_->status(); }
 
   Status Configure(const TrainConfig& config, bool replace);
   // The same for a caller who has the store for himself.
@@ -55,6 +70,7 @@ class EmbeddingStore::Impl {
   // For calls that change rows, which a snapshot may hold up for a while.
   std::shared_lock<WriterFirstMutex> EnterForChange() {
     snapshot_budget_.WaitForRoom();
+    if (tier_ != nullptr) tier_->CountBatch();
     return std::shared_lock(in_place_mutex_);
   }
   std::unique_lock<WriterFirstMutex> LockForChange() {
@@ -81,17 +97,32 @@ class EmbeddingStore::Impl {
     for (Shard& shard : shards_) shard.set_changes(changes_.get());
     return changes;
   }
-  // The caller is in the store.
-  void ClearRows() {
+  // The caller has the store for himself where there is a tier; else he is in the store.
+  Status ClearRows() {
+    if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(tier_->Clear());
     if (changes_ != nullptr) changes_->NoteClear();
     for (Shard& shard : shards_) shard.Clear();
+    slab_memory_.Clear();
+    return Status::Ok();
   }
 
   // Update() calls that have ended; counted while the caller is in the store.
   void CountUpdate() { num_updates_.fetch_add(1, std::memory_order_relaxed); }
   uint64_t num_updates() const { return num_updates_.load(std::memory_order_relaxed); }
 
+  const SlabMemory& slab_memory() const { return slab_memory_; }
+
  private:
+  Status OpenPool(const TierOptions& options);
+  Status RecoverRules();
+  // Before rows are made by them.
+  Status SaveRulesIfNew(const TrainConfig& config);
+  void KeepTier();
+  Status ShrinkCaches();
+  Status AdvanceCheckpoints();
+  void StopKeeper();
+
+  SlabMemory slab_memory_;
   std::deque<Shard> shards_;
   WriterFirstMutex in_place_mutex_;  // taken before all others
   SnapshotBudget snapshot_budget_;
@@ -100,8 +131,13 @@ class EmbeddingStore::Impl {
   std::atomic<uint64_t> num_updates_ = 0;
   mutable std::mutex config_mutex_;  // taken before any shard's
   std::optional<TrainConfig> config_;
+  bool is_config_recovered_ = false;  // it is no script's; a script may have another
   std::atomic<bool> is_configured_ = false;
   std::atomic<uint32_t> next_first_shard_ = 0;
+  std::unique_ptr<Tier> tier_;
+  std::string tier_directory_;
+  std::optional<TrainConfig> saved_rules_;  // guarded like config_
+  std::thread keeper_;
 };
 
 template <typename Handle>

@@ -33,14 +33,26 @@ Status StoreLoad::Check(const TrainConfig& config) const {
 Status StoreLoad::Replace(const TrainConfig& config) {
   PERSIA_RETURN_IF_ERROR(Check(config));
   const std::unique_lock lock(store_.in_place_mutex());
-  store_.ClearRows();
+  PERSIA_RETURN_IF_ERROR(store_.ClearRows());
   return store_.ConfigureAlone(config, /*replace=*/true);
+}
+
+void StoreLoad::Reserve(uint64_t num_rows) {
+  const std::shared_lock in_store(store_.in_place_mutex());
+  ReserveInStore(num_rows);
+}
+
+// Signs are spread over the shards as by chance: one gets some more than its part.
+void StoreLoad::ReserveInStore(uint64_t num_rows) {
+  const uint64_t part = num_rows / store_.shards().size();
+  for (Shard& shard : store_.shards()) shard.Reserve(part + part / 64);
 }
 
 Status StoreLoad::Add(const LoadedRows& rows) {
   if (!store_.IsConfigured()) {
     return FailedPrecondition("rows were loaded before Configure; replace the rows first");
   }
+  PERSIA_RETURN_IF_ERROR(store_.CheckTier());
   const std::shared_lock in_store(store_.in_place_mutex());
   return AddInStore(rows);
 }
@@ -60,7 +72,12 @@ Status StoreLoad::Apply(const Changes& changes) {
     return FailedPrecondition("changes were applied before Configure; load a checkpoint first");
   }
   const std::unique_lock lock(store_.in_place_mutex());
-  if (changes.from_nothing) store_.ClearRows();
+  if (changes.from_nothing) {
+    PERSIA_RETURN_IF_ERROR(store_.ClearRows());
+    uint64_t num_rows = 0;
+    for (const LoadedRows& rows : changes.rows) num_rows += rows.signs.size();
+    ReserveInStore(num_rows);
+  }
   for (const std::span<const uint64_t> signs : changes.removals) {
     const RowBlock block = {1, signs};  // of any dim
     PERSIA_RETURN_IF_ERROR(

@@ -50,6 +50,8 @@ class StoreLoad {
   Status Check(const TrainConfig& config) const;
   // Removes all rows and configures the store anew. kInvalidArgument: as Check(); the rows stay.
   Status Replace(const TrainConfig& config);
+  // Before the first Add(): about so many rows will come. Only to be faster.
+  void Reserve(uint64_t num_rows);
   // A sign that has a row gets the new one in its place. Needs a configured store.
   // kResourceExhausted: no memory.
   Status Add(const LoadedRows& rows);
@@ -63,6 +65,7 @@ class StoreLoad {
 
  private:
   explicit StoreLoad(EmbeddingStore::Impl& store);
+  void ReserveInStore(uint64_t num_rows);
   Status AddInStore(const LoadedRows& rows);
 
   EmbeddingStore::Impl& store_;

@@ -59,8 +59,8 @@ void StoreSnapshot::Cut(const Options& options) {
   step_ = store_.num_updates();
   config_ = store_.config();
   for (Shard& shard : store_.shards()) {
-    shards_.push_back(
-        std::make_unique<ShardSnapshot>(shard.now(), &store_.snapshot_budget(), changes_.get()));
+    shards_.push_back(std::make_unique<ShardSnapshot>(shard.now(), &store_.snapshot_budget(),
+                                                      changes_.get(), store_.pool()));
     shard.set_snapshot(shards_.back().get());
   }
 }

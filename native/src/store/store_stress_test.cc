@@ -92,5 +92,35 @@ TEST(StressTest, ConcurrentUpdatesAllArrive) {
             std::vector<float>(signs.size() * kDim, float{kThreads} * kSteps));
 }
 
+// Rows of two dims share blocks, which move to huge pages while others write to them.
+TEST(StressTest, WritesArriveInMemoryThatMovesToHugePages) {
+  constexpr int kThreads = 3, kSteps = 100;
+  constexpr uint64_t kRowsAStep = 1000;
+  const auto dim_of = [](uint64_t step) { return step % 2 == 0 ? 8u : 60u; };
+  const auto signs_of = [](uint64_t step) {
+    return Range(step * kRowsAStep, (step + 1) * kRowsAStep);
+  };
+  TrainConfig config = SgdConfig(1.0f);
+  config.initializer = {.lower = 0.0f, .upper = 0.0f, .seed = 0};
+  config.weight_bound = 0.0f;
+  auto store = MakeStore({.capacity = 1'000'000, .num_internal_shards = 4}, config);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&] {
+      for (uint64_t step = 0; step < kSteps; ++step) {
+        const auto signs = signs_of(step);
+        const std::vector<float> gradients(signs.size() * dim_of(step), -1.0f);
+        Lookup(*store, signs, dim_of(step));
+        Update(*store, signs, dim_of(step), gradients);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (uint64_t step = 0; step < kSteps; ++step) {
+    ASSERT_EQ(Peek(*store, signs_of(step), dim_of(step)),
+              std::vector<float>(kRowsAStep * dim_of(step), float{kThreads}));
+  }
+}
+
 }  // namespace
 }  // namespace persia::store

@@ -1,14 +1,21 @@
 // Short forms of the store's calls, for its tests.
+//
+// With PERSIA_TEST_TIER=1 in the environment MakeStore() puts a tier beneath each store, with room
+// for a few of its rows in memory: ctest runs the suite a second time that way.
 #pragma once
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdlib>
+#include <list>
 #include <memory>
 #include <numeric>
 #include <utility>
 #include <vector>
 
 #include "store/embedding_store.h"
+#include "store/tier_test_util.h"
 
 namespace persia::store {
 
@@ -27,7 +34,12 @@ inline TrainConfig SgdConfig(float lr = 1.0f) {
 
 inline std::unique_ptr<EmbeddingStore> MakeStore(EmbeddingStore::Options options,
                                                  const TrainConfig& config = SgdConfig()) {
-  auto store = EmbeddingStore::Create(options);
+  static std::list<PoolDirectory> directories;
+  const bool has_tier = std::getenv("PERSIA_TEST_TIER") != nullptr;
+  const uint64_t cache_rows = std::clamp<uint64_t>(
+      options.capacity / 8, options.num_internal_shards, options.num_internal_shards * 16);
+  auto store = has_tier ? EmbeddingStore::Open(options, directories.emplace_back().Tier(cache_rows))
+                        : EmbeddingStore::Create(options);
   EXPECT_TRUE(store.ok()) << store.status().ToString();
   EXPECT_TRUE(store.value()->Configure(config).ok());
   return std::move(store).value();

@@ -40,9 +40,15 @@ Buckets CountStamps(const SignIndex& index, IsCandidate is_candidate) {
 }  // namespace
 
 SignIndex::Entry* VictimQueue::Pop(const SignIndex& index) {
-  constexpr size_t kAhead = 16;
   while (true) {
-    if (victims_.empty()) Collect(index);
+    CollectMore(index);
+    if (SignIndex::Entry* entry = PopCollected(index); entry != nullptr) return entry;
+  }
+}
+
+SignIndex::Entry* VictimQueue::PopCollected(const SignIndex& index) {
+  constexpr size_t kAhead = 16;
+  while (!victims_.empty()) {
     const Victim victim = victims_.back();
     victims_.pop_back();
     if (victims_.size() >= kAhead)
@@ -51,6 +57,7 @@ SignIndex::Entry* VictimQueue::Pop(const SignIndex& index) {
     SignIndex::Entry* entry = index.Find(victim.key);
     if (entry != nullptr && entry->stamp == victim.stamp) return entry;
   }
+  return nullptr;
 }
 
 void VictimQueue::Collect(const SignIndex& index) {

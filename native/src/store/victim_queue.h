@@ -22,12 +22,18 @@ namespace persia::store {
 class VictimQueue {
  public:
   VictimQueue() = default;
-  // Only of the rows whose keys `is_candidate` is true for.
-  explicit VictimQueue(std::function<bool(uint64_t key)> is_candidate)
+  // Only of the rows that `is_candidate` is true for.
+  explicit VictimQueue(std::function<bool(const SignIndex::Entry&)> is_candidate)
       : is_candidate_(std::move(is_candidate)) {}
 
   // The oldest row, which the caller removes at once. There must be a row.
   SignIndex::Entry* Pop(const SignIndex& index);
+  // The same of the rows collected so far, which may stay; null: there are no more of them.
+  SignIndex::Entry* PopCollected(const SignIndex& index);
+  // Before PopCollected(), where that may find nothing. There must be a row.
+  void CollectMore(const SignIndex& index) {
+    if (victims_.empty()) Collect(index);
+  }
   void Clear() { victims_ = {}; }
   uint64_t memory_bytes() const { return victims_.capacity() * sizeof(Victim); }
 
@@ -39,11 +45,11 @@ class VictimQueue {
 
   void Collect(const SignIndex& index);
   bool IsCandidate(const SignIndex::Entry& entry) const {
-    return !is_candidate_ || is_candidate_(entry.key);
+    return !is_candidate_ || is_candidate_(entry);
   }
 
-  std::function<bool(uint64_t key)> is_candidate_;  // none: all are
-  std::vector<Victim> victims_;                     // newest first: taken from the back
+  std::function<bool(const SignIndex::Entry&)> is_candidate_;  // none: all are
+  std::vector<Victim> victims_;                                // newest first: taken from the back
 };
 
 // Stamps are 32 bits; after four thousand million batches they begin anew: each falls by 2^31, and

@@ -38,7 +38,7 @@ BatchPlan BatchPlanner::Make(const FeatureBatch& batch, const SlotTable& slots,
       plan.num_ids += feature.ids.size();
       planned[i] = true;
     }
-    RouteGroup(leader.dim, &plan);
+    RouteGroup(leader, &plan);
   }
   return plan;
 }
@@ -77,11 +77,11 @@ std::span<const uint64_t> BatchPlanner::KeepDistinct(const Feature& feature, uin
   return distinct_ids_.keys();
 }
 
-void BatchPlanner::RouteGroup(uint32_t dim, BatchPlan* plan) {
+void BatchPlanner::RouteGroup(const SlotConfig& leader, BatchPlan* plan) {
   const auto num_servers = static_cast<uint32_t>(plan->requests.size());
   const std::span<const uint64_t> signs = signs_.keys();
   num_routed_.assign(num_servers, 0);
-  plan->groups.push_back({dim, static_cast<uint32_t>(signs.size())});
+  plan->groups.push_back({leader.dim, static_cast<uint32_t>(signs.size()), leader.synchronous});
   plan->server_of.reserve(plan->server_of.size() + signs.size());
   for (const uint64_t sign : signs) {
     const uint32_t server = num_servers == 1 ? 0 : ServerOf(SignHash(sign), num_servers);
@@ -91,8 +91,29 @@ void BatchPlanner::RouteGroup(uint32_t dim, BatchPlan* plan) {
   }
   for (uint32_t server = 0; server < num_servers; ++server) {
     if (num_routed_[server] == 0) continue;
-    plan->requests[server].blocks.push_back({dim, num_routed_[server]});
+    plan->requests[server].blocks.push_back({leader.dim, num_routed_[server]});
   }
+}
+
+std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, LookupPart part) {
+  std::vector<ServerBlocks> requests(plan.requests.size());
+  std::vector<uint32_t> num_before(requests.size(), 0);  // signs of earlier groups, by server
+  std::vector<uint32_t> num_here(requests.size());
+  size_t number = 0;
+  for (const PlannedGroup& group : plan.groups) {
+    num_here.assign(requests.size(), 0);
+    const size_t end = number + group.num_signs;
+    for (; number < end; ++number) ++num_here[plan.server_of[number]];
+    for (size_t server = 0; server < requests.size(); ++server) {
+      const auto signs =
+          std::span(plan.requests[server].signs).subspan(num_before[server], num_here[server]);
+      num_before[server] += num_here[server];
+      if (signs.empty() || !Includes(part, group.synchronous)) continue;
+      requests[server].blocks.push_back({group.dim, num_here[server]});
+      requests[server].signs.insert(requests[server].signs.end(), signs.begin(), signs.end());
+    }
+  }
+  return requests;
 }
 
 }  // namespace persia::worker

@@ -45,6 +45,7 @@ struct PlannedFeature {
 struct PlannedGroup {
   uint32_t dim = 0;
   uint32_t num_signs = 0;
+  bool synchronous = false;
 };
 
 struct BatchPlan {
@@ -70,7 +71,7 @@ class BatchPlanner {
                    const SlotTable& slots, PlannedFeature* planned);
   std::span<const uint64_t> KeepDistinct(const Feature& feature, uint32_t batch_size,
                                          std::vector<uint32_t>* index);
-  void RouteGroup(uint32_t dim, BatchPlan* plan);
+  void RouteGroup(const SlotConfig& leader, BatchPlan* plan);
 
   UniqueKeys signs_;         // of one group
   UniqueKeys distinct_ids_;  // of one raw slot
@@ -78,13 +79,22 @@ class BatchPlanner {
   std::vector<uint32_t> num_routed_;  // by server, of one group
 };
 
-// (*rows)[n] is where the row of sign number n lies, given where each server's rows begin.
+// What a part of the plan asks of each server: the plan's requests without the other groups'
+// blocks.
+std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, LookupPart part);
+
+// (*rows)[n] is where the row of sign number n lies, given where each server's rows begin. Answers
+// to RequestsOf() a part have no rows of the other groups: those stay null.
 template <typename Float>
 void LocateRows(const BatchPlan& plan, std::vector<Float*> begin_by_server,
-                std::vector<Float*>* rows) {
-  rows->resize(plan.num_signs());
+                std::vector<Float*>* rows, LookupPart part = LookupPart::kAll) {
+  rows->assign(plan.num_signs(), nullptr);
   size_t number = 0;
   for (const PlannedGroup& group : plan.groups) {
+    if (!Includes(part, group.synchronous)) {
+      number += group.num_signs;
+      continue;
+    }
     for (uint32_t i = 0; i < group.num_signs; ++i, ++number) {
       Float*& next = begin_by_server[plan.server_of[number]];
       (*rows)[number] = next;

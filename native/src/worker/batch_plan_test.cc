@@ -145,5 +145,42 @@ TEST(BatchPlanTest, LocatesTheRowOfEverySign) {
   }
 }
 
+// Every second group is synchronous.
+SlotTable SlotsOfBothKinds() {
+  auto slots = MixedSlots();
+  for (SlotConfig& slot : slots) slot.synchronous = slot.group % 2 == 1;
+  return MakeSlots(slots);
+}
+
+TEST(BatchPlanTest, EachPartAsksForItsGroupsAndFindsTheirRows) {
+  const SlotTable slots = SlotsOfBothKinds();
+  std::mt19937 rng(5);
+  for (const uint32_t num_servers : {1u, 2u, 7u}) {
+    const BatchPlan plan =
+        BatchPlanner().Make(MakeBatch(RandomBatch(rng, 16), slots), slots, num_servers);
+    const std::vector<uint64_t> signs = SignsByNumber(plan);
+    for (const LookupPart part : {LookupPart::kAll, LookupPart::kAhead, LookupPart::kInStep}) {
+      BatchPlan asked = plan;
+      asked.requests = RequestsOf(plan, part);
+      const TestAnswers answers(asked);
+      std::vector<const float*> rows;
+      LocateRows(plan, answers.begins(), &rows, part);
+      size_t number = 0, num_asked = 0;
+      for (const PlannedGroup& group : plan.groups) {
+        const bool here = Includes(part, group.synchronous);
+        for (uint32_t i = 0; i < group.num_signs; ++i, ++number) {
+          ASSERT_EQ(rows[number] != nullptr, here);
+          if (here) {
+            EXPECT_EQ(rows[number][0], RowElement(signs[number], 0));
+          }
+        }
+        if (here) num_asked += group.num_signs;
+      }
+      for (const ServerBlocks& request : asked.requests) num_asked -= request.signs.size();
+      EXPECT_EQ(num_asked, 0u);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace persia::worker

@@ -39,7 +39,8 @@ struct Batch {
   // Working fields.
   std::optional<FeatureBatch> features;  // until the plan is made
   std::optional<BatchPlan> plan;
-  std::vector<LookupStamp> stamps;  // by server
+  std::vector<LookupStamp> stamps;          // by server; of the lookup ahead, or of all slots
+  std::vector<LookupStamp> in_step_stamps;  // of the synchronous slots' lookup, where it is another
 
   // The table's.
   uint64_t counter = 0;

@@ -122,8 +122,8 @@ TEST(BatchTableTest, BatchesInFlightAreBounded) {
 }
 
 // Old batches go when their room is needed, and not before.
-// Bug 17 of the published system: what waits for gradients never went.
-TEST(BatchTableTest, AbandonedBatchesMakeRoom) {
+// In the published system, what waits for gradients never went.
+TEST(BatchTableTest, Bug17AbandonedBatchesMakeRoom) {
   BatchTable table({.max_waiting_per_loader = 2, .max_in_flight = 1, .expiry = seconds(0)});
   Add(table);
   Add(table);

@@ -40,24 +40,40 @@ BatchPlan MakePlan(const FeatureBatch& features, const SlotTable& slots, uint32_
   return planner.Make(features, slots, num_servers, counters);
 }
 
-std::vector<const float*> FindRows(const BatchPlan& plan, std::span<const ServerRows> answers) {
+std::vector<const float*> FindRows(const BatchPlan& plan, std::span<const ServerRows> answers,
+                                   LookupPart part) {
   std::vector<const float*> begins;
   for (const ServerRows& answer : answers) begins.push_back(answer.rows.data());
   std::vector<const float*> rows;
-  LocateRows(plan, std::move(begins), &rows);
+  LocateRows(plan, std::move(begins), &rows, part);
   return rows;
 }
 
-std::vector<ServerUpdate> MakeUpdates(const ReducedGradients& reduced,
-                                      std::span<const LookupStamp> stamps) {
+// A server was asked at the first lookup, at the one in the step, or at both.
+void StampUpdate(const LookupStamp& ahead, const LookupStamp& in_step, ServerUpdate* update) {
+  const LookupStamp& first = ahead.incarnation != 0 ? ahead : in_step;
+  update->lookup_incarnation = first.incarnation;
+  update->lookup_counter = first.update_counter;
+  if (in_step.incarnation != 0 && in_step.incarnation == first.incarnation) {
+    update->updates_until_step = in_step.update_counter - first.update_counter;
+  }
+}
+
+std::vector<ServerUpdate> MakeUpdates(const ReducedGradients& reduced, const Batch& batch) {
   std::vector<ServerUpdate> updates(reduced.requests.size());
   for (size_t server = 0; server < updates.size(); ++server) {
     updates[server].blocks = &reduced.requests[server];
     updates[server].gradients = reduced.gradients[server];
-    updates[server].lookup_incarnation = stamps[server].incarnation;
-    updates[server].lookup_counter = stamps[server].update_counter;
+    StampUpdate(batch.stamps.empty() ? LookupStamp() : batch.stamps[server],
+                batch.in_step_stamps.empty() ? LookupStamp() : batch.in_step_stamps[server],
+                &updates[server]);
   }
   return updates;
+}
+
+Status CheckPart(LookupPart part, bool requires_grad) {
+  if (part == LookupPart::kAll || requires_grad) return Status::Ok();
+  return InvalidArgument("part of a batch is looked up for training only: set requires_grad");
 }
 
 uint64_t CountSigns(std::span<const ServerBlocks> requests) {
@@ -93,9 +109,10 @@ class EmbeddingWorker::Impl {
 
   Status Configure(const TrainConfig& config, bool replace, Deadline deadline);
   StatusOr<Reference> Register(uint32_t loader_index, std::span<const std::byte> id_features);
-  StatusOr<net::Parts> Lookup(Reference reference, bool requires_grad, Deadline deadline);
+  StatusOr<net::Parts> Lookup(Reference reference, bool requires_grad, Deadline deadline,
+                              LookupPart part);
   StatusOr<net::Parts> LookupDirect(std::span<const std::byte> id_features, bool requires_grad,
-                                    Deadline deadline);
+                                    Deadline deadline, LookupPart part);
   StatusOr<ReturnReport> Return(Reference reference, float scale,
                                 std::span<const SlotGradient> gradients, Deadline deadline);
   Status Release(Reference reference);
@@ -109,9 +126,12 @@ class EmbeddingWorker::Impl {
   StatusOr<FeatureBatch> Decode(std::span<const std::byte> id_features) const;
   Status CheckIncarnation(Reference reference) const;
   // Looks the leased batch up and pools it.
-  StatusOr<net::Parts> LookupLeased(Batch& batch, bool requires_grad, Deadline deadline);
+  StatusOr<net::Parts> LookupLeased(Batch& batch, bool requires_grad, Deadline deadline,
+                                    LookupPart part);
+  StatusOr<std::vector<ServerRows>> LookupRows(const Batch& batch, bool requires_grad,
+                                               Deadline deadline, LookupPart part);
   StatusOr<net::Parts> Pool(const Batch& batch, std::span<const ServerRows> answers,
-                            bool requires_grad) const;
+                            bool requires_grad, LookupPart part) const;
   StatusOr<ReturnReport> ReturnLeased(const Batch& batch, float scale,
                                       std::span<const SlotGradient> gradients, Deadline deadline);
   StatusOr<ReducedGradients> Reduce(const Batch& batch, float scale,
@@ -196,59 +216,76 @@ StatusOr<Reference> EmbeddingWorker::Impl::Register(uint32_t loader_index,
 }
 
 StatusOr<net::Parts> EmbeddingWorker::Impl::Lookup(Reference reference, bool requires_grad,
-                                                   Deadline deadline) {
+                                                   Deadline deadline, LookupPart part) {
+  PERSIA_RETURN_IF_ERROR(CheckPart(part, requires_grad));
   PERSIA_RETURN_IF_ERROR(CheckIncarnation(reference));
   StatusOr<BatchTable::Lease> lease = table_.Acquire(reference.counter, deadline);
   if (!lease.ok()) return lease.status();
   if (requires_grad) PERSIA_RETURN_IF_ERROR(table_.StartFlight(*lease));
-  StatusOr<net::Parts> message = LookupLeased(**lease, requires_grad, deadline);
+  StatusOr<net::Parts> message = LookupLeased(**lease, requires_grad, deadline, part);
   if (message.ok() && !requires_grad) table_.FinishReleased(*lease);
   return message;
 }
 
 StatusOr<net::Parts> EmbeddingWorker::Impl::LookupDirect(std::span<const std::byte> id_features,
-                                                         bool requires_grad, Deadline deadline) {
+                                                         bool requires_grad, Deadline deadline,
+                                                         LookupPart part) {
+  PERSIA_RETURN_IF_ERROR(CheckPart(part, requires_grad));
   StatusOr<FeatureBatch> features = Decode(id_features);
   if (!features.ok()) return features.status();
   StatusOr<BatchTable::Lease> lease = table_.AddInFlight(std::move(features).value());
   if (!lease.ok()) return lease.status();
-  StatusOr<net::Parts> message = LookupLeased(**lease, requires_grad, deadline);
+  StatusOr<net::Parts> message = LookupLeased(**lease, requires_grad, deadline, part);
   // After a failure nobody knows the reference, so nobody could return or release the batch.
   if (!message.ok() || !requires_grad) table_.FinishReleased(*lease);
   return message;
 }
 
 StatusOr<net::Parts> EmbeddingWorker::Impl::LookupLeased(Batch& batch, bool requires_grad,
-                                                         Deadline deadline) {
+                                                         Deadline deadline, LookupPart part) {
   const Timed total(total_times_, batch.counter);
   if (!batch.plan.has_value()) {
     const Timed timed(preprocess_times_, batch.counter);
     batch.plan = MakePlan(*batch.features, slots_, rows_->num_servers(), &slot_counters_);
     batch.features.reset();
   }
-  StatusOr<std::vector<ServerRows>> answers = WithConfiguration(deadline, [&] {
-    const Timed timed(rpc_times_, batch.counter);
-    return rows_->Lookup(batch.plan->requests, requires_grad, deadline);
-  });
+  StatusOr<std::vector<ServerRows>> answers = LookupRows(batch, requires_grad, deadline, part);
   if (!answers.ok()) return answers.status();
+  const bool in_step = part == LookupPart::kInStep;
   // Only what was looked up for training may be updated.
-  if (requires_grad) batch.stamps = StampsOf(*answers);
-  num_looked_up_ += 1;
-  num_ids_ += batch.plan->num_ids;
-  num_signs_ += batch.plan->num_signs();
+  if (requires_grad) (in_step ? batch.in_step_stamps : batch.stamps) = StampsOf(*answers);
+  if (!in_step) {  // counted as a whole at its first lookup
+    num_looked_up_ += 1;
+    num_ids_ += batch.plan->num_ids;
+    num_signs_ += batch.plan->num_signs();
+  }
   const Timed timed(postprocess_times_, batch.counter);
-  return Pool(batch, *answers, requires_grad);
+  return Pool(batch, *answers, requires_grad, part);
+}
+
+StatusOr<std::vector<ServerRows>> EmbeddingWorker::Impl::LookupRows(const Batch& batch,
+                                                                    bool requires_grad,
+                                                                    Deadline deadline,
+                                                                    LookupPart part) {
+  std::vector<ServerBlocks> some;
+  if (part != LookupPart::kAll) some = RequestsOf(*batch.plan, part);
+  return WithConfiguration(deadline, [&] {
+    const Timed timed(rpc_times_, batch.counter);
+    return rows_->Lookup(part == LookupPart::kAll ? batch.plan->requests : some, requires_grad,
+                         deadline);
+  });
 }
 
 StatusOr<net::Parts> EmbeddingWorker::Impl::Pool(const Batch& batch,
                                                  std::span<const ServerRows> answers,
-                                                 bool requires_grad) const {
+                                                 bool requires_grad, LookupPart part) const {
   const BatchPlan& plan = *batch.plan;
   StatusOr<EmbeddingsWriter> writer =
-      EmbeddingsWriter::Create(plan, incarnation_, requires_grad ? batch.counter : 0);
+      EmbeddingsWriter::Create(plan, incarnation_, requires_grad ? batch.counter : 0, part);
   if (!writer.ok()) return writer.status();
-  const std::vector<const float*> rows = FindRows(plan, answers);
+  const std::vector<const float*> rows = FindRows(plan, answers, part);
   for (size_t i = 0; i < plan.features.size(); ++i) {
+    if (!Includes(part, plan.features[i].slot->synchronous)) continue;
     PoolFeature(plan.features[i], plan.batch_size, rows, writer->slots()[i]);
   }
   net::Parts parts;
@@ -275,7 +312,7 @@ StatusOr<ReturnReport> EmbeddingWorker::Impl::Return(Reference reference, float 
 StatusOr<ReturnReport> EmbeddingWorker::Impl::ReturnLeased(const Batch& batch, float scale,
                                                            std::span<const SlotGradient> gradients,
                                                            Deadline deadline) {
-  if (batch.stamps.empty()) {
+  if (batch.stamps.empty() && batch.in_step_stamps.empty()) {
     return FailedPrecondition("batch " + std::to_string(batch.counter) +
                               " was not looked up for training: there is nothing to update");
   }
@@ -287,7 +324,7 @@ StatusOr<ReturnReport> EmbeddingWorker::Impl::ReturnLeased(const Batch& batch, f
   report.num_skipped_slots = reduced->num_skipped_slots;
   const uint64_t num_sent = CountSigns(reduced->requests);
   if (num_sent > 0) {
-    const std::vector<ServerUpdate> updates = MakeUpdates(*reduced, batch.stamps);
+    const std::vector<ServerUpdate> updates = MakeUpdates(*reduced, batch);
     const UpdateKey key{incarnation_, batch.counter};
     StatusOr<UpdateResult> update = WithConfiguration(deadline, [&] {
       const Timed timed(update_rpc_times_, batch.counter);
@@ -390,12 +427,13 @@ StatusOr<Reference> EmbeddingWorker::Register(uint32_t loader_index,
   return impl_->Register(loader_index, id_features);
 }
 StatusOr<net::Parts> EmbeddingWorker::Lookup(Reference reference, bool requires_grad,
-                                             Deadline deadline) {
-  return impl_->Lookup(reference, requires_grad, deadline);
+                                             Deadline deadline, LookupPart part) {
+  return impl_->Lookup(reference, requires_grad, deadline, part);
 }
 StatusOr<net::Parts> EmbeddingWorker::LookupDirect(std::span<const std::byte> id_features,
-                                                   bool requires_grad, Deadline deadline) {
-  return impl_->LookupDirect(id_features, requires_grad, deadline);
+                                                   bool requires_grad, Deadline deadline,
+                                                   LookupPart part) {
+  return impl_->LookupDirect(id_features, requires_grad, deadline, part);
 }
 StatusOr<ReturnReport> EmbeddingWorker::ReturnGradients(Reference reference, float scale,
                                                         std::span<const SlotGradient> gradients,

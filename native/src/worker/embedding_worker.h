@@ -89,9 +89,13 @@ class EmbeddingWorker {
   // The embeddings message. With requires_grad the batch stays in flight until its gradients came
   // back or it is released; a repeated request for a reference in flight is answered again.
   // Without, nothing is inserted and the batch is gone afterwards.
-  StatusOr<net::Parts> Lookup(Reference reference, bool requires_grad, Deadline deadline);
+  //
+  // A `part` of a batch needs requires_grad. A direct lookup of one part is followed by a Lookup of
+  // the other under the reference that it answers with.
+  StatusOr<net::Parts> Lookup(Reference reference, bool requires_grad, Deadline deadline,
+                              LookupPart part = LookupPart::kAll);
   StatusOr<net::Parts> LookupDirect(std::span<const std::byte> id_features, bool requires_grad,
-                                    Deadline deadline);
+                                    Deadline deadline, LookupPart part = LookupPart::kAll);
 
   // Applied once: a repetition for a reference that
   // was returned already gives the first report again.

@@ -10,13 +10,15 @@ namespace {
 constexpr uint64_t kMaxMessageBytes = 1ull << 30;  // the limit of net::Channel and net::Server
 constexpr uint64_t kHeadBytes = 24;
 constexpr uint64_t kSlotHeadBytes = 24;
+constexpr uint32_t kAbsent = 2;  // the kind of a slot of another part
 
 uint64_t Padded(uint64_t size_bytes) { return (size_bytes + 7) / 8 * 8; }
 
-uint64_t SlotBytes(const PlannedFeature& feature, uint64_t batch_size) {
+uint64_t SlotBytes(const PlannedFeature& feature, uint64_t batch_size, LookupPart part) {
   const SlotConfig& slot = *feature.slot;
-  uint64_t bytes = kSlotHeadBytes + Padded(slot.name.size()) +
-                   Padded(uint64_t{feature.num_rows()} * slot.dim * sizeof(float));
+  uint64_t bytes = kSlotHeadBytes + Padded(slot.name.size());
+  if (!Includes(part, slot.synchronous)) return bytes;
+  bytes += Padded(uint64_t{feature.num_rows()} * slot.dim * sizeof(float));
   if (!slot.embedding_summation) {
     bytes += batch_size * slot.sample_fixed_size * sizeof(int64_t);
     bytes += Padded(batch_size * sizeof(uint32_t));
@@ -48,17 +50,27 @@ class Cursor {
   std::byte* next_;
 };
 
-SlotSpace PutSlot(const PlannedFeature& feature, uint64_t batch_size, Cursor* cursor) {
-  const SlotConfig& slot = *feature.slot;
-  const bool raw = !slot.embedding_summation;
+void PutHead(const SlotConfig& slot, uint32_t kind, uint32_t num_rows, uint32_t sample_fixed_size,
+             Cursor* cursor) {
   cursor->Put(static_cast<uint32_t>(slot.name.size()));
-  cursor->Put(uint32_t{raw});  // the kind and three reserved bytes
+  cursor->Put(kind);  // and three reserved bytes
   cursor->Put(slot.dim);
-  cursor->Put(feature.num_rows());
-  cursor->Put(raw ? slot.sample_fixed_size : uint32_t{0});
+  cursor->Put(num_rows);
+  cursor->Put(sample_fixed_size);
   cursor->Put(uint32_t{0});
   std::memcpy(cursor->Skip<char>(slot.name.size()), slot.name.data(), slot.name.size());
+}
+
+SlotSpace PutSlot(const PlannedFeature& feature, uint64_t batch_size, LookupPart part,
+                  Cursor* cursor) {
+  const SlotConfig& slot = *feature.slot;
   SlotSpace space;
+  if (!Includes(part, slot.synchronous)) {
+    PutHead(slot, kAbsent, 0, 0, cursor);
+    return space;
+  }
+  const bool raw = !slot.embedding_summation;
+  PutHead(slot, uint32_t{raw}, feature.num_rows(), raw ? slot.sample_fixed_size : 0, cursor);
   if (raw) {
     space.index = cursor->Skip<int64_t>(batch_size * slot.sample_fixed_size);
     space.sample_num_ids = cursor->Skip<uint32_t>(batch_size);
@@ -70,11 +82,11 @@ SlotSpace PutSlot(const PlannedFeature& feature, uint64_t batch_size, Cursor* cu
 }  // namespace
 
 StatusOr<EmbeddingsWriter> EmbeddingsWriter::Create(const BatchPlan& plan,
-                                                    uint64_t worker_incarnation,
-                                                    uint64_t reference) {
+                                                    uint64_t worker_incarnation, uint64_t reference,
+                                                    LookupPart part) {
   uint64_t size_bytes = kHeadBytes;
   for (const PlannedFeature& feature : plan.features) {
-    size_bytes += SlotBytes(feature, plan.batch_size);
+    size_bytes += SlotBytes(feature, plan.batch_size, part);
     if (size_bytes > kMaxMessageBytes) {
       return InvalidArgument("slot '" + feature.slot->name + "': the batch's embeddings exceed " +
                              std::to_string(kMaxMessageBytes) + " bytes: send smaller batches");
@@ -88,7 +100,7 @@ StatusOr<EmbeddingsWriter> EmbeddingsWriter::Create(const BatchPlan& plan,
   cursor.Put(static_cast<uint32_t>(plan.features.size()));
   cursor.Put(plan.batch_size);
   for (const PlannedFeature& feature : plan.features) {
-    writer.slots_.push_back(PutSlot(feature, plan.batch_size, &cursor));
+    writer.slots_.push_back(PutSlot(feature, plan.batch_size, part, &cursor));
   }
   return writer;
 }

@@ -125,6 +125,7 @@ std::vector<std::byte> EncodeReport(const ReturnReport& report) {
   writer.Put(report.update.num_missing);
   writer.Put(report.num_nonfinite_slots);
   writer.Put(report.num_skipped_slots);
+  writer.Put(report.update.in_step_staleness);
   return writer.Release();
 }
 
@@ -136,9 +137,10 @@ StatusOr<ReturnReport> DecodeReport(std::span<const std::byte> body) {
   report.update.num_missing = reader.Get<uint64_t>();
   report.num_nonfinite_slots = reader.Get<uint32_t>();
   report.num_skipped_slots = reader.Get<uint32_t>();
+  report.update.in_step_staleness = reader.Get<uint64_t>();
   if (reader.ok() && reader.remaining() == 0) return report;
   return Corruption("the reply to returned gradients has " + std::to_string(body.size()) +
-                    " bytes, expected 32");
+                    " bytes, expected 40");
 }
 
 }  // namespace persia::worker

@@ -131,7 +131,7 @@ TEST_F(GradientsCodecTest, AShapeThatIsNotThereIsRefusedBeforeItIsFollowed) {
 }
 
 TEST(ReportCodecTest, SurvivesTheWireAndHasOneSize) {
-  const ReturnReport report{{1, 2, 3}, 4, 5};
+  const ReturnReport report{{1, 2, 3, 6}, 4, 5};
   const auto bytes = EncodeReport(report);
   auto decoded = DecodeReport(bytes);
   ASSERT_TRUE(decoded.ok());
@@ -140,6 +140,7 @@ TEST(ReportCodecTest, SurvivesTheWireAndHasOneSize) {
   EXPECT_EQ(decoded->update.num_missing, 3u);
   EXPECT_EQ(decoded->num_nonfinite_slots, 4u);
   EXPECT_EQ(decoded->num_skipped_slots, 5u);
+  EXPECT_EQ(decoded->update.in_step_staleness, 6u);
   for (size_t size = 0; size < bytes.size(); ++size) {
     EXPECT_EQ(DecodeReport(std::span(bytes).first(size)).status().code(), StatusCode::kCorruption);
   }

@@ -1,6 +1,5 @@
 #include "worker/remote_rows.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "base/row_protocol.h"
@@ -204,9 +203,8 @@ StatusOr<UpdateResult> RemoteRows::Update(UpdateKey key, std::span<const ServerU
   for (size_t i = 0; i < servers.size(); ++i) {
     auto reply = DecodeUpdateReply(replies.value()[i].span());
     if (!reply.ok()) return BadReply(servers[i], reply.status());
-    sum.staleness = std::max(sum.staleness, reply->staleness);
-    sum.num_updated += reply->num_updated;
-    sum.num_missing += reply->num_missing;
+    AddUpdate(updates[servers[i]], {reply->staleness, reply->num_updated, reply->num_missing},
+              &sum);
   }
   return sum;
 }

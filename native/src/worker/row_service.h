@@ -3,8 +3,10 @@
 // (client/embedded_rows.h). The worker does not know which one it has.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -50,6 +52,7 @@ struct UpdateResult {
   uint64_t staleness = 0;
   uint64_t num_updated = 0;
   uint64_t num_missing = 0;
+  uint64_t in_step_staleness = 0;  // of the rows looked up when the step began; 0 without any
 };
 
 struct ServerUpdate {
@@ -57,7 +60,19 @@ struct ServerUpdate {
   std::span<const float> gradients;
   uint64_t lookup_incarnation = 0;
   uint64_t lookup_counter = 0;
+  // Updates between the lookup and the later one, when the step began, of some of the rows.
+  std::optional<uint64_t> updates_until_step = {};
 };
+
+// Joins one server's answer to an update with those of the others.
+inline void AddUpdate(const ServerUpdate& update, const UpdateResult& answer, UpdateResult* sum) {
+  sum->staleness = std::max(sum->staleness, answer.staleness);
+  sum->num_updated += answer.num_updated;
+  sum->num_missing += answer.num_missing;
+  if (!update.updates_until_step.has_value()) return;
+  const uint64_t earlier = std::min(answer.staleness, *update.updates_until_step);
+  sum->in_step_staleness = std::max(sum->in_step_staleness, answer.staleness - earlier);
+}
 
 // Thread-safe. All calls go to all servers in parallel and return when the last has answered or at
 // the deadline; entry i of a span belongs to server i, and a server with no signs is not called.
@@ -68,7 +83,7 @@ class RowService {
   virtual Status Configure(const TrainConfig& config, bool replace, Deadline deadline) = 0;
   virtual StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests,
                                                    bool train, Deadline deadline) = 0;
-  // The sum of num_updated and num_missing, the largest staleness.
+  // The sum of num_updated and num_missing, the largest staleness of each kind.
   virtual StatusOr<UpdateResult> Update(UpdateKey key, std::span<const ServerUpdate> updates,
                                         Deadline deadline) = 0;
   virtual Status SetRows(std::span<const ServerBlocks> requests,

@@ -25,15 +25,19 @@ struct LookupReferenceBody {
   ReferenceBody reference;
   uint32_t requires_grad = 0;
   uint32_t wire_dtype = 0;  // a WireDtype: that of the embeddings asked for
+  uint32_t part = 0;        // a LookupPart
+  uint32_t reserved = 0;
 };
-static_assert(sizeof(LookupReferenceBody) == 24);
+static_assert(sizeof(LookupReferenceBody) == 32);
 
 // The head of LookupDirect's body; ID features follow.
 struct LookupDirectHead {
   uint32_t requires_grad = 0;
   uint32_t wire_dtype = 0;  // a WireDtype: that of the embeddings asked for
+  uint32_t part = 0;        // a LookupPart
+  uint32_t reserved = 0;
 };
-static_assert(sizeof(LookupDirectHead) == 8);
+static_assert(sizeof(LookupDirectHead) == 16);
 
 // The head of RegisterBatch's body; ID features follow.
 struct RegisterBatchHead {

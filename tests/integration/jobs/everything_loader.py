@@ -51,6 +51,7 @@ def make_batch(batch_id: int) -> PersiaBatch:
         IDTypeFeatureWithSingleID("campaign", singles(rng, 0, 40)),
         IDTypeFeatureWithSingleID("session", singles(rng, batch_id * 4, 8)),
         IDTypeFeature.from_csr("crowd", singles(rng, 0, 1_000_000), offsets),
+        IDTypeFeatureWithSingleID("visits", singles(rng, 0, 10_000)),
         IDTypeFeatureWithSingleID("faint", singles(rng, 0, 20)),
         IDTypeFeatureWithSingleID("broken", singles(rng, 0, 20)),
         IDTypeFeatureWithSingleID("unused", singles(rng, 0, 20)),

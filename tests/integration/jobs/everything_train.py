@@ -24,8 +24,8 @@ from persia.utils import setup_seed
 
 STALENESS = 4
 DEADLINE_S = 120.0
-UNUSED = 11  # number of its slot
-WIDTHS = [8, 8, 4, 4, 4, 4, 4, 4, 4, 4, 4]
+UNUSED = 12  # number of its slot
+WIDTHS = [8, 8, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4]
 
 
 class Model(torch.nn.Module):

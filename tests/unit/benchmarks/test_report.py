@@ -8,13 +8,15 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import __main__ as main
 from benchmarks.cases import Comparison, comparisons, select
 from benchmarks.limits import Limit, memory_limits, parse_rpc_bench, rpc_limits
 from benchmarks.plots import draw_curves
-from benchmarks.report import limit_table, missed, reasons, result_table, verdict, write_json
+from benchmarks.report import limit_table, missed, read_json, reasons, result_table, verdict, write_json
 from benchmarks.runner import Result, Side
 
 RPC_OUTPUT = """\
@@ -159,3 +161,62 @@ def test_curves_are_drawn_for_what_was_measured(tmp_path: Path) -> None:
 
 def test_no_curve_without_figures(tmp_path: Path) -> None:
     assert draw_curves([result([], [])], tmp_path) == []
+
+
+def test_json_is_read_as_it_was_written(tmp_path: Path) -> None:
+    results = [result([2e6, 3e6], [1e6, 2e6]), result([], [1e6], row("eviction/30%-new/16"))]
+    results[1].ours.unavailable = "not here"
+    limits = [Limit("RPC", 0.9, 0.6, at_most=False)]
+    write_json(tmp_path / "results.json", {"command": "x"}, results, limits)
+    assert read_json(tmp_path / "results.json") == ({"command": "x"}, results, limits)
+
+
+def test_portions_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(name: str, ours: float, malloc: str = "tuned") -> None:
+        def canned(comparison: Comparison, malloc: str, *_: object) -> Result:
+            return dataclasses.replace(result([ours], [1e6], comparison), malloc=malloc)
+
+        monkeypatch.setattr(main, "measure", canned)
+        arguments = ["--only", name, "--malloc", malloc, "--add", "--output", str(tmp_path)]
+        done = CliRunner().invoke(main.main, arguments)
+        assert done.exit_code in (0, 1), done.output
+
+    run("lookup/fbgemm/16", 1e6)
+    run("lookup/fbgemm/16", 4e6, "default")
+    run("lookup/tfra/16", 2e6)
+    run("lookup/fbgemm/16", 3e6)
+    about, results, _ = read_json(tmp_path / "results.json")
+    assert len(about["earlier_runs"]) == 3
+    assert [(r.comparison.name, r.malloc, r.ours.samples) for r in results] == [
+        ("lookup/fbgemm/16", "default", [4e6]),
+        ("lookup/tfra/16", "tuned", [2e6]),
+        ("lookup/fbgemm/16", "tuned", [3e6]),
+    ]
+
+
+def test_a_portion_that_is_stopped_loses_no_earlier_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(names: list[str], ours: dict[str, float]) -> int:
+        def canned(comparison: Comparison, malloc: str, *_: object) -> Result:
+            if comparison.name not in ours:
+                raise KeyboardInterrupt
+            return dataclasses.replace(result([ours[comparison.name]], [1e6], comparison), malloc=malloc)
+
+        monkeypatch.setattr(main, "measure", canned)
+        only = [word for name in names for word in ("--only", name)]
+        arguments = [*only, "--malloc", "tuned", "--add", "--output", str(tmp_path)]
+        return CliRunner().invoke(main.main, arguments).exit_code
+
+    names = [c.name for c in comparisons() if c.name in ("lookup/fbgemm/16", "lookup/tfra/16")]
+    assert run(names, dict.fromkeys(names, 1e6)) in (0, 1)
+    run(names, {names[0]: 2e6})
+    _, results, _ = read_json(tmp_path / "results.json")
+    assert {r.comparison.name: r.ours.samples for r in results} == {names[0]: [2e6], names[1]: [1e6]}
+
+
+def test_portions_are_not_added_to_something_else(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("{}")
+    done = CliRunner().invoke(main.main, ["--only", "lookup/*", "--add", "--output", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "--add" in done.output

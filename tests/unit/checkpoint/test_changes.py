@@ -50,7 +50,8 @@ def apply(ebc: EmbeddingBagCollection, files: list[bytes]) -> int:
     assert isinstance(config, _native.TrainConfig)
     loader = ebc._bags.begin_apply(config, is_from_nothing=bool(header["is_from_nothing"]))
     for file in files:
-        loader.apply(blocks_of(file))
+        loader.prepare(blocks_of(file))
+    loader.apply()
     loader.commit()
     return loader.num_rows
 
@@ -106,6 +107,7 @@ def test_errors() -> None:
     damaged = bytearray(blocks_of(file))
     damaged[-100] ^= 1
     with pytest.raises(CorruptionError):
-        loader.apply(damaged)
+        loader.prepare(damaged)
+    assert loader.prepare(blocks_of(file)) == 10
     assert follower.stats().num_rows == 0
-    assert loader.apply(blocks_of(file)) == 10
+    assert loader.apply() == 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -14,10 +15,13 @@ import numpy as np
 import pytest
 
 from persia.checkpoint.checkpoints import Checkpoints, Source
-from persia.checkpoint.manifest import Manifest, make_dump_id
+from persia.checkpoint.manifest import FileEntry, Manifest, make_dump_id
 from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.checkpoint.schema import RowSchema
+from persia.checkpoint.server_job import ServerShare
+from persia.checkpoint.service import CheckpointService
+from persia.checkpoint.shard_file import write_shard_file
 from persia.checkpoint.storage import Location
 from persia.config import SlotConfig, SlotsConfig
 from persia.embedding.optim import SGD, Adagrad, Optimizer
@@ -452,6 +456,33 @@ def test_a_repeated_request_begins_nothing_new(tmp_path: Path) -> None:
         service.answer(Request(verb=Verb.DUMP, operation="../x", arguments={"directory": str(tmp_path)}))
 
 
+@pytest.mark.parametrize(("lease_s", "remembered"), [(60.0, True), (0.5, False)])
+def test_operations_that_ended_are_remembered_for_their_lease(
+    tmp_path: Path, lease_s: float, remembered: bool
+) -> None:
+    (service,) = services([make_bags()], lease_s=lease_s)
+
+    def dump() -> tuple[Request, Report]:
+        begin = Request(verb=Verb.DUMP, operation=make_dump_id(), arguments={"directory": str(tmp_path)})
+        poll = Request(verb=Verb.POLL, operation=begin.operation)
+        service.answer(begin)
+        deadline = time.monotonic() + 10
+        while (report := service.answer(poll)).state is State.RUNNING:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return poll, report
+
+    poll, report = dump()
+    if remembered:
+        dump()
+        assert service.answer(poll) == report
+    else:
+        time.sleep(lease_s + 0.1)
+        dump()
+        with pytest.raises(NotFoundError, match=f"knows no operation {poll.operation}"):
+            service.answer(poll)
+
+
 def test_no_progress_is_an_error(tmp_path: Path) -> None:
     """A disk that hangs: the coordinator names who is not done, and does not wait for ever."""
     hang = threading.Event()
@@ -484,3 +515,29 @@ def test_manifest_says_what_it_holds(checkpoint: Path) -> None:
     assert set(values["embeddings"]["schema"]["slots"]) == {"user", "item"}
     for file in [*values["embeddings"]["files"], *values["dense"]["files"].values()]:
         assert (checkpoint / file["path"]).stat().st_size == file["num_bytes"]
+
+
+@pytest.mark.parametrize("gives_way", [False, True])
+def test_a_dump_is_nice_only_where_nothing_trains(
+    gives_way: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A nice thread that holds the GIL would stall the training of its process."""
+
+    def own_priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def write(*arguments: Any) -> FileEntry:
+        priorities.append(own_priority())
+        return write_shard_file(*arguments)
+
+    priorities: list[int] = []
+    monkeypatch.setattr("persia.checkpoint.server_job.write_shard_file", write)
+    before = own_priority()
+    bags = make_bags()
+    train(bags)
+    schema = RowSchema.of(SLOTS)
+    share = ServerShare(store=bags, index=0, replicas=1, schema=schema, num_threads=2, gives_way=gives_way)
+    peer = LocalPeer(CheckpointService(share))
+    Checkpoints(lambda: [peer], deadline_s=20).dump(tmp_path / "checkpoint")
+    assert priorities == [max(10, before) if gives_way else before] * 2
+    assert own_priority() == before

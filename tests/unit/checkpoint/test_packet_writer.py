@@ -23,7 +23,7 @@ from persia.checkpoint.packet_log import PacketLog
 from persia.checkpoint.packet_writer import DENSE_FILE, PacketWriter
 from persia.checkpoint.peers import LocalPeer, Peer
 from persia.checkpoint.position import Position
-from persia.checkpoint.protocol import Report, Request, Verb
+from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.checkpoint.rows import Span
 from persia.checkpoint.server_changes import IncrementalSettings
 from persia.checkpoint.shard_file import ShardFile
@@ -137,7 +137,7 @@ def test_a_follower_from_nothing_is_equal(job: Job, tmp_path: Path) -> None:
     assert (counts.restarts, counts.failures, counts.lag_s) == (1, 0, 0.0)
 
 
-def test_evicted_rows_are_removals(tmp_path: Path) -> None:
+def test_bug_9_evicted_rows_are_removals(tmp_path: Path) -> None:
     job = Job(tmp_path / "log", make_bags(capacity=400))
     for seed in range(4):
         train(job.bags, num_ids=100, seed=seed, steps=1)
@@ -162,7 +162,7 @@ def test_evicted_rows_are_removals(tmp_path: Path) -> None:
     assert_equal(follower, job, tmp_path)
 
 
-def test_size_brings_a_packet_long_before_the_time(tmp_path: Path) -> None:
+def test_bug_9_size_brings_a_packet_before_its_time_and_the_end_the_last_one(tmp_path: Path) -> None:
     job = Job(tmp_path / "log", buffer_size=900, interval_s=NEVER_MS)
     job.train(num_ids=100, steps=1)
     time.sleep(0.3)
@@ -329,6 +329,42 @@ def test_a_trainer_that_was_killed_is_followed_by_another_stream(job: Job, tmp_p
     follower.load(job.log.checkpoints)
     follower.follow()
     assert_equal(follower, job, tmp_path)
+
+
+def test_a_server_remembers_its_part_of_a_dump_while_packets_go_on(tmp_path: Path) -> None:
+    """Another process dumps: one server is done, and writes packets again, before its coordinator knows."""
+    job = Job(tmp_path / "log", num_servers=2)
+
+    class Slow(Peer):
+        """Reports a dump as running until two more packets were written."""
+
+        def __str__(self) -> str:
+            return str(job.peers[1])
+
+        def call(self, request: Request, timeout_s: float) -> Report:
+            report = job.peers[1].call(request, timeout_s)
+            if request.verb is Verb.POLL and job.writer.position.number < last_packet:
+                return replace(report, state=State.RUNNING, result=None)
+            return report
+
+    def keep_changing() -> None:
+        while not stop.is_set():
+            job.train()
+            stop.wait(0.01)
+
+    stop = threading.Event()
+    trainer = threading.Thread(target=keep_changing)
+    trainer.start()
+    try:
+        wait_for(job, 2)
+        last_packet = job.writer.position.number + 2
+        Checkpoints(lambda: [job.peers[0], Slow()], deadline_s=DEADLINE_S).dump(tmp_path / "dump")
+    finally:
+        stop.set()
+        trainer.join()
+        job.writer.close(None)
+    assert job.writer.position.number >= last_packet
+    assert len(rows_of(tmp_path / "dump")) > 0
 
 
 def test_what_a_killed_trainer_had_under_way_is_ended_by_the_next(job: Job, tmp_path: Path) -> None:

@@ -177,6 +177,41 @@ def test_inference_jobs_have_their_own_settings():
         assert message.startswith("common_config.infer_config.servers=")
 
 
+def infer_job(**keys: Any) -> dict[str, Any]:
+    return {"common_config": {"job_type": "Infer", **keys}}
+
+
+def test_documented_keys_of_inference_are_taken():
+    documented = {"servers": ["a:1", "b:2"], "initial_sparse_checkpoint": "model/"}
+    expected = InferConfig(servers=["a:1", "b:2"], embedding_checkpoint="model/")
+    for job in (infer_job(**documented), infer_job(infer_config=documented)):
+        assert parse_global_config(job).common_config.infer_config == expected
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        (infer_job(servers=["a"]), "common_config.servers=['a'] must be a list of texts like 'host:port'"),
+        (
+            infer_job(initial_sparse_checkpoint=3),
+            "common_config.initial_sparse_checkpoint=3 must be a string",
+        ),
+        (infer_job(server=["a:1"]), "common_config.server=['a:1'] is not a known key"),
+        (
+            infer_job(servers=["a:1"], infer_config={}),
+            "common_config.servers belongs into common_config.infer_",
+        ),
+        ({"common_config": {"servers": ["a:1"]}}, "(servers and initial_sparse_checkpoint are part of it)"),
+        (
+            infer_job(infer_config={"initial_sparse_checkpoint": "x", "embedding_checkpoint": "x"}),
+            "embedding_checkpoint is also given as initial_sparse_checkpoint",
+        ),
+    ],
+)
+def test_documented_keys_of_inference_are_checked_under_their_names(mapping, message):
+    assert message in refusal_of(mapping)
+
+
 def test_metrics_may_be_asked_for_and_tuned():
     config = parse_global_config(with_key(METRICS, {"enable_metrics": True, "job_name": "clicks"}))
     assert config.common_config.metrics_config.job_name == "clicks"

@@ -93,6 +93,26 @@ def test_the_published_global_config_loads(file):
     assert config.embedding_worker_config.buffered_data_expired_sec == 1000
 
 
+PUBLISHED_INFERENCE = """
+common_config:
+  job_type: Infer
+    servers:
+      - emb_server_1:8000
+      - emb_server_2:8000
+    initial_sparse_checkpoint: /your/sparse/model/dir
+"""
+
+
+def test_the_published_inference_config_loads_once_its_columns_are_right(file):
+    file.write_text(PUBLISHED_INFERENCE)
+    with pytest.raises(ConfigError, match="line 4, .*not valid YAML.*a value has no keys below it"):
+        load_global_config(file)
+    file.write_text(PUBLISHED_INFERENCE.replace("    servers", "  servers").replace("    init", "  init"))
+    infer = load_global_config(file).common_config.infer_config
+    assert infer.servers == ["emb_server_1:8000", "emb_server_2:8000"]
+    assert infer.embedding_checkpoint == "/your/sparse/model/dir"
+
+
 def test_the_published_embedding_config_loads(file):
     file.write_text(PUBLISHED_EMBEDDING)
     config = load_embedding_config(str(file))

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 
 from persia.checkpoint import dense
 from persia.checkpoint.checkpoints import Source
 from persia.ctx import TrainCtx, eval_ctx
+from persia.distributed import DDPOption
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
 from persia.errors import (
@@ -122,8 +124,9 @@ def test_keep_last_uses_the_step_of_the_context(make_ctx: MakeCtx, tmp_path: Pat
     assert files_of(tmp_path) == ["latest", "step-000000000002", "step-000000000003"]
 
 
+@pytest.mark.parametrize("blocking", [True, False])
 def test_failed_load_leaves_model_and_rows_as_they_were(
-    make_ctx: MakeCtx, model: torch.nn.Module, tmp_path: Path, new_batch: Any
+    make_ctx: MakeCtx, model: torch.nn.Module, tmp_path: Path, new_batch: Any, blocking: bool
 ) -> None:
     with make_ctx() as ctx:
         train(ctx, new_batch(1))
@@ -134,7 +137,8 @@ def test_failed_load_leaves_model_and_rows_as_they_were(
         (path, *_) = (tmp_path / "c").glob("dump-*/embeddings-*.emb")
         path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(CorruptionError, match=r"embeddings-0-\d\.emb has .* cut off"):
-            ctx.load_checkpoint(tmp_path / "c")
+            ctx.load_checkpoint(tmp_path / "c", blocking=blocking)
+        assert ctx.step == 2
         assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
         assert ctx.get_embedding_size() == sizes
         other = torch.nn.Linear(3, 3)
@@ -208,6 +212,26 @@ def test_bug_20_keys_of_a_ddp_wrapper_are_accepted(model: torch.nn.Module, tmp_p
     other = type(model)()
     dense.load_state(other, (tmp_path / "old.pt").read_bytes(), "old.pt")
     assert torch.equal(other.linear.weight, model.linear.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_bug_20_a_ddp_wrapper_leaves_no_trace_in_what_is_written(
+    make_ctx: MakeCtx, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    option = DDPOption("file", "gloo", sync_file=tmp_path / "sync")
+    wrapped, _ = option.convert2distributed_model(model, 1, 0)
+    try:
+        assert next(iter(wrapped.state_dict())).startswith("module.")
+        with make_ctx(model=wrapped) as ctx:
+            ctx.dump_checkpoint(tmp_path / "c", with_jit_model=True)
+            ctx.dump_torch_state_dict(ctx.model, tmp_path, "alone.pt")
+    finally:
+        dist.destroy_process_group()
+    for path in (tmp_path / "c" / "dense.pt", tmp_path / "alone.pt"):
+        written = torch.load(path, weights_only=True)
+        assert list(written) == list(model.state_dict())
+        assert all(torch.equal(written[name], value) for name, value in model.state_dict().items())
+    assert list(torch.jit.load(tmp_path / "c" / "jit_dense.pt").state_dict()) == list(model.state_dict())
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["into plain", "into compiled"])

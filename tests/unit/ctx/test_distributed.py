@@ -132,7 +132,7 @@ def bagua(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         ("async", "AsyncModelAverageAlgorithm"),
     ],
 )
-def test_published_algorithms_are_those_of_bagua(bagua: Any, algorithm: str, expected: str) -> None:
+def test_bug_20_published_algorithms_are_those_of_bagua(bagua: Any, algorithm: str, expected: str) -> None:
     model = torch.nn.Linear(1, 1)
     q_adam = importlib.import_module("bagua.torch_api.algorithms.q_adam")
     optimizer = q_adam.QAdamOptimizer(model.parameters(), lr=0.1)

@@ -304,6 +304,20 @@ def test_loss_scale_reaches_the_servers_and_backs_off(
     )
 
 
+def test_loss_scale_of_several_ranks_follows_their_dense_gradients_alone(
+    make_ctx: MakeCtx, model: torch.nn.Module, new_batch: Any
+) -> None:
+    """DDP has summed those, so all ranks decide alike; embedding gradients are each rank's own."""
+    with make_ctx(grad_scalar_update_factor=4) as ctx:
+        ctx._scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        ctx.world_size = 2
+        for dense_factor, scale in ((1.0, 1024.0), (float("inf"), 512.0)):
+            _, (a, b), _ = ctx.prepare_features(ctx.get_embedding_from_data(new_batch(50)))
+            ctx.backward((a * float("inf")).sum() + b.sum() + (model.linear.bias * dense_factor).sum())
+            assert ctx._scaler.get_scale() == scale
+        ctx.world_size = 1
+
+
 def test_data_set_that_exits_ends_the_loop(make_ctx: MakeCtx, make_dataset: Any) -> None:
     with make_ctx() as ctx:
         batches = iter(DataLoader(make_dataset(2, SystemExit(3)), timeout_ms=5000))

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset import BATCH_SIZE, DataError, DatasetInfo, Split, load_info, load_split, save_dataset
+from dataset import DataError, DatasetInfo, Split, load_info, load_split, save_dataset
+from recipes import Recipe
 
 
 def make_split(rows: int) -> Split:
@@ -18,13 +19,20 @@ def make_split(rows: int) -> Split:
     )
 
 
-@pytest.mark.parametrize("rows", [0, 1, BATCH_SIZE - 1, BATCH_SIZE, BATCH_SIZE + 1, 3 * BATCH_SIZE])
+@pytest.mark.parametrize("rows", [0, 1, 7, 8, 9, 24])
 def test_batches_cover_every_row_once_in_order(rows: int) -> None:
     split = make_split(rows)
-    batches = list(split.batches())
+    batches = split.batches(8)
     assert np.array_equal(np.concatenate([np.empty((0, 8), np.uint64), *(b.ids for b in batches)]), split.ids)
     assert all(len(batch) > 0 for batch in batches)
-    assert split.num_full_batches == sum(len(batch) == BATCH_SIZE for batch in batches)
+
+
+@pytest.mark.parametrize(("rows", "num_full"), [(0, 0), (7, 0), (8, 1), (23, 2)])
+def test_training_takes_full_batches_in_every_pass(rows: int, num_full: int) -> None:
+    split = make_split(rows)
+    recipe = Recipe(batch_size=8, num_passes=3, dense_rate=1.0, embedding_rate=1.0)
+    found = [batch.ids[0, 0] for batch in split.training_batches(recipe)]
+    assert found == [8 * 8 * number for number in range(num_full)] * 3  # each row has 8 IDs
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dataset import BATCH_SIZE, Split
+from dataset import Split
+from recipes import PUBLISHED, Recipe
 from reference import Reference
 
 NUM_CATEGORIES = [3] * 8
@@ -16,7 +17,7 @@ STEPS = 4
 
 def make_split() -> Split:
     rng = np.random.default_rng(0)
-    rows = STEPS * BATCH_SIZE
+    rows = STEPS * PUBLISHED.batch_size
     return Split(
         ids=rng.integers(0, 3, (rows, 8)).astype(np.uint64),
         dense=rng.standard_normal((rows, 5), dtype=np.float32),
@@ -34,8 +35,7 @@ def ordinary_training() -> list[torch.Tensor]:
     """The same without any version of a table but the present one."""
     reference, split = Reference(NUM_CATEGORIES, seed=0), make_split()
     model, tables = reference._model.train(), list(reference._tables.parameters())
-    for index in range(STEPS):
-        batch = split.batch(index)
+    for batch in split.training_batches(PUBLISHED):
         ids = torch.from_numpy(batch.ids.astype("int64"))
         rows = [functional.embedding(ids[:, column], table) for column, table in enumerate(tables)]
         output = model([torch.from_numpy(batch.dense)], rows)
@@ -62,3 +62,13 @@ def test_a_delay_longer_than_the_run_looks_up_initial_rows_only() -> None:
     """Then one more step of delay changes nothing."""
     pairs = zip(trained(STEPS)._tables.parameters(), trained(STEPS + 1)._tables.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_recipe_sets_batches_passes_and_rates() -> None:
+    recipe = Recipe(batch_size=2 * PUBLISHED.batch_size, num_passes=2, dense_rate=0.0, embedding_rate=0.0)
+    reference = Reference(NUM_CATEGORIES, seed=0, recipe=recipe)
+    before = [weight.detach().clone() for weight in reference._tables.parameters()]
+    reference.train(make_split())
+    norm = reference._model.dense_norm
+    assert norm.num_batches_tracked == STEPS // 2 * 2
+    assert all(torch.equal(a, b) for a, b in zip(before, reference._tables.parameters(), strict=True))

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from recipes import PUBLISHED, TUNED
 from settings import DEFAULT_SEED, DEFAULT_STALENESS, Settings, SettingsError
 
 NAMES = ("ADULT_DATA", "ADULT_OUTPUT", "SEED", "REPRODUCIBLE", "EMBEDDING_STALENESS", "ENABLE_CUDA")
-MODE_NAMES = ("CONSISTENCY", "ADULT_EVALUATIONS")
+MODE_NAMES = ("CONSISTENCY", "ADULT_EVALUATIONS", "ADULT_RECIPE", "ADULT_PREPARED_BATCHES")
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +64,20 @@ def test_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Settings.from_environment().num_evaluations == 1
 
 
+def test_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings.from_environment()
+    assert (settings.recipe, settings.prepared_batches) == (PUBLISHED, False)
+    monkeypatch.setenv("ADULT_RECIPE", "tuned")
+    monkeypatch.setenv("ADULT_PREPARED_BATCHES", "1")
+    settings = Settings.from_environment()
+    assert (settings.recipe, settings.prepared_batches) == (TUNED, True)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("ADULT_RECIPE", "best"),
+        ("ADULT_PREPARED_BATCHES", "yes"),
         ("SEED", "-1"),
         ("SEED", "x"),
         ("REPRODUCIBLE", "yes"),

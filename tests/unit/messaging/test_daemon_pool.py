@@ -1,10 +1,11 @@
 """The pool runs calls on a bounded number of daemon threads."""
 
+import os
 import threading
 
 import pytest
 
-from persia.messaging.daemon_pool import DaemonPool
+from persia.messaging.daemon_pool import DaemonPool, give_way
 
 DEADLINE_S = 10.0
 
@@ -64,3 +65,23 @@ def test_idle_threads_have_ended_when_close_returns():
             future.result(10)
         pool.close()
         assert not [t.name for t in threading.enumerate() if t.name == f"idle-{round_number}"]
+
+
+@pytest.mark.parametrize("before", [0, 15])
+def test_threads_that_give_way_pass_it_on_and_never_become_less_nice(before: int):
+    def own_priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def priorities() -> tuple[int, int]:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(before, own_priority()))
+        give_way()
+        inner = DaemonPool(1, "inner")
+        found = own_priority(), inner.submit(own_priority).result(DEADLINE_S)
+        inner.close()
+        return found
+
+    of_process = own_priority()
+    pool = DaemonPool(1, "test")
+    assert pool.submit(priorities).result(DEADLINE_S) == (max(10, before, of_process),) * 2
+    pool.close()
+    assert own_priority() == of_process

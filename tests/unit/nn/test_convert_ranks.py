@@ -115,7 +115,7 @@ CASES = {case.__name__: case for case in (train, fresh_rows, evicting, without_g
 def test_two_ranks(case: str, tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, case, str(rank), str(tmp_path / "store")],
+            [sys.executable, "-X", "faulthandler", __file__, case, str(rank), str(tmp_path / "store")],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

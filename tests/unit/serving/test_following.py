@@ -194,7 +194,7 @@ def test_what_stays_damaged_waits_for_a_newer_checkpoint(
     assert (status.num_failed, status.num_checkpoints, status.error) == (1, 2, "")
 
 
-def test_a_late_packet_is_waited_for(trainer: PacketTrainer, serve: Any) -> None:
+def test_bug_9_a_late_packet_is_waited_for(trainer: PacketTrainer, serve: Any) -> None:
     model = serve(num_tries=1000)
     before = trainer.position
     trainer.set(2.0)
@@ -438,7 +438,7 @@ def make_server(index: int, replicas: int) -> ParameterServer:
     )
 
 
-def test_servers_of_another_number_each_take_their_own(trainer: PacketTrainer, tmp_path: Path) -> None:
+def test_bug_9_servers_of_another_number_each_take_their_own(trainer: PacketTrainer, tmp_path: Path) -> None:
     options = FollowOptions(packets=trainer.log.location, poll_s=0.02, num_tries=3)
     trainer.checkpoint(tmp_path / "packets" / "checkpoints" / "step-000000000001", 1.0)
     servers = [make_server(index, 3) for index in range(3)]

@@ -1,0 +1,18 @@
+// The size of the pages that a MappedMemory lies on, where its owner knows better than the default.
+#pragma once
+
+#include "base/mapped_memory.h"
+
+namespace persia {
+
+// For memory that has not been touched: only what will be takes memory.
+void UseSmallPages(const MappedMemory& memory);
+
+// Puts what lies on small pages onto huge ones, at once where the system can, else when it finds
+// time. Others may use the memory meanwhile.
+void MoveToHugePages(const MappedMemory& memory);
+
+// The system's setting, as it stands in a file: `always madvise [never]` is what forbids them.
+bool AllowsHugePages(const char* setting_file);
+
+}  // namespace persia

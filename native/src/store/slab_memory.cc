@@ -1,0 +1,82 @@
+#include "store/slab_memory.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/page_size.h"
+
+namespace persia::store {
+namespace {
+
+constexpr size_t kLineBytes = 64;
+constexpr uint64_t kManyRows = SlabMemory::kBlockBytes / 6;
+
+}  // namespace
+
+SlabPiece SlabMemory::Take(size_t row_bytes, size_t num_rows) {
+  if (row_bytes > kMaxSharedRowBytes) {
+    // What nearly fills a huge page becomes one.
+    const size_t size = num_rows * row_bytes;
+    auto own = std::make_shared<MappedMemory>(
+        MappedMemory::Allocate(size > kBlockBytes / 16 * 15 ? std::max(size, kBlockBytes) : size));
+    return {.block = own, .data = own->data(), .size = own->size()};
+  }
+  Blocks finished;
+  SlabPiece piece = TakeShared(row_bytes, num_rows, &finished);
+  // Takes long: others may have their pieces meanwhile.
+  MoveToHugePages(finished);
+  return piece;
+}
+
+SlabPiece SlabMemory::TakeShared(size_t row_bytes, size_t num_rows, Blocks* finished) {
+  const std::lock_guard lock(mutex_);
+  const bool fits = block_ != nullptr && kBlockBytes - block_used_ >= row_bytes;
+  if (!fits && !OpenBlock(finished)) return {};
+  const size_t left = kBlockBytes - block_used_;
+  const size_t rows = std::min(num_rows, left / row_bytes);
+  size_t size = (rows * row_bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
+  if (left - size < row_bytes) size = left;
+  SlabPiece piece = {.block = block_, .data = block_->data() + block_used_, .size = size};
+  block_used_ += size;
+  num_rows_ += rows;
+  if (block_used_ == kBlockBytes) FinishBlock(finished);
+  return piece;
+}
+
+bool SlabMemory::OpenBlock(Blocks* finished) {
+  const bool huge = num_rows_ >= kManyRows;
+  MappedMemory memory = MappedMemory::Allocate(kBlockBytes);
+  if (memory.data() == nullptr) return false;
+  if (!huge) UseSmallPages(memory);
+  FinishBlock(finished);
+  block_ = std::make_shared<MappedMemory>(std::move(memory));
+  block_used_ = 0;
+  block_is_huge_ = huge;
+  return true;
+}
+
+void SlabMemory::FinishBlock(Blocks* finished) {
+  if (block_ != nullptr && !block_is_huge_) finished->push_back(block_);
+  block_.reset();
+}
+
+void SlabMemory::MoveToHugePages(const Blocks& blocks) {
+  for (const auto& block : blocks) persia::MoveToHugePages(*block);
+}
+
+void SlabMemory::Clear() {
+  Blocks finished;
+  {
+    const std::lock_guard lock(mutex_);
+    FinishBlock(&finished);
+    num_rows_ = 0;
+  }
+  MoveToHugePages(finished);
+}
+
+uint64_t SlabMemory::unused_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return block_ != nullptr && block_is_huge_ ? kBlockBytes - block_used_ : 0;
+}
+
+}  // namespace persia::store

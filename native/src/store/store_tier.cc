@@ -1,0 +1,156 @@
+// The part of EmbeddingStore that opens its tier, takes checkpoints there and keeps the caches
+// small.
+#include <algorithm>
+#include <mutex>
+#include <shared_mutex>
+#include <utility>
+
+#include "pool/pool_tools.h"
+#include "store/config_change.h"
+#include "store/store_impl.h"
+#include "store/tier_rules.h"
+
+namespace persia::store {
+namespace {
+
+// What a pool's header says of its rows; the rules are beside it (tier_rules.h).
+constexpr const char* kSchema = "embedding rows";
+
+}  // namespace
+
+Status EmbeddingStore::Impl::OpenTier(const TierOptions& options) {
+  tier_directory_ = options.directory;
+  PERSIA_RETURN_IF_ERROR(RecoverRules());
+  PERSIA_RETURN_IF_ERROR(OpenPool(options));
+  const uint64_t num_shards = shards_.size();
+  for (uint64_t i = 0; i < num_shards; ++i) {
+    shards_[i].SetTier(tier_.get(), options.cache_rows / num_shards +
+                                        (i < options.cache_rows % num_shards ? 1 : 0));
+    shards_[i].FinishRecovery(tier_->pool().committed());
+  }
+  keeper_ = std::thread([this] { KeepTier(); });
+  return CheckTier();
+}
+
+Status EmbeddingStore::Impl::RecoverRules() {
+  auto rules = LoadRules(tier_directory_);
+  PERSIA_RETURN_IF_ERROR(rules.status());
+  if (!rules->has_value()) return Status::Ok();
+  const std::unique_lock lock(in_place_mutex_);
+  PERSIA_RETURN_IF_ERROR(ConfigureAlone(**rules, /*replace=*/true));
+  is_config_recovered_ = true;
+  saved_rules_ = std::move(*rules);
+  return Status::Ok();
+}
+
+Status EmbeddingStore::Impl::OpenPool(const TierOptions& options) {
+  pool::PoolOptions pool_options = options.pool;
+  pool_options.schema = kSchema;
+  StatusOr<std::unique_ptr<pool::RowPool>> pool = Status();
+  if (pool::InspectPool(options.directory).status().code() == StatusCode::kNotFound) {
+    pool = pool::RowPool::Create(options.directory, pool_options);
+  } else {
+    std::mutex mutex;
+    Status visited;
+    const auto num_shards = static_cast<uint32_t>(shards_.size());
+    const auto add = [&](std::span<const pool::RecoveredRow> rows) {
+      Status status = IsConfigured() ? Status::Ok()
+                                     : Corruption("the pool in " + options.directory +
+                                                  " has rows, and the file with their rules is "
+                                                  "missing; remove it and load a checkpoint");
+      for (size_t i = 0; i < rows.size() && status.ok(); ++i) {
+        const uint64_t key = SignKey(rows[i].head.sign);
+        status = shards_[ShardOfKey(key, num_shards)].AddRecovered(rows[i]);
+      }
+      const std::lock_guard lock(mutex);
+      if (!status.ok()) visited = status;
+    };
+    pool = pool::RowPool::Open(options.directory, pool_options, add);
+    if (pool.ok()) PERSIA_RETURN_IF_ERROR(visited);
+  }
+  PERSIA_RETURN_IF_ERROR(pool.status());
+  tier_ = std::make_unique<Tier>(std::move(*pool));
+  return Status::Ok();
+}
+
+// Rules that rows of the saved ones could have been made by need not be saved again: a learning
+// rate may change with every batch.
+Status EmbeddingStore::Impl::SaveRulesIfNew(const TrainConfig& config) {
+  const bool are_saved =
+      saved_rules_.has_value() &&
+      saved_rules_->feature_index_prefix_bit == config.feature_index_prefix_bit &&
+      saved_rules_->groups.size() == config.groups.size() &&
+      CheckChange(*saved_rules_, config, /*replace=*/true).ok();
+  if (are_saved) return Status::Ok();
+  PERSIA_RETURN_IF_ERROR(SaveRules(tier_directory_, config));
+  saved_rules_ = config;
+  return Status::Ok();
+}
+
+void EmbeddingStore::Impl::KeepTier() {
+  while (tier_->WaitForWork()) {
+    Status status = ShrinkCaches();
+    if (status.ok()) status = AdvanceCheckpoints();
+    // A full pool may have room again, and calls that need some are told.
+    if (status.code() != StatusCode::kResourceExhausted) tier_->Fail(status);
+  }
+}
+
+Status EmbeddingStore::Impl::ShrinkCaches() {
+  for (Shard& shard : shards_) {
+    StatusOr<bool> has_more = true;
+    while (*has_more && !tier_->is_stopping()) {
+      const std::shared_lock in_store(in_place_mutex_);
+      has_more = shard.ShrinkCache();
+      PERSIA_RETURN_IF_ERROR(has_more.status());
+    }
+  }
+  return Status::Ok();
+}
+
+// Once a checkpoint has begun, no row changes up to it any more: one pass over the rows is enough.
+Status EmbeddingStore::Impl::AdvanceCheckpoints() {
+  while (const auto batch = tier_->pool().oldest_pending()) {
+    for (Shard& shard : shards_) {
+      uint64_t next = 0;
+      StatusOr<bool> has_more = true;
+      while (*has_more) {
+        if (tier_->is_stopping()) return Status::Ok();
+        const std::shared_lock in_store(in_place_mutex_);
+        has_more = shard.WriteBackUpTo(*batch, &next);
+        PERSIA_RETURN_IF_ERROR(has_more.status());
+        PERSIA_RETURN_IF_ERROR(shard.ShrinkCache().status());
+      }
+    }
+    PERSIA_RETURN_IF_ERROR(tier_->Commit(*batch));
+  }
+  return Status::Ok();
+}
+
+void EmbeddingStore::Impl::StopKeeper() {
+  if (!keeper_.joinable()) return;
+  tier_->StopKeeper();
+  keeper_.join();
+}
+
+StatusOr<uint64_t> EmbeddingStore::RequestCheckpoint() {
+  Tier* const tier = impl_->tier();
+  if (tier == nullptr) {
+    return FailedPrecondition("the rows of this store are in memory alone: it has no tier");
+  }
+  const std::unique_lock lock(impl_->in_place_mutex());
+  auto batch = tier->BeginCheckpoint();
+  if (batch.ok()) tier->Wake();
+  return batch;
+}
+
+std::optional<TierStats> EmbeddingStore::tier_stats() const {
+  if (impl_->tier() == nullptr) return std::nullopt;
+  const std::shared_lock in_store(impl_->in_place_mutex());
+  TierStats stats;
+  for (const Shard& shard : impl_->shards()) shard.AddTierStatsTo(&stats);
+  stats.pool = impl_->tier()->pool().stats();
+  return stats;
+}
+
+}  // namespace persia::store

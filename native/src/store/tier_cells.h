@@ -1,0 +1,70 @@
+// What a store with a tier keeps of each row beside its values (tier.h).
+//
+// A row in the cache has a cell behind its state: where its older version is in the pool, and
+// whether the pool lacks the present one. A row that is in the pool alone is a slot of kColdShape:
+// a cell that says where and how large it is. Its dim is 0, which no row that is asked for has:
+// what looks for rows in memory takes it for one that is missing, at no cost to stores without a
+// tier.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "pool/row_pool.h"
+#include "store/row_slabs.h"
+#include "store/sign_index.h"
+
+namespace persia::store {
+
+struct HotCell {
+  uint64_t address;  // in the pool, or pool::kNoAddress
+  uint64_t unsaved;  // the batch that made the values, where the pool does not have them; else 0
+};
+struct ColdCell {
+  uint64_t address;
+  uint32_t dim;
+  uint32_t state_floats;
+};
+
+inline constexpr uint32_t kCellFloats = 4;
+static_assert(sizeof(HotCell) == kCellFloats * sizeof(float));
+static_assert(sizeof(ColdCell) == kCellFloats * sizeof(float));
+inline constexpr RowShape kColdShape = {
+    .dim = 0, .state_floats = kCellFloats, .has_scalar = false, .tail_floats = 0};
+
+inline bool IsCold(const RowSlabs& slabs, uint32_t slot) { return slabs.dim(slot) == 0; }
+
+inline ColdCell ColdCellOf(const RowSlabs& slabs, uint32_t slot) {
+  ColdCell cell;
+  std::memcpy(&cell, slabs.values(slot), sizeof(cell));
+  return cell;
+}
+inline void SetCell(const RowSlabs& slabs, uint32_t slot, const ColdCell& cell) {
+  std::memcpy(slabs.values(slot), &cell, sizeof(cell));
+}
+inline float* HotCellAt(const RowSlabs& slabs, uint32_t slot) {
+  const RowShape& shape = slabs.shape(slot);
+  return slabs.values(slot) + shape.dim + shape.state_floats;
+}
+inline HotCell HotCellOf(const RowSlabs& slabs, uint32_t slot) {
+  HotCell cell;
+  std::memcpy(&cell, HotCellAt(slabs, slot), sizeof(cell));
+  return cell;
+}
+inline void SetCell(const RowSlabs& slabs, uint32_t slot, const HotCell& cell) {
+  std::memcpy(HotCellAt(slabs, slot), &cell, sizeof(cell));
+}
+
+// The row of a cold entry; *values becomes as large as the row.
+inline Status ReadCold(const pool::RowPool& pool, const SignIndex::Entry& entry,
+                       const RowSlabs& slabs, pool::RowHead* head, std::vector<float>* values) {
+  const ColdCell cell = ColdCellOf(slabs, entry.slot);
+  values->resize(size_t{cell.dim} + cell.state_floats);
+  return pool.Read(cell.address, SignOfKey(entry.key), head, *values);
+}
+
+}  // namespace persia::store

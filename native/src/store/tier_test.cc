@@ -1,0 +1,270 @@
+// Stores with a tier beside the same stores in memory, and what becomes of them when they are
+// opened again.
+#include "store/tier.h"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+#include "store/in_place_rows.h"
+#include "store/store_load.h"
+#include "store/tier_script_test_util.h"
+#include "store/tier_test_util.h"
+
+namespace persia::store {
+namespace {
+
+class TierTest : public ::testing::Test {
+ protected:
+  void Open() {
+    store_.reset();
+    auto store = EmbeddingStore::Open(Script::kOptions, directory_.Tier(Script::kCacheRows));
+    ASSERT_TRUE(store.ok()) << store.status().ToString();
+    store_ = std::move(*store);
+  }
+  void Create() {
+    Open();
+    ASSERT_TRUE(store_->Configure(Script::Config()).ok());
+  }
+  Status StatusOfOpen(const TierOptions& options) {
+    store_.reset();
+    return EmbeddingStore::Open(Script::kOptions, options).status();
+  }
+  void Train(uint64_t first, uint64_t last) {
+    for (uint64_t batch = first; batch <= last; ++batch) {
+      const Status status = Script::Train(*store_, batch);
+      ASSERT_TRUE(status.ok()) << status.ToString();
+    }
+  }
+  void Checkpoint() {
+    // Others may be pending, as many as may be.
+    StatusOr<uint64_t> batch = uint64_t{0};
+    ASSERT_TRUE(Eventually([&] {
+      batch = store_->RequestCheckpoint();
+      return batch.status().code() != StatusCode::kResourceExhausted;
+    }));
+    ASSERT_TRUE(batch.ok()) << batch.status().ToString();
+    ASSERT_TRUE(IsCommitted(*store_, *batch));
+  }
+
+  PoolDirectory directory_;
+  std::unique_ptr<EmbeddingStore> store_;
+};
+
+TEST_F(TierTest, ServesLikeAStoreInMemory) {
+  Create();
+  auto model = Script::InMemory();
+  for (uint64_t batch = 1; batch <= 200; ++batch) {
+    ASSERT_EQ(Lookup(*store_, Script::Signs(batch), Script::kDim),
+              Lookup(*model, Script::Signs(batch), Script::kDim));
+    ASSERT_TRUE(Script::Train(*model, batch).ok());
+    Train(batch, batch);
+    ASSERT_LE(store_->tier_stats()->num_hot, Script::kCacheRows * 17 / 16);
+    const auto all = Range(0, 600);
+    if (batch % 50 == 0) {
+      ASSERT_EQ(Peek(*store_, all, Script::kDim), Peek(*model, all, Script::kDim));
+      ASSERT_EQ(Script::Rows(*store_), Script::Rows(*model));
+    }
+  }
+  const LookupReport reports[] = {store_->stats().lookups, model->stats().lookups};
+  EXPECT_EQ(reports[0].num_missing, reports[1].num_missing);
+  EXPECT_EQ(reports[0].num_evicted, reports[1].num_evicted);
+  EXPECT_GT(reports[0].num_evicted, 0u);
+  EXPECT_GT(store_->tier_stats()->num_promoted, 0u);
+  EXPECT_EQ(store_->size(), model->size());
+}
+
+TEST_F(TierTest, GoesBackToItsCheckpointAndEvictsInTheSameOrder) {
+  Create();
+  ScriptModel model;
+  for (uint64_t batch = 0; batch < 160; batch += 40) {
+    Train(batch + 1, batch + 40);
+    Checkpoint();
+    Train(batch + 41, batch + 45);  // of which nothing is left
+    Open();
+    ASSERT_EQ(Script::BatchOf(*store_), batch + 40);
+    ASSERT_EQ(Script::Rows(*store_), model.RowsAt(batch + 40));
+  }
+}
+
+TEST_F(TierTest, ACheckpointIsOfTheMomentItWasAskedFor) {
+  Create();
+  ScriptModel model;
+  std::vector<uint64_t> asked;  // the batch by which each was
+  uint64_t last = 0;
+  for (uint64_t batch = 1; batch <= 200; ++batch) {
+    Train(batch, batch);
+    auto checkpoint = store_->RequestCheckpoint();
+    if (!checkpoint.ok()) {
+      ASSERT_EQ(checkpoint.status().code(), StatusCode::kResourceExhausted);
+      continue;
+    }
+    last = *checkpoint;
+    asked.push_back(batch);
+  }
+  ASSERT_TRUE(IsCommitted(*store_, last));
+  Open();
+  ASSERT_EQ(Script::BatchOf(*store_), asked.back());
+  ASSERT_EQ(Script::Rows(*store_), model.RowsAt(asked.back()));
+}
+
+TEST_F(TierTest, WithoutACheckpointNothingIsLeft) {
+  Create();
+  Train(1, 20);
+  Open();
+  EXPECT_EQ(store_->size(), 0u);
+  EXPECT_EQ(store_->config(), Script::Config());
+}
+
+TEST_F(TierTest, TheRulesComeBackAndAScriptMayChangeWhatRowsDoNotDependOn) {
+  Create();
+  Train(1, 20);
+  Checkpoint();
+  Open();
+  EXPECT_EQ(store_->config(), Script::Config());
+  TrainConfig other = Script::Config();
+  other.optimizer.kind = OptimizerKind::kSgd;
+  EXPECT_EQ(store_->Configure(other).code(), StatusCode::kFailedPrecondition);
+  TrainConfig slower = Script::Config();
+  slower.optimizer.lr = 0.01f;
+  EXPECT_TRUE(store_->Configure(slower).ok());
+  EXPECT_EQ(store_->Configure(Script::Config()).code(), StatusCode::kFailedPrecondition)
+      << "only once";
+}
+
+TEST_F(TierTest, ClearedItIsEmptyForGood) {
+  Create();
+  Train(1, 30);
+  Checkpoint();
+  store_->Clear();
+  EXPECT_EQ(store_->size(), 0u);
+  EXPECT_EQ(store_->tier_stats()->pool.used_bytes, 0u);
+  Train(1, 10);
+  Open();
+  EXPECT_EQ(store_->size(), 0u);
+  ASSERT_TRUE(store_->Configure(Script::Config()).ok());
+  Train(1, 10);
+  Checkpoint();
+  Open();
+  EXPECT_EQ(Script::Rows(*store_), ScriptModel().RowsAt(10));
+}
+
+TEST_F(TierTest, LoadedRowsAreOfTheNextCheckpoint) {
+  Create();
+  Train(1, 30);
+  Checkpoint();
+  const auto signs = Range(0, 200);
+  std::vector<float> rows(signs.size() * 2);
+  std::iota(rows.begin(), rows.end(), 1.0f);
+  const std::vector<uint32_t> ages(signs.size(), 0);
+  {
+    auto load = StoreLoad::Begin(*store_);
+    ASSERT_TRUE(load.ok());
+    ASSERT_TRUE((*load)->Replace(SgdConfig()).ok());
+    ASSERT_TRUE(
+        (*load)->Add({.dim = 2, .signs = signs, .ages = ages, .embeddings = rows.data()}).ok());
+    (*load)->Finish();
+  }
+  EXPECT_EQ(Peek(*store_, signs, 2), rows);
+  EXPECT_LE(store_->tier_stats()->num_hot, Script::kCacheRows * 17 / 16);
+  Checkpoint();
+  Open();
+  EXPECT_EQ(store_->config(), SgdConfig());
+  EXPECT_EQ(Peek(*store_, signs, 2), rows);
+}
+
+TEST_F(TierTest, EvictionsLeaveNothingBehind) {
+  Create();
+  Train(1, 1);
+  for (uint64_t first = 1000; first < 1000 + 100 * 400; first += 100) {
+    Lookup(*store_, Range(first, first + 100), Script::kDim);
+    if (first % 2000 == 0) static_cast<void>(store_->RequestCheckpoint());
+  }
+  Checkpoint();
+  const TierStats stats = *store_->tier_stats();
+  EXPECT_EQ(stats.num_rows, Script::kOptions.capacity);
+  EXPECT_LE(stats.pool.used_bytes, stats.num_rows * pool::SlotBytes(3 * Script::kDim));
+}
+
+TEST_F(TierTest, AFullPoolIsAnErrorAndTheCheckpointStays) {
+  Create();
+  Train(1, 30);
+  Checkpoint();
+  store_.reset();
+  TierOptions small = directory_.Tier(Script::kCacheRows);
+  auto store = EmbeddingStore::Open({.capacity = 10'000'000, .num_internal_shards = 3}, small);
+  ASSERT_TRUE(store.ok());
+  Status status;
+  const auto signs = Range(0, 200);
+  std::vector<float> rows(signs.size() * EmbeddingStore::kMaxDim / 8);
+  for (uint64_t first = 1000; status.ok(); first += 200) {
+    ASSERT_LT(first, 1'000'000u);
+    const auto more = Range(first, first + 200);
+    const RowBlock block = {.dim = EmbeddingStore::kMaxDim / 16, .signs = more};
+    status = (*store)->Lookup({&block, 1}, LookupMode::kTrain, rows.data());
+  }
+  EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status.ToString();
+  store->reset();
+  Open();
+  EXPECT_EQ(Script::Rows(*store_), ScriptModel().RowsAt(30));
+}
+
+TEST_F(TierTest, SaysWhyItCannotBeOpened) {
+  EXPECT_EQ(StatusOfOpen(directory_.Tier(2)).code(), StatusCode::kInvalidArgument);
+  TierOptions nowhere = directory_.Tier(Script::kCacheRows);
+  nowhere.directory += "/missing";
+  EXPECT_EQ(StatusOfOpen(nowhere).code(), StatusCode::kNotFound);
+  Create();
+  EXPECT_EQ(
+      EmbeddingStore::Open(Script::kOptions, directory_.Tier(Script::kCacheRows)).status().code(),
+      StatusCode::kUnavailable);
+  Train(1, 5);
+  Checkpoint();
+  store_.reset();
+  const std::string rules = directory_.path() + "/rules";
+  std::ofstream(rules, std::ios::app) << "x";
+  EXPECT_EQ(StatusOfOpen(directory_.Tier(Script::kCacheRows)).code(), StatusCode::kCorruption);
+  std::filesystem::remove(rules);
+  EXPECT_EQ(StatusOfOpen(directory_.Tier(Script::kCacheRows)).code(), StatusCode::kCorruption);
+}
+
+TEST_F(TierTest, RefusesWhatItCannotDo) {
+  Create();
+  EXPECT_EQ(InPlaceRows::Begin(*store_, LookupMode::kTrain).status().code(),
+            StatusCode::kFailedPrecondition);
+  EXPECT_EQ(Script::InMemory()->RequestCheckpoint().status().code(),
+            StatusCode::kFailedPrecondition);
+  EXPECT_FALSE(Script::InMemory()->tier_stats().has_value());
+}
+
+// Each thread's rows count its steps, so a row says by itself whether it is of a whole update.
+TEST_F(TierTest, ThreadsTrainWhileCheckpointsAreTaken) {
+  constexpr int kThreads = 3, kSteps = 150;
+  constexpr uint64_t kRows = 40;
+  TrainConfig config = SgdConfig(1.0f);
+  config.initializer = {.lower = 0.0f, .upper = 0.0f, .seed = 0};
+  config.weight_bound = 0.0f;
+  Open();
+  ASSERT_TRUE(store_->Configure(config).ok());
+  std::vector<std::thread> threads;
+  for (uint64_t t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      const auto signs = Range(t * kRows, (t + 1) * kRows);
+      for (int step = 0; step < kSteps; ++step) {
+        Lookup(*store_, signs, 2);
+        Update(*store_, signs, 2, std::vector<float>(signs.size() * 2, -1.0f));
+        if (step % 8 == static_cast<int>(t)) static_cast<void>(store_->RequestCheckpoint());
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  Checkpoint();
+  Open();
+  EXPECT_EQ(Peek(*store_, Range(0, kThreads * kRows), 2),
+            std::vector<float>(kThreads * kRows * 2, float{kSteps}));
+}
+
+}  // namespace
+}  // namespace persia::store

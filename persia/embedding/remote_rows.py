@@ -1,0 +1,95 @@
+"""Rows behind several embedding workers, one of which may be down."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from persia import env
+from persia._native import LookupResult, RemoteClient
+from persia.embedding.deadline import Deadline
+from persia.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
+from persia.logger import get_default_logger
+
+__all__ = ["RemoteRows"]
+
+_TRY_S = 1.0  # for one worker, as long as another is left
+_REST_S = 2.0  # a worker that did not answer is asked last for so long
+
+
+class RemoteRows:
+    """The rows of parameter servers, behind embedding workers that take turns.
+
+    A worker that does not answer is left out for a while, and its lookup goes to the next one.
+    """
+
+    num_missing: int | None = None
+
+    def __init__(self, addresses: Sequence[str], *, deadline_s: float | None = None) -> None:
+        """`addresses`: "host:port" of each embedding worker; `deadline_s` of a lookup, all tries together."""
+        if isinstance(addresses, str) or not addresses:
+            raise InvalidArgumentError(
+                f"addresses is {addresses!r}: name at least one embedding worker, ['host:port']"
+            )
+        self._addresses = list(addresses)
+        self._deadline_s = env.get_deadline_s() if deadline_s is None else deadline_s
+        # One client each: a client of several would choose by itself whom to ask.
+        self._clients = [_client(address) for address in self._addresses]
+        self._resting_until = [0.0] * len(self._clients)
+        self._lock = threading.Lock()
+        self._turn = 0
+
+    def lookup(self, id_features: bytes) -> LookupResult:
+        deadline = Deadline(self._deadline_s)
+        order = self._order()
+        failure: Exception | None = None
+        for position, index in enumerate(order):
+            is_last = position == len(order) - 1
+            timeout_s = deadline.left_s() if is_last else min(_TRY_S, deadline.left_s())
+            try:
+                result = self._clients[index].lookup_direct(
+                    0, id_features, requires_grad=False, timeout_s=timeout_s
+                )
+            except (UnavailableError, DeadlineExceededError) as error:
+                failure = error
+                self._rest(index, error)
+                continue
+            self._resting_until[index] = 0.0
+            return result
+        raise UnavailableError(
+            f"none of the embedding workers {', '.join(self._addresses)} answers within "
+            f"{self._deadline_s:g} s: {failure}"
+        ) from failure
+
+    def check_serving(self) -> None:
+        """One worker that reaches all parameter servers is enough."""
+        failures = []
+        for address, client in zip(self._addresses, self._clients, strict=True):
+            try:
+                client.sizes(timeout_s=_TRY_S)
+                return
+            except (UnavailableError, DeadlineExceededError) as error:
+                failures.append(f"{address}: {error}")
+        raise UnavailableError(f"no embedding worker serves: {'; '.join(failures)}")
+
+    def _order(self) -> list[int]:
+        """All workers, beginning with the one whose turn it is; those that rest come last."""
+        with self._lock:
+            first, self._turn = self._turn, (self._turn + 1) % len(self._clients)
+        turns = [(first + i) % len(self._clients) for i in range(len(self._clients))]
+        now = time.monotonic()
+        return sorted(turns, key=lambda index: self._resting_until[index] > now)
+
+    def _rest(self, index: int, error: Exception) -> None:
+        if self._resting_until[index] == 0.0 and len(self._clients) > 1:
+            get_default_logger().warning(
+                "embedding worker %s does not answer, others take over: %s", self._addresses[index], error
+            )
+        self._resting_until[index] = time.monotonic() + _REST_S
+
+
+def _client(address: str) -> RemoteClient:
+    client = RemoteClient(1)
+    client.set_worker(0, address)
+    return client
