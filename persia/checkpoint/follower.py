@@ -133,7 +133,7 @@ class Follower(Generic[_Copy]):
         goal = read_goal(self._log)
         try:
             if goal is None:
-                raise NotFoundError(f"there are no packets in {self._log.location} yet")
+                raise NotFoundError(self._no_packets())
             self._begin_anew(goal, at_least=0)
         except NotFoundError as failure:
             if (goal is not None and goal.is_pinned) or self._options.checkpoints is None:
@@ -158,7 +158,7 @@ class Follower(Generic[_Copy]):
     def _look(self) -> bool:
         """Goes as far as it can; False: something is in the way."""
         try:
-            self._go_on()
+            reason = self._go_on()
         except (StorageError, UnavailableError, OSError) as failure:
             # The storage or a server is away: the packets are not to blame, and wait there.
             self._note(failure)
@@ -175,7 +175,7 @@ class Follower(Generic[_Copy]):
             self._num_failures = 0
             if self._status.error and self._status.position is not None:
                 get_default_logger().info("%s is followed again, at %s", *self._where())
-            self._update(error="")
+            self._update(error=reason)
             return True
         self._num_failures += 1
         return False
@@ -193,10 +193,11 @@ class Follower(Generic[_Copy]):
 
     # ---- forward, packet by packet
 
-    def _go_on(self) -> None:
+    def _go_on(self) -> str:
+        """Why there is nothing to follow, "" where there is."""
         goal = read_goal(self._log)
         if goal is None:
-            return
+            return self._no_packets() if self._status.position is None else ""
         self._update(latest=goal.latest, pinned=goal.is_pinned)
         position = self._status.position
         if position is None or goal.position.stream != position.stream:
@@ -205,6 +206,10 @@ class Follower(Generic[_Copy]):
             self._catch_up(goal, position)
         elif goal.position < position and goal.is_pinned:
             self._begin_anew(goal, at_least=0)
+        return ""
+
+    def _no_packets(self) -> str:
+        return f"there are no packets in {self._log.location} yet"
 
     def _catch_up(self, goal: Goal, position: Position) -> None:
         if goal.position.number - position.number > self._options.max_behind:

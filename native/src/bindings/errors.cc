@@ -1,6 +1,9 @@
 #include "bindings/errors.h"
 
+#include <cxxabi.h>
+
 #include <algorithm>
+#include <thread>
 
 namespace persia::bindings {
 namespace {
@@ -34,7 +37,23 @@ const char* ErrorClass(StatusCode code) {
   throw py::error_already_set();
 }
 
+[[noreturn]] void WaitForTheEnd() {
+  while (true) std::this_thread::sleep_for(std::chrono::hours(1));
+}
+
 }  // namespace
+
+GilReleased::~GilReleased() {
+#ifdef __GLIBCXX__
+  try {
+    PyEval_RestoreThread(state_);
+  } catch (const abi::__forced_unwind&) {
+    WaitForTheEnd();
+  }
+#else
+  PyEval_RestoreThread(state_);
+#endif
+}
 
 void RaiseIfError(const Status& status) {
   if (!status.ok()) Raise(ErrorClass(status.code()), status.message());

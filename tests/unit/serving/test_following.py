@@ -397,6 +397,7 @@ def test_without_packets_the_checkpoint_is_served(trainer: PacketTrainer, serve:
     shutil.move(tmp_path / "packets", tmp_path / "later")
     model = serve()
     assert answer(model) == (str(trainer.position.number), [6.0])
+    time.sleep(0.2)  # ten times as long as between two looks
     assert "no packets" in model.error
     shutil.move(tmp_path / "later", tmp_path / "packets")
     reached(model, trainer.trained(4))
