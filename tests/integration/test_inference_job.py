@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from persia._native import RemoteClient, TrainConfig
 from persia.ctx import InferCtx, TrainCtx
 from persia.embedding.data import IDTypeFeatureWithSingleID, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD
-from persia.errors import FailedPreconditionError
+from persia.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
+
+from .watching import get
 
 SLOTS = {"slots_config": {"user": {"dim": 4}}}
 NUM_IDS = 100
@@ -117,6 +120,48 @@ def test_bug_21_servers_answer_from_a_checkpoint_and_change_nothing(
     with pytest.raises(FailedPreconditionError, match="not configured"):
         client.set_embeddings(np.array([1], np.uint64), np.zeros((1, 4), np.float32), timeout_s=10)
     assert sum(ctx.get_embedding_size()) == NUM_IDS
+
+
+def test_a_server_that_dies_is_named_and_misses_are_counted(
+    start: Any, checkpoint: Path, rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_server(index: int) -> subprocess.Popen[bytes]:
+        place = ("--replica-index", str(index), "--replica-size", "2", "--metrics-port", str(shown[index]))
+        infer = {"embedding_checkpoint": str(checkpoint)}
+        process: subprocess.Popen[bytes]
+        process, _ = start("embedding-parameter-server", ports[index], infer, *place)
+        return process
+
+    ports, shown, worker_port = [free_port(), free_port()], [free_port(), free_port()], free_port()
+    servers = [start_server(index) for index in range(2)]
+    start("embedding-worker", worker_port, {"servers": [f"127.0.0.1:{port}" for port in ports]})
+    monkeypatch.setenv("PERSIA_DEADLINE_SEC", "10")  # of this process
+    env.reload_env()
+    ctx = InferCtx([f"127.0.0.1:{worker_port}"])
+    ctx.wait_for_serving(START_S)
+    batch = PersiaBatch(
+        [IDTypeFeatureWithSingleID("user", np.arange(2 * NUM_IDS, dtype=np.uint64))],
+        [NonIDTypeFeature(np.zeros((2 * NUM_IDS, 1), np.float32))],
+        requires_grad=False,
+    ).to_bytes()
+
+    def look_up() -> Any:
+        _, (user,), _ = ctx.prepare_features(ctx.get_embedding_from_bytes(batch))
+        return user.numpy()
+
+    np.testing.assert_array_equal(look_up()[:NUM_IDS], rows)
+    pages = [get(f"http://127.0.0.1:{port}/metrics") for port in shown]
+    missed = [float(re.findall(r"^index_miss_count\{.*\} (\S+)$", page, re.MULTILINE)[0]) for page in pages]
+    assert sum(missed) == NUM_IDS
+    servers[1].kill()
+    servers[1].wait(20)
+    with pytest.raises(
+        (UnavailableError, DeadlineExceededError), match=f"parameter-server 1 at 127.0.0.1:{ports[1]}"
+    ):
+        look_up()
+    start_server(1)
+    ctx.wait_for_serving(START_S)
+    np.testing.assert_array_equal(look_up()[:NUM_IDS], rows)
 
 
 @pytest.mark.parametrize(
