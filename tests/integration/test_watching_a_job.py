@@ -74,8 +74,8 @@ WITH_FEAT = ("batch_unique_indices_rate", "estimated_distinct_id", "nan_count", 
 # Of what takes long where a machine has much else to do.
 OF_TIME = {"PersiaServingSlow", "PersiaPredictionsSlow", "PersiaFollowerLate", "PersiaPacketsLate"}
 
-# Phases that the job need not have gone through in the last minute.
-SELDOM = {"checkpoint dump", "checkpoint load", "set"}
+# Phases that the job need not have gone through in the last minute; it has no slots in step.
+SELDOM = {"checkpoint dump", "checkpoint load", "lookup in step", "set"}
 
 
 class WatchedJob:
