@@ -80,6 +80,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rate", type=float, default=50.0, help="training steps a second")
     options = parser.parse_args()
+    if not (options.folder / "batches").is_dir():
+        parser.error(f"{options.folder} has no batches: let benchmarks.serving --prepare write it")
     train(options.folder, options.rate)
 
 

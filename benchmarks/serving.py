@@ -14,10 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import os
-import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -27,33 +24,13 @@ from typing import Any
 import grpc
 import numpy as np
 
+from benchmarks.freshness import found, running
 from benchmarks.own_core import own_core
 from benchmarks.packet_traffic import PACKETS
 from benchmarks.served_models import MODELS, prepare, requests, use_version
 from persia.serving.protocol import SERVICE, message
 
-START_S = 120.0
 TIMEOUT_S = 10.0
-
-
-@contextlib.contextmanager
-def started(log: Path, ready: str, *command: str) -> Iterator[tuple[str, int]]:
-    """A Python program that runs during the block: the group of `ready` in its output, and its process."""
-    with (
-        log.open("wb") as sink,
-        subprocess.Popen([sys.executable, "-m", *command], stdout=sink, stderr=sink) as process,
-    ):
-        try:
-            end = time.monotonic() + START_S
-            while time.monotonic() < end and process.poll() is None:
-                found = re.search(ready, log.read_text())
-                if found:
-                    yield found.group(1), process.pid
-                    return
-                time.sleep(0.1)
-            raise RuntimeError(f"{command[0]} does not start: {log.read_text()}")
-        finally:
-            process.terminate()
 
 
 @contextlib.contextmanager
@@ -61,24 +38,24 @@ def served(folder: Path, *options: str, core: int | None) -> Iterator[tuple[str,
     """A server of the checkpoint that is warm; its address and process."""
     command = ["persia.launcher", "serve", str(folder / "model"), "--port", "0", "--poll", "0.2"]
     command += ["--embedding-config", str(folder / "embedding_config.yml"), *options]
+    log = folder / "serve.log"
     with contextlib.ExitStack() as stack:
         with own_core(core, [os.getpid()]):  # the server inherits it
-            server = started(folder / "serve.log", r"is served at (\S+:\d+)", *command)
-            address, pid = stack.enter_context(server)
+            process = stack.enter_context(running(log, *command))
+            address = found(log, r"is served at (\S+:\d+)", process)
         asyncio.run(ask_all(address, requests(folder), 20, 2))
-        yield address, pid
+        yield address, process.pid
 
 
 @contextlib.contextmanager
 def followed(folder: Path, core: int | None) -> Iterator[tuple[str, int]]:
     """As `served`, behind a training that writes packets, on whatever core it finds."""
     shutil.rmtree(folder / PACKETS, ignore_errors=True)
-    command = ["benchmarks.packet_traffic", str(folder)]
-    with (
-        started(folder / "train.log", r"(loaded \d+ rows)", *command),
-        served(folder, "--incremental-dir", str(folder / PACKETS), core=core) as server,
-    ):
-        yield server
+    log = folder / "train.log"
+    with running(log, "benchmarks.packet_traffic", str(folder)) as training:
+        found(log, r"(loaded \d+ rows)", training)
+        with served(folder, "--incremental-dir", str(folder / PACKETS), core=core) as server:
+            yield server
 
 
 async def ask_all(
@@ -135,12 +112,12 @@ async def measure(
         switches.cancel()
     versions = [_version_of(reply) for reply in replies]
     num_switches = sum(one != other for one, other in itertools.pairwise(versions))
-    found = np.array(times)
-    answered = found[np.isfinite(found)]
+    all_times = np.array(times)
+    answered = all_times[np.isfinite(all_times)]
     p50, p99 = np.percentile(answered, [50, 99]) if len(answered) else (np.nan, np.nan)
     return (
         f"{rate:10,.0f}  {what:12}{p50:10.2f}{p99:10.2f}{answered.max(initial=0):10.2f}"
-        f"{len(found) - len(answered):10,}{num_switches:10,}"
+        f"{len(all_times) - len(answered):10,}{num_switches:10,}"
     )
 
 
