@@ -40,6 +40,7 @@ def gauge(metric: str) -> str:
 
 _PROCESS = "{{role}} {{replica}}"
 _PHASE = "persia_phase_seconds"
+_NO_QUEUE = 'phase!~"queue.*"'
 
 TRAINING: list[tuple[str, list[Panel]]] = [
     (
@@ -92,7 +93,7 @@ TRAINING: list[tuple[str, list[Panel]]] = [
                         mean_s(
                             _PHASE,
                             "phase",
-                            'role="nn-worker", phase!~"client.*"',
+                            'role="nn-worker", phase!~"client.*|queue.*"',
                         ),
                         "{{phase}}",
                     )
@@ -102,6 +103,11 @@ TRAINING: list[tuple[str, list[Panel]]] = [
                 "Lookup and gradient return, mean",
                 "s",
                 [(mean_s(_PHASE, "phase", 'role="nn-worker", phase=~"client.*"'), "{{phase}}")],
+            ),
+            (
+                "Time in queues, mean",
+                "s",
+                [(mean_s(_PHASE, "phase, role", 'phase=~"queue.*"'), "{{role}}: {{phase}}")],
             ),
             (
                 "Published times, latest",
@@ -147,7 +153,7 @@ TRAINING: list[tuple[str, list[Panel]]] = [
             (
                 "Phases, mean",
                 "s",
-                [(mean_s(_PHASE, "phase", 'role="embedding-worker"'), "{{phase}}")],
+                [(mean_s(_PHASE, "phase", f'role="embedding-worker", {_NO_QUEUE}'), "{{phase}}")],
             ),
             (
                 "Lookup, 99th percentile",
@@ -227,7 +233,7 @@ TRAINING: list[tuple[str, list[Panel]]] = [
             (
                 "Phases, mean",
                 "s",
-                [(mean_s(_PHASE, "phase", 'role="embedding-parameter-server"'), "{{phase}}")],
+                [(mean_s(_PHASE, "phase", f'role="embedding-parameter-server", {_NO_QUEUE}'), "{{phase}}")],
             ),
             (
                 "Published times, latest",

@@ -7,14 +7,17 @@ a batch of a slow one. The bookkeeping is `StreamOrder`'s; this adds the buffer,
 from __future__ import annotations
 
 import enum
+import math
 import threading
 import time
 from collections import deque
+from typing import NamedTuple
 
 from persia.data.order import Arrival, StreamOrder
 from persia.embedding.bounded_queue import QueueClosed
 from persia.errors import DeadlineExceededError, PersiaError, StreamClosedError, UnavailableError
 from persia.messaging.payloads import BatchAnnouncement, EndOfStream
+from persia.observability.phases import QUEUE_OF_ANNOUNCED
 
 __all__ = ["Inbox", "Offer"]
 
@@ -28,6 +31,12 @@ class Offer(enum.Enum):
     SUPERSEDED = "superseded"  # a batch received before, registered anew by a loader that was started again
 
 
+class _Queued(NamedTuple):
+    number: int  # in the order of arrival
+    since_ns: int
+    batch: BatchAnnouncement
+
+
 class Inbox:
     """Thread-safe. `capacity` batches per loader; `ordered`: taken by batch_id, else by arrival."""
 
@@ -35,7 +44,7 @@ class Inbox:
         self._order = StreamOrder(rank, world_size)
         self._capacity = capacity
         self._ordered = ordered
-        self._queues: dict[int, deque[tuple[int, BatchAnnouncement]]] = {}
+        self._queues: dict[int, deque[_Queued]] = {}
         self._last: dict[int, BatchAnnouncement] = {}
         self._last_heard: dict[int, float] = {}
         self._num_arrived = 0
@@ -61,7 +70,7 @@ class Inbox:
             # Judged again: while this call waited, a repetition of the announcement may have been queued.
             if self._order.arrival(batch.batch_id, batch.loader_index) is Arrival.REPEATED:
                 return Offer.REPEATED
-            queue.append((self._num_arrived, batch))
+            queue.append(_Queued(self._num_arrived, time.monotonic_ns(), batch))
             self._num_arrived += 1
             self._last[batch.loader_index] = batch
             self._order.announced(batch.loader_index)
@@ -104,7 +113,7 @@ class Inbox:
             if loader is not None and not self._came_after_failure(loader):
                 self._order.taken(loader)
                 self._changed.notify_all()
-                return self._queues[loader].popleft()[1]
+                return _out_of_queue(self._queues[loader].popleft())
             if not self._order.finished and self._failure is not None:
                 raise self._failure
             return None
@@ -113,7 +122,9 @@ class Inbox:
         """Loaders that owe something and were not heard of, or checked, for `silence_s`."""
         horizon = time.monotonic() - silence_s
         with self._changed:
-            return [i for i in self._order.unfinished_loaders() if self._last_heard.get(i, 0.0) <= horizon]
+            return [
+                i for i in self._order.unfinished_loaders() if self._last_heard.get(i, -math.inf) <= horizon
+            ]
 
     def heard(self, loader_index: int) -> None:
         """The loader showed otherwise that it is alive."""
@@ -133,7 +144,7 @@ class Inbox:
         """Refuses everything from now on; returns what nobody took."""
         with self._changed:
             self._closed = True
-            left = [batch for queue in self._queues.values() for _, batch in queue]
+            left = [queued.batch for queue in self._queues.values() for queued in queue]
             self._queues.clear()
             self._changed.notify_all()
             return left
@@ -157,15 +168,22 @@ class Inbox:
 
     def _came_after_failure(self, loader: int) -> bool:
         """Other loaders may go on for long, and would hide the failure."""
-        return self._failure is not None and self._queues[loader][0][0] >= self._num_before_failure
+        return self._failure is not None and self._queues[loader][0].number >= self._num_before_failure
 
     def _next_loader(self) -> int | None:
         """The loader whose oldest queued batch is to be taken, if that batch is here."""
         if self._ordered:
             loader = self._order.next_loader()
             return loader if loader is not None and self._queues.get(loader) else None
-        arrivals = [(queue[0][0], loader) for loader, queue in self._queues.items() if queue]
+        arrivals = [(queue[0].number, loader) for loader, queue in self._queues.items() if queue]
         return min(arrivals)[1] if arrivals else None
+
+
+def _out_of_queue(queued: _Queued) -> BatchAnnouncement:
+    batch = queued.batch
+    if batch.requires_grad:
+        QUEUE_OF_ANNOUNCED.record(queued.since_ns, time.monotonic_ns(), batch.reference, batch.batch_id)
+    return batch
 
 
 def _same_reference(one: BatchAnnouncement, other: BatchAnnouncement) -> bool:

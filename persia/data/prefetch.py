@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -28,7 +29,7 @@ from persia.embedding.deadline import Deadline
 from persia.embedding.lease import BatchLease, Releaser, with_batch_id
 from persia.errors import DeadlineExceededError
 from persia.logger import get_default_logger
-from persia.observability.phases import FORWARD_ERRORS, NO_BATCH
+from persia.observability.phases import FORWARD_ERRORS, NO_BATCH, QUEUE_OF_READY
 
 __all__ = ["LookupService", "Prefetcher"]
 
@@ -93,18 +94,21 @@ class LookupService:
             release_permit()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class _Lookup:
     pending: PendingBatch
     release_permit: Callable[[], None]
     future: Future[PersiaTrainingBatch] = dataclasses.field(default_factory=Future)
+    ready_ns: int = 0
     _claimed: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # a test-and-set flag
 
     def run(self, service: LookupService) -> None:
         if not self._claimed.acquire(blocking=False):
             return
         try:
-            self.future.set_result(service.look_up(self.pending, self.release_permit))
+            batch = service.look_up(self.pending, self.release_permit)
+            self.ready_ns = time.monotonic_ns()
+            self.future.set_result(batch)
         except Exception as failure:
             # The loop raises it, too, if it gets this far.
             get_default_logger().error("%s", failure, extra={"batch_id": self.pending.batch_id})
@@ -172,6 +176,9 @@ class Prefetcher:
             ) from failure
         if batch.lease is not None:
             self._yielded.append(batch.lease)
+            QUEUE_OF_READY.record(
+                lookup.ready_ns, time.monotonic_ns(), batch.lease.reference.reference, batch.batch_id
+            )
         return batch
 
     @property

@@ -19,6 +19,9 @@ __all__ = [
     "HAND_IN",
     "LOOKUP_IN_STEP",
     "NO_BATCH",
+    "QUEUES",
+    "QUEUE_OF_ANNOUNCED",
+    "QUEUE_OF_READY",
     "SEND_BATCH",
     "STEP_PHASES",
     "TO_DEVICE",
@@ -75,6 +78,11 @@ BACKWARD = Phase("backward")
 HAND_IN = Phase("hand in gradients")
 DENSE_STEP = Phase("dense step")
 STEP_PHASES = (WAIT_FOR_BATCH, LOOKUP_IN_STEP, TO_DEVICE, FORWARD, BACKWARD, HAND_IN, DENSE_STEP)
+
+# Where a rank's batches wait for one another: many wait at a time, so these are no phases that are entered.
+QUEUE_OF_ANNOUNCED = DurationStats("queue of announced batches")
+QUEUE_OF_READY = DurationStats("queue of ready batches")
+QUEUES = (QUEUE_OF_ANNOUNCED, QUEUE_OF_READY)
 
 SEND_BATCH = Phase("send batch")  # of a data loader
 

@@ -136,7 +136,7 @@ def _span_events(place: int, number: int, span: Sequence[Any], shift_ns: int) ->
         arguments["batch_id"] = batch_id
     common = {"name": name, "cat": "persia", "pid": place, "tid": thread, "args": arguments}
     begin_us, end_us = (begin_ns + shift_ns) / 1000, (end_ns + shift_ns) / 1000
-    if name.startswith("rpc to "):
+    if name.startswith(("rpc to ", "queue of ")):  # which overlap
         identity = {"id": f"{place}.{number}"}
         return [
             {**common, **identity, "ph": "b", "ts": begin_us},

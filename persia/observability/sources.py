@@ -15,7 +15,7 @@ from persia.messaging.subjects import DATA_LOADER, EMBEDDING_PARAMETER_SERVER, E
 from persia.observability.checkpointing import CheckpointLog
 from persia.observability.exposition import Families, Snapshot
 from persia.observability.following import add_following
-from persia.observability.phases import FORWARD_ERRORS, SEND_BATCH, STEP_PHASES, WAIT_FOR_BATCH
+from persia.observability.phases import FORWARD_ERRORS, QUEUES, SEND_BATCH, STEP_PHASES, WAIT_FOR_BATCH
 
 __all__ = [
     "DataLoaderSource",
@@ -249,7 +249,8 @@ class NnWorkerSource(Source):
 
     def add_metrics(self, families: Families) -> None:
         durations = self._client.durations()
-        durations.update((phase.stats.name, phase.stats.snapshot()) for phase in STEP_PHASES)
+        own = (*(phase.stats for phase in STEP_PHASES), *QUEUES)
+        durations.update((stats.name, stats.snapshot()) for stats in own)
         for name, phase, text in _NN_TIMES:
             families.gauge(name, text, durations[phase][2])
         for name, phase, text in _NN_SLOW_TIMES:

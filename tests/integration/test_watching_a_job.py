@@ -75,7 +75,7 @@ WITH_FEAT = ("batch_unique_indices_rate", "estimated_distinct_id", "nan_count", 
 OF_TIME = {"PersiaServingSlow", "PersiaPredictionsSlow", "PersiaFollowerLate", "PersiaPacketsLate"}
 
 # Phases that the job need not have gone through in the last minute; it has no slots in step.
-SELDOM = {"checkpoint dump", "checkpoint load", "lookup in step", "set"}
+SELDOM = {"checkpoint dump", "checkpoint load", "lookup in step", "queue of requests", "set"}
 
 
 class WatchedJob:
@@ -258,6 +258,7 @@ def test_a_trace_has_all_phases_of_all_roles(job, tmp_path):
         (NN_WORKER, "client return gradients"),
     } <= seen
     check_one_batch_is_in_order(events, processes)
+    check_queues_are_seen(events, processes)
     check_the_picture(path, path.with_suffix(".svg"))
 
 
@@ -309,6 +310,24 @@ def check_one_batch_is_in_order(events, processes) -> None:
             )
     assert complete >= 10
     assert updated >= complete - 4  # embedding_staleness: the last ones are updated after the recording
+
+
+def check_queues_are_seen(events, processes) -> None:
+    """Where a batch waits at the rank: from its announcement to its lookup, from its pooling to its step."""
+    rank = f"{NN_WORKER} 0"
+    own = [e for e in events if processes[e["pid"]] == rank and e.get("args", {}).get("batch_id") is not None]
+    ends = {(e["name"], e["args"]["batch_id"]): e["ts"] for e in own if e["ph"] == "e"}
+    begins = {(e["name"], e["args"]["batch_id"]): e["ts"] for e in own if e["ph"] in "bX"}
+    complete = 0
+    for (name, batch_id), looked_up in begins.items():
+        was_announced = ("queue of announced batches", batch_id) in ends  # or before the recording
+        if name != "client lookup" or not was_announced or ("to device", batch_id) not in begins:
+            continue
+        complete += 1
+        assert ends["queue of announced batches", batch_id] <= looked_up
+        assert looked_up < begins["queue of ready batches", batch_id]
+        assert ends["queue of ready batches", batch_id] <= begins["to device", batch_id]
+    assert complete >= 10
 
 
 def rows_of_batch_are_seen(spans, processes, batch_id, *, pooled, reduced) -> bool:

@@ -36,6 +36,7 @@ struct Request {
   Clock::time_point deadline;
   Buffer body;
   ByteLease lease;
+  Clock::time_point in_line_since{};  // where no handler was free
 };
 
 // What the connections of a server share; outlives them.

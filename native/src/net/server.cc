@@ -92,6 +92,7 @@ class Server::Impl {
   bool stopped_ = false;
 
   std::array<std::unique_ptr<DurationStats>, 256> durations_;  // by method number
+  DurationStats queue_times_{"queue of requests"};            // of those that had to wait
   std::atomic<uint64_t> num_requests_{0};
   std::atomic<uint64_t> num_failed_{0};
   std::atomic<uint64_t> num_received_bytes_{0};
@@ -246,6 +247,7 @@ void Server::Impl::Run(Request request) {
   std::unique_lock lock(run_mutex_);
   if (run_no_more_) return;
   if (num_running_ == state_.options.num_handler_threads) {
+    request.in_line_since = Clock::now();
     in_line_.push_back(std::move(request));
     return;
   }
@@ -260,6 +262,8 @@ void Server::Impl::Run(Request request) {
     if (run_no_more_ || in_line_.empty()) break;
     request = std::move(in_line_.front());
     in_line_.pop_front();
+    queue_times_.Record(request.in_line_since, Clock::now(), 0,
+                        TracedBatch::IdOf(request.header.batch));
   }
   --num_running_;
 }
@@ -307,7 +311,7 @@ ServerStats Server::Impl::stats() const {
 }
 
 std::vector<const DurationStats*> Server::Impl::durations() const {
-  std::vector<const DurationStats*> all;
+  std::vector<const DurationStats*> all = {&queue_times_};
   for (const auto& one : durations_) {
     if (one != nullptr) all.push_back(one.get());
   }

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <future>
+#include <numeric>
 #include <thread>
 
 #include "net/channel.h"
@@ -147,6 +148,29 @@ TEST_F(ServerTest, FastRequestOvertakesSlowOneOfItsConnection) {
   std::string body;
   ASSERT_TRUE(client.Receive(&reply, &body));
   EXPECT_EQ(reply.request_id, 1u);
+}
+
+TEST_F(ServerTest, TimeInLineIsMeasuredOfRequestsThatWait) {
+  Server::Options options;
+  options.num_handler_threads = 1;
+  StartServer(options);
+  const DurationStats& queue = *server_->durations().front();
+  ASSERT_EQ(queue.name(), "queue of requests");
+  RawClient client(port_);
+  client.SendFrame(Request(Method::kServerStats, 1));
+  WaitForBlocked(1);
+  client.SendFrame(Request(Method::kPing, 2));
+  const auto deadline = Soon();
+  while (server_->stats().num_in_line < 1 && Clock::now() < deadline) std::this_thread::yield();
+  gate_.Open();
+  for (int replies = 0; replies < 2; ++replies) {
+    FrameHeader reply;
+    std::string body;
+    ASSERT_TRUE(client.Receive(&reply, &body));
+  }
+  const DurationStats::Snapshot waited = queue.snapshot();
+  EXPECT_EQ(std::accumulate(waited.counts.begin(), waited.counts.end(), uint64_t{0}), 1u);
+  EXPECT_GT(waited.sum_ns, 0u);
 }
 
 TEST_F(ServerTest, InflightLimitDelaysButDropsNothing) {
