@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import click
 import numpy as np
 from prometheus_client import CollectorRegistry, Metric
 
+from benchmarks.stats import median_interval
 from persia import _native
 from persia.observability.exposition import Families, text
 from persia.observability.phases import STEP_PHASES, Phase
@@ -153,14 +154,6 @@ def block_ratio(cluster: Cluster, mode: Mode, steps: int) -> tuple[float, float]
             cluster.rewind(steps + _WARM_STEPS)
         used[on] += turn_s(cluster, mode if on else _OFF, steps)
     return used[True] / used[False], used[False] / (2 * steps)
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and between which two values it lies with a confidence of 95 %."""
-    ordered, count = sorted(values), len(values)
-    reach = 0.98 * count**0.5  # 1.96 standard deviations of Binomial(count, 1/2)
-    low, high = int(max(count / 2 - reach, 0)), int(min(count / 2 + reach, count - 1))
-    return statistics.median(ordered), ordered[low], ordered[high]
 
 
 def call_ns(function: Callable[[], object], calls: int = 20_000, rounds: int = 15) -> float:
