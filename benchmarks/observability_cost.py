@@ -34,6 +34,7 @@ import torch
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Metric
 
+from benchmarks.stats import median_interval
 from persia import _native
 from persia.embedding.lookup import embedding_tensors, leaf_gradients
 from persia.observability.exposition import Families, text
@@ -219,14 +220,6 @@ def block_ratio(cluster: Cluster, mode: Mode, steps: int) -> tuple[float, float]
             cluster.rewind(steps + _WARM_STEPS)
         used[on] += turn_s(cluster, mode if on else _OFF, steps)
     return used[True] / used[False], used[False] / (2 * steps)
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and between which two values it lies with a confidence of 95 %."""
-    ordered, count = sorted(values), len(values)
-    reach = 0.98 * count**0.5  # 1.96 standard deviations of Binomial(count, 1/2)
-    low, high = int(max(count / 2 - reach, 0)), int(min(count / 2 + reach, count - 1))
-    return statistics.median(ordered), ordered[low], ordered[high]
 
 
 def call_ns(function: Callable[[], object], calls: int = 20_000, rounds: int = 15) -> float:

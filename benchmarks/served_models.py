@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import List  # noqa: UP035 - torch.jit.script resolves typing.List
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import yaml
 
+from persia.checkpoint.manifest import MANIFEST_NAME, Manifest
 from persia.checkpoint.storage import Location
 from persia.checkpoint.versions import version_name
 from persia.ctx import TrainCtx
@@ -62,16 +63,15 @@ def prepare(model: str, folder: Path, num_rows: int) -> None:
     first, second = (folder / "model" / version_name(step) for step in (1, 2))
     shutil.copytree(first, second, copy_function=os.link)
     for step, version in ((1, first), (2, second)):
-        _name(version / "manifest.json", step)
+        _number(version / MANIFEST_NAME, step)
     use_version(folder, 1)
 
 
-def _name(manifest: Path, step: int) -> None:
+def _number(path: Path, step: int) -> None:
     """Makes it the manifest of `step`."""
-    text, found = re.subn(r'(?m)^ "step": .*,$', f' "step": {step},', manifest.read_text())
-    assert found == 1, manifest
-    manifest.unlink()  # it may be a link of another version's
-    manifest.write_text(text)
+    manifest, _ = Manifest.read(Location.of(path.parent))
+    path.unlink()  # it may be a link of another version's
+    path.write_bytes(replace(manifest, step=step).encode())
 
 
 def use_version(folder: Path, step: int) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-__all__ = ["Ratio", "Summary", "paired_ratio", "summarize"]
+__all__ = ["Ratio", "Summary", "median_interval", "paired_ratio", "summarize"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,14 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     _check(theirs)
     ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios))
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and between which two values it lies with a confidence of 95 %."""
+    ordered, count = sorted(values), len(values)
+    reach = 0.98 * count**0.5  # 1.96 standard deviations of Binomial(count, 1/2)
+    low, high = int(max(count / 2 - reach, 0)), int(min(count / 2 + reach, count - 1))
+    return statistics.median(ordered), ordered[low], ordered[high]
 
 
 def _check(samples: Sequence[float]) -> None:

@@ -307,10 +307,15 @@ class ParameterServer:
     def durations(self) -> dict[str, tuple[list[int], float, float]]: ...  # as DurationStats.snapshot()
     def remove_small_rows(self) -> int: ...  # those below their min_norm; how many they were
     def begin_snapshot(
-        self, num_parts: int = 1, *, max_waiting_bytes: int = 268435456, patience_s: float = 10.0
+        self,
+        num_parts: int = 1,
+        *,
+        max_waiting_bytes: int = 268435456,
+        patience_s: float = 10.0,
+        with_state: bool = True,
     ) -> Snapshot: ...  # FailedPreconditionError: another one, or a load, is under way
     def begin_load(
-        self, train_config: TrainConfig, *, with_state: bool = True
+        self, train_config: TrainConfig, *, with_state: bool = True, fresh_state: bool = False
     ) -> CheckpointLoader: ...  # without state: for a server that only answers lookups for inference
     def track_changes(self, max_rows: int) -> None: ...  # remembers which rows change; 0: no longer
     def change_status(self) -> dict[str, int | bool]: ...  # max_rows, num_rows, is_due, has_overflowed
@@ -413,10 +418,15 @@ class EmbeddedClient(EmbeddingClient):
     def num_missing_rows(self) -> int: ...  # unique IDs that lookups have read as zeros, so far
     def remove_small_rows(self) -> int: ...  # those below their min_norm; how many they were
     def begin_snapshot(
-        self, num_parts: int = 1, *, max_waiting_bytes: int = 268435456, patience_s: float = 10.0
+        self,
+        num_parts: int = 1,
+        *,
+        max_waiting_bytes: int = 268435456,
+        patience_s: float = 10.0,
+        with_state: bool = True,
     ) -> Snapshot: ...  # FailedPreconditionError: another one, or a load, is under way
     def begin_load(
-        self, train_config: TrainConfig, *, with_state: bool = True
+        self, train_config: TrainConfig, *, with_state: bool = True, fresh_state: bool = False
     ) -> CheckpointLoader: ...  # without state: for a server that only answers lookups for inference
     def track_changes(self, max_rows: int) -> None: ...  # remembers which rows change; 0: no longer
     def change_status(self) -> dict[str, int | bool]: ...  # max_rows, num_rows, is_due, has_overflowed
@@ -483,10 +493,15 @@ class EmbeddingBags:
     def clear(self) -> None: ...
     def remove_small_rows(self) -> int: ...  # those below their min_norm; how many they were
     def begin_snapshot(
-        self, num_parts: int = 1, *, max_waiting_bytes: int = 268435456, patience_s: float = 10.0
+        self,
+        num_parts: int = 1,
+        *,
+        max_waiting_bytes: int = 268435456,
+        patience_s: float = 10.0,
+        with_state: bool = True,
     ) -> Snapshot: ...  # FailedPreconditionError: another one, or a load, is under way
     def begin_load(
-        self, train_config: TrainConfig, *, with_state: bool = True
+        self, train_config: TrainConfig, *, with_state: bool = True, fresh_state: bool = False
     ) -> CheckpointLoader: ...  # without state: for a server that only answers lookups for inference
     def track_changes(self, max_rows: int) -> None: ...  # remembers which rows change; 0: no longer
     def change_status(self) -> dict[str, int | bool]: ...  # max_rows, num_rows, is_due, has_overflowed

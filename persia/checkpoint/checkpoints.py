@@ -25,11 +25,17 @@ from persia.checkpoint.manifest import (
 )
 from persia.checkpoint.peers import Peer
 from persia.checkpoint.position import Position
-from persia.checkpoint.progress import megabytes, shown_progress
+from persia.checkpoint.progress import ShownProgress, megabytes
 from persia.checkpoint.storage import Location
 from persia.checkpoint.versions import keep_newest, resolve, version_name
 from persia.embedding.optim import Optimizer
-from persia.errors import CorruptionError, FailedPreconditionError, InvalidArgumentError, NotFoundError
+from persia.errors import (
+    CorruptionError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    StorageError,
+)
 from persia.logger import get_default_logger
 
 __all__ = ["ChangeFeed", "Checkpoints", "Source", "described"]
@@ -79,6 +85,7 @@ class _Background:
 
     work: Callable[[], None]
     name: str
+    progress: ShownProgress
 
     def __post_init__(self) -> None:
         self._error: BaseException | None = None
@@ -87,7 +94,8 @@ class _Background:
 
     def wait(self) -> None:
         """Until it has ended; raises its error. The operation has deadlines of its own."""
-        self._thread.join()
+        with self.progress.bar() if self._thread.is_alive() else contextlib.nullcontext():
+            self._thread.join()
         if self._error is not None:
             raise self._error
 
@@ -141,10 +149,12 @@ class Checkpoints:
         keep_last: int | None = None,
         optimizer: dict[str, Any] | None = None,
         keep_small_rows: bool = False,
+        with_state: bool = True,
         blocking: bool = True,
     ) -> None:
         """Writes `dense` files and all rows; what `url` had of either is replaced, the rest stays.
-        Rows below their slot's min_norm are removed first, unless `keep_small_rows`.
+        Rows below their slot's min_norm are removed first, unless `keep_small_rows`. Without `with_state`
+        the optimizer's state is left out.
 
         Without `blocking` it returns once every server has its snapshot, so that training may go on; an error
         is raised by `wait_for_dump`. With `keep_last`, `url` is a directory of checkpoints (versions.py).
@@ -160,7 +170,9 @@ class Checkpoints:
             self._deadline_s,
             directory=target,
             keep_small_rows=keep_small_rows,
+            with_state=with_state,
         )
+        operation.on_progress = progress = ShownProgress(f"dumping to {target}")
         position = None if self.feed is None else self.feed.pause()
         try:
             if embeddings:
@@ -169,13 +181,12 @@ class Checkpoints:
             self._resume_feed()
             raise
         self._running = operation
-        work = functools.partial(
-            self._finish_dump, operation, dense, step, keep_last, optimizer, position, bar=blocking
-        )
+        work = functools.partial(self._finish_dump, operation, dense, step, keep_last, optimizer, position)
         if blocking:
-            work()
+            with progress.bar():
+                work()
         else:
-            self._dump = _Background(work, "persia-dump")
+            self._dump = _Background(work, "persia-dump", progress)
 
     def load(
         self,
@@ -183,10 +194,12 @@ class Checkpoints:
         *,
         train_config: bytes | None = None,
         with_state: bool = True,
+        fresh_state: bool = False,
         strict: bool = True,
         blocking: bool = True,
     ) -> None:
-        """Replaces all rows by those of `source`, after every server has checked everything.
+        """Replaces all rows by those of `source`, after every server has checked everything. Arguments are
+        those of `LoadOperation.check`.
 
         An error leaves rows as they were, unless it says otherwise. Without `blocking` it returns once all
         is checked, and the rows are replaced behind the script's back; `wait_for_load` raises what fails
@@ -201,20 +214,22 @@ class Checkpoints:
             self._deadline_s,
             directory=source.location,
         )
+        operation.on_progress = progress = ShownProgress(f"loading {source.location}")
         self._running = operation
         started = time.monotonic()
-        with contextlib.ExitStack() as until_loaded:
-            until_loaded.enter_context(self._paused_feed())
-            title = f"loading {source.location}"
-            operation.on_progress = until_loaded.enter_context(shown_progress(title, bar=blocking))
-            section = operation.check(train_config=train_config, with_state=with_state, strict=strict)
-            work = functools.partial(
-                self._finish_load, operation, section, until_loaded.pop_all(), started, blocking=blocking
-            )
-        if blocking:
-            work()
-        else:
-            self._load = _Background(work, "persia-load")
+        with progress.bar():  # checking is waited for in any case
+            with contextlib.ExitStack() as until_loaded:
+                until_loaded.enter_context(self._paused_feed())
+                section = operation.check(
+                    train_config=train_config, with_state=with_state, fresh_state=fresh_state, strict=strict
+                )
+                work = functools.partial(
+                    self._finish_load, operation, section, until_loaded.pop_all(), started, blocking=blocking
+                )
+            if blocking:
+                work()
+                return
+        self._load = _Background(work, "persia-load", progress)
 
     def _finish_load(
         self,
@@ -277,22 +292,17 @@ class Checkpoints:
         keep_last: int | None,
         optimizer: dict[str, Any] | None,
         position: Position | None,
-        *,
-        bar: bool,
     ) -> None:
         started = time.monotonic()
         target = operation.directory
         try:
-            with shown_progress(f"dumping to {target}", bar=bar) as operation.on_progress:
+            with _given_up_on_error(operation):
                 dense_section = _write_dense(target, operation.operation, dense) if dense else None
                 section = operation.finish(optimizer, position) if operation.peers else None
                 old, new = _merged(target, step, dense_section, section)
-                (target / MANIFEST_NAME).replace(new.encode())
+            _publish(operation, new)
             if section is not None and self.feed is not None:
                 self.feed.dumped(target, section, has_dense=dense_section is not None)
-        except BaseException:
-            operation.give_up()
-            raise
         finally:
             self._resume_feed()
         # The new checkpoint is complete; what follows only tidies up.
@@ -311,6 +321,28 @@ class Checkpoints:
             target,
             time.monotonic() - started,
         )
+
+
+@contextlib.contextmanager
+def _given_up_on_error(operation: DumpOperation) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        operation.give_up()
+        raise
+
+
+def _publish(operation: DumpOperation, manifest: Manifest) -> None:
+    """Makes what was dumped the checkpoint. StorageError: the old one is there, as far as can be seen."""
+    path = operation.directory / MANIFEST_NAME
+    try:
+        path.replace(manifest.encode())
+    except StorageError as failure:
+        # A service that did not answer may bring the manifest later, whose files must be there then. Of what
+        # stays behind in vain the next dump is rid.
+        if path.is_local:
+            operation.give_up()
+        raise StorageError(f"{failure}; what was there before is what counts") from failure
 
 
 def described(optimizer: Optimizer) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from persia.errors import (
     StorageError,
     UnavailableError,
 )
+from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
 
 __all__ = [
@@ -73,7 +74,7 @@ class Operation:
     operation: str
     peers: Sequence[Peer]
     deadline_s: float  # without an answer, or without progress
-    on_progress: ProgressCallback = lambda _: None
+    on_progress: ProgressCallback = lambda _: None  # called on the thread that waits for the servers
     _last_bytes: int = field(default=-1, init=False)
     _last_progress: float = field(default=0.0, init=False)
 
@@ -174,6 +175,7 @@ class DumpOperation(Operation):
 
     directory: Location = field(kw_only=True)
     keep_small_rows: bool = field(default=False, kw_only=True)  # those below their slot's min_norm
+    with_state: bool = field(default=True, kw_only=True)  # of the optimizer
 
     def begin(self) -> None:
         """Returns when every server has taken its snapshot: training may go on."""
@@ -183,7 +185,11 @@ class DumpOperation(Operation):
                 "or storage service that all reach"
             )
         try:
-            arguments = {"directory": str(self.directory), "keep_small_rows": self.keep_small_rows}
+            arguments = {
+                "directory": str(self.directory),
+                "keep_small_rows": self.keep_small_rows,
+                "with_state": self.with_state,
+            }
             self._ask_all(Verb.DUMP, arguments)
         except BaseException:
             self.give_up()
@@ -220,6 +226,7 @@ class DumpOperation(Operation):
             "servers": results,
             "files": [file for result in results for file in result.get("files", ())],
             "optimizer": optimizer,
+            "has_state": self.with_state,
         }
         return EmbeddingSection.from_json(values, what)
 
@@ -231,11 +238,17 @@ class LoadOperation(Operation):
     directory: Location = field(kw_only=True)
 
     def check(
-        self, *, train_config: bytes | None = None, with_state: bool = True, strict: bool = True
+        self,
+        *,
+        train_config: bytes | None = None,
+        with_state: bool = True,
+        fresh_state: bool = False,
+        strict: bool = True,
     ) -> EmbeddingSection:
         """Returns what will be loaded once every server has checked all of it; nothing is replaced yet.
 
-        `train_config`: how training will go on; None: as the checkpoint says.
+        `train_config`: how training will go on; None: as the checkpoint says. `fresh_state`: with the state
+        of new rows. Without `with_state` no training goes on, and rows have none.
         """
         manifest, digest = Manifest.read(self.directory)
         section = manifest.embeddings
@@ -246,17 +259,24 @@ class LoadOperation(Operation):
             raise FailedPreconditionError(
                 f"{self.directory} was dumped before the servers had an optimizer, and has no rows to load"
             )
+        if with_state and not fresh_state and not section.has_state:
+            raise FailedPreconditionError(
+                f"{self.directory} was dumped without the optimizer's state: to train on with the state of "
+                "new rows, load its embeddings with with_state=False (--without-state)"
+            )
         arguments = {
             "directory": str(self.directory),
             "manifest": digest,
             "train_config": config,
             "with_state": with_state,
+            "fresh_state": fresh_state,
             "strict": strict,
         }
         try:
             self._ask_all(Verb.LOAD, arguments)
             checked = self._await("checking", State.CHECKED)
             self._check_rows(section, sum(report.total_rows for report in checked))
+            self._report_slot_changes(checked)
         except BaseException:
             self.cancel()
             raise
@@ -271,6 +291,18 @@ class LoadOperation(Operation):
             raise type(failure)(
                 f"{failure}; other servers may have replaced their rows already: load again before going on"
             ) from failure
+
+    def _report_slot_changes(self, reports: Sequence[Report]) -> None:
+        """Those that strict=False has accepted: rows that nobody asks for, or a slot without any, by mistake
+        perhaps."""
+        changes = {(report.result or {}).get("slot_changes") or None for report in reports}
+        for change in changes - {None}:
+            get_default_logger().warning(
+                "%.500s since %s was written: added slots begin empty, rows of removed ones stay until they "
+                "are evicted",
+                change,
+                self.directory,
+            )
 
     def _check_rows(self, section: EmbeddingSection, num_rows: int) -> None:
         if num_rows != section.num_rows:

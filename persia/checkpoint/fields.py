@@ -5,27 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from persia._version import __version__
 from persia.errors import CorruptionError
-from persia.messaging.payloads import json_int, json_object
 
-__all__ = ["as_object", "bool_at", "hex_at", "list_at", "number_at", "read_document", "text_at"]
+__all__ = ["as_object", "bool_at", "hex_at", "list_at", "number_at", "text_at"]
 
 _HEX_DIGITS = re.compile(r"(?:[0-9a-f]{2})+")
-
-
-def read_document(content: bytes, what: str, *, form: str, version: int) -> dict[str, Any]:
-    """Its values; CorruptionError unless its "format" is `form` and its "version" at most `version`."""
-    values: dict[str, Any] = json_object(content, what)
-    if values.get("format") != form:
-        raise CorruptionError(f"{what} is no manifest of a {form}")
-    found = json_int(values, "version", what)
-    if found > version:
-        raise CorruptionError(
-            f"{what} has version {found}, this persia ({__version__}) knows versions up to {version}: "
-            f"use a newer one; {values.get('created_by')!r:.80} wrote it"
-        )
-    return values
 
 
 def as_object(values: object, what: str) -> dict[str, Any]:

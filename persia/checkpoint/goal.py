@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from persia.checkpoint.checkpoints import Source
+from persia.checkpoint.document import decode_pointer
 from persia.checkpoint.manifest import Manifest
 from persia.checkpoint.packet import BaseKind
 from persia.checkpoint.packet_log import PacketLog
@@ -51,7 +52,7 @@ def read_goal(log: PacketLog) -> Goal | None:
         return None
     path = log.location / PIN_NAME
     try:
-        name = path.read(max_bytes=_MAX_PIN_BYTES).decode(errors="replace").strip()
+        name = decode_pointer(path.read(max_bytes=_MAX_PIN_BYTES), str(path))
     except NotFoundError:
         return Goal(position=latest, latest=latest, is_pinned=False)
     pin = Position.parse(name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import re
 import secrets
 from collections.abc import Mapping
@@ -17,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from persia._version import __version__
-from persia.checkpoint.fields import as_object, hex_at, list_at, read_document, text_at
+from persia.checkpoint.document import decode_document, encode_document
+from persia.checkpoint.fields import as_object, bool_at, hex_at, list_at, text_at
 from persia.checkpoint.position import Position, is_packet_folder
 from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.storage import Location
@@ -41,7 +41,6 @@ MANIFEST_NAME = "manifest.json"
 NUM_VIRTUAL_SHARDS = 4096
 
 _FORMAT = "persia checkpoint"
-_VERSION = 1
 _MAX_MANIFEST_BYTES = 64 << 20
 _DUMP_ID = re.compile(r"dump-\d{8}T\d{6}Z-[0-9a-f]{8}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -110,6 +109,7 @@ class EmbeddingSection:
     files: tuple[FileEntry, ...]
     optimizer: Mapping[str, Any] | None = None  # its settings for people, when the context knew them
     packets: Position | None = None  # the last packet whose changes are all in these rows
+    has_state: bool = True  # of the optimizer
 
     @property
     def num_rows(self) -> int:
@@ -126,6 +126,7 @@ class EmbeddingSection:
             "num_virtual_shards": NUM_VIRTUAL_SHARDS,
             "num_rows": self.num_rows,
             "optimizer": self.optimizer,
+            "has_state": self.has_state,
             "packets": None if self.packets is None else self.packets.to_json(),
             "train_config": self.train_config,
             "schema": None if self.schema is None else self.schema.to_json(),
@@ -157,6 +158,7 @@ class EmbeddingSection:
             files=tuple(FileEntry.from_json(file, what) for file in list_at(values, "files", what)),
             optimizer=None if optimizer is None else as_object(optimizer, f"{what}: optimizer"),
             packets=None if packets is None else Position.from_json(packets, what),
+            has_state="has_state" not in values or bool_at(values, "has_state", what),  # from version 2 on
         )
         if sum(file.num_rows for file in section.files) != section.num_rows:
             raise CorruptionError(
@@ -224,19 +226,17 @@ class Manifest:
 
     def encode(self) -> bytes:
         values = {
-            "format": _FORMAT,
-            "version": _VERSION,
             "created_by": self.created_by,
             "step": self.step,
             "dense": None if self.dense is None else self.dense.to_json(),
             "embeddings": None if self.embeddings is None else self.embeddings.to_json(),
         }
-        return (json.dumps(values, indent=1) + "\n").encode()
+        return encode_document(_FORMAT, values)
 
     @classmethod
     def decode(cls, content: bytes, what: str) -> Manifest:
         """Raises CorruptionError, naming `what`, for anything but a manifest of a known version."""
-        values = read_document(content, what, form=_FORMAT, version=_VERSION)
+        values = decode_document(content, what, form=_FORMAT)
         dense, embeddings = values.get("dense"), values.get("embeddings")
         return cls(
             step=None if values.get("step") is None else json_int(values, "step", what),

@@ -7,14 +7,14 @@ packets behind it follow; every stream begins with one. Layout: docs/incremental
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from persia._version import __version__
-from persia.checkpoint.fields import as_object, bool_at, hex_at, list_at, number_at, read_document, text_at
+from persia.checkpoint.document import decode_document, encode_document
+from persia.checkpoint.fields import as_object, bool_at, hex_at, list_at, number_at, text_at
 from persia.checkpoint.manifest import NUM_VIRTUAL_SHARDS, FileEntry, ServerEntry, is_dump_id, is_file_name
 from persia.checkpoint.position import Position, is_packet_folder
 from persia.checkpoint.schema import RowSchema
@@ -24,7 +24,6 @@ from persia.messaging.payloads import json_int
 __all__ = ["Base", "BaseKind", "CheckpointReference", "Packet", "rows_of_packet"]
 
 _FORMAT = "persia packet"
-_VERSION = 1
 
 
 class BaseKind(Enum):
@@ -116,8 +115,6 @@ class Packet:
 
     def encode(self) -> bytes:
         values = {
-            "format": _FORMAT,
-            "version": _VERSION,
             "created_by": self.created_by,
             **self.position.to_json(),
             "changed_after": self.changed_after,
@@ -134,12 +131,12 @@ class Packet:
             "dense_step": self.dense_step,
             "checkpoint": None if self.checkpoint is None else self.checkpoint.to_json(),
         }
-        return (json.dumps(values, indent=1) + "\n").encode()
+        return encode_document(_FORMAT, values)
 
     @classmethod
     def decode(cls, content: bytes, what: str) -> Packet:
         """Raises CorruptionError, naming `what`, for anything but a packet of a known version."""
-        values = read_document(content, what, form=_FORMAT, version=_VERSION)
+        values = decode_document(content, what, form=_FORMAT)
         if json_int(values, "num_virtual_shards", what) != NUM_VIRTUAL_SHARDS:
             raise CorruptionError(
                 f"{what}: num_virtual_shards is {values['num_virtual_shards']}, not {NUM_VIRTUAL_SHARDS}"

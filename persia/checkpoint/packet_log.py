@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from persia.checkpoint.document import decode_pointer, encode_pointer
 from persia.checkpoint.packet import Packet
 from persia.checkpoint.position import Position
 from persia.checkpoint.storage import Location
@@ -67,13 +68,9 @@ class PacketLog:
 
     def add(self, packet: Packet) -> None:
         """Makes a packet exist whose files are there. StorageError: as far as is known it does not."""
+        self._manifest(packet.position).replace(packet.encode())
         try:
-            self._manifest(packet.position).replace(packet.encode())
-        except StorageError:
-            if not self.exists(packet.position):  # an answer may be lost on its way
-                raise
-        try:
-            (self.location / _LATEST_NAME).replace(f"{packet.position.name}\n".encode())
+            (self.location / _LATEST_NAME).replace(encode_pointer(packet.position.name))
         except StorageError as failure:  # it may be late
             get_default_logger().warning("packet %s is written, but: %s", packet.position, failure)
 
@@ -97,7 +94,7 @@ class PacketLog:
             content = pointer.read_replaced(max_bytes=_MAX_LATEST_BYTES)
         except NotFoundError:
             return None
-        name = content.decode(errors="replace").strip()
+        name = decode_pointer(content, str(pointer))
         position = Position.parse(name)
         if position is None or position.name != name:
             raise CorruptionError(f"{pointer} says {name!r:.80}, not the name of a packet")

@@ -47,9 +47,11 @@ class RowStore(Protocol):
 
     def remove_small_rows(self) -> int: ...
 
-    def begin_snapshot(self, num_parts: int = 1) -> Snapshot: ...
+    def begin_snapshot(self, num_parts: int = 1, *, with_state: bool = True) -> Snapshot: ...
 
-    def begin_load(self, train_config: TrainConfig, *, with_state: bool = True) -> CheckpointLoader: ...
+    def begin_load(
+        self, train_config: TrainConfig, *, with_state: bool = True, fresh_state: bool = False
+    ) -> CheckpointLoader: ...
 
     def track_changes(self, max_rows: int) -> None: ...
 
@@ -211,8 +213,8 @@ class DumpJob(ServerJob):
     _kind = "dump"
 
     def __init__(self, operation: str, share: ServerShare, lease_s: float, arguments: dict[str, Any]) -> None:
-        """`arguments`: {"directory": URL, "keep_small_rows": bool}; files go to the folder `operation` in
-        it.
+        """`arguments`: {"directory": URL, "keep_small_rows": bool, "with_state": bool}; files go to
+        the folder `operation` in it.
         """
         super().__init__(operation, share, lease_s)
         if not is_dump_id(operation):
@@ -221,7 +223,8 @@ class DumpJob(ServerJob):
         self._files: list[FileEntry] = []
         if arguments.get("keep_small_rows") is not True:
             share.store.remove_small_rows()  # of slots with a min_norm; none goes without
-        self._snapshot = share.store.begin_snapshot(share.num_threads)
+        with_state = arguments.get("with_state") is not False
+        self._snapshot = share.store.begin_snapshot(share.num_threads, with_state=with_state)
         config = self._snapshot.train_config
         if config is None:
             self._snapshot.close()
@@ -297,12 +300,13 @@ class LoadJob(TwoPhaseJob):
 
     def __init__(self, operation: str, share: ServerShare, lease_s: float, arguments: dict[str, Any]) -> None:
         """`arguments`: {"directory": URL, "manifest": its SHA-256 in hex, "with_state": bool,
-        "train_config": hex, "strict": bool}.
+        "fresh_state": bool, "train_config": hex, "strict": bool}.
         """
         super().__init__(operation, share, lease_s)
         self._arguments = arguments
         self._directory = Location.of(_text(arguments, "directory"))
         self._num_rows = 0
+        self._slot_changes = ""
         self._loader: CheckpointLoader | None = None
 
     def _work(self) -> None:
@@ -311,7 +315,8 @@ class LoadJob(TwoPhaseJob):
         config = TrainConfig.decode(bytes.fromhex(_text(self._arguments, "train_config")))
         files = self._open_files()
         with_state = self._arguments.get("with_state") is not False
-        loader = self._share.store.begin_load(config, with_state=with_state)
+        fresh_state = self._arguments.get("fresh_state") is True
+        loader = self._share.store.begin_load(config, with_state=with_state, fresh_state=fresh_state)
         # Held by this alone: a name in a frame of an error's traceback would keep the store locked.
         self._loader = loader
         del loader
@@ -357,6 +362,7 @@ class LoadJob(TwoPhaseJob):
                 raise FailedPreconditionError(
                     f"{changes} since {self._directory} was written: load it with strict=False to accept that"
                 )
+            self._slot_changes = str(changes) if changes else ""
         files = []
         for entry in section.files:
             self._check_alive()
@@ -392,6 +398,9 @@ class LoadJob(TwoPhaseJob):
 
     def _total_rows(self) -> int:
         return self._num_rows
+
+    def _result(self) -> dict[str, Any]:
+        return {"slot_changes": self._slot_changes}
 
 
 def _by_path(file: FileEntry) -> str:

@@ -163,24 +163,20 @@ class Location:
             raise
 
     def replace(self, content: bytes) -> None:
-        """Writes the whole file in one step: readers see the old content or the new, never a part."""
-        if not self.is_local:
-            self._try(_BE_WRITTEN, lambda: self._replace_remotely(content))
-            return
-        temporary = f"{self.path}.{secrets.token_hex(4)}.tmp"
-        with _reported(self, _BE_WRITTEN):
-            try:
-                os.makedirs(posixpath.dirname(self.path), exist_ok=True)
-                with open(temporary, "xb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, self.path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
+        """Writes the whole file in one step: readers see the old content or the new, never a part.
+
+        StorageError: as far as can be seen the old one is there. A service that did not answer may still
+        bring the new one.
+        """
+        try:
+            if self.is_local:
+                self._replace_locally(content)
+            else:
+                self._try(_BE_WRITTEN, lambda: self._replace_remotely(content))
+        except StorageError as failure:
+            if not self._holds(content):
                 raise
-            _sync_directory(posixpath.dirname(self.path))
+            get_default_logger().warning("%s is there, although: %s", self, failure)  # an answer was lost
 
     def link(self, other: Location) -> None:
         """Makes `other`, replacing it, a second name or a copy of this file, in one step."""
@@ -216,6 +212,28 @@ class Location:
         with self.file_system.open(self.path, "rb", seekable=True) as file:
             file.seek(start)
             return bytes(file.read(length))
+
+    def _replace_locally(self, content: bytes) -> None:
+        temporary = f"{self.path}.{secrets.token_hex(4)}.tmp"
+        with _reported(self, _BE_WRITTEN):
+            try:
+                os.makedirs(posixpath.dirname(self.path), exist_ok=True)
+                with open(temporary, "xb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, self.path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+            _sync_directory(posixpath.dirname(self.path))
+
+    def _holds(self, content: bytes) -> bool:
+        try:
+            return self.read_replaced(max_bytes=len(content)) == content
+        except (NotFoundError, StorageError):
+            return False
 
     def _replace_remotely(self, content: bytes) -> None:
         fs, path, successor = self.file_system, self.path, self.path + _NEXT
@@ -306,7 +324,8 @@ def _reported(location: Location, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as failure:
-        if isinstance(failure, FileNotFoundError) and what != _BE_WRITTEN:
+        # What lies below a file does not exist either.
+        if isinstance(failure, FileNotFoundError | NotADirectoryError) and what != _BE_WRITTEN:
             raise NotFoundError(f"{location} does not exist: check the checkpoint's location") from failure
         if not isinstance(failure, OSError) and not _is_client_error(failure):
             raise

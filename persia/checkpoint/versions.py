@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 
+from persia.checkpoint.document import decode_pointer, encode_pointer
 from persia.checkpoint.manifest import MANIFEST_NAME
 from persia.checkpoint.storage import Location
 from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError
@@ -35,7 +36,7 @@ def resolve(location: Location) -> Location:
         return location
     pointer = location / LATEST_NAME
     try:
-        name = pointer.read_replaced(max_bytes=_MAX_LATEST_BYTES).decode(errors="replace").strip()
+        name = decode_pointer(pointer.read_replaced(max_bytes=_MAX_LATEST_BYTES), str(pointer))
     except NotFoundError as failure:
         raise NotFoundError(
             f"{location} is no checkpoint: it has neither {MANIFEST_NAME} nor {LATEST_NAME}. Check the path; "
@@ -56,7 +57,7 @@ def checkpoints_at(location: Location) -> list[Location]:
 
 def keep_newest(root: Location, newest: str, keep_last: int) -> None:
     """Points `latest` to `newest`, and removes all but the last `keep_last` checkpoints up to it."""
-    (root / LATEST_NAME).replace(f"{newest}\n".encode())
+    (root / LATEST_NAME).replace(encode_pointer(newest))
     others = [version for version in _versions(root) if version.name != newest]
     # What is numbered above the newest belongs to a run that was given up: it goes first.
     others.sort(key=lambda version: _step_of(version) < _step_of(root / newest))

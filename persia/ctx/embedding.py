@@ -316,18 +316,33 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         *,
         step: int | None = None,
         keep_last: int | None = None,
+        with_state: bool = True,
     ) -> None:
-        """As `dump_checkpoint`, embeddings only; a dense model that is in `dst_dir` stays."""
-        self._dump(dst_dir, {}, None, blocking=blocking, step=step, keep_last=keep_last)
+        """As `dump_checkpoint`, embeddings only; a dense model that is in `dst_dir` stays.
+
+        `with_state=False` leaves the optimizer's state out: smaller, and enough for whoever serves the rows.
+        """
+        self._dump(
+            dst_dir, {}, None, blocking=blocking, step=step, keep_last=keep_last, with_state=with_state
+        )
 
     def load_embedding(
-        self, src_dir: str | os.PathLike[str], blocking: bool = True, *, strict: bool = True
+        self,
+        src_dir: str | os.PathLike[str],
+        blocking: bool = True,
+        *,
+        strict: bool = True,
+        with_state: bool = True,
     ) -> None:
-        """Replaces all embeddings by those of `src_dir`. NotFoundError: it has none."""
+        """Replaces all embeddings by those of `src_dir`. NotFoundError: it has none.
+
+        `with_state=False` begins with the optimizer's state of new rows: for rows that were dumped without,
+        or trained with another kind of optimizer.
+        """
         source = Source(src_dir)
         if not source.has_embeddings:
             raise NotFoundError(f"{source.location} has no embeddings: check the path")
-        self._load_embeddings(source, blocking=blocking, strict=strict)
+        self._load_embeddings(source, blocking=blocking, strict=strict, with_state=with_state)
 
     def wait_for_dump_embedding(self) -> None:
         """Until the last dump is complete; raises what has failed behind training's back."""
@@ -395,6 +410,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         blocking: bool,
         step: int | None,
         keep_last: int | None,
+        with_state: bool = True,
     ) -> None:
         self.wait_for_gradients()
         files = {name: dense.state_bytes(state) for name, state in states.items()}
@@ -410,6 +426,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
             step=step,
             keep_last=keep_last,
             optimizer=self._described_optimizer(),
+            with_state=with_state,
             blocking=blocking,
         )
         if failure is not None:
@@ -438,9 +455,11 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
                 )
         return source
 
-    def _load_embeddings(self, source: Source, *, blocking: bool, strict: bool) -> None:
+    def _load_embeddings(
+        self, source: Source, *, blocking: bool, strict: bool, with_state: bool = True
+    ) -> None:
         self.wait_for_gradients()
-        self._checkpoints.load(source, strict=strict, blocking=blocking)
+        self._checkpoints.load(source, strict=strict, blocking=blocking, fresh_state=not with_state)
 
     def _described_optimizer(self) -> dict[str, Any] | None:
         """For people who read the manifest; only training knows it."""

@@ -344,12 +344,22 @@ class TrainCtx(EmbeddingCtx):
         blocking: bool,
         step: int | None,
         keep_last: int | None,
+        with_state: bool = True,
     ) -> None:
         if self.rank == 0:
-            step = self.step if step is None else step
-            super()._dump(dst_dir, states, jit_name, blocking=blocking, step=step, keep_last=keep_last)
+            super()._dump(
+                dst_dir,
+                states,
+                jit_name,
+                blocking=blocking,
+                step=self.step if step is None else step,
+                keep_last=keep_last,
+                with_state=with_state,
+            )
 
-    def _load_embeddings(self, source: Source, *, blocking: bool, strict: bool) -> None:
+    def _load_embeddings(
+        self, source: Source, *, blocking: bool, strict: bool, with_state: bool = True
+    ) -> None:
         self.wait_for_gradients()
         config = self.embedding_optimizer.train_config(self.embedding_config)
         alone = self.world_size == 1
@@ -358,6 +368,7 @@ class TrainCtx(EmbeddingCtx):
             source,
             train_config=config.encode(),
             strict=strict,
+            fresh_state=not with_state,
             blocking=blocking and alone,
         )
         if alone:

@@ -176,6 +176,8 @@ def _show_summary(place: Location, manifest: Manifest) -> None:
             table.add_row(
                 "optimizer", ", ".join(f"{key}={value}" for key, value in section.optimizer.items())
             )
+        if not section.has_state:
+            table.add_row("optimizer's state", "left out (with_state=False)")
         for index, server in enumerate(section.servers):
             table.add_row(f"server {index}", f"{server.num_rows:,} rows after {server.step:,} updates")
     _print(table)

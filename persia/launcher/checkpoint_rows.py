@@ -87,8 +87,9 @@ def _dump(location: str, nats_url: str | None, job_name: str, hold_s: float | No
 
 @click.command()
 @click.argument("location")
+@click.option("--without-state", is_flag=True, help="Begin with the optimizer's state of new rows.")
 @job_options
-def load(location: str, nats_url: str | None, job_name: str) -> None:
+def load(location: str, without_state: bool, nats_url: str | None, job_name: str) -> None:
     """Replace all rows of a running job by those in LOCATION, on any number of parameter servers.
 
     Nothing is replaced before every server has checked everything. Optimizer and learning rate are the
@@ -97,7 +98,7 @@ def load(location: str, nats_url: str | None, job_name: str) -> None:
     from persia.checkpoint.checkpoints import Source
 
     with _checkpoints(nats_url, job_name) as checkpoints:
-        checkpoints.load(Source(location))
+        checkpoints.load(Source(location), fresh_state=without_state)
 
 
 @click.command()
@@ -109,12 +110,15 @@ def remove(location: str) -> None:
     """
     from persia.checkpoint.manifest import MANIFEST_NAME
     from persia.checkpoint.storage import Location
+    from persia.checkpoint.versions import checkpoints_at
 
     place = Location.of(location)
     if not place.exists():
         return
     if not (place / MANIFEST_NAME).exists_replaced():
-        raise NotFoundError(f"{place} holds no checkpoint (no {MANIFEST_NAME}), and is left alone")
+        inside = ", ".join(checkpoint.name for checkpoint in checkpoints_at(place))
+        hint = f"; it holds several, to be removed one by one: {inside}" if inside else ""
+        raise NotFoundError(f"{place} is no checkpoint (no {MANIFEST_NAME}), and is left alone{hint}")
     place.remove()
 
 

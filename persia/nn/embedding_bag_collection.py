@@ -226,30 +226,44 @@ class EmbeddingBagCollection(torch.nn.Module):
         )
 
     def dump(
-        self, url: str | os.PathLike[str], *, step: int | None = None, keep_last: int | None = None
+        self,
+        url: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        keep_last: int | None = None,
+        with_state: bool = True,
     ) -> None:
-        """Writes all rows, with the optimizer's state, to a directory or URL (docs/checkpoints.md).
+        """Writes all rows, with or without optimizer state, to a directory or URL (docs/checkpoints.md).
 
         What was there stays readable until the new checkpoint is complete. `keep_last=N` makes `url` a
         directory of checkpoints, named by `step`, of which N are kept.
 
         Raises:
-            StorageError: the disk or the storage service refused; nothing of the dump is left.
+            StorageError: the disk or the storage service refused; what was there before counts.
         """
-        self._checkpoints().dump(url, step=step, keep_last=keep_last, optimizer=described(self.optimizer))
+        self._checkpoints().dump(
+            url,
+            step=step,
+            keep_last=keep_last,
+            optimizer=described(self.optimizer),
+            with_state=with_state,
+        )
 
-    def load(self, url: str | os.PathLike[str], *, strict: bool = True) -> None:
+    def load(self, url: str | os.PathLike[str], *, strict: bool = True, with_state: bool = True) -> None:
         """Replaces all rows by those of a checkpoint, of this class or of a cluster with the same slots.
 
         Hyper-parameters of the optimizer stay those of this collection. `strict=False` accepts that slots
-        were added or removed since.
+        were added or removed since, `with_state=False` begins with the optimizer's state of new rows.
 
         Raises:
             NotFoundError, CorruptionError: no checkpoint, or one that is not whole; rows are as they were.
-            FailedPreconditionError: other slots than here, or another kind of optimizer.
+            FailedPreconditionError: other slots than here, or rows that have no state.
+            InvalidArgumentError: another kind of optimizer, whose state is of no use here.
         """
         config = self.optimizer.train_config(self.embedding_config)
-        self._checkpoints().load(Source(url), train_config=config.encode(), strict=strict)
+        self._checkpoints().load(
+            Source(url), train_config=config.encode(), strict=strict, fresh_state=not with_state
+        )
 
     def clear(self) -> None:
         """Removes all rows."""

@@ -130,5 +130,5 @@ def test_a_dump_that_is_ended_by_a_signal_is_taken_back(
 def test_only_checkpoints_are_removed(tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     refused = launcher({}, "remove", str(tmp_path / "precious"))
-    assert (refused.returncode, "holds no checkpoint" in refused.stderr) == (1, True)
+    assert (refused.returncode, "is no checkpoint" in refused.stderr) == (1, True)
     assert (tmp_path / "precious").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -52,6 +53,12 @@ def rows(tmp_path: Path) -> Path:
     return tmp_path / "rows"
 
 
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+
+
 def checkpoints_of(cluster: LocalCluster, deadline_s: float = 20.0) -> Checkpoints:
     """Its servers, coordinated by this process."""
     return Checkpoints(lambda: find_servers(cluster.session, deadline_s), deadline_s=deadline_s)
@@ -96,11 +103,23 @@ def test_ranks_wait_while_rank_0_loads(start_job: Any, tmp_path: Path) -> None:
     options = {"nproc": 2, "script": "checkpointed.py", "env": {"PERSIA_DEADLINE_SEC": "120"}}
     first = start_job(*("--final", str(tmp_path / "c")), loaders=[["--batches", "20"]], **options)
     assert first.finish_nn_worker() == 0, first.nn_worker.output
-    second = start_job(*("--load", str(tmp_path / "c")), loaders=[["--batches", "20"]], **options)
+    shutil.copytree(tmp_path / "c", tmp_path / "damaged")
+    damage(next((tmp_path / "damaged").glob("dump-*/embeddings-0-0.emb")))
+    second = start_job(
+        *("--refused", str(tmp_path / "damaged"), "--load", str(tmp_path / "c")),
+        loaders=[["--batches", "20"]],
+        **options,
+    )
     assert second.finish_nn_worker() == 0, second.nn_worker.output
     assert len(re.findall("at step 10", second.nn_worker.output)) == 2
     digests = {report["digest"] for report in second.reports}
     assert len(digests) == 1
+    for rank, report in enumerate(second.reports):
+        refusal = report["refusal"]
+        assert refusal["kind"] == "CorruptionError", "all ranks are told what rank 0 found"
+        assert re.match(r"(rank 0: )?embedding-parameter-server.*embeddings-0-0\.emb, bytes", refusal["text"])
+        assert refusal["text"].startswith("rank 0: ") == (rank != 0)
+        assert refusal["unchanged"]
 
 
 def test_a_server_restarted_empty_is_filled_from_the_checkpoint(
@@ -172,10 +191,7 @@ def test_damage_is_found_by_the_server_that_reads_it(local_cluster: Any, rows: P
     checkpoints = checkpoints_of(cluster)
     checkpoints.load(Source(rows))
     checkpoints.dump(tmp_path / "c")
-    path = next((tmp_path / "c").glob("dump-*/embeddings-1-0.emb"))
-    content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 1
-    path.write_bytes(content)
+    damage(next((tmp_path / "c").glob("dump-*/embeddings-1-0.emb")))
     with pytest.raises(PersiaError, match=r"embedding-parameter-server 1 of 2.*embeddings-1-0\.emb, bytes"):
         checkpoints.load(Source(tmp_path / "c"))
     checkpoints.dump(tmp_path / "unharmed")

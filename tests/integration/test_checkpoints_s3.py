@@ -33,17 +33,19 @@ Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class Endpoint:
-    """S3, real but for where it keeps its objects. Refuses the next `refusals` writes of rows."""
+    """S3, real but for where it keeps its objects. Refuses the next `refusals` requests of kind `refused`."""
 
     def __init__(self, app: Wsgi) -> None:
         self._app = app
+        self.refused = ("PUT", ".emb")  # method, part of the key
         self.refusals = 0
         self.num_refused = 0
         self.client: Any = None
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        is_write_of_rows = environ["REQUEST_METHOD"] == "PUT" and ".emb" in environ["PATH_INFO"]
-        if not (is_write_of_rows and self.refusals > 0):
+        method, name = self.refused
+        is_meant = environ["REQUEST_METHOD"] == method and name in environ["PATH_INFO"]
+        if not (is_meant and self.refusals > 0):
             return self._app(environ, start)
         self.refusals -= 1
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
@@ -150,6 +152,39 @@ def test_a_service_that_does_not_recover_costs_nothing_that_was_there(s3: Endpoi
     assert s3.list_keys() == keys
     bags.load("s3://models/m")
     assert torch.equal(lookup(bags), before)
+
+
+def test_a_manifest_that_is_refused_leaves_the_checkpoint_that_was_there(s3: Endpoint) -> None:
+    bags = make_bags()
+    bags.dump("s3://models/m")
+    before, keys = lookup(bags), s3.list_keys()
+    bags(torch.arange(10), torch.ones(1, 10, dtype=torch.int64)).sum().backward()
+    s3.refused, s3.refusals = ("PUT", "manifest.json"), 1000
+    with pytest.raises(StorageError, match=r"manifest\.json could not be written: .*what was there before"):
+        bags.dump("s3://models/m")
+    s3.refusals = 0
+    assert s3.list_keys() > keys, "the manifest might still come"
+    other = make_bags(1)
+    other.load("s3://models/m")
+    assert torch.equal(lookup(other), before)
+    bags.dump("s3://models/m")
+    assert len(s3.list_keys()) == len(keys), "no leftovers"
+    other.load("s3://models/m")
+    assert torch.equal(lookup(other), lookup(bags))
+
+
+def test_reads_that_are_refused_in_the_middle_of_a_load_change_nothing(s3: Endpoint) -> None:
+    make_bags().dump("s3://models/m")
+    bags = make_bags(10)
+    before = lookup(bags)
+    s3.refused, s3.refusals = ("GET", "embeddings-0-0.emb"), 1000
+    with pytest.raises(StorageError, match=r"embeddings-0-0\.emb could not be read: .*slow down"):
+        bags.load("s3://models/m")
+    s3.refusals = 2
+    assert torch.equal(lookup(bags), before)
+    bags.load("s3://models/m")
+    assert s3.refusals == 0, "it was tried again"
+    assert not torch.equal(lookup(bags), before)
 
 
 def test_damage_in_the_bucket_is_named(s3: Endpoint) -> None:

@@ -22,6 +22,9 @@ import yaml
 from click.testing import CliRunner
 
 from persia import env
+from persia.checkpoint.packet_log import PacketLog
+from persia.checkpoint.position import Position
+from persia.checkpoint.storage import Location
 from persia.ctx import InferCtx, TrainCtx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
@@ -126,6 +129,20 @@ def test_a_server_killed_while_it_follows_starts_where_training_is(tmp_path: Pat
         again.stop()
 
 
+def position_of(version: str) -> Position:
+    stream, _, number = version.rpartition("/")
+    return Position(stream, int(number))
+
+
+def newer_than(log: PacketLog) -> Position:
+    """The newest packet, once there is another one."""
+    before = log.newest()
+    wait_until(lambda: log.newest() != before, lambda: f"no packet after {before}")
+    newest = log.newest()
+    assert newest is not None
+    return newest
+
+
 @pytest.fixture
 def start(tmp_path: Path, config: str) -> Iterator[Callable[..., None]]:
     """Starts a role of an inference job that follows the packets; metrics at the port given."""
@@ -201,6 +218,8 @@ def test_two_servers_follow_three_and_the_dense_model_waits_for_them(tmp_path: P
                 arguments += ["--server-status", address]
             served = Served(tmp_path, *arguments)
             try:
+                served.wait_until(lambda: served.infer(make_batch([20]))[1] == [2.0])
+                first = position_of(served.infer(make_batch([20]))[0])
                 ctx.set_embedding("user", ids, np.full((len(ids), 2), 3.0, np.float32))
                 with torch.no_grad():
                     model.factor.fill_(5.0)
@@ -213,6 +232,20 @@ def test_two_servers_follow_three_and_the_dense_model_waits_for_them(tmp_path: P
                 assert min(infer.get_embedding_size()) > 0
                 positions = {status_of(address)["following"]["position"] for address in watched}
                 assert all(position is not None for position in positions)
+                with Load(served.address, num_clients=1) as load:
+                    pin = tmp_path / "packets" / "pin"
+                    (Location.of(pin)).replace(f"{first.name}\n".encode())
+                    served.wait_until(lambda: served.infer(make_batch([20])) == (str(first), [2.0]))
+                    for address in watched:
+                        following = status_of(address)["following"]
+                        assert (following["position"], following["pinned"]) == (str(first), True)
+                    ctx.set_embedding("user", ids, np.full((len(ids), 2), 4.0, np.float32))
+                    newest = newer_than(PacketLog(tmp_path / "packets"))
+                    assert served.infer(make_batch([20])) == (str(first), [2.0]), "it stays there"
+                    pin.unlink()
+                    served.wait_until(lambda: served.infer(make_batch([20]))[1] == [40.0])
+                assert load.failures == [], "nobody who asks has to wait for it"
+                assert newest > first
             finally:
                 served.stop()
         env.reload_env()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ from click.testing import CliRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from persia import env
+from persia.checkpoint.manifest import MANIFEST_NAME, Manifest
 from persia.checkpoint.storage import Location
 from persia.ctx import TrainCtx
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, NonIDTypeFeature, PersiaBatch
@@ -65,6 +67,12 @@ def dump(directory: Path, factor: float, step: int, *, keep_last: int | None = N
     ) as ctx:
         ctx.set_embedding("user", IDS, ROWS)
         ctx.dump_checkpoint(str(directory), with_jit_model=True, step=step, keep_last=keep_last)
+
+
+def renumber(checkpoint: Path, step: int) -> None:
+    """Makes it the checkpoint of `step`."""
+    manifest, _ = Manifest.read(Location.of(checkpoint))
+    (checkpoint / MANIFEST_NAME).write_bytes(dataclasses.replace(manifest, step=step).encode())
 
 
 def make_batch(ids: list[int], dense: float = 0.0, *, slot: str = "user", dtype: Any = np.float32) -> bytes:
@@ -299,8 +307,7 @@ def test_versions_change_and_roll_back_while_requests_flow(start: Any, tmp_path:
         for script in (root / "step-000000000003").glob("dump-*/jit_dense.pt"):
             script.unlink()  # a hard link of the other's content would change that as well
             script.write_bytes(b"damaged")
-        manifest = root / "step-000000000003" / "manifest.json"
-        manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3', 1))
+        renumber(root / "step-000000000003", 3)
         (Location.of(root) / "latest").replace(b"step-000000000003\n")
         served.wait_until(lambda: "jit_dense.pt is damaged" in served.log.read_text())
         assert served.infer(make_batch([10])) == ("2", [6.0])

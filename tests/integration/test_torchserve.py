@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from persia import env
 from persia.launcher import cli
 
-from .test_serving import SLOTS, dump, make_batch
+from .test_serving import SLOTS, dump, make_batch, renumber
 from .torchserving import SETTINGS, TorchServe, torchserve
 
 GOOD = make_batch([10, 20, 99])
@@ -223,8 +223,7 @@ def test_a_checkpoint_that_changed_since_is_refused(server: TorchServe, folder: 
     shutil.copytree(folder / "model" / "step-000000000002", folder / "copy")
     result = run(folder, str(folder / "copy"), "--export-path", str(server.store), "--version", "3")
     assert result.exit_code == 0, result.output
-    manifest = folder / "copy" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3', 1))
+    renumber(folder / "copy", 3)
     with pytest.raises(urllib.error.HTTPError):
         server.register(server.store / "m-3.mar")
     assert "is no longer what was archived: archive it again" in server.log.read_text()

@@ -175,11 +175,13 @@ void BindLoader(py::module_& module) {
 }  // namespace
 
 std::unique_ptr<Snapshot> BeginSnapshot(PlacedStore placed, bool changes_only, uint32_t num_parts,
-                                        uint64_t max_waiting_bytes, double patience_s) {
+                                        uint64_t max_waiting_bytes, double patience_s,
+                                        bool with_state) {
   const Snapshot::Options options{
       .num_parts = num_parts,
       .replica = placed.replica,
-      .rows = {.max_waiting_bytes = max_waiting_bytes, .patience = Timeout(patience_s)}};
+      .rows = {.max_waiting_bytes = max_waiting_bytes, .patience = Timeout(patience_s)},
+      .with_state = with_state};
   const auto begin = changes_only ? Snapshot::TakeChanges : Snapshot::Begin;
   return ValueOrRaise(WithoutGil([&] { return begin(placed.store, options); }));
 }
@@ -203,9 +205,12 @@ uint64_t RemoveSmallRows(PlacedStore placed) {
 }
 
 std::unique_ptr<Loader> BeginLoad(PlacedStore placed, const TrainConfig& config,
-                                  checkpoint::FileKind kind, bool with_state) {
-  const Loader::Options options{
-      .config = config, .kind = kind, .with_state = with_state, .replica = placed.replica};
+                                  checkpoint::FileKind kind, bool with_state, bool fresh_state) {
+  const Loader::Options options{.config = config,
+                                .kind = kind,
+                                .with_state = with_state,
+                                .fresh_state = fresh_state,
+                                .replica = placed.replica};
   return ValueOrRaise(WithoutGil([&] { return Loader::Begin(placed.store, options); }));
 }
 

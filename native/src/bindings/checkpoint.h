@@ -23,30 +23,36 @@ struct PlacedStore {
 // All of them raise, and release the GIL.
 std::unique_ptr<checkpoint::Snapshot> BeginSnapshot(PlacedStore placed, bool changes_only,
                                                     uint32_t num_parts, uint64_t max_waiting_bytes,
-                                                    double patience_s);
+                                                    double patience_s, bool with_state = true);
 uint64_t RemoveSmallRows(PlacedStore placed);
 void TrackChanges(PlacedStore placed, uint64_t max_rows);
 pybind11::dict ChangeStatus(PlacedStore placed);
 std::unique_ptr<checkpoint::Loader> BeginLoad(PlacedStore placed, const TrainConfig& config,
-                                              checkpoint::FileKind kind, bool with_state);
+                                              checkpoint::FileKind kind, bool with_state,
+                                              bool fresh_state = false);
 
 // `place(self)` returns the PlacedStore of an object of the class.
 template <typename Class, typename Place>
 void DefineCheckpoints(Class& bound, Place place) {
   namespace py = pybind11;
   using Self = typename Class::type;
-  const auto define_snapshot = [&](const char* name, bool changes_only) {
-    bound.def(
-        name,
-        [place, changes_only](Self& self, uint32_t num_parts, uint64_t max_waiting_bytes,
-                              double patience_s) {
-          return BeginSnapshot(place(self), changes_only, num_parts, max_waiting_bytes, patience_s);
-        },
-        py::arg("num_parts") = 1, py::kw_only(), py::arg("max_waiting_bytes") = 256 << 20,
-        py::arg("patience_s") = 10.0, py::keep_alive<0, 1>());
-  };
-  define_snapshot("begin_snapshot", /*changes_only=*/false);
-  define_snapshot("take_changes", /*changes_only=*/true);
+  bound.def(
+      "begin_snapshot",
+      [place](Self& self, uint32_t num_parts, uint64_t max_waiting_bytes, double patience_s,
+              bool with_state) {
+        return BeginSnapshot(place(self), /*changes_only=*/false, num_parts, max_waiting_bytes,
+                             patience_s, with_state);
+      },
+      py::arg("num_parts") = 1, py::kw_only(), py::arg("max_waiting_bytes") = 256 << 20,
+      py::arg("patience_s") = 10.0, py::arg("with_state") = true, py::keep_alive<0, 1>());
+  bound.def(
+      "take_changes",
+      [place](Self& self, uint32_t num_parts, uint64_t max_waiting_bytes, double patience_s) {
+        return BeginSnapshot(place(self), /*changes_only=*/true, num_parts, max_waiting_bytes,
+                             patience_s);
+      },
+      py::arg("num_parts") = 1, py::kw_only(), py::arg("max_waiting_bytes") = 256 << 20,
+      py::arg("patience_s") = 10.0, py::keep_alive<0, 1>());
   bound.def(
       "track_changes",
       [place](Self& self, uint64_t max_rows) { TrackChanges(place(self), max_rows); },
@@ -55,10 +61,11 @@ void DefineCheckpoints(Class& bound, Place place) {
   bound.def("change_status", [place](Self& self) { return ChangeStatus(place(self)); });
   bound.def(
       "begin_load",
-      [place](Self& self, const TrainConfig& config, bool with_state) {
-        return BeginLoad(place(self), config, checkpoint::FileKind::kRows, with_state);
+      [place](Self& self, const TrainConfig& config, bool with_state, bool fresh_state) {
+        return BeginLoad(place(self), config, checkpoint::FileKind::kRows, with_state, fresh_state);
       },
-      py::arg("train_config"), py::kw_only(), py::arg("with_state") = true, py::keep_alive<0, 1>());
+      py::arg("train_config"), py::kw_only(), py::arg("with_state") = true,
+      py::arg("fresh_state") = false, py::keep_alive<0, 1>());
   bound.def(
       "begin_apply",
       [place](Self& self, const TrainConfig& config, bool is_from_nothing, bool with_state) {

@@ -9,9 +9,10 @@ namespace persia::checkpoint {
 using store::RowHead;
 using store::RowRecords;
 
-BlockWriter::BlockWriter(TrainConfig config, size_t max_gathered_bytes, uint64_t offset,
-                         std::vector<std::byte>* out)
+BlockWriter::BlockWriter(TrainConfig config, bool with_state, size_t max_gathered_bytes,
+                         uint64_t offset, std::vector<std::byte>* out)
     : config_(std::move(config)),
+      with_state_(with_state),
       max_gathered_bytes_(max_gathered_bytes),
       out_(out),
       offset_(offset) {}
@@ -40,9 +41,10 @@ Status BlockWriter::Add(const RowHead& head, const float* values) {
 
 BlockWriter::Group& BlockWriter::GroupOf(const RowHead& head) {
   const OptimizerKind optimizer = config_.OfSign(head.sign).optimizer.kind;
+  const uint32_t state_floats = with_state_ ? head.state_floats : 0;
   for (const auto& group : groups_) {
     const BlockShape& shape = group->shape;
-    if (shape.dim == head.dim && shape.state_floats == head.state_floats &&
+    if (shape.dim == head.dim && shape.state_floats == state_floats &&
         shape.optimizer == optimizer) {
       return *group;
     }
@@ -52,8 +54,8 @@ BlockWriter::Group& BlockWriter::GroupOf(const RowHead& head) {
   shape.kind = head.dim == 0 ? BlockKind::kRemovals : BlockKind::kRows;
   shape.optimizer = optimizer;
   shape.dim = head.dim;
-  shape.state_floats = head.state_floats;
-  shape.has_scalar = head.has_scalar != 0;
+  shape.state_floats = state_floats;
+  shape.has_scalar = with_state_ && head.has_scalar != 0;
   return *groups_.back();
 }
 

@@ -24,8 +24,9 @@ class BlockWriter {
   static constexpr size_t kBlockBytes = 60 << 10;
 
   // Blocks are appended to *out; the first one has `offset` in the file. Beyond
-  // `max_gathered_bytes`, blocks are written before they are full.
-  BlockWriter(TrainConfig config, size_t max_gathered_bytes, uint64_t offset,
+  // `max_gathered_bytes`, blocks are written before they are full. Without `with_state` rows are
+  // written without the optimizer's state and scalar.
+  BlockWriter(TrainConfig config, bool with_state, size_t max_gathered_bytes, uint64_t offset,
               std::vector<std::byte>* out);
 
   // A row of dim 0 is the removal of its sign.
@@ -49,6 +50,7 @@ class BlockWriter {
   Status Write(Group* group, uint32_t virtual_shard);
 
   const TrainConfig config_;
+  const bool with_state_;
   const size_t max_gathered_bytes_;
   std::vector<std::byte>* out_;
   std::vector<std::unique_ptr<Group>> groups_;

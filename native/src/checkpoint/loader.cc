@@ -17,7 +17,8 @@ Status CheckShape(const BlockShape& block, OptimizerKind kind, const store::RowS
       std::to_string(static_cast<int>(block.optimizer)) + ", " +
       std::to_string(block.state_floats) + " floats) than the train config's (kind " +
       std::to_string(static_cast<int>(kind)) + ", " + std::to_string(wanted.state_floats) +
-      " floats); give the train config that the checkpoint was made with");
+      " floats); give the train config that the checkpoint was made with, or begin with the state of "
+      "new rows (with_state=False)");
 }
 
 // Of rows that only answer. Plain SGD has no state: whoever would train with the checkpoint's
@@ -72,6 +73,8 @@ Status Loader::Check(const BlockRows& rows) const {
     if (options_.kind != FileKind::kRows) return Status::Ok();
     return InvalidArgument("a block of removals is no part of a checkpoint; apply it as a change");
   }
+  const bool has_none = rows.shape.state_floats == 0 && !rows.shape.has_scalar;
+  if (options_.fresh_state || (!options_.with_state && has_none)) return Status::Ok();
   const store::RowRules* checked = nullptr;
   for (const uint64_t sign : rows.signs) {
     const store::RowRules& rules = rules_.Of(sign);
@@ -141,7 +144,7 @@ store::LoadedRows Loader::RowsOf(const BlockRows& rows) const {
           .signs = rows.signs,
           .ages = rows.ages,
           .embeddings = rows.embeddings(),
-          .state = options_.with_state ? rows.state() : nullptr,
+          .state = options_.with_state && !options_.fresh_state ? rows.state() : nullptr,
           .scalars = rows.shape.has_scalar ? rows.scalars.data() : nullptr};
 }
 

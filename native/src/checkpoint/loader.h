@@ -34,6 +34,8 @@ class Loader {
     // Without: the rows get none, and the store is for inference alone. It has no limits then but
     // its own: no capacities of groups, no times to live, no least norms.
     bool with_state = true;
+    // Every row gets the state of a new one, whatever comes with it: of another optimizer, or none.
+    bool fresh_state = false;
     Replica replica = {};
   };
 

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "checkpoint/checkpoint_test_util.h"
+#include "store/row_rules.h"
 
 namespace persia::checkpoint {
 namespace {
@@ -139,6 +140,46 @@ TEST(Loader, GroupsKeepTheirOptimizers) {
   const auto inference = Unconfigured({.capacity = 10'000, .num_internal_shards = 2});
   Load(*inference, config, FilesOf(two), {}, /*with_state=*/false);
   EXPECT_EQ(inference->size(), before.size());
+}
+
+// Written without their state, rows can be served, and trained on with that of new rows.
+TEST(Loader, RowsWithoutStateBeginAnew) {
+  for (const OptimizerKind kind : kKinds) {
+    const TrainConfig config = ConfigOf(kind);
+    const auto trained = store::MakeStore({.capacity = 10'000}, config);
+    Train(*trained);
+    const Rows before = RowsOf(*trained);
+    const auto files = Files(*BeginSnapshot(*trained, {.num_parts = 2, .with_state = false}));
+    const auto served = Unconfigured({.capacity = 10'000});
+    Load(*served, config, files, {}, /*with_state=*/false);
+    EXPECT_EQ(served->size(), before.size());
+
+    const auto store = Unconfigured({.capacity = 10'000});
+    auto loader = Loader::Begin(*store, {.config = config, .fresh_state = true});
+    ASSERT_TRUE(loader.ok());
+    for (const Bytes& file : files) ASSERT_TRUE((*loader)->Verify(BlocksOf(file)).ok());
+    ASSERT_TRUE((*loader)->Replace().ok());
+    for (const Bytes& file : files) ASSERT_TRUE((*loader)->Add(BlocksOf(file)).ok());
+    (*loader)->Commit();
+    const Rows after = RowsOf(*store);
+    ASSERT_EQ(after.size(), before.size());
+    const store::RowRules rules(config);
+    for (const auto& [sign, row] : after) {
+      std::vector<float> values = before.at(sign).values;
+      const size_t num_floats = values.size();
+      values.resize(num_floats + 1);  // there is always a pointer to the state
+      uint32_t scalar = 0;
+      rules.InitializeState({.values = values.data(), .scalar = &scalar, .dim = row.dim});
+      values.resize(num_floats);
+      EXPECT_EQ(row.values, values) << "sign " << sign << ", kind " << static_cast<int>(kind);
+      EXPECT_EQ(row.scalar, rules.ShapeFor(row.dim).has_scalar ? scalar : 0);
+    }
+    // Rows of one that has no state are those of all.
+    const bool has_none = rules.ShapeFor(8).state_floats == 0 && !rules.ShapeFor(8).has_scalar;
+    const auto other = Unconfigured({.capacity = 10'000});
+    const auto strict = BeginLoad(*other, config);
+    EXPECT_EQ(strict->Verify(BlocksOf(files[0])).ok(), has_none);
+  }
 }
 
 // A group's capacity is of the servers that train, each with shards of its own.

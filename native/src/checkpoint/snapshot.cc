@@ -37,12 +37,13 @@ class ShardsInTurn {
 
 }  // namespace
 
-SnapshotPart::SnapshotPart(const FileHeader& header, size_t max_gathered_bytes, NextRows next,
-                           CheckEnd check_end)
+SnapshotPart::SnapshotPart(const FileHeader& header, bool with_state, size_t max_gathered_bytes,
+                           NextRows next, CheckEnd check_end)
     : next_(std::move(next)),
       check_end_(std::move(check_end)),
       bytes_(EncodeHeader(header)),
-      writer_(header.config.value_or(TrainConfig()), max_gathered_bytes, bytes_.size(), &bytes_) {}
+      writer_(header.config.value_or(TrainConfig()), with_state, max_gathered_bytes, bytes_.size(),
+              &bytes_) {}
 
 Status SnapshotPart::Read(size_t max_bytes, const std::function<std::byte*(size_t)>& allocate) {
   const std::lock_guard lock(mutex_);
@@ -139,7 +140,8 @@ void Snapshot::AddPart(const Options& options, uint32_t number) {
   const size_t gathered =
       std::max(options.max_gathered_bytes / options.num_parts, BlockWriter::kBlockBytes);
   parts_.push_back(std::make_unique<SnapshotPart>(
-      header, gathered, ShardsInTurn(rows_.get(), number, options.num_parts),
+      header, options.with_state, gathered,
+      ShardsInTurn(rows_.get(), number, options.num_parts),
       [this](uint64_t count) { return CheckEnd(count); }));
 }
 

@@ -36,7 +36,7 @@ class SnapshotPart {
   // Called when all rows have been written, before the file is completed.
   using CheckEnd = std::function<Status(uint64_t num_rows)>;
 
-  SnapshotPart(const FileHeader& header, size_t max_gathered_bytes, NextRows next,
+  SnapshotPart(const FileHeader& header, bool with_state, size_t max_gathered_bytes, NextRows next,
                CheckEnd check_end);
 
   // Copies the next bytes of the file, `max_bytes` until its end is near, to what allocate(count)
@@ -73,6 +73,7 @@ class Snapshot {
     uint32_t num_parts = 1;
     Replica replica = {};
     store::StoreSnapshot::Options rows = {};
+    bool with_state = true;  // else of the optimizer's state nothing is written
     // Of all parts together: rows that wait until a block is full.
     size_t max_gathered_bytes = size_t{256} << 20;
   };

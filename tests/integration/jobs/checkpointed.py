@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,14 +14,32 @@ from persia.data import DataLoader, StreamingDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Adam
 from persia.env import get_rank
+from persia.errors import PersiaError
 from persia.utils import setup_seed
 from train import Model, digest
+
+
+def load_in_vain(ctx: TrainCtx, checkpoint: str) -> dict[str, Any]:
+    """What this rank is told, and whether anything has changed."""
+    assert ctx.model is not None
+
+    def state() -> tuple[object, ...]:
+        return digest(ctx.model.parameters()), ctx.step, ctx.get_embedding_size()
+
+    before = state()
+    try:
+        ctx.load_checkpoint(checkpoint, blocking=False)
+        ctx.wait_for_load_embedding()
+    except PersiaError as failure:
+        return {"kind": type(failure).__name__, "text": str(failure), "unchanged": state() == before}
+    return {"kind": None}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--load", default=None)
+    parser.add_argument("--refused", default=None, help="load that first, which must fail")
     parser.add_argument("--dump", default=None)
     parser.add_argument(
         "--dump-after", type=int, default=-1, help="dump, not waiting, after that many batches"
@@ -37,6 +56,7 @@ def main() -> None:
         embedding_config=EmbeddingConfig(emb_initialization=(-0.1, 0.1), seed=3),
         mixed_precision=False,
     ) as ctx:
+        refusal = None if options.refused is None else load_in_vain(ctx, options.refused)
         if options.load:
             ctx.load_checkpoint(options.load)
         print(f"at step {ctx.step}", flush=True)
@@ -54,6 +74,7 @@ def main() -> None:
         if options.final:
             ctx.dump_checkpoint(options.final)
         report = {"losses": losses, "step": ctx.step, "digest": digest(model.parameters())}
+        report["refusal"] = refusal
     path = options.output.with_name(f"{options.output.name}.rank{get_rank() or 0}.json")
     path.write_text(json.dumps(report))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -113,11 +114,18 @@ def optimizer(request: Any) -> Optimizer:
     return Adam(lr=0.01) if request.param == "adam" else Adagrad(lr=0.1)
 
 
+def sealed(values: dict[str, Any]) -> bytes:
+    """A manifest of these values, whole by its checksum, as a program that writes nonsense would make it."""
+    body = json.dumps({key: value for key, value in values.items() if key != "checksum"}, indent=1)
+    body = body.removesuffix("\n}")
+    return f'{body},\n "checksum": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'.encode()
+
+
 def edit_manifest(checkpoint: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     path = checkpoint / "manifest.json"
     values = json.loads(path.read_text())
     edit(values)
-    path.write_text(json.dumps(values))
+    path.write_bytes(sealed(values))
 
 
 def shard_files(checkpoint: Path) -> list[Path]:

@@ -259,6 +259,13 @@ def _garbage(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text("{")
 
 
+def _other_step(checkpoint: Path) -> None:
+    """Good JSON, good fields, one bit of it another."""
+    path = checkpoint / "manifest.json"
+    assert '"step": 5' in path.read_text()
+    path.write_text(path.read_text().replace('"step": 5', '"step": 4'))
+
+
 def _empty(checkpoint: Path) -> None:
     shard_files(checkpoint)[0].write_bytes(b"")
 
@@ -280,6 +287,7 @@ def _empty(checkpoint: Path) -> None:
         (_foreign, CorruptionError, r"embeddings-0-0\.emb is not the file that the manifest means"),
         (_newer, CorruptionError, r"manifest\.json has version 99.*use a newer one"),
         (_no_rows, CorruptionError, r"embeddings-0-0\.emb has \d+ rows by its index, \d+ by the manifest"),
+        (_other_step, CorruptionError, r"manifest\.json is damaged: its checksum"),
         (_garbage, CorruptionError, r"manifest\.json: not JSON"),
         (_empty, CorruptionError, r"embeddings-0-0\.emb has 0 bytes"),
     ],
@@ -321,16 +329,58 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
         checkpoints_of(make_bags()).load(Source(tmp_path / "d"))
 
 
-def test_other_slots_are_refused_unless_accepted(checkpoint: Path) -> None:
-    grown = SlotsConfig(slots_config={**SLOTS.slots_config, "tag": SlotConfig(dim=2)})
-    checkpoints = checkpoints_of(make_bags(), schema=RowSchema.of(grown))
-    with pytest.raises(FailedPreconditionError, match="slots added tag since .*: load it with strict=False"):
+USER, ITEM = (SLOTS.slots_config[name] for name in ("user", "item"))
+TAG = SlotConfig(dim=2)
+
+
+@pytest.mark.parametrize(
+    ("now", "changes"),
+    [
+        ({"user": USER, "item": ITEM, "tag": TAG}, "slots added tag"),
+        ({"user": USER}, "slots removed item"),
+    ],
+)
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_slots_added_and_removed_are_reported_and_loaded_only_when_accepted(
+    now: dict[str, SlotConfig],
+    changes: str,
+    num_servers: int,
+    checkpoint: Path,
+    tmp_path: Path,
+    log: pytest.LogCaptureFixture,
+) -> None:
+    schema = RowSchema.of(SlotsConfig(slots_config=now))
+    stores = [make_server(index, num_servers) for index in range(num_servers)]
+    checkpoints = checkpoints_of(*stores, schema=schema)
+    bags = make_bags()
+    train(bags, num_ids=100)
+    checkpoints_of(bags, schema=schema).dump(tmp_path / "own")
+    checkpoints.load(Source(tmp_path / "own"))
+    with (
+        unchanged(checkpoints, tmp_path),
+        pytest.raises(
+            FailedPreconditionError, match=f"{changes} since {checkpoint} was written: .*strict=False"
+        ),
+    ):
         checkpoints.load(Source(checkpoint))
+    log.clear()
     checkpoints.load(Source(checkpoint), strict=False)
+    (warning,) = (record.message for record in log.records if record.levelname == "WARNING")
+    assert warning.startswith(f"{changes} since {checkpoint} was written: added slots begin empty")
+    checkpoints.dump(tmp_path / "after")
+    assert np.array_equal(without_ages(rows_of(tmp_path / "after")), without_ages(rows_of(checkpoint))), (
+        "rows of removed slots stay; added ones have none"
+    )
+    checkpoints.load(Source(tmp_path / "after"))  # the slots are its own now
+
+
+def test_slots_whose_rows_would_mean_others_are_refused(checkpoint: Path) -> None:
     other = SlotsConfig(slots_config={"user": SlotConfig(dim=8), "item": SlotConfig(dim=8)})
-    checkpoints = checkpoints_of(make_bags(), schema=RowSchema.of(other))
-    with pytest.raises(FailedPreconditionError, match="slot user had dim 4"):
-        checkpoints.load(Source(checkpoint), strict=False)
+    moved = SlotsConfig(slots_config={"user": USER, "tag": TAG, "item": ITEM})
+    for schema, slot in ((other, "user"), (moved, "item")):
+        checkpoints = checkpoints_of(make_bags(), schema=RowSchema.of(schema))
+        with pytest.raises(FailedPreconditionError, match=f"slot {slot} had dim .* keep what it had"):
+            checkpoints.load(Source(checkpoint), strict=False)
 
 
 def test_another_kind_of_optimizer_is_refused(checkpoint: Path, tmp_path: Path) -> None:

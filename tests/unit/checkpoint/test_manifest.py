@@ -26,6 +26,8 @@ from persia.checkpoint.storage import Location
 from persia.config import SlotConfig, SlotsConfig
 from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError
 
+from .conftest import sealed
+
 ID = "dump-20260131T120000Z-1a2b3c4d"
 FILE = FileEntry(path=f"{ID}/embeddings-0-0.emb", num_bytes=10, checksum="00", num_rows=3)
 MANIFEST = Manifest(
@@ -48,7 +50,7 @@ MANIFEST = Manifest(
 
 
 def decoded(**changes: Any) -> Manifest:
-    return Manifest.decode(json.dumps({**json.loads(MANIFEST.encode()), **changes}).encode(), "m.json")
+    return Manifest.decode(sealed({**json.loads(MANIFEST.encode()), **changes}), "m.json")
 
 
 def test_round_trip() -> None:
@@ -58,9 +60,9 @@ def test_round_trip() -> None:
 
 def test_newer_version_names_both() -> None:
     with pytest.raises(
-        CorruptionError, match=r"m\.json has version 2, this persia .* up to 1: use a newer one"
+        CorruptionError, match=r"m\.json has version 3, this persia .* up to 2: use a newer one"
     ):
-        decoded(version=2)
+        decoded(version=3)
 
 
 def embeddings(**changes: Any) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from persia.checkpoint.schema import RowSchema
 from persia.config import SlotConfig, SlotsConfig
 from persia.errors import CorruptionError, NotFoundError
 
+from .conftest import sealed
+
 STREAM = "20260101T000000Z-0123abcd"
 AT = Position(STREAM, 2)
 FOLDER = AT.make_folder()
@@ -45,7 +47,7 @@ RESTART = Packet(
 
 
 def decoded(**changes: Any) -> Packet:
-    return Packet.decode(json.dumps({**json.loads(PACKET.encode()), **changes}).encode(), "p.json")
+    return Packet.decode(sealed({**json.loads(PACKET.encode()), **changes}), "p.json")
 
 
 def at(number: int) -> Packet:
@@ -60,9 +62,9 @@ def test_round_trip(packet: Packet) -> None:
 
 def test_newer_version_names_both() -> None:
     with pytest.raises(
-        CorruptionError, match=r"p\.json has version 2, this persia .* up to 1: use a newer one"
+        CorruptionError, match=r"p\.json has version 3, this persia .* up to 2: use a newer one"
     ):
-        decoded(version=2)
+        decoded(version=3)
 
 
 OTHER = f"{Position(STREAM, 3).make_folder()}/rows-0-0.emb"
@@ -167,6 +169,17 @@ def test_a_manifest_under_another_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifests" / f"{AT.name}.json").rename(tmp_path / "manifests" / f"{AT.next.name}.json")
     with pytest.raises(CorruptionError, match=f"is of packet {STREAM}/2"):
         log.read(AT.next)
+
+
+def test_a_manifest_with_a_flipped_bit_is_refused(tmp_path: Path) -> None:
+    log = PacketLog(tmp_path)
+    log.add(at(2))
+    path = tmp_path / "manifests" / f"{AT.name}.json"
+    content = path.read_bytes()
+    at_time = content.index(b'"cut_at": 1000.0') + len('"cut_at": 100')
+    path.write_bytes(content[:at_time] + b"1" + content[at_time + 1 :])
+    with pytest.raises(CorruptionError, match=rf"{AT.name}\.json is damaged: its checksum"):
+        log.read(AT)
 
 
 def test_files_of_all_attempts_go_with_old_packets(tmp_path: Path) -> None:

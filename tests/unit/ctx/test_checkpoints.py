@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 from collections.abc import Callable
@@ -10,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from torch import distributed as dist
 
-from persia.checkpoint import dense
+from persia.checkpoint import dense, storage
 from persia.checkpoint.checkpoints import Source
+from persia.checkpoint.rows import RowReader
 from persia.ctx import TrainCtx, eval_ctx
 from persia.distributed import DDPOption
 from persia.embedding import EmbeddingConfig
-from persia.embedding.optim import SGD
+from persia.embedding.optim import SGD, Adagrad
 from persia.errors import (
     CorruptionError,
     FailedPreconditionError,
@@ -80,6 +83,67 @@ def test_bug_6_embeddings_by_themselves_in_the_background(
         assert files_of(tmp_path / "c") == ["manifest.json"]
         with pytest.raises(NotFoundError, match="nothing has no embeddings"):
             ctx.load_embedding(tmp_path / "nothing")
+
+
+def test_rows_without_state_are_trained_on_only_when_asked(
+    make_ctx: MakeCtx, model: torch.nn.Module, tmp_path: Path, new_batch: Any
+) -> None:
+    with make_ctx(embedding_optimizer=Adagrad(lr=0.1)) as ctx:
+        train(ctx, new_batch(1))
+        ctx.dump_checkpoint(tmp_path / "c")
+        ctx.dump_embedding(tmp_path / "c", with_state=False)
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        expected = train(ctx, new_batch(1))
+        for load in (ctx.load_checkpoint, ctx.load_embedding):
+            with pytest.raises(FailedPreconditionError, match="without the optimizer's state"):
+                load(tmp_path / "c")
+        model.load_state_dict(before)
+        ctx.load_embedding(tmp_path / "c", with_state=False)
+        assert train(ctx, new_batch(1)) == expected
+
+
+def test_a_store_that_fails_leaves_model_and_rows_as_they_were(
+    make_ctx: MakeCtx,
+    model: torch.nn.Module,
+    tmp_path: Path,
+    new_batch: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(storage, "_FIRST_PAUSE_S", 0.001)
+    real = LocalFileSystem.cat_file
+    away: list[str] = []
+
+    def cat_file(self: Any, path: str, **options: Any) -> bytes:
+        if any(name in path for name in away):
+            raise OSError(errno.EIO, "the store is away")
+        content: bytes = real(self, path, **options)
+        return content
+
+    with make_ctx() as ctx:
+        train(ctx, new_batch(1))
+        ctx.dump_checkpoint(tmp_path / "c")
+        train(ctx, new_batch(2))
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        ctx.dump_embedding(tmp_path / "before")
+        monkeypatch.setattr(LocalFileSystem, "cat_file", cat_file, raising=False)
+        for name in ("manifest.json", "dense.pt", "opt.pt", "embeddings-0-0.emb"):
+            away[:] = [name]
+            for blocking in (True, False):
+                with pytest.raises(StorageError, match=f"{name} could not be read: .*the store is away"):
+                    ctx.load_checkpoint(tmp_path / "c", blocking=blocking)
+        away.clear()
+        assert ctx.step == 2
+        assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+        ctx.dump_embedding(tmp_path / "after")
+    assert rows_in(tmp_path / "after") == rows_in(tmp_path / "before")
+
+
+def rows_in(url: Path) -> dict[int, bytes]:
+    return {
+        int(sign): row.tobytes()
+        for block in RowReader(url).blocks()
+        for sign, row in zip(block.signs, block.embeddings, strict=True)
+    }
 
 
 @pytest.mark.parametrize("min_norm", [1.0, 1e-4], ids=["all go", "all stay"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from click.testing import CliRunner, Result
 from persia.config import SlotConfig, SlotsConfig
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
+from persia.errors import FailedPreconditionError
 from persia.launcher import cli
 from persia.nn import EmbeddingBagCollection
 
@@ -127,6 +130,94 @@ def test_a_collection_comes_back(bags: EmbeddingBagCollection, tmp_path: Path) -
         module.eval()
     assert torch.equal(bags(*everything), other(*everything))
     assert other.stats().num_rows == 5
+
+
+def test_a_collection_without_its_optimizers_state(bags: EmbeddingBagCollection, tmp_path: Path) -> None:
+    bags.dump(tmp_path / "b", with_state=False)
+    assert "left out (with_state=False)" in run("inspect", tmp_path / "b").stdout
+    assert run("verify", tmp_path / "b").exit_code == 0
+    assert ran("export", tmp_path / "b", tmp_path / "rows", "--with-state") == {
+        "item.parquet": 2,
+        "user.parquet": 3,
+    }
+    other = make_bags()
+    with pytest.raises(FailedPreconditionError, match="without the optimizer's state"):
+        other.load(tmp_path / "b")
+    other.load(tmp_path / "b", with_state=False)
+    assert other.stats().num_rows == 5
+
+
+def _nothing(place: Path, whole: Path) -> None:
+    """There is no such directory."""
+
+
+def _a_file(place: Path, whole: Path) -> None:
+    place.write_bytes(b"\x00" * 100)
+
+
+def _empty_directory(place: Path, whole: Path) -> None:
+    place.mkdir()
+
+
+def _truncated_manifest(place: Path, whole: Path) -> None:
+    shutil.copytree(whole, place)
+    manifest = place / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-40])
+
+
+def _flipped_manifest(place: Path, whole: Path) -> None:
+    shutil.copytree(whole, place)
+    manifest = place / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"step": 10', b'"step": 11'))
+
+
+def _foreign_manifest(place: Path, whole: Path) -> None:
+    place.mkdir()
+    (place / "manifest.json").write_text('{"name": "an app", "icons": []}')
+
+
+def _latest_of_nothing(place: Path, whole: Path) -> None:
+    shutil.copytree(whole, place / "step-000000000010")
+    (place / "latest").write_text("step-000000000020\n")
+
+
+def _packets(place: Path, whole: Path) -> None:
+    place.mkdir()
+    (place / "latest").write_text("packet-20260131T120000Z-1a2b3c4d-000000000001\n")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_nothing, "is no checkpoint: it has neither manifest.json nor latest"),
+        (_a_file, "is no checkpoint: it has neither manifest.json nor latest"),
+        (_empty_directory, "is no checkpoint: it has neither manifest.json nor latest"),
+        (_truncated_manifest, "manifest.json: not JSON"),
+        (_flipped_manifest, "manifest.json is damaged: its checksum"),
+        (_foreign_manifest, "manifest.json is no manifest of a persia checkpoint"),
+        (_latest_of_nothing, "which is no checkpoint; those there: step-000000000010"),
+        (_packets, "not the name of a step's folder"),
+    ],
+)
+def test_what_is_no_checkpoint_is_said_in_one_line(
+    make: Callable[[Path, Path], None], message: str, bags: EmbeddingBagCollection, tmp_path: Path
+) -> None:
+    place, whole = tmp_path / "place", tmp_path / "a"
+    make(place, whole)
+    for arguments in (
+        ("inspect", place),
+        ("verify", place),
+        ("export", place, tmp_path / "rows"),
+        ("diff", place, whole),
+        ("diff", whole, place),
+    ):
+        result = run(*arguments)
+        assert (result.exit_code, result.stdout) == (1, "")
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("persia-launcher: ")
+        assert str(place) in line
+        assert message in line
+    assert not (tmp_path / "rows").exists()
 
 
 def test_help_teaches() -> None:
