@@ -25,6 +25,8 @@ class Backing {
   virtual Status Write(uint64_t offset, std::span<const std::byte> bytes) = 0;
   virtual void Drain() = 0;
   virtual Status Sync() = 0;
+  // A hint that the bytes are about to be read; returns before they are there.
+  virtual void AskAhead(uint64_t /*offset*/, uint64_t /*count*/) const {}
   // To `size` bytes, the new ones zero. kResourceExhausted: there is no room for them.
   virtual Status Grow(uint64_t size) = 0;
 };

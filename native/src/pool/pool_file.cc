@@ -118,6 +118,11 @@ Status PoolFile::Sync() {
   return Status::Ok();
 }
 
+void PoolFile::AskAhead(uint64_t offset, uint64_t count) const {
+  static_cast<void>(::posix_fadvise(fd_, static_cast<off_t>(offset), static_cast<off_t>(count),
+                                    POSIX_FADV_WILLNEED));
+}
+
 // Allocated, not only extended: a full disk is then an error here and none later, when rows are
 // written, where a mapped one would kill the process.
 Status PoolFile::Grow(uint64_t size) {

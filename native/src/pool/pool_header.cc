@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cstring>
+#include <random>
 #include <span>
 
 // All of the library is in its header.
@@ -13,7 +14,7 @@ namespace {
 
 constexpr uint64_t kMagic = 0x4c4f4f5041535250;        // "PRSAPOOL"
 constexpr uint64_t kExtentMagic = 0x544e545841535250;  // "PRSAXTNT"
-constexpr uint32_t kFormatVersion = 1;
+constexpr uint32_t kFormatVersion = 2;
 
 static_assert(std::endian::native == std::endian::little, "pools are used in place");
 
@@ -69,8 +70,9 @@ StatusOr<PoolHeader> ReadCopy(const Backing& backing, uint64_t number) {
 struct Extent {
   uint64_t magic;
   uint64_t slot_bytes;
+  uint64_t id;
   uint64_t check;
-  uint64_t unused[5];
+  uint64_t unused[4];
 };
 static_assert(sizeof(Extent) == ExtentHeader::kBytes);
 
@@ -114,22 +116,32 @@ Status WriteHeader(PoolHeader* header, Backing* backing) {
   return Status::Ok();
 }
 
-Status WriteExtentHeader(uint64_t pool_id, uint64_t offset, uint32_t slot_bytes, Backing* backing) {
-  Extent extent{.magic = kExtentMagic, .slot_bytes = slot_bytes, .check = 0, .unused = {}};
+uint64_t DrawId() {
+  std::random_device random;
+  return uint64_t{random()} << 32 | random();
+}
+
+Status WriteExtentHeader(uint64_t pool_id, uint64_t offset, const ExtentHeader& header,
+                         Backing* backing) {
+  Extent extent{.magic = kExtentMagic,
+                .slot_bytes = header.slot_bytes,
+                .id = header.id,
+                .check = 0,
+                .unused = {}};
   extent.check = CheckOf(extent, pool_id, offset);
   PERSIA_RETURN_IF_ERROR(backing->Write(offset, std::as_bytes(std::span(&extent, 1))));
   backing->Drain();
   return Status::Ok();
 }
 
-StatusOr<std::optional<uint32_t>> ReadExtentHeader(uint64_t pool_id, uint64_t offset,
-                                                   const Backing& backing) {
+StatusOr<std::optional<ExtentHeader>> ReadExtentHeader(uint64_t pool_id, uint64_t offset,
+                                                       const Backing& backing) {
   Extent extent;
   PERSIA_RETURN_IF_ERROR(backing.Read(offset, std::as_writable_bytes(std::span(&extent, 1))));
   if (extent.magic != kExtentMagic || extent.check != CheckOf(extent, pool_id, offset)) {
-    return std::optional<uint32_t>();
+    return std::optional<ExtentHeader>();
   }
-  return std::optional(static_cast<uint32_t>(extent.slot_bytes));
+  return std::optional(ExtentHeader{static_cast<uint32_t>(extent.slot_bytes), extent.id});
 }
 
 }  // namespace persia::pool

@@ -2,7 +2,9 @@
 //
 // There are two copies, each with a sequence number and a checksum, written in turns: whatever
 // happens to the one that is being written, the other stays. Behind them lie extents, all of one
-// size; an extent begins with the size of its slots.
+// size; an extent begins with the size of its slots and a number that is drawn whenever it is given
+// one. Records are valid with that number alone: what an extent has from before counts for nothing,
+// and need not be erased.
 #pragma once
 
 #include <array>
@@ -38,10 +40,16 @@ Status WriteHeader(PoolHeader* header, Backing* backing);
 
 struct ExtentHeader {
   static constexpr uint64_t kBytes = 64;
+
+  uint32_t slot_bytes = 0;
+  uint64_t id = 0;
 };
-Status WriteExtentHeader(uint64_t pool_id, uint64_t offset, uint32_t slot_bytes, Backing* backing);
-// The size of the extent's slots; nothing where the extent has not been given any.
-StatusOr<std::optional<uint32_t>> ReadExtentHeader(uint64_t pool_id, uint64_t offset,
-                                                   const Backing& backing);
+// For pools and extents.
+uint64_t DrawId();
+Status WriteExtentHeader(uint64_t pool_id, uint64_t offset, const ExtentHeader& header,
+                         Backing* backing);
+// Nothing where the extent has no slots.
+StatusOr<std::optional<ExtentHeader>> ReadExtentHeader(uint64_t pool_id, uint64_t offset,
+                                                       const Backing& backing);
 
 }  // namespace persia::pool

@@ -38,14 +38,14 @@ StatusOr<PoolReport> CheckPool(const std::string& directory) {
   std::unordered_set<uint64_t> signs;
   for (uint64_t i = 0; i < NumExtents(**file, *header); ++i) {
     const uint64_t extent = ExtentOffset(*header, i);
-    auto slot_bytes = ReadExtentHeader(header->pool_id, extent, **file);
-    PERSIA_RETURN_IF_ERROR(slot_bytes.status());
-    if (!*slot_bytes) {
+    auto extent_header = ReadExtentHeader(header->pool_id, extent, **file);
+    PERSIA_RETURN_IF_ERROR(extent_header.status());
+    if (!*extent_header) {
       ++report.num_unassigned_extents;
       continue;
     }
-    PERSIA_RETURN_IF_ERROR(
-        ScanExtent(**file, *header, extent, **slot_bytes, [&](uint64_t, const RowRecord* record) {
+    PERSIA_RETURN_IF_ERROR(ScanExtent(
+        **file, *header, extent, **extent_header, [&](uint64_t, const RowRecord* record) {
           if (record == nullptr) {
             ++report.num_free;
           } else if (!record->IsAliveAt(header->committed)) {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <span>
+#include <vector>
 
 #include "base/thread_pool.h"
 #include "pool/backing.h"
@@ -21,12 +22,19 @@ namespace persia::pool {
 struct RecoveredRow {
   uint64_t address;
   RowHead head;
+  uint64_t age;  // batches between the version and the checkpoint
 };
 // Called by several threads at once, with the rows of an extent.
 using VisitRows = std::function<void(std::span<const RecoveredRow>)>;
 
-// Fills *slots, which is empty, and *num_rows. Durable when it returns.
+// What is empty before.
+struct RecoveredPool {
+  SlotAllocator* slots;
+  std::vector<uint64_t>* extent_ids;
+  uint64_t num_rows = 0;
+};
+// Durable when it returns.
 Status RecoverRows(const PoolHeader& header, ThreadPool* threads, const VisitRows& visit,
-                   Backing* backing, SlotAllocator* slots, uint64_t* num_rows);
+                   Backing* backing, RecoveredPool* recovered);
 
 }  // namespace persia::pool

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <random>
 #include <utility>
 
 #include "pool/pmem_backing.h"
@@ -55,13 +54,8 @@ Status MergeSize(uint64_t size_bytes, PoolHeader* header) {
   return Status::Ok();
 }
 
-uint64_t DrawPoolId() {
-  std::random_device random;
-  return uint64_t{random()} << 32 | random();
-}
-
 PoolHeader NewHeader(const PoolOptions& options) {
-  return {.pool_id = DrawPoolId(),
+  return {.pool_id = DrawId(),
           .extent_bytes = options.extent_bytes,
           .size_bytes = options.size_bytes,
           .schema = options.schema};
@@ -139,9 +133,9 @@ StatusOr<std::unique_ptr<RowPool>> RowPool::Recover(std::unique_ptr<Backing> bac
   PERSIA_RETURN_IF_ERROR(MergeSize(options.size_bytes, &*header));
   std::unique_ptr<RowPool> pool(new RowPool(std::move(backing), options, *header));
   ThreadPool threads(std::max(1u, options.num_threads));
-  uint64_t num_rows = 0;
-  PERSIA_RETURN_IF_ERROR(
-      RecoverRows(*header, &threads, visit, pool->backing_.get(), &pool->slots_, &num_rows));
+  RecoveredPool recovered{.slots = &pool->slots_, .extent_ids = &pool->extent_ids_};
+  PERSIA_RETURN_IF_ERROR(RecoverRows(*header, &threads, visit, pool->backing_.get(), &recovered));
+  const uint64_t num_rows = recovered.num_rows;
   if (num_rows != header->num_rows) {
     return Corruption("the pool had " + std::to_string(header->num_rows) +
                       " rows at its checkpoint of batch " + std::to_string(header->committed) +
@@ -172,15 +166,18 @@ Status RowPool::Fail(Status status) {
   return status;
 }
 
+Status RowPool::CheckSize(uint32_t dim, uint32_t state_floats) const {
+  const uint64_t room = extent_bytes_ - ExtentHeader::kBytes;
+  if (dim != 0 && SlotBytes(size_t{dim} + state_floats) <= room) return Status::Ok();
+  return InvalidArgument(
+      "a row of dim " + std::to_string(dim) + " with " + std::to_string(state_floats) +
+      " floats of state does not fit an extent of the pool, which has " + std::to_string(room) +
+      " bytes; lower the dim, or make a pool of larger extent_bytes");
+}
+
 Status RowPool::CheckWrite(const RowWrite& row) const {
   const RowHead& head = row.head;
-  const uint64_t room = extent_bytes_ - ExtentHeader::kBytes;
-  if (head.dim == 0 || SlotBytes(head.num_floats()) > room) {
-    return InvalidArgument("a row of dim " + std::to_string(head.dim) + " with " +
-                           std::to_string(head.state_floats) +
-                           " floats of state does not fit an extent of the pool, which has " +
-                           std::to_string(room) + " bytes");
-  }
+  PERSIA_RETURN_IF_ERROR(CheckSize(head.dim, head.state_floats));
   if (head.version <= committed_ || head.version >= RowRecord::kNever) {
     return Internal("a row of batch " + std::to_string(head.version) +
                     " is written behind the checkpoint of batch " + std::to_string(committed_));
@@ -201,8 +198,23 @@ std::optional<uint64_t> RowPool::TakeSlot(uint32_t slot_bytes, Status* status) {
     slots_.AddExtent();
     extent = slots_.Assign(slot_bytes);
   }
-  *status = Fail(WriteExtentHeader(pool_id_, *extent, slot_bytes, backing_.get()));
+  *status = Fail(AssignExtent(*extent, slot_bytes));
   return status->ok() ? slots_.Take(slot_bytes) : std::nullopt;
+}
+
+Status RowPool::AssignExtent(uint64_t offset, uint32_t slot_bytes) {
+  const ExtentHeader header{.slot_bytes = slot_bytes, .id = DrawId()};
+  {
+    const std::lock_guard lock(extents_mutex_);
+    extent_ids_.resize(slots_.num_extents());
+    extent_ids_[(offset - PoolHeader::kBytes) / extent_bytes_] = header.id;
+  }
+  return WriteExtentHeader(pool_id_, offset, header, backing_.get());
+}
+
+uint64_t RowPool::SeedOf(uint64_t address) const {
+  const std::shared_lock lock(extents_mutex_);
+  return RecordSeed(extent_ids_[(address - PoolHeader::kBytes) / extent_bytes_], address);
 }
 
 Status RowPool::TakeSlots(std::span<const RowWrite> rows, std::span<uint64_t> addresses) {
@@ -239,7 +251,7 @@ Status RowPool::WriteRecords(std::span<const RowWrite> rows, std::span<const uin
   std::vector<std::byte> slot;
   for (size_t i = 0; i < rows.size(); ++i) {
     slot.resize(SlotBytes(rows[i].head.num_floats()));
-    EncodeRecord(rows[i].head, rows[i].values, RecordSeed(pool_id_, addresses[i]), slot);
+    EncodeRecord(rows[i].head, rows[i].values, SeedOf(addresses[i]), slot);
     PERSIA_RETURN_IF_ERROR(backing_->Write(addresses[i], slot));
   }
   return Status::Ok();
@@ -275,12 +287,12 @@ Status RowPool::Remove(std::span<const RowRemoval> rows) {
   return Status::Ok();
 }
 
-// Records and extents are valid with the pool's number alone: a new one, and there are none.
+// Extents are valid with the pool's number alone: a new one, and there are none.
 Status RowPool::Clear() {
   PERSIA_RETURN_IF_ERROR(CheckHealth());
   std::lock_guard header_lock(header_mutex_);
   PoolHeader header = header_;
-  header.pool_id = DrawPoolId();
+  header.pool_id = DrawId();
   header.committed = 0;
   header.num_rows = 0;
   PERSIA_RETURN_IF_ERROR(WriteHeaderDurably(std::move(header)));
@@ -337,7 +349,7 @@ Status RowPool::Read(uint64_t address, uint64_t sign, RowHead* head,
   std::vector<std::byte> slot(SlotBytes(values.size()));
   PERSIA_RETURN_IF_ERROR(backing_->Read(address, slot));
   RowRecord record;
-  if (!DecodeRecord(slot, RecordSeed(pool_id_, address), &record) || record.head.sign != sign ||
+  if (!DecodeRecord(slot, SeedOf(address), &record) || record.head.sign != sign ||
       record.head.num_floats() != values.size()) {
     return Corruption("the row of sign " + std::to_string(sign) + " at offset " +
                       std::to_string(address) + " of the pool is damaged; load a checkpoint");
@@ -416,11 +428,22 @@ uint64_t RowPool::committed() const {
   return committed_;
 }
 
+bool RowPool::HasRowsInCheckpoints() const {
+  std::lock_guard header_lock(header_mutex_);
+  std::lock_guard lock(mutex_);
+  auto num_rows = static_cast<int64_t>(header_.num_rows);
+  return num_rows > 0 || std::any_of(pending_.begin(), pending_.end(), [&](const Pending& pending) {
+           num_rows += pending.new_rows;
+           return num_rows > 0;
+         });
+}
+
 PoolStats RowPool::stats() const {
   std::lock_guard lock(mutex_);
   return {.size_bytes = slots_.end_of_extents(),
           .max_bytes = max_bytes_,
           .used_bytes = slots_.used_bytes(),
+          .memory_bytes = slots_.memory_bytes() + kept_.capacity() * sizeof(Ended),
           .num_kept = kept_.size(),
           .committed = committed_,
           .num_pending = static_cast<uint32_t>(pending_.size())};

@@ -17,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -57,10 +58,11 @@ struct RowRemoval {
 };
 
 struct PoolStats {
-  uint64_t size_bytes = 0;  // of the file
-  uint64_t max_bytes = 0;   // that it may grow to
-  uint64_t used_bytes = 0;  // of slots with versions that are needed
-  uint64_t num_kept = 0;    // versions that have ended and are kept for a checkpoint
+  uint64_t size_bytes = 0;    // of the file
+  uint64_t max_bytes = 0;     // that it may grow to
+  uint64_t used_bytes = 0;    // of slots with versions that are needed
+  uint64_t memory_bytes = 0;  // of lists of free slots, and of the versions that follow
+  uint64_t num_kept = 0;      // versions that have ended and are kept for a checkpoint
   uint64_t committed = 0;
   uint32_t num_pending = 0;
 };
@@ -95,6 +97,12 @@ class RowPool {
   // Into `values` as many floats as the row has. kCorruption: the device returned something else
   // than the row of this sign that was written there.
   Status Read(uint64_t address, uint64_t sign, RowHead* head, std::span<float> values) const;
+  // A hint that such a row of so many floats is about to be read.
+  void AskAhead(uint64_t address, size_t num_floats) const {
+    backing_->AskAhead(address, SlotBytes(num_floats));
+  }
+  // kInvalidArgument: a row of that dim has no room in an extent.
+  Status CheckSize(uint32_t dim, uint32_t state_floats) const;
 
   // Before anything of a later batch is written; `batch` is above all checkpoints before.
   // kResourceExhausted: too many are pending.
@@ -106,6 +114,8 @@ class RowPool {
   // memory must be written before it changes. Also where others are pending that are older.
   uint64_t last_checkpoint() const;
   uint64_t committed() const;
+  // Whether rows are of the committed checkpoint or of one that may be: they may come back.
+  bool HasRowsInCheckpoints() const;
 
   PoolStats stats() const;
 
@@ -125,6 +135,8 @@ class RowPool {
   Status CheckWrite(const RowWrite& row) const;
   Status TakeSlots(std::span<const RowWrite> rows, std::span<uint64_t> addresses);
   std::optional<uint64_t> TakeSlot(uint32_t slot_bytes, Status* status);
+  Status AssignExtent(uint64_t offset, uint32_t slot_bytes);
+  uint64_t SeedOf(uint64_t address) const;
   Status WriteRecords(std::span<const RowWrite> rows, std::span<const uint64_t> addresses);
   // Ends the version at the address of a row; `version` is the one that comes after it.
   Status End(const RowRemoval& row, std::vector<Ended>* ended);
@@ -137,7 +149,7 @@ class RowPool {
 
   const std::unique_ptr<Backing> backing_;
   const uint32_t max_pending_;
-  uint64_t pool_id_;  // changes with Clear()
+  uint64_t pool_id_;  // changes with Clear(); guarded by mutex_
   const uint64_t extent_bytes_;
   const uint64_t max_bytes_;
   std::atomic<bool> has_failed_{false};
@@ -150,7 +162,11 @@ class RowPool {
   int64_t new_rows_ = 0;          // beyond the last pending checkpoint
   std::vector<Ended> kept_;
 
-  std::mutex header_mutex_;  // taken before mutex_
+  // Apart from the rest, for those who read rows.
+  mutable std::shared_mutex extents_mutex_;
+  std::vector<uint64_t> extent_ids_;
+
+  mutable std::mutex header_mutex_;  // taken before mutex_
   PoolHeader header_;
 };
 

@@ -346,21 +346,53 @@ TEST_P(RowPoolTest, ReadsWhileItGrows) {
   EXPECT_GT(pool_->stats().size_bytes, size);
 }
 
+TEST_P(RowPoolTest, KnowsWhetherCheckpointsHaveRows) {
+  Create();
+  EXPECT_FALSE(pool_->HasRowsInCheckpoints());
+  auto address = Write(1, 1);
+  ASSERT_TRUE(address.ok());
+  EXPECT_FALSE(pool_->HasRowsInCheckpoints()) << "nothing brings it back";
+  ASSERT_TRUE(pool_->BeginCheckpoint(1).ok());
+  EXPECT_TRUE(pool_->HasRowsInCheckpoints());
+  ASSERT_TRUE(Remove(*address, 1, 2).ok());
+  ASSERT_TRUE(pool_->Commit(1).ok());
+  EXPECT_TRUE(pool_->HasRowsInCheckpoints());
+  ASSERT_TRUE(Checkpoint(2).ok());
+  EXPECT_FALSE(pool_->HasRowsInCheckpoints());
+}
+
+TEST_P(RowPoolTest, CountsTheMemoryOfFreeSlotsAndKeptVersions) {
+  Create();
+  constexpr uint64_t kRows = 1000;
+  std::vector<uint64_t> addresses;
+  for (uint64_t sign = 0; sign < kRows; ++sign) addresses.push_back(Write(sign, 1).value());
+  ASSERT_TRUE(Checkpoint(1).ok());
+  const uint64_t before = pool_->stats().memory_bytes;
+  for (uint64_t sign = 0; sign < kRows; ++sign) {
+    ASSERT_TRUE(Remove(addresses[sign], sign, 2).ok());
+  }
+  EXPECT_GE(pool_->stats().memory_bytes, before + kRows * 3 * sizeof(uint64_t));
+  ASSERT_TRUE(Checkpoint(2).ok());
+  EXPECT_GE(pool_->stats().memory_bytes, kRows * sizeof(uint64_t));
+}
+
 INSTANTIATE_TEST_SUITE_P(Kinds, RowPoolTest, ::testing::Values(PoolKind::kFile, PoolKind::kPmem),
                          [](const auto& kind) {
                            return std::string(kind.param == PoolKind::kFile ? "file" : "pmem");
                          });
 
-// A device that fails from some moment on.
+// A device that fails from some moment on, and counts what is written to it.
 class FailingBacking final : public Backing {
  public:
-  FailingBacking(std::unique_ptr<Backing> backing, const std::atomic<bool>* fails)
-      : backing_(std::move(backing)), fails_(*fails) {}
+  FailingBacking(std::unique_ptr<Backing> backing, const std::atomic<bool>* fails,
+                 std::atomic<uint64_t>* written = nullptr)
+      : backing_(std::move(backing)), fails_(*fails), written_(written) {}
   uint64_t size() const override { return backing_->size(); }
   Status Read(uint64_t offset, std::span<std::byte> out) const override {
     return backing_->Read(offset, out);
   }
   Status Write(uint64_t offset, std::span<const std::byte> bytes) override {
+    if (written_ != nullptr) *written_ += bytes.size();
     return backing_->Write(offset, bytes);
   }
   void Drain() override {}
@@ -370,7 +402,41 @@ class FailingBacking final : public Backing {
  private:
   const std::unique_ptr<Backing> backing_;
   const std::atomic<bool>& fails_;
+  std::atomic<uint64_t>* const written_;
 };
+
+// A pool that was cleared has as many extents as before, and hardly anything to recover.
+TEST(RowPoolClearTest, OpenedAgainItWritesNothingOverItsExtents) {
+  std::string directory = ::testing::TempDir() + "row_pool_XXXXXX";
+  ASSERT_NE(::mkdtemp(directory.data()), nullptr);
+  const PoolOptions options{.size_bytes = 1 << 20, .extent_bytes = 4096};
+  {
+    auto pool = RowPool::Create(directory, options);
+    ASSERT_TRUE(pool.ok());
+    for (uint64_t sign = 0; sign < 1000; ++sign) {
+      const std::vector<float> values = kJob.Values(sign, 1);
+      const RowWrite write{kJob.Head(sign, 1), values.data()};
+      uint64_t address = 0;
+      ASSERT_TRUE((*pool)->Write(std::span(&write, 1), std::span(&address, 1)).ok());
+    }
+    ASSERT_GT((*pool)->stats().size_bytes, 20u * 4096);
+    ASSERT_TRUE((*pool)->Clear().ok());
+  }
+  const std::atomic<bool> fails{false};
+  for (int round = 0; round < 2; ++round) {
+    std::atomic<uint64_t> written{0};
+    auto file = PoolFile::Open(directory, PoolFile::Access::kExclusive, true);
+    ASSERT_TRUE(file.ok());
+    RecoveredRows found;
+    auto pool =
+        RowPool::Recover(std::make_unique<FailingBacking>(std::move(*file), &fails, &written),
+                         options, found.Visitor());
+    ASSERT_TRUE(pool.ok()) << pool.status().ToString();
+    EXPECT_LE(written, PoolHeader::kCopyBytes);
+    EXPECT_TRUE(found.rows().empty());
+  }
+  std::filesystem::remove_all(directory);
+}
 
 // What a failed sync has lost, a later one does not report: so nothing is committed after it.
 TEST(RowPoolFailureTest, AfterAFailedSyncNothingIsCommitted) {

@@ -49,8 +49,8 @@ inline size_t SlotBytes(size_t num_floats) {
   return (sizeof(RowRecord) + num_floats * sizeof(float) + 15) / 16 * 16;
 }
 
-// `seed` is the pool's and the slot's own: a record is valid only where it was written.
-inline uint64_t RecordSeed(uint64_t pool_id, uint64_t address) { return pool_id ^ address; }
+// The slot's own: a record is valid only where it was written, and while its extent has its number.
+inline uint64_t RecordSeed(uint64_t extent_id, uint64_t address) { return extent_id ^ address; }
 
 // Fills the slot's bytes from the front; the rest is zero.
 void EncodeRecord(const RowHead& head, const float* values, uint64_t seed,

@@ -16,7 +16,8 @@ namespace persia::pool {
 // that is whole. It returns a Status; the first that is not Ok ends the scan.
 template <typename Visit>
 Status ScanExtent(const Backing& backing, const PoolHeader& pool, uint64_t extent,
-                  uint32_t slot_bytes, Visit visit) {
+                  const ExtentHeader& header, Visit visit) {
+  const uint32_t slot_bytes = header.slot_bytes;
   constexpr uint64_t kChunkBytes = 256 << 10;  // stays in the processor's cache
   const uint64_t chunk = std::max<uint64_t>(1, kChunkBytes / slot_bytes) * slot_bytes;
   std::vector<std::byte> bytes(chunk);
@@ -27,8 +28,8 @@ Status ScanExtent(const Backing& backing, const PoolHeader& pool, uint64_t exten
     for (uint64_t place = 0; place < slots.size(); place += slot_bytes) {
       const uint64_t address = begin + place;
       RowRecord record;
-      const bool is_whole = DecodeRecord(slots.subspan(place, slot_bytes),
-                                         RecordSeed(pool.pool_id, address), &record);
+      const bool is_whole =
+          DecodeRecord(slots.subspan(place, slot_bytes), RecordSeed(header.id, address), &record);
       PERSIA_RETURN_IF_ERROR(visit(address, is_whole ? &record : nullptr));
     }
   }

@@ -56,6 +56,12 @@ void SlotAllocator::ForgetAll() {
   for (uint64_t i = 0; i < count; ++i) AddExtent();
 }
 
+uint64_t SlotAllocator::memory_bytes() const {
+  uint64_t num_addresses = unassigned_.capacity();
+  for (const auto& [_, size] : classes_) num_addresses += size.free.capacity();
+  return num_addresses * sizeof(uint64_t) + slot_bytes_.capacity() * sizeof(uint32_t);
+}
+
 std::optional<uint64_t> SlotAllocator::Assign(uint32_t slot_bytes) {
   if (unassigned_.empty()) return std::nullopt;
   const uint64_t extent = unassigned_.back();

@@ -39,6 +39,8 @@ class SlotAllocator {
   }
   // Bytes of the slots in use.
   uint64_t used_bytes() const { return used_bytes_; }
+  // Of what is kept here.
+  uint64_t memory_bytes() const;
 
  private:
   struct SizeClass {

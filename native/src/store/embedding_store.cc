@@ -59,6 +59,9 @@ Status EmbeddingStore::Impl::ConfigureAlone(const TrainConfig& config, bool repl
                                     [](const Shard& shard) { return shard.size() != 0; });
   if (has_rows) {
     PERSIA_RETURN_IF_ERROR(CheckChange(*config_, config, replace || is_config_recovered_));
+  } else if (tier_ != nullptr && tier_->pool().HasRowsInCheckpoints()) {
+    // They may come back, and are read by the rules that are saved then.
+    PERSIA_RETURN_IF_ERROR(CheckChange(*config_, config, /*replace=*/true));
   }
   if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(SaveRulesIfNew(config));
   const auto num_shards = static_cast<uint32_t>(shards_.size());
@@ -127,9 +130,15 @@ Status EmbeddingStore::Update(std::span<const RowBlock> blocks, const float* gra
   PERSIA_RETURN_IF_ERROR(impl_->CheckTier());
   const auto in_store = impl_->EnterForChange();
   UpdateReport counts;
-  const Status status = impl_->ForEachShard(blocks, [&](Shard& shard, std::span<const Run> runs) {
+  const auto prepare = [&](Shard& shard, std::span<const Run> runs) {
+    return shard.PrepareUpdate(runs);
+  };
+  const auto update = [&](Shard& shard, std::span<const Run> runs) {
     return shard.Update(runs, gradients, &counts);
-  });
+  };
+  // What fails for want of room fails before any gradient is applied: the call may be repeated.
+  const Status status = impl_->tier() == nullptr ? impl_->ForEachShard(blocks, update)
+                                                 : impl_->ForEachShard(blocks, prepare, update);
   if (status.ok()) impl_->CountUpdate();
   if (report != nullptr) *report = counts;
   return status;
@@ -152,15 +161,19 @@ StatusOr<uint64_t> EmbeddingStore::RemoveSmallRows() {
   if (!config.has_value() || !config->HasMinNorm()) return uint64_t{0};
   PERSIA_RETURN_IF_ERROR(impl_->Occupy("removal of small rows"));
   uint64_t num_removed = 0;
+  Status status;
   for (Shard& shard : impl_->shards()) {
     uint64_t next = 0;
-    bool has_more = true;
-    while (has_more) {
+    StatusOr<bool> has_more = true;
+    while (has_more.ok() && *has_more) {
       const std::shared_lock in_store(impl_->in_place_mutex());
       has_more = shard.RemoveSmallRows(kRowsAtATime, &next, &num_removed);
     }
+    status = has_more.status();
+    if (!status.ok()) break;
   }
   impl_->Release();
+  if (!status.ok()) return status;
   return num_removed;
 }
 
@@ -176,6 +189,7 @@ StoreStats EmbeddingStore::stats() const {
   StoreStats stats;
   for (const Shard& shard : impl_->shards()) shard.AddStatsTo(&stats);
   stats.memory_bytes += impl_->slab_memory().unused_bytes();
+  if (impl_->tier() != nullptr) stats.memory_bytes += impl_->tier()->memory_bytes();
   if (impl_->changes() != nullptr) stats.memory_bytes += impl_->changes()->memory_bytes();
   return stats;
 }

@@ -24,6 +24,7 @@
 //    (counted).
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -87,9 +88,17 @@ struct TierOptions {
 };
 struct TierStats {
   uint64_t num_rows = 0;
-  uint64_t num_hot = 0;       // in memory
-  uint64_t num_promoted = 0;  // brought there from the pool
-  uint64_t num_written = 0;   // versions, to the pool
+  uint64_t num_hot = 0;         // in memory
+  uint64_t num_hits = 0;        // rows that lookups found there
+  uint64_t num_misses = 0;      // rows that they had to read from the pool
+  uint64_t num_promoted = 0;    // brought from the pool to memory
+  uint64_t num_prefetched = 0;  // of these, by Prefetch()
+  uint64_t num_unheeded = 0;    // signs that Prefetch() had no room for
+  uint64_t num_demoted = 0;     // that have left memory
+  uint64_t num_passes = 0;      // over a shard's index, for rows to leave
+  uint64_t num_written = 0;     // versions, to the pool
+  // Why the store's thread cannot go on, which tries again; Ok: it can.
+  Status last_error;
   pool::PoolStats pool;
 };
 
@@ -142,6 +151,14 @@ class EmbeddingStore {
   // `committed`. Returns its number, which rises. kFailedPrecondition: there is no tier;
   // kResourceExhausted: too many are pending.
   StatusOr<uint64_t> RequestCheckpoint();
+  // Until that checkpoint, or a later one, is committed. kDeadlineExceeded: it is not yet;
+  // kResourceExhausted: there is no room for it, and as long as that is so it is tried again;
+  // kFailedPrecondition: there is none of this number, or the rows were cleared since.
+  Status WaitCheckpoint(uint64_t batch, std::chrono::milliseconds timeout) const;
+  // A hint, of a store with a tier: the next training lookups name these signs. A thread brings
+  // their rows into memory, in the order of the calls; returns at once. Changes no row, nor the
+  // order of eviction. Where more signs wait than half the cache has rows, the rest is dropped.
+  void Prefetch(std::span<const uint64_t> signs);
   // Nothing where there is no tier.
   std::optional<TierStats> tier_stats() const;
 

@@ -106,6 +106,7 @@ void InPlaceRows::Find(const SignRows& rows, const float* zeros,
 Status InPlaceRows::Insert(uint32_t shard_number, std::span<const MissingRow> missing,
                            LookupReport* report) {
   Shard& shard = store_->shards()[shard_number];
+  Status status;
   std::vector<MissingRow> admitted;
   admitted.reserve(missing.size());
   for (size_t begin = 0; begin < missing.size(); begin += kInsertBlock) {
@@ -113,14 +114,17 @@ Status InPlaceRows::Insert(uint32_t shard_number, std::span<const MissingRow> mi
     for (const MissingRow& row : block) Touch(shard.index().HomeOf(KeyOf(row)));
     for (const MissingRow& row : block) {
       if (!shard.Admit(KeyOf(row))) continue;
-      shard.RemoveOfAnotherDim(KeyOf(row), row.rows->dim);
+      shard.RemoveOfAnotherDim(KeyOf(row), row.rows->dim, &status);
       admitted.push_back(row);
     }
   }
   report->num_missing += missing.size();
   report->num_unadmitted += missing.size() - admitted.size();
+  if (!status.ok()) return status;
   for (const MissingRow& row : admitted) shard.ExpectInsert(KeyOf(row));
-  if (!shard.MakeRoomInGroups(/*keep_batch=*/true, report)) {
+  auto has_room_in_groups = shard.MakeRoomInGroups(/*keep_batch=*/true, report);
+  PERSIA_RETURN_IF_ERROR(has_room_in_groups.status());
+  if (!*has_room_in_groups) {
     return ResourceExhausted(
         "a batch has more distinct IDs of a feature group than the group's capacity leaves room "
         "for "
@@ -128,7 +132,9 @@ Status InPlaceRows::Insert(uint32_t shard_number, std::span<const MissingRow> mi
         std::to_string(num_shards()) +
         " internal shards; raise the slot's capacity or make batches smaller");
   }
-  if (!shard.MakeRoom(admitted.size(), /*keep_batch=*/true, report)) {
+  auto has_room = shard.MakeRoom(admitted.size(), /*keep_batch=*/true, report);
+  PERSIA_RETURN_IF_ERROR(has_room.status());
+  if (!*has_room) {
     return ResourceExhausted("a batch has more distinct IDs than there is room for: capacity is " +
                              std::to_string(shard.capacity()) + " rows in each of " +
                              std::to_string(num_shards()) +

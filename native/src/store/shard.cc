@@ -64,12 +64,15 @@ void Shard::BeginBatch() {
 
 void Shard::RemoveExpired() {
   const auto expired = expiry_.Step(index_, *rules_, now_, std::chrono::steady_clock::now());
-  for (const uint64_t key : expired) Remove(index_.Find(key));
-  lookups_.num_expired += expired.size();
+  for (const uint64_t key : expired) {
+    // Where there is no room to remove it, it is due again with the next walk.
+    if (Remove(index_.Find(key)).ok()) ++lookups_.num_expired;
+  }
 }
 
-Status Shard::LookupForInference(const Run& run, float* rows, LookupReport* counts) const {
+Status Shard::LookupForInference(const Run& run, float* rows, LookupReport* counts) {
   const size_t bytes = run.dim * sizeof(float);
+  uint64_t num_missing = 0, num_cold = 0;
   Status status;
   ForEachRow(run, run.dim, [&](const RowRef& ref, const SignIndex::Entry* entry) {
     float* out = rows + run.FloatOffset(ref);
@@ -80,13 +83,17 @@ Status Shard::LookupForInference(const Run& run, float* rows, LookupReport* coun
     if (tier_ != nullptr) {
       entry = index_.Find(ref.key);
       if (entry != nullptr && IsColdOfDim(*entry, run.dim)) {
+        ++num_cold;
         if (status.ok()) status = CopyCold(*entry, run.dim, out);
         return;
       }
     }
     std::memset(out, 0, bytes);
-    ++counts->num_missing;
+    ++num_missing;
   });
+  counts->num_missing += num_missing;
+  num_hits_ += run.refs.size() - num_missing - num_cold;
+  num_misses_ += num_cold;
   return status;
 }
 
@@ -129,16 +136,24 @@ Status Shard::UseCold(Use use) {
 
 template <typename Use>
 Status Shard::InsertMissing(Use use, LookupReport* counts) {
+  Status status;
+  for (const Missing& missing : missing_) {
+    PERSIA_RETURN_IF_ERROR(CheckFits(missing.ref->key, missing.run->dim));
+  }
   // First, so that no other row goes for want of the room that these leave.
-  for (const Missing& missing : missing_) RemoveOfAnotherDim(missing.ref->key, missing.run->dim);
+  for (const Missing& missing : missing_) {
+    RemoveOfAnotherDim(missing.ref->key, missing.run->dim, &status);
+  }
+  if (!status.ok()) return status;
   if (limits_.is_on()) {
     for (const Missing& missing : missing_) ExpectInsert(missing.ref->key);
-    MakeRoomInGroups(/*keep_batch=*/false, counts);
+    PERSIA_RETURN_IF_ERROR(MakeRoomInGroups(/*keep_batch=*/false, counts).status());
   }
-  MakeRoom(missing_.size(), /*keep_batch=*/false, counts);
+  PERSIA_RETURN_IF_ERROR(MakeRoom(missing_.size(), /*keep_batch=*/false, counts).status());
   for (const auto& [run, ref] : missing_) {
     // A caller that breaks its promise and names a sign twice gets the same row twice.
-    const SignIndex::Entry* entry = RemoveOfAnotherDim(ref->key, run->dim);
+    const SignIndex::Entry* entry = RemoveOfAnotherDim(ref->key, run->dim, &status);
+    if (!status.ok()) return status;
     const uint32_t slot = entry != nullptr ? entry->slot : Insert(ref->key, run->dim, counts);
     if (slot == kNoSlot) return OutOfMemory();
     use(*run, *ref, slot);
@@ -146,10 +161,10 @@ Status Shard::InsertMissing(Use use, LookupReport* counts) {
   return tier_ == nullptr ? Status::Ok() : LimitCache();
 }
 
-SignIndex::Entry* Shard::RemoveOfAnotherDim(uint64_t key, uint32_t dim) {
+SignIndex::Entry* Shard::RemoveOfAnotherDim(uint64_t key, uint32_t dim, Status* status) {
   SignIndex::Entry* entry = index_.Find(key);
   if (entry == nullptr || HasDim(entry, dim)) return entry;
-  Remove(entry);
+  if (Status removed = Remove(entry); !removed.ok()) *status = std::move(removed);
   return nullptr;
 }
 
@@ -169,7 +184,14 @@ Status Shard::LookupForTraining(std::span<const Run> runs, float* rows, LookupRe
   for (const Run& run : runs) {
     UseFound(run, [&](const RowRef& ref, uint32_t slot) { copy(run, ref, slot); });
   }
-  if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(UseCold(copy));
+  if (tier_ != nullptr) {
+    for (const Run& run : runs) num_hits_ += run.refs.size();
+    num_hits_ -= missing_.size();
+    const uint64_t num_promoted = num_promoted_;
+    const Status status = UseCold(copy);
+    num_misses_ += num_promoted_ - num_promoted;
+    if (!status.ok()) return status;
+  }
   counts->num_missing += missing_.size();
   std::erase_if(missing_, [&](const Missing& missing) {
     if (Admit(missing.ref->key)) return false;
@@ -178,6 +200,20 @@ Status Shard::LookupForTraining(std::span<const Run> runs, float* rows, LookupRe
     return true;
   });
   return InsertMissing(copy, counts);
+}
+
+// Only while a checkpoint is pending do changes need room.
+Status Shard::PrepareUpdate(std::span<const Run> runs) {
+  const std::lock_guard lock(mutex_);
+  PERSIA_RETURN_IF_ERROR(LimitCache());
+  if (!tier_->HasPending()) return Status::Ok();
+  Status status;
+  for (const Run& run : runs) {
+    ForEachRow(run, run.dim, [&](const RowRef& ref, const SignIndex::Entry* entry) {
+      if (entry != nullptr && status.ok()) status = WriteForCheckpoint(ref.key, entry->slot);
+    });
+  }
+  return status;
 }
 
 Status Shard::Update(std::span<const Run> runs, const float* gradients, UpdateReport* report) {
@@ -221,7 +257,8 @@ Status Shard::Update(std::span<const Run> runs, const float* gradients, UpdateRe
     }
     steps.Flush();
   }
-  if (tier_ != nullptr && status.ok()) status = LimitCache();
+  // What is applied has not failed: where the cache stays too large, the next call is told.
+  if (tier_ != nullptr) tier_->Fail(LimitCache());
   CountUpdates(counts);
   Add(counts, report);
   return status;
@@ -249,39 +286,49 @@ Status Shard::SetRows(std::span<const Run> runs, const float* rows) {
   return status.ok() ? change_status : status;
 }
 
-bool Shard::MakeRoom(uint64_t num_new, bool keep_batch, LookupReport* counts) {
+StatusOr<bool> Shard::MakeRoom(uint64_t num_new, bool keep_batch, LookupReport* counts) {
   if (keep_batch && num_new > capacity_) return false;
   const uint64_t wanted = index_.size() + num_new;
   uint64_t num_left = wanted > capacity_ ? std::min(wanted - capacity_, index_.size()) : 0;
   for (; num_left > 0; --num_left) {
     SignIndex::Entry* victim = victims_.Pop(index_);
     if (keep_batch && victim->stamp == now_) return false;
-    Remove(victim);
+    PERSIA_RETURN_IF_ERROR(RemoveVictim(victim));
     ++counts->num_evicted;
   }
   return true;
 }
 
-bool Shard::MakeRoomInGroups(bool keep_batch, LookupReport* counts) {
+StatusOr<bool> Shard::MakeRoomInGroups(bool keep_batch, LookupReport* counts) {
+  Status status;
   bool has_room = !keep_batch || !limits_.HasTooMany();
   while (has_room) {
     SignIndex::Entry* victim = limits_.NextVictim(index_);
     if (victim == nullptr) break;
     has_room = !keep_batch || victim->stamp != now_;
     if (!has_room) break;
-    Remove(victim);
+    status = RemoveVictim(victim);
+    if (!status.ok()) break;
     ++counts->num_evicted;
   }
   limits_.ExpectNothing();
+  if (!status.ok()) return status;
   return has_room;
+}
+
+// One that stays is the oldest again.
+Status Shard::RemoveVictim(SignIndex::Entry* entry) {
+  Status status = Remove(entry);
+  if (!status.ok()) ForgetVictims();
+  return status;
 }
 
 uint32_t Shard::Insert(uint64_t key, uint32_t dim, LookupReport* counts) {
   if (limits_.is_on()) {
     ExpectInsert(key);
-    MakeRoomInGroups(/*keep_batch=*/false, counts);
+    if (!MakeRoomInGroups(/*keep_batch=*/false, counts).ok()) return kNoSlot;
   }
-  if (index_.size() >= capacity_) MakeRoom(1, /*keep_batch=*/false, counts);
+  if (index_.size() >= capacity_ && !MakeRoom(1, /*keep_batch=*/false, counts).ok()) return kNoSlot;
   const uint32_t slot = AllocateRow(key, dim, now_);
   if (slot == kNoSlot) return kNoSlot;
   rules_->OfKey(key).Initialize(SignOfKey(key), slabs_.View(slot));
@@ -306,16 +353,18 @@ uint32_t Shard::AllocateRow(uint64_t key, uint32_t dim, uint32_t stamp) {
   return kNoSlot;
 }
 
-void Shard::Remove(SignIndex::Entry* entry) {
+Status Shard::Remove(SignIndex::Entry* entry) {
+  if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(WriteForCheckpoint(entry->key, entry->slot));
   if (snapshot_ != nullptr) [[unlikely]]
     snapshot_->SaveBeforeTouch(*entry, slabs_);
   if (changes_ != nullptr) [[unlikely]]
     changes_->Add(entry->key);
-  if (tier_ != nullptr) tier_->Fail(RemoveFromTier(entry));
+  if (tier_ != nullptr) tier_->Fail(RemoveFromTier(*entry));
   limits_.CountRemoval(entry->key);
   slabs_.Free(entry->slot);
   index_.Erase(entry);
   ++num_removals_;
+  return Status::Ok();
 }
 
 void Shard::CountLookups(const LookupReport& counts) { Add(counts, &lookups_); }
@@ -332,8 +381,8 @@ void Shard::AddStatsTo(StoreStats* stats) const {
   stats->num_rows += index_.size();
   stats->memory_bytes += sizeof(Shard) + index_.memory_bytes() + slabs_.memory_bytes() +
                          victims_.memory_bytes() + coldest_.memory_bytes() +
-                         filter_.memory_bytes() + expiry_.memory_bytes() + limits_.memory_bytes() +
-                         missing_.capacity() * sizeof(Missing);
+                         wanted_.memory_bytes() + filter_.memory_bytes() + expiry_.memory_bytes() +
+                         limits_.memory_bytes() + missing_.capacity() * sizeof(Missing);
   Add(lookups_, &stats->lookups);
   Add(updates_, &stats->updates);
 }

@@ -27,6 +27,7 @@
 #include "store/shard_snapshot.h"
 #include "store/sign_index.h"
 #include "store/victim_queue.h"
+#include "store/wanted_rows.h"
 
 namespace persia::store {
 
@@ -43,6 +44,8 @@ class alignas(64) Shard {
   // Rows and reports as in EmbeddingStore; the counts are added to *report.
   Status Lookup(std::span<const Run> runs, LookupMode mode, float* rows, LookupReport* report);
   Status Update(std::span<const Run> runs, const float* gradients, UpdateReport* report);
+  // Before it where there is a tier: what the pool must have room for.
+  Status PrepareUpdate(std::span<const Run> runs);
   Status SetRows(std::span<const Run> runs, const float* rows);
   void AddStatsTo(StoreStats* stats) const;
   uint64_t size() const;
@@ -55,21 +58,25 @@ class alignas(64) Shard {
   Status Load(std::span<const Run> runs, const LoadedRows& rows, LookupReport* counts);
   void FinishLoad(LookupReport* counts);
   // Removes the rows that are there; of any dim.
-  void RemoveRows(std::span<const Run> runs);
-  // EmbeddingStore::RemoveSmallRows for the next `max_rows` rows from the key *next on; false:
+  Status RemoveRows(std::span<const Run> runs);
+  // EmbeddingStore::RemoveSmallRows for at most `max_rows` rows from the key *next on; false:
   // there are no more. Adds to *num_removed.
-  bool RemoveSmallRows(size_t max_rows, uint64_t* next, uint64_t* num_removed);
+  StatusOr<bool> RemoveSmallRows(size_t max_rows, uint64_t* next, uint64_t* num_removed);
 
   // Of tiers, in shard_tier.cc. From now on, while there are no rows, at most so many (and a
   // sixteenth) are in memory after a call, and the others in the tier.
   void SetTier(Tier* tier, uint64_t cache_rows);
   // A row that was there at the tier's last checkpoint. FinishRecovery() comes behind all of them.
   Status AddRecovered(const pool::RecoveredRow& row);
-  void FinishRecovery(uint64_t committed);
+  Status FinishRecovery();
   // For the keeper: some tens of rows at a time; false: there is no more to do.
   StatusOr<bool> ShrinkCache();
   // Rows that changed up to the batch, from the key *next on.
   StatusOr<bool> WriteBackUpTo(uint64_t batch, uint64_t* next);
+  // For the thread that reads ahead: asks the device for the rows of some keys that are not in
+  // memory; brings them there. Rows that are there stay a while.
+  void AskAhead(std::span<const uint64_t> keys) const;
+  Status FetchAhead(std::span<const uint64_t> keys);
   void AddTierStatsTo(TierStats* stats) const;
 
   std::mutex& mutex() const { return mutex_; }
@@ -93,18 +100,19 @@ class alignas(64) Shard {
   // dim was admitted before. Counts as a sighting of the key.
   bool Admit(uint64_t key);
   // Evicts as many rows as inserting `num_new` needs, the oldest first. With `keep_batch` it stops,
-  // and returns false, where rows of the present batch would have to go.
-  bool MakeRoom(uint64_t num_new, bool keep_batch, LookupReport* counts);
+  // and returns false, where rows of the present batch would have to go. Fails as Remove().
+  StatusOr<bool> MakeRoom(uint64_t num_new, bool keep_batch, LookupReport* counts);
   // The same for feature groups with a capacity, of the keys since the last call. Before
   // MakeRoom(): what goes here leaves room there.
   void ExpectInsert(uint64_t key) { limits_.Expect(key); }
-  bool MakeRoomInGroups(bool keep_batch, LookupReport* counts);
+  StatusOr<bool> MakeRoomInGroups(bool keep_batch, LookupReport* counts);
   // The slot of a new row for a key that has none: its values and state are initial. Where the
   // shard is full the oldest row goes. kNoSlot when there is no memory.
   uint32_t Insert(uint64_t key, uint32_t dim, LookupReport* counts);
-  void Remove(SignIndex::Entry* entry);
-  // The key's entry, or null; a row of another dim goes.
-  SignIndex::Entry* RemoveOfAnotherDim(uint64_t key, uint32_t dim);
+  // kResourceExhausted: a checkpoint wants the row, and the pool has no room for it; it stays.
+  Status Remove(SignIndex::Entry* entry);
+  // The key's entry, or null; a row of another dim goes. *status becomes why it could not.
+  SignIndex::Entry* RemoveOfAnotherDim(uint64_t key, uint32_t dim, Status* status);
   bool HasDim(const SignIndex::Entry* entry, uint32_t dim) const {
     return entry != nullptr && slabs_.dim(entry->slot) == dim;
   }
@@ -130,7 +138,7 @@ class alignas(64) Shard {
   void ForEachRow(const Run& run, size_t row_floats, Use use) const;
 
   size_t StrideOf(const Run& run) const;
-  Status LookupForInference(const Run& run, float* rows, LookupReport* counts) const;
+  Status LookupForInference(const Run& run, float* rows, LookupReport* counts);
   Status LookupForTraining(std::span<const Run> runs, float* rows, LookupReport* counts);
   // The two passes: use(ref, slot) for the rows that are there, the others go to missing_; then
   // use(run, ref, slot) for those, inserted. The second is false when there is no memory.
@@ -153,21 +161,33 @@ class alignas(64) Shard {
     return status->ok();
   }
   void LoadState(const LoadedRows& rows, const RowRef& ref, const RowView& row) const;
-  void Trim(LookupReport* counts);
+  Status RemoveVictim(SignIndex::Entry* entry);
+  Status Trim(LookupReport* counts);
   void RemoveExpired();
   void ForgetVictims();
+  void ForgetOldest();
 
   // In shard_tier.cc. What a row in memory consists of.
   RowShape ShapeOf(uint64_t key, uint32_t dim) const;
   bool IsColdOfDim(const SignIndex::Entry& entry, uint32_t dim) const;
   Status Promote(SignIndex::Entry* entry);
   Status Demote(size_t count);
+  Status DemoteRows(std::span<SignIndex::Entry* const> entries);
+  // Of the rows that were just loaded, as many as the cache has too many.
+  Status DemoteLoaded(std::span<const Run> runs);
   Status WriteBack(std::span<SignIndex::Entry* const> entries);
+  // kCorruption: the row was not made by the rules.
+  Status CheckShape(const pool::RowHead& head) const;
+  // kInvalidArgument: a new row of that dim would be too large for the pool.
+  Status CheckFits(uint64_t key, uint32_t dim) const;
   double SquaredNormOf(const SignIndex::Entry& entry) const;
   Status CopyCold(const SignIndex::Entry& entry, uint32_t dim, float* out) const;
-  // Of a row in memory: what a checkpoint wants of it is written, and its values are new from now.
+  // What a checkpoint wants of the row is written.
+  Status WriteForCheckpoint(uint64_t key, uint32_t slot);
+  // Of a row in memory: the same, and its values are new from now.
   Status BeforeChange(uint64_t key, uint32_t slot);
-  Status RemoveFromTier(SignIndex::Entry* entry);
+  // Behind WriteForCheckpoint().
+  Status RemoveFromTier(const SignIndex::Entry& entry);
   // At the end of a call that brought rows into memory.
   Status LimitCache();
 
@@ -189,9 +209,14 @@ class alignas(64) Shard {
   Tier* tier_ = nullptr;  // null: all rows are in memory, and what follows is not used
   uint64_t cache_rows_ = 0;
   uint64_t num_hot_ = 0;
+  uint64_t num_hits_ = 0;
+  uint64_t num_misses_ = 0;
   uint64_t num_promoted_ = 0;
+  uint64_t num_prefetched_ = 0;
+  uint64_t num_demoted_ = 0;
   uint64_t num_written_ = 0;
   VictimQueue coldest_;
+  WantedRows wanted_;
   LookupReport lookups_;
   UpdateReport updates_;
 };

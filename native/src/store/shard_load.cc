@@ -32,8 +32,7 @@ void Shard::Reserve(uint64_t num_rows) {
 
 Status Shard::Load(std::span<const Run> runs, const LoadedRows& rows, LookupReport* counts) {
   std::lock_guard lock(mutex_);
-  // It knows nothing of older rows that come later.
-  ForgetVictims();
+  ForgetOldest();
   ChangeBatch changed(changes_);
   for (const Run& run : runs) {
     size_t num_touched = 0;
@@ -49,14 +48,16 @@ Status Shard::Load(std::span<const Run> runs, const LoadedRows& rows, LookupRepo
       if (entry != nullptr && IsColdOfDim(*entry, run.dim)) {
         PERSIA_RETURN_IF_ERROR(Promote(entry));
       }
-      entry = RemoveOfAnotherDim(ref.key, run.dim);
+      Status status;
+      entry = RemoveOfAnotherDim(ref.key, run.dim, &status);
+      if (!status.ok()) return status;
       if (entry == nullptr) {
+        PERSIA_RETURN_IF_ERROR(CheckFits(ref.key, run.dim));
         if (AllocateRow(ref.key, run.dim, stamp) == RowSlabs::kNoSlot) return OutOfMemory();
         entry = index_.Find(ref.key);
         ++counts->num_inserted;
       } else {
         if (snapshot_ != nullptr) snapshot_->SaveBeforeTouch(*entry, slabs_);
-        Status status;
         if (!MayChange(ref.key, entry->slot, &status)) return status;
         entry->stamp = stamp;
         changed.Add(ref.key);
@@ -66,8 +67,15 @@ Status Shard::Load(std::span<const Run> runs, const LoadedRows& rows, LookupRepo
       LoadState(rows, ref, row);
     }
   }
-  if (index_.size() > capacity_ + capacity_ / 4) Trim(counts);
-  return tier_ == nullptr ? Status::Ok() : LimitCache();
+  if (index_.size() > capacity_ + capacity_ / 4) PERSIA_RETURN_IF_ERROR(Trim(counts));
+  return tier_ == nullptr ? Status::Ok() : DemoteLoaded(runs);
+}
+
+// The queues know nothing of older rows that come later. Which rows leave the cache meanwhile makes
+// no difference, and to find them takes a pass over the index.
+void Shard::ForgetOldest() {
+  victims_.Clear();
+  limits_.ForgetVictims();
 }
 
 // Their places in the index, all misses at once.
@@ -75,14 +83,16 @@ void Shard::TouchHomes(std::span<const RowRef> refs) const {
   for (const RowRef& ref : refs) Touch(index_.HomeOf(ref.key));
 }
 
-void Shard::RemoveRows(std::span<const Run> runs) {
+Status Shard::RemoveRows(std::span<const Run> runs) {
   std::lock_guard lock(mutex_);
   ForgetVictims();
   for (const Run& run : runs) {
     for (const RowRef& ref : run.refs) {
-      if (SignIndex::Entry* entry = index_.Find(ref.key); entry != nullptr) Remove(entry);
+      SignIndex::Entry* entry = index_.Find(ref.key);
+      if (entry != nullptr) PERSIA_RETURN_IF_ERROR(Remove(entry));
     }
   }
+  return Status::Ok();
 }
 
 void Shard::LoadState(const LoadedRows& rows, const RowRef& ref, const RowView& row) const {
@@ -94,16 +104,18 @@ void Shard::LoadState(const LoadedRows& rows, const RowRef& ref, const RowView& 
   if (row.scalar != nullptr) *row.scalar = rows.scalars[ref.row];
 }
 
-void Shard::Trim(LookupReport* counts) {
-  MakeRoomInGroups(/*keep_batch=*/false, counts);
-  MakeRoom(0, /*keep_batch=*/false, counts);
+Status Shard::Trim(LookupReport* counts) {
+  Status status = MakeRoomInGroups(/*keep_batch=*/false, counts).status();
+  if (status.ok()) status = MakeRoom(0, /*keep_batch=*/false, counts).status();
   ForgetVictims();
+  return status;
 }
 
 void Shard::FinishLoad(LookupReport* counts) {
   std::lock_guard lock(mutex_);
   ForgetVictims();
-  Trim(counts);
+  // Where there is no room for that, rows beyond the capacity go when the next ones come.
+  static_cast<void>(Trim(counts));
 }
 
 }  // namespace persia::store

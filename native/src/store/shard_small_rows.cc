@@ -30,17 +30,19 @@ double Shard::SquaredNormOf(const SignIndex::Entry& entry) const {
   return status.ok() ? SquaredNorm(values.data(), dim) : std::numeric_limits<double>::infinity();
 }
 
-bool Shard::RemoveSmallRows(size_t max_rows, uint64_t* next, uint64_t* num_removed) {
+StatusOr<bool> Shard::RemoveSmallRows(size_t max_rows, uint64_t* next, uint64_t* num_removed) {
   std::lock_guard lock(mutex_);
   if (rules_ == nullptr) return false;
   std::vector<SignIndex::Entry> entries;
-  size_t num_passed = 0;
+  size_t num_passed = 0, num_cold = 0;
   const bool has_ended = index_.ForEachFrom(*next, [&](const SignIndex::Entry& entry) {
-    if (num_passed++ == max_rows) {
+    if (num_passed++ == max_rows || num_cold == kColdRowsAtATime) {
       *next = entry.key;
       return false;
     }
-    if (rules_->OfKey(entry.key).min_norm() > 0) entries.push_back(entry);
+    if (rules_->OfKey(entry.key).min_norm() <= 0) return true;
+    entries.push_back(entry);
+    num_cold += tier_ != nullptr && IsCold(slabs_, entry.slot);
     return true;
   });
   for (const auto& entry : entries) TouchRow(slabs_.values(entry.slot), slabs_.dim(entry.slot));
@@ -48,9 +50,11 @@ bool Shard::RemoveSmallRows(size_t max_rows, uint64_t* next, uint64_t* num_remov
     const double min_norm = rules_->OfKey(entry.key).min_norm();
     return SquaredNormOf(entry) >= min_norm * min_norm;
   });
-  for (const auto& entry : entries) Remove(index_.Find(entry.key));
-  lookups_.num_small += entries.size();
-  *num_removed += entries.size();
+  for (const auto& entry : entries) {
+    PERSIA_RETURN_IF_ERROR(Remove(index_.Find(entry.key)));
+    ++lookups_.num_small;
+    ++*num_removed;
+  }
   return !has_ended;
 }
 

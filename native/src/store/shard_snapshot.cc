@@ -9,6 +9,10 @@
 
 namespace persia::store {
 
+bool ShardSnapshot::IsColdRow(const SignIndex::Entry& entry, const RowSlabs& slabs) const {
+  return pool_ != nullptr && IsCold(slabs, entry.slot);
+}
+
 RowHead ShardSnapshot::HeadOf(const SignIndex::Entry& entry, const RowSlabs& slabs) const {
   const RowShape& shape = slabs.shape(entry.slot);
   return {.sign = SignOfKey(entry.key),
@@ -22,7 +26,7 @@ RowHead ShardSnapshot::HeadOf(const SignIndex::Entry& entry, const RowSlabs& sla
 std::pair<RowHead, const float*> ShardSnapshot::RowOf(const SignIndex::Entry& entry,
                                                       const RowSlabs& slabs,
                                                       std::vector<float>* values) const {
-  if (pool_ == nullptr || !IsCold(slabs, entry.slot)) {
+  if (!IsColdRow(entry, slabs)) {
     return {HeadOf(entry, slabs), slabs.values(entry.slot)};
   }
   pool::RowHead head;
@@ -62,7 +66,7 @@ void ShardSnapshot::TakeSaved(std::vector<RowRecords>* rows) {
 void ShardSnapshot::TakeOver(SignIndex index, RowSlabs slabs) {
   // What comes after the first time has been made since the cut.
   if (is_read_ || std::exchange(has_taken_over_, true)) return;
-  if (pool_ != nullptr) {
+  if (pool_ != nullptr && index.size() != 0) {
     budget_.Fail(FailedPrecondition(
         "the rows were cleared while a snapshot read them from their pool; take another"));
   }
@@ -78,28 +82,34 @@ void ShardSnapshot::RebaseStamp() {
   if (has_taken_over_) RebaseStamps(index_);
 }
 
-void ShardSnapshot::StepThroughIndex(const SignIndex& index, size_t max_rows) {
-  size_t num_passed = 0;
+void ShardSnapshot::StepThroughIndex(const SignIndex& index, const RowSlabs& slabs,
+                                     size_t max_rows) {
+  size_t num_passed = 0, num_cold = 0;
   is_read_ = index.ForEachFrom(next_key_, [&](const SignIndex::Entry& entry) {
-    if (num_passed == max_rows) {
+    if (num_passed == max_rows || num_cold == kColdRowsAtATime) {
       next_key_ = entry.key;
       return false;
     }
     ++num_passed;
-    if (entry.stamp <= stamp_) step_.push_back(entry);
+    if (entry.stamp > stamp_) return true;
+    step_.push_back(entry);
+    num_cold += IsColdRow(entry, slabs);
     return true;
   });
 }
 
 // A row that was made since the cut has a newer stamp: what had the key at the cut was saved when
 // it went, or there was nothing.
-void ShardSnapshot::StepThroughKeys(const SignIndex& index, size_t max_rows) {
+void ShardSnapshot::StepThroughKeys(const SignIndex& index, const RowSlabs& slabs,
+                                    size_t max_rows) {
   const size_t end = std::min(keys_.size(), position_ + max_rows);
+  size_t num_cold = 0;
   for (size_t i = position_; i < end; ++i) Touch(index.HomeOf(keys_[i]));
-  for (; position_ < end; ++position_) {
+  for (; position_ < end && num_cold < kColdRowsAtATime; ++position_) {
     const SignIndex::Entry* entry = index.Find(keys_[position_]);
     if (entry != nullptr && entry->stamp <= stamp_) {
       step_.push_back(*entry);
+      num_cold += IsColdRow(*entry, slabs);
     } else {
       removed_.push_back(keys_[position_]);
     }
@@ -115,7 +125,8 @@ bool ShardSnapshot::Read(const SignIndex& live_index, const RowSlabs& live_slabs
   const RowSlabs& slabs = has_taken_over_ ? slabs_ : live_slabs;
   step_.clear();
   removed_.clear();
-  changes_ == nullptr ? StepThroughIndex(index, max_rows) : StepThroughKeys(index, max_rows);
+  changes_ == nullptr ? StepThroughIndex(index, slabs, max_rows)
+                      : StepThroughKeys(index, slabs, max_rows);
   {
     const std::lock_guard lock(mutex_);
     if (!saved_keys_.empty()) {

@@ -65,9 +65,11 @@ class ShardSnapshot {
   bool IsUnread(uint64_t key) const {
     return !is_read_ && key >= next_key_ && (changes_ == nullptr || changes_->Contains(key));
   }
-  // One step through the keys: what is to be read comes to step_ and removed_.
-  void StepThroughIndex(const SignIndex& index, size_t max_rows);
-  void StepThroughKeys(const SignIndex& index, size_t max_rows);
+  // One step through the keys: what is to be read comes to step_ and removed_. A step ends early
+  // where it has to read from the pool.
+  void StepThroughIndex(const SignIndex& index, const RowSlabs& slabs, size_t max_rows);
+  void StepThroughKeys(const SignIndex& index, const RowSlabs& slabs, size_t max_rows);
+  bool IsColdRow(const SignIndex::Entry& entry, const RowSlabs& slabs) const;
   RowHead HeadOf(const SignIndex::Entry& entry, const RowSlabs& slabs) const;
   // Its head and values; *values is where they come to when they are not in memory. The dim is 0
   // where they cannot be read, which fails the snapshot.

@@ -1,6 +1,7 @@
 // The part of Shard that moves rows between the cache and the pool; see tier.h.
 #include <algorithm>
 #include <array>
+#include <string>
 
 #include "store/shard.h"
 #include "store/tier.h"
@@ -17,30 +18,50 @@ void Shard::SetTier(Tier* tier, uint64_t cache_rows) {
   const std::lock_guard lock(mutex_);
   tier_ = tier;
   cache_rows_ = cache_rows;
-  coldest_ =
-      VictimQueue([this](const SignIndex::Entry& entry) { return !IsCold(slabs_, entry.slot); });
+  coldest_ = VictimQueue([this](const SignIndex::Entry& entry) {
+    return !IsCold(slabs_, entry.slot) && !wanted_.Contains(entry.key);
+  });
+  wanted_ = WantedRows(cache_rows / 4);
+}
+
+// Rules of another store, or of another time, would read past the ends of its rows.
+Status Shard::CheckShape(const pool::RowHead& head) const {
+  const RowShape shape = rules_->OfKey(SignKey(head.sign)).ShapeFor(head.dim);
+  if (shape.state_floats == head.state_floats && shape.has_scalar == (head.has_scalar != 0)) {
+    return Status::Ok();
+  }
+  return Corruption("the pool's row of sign " + std::to_string(head.sign) + " has dim " +
+                    std::to_string(head.dim) + " and " + std::to_string(head.state_floats) +
+                    " floats of optimizer state, and by the file rules beside the pool it has " +
+                    std::to_string(shape.state_floats) +
+                    "; the file is of other rows: put the right one there, or remove both and "
+                    "load a checkpoint");
+}
+
+Status Shard::CheckFits(uint64_t key, uint32_t dim) const {
+  if (tier_ == nullptr) [[likely]]
+    return Status::Ok();
+  return tier_->pool().CheckSize(dim, rules_->OfKey(key).ShapeFor(dim).state_floats);
 }
 
 Status Shard::AddRecovered(const pool::RecoveredRow& row) {
   const std::lock_guard lock(mutex_);
+  PERSIA_RETURN_IF_ERROR(CheckShape(row.head));
   const uint64_t key = SignKey(row.head.sign);
   const uint32_t slot = slabs_.Allocate(slabs_.FindOrAddPool(kColdShape));
   if (slot == RowSlabs::kNoSlot) return OutOfMemory();
-  // The stamp is the end of the version until FinishRecovery() knows how old that is.
-  if (!index_.Insert({key, slot, static_cast<uint32_t>(row.head.version)})) return OutOfMemory();
+  now_ = kStampRebase;  // stamps of the past must be there
+  const auto age = static_cast<uint32_t>(std::min<uint64_t>(row.age, now_));
+  if (!index_.Insert({key, slot, now_ - age})) return OutOfMemory();
   SetCell(slabs_, slot, ColdCell{row.address, row.head.dim, row.head.state_floats});
   limits_.CountInsert(key);
   return Status::Ok();
 }
 
-void Shard::FinishRecovery(uint64_t committed) {
+Status Shard::FinishRecovery() {
   const std::lock_guard lock(mutex_);
-  const auto last = static_cast<uint32_t>(committed);
-  now_ = kStampRebase;
-  index_.ForEach(
-      [&](SignIndex::Entry& entry) { entry.stamp = now_ - std::min(now_, last - entry.stamp); });
   LookupReport counts;
-  Trim(&counts);
+  return Trim(&counts);
 }
 
 RowShape Shard::ShapeOf(uint64_t key, uint32_t dim) const {
@@ -107,63 +128,94 @@ Status Shard::WriteBack(std::span<SignIndex::Entry* const> entries) {
   return Status::Ok();
 }
 
-Status Shard::BeforeChange(uint64_t key, uint32_t slot) {
+Status Shard::WriteForCheckpoint(uint64_t key, uint32_t slot) {
+  if (IsCold(slabs_, slot)) return Status::Ok();
   const uint64_t unsaved = HotCellOf(slabs_, slot).unsaved;
-  if (unsaved != 0 && unsaved <= tier_->last_checkpoint()) [[unlikely]] {
-    SignIndex::Entry entry = {key, slot, 0};
-    SignIndex::Entry* const entries[] = {&entry};
-    PERSIA_RETURN_IF_ERROR(WriteBack(entries));
-  }
+  if (unsaved == 0 || unsaved > tier_->last_checkpoint()) [[likely]]
+    return Status::Ok();
+  SignIndex::Entry entry = {key, slot, 0};
+  SignIndex::Entry* const entries[] = {&entry};
+  return WriteBack(entries);
+}
+
+Status Shard::BeforeChange(uint64_t key, uint32_t slot) {
+  PERSIA_RETURN_IF_ERROR(WriteForCheckpoint(key, slot));
   SetCell(slabs_, slot, HotCell{HotCellOf(slabs_, slot).address, tier_->batch()});
   return Status::Ok();
 }
 
-Status Shard::RemoveFromTier(SignIndex::Entry* entry) {
-  uint64_t address;
-  if (IsCold(slabs_, entry->slot)) {
-    address = ColdCellOf(slabs_, entry->slot).address;
-  } else {
-    --num_hot_;
-    PERSIA_RETURN_IF_ERROR(BeforeChange(entry->key, entry->slot));
-    address = HotCellOf(slabs_, entry->slot).address;
-  }
+Status Shard::RemoveFromTier(const SignIndex::Entry& entry) {
+  const bool is_cold = IsCold(slabs_, entry.slot);
+  const uint64_t address =
+      is_cold ? ColdCellOf(slabs_, entry.slot).address : HotCellOf(slabs_, entry.slot).address;
+  if (!is_cold) --num_hot_;
   if (address == pool::kNoAddress) return Status::Ok();
-  const pool::RowRemoval removal{address, SignOfKey(entry->key), tier_->batch()};
+  const pool::RowRemoval removal{address, SignOfKey(entry.key), tier_->batch()};
   return tier_->pool().Remove({&removal, 1});
 }
 
 // Rows are written many at a time; only then do they leave the cache.
+Status Shard::DemoteRows(std::span<SignIndex::Entry* const> entries) {
+  std::array<SignIndex::Entry*, kRowsAtATime> unsaved;
+  size_t num_unsaved = 0;
+  for (SignIndex::Entry* entry : entries) {
+    if (HotCellOf(slabs_, entry->slot).unsaved != 0) unsaved[num_unsaved++] = entry;
+  }
+  if (num_unsaved > 0) PERSIA_RETURN_IF_ERROR(WriteBack(std::span(unsaved).first(num_unsaved)));
+  const uint32_t cold_pool = slabs_.FindOrAddPool(kColdShape);
+  for (SignIndex::Entry* entry : entries) {
+    const uint32_t cold = slabs_.Allocate(cold_pool);
+    if (cold == RowSlabs::kNoSlot) return OutOfMemory();
+    const RowShape& shape = slabs_.shape(entry->slot);
+    SetCell(slabs_, cold,
+            ColdCell{HotCellOf(slabs_, entry->slot).address, shape.dim, shape.state_floats});
+    slabs_.Free(entry->slot);
+    entry->slot = cold;
+    --num_hot_;
+    ++num_demoted_;
+  }
+  return Status::Ok();
+}
+
+// Rows that stay because there was no room are in their turn again with the next pass.
 Status Shard::Demote(size_t count) {
   std::array<SignIndex::Entry*, kRowsAtATime> oldest;
-  std::array<SignIndex::Entry*, kRowsAtATime> unsaved;
-  const uint32_t cold_pool = slabs_.FindOrAddPool(kColdShape);
   while (count > 0) {
     coldest_.CollectMore(index_);
-    size_t num_oldest = 0, num_unsaved = 0;
+    if (coldest_.is_empty()) wanted_.Clear();  // there are no others
+    size_t num_oldest = 0;
     while (num_oldest < std::min(count, kRowsAtATime)) {
       SignIndex::Entry* entry = coldest_.PopCollected(index_);
       if (entry == nullptr) break;
-      if (IsCold(slabs_, entry->slot)) continue;
+      if (IsCold(slabs_, entry->slot) || wanted_.Contains(entry->key)) continue;
       oldest[num_oldest++] = entry;
-      if (HotCellOf(slabs_, entry->slot).unsaved != 0) unsaved[num_unsaved++] = entry;
     }
-    if (num_unsaved > 0) {
-      PERSIA_RETURN_IF_ERROR(WriteBack(std::span(unsaved).first(num_unsaved)));
-    }
-    for (size_t i = 0; i < num_oldest; ++i) {
-      SignIndex::Entry* entry = oldest[i];
-      const uint32_t cold = slabs_.Allocate(cold_pool);
-      if (cold == RowSlabs::kNoSlot) return OutOfMemory();
-      const RowShape& shape = slabs_.shape(entry->slot);
-      SetCell(slabs_, cold,
-              ColdCell{HotCellOf(slabs_, entry->slot).address, shape.dim, shape.state_floats});
-      slabs_.Free(entry->slot);
-      entry->slot = cold;
-      --num_hot_;
-    }
+    PERSIA_RETURN_IF_ERROR(DemoteRows(std::span(oldest).first(num_oldest)));
     count -= num_oldest;
   }
   return Status::Ok();
+}
+
+Status Shard::DemoteLoaded(std::span<const Run> runs) {
+  std::array<SignIndex::Entry*, kRowsAtATime> rows;
+  size_t num_rows = 0;
+  for (const Run& run : runs) {
+    for (const RowRef& ref : run.refs) {
+      if (num_hot_ <= cache_rows_ + num_rows) break;
+      SignIndex::Entry* entry = index_.Find(ref.key);
+      if (entry == nullptr || IsCold(slabs_, entry->slot)) continue;
+      // A sign that is named twice has one row.
+      if (std::find(rows.begin(), rows.begin() + num_rows, entry) != rows.begin() + num_rows) {
+        continue;
+      }
+      rows[num_rows++] = entry;
+      if (num_rows < kRowsAtATime) continue;
+      PERSIA_RETURN_IF_ERROR(DemoteRows(rows));
+      num_rows = 0;
+    }
+  }
+  PERSIA_RETURN_IF_ERROR(DemoteRows(std::span(rows).first(num_rows)));
+  return LimitCache();
 }
 
 Status Shard::LimitCache() {
@@ -199,11 +251,41 @@ StatusOr<bool> Shard::WriteBackUpTo(uint64_t batch, uint64_t* next) {
   return !has_ended;
 }
 
+void Shard::AskAhead(std::span<const uint64_t> keys) const {
+  const std::lock_guard lock(mutex_);
+  for (const uint64_t key : keys) {
+    const SignIndex::Entry* entry = index_.Find(key);
+    if (entry == nullptr || !IsCold(slabs_, entry->slot)) continue;
+    const ColdCell cell = ColdCellOf(slabs_, entry->slot);
+    tier_->pool().AskAhead(cell.address, size_t{cell.dim} + cell.state_floats);
+  }
+}
+
+// What cannot be brought here, the lookup will be told.
+Status Shard::FetchAhead(std::span<const uint64_t> keys) {
+  const std::lock_guard lock(mutex_);
+  PERSIA_RETURN_IF_ERROR(LimitCache());
+  for (const uint64_t key : keys) {
+    SignIndex::Entry* entry = index_.Find(key);
+    if (entry == nullptr) continue;
+    wanted_.Add(key);
+    if (!IsCold(slabs_, entry->slot)) continue;
+    PERSIA_RETURN_IF_ERROR(Promote(entry));
+    ++num_prefetched_;
+  }
+  return LimitCache();
+}
+
 void Shard::AddTierStatsTo(TierStats* stats) const {
   const std::lock_guard lock(mutex_);
   stats->num_hot += num_hot_;
   stats->num_rows += index_.size();
+  stats->num_hits += num_hits_;
+  stats->num_misses += num_misses_;
   stats->num_promoted += num_promoted_;
+  stats->num_prefetched += num_prefetched_;
+  stats->num_demoted += num_demoted_;
+  stats->num_passes += coldest_.num_passes();
   stats->num_written += num_written_;
 }
 

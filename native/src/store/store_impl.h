@@ -37,7 +37,7 @@ class EmbeddingStore::Impl {
     }
   }
 
-  ~Impl() { StopKeeper(); }
+  ~Impl() { StopThreads(); }
 
   // Of a tier, in store_tier.cc. Once, before all other calls.
   Status OpenTier(const TierOptions& options);
@@ -58,10 +58,10 @@ class EmbeddingStore::Impl {
   // Once true it stays true, and then every shard has rules.
   bool IsConfigured() const { return is_configured_.load(std::memory_order_acquire); }
 
-  // Calls handle(shard, runs) for every shard that the request touches; stops at the first failure.
-  // The caller is in the store.
-  template <typename Handle>
-  Status ForEachShard(std::span<const RowBlock> blocks, Handle handle);
+  // Calls handle(shard, runs) for every shard that the request touches, and of several handles the
+  // next when the one before is through; stops at the first failure. The caller is in the store.
+  template <typename... Handles>
+  Status ForEachShard(std::span<const RowBlock> blocks, Handles... handles);
 
   std::deque<Shard>& shards() { return shards_; }
   // Held shared by the calls of EmbeddingStore; exclusively by InPlaceRows, and where all shards
@@ -120,7 +120,10 @@ class EmbeddingStore::Impl {
   void KeepTier();
   Status ShrinkCaches();
   Status AdvanceCheckpoints();
-  void StopKeeper();
+  // The other thread of a tier's.
+  void FetchAhead();
+  void FetchAhead(uint32_t shard, std::span<const uint64_t> keys);
+  void StopThreads();
 
   SlabMemory slab_memory_;
   std::deque<Shard> shards_;
@@ -138,21 +141,27 @@ class EmbeddingStore::Impl {
   std::string tier_directory_;
   std::optional<TrainConfig> saved_rules_;  // guarded like config_
   std::thread keeper_;
+  std::thread reader_;
 };
 
-template <typename Handle>
-Status EmbeddingStore::Impl::ForEachShard(std::span<const RowBlock> blocks, Handle handle) {
+template <typename... Handles>
+Status EmbeddingStore::Impl::ForEachShard(std::span<const RowBlock> blocks, Handles... handles) {
   BatchPlan& plan = BatchPlan::OfThread();
   const auto num_shards = static_cast<uint32_t>(shards_.size());
   PERSIA_RETURN_IF_ERROR(plan.Build(blocks, num_shards));
   // Each call starts elsewhere, so that calls at the same time do not queue up at every shard.
   const uint32_t first = next_first_shard_.fetch_add(1, std::memory_order_relaxed) % num_shards;
-  for (uint32_t i = 0; i < num_shards; ++i) {
-    const uint32_t shard = (first + i) % num_shards;
-    if (plan.IsEmpty(shard)) continue;
-    PERSIA_RETURN_IF_ERROR(handle(shards_[shard], plan.RunsOf(shard)));
-  }
-  return Status::Ok();
+  const auto pass = [&](const auto& handle) {
+    for (uint32_t i = 0; i < num_shards; ++i) {
+      const uint32_t shard = (first + i) % num_shards;
+      if (plan.IsEmpty(shard)) continue;
+      PERSIA_RETURN_IF_ERROR(handle(shards_[shard], plan.RunsOf(shard)));
+    }
+    return Status::Ok();
+  };
+  Status status;
+  static_cast<void>(((status = pass(handles)).ok() && ...));
+  return status;
 }
 
 }  // namespace persia::store

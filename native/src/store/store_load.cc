@@ -80,11 +80,9 @@ Status StoreLoad::Apply(const Changes& changes) {
   }
   for (const std::span<const uint64_t> signs : changes.removals) {
     const RowBlock block = {1, signs};  // of any dim
-    PERSIA_RETURN_IF_ERROR(
-        store_.ForEachShard({&block, 1}, [](Shard& shard, std::span<const Run> runs) {
-          shard.RemoveRows(runs);
-          return Status::Ok();
-        }));
+    PERSIA_RETURN_IF_ERROR(store_.ForEachShard(
+        {&block, 1},
+        [](Shard& shard, std::span<const Run> runs) { return shard.RemoveRows(runs); }));
   }
   for (const LoadedRows& rows : changes.rows) PERSIA_RETURN_IF_ERROR(AddInStore(rows));
   return Status::Ok();

@@ -4,10 +4,12 @@
 #include <mutex>
 #include <shared_mutex>
 #include <utility>
+#include <vector>
 
 #include "pool/pool_tools.h"
 #include "store/config_change.h"
 #include "store/store_impl.h"
+#include "store/tier_cells.h"
 #include "store/tier_rules.h"
 
 namespace persia::store {
@@ -15,6 +17,10 @@ namespace {
 
 // What a pool's header says of its rows; the rules are beside it (tier_rules.h).
 constexpr const char* kSchema = "embedding rows";
+
+Status NoTier() {
+  return FailedPrecondition("the rows of this store are in memory alone: it has no tier");
+}
 
 }  // namespace
 
@@ -26,9 +32,10 @@ Status EmbeddingStore::Impl::OpenTier(const TierOptions& options) {
   for (uint64_t i = 0; i < num_shards; ++i) {
     shards_[i].SetTier(tier_.get(), options.cache_rows / num_shards +
                                         (i < options.cache_rows % num_shards ? 1 : 0));
-    shards_[i].FinishRecovery(tier_->pool().committed());
+    PERSIA_RETURN_IF_ERROR(shards_[i].FinishRecovery());
   }
   keeper_ = std::thread([this] { KeepTier(); });
+  reader_ = std::thread([this] { FetchAhead(); });
   return CheckTier();
 }
 
@@ -69,7 +76,7 @@ Status EmbeddingStore::Impl::OpenPool(const TierOptions& options) {
     if (pool.ok()) PERSIA_RETURN_IF_ERROR(visited);
   }
   PERSIA_RETURN_IF_ERROR(pool.status());
-  tier_ = std::make_unique<Tier>(std::move(*pool));
+  tier_ = std::make_unique<Tier>(std::move(*pool), options.cache_rows);
   return Status::Ok();
 }
 
@@ -89,10 +96,12 @@ Status EmbeddingStore::Impl::SaveRulesIfNew(const TrainConfig& config) {
 
 void EmbeddingStore::Impl::KeepTier() {
   while (tier_->WaitForWork()) {
-    Status status = ShrinkCaches();
-    if (status.ok()) status = AdvanceCheckpoints();
-    // A full pool may have room again, and calls that need some are told.
-    if (status.code() != StatusCode::kResourceExhausted) tier_->Fail(status);
+    // A checkpoint may need no room, and leaves some: it is tried also where there is none.
+    const Status cache = ShrinkCaches();
+    const Status checkpoints = AdvanceCheckpoints();
+    tier_->Fail(cache);
+    tier_->Fail(checkpoints);
+    tier_->NoteRound(cache, checkpoints);
   }
 }
 
@@ -119,7 +128,7 @@ Status EmbeddingStore::Impl::AdvanceCheckpoints() {
         const std::shared_lock in_store(in_place_mutex_);
         has_more = shard.WriteBackUpTo(*batch, &next);
         PERSIA_RETURN_IF_ERROR(has_more.status());
-        PERSIA_RETURN_IF_ERROR(shard.ShrinkCache().status());
+        tier_->Fail(shard.ShrinkCache().status());
       }
     }
     PERSIA_RETURN_IF_ERROR(tier_->Commit(*batch));
@@ -127,17 +136,58 @@ Status EmbeddingStore::Impl::AdvanceCheckpoints() {
   return Status::Ok();
 }
 
-void EmbeddingStore::Impl::StopKeeper() {
-  if (!keeper_.joinable()) return;
-  tier_->StopKeeper();
-  keeper_.join();
+void EmbeddingStore::Impl::FetchAhead() {
+  const auto num_shards = static_cast<uint32_t>(shards_.size());
+  std::vector<uint64_t> signs;
+  std::vector<std::vector<uint64_t>> keys(num_shards);
+  while (tier_->read_ahead().Take(&signs)) {
+    for (const uint64_t sign : signs) {
+      const uint64_t key = SignKey(sign);
+      keys[ShardOfKey(key, num_shards)].push_back(key);
+    }
+    for (uint32_t i = 0; i < num_shards; ++i) {
+      FetchAhead(i, keys[i]);
+      keys[i].clear();
+    }
+  }
+}
+
+// All are asked for before the first is waited for.
+void EmbeddingStore::Impl::FetchAhead(uint32_t shard_number, std::span<const uint64_t> keys) {
+  Shard& shard = shards_[shard_number];
+  const auto for_each_step = [&](const auto& handle) {
+    for (size_t begin = 0; begin < keys.size(); begin += kColdRowsAtATime) {
+      const std::shared_lock in_store(in_place_mutex_);
+      const auto step = keys.subspan(begin, std::min(kColdRowsAtATime, keys.size() - begin));
+      if (tier_->is_stopping() || !handle(step)) return;
+    }
+  };
+  for_each_step([&](std::span<const uint64_t> step) {
+    shard.AskAhead(step);
+    return true;
+  });
+  for_each_step([&](std::span<const uint64_t> step) { return shard.FetchAhead(step).ok(); });
+}
+
+void EmbeddingStore::Impl::StopThreads() {
+  if (tier_ == nullptr) return;
+  tier_->Stop();
+  if (keeper_.joinable()) keeper_.join();
+  if (reader_.joinable()) reader_.join();
+}
+
+Status EmbeddingStore::WaitCheckpoint(uint64_t batch, std::chrono::milliseconds timeout) const {
+  if (impl_->tier() == nullptr) return NoTier();
+  return impl_->tier()->WaitCheckpoint(batch, timeout);
+}
+
+void EmbeddingStore::Prefetch(std::span<const uint64_t> signs) {
+  if (impl_->tier() != nullptr) impl_->tier()->read_ahead().Add(signs);
 }
 
 StatusOr<uint64_t> EmbeddingStore::RequestCheckpoint() {
   Tier* const tier = impl_->tier();
-  if (tier == nullptr) {
-    return FailedPrecondition("the rows of this store are in memory alone: it has no tier");
-  }
+  if (tier == nullptr) return NoTier();
   const std::unique_lock lock(impl_->in_place_mutex());
   auto batch = tier->BeginCheckpoint();
   if (batch.ok()) tier->Wake();
@@ -149,6 +199,8 @@ std::optional<TierStats> EmbeddingStore::tier_stats() const {
   const std::shared_lock in_store(impl_->in_place_mutex());
   TierStats stats;
   for (const Shard& shard : impl_->shards()) shard.AddTierStatsTo(&stats);
+  stats.num_unheeded = impl_->tier()->read_ahead().num_dropped();
+  stats.last_error = impl_->tier()->last_error();
   stats.pool = impl_->tier()->pool().stats();
   return stats;
 }

@@ -1,6 +1,15 @@
 #include "store/tier.h"
 
+#include <algorithm>
+#include <string>
+
 namespace persia::store {
+namespace {
+
+// Between two attempts to write what there is no room for.
+constexpr std::chrono::milliseconds kRetry{50};
+
+}  // namespace
 
 StatusOr<uint64_t> Tier::BeginCheckpoint() {
   PERSIA_RETURN_IF_ERROR(status());
@@ -14,6 +23,11 @@ StatusOr<uint64_t> Tier::BeginCheckpoint() {
 Status Tier::Commit(uint64_t batch) {
   PERSIA_RETURN_IF_ERROR(this->status());
   const Status status = pool_->Commit(batch);
+  if (status.ok()) {
+    const std::lock_guard lock(mutex_);
+    last_committed_ = batch;
+    progress_.notify_all();
+  }
   // Clear() may have come in between.
   return pool_->oldest_pending() == batch || pool_->committed() == batch ? status : Status::Ok();
 }
@@ -22,14 +36,53 @@ Status Tier::Clear() {
   PERSIA_RETURN_IF_ERROR(status());
   PERSIA_RETURN_IF_ERROR(pool_->Clear());
   last_checkpoint_ = 0;
+  last_committed_ = 0;
+  const std::lock_guard lock(mutex_);
+  checkpoint_error_ = Status::Ok();
+  progress_.notify_all();
   return Status::Ok();
 }
 
+Status Tier::WaitCheckpoint(uint64_t batch, std::chrono::milliseconds timeout) const {
+  constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);
+  const auto deadline = std::chrono::steady_clock::now() + std::min(timeout, kLongest);
+  std::unique_lock lock(mutex_);
+  while (true) {
+    if (last_committed_ >= batch && batch != 0) return Status::Ok();
+    if (has_failed_) return failure_;
+    if (batch == 0 || last_checkpoint_ < batch) {
+      return FailedPrecondition("no checkpoint of number " + std::to_string(batch) +
+                                " is pending: it was not asked for, or the rows were cleared "
+                                "since; ask for another");
+    }
+    if (!checkpoint_error_.ok()) return checkpoint_error_;
+    if (std::chrono::steady_clock::now() >= deadline) {
+      return DeadlineExceeded("checkpoint " + std::to_string(batch) + " was not committed within " +
+                              std::to_string(timeout.count()) +
+                              " ms; it is still pending: wait longer");
+    }
+    progress_.wait_until(lock, deadline);
+  }
+}
+
 void Tier::Fail(const Status& status) {
-  if (status.ok() || has_failed_.load()) return;
+  if (status.ok() || status.code() == StatusCode::kResourceExhausted || has_failed_.load()) return;
   const std::lock_guard lock(mutex_);
   failure_ = status;
   has_failed_ = true;
+  progress_.notify_all();
+}
+
+void Tier::NoteRound(const Status& cache, const Status& checkpoints) {
+  const std::lock_guard lock(mutex_);
+  cache_error_ = cache;
+  checkpoint_error_ = checkpoints;
+  progress_.notify_all();
+}
+
+Status Tier::last_error() const {
+  const std::lock_guard lock(mutex_);
+  return checkpoint_error_.ok() ? cache_error_ : checkpoint_error_;
 }
 
 Status Tier::status() const {
@@ -48,17 +101,23 @@ void Tier::Wake() {
 
 bool Tier::WaitForWork() {
   std::unique_lock lock(mutex_);
-  wake_.wait(lock, [this] { return is_stopping_.load() || has_work_.load(); });
+  const auto has_work = [this] { return is_stopping_.load() || has_work_.load(); };
+  if (cache_error_.ok() && checkpoint_error_.ok()) {
+    wake_.wait(lock, has_work);
+  } else {
+    wake_.wait_for(lock, kRetry, has_work);
+  }
   has_work_ = false;
   return !is_stopping_;
 }
 
-void Tier::StopKeeper() {
+void Tier::Stop() {
   {
     const std::lock_guard lock(mutex_);
     is_stopping_ = true;
   }
   wake_.notify_one();
+  read_ahead_.Stop();
 }
 
 }  // namespace persia::store

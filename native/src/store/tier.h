@@ -7,10 +7,14 @@
 //
 // Batches are counted from the pool's last checkpoint on: that number is a row's version. At a
 // checkpoint nothing is written. A row that changed up to it and is not in the pool yet is written
-// before it changes again, the others by the keeper, who then commits.
+// before it changes again, the others by the keeper, who then commits. Where there is no room for
+// that the keeper tries again, and says so to those who ask.
+//
+// A second thread, the reader, brings rows into the cache that are about to be looked up.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -19,17 +23,22 @@
 
 #include "base/status.h"
 #include "pool/row_pool.h"
+#include "store/read_ahead.h"
 
 namespace persia::store {
 
 class Tier {
  public:
-  explicit Tier(std::unique_ptr<pool::RowPool> pool)
+  Tier(std::unique_ptr<pool::RowPool> pool, uint64_t cache_rows)
       : pool_(std::move(pool)),
+        read_ahead_(cache_rows / 2),
         batch_(pool_->committed() + 1),
-        last_checkpoint_(pool_->committed()) {}
+        last_checkpoint_(pool_->committed()),
+        last_committed_(pool_->committed()) {}
 
   pool::RowPool& pool() const { return *pool_; }
+  ReadAhead& read_ahead() { return read_ahead_; }
+  uint64_t memory_bytes() const { return pool_->stats().memory_bytes + read_ahead_.memory_bytes(); }
 
   // The version of what changes now. It never falls: read with a shard locked, a row's versions
   // rise.
@@ -37,37 +46,52 @@ class Tier {
   void CountBatch() { batch_.fetch_add(1, std::memory_order_relaxed); }
 
   // Rows that changed up to it, and that the pool does not have, are written before they change.
-  uint64_t last_checkpoint() const { return last_checkpoint_; }
+  uint64_t last_checkpoint() const { return last_checkpoint_.load(std::memory_order_relaxed); }
+  // Whether there may be such rows.
+  bool HasPending() const { return last_committed_.load() < last_checkpoint(); }
   // The caller has the store for himself. Returns the checkpoint's number.
   StatusOr<uint64_t> BeginCheckpoint();
   // The same. All rows and checkpoints go.
   Status Clear();
   // The oldest pending checkpoint, all rows of which are in the pool.
   Status Commit(uint64_t batch);
+  // EmbeddingStore::WaitCheckpoint.
+  Status WaitCheckpoint(uint64_t batch, std::chrono::milliseconds timeout) const;
 
   // What failed where no caller could be told: from then on all calls are. The pool's last
   // checkpoint is what remains.
+  // Where there was no room, nothing has failed: who needs some is told.
   void Fail(const Status& status);
   Status status() const;
 
   // For the keeper.
   void Wake();
-  // False: the store is being closed.
+  // Soon, also without a Wake(), after something has not come about. False: the store is being
+  // closed.
   bool WaitForWork();
-  void StopKeeper();
+  // What became of keeping the cache small, and of the pending checkpoints.
+  void NoteRound(const Status& cache, const Status& checkpoints);
+  // Of the last round; Ok: nothing is in the way.
+  Status last_error() const;
+  void Stop();
   bool is_stopping() const { return is_stopping_.load(std::memory_order_relaxed); }
 
  private:
   const std::unique_ptr<pool::RowPool> pool_;
+  ReadAhead read_ahead_;
   std::atomic<uint64_t> batch_;
-  uint64_t last_checkpoint_;  // changes with nobody else in the store
+  std::atomic<uint64_t> last_checkpoint_;  // changes with nobody else in the store
+  std::atomic<uint64_t> last_committed_;
 
   std::atomic<bool> has_failed_ = false;
   std::atomic<bool> has_work_ = false;
   std::atomic<bool> is_stopping_ = false;
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable wake_;
+  mutable std::condition_variable progress_;  // of checkpoints
   Status failure_;
+  Status cache_error_;       // of the last round
+  Status checkpoint_error_;  // of the last round
 };
 
 }  // namespace persia::store

@@ -30,6 +30,9 @@ struct ColdCell {
   uint32_t state_floats;
 };
 
+// Of a pool, while a shard is kept from other calls: some ten microseconds from memory.
+inline constexpr size_t kColdRowsAtATime = 16;
+
 inline constexpr uint32_t kCellFloats = 4;
 static_assert(sizeof(HotCell) == kCellFloats * sizeof(float));
 static_assert(sizeof(ColdCell) == kCellFloats * sizeof(float));

@@ -63,20 +63,23 @@ class Script {
     bool operator==(const Row&) const = default;
   };
   static std::map<uint64_t, Row> Rows(EmbeddingStore& store) {
-    std::map<uint64_t, Row> rows;
     auto snapshot = StoreSnapshot::Begin(store, {});
     EXPECT_TRUE(snapshot.ok()) << snapshot.status().ToString();
+    return Rows(**snapshot);
+  }
+  static std::map<uint64_t, Row> Rows(StoreSnapshot& snapshot) {
+    std::map<uint64_t, Row> rows;
     const auto add = [&](const RowRecords& records) {
       records.ForEach([&](const RowHead& head, const float* values) {
         Row row = {{values, values + head.num_floats()}, head.scalar};
         EXPECT_TRUE(rows.emplace(head.sign, std::move(row)).second) << "read twice";
       });
     };
-    for (uint32_t shard = 0; shard < (*snapshot)->num_shards(); ++shard) {
+    for (uint32_t shard = 0; shard < snapshot.num_shards(); ++shard) {
       StatusOr<bool> has_more = true;
       while (has_more.ok() && *has_more) {
         StoreSnapshot::Batch batch;
-        has_more = (*snapshot)->Read(shard, 50, &batch);
+        has_more = snapshot.Read(shard, 50, &batch);
         add(batch.read);
         for (const RowRecords& records : batch.saved) add(records);
       }

@@ -4,12 +4,15 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+#include <atomic>
 #include <filesystem>
 #include <fstream>
 #include <thread>
 
 #include "store/in_place_rows.h"
 #include "store/store_load.h"
+#include "store/tier_cells.h"
 #include "store/tier_script_test_util.h"
 #include "store/tier_test_util.h"
 
@@ -211,6 +214,71 @@ TEST_F(TierTest, AFullPoolIsAnErrorAndTheCheckpointStays) {
   EXPECT_EQ(Script::Rows(*store_), ScriptModel().RowsAt(30));
 }
 
+// What a shard without rows forgets, a snapshot does not miss.
+TEST_F(TierTest, RulesMayChangeWhileASnapshotIsReadAndAShardIsEmpty) {
+  Create();
+  std::vector<uint64_t> signs;
+  for (uint64_t sign = 0; signs.size() < 60; ++sign) {
+    if (ShardOfKey(SignKey(sign), Script::kOptions.num_internal_shards) == 1) signs.push_back(sign);
+  }
+  Lookup(*store_, signs, Script::kDim);
+  const auto expected = Script::Rows(*store_);
+  auto snapshot = StoreSnapshot::Begin(*store_, {});
+  ASSERT_TRUE(snapshot.ok());
+  TrainConfig slower = Script::Config();
+  slower.optimizer.lr = 0.01f;
+  ASSERT_TRUE(store_->Configure(slower, /*replace=*/true).ok());
+  EXPECT_EQ(Script::Rows(**snapshot), expected);
+  EXPECT_EQ(expected.size(), 60u);
+}
+
+// While a shard is kept from other calls, some rows are read from the pool and no more.
+TEST_F(TierTest, StepsOfASnapshotReadFewRowsFromThePool) {
+  Create();
+  ASSERT_TRUE(store_->TrackChanges(1000).ok());
+  for (uint64_t first = 0; first < 200; first += 20) {
+    Lookup(*store_, Range(first, first + 20), Script::kDim);
+  }
+  for (const bool takes_changes : {false, true}) {
+    auto snapshot =
+        takes_changes ? StoreSnapshot::TakeChanges(*store_, {}) : StoreSnapshot::Begin(*store_, {});
+    ASSERT_TRUE(snapshot.ok());
+    StatusOr<bool> has_more = true;
+    uint64_t num_rows = 0;
+    for (uint32_t shard = 0; shard < 3; ++shard) {
+      for (has_more = true; *has_more;) {
+        StoreSnapshot::Batch batch;
+        has_more = (*snapshot)->Read(shard, 10'000, &batch);
+        ASSERT_TRUE(has_more.ok()) << has_more.status().ToString();
+        EXPECT_LE(batch.read.num_rows(), kColdRowsAtATime + Script::kCacheRows / 2);
+        num_rows += batch.read.num_rows();
+      }
+    }
+    EXPECT_EQ(num_rows, store_->size());
+  }
+}
+
+// A pass over the index for each block would make the time that loading takes that of the square.
+TEST_F(TierTest, LoadingDoesNotLookForTheColdestRowsWithEachBlock) {
+  Create();
+  auto load = StoreLoad::Begin(*store_);
+  ASSERT_TRUE(load.ok());
+  const std::vector<float> rows(20 * Script::kDim, 1.0f);
+  for (uint64_t first = 0; first < 220; first += 20) {
+    const auto signs = Range(first, first + 20);
+    const std::vector<uint32_t> ages(signs.size(), static_cast<uint32_t>(220 - first));
+    ASSERT_TRUE(
+        (*load)
+            ->Add({.dim = Script::kDim, .signs = signs, .ages = ages, .embeddings = rows.data()})
+            .ok());
+    EXPECT_LE(store_->tier_stats()->num_hot, Script::kCacheRows * 17 / 16);
+  }
+  (*load)->Finish();
+  EXPECT_LE(store_->tier_stats()->num_passes, 3u);
+  EXPECT_EQ(store_->size(), 220u);
+  EXPECT_EQ(Peek(*store_, Range(0, 20), Script::kDim), rows);
+}
+
 TEST_F(TierTest, SaysWhyItCannotBeOpened) {
   EXPECT_EQ(StatusOfOpen(directory_.Tier(2)).code(), StatusCode::kInvalidArgument);
   TierOptions nowhere = directory_.Tier(Script::kCacheRows);
@@ -256,6 +324,7 @@ TEST_F(TierTest, ThreadsTrainWhileCheckpointsAreTaken) {
         Lookup(*store_, signs, 2);
         Update(*store_, signs, 2, std::vector<float>(signs.size() * 2, -1.0f));
         if (step % 8 == static_cast<int>(t)) static_cast<void>(store_->RequestCheckpoint());
+        store_->Prefetch(signs);
       }
     });
   }
@@ -264,6 +333,57 @@ TEST_F(TierTest, ThreadsTrainWhileCheckpointsAreTaken) {
   Open();
   EXPECT_EQ(Peek(*store_, Range(0, kThreads * kRows), 2),
             std::vector<float>(kThreads * kRows * 2, float{kSteps}));
+}
+
+// Each update is in the checkpoint as a whole or not at all, and the last one before it is.
+TEST_F(TierTest, ThreadsTrainPastACheckpointThatIsOfOneMoment) {
+  constexpr uint64_t kThreads = 3, kRows = 40;
+  TrainConfig config = SgdConfig(1.0f);
+  config.initializer = {.lower = 0.0f, .upper = 0.0f, .seed = 0};
+  config.weight_bound = 0.0f;
+  const auto signs_of = [](uint64_t t) { return Range(t * kRows, (t + 1) * kRows); };
+  Open();
+  ASSERT_TRUE(store_->Configure(config).ok());
+  std::array<std::atomic<int>, kThreads> num_steps{};
+  for (int round = 0; round < 3; ++round) {
+    std::atomic<bool> stops = false;
+    std::vector<std::thread> threads;
+    for (uint64_t t = 0; t < kThreads; ++t) {
+      threads.emplace_back([&, t] {
+        const auto signs = signs_of(t);
+        while (!stops) {
+          Lookup(*store_, signs, 2);
+          Update(*store_, signs, 2, std::vector<float>(signs.size() * 2, -1.0f));
+          ++num_steps[t];
+        }
+      });
+    }
+    const auto wait_for_steps = [&] {
+      for (const auto& steps : num_steps) {
+        const int end = steps + 3;
+        EXPECT_TRUE(Eventually([&] { return steps >= end; }));
+      }
+    };
+    wait_for_steps();
+    std::array<int, kThreads> before{}, after{};
+    for (uint64_t t = 0; t < kThreads; ++t) before[t] = num_steps[t];
+    auto batch = store_->RequestCheckpoint();
+    for (uint64_t t = 0; t < kThreads; ++t) after[t] = num_steps[t] + 1;
+    wait_for_steps();
+    EXPECT_TRUE(batch.ok());
+    EXPECT_TRUE(store_->WaitCheckpoint(*batch, std::chrono::minutes(1)).ok());
+    stops = true;
+    for (std::thread& thread : threads) thread.join();
+    Open();
+    for (uint64_t t = 0; t < kThreads; ++t) {
+      const std::vector<float> rows = Peek(*store_, signs_of(t), 2);
+      EXPECT_EQ(rows, std::vector<float>(rows.size(), rows[0]));
+      const int steps = static_cast<int>(rows[0]);
+      EXPECT_TRUE(before[t] <= steps && steps <= after[t])
+          << before[t] << " " << steps << " " << after[t];
+      num_steps[t] = steps;
+    }
+  }
 }
 
 }  // namespace

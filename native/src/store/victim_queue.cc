@@ -62,6 +62,7 @@ SignIndex::Entry* VictimQueue::PopCollected(const SignIndex& index) {
 
 void VictimQueue::Collect(const SignIndex& index) {
   const auto is_candidate = [this](const SignIndex::Entry& entry) { return IsCandidate(entry); };
+  ++num_passes_;
   const Buckets buckets = CountStamps(index, is_candidate);
   uint32_t last = 0;
   uint64_t wanted = buckets.counts[0];

@@ -34,7 +34,10 @@ class VictimQueue {
   void CollectMore(const SignIndex& index) {
     if (victims_.empty()) Collect(index);
   }
+  bool is_empty() const { return victims_.empty(); }
   void Clear() { victims_ = {}; }
+  // Over the index, to collect.
+  uint64_t num_passes() const { return num_passes_; }
   uint64_t memory_bytes() const { return victims_.capacity() * sizeof(Victim); }
 
  private:
@@ -50,6 +53,7 @@ class VictimQueue {
 
   std::function<bool(const SignIndex::Entry&)> is_candidate_;  // none: all are
   std::vector<Victim> victims_;                                // newest first: taken from the back
+  uint64_t num_passes_ = 0;
 };
 
 // Stamps are 32 bits; after four thousand million batches they begin anew: each falls by 2^31, and
