@@ -141,6 +141,7 @@ class Checkpoints:
         keep_last: int | None = None,
         optimizer: dict[str, Any] | None = None,
         keep_small_rows: bool = False,
+        in_place: bool = False,
         blocking: bool = True,
     ) -> None:
         """Writes `dense` files and all rows; what `url` had of either is replaced, the rest stays.
@@ -148,6 +149,7 @@ class Checkpoints:
 
         Without `blocking` it returns once every server has its snapshot, so that training may go on; an error
         is raised by `wait_for_dump`. With `keep_last`, `url` is a directory of checkpoints (versions.py).
+        With `in_place` rows stay in the servers' pools, which go back to this checkpoint once it is complete.
         """
         self.wait_for_dump()
         self.wait_for_load()
@@ -160,6 +162,8 @@ class Checkpoints:
             self._deadline_s,
             directory=target,
             keep_small_rows=keep_small_rows,
+            in_place=in_place,
+            step=step,
         )
         position = None if self.feed is None else self.feed.pause()
         try:
@@ -228,7 +232,8 @@ class Checkpoints:
         with until_loaded:
             operation.apply()
             if self.feed is not None:
-                self.feed.loaded(section, may_have_changed=not blocking)
+                # Followers can load no rows that are in place: they need another checkpoint to begin with.
+                self.feed.loaded(section, may_have_changed=not blocking or section.in_place)
         get_default_logger().info(
             "loaded %d rows, %s, from %s in %.1f s",
             section.num_rows,
@@ -288,7 +293,8 @@ class Checkpoints:
                 section = operation.finish(optimizer, position) if operation.peers else None
                 old, new = _merged(target, step, dense_section, section)
                 (target / MANIFEST_NAME).replace(new.encode())
-            if section is not None and self.feed is not None:
+                operation.commit()
+            if section is not None and not section.in_place and self.feed is not None:
                 self.feed.dumped(target, section, has_dense=dense_section is not None)
         except BaseException:
             operation.give_up()

@@ -89,7 +89,9 @@ struct TierStats {
   uint64_t num_rows = 0;
   uint64_t num_hot = 0;       // in memory
   uint64_t num_promoted = 0;  // brought there from the pool
+  uint64_t num_demoted = 0;   // that left it again, for the pool
   uint64_t num_written = 0;   // versions, to the pool
+  uint64_t batch = 0;         // what changes now is of; the one after `pool.committed`: nothing did
   pool::PoolStats pool;
 };
 
@@ -140,8 +142,16 @@ class EmbeddingStore {
   // Of a store with a tier. What was changed up to now is what the store goes back to, once the
   // checkpoint is committed, which comes about beside other calls: when tier_stats() has it as
   // `committed`. Returns its number, which rises. kFailedPrecondition: there is no tier;
-  // kResourceExhausted: too many are pending.
-  StatusOr<uint64_t> RequestCheckpoint();
+  // kResourceExhausted: too many are pending. One that is held is written, and then waits for the
+  // caller's word, like all after it; there is one at a time.
+  StatusOr<uint64_t> RequestCheckpoint(bool held = false);
+  // Of the held one: what is to be committed, once all of it is in the pool. What keeps it from
+  // getting there, such as kResourceExhausted; kFailedPrecondition: it is not held (any more).
+  StatusOr<std::optional<pool::PreparedCheckpoint>> PreparedCheckpoint(uint64_t number) const;
+  // kFailedPrecondition: it is not held, or not prepared.
+  Status CommitCheckpoint(uint64_t number);
+  // It is given up: the store goes back to the one before.
+  Status DropCheckpoint(uint64_t number);
   // Nothing where there is no tier.
   std::optional<TierStats> tier_stats() const;
 

@@ -190,6 +190,7 @@ class alignas(64) Shard {
   uint64_t cache_rows_ = 0;
   uint64_t num_hot_ = 0;
   uint64_t num_promoted_ = 0;
+  uint64_t num_demoted_ = 0;
   uint64_t num_written_ = 0;
   VictimQueue coldest_;
   LookupReport lookups_;

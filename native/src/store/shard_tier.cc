@@ -161,6 +161,7 @@ Status Shard::Demote(size_t count) {
       entry->slot = cold;
       --num_hot_;
     }
+    num_demoted_ += num_oldest;
     count -= num_oldest;
   }
   return Status::Ok();
@@ -204,6 +205,7 @@ void Shard::AddTierStatsTo(TierStats* stats) const {
   stats->num_hot += num_hot_;
   stats->num_rows += index_.size();
   stats->num_promoted += num_promoted_;
+  stats->num_demoted += num_demoted_;
   stats->num_written += num_written_;
 }
 

@@ -93,6 +93,7 @@ void EmbeddingStore::Impl::KeepTier() {
     if (status.ok()) status = AdvanceCheckpoints();
     // A full pool may have room again, and calls that need some are told.
     if (status.code() != StatusCode::kResourceExhausted) tier_->Fail(status);
+    tier_->NoteTrouble(status);
   }
 }
 
@@ -111,6 +112,7 @@ Status EmbeddingStore::Impl::ShrinkCaches() {
 // Once a checkpoint has begun, no row changes up to it any more: one pass over the rows is enough.
 Status EmbeddingStore::Impl::AdvanceCheckpoints() {
   while (const auto batch = tier_->pool().oldest_pending()) {
+    if (tier_->IsPrepared(*batch)) return Status::Ok();  // whoever holds it has the word
     for (Shard& shard : shards_) {
       uint64_t next = 0;
       StatusOr<bool> has_more = true;
@@ -122,9 +124,14 @@ Status EmbeddingStore::Impl::AdvanceCheckpoints() {
         PERSIA_RETURN_IF_ERROR(shard.ShrinkCache().status());
       }
     }
-    PERSIA_RETURN_IF_ERROR(tier_->Commit(*batch));
+    PERSIA_RETURN_IF_ERROR(tier_->EndCheckpoint(*batch));
   }
   return Status::Ok();
+}
+
+StatusOr<Tier*> EmbeddingStore::Impl::RequireTier() const {
+  if (tier_ != nullptr) return tier_.get();
+  return FailedPrecondition("the rows of this store are in memory alone: it has no tier");
 }
 
 void EmbeddingStore::Impl::StopKeeper() {
@@ -133,15 +140,38 @@ void EmbeddingStore::Impl::StopKeeper() {
   keeper_.join();
 }
 
-StatusOr<uint64_t> EmbeddingStore::RequestCheckpoint() {
-  Tier* const tier = impl_->tier();
-  if (tier == nullptr) {
-    return FailedPrecondition("the rows of this store are in memory alone: it has no tier");
-  }
+StatusOr<uint64_t> EmbeddingStore::RequestCheckpoint(bool held) {
+  auto tier = impl_->RequireTier();
+  PERSIA_RETURN_IF_ERROR(tier.status());
   const std::unique_lock lock(impl_->in_place_mutex());
-  auto batch = tier->BeginCheckpoint();
-  if (batch.ok()) tier->Wake();
+  auto batch = (*tier)->BeginCheckpoint(held);
+  if (batch.ok()) (*tier)->Wake();
   return batch;
+}
+
+StatusOr<std::optional<pool::PreparedCheckpoint>> EmbeddingStore::PreparedCheckpoint(
+    uint64_t number) const {
+  auto tier = impl_->RequireTier();
+  PERSIA_RETURN_IF_ERROR(tier.status());
+  return (*tier)->PreparedHeld(number);
+}
+
+Status EmbeddingStore::CommitCheckpoint(uint64_t number) {
+  auto tier = impl_->RequireTier();
+  PERSIA_RETURN_IF_ERROR(tier.status());
+  const std::shared_lock in_store(impl_->in_place_mutex());
+  PERSIA_RETURN_IF_ERROR((*tier)->CommitHeld(number));
+  (*tier)->Wake();  // for checkpoints behind it
+  return Status::Ok();
+}
+
+Status EmbeddingStore::DropCheckpoint(uint64_t number) {
+  auto tier = impl_->RequireTier();
+  PERSIA_RETURN_IF_ERROR(tier.status());
+  const std::shared_lock in_store(impl_->in_place_mutex());
+  PERSIA_RETURN_IF_ERROR((*tier)->DropHeld(number));
+  (*tier)->Wake();
+  return Status::Ok();
 }
 
 std::optional<TierStats> EmbeddingStore::tier_stats() const {
@@ -149,6 +179,7 @@ std::optional<TierStats> EmbeddingStore::tier_stats() const {
   const std::shared_lock in_store(impl_->in_place_mutex());
   TierStats stats;
   for (const Shard& shard : impl_->shards()) shard.AddTierStatsTo(&stats);
+  stats.batch = impl_->tier()->batch();
   stats.pool = impl_->tier()->pool().stats();
   return stats;
 }

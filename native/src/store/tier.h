@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "base/status.h"
@@ -38,17 +39,25 @@ class Tier {
 
   // Rows that changed up to it, and that the pool does not have, are written before they change.
   uint64_t last_checkpoint() const { return last_checkpoint_; }
-  // The caller has the store for himself. Returns the checkpoint's number.
-  StatusOr<uint64_t> BeginCheckpoint();
+  // The caller has the store for himself. Returns the checkpoint's number. One that is held is not
+  // committed before CommitHeld(); there is one at a time.
+  StatusOr<uint64_t> BeginCheckpoint(bool held);
   // The same. All rows and checkpoints go.
   Status Clear();
-  // The oldest pending checkpoint, all rows of which are in the pool.
-  Status Commit(uint64_t batch);
+  // The oldest pending checkpoint, all rows of which are in the pool: it is committed or, if it is
+  // held, prepared.
+  Status EndCheckpoint(uint64_t batch);
+  bool IsPrepared(uint64_t batch) const;
+  StatusOr<std::optional<pool::PreparedCheckpoint>> PreparedHeld(uint64_t batch) const;
+  Status CommitHeld(uint64_t batch);
+  Status DropHeld(uint64_t batch);
 
   // What failed where no caller could be told: from then on all calls are. The pool's last
   // checkpoint is what remains.
   void Fail(const Status& status);
   Status status() const;
+  // What keeps the keeper from going on for now, such as a pool that is full; kOk: nothing.
+  void NoteTrouble(const Status& status);
 
   // For the keeper.
   void Wake();
@@ -58,6 +67,10 @@ class Tier {
   bool is_stopping() const { return is_stopping_.load(std::memory_order_relaxed); }
 
  private:
+  Status Commit(uint64_t batch);
+  // The caller holds mutex_.
+  Status CheckHeld(uint64_t batch) const;
+
   const std::unique_ptr<pool::RowPool> pool_;
   std::atomic<uint64_t> batch_;
   uint64_t last_checkpoint_;  // changes with nobody else in the store
@@ -68,6 +81,9 @@ class Tier {
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable wake_;
   Status failure_;
+  Status trouble_;
+  std::optional<uint64_t> held_;
+  std::optional<pool::PreparedCheckpoint> prepared_;  // the held one
 };
 
 }  // namespace persia::store
