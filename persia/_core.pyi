@@ -191,6 +191,9 @@ HAS_PMEM: bool  # whether pools of kind "pmem" can be opened: libpmem was there 
 def create_pool(directory: str, size_bytes: int, kind: str, schema: str, extent_bytes: int) -> None: ...
 def inspect_pool(directory: str) -> dict[str, Any]: ...  # works while a server has the pool
 def check_pool(directory: str) -> dict[str, Any]: ...  # UnavailableError: a server has it
+def commit_pool(
+    directory: str, *, batch: int, num_rows: int, pool_id: int, sequence: int
+) -> None: ...  # what prepared_checkpoint() returned; FailedPreconditionError: changed or opened since
 def grow_pool(directory: str, size_bytes: int) -> None: ...
 
 class OpenPool:
@@ -287,6 +290,20 @@ def flatten_strings(
 def hash_string_buffer(offsets: NDArray[np.int64], data: Buffer) -> NDArray[np.uint64]:
     """The IDs of the strings data[offsets[i]:offsets[i + 1]]."""
 
+class TierOptions:
+    """Of a store whose rows are in a pool, but for a cache in memory."""
+
+    def __init__(
+        self,
+        *,
+        directory: str,
+        kind: str,
+        size_bytes: int,
+        cache_rows: int,
+        syncs: bool = True,
+        num_threads: int = 1,
+    ) -> None: ...
+
 class ParameterServer:
     def __init__(
         self,
@@ -297,6 +314,7 @@ class ParameterServer:
         num_internal_shards: int,
         num_handler_threads: int = 2,
         read_only: bool = False,  # answers lookups only, and only after mark_loaded()
+        tier: TierOptions | None = None,
     ) -> None: ...
     def start(self, host: str, port: int) -> int: ...  # returns the port; may be called once
     def mark_loaded(self) -> None: ...
@@ -325,6 +343,13 @@ class ParameterServer:
     def begin_apply(
         self, train_config: TrainConfig, *, is_from_nothing: bool = False, with_state: bool = True
     ) -> CheckpointLoader: ...  # of another store's changes
+    def tier_stats(self) -> dict[str, int] | None: ...  # None: rows are in memory alone
+    def request_checkpoint(self) -> int: ...  # held: it waits for one of the two calls below
+    def prepared_checkpoint(
+        self, number: int
+    ) -> dict[str, int] | None: ...  # None: rows are still being written; for commit_pool()
+    def commit_checkpoint(self, number: int) -> None: ...
+    def drop_checkpoint(self, number: int) -> None: ...
 
 class EmbeddingWorker:
     """The embedding worker role: engine, connections to the parameter servers, RPC service."""
@@ -413,6 +438,7 @@ class EmbeddedClient(EmbeddingClient):
         capacity: int = 1_000_000_000,
         num_internal_shards: int = 16,
         forward_buffer_size: int = 1000,
+        tier: TierOptions | None = None,
     ) -> None: ...
     def register_batch(self, loader_index: int, id_features: Buffer) -> BatchReference: ...
     def num_missing_rows(self) -> int: ...  # unique IDs that lookups have read as zeros, so far
@@ -436,6 +462,13 @@ class EmbeddedClient(EmbeddingClient):
     def begin_apply(
         self, train_config: TrainConfig, *, is_from_nothing: bool = False, with_state: bool = True
     ) -> CheckpointLoader: ...  # of another store's changes
+    def tier_stats(self) -> dict[str, int] | None: ...  # None: rows are in memory alone
+    def request_checkpoint(self) -> int: ...  # held: it waits for one of the two calls below
+    def prepared_checkpoint(
+        self, number: int
+    ) -> dict[str, int] | None: ...  # None: rows are still being written; for commit_pool()
+    def commit_checkpoint(self, number: int) -> None: ...
+    def drop_checkpoint(self, number: int) -> None: ...
 
 class BagBatch:
     """A batch between its lookup and its update."""

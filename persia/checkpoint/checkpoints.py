@@ -150,6 +150,7 @@ class Checkpoints:
         optimizer: dict[str, Any] | None = None,
         keep_small_rows: bool = False,
         with_state: bool = True,
+        in_place: bool = False,
         blocking: bool = True,
     ) -> None:
         """Writes `dense` files and all rows; what `url` had of either is replaced, the rest stays.
@@ -158,7 +159,10 @@ class Checkpoints:
 
         Without `blocking` it returns once every server has its snapshot, so that training may go on; an error
         is raised by `wait_for_dump`. With `keep_last`, `url` is a directory of checkpoints (versions.py).
+        With `in_place` rows stay in the servers' pools, which go back to this checkpoint once it is complete.
         """
+        if in_place and not with_state:
+            raise InvalidArgumentError("in_place=True keeps rows whole: it cannot be with with_state=False")
         self.wait_for_dump()
         self.wait_for_load()
         target = _target(Location.of(url), step, keep_last)
@@ -171,6 +175,8 @@ class Checkpoints:
             directory=target,
             keep_small_rows=keep_small_rows,
             with_state=with_state,
+            in_place=in_place,
+            step=step,
         )
         operation.on_progress = progress = ShownProgress(f"dumping to {target}")
         position = None if self.feed is None else self.feed.pause()
@@ -243,7 +249,8 @@ class Checkpoints:
         with until_loaded:
             operation.apply()
             if self.feed is not None:
-                self.feed.loaded(section, may_have_changed=not blocking)
+                # Followers can load no rows that are in place: they need another checkpoint to begin with.
+                self.feed.loaded(section, may_have_changed=not blocking or section.in_place)
         get_default_logger().info(
             "loaded %d rows, %s, from %s in %.1f s",
             section.num_rows,
@@ -301,7 +308,8 @@ class Checkpoints:
                 section = operation.finish(optimizer, position) if operation.peers else None
                 old, new = _merged(target, step, dense_section, section)
             _publish(operation, new)
-            if section is not None and self.feed is not None:
+            operation.commit()
+            if section is not None and not section.in_place and self.feed is not None:
                 self.feed.dumped(target, section, has_dense=dense_section is not None)
         finally:
             self._resume_feed()

@@ -58,7 +58,7 @@ _MAX_PARALLEL_CALLS = 32
 class Progress:
     """How far all servers are together."""
 
-    phase: str  # "writing", "checking", "loading"
+    phase: str  # "writing", "checking", "loading", "committing"
     done_bytes: int
     done_rows: int
     total_rows: int  # 0: not known
@@ -176,6 +176,8 @@ class DumpOperation(Operation):
     directory: Location = field(kw_only=True)
     keep_small_rows: bool = field(default=False, kw_only=True)  # those below their slot's min_norm
     with_state: bool = field(default=True, kw_only=True)  # of the optimizer
+    in_place: bool = field(default=False, kw_only=True)  # rows stay in the servers' pools
+    step: int | None = field(default=None, kw_only=True)  # of the training loop
 
     def begin(self) -> None:
         """Returns when every server has taken its snapshot: training may go on."""
@@ -189,6 +191,8 @@ class DumpOperation(Operation):
                 "directory": str(self.directory),
                 "keep_small_rows": self.keep_small_rows,
                 "with_state": self.with_state,
+                "in_place": self.in_place,
+                "step": self.step,
             }
             self._ask_all(Verb.DUMP, arguments)
         except BaseException:
@@ -200,13 +204,28 @@ class DumpOperation(Operation):
     ) -> EmbeddingSection:
         """Waits until all is written. `packets`: the last one that was cut before `begin`."""
         try:
-            reports = self._await("writing", State.DONE)
+            reports = self._await("writing", State.CHECKED if self.in_place else State.DONE)
             section = replace(self._section(reports, optimizer), packets=packets)
             check_visible(self.directory, section.files)
             return section
         except BaseException:
             self.give_up()
             raise
+
+    def commit(self) -> None:
+        """After `finish` and once the manifest names the rows: those in place are what servers go back to."""
+        if not self.in_place:
+            return
+        try:
+            self._ask_all(Verb.APPLY)
+            self._await("committing", State.DONE)
+        except PersiaError as failure:
+            get_default_logger().warning(
+                "the checkpoint in %s is complete, but a server was lost before it could say so; it will find "
+                "out when it starts again: %s",
+                self.directory,
+                failure,
+            )
 
     def give_up(self) -> None:
         """Leaves nothing behind."""
@@ -227,6 +246,7 @@ class DumpOperation(Operation):
             "files": [file for result in results for file in result.get("files", ())],
             "optimizer": optimizer,
             "has_state": self.with_state,
+            "in_place": self.in_place,
         }
         return EmbeddingSection.from_json(values, what)
 
@@ -255,7 +275,7 @@ class LoadOperation(Operation):
         if section is None:
             raise NotFoundError(f"{self.directory} has no embeddings: only its dense part was dumped")
         config = train_config.hex() if train_config is not None else section.train_config
-        if config is None:
+        if config is None and not section.in_place:
             raise FailedPreconditionError(
                 f"{self.directory} was dumped before the servers had an optimizer, and has no rows to load"
             )
@@ -271,6 +291,7 @@ class LoadOperation(Operation):
             "with_state": with_state,
             "fresh_state": fresh_state,
             "strict": strict,
+            "in_place": section.dump_id if section.in_place else None,
         }
         try:
             self._ask_all(Verb.LOAD, arguments)

@@ -21,7 +21,7 @@ from persia.checkpoint.fields import as_object, bool_at, hex_at, list_at, text_a
 from persia.checkpoint.position import Position, is_packet_folder
 from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.storage import Location
-from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError
+from persia.errors import CorruptionError, FailedPreconditionError, InvalidArgumentError, NotFoundError
 from persia.messaging.payloads import json_int
 
 __all__ = [
@@ -93,7 +93,7 @@ class FileEntry:
 class ServerEntry:
     """What one parameter server held at the cut."""
 
-    step: int  # updates that it had applied
+    step: int  # updates that it had applied; of rows in place the number of its pool's checkpoint
     num_rows: int
 
 
@@ -110,6 +110,15 @@ class EmbeddingSection:
     optimizer: Mapping[str, Any] | None = None  # its settings for people, when the context knew them
     packets: Position | None = None  # the last packet whose changes are all in these rows
     has_state: bool = True  # of the optimizer
+    in_place: bool = False  # in the servers' pools, and in no files
+
+    def require_files(self, directory: Location) -> None:
+        """FailedPreconditionError: only the servers that have the rows can go back to them."""
+        if self.in_place:
+            raise FailedPreconditionError(
+                f"the rows of {directory} are in the pools of the servers that trained them, and in no files: "
+                "start a job over these pools, load it there, and dump to files"
+            )
 
     @property
     def num_rows(self) -> int:
@@ -125,6 +134,7 @@ class EmbeddingSection:
             "created_at": self.created_at,
             "num_virtual_shards": NUM_VIRTUAL_SHARDS,
             "num_rows": self.num_rows,
+            "in_place": self.in_place,
             "optimizer": self.optimizer,
             "has_state": self.has_state,
             "packets": None if self.packets is None else self.packets.to_json(),
@@ -159,8 +169,11 @@ class EmbeddingSection:
             optimizer=None if optimizer is None else as_object(optimizer, f"{what}: optimizer"),
             packets=None if packets is None else Position.from_json(packets, what),
             has_state="has_state" not in values or bool_at(values, "has_state", what),  # from version 2 on
+            in_place=values.get("in_place") is True,
         )
-        if sum(file.num_rows for file in section.files) != section.num_rows:
+        if section.in_place and section.files:
+            raise CorruptionError(f"{what}: its rows are in place, and it names files of rows")
+        if not section.in_place and sum(file.num_rows for file in section.files) != section.num_rows:
             raise CorruptionError(
                 f"{what}: its files have {sum(file.num_rows for file in section.files)} rows, its servers "
                 f"had {section.num_rows}"

@@ -53,6 +53,7 @@ class RowReader:
         if self.manifest.embeddings is None:
             raise NotFoundError(f"{self.location} has no embeddings: only its dense part was dumped")
         self.section: EmbeddingSection = self.manifest.embeddings
+        self.section.require_files(self.location)
         self._files = [ShardFile(self.location, entry) for entry in self.section.files]
 
     def blocks(

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from persia.checkpoint.manifest import FileEntry, Manifest, is_dump_id
 from persia.checkpoint.protocol import Report, State
 from persia.checkpoint.schema import RowSchema
+from persia.checkpoint.server_pool import ServerPool
 from persia.checkpoint.shard_file import Chunk, ShardFile, write_shard_file
 from persia.checkpoint.storage import Location
 from persia.errors import (
@@ -73,6 +74,7 @@ class ServerShare:
     # that is preempted while it holds the GIL keeps the training waiting for it.
     gives_way: bool = False
     log: CheckpointLog = field(default_factory=CheckpointLog)
+    pool: ServerPool | None = None  # None: rows are in memory alone
 
 
 class ServerJob(ABC):
@@ -356,6 +358,7 @@ class LoadJob(TwoPhaseJob):
         section = manifest.embeddings
         if section is None:
             raise InvalidArgumentError(f"{self._directory} has no embeddings")
+        section.require_files(self._directory)
         if section.schema is not None and self._share.schema is not None:
             changes = section.schema.changes_to(self._share.schema)
             if changes and self._arguments.get("strict") is not False:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from persia.checkpoint.pool_jobs import PoolDumpJob, PoolLoadJob
 from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.checkpoint.server_changes import ChangesJob, ServerChanges
 from persia.checkpoint.server_job import DumpJob, LoadJob, ServerJob, ServerShare, TwoPhaseJob
@@ -90,5 +91,9 @@ class CheckpointService:
     def _make(self, request: Request) -> ServerJob:
         if request.verb is Verb.TAKE:
             return ChangesJob(request.operation, self._share, self._lease_s, request.arguments, self._changes)
-        kind = DumpJob if request.verb is Verb.DUMP else LoadJob
+        kind: type[DumpJob | LoadJob | PoolDumpJob | PoolLoadJob]
+        if request.arguments.get("in_place"):
+            kind = PoolDumpJob if request.verb is Verb.DUMP else PoolLoadJob
+        else:
+            kind = DumpJob if request.verb is Verb.DUMP else LoadJob
         return kind(request.operation, self._share, self._lease_s, request.arguments)

@@ -10,6 +10,7 @@ from persia.config.global_config import (
     GlobalConfig,
     InferConfig,
     MetricsConfig,
+    StorageConfig,
 )
 from persia.config.loading import (
     load_embedding_config,
@@ -30,6 +31,7 @@ __all__ = [
     "MetricsConfig",
     "SlotConfig",
     "SlotsConfig",
+    "StorageConfig",
     "load_embedding_config",
     "load_global_config",
     "parse_embedding_config",

@@ -22,6 +22,7 @@ __all__ = [
     "GlobalConfig",
     "InferConfig",
     "MetricsConfig",
+    "StorageConfig",
 ]
 
 
@@ -93,6 +94,37 @@ class EmbeddingWorkerConfig(Section):
     buffered_data_expired_sec: Annotated[int, Range(1, UINT32_MAX)] = 1000
 
 
+_STORAGE_KINDS = ("dram", "file", "pmem")
+_LEAST_POOL_BYTES = 32 << 20  # a header and one extent
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageConfig(Section):
+    """Where the rows of one parameter server are."""
+
+    kind: str = "dram"  # in memory alone; file, pmem: in a pool, but for a cache in memory
+    path: str | None = None  # the directory of the servers' pools
+    size_bytes: Annotated[int, Range(_LEAST_POOL_BYTES, 1 << 50)] = 1 << 40  # that a pool may grow to
+    cache_rows: Annotated[int, Range(1)] = 1_000_000
+    syncs: bool = True  # kind file: checkpoints wait for the device
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind not in _STORAGE_KINDS:
+            raise ConfigError(f"kind={show(self.kind)} must be one of {', '.join(_STORAGE_KINDS)}")
+        if self.kind == "dram" and self.path is not None:
+            raise ConfigError(
+                f"path={show(self.path)} with kind='dram', which has no pool: set kind: file or pmem, or "
+                "leave it out"
+            )
+        if self.kind != "dram" and not self.path:
+            raise ConfigError(f"path is missing: kind={show(self.kind)} needs the directory of the pools")
+
+    @property
+    def has_pool(self) -> bool:
+        return self.kind != "dram"
+
+
 _MAX_INCREMENTAL_BUFFER = 1 << 29  # twice as many changed rows are remembered at most, 2**30 natively
 
 
@@ -112,6 +144,7 @@ class EmbeddingParameterServerConfig(Section):
     incremental_interval_ms: Annotated[int, Range(10, 86_400_000)] = 500  # at most between packets
     incremental_dense_interval_sec: Annotated[int, Range(0, UINT32_MAX)] = 10  # 0: in every packet
     incremental_keep_packets: Annotated[int, Range(1, UINT32_MAX)] = 3600
+    storage: StorageConfig = field(default_factory=StorageConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,6 +152,11 @@ class EmbeddingParameterServerConfig(Section):
             raise ConfigError(
                 f"num_hashmap_internal_shards={self.num_hashmap_internal_shards} must not be above "
                 f"capacity={self.capacity}: every shard holds at least one row"
+            )
+        if self.storage.has_pool and self.num_hashmap_internal_shards > self.storage.cache_rows:
+            raise ConfigError(
+                f"storage.cache_rows={self.storage.cache_rows} must not be below "
+                f"num_hashmap_internal_shards={self.num_hashmap_internal_shards}, which divide it"
             )
         if self.enable_incremental_update:
             self._check_incremental()
@@ -144,3 +182,13 @@ class GlobalConfig(Section):
     embedding_parameter_server_config: EmbeddingParameterServerConfig = field(
         default_factory=EmbeddingParameterServerConfig
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        storage = self.embedding_parameter_server_config.storage
+        if self.common_config.job_type != "Train" and storage.has_pool:
+            raise ConfigError(
+                f"embedding_parameter_server_config.storage.kind={show(storage.kind)} with "
+                f"job_type={show(self.common_config.job_type)}: servers of an inference job keep their rows in "
+                "memory; set kind: dram"
+            )

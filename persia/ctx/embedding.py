@@ -17,14 +17,17 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from persia import env
+from persia._native import TierOptions
 from persia.checkpoint import dense
 from persia.checkpoint.checkpoints import Checkpoints, Source
 from persia.checkpoint.peers import LocalPeer, Peer, find_servers
 from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.server_changes import IncrementalSettings, ServerChanges
 from persia.checkpoint.server_job import ServerShare
+from persia.checkpoint.server_pool import ServerPool
 from persia.checkpoint.service import CheckpointService
 from persia.checkpoint.storage import Location
+from persia.config import GlobalConfig, SlotsConfig
 from persia.ctx.base import BaseCtx, PreprocessMode, Terminated
 from persia.data.cluster import Cluster, ClusterBackend
 from persia.data.embedded import (
@@ -104,6 +107,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         self._resources = contextlib.ExitStack()  # closed in reverse order when the context ends
         self._cluster: Cluster | None = None
         self._embedded_job: EmbeddedJob | None = None
+        self._pool: ServerPool | None = None  # of an embedded job whose rows are not in memory alone
         self._announced = False
         self._find_peers: Callable[[], list[Peer]] | None = None  # of checkpoints that are not shared
         self._global_config = global_config
@@ -278,17 +282,22 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         *,
         step: int | None = None,
         keep_last: int | None = None,
+        in_place: bool = False,
     ) -> None:
         """Writes the dense model and all embeddings to `dst_dir`: a directory, or a URL that fsspec knows.
 
         What was there stays readable until the new checkpoint is complete, and then goes. `blocking=False`
         returns once every server has taken a snapshot, and `wait_for_dump_embedding` raises what fails later.
         `keep_last=N` makes `dst_dir` a directory of checkpoints, named by `step`, of which N are kept.
+        `in_place=True` is for servers with pools (docs/tiers.md): rows stay there, and `dst_dir` gets the dense
+        model and what ties it to them. Servers go back to these rows, and only they can load this checkpoint.
         A model that TorchScript cannot compile (InvalidArgumentError) costs nothing but its TorchScript.
         """
         states = {dense_filename: self._require_model()}
         jit_name = jit_dense_filename if with_jit_model else None
-        self._dump(dst_dir, states, jit_name, blocking=blocking, step=step, keep_last=keep_last)
+        self._dump(
+            dst_dir, states, jit_name, blocking=blocking, step=step, keep_last=keep_last, in_place=in_place
+        )
 
     def load_checkpoint(
         self,
@@ -317,13 +326,21 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         step: int | None = None,
         keep_last: int | None = None,
         with_state: bool = True,
+        in_place: bool = False,
     ) -> None:
         """As `dump_checkpoint`, embeddings only; a dense model that is in `dst_dir` stays.
 
         `with_state=False` leaves the optimizer's state out: smaller, and enough for whoever serves the rows.
         """
         self._dump(
-            dst_dir, {}, None, blocking=blocking, step=step, keep_last=keep_last, with_state=with_state
+            dst_dir,
+            {},
+            None,
+            blocking=blocking,
+            step=step,
+            keep_last=keep_last,
+            with_state=with_state,
+            in_place=in_place,
         )
 
     def load_embedding(
@@ -411,6 +428,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         step: int | None,
         keep_last: int | None,
         with_state: bool = True,
+        in_place: bool = False,
     ) -> None:
         self.wait_for_gradients()
         files = {name: dense.state_bytes(state) for name, state in states.items()}
@@ -427,6 +445,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
             keep_last=keep_last,
             optimizer=self._described_optimizer(),
             with_state=with_state,
+            in_place=in_place,
             blocking=blocking,
         )
         if failure is not None:
@@ -492,6 +511,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
             replicas=1,
             schema=None if self._slots is None else RowSchema.of(self._slots),
             num_threads=env.get_num_threads() or 2,
+            pool=self._pool,
         )
         job = self._embedded_job
         changes = ServerChanges(store, None if job is None else IncrementalSettings.of(job.config))
@@ -546,12 +566,25 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
 
     def _embed(self) -> EmbeddingBackend:
         self._slots = self._slots or read_slots(None)
-        job = start_embedded_job(self._slots, read_global(self._global_config), self.world_size)
+        config = read_global(self._global_config)
+        job = start_embedded_job(self._slots, config, self.world_size, partial(self._open_tier, config))
         self._resources.callback(job.close)
+        if self._pool is not None and job.backend.local_store is not None:
+            self._pool.attach(job.backend.local_store)
         self._embedded_job = job
         self._cluster = job.connect(f"nn-worker-{self.rank}")
         self._resources.callback(self._cluster.close)
         return job.backend
+
+    def _open_tier(self, config: GlobalConfig, slots: SlotsConfig) -> TierOptions | None:
+        storage = config.embedding_parameter_server_config.storage
+        if not storage.has_pool:
+            return None
+        threads = config.common_config.checkpointing_config.num_workers
+        schema = RowSchema.of(slots)
+        self._pool = ServerPool(storage, index=0, replicas=1, schema=schema, num_threads=threads)
+        self._resources.callback(self._pool.close)
+        return self._pool.tier_options
 
     def _packet_counts(self) -> Mapping[str, float]:
         """Of changes that this context writes for followers; only training does."""

@@ -253,6 +253,7 @@ class TrainCtx(EmbeddingCtx):
         *,
         step: int | None = None,
         keep_last: int | None = None,
+        in_place: bool = False,
     ) -> None:
         """As `EmbeddingCtx.dump_checkpoint`, with the dense optimizer; `step` is this context's by default.
 
@@ -263,7 +264,9 @@ class TrainCtx(EmbeddingCtx):
             opt_filename: self.dense_optimizer,
         }
         jit_name = jit_dense_model_filename if with_jit_model else None
-        self._dump(dst_dir, states, jit_name, blocking=blocking, step=step, keep_last=keep_last)
+        self._dump(
+            dst_dir, states, jit_name, blocking=blocking, step=step, keep_last=keep_last, in_place=in_place
+        )
 
     def load_checkpoint(  # type: ignore[override]  # the published names differ between the contexts
         self,
@@ -345,6 +348,7 @@ class TrainCtx(EmbeddingCtx):
         step: int | None,
         keep_last: int | None,
         with_state: bool = True,
+        in_place: bool = False,
     ) -> None:
         if self.rank == 0:
             super()._dump(
@@ -355,6 +359,7 @@ class TrainCtx(EmbeddingCtx):
                 step=self.step if step is None else step,
                 keep_last=keep_last,
                 with_state=with_state,
+                in_place=in_place,
             )
 
     def _load_embeddings(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from persia import env
-from persia._native import EmbeddedClient
+from persia._native import EmbeddedClient, TierOptions
 from persia.config import (
     GlobalConfig,
     SlotsConfig,
@@ -55,7 +55,13 @@ class EmbeddedJob:
     """Worker and store of one context. Contexts nested in it share it; others have their own."""
 
     def __init__(
-        self, slots: SlotsConfig, config: GlobalConfig, connect: Callable[[str], Session], *, has_nats: bool
+        self,
+        slots: SlotsConfig,
+        config: GlobalConfig,
+        connect: Callable[[str], Session],
+        *,
+        has_nats: bool,
+        tier: TierOptions | None = None,
     ) -> None:
         """`connect(name)` opens a session with the job's broker: a NATS server, or one of this process."""
         self.has_nats = has_nats
@@ -68,6 +74,7 @@ class EmbeddedJob:
             capacity=store.capacity,
             num_internal_shards=store.num_hashmap_internal_shards,
             forward_buffer_size=worker.forward_buffer_size,
+            tier=tier,
         )
         self.backend = ClientBackend(
             self._client,
@@ -85,13 +92,13 @@ class EmbeddedJob:
         _jobs.add(self)
 
     @classmethod
-    def create(cls, slots: SlotsConfig, config: GlobalConfig) -> EmbeddedJob:
+    def create(cls, slots: SlotsConfig, config: GlobalConfig, tier: TierOptions | None = None) -> EmbeddedJob:
         """Loaders are threads of this process; with PERSIA_NATS_URL also processes that meet there."""
         url = env.get_nats_url()
         if url is None:
             broker = LocalBroker()
-            return cls(slots, config, lambda name: LocalSession(broker, name=name), has_nats=False)
-        return cls(slots, config, lambda name: _nats_session(url, name), has_nats=True)
+            return cls(slots, config, lambda name: LocalSession(broker, name=name), has_nats=False, tier=tier)
+        return cls(slots, config, lambda name: _nats_session(url, name), has_nats=True, tier=tier)
 
     def connect(self, name: str) -> Cluster:
         """A participant: the context itself, or one of its data loaders."""
@@ -199,8 +206,16 @@ def read_global(given: GlobalSource | None) -> GlobalConfig:
     return parse_global_config(given) if isinstance(given, Mapping) else load_global_config(given)
 
 
-def start_embedded_job(slots: SlotsConfig | None, config: GlobalConfig, world_size: int) -> EmbeddedJob:
-    """For a context without servers. Raises ConfigError or FailedPreconditionError naming the remedies."""
+def start_embedded_job(
+    slots: SlotsConfig | None,
+    config: GlobalConfig,
+    world_size: int,
+    open_tier: Callable[[SlotsConfig], TierOptions | None] = lambda _: None,
+) -> EmbeddedJob:
+    """For a context without servers. Raises ConfigError or FailedPreconditionError naming the remedies.
+
+    `open_tier` says where rows are; None: in memory alone.
+    """
     if slots is None:
         raise ConfigError(
             "PERSIA_NATS_URL is not set, so embeddings live in this process, which needs their slots: pass "
@@ -213,7 +228,7 @@ def start_embedded_job(slots: SlotsConfig | None, config: GlobalConfig, world_si
             "own; start the job with `persia-launcher local --nproc-per-node`, or name its broker in "
             "PERSIA_NATS_URL"
         )
-    job = EmbeddedJob.create(slots, config)
+    job = EmbeddedJob.create(slots, config, open_tier(slots))
     get_default_logger().info(
         "embedded mode: embedding worker and store of %d slots live in this process", len(slots.slots_config)
     )

@@ -170,7 +170,8 @@ def _show_summary(place: Location, manifest: Manifest) -> None:
         table.add_row("dense files", f"{', '.join(manifest.dense.files)} ({manifest.dense.created_at})")
     section = manifest.embeddings
     if section is not None:
-        table.add_row("embeddings", f"{section.num_rows:,} rows, {section.num_bytes:,} bytes")
+        where = "in the servers' pools" if section.in_place else f"{section.num_bytes:,} bytes"
+        table.add_row("embeddings", f"{section.num_rows:,} rows, {where}")
         table.add_row("dumped at", section.created_at)
         if section.optimizer is not None:
             table.add_row(
@@ -179,7 +180,8 @@ def _show_summary(place: Location, manifest: Manifest) -> None:
         if not section.has_state:
             table.add_row("optimizer's state", "left out (with_state=False)")
         for index, server in enumerate(section.servers):
-            table.add_row(f"server {index}", f"{server.num_rows:,} rows after {server.step:,} updates")
+            after = f"checkpoint {server.step:,}" if section.in_place else f"after {server.step:,} updates"
+            table.add_row(f"server {index}", f"{server.num_rows:,} rows, {after}")
     _print(table)
 
 

@@ -18,6 +18,12 @@ __all__ = ["command"]
     metavar="LOCATION",
     help="Load this checkpoint and only answer lookups, without a broker: a server of an inference job.",
 )
+@click.option(
+    "--pmem",
+    metavar="PATH",
+    help="Keep rows on persistent memory that is mounted at PATH, with a cache in memory: as storage.kind "
+    "pmem and storage.path of the global config, which says the rest.",
+)
 def command(**options: Any) -> None:
     """Run an embedding parameter server, which holds a share of the embedding rows.
 

@@ -83,7 +83,7 @@ def _server_cells(stats: Mapping[str, Any], rate: Mapping[str, float]) -> tuple[
     hits = f"{1 - missing / looked_up:.1%} hits, " if looked_up else ""
     staleness = f"staleness {stats['sum_staleness'] / max(stats['num_updates'], 1):.1f}"
     details = f"{si(stats['num_rows'])} rows, {si(stats['num_evicted_rows'])} evicted, {hits}{staleness}"
-    details += _following(stats)
+    details += _tier(stats) + _following(stats)
     running, waiting = str(stats["rpc_num_running"]), str(stats["rpc_num_in_line"])
     return _per_second(rate, "num_looked_up_rows", "rows"), running, waiting, details
 
@@ -119,6 +119,16 @@ def _serving_cells(stats: Mapping[str, Any], rate: Mapping[str, float]) -> tuple
         details += f"; the newest version cannot be served: {stats['version_error']}"
     running, waiting = str(stats["num_running"]), str(stats["num_waiting"])
     return _per_second(rate, "num_requests", "requests"), running, waiting, details
+
+
+def _tier(stats: Mapping[str, Any]) -> str:
+    """Of a parameter server whose rows are in a pool."""
+    tier = stats.get("tier")
+    if tier is None:
+        return ""
+    step = "no checkpoint" if tier["checkpoint"] is None else f"checkpoint of step {tier['step']}"
+    pending = f", {tier['num_pending']} pending" if tier["num_pending"] else ""
+    return f", {si(tier['num_hot'])} cached, {si(tier['num_promoted'])} promoted, {step}{pending}"
 
 
 def _following(stats: Mapping[str, Any]) -> str:

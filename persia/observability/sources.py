@@ -16,6 +16,7 @@ from persia.observability.checkpointing import CheckpointLog
 from persia.observability.exposition import Families, Snapshot
 from persia.observability.following import add_following
 from persia.observability.phases import FORWARD_ERRORS, QUEUES, SEND_BATCH, STEP_PHASES, WAIT_FOR_BATCH
+from persia.observability.tiers import add_tier
 
 __all__ = [
     "DataLoaderSource",
@@ -66,6 +67,7 @@ class ParameterServerSource(Source):
         super().__init__(EMBEDDING_PARAMETER_SERVER, index, replicas)
         self._server, self._checkpoints = server, checkpoints
         self.following: Callable[[], Mapping[str, Any]] | None = None  # set where packets are followed
+        self.tier: Callable[[], Mapping[str, Any]] | None = None  # set where rows are in a pool
 
     def status(self) -> dict[str, Any]:
         values = dict(self._server.stats())
@@ -73,6 +75,8 @@ class ParameterServerSource(Source):
             values["checkpoint_lag_s"] = self._checkpoints.lag_s()
         if self.following is not None:
             values["following"] = self.following()
+        if self.tier is not None:
+            values["tier"] = self.tier()
         return values
 
     def configured(self) -> bool:
@@ -92,6 +96,8 @@ class ParameterServerSource(Source):
         _add_rpc_server(families, stats)
         if self.following is not None:
             add_following(families, self.following())
+        if self.tier is not None:
+            add_tier(families, self.tier())
 
 
 _SERVER_COUNTERS = (

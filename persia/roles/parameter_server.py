@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from persia import env
 from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.server_changes import IncrementalSettings, ServerChanges
 from persia.checkpoint.server_job import ServerShare
+from persia.checkpoint.server_pool import ServerPool
 from persia.checkpoint.service import CheckpointService
 from persia.config import GlobalConfig, SlotsConfig, load_embedding_config, load_global_config
 from persia.logger import set_role
@@ -22,13 +24,12 @@ from persia.roles.options import ServerOptions
 if TYPE_CHECKING:
     from persia._native import ParameterServer
 
-__all__ = ["run_parameter_server"]
+__all__ = ["config_of", "run_parameter_server"]
 
 
 def run_parameter_server(options: ServerOptions) -> None:
     """Serves until SIGTERM or SIGINT. What is wrong in `options` is found before anything starts."""
-    config = load_global_config(options.global_config) if options.global_config else GlobalConfig()
-    config = inference.config_of(options, config)
+    config = config_of(options)
     slots = load_embedding_config(options.embedding_config) if options.embedding_config else None
     set_role(EMBEDDING_PARAMETER_SERVER, options.replica_index)
     name = f"{EMBEDDING_PARAMETER_SERVER} {options.replica_index}"
@@ -42,14 +43,19 @@ def run_parameter_server(options: ServerOptions) -> None:
         return
     nats_url = env.require_nats_url()
     with stopped_by_signals(name), ExitStack() as stack:
-        server = _make_server(options, config)
+        pool = _open_pool(stack, options, config, slots)
+        server = _make_server(options, config, pool)
         port = server.start(options.host, options.port)
+        if pool is not None:
+            pool.attach(server)
         stack.callback(server.stop, DRAIN_S)
         # At once: to connect may take long, and who knows this address of before may begin to update.
         changes = ServerChanges(server, IncrementalSettings.of(config))
         session = stack.enter_context(connected(nats_url, name))
-        share = _share(server, options, config, slots)
+        share = _share(server, options, config, slots, pool)
         source = ParameterServerSource(server, options.replica_index, options.replica_size, share.log)
+        if pool is not None:
+            source.tier = pool.status
         observer = stack.enter_context(observed(source, session, options, config))
         checkpoints = CheckpointService(share, changes)
         stack.callback(checkpoints.close)
@@ -69,7 +75,36 @@ def run_parameter_server(options: ServerOptions) -> None:
         wait_for_stop()
 
 
-def _make_server(options: ServerOptions, config: GlobalConfig) -> ParameterServer:
+def config_of(options: ServerOptions) -> GlobalConfig:
+    config = load_global_config(options.global_config) if options.global_config else GlobalConfig()
+    if options.pmem is not None:
+        section = config.embedding_parameter_server_config
+        storage = replace(section.storage, kind="pmem", path=options.pmem)
+        config = replace(config, embedding_parameter_server_config=replace(section, storage=storage))
+    return inference.config_of(options, config)
+
+
+def _open_pool(
+    stack: ExitStack, options: ServerOptions, config: GlobalConfig, slots: SlotsConfig | None
+) -> ServerPool | None:
+    """None: rows are in memory alone."""
+    storage = config.embedding_parameter_server_config.storage
+    if not storage.has_pool:
+        return None
+    pool = ServerPool(
+        storage,
+        index=options.replica_index,
+        replicas=options.replica_size,
+        schema=None if slots is None else RowSchema.of(slots),
+        num_threads=config.common_config.checkpointing_config.num_workers,
+    )
+    stack.callback(pool.close)
+    return pool
+
+
+def _make_server(
+    options: ServerOptions, config: GlobalConfig, pool: ServerPool | None = None
+) -> ParameterServer:
     from persia._native import ParameterServer
 
     section = config.embedding_parameter_server_config
@@ -79,11 +114,16 @@ def _make_server(options: ServerOptions, config: GlobalConfig) -> ParameterServe
         capacity=section.capacity,
         num_internal_shards=section.num_hashmap_internal_shards,
         read_only=config.common_config.job_type == inference.JOB_TYPE,
+        tier=None if pool is None else pool.tier_options,
     )
 
 
 def _share(
-    server: ParameterServer, options: ServerOptions, config: GlobalConfig, slots: SlotsConfig | None
+    server: ParameterServer,
+    options: ServerOptions,
+    config: GlobalConfig,
+    slots: SlotsConfig | None,
+    pool: ServerPool | None = None,
 ) -> ServerShare:
     return ServerShare(
         store=server,
@@ -92,4 +132,5 @@ def _share(
         schema=None if slots is None else RowSchema.of(slots),
         num_threads=config.common_config.checkpointing_config.num_workers,
         gives_way=True,
+        pool=pool,
     )

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "bindings/errors.h"
 #include "bindings/metrics.h"
 #include "bindings/module.h"
+#include "bindings/tier.h"
 #include "client/embedding_client.h"
 
 namespace persia::bindings {
@@ -127,14 +129,16 @@ std::vector<uint64_t> Sizes(EmbeddingClient& self, double timeout_s) {
 std::shared_ptr<EmbeddedClient> MakeEmbedded(std::vector<worker::SlotConfig> slots,
                                              uint32_t feature_index_prefix_bit, uint64_t capacity,
                                              uint32_t num_internal_shards,
-                                             uint64_t forward_buffer_size) {
+                                             uint64_t forward_buffer_size,
+                                             const std::optional<store::TierOptions>& tier) {
   worker::WorkerOptions options;
   options.slots = std::move(slots);
   options.feature_index_prefix_bit = feature_index_prefix_bit;
   options.forward_buffer_size = forward_buffer_size;
   const store::EmbeddingStore::Options store{.capacity = capacity,
                                              .num_internal_shards = num_internal_shards};
-  return ValueOrRaise(EmbeddedClient::Create(std::move(options), store));
+  return ValueOrRaise(
+      WithoutGil([&] { return EmbeddedClient::Create(std::move(options), store, tier); }));
 }
 
 BatchReference RegisterBatch(EmbeddedClient& self, uint32_t loader_index,
@@ -176,11 +180,15 @@ void BindImplementations(py::module_& module) {
   embedded
       .def(py::init(&MakeEmbedded), py::kw_only(), py::arg("slots"),
            py::arg("feature_index_prefix_bit"), py::arg("capacity") = 1'000'000'000,
-           py::arg("num_internal_shards") = 16, py::arg("forward_buffer_size") = 1000)
+           py::arg("num_internal_shards") = 16, py::arg("forward_buffer_size") = 1000,
+           py::arg("tier") = py::none())
       .def("register_batch", &RegisterBatch, py::arg("loader_index"), py::arg("id_features"))
       .def("num_missing_rows", &NumMissingRows);
   DefineCheckpoints(embedded,
                     [](EmbeddedClient& self) { return PlacedStore{self.embedding_store(), {}}; });
+  DefineTier(embedded, [](EmbeddedClient& self) -> store::EmbeddingStore& {
+    return self.embedding_store();
+  });
 }
 
 }  // namespace

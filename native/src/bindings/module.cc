@@ -14,6 +14,7 @@ PYBIND11_MODULE(_core, module) {
   BindIdFeatures(module);
   BindSamples(module);
   BindLookupResult(module);
+  BindTier(module);
   BindParameterServer(module);
   BindEmbeddingWorker(module);
   BindClient(module);

@@ -1,9 +1,11 @@
 #include "server/parameter_server.h"
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -11,6 +13,7 @@
 #include "bindings/errors.h"
 #include "bindings/metrics.h"
 #include "bindings/module.h"
+#include "bindings/tier.h"
 
 namespace persia::bindings {
 namespace {
@@ -20,11 +23,13 @@ using server::ParameterServer;
 
 // The parameter server role. The engine takes its address when it is made, Python gives it at
 // start: bad options are refused by the constructor all the same, for it makes an engine too (an
-// empty store costs nothing) and drops it.
+// empty store costs nothing) and drops it. A tier's pool is opened at the start alone.
 class ServerRole {
  public:
   static StatusOr<std::unique_ptr<ServerRole>> Create(const ParameterServer::Options& options) {
-    PERSIA_RETURN_IF_ERROR(ParameterServer::Create(options).status());
+    ParameterServer::Options in_memory = options;
+    in_memory.tier.reset();
+    PERSIA_RETURN_IF_ERROR(ParameterServer::Create(in_memory).status());
     return std::unique_ptr<ServerRole>(new ServerRole(options));
   }
 
@@ -59,13 +64,15 @@ class ServerRole {
 
 std::unique_ptr<ServerRole> MakeServer(uint32_t replica_index, uint32_t replica_size,
                                        uint64_t capacity, uint32_t num_internal_shards,
-                                       uint32_t num_handler_threads, bool read_only) {
+                                       uint32_t num_handler_threads, bool read_only,
+                                       const std::optional<store::TierOptions>& tier) {
   ParameterServer::Options options;
   options.replica_index = replica_index;
   options.replica_size = replica_size;
   options.store = {.capacity = capacity, .num_internal_shards = num_internal_shards};
   options.rpc.num_handler_threads = num_handler_threads;
   options.read_only = read_only;
+  options.tier = tier;
   return ValueOrRaise(ServerRole::Create(options));
 }
 
@@ -120,7 +127,7 @@ void BindParameterServer(py::module_& module) {
   py::class_<ServerRole> role(module, "ParameterServer", py::release_gil_before_calling_cpp_dtor());
   role.def(py::init(&MakeServer), py::kw_only(), py::arg("replica_index"), py::arg("replica_size"),
            py::arg("capacity"), py::arg("num_internal_shards"), py::arg("num_handler_threads") = 2,
-           py::arg("read_only") = false)
+           py::arg("read_only") = false, py::arg("tier") = py::none())
       .def("start", &Start, py::arg("host"), py::arg("port"))
       .def("mark_loaded", &MarkLoaded)
       .def("stop", &Stop, py::arg("timeout_s") = 10.0)
@@ -129,6 +136,9 @@ void BindParameterServer(py::module_& module) {
       .def("durations", &Durations);
   DefineCheckpoints(role, [](ServerRole& self) {
     return PlacedStore{ValueOrRaise(self.engine())->embedding_store(), self.replica()};
+  });
+  DefineTier(role, [](ServerRole& self) -> store::EmbeddingStore& {
+    return ValueOrRaise(self.engine())->embedding_store();
   });
 }
 

@@ -13,6 +13,7 @@
 
 #include "bindings/errors.h"
 #include "bindings/module.h"
+#include "bindings/tier.h"
 #include "pool/pmem_backing.h"
 #include "pool/pool_tools.h"
 #include "pool/row_pool.h"
@@ -25,12 +26,6 @@ using pool::PoolInfo;
 using pool::PoolOptions;
 using pool::RecoveredRow;
 using pool::RowPool;
-
-StatusOr<pool::PoolKind> KindOf(const std::string& kind) {
-  if (kind == "file") return pool::PoolKind::kFile;
-  if (kind == "pmem") return pool::PoolKind::kPmem;
-  return InvalidArgument("kind is '" + kind + "'; give 'file' or 'pmem'");
-}
 
 py::dict DictOf(const PoolInfo& info) {
   py::dict dict;
@@ -49,7 +44,7 @@ class OpenPool {
  public:
   static std::unique_ptr<OpenPool> Open(const std::string& directory, const std::string& kind) {
     PoolOptions options;
-    options.kind = ValueOrRaise(KindOf(kind));
+    options.kind = PoolKindOf(kind);
     options.num_threads = 2;
     auto open = std::make_unique<OpenPool>();
     open->pool_ = ValueOrRaise(
@@ -105,7 +100,7 @@ class OpenPool {
 void CreatePool(const std::string& directory, uint64_t size_bytes, const std::string& kind,
                 const std::string& schema, uint64_t extent_bytes) {
   PoolOptions options;
-  options.kind = ValueOrRaise(KindOf(kind));
+  options.kind = PoolKindOf(kind);
   options.size_bytes = size_bytes;
   options.extent_bytes = extent_bytes;
   options.schema = schema;
@@ -131,6 +126,12 @@ void GrowPool(const std::string& directory, uint64_t size_bytes) {
   RaiseIfError(WithoutGil([&] { return pool::GrowPool(directory, size_bytes); }));
 }
 
+void CommitPool(const std::string& directory, uint64_t batch, uint64_t num_rows, uint64_t pool_id,
+                uint64_t sequence) {
+  const pool::PreparedCheckpoint checkpoint{batch, num_rows, pool_id, sequence};
+  RaiseIfError(WithoutGil([&] { return pool::CommitPool(directory, checkpoint); }));
+}
+
 }  // namespace
 
 void BindPool(py::module_& module) {
@@ -140,6 +141,8 @@ void BindPool(py::module_& module) {
   module.def("inspect_pool", &InspectPool, py::arg("directory"));
   module.def("check_pool", &CheckPool, py::arg("directory"));
   module.def("grow_pool", &GrowPool, py::arg("directory"), py::arg("size_bytes"));
+  module.def("commit_pool", &CommitPool, py::arg("directory"), py::kw_only(), py::arg("batch"),
+             py::arg("num_rows"), py::arg("pool_id"), py::arg("sequence"));
   py::class_<OpenPool>(module, "OpenPool")
       .def(py::init(&OpenPool::Open), py::arg("directory"), py::arg("kind"))
       .def_property_readonly("committed", &OpenPool::committed)

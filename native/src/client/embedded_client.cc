@@ -83,8 +83,9 @@ class InProcessClient final : public EmbeddedClient {
 }  // namespace
 
 StatusOr<std::shared_ptr<EmbeddedClient>> EmbeddedClient::Create(
-    worker::WorkerOptions options, store::EmbeddingStore::Options store) {
-  auto rows = EmbeddedRows::Create(store);
+    worker::WorkerOptions options, store::EmbeddingStore::Options store,
+    const std::optional<store::TierOptions>& tier) {
+  auto rows = EmbeddedRows::Create(store, tier);
   if (!rows.ok()) return rows.status();
   auto worker = worker::EmbeddingWorker::Create(std::move(options), rows.value());
   if (!worker.ok()) return worker.status();

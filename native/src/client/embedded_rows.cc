@@ -41,8 +41,9 @@ std::vector<store::RowBlock> ToRowBlocks(const ServerBlocks& request) {
 }  // namespace
 
 StatusOr<std::shared_ptr<EmbeddedRows>> EmbeddedRows::Create(
-    const store::EmbeddingStore::Options& options) {
-  auto store = store::EmbeddingStore::Create(options);
+    const store::EmbeddingStore::Options& options, const std::optional<store::TierOptions>& tier) {
+  auto store = tier ? store::EmbeddingStore::Open(options, *tier)
+                    : store::EmbeddingStore::Create(options);
   if (!store.ok()) return store.status();
   return std::shared_ptr<EmbeddedRows>(new EmbeddedRows(std::move(store).value()));
 }

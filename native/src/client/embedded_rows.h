@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -19,9 +20,9 @@ namespace persia::client {
 // one whose deadline has passed is not begun.
 class EmbeddedRows final : public worker::RowService {
  public:
-  // Refuses what the store refuses.
+  // Refuses what the store refuses. Without a tier rows are in memory alone.
   static StatusOr<std::shared_ptr<EmbeddedRows>> Create(
-      const store::EmbeddingStore::Options& options);
+      const store::EmbeddingStore::Options& options, const std::optional<store::TierOptions>& tier);
 
   uint32_t num_servers() const override { return 1; }
   Status Configure(const TrainConfig& config, bool replace, worker::Deadline deadline) override;

@@ -118,8 +118,9 @@ class RemoteClient : public EmbeddingClient {
 // batches the way a loader sends them.
 class EmbeddedClient : public EmbeddingClient {
  public:
-  static StatusOr<std::shared_ptr<EmbeddedClient>> Create(worker::WorkerOptions options,
-                                                          store::EmbeddingStore::Options store);
+  static StatusOr<std::shared_ptr<EmbeddedClient>> Create(
+      worker::WorkerOptions options, store::EmbeddingStore::Options store,
+      const std::optional<store::TierOptions>& tier = std::nullopt);
   virtual StatusOr<BatchReference> Register(uint32_t loader_index,
                                             std::span<const std::byte> id_features) = 0;
   // For snapshots and loading.

@@ -75,4 +75,20 @@ Status GrowPool(const std::string& directory, uint64_t size_bytes) {
   return (*file)->Sync();
 }
 
+Status CommitPool(const std::string& directory, const PreparedCheckpoint& checkpoint) {
+  auto file = PoolFile::Open(directory, PoolFile::Access::kExclusive, /*syncs=*/true);
+  PERSIA_RETURN_IF_ERROR(file.status());
+  auto header = ReadHeader(**file);
+  PERSIA_RETURN_IF_ERROR(header.status());
+  if (header->pool_id != checkpoint.pool_id || header->sequence != checkpoint.sequence) {
+    return FailedPrecondition("the pool in " + directory +
+                              " was changed or opened since it prepared the checkpoint of batch " +
+                              std::to_string(checkpoint.batch) + ", which is undone");
+  }
+  header->committed = checkpoint.batch;
+  header->num_rows = checkpoint.num_rows;
+  PERSIA_RETURN_IF_ERROR(WriteHeader(&*header, file->get()));
+  return (*file)->Sync();
+}
+
 }  // namespace persia::pool

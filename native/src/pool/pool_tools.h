@@ -5,6 +5,7 @@
 #include <string>
 
 #include "base/status.h"
+#include "pool/row_pool.h"
 
 namespace persia::pool {
 
@@ -34,5 +35,8 @@ StatusOr<PoolInfo> InspectPool(const std::string& directory);
 StatusOr<PoolReport> CheckPool(const std::string& directory);
 // From now on it may grow to `size_bytes`. kInvalidArgument: less than before.
 Status GrowPool(const std::string& directory, uint64_t size_bytes);
+// What RowPool::Prepare() returned is the pool's checkpoint from now on, as RowPool::Commit() would
+// have made it. kFailedPrecondition: the pool was changed or opened since.
+Status CommitPool(const std::string& directory, const PreparedCheckpoint& checkpoint);
 
 }  // namespace persia::pool

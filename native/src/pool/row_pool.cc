@@ -382,27 +382,59 @@ Status RowPool::BeginCheckpoint(uint64_t batch) {
 Status RowPool::Commit(uint64_t batch) {
   PERSIA_RETURN_IF_ERROR(CheckHealth());
   std::lock_guard header_lock(header_mutex_);
-  PoolHeader header = header_;
-  {
-    std::lock_guard lock(mutex_);
-    if (pending_.empty() || pending_.front().batch != batch) {
-      return InvalidArgument("batch " + std::to_string(batch) +
-                             " is not the oldest pending checkpoint");
-    }
-    header.committed = batch;
-    header.num_rows += static_cast<uint64_t>(pending_.front().new_rows);
-  }
+  auto header = HeaderAt(batch);
+  PERSIA_RETURN_IF_ERROR(header.status());
   PERSIA_RETURN_IF_ERROR(Fail(backing_->Sync()));
-  PERSIA_RETURN_IF_ERROR(WriteHeaderDurably(std::move(header)));
+  PERSIA_RETURN_IF_ERROR(WriteHeaderDurably(std::move(*header)));
   std::lock_guard lock(mutex_);
   committed_ = batch;
   pending_.erase(pending_.begin());
+  FreeUnneeded();
+  return Status::Ok();
+}
+
+StatusOr<PreparedCheckpoint> RowPool::Prepare(uint64_t batch) {
+  PERSIA_RETURN_IF_ERROR(CheckHealth());
+  std::lock_guard header_lock(header_mutex_);
+  auto header = HeaderAt(batch);
+  PERSIA_RETURN_IF_ERROR(header.status());
+  PERSIA_RETURN_IF_ERROR(Fail(backing_->Sync()));
+  return PreparedCheckpoint{batch, header->num_rows, header->pool_id, header->sequence};
+}
+
+Status RowPool::DropCheckpoint(uint64_t batch) {
+  std::lock_guard lock(mutex_);
+  const auto dropped = std::find_if(pending_.begin(), pending_.end(), [&](const Pending& pending) {
+    return pending.batch == batch;
+  });
+  if (dropped == pending_.end()) {
+    return InvalidArgument("no checkpoint of batch " + std::to_string(batch) + " is pending");
+  }
+  const int64_t new_rows = dropped->new_rows;
+  const auto next = pending_.erase(dropped);
+  (next == pending_.end() ? new_rows_ : next->new_rows) += new_rows;
+  FreeUnneeded();
+  return Status::Ok();
+}
+
+StatusOr<PoolHeader> RowPool::HeaderAt(uint64_t batch) const {
+  std::lock_guard lock(mutex_);
+  if (pending_.empty() || pending_.front().batch != batch) {
+    return InvalidArgument("batch " + std::to_string(batch) +
+                           " is not the oldest pending checkpoint");
+  }
+  PoolHeader header = header_;
+  header.committed = batch;
+  header.num_rows += static_cast<uint64_t>(pending_.front().new_rows);
+  return header;
+}
+
+void RowPool::FreeUnneeded() {
   std::erase_if(kept_, [&](const Ended& version) {
     if (IsNeeded(version)) return false;
     slots_.Free(version.address);
     return true;
   });
-  return Status::Ok();
 }
 
 // The two copies in turns: where this one does not get there whole, the other holds.

@@ -57,6 +57,16 @@ struct RowRemoval {
   uint64_t version;  // the batch that removed the row
 };
 
+// A pending checkpoint, all of which is on the device: CommitPool() can make it the pool's without
+// opening it.
+struct PreparedCheckpoint {
+  uint64_t batch = 0;
+  uint64_t num_rows = 0;
+  // Of the header: whoever clears or opens the pool undoes what is not committed.
+  uint64_t pool_id = 0;
+  uint64_t sequence = 0;
+};
+
 struct PoolStats {
   uint64_t size_bytes = 0;    // of the file
   uint64_t max_bytes = 0;     // that it may grow to
@@ -109,6 +119,11 @@ class RowPool {
   Status BeginCheckpoint(uint64_t batch);
   // The oldest pending one. All versions up to it were written. Durable when it returns.
   Status Commit(uint64_t batch);
+  // The same without committing it: that is for the caller to decide, here or, where this process
+  // ends before, by CommitPool().
+  StatusOr<PreparedCheckpoint> Prepare(uint64_t batch);
+  // A pending one is given up.
+  Status DropCheckpoint(uint64_t batch);
   std::optional<uint64_t> oldest_pending() const;
   // The newest checkpoint that was begun, committed or not: a row of a batch up to it that waits in
   // memory must be written before it changes. Also where others are pending that are older.
@@ -143,6 +158,9 @@ class RowPool {
   void Release(std::span<const Ended> ended);
   bool IsNeeded(const Ended& ended) const;
   void CountRows(uint64_t version, int64_t count);
+  // What the header will be with the oldest pending checkpoint; kInvalidArgument: it is not that.
+  StatusOr<PoolHeader> HeaderAt(uint64_t batch) const;
+  void FreeUnneeded();  // the caller holds mutex_
   Status WriteHeaderDurably(PoolHeader header);
   Status CheckHealth() const;
   Status Fail(Status status);

@@ -317,7 +317,8 @@ StatusOr<std::unique_ptr<ParameterServer>> ParameterServer::Create(const Options
                            "; with replica_size " + std::to_string(options.replica_size) +
                            " it must be below that");
   }
-  auto rows = store::EmbeddingStore::Create(options.store);
+  auto rows = options.tier ? store::EmbeddingStore::Open(options.store, *options.tier)
+                           : store::EmbeddingStore::Create(options.store);
   if (!rows.ok()) return rows.status();
   auto impl = std::make_unique<Impl>(options, std::move(rows).value());
   return std::unique_ptr<ParameterServer>(new ParameterServer(std::move(impl)));

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,13 +37,15 @@ class ParameterServer {
     uint32_t replica_index = 0;
     uint32_t replica_size = 1;
     store::EmbeddingStore::Options store;
+    std::optional<store::TierOptions> tier;  // without one, rows are in memory alone
     net::Server::Options rpc;
     // For inference: what would change rows is refused (kFailedPrecondition), and everything
     // (kUnavailable) until MarkLoaded.
     bool read_only = false;
   };
 
-  // Draws the incarnation. Refuses replica_index >= replica_size and what the store refuses.
+  // Draws the incarnation. Refuses replica_index >= replica_size and what the store refuses. With a
+  // tier it returns when all rows of its pool are recovered.
   static StatusOr<std::unique_ptr<ParameterServer>> Create(const Options& options);
   ~ParameterServer();
 

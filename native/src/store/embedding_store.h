@@ -97,6 +97,7 @@ struct TierStats {
   uint64_t num_demoted = 0;     // that have left memory
   uint64_t num_passes = 0;      // over a shard's index, for rows to leave
   uint64_t num_written = 0;     // versions, to the pool
+  uint64_t batch = 0;           // what changes now is of; the one after `pool.committed`: nothing did
   // Why the store's thread cannot go on, which tries again; Ok: it can.
   Status last_error;
   pool::PoolStats pool;
@@ -149,12 +150,20 @@ class EmbeddingStore {
   // Of a store with a tier. What was changed up to now is what the store goes back to, once the
   // checkpoint is committed, which comes about beside other calls: when tier_stats() has it as
   // `committed`. Returns its number, which rises. kFailedPrecondition: there is no tier;
-  // kResourceExhausted: too many are pending.
-  StatusOr<uint64_t> RequestCheckpoint();
+  // kResourceExhausted: too many are pending. One that is held is written, and then waits for the
+  // caller's word, like all after it; there is one at a time.
+  StatusOr<uint64_t> RequestCheckpoint(bool held = false);
   // Until that checkpoint, or a later one, is committed. kDeadlineExceeded: it is not yet;
   // kResourceExhausted: there is no room for it, and as long as that is so it is tried again;
   // kFailedPrecondition: there is none of this number, or the rows were cleared since.
   Status WaitCheckpoint(uint64_t batch, std::chrono::milliseconds timeout) const;
+  // Of the held one: what is to be committed, once all of it is in the pool. What keeps it from
+  // getting there, such as kResourceExhausted; kFailedPrecondition: it is not held (any more).
+  StatusOr<std::optional<pool::PreparedCheckpoint>> PreparedCheckpoint(uint64_t number) const;
+  // kFailedPrecondition: it is not held, or not prepared.
+  Status CommitCheckpoint(uint64_t number);
+  // It is given up: the store goes back to the one before.
+  Status DropCheckpoint(uint64_t number);
   // A hint, of a store with a tier: the next training lookups name these signs. A thread brings
   // their rows into memory, in the order of the calls; returns at once. Changes no row, nor the
   // order of eviction. Where more signs wait than half the cache has rows, the rest is dropped.

@@ -43,6 +43,8 @@ class EmbeddingStore::Impl {
   Status OpenTier(const TierOptions& options);
   // Null: there is none.
   Tier* tier() const { return tier_.get(); }
+  // kFailedPrecondition: there is none.
+  StatusOr<Tier*> RequireTier() const;
   const pool::RowPool* pool() const { return tier_ == nullptr ? nullptr : &tier_->pool(); }
   Status CheckTier() const { return tier_ == nullptr ? Status::Ok() : tier_->status(); }
 

@@ -18,10 +18,6 @@ namespace {
 // What a pool's header says of its rows; the rules are beside it (tier_rules.h).
 constexpr const char* kSchema = "embedding rows";
 
-Status NoTier() {
-  return FailedPrecondition("the rows of this store are in memory alone: it has no tier");
-}
-
 }  // namespace
 
 Status EmbeddingStore::Impl::OpenTier(const TierOptions& options) {
@@ -120,6 +116,7 @@ Status EmbeddingStore::Impl::ShrinkCaches() {
 // Once a checkpoint has begun, no row changes up to it any more: one pass over the rows is enough.
 Status EmbeddingStore::Impl::AdvanceCheckpoints() {
   while (const auto batch = tier_->pool().oldest_pending()) {
+    if (tier_->IsPrepared(*batch)) return Status::Ok();  // whoever holds it has the word
     for (Shard& shard : shards_) {
       uint64_t next = 0;
       StatusOr<bool> has_more = true;
@@ -131,7 +128,7 @@ Status EmbeddingStore::Impl::AdvanceCheckpoints() {
         tier_->Fail(shard.ShrinkCache().status());
       }
     }
-    PERSIA_RETURN_IF_ERROR(tier_->Commit(*batch));
+    PERSIA_RETURN_IF_ERROR(tier_->EndCheckpoint(*batch));
   }
   return Status::Ok();
 }
@@ -176,22 +173,53 @@ void EmbeddingStore::Impl::StopThreads() {
   if (reader_.joinable()) reader_.join();
 }
 
+StatusOr<Tier*> EmbeddingStore::Impl::RequireTier() const {
+  if (tier_ != nullptr) return tier_.get();
+  return FailedPrecondition("the rows of this store are in memory alone: it has no tier");
+}
+
 Status EmbeddingStore::WaitCheckpoint(uint64_t batch, std::chrono::milliseconds timeout) const {
-  if (impl_->tier() == nullptr) return NoTier();
-  return impl_->tier()->WaitCheckpoint(batch, timeout);
+  auto tier = impl_->RequireTier();
+  PERSIA_RETURN_IF_ERROR(tier.status());
+  return (*tier)->WaitCheckpoint(batch, timeout);
 }
 
 void EmbeddingStore::Prefetch(std::span<const uint64_t> signs) {
   if (impl_->tier() != nullptr) impl_->tier()->read_ahead().Add(signs);
 }
 
-StatusOr<uint64_t> EmbeddingStore::RequestCheckpoint() {
-  Tier* const tier = impl_->tier();
-  if (tier == nullptr) return NoTier();
+StatusOr<uint64_t> EmbeddingStore::RequestCheckpoint(bool held) {
+  auto tier = impl_->RequireTier();
+  PERSIA_RETURN_IF_ERROR(tier.status());
   const std::unique_lock lock(impl_->in_place_mutex());
-  auto batch = tier->BeginCheckpoint();
-  if (batch.ok()) tier->Wake();
+  auto batch = (*tier)->BeginCheckpoint(held);
+  if (batch.ok()) (*tier)->Wake();
   return batch;
+}
+
+StatusOr<std::optional<pool::PreparedCheckpoint>> EmbeddingStore::PreparedCheckpoint(
+    uint64_t number) const {
+  auto tier = impl_->RequireTier();
+  PERSIA_RETURN_IF_ERROR(tier.status());
+  return (*tier)->PreparedHeld(number);
+}
+
+Status EmbeddingStore::CommitCheckpoint(uint64_t number) {
+  auto tier = impl_->RequireTier();
+  PERSIA_RETURN_IF_ERROR(tier.status());
+  const std::shared_lock in_store(impl_->in_place_mutex());
+  PERSIA_RETURN_IF_ERROR((*tier)->CommitHeld(number));
+  (*tier)->Wake();  // for checkpoints behind it
+  return Status::Ok();
+}
+
+Status EmbeddingStore::DropCheckpoint(uint64_t number) {
+  auto tier = impl_->RequireTier();
+  PERSIA_RETURN_IF_ERROR(tier.status());
+  const std::shared_lock in_store(impl_->in_place_mutex());
+  PERSIA_RETURN_IF_ERROR((*tier)->DropHeld(number));
+  (*tier)->Wake();
+  return Status::Ok();
 }
 
 std::optional<TierStats> EmbeddingStore::tier_stats() const {
@@ -201,6 +229,7 @@ std::optional<TierStats> EmbeddingStore::tier_stats() const {
   for (const Shard& shard : impl_->shards()) shard.AddTierStatsTo(&stats);
   stats.num_unheeded = impl_->tier()->read_ahead().num_dropped();
   stats.last_error = impl_->tier()->last_error();
+  stats.batch = impl_->tier()->batch();
   stats.pool = impl_->tier()->pool().stats();
   return stats;
 }

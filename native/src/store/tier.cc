@@ -11,13 +11,79 @@ constexpr std::chrono::milliseconds kRetry{50};
 
 }  // namespace
 
-StatusOr<uint64_t> Tier::BeginCheckpoint() {
+StatusOr<uint64_t> Tier::BeginCheckpoint(bool held) {
   PERSIA_RETURN_IF_ERROR(status());
+  const std::lock_guard lock(mutex_);
+  if (held && held_) {
+    return FailedPrecondition("checkpoint " + std::to_string(*held_) +
+                              " is held; commit or drop it first");
+  }
   const uint64_t batch = batch_.load();
   PERSIA_RETURN_IF_ERROR(pool_->BeginCheckpoint(batch));
+  if (held) {
+    held_ = batch;
+    checkpoint_error_ = Status::Ok();  // what came before need not concern it
+  }
   last_checkpoint_ = batch;
   CountBatch();
   return batch;
+}
+
+Status Tier::EndCheckpoint(uint64_t batch) {
+  std::unique_lock lock(mutex_);
+  const bool is_held = held_ == batch;
+  lock.unlock();
+  if (!is_held) return Commit(batch);
+  PERSIA_RETURN_IF_ERROR(status());
+  auto prepared = pool_->Prepare(batch);
+  lock.lock();
+  if (held_ != batch) return Status::Ok();  // dropped, or cleared with all others, meanwhile
+  if (prepared.ok()) prepared_ = *prepared;
+  return prepared.status();
+}
+
+bool Tier::IsPrepared(uint64_t batch) const {
+  const std::lock_guard lock(mutex_);
+  return prepared_ && prepared_->batch == batch;
+}
+
+Status Tier::CheckHeld(uint64_t batch) const {
+  if (held_ == batch) return Status::Ok();
+  return FailedPrecondition("checkpoint " + std::to_string(batch) +
+                            " is not held: it has ended, or the rows were cleared or loaded since");
+}
+
+StatusOr<std::optional<pool::PreparedCheckpoint>> Tier::PreparedHeld(uint64_t batch) const {
+  PERSIA_RETURN_IF_ERROR(status());
+  const std::lock_guard lock(mutex_);
+  PERSIA_RETURN_IF_ERROR(CheckHeld(batch));
+  if (!prepared_) PERSIA_RETURN_IF_ERROR(checkpoint_error_);
+  return prepared_;
+}
+
+Status Tier::CommitHeld(uint64_t batch) {
+  PERSIA_RETURN_IF_ERROR(status());
+  std::unique_lock lock(mutex_);
+  PERSIA_RETURN_IF_ERROR(CheckHeld(batch));
+  if (!prepared_) {
+    return FailedPrecondition("checkpoint " + std::to_string(batch) + " is not written yet");
+  }
+  lock.unlock();  // the device may take its time, and Wake() needs the mutex
+  PERSIA_RETURN_IF_ERROR(pool_->Commit(batch));
+  lock.lock();
+  held_.reset();
+  prepared_.reset();
+  last_committed_ = batch;
+  progress_.notify_all();
+  return Status::Ok();
+}
+
+Status Tier::DropHeld(uint64_t batch) {
+  const std::lock_guard lock(mutex_);
+  PERSIA_RETURN_IF_ERROR(CheckHeld(batch));
+  held_.reset();
+  prepared_.reset();
+  return pool_->DropCheckpoint(batch);
 }
 
 Status Tier::Commit(uint64_t batch) {
@@ -38,6 +104,8 @@ Status Tier::Clear() {
   last_checkpoint_ = 0;
   last_committed_ = 0;
   const std::lock_guard lock(mutex_);
+  held_.reset();
+  prepared_.reset();
   checkpoint_error_ = Status::Ok();
   progress_.notify_all();
   return Status::Ok();

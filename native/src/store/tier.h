@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "base/status.h"
@@ -49,12 +50,18 @@ class Tier {
   uint64_t last_checkpoint() const { return last_checkpoint_.load(std::memory_order_relaxed); }
   // Whether there may be such rows.
   bool HasPending() const { return last_committed_.load() < last_checkpoint(); }
-  // The caller has the store for himself. Returns the checkpoint's number.
-  StatusOr<uint64_t> BeginCheckpoint();
+  // The caller has the store for himself. Returns the checkpoint's number. One that is held is not
+  // committed before CommitHeld(); there is one at a time.
+  StatusOr<uint64_t> BeginCheckpoint(bool held);
   // The same. All rows and checkpoints go.
   Status Clear();
-  // The oldest pending checkpoint, all rows of which are in the pool.
-  Status Commit(uint64_t batch);
+  // The oldest pending checkpoint, all rows of which are in the pool: it is committed or, if it is
+  // held, prepared.
+  Status EndCheckpoint(uint64_t batch);
+  bool IsPrepared(uint64_t batch) const;
+  StatusOr<std::optional<pool::PreparedCheckpoint>> PreparedHeld(uint64_t batch) const;
+  Status CommitHeld(uint64_t batch);
+  Status DropHeld(uint64_t batch);
   // EmbeddingStore::WaitCheckpoint.
   Status WaitCheckpoint(uint64_t batch, std::chrono::milliseconds timeout) const;
 
@@ -77,6 +84,10 @@ class Tier {
   bool is_stopping() const { return is_stopping_.load(std::memory_order_relaxed); }
 
  private:
+  Status Commit(uint64_t batch);
+  // The caller holds mutex_.
+  Status CheckHeld(uint64_t batch) const;
+
   const std::unique_ptr<pool::RowPool> pool_;
   ReadAhead read_ahead_;
   std::atomic<uint64_t> batch_;
@@ -92,6 +103,8 @@ class Tier {
   Status failure_;
   Status cache_error_;       // of the last round
   Status checkpoint_error_;  // of the last round
+  std::optional<uint64_t> held_;
+  std::optional<pool::PreparedCheckpoint> prepared_;  // the held one
 };
 
 }  // namespace persia::store

@@ -10,6 +10,7 @@
 #include <fstream>
 #include <thread>
 
+#include "pool/pool_tools.h"
 #include "store/in_place_rows.h"
 #include "store/store_load.h"
 #include "store/tier_cells.h"
@@ -111,6 +112,102 @@ TEST_F(TierTest, ACheckpointIsOfTheMomentItWasAskedFor) {
   Open();
   ASSERT_EQ(Script::BatchOf(*store_), asked.back());
   ASSERT_EQ(Script::Rows(*store_), model.RowsAt(asked.back()));
+}
+
+// Waits until the held checkpoint is in the pool.
+pool::PreparedCheckpoint PreparedOf(const EmbeddingStore& store, uint64_t number) {
+  std::optional<pool::PreparedCheckpoint> prepared;
+  EXPECT_TRUE(Eventually([&] {
+    const auto found = store.PreparedCheckpoint(number);
+    EXPECT_TRUE(found.ok()) << found.status().ToString();
+    if (found.ok()) prepared = *found;
+    return !found.ok() || prepared.has_value();
+  }));
+  return prepared.value_or(pool::PreparedCheckpoint());
+}
+
+TEST_F(TierTest, AHeldCheckpointWaitsForItsWord) {
+  Create();
+  ScriptModel model;
+  Train(1, 40);
+  const auto number = store_->RequestCheckpoint(/*held=*/true);
+  ASSERT_TRUE(number.ok());
+  EXPECT_EQ(store_->RequestCheckpoint(/*held=*/true).status().code(),
+            StatusCode::kFailedPrecondition);
+  const auto behind = store_->RequestCheckpoint();
+  ASSERT_TRUE(behind.ok());
+  Train(41, 45);
+  EXPECT_GT(PreparedOf(*store_, *number).num_rows, 0u);
+  EXPECT_EQ(store_->tier_stats()->pool.committed, 0u);
+  EXPECT_EQ(store_->CommitCheckpoint(*behind).code(), StatusCode::kFailedPrecondition);
+  ASSERT_TRUE(store_->CommitCheckpoint(*number).ok());
+  ASSERT_TRUE(IsCommitted(*store_, *behind));
+  EXPECT_EQ(store_->CommitCheckpoint(*number).code(), StatusCode::kFailedPrecondition);
+  Open();
+  EXPECT_EQ(Script::Rows(*store_), model.RowsAt(40));
+}
+
+TEST_F(TierTest, AHeldCheckpointThatIsDroppedLeavesTheOneBefore) {
+  Create();
+  ScriptModel model;
+  for (const uint64_t batch : {uint64_t{0}, uint64_t{40}}) {
+    Train(batch + 1, batch + 10);
+    Checkpoint();
+    Train(batch + 11, batch + 20);
+    const auto number = store_->RequestCheckpoint(/*held=*/true);
+    ASSERT_TRUE(number.ok());
+    PreparedOf(*store_, *number);
+    Train(batch + 21, batch + 30);
+    ASSERT_TRUE(store_->DropCheckpoint(*number).ok());
+    EXPECT_EQ(store_->DropCheckpoint(*number).code(), StatusCode::kFailedPrecondition);
+    Train(batch + 31, batch + 40);
+  }
+  Checkpoint();  // the rows that it counts are those since the last one that was not dropped
+  Train(81, 85);
+  Open();
+  EXPECT_EQ(Script::Rows(*store_), model.RowsAt(80));
+}
+
+TEST_F(TierTest, AHeldCheckpointIsCommittedAfterItsStoreHasGone) {
+  Create();
+  ScriptModel model;
+  Train(1, 20);
+  Checkpoint();
+  Train(21, 40);
+  auto number = store_->RequestCheckpoint(/*held=*/true);
+  ASSERT_TRUE(number.ok());
+  const pool::PreparedCheckpoint prepared = PreparedOf(*store_, *number);
+  Train(41, 60);
+  EXPECT_EQ(pool::CommitPool(directory_.path(), prepared).code(), StatusCode::kUnavailable);
+  store_.reset();
+  ASSERT_TRUE(pool::CommitPool(directory_.path(), prepared).ok());
+  EXPECT_EQ(pool::CommitPool(directory_.path(), prepared).code(), StatusCode::kFailedPrecondition);
+  Open();
+  EXPECT_EQ(Script::Rows(*store_), model.RowsAt(40));
+  // Opening undoes what was not committed: that cannot be made up for.
+  Train(41, 50);
+  number = store_->RequestCheckpoint(/*held=*/true);
+  ASSERT_TRUE(number.ok());
+  const pool::PreparedCheckpoint lost = PreparedOf(*store_, *number);
+  Open();
+  EXPECT_EQ(Script::Rows(*store_), model.RowsAt(40));
+  store_.reset();
+  EXPECT_EQ(pool::CommitPool(directory_.path(), lost).code(), StatusCode::kFailedPrecondition);
+}
+
+TEST_F(TierTest, ClearingEndsAHeldCheckpoint) {
+  Create();
+  Train(1, 20);
+  const auto number = store_->RequestCheckpoint(/*held=*/true);
+  ASSERT_TRUE(number.ok());
+  PreparedOf(*store_, *number);
+  store_->Clear();
+  EXPECT_EQ(store_->PreparedCheckpoint(*number).status().code(), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(store_->CommitCheckpoint(*number).code(), StatusCode::kFailedPrecondition);
+  Train(1, 20);
+  Checkpoint();
+  Open();
+  EXPECT_EQ(Script::Rows(*store_), ScriptModel().RowsAt(20));
 }
 
 TEST_F(TierTest, WithoutACheckpointNothingIsLeft) {

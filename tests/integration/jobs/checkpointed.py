@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument(
         "--dump-after", type=int, default=-1, help="dump, not waiting, after that many batches"
     )
+    parser.add_argument("--in-place", action="store_true", help="that dump's rows stay in the servers' pools")
     parser.add_argument("--final", default=None, help="dump there at the end")
     options = parser.parse_args()
     setup_seed(7)
@@ -68,7 +69,8 @@ def main() -> None:
             losses.append(loss.item())
             ctx.backward(loss)
             if ctx.step == options.dump_after:
-                ctx.dump_checkpoint(options.dump, blocking=False, keep_last=2)
+                in_place = options.in_place
+                ctx.dump_checkpoint(options.dump, blocking=False, keep_last=2, in_place=in_place)
             print(f"trained {ctx.step}", flush=True)
         ctx.wait_for_dump_embedding()
         if options.final:

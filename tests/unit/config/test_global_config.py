@@ -20,6 +20,7 @@ METRICS = "common_config.metrics_config"
 CHECKPOINTS = "common_config.checkpointing_config"
 WORKER = "embedding_worker_config"
 SERVER = "embedding_parameter_server_config"
+STORAGE = f"{SERVER}.storage"
 
 DEFAULTS = {
     f"{METRICS}.enable_metrics": True,
@@ -40,6 +41,11 @@ DEFAULTS = {
     f"{SERVER}.incremental_interval_ms": 500,
     f"{SERVER}.incremental_dense_interval_sec": 10,
     f"{SERVER}.incremental_keep_packets": 3600,
+    f"{STORAGE}.kind": "dram",
+    f"{STORAGE}.path": None,
+    f"{STORAGE}.size_bytes": 1 << 40,
+    f"{STORAGE}.cache_rows": 1_000_000,
+    f"{STORAGE}.syncs": True,
 }
 
 # Least and largest values; None: the largest is that of 64 bits.
@@ -56,10 +62,12 @@ LIMITS = {
     f"{SERVER}.incremental_interval_ms": (10, 86_400_000),
     f"{SERVER}.incremental_dense_interval_sec": (0, 2**32 - 1),
     f"{SERVER}.incremental_keep_packets": (1, 2**32 - 1),
+    f"{STORAGE}.size_bytes": (32 << 20, 1 << 50),
+    f"{STORAGE}.cache_rows": (1, 2**64 - 1),
 }
 
-SWITCHES = [f"{METRICS}.enable_metrics", f"{SERVER}.enable_incremental_update"]
-TEXTS = [f"{METRICS}.job_name", "common_config.job_type", f"{SERVER}.incremental_dir"]
+SWITCHES = [f"{METRICS}.enable_metrics", f"{SERVER}.enable_incremental_update", f"{STORAGE}.syncs"]
+TEXTS = [f"{METRICS}.job_name", "common_config.job_type", f"{SERVER}.incremental_dir", f"{STORAGE}.kind"]
 
 
 def with_key(path: str, value: object) -> dict[str, Any]:
@@ -163,6 +171,29 @@ def test_incremental_updates_need_keys_that_fit(key, value, reason):
     message = refusal_of(with_key(SERVER, {**settings, "enable_incremental_update": True}))
     assert message.startswith(f"{SERVER}.{key}=")
     assert reason in message
+
+
+@pytest.mark.parametrize(
+    ("storage", "message"),
+    [
+        ({"kind": "nvme"}, f"{STORAGE}.kind='nvme' must be one of dram, file, pmem"),
+        ({"path": "/mnt"}, f"{STORAGE}.path='/mnt' with kind='dram', which has no pool"),
+        ({"kind": "file"}, f"{STORAGE}.path is missing: kind='file' needs the directory"),
+        (
+            {"kind": "pmem", "path": "/mnt", "cache_rows": 8},
+            f"{SERVER}.storage.cache_rows=8 must not be below num_hashmap_internal_shards=16",
+        ),
+    ],
+)
+def test_storage_needs_keys_that_fit(storage, message):
+    assert refusal_of(with_key(STORAGE, storage)).startswith(message)
+
+
+def test_inference_jobs_keep_rows_in_memory():
+    storage = with_key(STORAGE, {"kind": "file", "path": "/mnt"})
+    assert parse_global_config(storage).embedding_parameter_server_config.storage.has_pool
+    message = refusal_of({**storage, "common_config": {"job_type": "Infer"}})
+    assert message.startswith(f"{STORAGE}.kind='file' with job_type='Infer'")
 
 
 def test_inference_jobs_have_their_own_settings():

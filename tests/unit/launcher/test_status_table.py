@@ -198,3 +198,19 @@ def test_below_the_table() -> None:
 )
 def test_numbers_are_short(value: float, text: str) -> None:
     assert si(value) == text
+
+
+@pytest.mark.parametrize(
+    ("tier", "text"),
+    [
+        ({"checkpoint": None, "step": None, "num_pending": 0}, "1k cached, 2M promoted, no checkpoint"),
+        (
+            {"checkpoint": "dump-1", "step": 40, "num_pending": 1},
+            "1k cached, 2M promoted, checkpoint of step 40, 1 pending",
+        ),
+    ],
+)
+def test_a_server_over_a_pool_shows_its_cache_and_checkpoint(tier: dict[str, Any], text: str) -> None:
+    counts = {"num_hot": 1000, "num_promoted": 2_000_000}
+    status = process(EMBEDDING_PARAMETER_SERVER, stats={"tier": {**counts, **tier}})
+    assert cells(status)[-1].endswith(text)

@@ -1,0 +1,142 @@
+"""Dumps and loads whose rows stay where they are, in the servers' pools (server_pool.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+from persia.checkpoint.fields import text_at
+from persia.checkpoint.manifest import is_dump_id
+from persia.checkpoint.server_job import ServerShare, TwoPhaseJob
+from persia.checkpoint.server_pool import PoolCheckpoint, ServerPool
+from persia.checkpoint.storage import Location
+from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
+from persia.logger import get_default_logger
+from persia.messaging.payloads import json_int
+
+__all__ = ["PoolDumpJob", "PoolLoadJob"]
+
+_WHAT = "checkpoint request"
+_FIRST_LOOK_S = 0.005
+_LONGEST_LOOK_S = 0.25
+
+
+class PoolDumpJob(TwoPhaseJob):
+    """Notes a checkpoint of a server's pool, and commits it once the job's manifest names it."""
+
+    _kind = "dump"
+
+    def __init__(self, operation: str, share: ServerShare, lease_s: float, arguments: dict[str, Any]) -> None:
+        """`arguments`: {"directory": URL of the manifest, "step": of the training loop or null,
+        "keep_small_rows": bool}.
+        """
+        super().__init__(operation, share, lease_s)
+        if not is_dump_id(operation):
+            raise InvalidArgumentError(f"{_WHAT}: {operation!r:.80} is not the name of a dump")
+        self._pool = _required_pool(share, "in_place=True")
+        self._directory = str(Location.of(text_at(arguments, "directory", _WHAT)))
+        self._step = None if arguments.get("step") is None else json_int(arguments, "step", _WHAT)
+        self._pool.settle()
+        if arguments.get("keep_small_rows") is not True:
+            share.store.remove_small_rows()
+        self._num_rows = 0
+        self._number = self._pool.store.request_checkpoint()
+
+    def _work(self) -> None:
+        checkpoint = PoolCheckpoint(
+            operation=self.operation,
+            directory=self._directory,
+            step=self._step,
+            prepared=self._await_prepared(),
+        )
+        self._num_rows = checkpoint.num_rows
+        self._pool.prepare(checkpoint)
+        self._await_apply()
+        self._pool.finish(commit=True)
+
+    def _await_prepared(self) -> dict[str, int]:
+        """Until all rows of the checkpoint are in the pool; raises what keeps them out."""
+        pause_s, written = _FIRST_LOOK_S, self._pool.stats()["num_written"]
+        while True:
+            self._check_alive()
+            prepared = self._pool.store.prepared_checkpoint(self._number)
+            if prepared is not None:
+                return prepared
+            now = self._pool.stats()["num_written"]
+            self._count_rows(now - written)
+            self._count_bytes(now - written)  # rows do for bytes: the coordinator sees that something moves
+            written = now
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+
+    def _clean_up(self) -> None:
+        try:
+            self._pool.settle()  # what was prepared may count all the same: its coordinator may be gone
+        except PersiaError as failure:
+            get_default_logger().warning("%s stays undecided: %s", self.operation, failure)
+            return
+        with contextlib.suppress(FailedPreconditionError):  # it was settled, or cleared with all rows
+            self._pool.store.drop_checkpoint(self._number)
+
+    def _release(self) -> None:
+        """The store was never held."""
+
+    def _total_rows(self) -> int:
+        return self._num_rows
+
+    def _result(self) -> dict[str, Any]:
+        schema = self._share.schema
+        return {
+            "step": self._number,
+            "num_rows": self._num_rows,
+            "schema": None if schema is None else schema.to_json(),
+        }
+
+
+class PoolLoadJob(TwoPhaseJob):
+    """Checks that the rows of a server are those of a checkpoint in its pool. Nothing has to be moved then."""
+
+    _kind = "load"
+
+    def __init__(self, operation: str, share: ServerShare, lease_s: float, arguments: dict[str, Any]) -> None:
+        """`arguments`: {"in_place": the dump that made the checkpoint}."""
+        super().__init__(operation, share, lease_s)
+        self._pool = _required_pool(share, "a checkpoint whose rows are in the pools of servers")
+        self._wanted = text_at(arguments, "in_place", _WHAT)
+        self._num_rows = 0
+
+    def _work(self) -> None:
+        self._pool.settle()
+        checkpoint, stats = self._pool.checkpoint(), self._pool.stats()
+        if checkpoint is None or checkpoint.operation != self._wanted:
+            has = "none" if checkpoint is None else f"{checkpoint.operation} (step {checkpoint.step})"
+            raise FailedPreconditionError(
+                f"the pool {self._pool.folder} goes back to another checkpoint than {self._wanted}: it has "
+                f"{has}; load the newest one, or one that was dumped to files"
+            )
+        if stats["batch"] != stats["committed"] + 1:
+            raise FailedPreconditionError(
+                f"this server has trained on since {self._wanted} (step {checkpoint.step}), to which only a "
+                "start takes its rows back: start all parameter servers again, then load"
+            )
+        self._num_rows = checkpoint.num_rows
+        self._await_apply()
+
+    def _clean_up(self) -> None:
+        """Nothing was changed."""
+
+    def _release(self) -> None:
+        """The store was never held."""
+
+    def _total_rows(self) -> int:
+        return self._num_rows
+
+
+def _required_pool(share: ServerShare, what: str) -> ServerPool:
+    if share.pool is None:
+        raise FailedPreconditionError(
+            f"{what} is asked for, and the rows of this server are in memory alone: set "
+            "embedding_parameter_server_config.storage in its global config, or dump to files"
+        )
+    return share.pool

@@ -1,0 +1,338 @@
+"""The pool of one server on its device: whose it is, and which checkpoints of the job its rows are of.
+
+The rows of a job lie in as many pools as it has servers. Each pool is committed by itself, and yet all have to
+go back to one checkpoint. So servers only *prepare* a checkpoint; it counts from the moment on at which its
+manifest, replaced in one step, names it; and then every server commits. A server that has ended in between
+finds the manifest when it starts again, and does what that says. docs/adr/0017 has the reasons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from persia._version import __version__
+from persia.checkpoint.fields import as_object, read_document, text_at
+from persia.checkpoint.manifest import Manifest
+from persia.checkpoint.schema import RowSchema
+from persia.checkpoint.storage import Location
+from persia.config import StorageConfig
+from persia.errors import (
+    CorruptionError,
+    FailedPreconditionError,
+    NotFoundError,
+    StorageError,
+    UnavailableError,
+)
+from persia.logger import get_default_logger
+from persia.messaging.payloads import json_int
+
+if TYPE_CHECKING:
+    from persia._native import TierOptions
+
+__all__ = ["PoolCheckpoint", "ServerPool", "TierStore"]
+
+_STATE_NAME = "server.json"
+_FORMAT = "pool of a persia server"
+_VERSION = 1
+_MAX_STATE_BYTES = 16 << 20
+_PREPARED_KEYS = ("batch", "num_rows", "pool_id", "sequence")
+
+
+class TierStore(Protocol):
+    """What is needed of the native module: a ParameterServer or EmbeddedClient with a tier."""
+
+    def tier_stats(self) -> dict[str, int] | None: ...
+
+    def request_checkpoint(self) -> int: ...
+
+    def prepared_checkpoint(self, number: int) -> dict[str, int] | None: ...
+
+    def commit_checkpoint(self, number: int) -> None: ...
+
+    def drop_checkpoint(self, number: int) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolCheckpoint:
+    """A checkpoint of the job, in this server's pool."""
+
+    operation: str  # the dump that made it; the manifest's name for the rows
+    directory: str  # of the manifest
+    step: int | None  # of the training loop
+    prepared: Mapping[str, int]  # of the pool: its number ("batch"), its rows
+
+    @property
+    def number(self) -> int:
+        return self.prepared["batch"]
+
+    @property
+    def num_rows(self) -> int:
+        return self.prepared["num_rows"]
+
+    def counts(self) -> bool:
+        """Whether its manifest names it. StorageError: that cannot be read."""
+        try:
+            section = Manifest.read(Location.of(self.directory))[0].embeddings
+        except (NotFoundError, CorruptionError):
+            return False  # nobody can load it
+        return section is not None and section.in_place and section.dump_id == self.operation
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.__dict__, "prepared": dict(self.prepared)}
+
+    @classmethod
+    def from_json(cls, values: object, what: str) -> PoolCheckpoint | None:
+        if values is None:
+            return None
+        values = as_object(values, what)
+        prepared = as_object(values.get("prepared"), f"{what}: prepared")
+        return cls(
+            operation=text_at(values, "operation", what),
+            directory=text_at(values, "directory", what),
+            step=None if values.get("step") is None else json_int(values, "step", what),
+            prepared={key: json_int(prepared, key, what) for key in _PREPARED_KEYS},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _State:
+    """What stands in the file beside the pool."""
+
+    index: int
+    replicas: int
+    schema: RowSchema | None  # None: the server was never started with an embedding config
+    committed: PoolCheckpoint | None = None
+    prepared: PoolCheckpoint | None = None  # of which this server does not know whether it counts
+
+    def encode(self) -> bytes:
+        values = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "created_by": f"persia {__version__}",
+            "index": self.index,
+            "replicas": self.replicas,
+            "schema": None if self.schema is None else self.schema.to_json(),
+            "committed": None if self.committed is None else self.committed.to_json(),
+            "prepared": None if self.prepared is None else self.prepared.to_json(),
+        }
+        return (json.dumps(values, indent=1) + "\n").encode()
+
+    @classmethod
+    def decode(cls, content: bytes, what: str) -> _State:
+        values = read_document(content, what, form=_FORMAT, version=_VERSION)
+        schema = values.get("schema")
+        return cls(
+            index=json_int(values, "index", what),
+            replicas=json_int(values, "replicas", what),
+            schema=None if schema is None else RowSchema.from_json(schema, what),
+            committed=PoolCheckpoint.from_json(values.get("committed"), what),
+            prepared=PoolCheckpoint.from_json(values.get("prepared"), what),
+        )
+
+
+class ServerPool:
+    """A server's folder below `storage.path`, which no other process uses meanwhile. Not thread-safe."""
+
+    def __init__(
+        self,
+        storage: StorageConfig,
+        *,
+        index: int,
+        replicas: int,
+        schema: RowSchema | None,
+        num_threads: int,
+    ) -> None:
+        """Makes the folder where there is none; the store makes the pool. To be closed.
+
+        NotFoundError: `storage.path` is no directory; UnavailableError: another process has the folder;
+        FailedPreconditionError: its rows are those of another server, or of other slots; StorageError: whether
+        its last checkpoint counts cannot be read.
+        """
+        self._storage, self._num_threads = storage, num_threads
+        self._store: TierStore | None = None
+        self.folder = _folder(storage, index)
+        self._lock = _locked(self.folder)
+        try:
+            self._file = Location.of(self.folder / _STATE_NAME)
+            self._state = self._read(_State(index=index, replicas=replicas, schema=schema))
+            self._settle_closed()
+            self._write(self._state)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def tier_options(self) -> TierOptions:
+        """For the store of this server."""
+        from persia._native import TierOptions
+
+        storage = self._storage
+        has_pool = (self.folder / "rows.pool").exists()
+        return TierOptions(
+            directory=str(self.folder),
+            kind=storage.kind,
+            # A pool that was made, or grown, larger than the configuration says stays so.
+            size_bytes=max(storage.size_bytes, _size_of(self.folder) if has_pool else 0),
+            cache_rows=storage.cache_rows,
+            syncs=storage.syncs,
+            num_threads=self._num_threads,
+        )
+
+    def attach(self, store: TierStore) -> None:
+        """The store that was opened with `tier_options`."""
+        self._store = store
+        stats, checkpoint = self.stats(), self.checkpoint()
+        if checkpoint is None:
+            get_default_logger().info("rows are in %s; it has no checkpoint yet", self.folder)
+            return
+        get_default_logger().info(
+            "%d rows recovered from %s: step %s, %s in %s",
+            stats["num_rows"],
+            self.folder,
+            "unknown" if checkpoint.step is None else checkpoint.step,
+            checkpoint.operation,
+            checkpoint.directory,
+        )
+
+    @property
+    def store(self) -> TierStore:
+        assert self._store is not None, "attached when the server starts"
+        return self._store
+
+    def stats(self) -> dict[str, int]:
+        stats = self.store.tier_stats()
+        assert stats is not None, "the store was opened with a tier"
+        return stats
+
+    def status(self) -> dict[str, Any]:
+        """For people: the store's counts, and what the rows go back to."""
+        checkpoint = self.checkpoint()
+        return {
+            **self.stats(),
+            "step": None if checkpoint is None else checkpoint.step,
+            "checkpoint": None if checkpoint is None else checkpoint.operation,
+        }
+
+    def checkpoint(self) -> PoolCheckpoint | None:
+        """The one that the rows go back to when the server is started again."""
+        committed = self.stats()["committed"]
+        known = (self._state.prepared, self._state.committed)
+        return next((one for one in known if one is not None and one.number == committed), None)
+
+    def prepare(self, checkpoint: PoolCheckpoint) -> None:
+        """From now on the checkpoint's manifest says whether it counts."""
+        self._write(replace(self._state, prepared=checkpoint))
+
+    def finish(self, *, commit: bool) -> None:
+        """Commits what was prepared, or gives it up; nothing where nothing was."""
+        prepared = self._state.prepared
+        if prepared is None:
+            return
+        if commit:
+            self.store.commit_checkpoint(prepared.number)
+            self._write(replace(self._state, committed=prepared, prepared=None))
+            return
+        with contextlib.suppress(FailedPreconditionError):  # gone with all rows, when they were cleared
+            self.store.drop_checkpoint(prepared.number)
+        self._write(replace(self._state, prepared=None))
+
+    def settle(self) -> None:
+        """Finishes what a coordinator has left open. StorageError: whether it counts cannot be read."""
+        if self._state.prepared is not None:
+            self.finish(commit=self._state.prepared.counts())
+
+    def close(self) -> None:
+        """Leaves the folder to others; the store has to be gone, too. Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _read(self, wanted: _State) -> _State:
+        try:
+            content = self._file.read(max_bytes=_MAX_STATE_BYTES)
+        except NotFoundError:
+            if (self.folder / "rows.pool").exists():
+                raise FailedPreconditionError(
+                    f"{self.folder} has a pool and no {_STATE_NAME}, which says whose rows they are: give "
+                    "another storage.path, or remove the pool"
+                ) from None
+            return wanted
+        found = _State.decode(content, str(self._file))
+        if (found.index, found.replicas) != (wanted.index, wanted.replicas):
+            raise FailedPreconditionError(
+                f"{self.folder} has the rows of server {found.index} of {found.replicas}, and this is server "
+                f"{wanted.index} of {wanted.replicas}: rows are divided among the servers, so start as many as "
+                "before; for another number dump the rows to a directory first, give another storage.path and "
+                "load them there"
+            )
+        if found.schema is not None and wanted.schema is not None:
+            try:
+                changes = found.schema.changes_to(wanted.schema)
+            except FailedPreconditionError as failure:
+                raise FailedPreconditionError(f"the pool in {self.folder}: {failure}") from failure
+            if changes:
+                get_default_logger().warning("%s: %s since its rows were made", self.folder, changes)
+        return replace(found, schema=wanted.schema or found.schema)
+
+    def _settle_closed(self) -> None:
+        """`settle` before the pool is opened: that would undo what is not committed."""
+        prepared = self._state.prepared
+        if prepared is None:
+            return
+        from persia._native import commit_pool, inspect_pool
+
+        committed = inspect_pool(str(self.folder))["committed"] == prepared.number
+        if not committed and prepared.counts():
+            try:
+                commit_pool(str(self.folder), **prepared.prepared)
+                committed = True
+            except FailedPreconditionError as failure:
+                get_default_logger().warning("a checkpoint of the job is lost: %s", failure)
+        last = prepared if committed else self._state.committed
+        self._state = replace(self._state, committed=last, prepared=None)
+
+    def _write(self, state: _State) -> None:
+        self._file.replace(state.encode())
+        self._state = state
+
+
+def _folder(storage: StorageConfig, index: int) -> Path:
+    assert storage.path is not None, "checked by StorageConfig"
+    root = Path(storage.path).absolute()
+    if not root.is_dir():
+        raise NotFoundError(
+            f"embedding_parameter_server_config.storage.path={storage.path} is no directory of this machine: "
+            "mount the device, or make the directory"
+        )
+    folder = root / f"server-{index}"
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as failure:
+        raise StorageError(f"{folder} could not be made: {failure}") from failure
+    return folder
+
+
+def _locked(folder: Path) -> int:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as failure:
+        os.close(handle)
+        raise UnavailableError(
+            f"{folder} is in use by another process: stop it, or give each server a --replica-index of its own"
+        ) from failure
+    return handle
+
+
+def _size_of(folder: Path) -> int:
+    from persia._native import inspect_pool
+
+    size: int = inspect_pool(str(folder))["size_bytes"]
+    return size

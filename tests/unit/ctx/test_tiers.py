@@ -1,0 +1,105 @@
+"""Embedded jobs whose rows are in a pool: the same results as in memory, and a checkpoint that stays in place."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from persia import pmem
+from persia.ctx import TrainCtx
+from persia.embedding.optim import Adagrad
+from persia.errors import FailedPreconditionError, NotFoundError, UnavailableError
+
+from .conftest import Model
+
+SLOTS = {"feature_index_prefix_bit": 8, "slots_config": {"a": {"dim": 4}, "b": {"dim": 4}}}
+KINDS = [
+    "dram",
+    "file",
+    pytest.param("pmem", marks=pytest.mark.skipif(not pmem.HAS_PMEM, reason="built without libpmem")),
+]
+
+
+def config_of(kind: str, path: Path) -> dict[str, Any]:
+    storage = {} if kind == "dram" else {"kind": kind, "path": str(path), "cache_rows": 4}
+    return {"embedding_parameter_server_config": {"num_hashmap_internal_shards": 2, "storage": storage}}
+
+
+@pytest.fixture
+def enter(make_ctx: Callable[..., TrainCtx], tmp_path: Path) -> Callable[[str], TrainCtx]:
+    """A context of a model of its own over storage of that kind, in `tmp_path`."""
+
+    def enter(kind: str) -> TrainCtx:
+        gc.collect()  # the pool is free once nothing holds its context any more
+        torch.manual_seed(3)
+        model = Model()
+        return make_ctx(
+            backend=None,
+            model=model,
+            embedding_optimizer=Adagrad(lr=0.1),
+            dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            slots=SLOTS,
+            global_config=config_of(kind, tmp_path),
+        )
+
+    return enter
+
+
+def train(ctx: TrainCtx, new_batch: Any, numbers: range) -> list[float]:
+    losses = []
+    for number in numbers:
+        output, _ = ctx.forward(ctx.get_embedding_from_data(new_batch(number % 7)))
+        loss = (output - 1).square().mean()
+        ctx.backward(loss)
+        ctx.wait_for_gradients()
+        losses.append(float(loss.item()))
+    return losses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_from_any_kind_as_in_memory(
+    kind: str, enter: Callable[[str], TrainCtx], tmp_path: Path, new_batch: Any
+) -> None:
+    in_place = kind != "dram"
+    with enter("dram") as ctx:
+        expected = train(ctx, new_batch, range(30))
+    with enter(kind) as ctx:
+        assert train(ctx, new_batch, range(20)) == expected[:20]
+        ctx.dump_checkpoint(tmp_path / "c", blocking=False, in_place=in_place)
+        assert train(ctx, new_batch, range(20, 25)) == expected[20:25]
+        ctx.wait_for_dump_embedding()
+    del ctx
+    with enter(kind) as ctx:
+        ctx.load_checkpoint(tmp_path / "c")
+        assert ctx.step == 20
+        assert train(ctx, new_batch, range(20, 30)) == expected[20:]
+        ctx.dump_checkpoint(tmp_path / "files")
+    del ctx
+    # Out of the pool, into memory.
+    with enter("dram") as ctx:
+        ctx.load_checkpoint(tmp_path / "files")
+        assert ctx.step == 30
+
+
+def test_rows_in_memory_cannot_stay_in_place(
+    enter: Callable[[str], TrainCtx], tmp_path: Path, new_batch: Any
+) -> None:
+    with enter("dram") as ctx:
+        train(ctx, new_batch, range(1))
+        with pytest.raises(FailedPreconditionError, match="the rows of this server are in memory alone"):
+            ctx.dump_embedding(tmp_path / "c", in_place=True)
+
+
+def test_a_pool_has_one_context(
+    enter: Callable[[str], TrainCtx], make_ctx: Callable[..., TrainCtx], tmp_path: Path
+) -> None:
+    with enter("file"), pytest.raises(UnavailableError, match="server-0 is in use by another process"):
+        enter("file")
+    config = config_of("file", tmp_path / "missing")
+    with pytest.raises(NotFoundError, match=r"storage\.path=.* is no directory"):
+        make_ctx(backend=None, slots=SLOTS, global_config=config)
