@@ -92,16 +92,12 @@ class EmbeddedJob:
         _jobs.add(self)
 
     @classmethod
-    def create(
-        cls, slots: SlotsConfig, config: GlobalConfig, tier: TierOptions | None = None
-    ) -> EmbeddedJob:
+    def create(cls, slots: SlotsConfig, config: GlobalConfig, tier: TierOptions | None = None) -> EmbeddedJob:
         """Loaders are threads of this process; with PERSIA_NATS_URL also processes that meet there."""
         url = env.get_nats_url()
         if url is None:
             broker = LocalBroker()
-            return cls(
-                slots, config, lambda name: LocalSession(broker, name=name), has_nats=False, tier=tier
-            )
+            return cls(slots, config, lambda name: LocalSession(broker, name=name), has_nats=False, tier=tier)
         return cls(slots, config, lambda name: _nats_session(url, name), has_nats=True, tier=tier)
 
     def connect(self, name: str) -> Cluster:
