@@ -2,9 +2,9 @@
 
     python -m benchmarks.tiers --rows 1000000 --cache 0.1 0.05 0.02 --directory /dev/shm
 
-Each run is an embedded job in a process of its own: it makes every row, trains until its cache has settled, and
-is then timed over whole training steps (lookup, forward, backward, gradients applied). IDs follow a power law:
-`--skew` says how steep, and the table how many of the distinct rows asked for were not in the cache. With
+Each run is an embedded job in a process of its own: it makes every row, trains until its cache has settled,
+and is then timed over whole training steps (lookup, forward, backward, gradients applied). IDs follow a power
+law: `--skew` says how steep, and the table how many of the distinct rows asked for were not cached. With
 `--checkpoint-every` a checkpoint in place is asked for so often while time is taken.
 """
 

@@ -221,8 +221,8 @@ class DumpOperation(Operation):
             self._await("committing", State.DONE)
         except PersiaError as failure:
             get_default_logger().warning(
-                "the checkpoint in %s is complete, but a server was lost before it could say so; it will find "
-                "out when it starts again: %s",
+                "the checkpoint in %s is complete, but a server was lost before it could say so; it will "
+                "find out when it starts again: %s",
                 self.directory,
                 failure,
             )

@@ -116,8 +116,8 @@ class EmbeddingSection:
         """FailedPreconditionError: only the servers that have the rows can go back to them."""
         if self.in_place:
             raise FailedPreconditionError(
-                f"the rows of {directory} are in the pools of the servers that trained them, and in no files: "
-                "start a job over these pools, load it there, and dump to files"
+                f"the rows of {directory} are in the pools of the servers that trained them, and in no "
+                "files: start a job over these pools, load it there, and dump to files"
             )
 
     @property

@@ -95,7 +95,7 @@ class PoolDumpJob(TwoPhaseJob):
 
 
 class PoolLoadJob(TwoPhaseJob):
-    """Checks that the rows of a server are those of a checkpoint in its pool. Nothing has to be moved then."""
+    """Checks that the rows of a server are those of a checkpoint in its pool. Then nothing is moved."""
 
     _kind = "load"
 

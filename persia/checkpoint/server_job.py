@@ -151,7 +151,7 @@ class ServerJob(ABC):
         try:
             self._work()
         except PersiaError as failure:
-            error = failure
+            error = failure.with_traceback(None)  # whoever keeps the error would keep frames, and the store
         except Exception as failure:
             get_default_logger().exception("%s failed", self.operation)
             error = InternalError(f"{type(failure).__name__}: {failure}")

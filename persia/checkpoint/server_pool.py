@@ -1,7 +1,7 @@
 """The pool of one server on its device: whose it is, and which checkpoints of the job its rows are of.
 
-The rows of a job lie in as many pools as it has servers. Each pool is committed by itself, and yet all have to
-go back to one checkpoint. So servers only *prepare* a checkpoint; it counts from the moment on at which its
+The rows of a job lie in as many pools as it has servers. Each pool is committed by itself, and yet all have
+to go back to one checkpoint. So servers only *prepare* a checkpoint; it counts from the moment on at which its
 manifest, replaced in one step, names it; and then every server commits. A server that has ended in between
 finds the manifest when it starts again, and does what that says. docs/adr/0017 has the reasons.
 """
@@ -152,8 +152,8 @@ class ServerPool:
         """Makes the folder where there is none; the store makes the pool. To be closed.
 
         NotFoundError: `storage.path` is no directory; UnavailableError: another process has the folder;
-        FailedPreconditionError: its rows are those of another server, or of other slots; StorageError: whether
-        its last checkpoint counts cannot be read.
+        FailedPreconditionError: its rows are those of another server, or of other slots; StorageError:
+        whether its last checkpoint counts cannot be read.
         """
         self._storage, self._num_threads = storage, num_threads
         self._store: TierStore | None = None
@@ -268,9 +268,9 @@ class ServerPool:
         if (found.index, found.replicas) != (wanted.index, wanted.replicas):
             raise FailedPreconditionError(
                 f"{self.folder} has the rows of server {found.index} of {found.replicas}, and this is server "
-                f"{wanted.index} of {wanted.replicas}: rows are divided among the servers, so start as many as "
-                "before; for another number dump the rows to a directory first, give another storage.path and "
-                "load them there"
+                f"{wanted.index} of {wanted.replicas}: rows are divided among the servers, so start as many "
+                "as before; for another number dump the rows to files first, give another storage.path and load "
+                "them there"
             )
         if found.schema is not None and wanted.schema is not None:
             try:
@@ -326,7 +326,7 @@ def _locked(folder: Path) -> int:
     except OSError as failure:
         os.close(handle)
         raise UnavailableError(
-            f"{folder} is in use by another process: stop it, or give each server a --replica-index of its own"
+            f"{folder} is in use by another process: stop it, or give each server its own --replica-index"
         ) from failure
     return handle
 

@@ -189,6 +189,6 @@ class GlobalConfig(Section):
         if self.common_config.job_type != "Train" and storage.has_pool:
             raise ConfigError(
                 f"embedding_parameter_server_config.storage.kind={show(storage.kind)} with "
-                f"job_type={show(self.common_config.job_type)}: servers of an inference job keep their rows in "
-                "memory; set kind: dram"
+                f"job_type={show(self.common_config.job_type)}: servers of an inference job keep their rows "
+                "in memory; set kind: dram"
             )

@@ -289,8 +289,8 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         What was there stays readable until the new checkpoint is complete, and then goes. `blocking=False`
         returns once every server has taken a snapshot, and `wait_for_dump_embedding` raises what fails later.
         `keep_last=N` makes `dst_dir` a directory of checkpoints, named by `step`, of which N are kept.
-        `in_place=True` is for servers with pools (docs/tiers.md): rows stay there, and `dst_dir` gets the dense
-        model and what ties it to them. Servers go back to these rows, and only they can load this checkpoint.
+        `in_place=True` is for servers with pools (docs/tiers.md): rows stay there, and `dst_dir` gets the
+        dense model and what ties it to them. Servers go back to these rows; only they can load it.
         A model that TorchScript cannot compile (InvalidArgumentError) costs nothing but its TorchScript.
         """
         states = {dense_filename: self._require_model()}

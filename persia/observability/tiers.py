@@ -28,11 +28,7 @@ _GAUGES = (
     ("persia_tier_cached_rows", "num_hot", "Rows in the cache."),
     ("persia_tier_pool_bytes", "pool_bytes", "Size of the pool's file."),
     ("persia_tier_pool_max_bytes", "pool_max_bytes", "Size that the pool's file may grow to."),
-    (
-        "persia_tier_pool_used_bytes",
-        "pool_used_bytes",
-        "Of the pool's bytes, those with rows that are needed.",
-    ),
+    ("persia_tier_pool_used_bytes", "pool_used_bytes", "Bytes of the pool with rows that are needed."),
     ("persia_tier_kept_versions", "num_kept", "Older versions of rows, kept for a checkpoint."),
     ("persia_tier_pending_checkpoints", "num_pending", "Checkpoints begun and not committed."),
     ("persia_tier_committed_step", "step", "Step of training of the checkpoint that rows go back to."),

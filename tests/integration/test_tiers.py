@@ -1,4 +1,4 @@
-"""Jobs whose rows are in pools, with a cache much smaller than they are: servers are killed and started again."""
+"""Jobs whose rows are in pools, with much smaller caches: servers are killed and started again."""
 
 from __future__ import annotations
 

@@ -186,9 +186,8 @@ void BindImplementations(py::module_& module) {
       .def("num_missing_rows", &NumMissingRows);
   DefineCheckpoints(embedded,
                     [](EmbeddedClient& self) { return PlacedStore{self.embedding_store(), {}}; });
-  DefineTier(embedded, [](EmbeddedClient& self) -> store::EmbeddingStore& {
-    return self.embedding_store();
-  });
+  DefineTier(embedded,
+             [](EmbeddedClient& self) -> store::EmbeddingStore& { return self.embedding_store(); });
 }
 
 }  // namespace

@@ -42,8 +42,8 @@ std::vector<store::RowBlock> ToRowBlocks(const ServerBlocks& request) {
 
 StatusOr<std::shared_ptr<EmbeddedRows>> EmbeddedRows::Create(
     const store::EmbeddingStore::Options& options, const std::optional<store::TierOptions>& tier) {
-  auto store = tier ? store::EmbeddingStore::Open(options, *tier)
-                    : store::EmbeddingStore::Create(options);
+  auto store =
+      tier ? store::EmbeddingStore::Open(options, *tier) : store::EmbeddingStore::Create(options);
   if (!store.ok()) return store.status();
   return std::shared_ptr<EmbeddedRows>(new EmbeddedRows(std::move(store).value()));
 }

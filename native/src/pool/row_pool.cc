@@ -404,9 +404,8 @@ StatusOr<PreparedCheckpoint> RowPool::Prepare(uint64_t batch) {
 
 Status RowPool::DropCheckpoint(uint64_t batch) {
   std::lock_guard lock(mutex_);
-  const auto dropped = std::find_if(pending_.begin(), pending_.end(), [&](const Pending& pending) {
-    return pending.batch == batch;
-  });
+  const auto dropped = std::find_if(pending_.begin(), pending_.end(),
+                                    [&](const Pending& pending) { return pending.batch == batch; });
   if (dropped == pending_.end()) {
     return InvalidArgument("no checkpoint of batch " + std::to_string(batch) + " is pending");
   }

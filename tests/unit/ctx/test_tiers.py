@@ -1,4 +1,4 @@
-"""Embedded jobs whose rows are in a pool: the same results as in memory, and a checkpoint that stays in place."""
+"""Embedded jobs whose rows are in a pool: results as in memory, and checkpoints that stay in place."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from persia import pmem
+from persia.checkpoint.server_pool import ServerPool
+from persia.config import StorageConfig
 from persia.ctx import TrainCtx
 from persia.embedding.optim import Adagrad
 from persia.errors import FailedPreconditionError, NotFoundError, UnavailableError
@@ -98,8 +100,11 @@ def test_rows_in_memory_cannot_stay_in_place(
 def test_a_pool_has_one_context(
     enter: Callable[[str], TrainCtx], make_ctx: Callable[..., TrainCtx], tmp_path: Path
 ) -> None:
-    with enter("file"), pytest.raises(UnavailableError, match="server-0 is in use by another process"):
+    storage = StorageConfig(kind="file", path=str(tmp_path))
+    pool = ServerPool(storage, index=0, replicas=1, schema=None, num_threads=1)
+    with pytest.raises(UnavailableError, match="server-0 is in use by another process"):
         enter("file")
+    pool.close()
     config = config_of("file", tmp_path / "missing")
     with pytest.raises(NotFoundError, match=r"storage\.path=.* is no directory"):
         make_ctx(backend=None, slots=SLOTS, global_config=config)
