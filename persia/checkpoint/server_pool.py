@@ -1,9 +1,9 @@
 """The pool of one server on its device: whose it is, and which checkpoints of the job its rows are of.
 
 The rows of a job lie in as many pools as it has servers. Each pool is committed by itself, and yet all have
-to go back to one checkpoint. So servers only *prepare* a checkpoint; it counts from the moment on at which its
-manifest, replaced in one step, names it; and then every server commits. A server that has ended in between
-finds the manifest when it starts again, and does what that says. docs/adr/0017 has the reasons.
+to go back to one checkpoint. So servers only *prepare* a checkpoint; it counts from the moment on at which
+its manifest, replaced in one step, names it; and then every server commits. A server that has ended in
+between finds the manifest when it starts again, and does what that says. docs/adr/0017 has the reasons.
 """
 
 from __future__ import annotations
@@ -269,8 +269,8 @@ class ServerPool:
             raise FailedPreconditionError(
                 f"{self.folder} has the rows of server {found.index} of {found.replicas}, and this is server "
                 f"{wanted.index} of {wanted.replicas}: rows are divided among the servers, so start as many "
-                "as before; for another number dump the rows to files first, give another storage.path and load "
-                "them there"
+                "as before; for another number dump the rows to files first, give another storage.path and "
+                "load them there"
             )
         if found.schema is not None and wanted.schema is not None:
             try:

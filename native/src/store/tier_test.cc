@@ -118,7 +118,7 @@ TEST_F(TierTest, ACheckpointIsOfTheMomentItWasAskedFor) {
 pool::PreparedCheckpoint PreparedOf(const EmbeddingStore& store, uint64_t number) {
   std::optional<pool::PreparedCheckpoint> prepared;
   EXPECT_TRUE(Eventually([&] {
-    const auto found = store.PreparedCheckpoint(number);
+    auto found = store.PreparedCheckpoint(number);
     EXPECT_TRUE(found.ok()) << found.status().ToString();
     if (found.ok()) prepared = *found;
     return !found.ok() || prepared.has_value();
@@ -130,11 +130,11 @@ TEST_F(TierTest, AHeldCheckpointWaitsForItsWord) {
   Create();
   ScriptModel model;
   Train(1, 40);
-  const auto number = store_->RequestCheckpoint(/*held=*/true);
+  auto number = store_->RequestCheckpoint(/*held=*/true);
   ASSERT_TRUE(number.ok());
   EXPECT_EQ(store_->RequestCheckpoint(/*held=*/true).status().code(),
             StatusCode::kFailedPrecondition);
-  const auto behind = store_->RequestCheckpoint();
+  auto behind = store_->RequestCheckpoint();
   ASSERT_TRUE(behind.ok());
   Train(41, 45);
   EXPECT_GT(PreparedOf(*store_, *number).num_rows, 0u);
@@ -154,7 +154,7 @@ TEST_F(TierTest, AHeldCheckpointThatIsDroppedLeavesTheOneBefore) {
     Train(batch + 1, batch + 10);
     Checkpoint();
     Train(batch + 11, batch + 20);
-    const auto number = store_->RequestCheckpoint(/*held=*/true);
+    auto number = store_->RequestCheckpoint(/*held=*/true);
     ASSERT_TRUE(number.ok());
     PreparedOf(*store_, *number);
     Train(batch + 21, batch + 30);
@@ -198,7 +198,7 @@ TEST_F(TierTest, AHeldCheckpointIsCommittedAfterItsStoreHasGone) {
 TEST_F(TierTest, ClearingEndsAHeldCheckpoint) {
   Create();
   Train(1, 20);
-  const auto number = store_->RequestCheckpoint(/*held=*/true);
+  auto number = store_->RequestCheckpoint(/*held=*/true);
   ASSERT_TRUE(number.ok());
   PreparedOf(*store_, *number);
   store_->Clear();
@@ -481,6 +481,33 @@ TEST_F(TierTest, ThreadsTrainPastACheckpointThatIsOfOneMoment) {
       num_steps[t] = steps;
     }
   }
+}
+
+// Checkpoints are held and committed or dropped in turns meanwhile.
+TEST_F(TierTest, ThreadsTrainWhileCheckpointsAreHeld) {
+  constexpr uint64_t kBatches = 400;
+  Create();
+  std::atomic<uint64_t> num_trained{0};
+  std::jthread trainer([&] {
+    for (uint64_t batch = 1; batch <= kBatches; ++batch) {
+      EXPECT_TRUE(Script::Train(*store_, batch).ok());
+      num_trained = batch;
+    }
+  });
+  uint64_t num_committed = 0;
+  for (bool commits = true; num_trained < kBatches; commits = !commits) {
+    auto number = store_->RequestCheckpoint(/*held=*/true);
+    ASSERT_TRUE(number.ok()) << number.status().ToString();
+    if (commits) PreparedOf(*store_, *number);
+    ASSERT_TRUE(
+        (commits ? store_->CommitCheckpoint(*number) : store_->DropCheckpoint(*number)).ok());
+    num_committed += commits;
+  }
+  trainer.join();
+  EXPECT_GT(num_committed, 0u);
+  Checkpoint();
+  Open();
+  EXPECT_EQ(Script::Rows(*store_), ScriptModel().RowsAt(kBatches));
 }
 
 }  // namespace
