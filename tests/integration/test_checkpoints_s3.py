@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
     pytest.mark.skipif(
         any(not __import__("importlib.util").util.find_spec(name) for name in ("moto", "s3fs")),
-        reason="needs pip install 'persia[test-s3]'",
+        reason="./run test runs it in an environment of its own, with persia[test-s3]",
     ),
 ]
 
@@ -154,7 +154,10 @@ def test_a_service_that_does_not_recover_costs_nothing_that_was_there(s3: Endpoi
     assert torch.equal(lookup(bags), before)
 
 
-def test_a_manifest_that_is_refused_leaves_the_checkpoint_that_was_there(s3: Endpoint) -> None:
+def test_a_manifest_that_is_refused_leaves_the_checkpoint_that_was_there(
+    s3: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)  # five tries of ours are enough to wait for
     bags = make_bags()
     bags.dump("s3://models/m")
     before, keys = lookup(bags), s3.list_keys()
@@ -173,7 +176,10 @@ def test_a_manifest_that_is_refused_leaves_the_checkpoint_that_was_there(s3: End
     assert torch.equal(lookup(other), lookup(bags))
 
 
-def test_reads_that_are_refused_in_the_middle_of_a_load_change_nothing(s3: Endpoint) -> None:
+def test_reads_that_are_refused_in_the_middle_of_a_load_change_nothing(
+    s3: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
     make_bags().dump("s3://models/m")
     bags = make_bags(10)
     before = lookup(bags)

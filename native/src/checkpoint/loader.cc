@@ -17,7 +17,8 @@ Status CheckShape(const BlockShape& block, OptimizerKind kind, const store::RowS
       std::to_string(static_cast<int>(block.optimizer)) + ", " +
       std::to_string(block.state_floats) + " floats) than the train config's (kind " +
       std::to_string(static_cast<int>(kind)) + ", " + std::to_string(wanted.state_floats) +
-      " floats); give the train config that the checkpoint was made with, or begin with the state of "
+      " floats); give the train config that the checkpoint was made with, or begin with the state "
+      "of "
       "new rows (with_state=False)");
 }
 

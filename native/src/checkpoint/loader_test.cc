@@ -161,6 +161,7 @@ TEST(Loader, RowsWithoutStateBeginAnew) {
     ASSERT_TRUE((*loader)->Replace().ok());
     for (const Bytes& file : files) ASSERT_TRUE((*loader)->Add(BlocksOf(file)).ok());
     (*loader)->Commit();
+    loader->reset();
     const Rows after = RowsOf(*store);
     ASSERT_EQ(after.size(), before.size());
     const store::RowRules rules(config);

@@ -140,8 +140,7 @@ void Snapshot::AddPart(const Options& options, uint32_t number) {
   const size_t gathered =
       std::max(options.max_gathered_bytes / options.num_parts, BlockWriter::kBlockBytes);
   parts_.push_back(std::make_unique<SnapshotPart>(
-      header, options.with_state, gathered,
-      ShardsInTurn(rows_.get(), number, options.num_parts),
+      header, options.with_state, gathered, ShardsInTurn(rows_.get(), number, options.num_parts),
       [this](uint64_t count) { return CheckEnd(count); }));
 }
 
