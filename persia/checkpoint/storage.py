@@ -324,8 +324,7 @@ def _reported(location: Location, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as failure:
-        # What lies below a file does not exist either.
-        if isinstance(failure, FileNotFoundError | NotADirectoryError) and what != _BE_WRITTEN:
+        if isinstance(failure, FileNotFoundError) and what != _BE_WRITTEN:
             raise NotFoundError(f"{location} does not exist: check the checkpoint's location") from failure
         if not isinstance(failure, OSError) and not _is_client_error(failure):
             raise

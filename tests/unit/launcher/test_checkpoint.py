@@ -190,7 +190,7 @@ def _packets(place: Path, whole: Path) -> None:
     ("make", "message"),
     [
         (_nothing, "is no checkpoint: it has neither manifest.json nor latest"),
-        (_a_file, "is no checkpoint: it has neither manifest.json nor latest"),
+        (_a_file, "Not a directory"),
         (_empty_directory, "is no checkpoint: it has neither manifest.json nor latest"),
         (_truncated_manifest, "manifest.json: not JSON"),
         (_flipped_manifest, "manifest.json is damaged: its checksum"),
