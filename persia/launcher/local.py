@@ -20,11 +20,10 @@ _COUNT = click.IntRange(min=1)
 )
 @click.option(
     "--data-loader",
-    required=True,
     envvar="PERSIA_DATALOADER_ENTRY",
     show_envvar=True,
     metavar="FILE",
-    help="Data loading script.",
+    help="Data loading script; without it the training script makes its batches itself.",
 )
 @click.option(
     "--embedding-config",
@@ -76,7 +75,7 @@ _COUNT = click.IntRange(min=1)
 @click.argument("script_args", nargs=-1, type=click.UNPROCESSED)
 def command(
     nn_worker: str,
-    data_loader: str,
+    data_loader: str | None,
     embedding_config: str,
     global_config: str | None,
     parameter_servers: int,

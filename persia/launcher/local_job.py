@@ -36,7 +36,7 @@ class LocalJob:
     """What `persia-launcher local` was asked for."""
 
     nn_worker: str
-    data_loader: str
+    data_loader: str | None  # None: the training script makes its batches itself
     embedding_config: str
     global_config: str | None
     parameter_servers: int
@@ -86,7 +86,8 @@ def _check(job: LocalJob) -> None:
         load_global_config(job.global_config)
     load_embedding_config(job.embedding_config)
     checked_script(job.nn_worker)
-    checked_script(job.data_loader)
+    if job.data_loader is not None:
+        checked_script(job.data_loader)
 
 
 def _stop(number: int, _frame: object) -> None:
@@ -100,14 +101,18 @@ def _start(job: LocalJob, supervisor: Supervisor, folder: Path) -> None:
     nats_url = job.nats_url or start_local_nats(supervisor, folder)
     watched_as = f"PERSIA_NATS_URL={nats_url} PERSIA_JOB_NAME={job.job_name}"
     click.secho(f"watch it: {watched_as} persia-launcher status", err=True)
-    env = job_environment(nats_url=nats_url, job_name=job.job_name, extra={})
+    # Scripts that need the slots, too, find them there.
+    extra = {"PERSIA_EMBEDDING_CONFIG": str(Path(job.embedding_config).resolve())}
+    env = job_environment(nats_url=nats_url, job_name=job.job_name, extra=extra)
     specs = JobSpecs(env=env, global_config=job.global_config, embedding_config=job.embedding_config)
     for index in range(job.parameter_servers):
         supervisor.start(specs.parameter_server(index, job.parameter_servers))
     for index in range(job.embedding_workers):
         supervisor.start(specs.embedding_worker(index, job.embedding_workers))
-    for index in range(job.data_loaders):
-        supervisor.start(specs.data_loader(job.data_loader, job.loader_args, index, job.data_loaders, {}))
+    if job.data_loader is not None:
+        for index in range(job.data_loaders):
+            loader = specs.data_loader(job.data_loader, job.loader_args, index, job.data_loaders, {})
+            supervisor.start(loader)
     supervisor.start(specs.nn_worker(job.nn_worker, job.script_args, job.nproc_per_node, {}))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,11 +13,14 @@ from torch.nn.utils import parametrize
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Optimizer
 from persia.errors import InvalidArgumentError, InvalidTypeError
+from persia.nn.embedding_bag_collection import prefix_bits
 from persia.nn.pending_updates import PendingUpdates
 from persia.nn.replicas import RankExchange, from_rank_0
+from persia.nn.server_table import ServerTable
+from persia.nn.servers import Servers
 from persia.nn.store_embedding import StoreEmbedding, StoreEmbeddingBag, StoreRows
 
-__all__ = ["convert"]
+__all__ = ["convert", "slots_for"]
 
 Select = Callable[[str, nn.Module], bool]
 _Original = nn.Embedding | nn.EmbeddingBag
@@ -33,7 +37,9 @@ def convert(
     grow: bool = False,
     embedding_config: EmbeddingConfig = _DEFAULT_CONFIG,
     capacity: int = 1_000_000_000,
+    count_updates: bool = False,
     process_group: torch.distributed.ProcessGroup | None = None,
+    servers: Servers | None = None,
 ) -> nn.Module:
     """Puts the rows of `nn.Embedding` and `nn.EmbeddingBag` modules, anywhere in `model`, into a store.
 
@@ -51,16 +57,23 @@ def convert(
         grow: any 64-bit integer is an ID, and one without a row gets a fresh one in training. Otherwise IDs
             are those of the old vocabulary, and others are refused.
         embedding_config: initial values of fresh rows, admission, weight bound; the default clamps nothing.
-        capacity: rows at most of each weight; beyond it those used the longest ago are evicted.
-        process_group: its ranks train one model: rows begin as rank 0's and every rank applies the mean
-            gradient of all, as DDP does. Every rank must then call `backward()` equally often.
+        capacity: rows at most of each weight; beyond it those used the longest ago are evicted. Servers have
+            one of their own.
+        count_updates: of each row, for `export(min_updates=...)`; costs at most 16 bytes a row. Not with
+            servers.
+        process_group: its ranks train one model: rows begin as rank 0's and get the mean gradient of all
+            ranks, as with DDP. Every rank must then call `backward()` equally often.
+        servers: of `job_servers`: rows are in the job's parameter servers, in slots named as the modules are;
+            what the slots had before is overwritten. A lookup waits for its rows, and `backward()` until the
+            gradients are applied; either raises where a server does not answer in `PERSIA_DEADLINE_SEC`.
+            None: in this process.
 
     Returns:
         The model; a new module where `model` is an embedding itself.
 
     Raises:
         InvalidArgumentError: nothing to convert; or an embedding that a store cannot stand for, named with
-            the reason. The model is then as it was.
+            the reason; or servers without a slot for it. The model is then as it was.
         InvalidTypeError: no module, or no optimizer of `persia.embedding.optim`.
 
     Example:
@@ -69,30 +82,65 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
+    if count_updates and servers is not None:
+        raise InvalidArgumentError(
+            "count_updates=True with servers, which do not count them: leave it out; admit_after of the "
+            "embedding config keeps rare IDs from getting rows"
+        )
     chosen = _chosen(model, select)
     _check_all(model, chosen)
     if process_group is not None:
         embedding_config = replace(embedding_config, seed=_seed_of_rank_0(embedding_config, process_group))
-    updates = PendingUpdates(None if process_group is None else RankExchange(process_group))
-    rows_of: dict[int, StoreRows] = {}  # by the weight's identity
-    replacements: dict[int, nn.Module] = {}  # by the module's
-    for name, module in chosen.items():
-        rows = rows_of.get(id(module.weight))
-        if rows is None:
-            rows = rows_of[id(module.weight)] = StoreRows(
-                name or type(module).__name__,
-                module.embedding_dim,
-                None if grow else module.num_embeddings,
-                optimizer,
-                updates,
-                embedding_config=embedding_config,
-                capacity=capacity,
-            )
+    exchange = None if process_group is None else RankExchange(process_group, in_servers=servers is not None)
+    updates = PendingUpdates(exchange)
+    weights = _weights(chosen)
+    if servers is not None:
+        servers.check({name: module.embedding_dim for name, module in weights.values()})
+    rows_of = {
+        weight: StoreRows(
+            name,
+            module.embedding_dim,
+            None if grow else module.num_embeddings,
+            optimizer,
+            updates,
+            embedding_config=embedding_config,
+            capacity=capacity,
+            count_updates=count_updates,
+            engine=None if servers is None else ServerTable(servers, name, module.embedding_dim),
+        )
+        for weight, (name, module) in weights.items()
+    }
+    replacements: dict[int, nn.Module] = {}  # by the module's identity
+    for module in chosen.values():
         weight = module.weight if process_group is None else from_rank_0(module.weight, process_group)
-        replacements[id(module)] = _replacement(module, rows, weight)
+        replacements[id(module)] = _replacement(module, rows_of[id(module.weight)], weight)
     for module in chosen.values():
         module.weight.data = module.weight.new_empty(0, module.embedding_dim)
     return _replaced(model, replacements)
+
+
+def slots_for(model: nn.Module, *, select: Select | None = None) -> dict[str, Any]:
+    """What `embedding_config.yml` must have for `convert(model, ..., select=select, servers=...)`.
+
+    A slot for each weight, named as its first module. `persia.utils.dump_yaml(slots_for(model), path)` writes
+    the file.
+
+    Raises InvalidArgumentError and InvalidTypeError as `convert` does.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
+    chosen = _chosen(model, select)
+    _check_all(model, chosen)
+    slots = {name: {"dim": module.embedding_dim} for name, module in _weights(chosen).values()}
+    return {"feature_index_prefix_bit": prefix_bits(len(slots)), "slots_config": slots}
+
+
+def _weights(chosen: dict[str, _Original]) -> dict[int, tuple[str, _Original]]:
+    """By identity: the first module of each, and its name."""
+    weights: dict[int, tuple[str, _Original]] = {}
+    for name, module in chosen.items():
+        weights.setdefault(id(module.weight), (name or type(module).__name__, module))
+    return weights
 
 
 def _chosen(model: nn.Module, select: Select | None) -> dict[str, _Original]:

@@ -28,6 +28,7 @@ from persia.embedding.checks import checked_integer
 from persia.embedding.optim import Optimizer
 from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.logger import get_logger
+from persia.nn.engine import Engine
 
 __all__ = ["BagStats", "EmbeddingBagCollection"]
 
@@ -82,6 +83,9 @@ class EmbeddingBagCollection(torch.nn.Module):
             share of the capacity and evicts for itself.
         num_threads: threads of a lookup or update, the caller's included; default `PERSIA_NUM_THREADS`, else
             `torch.get_num_threads()`. They sleep while torch computes.
+        count_updates: of each row, for `export(min_updates=...)`; costs at most 16 bytes a row.
+        engine: what holds the rows (`persia.nn.convert` gives it); default a store in this process, to which
+            the four arguments above apply.
 
     Raises:
         InvalidArgumentError: a value out of its range, a raw slot; the message names it.
@@ -104,18 +108,22 @@ class EmbeddingBagCollection(torch.nn.Module):
         capacity: int = 1_000_000_000,
         num_internal_shards: int = 16,
         num_threads: int | None = None,
+        count_updates: bool = False,
+        engine: Engine | None = None,
     ) -> None:
         super().__init__()
         self.slots_config = slots if isinstance(slots, SlotsConfig) else _slots_config(slots)
         self.embedding_config = embedding_config or EmbeddingConfig()
         self._num_threads = _num_threads(num_threads)
-        self._bags = _native.EmbeddingBags(
+        self._bags = engine or _native.EmbeddingBags(
             slots=self.slots_config.native_slots(),
             feature_index_prefix_bit=self.slots_config.feature_index_prefix_bit,
             capacity=_in_range("capacity", capacity, 2**64 - 1),
             num_internal_shards=_in_range("num_internal_shards", num_internal_shards, 65536),
             num_threads=self._num_threads,
+            counts_updates=count_updates,
         )
+        self.counts_updates = count_updates and engine is None
         self._num_forks = _num_forks
         self._has_warned = False
         # What makes the output require a gradient. No parameter: optimizers and DDP must not see it.
@@ -225,6 +233,14 @@ class EmbeddingBagCollection(torch.nn.Module):
             num_nonfinite=stats.num_nonfinite,
         )
 
+    def num_updates(self, signs: torch.Tensor) -> torch.Tensor:
+        """How many updates each row has had since it was made, set or loaded: int64 [n] for signs int64 [n].
+
+        Signs carry their group's prefix. FailedPreconditionError without `count_updates`.
+        """
+        counts = self._own_store().num_updates(_ids(signs, "signs"))
+        return torch.from_numpy(counts.astype(np.int64))
+
     def dump(
         self,
         url: str | os.PathLike[str],
@@ -312,9 +328,17 @@ class EmbeddingBagCollection(torch.nn.Module):
         counts = keyed.lengths().to(torch.int64).view(len(self.slot_names), -1)
         return keyed.values(), counts, keyed.weights_or_none()
 
+    def _own_store(self) -> _native.EmbeddingBags:
+        if isinstance(self._bags, _native.EmbeddingBags):
+            return self._bags
+        raise FailedPreconditionError(
+            f"the rows of this {type(self).__name__} are in parameter servers: dump and load them by the "
+            "`Servers` that job_servers() gave"
+        )
+
     def _checkpoints(self) -> Checkpoints:
         share = ServerShare(
-            store=self._bags,
+            store=self._own_store(),
             index=0,
             replicas=1,
             schema=RowSchema.of(self.slots_config),
@@ -323,12 +347,12 @@ class EmbeddingBagCollection(torch.nn.Module):
         peer = LocalPeer(CheckpointService(share))
         return Checkpoints(lambda: [peer], deadline_s=env.get_deadline_s())
 
-    def _update(self, batch: _native.BagBatch, gradient: torch.Tensor) -> None:
+    def _update(self, batch: Any, gradient: torch.Tensor) -> None:
         report = self._bags.update(batch, _array(gradient))
         if report.num_nonfinite and not self._has_warned:
             self._has_warned = True
             _logger.warning(
-                "the gradients of %d rows were NaN or infinite and were dropped; see stats().num_nonfinite",
+                "the gradients of %d rows were NaN or infinite and were dropped; later ones are only counted",
                 report.num_nonfinite,
             )
 
@@ -362,9 +386,12 @@ def _slots_config(slots: Mapping[str, int | SlotConfig]) -> SlotsConfig:
             f"slots is {_kind(slots)}, must be a mapping of names to dims, or a SlotsConfig"
         )
     configs = {name: _slot_config(name, slot) for name, slot in slots.items()}
-    # Every slot is a group of its own, numbered from 1 in the top bits of its signs.
-    bits = max(_DEFAULT_PREFIX_BITS, len(configs).bit_length())
-    return SlotsConfig(slots_config=configs, feature_index_prefix_bit=bits)
+    return SlotsConfig(slots_config=configs, feature_index_prefix_bit=prefix_bits(len(configs)))
+
+
+def prefix_bits(num_slots: int) -> int:
+    """For slots that are groups of their own, numbered from 1 in the top bits of their signs."""
+    return max(_DEFAULT_PREFIX_BITS, num_slots.bit_length())
 
 
 def _slot_config(name: str, slot: int | SlotConfig) -> SlotConfig:

@@ -12,7 +12,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from persia.embedding.checks import checked_integer, checked_number
-from persia.errors import InvalidArgumentError, InvalidTypeError, ResourceExhaustedError
+from persia.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    ResourceExhaustedError,
+)
 from persia.logger import get_logger
 from persia.nn.embedding_bag_collection import EmbeddingBagCollection
 from persia.nn.exported import (
@@ -37,6 +42,7 @@ def export(
     *,
     ids: Mapping[str, torch.Tensor] | None = None,
     min_norm: float = 0.0,
+    min_updates: int = 0,
     max_bytes: int = 8 << 30,
 ) -> nn.Module:
     """A copy of `model` in which tensors stand for stores.
@@ -44,7 +50,7 @@ def export(
     It goes where torch models go: state_dict, pickle, torch.export, TorchScript, ONNX. In `eval()` mode its
     outputs equal the trained model's to the last bit. It holds the rows that there are and reads zeros for
     other IDs; where a vocabulary is known and exported whole, IDs beyond it are an error, as they were. The
-    size is logged before anything is built.
+    size is logged before anything is built, and for each place what was left out.
 
     Args:
         model: with converted modules or `EmbeddingBagCollection`s anywhere; a DDP wrapper is left out.
@@ -53,6 +59,9 @@ def export(
             where the collection is the model. Places that are not named are exported whole; an empty tensor
             leaves one out. A row that several slots share is there if any of them wants it.
         min_norm: rows whose Euclidean norm is below it are left out, and read as zeros.
+        min_updates: so are rows with fewer updates, that is, batches with their ID whose gradient came back,
+            since the row was made, set or loaded. Exact up to 2^32 - 1. The model must have been made with
+            `count_updates=True`.
         max_bytes: of rows and keys, at most.
 
     Returns:
@@ -60,6 +69,8 @@ def export(
 
     Raises:
         InvalidArgumentError: nothing to export, or `ids` for a place that is none.
+        FailedPreconditionError: `min_updates` where updates are not counted; rows of any IDs in servers
+            without `ids`.
         InvalidTypeError: no module, or IDs of another dtype.
         ResourceExhaustedError: more than `max_bytes`; the message has the size.
     """
@@ -68,7 +79,8 @@ def export(
     if isinstance(model, DistributedDataParallel):
         model = model.module
     limit = _Limit(checked_integer("max_bytes", max_bytes))
-    exporter = _Exporter(_places(model), dict(ids or {}), checked_number("min_norm", min_norm), limit)
+    least = _Least(checked_number("min_norm", min_norm), checked_integer("min_updates", min_updates))
+    exporter = _Exporter(_places(model), dict(ids or {}), least, limit)
     # A copy in which the replacements stand for their originals wherever these are, references included.
     result: nn.Module = copy.deepcopy(model, memo=exporter.replacements())
     return result.eval()
@@ -103,26 +115,57 @@ class _Limit:
         if self.num_bytes > self.max_bytes:
             raise ResourceExhaustedError(
                 f"the export has {self.num_rows:,} rows and {self.num_bytes:,} bytes up to {place!r}, more "
-                f"than max_bytes={self.max_bytes:,}: raise it, leave rows out by ids= or min_norm=, or serve "
-                "them from parameter servers"
+                f"than max_bytes={self.max_bytes:,}: raise it, leave rows out by ids=, min_norm= or "
+                "min_updates=, or serve them from parameter servers"
             )
 
 
-@dataclass
-class _Gathered:
-    """Rows of one dim that are to be exported."""
+@dataclass(frozen=True)
+class _Least:
+    """What rows must have not to be left out."""
 
-    signs: list[torch.Tensor]  # int64 [n] each
-    rows: list[torch.Tensor]  # float32 [n, dim] each
+    norm: float
+    updates: int
+
+    @property
+    def is_any(self) -> bool:
+        return not self.norm and self.updates <= 0
+
+    def check(self, place: str, collection: EmbeddingBagCollection) -> None:
+        if self.updates > 0 and not collection.counts_updates:
+            raise FailedPreconditionError(
+                f"min_updates={self.updates}, and {place or type(collection).__name__!r} does not count "
+                "updates: make it with count_updates=True, before training, or choose by ids= or min_norm="
+            )
+
+    def keep(
+        self, collection: EmbeddingBagCollection, signs: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """bool [n]"""
+        kept = torch.ones(len(signs), dtype=torch.bool)
+        if self.norm:
+            kept &= rows.norm(dim=1) >= self.norm
+        if self.updates > 0:
+            kept &= collection.num_updates(signs) >= self.updates
+        return kept
+
+
+class _Gathered:
+    """Rows of one dim that are to be exported, and how many are not."""
+
+    def __init__(self) -> None:
+        self.signs: list[torch.Tensor] = []  # int64 [n] each
+        self.rows: list[torch.Tensor] = []  # float32 [n, dim] each
+        self.num_left_out = 0
 
 
 class _Exporter:
     def __init__(
-        self, places: dict[str, nn.Module], ids: dict[str, torch.Tensor], min_norm: float, limit: _Limit
+        self, places: dict[str, nn.Module], ids: dict[str, torch.Tensor], least: _Least, limit: _Limit
     ) -> None:
         self._places = places
         self._ids = {place: _checked_ids(place, wanted) for place, wanted in ids.items()}
-        self._min_norm = min_norm
+        self._least = least
         self._limit = limit
         self._tables: dict[int, KeyedRows] = {}  # by the identity of the rows: what is tied stays tied
         self._check_ids()
@@ -163,10 +206,13 @@ class _Exporter:
         tied = [name for name, module in self._places.items() if getattr(module, "rows", None) is rows]
         asked = [self._ids[name] for name in tied if name in self._ids]
         wanted = torch.cat(asked) if len(asked) == len(tied) else None
-        gathered = self._gather(place, rows, slots, dict.fromkeys(slots, wanted))[slot.dim]
+        if rows.in_servers:
+            gathered = self._read_from_servers(place, rows, slot, wanted)
+        else:
+            gathered = self._gather(place, rows, slots, dict.fromkeys(slots, wanted))[slot.dim]
         keys, values = _sorted(gathered, slot.dim)
         keys -= slot.prefix
-        if rows.num_embeddings is None or wanted is not None or self._min_norm:
+        if rows.num_embeddings is None or wanted is not None or not self._least.is_any:
             return KeyedRows(keys, values, 64 - rows.slots_config.feature_index_prefix_bit)
         whole = torch.zeros(rows.num_embeddings, slot.dim)
         whole[keys] = values
@@ -179,6 +225,7 @@ class _Exporter:
         slots: dict[str, ExportedSlot],
         wanted: dict[str, torch.Tensor | None],
     ) -> dict[int, _Gathered]:
+        self._least.check(place, collection)
         num_rows = collection.stats().num_rows
         _logger.info(
             "exporting %r: %s rows, at most %s bytes",
@@ -187,17 +234,43 @@ class _Exporter:
             f"{num_rows * (4 * max(slot.dim for slot in slots.values()) + _BYTES_OF_A_KEY):,}",
         )
         chosen = _Choice(slots, wanted, collection.slots_config.feature_index_prefix_bit)
-        gathered = {slot.dim: _Gathered([], []) for slot in slots.values()}
+        gathered = {slot.dim: _Gathered() for slot in slots.values()}
         for raw_signs, raw_rows in all_rows(collection):
             signs, rows = torch.from_numpy(raw_signs.view(np.int64)), torch.from_numpy(raw_rows)
-            keep = chosen(signs)
-            if self._min_norm:
-                keep &= rows.norm(dim=1) >= self._min_norm
-            signs, rows = signs[keep], rows[keep]  # copies: the file's bytes go
-            self._limit.take(place, len(signs), rows.nbytes + _BYTES_OF_A_KEY * len(signs))
-            gathered[raw_rows.shape[1]].signs.append(signs)
-            gathered[raw_rows.shape[1]].rows.append(rows)
+            keep = chosen(signs) & self._least.keep(collection, signs, rows)
+            self._take(place, gathered[raw_rows.shape[1]], signs, rows, keep)
+        _log_left_out(place or type(collection).__name__, gathered)
         return gathered
+
+    def _read_from_servers(
+        self, place: str, rows: StoreRows, slot: ExportedSlot, wanted: torch.Tensor | None
+    ) -> _Gathered:
+        """Servers are asked for IDs; what reads as zeros is left out, which changes no output."""
+        if wanted is None and rows.num_embeddings is None:
+            raise FailedPreconditionError(
+                f"{place!r} has rows of any IDs, and servers do not list them: name those to export by ids=, "
+                "or dump a checkpoint and read it (docs/checkpoints.md)"
+            )
+        self._least.check(place, rows)
+        known = torch.arange(rows.num_embeddings or 0) if wanted is None else wanted
+        id_bits = 64 - rows.slots_config.feature_index_prefix_bit
+        gathered = _Gathered()
+        for ids in rows.id_blocks(torch.unique(known)):
+            values = rows.read(ids)
+            there = values.any(1)
+            signs, values = slot.signs(ids, id_bits)[there], values[there]
+            self._take(place, gathered, signs, values, self._least.keep(rows, signs, values))
+        _log_left_out(place, {slot.dim: gathered})
+        return gathered
+
+    def _take(
+        self, place: str, gathered: _Gathered, signs: torch.Tensor, rows: torch.Tensor, keep: torch.Tensor
+    ) -> None:
+        gathered.num_left_out += len(signs) - int(keep.sum())
+        signs, rows = signs[keep], rows[keep]  # copies: what they were read from goes
+        self._limit.take(place, len(signs), _bytes_of(len(signs), rows.shape[1]))
+        gathered.signs.append(signs)
+        gathered.rows.append(rows)
 
     def _check_ids(self) -> None:
         known = []
@@ -229,6 +302,22 @@ class _Choice:
         """bool [n]"""
         prefixes = (signs >> self._id_bits) << self._id_bits
         return torch.isin(prefixes, self._whole) | torch.isin(signs, self._signs)
+
+
+def _log_left_out(place: str, gathered: Mapping[int, _Gathered]) -> None:
+    kept = {dim: sum(map(len, of_dim.signs)) for dim, of_dim in gathered.items()}
+    _logger.info(
+        "exported %r: %s rows, %s bytes; left out %s rows, %s bytes",
+        place,
+        f"{sum(kept.values()):,}",
+        f"{sum(_bytes_of(count, dim) for dim, count in kept.items()):,}",
+        f"{sum(of_dim.num_left_out for of_dim in gathered.values()):,}",
+        f"{sum(_bytes_of(of_dim.num_left_out, dim) for dim, of_dim in gathered.items()):,}",
+    )
+
+
+def _bytes_of(num_rows: int, dim: int) -> int:
+    return num_rows * (4 * dim + _BYTES_OF_A_KEY)
 
 
 def _slots(collection: EmbeddingBagCollection) -> dict[str, ExportedSlot]:

@@ -7,10 +7,11 @@ same place is where ranks exchange what they are about to apply (`persia.nn.repl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -18,10 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from persia import _native
     from persia.nn.store_embedding import StoreRows
 
-__all__ = ["BagGradients", "PendingUpdates", "apply_gradients"]
+__all__ = ["BagGradients", "Exchange", "PendingUpdates", "apply_gradients"]
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,20 @@ class BagGradients:
     ids: NDArray[np.uint64]  # [total], bag after bag
     lengths: NDArray[np.int64]  # [batch]
     gradient: torch.Tensor  # float32 [batch, dim], on the host
-    batch: _native.BagBatch | None  # the lookup itself; None: of another rank, or several joined
+    batch: Any  # the lookup itself, as its engine wants it back; None: of another rank, or several joined
 
 
 Uses = dict[int, list[BagGradients]]  # by the number of the rows
+
+
+class Exchange(Protocol):
+    """What several ranks do between the end of a backward pass and its updates."""
+
+    def __call__(self, updates: PendingUpdates, uses: Uses) -> Uses:
+        """A rank's own gradients in, those that it is to apply out."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Around the updates."""
 
 
 class _Pass:
@@ -45,9 +55,9 @@ class _Pass:
 
 
 class PendingUpdates:
-    """Of all rows that one `convert()` made. `exchange` replaces a rank's own gradients by all ranks'."""
+    """Of all rows that one `convert()` made."""
 
-    def __init__(self, exchange: Callable[[PendingUpdates, Uses], Uses] | None = None) -> None:
+    def __init__(self, exchange: Exchange | None = None) -> None:
         self.rows: list[StoreRows] = []
         self.exchange = exchange
         self._passes: WeakValueDictionary[int, _Pass] = WeakValueDictionary()  # by autograd's number
@@ -70,8 +80,14 @@ class PendingUpdates:
 
     def _apply(self, finished: _Pass) -> None:
         uses, finished.uses = finished.uses, {}
-        if self.exchange is not None:
-            uses = self.exchange(self, uses)
+        if self.exchange is None:
+            self._apply_all(uses)
+            return
+        uses = self.exchange(self, uses)
+        with self.exchange.together():
+            self._apply_all(uses)
+
+    def _apply_all(self, uses: Uses) -> None:
         for number in sorted(uses):
             apply_gradients(self.rows[number], uses[number])
 

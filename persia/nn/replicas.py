@@ -1,13 +1,15 @@
-"""Rows kept equal on the ranks of a process group: each rank applies the gradients of all of them.
+"""One set of gradients for the ranks of a process group: the mean of all ranks', as DDP has it.
 
-DDP does the same with parameters: every rank has all rows and averages the gradients. What is sent is small,
-the IDs of a batch and the gradients of its bags, once at the end of each backward pass and for all converted
-modules together, so that a module which a rank did not use costs no agreement of its own.
+Where every rank has all rows each applies it to its own, and rows stay equal. Where servers have the rows
+each rank applies it to some of the weights, and all wait until every one has. What is sent is small, the IDs
+of a batch and the gradients of its bags, once at the end of each backward pass and for all converted modules
+together: a module which a rank did not use costs no agreement of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,23 +17,28 @@ import torch
 from numpy.typing import NDArray
 from torch import distributed as dist
 
-from persia.errors import ResourceExhaustedError
+from persia.errors import ResourceExhaustedError, UnavailableError
 from persia.nn.pending_updates import BagGradients, PendingUpdates, Uses
 
 __all__ = ["RankExchange", "from_rank_0"]
 
 
 class RankExchange:
-    """Called by every rank at the end of each of its backward passes; their numbers must be equal."""
+    """Called by every rank at the end of each of its backward passes; their numbers must be equal.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    `in_servers`: ranks share one set of rows.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, in_servers: bool) -> None:
         self._group = group
+        self._in_servers = in_servers
         self._device = _device_of(group)
+        self._held: object = None
 
     def __call__(self, updates: PendingUpdates, uses: Uses) -> Uses:
         numbers = range(len(updates.rows))
         own = [_joined(uses.get(number, []), updates.rows[number].out_features) for number in numbers]
-        evicted = [rows.stats().num_evicted for rows in updates.rows]
+        evicted = [0 if self._in_servers else rows.stats().num_evicted for rows in updates.rows]
         sizes = self._gather_equal(
             torch.tensor([[len(use.ids), len(use.lengths), evicted[i]] for i, use in enumerate(own)])
         )
@@ -52,13 +59,39 @@ class RankExchange:
                     # The mean over the ranks, as DDP has it.
                     BagGradients(ids.numpy().view(np.uint64), lengths.numpy(), gradient / len(sizes), None)
                 )
-        return everyone
+        if not self._in_servers:
+            return everyone
+        rank = dist.get_rank(self._group)
+        return {number: everyone[number] for number in numbers if number % len(sizes) == rank}
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Ends on every rank when all have applied their share; raises on every rank where one could not."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if not self._in_servers:
+                raise
+            failure = error
+        if not self._in_servers:
+            return
+        failed = self._gather_equal(torch.tensor([failure is not None])).flatten().nonzero().flatten()
+        if failure is not None:
+            raise failure
+        if len(failed):
+            raise UnavailableError(
+                f"rank {int(failed[0])} could not update rows in the servers; its own error says why"
+            )
 
     def _gather_equal(self, tensor: torch.Tensor) -> torch.Tensor:
         """[ranks, *] of tensors [*] with one shape on all ranks."""
         mine = tensor.to(self._device)
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(gathered, mine, group=self._group)
+        # Gloo's thread lets go of them a little later. Were it the last to, it would need the interpreter,
+        # which may be ending: that aborts the process.
+        self._held = (gathered, mine)
         return torch.stack(gathered).cpu()
 
     def _gather(self, parts: Sequence[NDArray[Any]]) -> torch.Tensor:

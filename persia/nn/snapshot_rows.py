@@ -28,7 +28,7 @@ def all_rows(collection: EmbeddingBagCollection) -> Iterator[tuple[NDArray[np.ui
         ResourceExhaustedError: other threads train faster than rows can be read.
     """
     num_parts = max(1, collection.stats().memory_bytes // _PART_BYTES)
-    snapshot = collection._bags.begin_snapshot(num_parts)
+    snapshot = collection._own_store().begin_snapshot(num_parts)
     try:
         for index in range(num_parts):
             yield from _rows_of(snapshot.part(index))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Optimizer
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.nn.embedding_bag_collection import EmbeddingBagCollection
+from persia.nn.engine import Engine
 from persia.nn.pending_updates import BagGradients, PendingUpdates
 
 __all__ = ["StoreEmbedding", "StoreEmbeddingBag", "StoreRows"]
@@ -28,6 +30,7 @@ class StoreRows(EmbeddingBagCollection):
         name: of the module, for messages.
         num_embeddings: IDs must be below it; None: any 64-bit integer is an ID.
         updates: applies the gradients at the end of a backward pass.
+        engine: where the rows are; None: in this process.
         Others are those of `EmbeddingBagCollection`.
     """
 
@@ -41,6 +44,8 @@ class StoreRows(EmbeddingBagCollection):
         *,
         embedding_config: EmbeddingConfig,
         capacity: int,
+        count_updates: bool = False,
+        engine: Engine | None = None,
     ) -> None:
         # Threads divide slots, and here is one.
         super().__init__(
@@ -50,7 +55,10 @@ class StoreRows(EmbeddingBagCollection):
             capacity=capacity,
             num_internal_shards=min(16, capacity),
             num_threads=1,
+            count_updates=count_updates,
+            engine=engine,
         )
+        self.in_servers = engine is not None
         self.name = name
         self.embedding_dim = embedding_dim
         self.num_embeddings = num_embeddings
@@ -59,16 +67,31 @@ class StoreRows(EmbeddingBagCollection):
 
     def take_over(self, weight: torch.Tensor) -> None:
         """Row i becomes the row of ID i."""
-        before = self.stats().num_evicted
-        block = max(1, _BLOCK_BYTES // (4 * self.embedding_dim))
-        for begin in range(0, len(weight), block):
-            rows = weight[begin : begin + block].detach().cpu()
-            self.set_embeddings(SLOT, torch.arange(begin, begin + len(rows)), rows)
-        if num_evicted := self.stats().num_evicted - before:
+        blocks = self.id_blocks(torch.arange(len(weight)))
+        for ids in blocks:
+            self.set_embeddings(SLOT, ids, weight[ids].detach().cpu())
+        # When all are there: later ones may have taken the room of earlier ones.
+        num_lost = sum(self._num_lost(ids, weight[ids].detach().cpu()) for ids in blocks)
+        if num_lost:
+            whose = "the parameter servers'" if self.in_servers else "the store's"
             raise InvalidArgumentError(
-                f"capacity is too small for {self.name!r}: {num_evicted} of {len(weight)} rows had to go. "
-                "Each of the store's parts has an equal share: allow a tenth more than there are rows"
+                f"capacity is too small for {self.name!r}: {num_lost} of {len(weight)} rows had to go. Each "
+                f"of {whose} parts has an equal share: allow a tenth more than there are rows"
             )
+
+    def id_blocks(self, ids: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Parts of `ids` whose rows are read or written at a time."""
+        return torch.split(ids, max(1, _BLOCK_BYTES // (4 * self.embedding_dim)))
+
+    def read(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows [n, dim] of int64 [n]; zeros where there is none."""
+        signs = ids.numpy().view(np.uint64)
+        rows, _ = self._bags.lookup(signs, np.ones((1, len(signs)), np.int64), train=False)
+        return torch.from_numpy(rows)
+
+    def _num_lost(self, ids: torch.Tensor, rows: torch.Tensor) -> int:
+        """How many of the rows read as zeros, and are not."""
+        return int((rows.any(1) & ~self.read(ids).any(1)).sum())
 
     def pool(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Sums of rows.
@@ -96,8 +119,8 @@ class StoreRows(EmbeddingBagCollection):
 
     def extra_repr(self) -> str:
         ids = "any IDs" if self.num_embeddings is None else f"{self.num_embeddings} IDs"
-        optimizer = type(self.optimizer).__name__
-        return f"{ids}, dim={self.embedding_dim}; {optimizer}, rows={self.stats().num_rows}"
+        where = "in parameter servers" if self.in_servers else f"rows={self.stats().num_rows}"
+        return f"{ids}, dim={self.embedding_dim}; {type(self.optimizer).__name__}, {where}"
 
     def _check_ids(self, ids: torch.Tensor) -> None:
         if self.num_embeddings is None or not len(ids):
@@ -117,7 +140,7 @@ class StoreRows(EmbeddingBagCollection):
                 raise FailedPreconditionError(
                     f"{self.name!r} is trained on {world_size} ranks, each of which has rows of its own that "
                     "would drift apart: convert(..., process_group=torch.distributed.group.WORLD) keeps them "
-                    "equal, and a TrainCtx with parameter servers shares them"
+                    "equal"
                 )
 
 

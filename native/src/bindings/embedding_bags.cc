@@ -30,11 +30,14 @@ using store::UpdateReport;
 
 std::unique_ptr<EmbeddingBags> Make(std::vector<worker::SlotConfig> slots,
                                     uint32_t feature_index_prefix_bit, uint64_t capacity,
-                                    uint32_t num_internal_shards, uint32_t num_threads) {
+                                    uint32_t num_internal_shards, uint32_t num_threads,
+                                    bool counts_updates) {
   EmbeddingBagsOptions options;
   options.slots = std::move(slots);
   options.feature_index_prefix_bit = feature_index_prefix_bit;
-  options.store = {.capacity = capacity, .num_internal_shards = num_internal_shards};
+  options.store = {.capacity = capacity,
+                   .num_internal_shards = num_internal_shards,
+                   .counts_updates = counts_updates};
   options.num_threads = num_threads;
   return ValueOrRaise(EmbeddingBags::Create(std::move(options)));
 }
@@ -81,6 +84,14 @@ void SetRows(EmbeddingBags& self, uint32_t slot, py::handle ids, py::handle rows
       WithoutGil([&] { return self.SetRows(slot, id_array.values(), row_array.values()); }));
 }
 
+py::array_t<uint32_t> NumUpdates(EmbeddingBags& self, py::handle signs) {
+  const ArrayArgument<uint64_t> sign_array(signs, "signs", 1);
+  py::array_t<uint32_t> counts(static_cast<py::ssize_t>(sign_array.values().size()));
+  const std::span<uint32_t> out(counts.mutable_data(), sign_array.values().size());
+  RaiseIfError(WithoutGil([&] { return self.NumUpdates(sign_array.values(), out); }));
+  return counts;
+}
+
 void BindReports(py::module_& module) {
   // Opaque: what a lookup hands to the update.
   py::class_<client::BagBatch, BagBatchPtr>(module, "BagBatch");
@@ -113,7 +124,7 @@ void BindEmbeddingBags(py::module_& module) {
                                  py::release_gil_before_calling_cpp_dtor());
   bags.def(py::init(&Make), py::kw_only(), py::arg("slots"), py::arg("feature_index_prefix_bit"),
            py::arg("capacity") = 1'000'000'000, py::arg("num_internal_shards") = 16,
-           py::arg("num_threads") = 1)
+           py::arg("num_threads") = 1, py::arg("counts_updates") = false)
       .def(
           "configure",
           [](EmbeddingBags& self, const TrainConfig& config, bool replace) {
@@ -126,6 +137,7 @@ void BindEmbeddingBags(py::module_& module) {
       .def("set_rows", &SetRows, py::arg("slot"), py::arg("ids"), py::arg("rows"))
       .def("stats",
            [](const EmbeddingBags& self) { return WithoutGil([&] { return self.stats(); }); })
+      .def("num_updates", &NumUpdates, py::arg("signs"))
       .def("clear", [](EmbeddingBags& self) { WithoutGil([&] { self.Clear(); }); });
   DefineCheckpoints(bags,
                     [](EmbeddingBags& self) { return PlacedStore{self.embedding_store(), {}}; });

@@ -496,6 +496,10 @@ Status EmbeddingBags::SetRows(uint32_t slot, std::span<const uint64_t> ids,
   return impl_->SetRows(slot, ids, rows);
 }
 store::StoreStats EmbeddingBags::stats() const { return impl_->store().stats(); }
+Status EmbeddingBags::NumUpdates(std::span<const uint64_t> signs,
+                                 std::span<uint32_t> counts) const {
+  return impl_->store().NumUpdates(signs, counts);
+}
 void EmbeddingBags::Clear() { impl_->store().Clear(); }
 store::EmbeddingStore& EmbeddingBags::embedding_store() { return impl_->store(); }
 

@@ -64,6 +64,8 @@ class EmbeddingBags {
   Status SetRows(uint32_t slot, std::span<const uint64_t> ids, std::span<const float> rows);
 
   store::StoreStats stats() const;
+  // See EmbeddingStore.
+  Status NumUpdates(std::span<const uint64_t> signs, std::span<uint32_t> counts) const;
   // For snapshots and loading.
   store::EmbeddingStore& embedding_store();
   void Clear();

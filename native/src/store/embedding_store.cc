@@ -83,6 +83,9 @@ StatusOr<std::unique_ptr<EmbeddingStore>> EmbeddingStore::Open(const Options& op
                         "give at least one row for each of the " +
                             std::to_string(options.num_internal_shards) + " internal shards");
   }
+  if (options.counts_updates) {
+    return InvalidArgument("counts_updates is set; a store with a tier does not count them");
+  }
   PERSIA_RETURN_IF_ERROR((*store)->impl_->OpenTier(tier));
   return store;
 }
@@ -182,6 +185,21 @@ uint64_t EmbeddingStore::size() const {
   uint64_t rows = 0;
   for (const Shard& shard : impl_->shards()) rows += shard.size();
   return rows;
+}
+
+Status EmbeddingStore::NumUpdates(std::span<const uint64_t> signs,
+                                  std::span<uint32_t> counts) const {
+  if (!impl_->counts_updates()) {
+    return FailedPrecondition(
+        "the store does not count updates: set counts_updates when it is made");
+  }
+  const std::shared_lock in_store(impl_->in_place_mutex());
+  auto& shards = impl_->shards();
+  for (size_t i = 0; i < signs.size(); ++i) {
+    const uint64_t key = SignKey(signs[i]);
+    counts[i] = shards[ShardOfKey(key, static_cast<uint32_t>(shards.size()))].NumUpdates(key);
+  }
+  return Status::Ok();
 }
 
 StoreStats EmbeddingStore::stats() const {

@@ -108,6 +108,7 @@ class EmbeddingStore {
   struct Options {
     uint64_t capacity = 1'000'000'000;  // rows; the least recently used goes first
     uint32_t num_internal_shards = 16;  // 1 .. 65536, at most `capacity`
+    bool counts_updates = false;        // of each row, for NumUpdates(); not with a tier
   };
 
   // Refuses zero capacity, zero shards, more shards than capacity.
@@ -170,6 +171,11 @@ class EmbeddingStore {
   void Prefetch(std::span<const uint64_t> signs);
   // Nothing where there is no tier.
   std::optional<TierStats> tier_stats() const;
+
+  // How many updates the row of each sign has had since it was made, set or loaded, those included
+  // whose gradient was not finite; up to 2^32 - 1. 0: there is no row. kFailedPrecondition: the
+  // store does not count.
+  Status NumUpdates(std::span<const uint64_t> signs, std::span<uint32_t> counts) const;
 
   uint64_t size() const;
   StoreStats stats() const;

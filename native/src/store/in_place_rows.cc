@@ -9,6 +9,7 @@
 #include "store/rule_set.h"
 #include "store/store_impl.h"
 #include "store/touch.h"
+#include "store/update_count.h"
 
 namespace persia::store {
 namespace {
@@ -184,7 +185,8 @@ void InPlaceRows::Update(const SignRows& rows, std::span<const float* const> gra
   const RuleSet* all_rules = store_->shards()[0].rules();
   if (all_rules == nullptr || rows.signs.empty()) return;
   const RowRules& rules = all_rules->Of(rows.signs[0]);
-  const bool has_scalar = rules.ShapeFor(rows.dim).has_scalar;
+  const RowShape shape = rules.ShapeFor(rows.dim);
+  const bool counts_updates = store_->counts_updates();
   if (has_snapshot_) [[unlikely]]
     SaveBeforeUpdate(rows);
   RowSteps steps(rows.dim, report);
@@ -196,9 +198,12 @@ void InPlaceRows::Update(const SignRows& rows, std::span<const float* const> gra
       continue;
     }
     changed.Add(SignKey(rows.signs[i]));
-    uint32_t* scalar = has_scalar ? shards_[handle.shard].slabs->scalar(handle.slot) : nullptr;
+    uint32_t* scalar =
+        shape.has_scalar ? shards_[handle.shard].slabs->scalar(handle.slot) : nullptr;
     // Find() and Insert() hand out rows for reading; here they are the store's own again.
-    steps.Add(rules, {const_cast<float*>(rows.values[i]), scalar, rows.dim}, gradients[i]);
+    auto* values = const_cast<float*>(rows.values[i]);
+    steps.Add(rules, {values, scalar, rows.dim}, gradients[i]);
+    if (counts_updates) CountUpdate(values, shape);
   }
   steps.Flush();
 }

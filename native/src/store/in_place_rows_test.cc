@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
+#include <span>
 
 #include "base/thread_pool.h"
 #include "store/store_test_util.h"
@@ -97,6 +99,76 @@ TEST(InPlaceRowsTest, InferenceReadsZerosForWhatIsMissingAndChangesNothing) {
   EXPECT_EQ(batch.values[1], kZeros);
   EXPECT_EQ(batch.Values(), Peek(*store, {1, 2}, 4));
   EXPECT_EQ(store->size(), 1u);
+}
+
+uint32_t NumUpdates(const EmbeddingStore& store, uint64_t sign) {
+  uint32_t count = 77;
+  EXPECT_TRUE(store.NumUpdates(std::span(&sign, 1), std::span(&count, 1)).ok());
+  return count;
+}
+
+// Of several shapes of rows: the count lies behind the state, which must not touch it.
+TEST(InPlaceRowsTest, UpdatesAreCountedWithBothKindsOfCalls) {
+  for (const auto kind : {OptimizerKind::kSgd, OptimizerKind::kAdam, OptimizerKind::kAdagrad,
+                          OptimizerKind::kRowwiseAdagrad}) {
+    for (const uint32_t dim : {1u, 4u, 16u, 33u}) {
+      TrainConfig config;
+      config.optimizer.kind = kind;
+      auto store =
+          MakeStore({.capacity = 1000, .num_internal_shards = 3, .counts_updates = true}, config);
+      auto plain = MakeStore({.capacity = 1000, .num_internal_shards = 3}, config);
+      Batch often(Range(0, 100), dim);
+      Batch seldom(Range(50, 150), dim);
+      const std::vector<float> gradients(100 * dim, 0.5f);
+      for (int step = 0; step < 5; ++step) {
+        for (auto* batch : {&often, &seldom}) {
+          if (batch == &seldom && step > 0) continue;
+          LookupReport report;
+          ASSERT_TRUE(Train(*store, *batch, &report).ok());
+          UpdateAll(*store, *batch, gradients);
+          Lookup(*plain, batch->signs, dim);
+          Update(*plain, batch->signs, dim, gradients);
+        }
+      }
+      Update(*store, Range(149, 150), dim, std::vector<float>(dim));
+      Update(*plain, Range(149, 150), dim, std::vector<float>(dim));
+      EXPECT_EQ(NumUpdates(*store, 0), 5u);
+      EXPECT_EQ(NumUpdates(*store, 99), 6u);
+      EXPECT_EQ(NumUpdates(*store, 100), 1u);
+      EXPECT_EQ(NumUpdates(*store, 149), 2u);
+      EXPECT_EQ(NumUpdates(*store, 150), 0u);  // no row
+      EXPECT_EQ(Peek(*store, Range(0, 150), dim), Peek(*plain, Range(0, 150), dim));
+    }
+  }
+}
+
+TEST(InPlaceRowsTest, CountsBeginAnewWithTheRow) {
+  auto store = MakeStore({.capacity = 4, .num_internal_shards = 1, .counts_updates = true});
+  Batch batch(Range(0, 4), 4);
+  LookupReport report;
+  ASSERT_TRUE(Train(*store, batch, &report).ok());
+  std::vector<float> gradients(16, 1.0f);
+  gradients[0] = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_EQ(UpdateAll(*store, batch, gradients).num_nonfinite, 1u);
+  EXPECT_EQ(NumUpdates(*store, 0), 1u);  // the batch came, whatever its gradient
+  EXPECT_EQ(NumUpdates(*store, 3), 1u);
+  ASSERT_TRUE(SetRows(*store, {3}, 4, {1, 2, 3, 4}).ok());
+  EXPECT_EQ(NumUpdates(*store, 3), 0u);
+  Lookup(*store, Range(100, 104), 4);  // evicts all and takes their slots
+  EXPECT_EQ(NumUpdates(*store, 0), 0u);
+  EXPECT_EQ(NumUpdates(*store, 100), 0u);
+}
+
+TEST(InPlaceRowsTest, AStoreThatDoesNotCountSaysSo) {
+  auto store = MakeStore({.capacity = 4, .num_internal_shards = 1});
+  const std::vector<uint64_t> signs = {1};
+  std::vector<uint32_t> counts(1);
+  const Status status = store->NumUpdates(signs, counts);
+  EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition) << status.ToString();
+  const PoolDirectory directory;
+  const auto tiered = EmbeddingStore::Open(
+      {.capacity = 100, .num_internal_shards = 1, .counts_updates = true}, directory.Tier(10));
+  EXPECT_EQ(tiered.status().code(), StatusCode::kInvalidArgument);
 }
 
 TEST(InPlaceRowsTest, AHandleIsNotTrustedWhenItsRowHasGone) {

@@ -28,7 +28,7 @@ struct RowShape {
   uint32_t dim = 0;
   uint32_t state_floats = 0;  // behind the embedding
   bool has_scalar = false;
-  uint32_t tail_floats = 0;  // behind the state: the store's own (tier_cells.h)
+  uint32_t tail_floats = 0;  // behind the state: the store's own (tier_cells.h, update_count.h)
   // Floats from one row to the next: whole cache lines
   // where that costs at most 16 bytes, else whole 16 bytes.
   uint32_t Stride() const;

@@ -234,6 +234,7 @@ Status Shard::Update(std::span<const Run> runs, const float* gradients, UpdateRe
       if (!MayChange(ref.key, entry->slot, &status)) return;
       changed.Add(ref.key);
       steps.Add(rules_->OfKey(ref.key), slabs_.View(entry->slot), gradients + run.FloatOffset(ref));
+      if (counts_updates_) CountUpdate(slabs_.values(entry->slot), slabs_.shape(entry->slot));
     };
     missing_.clear();
     ForEachRow(run, StrideOf(run), [&](const RowRef& ref, const SignIndex::Entry* entry) {
@@ -275,6 +276,7 @@ Status Shard::SetRows(std::span<const Run> runs, const float* rows) {
     const RowView row = slabs_.View(slot);
     std::memcpy(row.values, rows + run.FloatOffset(ref), run.dim * sizeof(float));
     rules_->OfKey(ref.key).InitializeState(row);
+    BeginCount(slot);
   };
   BeginBatch();
   for (const Run& run : runs) {
@@ -340,6 +342,7 @@ uint32_t Shard::AllocateRow(uint64_t key, uint32_t dim, uint32_t stamp) {
   const uint32_t slot = slabs_.Allocate(slabs_.FindOrAddPool(ShapeOf(key, dim)));
   if (slot == kNoSlot) return kNoSlot;
   if (index_.Insert({key, slot, stamp})) {
+    BeginCount(slot);
     if (tier_ != nullptr) {
       SetCell(slabs_, slot, HotCell{pool::kNoAddress, tier_->batch()});
       ++num_hot_;
@@ -413,6 +416,13 @@ void Shard::ForgetVictims() {
   victims_.Clear();
   coldest_.Clear();
   limits_.ForgetVictims();
+}
+
+uint32_t Shard::NumUpdates(uint64_t key) const {
+  const std::lock_guard lock(mutex_);
+  const SignIndex::Entry* entry = index_.Find(key);
+  return entry == nullptr ? 0
+                          : UpdateCountOf(slabs_.values(entry->slot), slabs_.shape(entry->slot));
 }
 
 void Shard::SetRules(std::shared_ptr<const RuleSet> rules, uint64_t num_filter_cells,

@@ -26,6 +26,7 @@
 #include "store/rule_set.h"
 #include "store/shard_snapshot.h"
 #include "store/sign_index.h"
+#include "store/update_count.h"
 #include "store/victim_queue.h"
 #include "store/wanted_rows.h"
 
@@ -38,8 +39,11 @@ class Tier;
 class alignas(64) Shard {
  public:
   // Rows come from `slab_memory`, which outlives it. `growth_phase` as of SignIndex.
-  Shard(uint64_t capacity, SlabMemory* slab_memory, double growth_phase)
-      : capacity_(capacity), index_(growth_phase), slabs_(slab_memory) {}
+  Shard(uint64_t capacity, SlabMemory* slab_memory, double growth_phase, bool counts_updates)
+      : capacity_(capacity),
+        counts_updates_(counts_updates),
+        index_(growth_phase),
+        slabs_(slab_memory) {}
 
   // Rows and reports as in EmbeddingStore; the counts are added to *report.
   Status Lookup(std::span<const Run> runs, LookupMode mode, float* rows, LookupReport* report);
@@ -48,6 +52,7 @@ class alignas(64) Shard {
   Status PrepareUpdate(std::span<const Run> runs);
   Status SetRows(std::span<const Run> runs, const float* rows);
   void AddStatsTo(StoreStats* stats) const;
+  uint32_t NumUpdates(uint64_t key) const;
   uint64_t size() const;
   void Clear();
   // Of StoreLoad, in shard_load.cc. Rows go where there are more than the capacity and a quarter;
@@ -152,6 +157,9 @@ class alignas(64) Shard {
   void ClearLocked();
   // An uninitialised row of a key that has none; kNoSlot when there is no memory.
   uint32_t AllocateRow(uint64_t key, uint32_t dim, uint32_t stamp);
+  void BeginCount(uint32_t slot) {
+    if (counts_updates_) SetUpdateCount(slabs_.values(slot), slabs_.shape(slot), 0);
+  }
   void TouchHomes(std::span<const RowRef> refs) const;
   // Whether a row that is in memory may change now; *status becomes why not.
   bool MayChange(uint64_t key, uint32_t slot, Status* status) {
@@ -193,6 +201,7 @@ class alignas(64) Shard {
 
   mutable std::mutex mutex_;
   const uint64_t capacity_;
+  const bool counts_updates_;
   SignIndex index_;
   RowSlabs slabs_;
   VictimQueue victims_;

@@ -65,6 +65,7 @@ Status Shard::Load(std::span<const Run> runs, const LoadedRows& rows, LookupRepo
       const RowView row = slabs_.View(entry->slot);
       std::memcpy(row.values, rows.embeddings + size_t{ref.row} * run.dim, run.dim * sizeof(float));
       LoadState(rows, ref, row);
+      BeginCount(entry->slot);
     }
   }
   if (index_.size() > capacity_ + capacity_ / 4) PERSIA_RETURN_IF_ERROR(Trim(counts));

@@ -66,7 +66,11 @@ Status Shard::FinishRecovery() {
 
 RowShape Shard::ShapeOf(uint64_t key, uint32_t dim) const {
   RowShape shape = rules_->OfKey(key).ShapeFor(dim);
-  if (tier_ != nullptr) shape.tail_floats = kCellFloats;
+  if (tier_ != nullptr) {
+    shape.tail_floats = kCellFloats;
+  } else if (counts_updates_) {
+    shape.tail_floats = kUpdateCountFloats;
+  }
   return shape;
 }
 

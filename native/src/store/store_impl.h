@@ -27,13 +27,13 @@ namespace persia::store {
 
 class EmbeddingStore::Impl {
  public:
-  explicit Impl(const Options& options) {
+  explicit Impl(const Options& options) : counts_updates_(options.counts_updates) {
     const uint64_t num_shards = options.num_internal_shards;
     for (uint64_t i = 0; i < num_shards; ++i) {
       const uint64_t capacity =
           options.capacity / num_shards + (i < options.capacity % num_shards ? 1 : 0);
       const double growth_phase = static_cast<double>(i) / static_cast<double>(num_shards);
-      shards_.emplace_back(capacity, &slab_memory_, growth_phase);
+      shards_.emplace_back(capacity, &slab_memory_, growth_phase, counts_updates_);
     }
   }
 
@@ -66,6 +66,7 @@ class EmbeddingStore::Impl {
   Status ForEachShard(std::span<const RowBlock> blocks, Handles... handles);
 
   std::deque<Shard>& shards() { return shards_; }
+  bool counts_updates() const { return counts_updates_; }
   // Held shared by the calls of EmbeddingStore; exclusively by InPlaceRows, and where all shards
   // must change at once.
   WriterFirstMutex& in_place_mutex() { return in_place_mutex_; }
@@ -127,6 +128,7 @@ class EmbeddingStore::Impl {
   void FetchAhead(uint32_t shard, std::span<const uint64_t> keys);
   void StopThreads();
 
+  const bool counts_updates_;
   SlabMemory slab_memory_;
   std::deque<Shard> shards_;
   WriterFirstMutex in_place_mutex_;  // taken before all others

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from persia.config import parse_embedding_config
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD, Adagrad
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
-from persia.nn import StoreEmbedding, StoreEmbeddingBag, convert
+from persia.nn import StoreEmbedding, StoreEmbeddingBag, convert, slots_for
 
 
 def both(module: nn.Module, **options: Any) -> tuple[Any, Any]:
@@ -363,3 +364,29 @@ def test_the_state_of_the_original_is_taken_over() -> None:
     with pytest.raises(InvalidArgumentError, match=r"'0' has the shape \[5, 4\], must be \[n, 3\]"):
         model.load_state_dict(state)
     model.load_state_dict(model.state_dict())
+
+
+# --- slots for servers ---
+
+
+def test_slots_for_servers_are_those_of_the_weights() -> None:
+    model = nn.ModuleDict(
+        {"user": nn.Embedding(5, 3), "bags": nn.Sequential(nn.EmbeddingBag(4, 2, mode="sum"))}
+    )
+    model["same"] = nn.EmbeddingBag(5, 3, mode="sum")
+    model["same"].weight = model["user"].weight
+    slots = slots_for(model)
+    assert slots == {
+        "feature_index_prefix_bit": 8,
+        "slots_config": {"user": {"dim": 3}, "bags.0": {"dim": 2}},
+    }
+    assert list(parse_embedding_config(slots).slots_config) == ["user", "bags.0"]
+    assert type(model["user"]) is nn.Embedding
+    only = slots_for(model, select=lambda name, module: name.startswith("bags"))
+    assert list(only["slots_config"]) == ["bags.0"]
+    many = nn.ModuleList(nn.Embedding(2, 2) for _ in range(300))
+    assert slots_for(many)["feature_index_prefix_bit"] == 9
+    with pytest.raises(InvalidArgumentError, match="has max_norm"):
+        slots_for(nn.Embedding(5, 3, max_norm=1.0))
+    with pytest.raises(InvalidTypeError, match="model is a list"):
+        slots_for([])  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,12 @@ from torch import nn
 from persia.config import HashStackConfig, SlotConfig, SlotsConfig
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD, Adagrad
-from persia.errors import InvalidArgumentError, InvalidTypeError, ResourceExhaustedError
+from persia.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    ResourceExhaustedError,
+)
 from persia.nn import EmbeddingBagCollection, convert, export
 from persia.nn.exported import KeyedRows
 
@@ -262,9 +268,78 @@ def test_the_size_is_limited_and_said() -> None:
         ResourceExhaustedError, match=r"1,000 rows and 40,000 bytes up to '0', more than max_bytes=39,999"
     ):
         export(model, max_bytes=39_999)
-    with pytest.raises(ResourceExhaustedError, match=r"10 rows and 400 bytes .*ids= or min_norm="):
+    with pytest.raises(
+        ResourceExhaustedError, match=r"10 rows and 400 bytes .*ids=, min_norm= or min_updates="
+    ):
         export(model, max_bytes=399, ids={"0": torch.arange(10)})
     assert export(model, max_bytes=40_000)(torch.tensor([999])).shape == (1, 8)
+
+
+@pytest.mark.parametrize("least", [1, 3, 9, 10_000])
+def test_rows_with_few_updates_are_left_out_to_the_row(least: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Beside a count in Python: one for each backward pass that had the ID, however often."""
+    caplog.set_level("INFO")
+    model = convert(
+        nn.Embedding(50, 4), Adagrad(lr=0.1), grow=True, embedding_config=WIDE, count_updates=True
+    )
+    expected = Counter(dict.fromkeys(range(50), 0))
+    generator = torch.Generator().manual_seed(0)
+    for step in range(40):
+        ids = (torch.rand(2, 8, generator=generator).pow(3) * 80).long()
+        output = model(ids[0]).sum() + model(ids[1]).sum()
+        model(torch.tensor([7]))  # looked up, and never trained
+        if step % 10:
+            output.backward()
+            expected.update(set(ids.flatten().tolist()))
+    kept = sorted(id_ for id_, count in expected.items() if count >= least)
+    exported = export(model, min_updates=least)
+    assert exported.table.keys.tolist() == kept  # type: ignore[union-attr]
+    ids = torch.tensor(kept, dtype=torch.int64)
+    assert torch.equal(exported(ids), model.eval()(ids))
+    num_left_out = model.rows.stats().num_rows - len(kept)
+    sizes = (len(kept), f"{24 * len(kept):,}", num_left_out, f"{24 * num_left_out:,}")
+    assert "{} rows, {} bytes; left out {} rows, {} bytes".format(*sizes) in caplog.text
+
+
+def test_updates_are_counted_across_slots_that_share_rows() -> None:
+    bags = EmbeddingBagCollection(SLOTS, Adagrad(lr=0.1), embedding_config=WIDE, count_updates=True)
+    trained = []
+    for seed in range(10):
+        values, lengths = random_batch(seed)
+        bags(values, lengths).pow(2).mean().backward()
+        trained.append(values.split(lengths.sum(1).tolist()))
+    bags.eval()
+    exported = export(bags, min_updates=5)
+    one_each = torch.zeros(6, 1, dtype=torch.int64)
+    for slot in (0, 3):  # "a" shares rows with "c"; "d" is by itself
+        slots_of_row = (0, 2) if slot == 0 else (3,)
+        for id_ in IDS.unique():
+            num_batches = sum(any((batch[i] == id_).any() for i in slots_of_row) for batch in trained)
+            lengths = one_each.clone()
+            lengths[slot] = 1
+            found, expected = exported(id_[None], lengths), bags(id_[None], lengths)
+            # Large IDs, without a sign, fold onto others' rows, which have the updates of both.
+            if num_batches >= 5:
+                assert torch.equal(found, expected)
+            elif 0 < id_ < 40:
+                assert not found.any()
+
+
+def test_updates_that_are_not_counted_are_no_filter() -> None:
+    model = convert(nn.Sequential(nn.Embedding(5, 3)), SGD(lr=1.0))
+    with pytest.raises(FailedPreconditionError, match="'0' does not count updates.*count_updates=True"):
+        export(model, min_updates=1)
+    with pytest.raises(FailedPreconditionError, match="counts_updates"):
+        model[0].rows.num_updates(torch.tensor([1]))
+
+
+def test_a_load_begins_the_count_anew(tmp_path: Path) -> None:
+    model = convert(nn.Embedding(3, 2), SGD(lr=1.0), count_updates=True)
+    model(torch.tensor([1])).sum().backward()
+    assert export(model, min_updates=1).table.keys.tolist() == [1]  # type: ignore[union-attr]
+    model.rows.dump(tmp_path)
+    model.rows.load(tmp_path)
+    assert export(model, min_updates=1).table.keys.tolist() == []  # type: ignore[union-attr]
 
 
 def test_ids_for_no_place_and_of_no_ids() -> None:

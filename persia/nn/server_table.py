@@ -1,0 +1,157 @@
+"""The rows of one converted weight in parameter servers, with the calls of a store in this process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from persia import _native
+from persia.embedding.batch_checks import MAX_BATCH_SIZE
+from persia.embedding.lease import BatchLease
+from persia.embedding.signs import slot_signs
+from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
+from persia.nn.engine import Updated
+from persia.nn.servers import Servers
+
+__all__ = ["ServerTable"]
+
+_numbers = itertools.count(1)  # of lookups, for messages
+
+
+class ServerBatch:
+    """A training lookup, until its update; when it is dropped without one, the worker hears of it."""
+
+    def __init__(
+        self,
+        values: NDArray[np.uint64],
+        lengths: NDArray[np.int64],
+        references: list[_native.BatchReference],
+        servers: Servers,
+    ) -> None:
+        self.values = values
+        self.lengths = lengths
+        self.is_updated = False
+        self.leases = [BatchLease(next(_numbers), reference, lambda: None) for reference in references]
+        for lease in self.leases:
+            lease.watch(self, servers.releaser)
+
+
+class ServerTable:
+    """One slot; thread-safe. Each call waits for the servers, at most until `PERSIA_DEADLINE_SEC`.
+
+    A batch of more bags than a message holds is looked up in several. It is updated by its distinct IDs
+    then, so that no row gets two updates.
+    """
+
+    def __init__(self, servers: Servers, slot: str, dim: int) -> None:
+        self._servers = servers
+        self._slot = slot
+        self._dim = dim
+
+    def configure(self, config: _native.TrainConfig, *, replace: bool = False) -> None:
+        self._servers.configure(config)
+
+    def lookup(
+        self,
+        values: NDArray[np.uint64],
+        lengths: NDArray[np.int64],
+        *,
+        train: bool,
+        weights: NDArray[np.float32] | None = None,
+    ) -> tuple[NDArray[np.float32], ServerBatch]:
+        if weights is not None:
+            raise InvalidArgumentError(f"{self._slot!r}: rows in servers are summed without weights")
+        counts = lengths[0]
+        parts = [np.empty((0, self._dim), np.float32)]
+        references = []
+        try:
+            for _, result in self._look_up(values, counts, train):
+                parts.append(result.slots[0].rows)
+                references.append(result.reference)
+        finally:  # also where a later part failed: the worker keeps the earlier ones until it hears
+            batch = ServerBatch(values, counts, references if train else [], self._servers)
+        return parts[1] if len(parts) == 2 else np.concatenate(parts), batch
+
+    def update(self, batch: ServerBatch, gradients: NDArray[np.float32]) -> Updated:
+        """Returns when the servers have applied the gradients. Raises what kept them from it."""
+        if batch.is_updated:
+            raise FailedPreconditionError(
+                "the rows of this batch have been updated already: add up the losses and call backward once"
+            )
+        batch.is_updated = True
+        if len(batch.leases) == 1:
+            return self._return(batch.leases[0], gradients)
+        for lease in batch.leases:
+            self._servers.releaser.abandon(lease)
+        return self._update_distinct(batch, gradients)
+
+    def set_rows(self, slot: int, ids: NDArray[np.uint64], rows: NDArray[np.float32]) -> None:
+        signs = slot_signs(self._servers.slots, self._slot, ids)
+        for part in _parts(len(signs)):
+            self._servers.backend.set_embeddings(signs[part], rows[part])
+
+    def stats(self) -> NoReturn:
+        raise FailedPreconditionError(
+            f"the rows of {self._slot!r} are in parameter servers, which count for all slots together: see "
+            "`persia-launcher status`"
+        )
+
+    def clear(self) -> NoReturn:
+        raise FailedPreconditionError(
+            f"the rows of {self._slot!r} are in parameter servers, beside those of other slots: start new "
+            "servers, or set the rows anew"
+        )
+
+    def _look_up(
+        self, values: NDArray[np.uint64], counts: NDArray[np.int64], train: bool
+    ) -> Iterator[tuple[slice, _native.LookupResult]]:
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        for bags in _parts(len(counts)):
+            first, last = ends[bags.start], ends[bags.stop]
+            offsets = (ends[bags.start : bags.stop + 1] - first).astype(np.uint32)
+            message = _native.encode_id_features(
+                bags.stop - bags.start, [(self._slot, values[first:last], offsets)]
+            )
+            yield bags, self._servers.backend.lookup_direct(message, requires_grad=train)
+
+    def _update_distinct(self, batch: ServerBatch, gradients: NDArray[np.float32]) -> Updated:
+        ids, number_of = np.unique(batch.values, return_inverse=True)
+        bag_of = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
+        per_id = torch.from_numpy(gradients)[torch.from_numpy(bag_of)]
+        sums = torch.zeros(len(ids), self._dim).index_add_(0, torch.from_numpy(number_of), per_id).numpy()
+        total = Updated()
+        for part, result in self._look_up(ids, np.ones(len(ids), np.int64), train=True):
+            lease = BatchLease(next(_numbers), result.reference, lambda: None)
+            total += self._return(lease, sums[part])
+        return total
+
+    def _return(self, lease: BatchLease, gradients: NDArray[np.float32]) -> Updated:
+        lease.claim()
+        try:
+            report = self._servers.backend.return_gradients(
+                lease.reference, [(self._slot, gradients)], scale=1.0
+            )
+        except PersiaError as failure:
+            lease.unclaim()
+            self._servers.releaser.abandon(lease)
+            raise type(failure)(
+                f"the rows of {self._slot!r} were not, or only partly, updated: {failure}"
+            ) from failure
+        lease.settle()
+        self._servers.counters.applied(report)
+        return Updated(
+            num_updated=report.num_updated,
+            num_missing=report.num_missing,
+            # Workers leave out a slot whose gradient is not finite, with all its rows.
+            num_nonfinite=len(gradients) if report.num_nonfinite_slots else 0,
+        )
+
+
+def _parts(size: int) -> Iterator[slice]:
+    for begin in range(0, size, MAX_BATCH_SIZE):
+        yield slice(begin, min(size, begin + MAX_BATCH_SIZE))

@@ -1,0 +1,442 @@
+"""Converted models whose rows are in real parameter servers: the same loop and results, no lost gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from persia.embedding import EmbeddingConfig
+from persia.embedding.optim import SGD, Adagrad
+from persia.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
+from persia.nn import convert, export, job_servers, slots_for
+from persia.testing import LocalCluster
+from persia.utils import dump_yaml
+
+NUM_RANKS = 2
+LAUNCHER = (sys.executable, "-m", "persia.launcher")
+RULE = {"lr": 0.1, "initial_accumulator_value": 0.01}
+
+
+class Model(nn.Module):
+    """Every kind of module: padding, a mean, weights of samples, one used twice, two over one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = nn.Embedding(50, 8)
+        self.mean = nn.EmbeddingBag(40, 4, mode="mean", padding_idx=1)
+        self.tied = nn.EmbeddingBag(50, 8, mode="sum")
+        self.tied.weight = self.single.weight
+        self.tower = nn.Linear(36, 1)
+
+    def forward(self, ids: torch.Tensor, bags: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        parts = [
+            self.single(ids).sum(1),
+            self.single(ids[:, 0]),
+            self.mean(bags),
+            self.tied(ids),
+            self.tied(ids, None, weights),
+        ]
+        output: torch.Tensor = self.tower(torch.cat(parts, dim=1))
+        return output
+
+
+def batches(seed: int, count: int) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        ids = torch.randint(0, 50, (16, 3), generator=generator)
+        bags = torch.randint(0, 40, (16, 2), generator=generator)
+        yield (
+            (ids, bags, torch.rand(16, 3, generator=generator)),
+            torch.rand(16, 1, generator=generator),
+        )
+
+
+def train(model: nn.Module, rank: int = 0, count: int = 15) -> list[float]:
+    """An ordinary loop, which knows nothing of where rows are."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for arguments, labels in batches(10 + rank, count):
+        loss = nn.functional.mse_loss(model(*arguments), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def table(model: nn.Module) -> dict[str, Any]:
+    """An embedding by itself, of any size, and slots for all models here."""
+    return {"Embedding": {"dim": 4}, **slots_for(model)["slots_config"]}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    config = {"slots_config": {**table(Model()), **DEEPFM_SLOTS, "summed": {"dim": 4, "sqrt_scaling": True}}}
+    with LocalCluster(
+        embedding_config=config, parameter_servers=2, env={"PERSIA_DEADLINE_SEC": "20"}
+    ) as made:
+        yield made
+
+
+@pytest.fixture
+def servers(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name, value in cluster.env.items():
+        monkeypatch.setenv(name, value)
+    with job_servers() as connected:
+        assert connected is not None
+        connected.backend.clear()
+        yield connected
+
+
+def test_the_same_as_in_one_process(servers: Any) -> None:
+    torch.manual_seed(0)
+    original = Model()
+    local = convert(copy.deepcopy(original), Adagrad(**RULE))
+    remote = convert(copy.deepcopy(original), Adagrad(**RULE), servers=servers)
+    assert servers.backend.sizes() == pytest.approx([45, 45], abs=20)
+    ((arguments, _),) = batches(0, 1)
+    torch.testing.assert_close(remote(*arguments), original(*arguments))  # weights were taken over
+    torch.testing.assert_close(train(remote), train(local), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(remote.eval()(*arguments), local.eval()(*arguments))
+    with torch.no_grad():
+        assert torch.equal(export(remote)(*arguments), remote(*arguments))
+    counts = servers.counts
+    assert counts.rows_missing == counts.nonfinite_slots == 0
+    assert counts.gradients_submitted == 0  # that is for contexts
+    assert repr(remote.mean.rows) == "StoreRows(40 IDs, dim=4; Adagrad, in parameter servers)"
+
+
+def imported(name: str) -> Any:
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(name, exc_type=ImportError)
+
+
+DEEPFM_SLOTS = {
+    f"{part}embedding_dict.{name}": {"dim": dim}
+    for part, dim in (("", 4), ("linear_model.", 1))
+    for name in ("user", "item")
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # the library's own
+def test_deepfm_of_deepctr_torch(servers: Any) -> None:
+    imported("deepctr_torch")
+    from deepctr_torch.inputs import DenseFeat, SparseFeat, VarLenSparseFeat
+    from deepctr_torch.models import DeepFM
+
+    columns = [
+        SparseFeat("user", 100, embedding_dim=4),
+        SparseFeat("item", 200, embedding_dim=4),
+        VarLenSparseFeat(
+            SparseFeat("history", 200, embedding_dim=4, embedding_name="item"), 3, combiner="mean"
+        ),
+        DenseFeat("age", 1),
+    ]
+    options = {"l2_reg_linear": 0, "l2_reg_embedding": 0, "init_std": 0.5}
+    model = DeepFM(columns, columns, dnn_hidden_units=(16, 8), **options)
+    assert slots_for(model)["slots_config"] == DEEPFM_SLOTS
+    sides = [
+        convert(copy.deepcopy(model), Adagrad(**RULE)),
+        convert(copy.deepcopy(model), Adagrad(**RULE), servers=servers),
+    ]
+    losses: list[list[float]] = [[], []]
+    for side, converted in enumerate(sides):
+        optimizer = torch.optim.Adam(converted.parameters(), lr=0.01)
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(10):
+            ids = torch.randint(0, 100, (32, 5), generator=generator)
+            loss = nn.functional.binary_cross_entropy(
+                converted(torch.cat([ids, torch.rand(32, 1, generator=generator)], dim=1)),
+                (ids[:, 1:2] % 2).float(),
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[side].append(loss.item())
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_inserts_nothing_and_training_does(servers: Any) -> None:
+    config = EmbeddingConfig(emb_initialization=(0.5, 0.5), weight_bound=0.0)
+    model = convert(nn.Embedding(5, 4), SGD(lr=1.0), grow=True, embedding_config=config, servers=servers)
+    ids = torch.tensor([2**40, -7])
+    assert not model.eval()(ids).any()
+    assert sum(servers.backend.sizes()) == 5
+    model.train()(ids).sum().backward()
+    assert sum(servers.backend.sizes()) == 7
+    assert model(ids).tolist() == [[-0.5] * 4] * 2
+    with pytest.raises(FailedPreconditionError, match="'' has rows of any IDs.*ids="):
+        export(model)
+    exported = export(model, ids={"": torch.tensor([2**40, 3, 99])})
+    model.eval()
+    assert torch.equal(exported(torch.tensor([2**40, 3, 99])), model(torch.tensor([2**40, 3, 99])))
+    assert not exported(torch.tensor([4])).any()
+
+
+def test_a_batch_of_several_messages_is_one_update_of_each_row(servers: Any) -> None:
+    original = nn.Embedding(1000, 4)
+    ids = torch.arange(150_000) % 1000  # each row in all three messages
+    results = []
+    for where in (None, servers):
+        model = convert(copy.deepcopy(original), Adagrad(**RULE), servers=where)
+        model(ids).pow(2).sum().backward()
+        results.append(model(torch.arange(1000)).detach())
+    torch.testing.assert_close(results[1], results[0])
+    empty = torch.empty(0, dtype=torch.int64)
+    assert model(empty).shape == (0, 4)
+
+
+def test_a_learning_rate_reaches_the_servers(servers: Any) -> None:
+    rule = SGD(lr=1.0)
+    model = convert(nn.Embedding(5, 4), rule, servers=servers)
+    before = model(torch.tensor([1])).detach()
+    rule.set_lr(0.25)
+    model(torch.tensor([1])).sum().backward()
+    torch.testing.assert_close(model(torch.tensor([1])), before - 0.25)
+
+
+def test_lookups_without_a_gradient_are_given_up(servers: Any) -> None:
+    model = convert(nn.Embedding(5, 4), SGD(lr=1.0), servers=servers)
+    loss = model(torch.tensor([1])).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(FailedPreconditionError, match="updated already"):
+        loss.backward()
+    for _ in range(3):
+        model(torch.tensor([1]))
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while servers.counts.batches_released < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert servers.counts.batches_trained == 1
+
+
+def test_dump_and_load(servers: Any, tmp_path: Path) -> None:
+    model = convert(nn.Embedding(20, 4), SGD(lr=1.0), servers=servers)
+    before = model(torch.arange(20)).detach()
+    servers.dump(tmp_path / "rows")
+    model(torch.arange(20)).sum().backward()
+    assert not torch.equal(model(torch.arange(20)), before)
+    servers.load(tmp_path / "rows")
+    assert torch.equal(model(torch.arange(20)), before)
+    for refused in (model.rows.stats, model.rows.clear, lambda: model.rows.dump(tmp_path / "other")):
+        with pytest.raises(FailedPreconditionError, match="in parameter servers"):
+            refused()
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (nn.ModuleDict({"unknown": nn.Embedding(5, 4)}), "has no slot 'unknown': write slots_config.unknown"),
+        (nn.ModuleDict({"single": nn.Embedding(5, 3)}), "has the slot 'single' with dim=8"),
+        (nn.ModuleDict({"summed": nn.Embedding(5, 4)}), "'summed' pooled by something else"),
+    ],
+)
+def test_slots_that_do_not_fit_are_named_and_nothing_is_changed(
+    servers: Any, model: nn.Module, reason: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=reason):
+        convert(model, SGD(lr=1.0), servers=servers)
+    assert sum(servers.backend.sizes()) == 0
+    assert all(isinstance(child, nn.Embedding) for child in model.children())
+
+
+def test_after_the_block_the_model_says_so(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in cluster.env.items():
+        monkeypatch.setenv(name, value)
+    with job_servers() as servers:
+        model = convert(nn.Embedding(5, 4), SGD(lr=1.0), servers=servers)
+    with pytest.raises(FailedPreconditionError, match="is closed"):
+        model(torch.tensor([1]))
+
+
+def test_without_a_job_there_are_no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PERSIA_NATS_URL", raising=False)
+    with job_servers() as servers:
+        assert servers is None
+        model = convert(nn.Embedding(5, 4), SGD(lr=1.0), servers=servers)
+    assert model.rows.stats().num_rows == 5
+
+
+def test_rows_that_do_not_fit_into_the_servers_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"slots_config": {"Embedding": {"dim": 4}}}
+    limits = {"embedding_parameter_server_config": {"capacity": 100, "num_hashmap_internal_shards": 1}}
+    with LocalCluster(embedding_config=config, global_config=limits) as cluster:
+        for name, value in cluster.env.items():
+            monkeypatch.setenv(name, value)
+        reason = "capacity is too small for 'Embedding': 100 of 200"
+        with job_servers() as servers, pytest.raises(InvalidArgumentError, match=reason):
+            convert(nn.Embedding(200, 4), SGD(lr=1.0), servers=servers)
+
+
+def test_a_gradient_that_cannot_be_applied_is_an_error_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First a worker that restarts after the lookup, then a server that dies after it."""
+    config = {"slots_config": {"Embedding": {"dim": 4}}}
+    with LocalCluster(
+        embedding_config=config, parameter_servers=2, env={"PERSIA_DEADLINE_SEC": "3"}
+    ) as cluster:
+        for name, value in cluster.env.items():
+            monkeypatch.setenv(name, value)
+        with job_servers() as servers:
+            model = convert(nn.Embedding(50, 4), SGD(lr=1.0), servers=servers)
+            ids = torch.arange(50)
+            before = model(ids).detach()
+            loss = model(ids).sum()
+            cluster.restart("embedding-worker-0")
+            with pytest.raises(NotFoundError, match="'Embedding' were not, or only partly, updated"):
+                loss.backward()
+            assert torch.equal(model.eval()(ids), before)
+            loss = model.train()(ids).sum()
+            cluster.kill("embedding-parameter-server-1")
+            with pytest.raises(
+                (UnavailableError, DeadlineExceededError), match="'Embedding'.*parameter.server.1"
+            ):
+                loss.backward()
+            with pytest.raises((UnavailableError, DeadlineExceededError), match=r"parameter.server.1"):
+                model(ids)
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from persia.embedding.optim import Adagrad
+from persia.nn import convert, job_servers
+
+torch.manual_seed(0)
+with job_servers() as servers:
+    embedding = nn.Embedding(100, 4)
+    model = nn.Sequential(convert(embedding, Adagrad(lr=0.1), servers=servers), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(10):
+        loss = model(torch.randint(0, 100, (32,))).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+with open(sys.argv[1], "w") as file:
+    print(f"{loss.item():.5f} {type(servers).__name__}", file=file)
+"""
+
+
+def test_one_script_with_and_without_a_job(tmp_path: Path) -> None:
+    script, config = tmp_path / "train.py", tmp_path / "slots.yml"
+    script.write_text(SCRIPT)
+    dump_yaml(slots_for(nn.Embedding(100, 4)), str(config))
+    job = [*LAUNCHER, "local", "--nn-worker", str(script), "--embedding-config", str(config)]
+    commands = [[sys.executable, str(script)], [*job, "--parameter-servers", "2", "--"]]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PERSIA_")}
+    outputs = []
+    for number, command in enumerate(commands):
+        output = tmp_path / str(number)
+        done = subprocess.run(
+            [*command, str(output)], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        outputs.append(output.read_text().split())
+    assert outputs[0][0] == outputs[1][0]
+    assert [where for _, where in outputs] == ["NoneType", "Servers"]
+
+
+# --- two ranks ---
+
+
+def rank_trains(rank: int) -> None:
+    """Beside the original under DDP; what both ranks and the servers end with is one set of rows."""
+    torch.manual_seed(rank)  # rank 0's values become everybody's
+    original = Model()
+    with job_servers() as servers:
+        converted = Model()
+        converted.load_state_dict(original.state_dict())
+        convert(converted, Adagrad(**RULE), process_group=dist.group.WORLD, servers=servers)
+        reference = DistributedDataParallel(original)
+        weights = [original.single.weight, original.mean.weight]
+        rows = torch.optim.Adagrad(weights, lr=RULE["lr"], initial_accumulator_value=0.01)
+        dense = torch.optim.SGD(original.tower.parameters(), lr=0.1)
+        expected = []
+        for arguments, labels in batches(10 + rank, 15):
+            loss = nn.functional.mse_loss(reference(*arguments), labels)
+            for optimizer in (rows, dense):
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in (rows, dense):
+                optimizer.step()
+            expected.append(loss.item())
+        losses = train(DistributedDataParallel(converted), rank)
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+        converted.eval()
+        found = [converted.single.rows.read(torch.arange(50)), converted.mean.rows.read(torch.arange(40))]
+        torch.testing.assert_close(found, [weight.detach() for weight in weights])
+
+
+def rank_fails(rank: int) -> None:
+    """Rank 1 cannot apply its share: both raise, and neither is left waiting."""
+    with job_servers() as servers:
+        model = convert(Model(), SGD(lr=0.1), process_group=dist.group.WORLD, servers=servers)
+        ((arguments, _),) = batches(rank, 1)
+        loss = model(*arguments).sum()
+        if rank == 1:
+            servers.close()
+        with pytest.raises(UnavailableError if rank == 0 else FailedPreconditionError) as caught:
+            loss.backward()
+        assert ("rank 1 could not update" if rank == 0 else "is closed") in str(caught.value)
+
+
+CASES = {case.__name__: case for case in (rank_trains, rank_fails)}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_two_ranks(case: str, servers: Any, tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", __file__, case, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(NUM_RANKS)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for rank, output in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, output
+
+
+def main(case: str, rank: str, store: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=NUM_RANKS)
+    try:
+        CASES[case](int(rank))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
