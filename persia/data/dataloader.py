@@ -35,7 +35,7 @@ class DataLoader:
             between its lookup and its update, unless `embedding_staleness` says otherwise. With one rank,
             two runs are then equal bit for bit.
         embedding_staleness: training batches that may be between their lookup and the acknowledgement of
-            their update; None: no bound besides the buffers.
+            their update; None: no bound besides the buffers. Slots may have bounds of their own.
     """
 
     def __init__(
