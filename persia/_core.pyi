@@ -61,7 +61,7 @@ class SlotConfig:
         sample_fixed_size: int = 10,
         hash_stack_rounds: int = 0,
         hash_stack_size: int = 0,
-        synchronous: bool = False,
+        part: int = 0,  # slots of one are looked up together; below 32
         index_prefix: int = 0,
         group: int = 0,
         rows: dict[str, object] | None = None,  # optimizer, admission, ... of its own
@@ -225,7 +225,7 @@ class SlotEmbedding:
     @property
     def raw(self) -> bool: ...
     @property
-    def absent(self) -> bool: ...  # of the part that was not asked for: no rows
+    def absent(self) -> bool: ...  # of a part that was not asked for: no rows
     @property
     def sample_fixed_size(self) -> int: ...  # raw slots, else 0
     @property
@@ -247,7 +247,7 @@ class ReturnReport:
     @property
     def staleness(self) -> int: ...  # updates a server applied between lookup and this one; the largest
     @property
-    def in_step_staleness(self) -> int: ...  # the same, of rows looked up as part="in_step"
+    def lookups(self) -> list[tuple[int, int]]: ...  # (parts, the same of their rows), the earliest first
     @property
     def num_updated(self) -> int: ...  # rows
     @property
@@ -389,7 +389,7 @@ class EmbeddingClient:
         *,
         requires_grad: bool,
         timeout_s: float = 60.0,
-        part: str = "all",  # or "ahead": without the synchronous slots, "in_step": these
+        parts: int = 0,  # a bit for each; 0: all
     ) -> LookupResult: ...
     def lookup_direct(
         self,
@@ -398,7 +398,7 @@ class EmbeddingClient:
         *,
         requires_grad: bool,
         timeout_s: float = 60.0,
-        part: str = "all",
+        parts: int = 0,
     ) -> LookupResult: ...
     def return_gradients(
         self,

@@ -75,10 +75,12 @@ class CommonConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.job_type not in _JOB_TYPES:
-            raise ConfigError(
-                f"job_type={show(self.job_type)} must be 'Train' or 'Infer': other job types are not "
-                "available in this version"
+            remedy = (
+                ": evaluation is part of a training job, persia.ctx.eval_ctx"
+                if self.job_type == "Eval"
+                else ""
             )
+            raise ConfigError(f"job_type={show(self.job_type)} must be 'Train' or 'Infer'{remedy}")
         if self.job_type == "Train" and self.infer_config is not None:
             raise ConfigError(
                 "infer_config is given with job_type='Train' (servers and initial_sparse_checkpoint are part "

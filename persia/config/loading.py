@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from persia.config.global_config import GlobalConfig, InferConfig, MetricsConfig
+from persia.config.keys import show
 from persia.config.reader import read_section
 from persia.config.slots_config import SlotsConfig
 from persia.errors import ConfigError
@@ -19,6 +20,7 @@ __all__ = ["load_embedding_config", "load_global_config", "parse_embedding_confi
 
 _DOCUMENTED_METRICS = "PersiaMetricsConfig"
 _DOCUMENTED_INFERENCE = ("servers", "initial_sparse_checkpoint")
+_INFER = "Infer"
 # What the documented inference job is, as it stands there: keys deeper than `job_type: Infer`.
 _NESTED_IN_VALUE = "mapping values are not allowed here"
 
@@ -36,7 +38,8 @@ def load_embedding_config(path: str | os.PathLike[str]) -> SlotsConfig:
 def parse_global_config(mapping: Mapping[str, Any], *, source: str = "global config") -> GlobalConfig:
     """The same from a mapping; `source` takes the place of the file in messages."""
     with _naming(source):
-        return read_section(GlobalConfig, _with_documented_inference(_with_documented_metrics(mapping)))
+        documented = _with_documented_inference(_with_documented_metrics(_with_named_job_type(mapping)))
+        return read_section(GlobalConfig, documented)
 
 
 def parse_embedding_config(mapping: Mapping[str, Any], *, source: str = "embedding config") -> SlotsConfig:
@@ -65,6 +68,24 @@ def _with_documented_metrics(value: object) -> object:
         raise ConfigError(f"{_DOCUMENTED_METRICS} is also given as common_config.metrics_config: keep one")
     metrics = read_section(MetricsConfig, value[_DOCUMENTED_METRICS], _DOCUMENTED_METRICS)
     return {**rest, "common_config": {**common, "metrics_config": metrics}}
+
+
+def _with_named_job_type(value: object) -> object:
+    """Takes `job_type: {Infer: {servers: ...}}`, the other correction of that documentation's indentation."""
+    if not isinstance(value, Mapping) or not isinstance(common := value.get("common_config"), Mapping):
+        return value
+    job_type = common.get("job_type")
+    if not isinstance(job_type, Mapping):
+        return value
+    settings = job_type.get(_INFER) or {}
+    if set(job_type) != {_INFER} or not isinstance(settings, Mapping):
+        raise ConfigError(
+            f"common_config.job_type={show(job_type)} must be 'Train' or 'Infer'; what belongs to an "
+            "inference job stands in common_config.infer_config"
+        )
+    if both := sorted(set(settings) & set(common)):
+        raise ConfigError(f"common_config.{both[0]} is also given below job_type.{_INFER}: keep one")
+    return {**value, "common_config": {**common, "job_type": _INFER, **settings}}
 
 
 def _with_documented_inference(value: object) -> object:

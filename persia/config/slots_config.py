@@ -18,9 +18,10 @@ from persia.errors import ConfigError, PersiaError
 if TYPE_CHECKING:
     from persia import _native
 
-__all__ = ["HashStackConfig", "RowSettings", "SlotConfig", "SlotsConfig"]
+__all__ = ["MAX_SLOT_MODES", "HashStackConfig", "RowSettings", "SlotConfig", "SlotsConfig"]
 
 _SCHEMA_HASH_DIGITS = 16
+MAX_SLOT_MODES = 32  # parts of a batch that can be looked up for themselves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,9 @@ class SlotConfig(Section):
     sqrt_scaling: bool = False
     mean_scaling: bool = False
     hash_stack_config: HashStackConfig | None = None
-    consistency: str | None = None  # "synchronous"; None: as the job, TrainCtx(consistency=)
+    # A mode of its own; without, as the job: TrainCtx(consistency=), DataLoader(embedding_staleness=).
+    consistency: str | None = None
+    embedding_staleness: Annotated[int | None, Range(1, UINT32_MAX)] = None  # batches in flight, of "hybrid"
     index_prefix: Annotated[int, Only(0, "it is computed from feature_groups; leave it out")] = 0
     optimizer: Mapping[str, object] | RowSettings | None = None
     initializer: Mapping[str, object] | RowSettings | None = None
@@ -109,15 +112,28 @@ class SlotConfig(Section):
             raise ConfigError(str(error)) from None
 
     @property
-    def synchronous(self) -> bool:
-        """Whether it is looked up when the step begins, whatever the job's other slots do."""
-        return self.consistency is not None
+    def mode(self) -> str:
+        """How far its lookups run ahead: "synchronous", "asynchronous", "hybrid N"; "": as the job's."""
+        if self.embedding_staleness is not None:
+            return f"hybrid {self.embedding_staleness}"
+        return self.consistency or ""
 
     def _check_consistency(self) -> None:
-        if self.consistency not in (None, "synchronous"):
+        bound = self.embedding_staleness
+        if self.consistency not in (None, "hybrid", "synchronous", "asynchronous"):
             raise ConfigError(
-                f"consistency={self.consistency!r} must be 'synchronous': a slot can only be stricter than "
-                "its job; set the mode of the others with TrainCtx(consistency=...) and leave it out here"
+                f"consistency={self.consistency!r} must be 'hybrid', 'synchronous' or 'asynchronous'; leave "
+                "it out for the job's"
+            )
+        if self.consistency == "hybrid" and bound is None:
+            raise ConfigError(
+                "consistency='hybrid' needs embedding_staleness, the slot's own bound; leave it out for the "
+                "job's"
+            )
+        if self.consistency in ("synchronous", "asynchronous") and bound is not None:
+            raise ConfigError(
+                f"embedding_staleness={bound} with consistency={self.consistency!r}: leave one of them out, "
+                "or choose 'hybrid'"
             )
 
     def _check_pooling(self) -> None:
@@ -151,6 +167,7 @@ class SlotsConfig(Section):
             raise ConfigError("slots_config has a slot with an empty name: name every slot")
         self._check_groups()
         self._check_num_groups()
+        self._check_num_modes()
         self._check_hash_stacks()
 
     def group_numbers(self) -> dict[str, int]:
@@ -168,14 +185,15 @@ class SlotsConfig(Section):
         return numbers
 
     @property
-    def has_synchronous_slots(self) -> bool:
-        return any(slot.synchronous for slot in self.slots_config.values())
+    def slot_modes(self) -> tuple[str, ...]:
+        """The different modes of slots, "" (the job's) first. Slots of one are looked up together."""
+        return tuple(sorted({slot.mode for slot in self.slots_config.values()}))
 
     def native_slots(self) -> list[_native.SlotConfig]:
         """The slots as the engine wants them, in the order of `slots_config`."""
         from persia import _native
 
-        numbers = self.group_numbers()
+        numbers, modes = self.group_numbers(), self.slot_modes
         return [
             _native.SlotConfig(
                 name=name,
@@ -186,7 +204,7 @@ class SlotsConfig(Section):
                 sample_fixed_size=slot.sample_fixed_size,
                 hash_stack_rounds=slot.hash_stack.hash_stack_rounds if slot.hash_stack else 0,
                 hash_stack_size=slot.hash_stack.embedding_size if slot.hash_stack else 0,
-                synchronous=slot.synchronous,
+                part=modes.index(slot.mode),
                 index_prefix=numbers[name] << (64 - self.feature_index_prefix_bit),
                 group=numbers[name] - 1,
                 rows=slot.rows or None,
@@ -232,10 +250,10 @@ class SlotsConfig(Section):
                 "eviction or weight bound differ: slots of one group share rows, so give them the same or "
                 "separate groups"
             )
-        if self.slots_config[slot].synchronous != self.slots_config[first].synchronous:
+        if self.slots_config[slot].mode != self.slots_config[first].mode:
             raise ConfigError(
-                f"feature_groups.{group} has {first} and {slot}, of which only one is synchronous: slots of "
-                "one group share rows, so give them the same consistency or separate groups"
+                f"feature_groups.{group} has {first} and {slot}, whose consistency or embedding_staleness "
+                "differ: slots of one group share rows, so give them the same or separate groups"
             )
         dim, first_dim = self.slots_config[slot].dim, self.slots_config[first].dim
         if dim != first_dim:
@@ -254,6 +272,14 @@ class SlotsConfig(Section):
                 f"raise it to {num_groups.bit_length()}, or group slots"
             )
 
+    def _check_num_modes(self) -> None:
+        if len(self.slot_modes) > MAX_SLOT_MODES:
+            raise ConfigError(
+                f"slots_config has slots of {len(self.slot_modes)} different modes (consistency and "
+                f"embedding_staleness), above {MAX_SLOT_MODES}: each is a lookup of its own; give slots the "
+                "same bounds"
+            )
+
     def _check_hash_stacks(self) -> None:
         num_ids = 2 ** (64 - self.feature_index_prefix_bit) - 1
         for name, slot in self.slots_config.items():
@@ -270,8 +296,8 @@ def _schema_of(slot: SlotConfig, group_number: int) -> dict[str, object]:
     stack = slot.hash_stack
     # What came later is there only where it is used: older configs keep their hashes.
     later: dict[str, object] = {"mean_scaling": True} if slot.mean_scaling else {}
-    if slot.synchronous:
-        later["synchronous"] = True
+    if slot.mode:
+        later["mode"] = slot.mode
     if slot.rows:
         later["rows"] = slot.rows
     return {

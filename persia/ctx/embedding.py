@@ -39,13 +39,14 @@ from persia.data.embedded import (
     start_embedded_job,
 )
 from persia.data.host import LoaderHost
-from persia.data.prefetch import LookupService, Prefetcher
+from persia.data.lookup_service import LookupService, TrainingParts
+from persia.data.prefetch import Prefetcher
 from persia.data.source import batch_reference, pending_from
 from persia.data.stream import StreamReceiver
 from persia.data.training_batch import PersiaTrainingBatch
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.backend import EmbeddingBackend
-from persia.embedding.consistency import Consistency
+from persia.embedding.consistency import mode_name
 from persia.embedding.counters import Counters, CounterValues, Staleness
 from persia.embedding.current import current_context, own_context
 from persia.embedding.data import PersiaBatch
@@ -184,7 +185,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
     @property
     def staleness(self) -> Staleness:
         """How stale the embeddings of the batches trained so far were, as the servers measured it."""
-        return self._counters.staleness()
+        return self._counters.staleness(partial(mode_name, self.consistency, self.backend.slot_modes))
 
     def prepare_features(
         self, batch: PersiaTrainingBatch
@@ -219,7 +220,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
             self._counters,
             self._device_or(device_id),
             self.training,
-            in_two_parts=self.looks_up_in_two_parts,
+            TrainingParts.at_once(self.lookup_stages(None)),
         )
         return service.look_up(pending_from(persia_batch, 0), lambda: None)
 
@@ -592,11 +593,8 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
 
     def _staleness_by_mode(self, backend: EmbeddingBackend) -> dict[str, tuple[int, float]]:
         """(largest, mean) that the batches trained have had."""
-        measured = self.staleness
-        modes = {self.consistency.value: (measured.max, measured.mean)}
-        if backend.has_synchronous_slots and self.consistency is not Consistency.SYNCHRONOUS:
-            modes[Consistency.SYNCHRONOUS.value] = (measured.synchronous_max, measured.synchronous_mean)
-        return modes
+        first = mode_name(self.consistency, backend.slot_modes, ~0)
+        return {first: (0, 0.0)} | {mode: (m.max, m.mean) for mode, m in self.staleness.by_mode.items()}
 
     def _queue_depths(self) -> dict[str, int]:
         prefetchers = list(self._prefetchers)

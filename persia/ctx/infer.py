@@ -14,7 +14,8 @@ from persia import env
 from persia._native import LookupResult, RemoteClient
 from persia.ctx.base import PreprocessMode
 from persia.ctx.embedding import EmbeddingCtx
-from persia.embedding.backend import ClientBackend, LookupPart
+from persia.embedding.backend import ClientBackend
+from persia.embedding.consistency import ALL_PARTS
 from persia.embedding.deadline import Deadline
 from persia.embedding.remote_rows import RemoteRows
 from persia.errors import (
@@ -83,7 +84,7 @@ class _Backend(ClientBackend):
         self._rows = RemoteRows(addresses, deadline_s=deadline_s)
 
     def lookup_direct(
-        self, id_features: bytes, *, requires_grad: bool, part: LookupPart = "all"
+        self, id_features: bytes, *, requires_grad: bool, parts: int = ALL_PARTS
     ) -> LookupResult:
         return self._rows.lookup(id_features)
 

@@ -36,8 +36,12 @@ class Precision:
                     f"mixed_precision is {mixed_precision!r}: choose True, False, 'fp16' or 'bf16'"
                 )
             made = cls(autocast=dtype, scaled=dtype is torch.float16)
-        if made.scaled and device_id is None:
-            raise InvalidArgumentError("Mixed precision training only support on cuda device.")
+        if made.scaled and made.autocast is None and device_id is None:
+            # On a CPU nothing but torch's own autocast runs in half precision.
+            raise InvalidArgumentError(
+                "Mixed precision training only support on cuda device. Choose 'fp16' or 'bf16', which "
+                "autocast on the CPU, or False."
+            )
         return made
 
     def wrap(self, model: Callable[..., Any], device_type: str) -> Callable[..., Any]:

@@ -58,15 +58,14 @@ class TrainCtx(EmbeddingCtx):
         backward_workers_size: gradients sent at a time.
         grad_update_buffer_size: batches whose gradients may wait or be under way, together.
         lookup_emb_directly: must be True; lookups go straight to the embedding workers.
-        mixed_precision: True: the loss is scaled for half precision, autocasting is the model's business;
-            "fp16": scaled, and `forward` autocasts (both CUDA only); "bf16": `forward` autocasts, on any
-            device.
+        mixed_precision: True (CUDA only): the loss is scaled for half precision, autocasting is the model's
+            business; "fp16": scaled, and `forward` autocasts; "bf16": `forward` autocasts.
         distributed_option: how several ranks train together; None: DDP over nccl (CUDA) or gloo (CPU).
         args, kwargs: as for `EmbeddingCtx`: model, embedding_config, threadpool_worker_size, device_id,
             slots, global_config.
         consistency: "hybrid": lookups run ahead of updates by `embedding_staleness` batches; "synchronous":
             each step sees the updates of all ranks' steps before it; "asynchronous": without a bound. Slots
-            that the embedding config calls synchronous are looked up so in all three.
+            may have a mode of their own in the embedding config.
         before_dense_step: called with nothing when the dense gradients are complete, averaged over ranks
             and unscaled: the place to clip them.
         on_embedding_gradient: called for every slot of a batch with its name and gradient, unscaled float32
@@ -126,7 +125,8 @@ class TrainCtx(EmbeddingCtx):
 
     def _start(self) -> None:
         set_role(NN_WORKER, self.rank)
-        self._scaler = torch.amp.GradScaler("cuda") if self._precision.scaled else None
+        device_type = "cpu" if self.device is None else self.device.type
+        self._scaler = torch.amp.GradScaler(device_type) if self._precision.scaled else None
         if self.world_size > 1:
             self._distribute_model()
         else:
@@ -473,7 +473,8 @@ class TrainCtx(EmbeddingCtx):
 
     @property
     def _must_end_steps_together(self) -> bool:
-        return self._consistency is Consistency.SYNCHRONOUS or self.backend.has_synchronous_slots
+        synchronous = Consistency.SYNCHRONOUS
+        return self._consistency is synchronous or synchronous.value in self.backend.slot_modes
 
     def _end_step_together(self) -> None:
         """Returns when the updates of this step are applied, those of the other ranks too."""

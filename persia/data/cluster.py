@@ -11,7 +11,8 @@ import secrets
 
 from persia import env
 from persia._native import BatchReference, LookupResult, RemoteClient, TrainConfig
-from persia.embedding.backend import ClientBackend, LookupPart
+from persia.embedding.backend import ClientBackend
+from persia.embedding.consistency import ALL_PARTS
 from persia.errors import FailedPreconditionError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Announcer, Directory, EventKind, ServiceEvent, ServiceInfo
@@ -106,7 +107,7 @@ class ClusterBackend(ClientBackend):
         super().__init__(
             self._remote,
             deadline_s=deadline_s,
-            has_synchronous_slots=any(worker.synchronous_slots for worker in workers),
+            slot_modes=workers[0].slot_modes,
         )
 
     @property
@@ -120,12 +121,12 @@ class ClusterBackend(ClientBackend):
         self._config = config
 
     def lookup(
-        self, reference: BatchReference, *, requires_grad: bool, part: LookupPart = "all"
+        self, reference: BatchReference, *, requires_grad: bool, parts: int = ALL_PARTS
     ) -> LookupResult:
         # A loader may have heard of a new worker before this process has.
         if reference.worker_index not in self._incarnations:
             self._find(reference.worker_index)
-        return super().lookup(reference, requires_grad=requires_grad, part=part)
+        return super().lookup(reference, requires_grad=requires_grad, parts=parts)
 
     def close(self) -> None:
         self._watch.close()

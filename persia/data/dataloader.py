@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from persia.data.dataset import IterableDatasetBase
 from persia.data.host import LoaderHost
-from persia.data.prefetch import LookupService, Prefetcher
+from persia.data.lookup_service import LookupService, TrainingParts
+from persia.data.prefetch import Prefetcher
 from persia.data.staleness import StalenessGate
 from persia.data.training_batch import PersiaTrainingBatch
-from persia.embedding.consistency import Consistency
+from persia.embedding.consistency import Mode
 from persia.embedding.current import current_context
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.logger import get_default_logger
@@ -34,7 +35,7 @@ class DataLoader:
             between its lookup and its update, unless `embedding_staleness` says otherwise. With one rank,
             two runs are then equal bit for bit.
         embedding_staleness: training batches that may be between their lookup and the acknowledgement of
-            their update; None: no bound besides the buffers.
+            their update; None: no bound besides the buffers. Slots may have bounds of their own.
     """
 
     def __init__(
@@ -105,12 +106,16 @@ class DataLoader:
             self._stream_ended = True
 
     def _open(self, host: LoaderHost) -> Prefetcher:
-        mode = host.consistency
-        gate = StalenessGate(
-            mode.bound(self.embedding_staleness),
-            host.lookup_counters,
-            on_demand=mode is Consistency.SYNCHRONOUS,
-        )
+        stages = host.lookup_stages(self.embedding_staleness)
+        if self.reproducible and self.embedding_staleness == 1:
+            _warn_of_loose_slots([stage.mode for stage in stages if stage.mode.bound != 1])
+        first = stages[0].mode
+        gate = StalenessGate(first.bound, host.lookup_counters, on_demand=first.synchronous)
+        later = [
+            (stage, StalenessGate(stage.mode.bound, None))
+            for stage in stages[1:]
+            if not stage.mode.synchronous  # those are looked up in the batch's step
+        ]
         source = self.dataset.open_source(host, ordered=self.reproducible)
         prefetcher = Prefetcher(
             source,
@@ -120,9 +125,10 @@ class DataLoader:
                 host.lookup_counters,
                 host.device,
                 host.training,
-                in_two_parts=host.looks_up_in_two_parts,
+                TrainingParts.of(stages),
             ),
             gate,
+            later,
             forward_buffer_size=self.forward_buffer_size,
             num_workers=self.num_workers,
         )
@@ -138,6 +144,17 @@ class DataLoader:
             yield batch
             # Held here no longer: a batch that the script drops without backward must be seen to be dropped.
             del batch
+
+
+def _warn_of_loose_slots(modes: list[Mode]) -> None:
+    if modes:
+        get_default_logger().warning(
+            "reproducible=True with slots of %s fixes the order of batches only: their lookups and updates "
+            "race",
+            " and ".join(
+                f"consistency={m.consistency.value!r} (embedding_staleness={m.bound})" for m in modes
+            ),
+        )
 
 
 def _check_positive(name: str, value: int) -> None:

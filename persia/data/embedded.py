@@ -79,7 +79,7 @@ class EmbeddedJob:
         self.backend = ClientBackend(
             self._client,
             deadline_s=env.get_deadline_s(),
-            has_synchronous_slots=slots.has_synchronous_slots,
+            slot_modes=slots.slot_modes,
         )
         self._worker = self.connect("embedding-worker-0")
         try:

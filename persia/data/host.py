@@ -11,7 +11,7 @@ from persia.data.embedded import EmbeddedJob
 from persia.data.prefetch import Prefetcher
 from persia.data.stream import StreamReceiver
 from persia.embedding.backend import EmbeddingBackend
-from persia.embedding.consistency import Consistency
+from persia.embedding.consistency import Consistency, Mode, Stage, stages
 from persia.embedding.counters import Counters
 from persia.embedding.lease import Releaser
 
@@ -51,10 +51,10 @@ class LoaderHost(abc.ABC):
         """How far lookups may run ahead of updates."""
         return Consistency.HYBRID
 
-    @property
-    def looks_up_in_two_parts(self) -> bool:
-        """Whether some slots are left to a batch's step; a synchronous job looks all of them up there."""
-        return self.backend.has_synchronous_slots and self.consistency is not Consistency.SYNCHRONOUS
+    def lookup_stages(self, embedding_staleness: int | None) -> list[Stage]:
+        """The lookups of a training batch, the loosest first."""
+        job = Mode.of(self.consistency, embedding_staleness)
+        return stages(job, self.backend.slot_modes) if self.training else [Stage(job)]
 
     @property
     @abc.abstractmethod

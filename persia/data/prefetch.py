@@ -3,112 +3,46 @@
 One feeder thread takes batches from the source, and for each the staleness permit, in the source's order;
 worker threads look up in parallel; the loop gets the results in the order of the source. Taking permits in
 that order is what makes the bound free of deadlocks: the batch the loop waits for always has its permit
-before any later one.
+before any later one. Slots with a tighter bound pass by a `LaterStage` of their own before.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from functools import partial
 
-import torch
-
-from persia._native import BatchReference, LookupResult, TracedBatch
+from persia.data.later_stage import LaterStage, Work
+from persia.data.lookup_service import LookupService
 from persia.data.source import BatchSource, PendingBatch
 from persia.data.staleness import StalenessGate
 from persia.data.training_batch import PersiaTrainingBatch
-from persia.embedding.backend import EmbeddingBackend, LookupPart
 from persia.embedding.bounded_queue import BoundedQueue, QueueClosed
-from persia.embedding.counters import Counters
+from persia.embedding.consistency import Stage
 from persia.embedding.deadline import Deadline
-from persia.embedding.lease import BatchLease, Releaser, with_batch_id
+from persia.embedding.lease import BatchLease
 from persia.errors import DeadlineExceededError
 from persia.logger import get_default_logger
-from persia.observability.phases import FORWARD_ERRORS, NO_BATCH, QUEUE_OF_READY
+from persia.observability.phases import QUEUE_OF_READY
 
-__all__ = ["LookupService", "Prefetcher"]
-
-
-@dataclasses.dataclass(frozen=True)
-class LookupService:
-    """Turns pending batches into training batches, and gives up those that nobody will use.
-
-    `in_two_parts`: the synchronous slots of training batches are left to the batch's step.
-    """
-
-    backend: EmbeddingBackend
-    releaser: Releaser
-    counters: Counters
-    device: torch.device | None
-    training: bool
-    in_two_parts: bool = False
-
-    def look_up(self, pending: PendingBatch, release_permit: Callable[[], None]) -> PersiaTrainingBatch:
-        """Ends by the backend's deadline; on an error the permit is back and the error names the batch."""
-        requires_grad = self.training and pending.requires_grad
-        in_two_parts = self.in_two_parts and requires_grad
-        part: LookupPart = "ahead" if in_two_parts else "all"
-        try:
-            dense = pending.decode()
-            with TracedBatch(pending.batch_id if requires_grad else NO_BATCH):
-                if pending.reference is not None:
-                    result = self.backend.lookup(pending.reference, requires_grad=requires_grad, part=part)
-                else:
-                    result = self.backend.lookup_direct(
-                        pending.id_features, requires_grad=requires_grad, part=part
-                    )
-        except Exception as failure:
-            self.counters.add(batches_failed=1)
-            FORWARD_ERRORS.add()
-            release_permit()
-            raise with_batch_id(failure, "the lookup", pending.batch_id) from failure
-        lease = BatchLease(pending.batch_id, result.reference, release_permit) if requires_grad else None
-        batch = PersiaTrainingBatch(pending.batch_id, requires_grad, self.device, dense, result, lease)
-        if in_two_parts:
-            batch.find_rest = partial(self._look_up_rest, pending.batch_id, result.reference)
-        if lease is None:
-            self.counters.add(batches_evaluated=1)
-        else:
-            lease.watch(batch, self.releaser)
-        return batch
-
-    def _look_up_rest(self, batch_id: int, reference: BatchReference) -> LookupResult:
-        try:
-            with TracedBatch(batch_id):
-                return self.backend.lookup(reference, requires_grad=True, part="in_step")
-        except Exception as failure:
-            FORWARD_ERRORS.add()
-            raise with_batch_id(failure, "the lookup of the synchronous slots", batch_id) from failure
-
-    def give_up(self, pending: PendingBatch, release_permit: Callable[[], None]) -> None:
-        """For a batch that was not looked up."""
-        if pending.reference is not None:
-            self.releaser.abandon(BatchLease(pending.batch_id, pending.reference, release_permit))
-        else:
-            self.counters.add(batches_released=1)
-            release_permit()
+__all__ = ["Prefetcher"]
 
 
-@dataclasses.dataclass(eq=False)
 class _Lookup:
-    pending: PendingBatch
-    release_permit: Callable[[], None]
-    future: Future[PersiaTrainingBatch] = dataclasses.field(default_factory=Future)
-    ready_ns: int = 0
-    _claimed: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # a test-and-set flag
+    def __init__(self, pending: PendingBatch, release_permit: Callable[[], None]) -> None:
+        self.pending = pending
+        self.release_permit = release_permit
+        self.future: Future[PersiaTrainingBatch] = Future()  # what the first lookup has found
+        self.complete = self.future  # what the loop gets, with the slots of later stages
+        self._claimed = threading.Lock()  # a test-and-set flag
 
     def run(self, service: LookupService) -> None:
         if not self._claimed.acquire(blocking=False):
             return
         try:
-            batch = service.look_up(self.pending, self.release_permit)
-            self.ready_ns = time.monotonic_ns()
-            self.future.set_result(batch)
+            self.future.set_result(service.look_up(self.pending, self.release_permit))
         except Exception as failure:
             # The loop raises it, too, if it gets this far.
             get_default_logger().error("%s", failure, extra={"batch_id": self.pending.batch_id})
@@ -131,15 +65,22 @@ class Prefetcher:
         source: BatchSource,
         service: LookupService,
         gate: StalenessGate,
+        later: Sequence[tuple[Stage, StalenessGate]] = (),
         *,
         forward_buffer_size: int,
         num_workers: int,
     ) -> None:
+        """`later`: what is looked up after the service's first lookup of a batch, the loosest first."""
         self._source = source
         self._service = service
         self._gate = gate
         self._ready: BoundedQueue[_Lookup] = BoundedQueue(forward_buffer_size)
-        self._work: BoundedQueue[_Lookup] = BoundedQueue(forward_buffer_size)
+        self._work: BoundedQueue[Work] = BoundedQueue(forward_buffer_size)
+        self._later = [
+            LaterStage(stage, stage_gate, self._work, forward_buffer_size + 1) for stage, stage_gate in later
+        ]
+        limits = [limited.limit for limited in (gate, *(stage.gate for stage in self._later))]
+        self._limit = min((limit for limit in limits if limit is not None), default=None)
         self._source_failure: BaseException | None = None
         self._yielded: list[BatchLease] = []
         self._warned_of_skipping = False
@@ -167,9 +108,9 @@ class Prefetcher:
                 f"no batch became ready within {timeout_s:g} s (timeout_ms)"
             ) from failure
         try:
-            batch = lookup.future.result(deadline.left_s())
+            batch = lookup.complete.result(deadline.left_s())
         except FutureTimeoutError as failure:
-            if lookup.future.done():  # the lookup's own error is a time-out
+            if lookup.complete.done():  # the lookup's own error is a time-out
                 raise
             raise DeadlineExceededError(
                 f"the lookup of batch {lookup.pending.batch_id} was not done in {timeout_s:g} s (timeout_ms)"
@@ -177,7 +118,7 @@ class Prefetcher:
         if batch.lease is not None:
             self._yielded.append(batch.lease)
             QUEUE_OF_READY.record(
-                lookup.ready_ns, time.monotonic_ns(), batch.lease.reference.reference, batch.batch_id
+                batch.ready_ns, time.monotonic_ns(), batch.lease.reference.reference, batch.batch_id
             )
         return batch
 
@@ -196,8 +137,10 @@ class Prefetcher:
         for pending in self._source.stop():
             self._service.give_up(pending, _no_permit)
         self._gate.close()
-        for lookup in self._work.drain():
-            lookup.give_up(self._service)
+        for stage in self._later:
+            stage.close()
+        for work in self._work.drain():
+            work.give_up(self._service)
         for lookup in self._ready.drain():
             self._dispose(lookup, deadline)
         for thread in self._threads:
@@ -209,7 +152,7 @@ class Prefetcher:
     def _give_up_held_batches(self) -> None:
         """A script that skips batches and holds on to them would wait for its own permits."""
         self._yielded = [lease for lease in self._yielded if not lease.claimed]
-        while self._gate.limit is not None and len(self._yielded) >= self._gate.limit:
+        while self._limit is not None and len(self._yielded) >= self._limit:
             lease = self._yielded.pop(0)
             self._service.releaser.abandon(lease)
             if not self._warned_of_skipping:
@@ -218,7 +161,7 @@ class Prefetcher:
                     "batch %d had no backward when the next one was asked for, with embedding_staleness=%d: "
                     "its embeddings are not updated (further batches are counted in batches_released only)",
                     lease.batch_id,
-                    self._gate.limit,
+                    self._limit,
                     extra={"batch_id": lease.batch_id},
                 )
 
@@ -231,19 +174,18 @@ class Prefetcher:
         except BaseException as failure:  # raised in the loop, which must not wait for more
             self._source_failure = failure
         self._ready.close()
+        for stage in self._later:
+            stage.finish()
         self._work.close()
 
     def _feed_one(self, pending: PendingBatch) -> None:
-        release_permit = _no_permit
+        lookup = _Lookup(pending, _no_permit)
         try:
             if self._service.training and pending.requires_grad:
-                release_permit = self._gate.acquire().release
-            lookup = _Lookup(pending, release_permit)
+                lookup.release_permit = self._gate.acquire().release
+            for stage in self._later:
+                lookup.complete = stage.put(lookup.complete)
             self._ready.put(lookup)
-        except QueueClosed:
-            self._service.give_up(pending, release_permit)
-            raise
-        try:
             self._work.put(lookup)
         except QueueClosed:
             lookup.give_up(self._service)

@@ -1,4 +1,4 @@
-"""The staleness bound: how many training batches may be between their lookup and the end of their update."""
+"""A staleness bound: how many training batches may be between their lookup and the end of their update."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ class Permit:
 class StalenessGate:
     """Hands out at most `limit` permits at a time; without a limit it only counts. Thread-safe.
 
+    `counters`: where batches in flight are counted, by the gate that lets them in.
     `on_demand`: a permit is also not handed out before the loop asks for a batch, so that nothing is looked
     up before the step that comes first is done.
     """
 
-    def __init__(self, limit: int | None, counters: Counters, *, on_demand: bool = False) -> None:
+    def __init__(self, limit: int | None, counters: Counters | None, *, on_demand: bool = False) -> None:
         self.limit = limit
         self._on_demand = on_demand
         self._demanded = False
@@ -52,7 +53,7 @@ class StalenessGate:
                 raise QueueClosed
             self._demanded = False
             self._in_flight += 1
-        self._counters.flight(+1)
+        self._count(+1)
         return Permit(self)
 
     def demand(self) -> None:
@@ -76,4 +77,8 @@ class StalenessGate:
         with self._changed:
             self._in_flight -= 1
             self._changed.notify_all()
-        self._counters.flight(-1)
+        self._count(-1)
+
+    def _count(self, change: int) -> None:
+        if self._counters is not None:
+            self._counters.flight(change)

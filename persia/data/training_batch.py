@@ -29,11 +29,13 @@ class PersiaTrainingBatch:
     dense: DenseSection
     result: LookupResult
     lease: BatchLease | None  # None: no gradient is expected
-    # Finds the slots that `result` lacks, which must see the updates of the step before.
-    find_rest: Callable[[], LookupResult] | None = None
+    ready_ns: int = 0  # `time.monotonic_ns()` when all was looked up that is, ahead of the loop
+    # The slots that `result` lacks, as far as they were looked up later than it, and ahead of the loop.
+    rest: list[LookupResult] = dataclasses.field(default_factory=list)
+    # Finds the synchronous slots, which must see the updates of the step before.
+    find_synchronous: Callable[[], LookupResult] | None = None
     # The leaves whose gradients `backward` returns; made with the embedding tensors.
     leaves: list[tuple[str, torch.Tensor]] = dataclasses.field(default_factory=list)
-    _rest: LookupResult | None = None
     _consumed: set[str] = dataclasses.field(default_factory=set)
 
     @property
@@ -60,11 +62,12 @@ class PersiaTrainingBatch:
 
     def look_up_rest(self) -> None:
         """Looks the synchronous slots up, if that is left to do; it can be called again when it fails."""
-        if self.find_rest is None or self._rest is not None:
+        if self.find_synchronous is None:
             return
         self.check_not_given_up()
         with LOOKUP_IN_STEP.of(self.traced_id, self.result.reference.reference):
-            self._rest = self.find_rest()
+            self.rest.append(self.find_synchronous())
+        self.find_synchronous = None
 
     def consume_all_non_id_type_feature_tensors(self) -> list[torch.Tensor]:
         """The dense features, on the context's device. Each `consume` works once."""
@@ -79,7 +82,7 @@ class PersiaTrainingBatch:
         self.look_up_rest()
         self._consume("ID type feature embeddings")
         made: EmbeddingTensors = embedding_tensors(
-            self.result, rest=self._rest, device=self.device, requires_grad=self.lease is not None
+            self.result, rest=self.rest, device=self.device, requires_grad=self.lease is not None
         )
         self.leaves = made.leaves
         return made.tensors

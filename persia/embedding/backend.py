@@ -7,7 +7,7 @@ backend's, so that no caller can forget one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +20,10 @@ from persia._native import (
     ReturnReport,
     TrainConfig,
 )
+from persia.embedding.consistency import ALL_PARTS
 
-__all__ = ["ClientBackend", "EmbeddingBackend", "LookupPart", "SlotGradients"]
+__all__ = ["ClientBackend", "EmbeddingBackend", "SlotGradients"]
 
-# "ahead": without the synchronous slots, "in_step": these alone. The other ones are absent from the result.
-LookupPart = Literal["all", "ahead", "in_step"]
 SlotGradients = Sequence[tuple[str, NDArray[np.float32] | None]]
 
 
@@ -35,16 +34,19 @@ class EmbeddingBackend(Protocol):
         """Gives every server its training config; a different one than it has needs `replace`."""
 
     @property
-    def has_synchronous_slots(self) -> bool:
-        """Whether some slots are to be looked up when a step begins."""
+    def slot_modes(self) -> tuple[str, ...]:
+        """The modes of slots (`SlotConfig.mode`), by the number of their part."""
 
     def lookup(
-        self, reference: BatchReference, *, requires_grad: bool, part: LookupPart = "all"
+        self, reference: BatchReference, *, requires_grad: bool, parts: int = ALL_PARTS
     ) -> LookupResult:
-        """The embeddings of a batch that a loader registered, or that `lookup_direct` began with."""
+        """The embeddings of a batch that a loader registered, or that `lookup_direct` began with.
+
+        Of some `parts` alone, for batches that require gradients: the other slots are absent from the result.
+        """
 
     def lookup_direct(
-        self, id_features: bytes, *, requires_grad: bool, part: LookupPart = "all"
+        self, id_features: bytes, *, requires_grad: bool, parts: int = ALL_PARTS
     ) -> LookupResult:
         """The embeddings of ID features made here; workers take turns."""
 
@@ -77,11 +79,11 @@ class ClientBackend:
     """An `EmbeddingClient` of the native module with one deadline for all calls."""
 
     def __init__(
-        self, client: EmbeddingClient, *, deadline_s: float, has_synchronous_slots: bool = False
+        self, client: EmbeddingClient, *, deadline_s: float, slot_modes: tuple[str, ...] = ("",)
     ) -> None:
         self._client = client
         self._deadline_s = deadline_s
-        self._has_synchronous_slots = has_synchronous_slots
+        self._slot_modes = slot_modes
         # Not locked: two lookups picking the same worker by a race are only a little less balanced.
         self._num_direct_lookups = 0
 
@@ -89,23 +91,23 @@ class ClientBackend:
         self._client.configure(config, replace=replace, timeout_s=self._deadline_s)
 
     @property
-    def has_synchronous_slots(self) -> bool:
-        return self._has_synchronous_slots
+    def slot_modes(self) -> tuple[str, ...]:
+        return self._slot_modes
 
     def lookup(
-        self, reference: BatchReference, *, requires_grad: bool, part: LookupPart = "all"
+        self, reference: BatchReference, *, requires_grad: bool, parts: int = ALL_PARTS
     ) -> LookupResult:
         return self._client.lookup(
-            reference, requires_grad=requires_grad, timeout_s=self._deadline_s, part=part
+            reference, requires_grad=requires_grad, timeout_s=self._deadline_s, parts=parts
         )
 
     def lookup_direct(
-        self, id_features: bytes, *, requires_grad: bool, part: LookupPart = "all"
+        self, id_features: bytes, *, requires_grad: bool, parts: int = ALL_PARTS
     ) -> LookupResult:
         worker_index = self._num_direct_lookups
         self._num_direct_lookups = (worker_index + 1) % (1 << 31)
         return self._client.lookup_direct(
-            worker_index, id_features, requires_grad=requires_grad, timeout_s=self._deadline_s, part=part
+            worker_index, id_features, requires_grad=requires_grad, timeout_s=self._deadline_s, parts=parts
         )
 
     def return_gradients(

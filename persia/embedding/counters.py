@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable, Mapping
 
 from persia._native import ReturnReport
 
-__all__ = ["CounterValues", "Counters", "Staleness"]
+__all__ = ["CounterValues", "Counters", "ModeStaleness", "Staleness"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,14 +32,41 @@ class CounterValues:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ModeStaleness:
+    """As `Staleness`, of the slots of one mode."""
+
+    max: int = 0
+    mean: float = 0.0
+
+
+class _Measured:
+    def __init__(self) -> None:
+        self.max = self.sum = self.count = 0
+
+    def add(self, staleness: int) -> None:
+        self.max = max(self.max, staleness)
+        self.sum += staleness
+        self.count += 1
+
+    def join(self, other: _Measured) -> None:
+        self.max = max(self.max, other.max)
+        self.sum += other.sum
+        self.count += other.count
+
+    @property
+    def mean(self) -> float:
+        return self.sum / max(self.count, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Staleness:
     """Updates that servers applied between a batch's lookup and its own update, over the batches trained."""
 
     max: int = 0
     mean: float = 0.0
-    synchronous_max: int = 0  # of the synchronous slots alone, in a job of another mode
-    synchronous_mean: float = 0.0
     in_flight: int = 0  # training batches looked up, or being looked up, and not settled
+    # Of the slots of each mode: the job's, and such as "synchronous" or "hybrid 4" of slots of their own.
+    by_mode: Mapping[str, ModeStaleness] = dataclasses.field(default_factory=dict)
 
 
 class Counters:
@@ -47,8 +75,8 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values = dict.fromkeys((field.name for field in dataclasses.fields(CounterValues)), 0)
-        self._staleness_max = self._synchronous_max = 0
-        self._staleness_sum = self._synchronous_sum = 0
+        self._staleness = _Measured()
+        self._staleness_by_parts: dict[int, _Measured] = {}
         self._in_flight = 0
 
     def add(self, **counts: int) -> None:
@@ -65,10 +93,9 @@ class Counters:
             self._values["skipped_slots"] += report.num_skipped_slots
             self._values["rows_updated"] += report.num_updated
             self._values["rows_missing"] += report.num_missing
-            self._staleness_max = max(self._staleness_max, report.staleness)
-            self._staleness_sum += report.staleness
-            self._synchronous_max = max(self._synchronous_max, report.in_step_staleness)
-            self._synchronous_sum += report.in_step_staleness
+            self._staleness.add(report.staleness)
+            for parts, staleness in report.lookups:
+                self._staleness_by_parts.setdefault(parts, _Measured()).add(staleness)
 
     def flight(self, change: int) -> None:
         """A training batch enters (+1) or leaves (-1) the time between its permit and its acknowledgement."""
@@ -79,13 +106,15 @@ class Counters:
         with self._lock:
             return CounterValues(**self._values)
 
-    def staleness(self) -> Staleness:
+    def staleness(self, name_of: Callable[[int], str] = str) -> Staleness:
+        """`name_of` parts of the slots that were looked up together: their mode's."""
         with self._lock:
-            num_trained = max(self._values["batches_trained"], 1)
+            by_mode: dict[str, _Measured] = {}
+            for parts, measured in self._staleness_by_parts.items():
+                by_mode.setdefault(name_of(parts), _Measured()).join(measured)
             return Staleness(
-                max=self._staleness_max,
-                mean=self._staleness_sum / num_trained,
-                synchronous_max=self._synchronous_max,
-                synchronous_mean=self._synchronous_sum / num_trained,
+                max=self._staleness.max,
+                mean=self._staleness.mean,
                 in_flight=self._in_flight,
+                by_mode={name: ModeStaleness(max=m.max, mean=m.mean) for name, m in by_mode.items()},
             )

@@ -23,12 +23,13 @@ __all__ = ["BatchLease", "Releaser", "with_batch_id"]
 
 
 class BatchLease:
-    """One batch's reference at its worker, and its staleness permit."""
+    """One batch's reference at its worker, and its staleness permits."""
 
     def __init__(self, batch_id: int, reference: BatchReference, release_permit: Callable[[], None]) -> None:
         self.batch_id = batch_id
         self.reference = reference
-        self._release_permit = release_permit
+        self._lock = threading.Lock()  # never taken by a finalizer
+        self._permits: list[Callable[[], None]] | None = [release_permit]  # None: settled
         self._on_settled: Callable[[BatchLease], None] = lambda lease: None
         self._claimed = threading.Lock()  # a test-and-set flag, never waited for
 
@@ -50,10 +51,21 @@ class BatchLease:
         finalizer = weakref.finalize(owner, releaser.abandon, self)
         finalizer.atexit = False  # at exit the context has settled everything, or could not
 
+    def hold(self, release_permit: Callable[[], None]) -> None:
+        """Calls it when the batch is settled: at once if it is."""
+        with self._lock:
+            if self._permits is not None:
+                self._permits.append(release_permit)
+                return
+        release_permit()
+
     def settle(self) -> None:
-        """The worker no longer waits for the batch: the staleness bound may let the next one in."""
+        """The worker no longer waits for the batch: the staleness bounds may let the next one in."""
         self._on_settled(self)
-        self._release_permit()
+        with self._lock:
+            permits, self._permits = self._permits or [], None
+        for release_permit in permits:
+            release_permit()
 
 
 class Releaser:

@@ -9,6 +9,7 @@ rows [num_rows, dim], so that autograd sums the gradient over the places a row i
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -37,13 +38,13 @@ def to_device(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor
 def embedding_tensors(
     result: LookupResult,
     *,
-    rest: LookupResult | None = None,
+    rest: Sequence[LookupResult] = (),
     device: torch.device | None = None,
     requires_grad: bool,
 ) -> EmbeddingTensors:
     """The tensors share memory with `result` on the CPU, and keep it alive.
 
-    `rest` has the slots that are absent from `result`.
+    Those of `rest` have the slots that are absent from `result`.
     """
     made = EmbeddingTensors([], [])
     for slot in _complete(result, rest):
@@ -53,11 +54,11 @@ def embedding_tensors(
     return made
 
 
-def _complete(result: LookupResult, rest: LookupResult | None) -> list[SlotEmbedding]:
-    if rest is None:
-        return result.slots
-    # Both have all slots, in the order of the batch's features.
-    return [later if slot.absent else slot for slot, later in zip(result.slots, rest.slots, strict=True)]
+def _complete(result: LookupResult, rest: Sequence[LookupResult]) -> list[SlotEmbedding]:
+    slots = result.slots
+    for later in rest:  # each has all slots, in the order of the batch's features
+        slots = [new if slot.absent else slot for slot, new in zip(slots, later.slots, strict=True)]
+    return slots
 
 
 def _expand_raw(slot: SlotEmbedding, leaf: torch.Tensor, device: torch.device | None) -> torch.Tensor:

@@ -9,6 +9,7 @@ in memory.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial
 
+from persia.config.slots_config import MAX_SLOT_MODES
 from persia.errors import CorruptionError, DeadlineExceededError, FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
 from persia.messaging.interface import Session
@@ -34,6 +36,7 @@ _ROUND_GROWTH = 1.5
 # loaded machine may answer late.
 _FRESH_S = 5.0
 _CONFLICT_WINDOW_S = 0.3
+_SLOT_MODE = re.compile("(synchronous|asynchronous|hybrid [1-9][0-9]{0,9})?")
 _MAX_REPLICAS = 65_536  # bounds what one message can make us count
 
 
@@ -49,7 +52,7 @@ class ServiceInfo:
     schema: str = ""  # hash of the embedding config; empty when it has none
     pid: int = 0
     status_address: str = ""  # "host:port" of its HTTP port with metrics and status; empty when it has none
-    synchronous_slots: bool = False  # an embedding worker's config has slots to look up when a step begins
+    slot_modes: tuple[str, ...] = ()  # of an embedding worker: SlotsConfig.slot_modes
 
     def encode(self) -> bytes:
         return json.dumps({**asdict(self), "incarnation": f"{self.incarnation:016x}"}).encode()
@@ -64,8 +67,6 @@ class ServiceInfo:
             if not isinstance(text, str):
                 raise CorruptionError(f"service info: {key} is {text!r}, not a text")
         index, replicas, pid = (json_int(values, key, "service info") for key in ("index", "replicas", "pid"))
-        if not isinstance(synchronous := values.get("synchronous_slots"), bool):
-            raise CorruptionError(f"service info: synchronous_slots is {synchronous!r}, not true or false")
         if texts["role"] not in ROLES:
             raise CorruptionError(f"service info: unknown role {texts['role']!r}")
         if not index < replicas <= _MAX_REPLICAS:
@@ -80,7 +81,7 @@ class ServiceInfo:
             schema=str(texts["schema"]),
             pid=pid,
             status_address=str(texts["status_address"]),
-            synchronous_slots=synchronous,
+            slot_modes=_decode_slot_modes(values.get("slot_modes")),
         )
 
     def __str__(self) -> str:
@@ -368,6 +369,13 @@ def _decode_incarnation(text: str) -> int:
     except ValueError:
         pass
     raise CorruptionError(f"service info: incarnation is {text!r}, not 16 hex digits")
+
+
+def _decode_slot_modes(value: object) -> tuple[str, ...]:
+    modes = value if isinstance(value, list) else [None]
+    if len(modes) > MAX_SLOT_MODES or not all(isinstance(m, str) and _SLOT_MODE.fullmatch(m) for m in modes):
+        raise CorruptionError(f"service info: slot_modes is {str(value)[:100]!r}, not a list of modes")
+    return tuple(modes)
 
 
 def _check_agreement(one: ServiceInfo, other: ServiceInfo) -> None:

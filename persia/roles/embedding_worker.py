@@ -66,7 +66,7 @@ def run_embedding_worker(options: ServerOptions) -> None:
                 port=port,
                 schema=slots.schema_hash(),
                 observer=observer,
-                synchronous_slots=slots.has_synchronous_slots,
+                slot_modes=slots.slot_modes,
             )
         )
         watch = Directory(session).watch(EMBEDDING_WORKER, partial(count_workers, announcer))

@@ -74,7 +74,7 @@ def announced(
     port: int,
     schema: str,
     observer: ProcessObserver,
-    synchronous_slots: bool = False,
+    slot_modes: tuple[str, ...] = (),
 ) -> Iterator[Announcer]:
     """Makes the server known for the time of the block. Enter it when the server is ready for requests."""
     info = ServiceInfo(
@@ -86,7 +86,7 @@ def announced(
         schema=schema,
         pid=os.getpid(),
         status_address=observer.address,
-        synchronous_slots=synchronous_slots,
+        slot_modes=slot_modes,
     )
     announcer = Announcer(session, info)
     announcer.start()

@@ -11,7 +11,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, List  # noqa: UP035 (as documented)
 
 import numpy as np
 import pytest
@@ -315,6 +315,27 @@ def test_features_from_bytes_as_an_inference_handler_gets_them() -> None:
     assert len(results) == BATCH_SIZE
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_dense_model_saved_for_torchserve(tmp_path: Path) -> None:
+    """With `typing.List` in the signature, as documented."""
+
+    class Documented(DNN):
+        def forward(
+            self,
+            non_id_type_feature_tensors: List[torch.Tensor],  # noqa: UP006
+            id_type_feature_embedding_tensors: List[torch.Tensor],  # noqa: UP006
+        ) -> torch.Tensor:
+            joined = torch.cat(non_id_type_feature_tensors + id_type_feature_embedding_tensors, dim=1)
+            return torch.sigmoid(self.linear(joined))
+
+    model = Documented()
+    jit_model = torch.jit.script(model)
+    jit_model.save(str(tmp_path / "your_dense_model_name.pth"))
+    features = [torch.ones(2, 3)], [torch.ones(2, 8), torch.zeros(2, 8)]
+    loaded = torch.jit.load(str(tmp_path / "your_dense_model_name.pth"))
+    assert torch.equal(loaded(*features), model(*features))
+
+
 def test_a_handler_of_torchserve(
     embedding_worker: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,6 +390,34 @@ def test_a_handler_of_torchserve(
 def test_one_array_where_samples_are_meant_is_named() -> None:
     with pytest.raises(InvalidTypeError, match="IDTypeFeatureWithSingleID"):
         IDTypeFeature("user_id", np.array([1, 2], dtype=np.uint64))  # type: ignore[arg-type]
+
+
+# --- launchers ---
+
+DOCUMENTED_COMMANDS = [
+    "data-loader --replica-index 0 --replica-size 2",
+    "data-loader --replica-index 1 --replica-size 2",
+    *(
+        "embedding-parameter-server --embedding-config config/embedding_config.yml "
+        f"--global-config config/global_config.yml --replica-index {i} --replica-size 3 --port {10000 + i}"
+        for i in range(3)
+    ),
+]
+
+
+@pytest.mark.parametrize("line", DOCUMENTED_COMMANDS)
+def test_a_command_of_a_procfile_or_a_compose_file(line: str) -> None:
+    """Only understood here: tests/integration runs such commands."""
+    import click
+
+    from persia.launcher import cli
+
+    name, *arguments = line.split()
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    parsed = command.make_context(name, arguments).params
+    options = zip(arguments[::2], arguments[1::2], strict=True)
+    assert all(str(parsed[option[2:].replace("-", "_")]) == value for option, value in options)
 
 
 # --- configuration ---

@@ -22,7 +22,7 @@ namespace py = pybind11;
 using client::BatchReference;
 using client::EmbeddedClient;
 using client::EmbeddingClient;
-using client::LookupPart;
+using client::LookupParts;
 using client::LookupResult;
 using client::RemoteClient;
 using client::SlotGradient;
@@ -35,32 +35,20 @@ void Configure(EmbeddingClient& self, const TrainConfig& config, bool replace, d
   RaiseIfError(WithoutGil([&] { return self.Configure(config, replace, deadline); }));
 }
 
-LookupPart PartOf(const std::string& name) {
-  if (name == "ahead") return LookupPart::kAhead;
-  if (name == "in_step") return LookupPart::kInStep;
-  if (name != "all") {
-    RaiseIfError(InvalidArgument("part is '" + name + "'; it must be 'all', 'ahead' or 'in_step'"));
-  }
-  return LookupPart::kAll;
-}
-
 std::shared_ptr<LookupResult> Lookup(EmbeddingClient& self, const BatchReference& reference,
-                                     bool requires_grad, double timeout_s,
-                                     const std::string& part) {
+                                     bool requires_grad, double timeout_s, LookupParts parts) {
   const auto deadline = DeadlineAfter(timeout_s);
-  const LookupPart slots = PartOf(part);
   return std::make_shared<LookupResult>(ValueOrRaise(
-      WithoutGil([&] { return self.Lookup(reference, requires_grad, deadline, slots); })));
+      WithoutGil([&] { return self.Lookup(reference, requires_grad, deadline, parts); })));
 }
 
 std::shared_ptr<LookupResult> LookupDirect(EmbeddingClient& self, uint32_t worker_index,
                                            const py::buffer& id_features, bool requires_grad,
-                                           double timeout_s, const std::string& part) {
+                                           double timeout_s, LookupParts parts) {
   const auto deadline = DeadlineAfter(timeout_s);
-  const LookupPart slots = PartOf(part);
   const BytesArgument message(id_features, "id_features");
   return std::make_shared<LookupResult>(ValueOrRaise(WithoutGil([&] {
-    return self.LookupDirect(worker_index, message.bytes(), requires_grad, deadline, slots);
+    return self.LookupDirect(worker_index, message.bytes(), requires_grad, deadline, parts);
   })));
 }
 
@@ -194,15 +182,15 @@ void BindImplementations(py::module_& module) {
 
 void BindClient(py::module_& module) {
   const auto timeout = py::arg("timeout_s") = 60.0;
-  const auto part = py::arg("part") = "all";
+  const auto parts = py::arg("parts") = client::kAllParts;
   py::class_<EmbeddingClient, std::shared_ptr<EmbeddingClient>>(
       module, "EmbeddingClient", py::release_gil_before_calling_cpp_dtor())
       .def("configure", &Configure, py::arg("config"), py::kw_only(), py::arg("replace") = false,
            timeout)
       .def("lookup", &Lookup, py::arg("reference"), py::kw_only(), py::arg("requires_grad"),
-           timeout, part)
+           timeout, parts)
       .def("lookup_direct", &LookupDirect, py::arg("worker_index"), py::arg("id_features"),
-           py::kw_only(), py::arg("requires_grad"), timeout, part)
+           py::kw_only(), py::arg("requires_grad"), timeout, parts)
       .def("return_gradients", &ReturnGradients, py::arg("reference"), py::arg("gradients"),
            py::kw_only(), py::arg("scale") = 1.0, timeout)
       .def("release", &Release, py::arg("reference"), py::kw_only(), timeout)

@@ -4,6 +4,8 @@
 
 #include <memory>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "bindings/arrays.h"
 #include "bindings/module.h"
@@ -50,11 +52,16 @@ std::optional<py::array_t<uint32_t>> SampleNumIds(const SlotView& view) {
   return ViewOf(slot.sample_num_ids, {view.batch_size()}, py::cast(view.result));
 }
 
+std::vector<std::pair<uint32_t, uint64_t>> LookupsOf(const ReturnReport& report) {
+  std::vector<std::pair<uint32_t, uint64_t>> lookups;
+  for (const auto& lookup : report.lookups) lookups.emplace_back(lookup.parts, lookup.staleness);
+  return lookups;
+}
+
 void BindReturnReport(py::module_& module) {
   py::class_<ReturnReport>(module, "ReturnReport")
       .def_property_readonly("staleness", [](const ReturnReport& r) { return r.update.staleness; })
-      .def_property_readonly("in_step_staleness",
-                             [](const ReturnReport& r) { return r.update.in_step_staleness; })
+      .def_property_readonly("lookups", &LookupsOf)
       .def_property_readonly("num_updated",
                              [](const ReturnReport& r) { return r.update.num_updated; })
       .def_property_readonly("num_missing",

@@ -48,13 +48,13 @@ class InProcessClient final : public EmbeddedClient {
     return worker_->Configure(config, replace, deadline);
   }
   StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
-                                Deadline deadline, LookupPart part) override {
-    return Decode(worker_->Lookup(ToReference(reference), requires_grad, deadline, part));
+                                Deadline deadline, LookupParts parts) override {
+    return Decode(worker_->Lookup(ToReference(reference), requires_grad, deadline, parts));
   }
   StatusOr<LookupResult> LookupDirect(uint32_t, std::span<const std::byte> id_features,
                                       bool requires_grad, Deadline deadline,
-                                      LookupPart part) override {
-    return Decode(worker_->LookupDirect(id_features, requires_grad, deadline, part));
+                                      LookupParts parts) override {
+    return Decode(worker_->LookupDirect(id_features, requires_grad, deadline, parts));
   }
   StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,
                                          std::span<const SlotGradient> gradients,

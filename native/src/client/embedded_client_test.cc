@@ -58,9 +58,11 @@ TEST(EmbeddedClientTest, StalenessCountsTheUpdatesInBetween) {
       1u);
 }
 
-std::shared_ptr<EmbeddedClient> MakeClientWithSynchronousSlots() {
+// Slots 0 to 3 are in the parts 1, 0, 2, 0.
+std::shared_ptr<EmbeddedClient> MakeClientWithParts() {
   worker::WorkerOptions options = testing::Slots();
-  options.slots[0].synchronous = options.slots[2].synchronous = true;
+  options.slots[0].part = 1;
+  options.slots[2].part = 2;
   return Must(EmbeddedClient::Create(options, testing::StoreOptions()));
 }
 
@@ -68,48 +70,67 @@ std::vector<float> RowsOf(const SlotEmbedding& slot) {
   return {slot.rows, slot.rows + size_t{slot.num_rows} * slot.dim};
 }
 
-TEST(EmbeddedClientTest, TwoPartsAreTheBatch) {
-  const auto client = MakeClientWithSynchronousSlots();
+TEST(EmbeddedClientTest, ItsPartsAreTheBatch) {
+  const auto client = MakeClientWithParts();
   ASSERT_TRUE(client->Configure(Adam(), false, Soon()).ok());
-  const auto ahead = Must(client->LookupDirect(0, Batch(0), true, Soon(), LookupPart::kAhead));
-  const auto in_step = Must(client->Lookup(ahead.reference, true, Soon(), LookupPart::kInStep));
-  const auto all = Must(client->Lookup(ahead.reference, true, Soon()));
-  ASSERT_EQ(ahead.slots.size(), all.slots.size());
-  ASSERT_EQ(in_step.slots.size(), all.slots.size());
+  const auto first = Must(client->LookupDirect(0, Batch(0), true, Soon(), 1));
+  const auto others = Must(client->Lookup(first.reference, true, Soon(), 2 | 4));
+  const auto all = Must(client->Lookup(first.reference, true, Soon()));
+  ASSERT_EQ(first.slots.size(), all.slots.size());
+  ASSERT_EQ(others.slots.size(), all.slots.size());
   for (size_t i = 0; i < all.slots.size(); ++i) {
-    EXPECT_EQ(ahead.slots[i].absent, i == 0 || i == 2);
-    EXPECT_EQ(in_step.slots[i].absent, i == 1 || i == 3);
-    const SlotEmbedding& slot = ahead.slots[i].absent ? in_step.slots[i] : ahead.slots[i];
+    EXPECT_EQ(first.slots[i].absent, i == 0 || i == 2);
+    EXPECT_EQ(others.slots[i].absent, i == 1 || i == 3);
+    const SlotEmbedding& slot = first.slots[i].absent ? others.slots[i] : first.slots[i];
     EXPECT_EQ(slot.name, all.slots[i].name);
     EXPECT_EQ(RowsOf(slot), RowsOf(all.slots[i]));
   }
 }
 
 TEST(EmbeddedClientTest, EachPartHasAStalenessOfItsOwn) {
-  const auto client = MakeClientWithSynchronousSlots();
+  const auto client = MakeClientWithParts();
   ASSERT_TRUE(client->Configure(Adam(), false, Soon()).ok());
-  const auto slow = Must(client->LookupDirect(0, Batch(0), true, Soon(), LookupPart::kAhead));
+  const auto slow = Must(client->LookupDirect(0, Batch(0), true, Soon(), 1));
   const auto update = [&](uint32_t step) {
     const auto other = Must(client->LookupDirect(0, Batch(step), true, Soon()));
     const Gradients of_other(other);
     Must(client->ReturnGradients(other.reference, 1.0f, of_other.slots, Soon()));
   };
   update(1);
+  Must(client->Lookup(slow.reference, true, Soon(), 4));
   update(2);
-  Must(client->Lookup(slow.reference, true, Soon(), LookupPart::kInStep));
+  Must(client->Lookup(slow.reference, true, Soon(), 2));
   update(3);
-  Must(client->Lookup(slow.reference, true, Soon(), LookupPart::kInStep));  // the later one counts
+  Must(client->Lookup(slow.reference, true, Soon(), 2));  // the later one counts
   update(4);
   Gradients gradients(slow);
   std::erase_if(gradients.slots, [](const auto& slot) { return slot.num_rows == 0; });  // absent
   const auto report = Must(client->ReturnGradients(slow.reference, 1.0f, gradients.slots, Soon()));
   EXPECT_EQ(report.update.staleness, 4u);
-  EXPECT_EQ(report.update.in_step_staleness, 1u);
+  ASSERT_EQ(report.lookups.size(), 3u);
+  const uint32_t parts[] = {1, 4, 2};  // in the order of their lookups
+  const uint64_t staleness[] = {4, 3, 1};
+  for (size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(report.lookups[i].parts, parts[i]);
+    EXPECT_EQ(report.lookups[i].staleness, staleness[i]);
+  }
+}
+
+TEST(EmbeddedClientTest, ALookupOfAllTakesThePlaceOfThoseOfItsParts) {
+  const auto client = MakeClientWithParts();
+  ASSERT_TRUE(client->Configure(Adam(), false, Soon()).ok());
+  const auto first = Must(client->LookupDirect(0, Batch(0), true, Soon(), 1));
+  Must(client->Lookup(first.reference, true, Soon(), 2));
+  const auto all = Must(client->Lookup(first.reference, true, Soon()));
+  const Gradients gradients(all);
+  const auto report = Must(client->ReturnGradients(all.reference, 1.0f, gradients.slots, Soon()));
+  ASSERT_EQ(report.lookups.size(), 1u);
+  EXPECT_EQ(report.lookups[0].parts, ~0u);
 }
 
 TEST(EmbeddedClientTest, PartsAreForTraining) {
-  const auto client = MakeClientWithSynchronousSlots();
-  EXPECT_EQ(client->LookupDirect(0, Batch(0), false, Soon(), LookupPart::kAhead).status().code(),
+  const auto client = MakeClientWithParts();
+  EXPECT_EQ(client->LookupDirect(0, Batch(0), false, Soon(), 1).status().code(),
             StatusCode::kInvalidArgument);
 }
 

@@ -26,7 +26,8 @@
 namespace persia::client {
 
 using worker::Deadline;
-using worker::LookupPart;
+using worker::kAllParts;
+using worker::LookupParts;
 using worker::ReturnReport;
 using worker::SlotGradient;
 
@@ -41,7 +42,7 @@ struct BatchReference {
 struct SlotEmbedding {
   std::string name;
   bool raw = false;
-  bool absent = false;  // of another part: no rows
+  bool absent = false;  // of a part that was not asked for: no rows
   uint32_t dim = 0;
   uint32_t num_rows = 0;
   uint32_t sample_fixed_size = 0;
@@ -68,22 +69,22 @@ class EmbeddingClient {
   virtual ~EmbeddingClient() = default;
 
   virtual Status Configure(const TrainConfig& config, bool replace, Deadline deadline) = 0;
-  // Parts: see EmbeddingWorker. Slots of the other part are absent from the result.
+  // Parts: see EmbeddingWorker. Slots of other parts are absent from the result.
   virtual StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
-                                        Deadline deadline, LookupPart part) = 0;
+                                        Deadline deadline, LookupParts parts) = 0;
   // `worker_index` is taken modulo the number of workers.
   virtual StatusOr<LookupResult> LookupDirect(uint32_t worker_index,
                                               std::span<const std::byte> id_features,
                                               bool requires_grad, Deadline deadline,
-                                              LookupPart part) = 0;
+                                              LookupParts parts) = 0;
   // All slots.
   StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
                                 Deadline deadline) {
-    return Lookup(reference, requires_grad, deadline, LookupPart::kAll);
+    return Lookup(reference, requires_grad, deadline, kAllParts);
   }
   StatusOr<LookupResult> LookupDirect(uint32_t worker_index, std::span<const std::byte> id_features,
                                       bool requires_grad, Deadline deadline) {
-    return LookupDirect(worker_index, id_features, requires_grad, deadline, LookupPart::kAll);
+    return LookupDirect(worker_index, id_features, requires_grad, deadline, kAllParts);
   }
   virtual StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,
                                                  std::span<const SlotGradient> gradients,

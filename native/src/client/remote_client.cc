@@ -68,10 +68,10 @@ class ChannelClient final : public RemoteClient {
   void RetireWorker(uint32_t index) override { workers_.Retire(index); }
   Status Configure(const TrainConfig& config, bool replace, Deadline deadline) override;
   StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
-                                Deadline deadline, LookupPart part) override;
+                                Deadline deadline, LookupParts parts) override;
   StatusOr<LookupResult> LookupDirect(uint32_t worker_index, std::span<const std::byte> id_features,
                                       bool requires_grad, Deadline deadline,
-                                      LookupPart part) override;
+                                      LookupParts parts) override;
   StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,
                                          std::span<const SlotGradient> gradients,
                                          Deadline deadline) override;
@@ -148,9 +148,8 @@ Status ChannelClient::Configure(const TrainConfig& config, bool replace, Deadlin
 }
 
 StatusOr<LookupResult> ChannelClient::Lookup(const BatchReference& reference, bool requires_grad,
-                                             Deadline deadline, LookupPart part) {
-  const worker::LookupReferenceBody body{ToBody(reference), requires_grad, dtype_number(),
-                                         static_cast<uint32_t>(part)};
+                                             Deadline deadline, LookupParts parts) {
+  const worker::LookupReferenceBody body{ToBody(reference), requires_grad, dtype_number(), parts};
   auto result = CallForEmbeddings(reference.worker_index, Method::kLookupReference,
                                   FixedParts(body), requires_grad, deadline);
   if (!result.ok()) return result;
@@ -165,12 +164,11 @@ StatusOr<LookupResult> ChannelClient::Lookup(const BatchReference& reference, bo
 StatusOr<LookupResult> ChannelClient::LookupDirect(uint32_t worker_index,
                                                    std::span<const std::byte> id_features,
                                                    bool requires_grad, Deadline deadline,
-                                                   LookupPart part) {
-  Parts parts = FixedParts(
-      worker::LookupDirectHead{requires_grad, dtype_number(), static_cast<uint32_t>(part)});
-  parts.AddView(id_features);
+                                                   LookupParts parts) {
+  Parts request = FixedParts(worker::LookupDirectHead{requires_grad, dtype_number(), parts});
+  request.AddView(id_features);
   const auto links = workers_.Active();
-  return CallForEmbeddings(links[worker_index % links.size()].first, Method::kLookupDirect, parts,
+  return CallForEmbeddings(links[worker_index % links.size()].first, Method::kLookupDirect, request,
                            requires_grad, deadline);
 }
 

@@ -45,7 +45,7 @@ struct PlannedFeature {
 struct PlannedGroup {
   uint32_t dim = 0;
   uint32_t num_signs = 0;
-  bool synchronous = false;
+  uint32_t part = 0;
 };
 
 struct BatchPlan {
@@ -79,19 +79,18 @@ class BatchPlanner {
   std::vector<uint32_t> num_routed_;  // by server, of one group
 };
 
-// What a part of the plan asks of each server: the plan's requests without the other groups'
-// blocks.
-std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, LookupPart part);
+// What parts of the plan ask of each server: the plan's requests without the other groups' blocks.
+std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, LookupParts parts);
 
 // (*rows)[n] is where the row of sign number n lies, given where each server's rows begin. Answers
-// to RequestsOf() a part have no rows of the other groups: those stay null.
+// to RequestsOf() some parts have no rows of the other groups: those stay null.
 template <typename Float>
 void LocateRows(const BatchPlan& plan, std::vector<Float*> begin_by_server,
-                std::vector<Float*>* rows, LookupPart part = LookupPart::kAll) {
+                std::vector<Float*>* rows, LookupParts parts = kAllParts) {
   rows->assign(plan.num_signs(), nullptr);
   size_t number = 0;
   for (const PlannedGroup& group : plan.groups) {
-    if (!Includes(part, group.synchronous)) {
+    if (!Includes(parts, group.part)) {
       number += group.num_signs;
       continue;
     }

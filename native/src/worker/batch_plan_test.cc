@@ -145,29 +145,29 @@ TEST(BatchPlanTest, LocatesTheRowOfEverySign) {
   }
 }
 
-// Every second group is synchronous.
-SlotTable SlotsOfBothKinds() {
+// Groups are in three parts by turns.
+SlotTable SlotsOfThreeParts() {
   auto slots = MixedSlots();
-  for (SlotConfig& slot : slots) slot.synchronous = slot.group % 2 == 1;
+  for (SlotConfig& slot : slots) slot.part = slot.group % 3;
   return MakeSlots(slots);
 }
 
 TEST(BatchPlanTest, EachPartAsksForItsGroupsAndFindsTheirRows) {
-  const SlotTable slots = SlotsOfBothKinds();
+  const SlotTable slots = SlotsOfThreeParts();
   std::mt19937 rng(5);
   for (const uint32_t num_servers : {1u, 2u, 7u}) {
     const BatchPlan plan =
         BatchPlanner().Make(MakeBatch(RandomBatch(rng, 16), slots), slots, num_servers);
     const std::vector<uint64_t> signs = SignsByNumber(plan);
-    for (const LookupPart part : {LookupPart::kAll, LookupPart::kAhead, LookupPart::kInStep}) {
+    for (const LookupParts parts : {kAllParts, 1u, 2u, 4u, 5u, 7u, ~0u}) {
       BatchPlan asked = plan;
-      asked.requests = RequestsOf(plan, part);
+      asked.requests = RequestsOf(plan, parts);
       const TestAnswers answers(asked);
       std::vector<const float*> rows;
-      LocateRows(plan, answers.begins(), &rows, part);
+      LocateRows(plan, answers.begins(), &rows, parts);
       size_t number = 0, num_asked = 0;
       for (const PlannedGroup& group : plan.groups) {
-        const bool here = Includes(part, group.synchronous);
+        const bool here = Includes(parts, group.part);
         for (uint32_t i = 0; i < group.num_signs; ++i, ++number) {
           ASSERT_EQ(rows[number] != nullptr, here);
           if (here) {

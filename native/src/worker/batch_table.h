@@ -33,14 +33,19 @@ struct LookupStamp {
   uint64_t update_counter = 0;
 };
 
+// A lookup of some of a batch's parts.
+struct PartsLookup {
+  uint32_t parts = 0;               // a bit each, all bits set for all
+  std::vector<LookupStamp> stamps;  // by server; incarnation 0 where it was not asked
+};
+
 struct Batch {
   enum class Stage : uint8_t { kWaiting, kInFlight };
 
   // Working fields.
   std::optional<FeatureBatch> features;  // until the plan is made
   std::optional<BatchPlan> plan;
-  std::vector<LookupStamp> stamps;          // by server; of the lookup ahead, or of all slots
-  std::vector<LookupStamp> in_step_stamps;  // of the synchronous slots' lookup, where it is another
+  std::vector<PartsLookup> lookups;  // for training, the earliest first; no part is in two
 
   // The table's.
   uint64_t counter = 0;

@@ -41,21 +41,26 @@ BatchPlan MakePlan(const FeatureBatch& features, const SlotTable& slots, uint32_
 }
 
 std::vector<const float*> FindRows(const BatchPlan& plan, std::span<const ServerRows> answers,
-                                   LookupPart part) {
+                                   LookupParts parts) {
   std::vector<const float*> begins;
   for (const ServerRows& answer : answers) begins.push_back(answer.rows.data());
   std::vector<const float*> rows;
-  LocateRows(plan, std::move(begins), &rows, part);
+  LocateRows(plan, std::move(begins), &rows, parts);
   return rows;
 }
 
-// A server was asked at the first lookup, at the one in the step, or at both.
-void StampUpdate(const LookupStamp& ahead, const LookupStamp& in_step, ServerUpdate* update) {
-  const LookupStamp& first = ahead.incarnation != 0 ? ahead : in_step;
-  update->lookup_incarnation = first.incarnation;
-  update->lookup_counter = first.update_counter;
-  if (in_step.incarnation != 0 && in_step.incarnation == first.incarnation) {
-    update->updates_until_step = in_step.update_counter - first.update_counter;
+// A server has been asked by some of the batch's lookups; the first of them dates the update.
+void StampUpdate(std::span<const PartsLookup> lookups, size_t server, ServerUpdate* update) {
+  for (const PartsLookup& lookup : lookups) {
+    const LookupStamp& stamp = lookup.stamps[server];
+    if (update->lookup_incarnation == 0) {
+      update->lookup_incarnation = stamp.incarnation;
+      update->lookup_counter = stamp.update_counter;
+    }
+    // A server that has restarted between two lookups counts from 0 again.
+    const bool counted = stamp.incarnation != 0 && stamp.incarnation == update->lookup_incarnation;
+    update->updates_until.push_back(
+        counted ? std::optional(stamp.update_counter - update->lookup_counter) : std::nullopt);
   }
 }
 
@@ -64,15 +69,32 @@ std::vector<ServerUpdate> MakeUpdates(const ReducedGradients& reduced, const Bat
   for (size_t server = 0; server < updates.size(); ++server) {
     updates[server].blocks = &reduced.requests[server];
     updates[server].gradients = reduced.gradients[server];
-    StampUpdate(batch.stamps.empty() ? LookupStamp() : batch.stamps[server],
-                batch.in_step_stamps.empty() ? LookupStamp() : batch.in_step_stamps[server],
-                &updates[server]);
+    StampUpdate(batch.lookups, server, &updates[server]);
   }
   return updates;
 }
 
-Status CheckPart(LookupPart part, bool requires_grad) {
-  if (part == LookupPart::kAll || requires_grad) return Status::Ok();
+// Notes a lookup for training; of a part that was looked up before, the later lookup counts.
+void NoteLookup(LookupParts parts, std::vector<LookupStamp> stamps,
+                std::vector<PartsLookup>* lookups) {
+  const uint32_t bits = parts == kAllParts ? ~uint32_t{0} : parts;
+  for (PartsLookup& earlier : *lookups) earlier.parts &= ~bits;
+  std::erase_if(*lookups, [](const PartsLookup& lookup) { return lookup.parts == 0; });
+  lookups->push_back({bits, std::move(stamps)});
+}
+
+std::vector<LookupStaleness> StalenessOf(std::span<const PartsLookup> lookups,
+                                         const UpdateResult& update) {
+  std::vector<LookupStaleness> found;
+  for (size_t i = 0; i < lookups.size(); ++i) {
+    const bool asked = i < update.lookup_staleness.size();
+    found.push_back({lookups[i].parts, asked ? update.lookup_staleness[i] : 0});
+  }
+  return found;
+}
+
+Status CheckParts(LookupParts parts, bool requires_grad) {
+  if (parts == kAllParts || requires_grad) return Status::Ok();
   return InvalidArgument("part of a batch is looked up for training only: set requires_grad");
 }
 
@@ -110,9 +132,9 @@ class EmbeddingWorker::Impl {
   Status Configure(const TrainConfig& config, bool replace, Deadline deadline);
   StatusOr<Reference> Register(uint32_t loader_index, std::span<const std::byte> id_features);
   StatusOr<net::Parts> Lookup(Reference reference, bool requires_grad, Deadline deadline,
-                              LookupPart part);
+                              LookupParts parts);
   StatusOr<net::Parts> LookupDirect(std::span<const std::byte> id_features, bool requires_grad,
-                                    Deadline deadline, LookupPart part);
+                                    Deadline deadline, LookupParts parts);
   StatusOr<ReturnReport> Return(Reference reference, float scale,
                                 std::span<const SlotGradient> gradients, Deadline deadline);
   Status Release(Reference reference);
@@ -127,11 +149,11 @@ class EmbeddingWorker::Impl {
   Status CheckIncarnation(Reference reference) const;
   // Looks the leased batch up and pools it.
   StatusOr<net::Parts> LookupLeased(Batch& batch, bool requires_grad, Deadline deadline,
-                                    LookupPart part);
+                                    LookupParts parts);
   StatusOr<std::vector<ServerRows>> LookupRows(const Batch& batch, bool requires_grad,
-                                               Deadline deadline, LookupPart part);
+                                               Deadline deadline, LookupParts parts);
   StatusOr<net::Parts> Pool(const Batch& batch, std::span<const ServerRows> answers,
-                            bool requires_grad, LookupPart part) const;
+                            bool requires_grad, LookupParts parts) const;
   StatusOr<ReturnReport> ReturnLeased(const Batch& batch, float scale,
                                       std::span<const SlotGradient> gradients, Deadline deadline);
   StatusOr<ReducedGradients> Reduce(const Batch& batch, float scale,
@@ -216,81 +238,80 @@ StatusOr<Reference> EmbeddingWorker::Impl::Register(uint32_t loader_index,
 }
 
 StatusOr<net::Parts> EmbeddingWorker::Impl::Lookup(Reference reference, bool requires_grad,
-                                                   Deadline deadline, LookupPart part) {
-  PERSIA_RETURN_IF_ERROR(CheckPart(part, requires_grad));
+                                                   Deadline deadline, LookupParts parts) {
+  PERSIA_RETURN_IF_ERROR(CheckParts(parts, requires_grad));
   PERSIA_RETURN_IF_ERROR(CheckIncarnation(reference));
   StatusOr<BatchTable::Lease> lease = table_.Acquire(reference.counter, deadline);
   if (!lease.ok()) return lease.status();
   if (requires_grad) PERSIA_RETURN_IF_ERROR(table_.StartFlight(*lease));
-  StatusOr<net::Parts> message = LookupLeased(**lease, requires_grad, deadline, part);
+  StatusOr<net::Parts> message = LookupLeased(**lease, requires_grad, deadline, parts);
   if (message.ok() && !requires_grad) table_.FinishReleased(*lease);
   return message;
 }
 
 StatusOr<net::Parts> EmbeddingWorker::Impl::LookupDirect(std::span<const std::byte> id_features,
                                                          bool requires_grad, Deadline deadline,
-                                                         LookupPart part) {
-  PERSIA_RETURN_IF_ERROR(CheckPart(part, requires_grad));
+                                                         LookupParts parts) {
+  PERSIA_RETURN_IF_ERROR(CheckParts(parts, requires_grad));
   StatusOr<FeatureBatch> features = Decode(id_features);
   if (!features.ok()) return features.status();
   StatusOr<BatchTable::Lease> lease = table_.AddInFlight(std::move(features).value());
   if (!lease.ok()) return lease.status();
-  StatusOr<net::Parts> message = LookupLeased(**lease, requires_grad, deadline, part);
+  StatusOr<net::Parts> message = LookupLeased(**lease, requires_grad, deadline, parts);
   // After a failure nobody knows the reference, so nobody could return or release the batch.
   if (!message.ok() || !requires_grad) table_.FinishReleased(*lease);
   return message;
 }
 
 StatusOr<net::Parts> EmbeddingWorker::Impl::LookupLeased(Batch& batch, bool requires_grad,
-                                                         Deadline deadline, LookupPart part) {
+                                                         Deadline deadline, LookupParts parts) {
   const Timed total(total_times_, batch.counter);
   if (!batch.plan.has_value()) {
     const Timed timed(preprocess_times_, batch.counter);
     batch.plan = MakePlan(*batch.features, slots_, rows_->num_servers(), &slot_counters_);
     batch.features.reset();
   }
-  StatusOr<std::vector<ServerRows>> answers = LookupRows(batch, requires_grad, deadline, part);
+  StatusOr<std::vector<ServerRows>> answers = LookupRows(batch, requires_grad, deadline, parts);
   if (!answers.ok()) return answers.status();
-  const bool in_step = part == LookupPart::kInStep;
+  const bool first = batch.lookups.empty();
   // Only what was looked up for training may be updated.
-  if (requires_grad) (in_step ? batch.in_step_stamps : batch.stamps) = StampsOf(*answers);
-  if (!in_step) {  // counted as a whole at its first lookup
+  if (requires_grad) NoteLookup(parts, StampsOf(*answers), &batch.lookups);
+  if (first) {  // counted as a whole
     num_looked_up_ += 1;
     num_ids_ += batch.plan->num_ids;
     num_signs_ += batch.plan->num_signs();
   }
   const Timed timed(postprocess_times_, batch.counter);
-  return Pool(batch, *answers, requires_grad, part);
+  return Pool(batch, *answers, requires_grad, parts);
 }
 
 StatusOr<std::vector<ServerRows>> EmbeddingWorker::Impl::LookupRows(const Batch& batch,
                                                                     bool requires_grad,
                                                                     Deadline deadline,
-                                                                    LookupPart part) {
+                                                                    LookupParts parts) {
   std::vector<ServerBlocks> some;
-  if (part != LookupPart::kAll) some = RequestsOf(*batch.plan, part);
+  if (parts != kAllParts) some = RequestsOf(*batch.plan, parts);
   return WithConfiguration(deadline, [&] {
     const Timed timed(rpc_times_, batch.counter);
-    return rows_->Lookup(part == LookupPart::kAll ? batch.plan->requests : some, requires_grad,
-                         deadline);
+    return rows_->Lookup(parts == kAllParts ? batch.plan->requests : some, requires_grad, deadline);
   });
 }
 
 StatusOr<net::Parts> EmbeddingWorker::Impl::Pool(const Batch& batch,
                                                  std::span<const ServerRows> answers,
-                                                 bool requires_grad, LookupPart part) const {
+                                                 bool requires_grad, LookupParts parts) const {
   const BatchPlan& plan = *batch.plan;
   StatusOr<EmbeddingsWriter> writer =
-      EmbeddingsWriter::Create(plan, incarnation_, requires_grad ? batch.counter : 0, part);
+      EmbeddingsWriter::Create(plan, incarnation_, requires_grad ? batch.counter : 0, parts);
   if (!writer.ok()) return writer.status();
-  const std::vector<const float*> rows = FindRows(plan, answers, part);
+  const std::vector<const float*> rows = FindRows(plan, answers, parts);
   for (size_t i = 0; i < plan.features.size(); ++i) {
-    if (!Includes(part, plan.features[i].slot->synchronous)) continue;
+    if (!Includes(parts, plan.features[i].slot->part)) continue;
     PoolFeature(plan.features[i], plan.batch_size, rows, writer->slots()[i]);
   }
-  net::Parts parts;
-  parts.AddOwned(writer->Release());
-  return parts;
+  net::Parts message;
+  message.AddOwned(writer->Release());
+  return message;
 }
 
 StatusOr<ReturnReport> EmbeddingWorker::Impl::Return(Reference reference, float scale,
@@ -312,7 +333,7 @@ StatusOr<ReturnReport> EmbeddingWorker::Impl::Return(Reference reference, float 
 StatusOr<ReturnReport> EmbeddingWorker::Impl::ReturnLeased(const Batch& batch, float scale,
                                                            std::span<const SlotGradient> gradients,
                                                            Deadline deadline) {
-  if (batch.stamps.empty() && batch.in_step_stamps.empty()) {
+  if (batch.lookups.empty()) {
     return FailedPrecondition("batch " + std::to_string(batch.counter) +
                               " was not looked up for training: there is nothing to update");
   }
@@ -331,8 +352,9 @@ StatusOr<ReturnReport> EmbeddingWorker::Impl::ReturnLeased(const Batch& batch, f
       return rows_->Update(key, updates, deadline);
     });
     if (!update.ok()) return update.status();
-    report.update = *update;
+    report.update = std::move(*update);
   }
+  report.lookups = StalenessOf(batch.lookups, report.update);
   num_nonfinite_slots_ += report.num_nonfinite_slots;
   num_skipped_slots_ += report.num_skipped_slots;
   num_gradients_ += batch.plan->num_signs();
@@ -427,13 +449,13 @@ StatusOr<Reference> EmbeddingWorker::Register(uint32_t loader_index,
   return impl_->Register(loader_index, id_features);
 }
 StatusOr<net::Parts> EmbeddingWorker::Lookup(Reference reference, bool requires_grad,
-                                             Deadline deadline, LookupPart part) {
-  return impl_->Lookup(reference, requires_grad, deadline, part);
+                                             Deadline deadline, LookupParts parts) {
+  return impl_->Lookup(reference, requires_grad, deadline, parts);
 }
 StatusOr<net::Parts> EmbeddingWorker::LookupDirect(std::span<const std::byte> id_features,
                                                    bool requires_grad, Deadline deadline,
-                                                   LookupPart part) {
-  return impl_->LookupDirect(id_features, requires_grad, deadline, part);
+                                                   LookupParts parts) {
+  return impl_->LookupDirect(id_features, requires_grad, deadline, parts);
 }
 StatusOr<ReturnReport> EmbeddingWorker::ReturnGradients(Reference reference, float scale,
                                                         std::span<const SlotGradient> gradients,

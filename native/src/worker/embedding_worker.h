@@ -49,10 +49,17 @@ struct SlotGradient {
   const float* rows = nullptr;
 };
 
+// How old the rows were that one lookup of a batch had found, in updates.
+struct LookupStaleness {
+  uint32_t parts = 0;  // a bit each, all bits set for all
+  uint64_t staleness = 0;
+};
+
 struct ReturnReport {
   UpdateResult update;
   uint32_t num_nonfinite_slots = 0;
   uint32_t num_skipped_slots = 0;
+  std::vector<LookupStaleness> lookups = {};  // the earliest first; no part is in two
 };
 
 struct WorkerStats {
@@ -90,12 +97,13 @@ class EmbeddingWorker {
   // back or it is released; a repeated request for a reference in flight is answered again.
   // Without, nothing is inserted and the batch is gone afterwards.
   //
-  // A `part` of a batch needs requires_grad. A direct lookup of one part is followed by a Lookup of
-  // the other under the reference that it answers with.
+  // Some `parts` of a batch alone need requires_grad. A direct lookup of them is followed by
+  // Lookups of the others under the reference that it answers with. Of a part that is looked up
+  // again, the later lookup counts.
   StatusOr<net::Parts> Lookup(Reference reference, bool requires_grad, Deadline deadline,
-                              LookupPart part = LookupPart::kAll);
+                              LookupParts parts = kAllParts);
   StatusOr<net::Parts> LookupDirect(std::span<const std::byte> id_features, bool requires_grad,
-                                    Deadline deadline, LookupPart part = LookupPart::kAll);
+                                    Deadline deadline, LookupParts parts = kAllParts);
 
   // Applied once: a repetition for a reference that
   // was returned already gives the first report again.

@@ -10,14 +10,14 @@ namespace {
 constexpr uint64_t kMaxMessageBytes = 1ull << 30;  // the limit of net::Channel and net::Server
 constexpr uint64_t kHeadBytes = 24;
 constexpr uint64_t kSlotHeadBytes = 24;
-constexpr uint32_t kAbsent = 2;  // the kind of a slot of another part
+constexpr uint32_t kAbsent = 2;  // the kind of a slot of a part that is not asked for
 
 uint64_t Padded(uint64_t size_bytes) { return (size_bytes + 7) / 8 * 8; }
 
-uint64_t SlotBytes(const PlannedFeature& feature, uint64_t batch_size, LookupPart part) {
+uint64_t SlotBytes(const PlannedFeature& feature, uint64_t batch_size, LookupParts parts) {
   const SlotConfig& slot = *feature.slot;
   uint64_t bytes = kSlotHeadBytes + Padded(slot.name.size());
-  if (!Includes(part, slot.synchronous)) return bytes;
+  if (!Includes(parts, slot.part)) return bytes;
   bytes += Padded(uint64_t{feature.num_rows()} * slot.dim * sizeof(float));
   if (!slot.embedding_summation) {
     bytes += batch_size * slot.sample_fixed_size * sizeof(int64_t);
@@ -61,11 +61,11 @@ void PutHead(const SlotConfig& slot, uint32_t kind, uint32_t num_rows, uint32_t 
   std::memcpy(cursor->Skip<char>(slot.name.size()), slot.name.data(), slot.name.size());
 }
 
-SlotSpace PutSlot(const PlannedFeature& feature, uint64_t batch_size, LookupPart part,
+SlotSpace PutSlot(const PlannedFeature& feature, uint64_t batch_size, LookupParts parts,
                   Cursor* cursor) {
   const SlotConfig& slot = *feature.slot;
   SlotSpace space;
-  if (!Includes(part, slot.synchronous)) {
+  if (!Includes(parts, slot.part)) {
     PutHead(slot, kAbsent, 0, 0, cursor);
     return space;
   }
@@ -83,10 +83,10 @@ SlotSpace PutSlot(const PlannedFeature& feature, uint64_t batch_size, LookupPart
 
 StatusOr<EmbeddingsWriter> EmbeddingsWriter::Create(const BatchPlan& plan,
                                                     uint64_t worker_incarnation, uint64_t reference,
-                                                    LookupPart part) {
+                                                    LookupParts parts) {
   uint64_t size_bytes = kHeadBytes;
   for (const PlannedFeature& feature : plan.features) {
-    size_bytes += SlotBytes(feature, plan.batch_size, part);
+    size_bytes += SlotBytes(feature, plan.batch_size, parts);
     if (size_bytes > kMaxMessageBytes) {
       return InvalidArgument("slot '" + feature.slot->name + "': the batch's embeddings exceed " +
                              std::to_string(kMaxMessageBytes) + " bytes: send smaller batches");
@@ -100,7 +100,7 @@ StatusOr<EmbeddingsWriter> EmbeddingsWriter::Create(const BatchPlan& plan,
   cursor.Put(static_cast<uint32_t>(plan.features.size()));
   cursor.Put(plan.batch_size);
   for (const PlannedFeature& feature : plan.features) {
-    writer.slots_.push_back(PutSlot(feature, plan.batch_size, part, &cursor));
+    writer.slots_.push_back(PutSlot(feature, plan.batch_size, parts, &cursor));
   }
   return writer;
 }

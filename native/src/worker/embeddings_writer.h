@@ -13,8 +13,8 @@
 
 namespace persia::worker {
 
-// Where one slot's arrays go: nowhere for a slot of another part. Everything else of the message is
-// written already.
+// Where one slot's arrays go: nowhere for a slot of a part that is not asked for. Everything else
+// of the message is written already.
 struct SlotSpace {
   int64_t* index = nullptr;            // raw: [batch_size x sample_fixed_size]
   uint32_t* sample_num_ids = nullptr;  // raw: [batch_size]
@@ -25,7 +25,7 @@ class EmbeddingsWriter {
  public:
   // kInvalidArgument: the message would be larger than any receiver takes.
   static StatusOr<EmbeddingsWriter> Create(const BatchPlan& plan, uint64_t worker_incarnation,
-                                           uint64_t reference, LookupPart part = LookupPart::kAll);
+                                           uint64_t reference, LookupParts parts = kAllParts);
 
   // In the order of the plan's features; the arrays are uninitialised.
   std::span<const SlotSpace> slots() const { return slots_; }

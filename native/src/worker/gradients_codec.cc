@@ -125,7 +125,13 @@ std::vector<std::byte> EncodeReport(const ReturnReport& report) {
   writer.Put(report.update.num_missing);
   writer.Put(report.num_nonfinite_slots);
   writer.Put(report.num_skipped_slots);
-  writer.Put(report.update.in_step_staleness);
+  writer.Put(static_cast<uint32_t>(report.lookups.size()));
+  writer.Put(uint32_t{0});
+  for (const LookupStaleness& lookup : report.lookups) {
+    writer.Put(lookup.parts);
+    writer.Put(uint32_t{0});
+    writer.Put(lookup.staleness);
+  }
   return writer.Release();
 }
 
@@ -137,10 +143,22 @@ StatusOr<ReturnReport> DecodeReport(std::span<const std::byte> body) {
   report.update.num_missing = reader.Get<uint64_t>();
   report.num_nonfinite_slots = reader.Get<uint32_t>();
   report.num_skipped_slots = reader.Get<uint32_t>();
-  report.update.in_step_staleness = reader.Get<uint64_t>();
+  const auto num_lookups = reader.Get<uint32_t>();
+  reader.Get<uint32_t>();  // reserved
+  if (num_lookups > kMaxParts) {
+    return Corruption("the reply to returned gradients tells of " + std::to_string(num_lookups) +
+                      " lookups, above " + std::to_string(kMaxParts));
+  }
+  for (uint32_t i = 0; i < num_lookups; ++i) {
+    LookupStaleness lookup;
+    lookup.parts = reader.Get<uint32_t>();
+    reader.Get<uint32_t>();  // reserved
+    lookup.staleness = reader.Get<uint64_t>();
+    report.lookups.push_back(lookup);
+  }
   if (reader.ok() && reader.remaining() == 0) return report;
   return Corruption("the reply to returned gradients has " + std::to_string(body.size()) +
-                    " bytes, expected 40");
+                    " bytes, which " + std::to_string(num_lookups) + " lookups do not fit");
 }
 
 }  // namespace persia::worker

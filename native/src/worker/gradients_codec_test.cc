@@ -130,8 +130,8 @@ TEST_F(GradientsCodecTest, AShapeThatIsNotThereIsRefusedBeforeItIsFollowed) {
   EXPECT_EQ(DecodeGradients(body.span()).status().code(), StatusCode::kCorruption);
 }
 
-TEST(ReportCodecTest, SurvivesTheWireAndHasOneSize) {
-  const ReturnReport report{{1, 2, 3, 6}, 4, 5};
+TEST(ReportCodecTest, SurvivesTheWireAndNothingShorterDoes) {
+  const ReturnReport report{{1, 2, 3}, 4, 5, {{1, 6}, {6, 7}}};
   const auto bytes = EncodeReport(report);
   auto decoded = DecodeReport(bytes);
   ASSERT_TRUE(decoded.ok());
@@ -140,10 +140,22 @@ TEST(ReportCodecTest, SurvivesTheWireAndHasOneSize) {
   EXPECT_EQ(decoded->update.num_missing, 3u);
   EXPECT_EQ(decoded->num_nonfinite_slots, 4u);
   EXPECT_EQ(decoded->num_skipped_slots, 5u);
-  EXPECT_EQ(decoded->update.in_step_staleness, 6u);
+  ASSERT_EQ(decoded->lookups.size(), 2u);
+  EXPECT_EQ(decoded->lookups[0].parts, 1u);
+  EXPECT_EQ(decoded->lookups[0].staleness, 6u);
+  EXPECT_EQ(decoded->lookups[1].parts, 6u);
+  EXPECT_EQ(decoded->lookups[1].staleness, 7u);
   for (size_t size = 0; size < bytes.size(); ++size) {
     EXPECT_EQ(DecodeReport(std::span(bytes).first(size)).status().code(), StatusCode::kCorruption);
   }
+}
+
+TEST(ReportCodecTest, RefusesMoreLookupsThanThereAreParts) {
+  ReturnReport report;
+  report.lookups.resize(kMaxParts);
+  EXPECT_TRUE(DecodeReport(EncodeReport(report)).ok());
+  report.lookups.emplace_back();
+  EXPECT_EQ(DecodeReport(EncodeReport(report)).status().code(), StatusCode::kCorruption);
 }
 
 }  // namespace

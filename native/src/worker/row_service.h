@@ -52,7 +52,9 @@ struct UpdateResult {
   uint64_t staleness = 0;
   uint64_t num_updated = 0;
   uint64_t num_missing = 0;
-  uint64_t in_step_staleness = 0;  // of the rows looked up when the step began; 0 without any
+  // Of each lookup of the batch, in the order of ServerUpdate::updates_until; 0 where no row of it
+  // was asked for.
+  std::vector<uint64_t> lookup_staleness = {};
 };
 
 struct ServerUpdate {
@@ -60,8 +62,9 @@ struct ServerUpdate {
   std::span<const float> gradients;
   uint64_t lookup_incarnation = 0;
   uint64_t lookup_counter = 0;
-  // Updates between the lookup and the later one, when the step began, of some of the rows.
-  std::optional<uint64_t> updates_until_step = {};
+  // For each lookup of the batch: updates from the first one there until it; nullopt: this server
+  // was not asked.
+  std::vector<std::optional<uint64_t>> updates_until = {};
 };
 
 // Joins one server's answer to an update with those of the others.
@@ -69,9 +72,13 @@ inline void AddUpdate(const ServerUpdate& update, const UpdateResult& answer, Up
   sum->staleness = std::max(sum->staleness, answer.staleness);
   sum->num_updated += answer.num_updated;
   sum->num_missing += answer.num_missing;
-  if (!update.updates_until_step.has_value()) return;
-  const uint64_t earlier = std::min(answer.staleness, *update.updates_until_step);
-  sum->in_step_staleness = std::max(sum->in_step_staleness, answer.staleness - earlier);
+  sum->lookup_staleness.resize(update.updates_until.size());
+  for (size_t i = 0; i < update.updates_until.size(); ++i) {
+    const std::optional<uint64_t> until = update.updates_until[i];
+    if (!until.has_value()) continue;
+    const uint64_t staleness = answer.staleness - std::min(answer.staleness, *until);
+    sum->lookup_staleness[i] = std::max(sum->lookup_staleness[i], staleness);
+  }
 }
 
 // Thread-safe. All calls go to all servers in parallel and return when the last has answered or at

@@ -92,10 +92,13 @@ Status CheckGroups(const std::vector<SlotConfig>& slots) {
           slot, "optimizer, initializer, admission, eviction or weight bound differ from slot '" +
                     peer.name + "' of the same feature group: slots of one group share rows");
     }
-    if (peer.synchronous != slot.synchronous) {
-      return SlotError(slot, "is synchronous and slot '" + peer.name +
-                                 "' of the same feature group is not, or the other way round: "
-                                 "slots of one group share rows");
+    if (slot.part >= kMaxParts) {
+      return SlotError(slot, "part is " + std::to_string(slot.part) + ", above the last, " +
+                                 std::to_string(kMaxParts - 1));
+    }
+    if (peer.part != slot.part) {
+      return SlotError(slot, "consistency or embedding_staleness differ from slot '" + peer.name +
+                                 "' of the same feature group: slots of one group share rows");
     }
     const SlotConfig& owner = *by_prefix.emplace(slot.index_prefix, &slot).first->second;
     if (owner.group != slot.group) {

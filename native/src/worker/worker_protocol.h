@@ -25,7 +25,7 @@ struct LookupReferenceBody {
   ReferenceBody reference;
   uint32_t requires_grad = 0;
   uint32_t wire_dtype = 0;  // a WireDtype: that of the embeddings asked for
-  uint32_t part = 0;        // a LookupPart
+  uint32_t parts = 0;       // LookupParts
   uint32_t reserved = 0;
 };
 static_assert(sizeof(LookupReferenceBody) == 32);
@@ -34,7 +34,7 @@ static_assert(sizeof(LookupReferenceBody) == 32);
 struct LookupDirectHead {
   uint32_t requires_grad = 0;
   uint32_t wire_dtype = 0;  // a WireDtype: that of the embeddings asked for
-  uint32_t part = 0;        // a LookupPart
+  uint32_t parts = 0;       // LookupParts
   uint32_t reserved = 0;
 };
 static_assert(sizeof(LookupDirectHead) == 16);

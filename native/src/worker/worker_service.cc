@@ -36,12 +36,6 @@ StatusOr<bool> ToBool(uint32_t requires_grad) {
                          "; it must be 0 or 1");
 }
 
-StatusOr<LookupPart> ToPart(uint32_t part) {
-  if (part <= static_cast<uint32_t>(LookupPart::kInStep)) return static_cast<LookupPart>(part);
-  return InvalidArgument("part is " + std::to_string(part) +
-                         "; it must be 0 (all), 1 (ahead) or 2 (in the step)");
-}
-
 // The worker's answer, with 16 bits a float where the request asks for them.
 Reply WithDtype(StatusOr<Parts> embeddings, WireDtype dtype) {
   if (!embeddings.ok() || dtype == WireDtype::kFloat32) return embeddings;
@@ -129,10 +123,9 @@ Reply WorkerService::Impl::LookupReference(Body body, Deadline deadline) {
   if (!requires_grad.ok()) return requires_grad.status();
   auto dtype = ToWireDtype(request->wire_dtype);
   if (!dtype.ok()) return dtype.status();
-  auto part = ToPart(request->part);
-  if (!part.ok()) return part.status();
   return WithDtype(
-      worker_->Lookup(ToReference(request->reference), *requires_grad, deadline, *part), *dtype);
+      worker_->Lookup(ToReference(request->reference), *requires_grad, deadline, request->parts),
+      *dtype);
 }
 
 Reply WorkerService::Impl::LookupDirect(Body body, Deadline deadline) {
@@ -143,9 +136,8 @@ Reply WorkerService::Impl::LookupDirect(Body body, Deadline deadline) {
   if (!requires_grad.ok()) return requires_grad.status();
   auto dtype = ToWireDtype(head->wire_dtype);
   if (!dtype.ok()) return dtype.status();
-  auto part = ToPart(head->part);
-  if (!part.ok()) return part.status();
-  return WithDtype(worker_->LookupDirect(id_features, *requires_grad, deadline, *part), *dtype);
+  return WithDtype(worker_->LookupDirect(id_features, *requires_grad, deadline, head->parts),
+                   *dtype);
 }
 
 Reply WorkerService::Impl::ReturnGradients(Body body, Deadline deadline) {

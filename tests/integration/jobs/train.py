@@ -20,7 +20,7 @@ from persia.data import DataLoader, StreamingDataset
 from persia.distributed import DDPOption
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Adagrad
-from persia.env import get_rank, get_resume_checkpoint
+from persia.env import get_local_rank, get_rank, get_resume_checkpoint
 from persia.utils import setup_seed
 
 
@@ -36,7 +36,7 @@ class Model(torch.nn.Module):
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
     """Equal for equal tensors, to the last bit."""
-    values = b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+    values = b"".join(tensor.detach().cpu().numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(values).hexdigest()
 
 
@@ -53,6 +53,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--reproducible", action="store_true")
     parser.add_argument("--staleness", type=int, default=None)
     parser.add_argument("--consistency", default="hybrid")
+    parser.add_argument("--cuda", action="store_true", help="a device for each rank, and nccl")
     parser.add_argument("--sync-file", type=Path, default=None, help="where ranks meet; else over TCP")
     parser.add_argument("--fail-rank", type=int, default=-1, help="the only rank that --fail-after concerns")
     parser.add_argument("--stop-after", type=int, default=-1, help="leave the loop after that many batches")
@@ -101,7 +102,8 @@ def train(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) ->
 def main() -> None:
     options = parse()
     setup_seed(7)
-    model = Model()
+    device_id = get_local_rank() if options.cuda else None
+    model = Model() if device_id is None else Model().cuda(device_id)
     report: dict[str, Any] = {"batch_ids": [], "workers": [], "losses": [], "max_in_flight": 0, "error": None}
     ctx = TrainCtx(
         model=model,
@@ -109,6 +111,7 @@ def main() -> None:
         dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5),
         embedding_config=EmbeddingConfig(emb_initialization=(-0.1, 0.1), seed=3),
         mixed_precision=False,
+        device_id=device_id,
         consistency=options.consistency,
         distributed_option=(
             DDPOption("file", "gloo", sync_file=options.sync_file) if options.sync_file else None

@@ -14,6 +14,8 @@ from benchmarks.workload import Batch, Workload, make_batches, row_numbers
 
 DIM = 8
 TABLE_ROWS = (10, 50)
+# Of the peers' imports.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 ON_TORCH = ("persia", "torch-tables", "torch-fused", "fbgemm", "torchrec")
 
 

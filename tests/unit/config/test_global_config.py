@@ -148,7 +148,11 @@ def test_texts_must_be_strings(path, value):
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        ("common_config.job_type", "Eval", "other job types are not available in this version"),
+        (
+            "common_config.job_type",
+            "Eval",
+            "must be 'Train' or 'Infer': evaluation is part of a training job",
+        ),
         ("common_config.job_type", "train", "must be 'Train' or 'Infer'"),
     ],
 )
@@ -215,7 +219,8 @@ def infer_job(**keys: Any) -> dict[str, Any]:
 def test_documented_keys_of_inference_are_taken():
     documented = {"servers": ["a:1", "b:2"], "initial_sparse_checkpoint": "model/"}
     expected = InferConfig(servers=["a:1", "b:2"], embedding_checkpoint="model/")
-    for job in (infer_job(**documented), infer_job(infer_config=documented)):
+    below = {"common_config": {"job_type": {"Infer": documented}}}
+    for job in (infer_job(**documented), infer_job(infer_config=documented), below):
         assert parse_global_config(job).common_config.infer_config == expected
 
 
@@ -228,6 +233,18 @@ def test_documented_keys_of_inference_are_taken():
             "common_config.initial_sparse_checkpoint=3 must be a string",
         ),
         (infer_job(server=["a:1"]), "common_config.server=['a:1'] is not a known key"),
+        (
+            {"common_config": {"job_type": {"Infer": {"servers": ["a:1"]}, "Train": None}}},
+            "must be 'Train' or 'Infer'; what belongs to an inference job stands in common_config.infer_",
+        ),
+        (
+            {"common_config": {"job_type": {"Infer": ["a:1"]}}},
+            "must be 'Train' or 'Infer'; what belongs to an inference job stands in common_config.infer_",
+        ),
+        (
+            {"common_config": {"job_type": {"Infer": {"servers": ["a:1"]}}, "servers": ["b:1"]}},
+            "common_config.servers is also given below job_type.Infer: keep one",
+        ),
         (
             infer_job(servers=["a:1"], infer_config={}),
             "common_config.servers belongs into common_config.infer_",

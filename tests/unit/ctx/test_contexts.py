@@ -59,7 +59,7 @@ def test_device_that_is_not_there() -> None:
         (
             {"mixed_precision": True},
             InvalidArgumentError,
-            r"^Mixed precision training only support on cuda device\.$",
+            r"^Mixed precision training only support on cuda device\. Choose 'fp16'",
         ),
     ],
 )

@@ -152,8 +152,16 @@ def test_compiled_models_train_alike(make_ctx: MakeCtx, model: torch.nn.Module, 
     assert losses(torch.compile(model, backend="aot_eager")) == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16", torch.bfloat16])
-def test_bf16_autocasts_the_model_on_the_cpu(make_ctx: MakeCtx, new_batch: Any, precision: Any) -> None:
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ("bf16", torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+        ("fp16", torch.float16),
+        (torch.float16, torch.float16),
+    ],
+)
+def test_autocast_on_the_cpu(make_ctx: MakeCtx, new_batch: Any, precision: Any, dtype: torch.dtype) -> None:
     dtypes = []
 
     class Model(torch.nn.Module):
@@ -170,17 +178,72 @@ def test_bf16_autocasts_the_model_on_the_cpu(make_ctx: MakeCtx, new_batch: Any, 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with make_ctx(model=model, dense_optimizer=optimizer, mixed_precision=precision) as ctx:
         output, labels = ctx.forward(ctx.get_embedding_from_data(new_batch(1)))
-        assert dtypes == [torch.bfloat16]
+        assert dtypes == [dtype]
         assert output["score"].dtype == output["pair"][1][0].dtype == torch.float32
         loss = torch.nn.functional.binary_cross_entropy_with_logits(output["score"], (labels or [])[0])
-        assert ctx.backward(loss) is loss  # nothing is scaled
+        scaled = ctx.backward(loss)
+    if dtype is torch.bfloat16:
+        assert scaled is loss  # nothing is scaled
+    else:
+        assert scaled.item() == loss.item() * 2.0**16
     assert ctx.counters.batches_trained == 1
     assert ctx.counters.nonfinite_slots == 0
 
 
+class FromEmbeddings(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 1)
+
+    def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
+        output: torch.Tensor = self.linear(torch.cat(embeddings, dim=1))
+        return output
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_on_the_cpu_learns_what_full_precision_does(
+    make_ctx: MakeCtx, make_dataset: Any, precision: str
+) -> None:
+    def losses(mixed_precision: Any) -> list[float]:
+        torch.manual_seed(4)
+        model = FromEmbeddings()
+        found = []
+        with make_ctx(
+            model=model,
+            dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            mixed_precision=mixed_precision,
+        ) as ctx:
+            ctx.clear_embeddings()
+            if ctx._scaler is not None:  # no step is skipped until the scale is found
+                ctx._scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+            for batch in DataLoader(make_dataset(20), reproducible=True):
+                output, labels = ctx.forward(batch)
+                loss = (output - (labels or [])[0]).square().mean()
+                ctx.backward(loss)
+                found.append(loss.item())
+        assert ctx.counters.nonfinite_slots == 0
+        return found
+
+    full = losses(False)
+    assert full[-1] < full[0] / 10
+    assert losses(precision) == pytest.approx(full, rel=0.05, abs=0.01)
+
+
+def test_a_gradient_that_half_precision_overflows_is_left_out_and_the_scale_falls(
+    make_ctx: MakeCtx, new_batch: Any
+) -> None:
+    with make_ctx(mixed_precision="fp16") as ctx:
+        before = ctx.model.linear.bias.item()
+        output, _ = ctx.forward(ctx.get_embedding_from_data(new_batch(1)))
+        ctx.backward(output.sum() * 1e4)  # times 2^16, more than float16 has
+        assert ctx._scaler.get_scale() == 2.0**16 / 4
+        assert ctx.model.linear.bias.item() == before
+    assert ctx.counters.nonfinite_slots == 2
+
+
 @pytest.mark.parametrize(
     ("precision", "match"),
-    [("fp16", "only support on cuda"), (torch.float16, "only support on cuda"), ("int8", "'fp16' or 'bf16'")],
+    [(True, "only support on cuda"), ("int8", "'fp16' or 'bf16'")],
 )
 def test_precision_that_the_device_lacks(make_ctx: MakeCtx, precision: Any, match: str) -> None:
     with pytest.raises(InvalidArgumentError, match=match):

@@ -15,12 +15,15 @@ from persia.ctx import DataCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.data.dataset import IterableDatasetBase
 from persia.embedding import EmbeddingConfig
+from persia.embedding.consistency import ALL_PARTS
+from persia.embedding.counters import ModeStaleness
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import Adagrad
 from persia.errors import ConfigError, FailedPreconditionError, UnavailableError
 from persia.observability.phases import LOOKUP_IN_STEP
 
 STEPS, STALENESS, TIMEOUT_S = 12, 4, 60.0
+AHEAD, IN_STEP = 1, 2  # the parts of slots as the job's, and of those that are synchronous
 IDS = np.array([3, 5, 3], np.uint64)  # of every batch: each step trains on the rows of the step before
 
 
@@ -76,7 +79,7 @@ class Ahead:
     """Lets the loop begin when as many batches as may be are looked up ahead."""
 
     def __init__(self, ctx: TrainCtx, monkeypatch: pytest.MonkeyPatch, num_batches: int) -> None:
-        self.parts: list[str] = []
+        self.parts: list[int] = []
         self._changed = threading.Condition()
         self._num_batches = num_batches
         for name in ("lookup", "lookup_direct"):
@@ -86,7 +89,7 @@ class Ahead:
         def noting(*args: Any, **kwargs: Any) -> Any:
             result = call(*args, **kwargs)
             with self._changed:
-                self.parts.append(kwargs["part"])
+                self.parts.append(kwargs["parts"])
                 self._changed.notify_all()
             return result
 
@@ -98,7 +101,12 @@ class Ahead:
 
 
 def trained_rows(
-    learns: str, dataset: IterableDatasetBase, monkeypatch: pytest.MonkeyPatch, *synchronous: str, **mode: Any
+    learns: str,
+    dataset: IterableDatasetBase,
+    monkeypatch: pytest.MonkeyPatch,
+    *synchronous: str,
+    num_ahead: int | None = None,
+    **mode: Any,
 ) -> tuple[np.ndarray[Any, Any], TrainCtx, Ahead]:
     """The embeddings of the slot that learns, after the training of all batches."""
     model = Model(learns)
@@ -112,7 +120,7 @@ def trained_rows(
         **mode,
     ) as ctx:
         is_synchronous = mode.get("consistency") == "synchronous"
-        num_ahead = STALENESS if "consistency" not in mode else STEPS
+        num_ahead = num_ahead or (STALENESS if "consistency" not in mode else STEPS)
         ahead = Ahead(ctx, monkeypatch, 1 if is_synchronous else num_ahead)
         staleness = STALENESS if "consistency" not in mode else None
         for batch in DataLoader(dataset, forward_buffer_size=STEPS, embedding_staleness=staleness):
@@ -134,10 +142,10 @@ def test_it_learns_as_in_sequential_training_and_the_others_are_looked_up_ahead(
     rows, ctx, ahead = trained_rows(learns, make_dataset(), monkeypatch, learns, **mode)
     assert rows.tobytes() == sequential.tobytes()
     num_ahead = STEPS if mode else STALENESS
-    assert ahead.parts[:num_ahead] == ["ahead"] * num_ahead
-    assert ahead.parts.count("in_step") == STEPS
+    assert ahead.parts[:num_ahead] == [AHEAD] * num_ahead
+    assert ahead.parts.count(IN_STEP) == STEPS
     assert ctx.staleness.max == num_ahead - 1
-    assert (ctx.staleness.synchronous_max, ctx.staleness.synchronous_mean) == (0, 0.0)
+    assert ctx.staleness.by_mode["synchronous"] == ModeStaleness()
     assert ctx.counters.batches_trained == ctx.counters.batches_received == STEPS
 
 
@@ -145,19 +153,21 @@ def test_a_slot_that_is_looked_up_ahead_learns_something_else(monkeypatch: pytes
     sequential, _, _ = trained_rows("first", local(), monkeypatch, consistency="synchronous")
     stale, ctx, _ = trained_rows("first", local(), monkeypatch, "third")
     assert stale.tobytes() != sequential.tobytes()
-    assert (ctx.staleness.max, ctx.staleness.synchronous_max) == (STALENESS - 1, 0)
+    assert ctx.staleness.by_mode["hybrid"].max == ctx.staleness.max == STALENESS - 1
+    assert ctx.staleness.by_mode["synchronous"].max == 0
 
 
 def test_in_a_synchronous_job_there_is_one_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, ahead = trained_rows("first", local(), monkeypatch, "first", consistency="synchronous")
-    assert ahead.parts[:STEPS] == ["all"] * STEPS
+    assert ahead.parts[:STEPS] == [ALL_PARTS] * STEPS
 
 
 def test_a_job_of_synchronous_slots_alone_has_no_staleness(monkeypatch: pytest.MonkeyPatch) -> None:
     sequential, _, _ = trained_rows("first", local(), monkeypatch, consistency="synchronous")
-    rows, ctx, _ = trained_rows("first", local(), monkeypatch, "first", "second", "third")
+    rows, ctx, lookups = trained_rows("first", local(), monkeypatch, "first", "second", "third", num_ahead=1)
     assert rows.tobytes() == sequential.tobytes()
-    assert (ctx.staleness.max, ctx.staleness.synchronous_max) == (0, 0)
+    assert lookups.parts[:STEPS] == [ALL_PARTS] * STEPS
+    assert ctx.staleness.by_mode == {"synchronous": ModeStaleness()}
 
 
 def training() -> TrainCtx:
@@ -186,9 +196,9 @@ def test_a_batch_looked_up_by_hand_leaves_them_to_its_step(monkeypatch: pytest.M
     with training() as ctx:
         ahead = Ahead(ctx, monkeypatch, 1)
         batch = ctx.get_embedding_from_data(make_batch())
-        assert ahead.parts == ["ahead"]
+        assert ahead.parts == [AHEAD]
         ctx.backward(ctx.forward(batch)[0])
-        assert ahead.parts == ["ahead", "in_step"]
+        assert ahead.parts == [AHEAD, IN_STEP]
 
 
 def test_a_batch_that_was_given_up_is_said_to_be() -> None:
@@ -220,12 +230,10 @@ def test_a_lookup_that_fails_in_the_step_names_the_batch_and_can_be_tried_again(
     assert (ctx.counters.batches_trained, ctx.counters.batches_released) == (STEPS, 0)
 
 
-def test_config_refuses_other_modes_and_groups_that_disagree() -> None:
-    with pytest.raises(ConfigError, match="slots_config.a.*'hybrid' must be 'synchronous'"):
-        parse_embedding_config({"slots_config": {"a": {"dim": 4, "consistency": "hybrid"}}})
+def test_config_refuses_groups_that_disagree() -> None:
     config = slots("first")
     config["slots_config"]["third"]["dim"] = 4
-    with pytest.raises(ConfigError, match="only one is synchronous"):
+    with pytest.raises(ConfigError, match="consistency or embedding_staleness differ"):
         parse_embedding_config({**config, "feature_groups": {"group": ["first", "third"]}})
 
 

@@ -33,18 +33,18 @@ class FakeBackend:
         self.num_nonfinite_slots = 0
         self._num_direct = 0
 
-    has_synchronous_slots = False
+    slot_modes = ("",)
 
     def configure(self, config: Any, *, replace: bool = False) -> None:
         pass
 
-    def lookup(self, reference: BatchReference, *, requires_grad: bool, part: str = "all") -> Any:
+    def lookup(self, reference: BatchReference, *, requires_grad: bool, parts: int = 0) -> Any:
         self.on_lookup(reference.reference)
         with self.lock:
             self.looked_up.append(reference.reference)
         return SimpleNamespace(reference=reference, batch_size=1, slots=[])
 
-    def lookup_direct(self, id_features: bytes, *, requires_grad: bool, part: str = "all") -> Any:
+    def lookup_direct(self, id_features: bytes, *, requires_grad: bool, parts: int = 0) -> Any:
         with self.lock:
             self._num_direct += 1
             number = self._num_direct
@@ -56,7 +56,7 @@ class FakeBackend:
             self.returned.append(reference.reference)
         return SimpleNamespace(
             staleness=2,
-            in_step_staleness=0,
+            lookups=[(0xFFFFFFFF, 2)],
             num_updated=3,
             num_missing=1,
             num_nonfinite_slots=self.num_nonfinite_slots,

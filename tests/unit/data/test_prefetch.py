@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from persia._native import BatchReference
-from persia.data.prefetch import LookupService, Prefetcher
+from persia.data.lookup_service import LookupService
+from persia.data.prefetch import Prefetcher
 from persia.data.source import PendingBatch
 from persia.data.staleness import StalenessGate
 from persia.embedding.bounded_queue import BoundedQueue, QueueClosed

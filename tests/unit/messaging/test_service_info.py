@@ -16,6 +16,7 @@ INFO = ServiceInfo(
     address="127.0.0.1:80",
     schema="0123",
     pid=42,
+    slot_modes=("", "asynchronous", "hybrid 12", "synchronous"),
 )
 
 
@@ -46,6 +47,13 @@ def test_keys_of_a_newer_version_are_ignored():
         {"address": None},
         {"schema": 3},
         {"pid": -1},
+        {"slot_modes": "synchronous"},
+        {"slot_modes": [4]},
+        {"slot_modes": ["hybrid"]},
+        {"slot_modes": ["hybrid 0"]},
+        {"slot_modes": ["hybrid 1" + "0" * 30]},
+        {"slot_modes": ["synchronous\n"]},
+        {"slot_modes": [""] * 33},
     ],
 )
 def test_impossible_infos_are_refused(change):

@@ -1,0 +1,130 @@
+"""What needs a CUDA device: tensors on it, half precision, ranks over nccl. `pytest -m gpu tests` runs it.
+
+Everything else of training does not know where the tensors are, and is tested without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from persia.ctx import TrainCtx, eval_ctx
+from persia.data import DataLoader, IterableDataset
+from persia.embedding import EmbeddingConfig
+from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
+from persia.embedding.optim import Adagrad
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+STEPS, BATCH, DIM, FIXED = 20, 32, 8, 3
+SLOTS = {
+    "slots_config": {
+        "pooled": {"dim": DIM},
+        "raw": {"dim": DIM, "embedding_summation": False, "sample_fixed_size": FIXED},
+    }
+}
+
+
+class Batches(IterableDataset):
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        rng = np.random.default_rng(1)
+        for _ in range(STEPS):
+            ids = [rng.integers(0, 50, rng.integers(0, 5)).astype(np.uint64) for _ in range(BATCH)]
+            dense = rng.normal(size=(BATCH, 4)).astype(np.float32)
+            yield PersiaBatch(
+                [IDTypeFeature("pooled", ids), IDTypeFeature("raw", ids)],
+                non_id_type_features=[NonIDTypeFeature(dense)],
+                labels=[Label(dense[:, :1] + np.array([[len(sample)] for sample in ids], np.float32))],
+            )
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        size = 4 + DIM + FIXED * (DIM + 1)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(size, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+        self.devices: set[str] = set()
+        self.dtypes: set[torch.dtype] = set()
+
+    def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
+        pooled, raw = embeddings
+        self.devices |= {tensor.device.type for tensor in (*dense, pooled, raw)}
+        output: torch.Tensor = self.layers(torch.cat([dense[0], pooled, raw.flatten(1)], dim=1))
+        self.dtypes.add(output.dtype)
+        return output
+
+
+def trained(device_id: int | None, mixed_precision: Any) -> tuple[list[float], np.ndarray[Any, Any], Model]:
+    """The losses, and the embeddings of the first batch after training."""
+    torch.manual_seed(2)
+    model = Model() if device_id is None else Model().cuda(device_id)
+    with TrainCtx(
+        model=model,
+        embedding_optimizer=Adagrad(lr=0.05),
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.02),
+        embedding_config=EmbeddingConfig(emb_initialization=(-0.1, 0.1), seed=3),
+        mixed_precision=mixed_precision,
+        device_id=device_id,
+        slots=SLOTS,
+    ) as ctx:
+        losses = []
+        for batch in DataLoader(Batches(buffer_size=4), reproducible=True):
+            output, labels = ctx.forward(batch)
+            assert labels is not None
+            loss = (output - labels[0]).square().mean()
+            ctx.backward(loss)
+            losses.append(loss.item())
+        assert (ctx.counters.batches_trained, ctx.counters.nonfinite_slots) == (STEPS, 0)
+        with eval_ctx(model=model) as evaluation, torch.no_grad():
+            batch = evaluation.get_embedding_from_data(next(iter(Batches(buffer_size=1))))
+            _, embeddings, _ = evaluation.prepare_features(batch)
+    return losses, embeddings[0].cpu().numpy(), model
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance", "dtype"),
+    [
+        (False, 1e-3, torch.float32),
+        (True, 1e-3, torch.float32),
+        ("fp16", 0.05, torch.float16),
+        ("bf16", 0.1, torch.bfloat16),
+    ],
+)
+def test_a_gpu_learns_what_the_cpu_does(precision: Any, tolerance: float, dtype: torch.dtype) -> None:
+    expected, expected_rows, _ = trained(None, False)
+    losses, rows, model = trained(0, precision)
+    assert (model.devices, model.dtypes) == ({"cuda"}, {dtype})
+    assert losses == pytest.approx(expected, rel=tolerance, abs=tolerance)
+    np.testing.assert_allclose(rows, expected_rows, rtol=tolerance, atol=tolerance)
+
+
+def test_a_gradient_that_overflows_is_left_out_and_the_scale_falls() -> None:
+    model = Model().cuda(0)
+    with TrainCtx(
+        model=model,
+        embedding_optimizer=Adagrad(lr=0.05),
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.02),
+        mixed_precision="fp16",
+        device_id=0,
+        slots=SLOTS,
+    ) as ctx:
+        before = [p.detach().clone() for p in model.parameters()]
+        output, _ = ctx.forward(ctx.get_embedding_from_data(next(iter(Batches(buffer_size=1)))))
+        ctx.backward(output.sum() * 1e4)
+        assert ctx._scaler.get_scale() == 2.0**16 / 4
+        assert all(map(torch.equal, before, model.parameters()))
+    assert ctx.counters.nonfinite_slots == 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="nccl wants a CUDA device for each rank")
+def test_ranks_over_nccl_end_with_one_model(run_job: Any) -> None:
+    reports = run_job("--cuda", nproc=2, loaders=[12, 8], parameter_servers=2).reports
+    assert sum(report["counters"]["batches_trained"] for report in reports) == 20
+    assert reports[0]["digest"] == reports[1]["digest"]
