@@ -346,6 +346,23 @@ TEST_P(RowPoolTest, ReadsWhileItGrows) {
   EXPECT_GT(pool_->stats().size_bytes, size);
 }
 
+// Rows may reach the device, and the header of their extent may not.
+TEST_P(RowPoolTest, RowsOfAnExtentWithoutAHeaderStayLostWhenItIsUsedAgain) {
+  Create();
+  for (uint64_t sign = 0; sign < 30; sign += 3) ASSERT_TRUE(Write(sign, 1).ok());
+  pool_.reset();
+  Overwrite(PoolHeader::kBytes, std::string(ExtentHeader::kBytes, '\0'));
+  ASSERT_TRUE(Reopen().ok());
+  auto address = Write(300, 1);
+  ASSERT_TRUE(address.ok());
+  EXPECT_LT(*address, PoolHeader::kBytes + 4096) << "the same extent";
+  ASSERT_TRUE(Checkpoint(1).ok());
+  const Status status = Reopen();
+  ASSERT_TRUE(status.ok()) << status.ToString();
+  ASSERT_EQ(found_->rows().size(), 1u);
+  EXPECT_EQ(found_->rows()[0].head.sign, 300u);
+}
+
 TEST_P(RowPoolTest, KnowsWhetherCheckpointsHaveRows) {
   Create();
   EXPECT_FALSE(pool_->HasRowsInCheckpoints());
