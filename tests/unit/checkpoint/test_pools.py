@@ -35,13 +35,14 @@ from persia.checkpoint.storage import Location
 from persia.config import SlotConfig, SlotsConfig, StorageConfig
 from persia.embedding.optim import Adagrad
 from persia.errors import (
+    CorruptionError,
     FailedPreconditionError,
     NotFoundError,
     ResourceExhaustedError,
     UnavailableError,
 )
 
-from .conftest import CONFIG, SLOTS, checkpoints_of, make_server, rows_of, without_ages
+from .conftest import CONFIG, SLOTS, checkpoints_of, edit_manifest, make_server, rows_of, without_ages
 
 SCHEMA = RowSchema.of(SLOTS)
 KINDS = [
@@ -339,6 +340,35 @@ def test_whose_pool_it_is(root: Path) -> None:
     open_pool(storage, 0, 2, schema=RowSchema.of(more)).close()
     state = json.loads((root / "server-0" / "server.json").read_text())
     assert list(state["schema"]["slots"]) == ["user", "item", "new"]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"format": "?"},
+        {"version": 2},
+        {"replicas": -1},
+        {"committed": {"operation": 3}},
+        {"prepared": {"operation": "dump", "directory": "/c", "step": 1, "prepared": {"batch": "1"}}},
+    ],
+)
+def test_a_damaged_state_is_refused(edit: dict[str, Any], root: Path) -> None:
+    open_pool(storage_at(root)).close()
+    path = root / "server-0" / "server.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
+    _refused(storage_at(root), CorruptionError, r"server\.json")
+    path.write_bytes(b"{")
+    _refused(storage_at(root), CorruptionError, r"server\.json")
+
+
+def test_rows_in_place_have_no_files(root: Path, tmp_path: Path) -> None:
+    job = PoolJob(storage_at(root), num_servers=1)
+    job.checkpoints.dump(tmp_path / "c", in_place=True)
+    job.leave()
+    file = {"path": f"{make_dump_id()}/x.emb", "num_bytes": 1, "num_rows": 0, "checksum": "00"}
+    edit_manifest(tmp_path / "c", lambda values: values["embeddings"]["files"].append(file))
+    with pytest.raises(CorruptionError, match="its rows are in place, and it names files"):
+        Source(tmp_path / "c")
 
 
 def test_a_pool_of_nobody_is_not_taken(root: Path) -> None:
