@@ -117,7 +117,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         after = _counts(ctx)
     num_ids = options.steps * options.slots * options.batch_size
-    misses = after["num_promoted"] - before["num_promoted"]
+    misses = after["num_misses"] - before["num_misses"]
     return {
         "ms_per_step": seconds / options.steps * 1e3,
         "miss_share": misses / num_ids,
@@ -128,7 +128,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 def _counts(ctx: TrainCtx) -> dict[str, int]:
     store = ctx.backend.local_store
     assert store is not None, "the job is embedded"
-    return store.tier_stats() or {"num_promoted": 0}
+    return store.tier_stats() or {"num_misses": 0}
 
 
 def _in_a_process(arguments: list[str], kind: str, cache_rows: int, directory: Path | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 The rows of a job lie in as many pools as it has servers. Each pool is committed by itself, and yet all have
 to go back to one checkpoint. So servers only *prepare* a checkpoint; it counts from the moment on at which
 its manifest, replaced in one step, names it; and then every server commits. A server that has ended in
-between finds the manifest when it starts again, and does what that says. docs/adr/0017 has the reasons.
+between finds the manifest when it starts again, and does what that says. docs/adr/0018 has the reasons.
 """
 
 from __future__ import annotations

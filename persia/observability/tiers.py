@@ -20,7 +20,9 @@ def add_tier(families: Families, tier: Mapping[str, Any]) -> None:
 
 
 _COUNTERS = (
-    ("persia_tier_promoted_rows", "num_promoted", "Rows that calls did not find in the cache: misses."),
+    ("persia_tier_hits", "num_hits", "Rows that lookups found in the cache."),
+    ("persia_tier_misses", "num_misses", "Rows that lookups had to read from the pool."),
+    ("persia_tier_promoted_rows", "num_promoted", "Rows brought from the pool to the cache."),
     ("persia_tier_demoted_rows", "num_demoted", "Rows that left the cache for the pool."),
     ("persia_tier_written_rows", "num_written", "Versions of rows written to the pool."),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import urllib.request
@@ -18,7 +19,7 @@ from persia.checkpoint.peers import find_servers
 from persia.checkpoint.rows import RowReader
 from persia.config import parse_embedding_config
 from persia.embedding.optim import Adagrad
-from persia.errors import FailedPreconditionError
+from persia.errors import FailedPreconditionError, UnavailableError
 from persia.messaging.discovery import Directory
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.nn import EmbeddingBagCollection
@@ -48,8 +49,8 @@ def rows_of(url: Any) -> list[tuple[int, int, bytes]]:
     return sorted(found)
 
 
-def checkpoints_of(cluster: LocalCluster) -> Checkpoints:
-    return Checkpoints(lambda: find_servers(cluster.session, 20), deadline_s=20)
+def checkpoints_of(cluster: LocalCluster, deadline_s: float = 20.0) -> Checkpoints:
+    return Checkpoints(lambda: find_servers(cluster.session, 20), deadline_s=deadline_s)
 
 
 def status_of(cluster: LocalCluster, index: int) -> dict[str, Any]:
@@ -102,6 +103,26 @@ def test_a_killed_job_goes_on_from_its_pools_as_if_nothing_had_happened(
     assert report["losses"] == expected["losses"][DUMP_AFTER:]
     assert report["digest"] == expected["digest"]
     assert rows_of(tmp_path / "resumed") == rows_of(tmp_path / "whole")
+
+
+def test_servers_killed_during_a_dump_go_back_to_one_step(local_cluster: Any, tmp_path: Path) -> None:
+    (tmp_path / "pools").mkdir()
+    config = global_config(tmp_path / "pools")
+    cluster = local_cluster(embedding_config=SLOTS, global_config=config, parameter_servers=2)
+    names = [f"embedding-parameter-server-{index}" for index in range(2)]
+    checkpoints_of(cluster).dump(tmp_path / "c", step=1, in_place=True)
+    for step, delay_s in ((2, 0.0), (3, 0.02), (4, 0.06)):
+        checkpoints = checkpoints_of(cluster, deadline_s=2)
+        checkpoints.dump(tmp_path / "c", step=step, in_place=True, blocking=False)
+        time.sleep(delay_s)
+        cluster.kill(names[step % 2])
+        with contextlib.suppress(UnavailableError):
+            checkpoints.wait_for_dump()
+        for name in (names[step % 2], names[1 - step % 2]):
+            cluster.restart(name)  # kills the other one, too
+        source = Source(tmp_path / "c")
+        assert {status_of(cluster, index)["step"] for index in range(2)} == {source.manifest.step}
+        checkpoints_of(cluster).load(source)
 
 
 def test_one_server_that_is_killed_comes_back_with_its_rows(local_cluster: Any, tmp_path: Path) -> None:

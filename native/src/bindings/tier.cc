@@ -50,6 +50,8 @@ py::object TierStats(const EmbeddingStore& store) {
   py::dict dict;
   dict["num_rows"] = stats->num_rows;
   dict["num_hot"] = stats->num_hot;
+  dict["num_hits"] = stats->num_hits;
+  dict["num_misses"] = stats->num_misses;
   dict["num_promoted"] = stats->num_promoted;
   dict["num_demoted"] = stats->num_demoted;
   dict["num_written"] = stats->num_written;

@@ -92,7 +92,7 @@ class Server::Impl {
   bool stopped_ = false;
 
   std::array<std::unique_ptr<DurationStats>, 256> durations_;  // by method number
-  DurationStats queue_times_{"queue of requests"};            // of those that had to wait
+  DurationStats queue_times_{"queue of requests"};             // of those that had to wait
   std::atomic<uint64_t> num_requests_{0};
   std::atomic<uint64_t> num_failed_{0};
   std::atomic<uint64_t> num_received_bytes_{0};

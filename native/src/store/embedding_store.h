@@ -97,7 +97,7 @@ struct TierStats {
   uint64_t num_demoted = 0;     // that have left memory
   uint64_t num_passes = 0;      // over a shard's index, for rows to leave
   uint64_t num_written = 0;     // versions, to the pool
-  uint64_t batch = 0;           // what changes now is of; the one after `pool.committed`: nothing did
+  uint64_t batch = 0;  // what changes now is of; the one after `pool.committed`: nothing did
   // Why the store's thread cannot go on, which tries again; Ok: it can.
   Status last_error;
   pool::PoolStats pool;
