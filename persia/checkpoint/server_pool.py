@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from persia._version import __version__
-from persia.checkpoint.fields import as_object, read_document, text_at
+from persia.checkpoint.document import decode_document, encode_document
+from persia.checkpoint.fields import as_object, text_at
 from persia.checkpoint.manifest import Manifest
 from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.storage import Location
@@ -40,7 +40,6 @@ __all__ = ["PoolCheckpoint", "ServerPool", "TierStore"]
 
 _STATE_NAME = "server.json"
 _FORMAT = "pool of a persia server"
-_VERSION = 1
 _MAX_STATE_BYTES = 16 << 20
 _PREPARED_KEYS = ("batch", "num_rows", "pool_id", "sequence")
 
@@ -113,8 +112,6 @@ class _State:
 
     def encode(self) -> bytes:
         values = {
-            "format": _FORMAT,
-            "version": _VERSION,
             "created_by": f"persia {__version__}",
             "index": self.index,
             "replicas": self.replicas,
@@ -122,11 +119,11 @@ class _State:
             "committed": None if self.committed is None else self.committed.to_json(),
             "prepared": None if self.prepared is None else self.prepared.to_json(),
         }
-        return (json.dumps(values, indent=1) + "\n").encode()
+        return encode_document(_FORMAT, values)
 
     @classmethod
     def decode(cls, content: bytes, what: str) -> _State:
-        values = read_document(content, what, form=_FORMAT, version=_VERSION)
+        values = decode_document(content, what, form=_FORMAT)
         schema = values.get("schema")
         return cls(
             index=json_int(values, "index", what),
