@@ -62,6 +62,7 @@ py::object TierStats(const EmbeddingStore& store) {
   dict["num_kept"] = stats->pool.num_kept;
   dict["committed"] = stats->pool.committed;
   dict["num_pending"] = stats->pool.num_pending;
+  dict["num_prefetched"] = stats->num_prefetched;
   return dict;
 }
 

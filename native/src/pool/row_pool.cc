@@ -403,6 +403,7 @@ StatusOr<PreparedCheckpoint> RowPool::Prepare(uint64_t batch) {
 }
 
 Status RowPool::DropCheckpoint(uint64_t batch) {
+  std::lock_guard header_lock(header_mutex_);  // none is being committed
   std::lock_guard lock(mutex_);
   const auto dropped = std::find_if(pending_.begin(), pending_.end(),
                                     [&](const Pending& pending) { return pending.batch == batch; });

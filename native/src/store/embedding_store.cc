@@ -170,6 +170,7 @@ StatusOr<uint64_t> EmbeddingStore::RemoveSmallRows() {
     StatusOr<bool> has_more = true;
     while (has_more.ok() && *has_more) {
       const std::shared_lock in_store(impl_->in_place_mutex());
+      if (impl_->tier() != nullptr) impl_->tier()->CountBatch();  // rows change
       has_more = shard.RemoveSmallRows(kRowsAtATime, &next, &num_removed);
     }
     status = has_more.status();

@@ -73,8 +73,9 @@ class EmbeddingStore::Impl {
   // For calls that change rows, which a snapshot may hold up for a while.
   std::shared_lock<WriterFirstMutex> EnterForChange() {
     snapshot_budget_.WaitForRoom();
-    if (tier_ != nullptr) tier_->CountBatch();
-    return std::shared_lock(in_place_mutex_);
+    std::shared_lock lock(in_place_mutex_);
+    if (tier_ != nullptr) tier_->CountBatch();  // in the store: not of a checkpoint it waited for
+    return lock;
   }
   std::unique_lock<WriterFirstMutex> LockForChange() {
     snapshot_budget_.WaitForRoom();
@@ -122,7 +123,7 @@ class EmbeddingStore::Impl {
   Status SaveRulesIfNew(const TrainConfig& config);
   void KeepTier();
   Status ShrinkCaches();
-  Status AdvanceCheckpoints();
+  Status AdvanceCheckpoints(uint64_t* last);
   // The other thread of a tier's.
   void FetchAhead();
   void FetchAhead(uint32_t shard, std::span<const uint64_t> keys);

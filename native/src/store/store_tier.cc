@@ -94,28 +94,33 @@ void EmbeddingStore::Impl::KeepTier() {
   while (tier_->WaitForWork()) {
     // A checkpoint may need no room, and leaves some: it is tried also where there is none.
     const Status cache = ShrinkCaches();
-    const Status checkpoints = AdvanceCheckpoints();
+    uint64_t batch = 0;
+    const Status checkpoints = AdvanceCheckpoints(&batch);
     tier_->Fail(cache);
     tier_->Fail(checkpoints);
-    tier_->NoteRound(cache, checkpoints);
+    tier_->NoteRound(cache, checkpoints, batch);
   }
 }
 
+// Where one shard finds no room, others may need none. Returns the first error.
 Status EmbeddingStore::Impl::ShrinkCaches() {
+  Status first_error;
   for (Shard& shard : shards_) {
     StatusOr<bool> has_more = true;
-    while (*has_more && !tier_->is_stopping()) {
+    while (has_more.ok() && *has_more && !tier_->is_stopping()) {
       const std::shared_lock in_store(in_place_mutex_);
       has_more = shard.ShrinkCache();
-      PERSIA_RETURN_IF_ERROR(has_more.status());
     }
+    if (first_error.ok()) first_error = has_more.status();
   }
-  return Status::Ok();
+  return first_error;
 }
 
 // Once a checkpoint has begun, no row changes up to it any more: one pass over the rows is enough.
-Status EmbeddingStore::Impl::AdvanceCheckpoints() {
+// *last: the one that the answer is of.
+Status EmbeddingStore::Impl::AdvanceCheckpoints(uint64_t* last) {
   while (const auto batch = tier_->pool().oldest_pending()) {
+    *last = *batch;
     if (tier_->IsPrepared(*batch)) return Status::Ok();  // whoever holds it has the word
     for (Shard& shard : shards_) {
       uint64_t next = 0;
@@ -207,7 +212,7 @@ StatusOr<std::optional<pool::PreparedCheckpoint>> EmbeddingStore::PreparedCheckp
 Status EmbeddingStore::CommitCheckpoint(uint64_t number) {
   auto tier = impl_->RequireTier();
   PERSIA_RETURN_IF_ERROR(tier.status());
-  const std::shared_lock in_store(impl_->in_place_mutex());
+  // Not in the store: the device may take its time, and training must not wait for it.
   PERSIA_RETURN_IF_ERROR((*tier)->CommitHeld(number));
   (*tier)->Wake();  // for checkpoints behind it
   return Status::Ok();

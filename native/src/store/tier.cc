@@ -37,7 +37,8 @@ Status Tier::EndCheckpoint(uint64_t batch) {
   PERSIA_RETURN_IF_ERROR(status());
   auto prepared = pool_->Prepare(batch);
   lock.lock();
-  if (held_ != batch) return Status::Ok();  // dropped, or cleared with all others, meanwhile
+  // Dropped, or cleared with all others, meanwhile.
+  if (held_ != batch || pool_->oldest_pending() != batch) return Status::Ok();
   if (prepared.ok()) prepared_ = *prepared;
   return prepared.status();
 }
@@ -69,21 +70,41 @@ Status Tier::CommitHeld(uint64_t batch) {
     return FailedPrecondition("checkpoint " + std::to_string(batch) + " is not written yet");
   }
   lock.unlock();  // the device may take its time, and Wake() needs the mutex
-  PERSIA_RETURN_IF_ERROR(pool_->Commit(batch));
+  const Status status = pool_->Commit(batch);
+  // It may have been dropped or cleared meanwhile, which is no failure of the device.
+  if (status.code() != StatusCode::kInvalidArgument) Fail(status);
+  PERSIA_RETURN_IF_ERROR(status);
   lock.lock();
-  held_.reset();
-  prepared_.reset();
-  last_committed_ = batch;
+  LetGo(batch);
+  NoteCommitted(batch);
+  return Status::Ok();
+}
+
+// With others in the store: last_checkpoint_ falls to what is still wanted. The caller keeps
+// BeginCheckpoint() away.
+Status Tier::DropHeld(uint64_t batch) {
+  std::unique_lock lock(mutex_);
+  PERSIA_RETURN_IF_ERROR(CheckHeld(batch));
+  lock.unlock();  // a commit may be at the device
+  PERSIA_RETURN_IF_ERROR(pool_->DropCheckpoint(batch));
+  lock.lock();
+  LetGo(batch);
+  last_checkpoint_ = pool_->last_checkpoint();
+  checkpoint_error_ = Status::Ok();
   progress_.notify_all();
   return Status::Ok();
 }
 
-Status Tier::DropHeld(uint64_t batch) {
-  const std::lock_guard lock(mutex_);
-  PERSIA_RETURN_IF_ERROR(CheckHeld(batch));
+void Tier::LetGo(uint64_t batch) {
+  if (held_ != batch) return;
   held_.reset();
   prepared_.reset();
-  return pool_->DropCheckpoint(batch);
+}
+
+void Tier::NoteCommitted(uint64_t batch) {
+  if (pool_->committed() < batch) return;  // cleared since
+  last_committed_ = std::max(last_committed_.load(), batch);
+  progress_.notify_all();
 }
 
 Status Tier::Commit(uint64_t batch) {
@@ -91,11 +112,10 @@ Status Tier::Commit(uint64_t batch) {
   const Status status = pool_->Commit(batch);
   if (status.ok()) {
     const std::lock_guard lock(mutex_);
-    last_committed_ = batch;
-    progress_.notify_all();
+    NoteCommitted(batch);
   }
-  // Clear() may have come in between.
-  return pool_->oldest_pending() == batch || pool_->committed() == batch ? status : Status::Ok();
+  // Where it is pending no more, Clear() or the one who held it came in between.
+  return pool_->oldest_pending() == batch ? status : Status::Ok();
 }
 
 Status Tier::Clear() {
@@ -141,10 +161,11 @@ void Tier::Fail(const Status& status) {
   progress_.notify_all();
 }
 
-void Tier::NoteRound(const Status& cache, const Status& checkpoints) {
+void Tier::NoteRound(const Status& cache, const Status& checkpoints, uint64_t batch) {
   const std::lock_guard lock(mutex_);
   cache_error_ = cache;
-  checkpoint_error_ = checkpoints;
+  // Of one that was dropped meanwhile it concerns nobody.
+  checkpoint_error_ = pool_->oldest_pending() == batch ? checkpoints : Status::Ok();
   progress_.notify_all();
 }
 

@@ -76,8 +76,8 @@ class Tier {
   // Soon, also without a Wake(), after something has not come about. False: the store is being
   // closed.
   bool WaitForWork();
-  // What became of keeping the cache small, and of the pending checkpoints.
-  void NoteRound(const Status& cache, const Status& checkpoints);
+  // What became of keeping the cache small, and of the pending checkpoints, up to `batch`.
+  void NoteRound(const Status& cache, const Status& checkpoints, uint64_t batch);
   // Of the last round; Ok: nothing is in the way.
   Status last_error() const;
   void Stop();
@@ -85,13 +85,15 @@ class Tier {
 
  private:
   Status Commit(uint64_t batch);
-  // The caller holds mutex_.
+  // The caller of these holds mutex_.
   Status CheckHeld(uint64_t batch) const;
+  void LetGo(uint64_t batch);
+  void NoteCommitted(uint64_t batch);
 
   const std::unique_ptr<pool::RowPool> pool_;
   ReadAhead read_ahead_;
   std::atomic<uint64_t> batch_;
-  std::atomic<uint64_t> last_checkpoint_;  // changes with nobody else in the store
+  std::atomic<uint64_t> last_checkpoint_;  // rises with nobody else in the store
   std::atomic<uint64_t> last_committed_;
 
   std::atomic<bool> has_failed_ = false;

@@ -108,6 +108,20 @@ TEST_F(FullTierTest, ACheckpointWithoutRoomSaysSoAndIsTriedAgain) {
   ExpectSteps(100, 200, 1);
 }
 
+TEST_F(FullTierTest, ADroppedCheckpointWantsNoRoom) {
+  FillAndCommit();
+  auto full = FillTheDevice();
+  ASSERT_TRUE(Step(100, 200).ok());
+  auto number = store_->RequestCheckpoint(/*held=*/true);
+  ASSERT_TRUE(number.ok());
+  EXPECT_EQ(Step(100, 200).code(), StatusCode::kResourceExhausted);
+  ASSERT_TRUE(store_->DropCheckpoint(*number).ok());
+  EXPECT_EQ(store_->WaitCheckpoint(*number, milliseconds(60'000)).code(),
+            StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(Step(100, 200).ok());
+  ExpectSteps(100, 200, 2);
+}
+
 TEST_F(FullTierTest, WaitsForCheckpointsThatThereAreAndNoLonger) {
   EXPECT_EQ(store_->WaitCheckpoint(1'000'000, milliseconds(60'000)).code(),
             StatusCode::kFailedPrecondition);

@@ -210,6 +210,38 @@ TEST_F(TierTest, ClearingEndsAHeldCheckpoint) {
   EXPECT_EQ(Script::Rows(*store_), ScriptModel().RowsAt(20));
 }
 
+// What the store's thread meets when others commit or clear what it has just seen pending.
+TEST_F(TierTest, ACheckpointThatEndsMeanwhileIsNoFailure) {
+  auto pool = pool::RowPool::Create(directory_.path(), directory_.Tier(1).pool);
+  ASSERT_TRUE(pool.ok()) << pool.status().ToString();
+  Tier tier(std::move(*pool), /*cache_rows=*/16);
+  auto committed = tier.BeginCheckpoint(/*held=*/true);
+  ASSERT_TRUE(committed.ok());
+  ASSERT_TRUE(tier.EndCheckpoint(*committed).ok());
+  ASSERT_TRUE(tier.CommitHeld(*committed).ok());
+  EXPECT_TRUE(tier.EndCheckpoint(*committed).ok());
+
+  auto cleared = tier.BeginCheckpoint(/*held=*/true);
+  ASSERT_TRUE(cleared.ok());
+  ASSERT_TRUE(tier.pool().Clear().ok());  // the first half of Tier::Clear()
+  EXPECT_TRUE(tier.EndCheckpoint(*cleared).ok());
+}
+
+// Calls that wait while a checkpoint is taken are not of it, and removals are changes, too.
+TEST_F(TierTest, WhetherAnythingChangedSinceACheckpointIsKnown) {
+  Open();
+  TrainConfig config = Script::Config();
+  config.min_norm = 1e9f;
+  ASSERT_TRUE(store_->Configure(config).ok());
+  Train(1, 5);
+  Checkpoint();
+  EXPECT_EQ(store_->tier_stats()->batch, store_->tier_stats()->pool.committed + 1);
+  auto num_removed = store_->RemoveSmallRows();
+  ASSERT_TRUE(num_removed.ok());
+  EXPECT_GT(*num_removed, 0u);
+  EXPECT_GT(store_->tier_stats()->batch, store_->tier_stats()->pool.committed + 1);
+}
+
 TEST_F(TierTest, WithoutACheckpointNothingIsLeft) {
   Create();
   Train(1, 20);
