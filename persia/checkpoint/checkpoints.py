@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from persia.checkpoint.coordinator import DumpOperation, LoadOperation
 from persia.checkpoint.manifest import (
-    MANIFEST_NAME,
     DenseSection,
     EmbeddingSection,
     FileEntry,
@@ -27,7 +26,7 @@ from persia.checkpoint.peers import Peer
 from persia.checkpoint.position import Position
 from persia.checkpoint.progress import ShownProgress, megabytes
 from persia.checkpoint.storage import Location
-from persia.checkpoint.versions import keep_newest, resolve, version_name
+from persia.checkpoint.versions import keep_newest, resolve, set_latest, version_name
 from persia.embedding.optim import Optimizer
 from persia.errors import (
     CorruptionError,
@@ -154,8 +153,8 @@ class Checkpoints:
         blocking: bool = True,
     ) -> None:
         """Writes `dense` files and all rows; what `url` had of either is replaced, the rest stays.
-        Rows below their slot's min_norm are removed first, unless `keep_small_rows`. Without `with_state`
-        the optimizer's state is left out.
+        Rows below their slot's min_norm are removed first, unless `keep_small_rows` or `in_place`. Without
+        `with_state` the optimizer's state is left out.
 
         Without `blocking` it returns once every server has its snapshot, so that training may go on; an error
         is raised by `wait_for_dump`. With `keep_last`, `url` is a directory of checkpoints (versions.py).
@@ -303,12 +302,18 @@ class Checkpoints:
         started = time.monotonic()
         target = operation.directory
         try:
-            with _given_up_on_error(operation):
-                dense_section = _write_dense(target, operation.operation, dense) if dense else None
-                section = operation.finish(optimizer, position) if operation.peers else None
-                old, new = _merged(target, step, dense_section, section)
-            _publish(operation, new)
-            operation.commit()
+            with operation.kept_alive():
+                with _given_up_on_error(operation):
+                    dense_section = _write_dense(target, operation.operation, dense) if dense else None
+                    section = operation.finish(optimizer, position) if operation.peers else None
+                    old, new = _merged(target, step, dense_section, section)
+                _publish(operation, new)
+            try:
+                # Before servers commit: a start between the two would find pools that are ahead of it.
+                if keep_last is not None:
+                    set_latest(target.parent, target.name)
+            finally:
+                operation.commit()
             if section is not None and not section.in_place and self.feed is not None:
                 self.feed.dumped(target, section, has_dense=dense_section is not None)
         finally:
@@ -342,13 +347,15 @@ def _given_up_on_error(operation: DumpOperation) -> Iterator[None]:
 
 def _publish(operation: DumpOperation, manifest: Manifest) -> None:
     """Makes what was dumped the checkpoint. StorageError: the old one is there, as far as can be seen."""
-    path = operation.directory / MANIFEST_NAME
     try:
-        path.replace(manifest.encode())
+        operation.publish(manifest.encode())
+    except FailedPreconditionError:
+        operation.give_up()
+        raise
     except StorageError as failure:
         # A service that did not answer may bring the manifest later, whose files must be there then. Of what
         # stays behind in vain the next dump is rid.
-        if path.is_local:
+        if operation.directory.is_local:
             operation.give_up()
         raise StorageError(f"{failure}; what was there before is what counts") from failure
 

@@ -8,16 +8,25 @@ and the others are told to give up.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from persia.checkpoint.manifest import NUM_VIRTUAL_SHARDS, EmbeddingSection, FileEntry, Manifest, utc_now
+from persia.checkpoint.manifest import (
+    MANIFEST_NAME,
+    NUM_VIRTUAL_SHARDS,
+    EmbeddingSection,
+    FileEntry,
+    Manifest,
+    utc_now,
+)
 from persia.checkpoint.peers import Peer
 from persia.checkpoint.position import Position
 from persia.checkpoint.protocol import Report, Request, State, Verb
+from persia.checkpoint.server_pool import IN_PLACE_NAME
 from persia.checkpoint.storage import Location
 from persia.embedding.deadline import Deadline
 from persia.errors import (
@@ -51,6 +60,7 @@ _SILENCE_S = 30.0
 _FIRST_POLL_S = 0.02
 _LONGEST_POLL_S = 1.0
 _RETRY_S = 0.25
+_KEEP_ALIVE_S = 5.0  # less than a server's lease by far
 _MAX_PARALLEL_CALLS = 32
 
 
@@ -178,6 +188,9 @@ class DumpOperation(Operation):
     with_state: bool = field(default=True, kw_only=True)  # of the optimizer
     in_place: bool = field(default=False, kw_only=True)  # rows stay in the servers' pools
     step: int | None = field(default=None, kw_only=True)  # of the training loop
+    _decision: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _given_up: bool = field(default=False, init=False)
+    _counts: bool = field(default=False, init=False)
 
     def begin(self) -> None:
         """Returns when every server has taken its snapshot: training may go on."""
@@ -194,10 +207,35 @@ class DumpOperation(Operation):
                 "in_place": self.in_place,
                 "step": self.step,
             }
+            if self.in_place:
+                # Servers look for it: whether the checkpoint counts they will read there, too.
+                with (self.directory / self.operation / IN_PLACE_NAME).create() as marker:
+                    marker.write(self.operation.encode())
             self._ask_all(Verb.DUMP, arguments)
         except BaseException:
             self.give_up()
             raise
+
+    @contextlib.contextmanager
+    def kept_alive(self) -> Iterator[None]:
+        """Servers hear of this process while it is busy with something else: they would take it for dead."""
+        if not self.peers:
+            yield
+            return
+        over = threading.Event()
+
+        def ask() -> None:
+            while not over.wait(_KEEP_ALIVE_S):
+                with contextlib.suppress(PersiaError):  # who waits for the servers finds what is wrong
+                    self._ask_all(Verb.POLL)
+
+        thread = threading.Thread(target=ask, name=f"persia-{self.operation}-alive", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def finish(
         self, optimizer: dict[str, Any] | None = None, packets: Position | None = None
@@ -212,20 +250,62 @@ class DumpOperation(Operation):
             self.give_up()
             raise
 
+    def cancel(self) -> None:
+        """Too late once the manifest names the rows: from then on servers have to commit them."""
+        with self._decision:
+            if self._counts:
+                return
+            self._given_up = True
+        super().cancel()
+
+    def publish(self, manifest: bytes) -> None:
+        """After `finish`: from here on the rows count. FailedPreconditionError: they were given up."""
+        with self._decision:
+            if self._given_up:
+                raise FailedPreconditionError(f"{self.operation} was cancelled: dump again")
+            (self.directory / MANIFEST_NAME).replace(manifest)
+            self._counts = True
+
     def commit(self) -> None:
-        """After `finish` and once the manifest names the rows: those in place are what servers go back to."""
+        """After `publish`: rows in place are what servers go back to. Raises what keeps one from it."""
         if not self.in_place:
             return
+        self._last_progress = time.monotonic()
+        failures = [failure for failure in self._on_all(self._commit_at) if failure is not None]
+        if failures:
+            raise failures[0]
+
+    def _commit_at(self, peer: Peer) -> PersiaError | None:
+        """What keeps the server from it; None, too, for one that is silent: it will read the manifest."""
+        pause_s, deadline = _FIRST_POLL_S, Deadline(self.deadline_s)
+        request = Request(verb=Verb.POLL, operation=self.operation)
         try:
-            self._ask_all(Verb.APPLY)
-            self._await("committing", State.DONE)
-        except PersiaError as failure:
+            report = self._ask(peer, replace(request, verb=Verb.APPLY))
+            while report.state not in (State.DONE, State.FAILED) and not deadline.over:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+                report = self._ask(peer, request)
+        except UnavailableError as failure:
             get_default_logger().warning(
                 "the checkpoint in %s is complete, but a server was lost before it could say so; it will "
                 "find out when it starts again: %s",
                 self.directory,
-                failure,
+                str(failure),
             )
+            return None
+        except PersiaError as failure:
+            return failure
+        if report.error is not None:
+            return type(report.error)(
+                f"{peer} has lost its part of the checkpoint in {self.directory}, which cannot be loaded: "
+                f"{report.error}; dump again"
+            )
+        if report.state is not State.DONE:
+            return DeadlineExceededError(
+                f"{peer} has not committed the checkpoint in {self.directory} within {self.deadline_s:g} s "
+                "(PERSIA_DEADLINE_SEC): see to its device, and dump again"
+            )
+        return None
 
     def give_up(self) -> None:
         """Leaves nothing behind."""
@@ -274,6 +354,12 @@ class LoadOperation(Operation):
         section = manifest.embeddings
         if section is None:
             raise NotFoundError(f"{self.directory} has no embeddings: only its dense part was dumped")
+        if section.in_place and (fresh_state or not with_state):
+            raise InvalidArgumentError(
+                f"the rows of {self.directory} are in the servers' pools, where they keep the optimizer's "
+                "state: with_state=False (--without-state) is for checkpoints in files; dump to files, and "
+                "load those"
+            )
         config = train_config.hex() if train_config is not None else section.train_config
         if config is None and not section.in_place:
             raise FailedPreconditionError(

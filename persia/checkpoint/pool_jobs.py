@@ -9,9 +9,9 @@ from typing import Any
 from persia.checkpoint.fields import text_at
 from persia.checkpoint.manifest import is_dump_id
 from persia.checkpoint.server_job import ServerShare, TwoPhaseJob
-from persia.checkpoint.server_pool import PoolCheckpoint, ServerPool
+from persia.checkpoint.server_pool import IN_PLACE_NAME, PoolCheckpoint, ServerPool
 from persia.checkpoint.storage import Location
-from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
+from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError, StorageError
 from persia.logger import get_default_logger
 from persia.messaging.payloads import json_int
 
@@ -28,25 +28,24 @@ class PoolDumpJob(TwoPhaseJob):
     _kind = "dump"
 
     def __init__(self, operation: str, share: ServerShare, lease_s: float, arguments: dict[str, Any]) -> None:
-        """`arguments`: {"directory": URL of the manifest, "step": of the training loop or null,
-        "keep_small_rows": bool}.
+        """`arguments`: {"directory": URL of the manifest, "step": of the training loop or null}. Small rows
+        stay: to look for them all rows would be read, while the job waits for its answer.
         """
         super().__init__(operation, share, lease_s)
         if not is_dump_id(operation):
             raise InvalidArgumentError(f"{_WHAT}: {operation!r:.80} is not the name of a dump")
         self._pool = _required_pool(share, "in_place=True")
-        self._directory = str(Location.of(text_at(arguments, "directory", _WHAT)))
+        self._directory = Location.of(text_at(arguments, "directory", _WHAT))
         self._step = None if arguments.get("step") is None else json_int(arguments, "step", _WHAT)
         self._pool.settle()
-        if arguments.get("keep_small_rows") is not True:
-            share.store.remove_small_rows()
         self._num_rows = 0
         self._number = self._pool.store.request_checkpoint()
 
     def _work(self) -> None:
+        self._require_directory()
         checkpoint = PoolCheckpoint(
             operation=self.operation,
-            directory=self._directory,
+            directory=str(self._directory),
             step=self._step,
             prepared=self._await_prepared(),
         )
@@ -54,6 +53,15 @@ class PoolDumpJob(TwoPhaseJob):
         self._pool.prepare(checkpoint)
         self._await_apply()
         self._pool.finish(commit=True)
+
+    def _require_directory(self) -> None:
+        marker = self._directory / self.operation / IN_PLACE_NAME
+        if not marker.exists():
+            raise StorageError(
+                f"{marker} was written, and this server cannot see it: the directory of a checkpoint in "
+                f"place, {self._directory}, has to be one that all servers read, on a shared file system or "
+                "in a storage service"
+            )
 
     def _await_prepared(self) -> dict[str, int]:
         """Until all rows of the checkpoint are in the pool; raises what keeps them out."""
@@ -71,6 +79,8 @@ class PoolDumpJob(TwoPhaseJob):
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
     def _clean_up(self) -> None:
+        if self._is_closing:
+            return  # the manifest may name it any moment: what was prepared waits for the next start
         try:
             self._pool.settle()  # what was prepared may count all the same: its coordinator may be gone
         except PersiaError as failure:
@@ -110,7 +120,7 @@ class PoolLoadJob(TwoPhaseJob):
         self._pool.settle()
         checkpoint, stats = self._pool.checkpoint(), self._pool.stats()
         if checkpoint is None or checkpoint.operation != self._wanted:
-            has = "none" if checkpoint is None else f"{checkpoint.operation} (step {checkpoint.step})"
+            has = "none" if checkpoint is None else f"{_described(checkpoint)}"
             raise FailedPreconditionError(
                 f"the pool {self._pool.folder} goes back to another checkpoint than {self._wanted}: it has "
                 f"{has}; load the newest one, or one that was dumped to files"
@@ -131,6 +141,10 @@ class PoolLoadJob(TwoPhaseJob):
 
     def _total_rows(self) -> int:
         return self._num_rows
+
+
+def _described(checkpoint: PoolCheckpoint) -> str:
+    return f"{checkpoint.operation} (step {checkpoint.step}) of {checkpoint.directory}"
 
 
 def _required_pool(share: ServerShare, what: str) -> ServerPool:

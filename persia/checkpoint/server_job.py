@@ -91,6 +91,7 @@ class ServerJob(ABC):
         self._state = State.RUNNING
         self._error: PersiaError | None = None
         self._cancelled = False
+        self._is_closing = False
         self._may_end = True
         self._done_bytes = 0
         self._done_rows = 0
@@ -127,6 +128,11 @@ class ServerJob(ABC):
             self._cancelled = True
             self._changed.notify_all()
         self._thread.join(_STOP_S)
+
+    def close(self) -> None:
+        """`cancel`, as the server ends: its coordinator has not said so."""
+        self._is_closing = True
+        self.cancel()
 
     @abstractmethod
     def _work(self) -> None:

@@ -27,6 +27,7 @@ from persia.errors import (
     CorruptionError,
     FailedPreconditionError,
     NotFoundError,
+    PersiaError,
     StorageError,
     UnavailableError,
 )
@@ -36,7 +37,10 @@ from persia.messaging.payloads import json_int
 if TYPE_CHECKING:
     from persia._native import TierOptions
 
-__all__ = ["PoolCheckpoint", "ServerPool", "TierStore"]
+__all__ = ["IN_PLACE_NAME", "PoolCheckpoint", "ServerPool", "TierStore"]
+
+# In a dump's folder: what servers see of it when the directory is the one that the coordinator means.
+IN_PLACE_NAME = "in_place"
 
 _STATE_NAME = "server.json"
 _FORMAT = "pool of a persia server"
@@ -77,9 +81,17 @@ class PoolCheckpoint:
 
     def counts(self) -> bool:
         """Whether its manifest names it. StorageError: that cannot be read."""
+        place = Location.of(self.directory)
         try:
-            section = Manifest.read(Location.of(self.directory))[0].embeddings
-        except (NotFoundError, CorruptionError):
+            section = Manifest.read(place)[0].embeddings
+        except NotFoundError as failure:
+            if place.is_local and not os.path.isdir(place.path):
+                raise StorageError(
+                    f"{place} is no directory of this machine, and says whether {self.operation} counts: "
+                    "mount it; an empty directory of that name says that it does not"
+                ) from failure
+            return False
+        except CorruptionError:
             return False  # nobody can load it
         return section is not None and section.in_place and section.dump_id == self.operation
 
@@ -171,12 +183,11 @@ class ServerPool:
         from persia._native import TierOptions
 
         storage = self._storage
-        has_pool = (self.folder / "rows.pool").exists()
         return TierOptions(
             directory=str(self.folder),
             kind=storage.kind,
             # A pool that was made, or grown, larger than the configuration says stays so.
-            size_bytes=max(storage.size_bytes, _size_of(self.folder) if has_pool else 0),
+            size_bytes=max(storage.size_bytes, _size_of(self.folder) if self._has_rows else 0),
             cache_rows=storage.cache_rows,
             syncs=storage.syncs,
             num_threads=self._num_threads,
@@ -197,6 +208,10 @@ class ServerPool:
             checkpoint.operation,
             checkpoint.directory,
         )
+
+    @property
+    def _has_rows(self) -> bool:
+        return (self.folder / "rows.pool").exists()
 
     @property
     def store(self) -> TierStore:
@@ -242,8 +257,18 @@ class ServerPool:
 
     def settle(self) -> None:
         """Finishes what a coordinator has left open. StorageError: whether it counts cannot be read."""
-        if self._state.prepared is not None:
-            self.finish(commit=self._state.prepared.counts())
+        prepared = self._state.prepared
+        if prepared is None:
+            return
+        if self.stats()["committed"] == prepared.number:  # and only the state could not be written
+            self._write(replace(self._state, committed=prepared, prepared=None))
+            return
+        counts = prepared.counts()
+        try:
+            self.finish(commit=counts)
+        except FailedPreconditionError as failure:  # the rows were cleared, or loaded, since
+            _warn_lost(failure)
+            self._write(replace(self._state, prepared=None))
 
     def close(self) -> None:
         """Leaves the folder to others; the store has to be gone, too. Idempotent."""
@@ -255,13 +280,19 @@ class ServerPool:
         try:
             content = self._file.read(max_bytes=_MAX_STATE_BYTES)
         except NotFoundError:
-            if (self.folder / "rows.pool").exists():
+            if self._has_rows:
                 raise FailedPreconditionError(
                     f"{self.folder} has a pool and no {_STATE_NAME}, which says whose rows they are: give "
                     "another storage.path, or remove the pool"
                 ) from None
             return wanted
-        found = _State.decode(content, str(self._file))
+        try:
+            found = _State.decode(content, str(self._file))
+        except CorruptionError as failure:
+            raise CorruptionError(
+                f"{failure}; if it is damaged, remove the folder {self.folder}, and load a checkpoint from "
+                "files"
+            ) from failure
         if (found.index, found.replicas) != (wanted.index, wanted.replicas):
             raise FailedPreconditionError(
                 f"{self.folder} has the rows of server {found.index} of {found.replicas}, and this is server "
@@ -283,6 +314,10 @@ class ServerPool:
         prepared = self._state.prepared
         if prepared is None:
             return
+        if not self._has_rows:
+            get_default_logger().warning("the pool in %s is gone, with all its rows", self.folder)
+            self._state = replace(self._state, committed=None, prepared=None)
+            return
         from persia._native import commit_pool, inspect_pool
 
         committed = inspect_pool(str(self.folder))["committed"] == prepared.number
@@ -291,13 +326,18 @@ class ServerPool:
                 commit_pool(str(self.folder), **prepared.prepared)
                 committed = True
             except FailedPreconditionError as failure:
-                get_default_logger().warning("a checkpoint of the job is lost: %s", failure)
+                _warn_lost(failure)
         last = prepared if committed else self._state.committed
         self._state = replace(self._state, committed=last, prepared=None)
 
     def _write(self, state: _State) -> None:
         self._file.replace(state.encode())
         self._state = state
+
+
+def _warn_lost(failure: PersiaError) -> None:
+    # As text: who keeps the log record would keep frames, and the store.
+    get_default_logger().warning("a checkpoint of the job is lost: %s", str(failure))
 
 
 def _folder(storage: StorageConfig, index: int) -> Path:

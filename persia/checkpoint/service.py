@@ -53,10 +53,10 @@ class CheckpointService:
         return job.report()
 
     def close(self) -> None:
-        """Ends what runs."""
+        """Ends what runs, as the server does."""
         job = self._running()
         if job is not None:
-            job.cancel()
+            job.close()
 
     def _begin(self, request: Request) -> ServerJob:
         with self._lock:

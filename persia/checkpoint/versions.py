@@ -16,7 +16,7 @@ from persia.checkpoint.storage import Location
 from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError
 from persia.logger import get_default_logger
 
-__all__ = ["LATEST_NAME", "checkpoints_at", "keep_newest", "resolve", "version_name"]
+__all__ = ["LATEST_NAME", "checkpoints_at", "keep_newest", "resolve", "set_latest", "version_name"]
 
 LATEST_NAME = "latest"
 _VERSION = re.compile(r"step-(\d{12,20})")
@@ -55,9 +55,13 @@ def checkpoints_at(location: Location) -> list[Location]:
     return [location] if (location / MANIFEST_NAME).exists_replaced() else _versions(location)
 
 
-def keep_newest(root: Location, newest: str, keep_last: int) -> None:
-    """Points `latest` to `newest`, and removes all but the last `keep_last` checkpoints up to it."""
+def set_latest(root: Location, newest: str) -> None:
+    """Lets loads of `root` find `newest`, which is complete."""
     (root / LATEST_NAME).replace(encode_pointer(newest))
+
+
+def keep_newest(root: Location, newest: str, keep_last: int) -> None:
+    """Removes all but the last `keep_last` checkpoints up to `newest`."""
     others = [version for version in _versions(root) if version.name != newest]
     # What is numbered above the newest belongs to a run that was given up: it goes first.
     others.sort(key=lambda version: _step_of(version) < _step_of(root / newest))

@@ -450,6 +450,7 @@ def test_a_server_that_has_restarted_is_named(tmp_path: Path) -> None:
     class Restarting(LocalPeer):
         def call(self, request: Request, timeout_s: float) -> Report:
             if request.verb is Verb.POLL:
+                self._service.close()  # what has ended writes no more
                 (self._service,) = services([make_bags()])
             return super().call(request, timeout_s)
 

@@ -165,7 +165,7 @@ def test_rows_and_dense_part_go_back_together(kind: str, root: Path, tmp_path: P
     job.leave()
 
 
-def _prepare(job: PoolJob, directory: Path, step: int) -> Manifest:
+def prepare(job: PoolJob, directory: Path, step: int) -> Manifest:
     """All that servers do of a dump before they are told that it counts; the manifest that would say so."""
     operation, entries = make_dump_id(), []
     for pool in job.pools:
@@ -198,7 +198,7 @@ def test_a_server_that_ends_before_it_is_told_does_what_the_manifest_says(
     job.set_rows(1.0)
     job.checkpoints.dump(tmp_path / "c", step=1, in_place=True)
     job.set_rows(2.0)
-    manifest = _prepare(job, tmp_path / "c", step=2)
+    manifest = prepare(job, tmp_path / "c", step=2)
     job.set_rows(3.0)
     if counts:
         (tmp_path / "c" / MANIFEST_NAME).write_bytes(manifest.encode())
@@ -240,7 +240,7 @@ def test_a_dump_that_is_given_up_leaves_the_one_before(root: Path, tmp_path: Pat
 def test_a_coordinator_that_is_gone_leaves_what_the_manifest_says(root: Path, tmp_path: Path) -> None:
     job = PoolJob(storage_at(root))
     job.set_rows(1.0)
-    manifest = _prepare(job, tmp_path / "c", step=2)
+    manifest = prepare(job, tmp_path / "c", step=2)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / MANIFEST_NAME).write_bytes(manifest.encode())
     for pool in job.pools:  # what a server does when nobody asks any more
@@ -359,9 +359,10 @@ def test_a_damaged_state_is_refused(edit: dict[str, Any], root: Path) -> None:
     whole = json.loads(path.read_text())
     del whole["checksum"]  # version 1 had none: what is wrong is the field alone
     path.write_text(json.dumps({**whole, "version": 1, **edit}))
-    _refused(storage_at(root), CorruptionError, r"server\.json")
+    refused = r"server\.json.* remove the folder .*server-0, and load a checkpoint from files"
+    _refused(storage_at(root), CorruptionError, refused)
     path.write_bytes(b"{")
-    _refused(storage_at(root), CorruptionError, r"server\.json")
+    _refused(storage_at(root), CorruptionError, refused)
 
 
 def test_rows_in_place_have_no_files(root: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from persia.checkpoint.manifest import Manifest
 from persia.checkpoint.storage import Location
-from persia.checkpoint.versions import keep_newest, resolve, version_name
+from persia.checkpoint.versions import keep_newest, resolve, set_latest, version_name
 from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError
 
 
@@ -18,6 +18,12 @@ def make(root: Path, step: int) -> str:
     return name
 
 
+def publish(root: Location, step: int, *, keep_last: int) -> None:
+    name = make(Path(root.path), step)
+    set_latest(root, name)
+    keep_newest(root, name, keep_last)
+
+
 def kept(root: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
 
@@ -25,18 +31,18 @@ def kept(root: Path) -> list[int]:
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     root = Location.of(tmp_path)
     for step in (1, 20, 300, 4000):
-        keep_newest(root, make(tmp_path, step), 2)
+        publish(root, step, keep_last=2)
         assert resolve(root).name == version_name(step)
     assert kept(tmp_path) == [300, 4000]
-    keep_newest(root, make(tmp_path, 5000), 1)
+    publish(root, 5000, keep_last=1)
     assert kept(tmp_path) == [5000]
 
 
 def test_a_run_begun_again_from_an_older_step_replaces_the_newer_ones(tmp_path: Path) -> None:
     root = Location.of(tmp_path)
     for step in (10, 20, 30):
-        keep_newest(root, make(tmp_path, step), 3)
-    keep_newest(root, make(tmp_path, 15), 2)
+        publish(root, step, keep_last=3)
+    publish(root, 15, keep_last=2)
     assert resolve(root).name == version_name(15)
     assert kept(tmp_path) == [10, 15]
 
