@@ -37,8 +37,10 @@ class RankExchange:
         self._held: object = None
 
     def load_weights(self, weights: Sequence[tuple[StoreModule, torch.Tensor]]) -> None:
-        """Rank 0's weights into the modules of all ranks. Rows in servers are written by rank 0 alone; every
-        rank goes on when they are there, or raises: what is loaded next is not written over.
+        """Rank 0's weights into the modules of all ranks.
+
+        Rows in servers are written by rank 0 alone. Every rank goes on when they are there, or raises: what
+        is loaded next is not written over.
         """
         if not self._in_servers:
             for module, weight in weights:

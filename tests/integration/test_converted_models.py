@@ -460,6 +460,10 @@ def rank_loads(rank: int) -> None:
             servers.load(folder)
         dist.barrier()
         assert torch.equal(other.single.rows.read(ids), expected)
+        padded = nn.Embedding(5, 4, padding_idx=1)
+        nn.init.normal_(padded.weight)
+        expected = from_rank_0(padded.weight[1], group)
+        assert torch.equal(convert(padded, rule, process_group=group, servers=servers).padding_row, expected)
 
 
 @contextlib.contextmanager
