@@ -46,7 +46,7 @@ from persia.data.stream import StreamReceiver
 from persia.data.training_batch import PersiaTrainingBatch
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.backend import EmbeddingBackend
-from persia.embedding.consistency import mode_name
+from persia.embedding.consistency import mode_names
 from persia.embedding.counters import Counters, CounterValues, Staleness
 from persia.embedding.current import current_context, own_context
 from persia.embedding.data import PersiaBatch
@@ -185,7 +185,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
     @property
     def staleness(self) -> Staleness:
         """How stale the embeddings of the batches trained so far were, as the servers measured it."""
-        return self._counters.staleness(partial(mode_name, self.consistency, self.backend.slot_modes))
+        return self._counters.staleness(partial(mode_names, self.consistency, self.backend.slot_modes))
 
     def prepare_features(
         self, batch: PersiaTrainingBatch
@@ -593,8 +593,9 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
 
     def _staleness_by_mode(self, backend: EmbeddingBackend) -> dict[str, tuple[int, float]]:
         """(largest, mean) that the batches trained have had."""
-        first = mode_name(self.consistency, backend.slot_modes, ~0)
-        return {first: (0, 0.0)} | {mode: (m.max, m.mean) for mode, m in self.staleness.by_mode.items()}
+        names = mode_names(self.consistency, backend.slot_modes, ~0)
+        measured = {mode: (m.max, m.mean) for mode, m in self.staleness.by_mode.items()}
+        return dict.fromkeys(names, (0, 0.0)) | measured
 
     def _queue_depths(self) -> dict[str, int]:
         prefetchers = list(self._prefetchers)

@@ -56,7 +56,16 @@ class Cluster:
         self._observer = ProcessObserver(source, self.session, settings)
         self._observer.serving = True
 
-    def announce(self, role: str, index: int, replicas: int, *, address: str = "", schema: str = "") -> None:
+    def announce(
+        self,
+        role: str,
+        index: int,
+        replicas: int,
+        *,
+        address: str = "",
+        schema: str = "",
+        slot_modes: tuple[str, ...] = (),
+    ) -> None:
         """Makes this process known as replica `index` of `role`, until `close`."""
         info = ServiceInfo(
             role=role,
@@ -67,6 +76,7 @@ class Cluster:
             schema=schema,
             pid=os.getpid(),
             status_address="" if self._observer is None else self._observer.address,
+            slot_modes=slot_modes,
         )
         announcer = Announcer(self.session, info)
         announcer.start()

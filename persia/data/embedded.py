@@ -85,7 +85,9 @@ class EmbeddedJob:
         try:
             session = self._worker.session
             session.respond(session.subjects.ids(0), IdsResponder(self._register))
-            self._worker.announce(EMBEDDING_WORKER, 0, 1, schema=slots.schema_hash())
+            self._worker.announce(
+                EMBEDDING_WORKER, 0, 1, schema=slots.schema_hash(), slot_modes=slots.slot_modes
+            )
         except BaseException:
             self._worker.close()
             raise

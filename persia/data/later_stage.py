@@ -39,6 +39,9 @@ class _LaterLookup:
             service.look_up_later(batch, self.stage)
         except Exception as failure:
             get_default_logger().error("%s", failure, extra={"batch_id": batch.batch_id})
+            # Not left to the batch's finalizer: the failure, which this future keeps, keeps the batch.
+            if batch.lease is not None:
+                service.releaser.abandon(batch.lease)
             self.future.set_exception(failure)
         else:
             self.future.set_result(batch)

@@ -95,7 +95,10 @@ class LookupService:
         return batch
 
     def look_up_later(self, batch: PersiaTrainingBatch, stage: Stage) -> None:
-        """Adds the slots of a stage between the first and the batch's step. Raises as `look_up` does."""
+        """Adds the slots of a stage between the first and the batch's step.
+
+        Ends by the backend's deadline; an error names the batch, which is still to be given up then.
+        """
         what = f"the lookup of the slots with embedding_staleness={stage.mode.bound}"
         reference = batch.result.reference
         batch.rest.append(self._look_up_part(batch.batch_id, reference, stage.parts, what))

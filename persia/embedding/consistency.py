@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from persia.errors import InvalidArgumentError
 
-__all__ = ["ALL_PARTS", "Consistency", "Mode", "Stage", "mode_name", "stages"]
+__all__ = ["ALL_PARTS", "Consistency", "Mode", "Stage", "mode_names", "stages"]
 
 ALL_PARTS = 0  # a lookup of all slots; otherwise a bit for each part
 
@@ -104,7 +104,10 @@ def stages(job: Mode, slot_modes: Sequence[str]) -> list[Stage]:
     return [Stage(modes[key], parts[key]) for key in sorted(parts, reverse=True)]
 
 
-def mode_name(job: Consistency, slot_modes: Sequence[str], parts: int) -> str:
-    """What the mode of a lookup's slots is called where staleness is shown."""
+def mode_names(job: Consistency, slot_modes: Sequence[str], parts: int) -> list[str]:
+    """What the modes of a lookup's slots are called where staleness is shown.
+
+    Several, where slots share a bound and so a lookup: one of their own with the job's, for one.
+    """
     texts = [text for part, text in enumerate(slot_modes) if parts >> part & 1]
-    return job.value if "" in texts or not texts else texts[0]
+    return list(dict.fromkeys(text or job.value for text in texts)) or [job.value]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from persia._native import ReturnReport
 
@@ -22,8 +22,10 @@ class CounterValues:
     batches_received: int = 0  # announced by loaders and queued, or made by a local data set
     batches_trained: int = 0  # their gradients were applied
     batches_evaluated: int = 0  # looked up without expecting gradients
-    batches_released: int = 0  # given up without gradients: skipped by the script, or left over at the end
-    batches_failed: int = 0  # lookup or gradient return failed; the error was raised
+    # Given up without gradients: skipped by the script, left over at the end, or after a later lookup, of
+    # slots of another mode, has failed; the error was raised.
+    batches_released: int = 0
+    batches_failed: int = 0  # the first lookup or the gradient return failed; the error was raised
     gradients_submitted: int = 0  # batches handed to gradient return by backward()
     nonfinite_slots: int = 0  # slots whose gradient had NaN or Inf, and was not applied
     skipped_slots: int = 0  # slots that the loss did not reach
@@ -106,12 +108,13 @@ class Counters:
         with self._lock:
             return CounterValues(**self._values)
 
-    def staleness(self, name_of: Callable[[int], str] = str) -> Staleness:
-        """`name_of` parts of the slots that were looked up together: their mode's."""
+    def staleness(self, names_of: Callable[[int], Iterable[str]] = lambda parts: (str(parts),)) -> Staleness:
+        """`names_of` parts of the slots that were looked up together: their modes'."""
         with self._lock:
             by_mode: dict[str, _Measured] = {}
             for parts, measured in self._staleness_by_parts.items():
-                by_mode.setdefault(name_of(parts), _Measured()).join(measured)
+                for name in names_of(parts):
+                    by_mode.setdefault(name, _Measured()).join(measured)
             return Staleness(
                 max=self._staleness.max,
                 mean=self._staleness.mean,

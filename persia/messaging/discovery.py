@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from functools import partial
 
@@ -61,6 +61,11 @@ class ServiceInfo:
     def decode(cls, payload: bytes) -> ServiceInfo:
         """Raises `CorruptionError` on anything that a service could not have sent."""
         values = json_object(payload, "service info")
+        if missing := [field.name for field in fields(cls) if field.name not in values]:
+            raise CorruptionError(
+                f"service info: {', '.join(missing)} is missing: it comes from another version of persia, "
+                "probably; run one version in a job"
+            )
         text_keys = ("role", "incarnation", "address", "schema", "status_address")
         texts = {key: values.get(key) for key in text_keys}
         for key, text in texts.items():
@@ -81,7 +86,7 @@ class ServiceInfo:
             schema=str(texts["schema"]),
             pid=pid,
             status_address=str(texts["status_address"]),
-            slot_modes=_decode_slot_modes(values.get("slot_modes")),
+            slot_modes=_decode_slot_modes(values["slot_modes"], of_worker=texts["role"] == EMBEDDING_WORKER),
         )
 
     def __str__(self) -> str:
@@ -371,8 +376,10 @@ def _decode_incarnation(text: str) -> int:
     raise CorruptionError(f"service info: incarnation is {text!r}, not 16 hex digits")
 
 
-def _decode_slot_modes(value: object) -> tuple[str, ...]:
+def _decode_slot_modes(value: object, *, of_worker: bool) -> tuple[str, ...]:
     modes = value if isinstance(value, list) else [None]
+    if of_worker and not modes:
+        raise CorruptionError("service info: slot_modes is empty, and an embedding worker has slots")
     if len(modes) > MAX_SLOT_MODES or not all(isinstance(m, str) and _SLOT_MODE.fullmatch(m) for m in modes):
         raise CorruptionError(f"service info: slot_modes is {str(value)[:100]!r}, not a list of modes")
     return tuple(modes)

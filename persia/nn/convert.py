@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,12 @@ from torch.nn.utils import parametrize
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Optimizer
 from persia.errors import InvalidArgumentError, InvalidTypeError
-from persia.nn.embedding_bag_collection import prefix_bits
+from persia.nn.embedding_bag_collection import check_optimizer, prefix_bits
 from persia.nn.pending_updates import PendingUpdates
 from persia.nn.replicas import RankExchange, from_rank_0
 from persia.nn.server_table import ServerTable
 from persia.nn.servers import Servers
-from persia.nn.store_embedding import StoreEmbedding, StoreEmbeddingBag, StoreRows
+from persia.nn.store_embedding import StoreEmbedding, StoreEmbeddingBag, StoreModule, StoreRows
 
 __all__ = ["convert", "slots_for"]
 
@@ -62,9 +62,10 @@ def convert(
         count_updates: of each row, for `export(min_updates=...)`; costs at most 16 bytes a row. Not with
             servers.
         process_group: its ranks train one model: rows begin as rank 0's and get the mean gradient of all
-            ranks, as with DDP. Every rank must then call `backward()` equally often.
+            ranks, as with DDP. Every rank must then call `backward()` equally often. Not with `admit_after`.
         servers: of `job_servers`: rows are in the job's parameter servers, in slots named as the modules are;
-            what the slots had before is overwritten. A lookup waits for its rows, and `backward()` until the
+            what the slots had before is overwritten. All models on them have one optimizer and one
+            embedding_config, without `admit_after`. A lookup waits for its rows, and `backward()` until the
             gradients are applied; either raises where a server does not answer in `PERSIA_DEADLINE_SEC`.
             None: in this process.
 
@@ -73,7 +74,8 @@ def convert(
 
     Raises:
         InvalidArgumentError: nothing to convert; or an embedding that a store cannot stand for, named with
-            the reason; or servers without a slot for it. The model is then as it was.
+            the reason; or servers without a slot for it, or with another optimizer for the rows of an
+            earlier `convert`. The model is then as it was.
         InvalidTypeError: no module, or no optimizer of `persia.embedding.optim`.
 
     Example:
@@ -82,10 +84,13 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
+    check_optimizer(optimizer)
     if count_updates and servers is not None:
+        raise InvalidArgumentError("count_updates=True with servers, which do not count them: leave it out")
+    if embedding_config.admit_after > 1 and (servers is not None or process_group is not None):
         raise InvalidArgumentError(
-            "count_updates=True with servers, which do not count them: leave it out; admit_after of the "
-            "embedding config keeps rare IDs from getting rows"
+            f"embedding_config has admit_after={embedding_config.admit_after}, and an update with servers or "
+            "process_group may look its IDs up once more, which would count: leave it out"
         )
     chosen = _chosen(model, select)
     _check_all(model, chosen)
@@ -96,6 +101,7 @@ def convert(
     weights = _weights(chosen)
     if servers is not None:
         servers.check({name: module.embedding_dim for name, module in weights.values()})
+        servers.check_train_config(optimizer.train_config(embedding_config))
     rows_of = {
         weight: StoreRows(
             name,
@@ -110,10 +116,15 @@ def convert(
         )
         for weight, (name, module) in weights.items()
     }
-    replacements: dict[int, nn.Module] = {}  # by the module's identity
-    for module in chosen.values():
-        weight = module.weight if process_group is None else from_rank_0(module.weight, process_group)
-        replacements[id(module)] = _replacement(module, rows_of[id(module.weight)], weight)
+    # By the module's identity.
+    replacements = {id(m): _replacement(m, rows_of[id(m.weight)]) for m in chosen.values()}
+    taken_over = [(replacements[id(module)], module.weight.detach()) for module in chosen.values()]
+    if exchange is not None:
+        exchange.load_weights(taken_over)
+    else:
+        for replacement, weight in taken_over:
+            replacement.load_weight(weight)
+    del taken_over
     for module in chosen.values():
         module.weight.data = module.weight.new_empty(0, module.embedding_dim)
     return _replaced(model, replacements)
@@ -204,17 +215,16 @@ def _reason_against(module: _Original) -> str | None:
     return None
 
 
-def _replacement(module: _Original, rows: StoreRows, weight: torch.Tensor) -> nn.Module:
-    replacement: StoreEmbedding | StoreEmbeddingBag
+def _replacement(module: _Original, rows: StoreRows) -> StoreModule:
+    replacement: StoreModule
     if isinstance(module, nn.Embedding):
         replacement = StoreEmbedding(rows, module.padding_idx)
     else:
         replacement = StoreEmbeddingBag(rows, module.mode, module.padding_idx, module.include_last_offset)
-    replacement.load_weight(weight.detach())
-    return replacement.train(module.training)
+    return replacement.to(module.weight.device).train(module.training)
 
 
-def _replaced(model: nn.Module, replacements: dict[int, nn.Module]) -> nn.Module:
+def _replaced(model: nn.Module, replacements: Mapping[int, nn.Module]) -> nn.Module:
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if id(child) in replacements:

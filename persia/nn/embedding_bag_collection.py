@@ -187,11 +187,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             FailedPreconditionError: what cannot change while there are rows, such as the kind of optimizer.
             InvalidTypeError: no optimizer of `persia.embedding.optim`.
         """
-        if not isinstance(optimizer, Optimizer):
-            raise InvalidTypeError(
-                f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}, must be one of "
-                "persia.embedding.optim, such as SGD, Adagrad or Adam"
-            )
+        check_optimizer(optimizer)
         self.register_embedding_optimizer(optimizer)
 
     def register_embedding_optimizer(self, optimizer: Optimizer) -> None:
@@ -378,6 +374,15 @@ class _PooledLookup(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None, None]:
         ctx.module._update(ctx.batch, gradient)
         return None, None, None, None, None
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Raises InvalidTypeError unless it is one of `persia.embedding.optim`."""
+    if not isinstance(optimizer, Optimizer):
+        raise InvalidTypeError(
+            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}, must be one of "
+            "persia.embedding.optim, such as SGD, Adagrad or Adam"
+        )
 
 
 def _slots_config(slots: Mapping[str, int | SlotConfig]) -> SlotsConfig:

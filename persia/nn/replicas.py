@@ -19,6 +19,7 @@ from torch import distributed as dist
 
 from persia.errors import ResourceExhaustedError, UnavailableError
 from persia.nn.pending_updates import BagGradients, PendingUpdates, Uses
+from persia.nn.store_embedding import StoreModule
 
 __all__ = ["RankExchange", "from_rank_0"]
 
@@ -34,6 +35,24 @@ class RankExchange:
         self._in_servers = in_servers
         self._device = _device_of(group)
         self._held: object = None
+
+    def load_weights(self, weights: Sequence[tuple[StoreModule, torch.Tensor]]) -> None:
+        """Rank 0's weights into the modules of all ranks.
+
+        Rows in servers are written by rank 0 alone. Every rank goes on when they are there, or raises: what
+        is loaded next is not written over.
+        """
+        if not self._in_servers:
+            for module, weight in weights:
+                module.load_weight(from_rank_0(weight, self._group))
+            return
+        with self.together():
+            if dist.get_rank(self._group) == 0:
+                for module, weight in weights:
+                    module.load_weight(weight)
+        for module, _ in weights:
+            for buffer in module.buffers():
+                buffer.copy_(from_rank_0(buffer, self._group))
 
     def __call__(self, updates: PendingUpdates, uses: Uses) -> Uses:
         numbers = range(len(updates.rows))

@@ -35,7 +35,7 @@ class ServerBatch:
     ) -> None:
         self.values = values
         self.lengths = lengths
-        self.is_updated = False
+        self.outcome = ""  # of its update, where there was one
         self.leases = [BatchLease(next(_numbers), reference, lambda: None) for reference in references]
         for lease in self.leases:
             lease.watch(self, servers.releaser)
@@ -79,16 +79,17 @@ class ServerTable:
 
     def update(self, batch: ServerBatch, gradients: NDArray[np.float32]) -> Updated:
         """Returns when the servers have applied the gradients. Raises what kept them from it."""
-        if batch.is_updated:
-            raise FailedPreconditionError(
-                "the rows of this batch have been updated already: add up the losses and call backward once"
-            )
-        batch.is_updated = True
+        if batch.outcome:
+            raise FailedPreconditionError(f"the rows of this batch {batch.outcome}")
+        batch.outcome = "were not, or only partly, updated by a backward that failed: look them up again"
         if len(batch.leases) == 1:
-            return self._return(batch.leases[0], gradients)
-        for lease in batch.leases:
-            self._servers.releaser.abandon(lease)
-        return self._update_distinct(batch, gradients)
+            updated = self._return(batch.leases[0], gradients)
+        else:
+            for lease in batch.leases:
+                self._servers.releaser.abandon(lease)
+            updated = self._update_distinct(batch, gradients)
+        batch.outcome = "have been updated already: add up the losses and call backward once"
+        return updated
 
     def set_rows(self, slot: int, ids: NDArray[np.uint64], rows: NDArray[np.float32]) -> None:
         signs = slot_signs(self._servers.slots, self._slot, ids)
@@ -136,9 +137,11 @@ class ServerTable:
             report = self._servers.backend.return_gradients(
                 lease.reference, [(self._slot, gradients)], scale=1.0
             )
-        except PersiaError as failure:
+        except BaseException as failure:  # also what a signal's handler raised
             lease.unclaim()
             self._servers.releaser.abandon(lease)
+            if not isinstance(failure, PersiaError):
+                raise
             raise type(failure)(
                 f"the rows of {self._slot!r} were not, or only partly, updated: {failure}"
             ) from failure

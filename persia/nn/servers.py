@@ -131,7 +131,21 @@ class Servers:
             return f"has the slot {name!r} pooled by something else than a plain sum"
         if slot.hash_stack is not None:
             return f"has the slot {name!r} with a hash stack, where IDs have no row of their own"
+        if (slot.admit_after or 1) > 1:
+            return (
+                f"has the slot {name!r} with admit_after={slot.admit_after}, which would count the lookups "
+                "that updates repeat, too"
+            )
         return ""
+
+    def check_train_config(self, config: TrainConfig) -> None:
+        """That rows which are here already would not get another one: a job has one for all rows."""
+        if self._configured not in (b"", config.encode()):
+            raise InvalidArgumentError(
+                "the servers have rows of an earlier convert() with another optimizer or embedding_config, "
+                "and a job has one for all of its rows: pass the same here; slots can have their own in the "
+                "embedding config (slots_config.<slot>.optimizer)"
+            )
 
     def configure(self, config: TrainConfig) -> None:
         """Gives all servers their training config, unless they have it from here already."""
@@ -150,7 +164,10 @@ class Servers:
         self._checkpoints.dump(url, step=step, keep_last=keep_last)
 
     def load(self, url: str | os.PathLike[str], *, strict: bool = True) -> None:
-        """Replaces all rows of all servers by those of a checkpoint. One rank calls it, after `convert`."""
+        """Replaces all rows of all servers by those of a checkpoint. One rank calls it, after `convert`.
+
+        Other ranks must not look up before it is done: let them wait, as by `torch.distributed.barrier()`.
+        """
         self._checkpoints.load(Source(url), strict=strict)
 
     def close(self) -> None:

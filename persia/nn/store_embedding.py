@@ -17,7 +17,7 @@ from persia.nn.embedding_bag_collection import EmbeddingBagCollection
 from persia.nn.engine import Engine
 from persia.nn.pending_updates import BagGradients, PendingUpdates
 
-__all__ = ["StoreEmbedding", "StoreEmbeddingBag", "StoreRows"]
+__all__ = ["StoreEmbedding", "StoreEmbeddingBag", "StoreModule", "StoreRows"]
 
 SLOT = "rows"
 _BLOCK_BYTES = 64 << 20  # of a weight that is taken over at a time
@@ -163,7 +163,7 @@ class _PooledRows(torch.autograd.Function):
         return None, None, None, None
 
 
-class _OverStoreRows(nn.Module):
+class StoreModule(nn.Module):
     """What both modules share: no parameters; `load_state_dict` takes the original's weight over."""
 
     def __init__(self, rows: StoreRows, padding_idx: int | None) -> None:
@@ -205,7 +205,7 @@ class _OverStoreRows(nn.Module):
         self.rows.take_over(weight)
 
 
-class StoreEmbedding(_OverStoreRows):
+class StoreEmbedding(StoreModule):
     """`nn.Embedding` over a store: one row for each ID.
 
     The row of `padding_idx` is constant, as in torch, where it never has a gradient: a buffer, `padding_row`.
@@ -236,7 +236,7 @@ class StoreEmbedding(_OverStoreRows):
         return "" if self.padding_idx is None else f"padding_idx={self.padding_idx}"
 
 
-class StoreEmbeddingBag(_OverStoreRows):
+class StoreEmbeddingBag(StoreModule):
     """`nn.EmbeddingBag` over a store, for `mode` "sum" and "mean"."""
 
     def __init__(

@@ -9,6 +9,7 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.nn import convert, export, job_servers, slots_for
+from persia.nn.replicas import from_rank_0
 from persia.testing import LocalCluster
 from persia.utils import dump_yaml
 
@@ -93,7 +95,8 @@ def table(model: nn.Module) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    config = {"slots_config": {**table(Model()), **DEEPFM_SLOTS, "summed": {"dim": 4, "sqrt_scaling": True}}}
+    refused = {"summed": {"dim": 4, "sqrt_scaling": True}, "admitting": {"dim": 4, "admit_after": 3}}
+    config = {"slots_config": {**table(Model()), **DEEPFM_SLOTS, **refused}}
     with LocalCluster(
         embedding_config=config, parameter_servers=2, env={"PERSIA_DEADLINE_SEC": "20"}
     ) as made:
@@ -227,11 +230,28 @@ def test_lookups_without_a_gradient_are_given_up(servers: Any) -> None:
     for _ in range(3):
         model(torch.tensor([1]))
     gc.collect()
+    wait_for_released(servers, 3)
+    assert servers.counts.batches_trained == 1
+
+
+def wait_for_released(servers: Any, count: int) -> None:
     deadline = time.monotonic() + 20
-    while servers.counts.batches_released < 3:
+    while servers.counts.batches_released < count:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert servers.counts.batches_trained == 1
+
+
+def test_an_interrupted_backward_gives_its_lookup_up(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    model = convert(nn.Embedding(5, 4), SGD(lr=1.0), servers=servers)
+    loss = model(torch.tensor([1])).sum()
+    with monkeypatch.context() as patch:
+        patch.setattr(servers.backend, "return_gradients", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    wait_for_released(servers, 1)
 
 
 def test_dump_and_load(servers: Any, tmp_path: Path) -> None:
@@ -262,6 +282,33 @@ def test_slots_that_do_not_fit_are_named_and_nothing_is_changed(
         convert(model, SGD(lr=1.0), servers=servers)
     assert sum(servers.backend.sizes()) == 0
     assert all(isinstance(child, nn.Embedding) for child in model.children())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "config"),
+    [(SGD(lr=0.5), {}), (Adagrad(**RULE), {}), (SGD(lr=1.0), {"weight_bound": 0.5})],
+)
+def test_one_optimizer_for_all_rows_of_a_job(servers: Any, optimizer: Any, config: Any) -> None:
+    model = convert(nn.Embedding(5, 4), SGD(lr=1.0), servers=servers)
+    convert(nn.ModuleDict({"mean": nn.Embedding(5, 4)}), SGD(lr=1.0), servers=servers)
+    before = model(torch.arange(5)).detach()
+    other = nn.ModuleDict({"mean": nn.Embedding(50, 4)})
+    config = EmbeddingConfig(**{"weight_bound": 0.0, **config})
+    with pytest.raises(InvalidArgumentError, match="another optimizer.*a job has one"):
+        convert(other, optimizer, embedding_config=config, servers=servers)
+    assert isinstance(other["mean"], nn.Embedding)
+    assert sum(servers.backend.sizes()) == 10
+    model(torch.arange(5)).sum().backward()
+    torch.testing.assert_close(model(torch.arange(5)), before - 1)
+
+
+def test_admission_by_batches_is_refused(servers: Any) -> None:
+    config = EmbeddingConfig(admit_after=2)
+    with pytest.raises(InvalidArgumentError, match="admit_after=2"):
+        convert(nn.Embedding(5, 4), SGD(lr=1.0), embedding_config=config, servers=servers)
+    with pytest.raises(InvalidArgumentError, match="the slot 'admitting' with admit_after=3"):
+        convert(nn.ModuleDict({"admitting": nn.Embedding(5, 4)}), SGD(lr=1.0), servers=servers)
+    assert sum(servers.backend.sizes()) == 0
 
 
 def test_after_the_block_the_model_says_so(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,11 +342,12 @@ def test_rows_that_do_not_fit_into_the_servers_are_an_error(monkeypatch: pytest.
 def test_a_gradient_that_cannot_be_applied_is_an_error_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """First a worker that restarts after the lookup, then a server that dies after it."""
     config = {"slots_config": {"Embedding": {"dim": 4}}}
-    with LocalCluster(
-        embedding_config=config, parameter_servers=2, env={"PERSIA_DEADLINE_SEC": "3"}
-    ) as cluster:
+    with LocalCluster(embedding_config=config, parameter_servers=2) as cluster:
         for name, value in cluster.env.items():
             monkeypatch.setenv(name, value)
+        monkeypatch.setenv(
+            "PERSIA_DEADLINE_SEC", "3"
+        )  # here alone: servers may take longer to find each other
         with job_servers() as servers:
             model = convert(nn.Embedding(50, 4), SGD(lr=1.0), servers=servers)
             ids = torch.arange(50)
@@ -307,6 +355,8 @@ def test_a_gradient_that_cannot_be_applied_is_an_error_of_backward(monkeypatch: 
             loss = model(ids).sum()
             cluster.restart("embedding-worker-0")
             with pytest.raises(NotFoundError, match="'Embedding' were not, or only partly, updated"):
+                loss.backward(retain_graph=True)
+            with pytest.raises(FailedPreconditionError, match="partly, updated by a backward that failed"):
                 loss.backward()
             assert torch.equal(model.eval()(ids), before)
             loss = model.train()(ids).sum()
@@ -391,9 +441,58 @@ def rank_trains(rank: int) -> None:
         torch.testing.assert_close(found, [weight.detach() for weight in weights])
 
 
+def rank_loads(rank: int) -> None:
+    """Whichever rank is slow: rows are there when `convert` ends, and stay what is loaded then."""
+    rule, group, ids = Adagrad(**RULE), dist.group.WORLD, torch.arange(50)
+    with job_servers() as servers, tempfile.TemporaryDirectory() as folder:
+        with slow_writes(servers, is_slow=rank == 0):
+            torch.manual_seed(rank)
+            original = Model()
+            expected = from_rank_0(original.single.weight, group)
+            model = convert(original, rule, process_group=group, servers=servers)
+        assert torch.equal(model.single.rows.read(ids), expected)
+        if rank == 0:
+            servers.dump(folder)
+        dist.barrier()
+        with slow_writes(servers, is_slow=rank == 1):
+            other = convert(Model(), rule, process_group=group, servers=servers)
+        if rank == 0:
+            servers.load(folder)
+        dist.barrier()
+        assert torch.equal(other.single.rows.read(ids), expected)
+        padded = nn.Embedding(5, 4, padding_idx=1)
+        nn.init.normal_(padded.weight)
+        expected = from_rank_0(padded.weight[1], group)
+        assert torch.equal(convert(padded, rule, process_group=group, servers=servers).padding_row, expected)
+
+
+@contextlib.contextmanager
+def slow_writes(servers: Any, *, is_slow: bool) -> Iterator[None]:
+    write = servers.backend.set_embeddings
+
+    def slowly(*rows: Any) -> None:
+        time.sleep(0.5)
+        write(*rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if is_slow:
+            patch.setattr(servers.backend, "set_embeddings", slowly)
+        yield
+
+
 def rank_fails(rank: int) -> None:
-    """Rank 1 cannot apply its share: both raise, and neither is left waiting."""
+    """Rank 0 cannot write the weights, rank 1 apply its share: both raise, and neither is left waiting."""
+
+    def failing(*rows: Any) -> None:
+        raise UnavailableError("the server is gone")
+
     with job_servers() as servers:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.setattr(servers.backend, "set_embeddings", failing)
+            with pytest.raises(UnavailableError) as caught:
+                convert(Model(), SGD(lr=0.1), process_group=dist.group.WORLD, servers=servers)
+        assert ("the server is gone" if rank == 0 else "rank 0 could not update") in str(caught.value)
         model = convert(Model(), SGD(lr=0.1), process_group=dist.group.WORLD, servers=servers)
         ((arguments, _),) = batches(rank, 1)
         loss = model(*arguments).sum()
@@ -404,7 +503,7 @@ def rank_fails(rank: int) -> None:
         assert ("rank 1 could not update" if rank == 0 else "is closed") in str(caught.value)
 
 
-CASES = {case.__name__: case for case in (rank_trains, rank_fails)}
+CASES = {case.__name__: case for case in (rank_trains, rank_loads, rank_fails)}
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -435,6 +534,7 @@ def main(case: str, rank: str, store: str) -> None:
     try:
         CASES[case](int(rank))
     finally:
+        gc.collect()  # errors that were caught keep the group, whose threads must end before the interpreter
         dist.destroy_process_group()
 
 

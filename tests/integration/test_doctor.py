@@ -36,7 +36,12 @@ def announce(make_session: Callable[[str], NatsSession]) -> Iterator[Callable[..
                 stack.callback(port.close)
                 address = f"127.0.0.1:{port.port}"
             info = ServiceInfo(
-                role=role, index=index, replicas=replicas, incarnation=index + 1, status_address=address
+                role=role,
+                index=index,
+                replicas=replicas,
+                incarnation=index + 1,
+                status_address=address,
+                slot_modes=("",),
             )
             announcer = Announcer(make_session(f"{role}-{index}"), info)
             announcer.start()

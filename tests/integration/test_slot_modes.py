@@ -36,7 +36,8 @@ def test_each_slot_keeps_its_own_bound(run_job: Any) -> None:
     modes = {"user": {"consistency": "asynchronous"}, "items": {"embedding_staleness": 2}}
     slots = {"slots_config": {name: {"dim": 8, **mode} for name, mode in modes.items()}}
     servers = {"loaders": [20], "parameter_servers": 2, "embedding_workers": 2, "env": PATIENT}
-    (report,) = run_job("--staleness", "4", "--pace", "0.05", embedding_config=slots, **servers).reports
+    options = ("--staleness", "4", "--pace", "0.05", "--ahead", "6")
+    (report,) = run_job(*options, embedding_config=slots, **servers).reports
     assert report["counters"]["batches_trained"] == 20
     measured = report["staleness"]["by_mode"]
     assert set(measured) == {"asynchronous", "hybrid 2"}

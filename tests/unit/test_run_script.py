@@ -96,3 +96,33 @@ def test_an_unknown_command(tmp_path: Path) -> None:
     shown = run(tmp_path, "tets")
     assert shown.returncode == 1
     assert "unknown command 'tets'; ./run --help lists them" in shown.stderr
+
+
+S3_PYTHON = """#!/bin/sh
+echo "$*" >>"$LOG"
+case "$*" in
+    *"-m venv"*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+    *purelib*) dirname "$0" ;;
+    *) exit 1 ;; # nothing can be imported
+esac
+"""
+
+
+def test_an_environment_for_s3_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    """And pip does not get to look for another package of the name, where persia cannot be imported."""
+    shutil.copy(RUN, tmp_path)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(S3_PYTHON, encoding="utf-8")
+    python.chmod(0o755)
+    log = tmp_path / "log"
+    script = "set -- help; . ./run; install_s3"
+    environment = {**os.environ, "LOG": str(log)}
+    finished = subprocess.run(
+        ["sh", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30
+    )
+    assert finished.returncode == 1
+    assert "without moto and s3fs: tests of S3 are skipped" in finished.stderr
+    calls = log.read_text(encoding="utf-8")
+    assert "import persia;" in calls
+    assert "pip" not in calls

@@ -60,6 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--fail-after", type=int, default=-1, help="raise after that many batches")
     parser.add_argument("--embedded-loader", type=int, default=0, help="batches to feed, without a broker")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds between batches")
+    parser.add_argument("--ahead", type=int, default=0, help="batches in flight before the first step")
     parser.add_argument("--skip-every", type=int, default=0, help="no backward for every n-th batch")
     return parser.parse_args()
 
@@ -73,6 +74,13 @@ def feed(num_batches: int) -> None:
             ctx.send_data(make_batch(batch_id))
 
 
+def wait_until_ahead(ctx: TrainCtx, num_batches: int) -> None:
+    deadline = time.monotonic() + 60
+    while (ahead := ctx.staleness.in_flight) < num_batches:
+        assert time.monotonic() < deadline, f"{ahead} batches are in flight, not {num_batches}"
+        time.sleep(0.01)
+
+
 def train(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) -> None:
     loader = DataLoader(
         StreamingDataset(buffer_size=10, loader=lambda: feed(options.embedded_loader)),
@@ -82,6 +90,8 @@ def train(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) ->
     for position, batch in enumerate(loader):
         report["batch_ids"].append(batch.batch_id)
         report["workers"].append(batch.result.reference.worker_index)
+        if position == 0:
+            wait_until_ahead(ctx, options.ahead)
         time.sleep(options.pace)
         assert batch.meta == str(batch.batch_id).encode()
         report["max_in_flight"] = max(report["max_in_flight"], ctx.staleness.in_flight)

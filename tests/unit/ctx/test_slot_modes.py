@@ -166,7 +166,7 @@ JOBS = {
         "hybrid",
         4,
         (bounded(4), {}, {"consistency": "hybrid", "embedding_staleness": 2}),
-        {"hybrid": (1 + 4, 4), "hybrid 2": (2, 2)},
+        {"hybrid": (1 + 4, 4), "hybrid 4": (1 + 4, 4), "hybrid 2": (2, 2)},
     ),
     "one bound for all": ("hybrid", 4, (bounded(2),) * 3, {"hybrid 2": (ALL_PARTS, 2)}),
 }

@@ -6,7 +6,7 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from persia.data.prefetch import Prefetcher
 from persia.data.source import PendingBatch
 from persia.data.staleness import StalenessGate
 from persia.embedding.bounded_queue import BoundedQueue, QueueClosed
+from persia.embedding.consistency import Consistency, Mode, Stage
 from persia.embedding.dense_codec import DenseSection
 from persia.errors import CorruptionError, DeadlineExceededError, UnavailableError
 
@@ -66,12 +67,14 @@ def start(
     staleness: int | None = None,
     num_workers: int = 4,
     forward_buffer_size: int = 5,
+    later: Sequence[Stage] = (),
 ) -> Prefetcher:
     counters = host.lookup_counters
     prefetcher = Prefetcher(
         source,
         LookupService(host.backend, host.releaser, counters, None, host.training),
         StalenessGate(staleness, counters),
+        [(stage, StalenessGate(stage.mode.bound, None)) for stage in later],
         forward_buffer_size=forward_buffer_size,
         num_workers=num_workers,
     )
@@ -167,6 +170,32 @@ def test_failed_lookup_names_its_batch_and_frees_its_permit(
     (record,) = log.records
     assert record.batch_id == 1
     assert record.getMessage().startswith("the lookup of batch 1: ")
+
+
+def test_failed_later_lookup_gives_its_batch_up_at_once(fake_host: Any, fake_backend: Any) -> None:
+    """Not when the garbage collector comes by: until then the next batch would wait for the permit."""
+    lookups: list[int] = []
+
+    def fail(number: int) -> None:
+        lookups.append(number)
+        if lookups.count(0) == 2 and number == 0:
+            raise UnavailableError("embedding worker 0 at 127.0.0.1:1 is gone")
+
+    fake_backend.on_lookup = fail
+    later = [Stage(Mode.of(Consistency.HYBRID, 1), 2)]
+    prefetcher = start(fake_host, ListSource([pending(i) for i in range(2)]), num_workers=1, later=later)
+    gc.disable()
+    try:
+        with pytest.raises(UnavailableError, match="embedding_staleness=1 of batch 0: embedding worker 0"):
+            prefetcher.next(30)
+        second = prefetcher.next(5)
+        assert second is not None
+        assert second.batch_id == 1
+        assert fake_backend.released == [0]
+    finally:
+        gc.enable()
+    counts = fake_host.lookup_counters.snapshot()
+    assert (counts.batches_released, counts.batches_failed) == (1, 0)
 
 
 def test_undecodable_dense_part_names_its_batch(fake_host: Any) -> None:

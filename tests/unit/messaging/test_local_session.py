@@ -69,10 +69,10 @@ def test_a_closed_session_neither_listens_nor_sends(broker: LocalBroker, session
 
 
 def test_discovery_works_over_it(broker: LocalBroker, session: LocalSession) -> None:
-    info = ServiceInfo(role=EMBEDDING_WORKER, index=0, replicas=1, incarnation=7)
+    info = ServiceInfo(role=EMBEDDING_WORKER, index=0, replicas=1, incarnation=7, slot_modes=("",))
     Announcer(session, info).start()
     other = LocalSession(broker, name="other")
     assert Directory(other).wait_for(EMBEDDING_WORKER, 1.0) == [info]
-    twin = ServiceInfo(role=EMBEDDING_WORKER, index=0, replicas=1, incarnation=8)
+    twin = ServiceInfo(role=EMBEDDING_WORKER, index=0, replicas=1, incarnation=8, slot_modes=("",))
     with pytest.raises(FailedPreconditionError, match="running already"):
         Announcer(other, twin).start()

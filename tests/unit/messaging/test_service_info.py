@@ -54,6 +54,7 @@ def test_keys_of_a_newer_version_are_ignored():
         {"slot_modes": ["hybrid 1" + "0" * 30]},
         {"slot_modes": ["synchronous\n"]},
         {"slot_modes": [""] * 33},
+        {"slot_modes": []},
     ],
 )
 def test_impossible_infos_are_refused(change):
@@ -65,8 +66,13 @@ def test_impossible_infos_are_refused(change):
 def test_missing_keys_are_refused(key):
     values = json.loads(INFO.encode())
     del values[key]
-    with pytest.raises(CorruptionError, match=key):
+    with pytest.raises(CorruptionError, match=f"{key} is missing: .* another version of persia"):
         ServiceInfo.decode(json.dumps(values).encode())
+
+
+def test_services_without_slots_have_no_modes():
+    info = dataclasses.replace(INFO, role="data-loader", slot_modes=())
+    assert ServiceInfo.decode(info.encode()) == info
 
 
 def test_text_for_people_names_the_essentials():

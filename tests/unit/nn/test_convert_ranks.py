@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Adagrad
-from persia.errors import FailedPreconditionError, ResourceExhaustedError
+from persia.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from persia.nn import convert
 
 NUM_RANKS = 2
@@ -88,6 +88,13 @@ def fresh_rows(rank: int) -> None:
     assert rows[0].all()
 
 
+def refused(rank: int) -> None:
+    """Counting batches, which ranks look up once more to update them."""
+    admission = EmbeddingConfig(admit_after=2)
+    with pytest.raises(InvalidArgumentError, match="admit_after=2"):
+        convert(nn.Embedding(4, 2), RULE, embedding_config=admission, process_group=dist.group.WORLD)
+
+
 def evicting(rank: int) -> None:
     model = convert(nn.Embedding(4, 2), RULE, grow=True, capacity=64, process_group=dist.group.WORLD)
 
@@ -108,7 +115,7 @@ def without_group(rank: int) -> None:
     assert model.eval()(torch.tensor([1])).any()  # reading is no rank's business
 
 
-CASES = {case.__name__: case for case in (train, fresh_rows, evicting, without_group)}
+CASES = {case.__name__: case for case in (train, fresh_rows, evicting, without_group, refused)}
 
 
 @pytest.mark.parametrize("case", list(CASES))

@@ -83,7 +83,9 @@ def test_what_cannot_be_registered_is_answered_with_the_reason(payload):
 
 
 def worker_info(index: int, replicas: int) -> ServiceInfo:
-    return ServiceInfo(role=EMBEDDING_WORKER, index=index, replicas=replicas, incarnation=index + 1)
+    return ServiceInfo(
+        role=EMBEDDING_WORKER, index=index, replicas=replicas, incarnation=index + 1, slot_modes=("",)
+    )
 
 
 def test_a_worker_counts_those_that_come_and_go():
