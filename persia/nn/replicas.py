@@ -9,6 +9,7 @@ together: a module which a rank did not use costs no agreement of its own.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import distributed as dist
 
-from persia.errors import ResourceExhaustedError, UnavailableError
+from persia.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
 from persia.nn.pending_updates import BagGradients, PendingUpdates, Uses
 from persia.nn.store_embedding import StoreModule
 
@@ -31,10 +32,21 @@ class RankExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, in_servers: bool) -> None:
-        self._group = group
+        # Weak: who ends the group before the process ends must not wait for a model that still refers to it.
+        # Its threads would outlive the interpreter, which aborts the process.
+        self._group_reference = weakref.ref(group)
         self._in_servers = in_servers
         self._device = _device_of(group)
         self._held: object = None
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._group_reference()
+        if group is None:
+            raise FailedPreconditionError(
+                "the process group of this converted model has ended: train before destroy_process_group()"
+            )
+        return group
 
     def load_weights(self, weights: Sequence[tuple[StoreModule, torch.Tensor]]) -> None:
         """Rank 0's weights into the modules of all ranks.

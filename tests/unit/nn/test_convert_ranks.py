@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +117,19 @@ def without_group(rank: int) -> None:
     assert model.eval()(torch.tensor([1])).any()  # reading is no rank's business
 
 
-CASES = {case.__name__: case for case in (train, fresh_rows, evicting, without_group, refused)}
+def group_ended(rank: int) -> None:
+    world = dist.new_group()
+    ended = weakref.ref(world)
+    model = convert(nn.Sequential(nn.Embedding(4, 2)), RULE, process_group=world)
+    model(torch.tensor([rank])).sum().backward()
+    dist.destroy_process_group(world)
+    del world
+    assert ended() is None, "a model keeps no group, whose threads would outlive the interpreter"
+    with pytest.raises(FailedPreconditionError, match="has ended"):
+        model(torch.tensor([rank])).sum().backward()
+
+
+CASES = {case.__name__: case for case in (train, fresh_rows, evicting, without_group, group_ended, refused)}
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -146,6 +160,7 @@ def main(case: str, rank: str, store: str) -> None:
     try:
         CASES[case](int(rank))
     finally:
+        gc.collect()  # errors that were caught keep the group, whose threads must end before the interpreter
         dist.destroy_process_group()
 
 
