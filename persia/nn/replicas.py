@@ -37,7 +37,6 @@ class RankExchange:
         self._group_reference = weakref.ref(group)
         self._in_servers = in_servers
         self._device = _device_of(group)
-        self._held: object = None
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -120,9 +119,6 @@ class RankExchange:
         mine = tensor.to(self._device)
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(gathered, mine, group=self._group)
-        # Gloo's thread lets go of them a little later. Were it the last to, it would need the interpreter,
-        # which may be ending: that aborts the process.
-        self._held = (gathered, mine)
         return torch.stack(gathered).cpu()
 
     def _gather(self, parts: Sequence[NDArray[Any]]) -> torch.Tensor:

@@ -35,8 +35,8 @@ from persia.nn import convert, export, job_servers, slots_for
 from persia.nn.replicas import from_rank_0
 from persia.testing import LocalCluster
 from persia.utils import dump_yaml
+from tests.rank_group import be_rank, run_ranks
 
-NUM_RANKS = 2
 LAUNCHER = (sys.executable, "-m", "persia.launcher")
 RULE = {"lr": 0.1, "initial_accumulator_value": 0.01}
 
@@ -508,35 +508,8 @@ CASES = {case.__name__: case for case in (rank_trains, rank_loads, rank_fails)}
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_two_ranks(case: str, servers: Any, tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", __file__, case, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(NUM_RANKS)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for rank, output in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, output
-
-
-def main(case: str, rank: str, store: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=NUM_RANKS)
-    try:
-        CASES[case](int(rank))
-    finally:
-        gc.collect()  # errors that were caught keep the group, whose threads must end before the interpreter
-        dist.destroy_process_group()
+    run_ranks(__file__, case, tmp_path)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    be_rank(CASES, *sys.argv[1:])

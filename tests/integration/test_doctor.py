@@ -15,8 +15,9 @@ from persia.messaging.session import NatsSession
 from persia.messaging.subjects import DATA_LOADER, EMBEDDING_WORKER, NN_WORKER
 from persia.observability.http import HttpPort, json_answer
 from persia.testing import LocalNats
+from tests.ports import free_port
 
-from .watching import DEADLINE_S, free_port
+from .watching import DEADLINE_S
 
 
 def found(nats_url: str, job_name: str) -> list[Finding]:

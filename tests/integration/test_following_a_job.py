@@ -32,8 +32,9 @@ from persia.embedding.optim import SGD
 from persia.launcher import cli
 from persia.testing import LocalCluster
 from tests.packet_trainer import IDS, SLOTS, Model, PacketTrainer
+from tests.ports import free_port
 
-from .test_serving import Load, Served, free_port, make_batch
+from .test_serving import Load, Served, make_batch
 
 DEADLINE_S = 120.0
 _OTHER_JOBS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "PERSIA_NATS_URL")
@@ -83,6 +84,11 @@ def status_of(address: str) -> dict[str, Any]:
     with urllib.request.urlopen(f"http://{address}/status", timeout=10) as answer:
         stats: dict[str, Any] = json.load(answer)["stats"]
     return stats
+
+
+def went_back(address: str, position: Position) -> bool:
+    following = status_of(address)["following"]
+    return (following["position"], following["pinned"]) == (str(position), True)
 
 
 def test_a_server_killed_while_it_follows_starts_where_training_is(tmp_path: Path, config: str) -> None:
@@ -236,9 +242,8 @@ def test_two_servers_follow_three_and_the_dense_model_waits_for_them(tmp_path: P
                     pin = tmp_path / "packets" / "pin"
                     (Location.of(pin)).replace(f"{first.name}\n".encode())
                     served.wait_until(lambda: served.infer(make_batch([20])) == (str(first), [2.0]))
-                    for address in watched:
-                        following = status_of(address)["following"]
-                        assert (following["position"], following["pinned"]) == (str(first), True)
+                    for address in watched:  # servers go back in no order
+                        wait_until(lambda at=address: went_back(at, first), lambda at=address: status_of(at))
                     ctx.set_embedding("user", ids, np.full((len(ids), 2), 4.0, np.float32))
                     newest = newer_than(PacketLog(tmp_path / "packets"))
                     assert served.infer(make_batch([20])) == (str(first), [2.0]), "it stays there"

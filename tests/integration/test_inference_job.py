@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from persia.ctx import InferCtx, TrainCtx
 from persia.embedding.data import IDTypeFeatureWithSingleID, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD
 from persia.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
+from tests.ports import free_port
 
 from .watching import get
 
@@ -30,13 +30,6 @@ SLOTS = {"slots_config": {"user": {"dim": 4}}}
 NUM_IDS = 100
 START_S = 120.0
 _OTHER_JOBS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "PERSIA_NATS_URL")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(autouse=True)

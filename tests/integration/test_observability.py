@@ -23,9 +23,10 @@ from persia.observability.health import HealthService
 from persia.observability.http import HttpPort
 from persia.observability.status import find_processes
 from persia.testing import LocalCluster
+from tests.ports import free_port
 
 from .conftest import EMBEDDING_CONFIG
-from .watching import DEADLINE_S, free_port, get, get_any, prometheus, pushgateway, wait_until
+from .watching import DEADLINE_S, get, get_any, prometheus, pushgateway, wait_until
 
 METRICS_ON = {"common_config": {"metrics_config": {"job_name": "dlrm", "push_interval_sec": 1}}}
 METRICS_OFF = {"common_config": {"metrics_config": {"enable_metrics": False}}}

@@ -11,9 +11,10 @@ import pytest
 from persia.messaging.subjects import DATA_LOADER, EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
 from persia.observability.status import find_processes
 from persia.testing import LocalCluster
+from tests.ports import free_port
 
 from .conftest import EMBEDDING_CONFIG, JOBS
-from .watching import free_port, get, wait_until
+from .watching import get, wait_until
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="pip install 'persia[otel]'")
 

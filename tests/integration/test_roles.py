@@ -191,14 +191,22 @@ def test_a_worker_stops_while_calls_to_a_dead_parameter_server_are_pending(local
     client = client_of(cluster)
     client.configure(_native.TrainConfig(optimizer="sgd", lr=1.0))
     cluster.kill("embedding-parameter-server-0")
+    [worker] = Directory(cluster.session).wait_for(EMBEDDING_WORKER, DEADLINE_S)
 
     def look_up() -> None:  # again and again at the worker's successor, of which there is none
-        with contextlib.suppress(UnavailableError):
-            client.lookup_direct(0, id_features([1]), requires_grad=True, timeout_s=10 * DEADLINE_S)
+        with contextlib.suppress(UnavailableError, DeadlineExceededError):
+            client.lookup_direct(0, id_features([1]), requires_grad=True, timeout_s=15)
 
-    threading.Thread(target=look_up, daemon=True).start()
+    calls = threading.Thread(target=look_up)
+    calls.start()
     time.sleep(0.2)  # the call is under way; if it is not, the test only proves less
     assert cluster.stop("embedding-worker-0") == 0, cluster.logs("embedding-worker-0")
+    assert calls.is_alive(), "it did not wait for the call"
+    with socket.socket() as unused:  # or the calls might find another test's server there
+        unused.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        unused.bind(("127.0.0.1", int(worker.address.rpartition(":")[2])))
+        calls.join(DEADLINE_S)
+    assert not calls.is_alive()
 
 
 @pytest.mark.parametrize("role", [EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER])

@@ -36,6 +36,7 @@ from persia.launcher import cli
 from persia.messaging.discovery import Directory
 from persia.messaging.subjects import EMBEDDING_WORKER
 from persia.testing import LocalCluster
+from tests.ports import free_port
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the client's own
@@ -81,13 +82,6 @@ def make_batch(ids: list[int], dense: float = 0.0, *, slot: str = "user", dtype:
         [NonIDTypeFeature(np.full((len(ids), 1), dense, dtype))],
         requires_grad=False,
     ).to_bytes()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Served:

@@ -21,6 +21,7 @@ from persia.launcher import cli
 from persia.messaging.discovery import Directory
 from persia.messaging.subjects import EMBEDDING_WORKER, SERVING
 from persia.testing import LocalCluster
+from tests.ports import free_port
 
 from .test_serving import (
     SLOTS,
@@ -28,7 +29,6 @@ from .test_serving import (
     Served,
     config,
     dump,
-    free_port,
     make_batch,
     no_cluster,
     start,

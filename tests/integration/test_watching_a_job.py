@@ -26,10 +26,11 @@ from persia.embedding.data import IDTypeFeatureWithSingleID, NonIDTypeFeature, P
 from persia.messaging.subjects import DATA_LOADER, EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
 from persia.observability.status import fetch_json, find_processes
 from persia.testing import LocalCluster
+from tests.ports import free_port
 
 from .conftest import EMBEDDING_CONFIG, JOBS
 from .test_serving import Served
-from .watching import DEADLINE_S, MONITORING, Prometheus, free_port, get, prometheus, wait_until
+from .watching import DEADLINE_S, MONITORING, Prometheus, get, prometheus, wait_until
 
 BATCHES = "1000000"  # more than are trained while the tests run
 

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SETTINGS = REPOSITORY / "examples" / "adult_income" / "serving" / "config.properties"
@@ -48,8 +49,8 @@ class TorchServe:
     def __init__(self, folder: Path) -> None:
         self.store = folder / "model_store"
         self.log = folder / "torchserve.log"
-        self.inference, self.management, self.metrics = (_free_address() for _ in range(3))
-        self.grpc, self.grpc_management = _free_address(), _free_address()
+        self.inference, self.management, self.metrics = (f"127.0.0.1:{free_port()}" for _ in range(3))
+        self.grpc, self.grpc_management = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
 
     def settings(self) -> str:
         """The example's, with addresses of this server."""
@@ -127,9 +128,3 @@ def _wait(server: TorchServe, process: subprocess.Popen[bytes]) -> None:
             return
         time.sleep(0.1)
     pytest.fail(f"TorchServe does not start: {server.log.read_text()}")
-
-
-def _free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"

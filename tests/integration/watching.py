@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -21,6 +20,7 @@ import yaml
 
 from persia.observability.status import find_processes
 from persia.testing import LocalCluster
+from tests.ports import free_port
 
 DEADLINE_S = 180.0
 MONITORING = Path(__file__).parents[2] / "monitoring"
@@ -32,13 +32,6 @@ def require(program: str) -> str:
     if path is None:
         pytest.skip(f"{program} is not installed: apt-get install prometheus prometheus-pushgateway")
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def get(url: str) -> str:

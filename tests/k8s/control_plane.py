@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import ssl
 import subprocess
 import time
@@ -16,6 +15,8 @@ import urllib.request
 from pathlib import Path
 
 import yaml
+
+from tests.ports import free_port
 
 ADMIN = "admin-token"
 OPERATOR = "operator-token"
@@ -155,10 +156,3 @@ class ControlPlane:
                 time.sleep(0.1)
         logs = "\n".join(path.read_text()[-2000:] for path in self._folder.glob("*.log"))
         raise RuntimeError(f"the API server is not ready after {_START_S:g} s:\n{logs}")
-
-
-def free_port() -> int:
-    """A port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -19,10 +19,12 @@ import yaml
 pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip install ./k8s")
 
 import urllib3
-from control_plane import NARROW, OPERATOR, ControlPlane, free_port
+from control_plane import NARROW, OPERATOR, ControlPlane
 from harness import DEPLOY, Kube, Namespace, OperatorProcess, job_manifest, wait_until
 from kubelet import Container, FakeKubelet, LocalProcess, Network
 from persia_k8s.field_table import field_table
+
+from tests.ports import free_port
 
 REPOSITORY = DEPLOY.parents[2]
 EXAMPLES = REPOSITORY / "examples" / "adult_income" / "k8s"

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from persia.config import parse_embedding_config
-from persia.ctx import DataCtx, TrainCtx
-from persia.data import DataLoader, IterableDataset, StreamingDataset
+from persia.ctx import TrainCtx
+from persia.data import DataLoader
 from persia.data.dataset import IterableDatasetBase
 from persia.embedding.consistency import ALL_PARTS
-from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError, UnavailableError
+from tests.mode_batches import STEPS, local, make_batch, streamed
 
-STEPS, TIMEOUT_S = 12, 60.0
-IDS = np.array([3, 5, 3], np.uint64)
+TIMEOUT_S = 60.0
 ASYNCHRONOUS, SYNCHRONOUS = {"consistency": "asynchronous"}, {"consistency": "synchronous"}
 
 
@@ -35,33 +33,6 @@ def slots(*modes: dict[str, Any]) -> dict[str, Any]:
     for slot, mode in zip(made.values(), modes, strict=True):
         slot.update(mode)
     return {"slots_config": made}
-
-
-def make_batch() -> PersiaBatch:
-    features = [
-        IDTypeFeatureWithSingleID("first", IDS),
-        IDTypeFeature("second", [np.array([i, 7], np.uint64) for i in IDS]),
-        IDTypeFeatureWithSingleID("third", IDS),
-    ]
-    return PersiaBatch(features, labels=[Label(np.ones((3, 1), np.float32))], requires_grad=True)
-
-
-class Batches(IterableDataset):
-    def __iter__(self) -> Iterator[PersiaBatch]:
-        return (make_batch() for _ in range(STEPS))
-
-
-def local() -> IterableDatasetBase:
-    return Batches(buffer_size=STEPS)
-
-
-def streamed() -> IterableDatasetBase:
-    def load() -> None:
-        with DataCtx() as ctx:
-            for _ in range(STEPS):
-                ctx.send_data(make_batch())
-
-    return StreamingDataset(buffer_size=STEPS, loader=load)
 
 
 class Model(torch.nn.Module):

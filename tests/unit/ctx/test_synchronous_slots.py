@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,20 +10,19 @@ import pytest
 import torch
 
 from persia.config import parse_embedding_config
-from persia.ctx import DataCtx, TrainCtx, eval_ctx
-from persia.data import DataLoader, IterableDataset, StreamingDataset
+from persia.ctx import TrainCtx, eval_ctx
+from persia.data import DataLoader
 from persia.data.dataset import IterableDatasetBase
 from persia.embedding import EmbeddingConfig
 from persia.embedding.consistency import ALL_PARTS
 from persia.embedding.counters import ModeStaleness
-from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import Adagrad
 from persia.errors import ConfigError, FailedPreconditionError, UnavailableError
 from persia.observability.phases import LOOKUP_IN_STEP
+from tests.mode_batches import STEPS, local, make_batch, streamed
 
-STEPS, STALENESS, TIMEOUT_S = 12, 4, 60.0
+STALENESS, TIMEOUT_S = 4, 60.0
 AHEAD, IN_STEP = 1, 2  # the parts of slots as the job's, and of those that are synchronous
-IDS = np.array([3, 5, 3], np.uint64)  # of every batch: each step trains on the rows of the step before
 
 
 def slots(*synchronous: str) -> dict[str, Any]:
@@ -33,34 +31,6 @@ def slots(*synchronous: str) -> dict[str, Any]:
     for name in synchronous:
         made[name]["consistency"] = "synchronous"
     return {"slots_config": made}
-
-
-def make_batch(*, requires_grad: bool = True) -> PersiaBatch:
-    pairs = [np.array([i, 7], np.uint64) for i in IDS]
-    features = [
-        IDTypeFeatureWithSingleID("first", IDS),
-        IDTypeFeature("second", pairs),
-        IDTypeFeatureWithSingleID("third", IDS),
-    ]
-    return PersiaBatch(features, labels=[Label(np.ones((3, 1), np.float32))], requires_grad=requires_grad)
-
-
-class Batches(IterableDataset):
-    def __iter__(self) -> Iterator[PersiaBatch]:
-        return (make_batch() for _ in range(STEPS))
-
-
-def local() -> IterableDatasetBase:
-    return Batches(buffer_size=STEPS)
-
-
-def streamed() -> IterableDatasetBase:
-    def load() -> None:
-        with DataCtx() as ctx:
-            for _ in range(STEPS):
-                ctx.send_data(make_batch())
-
-    return StreamingDataset(buffer_size=STEPS, loader=load)
 
 
 class Model(torch.nn.Module):
