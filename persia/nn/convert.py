@@ -85,13 +85,7 @@ def convert(
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
     check_optimizer(optimizer)
-    if count_updates and servers is not None:
-        raise InvalidArgumentError("count_updates=True with servers, which do not count them: leave it out")
-    if embedding_config.admit_after > 1 and (servers is not None or process_group is not None):
-        raise InvalidArgumentError(
-            f"embedding_config has admit_after={embedding_config.admit_after}, and an update with servers or "
-            "process_group may look its IDs up once more, which would count: leave it out"
-        )
+    _check_counting(embedding_config, count_updates, process_group, servers)
     chosen = _chosen(model, select)
     _check_all(model, chosen)
     if process_group is not None:
@@ -118,15 +112,7 @@ def convert(
     }
     # By the module's identity.
     replacements = {id(m): _replacement(m, rows_of[id(m.weight)]) for m in chosen.values()}
-    taken_over = [(replacements[id(module)], module.weight.detach()) for module in chosen.values()]
-    if exchange is not None:
-        exchange.load_weights(taken_over)
-    else:
-        for replacement, weight in taken_over:
-            replacement.load_weight(weight)
-    del taken_over
-    for module in chosen.values():
-        module.weight.data = module.weight.new_empty(0, module.embedding_dim)
+    _take_over(chosen, replacements, exchange)
     return _replaced(model, replacements)
 
 
@@ -144,6 +130,21 @@ def slots_for(model: nn.Module, *, select: Select | None = None) -> dict[str, An
     _check_all(model, chosen)
     slots = {name: {"dim": module.embedding_dim} for name, module in _weights(chosen).values()}
     return {"feature_index_prefix_bit": prefix_bits(len(slots)), "slots_config": slots}
+
+
+def _check_counting(
+    embedding_config: EmbeddingConfig,
+    count_updates: bool,
+    process_group: torch.distributed.ProcessGroup | None,
+    servers: Servers | None,
+) -> None:
+    if count_updates and servers is not None:
+        raise InvalidArgumentError("count_updates=True with servers, which do not count them: leave it out")
+    if embedding_config.admit_after > 1 and (servers is not None or process_group is not None):
+        raise InvalidArgumentError(
+            f"embedding_config has admit_after={embedding_config.admit_after}, and an update with servers or "
+            "process_group may look its IDs up once more, which would count: leave it out"
+        )
 
 
 def _weights(chosen: dict[str, _Original]) -> dict[int, tuple[str, _Original]]:
@@ -222,6 +223,20 @@ def _replacement(module: _Original, rows: StoreRows) -> StoreModule:
     else:
         replacement = StoreEmbeddingBag(rows, module.mode, module.padding_idx, module.include_last_offset)
     return replacement.to(module.weight.device).train(module.training)
+
+
+def _take_over(
+    chosen: Mapping[str, _Original], replacements: Mapping[int, StoreModule], exchange: RankExchange | None
+) -> None:
+    """The rows get the values of the weights, whose memory is then given up."""
+    taken_over = [(replacements[id(module)], module.weight.detach()) for module in chosen.values()]
+    if exchange is not None:
+        exchange.load_weights(taken_over)
+    else:
+        for replacement, weight in taken_over:
+            replacement.load_weight(weight)
+    for module in chosen.values():
+        module.weight.data = module.weight.new_empty(0, module.embedding_dim)
 
 
 def _replaced(model: nn.Module, replacements: Mapping[int, nn.Module]) -> nn.Module:
