@@ -54,7 +54,9 @@ def _compare(options: argparse.Namespace, job: JobOptions, schedule: Schedule, c
     pools = [dataclasses.replace(job, kind=options.kind, cache=cache) for cache in options.cache]
     with opened([job, *pools], schedule, options.directory) as sides:
         comparisons = compare(sides, schedule, options.job)
-        memories = [{"cache": side.options.cache, **side.memory()} for side in sides]
+        memories = [
+            {"kind": side.options.kind, "cache": side.options.cache, **side.memory()} for side in sides
+        ]
     console.print(comparison_table(comparisons))
     console.print(memory_table(memories))
     if options.curve is not None:
