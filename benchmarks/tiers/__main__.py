@@ -40,7 +40,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kind", default="pmem", help="file or pmem")
     parser.add_argument("--job", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--checkpoint-every", type=float, metavar="SECONDS", help="turns of that length")
     parser.add_argument("--directory", type=Path, help="of the pools; /dev/shm is tmpfs")
     parser.add_argument(

@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,16 +102,13 @@ class _Model(torch.nn.Module):
         return output
 
 
-class _Made(IterableDataset):
-    """Batches that are there; each is let go when it is taken."""
-
-    def __init__(self, batches: Sequence[PersiaBatch]) -> None:
+class _Batches(IterableDataset):
+    def __init__(self, batches: Iterable[PersiaBatch]) -> None:
         super().__init__()
-        self._batches = list(reversed(batches))
+        self._batches = batches
 
     def __iter__(self) -> Iterator[PersiaBatch]:
-        while self._batches:
-            yield self._batches.pop()
+        return iter(self._batches)
 
 
 class Job:
@@ -167,9 +164,9 @@ class Job:
             "cache_bytes": self._options.cache_bytes,
         }
 
-    def _train(self, batches: Sequence[PersiaBatch], variant: Variant) -> None:
+    def _train(self, batches: Iterable[PersiaBatch], variant: Variant) -> None:
         self._model.is_dense = variant.dense
-        for batch in DataLoader(_Made(batches), embedding_staleness=variant.staleness):
+        for batch in DataLoader(_Batches(batches), embedding_staleness=variant.staleness):
             output, labels = self._ctx.forward(batch)
             assert labels is not None, "every batch has some"
             self._ctx.backward(torch.nn.functional.mse_loss(output, labels[0]))
@@ -206,13 +203,13 @@ class Job:
             requires_grad=True,
         )
 
-    def _every_row(self) -> list[PersiaBatch]:
+    def _every_row(self) -> Iterator[PersiaBatch]:
+        """In batches that need no more memory than those of the law: their IDs are all different ones."""
         random, options = np.random.default_rng(0), self._options
-        parts = np.split(
-            np.arange(options.rows_of_slot, dtype=np.uint64),
-            range(options.batch_size, options.rows_of_slot, options.batch_size),
-        )
-        return [self._batch(random, np.tile(part, (options.slots, 1))) for part in reversed(parts)]
+        size = max(options.batch_size // 8, 1)
+        for first in reversed(range(0, options.rows_of_slot, size)):
+            part = np.arange(first, min(first + size, options.rows_of_slot), dtype=np.uint64)
+            yield self._batch(random, np.tile(part, (options.slots, 1)))
 
 
 def _resident_bytes() -> int:

@@ -102,7 +102,7 @@ def compare(sides: Sequence[_Side], schedule: Schedule, variants: Sequence[str])
     }
     for number in range(schedule.rounds):
         for place, ((variant, pool), comparison) in enumerate(found.items()):
-            seed = 1000 + number
+            seed = 1000 + number * len(found) + place  # batches seen before would be in the cache
             turns = [memory, pool] if (number + place) % 2 == 0 else [pool, memory]
             replies = {side: side.turn(seed, steps[variant], variant) for side in turns}
             comparison.theirs.append(replies[memory]["ms"])

@@ -32,7 +32,7 @@ using store::RowBlock;
 constexpr uint32_t kDim = 16;
 constexpr size_t kSlots = 26;
 constexpr size_t kSamples = 2048;
-constexpr size_t kBatchesATurn = 12;  // of all threads together
+constexpr size_t kBatchesATurn = 60;  // of all threads together
 
 using Signs = std::vector<uint64_t>;
 
