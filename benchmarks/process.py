@@ -10,14 +10,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from typing_extensions import Self
+
 from benchmarks.cases import Case
 
-__all__ = ["MALLOC_SETTINGS", "ChildError", "ChildProcess", "Interpreters"]
+__all__ = ["MALLOC_SETTINGS", "ChildError", "ChildProcess", "Interpreters", "JsonProcess"]
 
 MALLOC_SETTINGS = {
     "default": "",
@@ -50,28 +52,26 @@ class Interpreters:
         return self.tfra if system == "tfra" else self.default
 
 
-class ChildProcess:
-    """Runs `python -m benchmarks.child` for `case`, pinned to `cores`; a context manager that ends it.
+class JsonProcess:
+    """A child that answers a line of JSON with another; a context manager that ends it.
 
-    The first `case.threads` of `cores` are used. Every request has a deadline.
+    Every request has a deadline. `name` is for messages.
     """
 
-    def __init__(self, python: str, case: Case, cores: Sequence[int], malloc: str) -> None:
-        if len(cores) < case.threads:
-            raise ValueError(f"cores={list(cores)} are fewer than the case's {case.threads} threads")
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], name: str) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in __exit__
         self._process = subprocess.Popen(
-            [python, "-W", "ignore", "-m", "benchmarks.child", *map(str, cores[: case.threads])],
+            command,
             cwd=_REPOSITORY,
-            env=_environment(case.threads, malloc),
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
         )
-        self._case = case
+        self._name = name
         self._received = b""
 
-    def __enter__(self) -> ChildProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -88,21 +88,7 @@ class ChildProcess:
         self._process.stdout.close()
         self._errors.close()
 
-    def open(self, folder: Path) -> dict[str, Any]:
-        """Sets the case up with the batches in `folder`; `step_seconds`, or `unavailable` and why."""
-        return self._ask(
-            {"op": "open", "case": self._case.to_json(), "folder": str(folder)}, _OPEN_DEADLINE_S
-        )
-
-    def run(self, steps: int) -> dict[str, Any]:
-        """Times `steps` steps: `seconds`, `ids`, `samples`."""
-        return self._ask({"op": "run", "steps": steps}, _RUN_DEADLINE_S)
-
-    def close(self) -> dict[str, Any]:
-        """Ends the measurement: `counters`."""
-        return self._ask({"op": "close"}, _CLOSE_DEADLINE_S)
-
-    def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -133,7 +119,33 @@ class ChildProcess:
     def _failure(self, what: str) -> ChildError:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").splitlines()[-_SHOWN_ERROR_LINES:]
-        return ChildError("\n".join([f"{self._case.system} {what}; the end of its output:", *lines]))
+        return ChildError("\n".join([f"{self._name} {what}; the end of its output:", *lines]))
+
+
+class ChildProcess(JsonProcess):
+    """Runs `python -m benchmarks.child` for `case`, pinned to `cores`.
+
+    The first `case.threads` of `cores` are used.
+    """
+
+    def __init__(self, python: str, case: Case, cores: Sequence[int], malloc: str) -> None:
+        if len(cores) < case.threads:
+            raise ValueError(f"cores={list(cores)} are fewer than the case's {case.threads} threads")
+        command = [python, "-W", "ignore", "-m", "benchmarks.child", *map(str, cores[: case.threads])]
+        super().__init__(command, _environment(case.threads, malloc), case.system)
+        self._case = case
+
+    def open(self, folder: Path) -> dict[str, Any]:
+        """Sets the case up with the batches in `folder`; `step_seconds`, or `unavailable` and why."""
+        return self.ask({"op": "open", "case": self._case.to_json(), "folder": str(folder)}, _OPEN_DEADLINE_S)
+
+    def run(self, steps: int) -> dict[str, Any]:
+        """Times `steps` steps: `seconds`, `ids`, `samples`."""
+        return self.ask({"op": "run", "steps": steps}, _RUN_DEADLINE_S)
+
+    def close(self) -> dict[str, Any]:
+        """Ends the measurement: `counters`."""
+        return self.ask({"op": "close"}, _CLOSE_DEADLINE_S)
 
 
 def _environment(threads: int, malloc: str) -> dict[str, str]:

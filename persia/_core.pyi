@@ -299,7 +299,8 @@ class TierOptions:
         directory: str,
         kind: str,
         size_bytes: int,
-        cache_rows: int,
+        cache_rows: int = 0,  # or cache_bytes
+        cache_bytes: int = 0,
         syncs: bool = True,
         num_threads: int = 1,
     ) -> None: ...

@@ -18,11 +18,11 @@ inline constexpr std::array<uint64_t, 26> kCriteoKaggle = {
     1460, 583,   10131227, 2202608, 305,  24,   12517, 633,     3,  93145, 5683,   8351593, 3194,
     27,   14992, 5461306,  10,      5652, 2173, 4,     7046547, 18, 15,    286181, 105,     142572};
 
-// By inverting the integral of the law's density; rank 0 is the most frequent.
-inline uint64_t ZipfRank(double uniform, uint64_t num_ranks) {
-  constexpr double kPower = 1 - 1.1;
-  const double mass = std::pow(static_cast<double>(num_ranks) + 1, kPower) - 1;
-  const double rank = std::pow(1 + uniform * mass, 1 / kPower) - 1;
+// By inverting the integral of the law's density; rank 0 is the most frequent. Not for 1.
+inline uint64_t ZipfRank(double uniform, uint64_t num_ranks, double exponent = 1.1) {
+  const double power = 1 - exponent;
+  const double mass = std::pow(static_cast<double>(num_ranks) + 1, power) - 1;
+  const double rank = std::pow(1 + uniform * mass, 1 / power) - 1;
   return std::min(static_cast<uint64_t>(rank), num_ranks - 1);
 }
 

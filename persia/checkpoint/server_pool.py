@@ -188,7 +188,8 @@ class ServerPool:
             kind=storage.kind,
             # A pool that was made, or grown, larger than the configuration says stays so.
             size_bytes=max(storage.size_bytes, _size_of(self.folder) if self._has_rows else 0),
-            cache_rows=storage.cache_rows,
+            cache_rows=storage.num_cache_rows,
+            cache_bytes=storage.cache_bytes or 0,
             syncs=storage.syncs,
             num_threads=self._num_threads,
         )

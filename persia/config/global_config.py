@@ -98,6 +98,8 @@ class EmbeddingWorkerConfig(Section):
 
 _STORAGE_KINDS = ("dram", "file", "pmem")
 _LEAST_POOL_BYTES = 32 << 20  # a header and one extent
+_DEFAULT_CACHE_ROWS = 1_000_000
+_LEAST_SHARD_CACHE_BYTES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,8 @@ class StorageConfig(Section):
     kind: str = "dram"  # in memory alone; file, pmem: in a pool, but for a cache in memory
     path: str | None = None  # the directory of the servers' pools
     size_bytes: Annotated[int, Range(_LEAST_POOL_BYTES, 1 << 50)] = 1 << 40  # that a pool may grow to
-    cache_rows: Annotated[int, Range(1)] = 1_000_000
+    cache_rows: Annotated[int | None, Range(1)] = None  # in memory; see num_cache_rows
+    cache_bytes: Annotated[int | None, Range(1024)] = None  # instead: that the rows in memory take
     syncs: bool = True  # kind file: checkpoints wait for the device
 
     def __post_init__(self) -> None:
@@ -121,6 +124,17 @@ class StorageConfig(Section):
             )
         if self.kind != "dram" and not self.path:
             raise ConfigError(f"path is missing: kind={show(self.kind)} needs the directory of the pools")
+        if self.cache_rows is not None and self.cache_bytes is not None:
+            raise ConfigError(
+                f"cache_rows={self.cache_rows} and cache_bytes={self.cache_bytes} are both given: drop one"
+            )
+
+    @property
+    def num_cache_rows(self) -> int:
+        """0: the cache is as large as `cache_bytes` says."""
+        if self.cache_bytes is not None:
+            return 0
+        return _DEFAULT_CACHE_ROWS if self.cache_rows is None else self.cache_rows
 
     @property
     def has_pool(self) -> bool:
@@ -155,13 +169,21 @@ class EmbeddingParameterServerConfig(Section):
                 f"num_hashmap_internal_shards={self.num_hashmap_internal_shards} must not be above "
                 f"capacity={self.capacity}: every shard holds at least one row"
             )
-        if self.storage.has_pool and self.num_hashmap_internal_shards > self.storage.cache_rows:
-            raise ConfigError(
-                f"storage.cache_rows={self.storage.cache_rows} must not be below "
-                f"num_hashmap_internal_shards={self.num_hashmap_internal_shards}, which divide it"
-            )
+        if self.storage.has_pool:
+            self._check_cache()
         if self.enable_incremental_update:
             self._check_incremental()
+
+    def _check_cache(self) -> None:
+        key, size, least = "cache_rows", self.storage.num_cache_rows, self.num_hashmap_internal_shards
+        if self.storage.cache_bytes is not None:
+            key, size, least = "cache_bytes", self.storage.cache_bytes, least * _LEAST_SHARD_CACHE_BYTES
+        if size < least:
+            each = "" if least == self.num_hashmap_internal_shards else " and need 1 KiB each"
+            raise ConfigError(
+                f"storage.{key}={size} must not be below {least}: the num_hashmap_internal_shards="
+                f"{self.num_hashmap_internal_shards} divide it{each}"
+            )
 
     def _check_incremental(self) -> None:
         if self.incremental_buffer_size > _MAX_INCREMENTAL_BUFFER:

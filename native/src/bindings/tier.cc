@@ -13,8 +13,8 @@ using store::EmbeddingStore;
 using store::TierOptions;
 
 TierOptions MakeTierOptions(const std::string& directory, const std::string& kind,
-                            uint64_t size_bytes, uint64_t cache_rows, bool syncs,
-                            uint32_t num_threads) {
+                            uint64_t size_bytes, uint64_t cache_rows, uint64_t cache_bytes,
+                            bool syncs, uint32_t num_threads) {
   TierOptions options;
   options.directory = directory;
   options.pool.kind = PoolKindOf(kind);
@@ -22,6 +22,7 @@ TierOptions MakeTierOptions(const std::string& directory, const std::string& kin
   options.pool.syncs = syncs;
   options.pool.num_threads = num_threads;
   options.cache_rows = cache_rows;
+  options.cache_bytes = cache_bytes;
   return options;
 }
 
@@ -86,8 +87,8 @@ void DropCheckpoint(EmbeddingStore& store, uint64_t number) {
 void BindTier(py::module_& module) {
   py::class_<TierOptions>(module, "TierOptions")
       .def(py::init(&MakeTierOptions), py::kw_only(), py::arg("directory"), py::arg("kind"),
-           py::arg("size_bytes"), py::arg("cache_rows"), py::arg("syncs") = true,
-           py::arg("num_threads") = 1);
+           py::arg("size_bytes"), py::arg("cache_rows") = 0, py::arg("cache_bytes") = 0,
+           py::arg("syncs") = true, py::arg("num_threads") = 1);
 }
 
 }  // namespace persia::bindings

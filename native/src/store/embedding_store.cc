@@ -21,6 +21,19 @@ Status RefuseOption(std::string_view field, uint64_t value, std::string_view rem
                          std::string(remedy));
 }
 
+Status CheckCache(const TierOptions& tier, uint32_t num_shards) {
+  const std::string remedy = " for each of the " + std::to_string(num_shards) + " internal shards";
+  if (tier.cache_bytes == 0) {
+    if (tier.cache_rows >= num_shards) return Status::Ok();
+    return RefuseOption("cache_rows", tier.cache_rows, "give at least one row" + remedy);
+  }
+  if (tier.cache_rows != 0) {
+    return RefuseOption("cache_rows", tier.cache_rows, "leave it out beside cache_bytes");
+  }
+  if (tier.cache_bytes / 1024 >= num_shards) return Status::Ok();
+  return RefuseOption("cache_bytes", tier.cache_bytes, "give at least 1 KiB" + remedy);
+}
+
 // Of all shards together: bytes of the counters of sightings, where they are wanted.
 constexpr uint64_t kFilterCells = uint64_t{1} << 24;
 
@@ -78,11 +91,7 @@ StatusOr<std::unique_ptr<EmbeddingStore>> EmbeddingStore::Open(const Options& op
                                                                const TierOptions& tier) {
   auto store = Create(options);
   PERSIA_RETURN_IF_ERROR(store.status());
-  if (tier.cache_rows < options.num_internal_shards) {
-    return RefuseOption("cache_rows", tier.cache_rows,
-                        "give at least one row for each of the " +
-                            std::to_string(options.num_internal_shards) + " internal shards");
-  }
+  PERSIA_RETURN_IF_ERROR(CheckCache(tier, options.num_internal_shards));
   if (options.counts_updates) {
     return InvalidArgument("counts_updates is set; a store with a tier does not count them");
   }

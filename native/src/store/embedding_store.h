@@ -82,9 +82,11 @@ struct ChangeStatus {
 
 // Of a store with a tier (tier.h).
 struct TierOptions {
-  std::string directory;    // of the pool; must be there
-  pool::PoolOptions pool;   // the schema is the store's to say
-  uint64_t cache_rows = 0;  // in memory; the internal shards divide them
+  std::string directory;   // of the pool; must be there
+  pool::PoolOptions pool;  // the schema is the store's to say
+  // What is in memory, one of both; the internal shards divide it.
+  uint64_t cache_rows = 0;
+  uint64_t cache_bytes = 0;  // that these rows take, beside what each row does (docs/tiers.md)
 };
 struct TierStats {
   uint64_t num_rows = 0;
@@ -115,7 +117,8 @@ class EmbeddingStore {
   static StatusOr<std::unique_ptr<EmbeddingStore>> Create(const Options& options);
   // One whose rows are in a pool, but for a cache in memory: with the rows, the rules and the order
   // of the pool's committed checkpoint. A directory without a pool gets one. kInvalidArgument:
-  // fewer cache_rows than shards; what RowPool::Open and Create refuse; kCorruption.
+  // fewer cache_rows, or KiB of cache_bytes, than shards, or both; what RowPool::Open and Create
+  // refuse; kCorruption.
   static StatusOr<std::unique_ptr<EmbeddingStore>> Open(const Options& options,
                                                         const TierOptions& tier);
   ~EmbeddingStore();

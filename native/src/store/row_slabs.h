@@ -71,6 +71,11 @@ class RowSlabs {
     const Slab& slab = slabs_[slot >> kPlaceBits];
     return slab.scalars == nullptr ? nullptr : slab.scalars + (slot & kPlaceMask);
   }
+  // Of a row's slot.
+  uint64_t row_bytes(uint32_t slot) const {
+    const Slab& slab = slabs_[slot >> kPlaceBits];
+    return slab.stride * sizeof(float) + (slab.scalars == nullptr ? 0 : sizeof(uint32_t));
+  }
   RowView View(uint32_t slot) const { return {values(slot), scalar(slot), dim(slot)}; }
 
   uint64_t memory_bytes() const;

@@ -345,7 +345,7 @@ uint32_t Shard::AllocateRow(uint64_t key, uint32_t dim, uint32_t stamp) {
     BeginCount(slot);
     if (tier_ != nullptr) {
       SetCell(slabs_, slot, HotCell{pool::kNoAddress, tier_->batch()});
-      ++num_hot_;
+      hot_.Add(slabs_.row_bytes(slot));
     }
     limits_.CountInsert(key);
     if (changes_ != nullptr) [[unlikely]]
@@ -406,7 +406,7 @@ void Shard::ClearLocked() {
   slabs_.Clear();
   victims_.Clear();
   coldest_.Clear();
-  num_hot_ = 0;
+  hot_.RemoveAll();
   limits_.CountClear();
   filter_.Clear();
   ++num_removals_;

@@ -18,6 +18,7 @@
 #include "pool/recovery.h"
 #include "store/admission_filter.h"
 #include "store/batch_plan.h"
+#include "store/cache_budget.h"
 #include "store/change_set.h"
 #include "store/embedding_store.h"
 #include "store/expiry.h"
@@ -69,8 +70,9 @@ class alignas(64) Shard {
   StatusOr<bool> RemoveSmallRows(size_t max_rows, uint64_t* next, uint64_t* num_removed);
 
   // Of tiers, in shard_tier.cc. From now on, while there are no rows, at most so many (and a
-  // sixteenth) are in memory after a call, and the others in the tier.
-  void SetTier(Tier* tier, uint64_t cache_rows);
+  // sixteenth) are in memory after a call, and the others in the tier. Of those that are announced
+  // (FetchAhead), the last `num_wanted` stay longer.
+  void SetTier(Tier* tier, CacheBudget cache, uint64_t num_wanted);
   // A row that was there at the tier's last checkpoint. FinishRecovery() comes behind all of them.
   Status AddRecovered(const pool::RecoveredRow& row);
   Status FinishRecovery();
@@ -216,8 +218,7 @@ class alignas(64) Shard {
   ShardSnapshot* snapshot_ = nullptr;
   ChangeSet* changes_ = nullptr;
   Tier* tier_ = nullptr;  // null: all rows are in memory, and what follows is not used
-  uint64_t cache_rows_ = 0;
-  uint64_t num_hot_ = 0;
+  CacheBudget hot_;       // the rows in memory
   uint64_t num_hits_ = 0;
   uint64_t num_misses_ = 0;
   uint64_t num_promoted_ = 0;

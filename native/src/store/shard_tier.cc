@@ -14,14 +14,14 @@ constexpr size_t kRowsAtATime = 64;
 
 }  // namespace
 
-void Shard::SetTier(Tier* tier, uint64_t cache_rows) {
+void Shard::SetTier(Tier* tier, CacheBudget cache, uint64_t num_wanted) {
   const std::lock_guard lock(mutex_);
   tier_ = tier;
-  cache_rows_ = cache_rows;
+  hot_ = cache;
   coldest_ = VictimQueue([this](const SignIndex::Entry& entry) {
     return !IsCold(slabs_, entry.slot) && !wanted_.Contains(entry.key);
   });
-  wanted_ = WantedRows(cache_rows / 4);
+  wanted_ = WantedRows(num_wanted);
 }
 
 // Rules of another store, or of another time, would read past the ends of its rows.
@@ -104,7 +104,7 @@ Status Shard::Promote(SignIndex::Entry* entry) {
   SetCell(slabs_, slot, HotCell{cell.address, 0});
   slabs_.Free(entry->slot);
   entry->slot = slot;
-  ++num_hot_;
+  hot_.Add(slabs_.row_bytes(slot));
   ++num_promoted_;
   return Status::Ok();
 }
@@ -152,7 +152,7 @@ Status Shard::RemoveFromTier(const SignIndex::Entry& entry) {
   const bool is_cold = IsCold(slabs_, entry.slot);
   const uint64_t address =
       is_cold ? ColdCellOf(slabs_, entry.slot).address : HotCellOf(slabs_, entry.slot).address;
-  if (!is_cold) --num_hot_;
+  if (!is_cold) hot_.Remove(slabs_.row_bytes(entry.slot));
   if (address == pool::kNoAddress) return Status::Ok();
   const pool::RowRemoval removal{address, SignOfKey(entry.key), tier_->batch()};
   return tier_->pool().Remove({&removal, 1});
@@ -173,9 +173,9 @@ Status Shard::DemoteRows(std::span<SignIndex::Entry* const> entries) {
     const RowShape& shape = slabs_.shape(entry->slot);
     SetCell(slabs_, cold,
             ColdCell{HotCellOf(slabs_, entry->slot).address, shape.dim, shape.state_floats});
+    hot_.Remove(slabs_.row_bytes(entry->slot));
     slabs_.Free(entry->slot);
     entry->slot = cold;
-    --num_hot_;
     ++num_demoted_;
   }
   return Status::Ok();
@@ -205,7 +205,7 @@ Status Shard::DemoteLoaded(std::span<const Run> runs) {
   size_t num_rows = 0;
   for (const Run& run : runs) {
     for (const RowRef& ref : run.refs) {
-      if (num_hot_ <= cache_rows_ + num_rows) break;
+      if (hot_.Excess() <= num_rows) break;
       SignIndex::Entry* entry = index_.Find(ref.key);
       if (entry == nullptr || IsCold(slabs_, entry->slot)) continue;
       // A sign that is named twice has one row.
@@ -223,17 +223,18 @@ Status Shard::DemoteLoaded(std::span<const Run> runs) {
 }
 
 Status Shard::LimitCache() {
-  if (num_hot_ <= cache_rows_) return Status::Ok();
+  const uint64_t excess = hot_.Excess();
+  if (excess == 0) return Status::Ok();
   tier_->Wake();
-  if (num_hot_ <= cache_rows_ + cache_rows_ / 16) return Status::Ok();
-  return Demote(num_hot_ - cache_rows_);
+  return hot_.IsWithinLeeway() ? Status::Ok() : Demote(excess);
 }
 
 StatusOr<bool> Shard::ShrinkCache() {
   const std::lock_guard lock(mutex_);
-  if (num_hot_ <= cache_rows_) return false;
-  PERSIA_RETURN_IF_ERROR(Demote(std::min<size_t>(num_hot_ - cache_rows_, kRowsAtATime)));
-  return num_hot_ > cache_rows_;
+  const uint64_t excess = hot_.Excess();
+  if (excess == 0) return false;
+  PERSIA_RETURN_IF_ERROR(Demote(std::min<size_t>(excess, kRowsAtATime)));
+  return hot_.Excess() > 0;
 }
 
 StatusOr<bool> Shard::WriteBackUpTo(uint64_t batch, uint64_t* next) {
@@ -282,7 +283,7 @@ Status Shard::FetchAhead(std::span<const uint64_t> keys) {
 
 void Shard::AddTierStatsTo(TierStats* stats) const {
   const std::lock_guard lock(mutex_);
-  stats->num_hot += num_hot_;
+  stats->num_hot += hot_.num_rows();
   stats->num_rows += index_.size();
   stats->num_hits += num_hits_;
   stats->num_misses += num_misses_;

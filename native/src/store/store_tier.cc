@@ -18,6 +18,12 @@ namespace {
 // What a pool's header says of its rows; the rules are beside it (tier_rules.h).
 constexpr const char* kSchema = "embedding rows";
 
+// How many rows a cache of bytes has room for is known when rows are: as if they were wide.
+uint64_t LeastCacheRows(const TierOptions& options) {
+  constexpr uint64_t kWideRowBytes = 1024;
+  return options.cache_bytes > 0 ? options.cache_bytes / kWideRowBytes : options.cache_rows;
+}
+
 }  // namespace
 
 Status EmbeddingStore::Impl::OpenTier(const TierOptions& options) {
@@ -26,8 +32,11 @@ Status EmbeddingStore::Impl::OpenTier(const TierOptions& options) {
   PERSIA_RETURN_IF_ERROR(OpenPool(options));
   const uint64_t num_shards = shards_.size();
   for (uint64_t i = 0; i < num_shards; ++i) {
-    shards_[i].SetTier(tier_.get(), options.cache_rows / num_shards +
-                                        (i < options.cache_rows % num_shards ? 1 : 0));
+    const auto share = [&](uint64_t all) { return all / num_shards + (i < all % num_shards); };
+    const CacheBudget cache = options.cache_bytes > 0
+                                  ? CacheBudget::OfBytes(share(options.cache_bytes))
+                                  : CacheBudget::OfRows(share(options.cache_rows));
+    shards_[i].SetTier(tier_.get(), cache, share(LeastCacheRows(options)) / 4);
     PERSIA_RETURN_IF_ERROR(shards_[i].FinishRecovery());
   }
   keeper_ = std::thread([this] { KeepTier(); });
@@ -72,7 +81,7 @@ Status EmbeddingStore::Impl::OpenPool(const TierOptions& options) {
     if (pool.ok()) PERSIA_RETURN_IF_ERROR(visited);
   }
   PERSIA_RETURN_IF_ERROR(pool.status());
-  tier_ = std::make_unique<Tier>(std::move(*pool), options.cache_rows);
+  tier_ = std::make_unique<Tier>(std::move(*pool), LeastCacheRows(options));
   return Status::Ok();
 }
 

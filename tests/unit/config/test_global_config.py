@@ -12,6 +12,7 @@ from persia.config import (
     EmbeddingParameterServerConfig,
     GlobalConfig,
     InferConfig,
+    StorageConfig,
     parse_global_config,
 )
 from persia.errors import ConfigError
@@ -44,7 +45,8 @@ DEFAULTS = {
     f"{STORAGE}.kind": "dram",
     f"{STORAGE}.path": None,
     f"{STORAGE}.size_bytes": 1 << 40,
-    f"{STORAGE}.cache_rows": 1_000_000,
+    f"{STORAGE}.cache_rows": None,
+    f"{STORAGE}.cache_bytes": None,
     f"{STORAGE}.syncs": True,
 }
 
@@ -64,6 +66,7 @@ LIMITS = {
     f"{SERVER}.incremental_keep_packets": (1, 2**32 - 1),
     f"{STORAGE}.size_bytes": (32 << 20, 1 << 50),
     f"{STORAGE}.cache_rows": (1, 2**64 - 1),
+    f"{STORAGE}.cache_bytes": (1024, 2**64 - 1),
 }
 
 SWITCHES = [f"{METRICS}.enable_metrics", f"{SERVER}.enable_incremental_update", f"{STORAGE}.syncs"]
@@ -129,6 +132,9 @@ def test_numbers_are_taken_up_to_their_limits_and_not_beyond(path):
     ("value", "shown"), [(True, "true"), (1.5, "1.5"), ("8", "'8'"), (None, "null"), ([8], "[8]")]
 )
 def test_numbers_must_be_integers(path, value, shown):
+    if value is None and DEFAULTS[path] is None:
+        assert value_at(parse_global_config(with_key(path, value)), path) is None
+        return
     assert refusal_of(with_key(path, value)) == f"{path}={shown} must be an integer"
 
 
@@ -185,12 +191,29 @@ def test_incremental_updates_need_keys_that_fit(key, value, reason):
         ({"kind": "file"}, f"{STORAGE}.path is missing: kind='file' needs the directory"),
         (
             {"kind": "pmem", "path": "/mnt", "cache_rows": 8},
-            f"{SERVER}.storage.cache_rows=8 must not be below num_hashmap_internal_shards=16",
+            f"{SERVER}.storage.cache_rows=8 must not be below 16: the num_hashmap_internal_shards=16",
+        ),
+        (
+            {"kind": "pmem", "path": "/mnt", "cache_rows": 100, "cache_bytes": 1 << 20},
+            f"{STORAGE}.cache_rows=100 and cache_bytes=1048576 are both given",
         ),
     ],
 )
 def test_storage_needs_keys_that_fit(storage, message):
     assert refusal_of(with_key(STORAGE, storage)).startswith(message)
+
+
+def test_every_shard_needs_a_part_of_the_cache():
+    storage = {"kind": "file", "path": "/mnt", "cache_bytes": 1 << 20}
+    message = refusal_of(with_key(SERVER, {"num_hashmap_internal_shards": 2000, "storage": storage}))
+    assert message.startswith(f"{SERVER}.storage.cache_bytes=1048576 must not be below 2048000")
+    parse_global_config(with_key(SERVER, {"num_hashmap_internal_shards": 1024, "storage": storage}))
+
+
+def test_a_cache_has_rows_or_bytes():
+    assert StorageConfig().num_cache_rows == 1_000_000
+    assert StorageConfig(cache_rows=7).num_cache_rows == 7
+    assert StorageConfig(cache_bytes=1 << 20).num_cache_rows == 0
 
 
 def test_inference_jobs_keep_rows_in_memory():

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from persia import pmem
 from persia.checkpoint.server_pool import ServerPool
 from persia.config import StorageConfig
 from persia.ctx import TrainCtx
+from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import Adagrad
 from persia.errors import FailedPreconditionError, NotFoundError, UnavailableError
 
@@ -108,3 +110,29 @@ def test_a_pool_has_one_context(
     config = config_of("file", tmp_path / "missing")
     with pytest.raises(NotFoundError, match=r"storage\.path=.* is no directory"):
         make_ctx(backend=None, slots=SLOTS, global_config=config)
+
+
+def test_a_cache_of_bytes_holds_the_rows_that_fit(make_ctx: Callable[..., TrainCtx], tmp_path: Path) -> None:
+    config = config_of("file", tmp_path)
+    section = config["embedding_parameter_server_config"]
+    section["storage"] = {"kind": "file", "path": str(tmp_path), "cache_bytes": 4096}
+    model = Model()
+    with make_ctx(
+        backend=None,
+        model=model,
+        embedding_optimizer=Adagrad(lr=0.1),
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        slots=SLOTS,
+        global_config=config,
+    ) as ctx:
+        ids = np.arange(500, dtype=np.uint64)
+        features = [IDTypeFeatureWithSingleID(name, ids) for name in "ab"]
+        labels = [Label(np.ones((500, 1), np.float32))]
+        ctx.get_embedding_from_data(PersiaBatch(features, labels=labels, requires_grad=True))
+        store = ctx.backend.local_store
+        assert store is not None
+        stats = store.tier_stats()
+        assert stats is not None
+        # 64 bytes a row: 4 numbers, 4 of state, 4 of the cache, up to whole cache lines.
+        assert stats["num_rows"] == 1000
+        assert 32 <= stats["num_hot"] <= 68

@@ -20,7 +20,7 @@ def test_pmem_is_a_short_cut_for_storage(tmp_path: Path) -> None:
     (tmp_path / "global.yml").write_text(CONFIG)
     options = {"port": 0, "pmem": "/mnt/pmem0"}
     storage = config_of(ServerOptions(**options)).embedding_parameter_server_config.storage  # type: ignore[arg-type]
-    assert (storage.kind, storage.path, storage.cache_rows) == ("pmem", "/mnt/pmem0", 1_000_000)
+    assert (storage.kind, storage.path, storage.num_cache_rows) == ("pmem", "/mnt/pmem0", 1_000_000)
     options["global_config"] = str(tmp_path / "global.yml")
     storage = config_of(ServerOptions(**options)).embedding_parameter_server_config.storage  # type: ignore[arg-type]
     assert (storage.kind, storage.path, storage.cache_rows) == ("pmem", "/mnt/pmem0", 5000)

@@ -1,0 +1,244 @@
+"""One embedded job in a process of its own, `python -m benchmarks.tiers.job`: lines of JSON answer others.
+
+    {"op": "open", "job": ...}                                    ->  {"num_rows": ...}
+    {"op": "run", "seed": ..., "steps": ..., "variant": ..., "checkpoint": ...}
+                                                                  ->  {"seconds": ..., "num_ids": ..., ...}
+    {"op": "memory"}                                              ->  {"resident_bytes": ..., ...}
+
+A turn trains `steps` batches through a `DataLoader`. They are made before the clock starts, which stops when
+the last gradient has been applied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.workload import hash_ranks
+from persia.ctx import TrainCtx
+from persia.data import DataLoader, IterableDataset
+from persia.embedding.data import IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
+from persia.embedding.optim import Adagrad
+
+__all__ = ["VARIANTS", "JobOptions"]
+
+_NUM_DENSE = 13
+_WARM_UP_STEPS = 30  # more than a loader looks up ahead
+_CELL_FLOATS = 4  # beside embedding and state of a row in a cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """How a turn trains."""
+
+    dense: bool = True  # else the embeddings' mean is the output
+    staleness: int | None = None
+
+
+VARIANTS = {
+    "training": Variant(),
+    "training, staleness 1": Variant(staleness=1),
+    "sparse part alone": Variant(dense=False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class JobOptions:
+    """`cache`: of the rows, a share; `directory` of the pool, which is the job's alone."""
+
+    rows: int
+    slots: int
+    dim: int
+    batch_size: int
+    exponent: float
+    kind: str = "dram"
+    cache: float = 1.0
+    directory: str = ""
+
+    @property
+    def rows_of_slot(self) -> int:
+        return self.rows // self.slots
+
+    @property
+    def cache_bytes(self) -> int:
+        """Embedding and Adagrad's state of each row, and what the cache knows of it."""
+        return int(self.rows * self.cache) * 4 * (2 * self.dim + _CELL_FLOATS)
+
+    @property
+    def storage(self) -> dict[str, Any]:
+        if self.kind == "dram":
+            return {}
+        return {"kind": self.kind, "path": self.directory, "cache_bytes": self.cache_bytes}
+
+
+class _Model(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.is_dense = True
+        self.tower = torch.nn.Sequential(
+            torch.nn.Linear(width, 256),
+            torch.nn.ReLU(),
+            torch.nn.Linear(256, 128),
+            torch.nn.ReLU(),
+            torch.nn.Linear(128, 1),
+        )
+
+    def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
+        if not self.is_dense:
+            return torch.stack([embedding.mean(dim=1) for embedding in embeddings]).sum(0)[:, None]
+        output: torch.Tensor = self.tower(torch.cat([*dense, *embeddings], dim=1))
+        return output
+
+
+class _Batches(IterableDataset):
+    def __init__(self, batches: Iterable[PersiaBatch]) -> None:
+        super().__init__()
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        return iter(self._batches)
+
+
+class Job:
+    """A context whose rows are all there, and settled. To be closed."""
+
+    def __init__(self, options: JobOptions) -> None:
+        torch.manual_seed(0)
+        self._options = options
+        self._model = _Model(_NUM_DENSE + options.slots * options.dim)
+        slots = {f"slot{i}": {"dim": options.dim} for i in range(options.slots)}
+        self._ctx = TrainCtx(
+            model=self._model,
+            embedding_optimizer=Adagrad(lr=0.02),
+            dense_optimizer=torch.optim.Adam(self._model.parameters(), lr=0.001),
+            mixed_precision=False,
+            slots={"slots_config": slots},
+            global_config={"embedding_parameter_server_config": {"storage": options.storage}},
+        ).__enter__()
+        # What training needs whatever the number of rows is.
+        self.run({"seed": 0, "steps": _WARM_UP_STEPS, "variant": "training"})
+        self._resident_before = _resident_bytes()
+        self._train(self._every_row(), Variant(dense=False))
+
+    def close(self) -> None:
+        self._ctx.__exit__(None, None, None)
+
+    def run(self, request: dict[str, Any]) -> dict[str, Any]:
+        random = np.random.default_rng(request["seed"])
+        batches = [self._drawn(random) for _ in range(request["steps"])]
+        before = self._counts()
+        started = time.perf_counter()
+        if request.get("checkpoint"):
+            self._ctx.dump_embedding(Path(self._options.directory) / "c", blocking=False, in_place=True)
+        asked = time.perf_counter()
+        self._train(batches, VARIANTS[request["variant"]])
+        seconds = time.perf_counter() - started
+        after = self._counts()
+        if request.get("checkpoint"):
+            self._ctx.wait_for_dump_embedding()
+        return {
+            "seconds": seconds,
+            "num_ids": request["steps"] * self._options.slots * self._options.batch_size,
+            "num_lookups": after["num_looked_up"] - before["num_looked_up"],
+            "num_missed": after["num_missed"] - before["num_missed"],
+            "asking_seconds": asked - started,
+            "was_committed": after["num_pending"] == 0,
+        }
+
+    def memory(self) -> dict[str, int]:
+        return {
+            "resident_bytes": _resident_bytes() - self._resident_before,
+            "num_rows": sum(self._ctx.backend.sizes()),
+            "cache_bytes": self._options.cache_bytes,
+        }
+
+    def _train(self, batches: Iterable[PersiaBatch], variant: Variant) -> None:
+        self._model.is_dense = variant.dense
+        for batch in DataLoader(_Batches(batches), embedding_staleness=variant.staleness):
+            output, labels = self._ctx.forward(batch)
+            assert labels is not None, "every batch has some"
+            self._ctx.backward(torch.nn.functional.mse_loss(output, labels[0]))
+        self._ctx.wait_for_gradients()
+
+    def _counts(self) -> dict[str, int]:
+        store = self._ctx.backend.local_store
+        found = None if store is None else store.tier_stats()
+        if found is None:
+            return {"num_looked_up": 0, "num_missed": 0, "num_pending": 0}
+        return {
+            "num_looked_up": found["num_hits"] + found["num_misses"],
+            "num_missed": found["num_misses"] + found["num_prefetched"],
+            "num_pending": found["num_pending"],
+        }
+
+    def _drawn(self, random: np.random.Generator) -> PersiaBatch:
+        """Ranks by a bounded Zipf law, as in native/bench/workload.h."""
+        options = self._options
+        power = 1 - options.exponent
+        mass = (options.rows_of_slot + 1.0) ** power - 1
+        shape = (options.slots, options.batch_size)
+        ranks = (1 + random.random(shape) * mass) ** (1 / power) - 1
+        return self._batch(random, np.minimum(ranks.astype(np.uint64), options.rows_of_slot - 1))
+
+    def _batch(self, random: np.random.Generator, ranks: NDArray[np.uint64]) -> PersiaBatch:
+        size = ranks.shape[1]
+        ids = [hash_ranks(slot, of_slot).view(np.uint64) for slot, of_slot in enumerate(ranks)]
+        dense = random.standard_normal((size, _NUM_DENSE), dtype=np.float32)
+        return PersiaBatch(
+            [IDTypeFeatureWithSingleID(f"slot{i}", of_slot) for i, of_slot in enumerate(ids)],
+            non_id_type_features=[NonIDTypeFeature(dense)],
+            labels=[Label(random.random((size, 1), dtype=np.float32))],
+            requires_grad=True,
+        )
+
+    def _every_row(self) -> Iterator[PersiaBatch]:
+        """In batches that need no more memory than those of the law: their IDs are all different ones."""
+        random, options = np.random.default_rng(0), self._options
+        size = max(options.batch_size // 8, 1)
+        for first in reversed(range(0, options.rows_of_slot, size)):
+            part = np.arange(first, min(first + size, options.rows_of_slot), dtype=np.uint64)
+            yield self._batch(random, np.tile(part, (options.slots, 1)))
+
+
+def _resident_bytes() -> int:
+    """This process's memory that is present, without files: what a pool of kind pmem maps is not counted."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [found] = [line.split()[1] for line in lines if line.startswith("RssAnon:")]
+    return int(found) * 1024
+
+
+def main() -> None:
+    """Answers until the input ends."""
+    # Libraries print to standard output: it is kept for replies.
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    job: Job | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["op"] == "open":
+            job = Job(JobOptions(**request["job"]))
+            reply: dict[str, Any] = {"num_rows": job.memory()["num_rows"]}
+        else:
+            assert job is not None, "open comes first"
+            reply = job.run(request) if request["op"] == "run" else job.memory()
+        print(json.dumps(reply), file=replies, flush=True)
+    if job is not None:
+        job.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""What benchmarks.tiers makes of the turns of real jobs, small ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tiers.job import JobOptions
+from benchmarks.tiers.report import checkpoint_lines
+from benchmarks.tiers.turns import Comparison, Schedule, compare, opened
+
+
+def test_checkpoints_are_judged_by_what_one_costs_in_a_minute() -> None:
+    counts = {"turn_seconds": 10.0, "asking_seconds": 0.1, "num_committed": 2.0}
+    dear = Comparison("", 0.1, ours=[1.07, 1.07], theirs=[1.0, 1.0], counts=counts)
+    assert "700 ms each" in checkpoint_lines(dear)[0]
+    assert checkpoint_lines(dear)[1].endswith("+1.17%; floor 1%: miss")
+    cheap = Comparison("", 0.1, ours=[1.05, 1.05], theirs=[1.0, 1.0], counts=counts)
+    assert checkpoint_lines(cheap)[1].endswith("+0.83%; floor 1%: pass")
+
+
+def test_jobs_take_turns_and_count_what_was_not_cached(tmp_path: Path) -> None:
+    job = JobOptions(rows=4000, slots=2, dim=4, batch_size=64, exponent=1.1)
+    pool = JobOptions(rows=4000, slots=2, dim=4, batch_size=64, exponent=1.1, kind="file", cache=0.2)
+    schedule = Schedule(rounds=2, seconds=0.01, settle=5)
+    with opened([job, pool], schedule, tmp_path) as sides:
+        [found] = compare(sides, schedule, ["sparse part alone"])
+        memories = [side.memory() for side in sides]
+    assert not list(tmp_path.iterdir())
+    assert len(found.ours) == len(found.theirs) == schedule.rounds
+    assert 0 < found.miss_share_of_ids < found.miss_share < 1
+    assert found.counts["num_ids"] >= 2 * 10 * 2 * 64
+    assert [memory["num_rows"] for memory in memories] == [job.rows, job.rows]
+    assert memories[1]["cache_bytes"] == pytest.approx(800 * 48)
