@@ -27,6 +27,10 @@ class Backing {
   virtual Status Sync() = 0;
   // A hint that the bytes are about to be read; returns before they are there.
   virtual void AskAhead(uint64_t /*offset*/, uint64_t /*count*/) const {}
+  // Brings mapped bytes into the processor's caches: for many rows at once, before their turn.
+  virtual void Touch(uint64_t /*offset*/, uint64_t /*count*/) const {}
+  // Where the bytes are mapped; null: read them. The caller stays below size().
+  virtual const std::byte* Mapped(uint64_t /*offset*/) const { return nullptr; }
   // To `size` bytes, the new ones zero. kResourceExhausted: there is no room for them.
   virtual Status Grow(uint64_t size) = 0;
 };

@@ -84,6 +84,8 @@ RowPool::RowPool(std::unique_ptr<Backing> backing, const PoolOptions& options, P
       slots_(PoolHeader::kBytes, header.extent_bytes),
       committed_(header.committed),
       newest_(header.committed),
+      extent_ids_(std::make_unique<std::atomic<uint64_t>[]>(
+          std::max(max_bytes_, backing_->size()) / extent_bytes_ + 1)),
       header_(std::move(header)) {}
 
 StatusOr<std::unique_ptr<RowPool>> RowPool::Create(const std::string& directory,
@@ -133,8 +135,10 @@ StatusOr<std::unique_ptr<RowPool>> RowPool::Recover(std::unique_ptr<Backing> bac
   PERSIA_RETURN_IF_ERROR(MergeSize(options.size_bytes, &*header));
   std::unique_ptr<RowPool> pool(new RowPool(std::move(backing), options, *header));
   ThreadPool threads(std::max(1u, options.num_threads));
-  RecoveredPool recovered{.slots = &pool->slots_, .extent_ids = &pool->extent_ids_};
+  std::vector<uint64_t> extent_ids;
+  RecoveredPool recovered{.slots = &pool->slots_, .extent_ids = &extent_ids};
   PERSIA_RETURN_IF_ERROR(RecoverRows(*header, &threads, visit, pool->backing_.get(), &recovered));
+  std::copy(extent_ids.begin(), extent_ids.end(), pool->extent_ids_.get());
   const uint64_t num_rows = recovered.num_rows;
   if (num_rows != header->num_rows) {
     return Corruption("the pool had " + std::to_string(header->num_rows) +
@@ -204,28 +208,36 @@ std::optional<uint64_t> RowPool::TakeSlot(uint32_t slot_bytes, Status* status) {
 
 Status RowPool::AssignExtent(uint64_t offset, uint32_t slot_bytes) {
   const ExtentHeader header{.slot_bytes = slot_bytes, .id = DrawId()};
-  {
-    const std::lock_guard lock(extents_mutex_);
-    extent_ids_.resize(slots_.num_extents());
-    extent_ids_[(offset - PoolHeader::kBytes) / extent_bytes_] = header.id;
-  }
+  extent_ids_[(offset - PoolHeader::kBytes) / extent_bytes_] = header.id;
   return WriteExtentHeader(pool_id_, offset, header, backing_.get());
 }
 
 uint64_t RowPool::SeedOf(uint64_t address) const {
-  const std::shared_lock lock(extents_mutex_);
-  return RecordSeed(extent_ids_[(address - PoolHeader::kBytes) / extent_bytes_], address);
+  const auto& id = extent_ids_[(address - PoolHeader::kBytes) / extent_bytes_];
+  return RecordSeed(id.load(std::memory_order_relaxed), address);
 }
 
-Status RowPool::TakeSlots(std::span<const RowWrite> rows, std::span<uint64_t> addresses) {
+// A version that is written over was not there yet at any checkpoint, and the new one is part of
+// all that are to come: until one of these is committed, whatever the slot holds is undone.
+Status RowPool::TakeSlots(std::span<const RowWrite> rows, std::span<Version> replaced,
+                          std::span<uint64_t> addresses) {
   std::lock_guard lock(mutex_);
   for (const RowWrite& row : rows) PERSIA_RETURN_IF_ERROR(CheckWrite(row));
   for (size_t i = 0; i < rows.size(); ++i) {
+    const RowHead& head = rows[i].head;
+    const auto slot_bytes = static_cast<uint32_t>(SlotBytes(head.num_floats()));
+    Version& old = replaced[i];
+    if (old.address != kNoAddress && slots_.slot_bytes(old.address) == slot_bytes &&
+        !IsNeeded({old.address, old.record.head.version, head.version})) {
+      addresses[i] = std::exchange(old.address, kNoAddress);
+      continue;
+    }
     Status status;
-    const auto slot_bytes = static_cast<uint32_t>(SlotBytes(rows[i].head.num_floats()));
     const auto address = TakeSlot(slot_bytes, &status);
     if (!address) {
-      for (size_t j = 0; j < i; ++j) slots_.Free(addresses[j]);
+      for (size_t j = 0; j < i; ++j) {
+        if (addresses[j] != rows[j].replaces) slots_.Free(addresses[j]);
+      }
       return status;
     }
     addresses[i] = *address;
@@ -259,12 +271,20 @@ Status RowPool::WriteRecords(std::span<const RowWrite> rows, std::span<const uin
 
 Status RowPool::Write(std::span<const RowWrite> rows, std::span<uint64_t> addresses) {
   PERSIA_RETURN_IF_ERROR(CheckHealth());
-  PERSIA_RETURN_IF_ERROR(TakeSlots(rows, addresses));
+  std::vector<Version> replaced(rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (rows[i].replaces == kNoAddress) continue;
+    const RowHead& head = rows[i].head;
+    auto old = FindLiving({rows[i].replaces, head.sign, head.version});
+    if (!old.ok()) return Fail(old.status());
+    replaced[i] = *old;
+  }
+  PERSIA_RETURN_IF_ERROR(TakeSlots(rows, replaced, addresses));
   PERSIA_RETURN_IF_ERROR(Fail(WriteRecords(rows, addresses)));
   std::vector<Ended> ended;
-  for (const RowWrite& row : rows) {
-    if (row.replaces == kNoAddress) continue;
-    PERSIA_RETURN_IF_ERROR(Fail(End({row.replaces, row.head.sign, row.head.version}, &ended)));
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (replaced[i].address == kNoAddress) continue;
+    PERSIA_RETURN_IF_ERROR(Fail(End(replaced[i], rows[i].head.version, &ended)));
   }
   backing_->Drain();
   Release(ended);
@@ -274,7 +294,11 @@ Status RowPool::Write(std::span<const RowWrite> rows, std::span<uint64_t> addres
 Status RowPool::Remove(std::span<const RowRemoval> rows) {
   PERSIA_RETURN_IF_ERROR(CheckHealth());
   std::vector<Ended> ended;
-  for (const RowRemoval& row : rows) PERSIA_RETURN_IF_ERROR(Fail(End(row, &ended)));
+  for (const RowRemoval& row : rows) {
+    auto living = FindLiving(row);
+    if (!living.ok()) return Fail(living.status());
+    PERSIA_RETURN_IF_ERROR(Fail(End(*living, row.version, &ended)));
+  }
   backing_->Drain();
   {
     std::lock_guard lock(mutex_);
@@ -307,8 +331,9 @@ Status RowPool::Clear() {
   return Status::Ok();
 }
 
-Status RowPool::End(const RowRemoval& row, std::vector<Ended>* ended) {
-  RowRecord record;
+StatusOr<RowPool::Version> RowPool::FindLiving(const RowRemoval& row) const {
+  Version version{.address = row.address, .record = {}};
+  RowRecord& record = version.record;
   PERSIA_RETURN_IF_ERROR(
       backing_->Read(row.address, std::as_writable_bytes(std::span(&record, 1))));
   if (record.head.sign != row.sign || record.HasEnded() || record.head.version > row.version) {
@@ -316,10 +341,14 @@ Status RowPool::End(const RowRemoval& row, std::vector<Ended>* ended) {
                       " at offset " + std::to_string(row.address) +
                       "; its file was damaged: remove it and load a checkpoint");
   }
-  const uint64_t end = record.EndAt(row.version);
-  PERSIA_RETURN_IF_ERROR(
-      backing_->Write(row.address + offsetof(RowRecord, end), std::as_bytes(std::span(&end, 1))));
-  ended->push_back({row.address, record.head.version, row.version});
+  return version;
+}
+
+Status RowPool::End(const Version& version, uint64_t batch, std::vector<Ended>* ended) {
+  const uint64_t end = version.record.EndAt(batch);
+  PERSIA_RETURN_IF_ERROR(backing_->Write(version.address + offsetof(RowRecord, end),
+                                         std::as_bytes(std::span(&end, 1))));
+  ended->push_back({version.address, version.record.head.version, batch});
   return Status::Ok();
 }
 
@@ -346,8 +375,16 @@ void RowPool::Release(std::span<const Ended> ended) {
 
 Status RowPool::Read(uint64_t address, uint64_t sign, RowHead* head,
                      std::span<float> values) const {
-  std::vector<std::byte> slot(SlotBytes(values.size()));
-  PERSIA_RETURN_IF_ERROR(backing_->Read(address, slot));
+  const size_t slot_bytes = SlotBytes(values.size());
+  thread_local std::vector<std::byte> copy;
+  const std::byte* mapped =
+      address + slot_bytes <= backing_->size() ? backing_->Mapped(address) : nullptr;
+  if (mapped == nullptr) {
+    copy.resize(slot_bytes);
+    PERSIA_RETURN_IF_ERROR(backing_->Read(address, copy));
+    mapped = copy.data();
+  }
+  const std::span slot(mapped, slot_bytes);
   RowRecord record;
   if (!DecodeRecord(slot, SeedOf(address), &record) || record.head.sign != sign ||
       record.head.num_floats() != values.size()) {

@@ -1,9 +1,10 @@
 // RowPool: rows on a device, by address, in versions, and the checkpoints they can go back to.
 //
-// A row is never changed in place: Write() puts a new version into a free slot and ends the one it
-// replaces (row_record.h). The slot of an ended version is free again once no checkpoint can need
-// it. Checkpoints are batch numbers: BeginCheckpoint(c), after the last batch up to c, keeps what
-// is there as of c; the user writes what it still has of those batches in memory, then calls
+// What a checkpoint may need is never changed in place: Write() puts a new version into a free slot
+// and ends the one it replaces (row_record.h). The slot of an ended version is free again once no
+// checkpoint can need it; where none can need it already, the new version is written over it.
+// Checkpoints are batch numbers: BeginCheckpoint(c), after the last batch up to c, keeps what is
+// there as of c; the user writes what it still has of those batches in memory, then calls
 // Commit(c), from which on the pool goes back to c when it is opened again, whatever happens.
 //
 // Which signs there are, and where, the user remembers; Recover() and Open() tell it anew.
@@ -17,7 +18,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <shared_mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -107,6 +107,12 @@ class RowPool {
   // Into `values` as many floats as the row has. kCorruption: the device returned something else
   // than the row of this sign that was written there.
   Status Read(uint64_t address, uint64_t sign, RowHead* head, std::span<float> values) const;
+  // Before some tens of rows of so many floats are read, or replaced: their cache misses overlap.
+  void Touch(uint64_t address, size_t num_floats) const {
+    backing_->Touch(address, SlotBytes(num_floats));
+  }
+  // Whether rows are mapped memory: then there is nothing to ask for.
+  bool is_mapped() const { return backing_->Mapped(0) != nullptr; }
   // A hint that such a row of so many floats is about to be read.
   void AskAhead(uint64_t address, size_t num_floats) const {
     backing_->AskAhead(address, SlotBytes(num_floats));
@@ -147,14 +153,22 @@ class RowPool {
 
   RowPool(std::unique_ptr<Backing> backing, const PoolOptions& options, PoolHeader header);
 
+  struct Version {
+    uint64_t address = kNoAddress;
+    RowRecord record;  // the beginning
+  };
+
   Status CheckWrite(const RowWrite& row) const;
-  Status TakeSlots(std::span<const RowWrite> rows, std::span<uint64_t> addresses);
+  // What the rows' addresses are; versions that are written over are no longer in `replaced`.
+  Status TakeSlots(std::span<const RowWrite> rows, std::span<Version> replaced,
+                   std::span<uint64_t> addresses);
   std::optional<uint64_t> TakeSlot(uint32_t slot_bytes, Status* status);
   Status AssignExtent(uint64_t offset, uint32_t slot_bytes);
   uint64_t SeedOf(uint64_t address) const;
   Status WriteRecords(std::span<const RowWrite> rows, std::span<const uint64_t> addresses);
-  // Ends the version at the address of a row; `version` is the one that comes after it.
-  Status End(const RowRemoval& row, std::vector<Ended>* ended);
+  // The living version at the address of a row; row.version is the one that comes after it.
+  StatusOr<Version> FindLiving(const RowRemoval& row) const;
+  Status End(const Version& version, uint64_t end, std::vector<Ended>* ended);
   void Release(std::span<const Ended> ended);
   bool IsNeeded(const Ended& ended) const;
   void CountRows(uint64_t version, int64_t count);
@@ -180,9 +194,8 @@ class RowPool {
   int64_t new_rows_ = 0;          // beyond the last pending checkpoint
   std::vector<Ended> kept_;
 
-  // Apart from the rest, for those who read rows.
-  mutable std::shared_mutex extents_mutex_;
-  std::vector<uint64_t> extent_ids_;
+  // Of all extents that there may be. Whoever has an address has it from one who saw its extent's.
+  std::unique_ptr<std::atomic<uint64_t>[]> extent_ids_;
 
   mutable std::mutex header_mutex_;  // taken before mutex_
   PoolHeader header_;

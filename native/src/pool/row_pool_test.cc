@@ -164,6 +164,37 @@ TEST_P(RowPoolTest, VersionsAreKeptForAllPendingCheckpoints) {
   EXPECT_EQ(found_->rows()[0].head.version, 4u);
 }
 
+// What a row was at a checkpoint, pending or committed, stays; what it was in between does not.
+TEST_P(RowPoolTest, WritesOverVersionsThatNoCheckpointHas) {
+  Create();
+  const auto write = [this](uint64_t version, uint64_t replaces) {
+    auto address = Write(1, version, replaces);
+    EXPECT_TRUE(address.ok()) << address.status().ToString();
+    return *address;
+  };
+  const uint64_t first = write(1, kNoAddress);
+  EXPECT_EQ(write(2, first), first);
+  ASSERT_TRUE(pool_->BeginCheckpoint(3).ok());
+  const uint64_t fourth = write(4, first);
+  EXPECT_NE(fourth, first);
+  EXPECT_EQ(write(5, fourth), fourth);
+  EXPECT_EQ(pool_->stats().num_kept, 1u);
+  const auto version_when_opened = [&] {
+    EXPECT_TRUE(Reopen().ok());
+    EXPECT_EQ(found_->rows().size(), 1u);
+    return found_->rows().begin()->head.version;
+  };
+  ASSERT_TRUE(pool_->Commit(3).ok());
+  EXPECT_EQ(version_when_opened(), 2u);
+  const uint64_t sixth = write(6, first);
+  EXPECT_NE(sixth, first);
+  EXPECT_EQ(write(7, sixth), sixth);
+  ASSERT_TRUE(Checkpoint(7).ok());
+  EXPECT_EQ(pool_->stats().num_kept, 0u);
+  EXPECT_EQ(version_when_opened(), 7u);
+  EXPECT_CODE(StatusCode::kCorruption, Write(1, 8, first).status());  // it has ended
+}
+
 TEST_P(RowPoolTest, RefusesCheckpointsOutOfOrderAndBeyondTheWindow) {
   Create();
   ASSERT_TRUE(Write(1, 5).ok());

@@ -35,8 +35,8 @@ class CacheBudget {
     const uint64_t mean = std::max<uint64_t>(num_bytes_ / num_rows_, 1);
     return std::min((excess + mean - 1) / mean, num_rows_);
   }
-  // That a call may leave behind; more it has to see to by itself.
-  bool IsWithinLeeway() const { return Used() <= limit_ + limit_ / 16; }
+  // Whether it is exceeded by at most a `part`th.
+  bool IsWithin(uint64_t part) const { return Used() <= limit_ + limit_ / part; }
 
  private:
   CacheBudget(uint64_t limit, bool counts_bytes) : limit_(limit), counts_bytes_(counts_bytes) {}

@@ -1,6 +1,7 @@
 #include "store/shard.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -98,9 +99,7 @@ Status Shard::LookupForInference(const Run& run, float* rows, LookupReport* coun
 }
 
 // A run's rows are usually of one group; where they are not, only the prefetching is off.
-size_t Shard::StrideOf(const Run& run) const {
-  return rules_->OfKey(run.refs[0].key).ShapeFor(run.dim).Stride();
-}
+size_t Shard::StrideOf(const Run& run) const { return ShapeOf(run.refs[0].key, run.dim).Stride(); }
 
 template <typename Use>
 void Shard::UseFound(const Run& run, Use use) {
@@ -120,9 +119,9 @@ void Shard::UseFound(const Run& run, Use use) {
 
 template <typename Use>
 Status Shard::UseCold(Use use) {
+  constexpr size_t kBlock = 64;
   Status status;
-  std::erase_if(missing_, [&](const Missing& missing) {
-    SignIndex::Entry* entry = index_.Find(missing.ref->key);
+  const auto use_if_cold = [&](const Missing& missing, SignIndex::Entry* entry) {
     if (!status.ok() || entry == nullptr) return false;
     if (IsColdOfDim(*entry, missing.run->dim)) status = Promote(entry);
     if (!status.ok() || !HasDim(entry, missing.run->dim)) return false;
@@ -130,7 +129,19 @@ Status Shard::UseCold(Use use) {
     entry->stamp = now_;
     use(*missing.run, *missing.ref, entry->slot);
     return true;
-  });
+  };
+  std::array<SignIndex::Entry*, kBlock> entries;
+  size_t num_left = 0;
+  for (size_t begin = 0; begin < missing_.size(); begin += kBlock) {
+    const size_t size = std::min(kBlock, missing_.size() - begin);
+    for (size_t i = 0; i < size; ++i) entries[i] = index_.Find(missing_[begin + i].ref->key);
+    TouchCold(std::span(entries).first(size));
+    for (size_t i = 0; i < size; ++i) {
+      const Missing missing = missing_[begin + i];
+      if (!use_if_cold(missing, entries[i])) missing_[num_left++] = missing;
+    }
+  }
+  missing_.resize(num_left);
   return status;
 }
 
@@ -345,7 +356,7 @@ uint32_t Shard::AllocateRow(uint64_t key, uint32_t dim, uint32_t stamp) {
     BeginCount(slot);
     if (tier_ != nullptr) {
       SetCell(slabs_, slot, HotCell{pool::kNoAddress, tier_->batch()});
-      hot_.Add(slabs_.row_bytes(slot));
+      NoteHot(key, slot);
     }
     limits_.CountInsert(key);
     if (changes_ != nullptr) [[unlikely]]
@@ -384,8 +395,9 @@ void Shard::AddStatsTo(StoreStats* stats) const {
   stats->num_rows += index_.size();
   stats->memory_bytes += sizeof(Shard) + index_.memory_bytes() + slabs_.memory_bytes() +
                          victims_.memory_bytes() + coldest_.memory_bytes() +
-                         wanted_.memory_bytes() + filter_.memory_bytes() + expiry_.memory_bytes() +
-                         limits_.memory_bytes() + missing_.capacity() * sizeof(Missing);
+                         hot_keys_.memory_bytes() + wanted_.memory_bytes() +
+                         filter_.memory_bytes() + expiry_.memory_bytes() + limits_.memory_bytes() +
+                         missing_.capacity() * sizeof(Missing);
   Add(lookups_, &stats->lookups);
   Add(updates_, &stats->updates);
 }
@@ -407,6 +419,7 @@ void Shard::ClearLocked() {
   victims_.Clear();
   coldest_.Clear();
   hot_.RemoveAll();
+  hot_keys_.Clear();
   limits_.CountClear();
   filter_.Clear();
   ++num_removals_;

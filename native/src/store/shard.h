@@ -23,6 +23,7 @@
 #include "store/embedding_store.h"
 #include "store/expiry.h"
 #include "store/group_limits.h"
+#include "store/hot_keys.h"
 #include "store/row_slabs.h"
 #include "store/rule_set.h"
 #include "store/shard_snapshot.h"
@@ -181,6 +182,11 @@ class alignas(64) Shard {
   RowShape ShapeOf(uint64_t key, uint32_t dim) const;
   bool IsColdOfDim(const SignIndex::Entry& entry, uint32_t dim) const;
   Status Promote(SignIndex::Entry* entry);
+  // Before that, of many; null where there is none.
+  void TouchCold(std::span<SignIndex::Entry* const> entries) const;
+  // A row is in memory from now on.
+  void NoteHot(uint64_t key, uint32_t slot);
+  void CollectColdest();
   Status Demote(size_t count);
   Status DemoteRows(std::span<SignIndex::Entry* const> entries);
   // Of the rows that were just loaded, as many as the cache has too many.
@@ -194,7 +200,9 @@ class alignas(64) Shard {
   Status CopyCold(const SignIndex::Entry& entry, uint32_t dim, float* out) const;
   // What a checkpoint wants of the row is written.
   Status WriteForCheckpoint(uint64_t key, uint32_t slot);
-  // Of a row in memory: the same, and its values are new from now.
+  // Of rows in memory, before their turn: what it reads of them and of the pool.
+  void TouchForWrite(std::span<SignIndex::Entry* const> entries) const;
+  // Of a row in memory: the same as WriteForCheckpoint(), and its values are new from now.
   Status BeforeChange(uint64_t key, uint32_t slot);
   // Behind WriteForCheckpoint().
   Status RemoveFromTier(const SignIndex::Entry& entry);
@@ -225,6 +233,7 @@ class alignas(64) Shard {
   uint64_t num_prefetched_ = 0;
   uint64_t num_demoted_ = 0;
   uint64_t num_written_ = 0;
+  HotKeys hot_keys_;
   VictimQueue coldest_;
   WantedRows wanted_;
   LookupReport lookups_;

@@ -6,6 +6,7 @@
 #include "store/shard.h"
 #include "store/tier.h"
 #include "store/tier_cells.h"
+#include "store/touch.h"
 
 namespace persia::store {
 namespace {
@@ -18,9 +19,6 @@ void Shard::SetTier(Tier* tier, CacheBudget cache, uint64_t num_wanted) {
   const std::lock_guard lock(mutex_);
   tier_ = tier;
   hot_ = cache;
-  coldest_ = VictimQueue([this](const SignIndex::Entry& entry) {
-    return !IsCold(slabs_, entry.slot) && !wanted_.Contains(entry.key);
-  });
   wanted_ = WantedRows(num_wanted);
 }
 
@@ -104,9 +102,56 @@ Status Shard::Promote(SignIndex::Entry* entry) {
   SetCell(slabs_, slot, HotCell{cell.address, 0});
   slabs_.Free(entry->slot);
   entry->slot = slot;
-  hot_.Add(slabs_.row_bytes(slot));
+  NoteHot(entry->key, slot);
   ++num_promoted_;
   return Status::Ok();
+}
+
+void Shard::TouchCold(std::span<SignIndex::Entry* const> entries) const {
+  const auto for_each_cold = [&](const auto& touch) {
+    for (const SignIndex::Entry* entry : entries) {
+      if (entry != nullptr && IsCold(slabs_, entry->slot)) touch(entry->slot);
+    }
+  };
+  for_each_cold([&](uint32_t slot) { Touch(slabs_.values(slot)); });
+  for_each_cold([&](uint32_t slot) {
+    const ColdCell cell = ColdCellOf(slabs_, slot);
+    tier_->pool().Touch(cell.address, size_t{cell.dim} + cell.state_floats);
+  });
+}
+
+void Shard::TouchForWrite(std::span<SignIndex::Entry* const> entries) const {
+  for (const SignIndex::Entry* entry : entries) {
+    TouchRow(slabs_.values(entry->slot), slabs_.shape(entry->slot).Stride());
+  }
+  for (const SignIndex::Entry* entry : entries) {
+    const HotCell cell = HotCellOf(slabs_, entry->slot);
+    const RowShape& shape = slabs_.shape(entry->slot);
+    if (cell.unsaved == 0 || cell.address == pool::kNoAddress) continue;
+    tier_->pool().Touch(cell.address, size_t{shape.dim} + shape.state_floats);
+  }
+}
+
+// Where rows come and go without ever leaving the cache, nobody else shortens the list.
+void Shard::NoteHot(uint64_t key, uint32_t slot) {
+  constexpr size_t kFew = 1024;
+  hot_.Add(slabs_.row_bytes(slot));
+  hot_keys_.Add(key);
+  if (hot_keys_.size() <= 2 * hot_.num_rows() + kFew) return;
+  hot_keys_.ForEach(
+      index_, [this](const SignIndex::Entry& entry) { return !IsCold(slabs_, entry.slot); },
+      [](const SignIndex::Entry&) {});
+}
+
+void Shard::CollectColdest() {
+  std::vector<SignIndex::Entry> candidates;
+  candidates.reserve(hot_.num_rows());
+  hot_keys_.ForEach(
+      index_, [this](const SignIndex::Entry& entry) { return !IsCold(slabs_, entry.slot); },
+      [&](const SignIndex::Entry& entry) {
+        if (!wanted_.Contains(entry.key)) candidates.push_back(entry);
+      });
+  coldest_.CollectFrom(candidates);
 }
 
 Status Shard::WriteBack(std::span<SignIndex::Entry* const> entries) {
@@ -162,6 +207,7 @@ Status Shard::RemoveFromTier(const SignIndex::Entry& entry) {
 Status Shard::DemoteRows(std::span<SignIndex::Entry* const> entries) {
   std::array<SignIndex::Entry*, kRowsAtATime> unsaved;
   size_t num_unsaved = 0;
+  TouchForWrite(entries);
   for (SignIndex::Entry* entry : entries) {
     if (HotCellOf(slabs_, entry->slot).unsaved != 0) unsaved[num_unsaved++] = entry;
   }
@@ -185,7 +231,7 @@ Status Shard::DemoteRows(std::span<SignIndex::Entry* const> entries) {
 Status Shard::Demote(size_t count) {
   std::array<SignIndex::Entry*, kRowsAtATime> oldest;
   while (count > 0) {
-    coldest_.CollectMore(index_);
+    if (coldest_.is_empty()) CollectColdest();
     if (coldest_.is_empty()) wanted_.Clear();  // there are no others
     size_t num_oldest = 0;
     while (num_oldest < std::min(count, kRowsAtATime)) {
@@ -223,10 +269,9 @@ Status Shard::DemoteLoaded(std::span<const Run> runs) {
 }
 
 Status Shard::LimitCache() {
-  const uint64_t excess = hot_.Excess();
-  if (excess == 0) return Status::Ok();
-  tier_->Wake();
-  return hot_.IsWithinLeeway() ? Status::Ok() : Demote(excess);
+  if (hot_.IsWithin(32)) return Status::Ok();
+  tier_->NoteCrowd();
+  return hot_.IsWithin(16) ? Status::Ok() : Demote(hot_.Excess());
 }
 
 StatusOr<bool> Shard::ShrinkCache() {
@@ -270,10 +315,13 @@ void Shard::AskAhead(std::span<const uint64_t> keys) const {
 Status Shard::FetchAhead(std::span<const uint64_t> keys) {
   const std::lock_guard lock(mutex_);
   PERSIA_RETURN_IF_ERROR(LimitCache());
-  for (const uint64_t key : keys) {
-    SignIndex::Entry* entry = index_.Find(key);
+  std::array<SignIndex::Entry*, kAheadAtATime> entries;
+  for (size_t i = 0; i < keys.size(); ++i) entries[i] = index_.Find(keys[i]);
+  TouchCold(std::span(entries).first(keys.size()));
+  for (size_t i = 0; i < keys.size(); ++i) {
+    SignIndex::Entry* entry = entries[i];
     if (entry == nullptr) continue;
-    wanted_.Add(key);
+    wanted_.Add(entry->key);
     if (!IsCold(slabs_, entry->slot)) continue;
     PERSIA_RETURN_IF_ERROR(Promote(entry));
     ++num_prefetched_;

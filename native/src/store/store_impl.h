@@ -166,6 +166,7 @@ Status EmbeddingStore::Impl::ForEachShard(std::span<const RowBlock> blocks, Hand
   };
   Status status;
   static_cast<void>(((status = pass(handles)).ok() && ...));
+  if (tier_ != nullptr) tier_->WakeIfCrowded();
   return status;
 }
 

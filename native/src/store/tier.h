@@ -71,6 +71,13 @@ class Tier {
   void Fail(const Status& status);
   Status status() const;
 
+  // A cache is getting full: the keeper is woken when the call is through with all shards, for it
+  // needs the same ones.
+  void NoteCrowd() { is_crowded_.store(true, std::memory_order_relaxed); }
+  void WakeIfCrowded() {
+    if (is_crowded_.load(std::memory_order_relaxed) && is_crowded_.exchange(false)) Wake();
+  }
+
   // For the keeper.
   void Wake();
   // Soon, also without a Wake(), after something has not come about. False: the store is being
@@ -97,6 +104,7 @@ class Tier {
   std::atomic<uint64_t> last_committed_;
 
   std::atomic<bool> has_failed_ = false;
+  std::atomic<bool> is_crowded_ = false;
   std::atomic<bool> has_work_ = false;
   std::atomic<bool> is_stopping_ = false;
   mutable std::mutex mutex_;  // guards what follows

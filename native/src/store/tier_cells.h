@@ -33,6 +33,10 @@ struct ColdCell {
 // Of a pool, while a shard is kept from other calls: some ten microseconds from memory.
 inline constexpr size_t kColdRowsAtATime = 16;
 
+// That are brought from there to memory ahead of their use, in the same way: having been asked for,
+// they are near.
+inline constexpr size_t kAheadAtATime = 64;
+
 inline constexpr uint32_t kCellFloats = 4;
 static_assert(sizeof(HotCell) == kCellFloats * sizeof(float));
 static_assert(sizeof(ColdCell) == kCellFloats * sizeof(float));

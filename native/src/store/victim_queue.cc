@@ -22,18 +22,15 @@ struct Buckets {
   }
 };
 
-template <typename IsCandidate>
-Buckets CountStamps(const SignIndex& index, IsCandidate is_candidate) {
+template <typename ForEach>
+Buckets CountStamps(ForEach for_each) {
   Buckets buckets;
-  index.ForEach([&](const SignIndex::Entry& entry) {
-    if (!is_candidate(entry)) return;
+  for_each([&](const SignIndex::Entry& entry) {
     ++buckets.num_rows;
     buckets.oldest = std::min(buckets.oldest, entry.stamp);
     buckets.newest = std::max(buckets.newest, entry.stamp);
   });
-  index.ForEach([&](const SignIndex::Entry& entry) {
-    if (is_candidate(entry)) ++buckets.counts[buckets.Of(entry.stamp)];
-  });
+  for_each([&](const SignIndex::Entry& entry) { ++buckets.counts[buckets.Of(entry.stamp)]; });
   return buckets;
 }
 
@@ -41,7 +38,7 @@ Buckets CountStamps(const SignIndex& index, IsCandidate is_candidate) {
 
 SignIndex::Entry* VictimQueue::Pop(const SignIndex& index) {
   while (true) {
-    CollectMore(index);
+    if (victims_.empty()) Collect(index);
     if (SignIndex::Entry* entry = PopCollected(index); entry != nullptr) return entry;
   }
 }
@@ -61,16 +58,27 @@ SignIndex::Entry* VictimQueue::PopCollected(const SignIndex& index) {
 }
 
 void VictimQueue::Collect(const SignIndex& index) {
-  const auto is_candidate = [this](const SignIndex::Entry& entry) { return IsCandidate(entry); };
+  CollectOf([&](const auto& visit) {
+    index.ForEach([&](const SignIndex::Entry& entry) {
+      if (IsCandidate(entry)) visit(entry);
+    });
+  });
+}
+
+void VictimQueue::CollectFrom(std::span<const SignIndex::Entry> candidates) {
+  CollectOf([&](const auto& visit) { std::for_each(candidates.begin(), candidates.end(), visit); });
+}
+
+template <typename ForEach>
+void VictimQueue::CollectOf(ForEach for_each) {
   ++num_passes_;
-  const Buckets buckets = CountStamps(index, is_candidate);
+  const Buckets buckets = CountStamps(for_each);
   uint32_t last = 0;
   uint64_t wanted = buckets.counts[0];
   while (wanted * kShare < buckets.num_rows) wanted += buckets.counts[++last];
   victims_.reserve(wanted);
-  index.ForEach([&](const SignIndex::Entry& entry) {
-    if (is_candidate(entry) && buckets.Of(entry.stamp) <= last)
-      victims_.push_back({entry.key, entry.stamp});
+  for_each([&](const SignIndex::Entry& entry) {
+    if (buckets.Of(entry.stamp) <= last) victims_.push_back({entry.key, entry.stamp});
   });
   // Keys ascend already; a stable order makes the result a function of the history alone.
   std::stable_sort(victims_.begin(), victims_.end(),

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -30,13 +31,12 @@ class VictimQueue {
   SignIndex::Entry* Pop(const SignIndex& index);
   // The same of the rows collected so far, which may stay; null: there are no more of them.
   SignIndex::Entry* PopCollected(const SignIndex& index);
-  // Before PopCollected(), where that may find nothing. There must be a row.
-  void CollectMore(const SignIndex& index) {
-    if (victims_.empty()) Collect(index);
-  }
+  // For PopCollected(), where there is nothing left to pop, of a part of the index alone; keys
+  // ascend.
+  void CollectFrom(std::span<const SignIndex::Entry> candidates);
   bool is_empty() const { return victims_.empty(); }
   void Clear() { victims_ = {}; }
-  // Over the index, to collect.
+  // To collect.
   uint64_t num_passes() const { return num_passes_; }
   uint64_t memory_bytes() const { return victims_.capacity() * sizeof(Victim); }
 
@@ -47,6 +47,9 @@ class VictimQueue {
   };
 
   void Collect(const SignIndex& index);
+  // for_each(visit) calls visit(entry) for each candidate.
+  template <typename ForEach>
+  void CollectOf(ForEach for_each);
   bool IsCandidate(const SignIndex::Entry& entry) const {
     return !is_candidate_ || is_candidate_(entry);
   }
