@@ -34,6 +34,7 @@ from persia.errors import (
     InvalidArgumentError,
     NotFoundError,
     StorageError,
+    UnavailableError,
 )
 from persia.logger import get_default_logger
 
@@ -349,7 +350,7 @@ def _publish(operation: DumpOperation, manifest: Manifest) -> None:
     """Makes what was dumped the checkpoint. StorageError: the old one is there, as far as can be seen."""
     try:
         operation.publish(manifest.encode())
-    except FailedPreconditionError:
+    except (FailedPreconditionError, UnavailableError):
         operation.give_up()
         raise
     except StorageError as failure:

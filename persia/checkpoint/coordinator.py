@@ -208,8 +208,8 @@ class DumpOperation(Operation):
                 "step": self.step,
             }
             if self.in_place:
-                # Servers look for it: whether the checkpoint counts they will read there, too.
-                with (self.directory / self.operation / IN_PLACE_NAME).create() as marker:
+                # Servers look for it: whether the checkpoint counts they will read there, too, or decide.
+                with self._marker.create() as marker:
                     marker.write(self.operation.encode())
             self._ask_all(Verb.DUMP, arguments)
         except BaseException:
@@ -258,13 +258,31 @@ class DumpOperation(Operation):
             self._given_up = True
         super().cancel()
 
+    @property
+    def _marker(self) -> Location:
+        return self.directory / self.operation / IN_PLACE_NAME
+
     def publish(self, manifest: bytes) -> None:
-        """After `finish`: from here on the rows count. FailedPreconditionError: they were given up."""
+        """After `finish`: from here on the rows count. FailedPreconditionError, UnavailableError: they were
+        given up, from here or by a server.
+        """
         with self._decision:
             if self._given_up:
                 raise FailedPreconditionError(f"{self.operation} was cancelled: dump again")
-            (self.directory / MANIFEST_NAME).replace(manifest)
+            if self.in_place:
+                self._publish_in_place(manifest)
+            else:
+                (self.directory / MANIFEST_NAME).replace(manifest)
             self._counts = True
+
+    def _publish_in_place(self, manifest: bytes) -> None:
+        try:
+            self._marker.turn_into(self.directory / MANIFEST_NAME, manifest)
+        except NotFoundError as failure:
+            raise UnavailableError(
+                f"a server has given {self.operation} up: it was started again, or has not heard of this "
+                "process for long; dump again"
+            ) from failure
 
     def commit(self) -> None:
         """After `publish`: rows in place are what servers go back to. Raises what keeps one from it."""
@@ -286,6 +304,11 @@ class DumpOperation(Operation):
                 pause_s = min(2 * pause_s, _LONGEST_POLL_S)
                 report = self._ask(peer, request)
         except UnavailableError as failure:
+            if not self.directory.is_local and not self._marker.exists():
+                return UnavailableError(
+                    f"{peer} was lost while the manifest was on its way to {self.directory}, and may have "
+                    f"given its part of the checkpoint up: {failure}; dump again"
+                )
             get_default_logger().warning(
                 "the checkpoint in %s is complete, but a server was lost before it could say so; it will "
                 "find out when it starts again: %s",

@@ -3,7 +3,8 @@
 The rows of a job lie in as many pools as it has servers. Each pool is committed by itself, and yet all have
 to go back to one checkpoint. So servers only *prepare* a checkpoint; it counts from the moment on at which
 its manifest, replaced in one step, names it; and then every server commits. A server that has ended in
-between finds the manifest when it starts again, and does what that says. docs/adr/0018 has the reasons.
+between does what the manifest says when it starts again; before it gives a checkpoint up, it sees to it that
+the manifest cannot name it later. docs/adr/0018 has the reasons.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["IN_PLACE_NAME", "PoolCheckpoint", "ServerPool", "TierStore"]
 
-# In a dump's folder: what servers see of it when the directory is the one that the coordinator means.
+# In a dump's folder, from its beginning on. Servers see by it that their directory is the coordinator's, and
+# the manifest is made of it: who removes it keeps the dump from counting.
 IN_PLACE_NAME = "in_place"
 
 _STATE_NAME = "server.json"
@@ -79,8 +81,16 @@ class PoolCheckpoint:
     def num_rows(self) -> int:
         return self.prepared["num_rows"]
 
-    def counts(self) -> bool:
-        """Whether its manifest names it. StorageError: that cannot be read."""
+    def decide(self) -> bool:
+        """Whether its manifest names it. If not, it never will: without the file that it is made of, its
+        coordinator cannot write it any more. StorageError: that cannot be read, or the file not be removed.
+        """
+        if self._is_named():
+            return True
+        (Location.of(self.directory) / self.operation / IN_PLACE_NAME).remove()
+        return self._is_named()  # by a coordinator that was faster
+
+    def _is_named(self) -> bool:
         place = Location.of(self.directory)
         try:
             section = Manifest.read(place)[0].embeddings
@@ -263,7 +273,7 @@ class ServerPool:
         if self.stats()["committed"] == prepared.number:  # and only the state could not be written
             self._write(replace(self._state, committed=prepared, prepared=None))
             return
-        counts = prepared.counts()
+        counts = prepared.decide()
         try:
             self.finish(commit=counts)
         except FailedPreconditionError as failure:  # the rows were cleared, or loaded, since
@@ -321,7 +331,7 @@ class ServerPool:
         from persia._native import commit_pool, inspect_pool
 
         committed = inspect_pool(str(self.folder))["committed"] == prepared.number
-        if not committed and prepared.counts():
+        if not committed and prepared.decide():
             try:
                 commit_pool(str(self.folder), **prepared.prepared)
                 committed = True
