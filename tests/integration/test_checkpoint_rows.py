@@ -98,7 +98,7 @@ def test_servers_without_an_optimizer_are_not_dumped_yet(tmp_path: Path) -> None
 def test_a_rank_that_dumps_for_someone_else_is_asked_again_later(
     make_session: Callable[[str], NatsSession], nats_server: LocalNats, job_name: str, tmp_path: Path
 ) -> None:
-    dumps = TrainingDumps(lambda _: None)
+    dumps = TrainingDumps(lambda _, in_place: None)
     busy = Request(verb=Verb.DUMP, operation="earlier", arguments={"directory": "/c"})
     dumps.handle(busy.encode())
     session = make_session("rank 0")
@@ -112,7 +112,7 @@ def test_a_dump_that_is_ended_by_a_signal_is_taken_back(
     make_session: Callable[[str], NatsSession], nats_server: LocalNats, job_name: str, tmp_path: Path
 ) -> None:
     written: list[str] = []
-    dumps = TrainingDumps(written.append)
+    dumps = TrainingDumps(lambda directory, in_place: written.append(directory))
     session = make_session("rank 0")
     session.respond(session.subjects.training_dump, dumps.handle)
     env = {"PERSIA_NATS_URL": nats_server.url, "PERSIA_JOB_NAME": job_name}

@@ -61,7 +61,7 @@ def job_at(root: Path, num_servers: int = 2, directory: Path | None = None, **op
     """Ready for a dump of ones; `options` of the services."""
     job = PoolJob(storage_at(root), num_servers)
     job.peers = [Peer(CheckpointService(share, **options), directory) for share in job.shares()]
-    job.checkpoints = checkpoints.Checkpoints(lambda: job.peers, deadline_s=1)
+    job.checkpoints = checkpoints.Checkpoints(lambda: job.peers, deadline_s=3)
     job.set_rows(1.0)
     return job
 
@@ -83,14 +83,15 @@ def steps_after_a_start(root: Path, num_servers: int = 2) -> tuple[list[int | No
     return [pool.status()["step"] for pool in job.pools], job
 
 
+@pytest.mark.parametrize("keep_last", [None, 2])
 @pytest.mark.parametrize("is_local", [True, False])
 def test_a_server_that_starts_again_before_the_manifest_is_there_ends_the_dump(
-    is_local: bool, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_local: bool, keep_last: int | None, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Issue 8: it gave its part up, and the manifest counted all the same."""
     place = Location.of(tmp_path / "c" if is_local else f"memory://{tmp_path}/c")
     job = job_at(root)
-    job.checkpoints.dump(place, step=1, in_place=True)
+    job.checkpoints.dump(place, step=1, in_place=True, keep_last=keep_last)
     job.set_rows(2.0)
 
     def start_again(_: DumpOperation) -> None:
@@ -100,12 +101,12 @@ def test_a_server_that_starts_again_before_the_manifest_is_there_ends_the_dump(
 
     before_publishing(monkeypatch, start_again)
     with pytest.raises(UnavailableError, match=r"a server has given dump-.* up: .* dump again"):
-        job.checkpoints.dump(place, step=2, in_place=True)
+        job.checkpoints.dump(place, step=2, in_place=True, keep_last=keep_last)
     job.leave()
     steps, job = steps_after_a_start(root)
     assert steps == [1, 1]
     job.checkpoints.load(Source(place))
-    job.checkpoints.dump(place, step=3, in_place=True)
+    job.checkpoints.dump(place, step=2, in_place=True, keep_last=keep_last)
     job.checkpoints.load(Source(place))
     job.leave()
 
@@ -307,6 +308,34 @@ def test_latest_names_what_servers_will_go_back_to(
     job.checkpoints.load(Source(tmp_path / "all"))
     with pytest.raises(FailedPreconditionError, match=r"\(step 2\) of .*/all/step-000000000002; load the"):
         job.checkpoints.load(Source(tmp_path / "all/step-000000000001"))
+    job.leave()
+
+
+def test_a_coordinator_that_is_killed_before_latest_leaves_what_latest_names(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers went by the manifest alone, and then nobody could load what `latest` named."""
+    job = job_at(root)
+    job.checkpoints.dump(tmp_path / "all", step=1, keep_last=2, in_place=True)
+    job.set_rows(2.0)
+
+    def die(*_: object) -> None:
+        for peer in job.peers:
+            peer.end()
+        raise SystemExit
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Location, "turn_into", die)
+        with pytest.raises(SystemExit):
+            job.checkpoints.dump(tmp_path / "all", step=2, keep_last=2, in_place=True)
+    assert (tmp_path / "all/step-000000000002" / MANIFEST_NAME).exists()
+    job.leave()
+    steps, job = steps_after_a_start(root)
+    assert steps == [1, 1]
+    job.checkpoints.load(Source(tmp_path / "all"))
+    for _ in range(2):  # over what was left there, and over what is the latest already
+        job.checkpoints.dump(tmp_path / "all", step=2, keep_last=2, in_place=True)
+        job.checkpoints.load(Source(tmp_path / "all"))
     job.leave()
 
 
