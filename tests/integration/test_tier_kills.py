@@ -229,7 +229,7 @@ def model(tmp_path: Path) -> Iterator[Model]:
 def test_whatever_is_killed_the_job_goes_back_to_the_last_checkpoint(
     kind: str, model: Model, local_cluster: Callable[..., LocalCluster], tmp_path: Path
 ) -> None:
-    num_rounds = int(os.environ.get("PERSIA_CRASH_ROUNDS", "3"))
+    num_rounds = int(os.environ.get("PERSIA_CRASH_ROUNDS", "2"))
     seed = int(os.environ.get("PERSIA_CRASH_SEED", "1"))
     print(f"PERSIA_CRASH_SEED={seed}")
     (tmp_path / "pools").mkdir()
