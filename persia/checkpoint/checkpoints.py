@@ -34,6 +34,7 @@ from persia.errors import (
     InvalidArgumentError,
     NotFoundError,
     StorageError,
+    UnavailableError,
 )
 from persia.logger import get_default_logger
 
@@ -174,7 +175,8 @@ class Checkpoints:
             directory=target,
             keep_small_rows=keep_small_rows,
             with_state=with_state,
-            in_place=in_place,
+            in_place=in_place and embeddings,
+            is_version=keep_last is not None,
             step=step,
         )
         operation.on_progress = progress = ShownProgress(f"dumping to {target}")
@@ -308,12 +310,10 @@ class Checkpoints:
                     section = operation.finish(optimizer, position) if operation.peers else None
                     old, new = _merged(target, step, dense_section, section)
                 _publish(operation, new)
-            try:
-                # Before servers commit: a start between the two would find pools that are ahead of it.
-                if keep_last is not None:
-                    set_latest(target.parent, target.name)
-            finally:
+            if operation.in_place:  # it is the latest since it counts
                 operation.commit()
+            elif keep_last is not None:
+                set_latest(target.parent, target.name)
             if section is not None and not section.in_place and self.feed is not None:
                 self.feed.dumped(target, section, has_dense=dense_section is not None)
         finally:
@@ -349,7 +349,7 @@ def _publish(operation: DumpOperation, manifest: Manifest) -> None:
     """Makes what was dumped the checkpoint. StorageError: the old one is there, as far as can be seen."""
     try:
         operation.publish(manifest.encode())
-    except FailedPreconditionError:
+    except (FailedPreconditionError, UnavailableError):
         operation.give_up()
         raise
     except StorageError as failure:

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from persia.checkpoint.document import encode_pointer
 from persia.checkpoint.manifest import (
     MANIFEST_NAME,
     NUM_VIRTUAL_SHARDS,
@@ -28,6 +29,7 @@ from persia.checkpoint.position import Position
 from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.checkpoint.server_pool import IN_PLACE_NAME
 from persia.checkpoint.storage import Location
+from persia.checkpoint.versions import is_latest, latest_of
 from persia.embedding.deadline import Deadline
 from persia.errors import (
     CorruptionError,
@@ -187,10 +189,12 @@ class DumpOperation(Operation):
     keep_small_rows: bool = field(default=False, kw_only=True)  # those below their slot's min_norm
     with_state: bool = field(default=True, kw_only=True)  # of the optimizer
     in_place: bool = field(default=False, kw_only=True)  # rows stay in the servers' pools
+    is_version: bool = field(default=False, kw_only=True)  # `latest` beside `directory` is to name it
     step: int | None = field(default=None, kw_only=True)  # of the training loop
     _decision: threading.Lock = field(default_factory=threading.Lock, init=False)
     _given_up: bool = field(default=False, init=False)
     _counts: bool = field(default=False, init=False)
+    _needs_latest: bool = field(default=False, init=False)  # to count: the manifest alone is not enough
 
     def begin(self) -> None:
         """Returns when every server has taken its snapshot: training may go on."""
@@ -200,16 +204,18 @@ class DumpOperation(Operation):
                 "or storage service that all reach"
             )
         try:
+            self._needs_latest = self.in_place and self.is_version and not is_latest(self.directory)
             arguments = {
                 "directory": str(self.directory),
+                "needs_latest": self._needs_latest,
                 "keep_small_rows": self.keep_small_rows,
                 "with_state": self.with_state,
                 "in_place": self.in_place,
                 "step": self.step,
             }
             if self.in_place:
-                # Servers look for it: whether the checkpoint counts they will read there, too.
-                with (self.directory / self.operation / IN_PLACE_NAME).create() as marker:
+                # Servers look for it: whether the checkpoint counts they will read there, too, or decide.
+                with self._marker.create() as marker:
                     marker.write(self.operation.encode())
             self._ask_all(Verb.DUMP, arguments)
         except BaseException:
@@ -258,18 +264,42 @@ class DumpOperation(Operation):
             self._given_up = True
         super().cancel()
 
+    @property
+    def _marker(self) -> Location:
+        return self.directory / self.operation / IN_PLACE_NAME
+
     def publish(self, manifest: bytes) -> None:
-        """After `finish`: from here on the rows count. FailedPreconditionError: they were given up."""
+        """After `finish`: from here on the rows count. FailedPreconditionError, UnavailableError: they were
+        given up, from here or by a server.
+        """
         with self._decision:
             if self._given_up:
                 raise FailedPreconditionError(f"{self.operation} was cancelled: dump again")
-            (self.directory / MANIFEST_NAME).replace(manifest)
+            if self.in_place:
+                self._publish_in_place(manifest)
+            else:
+                (self.directory / MANIFEST_NAME).replace(manifest)
             self._counts = True
 
+    def _publish_in_place(self, manifest: bytes) -> None:
+        """What counts changes in one step, which fails once a server has taken the marker away."""
+        target = self.directory / MANIFEST_NAME
+        try:
+            if self._needs_latest:
+                target.replace(manifest)
+                self._marker.turn_into(latest_of(self.directory), encode_pointer(self.directory.name))
+            else:
+                self._marker.turn_into(target, manifest)
+        except NotFoundError as failure:
+            if self._needs_latest:
+                target.remove_quietly()  # nothing has named it
+            raise UnavailableError(
+                f"a server has given {self.operation} up: it was started again, or has not heard of this "
+                "process for long; dump again"
+            ) from failure
+
     def commit(self) -> None:
-        """After `publish`: rows in place are what servers go back to. Raises what keeps one from it."""
-        if not self.in_place:
-            return
+        """After `publish` of rows in place: servers go back to them. Raises what keeps one from it."""
         self._last_progress = time.monotonic()
         failures = [failure for failure in self._on_all(self._commit_at) if failure is not None]
         if failures:
@@ -286,6 +316,11 @@ class DumpOperation(Operation):
                 pause_s = min(2 * pause_s, _LONGEST_POLL_S)
                 report = self._ask(peer, request)
         except UnavailableError as failure:
+            if not self.directory.is_local and not self._marker.exists():
+                return UnavailableError(
+                    f"{peer} was lost while the manifest was on its way to {self.directory}, and may have "
+                    f"given its part of the checkpoint up: {failure}; dump again"
+                )
             get_default_logger().warning(
                 "the checkpoint in %s is complete, but a server was lost before it could say so; it will "
                 "find out when it starts again: %s",

@@ -28,8 +28,9 @@ class PoolDumpJob(TwoPhaseJob):
     _kind = "dump"
 
     def __init__(self, operation: str, share: ServerShare, lease_s: float, arguments: dict[str, Any]) -> None:
-        """`arguments`: {"directory": URL of the manifest, "step": of the training loop or null}. Small rows
-        stay: to look for them all rows would be read, while the job waits for its answer.
+        """`arguments`: {"directory": URL of the manifest, "step": of the training loop or null,
+        "needs_latest": bool}. Small rows stay: to look for them all rows would be read, while the job waits
+        for its answer.
         """
         super().__init__(operation, share, lease_s)
         if not is_dump_id(operation):
@@ -37,6 +38,7 @@ class PoolDumpJob(TwoPhaseJob):
         self._pool = _required_pool(share, "in_place=True")
         self._directory = Location.of(text_at(arguments, "directory", _WHAT))
         self._step = None if arguments.get("step") is None else json_int(arguments, "step", _WHAT)
+        self._needs_latest = arguments.get("needs_latest") is True
         self._pool.settle()
         self._num_rows = 0
         self._number = self._pool.store.request_checkpoint()
@@ -48,6 +50,7 @@ class PoolDumpJob(TwoPhaseJob):
             directory=str(self._directory),
             step=self._step,
             prepared=self._await_prepared(),
+            needs_latest=self._needs_latest,
         )
         self._num_rows = checkpoint.num_rows
         self._pool.prepare(checkpoint)

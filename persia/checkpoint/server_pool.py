@@ -2,8 +2,9 @@
 
 The rows of a job lie in as many pools as it has servers. Each pool is committed by itself, and yet all have
 to go back to one checkpoint. So servers only *prepare* a checkpoint; it counts from the moment on at which
-its manifest, replaced in one step, names it; and then every server commits. A server that has ended in
-between finds the manifest when it starts again, and does what that says. docs/adr/0018 has the reasons.
+its manifest, replaced in one step, names it (or `latest` that manifest, of several); and then every server
+commits. A server that has ended in between does what these say when it starts again; before it gives a
+checkpoint up, it sees to it that it cannot count later. docs/adr/0018 has the reasons.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from persia.checkpoint.fields import as_object, text_at
 from persia.checkpoint.manifest import Manifest
 from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.storage import Location
+from persia.checkpoint.versions import is_latest
 from persia.config import StorageConfig
 from persia.errors import (
     CorruptionError,
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["IN_PLACE_NAME", "PoolCheckpoint", "ServerPool", "TierStore"]
 
-# In a dump's folder: what servers see of it when the directory is the one that the coordinator means.
+# In a dump's folder, from its beginning on. Servers see by it that their directory is the coordinator's, and
+# the file that makes the dump count is made of it: who removes it keeps the dump from counting.
 IN_PLACE_NAME = "in_place"
 
 _STATE_NAME = "server.json"
@@ -70,6 +73,7 @@ class PoolCheckpoint:
     directory: str  # of the manifest
     step: int | None  # of the training loop
     prepared: Mapping[str, int]  # of the pool: its number ("batch"), its rows
+    needs_latest: bool = False  # its manifest counts once `latest`, beside its directory, names that
 
     @property
     def number(self) -> int:
@@ -79,8 +83,18 @@ class PoolCheckpoint:
     def num_rows(self) -> int:
         return self.prepared["num_rows"]
 
-    def counts(self) -> bool:
-        """Whether its manifest names it. StorageError: that cannot be read."""
+    def decide(self) -> bool:
+        """Whether it counts. If not, it never will: without the file that the last step is made of, its
+        coordinator cannot take that any more. StorageError: what tells cannot be read, or that file not be
+        removed.
+        """
+        if self._is_named():
+            return True
+        (Location.of(self.directory) / self.operation / IN_PLACE_NAME).remove()
+        return self._is_named()  # by a coordinator that was faster
+
+    def _is_named(self) -> bool:
+        """By its manifest, and that by `latest` where it has to be."""
         place = Location.of(self.directory)
         try:
             section = Manifest.read(place)[0].embeddings
@@ -93,7 +107,9 @@ class PoolCheckpoint:
             return False
         except CorruptionError:
             return False  # nobody can load it
-        return section is not None and section.in_place and section.dump_id == self.operation
+        if section is None or not section.in_place or section.dump_id != self.operation:
+            return False
+        return is_latest(place) or not self.needs_latest
 
     def to_json(self) -> dict[str, Any]:
         return {**self.__dict__, "prepared": dict(self.prepared)}
@@ -109,6 +125,7 @@ class PoolCheckpoint:
             directory=text_at(values, "directory", what),
             step=None if values.get("step") is None else json_int(values, "step", what),
             prepared={key: json_int(prepared, key, what) for key in _PREPARED_KEYS},
+            needs_latest=values.get("needs_latest") is True,
         )
 
 
@@ -264,7 +281,7 @@ class ServerPool:
         if self.stats()["committed"] == prepared.number:  # and only the state could not be written
             self._write(replace(self._state, committed=prepared, prepared=None))
             return
-        counts = prepared.counts()
+        counts = prepared.decide()
         try:
             self.finish(commit=counts)
         except FailedPreconditionError as failure:  # the rows were cleared, or loaded, since
@@ -322,7 +339,7 @@ class ServerPool:
         from persia._native import commit_pool, inspect_pool
 
         committed = inspect_pool(str(self.folder))["committed"] == prepared.number
-        if not committed and prepared.counts():
+        if not committed and prepared.decide():
             try:
                 commit_pool(str(self.folder), **prepared.prepared)
                 committed = True

@@ -178,6 +178,24 @@ class Location:
                 raise
             get_default_logger().warning("%s is there, although: %s", self, failure)  # an answer was lost
 
+    def turn_into(self, target: Location, content: bytes) -> None:
+        """Gives this file the content, and then the place of `target`, which it replaces in one step.
+
+        NotFoundError: somebody has removed this file, and `target` is what it was. On a storage service,
+        which has no such step, a removal goes unnoticed while `target` is being written.
+        """
+        if not self.is_local:
+            if not self.exists():
+                raise NotFoundError(f"{self} is gone, and so {target} is not written")
+            target.replace(content)
+            return
+        try:
+            self._turn_locally(target, content)
+        except (NotFoundError, StorageError) as failure:
+            if not target._holds(content):
+                raise
+            get_default_logger().warning("%s is there, although: %s", target, failure)
+
     def link(self, other: Location) -> None:
         """Makes `other`, replacing it, a second name or a copy of this file, in one step."""
         if not self.is_local:
@@ -228,6 +246,16 @@ class Location:
                     os.unlink(temporary)
                 raise
             _sync_directory(posixpath.dirname(self.path))
+
+    def _turn_locally(self, target: Location, content: bytes) -> None:
+        with _reported(self, f"become {target}"):
+            with open(self.path, "r+b") as file:  # never made anew
+                file.truncate()
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(self.path, target.path)
+            _sync_directory(posixpath.dirname(target.path))
 
     def _holds(self, content: bytes) -> bool:
         try:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from persia.checkpoint.manifest import make_dump_id
 from persia.checkpoint.protocol import Report, Request, State, Verb
@@ -36,6 +35,12 @@ _CALL_S = 5.0
 _POLL_S = 0.2
 
 
+class _Write(Protocol):
+    """Writes everything, or leaves the rows in the servers' pools."""
+
+    def __call__(self, directory: str, /, *, in_place: bool) -> None: ...
+
+
 class _Dump:
     """One dump that was asked for. Guarded by its owner's lock."""
 
@@ -45,8 +50,12 @@ class _Dump:
             raise InvalidArgumentError(f"dump of a training: directory is {directory!r:.80}, not a text")
         if not isinstance(hold_s, (int, float)) or not 0 <= hold_s <= _LONGEST_HOLD_S:
             raise InvalidArgumentError(f"dump of a training: hold_s is {hold_s!r:.80}, not 0 to 3600 seconds")
+        in_place = request.arguments.get("in_place", False)
+        if not isinstance(in_place, bool):
+            raise InvalidArgumentError(f"dump of a training: in_place is {in_place!r:.80}, not true or false")
         self.operation = request.operation
         self.directory = directory
+        self.in_place = in_place
         self.hold_s = float(hold_s)
         self.asked_at = time.monotonic()
         self.has_begun = False
@@ -69,8 +78,7 @@ class _Dump:
 class TrainingDumps:
     """Rank 0's side: `handle` answers on threads of the session, `serve` works on the training's own."""
 
-    def __init__(self, dump: Callable[[str], None]) -> None:
-        """`dump(directory)`: writes everything."""
+    def __init__(self, dump: _Write) -> None:
         self._write = dump
         self._changed = threading.Condition()
         self._dump: _Dump | None = None
@@ -106,7 +114,7 @@ class TrainingDumps:
             dump.has_begun = True
         error: PersiaError | None = None
         try:
-            self._write(dump.directory)
+            self._write(dump.directory, in_place=dump.in_place)
         except PersiaError as failure:
             error = failure
         except Exception as failure:
@@ -142,8 +150,11 @@ class TrainingDumps:
             self._held = None
 
 
-def request_training_dump(session: Session, directory: str, *, hold_s: float, deadline_s: float) -> None:
+def request_training_dump(
+    session: Session, directory: str, *, hold_s: float, deadline_s: float, in_place: bool = False
+) -> None:
     """Returns when rank 0 of the job has written dense part and rows; it then waits for up to `hold_s`.
+    With `in_place` rows stay in the servers' pools.
 
     Raises FailedPreconditionError where there is no training to ask, or it ends no batch within `deadline_s`,
     DeadlineExceededError where it does not answer, ResourceExhaustedError where it is busy with another dump:
@@ -152,7 +163,7 @@ def request_training_dump(session: Session, directory: str, *, hold_s: float, de
     Whoever is interrupted meanwhile, by an exception of a signal handler, holds no training.
     """
     operation = make_dump_id()
-    arguments = {"directory": directory, "hold_s": hold_s}
+    arguments = {"directory": directory, "hold_s": hold_s, "in_place": in_place}
     request = Request(verb=Verb.DUMP, operation=operation, arguments=arguments)
     try:
         _await_dump(session, request, deadline_s)

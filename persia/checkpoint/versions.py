@@ -16,7 +16,16 @@ from persia.checkpoint.storage import Location
 from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError
 from persia.logger import get_default_logger
 
-__all__ = ["LATEST_NAME", "checkpoints_at", "keep_newest", "resolve", "set_latest", "version_name"]
+__all__ = [
+    "LATEST_NAME",
+    "checkpoints_at",
+    "is_latest",
+    "keep_newest",
+    "latest_of",
+    "resolve",
+    "set_latest",
+    "version_name",
+]
 
 LATEST_NAME = "latest"
 _VERSION = re.compile(r"step-(\d{12,20})")
@@ -53,6 +62,21 @@ def resolve(location: Location) -> Location:
 def checkpoints_at(location: Location) -> list[Location]:
     """The checkpoint at `location`, or all those of the directory; no promise that each is whole."""
     return [location] if (location / MANIFEST_NAME).exists_replaced() else _versions(location)
+
+
+def latest_of(version: Location) -> Location:
+    """The file that names one of the versions beside it."""
+    return version.parent / LATEST_NAME
+
+
+def is_latest(version: Location) -> bool:
+    """Whether `latest` beside it names it."""
+    pointer = latest_of(version)
+    try:
+        name = decode_pointer(pointer.read_replaced(max_bytes=_MAX_LATEST_BYTES), str(pointer))
+    except (NotFoundError, CorruptionError):
+        return False
+    return name == version.name
 
 
 def set_latest(root: Location, newest: str) -> None:

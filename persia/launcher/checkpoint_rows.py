@@ -45,12 +45,20 @@ _PASSING = (FailedPreconditionError, ResourceExhaustedError, DeadlineExceededErr
     metavar="SECONDS",
     help="With --with-dense: for so long the training then waits to be ended; it goes on if it is not.",
 )
+@click.option(
+    "--in-place",
+    is_flag=True,
+    help="Rows stay in the pools of the servers, which go back to this checkpoint, and to no earlier one.",
+)
 @job_options
-def dump(location: str, with_dense: bool, hold_s: float, nats_url: str | None, job_name: str) -> None:
+def dump(
+    location: str, with_dense: bool, hold_s: float, in_place: bool, nats_url: str | None, job_name: str
+) -> None:
     """Write all rows of a running job to LOCATION, as they are at one moment on each parameter server.
 
     For operators who move jobs to other servers. Without --with-dense, a dense part that LOCATION has
     stays: a place of its own is better. A training script dumps both parts with ctx.dump_checkpoint.
+    With --in-place give --with-dense, too, where the training is to go on from this checkpoint.
 
     Exit code 75: the job has no optimizer yet, does not train now, dumps already or does not answer in
     time; the same may succeed later.
@@ -60,13 +68,13 @@ def dump(location: str, with_dense: bool, hold_s: float, nats_url: str | None, j
             "--hold is of no use without --with-dense: rows are dumped while training goes on"
         )
     try:
-        _dump(location, nats_url, job_name, hold_s if with_dense else None)
+        _dump(location, nats_url, job_name, hold_s if with_dense else None, in_place)
     except _PASSING as failure:
         click.secho(f"persia-launcher: not yet: {failure}", fg="red", err=True)
         sys.exit(_NOT_YET)
 
 
-def _dump(location: str, nats_url: str | None, job_name: str, hold_s: float | None) -> None:
+def _dump(location: str, nats_url: str | None, job_name: str, hold_s: float | None, in_place: bool) -> None:
     """`hold_s`: None dumps rows only."""
     from persia import env
     from persia.checkpoint.storage import Location
@@ -74,15 +82,19 @@ def _dump(location: str, nats_url: str | None, job_name: str, hold_s: float | No
 
     if hold_s is None:
         with _checkpoints(nats_url, job_name) as checkpoints:
-            checkpoints.dump(location)
+            checkpoints.dump(location, in_place=in_place)
         return
     deadline_s = env.get_deadline_s()
     # A pod that is deleted is told by SIGTERM, which a container's first process ignores unless it listens.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     with job_session(nats_url, job_name, name="checkpoint", wait_s=deadline_s) as session:
         place = str(Location.of(location))
-        request_training_dump(session, place, hold_s=hold_s, deadline_s=deadline_s)
-    click.echo(f"the training has dumped dense part and rows to {place}")
+        request_training_dump(session, place, hold_s=hold_s, deadline_s=deadline_s, in_place=in_place)
+    click.echo(
+        f"the training has dumped its dense part to {place}, and its rows in place"
+        if in_place
+        else f"the training has dumped dense part and rows to {place}"
+    )
 
 
 @click.command()

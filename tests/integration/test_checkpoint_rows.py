@@ -86,6 +86,36 @@ def test_a_training_is_dumped_between_two_batches_and_goes_on(
     assert launcher({}, "remove", str(place)).returncode == 0  # it is gone
 
 
+def test_rows_of_a_training_stay_in_place(start_job: Callable[..., Any], tmp_path: Path) -> None:
+    place, pools = tmp_path / "all", tmp_path / "pools"
+    pools.mkdir()
+    storage = {"kind": "file", "path": str(pools), "size_bytes": 1 << 30, "cache_rows": 32}
+    job = start_job(
+        *("--pace", "0.05"),
+        loaders=[["--batches", "100000"]],
+        env={"PERSIA_DEADLINE_SEC": "120"},
+        global_config={"embedding_parameter_server_config": {"storage": storage}},
+    )
+    dump = ("dump", str(place), "--with-dense", "--in-place")
+    while (dumped := launcher(job.cluster.env, *dump)).returncode == 75:
+        assert "not yet: there is no training to ask" in dumped.stderr  # it has not entered its context
+    assert dumped.returncode == 0, dumped.stderr
+    manifest, _ = Manifest.read(Location.of(str(place)))
+    assert manifest.dense is not None
+    assert manifest.embeddings is not None
+    assert manifest.embeddings.in_place
+    for name in ("nn-worker", "embedding-worker-0", "embedding-parameter-server-0"):
+        job.cluster.kill(name)
+    job.cluster.restart("embedding-parameter-server-0")
+    assert f"step {manifest.step}, dump-" in job.cluster.logs("embedding-parameter-server-0")
+    alone = launcher(job.cluster.env, "dump", str(place), "--in-place")
+    assert alone.returncode == 0, alone.stderr
+    again, _ = Manifest.read(Location.of(str(place)))
+    assert again.embeddings is not None
+    assert again.embeddings.dump_id != manifest.embeddings.dump_id
+    assert again.embeddings.num_rows == manifest.embeddings.num_rows
+
+
 def test_servers_without_an_optimizer_are_not_dumped_yet(tmp_path: Path) -> None:
     from persia.testing import LocalCluster
 
@@ -98,7 +128,7 @@ def test_servers_without_an_optimizer_are_not_dumped_yet(tmp_path: Path) -> None
 def test_a_rank_that_dumps_for_someone_else_is_asked_again_later(
     make_session: Callable[[str], NatsSession], nats_server: LocalNats, job_name: str, tmp_path: Path
 ) -> None:
-    dumps = TrainingDumps(lambda _: None)
+    dumps = TrainingDumps(lambda _, in_place: None)
     busy = Request(verb=Verb.DUMP, operation="earlier", arguments={"directory": "/c"})
     dumps.handle(busy.encode())
     session = make_session("rank 0")
@@ -112,7 +142,7 @@ def test_a_dump_that_is_ended_by_a_signal_is_taken_back(
     make_session: Callable[[str], NatsSession], nats_server: LocalNats, job_name: str, tmp_path: Path
 ) -> None:
     written: list[str] = []
-    dumps = TrainingDumps(written.append)
+    dumps = TrainingDumps(lambda directory, in_place: written.append(directory))
     session = make_session("rank 0")
     session.respond(session.subjects.training_dump, dumps.handle)
     env = {"PERSIA_NATS_URL": nats_server.url, "PERSIA_JOB_NAME": job_name}

@@ -71,16 +71,18 @@ class Asking(threading.Thread):
 
 
 def test_the_dump_is_taken_between_two_batches_by_the_training_s_thread() -> None:
-    written: list[tuple[str, int]] = []
-    dumps = TrainingDumps(lambda directory: written.append((directory, threading.get_ident())))
+    written: list[tuple[str, bool, int]] = []
+    dumps = TrainingDumps(
+        lambda directory, in_place: written.append((directory, in_place, threading.get_ident()))
+    )
     asking = Asking(dumps)
     assert trained(dumps, until=lambda: not asking.is_alive()) > 1  # and it goes on
     assert asking.failure is None
-    assert written == [("/c", threading.get_ident())]
+    assert written == [("/c", False, threading.get_ident())]
 
 
 def test_a_held_training_waits_to_be_ended_and_goes_on_if_it_is_not() -> None:
-    dumps = TrainingDumps(lambda _: None)
+    dumps = TrainingDumps(lambda _, in_place: None)
     request = Request(verb=Verb.DUMP, operation="d", arguments={"directory": "/c", "hold_s": 0.3})
     dumps.handle(request.encode())
     began = time.monotonic()
@@ -90,7 +92,7 @@ def test_a_held_training_waits_to_be_ended_and_goes_on_if_it_is_not() -> None:
 
 
 def test_what_fails_is_told_to_whoever_asked_and_not_to_the_training() -> None:
-    def fail(_directory: str) -> None:
+    def fail(_directory: str, *, in_place: bool) -> None:
         raise StorageError("/c is full")
 
     dumps = TrainingDumps(fail)
@@ -104,7 +106,7 @@ def test_without_a_training_and_without_batches_it_is_not_yet_possible() -> None
     with pytest.raises(FailedPreconditionError, match="rank 0 has not entered its TrainCtx"):
         ask(None)
     written: list[str] = []
-    dumps = TrainingDumps(written.append)
+    dumps = TrainingDumps(lambda directory, in_place: written.append(directory))
     with pytest.raises(FailedPreconditionError, match=r"ended no batch for 0.1 s \(PERSIA_DEADLINE_SEC\)"):
         ask(dumps, deadline_s=0.1)
     dumps.serve()  # nobody waits for it any more
@@ -112,7 +114,7 @@ def test_without_a_training_and_without_batches_it_is_not_yet_possible() -> None
 
 
 def test_requests_are_checked_and_one_is_served_at_a_time() -> None:
-    dumps = TrainingDumps(lambda _: None)
+    dumps = TrainingDumps(lambda _, in_place: None)
 
     def begin(operation: str, **arguments: Any) -> None:
         dumps.handle(Request(verb=Verb.DUMP, operation=operation, arguments=arguments).encode())
@@ -122,6 +124,7 @@ def test_requests_are_checked_and_one_is_served_at_a_time() -> None:
         {"directory": 3},
         {"directory": "/c", "hold_s": -1},
         {"directory": "/c", "hold_s": "x"},
+        {"directory": "/c", "in_place": "yes"},
     ):
         with pytest.raises(InvalidArgumentError, match="dump of a training"):
             begin("a", **arguments)
@@ -148,7 +151,7 @@ class LateSession(DirectSession):
 
 def test_a_first_answer_that_is_late_is_asked_for_again_and_one_dump_taken() -> None:
     written: list[str] = []
-    dumps = TrainingDumps(written.append)
+    dumps = TrainingDumps(lambda directory, in_place: written.append(directory))
     session: Any = LateSession(dumps, num_late=2)
     asking = threading.Thread(
         target=request_training_dump, args=(session, "/c"), kwargs={"hold_s": 0.0, "deadline_s": 30.0}
@@ -164,7 +167,7 @@ def request_of(verb: Verb, operation: str, **arguments: Any) -> bytes:
 
 def test_who_has_asked_first_can_end_the_hold_though_another_has_asked_meanwhile() -> None:
     written: list[str] = []
-    dumps = TrainingDumps(written.append)
+    dumps = TrainingDumps(lambda directory, in_place: written.append(directory))
     dumps.handle(request_of(Verb.DUMP, "first", directory="/1", hold_s=60.0))
     training = threading.Thread(target=dumps.serve)
     training.start()
@@ -192,7 +195,7 @@ class InterruptedSession(DirectSession):
 
 
 def test_a_training_is_not_held_for_someone_who_was_interrupted() -> None:
-    dumps = TrainingDumps(lambda _: asking.join(30))  # ends after it was interrupted
+    dumps = TrainingDumps(lambda _, in_place: asking.join(30))  # ends after it was interrupted
     session: Any = InterruptedSession(dumps)
 
     def ask_and_exit() -> None:
