@@ -8,9 +8,11 @@ on the disk, compressed. In turns with dumps and loads as many bytes as the file
 plainly, with as many threads; what is read was put out of the page cache first. A load reads files twice, the
 second time perhaps from the cache.
 
-The training is a client that looks up and updates rows without a pause, and does nothing else. A block is a
-dump between two quiet times that are as long together, and gives one ratio: of the time that a step takes.
-Told are the median of the ratios and its 95 % confidence interval. `--blocks 0` leaves this out.
+The training is a client that looks up and updates rows without a pause, and does nothing else, but with
+`--model`: then an MLP 256-128 turns embeddings into gradients in between. A block is a dump between two
+quiet times that are as long together, and gives one ratio: of the time that a step takes. Told are the median
+of the ratios and its 95 % confidence interval, and the 99th percentile of all steps. `--blocks 0` leaves
+this out.
 """
 
 from __future__ import annotations
@@ -53,12 +55,15 @@ _NUM_MESSAGES = 32
 class Training:
     """Looks up and updates rows of a cluster; a step is done when its gradients are applied."""
 
-    def __init__(self, cluster: LocalCluster, num_rows: int, dim: int, batch_size: int) -> None:
+    def __init__(
+        self, cluster: LocalCluster, num_rows: int, dim: int, batch_size: int, with_model: bool
+    ) -> None:
         (worker,) = Directory(cluster.session).wait_for(EMBEDDING_WORKER, 30)
         self._client = _native.RemoteClient(1)
         self._client.set_worker(0, worker.address)
         self._client.configure(Adagrad(lr=0.1).train_config(EmbeddingConfig()))
-        self._gradients = [("item", np.full((batch_size, dim), 1e-3, np.float32))]
+        self._gradients = np.full((batch_size, dim), 1e-3, np.float32)
+        self._model = _mlp(dim) if with_model else None
         offsets = np.arange(batch_size + 1, dtype=np.uint32)
         random = np.random.default_rng(0)
         self._messages = [
@@ -73,7 +78,13 @@ class Training:
         message = self._messages[self._num_steps % len(self._messages)]
         self._num_steps += 1
         result = self._client.lookup_direct(0, message, requires_grad=True)
-        self._client.return_gradients(result.reference, self._gradients)
+        gradients = self._gradients
+        if self._model is not None:
+            pooled = torch.from_numpy(result.slots[0].rows).requires_grad_()
+            self._model(pooled).square().mean().backward()
+            assert pooled.grad is not None, "the backward pass has just made it"
+            gradients = pooled.grad.numpy()
+        self._client.return_gradients(result.reference, [("item", gradients)])
 
     def run(self, goes_on: Callable[[], bool]) -> list[float]:
         """Seconds of each step."""
@@ -85,6 +96,14 @@ class Training:
     def run_for(self, duration_s: float) -> list[float]:
         end = time.perf_counter() + duration_s
         return self.run(lambda: time.perf_counter() < end)
+
+
+def _mlp(dim: int) -> torch.nn.Module:
+    torch.set_num_threads(1)
+    layers = torch.nn
+    return layers.Sequential(
+        layers.Linear(dim, 256), layers.ReLU(), layers.Linear(256, 128), layers.ReLU(), layers.Linear(128, 1)
+    )
 
 
 def make_rows(slots: dict[str, Any], num_rows: int, url: Path) -> EmbeddingSection:
@@ -181,7 +200,9 @@ def slow_down(training: Training, checkpoints: Checkpoints, url: Path, num_block
     duration_s = timed(lambda: checkpoints.dump(url))
     ratios: list[float] = []
     quiet_s: list[float] = []
+    during_s: list[float] = []
     longest_s: list[float] = []
+    durations_s: list[float] = []
     for _ in range(num_blocks):
         before = training.run_for(duration_s / 2)
         dump = threading.Thread(target=checkpoints.dump, args=(url,))
@@ -189,15 +210,21 @@ def slow_down(training: Training, checkpoints: Checkpoints, url: Path, num_block
         during = training.run(dump.is_alive)
         dump.join()
         duration_s = sum(during)
+        durations_s.append(duration_s)
         after = training.run_for(duration_s / 2)
         quiet_s += before + after
+        during_s += during
         longest_s.append(max(during))
         ratios.append(statistics.fmean(during) / statistics.fmean(before + after))
     median, low, high = median_interval(ratios)
     return {
         "blocks": num_blocks,
-        "seconds_a_dump": round(duration_s, 2),
+        "seconds_a_dump": round(statistics.median(durations_s), 2),
         "step_ms_quiet": round(1e3 * statistics.median(quiet_s), 3),
+        "99_percent_of_steps_ms": {
+            name: round(1e3 * statistics.quantiles(values, n=100)[-1], 1)
+            for name, values in (("quiet", quiet_s), ("dump", during_s))
+        },
         "longest_step_ms_of_a_dump": round(1e3 * statistics.median(longest_s), 1),
         "more_time_a_step_percent": {
             name: round(100 * (value - 1), 1)
@@ -217,7 +244,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         checkpoints.load(Source(directory / "rows"))
         result = {"size_on_disk": sizes, **measure_speed(checkpoints, directory, arguments)}
         if arguments.blocks:
-            training = Training(cluster, arguments.rows, arguments.dim, arguments.batch_size)
+            training = Training(cluster, arguments.rows, arguments.dim, arguments.batch_size, arguments.model)
             training.run_for(1.0)
             result["training_during_dumps"] = slow_down(
                 training, checkpoints, directory / "c", arguments.blocks
@@ -235,6 +262,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="dumps and loads")
     parser.add_argument("--blocks", type=int, default=10, help="dumps beside a training; 0: none")
     parser.add_argument("--batch-size", type=int, default=4096, help="rows of a step of that training")
+    parser.add_argument("--model", action="store_true", help="an MLP between lookup and update")
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:

@@ -111,10 +111,11 @@ class Trainer {
 
 using Bytes = std::vector<std::byte>;
 
-// Reads a whole dump; the files are kept where `files` is given.
-size_t Dump(EmbeddingStore& store, std::vector<Bytes>* files) {
+// Reads a whole dump, at that priority; the files are kept where `files` is given.
+size_t Dump(EmbeddingStore& store, int nice, std::vector<Bytes>* files) {
   auto snapshot = Snapshot::Begin(store, {});
   Check(snapshot.status());
+  setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), nice);
   size_t size = 0;
   Bytes chunk;
   for (bool more = true; more;) {
@@ -180,8 +181,7 @@ void MeasureTraining(EmbeddingStore& dumped, const char* name, Trainer* trainer,
   for (int round = 0; round < rounds; ++round) {
     std::atomic<bool> has_ended = false;
     std::thread dumper([&] {
-      setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), nice);
-      Dump(dumped, nullptr);
+      Dump(dumped, nice, nullptr);
       has_ended = true;
     });
     while (!has_ended) beside.Measure(trainer);
@@ -211,7 +211,7 @@ int Main(int argc, char** argv) {
               row_gb);
   std::vector<Bytes> pieces;
   const Times begin;
-  const size_t size = Dump(*store, &pieces);
+  const size_t size = Dump(*store, /*nice=*/0, &pieces);
   Report("dump", row_gb, begin.Passed());
   std::printf("the file has %.3f of their size\n", static_cast<double>(size) * 1e-9 / row_gb);
   MeasureLoad(pieces, row_gb);

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from persia.errors import FailedPreconditionError
 
@@ -29,6 +30,11 @@ _KEPT_LINES = 2000
 _MAX_LINE_BYTES = 64 << 10
 _OUTPUT_END_S = 1.0  # a grandchild may keep the pipe open after the process has ended
 _GRACE_S = 5.0
+# Not a session: Linux shares processors between sessions first, and within them by niceness (autogroup), so
+# that the dumping threads of a server would not give way to the other processes of the job.
+_GROUP_OF_ITS_OWN: dict[str, Any] = (
+    {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +66,7 @@ class ManagedProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            **_GROUP_OF_ITS_OWN,
         )
         self._reader = threading.Thread(target=self._read, name=f"persia-output-{spec.name}", daemon=True)
         self._waiter = threading.Thread(target=self._await_end, name=f"persia-wait-{spec.name}", daemon=True)

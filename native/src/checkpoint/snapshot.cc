@@ -8,32 +8,7 @@
 namespace persia::checkpoint {
 namespace {
 
-// A shard is kept from its other users while so many rows are copied: some tens of microseconds.
-constexpr size_t kRowsAtATime = 512;
 constexpr uint32_t kMaxParts = 65536;
-
-// The rows of some shards of a snapshot, one after the other.
-class ShardsInTurn {
- public:
-  ShardsInTurn(store::StoreSnapshot* rows, uint32_t first, uint32_t step)
-      : rows_(rows), next_(first), step_(step) {}
-
-  StatusOr<bool> operator()(store::StoreSnapshot::Batch* batch) {
-    if (next_ >= rows_->num_shards()) return false;
-    auto has_more = rows_->Read(next_, kRowsAtATime, batch);
-    if (!has_more.ok()) return has_more.status();
-    for (uint32_t shard = next_ + step_; shard < rows_->num_shards(); shard += step_) {
-      rows_->TakeSaved(shard, batch);
-    }
-    if (!has_more.value()) next_ += step_;
-    return next_ < rows_->num_shards();
-  }
-
- private:
-  store::StoreSnapshot* rows_;
-  uint32_t next_;
-  uint32_t step_;
-};
 
 }  // namespace
 
@@ -98,6 +73,11 @@ Status SnapshotPart::Finish() {
   return Status::Ok();
 }
 
+void Snapshot::Close() {
+  feed_->Stop();
+  rows_->End();
+}
+
 Status Snapshot::CheckOptions(const Options& options) {
   if (options.num_parts > 0 && options.num_parts <= kMaxParts) return Status::Ok();
   return InvalidArgument("num_parts is " + std::to_string(options.num_parts) + "; give 1 to " +
@@ -124,6 +104,7 @@ std::unique_ptr<Snapshot> Snapshot::Of(std::unique_ptr<store::StoreSnapshot> row
                                        const Options& options) {
   std::unique_ptr<Snapshot> snapshot(new Snapshot(std::move(rows)));
   for (uint32_t i = 0; i < options.num_parts; ++i) snapshot->AddPart(options, i);
+  snapshot->feed_.emplace(snapshot->rows_.get(), options.num_parts, options.rows_at_a_time);
   return snapshot;
 }
 
@@ -140,7 +121,8 @@ void Snapshot::AddPart(const Options& options, uint32_t number) {
   const size_t gathered =
       std::max(options.max_gathered_bytes / options.num_parts, BlockWriter::kBlockBytes);
   parts_.push_back(std::make_unique<SnapshotPart>(
-      header, options.with_state, gathered, ShardsInTurn(rows_.get(), number, options.num_parts),
+      header, options.with_state, gathered,
+      [this, number](store::StoreSnapshot::Batch* batch) { return feed_->Next(number, batch); },
       [this](uint64_t count) { return CheckEnd(count); }));
 }
 

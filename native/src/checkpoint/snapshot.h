@@ -16,6 +16,7 @@
 #include "base/status.h"
 #include "checkpoint/block_writer.h"
 #include "checkpoint/file_format.h"
+#include "checkpoint/row_feed.h"
 #include "store/embedding_store.h"
 #include "store/row_records.h"
 #include "store/store_snapshot.h"
@@ -76,6 +77,8 @@ class Snapshot {
     bool with_state = true;  // else of the optimizer's state nothing is written
     // Of all parts together: rows that wait until a block is full.
     size_t max_gathered_bytes = size_t{256} << 20;
+    // A shard is kept from its other users while so many are copied: some tens of microseconds.
+    size_t rows_at_a_time = 512;
   };
 
   // The store must outlive it. kInvalidArgument: no parts, or more than 65,536; else as
@@ -100,7 +103,7 @@ class Snapshot {
   // end.
   Status Commit();
   // Training is left alone from here on; what has not been read is lost.
-  void Close() { rows_->End(); }
+  void Close();
 
  private:
   explicit Snapshot(std::unique_ptr<store::StoreSnapshot> rows) : rows_(std::move(rows)) {}
@@ -112,6 +115,7 @@ class Snapshot {
   Status CheckEnd(uint64_t num_rows);
 
   std::unique_ptr<store::StoreSnapshot> rows_;
+  std::optional<RowFeed> feed_;  // after rows_: ends before these do
   std::vector<std::unique_ptr<SnapshotPart>> parts_;
   std::atomic<uint64_t> num_rows_written_ = 0;
   std::atomic<uint32_t> num_parts_written_ = 0;

@@ -1,10 +1,15 @@
 #include "checkpoint/snapshot.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <csignal>
+#include <future>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "checkpoint/checkpoint_test_util.h"
 #include "checkpoint/trainers_test_util.h"
@@ -103,8 +108,10 @@ class SnapshotOfChangingRows : public testing::TestWithParam<uint32_t> {
     store::Update(*store_, Range(0, 1500), 4, Gradients(6000, 0.5f));
     store::Lookup(*store_, Range(2000, 2100), 8);
     before_ = RowsOf(*store_);
-    // Little is gathered, so that some rows have not been read when the first bytes are there.
-    snapshot_ = BeginSnapshot(*store_, {.num_parts = GetParam(), .max_gathered_bytes = 1});
+    // Little is gathered and copied ahead, so that some rows have not been read when the first
+    // bytes are there.
+    snapshot_ = BeginSnapshot(
+        *store_, {.num_parts = GetParam(), .max_gathered_bytes = 1, .rows_at_a_time = 20});
     // Some rows have been read when the others change.
     const Status status = snapshot_->part(0).value()->Read(
         3000, [&](size_t count) { return (file_.resize(count), file_.data()); });
@@ -180,7 +187,7 @@ TEST_P(SnapshotOfChangingRows, TheIndexGrows) {
   const auto store = store::MakeStore({.capacity = 1'000'000, .num_internal_shards = 2});
   store::Lookup(*store, Range(0, 5000), 4);
   const Rows before = RowsOf(*store);
-  const auto snapshot = BeginSnapshot(*store, {.max_gathered_bytes = 1});
+  const auto snapshot = BeginSnapshot(*store, {.max_gathered_bytes = 1, .rows_at_a_time = 100});
   Bytes file;
   uint64_t next = 5000;
   while (true) {
@@ -233,6 +240,98 @@ TEST(Snapshot, TrainingWaitsForTheReader) {
   trainer.join();
   ASSERT_TRUE(status.ok()) << status.ToString();
   EXPECT_EQ(RowsOf({file}), before);
+}
+
+// Rows that wait for a writer are bounded, and so are those that are saved: with a writer that gets
+// little time, training waits, and both end.
+TEST(Snapshot, EndsWithAWriterThatGivesWayOnABusyMachine) {
+  const auto store = store::MakeStore({.capacity = 100'000, .num_internal_shards = 4});
+  store::Lookup(*store, Range(0, 20'000), 16);
+  const Rows before = RowsOf(*store);
+  std::atomic<bool> stops = false;
+  std::vector<std::thread> hogs;
+  for (uint32_t i = 0; i < std::thread::hardware_concurrency(); ++i) {
+    hogs.emplace_back([&] {
+      while (!stops) {
+      }
+    });
+  }
+  Snapshot::Options options{.num_parts = 2};
+  options.rows = {.max_waiting_bytes = 400'000, .patience = std::chrono::milliseconds(60'000)};
+  const auto snapshot = BeginSnapshot(*store, options);
+  std::thread trainer([&] {
+    for (uint64_t i = 0; i < 20'000; i += 200) store::Lookup(*store, Range(i, i + 200), 16);
+  });
+  std::vector<Bytes> files;
+  std::thread writer([&] {
+    setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), 19);
+    files = ReadAtOnce(*snapshot);  // by threads of that priority
+  });
+  trainer.join();
+  writer.join();
+  stops = true;
+  for (auto& hog : hogs) hog.join();
+  EXPECT_EQ(RowsOf(files), before);
+}
+
+std::atomic<bool> stands_still = false, may_go_on = false;
+
+void StandStill(int /*signal*/) {
+  stands_still = true;
+  while (!may_go_on) {
+  }
+}
+
+// As one that a scheduler has interrupted: it holds no shard, whatever it was doing.
+TEST(Snapshot, TrainingPassesAWriterThatStandsStill) {
+  const auto store = store::MakeStore({.capacity = 100'000, .num_internal_shards = 2});
+  store::Lookup(*store, Range(0, 20'000), 16);
+  std::signal(SIGUSR1, StandStill);
+  for (int round = 0; round < 30; ++round) {
+    stands_still = may_go_on = false;
+    const auto snapshot = BeginSnapshot(*store);
+    std::atomic<bool> has_begun = false;
+    std::thread writer([&] {
+      Bytes file;
+      has_begun = true;
+      EXPECT_TRUE(ReadAll(*snapshot->part(0).value(), &file, 100'000).ok());
+      while (!stands_still) std::this_thread::yield();
+    });
+    while (!has_begun) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::microseconds(100 * round));
+    pthread_kill(writer.native_handle(), SIGUSR1);
+    while (!stands_still) std::this_thread::yield();
+    std::promise<void> has_trained;
+    std::thread trainer([&] {
+      store::Lookup(*store, Range(0, 20'000), 16);
+      has_trained.set_value();
+    });
+    EXPECT_EQ(has_trained.get_future().wait_for(std::chrono::seconds(10)),
+              std::future_status::ready);
+    may_go_on = true;
+    trainer.join();
+    writer.join();
+  }
+  std::signal(SIGUSR1, SIG_DFL);
+}
+
+TEST(Snapshot, ClosingEndsAWriterThatWaits) {
+  const auto store = store::MakeStore({.capacity = 100'000, .num_internal_shards = 4});
+  store::Lookup(*store, Range(0, 50'000), 4);
+  for (int round = 0; round < 20; ++round) {
+    const auto snapshot =
+        BeginSnapshot(*store, {.num_parts = 2, .max_gathered_bytes = 1, .rows_at_a_time = 1});
+    std::vector<std::thread> writers;
+    for (uint32_t part = 0; part < 2; ++part) {
+      writers.emplace_back([&, part] {
+        Bytes file;
+        EXPECT_EQ(ReadAll(*snapshot->part(part).value(), &file).code(),
+                  StatusCode::kFailedPrecondition);
+      });
+    }
+    snapshot->Close();
+    for (auto& writer : writers) writer.join();
+  }
 }
 
 void ExpectSnapshotsAsAtTheCut(Trainers::Train train) {

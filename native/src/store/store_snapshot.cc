@@ -71,9 +71,11 @@ StoreSnapshot::~StoreSnapshot() { End(); }
 
 uint32_t StoreSnapshot::num_shards() const { return static_cast<uint32_t>(shards_.size()); }
 
+bool StoreSnapshot::has_pool() const { return store_.pool() != nullptr; }
+
 StatusOr<bool> StoreSnapshot::Read(uint32_t shard_number, size_t max_rows, Batch* batch) {
   ShardSnapshot& snapshot = *shards_[shard_number];
-  store_.snapshot_budget().Release(&batch->saved);
+  Release(&batch->saved);
   batch->read.Clear();
   bool has_more = false;
   {
@@ -87,6 +89,10 @@ StatusOr<bool> StoreSnapshot::Read(uint32_t shard_number, size_t max_rows, Batch
   // Last: rows that were not saved are missing in what was read, too.
   if (store_.snapshot_budget().has_failed()) return store_.snapshot_budget().FailedStatus();
   return has_more;
+}
+
+void StoreSnapshot::Release(std::vector<RowRecords>* saved) {
+  store_.snapshot_budget().Release(saved);
 }
 
 void StoreSnapshot::TakeSaved(uint32_t shard, Batch* batch) {

@@ -55,6 +55,7 @@ class StoreSnapshot {
   bool is_from_nothing() const { return is_of_changes() && changes_->was_cleared(); }
   const std::optional<TrainConfig>& config() const { return config_; }
   uint32_t num_shards() const;
+  bool has_pool() const;  // rows that are not in memory are read from there
 
   // What one call reads. To be used again, so that no memory is asked for.
   struct Batch {
@@ -66,6 +67,9 @@ class StoreSnapshot {
   // when these were the last. kResourceExhausted: training was held up too long;
   // kFailedPrecondition: after End().
   StatusOr<bool> Read(uint32_t shard, size_t max_rows, Batch* batch);
+  // Takes back rows that were saved: training has room for others. Read() does so, too, with what
+  // *batch has.
+  void Release(std::vector<RowRecords>* saved);
   // Adds rows that were saved in another shard, so that they do not wait until it is its turn.
   void TakeSaved(uint32_t shard, Batch* batch);
 

@@ -57,6 +57,14 @@ def test_output_and_errors_come_line_by_line_in_order(supervisor, lines):
     assert process.output == "one\ntwo\nthree"
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Popen has no process_group")
+def test_a_process_leads_a_group_in_this_session(supervisor):
+    # Niceness counts among processes of one session: a server's dumping threads give way to the other ones.
+    process = supervisor.start(python("p", "import os; print(os.getpgid(0), os.getsid(0))"))
+    assert process.wait(DEADLINE_S) == 0
+    assert process.output == f"{process.pid} {os.getsid(0)}"
+
+
 def test_the_kept_output_is_bounded(supervisor):
     process = supervisor.start(python("p", "for i in range(5000): print(i)"))
     assert process.wait(DEADLINE_S) == 0
