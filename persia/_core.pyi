@@ -316,6 +316,7 @@ class ParameterServer:
         num_handler_threads: int = 2,
         read_only: bool = False,  # answers lookups only, and only after mark_loaded()
         tier: TierOptions | None = None,
+        row_dtype: str = "float32",  # "float16", "bfloat16": embeddings in memory; not with a tier
     ) -> None: ...
     def start(self, host: str, port: int) -> int: ...  # returns the port; may be called once
     def mark_loaded(self) -> None: ...
@@ -440,6 +441,7 @@ class EmbeddedClient(EmbeddingClient):
         num_internal_shards: int = 16,
         forward_buffer_size: int = 1000,
         tier: TierOptions | None = None,
+        row_dtype: str = "float32",
     ) -> None: ...
     def register_batch(self, loader_index: int, id_features: Buffer) -> BatchReference: ...
     def num_missing_rows(self) -> int: ...  # unique IDs that lookups have read as zeros, so far
@@ -512,6 +514,7 @@ class EmbeddingBags:
         num_internal_shards: int = 16,
         num_threads: int = 1,
         counts_updates: bool = False,
+        row_dtype: str = "float32",
     ) -> None: ...
     def configure(self, config: TrainConfig, *, replace: bool = False) -> None: ...
     def lookup(

@@ -19,12 +19,14 @@ constexpr size_t kBatchSize = 4096;
 constexpr size_t kBatches = 16;
 
 std::unique_ptr<EmbeddingBags> MakeBags(const std::vector<uint64_t>& vocabularies,
-                                        OptimizerKind kind, uint32_t dim, uint32_t num_threads) {
+                                        OptimizerKind kind, uint32_t dim, uint32_t num_threads,
+                                        store::RowDtype dtype) {
   EmbeddingBagsOptions options;
   for (uint32_t i = 0; i < vocabularies.size(); ++i) {
     options.slots.push_back({.name = "f" + std::to_string(i), .dim = dim, .group = i});
   }
   options.num_threads = num_threads;
+  options.store.row_dtype = dtype;
   auto bags = EmbeddingBags::Create(std::move(options));
   TrainConfig config;
   config.optimizer.kind = kind;
@@ -60,14 +62,14 @@ struct FilledBags {
 // Kept until another one is asked for: a benchmark is called several times until it knows how long
 // to run, and filling takes longer than measuring. Null where something failed.
 const FilledBags* Filled(const std::vector<uint64_t>& vocabularies, OptimizerKind kind,
-                         uint32_t dim, uint32_t num_threads) {
-  using Key = std::tuple<std::vector<uint64_t>, OptimizerKind, uint32_t, uint32_t>;
+                         uint32_t dim, uint32_t num_threads, store::RowDtype dtype) {
+  using Key = std::tuple<std::vector<uint64_t>, OptimizerKind, uint32_t, uint32_t, store::RowDtype>;
   static Key made_for;
   static FilledBags filled;
-  const Key key = {vocabularies, kind, dim, num_threads};
+  const Key key = {vocabularies, kind, dim, num_threads, dtype};
   if (filled.bags != nullptr && key == made_for) return &filled;
   filled.bags.reset();  // one table at a time
-  filled.bags = MakeBags(vocabularies, kind, dim, num_threads);
+  filled.bags = MakeBags(vocabularies, kind, dim, num_threads, dtype);
   if (filled.bags == nullptr) return nullptr;
   const auto fill_ns = Fill(*filled.bags, vocabularies);
   if (!fill_ns.has_value()) return nullptr;
@@ -78,7 +80,8 @@ const FilledBags* Filled(const std::vector<uint64_t>& vocabularies, OptimizerKin
 
 enum Mode : int64_t { kTrain, kLookup };
 
-// Arguments: mode, optimizer kind, dim, most rows a slot, mean IDs a bag (0: exactly one), threads.
+// Arguments: mode, optimizer kind, dim, most rows a slot, mean IDs a bag (0: exactly one), threads,
+// row dtype (0: float32, 1: float16, 2: bfloat16).
 void BagsTraffic(benchmark::State& state) {
   const auto mode = static_cast<Mode>(state.range(0));
   const auto kind = static_cast<OptimizerKind>(state.range(1));
@@ -90,7 +93,8 @@ void BagsTraffic(benchmark::State& state) {
     vocabularies.resize(8);
   }
   for (uint64_t& size : vocabularies) size = std::min<uint64_t>(size, state.range(3));
-  const FilledBags* filled = Filled(vocabularies, kind, dim, static_cast<uint32_t>(state.range(5)));
+  const FilledBags* filled = Filled(vocabularies, kind, dim, static_cast<uint32_t>(state.range(5)),
+                                    static_cast<store::RowDtype>(state.range(6)));
   if (filled == nullptr) return state.SkipWithError("cannot be filled");
   EmbeddingBags* bags = filled->bags.get();
   const auto batches = bench::MakeBatches(vocabularies, kBatchSize, kBatches, mean_ids);
@@ -118,18 +122,20 @@ void BagsTraffic(benchmark::State& state) {
 constexpr int64_t kAdagrad = 1, kRowwise = 2, kAdam = 3;
 
 BENCHMARK(BagsTraffic)
-    ->ArgNames({"mode", "optimizer", "dim", "rows", "ids", "threads"})
-    ->Args({kTrain, kAdagrad, 16, 1'000'000, 0, 1})
-    ->Args({kTrain, kRowwise, 16, 1'000'000, 0, 1})
-    ->Args({kTrain, kAdam, 16, 1'000'000, 0, 1})
-    ->Args({kLookup, kAdagrad, 16, 1'000'000, 0, 1})
-    ->Args({kTrain, kAdagrad, 16, 1'000'000, 0, 2})
-    ->Args({kTrain, kAdagrad, 64, 1'000'000, 0, 1})
-    ->Args({kTrain, kRowwise, 64, 1'000'000, 0, 1})
-    ->Args({kTrain, kAdagrad, 128, 500'000, 0, 1})
-    ->Args({kTrain, kRowwise, 128, 500'000, 0, 1})
-    ->Args({kTrain, kAdagrad, 16, 1'000'000, 20, 1})
-    ->Args({kTrain, kAdagrad, 64, 500'000, 20, 1})
+    ->ArgNames({"mode", "optimizer", "dim", "rows", "ids", "threads", "dtype"})
+    ->Args({kTrain, kAdagrad, 16, 1'000'000, 0, 1, 0})
+    ->Args({kTrain, kRowwise, 16, 1'000'000, 0, 1, 0})
+    ->Args({kTrain, kAdam, 16, 1'000'000, 0, 1, 0})
+    ->Args({kLookup, kAdagrad, 16, 1'000'000, 0, 1, 0})
+    ->Args({kTrain, kAdagrad, 16, 1'000'000, 0, 2, 0})
+    ->Args({kTrain, kAdagrad, 64, 1'000'000, 0, 1, 0})
+    ->Args({kTrain, kRowwise, 64, 1'000'000, 0, 1, 0})
+    ->Args({kTrain, kAdagrad, 128, 500'000, 0, 1, 0})
+    ->Args({kTrain, kRowwise, 128, 500'000, 0, 1, 0})
+    ->Args({kTrain, kAdagrad, 16, 1'000'000, 20, 1, 0})
+    ->Args({kTrain, kAdagrad, 64, 500'000, 20, 1, 0})
+    ->ArgsProduct({{kTrain, kLookup}, {kRowwise}, {16, 64, 128}, {500'000}, {0}, {1}, {0, 1, 2}})
+    ->ArgsProduct({{kTrain}, {kRowwise}, {16, 64}, {500'000}, {20}, {1}, {0, 1, 2}})
     ->Unit(benchmark::kMillisecond)
     ->UseRealTime();
 

@@ -141,6 +141,7 @@ class StorageConfig(Section):
         return self.kind != "dram"
 
 
+_ROW_DTYPES = ("float32", "float16", "bfloat16")
 _MAX_INCREMENTAL_BUFFER = 1 << 29  # twice as many changed rows are remembered at most, 2**30 natively
 
 
@@ -152,6 +153,7 @@ class EmbeddingParameterServerConfig(Section):
     # Published: 100. Here a shard is one mutex, and a request groups its rows by shard: few more shards than
     # threads keep threads apart, and many only cut requests into small pieces.
     num_hashmap_internal_shards: Annotated[int, Range(1, 65536)] = 16
+    row_dtype: str = "float32"  # of embeddings in memory; the optimizer's state is float32
     full_amount_manager_buffer_size: Annotated[int, Range(1)] = 1000
     enable_incremental_update: bool = False
     incremental_buffer_size: Annotated[int, Range(1)] = 1_000_000  # changed rows that are written at once
@@ -171,6 +173,7 @@ class EmbeddingParameterServerConfig(Section):
             )
         if self.storage.has_pool:
             self._check_cache()
+        self._check_row_dtype()
         if self.enable_incremental_update:
             self._check_incremental()
 
@@ -183,6 +186,15 @@ class EmbeddingParameterServerConfig(Section):
             raise ConfigError(
                 f"storage.{key}={size} must not be below {least}: the num_hashmap_internal_shards="
                 f"{self.num_hashmap_internal_shards} divide it{each}"
+            )
+
+    def _check_row_dtype(self) -> None:
+        if self.row_dtype not in _ROW_DTYPES:
+            raise ConfigError(f"row_dtype={show(self.row_dtype)} must be one of {', '.join(_ROW_DTYPES)}")
+        if self.row_dtype != "float32" and self.storage.has_pool:
+            raise ConfigError(
+                f"row_dtype={show(self.row_dtype)} with storage.kind={show(self.storage.kind)}: rows in a "
+                "pool are float32; leave row_dtype out, or set kind: dram"
             )
 
     def _check_incremental(self) -> None:

@@ -75,6 +75,7 @@ class EmbeddedJob:
             num_internal_shards=store.num_hashmap_internal_shards,
             forward_buffer_size=worker.forward_buffer_size,
             tier=tier,
+            row_dtype=store.row_dtype,
         )
         self.backend = ClientBackend(
             self._client,

@@ -84,8 +84,10 @@ class EmbeddingBagCollection(torch.nn.Module):
         num_threads: threads of a lookup or update, the caller's included; default `PERSIA_NUM_THREADS`, else
             `torch.get_num_threads()`. They sleep while torch computes.
         count_updates: of each row, for `export(min_updates=...)`; costs at most 16 bytes a row.
+        row_dtype: how embeddings lie in memory: "float32", or in half the bytes "bfloat16" or "float16". What
+            goes in and comes out, the arithmetic and the optimizer's state are float32 all the same.
         engine: what holds the rows (`persia.nn.convert` gives it); default a store in this process, to which
-            the four arguments above apply.
+            the five arguments above apply.
 
     Raises:
         InvalidArgumentError: a value out of its range, a raw slot; the message names it.
@@ -109,6 +111,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         num_internal_shards: int = 16,
         num_threads: int | None = None,
         count_updates: bool = False,
+        row_dtype: str = "float32",
         engine: Engine | None = None,
     ) -> None:
         super().__init__()
@@ -122,6 +125,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             num_internal_shards=_in_range("num_internal_shards", num_internal_shards, 65536),
             num_threads=self._num_threads,
             counts_updates=count_updates,
+            row_dtype=str(row_dtype),
         )
         self.counts_updates = count_updates and engine is None
         self._num_forks = _num_forks

@@ -115,6 +115,7 @@ def _make_server(
         num_internal_shards=section.num_hashmap_internal_shards,
         read_only=config.common_config.job_type == inference.JOB_TYPE,
         tier=None if pool is None else pool.tier_options,
+        row_dtype=section.row_dtype,
     )
 
 

@@ -118,13 +118,16 @@ std::shared_ptr<EmbeddedClient> MakeEmbedded(std::vector<worker::SlotConfig> slo
                                              uint32_t feature_index_prefix_bit, uint64_t capacity,
                                              uint32_t num_internal_shards,
                                              uint64_t forward_buffer_size,
-                                             const std::optional<store::TierOptions>& tier) {
+                                             const std::optional<store::TierOptions>& tier,
+                                             const std::string& row_dtype) {
   worker::WorkerOptions options;
   options.slots = std::move(slots);
   options.feature_index_prefix_bit = feature_index_prefix_bit;
   options.forward_buffer_size = forward_buffer_size;
-  const store::EmbeddingStore::Options store{.capacity = capacity,
-                                             .num_internal_shards = num_internal_shards};
+  const store::EmbeddingStore::Options store{
+      .capacity = capacity,
+      .num_internal_shards = num_internal_shards,
+      .row_dtype = ValueOrRaise(store::RowDtypeOf(row_dtype))};
   return ValueOrRaise(
       WithoutGil([&] { return EmbeddedClient::Create(std::move(options), store, tier); }));
 }
@@ -169,7 +172,7 @@ void BindImplementations(py::module_& module) {
       .def(py::init(&MakeEmbedded), py::kw_only(), py::arg("slots"),
            py::arg("feature_index_prefix_bit"), py::arg("capacity") = 1'000'000'000,
            py::arg("num_internal_shards") = 16, py::arg("forward_buffer_size") = 1000,
-           py::arg("tier") = py::none())
+           py::arg("tier") = py::none(), py::arg("row_dtype") = "float32")
       .def("register_batch", &RegisterBatch, py::arg("loader_index"), py::arg("id_features"))
       .def("num_missing_rows", &NumMissingRows);
   DefineCheckpoints(embedded,

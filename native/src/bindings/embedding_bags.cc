@@ -31,13 +31,14 @@ using store::UpdateReport;
 std::unique_ptr<EmbeddingBags> Make(std::vector<worker::SlotConfig> slots,
                                     uint32_t feature_index_prefix_bit, uint64_t capacity,
                                     uint32_t num_internal_shards, uint32_t num_threads,
-                                    bool counts_updates) {
+                                    bool counts_updates, const std::string& row_dtype) {
   EmbeddingBagsOptions options;
   options.slots = std::move(slots);
   options.feature_index_prefix_bit = feature_index_prefix_bit;
   options.store = {.capacity = capacity,
                    .num_internal_shards = num_internal_shards,
-                   .counts_updates = counts_updates};
+                   .counts_updates = counts_updates,
+                   .row_dtype = ValueOrRaise(store::RowDtypeOf(row_dtype))};
   options.num_threads = num_threads;
   return ValueOrRaise(EmbeddingBags::Create(std::move(options)));
 }
@@ -124,7 +125,8 @@ void BindEmbeddingBags(py::module_& module) {
                                  py::release_gil_before_calling_cpp_dtor());
   bags.def(py::init(&Make), py::kw_only(), py::arg("slots"), py::arg("feature_index_prefix_bit"),
            py::arg("capacity") = 1'000'000'000, py::arg("num_internal_shards") = 16,
-           py::arg("num_threads") = 1, py::arg("counts_updates") = false)
+           py::arg("num_threads") = 1, py::arg("counts_updates") = false,
+           py::arg("row_dtype") = "float32")
       .def(
           "configure",
           [](EmbeddingBags& self, const TrainConfig& config, bool replace) {

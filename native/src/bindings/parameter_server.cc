@@ -65,11 +65,14 @@ class ServerRole {
 std::unique_ptr<ServerRole> MakeServer(uint32_t replica_index, uint32_t replica_size,
                                        uint64_t capacity, uint32_t num_internal_shards,
                                        uint32_t num_handler_threads, bool read_only,
-                                       const std::optional<store::TierOptions>& tier) {
+                                       const std::optional<store::TierOptions>& tier,
+                                       const std::string& row_dtype) {
   ParameterServer::Options options;
   options.replica_index = replica_index;
   options.replica_size = replica_size;
-  options.store = {.capacity = capacity, .num_internal_shards = num_internal_shards};
+  options.store = {.capacity = capacity,
+                   .num_internal_shards = num_internal_shards,
+                   .row_dtype = ValueOrRaise(store::RowDtypeOf(row_dtype))};
   options.rpc.num_handler_threads = num_handler_threads;
   options.read_only = read_only;
   options.tier = tier;
@@ -127,7 +130,8 @@ void BindParameterServer(py::module_& module) {
   py::class_<ServerRole> role(module, "ParameterServer", py::release_gil_before_calling_cpp_dtor());
   role.def(py::init(&MakeServer), py::kw_only(), py::arg("replica_index"), py::arg("replica_size"),
            py::arg("capacity"), py::arg("num_internal_shards"), py::arg("num_handler_threads") = 2,
-           py::arg("read_only") = false, py::arg("tier") = py::none())
+           py::arg("read_only") = false, py::arg("tier") = py::none(),
+           py::arg("row_dtype") = "float32")
       .def("start", &Start, py::arg("host"), py::arg("port"))
       .def("mark_loaded", &MarkLoaded)
       .def("stop", &Stop, py::arg("timeout_s") = 10.0)

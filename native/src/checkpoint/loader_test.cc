@@ -104,6 +104,41 @@ TEST(Loader, MovesRowsToOtherNumbersOfServers) {
   }
 }
 
+// Files are float32: rows of 16 bits go through stores of every type and come back as they were,
+// with the state of their optimizer.
+TEST(Loader, MovesRowsBetweenTypes) {
+  using store::RowDtype;
+  for (const OptimizerKind kind : kKinds) {
+    const TrainConfig config = ConfigOf(kind);
+    for (const RowDtype dtype : {RowDtype::kFloat16, RowDtype::kBfloat16}) {
+      const EmbeddingStore::Options narrow = {
+          .capacity = 10'000, .num_internal_shards = 4, .row_dtype = dtype};
+      const auto trained = store::MakeStore(narrow, config);
+      Train(*trained);
+      const Rows before = RowsOf(*trained);
+      const auto wide = Unconfigured({.capacity = 10'000, .num_internal_shards = 2});
+      Load(*wide, config, Files(*BeginSnapshot(*trained)));
+      ASSERT_EQ(RowsOf(*wide), before);
+      const auto back = Unconfigured(narrow);
+      Load(*back, config, Files(*BeginSnapshot(*wide)));
+      ASSERT_EQ(RowsOf(*back), before);
+    }
+  }
+}
+
+// A snapshot begun before rows change has them as they were.
+TEST(Loader, RowsOf16BitsAreSavedBeforeTheyChange) {
+  const auto store = store::MakeStore(
+      {.capacity = 2000, .num_internal_shards = 3, .row_dtype = store::RowDtype::kBfloat16},
+      ConfigOf(OptimizerKind::kAdam));
+  Train(*store);
+  const Rows before = RowsOf(*store);
+  const auto snapshot = BeginSnapshot(*store, {.num_parts = 1});
+  Train(*store);
+  EXPECT_EQ(RowsOf(Files(*snapshot)), before);
+  EXPECT_NE(RowsOf(*store), before);
+}
+
 // Feature groups 1 and 2 have optimizers of their own, with as much state as one another.
 TrainConfig WithGroups(TrainConfig config) {
   config.feature_index_prefix_bit = 8;

@@ -3,6 +3,23 @@
 #include <algorithm>
 
 namespace persia::client {
+namespace {
+
+// The rows as float32, each once, however many bags have it; until the thread's next call.
+const float* const* Widened(const store::SignRows& rows, const store::RowFormat& format) {
+  thread_local Reused<float> memory;
+  thread_local Reused<const float*> pointers;
+  const std::span<float> values = memory.Resize(rows.signs.size() * rows.dim);
+  const std::span<const float*> widened = pointers.Resize(rows.signs.size());
+  for (size_t i = 0; i < widened.size(); ++i) {
+    float* out = values.data() + i * rows.dim;
+    format.Read(out, rows.values[i], rows.dim);
+    widened[i] = out;
+  }
+  return widened.data();
+}
+
+}  // namespace
 
 void GroupBatch::Plan(std::span<const SlotInput> inputs, const worker::SlotTable& slots,
                       worker::UniqueKeys* keys) {
@@ -51,10 +68,10 @@ bool GroupBatch::IsSingle() const {
   return slots_.size() == 1 && bags.IsPlain();
 }
 
-void GroupBatch::Pool(float* out, size_t stride) const {
-  for (const Slot& slot : slots_) {
-    PoolBags(slot.bags, rows_.values.data(), out + slot.column, stride);
-  }
+void GroupBatch::Pool(const store::RowFormat& format, float* out, size_t stride) const {
+  const float* const* rows =
+      format.narrow() == nullptr ? rows_.values.data() : Widened(rows_, format);
+  for (const Slot& slot : slots_) PoolBags(slot.bags, rows, out + slot.column, stride);
 }
 
 void GroupBatch::BuildSums(const float* gradients, size_t stride,

@@ -54,8 +54,9 @@ class GroupBatch {
   // Of a single-valued group: its number for each sample.
   std::span<const uint32_t> numbers() const { return slots_[0].bags.numbers; }
 
-  // Writes all samples of the group's slots into their columns of the output.
-  void Pool(float* out, size_t stride) const;
+  // Writes all samples of the group's slots into their columns of the output; of a store whose rows
+  // are in that format.
+  void Pool(const store::RowFormat& format, float* out, size_t stride) const;
   // Fills `sums` with the gradients of the group's signs.
   void BuildSums(const float* gradients, size_t stride, worker::GradientSums* sums) const;
 

@@ -143,14 +143,17 @@ void UpdateSingle(std::span<const GroupBatch> groups, const float* gradients, si
   }
 }
 
-void PoolSingle(std::span<const GroupBatch> groups, float* out, size_t stride) {
+void PoolSingle(std::span<const GroupBatch> groups, const store::RowFormat& format, float* out,
+                size_t stride) {
   thread_local std::vector<simd::ColumnSource> columns;
   columns.clear();
   for (const GroupBatch& group : groups) {
     columns.push_back({group.rows().values.data(), group.numbers().data(), group.rows().dim});
   }
-  simd::ActiveKernels().copy_columns(out + groups[0].column(), stride, columns.data(),
-                                     columns.size(), groups[0].numbers().size());
+  const auto copy_columns = format.narrow() == nullptr ? simd::ActiveKernels().copy_columns
+                                                       : format.narrow()->copy_columns;
+  copy_columns(out + groups[0].column(), stride, columns.data(), columns.size(),
+               groups[0].numbers().size());
 }
 
 // Calls single(groups) for each run of single-valued groups side by side, other(group) for each
@@ -218,6 +221,7 @@ class EmbeddingBags::Impl {
   size_t num_columns_ = 0;
   std::vector<float> zeros_;  // as many as the greatest dim
   const std::unique_ptr<store::EmbeddingStore> store_;
+  const store::RowFormat format_;
   const std::shared_ptr<BatchShelf> shelf_ = std::make_shared<BatchShelf>();
 
   std::mutex mutex_;  // of all that follows: one batch at a time
@@ -228,7 +232,10 @@ class EmbeddingBags::Impl {
 
 EmbeddingBags::Impl::Impl(const EmbeddingBagsOptions& options, worker::SlotTable slots,
                           std::unique_ptr<store::EmbeddingStore> store)
-    : slots_(std::move(slots)), store_(std::move(store)), threads_(options.num_threads) {
+    : slots_(std::move(slots)),
+      store_(std::move(store)),
+      format_(options.store.row_dtype),
+      threads_(options.num_threads) {
   uint32_t max_dim = 0;
   std::vector<uint32_t> numbers;  // of the config's groups, which need not be consecutive
   for (const worker::SlotConfig& slot : options.slots) {
@@ -376,8 +383,8 @@ std::span<const GroupBatch> EmbeddingBags::Impl::GroupsOf(const BagBatch& batch,
 
 void EmbeddingBags::Impl::Pool(const BagBatch& batch, Unit unit, float* out) const {
   ForEachRun(
-      GroupsOf(batch, unit), [&](auto groups) { PoolSingle(groups, out, num_columns_); },
-      [&](const GroupBatch& group) { group.Pool(out, num_columns_); });
+      GroupsOf(batch, unit), [&](auto groups) { PoolSingle(groups, format_, out, num_columns_); },
+      [&](const GroupBatch& group) { group.Pool(format_, out, num_columns_); });
 }
 
 // In the order of the groups within each shard, so that slots do not depend on threads.

@@ -414,13 +414,18 @@ std::vector<std::byte> Encode(const std::vector<SlotConfig>& slots,
 
 // One engine: what a cluster trains, this trains too. (That a cluster trains like EmbeddedClient:
 // client/cluster_test.cc.)
-void TrainBesideTheEmbeddedClient(const TrainConfig& config, float scale) {
+void TrainBesideTheEmbeddedClient(const TrainConfig& config, float scale,
+                                  store::RowDtype dtype = store::RowDtype::kFloat32) {
   const std::vector<SlotConfig> slots = MixedSlots();
   worker::WorkerOptions options;
   options.slots = slots;
-  const auto client = Must(EmbeddedClient::Create(options, testing::StoreOptions()));
+  store::EmbeddingStore::Options store_options = testing::StoreOptions();
+  store_options.row_dtype = dtype;
+  const auto client = Must(EmbeddedClient::Create(options, store_options));
   ASSERT_TRUE(client->Configure(config, false, testing::Soon()).ok());
-  const auto bags = Make(Options(slots, 2), config);
+  EmbeddingBagsOptions bag_options = Options(slots, 2);
+  bag_options.store.row_dtype = dtype;
+  const auto bags = Make(std::move(bag_options), config);
   std::mt19937 rng(17);
   for (size_t step = 0; step < 15; ++step) {
     const auto batch = RandomBatch(rng, slots.size(), 21);
@@ -454,6 +459,13 @@ TEST(EmbeddingBagsTest, TrainsBitForBitLikeTheEmbeddedClient) {
   TrainBesideTheEmbeddedClient(testing::Adam(), 1.0f);
   TrainBesideTheEmbeddedClient(rowwise, 1.0f);
   TrainBesideTheEmbeddedClient(Sgd(), 8.0f);  // a power of two: scaling is exact
+}
+
+TEST(EmbeddingBagsTest, RowsOf16BitsTrainLikeTheEmbeddedClients) {
+  for (const auto dtype : {store::RowDtype::kFloat16, store::RowDtype::kBfloat16}) {
+    TrainBesideTheEmbeddedClient(testing::Adam(), 1.0f, dtype);
+    TrainBesideTheEmbeddedClient(Sgd(), 1.0f, dtype);
+  }
 }
 
 TEST(EmbeddingBagsTest, InferenceReadsZerosAndChangesNothing) {

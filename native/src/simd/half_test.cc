@@ -1,5 +1,6 @@
-// float16 and bfloat16 against their definitions: widening by the formula of the format for all
-// 65,536 patterns, narrowing against the nearest pattern, and every variant against the scalar one.
+// float16 and bfloat16, on the wire and as rows, against their definitions: widening by the formula
+// of the format for all 65,536 patterns, narrowing against the nearest pattern, and every variant
+// against the scalar one.
 #include <gtest/gtest.h>
 
 #include <bit>
@@ -7,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "simd/kernels.h"
@@ -21,10 +23,11 @@ struct Format {
   int exponent_bits, mantissa_bits;
   void (*const Kernels::*narrow)(uint16_t*, const float*, size_t);
   void (*const Kernels::*widen)(float*, const uint16_t*, size_t);
+  const NarrowRows Kernels::* rows;
 };
 const Format kFormats[] = {
-    {5, 10, &Kernels::float_to_half, &Kernels::half_to_float},
-    {8, 7, &Kernels::float_to_bfloat16, &Kernels::bfloat16_to_float},
+    {5, 10, &Kernels::float_to_half, &Kernels::half_to_float, &Kernels::float16_rows},
+    {8, 7, &Kernels::float_to_bfloat16, &Kernels::bfloat16_to_float, &Kernels::bfloat16_rows},
 };
 
 // The value of a pattern, by the definition of IEEE binary formats.
@@ -133,6 +136,189 @@ TEST(Half, AllVariantsGiveTheSameBits) {
       const std::vector<float> wide = Widened(format, *kernels);
       ASSERT_EQ(std::memcmp(wide.data(), widened.data(), wide.size() * sizeof(float)), 0)
           << kernels->name;
+    }
+  }
+}
+
+// Both ways to write; gradients are all alike here, but for their own test.
+std::vector<uint16_t> Written(const NarrowRows& rows, bool by_chance,
+                              const std::vector<float>& values) {
+  std::vector<uint16_t> written(values.size());
+  const std::vector<float> gradient(values.size(), 0.25f);
+  if (by_chance) {
+    rows.write_by_chance(written.data(), values.data(), gradient.data(), values.size());
+  } else {
+    rows.write(written.data(), values.data(), values.size());
+  }
+  return written;
+}
+
+// What rows can have stays as it is, in every place of a row.
+TEST(NarrowRows, WhatTheTypeHasIsWrittenAsItIs) {
+  for (const Format& format : kFormats) {
+    const Kernels& kernels = *KernelsFor(Isa::kScalar);
+    const NarrowRows& rows = kernels.*format.rows;
+    const std::vector<float> values = Widened(format, kernels);
+    for (const bool by_chance : {false, true}) {
+      const auto written = Written(rows, by_chance, values);
+      for (uint32_t pattern = 0; pattern < kNumPatterns; ++pattern) {
+        if (std::isnan(values[pattern])) {
+          float value;
+          rows.read(&value, &written[pattern], 1);
+          ASSERT_TRUE(std::isnan(value)) << pattern;
+        } else if (std::isinf(values[pattern])) {
+          ASSERT_EQ(written[pattern], pattern - 1) << "the greatest number";
+        } else {
+          ASSERT_EQ(written[pattern], pattern);
+        }
+      }
+    }
+  }
+}
+
+TEST(NarrowRows, WhatIsTooGreatBecomesTheGreatestNumber) {
+  const std::vector<float> values = {65519.0f, 65521.0f, 1e30f, -1e30f, 3.4e38f, -3.4e38f};
+  for (const Format& format : kFormats) {
+    const NarrowRows& rows = KernelsFor(Isa::kScalar)->*format.rows;
+    for (const bool by_chance : {false, true}) {
+      const auto written = Written(rows, by_chance, values);
+      std::vector<float> read(values.size());
+      rows.read(read.data(), written.data(), read.size());
+      for (const float value : read) EXPECT_TRUE(std::isfinite(value));
+      if (format.exponent_bits == 5) {
+        EXPECT_EQ(read, (std::vector<float>{65504, 65504, 65504, -65504, 65504, -65504}));
+      }
+    }
+  }
+}
+
+// A value between two neighbours, written in many places: to one of them, and to the upper one as
+// often as it is near to it.
+TEST(NarrowRows, ChanceGivesTheValueOnAverage) {
+  constexpr size_t kPlaces = 20'000;
+  std::mt19937 random(3);
+  for (const Format& format : kFormats) {
+    const NarrowRows& rows = KernelsFor(Isa::kScalar)->*format.rows;
+    // Denormals of float16, its smallest normal numbers, and ordinary ones.
+    for (const uint32_t low :
+         {0u, 5u, 0x3feu, 0x3ffu, 0x400u, 0x2e66u, 0x3bffu, 0x3c01u, 0x4000u}) {
+      for (const double part : {0.02, 0.25, 0.5, 0.9}) {
+        const double below = ValueOf(format, low), above = ValueOf(format, low + 1);
+        const auto value = static_cast<float>(below + part * (above - below));
+        if (std::abs(value) < std::numeric_limits<float>::min()) continue;
+        const double expected = (static_cast<double>(value) - below) / (above - below);
+        const bool is_negative = random() % 2 == 0;
+        const uint32_t sign = is_negative ? 0x8000u : 0;
+        const std::vector<float> values(kPlaces, is_negative ? -value : value);
+        const auto written = Written(rows, /*by_chance=*/true, values);
+        double num_up = 0;
+        for (const uint16_t pattern : written) {
+          ASSERT_TRUE(pattern == (low | sign) || pattern == ((low + 1) | sign)) << low;
+          num_up += pattern == ((low + 1) | sign);
+        }
+        // Five standard deviations.
+        const double sigma = std::sqrt(expected * (1 - expected) / kPlaces);
+        EXPECT_NEAR(num_up / kPlaces, expected, 5 * sigma + 1e-4) << low << " " << part;
+      }
+    }
+  }
+}
+
+// The same place; values that differ, or gradients alone: no place is luckier than another.
+TEST(NarrowRows, ChanceDependsOnValueAndGradientToo) {
+  constexpr size_t kValues = 20'000;
+  for (const Format& format : kFormats) {
+    const NarrowRows& rows = KernelsFor(Isa::kScalar)->*format.rows;
+    const double unit = std::ldexp(1.0, -format.mantissa_bits);
+    for (const bool of_gradient : {false, true}) {
+      std::mt19937 random(4);
+      std::uniform_real_distribution<float> uniform(1.0f, 2.0f);
+      double error = 0;
+      for (size_t i = 0; i < kValues; ++i) {
+        const float drawn = uniform(random);
+        const auto value = of_gradient ? static_cast<float>(1.0 + 0.4 * unit) : drawn;
+        const float gradient = of_gradient ? drawn : 0.25f;
+        uint16_t written;
+        float read;
+        rows.write_by_chance(&written, &value, &gradient, 1);
+        rows.read(&read, &written, 1);
+        error += double{read} - double{value};
+      }
+      EXPECT_LT(std::abs(error / kValues), 5 * 0.5 * unit / std::sqrt(double{kValues}));
+    }
+  }
+}
+
+TEST(NarrowRows, AllVariantsWriteTheSameBits) {
+  std::mt19937 random(8);
+  std::vector<float> values(50'003);
+  for (float& value : values) {
+    auto bits = static_cast<uint32_t>(random());
+    // Every second one of a weight's size.
+    if (random() % 2 == 0) bits = (bits & 0x87ffffffu) | 0x38000000u;
+    value = std::bit_cast<float>(bits);
+  }
+  for (const Format& format : kFormats) {
+    const NarrowRows& scalar = KernelsFor(Isa::kScalar)->*format.rows;
+    for (const Isa isa : kIsas) {
+      const Kernels* kernels = KernelsFor(isa);
+      if (kernels == nullptr) continue;
+      const NarrowRows& rows = kernels->*format.rows;
+      for (const bool by_chance : {false, true}) {
+        for (const size_t n : {size_t{0}, size_t{1}, size_t{16}, size_t{19}, values.size() - 3}) {
+          const std::vector<float> part(values.begin() + 3,
+                                        values.begin() + 3 + static_cast<ptrdiff_t>(n));
+          ASSERT_EQ(Written(rows, by_chance, part), Written(scalar, by_chance, part))
+              << kernels->name << " " << n;
+        }
+      }
+    }
+  }
+}
+
+// As rows of float32 with the same values are, in every variant.
+TEST(NarrowRows, ColumnsAreCopiedAsThoseOfFloat32) {
+  constexpr size_t kRows = 7, kCount = 40;
+  std::mt19937 random(9);
+  std::normal_distribution<float> normal;
+  for (const Format& format : kFormats) {
+    for (const auto& [first, second] : {std::pair<size_t, size_t>{8, 8},
+                                        {16, 16},
+                                        {32, 32},
+                                        {64, 64},
+                                        {128, 128},
+                                        {5, 33},
+                                        {1, 16}}) {
+      const size_t widest = 128;
+      std::vector<float> wide(kRows * widest), values(kRows * widest);
+      std::vector<float> memory(kRows * widest / 2);
+      auto* narrow = reinterpret_cast<uint16_t*>(memory.data());
+      for (float& value : values) value = normal(random);
+      const Kernels& scalar = *KernelsFor(Isa::kScalar);
+      (scalar.*format.rows).write(narrow, values.data(), values.size());
+      (scalar.*format.rows).read(wide.data(), narrow, wide.size());
+      std::vector<const float*> wide_rows, narrow_rows;
+      for (size_t i = 0; i < kRows; ++i) {
+        wide_rows.push_back(wide.data() + i * widest);
+        narrow_rows.push_back(memory.data() + i * widest / 2);
+      }
+      std::vector<uint32_t> numbers(kCount);
+      for (uint32_t& number : numbers) number = static_cast<uint32_t>(random() % kRows);
+      const size_t stride = first + second;
+      const auto sources = [&](const std::vector<const float*>& rows) {
+        return std::vector<ColumnSource>{{rows.data(), numbers.data(), first},
+                                         {rows.data(), numbers.data(), second}};
+      };
+      std::vector<float> expected(kCount * stride);
+      scalar.copy_columns(expected.data(), stride, sources(wide_rows).data(), 2, kCount);
+      for (const Isa isa : kIsas) {
+        const Kernels* kernels = KernelsFor(isa);
+        if (kernels == nullptr) continue;
+        std::vector<float> found(kCount * stride);
+        (kernels->*format.rows)
+            .copy_columns(found.data(), stride, sources(narrow_rows).data(), 2, kCount);
+        ASSERT_EQ(found, expected) << kernels->name << " " << first;
+      }
     }
   }
 }

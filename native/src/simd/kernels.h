@@ -44,7 +44,8 @@ struct NormalRule {
 };
 // One row to be updated.
 struct RowStep {
-  float* w;          // n weights; behind them the optimizer's state, array after array
+  float* w;          // n weights
+  float* state;      // the optimizer's, array after array of n
   const float* g;    // n gradients
   uint32_t* scalar;  // row-wise Adagrad: its sum, as a float's bits; SGD: whether it has stepped
   // Adam and its kin, corrected for the row's step t (counted from 1): step_size = lr / (1 -
@@ -68,6 +69,23 @@ struct ColumnSums {
   float* sums;
   const uint32_t* numbers;
   size_t n;
+};
+
+// Embeddings of 16 bits an element. A row begins where a float could; rows come as `const float*`
+// where those of float32 do.
+struct NarrowRows {
+  // Exact.
+  void (*read)(float* out, const uint16_t* row, size_t n);
+  // To nearest, ties to even. Here and below what is beyond the greatest number becomes that one;
+  // a NaN stays one.
+  void (*write)(uint16_t* row, const float* values, size_t n);
+  // Up or down by chance, so that what is lost is 0 on average: up with a probability of the
+  // distance from the number below. What falls depends on the bits of the value and of its gradient
+  // and on its place in the row alone (ADR 20). What the type has stays as it is.
+  void (*write_by_chance)(uint16_t* row, const float* values, const float* gradient, size_t n);
+  // As Kernels::copy_columns.
+  void (*copy_columns)(float* out, size_t stride, const ColumnSource* sources, size_t num_sources,
+                       size_t count);
 };
 
 struct Kernels {
@@ -104,6 +122,9 @@ struct Kernels {
   void (*half_to_float)(float* out, const uint16_t* values, size_t n);
   void (*float_to_bfloat16)(uint16_t* out, const float* values, size_t n);
   void (*bfloat16_to_float)(float* out, const uint16_t* values, size_t n);
+
+  NarrowRows float16_rows;
+  NarrowRows bfloat16_rows;
 
   // Uniform in [lower, upper), or all `lower` where the two are equal. Element i depends on
   // (stream, i, lower, upper) alone.

@@ -98,7 +98,7 @@ void Step(UpdateRows<Rule> update, const Rule& rule, Operands& o, size_t n, floa
   uint32_t scalar;
   for (const float* part : {o.W(), o.A(), o.B(), o.C()}) row.insert(row.end(), part, part + n);
   std::memcpy(&scalar, o.A(), sizeof(scalar));
-  const RowStep step = {row.data(), o.G(), &scalar, kStepSize, kSecondScale};
+  const RowStep step = {row.data(), row.data() + n, o.G(), &scalar, kStepSize, kSecondScale};
   EXPECT_EQ(update(rule, &step, 1, n, bound), 0u);
   std::copy_n(row.begin(), n, o.W());
   std::copy_n(row.begin() + static_cast<ptrdiff_t>(n), n, o.A());
@@ -357,8 +357,11 @@ TEST(RowsTest, ARowWithANonFiniteGradientIsLeftAsItIs) {
       for (const size_t n : {1, 16, 17, 64}) {
         std::vector<float> rows(4 * n, 1.0f), gradients(2 * n, 0.5f);
         gradients[n - 1] = bad;
-        const RowStep steps[] = {{rows.data(), gradients.data(), nullptr, 0, 0},
-                                 {rows.data() + 2 * n, gradients.data() + n, nullptr, 0, 0}};
+        const auto step = [&](float* row, const float* gradient) {
+          return RowStep{row, row + n, gradient, nullptr, 0, 0};
+        };
+        const RowStep steps[] = {step(rows.data(), gradients.data()),
+                                 step(rows.data() + 2 * n, gradients.data() + n)};
         EXPECT_EQ(kernels->adagrad(kAdagrad, steps, 2, n, 10.0f), 1u);
         EXPECT_EQ(std::count(rows.begin(), rows.begin() + static_cast<ptrdiff_t>(2 * n), 1.0f),
                   static_cast<ptrdiff_t>(2 * n));

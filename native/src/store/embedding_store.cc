@@ -64,7 +64,7 @@ Status EmbeddingStore::Impl::ConfigureAlone(const TrainConfig& config, bool repl
     is_config_recovered_ = false;
     return Status::Ok();
   }
-  const auto rules = std::make_shared<const RuleSet>(config);
+  const auto rules = std::make_shared<const RuleSet>(config, row_dtype_);
   const uint64_t num_filter_cells =
       rules->CountsSightings() ? kFilterCells / std::bit_ceil(shards_.size()) : 0;
   PERSIA_RETURN_IF_ERROR(CheckCapacities(*rules));
@@ -94,6 +94,10 @@ StatusOr<std::unique_ptr<EmbeddingStore>> EmbeddingStore::Open(const Options& op
   PERSIA_RETURN_IF_ERROR(CheckCache(tier, options.num_internal_shards));
   if (options.counts_updates) {
     return InvalidArgument("counts_updates is set; a store with a tier does not count them");
+  }
+  if (options.row_dtype != RowDtype::kFloat32) {
+    return InvalidArgument(
+        "row_dtype is not float32; rows in a pool are: choose float32, or a store in memory");
   }
   PERSIA_RETURN_IF_ERROR((*store)->impl_->OpenTier(tier));
   return store;

@@ -35,6 +35,7 @@
 #include "base/status.h"
 #include "base/train_config.h"
 #include "pool/row_pool.h"
+#include "store/row_format.h"
 
 namespace persia::store {
 
@@ -111,6 +112,9 @@ class EmbeddingStore {
     uint64_t capacity = 1'000'000'000;  // rows; the least recently used goes first
     uint32_t num_internal_shards = 16;  // 1 .. 65536, at most `capacity`
     bool counts_updates = false;        // of each row, for NumUpdates(); not with a tier
+    // How embeddings lie in memory; what is handed in or out is float32, and so is the optimizer's
+    // state. Of 16 bits: updates round by chance, all else to nearest; not with a tier.
+    RowDtype row_dtype = RowDtype::kFloat32;
   };
 
   // Refuses zero capacity, zero shards, more shards than capacity.

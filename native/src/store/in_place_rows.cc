@@ -202,7 +202,7 @@ void InPlaceRows::Update(const SignRows& rows, std::span<const float* const> gra
         shape.has_scalar ? shards_[handle.shard].slabs->scalar(handle.slot) : nullptr;
     // Find() and Insert() hand out rows for reading; here they are the store's own again.
     auto* values = const_cast<float*>(rows.values[i]);
-    steps.Add(rules, {values, scalar, rows.dim}, gradients[i]);
+    steps.Add(rules, {values, values + shape.embedding_floats(), scalar, rows.dim}, gradients[i]);
     if (counts_updates) CountUpdate(values, shape);
   }
   steps.Flush();

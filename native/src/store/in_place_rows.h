@@ -34,7 +34,8 @@ struct SignRows {
   uint32_t dim = 0;
   std::span<const uint64_t> signs;
   std::span<RowHandle> handles;
-  std::span<const float*> values;  // Find() and Insert(): where the row's embedding lies
+  // Find() and Insert(): where the row's embedding lies, in the store's row format.
+  std::span<const float*> values;
 };
 
 // A sign that Find() did not find: number `index` of *rows.

@@ -32,7 +32,7 @@ std::vector<float> Values(const Initializer& initializer, uint32_t dim, uint64_t
   const RowRules rules(config);
   std::vector<float> values(num_signs * dim);
   for (uint64_t sign = 0; sign < num_signs; ++sign) {
-    rules.Initialize(sign, {values.data() + sign * dim, nullptr, dim});
+    rules.Initialize(sign, {values.data() + sign * dim, nullptr, nullptr, dim});
   }
   return values;
 }

@@ -2,6 +2,7 @@
 // against torch.optim's formulas in double precision.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <random>
 #include <string>
@@ -227,6 +228,47 @@ TEST_P(OptimizerTest, FollowsTheReferenceOverManySteps) {
     }
   }
 }
+
+// A step from what the row has gives what it gives in double precision, to one unit of the type:
+// rounded up or down. The state beside it is not rounded, or the next steps would tell.
+class NarrowRowsOptimizerTest : public testing::TestWithParam<OptimizerCase> {};
+
+double UnitAt(double value, RowDtype dtype) {
+  const int mantissa_bits = dtype == RowDtype::kFloat16 ? 10 : 7;
+  const int least_exponent = dtype == RowDtype::kFloat16 ? -14 : -126;
+  int exponent;
+  std::frexp(value, &exponent);
+  return std::ldexp(1.0, std::max(exponent - 1, least_exponent) - mantissa_bits);
+}
+
+TEST_P(NarrowRowsOptimizerTest, EachStepIsTheReferencesToOneUnit) {
+  for (const RowDtype dtype : {RowDtype::kFloat16, RowDtype::kBfloat16}) {
+    for (const uint32_t dim : {1u, 7u, 16u}) {
+      auto store = MakeStore({.capacity = 100, .num_internal_shards = 2, .row_dtype = dtype},
+                             GetParam().config);
+      ReferenceRow row(GetParam().config.optimizer, Lookup(*store, {1}, dim));
+      std::mt19937 random(dim);
+      std::normal_distribution<float> normal(0.1f, 1.0f);
+      for (int step = 0; step < 100; ++step) {
+        std::vector<float> gradient(dim);
+        for (float& g : gradient) g = normal(random);
+        const auto before = Peek(*store, {1}, dim);
+        row.w.assign(before.begin(), before.end());
+        Update(*store, {1}, dim, gradient);
+        row.Step(gradient.data());
+        const auto after = Peek(*store, {1}, dim);
+        for (uint32_t i = 0; i < dim; ++i) {
+          const double tolerance =
+              UnitAt(std::abs(row.w[i]) * 1.0001, dtype) + 2e-5 * (1 + std::abs(row.w[i]));
+          ASSERT_NEAR(after[i], row.w[i], tolerance) << "dim " << dim << ", step " << step;
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, NarrowRowsOptimizerTest, testing::ValuesIn(Cases()),
+                         [](const auto& param) { return param.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(Kinds, OptimizerTest, testing::ValuesIn(Cases()),
                          [](const auto& param) { return param.param.name; });

@@ -1,6 +1,7 @@
 #include "store/row_rules.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 
@@ -12,6 +13,13 @@ uint64_t Mix(uint64_t z) {
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
   return z ^ (z >> 31);
+}
+
+// The thread's; of the last call alone.
+float* Scratch(size_t num_floats) {
+  thread_local std::vector<float> scratch;
+  if (scratch.size() < num_floats) scratch.resize(num_floats);
+  return scratch.data();
 }
 
 float OneMinus(float value) { return static_cast<float>(1.0 - double{value}); }
@@ -99,8 +107,10 @@ simd::NormalRule NormalRuleOf(const Initializer& init, double (*quantile)(double
 
 }  // namespace
 
-RowRules::RowRules(const RowConfig& config)
+RowRules::RowRules(const RowConfig& config, RowDtype dtype)
     : config_(config),
+      format_(dtype),
+      weight_bound_(format_.Bound(config.weight_bound)),
       kernels_(simd::ActiveKernels()),
       normal_(NormalRuleOf(config.initializer, kernels_.normal_quantile)),
       update_sgd_(ChooseSgd()),
@@ -138,8 +148,10 @@ simd::UpdateRows<simd::RmspropRule> RowRules::ChooseRmsprop() const {
 RowShape RowRules::ShapeFor(uint32_t dim) const {
   const OptimizerConfig& c = config_.optimizer;
   const bool rowwise = c.kind == OptimizerKind::kRowwiseAdagrad;
-  return {
-      .dim = dim, .state_floats = rowwise ? 0 : c.StateFloats(dim), .has_scalar = c.HasScalar()};
+  return {.dim = dim,
+          .state_floats = rowwise ? 0 : c.StateFloats(dim),
+          .has_scalar = c.HasScalar(),
+          .dtype = format_.dtype()};
 }
 
 uint64_t RowRules::StreamOf(uint64_t sign) const {
@@ -154,39 +166,76 @@ bool RowRules::Admits(uint64_t sign) const {
 }
 
 void RowRules::Initialize(uint64_t sign, const RowView& row) const {
+  if (format_.narrow() == nullptr) {
+    DrawValues(sign, row.dim, row.values);
+  } else {
+    float* values = Scratch(row.dim);
+    DrawValues(sign, row.dim, values);
+    format_.Write(row.values, values, row.dim);
+  }
+  InitializeState(row);
+}
+
+void RowRules::DrawValues(uint64_t sign, uint32_t dim, float* values) const {
   const Initializer& init = config_.initializer;
-  const double scale = init.scaled_by_dim ? 1.0 / std::sqrt(static_cast<double>(row.dim)) : 1.0;
+  const double scale = init.scaled_by_dim ? 1.0 / std::sqrt(static_cast<double>(dim)) : 1.0;
   const auto lower = static_cast<float>(scale * double{init.lower});
   const auto upper = static_cast<float>(scale * double{init.upper});
   if (init.kind == InitializerKind::kUniform) {
-    kernels_.uniform(row.values, StreamOf(sign), lower, upper, row.dim);
+    kernels_.uniform(values, StreamOf(sign), lower, upper, dim);
   } else {
     simd::NormalRule rule = normal_;
     rule.mean *= scale;
     rule.stddev *= scale;
     rule.lower = lower;
     rule.upper = upper;
-    kernels_.normal(row.values, StreamOf(sign), rule, row.dim);
+    kernels_.normal(values, StreamOf(sign), rule, dim);
   }
-  InitializeState(row);
 }
 
 void RowRules::InitializeState(const RowView& row) const {
   const OptimizerConfig& optimizer = config_.optimizer;
   const float initial = optimizer.initial_accumulator_value;  // 0 unless Adagrad or FTRL
   const RowShape shape = ShapeFor(row.dim);
-  float* state = row.values + row.dim;
-  std::fill_n(state, shape.state_floats, initial);
+  std::fill_n(row.state, shape.state_floats, initial);
   // FTRL's first array is z, the second the sum of squares.
-  if (optimizer.kind == OptimizerKind::kFtrl) std::fill_n(state, row.dim, 0.0f);
+  if (optimizer.kind == OptimizerKind::kFtrl) std::fill_n(row.state, row.dim, 0.0f);
   // Row-wise Adagrad's sum, or a count of steps, which is 0 like the bits of 0.0f.
   if (shape.has_scalar) *row.scalar = std::bit_cast<uint32_t>(initial);
 }
 
 size_t RowRules::ApplyGradients(std::span<simd::RowStep> rows, uint32_t dim) const {
   if (corrections_ != nullptr) CountSteps(rows, dim);
+  return format_.narrow() == nullptr ? Step(rows, dim) : StepNarrow(rows, dim);
+}
+
+// Some rows at a time, as many as the first-level cache has room for beside their state.
+size_t RowRules::StepNarrow(std::span<const simd::RowStep> rows, uint32_t dim) const {
+  constexpr size_t kScratchFloats = 2048, kMaxRows = 32;
+  const size_t rows_at_a_time = std::clamp<size_t>(kScratchFloats / dim, 1, kMaxRows);
+  float* scratch = Scratch(rows_at_a_time * dim);
+  std::array<simd::RowStep, kMaxRows> steps;
+  size_t num_left = 0;
+  while (!rows.empty()) {
+    const auto block = rows.first(std::min(rows_at_a_time, rows.size()));
+    for (size_t i = 0; i < block.size(); ++i) {
+      steps[i] = block[i];
+      steps[i].w = scratch + i * dim;
+      format_.Read(steps[i].w, block[i].w, dim);
+    }
+    num_left += Step(std::span(steps).first(block.size()), dim);
+    for (size_t i = 0; i < block.size(); ++i) {
+      format_.narrow()->write_by_chance(reinterpret_cast<uint16_t*>(block[i].w), steps[i].w,
+                                        block[i].g, dim);
+    }
+    rows = rows.subspan(block.size());
+  }
+  return num_left;
+}
+
+size_t RowRules::Step(std::span<const simd::RowStep> rows, uint32_t dim) const {
   const auto update = [&](auto kernel, const auto& rule) {
-    return kernel(rule, rows.data(), rows.size(), dim, config_.weight_bound);
+    return kernel(rule, rows.data(), rows.size(), dim, weight_bound_);
   };
   switch (config_.optimizer.kind) {
     case OptimizerKind::kSgd: return update(update_sgd_, sgd_);

@@ -17,7 +17,7 @@ namespace persia::store {
 
 class RowRules {
  public:
-  explicit RowRules(const RowConfig& config);
+  explicit RowRules(const RowConfig& config, RowDtype dtype = RowDtype::kFloat32);
 
   RowShape ShapeFor(uint32_t dim) const;
   // Decided by (seed, sign), so every server and every run decides alike.
@@ -34,17 +34,24 @@ class RowRules {
   void InitializeState(const RowView& row) const;
   // One optimizer step for each of some rows of one dim, then the weight bound. A row whose
   // gradient is not finite is left as it is; returns how many were. The rest of `rows` is filled
-  // here: w, g and scalar are given.
+  // here: w, state, g and scalar are given, w where the embedding lies.
   size_t ApplyGradients(std::span<simd::RowStep> rows, uint32_t dim) const;
 
  private:
   uint64_t StreamOf(uint64_t sign) const;
+  void DrawValues(uint64_t sign, uint32_t dim, float* values) const;
+  // Of rows whose w is float32: the optimizer's kernel.
+  size_t Step(std::span<const simd::RowStep> rows, uint32_t dim) const;
+  // The same where the embeddings of `rows` are of 16 bits: through float32 and back.
+  size_t StepNarrow(std::span<const simd::RowStep> rows, uint32_t dim) const;
   // Counts the rows' steps and fills in what Adam's kin need of them.
   void CountSteps(std::span<simd::RowStep> rows, uint32_t dim) const;
   simd::UpdateRows<simd::SgdRule> ChooseSgd() const;
   simd::UpdateRows<simd::RmspropRule> ChooseRmsprop() const;
 
   const RowConfig config_;
+  const RowFormat format_;
+  const float weight_bound_;  // 0: none
   const simd::Kernels& kernels_;
   const simd::NormalRule normal_;  // of initial values, unscaled
   const simd::UpdateRows<simd::SgdRule> update_sgd_;

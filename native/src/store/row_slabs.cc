@@ -25,7 +25,7 @@ uint64_t TargetBytes(uint64_t row_bytes, uint64_t num_rows) {
 }  // namespace
 
 uint32_t RowShape::Stride() const {
-  const uint32_t floats = dim + state_floats + tail_floats;
+  const uint32_t floats = embedding_floats() + state_floats + tail_floats;
   const uint32_t lines = RoundUp(floats, kLineFloats);
   return lines - floats <= kUnitFloats ? lines : RoundUp(floats, kUnitFloats);
 }
@@ -91,6 +91,7 @@ bool RowSlabs::AddSlab(uint32_t pool_number) {
                     .scalars = pool.shape.has_scalar ? scalars : nullptr,
                     .stride = static_cast<uint32_t>(stride),
                     .dim = pool.shape.dim,
+                    .embedding_floats = pool.shape.embedding_floats(),
                     .pool = pool_number});
   blocks_.push_back(std::move(piece.block));
   return true;

@@ -1,10 +1,11 @@
 // RowSlabs: memory for rows, addressed by slot number.
 //
 // A slab is one block of memory for up to 65,536 rows of one dim: their values [embedding |
-// optimizer state], then, where the optimizer has one, a 32-bit scalar a row (row-wise Adagrad's
-// sum, Adam's step count), which lies apart so that rows keep whole cache lines. A slot is the
-// slab's number above the row's place in it; nothing holds a pointer, so slabs could as well lie in
-// a mapped file. Which sign a row belongs to, the index knows.
+// optimizer state], the embedding in the shape's format, then, where the optimizer has one, a
+// 32-bit scalar a row (row-wise Adagrad's sum, Adam's step count), which lies apart so that rows
+// keep whole cache lines. A slot is the slab's number above the row's place in it; nothing holds a
+// pointer, so slabs could as well lie in a mapped file. Which sign a row belongs to, the index
+// knows.
 //
 // A slab begun costs at most 4 bytes for each row there is: slabs of a dim start at 16 KiB and grow
 // with its rows up to 2 MiB. (Rows wider than 16 KiB: an eighth of what there is.) SlabMemory cuts
@@ -19,16 +20,20 @@
 #include <memory>
 #include <vector>
 
+#include "store/row_format.h"
 #include "store/slab_memory.h"
 
 namespace persia::store {
 
-// What a row consists of; a function of the dim and the optimizer.
+// What a row consists of; a function of the dim, the optimizer and the store's row format.
 struct RowShape {
   uint32_t dim = 0;
   uint32_t state_floats = 0;  // behind the embedding
   bool has_scalar = false;
   uint32_t tail_floats = 0;  // behind the state: the store's own (tier_cells.h, update_count.h)
+  RowDtype dtype = RowDtype::kFloat32;  // of the embedding
+  // Of memory, that the embedding takes.
+  uint32_t embedding_floats() const { return EmbeddingFloats(dtype, dim); }
   // Floats from one row to the next: whole cache lines
   // where that costs at most 16 bytes, else whole 16 bytes.
   uint32_t Stride() const;
@@ -36,7 +41,8 @@ struct RowShape {
 };
 
 struct RowView {
-  float* values;     // dim floats, then the state
+  float* values;     // the embedding, in the store's format
+  float* state;      // behind it
   uint32_t* scalar;  // null where the shape has none
   uint32_t dim;
 };
@@ -76,7 +82,11 @@ class RowSlabs {
     const Slab& slab = slabs_[slot >> kPlaceBits];
     return slab.stride * sizeof(float) + (slab.scalars == nullptr ? 0 : sizeof(uint32_t));
   }
-  RowView View(uint32_t slot) const { return {values(slot), scalar(slot), dim(slot)}; }
+  RowView View(uint32_t slot) const {
+    float* row = values(slot);
+    const Slab& slab = slabs_[slot >> kPlaceBits];
+    return {row, row + slab.embedding_floats, scalar(slot), slab.dim};
+  }
 
   uint64_t memory_bytes() const;
 
@@ -89,6 +99,7 @@ class RowSlabs {
     uint32_t* scalars;
     uint32_t stride;
     uint32_t dim;
+    uint32_t embedding_floats;
     uint32_t pool;
   };
   struct Pool {

@@ -22,7 +22,7 @@ class RowSteps {
       Flush();
       rules_ = &rules;
     }
-    steps_[count_++] = {row.values, gradient, row.scalar, 0.0f, 0.0f};
+    steps_[count_++] = {row.values, row.state, gradient, row.scalar, 0.0f, 0.0f};
     if (count_ == steps_.size()) Flush();
   }
   void Flush() {

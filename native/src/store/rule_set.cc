@@ -4,13 +4,13 @@
 
 namespace persia::store {
 
-RuleSet::RuleSet(const TrainConfig& config) {
-  rules_.emplace_back(config);
+RuleSet::RuleSet(const TrainConfig& config, RowDtype dtype) {
+  rules_.emplace_back(config, dtype);
   if (config.groups.empty()) return;
   sign_shift_ = 64 - config.feature_index_prefix_bit;
   by_group_.assign(size_t{config.groups.back().group} + 1, &rules_[0]);
   for (const GroupConfig& group : config.groups) {
-    by_group_[group.group] = &rules_.emplace_back(group.rows);
+    by_group_[group.group] = &rules_.emplace_back(group.rows, dtype);
   }
 }
 

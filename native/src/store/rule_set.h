@@ -17,7 +17,8 @@ namespace persia::store {
 
 class RuleSet {
  public:
-  explicit RuleSet(const TrainConfig& config);
+  // Of rows in that format; rules whose rows are nowhere need not say.
+  explicit RuleSet(const TrainConfig& config, RowDtype dtype = RowDtype::kFloat32);
 
   const RowRules& Of(uint64_t sign) const {
     if (by_group_.empty()) return rules_[0];

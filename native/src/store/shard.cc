@@ -75,10 +75,11 @@ Status Shard::LookupForInference(const Run& run, float* rows, LookupReport* coun
   const size_t bytes = run.dim * sizeof(float);
   uint64_t num_missing = 0, num_cold = 0;
   Status status;
-  ForEachRow(run, run.dim, [&](const RowRef& ref, const SignIndex::Entry* entry) {
+  const size_t row_floats = format_.EmbeddingFloats(run.dim);
+  ForEachRow(run, row_floats, [&](const RowRef& ref, const SignIndex::Entry* entry) {
     float* out = rows + run.FloatOffset(ref);
     if (entry != nullptr) {
-      std::memcpy(out, slabs_.values(entry->slot), bytes);
+      format_.Read(out, slabs_.values(entry->slot), run.dim);
       return;
     }
     if (tier_ != nullptr) {
@@ -104,7 +105,7 @@ size_t Shard::StrideOf(const Run& run) const { return ShapeOf(run.refs[0].key, r
 template <typename Use>
 void Shard::UseFound(const Run& run, Use use) {
   // To be saved, a row is wanted with its state.
-  const size_t row_floats = snapshot_ == nullptr ? run.dim : StrideOf(run);
+  const size_t row_floats = snapshot_ == nullptr ? format_.EmbeddingFloats(run.dim) : StrideOf(run);
   ForEachRow(run, row_floats, [&](const RowRef& ref, SignIndex::Entry* entry) {
     if (entry != nullptr) {
       if (snapshot_ != nullptr) [[unlikely]]
@@ -189,7 +190,7 @@ bool Shard::Admit(uint64_t key) {
 
 Status Shard::LookupForTraining(std::span<const Run> runs, float* rows, LookupReport* counts) {
   const auto copy = [&](const Run& run, const RowRef& ref, uint32_t slot) {
-    std::memcpy(rows + run.FloatOffset(ref), slabs_.values(slot), run.dim * sizeof(float));
+    format_.Read(rows + run.FloatOffset(ref), slabs_.values(slot), run.dim);
   };
   BeginBatch();
   for (const Run& run : runs) {
@@ -285,7 +286,7 @@ Status Shard::SetRows(std::span<const Run> runs, const float* rows) {
     if (!MayChange(ref.key, slot, &change_status)) return;
     changed.Add(ref.key);
     const RowView row = slabs_.View(slot);
-    std::memcpy(row.values, rows + run.FloatOffset(ref), run.dim * sizeof(float));
+    format_.Write(row.values, rows + run.FloatOffset(ref), run.dim);
     rules_->OfKey(ref.key).InitializeState(row);
     BeginCount(slot);
   };

@@ -41,9 +41,11 @@ class Tier;
 class alignas(64) Shard {
  public:
   // Rows come from `slab_memory`, which outlives it. `growth_phase` as of SignIndex.
-  Shard(uint64_t capacity, SlabMemory* slab_memory, double growth_phase, bool counts_updates)
+  Shard(uint64_t capacity, SlabMemory* slab_memory, double growth_phase, bool counts_updates,
+        RowDtype row_dtype)
       : capacity_(capacity),
         counts_updates_(counts_updates),
+        format_(row_dtype),
         index_(growth_phase),
         slabs_(slab_memory) {}
 
@@ -141,7 +143,7 @@ class alignas(64) Shard {
   };
 
   // Calls use(ref, entry) for each row of the run in order, the entry being null where there is no
-  // row of the run's dim. `row_floats` are wanted of each row.
+  // row of the run's dim. `row_floats` of memory are wanted of each row.
   template <typename Use>
   void ForEachRow(const Run& run, size_t row_floats, Use use) const;
 
@@ -212,6 +214,7 @@ class alignas(64) Shard {
   mutable std::mutex mutex_;
   const uint64_t capacity_;
   const bool counts_updates_;
+  const RowFormat format_;
   SignIndex index_;
   RowSlabs slabs_;
   VictimQueue victims_;

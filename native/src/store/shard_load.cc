@@ -63,7 +63,7 @@ Status Shard::Load(std::span<const Run> runs, const LoadedRows& rows, LookupRepo
         changed.Add(ref.key);
       }
       const RowView row = slabs_.View(entry->slot);
-      std::memcpy(row.values, rows.embeddings + size_t{ref.row} * run.dim, run.dim * sizeof(float));
+      format_.Write(row.values, rows.embeddings + size_t{ref.row} * run.dim, run.dim);
       LoadState(rows, ref, row);
       BeginCount(entry->slot);
     }
@@ -100,8 +100,7 @@ void Shard::LoadState(const LoadedRows& rows, const RowRef& ref, const RowView& 
   const RowRules& rules = rules_->OfKey(ref.key);
   if (rows.state == nullptr) return rules.InitializeState(row);
   const size_t state_floats = rules.ShapeFor(row.dim).state_floats;
-  std::memcpy(row.values + row.dim, rows.state + ref.row * state_floats,
-              state_floats * sizeof(float));
+  std::memcpy(row.state, rows.state + ref.row * state_floats, state_floats * sizeof(float));
   if (row.scalar != nullptr) *row.scalar = rows.scalars[ref.row];
 }
 

@@ -21,7 +21,11 @@ double SquaredNorm(const float* values, uint32_t dim) {
 
 double Shard::SquaredNormOf(const SignIndex::Entry& entry) const {
   if (tier_ == nullptr || !IsCold(slabs_, entry.slot)) {
-    return SquaredNorm(slabs_.values(entry.slot), slabs_.dim(entry.slot));
+    const RowView row = slabs_.View(entry.slot);
+    if (format_.narrow() == nullptr) return SquaredNorm(row.values, row.dim);
+    std::vector<float> values(row.dim);
+    format_.Read(values.data(), row.values, row.dim);
+    return SquaredNorm(values.data(), row.dim);
   }
   std::vector<float> values(ColdCellOf(slabs_, entry.slot).dim);
   const auto dim = static_cast<uint32_t>(values.size());
@@ -45,7 +49,9 @@ StatusOr<bool> Shard::RemoveSmallRows(size_t max_rows, uint64_t* next, uint64_t*
     num_cold += tier_ != nullptr && IsCold(slabs_, entry.slot);
     return true;
   });
-  for (const auto& entry : entries) TouchRow(slabs_.values(entry.slot), slabs_.dim(entry.slot));
+  for (const auto& entry : entries) {
+    TouchRow(slabs_.values(entry.slot), format_.EmbeddingFloats(slabs_.dim(entry.slot)));
+  }
   std::erase_if(entries, [&](const SignIndex::Entry& entry) {
     const double min_norm = rules_->OfKey(entry.key).min_norm();
     return SquaredNormOf(entry) >= min_norm * min_norm;

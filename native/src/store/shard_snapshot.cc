@@ -27,7 +27,14 @@ std::pair<RowHead, const float*> ShardSnapshot::RowOf(const SignIndex::Entry& en
                                                       const RowSlabs& slabs,
                                                       std::vector<float>* values) const {
   if (!IsColdRow(entry, slabs)) {
-    return {HeadOf(entry, slabs), slabs.values(entry.slot)};
+    const RowHead head = HeadOf(entry, slabs);
+    const RowView row = slabs.View(entry.slot);
+    const RowFormat format(slabs.shape(entry.slot).dtype);
+    if (format.narrow() == nullptr) return {head, row.values};
+    values->resize(head.num_floats());
+    format.Read(values->data(), row.values, row.dim);
+    std::copy_n(row.state, head.state_floats, values->data() + row.dim);
+    return {head, values->data()};
   }
   pool::RowHead head;
   if (const Status status = ReadCold(*pool_, entry, slabs, &head, values); !status.ok()) {
@@ -44,8 +51,8 @@ std::pair<RowHead, const float*> ShardSnapshot::RowOf(const SignIndex::Entry& en
 }
 
 void ShardSnapshot::Save(const SignIndex::Entry& entry, const RowSlabs& slabs, bool keeps_stamp) {
-  std::vector<float> cold_values;
-  const auto [head, values] = RowOf(entry, slabs, &cold_values);
+  thread_local std::vector<float> copy;
+  const auto [head, values] = RowOf(entry, slabs, &copy);
   const size_t bytes = head.record_bytes();
   const std::lock_guard lock(mutex_);
   if (budget_.has_failed()) return;
@@ -136,11 +143,11 @@ bool ShardSnapshot::Read(const SignIndex& live_index, const RowSlabs& live_slabs
   }
   for (const SignIndex::Entry& entry : step_) {
     const RowShape& shape = slabs.shape(entry.slot);
-    TouchRow(slabs.values(entry.slot), size_t{shape.dim} + shape.state_floats);
+    TouchRow(slabs.values(entry.slot), size_t{shape.embedding_floats()} + shape.state_floats);
   }
-  std::vector<float> cold_values;
+  std::vector<float> copy;
   for (const SignIndex::Entry& entry : step_) {
-    const auto [head, values] = RowOf(entry, slabs, &cold_values);
+    const auto [head, values] = RowOf(entry, slabs, &copy);
     if (values != nullptr) rows->Add(head, values);
   }
   for (const uint64_t key : removed_) rows->AddRemoval(SignOfKey(key));

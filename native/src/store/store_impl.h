@@ -27,13 +27,14 @@ namespace persia::store {
 
 class EmbeddingStore::Impl {
  public:
-  explicit Impl(const Options& options) : counts_updates_(options.counts_updates) {
+  explicit Impl(const Options& options)
+      : counts_updates_(options.counts_updates), row_dtype_(options.row_dtype) {
     const uint64_t num_shards = options.num_internal_shards;
     for (uint64_t i = 0; i < num_shards; ++i) {
       const uint64_t capacity =
           options.capacity / num_shards + (i < options.capacity % num_shards ? 1 : 0);
       const double growth_phase = static_cast<double>(i) / static_cast<double>(num_shards);
-      shards_.emplace_back(capacity, &slab_memory_, growth_phase, counts_updates_);
+      shards_.emplace_back(capacity, &slab_memory_, growth_phase, counts_updates_, row_dtype_);
     }
   }
 
@@ -130,6 +131,7 @@ class EmbeddingStore::Impl {
   void StopThreads();
 
   const bool counts_updates_;
+  const RowDtype row_dtype_;
   SlabMemory slab_memory_;
   std::deque<Shard> shards_;
   WriterFirstMutex in_place_mutex_;  // taken before all others

@@ -27,8 +27,8 @@ TrainConfig ModelConfig(float admit_probability = kAdmit) {
   return config;
 }
 
-std::unique_ptr<EmbeddingStore> MakeStoreThatNeverEvicts(float admit_probability) {
-  return MakeStore({.capacity = 1'000'000, .num_internal_shards = 1},
+std::unique_ptr<EmbeddingStore> MakeStoreThatNeverEvicts(float admit_probability, RowDtype dtype) {
+  return MakeStore({.capacity = 1'000'000, .num_internal_shards = 1, .row_dtype = dtype},
                    ModelConfig(admit_probability));
 }
 
@@ -36,6 +36,8 @@ std::unique_ptr<EmbeddingStore> MakeStoreThatNeverEvicts(float admit_probability
 // batch touched are equally old: which of them the store evicted, the model finds out from it.
 class Model {
  public:
+  explicit Model(RowDtype dtype) : format_(dtype) {}
+
   // What the lookup gives, before it is carried out by Train().
   std::vector<float> Expect(uint64_t sign, uint32_t dim) {
     const Row* row = Find(sign, dim);
@@ -68,6 +70,9 @@ class Model {
     for (size_t i = 0; i < signs.size(); ++i) {
       const auto begin = rows.begin() + static_cast<ptrdiff_t>(i * dim);
       std::vector<float> values(begin, begin + dim);
+      Round(&values, [](const auto& narrow, uint16_t* out, const float* in, size_t n) {
+        narrow.write(out, in, n);
+      });
       if (Touch(signs[i], dim)) {
         ShardOf(signs[i]).rows.at(signs[i]).values = values;
       } else {
@@ -81,6 +86,9 @@ class Model {
     Row* row = Find(sign, dim);
     if (row == nullptr) return false;
     for (uint32_t i = 0; i < dim; ++i) row->values[i] -= gradient[i];
+    Round(&row->values, [&](const auto& narrow, uint16_t* out, const float* in, size_t n) {
+      narrow.write_by_chance(out, in, gradient, n);
+    });
     return true;
   }
 
@@ -98,6 +106,16 @@ class Model {
   }
 
  private:
+  // To what rows can have.
+  template <typename Write>
+  void Round(std::vector<float>* values, Write write) const {
+    const simd::NarrowRows* narrow = format_.narrow();
+    if (narrow == nullptr) return;
+    std::vector<uint16_t> written(values->size());
+    write(*narrow, written.data(), values->data(), values->size());
+    narrow->read(values->data(), written.data(), written.size());
+  }
+
   struct Row {
     std::vector<float> values;
     uint64_t stamp;
@@ -178,8 +196,10 @@ class Model {
 
   // Neither initial values nor admission depend on what
   // a store has seen, so other stores can tell them.
-  std::unique_ptr<EmbeddingStore> initial_values_ = MakeStoreThatNeverEvicts(1.0f);
-  std::unique_ptr<EmbeddingStore> admissions_ = MakeStoreThatNeverEvicts(kAdmit);
+  const RowFormat format_;
+  std::unique_ptr<EmbeddingStore> initial_values_ = MakeStoreThatNeverEvicts(1.0f, format_.dtype());
+  std::unique_ptr<EmbeddingStore> admissions_ =
+      MakeStoreThatNeverEvicts(kAdmit, RowDtype::kFloat32);
   uint64_t now_ = 0;
   Shard shards_[kShards] = {{kCapacity / kShards + 1, {}, {}},
                             {kCapacity / kShards, {}, {}},
@@ -188,6 +208,14 @@ class Model {
 
 class ModelTest : public testing::Test {
  protected:
+  explicit ModelTest(RowDtype dtype = RowDtype::kFloat32)
+      : store_(
+            MakeStore({.capacity = kCapacity, .num_internal_shards = kShards, .row_dtype = dtype},
+                      ModelConfig())),
+        model_(dtype) {}
+
+  void RunRandomly(size_t num_operations);
+
   // Distinct signs, the small ones often.
   std::vector<uint64_t> RandomSigns() {
     const size_t count = 1 + random_() % 60;
@@ -238,14 +266,13 @@ class ModelTest : public testing::Test {
   }
 
   std::mt19937 random_{5};
-  std::unique_ptr<EmbeddingStore> store_ =
-      MakeStore({.capacity = kCapacity, .num_internal_shards = kShards}, ModelConfig());
+  std::unique_ptr<EmbeddingStore> store_;
   Model model_;
 };
 
-TEST_F(ModelTest, AMillionRandomRowOperations) {
+void ModelTest::RunRandomly(size_t num_operations) {
   size_t operations = 0;
-  for (int step = 0; operations < 1'000'000; ++step) {
+  for (int step = 0; operations < num_operations; ++step) {
     const auto signs = RandomSigns();
     const uint32_t dim = RandomDim();
     operations += signs.size();
@@ -269,6 +296,18 @@ TEST_F(ModelTest, AMillionRandomRowOperations) {
     }
   }
 }
+
+TEST_F(ModelTest, AMillionRandomRowOperations) { RunRandomly(1'000'000); }
+
+class NarrowRowsModelTest : public ModelTest, public testing::WithParamInterface<RowDtype> {
+ protected:
+  NarrowRowsModelTest() : ModelTest(GetParam()) {}
+};
+
+TEST_P(NarrowRowsModelTest, RandomRowOperations) { RunRandomly(150'000); }
+
+INSTANTIATE_TEST_SUITE_P(Types, NarrowRowsModelTest,
+                         testing::Values(RowDtype::kFloat16, RowDtype::kBfloat16));
 
 }  // namespace
 }  // namespace persia::store

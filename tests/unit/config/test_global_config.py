@@ -34,6 +34,7 @@ DEFAULTS = {
     f"{WORKER}.buffered_data_expired_sec": 1000,
     f"{SERVER}.capacity": 1_000_000_000,
     f"{SERVER}.num_hashmap_internal_shards": 16,
+    f"{SERVER}.row_dtype": "float32",
     f"{SERVER}.full_amount_manager_buffer_size": 1000,
     f"{SERVER}.enable_incremental_update": False,
     f"{SERVER}.incremental_buffer_size": 1_000_000,
@@ -71,6 +72,7 @@ LIMITS = {
 
 SWITCHES = [f"{METRICS}.enable_metrics", f"{SERVER}.enable_incremental_update", f"{STORAGE}.syncs"]
 TEXTS = [f"{METRICS}.job_name", "common_config.job_type", f"{SERVER}.incremental_dir", f"{STORAGE}.kind"]
+TEXTS.append(f"{SERVER}.row_dtype")
 
 
 def with_key(path: str, value: object) -> dict[str, Any]:
@@ -214,6 +216,17 @@ def test_a_cache_has_rows_or_bytes():
     assert StorageConfig().num_cache_rows == 1_000_000
     assert StorageConfig(cache_rows=7).num_cache_rows == 7
     assert StorageConfig(cache_bytes=1 << 20).num_cache_rows == 0
+
+
+def test_row_dtype_is_one_of_three_and_float32_in_pools():
+    path = f"{SERVER}.row_dtype"
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert value_at(parse_global_config(with_key(path, dtype)), path) == dtype
+    assert refusal_of(with_key(path, "fp16")) == f"{path}='fp16' must be one of float32, float16, bfloat16"
+    storage = {"kind": "file", "path": "/mnt"}
+    message = refusal_of({SERVER: {"row_dtype": "bfloat16", "storage": storage}})
+    assert message.startswith(f"{path}='bfloat16' with storage.kind='file'")
+    assert parse_global_config({SERVER: {"row_dtype": "float32", "storage": storage}})
 
 
 def test_inference_jobs_keep_rows_in_memory():

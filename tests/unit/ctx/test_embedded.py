@@ -15,6 +15,7 @@ import yaml
 from persia.config import parse_embedding_config
 from persia.ctx import DataCtx, EmbeddingCtx, PreprocessMode, TrainCtx, cnt_ctx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
+from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
 from persia.errors import (
     ConfigError,
@@ -275,6 +276,20 @@ def test_global_config_bounds_the_store(train_ctx: Any, new_batch: Any) -> None:
     with train_ctx(global_config=small) as ctx:
         ctx.get_embedding_from_data(new_batch(9))
         assert ctx.get_embedding_size() == [5]
+
+
+def test_global_config_chooses_the_type_of_rows(train_ctx: Any, new_batch: Any) -> None:
+    def embeddings(dtype: str) -> torch.Tensor:
+        with train_ctx(
+            embedding_config=EmbeddingConfig(seed=1),
+            global_config={"embedding_parameter_server_config": {"row_dtype": dtype}},
+        ) as ctx:
+            _, tensors, _ = ctx.prepare_features(ctx.get_embedding_from_data(new_batch(9)))
+            return torch.cat([tensor.flatten() for tensor in tensors]).detach()
+
+    rows = embeddings("float32")
+    assert not torch.equal(rows, rows.bfloat16().float())
+    assert torch.equal(embeddings("bfloat16"), rows.bfloat16().float())
 
 
 def test_what_cannot_be_embedded_is_refused(

@@ -366,6 +366,27 @@ def test_memory_is_reported() -> None:
     assert floats < ebc.stats().memory_bytes < 2 * floats
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_of_16_bits(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    config = EmbeddingConfig(emb_initialization=(-1.0, 1.0), weight_bound=10.0, seed=3)
+    options: dict[str, Any] = {"embedding_config": config}
+    narrow = EmbeddingBagCollection({"a": 64, "b": 64}, SGD(lr=0.1), row_dtype=name, **options)
+    wide = EmbeddingBagCollection({"a": 64, "b": 64}, SGD(lr=0.1), **options)
+    ids = torch.arange(4000)
+    lengths = torch.ones(2, 2000, dtype=torch.int64)
+    rows = [ebc(ids, lengths) for ebc in (narrow, wide)]
+    assert torch.equal(rows[0], rows[1].to(dtype).float()), "initial values are rounded to nearest"
+    for ebc, found in zip((narrow, wide), rows, strict=True):
+        found.sum().backward()
+        ebc.eval()
+    updated, exact = (ebc(ids, lengths) for ebc in (narrow, wide))
+    assert torch.equal(updated, updated.to(dtype).float())
+    torch.testing.assert_close(updated, exact, rtol=0, atol=2.0 ** (-9 if dtype == torch.float16 else -6))
+    saved = (wide.stats().memory_bytes - narrow.stats().memory_bytes) / 4000
+    assert 100 < saved < 156, "two bytes an element"
+
+
 # --- as a module ---
 
 
@@ -409,6 +430,8 @@ def test_copies_are_refused(copier: Any) -> None:
         ({"num_threads": -1}, InvalidArgumentError, "num_threads=-1"),
         ({"num_threads": 100_000}, InvalidArgumentError, "num_threads=100000"),
         ({"num_threads": True}, InvalidTypeError, "num_threads=True"),
+        ({"row_dtype": "fp16"}, InvalidArgumentError, "row_dtype is 'fp16'; choose float32"),
+        ({"row_dtype": torch.half}, InvalidArgumentError, "row_dtype is 'torch.float16'; choose float32"),
     ],
 )
 def test_settings_are_checked(options: dict[str, Any], error: type[Exception], named: str) -> None:
