@@ -139,8 +139,6 @@ class Round:
         # What the trainer has reached before, however busy the machine is; None: it has just been started.
         self.awaited = self._random.choice(["began", "counts", "counts", None])
         self.recoveries_killed = self._random.choice([0, 0, 0, 1, 2])
-        # A server that is back while the trainer lives is what a dump that goes on then meets.
-        self.trainer_sees_restart = self._random.random() < 0.5
 
     def pause(self, longest_s: float = LONGEST_PAUSE_S) -> None:
         time.sleep(self._random.uniform(0, longest_s))
@@ -165,19 +163,19 @@ class Job:
             round_.pause(0.02)
 
     def recover(self, round_: Round) -> None:
-        """Servers start again, some to be killed while they recover; in the end all have."""
+        """Servers start again, some to be killed while they recover; in the end all have.
+
+        First trainer and worker end: servers that are back take their updates, and their dumps would count,
+        with rows of several moments, as those of a training that went on without a start of the whole.
+        """
+        self.trainer.kill()
+        self.cluster.kill(WORKER)
         for _ in range(round_.recoveries_killed):
             started = [self._start(name) for name in SERVERS]
             round_.pause()
             for process in started:
                 process.send_signal(signal.SIGKILL)
                 process.wait(10.0)
-        if round_.trainer_sees_restart:
-            all_are_down = round_.recoveries_killed > 0
-            self._start_and_wait([name for name in SERVERS if all_are_down or name in round_.victims])
-            round_.pause()
-        self.trainer.kill()
-        self.cluster.kill(WORKER)  # it may have updates, which servers that have started again would take
         self._start_and_wait([*SERVERS, WORKER])
 
     def _start_and_wait(self, names: list[str]) -> None:
