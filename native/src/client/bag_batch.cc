@@ -50,9 +50,7 @@ void GroupBatch::PlanSlot(const SlotInput& input, const worker::SlotTable& slots
                    .numbers = numbers,
                    .weights = planned->weights.span(),
                    .scaling = slot.scaling()};
-  if (std::all_of(input.lengths.begin(), input.lengths.end(), [](int64_t n) { return n == 1; })) {
-    return;
-  }
+  if (input.has_one_each) return;
   const std::span<uint32_t> offsets = planned->offsets.Resize(input.lengths.size() + 1);
   uint32_t offset = 0;
   for (size_t i = 0; i < input.lengths.size(); ++i) {

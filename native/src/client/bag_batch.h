@@ -36,6 +36,7 @@ struct SlotInput {
   const worker::SlotConfig* slot = nullptr;
   std::span<const uint64_t> ids;
   std::span<const int64_t> lengths;     // a sample's IDs
+  bool has_one_each = false;            // all lengths are 1
   std::span<const float> weights = {};  // one an ID; empty: all 1
   size_t column = 0;                    // of the output
 };

@@ -75,6 +75,13 @@ Status CheckWeights(std::span<const float> weights, size_t num_values) {
   return Status::Ok();
 }
 
+// What a slot with one ID a sample has; told without a branch.
+bool AreOnes(std::span<const int64_t> lengths) {
+  int64_t others = 0;
+  for (const int64_t length : lengths) others |= length ^ 1;
+  return others == 0;
+}
+
 SignRows Block(const SignRows& rows, size_t begin, size_t count) {
   return {rows.dim, rows.signs.subspan(begin, count), rows.handles.subspan(begin, count),
           rows.values.subspan(begin, count)};
@@ -296,12 +303,15 @@ Status EmbeddingBags::Impl::DivideSlot(uint32_t slot, std::span<const uint64_t>*
                                        std::span<const float>* weights,
                                        std::span<const int64_t> lengths) {
   const worker::SlotConfig& config = *slots_by_position_[slot];
+  const bool are_ones = AreOnes(lengths);
   // Each length is bounded before it is added, so that the sum cannot wrap around.
   const auto limit = static_cast<uint64_t>(values->size());
-  uint64_t count = 0, worst = 0;
-  for (const int64_t length : lengths) {
-    count += static_cast<uint64_t>(length);
-    worst = std::max(worst, static_cast<uint64_t>(length));
+  uint64_t count = are_ones ? lengths.size() : 0, worst = 0;
+  if (!are_ones) {
+    for (const int64_t length : lengths) {
+      count += static_cast<uint64_t>(length);
+      worst = std::max(worst, static_cast<uint64_t>(length));
+    }
   }
   if (worst > limit || count > limit) {
     const auto bad = std::find_if(lengths.begin(), lengths.end(), [](int64_t n) { return n < 0; });
@@ -324,7 +334,8 @@ Status EmbeddingBags::Impl::DivideSlot(uint32_t slot, std::span<const uint64_t>*
   size_t column = 0;
   for (uint32_t i = 0; i < slot; ++i) column += slots_by_position_[i]->dim;
   const size_t num_weights = weights->empty() ? 0 : count;
-  inputs.push_back({&config, values->first(count), lengths, weights->first(num_weights), column});
+  inputs.push_back({&config, values->first(count), lengths, are_ones,
+                    weights->first(num_weights), column});
   *values = values->subspan(count);
   *weights = weights->subspan(num_weights);
   return Status::Ok();
