@@ -205,7 +205,10 @@ TEST(Loader, RowsWithoutStateBeginAnew) {
       const size_t num_floats = values.size();
       values.resize(num_floats + 1);  // there is always a pointer to the state
       uint32_t scalar = 0;
-      rules.InitializeState({.values = values.data(), .scalar = &scalar, .dim = row.dim});
+      rules.InitializeState({.values = values.data(),
+                             .state = values.data() + row.dim,
+                             .scalar = &scalar,
+                             .dim = row.dim});
       values.resize(num_floats);
       EXPECT_EQ(row.values, values) << "sign " << sign << ", kind " << static_cast<int>(kind);
       EXPECT_EQ(row.scalar, rules.ShapeFor(row.dim).has_scalar ? scalar : 0);

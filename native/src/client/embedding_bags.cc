@@ -334,8 +334,8 @@ Status EmbeddingBags::Impl::DivideSlot(uint32_t slot, std::span<const uint64_t>*
   size_t column = 0;
   for (uint32_t i = 0; i < slot; ++i) column += slots_by_position_[i]->dim;
   const size_t num_weights = weights->empty() ? 0 : count;
-  inputs.push_back({&config, values->first(count), lengths, are_ones,
-                    weights->first(num_weights), column});
+  inputs.push_back(
+      {&config, values->first(count), lengths, are_ones, weights->first(num_weights), column});
   *values = values->subspan(count);
   *weights = weights->subspan(num_weights);
   return Status::Ok();
