@@ -106,7 +106,7 @@ TEST(Loader, MovesRowsToOtherNumbersOfServers) {
 
 // Files are float32: rows of 16 bits go through stores of every type and come back as they were,
 // with the state of their optimizer.
-TEST(Loader, MovesRowsBetweenTypes) {
+TEST(NarrowRowsLoader, MovesRowsBetweenTypes) {
   using store::RowDtype;
   for (const OptimizerKind kind : kKinds) {
     const TrainConfig config = ConfigOf(kind);
@@ -127,15 +127,16 @@ TEST(Loader, MovesRowsBetweenTypes) {
 }
 
 // A snapshot begun before rows change has them as they were.
-TEST(Loader, RowsOf16BitsAreSavedBeforeTheyChange) {
+TEST(NarrowRowsLoader, RowsAreSavedBeforeTheyChange) {
   const auto store = store::MakeStore(
       {.capacity = 2000, .num_internal_shards = 3, .row_dtype = store::RowDtype::kBfloat16},
       ConfigOf(OptimizerKind::kAdam));
   Train(*store);
   const Rows before = RowsOf(*store);
-  const auto snapshot = BeginSnapshot(*store, {.num_parts = 1});
+  auto snapshot = BeginSnapshot(*store, {.num_parts = 1});
   Train(*store);
   EXPECT_EQ(RowsOf(Files(*snapshot)), before);
+  snapshot.reset();
   EXPECT_NE(RowsOf(*store), before);
 }
 
