@@ -31,12 +31,16 @@ uint64_t SimpleTier::Write(uint64_t sign, uint64_t replaces, const float* values
 }
 
 void SimpleTier::Initialize(uint64_t sign, float* values) const {
-  rules_.Initialize(sign, {values, nullptr, dim_});
+  rules_.Initialize(sign, {values, values + dim_, nullptr, dim_});
 }
 
 void SimpleTier::Step(float* values, const float* gradient) const {
-  simd::RowStep step = {
-      .w = values, .g = gradient, .scalar = nullptr, .step_size = 0, .second_scale = 0};
+  simd::RowStep step = {.w = values,
+                        .state = values + dim_,
+                        .g = gradient,
+                        .scalar = nullptr,
+                        .step_size = 0,
+                        .second_scale = 0};
   rules_.ApplyGradients({&step, 1}, dim_);
 }
 
