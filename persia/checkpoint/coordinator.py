@@ -18,6 +18,7 @@ from typing import Any
 from persia.checkpoint.document import encode_pointer
 from persia.checkpoint.manifest import (
     MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
     NUM_VIRTUAL_SHARDS,
     EmbeddingSection,
     FileEntry,
@@ -286,17 +287,29 @@ class DumpOperation(Operation):
         target = self.directory / MANIFEST_NAME
         try:
             if self._needs_latest:
-                target.replace(manifest)
-                self._marker.turn_into(latest_of(self.directory), encode_pointer(self.directory.name))
+                self._publish_by_latest(target, manifest)
             else:
                 self._marker.turn_into(target, manifest)
         except NotFoundError as failure:
-            if self._needs_latest:
-                target.remove_quietly()  # nothing has named it
             raise UnavailableError(
                 f"a server has given {self.operation} up: it was started again, or has not heard of this "
                 "process for long; dump again"
             ) from failure
+
+    def _publish_by_latest(self, target: Location, manifest: bytes) -> None:
+        """`latest` names a manifest that is there already; where it does not come to that, the old one is."""
+        before = target.read_replaced(max_bytes=MAX_MANIFEST_BYTES) if target.exists_replaced() else None
+        target.replace(manifest)
+        try:
+            self._marker.turn_into(latest_of(self.directory), encode_pointer(self.directory.name))
+        except PersiaError as failure:
+            # What a storage service says has failed may have been done.
+            if isinstance(failure, NotFoundError) or self.directory.is_local:
+                if before is None:
+                    target.remove_quietly()
+                else:
+                    target.replace(before)
+            raise
 
     def commit(self) -> None:
         """After `publish` of rows in place: servers go back to them. Raises what keeps one from it."""
@@ -316,7 +329,7 @@ class DumpOperation(Operation):
                 pause_s = min(2 * pause_s, _LONGEST_POLL_S)
                 report = self._ask(peer, request)
         except UnavailableError as failure:
-            if not self.directory.is_local and not self._marker.exists():
+            if not self.directory.is_local and not self._is_marked():
                 return UnavailableError(
                     f"{peer} was lost while the manifest was on its way to {self.directory}, and may have "
                     f"given its part of the checkpoint up: {failure}; dump again"
@@ -331,16 +344,23 @@ class DumpOperation(Operation):
         except PersiaError as failure:
             return failure
         if report.error is not None:
-            return type(report.error)(
+            return StorageError(
                 f"{peer} has lost its part of the checkpoint in {self.directory}, which cannot be loaded: "
                 f"{report.error}; dump again"
             )
         if report.state is not State.DONE:
-            return DeadlineExceededError(
+            return StorageError(
                 f"{peer} has not committed the checkpoint in {self.directory} within {self.deadline_s:g} s "
                 "(PERSIA_DEADLINE_SEC): see to its device, and dump again"
             )
         return None
+
+    def _is_marked(self) -> bool:
+        """False, too, where that cannot be told."""
+        try:
+            return self._marker.exists()
+        except StorageError:
+            return False
 
     def give_up(self) -> None:
         """Leaves nothing behind."""

@@ -26,6 +26,7 @@ from persia.messaging.payloads import json_int
 
 __all__ = [
     "MANIFEST_NAME",
+    "MAX_MANIFEST_BYTES",
     "NUM_VIRTUAL_SHARDS",
     "DenseSection",
     "EmbeddingSection",
@@ -41,7 +42,7 @@ MANIFEST_NAME = "manifest.json"
 NUM_VIRTUAL_SHARDS = 4096
 
 _FORMAT = "persia checkpoint"
-_MAX_MANIFEST_BYTES = 64 << 20
+MAX_MANIFEST_BYTES = 64 << 20
 _DUMP_ID = re.compile(r"dump-\d{8}T\d{6}Z-[0-9a-f]{8}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -263,7 +264,7 @@ class Manifest:
         """The manifest of a checkpoint and its digest; NotFoundError: there is none."""
         path = directory / MANIFEST_NAME
         try:
-            content = path.read_replaced(max_bytes=_MAX_MANIFEST_BYTES)
+            content = path.read_replaced(max_bytes=MAX_MANIFEST_BYTES)
         except NotFoundError as failure:
             raise NotFoundError(
                 f"{directory} is no checkpoint: it has no {MANIFEST_NAME}. Check the path; a dump that was "

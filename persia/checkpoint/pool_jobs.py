@@ -152,7 +152,7 @@ def _described(checkpoint: PoolCheckpoint) -> str:
 
 def _required_pool(share: ServerShare, what: str) -> ServerPool:
     if share.pool is None:
-        raise FailedPreconditionError(
+        raise InvalidArgumentError(
             f"{what} is asked for, and the rows of this server are in memory alone: set "
             "embedding_parameter_server_config.storage in its global config, or dump to files"
         )

@@ -30,6 +30,7 @@ def main() -> None:
     # Ctrl-C reaches this process, too; the supervisor decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal that is closed, which ends the supervisor
     groups: set[int] = set()
     for line in sys.stdin:
         change = groups.add if line[0] == "+" else groups.discard

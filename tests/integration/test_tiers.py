@@ -19,7 +19,7 @@ from persia.checkpoint.peers import find_servers
 from persia.checkpoint.rows import RowReader
 from persia.config import parse_embedding_config
 from persia.embedding.optim import Adagrad
-from persia.errors import FailedPreconditionError, UnavailableError
+from persia.errors import InvalidArgumentError, UnavailableError
 from persia.messaging.discovery import Directory
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.nn import EmbeddingBagCollection
@@ -152,5 +152,5 @@ def test_servers_say_why_they_do_not_start(local_cluster: Any, tmp_path: Path) -
 
 def test_rows_in_memory_cannot_be_dumped_in_place(local_cluster: Any, tmp_path: Path) -> None:
     cluster = local_cluster(embedding_config=SLOTS)
-    with pytest.raises(FailedPreconditionError, match=r"server 0 of 1 .*in memory alone"):
+    with pytest.raises(InvalidArgumentError, match=r"server 0 of 1 .*in memory alone"):
         checkpoints_of(cluster).dump(tmp_path / "c", in_place=True)

@@ -1,6 +1,8 @@
 #include "checkpoint/row_feed.h"
 
 #include <algorithm>
+#include <new>
+#include <system_error>
 #include <utility>
 
 namespace persia::checkpoint {
@@ -21,7 +23,14 @@ RowFeed::RowFeed(store::StoreSnapshot* rows, uint32_t num_parts, size_t rows_at_
     parts_[i].is_read = i >= rows_.num_shards();
   }
   const uint32_t num_threads = rows_.has_pool() ? std::min(num_parts, kMaxThreadsOfPool) : 1;
-  for (uint32_t i = 0; i < num_threads; ++i) threads_.emplace_back([this] { Serve(); });
+  for (uint32_t i = 0; i < num_threads; ++i) {
+    try {
+      threads_.emplace_back([this] { Serve(); });
+    } catch (const std::system_error&) {  // no more threads for this process; one will do
+      if (threads_.empty()) throw;
+      break;
+    }
+  }
 }
 
 RowFeed::~RowFeed() { Stop(); }
@@ -98,6 +107,15 @@ void RowFeed::Serve() {
 }
 
 StatusOr<bool> RowFeed::Read(Part* part, Batch* batch) {
+  try {
+    return ReadShards(part, batch);
+  } catch (const std::bad_alloc&) {
+    return ResourceExhausted(
+        "no memory to copy rows of a snapshot to; training goes on without it");
+  }
+}
+
+StatusOr<bool> RowFeed::ReadShards(Part* part, Batch* batch) {
   const auto step = static_cast<uint32_t>(parts_.size());
   auto has_more = rows_.Read(part->next_shard, rows_at_a_time_, batch);
   if (!has_more.ok()) return has_more.status();

@@ -49,6 +49,7 @@ class RowFeed {
   // Whether a thread has anything to do now; then *part is to be read, unless it is null.
   bool HasWork(Part** part);
   StatusOr<bool> Read(Part* part, store::StoreSnapshot::Batch* batch);
+  StatusOr<bool> ReadShards(Part* part, store::StoreSnapshot::Batch* batch);
 
   store::StoreSnapshot& rows_;
   const size_t rows_at_a_time_;

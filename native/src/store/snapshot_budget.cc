@@ -19,8 +19,9 @@ void SnapshotBudget::Begin(uint64_t limit_bytes, std::chrono::milliseconds patie
                            size_t num_shards) {
   const std::lock_guard lock(mutex_);
   limit_bytes_ = limit_bytes;
-  // Each shard has one that is not full, and these alone must not reach the limit.
-  piece_bytes_ = std::clamp(limit_bytes / (4 * num_shards), kMinPieceBytes, kMaxPieceBytes);
+  // Each batch that is read ahead may take one that is not full from each shard, six in all with
+  // the one that is written and the shard's own; these alone must not reach the limit.
+  piece_bytes_ = std::clamp(limit_bytes / (12 * num_shards), kMinPieceBytes, kMaxPieceBytes);
   patience_ = patience;
   waiting_bytes_ = 0;
   why_failed_ = Status::Ok();

@@ -132,7 +132,7 @@ def test_one_of_a_manifest_and_a_server_that_gives_up_is_first(tmp_path: Path) -
     """Two threads at once, many times: what the server decides is what can be read ever after."""
 
     def decide(checkpoint: PoolCheckpoint, delay_s: float) -> bool:
-        time.sleep(delay_s)
+        time.sleep(max(delay_s, 0.0))
         return checkpoint.decide()
 
     section = EmbeddingSection(
@@ -149,13 +149,14 @@ def test_one_of_a_manifest_and_a_server_that_gives_up_is_first(tmp_path: Path) -
             )
             decision = server.submit(decide, checkpoint, delay_s)
             try:
+                time.sleep(max(-delay_s, 0.0))
                 operation.publish(content)
                 counts = True
             except UnavailableError:
                 counts = False
             assert decision.result() is counts is checkpoint.decide()
             outcomes.add(counts)
-            delay_s *= 0.9 if counts else 1.1  # to where both are equally fast
+            delay_s += -5e-5 if counts else 5e-5  # to where both are equally fast
     assert outcomes == {True, False}
 
 

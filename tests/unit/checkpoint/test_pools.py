@@ -37,6 +37,7 @@ from persia.embedding.optim import Adagrad
 from persia.errors import (
     CorruptionError,
     FailedPreconditionError,
+    InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
     UnavailableError,
@@ -307,12 +308,12 @@ def test_rows_move_between_memory_and_pools_of_other_numbers_of_servers(
 
 def test_in_place_is_for_pools_and_for_the_servers_that_have_them(root: Path, tmp_path: Path) -> None:
     memory = checkpoints_of(make_server(0, 1))
-    with pytest.raises(FailedPreconditionError, match="in memory alone"):
+    with pytest.raises(InvalidArgumentError, match="in memory alone"):
         memory.dump(tmp_path / "memory", in_place=True)
     job = PoolJob(storage_at(root), num_servers=1)
     job.set_rows(1.0)
     job.checkpoints.dump(tmp_path / "c", in_place=True)
-    with pytest.raises(FailedPreconditionError, match="in memory alone"):
+    with pytest.raises(InvalidArgumentError, match="in memory alone"):
         memory.load(Source(tmp_path / "c"))
     with pytest.raises(FailedPreconditionError, match="in the pools of the servers"):
         rows_of(tmp_path / "c")

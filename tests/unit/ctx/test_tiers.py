@@ -17,7 +17,7 @@ from persia.config import StorageConfig
 from persia.ctx import TrainCtx
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import Adagrad
-from persia.errors import FailedPreconditionError, NotFoundError, UnavailableError
+from persia.errors import InvalidArgumentError, NotFoundError, UnavailableError
 
 from .conftest import Model
 
@@ -95,7 +95,7 @@ def test_rows_in_memory_cannot_stay_in_place(
 ) -> None:
     with enter("dram") as ctx:
         train(ctx, new_batch, range(1))
-        with pytest.raises(FailedPreconditionError, match="the rows of this server are in memory alone"):
+        with pytest.raises(InvalidArgumentError, match="the rows of this server are in memory alone"):
             ctx.dump_embedding(tmp_path / "c", in_place=True)
 
 
