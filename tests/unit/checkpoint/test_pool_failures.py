@@ -88,7 +88,7 @@ def steps_after_a_start(root: Path, num_servers: int = 2) -> tuple[list[int | No
 def test_a_server_that_starts_again_before_the_manifest_is_there_ends_the_dump(
     is_local: bool, keep_last: int | None, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Issue 8: it gave its part up, and the manifest counted all the same."""
+    """It gave its part up, and the manifest counted all the same."""
     place = Location.of(tmp_path / "c" if is_local else f"memory://{tmp_path}/c")
     job = job_at(root)
     job.checkpoints.dump(place, step=1, in_place=True, keep_last=keep_last)
@@ -262,7 +262,7 @@ def test_rows_that_are_cleared_before_a_commit_cost_that_checkpoint_alone(
 ) -> None:
     job = job_at(root)
     before_publishing(monkeypatch, lambda _: job.client.clear())
-    with pytest.raises(FailedPreconditionError, match="the rows were cleared or loaded since"):
+    with pytest.raises(StorageError, match="the rows were cleared or loaded since"):
         job.checkpoints.dump(tmp_path / "c", step=1, in_place=True)
     job.set_rows(2.0)
     job.checkpoints.dump(tmp_path / "c", step=2, in_place=True)
@@ -309,6 +309,24 @@ def test_latest_names_what_servers_will_go_back_to(
     job.checkpoints.load(Source(tmp_path / "all"))
     with pytest.raises(FailedPreconditionError, match=r"\(step 2\) of .*/all/step-000000000002; load the"):
         job.checkpoints.load(Source(tmp_path / "all/step-000000000001"))
+    job.leave()
+
+
+def test_a_failed_dump_leaves_the_older_checkpoint_of_its_step(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody went back to step 1, and trains up to step 2 once more."""
+    job, place = job_at(root), tmp_path / "all"
+    for step in (1, 2):
+        job.set_rows(float(step))
+        job.checkpoints.dump(place, step=step, keep_last=3)
+    (place / "latest").write_text("step-000000000001\n")
+    with monkeypatch.context() as patched:
+        before_publishing(patched, lambda operation: operation._marker.remove())
+        with pytest.raises(UnavailableError, match="has given .* up"):
+            job.checkpoints.dump(place, step=2, keep_last=3, in_place=True)
+    job.checkpoints.load(Source(place / "step-000000000002"))
+    assert job.values(tmp_path / "after") == {2.0}
     job.leave()
 
 
