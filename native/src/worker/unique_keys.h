@@ -23,25 +23,20 @@ class UniqueKeys {
   void Insert(std::span<const uint64_t> keys, uint32_t* numbers);
 
   // By number.
-  std::span<const uint64_t> keys() const { return {keys_.data() + 1, size_}; }
+  std::span<const uint64_t> keys() const { return keys_; }
 
  private:
   // An empty table of this capacity, with the keys that there are.
   void Rebuild(size_t capacity);
-  // Where there is room for all of them, were they new.
-  void InsertSome(std::span<const uint64_t> keys, uint32_t* numbers);
-  // New keys that the table has room for: it is kept half empty.
-  size_t Room() const { return capacity_ / 2 - size_; }
   // Fibonacci hashing: signs of one group differ in their low bits, often by one.
-  static size_t Home(uint64_t key, uint32_t shift) {
-    return static_cast<size_t>(((key ^ (key >> 32)) * 0x9e3779b97f4a7c15ULL) >> shift);
+  size_t Home(uint64_t key) const {
+    return static_cast<size_t>(((key ^ (key >> 32)) * 0x9e3779b97f4a7c15ULL) >> shift_);
   }
 
   std::vector<uint32_t> places_;  // 1 + number; 0 where there is none
   size_t capacity_ = 0;           // a power of two; the part of places_ that is in use
   uint32_t shift_ = 64;
-  size_t size_ = 0;
-  std::vector<uint64_t> keys_;  // by 1 + number; the first ends searches, see InsertSome()
+  std::vector<uint64_t> keys_;
 };
 
 }  // namespace persia::worker
