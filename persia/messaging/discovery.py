@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
-from functools import partial
 
 from persia.config.slots_config import MAX_SLOT_MODES
 from persia.errors import CorruptionError, DeadlineExceededError, FailedPreconditionError, PersiaError
@@ -111,6 +110,17 @@ class ServiceEvent:
     kind: EventKind
     info: ServiceInfo
 
+    def encode(self) -> bytes:
+        return json.dumps({"event": self.kind.value, **json.loads(self.info.encode())}).encode()
+
+    @classmethod
+    def decode(cls, payload: bytes) -> ServiceEvent:
+        """Raises `CorruptionError` on anything that a service could not have sent."""
+        event = json_object(payload, "announcement").get("event")
+        if event not in [kind.value for kind in EventKind]:
+            raise CorruptionError(f"announcement: event is {str(event)[:100]!r}, neither hello nor bye")
+        return cls(EventKind(event), ServiceInfo.decode(payload))
+
 
 class Announcer:
     """Makes this process known as a service: hello at the start, answers to who, bye at the end."""
@@ -151,7 +161,7 @@ class Announcer:
             return
         self._close_registrations()
         try:
-            self._session.publish(self._session.subjects.bye(self.info.role), self._payload)
+            self._announce(EventKind.BYE)
         except PersiaError as error:
             get_default_logger().info("%s could not say bye: %s", self.info, error)
 
@@ -161,7 +171,11 @@ class Announcer:
             registration.close()
 
     def _say_hello(self) -> None:
-        self._session.publish(self._session.subjects.hello(self.info.role), self._payload)
+        self._announce(EventKind.HELLO)
+
+    def _announce(self, kind: EventKind) -> None:
+        subject = self._session.subjects.announce(self.info.role)
+        self._session.publish(subject, ServiceEvent(kind, self.info).encode())
 
     async def _answer(self, asker: bytes) -> bytes | None:
         # Before its own check is done, a service exists for other newcomers only: they say who they are.
@@ -324,15 +338,13 @@ class _Watch:
         self._session = session
         self._role = role
         self._callback = callback
-        self._lock = threading.Lock()  # events come from three threads; it also keeps callbacks one at a time
+        self._lock = threading.Lock()  # events come from two threads; it also keeps callbacks one at a time
         self._incarnations: dict[int, int] = {}
         self._registrations: list[Registration] = []
 
     def start(self) -> None:
-        subjects = self._session.subjects
         self._registrations = [
-            self._session.subscribe(subjects.hello(self._role), partial(self._take, EventKind.HELLO)),
-            self._session.subscribe(subjects.bye(self._role), partial(self._take, EventKind.BYE)),
+            self._session.subscribe(self._session.subjects.announce(self._role), self._on_announcement),
             self._session.on_reconnect(self._ask),
         ]
 
@@ -340,20 +352,27 @@ class _Watch:
         for registration in self._registrations:
             registration.close()
 
-    def _ask(self) -> None:
-        for reply in self._session.request_many(
-            self._session.subjects.who(self._role), b"", _LONGEST_ROUND_S
-        ):
-            self._take(EventKind.HELLO, reply)
+    def _on_announcement(self, payload: bytes) -> None:
+        try:
+            event = ServiceEvent.decode(payload)
+        except CorruptionError as error:
+            get_default_logger().warning("ignored an announcement: %s", error)
+            return
+        self._take(event)
 
-    def _take(self, kind: EventKind, payload: bytes) -> None:
-        for info in _decode_all([payload]):
-            with self._lock:
-                if kind is EventKind.HELLO:
-                    if self._incarnations.get(info.index) == info.incarnation:
-                        return
-                    self._incarnations[info.index] = info.incarnation
-                self._callback(ServiceEvent(kind, info))
+    def _ask(self) -> None:
+        subject = self._session.subjects.who(self._role)
+        for info in _decode_all(self._session.request_many(subject, b"", _LONGEST_ROUND_S)):
+            self._take(ServiceEvent(EventKind.HELLO, info))
+
+    def _take(self, event: ServiceEvent) -> None:
+        info = event.info
+        with self._lock:
+            if event.kind is EventKind.HELLO:
+                if self._incarnations.get(info.index) == info.incarnation:
+                    return
+                self._incarnations[info.index] = info.incarnation
+            self._callback(event)
 
 
 def _decode_all(payloads: list[bytes]) -> list[ServiceInfo]:

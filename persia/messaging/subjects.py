@@ -41,17 +41,17 @@ class Subjects:
             )
         self._prefix = f"persia.{job_name}"
 
-    def hello(self, role: str) -> str:
-        """A replica of `role` has started."""
-        return self._of_role("hello", role)
+    def announce(self, role: str) -> str:
+        """A replica of `role` has started, or has stopped cleanly.
+
+        One subject for both: messages of two subjects may be handled in any order, and a hello after its bye
+        would make a service that has left look alive.
+        """
+        return self._of_role("announce", role)
 
     def who(self, role: str) -> str:
         """Asks every replica of `role` for its service info."""
         return self._of_role("who", role)
-
-    def bye(self, role: str) -> str:
-        """A replica of `role` has stopped cleanly."""
-        return self._of_role("bye", role)
 
     def ids(self, worker_index: int) -> str:
         """ID features for an embedding worker."""

@@ -142,6 +142,26 @@ def test_watch_reports_starts_stops_and_restarts(make_session):
     ]
 
 
+def test_a_slow_watcher_sees_starts_and_stops_in_their_order(make_session):
+    # The first event is handled when all have come: hellos and byes that took different ways would now race.
+    events, all_published = Events(), threading.Event()
+
+    def handle(event: ServiceEvent) -> None:
+        assert all_published.wait(DEADLINE_S)
+        events(event)
+
+    Directory(make_session("caller")).watch(SERVER, handle)
+    session, number = make_session("server"), 5
+    for index in range(number):
+        announcer = Announcer(session, info(index, number))
+        announcer.start()
+        announcer.stop()
+    all_published.set()
+    assert events.wait_for(2 * number) == [
+        ServiceEvent(kind, info(index, number)) for index in range(number) for kind in EventKind
+    ]
+
+
 def test_a_closed_watch_is_silent(make_session):
     events, others = Events(), Events()
     directory = Directory(make_session("caller"))

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from persia.errors import CorruptionError
-from persia.messaging.discovery import ServiceInfo
+from persia.messaging.discovery import EventKind, ServiceEvent, ServiceInfo
 
 INFO = ServiceInfo(
     role="embedding-worker",
@@ -68,6 +68,23 @@ def test_missing_keys_are_refused(key):
     del values[key]
     with pytest.raises(CorruptionError, match=f"{key} is missing: .* another version of persia"):
         ServiceInfo.decode(json.dumps(values).encode())
+
+
+@pytest.mark.parametrize("kind", EventKind)
+def test_announcements_round_trip(kind):
+    event = ServiceEvent(kind, INFO)
+    assert ServiceEvent.decode(event.encode()) == event
+
+
+@pytest.mark.parametrize(
+    "change", [{"event": "HELLO"}, {"event": None}, {"event": ["bye"]}, {"role": "boss"}]
+)
+def test_impossible_announcements_are_refused(change):
+    values = {**json.loads(ServiceEvent(EventKind.BYE, INFO).encode()), **change}
+    with pytest.raises(CorruptionError, match=next(iter(change))):
+        ServiceEvent.decode(json.dumps(values).encode())
+    with pytest.raises(CorruptionError, match="event is .None., neither hello nor bye"):
+        ServiceEvent.decode(INFO.encode())
 
 
 def test_services_without_slots_have_no_modes():

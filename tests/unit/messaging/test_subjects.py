@@ -8,9 +8,8 @@ from persia.messaging.subjects import EMBEDDING_WORKER, ROLES, Subjects
 
 def test_subjects_are_those_of_the_wire_format():
     subjects = Subjects("my-job")
-    assert subjects.hello(EMBEDDING_WORKER) == "persia.my-job.hello.embedding-worker"
+    assert subjects.announce(EMBEDDING_WORKER) == "persia.my-job.announce.embedding-worker"
     assert subjects.who(EMBEDDING_WORKER) == "persia.my-job.who.embedding-worker"
-    assert subjects.bye(EMBEDDING_WORKER) == "persia.my-job.bye.embedding-worker"
     assert subjects.ids(3) == "persia.my-job.ids.3"
     assert subjects.batch(0) == "persia.my-job.batch.0"
     assert subjects.end(1) == "persia.my-job.end.1"
