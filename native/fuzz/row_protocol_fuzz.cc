@@ -16,19 +16,24 @@ void Check(const RowBlocksView& view, uint64_t num_floats) {
 }
 
 void Decode(uint8_t choice, std::span<const std::byte> body) {
-  if (choice % 4 == 0) {
+  if (choice % 6 == 0) {
     auto request = DecodeLookupRequest(body);
     if (request.ok()) Check(request->blocks, request->blocks.num_floats);
-  } else if (choice % 4 == 1) {
+  } else if (choice % 6 == 1) {
     auto request = DecodeUpdateRequest(body);
     if (!request.ok()) return;
     Check(request->blocks, request->gradients.size());
     Touch(request->gradients);
-  } else if (choice % 4 == 2) {
+  } else if (choice % 6 == 2) {
     auto request = DecodeSetRowsRequest(body);
     if (!request.ok()) return;
     Check(request->blocks, request->rows.size());
     Touch(request->rows);
+  } else if (choice % 6 == 3) {
+    auto request = DecodePrefetchRequest(body);
+    if (request.ok()) Touch(request->signs);
+  } else if (choice % 6 == 4) {
+    static_cast<void>(DecodePrefetchReply(body));
   } else {
     std::span<const float> rows;
     auto reply = DecodeLookupReply(body, choice, &rows);

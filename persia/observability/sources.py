@@ -183,6 +183,8 @@ _WORKER_COUNTERS = (
     ("persia_unique_ids", "num_signs", "Of these, after each batch's repetitions were left out."),
     ("persia_gradients", "num_gradients", "Unique IDs of the batches whose gradients were applied."),
     ("persia_gradients_left_out", "num_gradients_left_out", "Of these, without a usable gradient: not sent."),
+    ("persia_announced_ids", "num_announced", "Unique IDs that servers were told of ahead of their lookup."),
+    ("persia_announced_ids_dropped", "num_announced_dropped", "Of these, not sent: servers lagged behind."),
 )
 _WORKER_TIMES = (
     (

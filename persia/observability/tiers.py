@@ -23,6 +23,8 @@ _COUNTERS = (
     ("persia_tier_hits", "num_hits", "Rows that lookups found in the cache."),
     ("persia_tier_misses", "num_misses", "Rows that lookups had to read from the pool."),
     ("persia_tier_promoted_rows", "num_promoted", "Rows brought from the pool to the cache."),
+    ("persia_tier_prefetched_rows", "num_prefetched", "Of these, ahead of the lookup that names them."),
+    ("persia_tier_unheeded_ids", "num_unheeded", "IDs announced ahead of their lookup that had no room."),
     ("persia_tier_demoted_rows", "num_demoted", "Rows that left the cache for the pool."),
     ("persia_tier_written_rows", "num_written", "Versions of rows written to the pool."),
 )

@@ -168,6 +168,12 @@ StatusOr<SetRowsRequest> DecodeSetRowsRequest(std::span<const std::byte> body) {
   return request;
 }
 
+StatusOr<PrefetchRowsRequest> DecodePrefetchRequest(std::span<const std::byte> body) {
+  if (body.size() % sizeof(uint64_t) != 0) return Malformed("a PrefetchRows request", body.size());
+  ByteReader reader(body);
+  return PrefetchRowsRequest{reader.GetArray<uint64_t>(body.size() / sizeof(uint64_t))};
+}
+
 StatusOr<PingReply> DecodePingReply(std::span<const std::byte> body) {
   return DecodeFixed<PingReply>(body, "a Ping reply");
 }
@@ -183,6 +189,10 @@ StatusOr<LookupRowsReply> DecodeLookupReply(std::span<const std::byte> body, uin
 
 StatusOr<UpdateRowsReply> DecodeUpdateReply(std::span<const std::byte> body) {
   return DecodeFixed<UpdateRowsReply>(body, "an UpdateRows reply");
+}
+
+StatusOr<PrefetchRowsReply> DecodePrefetchReply(std::span<const std::byte> body) {
+  return DecodeFixed<PrefetchRowsReply>(body, "a PrefetchRows reply");
 }
 
 }  // namespace persia

@@ -71,6 +71,16 @@ struct SetRowsRequest {
   std::span<const float> rows;  // blocks.num_floats, every one finite
 };
 
+// Signs that lookups are about to name; none, to ask whether a server has any use for that.
+struct PrefetchRowsRequest {
+  std::span<const uint64_t> signs;
+};
+// 0: all rows are in memory anyway, do not send more.
+struct PrefetchRowsReply {
+  uint64_t is_wanted = 0;
+};
+static_assert(sizeof(PrefetchRowsReply) == 8);
+
 struct PingReply {
   uint64_t incarnation = 0;
   uint32_t replica_index = 0;
@@ -106,11 +116,13 @@ std::vector<std::byte> EncodeSetRowsHead(std::span<const RowBlockHeader> blocks)
 StatusOr<LookupRowsRequest> DecodeLookupRequest(std::span<const std::byte> body);
 StatusOr<UpdateRowsRequest> DecodeUpdateRequest(std::span<const std::byte> body);
 StatusOr<SetRowsRequest> DecodeSetRowsRequest(std::span<const std::byte> body);
+StatusOr<PrefetchRowsRequest> DecodePrefetchRequest(std::span<const std::byte> body);
 
 StatusOr<PingReply> DecodePingReply(std::span<const std::byte> body);
 // `rows` views the body and has exactly `num_floats` elements.
 StatusOr<LookupRowsReply> DecodeLookupReply(std::span<const std::byte> body, uint64_t num_floats,
                                             std::span<const float>* rows);
 StatusOr<UpdateRowsReply> DecodeUpdateReply(std::span<const std::byte> body);
+StatusOr<PrefetchRowsReply> DecodePrefetchReply(std::span<const std::byte> body);
 
 }  // namespace persia

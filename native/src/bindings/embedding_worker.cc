@@ -140,6 +140,8 @@ py::dict Stats(WorkerRole& self) {
   dict["num_skipped_slots"] = stats.num_skipped_slots;
   dict["num_gradients"] = stats.num_gradients;
   dict["num_gradients_left_out"] = stats.num_gradients_left_out;
+  dict["num_announced"] = stats.num_announced;
+  dict["num_announced_dropped"] = stats.num_announced_dropped;
   dict["configured"] = stats.configured;
   AddRpcStats(rpc, &dict);
   return dict;

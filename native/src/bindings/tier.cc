@@ -64,6 +64,7 @@ py::object TierStats(const EmbeddingStore& store) {
   dict["committed"] = stats->pool.committed;
   dict["num_pending"] = stats->pool.num_pending;
   dict["num_prefetched"] = stats->num_prefetched;
+  dict["num_unheeded"] = stats->num_unheeded;
   return dict;
 }
 

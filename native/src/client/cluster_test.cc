@@ -1,6 +1,7 @@
 // Remote and embedded clients on the same batches, against real servers and workers over sockets.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstring>
 #include <future>
 #include <limits>
@@ -17,6 +18,7 @@ using testing::Batch;
 using testing::Cluster;
 using testing::Gradients;
 using testing::Must;
+using testing::Pools;
 using testing::Snapshot;
 using testing::Soon;
 using testing::Take;
@@ -49,6 +51,57 @@ TEST(ClusterTest, TrainsBitForBitLikeTheEmbeddedClient) {
   EXPECT_NE(embedded.front(), embedded.back());
   EXPECT_EQ(TrainCluster(1, kNumSteps), embedded);
   EXPECT_EQ(TrainCluster(3, kNumSteps), embedded);
+}
+
+// Batches wait for their lookup, and their rows are brought into memory meanwhile.
+std::vector<Snapshot> TrainWithBatchesWaiting(EmbeddingClient& client, const testing::Register& add,
+                                              uint32_t num_steps) {
+  constexpr uint32_t kWaiting = 6;
+  std::vector<BatchReference> waiting;
+  for (uint32_t i = 0; i < num_steps; ++i) waiting.push_back(add(Batch(i % kWaiting)));
+  uint32_t next = 0;
+  return testing::Train(
+      client, [&](std::span<const std::byte>) { return waiting[next++]; }, num_steps);
+}
+
+// What it had room for, or not; the rows themselves may have been looked up before.
+uint64_t NumTold(const store::EmbeddingStore& store) {
+  const auto stats = *store.tier_stats();
+  return stats.num_prefetched + stats.num_unheeded;
+}
+
+TEST(ClusterTest, RowsInPoolsAreAskedForAheadAndChangeNothing) {
+  constexpr uint32_t kNumSteps = 30;
+  const auto in_memory = [&] {
+    Cluster cluster(2);
+    EXPECT_TRUE(cluster.client().Configure(Adam(), false, Soon()).ok());
+    auto history = TrainWithBatchesWaiting(
+        cluster.client(), [&](auto batch) { return cluster.Register(batch); }, kNumSteps);
+    EXPECT_EQ(cluster.worker(0).stats().num_announced, 0u);
+    return history;
+  }();
+  constexpr uint64_t kCacheRows = 8;
+  Cluster cluster(2, 1, kCacheRows);
+  ASSERT_TRUE(cluster.client().Configure(Adam(), false, Soon()).ok());
+  EXPECT_EQ(TrainWithBatchesWaiting(
+                cluster.client(), [&](auto batch) { return cluster.Register(batch); }, kNumSteps),
+            in_memory);
+  EXPECT_GT(cluster.worker(0).stats().num_announced, 0u);
+  const auto deadline = Soon();
+  while (NumTold(cluster.server(0).embedding_store()) == 0) {
+    ASSERT_LT(std::chrono::steady_clock::now(), deadline);
+    std::this_thread::yield();
+  }
+
+  const Pools pools;
+  const auto embedded = Must(
+      EmbeddedClient::Create(testing::Slots(), testing::StoreOptions(), pools.Tier(0, kCacheRows)));
+  ASSERT_TRUE(embedded->Configure(Adam(), false, Soon()).ok());
+  EXPECT_EQ(
+      TrainWithBatchesWaiting(
+          *embedded, [&](auto batch) { return Must(embedded->Register(0, batch)); }, kNumSteps),
+      in_memory);
+  EXPECT_GT(NumTold(embedded->embedding_store()), 0u);
 }
 
 TEST(ClusterTest, AnUnconfiguredClusterRefusesTraining) {

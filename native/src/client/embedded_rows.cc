@@ -49,7 +49,9 @@ StatusOr<std::shared_ptr<EmbeddedRows>> EmbeddedRows::Create(
 }
 
 EmbeddedRows::EmbeddedRows(std::unique_ptr<store::EmbeddingStore> store)
-    : incarnation_(DrawIncarnation()), store_(std::move(store)) {}
+    : incarnation_(DrawIncarnation()),
+      store_(std::move(store)),
+      has_tier_(store_->tier_stats().has_value()) {}
 
 Status EmbeddedRows::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
   PERSIA_RETURN_IF_ERROR(CheckDeadline(deadline));
@@ -73,6 +75,11 @@ StatusOr<std::vector<ServerRows>> EmbeddedRows::Lookup(std::span<const ServerBlo
   const auto mode = train ? store::LookupMode::kTrain : store::LookupMode::kInference;
   PERSIA_RETURN_IF_ERROR(store_->Lookup(ToRowBlocks(requests[0]), mode, rows));
   return answers;
+}
+
+uint64_t EmbeddedRows::Prefetch(std::span<const ServerBlocks> requests) {
+  store_->Prefetch(requests[0].signs);  // which counts what it drops
+  return 0;
 }
 
 StatusOr<UpdateResult> EmbeddedRows::Update(UpdateKey, std::span<const ServerUpdate> updates,

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <stdlib.h>
 
 #include <chrono>
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
@@ -133,11 +135,36 @@ inline std::vector<Snapshot> Train(EmbeddingClient& client, const Register& add,
   return history;
 }
 
-// Members are destroyed from the client down, so that nobody is called after its end.
+// Directories for pools.
+class Pools {
+ public:
+  Pools() {
+    std::string name = ::testing::TempDir() + "pools_XXXXXX";
+    EXPECT_NE(::mkdtemp(name.data()), nullptr);
+    path_ = name;
+  }
+  ~Pools() { std::filesystem::remove_all(path_); }
+  Pools(const Pools&) = delete;
+
+  store::TierOptions Tier(uint32_t index, uint64_t cache_rows) const {
+    const std::string directory = path_ + "/" + std::to_string(index);
+    std::filesystem::create_directory(directory);
+    return {.directory = directory,
+            .pool = {.size_bytes = uint64_t{16} << 20, .extent_bytes = 512 << 10, .syncs = false},
+            .cache_rows = cache_rows};
+  }
+
+ private:
+  std::string path_;
+};
+
+// Members are destroyed from the client down, so that nobody is called after its end. With
+// `cache_rows` servers have pools.
 class Cluster {
  public:
-  explicit Cluster(uint32_t num_servers, uint32_t num_workers = 1)
-      : rows_(std::make_shared<worker::RemoteRows>(num_servers)),
+  explicit Cluster(uint32_t num_servers, uint32_t num_workers = 1, uint64_t cache_rows = 0)
+      : cache_rows_(cache_rows),
+        rows_(std::make_shared<worker::RemoteRows>(num_servers)),
         servers_(num_servers),
         workers_(num_workers),
         services_(num_workers),
@@ -152,6 +179,7 @@ class Cluster {
     options.replica_index = index;
     options.replica_size = static_cast<uint32_t>(servers_.size());
     options.store = StoreOptions();
+    if (cache_rows_ != 0) options.tier = pools_.Tier(index, cache_rows_);
     servers_[index] = Must(server::ParameterServer::Create(options));
     const uint16_t port = Must(servers_[index]->Start());
     ASSERT_TRUE(rows_->SetServer(index, Loopback(port)).ok());
@@ -170,6 +198,7 @@ class Cluster {
 
   RemoteClient& client() { return *client_; }
   worker::EmbeddingWorker& worker(uint32_t index) { return *workers_[index]; }
+  server::ParameterServer& server(uint32_t index) { return *servers_[index]; }
   // As a loader does it over NATS.
   BatchReference Register(std::span<const std::byte> batch, uint32_t worker_index = 0) {
     const auto reference = Must(workers_[worker_index]->Register(0, batch));
@@ -177,6 +206,8 @@ class Cluster {
   }
 
  private:
+  const Pools pools_;
+  const uint64_t cache_rows_;
   std::shared_ptr<worker::RemoteRows> rows_;
   std::vector<std::unique_ptr<server::ParameterServer>> servers_;
   std::vector<std::shared_ptr<worker::EmbeddingWorker>> workers_;

@@ -16,6 +16,7 @@ std::string_view MethodName(Method method) {
     case Method::kServerStats: return "ServerStats";
     case Method::kClearRows: return "ClearRows";
     case Method::kCountRows: return "CountRows";
+    case Method::kPrefetchRows: return "PrefetchRows";
     case Method::kConfigureWorker: return "ConfigureWorker";
     case Method::kLookupReference: return "LookupReference";
     case Method::kLookupDirect: return "LookupDirect";

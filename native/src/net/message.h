@@ -34,6 +34,7 @@ enum class Method : uint8_t {
   kServerStats = 20,
   kClearRows = 21,
   kCountRows = 22,
+  kPrefetchRows = 23,
   // embedding worker
   kConfigureWorker = 32,
   kLookupReference = 33,

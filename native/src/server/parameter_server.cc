@@ -109,6 +109,7 @@ class ParameterServer::Impl {
     Register(Method::kServerStats, &Impl::Stats);
     Register(Method::kClearRows, &Impl::ClearRows);
     Register(Method::kCountRows, &Impl::CountRows);
+    Register(Method::kPrefetchRows, &Impl::PrefetchRows);
   }
 
   net::Server& rpc() { return rpc_; }
@@ -150,6 +151,7 @@ class ParameterServer::Impl {
   Reply Stats(Body body, const CallContext& context);
   Reply ClearRows(Body body, const CallContext& context);
   Reply CountRows(Body body, const CallContext& context);
+  Reply PrefetchRows(Body body, const CallContext& context);
   StatusOr<UpdateRowsReply> Apply(const UpdateRowsRequest& request);
   void CountLookup(uint64_t num_rows, uint64_t num_missing);
 
@@ -286,6 +288,14 @@ ParameterServer::Impl::Reply ParameterServer::Impl::ClearRows(Body body, const C
 ParameterServer::Impl::Reply ParameterServer::Impl::CountRows(Body body, const CallContext&) {
   PERSIA_RETURN_IF_ERROR(RequireEmpty(body, Method::kCountRows));
   return FixedReply(store_->size());
+}
+
+// Of more signs than have room the store drops the rest.
+ParameterServer::Impl::Reply ParameterServer::Impl::PrefetchRows(Body body, const CallContext&) {
+  auto request = DecodePrefetchRequest(body);
+  if (!request.ok()) return request.status();
+  store_->Prefetch(request->signs);
+  return FixedReply(PrefetchRowsReply{options_.tier.has_value() ? 1u : 0u});
 }
 
 ServerStats ParameterServer::Impl::stats() const {

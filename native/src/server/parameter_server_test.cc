@@ -349,6 +349,19 @@ TEST_F(ParameterServerTest, CountRowsIsTheStoresSize) {
             StatusCode::kCorruption);
 }
 
+TEST_F(ParameterServerTest, WithRowsInMemoryItHasNoUseForHints) {
+  for (const std::vector<std::byte>& body :
+       {std::vector<std::byte>(), std::vector<std::byte>(16)}) {
+    auto reply = Call(Method::kPrefetchRows, body);
+    ASSERT_TRUE(reply.ok()) << reply.status().ToString();
+    auto answer = DecodePrefetchReply(reply->span());
+    ASSERT_TRUE(answer.ok()) << answer.status().ToString();
+    EXPECT_EQ(answer->is_wanted, 0u);
+  }
+  EXPECT_EQ(Call(Method::kPrefetchRows, std::vector<std::byte>(9)).status().code(),
+            StatusCode::kCorruption);
+}
+
 TEST_F(ParameterServerTest, RestartDrawsAnotherIncarnation) {
   auto other = ParameterServer::Create(ParameterServer::Options{});
   ASSERT_TRUE(other.ok());

@@ -80,6 +80,23 @@ StatusOr<BatchTable::Lease> BatchTable::Acquire(uint64_t counter, Deadline deadl
   return Lease(this, found->second);
 }
 
+std::optional<BatchTable::Lease> BatchTable::TakeAhead(uint64_t limit) {
+  const std::lock_guard lock(mutex_);
+  if (num_ahead_ >= limit) return std::nullopt;
+  for (auto next = batches_.lower_bound(next_ahead_); next != batches_.end(); ++next) {
+    const std::shared_ptr<Batch>& batch = next->second;
+    // What is being worked on is being looked up already.
+    if (batch->stage != Batch::Stage::kWaiting || batch->busy) continue;
+    next_ahead_ = batch->counter + 1;
+    ++num_ahead_;
+    batch->is_ahead = true;
+    batch->busy = true;
+    return Lease(this, batch);
+  }
+  next_ahead_ = next_counter_;
+  return std::nullopt;
+}
+
 void BatchTable::EndUse(Batch& batch) {
   {
     const std::lock_guard lock(mutex_);
@@ -147,6 +164,7 @@ void BatchTable::LeaveWaitingLocked(const Batch& batch) {
   if (--waiting->second == 0) num_waiting_.erase(waiting);
   --total_waiting_;
   waiting_bytes_ -= batch.num_bytes;
+  if (batch.is_ahead) --num_ahead_;
 }
 
 std::optional<ReturnReport> BatchTable::FindReturned(uint64_t counter) const {

@@ -53,6 +53,7 @@ struct Batch {
   size_t num_bytes = 0;
   Stage stage = Stage::kWaiting;
   bool busy = false;
+  bool is_ahead = false;  // waiting, and its rows are asked for
   std::chrono::steady_clock::time_point since;
 };
 
@@ -95,6 +96,10 @@ class BatchTable {
   // kNotFound: gone, or never there. kDeadlineExceeded: another request works on it.
   StatusOr<Lease> Acquire(uint64_t counter, Deadline deadline);
 
+  // The oldest batch that waits and was not given out by this, as long as fewer than `limit` of
+  // those that were still wait.
+  std::optional<Lease> TakeAhead(uint64_t limit);
+
   // kResourceExhausted: too many in flight; the batch stays waiting then.
   Status StartFlight(const Lease& lease);
   void FinishReturned(const Lease& lease, const ReturnReport& report);
@@ -128,6 +133,8 @@ class BatchTable {
   uint64_t total_waiting_ = 0;
   uint64_t waiting_bytes_ = 0;
   uint64_t num_in_flight_ = 0;
+  uint64_t num_ahead_ = 0;
+  uint64_t next_ahead_ = 0;    // all before it were given out, or had left
   uint64_t next_counter_ = 1;  // 0 means no reference
   std::unordered_map<uint64_t, ReturnReport> returned_;
   std::deque<uint64_t> returned_order_;

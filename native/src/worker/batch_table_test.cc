@@ -65,6 +65,26 @@ TEST(BatchTableTest, LifeOfABatch) {
   EXPECT_TRUE(table.WasIssued(counter));
 }
 
+TEST(BatchTableTest, GivesOutTheNextWaitingBatchesAheadOnceEach) {
+  BatchTable table({});
+  const uint64_t first = Add(table), second = Add(table), third = Add(table);
+  EXPECT_EQ((*table.TakeAhead(2))->counter, first);
+  {
+    const BatchTable::Lease busy = Take(table, second);  // is being looked up
+    EXPECT_EQ((*table.TakeAhead(2))->counter, third);
+    EXPECT_FALSE(table.TakeAhead(2).has_value());
+    ASSERT_TRUE(table.StartFlight(busy).ok());
+  }
+  EXPECT_FALSE(table.TakeAhead(3).has_value());  // no others wait
+  ASSERT_TRUE(table.StartFlight(Take(table, first)).ok());
+  const uint64_t fourth = Add(table);
+  EXPECT_EQ((*table.TakeAhead(2))->counter, fourth);
+  Add(table);
+  EXPECT_FALSE(table.TakeAhead(2).has_value());
+  table.FinishReleased(Take(table, third));
+  EXPECT_TRUE(table.TakeAhead(2).has_value());
+}
+
 TEST(BatchTableTest, KnowsWhatItNeverGaveOut) {
   BatchTable table({});
   const uint64_t counter = Add(table);

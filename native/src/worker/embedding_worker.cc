@@ -24,6 +24,10 @@ namespace {
 // A batch that is to be released while a request works on it is about to be returned or answered.
 constexpr std::chrono::seconds kReleasePatience{10};
 
+// That wait for their lookup, and whose rows servers are asked to bring into memory: so many that
+// rows come in time, so few that they are not gone again.
+constexpr uint64_t kBatchesAhead = 4;
+
 BatchTable::Options TableOptions(const WorkerOptions& options) {
   BatchTable::Options table;
   table.max_waiting_per_loader = options.forward_buffer_size;
@@ -147,6 +151,10 @@ class EmbeddingWorker::Impl {
  private:
   StatusOr<FeatureBatch> Decode(std::span<const std::byte> id_features) const;
   Status CheckIncarnation(Reference reference) const;
+  // Of a leased batch, where it has none.
+  void Plan(Batch& batch);
+  // Where servers want it: tells them what the next batches will look up.
+  void Announce();
   // Looks the leased batch up and pools it.
   StatusOr<net::Parts> LookupLeased(Batch& batch, bool requires_grad, Deadline deadline,
                                     LookupParts parts);
@@ -177,6 +185,8 @@ class EmbeddingWorker::Impl {
   std::atomic<uint64_t> num_skipped_slots_{0};
   std::atomic<uint64_t> num_gradients_{0};
   std::atomic<uint64_t> num_gradients_left_out_{0};
+  std::atomic<uint64_t> num_announced_{0};
+  std::atomic<uint64_t> num_announced_dropped_{0};
   DurationStats register_times_{"register"};
   DurationStats total_times_{"lookup total"};
   DurationStats preprocess_times_{"lookup preprocess"};
@@ -234,6 +244,7 @@ StatusOr<Reference> EmbeddingWorker::Impl::Register(uint32_t loader_index,
   const StatusOr<uint64_t> counter = table_.AddWaiting(loader_index, std::move(features).value());
   if (!counter.ok()) return counter.status();
   timed.set_reference(counter.value());
+  Announce();
   return Reference{incarnation_, counter.value()};
 }
 
@@ -246,6 +257,7 @@ StatusOr<net::Parts> EmbeddingWorker::Impl::Lookup(Reference reference, bool req
   if (requires_grad) PERSIA_RETURN_IF_ERROR(table_.StartFlight(*lease));
   StatusOr<net::Parts> message = LookupLeased(**lease, requires_grad, deadline, parts);
   if (message.ok() && !requires_grad) table_.FinishReleased(*lease);
+  Announce();  // another waits no longer
   return message;
 }
 
@@ -263,14 +275,27 @@ StatusOr<net::Parts> EmbeddingWorker::Impl::LookupDirect(std::span<const std::by
   return message;
 }
 
+void EmbeddingWorker::Impl::Plan(Batch& batch) {
+  if (batch.plan.has_value()) return;
+  const Timed timed(preprocess_times_, batch.counter);
+  batch.plan = MakePlan(*batch.features, slots_, rows_->num_servers(), &slot_counters_);
+  batch.features.reset();
+}
+
+// The plans that it takes are made earlier, not twice.
+void EmbeddingWorker::Impl::Announce() {
+  if (!rows_->WantsPrefetch()) return;
+  while (auto lease = table_.TakeAhead(kBatchesAhead)) {
+    Plan(**lease);
+    num_announced_ += (*lease)->plan->num_signs();
+    num_announced_dropped_ += rows_->Prefetch((*lease)->plan->requests);
+  }
+}
+
 StatusOr<net::Parts> EmbeddingWorker::Impl::LookupLeased(Batch& batch, bool requires_grad,
                                                          Deadline deadline, LookupParts parts) {
   const Timed total(total_times_, batch.counter);
-  if (!batch.plan.has_value()) {
-    const Timed timed(preprocess_times_, batch.counter);
-    batch.plan = MakePlan(*batch.features, slots_, rows_->num_servers(), &slot_counters_);
-    batch.features.reset();
-  }
+  Plan(batch);
   StatusOr<std::vector<ServerRows>> answers = LookupRows(batch, requires_grad, deadline, parts);
   if (!answers.ok()) return answers.status();
   const bool first = batch.lookups.empty();
@@ -408,6 +433,8 @@ WorkerStats EmbeddingWorker::Impl::stats() const {
   stats.num_skipped_slots = num_skipped_slots_;
   stats.num_gradients = num_gradients_;
   stats.num_gradients_left_out = num_gradients_left_out_;
+  stats.num_announced = num_announced_;
+  stats.num_announced_dropped = num_announced_dropped_;
   const std::lock_guard lock(config_mutex_);
   stats.configured = config_.has_value();
   return stats;

@@ -71,6 +71,9 @@ struct WorkerStats {
   // Distinct signs of the batches returned, and those of them that no slot had a usable gradient
   // for; servers have counted all others as updated or missing.
   uint64_t num_gradients = 0, num_gradients_left_out = 0;
+  // Distinct signs of batches that servers were told of before their lookup, and those of them that
+  // a server was too slow to take in.
+  uint64_t num_announced = 0, num_announced_dropped = 0;
   bool configured = false;
 };
 

@@ -5,6 +5,7 @@
 #include "base/row_protocol.h"
 #include "net/channel.h"
 #include "worker/fan_out.h"
+#include "worker/prefetch_hints.h"
 #include "worker/worker_protocol.h"
 
 namespace persia::worker {
@@ -75,11 +76,13 @@ class RemoteRows::Impl {
     for (uint32_t i = 0; i < num_servers; ++i) {
       channels_.push_back(
           std::make_unique<net::Channel>(net::Channel::Options{.peer = PeerName(i)}));
+      hints_.push_back(std::make_shared<PrefetchHints>());
     }
   }
 
   uint32_t num_servers() const { return static_cast<uint32_t>(channels_.size()); }
   net::Channel& channel(uint32_t server) { return *channels_[server]; }
+  const std::shared_ptr<PrefetchHints>& hints(uint32_t server) { return hints_[server]; }
 
   // The reply of each server that is called, in the order of `servers`; fails if any did.
   StatusOr<std::vector<Buffer>> Call(Method method, std::span<const uint32_t> servers,
@@ -97,6 +100,7 @@ class RemoteRows::Impl {
   }
 
  private:
+  std::vector<std::shared_ptr<PrefetchHints>> hints_;  // by server, as channels
   std::vector<std::unique_ptr<net::Channel>> channels_;
 };
 
@@ -148,6 +152,7 @@ Status RemoteRows::SetServer(uint32_t index, const std::string& address) {
                            std::to_string(num_servers()) + ", counted from 0");
   }
   impl_->channel(index).SetAddress(address);
+  impl_->hints(index)->Forget();
   return Status::Ok();
 }
 
@@ -186,6 +191,22 @@ StatusOr<std::vector<ServerRows>> RemoteRows::Lookup(std::span<const ServerBlock
     rows[server] = std::move(decoded).value();
   }
   return rows;
+}
+
+uint64_t RemoteRows::Prefetch(std::span<const ServerBlocks> requests) {
+  uint64_t num_dropped = 0;
+  for (uint32_t i = 0; i < requests.size(); ++i) {
+    num_dropped += PrefetchHints::Send(impl_->hints(i), requests[i].signs, &impl_->channel(i));
+  }
+  return num_dropped;
+}
+
+bool RemoteRows::WantsPrefetch() {
+  bool is_wanted = false;
+  for (uint32_t i = 0; i < num_servers(); ++i) {
+    is_wanted |= PrefetchHints::IsWanted(impl_->hints(i), &impl_->channel(i));
+  }
+  return is_wanted;
 }
 
 StatusOr<UpdateResult> RemoteRows::Update(UpdateKey key, std::span<const ServerUpdate> updates,

@@ -30,6 +30,10 @@ class RemoteRows : public RowService {
   Status Configure(const TrainConfig& config, bool replace, Deadline deadline) override;
   StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests, bool train,
                                            Deadline deadline) override;
+  // Servers are asked once, with the first call of WantsPrefetch(), and again where they come back;
+  // those with all rows in memory are sent nothing more.
+  uint64_t Prefetch(std::span<const ServerBlocks> requests) override;
+  bool WantsPrefetch() override;
   StatusOr<UpdateResult> Update(UpdateKey key, std::span<const ServerUpdate> updates,
                                 Deadline deadline) override;
   Status SetRows(std::span<const ServerBlocks> requests,

@@ -7,6 +7,8 @@
 #include <atomic>
 #include <cstring>
 #include <functional>
+#include <future>
+#include <thread>
 
 #include "base/row_protocol.h"
 #include "net/test_support.h"
@@ -40,6 +42,14 @@ StatusOr<Parts> Rows(uint64_t incarnation, size_t num_floats, float value) {
   return parts;
 }
 
+StatusOr<Parts> IsWanted(bool is_wanted) {
+  const PrefetchRowsReply reply{is_wanted ? 1u : 0u};
+  const auto bytes = std::as_bytes(std::span(&reply, 1));
+  Parts parts;
+  parts.AddOwned(std::vector<std::byte>(bytes.begin(), bytes.end()));
+  return parts;
+}
+
 class RemoteRowsTest : public ::testing::Test {
  protected:
   static constexpr uint32_t kNumServers = 3;
@@ -49,8 +59,9 @@ class RemoteRowsTest : public ::testing::Test {
   }
   void StartServer(uint32_t index) {
     servers_[index] = std::make_unique<net::Server>(net::Server::Options{});
-    for (const Method method : {Method::kConfigureServer, Method::kLookupRows, Method::kUpdateRows,
-                                Method::kSetRows, Method::kClearRows, Method::kCountRows}) {
+    for (const Method method :
+         {Method::kConfigureServer, Method::kLookupRows, Method::kUpdateRows, Method::kSetRows,
+          Method::kClearRows, Method::kCountRows, Method::kPrefetchRows}) {
       servers_[index]->Handle(method, [this, index](const Buffer& request, const CallContext&) {
         ++num_calls_[index];
         return answers_[index](request);
@@ -100,6 +111,53 @@ TEST_F(RemoteRowsTest, AServerWithoutSignsIsNotCalled) {
   EXPECT_EQ(num_calls_[0], 3);
   EXPECT_EQ(num_calls_[1], 0);
   EXPECT_EQ(num_calls_[2], 3);
+}
+
+// Those for server 2 are not sent.
+TEST_F(RemoteRowsTest, OnlyServersThatWantToAreToldOfLookupsToCome) {
+  std::atomic<size_t> num_signs = 0;
+  for (uint32_t i = 0; i < kNumServers; ++i) {
+    answers_[i] = [&, i](const Buffer& request) -> StatusOr<Parts> {
+      auto hint = DecodePrefetchRequest(request.span());
+      if (!hint.ok()) return hint.status();
+      num_signs += hint->signs.size();
+      return IsWanted(i == 0);
+    };
+  }
+  EXPECT_FALSE(rows_.WantsPrefetch());  // not known yet; asks
+  const auto deadline = Soon();
+  while (!rows_.WantsPrefetch() || num_calls_[1] == 0 || num_calls_[2] == 0) {
+    ASSERT_LT(std::chrono::steady_clock::now(), deadline);
+    std::this_thread::yield();
+  }
+  EXPECT_EQ(rows_.Prefetch(requests_), 0u);
+  while (num_signs == 0) {
+    ASSERT_LT(std::chrono::steady_clock::now(), deadline);
+    std::this_thread::yield();
+  }
+  EXPECT_EQ(num_signs, 1u);
+  EXPECT_EQ(num_calls_[0], 2);
+  EXPECT_EQ(num_calls_[1], 1);
+  EXPECT_EQ(num_calls_[2], 1);
+}
+
+TEST_F(RemoteRowsTest, WhatAServerDoesNotTakeInIsDropped) {
+  std::promise<void> may_go_on;
+  const std::shared_future<void> gate = may_go_on.get_future().share();
+  AnswerAll([gate](const Buffer& request) {
+    if (!request.span().empty()) gate.wait();
+    return IsWanted(true);
+  });
+  const auto deadline = Soon();
+  while (!rows_.WantsPrefetch()) {
+    ASSERT_LT(std::chrono::steady_clock::now(), deadline);
+    std::this_thread::yield();
+  }
+  const std::vector<ServerBlocks> one = {requests_[0], {}, {}};
+  uint64_t num_dropped = 0;
+  for (int i = 0; i < 20 && num_dropped == 0; ++i) num_dropped = rows_.Prefetch(one);
+  EXPECT_EQ(num_dropped, 1u);
+  may_go_on.set_value();
 }
 
 TEST_F(RemoteRowsTest, UpdatesAreSentWholeAndAddedUp) {

@@ -1,0 +1,66 @@
+#include "worker/prefetch_hints.h"
+
+#include <chrono>
+#include <utility>
+#include <vector>
+
+#include "base/row_protocol.h"
+
+namespace persia::worker {
+namespace {
+
+// A hint that is older is of no use.
+constexpr std::chrono::seconds kPatience{2};
+constexpr uint32_t kMaxOpen = 4;
+
+}  // namespace
+
+bool PrefetchHints::IsWanted(const std::shared_ptr<PrefetchHints>& hints, net::Channel* channel) {
+  State state = hints->state_;
+  if (state == State::kUnknown && hints->state_.compare_exchange_strong(state, State::kAsked)) {
+    ++hints->num_open_;
+    Call(hints, {}, channel);
+  }
+  return state == State::kWanted;
+}
+
+uint64_t PrefetchHints::Send(const std::shared_ptr<PrefetchHints>& hints,
+                             std::span<const uint64_t> signs, net::Channel* channel) {
+  if (signs.empty() || hints->state_ != State::kWanted) return 0;
+  if (++hints->num_open_ > kMaxOpen) {
+    --hints->num_open_;
+    return signs.size();
+  }
+  Call(hints, signs, channel);
+  return 0;
+}
+
+void PrefetchHints::Call(const std::shared_ptr<PrefetchHints>& hints,
+                         std::span<const uint64_t> signs, net::Channel* channel) {
+  const auto bytes = std::as_bytes(signs);
+  net::Parts parts;
+  parts.AddOwned(std::vector<std::byte>(bytes.begin(), bytes.end()));
+  channel->CallAsync(net::Method::kPrefetchRows, std::move(parts),
+                     std::chrono::steady_clock::now() + kPatience,
+                     [hints](StatusOr<Buffer> reply) { hints->TakeReply(std::move(reply)); });
+}
+
+// Who did not answer is asked anew; who does not know the method (docs/wire_format.md) has no use
+// for it.
+PrefetchHints::State PrefetchHints::StateAfter(StatusOr<Buffer> reply) {
+  if (!reply.ok()) {
+    const bool is_refused = reply.status().code() == StatusCode::kInvalidArgument;
+    return is_refused ? State::kUnwanted : State::kUnknown;
+  }
+  auto answer = DecodePrefetchReply(reply->span());
+  return answer.ok() && answer->is_wanted != 0 ? State::kWanted : State::kUnwanted;
+}
+
+void PrefetchHints::TakeReply(StatusOr<Buffer> reply) {
+  --num_open_;
+  State known = state_;
+  if (known == State::kUnknown) return;  // of a server that has gone
+  state_.compare_exchange_strong(known, StateAfter(std::move(reply)));
+}
+
+}  // namespace persia::worker
