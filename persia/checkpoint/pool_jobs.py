@@ -65,6 +65,17 @@ class PoolDumpJob(TwoPhaseJob):
                 f"place, {self._directory}, has to be one that all servers read, on a shared file system or "
                 "in a storage service"
             )
+        # To give the checkpoint up, this server removes the marker.
+        probe = self._directory / self.operation / f"server-{self._share.index}"
+        try:
+            with probe.create():
+                pass
+            probe.remove()
+        except StorageError as failure:
+            raise StorageError(
+                f"{failure}: servers with pools must be able to write and to remove files in the directory "
+                f"of a checkpoint in place, {self._directory}; give the server's user that right"
+            ) from failure
 
     def _await_prepared(self) -> dict[str, int]:
         """Until all rows of the checkpoint are in the pool; raises what keeps them out."""

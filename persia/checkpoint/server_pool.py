@@ -334,6 +334,7 @@ class ServerPool:
             return
         if not self._has_rows:
             get_default_logger().warning("the pool in %s is gone, with all its rows", self.folder)
+            prepared.decide()  # what does not count yet must not any more
             self._state = replace(self._state, committed=None, prepared=None)
             return
         from persia._native import commit_pool, inspect_pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from persia.checkpoint import checkpoints, coordinator
 from persia.checkpoint.checkpoints import Source
@@ -18,7 +21,7 @@ from persia.checkpoint.coordinator import DumpOperation
 from persia.checkpoint.manifest import MANIFEST_NAME, EmbeddingSection, Manifest, make_dump_id, utc_now
 from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.protocol import Report, Request, Verb
-from persia.checkpoint.server_pool import PoolCheckpoint
+from persia.checkpoint.server_pool import IN_PLACE_NAME, PoolCheckpoint
 from persia.checkpoint.service import CheckpointService
 from persia.checkpoint.storage import Location
 from persia.embedding import EmbeddingConfig
@@ -366,6 +369,24 @@ def test_servers_that_see_another_directory_say_so(root: Path, tmp_path: Path) -
     job.leave()
 
 
+@pytest.mark.parametrize(("owner", "method"), [(AbstractFileSystem, "open"), (LocalFileSystem, "rm")])
+def test_servers_that_may_not_write_beside_the_manifest_say_so(
+    owner: type, method: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(monkeypatch, owner, method)
+    faults.error = PermissionError(errno.EACCES, "not for you")
+    job = job_at(root)
+    faults.set("/server-1")
+    with pytest.raises(StorageError, match=r"server-1 could not be .*not for you.* give the server's user"):
+        job.checkpoints.dump(tmp_path / "c", step=1, in_place=True)
+    assert faults.failed
+    assert not (tmp_path / "c" / MANIFEST_NAME).exists()
+    faults.set(times=0)
+    job.checkpoints.dump(tmp_path / "c", step=2, in_place=True)
+    job.checkpoints.load(Source(tmp_path / "c"))
+    job.leave()
+
+
 def test_a_server_does_not_start_without_the_directory_that_tells_what_counts(
     root: Path, tmp_path: Path
 ) -> None:
@@ -407,13 +428,18 @@ def test_a_pool_that_was_removed_has_no_checkpoint(root: Path, tmp_path: Path) -
     job = job_at(root)
     job.checkpoints.dump(tmp_path / "c", step=1, in_place=True)
     job.set_rows(2.0)
-    prepare(job, tmp_path / "c", step=2)
+    manifest = prepare(job, tmp_path / "c", step=2)
+    assert manifest.embeddings is not None
+    marker = tmp_path / "c" / manifest.embeddings.dump_id / IN_PLACE_NAME
+    marker.parent.mkdir()
+    marker.write_bytes(b"")
     job.leave()
     for index in range(2):
         (root / f"server-{index}/rows.pool").unlink()
         (root / f"server-{index}/rules").unlink()
     steps, job = steps_after_a_start(root)
     assert steps == [None, None]
+    assert not marker.exists(), "a coordinator that goes on would name rows that are gone"
     with pytest.raises(FailedPreconditionError, match="it has none"):
         job.checkpoints.load(Source(tmp_path / "c"))
     job.leave()
