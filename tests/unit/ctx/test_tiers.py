@@ -14,7 +14,8 @@ import torch
 from persia import pmem
 from persia.checkpoint.server_pool import ServerPool
 from persia.config import StorageConfig
-from persia.ctx import TrainCtx
+from persia.ctx import DataCtx, TrainCtx
+from persia.data import DataLoader, StreamingDataset
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import Adagrad
 from persia.errors import InvalidArgumentError, NotFoundError, UnavailableError
@@ -88,6 +89,25 @@ def test_training_goes_on_from_any_kind_as_in_memory(
     with enter("dram") as ctx:
         ctx.load_checkpoint(tmp_path / "files")
         assert ctx.step == 30
+
+
+def test_rows_of_batches_that_wait_are_brought_into_memory_ahead(
+    enter: Callable[[str], TrainCtx], new_batch: Any
+) -> None:
+    def send() -> None:
+        with DataCtx() as data:
+            for number in range(80):
+                data.send_data(new_batch(number % 20))
+
+    with enter("file") as ctx:
+        for batch in DataLoader(StreamingDataset(loader=send), embedding_staleness=1):
+            output, _ = ctx.forward(batch)
+            ctx.backward((output - 1).square().mean())
+        store = ctx.backend.local_store
+        assert store is not None
+        stats = store.tier_stats()
+    assert stats is not None
+    assert stats["num_prefetched"] > 0, stats
 
 
 def test_rows_in_memory_cannot_stay_in_place(
