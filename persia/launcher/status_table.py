@@ -126,7 +126,9 @@ def _tier(stats: Mapping[str, Any]) -> str:
     tier = stats.get("tier")
     if tier is None:
         return ""
-    step = "no checkpoint" if tier["checkpoint"] is None else f"checkpoint of step {tier['step']}"
+    step = "no checkpoint"
+    if tier["checkpoint"] is not None:
+        step = "checkpoint of no step" if tier["step"] is None else f"checkpoint of step {tier['step']}"
     pending = f", {tier['num_pending']} pending" if tier["num_pending"] else ""
     return f", {si(tier['num_hot'])} cached, {si(tier['num_promoted'])} promoted, {step}{pending}"
 

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from tests.ports import free_port
 from .test_serving import Load, Served, make_batch
 
 DEADLINE_S = 120.0
+MANY_IDS = np.concatenate([IDS, np.arange(1000, 1500, dtype=np.uint64)])
 _OTHER_JOBS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "PERSIA_NATS_URL")
 
 
@@ -172,20 +174,18 @@ def start(tmp_path: Path, config: str) -> Iterator[Callable[..., None]]:
         yield run
 
 
-def test_two_servers_follow_three_and_the_dense_model_waits_for_them(tmp_path: Path, start: Any) -> None:
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[TrainCtx]:
+    """A job with three parameter servers that writes packets, once there is one; its model is dumped."""
     section = {
         "enable_incremental_update": True,
         "incremental_dir": str(tmp_path / "packets"),
         "incremental_interval_ms": 100,
         "incremental_dense_interval_sec": 0,
     }
-    ids = np.concatenate([IDS, np.arange(1000, 1500, dtype=np.uint64)])
+    config = {"embedding_parameter_server_config": section}
     with (
-        LocalCluster(
-            embedding_config=SLOTS,
-            parameter_servers=3,
-            global_config={"embedding_parameter_server_config": section},
-        ) as cluster,
+        LocalCluster(embedding_config=SLOTS, parameter_servers=3, global_config=config) as cluster,
         pytest.MonkeyPatch.context() as patch,
     ):
         for name in ("PERSIA_NATS_URL", "PERSIA_JOB_NAME"):
@@ -199,58 +199,81 @@ def test_two_servers_follow_three_and_the_dense_model_waits_for_them(tmp_path: P
             mixed_precision=False,
             slots=SLOTS,
         ) as ctx:
-            ctx.set_embedding("user", ids[:100], np.full((100, 2), 1.0, np.float32))
+            ctx.set_embedding("user", MANY_IDS[:100], np.full((100, 2), 1.0, np.float32))
             wait_until(lambda: (tmp_path / "packets" / "latest").exists(), lambda: "no packet was written")
             ctx.dump_checkpoint(str(tmp_path / "model"), with_jit_model=True, step=1)
-            ports = [free_port() for _ in range(2)]
-            watched = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-            for index, port in enumerate(ports):
-                place = ("--replica-index", str(index), "--replica-size", "2")
-                shown = ("--metrics-port", watched[index].rpartition(":")[2])
-                start(
-                    "embedding-parameter-server",
-                    port,
-                    {"embedding_checkpoint": str(tmp_path / "model")},
-                    *place,
-                    *shown,
-                )
-            worker = f"127.0.0.1:{free_port()}"
-            start("embedding-worker", int(worker[10:]), {"servers": [f"127.0.0.1:{port}" for port in ports]})
-            infer = InferCtx([worker])
-            infer.wait_for_serving(DEADLINE_S)
-            arguments = [str(tmp_path / "model"), "--embedding-worker", worker, "--incremental-poll", "0.05"]
-            arguments += ["--incremental-dir", str(tmp_path / "packets")]
-            for address in watched:
-                arguments += ["--server-status", address]
-            served = Served(tmp_path, *arguments)
-            try:
-                served.wait_until(lambda: served.infer(make_batch([20]))[1] == [2.0])
-                first = position_of(served.infer(make_batch([20]))[0])
-                ctx.set_embedding("user", ids, np.full((len(ids), 2), 3.0, np.float32))
-                with torch.no_grad():
-                    model.factor.fill_(5.0)
-                # Training steps offer the model for the next packet.
-                for batch in DataLoader(Batches()):
-                    output, _ = ctx.forward(batch)
-                    ctx.backward(0.0 * output.sum())
-                served.wait_until(lambda: served.infer(make_batch([20]))[1] == [30.0])
-                assert sum(infer.get_embedding_size()) == len(ids)
-                assert min(infer.get_embedding_size()) > 0
-                positions = {status_of(address)["following"]["position"] for address in watched}
-                assert all(position is not None for position in positions)
-                with Load(served.address, num_clients=1) as load:
-                    pin = tmp_path / "packets" / "pin"
-                    (Location.of(pin)).replace(f"{first.name}\n".encode())
-                    served.wait_until(lambda: served.infer(make_batch([20])) == (str(first), [2.0]))
-                    for address in watched:  # servers go back in no order
-                        wait_until(lambda at=address: went_back(at, first), lambda at=address: status_of(at))
-                    ctx.set_embedding("user", ids, np.full((len(ids), 2), 4.0, np.float32))
-                    newest = newer_than(PacketLog(tmp_path / "packets"))
-                    assert served.infer(make_batch([20])) == (str(first), [2.0]), "it stays there"
-                    pin.unlink()
-                    served.wait_until(lambda: served.infer(make_batch([20]))[1] == [40.0])
-                assert load.failures == [], "nobody who asks has to wait for it"
-                assert newest > first
-            finally:
-                served.stop()
+            yield ctx
         env.reload_env()
+
+
+@dataclass(frozen=True)
+class Followers:
+    served: Served
+    worker: InferCtx
+    server_status: list[str]  # addresses
+
+    def answer(self) -> tuple[str, list[float]]:
+        return self.served.infer(make_batch([20]))
+
+
+@pytest.fixture
+def followers(training: TrainCtx, tmp_path: Path, start: Any) -> Iterator[Followers]:
+    """Two parameter servers, a worker and the dense model, which follow `training`."""
+    servers = [free_port() for _ in range(2)]
+    watched = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    for index, server in enumerate(servers):
+        place = ("--replica-index", str(index), "--replica-size", "2")
+        shown = ("--metrics-port", watched[index].rpartition(":")[2])
+        source = {"embedding_checkpoint": str(tmp_path / "model")}
+        start("embedding-parameter-server", server, source, *place, *shown)
+    port = free_port()
+    start("embedding-worker", port, {"servers": [f"127.0.0.1:{server}" for server in servers]})
+    worker = InferCtx([f"127.0.0.1:{port}"])
+    worker.wait_for_serving(DEADLINE_S)
+    arguments = [str(tmp_path / "model"), "--embedding-worker", f"127.0.0.1:{port}"]
+    arguments += ["--incremental-poll", "0.05", "--incremental-dir", str(tmp_path / "packets")]
+    for address in watched:
+        arguments += ["--server-status", address]
+    served = Served(tmp_path, *arguments)
+    try:
+        yield Followers(served, worker, watched)
+    finally:
+        served.stop()
+
+
+def train_some(ctx: TrainCtx) -> None:
+    """Training steps offer the model for the next packet."""
+    for batch in DataLoader(Batches()):
+        output, _ = ctx.forward(batch)
+        ctx.backward(0.0 * output.sum())
+
+
+def test_two_servers_follow_three_and_the_dense_model_waits_for_them(
+    training: TrainCtx, followers: Followers, tmp_path: Path
+) -> None:
+    served = followers.served
+    served.wait_until(lambda: followers.answer()[1] == [2.0])
+    first = position_of(followers.answer()[0])
+    training.set_embedding("user", MANY_IDS, np.full((len(MANY_IDS), 2), 3.0, np.float32))
+    assert isinstance(training.model, Model)
+    with torch.no_grad():
+        training.model.factor.fill_(5.0)
+    train_some(training)
+    served.wait_until(lambda: followers.answer()[1] == [30.0])
+    assert sum(followers.worker.get_embedding_size()) == len(MANY_IDS)
+    assert min(followers.worker.get_embedding_size()) > 0
+    positions = {status_of(address)["following"]["position"] for address in followers.server_status}
+    assert all(position is not None for position in positions)
+    with Load(served.address, num_clients=1) as load:
+        pin = tmp_path / "packets" / "pin"
+        (Location.of(pin)).replace(f"{first.name}\n".encode())
+        served.wait_until(lambda: followers.answer() == (str(first), [2.0]))
+        for address in followers.server_status:  # servers go back in no order
+            wait_until(lambda at=address: went_back(at, first), lambda at=address: status_of(at))
+        training.set_embedding("user", MANY_IDS, np.full((len(MANY_IDS), 2), 4.0, np.float32))
+        newest = newer_than(PacketLog(tmp_path / "packets"))
+        assert followers.answer() == (str(first), [2.0]), "it stays there"
+        pin.unlink()
+        served.wait_until(lambda: followers.answer()[1] == [40.0])
+    assert load.failures == [], "nobody who asks has to wait for it"
+    assert newest > first

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -263,13 +264,29 @@ def test_a_trace_has_all_phases_of_all_roles(job, tmp_path):
     check_the_picture(path, path.with_suffix(".svg"))
 
 
-def check_the_picture(trace: Path, picture: Path) -> None:
-    """As the documents draw it: the lanes of one batch in all roles that it goes through."""
+def draw(trace: Path, picture: Path) -> str:
     command = [sys.executable, str(MONITORING / "draw_trace.py"), str(trace), str(picture)]
     drawn = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert drawn.returncode == 0, drawn.stderr
     assert re.fullmatch(rf"batch \d+: {re.escape(str(picture))}\n", drawn.stdout)
-    lanes = re.findall(r"<!-- (\S+ \d): (.+) -->", picture.read_text())  # matplotlib's, beside the outlines
+    return picture.read_text()
+
+
+def test_a_picture_shows_its_batch_where_others_wait_in_the_same_queue(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "nn-worker 0"}}
+    ]
+    for batch, begin, end in ((1, 0, 5000), (2, 1000, 7000)):
+        span = {"name": "queue of ready batches", "pid": 0, "id": batch, "args": {"batch_id": batch}}
+        events += [{**span, "ph": "b", "ts": begin}, {**span, "ph": "e", "ts": end}]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    drawing = draw(tmp_path / "trace.json", tmp_path / "trace.svg")
+    assert drawing.index("fill: #dddddd") < drawing.index("fill: #1f77b4"), "batch 2 covers batch 1"
+
+
+def check_the_picture(trace: Path, picture: Path) -> None:
+    """As the documents draw it: the lanes of one batch in all roles that it goes through."""
+    lanes = re.findall(r"<!-- (\S+ \d): (.+) -->", draw(trace, picture))  # matplotlib's, beside the outlines
     assert {
         ("nn-worker 0", "forward"),
         ("embedding-worker 0", "lookup preprocess"),

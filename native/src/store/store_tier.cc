@@ -208,6 +208,11 @@ void EmbeddingStore::Prefetch(std::span<const uint64_t> signs) {
 StatusOr<uint64_t> EmbeddingStore::RequestCheckpoint(bool held) {
   auto tier = impl_->RequireTier();
   PERSIA_RETURN_IF_ERROR(tier.status());
+  if (!config()) {
+    return Status(StatusCode::kFailedPrecondition,
+                  "no optimizer yet, and so no rows: a TrainCtx that is entered configures it; "
+                  "dump after that");
+  }
   const std::unique_lock lock(impl_->in_place_mutex());
   auto batch = (*tier)->BeginCheckpoint(held);
   if (batch.ok()) (*tier)->Wake();

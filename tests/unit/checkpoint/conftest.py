@@ -52,9 +52,9 @@ def train(bags: _native.EmbeddingBags, num_ids: int = 3000, seed: int = 0, steps
         bags.update(batch, generator.standard_normal(pooled.shape, dtype=np.float32))
 
 
-def make_server(index: int, replicas: int) -> _native.ParameterServer:
+def make_server(index: int, replicas: int, **options: Any) -> _native.ParameterServer:
     server = _native.ParameterServer(
-        replica_index=index, replica_size=replicas, capacity=1_000_000, num_internal_shards=4
+        replica_index=index, replica_size=replicas, capacity=1_000_000, num_internal_shards=4, **options
     )
     server.start("127.0.0.1", 0)
     return server

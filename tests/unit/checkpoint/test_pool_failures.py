@@ -69,6 +69,22 @@ def job_at(root: Path, num_servers: int = 2, directory: Path | None = None, **op
     return job
 
 
+def die_during_step_2(
+    job: PoolJob, place: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
+) -> None:
+    """Ends coordinator and servers where a dump in place would call that method."""
+
+    def die(*_: object) -> None:
+        for peer in job.peers:
+            peer.end()
+        raise SystemExit
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, method, die)
+        with pytest.raises(SystemExit):
+            job.checkpoints.dump(place, step=2, keep_last=2, in_place=True)
+
+
 def before_publishing(monkeypatch: pytest.MonkeyPatch, action: Callable[[DumpOperation], None]) -> None:
     """Once: when servers have prepared all, and the manifest is not there yet."""
     publish = checkpoints._publish
@@ -297,15 +313,7 @@ def test_latest_names_what_servers_will_go_back_to(
     job = job_at(root)
     job.checkpoints.dump(tmp_path / "all", step=1, keep_last=2, in_place=True)
 
-    def die(_: DumpOperation) -> None:
-        for peer in job.peers:
-            peer.end()
-        raise SystemExit
-
-    with monkeypatch.context() as patched:
-        patched.setattr(DumpOperation, "commit", die)
-        with pytest.raises(SystemExit):
-            job.checkpoints.dump(tmp_path / "all", step=2, keep_last=2, in_place=True)
+    die_during_step_2(job, tmp_path / "all", monkeypatch, DumpOperation, "commit")
     job.leave()
     steps, job = steps_after_a_start(root)
     assert steps == [2, 2]
@@ -341,15 +349,7 @@ def test_a_coordinator_that_is_killed_before_latest_leaves_what_latest_names(
     job.checkpoints.dump(tmp_path / "all", step=1, keep_last=2, in_place=True)
     job.set_rows(2.0)
 
-    def die(*_: object) -> None:
-        for peer in job.peers:
-            peer.end()
-        raise SystemExit
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Location, "turn_into", die)
-        with pytest.raises(SystemExit):
-            job.checkpoints.dump(tmp_path / "all", step=2, keep_last=2, in_place=True)
+    die_during_step_2(job, tmp_path / "all", monkeypatch, Location, "turn_into")
     assert (tmp_path / "all/step-000000000002" / MANIFEST_NAME).exists()
     job.leave()
     steps, job = steps_after_a_start(root)

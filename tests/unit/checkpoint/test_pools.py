@@ -166,6 +166,17 @@ def test_rows_and_dense_part_go_back_together(kind: str, root: Path, tmp_path: P
     job.leave()
 
 
+def test_a_server_without_an_optimizer_has_nothing_to_keep(root: Path, tmp_path: Path) -> None:
+    pool = open_pool(storage_at(root))
+    server = make_server(0, 1, tier=pool.tier_options)
+    pool.attach(server)
+    share = ServerShare(store=server, index=0, replicas=1, schema=SCHEMA, num_threads=2, pool=pool)
+    checkpoints = Checkpoints(lambda: [LocalPeer(CheckpointService(share))], deadline_s=5)
+    with pytest.raises(FailedPreconditionError, match="no optimizer yet, and so no rows: a TrainCtx"):
+        checkpoints.dump(tmp_path / "c", in_place=True)
+    pool.close()
+
+
 def prepare(job: PoolJob, directory: Path, step: int) -> Manifest:
     """All that servers do of a dump before they are told that it counts; the manifest that would say so."""
     operation, entries = make_dump_id(), []

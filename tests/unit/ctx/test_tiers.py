@@ -30,16 +30,16 @@ KINDS = [
 ]
 
 
-def config_of(kind: str, path: Path) -> dict[str, Any]:
-    storage = {} if kind == "dram" else {"kind": kind, "path": str(path), "cache_rows": 4}
+def config_of(kind: str, path: Path, **cache: int) -> dict[str, Any]:
+    storage = {} if kind == "dram" else {"kind": kind, "path": str(path), **(cache or {"cache_rows": 4})}
     return {"embedding_parameter_server_config": {"num_hashmap_internal_shards": 2, "storage": storage}}
 
 
 @pytest.fixture
-def enter(make_ctx: Callable[..., TrainCtx], tmp_path: Path) -> Callable[[str], TrainCtx]:
+def enter(make_ctx: Callable[..., TrainCtx], tmp_path: Path) -> Callable[..., TrainCtx]:
     """A context of a model of its own over storage of that kind, in `tmp_path`."""
 
-    def enter(kind: str) -> TrainCtx:
+    def enter(kind: str, **cache: int) -> TrainCtx:
         gc.collect()  # the pool is free once nothing holds its context any more
         torch.manual_seed(3)
         model = Model()
@@ -49,7 +49,7 @@ def enter(make_ctx: Callable[..., TrainCtx], tmp_path: Path) -> Callable[[str], 
             embedding_optimizer=Adagrad(lr=0.1),
             dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             slots=SLOTS,
-            global_config=config_of(kind, tmp_path),
+            global_config=config_of(kind, tmp_path, **cache),
         )
 
     return enter
@@ -68,7 +68,7 @@ def train(ctx: TrainCtx, new_batch: Any, numbers: range) -> list[float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on_from_any_kind_as_in_memory(
-    kind: str, enter: Callable[[str], TrainCtx], tmp_path: Path, new_batch: Any
+    kind: str, enter: Callable[..., TrainCtx], tmp_path: Path, new_batch: Any
 ) -> None:
     in_place = kind != "dram"
     with enter("dram") as ctx:
@@ -111,7 +111,7 @@ def test_rows_of_batches_that_wait_are_brought_into_memory_ahead(
 
 
 def test_rows_in_memory_cannot_stay_in_place(
-    enter: Callable[[str], TrainCtx], tmp_path: Path, new_batch: Any
+    enter: Callable[..., TrainCtx], tmp_path: Path, new_batch: Any
 ) -> None:
     with enter("dram") as ctx:
         train(ctx, new_batch, range(1))
@@ -120,7 +120,7 @@ def test_rows_in_memory_cannot_stay_in_place(
 
 
 def test_a_pool_has_one_context(
-    enter: Callable[[str], TrainCtx], make_ctx: Callable[..., TrainCtx], tmp_path: Path
+    enter: Callable[..., TrainCtx], make_ctx: Callable[..., TrainCtx], tmp_path: Path
 ) -> None:
     storage = StorageConfig(kind="file", path=str(tmp_path))
     pool = ServerPool(storage, index=0, replicas=1, schema=None, num_threads=1)
@@ -132,19 +132,8 @@ def test_a_pool_has_one_context(
         make_ctx(backend=None, slots=SLOTS, global_config=config)
 
 
-def test_a_cache_of_bytes_holds_the_rows_that_fit(make_ctx: Callable[..., TrainCtx], tmp_path: Path) -> None:
-    config = config_of("file", tmp_path)
-    section = config["embedding_parameter_server_config"]
-    section["storage"] = {"kind": "file", "path": str(tmp_path), "cache_bytes": 4096}
-    model = Model()
-    with make_ctx(
-        backend=None,
-        model=model,
-        embedding_optimizer=Adagrad(lr=0.1),
-        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        slots=SLOTS,
-        global_config=config,
-    ) as ctx:
+def test_a_cache_of_bytes_holds_the_rows_that_fit(enter: Callable[..., TrainCtx]) -> None:
+    with enter("file", cache_bytes=4096) as ctx:
         ids = np.arange(500, dtype=np.uint64)
         features = [IDTypeFeatureWithSingleID(name, ids) for name in "ab"]
         labels = [Label(np.ones((500, 1), np.float32))]

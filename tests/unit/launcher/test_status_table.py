@@ -205,6 +205,10 @@ def test_numbers_are_short(value: float, text: str) -> None:
     [
         ({"checkpoint": None, "step": None, "num_pending": 0}, "1k cached, 2M promoted, no checkpoint"),
         (
+            {"checkpoint": "dump-1", "step": None, "num_pending": 0},
+            "1k cached, 2M promoted, checkpoint of no step",
+        ),
+        (
             {"checkpoint": "dump-1", "step": 40, "num_pending": 1},
             "1k cached, 2M promoted, checkpoint of step 40, 1 pending",
         ),
