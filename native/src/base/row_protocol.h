@@ -75,7 +75,7 @@ struct SetRowsRequest {
 struct PrefetchRowsRequest {
   std::span<const uint64_t> signs;
 };
-// 0: all rows are in memory anyway, do not send more.
+// 0: no rows have to be read from a file, do not send more.
 struct PrefetchRowsReply {
   uint64_t is_wanted = 0;
 };

@@ -70,7 +70,7 @@ uint64_t NumTold(const store::EmbeddingStore& store) {
   return stats.num_prefetched + stats.num_unheeded;
 }
 
-TEST(ClusterTest, RowsInPoolsAreAskedForAheadAndChangeNothing) {
+TEST(ClusterTest, RowsInFilesAreAskedForAheadAndChangeNothing) {
   constexpr uint32_t kNumSteps = 30;
   const auto in_memory = [&] {
     Cluster cluster(2);

@@ -49,9 +49,7 @@ StatusOr<std::shared_ptr<EmbeddedRows>> EmbeddedRows::Create(
 }
 
 EmbeddedRows::EmbeddedRows(std::unique_ptr<store::EmbeddingStore> store)
-    : incarnation_(DrawIncarnation()),
-      store_(std::move(store)),
-      has_tier_(store_->tier_stats().has_value()) {}
+    : incarnation_(DrawIncarnation()), store_(std::move(store)) {}
 
 Status EmbeddedRows::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
   PERSIA_RETURN_IF_ERROR(CheckDeadline(deadline));

@@ -29,7 +29,7 @@ class EmbeddedRows final : public worker::RowService {
   StatusOr<std::vector<worker::ServerRows>> Lookup(std::span<const worker::ServerBlocks> requests,
                                                    bool train, worker::Deadline deadline) override;
   uint64_t Prefetch(std::span<const worker::ServerBlocks> requests) override;
-  bool WantsPrefetch() override { return has_tier_; }
+  bool WantsPrefetch() override { return store_->WantsPrefetch(); }
   // The worker repeats an update only when it was not applied, so its key is not remembered here.
   StatusOr<worker::UpdateResult> Update(worker::UpdateKey key,
                                         std::span<const worker::ServerUpdate> updates,
@@ -46,7 +46,6 @@ class EmbeddedRows final : public worker::RowService {
 
   const uint64_t incarnation_;
   const std::unique_ptr<store::EmbeddingStore> store_;
-  const bool has_tier_;
   std::atomic<uint64_t> update_counter_{0};
 };
 

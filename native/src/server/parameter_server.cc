@@ -295,7 +295,7 @@ ParameterServer::Impl::Reply ParameterServer::Impl::PrefetchRows(Body body, cons
   auto request = DecodePrefetchRequest(body);
   if (!request.ok()) return request.status();
   store_->Prefetch(request->signs);
-  return FixedReply(PrefetchRowsReply{options_.tier.has_value() ? 1u : 0u});
+  return FixedReply(PrefetchRowsReply{store_->WantsPrefetch() ? 1u : 0u});
 }
 
 ServerStats ParameterServer::Impl::stats() const {

@@ -176,6 +176,9 @@ class EmbeddingStore {
   // their rows into memory, in the order of the calls; returns at once. Changes no row, nor the
   // order of eviction. Where more signs wait than half the cache has rows, the rest is dropped.
   void Prefetch(std::span<const uint64_t> signs);
+  // Whether that is worth a message: rows elsewhere have to be read from a file. Those of a pool
+  // that is mapped are read as fast by the lookup itself.
+  bool WantsPrefetch() const;
   // Nothing where there is no tier.
   std::optional<TierStats> tier_stats() const;
 

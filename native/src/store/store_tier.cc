@@ -205,6 +205,10 @@ void EmbeddingStore::Prefetch(std::span<const uint64_t> signs) {
   if (impl_->tier() != nullptr) impl_->tier()->read_ahead().Add(signs);
 }
 
+bool EmbeddingStore::WantsPrefetch() const {
+  return impl_->tier() != nullptr && !impl_->tier()->pool().is_mapped();
+}
+
 StatusOr<uint64_t> EmbeddingStore::RequestCheckpoint(bool held) {
   auto tier = impl_->RequireTier();
   PERSIA_RETURN_IF_ERROR(tier.status());

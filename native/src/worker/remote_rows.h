@@ -31,7 +31,7 @@ class RemoteRows : public RowService {
   StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests, bool train,
                                            Deadline deadline) override;
   // Servers are asked once, with the first call of WantsPrefetch(), and again where they come back;
-  // those with all rows in memory are sent nothing more.
+  // those that read no rows from a file are sent nothing more.
   uint64_t Prefetch(std::span<const ServerBlocks> requests) override;
   bool WantsPrefetch() override;
   StatusOr<UpdateResult> Update(UpdateKey key, std::span<const ServerUpdate> updates,

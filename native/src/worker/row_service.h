@@ -93,7 +93,7 @@ class RowService {
   // A hint that lookups of these are to come: returns at once. How many signs were dropped, because
   // a server has not taken in the ones before. Not for the use of one who got false below.
   virtual uint64_t Prefetch(std::span<const ServerBlocks> /*requests*/) { return 0; }
-  // Whether some server has rows elsewhere than in memory, as far as is known.
+  // Whether some server has rows in a file, as far as is known.
   virtual bool WantsPrefetch() { return false; }
   // The sum of num_updated and num_missing, the largest staleness of each kind.
   virtual StatusOr<UpdateResult> Update(UpdateKey key, std::span<const ServerUpdate> updates,
