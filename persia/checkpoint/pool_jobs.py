@@ -74,7 +74,8 @@ class PoolDumpJob(TwoPhaseJob):
         except StorageError as failure:
             raise StorageError(
                 f"{failure}: servers with pools must be able to write and to remove files in the directory "
-                f"of a checkpoint in place, {self._directory}; give the server's user that right"
+                f"of a checkpoint in place, {self._directory}: give the server's user that right, if it is "
+                "this that fails"
             ) from failure
 
     def _await_prepared(self) -> dict[str, int]:

@@ -75,9 +75,9 @@ StatusOr<std::vector<ServerRows>> EmbeddedRows::Lookup(std::span<const ServerBlo
   return answers;
 }
 
-uint64_t EmbeddedRows::Prefetch(std::span<const ServerBlocks> requests) {
+worker::Announced EmbeddedRows::Prefetch(std::span<const ServerBlocks> requests) {
   store_->Prefetch(requests[0].signs);  // which counts what it drops
-  return 0;
+  return {.num_signs = requests[0].signs.size()};
 }
 
 StatusOr<UpdateResult> EmbeddedRows::Update(UpdateKey, std::span<const ServerUpdate> updates,

@@ -28,7 +28,7 @@ class EmbeddedRows final : public worker::RowService {
   Status Configure(const TrainConfig& config, bool replace, worker::Deadline deadline) override;
   StatusOr<std::vector<worker::ServerRows>> Lookup(std::span<const worker::ServerBlocks> requests,
                                                    bool train, worker::Deadline deadline) override;
-  uint64_t Prefetch(std::span<const worker::ServerBlocks> requests) override;
+  worker::Announced Prefetch(std::span<const worker::ServerBlocks> requests) override;
   bool WantsPrefetch() override { return store_->WantsPrefetch(); }
   // The worker repeats an update only when it was not applied, so its key is not remembered here.
   StatusOr<worker::UpdateResult> Update(worker::UpdateKey key,

@@ -1,5 +1,6 @@
 #include "worker/batch_table.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace persia::worker {
@@ -82,14 +83,14 @@ StatusOr<BatchTable::Lease> BatchTable::Acquire(uint64_t counter, Deadline deadl
 
 std::optional<BatchTable::Lease> BatchTable::TakeAhead(uint64_t limit) {
   const std::lock_guard lock(mutex_);
-  if (num_ahead_ >= limit) return std::nullopt;
+  ahead_.erase(ahead_.begin(), ahead_.lower_bound(newest_left_));
+  if (ahead_.size() >= limit) return std::nullopt;
   for (auto next = batches_.lower_bound(next_ahead_); next != batches_.end(); ++next) {
     const std::shared_ptr<Batch>& batch = next->second;
     // What is being worked on is being looked up already.
     if (batch->stage != Batch::Stage::kWaiting || batch->busy) continue;
     next_ahead_ = batch->counter + 1;
-    ++num_ahead_;
-    batch->is_ahead = true;
+    ahead_.insert(batch->counter);
     batch->busy = true;
     return Lease(this, batch);
   }
@@ -164,7 +165,8 @@ void BatchTable::LeaveWaitingLocked(const Batch& batch) {
   if (--waiting->second == 0) num_waiting_.erase(waiting);
   --total_waiting_;
   waiting_bytes_ -= batch.num_bytes;
-  if (batch.is_ahead) --num_ahead_;
+  ahead_.erase(batch.counter);
+  newest_left_ = std::max(newest_left_, batch.counter);
 }
 
 std::optional<ReturnReport> BatchTable::FindReturned(uint64_t counter) const {

@@ -17,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <unordered_map>
 #include <vector>
 
@@ -53,7 +54,6 @@ struct Batch {
   size_t num_bytes = 0;
   Stage stage = Stage::kWaiting;
   bool busy = false;
-  bool is_ahead = false;  // waiting, and its rows are asked for
   std::chrono::steady_clock::time_point since;
 };
 
@@ -97,7 +97,8 @@ class BatchTable {
   StatusOr<Lease> Acquire(uint64_t counter, Deadline deadline);
 
   // The oldest batch that waits and was not given out by this, as long as fewer than `limit` of
-  // those that were still wait.
+  // those that were still wait. One that a later batch has overtaken does not count as waiting:
+  // nobody may ever ask for it, as when its rank was killed.
   std::optional<Lease> TakeAhead(uint64_t limit);
 
   // kResourceExhausted: too many in flight; the batch stays waiting then.
@@ -133,7 +134,8 @@ class BatchTable {
   uint64_t total_waiting_ = 0;
   uint64_t waiting_bytes_ = 0;
   uint64_t num_in_flight_ = 0;
-  uint64_t num_ahead_ = 0;
+  std::set<uint64_t> ahead_;   // given out ahead, and still waiting
+  uint64_t newest_left_ = 0;   // of the batches that have left waiting
   uint64_t next_ahead_ = 0;    // all before it were given out, or had left
   uint64_t next_counter_ = 1;  // 0 means no reference
   std::unordered_map<uint64_t, ReturnReport> returned_;

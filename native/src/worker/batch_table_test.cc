@@ -85,6 +85,17 @@ TEST(BatchTableTest, GivesOutTheNextWaitingBatchesAheadOnceEach) {
   EXPECT_TRUE(table.TakeAhead(2).has_value());
 }
 
+TEST(BatchTableTest, BatchesThatNobodyAsksForDoNotEndTheGivingOut) {
+  BatchTable table({});
+  const uint64_t lost = Add(table);
+  const uint64_t next = Add(table), last = Add(table);
+  EXPECT_EQ((*table.TakeAhead(1))->counter, lost);
+  EXPECT_FALSE(table.TakeAhead(1).has_value());
+  ASSERT_TRUE(table.StartFlight(Take(table, next)).ok());
+  EXPECT_EQ((*table.TakeAhead(1))->counter, last);
+  EXPECT_FALSE(table.TakeAhead(1).has_value());
+}
+
 TEST(BatchTableTest, KnowsWhatItNeverGaveOut) {
   BatchTable table({});
   const uint64_t counter = Add(table);

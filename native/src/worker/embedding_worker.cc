@@ -151,6 +151,7 @@ class EmbeddingWorker::Impl {
  private:
   StatusOr<FeatureBatch> Decode(std::span<const std::byte> id_features) const;
   Status CheckIncarnation(Reference reference) const;
+  StatusOr<uint64_t> Add(uint32_t loader_index, std::span<const std::byte> id_features);
   // Of a leased batch, where it has none.
   void Plan(Batch& batch);
   // Where servers want it: tells them what the next batches will look up.
@@ -238,14 +239,20 @@ Status EmbeddingWorker::Impl::CheckIncarnation(Reference reference) const {
 
 StatusOr<Reference> EmbeddingWorker::Impl::Register(uint32_t loader_index,
                                                     std::span<const std::byte> id_features) {
+  const StatusOr<uint64_t> counter = Add(loader_index, id_features);
+  if (!counter.ok()) return counter.status();
+  Announce();
+  return Reference{incarnation_, *counter};
+}
+
+StatusOr<uint64_t> EmbeddingWorker::Impl::Add(uint32_t loader_index,
+                                              std::span<const std::byte> id_features) {
   Timed timed(register_times_);
   StatusOr<FeatureBatch> features = Decode(id_features);
   if (!features.ok()) return features.status();
-  const StatusOr<uint64_t> counter = table_.AddWaiting(loader_index, std::move(features).value());
-  if (!counter.ok()) return counter.status();
-  timed.set_reference(counter.value());
-  Announce();
-  return Reference{incarnation_, counter.value()};
+  StatusOr<uint64_t> counter = table_.AddWaiting(loader_index, std::move(features).value());
+  if (counter.ok()) timed.set_reference(*counter);
+  return counter;
 }
 
 StatusOr<net::Parts> EmbeddingWorker::Impl::Lookup(Reference reference, bool requires_grad,
@@ -257,7 +264,6 @@ StatusOr<net::Parts> EmbeddingWorker::Impl::Lookup(Reference reference, bool req
   if (requires_grad) PERSIA_RETURN_IF_ERROR(table_.StartFlight(*lease));
   StatusOr<net::Parts> message = LookupLeased(**lease, requires_grad, deadline, parts);
   if (message.ok() && !requires_grad) table_.FinishReleased(*lease);
-  Announce();  // another waits no longer
   return message;
 }
 
@@ -285,10 +291,12 @@ void EmbeddingWorker::Impl::Plan(Batch& batch) {
 // The plans that it takes are made earlier, not twice.
 void EmbeddingWorker::Impl::Announce() {
   if (!rows_->WantsPrefetch()) return;
+  const TracedBatch other(TracedBatch::kNone);  // not of the batch whose call this is
   while (auto lease = table_.TakeAhead(kBatchesAhead)) {
     Plan(**lease);
-    num_announced_ += (*lease)->plan->num_signs();
-    num_announced_dropped_ += rows_->Prefetch((*lease)->plan->requests);
+    const Announced announced = rows_->Prefetch((*lease)->plan->requests);
+    num_announced_ += announced.num_signs;
+    num_announced_dropped_ += announced.num_dropped;
   }
 }
 
@@ -351,7 +359,9 @@ StatusOr<ReturnReport> EmbeddingWorker::Impl::Return(Reference reference, float 
     return lease.status();
   }
   StatusOr<ReturnReport> report = ReturnLeased(**lease, scale, gradients, deadline);
-  if (report.ok()) table_.FinishReturned(*lease, *report);
+  if (!report.ok()) return report;
+  table_.FinishReturned(*lease, *report);
+  Announce();  // one more has been looked up; and here no rank waits for what it takes
   return report;
 }
 

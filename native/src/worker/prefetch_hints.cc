@@ -9,8 +9,9 @@
 namespace persia::worker {
 namespace {
 
-// A hint that is older is of no use.
-constexpr std::chrono::seconds kPatience{2};
+// Long: a call that ends half way ends the connection, which lookups and updates share, and of open
+// hints there are few.
+constexpr std::chrono::seconds kPatience{60};
 constexpr uint32_t kMaxOpen = 4;
 
 }  // namespace
@@ -24,15 +25,15 @@ bool PrefetchHints::IsWanted(const std::shared_ptr<PrefetchHints>& hints, net::C
   return state == State::kWanted;
 }
 
-uint64_t PrefetchHints::Send(const std::shared_ptr<PrefetchHints>& hints,
-                             std::span<const uint64_t> signs, net::Channel* channel) {
-  if (signs.empty() || hints->state_ != State::kWanted) return 0;
+Announced PrefetchHints::Send(const std::shared_ptr<PrefetchHints>& hints,
+                              std::span<const uint64_t> signs, net::Channel* channel) {
+  if (signs.empty() || hints->state_ != State::kWanted) return {};
   if (++hints->num_open_ > kMaxOpen) {
     --hints->num_open_;
-    return signs.size();
+    return {.num_signs = signs.size(), .num_dropped = signs.size()};
   }
   Call(hints, signs, channel);
-  return 0;
+  return {.num_signs = signs.size()};
 }
 
 void PrefetchHints::Call(const std::shared_ptr<PrefetchHints>& hints,

@@ -12,6 +12,7 @@
 #include <span>
 
 #include "net/channel.h"
+#include "worker/row_service.h"
 
 namespace persia::worker {
 
@@ -19,9 +20,9 @@ class PrefetchHints {
  public:
   // As far as is known; asks where nothing is. Returns at once.
   static bool IsWanted(const std::shared_ptr<PrefetchHints>& hints, net::Channel* channel);
-  // How many of the signs were dropped though the server wants them.
-  static uint64_t Send(const std::shared_ptr<PrefetchHints>& hints, std::span<const uint64_t> signs,
-                       net::Channel* channel);
+  // Nothing where the server does not want them.
+  static Announced Send(const std::shared_ptr<PrefetchHints>& hints,
+                        std::span<const uint64_t> signs, net::Channel* channel);
   // Another server may be in its place.
   void Forget() { state_ = State::kUnknown; }
 

@@ -193,12 +193,15 @@ StatusOr<std::vector<ServerRows>> RemoteRows::Lookup(std::span<const ServerBlock
   return rows;
 }
 
-uint64_t RemoteRows::Prefetch(std::span<const ServerBlocks> requests) {
-  uint64_t num_dropped = 0;
+Announced RemoteRows::Prefetch(std::span<const ServerBlocks> requests) {
+  Announced total;
   for (uint32_t i = 0; i < requests.size(); ++i) {
-    num_dropped += PrefetchHints::Send(impl_->hints(i), requests[i].signs, &impl_->channel(i));
+    const Announced sent =
+        PrefetchHints::Send(impl_->hints(i), requests[i].signs, &impl_->channel(i));
+    total.num_signs += sent.num_signs;
+    total.num_dropped += sent.num_dropped;
   }
-  return num_dropped;
+  return total;
 }
 
 bool RemoteRows::WantsPrefetch() {

@@ -32,7 +32,7 @@ class RemoteRows : public RowService {
                                            Deadline deadline) override;
   // Servers are asked once, with the first call of WantsPrefetch(), and again where they come back;
   // those that read no rows from a file are sent nothing more.
-  uint64_t Prefetch(std::span<const ServerBlocks> requests) override;
+  Announced Prefetch(std::span<const ServerBlocks> requests) override;
   bool WantsPrefetch() override;
   StatusOr<UpdateResult> Update(UpdateKey key, std::span<const ServerUpdate> updates,
                                 Deadline deadline) override;

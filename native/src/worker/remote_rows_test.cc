@@ -130,7 +130,9 @@ TEST_F(RemoteRowsTest, OnlyServersThatWantToAreToldOfLookupsToCome) {
     ASSERT_LT(std::chrono::steady_clock::now(), deadline);
     std::this_thread::yield();
   }
-  EXPECT_EQ(rows_.Prefetch(requests_), 0u);
+  const Announced announced = rows_.Prefetch(requests_);
+  EXPECT_EQ(announced.num_signs, 1u);
+  EXPECT_EQ(announced.num_dropped, 0u);
   while (num_signs == 0) {
     ASSERT_LT(std::chrono::steady_clock::now(), deadline);
     std::this_thread::yield();
@@ -155,7 +157,7 @@ TEST_F(RemoteRowsTest, WhatAServerDoesNotTakeInIsDropped) {
   }
   const std::vector<ServerBlocks> one = {requests_[0], {}, {}};
   uint64_t num_dropped = 0;
-  for (int i = 0; i < 20 && num_dropped == 0; ++i) num_dropped = rows_.Prefetch(one);
+  for (int i = 0; i < 20 && num_dropped == 0; ++i) num_dropped = rows_.Prefetch(one).num_dropped;
   EXPECT_EQ(num_dropped, 1u);
   may_go_on.set_value();
 }

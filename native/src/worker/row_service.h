@@ -81,6 +81,13 @@ inline void AddUpdate(const ServerUpdate& update, const UpdateResult& answer, Up
   }
 }
 
+// Of a hint: signs for servers that want to be told, and those of them that were not sent, because
+// a server has not taken in the ones before.
+struct Announced {
+  uint64_t num_signs = 0;
+  uint64_t num_dropped = 0;
+};
+
 // Thread-safe. All calls go to all servers in parallel and return when the last has answered or at
 // the deadline; entry i of a span belongs to server i, and a server with no signs is not called.
 class RowService {
@@ -90,9 +97,9 @@ class RowService {
   virtual Status Configure(const TrainConfig& config, bool replace, Deadline deadline) = 0;
   virtual StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests,
                                                    bool train, Deadline deadline) = 0;
-  // A hint that lookups of these are to come: returns at once. How many signs were dropped, because
-  // a server has not taken in the ones before. Not for the use of one who got false below.
-  virtual uint64_t Prefetch(std::span<const ServerBlocks> /*requests*/) { return 0; }
+  // A hint that lookups of these are to come: returns at once. Not for the use of one who got false
+  // below.
+  virtual Announced Prefetch(std::span<const ServerBlocks> /*requests*/) { return {}; }
   // Whether some server has rows in a file, as far as is known.
   virtual bool WantsPrefetch() { return false; }
   // The sum of num_updated and num_missing, the largest staleness of each kind.
