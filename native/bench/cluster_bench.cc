@@ -10,12 +10,15 @@
 // compared.
 // CPU time stands beside it: what a batch costs when other programs take the cores away.
 //
-//   cluster_bench [ROUNDS [MOST_ROWS_A_SLOT [DIM]]]
+// With SIDE, the number of a line of the table, only that one runs and is printed, for a profiler.
+//
+//   cluster_bench [ROUNDS [MOST_ROWS_A_SLOT [DIM [SIDE]]]]
 #include <time.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -258,7 +261,8 @@ double Median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-void Run(int rounds, const Workload& workload) {
+// `only`: the one side to run, counted from 1; 0: all.
+void Run(int rounds, const Workload& workload, size_t only) {
   Embedded one(workload, 1);
   Embedded two(workload, 2);
   Cluster cluster(workload);
@@ -270,12 +274,13 @@ void Run(int rounds, const Workload& workload) {
   for (const uint32_t in_flight : {1, 2, 4}) {
     sides.push_back({"client, worker", in_flight, [&](size_t n) { cluster.TrainRemotely(n); }});
   }
+  if (only > 0 && only <= sides.size()) sides = {sides[only - 1]};
   for (int round = 0; round < rounds; ++round) {
     for (Side& side : sides) RunRound(&side);
   }
   const auto num_ids = static_cast<double>(workload.batches[0].values.size());
-  const double one_thread_ms = Median(sides[0].wall_ms);
-  const double two_threads_ms = Median(sides[1].wall_ms);
+  const double one_thread_ms = only > 0 ? NAN : Median(sides[0].wall_ms);
+  const double two_threads_ms = only > 0 ? NAN : Median(sides[1].wall_ms);
   std::printf("%-20s  %9s  %8s  %11s  %12s  %12s\n", "side", "in flight", "M IDs/s", "of 1 thread",
               "of 2 threads", "CPU ms/batch");
   for (const Side& side : sides) {
@@ -292,9 +297,10 @@ int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 15;
   const uint64_t most_rows = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1'000'000;
   const auto dim = static_cast<uint32_t>(argc > 3 ? std::atoi(argv[3]) : 16);
+  const size_t side = argc > 4 ? std::strtoul(argv[4], nullptr, 10) : 0;
   if (rounds < 1 || most_rows < 1 || dim < 1) {
-    std::fprintf(stderr, "usage: cluster_bench [ROUNDS [MOST_ROWS_A_SLOT [DIM]]]\n");
+    std::fprintf(stderr, "usage: cluster_bench [ROUNDS [MOST_ROWS_A_SLOT [DIM [SIDE]]]]\n");
     return 2;
   }
-  persia::client::Run(rounds, persia::client::MakeWorkload(most_rows, dim));
+  persia::client::Run(rounds, persia::client::MakeWorkload(most_rows, dim), side);
 }
