@@ -3,7 +3,8 @@
 // The embedded side is EmbeddingBags. The cluster side is an EmbeddingWorker over RemoteRows and
 // two ParameterServers, over TCP on the loopback, all in this process; once with the worker called
 // directly, and once with RemoteClient and WorkerService between, so that pooled embeddings and
-// gradients cross a socket too. Both sides look a batch up for training and update its rows.
+// gradients cross a socket too. Both sides look a batch up for training and update its rows. The
+// bare sockets carry the messages of the latter, and nothing else is done.
 //
 // A program of its own rather than Google Benchmark, because the sides take turns: rounds of
 // batches alternate, so that a noisy machine disturbs all alike, and medians of rounds are
@@ -24,12 +25,15 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
+#include <unordered_set>
 #include <vector>
 
 #include "base/id_features.h"
+#include "bench/bare_sockets.h"
 #include "bench/workload.h"
 #include "client/embedding_bags.h"
 #include "client/embedding_client.h"
@@ -217,6 +221,43 @@ class Cluster {
   std::vector<SlotGradient> gradients_;
 };
 
+// Of a batch, on the wire of the remote side; how many signs are distinct is the first one's.
+bench::BatchBytes BytesOf(const Workload& workload) {
+  const bench::Batch& batch = workload.batches[0];
+  const size_t dim = workload.slots[0].dim;
+  const size_t floats = batch.values.size() * dim * sizeof(float);
+  const size_t distinct =
+      std::unordered_set<uint64_t>(batch.values.begin(), batch.values.end()).size();
+  const size_t a_server = distinct / kServers;
+  return {workload.messages[0].size(), floats, floats, a_server * sizeof(uint64_t),
+          a_server * dim * sizeof(float)};
+}
+
+// As many as there are batches in flight.
+class BarePool {
+ public:
+  explicit BarePool(const bench::BatchBytes& bytes) : bytes_(bytes) {}
+  void Train() {
+    std::unique_ptr<bench::BareSockets> sockets = Take();
+    sockets->Train();
+    const std::lock_guard lock(mutex_);
+    free_.push_back(std::move(sockets));
+  }
+
+ private:
+  std::unique_ptr<bench::BareSockets> Take() {
+    const std::lock_guard lock(mutex_);
+    if (free_.empty()) return std::make_unique<bench::BareSockets>(bytes_);
+    std::unique_ptr<bench::BareSockets> sockets = std::move(free_.back());
+    free_.pop_back();
+    return sockets;
+  }
+
+  const bench::BatchBytes bytes_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<bench::BareSockets>> free_;
+};
+
 struct Side {
   std::string name;
   uint32_t in_flight = 1;
@@ -273,6 +314,10 @@ void Run(int rounds, const Workload& workload, size_t only) {
   }
   for (const uint32_t in_flight : {1, 2, 4}) {
     sides.push_back({"client, worker", in_flight, [&](size_t n) { cluster.TrainRemotely(n); }});
+  }
+  BarePool bare(BytesOf(workload));
+  for (const uint32_t in_flight : {1, 2, 4}) {
+    sides.push_back({"bare sockets", in_flight, [&](size_t) { bare.Train(); }});
   }
   if (only > 0 && only <= sides.size()) sides = {sides[only - 1]};
   for (int round = 0; round < rounds; ++round) {

@@ -28,7 +28,6 @@ FLOORS = {
     "eviction/30%-new/16": 0.7,
     "cluster/worker-and-2-servers/16": 0.5,
     "cluster/2-in-flight/16": 0.5,
-    "cluster/4-in-flight/16": 0.5,
 }
 
 
