@@ -45,6 +45,7 @@ class Case:
         threads: of the system, on as many cores.
         capacity: rows at which a system that evicts must do so; None for no bound.
         fill: the order in which a hash table gets these rows; arrays lie as IDs are hashed.
+        in_flight: batches of a cluster that are under way at a time, as `embedding_staleness` bounds them.
     """
 
     system: str
@@ -56,6 +57,7 @@ class Case:
     threads: int = 1
     capacity: int | None = None
     fill: Fill = "arrival"
+    in_flight: int = 1
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -187,6 +189,8 @@ def _against_ourselves() -> Iterable[Comparison]:
     embedded = dataclasses.replace(growing, workload=Workload(), threads=2)
     cluster = dataclasses.replace(embedded, system="persia-cluster")
     yield Comparison("cluster/worker-and-2-servers/16", cluster, embedded, 0.5, x=16)
+    overlapping = dataclasses.replace(cluster, in_flight=2)  # which keeps two cores busy
+    yield Comparison("cluster/2-in-flight/16", overlapping, embedded, 0.5, x=16)
 
 
 def comparisons() -> list[Comparison]:

@@ -63,6 +63,7 @@ class Measurement:
         begin = time.perf_counter()
         for _, prepared in window:
             step(prepared)
+        self.system.finish()
         seconds = time.perf_counter() - begin
         gc.enable()
         return {

@@ -21,7 +21,8 @@ class System(ABC):
 
     The constructor makes tables and model, and may take long. `prepare` turns a batch into what the system
     eats (row numbers, tensors of the right shape); it is never timed. `step` does the timed work on one
-    prepared batch: the whole training step or the lookup, as `case.work` says, finished when it returns.
+    prepared batch: the whole training step or the lookup, as `case.work` says. It is finished when `step`
+    returns, or, of a system with several batches in flight, when `finish` does.
     """
 
     def __init__(self, case: Case) -> None:
@@ -35,6 +36,10 @@ class System(ABC):
     @abstractmethod
     def step(self) -> Callable[[Any], object]:
         """The function that is timed."""
+
+    def finish(self) -> None:
+        """Waits for the steps that are still under way; part of the time that is measured."""
+        return None
 
     @abstractmethod
     def versions(self) -> dict[str, str]:

@@ -1,12 +1,15 @@
 """Our cluster: one embedding worker and two parameter servers, real processes behind RPC on this machine.
 
-The processes inherit this one's cores. A step is what an NN worker waits for without prefetching: the lookup
-of a batch and the return of its gradients.
+The processes inherit this one's cores. A step is the lookup of a batch and the return of its gradients. With
+one batch in flight it is what an NN worker waits for without prefetching; with more they overlap, as in
+training with a bound on staleness.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -41,6 +44,9 @@ class PersiaCluster(System):
         self._slots = [f"f{slot}" for slot in range(case.workload.num_slots)]
         self._gradient = np.full((case.workload.batch_size, case.dim), 1e-3, np.float32)
         self._stack = ExitStack()
+        self._threads = self._stack.enter_context(ThreadPoolExecutor(case.in_flight))
+        self._room = threading.Semaphore(case.in_flight)
+        self._begun: list[Future[None]] = []
         cluster = self._stack.enter_context(
             LocalCluster(
                 embedding_config={
@@ -63,7 +69,12 @@ class PersiaCluster(System):
 
     @property
     def step(self) -> Callable[[Any], object]:
-        return self._train
+        return self._train if self.case.in_flight == 1 else self._begin
+
+    def finish(self) -> None:
+        for begun in self._begun:
+            begun.result()
+        self._begun.clear()
 
     def versions(self) -> dict[str, str]:
         return {"persia": persia.__version__, "torch": torch.__version__}
@@ -71,8 +82,20 @@ class PersiaCluster(System):
     def counters(self) -> dict[str, float]:
         return {"rows": sum(self._client.sizes())}
 
+    def pooled(self, message: bytes) -> NDArray[np.float32]:
+        """What a lookup finds, by slot, sample and element; it changes nothing."""
+        result = self._client.lookup_direct(0, message, requires_grad=False)
+        return np.stack([np.array(slot.rows) for slot in result.slots])
+
     def close(self) -> None:
         self._stack.close()
+
+    def _begin(self, message: bytes) -> None:
+        """Trains on a thread; waits while as many batches as are allowed are in flight."""
+        self._room.acquire()
+        begun = self._threads.submit(self._train, message)
+        begun.add_done_callback(lambda _: self._room.release())
+        self._begun.append(begun)
 
     def _train(self, message: bytes) -> None:
         result = self._client.lookup_direct(0, message, requires_grad=True)

@@ -3,30 +3,37 @@
 // The embedded side is EmbeddingBags. The cluster side is an EmbeddingWorker over RemoteRows and
 // two ParameterServers, over TCP on the loopback, all in this process; once with the worker called
 // directly, and once with RemoteClient and WorkerService between, so that pooled embeddings and
-// gradients cross a socket too. Both sides look a batch up for training and update its rows.
+// gradients cross a socket too. Both sides look a batch up for training and update its rows. The
+// bare sockets carry the messages of the latter, and nothing else is done.
 //
 // A program of its own rather than Google Benchmark, because the sides take turns: rounds of
 // batches alternate, so that a noisy machine disturbs all alike, and medians of rounds are
 // compared.
 // CPU time stands beside it: what a batch costs when other programs take the cores away.
 //
-//   cluster_bench [ROUNDS [MOST_ROWS_A_SLOT [DIM]]]
+// With SIDE, the number of a line of the table, only that one runs and is printed, for a profiler.
+//
+//   cluster_bench [ROUNDS [MOST_ROWS_A_SLOT [DIM [SIDE]]]]
 #include <time.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
+#include <unordered_set>
 #include <vector>
 
 #include "base/id_features.h"
+#include "bench/bare_sockets.h"
 #include "bench/workload.h"
 #include "client/embedding_bags.h"
 #include "client/embedding_client.h"
@@ -214,6 +221,43 @@ class Cluster {
   std::vector<SlotGradient> gradients_;
 };
 
+// Of a batch, on the wire of the remote side; how many signs are distinct is the first one's.
+bench::BatchBytes BytesOf(const Workload& workload) {
+  const bench::Batch& batch = workload.batches[0];
+  const size_t dim = workload.slots[0].dim;
+  const size_t floats = batch.values.size() * dim * sizeof(float);
+  const size_t distinct =
+      std::unordered_set<uint64_t>(batch.values.begin(), batch.values.end()).size();
+  const size_t a_server = distinct / kServers;
+  return {workload.messages[0].size(), floats, floats, a_server * sizeof(uint64_t),
+          a_server * dim * sizeof(float)};
+}
+
+// As many as there are batches in flight.
+class BarePool {
+ public:
+  explicit BarePool(const bench::BatchBytes& bytes) : bytes_(bytes) {}
+  void Train() {
+    std::unique_ptr<bench::BareSockets> sockets = Take();
+    sockets->Train();
+    const std::lock_guard lock(mutex_);
+    free_.push_back(std::move(sockets));
+  }
+
+ private:
+  std::unique_ptr<bench::BareSockets> Take() {
+    const std::lock_guard lock(mutex_);
+    if (free_.empty()) return std::make_unique<bench::BareSockets>(bytes_);
+    std::unique_ptr<bench::BareSockets> sockets = std::move(free_.back());
+    free_.pop_back();
+    return sockets;
+  }
+
+  const bench::BatchBytes bytes_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<bench::BareSockets>> free_;
+};
+
 struct Side {
   std::string name;
   uint32_t in_flight = 1;
@@ -258,7 +302,8 @@ double Median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-void Run(int rounds, const Workload& workload) {
+// `only`: the one side to run, counted from 1; 0: all.
+void Run(int rounds, const Workload& workload, size_t only) {
   Embedded one(workload, 1);
   Embedded two(workload, 2);
   Cluster cluster(workload);
@@ -270,12 +315,17 @@ void Run(int rounds, const Workload& workload) {
   for (const uint32_t in_flight : {1, 2, 4}) {
     sides.push_back({"client, worker", in_flight, [&](size_t n) { cluster.TrainRemotely(n); }});
   }
+  BarePool bare(BytesOf(workload));
+  for (const uint32_t in_flight : {1, 2, 4}) {
+    sides.push_back({"bare sockets", in_flight, [&](size_t) { bare.Train(); }});
+  }
+  if (only > 0 && only <= sides.size()) sides = {sides[only - 1]};
   for (int round = 0; round < rounds; ++round) {
     for (Side& side : sides) RunRound(&side);
   }
   const auto num_ids = static_cast<double>(workload.batches[0].values.size());
-  const double one_thread_ms = Median(sides[0].wall_ms);
-  const double two_threads_ms = Median(sides[1].wall_ms);
+  const double one_thread_ms = only > 0 ? NAN : Median(sides[0].wall_ms);
+  const double two_threads_ms = only > 0 ? NAN : Median(sides[1].wall_ms);
   std::printf("%-20s  %9s  %8s  %11s  %12s  %12s\n", "side", "in flight", "M IDs/s", "of 1 thread",
               "of 2 threads", "CPU ms/batch");
   for (const Side& side : sides) {
@@ -292,9 +342,10 @@ int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 15;
   const uint64_t most_rows = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1'000'000;
   const auto dim = static_cast<uint32_t>(argc > 3 ? std::atoi(argv[3]) : 16);
+  const size_t side = argc > 4 ? std::strtoul(argv[4], nullptr, 10) : 0;
   if (rounds < 1 || most_rows < 1 || dim < 1) {
-    std::fprintf(stderr, "usage: cluster_bench [ROUNDS [MOST_ROWS_A_SLOT [DIM]]]\n");
+    std::fprintf(stderr, "usage: cluster_bench [ROUNDS [MOST_ROWS_A_SLOT [DIM [SIDE]]]]\n");
     return 2;
   }
-  persia::client::Run(rounds, persia::client::MakeWorkload(most_rows, dim));
+  persia::client::Run(rounds, persia::client::MakeWorkload(most_rows, dim), side);
 }

@@ -10,6 +10,7 @@
 
 #include "base/thread_pool.h"
 #include "client/bag_batch.h"
+#include "client/work_division.h"
 #include "simd/kernels.h"
 #include "store/in_place_rows.h"
 #include "worker/slot_table.h"
@@ -201,11 +202,7 @@ class EmbeddingBags::Impl {
   Status SetRows(uint32_t slot, std::span<const uint64_t> ids, std::span<const float> rows);
 
  private:
-  // Groups that one thread handles, from begin to end.
-  struct Unit {
-    size_t begin;
-    size_t end;
-  };
+  using Unit = WorkRun;  // the groups that one thread handles
 
   // Into inputs_, by group.
   Status Divide(std::span<const uint64_t> values, std::span<const int64_t> lengths,
@@ -213,7 +210,9 @@ class EmbeddingBags::Impl {
   // Takes the slot's IDs, and their weights if there are any, from the front of those left.
   Status DivideSlot(uint32_t slot, std::span<const uint64_t>* values,
                     std::span<const float>* weights, std::span<const int64_t> lengths);
-  void MakeUnits();
+  size_t NumUnits() const;
+  // Into units_, for the next batch.
+  void DivideGroups(const BagBatch& batch);
   // body(i) for each i below `count`, on all threads or on this one.
   void For(bool uses_threads, size_t count, const std::function<void(size_t)>& body);
   static std::span<const GroupBatch> GroupsOf(const BagBatch& batch, Unit unit);
@@ -224,7 +223,6 @@ class EmbeddingBags::Impl {
   std::vector<const worker::SlotConfig*> slots_by_position_;
   std::vector<uint32_t> group_of_;  // by position
   size_t num_groups_ = 0;
-  std::vector<Unit> units_;
   size_t num_columns_ = 0;
   std::vector<float> zeros_;  // as many as the greatest dim
   const std::unique_ptr<store::EmbeddingStore> store_;
@@ -233,6 +231,7 @@ class EmbeddingBags::Impl {
 
   std::mutex mutex_;  // of all that follows: one batch at a time
   ThreadPool threads_;
+  std::vector<Unit> units_;
   std::vector<std::vector<SlotInput>> inputs_;    // by group
   std::vector<std::vector<MissingRow>> missing_;  // by shard
 };
@@ -256,21 +255,36 @@ EmbeddingBags::Impl::Impl(const EmbeddingBagsOptions& options, worker::SlotTable
   num_groups_ = numbers.size();
   zeros_.resize(max_dim, 0.0f);
   inputs_.resize(num_groups_);
-  MakeUnits();
+  units_ = DivideWork(std::vector<double>(num_groups_, 1.0), NumUnits());
 }
 
 // Enough units for all threads; and where there are few threads, units of this many of a sample's
 // columns: slots are read and written together, while the rows of all of them stay in the
 // second-level cache or near it.
-void EmbeddingBags::Impl::MakeUnits() {
+size_t EmbeddingBags::Impl::NumUnits() const {
   constexpr size_t kUnitFloats = 448;
   const size_t wanted = (num_columns_ + kUnitFloats - 1) / kUnitFloats;
   const size_t num_threads = threads_.num_threads();
   const size_t rounded = (wanted + num_threads - 1) / num_threads * num_threads;
-  const size_t num_units = std::min(rounded, num_groups_);
-  for (size_t u = 0; u < num_units; ++u) {
-    units_.push_back({u * num_groups_ / num_units, (u + 1) * num_groups_ / num_units});
+  return std::min(rounded, num_groups_);
+}
+
+// Slots differ in how many of their IDs are distinct, and a thread that is through waits for the
+// others: with 26 slots shared out by number one of two threads had an eighth more to do. Batches
+// are alike, so the last one tells; results do not depend on it.
+void EmbeddingBags::Impl::DivideGroups(const BagBatch& batch) {
+  constexpr double kIdsARow = 5.0;      // to find and update a row costs as much as so many IDs
+  constexpr double kFloatsAnId = 16.0;  // and what an ID costs at any dim, so many floats
+  if (threads_.num_threads() == 1 || batch.num_ids < kMinIdsForThreads) return;
+  thread_local std::vector<double> costs;
+  costs.assign(num_groups_, 0.0);
+  for (size_t g = 0; g < num_groups_; ++g) {
+    for (const SlotInput& input : inputs_[g]) costs[g] += static_cast<double>(input.ids.size());
+    const store::SignRows& rows = batch.groups[g].rows();
+    costs[g] += kIdsARow * static_cast<double>(rows.signs.size());
+    costs[g] *= kFloatsAnId + static_cast<double>(rows.dim);
   }
+  units_ = DivideWork(costs, units_.size());
 }
 
 Status EmbeddingBags::Impl::Divide(std::span<const uint64_t> values,
@@ -377,6 +391,7 @@ StatusOr<PooledBags> EmbeddingBags::Impl::Lookup(std::span<const uint64_t> value
   for_each_unit([&](size_t u) {
     if (!is_pooled[u]) Pool(*batch, units_[u], out);
   });
+  DivideGroups(*batch);
   batch->removals = store->Removals();
   pooled.batch = std::move(batch);
   return pooled;

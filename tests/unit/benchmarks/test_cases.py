@@ -27,6 +27,7 @@ FLOORS = {
     "mlp/fbgemm/16": 1.1,
     "eviction/30%-new/16": 0.7,
     "cluster/worker-and-2-servers/16": 0.5,
+    "cluster/2-in-flight/16": 0.5,
 }
 
 
