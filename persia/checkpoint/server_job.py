@@ -7,6 +7,7 @@ itself, gives back what it holds, and removes what it has written.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -23,6 +24,7 @@ from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.server_pool import ServerPool
 from persia.checkpoint.shard_file import Chunk, ShardFile, write_shard_file
 from persia.checkpoint.storage import Location
+from persia.config import CheckpointingConfig
 from persia.errors import (
     CorruptionError,
     DeadlineExceededError,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["DumpJob", "LoadJob", "RowStore", "ServerJob", "ServerShare", "TwoPhaseJob"]
 
 _STOP_S = 5.0
+_LEAST_PROCESSORS = 0.1  # of a dump
 
 
 class RowStore(Protocol):
@@ -48,7 +51,9 @@ class RowStore(Protocol):
 
     def remove_small_rows(self) -> int: ...
 
-    def begin_snapshot(self, num_parts: int = 1, *, with_state: bool = True) -> Snapshot: ...
+    def begin_snapshot(
+        self, num_parts: int = 1, *, with_state: bool = True, max_processors: float = 0.0
+    ) -> Snapshot: ...
 
     def begin_load(
         self, train_config: TrainConfig, *, with_state: bool = True, fresh_state: bool = False
@@ -73,6 +78,7 @@ class ServerShare:
     # Whether dumps leave the processors to others: in a server. Not in a process that trains: a nice thread
     # that is preempted while it holds the GIL keeps the training waiting for it.
     gives_way: bool = False
+    dump_percent: int = CheckpointingConfig.dump_percent  # of the processors, while rows are trained
     log: CheckpointLog = field(default_factory=CheckpointLog)
     pool: ServerPool | None = None  # None: rows are in memory alone
 
@@ -232,7 +238,9 @@ class DumpJob(ServerJob):
         if arguments.get("keep_small_rows") is not True:
             share.store.remove_small_rows()  # of slots with a min_norm; none goes without
         with_state = arguments.get("with_state") is not False
-        self._snapshot = share.store.begin_snapshot(share.num_threads, with_state=with_state)
+        self._snapshot = share.store.begin_snapshot(
+            share.num_threads, with_state=with_state, max_processors=_max_processors(share.dump_percent)
+        )
         config = self._snapshot.train_config
         if config is None:
             self._snapshot.close()
@@ -410,6 +418,12 @@ class LoadJob(TwoPhaseJob):
 
     def _result(self) -> dict[str, Any]:
         return {"slot_changes": self._slot_changes}
+
+
+def _max_processors(percent: int) -> float:
+    """Of those that this process may use; 0: any number. A coordinator waits only so long for a byte."""
+    share = percent / 100 * len(os.sched_getaffinity(0))
+    return 0.0 if percent == 100 else max(_LEAST_PROCESSORS, share)
 
 
 def _by_path(file: FileEntry) -> str:
