@@ -7,7 +7,6 @@ itself, gives back what it holds, and removes what it has written.
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.checkpoint.manifest import FileEntry, Manifest, is_dump_id
+from persia.checkpoint.processors import max_processors
 from persia.checkpoint.protocol import Report, State
 from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.server_pool import ServerPool
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["DumpJob", "LoadJob", "RowStore", "ServerJob", "ServerShare", "TwoPhaseJob"]
 
 _STOP_S = 5.0
-_LEAST_PROCESSORS = 0.1  # of a dump
 
 
 class RowStore(Protocol):
@@ -239,7 +238,7 @@ class DumpJob(ServerJob):
             share.store.remove_small_rows()  # of slots with a min_norm; none goes without
         with_state = arguments.get("with_state") is not False
         self._snapshot = share.store.begin_snapshot(
-            share.num_threads, with_state=with_state, max_processors=_max_processors(share.dump_percent)
+            share.num_threads, with_state=with_state, max_processors=max_processors(share.dump_percent)
         )
         config = self._snapshot.train_config
         if config is None:
@@ -418,12 +417,6 @@ class LoadJob(TwoPhaseJob):
 
     def _result(self) -> dict[str, Any]:
         return {"slot_changes": self._slot_changes}
-
-
-def _max_processors(percent: int) -> float:
-    """Of those that this process may use; 0: any number. A coordinator waits only so long for a byte."""
-    share = percent / 100 * len(os.sched_getaffinity(0))
-    return 0.0 if percent == 100 else max(_LEAST_PROCESSORS, share)
 
 
 def _by_path(file: FileEntry) -> str:
