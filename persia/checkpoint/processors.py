@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["max_processors"]
 
-_LEAST = 0.1  # a coordinator waits only so long for a dump's next byte
+_LEAST = 0.05  # a coordinator waits only so long for a dump's next byte
 _LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/cpu.max")  # "microseconds period", or "max period"
 
 

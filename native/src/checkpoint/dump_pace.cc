@@ -15,8 +15,9 @@ using std::chrono::nanoseconds;
 constexpr std::chrono::seconds kTrainingEnds{1};
 // How soon a resting thread notices that it need not.
 constexpr std::chrono::milliseconds kLongestNap{20};
-// Rests shorter than this cost more in waking up than they leave to others.
-constexpr std::chrono::microseconds kShortestNap{500};
+// Work comes in pieces of some tenths of a millisecond: smaller ones spend their time on waking up
+// and on caches that others have used meanwhile, larger ones are in the way.
+constexpr std::chrono::milliseconds kShortestNap{5};
 // A thread that is new here may have worked for long on other things.
 constexpr std::chrono::milliseconds kMostWork{50};
 

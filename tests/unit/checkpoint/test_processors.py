@@ -18,7 +18,7 @@ from persia.checkpoint.processors import max_processors
         (5, "9900000 100000\n", 0.4),
         (5, "what is this", 0.4),
         (50, None, 4.0),
-        (1, None, 0.1),  # the least
+        (1, "100000 100000\n", 0.05),  # the least
         (100, "400000 100000\n", 0.0),  # any number
     ],
 )

@@ -29,7 +29,7 @@ DEFAULTS = {
     f"{METRICS}.push_interval_seconds": 10,
     "common_config.job_type": "Train",
     f"{CHECKPOINTS}.num_workers": 4,
-    f"{CHECKPOINTS}.dump_percent": 5,
+    f"{CHECKPOINTS}.dump_percent": 3,
     "common_config.infer_config": None,
     f"{WORKER}.forward_buffer_size": 1000,
     f"{WORKER}.buffered_data_expired_sec": 1000,
