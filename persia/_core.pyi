@@ -333,6 +333,7 @@ class ParameterServer:
         max_waiting_bytes: int = 268435456,
         patience_s: float = 10.0,
         with_state: bool = True,
+        max_processors: float = 0.0,  # while the store is trained, of those who read; 0: any
     ) -> Snapshot: ...  # FailedPreconditionError: another one, or a load, is under way
     def begin_load(
         self, train_config: TrainConfig, *, with_state: bool = True, fresh_state: bool = False
@@ -453,6 +454,7 @@ class EmbeddedClient(EmbeddingClient):
         max_waiting_bytes: int = 268435456,
         patience_s: float = 10.0,
         with_state: bool = True,
+        max_processors: float = 0.0,  # while the store is trained, of those who read; 0: any
     ) -> Snapshot: ...  # FailedPreconditionError: another one, or a load, is under way
     def begin_load(
         self, train_config: TrainConfig, *, with_state: bool = True, fresh_state: bool = False
@@ -540,6 +542,7 @@ class EmbeddingBags:
         max_waiting_bytes: int = 268435456,
         patience_s: float = 10.0,
         with_state: bool = True,
+        max_processors: float = 0.0,  # while the store is trained, of those who read; 0: any
     ) -> Snapshot: ...  # FailedPreconditionError: another one, or a load, is under way
     def begin_load(
         self, train_config: TrainConfig, *, with_state: bool = True, fresh_state: bool = False

@@ -1,10 +1,11 @@
 // Dumping and loading a store: bytes a second, bytes a row, and what training loses meanwhile.
 //
-//   checkpoint_bench [NUM_ROWS [DIM [ROUNDS [NICE]]]]
+//   checkpoint_bench [NUM_ROWS [DIM [ROUNDS [NICE [MAX_PROCESSORS]]]]]
 //
 // Rows are Adagrad's after some updates with random gradients. Training is one thread with batches
 // of 10,000 rows; its mean time a batch over whole dumps stands against as many batches without
-// one. The dump of another store takes as much of the machine, and nothing of this one's.
+// one; MAX_PROCESSORS as in dump_pace.h, 0 without rests. The dump of another store, which nobody
+// trains and which never rests, takes as much of the machine, and nothing of this one's.
 #include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
@@ -112,8 +113,8 @@ class Trainer {
 using Bytes = std::vector<std::byte>;
 
 // Reads a whole dump, at that priority; the files are kept where `files` is given.
-size_t Dump(EmbeddingStore& store, int nice, std::vector<Bytes>* files) {
-  auto snapshot = Snapshot::Begin(store, {});
+size_t Dump(EmbeddingStore& store, int nice, double max_processors, std::vector<Bytes>* files) {
+  auto snapshot = Snapshot::Begin(store, {.max_processors = max_processors});
   Check(snapshot.status());
   setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), nice);
   size_t size = 0;
@@ -176,12 +177,12 @@ struct BatchTimes {
 // Another thread dumps `dumped` once a round, at that priority; from the cut to the
 // end every batch counts. As many, in turns, without a dump.
 void MeasureTraining(EmbeddingStore& dumped, const char* name, Trainer* trainer, int rounds,
-                     int nice) {
+                     int nice, double max_processors) {
   BatchTimes alone, beside;
   for (int round = 0; round < rounds; ++round) {
     std::atomic<bool> has_ended = false;
     std::thread dumper([&] {
-      Dump(dumped, nice, nullptr);
+      Dump(dumped, nice, max_processors, nullptr);
       has_ended = true;
     });
     while (!has_ended) beside.Measure(trainer);
@@ -201,6 +202,7 @@ int Main(int argc, char** argv) {
   const auto dim = static_cast<uint32_t>(argc > 2 ? std::strtoul(argv[2], nullptr, 10) : 16);
   const int rounds = argc > 3 ? std::atoi(argv[3]) : 5;
   const int nice = argc > 4 ? std::atoi(argv[4]) : kDefaultNice;
+  const double max_processors = argc > 5 ? std::atof(argv[5]) : 0;
   const auto store = MakeStore();
   Check(store->Configure(Config()));
   Trainer trainer(*store, num_rows, dim);
@@ -211,15 +213,15 @@ int Main(int argc, char** argv) {
               row_gb);
   std::vector<Bytes> pieces;
   const Times begin;
-  const size_t size = Dump(*store, /*nice=*/0, &pieces);
+  const size_t size = Dump(*store, /*nice=*/0, /*max_processors=*/0, &pieces);
   Report("dump", row_gb, begin.Passed());
   std::printf("the file has %.3f of their size\n", static_cast<double>(size) * 1e-9 / row_gb);
   MeasureLoad(pieces, row_gb);
   const auto other = MakeStore();
   Check(other->Configure(Config()));
   Trainer(*other, num_rows, dim).Fill();
-  MeasureTraining(*other, "another store", &trainer, rounds, nice);
-  MeasureTraining(*store, "its own store", &trainer, rounds, nice);
+  MeasureTraining(*other, "another store", &trainer, rounds, nice, max_processors);
+  MeasureTraining(*store, "its own store", &trainer, rounds, nice, max_processors);
   return 0;
 }
 

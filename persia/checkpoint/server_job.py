@@ -18,11 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.checkpoint.manifest import FileEntry, Manifest, is_dump_id
+from persia.checkpoint.processors import max_processors
 from persia.checkpoint.protocol import Report, State
 from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.server_pool import ServerPool
 from persia.checkpoint.shard_file import Chunk, ShardFile, write_shard_file
 from persia.checkpoint.storage import Location
+from persia.config import CheckpointingConfig
 from persia.errors import (
     CorruptionError,
     DeadlineExceededError,
@@ -48,7 +50,9 @@ class RowStore(Protocol):
 
     def remove_small_rows(self) -> int: ...
 
-    def begin_snapshot(self, num_parts: int = 1, *, with_state: bool = True) -> Snapshot: ...
+    def begin_snapshot(
+        self, num_parts: int = 1, *, with_state: bool = True, max_processors: float = 0.0
+    ) -> Snapshot: ...
 
     def begin_load(
         self, train_config: TrainConfig, *, with_state: bool = True, fresh_state: bool = False
@@ -73,6 +77,7 @@ class ServerShare:
     # Whether dumps leave the processors to others: in a server. Not in a process that trains: a nice thread
     # that is preempted while it holds the GIL keeps the training waiting for it.
     gives_way: bool = False
+    dump_percent: int = CheckpointingConfig.dump_percent  # of the processors, while rows are trained
     log: CheckpointLog = field(default_factory=CheckpointLog)
     pool: ServerPool | None = None  # None: rows are in memory alone
 
@@ -232,7 +237,9 @@ class DumpJob(ServerJob):
         if arguments.get("keep_small_rows") is not True:
             share.store.remove_small_rows()  # of slots with a min_norm; none goes without
         with_state = arguments.get("with_state") is not False
-        self._snapshot = share.store.begin_snapshot(share.num_threads, with_state=with_state)
+        self._snapshot = share.store.begin_snapshot(
+            share.num_threads, with_state=with_state, max_processors=max_processors(share.dump_percent)
+        )
         config = self._snapshot.train_config
         if config is None:
             self._snapshot.close()

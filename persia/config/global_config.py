@@ -40,6 +40,8 @@ class CheckpointingConfig(Section):
     """Checkpoints of embeddings."""
 
     num_workers: Annotated[int, Range(1, 1024)] = 4  # files written, or read, at a time by a server
+    # Of the machine's processors, for a server's dump while its rows are trained; 100: it never rests.
+    dump_percent: Annotated[int, Range(1, 100)] = 3
 
 
 @dataclass(frozen=True, kw_only=True)

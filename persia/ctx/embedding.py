@@ -506,15 +506,17 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         store = self._backend.local_store
         if store is None:
             return lambda: find_servers(self._require_cluster().session, env.get_deadline_s())
+        job = self._embedded_job
+        config = GlobalConfig() if job is None else job.config
         share = ServerShare(
             store=store,
             index=0,
             replicas=1,
             schema=None if self._slots is None else RowSchema.of(self._slots),
             num_threads=env.get_num_threads() or 2,
+            dump_percent=config.common_config.checkpointing_config.dump_percent,
             pool=self._pool,
         )
-        job = self._embedded_job
         changes = ServerChanges(store, None if job is None else IncrementalSettings.of(job.config))
         local: list[Peer] = [LocalPeer(CheckpointService(share, changes))]
         return lambda: local

@@ -133,5 +133,6 @@ def _share(
         schema=None if slots is None else RowSchema.of(slots),
         num_threads=config.common_config.checkpointing_config.num_workers,
         gives_way=True,
+        dump_percent=config.common_config.checkpointing_config.dump_percent,
         pool=pool,
     )

@@ -176,12 +176,13 @@ void BindLoader(py::module_& module) {
 
 std::unique_ptr<Snapshot> BeginSnapshot(PlacedStore placed, bool changes_only, uint32_t num_parts,
                                         uint64_t max_waiting_bytes, double patience_s,
-                                        bool with_state) {
+                                        bool with_state, double max_processors) {
   const Snapshot::Options options{
       .num_parts = num_parts,
       .replica = placed.replica,
       .rows = {.max_waiting_bytes = max_waiting_bytes, .patience = Timeout(patience_s)},
-      .with_state = with_state};
+      .with_state = with_state,
+      .max_processors = max_processors};
   const auto begin = changes_only ? Snapshot::TakeChanges : Snapshot::Begin;
   return ValueOrRaise(WithoutGil([&] { return begin(placed.store, options); }));
 }

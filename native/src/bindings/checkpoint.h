@@ -23,7 +23,8 @@ struct PlacedStore {
 // All of them raise, and release the GIL.
 std::unique_ptr<checkpoint::Snapshot> BeginSnapshot(PlacedStore placed, bool changes_only,
                                                     uint32_t num_parts, uint64_t max_waiting_bytes,
-                                                    double patience_s, bool with_state = true);
+                                                    double patience_s, bool with_state = true,
+                                                    double max_processors = 0);
 uint64_t RemoveSmallRows(PlacedStore placed);
 void TrackChanges(PlacedStore placed, uint64_t max_rows);
 pybind11::dict ChangeStatus(PlacedStore placed);
@@ -39,12 +40,13 @@ void DefineCheckpoints(Class& bound, Place place) {
   bound.def(
       "begin_snapshot",
       [place](Self& self, uint32_t num_parts, uint64_t max_waiting_bytes, double patience_s,
-              bool with_state) {
+              bool with_state, double max_processors) {
         return BeginSnapshot(place(self), /*changes_only=*/false, num_parts, max_waiting_bytes,
-                             patience_s, with_state);
+                             patience_s, with_state, max_processors);
       },
       py::arg("num_parts") = 1, py::kw_only(), py::arg("max_waiting_bytes") = 256 << 20,
-      py::arg("patience_s") = 10.0, py::arg("with_state") = true, py::keep_alive<0, 1>());
+      py::arg("patience_s") = 10.0, py::arg("with_state") = true, py::arg("max_processors") = 0.0,
+      py::keep_alive<0, 1>());
   bound.def(
       "take_changes",
       [place](Self& self, uint32_t num_parts, uint64_t max_waiting_bytes, double patience_s) {

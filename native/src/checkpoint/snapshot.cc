@@ -13,9 +13,10 @@ constexpr uint32_t kMaxParts = 65536;
 }  // namespace
 
 SnapshotPart::SnapshotPart(const FileHeader& header, bool with_state, size_t max_gathered_bytes,
-                           NextRows next, CheckEnd check_end)
+                           NextRows next, CheckEnd check_end, DumpPace* pace)
     : next_(std::move(next)),
       check_end_(std::move(check_end)),
+      pace_(*pace),
       bytes_(EncodeHeader(header)),
       writer_(header.config.value_or(TrainConfig()), with_state, max_gathered_bytes, bytes_.size(),
               &bytes_) {}
@@ -53,13 +54,16 @@ Status SnapshotPart::ProduceRows() {
 
 Status SnapshotPart::Write(const store::RowRecords& rows) {
   Status status;
+  size_t num_rows = 0;
   rows.ForEach([&](const store::RowHead& head, const float* values) {
     if (status.ok()) status = writer_.Add(head, values);
+    if (++num_rows % DumpPace::kRowsAtATime == 0) pace_.Rest();
   });
   return status;
 }
 
 Status SnapshotPart::Finish() {
+  pace_.Rest();
   auto has_flushed = writer_.FlushSome();
   if (!has_flushed.ok()) return has_flushed.status();
   num_rows_ = writer_.num_rows();
@@ -74,6 +78,7 @@ Status SnapshotPart::Finish() {
 }
 
 void Snapshot::Close() {
+  pace_->Stop();
   feed_->Stop();
   rows_->End();
 }
@@ -103,6 +108,7 @@ StatusOr<std::unique_ptr<Snapshot>> Snapshot::TakeChanges(store::EmbeddingStore&
 std::unique_ptr<Snapshot> Snapshot::Of(std::unique_ptr<store::StoreSnapshot> rows,
                                        const Options& options) {
   std::unique_ptr<Snapshot> snapshot(new Snapshot(std::move(rows)));
+  snapshot->pace_.emplace(snapshot->rows_.get(), options.max_processors);
   for (uint32_t i = 0; i < options.num_parts; ++i) snapshot->AddPart(options, i);
   snapshot->feed_.emplace(snapshot->rows_.get(), options.num_parts, options.rows_at_a_time);
   return snapshot;
@@ -123,7 +129,7 @@ void Snapshot::AddPart(const Options& options, uint32_t number) {
   parts_.push_back(std::make_unique<SnapshotPart>(
       header, options.with_state, gathered,
       [this, number](store::StoreSnapshot::Batch* batch) { return feed_->Next(number, batch); },
-      [this](uint64_t count) { return CheckEnd(count); }));
+      [this](uint64_t count) { return CheckEnd(count); }, &*pace_));
 }
 
 FileKind Snapshot::kind() const {

@@ -15,6 +15,7 @@
 
 #include "base/status.h"
 #include "checkpoint/block_writer.h"
+#include "checkpoint/dump_pace.h"
 #include "checkpoint/file_format.h"
 #include "checkpoint/row_feed.h"
 #include "store/embedding_store.h"
@@ -37,8 +38,9 @@ class SnapshotPart {
   // Called when all rows have been written, before the file is completed.
   using CheckEnd = std::function<Status(uint64_t num_rows)>;
 
+  // `*pace` must outlive it.
   SnapshotPart(const FileHeader& header, bool with_state, size_t max_gathered_bytes, NextRows next,
-               CheckEnd check_end);
+               CheckEnd check_end, DumpPace* pace);
 
   // Copies the next bytes of the file, `max_bytes` until its end is near, to what allocate(count)
   // returns; none at its end: then it is not called. After a failure the file stays incomplete, and
@@ -56,6 +58,7 @@ class SnapshotPart {
 
   const NextRows next_;
   const CheckEnd check_end_;
+  DumpPace& pace_;
   std::mutex mutex_;              // guards what follows, but for the counters
   std::vector<std::byte> bytes_;  // produced, from position_ on not yet read
   size_t position_ = 0;
@@ -79,6 +82,8 @@ class Snapshot {
     size_t max_gathered_bytes = size_t{256} << 20;
     // A shard is kept from its other users while so many are copied: some tens of microseconds.
     size_t rows_at_a_time = 512;
+    // What those who read parts may take of processors while the store is trained; see dump_pace.h.
+    double max_processors = 0;
   };
 
   // The store must outlive it. kInvalidArgument: no parts, or more than 65,536; else as
@@ -115,6 +120,7 @@ class Snapshot {
   Status CheckEnd(uint64_t num_rows);
 
   std::unique_ptr<store::StoreSnapshot> rows_;
+  std::optional<DumpPace> pace_;
   std::optional<RowFeed> feed_;  // after rows_: ends before these do
   std::vector<std::unique_ptr<SnapshotPart>> parts_;
   std::atomic<uint64_t> num_rows_written_ = 0;

@@ -24,6 +24,7 @@ void SnapshotBudget::Begin(uint64_t limit_bytes, std::chrono::milliseconds patie
   piece_bytes_ = std::clamp(limit_bytes / (12 * num_shards), kMinPieceBytes, kMaxPieceBytes);
   patience_ = patience;
   waiting_bytes_ = 0;
+  NoteWaiting();
   why_failed_ = Status::Ok();
   has_failed_.store(false, std::memory_order_relaxed);
 }
@@ -44,6 +45,7 @@ RowRecords SnapshotBudget::TakePiece(uint64_t bytes) {
   }
   if (!piece.HasRoom(bytes)) piece.Reserve(std::max(piece_bytes_, bytes));
   waiting_bytes_ += piece.capacity_bytes();
+  NoteWaiting();
   if (waiting_bytes_ > limit_bytes_ && !has_failed()) {
     is_full_.store(true, std::memory_order_relaxed);
   }
@@ -60,9 +62,15 @@ void SnapshotBudget::Release(std::vector<RowRecords>* pieces) {
     pieces_.push_back(std::move(piece));
   }
   pieces->clear();
+  NoteWaiting();
   if (waiting_bytes_ > limit_bytes_) return;
   is_full_.store(false, std::memory_order_relaxed);
   has_room_.notify_all();
+}
+
+// Up to half of the limit may be pieces that are hardly used.
+void SnapshotBudget::NoteWaiting() {
+  is_nearly_full_.store(waiting_bytes_ > limit_bytes_ / 4 * 3, std::memory_order_relaxed);
 }
 
 void SnapshotBudget::Fail(const Status& why) {

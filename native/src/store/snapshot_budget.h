@@ -33,6 +33,9 @@ class SnapshotBudget {
   // Takes back rows that have been read; their memory is used again.
   void Release(std::vector<RowRecords>* pieces);
 
+  // Training must wait soon, unless pieces come back.
+  bool is_nearly_full() const { return is_nearly_full_.load(std::memory_order_relaxed); }
+
   // The snapshot has come to nothing; `why` is Ok where it was for want of room or patience.
   void Fail(const Status& why = Status::Ok());
   bool has_failed() const { return has_failed_.load(std::memory_order_relaxed); }
@@ -42,8 +45,10 @@ class SnapshotBudget {
  private:
   void Wait();
   void FailLocked();
+  void NoteWaiting();
 
   std::atomic<bool> is_full_ = false;  // there is more than the limit, and it may still go
+  std::atomic<bool> is_nearly_full_ = false;
   std::atomic<bool> has_failed_ = false;
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable has_room_;

@@ -99,6 +99,10 @@ void StoreSnapshot::TakeSaved(uint32_t shard, Batch* batch) {
   shards_[shard]->TakeSaved(&batch->saved);
 }
 
+uint64_t StoreSnapshot::num_updates() const { return store_.num_updates() - step_; }
+
+bool StoreSnapshot::NeedsRoom() const { return store_.snapshot_budget().is_nearly_full(); }
+
 void StoreSnapshot::End() {
   const std::unique_lock lock(store_.in_place_mutex());
   if (has_ended_) return;

@@ -73,6 +73,11 @@ class StoreSnapshot {
   // Adds rows that were saved in another shard, so that they do not wait until it is its turn.
   void TakeSaved(uint32_t shard, Batch* batch);
 
+  // Of the store, since the cut.
+  uint64_t num_updates() const;
+  // Training would soon have to wait until saved rows are read and given back.
+  bool NeedsRoom() const;
+
   // The changes have been written: they are not among the next.
   void Commit() { is_committed_ = true; }
 

@@ -568,6 +568,31 @@ def test_manifest_says_what_it_holds(checkpoint: Path) -> None:
         assert (checkpoint / file["path"]).stat().st_size == file["num_bytes"]
 
 
+@pytest.mark.parametrize(("percent", "expected"), [(50, 4.0), (100, 0.0)])
+def test_a_dump_is_told_how_many_processors_it_may_take(
+    percent: int, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    class Rows:
+        def begin_snapshot(self, num_parts: int, *, with_state: bool, max_processors: float) -> Any:
+            given.append(max_processors)
+            return bags.begin_snapshot(num_parts, with_state=with_state, max_processors=max_processors)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(bags, name)
+
+    monkeypatch.setattr("persia.checkpoint.server_job.max_processors", {50: 4.0, 100: 0.0}.get)
+    bags = make_bags()
+    train(bags)
+    schema = RowSchema.of(SLOTS)
+    store: Any = Rows()
+    share = ServerShare(store=store, index=0, replicas=1, schema=schema, num_threads=2, dump_percent=percent)
+    peer = LocalPeer(CheckpointService(share))
+    Checkpoints(lambda: [peer], deadline_s=20).dump(tmp_path / "checkpoint")
+    assert given == [pytest.approx(expected)]
+
+
 @pytest.mark.parametrize("gives_way", [False, True])
 def test_a_dump_is_nice_only_where_nothing_trains(
     gives_way: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -29,6 +29,7 @@ DEFAULTS = {
     f"{METRICS}.push_interval_seconds": 10,
     "common_config.job_type": "Train",
     f"{CHECKPOINTS}.num_workers": 4,
+    f"{CHECKPOINTS}.dump_percent": 3,
     "common_config.infer_config": None,
     f"{WORKER}.forward_buffer_size": 1000,
     f"{WORKER}.buffered_data_expired_sec": 1000,
@@ -55,6 +56,7 @@ DEFAULTS = {
 LIMITS = {
     f"{METRICS}.push_interval_seconds": (1, 2**32 - 1),
     f"{CHECKPOINTS}.num_workers": (1, 1024),
+    f"{CHECKPOINTS}.dump_percent": (1, 100),
     f"{WORKER}.forward_buffer_size": (1, 2**64 - 1),
     f"{WORKER}.buffered_data_expired_sec": (1, 2**32 - 1),
     f"{SERVER}.capacity": (1, 2**64 - 1),

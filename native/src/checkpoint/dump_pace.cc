@@ -1,0 +1,66 @@
+#include "checkpoint/dump_pace.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+namespace persia::checkpoint {
+namespace {
+
+using std::chrono::nanoseconds;
+
+// A store that was not updated for so long has nobody who trains it.
+constexpr std::chrono::seconds kTrainingEnds{1};
+// How soon a resting thread notices that it need not.
+constexpr std::chrono::milliseconds kLongestNap{20};
+// Work comes in pieces of some tenths of a millisecond: smaller ones spend their time on waking up
+// and on caches that others have used meanwhile, larger ones are in the way.
+constexpr std::chrono::milliseconds kShortestNap{5};
+// A thread that is new here may have worked for long on other things.
+constexpr std::chrono::milliseconds kMostWork{50};
+
+// Of this thread's processor time, since the last call.
+nanoseconds TakeWork() {
+  thread_local nanoseconds taken{0};
+  timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  const nanoseconds now = std::chrono::seconds(time.tv_sec) + nanoseconds(time.tv_nsec);
+  return std::min<nanoseconds>(now - std::exchange(taken, now), kMostWork);
+}
+
+}  // namespace
+
+void DumpPace::Rest() {
+  if (max_processors_ <= 0) return;
+  const nanoseconds work = TakeWork();
+  Clock::time_point end;
+  auto now = Clock::now();
+  {
+    const std::lock_guard lock(mutex_);
+    is_paid_at_ = std::max(is_paid_at_, now);
+    if (!MustRest(now)) {
+      is_paid_at_ = now;
+      return;
+    }
+    is_paid_at_ += std::chrono::duration_cast<nanoseconds>(work / max_processors_);
+    end = is_paid_at_;
+  }
+  if (end - now < kShortestNap) return;  // the debt stays
+  while (now < end) {
+    std::this_thread::sleep_for(std::min<nanoseconds>(end - now, kLongestNap));
+    now = Clock::now();
+    const std::lock_guard lock(mutex_);
+    if (!MustRest(now)) return;
+  }
+}
+
+bool DumpPace::MustRest(Clock::time_point now) {
+  if (has_stopped_ || rows_.NeedsRoom()) return false;
+  const uint64_t num_updates = rows_.num_updates();
+  if (std::exchange(num_updates_, num_updates) != num_updates) last_update_ = now;
+  return num_updates > 0 && now - last_update_ < kTrainingEnds;
+}
+
+}  // namespace persia::checkpoint
