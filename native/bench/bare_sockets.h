@@ -25,12 +25,15 @@ namespace persia::bench {
 struct BatchBytes {
   size_t ids = 0, embeddings = 0, gradients = 0;
   size_t signs = 0, rows = 0;  // a server's update carries both
+
+  static constexpr size_t kReport = 64;
+  // Of one message.
+  size_t Most() const { return std::max({ids, embeddings, gradients, signs + rows, kReport}); }
 };
 
 class BareSockets {
  public:
-  explicit BareSockets(const BatchBytes& bytes)
-      : bytes_(bytes), memory_(std::max(bytes.embeddings, bytes.gradients)) {
+  explicit BareSockets(const BatchBytes& bytes) : bytes_(bytes), memory_(bytes.Most()) {
     client_ = Connect();
     for (auto& server : servers_) server = Connect();
     threads_.emplace_back([this] { WorkAsWorker(); });
@@ -56,7 +59,7 @@ class BareSockets {
  private:
   using Ends = std::pair<int, int>;
   using Memory = std::vector<std::byte>;
-  static constexpr size_t kReport = 64;
+  static constexpr size_t kReport = BatchBytes::kReport;
 
   static Ends Connect() {
     sockaddr_in address = {};
@@ -105,7 +108,7 @@ class BareSockets {
     return ok;
   }
   void WorkAsWorker() {
-    Memory memory(std::max(bytes_.embeddings, bytes_.gradients));
+    Memory memory(bytes_.Most());
     const int client = client_.second;
     while (Receive(client, memory, bytes_.ids) && CallServers(memory, bytes_.signs, bytes_.rows) &&
            Send(client, memory, bytes_.embeddings) && Receive(client, memory, bytes_.gradients) &&
@@ -114,7 +117,7 @@ class BareSockets {
     }
   }
   void WorkAsServer(int socket) {
-    Memory memory(bytes_.signs + bytes_.rows);
+    Memory memory(bytes_.Most());
     while (Receive(socket, memory, bytes_.signs) && Send(socket, memory, bytes_.rows) &&
            Receive(socket, memory, bytes_.signs + bytes_.rows) && Send(socket, memory, kReport)) {
     }

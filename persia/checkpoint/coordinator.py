@@ -88,7 +88,7 @@ class Operation:
     peers: Sequence[Peer]
     deadline_s: float  # without an answer, or without progress
     on_progress: ProgressCallback = lambda _: None  # called on the thread that waits for the servers
-    _last_bytes: int = field(default=-1, init=False)
+    _last_done: tuple[int, int] = field(default=(-1, -1), init=False)  # bytes, rows
     _last_progress: float = field(default=0.0, init=False)
 
     @property
@@ -121,7 +121,7 @@ class Operation:
 
     def _await(self, phase: str, wanted: State) -> list[Report]:
         """Polls until every server has come to `wanted`."""
-        self._last_bytes, self._last_progress = -1, time.monotonic()
+        self._last_done, self._last_progress = (-1, -1), time.monotonic()
         pause_s = _FIRST_POLL_S
         while True:
             reports = self._poll()
@@ -133,15 +133,15 @@ class Operation:
 
     def _note_progress(self, phase: str, reports: Sequence[Report], wanted: State) -> None:
         num_bytes = sum(report.done_bytes for report in reports)
-        if num_bytes != self._last_bytes:
-            self._last_bytes, self._last_progress = num_bytes, time.monotonic()
+        done_rows = sum(report.done_rows for report in reports)
+        if (num_bytes, done_rows) != self._last_done:
+            self._last_done, self._last_progress = (num_bytes, done_rows), time.monotonic()
         elif time.monotonic() - self._last_progress > self.deadline_s:
             behind = [str(peer) for peer, r in zip(self.peers, reports, strict=True) if r.state is not wanted]
             raise DeadlineExceededError(
                 f"{self.operation}: no byte was moved for {self.deadline_s:g} s (PERSIA_DEADLINE_SEC); "
                 f"not done: {', '.join(behind)}"
             )
-        done_rows = sum(report.done_rows for report in reports)
         total_rows = sum(report.total_rows for report in reports)
         self.on_progress(Progress(phase, num_bytes, done_rows, total_rows))
 

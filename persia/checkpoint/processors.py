@@ -5,10 +5,23 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["max_processors"]
+from persia.config import GlobalConfig
+
+__all__ = ["dump_percent", "max_processors"]
 
 _LEAST = 0.05  # a coordinator waits only so long for a dump's next byte
-_LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/cpu.max")  # "microseconds period", or "max period"
+# The limit of a container, where it has one of its own: "microseconds period", or "max period" ...
+_CGROUP_V2 = ("cpu.max",)
+# ... and of version 1; microseconds below zero are no limit.
+_CGROUP_V1 = ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def dump_percent(config: GlobalConfig) -> int:
+    """Of a server's dumps. No packet of changes is written during a dump: where there are any, dumps are short."""
+    if config.embedding_parameter_server_config.enable_incremental_update:
+        return 100
+    return config.common_config.checkpointing_config.dump_percent
 
 
 def max_processors(percent: int) -> float:
@@ -18,8 +31,11 @@ def max_processors(percent: int) -> float:
 
 def _available() -> float:
     available = float(len(os.sched_getaffinity(0)))
-    try:
-        quota, period = _LIMIT_OF_CONTAINER.read_text().split()
-        return available if quota == "max" else min(available, int(quota) / int(period))
-    except (OSError, ValueError):  # no container with a limit, or one of cgroup version 1
-        return available
+    for names in (_CGROUP_V2, _CGROUP_V1):
+        try:
+            quota, period = " ".join((_CGROUPS / name).read_text() for name in names).split()
+            if quota != "max" and int(quota) > 0:
+                return min(available, int(quota) / int(period))
+        except (OSError, ValueError, ZeroDivisionError):
+            continue  # none of this version
+    return available

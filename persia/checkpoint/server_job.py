@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DumpJob", "LoadJob", "RowStore", "ServerJob", "ServerShare", "TwoPhaseJob"]
 
+_CANCELLED = "it was cancelled"
 _STOP_S = 5.0
 
 
@@ -121,7 +122,7 @@ class ServerJob(ABC):
             return Report(
                 state=self._state,
                 done_bytes=self._done_bytes,
-                done_rows=self._done_rows,
+                done_rows=self._num_done_rows(),
                 total_rows=self._total_rows(),
                 error=self._error,
                 result=self._result() if self._state in (State.DONE, State.CHECKED) else None,
@@ -132,6 +133,7 @@ class ServerJob(ABC):
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
+        self._interrupt()
         self._thread.join(_STOP_S)
 
     def close(self) -> None:
@@ -143,6 +145,10 @@ class ServerJob(ABC):
     def _work(self) -> None:
         """On a thread of its own. Calls `_check_alive` often."""
 
+    def _interrupt(self) -> None:
+        """Ends what `_work` waits for: it was cancelled, from another thread."""
+        return None
+
     @abstractmethod
     def _clean_up(self) -> None:
         """After a failure."""
@@ -150,6 +156,9 @@ class ServerJob(ABC):
     @abstractmethod
     def _release(self) -> None:
         """Gives the store back, before the operation is over."""
+
+    def _num_done_rows(self) -> int:
+        return self._done_rows
 
     def _total_rows(self) -> int:
         return 0
@@ -167,6 +176,8 @@ class ServerJob(ABC):
             get_default_logger().exception("%s failed", self.operation)
             error = InternalError(f"{type(failure).__name__}: {failure}")
         self._release()
+        if error is not None and self._cancelled and self._may_end:
+            error = FailedPreconditionError(_CANCELLED)  # and whatever failed on the way
         if error is not None:
             get_default_logger().warning("%s failed: %s", self.operation, error)
             self._clean_up()
@@ -179,7 +190,7 @@ class ServerJob(ABC):
         if not self._may_end:
             return
         if self._cancelled:
-            raise FailedPreconditionError("it was cancelled")
+            raise FailedPreconditionError(_CANCELLED)
         if self.is_abandoned:
             raise DeadlineExceededError(
                 f"nobody has asked about it for {self._lease_s:g} s: its coordinator seems to have ended"
@@ -247,6 +258,7 @@ class DumpJob(ServerJob):
                 "this server has no optimizer yet, and so no rows: a TrainCtx that is entered configures it; "
                 "dump after that"
             )
+        self._parts = [self._snapshot.part(index) for index in range(self._snapshot.num_parts)]
         self._cut = {
             "step": self._snapshot.step,
             "num_rows": self._snapshot.num_rows,
@@ -254,17 +266,17 @@ class DumpJob(ServerJob):
             "schema": None if share.schema is None else share.schema.to_json(),
         }
 
+    def _interrupt(self) -> None:
+        self._snapshot.close()  # writers may rest for longer than anybody waits for them
+
     def _work(self) -> None:
         if self._share.gives_way:
             give_way()  # compressing takes the processors for long; training wants them more
         self._on_threads(functools.partial(self._write, index) for index in range(self._snapshot.num_parts))
 
     def _write(self, index: int) -> None:
-        entry = write_shard_file(
-            self._snapshot.part(index), self._directory, self._path(index), self._count_bytes
-        )
+        entry = write_shard_file(self._parts[index], self._directory, self._path(index), self._count_bytes)
         self._files.append(entry)
-        self._count_rows(entry.num_rows)
 
     def _path(self, index: int) -> str:
         return f"{self.operation}/embeddings-{self._share.index}-{index}.emb"
@@ -275,6 +287,9 @@ class DumpJob(ServerJob):
     def _clean_up(self) -> None:
         for file in self._files:
             (self._directory / file.path).remove_quietly()
+
+    def _num_done_rows(self) -> int:
+        return sum(part.num_rows for part in self._parts)  # long before the first bytes are written
 
     def _total_rows(self) -> int:
         return self._snapshot.num_rows

@@ -21,6 +21,7 @@ from persia._native import TierOptions
 from persia.checkpoint import dense
 from persia.checkpoint.checkpoints import Checkpoints, Source
 from persia.checkpoint.peers import LocalPeer, Peer, find_servers
+from persia.checkpoint.processors import dump_percent
 from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.server_changes import IncrementalSettings, ServerChanges
 from persia.checkpoint.server_job import ServerShare
@@ -514,7 +515,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
             replicas=1,
             schema=None if self._slots is None else RowSchema.of(self._slots),
             num_threads=env.get_num_threads() or 2,
-            dump_percent=config.common_config.checkpointing_config.dump_percent,
+            dump_percent=dump_percent(config),
             pool=self._pool,
         )
         changes = ServerChanges(store, None if job is None else IncrementalSettings.of(job.config))

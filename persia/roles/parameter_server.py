@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from persia import env
+from persia.checkpoint.processors import dump_percent
 from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.server_changes import IncrementalSettings, ServerChanges
 from persia.checkpoint.server_job import ServerShare
@@ -133,6 +134,6 @@ def _share(
         schema=None if slots is None else RowSchema.of(slots),
         num_threads=config.common_config.checkpointing_config.num_workers,
         gives_way=True,
-        dump_percent=config.common_config.checkpointing_config.dump_percent,
+        dump_percent=dump_percent(config),
         pool=pool,
     )

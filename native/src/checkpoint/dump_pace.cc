@@ -3,6 +3,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -18,16 +19,17 @@ constexpr std::chrono::milliseconds kLongestNap{20};
 // Work comes in pieces of some tenths of a millisecond: smaller ones spend their time on waking up
 // and on caches that others have used meanwhile, larger ones are in the way.
 constexpr std::chrono::milliseconds kShortestNap{5};
-// A thread that is new here may have worked for long on other things.
+// Of a thread that has worked for long on other things meanwhile.
 constexpr std::chrono::milliseconds kMostWork{50};
 
 // Of this thread's processor time, since the last call.
 nanoseconds TakeWork() {
-  thread_local nanoseconds taken{0};
+  thread_local std::optional<nanoseconds>
+      taken;  // none: what it did before it came here is not known
   timespec time{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
   const nanoseconds now = std::chrono::seconds(time.tv_sec) + nanoseconds(time.tv_nsec);
-  return std::min<nanoseconds>(now - std::exchange(taken, now), kMostWork);
+  return std::min<nanoseconds>(now - std::exchange(taken, now).value_or(now), kMostWork);
 }
 
 }  // namespace

@@ -54,10 +54,12 @@ Status SnapshotPart::ProduceRows() {
 
 Status SnapshotPart::Write(const store::RowRecords& rows) {
   Status status;
-  size_t num_rows = 0;
   rows.ForEach([&](const store::RowHead& head, const float* values) {
     if (status.ok()) status = writer_.Add(head, values);
-    if (++num_rows % DumpPace::kRowsAtATime == 0) pace_.Rest();
+    // Across calls: rows from a pool come in small numbers.
+    if (++num_since_rest_ < DumpPace::kRowsAtATime) return;
+    num_since_rest_ = 0;
+    pace_.Rest();
   });
   return status;
 }

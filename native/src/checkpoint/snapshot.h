@@ -61,6 +61,7 @@ class SnapshotPart {
   DumpPace& pace_;
   std::mutex mutex_;              // guards what follows, but for the counters
   std::vector<std::byte> bytes_;  // produced, from position_ on not yet read
+  size_t num_since_rest_ = 0;     // rows
   size_t position_ = 0;
   BlockWriter writer_;
   store::StoreSnapshot::Batch batch_;

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from persia.checkpoint.processors import max_processors
+from persia.checkpoint.processors import dump_percent, max_processors
+from persia.config import GlobalConfig
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,29 @@ def test_a_dump_takes_its_percentage_of_the_processors_there_are(
     file = tmp_path / "cpu.max"
     if limit is not None:
         file.write_text(limit)
-    monkeypatch.setattr("persia.checkpoint.processors._LIMIT_OF_CONTAINER", file)
+    monkeypatch.setattr("persia.checkpoint.processors._CGROUPS", tmp_path)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     assert max_processors(percent) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("quota", "expected"), [(200_000, 1.0), (-1, 4.0)])
+def test_the_limit_of_a_container_of_version_1(
+    quota: int, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text(f"{quota}\n")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    monkeypatch.setattr("persia.checkpoint.processors._CGROUPS", tmp_path)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    assert max_processors(50) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("has_packets", "expected"), [(False, 7), (True, 100)])
+def test_dumps_do_not_hold_packets_back_for_longer_than_they_must(has_packets: bool, expected: int) -> None:
+    config = GlobalConfig.from_dict(
+        {
+            "common_config": {"checkpointing_config": {"dump_percent": 7}},
+            "embedding_parameter_server_config": {"enable_incremental_update": has_packets},
+        }
+    )
+    assert dump_percent(config) == expected
