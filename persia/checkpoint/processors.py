@@ -18,7 +18,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def dump_percent(config: GlobalConfig) -> int:
-    """Of a server's dumps. No packet of changes is written during a dump: where there are any, dumps are short."""
+    """Of a server's dumps. No packet of changes is written during a dump, so there dumps do not rest."""
     if config.embedding_parameter_server_config.enable_incremental_update:
         return 100
     return config.common_config.checkpointing_config.dump_percent

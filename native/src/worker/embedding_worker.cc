@@ -242,7 +242,7 @@ StatusOr<Reference> EmbeddingWorker::Impl::Register(uint32_t loader_index,
   const StatusOr<uint64_t> counter = Add(loader_index, id_features);
   if (!counter.ok()) return counter.status();
   Announce();
-  return Reference{incarnation_, *counter};
+  return Reference{incarnation_, counter.value()};
 }
 
 StatusOr<uint64_t> EmbeddingWorker::Impl::Add(uint32_t loader_index,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from persia.checkpoint.processors import dump_percent, max_processors
-from persia.config import GlobalConfig
+from persia.config.global_config import parse_global_config
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_limit_of_a_container_of_version_1(
 
 @pytest.mark.parametrize(("has_packets", "expected"), [(False, 7), (True, 100)])
 def test_dumps_do_not_hold_packets_back_for_longer_than_they_must(has_packets: bool, expected: int) -> None:
-    config = GlobalConfig.from_dict(
+    config = parse_global_config(
         {
             "common_config": {"checkpointing_config": {"dump_percent": 7}},
             "embedding_parameter_server_config": {"enable_incremental_update": has_packets},
