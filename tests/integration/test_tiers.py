@@ -107,11 +107,20 @@ def test_a_killed_job_goes_on_from_its_pools_as_if_nothing_had_happened(
     assert rows_of(tmp_path / "resumed") == rows_of(tmp_path / "whole")
 
 
+def dump_some_rows(directory: Path) -> None:
+    bags = EmbeddingBagCollection(parse_embedding_config(SLOTS), optimizer=Adagrad(lr=0.1), num_threads=1)
+    ids = torch.arange(4000) % 1000
+    bags(ids, torch.ones(2, 2000, dtype=torch.int64)).square().sum().backward()
+    bags.dump(directory)
+
+
 def test_servers_killed_during_a_dump_go_back_to_one_step(local_cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "pools").mkdir()
     config = global_config(tmp_path / "pools")
     cluster = local_cluster(embedding_config=SLOTS, global_config=config, parameter_servers=2)
     names = [f"embedding-parameter-server-{index}" for index in range(2)]
+    dump_some_rows(tmp_path / "rows")
+    checkpoints_of(cluster).load(Source(tmp_path / "rows"))
     checkpoints_of(cluster).dump(tmp_path / "c", step=1, in_place=True)
     for step, delay_s in ((2, 0.0), (3, 0.02), (4, 0.06)):
         checkpoints = checkpoints_of(cluster, deadline_s=2)
@@ -128,10 +137,7 @@ def test_servers_killed_during_a_dump_go_back_to_one_step(local_cluster: Any, tm
 
 
 def test_one_server_that_is_killed_comes_back_with_its_rows(local_cluster: Any, tmp_path: Path) -> None:
-    bags = EmbeddingBagCollection(parse_embedding_config(SLOTS), optimizer=Adagrad(lr=0.1), num_threads=1)
-    ids = torch.arange(4000) % 1000
-    bags(ids, torch.ones(2, 2000, dtype=torch.int64)).square().sum().backward()
-    bags.dump(tmp_path / "rows")
+    dump_some_rows(tmp_path / "rows")
     (tmp_path / "pools").mkdir()
     config = global_config(tmp_path / "pools", cache_rows=100)
     cluster = local_cluster(embedding_config=SLOTS, global_config=config, parameter_servers=2)

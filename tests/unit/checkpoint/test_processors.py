@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from persia.checkpoint.processors import dump_percent, max_processors
-from persia.config.global_config import parse_global_config
+from persia.config import parse_global_config
 
 
 @pytest.mark.parametrize(
