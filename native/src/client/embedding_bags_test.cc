@@ -325,6 +325,31 @@ TEST(EmbeddingBagsTest, BitsDoNotDependOnThreads) {
   }
 }
 
+// Batches with enough IDs for threads, most of them in other slots each time, and two in flight:
+// the second divides the slots anew before the first is updated.
+TEST(EmbeddingBagsTest, BitsDoNotDependOnHowThreadsShareTheSlots) {
+  const auto history_of = [](uint32_t num_threads) {
+    const auto bags = Make(Options(MixedSlots(), num_threads), testing::Adam());
+    std::vector<std::vector<float>> history;
+    std::mt19937 rng(5);
+    for (int step = 0; step < 4; ++step) {
+      const PooledBags first = Train(*bags, RandomBatch(rng, bags->num_slots(), 1500));
+      const PooledBags second = Train(*bags, RandomBatch(rng, bags->num_slots(), 1500));
+      for (const PooledBags* pooled : {&first, &second}) {
+        history.push_back(Values(*pooled));
+        const UpdateReport report = Must(bags->Update(*pooled->batch, history.back()));
+        history.push_back({static_cast<float>(report.num_updated)});
+      }
+    }
+    return history;
+  };
+  const auto expected = history_of(1);
+  for (const uint32_t num_threads : {2u, 5u}) {
+    SCOPED_TRACE(num_threads);
+    ExpectSameHistory(history_of(num_threads), expected);
+  }
+}
+
 TEST(EmbeddingBagsTest, EvictionDoesNotDependOnThreads) {
   // Room for little more than the largest batch, so that every batch evicts. An evicted row that
   // comes back begins anew, which the history shows.
