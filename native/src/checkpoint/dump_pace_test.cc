@@ -2,9 +2,9 @@
 
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <chrono>
 #include <future>
+#include <stop_token>
 #include <thread>
 
 #include "checkpoint/checkpoint_test_util.h"
@@ -28,6 +28,11 @@ class DumpPaceTest : public testing::Test {
     part_ = snapshot_->part(0).value();
   }
   void TrainOneRow() { store::Update(*store_, {0}, 16, Gradients(16, 0.5f)); }
+  std::jthread TrainOn() {
+    return std::jthread([this](const std::stop_token& stop) {
+      while (!stop.stop_requested()) TrainOneRow();
+    });
+  }
   std::future<Status> ReadInBackground() {
     return std::async(std::launch::async, [this] { return ReadAll(*part_, &file_); });
   }
@@ -50,34 +55,26 @@ TEST_F(DumpPaceTest, NobodyRestsWhereNobodyTrains) {
 TEST_F(DumpPaceTest, WritersRestUntilTrainingEnds) {
   const Rows before = RowsOf(*store_);
   Begin(kSlow);
-  std::atomic<bool> stops = false;
   TrainOneRow();
-  std::thread trainer([&] {
-    while (!stops) TrainOneRow();
-  });
+  std::jthread trainer = TrainOn();
   auto result = ReadInBackground();
   // Without a rest it takes some hundredths of a second; and this one still goes on.
   EXPECT_EQ(result.wait_for(std::chrono::milliseconds(700)), std::future_status::timeout);
   EXPECT_LT(part_->num_rows(), kNumRows);
-  stops = true;
-  trainer.join();
+  trainer = {};  // ends
   ASSERT_TRUE(result.get().ok());
   EXPECT_EQ(RowsOf({file_}), before);
 }
 
 TEST_F(DumpPaceTest, ClosingEndsARest) {
   Begin(kSlow);
-  std::atomic<bool> stops = false;
   TrainOneRow();
-  std::thread trainer([&] {
-    while (!stops) TrainOneRow();
-  });
+  std::jthread trainer = TrainOn();
   auto result = ReadInBackground();
   EXPECT_EQ(result.wait_for(std::chrono::milliseconds(100)), std::future_status::timeout);
   snapshot_->Close();
   EXPECT_EQ(result.get().code(), StatusCode::kFailedPrecondition);  // while training goes on
-  stops = true;
-  trainer.join();
+  trainer = {};                                                     // ends
 }
 
 // Else these would fill their limit, and training would wait.
@@ -85,14 +82,11 @@ TEST_F(DumpPaceTest, NobodyRestsWhereSavedRowsNeedRoom) {
   Snapshot::Options options = kSlow;
   options.rows.max_waiting_bytes = 1'600'000;
   Begin(options);
-  std::atomic<bool> stops = false;
   TrainOneRow();
   // 96 bytes each: more than three quarters of the limit, and less than all of it.
   constexpr uint64_t kNumSaved = 14'500;
   store::Lookup(*store_, Range(0, kNumSaved), 16);
-  std::thread trainer([&] {
-    while (!stops) TrainOneRow();
-  });
+  std::jthread trainer = TrainOn();
   auto result = ReadInBackground();
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
   // Half of them: some stay behind when there is room again, and then it rests.
@@ -100,8 +94,7 @@ TEST_F(DumpPaceTest, NobodyRestsWhereSavedRowsNeedRoom) {
     std::this_thread::yield();
   }
   EXPECT_GE(part_->num_rows(), kNumSaved / 2);
-  stops = true;
-  trainer.join();
+  trainer = {};  // ends
   snapshot_->Close();
   result.wait();
 }
