@@ -9,7 +9,7 @@ from persia.config import GlobalConfig
 
 __all__ = ["dump_percent", "max_processors"]
 
-_LEAST = 0.05  # a coordinator waits only so long for a dump's next byte
+_LEAST = 0.05  # of a processor: dumps must end, and a coordinator waits only so long for the next rows
 # The limit of a container, where it has one of its own: "microseconds period", or "max period" ...
 _CGROUP_V2 = ("cpu.max",)
 # ... and of version 1; microseconds below zero are no limit.

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from persia.checkpoint.manifest import make_dump_id
 from persia.checkpoint.processors import dump_percent, max_processors
+from persia.checkpoint.server_job import DumpJob, ServerShare
 from persia.config import parse_global_config
+
+from .conftest import make_bags, train
 
 
 @pytest.mark.parametrize(
@@ -55,3 +61,30 @@ def test_dumps_do_not_hold_packets_back_for_longer_than_they_must(has_packets: b
         }
     )
     assert dump_percent(config) == expected
+
+
+def test_a_dump_that_rests_is_cancelled_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("persia.checkpoint.server_job.max_processors", lambda percent: 1e-8)  # takes days
+    bags = make_bags()
+    train(bags)
+    share = ServerShare(store=bags, index=0, replicas=1, schema=None, num_threads=1)
+    job = DumpJob(make_dump_id(), share, 60.0, {"directory": str(tmp_path)})
+    has_ended = threading.Event()
+
+    def train_on() -> None:
+        while not has_ended.is_set():
+            train(bags, num_ids=50, steps=1)
+
+    train(bags, num_ids=50, steps=1)  # since the cut
+    trainer = threading.Thread(target=train_on)
+    trainer.start()
+    try:
+        job.start()
+        time.sleep(0.3)
+        assert not job.is_over, "it rests"
+        job.cancel()
+        assert job.is_over
+        assert str(job.report().error) == "it was cancelled"
+    finally:
+        has_ended.set()
+        trainer.join()
