@@ -43,7 +43,7 @@ _EXTENT_BYTES = 16 << 20
 class PoolInfo:
     """What a pool says of itself."""
 
-    pool_id: int
+    pool_id: int  # drawn when the pool was made; the file `rules` beside it has the same
     committed: int  # the batch that the pool goes back to when it is opened; 0: no checkpoint yet
     num_rows: int  # of that batch
     file_bytes: int

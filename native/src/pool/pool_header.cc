@@ -14,7 +14,7 @@ namespace {
 
 constexpr uint64_t kMagic = 0x4c4f4f5041535250;        // "PRSAPOOL"
 constexpr uint64_t kExtentMagic = 0x544e545841535250;  // "PRSAXTNT"
-constexpr uint32_t kFormatVersion = 2;
+constexpr uint32_t kFormatVersion = 3;
 
 static_assert(std::endian::native == std::endian::little, "pools are used in place");
 
@@ -25,12 +25,13 @@ struct Copy {
   uint64_t check;  // of what follows
   uint64_t sequence;
   uint64_t pool_id;
+  uint64_t filling_id;
   uint64_t committed;
   uint64_t num_rows;
   uint64_t extent_bytes;
   uint64_t size_bytes;
   char schema[PoolHeader::kMaxSchemaBytes];
-  char unused[PoolHeader::kCopyBytes - 9 * sizeof(uint64_t) - PoolHeader::kMaxSchemaBytes];
+  char unused[PoolHeader::kCopyBytes - 10 * sizeof(uint64_t) - PoolHeader::kMaxSchemaBytes];
 };
 static_assert(sizeof(Copy) == PoolHeader::kCopyBytes);
 
@@ -53,6 +54,7 @@ StatusOr<PoolHeader> Decode(const Copy& copy) {
   }
   return PoolHeader{.sequence = copy.sequence,
                     .pool_id = copy.pool_id,
+                    .filling_id = copy.filling_id,
                     .committed = copy.committed,
                     .num_rows = copy.num_rows,
                     .extent_bytes = copy.extent_bytes,
@@ -76,8 +78,8 @@ struct Extent {
 };
 static_assert(sizeof(Extent) == ExtentHeader::kBytes);
 
-uint64_t CheckOf(const Extent& extent, uint64_t pool_id, uint64_t offset) {
-  return XXH3_64bits_withSeed(&extent, offsetof(Extent, check), pool_id ^ offset);
+uint64_t CheckOf(const Extent& extent, uint64_t filling_id, uint64_t offset) {
+  return XXH3_64bits_withSeed(&extent, offsetof(Extent, check), filling_id ^ offset);
 }
 
 }  // namespace
@@ -104,6 +106,7 @@ Status WriteHeader(PoolHeader* header, Backing* backing) {
   copy.schema_bytes = static_cast<uint32_t>(header->schema.size());
   copy.sequence = header->sequence;
   copy.pool_id = header->pool_id;
+  copy.filling_id = header->filling_id;
   copy.committed = header->committed;
   copy.num_rows = header->num_rows;
   copy.extent_bytes = header->extent_bytes;
@@ -121,24 +124,24 @@ uint64_t DrawId() {
   return uint64_t{random()} << 32 | random();
 }
 
-Status WriteExtentHeader(uint64_t pool_id, uint64_t offset, const ExtentHeader& header,
+Status WriteExtentHeader(uint64_t filling_id, uint64_t offset, const ExtentHeader& header,
                          Backing* backing) {
   Extent extent{.magic = kExtentMagic,
                 .slot_bytes = header.slot_bytes,
                 .id = header.id,
                 .check = 0,
                 .unused = {}};
-  extent.check = CheckOf(extent, pool_id, offset);
+  extent.check = CheckOf(extent, filling_id, offset);
   PERSIA_RETURN_IF_ERROR(backing->Write(offset, std::as_bytes(std::span(&extent, 1))));
   backing->Drain();
   return Status::Ok();
 }
 
-StatusOr<std::optional<ExtentHeader>> ReadExtentHeader(uint64_t pool_id, uint64_t offset,
+StatusOr<std::optional<ExtentHeader>> ReadExtentHeader(uint64_t filling_id, uint64_t offset,
                                                        const Backing& backing) {
   Extent extent;
   PERSIA_RETURN_IF_ERROR(backing.Read(offset, std::as_writable_bytes(std::span(&extent, 1))));
-  if (extent.magic != kExtentMagic || extent.check != CheckOf(extent, pool_id, offset)) {
+  if (extent.magic != kExtentMagic || extent.check != CheckOf(extent, filling_id, offset)) {
     return std::optional<ExtentHeader>();
   }
   return std::optional(ExtentHeader{static_cast<uint32_t>(extent.slot_bytes), extent.id});

@@ -4,7 +4,7 @@
 // happens to the one that is being written, the other stays. Behind them lie extents, all of one
 // size; an extent begins with the size of its slots and a number that is drawn whenever it is given
 // one. Records are valid with that number alone: what an extent has from before counts for nothing,
-// and need not be erased.
+// and need not be erased. Extents, in turn, are valid with the number of the pool's filling alone.
 #pragma once
 
 #include <array>
@@ -24,9 +24,10 @@ struct PoolHeader {
   static constexpr size_t kMaxSchemaBytes = 3072;
 
   uint64_t sequence = 0;
-  uint64_t pool_id = 0;    // of this pool alone: nothing of another is taken for its own
-  uint64_t committed = 0;  // the checkpoint that recovery goes back to; 0: none yet
-  uint64_t num_rows = 0;   // at that checkpoint
+  uint64_t pool_id = 0;     // of this pool alone, for good: what lies beside it may say whose it is
+  uint64_t filling_id = 0;  // of its rows since it was made or cleared: older extents are void
+  uint64_t committed = 0;   // the checkpoint that recovery goes back to; 0: none yet
+  uint64_t num_rows = 0;    // at that checkpoint
   uint64_t extent_bytes = 0;
   uint64_t size_bytes = 0;  // that the pool may grow to
   std::string schema;       // what its rows consist of, as its user says; empty: not said yet
@@ -44,12 +45,12 @@ struct ExtentHeader {
   uint32_t slot_bytes = 0;
   uint64_t id = 0;
 };
-// For pools and extents.
+// For pools, their fillings and extents.
 uint64_t DrawId();
-Status WriteExtentHeader(uint64_t pool_id, uint64_t offset, const ExtentHeader& header,
+Status WriteExtentHeader(uint64_t filling_id, uint64_t offset, const ExtentHeader& header,
                          Backing* backing);
 // Nothing where the extent has no slots.
-StatusOr<std::optional<ExtentHeader>> ReadExtentHeader(uint64_t pool_id, uint64_t offset,
+StatusOr<std::optional<ExtentHeader>> ReadExtentHeader(uint64_t filling_id, uint64_t offset,
                                                        const Backing& backing);
 
 }  // namespace persia::pool

@@ -38,7 +38,7 @@ StatusOr<PoolReport> CheckPool(const std::string& directory) {
   std::unordered_set<uint64_t> signs;
   for (uint64_t i = 0; i < NumExtents(**file, *header); ++i) {
     const uint64_t extent = ExtentOffset(*header, i);
-    auto extent_header = ReadExtentHeader(header->pool_id, extent, **file);
+    auto extent_header = ReadExtentHeader(header->filling_id, extent, **file);
     PERSIA_RETURN_IF_ERROR(extent_header.status());
     if (!*extent_header) {
       ++report.num_unassigned_extents;

@@ -23,7 +23,7 @@ Status SetEnd(uint64_t address, uint64_t end, Backing* backing) {
 
 Status RecoverExtent(const PoolHeader& header, uint64_t offset, const VisitRows& visit,
                      Backing* backing, Extent* extent) {
-  auto extent_header = ReadExtentHeader(header.pool_id, offset, *backing);
+  auto extent_header = ReadExtentHeader(header.filling_id, offset, *backing);
   PERSIA_RETURN_IF_ERROR(extent_header.status());
   extent->header = *extent_header;
   if (!extent->header) return Status::Ok();

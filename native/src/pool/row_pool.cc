@@ -56,6 +56,7 @@ Status MergeSize(uint64_t size_bytes, PoolHeader* header) {
 
 PoolHeader NewHeader(const PoolOptions& options) {
   return {.pool_id = DrawId(),
+          .filling_id = DrawId(),
           .extent_bytes = options.extent_bytes,
           .size_bytes = options.size_bytes,
           .schema = options.schema};
@@ -79,6 +80,7 @@ RowPool::RowPool(std::unique_ptr<Backing> backing, const PoolOptions& options, P
     : backing_(std::move(backing)),
       max_pending_(options.max_pending),
       pool_id_(header.pool_id),
+      filling_id_(header.filling_id),
       extent_bytes_(header.extent_bytes),
       max_bytes_(header.size_bytes),
       slots_(PoolHeader::kBytes, header.extent_bytes),
@@ -209,7 +211,7 @@ std::optional<uint64_t> RowPool::TakeSlot(uint32_t slot_bytes, Status* status) {
 Status RowPool::AssignExtent(uint64_t offset, uint32_t slot_bytes) {
   const ExtentHeader header{.slot_bytes = slot_bytes, .id = DrawId()};
   extent_ids_[(offset - PoolHeader::kBytes) / extent_bytes_] = header.id;
-  return WriteExtentHeader(pool_id_, offset, header, backing_.get());
+  return WriteExtentHeader(filling_id_, offset, header, backing_.get());
 }
 
 uint64_t RowPool::SeedOf(uint64_t address) const {
@@ -311,17 +313,17 @@ Status RowPool::Remove(std::span<const RowRemoval> rows) {
   return Status::Ok();
 }
 
-// Extents are valid with the pool's number alone: a new one, and there are none.
+// Extents are valid with the filling's number alone: a new one, and there are none.
 Status RowPool::Clear() {
   PERSIA_RETURN_IF_ERROR(CheckHealth());
   std::lock_guard header_lock(header_mutex_);
   PoolHeader header = header_;
-  header.pool_id = DrawId();
+  header.filling_id = DrawId();
   header.committed = 0;
   header.num_rows = 0;
   PERSIA_RETURN_IF_ERROR(WriteHeaderDurably(std::move(header)));
   std::lock_guard lock(mutex_);
-  pool_id_ = header_.pool_id;
+  filling_id_ = header_.filling_id;
   committed_ = 0;
   newest_ = 0;
   new_rows_ = 0;

@@ -62,7 +62,8 @@ struct RowRemoval {
 struct PreparedCheckpoint {
   uint64_t batch = 0;
   uint64_t num_rows = 0;
-  // Of the header: whoever clears or opens the pool undoes what is not committed.
+  // Of the header, which changes when the pool is cleared or opened: that undoes what is not
+  // committed.
   uint64_t pool_id = 0;
   uint64_t sequence = 0;
 };
@@ -107,6 +108,8 @@ class RowPool {
   // Into `values` as many floats as the row has. kCorruption: the device returned something else
   // than the row of this sign that was written there.
   Status Read(uint64_t address, uint64_t sign, RowHead* head, std::span<float> values) const;
+  // Of this pool alone, for good.
+  uint64_t id() const { return pool_id_; }
   // Before some tens of rows of so many floats are read, or replaced: their cache misses overlap.
   void Touch(uint64_t address, size_t num_floats) const {
     backing_->Touch(address, SlotBytes(num_floats));
@@ -181,7 +184,8 @@ class RowPool {
 
   const std::unique_ptr<Backing> backing_;
   const uint32_t max_pending_;
-  uint64_t pool_id_;  // changes with Clear(); guarded by mutex_
+  const uint64_t pool_id_;
+  uint64_t filling_id_;  // changes with Clear(); guarded by mutex_
   const uint64_t extent_bytes_;
   const uint64_t max_bytes_;
   std::atomic<bool> has_failed_{false};

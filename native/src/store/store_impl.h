@@ -13,6 +13,7 @@
 #include <thread>
 #include <utility>
 
+#include "pool/pool_tools.h"
 #include "store/batch_plan.h"
 #include "store/change_set.h"
 #include "store/embedding_store.h"
@@ -118,8 +119,8 @@ class EmbeddingStore::Impl {
   const SlabMemory& slab_memory() const { return slab_memory_; }
 
  private:
-  Status OpenPool(const TierOptions& options);
-  Status RecoverRules();
+  Status OpenPool(const TierOptions& options, bool is_new);
+  Status RecoverRules(const pool::PoolInfo& pool);
   // Before rows are made by them.
   Status SaveRulesIfNew(const TrainConfig& config);
   void KeepTier();

@@ -28,8 +28,10 @@ uint64_t LeastCacheRows(const TierOptions& options) {
 
 Status EmbeddingStore::Impl::OpenTier(const TierOptions& options) {
   tier_directory_ = options.directory;
-  PERSIA_RETURN_IF_ERROR(RecoverRules());
-  PERSIA_RETURN_IF_ERROR(OpenPool(options));
+  auto found = pool::InspectPool(options.directory);
+  if (found.ok()) PERSIA_RETURN_IF_ERROR(RecoverRules(*found));
+  const bool is_new = found.status().code() == StatusCode::kNotFound;
+  PERSIA_RETURN_IF_ERROR(OpenPool(options, is_new));
   const uint64_t num_shards = shards_.size();
   for (uint64_t i = 0; i < num_shards; ++i) {
     const auto share = [&](uint64_t all) { return all / num_shards + (i < all % num_shards); };
@@ -44,22 +46,31 @@ Status EmbeddingStore::Impl::OpenTier(const TierOptions& options) {
   return CheckTier();
 }
 
-Status EmbeddingStore::Impl::RecoverRules() {
+// Rules of another pool are those of one that was removed, where this one has no rows yet: then
+// there is nothing that they could be wrong for.
+Status EmbeddingStore::Impl::RecoverRules(const pool::PoolInfo& pool) {
   auto rules = LoadRules(tier_directory_);
   PERSIA_RETURN_IF_ERROR(rules.status());
   if (!rules->has_value()) return Status::Ok();
+  if ((*rules)->pool_id != pool.pool_id) {
+    if (pool.num_rows == 0) return Status::Ok();
+    return Corruption("the file rules in " + tier_directory_ + " is of the pool with pool_id " +
+                      std::to_string((*rules)->pool_id) + ", and the pool beside it has pool_id " +
+                      std::to_string(pool.pool_id) +
+                      "; put its own there, or remove both and load a checkpoint");
+  }
   const std::unique_lock lock(in_place_mutex_);
-  PERSIA_RETURN_IF_ERROR(ConfigureAlone(**rules, /*replace=*/true));
+  PERSIA_RETURN_IF_ERROR(ConfigureAlone((*rules)->config, /*replace=*/true));
   is_config_recovered_ = true;
-  saved_rules_ = std::move(*rules);
+  saved_rules_ = std::move((*rules)->config);
   return Status::Ok();
 }
 
-Status EmbeddingStore::Impl::OpenPool(const TierOptions& options) {
+Status EmbeddingStore::Impl::OpenPool(const TierOptions& options, bool is_new) {
   pool::PoolOptions pool_options = options.pool;
   pool_options.schema = kSchema;
   StatusOr<std::unique_ptr<pool::RowPool>> pool = Status();
-  if (pool::InspectPool(options.directory).status().code() == StatusCode::kNotFound) {
+  if (is_new) {
     pool = pool::RowPool::Create(options.directory, pool_options);
   } else {
     std::mutex mutex;
@@ -94,7 +105,7 @@ Status EmbeddingStore::Impl::SaveRulesIfNew(const TrainConfig& config) {
       saved_rules_->groups.size() == config.groups.size() &&
       CheckChange(*saved_rules_, config, /*replace=*/true).ok();
   if (are_saved) return Status::Ok();
-  PERSIA_RETURN_IF_ERROR(SaveRules(tier_directory_, config));
+  PERSIA_RETURN_IF_ERROR(SaveRules(tier_directory_, {tier_->pool().id(), config}));
   saved_rules_ = config;
   return Status::Ok();
 }

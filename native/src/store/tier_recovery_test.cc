@@ -1,6 +1,9 @@
 // What a store makes of a pool that it finds, and of rules that are not the rows' own.
 #include <gtest/gtest.h>
 
+#include <filesystem>
+
+#include "pool/pool_tools.h"
 #include "pool/row_pool.h"
 #include "store/store_load.h"
 #include "store/tier_rules.h"
@@ -32,6 +35,12 @@ class TierRecoveryTest : public ::testing::Test {
     ASSERT_TRUE(store_->WaitCheckpoint(*batch, milliseconds(60'000)).ok());
   }
 
+  uint64_t PoolId() const {
+    auto pool = pool::InspectPool(directory_.path());
+    EXPECT_TRUE(pool.ok());
+    return pool->pool_id;
+  }
+
   PoolDirectory directory_;
   std::unique_ptr<EmbeddingStore> store_;
 };
@@ -43,12 +52,58 @@ TEST_F(TierRecoveryTest, RulesOfOtherShapesAreRefused) {
     store_.reset();
     TrainConfig config = Script::Config();
     config.optimizer.kind = kind;
-    ASSERT_TRUE(SaveRules(directory_.path(), config).ok());
+    ASSERT_TRUE(SaveRules(directory_.path(), {PoolId(), config}).ok());
     const Status status = Open();
     const bool is_same = kind == OptimizerKind::kAdam;
     EXPECT_EQ(status.code(), is_same ? StatusCode::kOk : StatusCode::kCorruption)
         << status.ToString();
   }
+  EXPECT_EQ(Script::Rows(*store_), ScriptModel().RowsAt(30));
+}
+
+TEST_F(TierRecoveryTest, RulesOfAnotherPoolAreRefusedWhereThereAreRows) {
+  TrainAndCommit();
+  TrainConfig others = Script::Config();
+  others.optimizer.lr *= 2;  // of the same shapes
+  const uint64_t other_id = PoolId() + 1;
+  store_.reset();
+  ASSERT_TRUE(SaveRules(directory_.path(), {other_id, others}).ok());
+  const Status status = Open();
+  EXPECT_EQ(status.code(), StatusCode::kCorruption);
+  for (const uint64_t id : {PoolId(), other_id}) {
+    EXPECT_NE(status.message().find(std::to_string(id)), std::string::npos) << status.ToString();
+  }
+  ASSERT_TRUE(SaveRules(directory_.path(), {PoolId(), Script::Config()}).ok());
+  ASSERT_TRUE(Open().ok());
+  EXPECT_EQ(Script::Rows(*store_), ScriptModel().RowsAt(30));
+}
+
+// Whoever removes a pool may leave its rules, of which the next one must not be the victim: neither
+// at once nor when a process ends before it is configured.
+TEST_F(TierRecoveryTest, RulesOfAPoolThatIsGoneAreNobodys) {
+  TrainAndCommit();
+  store_.reset();
+  std::filesystem::remove(directory_.path() + "/rows.pool");
+  for (int start = 0; start < 2; ++start) {
+    const Status status = Open();
+    ASSERT_TRUE(status.ok()) << status.ToString();
+    EXPECT_EQ(store_->config(), std::nullopt);
+  }
+  TrainAndCommit();
+  ASSERT_TRUE(Open().ok());
+  EXPECT_EQ(Script::Rows(*store_), ScriptModel().RowsAt(30));
+}
+
+// Also where the process ends right after it was.
+TEST_F(TierRecoveryTest, RulesAreThoseOfAPoolThatWasCleared) {
+  TrainAndCommit();
+  const uint64_t id = PoolId();
+  store_->Clear();
+  EXPECT_EQ(PoolId(), id);
+  ASSERT_TRUE(Open().ok());
+  EXPECT_EQ(store_->config(), Script::Config());
+  TrainAndCommit();
+  ASSERT_TRUE(Open().ok());
   EXPECT_EQ(Script::Rows(*store_), ScriptModel().RowsAt(30));
 }
 
@@ -96,7 +151,7 @@ TEST_F(TierRecoveryTest, TheOrderOfEvictionIsThatOfAllBatches) {
     ASSERT_TRUE((*pool)->BeginCheckpoint(2 * kMany + 10).ok());
     ASSERT_TRUE((*pool)->Commit(2 * kMany + 10).ok());
   }
-  ASSERT_TRUE(SaveRules(directory_.path(), SgdConfig()).ok());
+  ASSERT_TRUE(SaveRules(directory_.path(), {PoolId(), SgdConfig()}).ok());
   auto store = EmbeddingStore::Open({.capacity = 5, .num_internal_shards = 1}, directory_.Tier(5));
   ASSERT_TRUE(store.ok()) << store.status().ToString();
   ASSERT_EQ((*store)->size(), 5u);

@@ -19,7 +19,15 @@
 namespace persia::store {
 namespace {
 
-using Check = XXH64_hash_t;
+// Of the file; the encoded rules follow.
+struct Head {
+  uint64_t check;  // of what follows
+  uint64_t pool_id;
+};
+
+uint64_t CheckOf(const Head& head, std::span<const std::byte> encoded) {
+  return XXH3_64bits_withSeed(encoded.data(), encoded.size(), head.pool_id);
+}
 
 std::string PathOf(const std::string& directory) { return directory + "/rules"; }
 
@@ -38,15 +46,16 @@ Status SyncPath(const std::string& path, int flags) {
 
 }  // namespace
 
-Status SaveRules(const std::string& directory, const TrainConfig& config) {
+Status SaveRules(const std::string& directory, const SavedRules& rules) {
   const std::string path = PathOf(directory), fresh = path + ".new";
-  const std::vector<std::byte> bytes = config.Encode();
-  const Check check = XXH3_64bits(bytes.data(), bytes.size());
+  const std::vector<std::byte> encoded = rules.config.Encode();
+  Head head{.check = 0, .pool_id = rules.pool_id};
+  head.check = CheckOf(head, encoded);
   {
     std::ofstream file(fresh, std::ios::binary | std::ios::trunc);
-    file.write(reinterpret_cast<const char*>(&check), sizeof(check));
-    file.write(reinterpret_cast<const char*>(bytes.data()),
-               static_cast<std::streamsize>(bytes.size()));
+    file.write(reinterpret_cast<const char*>(&head), sizeof(head));
+    file.write(reinterpret_cast<const char*>(encoded.data()),
+               static_cast<std::streamsize>(encoded.size()));
     file.flush();
     if (!file) return Refused("write", fresh);
   }
@@ -55,26 +64,26 @@ Status SaveRules(const std::string& directory, const TrainConfig& config) {
   return SyncPath(directory, O_RDONLY | O_DIRECTORY);
 }
 
-StatusOr<std::optional<TrainConfig>> LoadRules(const std::string& directory) {
+StatusOr<std::optional<SavedRules>> LoadRules(const std::string& directory) {
   const std::string path = PathOf(directory);
   std::ifstream file(path, std::ios::binary);
   if (!file) {
-    if (errno == ENOENT) return std::optional<TrainConfig>();
+    if (errno == ENOENT) return std::optional<SavedRules>();
     return Refused("read", path);
   }
   const std::string bytes(std::istreambuf_iterator<char>(file), {});
-  Check check = 0;
-  if (bytes.size() >= sizeof(check)) std::memcpy(&check, bytes.data(), sizeof(check));
+  Head head{};
+  if (bytes.size() >= sizeof(head)) std::memcpy(&head, bytes.data(), sizeof(head));
   const auto encoded =
-      std::as_bytes(std::span(bytes)).subspan(std::min(sizeof(check), bytes.size()));
-  if (bytes.size() < sizeof(check) || check != XXH3_64bits(encoded.data(), encoded.size())) {
+      std::as_bytes(std::span(bytes)).subspan(std::min(sizeof(head), bytes.size()));
+  if (bytes.size() < sizeof(head) || head.check != CheckOf(head, encoded)) {
     return Corruption(path +
                       " is damaged, and the pool beside it cannot be used without; remove "
                       "both and load a checkpoint");
   }
   auto config = TrainConfig::Decode(encoded);
   PERSIA_RETURN_IF_ERROR(config.status());
-  return std::optional(std::move(*config));
+  return std::optional(SavedRules{head.pool_id, std::move(*config)});
 }
 
 }  // namespace persia::store
