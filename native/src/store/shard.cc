@@ -17,6 +17,14 @@ namespace {
 constexpr uint32_t kNoSlot = RowSlabs::kNoSlot;
 static_assert(kNoSlot == SignIndex::kNoSlot);
 
+// Of an update whose other rows, here or in other shards, have their gradients already. To look for
+// cold rows in all shards first would cost too much, so the store stops instead: no checkpoint
+// begins that has a part of the update.
+Status CutShort(const Status& status) {
+  return IOError("an update ended half way: " + status.message() +
+                 "; the store has stopped: start again, from the last checkpoint");
+}
+
 }  // namespace
 
 template <typename Use>
@@ -269,6 +277,10 @@ Status Shard::Update(std::span<const Run> runs, const float* gradients, UpdateRe
       }
     }
     steps.Flush();
+  }
+  if (!status.ok()) {  // as only rows of a tier are
+    status = CutShort(status);
+    tier_->Fail(status);
   }
   // What is applied has not failed: where the cache stays too large, the next call is told.
   if (tier_ != nullptr) tier_->Fail(LimitCache());

@@ -4,6 +4,7 @@
 #include <sys/resource.h>
 
 #include <filesystem>
+#include <fstream>
 
 #include "store/store_load.h"
 #include "store/store_test_util.h"
@@ -67,6 +68,13 @@ class FullTierTest : public ::testing::Test {
   std::unique_ptr<FileSizeLimit> FillTheDevice() const {
     return std::make_unique<FileSizeLimit>(
         std::filesystem::file_size(directory_.path() + "/rows.pool"));
+  }
+  // As a device does that returns something else than what was written: behind the pool's header.
+  void DamageRows() const {
+    const std::string path = directory_.path() + "/rows.pool";
+    const std::string garbage(std::filesystem::file_size(path) - pool::PoolHeader::kBytes, 'x');
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    ASSERT_TRUE(file.seekp(pool::PoolHeader::kBytes).write(garbage.data(), garbage.size()).flush());
   }
   Status Step(uint64_t begin, uint64_t end) {
     const auto signs = Range(begin, end);
@@ -177,6 +185,23 @@ TEST_F(FullTierTest, AnUpdateThatFailsHasAppliedNothing) {
   full.reset();
   EXPECT_TRUE(Eventually([&] { return Step(0, 200).ok(); }));
   ExpectSteps(0, 200, 2);
+}
+
+// Rows that are in memory have their gradients when the first one in the pool cannot be read.
+TEST_F(FullTierTest, NoCheckpointHasAPartOfAnUpdate) {
+  FillAndCommit();
+  const std::string pool = directory_.path() + "/rows.pool", whole = pool + ".whole";
+  std::filesystem::copy_file(pool, whole);
+  DamageRows();
+  const Status status = Step(0, 200);
+  EXPECT_EQ(status.code(), StatusCode::kIOError) << status.ToString();
+  EXPECT_NE(status.message().find("half way"), std::string::npos) << status.ToString();
+  EXPECT_EQ(Step(100, 200).ToString(), status.ToString());
+  EXPECT_EQ(store_->RequestCheckpoint().status().ToString(), status.ToString());
+  store_.reset();
+  std::filesystem::rename(whole, pool);
+  Open();
+  ExpectSteps(0, 200, 0);
 }
 
 TEST_F(FullTierTest, AnUpdateThatACheckpointIsInTheWayOfHasAppliedNothing) {
