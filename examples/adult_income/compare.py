@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +31,7 @@ from settings import DEFAULT_SEED
 HERE = Path(__file__).resolve().parent
 RUN_DEADLINE_S = 600.0
 SEEDS = range(5)
+ROW_DTYPES = ("float32", "float16", "bfloat16")
 console = Console(highlight=False)
 
 
@@ -47,6 +50,7 @@ class Arrangement:
     embedding_workers: int = 1
     data_loaders: int = 1
     ranks: int = 1
+    row_dtype: str = "float32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,15 @@ def cases(repeat: int) -> dict[str, Case]:
             ],
             holds=lambda aucs: len(set(aucs)) == 1 and aucs[0] >= 0.892,
         ),
+        "row_dtype": Case(
+            promise="on average at most 0.001 below rows of 32 bits",
+            runs=[
+                Arrangement(name=f"{dtype}, seed {seed}", seed=seed, reproducible=True, row_dtype=dtype)
+                for dtype in ROW_DTYPES
+                for seed in SEEDS
+            ],
+            holds=lambda aucs: min(means := _means_by_dtype(aucs)) >= means[0] - 0.001,
+        ),
         "two_ranks": Case(
             promise="within 0.002 of one rank",
             runs=[
@@ -91,15 +104,29 @@ def cases(repeat: int) -> dict[str, Case]:
     }
 
 
+def _means_by_dtype(aucs: list[float]) -> list[float]:
+    return [statistics.fmean(aucs[i : i + len(SEEDS)]) for i in range(0, len(aucs), len(SEEDS))]
+
+
+def global_config(row_dtype: str, folder: Path) -> Path:
+    """The example's, with rows of that type."""
+    config = yaml.safe_load((HERE / "config" / "global_config.yml").read_text(encoding="utf-8"))
+    config["embedding_parameter_server_config"]["row_dtype"] = row_dtype
+    path = folder / "global_config.yml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
 def run(arrangement: Arrangement, data: Path, output: Path) -> float:
     """Test AUC of one run; raises RunError with the end of its output when it fails."""
     summary = output / "summary.json"
     remove_results(output)
+    output.mkdir(parents=True, exist_ok=True)
     options = {
         "--nn-worker": HERE / "train.py",
         "--data-loader": HERE / "data_loader.py",
         "--embedding-config": HERE / "config" / "embedding_config.yml",
-        "--global-config": HERE / "config" / "global_config.yml",
+        "--global-config": global_config(arrangement.row_dtype, output),
         "--parameter-servers": arrangement.parameter_servers,
         "--embedding-workers": arrangement.embedding_workers,
         "--data-loaders": arrangement.data_loaders,
