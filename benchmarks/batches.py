@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from benchmarks.arguments import whole
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, PersiaBatch
 
 Build = Callable[[], object]
@@ -57,9 +58,9 @@ def measure(functions: dict[str, Build], repetitions: int) -> dict[str, list[flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch-size", type=int, default=4096)
-    parser.add_argument("--features", type=int, default=26)
-    parser.add_argument("--repetitions", type=int, default=50)
+    parser.add_argument("--batch-size", type=whole(1), default=4096)
+    parser.add_argument("--features", type=whole(1), default=26)
+    parser.add_argument("--repetitions", type=whole(1), default=50)
     options = parser.parse_args()
     print(f"{options.batch_size} samples, {options.features} features of one ID each")
     times = measure(builders(options.batch_size, options.features), options.repetitions)

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.arguments import dim, folder, whole
 from benchmarks.stats import median_interval
 from persia import _native
 from persia.checkpoint.checkpoints import Checkpoints, Source
@@ -264,20 +265,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, default=2_000_000)
-    parser.add_argument("--dim", type=int, default=32)
-    parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3, help="dumps and loads")
-    parser.add_argument("--blocks", type=int, default=10, help="dumps beside a training; 0: none")
-    parser.add_argument("--batch-size", type=int, default=4096, help="rows of a step of that training")
+    parser.add_argument("--rows", type=whole(100), default=2_000_000)
+    parser.add_argument("--dim", type=dim, default=32)
+    parser.add_argument("--servers", type=whole(1), default=2)
+    parser.add_argument("--repeats", type=whole(1), default=3, help="dumps and loads")
+    parser.add_argument("--blocks", type=whole(0), default=10, help="dumps beside a training; 0: none")
+    parser.add_argument("--batch-size", type=whole(1), default=4096, help="rows of a step of that training")
     parser.add_argument("--model", action="store_true", help="an MLP between lookup and update")
     parser.add_argument(
         "--dump-percent",
-        type=int,
+        type=whole(1, 100),
         default=CheckpointingConfig.dump_percent,
         help="common_config.checkpointing_config.dump_percent of the servers",
     )
-    parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure")
+    parser.add_argument("--directory", type=folder, default=None, help="on the disk to measure")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         print(json.dumps(measure(arguments, Path(directory)), indent=1))

@@ -68,7 +68,9 @@ def first_step_s() -> float:
 
 @click.command(help=__doc__)
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--allow", default=2.0, show_default=True, help="Seconds.")
+@click.option(
+    "--allow", type=click.FloatRange(0, min_open=True), default=2.0, show_default=True, help="Seconds."
+)
 def main(rounds: int, allow: float) -> None:
     command = [sys.executable, "-c", _ROUND]
     seconds = sorted(

@@ -30,6 +30,7 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
+from benchmarks.arguments import number, whole
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
@@ -172,9 +173,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long predictions are asked for")
-    parser.add_argument("--rows", type=int, default=1_000_000, help="items that training touches")
-    parser.add_argument("--rate", type=float, default=50.0, help="training steps a second, of 256 samples")
+    parser.add_argument(
+        "--seconds", type=number(above=0), default=60.0, help="how long predictions are asked for"
+    )
+    parser.add_argument("--rows", type=whole(1), default=1_000_000, help="items that training touches")
+    parser.add_argument(
+        "--rate", type=number(above=0), default=50.0, help="training steps a second, of 256 samples"
+    )
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train is not None:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.arguments import dim, folder, number, whole
 from persia import _native
 from persia.checkpoint.packet_log import PacketLog
 from persia.checkpoint.packet_writer import PacketWriter
@@ -144,12 +145,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--dim", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each run")
-    parser.add_argument("--steps-per-second", type=float, default=50.0, help=f"of {_BATCH} IDs each")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure")
+    parser.add_argument("--rows", type=whole(1), default=1_000_000)
+    parser.add_argument("--dim", type=dim, default=32)
+    parser.add_argument("--seconds", type=number(above=0), default=10.0, help="of each run")
+    parser.add_argument(
+        "--steps-per-second", type=number(above=0), default=50.0, help=f"of {_BATCH} IDs each"
+    )
+    parser.add_argument("--repeats", type=whole(1), default=3)
+    parser.add_argument("--directory", type=folder, default=None, help="on the disk to measure")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         print(json.dumps(measure(arguments, Path(directory)), indent=1))

@@ -50,10 +50,16 @@ def seconds_of(action: Callable[[], object], times: int) -> float:
 
 
 @click.command(help=__doc__)
-@click.option("--batch", default=4096, show_default=True)
-@click.option("--window", default=100_000, show_default=True)
-@click.option("--every", default=1000, show_default=True, help="Steps from one compute to the next.")
-@click.option("--rounds", default=30, show_default=True)
+@click.option("--batch", type=click.IntRange(1), default=4096, show_default=True)
+@click.option("--window", type=click.IntRange(1), default=100_000, show_default=True)
+@click.option(
+    "--every",
+    type=click.IntRange(1),
+    default=1000,
+    show_default=True,
+    help="Steps from one compute to the next.",
+)
+@click.option("--rounds", type=click.IntRange(1), default=30, show_default=True)
 @click.option("--users/--no-users", "has_users", default=True, help="GAUC as well.")
 def main(batch: int, window: int, every: int, rounds: int, has_users: bool) -> None:
     torch.set_num_threads(1)

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.arguments import number
 from persia.checkpoint.checkpoints import Source
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, IterableDataset
@@ -78,7 +79,7 @@ def train(folder: Path, rate: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rate", type=float, default=50.0, help="training steps a second")
+    parser.add_argument("--rate", type=number(above=0), default=50.0, help="training steps a second")
     options = parser.parse_args()
     if not (options.folder / "batches").is_dir():
         parser.error(f"{options.folder} has no batches: let benchmarks.serving --prepare write it")

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import number, whole
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD, Adagrad
 from persia.nn import ClickMetrics, EmbeddingBagCollection
@@ -101,11 +102,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--updates", type=int, default=1000)
-    parser.add_argument("--size", type=float, default=1e-4, help="of an update, beside weights of 1")
-    parser.add_argument("--steps", type=int, default=2000, help="of learning")
-    parser.add_argument("--judged", type=int, default=50, help="batches that the AUC is of")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--updates", type=whole(1), default=1000)
+    parser.add_argument(
+        "--size", type=number(above=0), default=1e-4, help="of an update, beside weights of 1"
+    )
+    parser.add_argument("--steps", type=whole(1), default=2000, help="of learning")
+    parser.add_argument("--judged", type=whole(1), default=50, help="batches that the AUC is of")
+    parser.add_argument("--seeds", type=whole(1), default=3)
     args = parser.parse_args()
     print(f"{'rows':22}{'together':>10} {'of one':>12}")
     for name, dtype in _DTYPES.items():

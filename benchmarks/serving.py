@@ -24,6 +24,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+from benchmarks.arguments import core, number, whole
 from benchmarks.freshness import found, running
 from benchmarks.own_core import own_core
 from benchmarks.packet_traffic import PACKETS
@@ -124,15 +125,21 @@ async def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", choices=sorted(MODELS), help="adult: the example; wide: 26 slots of dim 16")
-    parser.add_argument("--rates", type=float, nargs="+", default=[50, 100, 200], help="requests a second")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each line")
-    parser.add_argument("--core", type=int, help="keep this core for the measurement (real-time priority)")
-    parser.add_argument("--rows", type=int, default=10_000_000, help="of the wide model, all slots together")
+    parser.add_argument(
+        "--rates", type=number(above=0), nargs="+", default=[50, 100, 200], help="requests a second"
+    )
+    parser.add_argument("--seconds", type=number(above=0), default=10.0, help="of each line")
+    parser.add_argument("--core", type=core, help="keep this core for the measurement (real-time priority)")
+    parser.add_argument(
+        "--rows", type=whole(26), default=10_000_000, help="of the wide model, all slots together"
+    )
     parser.add_argument(
         "--folder", type=Path, help="where the model is, or is written; default: a temporary one"
     )
     parser.add_argument("--prepare", action="store_true", help="write the model into --folder, and end")
     arguments = parser.parse_args()
+    if arguments.prepare and arguments.folder is None:
+        parser.error("--prepare needs --folder, where the model stays")
     with contextlib.ExitStack() as stack:
         folder = arguments.folder
         if folder is None:

@@ -104,11 +104,16 @@ def soak(steps: int, max_seconds: float, seed: int) -> list[int]:
 
 @click.command(help=__doc__)
 @click.option("--steps", type=click.IntRange(1000), default=1_000_000, show_default=True)
-@click.option("--seconds", type=float, default=float("inf"), help="End earlier, after so long.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=float("inf"),
+    help="End earlier, after so long.",
+)
 @click.option(
     "--allow-kib", type=click.IntRange(0), default=512, show_default=True, help="Growth that is no failure."
 )
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 def main(steps: int, seconds: float, allow_kib: int, seed: int) -> None:
     torch.set_num_threads(1)
     samples = soak(steps, seconds, seed)

@@ -21,33 +21,63 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.arguments import dim, folder, number, whole
 from benchmarks.tiers.job import VARIANTS, JobOptions
 from benchmarks.tiers.report import checkpoint_lines, comparison_table, draw_curve, memory_table, to_json
 from benchmarks.tiers.turns import Schedule, compare, compare_checkpoints, opened
+from persia.pmem import HAS_PMEM
+
+_LEAST_CACHE_BYTES = 16 << 10  # 1 KiB for each of a store's internal shards
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, default=1_000_000, help="of all slots")
-    parser.add_argument("--slots", type=int, default=26)
-    parser.add_argument("--dim", type=int, default=16)
-    parser.add_argument("--batch-size", type=int, default=2048)
-    parser.add_argument("--exponent", type=float, default=1.5, help="of the IDs' Zipf law; not 1")
-    parser.add_argument("--settle", type=int, default=100, help="steps before time is taken")
-    parser.add_argument("--cache", type=float, nargs="+", default=[0.1], help="shares of the rows")
-    parser.add_argument("--kind", default="pmem", help="file or pmem")
+    parser.add_argument("--rows", type=whole(1), default=1_000_000, help="of all slots")
+    parser.add_argument("--slots", type=whole(1), default=26)
+    parser.add_argument("--dim", type=dim, default=16)
+    parser.add_argument("--batch-size", type=whole(1), default=2048)
+    parser.add_argument("--exponent", type=number(above=0), default=1.5, help="of the IDs' Zipf law; not 1")
+    parser.add_argument("--settle", type=whole(0), default=100, help="steps before time is taken")
+    parser.add_argument(
+        "--cache", type=number(above=0, most=1), nargs="+", default=[0.1], help="shares of the rows"
+    )
+    parser.add_argument("--kind", choices=("file", "pmem"), default="pmem")
     parser.add_argument("--job", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--checkpoint-every", type=float, metavar="SECONDS", help="turns of that length")
-    parser.add_argument("--directory", type=Path, help="of the pools; /dev/shm is tmpfs")
+    parser.add_argument("--seconds", type=number(above=0), default=3.0, help="of a turn")
+    parser.add_argument("--rounds", type=whole(1), default=7)
+    parser.add_argument(
+        "--checkpoint-every", type=number(above=0), metavar="SECONDS", help="turns of that length"
+    )
+    parser.add_argument("--directory", type=folder, help="of the pools; /dev/shm is tmpfs")
     parser.add_argument(
         "--curve", type=Path, metavar="PNG", help="throughput and misses by size of the cache"
     )
     parser.add_argument("--output", type=Path, default=Path("build/benchmarks/tiers.json"))
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.exponent == 1:
+        parser.error("--exponent 1: the law is computed for all others; give 1.001")
+    if options.rows < options.slots:
+        parser.error(f"--rows {options.rows}: give at least one for each of --slots {options.slots}")
+    if options.kind == "pmem" and not HAS_PMEM:
+        parser.error("--kind pmem: persia was built without libpmem; give --kind file")
+    smallest = dataclasses.replace(_job_of(options), cache=min(options.cache))
+    if smallest.cache_bytes < _LEAST_CACHE_BYTES:
+        parser.error(
+            f"--cache {smallest.cache:g}: give a share of --rows that takes {_LEAST_CACHE_BYTES:,} bytes"
+        )
+    return options
+
+
+def _job_of(options: argparse.Namespace) -> JobOptions:
+    return JobOptions(
+        rows=options.rows,
+        slots=options.slots,
+        dim=options.dim,
+        batch_size=options.batch_size,
+        exponent=options.exponent,
+    )
 
 
 def _compare(options: argparse.Namespace, job: JobOptions, schedule: Schedule, console: Console) -> None:
@@ -80,13 +110,7 @@ def _compare_checkpoints(
 def main() -> None:
     """Prints, and writes `--output`."""
     options = _options()
-    job = JobOptions(
-        rows=options.rows,
-        slots=options.slots,
-        dim=options.dim,
-        batch_size=options.batch_size,
-        exponent=options.exponent,
-    )
+    job = _job_of(options)
     seconds = options.checkpoint_every or options.seconds
     schedule = Schedule(rounds=options.rounds, seconds=seconds, settle=options.settle)
     run = _compare if options.checkpoint_every is None else _compare_checkpoints
