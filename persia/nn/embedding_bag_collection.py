@@ -22,7 +22,7 @@ from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
-from persia.config import SlotConfig, SlotsConfig
+from persia.config import CheckpointingConfig, SlotConfig, SlotsConfig
 from persia.embedding import EmbeddingConfig
 from persia.embedding.checks import checked_integer
 from persia.embedding.optim import Optimizer
@@ -248,16 +248,19 @@ class EmbeddingBagCollection(torch.nn.Module):
         step: int | None = None,
         keep_last: int | None = None,
         with_state: bool = True,
+        dump_percent: int = CheckpointingConfig.dump_percent,
     ) -> None:
         """Writes all rows, with or without optimizer state, to a directory or URL (docs/checkpoints.md).
 
         What was there stays readable until the new checkpoint is complete. `keep_last=N` makes `url` a
-        directory of checkpoints, named by `step`, of which N are kept.
+        directory of checkpoints, named by `step`, of which N are kept. While another thread trains the rows,
+        writing takes `dump_percent` of the processors on average; with 100 it never rests.
 
         Raises:
+            InvalidArgumentError: a `dump_percent` that is none.
             StorageError: the disk or the storage service refused; what was there before counts.
         """
-        self._checkpoints().dump(
+        self._checkpoints(_in_range("dump_percent", dump_percent, 100)).dump(
             url,
             step=step,
             keep_last=keep_last,
@@ -336,13 +339,14 @@ class EmbeddingBagCollection(torch.nn.Module):
             "`Servers` that job_servers() gave"
         )
 
-    def _checkpoints(self) -> Checkpoints:
+    def _checkpoints(self, dump_percent: int = CheckpointingConfig.dump_percent) -> Checkpoints:
         share = ServerShare(
             store=self._own_store(),
             index=0,
             replicas=1,
             schema=RowSchema.of(self.slots_config),
             num_threads=self._num_threads,
+            dump_percent=dump_percent,
         )
         peer = LocalPeer(CheckpointService(share))
         return Checkpoints(lambda: [peer], deadline_s=env.get_deadline_s())

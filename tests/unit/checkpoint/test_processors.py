@@ -1,4 +1,4 @@
-"""`max_processors`: by affinity and by the limit of a container."""
+"""How many processors a dump takes: by affinity, by the limit of a container, and as it is asked for."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from persia.checkpoint.manifest import make_dump_id
 from persia.checkpoint.processors import dump_percent, max_processors
 from persia.checkpoint.server_job import DumpJob, ServerShare
-from persia.config import parse_global_config
+from persia.config import CheckpointingConfig, parse_global_config
+from persia.embedding.optim import Adagrad
+from persia.errors import InvalidArgumentError
+from persia.nn import EmbeddingBagCollection
 
 from .conftest import make_bags, train
 
@@ -88,3 +92,24 @@ def test_a_dump_that_rests_is_cancelled_at_once(tmp_path: Path, monkeypatch: pyt
     finally:
         has_ended.set()
         trainer.join()
+
+
+def test_a_collections_dump_takes_what_its_caller_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+
+    def recorded(percent: int) -> float:
+        given.append(percent)
+        return max_processors(percent)
+
+    monkeypatch.setattr("persia.checkpoint.server_job.max_processors", recorded)
+    bags = EmbeddingBagCollection({"item": 4}, Adagrad(lr=0.1))
+    bags(torch.arange(10), torch.ones(1, 10, dtype=torch.int64)).sum().backward()
+    bags.dump(tmp_path / "default")
+    bags.dump(tmp_path / "given", dump_percent=70)
+    assert given == [CheckpointingConfig.dump_percent, 70]
+    for wrong in (0, 101):
+        with pytest.raises(InvalidArgumentError, match=f"dump_percent={wrong} must be"):
+            bags.dump(tmp_path / "wrong", dump_percent=wrong)
+    assert not (tmp_path / "wrong").exists()
