@@ -37,6 +37,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--exponent", type=float, default=1.5, help="of the IDs' Zipf law; not 1")
     parser.add_argument("--settle", type=int, default=100, help="steps before time is taken")
     parser.add_argument("--cache", type=float, nargs="+", default=[0.1], help="shares of the rows")
+    parser.add_argument(
+        "--count-bytes",
+        action="store_true",
+        help="a share of the rows' bytes, from which the index of all rows takes its part, too",
+    )
     parser.add_argument("--kind", default="pmem", help="file or pmem")
     parser.add_argument("--job", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
@@ -51,7 +56,10 @@ def _options() -> argparse.Namespace:
 
 
 def _compare(options: argparse.Namespace, job: JobOptions, schedule: Schedule, console: Console) -> None:
-    pools = [dataclasses.replace(job, kind=options.kind, cache=cache) for cache in options.cache]
+    pools = [
+        dataclasses.replace(job, kind=options.kind, cache=cache, counts_bytes=options.count_bytes)
+        for cache in options.cache
+    ]
     with opened([job, *pools], schedule, options.directory) as sides:
         comparisons = compare(sides, schedule, options.job)
         memories = [
@@ -61,7 +69,7 @@ def _compare(options: argparse.Namespace, job: JobOptions, schedule: Schedule, c
     console.print(memory_table(memories))
     if options.curve is not None:
         title = f"{job.rows:,} rows of dim {job.dim} in a pool of kind {options.kind}, Zipf({job.exponent:g})"
-        draw_curve(options.curve, title, comparisons, job.batch_size)
+        draw_curve(options.curve, title, comparisons, memories, job.batch_size)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(to_json(comparisons, memories, shlex.join(sys.argv)))
 
