@@ -25,9 +25,9 @@ from benchmarks.arguments import dim, folder, number, whole
 from benchmarks.tiers.job import VARIANTS, JobOptions
 from benchmarks.tiers.report import checkpoint_lines, comparison_table, draw_curve, memory_table, to_json
 from benchmarks.tiers.turns import Schedule, compare, compare_checkpoints, opened
+from persia.config import parse_global_config
+from persia.errors import ConfigError
 from persia.pmem import HAS_PMEM
-
-_LEAST_CACHE_BYTES = 16 << 10  # 1 KiB for each of a store's internal shards
 
 
 def _options() -> argparse.Namespace:
@@ -42,6 +42,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--settle", type=whole(0), default=100, help="steps before time is taken")
     parser.add_argument(
         "--cache", type=number(above=0, most=1), nargs="+", default=[0.1], help="shares of the rows"
+    )
+    parser.add_argument(
+        "--count-bytes",
+        action="store_true",
+        help="a share of the rows' bytes, from which the index of all rows takes its part, too",
     )
     parser.add_argument("--kind", choices=("file", "pmem"), default="pmem")
     parser.add_argument("--job", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
@@ -62,11 +67,11 @@ def _options() -> argparse.Namespace:
         parser.error(f"--rows {options.rows}: give at least one for each of --slots {options.slots}")
     if options.kind == "pmem" and not HAS_PMEM:
         parser.error("--kind pmem: persia was built without libpmem; give --kind file")
-    smallest = dataclasses.replace(_job_of(options), cache=min(options.cache))
-    if smallest.cache_bytes < _LEAST_CACHE_BYTES:
-        parser.error(
-            f"--cache {smallest.cache:g}: give a share of --rows that takes {_LEAST_CACHE_BYTES:,} bytes"
-        )
+    try:
+        smallest = _pool_job_of(options, min(options.cache))
+        parse_global_config({"embedding_parameter_server_config": smallest.server})
+    except ConfigError as error:
+        parser.error(f"--cache {min(options.cache):g} of --rows {options.rows}: {error}")
     return options
 
 
@@ -80,8 +85,15 @@ def _job_of(options: argparse.Namespace) -> JobOptions:
     )
 
 
-def _compare(options: argparse.Namespace, job: JobOptions, schedule: Schedule, console: Console) -> None:
-    pools = [dataclasses.replace(job, kind=options.kind, cache=cache) for cache in options.cache]
+def _pool_job_of(options: argparse.Namespace, cache: float) -> JobOptions:
+    return dataclasses.replace(
+        _job_of(options), kind=options.kind, cache=cache, counts_bytes=options.count_bytes, directory="."
+    )
+
+
+def _compare(options: argparse.Namespace, schedule: Schedule, console: Console) -> None:
+    job = _job_of(options)
+    pools = [_pool_job_of(options, cache) for cache in options.cache]
     with opened([job, *pools], schedule, options.directory) as sides:
         comparisons = compare(sides, schedule, options.job)
         memories = [
@@ -91,15 +103,13 @@ def _compare(options: argparse.Namespace, job: JobOptions, schedule: Schedule, c
     console.print(memory_table(memories))
     if options.curve is not None:
         title = f"{job.rows:,} rows of dim {job.dim} in a pool of kind {options.kind}, Zipf({job.exponent:g})"
-        draw_curve(options.curve, title, comparisons, job.batch_size)
+        draw_curve(options.curve, title, comparisons, memories, job.batch_size)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(to_json(comparisons, memories, shlex.join(sys.argv)))
 
 
-def _compare_checkpoints(
-    options: argparse.Namespace, job: JobOptions, schedule: Schedule, console: Console
-) -> None:
-    pool = dataclasses.replace(job, kind=options.kind, cache=options.cache[0])
+def _compare_checkpoints(options: argparse.Namespace, schedule: Schedule, console: Console) -> None:
+    pool = _pool_job_of(options, options.cache[0])
     with opened([pool, pool], schedule, options.directory) as sides:
         comparison = compare_checkpoints(sides, schedule)
     console.print("\n".join(checkpoint_lines(comparison)))
@@ -110,11 +120,10 @@ def _compare_checkpoints(
 def main() -> None:
     """Prints, and writes `--output`."""
     options = _options()
-    job = _job_of(options)
     seconds = options.checkpoint_every or options.seconds
     schedule = Schedule(rounds=options.rounds, seconds=seconds, settle=options.settle)
     run = _compare if options.checkpoint_every is None else _compare_checkpoints
-    run(options, job, schedule, Console(width=140))
+    run(options, schedule, Console(width=140))
 
 
 if __name__ == "__main__":

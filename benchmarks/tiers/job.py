@@ -56,7 +56,8 @@ VARIANTS = {
 
 @dataclasses.dataclass(frozen=True)
 class JobOptions:
-    """`cache`: of the rows, a share; `directory` of the pool, which is the job's alone."""
+    """`cache`: a share of the rows, or, with `counts_bytes`, of the bytes that they have: then the index of
+    all rows counts, too. `directory` of the pool, which is the job's alone."""
 
     rows: int
     slots: int
@@ -65,6 +66,7 @@ class JobOptions:
     exponent: float
     kind: str = "dram"
     cache: float = 1.0
+    counts_bytes: bool = False
     directory: str = ""
 
     @property
@@ -77,10 +79,17 @@ class JobOptions:
         return int(self.rows * self.cache) * 4 * (2 * self.dim + _CELL_FLOATS)
 
     @property
-    def storage(self) -> dict[str, Any]:
+    def server(self) -> dict[str, Any]:
         if self.kind == "dram":
             return {}
-        return {"kind": self.kind, "path": self.directory, "cache_bytes": self.cache_bytes}
+        cache: dict[str, int] = {"cache_rows": int(self.rows * self.cache)}
+        if self.counts_bytes:
+            cache = {"cache_bytes": self.cache_bytes}
+        # Shards have not all as many rows.
+        return {
+            "capacity": self.rows * 5 // 4,
+            "storage": {"kind": self.kind, "path": self.directory, **cache},
+        }
 
 
 class _Model(torch.nn.Module):
@@ -125,12 +134,13 @@ class Job:
             dense_optimizer=torch.optim.Adam(self._model.parameters(), lr=0.001),
             mixed_precision=False,
             slots={"slots_config": slots},
-            global_config={"embedding_parameter_server_config": {"storage": options.storage}},
+            global_config={"embedding_parameter_server_config": options.server},
         ).__enter__()
-        # What training needs whatever the number of rows is.
+        # What training needs whatever the number of rows is; some have come.
         self.run({"seed": 0, "steps": _WARM_UP_STEPS, "variant": "training"})
-        self._resident_before = _resident_bytes()
+        before = _resident_bytes() - self._tier_stats().get("memory_bytes", 0)
         self._train(self._every_row(), Variant(dense=False))
+        self._resident_of_rows = _resident_bytes() - before
 
     def close(self) -> None:
         self._ctx.__exit__(None, None, None)
@@ -159,10 +169,17 @@ class Job:
 
     def memory(self) -> dict[str, int]:
         return {
-            "resident_bytes": _resident_bytes() - self._resident_before,
+            "resident_bytes": self._resident_of_rows,
+            "store_bytes": self._tier_stats().get("memory_bytes", 0),
             "num_rows": sum(self._ctx.backend.sizes()),
-            "cache_bytes": self._options.cache_bytes,
+            "num_cached": self._tier_stats().get("num_hot", 0),
+            "limit_bytes": self._options.cache_bytes if self._options.counts_bytes else 0,
         }
+
+    def _tier_stats(self) -> dict[str, int]:
+        store = self._ctx.backend.local_store
+        assert store is not None, "the job is embedded"
+        return store.tier_stats() or {}
 
     def _train(self, batches: Iterable[PersiaBatch], variant: Variant) -> None:
         self._model.is_dense = variant.dense
@@ -173,9 +190,8 @@ class Job:
         self._ctx.wait_for_gradients()
 
     def _counts(self) -> dict[str, int]:
-        store = self._ctx.backend.local_store
-        found = None if store is None else store.tier_stats()
-        if found is None:
+        found = self._tier_stats()
+        if not found:
             return {"num_looked_up": 0, "num_missed": 0, "num_pending": 0}
         return {
             "num_looked_up": found["num_hits"] + found["num_misses"],

@@ -7,12 +7,15 @@ import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from benchmarks.machine import describe_machine
 from benchmarks.tiers.turns import Comparison
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["checkpoint_lines", "comparison_table", "draw_curve", "memory_table", "to_json"]
 
@@ -22,7 +25,6 @@ _MOST_SLOWER_BY_CHECKPOINTS = 0.01
 _FLOOR_INTERVAL_S = 60.0
 _MOST_BEYOND = 0.10
 _LEAST_JUDGED_BYTES = 256 << 20  # beside less, the buffers of batches are not small
-_INDEX_BYTES_PER_ROW = 41  # at most; docs/tiers.md
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
@@ -73,42 +75,36 @@ def checkpoint_lines(comparison: Comparison) -> list[str]:
 
 
 def memory_table(memories: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="memory of processes, grown by their rows, in MB", title_justify="left")
-    for heading in (
-        "kind",
-        "cache",
-        "rows",
-        "cached rows",
-        "index",
-        "resident",
-        "beyond",
-        "beyond cache alone",
-        "",
-    ):
+    """Of jobs; one without a limit in bytes is there to be compared with."""
+    table = Table(title="memory of rows, in MB", title_justify="left")
+    for heading in ("kind", "cache", "rows", "in memory", "limit", "resident", "beyond", "store", ""):
         table.add_column(heading, justify="right", no_wrap=True)
     for memory in memories:
-        cache, index = memory["cache_bytes"], memory["num_rows"] * _INDEX_BYTES_PER_ROW
-        beyond = memory["resident_bytes"] / (cache + index) - 1
+        limit, resident = memory["limit_bytes"], memory["resident_bytes"]
+        in_memory = f"{memory['num_cached'] / memory['num_rows']:.1%}" if memory["num_cached"] else "all"
         table.add_row(
             memory["kind"],
             f"{memory['cache']:.3g}",
             f"{memory['num_rows']:,}",
-            *(f"{size / 1e6:.1f}" for size in (cache, index, memory["resident_bytes"])),
-            f"{beyond:+.1%}",
-            f"{memory['resident_bytes'] / cache - 1:+.1%}",
-            _verdict_on_memory(cache + index, beyond),
+            in_memory,
+            f"{limit / 1e6:.1f}" if limit else "",
+            f"{resident / 1e6:.1f}",
+            f"{resident / limit - 1:+.1%}" if limit else "",
+            f"{memory['store_bytes'] / 1e6:.1f}" if limit else "",
+            _verdict_on_memory(limit, max(resident, memory["store_bytes"])),
         )
     table.caption = (
-        f"index: {_INDEX_BYTES_PER_ROW} bytes for each row, cached or not; floor: at most {_MOST_BEYOND:.0%} "
-        "beyond both"
+        "limit: storage.cache_bytes, for rows in memory and the index of all; resident: by what the process "
+        "had grown when all rows were there; store: what it says of itself after the turns; floor: at most "
+        f"{_MOST_BEYOND:.0%} beyond the limit, both"
     )
     return table
 
 
-def _verdict_on_memory(expected_bytes: int, beyond: float) -> str:
-    if expected_bytes < _LEAST_JUDGED_BYTES:
+def _verdict_on_memory(limit_bytes: int, taken_bytes: int) -> str:
+    if limit_bytes < _LEAST_JUDGED_BYTES:
         return "no floor"
-    return "pass" if beyond <= _MOST_BEYOND else "miss"
+    return "pass" if taken_bytes <= limit_bytes * (1 + _MOST_BEYOND) else "miss"
 
 
 def to_json(comparisons: Sequence[Comparison], memories: Sequence[dict[str, Any]], command: str) -> str:
@@ -121,14 +117,44 @@ def to_json(comparisons: Sequence[Comparison], memories: Sequence[dict[str, Any]
     return json.dumps(report, indent=1)
 
 
-def draw_curve(path: Path, title: str, comparisons: Sequence[Comparison], batch_size: int) -> None:
-    """Throughput and misses over the size of the cache, for the variants of `comparisons`."""
+def draw_curve(
+    path: Path,
+    title: str,
+    comparisons: Sequence[Comparison],
+    memories: Sequence[dict[str, Any]],
+    batch_size: int,
+) -> None:
+    """Throughput and misses over the size of the cache, for the variants of `comparisons`.
+
+    Below it, where caches have limits in bytes, what jobs took.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
+    limited = sorted((m for m in memories if m["limit_bytes"]), key=lambda m: m["cache"])
+    heights = [3, 1.4] if limited else [1]
+    figure, rows = pyplot.subplots(
+        len(heights),
+        squeeze=False,
+        figsize=(10, 5 + 2 * bool(limited)),
+        height_ratios=heights,
+        sharex=True,
+        layout="constrained",
+    )
+    _draw_throughput(rows[0][0], comparisons, batch_size)
+    rows[0][0].set_title(title)
+    if limited:
+        _draw_memory(rows[1][0], limited)
+    rows[-1][0].set_xlabel(f"cache, % of the rows{' in bytes, the index of all included' if limited else ''}")
+    figure.legend(loc="outside right upper")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyplot.savefig(path, dpi=120)
+    pyplot.close("all")
+
+
+def _draw_throughput(axes: Axes, comparisons: Sequence[Comparison], batch_size: int) -> None:
     misses = axes.twinx()
     for number, name in enumerate(dict.fromkeys(comparison.name for comparison in comparisons)):
         chosen = sorted((c for c in comparisons if c.name == name), key=lambda c: c.cache)
@@ -149,14 +175,19 @@ def draw_curve(path: Path, title: str, comparisons: Sequence[Comparison], batch_
     axes.set_xscale("log")
     axes.set_xticks(caches, [f"{cache:g}" for cache in caches])
     axes.minorticks_off()
-    axes.set_title(title)
-    axes.set_xlabel("cache, % of the rows")
     axes.set_ylabel("thousand samples/s, median and range")
     misses.set_ylabel("misses, % of the rows that batches name")
     axes.set_ylim(bottom=0)
     misses.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pyplot.savefig(path, dpi=120)
-    pyplot.close("all")
+
+
+def _draw_memory(axes: Axes, memories: Sequence[dict[str, Any]]) -> None:
+    caches = [100 * memory["cache"] for memory in memories]
+    limits = [memory["limit_bytes"] / 1e6 for memory in memories]
+    resident = [memory["resident_bytes"] / 1e6 for memory in memories]
+    axes.plot(caches, limits, color="black", linestyle="--", label="configured")
+    axes.plot(caches, resident, color="C2", marker="o", label="resident, grown by rows")
+    axes.set_ylabel("memory, MB")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)

@@ -102,6 +102,7 @@ _STORAGE_KINDS = ("dram", "file", "pmem")
 _LEAST_POOL_BYTES = 32 << 20  # a header and one extent
 _DEFAULT_CACHE_ROWS = 1_000_000
 _LEAST_SHARD_CACHE_BYTES = 1024
+_INDEX_ROW_BYTES = 32  # at most, of each row, in memory or not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ class StorageConfig(Section):
     path: str | None = None  # the directory of the servers' pools
     size_bytes: Annotated[int, Range(_LEAST_POOL_BYTES, 1 << 50)] = 1 << 40  # that a pool may grow to
     cache_rows: Annotated[int | None, Range(1)] = None  # in memory; see num_cache_rows
-    cache_bytes: Annotated[int | None, Range(1024)] = None  # instead: that the rows in memory take
+    cache_bytes: Annotated[int | None, Range(1024)] = None  # instead: of these and of the index of all
     syncs: bool = True  # kind file: checkpoints wait for the device
 
     def __post_init__(self) -> None:
@@ -188,6 +189,18 @@ class EmbeddingParameterServerConfig(Section):
             raise ConfigError(
                 f"storage.{key}={size} must not be below {least}: the num_hashmap_internal_shards="
                 f"{self.num_hashmap_internal_shards} divide it{each}"
+            )
+        if self.storage.cache_bytes is not None:
+            self._check_room_for_index(self.storage.cache_bytes)
+
+    def _check_room_for_index(self, cache_bytes: int) -> None:
+        room = cache_bytes - cache_bytes // 8
+        if self.capacity * _INDEX_ROW_BYTES > room:
+            raise ConfigError(
+                f"storage.cache_bytes={cache_bytes} has no room for the index of capacity={self.capacity} "
+                f"rows, {_INDEX_ROW_BYTES} bytes each, and an eighth for rows: make it at least "
+                f"{self.capacity * _INDEX_ROW_BYTES * 8 // 7 + 8}, or capacity at most "
+                f"{room // _INDEX_ROW_BYTES}"
             )
 
     def _check_row_dtype(self) -> None:

@@ -30,6 +30,7 @@ _COUNTERS = (
 )
 _GAUGES = (
     ("persia_tier_cached_rows", "num_hot", "Rows in the cache."),
+    ("persia_tier_memory_bytes", "memory_bytes", "Memory of the cache and of the index of all rows."),
     ("persia_tier_pool_bytes", "pool_bytes", "Size of the pool's file."),
     ("persia_tier_pool_max_bytes", "pool_max_bytes", "Size that the pool's file may grow to."),
     ("persia_tier_pool_used_bytes", "pool_used_bytes", "Bytes of the pool with rows that are needed."),

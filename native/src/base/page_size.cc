@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <cstdint>
 #include <fstream>
 #include <string>
 
@@ -14,7 +15,20 @@ bool AllowsHugePages(const char* setting_file) {
   return setting.find("[never]") == std::string::npos;
 }
 
-// All of it is advice: where the system refuses, pages stay as they are.
+size_t ReleasePages(std::byte* data, size_t size) {
+  constexpr uintptr_t kPage = MappedMemory::kPageBytes;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + size) / kPage * kPage;
+  if (end <= first) return 0;
+  void* pages = reinterpret_cast<void*>(first);
+#ifdef MADV_NOHUGEPAGE
+  // Or a huge page around it would be made whole again.
+  madvise(pages, end - first, MADV_NOHUGEPAGE);
+#endif
+  return madvise(pages, end - first, MADV_DONTNEED) == 0 ? end - first : 0;
+}
+
+// All that follows is advice: where the system refuses, pages stay as they are.
 #ifdef MADV_HUGEPAGE
 
 void UseSmallPages(const MappedMemory& memory) {

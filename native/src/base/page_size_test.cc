@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -23,6 +26,21 @@ TEST(PageSizeTest, OnlyNeverForbidsHugePages) {
   EXPECT_TRUE(AllowedBy("always [madvise] never"));
   EXPECT_TRUE(AllowedBy("[always] madvise never"));
   EXPECT_TRUE(AllowsHugePages("/no/such/setting")) << "advice that a system ignores does no harm";
+}
+
+TEST(PageSizeTest, ReleasedPagesAreZeroAndTheirNeighboursStay) {
+  constexpr size_t kPage = MappedMemory::kPageBytes, kSize = MappedMemory::kHugePageBytes;
+  const MappedMemory memory = MappedMemory::Allocate(kSize);
+  ASSERT_NE(memory.data(), nullptr);
+  std::byte* data = memory.data();
+  std::memset(data, 1, kSize);
+  EXPECT_EQ(ReleasePages(data + 100, 10 * kPage), 9 * kPage);
+  EXPECT_EQ(std::count(data, data + kSize, std::byte{0}), 9 * kPage);
+  EXPECT_EQ(data[kPage], std::byte{0});
+  EXPECT_EQ(data[10 * kPage], std::byte{1});
+  EXPECT_EQ(ReleasePages(data + 100, kPage), 0u) << "no page is whole";
+  std::memset(data, 2, kSize);
+  EXPECT_EQ(std::count(data, data + kSize, std::byte{2}), kSize) << "used again";
 }
 
 }  // namespace

@@ -51,6 +51,7 @@ py::object TierStats(const EmbeddingStore& store) {
   py::dict dict;
   dict["num_rows"] = stats->num_rows;
   dict["num_hot"] = stats->num_hot;
+  dict["memory_bytes"] = stats->memory_bytes;
   dict["num_hits"] = stats->num_hits;
   dict["num_misses"] = stats->num_misses;
   dict["num_promoted"] = stats->num_promoted;

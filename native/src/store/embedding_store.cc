@@ -218,9 +218,7 @@ Status EmbeddingStore::NumUpdates(std::span<const uint64_t> signs,
 
 StoreStats EmbeddingStore::stats() const {
   const std::shared_lock in_store(impl_->in_place_mutex());
-  StoreStats stats;
-  for (const Shard& shard : impl_->shards()) shard.AddStatsTo(&stats);
-  stats.memory_bytes += impl_->slab_memory().unused_bytes();
+  StoreStats stats = impl_->ShardStats();
   if (impl_->tier() != nullptr) stats.memory_bytes += impl_->tier()->memory_bytes();
   if (impl_->changes() != nullptr) stats.memory_bytes += impl_->changes()->memory_bytes();
   return stats;

@@ -87,11 +87,12 @@ struct TierOptions {
   pool::PoolOptions pool;  // the schema is the store's to say
   // What is in memory, one of both; the internal shards divide it.
   uint64_t cache_rows = 0;
-  uint64_t cache_bytes = 0;  // that these rows take, beside what each row does (docs/tiers.md)
+  uint64_t cache_bytes = 0;  // that these rows take, and the index of all: 25 to 32 of each
 };
 struct TierStats {
   uint64_t num_rows = 0;
   uint64_t num_hot = 0;         // in memory
+  uint64_t memory_bytes = 0;    // of all that cache_bytes counts
   uint64_t num_hits = 0;        // rows that lookups found there
   uint64_t num_misses = 0;      // rows that they had to read from the pool
   uint64_t num_promoted = 0;    // brought from the pool to memory

@@ -10,6 +10,7 @@ namespace {
 constexpr uint64_t kMinSlabBytes = 16 << 10;
 constexpr uint64_t kMaxSlabBytes = SlabMemory::kBlockBytes;
 constexpr uint64_t kSlabBytesPerRow = 4;
+constexpr uint32_t kKeptFree = 64;  // of that many slots, one
 constexpr uint32_t kLineFloats = 16;
 constexpr uint32_t kUnitFloats = 4;
 
@@ -26,6 +27,7 @@ uint64_t TargetBytes(uint64_t row_bytes, uint64_t num_rows) {
 
 uint32_t RowShape::Stride() const {
   const uint32_t floats = embedding_floats() + state_floats + tail_floats;
+  if (dim == 0) return floats;
   const uint32_t lines = RoundUp(floats, kLineFloats);
   return lines - floats <= kUnitFloats ? lines : RoundUp(floats, kUnitFloats);
 }
@@ -49,6 +51,7 @@ uint32_t RowSlabs::Allocate(uint32_t pool_number) {
   if (pool.first_free != kNoSlot) {
     const uint32_t slot = pool.first_free;
     std::memcpy(&pool.first_free, values(slot), sizeof(pool.first_free));
+    --pool.num_free;
     return slot;
   }
   if (pool.next_slot == pool.end_slot && !AddSlab(pool_number)) return kNoSlot;
@@ -57,44 +60,155 @@ uint32_t RowSlabs::Allocate(uint32_t pool_number) {
 
 void RowSlabs::Free(uint32_t slot) {
   Pool& pool = pools_[slabs_[slot >> kPlaceBits].pool];
+  if (pool.num_leaving > 0 && IsLeaving(slot)) {
+    --holdings_[slot >> kPlaceBits].num_left;
+    return;
+  }
   std::memcpy(values(slot), &pool.first_free, sizeof(pool.first_free));
   pool.first_free = slot;
+  ++pool.num_free;
 }
 
 uint64_t RowSlabs::memory_bytes() const {
-  return slab_bytes_ + slabs_.capacity() * sizeof(Slab) + blocks_.capacity() * sizeof(blocks_[0]) +
+  return slab_bytes_ + slabs_.capacity() * sizeof(Slab) + holdings_.capacity() * sizeof(Holding) +
          pools_.capacity() * sizeof(Pool);
 }
 
-void RowSlabs::Clear() { *this = RowSlabs(memory_); }
+uint64_t RowSlabs::row_slab_bytes() const {
+  uint64_t num_bytes = 0;
+  for (const Pool& pool : pools_) num_bytes += pool.shape.dim == 0 ? 0 : pool.num_bytes;
+  return num_bytes;
+}
+
+void RowSlabs::Clear() { *this = RowSlabs(memory_, cells_); }
+
+uint32_t RowSlabs::NewSlabNumber() {
+  if (vacant_.empty()) {
+    slabs_.emplace_back();
+    holdings_.emplace_back();
+    return static_cast<uint32_t>(slabs_.size() - 1);
+  }
+  const uint32_t number = vacant_.back();
+  vacant_.pop_back();
+  return number;
+}
 
 bool RowSlabs::AddSlab(uint32_t pool_number) {
   Pool& pool = pools_[pool_number];
   // The last slab number is left out: with it kNoSlot would be a slot.
-  if (slabs_.size() >= kPlaceMask) return false;
+  if (slabs_.size() >= kPlaceMask && vacant_.empty()) return false;
   const uint64_t stride = pool.shape.Stride();
   const uint64_t scalar_bytes = pool.shape.has_scalar ? sizeof(uint32_t) : 0;
   const uint64_t row_bytes = stride * sizeof(float) + scalar_bytes;
   const uint64_t target = TargetBytes(row_bytes, pool.num_rows);
   SlabPiece piece =
-      memory_->Take(row_bytes, std::clamp<uint64_t>(target / row_bytes, 1, kPlaceMask + 1));
+      MemoryOf(pool)->Take(row_bytes, std::clamp<uint64_t>(target / row_bytes, 1, kPlaceMask + 1));
   if (piece.data == nullptr) return false;
 
   const uint64_t rows = std::min<uint64_t>(piece.size / row_bytes, kPlaceMask + 1);
   auto* values = reinterpret_cast<float*>(piece.data);
-  pool.next_slot = static_cast<uint32_t>(slabs_.size() << kPlaceBits);
+  const uint32_t number = NewSlabNumber();
+  pool.next_slot = number << kPlaceBits;
   pool.end_slot = pool.next_slot + static_cast<uint32_t>(rows);
   pool.num_rows += rows;
+  pool.num_bytes += piece.size;
+  pool.slabs.push_back(number);
   slab_bytes_ += piece.size;
   auto* scalars = reinterpret_cast<uint32_t*>(values + rows * stride);
-  slabs_.push_back({.values = values,
+  slabs_[number] = {.values = values,
                     .scalars = pool.shape.has_scalar ? scalars : nullptr,
                     .stride = static_cast<uint32_t>(stride),
                     .dim = pool.shape.dim,
                     .embedding_floats = pool.shape.embedding_floats(),
-                    .pool = pool_number});
-  blocks_.push_back(std::move(piece.block));
+                    .pool = pool_number};
+  holdings_[number] = {.piece = std::move(piece), .num_slots = static_cast<uint32_t>(rows)};
   return true;
+}
+
+bool RowSlabs::HasLeaving() const {
+  return std::any_of(pools_.begin(), pools_.end(),
+                     [](const Pool& pool) { return pool.num_leaving > 0; });
+}
+
+bool RowSlabs::CanLeave() const {
+  return std::any_of(pools_.begin(), pools_.end(),
+                     [this](const Pool& pool) { return CanLeave(pool); });
+}
+
+bool RowSlabs::CanLeave(const Pool& pool) const {
+  return pool.shape.dim != 0 && pool.num_leaving == 0 && !pool.slabs.empty() &&
+         HasRoomFor(holdings_[pool.slabs.back()], pool, pool.num_free + pool.num_unused());
+}
+
+// Where so many slots are free, the slab's own included, as it has, its rows have room elsewhere. A
+// few stay free, so that the next rows need no new slab.
+bool RowSlabs::HasRoomFor(const Holding& holding, const Pool& pool, uint64_t num_free) {
+  return num_free >= holding.num_slots + pool.num_rows / kKeptFree;
+}
+
+void RowSlabs::BeginLeaving(uint64_t num_bytes) {
+  uint64_t num_leaving = 0;
+  for (Pool& pool : pools_) {
+    if (num_leaving >= num_bytes) return;
+    if (CanLeave(pool)) num_leaving += BeginLeavingOf(&pool, num_bytes - num_leaving);
+  }
+}
+
+std::vector<uint32_t> RowSlabs::FreeSlotsOf(const Pool& pool) const {
+  std::vector<uint32_t> slots;
+  slots.reserve(pool.num_free);
+  for (uint32_t slot = pool.first_free; slot != kNoSlot;) {
+    slots.push_back(slot);
+    std::memcpy(&slot, values(slot), sizeof(slot));
+  }
+  return slots;
+}
+
+uint64_t RowSlabs::BeginLeavingOf(Pool* pool, uint64_t num_bytes) {
+  uint64_t num_free = pool->num_free + pool->num_unused();
+  const std::vector<uint32_t> free_slots = FreeSlotsOf(*pool);
+  std::vector<uint32_t> free_of_slab(slabs_.size());
+  for (const uint32_t slot : free_slots) ++free_of_slab[slot >> kPlaceBits];
+  free_of_slab[pool->slabs.back()] += pool->num_unused();
+  pool->next_slot = pool->end_slot = 0;
+  uint64_t num_leaving_bytes = 0;
+  for (auto it = pool->slabs.rbegin(); it != pool->slabs.rend(); ++it) {
+    Holding& holding = holdings_[*it];
+    if (num_leaving_bytes >= num_bytes || !HasRoomFor(holding, *pool, num_free)) break;
+    num_free -= holding.num_slots;
+    num_leaving_bytes += holding.piece.size;
+    holding.is_leaving = true;
+    holding.num_left = holding.num_slots - free_of_slab[*it];
+    ++pool->num_leaving;
+  }
+  pool->first_free = kNoSlot;
+  pool->num_free = 0;
+  for (auto slot = free_slots.rbegin(); slot != free_slots.rend(); ++slot) {
+    if (!IsLeaving(*slot)) Free(*slot);
+  }
+  return num_leaving_bytes;
+}
+
+void RowSlabs::FinishLeaving() {
+  for (Pool& pool : pools_) {
+    if (pool.num_leaving > 0) FinishLeavingOf(&pool);
+  }
+}
+
+void RowSlabs::FinishLeavingOf(Pool* pool) {
+  std::erase_if(pool->slabs, [&](uint32_t number) {
+    Holding& holding = holdings_[number];
+    if (!holding.is_leaving || holding.num_left > 0) return false;
+    pool->num_rows -= holding.num_slots;
+    pool->num_bytes -= holding.piece.size;
+    slab_bytes_ -= holding.piece.size;
+    --pool->num_leaving;
+    MemoryOf(*pool)->Give(std::move(holding.piece));
+    holding = {};
+    slabs_[number] = {};
+    vacant_.push_back(number);
+    return true;
+  });
 }
 
 }  // namespace persia::store

@@ -9,8 +9,9 @@
 //
 // A slab begun costs at most 4 bytes for each row there is: slabs of a dim start at 16 KiB and grow
 // with its rows up to 2 MiB. (Rows wider than 16 KiB: an eighth of what there is.) SlabMemory cuts
-// them from huge pages that shards have in common. Rows freed are reused for the same dim; memory
-// goes back when the store is cleared.
+// them from huge pages that shards have in common. Rows freed are reused for the same shape. Memory
+// goes back when the store is cleared, or by slabs that leave: whoever knows where the rows are
+// moves theirs into free slots of other slabs.
 //
 // Not thread-safe; several may use the same SlabMemory.
 #pragma once
@@ -32,10 +33,11 @@ struct RowShape {
   bool has_scalar = false;
   uint32_t tail_floats = 0;  // behind the state: the store's own (tier_cells.h, update_count.h)
   RowDtype dtype = RowDtype::kFloat32;  // of the embedding
+  uint64_t label = 0;                   // sets shapes apart that are equal otherwise (tier_cells.h)
   // Of memory, that the embedding takes.
   uint32_t embedding_floats() const { return EmbeddingFloats(dtype, dim); }
   // Floats from one row to the next: whole cache lines
-  // where that costs at most 16 bytes, else whole 16 bytes.
+  // where that costs at most 16 bytes, else whole 16 bytes. Of dim 0, no more than there are.
   uint32_t Stride() const;
   bool operator==(const RowShape&) const = default;
 };
@@ -52,8 +54,10 @@ class RowSlabs {
   static constexpr uint32_t kNoSlot = UINT32_MAX;
   static constexpr uint32_t kNoPool = UINT32_MAX;
 
-  // `memory` outlives the last call of Allocate().
-  explicit RowSlabs(SlabMemory* memory) : memory_(memory) {}
+  // Both outlive the last call of Allocate(). What has dim 0 lies in `cells`: it stays when rows
+  // leave, and would keep their blocks.
+  RowSlabs(SlabMemory* memory, SlabMemory* cells) : memory_(memory), cells_(cells) {}
+  explicit RowSlabs(SlabMemory* memory) : RowSlabs(memory, memory) {}
 
   // A pool is the slabs of one shape.
   uint32_t FindPool(const RowShape& shape) const;
@@ -63,6 +67,17 @@ class RowSlabs {
   [[nodiscard]] uint32_t Allocate(uint32_t pool);
   void Free(uint32_t slot);
   void Clear();
+
+  // Slabs of rows, the newest ones, of about so many bytes are to leave; as many as there is room
+  // for their rows in free slots of others. They take no rows any more.
+  void BeginLeaving(uint64_t num_bytes);
+  // Whether any would; and none has to yet.
+  bool CanLeave() const;
+  // Whether the row is to be moved: to a slot that Allocate() returns.
+  bool IsLeaving(uint32_t slot) const { return holdings_[slot >> kPlaceBits].is_leaving; }
+  bool HasLeaving() const;
+  // Those of them that have no rows any more go back to the memory.
+  void FinishLeaving();
 
   const RowShape& shape(uint32_t slot) const {
     return pools_[slabs_[slot >> kPlaceBits].pool].shape;
@@ -89,6 +104,8 @@ class RowSlabs {
   }
 
   uint64_t memory_bytes() const;
+  // Of the slabs of rows, without those of dim 0.
+  uint64_t row_slab_bytes() const;
 
  private:
   static constexpr uint32_t kPlaceBits = 16;
@@ -107,14 +124,35 @@ class RowSlabs {
     uint32_t first_free = kNoSlot;  // linked through the values of free rows
     uint32_t next_slot = 0;         // of the newest slab, up to end_slot
     uint32_t end_slot = 0;
-    uint64_t num_rows = 0;  // that there are slots for
+    uint32_t num_unused() const { return end_slot - next_slot; }
+    uint64_t num_rows = 0;          // that there are slots for
+    uint64_t num_free = 0;          // in the list
+    uint64_t num_bytes = 0;         // of its slabs
+    uint32_t num_leaving = 0;       // slabs
+    std::vector<uint32_t> slabs{};  // their numbers, the newest last
+  };
+  // What is beside a slab that finding rows does not need.
+  struct Holding {
+    SlabPiece piece;
+    uint32_t num_slots = 0;
+    uint32_t num_left = 0;  // rows, while it is leaving
+    bool is_leaving = false;
   };
 
   bool AddSlab(uint32_t pool);
+  uint32_t NewSlabNumber();
+  SlabMemory* MemoryOf(const Pool& pool) const { return pool.shape.dim == 0 ? cells_ : memory_; }
+  std::vector<uint32_t> FreeSlotsOf(const Pool& pool) const;
+  bool CanLeave(const Pool& pool) const;
+  static bool HasRoomFor(const Holding& holding, const Pool& pool, uint64_t num_free);
+  uint64_t BeginLeavingOf(Pool* pool, uint64_t num_bytes);
+  void FinishLeavingOf(Pool* pool);
 
   SlabMemory* memory_;
+  SlabMemory* cells_;
   std::vector<Slab> slabs_;
-  std::vector<std::shared_ptr<MappedMemory>> blocks_;  // that slabs_ lie in, in the same order
+  std::vector<Holding> holdings_;  // of slabs_, in the same order
+  std::vector<uint32_t> vacant_;   // numbers of slabs that have left
   std::vector<Pool> pools_;
   uint64_t slab_bytes_ = 0;
 };

@@ -9,9 +9,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace persia::store {
@@ -62,6 +64,136 @@ TEST(RowSlabsTest, FreedSlotsAreReusedWithinTheirPoolOnly) {
   const uint64_t bytes = slabs.memory_bytes();
   for (int i = 0; i < 100; ++i) EXPECT_EQ(freed.erase(slabs.Allocate(a)), 1u);
   EXPECT_EQ(slabs.memory_bytes(), bytes);
+}
+
+// A row's number is its values and its scalar.
+class NumberedRows {
+ public:
+  explicit NumberedRows(RowSlabs* slabs) : slabs_(*slabs) {}
+
+  void Add(const RowShape& shape) {
+    const uint32_t slot = slabs_.Allocate(slabs_.FindOrAddPool(shape));
+    ASSERT_NE(slot, RowSlabs::kNoSlot);
+    const RowView row = slabs_.View(slot);
+    std::fill_n(row.values, shape.Stride(), static_cast<float>(next_));
+    if (row.scalar != nullptr) *row.scalar = next_;
+    slots_.emplace(next_++, slot);
+  }
+  void FreeAllBut(uint32_t every) {
+    std::erase_if(slots_, [&](const auto& row) {
+      if (row.first % every == 0) return false;
+      slabs_.Free(row.second);
+      return true;
+    });
+  }
+  // As many slabs as can.
+  void GiveBack() {
+    while (slabs_.CanLeave()) {
+      slabs_.BeginLeaving(UINT64_MAX);
+      ASSERT_TRUE(slabs_.HasLeaving());
+      for (auto& [number, slot] : slots_) {
+        if (!slabs_.IsLeaving(slot)) continue;
+        const RowShape& shape = slabs_.shape(slot);
+        const uint32_t to = slabs_.Allocate(slabs_.FindPool(shape));
+        ASSERT_FALSE(slabs_.IsLeaving(to));
+        std::copy_n(slabs_.values(slot), shape.Stride(), slabs_.values(to));
+        if (shape.has_scalar) *slabs_.scalar(to) = *slabs_.scalar(slot);
+        slabs_.Free(slot);
+        slot = to;
+      }
+      slabs_.FinishLeaving();
+      ASSERT_FALSE(slabs_.HasLeaving());
+    }
+  }
+  void Check() const {
+    std::set<uint32_t> slots;
+    for (const auto& [number, slot] : slots_) {
+      ASSERT_TRUE(slots.insert(slot).second);
+      const RowView row = slabs_.View(slot);
+      const uint32_t stride = slabs_.shape(slot).Stride();
+      ASSERT_EQ(std::count(row.values, row.values + stride, static_cast<float>(number)), stride);
+      if (row.scalar != nullptr) {
+        ASSERT_EQ(*row.scalar, number);
+      }
+    }
+  }
+  size_t size() const { return slots_.size(); }
+
+ private:
+  RowSlabs& slabs_;
+  uint32_t next_ = 0;
+  std::map<uint32_t, uint32_t> slots_;
+};
+
+TEST(RowSlabsTest, SlabsWhoseRowsHaveRoomElsewhereGoBack) {
+  constexpr RowShape kNarrow = {.dim = 16, .state_floats = 16};
+  constexpr RowShape kWide = {.dim = 64, .state_floats = 64, .has_scalar = true};
+  SlabMemory memory;
+  RowSlabs slabs(&memory);
+  NumberedRows rows(&slabs);
+  const auto num_bytes = [&] { return slabs.memory_bytes() + memory.unused_bytes(); };
+  for (int i = 0; i < 30'000; ++i) rows.Add(i % 2 == 0 ? kNarrow : kWide);
+  const uint64_t all = num_bytes();
+  EXPECT_FALSE(slabs.CanLeave()) << "there is nothing to give";
+  slabs.BeginLeaving(UINT64_MAX);
+  EXPECT_FALSE(slabs.HasLeaving());
+  rows.FreeAllBut(5);
+  rows.Check();
+  rows.GiveBack();
+  rows.Check();
+  EXPECT_LE(slabs.row_slab_bytes(), all / 4);
+  EXPECT_LE(num_bytes(), all / 2) << "what is left of blocks included";
+  for (size_t i = rows.size(); i < 30'000; ++i) rows.Add(i % 2 == 0 ? kNarrow : kWide);
+  rows.Check();
+  EXPECT_LE(num_bytes(), all * 21 / 20);
+}
+
+TEST(RowSlabsTest, ASlabLeavesWhenItsLastRowHas) {
+  constexpr RowShape kShape = {.dim = 64};
+  SlabMemory memory;
+  RowSlabs slabs(&memory);
+  const uint32_t pool = slabs.FindOrAddPool(kShape);
+  std::vector<uint32_t> slots;
+  for (int i = 0; i < 1000; ++i) slots.push_back(slabs.Allocate(pool));
+  for (int i = 0; i < 900; ++i) slabs.Free(slots[i]);
+  const uint64_t before = slabs.row_slab_bytes();
+  ASSERT_TRUE(slabs.CanLeave());
+  slabs.BeginLeaving(UINT64_MAX);
+  ASSERT_TRUE(slabs.IsLeaving(slots.back()));
+  slabs.FinishLeaving();
+  EXPECT_TRUE(slabs.HasLeaving()) << "rows are there";
+  const uint64_t half = slabs.row_slab_bytes();
+  EXPECT_LT(half, before) << "but not everywhere";
+  for (int i = 900; i < 1000; ++i) {
+    if (slabs.IsLeaving(slots[i])) slabs.Free(slots[i]);
+  }
+  slabs.FinishLeaving();
+  EXPECT_FALSE(slabs.HasLeaving());
+  EXPECT_LT(slabs.row_slab_bytes(), half);
+}
+
+TEST(SlabMemoryTest, WhatIsGivenIsTakenAgainOrGoesBackBlockByBlock) {
+  SlabMemory memory;
+  std::vector<SlabPiece> pieces;
+  for (int i = 0; i < 32; ++i) pieces.push_back(memory.Take(1024, 128));  // 128 KiB
+  ASSERT_EQ(pieces.front().block, pieces[15].block);
+  ASSERT_NE(pieces.front().block, pieces[16].block);
+  const std::weak_ptr<MappedMemory> first = pieces[0].block, second = pieces[16].block;
+  for (int i = 0; i < 15; ++i) memory.Give(std::exchange(pieces[i], {}));
+  EXPECT_EQ(memory.unused_bytes(), 0u) << "their pages are gone, if not the block";
+  EXPECT_FALSE(first.expired());
+  memory.Give(std::exchange(pieces[15], {}));
+  EXPECT_TRUE(first.expired());
+  const std::byte* data = pieces[20].data;
+  memory.Give(std::exchange(pieces[20], {}));
+  pieces[20] = memory.Take(1000, 200);
+  EXPECT_EQ(pieces[20].data, data) << "room for half of them is enough";
+  memory.Give(std::exchange(pieces[20], {}));
+  EXPECT_NE(memory.Take(1000, 300).data, data);
+  EXPECT_FALSE(second.expired());
+  pieces.clear();
+  memory.Clear();
+  EXPECT_TRUE(second.expired());
 }
 
 // Beyond what the rows themselves take; shards are filled evenly, as signs spread.

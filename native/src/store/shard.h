@@ -40,14 +40,15 @@ class Tier;
 // Aligned so that two shards' mutexes never share a cache line.
 class alignas(64) Shard {
  public:
-  // Rows come from `slab_memory`, which outlives it. `growth_phase` as of SignIndex.
-  Shard(uint64_t capacity, SlabMemory* slab_memory, double growth_phase, bool counts_updates,
-        RowDtype row_dtype)
+  // Rows come from `slab_memory`, where those in a tier are from `cell_memory`; both outlive it.
+  // `growth_phase` as of SignIndex.
+  Shard(uint64_t capacity, SlabMemory* slab_memory, SlabMemory* cell_memory, double growth_phase,
+        bool counts_updates, RowDtype row_dtype)
       : capacity_(capacity),
         counts_updates_(counts_updates),
         format_(row_dtype),
         index_(growth_phase),
-        slabs_(slab_memory) {}
+        slabs_(slab_memory, cell_memory) {}
 
   // Rows and reports as in EmbeddingStore; the counts are added to *report.
   Status Lookup(std::span<const Run> runs, LookupMode mode, float* rows, LookupReport* report);
@@ -81,6 +82,9 @@ class alignas(64) Shard {
   Status FinishRecovery();
   // For the keeper: some tens of rows at a time; false: there is no more to do.
   StatusOr<bool> ShrinkCache();
+  // After it, from the key *next on: of a cache of bytes, memory that rows have left goes back.
+  // Rows that are in its way are moved, some tens at a time; false: there is no more to do.
+  bool GiveBackMemory(uint64_t* next);
   // Rows that changed up to the batch, from the key *next on.
   StatusOr<bool> WriteBackUpTo(uint64_t batch, uint64_t* next);
   // For the thread that reads ahead: asks the device for the rows of some keys that are not in
@@ -210,6 +214,12 @@ class alignas(64) Shard {
   Status RemoveFromTier(const SignIndex::Entry& entry);
   // At the end of a call that brought rows into memory.
   Status LimitCache();
+  // What there is in memory beside rows, before the cache's size is judged.
+  void MeasureCache();
+  // Of slabs that can leave, how many bytes should.
+  uint64_t ExcessOfSlabs() const;
+  // To another slot of its shape; false: there is none.
+  bool MoveRow(SignIndex::Entry* entry);
 
   mutable std::mutex mutex_;
   const uint64_t capacity_;

@@ -12,6 +12,7 @@ namespace persia::store {
 namespace {
 
 constexpr size_t kRowsAtATime = 64;
+constexpr size_t kEntriesPassed = 4096;  // of an index, at a time
 
 }  // namespace
 
@@ -46,12 +47,11 @@ Status Shard::AddRecovered(const pool::RecoveredRow& row) {
   const std::lock_guard lock(mutex_);
   PERSIA_RETURN_IF_ERROR(CheckShape(row.head));
   const uint64_t key = SignKey(row.head.sign);
-  const uint32_t slot = slabs_.Allocate(slabs_.FindOrAddPool(kColdShape));
+  const uint32_t slot = AllocateCold({row.address, row.head.dim, row.head.state_floats}, &slabs_);
   if (slot == RowSlabs::kNoSlot) return OutOfMemory();
   now_ = kStampRebase;  // stamps of the past must be there
   const auto age = static_cast<uint32_t>(std::min<uint64_t>(row.age, now_));
   if (!index_.Insert({key, slot, now_ - age})) return OutOfMemory();
-  SetCell(slabs_, slot, ColdCell{row.address, row.head.dim, row.head.state_floats});
   limits_.CountInsert(key);
   return Status::Ok();
 }
@@ -212,13 +212,11 @@ Status Shard::DemoteRows(std::span<SignIndex::Entry* const> entries) {
     if (HotCellOf(slabs_, entry->slot).unsaved != 0) unsaved[num_unsaved++] = entry;
   }
   if (num_unsaved > 0) PERSIA_RETURN_IF_ERROR(WriteBack(std::span(unsaved).first(num_unsaved)));
-  const uint32_t cold_pool = slabs_.FindOrAddPool(kColdShape);
   for (SignIndex::Entry* entry : entries) {
-    const uint32_t cold = slabs_.Allocate(cold_pool);
-    if (cold == RowSlabs::kNoSlot) return OutOfMemory();
     const RowShape& shape = slabs_.shape(entry->slot);
-    SetCell(slabs_, cold,
-            ColdCell{HotCellOf(slabs_, entry->slot).address, shape.dim, shape.state_floats});
+    const uint32_t cold = AllocateCold(
+        {HotCellOf(slabs_, entry->slot).address, shape.dim, shape.state_floats}, &slabs_);
+    if (cold == RowSlabs::kNoSlot) return OutOfMemory();
     hot_.Remove(slabs_.row_bytes(entry->slot));
     slabs_.Free(entry->slot);
     entry->slot = cold;
@@ -268,22 +266,64 @@ Status Shard::DemoteLoaded(std::span<const Run> runs) {
   return LimitCache();
 }
 
+void Shard::MeasureCache() {
+  const uint64_t num_cold = index_.size() - hot_.num_rows();
+  hot_.SetBeside(index_.memory_bytes() + num_cold * kColdBytes + hot_keys_.memory_bytes() +
+                 coldest_.memory_bytes() + wanted_.memory_bytes() + victims_.memory_bytes());
+}
+
 Status Shard::LimitCache() {
-  if (hot_.IsWithin(32)) return Status::Ok();
+  MeasureCache();
+  if (hot_.IsWithin(32) && ExcessOfSlabs() == 0) return Status::Ok();
   tier_->NoteCrowd();
   return hot_.IsWithin(16) ? Status::Ok() : Demote(hot_.Excess());
 }
 
 StatusOr<bool> Shard::ShrinkCache() {
   const std::lock_guard lock(mutex_);
+  MeasureCache();
   const uint64_t excess = hot_.Excess();
   if (excess == 0) return false;
   PERSIA_RETURN_IF_ERROR(Demote(std::min<size_t>(excess, kRowsAtATime)));
   return hot_.Excess() > 0;
 }
 
+uint64_t Shard::ExcessOfSlabs() const {
+  return slabs_.CanLeave() ? hot_.ExcessOfSlabs(slabs_.row_slab_bytes()) : 0;
+}
+
+bool Shard::GiveBackMemory(uint64_t* next) {
+  const std::lock_guard lock(mutex_);
+  if (*next == 0) {
+    MeasureCache();
+    if (const uint64_t excess = ExcessOfSlabs(); excess > 0) slabs_.BeginLeaving(excess);
+    if (!slabs_.HasLeaving()) return false;
+  }
+  size_t num_moved = 0, num_passed = 0;
+  const bool has_ended = index_.ForEachFrom(*next, [&](SignIndex::Entry& entry) {
+    if (num_moved == kRowsAtATime || num_passed++ == kEntriesPassed) {
+      *next = entry.key;
+      return false;
+    }
+    if (slabs_.IsLeaving(entry.slot)) num_moved += MoveRow(&entry);
+    return true;
+  });
+  if (has_ended) slabs_.FinishLeaving();
+  return !has_ended;
+}
+
+bool Shard::MoveRow(SignIndex::Entry* entry) {
+  const RowShape& shape = slabs_.shape(entry->slot);
+  const uint32_t slot = slabs_.Allocate(slabs_.FindOrAddPool(shape));
+  if (slot == RowSlabs::kNoSlot) return false;  // it stays, and its slab with it
+  std::copy_n(slabs_.values(entry->slot), shape.Stride(), slabs_.values(slot));
+  if (shape.has_scalar) *slabs_.scalar(slot) = *slabs_.scalar(entry->slot);
+  slabs_.Free(entry->slot);
+  entry->slot = slot;
+  return true;
+}
+
 StatusOr<bool> Shard::WriteBackUpTo(uint64_t batch, uint64_t* next) {
-  constexpr size_t kEntriesPassed = 4096;
   const std::lock_guard lock(mutex_);
   std::array<SignIndex::Entry*, kRowsAtATime> unsaved;
   size_t num_unsaved = 0, num_passed = 0;

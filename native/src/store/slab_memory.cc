@@ -1,6 +1,8 @@
 #include "store/slab_memory.h"
 
 #include <algorithm>
+#include <tuple>
+#include <unordered_map>
 #include <utility>
 
 #include "base/page_size.h"
@@ -10,6 +12,8 @@ namespace {
 
 constexpr size_t kLineBytes = 64;
 constexpr uint64_t kManyRows = SlabMemory::kBlockBytes / 6;
+// Each that has lost its pages divides a mapping, and processes may have some 65,000 of these.
+constexpr size_t kMostReleased = 4096;
 
 }  // namespace
 
@@ -21,8 +25,10 @@ SlabPiece SlabMemory::Take(size_t row_bytes, size_t num_rows) {
         MappedMemory::Allocate(size > kBlockBytes / 16 * 15 ? std::max(size, kBlockBytes) : size));
     return {.block = own, .data = own->data(), .size = own->size()};
   }
+  SlabPiece piece = TakeGiven(row_bytes, num_rows);
+  if (piece.data != nullptr) return piece;
   Blocks finished;
-  SlabPiece piece = TakeShared(row_bytes, num_rows, &finished);
+  piece = TakeShared(row_bytes, num_rows, &finished);
   // Takes long: others may have their pieces meanwhile.
   MoveToHugePages(finished);
   return piece;
@@ -41,6 +47,36 @@ SlabPiece SlabMemory::TakeShared(size_t row_bytes, size_t num_rows, Blocks* fini
   num_rows_ += rows;
   if (block_used_ == kBlockBytes) FinishBlock(finished);
   return piece;
+}
+
+SlabPiece SlabMemory::TakeGiven(size_t row_bytes, size_t num_rows) {
+  const std::lock_guard lock(mutex_);
+  const size_t least = std::max(row_bytes, row_bytes * num_rows / 2);
+  std::unordered_map<const MappedMemory*, size_t> num_given;
+  for (const auto& [piece, _] : given_) ++num_given[piece.block.get()];
+  const auto rank = [&](const Given& given) {
+    const SlabPiece& piece = given.piece;
+    return std::tuple(piece.size < least, num_given[piece.block.get()], piece.size);
+  };
+  const auto best =
+      std::min_element(given_.begin(), given_.end(),
+                       [&](const Given& a, const Given& b) { return rank(a) < rank(b); });
+  if (best == given_.end() || best->piece.size < least) return {};
+  SlabPiece piece = std::move(best->piece);
+  given_.erase(best);
+  return piece;
+}
+
+void SlabMemory::Give(SlabPiece piece) {
+  const std::lock_guard lock(mutex_);
+  const bool may_release = given_.size() < kMostReleased;
+  const size_t kept_bytes = piece.size - (may_release ? ReleasePages(piece.data, piece.size) : 0);
+  const std::shared_ptr<MappedMemory> block = piece.block;
+  given_.push_back({std::move(piece), kept_bytes});
+  const auto is_of_block = [&](const Given& given) { return given.piece.block == block; };
+  // Unless others have pieces of it, or it is the unfinished one.
+  const auto num_given = std::count_if(given_.begin(), given_.end(), is_of_block);
+  if (block.use_count() == num_given + 1) std::erase_if(given_, is_of_block);
 }
 
 bool SlabMemory::OpenBlock(Blocks* finished) {
@@ -70,13 +106,16 @@ void SlabMemory::Clear() {
     const std::lock_guard lock(mutex_);
     FinishBlock(&finished);
     num_rows_ = 0;
+    given_.clear();
   }
   MoveToHugePages(finished);
 }
 
 uint64_t SlabMemory::unused_bytes() const {
   const std::lock_guard lock(mutex_);
-  return block_ != nullptr && block_is_huge_ ? kBlockBytes - block_used_ : 0;
+  uint64_t num_bytes = block_ != nullptr && block_is_huge_ ? kBlockBytes - block_used_ : 0;
+  for (const Given& given : given_) num_bytes += given.kept_bytes;
+  return num_bytes;
 }
 
 }  // namespace persia::store

@@ -8,7 +8,8 @@
 // blocks are filled on small pages, of which only those that hold something take memory, and made
 // huge once they are full, or have no room for a row that comes.
 //
-// A block goes back to the system with the last of its slabs. Thread-safe.
+// A block goes back to the system with the last of its slabs, and pages of slabs that were given
+// back before; such slabs are the first to be taken again. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -36,15 +37,24 @@ class SlabMemory {
   // Room for `num_rows` rows, or for fewer, at least one, where the block ends, or for some
   // more, where rows are wide.
   SlabPiece Take(size_t row_bytes, size_t num_rows);
+  // Of a slab that is no longer used.
+  void Give(SlabPiece piece);
   // After all rows of the store have gone.
   void Clear();
   // Memory that is there beside the pieces taken.
   uint64_t unused_bytes() const;
 
  private:
+  struct Given {
+    SlabPiece piece;
+    size_t kept_bytes;  // of pages that it has only in part
+  };
   using Blocks = std::vector<std::shared_ptr<MappedMemory>>;
 
   SlabPiece TakeShared(size_t row_bytes, size_t num_rows, Blocks* finished);
+  // Of the pieces that were given back one with room for half the rows, or nothing; of the block
+  // that has the fewest of them: others may be rid of their last slabs.
+  SlabPiece TakeGiven(size_t row_bytes, size_t num_rows);
   // The caller has the mutex. Blocks that are to move to huge pages are added to *finished.
   bool OpenBlock(Blocks* finished);
   void FinishBlock(Blocks* finished);
@@ -54,7 +64,8 @@ class SlabMemory {
   std::shared_ptr<MappedMemory> block_;  // the unfinished one; null: there is none
   size_t block_used_ = 0;
   bool block_is_huge_ = false;
-  uint64_t num_rows_ = 0;  // that pieces were taken for
+  uint64_t num_rows_ = 0;  // that pieces were cut for
+  std::vector<Given> given_;
 };
 
 }  // namespace persia::store

@@ -35,7 +35,8 @@ class EmbeddingStore::Impl {
       const uint64_t capacity =
           options.capacity / num_shards + (i < options.capacity % num_shards ? 1 : 0);
       const double growth_phase = static_cast<double>(i) / static_cast<double>(num_shards);
-      shards_.emplace_back(capacity, &slab_memory_, growth_phase, counts_updates_, row_dtype_);
+      shards_.emplace_back(capacity, &slab_memory_, &cell_memory_, growth_phase, counts_updates_,
+                           row_dtype_);
     }
   }
 
@@ -109,6 +110,7 @@ class EmbeddingStore::Impl {
     if (changes_ != nullptr) changes_->NoteClear();
     for (Shard& shard : shards_) shard.Clear();
     slab_memory_.Clear();
+    cell_memory_.Clear();
     return Status::Ok();
   }
 
@@ -116,7 +118,13 @@ class EmbeddingStore::Impl {
   void CountUpdate() { num_updates_.fetch_add(1, std::memory_order_relaxed); }
   uint64_t num_updates() const { return num_updates_.load(std::memory_order_relaxed); }
 
-  const SlabMemory& slab_memory() const { return slab_memory_; }
+  // Without what is beside the shards.
+  StoreStats ShardStats() const {
+    StoreStats stats;
+    for (const Shard& shard : shards_) shard.AddStatsTo(&stats);
+    stats.memory_bytes += slab_memory_.unused_bytes() + cell_memory_.unused_bytes();
+    return stats;
+  }
 
  private:
   Status OpenPool(const TierOptions& options, bool is_new);
@@ -125,6 +133,7 @@ class EmbeddingStore::Impl {
   Status SaveRulesIfNew(const TrainConfig& config);
   void KeepTier();
   Status ShrinkCaches();
+  void GiveBackMemory(Shard* shard);
   Status AdvanceCheckpoints(uint64_t* last);
   // The other thread of a tier's.
   void FetchAhead();
@@ -134,6 +143,7 @@ class EmbeddingStore::Impl {
   const bool counts_updates_;
   const RowDtype row_dtype_;
   SlabMemory slab_memory_;
+  SlabMemory cell_memory_;
   std::deque<Shard> shards_;
   WriterFirstMutex in_place_mutex_;  // taken before all others
   SnapshotBudget snapshot_budget_;

@@ -131,9 +131,19 @@ Status EmbeddingStore::Impl::ShrinkCaches() {
       const std::shared_lock in_store(in_place_mutex_);
       has_more = shard.ShrinkCache();
     }
+    GiveBackMemory(&shard);
     if (first_error.ok()) first_error = has_more.status();
   }
   return first_error;
+}
+
+void EmbeddingStore::Impl::GiveBackMemory(Shard* shard) {
+  uint64_t next = 0;
+  bool has_more = true;
+  while (has_more && !tier_->is_stopping()) {
+    const std::shared_lock in_store(in_place_mutex_);
+    has_more = shard->GiveBackMemory(&next);
+  }
 }
 
 // Once a checkpoint has begun, no row changes up to it any more: one pass over the rows is enough.
@@ -264,6 +274,7 @@ std::optional<TierStats> EmbeddingStore::tier_stats() const {
   const std::shared_lock in_store(impl_->in_place_mutex());
   TierStats stats;
   for (const Shard& shard : impl_->shards()) shard.AddTierStatsTo(&stats);
+  stats.memory_bytes = impl_->ShardStats().memory_bytes;
   stats.num_unheeded = impl_->tier()->read_ahead().num_dropped();
   stats.last_error = impl_->tier()->last_error();
   stats.batch = impl_->tier()->batch();

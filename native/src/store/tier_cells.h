@@ -1,10 +1,10 @@
 // What a store with a tier keeps of each row beside its values (tier.h).
 //
 // A row in the cache has a cell behind its state: where its older version is in the pool, and
-// whether the pool lacks the present one. A row that is in the pool alone is a slot of kColdShape:
-// a cell that says where and how large it is. Its dim is 0, which no row that is asked for has:
-// what looks for rows in memory takes it for one that is missing, at no cost to stores without a
-// tier.
+// whether the pool lacks the present one. A row that is in the pool alone is a slot of a ColdShape:
+// a cell that says where it is, in slabs that say how large. Its dim is 0, which no row that is
+// asked for has: what looks for rows in memory takes it for one that is missing, at no cost to
+// stores without a tier.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ struct HotCell {
   uint64_t unsaved;  // the batch that made the values, where the pool does not have them; else 0
 };
 struct ColdCell {
-  uint64_t address;
+  uint64_t address;  // the cell itself; the others are the slab's to say
   uint32_t dim;
   uint32_t state_floats;
 };
@@ -39,19 +39,30 @@ inline constexpr size_t kAheadAtATime = 64;
 
 inline constexpr uint32_t kCellFloats = 4;
 static_assert(sizeof(HotCell) == kCellFloats * sizeof(float));
-static_assert(sizeof(ColdCell) == kCellFloats * sizeof(float));
-inline constexpr RowShape kColdShape = {
-    .dim = 0, .state_floats = kCellFloats, .has_scalar = false, .tail_floats = 0};
+inline constexpr uint64_t kColdBytes = sizeof(ColdCell::address);
+
+inline RowShape ColdShape(uint32_t dim, uint32_t state_floats) {
+  return {.dim = 0,
+          .state_floats = kColdBytes / sizeof(float),
+          .label = uint64_t{dim} << 32 | state_floats};
+}
 
 inline bool IsCold(const RowSlabs& slabs, uint32_t slot) { return slabs.dim(slot) == 0; }
 
 inline ColdCell ColdCellOf(const RowSlabs& slabs, uint32_t slot) {
-  ColdCell cell;
-  std::memcpy(&cell, slabs.values(slot), sizeof(cell));
+  const uint64_t label = slabs.shape(slot).label;
+  ColdCell cell = {0, static_cast<uint32_t>(label >> 32), static_cast<uint32_t>(label)};
+  std::memcpy(&cell.address, slabs.values(slot), sizeof(cell.address));
   return cell;
 }
-inline void SetCell(const RowSlabs& slabs, uint32_t slot, const ColdCell& cell) {
-  std::memcpy(slabs.values(slot), &cell, sizeof(cell));
+// kNoSlot: there is no memory.
+[[nodiscard]] inline uint32_t AllocateCold(const ColdCell& cell, RowSlabs* slabs) {
+  const RowShape shape = ColdShape(cell.dim, cell.state_floats);
+  const uint32_t slot = slabs->Allocate(slabs->FindOrAddPool(shape));
+  if (slot != RowSlabs::kNoSlot) {
+    std::memcpy(slabs->values(slot), &cell.address, sizeof(cell.address));
+  }
+  return slot;
 }
 inline float* HotCellAt(const RowSlabs& slabs, uint32_t slot) {
   const RowShape& shape = slabs.shape(slot);

@@ -408,38 +408,6 @@ TEST_F(TierTest, LoadingDoesNotLookForTheColdestRowsWithEachBlock) {
   EXPECT_EQ(Peek(*store_, Range(0, 20), Script::kDim), rows);
 }
 
-// Rows of 4 to 96 floats with their state and cell, of which a cache of bytes has fewer when they
-// are larger. What an update wrote to rows that have left it is there again.
-TEST_F(TierTest, ACacheOfBytesHoldsAsManyRowsAsFitThere) {
-  constexpr uint64_t kCacheBytes = 64 << 10;
-  TierOptions tier = directory_.Tier(0);
-  tier.cache_bytes = kCacheBytes;
-  const EmbeddingStore::Options options = {.capacity = 10'000, .num_internal_shards = 3};
-  auto store = EmbeddingStore::Open(options, tier);
-  auto model = EmbeddingStore::Create(options);
-  ASSERT_TRUE(store.ok() && model.ok()) << store.status().ToString();
-  for (EmbeddingStore* each : {store->get(), model->get()}) {
-    ASSERT_TRUE(each->Configure(Script::Config()).ok());
-  }
-  uint64_t first = 0;
-  for (const uint32_t dim : {4u, 96u, 20u}) {
-    const auto signs = Range(first, first + 2000);
-    first += signs.size();
-    const std::vector<float> gradients(signs.size() * dim, 0.25f);
-    const RowBlock block = {.dim = dim, .signs = signs};
-    for (EmbeddingStore* each : {store->get(), model->get()}) {
-      Lookup(*each, signs, dim);
-      ASSERT_TRUE(each->Update({&block, 1}, gradients.data()).ok());
-    }
-    // Embedding, Adam's state and cell; padding at most.
-    const uint64_t least = dim * 12 + 16, most = dim * 12 + 80;
-    const auto num_hot = [&] { return (*store)->tier_stats()->num_hot; };
-    EXPECT_LE(num_hot(), kCacheBytes * 17 / 16 / least) << dim;
-    EXPECT_GE(num_hot(), kCacheBytes / 2 / most) << dim;
-    ASSERT_EQ(Peek(**store, signs, dim), Peek(**model, signs, dim)) << dim;
-  }
-}
-
 TEST_F(TierTest, SaysWhyItCannotBeOpened) {
   EXPECT_EQ(StatusOfOpen(directory_.Tier(2)).code(), StatusCode::kInvalidArgument);
   TierOptions both = directory_.Tier(Script::kCacheRows);

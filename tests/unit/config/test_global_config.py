@@ -211,7 +211,22 @@ def test_every_shard_needs_a_part_of_the_cache():
     storage = {"kind": "file", "path": "/mnt", "cache_bytes": 1 << 20}
     message = refusal_of(with_key(SERVER, {"num_hashmap_internal_shards": 2000, "storage": storage}))
     assert message.startswith(f"{SERVER}.storage.cache_bytes=1048576 must not be below 2048000")
-    parse_global_config(with_key(SERVER, {"num_hashmap_internal_shards": 1024, "storage": storage}))
+    settings = {"num_hashmap_internal_shards": 1024, "capacity": 1024, "storage": storage}
+    parse_global_config(with_key(SERVER, settings))
+
+
+def test_a_cache_of_bytes_has_room_for_the_index():
+    def settings(capacity, cache_bytes):
+        storage = {"kind": "file", "path": "/mnt", "cache_bytes": cache_bytes}
+        return with_key(SERVER, {"capacity": capacity, "storage": storage})
+
+    message = refusal_of(settings(1_000_000, 32_000_000))
+    assert message.startswith(
+        f"{SERVER}.storage.cache_bytes=32000000 has no room for the index of capacity=1000000 rows, 32 bytes"
+    )
+    assert "make it at least 36571436, or capacity at most 875000" in message
+    parse_global_config(settings(1_000_000, 36_571_436))
+    parse_global_config(settings(875_000, 32_000_000))
 
 
 def test_a_cache_has_rows_or_bytes():

@@ -32,7 +32,8 @@ KINDS = [
 
 def config_of(kind: str, path: Path, **cache: int) -> dict[str, Any]:
     storage = {} if kind == "dram" else {"kind": kind, "path": str(path), **(cache or {"cache_rows": 4})}
-    return {"embedding_parameter_server_config": {"num_hashmap_internal_shards": 2, "storage": storage}}
+    server = {"capacity": 50_000, "num_hashmap_internal_shards": 2, "storage": storage}
+    return {"embedding_parameter_server_config": server}
 
 
 @pytest.fixture
@@ -133,15 +134,16 @@ def test_a_pool_has_one_context(
 
 
 def test_a_cache_of_bytes_holds_the_rows_that_fit(enter: Callable[..., TrainCtx]) -> None:
-    with enter("file", cache_bytes=4096) as ctx:
-        ids = np.arange(500, dtype=np.uint64)
+    with enter("file", cache_bytes=2 << 20) as ctx:
+        ids = np.arange(20_000, dtype=np.uint64)
         features = [IDTypeFeatureWithSingleID(name, ids) for name in "ab"]
-        labels = [Label(np.ones((500, 1), np.float32))]
+        labels = [Label(np.ones((20_000, 1), np.float32))]
         ctx.get_embedding_from_data(PersiaBatch(features, labels=labels, requires_grad=True))
         store = ctx.backend.local_store
         assert store is not None
         stats = store.tier_stats()
         assert stats is not None
-        # 64 bytes a row: 4 numbers, 4 of state, 4 of the cache, up to whole cache lines.
-        assert stats["num_rows"] == 1000
-        assert 32 <= stats["num_hot"] <= 68
+        # Beside 25 to 32 bytes of index for each row: 64 for one in memory, 4 numbers, 4 of state, 4 of the
+        # cache, up to whole cache lines.
+        assert stats["num_rows"] == 40_000
+        assert 5_000 <= stats["num_hot"] <= 16_000
