@@ -3,6 +3,7 @@
     python -m benchmarks.tiers --directory /dev/shm                             # against the floors
     python -m benchmarks.tiers --directory build --kind file --curve build/tiers.png --cache 0.5 0.1 0.02
     python -m benchmarks.tiers --directory /dev/shm --checkpoint-every 10       # what checkpoints cost
+    python -m benchmarks.tiers --directory build --kind file --announce --page-cache 0.25   # as root
 
 All jobs are alive together, each in a process of its own, and take turns of `--seconds`; the ratio is the
 median of the ratios of neighbouring turns, beside the least and the largest. A job is embedded, made of 26
@@ -22,7 +23,14 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.tiers.job import VARIANTS, JobOptions
-from benchmarks.tiers.report import checkpoint_lines, comparison_table, draw_curve, memory_table, to_json
+from benchmarks.tiers.report import (
+    announced_line,
+    checkpoint_lines,
+    comparison_table,
+    draw_curve,
+    memory_table,
+    to_json,
+)
 from benchmarks.tiers.turns import Schedule, compare, compare_checkpoints, opened
 
 
@@ -41,6 +49,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--job", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--page-cache", type=float, metavar="SHARE", help="memory for the pool's file; needs root"
+    )
+    parser.add_argument("--announce", action="store_true", help="what announcing rows brings")
     parser.add_argument("--checkpoint-every", type=float, metavar="SECONDS", help="turns of that length")
     parser.add_argument("--directory", type=Path, help="of the pools; /dev/shm is tmpfs")
     parser.add_argument(
@@ -52,7 +64,7 @@ def _options() -> argparse.Namespace:
 
 def _compare(options: argparse.Namespace, job: JobOptions, schedule: Schedule, console: Console) -> None:
     pools = [dataclasses.replace(job, kind=options.kind, cache=cache) for cache in options.cache]
-    with opened([job, *pools], schedule, options.directory) as sides:
+    with opened([job, *pools], schedule, options.directory, options.page_cache) as sides:
         comparisons = compare(sides, schedule, options.job)
         memories = [
             {"kind": side.options.kind, "cache": side.options.cache, **side.memory()} for side in sides
@@ -70,11 +82,25 @@ def _compare_checkpoints(
     options: argparse.Namespace, job: JobOptions, schedule: Schedule, console: Console
 ) -> None:
     pool = dataclasses.replace(job, kind=options.kind, cache=options.cache[0])
-    with opened([pool, pool], schedule, options.directory) as sides:
+    with opened([pool, pool], schedule, options.directory, options.page_cache) as sides:
         comparison = compare_checkpoints(sides, schedule)
     console.print("\n".join(checkpoint_lines(comparison)))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(to_json([comparison], [], shlex.join(sys.argv)))
+
+
+def _compare_announced(
+    options: argparse.Namespace, job: JobOptions, schedule: Schedule, console: Console
+) -> None:
+    pool = dataclasses.replace(job, kind=options.kind, cache=options.cache[0])
+    jobs = [pool, dataclasses.replace(pool, announces=True)]
+    variants = [name for name in options.job if VARIANTS[name].staleness is None]  # a stream has one loader
+    with opened(jobs, schedule, options.directory, options.page_cache) as sides:
+        comparisons = compare(sides, schedule, variants)
+    for comparison in comparisons:
+        console.print(announced_line(comparison))
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(to_json(comparisons, [], shlex.join(sys.argv)))
 
 
 def main() -> None:
@@ -89,7 +115,10 @@ def main() -> None:
     )
     seconds = options.checkpoint_every or options.seconds
     schedule = Schedule(rounds=options.rounds, seconds=seconds, settle=options.settle)
-    run = _compare if options.checkpoint_every is None else _compare_checkpoints
+    if options.announce:
+        run = _compare_announced
+    else:
+        run = _compare if options.checkpoint_every is None else _compare_checkpoints
     run(options, job, schedule, Console(width=140))
 
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
+import itertools
 import json
 import os
+import queue
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,8 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.workload import hash_ranks
-from persia.ctx import TrainCtx
-from persia.data import DataLoader, IterableDataset
+from persia.ctx import DataCtx, TrainCtx
+from persia.data import DataLoader, IterableDataset, PersiaTrainingBatch, StreamingDataset
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import Adagrad
 
@@ -66,6 +68,7 @@ class JobOptions:
     kind: str = "dram"
     cache: float = 1.0
     directory: str = ""
+    announces: bool = False  # batches come from a StreamingDataset
 
     @property
     def rows_of_slot(self) -> int:
@@ -111,6 +114,27 @@ class _Batches(IterableDataset):
         return iter(self._batches)
 
 
+class _Stream:
+    """One for the context's whole life, which receives no second one; batches come from a data loader."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[PersiaBatch | None] = queue.SimpleQueue()
+        self._loader = DataLoader(StreamingDataset(loader=self._send))
+
+    def train_on(self, batches: Sequence[PersiaBatch]) -> Iterator[PersiaTrainingBatch]:
+        for batch in batches:
+            self._waiting.put(batch)
+        return itertools.islice(iter(self._loader), len(batches))
+
+    def close(self) -> None:
+        self._waiting.put(None)
+
+    def _send(self) -> None:
+        with DataCtx() as data:
+            while (batch := self._waiting.get()) is not None:
+                data.send_data(batch)
+
+
 class Job:
     """A context whose rows are all there, and settled. To be closed."""
 
@@ -118,6 +142,7 @@ class Job:
         torch.manual_seed(0)
         self._options = options
         self._model = _Model(_NUM_DENSE + options.slots * options.dim)
+        self._stream = _Stream() if options.announces else None
         slots = {f"slot{i}": {"dim": options.dim} for i in range(options.slots)}
         self._ctx = TrainCtx(
             model=self._model,
@@ -130,9 +155,12 @@ class Job:
         # What training needs whatever the number of rows is.
         self.run({"seed": 0, "steps": _WARM_UP_STEPS, "variant": "training"})
         self._resident_before = _resident_bytes()
-        self._train(self._every_row(), Variant(dense=False))
+        self._model.is_dense = False
+        self._train(DataLoader(_Batches(self._every_row())))
 
     def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
         self._ctx.__exit__(None, None, None)
 
     def run(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +171,7 @@ class Job:
         if request.get("checkpoint"):
             self._ctx.dump_embedding(Path(self._options.directory) / "c", blocking=False, in_place=True)
         asked = time.perf_counter()
-        self._train(batches, VARIANTS[request["variant"]])
+        self._train_as(VARIANTS[request["variant"]], batches)
         seconds = time.perf_counter() - started
         after = self._counts()
         if request.get("checkpoint"):
@@ -153,6 +181,7 @@ class Job:
             "num_ids": request["steps"] * self._options.slots * self._options.batch_size,
             "num_lookups": after["num_looked_up"] - before["num_looked_up"],
             "num_missed": after["num_missed"] - before["num_missed"],
+            "num_prefetched": after["num_prefetched"] - before["num_prefetched"],
             "asking_seconds": asked - started,
             "was_committed": after["num_pending"] == 0,
         }
@@ -164,9 +193,15 @@ class Job:
             "cache_bytes": self._options.cache_bytes,
         }
 
-    def _train(self, batches: Iterable[PersiaBatch], variant: Variant) -> None:
+    def _train_as(self, variant: Variant, batches: Sequence[PersiaBatch]) -> None:
         self._model.is_dense = variant.dense
-        for batch in DataLoader(_Batches(batches), embedding_staleness=variant.staleness):
+        if self._stream is None:
+            self._train(DataLoader(_Batches(batches), embedding_staleness=variant.staleness))
+        else:
+            self._train(self._stream.train_on(batches))
+
+    def _train(self, batches: Iterable[PersiaTrainingBatch]) -> None:
+        for batch in batches:
             output, labels = self._ctx.forward(batch)
             assert labels is not None, "every batch has some"
             self._ctx.backward(torch.nn.functional.mse_loss(output, labels[0]))
@@ -176,10 +211,11 @@ class Job:
         store = self._ctx.backend.local_store
         found = None if store is None else store.tier_stats()
         if found is None:
-            return {"num_looked_up": 0, "num_missed": 0, "num_pending": 0}
+            return {"num_looked_up": 0, "num_missed": 0, "num_prefetched": 0, "num_pending": 0}
         return {
             "num_looked_up": found["num_hits"] + found["num_misses"],
             "num_missed": found["num_misses"] + found["num_prefetched"],
+            "num_prefetched": found["num_prefetched"],
             "num_pending": found["num_pending"],
         }
 
