@@ -93,12 +93,12 @@ def _compare_announced(
     options: argparse.Namespace, job: JobOptions, schedule: Schedule, console: Console
 ) -> None:
     pool = dataclasses.replace(job, kind=options.kind, cache=options.cache[0])
-    jobs = [pool, dataclasses.replace(pool, announces=True)]
-    variants = [name for name in options.job if VARIANTS[name].staleness is None]  # a stream has one loader
-    with opened(jobs, schedule, options.directory, options.page_cache) as sides:
-        comparisons = compare(sides, schedule, variants)
-    for comparison in comparisons:
-        console.print(announced_line(comparison))
+    comparisons = []
+    for name in options.job:  # each with its own jobs: a context has one stream
+        announced = dataclasses.replace(pool, announces=True, stream_staleness=VARIANTS[name].staleness)
+        with opened([pool, announced], schedule, options.directory, options.page_cache) as sides:
+            comparisons += compare(sides, schedule, [name])
+        console.print(announced_line(comparisons[-1]))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(to_json(comparisons, [], shlex.join(sys.argv)))
 

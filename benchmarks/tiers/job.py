@@ -69,6 +69,7 @@ class JobOptions:
     cache: float = 1.0
     directory: str = ""
     announces: bool = False  # batches come from a StreamingDataset
+    stream_staleness: int | None = None  # a variant's, for the whole stream
 
     @property
     def rows_of_slot(self) -> int:
@@ -117,9 +118,9 @@ class _Batches(IterableDataset):
 class _Stream:
     """One for the context's whole life, which receives no second one; batches come from a data loader."""
 
-    def __init__(self) -> None:
+    def __init__(self, staleness: int | None) -> None:
         self._waiting: queue.SimpleQueue[PersiaBatch | None] = queue.SimpleQueue()
-        self._loader = DataLoader(StreamingDataset(loader=self._send))
+        self._loader = DataLoader(StreamingDataset(loader=self._send), embedding_staleness=staleness)
 
     def train_on(self, batches: Sequence[PersiaBatch]) -> Iterator[PersiaTrainingBatch]:
         for batch in batches:
@@ -142,7 +143,7 @@ class Job:
         torch.manual_seed(0)
         self._options = options
         self._model = _Model(_NUM_DENSE + options.slots * options.dim)
-        self._stream = _Stream() if options.announces else None
+        self._stream = _Stream(options.stream_staleness) if options.announces else None
         slots = {f"slot{i}": {"dim": options.dim} for i in range(options.slots)}
         self._ctx = TrainCtx(
             model=self._model,

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.process import JsonProcess
 from benchmarks.stats import Ratio, paired_ratio
 from benchmarks.tiers.job import JobOptions
-from benchmarks.tiers.page_cache import MemoryGroup, memory_group
+from benchmarks.tiers.page_cache import memory_group
 
 __all__ = ["Comparison", "Schedule", "compare", "compare_checkpoints", "opened"]
 
@@ -22,9 +22,7 @@ _OPEN_DEADLINE_S = 900.0
 _TURN_DEADLINE_S = 600.0
 _TRIED_STEPS = 10
 # A limited job keeps the memory that its steps need: else it would be now its own, now the page cache's.
-_ENVIRONMENT = os.environ | {
-    "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=0x7fffffffffff"
-}
+_KEEPS_MEMORY = {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=0x7fffffffffff"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,20 +94,19 @@ def opened(
             place = stack.enter_context(tempfile.TemporaryDirectory(dir=directory))
             here = dataclasses.replace(job, directory=place)
             command = [sys.executable, "-W", "ignore", "-m", "benchmarks.tiers.job"]
-            with contextlib.ExitStack() as opening:  # a group goes behind its process
-                child = JsonProcess(command, _ENVIRONMENT, f"job {number} ({job.kind})")
-                opening.push(child)
-                group: MemoryGroup | None = None
-                if page_cache is not None and job.kind != "dram":
-                    group = stack.enter_context(memory_group(child.pid))
-                stack.push(opening.pop_all())
+            is_limited = page_cache is not None and job.kind != "dram"
+            environment = os.environ | _KEEPS_MEMORY if is_limited else os.environ
+            with contextlib.ExitStack() as opening:
+                child = opening.enter_context(JsonProcess(command, environment, f"job {number} ({job.kind})"))
+                group = stack.enter_context(memory_group(child.pid)) if is_limited else None
+                stack.push(opening.pop_all())  # the child ends before its group goes
             child.ask({"op": "open", "job": dataclasses.asdict(here)}, _OPEN_DEADLINE_S)
             sides.append(_Side(child, job))
-            sides[-1].turn(1, schedule.settle, "training")
+            sides[-1].turn(1, schedule.settle, "sparse part alone")
             if group is not None and page_cache is not None:
-                file = next(Path(place).rglob("rows.pool"))
-                group.leave(int(file.stat().st_size * page_cache))
-                sides[-1].turn(4, schedule.settle, "training")
+                sides[-1].turn(4, schedule.settle, "training")  # has the memory that it needs
+                group.leave(int(next(Path(place).rglob("rows.pool")).stat().st_size * page_cache))
+                sides[-1].turn(5, schedule.settle, "sparse part alone")
         yield sides
 
 
