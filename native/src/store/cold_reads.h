@@ -27,7 +27,7 @@ class RowMarks {
   void NoteWrite(uint64_t key) { ++counts_[PlaceOf(key)]; }
 
  private:
-  static constexpr size_t kCounts = 4096;
+  static constexpr size_t kCounts = 1024;
   // The low bits of a key choose the shard.
   static size_t PlaceOf(uint64_t key) { return (key >> 32) % kCounts; }
   std::array<uint32_t, kCounts> counts_{};
