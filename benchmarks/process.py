@@ -71,6 +71,10 @@ class JsonProcess:
         self._name = name
         self._received = b""
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def __enter__(self) -> Self:
         return self
 

@@ -3,6 +3,7 @@
     python -m benchmarks.tiers --directory /dev/shm                             # against the floors
     python -m benchmarks.tiers --directory build --kind file --curve build/tiers.png --cache 0.5 0.1 0.02
     python -m benchmarks.tiers --directory /dev/shm --checkpoint-every 10       # what checkpoints cost
+    python -m benchmarks.tiers --directory build --kind file --announce --page-cache 0.25   # as root
 
 All jobs are alive together, each in a process of its own, and take turns of `--seconds`; the ratio is the
 median of the ratios of neighbouring turns, beside the least and the largest. A job is embedded, made of 26
@@ -23,7 +24,14 @@ from rich.console import Console
 
 from benchmarks.arguments import dim, folder, number, whole
 from benchmarks.tiers.job import VARIANTS, JobOptions
-from benchmarks.tiers.report import checkpoint_lines, comparison_table, draw_curve, memory_table, to_json
+from benchmarks.tiers.report import (
+    announced_line,
+    checkpoint_lines,
+    comparison_table,
+    draw_curve,
+    memory_table,
+    to_json,
+)
 from benchmarks.tiers.turns import Schedule, compare, compare_checkpoints, opened
 from persia.config import parse_global_config
 from persia.errors import ConfigError
@@ -52,6 +60,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--job", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--seconds", type=number(above=0), default=3.0, help="of a turn")
     parser.add_argument("--rounds", type=whole(1), default=7)
+    parser.add_argument(
+        "--page-cache", type=number(above=0), metavar="SHARE", help="memory for the pool's file; needs root"
+    )
+    parser.add_argument("--announce", action="store_true", help="what announcing rows brings")
     parser.add_argument(
         "--checkpoint-every", type=number(above=0), metavar="SECONDS", help="turns of that length"
     )
@@ -94,7 +106,7 @@ def _pool_job_of(options: argparse.Namespace, cache: float) -> JobOptions:
 def _compare(options: argparse.Namespace, schedule: Schedule, console: Console) -> None:
     job = _job_of(options)
     pools = [_pool_job_of(options, cache) for cache in options.cache]
-    with opened([job, *pools], schedule, options.directory) as sides:
+    with opened([job, *pools], schedule, options.directory, options.page_cache) as sides:
         comparisons = compare(sides, schedule, options.job)
         memories = [
             {"kind": side.options.kind, "cache": side.options.cache, **side.memory()} for side in sides
@@ -110,11 +122,23 @@ def _compare(options: argparse.Namespace, schedule: Schedule, console: Console) 
 
 def _compare_checkpoints(options: argparse.Namespace, schedule: Schedule, console: Console) -> None:
     pool = _pool_job_of(options, options.cache[0])
-    with opened([pool, pool], schedule, options.directory) as sides:
+    with opened([pool, pool], schedule, options.directory, options.page_cache) as sides:
         comparison = compare_checkpoints(sides, schedule)
     console.print("\n".join(checkpoint_lines(comparison)))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(to_json([comparison], [], shlex.join(sys.argv)))
+
+
+def _compare_announced(options: argparse.Namespace, schedule: Schedule, console: Console) -> None:
+    pool = _pool_job_of(options, options.cache[0])
+    comparisons = []
+    for name in options.job:  # each with its own jobs: a context has one stream
+        announced = dataclasses.replace(pool, announces=True, stream_staleness=VARIANTS[name].staleness)
+        with opened([pool, announced], schedule, options.directory, options.page_cache) as sides:
+            comparisons += compare(sides, schedule, [name])
+        console.print(announced_line(comparisons[-1]))
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(to_json(comparisons, [], shlex.join(sys.argv)))
 
 
 def main() -> None:
@@ -122,7 +146,10 @@ def main() -> None:
     options = _options()
     seconds = options.checkpoint_every or options.seconds
     schedule = Schedule(rounds=options.rounds, seconds=seconds, settle=options.settle)
-    run = _compare if options.checkpoint_every is None else _compare_checkpoints
+    if options.announce:
+        run = _compare_announced
+    else:
+        run = _compare if options.checkpoint_every is None else _compare_checkpoints
     run(options, schedule, Console(width=140))
 
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
+import itertools
 import json
 import os
+import queue
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,8 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.workload import hash_ranks
-from persia.ctx import TrainCtx
-from persia.data import DataLoader, IterableDataset
+from persia.ctx import DataCtx, TrainCtx
+from persia.data import DataLoader, IterableDataset, PersiaTrainingBatch, StreamingDataset
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import Adagrad
 
@@ -68,6 +70,8 @@ class JobOptions:
     cache: float = 1.0
     counts_bytes: bool = False
     directory: str = ""
+    announces: bool = False  # batches come from a StreamingDataset
+    stream_staleness: int | None = None  # a variant's, for the whole stream
 
     @property
     def rows_of_slot(self) -> int:
@@ -120,6 +124,27 @@ class _Batches(IterableDataset):
         return iter(self._batches)
 
 
+class _Stream:
+    """One for the context's whole life, which receives no second one; batches come from a data loader."""
+
+    def __init__(self, staleness: int | None) -> None:
+        self._waiting: queue.SimpleQueue[PersiaBatch | None] = queue.SimpleQueue()
+        self._loader = DataLoader(StreamingDataset(loader=self._send), embedding_staleness=staleness)
+
+    def train_on(self, batches: Sequence[PersiaBatch]) -> Iterator[PersiaTrainingBatch]:
+        for batch in batches:
+            self._waiting.put(batch)
+        return itertools.islice(iter(self._loader), len(batches))
+
+    def close(self) -> None:
+        self._waiting.put(None)
+
+    def _send(self) -> None:
+        with DataCtx() as data:
+            while (batch := self._waiting.get()) is not None:
+                data.send_data(batch)
+
+
 class Job:
     """A context whose rows are all there, and settled. To be closed."""
 
@@ -127,6 +152,7 @@ class Job:
         torch.manual_seed(0)
         self._options = options
         self._model = _Model(_NUM_DENSE + options.slots * options.dim)
+        self._stream = _Stream(options.stream_staleness) if options.announces else None
         slots = {f"slot{i}": {"dim": options.dim} for i in range(options.slots)}
         self._ctx = TrainCtx(
             model=self._model,
@@ -139,10 +165,13 @@ class Job:
         # What training needs whatever the number of rows is; some have come.
         self.run({"seed": 0, "steps": _WARM_UP_STEPS, "variant": "training"})
         before = _resident_bytes() - self._tier_stats().get("memory_bytes", 0)
-        self._train(self._every_row(), Variant(dense=False))
+        self._model.is_dense = False
+        self._train(DataLoader(_Batches(self._every_row())))
         self._resident_of_rows = _resident_bytes() - before
 
     def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
         self._ctx.__exit__(None, None, None)
 
     def run(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +182,7 @@ class Job:
         if request.get("checkpoint"):
             self._ctx.dump_embedding(Path(self._options.directory) / "c", blocking=False, in_place=True)
         asked = time.perf_counter()
-        self._train(batches, VARIANTS[request["variant"]])
+        self._train_as(VARIANTS[request["variant"]], batches)
         seconds = time.perf_counter() - started
         after = self._counts()
         if request.get("checkpoint"):
@@ -163,6 +192,7 @@ class Job:
             "num_ids": request["steps"] * self._options.slots * self._options.batch_size,
             "num_lookups": after["num_looked_up"] - before["num_looked_up"],
             "num_missed": after["num_missed"] - before["num_missed"],
+            "num_prefetched": after["num_prefetched"] - before["num_prefetched"],
             "asking_seconds": asked - started,
             "was_committed": after["num_pending"] == 0,
         }
@@ -181,9 +211,15 @@ class Job:
         assert store is not None, "the job is embedded"
         return store.tier_stats() or {}
 
-    def _train(self, batches: Iterable[PersiaBatch], variant: Variant) -> None:
+    def _train_as(self, variant: Variant, batches: Sequence[PersiaBatch]) -> None:
         self._model.is_dense = variant.dense
-        for batch in DataLoader(_Batches(batches), embedding_staleness=variant.staleness):
+        if self._stream is None:
+            self._train(DataLoader(_Batches(batches), embedding_staleness=variant.staleness))
+        else:
+            self._train(self._stream.train_on(batches))
+
+    def _train(self, batches: Iterable[PersiaTrainingBatch]) -> None:
+        for batch in batches:
             output, labels = self._ctx.forward(batch)
             assert labels is not None, "every batch has some"
             self._ctx.backward(torch.nn.functional.mse_loss(output, labels[0]))
@@ -192,10 +228,11 @@ class Job:
     def _counts(self) -> dict[str, int]:
         found = self._tier_stats()
         if not found:
-            return {"num_looked_up": 0, "num_missed": 0, "num_pending": 0}
+            return {"num_looked_up": 0, "num_missed": 0, "num_prefetched": 0, "num_pending": 0}
         return {
             "num_looked_up": found["num_hits"] + found["num_misses"],
             "num_missed": found["num_misses"] + found["num_prefetched"],
+            "num_prefetched": found["num_prefetched"],
             "num_pending": found["num_pending"],
         }
 

@@ -17,7 +17,7 @@ from benchmarks.tiers.turns import Comparison
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["checkpoint_lines", "comparison_table", "draw_curve", "memory_table", "to_json"]
+__all__ = ["announced_line", "checkpoint_lines", "comparison_table", "draw_curve", "memory_table", "to_json"]
 
 _MOST_SLOWER = 0.09
 _FLOOR_MISSES = (0.10, 0.17)
@@ -72,6 +72,18 @@ def checkpoint_lines(comparison: Comparison) -> list[str]:
         f"asking took {comparison.counts['asking_seconds'] / rounds * 1e3:.1f} ms; committed before the turn "
         f"ended: {comparison.counts['num_committed']:.0f} of {rounds}",
     ]
+
+
+def announced_line(comparison: Comparison) -> str:
+    """Of `compare` where the first job announces nothing."""
+    ratio, counts = comparison.ratio, comparison.counts
+    ours, theirs = statistics.median(comparison.ours), statistics.median(comparison.theirs)
+    ahead = counts["num_prefetched"] / max(counts["num_missed"], 1)
+    return (
+        f"{comparison.name}, cache {comparison.cache:.3g}: {ours:.1f} ms a step announced, {theirs:.1f} not: "
+        f"{ratio.median:.2f} times as long ({ratio.least:.2f} to {ratio.most:.2f}); "
+        f"{comparison.miss_share:.1%} of the rows came from the pool, {ahead:.0%} of them ahead"
+    )
 
 
 def memory_table(memories: Sequence[dict[str, Any]]) -> Table:

@@ -14,12 +14,15 @@ from typing import Any
 from benchmarks.process import JsonProcess
 from benchmarks.stats import Ratio, paired_ratio
 from benchmarks.tiers.job import JobOptions
+from benchmarks.tiers.page_cache import memory_group
 
 __all__ = ["Comparison", "Schedule", "compare", "compare_checkpoints", "opened"]
 
 _OPEN_DEADLINE_S = 900.0
 _TURN_DEADLINE_S = 600.0
 _TRIED_STEPS = 10
+# A limited job keeps the memory that its steps need: else it would be now its own, now the page cache's.
+_KEEPS_MEMORY = {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=0x7fffffffffff"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Comparison:
         return self.counts["num_missed"] / self.counts["num_ids"]
 
     def count(self, reply: dict[str, Any]) -> None:
-        for name in ("num_missed", "num_lookups", "num_ids", "asking_seconds"):
+        for name in ("num_missed", "num_prefetched", "num_lookups", "num_ids", "asking_seconds"):
             self.counts[name] = self.counts.get(name, 0) + reply[name]
         committed = float(reply["was_committed"])
         self.counts["num_committed"] = self.counts.get("num_committed", 0) + committed
@@ -78,18 +81,32 @@ class _Side:
 
 
 @contextlib.contextmanager
-def opened(jobs: Sequence[JobOptions], schedule: Schedule, directory: Path | None) -> Iterator[list[_Side]]:
-    """All of `jobs`, each with its rows made and its cache settled; pools go at the end."""
+def opened(
+    jobs: Sequence[JobOptions], schedule: Schedule, directory: Path | None, page_cache: float | None = None
+) -> Iterator[list[_Side]]:
+    """All of `jobs`, each with its rows made and its cache settled; pools go at the end.
+
+    `page_cache`: what is left to each job over a pool, beside its own memory, as a share of the pool's file.
+    """
     sides = []
     with contextlib.ExitStack() as stack:
         for number, job in enumerate(jobs):
             place = stack.enter_context(tempfile.TemporaryDirectory(dir=directory))
             here = dataclasses.replace(job, directory=place)
             command = [sys.executable, "-W", "ignore", "-m", "benchmarks.tiers.job"]
-            child = stack.enter_context(JsonProcess(command, os.environ, f"job {number} ({job.kind})"))
+            is_limited = page_cache is not None and job.kind != "dram"
+            environment = os.environ | _KEEPS_MEMORY if is_limited else os.environ
+            with contextlib.ExitStack() as opening:
+                child = opening.enter_context(JsonProcess(command, environment, f"job {number} ({job.kind})"))
+                group = stack.enter_context(memory_group(child.pid)) if is_limited else None
+                stack.push(opening.pop_all())  # the child ends before its group goes
             child.ask({"op": "open", "job": dataclasses.asdict(here)}, _OPEN_DEADLINE_S)
             sides.append(_Side(child, job))
             sides[-1].turn(1, schedule.settle, "sparse part alone")
+            if group is not None and page_cache is not None:
+                sides[-1].turn(4, schedule.settle, "training")  # has the memory that it needs
+                group.leave(int(next(Path(place).rglob("rows.pool")).stat().st_size * page_cache))
+                sides[-1].turn(5, schedule.settle, "sparse part alone")
         yield sides
 
 

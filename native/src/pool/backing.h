@@ -16,6 +16,11 @@
 
 namespace persia::pool {
 
+struct ReadPiece {
+  uint64_t offset;
+  std::span<std::byte> out;
+};
+
 class Backing {
  public:
   virtual ~Backing() = default;
@@ -25,8 +30,13 @@ class Backing {
   virtual Status Write(uint64_t offset, std::span<const std::byte> bytes) = 0;
   virtual void Drain() = 0;
   virtual Status Sync() = 0;
-  // A hint that the bytes are about to be read; returns before they are there.
-  virtual void AskAhead(uint64_t /*offset*/, uint64_t /*count*/) const {}
+  // All of them, in about the time that the device needs for many reads at once.
+  virtual Status ReadMany(std::span<const ReadPiece> pieces) const {
+    for (const ReadPiece& piece : pieces) PERSIA_RETURN_IF_ERROR(Read(piece.offset, piece.out));
+    return Status::Ok();
+  }
+  // From now on bytes are read here and there: what lies beside them is not worth reading.
+  virtual void ExpectRandomReads() {}
   // Brings mapped bytes into the processor's caches: for many rows at once, before their turn.
   virtual void Touch(uint64_t /*offset*/, uint64_t /*count*/) const {}
   // Where the bytes are mapped; null: read them. The caller stays below size().

@@ -3,11 +3,13 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 namespace persia::pool {
 namespace {
@@ -118,9 +120,26 @@ Status PoolFile::Sync() {
   return Status::Ok();
 }
 
-void PoolFile::AskAhead(uint64_t offset, uint64_t count) const {
-  static_cast<void>(::posix_fadvise(fd_, static_cast<off_t>(offset), static_cast<off_t>(count),
-                                    POSIX_FADV_WILLNEED));
+// What the page cache has costs what Read() does; the rest is asked for before the first of it is
+// waited for.
+Status PoolFile::ReadMany(std::span<const ReadPiece> pieces) const {
+  std::vector<const ReadPiece*> waited_for;
+  for (const ReadPiece& piece : pieces) {
+    const iovec out = {piece.out.data(), piece.out.size()};
+    const auto offset = static_cast<off_t>(piece.offset);
+    const auto size = static_cast<off_t>(piece.out.size());
+    if (::preadv2(fd_, &out, 1, offset, RWF_NOWAIT) == size) continue;
+    static_cast<void>(::posix_fadvise(fd_, offset, size, POSIX_FADV_WILLNEED));
+    waited_for.push_back(&piece);
+  }
+  for (const ReadPiece* piece : waited_for) {
+    PERSIA_RETURN_IF_ERROR(Read(piece->offset, piece->out));
+  }
+  return Status::Ok();
+}
+
+void PoolFile::ExpectRandomReads() {
+  static_cast<void>(::posix_fadvise(fd_, 0, 0, POSIX_FADV_RANDOM));
 }
 
 // Allocated, not only extended: a full disk is then an error here and none later, when rows are

@@ -36,7 +36,8 @@ class PoolFile final : public Backing {
   Status Write(uint64_t offset, std::span<const std::byte> bytes) override;
   void Drain() override {}
   Status Sync() override;
-  void AskAhead(uint64_t offset, uint64_t count) const override;
+  Status ReadMany(std::span<const ReadPiece> pieces) const override;
+  void ExpectRandomReads() override;
   Status Grow(uint64_t size) override;
 
   int fd() const { return fd_; }

@@ -102,6 +102,7 @@ StatusOr<std::unique_ptr<RowPool>> RowPool::Create(const std::string& directory,
   auto backing = BackingOf(options.kind, std::move(*file), header.size_bytes);
   PERSIA_RETURN_IF_ERROR(backing.status());
   PERSIA_RETURN_IF_ERROR(created->Publish());
+  created->ExpectRandomReads();
   return std::unique_ptr<RowPool>(new RowPool(std::move(*backing), options, std::move(header)));
 }
 
@@ -149,6 +150,7 @@ StatusOr<std::unique_ptr<RowPool>> RowPool::Recover(std::unique_ptr<Backing> bac
                       " are there; its file was damaged: remove it and load a checkpoint");
   }
   PERSIA_RETURN_IF_ERROR(pool->WriteHeaderDurably(std::move(*header)));
+  pool->backing_->ExpectRandomReads();
   return pool;
 }
 
@@ -273,14 +275,13 @@ Status RowPool::WriteRecords(std::span<const RowWrite> rows, std::span<const uin
 
 Status RowPool::Write(std::span<const RowWrite> rows, std::span<uint64_t> addresses) {
   PERSIA_RETURN_IF_ERROR(CheckHealth());
-  std::vector<Version> replaced(rows.size());
-  for (size_t i = 0; i < rows.size(); ++i) {
-    if (rows[i].replaces == kNoAddress) continue;
-    const RowHead& head = rows[i].head;
-    auto old = FindLiving({rows[i].replaces, head.sign, head.version});
-    if (!old.ok()) return Fail(old.status());
-    replaced[i] = *old;
+  std::vector<RowRemoval> removals;
+  for (const RowWrite& row : rows) {
+    removals.push_back({row.replaces, row.head.sign, row.head.version});
   }
+  auto found = FindLiving(removals);
+  if (!found.ok()) return Fail(found.status());
+  std::vector<Version>& replaced = *found;
   PERSIA_RETURN_IF_ERROR(TakeSlots(rows, replaced, addresses));
   PERSIA_RETURN_IF_ERROR(Fail(WriteRecords(rows, addresses)));
   std::vector<Ended> ended;
@@ -295,11 +296,11 @@ Status RowPool::Write(std::span<const RowWrite> rows, std::span<uint64_t> addres
 
 Status RowPool::Remove(std::span<const RowRemoval> rows) {
   PERSIA_RETURN_IF_ERROR(CheckHealth());
+  auto living = FindLiving(rows);
+  if (!living.ok()) return Fail(living.status());
   std::vector<Ended> ended;
-  for (const RowRemoval& row : rows) {
-    auto living = FindLiving(row);
-    if (!living.ok()) return Fail(living.status());
-    PERSIA_RETURN_IF_ERROR(Fail(End(*living, row.version, &ended)));
+  for (size_t i = 0; i < rows.size(); ++i) {
+    PERSIA_RETURN_IF_ERROR(Fail(End((*living)[i], rows[i].version, &ended)));
   }
   backing_->Drain();
   {
@@ -333,17 +334,27 @@ Status RowPool::Clear() {
   return Status::Ok();
 }
 
-StatusOr<RowPool::Version> RowPool::FindLiving(const RowRemoval& row) const {
-  Version version{.address = row.address, .record = {}};
-  RowRecord& record = version.record;
-  PERSIA_RETURN_IF_ERROR(
-      backing_->Read(row.address, std::as_writable_bytes(std::span(&record, 1))));
-  if (record.head.sign != row.sign || record.HasEnded() || record.head.version > row.version) {
-    return Corruption("the pool has no living row of sign " + std::to_string(row.sign) +
-                      " at offset " + std::to_string(row.address) +
-                      "; its file was damaged: remove it and load a checkpoint");
+StatusOr<std::vector<RowPool::Version>> RowPool::FindLiving(
+    std::span<const RowRemoval> rows) const {
+  std::vector<Version> versions(rows.size());
+  std::vector<ReadPiece> pieces;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    versions[i].address = rows[i].address;
+    if (rows[i].address == kNoAddress) continue;
+    pieces.push_back({rows[i].address, std::as_writable_bytes(std::span(&versions[i].record, 1))});
   }
-  return version;
+  PERSIA_RETURN_IF_ERROR(backing_->ReadMany(pieces));
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const RowRemoval& row = rows[i];
+    const RowRecord& record = versions[i].record;
+    if (row.address == kNoAddress) continue;
+    if (record.head.sign != row.sign || record.HasEnded() || record.head.version > row.version) {
+      return Corruption("the pool has no living row of sign " + std::to_string(row.sign) +
+                        " at offset " + std::to_string(row.address) +
+                        "; its file was damaged: remove it and load a checkpoint");
+    }
+  }
+  return versions;
 }
 
 Status RowPool::End(const Version& version, uint64_t batch, std::vector<Ended>* ended) {
@@ -386,17 +397,57 @@ Status RowPool::Read(uint64_t address, uint64_t sign, RowHead* head,
     PERSIA_RETURN_IF_ERROR(backing_->Read(address, copy));
     mapped = copy.data();
   }
-  const std::span slot(mapped, slot_bytes);
+  if (Decode({mapped, slot_bytes}, address, sign, head, values)) return Status::Ok();
+  return Corruption("the row of sign " + std::to_string(sign) + " at offset " +
+                    std::to_string(address) + " of the pool is damaged; load a checkpoint");
+}
+
+bool RowPool::Decode(std::span<const std::byte> slot, uint64_t address, uint64_t sign,
+                     RowHead* head, std::span<float> values) const {
   RowRecord record;
   if (!DecodeRecord(slot, SeedOf(address), &record) || record.head.sign != sign ||
       record.head.num_floats() != values.size()) {
-    return Corruption("the row of sign " + std::to_string(sign) + " at offset " +
-                      std::to_string(address) + " of the pool is damaged; load a checkpoint");
+    return false;
   }
   *head = record.head;
   std::copy_n(reinterpret_cast<const float*>(slot.data() + sizeof(record)), values.size(),
               values.begin());
-  return Status::Ok();
+  return true;
+}
+
+namespace {
+
+// Pieces of a buffer of the thread's, one after the other.
+template <typename Row, typename BytesOf>
+std::vector<ReadPiece> PiecesOf(std::span<Row> rows, BytesOf bytes_of) {
+  thread_local std::vector<std::byte> buffer;
+  size_t num_bytes = 0;
+  for (const Row& row : rows) num_bytes += bytes_of(row);
+  buffer.resize(num_bytes);
+  std::vector<ReadPiece> pieces;
+  std::span left(buffer);
+  for (const Row& row : rows) {
+    pieces.push_back({row.address, left.first(bytes_of(row))});
+    left = left.subspan(bytes_of(row));
+  }
+  return pieces;
+}
+
+}  // namespace
+
+void RowPool::ReadMany(std::span<RowRead> rows) const {
+  const auto pieces =
+      PiecesOf(rows, [](const RowRead& row) { return SlotBytes(row.values.size()); });
+  const bool are_read = backing_->ReadMany(pieces).ok();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    RowRead& row = rows[i];
+    row.is_found = are_read && Decode(pieces[i].out, row.address, row.sign, &row.head, row.values);
+  }
+}
+
+void RowPool::BringNear(std::span<const Place> rows) const {
+  static_cast<void>(backing_->ReadMany(
+      PiecesOf(rows, [](const Place& row) { return SlotBytes(row.num_floats); })));
 }
 
 Status RowPool::BeginCheckpoint(uint64_t batch) {

@@ -45,6 +45,15 @@ struct PoolOptions {
 
 inline constexpr uint64_t kNoAddress = 0;
 
+// A row to be read with others.
+struct RowRead {
+  uint64_t address = kNoAddress;
+  uint64_t sign = 0;
+  std::span<float> values{};  // as many as the row has
+  RowHead head{};
+  bool is_found = false;
+};
+
 struct RowWrite {
   RowHead head;         // of a version above the committed checkpoint
   const float* values;  // the embedding, then the state
@@ -110,16 +119,22 @@ class RowPool {
   Status Read(uint64_t address, uint64_t sign, RowHead* head, std::span<float> values) const;
   // Of this pool alone, for good.
   uint64_t id() const { return pool_id_; }
+  // The same of many rows, in the time that the device needs for as many at once. A row that is not
+  // found was replaced or removed meanwhile, which the caller need not keep others from doing; or
+  // Read() says why.
+  void ReadMany(std::span<RowRead> rows) const;
+  // Before many rows are written over: what Write() reads of them is in the system's memory then.
+  struct Place {
+    uint64_t address;
+    size_t num_floats;
+  };
+  void BringNear(std::span<const Place> rows) const;
   // Before some tens of rows of so many floats are read, or replaced: their cache misses overlap.
   void Touch(uint64_t address, size_t num_floats) const {
     backing_->Touch(address, SlotBytes(num_floats));
   }
   // Whether rows are mapped memory: then there is nothing to ask for.
   bool is_mapped() const { return backing_->Mapped(0) != nullptr; }
-  // A hint that such a row of so many floats is about to be read.
-  void AskAhead(uint64_t address, size_t num_floats) const {
-    backing_->AskAhead(address, SlotBytes(num_floats));
-  }
   // kInvalidArgument: a row of that dim has no room in an extent.
   Status CheckSize(uint32_t dim, uint32_t state_floats) const;
 
@@ -169,8 +184,12 @@ class RowPool {
   Status AssignExtent(uint64_t offset, uint32_t slot_bytes);
   uint64_t SeedOf(uint64_t address) const;
   Status WriteRecords(std::span<const RowWrite> rows, std::span<const uint64_t> addresses);
-  // The living version at the address of a row; row.version is the one that comes after it.
-  StatusOr<Version> FindLiving(const RowRemoval& row) const;
+  // The living versions at the addresses of rows, kNoAddress being none; row.version is the one
+  // that comes after it.
+  StatusOr<std::vector<Version>> FindLiving(std::span<const RowRemoval> rows) const;
+  // Whether the slot's bytes are the row of the sign; then the row is in *head and `values`.
+  bool Decode(std::span<const std::byte> slot, uint64_t address, uint64_t sign, RowHead* head,
+              std::span<float> values) const;
   Status End(const Version& version, uint64_t end, std::vector<Ended>* ended);
   void Release(std::span<const Ended> ended);
   bool IsNeeded(const Ended& ended) const;

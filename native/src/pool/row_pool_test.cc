@@ -1,7 +1,9 @@
 #include "pool/row_pool.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <filesystem>
@@ -51,6 +53,12 @@ class RowPoolTest : public ::testing::TestWithParam<PoolKind> {
   }
   Status Reopen() { return Reopen(Options()); }
 
+  void DropPageCache() {
+    const int fd = ::open((directory_ + "/rows.pool").c_str(), O_RDONLY);
+    ASSERT_EQ(::fsync(fd), 0);
+    ASSERT_EQ(::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED), 0);
+    ::close(fd);
+  }
   StatusOr<uint64_t> Write(uint64_t sign, uint64_t version, uint64_t replaces = kNoAddress) {
     const std::vector<float> values = kJob.Values(sign, version);
     const RowWrite write{kJob.Head(sign, version), values.data(), replaces};
@@ -422,6 +430,43 @@ TEST_P(RowPoolTest, CountsTheMemoryOfFreeSlotsAndKeptVersions) {
   EXPECT_GE(pool_->stats().memory_bytes, before + kRows * 3 * sizeof(uint64_t));
   ASSERT_TRUE(Checkpoint(2).ok());
   EXPECT_GE(pool_->stats().memory_bytes, kRows * sizeof(uint64_t));
+}
+
+// From the device as well as from the page cache.
+TEST_P(RowPoolTest, ReadsManyRowsAtOnce) {
+  Create();
+  std::vector<uint64_t> addresses(300);
+  std::vector<std::vector<float>> values(addresses.size());
+  std::vector<RowRead> reads;
+  for (uint64_t sign = 0; sign < addresses.size(); ++sign) {
+    addresses[sign] = Write(sign, 1).value();
+    values[sign].resize(kJob.Head(sign, 1).num_floats());
+    reads.push_back({.address = addresses[sign], .sign = sign, .values = values[sign]});
+  }
+  reads[7].sign = 8;                             // another row's place
+  reads[9].address = uint64_t{1} << 40;          // none: behind the end
+  reads[11].values = reads[11].values.first(1);  // another size
+  for (const bool is_cached : {true, false}) {
+    if (!is_cached) DropPageCache();
+    for (const bool is_past_the_end : {true, false}) {
+      const std::span some = std::span(reads).subspan(is_past_the_end ? 0 : 10);
+      pool_->ReadMany(some);
+      for (const RowRead& read : some) {
+        const bool is_wrong = is_past_the_end || &read == &reads[11];
+        ASSERT_EQ(read.is_found, !is_wrong) << read.sign;
+        if (is_wrong) continue;
+        EXPECT_EQ(read.head.version, 1u);
+        EXPECT_EQ(std::vector<float>(read.values.begin(), read.values.end()),
+                  kJob.Values(read.sign, 1));
+      }
+    }
+  }
+  reads[9].address = addresses[9];
+  reads[9].is_found = false;
+  pool_->ReadMany(reads);
+  for (uint64_t sign = 0; sign < reads.size(); ++sign) {
+    EXPECT_EQ(reads[sign].is_found, sign != 7 && sign != 11) << sign;
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds, RowPoolTest, ::testing::Values(PoolKind::kFile, PoolKind::kPmem),

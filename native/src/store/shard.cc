@@ -17,6 +17,8 @@ namespace {
 constexpr uint32_t kNoSlot = RowSlabs::kNoSlot;
 static_assert(kNoSlot == SignIndex::kNoSlot);
 
+constexpr auto kKeyOfMissing = [](const auto& missing) { return missing.ref->key; };
+
 // Of an update whose other rows, here or in other shards, have their gradients already. To look for
 // cold rows in all shards first would cost too much, so the store stops instead: no checkpoint
 // begins that has a part of the update.
@@ -42,16 +44,16 @@ void Shard::ForEachRow(const Run& run, size_t row_floats, Use use) const {
 
 Status Shard::Lookup(std::span<const Run> runs, LookupMode mode, float* rows,
                      LookupReport* report) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   LookupReport counts;
   Status status;
   if (mode == LookupMode::kInference) {
     for (const Run& run : runs) {
-      status = LookupForInference(run, rows, &counts);
+      status = LookupForInference(&lock, run, rows, &counts);
       if (!status.ok()) break;
     }
   } else {
-    status = LookupForTraining(runs, rows, &counts);
+    status = LookupForTraining(&lock, runs, rows, &counts);
   }
   CountLookups(counts);
   Add(counts, report);
@@ -79,10 +81,10 @@ void Shard::RemoveExpired() {
   }
 }
 
-Status Shard::LookupForInference(const Run& run, float* rows, LookupReport* counts) {
+Status Shard::LookupForInference(Lock* lock, const Run& run, float* rows, LookupReport* counts) {
   const size_t bytes = run.dim * sizeof(float);
-  uint64_t num_missing = 0, num_cold = 0;
-  Status status;
+  uint64_t num_missing = 0;
+  std::vector<Missing> cold;
   const size_t row_floats = format_.EmbeddingFloats(run.dim);
   ForEachRow(run, row_floats, [&](const RowRef& ref, const SignIndex::Entry* entry) {
     float* out = rows + run.FloatOffset(ref);
@@ -92,18 +94,19 @@ Status Shard::LookupForInference(const Run& run, float* rows, LookupReport* coun
     }
     if (tier_ != nullptr) {
       entry = index_.Find(ref.key);
-      if (entry != nullptr && IsColdOfDim(*entry, run.dim)) {
-        ++num_cold;
-        if (status.ok()) status = CopyCold(*entry, run.dim, out);
-        return;
-      }
+      if (entry != nullptr && IsColdOfDim(*entry, run.dim)) return cold.push_back({&run, &ref});
     }
     std::memset(out, 0, bytes);
     ++num_missing;
   });
+  num_hits_ += run.refs.size() - num_missing - cold.size();
+  num_misses_ += cold.size();
+  Status status;
+  for (size_t begin = 0; begin < cold.size() && status.ok(); begin += kAheadAtATime) {
+    const auto some = std::span(cold).subspan(begin, std::min(kAheadAtATime, cold.size() - begin));
+    status = CopyColdOf(lock, some, rows, &num_missing);
+  }
   counts->num_missing += num_missing;
-  num_hits_ += run.refs.size() - num_missing - num_cold;
-  num_misses_ += num_cold;
   return status;
 }
 
@@ -126,32 +129,83 @@ void Shard::UseFound(const Run& run, Use use) {
   });
 }
 
+// While the mutex is let go of, rows that were missing may have been made, and have left the cache:
+// hence the second round.
 template <typename Use>
-Status Shard::UseCold(Use use) {
-  constexpr size_t kBlock = 64;
+Status Shard::UseCold(Lock* lock, Use use) {
+  std::vector<Missing> missing = std::move(missing_);
+  thread_local ColdReads reads;
+  bool has_let_go = false;
   Status status;
-  const auto use_if_cold = [&](const Missing& missing, SignIndex::Entry* entry) {
-    if (!status.ok() || entry == nullptr) return false;
-    if (IsColdOfDim(*entry, missing.run->dim)) status = Promote(entry);
-    if (!status.ok() || !HasDim(entry, missing.run->dim)) return false;
+  const auto use_all = [&](bool may_let_go) {
+    size_t num_left = 0;
+    for (size_t begin = 0; begin < missing.size(); begin += kAheadAtATime) {
+      const auto some =
+          std::span(missing).subspan(begin, std::min(kAheadAtATime, missing.size() - begin));
+      reads.Clear();
+      if (may_let_go && status.ok()) has_let_go |= ReadAside(lock, some, kKeyOfMissing, &reads);
+      const auto pass = [&](const Missing& one) { missing[num_left++] = one; };
+      if (status.ok()) {
+        status = UseColdOf(some, &reads, use, pass);
+      } else {
+        std::for_each(some.begin(), some.end(), pass);
+      }
+    }
+    missing.resize(num_left);
+  };
+  use_all(/*may_let_go=*/true);
+  if (has_let_go) use_all(/*may_let_go=*/false);
+  missing_ = std::move(missing);
+  return status;
+}
+
+template <typename Use, typename Pass>
+Status Shard::UseColdOf(std::span<const Missing> some, ColdReads* reads, Use use, Pass pass) {
+  Status status;
+  std::array<SignIndex::Entry*, kAheadAtATime> entries;
+  for (size_t i = 0; i < some.size(); ++i) entries[i] = index_.Find(some[i].ref->key);
+  if (reads->is_empty()) TouchCold(std::span(entries).first(some.size()));
+  for (size_t i = 0; i < some.size(); ++i) {
+    const Missing missing = some[i];
+    SignIndex::Entry* entry = entries[i];
+    const ColdReads::Row* read = reads->Find(missing.ref->key);
+    if (status.ok() && entry != nullptr && IsColdOfDim(*entry, missing.run->dim)) {
+      status = Promote(entry, read);
+    }
+    if (!status.ok() || !HasDim(entry, missing.run->dim)) {
+      pass(missing);
+      continue;
+    }
     if (snapshot_ != nullptr) snapshot_->SaveBeforeTouch(*entry, slabs_);
     entry->stamp = now_;
     use(*missing.run, *missing.ref, entry->slot);
-    return true;
-  };
-  std::array<SignIndex::Entry*, kBlock> entries;
-  size_t num_left = 0;
-  for (size_t begin = 0; begin < missing_.size(); begin += kBlock) {
-    const size_t size = std::min(kBlock, missing_.size() - begin);
-    for (size_t i = 0; i < size; ++i) entries[i] = index_.Find(missing_[begin + i].ref->key);
-    TouchCold(std::span(entries).first(size));
-    for (size_t i = 0; i < size; ++i) {
-      const Missing missing = missing_[begin + i];
-      if (!use_if_cold(missing, entries[i])) missing_[num_left++] = missing;
+  }
+  return status;
+}
+
+Status Shard::CopyColdOf(Lock* lock, std::span<const Missing> some, float* rows,
+                         uint64_t* num_missing) {
+  thread_local ColdReads reads;
+  reads.Clear();
+  ReadAside(lock, some, kKeyOfMissing, &reads);
+  for (const auto& [run, ref] : some) {
+    float* out = rows + run->FloatOffset(*ref);
+    const ColdReads::Row* read = reads.Find(ref->key);
+    const SignIndex::Entry* entry = index_.Find(ref->key);
+    if (entry != nullptr && IsColdOfDim(*entry, run->dim)) {
+      if (IsOf(*entry, read)) {
+        std::copy_n(read->values.begin(), run->dim, out);
+      } else {
+        PERSIA_RETURN_IF_ERROR(CopyCold(*entry, run->dim, out));
+      }
+    } else if (HasDim(entry, run->dim)) {
+      format_.Read(out, slabs_.values(entry->slot), run->dim);
+    } else {  // it has gone meanwhile
+      std::memset(out, 0, run->dim * sizeof(float));
+      ++*num_missing;
     }
   }
-  missing_.resize(num_left);
-  return status;
+  return Status::Ok();
 }
 
 template <typename Use>
@@ -196,7 +250,8 @@ bool Shard::Admit(uint64_t key) {
   return rules.Admits(sign) && filter_.Count(key) >= rules.admit_after();
 }
 
-Status Shard::LookupForTraining(std::span<const Run> runs, float* rows, LookupReport* counts) {
+Status Shard::LookupForTraining(Lock* lock, std::span<const Run> runs, float* rows,
+                                LookupReport* counts) {
   const auto copy = [&](const Run& run, const RowRef& ref, uint32_t slot) {
     format_.Read(rows + run.FloatOffset(ref), slabs_.values(slot), run.dim);
   };
@@ -207,9 +262,9 @@ Status Shard::LookupForTraining(std::span<const Run> runs, float* rows, LookupRe
   if (tier_ != nullptr) {
     for (const Run& run : runs) num_hits_ += run.refs.size();
     num_hits_ -= missing_.size();
-    const uint64_t num_promoted = num_promoted_;
-    const Status status = UseCold(copy);
-    num_misses_ += num_promoted_ - num_promoted;
+    const size_t num_missing = missing_.size();
+    const Status status = UseCold(lock, copy);
+    num_misses_ += num_missing - missing_.size();
     if (!status.ok()) return status;
   }
   counts->num_missing += missing_.size();
@@ -237,7 +292,7 @@ Status Shard::PrepareUpdate(std::span<const Run> runs) {
 }
 
 Status Shard::Update(std::span<const Run> runs, const float* gradients, UpdateReport* report) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   UpdateReport counts;
   Status status;
   for (const Run& run : runs) {
@@ -266,17 +321,29 @@ Status Shard::Update(std::span<const Run> runs, const float* gradients, UpdateRe
         ++counts.num_missing;
       }
     });
+    steps.Flush();  // it points to rows, which may move while other calls come in between
     // They have left the cache since their lookup.
-    for (const auto& [_, ref] : missing_) {
-      SignIndex::Entry* entry = index_.Find(ref->key);
-      if (status.ok() && entry != nullptr && IsColdOfDim(*entry, run.dim)) status = Promote(entry);
-      if (status.ok() && HasDim(entry, run.dim)) {
-        update(*ref, entry);
-      } else {
-        ++counts.num_missing;
+    const std::vector<Missing> missing = std::move(missing_);
+    thread_local ColdReads reads;
+    for (size_t begin = 0; begin < missing.size(); begin += kAheadAtATime) {
+      const auto some =
+          std::span(missing).subspan(begin, std::min(kAheadAtATime, missing.size() - begin));
+      reads.Clear();
+      if (status.ok()) ReadAside(&lock, some, kKeyOfMissing, &reads);
+      for (const auto& [_, ref] : some) {
+        SignIndex::Entry* entry = index_.Find(ref->key);
+        const ColdReads::Row* read = reads.Find(ref->key);
+        if (status.ok() && entry != nullptr && IsColdOfDim(*entry, run.dim)) {
+          status = Promote(entry, read);
+        }
+        if (status.ok() && HasDim(entry, run.dim)) {
+          update(*ref, entry);
+        } else {
+          ++counts.num_missing;
+        }
       }
+      steps.Flush();
     }
-    steps.Flush();
   }
   if (!status.ok()) {  // as only rows of a tier are
     status = CutShort(status);
@@ -290,7 +357,7 @@ Status Shard::Update(std::span<const Run> runs, const float* gradients, UpdateRe
 }
 
 Status Shard::SetRows(std::span<const Run> runs, const float* rows) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   LookupReport counts;
   ChangeBatch changed(changes_);
   Status change_status;
@@ -306,7 +373,7 @@ Status Shard::SetRows(std::span<const Run> runs, const float* rows) {
   for (const Run& run : runs) {
     UseFound(run, [&](const RowRef& ref, uint32_t slot) { set(run, ref, slot); });
   }
-  if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(UseCold(set));
+  if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(UseCold(&lock, set));
   const Status status = InsertMissing(set, &counts);
   CountLookups(counts);
   return status.ok() ? change_status : status;
@@ -406,11 +473,11 @@ Status Shard::OutOfMemory() const {
 void Shard::AddStatsTo(StoreStats* stats) const {
   std::lock_guard lock(mutex_);
   stats->num_rows += index_.size();
-  stats->memory_bytes += sizeof(Shard) + index_.memory_bytes() + slabs_.memory_bytes() +
-                         victims_.memory_bytes() + coldest_.memory_bytes() +
-                         hot_keys_.memory_bytes() + wanted_.memory_bytes() +
-                         filter_.memory_bytes() + expiry_.memory_bytes() + limits_.memory_bytes() +
-                         missing_.capacity() * sizeof(Missing);
+  stats->memory_bytes +=
+      sizeof(Shard) + index_.memory_bytes() + slabs_.memory_bytes() + victims_.memory_bytes() +
+      coldest_.memory_bytes() + hot_keys_.memory_bytes() + wanted_.memory_bytes() +
+      filter_.memory_bytes() + expiry_.memory_bytes() + limits_.memory_bytes() +
+      missing_.capacity() * sizeof(Missing) + (marks_ == nullptr ? 0 : sizeof(RowMarks));
   Add(lookups_, &stats->lookups);
   Add(updates_, &stats->updates);
 }

@@ -20,6 +20,7 @@
 #include "store/batch_plan.h"
 #include "store/cache_budget.h"
 #include "store/change_set.h"
+#include "store/cold_reads.h"
 #include "store/embedding_store.h"
 #include "store/expiry.h"
 #include "store/group_limits.h"
@@ -28,6 +29,8 @@
 #include "store/rule_set.h"
 #include "store/shard_snapshot.h"
 #include "store/sign_index.h"
+#include "store/tier.h"
+#include "store/tier_cells.h"
 #include "store/update_count.h"
 #include "store/victim_queue.h"
 #include "store/wanted_rows.h"
@@ -35,7 +38,6 @@
 namespace persia::store {
 
 struct LoadedRows;
-class Tier;
 
 // Aligned so that two shards' mutexes never share a cache line.
 class alignas(64) Shard {
@@ -87,9 +89,8 @@ class alignas(64) Shard {
   bool GiveBackMemory(uint64_t* next);
   // Rows that changed up to the batch, from the key *next on.
   StatusOr<bool> WriteBackUpTo(uint64_t batch, uint64_t* next);
-  // For the thread that reads ahead: asks the device for the rows of some keys that are not in
-  // memory; brings them there. Rows that are there stay a while.
-  void AskAhead(std::span<const uint64_t> keys) const;
+  // For the thread that reads ahead: brings the rows of some keys into memory. Rows that are there
+  // stay a while.
   Status FetchAhead(std::span<const uint64_t> keys);
   void AddTierStatsTo(TierStats* stats) const;
 
@@ -145,6 +146,7 @@ class alignas(64) Shard {
     const Run* run;
     const RowRef* ref;
   };
+  using Lock = std::unique_lock<std::mutex>;
 
   // Calls use(ref, entry) for each row of the run in order, the entry being null where there is no
   // row of the run's dim. `row_floats` of memory are wanted of each row.
@@ -152,8 +154,9 @@ class alignas(64) Shard {
   void ForEachRow(const Run& run, size_t row_floats, Use use) const;
 
   size_t StrideOf(const Run& run) const;
-  Status LookupForInference(const Run& run, float* rows, LookupReport* counts);
-  Status LookupForTraining(std::span<const Run> runs, float* rows, LookupReport* counts);
+  Status LookupForInference(Lock* lock, const Run& run, float* rows, LookupReport* counts);
+  Status LookupForTraining(Lock* lock, std::span<const Run> runs, float* rows,
+                           LookupReport* counts);
   // The two passes: use(ref, slot) for the rows that are there, the others go to missing_; then
   // use(run, ref, slot) for those, inserted. The second is false when there is no memory.
   template <typename Use>
@@ -161,8 +164,13 @@ class alignas(64) Shard {
   template <typename Use>
   Status InsertMissing(Use use, LookupReport* counts);
   // Between the two: of missing_, the rows that the tier has come into the cache and are used.
+  // Other calls may come in between.
   template <typename Use>
-  Status UseCold(Use use);
+  Status UseCold(Lock* lock, Use use);
+  // The same of some of them; calls pass(missing) for those that it has not.
+  template <typename Use, typename Pass>
+  Status UseColdOf(std::span<const Missing> some, ColdReads* reads, Use use, Pass pass);
+  Status CopyColdOf(Lock* lock, std::span<const Missing> some, float* rows, uint64_t* num_missing);
   void ClearLocked();
   // An uninitialised row of a key that has none; kNoSlot when there is no memory.
   uint32_t AllocateRow(uint64_t key, uint32_t dim, uint32_t stamp);
@@ -187,7 +195,16 @@ class alignas(64) Shard {
   // In shard_tier.cc. What a row in memory consists of.
   RowShape ShapeOf(uint64_t key, uint32_t dim) const;
   bool IsColdOfDim(const SignIndex::Entry& entry, uint32_t dim) const;
-  Status Promote(SignIndex::Entry* entry);
+  // Reads what is not in `read`, which may be null.
+  Status Promote(SignIndex::Entry* entry, const ColdReads::Row* read = nullptr);
+  // Whether `read`, which may be null, is what the pool has of a cold row.
+  bool IsOf(const SignIndex::Entry& entry, const ColdReads::Row* read) const;
+  // Reads the cold rows of some keys, key_of(item). Where that may take long, and so the mutex is
+  // let go of in between, it returns true: entries and missing_ are others then.
+  template <typename Items, typename KeyOf>
+  bool ReadAside(Lock* lock, const Items& items, KeyOf key_of, ColdReads* reads) const;
+  // What writing the next rows that leave the cache needs of the pool.
+  void BringOldestNear(Lock* lock);
   // Before that, of many; null where there is none.
   void TouchCold(std::span<SignIndex::Entry* const> entries) const;
   // A row is in memory from now on.
@@ -249,9 +266,25 @@ class alignas(64) Shard {
   HotKeys hot_keys_;
   VictimQueue coldest_;
   WantedRows wanted_;
+  std::unique_ptr<RowMarks> marks_;  // null: the pool is mapped memory
   LookupReport lookups_;
   UpdateReport updates_;
 };
+
+template <typename Items, typename KeyOf>
+bool Shard::ReadAside(Lock* lock, const Items& items, KeyOf key_of, ColdReads* reads) const {
+  if (marks_ == nullptr) return false;
+  for (const auto& item : items) {
+    const SignIndex::Entry* entry = index_.Find(key_of(item));
+    if (entry == nullptr || !IsCold(slabs_, entry->slot)) continue;
+    reads->Add(entry->key, ColdCellOf(slabs_, entry->slot), marks_->Of(entry->key));
+  }
+  if (reads->is_empty()) return false;
+  lock->unlock();
+  reads->ReadFrom(tier_->pool());
+  lock->lock();
+  return true;
+}
 
 // *total += counts
 void Add(const LookupReport& counts, LookupReport* total);

@@ -1,6 +1,7 @@
 // The part of Shard that moves rows between the cache and the pool; see tier.h.
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <string>
 
 #include "store/shard.h"
@@ -21,6 +22,7 @@ void Shard::SetTier(Tier* tier, CacheBudget cache, uint64_t num_wanted) {
   tier_ = tier;
   hot_ = cache;
   wanted_ = WantedRows(num_wanted);
+  if (!tier->pool().is_mapped()) marks_ = std::make_unique<RowMarks>();
 }
 
 // Rules of another store, or of another time, would read past the ends of its rows.
@@ -85,18 +87,28 @@ Status Shard::CopyCold(const SignIndex::Entry& entry, uint32_t dim, float* out) 
   return Status::Ok();
 }
 
-Status Shard::Promote(SignIndex::Entry* entry) {
+bool Shard::IsOf(const SignIndex::Entry& entry, const ColdReads::Row* read) const {
+  return read != nullptr && read->address == ColdCellOf(slabs_, entry.slot).address &&
+         read->mark == marks_->Of(entry.key);
+}
+
+Status Shard::Promote(SignIndex::Entry* entry, const ColdReads::Row* read) {
   const ColdCell cell = ColdCellOf(slabs_, entry->slot);
   const RowShape shape = ShapeOf(entry->key, cell.dim);
   const uint32_t slot = slabs_.Allocate(slabs_.FindOrAddPool(shape));
   if (slot == RowSlabs::kNoSlot) return OutOfMemory();
   pool::RowHead head;
-  const Status status =
-      tier_->pool().Read(cell.address, SignOfKey(entry->key), &head,
-                         std::span(slabs_.values(slot), size_t{cell.dim} + cell.state_floats));
-  if (!status.ok()) {
-    slabs_.Free(slot);
-    return status;
+  if (IsOf(*entry, read)) {
+    head = read->head;
+    std::copy(read->values.begin(), read->values.end(), slabs_.values(slot));
+  } else {
+    Status status =
+        tier_->pool().Read(cell.address, SignOfKey(entry->key), &head,
+                           std::span(slabs_.values(slot), size_t{cell.dim} + cell.state_floats));
+    if (!status.ok()) {
+      slabs_.Free(slot);
+      return status;
+    }
   }
   if (shape.has_scalar) *slabs_.scalar(slot) = head.scalar;
   SetCell(slabs_, slot, HotCell{cell.address, 0});
@@ -167,6 +179,9 @@ Status Shard::WriteBack(std::span<SignIndex::Entry* const> entries) {
                                .has_scalar = shape.has_scalar ? 1u : 0u},
                       .values = slabs_.values(entry->slot),
                       .replaces = cell.address});
+  }
+  if (marks_ != nullptr) {
+    for (const SignIndex::Entry* entry : entries) marks_->NoteWrite(entry->key);
   }
   std::vector<uint64_t> addresses(writes.size());
   PERSIA_RETURN_IF_ERROR(tier_->pool().Write(writes, addresses));
@@ -280,8 +295,9 @@ Status Shard::LimitCache() {
 }
 
 StatusOr<bool> Shard::ShrinkCache() {
-  const std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   MeasureCache();
+  if (hot_.Excess() > 0 && marks_ != nullptr) BringOldestNear(&lock);
   const uint64_t excess = hot_.Excess();
   if (excess == 0) return false;
   PERSIA_RETURN_IF_ERROR(Demote(std::min<size_t>(excess, kRowsAtATime)));
@@ -323,6 +339,24 @@ bool Shard::MoveRow(SignIndex::Entry* entry) {
   return true;
 }
 
+// The system reads the page of a file that a row is written to, and that should not take place with
+// the shard locked. Which rows leave is decided behind it, anew.
+void Shard::BringOldestNear(Lock* lock) {
+  std::vector<pool::RowPool::Place> places;
+  if (coldest_.is_empty()) CollectColdest();
+  coldest_.Peek(index_, kRowsAtATime, [&](const SignIndex::Entry& entry) {
+    if (IsCold(slabs_, entry.slot)) return;
+    const HotCell cell = HotCellOf(slabs_, entry.slot);
+    const RowShape& shape = slabs_.shape(entry.slot);
+    if (cell.unsaved == 0 || cell.address == pool::kNoAddress) return;
+    places.push_back({cell.address, size_t{shape.dim} + shape.state_floats});
+  });
+  if (places.empty()) return;
+  lock->unlock();
+  tier_->pool().BringNear(places);
+  lock->lock();
+}
+
 StatusOr<bool> Shard::WriteBackUpTo(uint64_t batch, uint64_t* next) {
   const std::lock_guard lock(mutex_);
   std::array<SignIndex::Entry*, kRowsAtATime> unsaved;
@@ -341,29 +375,22 @@ StatusOr<bool> Shard::WriteBackUpTo(uint64_t batch, uint64_t* next) {
   return !has_ended;
 }
 
-void Shard::AskAhead(std::span<const uint64_t> keys) const {
-  const std::lock_guard lock(mutex_);
-  for (const uint64_t key : keys) {
-    const SignIndex::Entry* entry = index_.Find(key);
-    if (entry == nullptr || !IsCold(slabs_, entry->slot)) continue;
-    const ColdCell cell = ColdCellOf(slabs_, entry->slot);
-    tier_->pool().AskAhead(cell.address, size_t{cell.dim} + cell.state_floats);
-  }
-}
-
 // What cannot be brought here, the lookup will be told.
 Status Shard::FetchAhead(std::span<const uint64_t> keys) {
-  const std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   PERSIA_RETURN_IF_ERROR(LimitCache());
+  ColdReads reads;
+  ReadAside(&lock, keys, std::identity(), &reads);
   std::array<SignIndex::Entry*, kAheadAtATime> entries;
   for (size_t i = 0; i < keys.size(); ++i) entries[i] = index_.Find(keys[i]);
-  TouchCold(std::span(entries).first(keys.size()));
+  if (reads.is_empty()) TouchCold(std::span(entries).first(keys.size()));
   for (size_t i = 0; i < keys.size(); ++i) {
     SignIndex::Entry* entry = entries[i];
+    const ColdReads::Row* read = reads.Find(keys[i]);
     if (entry == nullptr) continue;
     wanted_.Add(entry->key);
     if (!IsCold(slabs_, entry->slot)) continue;
-    PERSIA_RETURN_IF_ERROR(Promote(entry));
+    PERSIA_RETURN_IF_ERROR(Promote(entry, read));
     ++num_prefetched_;
   }
   return LimitCache();

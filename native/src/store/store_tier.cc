@@ -185,23 +185,12 @@ void EmbeddingStore::Impl::FetchAhead() {
   }
 }
 
-// All are asked for before the first is waited for.
 void EmbeddingStore::Impl::FetchAhead(uint32_t shard_number, std::span<const uint64_t> keys) {
-  Shard& shard = shards_[shard_number];
-  const auto for_each_step = [&](const auto& handle) {
-    for (size_t begin = 0; begin < keys.size(); begin += kAheadAtATime) {
-      const std::shared_lock in_store(in_place_mutex_);
-      const auto step = keys.subspan(begin, std::min(kAheadAtATime, keys.size() - begin));
-      if (tier_->is_stopping() || !handle(step)) return;
-    }
-  };
-  if (!tier_->pool().is_mapped()) {
-    for_each_step([&](std::span<const uint64_t> step) {
-      shard.AskAhead(step);
-      return true;
-    });
+  for (size_t begin = 0; begin < keys.size(); begin += kAheadAtATime) {
+    const std::shared_lock in_store(in_place_mutex_);
+    const auto step = keys.subspan(begin, std::min(kAheadAtATime, keys.size() - begin));
+    if (tier_->is_stopping() || !shards_[shard_number].FetchAhead(step).ok()) return;
   }
-  for_each_step([&](std::span<const uint64_t> step) { return shard.FetchAhead(step).ok(); });
 }
 
 void EmbeddingStore::Impl::StopThreads() {

@@ -472,6 +472,41 @@ TEST_F(TierTest, ThreadsTrainWhileCheckpointsAreTaken) {
             std::vector<float>(kThreads * kRows * 2, float{kSteps}));
 }
 
+// Rows are read with the shard open to others: some change and are back in the pool, at the same
+// place, before the reader has its turn, who must not bring the old values.
+TEST_F(TierTest, ThreadsTrainWhileTheirRowsAreReadAhead) {
+  constexpr int kThreads = 2, kSteps = 1000;
+  constexpr uint64_t kRows = 96;  // twice as many as the cache has
+  TrainConfig config = SgdConfig(1.0f);
+  config.initializer = {.lower = 0.0f, .upper = 0.0f, .seed = 0};
+  config.weight_bound = 0.0f;
+  Open();
+  ASSERT_TRUE(store_->Configure(config).ok());
+  std::atomic<int> num_training = kThreads;
+  std::vector<std::thread> threads;
+  for (uint64_t t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      for (int step = 0; step < kSteps; ++step) {
+        for (uint64_t first = t * kRows; first < (t + 1) * kRows; first += kRows / 4) {
+          const auto signs = Range(first, first + kRows / 4);
+          const std::vector<float> rows = Lookup(*store_, signs, 2);
+          EXPECT_EQ(rows, std::vector<float>(rows.size(), static_cast<float>(step)));
+          Update(*store_, signs, 2, std::vector<float>(rows.size(), -1.0f));
+        }
+      }
+      --num_training;
+    });
+  }
+  while (num_training > 0) {
+    store_->Prefetch(Range(0, kThreads * kRows));
+    for (const float value : Peek(*store_, Range(0, kThreads * kRows), 2)) {
+      EXPECT_LE(value, float{kSteps});
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_GT(store_->tier_stats()->num_prefetched, 0u);
+}
+
 // Each update is in the checkpoint as a whole or not at all, and the last one before it is.
 TEST_F(TierTest, ThreadsTrainPastACheckpointThatIsOfOneMoment) {
   constexpr uint64_t kThreads = 3, kRows = 40;

@@ -10,6 +10,8 @@
 // Not thread-safe.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <span>
@@ -35,6 +37,15 @@ class VictimQueue {
   // ascend.
   void CollectFrom(std::span<const SignIndex::Entry> candidates);
   bool is_empty() const { return victims_.empty(); }
+  // Calls visit(entry) for those of the next `count` rows that may be popped as things are.
+  template <typename Visit>
+  void Peek(const SignIndex& index, size_t count, Visit visit) const {
+    for (size_t i = 0; i < std::min(count, victims_.size()); ++i) {
+      const Victim& victim = victims_[victims_.size() - 1 - i];
+      const SignIndex::Entry* entry = index.Find(victim.key);
+      if (entry != nullptr && entry->stamp == victim.stamp) visit(*entry);
+    }
+  }
   void Clear() { victims_ = {}; }
   // To collect.
   uint64_t num_passes() const { return num_passes_; }

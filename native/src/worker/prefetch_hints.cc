@@ -9,9 +9,6 @@
 namespace persia::worker {
 namespace {
 
-// Long: a call that ends half way ends the connection, which lookups and updates share, and of open
-// hints there are few.
-constexpr std::chrono::seconds kPatience{60};
 constexpr uint32_t kMaxOpen = 4;
 
 }  // namespace
@@ -42,7 +39,7 @@ void PrefetchHints::Call(const std::shared_ptr<PrefetchHints>& hints,
   net::Parts parts;
   parts.AddOwned(std::vector<std::byte>(bytes.begin(), bytes.end()));
   channel->CallAsync(net::Method::kPrefetchRows, std::move(parts),
-                     std::chrono::steady_clock::now() + kPatience,
+                     std::chrono::steady_clock::now() + hints->patience_,
                      [hints](StatusOr<Buffer> reply) { hints->TakeReply(std::move(reply)); });
 }
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -18,6 +19,11 @@ namespace persia::worker {
 
 class PrefetchHints {
  public:
+  // How long an answer is waited for. Long: a call that ends half way ends the connection, which
+  // lookups and updates share, and of open hints there are few.
+  explicit PrefetchHints(std::chrono::milliseconds patience = std::chrono::seconds(60))
+      : patience_(patience) {}
+
   // As far as is known; asks where nothing is. Returns at once.
   static bool IsWanted(const std::shared_ptr<PrefetchHints>& hints, net::Channel* channel);
   // Nothing where the server does not want them.
@@ -34,6 +40,7 @@ class PrefetchHints {
   static State StateAfter(StatusOr<Buffer> reply);
   void TakeReply(StatusOr<Buffer> reply);
 
+  const std::chrono::milliseconds patience_;
   std::atomic<State> state_ = State::kUnknown;
   std::atomic<uint32_t> num_open_ = 0;
 };
