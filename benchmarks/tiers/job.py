@@ -89,9 +89,9 @@ class JobOptions:
         cache: dict[str, int] = {"cache_rows": int(self.rows * self.cache)}
         if self.counts_bytes:
             cache = {"cache_bytes": self.cache_bytes}
-        # Shards have not all as many rows.
+        # Shards have not all as many rows, and small ones differ the most.
         return {
-            "capacity": self.rows * 5 // 4,
+            "capacity": self.rows * 17 // 16 + 1000,
             "storage": {"kind": self.kind, "path": self.directory, **cache},
         }
 

@@ -102,7 +102,7 @@ _STORAGE_KINDS = ("dram", "file", "pmem")
 _LEAST_POOL_BYTES = 32 << 20  # a header and one extent
 _DEFAULT_CACHE_ROWS = 1_000_000
 _LEAST_SHARD_CACHE_BYTES = 1024
-_INDEX_ROW_BYTES = 32  # at most, of each row, in memory or not
+_INDEX_ROW_BYTES = 40  # at most, of each row, in memory or not: index, place in the pool, order
 
 
 @dataclass(frozen=True, kw_only=True)

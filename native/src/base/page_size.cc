@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <fstream>
 #include <string>
@@ -15,17 +16,30 @@ bool AllowsHugePages(const char* setting_file) {
   return setting.find("[never]") == std::string::npos;
 }
 
+namespace {
+
+// The whole pages among some bytes.
+struct Pages {
+  Pages(std::byte* bytes, size_t num_bytes) {
+    constexpr uintptr_t kPage = MappedMemory::kPageBytes;
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(bytes) + kPage - 1) / kPage * kPage;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(bytes) + num_bytes) / kPage * kPage;
+    data = reinterpret_cast<void*>(first);
+    size = std::max(first, end) - first;
+  }
+  void* data;
+  size_t size;
+};
+
+}  // namespace
+
 size_t ReleasePages(std::byte* data, size_t size) {
-  constexpr uintptr_t kPage = MappedMemory::kPageBytes;
-  const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + size) / kPage * kPage;
-  if (end <= first) return 0;
-  void* pages = reinterpret_cast<void*>(first);
+  const Pages pages(data, size);
 #ifdef MADV_NOHUGEPAGE
   // Or a huge page around it would be made whole again.
-  madvise(pages, end - first, MADV_NOHUGEPAGE);
+  madvise(pages.data, pages.size, MADV_NOHUGEPAGE);
 #endif
-  return madvise(pages, end - first, MADV_DONTNEED) == 0 ? end - first : 0;
+  return madvise(pages.data, pages.size, MADV_DONTNEED) == 0 ? pages.size : 0;
 }
 
 // All that follows is advice: where the system refuses, pages stay as they are.
@@ -33,6 +47,11 @@ size_t ReleasePages(std::byte* data, size_t size) {
 
 void UseSmallPages(const MappedMemory& memory) {
   madvise(memory.data(), memory.size(), MADV_NOHUGEPAGE);
+}
+
+void UseHugePages(std::byte* data, size_t size) {
+  const Pages pages(data, size);
+  madvise(pages.data, pages.size, MADV_HUGEPAGE);
 }
 
 void MoveToHugePages(const MappedMemory& memory) {
@@ -46,6 +65,7 @@ void MoveToHugePages(const MappedMemory& memory) {
 #else
 
 void UseSmallPages(const MappedMemory&) {}
+void UseHugePages(std::byte*, size_t) {}
 void MoveToHugePages(const MappedMemory&) {}
 
 #endif

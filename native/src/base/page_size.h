@@ -14,6 +14,9 @@ void UseSmallPages(const MappedMemory& memory);
 // and take no memory until they are written again, when they are small. Returns how many bytes.
 size_t ReleasePages(std::byte* data, size_t size);
 
+// Undoes that they will be small: their pages may be huge, together with those around them.
+void UseHugePages(std::byte* data, size_t size);
+
 // Puts what lies on small pages onto huge ones, at once where the system can, else when it finds
 // time. Others may use the memory meanwhile.
 void MoveToHugePages(const MappedMemory& memory);

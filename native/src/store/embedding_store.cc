@@ -81,6 +81,7 @@ Status EmbeddingStore::Impl::ConfigureAlone(const TrainConfig& config, bool repl
   for (uint32_t i = 0; i < num_shards; ++i) {
     shards_[i].SetRules(rules, num_filter_cells, i, num_shards);
   }
+  if (!has_rows) ForgetSlabs();
   config_ = config;
   is_config_recovered_ = false;
   is_configured_.store(true, std::memory_order_release);

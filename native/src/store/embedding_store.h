@@ -87,7 +87,7 @@ struct TierOptions {
   pool::PoolOptions pool;  // the schema is the store's to say
   // What is in memory, one of both; the internal shards divide it.
   uint64_t cache_rows = 0;
-  uint64_t cache_bytes = 0;  // that these rows take, and the index of all: 25 to 32 of each
+  uint64_t cache_bytes = 0;  // that these rows take, and what is known of all: up to 40 of each
 };
 struct TierStats {
   uint64_t num_rows = 0;
@@ -101,6 +101,7 @@ struct TierStats {
   uint64_t num_demoted = 0;     // that have left memory
   uint64_t num_passes = 0;      // over a shard's index, for rows to leave
   uint64_t num_written = 0;     // versions, to the pool
+  uint64_t num_moved = 0;       // in memory, so that some of it could be given back
   uint64_t batch = 0;  // what changes now is of; the one after `pool.committed`: nothing did
   // Why the store's thread cannot go on, which tries again; Ok: it can.
   Status last_error;

@@ -1,14 +1,13 @@
 // The size an EmbeddingStore reports, what it really takes, and running out of memory.
 #include <gtest/gtest.h>
 #include <sys/resource.h>
-#include <unistd.h>
 
 #include <cstdlib>
-#include <fstream>
 #include <numeric>
 #include <vector>
 
 #include "store/embedding_store.h"
+#include "store/resident_test_util.h"
 #include "store/store_test_util.h"
 
 namespace persia::store {
@@ -40,20 +39,6 @@ TEST(StatsTest, TotalsAddUpAndClearEmptiesTheStore) {
   Lookup(*store, {1}, 4);
   EXPECT_EQ(store->size(), 1u);
 }
-
-uint64_t ResidentBytes() {
-  std::ifstream file("/proc/self/statm");
-  uint64_t total = 0, resident = 0;
-  file >> total >> resident;
-  return resident * static_cast<uint64_t>(getpagesize());
-}
-
-// Sanitizers have memory of their own: what the process uses says nothing then.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
 
 TEST(MemoryTest, ReportedBytesAreResidentAndSmallBesideTheRows) {
   constexpr uint64_t kRows = 600'000;

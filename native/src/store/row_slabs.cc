@@ -141,9 +141,9 @@ bool RowSlabs::CanLeave(const Pool& pool) const {
 }
 
 // Where so many slots are free, the slab's own included, as it has, its rows have room elsewhere. A
-// few stay free, so that the next rows need no new slab.
+// few stay free, so that the next rows need no new slab; a last slab without rows may go.
 bool RowSlabs::HasRoomFor(const Holding& holding, const Pool& pool, uint64_t num_free) {
-  return num_free >= holding.num_slots + pool.num_rows / kKeptFree;
+  return num_free >= holding.num_slots + (pool.num_rows - holding.num_slots) / kKeptFree;
 }
 
 void RowSlabs::BeginLeaving(uint64_t num_bytes) {

@@ -16,6 +16,8 @@
 #include <utility>
 #include <vector>
 
+#include "store/resident_test_util.h"
+
 namespace persia::store {
 namespace {
 
@@ -146,6 +148,21 @@ TEST(RowSlabsTest, SlabsWhoseRowsHaveRoomElsewhereGoBack) {
   for (size_t i = rows.size(); i < 30'000; ++i) rows.Add(i % 2 == 0 ? kNarrow : kWide);
   rows.Check();
   EXPECT_LE(num_bytes(), all * 21 / 20);
+}
+
+// Slabs of a few rows, of which blocks have many.
+TEST(RowSlabsTest, WhatHasLeftIsNoLongerResident) {
+  if (kSanitized) GTEST_SKIP() << "sanitizers have memory of their own";
+  constexpr RowShape kShape = {.dim = 512};
+  SlabMemory memory;
+  RowSlabs slabs(&memory);
+  NumberedRows rows(&slabs);
+  for (int i = 0; i < 32'000; ++i) rows.Add(kShape);
+  const uint64_t before = ResidentBytes();
+  rows.FreeAllBut(8);
+  rows.GiveBack();
+  EXPECT_LE(ResidentBytes(), before - (50 << 20)) << "of 62 MiB, an eighth of which is used";
+  rows.Check();
 }
 
 TEST(RowSlabsTest, ASlabLeavesWhenItsLastRowHas) {

@@ -143,7 +143,10 @@ Status Shard::UseCold(Lock* lock, Use use) {
       const auto some =
           std::span(missing).subspan(begin, std::min(kAheadAtATime, missing.size() - begin));
       reads.Clear();
-      if (may_let_go && status.ok()) has_let_go |= ReadAside(lock, some, kKeyOfMissing, &reads);
+      if (may_let_go && status.ok()) {
+        KeepFromEviction(some);
+        has_let_go |= ReadAside(lock, some, kKeyOfMissing, &reads);
+      }
       const auto pass = [&](const Missing& one) { missing[num_left++] = one; };
       if (status.ok()) {
         status = UseColdOf(some, &reads, use, pass);
@@ -157,6 +160,16 @@ Status Shard::UseCold(Lock* lock, Use use) {
   if (has_let_go) use_all(/*may_let_go=*/false);
   missing_ = std::move(missing);
   return status;
+}
+
+// Those that are read are the first to be evicted by calls that come in between. While a snapshot
+// wants to know when they were used before, that may be: as if those calls had come first.
+void Shard::KeepFromEviction(std::span<const Missing> some) {
+  if (marks_ == nullptr || snapshot_ != nullptr) return;
+  for (const auto& [run, ref] : some) {
+    SignIndex::Entry* entry = index_.Find(ref->key);
+    if (entry != nullptr && IsColdOfDim(*entry, run->dim)) entry->stamp = now_;
+  }
 }
 
 template <typename Use, typename Pass>
@@ -322,6 +335,7 @@ Status Shard::Update(std::span<const Run> runs, const float* gradients, UpdateRe
       }
     });
     steps.Flush();  // it points to rows, which may move while other calls come in between
+    if (missing_.empty()) continue;
     // They have left the cache since their lookup.
     const std::vector<Missing> missing = std::move(missing_);
     thread_local ColdReads reads;

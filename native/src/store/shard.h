@@ -8,6 +8,7 @@
 // the methods marked "locked" the caller holds it, or keeps all other calls out (InPlaceRows).
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -85,8 +86,9 @@ class alignas(64) Shard {
   // For the keeper: some tens of rows at a time; false: there is no more to do.
   StatusOr<bool> ShrinkCache();
   // After it, from the key *next on: of a cache of bytes, memory that rows have left goes back.
-  // Rows that are in its way are moved, some tens at a time; false: there is no more to do.
-  bool GiveBackMemory(uint64_t* next);
+  // Rows that are in its way are moved, some tens at a time. kLater: it was done just now.
+  enum class GiveBack { kNothing, kMore, kLater };
+  GiveBack GiveBackMemory(uint64_t* next);
   // Rows that changed up to the batch, from the key *next on.
   StatusOr<bool> WriteBackUpTo(uint64_t batch, uint64_t* next);
   // For the thread that reads ahead: brings the rows of some keys into memory. Rows that are there
@@ -235,6 +237,8 @@ class alignas(64) Shard {
   void MeasureCache();
   // Of slabs that can leave, how many bytes should.
   uint64_t ExcessOfSlabs() const;
+  // Before the mutex is let go of: the rows among them that are in the pool are used now.
+  void KeepFromEviction(std::span<const Missing> some);
   // To another slot of its shape; false: there is none.
   bool MoveRow(SignIndex::Entry* entry);
 
@@ -255,14 +259,18 @@ class alignas(64) Shard {
   std::vector<Missing> missing_;  // of the call in progress
   ShardSnapshot* snapshot_ = nullptr;
   ChangeSet* changes_ = nullptr;
-  Tier* tier_ = nullptr;  // null: all rows are in memory, and what follows is not used
-  CacheBudget hot_;       // the rows in memory
+  Tier* tier_ = nullptr;         // null: all rows are in memory, and what follows is not used
+  CacheBudget hot_;              // the rows in memory
+  uint64_t num_hot_before_ = 0;  // when the cache's size was last judged
   uint64_t num_hits_ = 0;
   uint64_t num_misses_ = 0;
   uint64_t num_promoted_ = 0;
   uint64_t num_prefetched_ = 0;
   uint64_t num_demoted_ = 0;
   uint64_t num_written_ = 0;
+  uint64_t num_moved_ = 0;
+  std::chrono::steady_clock::time_point leaving_since_;
+  std::chrono::steady_clock::time_point rests_until_;
   HotKeys hot_keys_;
   VictimQueue coldest_;
   WantedRows wanted_;

@@ -237,6 +237,7 @@ Status Shard::DemoteRows(std::span<SignIndex::Entry* const> entries) {
     entry->slot = cold;
     ++num_demoted_;
   }
+  num_hot_before_ = std::min(num_hot_before_, hot_.num_rows());
   return Status::Ok();
 }
 
@@ -282,16 +283,23 @@ Status Shard::DemoteLoaded(std::span<const Run> runs) {
 }
 
 void Shard::MeasureCache() {
-  const uint64_t num_cold = index_.size() - hot_.num_rows();
-  hot_.SetBeside(index_.memory_bytes() + num_cold * kColdBytes + hot_keys_.memory_bytes() +
-                 coldest_.memory_bytes() + wanted_.memory_bytes() + victims_.memory_bytes());
+  const uint64_t cell_bytes = slabs_.memory_bytes() - slabs_.row_slab_bytes();
+  hot_.SetBeside(index_.memory_bytes() + cell_bytes + hot_keys_.memory_bytes() +
+                 coldest_.memory_bytes() + wanted_.memory_bytes() + victims_.memory_bytes() +
+                 limits_.memory_bytes() + filter_.memory_bytes() + expiry_.memory_bytes());
 }
 
 Status Shard::LimitCache() {
   MeasureCache();
-  if (hot_.IsWithin(32) && ExcessOfSlabs() == 0) return Status::Ok();
-  tier_->NoteCrowd();
-  return hot_.IsWithin(16) ? Status::Ok() : Demote(hot_.Excess());
+  Status status;
+  if (!hot_.IsWithin(32) || ExcessOfSlabs() > 0) {
+    tier_->NoteCrowd();
+    // More than came: the others are too many because something else has grown.
+    const uint64_t num_came = hot_.num_rows() - std::min(hot_.num_rows(), num_hot_before_);
+    if (!hot_.IsWithin(16)) status = Demote(std::min(hot_.Excess(), 2 * num_came + kRowsAtATime));
+  }
+  num_hot_before_ = hot_.num_rows();
+  return status;
 }
 
 StatusOr<bool> Shard::ShrinkCache() {
@@ -308,12 +316,21 @@ uint64_t Shard::ExcessOfSlabs() const {
   return slabs_.CanLeave() ? hot_.ExcessOfSlabs(slabs_.row_slab_bytes()) : 0;
 }
 
-bool Shard::GiveBackMemory(uint64_t* next) {
+// All entries of the index are gone through, so a cache that is too small for its calls, and has
+// too many slabs after each, must not have this all the time.
+Shard::GiveBack Shard::GiveBackMemory(uint64_t* next) {
+  constexpr uint64_t kMostAtATime = 16 << 20;  // bytes
+  constexpr int kRestPerWork = 20;
+  constexpr std::chrono::seconds kLongestRest{2};
   const std::lock_guard lock(mutex_);
+  const auto now = std::chrono::steady_clock::now();
   if (*next == 0) {
     MeasureCache();
-    if (const uint64_t excess = ExcessOfSlabs(); excess > 0) slabs_.BeginLeaving(excess);
-    if (!slabs_.HasLeaving()) return false;
+    const uint64_t excess = ExcessOfSlabs();
+    if (excess == 0 && !slabs_.HasLeaving()) return GiveBack::kNothing;
+    if (now < rests_until_) return GiveBack::kLater;
+    slabs_.BeginLeaving(std::min(excess, kMostAtATime));
+    leaving_since_ = now;
   }
   size_t num_moved = 0, num_passed = 0;
   const bool has_ended = index_.ForEachFrom(*next, [&](SignIndex::Entry& entry) {
@@ -324,8 +341,11 @@ bool Shard::GiveBackMemory(uint64_t* next) {
     if (slabs_.IsLeaving(entry.slot)) num_moved += MoveRow(&entry);
     return true;
   });
-  if (has_ended) slabs_.FinishLeaving();
-  return !has_ended;
+  if (!has_ended) return GiveBack::kMore;
+  slabs_.FinishLeaving();
+  const std::chrono::nanoseconds rest = kRestPerWork * (now - leaving_since_);
+  rests_until_ = now + std::min<std::chrono::nanoseconds>(rest, kLongestRest);
+  return GiveBack::kLater;  // there may be more
 }
 
 bool Shard::MoveRow(SignIndex::Entry* entry) {
@@ -336,6 +356,7 @@ bool Shard::MoveRow(SignIndex::Entry* entry) {
   if (shape.has_scalar) *slabs_.scalar(slot) = *slabs_.scalar(entry->slot);
   slabs_.Free(entry->slot);
   entry->slot = slot;
+  ++num_moved_;
   return true;
 }
 
@@ -345,11 +366,13 @@ void Shard::BringOldestNear(Lock* lock) {
   std::vector<pool::RowPool::Place> places;
   if (coldest_.is_empty()) CollectColdest();
   coldest_.Peek(index_, kRowsAtATime, [&](const SignIndex::Entry& entry) {
-    if (IsCold(slabs_, entry.slot)) return;
+    if (IsCold(slabs_, entry.slot) || wanted_.Contains(entry.key)) return false;
     const HotCell cell = HotCellOf(slabs_, entry.slot);
     const RowShape& shape = slabs_.shape(entry.slot);
-    if (cell.unsaved == 0 || cell.address == pool::kNoAddress) return;
-    places.push_back({cell.address, size_t{shape.dim} + shape.state_floats});
+    if (cell.unsaved != 0 && cell.address != pool::kNoAddress) {
+      places.push_back({cell.address, size_t{shape.dim} + shape.state_floats});
+    }
+    return true;
   });
   if (places.empty()) return;
   lock->unlock();
@@ -407,6 +430,7 @@ void Shard::AddTierStatsTo(TierStats* stats) const {
   stats->num_demoted += num_demoted_;
   stats->num_passes += coldest_.num_passes();
   stats->num_written += num_written_;
+  stats->num_moved += num_moved_;
 }
 
 }  // namespace persia::store

@@ -51,25 +51,30 @@ SlabPiece SlabMemory::TakeShared(size_t row_bytes, size_t num_rows, Blocks* fini
 
 SlabPiece SlabMemory::TakeGiven(size_t row_bytes, size_t num_rows) {
   const std::lock_guard lock(mutex_);
-  const size_t least = std::max(row_bytes, row_bytes * num_rows / 2);
+  const size_t wanted = row_bytes * num_rows;
+  const auto fits = [&](const SlabPiece& piece) {
+    return piece.size >= std::max(row_bytes, wanted / 2) && piece.size <= 2 * wanted;
+  };
   std::unordered_map<const MappedMemory*, size_t> num_given;
   for (const auto& [piece, _] : given_) ++num_given[piece.block.get()];
   const auto rank = [&](const Given& given) {
     const SlabPiece& piece = given.piece;
-    return std::tuple(piece.size < least, num_given[piece.block.get()], piece.size);
+    return std::tuple(!fits(piece), num_given[piece.block.get()], piece.size);
   };
   const auto best =
       std::min_element(given_.begin(), given_.end(),
                        [&](const Given& a, const Given& b) { return rank(a) < rank(b); });
-  if (best == given_.end() || best->piece.size < least) return {};
+  if (best == given_.end() || !fits(best->piece)) return {};
   SlabPiece piece = std::move(best->piece);
+  UseHugePages(piece.data, piece.size);
   given_.erase(best);
   return piece;
 }
 
 void SlabMemory::Give(SlabPiece piece) {
   const std::lock_guard lock(mutex_);
-  const bool may_release = given_.size() < kMostReleased;
+  // An unfinished block may be made whole.
+  const bool may_release = given_.size() < kMostReleased && piece.block != block_;
   const size_t kept_bytes = piece.size - (may_release ? ReleasePages(piece.data, piece.size) : 0);
   const std::shared_ptr<MappedMemory> block = piece.block;
   given_.push_back({std::move(piece), kept_bytes});

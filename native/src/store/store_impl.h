@@ -109,8 +109,7 @@ class EmbeddingStore::Impl {
     if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(tier_->Clear());
     if (changes_ != nullptr) changes_->NoteClear();
     for (Shard& shard : shards_) shard.Clear();
-    slab_memory_.Clear();
-    cell_memory_.Clear();
+    ForgetSlabs();
     return Status::Ok();
   }
 
@@ -127,13 +126,18 @@ class EmbeddingStore::Impl {
   }
 
  private:
+  // After all shards have gone without.
+  void ForgetSlabs() {
+    slab_memory_.Clear();
+    cell_memory_.Clear();
+  }
   Status OpenPool(const TierOptions& options, bool is_new);
   Status RecoverRules(const pool::PoolInfo& pool);
   // Before rows are made by them.
   Status SaveRulesIfNew(const TrainConfig& config);
   void KeepTier();
-  Status ShrinkCaches();
-  void GiveBackMemory(Shard* shard);
+  Status ShrinkCaches(bool* has_more_memory);
+  bool GiveBackMemory(Shard* shard);
   Status AdvanceCheckpoints(uint64_t* last);
   // The other thread of a tier's.
   void FetchAhead();

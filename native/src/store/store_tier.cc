@@ -113,17 +113,19 @@ Status EmbeddingStore::Impl::SaveRulesIfNew(const TrainConfig& config) {
 void EmbeddingStore::Impl::KeepTier() {
   while (tier_->WaitForWork()) {
     // A checkpoint may need no room, and leaves some: it is tried also where there is none.
-    const Status cache = ShrinkCaches();
+    bool has_more = false;
+    const Status cache = ShrinkCaches(&has_more);
     uint64_t batch = 0;
     const Status checkpoints = AdvanceCheckpoints(&batch);
     tier_->Fail(cache);
     tier_->Fail(checkpoints);
-    tier_->NoteRound(cache, checkpoints, batch);
+    tier_->NoteRound(cache, checkpoints, batch, has_more);
   }
 }
 
-// Where one shard finds no room, others may need none. Returns the first error.
-Status EmbeddingStore::Impl::ShrinkCaches() {
+// Where one shard finds no room, others may need none. Returns the first error. *has_more: there is
+// memory to give back, later.
+Status EmbeddingStore::Impl::ShrinkCaches(bool* has_more_memory) {
   Status first_error;
   for (Shard& shard : shards_) {
     StatusOr<bool> has_more = true;
@@ -131,19 +133,20 @@ Status EmbeddingStore::Impl::ShrinkCaches() {
       const std::shared_lock in_store(in_place_mutex_);
       has_more = shard.ShrinkCache();
     }
-    GiveBackMemory(&shard);
+    *has_more_memory |= GiveBackMemory(&shard);
     if (first_error.ok()) first_error = has_more.status();
   }
   return first_error;
 }
 
-void EmbeddingStore::Impl::GiveBackMemory(Shard* shard) {
+bool EmbeddingStore::Impl::GiveBackMemory(Shard* shard) {
   uint64_t next = 0;
-  bool has_more = true;
-  while (has_more && !tier_->is_stopping()) {
+  auto progress = Shard::GiveBack::kMore;
+  while (progress == Shard::GiveBack::kMore && !tier_->is_stopping()) {
     const std::shared_lock in_store(in_place_mutex_);
-    has_more = shard->GiveBackMemory(&next);
+    progress = shard->GiveBackMemory(&next);
   }
+  return progress == Shard::GiveBack::kLater;
 }
 
 // Once a checkpoint has begun, no row changes up to it any more: one pass over the rows is enough.

@@ -6,7 +6,7 @@
 namespace persia::store {
 namespace {
 
-// Between two attempts to write what there is no room for.
+// Between two attempts to write what there is no room for, or to give memory back.
 constexpr std::chrono::milliseconds kRetry{50};
 
 }  // namespace
@@ -161,9 +161,11 @@ void Tier::Fail(const Status& status) {
   progress_.notify_all();
 }
 
-void Tier::NoteRound(const Status& cache, const Status& checkpoints, uint64_t batch) {
+void Tier::NoteRound(const Status& cache, const Status& checkpoints, uint64_t batch,
+                     bool has_more) {
   const std::lock_guard lock(mutex_);
   cache_error_ = cache;
+  has_more_ = has_more;
   // Of one that was dropped meanwhile it concerns nobody.
   checkpoint_error_ = pool_->oldest_pending() == batch ? checkpoints : Status::Ok();
   progress_.notify_all();
@@ -191,7 +193,7 @@ void Tier::Wake() {
 bool Tier::WaitForWork() {
   std::unique_lock lock(mutex_);
   const auto has_work = [this] { return is_stopping_.load() || has_work_.load(); };
-  if (cache_error_.ok() && checkpoint_error_.ok()) {
+  if (cache_error_.ok() && checkpoint_error_.ok() && !has_more_) {
     wake_.wait(lock, has_work);
   } else {
     wake_.wait_for(lock, kRetry, has_work);

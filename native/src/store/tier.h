@@ -83,8 +83,9 @@ class Tier {
   // Soon, also without a Wake(), after something has not come about. False: the store is being
   // closed.
   bool WaitForWork();
-  // What became of keeping the cache small, and of the pending checkpoints, up to `batch`.
-  void NoteRound(const Status& cache, const Status& checkpoints, uint64_t batch);
+  // What became of keeping the cache small, and of the pending checkpoints, up to `batch`; whether
+  // there is more to do, soon.
+  void NoteRound(const Status& cache, const Status& checkpoints, uint64_t batch, bool has_more);
   // Of the last round; Ok: nothing is in the way.
   Status last_error() const;
   void Stop();
@@ -112,6 +113,7 @@ class Tier {
   mutable std::condition_variable progress_;  // of checkpoints
   Status failure_;
   Status cache_error_;       // of the last round
+  bool has_more_ = false;    // to do, after the last round
   Status checkpoint_error_;  // of the last round
   std::optional<uint64_t> held_;
   std::optional<pool::PreparedCheckpoint> prepared_;  // the held one

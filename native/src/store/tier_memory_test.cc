@@ -52,7 +52,7 @@ class TierMemoryTest : public ::testing::Test {
 // Of which it has fewer when they are larger. What an update wrote to rows that have left it is
 // there again.
 TEST_F(TierMemoryTest, ACacheOfBytesHoldsAsManyRowsAsFitThere) {
-  constexpr uint64_t kCacheBytes = 1 << 20;
+  constexpr uint64_t kCacheBytes = 2 << 20;
   Open(kCacheBytes);
   for (const uint32_t dim : {4u, 96u, 20u}) {
     const auto signs = TrainNew(8000, dim);
@@ -107,6 +107,7 @@ TEST_F(TierMemoryTest, RowsMayBeUsedWhileMemoryIsGivenBack) {
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(Script::Rows(*store_), Script::Rows(*model_));
+  EXPECT_GT(store_->tier_stats()->num_moved, 100u);
 }
 
 }  // namespace

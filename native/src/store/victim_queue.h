@@ -37,13 +37,15 @@ class VictimQueue {
   // ascend.
   void CollectFrom(std::span<const SignIndex::Entry> candidates);
   bool is_empty() const { return victims_.empty(); }
-  // Calls visit(entry) for those of the next `count` rows that may be popped as things are.
+  // Calls visit(entry) for the next rows that may be popped as things are, until it was true of
+  // `count` of them; it looks no further than a few times as many.
   template <typename Visit>
   void Peek(const SignIndex& index, size_t count, Visit visit) const {
-    for (size_t i = 0; i < std::min(count, victims_.size()); ++i) {
+    const size_t most = std::min(8 * count, victims_.size());
+    for (size_t i = 0; i < most && count > 0; ++i) {
       const Victim& victim = victims_[victims_.size() - 1 - i];
       const SignIndex::Entry* entry = index.Find(victim.key);
-      if (entry != nullptr && entry->stamp == victim.stamp) visit(*entry);
+      if (entry != nullptr && entry->stamp == victim.stamp && visit(*entry)) --count;
     }
   }
   void Clear() { victims_ = {}; }

@@ -222,11 +222,11 @@ def test_a_cache_of_bytes_has_room_for_the_index():
 
     message = refusal_of(settings(1_000_000, 32_000_000))
     assert message.startswith(
-        f"{SERVER}.storage.cache_bytes=32000000 has no room for the index of capacity=1000000 rows, 32 bytes"
+        f"{SERVER}.storage.cache_bytes=32000000 has no room for the index of capacity=1000000 rows, 40 bytes"
     )
-    assert "make it at least 36571436, or capacity at most 875000" in message
-    parse_global_config(settings(1_000_000, 36_571_436))
-    parse_global_config(settings(875_000, 32_000_000))
+    assert "make it at least 45714293, or capacity at most 700000" in message
+    parse_global_config(settings(1_000_000, 45_714_293))
+    parse_global_config(settings(700_000, 32_000_000))
 
 
 def test_a_cache_has_rows_or_bytes():

@@ -134,7 +134,7 @@ def test_a_pool_has_one_context(
 
 
 def test_a_cache_of_bytes_holds_the_rows_that_fit(enter: Callable[..., TrainCtx]) -> None:
-    with enter("file", cache_bytes=2 << 20) as ctx:
+    with enter("file", cache_bytes=3 << 20) as ctx:
         ids = np.arange(20_000, dtype=np.uint64)
         features = [IDTypeFeatureWithSingleID(name, ids) for name in "ab"]
         labels = [Label(np.ones((20_000, 1), np.float32))]
@@ -143,7 +143,7 @@ def test_a_cache_of_bytes_holds_the_rows_that_fit(enter: Callable[..., TrainCtx]
         assert store is not None
         stats = store.tier_stats()
         assert stats is not None
-        # Beside 25 to 32 bytes of index for each row: 64 for one in memory, 4 numbers, 4 of state, 4 of the
+        # Beside 31 to 40 bytes for each row: 64 for one in memory, 4 numbers, 4 of state, 4 of the
         # cache, up to whole cache lines.
         assert stats["num_rows"] == 40_000
-        assert 5_000 <= stats["num_hot"] <= 16_000
+        assert 15_000 <= stats["num_hot"] <= 30_000
