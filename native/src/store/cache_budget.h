@@ -19,6 +19,7 @@ class CacheBudget {
   static CacheBudget OfRows(uint64_t limit) { return {limit, /*counts_bytes=*/false}; }
   static CacheBudget OfBytes(uint64_t limit) { return {limit, /*counts_bytes=*/true}; }
 
+  bool counts_bytes() const { return counts_bytes_; }
   uint64_t num_rows() const { return num_rows_; }
   void Add(uint64_t row_bytes) {
     ++num_rows_;
@@ -43,10 +44,10 @@ class CacheBudget {
   }
   // Whether it is exceeded by at most a `part`th.
   bool IsWithin(uint64_t part) const { return Used() <= Target() + Target() / part; }
-  // What slabs of so many bytes, for the rows in memory, have too many; a little does not matter.
+  // Of bytes: what slabs of so many, for the rows in memory, have too many; a little does not
+  // matter.
   uint64_t ExcessOfSlabs(uint64_t slab_bytes) const {
-    if (!counts_bytes_ || slab_bytes <= Room() + Room() / 32) return 0;
-    return slab_bytes - Room();
+    return slab_bytes <= Room() + Room() / 32 ? 0 : slab_bytes - Room();
   }
 
  private:

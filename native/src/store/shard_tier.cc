@@ -283,6 +283,7 @@ Status Shard::DemoteLoaded(std::span<const Run> runs) {
 }
 
 void Shard::MeasureCache() {
+  if (!hot_.counts_bytes()) return;
   const uint64_t cell_bytes = slabs_.memory_bytes() - slabs_.row_slab_bytes();
   hot_.SetBeside(index_.memory_bytes() + cell_bytes + hot_keys_.memory_bytes() +
                  coldest_.memory_bytes() + wanted_.memory_bytes() + victims_.memory_bytes() +
@@ -313,7 +314,8 @@ StatusOr<bool> Shard::ShrinkCache() {
 }
 
 uint64_t Shard::ExcessOfSlabs() const {
-  return slabs_.CanLeave() ? hot_.ExcessOfSlabs(slabs_.row_slab_bytes()) : 0;
+  const bool may_be_too_many = hot_.counts_bytes() && slabs_.CanLeave();
+  return may_be_too_many ? hot_.ExcessOfSlabs(slabs_.row_slab_bytes()) : 0;
 }
 
 // All entries of the index are gone through, so a cache that is too small for its calls, and has
