@@ -21,6 +21,7 @@ class CacheBudget {
 
   bool counts_bytes() const { return counts_bytes_; }
   uint64_t num_rows() const { return num_rows_; }
+  uint64_t num_bytes() const { return num_bytes_; }
   void Add(uint64_t row_bytes) {
     ++num_rows_;
     num_bytes_ += row_bytes;

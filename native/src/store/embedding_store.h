@@ -92,6 +92,7 @@ struct TierOptions {
 struct TierStats {
   uint64_t num_rows = 0;
   uint64_t num_hot = 0;         // in memory
+  uint64_t hot_bytes = 0;       // that these take
   uint64_t memory_bytes = 0;    // of all that cache_bytes counts
   uint64_t num_hits = 0;        // rows that lookups found there
   uint64_t num_misses = 0;      // rows that they had to read from the pool

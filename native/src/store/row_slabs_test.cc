@@ -206,7 +206,7 @@ TEST(SlabMemoryTest, WhatIsGivenIsTakenAgainOrGoesBackBlockByBlock) {
   pieces[20] = memory.Take(1000, 200);
   EXPECT_EQ(pieces[20].data, data) << "room for half of them is enough";
   memory.Give(std::exchange(pieces[20], {}));
-  EXPECT_NE(memory.Take(1000, 300).data, data);
+  EXPECT_NE(memory.Take(1000, 300).data, data) << "too small";
   EXPECT_FALSE(second.expired());
   pieces.clear();
   memory.Clear();

@@ -143,10 +143,7 @@ Status Shard::UseCold(Lock* lock, Use use) {
       const auto some =
           std::span(missing).subspan(begin, std::min(kAheadAtATime, missing.size() - begin));
       reads.Clear();
-      if (may_let_go && status.ok()) {
-        KeepFromEviction(some);
-        has_let_go |= ReadAside(lock, some, kKeyOfMissing, &reads);
-      }
+      if (may_let_go && status.ok()) has_let_go |= ReadAside(lock, some, kKeyOfMissing, &reads);
       const auto pass = [&](const Missing& one) { missing[num_left++] = one; };
       if (status.ok()) {
         status = UseColdOf(some, &reads, use, pass);
@@ -156,6 +153,7 @@ Status Shard::UseCold(Lock* lock, Use use) {
     }
     missing.resize(num_left);
   };
+  KeepFromEviction(missing);
   use_all(/*may_let_go=*/true);
   if (has_let_go) use_all(/*may_let_go=*/false);
   missing_ = std::move(missing);

@@ -233,6 +233,7 @@ class alignas(64) Shard {
   Status RemoveFromTier(const SignIndex::Entry& entry);
   // At the end of a call that brought rows into memory.
   Status LimitCache();
+  Status MakeUpForWhatCame();
   // What there is in memory beside rows, before the cache's size is judged.
   void MeasureCache();
   // Of slabs that can leave, how many bytes should.
@@ -259,9 +260,10 @@ class alignas(64) Shard {
   std::vector<Missing> missing_;  // of the call in progress
   ShardSnapshot* snapshot_ = nullptr;
   ChangeSet* changes_ = nullptr;
-  Tier* tier_ = nullptr;         // null: all rows are in memory, and what follows is not used
-  CacheBudget hot_;              // the rows in memory
-  uint64_t num_hot_before_ = 0;  // when the cache's size was last judged
+  Tier* tier_ = nullptr;     // null: all rows are in memory, and what follows is not used
+  CacheBudget hot_;          // the rows in memory
+  uint64_t num_came_ = 0;    // rows into memory since the cache's size was judged
+  uint64_t came_bytes_ = 0;  // that they take
   uint64_t num_hits_ = 0;
   uint64_t num_misses_ = 0;
   uint64_t num_promoted_ = 0;

@@ -148,6 +148,8 @@ void Shard::TouchForWrite(std::span<SignIndex::Entry* const> entries) const {
 void Shard::NoteHot(uint64_t key, uint32_t slot) {
   constexpr size_t kFew = 1024;
   hot_.Add(slabs_.row_bytes(slot));
+  ++num_came_;
+  came_bytes_ += slabs_.row_bytes(slot);
   hot_keys_.Add(key);
   if (hot_keys_.size() <= 2 * hot_.num_rows() + kFew) return;
   hot_keys_.ForEach(
@@ -237,7 +239,6 @@ Status Shard::DemoteRows(std::span<SignIndex::Entry* const> entries) {
     entry->slot = cold;
     ++num_demoted_;
   }
-  num_hot_before_ = std::min(num_hot_before_, hot_.num_rows());
   return Status::Ok();
 }
 
@@ -295,12 +296,24 @@ Status Shard::LimitCache() {
   Status status;
   if (!hot_.IsWithin(32) || ExcessOfSlabs() > 0) {
     tier_->NoteCrowd();
-    // More than came: the others are too many because something else has grown.
-    const uint64_t num_came = hot_.num_rows() - std::min(hot_.num_rows(), num_hot_before_);
-    if (!hot_.IsWithin(16)) status = Demote(std::min(hot_.Excess(), 2 * num_came + kRowsAtATime));
+    if (!hot_.IsWithin(16)) status = MakeUpForWhatCame();
   }
-  num_hot_before_ = hot_.num_rows();
+  num_came_ = came_bytes_ = 0;
   return status;
+}
+
+// Twice that much leaves, at most: what else is too much, because something else has grown, is for
+// the keeper.
+Status Shard::MakeUpForWhatCame() {
+  const uint64_t num_rows = hot_.num_rows(), num_bytes = hot_.num_bytes();
+  const auto is_done = [&] {
+    return num_rows - hot_.num_rows() >= 2 * num_came_ + kRowsAtATime &&
+           num_bytes - hot_.num_bytes() >= 2 * came_bytes_;
+  };
+  while (hot_.Excess() > 0 && !is_done()) {
+    PERSIA_RETURN_IF_ERROR(Demote(std::min(hot_.Excess(), kRowsAtATime)));
+  }
+  return Status::Ok();
 }
 
 StatusOr<bool> Shard::ShrinkCache() {
@@ -323,16 +336,15 @@ uint64_t Shard::ExcessOfSlabs() const {
 Shard::GiveBack Shard::GiveBackMemory(uint64_t* next) {
   constexpr uint64_t kMostAtATime = 16 << 20;  // bytes
   constexpr int kRestPerWork = 20;
-  constexpr std::chrono::seconds kLongestRest{2};
+  constexpr std::chrono::milliseconds kShortestRest{50}, kLongestRest{2000};
   const std::lock_guard lock(mutex_);
-  const auto now = std::chrono::steady_clock::now();
   if (*next == 0) {
     MeasureCache();
     const uint64_t excess = ExcessOfSlabs();
     if (excess == 0 && !slabs_.HasLeaving()) return GiveBack::kNothing;
-    if (now < rests_until_) return GiveBack::kLater;
+    leaving_since_ = std::chrono::steady_clock::now();
+    if (leaving_since_ < rests_until_) return GiveBack::kLater;
     slabs_.BeginLeaving(std::min(excess, kMostAtATime));
-    leaving_since_ = now;
   }
   size_t num_moved = 0, num_passed = 0;
   const bool has_ended = index_.ForEachFrom(*next, [&](SignIndex::Entry& entry) {
@@ -345,8 +357,9 @@ Shard::GiveBack Shard::GiveBackMemory(uint64_t* next) {
   });
   if (!has_ended) return GiveBack::kMore;
   slabs_.FinishLeaving();
-  const std::chrono::nanoseconds rest = kRestPerWork * (now - leaving_since_);
-  rests_until_ = now + std::min<std::chrono::nanoseconds>(rest, kLongestRest);
+  const auto end = std::chrono::steady_clock::now();
+  const std::chrono::nanoseconds rest = kRestPerWork * (end - leaving_since_);
+  rests_until_ = end + std::clamp<std::chrono::nanoseconds>(rest, kShortestRest, kLongestRest);
   return GiveBack::kLater;  // there may be more
 }
 
@@ -424,6 +437,7 @@ Status Shard::FetchAhead(std::span<const uint64_t> keys) {
 void Shard::AddTierStatsTo(TierStats* stats) const {
   const std::lock_guard lock(mutex_);
   stats->num_hot += hot_.num_rows();
+  stats->hot_bytes += hot_.num_bytes();
   stats->num_rows += index_.size();
   stats->num_hits += num_hits_;
   stats->num_misses += num_misses_;

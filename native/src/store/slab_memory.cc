@@ -73,15 +73,27 @@ SlabPiece SlabMemory::TakeGiven(size_t row_bytes, size_t num_rows) {
 
 void SlabMemory::Give(SlabPiece piece) {
   const std::lock_guard lock(mutex_);
-  // An unfinished block may be made whole.
-  const bool may_release = given_.size() < kMostReleased && piece.block != block_;
-  const size_t kept_bytes = piece.size - (may_release ? ReleasePages(piece.data, piece.size) : 0);
   const std::shared_ptr<MappedMemory> block = piece.block;
-  given_.push_back({std::move(piece), kept_bytes});
+  const size_t size = piece.size;
+  given_.push_back({std::move(piece), size});
+  // What is unfinished may be made whole yet.
+  if (block != block_) ReleaseGiven(block);
+}
+
+// `block` is the caller's own pointer to it: other owners than given pieces have some of it in use.
+void SlabMemory::ReleaseGiven(const std::shared_ptr<MappedMemory>& block) {
   const auto is_of_block = [&](const Given& given) { return given.piece.block == block; };
-  // Unless others have pieces of it, or it is the unfinished one.
   const auto num_given = std::count_if(given_.begin(), given_.end(), is_of_block);
-  if (block.use_count() == num_given + 1) std::erase_if(given_, is_of_block);
+  if (block.use_count() == num_given + 1) {
+    std::erase_if(given_, is_of_block);
+    return;
+  }
+  if (given_.size() > kMostReleased) return;
+  for (Given& given : given_) {
+    const SlabPiece& piece = given.piece;
+    if (!is_of_block(given) || given.kept_bytes < piece.size) continue;
+    given.kept_bytes = piece.size - ReleasePages(piece.data, piece.size);
+  }
 }
 
 bool SlabMemory::OpenBlock(Blocks* finished) {
@@ -97,8 +109,15 @@ bool SlabMemory::OpenBlock(Blocks* finished) {
 }
 
 void SlabMemory::FinishBlock(Blocks* finished) {
-  if (block_ != nullptr && !block_is_huge_) finished->push_back(block_);
-  block_.reset();
+  if (block_ == nullptr) return;
+  const std::shared_ptr<MappedMemory> block = std::exchange(block_, nullptr);
+  const bool has_given = std::any_of(
+      given_.begin(), given_.end(), [&](const Given& given) { return given.piece.block == block; });
+  if (has_given) {
+    ReleaseGiven(block);
+  } else if (!block_is_huge_) {
+    finished->push_back(block);
+  }
 }
 
 void SlabMemory::MoveToHugePages(const Blocks& blocks) {

@@ -55,7 +55,10 @@ class SlabMemory {
   // Of the pieces that were given back one with room for half the rows, or nothing; of the block
   // that has the fewest of them: others may be rid of their last slabs.
   SlabPiece TakeGiven(size_t row_bytes, size_t num_rows);
-  // The caller has the mutex. Blocks that are to move to huge pages are added to *finished.
+  // The caller has the mutex, also of these. Pages of what was given back of a finished block, or
+  // all of it.
+  void ReleaseGiven(const std::shared_ptr<MappedMemory>& block);
+  // Blocks that are to move to huge pages are added to *finished.
   bool OpenBlock(Blocks* finished);
   void FinishBlock(Blocks* finished);
   static void MoveToHugePages(const Blocks& blocks);  // without the mutex
