@@ -60,7 +60,10 @@ def status_of(cluster: LocalCluster, index: int) -> dict[str, Any]:
     with urllib.request.urlopen(f"http://{info.status_address}/status", timeout=10) as reply:
         tier: dict[str, Any] = json.load(reply)["stats"]["tier"]
     with urllib.request.urlopen(f"http://{info.status_address}/metrics", timeout=10) as reply:
-        assert b"persia_tier_cached_rows" in reply.read()
+        metrics = reply.read()
+    assert b"persia_tier_cached_rows" in metrics
+    assert b"persia_tier_memory_bytes" in metrics
+    assert tier["memory_bytes"] > 0
     return tier
 
 

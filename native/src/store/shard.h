@@ -4,8 +4,9 @@
 // missing; the second makes room and inserts. So no row of a batch is evicted by the same batch
 // unless the batch alone exceeds the capacity, and the first pass changes nothing but stamps.
 //
-// The calls of EmbeddingStore take the mutex themselves, once, for all the runs they are given. Of
-// the methods marked "locked" the caller holds it, or keeps all other calls out (InPlaceRows).
+// The calls of EmbeddingStore take the mutex themselves, once, for all the runs they are given;
+// where they read rows from a pool that is not mapped, they let go of it meanwhile (cold_reads.h).
+// Of the methods marked "locked" the caller holds it, or keeps all other calls out (InPlaceRows).
 #pragma once
 
 #include <chrono>
