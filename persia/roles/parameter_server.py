@@ -60,8 +60,6 @@ def run_parameter_server(options: ServerOptions) -> None:
         observer = stack.enter_context(observed(source, session, options, config))
         checkpoints = CheckpointService(share, changes)
         stack.callback(checkpoints.close)
-        requests = session.respond(session.subjects.checkpoint(options.replica_index), checkpoints.handle)
-        stack.callback(requests.close)
         stack.enter_context(
             announced(
                 session,
@@ -71,6 +69,9 @@ def run_parameter_server(options: ServerOptions) -> None:
                 port=port,
                 schema="" if slots is None else slots.schema_hash(),
                 observer=observer,
+                subscribe=lambda: session.respond(
+                    session.subjects.checkpoint(options.replica_index), checkpoints.handle
+                ),
             )
         )
         wait_for_stop()
