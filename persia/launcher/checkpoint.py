@@ -16,8 +16,8 @@ from persia.launcher.checkpoint_rows import dump, load, remove
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from persia.checkpoint.manifest import Manifest
-    from persia.checkpoint.storage import Location
+    from persia.storage.location import Location
+    from persia.storage.manifest import Manifest
 
 __all__ = ["command"]
 
@@ -148,9 +148,9 @@ def export(location: str, output: Path, kind: str, with_state: bool, as_json: bo
 
 
 def _read(url: str) -> tuple[Location, Manifest]:
-    from persia.checkpoint.manifest import Manifest
-    from persia.checkpoint.storage import Location
-    from persia.checkpoint.versions import resolve
+    from persia.storage.location import Location
+    from persia.storage.manifest import Manifest
+    from persia.storage.versions import resolve
 
     place = resolve(Location.of(url))
     return place, Manifest.read(place)[0]

@@ -77,8 +77,8 @@ def dump(
 def _dump(location: str, nats_url: str | None, job_name: str, hold_s: float | None, in_place: bool) -> None:
     """`hold_s`: None dumps rows only."""
     from persia import env
-    from persia.checkpoint.storage import Location
     from persia.checkpoint.training_dump import request_training_dump
+    from persia.storage.location import Location
 
     if hold_s is None:
         with _checkpoints(nats_url, job_name) as checkpoints:
@@ -120,9 +120,9 @@ def remove(location: str) -> None:
 
     A directory that holds no checkpoint is left alone. What is not there is removed already.
     """
-    from persia.checkpoint.manifest import MANIFEST_NAME
-    from persia.checkpoint.storage import Location
-    from persia.checkpoint.versions import checkpoints_at
+    from persia.storage.location import Location
+    from persia.storage.manifest import MANIFEST_NAME
+    from persia.storage.versions import checkpoints_at
 
     place = Location.of(location)
     if not place.exists():

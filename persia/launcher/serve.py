@@ -183,13 +183,13 @@ def command(
 
     import torch
 
-    from persia.checkpoint.follower import FollowOptions
-    from persia.checkpoint.storage import Location
     from persia.config import load_embedding_config
+    from persia.packets.follower import FollowOptions
     from persia.serving.batcher import BatchingOptions
     from persia.serving.embeddings import RemoteRows
     from persia.serving.server import ServingOptions, serve
     from persia.serving.versions import ModelSettings
+    from persia.storage.location import Location
 
     slots = load_embedding_config(embedding_config) if embedding_config and not workers else None
     settings = ModelSettings(

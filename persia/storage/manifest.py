@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from persia._version import __version__
-from persia.checkpoint.document import decode_document, encode_document
-from persia.checkpoint.fields import as_object, bool_at, hex_at, list_at, text_at
-from persia.checkpoint.position import Position, is_packet_folder
-from persia.checkpoint.schema import RowSchema
-from persia.checkpoint.storage import Location
 from persia.errors import CorruptionError, FailedPreconditionError, InvalidArgumentError, NotFoundError
 from persia.messaging.payloads import json_int
+from persia.storage.checksummed_json import decode_document, encode_document
+from persia.storage.fields import as_object, bool_at, hex_at, list_at, text_at
+from persia.storage.location import Location
+from persia.storage.position import Position, is_packet_folder
+from persia.storage.schema import RowSchema
 
 __all__ = [
     "MANIFEST_NAME",

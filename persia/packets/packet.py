@@ -13,13 +13,13 @@ from enum import Enum
 from typing import Any
 
 from persia._version import __version__
-from persia.checkpoint.document import decode_document, encode_document
-from persia.checkpoint.fields import as_object, bool_at, hex_at, list_at, number_at, text_at
-from persia.checkpoint.manifest import NUM_VIRTUAL_SHARDS, FileEntry, ServerEntry, is_dump_id, is_file_name
-from persia.checkpoint.position import Position, is_packet_folder
-from persia.checkpoint.schema import RowSchema
 from persia.errors import CorruptionError
 from persia.messaging.payloads import json_int
+from persia.storage.checksummed_json import decode_document, encode_document
+from persia.storage.fields import as_object, bool_at, hex_at, list_at, number_at, text_at
+from persia.storage.manifest import NUM_VIRTUAL_SHARDS, FileEntry, ServerEntry, is_dump_id, is_file_name
+from persia.storage.position import Position, is_packet_folder
+from persia.storage.schema import RowSchema
 
 __all__ = ["Base", "BaseKind", "CheckpointReference", "Packet", "rows_of_packet"]
 

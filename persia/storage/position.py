@@ -8,9 +8,9 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from persia.checkpoint.fields import as_object, text_at
 from persia.errors import CorruptionError
 from persia.messaging.payloads import json_int
+from persia.storage.fields import as_object, text_at
 
 __all__ = ["Position", "is_packet_folder", "make_stream_id"]
 

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from persia.checkpoint.coordinator import Operation, agreed, check_visible
-from persia.checkpoint.fields import as_object, bool_at
-from persia.checkpoint.manifest import FileEntry
-from persia.checkpoint.packet import CheckpointReference, Packet, rows_of_packet
-from persia.checkpoint.packet_log import PacketLog
 from persia.checkpoint.peers import Peer
-from persia.checkpoint.position import Position
 from persia.checkpoint.protocol import Report, State, Verb
-from persia.checkpoint.server_changes import IncrementalSettings
 from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
 from persia.logger import get_default_logger
+from persia.packets.changes import IncrementalSettings
+from persia.packets.log import PacketLog
+from persia.packets.packet import CheckpointReference, Packet, rows_of_packet
+from persia.storage.fields import as_object, bool_at
+from persia.storage.manifest import FileEntry
+from persia.storage.position import Position
 
 __all__ = ["ChangeStatus", "DenseState", "PacketOperation", "ask_changes", "begin_stream"]
 
