@@ -84,7 +84,7 @@ class ServerShare:
     # Whether dumps leave the processors to others: in a server. Not in a process that trains: a nice thread
     # that is preempted while it holds the GIL keeps the training waiting for it.
     gives_way: bool = False
-    dump_percent: int = CheckpointingConfig.dump_percent  # of the processors, while rows are trained
+    dump_percent: int = CheckpointingConfig().dump_percent  # of the processors, while rows are trained
     log: CheckpointLog = field(default_factory=CheckpointLog)
     pool: JobMaker | None = None  # makes jobs whose rows stay in the tier; None: rows are in memory alone
 
