@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from persia.checkpoint.checkpoints import Checkpoints
-    from persia.storage.manifest import Manifest
     from persia.storage.location import Location
+    from persia.storage.manifest import Manifest
 
 __all__ = ["command"]
 
@@ -201,8 +201,8 @@ def dump(
 def _dump(location: str, nats_url: str | None, job_name: str, hold_s: float | None, in_place: bool) -> None:
     """`hold_s`: None dumps rows only."""
     from persia import env
-    from persia.storage.location import Location
     from persia.checkpoint.training_dump import request_training_dump
+    from persia.storage.location import Location
 
     if hold_s is None:
         with _checkpoints(nats_url, job_name) as checkpoints:
@@ -244,8 +244,8 @@ def remove(location: str) -> None:
 
     A directory that holds no checkpoint is left alone. What is not there is removed already.
     """
-    from persia.storage.manifest import MANIFEST_NAME
     from persia.storage.location import Location
+    from persia.storage.manifest import MANIFEST_NAME
     from persia.storage.versions import checkpoints_at
 
     place = Location.of(location)
@@ -270,8 +270,8 @@ def _checkpoints(nats_url: str | None, job_name: str) -> Iterator[Checkpoints]:
 
 
 def _read(url: str) -> tuple[Location, Manifest]:
-    from persia.storage.manifest import Manifest
     from persia.storage.location import Location
+    from persia.storage.manifest import Manifest
     from persia.storage.versions import resolve
 
     place = resolve(Location.of(url))
