@@ -27,7 +27,7 @@ from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.checkpoint.shard_file import write_shard_file
 from persia.config import SlotsConfig, parse_embedding_config
-from persia.embedding.signs import slot_signs
+from persia.pipeline.backend import slot_signs
 
 SLOTS = {"slots_config": {"user": {"dim": 2}}}
 IDS = np.arange(10, 60, dtype=np.uint64)

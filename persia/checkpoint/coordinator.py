@@ -31,7 +31,6 @@ from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.checkpoint.server_pool import IN_PLACE_NAME
 from persia.checkpoint.storage import Location
 from persia.checkpoint.versions import is_latest, latest_of
-from persia.embedding.deadline import Deadline
 from persia.errors import (
     CorruptionError,
     DeadlineExceededError,
@@ -45,6 +44,7 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
+from persia.pipeline.queues import Deadline
 
 __all__ = [
     "DumpOperation",

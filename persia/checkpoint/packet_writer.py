@@ -27,9 +27,9 @@ from persia.checkpoint.peers import Peer
 from persia.checkpoint.position import Position, make_stream_id
 from persia.checkpoint.server_changes import IncrementalSettings
 from persia.checkpoint.storage import Location
-from persia.embedding.deadline import Deadline
 from persia.errors import DeadlineExceededError, FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
+from persia.pipeline.queues import Deadline
 
 __all__ = ["DENSE_FILE", "PacketCounts", "PacketWriter"]
 

@@ -17,8 +17,8 @@ from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.config import SlotsConfig
-from persia.embedding.remote_rows import RemoteRows
 from persia.errors import NotFoundError
+from persia.job.remote_rows import RemoteRows
 
 __all__ = ["EmbeddedRows", "EmbeddingSource", "RemoteRows"]
 
