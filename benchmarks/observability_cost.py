@@ -36,7 +36,6 @@ from prometheus_client import CollectorRegistry, Metric
 
 from benchmarks.stats import median_interval
 from persia import _native
-from persia.embedding.lookup import embedding_tensors, leaf_gradients
 from persia.observability.exposition import Families, text
 from persia.observability.phases import (
     BACKWARD,
@@ -51,6 +50,7 @@ from persia.observability.phases import (
     Phase,
 )
 from persia.observability.sources import EmbeddingWorkerSource, NnWorkerSource, ParameterServerSource, Source
+from persia.pipeline.batch import embedding_tensors, leaf_gradients
 
 _SLOTS = 26
 _DIM = 16

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from persia.data.training_batch import PersiaTrainingBatch
+    from persia.pipeline.batch import PersiaTrainingBatch
 
 __all__ = ["REPLACEMENTS", "PersiaTrainingBatch", "is_cuda_feature_available"]
 
@@ -46,7 +46,7 @@ def is_cuda_feature_available() -> bool:
 
 def __getattr__(name: str) -> object:
     if name == "PersiaTrainingBatch":
-        return importlib.import_module("persia.data.training_batch").PersiaTrainingBatch
+        return importlib.import_module("persia.pipeline.batch").PersiaTrainingBatch
     if name in REPLACEMENTS:
         # As an AttributeError, `from persia.prelude import ...` would replace it by one that gives no reason.
         raise ImportError(f"persia.prelude has no {name}: use {REPLACEMENTS[name]}", name=__name__)

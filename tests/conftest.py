@@ -16,9 +16,9 @@ from persia import _native
 from persia.config import parse_embedding_config
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
-from persia.embedding.signs import slot_signs
 from persia.logger import get_default_logger
 from persia.messaging.session import NatsSession
+from persia.pipeline.backend import slot_signs
 from persia.testing import LocalCluster, LocalNats
 
 # A shell that runs the tests in the background makes them, and every process they start, ignore Ctrl-C. Tests

@@ -20,9 +20,9 @@ from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.config import SlotsConfig, parse_embedding_config
-from persia.embedding.signs import slot_signs
 from persia.packets.log import PacketLog
 from persia.packets.packet import Base, BaseKind, Packet
+from persia.pipeline.backend import slot_signs
 from persia.storage.dense import state_bytes
 from persia.storage.manifest import MANIFEST_NAME, FileEntry, Manifest, ServerEntry
 from persia.storage.position import Position, make_stream_id

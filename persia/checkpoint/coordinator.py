@@ -17,7 +17,6 @@ from typing import Any
 
 from persia.checkpoint.peers import Peer
 from persia.checkpoint.protocol import IN_PLACE_NAME, Report, Request, State, Verb
-from persia.embedding.deadline import Deadline
 from persia.errors import (
     CorruptionError,
     DeadlineExceededError,
@@ -31,6 +30,7 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
+from persia.pipeline.queues import Deadline
 from persia.storage.checksummed_json import encode_pointer
 from persia.storage.location import Location
 from persia.storage.manifest import (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from typing_extensions import Self
 
-from persia.embedding.current import current_context, enter_context, leave_context
+from persia.current import current_context, enter_context, leave_context
 from persia.errors import InvalidArgumentError
 
 if TYPE_CHECKING:

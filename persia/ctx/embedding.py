@@ -25,8 +25,13 @@ from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.config import GlobalConfig, SlotsConfig
 from persia.ctx.base import BaseCtx, PreprocessMode, Terminated
-from persia.data.cluster import Cluster, ClusterBackend
-from persia.data.embedded import (
+from persia.current import current_context, own_context
+from persia.data.host import LoaderHost
+from persia.embedding import EmbeddingConfig, get_default_embedding_config
+from persia.embedding.data import PersiaBatch
+from persia.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, PersiaError
+from persia.job.connection import ClusterBackend, JobConnection
+from persia.job.embedded import (
     EmbeddedJob,
     GlobalSource,
     SlotsSource,
@@ -34,27 +39,20 @@ from persia.data.embedded import (
     read_slots,
     start_embedded_job,
 )
-from persia.data.host import LoaderHost
-from persia.data.lookup_service import LookupService, TrainingParts
-from persia.data.prefetch import Prefetcher
-from persia.data.source import batch_reference, pending_from
-from persia.data.stream import StreamReceiver
-from persia.data.training_batch import PersiaTrainingBatch
-from persia.embedding import EmbeddingConfig, get_default_embedding_config
-from persia.embedding.backend import EmbeddingBackend
-from persia.embedding.consistency import mode_names
-from persia.embedding.counters import Counters, CounterValues, Staleness
-from persia.embedding.current import current_context, own_context
-from persia.embedding.data import PersiaBatch
-from persia.embedding.lease import BatchLease, Releaser
-from persia.embedding.signs import slot_signs
-from persia.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, PersiaError
 from persia.logger import get_default_logger
-from persia.messaging.payloads import BatchAnnouncement
 from persia.messaging.subjects import NN_WORKER
 from persia.observability.phases import FORWARD, TO_DEVICE
 from persia.observability.sources import NnWorkerSource
 from persia.packets.changes import IncrementalSettings, ServerChanges
+from persia.pipeline.backend import EmbeddingBackend, slot_signs
+from persia.pipeline.batch import PersiaTrainingBatch
+from persia.pipeline.counters import Counters, CounterValues, Staleness
+from persia.pipeline.lease import BatchLease, LeaseReaper
+from persia.pipeline.lookup import LookupService, first_slots, slots_in_step
+from persia.pipeline.prefetch import Prefetcher
+from persia.pipeline.receive import LOADER_REMEDY, StreamReceiver
+from persia.pipeline.source import PendingBatch, pending_from
+from persia.pipeline.staleness import mode_names
 from persia.storage import dense
 from persia.storage.location import Location
 from persia.storage.schema import RowSchema
@@ -107,7 +105,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         self._stream_opened = False
         self._exit_deadline_s = FAILED_EXIT_DEADLINE_S
         self._resources = contextlib.ExitStack()  # closed in reverse order when the context ends
-        self._cluster: Cluster | None = None
+        self._cluster: JobConnection | None = None
         self._embedded_job: EmbeddedJob | None = None
         self._pool: ServerPool | None = None  # of an embedded job whose rows are not in memory alone
         self._announced = False
@@ -118,7 +116,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._resources.close)
             self._backend = backend or self._shared_backend() or self._connect()
-            self._releaser = Releaser(self._backend, self._counters)
+            self._releaser = LeaseReaper(self._backend, self._counters)
             self._resources.callback(lambda: self._releaser.close(self._exit_deadline_s))
             self._checkpoints = self._shared_checkpoints() or self._make_checkpoints()
             self._start()
@@ -133,7 +131,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         return self._backend
 
     @property
-    def releaser(self) -> Releaser:
+    def releaser(self) -> LeaseReaper:
         return self._releaser
 
     @property
@@ -157,11 +155,13 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         self._stream_opened = True
         self._announce()
         return StreamReceiver(
-            cluster,
+            cluster.session,
+            cluster.directory,
             rank=self.rank,
             world_size=self.world_size,
             buffer_size=buffer_size,
             ordered=ordered,
+            remedy=LOADER_REMEDY if self._embedded_job is None else self._embedded_job.loader_remedy,
             on_received=lambda: self._counters.add(batches_received=1),
             on_superseded=self._release_superseded,
         )
@@ -193,7 +193,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor] | None]:
         """(dense tensors, embeddings in the order of the batch's features, labels or None for INFERENCE)."""
         self.current_batch = batch
-        batch.look_up_rest()  # before anything is consumed: a script may try again
+        batch.look_up_synchronous()  # before anything is consumed: a script may try again
         with TO_DEVICE.of(batch.traced_id, batch.result.reference.reference):
             dense = batch.consume_all_non_id_type_feature_tensors()
             embeddings = batch.consume_all_id_type_feature_embedding_tensors()
@@ -215,13 +215,15 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
     ) -> PersiaTrainingBatch:
         """Looks one batch up. It cannot be sent or looked up again."""
         self._counters.add(batches_received=1)
+        stages = self.lookup_stages(None)
         service = LookupService(
             self.backend,
             self.releaser,
             self._counters,
             self._device_or(device_id),
             self.training,
-            TrainingParts.at_once(self.lookup_stages(None)),
+            first_slots(stages, ahead=False),
+            slots_in_step(stages),
         )
         return service.look_up(pending_from(persia_batch, 0), lambda: None)
 
@@ -548,7 +550,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
     def _connect(self) -> EmbeddingBackend:
         if env.get_nats_url() is None or env.embedded():
             return self._embed()
-        self._cluster = Cluster.connect(f"nn-worker-{self.rank}")
+        self._cluster = JobConnection.connect(f"nn-worker-{self.rank}")
         self._resources.callback(self._cluster.close)
         backend = ClusterBackend(
             self._cluster, schema="" if self._slots is None else self._slots.schema_hash()
@@ -616,17 +618,18 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
             self._cluster.announce(NN_WORKER, self.rank, self.world_size, address=address)
             self._announced = True
 
-    def _require_cluster(self) -> Cluster:
+    def _require_cluster(self) -> JobConnection:
         if self._cluster is None:
             raise FailedPreconditionError(
                 "this context has no connection of its own to the data loaders: stream in the TrainCtx"
             )
         return self._cluster
 
-    def _release_superseded(self, announcement: BatchAnnouncement) -> None:
+    def _release_superseded(self, pending: PendingBatch) -> None:
         # Its first registration is the one being trained; this one was never counted as received.
         self._counters.add(batches_received=1)
-        self._releaser.abandon(BatchLease(announcement.batch_id, batch_reference(announcement), lambda: None))
+        assert pending.reference is not None, "registered by a loader"
+        self._releaser.reap(BatchLease(pending.batch_id, pending.reference))
 
     def _device_or(self, device_id: int | None) -> torch.device | None:
         if device_id is None:

@@ -14,10 +14,6 @@ from persia import env
 from persia._native import LookupResult, RemoteClient
 from persia.ctx.base import PreprocessMode
 from persia.ctx.embedding import EmbeddingCtx
-from persia.embedding.backend import ClientBackend
-from persia.embedding.consistency import ALL_PARTS
-from persia.embedding.deadline import Deadline
-from persia.embedding.remote_rows import RemoteRows
 from persia.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -25,7 +21,11 @@ from persia.errors import (
     InvalidTypeError,
     UnavailableError,
 )
+from persia.job.remote_rows import RemoteRows
 from persia.logger import get_default_logger
+from persia.pipeline.backend import EmbeddingBackend
+from persia.pipeline.queues import Deadline
+from persia.pipeline.staleness import ALL_SLOTS
 
 __all__ = ["InferCtx"]
 
@@ -75,7 +75,7 @@ class InferCtx(EmbeddingCtx):
         raise FailedPreconditionError("an InferCtx changes nothing: clear embeddings in a TrainCtx")
 
 
-class _Backend(ClientBackend):
+class _Backend(EmbeddingBackend):
     """Lookups that pass by workers that are down; any worker can answer them, as none holds a batch."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
@@ -84,7 +84,7 @@ class _Backend(ClientBackend):
         self._rows = RemoteRows(addresses, deadline_s=deadline_s)
 
     def lookup_direct(
-        self, id_features: bytes, *, requires_grad: bool, parts: int = ALL_PARTS
+        self, id_features: bytes, *, requires_grad: bool, slots: int = ALL_SLOTS
     ) -> LookupResult:
         return self._rows.lookup(id_features)
 

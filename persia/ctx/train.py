@@ -24,18 +24,17 @@ from persia.ctx.embedding import FAILED_EXIT_DEADLINE_S, EmbeddingCtx
 from persia.ctx.precision import MixedPrecision, Precision
 from persia.ctx.rank_zero import done_by_rank_0
 from persia.ctx.uneven import join_uneven
-from persia.data.training_batch import PersiaTrainingBatch
 from persia.distributed import DistributedBaseOption, get_default_distributed_option
 from persia.embedding import EmbeddingConfig
-from persia.embedding.consistency import Consistency
-from persia.embedding.gradient import GradientReturner
-from persia.embedding.lookup import leaf_gradients
 from persia.embedding.optim import Optimizer
 from persia.errors import InvalidArgumentError, InvalidTypeError
 from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import NN_WORKER
 from persia.observability.phases import BACKWARD, DENSE_STEP, HAND_IN, NO_BATCH
 from persia.packets.writer import PacketWriter
+from persia.pipeline.batch import PersiaTrainingBatch, leaf_gradients
+from persia.pipeline.gradients import GradientSender
+from persia.pipeline.staleness import Consistency
 from persia.storage import dense
 
 __all__ = ["TrainCtx"]
@@ -133,7 +132,7 @@ class TrainCtx(EmbeddingCtx):
             self._announce()
         # Before the returner, so that it ends after it: with every gradient applied.
         self._packets = self._start_packets()
-        self._returner = GradientReturner(
+        self._returner = GradientSender(
             self.backend, self.lookup_counters, on_failure=self._fail, **self._gradient_sizes
         )
         self._resources.callback(lambda: self._returner.drain(self._exit_deadline_s))

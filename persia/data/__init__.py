@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from persia.data.dataloader import DataLoader
     from persia.data.dataset import IterableDataset, IterableDatasetBase, StreamingDataset
-    from persia.data.training_batch import PersiaTrainingBatch
+    from persia.pipeline.batch import PersiaTrainingBatch
 
     Dataloader = Dataloder = DataLoader
     PersiaDataset = IterableDatasetBase
@@ -29,19 +29,19 @@ __all__ = [
 ]
 
 _PLACES = {
-    "DataLoader": ("dataloader", "DataLoader"),
-    "Dataloader": ("dataloader", "DataLoader"),
-    "Dataloder": ("dataloader", "DataLoader"),
-    "IterableDataset": ("dataset", "IterableDataset"),
-    "IterableDatasetBase": ("dataset", "IterableDatasetBase"),
-    "PersiaDataset": ("dataset", "IterableDatasetBase"),
-    "PersiaTrainingBatch": ("training_batch", "PersiaTrainingBatch"),
-    "StreamingDataset": ("dataset", "StreamingDataset"),
+    "DataLoader": ("data.dataloader", "DataLoader"),
+    "Dataloader": ("data.dataloader", "DataLoader"),
+    "Dataloder": ("data.dataloader", "DataLoader"),
+    "IterableDataset": ("data.dataset", "IterableDataset"),
+    "IterableDatasetBase": ("data.dataset", "IterableDatasetBase"),
+    "PersiaDataset": ("data.dataset", "IterableDatasetBase"),
+    "PersiaTrainingBatch": ("pipeline.batch", "PersiaTrainingBatch"),
+    "StreamingDataset": ("data.dataset", "StreamingDataset"),
 }
 
 
 def __getattr__(name: str) -> object:
     if name in _PLACES:
         module, attribute = _PLACES[name]
-        return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+        return getattr(importlib.import_module(f"persia.{module}"), attribute)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

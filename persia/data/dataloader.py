@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from persia.current import current_context
 from persia.data.dataset import IterableDatasetBase
 from persia.data.host import LoaderHost
-from persia.data.lookup_service import LookupService, TrainingParts
-from persia.data.prefetch import Prefetcher
-from persia.data.staleness import StalenessGate
-from persia.data.training_batch import PersiaTrainingBatch
-from persia.embedding.consistency import Mode
-from persia.embedding.current import current_context
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.logger import get_default_logger
 from persia.observability.phases import WAIT_FOR_BATCH
+from persia.pipeline.batch import PersiaTrainingBatch
+from persia.pipeline.lookup import LookupService, deferred_stages, first_slots, slots_in_step
+from persia.pipeline.prefetch import Prefetcher
+from persia.pipeline.staleness import Mode, StalenessGate
 
 __all__ = ["DataLoader"]
 
@@ -111,11 +110,7 @@ class DataLoader:
             _warn_of_loose_slots([stage.mode for stage in stages if stage.mode.bound != 1])
         first = stages[0].mode
         gate = StalenessGate(first.bound, host.lookup_counters, on_demand=first.synchronous)
-        later = [
-            (stage, StalenessGate(stage.mode.bound, None))
-            for stage in stages[1:]
-            if not stage.mode.synchronous  # those are looked up in the batch's step
-        ]
+        later = [(stage, StalenessGate(stage.mode.bound, None)) for stage in deferred_stages(stages)]
         source = self.dataset.open_source(host, ordered=self.reproducible)
         prefetcher = Prefetcher(
             source,
@@ -125,7 +120,8 @@ class DataLoader:
                 host.lookup_counters,
                 host.device,
                 host.training,
-                TrainingParts.of(stages),
+                first_slots(stages, ahead=True),
+                slots_in_step(stages),
             ),
             gate,
             later,

@@ -6,10 +6,10 @@ import abc
 from collections.abc import Callable, Iterator
 
 from persia.data.host import LoaderHost
-from persia.data.loader_thread import LoaderThread
-from persia.data.source import BatchSource, LocalSource, StreamSource
 from persia.embedding.data import PersiaBatch
 from persia.errors import InvalidArgumentError, InvalidTypeError
+from persia.job.embedded import LoaderThread
+from persia.pipeline.source import BatchSource, LocalSource
 
 __all__ = ["IterableDataset", "IterableDatasetBase", "StreamingDataset"]
 
@@ -64,8 +64,9 @@ class StreamingDataset(IterableDatasetBase):
         receiver = host.open_stream(self.buffer_size, ordered=ordered)
         job = host.embedded_job
         if self.loader is None or job is None or job.has_nats:
-            return StreamSource(receiver)
-        return StreamSource(receiver, LoaderThread(self.loader, job, receiver))
+            return receiver
+        receiver.close_with(LoaderThread(self.loader, job, receiver).close)
+        return receiver
 
 
 class IterableDataset(IterableDatasetBase):

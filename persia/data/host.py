@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from persia.data.embedded import EmbeddedJob
-from persia.data.prefetch import Prefetcher
-from persia.data.stream import StreamReceiver
-from persia.embedding.backend import EmbeddingBackend
-from persia.embedding.consistency import Consistency, Mode, Stage, stages
-from persia.embedding.counters import Counters
-from persia.embedding.lease import Releaser
+from persia.job.embedded import EmbeddedJob
+from persia.pipeline.backend import EmbeddingBackend
+from persia.pipeline.counters import Counters
+from persia.pipeline.lease import LeaseReaper
+from persia.pipeline.prefetch import Prefetcher
+from persia.pipeline.receive import StreamReceiver
+from persia.pipeline.staleness import Consistency, LookupStage, Mode, lookup_stages
 
 __all__ = ["LoaderHost"]
 
@@ -28,7 +28,7 @@ class LoaderHost(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def releaser(self) -> Releaser:
+    def releaser(self) -> LeaseReaper:
         """Gives batches up."""
 
     @property
@@ -51,10 +51,10 @@ class LoaderHost(abc.ABC):
         """How far lookups may run ahead of updates."""
         return Consistency.HYBRID
 
-    def lookup_stages(self, embedding_staleness: int | None) -> list[Stage]:
+    def lookup_stages(self, embedding_staleness: int | None) -> list[LookupStage]:
         """The lookups of a training batch, the loosest first."""
         job = Mode.of(self.consistency, embedding_staleness)
-        return stages(job, self.backend.slot_modes) if self.training else [Stage(job)]
+        return lookup_stages(job, self.backend.slot_modes) if self.training else [LookupStage(job)]
 
     @property
     @abc.abstractmethod

@@ -17,9 +17,9 @@ from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 from persia import _native
+from persia.current import current_context
 from persia.embedding import EmbeddingConfig
 from persia.embedding.checks import checked_number
-from persia.embedding.current import current_context
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 
 __all__ = [

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from persia import _native
 from persia.embedding.batch_checks import MAX_BATCH_SIZE
-from persia.embedding.lease import BatchLease
-from persia.embedding.signs import slot_signs
 from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
 from persia.nn.engine import Updated
 from persia.nn.servers import Servers
+from persia.pipeline.backend import slot_signs
+from persia.pipeline.lease import BatchLease
 
 __all__ = ["ServerTable"]
 
@@ -36,9 +36,9 @@ class ServerBatch:
         self.values = values
         self.lengths = lengths
         self.outcome = ""  # of its update, where there was one
-        self.leases = [BatchLease(next(_numbers), reference, lambda: None) for reference in references]
+        self.leases = [BatchLease(next(_numbers), reference) for reference in references]
         for lease in self.leases:
-            lease.watch(self, servers.releaser)
+            lease.watch(self, servers.reaper)
 
 
 class ServerTable:
@@ -86,7 +86,7 @@ class ServerTable:
             updated = self._return(batch.leases[0], gradients)
         else:
             for lease in batch.leases:
-                self._servers.releaser.abandon(lease)
+                self._servers.reaper.reap(lease)
             updated = self._update_distinct(batch, gradients)
         batch.outcome = "have been updated already: add up the losses and call backward once"
         return updated
@@ -127,25 +127,25 @@ class ServerTable:
         sums = torch.zeros(len(ids), self._dim).index_add_(0, torch.from_numpy(number_of), per_id).numpy()
         total = Updated()
         for part, result in self._look_up(ids, np.ones(len(ids), np.int64), train=True):
-            lease = BatchLease(next(_numbers), result.reference, lambda: None)
+            lease = BatchLease(next(_numbers), result.reference)
             total += self._return(lease, sums[part])
         return total
 
     def _return(self, lease: BatchLease, gradients: NDArray[np.float32]) -> Updated:
-        lease.claim()
+        lease.acquire()
         try:
             report = self._servers.backend.return_gradients(
                 lease.reference, [(self._slot, gradients)], scale=1.0
             )
         except BaseException as failure:  # also what a signal's handler raised
-            lease.unclaim()
-            self._servers.releaser.abandon(lease)
+            lease.give_back()
+            self._servers.reaper.reap(lease)
             if not isinstance(failure, PersiaError):
                 raise
             raise type(failure)(
                 f"the rows of {self._slot!r} were not, or only partly, updated: {failure}"
             ) from failure
-        lease.settle()
+        lease.release()
         self._servers.counters.applied(report)
         return Updated(
             num_updated=report.num_updated,

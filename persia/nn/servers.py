@@ -15,13 +15,13 @@ from persia._native import TrainConfig
 from persia.checkpoint.checkpoints import Checkpoints, Source
 from persia.checkpoint.peers import find_servers
 from persia.config import SlotsConfig
-from persia.data.cluster import Cluster, ClusterBackend
-from persia.data.embedded import SlotsSource, read_slots
-from persia.embedding.backend import EmbeddingBackend
-from persia.embedding.counters import Counters, CounterValues
-from persia.embedding.lease import Releaser
 from persia.errors import FailedPreconditionError, InvalidArgumentError
+from persia.job.connection import ClusterBackend, JobConnection
+from persia.job.embedded import SlotsSource, read_slots
 from persia.logger import get_default_logger
+from persia.pipeline.backend import EmbeddingBackend
+from persia.pipeline.counters import Counters, CounterValues
+from persia.pipeline.lease import LeaseReaper
 
 __all__ = ["Servers", "job_servers"]
 
@@ -67,12 +67,12 @@ class Servers:
         self._counters = Counters()
         self._configured = b""
         with contextlib.ExitStack() as resources:
-            cluster = Cluster.connect(f"converted-model-{env.get_rank() or 0}")
+            cluster = JobConnection.connect(f"converted-model-{env.get_rank() or 0}")
             resources.callback(cluster.close)
             backend = ClusterBackend(cluster, schema=slots.schema_hash())
             resources.callback(backend.close)
-            self._releaser = Releaser(backend, self._counters)
-            resources.callback(self._releaser.close, min(_CLOSE_S, env.get_deadline_s()))
+            self._reaper = LeaseReaper(backend, self._counters)
+            resources.callback(self._reaper.close, min(_CLOSE_S, env.get_deadline_s()))
             self._backend: EmbeddingBackend | None = backend
             self._checkpoints = Checkpoints(
                 lambda: find_servers(cluster.session, env.get_deadline_s()), deadline_s=env.get_deadline_s()
@@ -89,8 +89,8 @@ class Servers:
         return self._backend
 
     @property
-    def releaser(self) -> Releaser:
-        return self._releaser
+    def reaper(self) -> LeaseReaper:
+        return self._reaper
 
     @property
     def counters(self) -> Counters:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from persia.checkpoint.checkpoints import Checkpoints
 from persia.checkpoint.peers import Peer
-from persia.embedding.deadline import Deadline
 from persia.errors import DeadlineExceededError, FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
 from persia.packets.changes import IncrementalSettings
@@ -27,6 +26,7 @@ from persia.packets.operation import (
     begin_stream,
 )
 from persia.packets.packet import Base, BaseKind, CheckpointReference, Packet
+from persia.pipeline.queues import Deadline
 from persia.storage.location import Location
 from persia.storage.manifest import EmbeddingSection
 from persia.storage.position import Position, make_stream_id

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from persia import env
 from persia.config import GlobalConfig, SlotsConfig, load_embedding_config, load_global_config
-from persia.embedding.deadline import Deadline
 from persia.errors import ConfigError, PersiaError
 from persia.logger import get_default_logger, set_role
 from persia.messaging.discovery import Announcer, Directory, EventKind, ServiceEvent, ServiceInfo
-from persia.messaging.ids_responder import IdsResponder, RegisterIds
 from persia.messaging.interface import Session
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
 from persia.observability.sources import EmbeddingWorkerSource
+from persia.pipeline.queues import Deadline
+from persia.pipeline.send import RegisterBatch, RegisterBatchHandler
 from persia.roles import inference
 from persia.roles.lifetime import DRAIN_S, announced, connected, observed, stopped_by_signals, wait_for_stop
 from persia.roles.options import ServerOptions
@@ -65,7 +65,7 @@ def run_embedding_worker(options: ServerOptions) -> None:
                 schema=slots.schema_hash(),
                 observer=observer,
                 subscribe=lambda: session.respond(
-                    session.subjects.ids(options.replica_index), IdsResponder(_registering(worker))
+                    session.subjects.ids(options.replica_index), RegisterBatchHandler(_registering(worker))
                 ),
                 slot_modes=slots.slot_modes,
             )
@@ -149,7 +149,7 @@ def _nn_worker_answers(session: Session) -> bool:
         return False
 
 
-def _registering(worker: EmbeddingWorker) -> RegisterIds:
+def _registering(worker: EmbeddingWorker) -> RegisterBatch:
     return lambda loader, ids: (worker.incarnation, worker.register_batch(loader, ids))
 
 

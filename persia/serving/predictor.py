@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from persia._native import LookupResult
 from persia.checkpoint.checkpoints import Source
 from persia.embedding.data import PersiaBatch
-from persia.embedding.lookup import embedding_tensors, to_device
 from persia.errors import (
     CorruptionError,
     FailedPreconditionError,
     InvalidArgumentError,
     ResourceExhaustedError,
 )
+from persia.pipeline.batch import embedding_tensors, to_device
 from persia.serving.embeddings import EmbeddingSource
 
 __all__ = ["JIT_DENSE_NAME", "Predictor", "load_script", "read_script"]

@@ -10,9 +10,9 @@ import pytest
 
 from persia import env
 from persia.ctx import DataCtx
-from persia.data.cluster import Cluster
 from persia.embedding.data import IDTypeFeature, PersiaBatch
 from persia.errors import FailedPreconditionError, UnavailableError
+from persia.job.connection import JobConnection
 from persia.messaging.payloads import BatchAnnouncement, EndOfStream, FlowReply, IdsReply, ReplyStatus
 from persia.messaging.subjects import EMBEDDING_WORKER, NN_WORKER
 from persia.testing import LocalNats
@@ -24,7 +24,7 @@ class Receivers:
     """One embedding worker and one NN rank that answer as told, and keep what they were sent."""
 
     def __init__(self, answer: Answer) -> None:
-        self.cluster = Cluster.connect("receivers")
+        self.cluster = JobConnection.connect("receivers")
         self.answer = answer
         self.batches: list[BatchAnnouncement] = []
         self.ends: list[EndOfStream] = []

@@ -22,10 +22,10 @@ from persia import _native
 from persia.config import HashStackConfig, SlotConfig, SlotsConfig
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, PersiaBatch
-from persia.embedding.lookup import embedding_tensors, leaf_gradients
 from persia.embedding.optim import SGD
 from persia.errors import InvalidArgumentError
 from persia.nn import EmbeddingBagCollection
+from persia.pipeline.batch import embedding_tensors, leaf_gradients
 
 NUM_IDS = 12
 PREFIX = SlotsConfig(slots_config={"x": SlotConfig(dim=1)}).feature_index_prefix_bit

@@ -15,8 +15,8 @@ import torch
 from persia import _native
 from persia.config import HashStackConfig, SlotConfig
 from persia.embedding import EmbeddingConfig
-from persia.embedding.lookup import embedding_tensors, leaf_gradients
 from persia.embedding.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Optimizer, RMSprop
+from persia.pipeline.batch import embedding_tensors, leaf_gradients
 
 from .test_pooling_against_torch import (
     NUM_IDS,

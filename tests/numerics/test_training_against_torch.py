@@ -17,9 +17,9 @@ from persia._native import EmbeddedClient, SlotConfig
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
-from persia.embedding.backend import ClientBackend
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD
+from persia.pipeline.backend import EmbeddingBackend
 
 NUM_IDS, DIM, FIXED, BATCH, STEPS = 9, 4, 3, 8, 12
 SLOTS = ("pooled", "scaled", "raw")
@@ -131,7 +131,7 @@ def test_training_follows_torch() -> None:
         dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
         embedding_config=EmbeddingConfig(emb_initialization=(-1.0, 1.0)),
         mixed_precision=False,
-        backend=ClientBackend(make_client(), deadline_s=30.0),
+        backend=EmbeddingBackend(make_client(), deadline_s=30.0),
     )
     with ctx:
         tables = initial_tables(ctx)

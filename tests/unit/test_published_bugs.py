@@ -24,11 +24,11 @@ from persia.config import HashStackConfig, parse_embedding_config
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
-from persia.embedding.backend import ClientBackend
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, PersiaBatch
-from persia.embedding.lookup import embedding_tensors, leaf_gradients
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia.errors import ConfigError, CorruptionError, InvalidArgumentError, InvalidTypeError
+from persia.pipeline.backend import EmbeddingBackend
+from persia.pipeline.batch import embedding_tensors, leaf_gradients
 
 DIM = 4
 BITS = 8
@@ -86,7 +86,7 @@ def train_ctx(client: _native.EmbeddedClient, **options: Any) -> TrainCtx:
         embedding_optimizer=SGD(lr=1.0),
         dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
         mixed_precision=False,
-        backend=ClientBackend(client, deadline_s=30.0),
+        backend=EmbeddingBackend(client, deadline_s=30.0),
         **options,
     )
 

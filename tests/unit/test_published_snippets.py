@@ -158,13 +158,13 @@ class DNN(torch.nn.Module):
 
 
 def backend() -> Any:
-    from persia.embedding.backend import ClientBackend
+    from persia.pipeline.backend import EmbeddingBackend
 
     slots = parse_embedding_config({"slots_config": SLOTS})
     client = _native.EmbeddedClient(
         slots=slots.native_slots(), feature_index_prefix_bit=slots.feature_index_prefix_bit
     )
-    return ClientBackend(client, deadline_s=30.0)
+    return EmbeddingBackend(client, deadline_s=30.0)
 
 
 def train_ctx(**options: Any) -> Any:

@@ -14,12 +14,12 @@ from everything_loader import EVALUATED_EVERY
 
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
-from persia.data.training_batch import PersiaTrainingBatch
 from persia.embedding import EmbeddingConfig
 from persia.embedding.initializers import Normal
 from persia.embedding.lr_schedule import LRSchedule
 from persia.embedding.optim import Adagrad
 from persia.env import get_rank
+from persia.pipeline.batch import PersiaTrainingBatch
 from persia.utils import setup_seed
 
 STALENESS = 4

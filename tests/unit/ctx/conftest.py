@@ -14,9 +14,9 @@ from persia import env
 from persia._native import EmbeddedClient, SlotConfig
 from persia.ctx import TrainCtx
 from persia.data import IterableDataset
-from persia.embedding.backend import ClientBackend
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD
+from persia.pipeline.backend import EmbeddingBackend
 
 DIM = 4
 
@@ -81,8 +81,8 @@ def client() -> EmbeddedClient:
 
 
 @pytest.fixture
-def backend(client: EmbeddedClient) -> ClientBackend:
-    return ClientBackend(client, deadline_s=10.0)
+def backend(client: EmbeddedClient) -> EmbeddingBackend:
+    return EmbeddingBackend(client, deadline_s=10.0)
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def model() -> Model:
 
 
 @pytest.fixture
-def make_ctx(backend: ClientBackend, model: Model) -> Callable[..., TrainCtx]:
+def make_ctx(backend: EmbeddingBackend, model: Model) -> Callable[..., TrainCtx]:
     def make(**kwargs: Any) -> TrainCtx:
         arguments: dict[str, Any] = {
             "model": model,

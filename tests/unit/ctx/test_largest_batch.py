@@ -10,10 +10,10 @@ import torch
 
 from persia import _native
 from persia.ctx import TrainCtx
-from persia.embedding.backend import ClientBackend
 from persia.embedding.data import MAX_BATCH_SIZE, IDTypeFeature, Label, PersiaBatch
 from persia.embedding.optim import SGD
 from persia.errors import InvalidArgumentError
+from persia.pipeline.backend import EmbeddingBackend
 
 NUM_IDS = 100
 RATE = 1e-4
@@ -48,7 +48,7 @@ def test_the_largest_batch_is_looked_up_and_trained(embedding_worker: Callable[.
         torch.optim.SGD(model.parameters(), lr=0.1),
         model=model,
         mixed_precision=False,
-        backend=ClientBackend(client, deadline_s=60.0),
+        backend=EmbeddingBackend(client, deadline_s=60.0),
     ) as ctx:
         ids = torch.arange(MAX_BATCH_SIZE) % NUM_IDS
         counts = ids.bincount()[ids]

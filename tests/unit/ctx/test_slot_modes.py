@@ -14,9 +14,9 @@ from persia.config import parse_embedding_config
 from persia.ctx import TrainCtx
 from persia.data import DataLoader
 from persia.data.dataset import IterableDatasetBase
-from persia.embedding.consistency import ALL_PARTS
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError, UnavailableError
+from persia.pipeline.staleness import ALL_SLOTS
 from tests.mode_batches import STEPS, local, make_batch, streamed
 
 TIMEOUT_S = 60.0
@@ -61,23 +61,23 @@ def training(modes: tuple[dict[str, Any], ...], consistency: str = "hybrid") -> 
 
 
 class Recorder:
-    """Notes which batches had been applied when a lookup of some parts of a batch began."""
+    """Notes which batches had been applied when a lookup of some slots of a batch began."""
 
     def __init__(self, ctx: TrainCtx, monkeypatch: pytest.MonkeyPatch) -> None:
         self._changed = threading.Condition()
         self._applied: set[int] = set()  # references
-        self.lookups: dict[int, list[tuple[int, set[int]]]] = defaultdict(list)  # by parts
+        self.lookups: dict[int, list[tuple[int, set[int]]]] = defaultdict(list)  # by slots
         for name in ("lookup", "lookup_direct"):
             monkeypatch.setattr(ctx.backend, name, self._noting_lookups(getattr(ctx.backend, name)))
         monkeypatch.setattr(ctx.backend, "return_gradients", self._noting(ctx.backend.return_gradients))
 
     def _noting_lookups(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(*args: Any, parts: int, **kwargs: Any) -> Any:
+        def noting(*args: Any, slots: int, **kwargs: Any) -> Any:
             with self._changed:
                 applied = set(self._applied)
-            result = call(*args, parts=parts, **kwargs)
+            result = call(*args, slots=slots, **kwargs)
             with self._changed:
-                self.lookups[parts].append((result.reference.reference, applied))
+                self.lookups[slots].append((result.reference.reference, applied))
                 self._changed.notify_all()
             return result
 
@@ -95,16 +95,16 @@ class Recorder:
     def wait_for(self, num_lookups: dict[int, int]) -> None:
         with self._changed:
             assert self._changed.wait_for(
-                lambda: all(len(self.lookups[parts]) >= n for parts, n in num_lookups.items()), TIMEOUT_S
+                lambda: all(len(self.lookups[slots]) >= n for slots, n in num_lookups.items()), TIMEOUT_S
             )
 
-    def most_unseen(self, parts: int, references: list[int]) -> int:
+    def most_unseen(self, slots: int, references: list[int]) -> int:
         """The largest number of earlier batches that were not applied when a batch was looked up."""
         number = {reference: n for n, reference in enumerate(references)}
-        assert len(self.lookups[parts]) == len(references)
+        assert len(self.lookups[slots]) == len(references)
         return max(
             sum(earlier not in applied for earlier in references[: number[reference]])
-            for reference, applied in self.lookups[parts]
+            for reference, applied in self.lookups[slots]
         )
 
 
@@ -139,7 +139,7 @@ JOBS = {
         (bounded(4), {}, {"consistency": "hybrid", "embedding_staleness": 2}),
         {"hybrid": (1 + 4, 4), "hybrid 4": (1 + 4, 4), "hybrid 2": (2, 2)},
     ),
-    "one bound for all": ("hybrid", 4, (bounded(2),) * 3, {"hybrid 2": (ALL_PARTS, 2)}),
+    "one bound for all": ("hybrid", 4, (bounded(2),) * 3, {"hybrid 2": (ALL_SLOTS, 2)}),
 }
 
 
@@ -159,8 +159,8 @@ def test_no_slot_sees_more_batches_in_flight_than_its_bound(
             references.append(batch.result.reference.reference)
             ctx.backward(ctx.forward(batch)[0])
     assert len(references) == STEPS
-    for parts, bound in expected.values():
-        assert recorder.most_unseen(parts, references) == bound - 1
+    for slots, bound in expected.values():
+        assert recorder.most_unseen(slots, references) == bound - 1
     measured = ctx.staleness.by_mode
     assert {name: mode.max for name, mode in measured.items()} == {
         name: bound - 1 for name, (_, bound) in expected.items()
@@ -225,7 +225,7 @@ def test_a_batch_looked_up_by_hand_has_no_bounds_but_the_step(monkeypatch: pytes
         recorder = Recorder(ctx, monkeypatch)
         batch = ctx.get_embedding_from_data(make_batch())
         ctx.backward(ctx.forward(batch)[0])
-    assert {parts: len(found) for parts, found in recorder.lookups.items()} == {1 + 2: 1, 4: 1}
+    assert {slots: len(found) for slots, found in recorder.lookups.items()} == {1 + 2: 1, 4: 1}
     assert ctx.counters.batches_trained == 1
 
 

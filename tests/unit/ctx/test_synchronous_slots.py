@@ -14,15 +14,15 @@ from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader
 from persia.data.dataset import IterableDatasetBase
 from persia.embedding import EmbeddingConfig
-from persia.embedding.consistency import ALL_PARTS
-from persia.embedding.counters import ModeStaleness
 from persia.embedding.optim import Adagrad
 from persia.errors import ConfigError, FailedPreconditionError, UnavailableError
 from persia.observability.phases import LOOKUP_IN_STEP
+from persia.pipeline.counters import ModeStaleness
+from persia.pipeline.staleness import ALL_SLOTS
 from tests.mode_batches import STEPS, local, make_batch, streamed
 
 STALENESS, TIMEOUT_S = 4, 60.0
-AHEAD, IN_STEP = 1, 2  # the parts of slots as the job's, and of those that are synchronous
+AHEAD, IN_STEP = 1, 2  # the bits of slots in the job's mode, and of synchronous ones
 
 
 def slots(*synchronous: str) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Ahead:
     """Lets the loop begin when as many batches as may be are looked up ahead."""
 
     def __init__(self, ctx: TrainCtx, monkeypatch: pytest.MonkeyPatch, num_batches: int) -> None:
-        self.parts: list[int] = []
+        self.slots: list[int] = []
         self._changed = threading.Condition()
         self._num_batches = num_batches
         for name in ("lookup", "lookup_direct"):
@@ -59,7 +59,7 @@ class Ahead:
         def noting(*args: Any, **kwargs: Any) -> Any:
             result = call(*args, **kwargs)
             with self._changed:
-                self.parts.append(kwargs["parts"])
+                self.slots.append(kwargs["slots"])
                 self._changed.notify_all()
             return result
 
@@ -67,7 +67,7 @@ class Ahead:
 
     def wait(self) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.parts) >= self._num_batches, TIMEOUT_S)
+            assert self._changed.wait_for(lambda: len(self.slots) >= self._num_batches, TIMEOUT_S)
 
 
 def trained_rows(
@@ -112,8 +112,8 @@ def test_it_learns_as_in_sequential_training_and_the_others_are_looked_up_ahead(
     rows, ctx, ahead = trained_rows(learns, make_dataset(), monkeypatch, learns, **mode)
     assert rows.tobytes() == sequential.tobytes()
     num_ahead = STEPS if mode else STALENESS
-    assert ahead.parts[:num_ahead] == [AHEAD] * num_ahead
-    assert ahead.parts.count(IN_STEP) == STEPS
+    assert ahead.slots[:num_ahead] == [AHEAD] * num_ahead
+    assert ahead.slots.count(IN_STEP) == STEPS
     assert ctx.staleness.max == num_ahead - 1
     assert ctx.staleness.by_mode["synchronous"] == ModeStaleness()
     assert ctx.counters.batches_trained == ctx.counters.batches_received == STEPS
@@ -129,14 +129,14 @@ def test_a_slot_that_is_looked_up_ahead_learns_something_else(monkeypatch: pytes
 
 def test_in_a_synchronous_job_there_is_one_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, ahead = trained_rows("first", local(), monkeypatch, "first", consistency="synchronous")
-    assert ahead.parts[:STEPS] == [ALL_PARTS] * STEPS
+    assert ahead.slots[:STEPS] == [ALL_SLOTS] * STEPS
 
 
 def test_a_job_of_synchronous_slots_alone_has_no_staleness(monkeypatch: pytest.MonkeyPatch) -> None:
     sequential, _, _ = trained_rows("first", local(), monkeypatch, consistency="synchronous")
     rows, ctx, lookups = trained_rows("first", local(), monkeypatch, "first", "second", "third", num_ahead=1)
     assert rows.tobytes() == sequential.tobytes()
-    assert lookups.parts[:STEPS] == [ALL_PARTS] * STEPS
+    assert lookups.slots[:STEPS] == [ALL_SLOTS] * STEPS
     assert ctx.staleness.by_mode == {"synchronous": ModeStaleness()}
 
 
@@ -166,9 +166,9 @@ def test_a_batch_looked_up_by_hand_leaves_them_to_its_step(monkeypatch: pytest.M
     with training() as ctx:
         ahead = Ahead(ctx, monkeypatch, 1)
         batch = ctx.get_embedding_from_data(make_batch())
-        assert ahead.parts == [AHEAD]
+        assert ahead.slots == [AHEAD]
         ctx.backward(ctx.forward(batch)[0])
-        assert ahead.parts == [AHEAD, IN_STEP]
+        assert ahead.slots == [AHEAD, IN_STEP]
 
 
 def test_a_batch_that_was_given_up_is_said_to_be() -> None:

@@ -14,10 +14,10 @@ import torch
 
 from persia._native import BatchReference
 from persia.data.host import LoaderHost
-from persia.data.prefetch import Prefetcher
-from persia.data.stream import StreamReceiver
-from persia.embedding.counters import Counters
-from persia.embedding.lease import Releaser
+from persia.pipeline.counters import Counters
+from persia.pipeline.lease import LeaseReaper
+from persia.pipeline.prefetch import Prefetcher
+from persia.pipeline.receive import StreamReceiver
 
 
 class FakeBackend:
@@ -38,13 +38,13 @@ class FakeBackend:
     def configure(self, config: Any, *, replace: bool = False) -> None:
         pass
 
-    def lookup(self, reference: BatchReference, *, requires_grad: bool, parts: int = 0) -> Any:
+    def lookup(self, reference: BatchReference, *, requires_grad: bool, slots: int = 0) -> Any:
         self.on_lookup(reference.reference)
         with self.lock:
             self.looked_up.append(reference.reference)
         return SimpleNamespace(reference=reference, batch_size=1, slots=[])
 
-    def lookup_direct(self, id_features: bytes, *, requires_grad: bool, parts: int = 0) -> Any:
+    def lookup_direct(self, id_features: bytes, *, requires_grad: bool, slots: int = 0) -> Any:
         with self.lock:
             self._num_direct += 1
             number = self._num_direct
@@ -87,7 +87,7 @@ class FakeHost(LoaderHost):
         self._backend = backend
         self._training = training
         self._counters = Counters()
-        self._releaser = Releaser(backend, self._counters)
+        self._releaser = LeaseReaper(backend, self._counters)
         self.prefetchers: list[Prefetcher] = []
 
     @property
@@ -95,7 +95,7 @@ class FakeHost(LoaderHost):
         return self._backend
 
     @property
-    def releaser(self) -> Releaser:
+    def releaser(self) -> LeaseReaper:
         return self._releaser
 
     @property

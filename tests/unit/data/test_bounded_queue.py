@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from persia.embedding.bounded_queue import BoundedQueue, QueueClosed
 from persia.errors import DeadlineExceededError
+from persia.pipeline.queues import BoundedQueue, QueueClosed
 
 
 def test_first_in_first_out_and_closed_after_the_last() -> None:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from persia._native import BatchReference
-from persia.embedding.counters import Counters
-from persia.embedding.gradient import GradientReturner
-from persia.embedding.lease import BatchLease
 from persia.errors import DeadlineExceededError, NotFoundError, PersiaError, UnavailableError
+from persia.pipeline.counters import Counters
+from persia.pipeline.gradients import GradientSender
+from persia.pipeline.lease import BatchLease
 
 
-def make(backend: Any, counters: Counters, **sizes: Any) -> GradientReturner:
+def make(backend: Any, counters: Counters, **sizes: Any) -> GradientSender:
     defaults = {"num_workers": 2, "queue_capacity": 4, "max_unacknowledged": 8}
-    return GradientReturner(backend, counters, **{**defaults, **sizes})
+    return GradientSender(backend, counters, **{**defaults, **sizes})
 
 
 def lease(number: int, on_settled: Callable[[], None] = lambda: None) -> BatchLease:
@@ -148,7 +148,7 @@ def test_other_gradients_go_on_after_a_failure(fake_backend: Any) -> None:
 def test_batch_that_was_given_up_is_not_returned(fake_backend: Any) -> None:
     returner = make(fake_backend, Counters())
     given_up = lease(3)
-    assert given_up.claim()
+    assert given_up.acquire()
     returner.submit(given_up, [], scale=1.0)
     returner.drain(30)
     assert fake_backend.returned == []
@@ -165,5 +165,5 @@ def test_interrupted_submit_leaves_the_batch_to_be_released(
     interrupted = lease(3)
     with pytest.raises(KeyboardInterrupt):
         returner.submit(interrupted, [], scale=1.0)
-    assert not interrupted.claimed
+    assert not interrupted.acquired
     returner.drain(30)

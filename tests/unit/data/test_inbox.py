@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from persia.data.inbox import Inbox, Offer
-from persia.embedding.bounded_queue import QueueClosed
 from persia.errors import DeadlineExceededError, StreamClosedError, UnavailableError
 from persia.messaging.payloads import BatchAnnouncement, EndOfStream
+from persia.pipeline.queues import QueueClosed
+from persia.pipeline.receive import Inbox, Offer
 
 
 def announcement(batch_id: int, num_loaders: int = 1, reference: int | None = None) -> BatchAnnouncement:
@@ -127,13 +127,13 @@ def test_close_wakes_take_returns_the_rest_and_refuses_more() -> None:
         offer(inbox, 2)
 
 
-def test_silent_loaders_are_those_that_owe_something() -> None:
+def test_stale_loaders_are_those_that_owe_something() -> None:
     inbox = Inbox(0, 1, 4, ordered=False)
     offer(inbox, 0, 3)
     inbox.end(EndOfStream(1, 3, 0))
-    assert inbox.silent_loaders(0.0) == [0, 2]
-    # Never heard of, also where the machine has not been up for so long.
-    assert inbox.silent_loaders(time.monotonic() + 1000.0) == [2]
-    inbox.heard(2)
-    assert inbox.silent_loaders(1000.0) == []
-    assert (inbox.has_heard(0), inbox.num_loaders) == (True, 3)
+    assert inbox.stale_loaders(0.0) == [0, 2]
+    # Never seen, also where the machine has not been up for so long.
+    assert inbox.stale_loaders(time.monotonic() + 1000.0) == [2]
+    inbox.mark_alive(2)
+    assert inbox.stale_loaders(1000.0) == []
+    assert (inbox.has_seen(0), inbox.num_loaders) == (True, 3)

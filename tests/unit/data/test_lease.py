@@ -6,9 +6,9 @@ import gc
 from typing import Any
 
 from persia._native import BatchReference
-from persia.embedding.counters import Counters
-from persia.embedding.lease import BatchLease, Releaser
 from persia.errors import UnavailableError
+from persia.pipeline.counters import Counters
+from persia.pipeline.lease import BatchLease, LeaseReaper
 
 
 class Owner:
@@ -21,37 +21,37 @@ def lease(number: int, settled: list[int]) -> BatchLease:
 
 def test_dropping_the_owner_releases_the_batch(fake_backend: Any) -> None:
     counters, settled = Counters(), list[int]()
-    releaser = Releaser(fake_backend, counters)
+    reaper = LeaseReaper(fake_backend, counters)
     owner = Owner()
     owner.cycle = owner  # type: ignore[attr-defined]  # only the collector can find it
-    lease(1, settled).watch(owner, releaser)
+    lease(1, settled).watch(owner, reaper)
     del owner
     gc.collect()
-    releaser.close(30)
+    reaper.close(30)
     assert fake_backend.released == [1]
     assert settled == [1]
     assert counters.snapshot().batches_released == 1
 
 
-def test_claimed_batch_is_not_released(fake_backend: Any) -> None:
+def test_acquired_batch_is_not_released(fake_backend: Any) -> None:
     settled: list[int] = []
-    releaser = Releaser(fake_backend, Counters())
-    owner, claimed = Owner(), lease(1, settled)
-    claimed.watch(owner, releaser)
-    assert claimed.claim()
+    reaper = LeaseReaper(fake_backend, Counters())
+    owner, acquired = Owner(), lease(1, settled)
+    acquired.watch(owner, reaper)
+    assert acquired.acquire()
     del owner
-    releaser.close(30)
+    reaper.close(30)
     assert fake_backend.released == []
 
 
 def test_close_gives_up_what_the_script_still_holds(fake_backend: Any) -> None:
     settled: list[int] = []
-    releaser = Releaser(fake_backend, Counters())
+    reaper = LeaseReaper(fake_backend, Counters())
     owner, held = Owner(), lease(1, settled)
-    held.watch(owner, releaser)
-    releaser.close(30)
+    held.watch(owner, reaper)
+    reaper.close(30)
     assert fake_backend.released == [1]
-    assert not held.claim()
+    assert not held.acquire()
     del owner  # finalizes: nothing happens twice
     assert settled == [1]
 
@@ -62,9 +62,9 @@ def test_release_that_fails_still_frees_the_permit(fake_backend: Any, log: Any) 
 
     fake_backend.release = fail
     counters, settled = Counters(), list[int]()
-    releaser = Releaser(fake_backend, counters)
-    releaser.abandon(lease(1, settled))
-    releaser.close(30)
+    reaper = LeaseReaper(fake_backend, counters)
+    reaper.reap(lease(1, settled))
+    reaper.close(30)
     assert settled == [1]
     assert counters.snapshot().batches_released == 1
     (record,) = log.records

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persia.data.order import Arrival, LoaderShare, StreamOrder
 from persia.errors import FailedPreconditionError, InvalidArgumentError
+from persia.pipeline.receive import StreamOrder
+from persia.pipeline.send import LoaderShare
 
 
 def batch_ids(lengths: list[int], rank: int, world_size: int) -> list[list[int]]:
@@ -21,8 +22,8 @@ def batch_ids(lengths: list[int], rank: int, world_size: int) -> list[list[int]]
 
 def deliver(order: StreamOrder, loader: int, num_loaders: int, batch_id: int) -> None:
     order.introduce(loader, num_loaders)
-    assert order.arrival(batch_id, loader) is Arrival.NEXT
-    order.announced(loader)
+    assert not order.is_repeated(batch_id, loader)
+    order.queued(loader)
 
 
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(0, 40))
@@ -89,7 +90,7 @@ def test_loader_without_batches_for_this_rank_is_not_waited_for() -> None:
 def test_repetition_is_recognised() -> None:
     order = StreamOrder(0, 1)
     deliver(order, 0, 1, 0)
-    assert order.arrival(0, 0) is Arrival.REPEATED
+    assert order.is_repeated(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_gaps_and_strays_are_refused(batch_id: int, match: str) -> None:
     order = StreamOrder(0, 2)
     order.introduce(0, 1)
     with pytest.raises((FailedPreconditionError, InvalidArgumentError), match=match):
-        order.arrival(batch_id, 0)
+        order.is_repeated(batch_id, 0)
 
 
 def test_disagreeing_loader_counts_are_refused() -> None:
@@ -131,4 +132,4 @@ def test_batch_after_the_end_is_refused() -> None:
     order.introduce(0, 1)
     order.end(0, 0)
     with pytest.raises(FailedPreconditionError, match="one DataCtx"):
-        order.arrival(0, 0)
+        order.is_repeated(0, 0)

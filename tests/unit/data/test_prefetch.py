@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 
 from persia._native import BatchReference
-from persia.data.lookup_service import LookupService
-from persia.data.prefetch import Prefetcher
-from persia.data.source import PendingBatch
-from persia.data.staleness import StalenessGate
-from persia.embedding.bounded_queue import BoundedQueue, QueueClosed
-from persia.embedding.consistency import Consistency, Mode, Stage
 from persia.embedding.dense_codec import DenseSection
 from persia.errors import CorruptionError, DeadlineExceededError, UnavailableError
+from persia.pipeline.lookup import LookupService
+from persia.pipeline.prefetch import Prefetcher
+from persia.pipeline.queues import BoundedQueue, QueueClosed
+from persia.pipeline.source import PendingBatch
+from persia.pipeline.staleness import Consistency, LookupStage, Mode, StalenessGate
 
 
 def dense() -> DenseSection:
@@ -67,7 +66,7 @@ def start(
     staleness: int | None = None,
     num_workers: int = 4,
     forward_buffer_size: int = 5,
-    later: Sequence[Stage] = (),
+    later: Sequence[LookupStage] = (),
 ) -> Prefetcher:
     counters = host.lookup_counters
     prefetcher = Prefetcher(
@@ -103,8 +102,8 @@ def test_staleness_bounds_batches_between_lookup_and_settlement(
     prefetcher = start(fake_host, ListSource([pending(i) for i in range(30)]), staleness=staleness)
     seen = 0
     for batch in batches(prefetcher):
-        assert batch.lease.claim()
-        batch.lease.settle()
+        assert batch.lease.acquire()
+        batch.lease.release()
         seen += 1
     assert seen == 30
     assert max(most) <= staleness
@@ -182,7 +181,7 @@ def test_failed_later_lookup_gives_its_batch_up_at_once(fake_host: Any, fake_bac
             raise UnavailableError("embedding worker 0 at 127.0.0.1:1 is gone")
 
     fake_backend.on_lookup = fail
-    later = [Stage(Mode.of(Consistency.HYBRID, 1), 2)]
+    later = [LookupStage(Mode.of(Consistency.HYBRID, 1), 2)]
     prefetcher = start(fake_host, ListSource([pending(i) for i in range(2)]), num_workers=1, later=later)
     gc.disable()
     try:
@@ -225,7 +224,7 @@ def test_close_gives_up_everything_that_was_not_taken(fake_host: Any, fake_backe
     taken = prefetcher.next(30)
     assert taken is not None
     assert taken.lease is not None
-    assert taken.lease.claim()
+    assert taken.lease.acquire()
     prefetcher.close(30)
     fake_host.close()
     assert sorted(fake_backend.released) == list(range(1, 20))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from persia.data.stream import StreamReceiver
 from persia.errors import DeadlineExceededError
 from persia.messaging.registration import Registration
 from persia.messaging.subjects import Subjects
+from persia.pipeline.receive import LOADER_REMEDY, StreamReceiver
 
 
 class Session:
@@ -38,13 +38,15 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_receiver(answers: list[Any], connected: list[bool]) -> StreamReceiver:
     """`answers`: what a loader answers when asked whether it is there, None for nothing."""
     directory = SimpleNamespace(probe=lambda *_: answers.pop(0))
-    cluster: Any = SimpleNamespace(session=Session(connected), directory=directory)
+    session: Any = Session(connected)
     return StreamReceiver(
-        cluster,
+        session,
+        directory,
         rank=0,
         world_size=1,
         buffer_size=1,
         ordered=False,
+        remedy=LOADER_REMEDY,
         on_received=lambda: None,
         on_superseded=lambda announcement: None,
     )

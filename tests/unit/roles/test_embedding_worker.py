@@ -9,10 +9,10 @@ import pytest
 
 from persia.errors import CorruptionError, ResourceExhaustedError
 from persia.messaging.discovery import Announcer, Directory, EventKind, ServiceEvent, ServiceInfo
-from persia.messaging.ids_responder import IdsResponder
 from persia.messaging.local_session import LocalBroker, LocalSession
 from persia.messaging.payloads import IdsReply, IdsRequest, ReplyStatus
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
+from persia.pipeline.send import RegisterBatchHandler
 from persia.roles.embedding_worker import ServerLinks, count_workers, drain
 
 
@@ -63,13 +63,13 @@ def test_a_server_of_another_shape_is_not_used():
 
 def test_registration_answers_with_the_reference():
     worker = Worker()
-    reply = IdsReply.decode(IdsResponder(worker.register_batch)(IdsRequest(3, 4, b"ids").encode()))
+    reply = IdsReply.decode(RegisterBatchHandler(worker.register_batch)(IdsRequest(3, 4, b"ids").encode()))
     assert reply == IdsReply(ReplyStatus.OK, worker_incarnation=77, reference=5)
     assert worker.registered == [(3, b"ids")]
 
 
 def test_a_full_buffer_asks_to_try_again():
-    responder = IdsResponder(Worker(ResourceExhaustedError("full")).register_batch)
+    responder = RegisterBatchHandler(Worker(ResourceExhaustedError("full")).register_batch)
     reply = IdsReply.decode(responder(IdsRequest(0, 1, b"").encode()))
     assert reply.status is ReplyStatus.FULL
     assert 5 <= reply.retry_ms <= 20
@@ -77,7 +77,7 @@ def test_a_full_buffer_asks_to_try_again():
 
 @pytest.mark.parametrize("payload", [b"", IdsRequest(0, 1, b"").encode()])
 def test_what_cannot_be_registered_is_answered_with_the_reason(payload):
-    reply = IdsReply.decode(IdsResponder(Worker(CorruptionError("bad ids")).register_batch)(payload))
+    reply = IdsReply.decode(RegisterBatchHandler(Worker(CorruptionError("bad ids")).register_batch)(payload))
     assert reply.status is ReplyStatus.ERROR
     assert reply.message
 

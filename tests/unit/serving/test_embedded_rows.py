@@ -13,7 +13,7 @@ from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.config import SlotsConfig, parse_embedding_config
 from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch
-from persia.embedding.signs import slot_signs
+from persia.pipeline.backend import slot_signs
 from persia.serving.embeddings import EmbeddedRows
 from persia.storage.schema import RowSchema
 

@@ -11,8 +11,6 @@ import secrets
 
 from persia import env
 from persia._native import BatchReference, LookupResult, RemoteClient, TrainConfig
-from persia.embedding.backend import ClientBackend
-from persia.embedding.consistency import ALL_PARTS
 from persia.errors import FailedPreconditionError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Announcer, Directory, EventKind, ServiceEvent, ServiceInfo
@@ -22,14 +20,16 @@ from persia.messaging.subjects import EMBEDDING_WORKER
 from persia.observability.process import ProcessObserver
 from persia.observability.settings import ObservabilitySettings
 from persia.observability.sources import Source
+from persia.pipeline.backend import EmbeddingBackend
+from persia.pipeline.staleness import ALL_SLOTS
 
-__all__ = ["Cluster", "ClusterBackend"]
+__all__ = ["ClusterBackend", "JobConnection"]
 
 _PROBE_S = 5.0
 
 
-class Cluster:
-    """This process' connection to its job. Create it with `Cluster.connect`, end it with `close`."""
+class JobConnection:
+    """This process' connection to its job. Create it with `JobConnection.connect`, end it with `close`."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -38,7 +38,7 @@ class Cluster:
         self._observer: ProcessObserver | None = None
 
     @classmethod
-    def connect(cls, name: str) -> Cluster:
+    def connect(cls, name: str) -> JobConnection:
         """Connects to the broker in PERSIA_NATS_URL; `name` labels the connection in the broker's logs."""
         url = env.get_nats_url()
         if url is None:
@@ -91,14 +91,14 @@ class Cluster:
         self.session.close()
 
 
-class ClusterBackend(ClientBackend):
+class ClusterBackend(EmbeddingBackend):
     """Embedding workers of a cluster behind RPC. Waits for all of them on creation.
 
     Workers that are started later are used; one that says bye is asked only for the batches that it holds.
     `schema`: the hash of this process' slots, which must be theirs; "" to accept any.
     """
 
-    def __init__(self, cluster: Cluster, *, schema: str = "") -> None:
+    def __init__(self, cluster: JobConnection, *, schema: str = "") -> None:
         deadline_s = env.get_deadline_s()
         self._directory = cluster.directory
         self._incarnations: dict[int, int] = {}  # of the workers that have an address
@@ -131,12 +131,12 @@ class ClusterBackend(ClientBackend):
         self._config = config
 
     def lookup(
-        self, reference: BatchReference, *, requires_grad: bool, parts: int = ALL_PARTS
+        self, reference: BatchReference, *, requires_grad: bool, slots: int = ALL_SLOTS
     ) -> LookupResult:
         # A loader may have heard of a new worker before this process has.
         if reference.worker_index not in self._incarnations:
             self._find(reference.worker_index)
-        return super().lookup(reference, requires_grad=requires_grad, parts=parts)
+        return super().lookup(reference, requires_grad=requires_grad, slots=slots)
 
     def close(self) -> None:
         self._watch.close()

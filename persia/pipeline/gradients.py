@@ -1,4 +1,4 @@
-"""Returns gradients to the embedding workers in the background, and loses none.
+"""Stage 5: returns gradients to the embedding workers in the background, and loses none.
 
 `backward` hands a batch's gradients in and goes on; worker threads send them. Everything is bounded, so a
 slow server slows training down instead of filling memory. The first failure is kept and raised by the next
@@ -12,25 +12,24 @@ import threading
 from collections.abc import Callable
 
 from persia._native import TracedBatch
-from persia.embedding.backend import EmbeddingBackend, SlotGradients
-from persia.embedding.bounded_queue import BoundedQueue, QueueClosed
-from persia.embedding.counters import Counters
-from persia.embedding.deadline import Deadline
-from persia.embedding.lease import BatchLease, with_batch_id
 from persia.errors import DeadlineExceededError, FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
+from persia.pipeline.backend import EmbeddingBackend, SlotGradients
+from persia.pipeline.counters import Counters
+from persia.pipeline.lease import BatchLease, with_batch_id
+from persia.pipeline.queues import BoundedQueue, Deadline, QueueClosed
 
-__all__ = ["GradientReturner"]
+__all__ = ["GradientSender"]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
+class _Gradients:
     lease: BatchLease
     gradients: SlotGradients
     scale: float
 
 
-class GradientReturner:
+class GradientSender:
     """`queue_capacity` batches may wait for a worker, `max_unacknowledged` may wait or be under way."""
 
     def __init__(
@@ -47,7 +46,7 @@ class GradientReturner:
         self._counters = counters
         self._max_unacknowledged = max_unacknowledged
         self._on_failure = on_failure
-        self._queue: BoundedQueue[_Job] = BoundedQueue(queue_capacity)
+        self._queue: BoundedQueue[_Gradients] = BoundedQueue(queue_capacity)
         self._changed = threading.Condition()
         self._unacknowledged: set[BatchLease] = set()
         self._failure: PersiaError | None = None
@@ -60,11 +59,11 @@ class GradientReturner:
             thread.start()
 
     def submit(self, lease: BatchLease, gradients: SlotGradients, *, scale: float) -> None:
-        """Claims the batch and queues its gradients, unless it was given up before.
+        """Acquires the batch's lease and queues its gradients, unless it was given up before.
 
         Waits while the buffers are full; raises the first failure there was.
         """
-        if not lease.claim():
+        if not lease.acquire():
             return
         try:
             self._submit(lease, gradients, scale)
@@ -73,7 +72,7 @@ class GradientReturner:
         except BaseException:  # a signal's handler raised, while this waited for room
             with self._changed:
                 self._unacknowledged.discard(lease)
-            lease.unclaim()
+            lease.give_back()
             raise
 
     def _submit(self, lease: BatchLease, gradients: SlotGradients, scale: float) -> None:
@@ -88,10 +87,10 @@ class GradientReturner:
         self._counters.add(gradients_submitted=1)
         if failure is not None:
             self._counters.add(batches_failed=1)
-            lease.settle()
+            lease.release()
             raise failure
         try:
-            self._queue.put(_Job(lease, gradients, scale))
+            self._queue.put(_Gradients(lease, gradients, scale))  # taken up by _run, on a gradient thread
         except QueueClosed:
             self._done(
                 lease, FailedPreconditionError(f"backward of batch {lease.batch_id}: the context has ended")
@@ -139,25 +138,27 @@ class GradientReturner:
     def _run(self) -> None:
         while True:
             try:
-                job = self._queue.get()
+                item = self._queue.get()
             except QueueClosed:
                 return
-            self._send(job)
+            self._send(item)
 
-    def _send(self, job: _Job) -> None:
+    def _send(self, item: _Gradients) -> None:
         try:
-            with TracedBatch(job.lease.batch_id):
-                report = self._backend.return_gradients(job.lease.reference, job.gradients, scale=job.scale)
+            with TracedBatch(item.lease.batch_id):
+                report = self._backend.return_gradients(
+                    item.lease.reference, item.gradients, scale=item.scale
+                )
         except Exception as failure:
-            error = with_batch_id(failure, "the gradient", job.lease.batch_id)
+            error = with_batch_id(failure, "the gradient", item.lease.batch_id)
             # Raised, too, but later, and only the first one.
-            get_default_logger().error("%s", error, extra={"batch_id": job.lease.batch_id})
-            self._done(job.lease, error)
+            get_default_logger().error("%s", error, extra={"batch_id": item.lease.batch_id})
+            self._done(item.lease, error)
         else:
             self._counters.applied(report)
             if report.num_nonfinite_slots:
-                self._warn_of_nonfinite(job.lease.batch_id, report.num_nonfinite_slots)
-            self._done(job.lease, None)
+                self._warn_of_nonfinite(item.lease.batch_id, report.num_nonfinite_slots)
+            self._done(item.lease, None)
 
     def _warn_of_nonfinite(self, batch_id: int, num_slots: int) -> None:
         with self._changed:
@@ -173,7 +174,7 @@ class GradientReturner:
 
     def _done(self, lease: BatchLease, failure: PersiaError | None) -> None:
         first = False
-        lease.settle()
+        lease.release()
         with self._changed:
             self._unacknowledged.discard(lease)
             if failure is not None:

@@ -1,4 +1,4 @@
-"""What became of the batches of one context, counted where it happens.
+"""Counts what happens to the batches of one context, where it happens.
 
 The invariant that tests hold on to, once a context has ended:
 `batches_received == batches_trained + batches_evaluated + batches_released + batches_failed`.
@@ -78,7 +78,7 @@ class Counters:
         self._lock = threading.Lock()
         self._values = dict.fromkeys((field.name for field in dataclasses.fields(CounterValues)), 0)
         self._staleness = _Measured()
-        self._staleness_by_parts: dict[int, _Measured] = {}
+        self._staleness_by_slots: dict[int, _Measured] = {}
         self._in_flight = 0
 
     def add(self, **counts: int) -> None:
@@ -96,8 +96,8 @@ class Counters:
             self._values["rows_updated"] += report.num_updated
             self._values["rows_missing"] += report.num_missing
             self._staleness.add(report.staleness)
-            for parts, staleness in report.lookups:
-                self._staleness_by_parts.setdefault(parts, _Measured()).add(staleness)
+            for slots, staleness in report.lookups:
+                self._staleness_by_slots.setdefault(slots, _Measured()).add(staleness)
 
     def flight(self, change: int) -> None:
         """A training batch enters (+1) or leaves (-1) the time between its permit and its acknowledgement."""
@@ -108,12 +108,12 @@ class Counters:
         with self._lock:
             return CounterValues(**self._values)
 
-    def staleness(self, names_of: Callable[[int], Iterable[str]] = lambda parts: (str(parts),)) -> Staleness:
-        """`names_of` parts of the slots that were looked up together: their modes'."""
+    def staleness(self, names_of: Callable[[int], Iterable[str]] = lambda slots: (str(slots),)) -> Staleness:
+        """`names_of`: the names of the modes of slots that were looked up together."""
         with self._lock:
             by_mode: dict[str, _Measured] = {}
-            for parts, measured in self._staleness_by_parts.items():
-                for name in names_of(parts):
+            for slots, measured in self._staleness_by_slots.items():
+                for name in names_of(slots):
                     by_mode.setdefault(name, _Measured()).join(measured)
             return Staleness(
                 max=self._staleness.max,

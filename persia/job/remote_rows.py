@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from persia import env
 from persia._native import LookupResult, RemoteClient
-from persia.embedding.deadline import Deadline
 from persia.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from persia.logger import get_default_logger
+from persia.pipeline.queues import Deadline
 
 __all__ = ["RemoteRows"]
 

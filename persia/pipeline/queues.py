@@ -1,8 +1,4 @@
-"""A bounded queue between threads that can be closed and can carry a failure.
-
-`queue.Queue` has no way to wake a blocked producer or consumer when the other side is gone, which is what
-turns an error in one thread into a hang of another.
-"""
+"""The queue between two stages, and the deadline of a wait."""
 
 from __future__ import annotations
 
@@ -13,9 +9,24 @@ from typing import Generic, TypeVar
 
 from persia.errors import DeadlineExceededError
 
-__all__ = ["BoundedQueue", "QueueClosed"]
+__all__ = ["BoundedQueue", "Deadline", "QueueClosed"]
 
 T = TypeVar("T")
+
+
+class Deadline:
+    """A point in time, `seconds` from now. Several waits in a row share one, so that they cannot add up."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left_s(self) -> float:
+        """Seconds left, never below 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def over(self) -> bool:
+        return self.left_s() == 0.0
 
 
 class QueueClosed(Exception):  # noqa: N818 (a signal, like StopIteration)
@@ -23,7 +34,11 @@ class QueueClosed(Exception):  # noqa: N818 (a signal, like StopIteration)
 
 
 class BoundedQueue(Generic[T]):
-    """First in, first out; `put` waits while `capacity` items are queued. Thread-safe."""
+    """First in, first out; `put` waits while `capacity` items are queued. Thread-safe.
+
+    It can be closed and can carry a failure. `queue.Queue` cannot wake a blocked producer or consumer when
+    the other side has ended, which turns an error in one thread into a hang of another.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -46,13 +61,9 @@ class BoundedQueue(Generic[T]):
 
     def get(self, timeout_s: float | None = None) -> T:
         """The oldest item. After `fail` raises that failure at once, after `close` QueueClosed once empty."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            while not self._items and not self._closed:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise DeadlineExceededError(f"nothing arrived within {timeout_s} s")
-                self._changed.wait(left)
+            if not self._changed.wait_for(lambda: self._items or self._closed, timeout_s):
+                raise DeadlineExceededError(f"nothing arrived within {timeout_s} s")
             if self._failure is not None:
                 raise self._failure
             if not self._items:
@@ -62,7 +73,7 @@ class BoundedQueue(Generic[T]):
             return item
 
     def close(self) -> None:
-        """No more items come; those queued can still be taken."""
+        """Accepts no more items; those queued can still be taken."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -75,7 +86,7 @@ class BoundedQueue(Generic[T]):
             self._changed.notify_all()
 
     def drain(self) -> list[T]:
-        """Closes and takes what is left, for the owner to dispose of."""
+        """Closes and takes the queued items, for the owner to dispose of."""
         with self._changed:
             self._closed = True
             items = list(self._items)

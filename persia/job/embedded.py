@@ -22,25 +22,32 @@ from persia.config import (
     parse_embedding_config,
     parse_global_config,
 )
-from persia.data.cluster import Cluster
-from persia.embedding.backend import ClientBackend
-from persia.embedding.deadline import Deadline
-from persia.errors import ConfigError, FailedPreconditionError
+from persia.errors import (
+    ConfigError,
+    FailedPreconditionError,
+    PersiaError,
+    StreamClosedError,
+    UnavailableError,
+)
+from persia.job.connection import JobConnection
 from persia.logger import get_default_logger
-from persia.messaging.ids_responder import IdsResponder
 from persia.messaging.interface import Session
 from persia.messaging.local_session import LocalBroker, LocalSession
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_WORKER
+from persia.pipeline.backend import EmbeddingBackend
+from persia.pipeline.queues import Deadline
+from persia.pipeline.receive import LOADER_REMEDY, StreamReceiver
+from persia.pipeline.send import RegisterBatchHandler
 
 __all__ = [
     "EmbeddedJob",
     "GlobalSource",
+    "LoaderThread",
     "SlotsSource",
     "find_embedded_job",
     "read_global",
     "read_slots",
-    "running_for",
     "start_embedded_job",
 ]
 
@@ -49,6 +56,7 @@ SlotsSource = SlotsConfig | Mapping[str, Any] | str | os.PathLike[str]
 GlobalSource = GlobalConfig | Mapping[str, Any] | str | os.PathLike[str]
 
 _REPORT_INTERVAL_S = 5.0
+_LOADER_END_S = 5.0
 
 
 class EmbeddedJob:
@@ -77,7 +85,7 @@ class EmbeddedJob:
             tier=tier,
             row_dtype=store.row_dtype,
         )
-        self.backend = ClientBackend(
+        self.backend = EmbeddingBackend(
             self._client,
             deadline_s=env.get_deadline_s(),
             slot_modes=slots.slot_modes,
@@ -85,7 +93,7 @@ class EmbeddedJob:
         self._worker = self.connect("embedding-worker-0")
         try:
             session = self._worker.session
-            session.respond(session.subjects.ids(0), IdsResponder(self._register))
+            session.respond(session.subjects.ids(0), RegisterBatchHandler(self._register))
             self._worker.announce(
                 EMBEDDING_WORKER, 0, 1, schema=slots.schema_hash(), slot_modes=slots.slot_modes
             )
@@ -93,6 +101,10 @@ class EmbeddedJob:
             self._worker.close()
             raise
         _jobs.add(self)
+        get_default_logger().info(
+            "embedded mode: embedding worker and store of %d slots live in this process",
+            len(slots.slots_config),
+        )
 
     @classmethod
     def create(cls, slots: SlotsConfig, config: GlobalConfig, tier: TierOptions | None = None) -> EmbeddedJob:
@@ -103,9 +115,15 @@ class EmbeddedJob:
             return cls(slots, config, lambda name: LocalSession(broker, name=name), has_nats=False, tier=tier)
         return cls(slots, config, lambda name: _nats_session(url, name), has_nats=True, tier=tier)
 
-    def connect(self, name: str) -> Cluster:
+    @property
+    def loader_remedy(self) -> str:
+        """How to start the data loader that a stream waits for."""
+        here = "in one process, pass StreamingDataset(loader=...) or run a DataCtx on another thread"
+        return f"{here}; or {LOADER_REMEDY}" if self.has_nats else here
+
+    def connect(self, name: str) -> JobConnection:
         """A participant: the context itself, or one of its data loaders."""
-        return Cluster(self._connect(name))
+        return JobConnection(self._connect(name))
 
     def close(self) -> None:
         """Takes no more batches. Idempotent; lookups under way end by themselves."""
@@ -181,7 +199,42 @@ def find_embedded_job() -> EmbeddedJob:
     return _jobs.find()
 
 
-def running_for(job: EmbeddedJob, loader: Callable[[], object]) -> Callable[[], object]:
+class LoaderThread:
+    """Runs `loader()`, whose DataCtx feeds `job`; what goes wrong there is raised in the training loop."""
+
+    def __init__(self, loader: Callable[[], object], job: EmbeddedJob, receiver: StreamReceiver) -> None:
+        self._loader = _running_for(job, loader)
+        self._receiver = receiver
+        self._thread = threading.Thread(target=self._run, name="persia-loader", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """After the receiver has stopped: waits for the loader to notice."""
+        self._thread.join(_LOADER_END_S)
+        if self._thread.is_alive():  # it cannot be interrupted; a daemon, it does not keep the process
+            get_default_logger().warning(
+                "the data loader did not end within %g s, left behind", _LOADER_END_S
+            )
+
+    def _run(self) -> None:
+        try:
+            self._loader()
+        except StreamClosedError:
+            pass  # training has ended first
+        except BaseException as error:  # also sys.exit(): the loop must not wait for more
+            self._receiver.fail(_in_loop(error))
+        else:
+            if not self._receiver.has_seen_loader:
+                self._receiver.fail(FailedPreconditionError("the data loader has ended without a DataCtx"))
+
+
+def _in_loop(error: BaseException) -> PersiaError:
+    failure = UnavailableError(f"the data loader ended with an error: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _running_for(job: EmbeddedJob, loader: Callable[[], object]) -> Callable[[], object]:
     """`loader`, to be called on a thread of its own, with its DataCtx feeding `job`."""
 
     def run() -> object:
@@ -231,8 +284,4 @@ def start_embedded_job(
             "own; start the job with `persia-launcher local --nproc-per-node`, or name its broker in "
             "PERSIA_NATS_URL"
         )
-    job = EmbeddedJob.create(slots, config, open_tier(slots))
-    get_default_logger().info(
-        "embedded mode: embedding worker and store of %d slots live in this process", len(slots.slots_config)
-    )
-    return job
+    return EmbeddedJob.create(slots, config, open_tier(slots))

@@ -1,4 +1,4 @@
-"""Where a prefetcher gets batches from: the loaders' stream, or a data set in this process."""
+"""Where the prefetcher takes batches from: the loaders' stream (`receive`), or a data set in this process."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from persia._native import BatchReference
-from persia.data.loader_thread import LoaderThread
-from persia.data.stream import StreamReceiver
-from persia.embedding.bounded_queue import BoundedQueue, QueueClosed
 from persia.embedding.data import PersiaBatch
 from persia.embedding.dense_codec import DenseSection, decode_dense
 from persia.errors import InvalidTypeError
 from persia.messaging.payloads import BatchAnnouncement
+from persia.pipeline.queues import BoundedQueue, QueueClosed
 
-__all__ = ["BatchSource", "LocalSource", "PendingBatch", "StreamSource", "batch_reference", "pending_from"]
+__all__ = ["BatchSource", "LocalSource", "PendingBatch", "pending_from", "pending_from_stream"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +25,7 @@ class PendingBatch:
     requires_grad: bool
     reference: BatchReference | None
     id_features: bytes
-    decode: Callable[[], DenseSection]
+    decode: Callable[[], DenseSection]  # called by LookupService.look_up (lookup.py)
 
 
 class BatchSource(Protocol):
@@ -37,48 +35,22 @@ class BatchSource(Protocol):
         """The next batch; None at the end. Raises what went wrong, or QueueClosed once stopped."""
 
     def stop(self) -> list[PendingBatch]:
-        """Wakes `take` and returns the registered batches that nobody took."""
+        """Wakes `take` and returns the registered batches that were not taken."""
 
     def close(self) -> None:
         """Frees what the source holds, after `stop`."""
 
 
-def batch_reference(announcement: BatchAnnouncement) -> BatchReference:
-    return BatchReference(announcement.worker_index, announcement.worker_incarnation, announcement.reference)
-
-
-class StreamSource:
-    """The loaders' stream; `loader` is what feeds it from this process, if anything does."""
-
-    def __init__(self, receiver: StreamReceiver, loader: LoaderThread | None = None) -> None:
-        self._receiver = receiver
-        self._loader = loader
-
-    def take(self) -> PendingBatch | None:
-        announcement = self._receiver.take()
-        return None if announcement is None else _pending_of(announcement)
-
-    def stop(self) -> list[PendingBatch]:
-        return [_pending_of(announcement) for announcement in self._receiver.stop()]
-
-    def close(self) -> None:
-        if self._loader is not None:
-            self._loader.close()
-        self._receiver.close()
-
-
-def _pending_of(announcement: BatchAnnouncement) -> PendingBatch:
+def pending_from_stream(batch: BatchAnnouncement) -> PendingBatch:
+    """A batch that a loader registered and submitted."""
+    reference = BatchReference(batch.worker_index, batch.worker_incarnation, batch.reference)
     return PendingBatch(
-        announcement.batch_id,
-        announcement.requires_grad,
-        batch_reference(announcement),
-        b"",
-        lambda: decode_dense(announcement.dense),
+        batch.batch_id, batch.requires_grad, reference, b"", lambda: decode_dense(batch.dense)
     )
 
 
 def pending_from(batch: PersiaBatch, batch_id: int) -> PendingBatch:
-    """A batch made in this process. It cannot be sent or looked up again."""
+    """A batch built in this process. It cannot be sent or looked up again."""
     if not isinstance(batch, PersiaBatch):
         raise InvalidTypeError(
             f"a data set must yield PersiaBatch objects, batch {batch_id} is {type(batch).__name__}"

@@ -1,0 +1,468 @@
+"""Stage 2, the rank's end: receives the batches of all loaders, in order, bounded, and knows when they end.
+
+A stream ends because its loaders said so, never because time passed. Silence only makes the rank ask the
+loader whether it is alive; one that does not answer has died, and is named in the error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from persia import env
+from persia.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    PersiaError,
+    StreamClosedError,
+    UnavailableError,
+)
+from persia.logger import get_default_logger
+from persia.messaging.discovery import Directory
+from persia.messaging.interface import Session
+from persia.messaging.payloads import BatchAnnouncement, EndOfStream, FlowReply, ReplyStatus
+from persia.messaging.registration import Registration
+from persia.messaging.subjects import DATA_LOADER
+from persia.observability.phases import QUEUE_OF_ANNOUNCED
+from persia.pipeline.queues import Deadline, QueueClosed
+from persia.pipeline.send import LoaderShare
+from persia.pipeline.source import PendingBatch, pending_from_stream
+
+__all__ = ["LOADER_REMEDY", "Inbox", "Offer", "StreamOrder", "StreamReceiver"]
+
+LOADER_REMEDY = "start one with `persia-launcher data-loader`, the same PERSIA_JOB_NAME and PERSIA_NATS_URL"
+
+# How long a submitted batch waits for room before the loader is answered "full": long, as the loader must
+# send the batch again then.
+_HOLD_S = 1.0
+# Batches handled at a time. Each loader has one under way, and in reproducible mode the one that the rank
+# waits for must not be stuck behind those that wait for room.
+_MAX_LOADERS_AT_A_TIME = 256
+_PROBE_TIMEOUT_S = 2.0
+_NUM_PROBES = 2
+_REPORT_INTERVAL_S = 5.0
+
+
+class StreamReceiver:
+    """A `BatchSource` that answers the loaders from creation on. `remedy`: how to start a loader."""
+
+    def __init__(
+        self,
+        session: Session,
+        directory: Directory,
+        *,
+        rank: int,
+        world_size: int,
+        buffer_size: int,
+        ordered: bool,
+        remedy: str,
+        on_received: Callable[[], None],
+        on_superseded: Callable[[PendingBatch], None],
+    ) -> None:
+        self._session = session
+        self._directory = directory
+        self._inbox = Inbox(rank, world_size, buffer_size, ordered=ordered)
+        self._remedy = remedy
+        self._on_received = on_received
+        self._on_superseded = on_superseded
+        self._silence_s = env.loader_silence_s()
+        self._start = Deadline(env.get_deadline_s())
+        self._check_interval_s = min(1.0, self._silence_s / 4)
+        self._next_check = time.monotonic() + self._check_interval_s
+        self._next_report = time.monotonic() + _REPORT_INTERVAL_S
+        self._on_close = contextlib.ExitStack()
+        subjects, concurrency = session.subjects, _MAX_LOADERS_AT_A_TIME
+        self._registrations: list[Registration] = [
+            session.respond(subjects.batch(rank), self._on_batch, max_concurrency=concurrency),
+            session.respond(subjects.end(rank), self._on_end, max_concurrency=concurrency),
+        ]
+
+    def _on_batch(self, payload: bytes) -> bytes:
+        """Answers BatchSender.send (send.py)."""
+        batch = BatchAnnouncement.decode(payload)
+        try:
+            offer = self._inbox.offer(batch, hold_s=_HOLD_S)
+        except StreamClosedError as closed:
+            return FlowReply(ReplyStatus.CLOSED, message=str(closed)).encode()
+        if offer is Offer.FULL:
+            return FlowReply(ReplyStatus.FULL).encode()
+        if offer is Offer.QUEUED:
+            self._on_received()
+        elif offer is Offer.SUPERSEDED:
+            self._on_superseded(pending_from_stream(batch))
+        return FlowReply(ReplyStatus.OK).encode()
+
+    def _on_end(self, payload: bytes) -> bytes:
+        """Answers BatchSender.end (send.py)."""
+        with contextlib.suppress(StreamClosedError):  # the loop has ended before the stream
+            self._inbox.end(EndOfStream.decode(payload))
+        return FlowReply(ReplyStatus.OK).encode()
+
+    def take(self) -> PendingBatch | None:
+        """The next batch, None at the end. Raises a loader's failure, QueueClosed after `stop`."""
+        while True:
+            # Also while batches arrive: those of one loader must not hide that another one has died.
+            if time.monotonic() >= self._next_check:
+                self._check_loaders()
+                self._next_check = time.monotonic() + self._check_interval_s
+            with contextlib.suppress(DeadlineExceededError):
+                batch = self._inbox.take(self._check_interval_s)
+                return None if batch is None else pending_from_stream(batch)
+
+    def stop(self) -> list[PendingBatch]:
+        """Wakes `take` and refuses what loaders still send; returns the batches that were not taken."""
+        return [pending_from_stream(batch) for batch in self._inbox.close()]
+
+    def fail(self, failure: PersiaError) -> None:
+        """The loaders' stream has broken off: `take` raises `failure` after the batches received."""
+        self._inbox.fail(failure)
+
+    @property
+    def has_seen_loader(self) -> bool:
+        """Whether any loader has sent anything, be it the end of its data."""
+        return self._inbox.num_loaders is not None
+
+    def close_with(self, close: Callable[[], object]) -> None:
+        """Calls `close` when this is closed."""
+        self._on_close.callback(close)
+
+    def close(self) -> None:
+        """Stops listening, after `stop`."""
+        self._on_close.close()
+        while self._registrations:
+            self._registrations.pop().close()
+
+    def _check_loaders(self) -> None:
+        """Raises when something that the stream needs will never arrive."""
+        if self._inbox.num_loaders is None:
+            self._wait_for_first_loader()
+        for loader_index in self._inbox.stale_loaders(self._silence_s):
+            if self._is_alive(loader_index):
+                self._inbox.mark_alive(loader_index)
+            elif loader_index in self._inbox.stale_loaders(self._silence_s):  # it may have ended meanwhile
+                self._give_up(loader_index)
+
+    def _wait_for_first_loader(self) -> None:
+        if self._start.over and not self._is_alive(0):
+            raise DeadlineExceededError(
+                f"no data loader has sent anything yet: {self._remedy} (the deadline is PERSIA_DEADLINE_SEC)"
+            )
+        self._report(f"waiting for the first batch of the data loaders; {self._remedy}")
+
+    def _is_alive(self, loader_index: int) -> bool:
+        """Also when that cannot be told; then the time-out of the data loader ends the wait."""
+        for _ in range(_NUM_PROBES):
+            try:
+                if self._directory.probe(DATA_LOADER, loader_index, _PROBE_TIMEOUT_S) is not None:
+                    return True
+                failure = "" if self._session.is_connected else "the connection to NATS is lost"
+            except PersiaError as error:
+                failure = str(error)
+            if failure:
+                # Without the broker no loader can answer, which says nothing about this one.
+                self._report(f"data loader {loader_index} cannot be asked whether it is alive: {failure}")
+                return True
+        return False
+
+    def _give_up(self, loader_index: int) -> None:
+        if not self._inbox.has_seen(loader_index) and not self._start.over:
+            self._report(f"waiting for data loader {loader_index} of {self._inbox.num_loaders}")
+            return
+        raise UnavailableError(
+            f"data loader {loader_index} of {self._inbox.num_loaders} was silent for {self._silence_s:g} s "
+            "(PERSIA_LOADER_SILENCE_SEC), did not announce the end of its data and does not answer: it died"
+        )
+
+    def _report(self, text: str) -> None:
+        if time.monotonic() >= self._next_report:
+            self._next_report = time.monotonic() + _REPORT_INTERVAL_S
+            get_default_logger().info(text)
+
+
+class Offer(enum.Enum):
+    """What became of a submitted batch."""
+
+    QUEUED = "queued"
+    FULL = "full"
+    REPEATED = "repeated"  # the same batch again: its first reply got lost
+    SUPERSEDED = "superseded"  # a batch received before, registered anew by a loader that was restarted
+
+
+class _Queued(NamedTuple):
+    number: int  # in the order of arrival
+    since_ns: int
+    batch: BatchAnnouncement
+
+
+class Inbox:
+    """The batches that loaders submitted and the rank did not take yet. Thread-safe.
+
+    Bounded by `capacity` for each loader, so that in reproducible mode a fast loader cannot fill the buffer
+    while the rank waits for a batch of a slow one. `ordered`: taken by batch_id, else by arrival.
+    """
+
+    def __init__(self, rank: int, world_size: int, capacity: int, *, ordered: bool) -> None:
+        self._order = StreamOrder(rank, world_size)
+        self._capacity = capacity
+        self._ordered = ordered
+        self._queues: dict[int, deque[_Queued]] = {}
+        self._last: dict[int, BatchAnnouncement] = {}
+        self._last_seen: dict[int, float] = {}
+        self._num_arrived = 0
+        self._failure: PersiaError | None = None
+        self._num_before_failure = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def offer(self, batch: BatchAnnouncement, *, hold_s: float) -> Offer:
+        """Queues the batch, waiting up to `hold_s` for room: a late reply slows a fast loader down."""
+        with self._changed:
+            self._see(batch.loader_index, batch.loader_replicas)
+            if self._order.is_repeated(batch.batch_id, batch.loader_index):
+                is_same = _reference(batch) == _reference(self._last[batch.loader_index])
+                return Offer.REPEATED if is_same else Offer.SUPERSEDED
+            queue = self._queues.setdefault(batch.loader_index, deque())
+            if not self._changed.wait_for(lambda: self._closed or len(queue) < self._capacity, hold_s):
+                return Offer.FULL
+            self._refuse_when_closed()
+            # Judged again: while this call waited, a repetition of the batch may have been queued.
+            if self._order.is_repeated(batch.batch_id, batch.loader_index):
+                return Offer.REPEATED
+            queue.append(_Queued(self._num_arrived, time.monotonic_ns(), batch))
+            self._num_arrived += 1
+            self._last[batch.loader_index] = batch
+            self._order.queued(batch.loader_index)
+            self._changed.notify_all()
+            return Offer.QUEUED
+
+    def end(self, message: EndOfStream) -> None:
+        """A loader has sent all it will, or failed."""
+        with self._changed:
+            self._see(message.loader_index, message.loader_replicas)
+            if message.error is None:
+                self._order.end(message.loader_index, message.num_batches)
+            else:
+                self._fail(
+                    UnavailableError(
+                        f"data loader {message.loader_index} ended with an error "
+                        f"after {message.num_batches} batches: {message.error}"
+                    )
+                )
+            self._changed.notify_all()
+
+    def fail(self, failure: PersiaError) -> None:
+        """The stream will not end by itself: `take` raises `failure` after the batches before it."""
+        with self._changed:
+            self._fail(failure)
+            self._changed.notify_all()
+
+    def take(self, timeout_s: float) -> BatchAnnouncement | None:
+        """The next batch, or None at the end of the stream.
+
+        Raises DeadlineExceededError when none arrived in time, the failure of a loader once the batches that
+        arrived before it are taken, and QueueClosed after `close`.
+        """
+        with self._changed:
+            if not self._changed.wait_for(self._can_take, timeout_s):
+                raise DeadlineExceededError(f"no batch arrived within {timeout_s:g} s")
+            if self._closed:
+                raise QueueClosed
+            loader = self._next_loader()
+            if loader is not None and not self._arrived_after_failure(loader):
+                self._order.taken(loader)
+                self._changed.notify_all()
+                _, since_ns, batch = self._queues[loader].popleft()
+                if batch.requires_grad:
+                    now_ns = time.monotonic_ns()
+                    QUEUE_OF_ANNOUNCED.record(since_ns, now_ns, batch.reference, batch.batch_id)
+                return batch
+            if not self._order.finished and self._failure is not None:
+                raise self._failure
+            return None
+
+    def stale_loaders(self, silence_s: float) -> list[int]:
+        """Loaders that owe something and were not seen alive for `silence_s`."""
+        horizon = time.monotonic() - silence_s
+        with self._changed:
+            return [
+                i for i in self._order.unfinished_loaders() if self._last_seen.get(i, -math.inf) <= horizon
+            ]
+
+    def mark_alive(self, loader_index: int) -> None:
+        """The loader answered when asked."""
+        with self._changed:
+            self._last_seen[loader_index] = time.monotonic()
+
+    @property
+    def num_loaders(self) -> int | None:
+        """None until the first message of any loader."""
+        return self._order.num_loaders
+
+    def has_seen(self, loader_index: int) -> bool:
+        """Whether the loader ever sent anything, or answered."""
+        return loader_index in self._last_seen
+
+    def close(self) -> list[BatchAnnouncement]:
+        """Refuses everything from now on; returns the batches that were not taken."""
+        with self._changed:
+            self._closed = True
+            left = [queued.batch for queue in self._queues.values() for queued in queue]
+            self._queues.clear()
+            self._changed.notify_all()
+            return left
+
+    def _fail(self, failure: PersiaError) -> None:
+        if self._failure is None:
+            self._failure, self._num_before_failure = failure, self._num_arrived
+
+    def _see(self, loader_index: int, num_loaders: int) -> None:
+        self._refuse_when_closed()
+        self._order.introduce(loader_index, num_loaders)
+        self._last_seen[loader_index] = time.monotonic()
+
+    def _refuse_when_closed(self) -> None:
+        if self._closed:
+            raise StreamClosedError("this NN worker has stopped taking batches: its training loop has ended")
+
+    def _can_take(self) -> bool:
+        stopped = self._closed or self._failure is not None or self._order.finished
+        return stopped or self._next_loader() is not None
+
+    def _arrived_after_failure(self, loader: int) -> bool:
+        """Other loaders may send for long, and would hide the failure."""
+        return self._failure is not None and self._queues[loader][0].number >= self._num_before_failure
+
+    def _next_loader(self) -> int | None:
+        """The loader whose oldest queued batch is to be taken, if that batch is here."""
+        if self._ordered:
+            loader = self._order.next_loader()
+            return loader if loader is not None and self._queues.get(loader) else None
+        arrivals = [(queue[0].number, loader) for loader, queue in self._queues.items() if queue]
+        return min(arrivals)[1] if arrivals else None
+
+
+def _reference(batch: BatchAnnouncement) -> tuple[int, int, int]:
+    return batch.worker_index, batch.worker_incarnation, batch.reference
+
+
+@dataclasses.dataclass
+class _LoaderProgress:
+    share: LoaderShare
+    num_queued: int = 0
+    num_taken: int = 0
+    num_expected: int | None = None  # known once the loader told its end
+    num_sent: int | None = None
+
+
+class StreamOrder:
+    """Counts the batches that each loader submitted, and those that this rank took. The owner locks.
+
+    `batch_id = sequence * num_loaders + loader_index`, and a batch goes to rank `batch_id % world_size`. That
+    alone fixes which sequences of a loader this rank gets. So the rank knows the next batch_id of every
+    loader, can merge the loaders into one total order, and knows the end as soon as every loader that
+    concerns it has told how many batches it sent.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._loaders: list[_LoaderProgress] = []
+
+    @property
+    def num_loaders(self) -> int | None:
+        """Known from the first message of any loader on."""
+        return len(self._loaders) or None
+
+    def introduce(self, loader_index: int, num_loaders: int) -> None:
+        """Every message of a loader says how many there are; all must say the same."""
+        if not 0 <= loader_index < num_loaders:
+            raise InvalidArgumentError(
+                f"data loader index {loader_index} is not below its replica size {num_loaders}"
+            )
+        if not self._loaders:
+            shares = (
+                LoaderShare.of(i, num_loaders, self._rank, self._world_size) for i in range(num_loaders)
+            )
+            self._loaders = [_LoaderProgress(share) for share in shares]
+        if len(self._loaders) != num_loaders:
+            raise FailedPreconditionError(
+                f"data loader {loader_index} says there are {num_loaders} loaders, "
+                f"another said {len(self._loaders)}: start all of them with the same --replica-size"
+            )
+
+    def is_repeated(self, batch_id: int, loader_index: int) -> bool:
+        """Whether a batch was seen before, because its reply got lost, or its loader restarted.
+
+        Changes nothing. A gap means that batches were lost, and raises FailedPreconditionError.
+        """
+        progress = self._loaders[loader_index]
+        if batch_id % len(self._loaders) != loader_index or batch_id % self._world_size != self._rank:
+            raise InvalidArgumentError(
+                f"batch {batch_id} from data loader {loader_index} of {len(self._loaders)} "
+                f"does not belong to rank {self._rank} of {self._world_size}"
+            )
+        expected = progress.share.batch_id(progress.num_queued)
+        if batch_id > expected:
+            raise FailedPreconditionError(
+                f"rank {self._rank} expected batch {expected} from data loader {loader_index} "
+                f"and got {batch_id}: this NN worker was started after the loader had begun; "
+                "start the loader again with it"
+            )
+        if batch_id == expected and progress.num_expected is not None:
+            raise FailedPreconditionError(
+                f"batch {batch_id} from data loader {loader_index}, which announced its end after "
+                f"{progress.num_sent} batches: send all batches of a job through one DataCtx"
+            )
+        return batch_id < expected
+
+    def queued(self, loader_index: int) -> None:
+        """The loader's next batch is queued."""
+        self._loaders[loader_index].num_queued += 1
+
+    def taken(self, loader_index: int) -> None:
+        """The loader's oldest queued batch left the queue."""
+        self._loaders[loader_index].num_taken += 1
+
+    def end(self, loader_index: int, num_batches: int) -> None:
+        """A loader sent `num_batches` to all ranks. Repeating it is fine, contradicting it is not."""
+        progress = self._loaders[loader_index]
+        expected = progress.share.count(num_batches)
+        if progress.num_sent is not None and progress.num_sent != num_batches:
+            raise FailedPreconditionError(
+                f"data loader {loader_index} announced its end after {num_batches} batches, "
+                f"and before after {progress.num_sent}"
+            )
+        if expected != progress.num_queued:
+            raise FailedPreconditionError(
+                f"data loader {loader_index} ended after {num_batches} batches, "
+                f"{expected} of them for rank {self._rank}, which received {progress.num_queued}"
+            )
+        progress.num_sent, progress.num_expected = num_batches, expected
+
+    def next_loader(self) -> int | None:
+        """The loader of the smallest batch_id not taken yet, arrived or not; None at the end."""
+        open_loaders = [p for p in self._loaders if not _is_done(p)]
+        if not open_loaders:
+            return None
+        return min(open_loaders, key=lambda p: p.share.batch_id(p.num_taken)).share.loader_index
+
+    def unfinished_loaders(self) -> list[int]:
+        """Loaders that owe this rank batches or the announcement of their end."""
+        return [p.share.loader_index for p in self._loaders if not _is_done(p) and p.num_expected is None]
+
+    @property
+    def finished(self) -> bool:
+        """Every batch of this rank was taken. False until a loader has been heard of."""
+        return bool(self._loaders) and all(_is_done(p) for p in self._loaders)
+
+
+def _is_done(progress: _LoaderProgress) -> bool:
+    return progress.share.first_sequence is None or progress.num_taken == progress.num_expected

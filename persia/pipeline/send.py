@@ -1,0 +1,231 @@
+"""Stages 1 and 2: a loader registers ID features at an embedding worker, and submits the batch to a rank.
+
+`BatchSender` runs in the loader, `RegisterBatchHandler` in the embedding worker; the rank's side is
+`persia.pipeline.receive`. Python sees the ID features as one message and never looks inside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+
+from persia.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    PersiaError,
+    ResourceExhaustedError,
+    StreamClosedError,
+    UnavailableError,
+)
+from persia.messaging.discovery import Directory, EventKind, ServiceEvent
+from persia.messaging.interface import Session
+from persia.messaging.payloads import (
+    BatchAnnouncement,
+    EndOfStream,
+    FlowReply,
+    IdsReply,
+    IdsRequest,
+    ReplyStatus,
+)
+from persia.messaging.subjects import EMBEDDING_WORKER, NN_WORKER
+from persia.pipeline.queues import Deadline
+
+__all__ = ["BatchSender", "LoaderShare", "RegisterBatch", "RegisterBatchHandler"]
+
+_REQUEST_TIMEOUT_S = 10.0
+_RETRY_S = 0.1  # after a peer that is absent, or did not answer
+# A receiver that answers "full" is alive, and a long evaluation is no failure: it has this many times the
+# deadline of one that does not answer.
+_FULL_PATIENCE = 12
+_RETRY_MS = (5, 20)  # loaders that were refused together try again at different times
+
+# (loader index, ID features) -> (incarnation of the worker, reference). ResourceExhaustedError: it is full.
+RegisterBatch = Callable[[int, "bytes | memoryview"], "tuple[int, int]"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoaderShare:
+    """A loader's sequences for one rank: `first_sequence` (None: none), then every `stride`-th."""
+
+    loader_index: int
+    num_loaders: int
+    first_sequence: int | None
+    stride: int
+
+    @classmethod
+    def of(cls, loader_index: int, num_loaders: int, rank: int, world_size: int) -> LoaderShare:
+        """Solves `(sequence * num_loaders + loader_index) % world_size == rank`."""
+        stride = world_size // math.gcd(num_loaders, world_size)
+        first = next(
+            (s for s in range(stride) if (s * num_loaders + loader_index) % world_size == rank), None
+        )
+        return cls(loader_index, num_loaders, first, stride)
+
+    def batch_id(self, position: int) -> int:
+        """The batch_id of this rank's `position`-th batch from the loader."""
+        if self.first_sequence is None:
+            raise InvalidArgumentError(f"data loader {self.loader_index} sends nothing to this rank")
+        return (self.first_sequence + position * self.stride) * self.num_loaders + self.loader_index
+
+    def count(self, num_batches: int) -> int:
+        """How many of the loader's `num_batches` batches, to all ranks together, are this rank's."""
+        if self.first_sequence is None or num_batches <= self.first_sequence:
+            return 0
+        return (num_batches - 1 - self.first_sequence) // self.stride + 1
+
+
+class BatchSender:
+    """The loader's end of its streams to all ranks."""
+
+    def __init__(
+        self, session: Session, directory: Directory, index: int, replicas: int, deadline_s: float
+    ) -> None:
+        self._session = session
+        self._directory = directory
+        self._index, self._replicas = index, replicas
+        self._deadline_s = deadline_s
+        self._departed: set[int] = set()  # ranks that have left
+        self._workers: dict[int, int] = {}  # index to incarnation, of those that take batches
+        self.num_sent = self.world_size = 0
+
+    def wait_for_job(self) -> None:
+        """Returns once all embedding workers and NN workers answer; later ones are followed."""
+        self._directory.watch(NN_WORKER, self._on_nn_worker)
+        self._directory.watch(EMBEDDING_WORKER, self._on_embedding_worker)
+        for worker in self._directory.wait_for(EMBEDDING_WORKER, self._deadline_s):
+            self._workers[worker.index] = worker.incarnation
+        self.world_size = len(self._directory.wait_for(NN_WORKER, self._deadline_s))
+
+    @property
+    def next_batch_id(self) -> int:
+        return self.num_sent * self._replicas + self._index
+
+    def send(self, id_features: bytes, dense: bytes, *, requires_grad: bool) -> None:
+        """Registers the ID features, then submits the batch to its rank. Waits while either is full."""
+        batch_id = self.next_batch_id
+        worker_index, reply = self._register(id_features)
+        batch = BatchAnnouncement(
+            batch_id=batch_id,
+            worker_incarnation=reply.worker_incarnation,
+            reference=reply.reference,
+            worker_index=worker_index,
+            loader_index=self._index,
+            loader_replicas=self._replicas,
+            requires_grad=requires_grad,
+            dense=dense,
+        )
+        rank = batch_id % self.world_size
+        # Answered by StreamReceiver._on_batch (receive.py), on a thread of the rank's session.
+        self._submit(rank, self._session.subjects.batch(rank), batch.encode(), self._deadline_s)
+        self.num_sent += 1
+
+    def end(self, error: str | None, deadline_s: float) -> None:
+        """Tells every rank how many batches this loader has sent, or that it failed."""
+        end = EndOfStream(self._index, self._replicas, self.num_sent, error)
+        for rank in range(self.world_size):
+            # A rank that gets nothing from this loader does not wait for its end, and may have left.
+            share = LoaderShare.of(self._index, self._replicas, rank, self.world_size)
+            if share.first_sequence is not None and rank not in self._departed:
+                self._submit(rank, self._session.subjects.end(rank), end.encode(), deadline_s)
+
+    def _register(self, id_features: bytes) -> tuple[int, IdsReply]:
+        """(the embedding worker that took the ID features, its reply). Workers take turns."""
+        request = IdsRequest(self._index, self._replicas, id_features).encode()
+        room = Deadline(_FULL_PATIENCE * self._deadline_s)
+        while True:
+            workers = sorted(self._workers) or [0]  # without any, the first is waited for
+            index = workers[self.num_sent % len(workers)]
+            peer, left = f"embedding worker {index}", partial(self._worker_left, index)
+            # Answered by RegisterBatchHandler below, on a thread of the worker's session.
+            subject = self._session.subjects.ids(index)
+            answer = self._request(subject, request, peer, Deadline(self._deadline_s), left)
+            if answer is None:
+                continue  # to another worker
+            reply = IdsReply.decode(answer)
+            if reply.status is ReplyStatus.OK:
+                return index, reply
+            _wait_for_room(reply, peer, room)
+
+    def _submit(self, rank: int, subject: str, payload: bytes, deadline_s: float) -> None:
+        peer, left = f"NN worker {rank}", partial(self._departed.__contains__, rank)
+        room = Deadline(_FULL_PATIENCE * deadline_s)
+        while True:
+            answer = self._request(subject, payload, peer, Deadline(deadline_s), left)
+            if answer is None:
+                raise StreamClosedError(f"{peer} has left the job and takes no more batches")
+            reply = FlowReply.decode(answer)
+            if reply.status is ReplyStatus.OK:
+                return
+            _wait_for_room(reply, peer, room)
+
+    def _request(
+        self, subject: str, payload: bytes, peer: str, deadline: Deadline, has_left: Callable[[], bool]
+    ) -> bytes | None:
+        """Repeats the request until it is answered: receivers know a repetition by its batch_id.
+
+        None: the peer does not answer and `has_left`.
+        """
+        while True:
+            try:
+                return self._session.request(subject, payload, min(_REQUEST_TIMEOUT_S, deadline.left_s()))
+            except (UnavailableError, DeadlineExceededError) as failure:
+                if has_left():
+                    return None
+                if deadline.left_s() <= _RETRY_S:  # no time for another try, whose error would say nothing
+                    raise UnavailableError(
+                        f"{peer} did not answer in {self._deadline_s:g} s (PERSIA_DEADLINE_SEC): {failure}"
+                    ) from failure
+                time.sleep(_RETRY_S)
+
+    def _worker_left(self, index: int) -> bool:
+        """Whether another worker is to be asked instead."""
+        return bool(self._workers) and index not in self._workers
+
+    def _on_nn_worker(self, event: ServiceEvent) -> None:
+        change = self._departed.add if event.kind is EventKind.BYE else self._departed.discard
+        change(event.info.index)
+
+    def _on_embedding_worker(self, event: ServiceEvent) -> None:
+        index, incarnation = event.info.index, event.info.incarnation
+        if event.kind is EventKind.HELLO:
+            self._workers[index] = incarnation
+        elif self._workers.get(index) == incarnation:  # else its successor has joined before
+            del self._workers[index]
+
+
+def _wait_for_room(reply: IdsReply | FlowReply, peer: str, room: Deadline) -> None:
+    if reply.status is ReplyStatus.CLOSED:
+        raise StreamClosedError(f"{peer} takes no more batches: {reply.message}")
+    if reply.status is ReplyStatus.ERROR:
+        raise FailedPreconditionError(f"{peer} refused the batch: {reply.message}")
+    if room.over:
+        raise DeadlineExceededError(
+            f"the buffer of {peer} was full all the time, for {_FULL_PATIENCE} times PERSIA_DEADLINE_SEC"
+        )
+    time.sleep(reply.retry_ms / 1000)
+
+
+class RegisterBatchHandler:
+    """The embedding worker's answer to loaders: a reference, "full", or an error. Thread-safe."""
+
+    def __init__(self, register: RegisterBatch) -> None:
+        self._register = register
+
+    def __call__(self, payload: bytes) -> bytes:
+        return self._answer(payload).encode()
+
+    def _answer(self, payload: bytes) -> IdsReply:
+        try:
+            request = IdsRequest.decode(payload)
+            # The native worker keeps the batch in its table until LookupService.look_up (lookup.py) asks.
+            incarnation, reference = self._register(request.loader_index, request.id_features)
+        except ResourceExhaustedError:
+            return IdsReply(ReplyStatus.FULL, retry_ms=random.randint(*_RETRY_MS))
+        except PersiaError as error:
+            return IdsReply(ReplyStatus.ERROR, message=str(error))
+        return IdsReply(ReplyStatus.OK, worker_incarnation=incarnation, reference=reference)

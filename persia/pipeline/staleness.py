@@ -1,0 +1,175 @@
+"""How far lookups may run ahead of updates: a mode for the job, and for each slot that has one of its own.
+
+A batch is looked up in stages, one for the slots of each bound; every stage waits for a permit of its own
+gate (docs/adr/0015). The synchronous stage is looked up inside the batch's own training step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+from persia.errors import InvalidArgumentError
+from persia.pipeline.counters import Counters
+from persia.pipeline.queues import QueueClosed
+
+__all__ = [
+    "ALL_SLOTS",
+    "Consistency",
+    "LookupStage",
+    "Mode",
+    "StalenessGate",
+    "lookup_stages",
+    "mode_names",
+]
+
+ALL_SLOTS = 0  # a lookup of all slots; otherwise a bit for each of the backend's `slot_modes`
+
+
+class Consistency(enum.Enum):
+    """Embeddings; the dense part of several ranks is averaged at every step in all three."""
+
+    HYBRID = "hybrid"  # lookups run ahead of updates, by as many batches as embedding_staleness says
+    SYNCHRONOUS = "synchronous"  # a step begins when the updates of all ranks' last step are applied
+    ASYNCHRONOUS = "asynchronous"  # lookups never wait for updates; the buffers are the only bound
+
+    @classmethod
+    def of(cls, value: Consistency | str) -> Consistency:
+        """Raises InvalidArgumentError naming the choices."""
+        try:
+            return cls(value)
+        except ValueError:
+            choices = ", ".join(repr(mode.value) for mode in cls)
+            raise InvalidArgumentError(f"consistency is {value!r}: choose one of {choices}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """A consistency with its bound: batches between lookup and acknowledged update; None: any number."""
+
+    consistency: Consistency
+    bound: int | None = None
+
+    @property
+    def synchronous(self) -> bool:
+        return self.consistency is Consistency.SYNCHRONOUS
+
+    @property
+    def _looseness(self) -> float:
+        if self.synchronous:
+            return 0
+        return math.inf if self.bound is None else self.bound
+
+    @classmethod
+    def of(cls, consistency: Consistency, embedding_staleness: int | None = None) -> Mode:
+        """Raises InvalidArgumentError for a contradiction."""
+        if consistency is Consistency.HYBRID:
+            return cls(consistency, embedding_staleness)
+        if embedding_staleness not in (None, 1) and consistency is Consistency.SYNCHRONOUS:
+            raise InvalidArgumentError(
+                f"embedding_staleness={embedding_staleness} with consistency='synchronous': leave it out, or "
+                "choose 'hybrid'"
+            )
+        if embedding_staleness is not None and consistency is Consistency.ASYNCHRONOUS:
+            raise InvalidArgumentError(
+                f"embedding_staleness={embedding_staleness} (1 with reproducible=True) bounds what "
+                "consistency='asynchronous' leaves unbounded: leave it out, or choose 'hybrid'"
+            )
+        return cls(consistency, 1 if consistency is Consistency.SYNCHRONOUS else None)
+
+    @classmethod
+    def parse(cls, text: str) -> Mode:
+        """The mode of a slot, as `persia.config.SlotConfig.mode` writes it."""
+        consistency, _, bound = text.partition(" ")
+        return cls.of(Consistency.of(consistency), int(bound) if bound else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupStage:
+    """Slots that are looked up together, because they share a bound. `slots`: a bit for each slot mode."""
+
+    mode: Mode
+    slots: int = ALL_SLOTS
+
+
+def lookup_stages(job: Mode, slot_modes: Sequence[str]) -> list[LookupStage]:
+    """The stages of a batch's lookup, the loosest first, a synchronous one last.
+
+    `slot_modes`: the modes in use, "" for slots without a mode of their own.
+    """
+    slots: dict[float, int] = {}
+    modes: dict[float, Mode] = {}
+    for position, text in enumerate(slot_modes):
+        mode = Mode.parse(text) if text else job
+        slots[mode._looseness] = slots.get(mode._looseness, 0) | 1 << position
+        modes.setdefault(mode._looseness, mode)
+    if len(slots) == 1:
+        return [LookupStage(mode) for mode in modes.values()]
+    return [LookupStage(modes[key], slots[key]) for key in sorted(slots, reverse=True)]
+
+
+def mode_names(job: Consistency, slot_modes: Sequence[str], slots: int) -> list[str]:
+    """The names under which the staleness of a lookup of `slots` is shown.
+
+    Several, where slots share a bound and so a lookup: one of their own with the job's, for example.
+    """
+    texts = [text for position, text in enumerate(slot_modes) if slots >> position & 1]
+    return list(dict.fromkeys(text or job.value for text in texts)) or [job.value]
+
+
+class StalenessGate:
+    """Hands out at most `limit` permits at a time; without a limit it only counts. Thread-safe.
+
+    `counters`: where batches in flight are counted, by the gate of the first stage.
+    `on_demand`: a permit is also not handed out before the loop asks for a batch, so that nothing is looked
+    up before the preceding step is done.
+    """
+
+    def __init__(self, limit: int | None, counters: Counters | None, *, on_demand: bool = False) -> None:
+        self.limit = limit
+        self._on_demand = on_demand
+        self._demanded = False
+        self._counters = counters
+        self._in_flight = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def acquire(self) -> Callable[[], None]:
+        """Waits for a permit; returns what gives it back. Raises QueueClosed when the gate is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._has_room())
+            if self._closed:
+                raise QueueClosed
+            self._demanded = False
+            self._count(+1)
+        return self._give_back
+
+    def demand(self) -> None:
+        """The loop asks for its next batch."""
+        if self._on_demand:
+            with self._changed:
+                self._demanded = True
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends all waiting; permits handed out stay valid."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        in_turn = self._demanded or not self._on_demand
+        return in_turn and (self.limit is None or self._in_flight < self.limit)
+
+    def _give_back(self) -> None:
+        with self._changed:
+            self._count(-1)
+            self._changed.notify_all()
+
+    def _count(self, change: int) -> None:
+        self._in_flight += change
+        if self._counters is not None:
+            self._counters.flight(change)
