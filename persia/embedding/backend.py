@@ -16,6 +16,7 @@ from persia._native import (
     BatchReference,
     EmbeddedClient,
     EmbeddingClient,
+    EmbeddingStore,
     LookupResult,
     ReturnReport,
     TrainConfig,
@@ -68,7 +69,7 @@ class EmbeddingBackend(Protocol):
         """Rows per parameter server."""
 
     @property
-    def local_store(self) -> EmbeddedClient | None:
+    def local_store(self) -> EmbeddingStore | None:
         """The store behind it when that is in this process."""
 
     def close(self) -> None:
@@ -128,8 +129,8 @@ class ClientBackend:
         return self._client.sizes(timeout_s=self._deadline_s)
 
     @property
-    def local_store(self) -> EmbeddedClient | None:
-        return self._client if isinstance(self._client, EmbeddedClient) else None
+    def local_store(self) -> EmbeddingStore | None:
+        return self._client.store if isinstance(self._client, EmbeddedClient) else None
 
     def close(self) -> None:
         """The client closes its connections when it is destroyed."""

@@ -70,7 +70,7 @@ def inspect(location: str, as_json: bool) -> None:
 @_as_json
 def verify(location: str, as_json: bool) -> None:
     """Read every file and check every checksum; exit code 1 when the checkpoint is not whole."""
-    from persia.checkpoint.checks import check_files
+    from persia.rows.reader import check_files
 
     place, manifest = _read(location)
     files = _files(manifest)
@@ -93,8 +93,8 @@ def verify(location: str, as_json: bool) -> None:
 @_as_json
 def diff(before: str, after: str, as_json: bool) -> None:
     """Compare the rows of two checkpoints, slot by slot: added, removed, moved, and how far."""
-    from persia.checkpoint.comparison import compare
-    from persia.checkpoint.rows import RowReader
+    from persia.rows.comparison import compare
+    from persia.rows.reader import RowReader
 
     readers = RowReader(before), RowReader(after)
     with _progress("comparing", sum(reader.section.num_bytes for reader in readers)) as advance:
@@ -132,8 +132,8 @@ def diff(before: str, after: str, as_json: bool) -> None:
 @_as_json
 def export(location: str, output: Path, kind: str, with_state: bool, as_json: bool) -> None:
     """Write the rows of each slot to the new directory OUTPUT: IDs, ages, embeddings."""
-    from persia.checkpoint.export import export as export_rows
-    from persia.checkpoint.rows import RowReader
+    from persia.rows.export import export as export_rows
+    from persia.rows.reader import RowReader
 
     reader = RowReader(location)
     with _progress("exporting", reader.section.num_bytes) as advance:

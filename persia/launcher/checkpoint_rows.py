@@ -81,8 +81,10 @@ def _dump(location: str, nats_url: str | None, job_name: str, hold_s: float | No
     from persia.storage.location import Location
 
     if hold_s is None:
+        from persia.checkpoint.checkpoints import DumpRequest
+
         with _checkpoints(nats_url, job_name) as checkpoints:
-            checkpoints.dump(location, in_place=in_place)
+            checkpoints.dump(DumpRequest(location, in_place=in_place))
         return
     deadline_s = env.get_deadline_s()
     # A pod that is deleted is told by SIGTERM, which a container's first process ignores unless it listens.

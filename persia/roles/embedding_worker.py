@@ -13,7 +13,7 @@ from persia.embedding.deadline import Deadline
 from persia.errors import ConfigError, PersiaError
 from persia.logger import get_default_logger, set_role
 from persia.messaging.discovery import Announcer, Directory, EventKind, ServiceEvent, ServiceInfo
-from persia.messaging.ids_responder import IdsResponder, RegisterIds
+from persia.messaging.ids_responder import IdsResponder
 from persia.messaging.interface import Session
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
@@ -55,6 +55,7 @@ def run_embedding_worker(options: ServerOptions) -> None:
         stack.callback(drain, worker, session)
         source = EmbeddingWorkerSource(worker, options.replica_index, options.replica_size)
         observer = stack.enter_context(observed(source, session, options, config))
+        responder = IdsResponder(lambda loader, ids: (worker.incarnation, worker.register_batch(loader, ids)))
         announcer = stack.enter_context(
             announced(
                 session,
@@ -64,9 +65,7 @@ def run_embedding_worker(options: ServerOptions) -> None:
                 port=port,
                 schema=slots.schema_hash(),
                 observer=observer,
-                subscribe=lambda: session.respond(
-                    session.subjects.ids(options.replica_index), IdsResponder(_registering(worker))
-                ),
+                subscribe=lambda: session.respond(session.subjects.ids(options.replica_index), responder),
                 slot_modes=slots.slot_modes,
             )
         )
@@ -147,10 +146,6 @@ def _nn_worker_answers(session: Session) -> bool:
         return bool(session.request_many(session.subjects.who(NN_WORKER), b"", _WHO_S, enough=bool))
     except PersiaError:  # the broker has ended first
         return False
-
-
-def _registering(worker: EmbeddingWorker) -> RegisterIds:
-    return lambda loader, ids: (worker.incarnation, worker.register_batch(loader, ids))
 
 
 class ServerLinks:
