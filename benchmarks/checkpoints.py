@@ -36,7 +36,7 @@ import torch
 from benchmarks.arguments import dim, folder, whole
 from benchmarks.stats import median_interval
 from persia import _native
-from persia.checkpoint.checkpoints import Checkpoints, Source
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
 from persia.checkpoint.peers import find_servers
 from persia.config import CheckpointingConfig, parse_embedding_config
 from persia.embedding import EmbeddingConfig
@@ -174,7 +174,7 @@ def _on_threads(function: Callable[[int], None]) -> None:
 def measure_speed(checkpoints: Checkpoints, directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"dump": [], "load": [], "disk write": [], "disk read": []}
     for _ in range(arguments.repeats):
-        seconds["dump"].append(timed(lambda: checkpoints.dump(directory / "c")))
+        seconds["dump"].append(timed(lambda: checkpoints.dump(DumpRequest(directory / "c"))))
         section = section_of(directory / "c")
         seconds["disk write"].append(timed(partial(write_files, directory / "raw", section.num_bytes)))
         forget_files(directory)
@@ -197,8 +197,8 @@ def measure_speed(checkpoints: Checkpoints, directory: Path, arguments: argparse
 
 def slow_down(training: Training, checkpoints: Checkpoints, url: Path, num_blocks: int) -> dict[str, Any]:
     """Of a training while its rows are dumped."""
-    checkpoints.dump(url)  # so that all dumps measured replace one
-    duration_s = timed(lambda: checkpoints.dump(url))
+    checkpoints.dump(DumpRequest(url))  # so that all dumps measured replace one
+    duration_s = timed(lambda: checkpoints.dump(DumpRequest(url)))
     ratios: list[float] = []
     quiet_s: list[float] = []
     during_s: list[float] = []

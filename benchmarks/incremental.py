@@ -102,8 +102,8 @@ def run_with_packets(
 ) -> tuple[float, Watcher]:
     settings = IncrementalSettings.of(config)
     assert settings is not None, "enabled"
-    share = ServerShare(store=trainer.bags, index=0, replicas=1, schema=None, num_threads=2)
-    peers = [LocalPeer(CheckpointService(share, ServerChanges(trainer.bags, settings)))]
+    share = ServerShare(store=trainer.bags.store, index=0, replicas=1, schema=None, num_threads=2)
+    peers = [LocalPeer(CheckpointService(share, ServerChanges(trainer.bags.store, settings)))]
     writer = PacketWriter(lambda: peers, deadline_s=60, step=lambda: 0)
     writer.offer_dense(0, lambda: b"")
     watcher = Watcher(PacketLog(settings.directory))
@@ -129,7 +129,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
                 step_ms, watcher = run_with_packets(trainer, config, *pace)
                 ages, rows = ages + watcher.ages, rows + watcher.rows
             else:
-                trainer.bags.track_changes(0 if way == "off" else 2_000_000)
+                trainer.bags.store.track_changes(0 if way == "off" else 2_000_000)
                 step_ms = trainer.run(*pace)
             steps_ms[way].append(step_ms)
     medians = {way: statistics.median(values) for way, values in steps_ms.items()}

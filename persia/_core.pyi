@@ -305,26 +305,9 @@ class TierOptions:
         num_threads: int = 1,
     ) -> None: ...
 
-class ParameterServer:
-    def __init__(
-        self,
-        *,
-        replica_index: int,
-        replica_size: int,
-        capacity: int,
-        num_internal_shards: int,
-        num_handler_threads: int = 2,
-        read_only: bool = False,  # answers lookups only, and only after mark_loaded()
-        tier: TierOptions | None = None,
-        row_dtype: str = "float32",  # "float16", "bfloat16": embeddings in memory; not with a tier
-    ) -> None: ...
-    def start(self, host: str, port: int) -> int: ...  # returns the port; may be called once
-    def mark_loaded(self) -> None: ...
-    def stop(self, timeout_s: float = 10.0) -> None: ...
-    @property
-    def incarnation(self) -> int: ...
-    def stats(self) -> dict[str, Any]: ...
-    def durations(self) -> dict[str, tuple[list[int], float, float]]: ...  # as DurationStats.snapshot()
+class EmbeddingStore:
+    """The rows of a parameter server, an embedded client or embedding bags; keeps its owner alive."""
+
     def remove_small_rows(self) -> int: ...  # those below their min_norm; how many they were
     def begin_snapshot(
         self,
@@ -346,6 +329,9 @@ class ParameterServer:
     def begin_apply(
         self, train_config: TrainConfig, *, is_from_nothing: bool = False, with_state: bool = True
     ) -> CheckpointLoader: ...  # of another store's changes
+    def num_updates(
+        self, signs: NDArray[np.uint64]
+    ) -> NDArray[np.uint32]: ...  # of their rows; FailedPreconditionError without counts_updates
     def tier_stats(self) -> dict[str, int] | None: ...  # None: rows are in memory alone
     def request_checkpoint(self) -> int: ...  # held: it waits for one of the two calls below
     def prepared_checkpoint(
@@ -353,6 +339,29 @@ class ParameterServer:
     ) -> dict[str, int] | None: ...  # None: rows are still being written; for commit_pool()
     def commit_checkpoint(self, number: int) -> None: ...
     def drop_checkpoint(self, number: int) -> None: ...
+
+class ParameterServer:
+    def __init__(
+        self,
+        *,
+        replica_index: int,
+        replica_size: int,
+        capacity: int,
+        num_internal_shards: int,
+        num_handler_threads: int = 2,
+        read_only: bool = False,  # answers lookups only, and only after mark_loaded()
+        tier: TierOptions | None = None,
+        row_dtype: str = "float32",  # "float16", "bfloat16": embeddings in memory; not with a tier
+    ) -> None: ...
+    def start(self, host: str, port: int) -> int: ...  # returns the port; may be called once
+    def mark_loaded(self) -> None: ...
+    def stop(self, timeout_s: float = 10.0) -> None: ...
+    @property
+    def incarnation(self) -> int: ...
+    def stats(self) -> dict[str, Any]: ...
+    def durations(self) -> dict[str, tuple[list[int], float, float]]: ...  # as DurationStats.snapshot()
+    @property
+    def store(self) -> EmbeddingStore: ...  # FailedPreconditionError before start()
 
 class EmbeddingWorker:
     """The embedding worker role: engine, connections to the parameter servers, RPC service."""
@@ -446,34 +455,8 @@ class EmbeddedClient(EmbeddingClient):
     ) -> None: ...
     def register_batch(self, loader_index: int, id_features: Buffer) -> BatchReference: ...
     def num_missing_rows(self) -> int: ...  # unique IDs that lookups have read as zeros, so far
-    def remove_small_rows(self) -> int: ...  # those below their min_norm; how many they were
-    def begin_snapshot(
-        self,
-        num_parts: int = 1,
-        *,
-        max_waiting_bytes: int = 268435456,
-        patience_s: float = 10.0,
-        with_state: bool = True,
-        max_processors: float = 0.0,  # while the store is trained, of those who read; 0: any
-    ) -> Snapshot: ...  # FailedPreconditionError: another one, or a load, is under way
-    def begin_load(
-        self, train_config: TrainConfig, *, with_state: bool = True, fresh_state: bool = False
-    ) -> CheckpointLoader: ...  # without state: for a server that only answers lookups for inference
-    def track_changes(self, max_rows: int) -> None: ...  # remembers which rows change; 0: no longer
-    def change_status(self) -> dict[str, int | bool]: ...  # max_rows, num_rows, is_due, has_overflowed
-    def take_changes(
-        self, num_parts: int = 1, *, max_waiting_bytes: int = 268435456, patience_s: float = 10.0
-    ) -> Snapshot: ...  # ResourceExhaustedError: too many, take a full snapshot
-    def begin_apply(
-        self, train_config: TrainConfig, *, is_from_nothing: bool = False, with_state: bool = True
-    ) -> CheckpointLoader: ...  # of another store's changes
-    def tier_stats(self) -> dict[str, int] | None: ...  # None: rows are in memory alone
-    def request_checkpoint(self) -> int: ...  # held: it waits for one of the two calls below
-    def prepared_checkpoint(
-        self, number: int
-    ) -> dict[str, int] | None: ...  # None: rows are still being written; for commit_pool()
-    def commit_checkpoint(self, number: int) -> None: ...
-    def drop_checkpoint(self, number: int) -> None: ...
+    @property
+    def store(self) -> EmbeddingStore: ...
 
 class BagBatch:
     """A batch between its lookup and its update."""
@@ -530,28 +513,6 @@ class EmbeddingBags:
     def update(self, batch: BagBatch, gradients: NDArray[np.float32]) -> UpdateReport: ...
     def set_rows(self, slot: int, ids: NDArray[np.uint64], rows: NDArray[np.float32]) -> None: ...
     def stats(self) -> StoreStats: ...
-    def num_updates(
-        self, signs: NDArray[np.uint64]
-    ) -> NDArray[np.uint32]: ...  # of their rows; FailedPreconditionError without counts_updates
     def clear(self) -> None: ...
-    def remove_small_rows(self) -> int: ...  # those below their min_norm; how many they were
-    def begin_snapshot(
-        self,
-        num_parts: int = 1,
-        *,
-        max_waiting_bytes: int = 268435456,
-        patience_s: float = 10.0,
-        with_state: bool = True,
-        max_processors: float = 0.0,  # while the store is trained, of those who read; 0: any
-    ) -> Snapshot: ...  # FailedPreconditionError: another one, or a load, is under way
-    def begin_load(
-        self, train_config: TrainConfig, *, with_state: bool = True, fresh_state: bool = False
-    ) -> CheckpointLoader: ...  # without state: for a server that only answers lookups for inference
-    def track_changes(self, max_rows: int) -> None: ...  # remembers which rows change; 0: no longer
-    def change_status(self) -> dict[str, int | bool]: ...  # max_rows, num_rows, is_due, has_overflowed
-    def take_changes(
-        self, num_parts: int = 1, *, max_waiting_bytes: int = 268435456, patience_s: float = 10.0
-    ) -> Snapshot: ...  # ResourceExhaustedError: too many, take a full snapshot
-    def begin_apply(
-        self, train_config: TrainConfig, *, is_from_nothing: bool = False, with_state: bool = True
-    ) -> CheckpointLoader: ...  # of another store's changes
+    @property
+    def store(self) -> EmbeddingStore: ...

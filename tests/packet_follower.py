@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from persia import _native
-from persia.checkpoint.rows import Span
 from persia.packets.log import PacketLog
 from persia.packets.packet import BaseKind, Packet
+from persia.rows.reader import Span
 from persia.storage.position import Position
 from persia.storage.shard_file import ShardFile
 
@@ -40,7 +40,7 @@ class Follower:
             return
         assert packet.train_config is not None
         config = _native.TrainConfig.decode(bytes.fromhex(packet.train_config))
-        loader = self.bags.begin_apply(config, is_from_nothing=packet.is_from_nothing)
+        loader = self.bags.store.begin_apply(config, is_from_nothing=packet.is_from_nothing)
         for entry in packet.files:
             file = ShardFile(self.log.files, entry)
             for chunk in file.chunks_of(Span()):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from persia._native import EmbeddedClient, TrainConfig
-from persia.checkpoint.checkpoints import Checkpoints
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest
 from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
@@ -67,11 +67,12 @@ class PacketTrainer:
         self.begin(BaseKind.NOTHING)
 
     def _new_store(self) -> None:
-        self.store = EmbeddedClient(
+        self.client = EmbeddedClient(
             slots=self.slots.native_slots(),
             feature_index_prefix_bit=self.slots.feature_index_prefix_bit,
         )
-        self.store.configure(TrainConfig(optimizer="adagrad", lr=0.1))
+        self.client.configure(TrainConfig(optimizer="adagrad", lr=0.1))
+        self.store = self.client.store
         self.store.track_changes(1000)
 
     def begin(self, kind: BaseKind, *, dump_id: str | None = None, factor: float | None = None) -> Position:
@@ -89,10 +90,10 @@ class PacketTrainer:
 
     def set(self, value: float, ids: Any = IDS) -> None:
         signs = slot_signs(self.slots, "user", np.asarray(ids, np.uint64))
-        self.store.set_embeddings(signs, np.full((len(signs), 2), value, np.float32))
+        self.client.set_embeddings(signs, np.full((len(signs), 2), value, np.float32))
 
     def clear(self) -> None:
-        self.store.clear()
+        self.client.clear()
 
     def write(self, factor: float | None = None, *, point: bool = True) -> Position:
         """What has changed since the packet before, with a dense model of that factor; its position."""
@@ -141,7 +142,7 @@ class PacketTrainer:
         peer = LocalPeer(CheckpointService(share))
         step = self.position.number
         Checkpoints(lambda: [peer], deadline_s=30).dump(
-            directory, dense={"jit_dense.pt": script(factor)}, step=step
+            DumpRequest(directory, dense={"jit_dense.pt": script(factor)}, step=step)
         )
         manifest = Manifest.read(self.log.location.of(directory))[0]
         assert manifest.embeddings is not None

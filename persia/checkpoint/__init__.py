@@ -10,5 +10,4 @@ their formats are in `persia.storage`. `persia.tiers` and `persia.packets` add o
     service        answers the requests on a server
     server_job     one dump or load on one server
     training_dump  asks rank 0 to dump dense weights and rows together
-    rows           reads a checkpoint for tools: export, comparison, checks
 """

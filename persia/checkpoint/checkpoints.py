@@ -1,4 +1,4 @@
-"""Dumps and loads as contexts use them: what is asked for, in the foreground or behind training's back."""
+"""Dumps and loads as contexts use them: what is asked for, in the foreground or in the background."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 from persia.checkpoint.coordinator import DumpOperation, LoadOperation
 from persia.checkpoint.peers import Peer
@@ -20,8 +20,6 @@ from persia.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
-    StorageError,
-    UnavailableError,
 )
 from persia.logger import get_default_logger
 from persia.storage.location import Location
@@ -38,7 +36,7 @@ from persia.storage.manifest import (
 from persia.storage.position import Position
 from persia.storage.versions import keep_newest, resolve, set_latest, version_name
 
-__all__ = ["ChangeFeed", "Checkpoints", "Source", "described"]
+__all__ = ["Checkpoints", "DumpHook", "DumpRequest", "Source", "described"]
 
 _MAX_DENSE_BYTES = 1 << 40  # a bound for what is read at once; the manifest has the size
 
@@ -79,9 +77,64 @@ class Source:
         return content
 
 
+@dataclass(frozen=True)
+class DumpRequest:
+    """What a dump writes. What `url` had of either part is replaced, the other part stays."""
+
+    url: Any  # directory of the checkpoint; with `keep_last` a directory of checkpoints (versions.py)
+    _: KW_ONLY
+    dense: Mapping[str, bytes] = field(default_factory=dict)  # torch files by name
+    embeddings: bool = True  # all rows
+    step: int | None = None  # of the training loop
+    keep_last: int | None = None  # how many checkpoints stay
+    optimizer: dict[str, Any] | None = None  # settings of the embedding optimizer, for people
+    keep_small_rows: bool = False  # those below their slot's min_norm, which are removed first otherwise
+    with_state: bool = True  # of the optimizer
+    in_place: bool = False  # rows stay in the servers' tiers, which go back to this checkpoint from then on
+    # False: the dump returns once every server has its snapshot, so that training may go on; an error is
+    # raised by `Checkpoints.wait_for_dump`.
+    blocking: bool = True
+
+    def __post_init__(self) -> None:
+        if self.in_place and not self.with_state:
+            raise InvalidArgumentError("in_place=True keeps rows whole: it cannot be with with_state=False")
+        if self.keep_last is not None and self.keep_last < 1:
+            raise InvalidArgumentError(f"keep_last={self.keep_last} must be at least 1")
+        if self.keep_last is not None and self.step is None:
+            raise InvalidArgumentError("keep_last needs the step, which names the checkpoint: give step=...")
+        for name in self.dense:
+            check_file_name(name)
+
+    @property
+    def directory(self) -> Location:
+        """Where the manifest goes."""
+        root = Location.of(self.url)
+        return root if self.keep_last is None or self.step is None else root / version_name(self.step)
+
+
+class DumpHook:
+    """Runs beside dumps and loads, and has to stop for them: a server does one operation at a time.
+
+    This one does nothing; `persia.packets` writes packets between dumps.
+    """
+
+    def pause(self) -> Position | None:
+        """Waits for the operation under way, and begins no other. Returns the last packet, if any."""
+        return None
+
+    def resume(self) -> None:
+        """Ends a pause, on any thread."""
+
+    def dumped(self, directory: Location, section: EmbeddingSection, *, has_dense: bool) -> None:
+        """Called while paused: a checkpoint has all rows in files, and the dense model if `has_dense`."""
+
+    def loaded(self, section: EmbeddingSection, *, may_have_changed: bool) -> None:
+        """Called while paused: all rows were replaced, and may have been updated since."""
+
+
 @dataclass
 class _Background:
-    """A dump or load on a thread of its own."""
+    """A dump or load on its own thread."""
 
     work: Callable[[], None]
     name: str
@@ -93,7 +146,7 @@ class _Background:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until it has ended; raises its error. The operation has deadlines of its own."""
+        """Raises the operation's error. It has no deadline here: the operation has its own."""
         with self.progress.bar() if self._thread.is_alive() else contextlib.nullcontext():
             self._thread.join()
         if self._error is not None:
@@ -106,30 +159,14 @@ class _Background:
             self._error = failure
 
 
-class ChangeFeed(Protocol):
-    """What writes packets of changes beside dumps and loads: a server does one of them at a time."""
-
-    def pause(self) -> Position | None:
-        """Until no packet is under way, and then none is begun. The last one; None: there are none."""
-
-    def resume(self) -> None:
-        """After `pause`, on any thread."""
-
-    def dumped(self, target: Location, section: EmbeddingSection, *, has_dense: bool) -> None:
-        """There are all rows of a checkpoint, and perhaps its dense model with them. While paused."""
-
-    def loaded(self, section: EmbeddingSection, *, may_have_changed: bool) -> None:
-        """All rows were replaced, and perhaps updated since: training did not wait. While paused."""
-
-
 class Checkpoints:
-    """Of one job, from the process that coordinates them. Not thread-safe."""
+    """Dumps and loads of one job, from the process that coordinates them. Not thread-safe."""
 
     def __init__(self, find_peers: Callable[[], Sequence[Peer]], *, deadline_s: float) -> None:
-        """`find_peers`: all servers, by index. `deadline_s`: without an answer, or without progress."""
+        """`find_peers` returns all servers by index. `deadline_s`: without an answer, or without progress."""
         self._find_peers = find_peers
         self._deadline_s = deadline_s
-        self.feed: ChangeFeed | None = None
+        self.hook = DumpHook()
         self._dump: _Background | None = None
         self._load: _Background | None = None
         self._running: DumpOperation | LoadOperation | None = None
@@ -139,61 +176,62 @@ class Checkpoints:
         """`time.monotonic()` when the last dump or load moved its last byte so far."""
         return float("-inf") if self._running is None else self._running.progress_at
 
-    def dump(
-        self,
-        url: Any,
-        *,
-        dense: Mapping[str, bytes] | None = None,
-        embeddings: bool = True,
-        step: int | None = None,
-        keep_last: int | None = None,
-        optimizer: dict[str, Any] | None = None,
-        keep_small_rows: bool = False,
-        with_state: bool = True,
-        in_place: bool = False,
-        blocking: bool = True,
-    ) -> None:
-        """Writes `dense` files and all rows; what `url` had of either is replaced, the rest stays.
-        Rows below their slot's min_norm are removed first, unless `keep_small_rows` or `in_place`. Without
-        `with_state` the optimizer's state is left out.
-
-        Without `blocking` it returns once every server has its snapshot, so that training may go on; an error
-        is raised by `wait_for_dump`. With `keep_last`, `url` is a directory of checkpoints (versions.py).
-        With `in_place` rows stay in the servers' pools, which go back to this checkpoint once it is complete.
-        """
-        if in_place and not with_state:
-            raise InvalidArgumentError("in_place=True keeps rows whole: it cannot be with with_state=False")
+    def dump(self, request: DumpRequest) -> None:
+        """Writes a checkpoint. StorageError, FailedPreconditionError, ...: what was there before counts."""
         self.wait_for_dump()
         self.wait_for_load()
-        target = _target(Location.of(url), step, keep_last)
-        for name in dense or ():
-            check_file_name(name)
         operation = DumpOperation(
             make_dump_id(),
-            self._find_peers() if embeddings else (),
+            self._find_peers() if request.embeddings else (),
             self._deadline_s,
-            directory=target,
-            keep_small_rows=keep_small_rows,
-            with_state=with_state,
-            in_place=in_place and embeddings,
-            is_version=keep_last is not None,
-            step=step,
+            directory=request.directory,
+            keep_small_rows=request.keep_small_rows,
+            with_state=request.with_state,
+            in_place=request.in_place and request.embeddings,
+            is_version=request.keep_last is not None,
+            step=request.step,
         )
-        operation.on_progress = progress = ShownProgress(f"dumping to {target}")
-        position = None if self.feed is None else self.feed.pause()
-        try:
-            if embeddings:
+        operation.on_progress = progress = ShownProgress(f"dumping to {operation.directory}")
+        with contextlib.ExitStack() as until_written:
+            position = until_written.enter_context(self._paused_hook())
+            if operation.peers:
                 operation.begin()
-        except BaseException:
-            self._resume_feed()
-            raise
+            work = functools.partial(self._finish_dump, request, operation, position, until_written.pop_all())
         self._running = operation
-        work = functools.partial(self._finish_dump, operation, dense, step, keep_last, optimizer, position)
-        if blocking:
+        if request.blocking:
             with progress.bar():
                 work()
         else:
             self._dump = _Background(work, "persia-dump", progress)
+
+    def _finish_dump(
+        self,
+        request: DumpRequest,
+        operation: DumpOperation,
+        position: Position | None,
+        until_written: contextlib.ExitStack,
+    ) -> None:
+        started = time.monotonic()
+        with until_written:
+            old, new = _write(request, operation, position)
+            section = new.embeddings if operation.peers else None
+            if section is not None and not section.in_place:
+                self.hook.dumped(operation.directory, section, has_dense=bool(request.dense))
+        # The new checkpoint is complete; what follows only tidies up.
+        if request.dense and new.dense is not None:
+            for name, entry in new.dense.files.items():
+                (operation.directory / entry.path).link(operation.directory / name)
+        _remove_old_dumps(operation.directory, old, new, operation.operation)
+        if request.keep_last is not None:
+            keep_newest(operation.directory.parent, operation.directory.name, request.keep_last)
+        num_bytes = sum(len(content) for content in request.dense.values())
+        get_default_logger().info(
+            "dumped %d rows, %s, to %s in %.1f s",
+            0 if section is None else section.num_rows,
+            megabytes(num_bytes + (0 if section is None else section.num_bytes)),
+            operation.directory,
+            time.monotonic() - started,
+        )
 
     def load(
         self,
@@ -209,12 +247,10 @@ class Checkpoints:
         those of `LoadOperation.check`.
 
         An error leaves rows as they were, unless it says otherwise. Without `blocking` it returns once all
-        is checked, and the rows are replaced behind the script's back; `wait_for_load` raises what fails
-        then.
+        is checked, and the rows are replaced in the background; `wait_for_load` raises what fails then.
         """
         self.wait_for_dump()
         self.wait_for_load()
-
         operation = LoadOperation(
             make_dump_id().replace("dump", "load", 1),
             self._find_peers(),
@@ -224,9 +260,9 @@ class Checkpoints:
         operation.on_progress = progress = ShownProgress(f"loading {source.location}")
         self._running = operation
         started = time.monotonic()
-        with progress.bar():  # checking is waited for in any case
+        with progress.bar():  # a load that does not block waits for the checks all the same
             with contextlib.ExitStack() as until_loaded:
-                until_loaded.enter_context(self._paused_feed())
+                until_loaded.enter_context(self._paused_hook())
                 section = operation.check(
                     train_config=train_config, with_state=with_state, fresh_state=fresh_state, strict=strict
                 )
@@ -249,9 +285,8 @@ class Checkpoints:
     ) -> None:
         with until_loaded:
             operation.apply()
-            if self.feed is not None:
-                # Followers can load no rows that are in place: they need another checkpoint to begin with.
-                self.feed.loaded(section, may_have_changed=not blocking or section.in_place)
+            # Followers cannot load rows that are in place: they need another checkpoint to begin with.
+            self.hook.loaded(section, may_have_changed=not blocking or section.in_place)
         get_default_logger().info(
             "loaded %d rows, %s, from %s in %.1f s",
             section.num_rows,
@@ -260,120 +295,60 @@ class Checkpoints:
             time.monotonic() - started,
         )
 
-    def _resume_feed(self) -> None:
-        if self.feed is not None:
-            self.feed.resume()
-
     @contextlib.contextmanager
-    def _paused_feed(self) -> Iterator[None]:
-        if self.feed is not None:
-            self.feed.pause()
+    def _paused_hook(self) -> Iterator[Position | None]:
+        hook = self.hook
+        position = hook.pause()
         try:
-            yield
+            yield position
         finally:
-            self._resume_feed()
+            hook.resume()
 
     def wait_for_dump(self) -> None:
-        """Until the dump behind training's back is complete; raises its error, once."""
+        """Returns once the dump in the background is complete; raises its error, once."""
         dump, self._dump = self._dump, None
         if dump is not None:
             dump.wait()
 
     def wait_for_load(self) -> None:
-        """Until the load behind the script's back is complete; raises its error, once."""
+        """Returns once the load in the background is complete; raises its error, once."""
         load, self._load = self._load, None
         if load is not None:
             load.wait()
 
     def close(self, *, finish: bool) -> None:
-        """Waits for what still runs, or ends it."""
+        """Waits for the dump or load under way, or cancels it."""
         if not finish and self._running is not None and (self._dump or self._load):
             self._running.cancel()
         self.wait_for_dump()
         self.wait_for_load()
 
-    def _finish_dump(
-        self,
-        operation: DumpOperation,
-        dense: Mapping[str, bytes] | None,
-        step: int | None,
-        keep_last: int | None,
-        optimizer: dict[str, Any] | None,
-        position: Position | None,
-    ) -> None:
-        started = time.monotonic()
-        target = operation.directory
+
+def _write(
+    request: DumpRequest, operation: DumpOperation, position: Position | None
+) -> tuple[Manifest, Manifest]:
+    """Writes everything and makes it the checkpoint. Returns the manifest before and the new one."""
+    directory = operation.directory
+    with operation.kept_alive():
         try:
-            with operation.kept_alive():
-                with _given_up_on_error(operation):
-                    dense_section = _write_dense(target, operation.operation, dense) if dense else None
-                    section = operation.finish(optimizer, position) if operation.peers else None
-                    old, new = _merged(target, step, dense_section, section)
-                _publish(operation, new)
-            if operation.in_place:  # it is the latest since it counts
-                operation.commit()
-            elif keep_last is not None:
-                set_latest(target.parent, target.name)
-            if section is not None and not section.in_place and self.feed is not None:
-                self.feed.dumped(target, section, has_dense=dense_section is not None)
-        finally:
-            self._resume_feed()
-        # The new checkpoint is complete; what follows only tidies up.
-        for name, entry in ({} if dense_section is None else dense_section.files).items():
-            (target / entry.path).link(target / name)
-        _remove_old_dumps(target, old, new, operation.operation)
-        if keep_last is not None:
-            keep_newest(target.parent, target.name, keep_last)
-        num_rows = 0 if section is None else section.num_rows
-        num_bytes = sum(len(content) for content in (dense or {}).values())
-        num_bytes += 0 if section is None else section.num_bytes
-        get_default_logger().info(
-            "dumped %d rows, %s, to %s in %.1f s",
-            num_rows,
-            megabytes(num_bytes),
-            target,
-            time.monotonic() - started,
-        )
-
-
-@contextlib.contextmanager
-def _given_up_on_error(operation: DumpOperation) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        operation.give_up()
-        raise
-
-
-def _publish(operation: DumpOperation, manifest: Manifest) -> None:
-    """Makes what was dumped the checkpoint. StorageError: the old one is there, as far as can be seen."""
-    try:
-        operation.publish(manifest.encode())
-    except (FailedPreconditionError, UnavailableError):
-        operation.give_up()
-        raise
-    except StorageError as failure:
-        # A service that did not answer may bring the manifest later, whose files must be there then. Of what
-        # stays behind in vain the next dump is rid.
-        if operation.directory.is_local:
+            dense = _write_dense(directory, operation.operation, request.dense) if request.dense else None
+            section = operation.finish(request.optimizer, position) if operation.peers else None
+            old, new = _merged(directory, request.step, dense, section)
+        except BaseException:
             operation.give_up()
-        raise StorageError(f"{failure}; what was there before is what counts") from failure
+            raise
+        operation.publish(new.encode())
+    if operation.in_place:  # `latest` names it already: publish() has done that in the same step
+        operation.commit()
+    elif request.keep_last is not None:
+        set_latest(directory.parent, directory.name)
+    return old, new
 
 
 def described(optimizer: Optimizer) -> dict[str, Any]:
     """An embedding optimizer's settings, for people who read the manifest."""
     settings = {key: value for key, value in vars(optimizer).items() if not key.startswith("_")}
     return {"name": type(optimizer).__name__, **settings}
-
-
-def _target(location: Location, step: int | None, keep_last: int | None) -> Location:
-    if keep_last is None:
-        return location
-    if keep_last < 1:
-        raise InvalidArgumentError(f"keep_last={keep_last} must be at least 1")
-    if step is None:
-        raise InvalidArgumentError("keep_last needs the step, which names the checkpoint: give step=...")
-    return location / version_name(step)
 
 
 def _write_dense(target: Location, dump_id: str, dense: Mapping[str, bytes]) -> DenseSection:

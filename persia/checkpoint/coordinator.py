@@ -269,17 +269,27 @@ class DumpOperation(Operation):
         return self.directory / self.operation / IN_PLACE_NAME
 
     def publish(self, manifest: bytes) -> None:
-        """After `finish`: from here on the rows count. FailedPreconditionError, UnavailableError: they were
-        given up, from here or by a server.
+        """After `finish`: from here on the rows count. An error gives the dump up, and what was there before
+        counts. FailedPreconditionError, UnavailableError: it was given up before, from here or by a server.
         """
-        with self._decision:
-            if self._given_up:
-                raise FailedPreconditionError(f"{self.operation} was cancelled: dump again")
-            if self.in_place:
-                self._publish_in_place(manifest)
-            else:
-                (self.directory / MANIFEST_NAME).replace(manifest)
-            self._counts = True
+        try:
+            with self._decision:
+                if self._given_up:
+                    raise FailedPreconditionError(f"{self.operation} was cancelled: dump again")
+                if self.in_place:
+                    self._publish_in_place(manifest)
+                else:
+                    (self.directory / MANIFEST_NAME).replace(manifest)
+                self._counts = True
+        except (FailedPreconditionError, UnavailableError):
+            self.give_up()
+            raise
+        except StorageError as failure:
+            # A storage service that did not answer may still store the manifest, whose files must exist then.
+            # The next dump removes what was left behind in vain.
+            if self.directory.is_local:
+                self.give_up()
+            raise StorageError(f"{failure}; what was there before is what counts") from failure
 
     def _publish_in_place(self, manifest: bytes) -> None:
         """What counts changes in one step, which fails once a server has taken the marker away."""
@@ -311,55 +321,66 @@ class DumpOperation(Operation):
             raise
 
     def commit(self) -> None:
-        """After `publish` of rows in place: servers go back to them. Raises what keeps one from it."""
+        """After `publish` of rows in place: servers go back to them. Raises what keeps one from it, once all
+        have been asked.
+        """
         self._last_progress = time.monotonic()
-        failures = [failure for failure in self._on_all(self._commit_at) if failure is not None]
+        failures: list[PersiaError] = []
+
+        def commit_at(peer: Peer) -> None:
+            try:
+                self._commit_at(peer)
+            except PersiaError as failure:
+                failures.append(failure)
+
+        self._on_all(commit_at)
         if failures:
             raise failures[0]
 
-    def _commit_at(self, peer: Peer) -> PersiaError | None:
-        """What keeps the server from it; None, too, for one that is silent: it will read the manifest."""
-        pause_s, deadline = _FIRST_POLL_S, Deadline(self.deadline_s)
-        request = Request(verb=Verb.POLL, operation=self.operation)
+    def _commit_at(self, peer: Peer) -> None:
         try:
-            report = self._ask(peer, replace(request, verb=Verb.APPLY))
-            while report.state not in (State.DONE, State.FAILED) and not deadline.over:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-                report = self._ask(peer, request)
+            report = self._apply_at(peer)
         except UnavailableError as failure:
-            if not self.directory.is_local and not self._is_marked():
-                return UnavailableError(
-                    f"{peer} was lost while the manifest was on its way to {self.directory}, and may have "
-                    f"given its part of the checkpoint up: {failure}; dump again"
-                )
-            get_default_logger().warning(
-                "the checkpoint in %s is complete, but a server was lost before it could say so; it will "
-                "find out when it starts again: %s",
-                self.directory,
-                str(failure),
-            )
-            return None
-        except PersiaError as failure:
-            return failure
+            self._require_known(peer, failure)
+            return
         if report.error is not None:
-            return StorageError(
+            raise StorageError(
                 f"{peer} has lost its part of the checkpoint in {self.directory}, which cannot be loaded: "
                 f"{report.error}; dump again"
             )
         if report.state is not State.DONE:
-            return StorageError(
+            raise StorageError(
                 f"{peer} has not committed the checkpoint in {self.directory} within {self.deadline_s:g} s "
                 "(PERSIA_DEADLINE_SEC): see to its device, and dump again"
             )
-        return None
 
-    def _is_marked(self) -> bool:
-        """False, too, where that cannot be told."""
-        try:
-            return self._marker.exists()
-        except StorageError:
-            return False
+    def _apply_at(self, peer: Peer) -> Report:
+        """The last report of a server that was told to commit, at the latest at the deadline."""
+        pause_s, deadline = _FIRST_POLL_S, Deadline(self.deadline_s)
+        report = self._ask(peer, Request(verb=Verb.APPLY, operation=self.operation))
+        while report.state not in (State.DONE, State.FAILED) and not deadline.over:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+            report = self._ask(peer, Request(verb=Verb.POLL, operation=self.operation))
+        return report
+
+    def _require_known(self, peer: Peer, failure: UnavailableError) -> None:
+        """A lost server reads at its next start that the checkpoint counts. UnavailableError: not surely, as
+        it may have taken the marker away before the manifest had arrived."""
+        is_marked = False  # also where that cannot be told
+        with contextlib.suppress(StorageError):
+            is_marked = self._marker.exists()
+        if not self.directory.is_local and not is_marked:
+            raise UnavailableError(
+                f"{peer} was lost while the manifest was on its way to {self.directory}, and may have "
+                f"given its part of the checkpoint up: {failure}; dump again"
+            )
+        get_default_logger().warning(
+            "the checkpoint in %s is complete, but a server was lost before it could say so; it will "
+            "find out when it starts again: %s",
+            self.directory,
+            str(failure),
+        )
 
     def give_up(self) -> None:
         """Leaves nothing behind."""
@@ -436,7 +457,12 @@ class LoadOperation(Operation):
         try:
             self._ask_all(Verb.LOAD, arguments)
             checked = self._await("checking", State.CHECKED)
-            self._check_rows(section, sum(report.total_rows for report in checked))
+            num_rows = sum(report.total_rows for report in checked)
+            if num_rows != section.num_rows:
+                raise CorruptionError(
+                    f"the servers found {num_rows} rows in {self.directory}, its manifest says "
+                    f"{section.num_rows}"
+                )
             self._report_slot_changes(checked)
         except BaseException:
             self.cancel()
@@ -463,12 +489,6 @@ class LoadOperation(Operation):
                 "are evicted",
                 change,
                 self.directory,
-            )
-
-    def _check_rows(self, section: EmbeddingSection, num_rows: int) -> None:
-        if num_rows != section.num_rows:
-            raise CorruptionError(
-                f"the servers found {num_rows} rows in {self.directory}, its manifest says {section.num_rows}"
             )
 
 

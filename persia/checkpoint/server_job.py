@@ -7,19 +7,20 @@ itself, gives back what it holds, and removes what it has written.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.checkpoint.dump_throttle import max_processors
 from persia.checkpoint.protocol import Report, Request, State
-from persia.config import CheckpointingConfig
+from persia.config import CheckpointingConfig, GlobalConfig
 from persia.errors import (
     CorruptionError,
     DeadlineExceededError,
@@ -37,32 +38,28 @@ from persia.storage.schema import RowSchema
 from persia.storage.shard_file import Chunk, ShardFile, write_shard_file
 
 if TYPE_CHECKING:
-    from persia._native import CheckpointLoader, Snapshot, TrainConfig
+    from persia._native import CheckpointLoader, EmbeddingStore, Snapshot
 
-__all__ = ["DumpJob", "JobMaker", "LoadJob", "RowStore", "ServerJob", "ServerShare", "TwoPhaseJob"]
+__all__ = [
+    "DumpJob",
+    "JobMaker",
+    "LoadJob",
+    "ServerJob",
+    "ServerShare",
+    "SnapshotJob",
+    "dump_percent",
+    "max_processors",
+]
 
 _CANCELLED = "it was cancelled"
 _STOP_S = 5.0
 
-
-class RowStore(Protocol):
-    """What operations need of the native module: a ParameterServer, EmbeddedClient or EmbeddingBags."""
-
-    def remove_small_rows(self) -> int: ...
-
-    def begin_snapshot(
-        self, num_parts: int = 1, *, with_state: bool = True, max_processors: float = 0.0
-    ) -> Snapshot: ...
-
-    def begin_load(
-        self, train_config: TrainConfig, *, with_state: bool = True, fresh_state: bool = False
-    ) -> CheckpointLoader: ...
-
-    def track_changes(self, max_rows: int) -> None: ...
-
-    def change_status(self) -> dict[str, int | bool]: ...
-
-    def take_changes(self, num_parts: int = 1) -> Snapshot: ...
+_LEAST = 0.05  # of a processor: dumps must end, and a coordinator waits only so long for the next rows
+# The limit of a container, where it has one of its own: "microseconds period", or "max period" ...
+_CGROUP_V2 = ("cpu.max",)
+# ... and of version 1; microseconds below zero are no limit.
+_CGROUP_V1 = ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 class JobMaker(Protocol):
@@ -76,7 +73,7 @@ class JobMaker(Protocol):
 class ServerShare:
     """A server and its place in the job."""
 
-    store: RowStore
+    store: EmbeddingStore
     index: int
     replicas: int
     schema: RowSchema | None  # None: it was started without an embedding config
@@ -88,9 +85,17 @@ class ServerShare:
     log: CheckpointLog = field(default_factory=CheckpointLog)
     pool: JobMaker | None = None  # makes jobs whose rows stay in the tier; None: rows are in memory alone
 
+    def owns(self, shards: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        """Which virtual shards are this server's: a `ShardFilter`."""
+        owned: NDArray[np.bool_] = shards % self.replicas == self.index
+        return owned
+
 
 class ServerJob(ABC):
-    """One operation on one server. Thread-safe."""
+    """One operation on one server. Thread-safe.
+
+    A job with two phases waits in between, until all other servers have done their part (`_await_apply`).
+    """
 
     _kind: str  # in metrics
     is_packet = False  # the operation belongs to a stream of packets
@@ -106,8 +111,10 @@ class ServerJob(ABC):
         self._cancelled = False
         self._is_closing = False
         self._may_end = True
+        self._wants_apply = False
         self._done_bytes = 0
         self._done_rows = 0
+        self._total_rows = 0
         self._thread = threading.Thread(target=self._run, name=f"persia-{operation}", daemon=True)
 
     def start(self) -> None:
@@ -119,24 +126,32 @@ class ServerJob(ABC):
 
     @property
     def is_abandoned(self) -> bool:
-        """Nobody has asked about it for the time of its lease."""
+        """Whether its coordinator has been silent for the time of the lease."""
         return time.monotonic() - self._last_asked > self._lease_s
 
     def report(self) -> Report:
-        """Where it stands; whoever asks keeps it alive."""
+        """The state of the job. The question renews the lease."""
         with self._changed:
             self._last_asked = time.monotonic()
             return Report(
                 state=self._state,
                 done_bytes=self._done_bytes,
                 done_rows=self._num_done_rows(),
-                total_rows=self._total_rows(),
+                total_rows=self._total_rows,
                 error=self._error,
                 result=self._result() if self._state in (State.DONE, State.CHECKED) else None,
             )
 
+    def apply(self) -> None:
+        """Begins the second phase of a job that is checked. May be repeated."""
+        with self._changed:
+            if self._state is State.RUNNING and not self._wants_apply:
+                raise FailedPreconditionError(f"{self.operation} is not checked yet: it cannot be applied")
+            self._wants_apply = True
+            self._changed.notify_all()
+
     def cancel(self) -> None:
-        """Ends it, unless it is over; returns when it has cleaned up, or after seconds."""
+        """Ends the job, unless it is over; returns when it has cleaned up, or after seconds."""
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
@@ -144,31 +159,27 @@ class ServerJob(ABC):
         self._thread.join(_STOP_S)
 
     def close(self) -> None:
-        """`cancel`, as the server ends: its coordinator has not said so."""
+        """As `cancel`, because the server ends and not because its coordinator asks for it."""
         self._is_closing = True
         self.cancel()
 
     @abstractmethod
     def _work(self) -> None:
-        """On a thread of its own. Calls `_check_alive` often."""
+        """Runs on the job's thread. Calls `_check_alive` often."""
 
-    def _interrupt(self) -> None:
-        """Ends what `_work` waits for: it was cancelled, from another thread."""
-        return None
+    # Kinds of jobs override those that they need.
 
-    @abstractmethod
-    def _clean_up(self) -> None:
-        """After a failure."""
+    def _interrupt(self) -> None:  # noqa: B027
+        """Ends what `_work` waits for, from another thread, after the job was cancelled."""
 
-    @abstractmethod
-    def _release(self) -> None:
+    def _release(self) -> None:  # noqa: B027
         """Gives the store back, before the operation is over."""
+
+    def _clean_up(self) -> None:  # noqa: B027
+        """Removes what a failed job has written."""
 
     def _num_done_rows(self) -> int:
         return self._done_rows
-
-    def _total_rows(self) -> int:
-        return 0
 
     def _result(self) -> dict[str, Any] | None:
         return None
@@ -178,7 +189,7 @@ class ServerJob(ABC):
         try:
             self._work()
         except PersiaError as failure:
-            error = failure.with_traceback(None)  # whoever keeps the error would keep frames, and the store
+            error = failure.with_traceback(None)  # its frames would keep the store locked
         except Exception as failure:
             get_default_logger().exception("%s failed", self.operation)
             error = InternalError(f"{type(failure).__name__}: {failure}")
@@ -202,6 +213,15 @@ class ServerJob(ABC):
             raise DeadlineExceededError(
                 f"nobody has asked about it for {self._lease_s:g} s: its coordinator seems to have ended"
             )
+
+    def _await_apply(self) -> None:
+        with self._changed:
+            self._state = State.CHECKED
+            while not self._wants_apply:
+                self._check_alive()
+                self._changed.wait(min(1.0, self._lease_s / 4))
+            # From here on it cannot be cancelled: half of the second phase would be worse than either state.
+            self._state, self._may_end = State.RUNNING, False
 
     def _count_bytes(self, num_bytes: int) -> None:
         self._check_alive()
@@ -238,55 +258,33 @@ class ServerJob(ABC):
             raise failures[0]
 
 
-class DumpJob(ServerJob):
-    """Writes all rows of a server, as they are when it is created, into files of their own."""
+class SnapshotJob(ServerJob):
+    """Writes a snapshot of a server into files of its own, in the folder `operation` of `directory`."""
 
-    _kind = "dump"
-
-    def __init__(self, operation: str, share: ServerShare, lease_s: float, arguments: dict[str, Any]) -> None:
-        """`arguments`: {"directory": URL, "keep_small_rows": bool, "with_state": bool}; files go to
-        the folder `operation` in it.
-        """
+    def __init__(
+        self, operation: str, share: ServerShare, lease_s: float, directory: Location, snapshot: Snapshot
+    ) -> None:
         super().__init__(operation, share, lease_s)
-        if not is_dump_id(operation):
-            raise InvalidArgumentError(f"checkpoint request: {operation!r:.80} is not the name of a dump")
-        self._directory = Location.of(_text(arguments, "directory"))
+        self._directory = directory
+        self._snapshot = snapshot
+        self._parts = [snapshot.part(index) for index in range(snapshot.num_parts)]
+        self._total_rows = snapshot.num_rows
         self._files: list[FileEntry] = []
-        if arguments.get("keep_small_rows") is not True:
-            share.store.remove_small_rows()  # of slots with a min_norm; none goes without
-        with_state = arguments.get("with_state") is not False
-        self._snapshot = share.store.begin_snapshot(
-            share.num_threads, with_state=with_state, max_processors=max_processors(share.dump_percent)
-        )
-        config = self._snapshot.train_config
-        if config is None:
-            self._snapshot.close()
-            raise FailedPreconditionError(
-                "this server has no optimizer yet, and so no rows: a TrainCtx that is entered configures it; "
-                "dump after that"
-            )
-        self._parts = [self._snapshot.part(index) for index in range(self._snapshot.num_parts)]
-        self._cut = {
-            "step": self._snapshot.step,
-            "num_rows": self._snapshot.num_rows,
-            "train_config": config.encode().hex(),
+        config = snapshot.train_config
+        self._point: dict[str, Any] = {  # of the snapshot, for the manifest
+            "step": snapshot.step,
+            "num_rows": snapshot.num_rows,
+            "train_config": None if config is None else config.encode().hex(),
             "schema": None if share.schema is None else share.schema.to_json(),
         }
 
-    def _interrupt(self) -> None:
-        self._snapshot.close()  # writers may rest for longer than anybody waits for them
+    def _write_files(self, name: str) -> None:
+        self._on_threads(functools.partial(self._write_file, name, i) for i in range(len(self._parts)))
 
-    def _work(self) -> None:
-        if self._share.gives_way:
-            give_way()  # compressing takes the processors for long; training wants them more
-        self._on_threads(functools.partial(self._write, index) for index in range(self._snapshot.num_parts))
-
-    def _write(self, index: int) -> None:
-        entry = write_shard_file(self._parts[index], self._directory, self._path(index), self._count_bytes)
+    def _write_file(self, name: str, index: int) -> None:
+        path = f"{self.operation}/{name}-{self._share.index}-{index}.emb"
+        entry = write_shard_file(self._parts[index], self._directory, path, self._count_bytes)
         self._files.append(entry)
-
-    def _path(self, index: int) -> str:
-        return f"{self.operation}/embeddings-{self._share.index}-{index}.emb"
 
     def _release(self) -> None:
         self._snapshot.close()
@@ -296,41 +294,47 @@ class DumpJob(ServerJob):
             (self._directory / file.path).remove_quietly()
 
     def _num_done_rows(self) -> int:
-        return sum(part.num_rows for part in self._parts)  # long before the first bytes are written
-
-    def _total_rows(self) -> int:
-        return self._snapshot.num_rows
+        return sum(part.num_rows for part in self._parts)  # counts long before the first bytes are written
 
     def _result(self) -> dict[str, Any]:
-        return {**self._cut, "files": [file.to_json() for file in sorted(self._files, key=_by_path)]}
+        files = sorted(self._files, key=lambda file: file.path)
+        return {**self._point, "files": [file.to_json() for file in files]}
 
 
-class TwoPhaseJob(ServerJob):
-    """Does its work, and waits to be told that all other servers have done theirs, before it is effective."""
+class DumpJob(SnapshotJob):
+    """Writes all rows of a server, as they are when it is created."""
 
-    def __init__(self, operation: str, share: ServerShare, lease_s: float) -> None:
-        super().__init__(operation, share, lease_s)
-        self._wants_apply = False
+    _kind = "dump"
 
-    def apply(self) -> None:
-        """To be called once it is checked; repeating it does nothing."""
-        with self._changed:
-            if self._state is State.RUNNING and not self._wants_apply:
-                raise FailedPreconditionError(f"{self.operation} is not checked yet: it cannot be applied")
-            self._wants_apply = True
-            self._changed.notify_all()
+    def __init__(self, operation: str, share: ServerShare, lease_s: float, arguments: dict[str, Any]) -> None:
+        """`arguments`: {"directory": URL, "keep_small_rows": bool, "with_state": bool}."""
+        if not is_dump_id(operation):
+            raise InvalidArgumentError(f"checkpoint request: {operation!r:.80} is not the name of a dump")
+        directory = Location.of(_text(arguments, "directory"))
+        if arguments.get("keep_small_rows") is not True:
+            share.store.remove_small_rows()  # does nothing where no slot has a min_norm
+        with_state = arguments.get("with_state") is not False
+        snapshot = share.store.begin_snapshot(
+            share.num_threads, with_state=with_state, max_processors=max_processors(share.dump_percent)
+        )
+        if snapshot.train_config is None:
+            snapshot.close()
+            raise FailedPreconditionError(
+                "this server has no optimizer yet, and so no rows: a TrainCtx that is entered configures it; "
+                "dump after that"
+            )
+        super().__init__(operation, share, lease_s, directory, snapshot)
 
-    def _await_apply(self) -> None:
-        with self._changed:
-            self._state = State.CHECKED
-            while not self._wants_apply:
-                self._check_alive()
-                self._changed.wait(min(1.0, self._lease_s / 4))
-            # From here on it ends with all of it: half would be worse than either.
-            self._state, self._may_end = State.RUNNING, False
+    def _interrupt(self) -> None:
+        self._snapshot.close()  # a throttled dump may pause for longer than `cancel` waits
+
+    def _work(self) -> None:
+        if self._share.gives_way:
+            give_way()  # compression takes much processor time, which training needs more
+        self._write_files("embeddings")
 
 
-class LoadJob(TwoPhaseJob):
+class LoadJob(ServerJob):
     """Reads what concerns a server twice: to check it all, and, when told so, to replace the rows by it."""
 
     _kind = "load"
@@ -342,7 +346,6 @@ class LoadJob(TwoPhaseJob):
         super().__init__(operation, share, lease_s)
         self._arguments = arguments
         self._directory = Location.of(_text(arguments, "directory"))
-        self._num_rows = 0
         self._slot_changes = ""
         self._loader: CheckpointLoader | None = None
 
@@ -357,12 +360,12 @@ class LoadJob(TwoPhaseJob):
         # Held by this alone: a name in a frame of an error's traceback would keep the store locked.
         self._loader = loader
         del loader
-        self._on_threads(self._pass_over(files, self._verify))
+        self._on_threads(self._pass_over(files, checks=True))
         self._await_apply()
         self._done_rows = 0
         self._loader.replace()
         try:
-            self._on_threads(self._pass_over(files, self._add))
+            self._on_threads(self._pass_over(files, checks=False))
             self._loader.commit()
         except PersiaError as failure:
             raise type(failure)(
@@ -374,14 +377,6 @@ class LoadJob(TwoPhaseJob):
             self._directory,
             self._loader.num_evicted,
         )
-
-    def _verify(self, chunk: bytes) -> None:
-        assert self._loader is not None
-        self._loader.verify(chunk)
-
-    def _add(self, chunk: bytes) -> None:
-        assert self._loader is not None
-        self._loader.add(chunk)
 
     def _open_files(self) -> list[ShardFile]:
         manifest, digest = Manifest.read(self._directory)
@@ -405,44 +400,33 @@ class LoadJob(TwoPhaseJob):
         for entry in section.files:
             self._check_alive()
             files.append(ShardFile(self._directory, entry))
-        chunks = (chunk for file in files for chunk in file.chunks_of(self._is_mine))
-        self._num_rows = sum(chunk.num_rows for chunk in chunks)
+        chunks = (chunk for file in files for chunk in file.chunks_of(self._share.owns))
+        self._total_rows = sum(chunk.num_rows for chunk in chunks)
         return files
 
-    def _pass_over(
-        self, files: list[ShardFile], consume: Callable[[bytes], None]
-    ) -> Iterator[Callable[[], None]]:
+    def _pass_over(self, files: list[ShardFile], *, checks: bool) -> Iterator[Callable[[], None]]:
         """One task for each chunk of this server's rows."""
         for file in files:
-            for chunk in file.chunks_of(self._is_mine):
-                yield functools.partial(self._consume, file, chunk, consume)
+            for chunk in file.chunks_of(self._share.owns):
+                yield functools.partial(self._consume, file, chunk, checks=checks)
 
-    def _is_mine(self, shards: NDArray[np.uint32]) -> NDArray[np.bool_]:
-        mine: NDArray[np.bool_] = shards % self._share.replicas == self._share.index
-        return mine
-
-    def _consume(self, file: ShardFile, chunk: Chunk, consume: Callable[[bytes], None]) -> None:
+    def _consume(self, file: ShardFile, chunk: Chunk, *, checks: bool) -> None:
+        assert self._loader is not None, "made before files are read"
         self._check_alive()
         with file.naming(chunk):
-            consume(file.read(chunk))
+            content = file.read(chunk)
+            if checks:
+                self._loader.verify(content)
+            else:
+                self._loader.add(content)
         self._count_bytes(chunk.num_bytes)
         self._count_rows(chunk.num_rows)
-
-    def _clean_up(self) -> None:
-        """Nothing was written."""
 
     def _release(self) -> None:
         self._loader = None
 
-    def _total_rows(self) -> int:
-        return self._num_rows
-
     def _result(self) -> dict[str, Any]:
         return {"slot_changes": self._slot_changes}
-
-
-def _by_path(file: FileEntry) -> str:
-    return file.path
 
 
 def _text(arguments: dict[str, Any], key: str) -> str:
@@ -450,3 +434,27 @@ def _text(arguments: dict[str, Any], key: str) -> str:
     if not isinstance(value, str):
         raise InvalidArgumentError(f"checkpoint request: {key} is {value!r:.80}, not a text")
     return value
+
+
+def dump_percent(config: GlobalConfig) -> int:
+    """Of a server's dumps. No packet of changes is written during a dump, so there dumps do not rest."""
+    if config.embedding_parameter_server_config.enable_incremental_update:
+        return 100
+    return config.common_config.checkpointing_config.dump_percent
+
+
+def max_processors(percent: int) -> float:
+    """`percent` of those that this process may use; 0, any number, for all of them."""
+    return 0.0 if percent == 100 else max(_LEAST, percent / 100 * _available())
+
+
+def _available() -> float:
+    available = float(len(os.sched_getaffinity(0)))
+    for names in (_CGROUP_V2, _CGROUP_V1):
+        try:
+            quota, period = " ".join((_CGROUPS / name).read_text() for name in names).split()
+            if quota != "max" and int(quota) > 0:
+                return min(available, int(quota) / int(period))
+        except (OSError, ValueError, ZeroDivisionError):
+            continue  # none of this version
+    return available

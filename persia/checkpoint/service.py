@@ -6,7 +6,7 @@ import threading
 from typing import Any, Protocol
 
 from persia.checkpoint.protocol import Report, Request, State, Verb
-from persia.checkpoint.server_job import DumpJob, JobMaker, LoadJob, ServerJob, ServerShare, TwoPhaseJob
+from persia.checkpoint.server_job import DumpJob, JobMaker, LoadJob, ServerJob, ServerShare
 from persia.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -52,7 +52,9 @@ class CheckpointService:
             return self._begin(request).report()
         if request.verb in (Verb.TRACK, Verb.CHANGES):
             if request.verb is Verb.TRACK:
-                self._end_packet()
+                packet = self._running()
+                if packet is not None and packet.is_packet:  # left over by a trainer that was killed
+                    packet.cancel()
                 self._require_changes().begin(request.arguments)
             status = {"settings": None} if self._changes is None else self._changes.status()
             return Report(state=State.DONE, result=status)
@@ -61,7 +63,7 @@ class CheckpointService:
             raise NotFoundError(f"this server knows no operation {request.operation}: it has restarted since")
         if request.verb is Verb.CANCEL:
             job.cancel()
-        elif request.verb is Verb.APPLY and isinstance(job, TwoPhaseJob):
+        elif request.verb is Verb.APPLY:
             job.apply()
         return job.report()
 
@@ -81,25 +83,16 @@ class CheckpointService:
                     f"this server is busy with {running.operation}; one operation runs at a time"
                 )
             job = self._make(request)
-            self._forget_ended(request.verb)
+            for ended in tuple(self._jobs.values()):
+                # Packets are of one coordinator, which begins one when it has ended the one before.
+                if ended.is_abandoned or (request.verb is Verb.TAKE and ended.is_packet):
+                    del self._jobs[ended.operation]
             self._jobs[request.operation] = job
             job.start()
             return job
 
     def _running(self) -> ServerJob | None:
         return next((job for job in tuple(self._jobs.values()) if not job.is_over), None)
-
-    def _forget_ended(self, verb: Verb) -> None:
-        """All are over. Packets are of one coordinator, which begins one when it has ended the one before."""
-        for job in tuple(self._jobs.values()):
-            if job.is_abandoned or (verb is Verb.TAKE and job.is_packet):
-                del self._jobs[job.operation]
-
-    def _end_packet(self) -> None:
-        # Who begins to take changes has no packet under way: it is one of a trainer that was killed.
-        job = self._running()
-        if job is not None and job.is_packet:
-            job.cancel()
 
     def _make(self, request: Request) -> ServerJob:
         if request.verb is Verb.TAKE:

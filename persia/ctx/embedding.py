@@ -18,10 +18,9 @@ from typing_extensions import Self
 
 from persia import env
 from persia._native import TierOptions
-from persia.checkpoint.checkpoints import Checkpoints, Source
-from persia.checkpoint.dump_throttle import dump_percent
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
 from persia.checkpoint.peers import LocalPeer, Peer, find_servers
-from persia.checkpoint.server_job import ServerShare
+from persia.checkpoint.server_job import ServerShare, dump_percent
 from persia.checkpoint.service import CheckpointService
 from persia.config import GlobalConfig, SlotsConfig
 from persia.ctx.base import BaseCtx, PreprocessMode, Terminated
@@ -443,14 +442,16 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
             except InvalidArgumentError as error:
                 failure = error
         self._checkpoints.dump(
-            dst_dir,
-            dense=files,
-            step=step,
-            keep_last=keep_last,
-            optimizer=self._described_optimizer(),
-            with_state=with_state,
-            in_place=in_place,
-            blocking=blocking,
+            DumpRequest(
+                dst_dir,
+                dense=files,
+                step=step,
+                keep_last=keep_last,
+                optimizer=self._described_optimizer(),
+                with_state=with_state,
+                in_place=in_place,
+                blocking=blocking,
+            )
         )
         if failure is not None:
             raise failure

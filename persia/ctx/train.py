@@ -307,7 +307,7 @@ class TrainCtx(EmbeddingCtx):
             step=lambda: self.step,
             num_trainers=self.world_size,
         )
-        self._checkpoints.feed = packets
+        self._checkpoints.hook = packets.stream
         self._resources.callback(self._close_packets, packets)
         packets.start()
         return packets

@@ -78,7 +78,7 @@ def inspect(location: str, as_json: bool) -> None:
 @_as_json
 def verify(location: str, as_json: bool) -> None:
     """Read every file and check every checksum; exit code 1 when the checkpoint is not whole."""
-    from persia.checkpoint.checks import check_files
+    from persia.rows.reader import check_files
 
     place, manifest = _read(location)
     files = _files(manifest)
@@ -101,8 +101,8 @@ def verify(location: str, as_json: bool) -> None:
 @_as_json
 def diff(before: str, after: str, as_json: bool) -> None:
     """Compare the rows of two checkpoints, slot by slot: added, removed, moved, and how far."""
-    from persia.checkpoint.comparison import compare
-    from persia.checkpoint.rows import RowReader
+    from persia.rows.comparison import compare
+    from persia.rows.reader import RowReader
 
     readers = RowReader(before), RowReader(after)
     with _progress("comparing", sum(reader.section.num_bytes for reader in readers)) as advance:
@@ -139,8 +139,8 @@ def diff(before: str, after: str, as_json: bool) -> None:
 @_as_json
 def export(location: str, output: Path, kind: str, with_state: bool, as_json: bool) -> None:
     """Write the rows of each slot to the new directory OUTPUT: IDs, ages, embeddings."""
-    from persia.checkpoint.export import export as export_rows
-    from persia.checkpoint.rows import RowReader
+    from persia.rows.export import export as export_rows
+    from persia.rows.reader import RowReader
 
     reader = RowReader(location)
     with _progress("exporting", reader.section.num_bytes) as advance:
@@ -205,8 +205,10 @@ def _dump(location: str, nats_url: str | None, job_name: str, hold_s: float | No
     from persia.storage.location import Location
 
     if hold_s is None:
+        from persia.checkpoint.checkpoints import DumpRequest
+
         with _checkpoints(nats_url, job_name) as checkpoints:
-            checkpoints.dump(location, in_place=in_place)
+            checkpoints.dump(DumpRequest(location, in_place=in_place))
         return
     deadline_s = env.get_deadline_s()
     # A pod that is deleted is told by SIGTERM, which a container's first process ignores unless it listens.

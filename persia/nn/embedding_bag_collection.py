@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from persia import _native, env
-from persia.checkpoint.checkpoints import Checkpoints, Source, described
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source, described
 from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
@@ -261,11 +261,13 @@ class EmbeddingBagCollection(torch.nn.Module):
             StorageError: the disk or the storage service refused; what was there before counts.
         """
         self._checkpoints(_in_range("dump_percent", dump_percent, 100)).dump(
-            url,
-            step=step,
-            keep_last=keep_last,
-            optimizer=described(self.optimizer),
-            with_state=with_state,
+            DumpRequest(
+                url,
+                step=step,
+                keep_last=keep_last,
+                optimizer=described(self.optimizer),
+                with_state=with_state,
+            )
         )
 
     def load(self, url: str | os.PathLike[str], *, strict: bool = True, with_state: bool = True) -> None:
@@ -331,9 +333,9 @@ class EmbeddingBagCollection(torch.nn.Module):
         counts = keyed.lengths().to(torch.int64).view(len(self.slot_names), -1)
         return keyed.values(), counts, keyed.weights_or_none()
 
-    def _own_store(self) -> _native.EmbeddingBags:
+    def _own_store(self) -> _native.EmbeddingStore:
         if isinstance(self._bags, _native.EmbeddingBags):
-            return self._bags
+            return self._bags.store
         raise FailedPreconditionError(
             f"the rows of this {type(self).__name__} are in parameter servers: dump and load them by the "
             "`Servers` that job_servers() gave"

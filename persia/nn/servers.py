@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from persia import env
 from persia._native import TrainConfig
-from persia.checkpoint.checkpoints import Checkpoints, Source
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
 from persia.checkpoint.peers import find_servers
 from persia.config import SlotsConfig
 from persia.errors import FailedPreconditionError, InvalidArgumentError
@@ -161,7 +161,7 @@ class Servers:
 
         One rank calls it. Raises what a dump of a context does.
         """
-        self._checkpoints.dump(url, step=step, keep_last=keep_last)
+        self._checkpoints.dump(DumpRequest(url, step=step, keep_last=keep_last))
 
     def load(self, url: str | os.PathLike[str], *, strict: bool = True) -> None:
         """Replaces all rows of all servers by those of a checkpoint. One rank calls it, after `convert`.

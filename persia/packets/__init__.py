@@ -4,6 +4,7 @@ packet         the manifest of a packet
 log            a directory of packets
 changes        the changes of one server, and the job that writes them
 operation      one packet over all servers
+stream         the packets of one run of a trainer, and what the next one follows
 writer         writes packets while a job trains
 rows           applies packets to a store
 follow_target  the packet that followers should be at, and what they can start from

@@ -8,13 +8,12 @@ server or more of them than it can remember, also ends that, and the coordinator
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from persia.checkpoint.protocol import Request
-from persia.checkpoint.server_job import RowStore, ServerShare, TwoPhaseJob
+from persia.checkpoint.server_job import ServerShare, SnapshotJob
 from persia.config import GlobalConfig
 from persia.errors import (
     CorruptionError,
@@ -26,9 +25,10 @@ from persia.logger import get_default_logger
 from persia.messaging.payloads import json_int
 from persia.storage.fields import bool_at, text_at
 from persia.storage.location import Location
-from persia.storage.manifest import FileEntry
 from persia.storage.position import is_packet_folder
-from persia.storage.shard_file import write_shard_file
+
+if TYPE_CHECKING:
+    from persia._native import EmbeddingStore, Snapshot
 
 __all__ = ["ChangesJob", "IncrementalSettings", "ServerChanges"]
 
@@ -78,7 +78,7 @@ class IncrementalSettings:
 class ServerChanges:
     """Whose the changes of a server are, and how many. Thread-safe."""
 
-    def __init__(self, store: RowStore, settings: IncrementalSettings | None = None) -> None:
+    def __init__(self, store: EmbeddingStore, settings: IncrementalSettings | None = None) -> None:
         """To be made before the store's first row. Without `settings` nothing is remembered."""
         self._store = store
         self._settings = settings
@@ -120,7 +120,7 @@ class ServerChanges:
                 "num_rows": int(status["num_rows"]),
             }
 
-    def take(self, stream: str, num_threads: int) -> Any:
+    def take(self, stream: str, num_threads: int) -> Snapshot:
         """A snapshot of the changes. FailedPreconditionError: they are not (any more) that stream's."""
         with self._lock:
             if self._stream != stream:
@@ -152,7 +152,7 @@ class ServerChanges:
         self._stream, self._is_from_start = None, False
 
 
-class ChangesJob(TwoPhaseJob):
+class ChangesJob(SnapshotJob):
     """Writes the changes of a server, as they are when it is created; once applied, they are forgotten."""
 
     _kind = "packet"
@@ -166,49 +166,21 @@ class ChangesJob(TwoPhaseJob):
         arguments: dict[str, Any],
         changes: ServerChanges,
     ) -> None:
-        """`arguments`: {"directory": URL, "stream": id}; files go to the folder `operation` in it."""
-        super().__init__(operation, share, lease_s)
+        """`arguments`: {"directory": URL, "stream": id}."""
         what = "changes request"
         if not is_packet_folder(operation):
             raise InvalidArgumentError(f"{what}: {operation!r:.80} is not the name of a packet's folder")
-        self._directory = Location.of(text_at(arguments, "directory", what))
-        self._files: list[FileEntry] = []
-        self._snapshot = changes.take(text_at(arguments, "stream", what), share.num_threads)
-        config = self._snapshot.train_config
-        self._cut = {
-            "step": self._snapshot.step,
-            "num_rows": self._snapshot.num_rows,
-            "is_from_nothing": self._snapshot.is_from_nothing,
-            "train_config": None if config is None else config.encode().hex(),
-            "schema": None if share.schema is None else share.schema.to_json(),
-        }
+        directory = Location.of(text_at(arguments, "directory", what))
+        snapshot = changes.take(text_at(arguments, "stream", what), share.num_threads)
+        super().__init__(operation, share, lease_s, directory, snapshot)
+        self._point["is_from_nothing"] = snapshot.is_from_nothing
 
     def _work(self) -> None:
-        self._on_threads(functools.partial(self._write, index) for index in range(self._snapshot.num_parts))
+        if self._total_rows > 0:
+            self._write_files("rows")
+        else:
+            for part in self._parts:  # which must be read, though they have a header and an index alone
+                while part.read(_READ_BYTES):
+                    self._check_alive()
         self._await_apply()
         self._snapshot.commit()
-
-    def _write(self, index: int) -> None:
-        if self._snapshot.num_rows == 0:
-            while self._snapshot.part(index).read(_READ_BYTES):  # nothing but a header and an index
-                self._check_alive()
-            return
-        path = f"{self.operation}/rows-{self._share.index}-{index}.emb"
-        entry = write_shard_file(self._snapshot.part(index), self._directory, path, self._count_bytes)
-        self._files.append(entry)
-        self._count_rows(entry.num_rows)
-
-    def _release(self) -> None:
-        self._snapshot.close()
-
-    def _clean_up(self) -> None:
-        for file in self._files:
-            (self._directory / file.path).remove_quietly()
-
-    def _total_rows(self) -> int:
-        total: int = self._cut["num_rows"]
-        return total
-
-    def _result(self) -> dict[str, Any]:
-        files = sorted(self._files, key=lambda file: file.path)
-        return {**self._cut, "files": [file.to_json() for file in files]}

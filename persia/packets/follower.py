@@ -149,11 +149,10 @@ class Follower(Generic[_Copy]):
     def _run(self) -> None:
         pause_s = self._options.poll_s
         while not self._stopped.wait(pause_s):
-            pause_s = self._options.poll_s if self._look() else self._pause_s()
-
-    def _pause_s(self) -> float:
-        pause_s: float = min(_FIRST_PAUSE_S * 2 ** min(self._num_failures, 16), _LONGEST_PAUSE_S)
-        return max(self._options.poll_s, pause_s)
+            pause_s = self._options.poll_s
+            if not self._look():
+                backoff_s = min(_FIRST_PAUSE_S * 2.0 ** min(self._num_failures, 16), _LONGEST_PAUSE_S)
+                pause_s = max(pause_s, backoff_s)
 
     def _look(self) -> bool:
         """Goes as far as it can; False: something is in the way."""
@@ -305,7 +304,9 @@ class Follower(Generic[_Copy]):
                 copy.prepare(following)()
                 position, packet = following.position, following
         except PersiaError as failure:
-            if goal.is_pinned or not self._is_progress(position):
+            now = self._status.position
+            is_progress = now is None or now.stream != position.stream or now < position
+            if goal.is_pinned or not is_progress:
                 raise
             get_default_logger().warning(
                 "%s: %s is as far as it goes now: %s", self._log.location, position, failure
@@ -349,10 +350,6 @@ class Follower(Generic[_Copy]):
             if dumped is not None:
                 places.append(Location.of(dumped.url))
         return places
-
-    def _is_progress(self, position: Position) -> bool:
-        now = self._status.position
-        return now is None or now.stream != position.stream or now < position
 
     def _begin_without_packets(self, checkpoints: Location, reason: NotFoundError) -> None:
         source = Source(checkpoints)

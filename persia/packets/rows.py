@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
-from persia.checkpoint.server_job import RowStore, ServerShare
+from persia.checkpoint.server_job import ServerShare
 from persia.errors import FailedPreconditionError, InternalError
 from persia.packets.packet import BaseKind, Packet
 from persia.storage.location import Location
@@ -17,28 +14,18 @@ from persia.storage.manifest import FileEntry
 from persia.storage.shard_file import ShardFile
 
 if TYPE_CHECKING:
-    from persia._native import CheckpointLoader, TrainConfig
+    from persia._native import CheckpointLoader, EmbeddingStore
 
-__all__ = ["FollowingStore", "PacketRows", "clear_rows", "replace_rows"]
+__all__ = ["PacketRows", "clear_rows", "replace_rows"]
 
 _HEAD_BYTES = 256
 _READ_BYTES = 8 << 20
 
 
-class FollowingStore(RowStore, Protocol):
-    """What following needs of the native module."""
-
-    def begin_apply(
-        self, train_config: TrainConfig, *, is_from_nothing: bool = False, with_state: bool = True
-    ) -> CheckpointLoader: ...
-
-
 class PacketRows:
     """Of one store, which only answers lookups: without the optimizer's state."""
 
-    def __init__(self, store: FollowingStore, share: ServerShare) -> None:
-        """`share`: which rows are the store's; its own `store` is not used."""
-        self._store = store
+    def __init__(self, share: ServerShare) -> None:
         self._share = share
         self._loader: CheckpointLoader | None = None
 
@@ -52,13 +39,17 @@ class PacketRows:
         from persia._native import TrainConfig
 
         self._check_schema(packet)
-        is_from_nothing = packet.is_from_nothing or _drops_all(packet)
+        is_from_nothing = packet.is_from_nothing or (
+            packet.base is not None and packet.base.kind is BaseKind.NOTHING
+        )
         if packet.train_config is None:
             config = TrainConfig(optimizer="sgd", lr=1.0)  # there are no rows that it could be about
         else:
             config = TrainConfig.decode(bytes.fromhex(packet.train_config))
         # Held by this alone: a name in a frame of an error's traceback would keep the store locked.
-        self._loader = self._store.begin_apply(config, is_from_nothing=is_from_nothing, with_state=False)
+        self._loader = self._share.store.begin_apply(
+            config, is_from_nothing=is_from_nothing, with_state=False
+        )
         try:
             self._read(files, packet)
         except BaseException:
@@ -66,17 +57,14 @@ class PacketRows:
             raise
 
         def apply() -> None:
+            assert self._loader is not None, "it is applied once"
             try:
-                self._apply()
+                self._loader.apply()
+                self._loader.commit()
             finally:
                 self._loader = None
 
         return apply
-
-    def _apply(self) -> None:
-        assert self._loader is not None, "it is applied once"
-        self._loader.apply()
-        self._loader.commit()
 
     def _check_schema(self, packet: Packet) -> None:
         if packet.schema is None or self._share.schema is None:
@@ -98,21 +86,14 @@ class PacketRows:
             list(pool.map(lambda entry: self._read_file(files, entry), packet.files))
 
     def _read_file(self, files: Location, entry: FileEntry) -> None:
-        file = ShardFile(files, entry)
-        for chunk in file.chunks_of(self._is_mine):
-            with file.naming(chunk):
-                self._prepare(file.read(chunk))
-
-    def _prepare(self, chunk: bytes) -> None:
         assert self._loader is not None, "it is made before files are read"
-        self._loader.prepare(chunk)
+        file = ShardFile(files, entry)
+        for chunk in file.chunks_of(self._share.owns):
+            with file.naming(chunk):
+                self._loader.prepare(file.read(chunk))
 
-    def _is_mine(self, shards: NDArray[np.uint32]) -> NDArray[np.bool_]:
-        mine: NDArray[np.bool_] = shards % self._share.replicas == self._share.index
-        return mine
 
-
-def clear_rows(store: RowStore) -> None:
+def clear_rows(store: EmbeddingStore) -> None:
     """An empty store that packets may be applied to."""
     from persia._native import TrainConfig
 
@@ -121,7 +102,7 @@ def clear_rows(store: RowStore) -> None:
     loader.commit()
 
 
-def replace_rows(store: FollowingStore, rows: RowStore) -> None:
+def replace_rows(store: EmbeddingStore, rows: EmbeddingStore) -> None:
     """Puts the rows of one store in the place of another's, in one step: lookups wait, none sees a part.
 
     Needs memory for both, and for the rows in between.
@@ -146,7 +127,3 @@ def replace_rows(store: FollowingStore, rows: RowStore) -> None:
     loader.prepare(content[begin:end])
     loader.apply()
     loader.commit()
-
-
-def _drops_all(packet: Packet) -> bool:
-    return packet.base is not None and packet.base.kind is BaseKind.NOTHING

@@ -14,6 +14,7 @@ from persia._native import (
     BatchReference,
     EmbeddedClient,
     EmbeddingClient,
+    EmbeddingStore,
     LookupResult,
     ReturnReport,
     TrainConfig,
@@ -45,9 +46,9 @@ class EmbeddingBackend:
         self._num_direct_lookups = 0
 
     @property
-    def local_store(self) -> EmbeddedClient | None:
+    def local_store(self) -> EmbeddingStore | None:
         """The store behind it when that is in this process."""
-        return self._client if isinstance(self._client, EmbeddedClient) else None
+        return self._client.store if isinstance(self._client, EmbeddedClient) else None
 
     def configure(self, config: TrainConfig, *, replace: bool = False) -> None:
         """Gives every server its training config; another one than it has needs `replace`."""

@@ -17,7 +17,7 @@ from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
 from persia.observability.sources import EmbeddingWorkerSource
 from persia.pipeline.queues import Deadline
-from persia.pipeline.send import RegisterBatch, RegisterBatchHandler
+from persia.pipeline.send import RegisterBatchHandler
 from persia.roles import inference
 from persia.roles.lifetime import DRAIN_S, announced, connected, observed, stopped_by_signals, wait_for_stop
 from persia.roles.options import ServerOptions
@@ -55,6 +55,9 @@ def run_embedding_worker(options: ServerOptions) -> None:
         stack.callback(drain, worker, session)
         source = EmbeddingWorkerSource(worker, options.replica_index, options.replica_size)
         observer = stack.enter_context(observed(source, session, options, config))
+        responder = RegisterBatchHandler(
+            lambda loader, ids: (worker.incarnation, worker.register_batch(loader, ids))
+        )
         announcer = stack.enter_context(
             announced(
                 session,
@@ -64,9 +67,7 @@ def run_embedding_worker(options: ServerOptions) -> None:
                 port=port,
                 schema=slots.schema_hash(),
                 observer=observer,
-                subscribe=lambda: session.respond(
-                    session.subjects.ids(options.replica_index), RegisterBatchHandler(_registering(worker))
-                ),
+                subscribe=lambda: session.respond(session.subjects.ids(options.replica_index), responder),
                 slot_modes=slots.slot_modes,
             )
         )
@@ -147,10 +148,6 @@ def _nn_worker_answers(session: Session) -> bool:
         return bool(session.request_many(session.subjects.who(NN_WORKER), b"", _WHO_S, enough=bool))
     except PersiaError:  # the broker has ended first
         return False
-
-
-def _registering(worker: EmbeddingWorker) -> RegisterBatch:
-    return lambda loader, ids: (worker.incarnation, worker.register_batch(loader, ids))
 
 
 class ServerLinks:

@@ -54,20 +54,20 @@ class RowCopies:
         if self._is_in_use:
             server = self._make()
             server.start("127.0.0.1", 0)  # it has no rows before; it refuses whoever finds it
-        share = replace(self._share, store=server)
+        share = replace(self._share, store=server.store)
         if checkpoint is None:
-            clear_rows(server)
+            clear_rows(server.store)
         else:
             load_share(share, str(checkpoint.location))
-        return RowCopy(server, PacketRows(server, share), self._log)
+        return RowCopy(server, PacketRows(share), self._log)
 
     def use(self, copy: RowCopy, position: Position | None) -> RowCopy:
         self._is_in_use = True
         if copy.server is self._server:
             return copy
-        replace_rows(self._server, copy.server)
+        replace_rows(self._server.store, copy.server.store)
         copy.server.stop(0.0)
-        return RowCopy(self._server, PacketRows(self._server, self._share), self._log)
+        return RowCopy(self._server, PacketRows(self._share), self._log)
 
 
 def load_share(share: ServerShare, checkpoint: str) -> int:

@@ -47,7 +47,7 @@ def config_of(options: ServerOptions, config: GlobalConfig) -> GlobalConfig:
 
 def serve_rows(
     server: ParameterServer,
-    share: ServerShare,
+    make_share: Callable[[], ServerShare],
     source: ParameterServerSource,
     options: ServerOptions,
     config: GlobalConfig,
@@ -68,6 +68,7 @@ def serve_rows(
     with ExitStack() as stack:
         port = server.start(options.host, options.port)
         stack.callback(server.stop, DRAIN_S)
+        share = make_share()  # a server has a store once it is started
         observer = stack.enter_context(observed(source, _no_broker(stack), options, config))
         if follow is not None:
             follower = Follower(RowCopies(PacketLog(follow.packets), server, share, make_beside), follow)

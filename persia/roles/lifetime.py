@@ -96,7 +96,11 @@ def announced(
     )
     announcer = Announcer(session, info)
     with contextlib.ExitStack() as requests:  # closed last: clients stop sending when they hear the goodbye
-        announcer.start(lambda: requests.callback(subscribe().close))
+
+        def admitted() -> None:
+            requests.callback(subscribe().close)
+
+        announcer.start(admitted)
         observer.serving = True
         try:
             get_default_logger().info("%s is ready", info)

@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from persia import env
-from persia.checkpoint.dump_throttle import dump_percent
-from persia.checkpoint.server_job import ServerShare
+from persia.checkpoint.server_job import ServerShare, dump_percent
 from persia.checkpoint.service import CheckpointService
 from persia.config import GlobalConfig, SlotsConfig, load_embedding_config, load_global_config
 from persia.logger import set_role
@@ -37,9 +36,9 @@ def run_parameter_server(options: ServerOptions) -> None:
         with stopped_by_signals(name):
             server = _make_server(options, config)
             source = ParameterServerSource(server, options.replica_index, options.replica_size)
-            share = _share(server, options, config, slots)
+            make_share = functools.partial(_share, server, options, config, slots)
             beside = functools.partial(_make_server, options, config)
-            inference.serve_rows(server, share, source, options, config, beside)
+            inference.serve_rows(server, make_share, source, options, config, beside)
         return
     nats_url = env.require_nats_url()
     with stopped_by_signals(name), ExitStack() as stack:
@@ -47,10 +46,10 @@ def run_parameter_server(options: ServerOptions) -> None:
         server = _make_server(options, config, pool)
         port = server.start(options.host, options.port)
         if pool is not None:
-            pool.attach(server)
+            pool.attach(server.store)
         stack.callback(server.stop, DRAIN_S)
         # At once: to connect may take long, and who knows this address of before may begin to update.
-        changes = ServerChanges(server, IncrementalSettings.of(config))
+        changes = ServerChanges(server.store, IncrementalSettings.of(config))
         session = stack.enter_context(connected(nats_url, name))
         share = _share(server, options, config, slots, pool)
         source = ParameterServerSource(server, options.replica_index, options.replica_size, share.log)
@@ -128,7 +127,7 @@ def _share(
     pool: ServerPool | None = None,
 ) -> ServerShare:
     return ServerShare(
-        store=server,
+        store=server.store,
         index=options.replica_index,
         replicas=options.replica_size,
         schema=None if slots is None else RowSchema.of(slots),

@@ -52,15 +52,15 @@ class EmbeddedRows:
             slots=slots.native_slots(), feature_index_prefix_bit=slots.feature_index_prefix_bit
         )
         share = ServerShare(
-            store=self._client,
+            store=self._client.store,
             index=0,
             replicas=1,
             schema=RowSchema.of(slots),
             num_threads=num_threads or env.get_num_threads() or 2,
         )
-        self.packets = PacketRows(self._client, share)
+        self.packets = PacketRows(share)
         if source is None:
-            clear_rows(self._client)
+            clear_rows(self._client.store)
             return
         peer = LocalPeer(CheckpointService(share))
         loads = Checkpoints(lambda: [peer], deadline_s=env.get_deadline_s())

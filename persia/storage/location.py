@@ -43,6 +43,7 @@ _NUM_TRIES = 5
 _FIRST_PAUSE_S = 0.2
 # Trying again does not help against these: full, forbidden, too large, read-only.
 _FINAL = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EROFS, errno.ENAMETOOLONG}
+_FINAL_ERRORS = (PermissionError, IsADirectoryError, NotADirectoryError)
 # Clients of object stores raise these as well as OSError; by name, as they need not be installed.
 _CLIENT_ERRORS = ("BotoCoreError", "ClientError", "HttpError", "FSTimeoutError", "TimeoutError")
 
@@ -289,7 +290,10 @@ class Location:
                 with _reported(self, what):
                     return action()
             except StorageError as failure:
-                if tries_left == 0 or not _may_pass(failure.__cause__):
+                cause = failure.__cause__
+                if tries_left == 0 or isinstance(cause, _FINAL_ERRORS):
+                    raise
+                if isinstance(cause, OSError) and cause.errno in _FINAL:
                     raise
                 get_default_logger().warning("%s; trying again in %.1f s", failure, pause_s)
             time.sleep(pause_s * random.uniform(0.5, 1.5))
@@ -354,19 +358,10 @@ def _reported(location: Location, what: str) -> Iterator[None]:
     except Exception as failure:
         if isinstance(failure, FileNotFoundError) and what != _BE_WRITTEN:
             raise NotFoundError(f"{location} does not exist: check the checkpoint's location") from failure
-        if not isinstance(failure, OSError) and not _is_client_error(failure):
+        is_client_error = any(kind.__name__ in _CLIENT_ERRORS for kind in type(failure).__mro__)
+        if not isinstance(failure, OSError) and not is_client_error:
             raise
         raise StorageError(f"{location} could not {what}: {_advice(failure)}") from failure
-
-
-def _is_client_error(failure: Exception) -> bool:
-    return any(kind.__name__ in _CLIENT_ERRORS for kind in type(failure).__mro__)
-
-
-def _may_pass(failure: BaseException | None) -> bool:
-    if isinstance(failure, PermissionError | IsADirectoryError | NotADirectoryError):
-        return False
-    return not (isinstance(failure, OSError) and failure.errno in _FINAL)
 
 
 def _advice(failure: Exception) -> str:

@@ -15,10 +15,10 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from persia.checkpoint.protocol import IN_PLACE_NAME, Request, Verb
-from persia.checkpoint.server_job import ServerJob, ServerShare, TwoPhaseJob
+from persia.checkpoint.server_job import ServerJob, ServerShare
 from persia.config import StorageConfig
 from persia.errors import (
     CorruptionError,
@@ -38,29 +38,15 @@ from persia.storage.schema import RowSchema
 from persia.tiers.commit_record import PoolCheckpoint, TierState
 
 if TYPE_CHECKING:
-    from persia._native import TierOptions
+    from persia._native import EmbeddingStore, TierOptions
 
-__all__ = ["ServerPool", "TierStore"]
+__all__ = ["ServerPool"]
 
 _STATE_NAME = "server.json"
 _MAX_STATE_BYTES = 16 << 20
 _WHAT = "checkpoint request"
 _FIRST_LOOK_S = 0.005
 _LONGEST_LOOK_S = 0.25
-
-
-class TierStore(Protocol):
-    """What is needed of the native module: a ParameterServer or EmbeddedClient with a tier."""
-
-    def tier_stats(self) -> dict[str, int] | None: ...
-
-    def request_checkpoint(self) -> int: ...
-
-    def prepared_checkpoint(self, number: int) -> dict[str, int] | None: ...
-
-    def commit_checkpoint(self, number: int) -> None: ...
-
-    def drop_checkpoint(self, number: int) -> None: ...
 
 
 class ServerPool:
@@ -82,7 +68,7 @@ class ServerPool:
         whether its last checkpoint counts cannot be read.
         """
         self._storage, self._num_threads = storage, num_threads
-        self._store: TierStore | None = None
+        self._store: EmbeddingStore | None = None
         self.folder = _folder(storage, index)
         self._lock = _locked(self.folder)
         try:
@@ -111,7 +97,7 @@ class ServerPool:
             num_threads=self._num_threads,
         )
 
-    def attach(self, store: TierStore) -> None:
+    def attach(self, store: EmbeddingStore) -> None:
         """The store that was opened with `tier_options`."""
         self._store = store
         stats, checkpoint = self.stats(), self.checkpoint()
@@ -132,7 +118,7 @@ class ServerPool:
         return (self.folder / "rows.pool").exists()
 
     @property
-    def store(self) -> TierStore:
+    def store(self) -> EmbeddingStore:
         assert self._store is not None, "attached when the server starts"
         return self._store
 
@@ -299,7 +285,7 @@ def _size_of(folder: Path) -> int:
     return size
 
 
-class PoolDumpJob(TwoPhaseJob):
+class PoolDumpJob(ServerJob):
     """Notes a checkpoint of a server's pool, and commits it once the job's manifest names it."""
 
     _kind = "dump"
@@ -324,7 +310,6 @@ class PoolDumpJob(TwoPhaseJob):
         self._step = None if arguments.get("step") is None else json_int(arguments, "step", _WHAT)
         self._needs_latest = arguments.get("needs_latest") is True
         self._pool.settle()
-        self._num_rows = 0
         self._number = self._pool.store.request_checkpoint()
 
     def _work(self) -> None:
@@ -336,7 +321,7 @@ class PoolDumpJob(TwoPhaseJob):
             prepared=self._await_prepared(),
             needs_latest=self._needs_latest,
         )
-        self._num_rows = checkpoint.num_rows
+        self._total_rows = checkpoint.num_rows
         self._pool.prepare(checkpoint)
         self._await_apply()
         self._pool.finish(commit=True)
@@ -388,22 +373,16 @@ class PoolDumpJob(TwoPhaseJob):
         with contextlib.suppress(FailedPreconditionError):  # it was settled, or cleared with all rows
             self._pool.store.drop_checkpoint(self._number)
 
-    def _release(self) -> None:
-        """The store was never held."""
-
-    def _total_rows(self) -> int:
-        return self._num_rows
-
     def _result(self) -> dict[str, Any]:
         schema = self._share.schema
         return {
             "step": self._number,
-            "num_rows": self._num_rows,
+            "num_rows": self._total_rows,
             "schema": None if schema is None else schema.to_json(),
         }
 
 
-class PoolLoadJob(TwoPhaseJob):
+class PoolLoadJob(ServerJob):
     """Checks that the rows of a server are those of a checkpoint in its pool. Then nothing is moved."""
 
     _kind = "load"
@@ -420,7 +399,6 @@ class PoolLoadJob(TwoPhaseJob):
         super().__init__(operation, share, lease_s)
         self._pool = pool
         self._wanted = text_at(arguments, "in_place", _WHAT)
-        self._num_rows = 0
 
     def _work(self) -> None:
         self._pool.settle()
@@ -436,17 +414,8 @@ class PoolLoadJob(TwoPhaseJob):
                 f"this server has trained on since {self._wanted} (step {checkpoint.step}), to which only a "
                 "start takes its rows back: start all parameter servers again, then load"
             )
-        self._num_rows = checkpoint.num_rows
+        self._total_rows = checkpoint.num_rows
         self._await_apply()
-
-    def _clean_up(self) -> None:
-        """Nothing was changed."""
-
-    def _release(self) -> None:
-        """The store was never held."""
-
-    def _total_rows(self) -> int:
-        return self._num_rows
 
 
 def _described(checkpoint: PoolCheckpoint) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from persia.checkpoint.checks import check_files
 from persia.checkpoint.protocol import Request, Verb
 from persia.checkpoint.training_dump import TrainingDumps
 from persia.messaging.session import NatsSession
+from persia.rows.reader import check_files
 from persia.storage.location import Location
 from persia.storage.manifest import Manifest
 from persia.testing import LocalNats

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from persia.checkpoint.checkpoints import Checkpoints, Source
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
 from persia.checkpoint.peers import find_servers
-from persia.checkpoint.rows import RowReader
 from persia.config import parse_embedding_config
 from persia.embedding.optim import Adagrad
 from persia.errors import (
@@ -27,6 +26,7 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.nn import EmbeddingBagCollection
+from persia.rows.reader import RowReader
 from persia.testing import LocalCluster
 
 SLOTS = {"feature_index_prefix_bit": 8, "slots_config": {"user": {"dim": 8}, "items": {"dim": 8}}}
@@ -130,9 +130,11 @@ def test_a_server_restarted_empty_is_filled_from_the_checkpoint(
     checkpoints.load(Source(rows))
     cluster.restart("embedding-parameter-server-1")
     with pytest.raises(FailedPreconditionError, match=r"server 1 of 2 .*no optimizer yet"):
-        checkpoints.dump(tmp_path / "half")  # would replace a whole checkpoint by half of the rows
+        checkpoints.dump(
+            DumpRequest(tmp_path / "half")
+        )  # would replace a whole checkpoint by half of the rows
     checkpoints.load(Source(rows))
-    checkpoints.dump(tmp_path / "filled")
+    checkpoints.dump(DumpRequest(tmp_path / "filled"))
     assert rows_of(tmp_path / "filled") == rows_of(rows)
 
 
@@ -151,7 +153,7 @@ def test_a_server_that_dies_is_named_and_the_old_checkpoint_stays(
         with pytest.raises(
             UnavailableError, match="embedding-parameter-server 1 of 3 at .* has not answered"
         ):
-            checkpoints.dump(rows)
+            checkpoints.dump(DumpRequest(rows))
         with pytest.raises(UnavailableError, match="embedding-parameter-server 1 of 3"):
             checkpoints.load(Source(rows))
     finally:
@@ -182,7 +184,7 @@ def test_a_full_disk_is_a_typed_error_naming_server_and_file(
         r"embedding-parameter-server \d of 2.*embeddings-\d-\d\.emb could not be written.*File too large"
     )
     with pytest.raises(StorageError, match=message):
-        checkpoints.dump(tmp_path / "c")
+        checkpoints.dump(DumpRequest(tmp_path / "c"))
     assert not list((tmp_path / "c").glob("*"))
 
 
@@ -190,15 +192,15 @@ def test_damage_is_found_by_the_server_that_reads_it(local_cluster: Any, rows: P
     cluster = local_cluster(embedding_config=SLOTS, parameter_servers=2)
     checkpoints = checkpoints_of(cluster)
     checkpoints.load(Source(rows))
-    checkpoints.dump(tmp_path / "c")
+    checkpoints.dump(DumpRequest(tmp_path / "c"))
     damage(next((tmp_path / "c").glob("dump-*/embeddings-1-0.emb")))
     with pytest.raises(PersiaError, match=r"embedding-parameter-server 1 of 2.*embeddings-1-0\.emb, bytes"):
         checkpoints.load(Source(tmp_path / "c"))
-    checkpoints.dump(tmp_path / "unharmed")
+    checkpoints.dump(DumpRequest(tmp_path / "unharmed"))
     assert rows_of(tmp_path / "unharmed") == rows_of(rows)
 
 
 def test_memory_of_this_process_is_no_place_for_servers(local_cluster: Any) -> None:
     cluster = local_cluster(embedding_config=SLOTS)
     with pytest.raises(InvalidArgumentError, match="exists in this process only"):
-        checkpoints_of(cluster).dump("memory://c")
+        checkpoints_of(cluster).dump(DumpRequest("memory://c"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from persia.checkpoint.checkpoints import Checkpoints, Source
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
 from persia.checkpoint.peers import find_servers
 from persia.config import parse_embedding_config
 from persia.embedding.optim import Adagrad
@@ -110,7 +110,9 @@ def test_servers_write_and_read_the_bucket(s3: Endpoint, local_cluster: Any, tmp
     checkpoints = Checkpoints(lambda: find_servers(cluster.session, 20), deadline_s=30)
     checkpoints.load(Source(tmp_path / "rows"))
     for step in (1, 2, 3):
-        checkpoints.dump("s3://models/m", dense={"dense.pt": b"%d" % step}, step=step, keep_last=2)
+        checkpoints.dump(
+            DumpRequest("s3://models/m", dense={"dense.pt": b"%d" % step}, step=step, keep_last=2)
+        )
     source = Source("s3://models/m")
     assert (source.manifest.step, source.dense("dense.pt")) == (3, b"3")
     assert {key.split("/")[1] for key in s3.list_keys()} == {
@@ -119,14 +121,14 @@ def test_servers_write_and_read_the_bucket(s3: Endpoint, local_cluster: Any, tmp
         "step-000000000003",
     }
     checkpoints.load(source)
-    checkpoints.dump("s3://models/again")
+    checkpoints.dump(DumpRequest("s3://models/again"))
     other = make_bags(1)
     other.load("s3://models/again")
     assert torch.equal(lookup(other), lookup(bags))
     with pytest.raises(
         StorageError, match="embedding-parameter-server . of 2.*s3://no-such-bucket/m.*could not"
     ):
-        checkpoints.dump("s3://no-such-bucket/m")
+        checkpoints.dump(DumpRequest("s3://no-such-bucket/m"))
 
 
 def test_a_service_that_recovers_is_tried_again(s3: Endpoint) -> None:

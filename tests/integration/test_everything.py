@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from persia.checkpoint.checkpoints import Source
-from persia.checkpoint.rows import RowGroups, RowReader
 from persia.messaging.subjects import DATA_LOADER, EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
+from persia.rows.reader import RowGroups, RowReader
 from persia.testing import LocalCluster
 
 from .conftest import JOBS

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import yaml
 
-from persia.checkpoint.checkpoints import Checkpoints
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest
 from persia.checkpoint.peers import find_servers
-from persia.checkpoint.rows import RowReader
 from persia.config import parse_embedding_config
 from persia.embedding.optim import Adagrad
 from persia.nn import EmbeddingBagCollection
 from persia.packets.log import PacketLog
 from persia.packets.packet import BaseKind
+from persia.rows.reader import RowReader
 from tests.packet_follower import Follower
 
 JOBS = Path(__file__).parent / "jobs"
@@ -122,7 +122,7 @@ def test_killed_while_a_packet_is_written(victim: str, start_job: Any, tmp_path:
     job.cluster.kill("data-loader-0")
     job.start([["--batches", "20"]], ["--pace", "0.05"], "train.py")
     assert job.finish_nn_worker() == 0, job.nn_worker.output
-    Checkpoints(lambda: find_servers(job.cluster.session, 20), deadline_s=20).dump(final)
+    Checkpoints(lambda: find_servers(job.cluster.session, 20), deadline_s=20).dump(DumpRequest(final))
     newest = log.newest()
     assert newest is not None
     assert newest.stream > first.stream

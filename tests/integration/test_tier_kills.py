@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import torch
 
-from persia.checkpoint.checkpoints import Source
+from persia.checkpoint.checkpoints import DumpRequest, Source
 from persia.testing import LocalCluster
 
 from .conftest import EMBEDDING_CONFIG, JOBS
@@ -204,7 +204,7 @@ class Job:
         assert steps == {step}
         checkpoints = checkpoints_of(self.cluster)
         checkpoints.load(source)
-        checkpoints.dump(folder)
+        checkpoints.dump(DumpRequest(folder))
         expected = model.checkpoint_at(step)
         assert rows_of(folder) == rows_of(expected)
         for name in ("dense.pt", "opt.pt"):

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from persia import pmem
-from persia.checkpoint.checkpoints import Checkpoints, Source
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
 from persia.checkpoint.peers import find_servers
-from persia.checkpoint.rows import RowReader
 from persia.config import parse_embedding_config
 from persia.embedding.optim import Adagrad
 from persia.errors import InvalidArgumentError, UnavailableError
 from persia.messaging.discovery import Directory
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.nn import EmbeddingBagCollection
+from persia.rows.reader import RowReader
 from persia.testing import LocalCluster
 
 SLOTS = {"feature_index_prefix_bit": 8, "slots_config": {"user": {"dim": 8}, "items": {"dim": 8}}}
@@ -124,10 +124,10 @@ def test_servers_killed_during_a_dump_go_back_to_one_step(local_cluster: Any, tm
     names = [f"embedding-parameter-server-{index}" for index in range(2)]
     dump_some_rows(tmp_path / "rows")
     checkpoints_of(cluster).load(Source(tmp_path / "rows"))
-    checkpoints_of(cluster).dump(tmp_path / "c", step=1, in_place=True)
+    checkpoints_of(cluster).dump(DumpRequest(tmp_path / "c", step=1, in_place=True))
     for step, delay_s in ((2, 0.0), (3, 0.02), (4, 0.06)):
         checkpoints = checkpoints_of(cluster, deadline_s=2)
-        checkpoints.dump(tmp_path / "c", step=step, in_place=True, blocking=False)
+        checkpoints.dump(DumpRequest(tmp_path / "c", step=step, in_place=True, blocking=False))
         time.sleep(delay_s)
         cluster.kill(names[step % 2])
         with contextlib.suppress(UnavailableError):
@@ -146,12 +146,12 @@ def test_one_server_that_is_killed_comes_back_with_its_rows(local_cluster: Any, 
     cluster = local_cluster(embedding_config=SLOTS, global_config=config, parameter_servers=2)
     checkpoints = checkpoints_of(cluster)
     checkpoints.load(Source(tmp_path / "rows"))
-    checkpoints.dump(tmp_path / "c", step=3, in_place=True)
+    checkpoints.dump(DumpRequest(tmp_path / "c", step=3, in_place=True))
     cluster.kill("embedding-parameter-server-1")
     cluster.restart("embedding-parameter-server-1")
     assert [status_of(cluster, index)["step"] for index in range(2)] == [3, 3]
     checkpoints.load(Source(tmp_path / "c"))
-    checkpoints.dump(tmp_path / "after")
+    checkpoints.dump(DumpRequest(tmp_path / "after"))
     assert rows_of(tmp_path / "after") == rows_of(tmp_path / "rows")
 
 
@@ -164,4 +164,4 @@ def test_servers_say_why_they_do_not_start(local_cluster: Any, tmp_path: Path) -
 def test_rows_in_memory_cannot_be_dumped_in_place(local_cluster: Any, tmp_path: Path) -> None:
     cluster = local_cluster(embedding_config=SLOTS)
     with pytest.raises(InvalidArgumentError, match=r"server 0 of 1 .*in memory alone"):
-        checkpoints_of(cluster).dump(tmp_path / "c", in_place=True)
+        checkpoints_of(cluster).dump(DumpRequest(tmp_path / "c", in_place=True))

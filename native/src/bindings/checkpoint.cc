@@ -1,5 +1,3 @@
-#include "bindings/checkpoint.h"
-
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
@@ -13,6 +11,8 @@
 #include "bindings/module.h"
 #include "checkpoint/block.h"
 #include "checkpoint/file_format.h"
+#include "checkpoint/loader.h"
+#include "checkpoint/snapshot.h"
 
 namespace persia::bindings {
 namespace {
@@ -173,47 +173,6 @@ void BindLoader(py::module_& module) {
 }
 
 }  // namespace
-
-std::unique_ptr<Snapshot> BeginSnapshot(PlacedStore placed, bool changes_only, uint32_t num_parts,
-                                        uint64_t max_waiting_bytes, double patience_s,
-                                        bool with_state, double max_processors) {
-  const Snapshot::Options options{
-      .num_parts = num_parts,
-      .replica = placed.replica,
-      .rows = {.max_waiting_bytes = max_waiting_bytes, .patience = Timeout(patience_s)},
-      .with_state = with_state,
-      .max_processors = max_processors};
-  const auto begin = changes_only ? Snapshot::TakeChanges : Snapshot::Begin;
-  return ValueOrRaise(WithoutGil([&] { return begin(placed.store, options); }));
-}
-
-void TrackChanges(PlacedStore placed, uint64_t max_rows) {
-  RaiseIfError(WithoutGil([&] { return placed.store.TrackChanges(max_rows); }));
-}
-
-py::dict ChangeStatus(PlacedStore placed) {
-  const store::ChangeStatus status = WithoutGil([&] { return placed.store.change_status(); });
-  py::dict dict;
-  dict["max_rows"] = status.max_rows;
-  dict["num_rows"] = status.num_rows;
-  dict["is_due"] = status.is_due;
-  dict["has_overflowed"] = status.has_overflowed;
-  return dict;
-}
-
-uint64_t RemoveSmallRows(PlacedStore placed) {
-  return ValueOrRaise(WithoutGil([&] { return placed.store.RemoveSmallRows(); }));
-}
-
-std::unique_ptr<Loader> BeginLoad(PlacedStore placed, const TrainConfig& config,
-                                  checkpoint::FileKind kind, bool with_state, bool fresh_state) {
-  const Loader::Options options{.config = config,
-                                .kind = kind,
-                                .with_state = with_state,
-                                .fresh_state = fresh_state,
-                                .replica = placed.replica};
-  return ValueOrRaise(WithoutGil([&] { return Loader::Begin(placed.store, options); }));
-}
 
 void BindCheckpoint(py::module_& module) {
   PYBIND11_NUMPY_DTYPE(BlockEntry, virtual_shard, num_rows, offset, length, checksum);

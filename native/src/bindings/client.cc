@@ -8,11 +8,10 @@
 #include <vector>
 
 #include "bindings/arrays.h"
-#include "bindings/checkpoint.h"
 #include "bindings/errors.h"
 #include "bindings/metrics.h"
 #include "bindings/module.h"
-#include "bindings/tier.h"
+#include "bindings/store.h"
 #include "client/embedding_client.h"
 
 namespace persia::bindings {
@@ -159,12 +158,7 @@ void BindImplementations(py::module_& module) {
       .def("durations", [](RemoteClient& self) { return DurationsToDict(self.durations()); })
       .def(
           "retire_worker",
-          [](RemoteClient& self, uint32_t index) {
-            WithoutGil([&] {
-              self.RetireWorker(index);
-              return Status::Ok();
-            });
-          },
+          [](RemoteClient& self, uint32_t index) { WithoutGil([&] { self.RetireWorker(index); }); },
           py::arg("index"));
   py::class_<EmbeddedClient, EmbeddingClient, std::shared_ptr<EmbeddedClient>> embedded(
       module, "EmbeddedClient", py::release_gil_before_calling_cpp_dtor());
@@ -175,10 +169,8 @@ void BindImplementations(py::module_& module) {
            py::arg("tier") = py::none(), py::arg("row_dtype") = "float32")
       .def("register_batch", &RegisterBatch, py::arg("loader_index"), py::arg("id_features"))
       .def("num_missing_rows", &NumMissingRows);
-  DefineCheckpoints(embedded,
-                    [](EmbeddedClient& self) { return PlacedStore{self.embedding_store(), {}}; });
-  DefineTier(embedded,
-             [](EmbeddedClient& self) -> store::EmbeddingStore& { return self.embedding_store(); });
+  DefineStore(embedded,
+              [](EmbeddedClient& self) { return BoundStore{self.embedding_store(), {}}; });
 }
 
 }  // namespace

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "bindings/arrays.h"
-#include "bindings/checkpoint.h"
 #include "bindings/errors.h"
 #include "bindings/module.h"
+#include "bindings/store.h"
 #include "client/bag_batch.h"
 
 namespace persia::bindings {
@@ -85,14 +85,6 @@ void SetRows(EmbeddingBags& self, uint32_t slot, py::handle ids, py::handle rows
       WithoutGil([&] { return self.SetRows(slot, id_array.values(), row_array.values()); }));
 }
 
-py::array_t<uint32_t> NumUpdates(EmbeddingBags& self, py::handle signs) {
-  const ArrayArgument<uint64_t> sign_array(signs, "signs", 1);
-  py::array_t<uint32_t> counts(static_cast<py::ssize_t>(sign_array.values().size()));
-  const std::span<uint32_t> out(counts.mutable_data(), sign_array.values().size());
-  RaiseIfError(WithoutGil([&] { return self.NumUpdates(sign_array.values(), out); }));
-  return counts;
-}
-
 void BindReports(py::module_& module) {
   // Opaque: what a lookup hands to the update.
   py::class_<client::BagBatch, BagBatchPtr>(module, "BagBatch");
@@ -139,10 +131,8 @@ void BindEmbeddingBags(py::module_& module) {
       .def("set_rows", &SetRows, py::arg("slot"), py::arg("ids"), py::arg("rows"))
       .def("stats",
            [](const EmbeddingBags& self) { return WithoutGil([&] { return self.stats(); }); })
-      .def("num_updates", &NumUpdates, py::arg("signs"))
       .def("clear", [](EmbeddingBags& self) { WithoutGil([&] { self.Clear(); }); });
-  DefineCheckpoints(bags,
-                    [](EmbeddingBags& self) { return PlacedStore{self.embedding_store(), {}}; });
+  DefineStore(bags, [](EmbeddingBags& self) { return BoundStore{self.embedding_store(), {}}; });
 }
 
 }  // namespace persia::bindings

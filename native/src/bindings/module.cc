@@ -14,11 +14,11 @@ PYBIND11_MODULE(_core, module) {
   BindIdFeatures(module);
   BindSamples(module);
   BindLookupResult(module);
-  BindTier(module);
+  BindPool(module);
+  BindStore(module);
   BindParameterServer(module);
   BindEmbeddingWorker(module);
   BindClient(module);
   BindEmbeddingBags(module);
-  BindPool(module);
   BindMetrics(module);
 }

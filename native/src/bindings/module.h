@@ -12,12 +12,12 @@ void BindCheckpoint(pybind11::module_& module);
 void BindIdFeatures(pybind11::module_& module);
 void BindSamples(pybind11::module_& module);
 void BindLookupResult(pybind11::module_& module);
-void BindTier(pybind11::module_& module);
+void BindPool(pybind11::module_& module);
+void BindStore(pybind11::module_& module);
 void BindParameterServer(pybind11::module_& module);
 void BindEmbeddingWorker(pybind11::module_& module);
 void BindClient(pybind11::module_& module);
 void BindEmbeddingBags(pybind11::module_& module);
-void BindPool(pybind11::module_& module);
 void BindMetrics(pybind11::module_& module);
 
 }  // namespace persia::bindings

@@ -9,11 +9,10 @@
 #include <string>
 #include <utility>
 
-#include "bindings/checkpoint.h"
 #include "bindings/errors.h"
 #include "bindings/metrics.h"
 #include "bindings/module.h"
-#include "bindings/tier.h"
+#include "bindings/store.h"
 
 namespace persia::bindings {
 namespace {
@@ -138,11 +137,8 @@ void BindParameterServer(py::module_& module) {
       .def_property_readonly("incarnation", &Incarnation)
       .def("stats", &Stats)
       .def("durations", &Durations);
-  DefineCheckpoints(role, [](ServerRole& self) {
-    return PlacedStore{ValueOrRaise(self.engine())->embedding_store(), self.replica()};
-  });
-  DefineTier(role, [](ServerRole& self) -> store::EmbeddingStore& {
-    return ValueOrRaise(self.engine())->embedding_store();
+  DefineStore(role, [](ServerRole& self) {
+    return BoundStore{ValueOrRaise(self.engine())->embedding_store(), self.replica()};
   });
 }
 

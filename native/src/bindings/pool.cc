@@ -13,19 +13,43 @@
 
 #include "bindings/errors.h"
 #include "bindings/module.h"
-#include "bindings/tier.h"
 #include "pool/pmem_backing.h"
 #include "pool/pool_tools.h"
 #include "pool/row_pool.h"
+#include "store/embedding_store.h"
 
 namespace persia::bindings {
 namespace {
 
 namespace py = pybind11;
 using pool::PoolInfo;
+using pool::PoolKind;
 using pool::PoolOptions;
 using pool::RecoveredRow;
 using pool::RowPool;
+using store::TierOptions;
+
+PoolKind ParsePoolKind(const std::string& kind) {
+  if (kind == "file") return PoolKind::kFile;
+  if (kind != "pmem") {
+    RaiseIfError(InvalidArgument("kind is '" + kind + "'; give 'file' or 'pmem'"));
+  }
+  return PoolKind::kPmem;
+}
+
+TierOptions MakeTierOptions(const std::string& directory, const std::string& kind,
+                            uint64_t size_bytes, uint64_t cache_rows, uint64_t cache_bytes,
+                            bool syncs, uint32_t num_threads) {
+  TierOptions options;
+  options.directory = directory;
+  options.pool.kind = ParsePoolKind(kind);
+  options.pool.size_bytes = size_bytes;
+  options.pool.syncs = syncs;
+  options.pool.num_threads = num_threads;
+  options.cache_rows = cache_rows;
+  options.cache_bytes = cache_bytes;
+  return options;
+}
 
 py::dict DictOf(const PoolInfo& info) {
   py::dict dict;
@@ -44,7 +68,7 @@ class OpenPool {
  public:
   static std::unique_ptr<OpenPool> Open(const std::string& directory, const std::string& kind) {
     PoolOptions options;
-    options.kind = PoolKindOf(kind);
+    options.kind = ParsePoolKind(kind);
     options.num_threads = 2;
     auto open = std::make_unique<OpenPool>();
     open->pool_ = ValueOrRaise(
@@ -100,7 +124,7 @@ class OpenPool {
 void CreatePool(const std::string& directory, uint64_t size_bytes, const std::string& kind,
                 const std::string& schema, uint64_t extent_bytes) {
   PoolOptions options;
-  options.kind = PoolKindOf(kind);
+  options.kind = ParsePoolKind(kind);
   options.size_bytes = size_bytes;
   options.extent_bytes = extent_bytes;
   options.schema = schema;
@@ -135,6 +159,10 @@ void CommitPool(const std::string& directory, uint64_t batch, uint64_t num_rows,
 }  // namespace
 
 void BindPool(py::module_& module) {
+  py::class_<TierOptions>(module, "TierOptions")
+      .def(py::init(&MakeTierOptions), py::kw_only(), py::arg("directory"), py::arg("kind"),
+           py::arg("size_bytes"), py::arg("cache_rows") = 0, py::arg("cache_bytes") = 0,
+           py::arg("syncs") = true, py::arg("num_threads") = 1);
   module.attr("HAS_PMEM") = pool::HasPmem();
   module.def("create_pool", &CreatePool, py::arg("directory"), py::arg("size_bytes"),
              py::arg("kind"), py::arg("schema"), py::arg("extent_bytes"));

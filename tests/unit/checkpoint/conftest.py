@@ -14,15 +14,15 @@ import pytest
 from numpy.typing import NDArray
 
 from persia import _native
-from persia.checkpoint.checkpoints import Checkpoints
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest
 from persia.checkpoint.peers import LocalPeer
-from persia.checkpoint.rows import RowReader
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.config import SlotConfig, SlotsConfig
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Adagrad, Adam, Optimizer
 from persia.packets.changes import IncrementalSettings, ServerChanges
+from persia.rows.reader import RowReader
 from persia.storage.schema import RowSchema
 
 SLOTS = SlotsConfig(slots_config={"user": SlotConfig(dim=4), "item": SlotConfig(dim=8)})
@@ -61,21 +61,21 @@ def make_server(index: int, replicas: int, **options: Any) -> _native.ParameterS
 
 
 def services(
-    stores: Sequence[Any],
+    owners: Sequence[Any],
     schema: RowSchema | None = None,
     incremental: IncrementalSettings | None = None,
     **options: Any,
 ) -> list[CheckpointService]:
-    """One for each store, which together are a job's servers."""
+    """One for each object with a store, which together are a job's servers."""
     shares = [
         ServerShare(
-            store=store,
+            store=owner.store,
             index=index,
-            replicas=len(stores),
+            replicas=len(owners),
             schema=schema or RowSchema.of(SLOTS),
             num_threads=2,
         )
-        for index, store in enumerate(stores)
+        for index, owner in enumerate(owners)
     ]
     return [CheckpointService(share, ServerChanges(share.store, incremental), **options) for share in shares]
 
@@ -105,7 +105,7 @@ def checkpoint(tmp_path: Path) -> Path:
     """Of two dumps' worth of training, written by one store."""
     bags = make_bags()
     train(bags)
-    checkpoints_of(bags).dump(tmp_path / "checkpoint", dense={"dense.pt": b"dense"}, step=5)
+    checkpoints_of(bags).dump(DumpRequest(tmp_path / "checkpoint", dense={"dense.pt": b"dense"}, step=5))
     return tmp_path / "checkpoint"
 
 
@@ -135,7 +135,7 @@ def shard_files(checkpoint: Path) -> list[Path]:
 @contextlib.contextmanager
 def unchanged(checkpoints: Checkpoints, tmp_path: Path) -> Any:
     """The rows of the stores behind `checkpoints` are the same after the block."""
-    checkpoints.dump(tmp_path / "before")
+    checkpoints.dump(DumpRequest(tmp_path / "before"))
     yield
-    checkpoints.dump(tmp_path / "after")
+    checkpoints.dump(DumpRequest(tmp_path / "after"))
     assert np.array_equal(rows_of(tmp_path / "before"), rows_of(tmp_path / "after"))

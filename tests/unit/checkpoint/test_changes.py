@@ -24,7 +24,7 @@ def train(ebc: EmbeddingBagCollection, ids: range, scale: float = 1.0) -> None:
 
 
 def take(ebc: EmbeddingBagCollection, num_parts: int = 2) -> list[bytes]:
-    changes = ebc._bags.take_changes(num_parts)
+    changes = ebc._bags.store.take_changes(num_parts)
     files = []
     for index in range(num_parts):
         pieces = []
@@ -48,7 +48,7 @@ def apply(ebc: EmbeddingBagCollection, files: list[bytes]) -> int:
     assert header["is_delta"] == 1
     config = header["train_config"]
     assert isinstance(config, _native.TrainConfig)
-    loader = ebc._bags.begin_apply(config, is_from_nothing=bool(header["is_from_nothing"]))
+    loader = ebc._bags.store.begin_apply(config, is_from_nothing=bool(header["is_from_nothing"]))
     for file in files:
         loader.prepare(blocks_of(file))
     loader.apply()
@@ -66,10 +66,10 @@ def rows_of(ebc: EmbeddingBagCollection) -> torch.Tensor:
 
 def test_a_follower_is_equal_after_every_packet() -> None:
     trainer, follower = collection(), collection()
-    trainer._bags.track_changes(1000)
+    trainer._bags.store.track_changes(1000)
     for step in range(5):
         train(trainer, range(40 * step, 40 * step + 100), 0.5)
-        status = trainer._bags.change_status()
+        status = trainer._bags.store.change_status()
         assert status == {"max_rows": 1000, "num_rows": 100, "is_due": False, "has_overflowed": False}
         assert apply(follower, take(trainer)) == 100
         assert torch.equal(rows_of(follower), rows_of(trainer))
@@ -82,11 +82,11 @@ def test_a_follower_is_equal_after_every_packet() -> None:
 
 def test_what_was_not_committed_comes_again() -> None:
     trainer = collection()
-    trainer._bags.track_changes(1000)
+    trainer._bags.store.track_changes(1000)
     train(trainer, range(50))
-    trainer._bags.take_changes().close()
-    assert trainer._bags.change_status()["num_rows"] == 50
-    changes = trainer._bags.take_changes()
+    trainer._bags.store.take_changes().close()
+    assert trainer._bags.store.change_status()["num_rows"] == 50
+    changes = trainer._bags.store.take_changes()
     with pytest.raises(FailedPreconditionError, match="read to the end"):
         changes.commit()
 
@@ -94,16 +94,16 @@ def test_what_was_not_committed_comes_again() -> None:
 def test_errors() -> None:
     trainer, follower = collection(), collection()
     with pytest.raises(FailedPreconditionError, match="not tracked"):
-        trainer._bags.take_changes()
-    trainer._bags.track_changes(20)
+        trainer._bags.store.take_changes()
+    trainer._bags.store.track_changes(20)
     train(trainer, range(21))
     with pytest.raises(ResourceExhaustedError, match="full snapshot"):
-        trainer._bags.take_changes()
+        trainer._bags.store.take_changes()
     train(trainer, range(10))
     (file,) = take(trainer, num_parts=1)
     config = _native.parse_checkpoint_header(file[:HEAD_BYTES])["train_config"]
     assert isinstance(config, _native.TrainConfig)
-    loader = follower._bags.begin_apply(config)
+    loader = follower._bags.store.begin_apply(config)
     damaged = bytearray(blocks_of(file))
     damaged[-100] ^= 1
     with pytest.raises(CorruptionError):

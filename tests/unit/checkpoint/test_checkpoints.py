@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia.checkpoint.checkpoints import Checkpoints, Source
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
 from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.checkpoint.server_job import ServerShare
@@ -62,7 +62,7 @@ def test_any_number_of_servers_holds_the_same_rows(url: str, tmp_path: Path, opt
     place = url.format(tmp=tmp_path)
     bags = make_bags(optimizer)
     train(bags)
-    checkpoints_of(bags).dump(f"{place}/1", step=3)
+    checkpoints_of(bags).dump(DumpRequest(f"{place}/1", step=3))
     expected = rows_of(f"{place}/1")
     assert len(expected) > 4000
     last = f"{place}/1"
@@ -70,7 +70,7 @@ def test_any_number_of_servers_holds_the_same_rows(url: str, tmp_path: Path, opt
         servers = checkpoints_of(*(make_server(index, num_servers) for index in range(num_servers)))
         servers.load(Source(last))
         last = f"{place}/on{num_servers}"
-        servers.dump(last)
+        servers.dump(DumpRequest(last))
         manifest, _ = Manifest.read(Location.of(last))
         assert manifest.embeddings is not None
         assert len(manifest.embeddings.servers) == num_servers
@@ -81,8 +81,8 @@ def test_any_number_of_servers_holds_the_same_rows(url: str, tmp_path: Path, opt
     checkpoints_of(again).load(Source(last), train_config=config_bytes(optimizer))
     for store in (bags, again):
         train(store, seed=1)
-    checkpoints_of(bags).dump(f"{place}/went_on")
-    checkpoints_of(again).dump(f"{place}/resumed")
+    checkpoints_of(bags).dump(DumpRequest(f"{place}/went_on"))
+    checkpoints_of(again).dump(DumpRequest(f"{place}/resumed"))
     assert np.array_equal(
         without_ages(rows_of(f"{place}/went_on")), without_ages(rows_of(f"{place}/resumed"))
     )
@@ -93,10 +93,10 @@ def test_the_order_of_eviction_is_kept(tmp_path: Path) -> None:
     for first in (0, 1000, 2000):
         ids = np.arange(first, first + 1000, dtype=np.uint64)
         bags.lookup(np.concatenate([ids, ids]), np.ones((2, 1000), np.int64), train=True)
-    checkpoints_of(bags).dump(tmp_path / "c")
+    checkpoints_of(bags).dump(DumpRequest(tmp_path / "c"))
     small = make_bags(capacity=2400)
     checkpoints_of(small).load(Source(tmp_path / "c"))
-    checkpoints_of(small).dump(tmp_path / "small")
+    checkpoints_of(small).dump(DumpRequest(tmp_path / "small"))
     kept = np.array([sign for sign, *_ in rows_of(tmp_path / "small")], dtype=np.uint64) & np.uint64(
         2**56 - 1
     )
@@ -111,10 +111,10 @@ def test_ages_survive_other_numbers_of_servers(tmp_path: Path) -> None:
     for first in (0, 1000, 2000):
         ids = np.arange(first, first + 1000, dtype=np.uint64)
         bags.lookup(np.concatenate([ids, ids]), np.ones((2, 1000), np.int64), train=True)
-    checkpoints_of(bags).dump(tmp_path / "1")
+    checkpoints_of(bags).dump(DumpRequest(tmp_path / "1"))
     servers = checkpoints_of(*(make_server(index, 3) for index in range(3)))
     servers.load(Source(tmp_path / "1"))
-    servers.dump(tmp_path / "3")
+    servers.dump(DumpRequest(tmp_path / "3"))
     before, after = rows_of(tmp_path / "1"), rows_of(tmp_path / "3")
     for old_age in np.unique(before[:, 1].astype(int)):
         ages = after[before[:, 1].astype(int) == old_age, 1].astype(int)
@@ -126,7 +126,7 @@ def test_a_dump_replaces_what_was_there(checkpoint: Path, tmp_path: Path) -> Non
     before = shard_files(checkpoint)
     bags = make_bags()
     train(bags, seed=9)
-    checkpoints_of(bags).dump(checkpoint, dense={"dense.pt": b"newer"}, step=6)
+    checkpoints_of(bags).dump(DumpRequest(checkpoint, dense={"dense.pt": b"newer"}, step=6))
     after = shard_files(checkpoint)
     assert after
     assert not set(before) & set(after)
@@ -141,10 +141,10 @@ def test_a_dump_replaces_what_was_there(checkpoint: Path, tmp_path: Path) -> Non
 
 def test_a_dump_of_one_part_leaves_the_other(checkpoint: Path) -> None:
     rows = rows_of(checkpoint)
-    checkpoints_of(make_bags()).dump(checkpoint, dense={"dense.pt": b"only"}, embeddings=False)
+    checkpoints_of(make_bags()).dump(DumpRequest(checkpoint, dense={"dense.pt": b"only"}, embeddings=False))
     assert np.array_equal(rows_of(checkpoint), rows)
     assert Source(checkpoint).dense("dense.pt") == b"only"
-    checkpoints_of(make_bags()).dump(checkpoint)
+    checkpoints_of(make_bags()).dump(DumpRequest(checkpoint))
     assert Source(checkpoint).dense("dense.pt") == b"only"
     assert len(rows_of(checkpoint)) == 0
     named = {file.split("/")[0] for file in Source(checkpoint).manifest.paths}
@@ -155,7 +155,7 @@ def test_leftovers_of_a_dump_that_was_killed_go_with_the_next(checkpoint: Path) 
     leftover = checkpoint / "dump-20200101T000000Z-00000000"
     leftover.mkdir()
     (leftover / "embeddings-0-0.emb").write_bytes(b"half")
-    checkpoints_of(make_bags()).dump(checkpoint)
+    checkpoints_of(make_bags()).dump(DumpRequest(checkpoint))
     assert not leftover.exists()
 
 
@@ -164,7 +164,7 @@ def test_keep_last(tmp_path: Path) -> None:
     checkpoints = checkpoints_of(bags)
     for step in (1, 2, 3):
         train(bags, num_ids=100, seed=step)
-        checkpoints.dump(tmp_path, step=step, keep_last=2)
+        checkpoints.dump(DumpRequest(tmp_path, step=step, keep_last=2))
     assert Source(tmp_path).manifest.step == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "latest",
@@ -172,21 +172,21 @@ def test_keep_last(tmp_path: Path) -> None:
         "step-000000000003",
     ]
     with pytest.raises(InvalidArgumentError, match="keep_last=0"):
-        checkpoints.dump(tmp_path, step=4, keep_last=0)
+        checkpoints.dump(DumpRequest(tmp_path, step=4, keep_last=0))
     with pytest.raises(InvalidArgumentError, match="keep_last needs the step"):
-        checkpoints.dump(tmp_path, keep_last=1)
+        checkpoints.dump(DumpRequest(tmp_path, keep_last=1))
 
 
 def test_training_goes_on_behind_a_dump_and_is_not_in_it(tmp_path: Path) -> None:
     bags = make_bags()
     train(bags)
     checkpoints = checkpoints_of(bags)
-    checkpoints.dump(tmp_path / "before")
-    checkpoints.dump(tmp_path / "behind", blocking=False)
+    checkpoints.dump(DumpRequest(tmp_path / "before"))
+    checkpoints.dump(DumpRequest(tmp_path / "behind", blocking=False))
     train(bags, seed=1)
     checkpoints.wait_for_dump()
     checkpoints.wait_for_dump()
-    checkpoints.dump(tmp_path / "after")
+    checkpoints.dump(DumpRequest(tmp_path / "after"))
     before, behind, after = (without_ages(rows_of(tmp_path / name)) for name in ("before", "behind", "after"))
     assert np.array_equal(before, behind)
     assert not np.array_equal(before, after)
@@ -196,11 +196,11 @@ def test_an_error_behind_training_is_raised_once_by_the_wait(tmp_path: Path) -> 
     blocker = tmp_path / "file"
     blocker.write_bytes(b"")
     checkpoints = checkpoints_of(make_bags())
-    checkpoints.dump(blocker / "c", blocking=False)
+    checkpoints.dump(DumpRequest(blocker / "c", blocking=False))
     with pytest.raises(StorageError, match="could not be written"):
         checkpoints.wait_for_dump()
     checkpoints.wait_for_dump()
-    checkpoints.dump(tmp_path / "c")
+    checkpoints.dump(DumpRequest(tmp_path / "c"))
 
 
 def _truncate(checkpoint: Path) -> None:
@@ -234,7 +234,7 @@ def _foreign(checkpoint: Path) -> None:
     bags = make_bags()
     train(bags)
     train(bags, seed=4)
-    checkpoints_of(bags).dump(checkpoint.parent / "other")
+    checkpoints_of(bags).dump(DumpRequest(checkpoint.parent / "other"))
     mine, other = shard_files(checkpoint)[0], shard_files(checkpoint.parent / "other")[0]
     shutil.copyfile(other, mine)
     edit_manifest(
@@ -303,7 +303,7 @@ def test_damage_is_named_and_changes_nothing(
 ) -> None:
     bags = make_bags()
     train(bags, num_ids=500, seed=8)
-    checkpoints_of(bags).dump(tmp_path / "good")
+    checkpoints_of(bags).dump(DumpRequest(tmp_path / "good"))
     servers = checkpoints_of(*(make_server(index, num_servers) for index in range(num_servers)))
     servers.load(Source(tmp_path / "good"))
     with unchanged(servers, tmp_path):
@@ -324,7 +324,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     assert not source.has_embeddings
     with pytest.raises(NotFoundError, match="nothing is no checkpoint"):
         checkpoints_of(make_bags()).load(source)
-    checkpoints_of(make_bags()).dump(tmp_path / "d", dense={"dense.pt": b"1"}, embeddings=False)
+    checkpoints_of(make_bags()).dump(DumpRequest(tmp_path / "d", dense={"dense.pt": b"1"}, embeddings=False))
     with pytest.raises(NotFoundError, match="has no embeddings"):
         checkpoints_of(make_bags()).load(Source(tmp_path / "d"))
 
@@ -354,7 +354,7 @@ def test_slots_added_and_removed_are_reported_and_loaded_only_when_accepted(
     checkpoints = checkpoints_of(*stores, schema=schema)
     bags = make_bags()
     train(bags, num_ids=100)
-    checkpoints_of(bags, schema=schema).dump(tmp_path / "own")
+    checkpoints_of(bags, schema=schema).dump(DumpRequest(tmp_path / "own"))
     checkpoints.load(Source(tmp_path / "own"))
     with (
         unchanged(checkpoints, tmp_path),
@@ -367,7 +367,7 @@ def test_slots_added_and_removed_are_reported_and_loaded_only_when_accepted(
     checkpoints.load(Source(checkpoint), strict=False)
     (warning,) = (record.message for record in log.records if record.levelname == "WARNING")
     assert warning.startswith(f"{changes} since {checkpoint} was written: added slots begin empty")
-    checkpoints.dump(tmp_path / "after")
+    checkpoints.dump(DumpRequest(tmp_path / "after"))
     assert np.array_equal(without_ages(rows_of(tmp_path / "after")), without_ages(rows_of(checkpoint))), (
         "rows of removed slots stay; added ones have none"
     )
@@ -399,7 +399,7 @@ def test_hyper_parameters_of_the_script_win(checkpoint: Path, tmp_path: Path) ->
         checkpoints = checkpoints_of(bags)
         checkpoints.load(Source(checkpoint), train_config=config_bytes(Adagrad(lr=lr)))
         train(bags, steps=1, seed=5)
-        checkpoints.dump(tmp_path / str(lr))
+        checkpoints.dump(DumpRequest(tmp_path / str(lr)))
         results.append(rows_of(tmp_path / str(lr)))
     assert not np.array_equal(results[0], results[1])
 
@@ -409,7 +409,7 @@ def test_the_old_checkpoint_is_readable_while_a_new_one_is_written(checkpoint: P
     bags = make_bags()
     train(bags, num_ids=20_000)
     checkpoints = checkpoints_of(bags)
-    checkpoints.dump(checkpoint, blocking=False)
+    checkpoints.dump(DumpRequest(checkpoint, blocking=False))
     reads = 0
     while not reads or (checkpoints._dump is not None and checkpoints._dump._thread.is_alive()):
         try:
@@ -441,7 +441,7 @@ def test_a_server_that_falls_silent_is_named_and_nothing_is_left(checkpoint: Pat
     with pytest.raises(
         UnavailableError, match="the store of this process has not answered for 0.5 s during dump-"
     ):
-        checkpoints.dump(checkpoint)
+        checkpoints.dump(DumpRequest(checkpoint))
     assert np.array_equal(rows_of(checkpoint), expected)
     assert len(list(checkpoint.glob("dump-*"))) == 1
 
@@ -457,7 +457,7 @@ def test_a_server_that_has_restarted_is_named(tmp_path: Path) -> None:
     (service,) = services([make_bags()])
     checkpoints = Checkpoints(lambda: [Restarting(service)], deadline_s=5)
     with pytest.raises(UnavailableError, match="has restarted during dump-"):
-        checkpoints.dump(tmp_path / "c")
+        checkpoints.dump(DumpRequest(tmp_path / "c"))
     assert not list((tmp_path / "c").glob("*"))
 
 
@@ -547,14 +547,14 @@ def test_no_progress_is_an_error(tmp_path: Path) -> None:
     (service,) = services([make_bags()])
     checkpoints = Checkpoints(lambda: [Hanging(service)], deadline_s=0.3)
     with pytest.raises(DeadlineExceededError, match="no byte was moved for 0.3 s .*not done: the store"):
-        checkpoints.dump(tmp_path / "c")
+        checkpoints.dump(DumpRequest(tmp_path / "c"))
 
 
 def test_a_server_without_an_optimizer_has_nothing_to_dump(tmp_path: Path) -> None:
     server = make_server(0, 1)
     checkpoints = Checkpoints(lambda: [LocalPeer(service) for service in services([server])], deadline_s=5)
     with pytest.raises(FailedPreconditionError, match="no optimizer yet, and so no rows: a TrainCtx"):
-        checkpoints.dump(tmp_path / "c")
+        checkpoints.dump(DumpRequest(tmp_path / "c"))
     assert not list(tmp_path.glob("c/*"))
 
 
@@ -577,10 +577,10 @@ def test_a_dump_is_told_how_many_processors_it_may_take(
     class Rows:
         def begin_snapshot(self, num_parts: int, *, with_state: bool, max_processors: float) -> Any:
             given.append(max_processors)
-            return bags.begin_snapshot(num_parts, with_state=with_state, max_processors=max_processors)
+            return bags.store.begin_snapshot(num_parts, with_state=with_state, max_processors=max_processors)
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(bags, name)
+            return getattr(bags.store, name)
 
     monkeypatch.setattr("persia.checkpoint.server_job.max_processors", {50: 4.0, 100: 0.0}.get)
     bags = make_bags()
@@ -589,7 +589,7 @@ def test_a_dump_is_told_how_many_processors_it_may_take(
     store: Any = Rows()
     share = ServerShare(store=store, index=0, replicas=1, schema=schema, num_threads=2, dump_percent=percent)
     peer = LocalPeer(CheckpointService(share))
-    Checkpoints(lambda: [peer], deadline_s=20).dump(tmp_path / "checkpoint")
+    Checkpoints(lambda: [peer], deadline_s=20).dump(DumpRequest(tmp_path / "checkpoint"))
     assert given == [pytest.approx(expected)]
 
 
@@ -612,8 +612,10 @@ def test_a_dump_is_nice_only_where_nothing_trains(
     bags = make_bags()
     train(bags)
     schema = RowSchema.of(SLOTS)
-    share = ServerShare(store=bags, index=0, replicas=1, schema=schema, num_threads=2, gives_way=gives_way)
+    share = ServerShare(
+        store=bags.store, index=0, replicas=1, schema=schema, num_threads=2, gives_way=gives_way
+    )
     peer = LocalPeer(CheckpointService(share))
-    Checkpoints(lambda: [peer], deadline_s=20).dump(tmp_path / "checkpoint")
+    Checkpoints(lambda: [peer], deadline_s=20).dump(DumpRequest(tmp_path / "checkpoint"))
     assert priorities == [max(10, before) if gives_way else before] * 2
     assert own_priority() == before

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia.checkpoint.checkpoints import Checkpoints, Source
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
 from persia.errors import StorageError
 from persia.storage import location as storage
 from persia.storage.location import Location
@@ -64,7 +64,7 @@ def dumped(request: Any, tmp_path: Path) -> Location:
     bags = make_bags()
     train(bags)
     place = Location.of(tmp_path / "c" if request.param == "local" else f"memory://{tmp_path}/c")
-    checkpoints_of(bags).dump(place, dense={"dense.pt": b"dense"})
+    checkpoints_of(bags).dump(DumpRequest(place, dense={"dense.pt": b"dense"}))
     return place
 
 
@@ -86,7 +86,7 @@ def job(tmp_path: Path) -> Checkpoints:
     """Two stores with other rows than those of `dumped`."""
     bags = make_bags()
     train(bags, num_ids=500, seed=8)
-    checkpoints_of(bags).dump(tmp_path / "other")
+    checkpoints_of(bags).dump(DumpRequest(tmp_path / "other"))
     job = checkpoints_of(*(make_server(index, 2) for index in range(2)))
     job.load(Source(tmp_path / "other"))
     return job
@@ -119,7 +119,7 @@ def test_reads_that_fail_now_and_then_are_repeated(
     reads.set("/embeddings-", after=8, times=4)
     job.load(Source(dumped))
     assert len(reads.failed) == 4
-    job.dump(tmp_path / "again")
+    job.dump(DumpRequest(tmp_path / "again"))
     assert np.array_equal(without_ages(rows_of(tmp_path / "again")), without_ages(rows_of(dumped)))
 
 
@@ -133,7 +133,7 @@ def test_a_read_that_fails_while_rows_are_replaced_leaves_them_incomplete_and_sa
         job.load(Source(dumped))
     reads.set(times=0)
     job.load(Source(dumped))
-    job.dump(tmp_path / "again")
+    job.dump(DumpRequest(tmp_path / "again"))
     assert np.array_equal(without_ages(rows_of(tmp_path / "again")), without_ages(rows_of(dumped)))
 
 
@@ -146,7 +146,7 @@ def test_a_manifest_that_cannot_be_written_leaves_the_checkpoint_that_was_there(
     checkpoints = checkpoints_of(bags)
     manifests.set("/manifest.json")
     with pytest.raises(StorageError, match=r"manifest\.json could not be written: .*what was there before"):
-        checkpoints.dump(dumped)
+        checkpoints.dump(DumpRequest(dumped))
     assert len(manifests.failed) == (1 if dumped.is_local else 5), "services are asked again"
     assert np.array_equal(rows_of(dumped), before)
     assert Source(dumped).dense("dense.pt") == b"dense"
@@ -154,7 +154,7 @@ def test_a_manifest_that_cannot_be_written_leaves_the_checkpoint_that_was_there(
     broken_off_at = utc_now()
     while utc_now() == broken_off_at:  # what is left of a dump of the same second might be another job's
         time.sleep(0.05)
-    checkpoints.dump(dumped)
+    checkpoints.dump(DumpRequest(dumped))
     assert len(rows_of(dumped)) < len(before)
     # The new rows, and the dense part of the dump before; nothing else stays.
     assert len([child for child in dumped.children() if child.name.startswith("dump-")]) == 2
@@ -165,7 +165,7 @@ def test_a_manifest_is_written_again_until_the_service_takes_it(dumped: Location
     bags = make_bags()
     train(bags, num_ids=100)
     manifests.set("/manifest.json", times=4)
-    checkpoints_of(bags).dump(dumped)
+    checkpoints_of(bags).dump(DumpRequest(dumped))
     assert len(manifests.failed) == 4
     assert len(rows_of(dumped)) <= 200
 
@@ -175,7 +175,7 @@ def test_a_manifest_whose_answer_was_lost_counts(dumped: Location, manifests: Fa
     bags = make_bags()
     train(bags, num_ids=100)
     manifests.set("/manifest.json", late=True)
-    checkpoints_of(bags).dump(dumped)
+    checkpoints_of(bags).dump(DumpRequest(dumped))
     manifests.set(times=0)
     assert len(rows_of(dumped)) <= 200
     assert Source(dumped).dense("dense.pt") == b"dense"
@@ -187,7 +187,7 @@ def test_a_manifest_that_arrives_after_the_error_has_its_files(dumped: Location,
     train(bags, num_ids=100)
     manifests.set("/manifest.json")
     with pytest.raises(StorageError):
-        checkpoints_of(bags).dump(dumped)
+        checkpoints_of(bags).dump(DumpRequest(dumped))
     manifests.failed[-1]()
     assert len(rows_of(dumped)) <= 200
 
@@ -224,7 +224,7 @@ def test_a_manifest_of_a_directory_that_cannot_be_read_is_no_reason_to_remove_it
     train(bags, num_ids=100)
     reads.set("/manifest.json")
     with pytest.raises(StorageError, match=r"manifest\.json could not be read"):
-        checkpoints_of(bags).dump(dumped)
+        checkpoints_of(bags).dump(DumpRequest(dumped))
     reads.set(times=0)
     assert np.array_equal(rows_of(dumped), before)
     assert Manifest.read(dumped)[0].dense is not None

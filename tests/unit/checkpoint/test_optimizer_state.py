@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia.checkpoint.checkpoints import Source
-from persia.checkpoint.rows import RowReader
+from persia.checkpoint.checkpoints import DumpRequest, Source
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia.errors import CorruptionError, FailedPreconditionError, PersiaError
+from persia.rows.reader import RowReader
 
 from .conftest import (
     CONFIG,
@@ -45,8 +45,8 @@ def trained(tmp_path: Path, optimizer: Optimizer) -> Path:
     bags = make_bags(optimizer)
     train(bags)
     checkpoints = checkpoints_of(bags)
-    checkpoints.dump(tmp_path / "whole")
-    checkpoints.dump(tmp_path / "bare", with_state=False)
+    checkpoints.dump(DumpRequest(tmp_path / "whole"))
+    checkpoints.dump(DumpRequest(tmp_path / "bare", with_state=False))
     return tmp_path
 
 
@@ -70,9 +70,9 @@ def test_they_are_smaller_and_trained_on_only_when_asked(
     ):
         job.load(Source(trained / "bare"), train_config=config_of(optimizer))
     job.load(Source(trained / "bare"), train_config=config_of(optimizer), fresh_state=True)
-    job.dump(trained / "from bare")
+    job.dump(DumpRequest(trained / "from bare"))
     job.load(Source(trained / "whole"), train_config=config_of(optimizer), fresh_state=True)
-    job.dump(trained / "from whole")
+    job.dump(DumpRequest(trained / "from whole"))
     assert np.array_equal(
         without_ages(rows_of(trained / "from bare")), without_ages(rows_of(trained / "from whole"))
     )
@@ -89,7 +89,7 @@ def test_they_are_smaller_and_trained_on_only_when_asked(
 def test_they_are_served(trained: Path) -> None:
     served = make_bags()
     checkpoints_of(served).load(Source(trained / "bare"), with_state=False)
-    checkpoints_of(served).dump(trained / "served")
+    checkpoints_of(served).dump(DumpRequest(trained / "served"))
     assert embeddings_of(trained / "served") == embeddings_of(trained / "whole")
 
 
@@ -98,7 +98,7 @@ def test_rows_go_on_with_another_optimizer(trained: Path) -> None:
         bags = make_bags(other)
         checkpoints_of(bags).load(Source(trained / "whole"), train_config=config_of(other), fresh_state=True)
         train(bags, seed=6)
-        checkpoints_of(bags).dump(trained / "other")
+        checkpoints_of(bags).dump(DumpRequest(trained / "other"))
         assert len(rows_of(trained / "other")) >= len(rows_of(trained / "whole"))
 
 

@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 
 from persia import _native
-from persia.checkpoint.checkpoints import Checkpoints, Source
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
 from persia.checkpoint.peers import LocalPeer, Peer
 from persia.checkpoint.protocol import Report, Request, State, Verb
-from persia.checkpoint.rows import Span
 from persia.embedding import EmbeddingConfig
 from persia.errors import UnavailableError
 from persia.packets.changes import IncrementalSettings
 from persia.packets.log import PacketLog
 from persia.packets.packet import BaseKind, Packet
 from persia.packets.writer import DENSE_FILE, PacketWriter
+from persia.rows.reader import Span
 from persia.storage.manifest import Manifest
 from persia.storage.position import Position
 from persia.storage.shard_file import ShardFile
@@ -57,7 +57,7 @@ class Job:
 
     def make_writer(self) -> PacketWriter:
         writer = PacketWriter(lambda: self.peers, deadline_s=DEADLINE_S, step=lambda: self.step)
-        self.checkpoints.feed = writer
+        self.checkpoints.hook = writer.stream
         writer.start()
         return writer
 
@@ -109,7 +109,7 @@ class Follower(packet_follower.Follower):
 
 def assert_equal(follower: Follower, job: Job, tmp_path: Path) -> None:
     for name, stores in (("trainer", [job.bags, *job.others]), ("follower", [follower.bags])):
-        checkpoints_of(*stores).dump(tmp_path / name)
+        checkpoints_of(*stores).dump(DumpRequest(tmp_path / name))
     expected, found = rows_of(tmp_path / "trainer"), rows_of(tmp_path / "follower")
     assert np.array_equal(without_ages(expected), without_ages(found))
 
@@ -191,7 +191,9 @@ def test_a_dump_knows_its_position_and_a_follower_goes_on_from_it(job: Job, tmp_
     job.train(seed=1)
     wait_for(job, 2)
     job.train(seed=2)
-    job.checkpoints.dump(tmp_path / "model", dense={DENSE_FILE: b"dense"}, step=2, blocking=False)
+    job.checkpoints.dump(
+        DumpRequest(tmp_path / "model", dense={DENSE_FILE: b"dense"}, step=2, blocking=False)
+    )
     job.train(seed=3)
     job.checkpoints.wait_for_dump()
     section = Manifest.read(Source(tmp_path / "model").location)[0].embeddings
@@ -211,7 +213,7 @@ def test_a_dump_knows_its_position_and_a_follower_goes_on_from_it(job: Job, tmp_
 def test_what_follows_a_loaded_checkpoint_names_it(job: Job, tmp_path: Path) -> None:
     earlier = make_bags()
     train(earlier, seed=9)
-    checkpoints_of(earlier).dump(tmp_path / "model")
+    checkpoints_of(earlier).dump(DumpRequest(tmp_path / "model"))
     job.train()
     wait_for(job, 2)
     job.checkpoints.load(Source(tmp_path / "model"))
@@ -232,17 +234,17 @@ def test_what_follows_a_loaded_checkpoint_names_it(job: Job, tmp_path: Path) -> 
 def test_what_follows_a_checkpoint_that_was_loaded_meanwhile_needs_another(job: Job, tmp_path: Path) -> None:
     job.train()
     wait_for(job, 2)
-    job.checkpoints.dump(tmp_path / "model")
-    begin_anew = job.writer._begin_anew
+    job.checkpoints.dump(DumpRequest(tmp_path / "model"))
+    begin_anew = job.writer.stream._begin_anew
 
     def train_first() -> None:
         job.train(seed=5)  # training did not wait
         begin_anew()
 
-    job.writer._begin_anew = train_first  # type: ignore[method-assign]
+    job.writer.stream._begin_anew = train_first  # type: ignore[method-assign]
     job.checkpoints.load(Source(tmp_path / "model"), blocking=False)
     job.checkpoints.wait_for_load()
-    job.writer._begin_anew = begin_anew  # type: ignore[method-assign]
+    job.writer.stream._begin_anew = begin_anew  # type: ignore[method-assign]
     job.writer.offer_dense(1, lambda: b"dense")
     job.train(seed=1, num_ids=50)
     eventually(lambda: job.writer.counts().checkpoints == 1)
@@ -259,9 +261,9 @@ def test_more_changes_than_are_remembered_bring_a_restart_and_a_checkpoint(tmp_p
     job.writer.offer_dense(1, lambda: b"dense")
     job.train(steps=1)
     wait_for(job, 2)
-    job.writer.pause()  # as a long dump would
+    job.writer.stream.pause()  # as a long dump would
     job.train(num_ids=3000)
-    job.writer.resume()
+    job.writer.stream.resume()
     job.train(steps=1)
     eventually(lambda: job.writer.counts().checkpoints == 1)
     job.train(steps=1)
@@ -281,7 +283,7 @@ def test_rows_alone_are_not_the_checkpoint_that_followers_need(job: Job, tmp_pat
     job.restart_trainer()
     job.train(seed=1)
     wait_for(job, 2)
-    job.checkpoints.dump(tmp_path / "rows")
+    job.checkpoints.dump(DumpRequest(tmp_path / "rows"))
     job.train(seed=2)
     wait_for(job, 3)
     assert job.packets()[-1].checkpoint is None
@@ -306,7 +308,7 @@ def test_only_a_dump_that_is_asked_for_removes_small_rows(tmp_path: Path) -> Non
     num_rows = job.bags.stats().num_rows
     job.writer.close(None)
     assert num_rows > 0
-    job.checkpoints.dump(tmp_path / "asked")
+    job.checkpoints.dump(DumpRequest(tmp_path / "asked"))
     assert job.bags.stats().num_rows == 0
 
 
@@ -358,7 +360,9 @@ def test_a_server_remembers_its_part_of_a_dump_while_packets_go_on(tmp_path: Pat
     try:
         wait_for(job, 2)
         last_packet = job.writer.position.number + 2
-        Checkpoints(lambda: [job.peers[0], Slow()], deadline_s=DEADLINE_S).dump(tmp_path / "dump")
+        Checkpoints(lambda: [job.peers[0], Slow()], deadline_s=DEADLINE_S).dump(
+            DumpRequest(tmp_path / "dump")
+        )
     finally:
         stop.set()
         trainer.join()
@@ -370,12 +374,12 @@ def test_a_server_remembers_its_part_of_a_dump_while_packets_go_on(tmp_path: Pat
 def test_what_a_killed_trainer_had_under_way_is_ended_by_the_next(job: Job, tmp_path: Path) -> None:
     job.train()
     wait_for(job, 2)
-    job.writer.pause()
+    job.writer.stream.pause()
     stream = job.writer.position.stream
     folder = Position(stream, 99).make_folder()
     arguments = {"directory": str(job.log.files), "stream": stream}
     job.peers[0].call(Request(verb=Verb.TAKE, operation=folder, arguments=arguments), 5)
-    job.writer.resume()
+    job.writer.stream.resume()
     job.restart_trainer()
     started = time.monotonic()
     job.train()
@@ -465,7 +469,7 @@ class DeafPeer:
 @pytest.mark.parametrize("verb", [Verb.CHANGES, Verb.TRACK, Verb.TAKE, Verb.APPLY, Verb.POLL])
 def test_a_lost_message_is_repeated(verb: Verb, job: Job, tmp_path: Path) -> None:
     job.peers[:] = [DeafPeer(job.peers[0], verb)]
-    job.writer._peers = job.peers
+    job.writer.stream.peers = job.peers
     job.train()
     wait_for(job, 2)
     job.train(seed=1)
@@ -498,13 +502,13 @@ def test_a_clearing_that_one_server_does_not_commit_stops_no_packets(tmp_path: P
     job.writer.offer_dense(1, lambda: b"dense")
     train_both(1)
     wait_for(job, 2)
-    job.writer.pause()
+    job.writer.stream.pause()
     for bags in (job.bags, *job.others):
         bags.clear()
     train_both(2)
     job.peers[1] = forgetful = ForgetfulPeer(job.peers[1], Verb.APPLY)
-    job.writer._peers = job.peers
-    job.writer.resume()
+    job.writer.stream.peers = job.peers
+    job.writer.stream.resume()
     eventually(lambda: forgetful.num_lost == 1)
     train_both(3)
     eventually(lambda: job.writer.counts().checkpoints == 1)
@@ -520,14 +524,14 @@ def test_a_clearing_that_one_server_does_not_commit_stops_no_packets(tmp_path: P
 def test_whatever_goes_wrong_in_a_pause_the_next_one_is_free(job: Job, tmp_path: Path) -> None:
     job.train()
     wait_for(job, 2)
-    job.checkpoints.dump(tmp_path / "model")
+    job.checkpoints.dump(DumpRequest(tmp_path / "model"))
     job.checkpoints.load(Source(tmp_path / "model"))  # a restart waits to be written
-    step, job.writer._step = job.writer._step, lambda: 1 // 0
+    step, job.writer.stream._step = job.writer.stream._step, lambda: 1 // 0
     with pytest.raises(ZeroDivisionError):
-        job.checkpoints.dump(tmp_path / "next")
-    job.writer._step = step
+        job.checkpoints.dump(DumpRequest(tmp_path / "next"))
+    job.writer.stream._step = step
     started = time.monotonic()
-    job.checkpoints.dump(tmp_path / "next")
+    job.checkpoints.dump(DumpRequest(tmp_path / "next"))
     assert time.monotonic() - started < DEADLINE_S / 2
 
 
@@ -607,4 +611,4 @@ def test_a_job_without_incremental_updates_writes_none(tmp_path: Path) -> None:
     eventually(lambda: not writer._thread.is_alive())
     assert writer.log is None
     writer.close(None)
-    assert writer.pause() is None
+    assert writer.stream.pause() is None

@@ -16,7 +16,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from persia.checkpoint import checkpoints, coordinator
-from persia.checkpoint.checkpoints import Source
+from persia.checkpoint.checkpoints import DumpRequest, Source
 from persia.checkpoint.coordinator import DumpOperation
 from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.protocol import IN_PLACE_NAME, Report, Request, Verb
@@ -82,19 +82,19 @@ def die_during_step_2(
     with monkeypatch.context() as patched:
         patched.setattr(owner, method, die)
         with pytest.raises(SystemExit):
-            job.checkpoints.dump(place, step=2, keep_last=2, in_place=True)
+            job.checkpoints.dump(DumpRequest(place, step=2, keep_last=2, in_place=True))
 
 
 def before_publishing(monkeypatch: pytest.MonkeyPatch, action: Callable[[DumpOperation], None]) -> None:
     """Once: when servers have prepared all, and the manifest is not there yet."""
-    publish = checkpoints._publish
+    publish = DumpOperation.publish
 
-    def act_and_publish(operation: DumpOperation, manifest: Any) -> None:
-        monkeypatch.setattr(checkpoints, "_publish", publish)
+    def act_and_publish(operation: DumpOperation, manifest: bytes) -> None:
+        monkeypatch.setattr(DumpOperation, "publish", publish)
         action(operation)
         publish(operation, manifest)
 
-    monkeypatch.setattr(checkpoints, "_publish", act_and_publish)
+    monkeypatch.setattr(DumpOperation, "publish", act_and_publish)
 
 
 def steps_after_a_start(root: Path, num_servers: int = 2) -> tuple[list[int | None], PoolJob]:
@@ -110,7 +110,7 @@ def test_a_server_that_starts_again_before_the_manifest_is_there_ends_the_dump(
     """It gave its part up, and the manifest counted all the same."""
     place = Location.of(tmp_path / "c" if is_local else f"memory://{tmp_path}/c")
     job = job_at(root)
-    job.checkpoints.dump(place, step=1, in_place=True, keep_last=keep_last)
+    job.checkpoints.dump(DumpRequest(place, step=1, in_place=True, keep_last=keep_last))
     job.set_rows(2.0)
 
     def start_again(_: DumpOperation) -> None:
@@ -120,12 +120,12 @@ def test_a_server_that_starts_again_before_the_manifest_is_there_ends_the_dump(
 
     before_publishing(monkeypatch, start_again)
     with pytest.raises(UnavailableError, match=r"a server has given dump-.* up: .* dump again"):
-        job.checkpoints.dump(place, step=2, in_place=True, keep_last=keep_last)
+        job.checkpoints.dump(DumpRequest(place, step=2, in_place=True, keep_last=keep_last))
     job.leave()
     steps, job = steps_after_a_start(root)
     assert steps == [1, 1]
     job.checkpoints.load(Source(place))
-    job.checkpoints.dump(place, step=2, in_place=True, keep_last=keep_last)
+    job.checkpoints.dump(DumpRequest(place, step=2, in_place=True, keep_last=keep_last))
     job.checkpoints.load(Source(place))
     job.leave()
 
@@ -134,15 +134,15 @@ def test_a_server_that_says_that_it_has_dropped_its_part_ends_the_dump(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_at(root)
-    job.checkpoints.dump(tmp_path / "c", step=1, in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", step=1, in_place=True))
 
     def lose(operation: DumpOperation) -> None:
         job.peers[1].call(Request(verb=Verb.CANCEL, operation=operation.operation), 1)
 
     before_publishing(monkeypatch, lose)
     with pytest.raises(UnavailableError, match="a server has given dump-"):
-        job.checkpoints.dump(tmp_path / "c", step=2, in_place=True)
-    job.checkpoints.dump(tmp_path / "c", step=3, in_place=True)
+        job.checkpoints.dump(DumpRequest(tmp_path / "c", step=2, in_place=True))
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", step=3, in_place=True))
     job.checkpoints.load(Source(tmp_path / "c"))
     job.leave()
 
@@ -196,7 +196,7 @@ def test_a_storage_service_may_bring_the_manifest_too_late(
 
     monkeypatch.setattr(Location, "replace", start_again_and_write)
     with pytest.raises(UnavailableError, match=r"lost while the manifest was on its way .* dump again"):
-        job.checkpoints.dump(place, step=1, in_place=True)
+        job.checkpoints.dump(DumpRequest(place, step=1, in_place=True))
     job.leave()
 
 
@@ -209,7 +209,7 @@ def test_a_dump_that_is_ended_from_here_does_not_count(
         operation.cancel()  # as `close` does, on another thread, while this one merges manifests
 
     before_publishing(monkeypatch, end)
-    job.checkpoints.dump(tmp_path / "c", step=1, in_place=True, blocking=False)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", step=1, in_place=True, blocking=False))
     with pytest.raises(FailedPreconditionError, match="was cancelled: dump again"):
         job.checkpoints.close(finish=True)
     assert not (tmp_path / "c" / MANIFEST_NAME).exists()
@@ -227,7 +227,7 @@ def test_a_dump_that_counts_can_no_longer_be_ended(
         commit(operation)
 
     monkeypatch.setattr(DumpOperation, "commit", end_and_commit)
-    job.checkpoints.dump(tmp_path / "c", step=1, in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", step=1, in_place=True))
     job.checkpoints.load(Source(tmp_path / "c"))
     job.leave()
 
@@ -237,7 +237,7 @@ def test_a_server_that_is_stopped_leaves_the_decision_to_its_next_start(
     counts: bool, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_at(root)
-    job.checkpoints.dump(tmp_path / "c", step=1, in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", step=1, in_place=True))
 
     def end(operation: DumpOperation) -> None:
         job.peers[0].end()
@@ -246,10 +246,10 @@ def test_a_server_that_is_stopped_leaves_the_decision_to_its_next_start(
 
     before_publishing(monkeypatch, end)
     if counts:
-        job.checkpoints.dump(tmp_path / "c", step=2, in_place=True)
+        job.checkpoints.dump(DumpRequest(tmp_path / "c", step=2, in_place=True))
     else:
         with pytest.raises(FailedPreconditionError, match="was cancelled"):
-            job.checkpoints.dump(tmp_path / "c", step=2, in_place=True)
+            job.checkpoints.dump(DumpRequest(tmp_path / "c", step=2, in_place=True))
     job.leave()
     steps, job = steps_after_a_start(root)
     assert steps == ([2, 2] if counts else [1, 1])
@@ -270,7 +270,7 @@ def test_servers_wait_while_the_dense_part_is_written(
     monkeypatch.setattr(checkpoints, "_write_dense", write_slowly)
     monkeypatch.setattr(coordinator, "_KEEP_ALIVE_S", 0.05)
     dense = {"dense.pt": b"dense"}
-    job.checkpoints.dump(tmp_path / "c", dense=dense, step=1, in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", dense=dense, step=1, in_place=True))
     assert job.peers[0].service._running() is None
     Source(tmp_path / "c")
     job.leave()
@@ -282,9 +282,9 @@ def test_rows_that_are_cleared_before_a_commit_cost_that_checkpoint_alone(
     job = job_at(root)
     before_publishing(monkeypatch, lambda _: job.client.clear())
     with pytest.raises(StorageError, match="the rows were cleared or loaded since"):
-        job.checkpoints.dump(tmp_path / "c", step=1, in_place=True)
+        job.checkpoints.dump(DumpRequest(tmp_path / "c", step=1, in_place=True))
     job.set_rows(2.0)
-    job.checkpoints.dump(tmp_path / "c", step=2, in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", step=2, in_place=True))
     job.leave()
     steps, job = steps_after_a_start(root)
     assert steps == [2, 2]
@@ -299,10 +299,10 @@ def test_a_commit_that_could_not_be_noted_is_noted_later(
     faults = Faults(monkeypatch, os, "replace")
     faults.set("server.json", after=1)  # all but the note of what is prepared
     with pytest.raises(StorageError, match="the wire is cut"):
-        job.checkpoints.dump(tmp_path / "c", step=1, in_place=True)
+        job.checkpoints.dump(DumpRequest(tmp_path / "c", step=1, in_place=True))
     faults.set(times=0)
     job.checkpoints.load(Source(tmp_path / "c"))
-    job.checkpoints.dump(tmp_path / "c", step=2, in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", step=2, in_place=True))
     assert job.pools[0].status()["step"] == 2
     job.leave()
 
@@ -311,7 +311,7 @@ def test_latest_names_what_servers_will_go_back_to(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_at(root)
-    job.checkpoints.dump(tmp_path / "all", step=1, keep_last=2, in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "all", step=1, keep_last=2, in_place=True))
 
     die_during_step_2(job, tmp_path / "all", monkeypatch, DumpOperation, "commit")
     job.leave()
@@ -330,12 +330,12 @@ def test_a_failed_dump_leaves_the_older_checkpoint_of_its_step(
     job, place = job_at(root), tmp_path / "all"
     for step in (1, 2):
         job.set_rows(float(step))
-        job.checkpoints.dump(place, step=step, keep_last=3)
+        job.checkpoints.dump(DumpRequest(place, step=step, keep_last=3))
     (place / "latest").write_text("step-000000000001\n")
     with monkeypatch.context() as patched:
         before_publishing(patched, lambda operation: operation._marker.remove())
         with pytest.raises(UnavailableError, match="has given .* up"):
-            job.checkpoints.dump(place, step=2, keep_last=3, in_place=True)
+            job.checkpoints.dump(DumpRequest(place, step=2, keep_last=3, in_place=True))
     job.checkpoints.load(Source(place / "step-000000000002"))
     assert job.values(tmp_path / "after") == {2.0}
     job.leave()
@@ -346,7 +346,7 @@ def test_a_coordinator_that_is_killed_before_latest_leaves_what_latest_names(
 ) -> None:
     """Servers went by the manifest alone, and then nobody could load what `latest` named."""
     job = job_at(root)
-    job.checkpoints.dump(tmp_path / "all", step=1, keep_last=2, in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "all", step=1, keep_last=2, in_place=True))
     job.set_rows(2.0)
 
     die_during_step_2(job, tmp_path / "all", monkeypatch, Location, "turn_into")
@@ -356,7 +356,7 @@ def test_a_coordinator_that_is_killed_before_latest_leaves_what_latest_names(
     assert steps == [1, 1]
     job.checkpoints.load(Source(tmp_path / "all"))
     for _ in range(2):  # over what was left there, and over what is the latest already
-        job.checkpoints.dump(tmp_path / "all", step=2, keep_last=2, in_place=True)
+        job.checkpoints.dump(DumpRequest(tmp_path / "all", step=2, keep_last=2, in_place=True))
         job.checkpoints.load(Source(tmp_path / "all"))
     job.leave()
 
@@ -364,7 +364,7 @@ def test_a_coordinator_that_is_killed_before_latest_leaves_what_latest_names(
 def test_servers_that_see_another_directory_say_so(root: Path, tmp_path: Path) -> None:
     job = job_at(root, directory=tmp_path / "elsewhere")
     with pytest.raises(StorageError, match=r"elsewhere, has to be one that all servers read"):
-        job.checkpoints.dump(tmp_path / "c", step=1, in_place=True)
+        job.checkpoints.dump(DumpRequest(tmp_path / "c", step=1, in_place=True))
     assert not (tmp_path / "c" / MANIFEST_NAME).exists()
     job.leave()
 
@@ -378,11 +378,11 @@ def test_servers_that_may_not_write_beside_the_manifest_say_so(
     job = job_at(root)
     faults.set("/server-1")
     with pytest.raises(StorageError, match=r"server-1 could not be .*not for you.* give the server's user"):
-        job.checkpoints.dump(tmp_path / "c", step=1, in_place=True)
+        job.checkpoints.dump(DumpRequest(tmp_path / "c", step=1, in_place=True))
     assert faults.failed
     assert not (tmp_path / "c" / MANIFEST_NAME).exists()
     faults.set(times=0)
-    job.checkpoints.dump(tmp_path / "c", step=2, in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", step=2, in_place=True))
     job.checkpoints.load(Source(tmp_path / "c"))
     job.leave()
 
@@ -407,7 +407,7 @@ def test_a_server_does_not_start_without_the_directory_that_tells_what_counts(
 @pytest.mark.parametrize("options", [{"fresh_state": True}, {"with_state": False}])
 def test_rows_in_place_keep_their_state(options: dict[str, bool], root: Path, tmp_path: Path) -> None:
     job = job_at(root)
-    job.checkpoints.dump(tmp_path / "c", in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", in_place=True))
     with pytest.raises(InvalidArgumentError, match=r"--without-state\) is for checkpoints in files"):
         job.checkpoints.load(Source(tmp_path / "c"), **options)
     job.leave()
@@ -417,16 +417,16 @@ def test_small_rows_stay_in_place(root: Path, tmp_path: Path) -> None:
     job = PoolJob(storage_at(root))
     job.client.configure(Adagrad(lr=0.1).train_config(EmbeddingConfig(min_norm=1e6)))
     job.set_rows(1.0)
-    job.checkpoints.dump(tmp_path / "c", in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", in_place=True))
     assert sum(pool.stats()["num_rows"] for pool in job.pools) == NUM_ROWS
-    job.checkpoints.dump(tmp_path / "files")
+    job.checkpoints.dump(DumpRequest(tmp_path / "files"))
     assert sum(pool.stats()["num_rows"] for pool in job.pools) == 0
     job.leave()
 
 
 def test_a_pool_that_was_removed_has_no_checkpoint(root: Path, tmp_path: Path) -> None:
     job = job_at(root)
-    job.checkpoints.dump(tmp_path / "c", step=1, in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", step=1, in_place=True))
     job.set_rows(2.0)
     manifest = prepare(job, tmp_path / "c", step=2)
     assert manifest.embeddings is not None

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from persia import _native, pmem
-from persia.checkpoint.checkpoints import Checkpoints, Source
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
 from persia.checkpoint.coordinator import DumpOperation
 from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.server_job import ServerShare
@@ -86,7 +86,7 @@ class PoolJob:
         )
         for index, (server, pool) in enumerate(zip(self.servers, self.pools, strict=True)):
             self.worker.set_server(index, f"127.0.0.1:{server.start('127.0.0.1', 0)}")
-            pool.attach(server)
+            pool.attach(server.store)
         self.client = _native.RemoteClient(1)
         self.client.set_worker(0, f"127.0.0.1:{self.worker.start('127.0.0.1', 0)}")
         self.client.configure(Adagrad(lr=0.1).train_config(CONFIG))
@@ -96,7 +96,7 @@ class PoolJob:
     def shares(self) -> list[ServerShare]:
         return [
             ServerShare(
-                store=server,
+                store=server.store,
                 index=index,
                 replicas=len(self.servers),
                 schema=SCHEMA,
@@ -114,7 +114,7 @@ class PoolJob:
 
     def values(self, directory: Path) -> set[float]:
         """Of all elements of all rows, which are as many as were set."""
-        self.checkpoints.dump(directory)
+        self.checkpoints.dump(DumpRequest(directory))
         rows = rows_of(directory)
         assert len(rows) == NUM_ROWS
         # 4 floats of the embedding, then the optimizer's.
@@ -143,7 +143,7 @@ def test_rows_and_dense_part_go_back_together(kind: str, root: Path, tmp_path: P
     job = PoolJob(storage)
     assert job.pools[0].checkpoint() is None
     job.set_rows(1.0)
-    job.checkpoints.dump(tmp_path / "c", dense={"dense.pt": b"at 7"}, step=7, in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", dense={"dense.pt": b"at 7"}, step=7, in_place=True))
     assert [pool.status()["step"] for pool in job.pools] == [7, 7]
     assert all(pool.stats()["num_hot"] <= CACHE_ROWS for pool in job.pools)
     job.set_rows(2.0)
@@ -158,7 +158,9 @@ def test_rows_and_dense_part_go_back_together(kind: str, root: Path, tmp_path: P
     assert job.values(tmp_path / "after") == {1.0}
     # The next one takes its place.
     job.set_rows(3.0)
-    job.checkpoints.dump(tmp_path / "c", dense={"dense.pt": b"at 9"}, step=9, in_place=True, blocking=False)
+    job.checkpoints.dump(
+        DumpRequest(tmp_path / "c", dense={"dense.pt": b"at 9"}, step=9, in_place=True, blocking=False)
+    )
     job.set_rows(4.0)
     job.checkpoints.wait_for_dump()
     job.leave()
@@ -170,11 +172,11 @@ def test_rows_and_dense_part_go_back_together(kind: str, root: Path, tmp_path: P
 def test_a_server_without_an_optimizer_has_nothing_to_keep(root: Path, tmp_path: Path) -> None:
     pool = open_pool(storage_at(root))
     server = make_server(0, 1, tier=pool.tier_options)
-    pool.attach(server)
-    share = ServerShare(store=server, index=0, replicas=1, schema=SCHEMA, num_threads=2, pool=pool)
+    pool.attach(server.store)
+    share = ServerShare(store=server.store, index=0, replicas=1, schema=SCHEMA, num_threads=2, pool=pool)
     checkpoints = Checkpoints(lambda: [LocalPeer(CheckpointService(share))], deadline_s=5)
     with pytest.raises(FailedPreconditionError, match="no optimizer yet, and so no rows: a TrainCtx"):
-        checkpoints.dump(tmp_path / "c", in_place=True)
+        checkpoints.dump(DumpRequest(tmp_path / "c", in_place=True))
     pool.close()
 
 
@@ -209,7 +211,7 @@ def test_a_server_that_ends_before_it_is_told_does_what_the_manifest_says(
     storage = storage_at(root)
     job = PoolJob(storage)
     job.set_rows(1.0)
-    job.checkpoints.dump(tmp_path / "c", step=1, in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", step=1, in_place=True))
     job.set_rows(2.0)
     manifest = prepare(job, tmp_path / "c", step=2)
     job.set_rows(3.0)
@@ -236,12 +238,12 @@ def test_a_dump_that_is_given_up_leaves_the_one_before(root: Path, tmp_path: Pat
     storage = storage_at(root)
     job = PoolJob(storage)
     job.set_rows(1.0)
-    job.checkpoints.dump(tmp_path / "c", step=1, in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", step=1, in_place=True))
     job.set_rows(2.0)
     _give_up(job, tmp_path / "c")
     assert [pool.stats()["num_pending"] for pool in job.pools] == [0, 0]
     job.set_rows(3.0)
-    job.checkpoints.dump(tmp_path / "c", step=3, in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", step=3, in_place=True))
     job.set_rows(4.0)
     _give_up(job, tmp_path / "c")
     job.leave()
@@ -265,12 +267,12 @@ def test_a_coordinator_that_is_gone_leaves_what_the_manifest_says(root: Path, tm
 def test_rows_that_were_trained_on_do_not_go_back_without_a_start(root: Path, tmp_path: Path) -> None:
     job = PoolJob(storage_at(root))
     job.set_rows(1.0)
-    job.checkpoints.dump(tmp_path / "c", step=1, in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", step=1, in_place=True))
     job.checkpoints.load(Source(tmp_path / "c"))  # nothing has changed since
     job.set_rows(2.0)
     with pytest.raises(FailedPreconditionError, match=r"trained on since .* start all parameter servers"):
         job.checkpoints.load(Source(tmp_path / "c"))
-    job.checkpoints.dump(tmp_path / "d", step=2, in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "d", step=2, in_place=True))
     with pytest.raises(FailedPreconditionError, match=r"goes back to another checkpoint .*\(step 2\)"):
         job.checkpoints.load(Source(tmp_path / "c"))
     job.leave()
@@ -280,13 +282,13 @@ def test_a_full_pool_is_an_error_of_the_dump(root: Path, tmp_path: Path) -> None
     storage = storage_at(root, size_bytes=32 << 20, cache_rows=300_000)
     job = PoolJob(storage, num_servers=1)
     job.set_rows(1.0)
-    job.checkpoints.dump(tmp_path / "c", step=1, in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", step=1, in_place=True))
     signs = np.arange(1 << 20, (1 << 20) + 250_000, dtype=np.uint64) | np.uint64(1 << 56)
     for begin in range(0, len(signs), 50_000):
         part = signs[begin : begin + 50_000]
         job.client.set_embeddings(part, np.zeros((len(part), 4), np.float32))
     with pytest.raises(ResourceExhaustedError, match="the pool is full: size_bytes is 33554432"):
-        job.checkpoints.dump(tmp_path / "c", step=2, in_place=True)
+        job.checkpoints.dump(DumpRequest(tmp_path / "c", step=2, in_place=True))
     job.leave()
     job = PoolJob(storage, num_servers=1)
     job.checkpoints.load(Source(tmp_path / "c"))
@@ -301,19 +303,19 @@ def test_rows_move_between_memory_and_pools_of_other_numbers_of_servers(
     expected = without_ages(rows_of(checkpoint))
     job = PoolJob(storage_at(root, kind), num_servers=2)
     job.checkpoints.load(Source(checkpoint))
-    job.checkpoints.dump(tmp_path / "pools_of_2")
+    job.checkpoints.dump(DumpRequest(tmp_path / "pools_of_2"))
     (tmp_path / "other").mkdir()
     job.leave()
     job = PoolJob(storage_at(tmp_path / "other", kind), num_servers=3)
     job.checkpoints.load(Source(tmp_path / "pools_of_2"))
-    job.checkpoints.dump(tmp_path / "c", in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", in_place=True))
     job.leave()
     job = PoolJob(storage_at(tmp_path / "other", kind), num_servers=3)
-    job.checkpoints.dump(tmp_path / "pools_of_3")
+    job.checkpoints.dump(DumpRequest(tmp_path / "pools_of_3"))
     job.leave()
     memory = checkpoints_of(make_server(0, 2), make_server(1, 2))
     memory.load(Source(tmp_path / "pools_of_3"))
-    memory.dump(tmp_path / "memory")
+    memory.dump(DumpRequest(tmp_path / "memory"))
     for place in ("pools_of_2", "pools_of_3", "memory"):
         assert np.array_equal(without_ages(rows_of(tmp_path / place)), expected), place
 
@@ -321,10 +323,10 @@ def test_rows_move_between_memory_and_pools_of_other_numbers_of_servers(
 def test_in_place_is_for_pools_and_for_the_servers_that_have_them(root: Path, tmp_path: Path) -> None:
     memory = checkpoints_of(make_server(0, 1))
     with pytest.raises(InvalidArgumentError, match="in memory alone"):
-        memory.dump(tmp_path / "memory", in_place=True)
+        memory.dump(DumpRequest(tmp_path / "memory", in_place=True))
     job = PoolJob(storage_at(root), num_servers=1)
     job.set_rows(1.0)
-    job.checkpoints.dump(tmp_path / "c", in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", in_place=True))
     with pytest.raises(InvalidArgumentError, match="in memory alone"):
         memory.load(Source(tmp_path / "c"))
     with pytest.raises(FailedPreconditionError, match="in the pools of the servers"):
@@ -380,7 +382,7 @@ def test_a_damaged_state_is_refused(edit: dict[str, Any], root: Path) -> None:
 
 def test_rows_in_place_have_no_files(root: Path, tmp_path: Path) -> None:
     job = PoolJob(storage_at(root), num_servers=1)
-    job.checkpoints.dump(tmp_path / "c", in_place=True)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", in_place=True))
     job.leave()
     file = {"path": f"{make_dump_id()}/x.emb", "num_bytes": 1, "num_rows": 0, "checksum": "00"}
     edit_manifest(tmp_path / "c", lambda values: values["embeddings"]["files"].append(file))

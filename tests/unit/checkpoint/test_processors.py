@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from persia.checkpoint.dump_throttle import dump_percent, max_processors
-from persia.checkpoint.server_job import DumpJob, ServerShare
+from persia.checkpoint.server_job import DumpJob, ServerShare, dump_percent, max_processors
 from persia.config import CheckpointingConfig, parse_global_config
 from persia.embedding.optim import Adagrad
 from persia.errors import InvalidArgumentError
@@ -39,7 +38,7 @@ def test_a_dump_takes_its_percentage_of_the_processors_there_are(
     file = tmp_path / "cpu.max"
     if limit is not None:
         file.write_text(limit)
-    monkeypatch.setattr("persia.checkpoint.dump_throttle._CGROUPS", tmp_path)
+    monkeypatch.setattr("persia.checkpoint.server_job._CGROUPS", tmp_path)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     assert max_processors(percent) == pytest.approx(expected)
 
@@ -51,7 +50,7 @@ def test_the_limit_of_a_container_of_version_1(
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu/cpu.cfs_quota_us").write_text(f"{quota}\n")
     (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    monkeypatch.setattr("persia.checkpoint.dump_throttle._CGROUPS", tmp_path)
+    monkeypatch.setattr("persia.checkpoint.server_job._CGROUPS", tmp_path)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     assert max_processors(50) == pytest.approx(expected)
 
@@ -71,7 +70,7 @@ def test_a_dump_that_rests_is_cancelled_at_once(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("persia.checkpoint.server_job.max_processors", lambda percent: 1e-8)  # takes days
     bags = make_bags()
     train(bags)
-    share = ServerShare(store=bags, index=0, replicas=1, schema=None, num_threads=1)
+    share = ServerShare(store=bags.store, index=0, replicas=1, schema=None, num_threads=1)
     job = DumpJob(make_dump_id(), share, 60.0, {"directory": str(tmp_path)})
     has_ended = threading.Event()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from persia.checkpoint import progress as progress_module
-from persia.checkpoint.checkpoints import Checkpoints, Source
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
 from persia.checkpoint.coordinator import DumpOperation, LoadOperation, Progress
 from persia.checkpoint.peers import LocalPeer, Peer
 from persia.checkpoint.progress import ShownProgress, megabytes
@@ -73,7 +73,7 @@ def test_operations_tell_how_far_they_are(tmp_path: Path, peer: HeldPeer) -> Non
     assert told[-1].done_rows == told[-1].total_rows == section.num_rows > 0
     assert told[-1].done_bytes == section.num_bytes
 
-    Checkpoints(lambda: [peer], deadline_s=20.0).dump(tmp_path / "b")
+    Checkpoints(lambda: [peer], deadline_s=20.0).dump(DumpRequest(tmp_path / "b"))
     told.clear()
     load = LoadOperation(
         "load-1", [peer], 20.0, directory=Location.of(tmp_path / "b"), on_progress=told.append
@@ -94,7 +94,7 @@ def test_waiting_shows_a_bar(tmp_path: Path, peer: HeldPeer, terminal: Terminal)
 
 
 def _dump_and_load(checkpoints: Checkpoints, terminal: Terminal, tmp_path: Path) -> None:
-    checkpoints.dump(tmp_path / "c", blocking=False)
+    checkpoints.dump(DumpRequest(tmp_path / "c", blocking=False))
     assert terminal.getvalue() == "", "nobody waits: the terminal is the script's"
     checkpoints.wait_for_dump()
     assert f"dumping to {tmp_path / 'c'}: writing" in terminal.getvalue()
@@ -109,7 +109,7 @@ def _dump_and_load(checkpoints: Checkpoints, terminal: Terminal, tmp_path: Path)
 def test_a_blocking_dump_shows_a_bar(tmp_path: Path, peer: HeldPeer, terminal: Terminal) -> None:
     peer.terminal = terminal
     with contextlib.redirect_stderr(terminal):
-        Checkpoints(lambda: [peer], deadline_s=20.0).dump(tmp_path / "c")
+        Checkpoints(lambda: [peer], deadline_s=20.0).dump(DumpRequest(tmp_path / "c"))
     assert ": writing" in terminal.getvalue()
 
 

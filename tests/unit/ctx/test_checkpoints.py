@@ -15,7 +15,6 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import distributed as dist
 
 from persia.checkpoint.checkpoints import Source
-from persia.checkpoint.rows import RowReader
 from persia.ctx import TrainCtx, eval_ctx
 from persia.distributed import DDPOption
 from persia.embedding import EmbeddingConfig
@@ -27,6 +26,7 @@ from persia.errors import (
     NotFoundError,
     StorageError,
 )
+from persia.rows.reader import RowReader
 from persia.storage import dense
 from persia.storage import location as storage
 

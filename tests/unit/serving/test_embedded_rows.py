@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from persia._native import EmbeddedClient, TrainConfig
-from persia.checkpoint.checkpoints import Checkpoints, Source
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
 from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
@@ -30,9 +30,9 @@ def write_checkpoint(slots: SlotsConfig, directory: Path) -> int:
     store.configure(TrainConfig(optimizer="adagrad", lr=0.1))
     signs = slot_signs(slots, "user", np.arange(NUM_IDS, dtype=np.uint64))
     store.set_embeddings(signs, np.ones((NUM_IDS, 2), np.float32))
-    share = ServerShare(store=store, index=0, replicas=1, schema=RowSchema.of(slots), num_threads=2)
+    share = ServerShare(store=store.store, index=0, replicas=1, schema=RowSchema.of(slots), num_threads=2)
     peer = LocalPeer(CheckpointService(share))
-    Checkpoints(lambda: [peer], deadline_s=30).dump(directory, step=1)
+    Checkpoints(lambda: [peer], deadline_s=30).dump(DumpRequest(directory, step=1))
     return sum(store.sizes())
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from persia._native import ParameterServer
-from persia.checkpoint.checkpoints import Checkpoints
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest
 from persia.checkpoint.server_job import ServerShare
 from persia.embedding.data import IDTypeFeatureWithSingleID, NonIDTypeFeature, PersiaBatch
 from persia.errors import NotFoundError
@@ -329,7 +329,9 @@ def test_far_behind_packets_do_where_the_checkpoint_does_not(
             file.write_bytes(file.read_bytes()[:-8])
     else:  # it is of another one
         content = state_bytes(torch.nn.Linear(3, 1))
-        Checkpoints(list, deadline_s=30).dump(newest, dense={"dense.pt": content}, embeddings=False)
+        Checkpoints(list, deadline_s=30).dump(
+            DumpRequest(newest, dense={"dense.pt": content}, embeddings=False)
+        )
         (newest / "jit_dense.pt").unlink()
     away.rename(tmp_path / "packets")
     trainer.log = PacketLog(tmp_path / "packets")
@@ -447,7 +449,7 @@ def test_bug_9_servers_of_another_number_each_take_their_own(trainer: PacketTrai
     for index, server in enumerate(servers):
         server.start("127.0.0.1", 0)
         share = ServerShare(
-            store=server, index=index, replicas=3, schema=RowSchema.of(trainer.slots), num_threads=2
+            store=server.store, index=index, replicas=3, schema=RowSchema.of(trainer.slots), num_threads=2
         )
         copies = RowCopies(trainer.log, server, share, lambda index=index: make_server(index, 3))
         followers.append(Follower(copies, options))

@@ -1,7 +1,9 @@
-"""The rows of a checkpoint, for tools: block by block, in parts that fit into memory."""
+"""Reads a checkpoint for tools: its rows block by block, in spans that fit into memory, or all files to check
+them."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.errors import NotFoundError
+from persia.errors import CorruptionError, NotFoundError, PersiaError
 from persia.storage.location import Location
-from persia.storage.manifest import NUM_VIRTUAL_SHARDS, EmbeddingSection, Manifest
+from persia.storage.manifest import NUM_VIRTUAL_SHARDS, EmbeddingSection, FileEntry, Manifest
 from persia.storage.schema import RowSchema
 from persia.storage.shard_file import ShardFile
 from persia.storage.versions import resolve
@@ -20,7 +22,9 @@ from persia.storage.versions import resolve
 if TYPE_CHECKING:
     from persia._native import BlockRows
 
-__all__ = ["RowGroups", "RowReader", "Span"]
+__all__ = ["RowGroups", "RowReader", "Span", "check_files"]
+
+_READ_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -109,3 +113,44 @@ class RowGroups:
     def _num_id_bits(self) -> int:
         assert self._schema is not None, "asked for by callers"
         return 64 - self._schema.feature_index_prefix_bit
+
+
+def check_files(
+    directory: Location, manifest: Manifest, on_bytes: Callable[[int], None] = lambda _: None
+) -> dict[str, str | None]:
+    """By path, what is wrong with a file; None for one that is whole."""
+    outcome: dict[str, str | None] = {}
+    dense = () if manifest.dense is None else manifest.dense.files.values()
+    rows = () if manifest.embeddings is None else manifest.embeddings.files
+    checks = [(entry, _check_dense) for entry in dense] + [(entry, _check_rows) for entry in rows]
+    for entry, check in checks:
+        try:
+            check(directory, entry, on_bytes)
+            outcome[entry.path] = None
+        except PersiaError as failure:
+            outcome[entry.path] = str(failure)
+    return outcome
+
+
+def _check_dense(directory: Location, entry: FileEntry, on_bytes: Callable[[int], None]) -> None:
+    path = directory / entry.path
+    num_bytes = path.size()
+    if num_bytes != entry.num_bytes:
+        raise CorruptionError(f"{path} has {num_bytes} bytes, the manifest says {entry.num_bytes}")
+    digest = hashlib.sha256()
+    for offset in range(0, num_bytes, _READ_BYTES):
+        content = path.read_range(offset, _READ_BYTES)
+        digest.update(content)
+        on_bytes(len(content))
+    if digest.hexdigest() != entry.checksum:
+        raise CorruptionError(f"{path} is damaged: its checksum is not the manifest's")
+
+
+def _check_rows(directory: Location, entry: FileEntry, on_bytes: Callable[[int], None]) -> None:
+    from persia import _native
+
+    file = ShardFile(directory, entry)
+    for chunk in file.chunks_of(Span()):
+        with file.naming(chunk):
+            _native.decode_checkpoint_blocks(file.read(chunk))
+        on_bytes(chunk.num_bytes)

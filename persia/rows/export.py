@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.checkpoint.rows import RowGroups, RowReader
 from persia.errors import FailedPreconditionError, InvalidArgumentError, StorageError
+from persia.rows.reader import RowGroups, RowReader
 
 __all__ = ["FORMATS", "export"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.checkpoint.rows import RowGroups, RowReader, Span
 from persia.errors import FailedPreconditionError
+from persia.rows.reader import RowGroups, RowReader, Span
 
 __all__ = ["SlotChanges", "compare"]
 
@@ -75,13 +75,12 @@ def _tables(reader: RowReader, span: Span, on_bytes: Callable[[int], None]) -> d
     parts: dict[int, list[_Table]] = defaultdict(list)
     for block in reader.blocks(span, on_bytes):
         parts[block.dim].append(_Table(block.signs, block.embeddings))
-    return {dim: _joined(tables) for dim, tables in parts.items()}
-
-
-def _joined(tables: list[_Table]) -> _Table:
-    signs = np.concatenate([table.signs for table in tables])
-    order = np.argsort(signs)
-    return _Table(signs[order], np.concatenate([table.embeddings for table in tables])[order])
+    joined = {}
+    for dim, tables in parts.items():
+        signs = np.concatenate([table.signs for table in tables])
+        order = np.argsort(signs)
+        joined[dim] = _Table(signs[order], np.concatenate([table.embeddings for table in tables])[order])
+    return joined
 
 
 def _empty(dim: int) -> _Table:
