@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from persia.config import SlotConfig, SlotsConfig
 from persia.embedding import EmbeddingConfig
 from persia.embedding.lr_schedule import LRSchedule
-from persia.embedding.optim import FTRL, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Optimizer, RMSprop
+from persia.embedding.optim import FTRL, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Lion, Optimizer, RMSprop
 from persia.nn import EmbeddingBagCollection
 
 # float32 against float64: sums of at most 48 products of order 1, over at most 40 steps.
@@ -70,6 +70,25 @@ class ReferenceFTRL(torch.optim.Optimizer):
                 n += row.grad**2
                 scale = (group["beta"] + n.sqrt()) / group["lr"] + group["l2"]
                 row.copy_(torch.where(z.abs() <= group["l1"], 0.0, -(z - z.sign() * group["l1"]) / scale))
+
+
+class ReferenceLion(torch.optim.Optimizer):
+    """Chen et al. (2023), algorithm 2, with decoupled weight decay; torch has none."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                m = self.state[weight].setdefault("m", torch.zeros_like(weight))
+                direction = beta1 * m + (1 - beta1) * weight.grad
+                weight -= group["lr"] * (direction.sign() + group["weight_decay"] * weight)
+                m.mul_(beta2).add_(weight.grad, alpha=1 - beta2)
 
 
 OPTIMIZERS: dict[str, tuple[Optimizer, MakeTorch]] = {
@@ -127,6 +146,14 @@ OPTIMIZERS: dict[str, tuple[Optimizer, MakeTorch]] = {
     "ftrl": (
         FTRL(lr=0.1, l1=0.5, l2=0.1, beta=1.0, initial_accumulator_value=0.1),
         lambda p: ReferenceFTRL(p, lr=0.1, l1=0.5, l2=0.1, beta=1.0, initial_accumulator_value=0.1),
+    ),
+    "lion": (
+        Lion(lr=0.01),
+        lambda p: ReferenceLion(p, lr=0.01, betas=(0.9, 0.99), weight_decay=0.0),
+    ),
+    "lion decay": (
+        Lion(lr=0.02, betas=(0.8, 0.95), weight_decay=0.1),
+        lambda p: ReferenceLion(p, lr=0.02, betas=(0.8, 0.95), weight_decay=0.1),
     ),
 }
 

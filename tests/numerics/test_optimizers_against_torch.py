@@ -37,6 +37,23 @@ class RowwiseAdagrad(torch.optim.Optimizer):
                 weight -= group["lr"] * gradient / (state["sum"].sqrt() + 1e-10)
 
 
+class ReferenceLion(torch.optim.Optimizer):
+    """Chen et al. (2023), algorithm 2, with decoupled weight decay; torch has none."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for weight in group["params"]:
+                m = self.state[weight].setdefault("m", torch.zeros_like(weight))
+                direction = beta1 * m + (1 - beta1) * weight.grad
+                weight -= group["lr"] * (direction.sign() + group["weight_decay"] * weight)
+                m.mul_(beta2).add_(weight.grad, alpha=1 - beta2)
+
+
 CASES: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {
     "sgd": ({"optimizer": "sgd", "lr": 0.1}, lambda p: torch.optim.SGD(p, lr=0.1)),
     "sgd momentum decay": (
@@ -67,6 +84,10 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] 
         lambda p: torch.optim.RMSprop(p, lr=0.01, alpha=0.9, momentum=0.5, weight_decay=0.01),
     ),
     "adadelta": ({"optimizer": "adadelta", "lr": 1.0}, lambda p: torch.optim.Adadelta(p, lr=1.0)),
+    "lion": (
+        {"optimizer": "lion", "lr": 0.01, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.1},
+        lambda p: ReferenceLion(p, lr=0.01, betas=(0.8, 0.95), weight_decay=0.1),
+    ),
     "sgd nesterov": (
         {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "nesterov": True},
         lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),

@@ -145,6 +145,7 @@ TEST(TrainConfigTest, StateFloats) {
   EXPECT_EQ(Optimizer(OptimizerKind::kAdagrad).StateFloats(12), 12u);
   EXPECT_EQ(Optimizer(OptimizerKind::kRowwiseAdagrad).StateFloats(12), 1u);
   EXPECT_EQ(Optimizer(OptimizerKind::kAdam).StateFloats(12), 24u);
+  EXPECT_EQ(Optimizer(OptimizerKind::kLion).StateFloats(12), 12u);
 }
 
 TEST(OptimizerTest, DefaultsAreValidAndNamesLeadBack) {
@@ -153,7 +154,7 @@ TEST(OptimizerTest, DefaultsAreValidAndNamesLeadBack) {
     EXPECT_TRUE(config.Validate().ok()) << config.Validate().ToString();
     EXPECT_EQ(OptimizerOfName(OptimizerName(config.kind)), config.kind);
   }
-  EXPECT_EQ(OptimizerOfName("lion"), std::nullopt);
+  EXPECT_EQ(OptimizerOfName("tiger"), std::nullopt);
 }
 
 TEST(OptimizerTest, RefusesWhatMakesNoSenseTogether) {
@@ -239,7 +240,7 @@ TrainConfig GroupsConfig() {
   config.lr_factor = 0.5f;
   for (const uint32_t group : {3u, 200u}) {
     RowConfig rows;
-    rows.optimizer = OptimizerConfig::Of(static_cast<OptimizerKind>(group % 9));
+    rows.optimizer = OptimizerConfig::Of(static_cast<OptimizerKind>(group % kNumOptimizerKinds));
     rows.initializer = {.lower = -1.0f,
                         .upper = std::numeric_limits<float>::infinity(),
                         .kind = InitializerKind::kNormal,
@@ -321,7 +322,7 @@ TEST(TrainConfigTest, DecodeRefusesWrongLengthVersionKindAndValues) {
   EXPECT_EQ(with(0, uint32_t{1}), StatusCode::kCorruption);
   EXPECT_EQ(with(8, uint32_t{1}), StatusCode::kCorruption) << "a group that is not there";
   EXPECT_EQ(with(8, uint32_t{0xffffffff}), StatusCode::kCorruption);
-  EXPECT_EQ(with(16, uint32_t{9}), StatusCode::kCorruption);
+  EXPECT_EQ(with(16, kNumOptimizerKinds), StatusCode::kCorruption);
   EXPECT_EQ(with(16, uint32_t{0x103}), StatusCode::kCorruption) << "not truncated to 8 bits";
   EXPECT_EQ(with(84, uint32_t{2}), StatusCode::kCorruption) << "initializer kind";
   EXPECT_EQ(with(84, uint32_t{0x200}), StatusCode::kCorruption);
@@ -343,7 +344,7 @@ TEST(TrainConfigTest, RefusesValuesOutOfRangeNamingTheField) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   using K = OptimizerKind;
   const std::vector<Refusal> refusals = {
-      {"kind", static_cast<K>(9), [](auto&) {}},
+      {"kind", static_cast<K>(kNumOptimizerKinds), [](auto&) {}},
       {"lr", K::kFtrl, [](auto& c) { c.optimizer.lr = 0; }},
       {"lr", K::kAdam, [](auto& c) { c.optimizer.lr = -1; }},
       {"lr", K::kAdam, [](auto& c) { c.optimizer.lr = kInf; }},
@@ -409,7 +410,7 @@ TEST(TrainConfigTest, RefusesHyperParametersTheKindDoesNotHave) {
       {"weight_decay",
        &OptimizerConfig::weight_decay,
        {K::kSgd, K::kAdagrad, K::kRowwiseAdagrad, K::kAdam, K::kAdamW, K::kRmsprop, K::kAdadelta,
-        K::kAdamax}},
+        K::kAdamax, K::kLion}},
       {"initial_accumulator_value",
        &OptimizerConfig::initial_accumulator_value,
        {K::kAdagrad, K::kRowwiseAdagrad, K::kFtrl}},
@@ -418,8 +419,8 @@ TEST(TrainConfigTest, RefusesHyperParametersTheKindDoesNotHave) {
        &OptimizerConfig::eps,
        {K::kAdagrad, K::kRowwiseAdagrad, K::kAdam, K::kAdamW, K::kRmsprop, K::kAdadelta,
         K::kAdamax}},
-      {"beta1", &OptimizerConfig::beta1, {K::kAdam, K::kAdamW, K::kAdamax}},
-      {"beta2", &OptimizerConfig::beta2, {K::kAdam, K::kAdamW, K::kAdamax}},
+      {"beta1", &OptimizerConfig::beta1, {K::kAdam, K::kAdamW, K::kAdamax, K::kLion}},
+      {"beta2", &OptimizerConfig::beta2, {K::kAdam, K::kAdamW, K::kAdamax, K::kLion}},
   };
   for (const Parameter& parameter : parameters) {
     for (uint32_t number = 0; number < kNumOptimizerKinds; ++number) {

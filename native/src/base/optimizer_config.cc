@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cmath>
+#include <iterator>
 #include <string>
 
 namespace persia {
@@ -10,39 +11,26 @@ namespace {
 using Config = OptimizerConfig;
 using Kind = OptimizerKind;
 
-template <typename... Kinds>
-constexpr uint32_t Bits(Kinds... kinds) {
-  return ((1u << static_cast<uint32_t>(kinds)) | ...);
-}
-
-constexpr uint32_t kAll = (1u << kNumOptimizerKinds) - 1;
-constexpr uint32_t kAdagrads = Bits(Kind::kAdagrad, Kind::kRowwiseAdagrad);
-constexpr uint32_t kAdams = Bits(Kind::kAdam, Kind::kAdamW, Kind::kAdamax);
-constexpr uint32_t kSgd = Bits(Kind::kSgd), kRmsprop = Bits(Kind::kRmsprop);
-constexpr uint32_t kAdadelta = Bits(Kind::kAdadelta), kFtrl = Bits(Kind::kFtrl);
-
 constexpr std::array<OptimizerField, 16> kFields = {{
-    {"lr", &Config::lr, kAll, ValueRange::kNotNegative, false},
-    {"weight_decay", &Config::weight_decay, kAll & ~kFtrl, ValueRange::kNotNegative, false},
-    {"momentum", &Config::momentum, kSgd | kRmsprop, ValueRange::kDecay, true},
-    {"initial_accumulator_value", &Config::initial_accumulator_value, kAdagrads | kFtrl,
-     ValueRange::kNotNegative, true},
-    {"g_square_momentum", &Config::g_square_momentum, kAdagrads, ValueRange::kShare, true},
-    {"eps", &Config::eps, kAll & ~kSgd & ~kFtrl, ValueRange::kPositive, true},
-    {"beta1", &Config::beta1, kAdams, ValueRange::kDecay, true},
-    {"beta2", &Config::beta2, kAdams, ValueRange::kDecay, true},
-    {"dampening", &Config::dampening, kSgd, ValueRange::kDecay, true},
-    {"nesterov", &Config::nesterov, kSgd, ValueRange::kFlag, true},
-    {"alpha", &Config::alpha, kRmsprop, ValueRange::kDecay, true},
-    {"centered", &Config::centered, kRmsprop, ValueRange::kFlag, true},
-    {"rho", &Config::rho, kAdadelta, ValueRange::kDecay, true},
-    {"l1", &Config::l1, kFtrl, ValueRange::kNotNegative, false},
-    {"l2", &Config::l2, kFtrl, ValueRange::kNotNegative, false},
-    {"beta", &Config::beta, kFtrl, ValueRange::kNotNegative, false},
+    {"lr", &Config::lr, Hyper::kLr, ValueRange::kNotNegative, false},
+    {"weight_decay", &Config::weight_decay, Hyper::kWeightDecay, ValueRange::kNotNegative, false},
+    {"momentum", &Config::momentum, Hyper::kMomentum, ValueRange::kDecay, true},
+    {"initial_accumulator_value", &Config::initial_accumulator_value,
+     Hyper::kInitialAccumulatorValue, ValueRange::kNotNegative, true},
+    {"g_square_momentum", &Config::g_square_momentum, Hyper::kGSquareMomentum, ValueRange::kShare,
+     true},
+    {"eps", &Config::eps, Hyper::kEps, ValueRange::kPositive, true},
+    {"beta1", &Config::beta1, Hyper::kBeta1, ValueRange::kDecay, true},
+    {"beta2", &Config::beta2, Hyper::kBeta2, ValueRange::kDecay, true},
+    {"dampening", &Config::dampening, Hyper::kDampening, ValueRange::kDecay, true},
+    {"nesterov", &Config::nesterov, Hyper::kNesterov, ValueRange::kFlag, true},
+    {"alpha", &Config::alpha, Hyper::kAlpha, ValueRange::kDecay, true},
+    {"centered", &Config::centered, Hyper::kCentered, ValueRange::kFlag, true},
+    {"rho", &Config::rho, Hyper::kRho, ValueRange::kDecay, true},
+    {"l1", &Config::l1, Hyper::kL1, ValueRange::kNotNegative, false},
+    {"l2", &Config::l2, Hyper::kL2, ValueRange::kNotNegative, false},
+    {"beta", &Config::beta, Hyper::kBeta, ValueRange::kNotNegative, false},
 }};
-
-constexpr std::array<std::string_view, kNumOptimizerKinds> kNames = {
-    "sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "rmsprop", "adadelta", "adamax", "ftrl"};
 
 bool IsInRange(float value, ValueRange range) {
   if (!std::isfinite(value)) return false;
@@ -106,72 +94,39 @@ Status CheckCombinations(const Config& c) {
 }  // namespace
 
 OptimizerConfig OptimizerConfig::Of(OptimizerKind kind) {
-  OptimizerConfig config{.kind = kind};
-  switch (kind) {
-    case Kind::kSgd:
-    case Kind::kAdagrad:
-    case Kind::kRowwiseAdagrad: break;
-    case Kind::kAdam:
-    case Kind::kAdamW:
-    case Kind::kRmsprop:
-    case Kind::kAdamax: config.eps = 1e-8f; break;
-    case Kind::kAdadelta: config.eps = 1e-6f; break;
-    case Kind::kFtrl: config.initial_accumulator_value = 0.1f; break;
-  }
-  if (kind == Kind::kAdagrad || kind == Kind::kRowwiseAdagrad) {
-    config.initial_accumulator_value = 0.01f;
-  }
-  if (kind == Kind::kAdamW) config.weight_decay = 0.01f;
-  return config;
+  return kOptimizers[static_cast<size_t>(kind)].defaults;
 }
 
 Status OptimizerConfig::Validate() const {
   if (static_cast<uint32_t>(kind) >= kNumOptimizerKinds) {
     return InvalidArgument("optimizer kind is " + std::to_string(static_cast<int>(kind)) +
                            "; known are 0 (sgd) to " + std::to_string(kNumOptimizerKinds - 1) +
-                           " (" + std::string(kNames.back()) + ")");
+                           " (" + std::string(std::end(kOptimizers)[-1].name) + ")");
   }
   for (const OptimizerField& field : kFields) PERSIA_RETURN_IF_ERROR(CheckField(*this, field));
   return CheckCombinations(*this);
 }
 
 bool OptimizerConfig::HasScalar() const {
-  switch (kind) {
-    case Kind::kRowwiseAdagrad:
-    case Kind::kAdam:
-    case Kind::kAdamW:
-    case Kind::kAdamax: return true;
-    case Kind::kSgd: return dampening != 0.0f;  // tells a row's first step
-    default: return false;
-  }
+  const RowScalar scalar = traits().scalar;
+  return scalar == RowScalar::kIfDampened ? dampening != 0.0f : scalar != RowScalar::kNone;
 }
 
 uint32_t OptimizerConfig::StateFloats(uint32_t dim) const {
-  const uint32_t momentum_floats = momentum == 0.0f ? 0 : dim;
-  switch (kind) {
-    case Kind::kSgd: return momentum_floats;
-    case Kind::kAdagrad: return dim;
-    case Kind::kRowwiseAdagrad: return 1;
-    case Kind::kRmsprop: return dim + momentum_floats + (centered == 0.0f ? 0 : dim);
-    case Kind::kAdam:
-    case Kind::kAdamW:
-    case Kind::kAdadelta:
-    case Kind::kAdamax:
-    case Kind::kFtrl: return 2 * dim;
-  }
-  return 0;
+  if (traits().scalar == RowScalar::kAccumulator) return 1;
+  return (traits().state_arrays + (momentum != 0.0f) + (centered != 0.0f)) * dim;
 }
 
 std::span<const OptimizerField> OptimizerFields() { return kFields; }
 
 std::string_view OptimizerName(OptimizerKind kind) {
   const auto number = static_cast<uint32_t>(kind);
-  return number < kNames.size() ? kNames[number] : "unknown";
+  return number < kNumOptimizerKinds ? kOptimizers[number].name : "unknown";
 }
 
 std::optional<OptimizerKind> OptimizerOfName(std::string_view name) {
-  for (uint32_t i = 0; i < kNames.size(); ++i) {
-    if (name == kNames[i]) return static_cast<OptimizerKind>(i);
+  for (const OptimizerTraits& traits : kOptimizers) {
+    if (name == traits.name) return traits.defaults.kind;
   }
   return std::nullopt;
 }

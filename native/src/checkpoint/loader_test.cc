@@ -23,7 +23,8 @@ using store::Range;
 constexpr OptimizerKind kKinds[] = {
     OptimizerKind::kSgd,      OptimizerKind::kAdagrad, OptimizerKind::kRowwiseAdagrad,
     OptimizerKind::kAdam,     OptimizerKind::kAdamW,   OptimizerKind::kRmsprop,
-    OptimizerKind::kAdadelta, OptimizerKind::kAdamax,  OptimizerKind::kFtrl};
+    OptimizerKind::kAdadelta, OptimizerKind::kAdamax,  OptimizerKind::kFtrl,
+    OptimizerKind::kLion};
 static_assert(std::size(kKinds) == kNumOptimizerKinds);
 
 std::unique_ptr<EmbeddingStore> Unconfigured(EmbeddingStore::Options options) {

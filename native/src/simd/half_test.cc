@@ -146,7 +146,7 @@ std::vector<uint16_t> Written(const NarrowRows& rows, bool by_chance,
   std::vector<uint16_t> written(values.size());
   const std::vector<float> gradient(values.size(), 0.25f);
   if (by_chance) {
-    rows.write_by_chance(written.data(), values.data(), gradient.data(), values.size());
+    rows.write_stochastic(written.data(), values.data(), gradient.data(), values.size());
   } else {
     rows.write(written.data(), values.data(), values.size());
   }
@@ -240,7 +240,7 @@ TEST(NarrowRows, ChanceDependsOnValueAndGradientToo) {
         const float gradient = of_gradient ? drawn : 0.25f;
         uint16_t written;
         float read;
-        rows.write_by_chance(&written, &value, &gradient, 1);
+        rows.write_stochastic(&written, &value, &gradient, 1);
         rows.read(&read, &written, 1);
         error += double{read} - double{value};
       }

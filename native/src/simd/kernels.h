@@ -9,32 +9,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/optimizer_config.h"
+
 namespace persia::simd {
 
-// w: weights, g: gradient, n: elements. Weight decay
-// is L2: g + weight_decay * w stands for g below.
-
-struct SgdRule {
-  float lr, weight_decay, momentum;
-  float one_minus_dampening = 1.0f;
-};
-struct AdagradRule {
-  float lr, weight_decay, g_square_momentum, eps;
-};
-struct AdamRule {
-  float weight_decay, eps;
-  float beta1, one_minus_beta1, beta2, one_minus_beta2;
-  float keep = 1.0f;  // AdamW: 1 - lr * weight_decay
-};
-struct RmspropRule {
-  float lr, weight_decay, alpha, one_minus_alpha, momentum, eps;
-};
-struct AdadeltaRule {
-  float lr, weight_decay, rho, one_minus_rho, eps;
-};
-struct FtrlRule {
-  float inverse_lr, l1, l2, beta;
-};
 // A normal distribution restricted to [lower, upper]. `first` and `span` are the parts of its area
 // that lie below `lower` and between the two; 0 and 1 where the bounds are infinite.
 struct NormalRule {
@@ -52,11 +30,11 @@ struct RowStep {
   // beta1^t), second_scale = 1 / sqrt(1 - beta2^t).
   float step_size, second_scale;
 };
-// Updates `count` rows of n elements, then clamps their weights to [-bound, bound] unless `bound`
-// is 0. A row with a NaN or an infinity in its gradient is left as it is; returns how many were.
-template <typename Rule>
-using UpdateRows = size_t (*)(const Rule& rule, const RowStep* rows, size_t count, size_t n,
-                              float bound);
+// Updates `count` rows of n elements with the optimizer that was chosen for `config`, then clamps
+// their weights to [-bound, bound] unless `bound` is 0. A row with a NaN or an infinity in its
+// gradient is left as it is; returns how many were.
+using UpdateRows = size_t (*)(const OptimizerConfig& config, const RowStep* rows, size_t count,
+                              size_t n, float bound);
 
 // A column block of a matrix, of n elements: row i of it is rows[numbers[i]].
 struct ColumnSource {
@@ -79,10 +57,10 @@ struct NarrowRows {
   // To nearest, ties to even. Here and below what is beyond the greatest number becomes that one;
   // a NaN stays one.
   void (*write)(uint16_t* row, const float* values, size_t n);
-  // Up or down by chance, so that what is lost is 0 on average: up with a probability of the
-  // distance from the number below. What falls depends on the bits of the value and of its gradient
-  // and on its place in the row alone (ADR 20). What the type has stays as it is.
-  void (*write_by_chance)(uint16_t* row, const float* values, const float* gradient, size_t n);
+  // Stochastic rounding: up with a probability of the distance from the number below, so that the
+  // error is 0 on average. The choice depends on the bits of the value, those of its gradient and
+  // its place in the row alone (ADR 20). A value that the type represents is kept.
+  void (*write_stochastic)(uint16_t* row, const float* values, const float* gradient, size_t n);
   // As Kernels::copy_columns.
   void (*copy_columns)(float* out, size_t stride, const ColumnSource* sources, size_t num_sources,
                        size_t count);
@@ -136,39 +114,8 @@ struct Kernels {
   // The standard normal distribution's quantile of p in (0, 1), to seven digits.
   double (*normal_quantile)(double p);
 
-  // w -= lr * g
-  UpdateRows<SgdRule> sgd;
-  // velocity = momentum * velocity + g; w -= lr * velocity.
-  // Zero velocity makes the first step torch's.
-  UpdateRows<SgdRule> sgd_momentum;
-  // The same, then w -= lr * (g + momentum * velocity) instead.
-  UpdateRows<SgdRule> sgd_nesterov;
-  // velocity = momentum * velocity + one_minus_dampening * g, but g itself in the row's first step.
-  UpdateRows<SgdRule> sgd_dampened;
-  // sum = sum * g_square_momentum + g^2; w -= lr * g / (sqrt(sum) + eps)
-  UpdateRows<AdagradRule> adagrad;
-  // The same with one sum a row, of the mean of g^2.
-  UpdateRows<AdagradRule> rowwise_adagrad;
-  // m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * g^2;
-  // w -= step_size * m / (sqrt(v) * second_scale + eps)
-  UpdateRows<AdamRule> adam;
-  // w *= keep, then Adam without weight decay
-  UpdateRows<AdamRule> adamw;
-  // m as above; u = max(beta2 * u, |g| + eps); w -= step_size * m / u
-  UpdateRows<AdamRule> adamax;
-  // s = alpha * s + (1 - alpha) * g^2; w -= lr * g / (sqrt(s) + eps). Centered: sqrt(s - a^2),
-  // where a = alpha * a + (1 - alpha) * g, and 0 where rounding would make that negative. With
-  // momentum: b = momentum * b + g / (...); w -= lr * b. The state is s, then b, then a.
-  UpdateRows<RmspropRule> rmsprop;
-  UpdateRows<RmspropRule> rmsprop_momentum;
-  UpdateRows<RmspropRule> rmsprop_centered;
-  UpdateRows<RmspropRule> rmsprop_centered_momentum;
-  // s = rho * s + (1 - rho) * g^2; d = sqrt(a + eps) / sqrt(s + eps) * g;
-  // a = rho * a + (1 - rho) * d^2; w -= lr * d
-  UpdateRows<AdadeltaRule> adadelta;
-  // z += g - (sqrt(s + g^2) - sqrt(s)) / lr * w; s += g^2;
-  // w = -(z - sign(z) * l1) / ((beta + sqrt(s)) / lr + l2), or 0 where |z| <= l1
-  UpdateRows<FtrlRule> ftrl;
+  // The kernel of a validated config; optimizers.inc has the formulas.
+  UpdateRows (*optimizer)(const OptimizerConfig& config);
 };
 
 enum class Isa : uint8_t { kScalar, kAvx2, kAvx512, kNeon };

@@ -19,35 +19,49 @@ namespace {
 
 constexpr size_t kLengths[] = {0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 100, 129, 1000};
 
-constexpr SgdRule kSgd = {.lr = 0.1f, .weight_decay = 0.01f, .momentum = 0.9f};
-constexpr AdagradRule kAdagrad = {
-    .lr = 0.1f, .weight_decay = 0.01f, .g_square_momentum = 0.95f, .eps = 1e-10f};
 constexpr float kStepSize = 0.2f, kSecondScale = 1.5f, kBound = 0.5f;
-constexpr AdamRule kAdam = {.weight_decay = 0.01f,
-                            .eps = 1e-8f,
-                            .beta1 = 0.9f,
-                            .one_minus_beta1 = 0.1f,
-                            .beta2 = 0.999f,
-                            .one_minus_beta2 = 0.001f};
+constexpr OptimizerConfig kSgd = {
+    .kind = OptimizerKind::kSgd, .lr = 0.1f, .weight_decay = 0.01f, .momentum = 0.9f};
+constexpr OptimizerConfig kAdagrad = {.kind = OptimizerKind::kAdagrad,
+                                      .lr = 0.1f,
+                                      .weight_decay = 0.01f,
+                                      .g_square_momentum = 0.95f,
+                                      .eps = 1e-10f};
+constexpr OptimizerConfig kAdam = {.kind = OptimizerKind::kAdam,
+                                   .lr = 0.1f,
+                                   .weight_decay = 0.01f,
+                                   .eps = 1e-8f,
+                                   .beta1 = 0.9f,
+                                   .beta2 = 0.999f};
+constexpr OptimizerConfig kAdamW = {.kind = OptimizerKind::kAdamW,
+                                    .lr = 0.1f,
+                                    .weight_decay = 0.2f,
+                                    .eps = 1e-8f,
+                                    .beta1 = 0.9f,
+                                    .beta2 = 0.999f};
+constexpr OptimizerConfig kRmsprop = {.kind = OptimizerKind::kRmsprop,
+                                      .lr = 0.1f,
+                                      .weight_decay = 0.01f,
+                                      .eps = 1e-3f,
+                                      .alpha = 0.9f};
+constexpr OptimizerConfig kAdadelta = {
+    .kind = OptimizerKind::kAdadelta, .lr = 1.0f, .weight_decay = 0.01f, .eps = 1e-6f, .rho = 0.9f};
+constexpr OptimizerConfig kFtrl = {
+    .kind = OptimizerKind::kFtrl, .lr = 0.1f, .l1 = 1.0f, .l2 = 0.5f, .beta = 1.0f};
+constexpr OptimizerConfig kLion = {
+    .kind = OptimizerKind::kLion, .lr = 0.1f, .weight_decay = 0.2f, .beta1 = 0.9f, .beta2 = 0.99f};
 
-constexpr SgdRule kDampened = {
-    .lr = 0.1f, .weight_decay = 0.01f, .momentum = 0.9f, .one_minus_dampening = 0.5f};
-constexpr AdamRule kAdamW = {.weight_decay = 0.01f,
-                             .eps = 1e-8f,
-                             .beta1 = 0.9f,
-                             .one_minus_beta1 = 0.1f,
-                             .beta2 = 0.999f,
-                             .one_minus_beta2 = 0.001f,
-                             .keep = 0.98f};
-constexpr RmspropRule kRmsprop = {.lr = 0.1f,
-                                  .weight_decay = 0.01f,
-                                  .alpha = 0.9f,
-                                  .one_minus_alpha = 0.1f,
-                                  .momentum = 0.8f,
-                                  .eps = 1e-3f};
-constexpr AdadeltaRule kAdadelta = {
-    .lr = 1.0f, .weight_decay = 0.01f, .rho = 0.9f, .one_minus_rho = 0.1f, .eps = 1e-6f};
-constexpr FtrlRule kFtrl = {.inverse_lr = 10.0f, .l1 = 1.0f, .l2 = 0.5f, .beta = 1.0f};
+// The same with other hyper-parameters, which choose another kernel.
+constexpr OptimizerConfig With(OptimizerConfig config, float OptimizerConfig::* member,
+                               float value) {
+  config.*member = value;
+  return config;
+}
+constexpr OptimizerConfig With(OptimizerConfig config, OptimizerKind kind) {
+  config.kind = kind;
+  return config;
+}
+constexpr float kRmspropMomentum = 0.8f, kDampening = 0.5f;
 constexpr NormalRule kNormal = {
     .mean = 0.5, .stddev = 2.0, .lower = -2.0f, .upper = 3.0f, .first = 0.1, .span = 0.8};
 
@@ -92,14 +106,14 @@ bool SameBits(const std::array<float, Operands::kFloats>& x,
 }
 
 // Updates one row, made of o.W(), o.A(), o.B() and o.C() and taken apart again.
-template <typename Rule>
-void Step(UpdateRows<Rule> update, const Rule& rule, Operands& o, size_t n, float bound = 0.0f) {
+void Step(const Kernels& kernels, const OptimizerConfig& config, Operands& o, size_t n,
+          float bound = 0.0f) {
   std::vector<float> row;
   uint32_t scalar;
   for (const float* part : {o.W(), o.A(), o.B(), o.C()}) row.insert(row.end(), part, part + n);
   std::memcpy(&scalar, o.A(), sizeof(scalar));
   const RowStep step = {row.data(), row.data() + n, o.G(), &scalar, kStepSize, kSecondScale};
-  EXPECT_EQ(update(rule, &step, 1, n, bound), 0u);
+  EXPECT_EQ(kernels.optimizer(config)(config, &step, 1, n, bound), 0u);
   std::copy_n(row.begin(), n, o.W());
   std::copy_n(row.begin() + static_cast<ptrdiff_t>(n), n, o.A());
   std::copy_n(row.begin() + static_cast<ptrdiff_t>(2 * n), n, o.B());
@@ -118,27 +132,45 @@ const std::vector<Case>& Cases() {
       {"add_scaled", [](auto& k, auto& o, size_t n) { k.add_scaled(o.W(), o.G(), 0.3f, n); }},
       {"scale", [](auto& k, auto& o, size_t n) { k.scale(o.W(), 0.3f, n); }},
       {"clamp",
-       [](auto& k, auto& o, size_t n) { Step(k.sgd, SgdRule{0.0f, 0.0f, 0.0f}, o, n, kBound); }},
+       [](auto& k, auto& o, size_t n) { Step(k, OptimizerConfig{.lr = 0.0f}, o, n, kBound); }},
       {"uniform", [](auto& k, auto& o, size_t n) { k.uniform(o.W(), 42, -0.01f, 0.02f, n); }},
-      {"sgd", [](auto& k, auto& o, size_t n) { Step(k.sgd, kSgd, o, n); }},
-      {"sgd_momentum", [](auto& k, auto& o, size_t n) { Step(k.sgd_momentum, kSgd, o, n); }},
-      {"adagrad", [](auto& k, auto& o, size_t n) { Step(k.adagrad, kAdagrad, o, n); }},
+      {"sgd", [](auto& k, auto& o,
+                 size_t n) { Step(k, With(kSgd, &OptimizerConfig::momentum, 0.0f), o, n); }},
+      {"sgd_momentum", [](auto& k, auto& o, size_t n) { Step(k, kSgd, o, n); }},
+      {"adagrad", [](auto& k, auto& o, size_t n) { Step(k, kAdagrad, o, n); }},
       {"rowwise_adagrad",
-       [](auto& k, auto& o, size_t n) { Step(k.rowwise_adagrad, kAdagrad, o, n); }},
-      {"adam", [](auto& k, auto& o, size_t n) { Step(k.adam, kAdam, o, n); }},
-      {"sgd_nesterov", [](auto& k, auto& o, size_t n) { Step(k.sgd_nesterov, kSgd, o, n); }},
-      {"sgd_dampened", [](auto& k, auto& o, size_t n) { Step(k.sgd_dampened, kDampened, o, n); }},
-      {"adamw", [](auto& k, auto& o, size_t n) { Step(k.adamw, kAdamW, o, n); }},
-      {"adamax", [](auto& k, auto& o, size_t n) { Step(k.adamax, kAdam, o, n); }},
-      {"rmsprop", [](auto& k, auto& o, size_t n) { Step(k.rmsprop, kRmsprop, o, n); }},
+       [](auto& k, auto& o, size_t n) {
+         Step(k, With(kAdagrad, OptimizerKind::kRowwiseAdagrad), o, n);
+       }},
+      {"adam", [](auto& k, auto& o, size_t n) { Step(k, kAdam, o, n); }},
+      {"sgd_nesterov",
+       [](auto& k, auto& o, size_t n) {
+         Step(k, With(kSgd, &OptimizerConfig::nesterov, 1.0f), o, n);
+       }},
+      {"sgd_dampened",
+       [](auto& k, auto& o, size_t n) {
+         Step(k, With(kSgd, &OptimizerConfig::dampening, kDampening), o, n);
+       }},
+      {"adamw", [](auto& k, auto& o, size_t n) { Step(k, kAdamW, o, n); }},
+      {"adamax",
+       [](auto& k, auto& o, size_t n) { Step(k, With(kAdam, OptimizerKind::kAdamax), o, n); }},
+      {"rmsprop", [](auto& k, auto& o, size_t n) { Step(k, kRmsprop, o, n); }},
       {"rmsprop_momentum",
-       [](auto& k, auto& o, size_t n) { Step(k.rmsprop_momentum, kRmsprop, o, n); }},
+       [](auto& k, auto& o, size_t n) {
+         Step(k, With(kRmsprop, &OptimizerConfig::momentum, kRmspropMomentum), o, n);
+       }},
       {"rmsprop_centered",
-       [](auto& k, auto& o, size_t n) { Step(k.rmsprop_centered, kRmsprop, o, n); }},
+       [](auto& k, auto& o, size_t n) {
+         Step(k, With(kRmsprop, &OptimizerConfig::centered, 1.0f), o, n);
+       }},
       {"rmsprop_centered_momentum",
-       [](auto& k, auto& o, size_t n) { Step(k.rmsprop_centered_momentum, kRmsprop, o, n); }},
-      {"adadelta", [](auto& k, auto& o, size_t n) { Step(k.adadelta, kAdadelta, o, n); }},
-      {"ftrl", [](auto& k, auto& o, size_t n) { Step(k.ftrl, kFtrl, o, n); }},
+       [](auto& k, auto& o, size_t n) {
+         const auto centered = With(kRmsprop, &OptimizerConfig::centered, 1.0f);
+         Step(k, With(centered, &OptimizerConfig::momentum, kRmspropMomentum), o, n);
+       }},
+      {"adadelta", [](auto& k, auto& o, size_t n) { Step(k, kAdadelta, o, n); }},
+      {"ftrl", [](auto& k, auto& o, size_t n) { Step(k, kFtrl, o, n); }},
+      {"lion", [](auto& k, auto& o, size_t n) { Step(k, kLion, o, n); }},
       {"normal", [](auto& k, auto& o, size_t n) { k.normal(o.W(), 42, kNormal, n); }},
   };
   return cases;
@@ -255,8 +287,8 @@ TEST(ScalarKernelsTest, MatchDoublePrecisionFormulas) {
           expected = w - double{kAdagrad.lr} * grad / (std::sqrt(sum) + double{kAdagrad.eps});
         }
         if (name == "adam") {
-          const double m = double{kAdam.beta1} * a + double{kAdam.one_minus_beta1} * grad;
-          const double v = double{kAdam.beta2} * b + double{kAdam.one_minus_beta2} * grad * grad;
+          const double m = double{kAdam.beta1} * a + (1 - double{kAdam.beta1}) * grad;
+          const double v = double{kAdam.beta2} * b + (1 - double{kAdam.beta2}) * grad * grad;
           EXPECT_NEAR(o.A()[i], m, kTolerance);
           EXPECT_NEAR(o.B()[i], v, kTolerance);
           expected =
@@ -274,21 +306,21 @@ TEST(ScalarKernelsTest, MatchDoublePrecisionFormulas) {
           expected = w - double{kSgd.lr} * velocity;
         }
         if (name == "adamw") {
-          const double m = double{kAdam.beta1} * a + double{kAdam.one_minus_beta1} * g;
-          const double v = double{kAdam.beta2} * b + double{kAdam.one_minus_beta2} * g * g;
+          const double m = double{kAdam.beta1} * a + (1 - double{kAdam.beta1}) * g;
+          const double v = double{kAdam.beta2} * b + (1 - double{kAdam.beta2}) * g * g;
           expected =
-              w * double{kAdamW.keep} -
+              w * (1 - double{kAdamW.lr} * double{kAdamW.weight_decay}) -
               double{kStepSize} * m / (std::sqrt(v) * double{kSecondScale} + double{kAdam.eps});
         }
         if (name == "adamax") {
-          const double m = double{kAdam.beta1} * a + double{kAdam.one_minus_beta1} * grad;
+          const double m = double{kAdam.beta1} * a + (1 - double{kAdam.beta1}) * grad;
           const double u = std::max(double{kAdam.beta2} * b, std::abs(grad) + double{kAdam.eps});
           EXPECT_NEAR(o.B()[i], u, kTolerance * (1 + u));
           expected = w - double{kStepSize} * m / u;
         }
         if (name.starts_with("rmsprop")) {
           const bool has_momentum = name.ends_with("momentum");
-          const double alpha = double{kRmsprop.alpha}, rest = double{kRmsprop.one_minus_alpha};
+          const double alpha = double{kRmsprop.alpha}, rest = (1 - double{kRmsprop.alpha});
           const double square = alpha * a + rest * grad * grad;
           const double mean = alpha * (has_momentum ? c : b) + rest * grad;
           const bool centered = name.find("centered") != std::string::npos;
@@ -296,7 +328,7 @@ TEST(ScalarKernelsTest, MatchDoublePrecisionFormulas) {
           if (centered && variance < 1e-3) continue;  // rounding is all that is left of it
           double step = grad / (std::sqrt(variance) + double{kRmsprop.eps});
           if (has_momentum) {
-            step += double{kRmsprop.momentum} * b;
+            step += double{kRmspropMomentum} * b;
             EXPECT_NEAR(o.B()[i], step, 1e-3 * (1 + std::abs(step)));
           }
           EXPECT_NEAR(o.A()[i], square, kTolerance * (1 + square));
@@ -307,11 +339,11 @@ TEST(ScalarKernelsTest, MatchDoublePrecisionFormulas) {
         }
         if (name == "adadelta") {
           const double square =
-              double{kAdadelta.rho} * a + double{kAdadelta.one_minus_rho} * grad * grad;
+              double{kAdadelta.rho} * a + (1 - double{kAdadelta.rho}) * grad * grad;
           const double step =
               std::sqrt((b + double{kAdadelta.eps}) / (square + double{kAdadelta.eps})) * grad;
           const double moved =
-              double{kAdadelta.rho} * b + double{kAdadelta.one_minus_rho} * step * step;
+              double{kAdadelta.rho} * b + (1 - double{kAdadelta.rho}) * step * step;
           EXPECT_NEAR(o.B()[i], moved, kTolerance * (1 + moved));
           expected = w - step;
         }
@@ -322,10 +354,31 @@ TEST(ScalarKernelsTest, MatchDoublePrecisionFormulas) {
           const double sign = z < 0 ? -1 : 1;
           expected = std::abs(z) <= 1.0 ? 0.0 : -(z - sign) / ((1.0 + root) * 10.0 + 0.5);
         }
+        if (name == "lion") {
+          const double direction = double{kLion.beta1} * a + (1 - double{kLion.beta1}) * g;
+          if (std::abs(direction) < 1e-6) continue;  // rounding decides the sign
+          EXPECT_NEAR(o.A()[i], double{kLion.beta2} * a + (1 - double{kLion.beta2}) * g,
+                      kTolerance);
+          expected =
+              w - double{kLion.lr} * ((direction < 0 ? -1 : 1) + double{kLion.weight_decay} * w);
+        }
         EXPECT_NEAR(o.W()[i], expected, kTolerance * (1 + std::abs(expected)))
             << name << " n=" << n << " i=" << i;
       }
     }
+  }
+}
+
+// Where neither moment nor gradient says where to go, a weight only decays.
+TEST(KernelsTest, LionDoesNotStepWhereItsDirectionIsZero) {
+  for (Isa isa : kAllIsas) {
+    const Kernels* kernels = KernelsFor(isa);
+    if (kernels == nullptr) continue;
+    std::vector<float> row = {1.0f, -2.0f, 0.0f, 0.0f};  // two weights, two moments
+    const std::vector<float> gradient = {0.0f, -0.0f};
+    const RowStep step = {row.data(), row.data() + 2, gradient.data(), nullptr, 0, 0};
+    EXPECT_EQ(kernels->optimizer(kLion)(kLion, &step, 1, 2, 0.0f), 0u);
+    EXPECT_EQ(row, (std::vector<float>{0.98f, -1.96f, 0.0f, 0.0f})) << kernels->name;
   }
 }
 
@@ -362,7 +415,7 @@ TEST(RowsTest, ARowWithANonFiniteGradientIsLeftAsItIs) {
         };
         const RowStep steps[] = {step(rows.data(), gradients.data()),
                                  step(rows.data() + 2 * n, gradients.data() + n)};
-        EXPECT_EQ(kernels->adagrad(kAdagrad, steps, 2, n, 10.0f), 1u);
+        EXPECT_EQ(kernels->optimizer(kAdagrad)(kAdagrad, steps, 2, n, 10.0f), 1u);
         EXPECT_EQ(std::count(rows.begin(), rows.begin() + static_cast<ptrdiff_t>(2 * n), 1.0f),
                   static_cast<ptrdiff_t>(2 * n));
         EXPECT_NE(rows[2 * n], 1.0f) << "the other one is updated";

@@ -115,6 +115,17 @@ std::vector<OptimizerCase> Cases() {
                            c.l1 = 2.0f;
                            c.l2 = 0.5f;
                          })},
+      {"Lion", Config(K::kLion,
+                      [](auto& c) {
+                        c.lr = 1e-3f;
+                        c.beta2 = 0.99f;
+                      })},
+      {"LionAll", Config(K::kLion,
+                         [](auto& c) {
+                           c.lr = 1e-2f;
+                           c.weight_decay = 0.1f;
+                           c.beta1 = 0.8f;
+                         })},
   };
 }
 
@@ -133,7 +144,7 @@ struct ReferenceRow {
     double mean_square = 0;
     for (size_t i = 0; i < w.size(); ++i) {
       g[i] = gradient[i];
-      if (c.kind == OptimizerKind::kAdamW) {
+      if (c.kind == OptimizerKind::kAdamW || c.kind == OptimizerKind::kLion) {
         w[i] *= 1 - double{c.lr} * double{c.weight_decay};
       } else {
         g[i] += c.weight_decay * w[i];
@@ -181,6 +192,11 @@ struct ReferenceRow {
         return c.lr * delta;
       }
       case OptimizerKind::kFtrl: return w[i] - FtrlWeight(i, g);
+      case OptimizerKind::kLion: {
+        const double direction = c.beta1 * first[i] + (1 - double{c.beta1}) * g;
+        first[i] = c.beta2 * first[i] + (1 - double{c.beta2}) * g;
+        return c.lr * (direction > 0 ? 1 : direction < 0 ? -1 : 0);
+      }
     }
     return 0;
   }

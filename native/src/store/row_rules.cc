@@ -22,59 +22,6 @@ float* Scratch(size_t num_floats) {
   return scratch.data();
 }
 
-float OneMinus(float value) { return static_cast<float>(1.0 - double{value}); }
-
-bool CountsSteps(OptimizerKind kind) {
-  return kind == OptimizerKind::kAdam || kind == OptimizerKind::kAdamW ||
-         kind == OptimizerKind::kAdamax;
-}
-
-simd::SgdRule SgdRuleOf(const OptimizerConfig& c) {
-  return {.lr = c.lr,
-          .weight_decay = c.weight_decay,
-          .momentum = c.momentum,
-          .one_minus_dampening = OneMinus(c.dampening)};
-}
-
-simd::AdagradRule AdagradRuleOf(const OptimizerConfig& c) {
-  return {.lr = c.lr,
-          .weight_decay = c.weight_decay,
-          .g_square_momentum = c.g_square_momentum,
-          .eps = c.eps};
-}
-
-simd::AdamRule AdamRuleOf(const OptimizerConfig& c) {
-  return {.weight_decay = c.weight_decay,
-          .eps = c.eps,
-          .beta1 = c.beta1,
-          .one_minus_beta1 = OneMinus(c.beta1),
-          .beta2 = c.beta2,
-          .one_minus_beta2 = OneMinus(c.beta2),
-          .keep = static_cast<float>(1.0 - double{c.lr} * double{c.weight_decay})};
-}
-
-simd::RmspropRule RmspropRuleOf(const OptimizerConfig& c) {
-  return {.lr = c.lr,
-          .weight_decay = c.weight_decay,
-          .alpha = c.alpha,
-          .one_minus_alpha = OneMinus(c.alpha),
-          .momentum = c.momentum,
-          .eps = c.eps};
-}
-
-simd::AdadeltaRule AdadeltaRuleOf(const OptimizerConfig& c) {
-  return {.lr = c.lr,
-          .weight_decay = c.weight_decay,
-          .rho = c.rho,
-          .one_minus_rho = OneMinus(c.rho),
-          .eps = c.eps};
-}
-
-simd::FtrlRule FtrlRuleOf(const OptimizerConfig& c) {
-  return {
-      .inverse_lr = static_cast<float>(1.0 / double{c.lr}), .l1 = c.l1, .l2 = c.l2, .beta = c.beta};
-}
-
 // The standard normal distribution's area below `x`, by bisection of the kernels' own quantile:
 // libm's erfc may differ between machines, and with it the initial values.
 double NormalArea(double x, double (*quantile)(double)) {
@@ -113,16 +60,9 @@ RowRules::RowRules(const RowConfig& config, RowDtype dtype)
       weight_bound_(format_.Bound(config.weight_bound)),
       kernels_(simd::ActiveKernels()),
       normal_(NormalRuleOf(config.initializer, kernels_.normal_quantile)),
-      update_sgd_(ChooseSgd()),
-      update_rmsprop_(ChooseRmsprop()),
-      sgd_(SgdRuleOf(config.optimizer)),
-      adagrad_(AdagradRuleOf(config.optimizer)),
-      adam_(AdamRuleOf(config.optimizer)),
-      rmsprop_(RmspropRuleOf(config.optimizer)),
-      adadelta_(AdadeltaRuleOf(config.optimizer)),
-      ftrl_(FtrlRuleOf(config.optimizer)) {
+      update_(kernels_.optimizer(config.optimizer)) {
   const OptimizerConfig& c = config_.optimizer;
-  if (!CountsSteps(c.kind)) return;
+  if (c.traits().scalar != RowScalar::kSteps) return;
   corrections_ = BiasCorrections::For(c.beta1, c.beta2);
   step_sizes_.reserve(corrections_->table().size());
   for (const auto& correction : corrections_->table()) {
@@ -130,26 +70,11 @@ RowRules::RowRules(const RowConfig& config, RowDtype dtype)
   }
 }
 
-simd::UpdateRows<simd::SgdRule> RowRules::ChooseSgd() const {
-  const OptimizerConfig& c = config_.optimizer;
-  if (c.momentum == 0.0f) return kernels_.sgd;
-  if (c.nesterov != 0.0f) return kernels_.sgd_nesterov;
-  return c.dampening == 0.0f ? kernels_.sgd_momentum : kernels_.sgd_dampened;
-}
-
-simd::UpdateRows<simd::RmspropRule> RowRules::ChooseRmsprop() const {
-  const OptimizerConfig& c = config_.optimizer;
-  if (c.centered == 0.0f) {
-    return c.momentum == 0.0f ? kernels_.rmsprop : kernels_.rmsprop_momentum;
-  }
-  return c.momentum == 0.0f ? kernels_.rmsprop_centered : kernels_.rmsprop_centered_momentum;
-}
-
 RowShape RowRules::ShapeFor(uint32_t dim) const {
   const OptimizerConfig& c = config_.optimizer;
-  const bool rowwise = c.kind == OptimizerKind::kRowwiseAdagrad;
+  const bool is_in_scalar = c.traits().scalar == RowScalar::kAccumulator;
   return {.dim = dim,
-          .state_floats = rowwise ? 0 : c.StateFloats(dim),
+          .state_floats = is_in_scalar ? 0 : c.StateFloats(dim),
           .has_scalar = c.HasScalar(),
           .dtype = format_.dtype()};
 }
@@ -198,8 +123,7 @@ void RowRules::InitializeState(const RowView& row) const {
   const float initial = optimizer.initial_accumulator_value;  // 0 unless Adagrad or FTRL
   const RowShape shape = ShapeFor(row.dim);
   std::fill_n(row.state, shape.state_floats, initial);
-  // FTRL's first array is z, the second the sum of squares.
-  if (optimizer.kind == OptimizerKind::kFtrl) std::fill_n(row.state, row.dim, 0.0f);
+  std::fill_n(row.state, optimizer.traits().accumulator * row.dim, 0.0f);
   // Row-wise Adagrad's sum, or a count of steps, which is 0 like the bits of 0.0f.
   if (shape.has_scalar) *row.scalar = std::bit_cast<uint32_t>(initial);
 }
@@ -225,8 +149,8 @@ size_t RowRules::StepNarrow(std::span<const simd::RowStep> rows, uint32_t dim) c
     }
     num_left += Step(std::span(steps).first(block.size()), dim);
     for (size_t i = 0; i < block.size(); ++i) {
-      format_.narrow()->write_by_chance(reinterpret_cast<uint16_t*>(block[i].w), steps[i].w,
-                                        block[i].g, dim);
+      format_.narrow()->write_stochastic(reinterpret_cast<uint16_t*>(block[i].w), steps[i].w,
+                                         block[i].g, dim);
     }
     rows = rows.subspan(block.size());
   }
@@ -234,21 +158,7 @@ size_t RowRules::StepNarrow(std::span<const simd::RowStep> rows, uint32_t dim) c
 }
 
 size_t RowRules::Step(std::span<const simd::RowStep> rows, uint32_t dim) const {
-  const auto update = [&](auto kernel, const auto& rule) {
-    return kernel(rule, rows.data(), rows.size(), dim, weight_bound_);
-  };
-  switch (config_.optimizer.kind) {
-    case OptimizerKind::kSgd: return update(update_sgd_, sgd_);
-    case OptimizerKind::kAdagrad: return update(kernels_.adagrad, adagrad_);
-    case OptimizerKind::kRowwiseAdagrad: return update(kernels_.rowwise_adagrad, adagrad_);
-    case OptimizerKind::kAdam: return update(kernels_.adam, adam_);
-    case OptimizerKind::kAdamW: return update(kernels_.adamw, adam_);
-    case OptimizerKind::kRmsprop: return update(update_rmsprop_, rmsprop_);
-    case OptimizerKind::kAdadelta: return update(kernels_.adadelta, adadelta_);
-    case OptimizerKind::kAdamax: return update(kernels_.adamax, adam_);
-    case OptimizerKind::kFtrl: return update(kernels_.ftrl, ftrl_);
-  }
-  return 0;
+  return update_(config_.optimizer, rows.data(), rows.size(), dim, weight_bound_);
 }
 
 void RowRules::CountSteps(std::span<simd::RowStep> rows, uint32_t dim) const {

@@ -40,28 +40,18 @@ class RowRules {
  private:
   uint64_t StreamOf(uint64_t sign) const;
   void DrawValues(uint64_t sign, uint32_t dim, float* values) const;
-  // Of rows whose w is float32: the optimizer's kernel.
   size_t Step(std::span<const simd::RowStep> rows, uint32_t dim) const;
   // The same where the embeddings of `rows` are of 16 bits: through float32 and back.
   size_t StepNarrow(std::span<const simd::RowStep> rows, uint32_t dim) const;
   // Counts the rows' steps and fills in what Adam's kin need of them.
   void CountSteps(std::span<simd::RowStep> rows, uint32_t dim) const;
-  simd::UpdateRows<simd::SgdRule> ChooseSgd() const;
-  simd::UpdateRows<simd::RmspropRule> ChooseRmsprop() const;
 
   const RowConfig config_;
   const RowFormat format_;
   const float weight_bound_;  // 0: none
   const simd::Kernels& kernels_;
   const simd::NormalRule normal_;  // of initial values, unscaled
-  const simd::UpdateRows<simd::SgdRule> update_sgd_;
-  const simd::UpdateRows<simd::RmspropRule> update_rmsprop_;
-  const simd::SgdRule sgd_;
-  const simd::AdagradRule adagrad_;
-  const simd::AdamRule adam_;
-  const simd::RmspropRule rmsprop_;
-  const simd::AdadeltaRule adadelta_;
-  const simd::FtrlRule ftrl_;
+  const simd::UpdateRows update_;
   std::shared_ptr<const BiasCorrections> corrections_;  // Adam and its kin, else null
   std::vector<float> step_sizes_;                       // of the corrections' table
 };

@@ -87,7 +87,7 @@ class Model {
     if (row == nullptr) return false;
     for (uint32_t i = 0; i < dim; ++i) row->values[i] -= gradient[i];
     Round(&row->values, [&](const auto& narrow, uint16_t* out, const float* in, size_t n) {
-      narrow.write_by_chance(out, in, gradient, n);
+      narrow.write_stochastic(out, in, gradient, n);
     });
     return true;
   }

@@ -10,7 +10,7 @@ import torch
 from persia import _native
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.initializers import Normal
-from persia.embedding.optim import FTRL, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Optimizer, RMSprop
+from persia.embedding.optim import FTRL, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Lion, Optimizer, RMSprop
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 
 
@@ -74,6 +74,8 @@ def test_what_is_no_number_is_named(changes: dict[str, Any]) -> None:
         RMSprop(),
         RMSprop(momentum=0.9, centered=True),
         Adadelta(),
+        Lion(),
+        Lion(1e-3, betas=(0.8, 0.9), weight_decay=0.1),
         FTRL(),
         FTRL(l1=1, l2=1, beta=1, initial_accumulator_value=0),
     ],
@@ -82,7 +84,7 @@ def test_every_documented_setting_is_taken(optimizer: Optimizer) -> None:
     optimizer.train_config(EmbeddingConfig())
 
 
-@pytest.mark.parametrize("kind", [Adagrad, Adam, AdamW, Adamax, RMSprop, Adadelta, FTRL])
+@pytest.mark.parametrize("kind", [Adagrad, Adam, AdamW, Adamax, RMSprop, Adadelta, FTRL, Lion])
 def test_defaults_are_those_that_a_slot_of_a_file_has(kind: type[Optimizer]) -> None:
     optimizer = kind()
     by_name = _native.TrainConfig(optimizer=optimizer.settings()["name"], lr=optimizer.lr)
