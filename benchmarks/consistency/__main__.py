@@ -77,7 +77,7 @@ _QUICK_MODES = ("synchronous", "hybrid 8")
     "--write",
     "page",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Put the figures into this page (docs/consistency.md), and results.json beside it as PAGE.json.",
+    help="Put the figures into this page (docs/consistency.md).",
 )
 def main(
     quick: bool,
@@ -119,8 +119,7 @@ def main(
         raise click.ClickException(f"{error}: run the study first, without --report-only") from error
     _show(console, results, output)
     if page is not None:
-        save_results(page.with_suffix(".json"), about, results)
-        write_section(page, figures_section((about, results)))
+        write_section(page, figures_section(about, results))
         console.print(f"wrote {page}")
     judged = [] if quick else verdicts(cells(results))
     if judged:

@@ -15,7 +15,6 @@ from benchmarks.consistency.verdicts import Cell, Key, Verdict, cells, verdicts
 __all__ = ["auc_table", "figures_section", "speed_table", "verdict_table", "write_section"]
 
 _BEGIN, _END = "<!-- figures: begin -->", "<!-- figures: end -->"
-_NOT_RUN = "**Not yet run.** The command above makes this section from its results."
 _ORDER = (PLAIN, *MODES)
 _JUDGED = {True: "pass", False: "miss", None: "not judged"}
 
@@ -38,11 +37,8 @@ def verdict_table(judged: Sequence[Verdict]) -> Table:
     return table
 
 
-def figures_section(content: tuple[Mapping[str, Any], Sequence[Result]] | None) -> str:
-    """What stands between the marks of docs/consistency.md; None: there are no results yet."""
-    if content is None:
-        return _NOT_RUN
-    about, results = content
+def figures_section(about: Mapping[str, Any], results: Sequence[Result]) -> str:
+    """The figures that stand between the marks of docs/consistency.md."""
     machine = about["machine"]
     where = f"{machine['processor']}, {len(machine['cores'])} cores"
     parts = [

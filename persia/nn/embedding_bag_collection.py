@@ -150,7 +150,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         values: Any,
         lengths: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> Any:
         """Looks a batch up and pools it.
 
         Args:
@@ -162,7 +162,9 @@ class EmbeddingBagCollection(torch.nn.Module):
                 gradient; a KeyedJaggedTensor has its own.
 
         Returns:
-            float32 [batch, sum of dims], on the device of `values`. A slot without IDs gives zeros.
+            float32 [batch, sum of dims], on the device of `values`. A slot without IDs gives zeros. For a
+            KeyedJaggedTensor, as torchrec's module of this name: a `KeyedTensor` of these values, with the
+            slots as its keys and their dims as its `length_per_key`.
 
         Raises:
             InvalidArgumentError: shapes or lengths that do not fit each other or the slots.
@@ -171,8 +173,17 @@ class EmbeddingBagCollection(torch.nn.Module):
             ResourceExhaustedError: the batch alone has more IDs than the capacity, or memory ran out.
         """
         self._check_can_look_up()
-        if not isinstance(values, torch.Tensor):
-            values, lengths, per_sample_weights = self._of_keyed_jagged(values, lengths, per_sample_weights)
+        if isinstance(values, torch.Tensor):
+            return self._pooled(values, lengths, per_sample_weights)
+        pooled = self._pooled(*self._of_keyed_jagged(values, lengths, per_sample_weights))
+        from torchrec import KeyedTensor  # no dependency: who has a KeyedJaggedTensor has it
+
+        dims = [slot.dim for slot in self.slots_config.slots_config.values()]
+        return KeyedTensor(keys=self.slot_names, length_per_key=dims, values=pooled)
+
+    def _pooled(
+        self, values: torch.Tensor, lengths: torch.Tensor | None, per_sample_weights: torch.Tensor | None
+    ) -> torch.Tensor:
         if lengths is None:
             raise InvalidArgumentError("lengths is missing: give int64 [num_slots, batch] beside the values")
         ids, counts = _ids(values, "values"), _lengths(lengths)

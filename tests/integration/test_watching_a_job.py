@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import math
@@ -424,18 +423,6 @@ def scraped(job, served, tmp_path_factory):
             lambda: server.infer(one_sample()) and asked.query(enough), "three scrapes of six processes"
         )
         yield asked
-
-
-def load_dashboards():
-    spec = importlib.util.spec_from_file_location("make_dashboards", MONITORING / "make_dashboards.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.dashboards()
-
-
-def test_dashboards_are_those_of_their_table():
-    for path, text in load_dashboards().items():
-        assert path.read_text() == text, "run python monitoring/make_dashboards.py"
 
 
 def has_numbers(scraped: Prometheus, query: str) -> bool:

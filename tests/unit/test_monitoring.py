@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from persia.embedding.counters import CounterValues
 
 REPOSITORY = Path(__file__).parents[2]
 PROMETHEUS = REPOSITORY / "monitoring" / "prometheus"
@@ -227,6 +230,26 @@ def test_the_stack_mounts_what_is_there_and_pushes_where_it_is_scraped() -> None
     assert addresses <= {
         t for scrape in scrapes for c in scrape.get("static_configs", []) for t in c["targets"]
     }
+
+
+@pytest.mark.parametrize("name", ["training", "serving"])
+def test_a_dashboard_asks_for_metrics_that_exist(name: str) -> None:
+    """By their names; tests/integration/test_watching_a_job.py runs each query against a job."""
+    sources = [*(REPOSITORY / "persia" / "observability").glob("*.py")]
+    sources.append(REPOSITORY / "persia" / "serving" / "source.py")
+    known = set(re.findall(r'"([a-z0-9_]+)"', "".join(path.read_text() for path in sources)))
+    known |= {f"persia_nn_{outcome}" for outcome in CounterValues.__dataclass_fields__}
+    board = json.loads((REPOSITORY / "monitoring" / "grafana" / "dashboards" / f"{name}.json").read_text())
+    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"]) > len(panels) > 20
+    for panel in panels:
+        assert panel["targets"], panel["title"]
+        for target in panel["targets"]:
+            asked = re.findall(r"([a-z0-9_]+){([^}]*)}", target["expr"])
+            assert asked, target["expr"]
+            for metric, where in asked:
+                assert re.sub(r"_(total|bucket|sum|count)$", "", metric) in known or metric in known, metric
+                assert 'persia_job=~"$persia_job"' in where
 
 
 def test_grafana_finds_prometheus_and_the_dashboards_in_the_stack() -> None:

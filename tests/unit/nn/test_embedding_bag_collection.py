@@ -532,10 +532,38 @@ def keyed_jagged_tensor() -> Any:
 def test_a_keyed_jagged_tensor(keyed_jagged_tensor: Any, dtype: torch.dtype) -> None:
     ebc = from_zero()
     jagged = keyed_jagged_tensor(keys=["a", "b"], values=VALUES, lengths=LENGTHS.flatten().to(dtype))
-    ebc(jagged).sum().backward()
+    ebc(jagged).values().sum().backward()
     assert read(ebc) == [[-1, -1, 0, 0, 0], [-1] * 5]
     by_offsets = keyed_jagged_tensor(keys=["a", "b"], values=VALUES, offsets=torch.tensor([0, 1, 2, 2, 3]))
-    assert torch.equal(ebc(by_offsets), ebc(VALUES, LENGTHS))
+    assert torch.equal(ebc(by_offsets).values(), ebc(VALUES, LENGTHS))
+
+
+def test_a_keyed_jagged_tensor_gives_what_torchrec_gives(keyed_jagged_tensor: Any) -> None:
+    import torchrec
+
+    tables = [
+        torchrec.EmbeddingBagConfig(name=name, embedding_dim=dim, num_embeddings=10, feature_names=[name])
+        for name, dim in (("a", 2), ("b", 3))
+    ]
+    theirs = torchrec.EmbeddingBagCollection(tables=tables)
+    ours = from_zero()
+    for table in tables:
+        weight = theirs.embedding_bags[table.name].weight.detach()
+        ours.set_embeddings(table.name, torch.arange(10), weight.clone())
+    jagged = keyed_jagged_tensor(keys=["a", "b"], values=VALUES, lengths=LENGTHS.flatten())
+    expected, got = theirs(jagged), ours(jagged)
+    assert type(got) is type(expected)
+    assert (got.keys(), got.length_per_key()) == (expected.keys(), expected.length_per_key())
+    assert torch.equal(got.values(), expected.values())
+    assert torch.equal(got["b"], expected["b"])
+    # A gradient goes the same way, too: by SGD each row loses what torchrec's gradient says.
+    expected.values().square().sum().backward()
+    got.values().square().sum().backward()
+    with torch.no_grad():
+        rows = ours(torch.arange(10).repeat(2), torch.ones(2, 10, dtype=torch.int64)).split([2, 3], dim=1)
+    for table, row in zip(tables, rows, strict=True):
+        weight = theirs.embedding_bags[table.name].weight
+        assert torch.allclose(row, weight.detach() - weight.grad)
 
 
 def test_keyed_jagged_tensors_that_do_not_fit(keyed_jagged_tensor: Any) -> None:
