@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,8 @@ from persia.packets.changes import IncrementalSettings
 from persia.packets.log import PacketLog
 from persia.packets.packet import CheckpointReference, Packet, rows_of_packet
 from persia.storage.fields import as_object, bool_at
-from persia.storage.manifest import FileEntry
 from persia.storage.position import Position
+from persia.storage.shard_file import write_files
 
 __all__ = ["ChangeStatus", "DenseState", "PacketOperation", "ask_changes", "begin_stream"]
 
@@ -90,7 +89,7 @@ class PacketOperation(Operation):
             arguments = {"directory": str(self.log.files), "stream": self.position.stream}
             self._ask_all(Verb.TAKE, arguments)
             cut_at = time.time()
-            dense_files = self._write_dense(dense) if dense else {}
+            dense_files = write_files(self.log.files, self.operation, dense.files) if dense else {}
             reports = self._await("writing", State.CHECKED)
             packet = Packet(
                 position=self.position,
@@ -127,16 +126,6 @@ class PacketOperation(Operation):
             "files": [file for result in results for file in result.get("files", ())],
         }
         return rows_of_packet(values, f"the report of {self.operation}")
-
-    def _write_dense(self, dense: DenseState) -> dict[str, FileEntry]:
-        files = {}
-        for name, content in dense.files.items():
-            path = f"{self.operation}/{name}"
-            with (self.log.files / path).create() as sink:
-                sink.write(content)
-            checksum = hashlib.sha256(content).hexdigest()
-            files[name] = FileEntry(path=path, num_bytes=len(content), checksum=checksum)
-        return files
 
     def _commit(self) -> None:
         """A server that does not hear it sends its changes once more: harmless, unless rows were cleared."""

@@ -261,13 +261,13 @@ def test_servers_wait_while_the_dense_part_is_written(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_at(root, lease_s=1.0)
-    write = checkpoints._write_dense
+    write = checkpoints.write_files
 
     def write_slowly(*arguments: Any) -> Any:
         time.sleep(2.5)
         return write(*arguments)
 
-    monkeypatch.setattr(checkpoints, "_write_dense", write_slowly)
+    monkeypatch.setattr(checkpoints, "write_files", write_slowly)
     monkeypatch.setattr(coordinator, "_KEEP_ALIVE_S", 0.05)
     dense = {"dense.pt": b"dense"}
     job.checkpoints.dump(DumpRequest(tmp_path / "c", dense=dense, step=1, in_place=True))
