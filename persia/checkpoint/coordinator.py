@@ -19,7 +19,6 @@ from persia.checkpoint.document import encode_pointer
 from persia.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
-    NUM_VIRTUAL_SHARDS,
     EmbeddingSection,
     FileEntry,
     Manifest,
@@ -45,6 +44,7 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
+from persia.validation import read_document
 
 __all__ = [
     "DumpOperation",
@@ -374,7 +374,6 @@ class DumpOperation(Operation):
         values = {
             "dump_id": self.operation,
             "created_at": utc_now(),
-            "num_virtual_shards": NUM_VIRTUAL_SHARDS,
             "train_config": agreed(results, "train_config", self.peers),
             "schema": agreed(results, "schema", self.peers),
             "servers": results,
@@ -383,7 +382,7 @@ class DumpOperation(Operation):
             "has_state": self.with_state,
             "in_place": self.in_place,
         }
-        return EmbeddingSection.from_json(values, what)
+        return read_document(EmbeddingSection, values, what)
 
 
 @dataclass

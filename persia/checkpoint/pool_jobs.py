@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import dataclass
 from typing import Any
 
-from persia.checkpoint.fields import text_at
+from pydantic import StrictBool
+
 from persia.checkpoint.manifest import is_dump_id
 from persia.checkpoint.server_job import ServerShare, TwoPhaseJob
 from persia.checkpoint.server_pool import IN_PLACE_NAME, PoolCheckpoint, ServerPool
 from persia.checkpoint.storage import Location
 from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError, StorageError
 from persia.logger import get_default_logger
-from persia.messaging.payloads import json_int
+from persia.validation import Count, read_document, to_json
 
 __all__ = ["PoolDumpJob", "PoolLoadJob"]
 
@@ -22,23 +24,37 @@ _FIRST_LOOK_S = 0.005
 _LONGEST_LOOK_S = 0.25
 
 
+@dataclass(frozen=True)
+class _Dump:
+    """Arguments of a dump."""
+
+    directory: str  # URL of the manifest
+    step: Count | None = None  # of the training loop
+    needs_latest: StrictBool = False
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Arguments of a load."""
+
+    in_place: str  # the dump that made the checkpoint
+
+
 class PoolDumpJob(TwoPhaseJob):
     """Notes a checkpoint of a server's pool, and commits it once the job's manifest names it."""
 
     _kind = "dump"
 
     def __init__(self, operation: str, share: ServerShare, lease_s: float, arguments: dict[str, Any]) -> None:
-        """`arguments`: {"directory": URL of the manifest, "step": of the training loop or null,
-        "needs_latest": bool}. Small rows stay: to look for them all rows would be read, while the job waits
-        for its answer.
+        """`arguments`: those of `_Dump`. Small rows stay: to look for them all rows would be read, while the
+        job waits for its answer.
         """
         super().__init__(operation, share, lease_s)
         if not is_dump_id(operation):
             raise InvalidArgumentError(f"{_WHAT}: {operation!r:.80} is not the name of a dump")
         self._pool = _required_pool(share, "in_place=True")
-        self._directory = Location.of(text_at(arguments, "directory", _WHAT))
-        self._step = None if arguments.get("step") is None else json_int(arguments, "step", _WHAT)
-        self._needs_latest = arguments.get("needs_latest") is True
+        self._dump = read_document(_Dump, arguments, _WHAT)
+        self._directory = Location.of(self._dump.directory)
         self._pool.settle()
         self._num_rows = 0
         self._number = self._pool.store.request_checkpoint()
@@ -48,9 +64,9 @@ class PoolDumpJob(TwoPhaseJob):
         checkpoint = PoolCheckpoint(
             operation=self.operation,
             directory=str(self._directory),
-            step=self._step,
+            step=self._dump.step,
             prepared=self._await_prepared(),
-            needs_latest=self._needs_latest,
+            needs_latest=self._dump.needs_latest,
         )
         self._num_rows = checkpoint.num_rows
         self._pool.prepare(checkpoint)
@@ -115,7 +131,7 @@ class PoolDumpJob(TwoPhaseJob):
         return {
             "step": self._number,
             "num_rows": self._num_rows,
-            "schema": None if schema is None else schema.to_json(),
+            "schema": None if schema is None else to_json(schema),
         }
 
 
@@ -125,10 +141,10 @@ class PoolLoadJob(TwoPhaseJob):
     _kind = "load"
 
     def __init__(self, operation: str, share: ServerShare, lease_s: float, arguments: dict[str, Any]) -> None:
-        """`arguments`: {"in_place": the dump that made the checkpoint}."""
+        """`arguments`: those of `_Load`."""
         super().__init__(operation, share, lease_s)
         self._pool = _required_pool(share, "a checkpoint whose rows are in the pools of servers")
-        self._wanted = text_at(arguments, "in_place", _WHAT)
+        self._wanted = read_document(_Load, arguments, _WHAT).in_place
         self._num_rows = 0
 
     def _work(self) -> None:

@@ -36,6 +36,7 @@ from persia.errors import (
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool, give_way
 from persia.observability.checkpointing import CheckpointLog
+from persia.validation import to_json
 
 if TYPE_CHECKING:
     from persia._native import CheckpointLoader, Snapshot, TrainConfig
@@ -263,7 +264,7 @@ class DumpJob(ServerJob):
             "step": self._snapshot.step,
             "num_rows": self._snapshot.num_rows,
             "train_config": config.encode().hex(),
-            "schema": None if share.schema is None else share.schema.to_json(),
+            "schema": None if share.schema is None else to_json(share.schema),
         }
 
     def _interrupt(self) -> None:
@@ -295,7 +296,7 @@ class DumpJob(ServerJob):
         return self._snapshot.num_rows
 
     def _result(self) -> dict[str, Any]:
-        return {**self._cut, "files": [file.to_json() for file in sorted(self._files, key=_by_path)]}
+        return {**self._cut, "files": [to_json(file) for file in sorted(self._files, key=_by_path)]}
 
 
 class TwoPhaseJob(ServerJob):

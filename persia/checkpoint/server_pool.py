@@ -15,11 +15,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+from pydantic import AfterValidator, StrictBool
 
 from persia._version import __version__
 from persia.checkpoint.document import decode_document, encode_document
-from persia.checkpoint.fields import as_object, text_at
 from persia.checkpoint.manifest import Manifest
 from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.storage import Location
@@ -34,7 +35,7 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.logger import get_default_logger
-from persia.messaging.payloads import json_int
+from persia.validation import Count, complaint, read_document, to_json
 
 if TYPE_CHECKING:
     from persia._native import TierOptions
@@ -65,15 +66,23 @@ class TierStore(Protocol):
     def drop_checkpoint(self, number: int) -> None: ...
 
 
+def _check_prepared(prepared: Mapping[str, int]) -> Mapping[str, int]:
+    if missing := [key for key in _PREPARED_KEYS if key not in prepared]:
+        raise complaint(f"must have {', '.join(missing)}")
+    return prepared
+
+
 @dataclass(frozen=True, kw_only=True)
 class PoolCheckpoint:
     """A checkpoint of the job, in this server's pool."""
 
     operation: str  # the dump that made it; the manifest's name for the rows
     directory: str  # of the manifest
-    step: int | None  # of the training loop
-    prepared: Mapping[str, int]  # of the pool: its number ("batch"), its rows
-    needs_latest: bool = False  # its manifest counts once `latest`, beside its directory, names that
+    step: Count | None = None  # of the training loop
+    prepared: Annotated[
+        Mapping[str, Count], AfterValidator(_check_prepared)
+    ]  # of the pool: its number ("batch"), its rows
+    needs_latest: StrictBool = False  # its manifest counts once `latest`, beside its directory, names that
 
     @property
     def number(self) -> int:
@@ -111,56 +120,24 @@ class PoolCheckpoint:
             return False
         return is_latest(place) or not self.needs_latest
 
-    def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "prepared": dict(self.prepared)}
-
-    @classmethod
-    def from_json(cls, values: object, what: str) -> PoolCheckpoint | None:
-        if values is None:
-            return None
-        values = as_object(values, what)
-        prepared = as_object(values.get("prepared"), f"{what}: prepared")
-        return cls(
-            operation=text_at(values, "operation", what),
-            directory=text_at(values, "directory", what),
-            step=None if values.get("step") is None else json_int(values, "step", what),
-            prepared={key: json_int(prepared, key, what) for key in _PREPARED_KEYS},
-            needs_latest=values.get("needs_latest") is True,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class _State:
     """What stands in the file beside the pool."""
 
-    index: int
-    replicas: int
-    schema: RowSchema | None  # None: the server was never started with an embedding config
+    index: Count
+    replicas: Count
+    schema: RowSchema | None = None  # None: the server was never started with an embedding config
     committed: PoolCheckpoint | None = None
     prepared: PoolCheckpoint | None = None  # of which this server does not know whether it counts
+    created_by: str = f"persia {__version__}"
 
     def encode(self) -> bytes:
-        values = {
-            "created_by": f"persia {__version__}",
-            "index": self.index,
-            "replicas": self.replicas,
-            "schema": None if self.schema is None else self.schema.to_json(),
-            "committed": None if self.committed is None else self.committed.to_json(),
-            "prepared": None if self.prepared is None else self.prepared.to_json(),
-        }
-        return encode_document(_FORMAT, values)
+        return encode_document(_FORMAT, to_json(self))
 
     @classmethod
     def decode(cls, content: bytes, what: str) -> _State:
-        values = decode_document(content, what, form=_FORMAT)
-        schema = values.get("schema")
-        return cls(
-            index=json_int(values, "index", what),
-            replicas=json_int(values, "replicas", what),
-            schema=None if schema is None else RowSchema.from_json(schema, what),
-            committed=PoolCheckpoint.from_json(values.get("committed"), what),
-            prepared=PoolCheckpoint.from_json(values.get("prepared"), what),
-        )
+        return read_document(cls, decode_document(content, what, form=_FORMAT), what)
 
 
 class ServerPool:
