@@ -37,7 +37,6 @@ from benchmarks.arguments import dim, folder, whole
 from benchmarks.stats import median_interval
 from persia import _native
 from persia.checkpoint.checkpoints import Checkpoints, Source
-from persia.checkpoint.manifest import EmbeddingSection
 from persia.checkpoint.peers import find_servers
 from persia.config import CheckpointingConfig, parse_embedding_config
 from persia.embedding import EmbeddingConfig
@@ -45,6 +44,7 @@ from persia.embedding.optim import Adagrad
 from persia.messaging.discovery import Directory
 from persia.messaging.subjects import EMBEDDING_WORKER
 from persia.nn import EmbeddingBagCollection
+from persia.storage.manifest import EmbeddingSection
 from persia.testing import LocalCluster
 
 _BATCH = 65_536

@@ -24,15 +24,15 @@ from numpy.typing import NDArray
 
 from benchmarks.arguments import dim, folder, number, whole
 from persia import _native
-from persia.checkpoint.packet_log import PacketLog
-from persia.checkpoint.packet_writer import PacketWriter
 from persia.checkpoint.peers import LocalPeer
-from persia.checkpoint.server_changes import IncrementalSettings, ServerChanges
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.config import GlobalConfig, SlotsConfig, parse_embedding_config, parse_global_config
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Adagrad
+from persia.packets.changes import IncrementalSettings, ServerChanges
+from persia.packets.log import PacketLog
+from persia.packets.writer import PacketWriter
 
 _BATCH = 16_384
 _NUM_BATCHES = 64  # made before, so that making them is not measured

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 import yaml
 
-from persia.checkpoint.manifest import MANIFEST_NAME, Manifest
-from persia.checkpoint.storage import Location
-from persia.checkpoint.versions import version_name
 from persia.ctx import TrainCtx
 from persia.embedding.data import IDTypeFeatureWithSingleID, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD
 from persia.serving.protocol import message
+from persia.storage.location import Location
+from persia.storage.manifest import MANIFEST_NAME, Manifest
+from persia.storage.versions import version_name
 
 __all__ = ["MODELS", "prepare", "requests", "use_version"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from persia import _native
-from persia.checkpoint.packet import BaseKind, Packet
-from persia.checkpoint.packet_log import PacketLog
-from persia.checkpoint.position import Position
 from persia.checkpoint.rows import Span
-from persia.checkpoint.shard_file import ShardFile
+from persia.packets.log import PacketLog
+from persia.packets.packet import BaseKind, Packet
+from persia.storage.position import Position
+from persia.storage.shard_file import ShardFile
 
 
 class Follower:

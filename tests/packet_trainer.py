@@ -16,18 +16,18 @@ import torch
 
 from persia._native import EmbeddedClient, TrainConfig
 from persia.checkpoint.checkpoints import Checkpoints
-from persia.checkpoint.dense import state_bytes
-from persia.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, ServerEntry
-from persia.checkpoint.packet import Base, BaseKind, Packet
-from persia.checkpoint.packet_log import PacketLog
 from persia.checkpoint.peers import LocalPeer
-from persia.checkpoint.position import Position, make_stream_id
-from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
-from persia.checkpoint.shard_file import write_shard_file
 from persia.config import SlotsConfig, parse_embedding_config
 from persia.embedding.signs import slot_signs
+from persia.packets.log import PacketLog
+from persia.packets.packet import Base, BaseKind, Packet
+from persia.storage.dense import state_bytes
+from persia.storage.manifest import MANIFEST_NAME, FileEntry, Manifest, ServerEntry
+from persia.storage.position import Position, make_stream_id
+from persia.storage.schema import RowSchema
+from persia.storage.shard_file import write_shard_file
 
 SLOTS = {"slots_config": {"user": {"dim": 2}}}
 IDS = np.arange(10, 60, dtype=np.uint64)

@@ -1,22 +1,14 @@
-"""Checkpoints: what a job writes of its rows and its model, and how it comes back. docs/checkpoints.md.
+"""Dumps and loads of a running job: the coordinator's side, and the side of each server. docs/checkpoints.md.
 
-Import from the modules; this package imports nothing, so that a server loads no more than it needs.
+Import from the modules: the package imports nothing, so that a server loads no more than it needs. Files and
+their formats are in `persia.storage`. `persia.tiers` and `persia.packets` add operations of their own.
 
-    storage      one directory anywhere: files that appear complete or not at all
-    schema       which slots the rows belong to, and whether another job can use them
-    fields       of JSON documents, read without trust
-    manifest     what makes a set of files a checkpoint
-    position     a place in a stream of packets
-    packet       what makes a set of files a packet of changes
-    packet_log   a directory of packets
-    versions     a directory of checkpoints, the newest ones kept
-    shard_file   one file of rows: written from a snapshot, read by its index
-    protocol     what a coordinator and a server say to each other
-    server_job   a dump or a load of one server
-    service      the jobs of one server, by request
-    peers        the servers as a coordinator sees them: behind NATS, or in this process
-    coordinator  one dump or load over all servers
-    dense        the torch files beside the rows
-    checkpoints  what contexts use
-    rows         rows of a checkpoint for tools
+    checkpoints    what contexts use: dumps and loads, in the foreground or in the background
+    coordinator    one dump or load over all servers
+    peers          the servers as the coordinator sees them: over NATS, or in this process
+    protocol       requests and reports between coordinator and servers
+    service        answers the requests on a server
+    server_job     one dump or load on one server
+    training_dump  asks rank 0 to dump dense weights and rows together
+    rows           reads a checkpoint for tools: export, comparison, checks
 """

@@ -12,21 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from persia.checkpoint.coordinator import DumpOperation, LoadOperation
-from persia.checkpoint.manifest import (
-    DenseSection,
-    EmbeddingSection,
-    FileEntry,
-    Manifest,
-    check_file_name,
-    is_dump_id,
-    make_dump_id,
-    utc_now,
-)
 from persia.checkpoint.peers import Peer
-from persia.checkpoint.position import Position
 from persia.checkpoint.progress import ShownProgress, megabytes
-from persia.checkpoint.storage import Location
-from persia.checkpoint.versions import keep_newest, resolve, set_latest, version_name
 from persia.embedding.optim import Optimizer
 from persia.errors import (
     CorruptionError,
@@ -37,6 +24,19 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.logger import get_default_logger
+from persia.storage.location import Location
+from persia.storage.manifest import (
+    DenseSection,
+    EmbeddingSection,
+    FileEntry,
+    Manifest,
+    check_file_name,
+    is_dump_id,
+    make_dump_id,
+    utc_now,
+)
+from persia.storage.position import Position
+from persia.storage.versions import keep_newest, resolve, set_latest, version_name
 
 __all__ = ["ChangeFeed", "Checkpoints", "Source", "described"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
-from persia.checkpoint.manifest import FileEntry, Manifest
 from persia.checkpoint.rows import Span
-from persia.checkpoint.shard_file import ShardFile
-from persia.checkpoint.storage import Location
 from persia.errors import CorruptionError, PersiaError
+from persia.storage.location import Location
+from persia.storage.manifest import FileEntry, Manifest
+from persia.storage.shard_file import ShardFile
 
 __all__ = ["check_files"]
 

@@ -15,21 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from persia.checkpoint.document import encode_pointer
-from persia.checkpoint.manifest import (
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
-    EmbeddingSection,
-    FileEntry,
-    Manifest,
-    utc_now,
-)
 from persia.checkpoint.peers import Peer
-from persia.checkpoint.position import Position
-from persia.checkpoint.protocol import Report, Request, State, Verb
-from persia.checkpoint.server_pool import IN_PLACE_NAME
-from persia.checkpoint.storage import Location
-from persia.checkpoint.versions import is_latest, latest_of
+from persia.checkpoint.protocol import IN_PLACE_NAME, Report, Request, State, Verb
 from persia.embedding.deadline import Deadline
 from persia.errors import (
     CorruptionError,
@@ -44,6 +31,18 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
+from persia.storage.checksummed_json import encode_pointer
+from persia.storage.location import Location
+from persia.storage.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    EmbeddingSection,
+    FileEntry,
+    Manifest,
+    utc_now,
+)
+from persia.storage.position import Position
+from persia.storage.versions import is_latest, latest_of
 from persia.validation import read_document
 
 __all__ = [

@@ -18,7 +18,11 @@ from persia import errors
 from persia.errors import InternalError, PersiaError
 from persia.validation import Count, complaint, json_object, read_document, to_json
 
-__all__ = ["Report", "Request", "State", "Verb"]
+__all__ = ["IN_PLACE_NAME", "Report", "Request", "State", "Verb"]
+
+# In a dump's folder, from its beginning on. Servers see by it that their directory is the coordinator's, and
+# the file that makes the dump count is made of it: who removes it keeps the dump from counting.
+IN_PLACE_NAME = "in_place"
 
 
 class Verb(Enum):

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.checkpoint.manifest import NUM_VIRTUAL_SHARDS, EmbeddingSection, Manifest
-from persia.checkpoint.schema import RowSchema
-from persia.checkpoint.shard_file import ShardFile
-from persia.checkpoint.storage import Location
-from persia.checkpoint.versions import resolve
 from persia.errors import NotFoundError
+from persia.storage.location import Location
+from persia.storage.manifest import NUM_VIRTUAL_SHARDS, EmbeddingSection, Manifest
+from persia.storage.schema import RowSchema
+from persia.storage.shard_file import ShardFile
+from persia.storage.versions import resolve
 
 if TYPE_CHECKING:
     from persia._native import BlockRows

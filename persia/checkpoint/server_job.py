@@ -17,13 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.checkpoint.manifest import FileEntry, Manifest, is_dump_id
-from persia.checkpoint.processors import max_processors
-from persia.checkpoint.protocol import Report, State
-from persia.checkpoint.schema import RowSchema
-from persia.checkpoint.server_pool import ServerPool
-from persia.checkpoint.shard_file import Chunk, ShardFile, write_shard_file
-from persia.checkpoint.storage import Location
+from persia.checkpoint.dump_throttle import max_processors
+from persia.checkpoint.protocol import Report, Request, State
 from persia.config import CheckpointingConfig
 from persia.errors import (
     CorruptionError,
@@ -36,12 +31,16 @@ from persia.errors import (
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool, give_way
 from persia.observability.checkpointing import CheckpointLog
+from persia.storage.location import Location
+from persia.storage.manifest import FileEntry, Manifest, is_dump_id
+from persia.storage.schema import RowSchema
+from persia.storage.shard_file import Chunk, ShardFile, write_shard_file
 from persia.validation import to_json
 
 if TYPE_CHECKING:
     from persia._native import CheckpointLoader, Snapshot, TrainConfig
 
-__all__ = ["DumpJob", "LoadJob", "RowStore", "ServerJob", "ServerShare", "TwoPhaseJob"]
+__all__ = ["DumpJob", "JobMaker", "LoadJob", "RowStore", "ServerJob", "ServerShare", "TwoPhaseJob"]
 
 _CANCELLED = "it was cancelled"
 _STOP_S = 5.0
@@ -67,6 +66,13 @@ class RowStore(Protocol):
     def take_changes(self, num_parts: int = 1) -> Snapshot: ...
 
 
+class JobMaker(Protocol):
+    """A feature of a server that has its own kinds of operations: its tier, or its changes."""
+
+    def make_job(self, request: Request, share: ServerShare, lease_s: float) -> ServerJob:
+        """The operation that `request` begins."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerShare:
     """A server and its place in the job."""
@@ -81,13 +87,14 @@ class ServerShare:
     gives_way: bool = False
     dump_percent: int = CheckpointingConfig().dump_percent  # of the processors, while rows are trained
     log: CheckpointLog = field(default_factory=CheckpointLog)
-    pool: ServerPool | None = None  # None: rows are in memory alone
+    pool: JobMaker | None = None  # makes jobs whose rows stay in the tier; None: rows are in memory alone
 
 
 class ServerJob(ABC):
     """One operation on one server. Thread-safe."""
 
     _kind: str  # in metrics
+    is_packet = False  # the operation belongs to a stream of packets
 
     def __init__(self, operation: str, share: ServerShare, lease_s: float) -> None:
         self.operation = operation

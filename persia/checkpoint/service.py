@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import threading
+from typing import Any, Protocol
 
-from persia.checkpoint.pool_jobs import PoolDumpJob, PoolLoadJob
 from persia.checkpoint.protocol import Report, Request, State, Verb
-from persia.checkpoint.server_changes import ChangesJob, ServerChanges
-from persia.checkpoint.server_job import DumpJob, LoadJob, ServerJob, ServerShare, TwoPhaseJob
-from persia.errors import NotFoundError, ResourceExhaustedError
+from persia.checkpoint.server_job import DumpJob, JobMaker, LoadJob, ServerJob, ServerShare, TwoPhaseJob
+from persia.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
 
 __all__ = ["CheckpointService"]
 
 _LEASE_S = 60.0
 
 
+class ChangeTracker(JobMaker, Protocol):
+    """The changes of a server since a packet, and the jobs that write them (persia.packets.changes)."""
+
+    def begin(self, arguments: dict[str, Any]) -> None: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+
 class CheckpointService:
     """Answers a coordinator; every request may be repeated. Thread-safe."""
 
     def __init__(
-        self, share: ServerShare, changes: ServerChanges | None = None, *, lease_s: float = _LEASE_S
+        self, share: ServerShare, changes: ChangeTracker | None = None, *, lease_s: float = _LEASE_S
     ) -> None:
         """`lease_s`: an operation that nobody asks about for so long ends by itself, and is forgotten."""
         self._share = share
-        self._changes = changes or ServerChanges(share.store)
+        self._changes = changes
         self._lease_s = lease_s
         self._lock = threading.Lock()
         # By operation. Of those that ended, too: this server may be done with a dump, and at the next packet
@@ -41,8 +53,9 @@ class CheckpointService:
         if request.verb in (Verb.TRACK, Verb.CHANGES):
             if request.verb is Verb.TRACK:
                 self._end_packet()
-                self._changes.begin(request.arguments)
-            return Report(state=State.DONE, result=self._changes.status())
+                self._require_changes().begin(request.arguments)
+            status = {"settings": None} if self._changes is None else self._changes.status()
+            return Report(state=State.DONE, result=status)
         job = self._jobs.get(request.operation)
         if job is None:
             raise NotFoundError(f"this server knows no operation {request.operation}: it has restarted since")
@@ -79,21 +92,32 @@ class CheckpointService:
     def _forget_ended(self, verb: Verb) -> None:
         """All are over. Packets are of one coordinator, which begins one when it has ended the one before."""
         for job in tuple(self._jobs.values()):
-            if job.is_abandoned or (verb is Verb.TAKE and isinstance(job, ChangesJob)):
+            if job.is_abandoned or (verb is Verb.TAKE and job.is_packet):
                 del self._jobs[job.operation]
 
     def _end_packet(self) -> None:
         # Who begins to take changes has no packet under way: it is one of a trainer that was killed.
         job = self._running()
-        if isinstance(job, ChangesJob):
+        if job is not None and job.is_packet:
             job.cancel()
 
     def _make(self, request: Request) -> ServerJob:
         if request.verb is Verb.TAKE:
-            return ChangesJob(request.operation, self._share, self._lease_s, request.arguments, self._changes)
-        kind: type[DumpJob | LoadJob | PoolDumpJob | PoolLoadJob]
+            return self._require_changes().make_job(request, self._share, self._lease_s)
         if request.arguments.get("in_place"):
-            kind = PoolDumpJob if request.verb is Verb.DUMP else PoolLoadJob
-        else:
-            kind = DumpJob if request.verb is Verb.DUMP else LoadJob
+            if self._share.pool is None:
+                raise InvalidArgumentError(
+                    "in_place=True, or a checkpoint that was dumped so, needs a storage tier, and the rows "
+                    "of this server are in memory alone: set embedding_parameter_server_config.storage in "
+                    "its global config, or use a checkpoint in files"
+                )
+            return self._share.pool.make_job(request, self._share, self._lease_s)
+        kind = DumpJob if request.verb is Verb.DUMP else LoadJob
         return kind(request.operation, self._share, self._lease_s, request.arguments)
+
+    def _require_changes(self) -> ChangeTracker:
+        if self._changes is None:
+            raise FailedPreconditionError(
+                "this server has no incremental updates: set enable_incremental_update in its global config"
+            )
+        return self._changes

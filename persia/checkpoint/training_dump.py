@@ -11,7 +11,6 @@ import threading
 import time
 from typing import Any, Protocol
 
-from persia.checkpoint.manifest import make_dump_id
 from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.errors import (
     DeadlineExceededError,
@@ -25,6 +24,7 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.messaging.interface import Session
+from persia.storage.manifest import make_dump_id
 
 __all__ = ["TrainingDumps", "request_training_dump"]
 

@@ -18,16 +18,11 @@ from typing_extensions import Self
 
 from persia import env
 from persia._native import TierOptions
-from persia.checkpoint import dense
 from persia.checkpoint.checkpoints import Checkpoints, Source
+from persia.checkpoint.dump_throttle import dump_percent
 from persia.checkpoint.peers import LocalPeer, Peer, find_servers
-from persia.checkpoint.processors import dump_percent
-from persia.checkpoint.schema import RowSchema
-from persia.checkpoint.server_changes import IncrementalSettings, ServerChanges
 from persia.checkpoint.server_job import ServerShare
-from persia.checkpoint.server_pool import ServerPool
 from persia.checkpoint.service import CheckpointService
-from persia.checkpoint.storage import Location
 from persia.config import GlobalConfig, SlotsConfig
 from persia.ctx.base import BaseCtx, PreprocessMode, Terminated
 from persia.data.cluster import Cluster, ClusterBackend
@@ -59,6 +54,11 @@ from persia.messaging.payloads import BatchAnnouncement
 from persia.messaging.subjects import NN_WORKER
 from persia.observability.phases import FORWARD, TO_DEVICE
 from persia.observability.sources import NnWorkerSource
+from persia.packets.changes import IncrementalSettings, ServerChanges
+from persia.storage import dense
+from persia.storage.location import Location
+from persia.storage.schema import RowSchema
+from persia.tiers.server_tier import ServerPool
 
 __all__ = ["EmbeddingCtx", "eval_ctx"]
 

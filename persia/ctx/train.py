@@ -17,9 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
 from persia import env
-from persia.checkpoint import dense
 from persia.checkpoint.checkpoints import Source, described
-from persia.checkpoint.packet_writer import PacketWriter
 from persia.checkpoint.training_dump import TrainingDumps
 from persia.ctx.base import PreprocessMode
 from persia.ctx.embedding import FAILED_EXIT_DEADLINE_S, EmbeddingCtx
@@ -37,6 +35,8 @@ from persia.errors import InvalidArgumentError, InvalidTypeError
 from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import NN_WORKER
 from persia.observability.phases import BACKWARD, DENSE_STEP, HAND_IN, NO_BATCH
+from persia.packets.writer import PacketWriter
+from persia.storage import dense
 
 __all__ = ["TrainCtx"]
 

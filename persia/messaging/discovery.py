@@ -141,8 +141,9 @@ class Announcer:
         self._is_accepted = False
         self._registrations: list[Registration] = []
 
-    def start(self) -> None:
-        """Announces the service.
+    def start(self, on_admitted: Callable[[], None] = lambda: None) -> None:
+        """Announces the service. `on_admitted` subscribes to its requests: it is called once no other replica
+        has this index, as a refused one must not answer, and before anybody can find the service.
 
         Raises `FailedPreconditionError` when a running replica of the role holds the same index, or disagrees
         about the number of replicas or the embedding config: the newcomer is refused, the job goes on.
@@ -152,6 +153,7 @@ class Announcer:
         self._registrations.append(self._session.respond(subjects.who(self.info.role), self._answer))
         try:
             self._check_conflicts()
+            on_admitted()
         except PersiaError:
             self._close_registrations()
             raise

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from persia import _native, env
 from persia.checkpoint.checkpoints import Checkpoints, Source, described
 from persia.checkpoint.peers import LocalPeer
-from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.config import CheckpointingConfig, SlotConfig, SlotsConfig
@@ -29,6 +28,7 @@ from persia.embedding.optim import Optimizer
 from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.logger import get_logger
 from persia.nn.engine import Engine
+from persia.storage.schema import RowSchema
 
 __all__ = ["BagStats", "EmbeddingBagCollection"]
 

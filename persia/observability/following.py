@@ -11,7 +11,7 @@ __all__ = ["add_following"]
 
 
 def add_following(families: Families, following: Mapping[str, Any]) -> None:
-    """`following`: as `FollowStatus.to_json()` of persia.checkpoint.follower."""
+    """`following`: as `FollowStatus.to_json()` of persia.packets.follower."""
     for name, key, text in _GAUGES:
         if following[key] is not None:
             families.gauge(name, text, following[key])

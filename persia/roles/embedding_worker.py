@@ -53,8 +53,6 @@ def run_embedding_worker(options: ServerOptions) -> None:
         port = worker.start(options.host, options.port)
         stack.callback(worker.stop, DRAIN_S)
         stack.callback(drain, worker, session)
-        ids = session.respond(session.subjects.ids(options.replica_index), IdsResponder(_registering(worker)))
-        stack.callback(ids.close)
         source = EmbeddingWorkerSource(worker, options.replica_index, options.replica_size)
         observer = stack.enter_context(observed(source, session, options, config))
         announcer = stack.enter_context(
@@ -66,6 +64,9 @@ def run_embedding_worker(options: ServerOptions) -> None:
                 port=port,
                 schema=slots.schema_hash(),
                 observer=observer,
+                subscribe=lambda: session.respond(
+                    session.subjects.ids(options.replica_index), IdsResponder(_registering(worker))
+                ),
                 slot_modes=slots.slot_modes,
             )
         )

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from persia.checkpoint.checkpoints import Source
-from persia.checkpoint.manifest import Manifest
-from persia.checkpoint.packet import Packet
-from persia.checkpoint.packet_log import PacketLog
-from persia.checkpoint.packet_rows import PacketRows, clear_rows, replace_rows
-from persia.checkpoint.position import Position
 from persia.checkpoint.protocol import State
 from persia.checkpoint.server_job import LoadJob, ServerShare
 from persia.errors import FailedPreconditionError, NotFoundError
+from persia.packets.log import PacketLog
+from persia.packets.packet import Packet
+from persia.packets.rows import PacketRows, clear_rows, replace_rows
+from persia.storage.manifest import Manifest
+from persia.storage.position import Position
 
 if TYPE_CHECKING:
     from persia._native import ParameterServer

@@ -10,19 +10,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from persia.checkpoint.follower import Follower, FollowOptions
-from persia.checkpoint.packet_log import PacketLog
 from persia.checkpoint.server_job import ServerShare
-from persia.checkpoint.storage import Location
 from persia.config import GlobalConfig, InferConfig
 from persia.errors import ConfigError
 from persia.logger import get_default_logger
 from persia.messaging.local_session import LocalBroker, LocalSession
 from persia.observability.sources import ParameterServerSource
 from persia.observability.sources import Source as ObservedSource
+from persia.packets.follower import Follower, FollowOptions
+from persia.packets.log import PacketLog
 from persia.roles.following import RowCopies, load_share
 from persia.roles.lifetime import DRAIN_S, observed, wait_for_stop
 from persia.roles.options import ServerOptions
+from persia.storage.location import Location
 
 if TYPE_CHECKING:
     from persia._native import EmbeddingWorker, ParameterServer

@@ -6,13 +6,14 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from persia import env
 from persia.config import GlobalConfig
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Announcer, ServiceInfo
 from persia.messaging.interface import Session
+from persia.messaging.registration import Registration
 from persia.messaging.session import NatsSession
 from persia.observability.process import ProcessObserver
 from persia.observability.settings import ObservabilitySettings
@@ -74,9 +75,14 @@ def announced(
     port: int,
     schema: str,
     observer: ProcessObserver,
+    subscribe: Callable[[], Registration],
     slot_modes: tuple[str, ...] = (),
 ) -> Iterator[Announcer]:
-    """Makes the server known for the time of the block. Enter it when the server is ready for requests."""
+    """Makes the server known for the time of the block. Enter it when the server is ready for requests.
+
+    `subscribe` is called once the server is admitted to the job: a refused one that answered requests would
+    hand out references and reports of a process that is about to end.
+    """
     info = ServiceInfo(
         role=role,
         index=options.replica_index,
@@ -89,14 +95,15 @@ def announced(
         slot_modes=slot_modes,
     )
     announcer = Announcer(session, info)
-    announcer.start()
-    observer.serving = True
-    try:
-        get_default_logger().info("%s is ready", info)
-        yield announcer
-    finally:
-        observer.serving = False
-        announcer.stop()
+    with contextlib.ExitStack() as requests:  # closed last: clients stop sending when they hear the goodbye
+        announcer.start(lambda: requests.callback(subscribe().close))
+        observer.serving = True
+        try:
+            get_default_logger().info("%s is ready", info)
+            yield announcer
+        finally:
+            observer.serving = False
+            announcer.stop()
 
 
 def observed(

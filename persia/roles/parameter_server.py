@@ -7,19 +7,19 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from persia import env
-from persia.checkpoint.processors import dump_percent
-from persia.checkpoint.schema import RowSchema
-from persia.checkpoint.server_changes import IncrementalSettings, ServerChanges
+from persia.checkpoint.dump_throttle import dump_percent
 from persia.checkpoint.server_job import ServerShare
-from persia.checkpoint.server_pool import ServerPool
 from persia.checkpoint.service import CheckpointService
 from persia.config import GlobalConfig, SlotsConfig, load_embedding_config, load_global_config
 from persia.logger import set_role
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.observability.sources import ParameterServerSource
+from persia.packets.changes import IncrementalSettings, ServerChanges
 from persia.roles import inference
 from persia.roles.lifetime import DRAIN_S, announced, connected, observed, stopped_by_signals, wait_for_stop
 from persia.roles.options import ServerOptions
+from persia.storage.schema import RowSchema
+from persia.tiers.server_tier import ServerPool
 
 if TYPE_CHECKING:
     from persia._native import ParameterServer
@@ -59,8 +59,6 @@ def run_parameter_server(options: ServerOptions) -> None:
         observer = stack.enter_context(observed(source, session, options, config))
         checkpoints = CheckpointService(share, changes)
         stack.callback(checkpoints.close)
-        requests = session.respond(session.subjects.checkpoint(options.replica_index), checkpoints.handle)
-        stack.callback(requests.close)
         stack.enter_context(
             announced(
                 session,
@@ -70,6 +68,9 @@ def run_parameter_server(options: ServerOptions) -> None:
                 port=port,
                 schema="" if slots is None else slots.schema_hash(),
                 observer=observer,
+                subscribe=lambda: session.respond(
+                    session.subjects.checkpoint(options.replica_index), checkpoints.handle
+                ),
             )
         )
         wait_for_stop()

@@ -20,10 +20,10 @@ import yaml
 from typing_extensions import Self
 
 from persia.checkpoint.checkpoints import Source
-from persia.checkpoint.manifest import Manifest, utc_now
 from persia.config import load_embedding_config
 from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, StorageError
 from persia.serving.predictor import load_script
+from persia.storage.manifest import Manifest, utc_now
 
 __all__ = ["SLOTS_NAME", "ArchiveSettings", "WorkerSettings", "write_archive"]
 

@@ -7,12 +7,12 @@ import hashlib
 import torch
 
 from persia.checkpoint.checkpoints import Source
-from persia.checkpoint.dense import load_state
-from persia.checkpoint.packet import Packet
-from persia.checkpoint.packet_log import PacketLog
-from persia.checkpoint.storage import Location
 from persia.errors import CorruptionError, FailedPreconditionError, NotFoundError
+from persia.packets.log import PacketLog
+from persia.packets.packet import Packet
 from persia.serving.predictor import JIT_DENSE_NAME, load_script, read_script
+from persia.storage.dense import load_state
+from persia.storage.location import Location
 
 __all__ = ["DenseModels"]
 

@@ -11,14 +11,14 @@ from typing import Protocol
 from persia import env
 from persia._native import EmbeddedClient, LookupResult
 from persia.checkpoint.checkpoints import Checkpoints, Source
-from persia.checkpoint.packet_rows import PacketRows, clear_rows
 from persia.checkpoint.peers import LocalPeer
-from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.config import SlotsConfig
 from persia.embedding.remote_rows import RemoteRows
 from persia.errors import NotFoundError
+from persia.packets.rows import PacketRows, clear_rows
+from persia.storage.schema import RowSchema
 
 __all__ = ["EmbeddedRows", "EmbeddingSource", "RemoteRows"]
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import Protocol
 
 from persia.checkpoint.checkpoints import Source
-from persia.checkpoint.packet import Packet
-from persia.checkpoint.packet_log import PacketLog
-from persia.checkpoint.position import Position
 from persia.errors import FailedPreconditionError, NotFoundError, UnavailableError
 from persia.observability.status import fetch_json
+from persia.packets.log import PacketLog
+from persia.packets.packet import Packet
 from persia.serving.dense_models import DenseModels
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource
 from persia.serving.loading import ModelSettings, Version, embeddings_of, load_version, try_sample
 from persia.serving.predictor import Predictor
+from persia.storage.position import Position
 
 __all__ = ["ServedCopies", "ServedCopy", "Switch"]
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from persia.checkpoint.checkpoints import Source
-from persia.checkpoint.follower import FollowOptions
-from persia.checkpoint.manifest import Manifest
-from persia.checkpoint.storage import Location
 from persia.config import SlotsConfig
 from persia.embedding.data import PersiaBatch
 from persia.errors import UnavailableError
+from persia.packets.follower import FollowOptions
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource
 from persia.serving.predictor import Predictor, load_script
+from persia.storage.location import Location
+from persia.storage.manifest import Manifest
 
 __all__ = ["ModelSettings", "Version", "digest_of", "load_version", "try_sample"]
 

@@ -94,7 +94,7 @@ def read_script(content: bytes, where: str) -> torch.nn.Module:
     """TorchScript that `torch.jit.save` wrote. CorruptionError names `where`."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch's: see persia.checkpoint.dense
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's: see persia.storage.dense
             model: torch.nn.Module = torch.jit.load(io.BytesIO(content), map_location="cpu")  # type: ignore[no-untyped-call]
     except (RuntimeError, ValueError, EOFError) as failure:
         raise CorruptionError(f"{where} is no TorchScript: {failure}") from failure

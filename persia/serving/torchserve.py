@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 
 from persia.checkpoint.checkpoints import Source
-from persia.checkpoint.manifest import Manifest
 from persia.config import load_embedding_config
 from persia.embedding.data import PersiaBatch
 from persia.errors import (
@@ -38,6 +37,7 @@ from persia.serving.merging import layout_of
 from persia.serving.predictor import Predictor, load_script
 from persia.serving.tensors import INPUT_NAME, datatype_of, output_name
 from persia.serving.together import Prediction, predict_together
+from persia.storage.manifest import Manifest
 
 __all__ = ["Handler"]
 

@@ -16,15 +16,15 @@ from typing import Any
 from numpy.typing import NDArray
 
 from persia.checkpoint.checkpoints import Source
-from persia.checkpoint.follower import Follower, FollowStatus
-from persia.checkpoint.versions import resolve
 from persia.embedding.data import PersiaBatch
 from persia.errors import FailedPreconditionError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import give_way
+from persia.packets.follower import Follower, FollowStatus
 from persia.serving.following import ServedCopies, ServedCopy
 from persia.serving.loading import ModelSettings, Version, digest_of, load_version
 from persia.serving.switch import SharedLock
+from persia.storage.versions import resolve
 
 __all__ = ["ModelSettings", "ServedModel"]
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from persia.checkpoint.checks import check_files
-from persia.checkpoint.manifest import Manifest
 from persia.checkpoint.protocol import Request, Verb
-from persia.checkpoint.storage import Location
 from persia.checkpoint.training_dump import TrainingDumps
 from persia.messaging.session import NatsSession
+from persia.storage.location import Location
+from persia.storage.manifest import Manifest
 from persia.testing import LocalNats
 
 

@@ -13,11 +13,11 @@ import torch
 
 from persia.checkpoint.checkpoints import Checkpoints, Source
 from persia.checkpoint.peers import find_servers
-from persia.checkpoint.storage import Location
 from persia.config import parse_embedding_config
 from persia.embedding.optim import Adagrad
 from persia.errors import CorruptionError, StorageError
 from persia.nn import EmbeddingBagCollection
+from persia.storage.location import Location
 
 pytestmark = [
     # Of libraries that only these tests use.

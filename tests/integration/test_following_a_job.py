@@ -23,14 +23,14 @@ import yaml
 from click.testing import CliRunner
 
 from persia import env
-from persia.checkpoint.packet_log import PacketLog
-from persia.checkpoint.position import Position
-from persia.checkpoint.storage import Location
 from persia.ctx import InferCtx, TrainCtx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD
 from persia.launcher import cli
+from persia.packets.log import PacketLog
+from persia.storage.location import Location
+from persia.storage.position import Position
 from persia.testing import LocalCluster
 from tests.packet_trainer import IDS, SLOTS, Model, PacketTrainer
 from tests.ports import free_port

@@ -15,13 +15,13 @@ import pytest
 import yaml
 
 from persia.checkpoint.checkpoints import Checkpoints
-from persia.checkpoint.packet import BaseKind
-from persia.checkpoint.packet_log import PacketLog
 from persia.checkpoint.peers import find_servers
 from persia.checkpoint.rows import RowReader
 from persia.config import parse_embedding_config
 from persia.embedding.optim import Adagrad
 from persia.nn import EmbeddingBagCollection
+from persia.packets.log import PacketLog
+from persia.packets.packet import BaseKind
 from tests.packet_follower import Follower
 
 JOBS = Path(__file__).parent / "jobs"

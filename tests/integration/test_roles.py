@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from persia import _native
+from persia.checkpoint.protocol import Request, Verb
 from persia.errors import DeadlineExceededError, UnavailableError
 from persia.messaging.discovery import Directory
 from persia.messaging.payloads import IdsReply, IdsRequest, ReplyStatus
@@ -261,6 +262,26 @@ def test_a_second_replica_at_an_index_is_refused(local_cluster, start_role):
     output, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1
     assert "embedding-parameter-server 0 is running already" in output
+
+
+@pytest.mark.parametrize("role", [EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER])
+def test_a_refused_replica_answers_no_request(local_cluster, start_role, role):
+    cluster = local_cluster(embedding_config=EMBEDDING_CONFIG)
+    (incumbent,) = Directory(cluster.session).wait_for(role, DEADLINE_S)
+    if role == EMBEDDING_WORKER:
+        subject = cluster.session.subjects.ids(0)
+        payload = IdsRequest(0, 1, id_features([1])).encode()
+    else:
+        subject = cluster.session.subjects.checkpoint(0)
+        payload = Request(verb=Verb.CHANGES, operation="changes").encode()
+    newcomer = start_role(role, "--port=0", env=cluster.env)
+    num_replies = []
+    while newcomer.poll() is None:  # several times in the 0.3 s for which it looks for a conflict
+        num_replies.append(len(cluster.session.request_many(subject, payload, 0.05)))
+    output, _ = newcomer.communicate(timeout=DEADLINE_S)
+    assert f"{role} 0 is running already" in output
+    assert max(num_replies) == 1
+    assert Directory(cluster.session).probe(role, 0, DEADLINE_S) == incumbent
 
 
 def test_a_port_in_use_is_named(local_cluster, start_role):

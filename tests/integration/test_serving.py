@@ -27,14 +27,14 @@ from click.testing import CliRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from persia import env
-from persia.checkpoint.manifest import MANIFEST_NAME, Manifest
-from persia.checkpoint.storage import Location
 from persia.ctx import TrainCtx
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD
 from persia.launcher import cli
 from persia.messaging.discovery import Directory
 from persia.messaging.subjects import EMBEDDING_WORKER
+from persia.storage.location import Location
+from persia.storage.manifest import MANIFEST_NAME, Manifest
 from persia.testing import LocalCluster
 from tests.ports import free_port
 

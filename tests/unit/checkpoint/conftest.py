@@ -17,13 +17,13 @@ from persia import _native
 from persia.checkpoint.checkpoints import Checkpoints
 from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.rows import RowReader
-from persia.checkpoint.schema import RowSchema
-from persia.checkpoint.server_changes import IncrementalSettings, ServerChanges
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.config import SlotConfig, SlotsConfig
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Adagrad, Adam, Optimizer
+from persia.packets.changes import IncrementalSettings, ServerChanges
+from persia.storage.schema import RowSchema
 
 SLOTS = SlotsConfig(slots_config={"user": SlotConfig(dim=4), "item": SlotConfig(dim=8)})
 CONFIG = EmbeddingConfig(emb_initialization=(-0.5, 0.5), seed=3)

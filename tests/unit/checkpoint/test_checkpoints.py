@@ -15,14 +15,10 @@ import numpy as np
 import pytest
 
 from persia.checkpoint.checkpoints import Checkpoints, Source
-from persia.checkpoint.manifest import FileEntry, Manifest, make_dump_id
 from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.protocol import Report, Request, State, Verb
-from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
-from persia.checkpoint.shard_file import write_shard_file
-from persia.checkpoint.storage import Location
 from persia.config import SlotConfig, SlotsConfig
 from persia.embedding.optim import SGD, Adagrad, Optimizer
 from persia.errors import (
@@ -36,6 +32,10 @@ from persia.errors import (
     StorageError,
     UnavailableError,
 )
+from persia.storage.location import Location
+from persia.storage.manifest import FileEntry, Manifest, make_dump_id
+from persia.storage.schema import RowSchema
+from persia.storage.shard_file import write_shard_file
 
 from .conftest import (
     CONFIG,

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia.checkpoint.document import decode_document, decode_pointer, encode_document, encode_pointer
-from persia.checkpoint.manifest import Manifest
-from persia.checkpoint.storage import Location
-from persia.checkpoint.versions import resolve, version_name
 from persia.errors import CorruptionError
+from persia.storage.checksummed_json import decode_document, decode_pointer, encode_document, encode_pointer
+from persia.storage.location import Location
+from persia.storage.manifest import Manifest
+from persia.storage.versions import resolve, version_name
 
 VALUES = {"step": 7, "files": [{"path": "a/b.emb", "num_bytes": 100}], "text": 'quoted " and\nlines'}
 DOCUMENT = encode_document("persia test", VALUES)

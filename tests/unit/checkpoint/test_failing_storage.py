@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia.checkpoint import storage
 from persia.checkpoint.checkpoints import Checkpoints, Source
-from persia.checkpoint.manifest import Manifest, utc_now
-from persia.checkpoint.storage import Location
 from persia.errors import StorageError
+from persia.storage import location as storage
+from persia.storage.location import Location
+from persia.storage.manifest import Manifest, utc_now
 
 from .conftest import checkpoints_of, make_bags, make_server, rows_of, train, unchanged, without_ages
 from .test_storage import through_arrow

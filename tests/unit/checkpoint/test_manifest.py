@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia.checkpoint.manifest import (
+from persia.config import SlotConfig, SlotsConfig
+from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError
+from persia.storage.location import Location
+from persia.storage.manifest import (
     DenseSection,
     EmbeddingSection,
     FileEntry,
@@ -21,10 +24,7 @@ from persia.checkpoint.manifest import (
     is_dump_id,
     make_dump_id,
 )
-from persia.checkpoint.schema import RowSchema
-from persia.checkpoint.storage import Location
-from persia.config import SlotConfig, SlotsConfig
-from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError
+from persia.storage.schema import RowSchema
 from persia.validation import to_json
 
 from .conftest import sealed

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia.checkpoint.manifest import FileEntry, ServerEntry, make_dump_id
-from persia.checkpoint.packet import Base, BaseKind, CheckpointReference, Packet
-from persia.checkpoint.packet_log import PacketLog
-from persia.checkpoint.position import Position, is_packet_folder, make_stream_id
-from persia.checkpoint.schema import RowSchema
 from persia.config import SlotConfig, SlotsConfig
 from persia.errors import CorruptionError, NotFoundError
+from persia.packets.log import PacketLog
+from persia.packets.packet import Base, BaseKind, CheckpointReference, Packet
+from persia.storage.manifest import FileEntry, ServerEntry, make_dump_id
+from persia.storage.position import Position, is_packet_folder, make_stream_id
+from persia.storage.schema import RowSchema
 
 from .conftest import sealed
 

@@ -17,19 +17,19 @@ import pytest
 
 from persia import _native
 from persia.checkpoint.checkpoints import Checkpoints, Source
-from persia.checkpoint.manifest import Manifest
-from persia.checkpoint.packet import BaseKind, Packet
-from persia.checkpoint.packet_log import PacketLog
-from persia.checkpoint.packet_writer import DENSE_FILE, PacketWriter
 from persia.checkpoint.peers import LocalPeer, Peer
-from persia.checkpoint.position import Position
 from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.checkpoint.rows import Span
-from persia.checkpoint.server_changes import IncrementalSettings
-from persia.checkpoint.shard_file import ShardFile
-from persia.checkpoint.versions import resolve
 from persia.embedding import EmbeddingConfig
 from persia.errors import UnavailableError
+from persia.packets.changes import IncrementalSettings
+from persia.packets.log import PacketLog
+from persia.packets.packet import BaseKind, Packet
+from persia.packets.writer import DENSE_FILE, PacketWriter
+from persia.storage.manifest import Manifest
+from persia.storage.position import Position
+from persia.storage.shard_file import ShardFile
+from persia.storage.versions import resolve
 from tests import packet_follower
 
 from .conftest import checkpoints_of, make_bags, rows_of, services, train, without_ages
@@ -534,7 +534,7 @@ def test_whatever_goes_wrong_in_a_pause_the_next_one_is_free(job: Job, tmp_path:
 def test_a_storage_that_hangs_does_not_keep_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("persia.checkpoint.packet_writer._CONNECT_S", 0.1)
+    monkeypatch.setattr("persia.packets.writer._CONNECT_S", 0.1)
     job = Job(f"memory://{tmp_path.parent.name}/hangs")
     job.train()
     wait_for(job, 2)

@@ -18,15 +18,15 @@ from fsspec.implementations.local import LocalFileSystem
 from persia.checkpoint import checkpoints, coordinator
 from persia.checkpoint.checkpoints import Source
 from persia.checkpoint.coordinator import DumpOperation
-from persia.checkpoint.manifest import MANIFEST_NAME, EmbeddingSection, Manifest, make_dump_id, utc_now
 from persia.checkpoint.peers import LocalPeer
-from persia.checkpoint.protocol import Report, Request, Verb
-from persia.checkpoint.server_pool import IN_PLACE_NAME, PoolCheckpoint
+from persia.checkpoint.protocol import IN_PLACE_NAME, Report, Request, Verb
 from persia.checkpoint.service import CheckpointService
-from persia.checkpoint.storage import Location
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Adagrad
 from persia.errors import FailedPreconditionError, InvalidArgumentError, StorageError, UnavailableError
+from persia.storage.location import Location
+from persia.storage.manifest import MANIFEST_NAME, EmbeddingSection, Manifest, make_dump_id, utc_now
+from persia.tiers.commit_record import PoolCheckpoint
 
 from .test_failing_storage import Faults
 from .test_pools import NUM_ROWS, PoolJob, open_pool, prepare, storage_at

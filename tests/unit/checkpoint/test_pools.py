@@ -18,20 +18,9 @@ import pytest
 from persia import _native, pmem
 from persia.checkpoint.checkpoints import Checkpoints, Source
 from persia.checkpoint.coordinator import DumpOperation
-from persia.checkpoint.manifest import (
-    MANIFEST_NAME,
-    EmbeddingSection,
-    Manifest,
-    ServerEntry,
-    make_dump_id,
-    utc_now,
-)
 from persia.checkpoint.peers import LocalPeer
-from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.server_job import ServerShare
-from persia.checkpoint.server_pool import PoolCheckpoint, ServerPool
 from persia.checkpoint.service import CheckpointService
-from persia.checkpoint.storage import Location
 from persia.config import SlotConfig, SlotsConfig, StorageConfig
 from persia.embedding.optim import Adagrad
 from persia.errors import (
@@ -42,6 +31,18 @@ from persia.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from persia.storage.location import Location
+from persia.storage.manifest import (
+    MANIFEST_NAME,
+    EmbeddingSection,
+    Manifest,
+    ServerEntry,
+    make_dump_id,
+    utc_now,
+)
+from persia.storage.schema import RowSchema
+from persia.tiers.commit_record import PoolCheckpoint
+from persia.tiers.server_tier import ServerPool
 
 from .conftest import CONFIG, SLOTS, checkpoints_of, edit_manifest, make_server, rows_of, without_ages
 

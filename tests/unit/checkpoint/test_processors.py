@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from persia.checkpoint.manifest import make_dump_id
-from persia.checkpoint.processors import dump_percent, max_processors
+from persia.checkpoint.dump_throttle import dump_percent, max_processors
 from persia.checkpoint.server_job import DumpJob, ServerShare
 from persia.config import CheckpointingConfig, parse_global_config
 from persia.embedding.optim import Adagrad
 from persia.errors import InvalidArgumentError
 from persia.nn import EmbeddingBagCollection
+from persia.storage.manifest import make_dump_id
 
 from .conftest import make_bags, train
 
@@ -39,7 +39,7 @@ def test_a_dump_takes_its_percentage_of_the_processors_there_are(
     file = tmp_path / "cpu.max"
     if limit is not None:
         file.write_text(limit)
-    monkeypatch.setattr("persia.checkpoint.processors._CGROUPS", tmp_path)
+    monkeypatch.setattr("persia.checkpoint.dump_throttle._CGROUPS", tmp_path)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     assert max_processors(percent) == pytest.approx(expected)
 
@@ -51,7 +51,7 @@ def test_the_limit_of_a_container_of_version_1(
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu/cpu.cfs_quota_us").write_text(f"{quota}\n")
     (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    monkeypatch.setattr("persia.checkpoint.processors._CGROUPS", tmp_path)
+    monkeypatch.setattr("persia.checkpoint.dump_throttle._CGROUPS", tmp_path)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     assert max_processors(50) == pytest.approx(expected)
 

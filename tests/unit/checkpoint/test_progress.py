@@ -13,11 +13,11 @@ import pytest
 from persia.checkpoint import progress as progress_module
 from persia.checkpoint.checkpoints import Checkpoints, Source
 from persia.checkpoint.coordinator import DumpOperation, LoadOperation, Progress
-from persia.checkpoint.manifest import is_dump_id, make_dump_id
 from persia.checkpoint.peers import LocalPeer, Peer
 from persia.checkpoint.progress import ShownProgress, megabytes
 from persia.checkpoint.protocol import Report, Request, State, Verb
-from persia.checkpoint.storage import Location
+from persia.storage.location import Location
+from persia.storage.manifest import is_dump_id, make_dump_id
 
 from .conftest import make_bags, services, train
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from persia.checkpoint.schema import RowSchema, SchemaChanges
 from persia.config import SlotsConfig, parse_embedding_config
 from persia.errors import CorruptionError, FailedPreconditionError
+from persia.storage.schema import RowSchema, SchemaChanges
 from persia.validation import read_document, to_json
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from persia.checkpoint.storage import Location
 from persia.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, StorageError
+from persia.storage.location import Location
 
 
 def through_arrow(path: Path) -> Location:
@@ -131,7 +131,7 @@ def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
     # A limit of the file size is what a full disk looks like to a process; it holds for that process alone.
     program = f"""
 import resource, signal
-from persia.checkpoint.storage import Location
+from persia.storage.location import Location
 from persia.errors import StorageError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from persia.checkpoint.manifest import Manifest
-from persia.checkpoint.storage import Location
-from persia.checkpoint.versions import keep_newest, resolve, set_latest, version_name
 from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError
+from persia.storage.location import Location
+from persia.storage.manifest import Manifest
+from persia.storage.versions import keep_newest, resolve, set_latest, version_name
 
 
 def make(root: Path, step: int) -> str:

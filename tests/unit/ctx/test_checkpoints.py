@@ -14,7 +14,6 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import distributed as dist
 
-from persia.checkpoint import dense, storage
 from persia.checkpoint.checkpoints import Source
 from persia.checkpoint.rows import RowReader
 from persia.ctx import TrainCtx, eval_ctx
@@ -28,6 +27,8 @@ from persia.errors import (
     NotFoundError,
     StorageError,
 )
+from persia.storage import dense
+from persia.storage import location as storage
 
 MakeCtx = Callable[..., TrainCtx]
 

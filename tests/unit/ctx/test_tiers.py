@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from persia import pmem
-from persia.checkpoint.server_pool import ServerPool
 from persia.config import StorageConfig
 from persia.ctx import DataCtx, TrainCtx
 from persia.data import DataLoader, StreamingDataset
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import Adagrad
 from persia.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from persia.tiers.server_tier import ServerPool
 
 from .conftest import Model
 

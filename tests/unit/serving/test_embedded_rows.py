@@ -9,13 +9,13 @@ import numpy as np
 from persia._native import EmbeddedClient, TrainConfig
 from persia.checkpoint.checkpoints import Checkpoints, Source
 from persia.checkpoint.peers import LocalPeer
-from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.config import SlotsConfig, parse_embedding_config
 from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch
 from persia.embedding.signs import slot_signs
 from persia.serving.embeddings import EmbeddedRows
+from persia.storage.schema import RowSchema
 
 NUM_IDS = 2000
 

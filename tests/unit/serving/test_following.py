@@ -15,19 +15,19 @@ import torch
 
 from persia._native import ParameterServer
 from persia.checkpoint.checkpoints import Checkpoints
-from persia.checkpoint.dense import state_bytes
-from persia.checkpoint.follower import Follower, FollowOptions
-from persia.checkpoint.packet import BaseKind
-from persia.checkpoint.packet_log import PacketLog
-from persia.checkpoint.position import Position
-from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.server_job import ServerShare
-from persia.checkpoint.storage import Location
 from persia.embedding.data import IDTypeFeatureWithSingleID, NonIDTypeFeature, PersiaBatch
 from persia.errors import NotFoundError
 from persia.logger import get_default_logger
+from persia.packets.follower import Follower, FollowOptions
+from persia.packets.log import PacketLog
+from persia.packets.packet import BaseKind
 from persia.roles.following import RowCopies
 from persia.serving.versions import ModelSettings, ServedModel
+from persia.storage.dense import state_bytes
+from persia.storage.location import Location
+from persia.storage.position import Position
+from persia.storage.schema import RowSchema
 from tests.packet_trainer import IDS, PacketTrainer
 
 WAIT_S = 60.0

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.checkpoint.manifest import FileEntry
-from persia.checkpoint.packet import BaseKind, Packet
 from persia.checkpoint.server_job import RowStore, ServerShare
-from persia.checkpoint.shard_file import ShardFile
-from persia.checkpoint.storage import Location
 from persia.errors import FailedPreconditionError, InternalError
+from persia.packets.packet import BaseKind, Packet
+from persia.storage.location import Location
+from persia.storage.manifest import FileEntry
+from persia.storage.shard_file import ShardFile
 
 if TYPE_CHECKING:
     from persia._native import CheckpointLoader, TrainConfig

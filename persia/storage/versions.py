@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 
-from persia.checkpoint.document import decode_pointer, encode_pointer
-from persia.checkpoint.manifest import MANIFEST_NAME
-from persia.checkpoint.storage import Location
 from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError
 from persia.logger import get_default_logger
+from persia.storage.checksummed_json import decode_pointer, encode_pointer
+from persia.storage.location import Location
+from persia.storage.manifest import MANIFEST_NAME
 
 __all__ = [
     "LATEST_NAME",

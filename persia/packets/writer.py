@@ -13,23 +13,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from persia.checkpoint.checkpoints import Checkpoints
-from persia.checkpoint.manifest import EmbeddingSection
-from persia.checkpoint.packet import Base, BaseKind, CheckpointReference, Packet
-from persia.checkpoint.packet_log import PacketLog
-from persia.checkpoint.packet_operation import (
+from persia.checkpoint.peers import Peer
+from persia.embedding.deadline import Deadline
+from persia.errors import DeadlineExceededError, FailedPreconditionError, PersiaError
+from persia.logger import get_default_logger
+from persia.packets.changes import IncrementalSettings
+from persia.packets.log import PacketLog
+from persia.packets.operation import (
     ChangeStatus,
     DenseState,
     PacketOperation,
     ask_changes,
     begin_stream,
 )
-from persia.checkpoint.peers import Peer
-from persia.checkpoint.position import Position, make_stream_id
-from persia.checkpoint.server_changes import IncrementalSettings
-from persia.checkpoint.storage import Location
-from persia.embedding.deadline import Deadline
-from persia.errors import DeadlineExceededError, FailedPreconditionError, PersiaError
-from persia.logger import get_default_logger
+from persia.packets.packet import Base, BaseKind, CheckpointReference, Packet
+from persia.storage.location import Location
+from persia.storage.manifest import EmbeddingSection
+from persia.storage.position import Position, make_stream_id
 
 __all__ = ["DENSE_FILE", "PacketCounts", "PacketWriter"]
 

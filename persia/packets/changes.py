@@ -15,11 +15,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, StrictBool
 
-from persia.checkpoint.manifest import FileEntry
-from persia.checkpoint.position import is_packet_folder
+from persia.checkpoint.protocol import Request
 from persia.checkpoint.server_job import RowStore, ServerShare, TwoPhaseJob
-from persia.checkpoint.shard_file import write_shard_file
-from persia.checkpoint.storage import Location
 from persia.config import GlobalConfig
 from persia.errors import (
     FailedPreconditionError,
@@ -27,6 +24,10 @@ from persia.errors import (
     ResourceExhaustedError,
 )
 from persia.logger import get_default_logger
+from persia.storage.location import Location
+from persia.storage.manifest import FileEntry
+from persia.storage.position import is_packet_folder
+from persia.storage.shard_file import write_shard_file
 from persia.validation import Count, read_document, to_json
 
 __all__ = ["ChangesJob", "IncrementalSettings", "ServerChanges"]
@@ -139,6 +140,10 @@ class ServerChanges:
                 self._lose()
                 raise FailedPreconditionError(str(failure)) from failure
 
+    def make_job(self, request: Request, share: ServerShare, lease_s: float) -> ChangesJob:
+        """The job that writes the changes as they are now."""
+        return ChangesJob(request.operation, share, lease_s, request.arguments, self)
+
     def _track(self) -> None:
         assert self._settings is not None, "asked for by callers"
         # Twice: training goes on while a packet or a whole checkpoint is written.
@@ -156,6 +161,7 @@ class ChangesJob(TwoPhaseJob):
     """Writes the changes of a server, as they are when it is created; once applied, they are forgotten."""
 
     _kind = "packet"
+    is_packet = True
 
     def __init__(
         self,

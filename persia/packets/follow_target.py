@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from persia.checkpoint.checkpoints import Source
-from persia.checkpoint.document import decode_pointer
-from persia.checkpoint.manifest import Manifest
-from persia.checkpoint.packet import BaseKind
-from persia.checkpoint.packet_log import PacketLog
-from persia.checkpoint.position import Position
-from persia.checkpoint.storage import Location
-from persia.checkpoint.versions import checkpoints_at
 from persia.errors import CorruptionError, NotFoundError
+from persia.packets.log import PacketLog
+from persia.packets.packet import BaseKind
+from persia.storage.checksummed_json import decode_pointer
+from persia.storage.location import Location
+from persia.storage.manifest import Manifest
+from persia.storage.position import Position
+from persia.storage.versions import checkpoints_at
 
 __all__ = ["PIN_NAME", "Beginning", "Goal", "find_beginnings", "read_goal"]
 

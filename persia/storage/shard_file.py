@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.checkpoint.manifest import FileEntry
-from persia.checkpoint.storage import Location
 from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError
+from persia.storage.location import Location
+from persia.storage.manifest import FileEntry
 
 if TYPE_CHECKING:
     from persia._native import SnapshotPart

@@ -12,44 +12,42 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Mapping
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pydantic import AfterValidator, StrictBool
+from pydantic import StrictBool
 
-from persia._version import __version__
-from persia.checkpoint.document import decode_document, encode_document
-from persia.checkpoint.manifest import Manifest
-from persia.checkpoint.schema import RowSchema
-from persia.checkpoint.storage import Location
-from persia.checkpoint.versions import is_latest
+from persia.checkpoint.protocol import IN_PLACE_NAME, Request, Verb
+from persia.checkpoint.server_job import ServerJob, ServerShare, TwoPhaseJob
 from persia.config import StorageConfig
 from persia.errors import (
     CorruptionError,
     FailedPreconditionError,
+    InvalidArgumentError,
     NotFoundError,
     PersiaError,
     StorageError,
     UnavailableError,
 )
 from persia.logger import get_default_logger
-from persia.validation import Count, complaint, read_document, to_json
+from persia.storage.location import Location
+from persia.storage.manifest import is_dump_id
+from persia.storage.schema import RowSchema
+from persia.tiers.commit_record import PoolCheckpoint, TierState
+from persia.validation import Count, read_document, to_json
 
 if TYPE_CHECKING:
     from persia._native import TierOptions
 
-__all__ = ["IN_PLACE_NAME", "PoolCheckpoint", "ServerPool", "TierStore"]
-
-# In a dump's folder, from its beginning on. Servers see by it that their directory is the coordinator's, and
-# the file that makes the dump count is made of it: who removes it keeps the dump from counting.
-IN_PLACE_NAME = "in_place"
+__all__ = ["ServerPool", "TierStore"]
 
 _STATE_NAME = "server.json"
-_FORMAT = "pool of a persia server"
 _MAX_STATE_BYTES = 16 << 20
-_PREPARED_KEYS = ("batch", "num_rows", "pool_id", "sequence")
+_WHAT = "checkpoint request"
+_FIRST_LOOK_S = 0.005
+_LONGEST_LOOK_S = 0.25
 
 
 class TierStore(Protocol):
@@ -64,80 +62,6 @@ class TierStore(Protocol):
     def commit_checkpoint(self, number: int) -> None: ...
 
     def drop_checkpoint(self, number: int) -> None: ...
-
-
-def _check_prepared(prepared: Mapping[str, int]) -> Mapping[str, int]:
-    if missing := [key for key in _PREPARED_KEYS if key not in prepared]:
-        raise complaint(f"must have {', '.join(missing)}")
-    return prepared
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolCheckpoint:
-    """A checkpoint of the job, in this server's pool."""
-
-    operation: str  # the dump that made it; the manifest's name for the rows
-    directory: str  # of the manifest
-    step: Count | None = None  # of the training loop
-    prepared: Annotated[
-        Mapping[str, Count], AfterValidator(_check_prepared)
-    ]  # of the pool: its number ("batch"), its rows
-    needs_latest: StrictBool = False  # its manifest counts once `latest`, beside its directory, names that
-
-    @property
-    def number(self) -> int:
-        return self.prepared["batch"]
-
-    @property
-    def num_rows(self) -> int:
-        return self.prepared["num_rows"]
-
-    def decide(self) -> bool:
-        """Whether it counts. If not, it never will: without the file that the last step is made of, its
-        coordinator cannot take that any more. StorageError: what tells cannot be read, or that file not be
-        removed.
-        """
-        if self._is_named():
-            return True
-        (Location.of(self.directory) / self.operation / IN_PLACE_NAME).remove()
-        return self._is_named()  # by a coordinator that was faster
-
-    def _is_named(self) -> bool:
-        """By its manifest, and that by `latest` where it has to be."""
-        place = Location.of(self.directory)
-        try:
-            section = Manifest.read(place)[0].embeddings
-        except NotFoundError as failure:
-            if place.is_local and not os.path.isdir(place.path):
-                raise StorageError(
-                    f"{place} is no directory of this machine, and says whether {self.operation} counts: "
-                    "mount it; an empty directory of that name says that it does not"
-                ) from failure
-            return False
-        except CorruptionError:
-            return False  # nobody can load it
-        if section is None or not section.in_place or section.dump_id != self.operation:
-            return False
-        return is_latest(place) or not self.needs_latest
-
-
-@dataclass(frozen=True, kw_only=True)
-class _State:
-    """What stands in the file beside the pool."""
-
-    index: Count
-    replicas: Count
-    schema: RowSchema | None = None  # None: the server was never started with an embedding config
-    committed: PoolCheckpoint | None = None
-    prepared: PoolCheckpoint | None = None  # of which this server does not know whether it counts
-    created_by: str = f"persia {__version__}"
-
-    def encode(self) -> bytes:
-        return encode_document(_FORMAT, to_json(self))
-
-    @classmethod
-    def decode(cls, content: bytes, what: str) -> _State:
-        return read_document(cls, decode_document(content, what, form=_FORMAT), what)
 
 
 class ServerPool:
@@ -164,7 +88,7 @@ class ServerPool:
         self._lock = _locked(self.folder)
         try:
             self._file = Location.of(self.folder / _STATE_NAME)
-            self._state = self._read(_State(index=index, replicas=replicas, schema=schema))
+            self._state = self._read(TierState(index=index, replicas=replicas, schema=schema))
             self._settle_closed()
             self._write(self._state)
         except BaseException:
@@ -227,6 +151,11 @@ class ServerPool:
             "checkpoint": None if checkpoint is None else checkpoint.operation,
         }
 
+    def make_job(self, request: Request, share: ServerShare, lease_s: float) -> ServerJob:
+        """A dump or a load whose rows stay in the tier."""
+        kind = PoolDumpJob if request.verb is Verb.DUMP else PoolLoadJob
+        return kind(request.operation, share, lease_s, request.arguments, self)
+
     def checkpoint(self) -> PoolCheckpoint | None:
         """The one that the rows go back to when the server is started again."""
         committed = self.stats()["committed"]
@@ -271,7 +200,7 @@ class ServerPool:
             os.close(self._lock)
             self._lock = -1
 
-    def _read(self, wanted: _State) -> _State:
+    def _read(self, wanted: TierState) -> TierState:
         try:
             content = self._file.read(max_bytes=_MAX_STATE_BYTES)
         except NotFoundError:
@@ -282,7 +211,7 @@ class ServerPool:
                 ) from None
             return wanted
         try:
-            found = _State.decode(content, str(self._file))
+            found = TierState.decode(content, str(self._file))
         except CorruptionError as failure:
             raise CorruptionError(
                 f"{failure}; if it is damaged, remove the folder {self.folder}, and load a checkpoint from "
@@ -326,7 +255,7 @@ class ServerPool:
         last = prepared if committed else self._state.committed
         self._state = replace(self._state, committed=last, prepared=None)
 
-    def _write(self, state: _State) -> None:
+    def _write(self, state: TierState) -> None:
         self._file.replace(state.encode())
         self._state = state
 
@@ -369,3 +298,171 @@ def _size_of(folder: Path) -> int:
 
     size: int = inspect_pool(str(folder))["size_bytes"]
     return size
+
+
+@dataclass(frozen=True)
+class _Dump:
+    """Arguments of a dump."""
+
+    directory: str  # URL of the manifest
+    step: Count | None = None  # of the training loop
+    needs_latest: StrictBool = False
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Arguments of a load."""
+
+    in_place: str  # the dump that made the checkpoint
+
+
+class PoolDumpJob(TwoPhaseJob):
+    """Notes a checkpoint of a server's pool, and commits it once the job's manifest names it."""
+
+    _kind = "dump"
+
+    def __init__(
+        self,
+        operation: str,
+        share: ServerShare,
+        lease_s: float,
+        arguments: dict[str, Any],
+        pool: ServerPool,
+    ) -> None:
+        """`arguments`: those of `_Dump`. Small rows stay: to look for them all rows would be read, while the
+        job waits for its answer.
+        """
+        super().__init__(operation, share, lease_s)
+        if not is_dump_id(operation):
+            raise InvalidArgumentError(f"{_WHAT}: {operation!r:.80} is not the name of a dump")
+        self._pool = pool
+        self._dump = read_document(_Dump, arguments, _WHAT)
+        self._directory = Location.of(self._dump.directory)
+        self._pool.settle()
+        self._num_rows = 0
+        self._number = self._pool.store.request_checkpoint()
+
+    def _work(self) -> None:
+        self._require_directory()
+        checkpoint = PoolCheckpoint(
+            operation=self.operation,
+            directory=str(self._directory),
+            step=self._dump.step,
+            prepared=self._await_prepared(),
+            needs_latest=self._dump.needs_latest,
+        )
+        self._num_rows = checkpoint.num_rows
+        self._pool.prepare(checkpoint)
+        self._await_apply()
+        self._pool.finish(commit=True)
+
+    def _require_directory(self) -> None:
+        marker = self._directory / self.operation / IN_PLACE_NAME
+        if not marker.exists():
+            raise StorageError(
+                f"{marker} was written, and this server cannot see it: the directory of a checkpoint in "
+                f"place, {self._directory}, has to be one that all servers read, on a shared file system or "
+                "in a storage service"
+            )
+        # To give the checkpoint up, this server removes the marker.
+        probe = self._directory / self.operation / f"server-{self._share.index}"
+        try:
+            with probe.create():
+                pass
+            probe.remove()
+        except StorageError as failure:
+            raise StorageError(
+                f"{failure}: servers with pools must be able to write and to remove files in the directory "
+                f"of a checkpoint in place, {self._directory}: give the server's user that right, if it is "
+                "this that fails"
+            ) from failure
+
+    def _await_prepared(self) -> dict[str, int]:
+        """Until all rows of the checkpoint are in the pool; raises what keeps them out."""
+        pause_s, written = _FIRST_LOOK_S, self._pool.stats()["num_written"]
+        while True:
+            self._check_alive()
+            prepared = self._pool.store.prepared_checkpoint(self._number)
+            if prepared is not None:
+                return prepared
+            now = self._pool.stats()["num_written"]
+            self._count_rows(now - written)
+            self._count_bytes(now - written)  # rows do for bytes: the coordinator sees that something moves
+            written = now
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+
+    def _clean_up(self) -> None:
+        if self._is_closing:
+            return  # the manifest may name it any moment: what was prepared waits for the next start
+        try:
+            self._pool.settle()  # what was prepared may count all the same: its coordinator may be gone
+        except PersiaError as failure:
+            get_default_logger().warning("%s stays undecided: %s", self.operation, failure)
+            return
+        with contextlib.suppress(FailedPreconditionError):  # it was settled, or cleared with all rows
+            self._pool.store.drop_checkpoint(self._number)
+
+    def _release(self) -> None:
+        """The store was never held."""
+
+    def _total_rows(self) -> int:
+        return self._num_rows
+
+    def _result(self) -> dict[str, Any]:
+        schema = self._share.schema
+        return {
+            "step": self._number,
+            "num_rows": self._num_rows,
+            "schema": None if schema is None else to_json(schema),
+        }
+
+
+class PoolLoadJob(TwoPhaseJob):
+    """Checks that the rows of a server are those of a checkpoint in its pool. Then nothing is moved."""
+
+    _kind = "load"
+
+    def __init__(
+        self,
+        operation: str,
+        share: ServerShare,
+        lease_s: float,
+        arguments: dict[str, Any],
+        pool: ServerPool,
+    ) -> None:
+        """`arguments`: those of `_Load`."""
+        super().__init__(operation, share, lease_s)
+        self._pool = pool
+        self._wanted = read_document(_Load, arguments, _WHAT).in_place
+        self._num_rows = 0
+
+    def _work(self) -> None:
+        self._pool.settle()
+        checkpoint, stats = self._pool.checkpoint(), self._pool.stats()
+        if checkpoint is None or checkpoint.operation != self._wanted:
+            has = "none" if checkpoint is None else f"{_described(checkpoint)}"
+            raise FailedPreconditionError(
+                f"the pool {self._pool.folder} goes back to another checkpoint than {self._wanted}: it has "
+                f"{has}; load the newest one, or one that was dumped to files"
+            )
+        if stats["batch"] != stats["committed"] + 1:
+            raise FailedPreconditionError(
+                f"this server has trained on since {self._wanted} (step {checkpoint.step}), to which only a "
+                "start takes its rows back: start all parameter servers again, then load"
+            )
+        self._num_rows = checkpoint.num_rows
+        self._await_apply()
+
+    def _clean_up(self) -> None:
+        """Nothing was changed."""
+
+    def _release(self) -> None:
+        """The store was never held."""
+
+    def _total_rows(self) -> int:
+        return self._num_rows
+
+
+def _described(checkpoint: PoolCheckpoint) -> str:
+    return f"{checkpoint.operation} (step {checkpoint.step}) of {checkpoint.directory}"

@@ -15,11 +15,11 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, StrictBool, model_validator
 
 from persia._version import __version__
-from persia.checkpoint.document import decode_document, encode_document
-from persia.checkpoint.manifest import NUM_VIRTUAL_SHARDS, FileEntry, ServerEntry, is_dump_id, is_file_name
-from persia.checkpoint.position import Position, is_packet_folder
-from persia.checkpoint.schema import RowSchema
 from persia.errors import CorruptionError
+from persia.storage.checksummed_json import decode_document, encode_document
+from persia.storage.manifest import NUM_VIRTUAL_SHARDS, FileEntry, ServerEntry, is_dump_id, is_file_name
+from persia.storage.position import Position, is_packet_folder
+from persia.storage.schema import RowSchema
 from persia.validation import Count, Hex, Number, complaint, read_document, to_json
 
 __all__ = ["Base", "BaseKind", "CheckpointReference", "Packet", "PacketRows"]

@@ -18,11 +18,11 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, StrictBool, computed_field, model_validator
 
 from persia._version import __version__
-from persia.checkpoint.document import decode_document, encode_document
-from persia.checkpoint.position import Position, is_packet_folder
-from persia.checkpoint.schema import RowSchema
-from persia.checkpoint.storage import Location
 from persia.errors import CorruptionError, FailedPreconditionError, InvalidArgumentError, NotFoundError
+from persia.storage.checksummed_json import decode_document, encode_document
+from persia.storage.location import Location
+from persia.storage.position import Position, is_packet_folder
+from persia.storage.schema import RowSchema
 from persia.validation import Count, Hex, complaint, read_document, to_json
 
 __all__ = [

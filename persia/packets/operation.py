@@ -11,15 +11,15 @@ from typing import Any
 from pydantic import StrictBool
 
 from persia.checkpoint.coordinator import Operation, agreed, check_visible
-from persia.checkpoint.manifest import FileEntry
-from persia.checkpoint.packet import CheckpointReference, Packet, PacketRows
-from persia.checkpoint.packet_log import PacketLog
 from persia.checkpoint.peers import Peer
-from persia.checkpoint.position import Position
 from persia.checkpoint.protocol import Report, State, Verb
-from persia.checkpoint.server_changes import IncrementalSettings
 from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
 from persia.logger import get_default_logger
+from persia.packets.changes import IncrementalSettings
+from persia.packets.log import PacketLog
+from persia.packets.packet import CheckpointReference, Packet, PacketRows
+from persia.storage.manifest import FileEntry
+from persia.storage.position import Position
 from persia.validation import Count, read_document
 
 __all__ = ["ChangeStatus", "DenseState", "PacketOperation", "ask_changes", "begin_stream"]

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from persia.checkpoint.document import decode_pointer, encode_pointer
-from persia.checkpoint.packet import Packet
-from persia.checkpoint.position import Position
-from persia.checkpoint.storage import Location
 from persia.errors import CorruptionError, NotFoundError, StorageError
 from persia.logger import get_default_logger
+from persia.packets.packet import Packet
+from persia.storage.checksummed_json import decode_pointer, encode_pointer
+from persia.storage.location import Location
+from persia.storage.position import Position
 
 __all__ = ["PacketLog"]
 

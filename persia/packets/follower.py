@@ -16,11 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from persia.checkpoint.checkpoints import Source
-from persia.checkpoint.goal import PIN_NAME, Beginning, Goal, find_beginnings, read_goal
-from persia.checkpoint.packet import BaseKind, Packet
-from persia.checkpoint.packet_log import PacketLog
-from persia.checkpoint.position import Position
-from persia.checkpoint.storage import Location
 from persia.errors import (
     CorruptionError,
     FailedPreconditionError,
@@ -31,6 +26,11 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.logger import get_default_logger
+from persia.packets.follow_target import PIN_NAME, Beginning, Goal, find_beginnings, read_goal
+from persia.packets.log import PacketLog
+from persia.packets.packet import BaseKind, Packet
+from persia.storage.location import Location
+from persia.storage.position import Position
 
 __all__ = ["Copies", "Copy", "FollowOptions", "FollowStatus", "Follower"]
 

@@ -1,0 +1,11 @@
+"""Incremental updates: packets of changed rows, from the servers that train to those that serve.
+
+packet         the manifest of a packet
+log            a directory of packets
+changes        the changes of one server, and the job that writes them
+operation      one packet over all servers
+writer         writes packets while a job trains
+rows           applies packets to a store
+follow_target  the packet that followers should be at, and what they can start from
+follower       keeps a copy of the rows at that packet
+"""

@@ -1,0 +1,98 @@
+"""Which checkpoint of the job a server's tier holds: what is known of it, and whether it counts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator, StrictBool
+
+from persia._version import __version__
+from persia.checkpoint.protocol import IN_PLACE_NAME
+from persia.errors import CorruptionError, NotFoundError, StorageError
+from persia.storage.checksummed_json import decode_document, encode_document
+from persia.storage.location import Location
+from persia.storage.manifest import Manifest
+from persia.storage.schema import RowSchema
+from persia.storage.versions import is_latest
+from persia.validation import Count, complaint, read_document, to_json
+
+__all__ = ["PoolCheckpoint", "TierState"]
+
+_FORMAT = "pool of a persia server"
+_PREPARED_KEYS = ("batch", "num_rows", "pool_id", "sequence")
+
+
+def _check_prepared(prepared: Mapping[str, int]) -> Mapping[str, int]:
+    if missing := [key for key in _PREPARED_KEYS if key not in prepared]:
+        raise complaint(f"must have {', '.join(missing)}")
+    return prepared
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolCheckpoint:
+    """A checkpoint of the job, in this server's pool."""
+
+    operation: str  # the dump that made it; the manifest's name for the rows
+    directory: str  # of the manifest
+    step: Count | None = None  # of the training loop
+    # Of the pool: its number ("batch"), its rows.
+    prepared: Annotated[Mapping[str, Count], AfterValidator(_check_prepared)]
+    needs_latest: StrictBool = False  # its manifest counts once `latest`, beside its directory, names that
+
+    @property
+    def number(self) -> int:
+        return self.prepared["batch"]
+
+    @property
+    def num_rows(self) -> int:
+        return self.prepared["num_rows"]
+
+    def decide(self) -> bool:
+        """Whether it counts. If not, it never will: without the file that the last step is made of, its
+        coordinator cannot take that any more. StorageError: what tells cannot be read, or that file not be
+        removed.
+        """
+        if self._is_named():
+            return True
+        (Location.of(self.directory) / self.operation / IN_PLACE_NAME).remove()
+        return self._is_named()  # by a coordinator that was faster
+
+    def _is_named(self) -> bool:
+        """By its manifest, and that by `latest` where it has to be."""
+        place = Location.of(self.directory)
+        try:
+            section = Manifest.read(place)[0].embeddings
+        except NotFoundError as failure:
+            if place.is_local and not os.path.isdir(place.path):
+                raise StorageError(
+                    f"{place} is no directory of this machine, and says whether {self.operation} counts: "
+                    "mount it; an empty directory of that name says that it does not"
+                ) from failure
+            return False
+        except CorruptionError:
+            return False  # nobody can load it
+        if section is None or not section.in_place or section.dump_id != self.operation:
+            return False
+        return is_latest(place) or not self.needs_latest
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierState:
+    """What stands in the file beside the pool."""
+
+    index: Count
+    replicas: Count
+    schema: RowSchema | None = None  # None: the server was never started with an embedding config
+    committed: PoolCheckpoint | None = None
+    prepared: PoolCheckpoint | None = None  # of which this server does not know whether it counts
+    created_by: str = f"persia {__version__}"
+
+    def encode(self) -> bytes:
+        return encode_document(_FORMAT, to_json(self))
+
+    @classmethod
+    def decode(cls, content: bytes, what: str) -> TierState:
+        return read_document(cls, decode_document(content, what, form=_FORMAT), what)
