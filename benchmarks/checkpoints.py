@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument(
         "--dump-percent",
         type=whole(1, 100),
-        default=CheckpointingConfig.dump_percent,
+        default=CheckpointingConfig().dump_percent,
         help="common_config.checkpointing_config.dump_percent of the servers",
     )
     parser.add_argument("--directory", type=folder, default=None, help="on the disk to measure")

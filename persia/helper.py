@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -26,17 +25,11 @@ from typing import Any
 import cloudpickle
 
 from persia import env
-from persia.config import (
-    load_embedding_config,
-    load_global_config,
-    parse_embedding_config,
-    parse_global_config,
-)
 from persia.errors import ConfigError, DeadlineExceededError, InvalidArgumentError, UnavailableError
-from persia.launcher import run_function
+from persia.launcher.local_cluster import LocalCluster
 from persia.launcher.supervisor import ManagedProcess
 from persia.logger import get_default_logger
-from persia.testing import LocalCluster
+from persia.messaging.subjects import DATA_LOADER, NN_WORKER
 
 __all__ = ["PersiaServiceCtx", "ensure_persia_service"]
 
@@ -96,32 +89,29 @@ class PersiaServiceCtx:
         *,
         start_deadline_s: float = 60.0,
     ) -> None:
-        counts = {
-            "data_loader_replica_num": data_loader_replica_num,
-            "nproc_per_node": nproc_per_node,
-            "embedding_worker_replica_num": embedding_worker_replica_num,
-            "embedding_parameter_replica_num": embedding_parameter_replica_num,
-        }
-        is_embedded = embedding_worker_replica_num == 0 and embedding_parameter_replica_num == 0
-        for name, value in counts.items():
-            least = 0 if is_embedded and name.startswith("embedding_") else 1
-            if not isinstance(value, int) or value < least:
-                raise InvalidArgumentError(f"{name} is {value!r}: it must be an integer of at least {least}")
+        is_embedded = embedding_worker_replica_num == embedding_parameter_replica_num == 0
+        least_servers = 0 if is_embedded else 1
+        for name, number, least in (
+            ("data_loader_replica_num", data_loader_replica_num, 1),
+            ("nproc_per_node", nproc_per_node, 1),
+            ("embedding_worker_replica_num", embedding_worker_replica_num, least_servers),
+            ("embedding_parameter_replica_num", embedding_parameter_replica_num, least_servers),
+        ):
+            if not isinstance(number, int) or number < least:
+                raise InvalidArgumentError(f"{name} is {number!r}: it must be an integer of at least {least}")
         if is_embedded and nproc_per_node > 1:
             raise InvalidArgumentError(
                 f"nproc_per_node is {nproc_per_node}: without servers each would train embeddings of its own"
             )
-        slots = _one_config("embedding_config", embedding_config, embedding_config_path, None)
-        settings = _one_config("global_config", global_config, global_config_path, _DEFAULT_GLOBAL_CONFIG)
-        parse_embedding_config(slots) if isinstance(slots, Mapping) else load_embedding_config(slots)
-        parse_global_config(settings) if isinstance(settings, Mapping) else load_global_config(settings)
         self._functions = {"data_loader_func": data_loader_func, "nn_worker_func": nn_worker_func}
         self._num_loaders, self._num_ranks = data_loader_replica_num, nproc_per_node
         # Functions are pickled by the names of their modules, which the children must find.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._cluster = LocalCluster(
-            embedding_config=slots,
-            global_config=settings,
+            embedding_config=_one_config("embedding_config", embedding_config, embedding_config_path),
+            global_config=_one_config(
+                "global_config", global_config, global_config_path, _DEFAULT_GLOBAL_CONFIG
+            ),
             parameter_servers=embedding_parameter_replica_num,
             embedding_workers=embedding_worker_replica_num,
             env={"PYTHONPATH": path, "PERSIA_EMBEDDED": "1" if is_embedded else "0"},
@@ -140,7 +130,10 @@ class PersiaServiceCtx:
             stack.enter_context(self._cluster)
             stack.enter_context(_environment({name: self._cluster.env.get(name) for name in _VARIABLES}))
             self._start_functions(folder)
-            self._watch(stack)
+            in_main = threading.current_thread() is threading.main_thread()
+            watch = threading.Thread(target=self._watch, args=(in_main,), name="persia-service", daemon=True)
+            watch.start()
+            stack.callback(watch.join, 5.0)
             self._stack = stack.pop_all()
         return self
 
@@ -202,8 +195,9 @@ class PersiaServiceCtx:
             self._failed.wait(_VERDICT_S)
 
     def _start_functions(self, folder: Path) -> None:
-        # A script's folder comes first on its path: a copy, as ours holds modules named like others.
-        script = shutil.copy(run_function.__file__, folder)
+        # In a folder of its own, which comes first on its path: ours holds modules named like others.
+        script = folder / "run_function.py"
+        script.write_text("import pickle, sys\npickle.load(open(sys.argv[1], 'rb'))()\n")
         files = {
             name: _pickled(function, folder / f"{name}.pickle")
             for name, function in self._functions.items()
@@ -219,21 +213,18 @@ class PersiaServiceCtx:
                 script, files["nn_worker_func"], nproc=self._num_ranks
             )
 
-    def _watch(self, stack: contextlib.ExitStack) -> None:
-        in_main = threading.current_thread() is threading.main_thread()
-        thread = threading.Thread(target=self._run_watch, args=(in_main,), name="persia-service", daemon=True)
-        thread.start()
-        stack.callback(thread.join, 5.0)
-
-    def _run_watch(self, interrupt: bool) -> None:
+    def _watch(self, interrupt: bool) -> None:
         while not self._stopping.wait(_POLL_S):
             failed = next((p for p in self._cluster.processes if _has_failed(p)), None)
             if failed is None:
                 continue
+            lines = "\n".join(f"    {line}" for line in failed.output.splitlines()[-_NUM_SHOWN_LINES:])
             with self._lock:
                 if self._stopping.is_set():
                     return
-                self._failure = _describe(failed)
+                self._failure = UnavailableError(
+                    f"{failed.name} ended with exit code {failed.exit_code}:\n{lines}"
+                )
                 self._failed.set()
                 get_default_logger().error("%s", self._failure)
                 # A real signal, which also ends what blocks; the block's end turns it into the failure.
@@ -251,15 +242,14 @@ def _one_config(
     name: str,
     mapping: Mapping[str, Any] | None,
     path: str | os.PathLike[str] | None,
-    default: Mapping[str, Any] | None,
-) -> Mapping[str, Any] | str:
+    default: Mapping[str, Any] | None = None,
+) -> Mapping[str, Any] | str | os.PathLike[str]:
     if mapping is not None and path is not None:
         raise InvalidArgumentError(f"{name} and {name}_path are both given: keep one")
-    if path is not None:
-        return os.fspath(path)
-    if mapping is None and default is None:
+    given = path if mapping is None else mapping
+    if given is None and default is None:
         raise ConfigError(f"the job needs its slots: pass {name} or {name}_path")
-    return mapping if mapping is not None else default or {}
+    return given if given is not None else default or {}
 
 
 def _pickled(function: Callable[[], object], path: Path) -> str:
@@ -271,13 +261,8 @@ def _pickled(function: Callable[[], object], path: Path) -> str:
 
 def _has_failed(process: ManagedProcess) -> bool:
     """Functions end when they have done their work; servers have no reason to end."""
-    is_function = process.name.startswith("data-loader-") or process.name == "nn-worker"
+    is_function = process.name.startswith(f"{DATA_LOADER}-") or process.name == NN_WORKER
     return process.exit_code is not None and not (is_function and process.exit_code == 0)
-
-
-def _describe(process: ManagedProcess) -> UnavailableError:
-    lines = "\n".join(f"    {line}" for line in process.output.splitlines()[-_NUM_SHOWN_LINES:])
-    return UnavailableError(f"{process.name} ended with exit code {process.exit_code}:\n{lines}")
 
 
 @contextlib.contextmanager

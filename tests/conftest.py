@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,6 +24,21 @@ from persia.testing import LocalCluster, LocalNats
 # A shell that runs the tests in the background makes them, and every process they start, ignore Ctrl-C. Tests
 # send it; a handler here lets new processes start with the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(
+    wrapper=True, tryfirst=True
+)  # outermost: what it writes stands below the list of skipped tests
+def pytest_terminal_summary(terminalreporter: Any) -> Generator[None, None, None]:
+    """Ends the run with the command that adds the tests skipped for want of a program."""
+    yield
+    reports = terminalreporter.stats.get("skipped", [])
+    count = sum("`./run extras`" in str(report.longrepr) for report in reports)
+    if count:
+        terminalreporter.write_line(
+            f"{count} tests were skipped for want of a Kubernetes API server or Prometheus: "
+            "`./run extras` installs both, then run the tests again"
+        )
 
 
 @pytest.fixture

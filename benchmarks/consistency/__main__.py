@@ -62,7 +62,7 @@ _QUICK_MODES = ("synchronous", "hybrid 8")
     envvar="ADULT_SOURCE",
     show_envvar=True,
     type=_FOLDER,
-    help="Folder with adult.data and adult.test, plain or .xz; without it they are downloaded.",
+    help="Folder with adult.data and adult.test, plain or .xz; without it, those of the example.",
 )
 @click.option(
     "--kuairand",

@@ -18,6 +18,8 @@ import numpy as np
 from dataset import CATEGORICAL, CONTINUOUS, DataError, DatasetInfo, Split
 
 HOME_URL = "https://archive.ics.uci.edu/ml/machine-learning-databases/adult/"
+# The copy of this repository (its README has the licence): training needs no network.
+BUNDLED = Path(__file__).resolve().parent / "uci_adult"
 FILES = ("adult.data", "adult.test")
 SHA256 = {
     "adult.data": "5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d",

@@ -1,9 +1,8 @@
 """The whole example in one command: data, cluster, training, evaluation, picture, summary.
 
-    python demo.py                          with UCI Adult: taken from ADULT_SOURCE, prepared by an earlier
-                                            run, or downloaded
-    python demo.py --source DIR             with a local copy, plain or .xz
-    python demo.py --generate               with generated data, where neither can be had
+    python demo.py                          with the copy of UCI Adult in this repository
+    python demo.py --source DIR             with another copy, plain or .xz (or set ADULT_SOURCE)
+    python demo.py --generate               with generated data of a known best AUC, which is not Adult
 
 The processes are those of the Procfile at the top of the repository; everything written goes to build/demo.
 """
@@ -24,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 
 from dataset import REPOSITORY, DataError, DatasetInfo, load_info
-from download import DownloadError
 from honcho_job import Failure, run_procfile
 from persia.utils import find_free_port
 from plots import PUBLISHED_AUC, draw
@@ -130,15 +128,6 @@ def run(output: Path, source: Path | None, generated: bool) -> int:
     remove_results(output)
     try:
         info = obtain(output / "data", source, generated)
-    except DownloadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        print(
-            "UCI Adult could not be downloaded, and no local copy was given. Run again with one of\n"
-            "  ADULT_SOURCE=DIR ./run demo    a folder with adult.data and adult.test, plain or .xz\n"
-            "  ./run demo --generate          generated data with a known best AUC, which is not Adult",
-            file=sys.stderr,
-        )
-        return 1
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,8 +1,8 @@
 """Turns the UCI Adult files into the `.npz` files that the example trains from.
 
-python prepare_data.py                  download from the public home, verified and cached
-python prepare_data.py --source DIR     a local copy, plain or .xz (or set ADULT_SOURCE)
-python prepare_data.py --generate       no copy, no network: a generated data set, never called Adult
+python prepare_data.py                  the copy in this repository
+python prepare_data.py --source DIR     another copy, plain or .xz (or set ADULT_SOURCE)
+python prepare_data.py --generate       a generated data set, never called Adult
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import os
 import sys
 from pathlib import Path
 
-from adult import FILES, HOME_URL, encode, parse, read_source, verify
+from adult import BUNDLED, FILES, encode, parse, read_source, verify
 from dataset import DEFAULT_DIRECTORY, DataError, DatasetInfo, load_info, load_split, save_dataset
-from download import DownloadError, fetch
 from generated import generate
 
 
-def prepare(output: Path, source: Path | None, generated: bool, home_url: str = HOME_URL) -> DatasetInfo:
-    """Writes train.npz, test.npz and dataset.json into `output`; raises DataError."""
+def prepare(output: Path, source: Path | None, generated: bool) -> DatasetInfo:
+    """Writes train.npz, test.npz and dataset.json into `output`; raises DataError.
+
+    `source` is a folder with the UCI files; None takes those of this repository.
+    """
     if generated:
         info, train, test = generate()
     else:
-        tables = [parse(*_read(name, source, output / "raw", home_url)) for name in FILES]
-        info, train, test = encode(*tables)
+        info, train, test = encode(*(parse(*_read(name, source or BUNDLED)) for name in FILES))
     save_dataset(output, info, train, test)
     return info
 
@@ -32,7 +33,7 @@ def prepare(output: Path, source: Path | None, generated: bool, home_url: str = 
 def prepared(output: Path, source: Path | None, generated: bool) -> DatasetInfo | None:
     """What an earlier run left in `output`, when it is what is asked for; None: it must be prepared.
 
-    A local copy that was named is always read again, as it may be another one, or have changed.
+    A copy that was named is always read again, as it may be another one, or have changed.
     """
     if source is not None and not generated:
         return None
@@ -53,10 +54,8 @@ def ensure_prepared(output: Path) -> None:
         print(describe(prepare(output, source_from_environment(), generated=False)), flush=True)
 
 
-def _read(name: str, source: Path | None, cache: Path, home_url: str) -> tuple[bytes, str]:
-    """Content and origin; either way the checksum decides whether this is Adult."""
-    if source is None:
-        return fetch(name, home_url, cache), home_url + name
+def _read(name: str, source: Path) -> tuple[bytes, str]:
+    """Content and origin; the checksum decides whether this is Adult."""
     content, origin = read_source(source, name), str(source / name)
     verify(name, content, origin)
     return content, origin
@@ -71,7 +70,7 @@ def describe(info: DatasetInfo) -> str:
 
 
 def source_from_environment() -> Path | None:
-    """ADULT_SOURCE as a path; unset and empty both mean: download."""
+    """ADULT_SOURCE as a path; unset and empty both mean the copy in this repository."""
     value = os.environ.get("ADULT_SOURCE")
     return Path(value) if value else None
 
@@ -88,14 +87,6 @@ def main() -> int:
         info = prepare(arguments.output, arguments.source, arguments.generate)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
-        if isinstance(error, DownloadError):
-            print(
-                "Without a network, give a folder with adult.data and adult.test, plain or .xz:\n"
-                "  --source DIR, or ADULT_SOURCE=DIR in the environment\n"
-                "Without either, generate a data set with a known best AUC, which is not Adult:\n"
-                "  --generate",
-                file=sys.stderr,
-            )
         return 1
     print(f"{describe(info)}\nwritten to {arguments.output}")
     return 0

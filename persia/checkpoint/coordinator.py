@@ -36,7 +36,6 @@ from persia.storage.location import Location
 from persia.storage.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
-    NUM_VIRTUAL_SHARDS,
     EmbeddingSection,
     FileEntry,
     Manifest,
@@ -44,6 +43,7 @@ from persia.storage.manifest import (
 )
 from persia.storage.position import Position
 from persia.storage.versions import is_latest, latest_of
+from persia.validation import read_document
 
 __all__ = [
     "DumpOperation",
@@ -394,7 +394,6 @@ class DumpOperation(Operation):
         values = {
             "dump_id": self.operation,
             "created_at": utc_now(),
-            "num_virtual_shards": NUM_VIRTUAL_SHARDS,
             "train_config": agreed(results, "train_config", self.peers),
             "schema": agreed(results, "schema", self.peers),
             "servers": results,
@@ -403,7 +402,7 @@ class DumpOperation(Operation):
             "has_state": self.with_state,
             "in_place": self.in_place,
         }
-        return EmbeddingSection.from_json(values, what)
+        return read_document(EmbeddingSection, values, what)
 
 
 @dataclass

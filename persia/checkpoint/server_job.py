@@ -36,6 +36,7 @@ from persia.storage.location import Location
 from persia.storage.manifest import FileEntry, Manifest, is_dump_id
 from persia.storage.schema import RowSchema
 from persia.storage.shard_file import Chunk, ShardFile, write_shard_file
+from persia.validation import to_json
 
 if TYPE_CHECKING:
     from persia._native import CheckpointLoader, EmbeddingStore, Snapshot
@@ -81,7 +82,7 @@ class ServerShare:
     # Whether dumps leave the processors to others: in a server. Not in a process that trains: a nice thread
     # that is preempted while it holds the GIL keeps the training waiting for it.
     gives_way: bool = False
-    dump_percent: int = CheckpointingConfig.dump_percent  # of the processors, while rows are trained
+    dump_percent: int = CheckpointingConfig().dump_percent  # of the processors, while rows are trained
     log: CheckpointLog = field(default_factory=CheckpointLog)
     pool: JobMaker | None = None  # makes jobs whose rows stay in the tier; None: rows are in memory alone
 
@@ -275,7 +276,7 @@ class SnapshotJob(ServerJob):
             "step": snapshot.step,
             "num_rows": snapshot.num_rows,
             "train_config": None if config is None else config.encode().hex(),
-            "schema": None if share.schema is None else share.schema.to_json(),
+            "schema": None if share.schema is None else to_json(share.schema),
         }
 
     def _write_files(self, name: str) -> None:
@@ -298,7 +299,7 @@ class SnapshotJob(ServerJob):
 
     def _result(self) -> dict[str, Any]:
         files = sorted(self._files, key=lambda file: file.path)
-        return {**self._point, "files": [file.to_json() for file in files]}
+        return {**self._point, "files": [to_json(file) for file in files]}
 
 
 class DumpJob(SnapshotJob):

@@ -8,11 +8,12 @@ tells which is which.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
-from persia.config.keys import UINT32_MAX, Alias, Range, Section, show
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
+
 from persia.errors import ConfigError
+from persia.validation import UINT32_MAX, UINT64_MAX, Positive, Positive32, Section, complaint, show
 
 __all__ = [
     "CheckpointingConfig",
@@ -26,63 +27,61 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
 class MetricsConfig(Section):
     """Metrics of every process; where they are shown is told by the environment."""
 
     enable_metrics: bool = True
     job_name: str = "persia_default_jobname"
-    push_interval_seconds: Annotated[int, Range(1, UINT32_MAX), Alias("push_interval_sec")] = 10
+    push_interval_seconds: Annotated[
+        Positive32, Field(validation_alias=AliasChoices("push_interval_seconds", "push_interval_sec"))
+    ] = 10
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointingConfig(Section):
     """Checkpoints of embeddings."""
 
-    num_workers: Annotated[int, Range(1, 1024)] = 4  # files written, or read, at a time by a server
+    num_workers: Annotated[int, Field(ge=1, le=1024)] = 4  # files written, or read, at a time by a server
     # Of the machine's processors, for a server's dump while its rows are trained; 100: it never rests.
-    dump_percent: Annotated[int, Range(1, 100)] = 3
+    dump_percent: Annotated[int, Field(ge=1, le=100)] = 3
 
 
-@dataclass(frozen=True, kw_only=True)
+def _check_address(address: str) -> str:
+    if not re.fullmatch(r".+:\d{1,5}", address):
+        raise complaint("must be a text like 'host:port'")
+    return address
+
+
 class InferConfig(Section):
     """What the servers of an inference job start with."""
 
     # What parameter servers load.
-    embedding_checkpoint: Annotated[str | None, Alias("initial_sparse_checkpoint")] = None
-    servers: list[str] | None = None  # "host:port" of the parameter servers, by index, for embedding workers
+    embedding_checkpoint: Annotated[
+        str | None, Field(validation_alias=AliasChoices("embedding_checkpoint", "initial_sparse_checkpoint"))
+    ] = None
+    # Of the parameter servers, by index, for embedding workers.
+    servers: list[Annotated[str, AfterValidator(_check_address)]] | None = None
     # Of parameter servers with enable_incremental_update: they follow the packets in incremental_dir.
-    incremental_poll_ms: Annotated[int, Range(10, 3_600_000)] = 250
-    incremental_max_behind: Annotated[int, Range(1, UINT32_MAX)] = 1000  # packets
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for server in self.servers or ():
-            if not isinstance(server, str) or not re.fullmatch(r".+:\d{1,5}", server):
-                raise ConfigError(f"servers={show(self.servers)} must be a list of texts like 'host:port'")
+    incremental_poll_ms: Annotated[int, Field(ge=10, le=3_600_000)] = 250
+    incremental_max_behind: Positive32 = 1000  # packets
 
 
-_JOB_TYPES = ("Train", "Infer")
+def _refuse_evaluation(job_type: object) -> object:
+    if job_type == "Eval":
+        raise complaint(
+            "must be 'Train' or 'Infer': evaluation is part of a training job, persia.ctx.eval_ctx"
+        )
+    return job_type
 
 
-@dataclass(frozen=True, kw_only=True)
 class CommonConfig(Section):
     """What concerns every role."""
 
-    metrics_config: MetricsConfig = field(default_factory=MetricsConfig)
-    job_type: str = "Train"
-    checkpointing_config: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    metrics_config: MetricsConfig = MetricsConfig()
+    job_type: Annotated[Literal["Train", "Infer"], BeforeValidator(_refuse_evaluation)] = "Train"
+    checkpointing_config: CheckpointingConfig = CheckpointingConfig()
     infer_config: InferConfig | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.job_type not in _JOB_TYPES:
-            remedy = (
-                ": evaluation is part of a training job, persia.ctx.eval_ctx"
-                if self.job_type == "Eval"
-                else ""
-            )
-            raise ConfigError(f"job_type={show(self.job_type)} must be 'Train' or 'Infer'{remedy}")
+    def check(self) -> None:
         if self.job_type == "Train" and self.infer_config is not None:
             raise ConfigError(
                 "infer_config is given with job_type='Train' (servers and initial_sparse_checkpoint are part "
@@ -90,36 +89,32 @@ class CommonConfig(Section):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class EmbeddingWorkerConfig(Section):
     """Buffers of an embedding worker."""
 
-    forward_buffer_size: Annotated[int, Range(1)] = 1000  # batches per data loader
-    buffered_data_expired_sec: Annotated[int, Range(1, UINT32_MAX)] = 1000
+    forward_buffer_size: Positive = 1000  # batches per data loader
+    buffered_data_expired_sec: Positive32 = 1000
 
 
-_STORAGE_KINDS = ("dram", "file", "pmem")
 _LEAST_POOL_BYTES = 32 << 20  # a header and one extent
 _DEFAULT_CACHE_ROWS = 1_000_000
 _LEAST_SHARD_CACHE_BYTES = 1024
 _INDEX_ROW_BYTES = 40  # at most, of each row, in memory or not: index, place in the pool, order
 
 
-@dataclass(frozen=True, kw_only=True)
 class StorageConfig(Section):
     """Where the rows of one parameter server are."""
 
-    kind: str = "dram"  # in memory alone; file, pmem: in a pool, but for a cache in memory
+    # dram: in memory alone; file, pmem: in a tier file, with a cache in memory.
+    kind: Literal["dram", "file", "pmem"] = "dram"
     path: str | None = None  # the directory of the servers' pools
-    size_bytes: Annotated[int, Range(_LEAST_POOL_BYTES, 1 << 50)] = 1 << 40  # that a pool may grow to
-    cache_rows: Annotated[int | None, Range(1)] = None  # in memory; see num_cache_rows
-    cache_bytes: Annotated[int | None, Range(1024)] = None  # instead: of these and of the index of all
+    size_bytes: Annotated[int, Field(ge=_LEAST_POOL_BYTES, le=1 << 50)] = 1 << 40  # that a pool may grow to
+    cache_rows: Positive | None = None  # in memory; see num_cache_rows
+    # Instead of cache_rows: memory of the cached rows and of the index of all rows.
+    cache_bytes: Annotated[int, Field(ge=1024, le=UINT64_MAX)] | None = None
     syncs: bool = True  # kind file: checkpoints wait for the device
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kind not in _STORAGE_KINDS:
-            raise ConfigError(f"kind={show(self.kind)} must be one of {', '.join(_STORAGE_KINDS)}")
+    def check(self) -> None:
         if self.kind == "dram" and self.path is not None:
             raise ConfigError(
                 f"path={show(self.path)} with kind='dram', which has no pool: set kind: file or pmem, or "
@@ -144,31 +139,29 @@ class StorageConfig(Section):
         return self.kind != "dram"
 
 
-_ROW_DTYPES = ("float32", "float16", "bfloat16")
 _MAX_INCREMENTAL_BUFFER = 1 << 29  # twice as many changed rows are remembered at most, 2**30 natively
 
 
-@dataclass(frozen=True, kw_only=True)
 class EmbeddingParameterServerConfig(Section):
     """Storage of one parameter server."""
 
-    capacity: Annotated[int, Range(1)] = 1_000_000_000  # rows; the least recently used go first
+    capacity: Positive = 1_000_000_000  # rows; the least recently used go first
     # Published: 100. Here a shard is one mutex, and a request groups its rows by shard: few more shards than
     # threads keep threads apart, and many only cut requests into small pieces.
-    num_hashmap_internal_shards: Annotated[int, Range(1, 65536)] = 16
-    row_dtype: str = "float32"  # of embeddings in memory; the optimizer's state is float32
-    full_amount_manager_buffer_size: Annotated[int, Range(1)] = 1000
+    num_hashmap_internal_shards: Annotated[int, Field(ge=1, le=65536)] = 16
+    # Of embeddings in memory; the optimizer's state is float32.
+    row_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    full_amount_manager_buffer_size: Positive = 1000
     enable_incremental_update: bool = False
-    incremental_buffer_size: Annotated[int, Range(1)] = 1_000_000  # changed rows that are written at once
+    incremental_buffer_size: Positive = 1_000_000  # changed rows that are written at once
     incremental_dir: str = "/workspace/incremental_dir/"  # or a URL that fsspec knows
-    incremental_channel_capacity: Annotated[int, Range(1)] = 1000
-    incremental_interval_ms: Annotated[int, Range(10, 86_400_000)] = 500  # at most between packets
-    incremental_dense_interval_sec: Annotated[int, Range(0, UINT32_MAX)] = 10  # 0: in every packet
-    incremental_keep_packets: Annotated[int, Range(1, UINT32_MAX)] = 3600
-    storage: StorageConfig = field(default_factory=StorageConfig)
+    incremental_channel_capacity: Positive = 1000
+    incremental_interval_ms: Annotated[int, Field(ge=10, le=86_400_000)] = 500  # at most between packets
+    incremental_dense_interval_sec: Annotated[int, Field(ge=0, le=UINT32_MAX)] = 10  # 0: in every packet
+    incremental_keep_packets: Positive32 = 3600
+    storage: StorageConfig = StorageConfig()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if self.num_hashmap_internal_shards > self.capacity:
             raise ConfigError(
                 f"num_hashmap_internal_shards={self.num_hashmap_internal_shards} must not be above "
@@ -176,7 +169,11 @@ class EmbeddingParameterServerConfig(Section):
             )
         if self.storage.has_pool:
             self._check_cache()
-        self._check_row_dtype()
+            if self.row_dtype != "float32":
+                raise ConfigError(
+                    f"row_dtype={show(self.row_dtype)} with storage.kind={show(self.storage.kind)}: rows in "
+                    "a pool are float32; leave row_dtype out, or set kind: dram"
+                )
         if self.enable_incremental_update:
             self._check_incremental()
 
@@ -203,15 +200,6 @@ class EmbeddingParameterServerConfig(Section):
                 f"{room // _INDEX_ROW_BYTES}"
             )
 
-    def _check_row_dtype(self) -> None:
-        if self.row_dtype not in _ROW_DTYPES:
-            raise ConfigError(f"row_dtype={show(self.row_dtype)} must be one of {', '.join(_ROW_DTYPES)}")
-        if self.row_dtype != "float32" and self.storage.has_pool:
-            raise ConfigError(
-                f"row_dtype={show(self.row_dtype)} with storage.kind={show(self.storage.kind)}: rows in a "
-                "pool are float32; leave row_dtype out, or set kind: dram"
-            )
-
     def _check_incremental(self) -> None:
         if self.incremental_buffer_size > _MAX_INCREMENTAL_BUFFER:
             raise ConfigError(
@@ -224,18 +212,14 @@ class EmbeddingParameterServerConfig(Section):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class GlobalConfig(Section):
     """All of `global_config.yml`. Every key has a default."""
 
-    common_config: CommonConfig = field(default_factory=CommonConfig)
-    embedding_worker_config: EmbeddingWorkerConfig = field(default_factory=EmbeddingWorkerConfig)
-    embedding_parameter_server_config: EmbeddingParameterServerConfig = field(
-        default_factory=EmbeddingParameterServerConfig
-    )
+    common_config: CommonConfig = CommonConfig()
+    embedding_worker_config: EmbeddingWorkerConfig = EmbeddingWorkerConfig()
+    embedding_parameter_server_config: EmbeddingParameterServerConfig = EmbeddingParameterServerConfig()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         storage = self.embedding_parameter_server_config.storage
         if self.common_config.job_type != "Train" and storage.has_pool:
             raise ConfigError(

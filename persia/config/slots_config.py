@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-from persia.config.keys import UINT32_MAX, Alias, Only, Range, Section
+from pydantic import AliasChoices, BeforeValidator, Field
+
 from persia.errors import ConfigError, PersiaError
+from persia.validation import UINT32_MAX, UINT64_MAX, Positive, Positive32, Section, complaint
 
 if TYPE_CHECKING:
     from persia import _native
@@ -24,15 +25,13 @@ _SCHEMA_HASH_DIGITS = 16
 MAX_SLOT_MODES = 32  # parts of a batch that can be looked up for themselves
 
 
-@dataclass(frozen=True, kw_only=True)
 class HashStackConfig(Section):
     """An ID stands for one row of each of `hash_stack_rounds` tables of `embedding_size` rows. 0 is off."""
 
-    hash_stack_rounds: Annotated[int, Range(0, UINT32_MAX)] = 0
-    embedding_size: Annotated[int, Range(0)] = 0
+    hash_stack_rounds: Annotated[int, Field(ge=0, le=UINT32_MAX)] = 0
+    embedding_size: Annotated[int, Field(ge=0, le=UINT64_MAX)] = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if self.hash_stack_rounds > 0 and self.embedding_size == 0:
             raise ConfigError(
                 f"embedding_size=0 must be at least 1 when hash_stack_rounds={self.hash_stack_rounds}"
@@ -46,7 +45,25 @@ class RowSettings(Protocol):
         """What a file would say: `name` and the settings' own names."""
 
 
-@dataclass(frozen=True, kw_only=True)
+def _plain_settings(value: Any) -> Any:
+    """Objects as a file would have them."""
+    if hasattr(value, "settings"):
+        return value.settings()
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _check_prefix(value: object) -> object:
+    if value != 0 or isinstance(value, bool):
+        raise complaint("must be 0: it is computed from feature_groups; leave it out")
+    return value
+
+
+if TYPE_CHECKING:
+    _OwnSettings = Mapping[str, object] | RowSettings | None
+else:
+    _OwnSettings = Annotated[dict[str, object] | None, BeforeValidator(_plain_settings)]
+
+
 class SlotConfig(Section):
     """One slot. Without `embedding_summation` it is a raw slot: its rows reach the model one by one.
 
@@ -55,33 +72,26 @@ class SlotConfig(Section):
     `persia.embedding.initializers`.
     """
 
-    dim: Annotated[int, Range(1, 65536)]
-    sample_fixed_size: Annotated[int, Range(1, 65535)] = 10  # raw slots: IDs that a sample keeps
+    dim: Annotated[int, Field(ge=1, le=65536)]
+    sample_fixed_size: Annotated[int, Field(ge=1, le=65535)] = 10  # raw slots: IDs that a sample keeps
     embedding_summation: bool = True
     sqrt_scaling: bool = False
     mean_scaling: bool = False
     hash_stack_config: HashStackConfig | None = None
     # A mode of its own; without, as the job: TrainCtx(consistency=), DataLoader(embedding_staleness=).
-    consistency: str | None = None
-    embedding_staleness: Annotated[int | None, Range(1, UINT32_MAX)] = None  # batches in flight, of "hybrid"
-    index_prefix: Annotated[int, Only(0, "it is computed from feature_groups; leave it out")] = 0
-    optimizer: Mapping[str, object] | RowSettings | None = None
-    initializer: Mapping[str, object] | RowSettings | None = None
+    consistency: Literal["hybrid", "synchronous", "asynchronous"] | None = None
+    embedding_staleness: Positive32 | None = None  # batches in flight, of "hybrid"
+    index_prefix: Annotated[int, BeforeValidator(_check_prefix)] = 0
+    optimizer: _OwnSettings = None
+    initializer: _OwnSettings = None
     admit_probability: float | None = None
-    admit_after: Annotated[int | None, Range(1, 255)] = None
+    admit_after: Annotated[int, Field(ge=1, le=255)] | None = None
     weight_bound: float | None = None
     time_to_live_sec: float | None = None  # 0: rows stay, whatever the job says
     min_norm: float | None = None
-    capacity: Annotated[int | None, Range(1)] = None  # rows of its feature group on each server
+    capacity: Positive | None = None  # rows of its feature group on each server
 
-    def __post_init__(self) -> None:
-        for name in ("optimizer", "initializer"):
-            value = getattr(self, name)
-            if hasattr(value, "settings"):
-                object.__setattr__(self, name, value.settings())  # the dataclass is frozen
-            elif isinstance(value, Mapping):
-                object.__setattr__(self, name, dict(value))
-        super().__post_init__()
+    def check(self) -> None:
         self._check_pooling()
         self._check_consistency()
         self._check_rows()
@@ -120,11 +130,6 @@ class SlotConfig(Section):
 
     def _check_consistency(self) -> None:
         bound = self.embedding_staleness
-        if self.consistency not in (None, "hybrid", "synchronous", "asynchronous"):
-            raise ConfigError(
-                f"consistency={self.consistency!r} must be 'hybrid', 'synchronous' or 'asynchronous'; leave "
-                "it out for the job's"
-            )
         if self.consistency == "hybrid" and bound is None:
             raise ConfigError(
                 "consistency='hybrid' needs embedding_staleness, the slot's own bound; leave it out for the "
@@ -151,16 +156,16 @@ class SlotConfig(Section):
         return stack if stack is not None and stack.hash_stack_rounds > 0 else None
 
 
-@dataclass(frozen=True, kw_only=True)
 class SlotsConfig(Section):
     """All of `embedding_config.yml`."""
 
-    feature_index_prefix_bit: Annotated[int, Range(1, 32)] = 8
-    slots_config: Annotated[Mapping[str, SlotConfig], Alias("slot_config")]
-    feature_groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    feature_index_prefix_bit: Annotated[int, Field(ge=1, le=32)] = 8
+    slots_config: Annotated[
+        Mapping[str, SlotConfig], Field(validation_alias=AliasChoices("slots_config", "slot_config"))
+    ]
+    feature_groups: Mapping[str, Annotated[tuple[str, ...], Field(strict=False)]] = {}  # pydantic copies it
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if not self.slots_config:
             raise ConfigError("slots_config has no slots: add at least one")
         if "" in self.slots_config:

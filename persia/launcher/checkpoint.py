@@ -1,9 +1,10 @@
-"""`persia-launcher checkpoint`: looks into checkpoints, changing nothing in them; moves running jobs."""
+"""`persia-launcher checkpoint`: inspects and removes checkpoints; dumps and loads those of a running job."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,17 +12,29 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from persia.launcher.checkpoint_rows import dump, load, remove
+from persia.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
+from persia.launcher.options import job_options, job_session, option
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from persia.checkpoint.checkpoints import Checkpoints
     from persia.storage.location import Location
     from persia.storage.manifest import Manifest
 
 __all__ = ["command"]
 
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+# As sysexits.h has it: nothing is wrong, and the same may succeed later. Operators wait and ask again.
+_NOT_YET = 75
+# No training yet; it is busy with another dump, perhaps one that nobody waits for any more; late answers.
+_PASSING = (FailedPreconditionError, ResourceExhaustedError, DeadlineExceededError)
+
+_as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 
 
 @click.group("checkpoint")
@@ -36,11 +49,6 @@ def command() -> None:
       persia-launcher checkpoint diff model/step-000000010000 model/step-000000020000
       persia-launcher checkpoint export model/ rows/ --format parquet
     """
-
-
-command.add_command(dump)
-command.add_command(load)
-command.add_command(remove)
 
 
 @command.command()
@@ -120,15 +128,14 @@ def diff(before: str, after: str, as_json: bool) -> None:
 @command.command()
 @click.argument("location")
 @click.argument("output", type=click.Path(path_type=Path, file_okay=False))
-@click.option(
+@option(
     "--format",
     "kind",
     type=click.Choice(["parquet", "numpy"]),
     default="parquet",
-    show_default=True,
     help="Parquet needs pyarrow.",
 )
-@click.option("--with-state", is_flag=True, help="The optimizer's state as well.")
+@option("--with-state", is_flag=True, help="The optimizer's state as well.")
 @_as_json
 def export(location: str, output: Path, kind: str, with_state: bool, as_json: bool) -> None:
     """Write the rows of each slot to the new directory OUTPUT: IDs, ages, embeddings."""
@@ -145,6 +152,123 @@ def export(location: str, output: Path, kind: str, with_state: bool, as_json: bo
     for name, count in counts.items():
         table.add_row(name, f"{count:,}")
     _print(table)
+
+
+@command.command()
+@click.argument("location")
+@option(
+    "--with-dense",
+    is_flag=True,
+    help="Let rank 0 write the dense part and its optimizer as well, between two batches of the training.",
+)
+@option(
+    "--hold",
+    "hold_s",
+    type=click.FloatRange(0, 3600),
+    default=0.0,
+    metavar="SECONDS",
+    help="With --with-dense: for so long the training then waits to be ended; it goes on if it is not.",
+)
+@option(
+    "--in-place",
+    is_flag=True,
+    help="Rows stay in the pools of the servers, which go back to this checkpoint, and to no earlier one.",
+)
+@job_options
+def dump(
+    location: str, with_dense: bool, hold_s: float, in_place: bool, nats_url: str | None, job_name: str
+) -> None:
+    """Write all rows of a running job to LOCATION, as they are at one moment on each parameter server.
+
+    For operators who move jobs to other servers. Without --with-dense, a dense part that LOCATION has
+    stays: a place of its own is better. A training script dumps both parts with ctx.dump_checkpoint.
+    With --in-place give --with-dense, too, where the training is to go on from this checkpoint.
+
+    Exit code 75: the job has no optimizer yet, does not train now, dumps already or does not answer in
+    time; the same may succeed later.
+    """
+    if hold_s and not with_dense:
+        raise click.UsageError(
+            "--hold is of no use without --with-dense: rows are dumped while training goes on"
+        )
+    try:
+        _dump(location, nats_url, job_name, hold_s if with_dense else None, in_place)
+    except _PASSING as failure:
+        click.secho(f"persia-launcher: not yet: {failure}", fg="red", err=True)
+        sys.exit(_NOT_YET)
+
+
+def _dump(location: str, nats_url: str | None, job_name: str, hold_s: float | None, in_place: bool) -> None:
+    """`hold_s`: None dumps rows only."""
+    from persia import env
+    from persia.checkpoint.training_dump import request_training_dump
+    from persia.storage.location import Location
+
+    if hold_s is None:
+        from persia.checkpoint.checkpoints import DumpRequest
+
+        with _checkpoints(nats_url, job_name) as checkpoints:
+            checkpoints.dump(DumpRequest(location, in_place=in_place))
+        return
+    deadline_s = env.get_deadline_s()
+    # A pod that is deleted is told by SIGTERM, which a container's first process ignores unless it listens.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    with job_session(nats_url, job_name, name="checkpoint", wait_s=deadline_s) as session:
+        place = str(Location.of(location))
+        request_training_dump(session, place, hold_s=hold_s, deadline_s=deadline_s, in_place=in_place)
+    click.echo(
+        f"the training has dumped its dense part to {place}, and its rows in place"
+        if in_place
+        else f"the training has dumped dense part and rows to {place}"
+    )
+
+
+@command.command()
+@click.argument("location")
+@option("--without-state", is_flag=True, help="Begin with the optimizer's state of new rows.")
+@job_options
+def load(location: str, without_state: bool, nats_url: str | None, job_name: str) -> None:
+    """Replace all rows of a running job by those in LOCATION, on any number of parameter servers.
+
+    Nothing is replaced before every server has checked everything. Optimizer and learning rate are the
+    checkpoint's until the training script registers its own.
+    """
+    from persia.checkpoint.checkpoints import Source
+
+    with _checkpoints(nats_url, job_name) as checkpoints:
+        checkpoints.load(Source(location), fresh_state=without_state)
+
+
+@command.command()
+@click.argument("location")
+def remove(location: str) -> None:
+    """Remove the checkpoint in the directory LOCATION, and the directory. Nothing is left to go back to.
+
+    A directory that holds no checkpoint is left alone. What is not there is removed already.
+    """
+    from persia.storage.location import Location
+    from persia.storage.manifest import MANIFEST_NAME
+    from persia.storage.versions import checkpoints_at
+
+    place = Location.of(location)
+    if not place.exists():
+        return
+    if not (place / MANIFEST_NAME).exists_replaced():
+        inside = ", ".join(checkpoint.name for checkpoint in checkpoints_at(place))
+        hint = f"; it holds several, to be removed one by one: {inside}" if inside else ""
+        raise NotFoundError(f"{place} is no checkpoint (no {MANIFEST_NAME}), and is left alone{hint}")
+    place.remove()
+
+
+@contextlib.contextmanager
+def _checkpoints(nats_url: str | None, job_name: str) -> Iterator[Checkpoints]:
+    from persia import env
+    from persia.checkpoint.checkpoints import Checkpoints
+    from persia.checkpoint.peers import find_servers
+
+    deadline_s = env.get_deadline_s()
+    with job_session(nats_url, job_name, name="checkpoint", wait_s=deadline_s) as session:
+        yield Checkpoints(lambda: find_servers(session, deadline_s), deadline_s=deadline_s)
 
 
 def _read(url: str) -> tuple[Location, Manifest]:

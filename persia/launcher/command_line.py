@@ -19,18 +19,18 @@ __all__ = ["cli"]
 
 # In the order in which a newcomer needs them.
 _SUBCOMMANDS = {
-    "local": "local",
-    "nats-server": "nats_server",
-    "embedding-parameter-server": "embedding_parameter_server",
-    "embedding-worker": "embedding_worker",
-    "data-loader": "data_loader",
-    "nn-worker": "nn_worker",
-    "status": "status",
-    "doctor": "doctor",
-    "trace": "trace",
-    "checkpoint": "checkpoint",
-    "serve": "serve",
-    "torchserve-archive": "torchserve_archive",
+    "local": "local.command",
+    "nats-server": "nats_server.command",
+    "embedding-parameter-server": "servers.embedding_parameter_server",
+    "embedding-worker": "servers.embedding_worker",
+    "data-loader": "data_loader.command",
+    "nn-worker": "nn_worker.command",
+    "status": "status.command",
+    "doctor": "doctor.command",
+    "trace": "trace.command",
+    "checkpoint": "checkpoint.command",
+    "serve": "serve.command",
+    "torchserve-archive": "torchserve_archive.command",
 }
 
 
@@ -39,10 +39,10 @@ class _Launcher(click.Group):
         return list(_SUBCOMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        module_name = _SUBCOMMANDS.get(cmd_name)
-        if module_name is None:
+        if cmd_name not in _SUBCOMMANDS:
             return None
-        command = importlib.import_module(f"persia.launcher.{module_name}").command
+        module, _, name = _SUBCOMMANDS[cmd_name].partition(".")
+        command = getattr(importlib.import_module(f"persia.launcher.{module}"), name)
         assert isinstance(command, click.Command)
         return command
 

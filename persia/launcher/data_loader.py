@@ -11,27 +11,15 @@ import threading
 import click
 
 from persia import env
+from persia.launcher.options import option, replica_options
 from persia.launcher.script import PASS_THROUGH, become, script_and_arguments, show_command
 
 __all__ = ["command"]
 
 
 @click.command("data-loader", context_settings=PASS_THROUGH)
-@click.option(
-    "--replica-index",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Number of this data loader, from 0.",
-)
-@click.option(
-    "--replica-size",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Number of data loaders of the job.",
-)
-@click.option(
+@replica_options
+@option(
     "--linger",
     is_flag=True,
     help="After the script has succeeded, stay until SIGTERM or Ctrl-C: for supervisors, such as honcho, "

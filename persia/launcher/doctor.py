@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from persia.launcher.job_session import job_options
+from persia.launcher import options
+from persia.launcher.options import job_options, option
 
 __all__ = ["command"]
 
 
 @click.command("doctor")
 @job_options
-@click.option("--global-config", envvar="PERSIA_GLOBAL_CONFIG", show_envvar=True, metavar="FILE")
-@click.option("--embedding-config", envvar="PERSIA_EMBEDDING_CONFIG", show_envvar=True, metavar="FILE")
-@click.option(
+@options.global_config
+@options.embedding_config()
+@option(
     "--port",
     "ports",
     type=click.IntRange(1, 65535),
     multiple=True,
     help="A port that is to be free here, such as 8888; may be given again.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def command(
-    nats_url: str | None,
-    job_name: str,
-    global_config: str | None,
-    embedding_config: str | None,
-    ports: tuple[int, ...],
-    as_json: bool,
-) -> None:
+@option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def command(as_json: bool, **settings: Any) -> None:
     """Check this machine, the settings and the job, and say what to do.
 
     Looks at Python, torch, the compiled module, environment variables, configuration files, ports, the NATS
@@ -40,16 +36,9 @@ def command(
 
     from persia.launcher.doctor_checks import Level, Settings, run_checks
 
-    settings = Settings(
-        global_config=global_config,
-        embedding_config=embedding_config,
-        nats_url=nats_url,
-        job_name=job_name,
-        ports=ports,
-    )
     colors = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
     findings = []
-    for topic, finding in run_checks(settings):
+    for topic, finding in run_checks(Settings(**settings)):
         findings.append((topic, finding))
         if not as_json:
             level = click.style(f"{finding.level.value:>4}", fg=colors[finding.level])

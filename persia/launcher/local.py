@@ -1,114 +1,215 @@
-"""`persia-launcher local`: a whole job on one machine."""
+"""`persia-launcher local`: runs a whole job on this machine and judges how it ended."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import shlex
+import signal
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 import click
+
+from persia.launcher import options
+from persia.launcher.nats_server import NATS, start_local_nats
+from persia.launcher.options import COUNT, option
+from persia.launcher.process_specs import ProcessSpecs, job_environment
+from persia.launcher.script import checked_script
+from persia.launcher.supervisor import ManagedProcess, Supervisor
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
 
 __all__ = ["command"]
 
-_COUNT = click.IntRange(min=1)
+_COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_cyan", "bright_yellow", "bright_magenta")
+_NUM_SHOWN_LINES = 40  # a traceback, and what other ranks say when they are ended for it
+_NATS_CHATTER = "[INF]"  # its configuration when it starts, and that it was told to end
+
+_WAIT_S = 0.5  # how often the main thread looks up, for signals
+# A training script may leave its loop before the data ends, which is an error for loaders only: how long it
+# has after that to succeed.
+_LEAVE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalJob:
+    """What `persia-launcher local` was asked for."""
+
+    nn_worker: str
+    data_loader: str | None  # None: the training script makes its batches itself
+    embedding_config: str
+    global_config: str | None
+    parameter_servers: int
+    embedding_workers: int
+    data_loaders: int
+    nproc_per_node: int
+    script_args: tuple[str, ...]
+    loader_args: tuple[str, ...]
+    job_name: str
+    nats_url: str | None
 
 
 @click.command("local")
-@click.option(
-    "--nn-worker",
-    required=True,
-    envvar="PERSIA_NN_WORKER_ENTRY",
-    show_envvar=True,
-    metavar="FILE",
-    help="Training script.",
+@option(
+    "--nn-worker", required=True, variable="PERSIA_NN_WORKER_ENTRY", metavar="FILE", help="Training script."
 )
-@click.option(
+@option(
     "--data-loader",
-    envvar="PERSIA_DATALOADER_ENTRY",
-    show_envvar=True,
+    variable="PERSIA_DATALOADER_ENTRY",
     metavar="FILE",
     help="Data loading script; without it the training script makes its batches itself.",
 )
-@click.option(
-    "--embedding-config",
-    required=True,
-    envvar="PERSIA_EMBEDDING_CONFIG",
-    show_envvar=True,
-    metavar="FILE",
-    help="Slots and their dimensions (YAML).",
-)
-@click.option(
-    "--global-config",
-    envvar="PERSIA_GLOBAL_CONFIG",
-    show_envvar=True,
-    metavar="FILE",
-    help="Settings of the servers (YAML); without it, the defaults.",
-)
-@click.option(
+@options.embedding_config(required=True)
+@options.global_config
+@option(
     "--parameter-servers",
-    type=_COUNT,
+    type=COUNT,
     default=1,
-    show_default=True,
     help="Embedding parameter servers, each holding a share of the rows.",
 )
-@click.option("--embedding-workers", type=_COUNT, default=1, show_default=True)
-@click.option("--data-loaders", type=_COUNT, default=1, show_default=True)
-@click.option(
-    "--nproc-per-node", type=_COUNT, default=1, show_default=True, help="Ranks of the training script."
-)
-@click.option(
+@option("--embedding-workers", type=COUNT, default=1)
+@option("--data-loaders", type=COUNT, default=1)
+@option("--nproc-per-node", type=COUNT, default=1, help="Ranks of the training script.")
+@option(
     "--loader-args",
     default="",
     metavar="TEXT",
+    callback=lambda _ctx, _param, text: tuple(shlex.split(text)),
     help="Arguments of the data loading script, quoted as in a shell.",
 )
-@click.option(
-    "--job-name",
-    envvar="PERSIA_JOB_NAME",
-    show_envvar=True,
-    default="default",
-    show_default=True,
-    help="Keeps jobs that share a NATS server apart.",
-)
-@click.option(
+@options.job_name
+@option(
     "--nats-url",
     metavar="URL",
     help="Use this NATS server instead of starting one. PERSIA_NATS_URL is not read: a job of its own needs "
     "no server that others use.",
 )
 @click.argument("script_args", nargs=-1, type=click.UNPROCESSED)
-def command(
-    nn_worker: str,
-    data_loader: str | None,
-    embedding_config: str,
-    global_config: str | None,
-    parameter_servers: int,
-    embedding_workers: int,
-    data_loaders: int,
-    nproc_per_node: int,
-    loader_args: str,
-    job_name: str,
-    nats_url: str | None,
-    script_args: tuple[str, ...],
-) -> None:
+def command(**given: Any) -> None:
     """Run a whole job on this machine: NATS, servers, data loaders and training, on free ports.
 
     Ends when the training script has ended, with its exit code. When any process fails, or on Ctrl-C, all of
     them are stopped. SCRIPT_ARGS, best after --, go to the training script.
     """
-    import shlex
-    import sys
+    sys.exit(_run(LocalJob(**given)))
 
-    from persia.launcher.local_job import LocalJob, run_local_job
 
-    job = LocalJob(
-        nn_worker=nn_worker,
-        data_loader=data_loader,
-        embedding_config=embedding_config,
-        global_config=global_config,
-        parameter_servers=parameter_servers,
-        embedding_workers=embedding_workers,
-        data_loaders=data_loaders,
-        nproc_per_node=nproc_per_node,
-        script_args=script_args,
-        loader_args=tuple(shlex.split(loader_args)),
-        job_name=job_name,
-        nats_url=nats_url,
-    )
-    sys.exit(run_local_job(job))
+class _Stopped(BaseException):
+    """A stop signal. Not an Exception: nothing on the way may take it for a failure of the job."""
+
+    def __init__(self, number: int) -> None:
+        self.exit_code = 128 + number
+
+
+def _run(job: LocalJob) -> int:
+    """Runs `job` to its end and returns the exit code for the shell; all processes have ended then.
+
+    0: all ranks have succeeded. Otherwise the code of the process that failed first, or 128 + the signal's
+    number.
+    """
+    _check(job)
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    printer = _Printer()
+    try:
+        with tempfile.TemporaryDirectory(prefix="persia-") as folder, Supervisor(printer) as supervisor:
+            try:
+                _start(job, supervisor, Path(folder))
+                failed = _await_end(supervisor)
+            except _Stopped:
+                click.secho("stopping ...", err=True)  # leaving the supervisor takes a moment
+                raise
+    except _Stopped as stopped:
+        click.secho("stopped", err=True)
+        return stopped.exit_code
+    return 0 if failed is None else _report(failed)
+
+
+def _check(job: LocalJob) -> None:
+    """Finds what the processes would stumble over, before any of them is started."""
+    from persia.config import load_embedding_config, load_global_config  # not for --help
+
+    if job.global_config is not None:
+        load_global_config(job.global_config)
+    load_embedding_config(job.embedding_config)
+    checked_script(job.nn_worker)
+    if job.data_loader is not None:
+        checked_script(job.data_loader)
+
+
+def _stop(number: int, _frame: object) -> None:
+    # Once is enough: a second Ctrl-C must not interrupt the orderly end, which is bounded.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise _Stopped(number)
+
+
+def _start(job: LocalJob, supervisor: Supervisor, folder: Path) -> None:
+    nats_url = job.nats_url or start_local_nats(supervisor, folder)
+    watched_as = f"PERSIA_NATS_URL={nats_url} PERSIA_JOB_NAME={job.job_name}"
+    click.secho(f"watch it: {watched_as} persia-launcher status", err=True)
+    # Scripts that need the slots, too, find them there.
+    extra = {"PERSIA_EMBEDDING_CONFIG": str(Path(job.embedding_config).resolve())}
+    env = job_environment(nats_url=nats_url, job_name=job.job_name, extra=extra)
+    specs = ProcessSpecs(env=env, global_config=job.global_config, embedding_config=job.embedding_config)
+    servers = {EMBEDDING_PARAMETER_SERVER: job.parameter_servers, EMBEDDING_WORKER: job.embedding_workers}
+    for role, replicas in servers.items():
+        for index in range(replicas):
+            supervisor.start(specs.server(role, index, replicas))
+    if job.data_loader is not None:
+        for index in range(job.data_loaders):
+            loader = specs.data_loader(job.data_loader, job.loader_args, index, job.data_loaders, {})
+            supervisor.start(loader)
+    supervisor.start(specs.nn_worker(job.nn_worker, job.script_args, job.nproc_per_node, {}))
+
+
+def _await_end(supervisor: Supervisor) -> ManagedProcess | None:
+    """Waits until training has ended; returns the process that failed, if one did."""
+    failed_loader, give_up_at = None, math.inf
+    while time.monotonic() < give_up_at:
+        ended = supervisor.next_ended(_WAIT_S)
+        if ended is None:
+            continue
+        if ended.name == NN_WORKER and ended.exit_code == 0:
+            return None
+        # A loader may have sent everything. A server has no reason to end before the training.
+        if not ended.name.startswith("data-loader-"):
+            return failed_loader or ended
+        if ended.exit_code != 0 and failed_loader is None:
+            failed_loader, give_up_at = ended, time.monotonic() + _LEAVE_S
+    return failed_loader
+
+
+def _report(failed: ManagedProcess) -> int:
+    code = failed.exit_code or 0
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    click.secho(f"{failed.name} {how}; the job was stopped. Its last lines:", fg="red", err=True)
+    for line in failed.output.splitlines()[-_NUM_SHOWN_LINES:]:
+        click.echo(f"    {line}", err=True)
+    if code == 0:
+        return 1  # a server that ends without an error while it is needed has failed, too
+    return code if code > 0 else 128 - code
+
+
+class _Printer:
+    """Writes the processes' lines, each behind the name of its process, coloured on a terminal.
+
+    All of a failed process' last lines are shown at the end, NATS' chatter included.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._colors: dict[str, str] = {}
+
+    def __call__(self, name: str, line: str) -> None:
+        if name == NATS and _NATS_CHATTER in line:
+            return
+        # Whoever reads our output may leave; the job goes on, and its processes must not block on full pipes.
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            color = self._colors.setdefault(name, _COLORS[len(self._colors) % len(_COLORS)])
+            click.echo(click.style(f"{name:<28} | ", fg=color) + line)

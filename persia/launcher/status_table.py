@@ -1,14 +1,21 @@
-"""The table that `persia-launcher status` draws. Pure: from two looks at a job to text."""
+"""The table that `persia-launcher status` draws, and the looks at a job that it is drawn from."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from persia.messaging.session import NatsSession
 from persia.messaging.subjects import (
     DATA_LOADER,
     EMBEDDING_PARAMETER_SERVER,
@@ -16,11 +23,75 @@ from persia.messaging.subjects import (
     NN_WORKER,
     SERVING,
 )
-from persia.observability.status import ProcessStatus, missing_replicas, rates
+from persia.observability.status import (
+    ProcessStatus,
+    ask_processes,
+    find_processes,
+    job_status,
+    missing_replicas,
+    rates,
+    with_gone,
+)
 
-__all__ = ["render", "si"]
+__all__ = ["JobView", "render", "si"]
 
 _COLUMNS = ("process", "state", "rate", "in flight", "waiting", "memory", "details")
+
+
+class JobView:
+    """The processes of a job as seen now, and as seen before: by discovery, or at known addresses."""
+
+    def __init__(self, session: NatsSession | None, addresses: Sequence[str], job_name: str) -> None:
+        """Looks once. `session` None: the processes are those at `addresses`."""
+        self._session = session
+        self._addresses = addresses
+        self._job_name = job_name
+        self._before: dict[tuple[str, int], ProcessStatus] = {}
+        self.now: list[ProcessStatus] = []
+        self._look()
+
+    @property
+    def exit_code(self) -> int:
+        """0: every process of the job is there, and ready."""
+        ready = all(status.values is not None and status.values["ready"] for status in self.now)
+        complete = self._session is None or not missing_replicas(status.info for status in self.now)
+        return 0 if self.now and ready and complete else 1
+
+    def as_json(self) -> str:
+        return json.dumps([asdict(status) for status in self.now], indent=2)
+
+    def print_once(self, interval_s: float) -> None:
+        """Prints the table, with the rates of one interval."""
+        time.sleep(interval_s)
+        self._look()
+        # As wide as the table: what is piped elsewhere must not be cut.
+        Console(width=None if sys.stdout.isatty() else 200).print(self._render())
+
+    def watch(self, interval_s: float) -> None:
+        """Draws the table again and again, until Ctrl-C."""
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            Live(self._render(), screen=False, auto_refresh=False) as live,
+        ):
+            while True:
+                time.sleep(interval_s)
+                self._look()
+                live.update(self._render(), refresh=True)
+
+    def _look(self) -> None:
+        self._before = {(status.info.role, status.info.index): status for status in self.now}
+        if self._session is None:
+            self.now = ask_processes(self._addresses)
+            return
+        # Without the broker there is no discovery, but the processes known before may well train on.
+        known = find_processes(self._session) if self._session.is_connected else [s.info for s in self.now]
+        self.now = with_gone(self._before, job_status(known))
+
+    def _render(self) -> RenderableType:
+        if self._session is None:
+            return render(self._before, self.now, "by address", is_whole_job=False)
+        lost = "" if self._session.is_connected else ": its NATS server does not answer, reconnecting"
+        return render(self._before, self.now, f"job {self._job_name}{lost}")
 
 
 def render(
@@ -61,17 +132,14 @@ def _row(status: ProcessStatus, rate: Mapping[str, float]) -> list[str | Text]:
         state = Text("gone", style="red") if status.gone else Text("no status", style="yellow")
         return [name, state, "", "", "", "", status.error or ""]
     values, stats = status.values, status.values["stats"]
-    state = _state(values)
+    state = Text("not ready", style="red")
+    if values["ready"]:
+        configured = values["configured"]
+        state = Text("ready", style="green") if configured else Text("not configured", style="yellow")
     cells = _CELLS[status.info.role](stats, rate)
     memory = f"{values['resident_bytes'] / 2**20:,.0f} MiB"
     details = cells[3] if values["ready"] else str(values["reason"])
     return [name, state, *cells[:3], memory, details]
-
-
-def _state(values: Mapping[str, Any]) -> Text:
-    if not values["ready"]:
-        return Text("not ready", style="red")
-    return Text("ready", style="green") if values["configured"] else Text("not configured", style="yellow")
 
 
 def _per_second(rate: Mapping[str, float], key: str, what: str) -> str:

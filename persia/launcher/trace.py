@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import click
 
-from persia.launcher.job_session import job_options
+from persia.launcher.options import job_options, job_session, option
 
 __all__ = ["command"]
 
 
 @click.command("trace")
 @job_options
-@click.option(
+@option(
     "--batches",
     type=click.IntRange(1, 100_000),
     default=200,
-    show_default=True,
     help="Stop when the NN workers have trained so many more.",
 )
-@click.option(
-    "--seconds",
-    type=click.FloatRange(0.1, 100),
-    default=30,
-    show_default=True,
-    help="Stop after this time in any case.",
-)
-@click.option(
-    "--output", type=click.Path(dir_okay=False), default="trace.json", show_default=True, metavar="FILE"
-)
+@option("--seconds", type=click.FloatRange(0.1, 100), default=30, help="Stop after this time in any case.")
+@option("--output", type=click.Path(dir_okay=False), default="trace.json", metavar="FILE")
 def command(nats_url: str | None, job_name: str, batches: int, seconds: float, output: str) -> None:
     """Record a running job's phases into FILE, for https://ui.perfetto.dev or chrome://tracing.
 
@@ -38,7 +29,6 @@ def command(nats_url: str | None, job_name: str, batches: int, seconds: float, o
     import sys
 
     from persia.errors import StorageError
-    from persia.launcher.job_session import job_session
     from persia.observability.recording import record
     from persia.observability.status import find_processes
 

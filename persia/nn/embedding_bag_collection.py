@@ -248,7 +248,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         step: int | None = None,
         keep_last: int | None = None,
         with_state: bool = True,
-        dump_percent: int = CheckpointingConfig.dump_percent,
+        dump_percent: int = CheckpointingConfig().dump_percent,
     ) -> None:
         """Writes all rows, with or without optimizer state, to a directory or URL (docs/checkpoints.md).
 
@@ -341,7 +341,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             "`Servers` that job_servers() gave"
         )
 
-    def _checkpoints(self, dump_percent: int = CheckpointingConfig.dump_percent) -> Checkpoints:
+    def _checkpoints(self, dump_percent: int = CheckpointingConfig().dump_percent) -> Checkpoints:
         share = ServerShare(
             store=self._own_store(),
             index=0,

@@ -59,7 +59,7 @@ class Copies(Protocol[_Copy]):
         """A new copy, beside the one in use. None: one without rows, for packets to fill."""
 
     def use(self, copy: _Copy, position: Position | None) -> _Copy:
-        """Makes `copy` the one that answers; returns the one to apply packets to. None: it is at no packet."""
+        """Makes `copy` the one in use; returns the one to apply packets to. None: it is at no packet."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from persia.checkpoint.server_job import ServerShare
@@ -38,13 +37,12 @@ def config_of(options: ServerOptions, config: GlobalConfig) -> GlobalConfig:
     if options.checkpoint is None and not options.parameter_servers:
         return config
     given = _infer_config(config)
-    infer = replace(
-        given,
+    infer = given.replace(
         embedding_checkpoint=options.checkpoint or given.embedding_checkpoint,
         servers=list(options.parameter_servers) or given.servers,
     )
-    common = replace(config.common_config, job_type=JOB_TYPE, infer_config=infer)
-    return replace(config, common_config=common)
+    common = config.common_config.replace(job_type=JOB_TYPE, infer_config=infer)
+    return config.replace(common_config=common)
 
 
 def serve_rows(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from persia import env
@@ -80,8 +79,8 @@ def config_of(options: ServerOptions) -> GlobalConfig:
     config = load_global_config(options.global_config) if options.global_config else GlobalConfig()
     if options.pmem is not None:
         section = config.embedding_parameter_server_config
-        storage = replace(section.storage, kind="pmem", path=options.pmem)
-        config = replace(config, embedding_parameter_server_config=replace(section, storage=storage))
+        storage = section.storage.replace(kind="pmem", path=options.pmem)
+        config = config.replace(embedding_parameter_server_config=section.replace(storage=storage))
     return inference.config_of(options, config)
 
 

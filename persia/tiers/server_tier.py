@@ -13,9 +13,11 @@ import contextlib
 import fcntl
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import StrictBool
 
 from persia.checkpoint.protocol import IN_PLACE_NAME, Request, Verb
 from persia.checkpoint.server_job import ServerJob, ServerShare
@@ -30,12 +32,11 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.logger import get_default_logger
-from persia.messaging.payloads import json_int
-from persia.storage.fields import text_at
 from persia.storage.location import Location
 from persia.storage.manifest import is_dump_id
 from persia.storage.schema import RowSchema
 from persia.tiers.commit_record import PoolCheckpoint, TierState
+from persia.validation import Count, read_document, to_json
 
 if TYPE_CHECKING:
     from persia._native import EmbeddingStore, TierOptions
@@ -285,6 +286,22 @@ def _size_of(folder: Path) -> int:
     return size
 
 
+@dataclass(frozen=True)
+class _Dump:
+    """Arguments of a dump."""
+
+    directory: str  # URL of the manifest
+    step: Count | None = None  # of the training loop
+    needs_latest: StrictBool = False
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Arguments of a load."""
+
+    in_place: str  # the dump that made the checkpoint
+
+
 class PoolDumpJob(ServerJob):
     """Notes a checkpoint of a server's pool, and commits it once the job's manifest names it."""
 
@@ -298,17 +315,15 @@ class PoolDumpJob(ServerJob):
         arguments: dict[str, Any],
         pool: ServerPool,
     ) -> None:
-        """`arguments`: {"directory": URL of the manifest, "step": of the training loop or null,
-        "needs_latest": bool}. Small rows stay: to look for them all rows would be read, while the job waits
-        for its answer.
+        """`arguments`: those of `_Dump`. Small rows stay: to look for them all rows would be read, while the
+        job waits for its answer.
         """
         super().__init__(operation, share, lease_s)
         if not is_dump_id(operation):
             raise InvalidArgumentError(f"{_WHAT}: {operation!r:.80} is not the name of a dump")
         self._pool = pool
-        self._directory = Location.of(text_at(arguments, "directory", _WHAT))
-        self._step = None if arguments.get("step") is None else json_int(arguments, "step", _WHAT)
-        self._needs_latest = arguments.get("needs_latest") is True
+        self._dump = read_document(_Dump, arguments, _WHAT)
+        self._directory = Location.of(self._dump.directory)
         self._pool.settle()
         self._number = self._pool.store.request_checkpoint()
 
@@ -317,9 +332,9 @@ class PoolDumpJob(ServerJob):
         checkpoint = PoolCheckpoint(
             operation=self.operation,
             directory=str(self._directory),
-            step=self._step,
+            step=self._dump.step,
             prepared=self._await_prepared(),
-            needs_latest=self._needs_latest,
+            needs_latest=self._dump.needs_latest,
         )
         self._total_rows = checkpoint.num_rows
         self._pool.prepare(checkpoint)
@@ -378,7 +393,7 @@ class PoolDumpJob(ServerJob):
         return {
             "step": self._number,
             "num_rows": self._total_rows,
-            "schema": None if schema is None else schema.to_json(),
+            "schema": None if schema is None else to_json(schema),
         }
 
 
@@ -395,10 +410,10 @@ class PoolLoadJob(ServerJob):
         arguments: dict[str, Any],
         pool: ServerPool,
     ) -> None:
-        """`arguments`: {"in_place": the dump that made the checkpoint}."""
+        """`arguments`: those of `_Load`."""
         super().__init__(operation, share, lease_s)
         self._pool = pool
-        self._wanted = text_at(arguments, "in_place", _WHAT)
+        self._wanted = read_document(_Load, arguments, _WHAT).in_place
 
     def _work(self) -> None:
         self._pool.settle()

@@ -30,7 +30,7 @@ def require(program: str) -> str:
     """The path of `program`, or the test is skipped."""
     path = shutil.which(program)
     if path is None:
-        pytest.skip(f"{program} is not installed: apt-get install prometheus prometheus-pushgateway")
+        pytest.skip(f"{program} is not installed: `./run extras` installs it")
     return path
 
 

@@ -42,7 +42,7 @@ def find_binaries() -> dict[str, str] | str:
     paths = {name: shutil.which(name, path=search) for name in _BINARIES}
     missing = [name for name, path in paths.items() if path is None]
     if missing:
-        return f"no {', '.join(missing)}: `./run kubebuilder` gets them, or set KUBEBUILDER_ASSETS"
+        return f"no {', '.join(missing)}: `./run extras` installs them, or set KUBEBUILDER_ASSETS"
     return {name: str(path) for name, path in paths.items()}
 
 

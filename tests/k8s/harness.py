@@ -26,6 +26,12 @@ class Kube(Api):
         created: dict[str, Any] = answer
         return created
 
+    def apply(self, manifest: dict[str, Any]) -> None:
+        """As `kubectl apply --server-side` does."""
+        path = f"{_collection(manifest)}/{manifest['metadata']['name']}?fieldManager=test"
+        status, answer = self.request("PATCH", path, manifest, "application/apply-patch+yaml")
+        assert status in (200, 201), answer
+
 
 _PLURALS = {"PersiaJob": "persiajobs"}
 _CLUSTER_WIDE = ("Namespace", "ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition")

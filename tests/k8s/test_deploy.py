@@ -41,10 +41,37 @@ def test_the_base_names_every_manifest() -> None:
     assert set(kustomization["resources"]) == files
 
 
-def test_the_base_is_accepted(namespace: Namespace) -> None:
-    for path in ("operator.yaml", "server.yaml"):  # the others are what all tests here run with
-        for manifest in manifests_of(DEPLOY / path):
-            namespace.kube.create(manifest)
+def walk(value: object) -> Iterator[dict[str, Any]]:
+    """Every mapping inside `value`."""
+    if isinstance(value, dict):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from walk(item)
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_port_names_its_protocol(path: Path) -> None:
+    """A server-side apply identifies a port by number and protocol: without one it ends with an error."""
+    for mapping in (mapping for manifest in manifests_of(path) for mapping in walk(manifest)):
+        ports = mapping.get("ports")
+        for port in ports if isinstance(ports, list) else ():
+            assert port.get("protocol") == "TCP", port
+
+
+def test_the_document_creates_every_secret_that_the_base_mounts() -> None:
+    mappings = [part for path in DEPLOY.glob("*.yaml") for each in manifests_of(path) for part in walk(each)]
+    secrets = {part["secretName"] for part in mappings if "secretName" in part}
+    assert secrets
+    install = (REPOSITORY / "docs" / "kubernetes.md").read_text().split("## Install\n")[1].split("\n## ")[0]
+    assert secrets == set(re.findall(r"create secret generic (\S+)", install))
+
+
+def test_the_base_is_accepted_as_documented(namespace: Namespace) -> None:
+    """By a server-side apply, twice, as an upgrade does."""
+    for _ in range(2):
+        for path in ("operator.yaml", "server.yaml"):  # the others are what all tests here run with
+            for manifest in manifests_of(DEPLOY / path):
+                namespace.kube.apply(manifest)
 
 
 @pytest.mark.parametrize("path", ["operator.yaml", "server.yaml"])

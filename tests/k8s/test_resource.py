@@ -115,6 +115,7 @@ def test_the_schema_is_structural_and_served(namespace: Namespace) -> None:
     conditions = {item["type"]: item["status"] for item in definition["status"]["conditions"]}
     assert conditions["Established"] == "True"
     assert conditions.get("NonStructuralSchema", "False") == "False"
+    assert definition["status"]["acceptedNames"]["shortNames"] == ["pj"]
 
 
 def test_kubectl_get_shows_the_columns(namespace: Namespace) -> None:

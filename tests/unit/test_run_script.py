@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +37,21 @@ def test_help_names_every_command(tmp_path: Path) -> None:
     source = RUN.read_text(encoding="utf-8")
     defined = {name.replace("_", "-") for name in re.findall(r"^cmd_(\w+)\(\)", source, re.MULTILINE)}
     assert listed == defined | {"setup"}
+
+
+def test_skipped_tests_name_the_command_that_adds_them(tmp_path: Path) -> None:
+    pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip install ./k8s")
+    finished = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/k8s/test_server.py"],
+        cwd=RUN.parent,
+        env=os.environ | {"KUBEBUILDER_ASSETS": str(tmp_path), "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    *_, advice, _summary = finished.stdout.splitlines()
+    assert re.match(r"[0-9]+ tests were skipped .* API server .*`./run extras`", advice), finished.stdout
 
 
 @pytest.fixture

@@ -212,6 +212,7 @@ class alignas(64) Shard {
   void TouchCold(std::span<SignIndex::Entry* const> entries) const;
   // A row is in memory from now on.
   void NoteHot(uint64_t key, uint32_t slot);
+  void DropColdKeys();
   void CollectColdest();
   Status Demote(size_t count);
   Status DemoteRows(std::span<SignIndex::Entry* const> entries);

@@ -144,13 +144,17 @@ void Shard::TouchForWrite(std::span<SignIndex::Entry* const> entries) const {
   }
 }
 
-// Where rows come and go without ever leaving the cache, nobody else shortens the list.
 void Shard::NoteHot(uint64_t key, uint32_t slot) {
-  constexpr size_t kFew = 1024;
   hot_.Add(slabs_.row_bytes(slot));
   ++num_came_;
   came_bytes_ += slabs_.row_bytes(slot);
   hot_keys_.Add(key);
+  DropColdKeys();
+}
+
+// Rows that are made and removed without ever being evicted leave their keys in the list.
+void Shard::DropColdKeys() {
+  constexpr size_t kFew = 1024;
   if (hot_keys_.size() <= 2 * hot_.num_rows() + kFew) return;
   hot_keys_.ForEach(
       index_, [this](const SignIndex::Entry& entry) { return !IsCold(slabs_, entry.slot); },
@@ -283,8 +287,13 @@ Status Shard::DemoteLoaded(std::span<const Run> runs) {
   return LimitCache();
 }
 
+// The lists have grown with the rows of the largest call. What they do not need any more is given
+// back first: rows would be evicted for its sake.
 void Shard::MeasureCache() {
   if (!hot_.counts_bytes()) return;
+  DropColdKeys();
+  hot_keys_.TrimMemory();
+  coldest_.TrimMemory();
   const uint64_t cell_bytes = slabs_.memory_bytes() - slabs_.row_slab_bytes();
   hot_.SetBeside(index_.memory_bytes() + cell_bytes + hot_keys_.memory_bytes() +
                  coldest_.memory_bytes() + wanted_.memory_bytes() + victims_.memory_bytes() +
@@ -312,6 +321,7 @@ Status Shard::MakeUpForWhatCame() {
   };
   while (hot_.Excess() > 0 && !is_done()) {
     PERSIA_RETURN_IF_ERROR(Demote(std::min(hot_.Excess(), kRowsAtATime)));
+    MeasureCache();  // the lists shrink with the rows
   }
   return Status::Ok();
 }

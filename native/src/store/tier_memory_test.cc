@@ -66,6 +66,23 @@ TEST_F(TierMemoryTest, ACacheOfBytesHoldsAsManyRowsAsFitThere) {
   }
 }
 
+// The lists by which rows are evicted grow with a call. Their memory must not count against the
+// rows once the call has ended: those would be fewer for as long as the store lives.
+TEST_F(TierMemoryTest, ACallWithMoreRowsThanFitLeavesACacheThatIsInUse) {
+  constexpr uint64_t kCacheBytes = 6 << 20, kRows = 80'000;
+  constexpr uint32_t kDim = 4;
+  Open(kCacheBytes);
+  Lookup(*store_, Range(0, kRows), kDim);
+  // The maintenance thread evicts down to the budget before it commits.
+  auto batch = store_->RequestCheckpoint();
+  ASSERT_TRUE(batch.ok() && store_->WaitCheckpoint(*batch, std::chrono::minutes(5)).ok());
+  // A row takes 68 bytes and up to 32 of those lists; each has 25 of the index and 8 of a cell.
+  const uint64_t beside = kRows * (25 + 8);
+  const TierStats stats = store_->tier_stats().value();
+  EXPECT_GE(stats.num_hot, (kCacheBytes - beside) / 16 * 15 / (68 + 32));
+  EXPECT_LE(stats.hot_bytes, kCacheBytes - beside);
+}
+
 // Many small rows have to leave for each large one, also where the store's thread lags.
 TEST_F(TierMemoryTest, RowsInMemoryStayWithinACacheOfBytesAfterEachCall) {
   constexpr uint64_t kCacheBytes = 8 << 20;

@@ -107,7 +107,7 @@ def test_a_collections_dump_takes_what_its_caller_says(
     bags(torch.arange(10), torch.ones(1, 10, dtype=torch.int64)).sum().backward()
     bags.dump(tmp_path / "default")
     bags.dump(tmp_path / "given", dump_percent=70)
-    assert given == [CheckpointingConfig.dump_percent, 70]
+    assert given == [CheckpointingConfig().dump_percent, 70]
     for wrong in (0, 101):
         with pytest.raises(InvalidArgumentError, match=f"dump_percent={wrong} must be"):
             bags.dump(tmp_path / "wrong", dump_percent=wrong)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
+from pydantic.fields import FieldInfo
 
 from persia.config import GlobalConfig, SlotsConfig
-from persia.config.keys import Section, keys_of
+from persia.validation import Section
 
 REPOSITORY = Path(__file__).parents[3]
 DOCUMENT = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
@@ -25,24 +25,42 @@ def documented_keys(title: str) -> dict[str, tuple[str, str]]:
     return {key: (kind, default.strip("` ")) for key, kind, default in rows}
 
 
-def default_of(section: type[Section], name: str) -> str:
-    field = next(field for field in fields(section) if field.name == name)  # type: ignore[arg-type]
-    if field.default is not MISSING:
-        return field.default if isinstance(field.default, str) else json.dumps(field.default)
-    return "required" if field.default_factory is MISSING else json.dumps(field.default_factory())
+def parts_of(annotation: Any) -> list[Any]:
+    """The classes in an annotation, without None; a string of a choice counts as itself."""
+    if get_args(annotation) and annotation is not list:
+        return [part for item in get_args(annotation) for part in parts_of(item)]
+    return [] if annotation is type(None) else [annotation]
+
+
+def kind_of(annotation: Any) -> str:
+    for name, types in {"map": (dict, Mapping, Section), "list": (list,)}.items():
+        for part in (
+            annotation,
+            *get_args(annotation),
+            *map(get_origin, (annotation, *get_args(annotation))),
+        ):
+            if isinstance(part, type) and issubclass(part, types):
+                return name
+    (first, *_) = parts_of(annotation)
+    return "str" if isinstance(first, str) else first.__name__
+
+
+def default_of(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True)
+    if field.is_required():
+        return "required"
+    return default if isinstance(default, str) else json.dumps(default)
 
 
 def existing_keys(section: type[Section], path: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
-    for key in keys_of(section):
-        item: Any = get_args(key.type)[-1] if get_args(key.type) else key.type
-        is_section = isinstance(item, type) and issubclass(item, Section)
-        is_map = is_section or get_origin(key.type) not in (None, list)
+    for name, field in section.model_fields.items():
+        parts = parts_of(field.annotation)
+        items = [part for part in parts if isinstance(part, type) and issubclass(part, Section)]
         # A section with a fixed name and defaults needs no row of its own: its keys tell all.
-        if not is_section or key.optional or key.required:
-            kind = "map" if is_map else key.type.__name__.replace("NoneType", "null")
-            yield f"{path}{key.name}", (kind, default_of(section, key.name))
-        if is_section:
-            yield from existing_keys(item, f"{path}{key.name}." + ("<slot>." if get_args(key.type) else ""))
+        if field.annotation not in items:
+            yield f"{path}{name}", (kind_of(field.annotation), default_of(field))
+        for item in items:
+            yield from existing_keys(item, f"{path}{name}." + ("<slot>." if len(parts) > 1 else ""))
 
 
 @pytest.mark.parametrize(

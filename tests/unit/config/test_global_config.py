@@ -124,11 +124,8 @@ def test_numbers_are_taken_up_to_their_limits_and_not_beyond(path):
         others[SERVER]["num_hashmap_internal_shards"] = 1
     assert value_at(parse_global_config(others), path) == least
     assert value_at(parse_global_config(with_key(path, largest)), path) == largest
-    for value in (least - 1, largest + 1):
-        assert (
-            refusal_of(with_key(path, value))
-            == f"{path}={value} must be an integer from {least} to {largest}"
-        )
+    assert refusal_of(with_key(path, least - 1)) == f"{path}={least - 1} must be at least {least}"
+    assert refusal_of(with_key(path, largest + 1)) == f"{path}={largest + 1} must be at most {largest}"
 
 
 @pytest.mark.parametrize("path", LIMITS)
@@ -139,7 +136,7 @@ def test_numbers_must_be_integers(path, value, shown):
     if value is None and DEFAULTS[path] is None:
         assert value_at(parse_global_config(with_key(path, value)), path) is None
         return
-    assert refusal_of(with_key(path, value)) == f"{path}={shown} must be an integer"
+    assert refusal_of(with_key(path, value)) == f"{path}={shown} must be a valid integer"
 
 
 @pytest.mark.parametrize("path", SWITCHES)
@@ -190,7 +187,7 @@ def test_incremental_updates_need_keys_that_fit(key, value, reason):
 @pytest.mark.parametrize(
     ("storage", "message"),
     [
-        ({"kind": "nvme"}, f"{STORAGE}.kind='nvme' must be one of dram, file, pmem"),
+        ({"kind": "nvme"}, f"{STORAGE}.kind='nvme' must be 'dram', 'file' or 'pmem'"),
         ({"path": "/mnt"}, f"{STORAGE}.path='/mnt' with kind='dram', which has no pool"),
         ({"kind": "file"}, f"{STORAGE}.path is missing: kind='file' needs the directory"),
         (
@@ -239,7 +236,7 @@ def test_row_dtype_is_one_of_three_and_float32_in_pools():
     path = f"{SERVER}.row_dtype"
     for dtype in ("float32", "float16", "bfloat16"):
         assert value_at(parse_global_config(with_key(path, dtype)), path) == dtype
-    assert refusal_of(with_key(path, "fp16")) == f"{path}='fp16' must be one of float32, float16, bfloat16"
+    assert refusal_of(with_key(path, "fp16")) == f"{path}='fp16' must be 'float32', 'float16' or 'bfloat16'"
     storage = {"kind": "file", "path": "/mnt"}
     message = refusal_of({SERVER: {"row_dtype": "bfloat16", "storage": storage}})
     assert message.startswith(f"{path}='bfloat16' with storage.kind='file'")
@@ -262,7 +259,7 @@ def test_inference_jobs_have_their_own_settings():
     )
     for servers in (["a"], [1], "a:1"):
         message = refusal_of({"common_config": {"job_type": "Infer", "infer_config": {"servers": servers}}})
-        assert message.startswith("common_config.infer_config.servers=")
+        assert message.startswith("common_config.infer_config.servers")
 
 
 def infer_job(**keys: Any) -> dict[str, Any]:
@@ -280,19 +277,19 @@ def test_documented_keys_of_inference_are_taken():
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        (infer_job(servers=["a"]), "common_config.servers=['a'] must be a list of texts like 'host:port'"),
+        (infer_job(servers=["a"]), "common_config.servers.0='a' must be a text like 'host:port'"),
         (
             infer_job(initial_sparse_checkpoint=3),
-            "common_config.initial_sparse_checkpoint=3 must be a string",
+            "common_config.initial_sparse_checkpoint=3 must be a valid string",
         ),
         (infer_job(server=["a:1"]), "common_config.server=['a:1'] is not a known key"),
         (
             {"common_config": {"job_type": {"Infer": {"servers": ["a:1"]}, "Train": None}}},
-            "must be 'Train' or 'Infer'; what belongs to an inference job stands in common_config.infer_",
+            "must be 'Train' or 'Infer'; the settings of an inference",
         ),
         (
             {"common_config": {"job_type": {"Infer": ["a:1"]}}},
-            "must be 'Train' or 'Infer'; what belongs to an inference job stands in common_config.infer_",
+            "must be 'Train' or 'Infer'; the settings of an inference",
         ),
         (
             {"common_config": {"job_type": {"Infer": {"servers": ["a:1"]}}, "servers": ["b:1"]}},
@@ -300,7 +297,7 @@ def test_documented_keys_of_inference_are_taken():
         ),
         (
             infer_job(servers=["a:1"], infer_config={}),
-            "common_config.servers belongs into common_config.infer_",
+            "common_config.servers belongs in common_config.infer_",
         ),
         ({"common_config": {"servers": ["a:1"]}}, "(servers and initial_sparse_checkpoint are part of it)"),
         (
@@ -392,9 +389,9 @@ def test_a_long_value_is_cut():
 
 
 def test_sections_made_in_python_obey_the_same_rules():
-    with pytest.raises(ConfigError, match=re.escape("capacity=0 must be an integer from 1 to")):
+    with pytest.raises(ConfigError, match=re.escape("capacity=0 must be at least 1")):
         EmbeddingParameterServerConfig(capacity=0)
-    with pytest.raises(ConfigError, match="embedding_worker_config=null must be EmbeddingWorkerConfig"):
+    with pytest.raises(ConfigError, match="embedding_worker_config is empty"):
         GlobalConfig(embedding_worker_config=None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="job_type='Eval'"):
         CommonConfig(job_type="Eval")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import adult
-from adult import ChecksumError, MalformedLineError, encode, parse, read_source, verify
+from adult import BUNDLED, ChecksumError, MalformedLineError, encode, parse, read_source, verify
 from dataset import CATEGORICAL, DataError
 from recipes import PUBLISHED
 
@@ -92,10 +92,10 @@ def test_verify_names_origin_and_both_checksums() -> None:
     assert adult.SHA256["adult.data"] in message
 
 
-def test_the_real_files_give_the_documented_counts(adult_source: Path) -> None:
+def test_the_real_files_give_the_documented_counts() -> None:
     tables = []
     for name in adult.FILES:
-        content = read_source(adult_source, name)
+        content = read_source(BUNDLED, name)
         verify(name, content, name)
         tables.append(parse(content, name))
     info, train, test = encode(*tables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from adult import ChecksumError
+from adult import BUNDLED, SHA256, ChecksumError, read_source
 from dataset import DatasetInfo, Split, load_info, load_split, save_dataset
 from generated import generate
 from prepare_data import describe, prepare, prepared
@@ -93,27 +94,22 @@ def test_the_command_ends_with_one_clear_line_on_bad_input(tmp_path: Path) -> No
     assert "Traceback" not in finished.stderr
 
 
-def test_the_command_prepares_a_local_copy(tmp_path: Path, adult_source: Path) -> None:
-    finished = run_script("--source", str(adult_source), "--output", str(tmp_path))
+def test_the_command_needs_no_network_and_no_copy(tmp_path: Path) -> None:
+    finished = run_script("--output", str(tmp_path))
     assert finished.returncode == 0, finished.stderr
     assert "UCI Adult: 32,561 training and 16,281 test rows" in finished.stdout
     assert load_info(tmp_path).dataset == "adult"
 
 
-def test_without_network_and_source_generated_data_is_offered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import prepare_data
+def test_a_named_copy_is_used(tmp_path: Path) -> None:
+    (tmp_path / "adult.data").write_bytes(read_source(BUNDLED, "adult.data"))
+    shutil.copy(BUNDLED / "adult.test.xz", tmp_path)
+    finished = run_script("--source", str(tmp_path), "--output", str(tmp_path / "out"))
+    assert finished.returncode == 0, finished.stderr
+    assert load_info(tmp_path / "out").dataset == "adult"
 
-    def no_network(*_: object) -> bytes:
-        raise prepare_data.DownloadError("no route to host")
 
-    monkeypatch.setattr(prepare_data, "fetch", no_network)
-    monkeypatch.delenv("ADULT_SOURCE", raising=False)
-    monkeypatch.setattr(sys, "argv", ["prepare_data.py", "--output", str(tmp_path)])
-    assert prepare_data.main() == 1
-    errors = capsys.readouterr().err
-    assert "no route to host" in errors
-    assert "--source DIR" in errors
-    assert "--generate" in errors
-    assert not (tmp_path / "dataset.json").exists()
+def test_the_readme_of_the_copy_has_its_checksums() -> None:
+    text = (BUNDLED / "README.md").read_text(encoding="utf-8")
+    for name, checksum in SHA256.items():
+        assert f"| `{name}` | `{checksum}` |" in text

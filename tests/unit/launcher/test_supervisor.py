@@ -71,12 +71,14 @@ def test_the_kept_output_is_bounded(supervisor):
     assert process.output.splitlines()[0] == "3000"
 
 
-def test_ends_are_told_in_their_order_with_exit_codes(supervisor):
-    supervisor.start(
-        python("second", "import sys; sys.stdin.read(); import time; time.sleep(0.3); sys.exit(4)")
-    )
+def test_ends_are_told_in_their_order_with_exit_codes(supervisor, tmp_path):
+    go_on = tmp_path / "go_on"
+    wait = f"import os, sys, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\nsys.exit(4)"
+    supervisor.start(python("second", wait))
     supervisor.start(python("first", "raise SystemExit(3)"))
-    ended = [supervisor.next_ended(DEADLINE_S), supervisor.next_ended(DEADLINE_S)]
+    ended = [supervisor.next_ended(DEADLINE_S)]
+    go_on.touch()
+    ended.append(supervisor.next_ended(DEADLINE_S))
     assert [(process.name, process.exit_code) for process in ended] == [("first", 3), ("second", 4)]
     assert supervisor.next_ended(0.0) is None
 

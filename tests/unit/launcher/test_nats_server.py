@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from persia.errors import InvalidArgumentError
-from persia.launcher.nats import find_nats_server, nats_config, parse_size
+from persia.launcher.nats_server import find_nats_server, nats_config, parse_size
 
 
 @pytest.mark.parametrize(

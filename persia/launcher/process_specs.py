@@ -6,15 +6,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from persia.launcher.nats import find_nats_server
 from persia.launcher.supervisor import ProcessSpec
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, NN_WORKER
 
-__all__ = ["NATS", "NN_WORKER", "JobSpecs", "job_environment"]
-
-NATS = "nats"
-NN_WORKER = "nn-worker"
+__all__ = ["ProcessSpecs", "job_environment"]
 
 # Set for one process of a job; inherited by the whole job they would make every process the same rank.
 _OF_ONE_PROCESS = (
@@ -39,7 +35,7 @@ def job_environment(*, nats_url: str, job_name: str, extra: Mapping[str, str]) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobSpecs:
+class ProcessSpecs:
     """Builds the specs of one job's processes."""
 
     env: Mapping[str, str]
@@ -47,17 +43,19 @@ class JobSpecs:
     global_config: str | None = None  # None: the defaults
     launcher: Sequence[str] = field(default=(sys.executable, "-m", "persia.launcher"))
 
-    @staticmethod
-    def nats_server(config_file: Path, env: Mapping[str, str]) -> ProcessSpec:
-        """The broker, started from its configuration file."""
-        command = (find_nats_server(), "-c", str(config_file))
-        return ProcessSpec(name=NATS, command=command, env=env, stop_stage=2)
-
-    def parameter_server(self, index: int, replicas: int) -> ProcessSpec:
-        return self._server("embedding-parameter-server", index, replicas, stop_stage=1)
-
-    def embedding_worker(self, index: int, replicas: int) -> ProcessSpec:
-        return self._server("embedding-worker", index, replicas, stop_stage=0)
+    def server(self, role: str, index: int, replicas: int) -> ProcessSpec:
+        """A parameter server or an embedding worker. Workers stop first: they return gradients to servers."""
+        command = (
+            *self.launcher,
+            role,
+            "--port=0",  # told by discovery
+            f"--replica-index={index}",
+            f"--replica-size={replicas}",
+            f"--embedding-config={self.embedding_config}",
+            *(() if self.global_config is None else (f"--global-config={self.global_config}",)),
+        )
+        stop_stage = 1 if role == EMBEDDING_PARAMETER_SERVER else 0
+        return ProcessSpec(name=f"{role}-{index}", command=command, env=self.env, stop_stage=stop_stage)
 
     def data_loader(
         self, script: str, arguments: Sequence[str], index: int, replicas: int, env: Mapping[str, str]
@@ -80,15 +78,3 @@ class JobSpecs:
         """Scripts have no option for the global config; they take its metrics settings."""
         config = {} if self.global_config is None else {"PERSIA_GLOBAL_CONFIG": self.global_config}
         return {**self.env, **config}
-
-    def _server(self, role: str, index: int, replicas: int, *, stop_stage: int) -> ProcessSpec:
-        command = (
-            *self.launcher,
-            role,
-            "--port=0",  # told by discovery
-            f"--replica-index={index}",
-            f"--replica-size={replicas}",
-            f"--embedding-config={self.embedding_config}",
-            *(() if self.global_config is None else (f"--global-config={self.global_config}",)),
-        )
-        return ProcessSpec(name=f"{role}-{index}", command=command, env=self.env, stop_stage=stop_stage)

@@ -1,6 +1,6 @@
 """The commands and environments of a job's processes."""
 
-from persia.launcher.job import JobSpecs, job_environment
+from persia.launcher.process_specs import ProcessSpecs, job_environment
 
 
 def test_the_environment_of_a_job_is_not_that_of_one_rank(monkeypatch):
@@ -15,8 +15,10 @@ def test_the_environment_of_a_job_is_not_that_of_one_rank(monkeypatch):
 
 
 def test_commands():
-    specs = JobSpecs(env={"A": "1"}, global_config="g.yml", embedding_config="e.yml", launcher=("launcher",))
-    server = specs.parameter_server(1, 2)
+    specs = ProcessSpecs(
+        env={"A": "1"}, global_config="g.yml", embedding_config="e.yml", launcher=("launcher",)
+    )
+    server = specs.server("embedding-parameter-server", 1, 2)
     assert server.name == "embedding-parameter-server-1"
     assert server.command == (
         "launcher",
@@ -27,7 +29,7 @@ def test_commands():
         "--embedding-config=e.yml",
         "--global-config=g.yml",
     )
-    assert specs.embedding_worker(0, 1).name == "embedding-worker-0"
+    assert specs.server("embedding-worker", 0, 1).name == "embedding-worker-0"
     loader = specs.data_loader("load.py", ["-v"], 0, 3, {"B": "2"})
     assert loader.command[1:] == (
         "data-loader",
@@ -44,5 +46,5 @@ def test_commands():
 
 
 def test_servers_without_a_global_config_use_their_defaults():
-    command = JobSpecs(env={}, embedding_config="e.yml").parameter_server(0, 1).command
+    command = ProcessSpecs(env={}, embedding_config="e.yml").server("embedding-worker", 0, 1).command
     assert command[-1] == "--embedding-config=e.yml"

@@ -1,0 +1,129 @@
+"""Options that several commands share, with the published names and environment variables."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from persia import env
+
+if TYPE_CHECKING:
+    from persia.messaging.session import NatsSession
+
+__all__ = [
+    "COUNT",
+    "PORT",
+    "all_of",
+    "embedding_config",
+    "embedding_workers",
+    "global_config",
+    "host",
+    "job_name",
+    "job_options",
+    "job_session",
+    "metrics_port",
+    "model_name",
+    "nats_url",
+    "option",
+    "replica_options",
+]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_Decorator = Callable[[_F], _F]
+
+PORT = click.IntRange(0, 65535)
+COUNT = click.IntRange(min=1)
+
+
+def option(*names: str, variable: str | None = None, **settings: Any) -> _Decorator[Any]:
+    """`click.option` whose help shows the default, and the environment variable that may hold the value."""
+    shown = {"show_default": True, "envvar": variable, "show_envvar": variable is not None}
+    return click.option(*names, **{**shown, **settings})
+
+
+def all_of(*options: _Decorator[Any]) -> _Decorator[Any]:
+    """Several options as one decorator, which the help lists in their order."""
+
+    def decorate(function: _F) -> _F:
+        for one in reversed(options):
+            function = one(function)
+        return function
+
+    return decorate
+
+
+def embedding_config(
+    text: str = "Slots and their dimensions (YAML).", *, required: bool = False
+) -> _Decorator[Any]:
+    """`--embedding-config`, described by `text`."""
+    return option(
+        "--embedding-config", variable="PERSIA_EMBEDDING_CONFIG", metavar="FILE", required=required, help=text
+    )
+
+
+def _port_or_off(_ctx: click.Context, _param: click.Parameter, value: str) -> int | None:
+    if value == "off":
+        return None
+    if not value.isdecimal() or int(value) > PORT.max:
+        raise click.BadParameter(f"{value!r} is neither a port number nor 'off'")
+    return int(value)
+
+
+global_config = option(
+    "--global-config",
+    variable="PERSIA_GLOBAL_CONFIG",
+    metavar="FILE",
+    help="Settings of the servers (YAML); without it, the defaults.",
+)
+host = option(
+    "--host",
+    variable="PERSIA_BIND_HOST",
+    default="127.0.0.1",
+    help="Address to listen on. Requests are not authenticated: 0.0.0.0, for clients on other machines, only "
+    "in a network you trust.",
+)
+replica_options = all_of(
+    option("--replica-index", type=click.IntRange(min=0), default=0, help="Number of this replica, from 0."),
+    option("--replica-size", type=COUNT, default=1, help="Number of replicas of the job."),
+)
+metrics_port = option(
+    "--metrics-port",
+    callback=_port_or_off,
+    variable="PERSIA_METRICS_PORT",
+    default="0",
+    metavar="PORT|off",
+    help="Port of /metrics, /status, /healthz and /readyz, on the same address; 0 takes a free one.",
+)
+nats_url = option("--nats-url", variable="PERSIA_NATS_URL", metavar="URL", help="The job's broker.")
+job_name = option(
+    "--job-name",
+    variable="PERSIA_JOB_NAME",
+    default="default",
+    help="Name of the job, which keeps jobs that share a NATS server apart.",
+)
+job_options = all_of(nats_url, job_name)
+
+# Of a checkpoint that answers requests.
+model_name = option("--model-name", default="model", help="What requests call it.")
+embedding_workers = option(
+    "--embedding-worker",
+    "embedding_workers",
+    multiple=True,
+    metavar="HOST:PORT",
+    help="Take rows from this embedding worker instead of the checkpoint; give it once for each worker.",
+)
+
+
+@contextlib.contextmanager
+def job_session(
+    nats_url: str | None, job_name: str, *, name: str, wait_s: float = 5.0
+) -> Iterator[NatsSession]:
+    """Connects a command that looks at a job. Raises UnavailableError if no broker answers in `wait_s`."""
+    from persia.messaging.session import NatsSession
+
+    with NatsSession(nats_url or env.require_nats_url(), job_name, name=name) as session:
+        session.connect(wait_s)
+        yield session

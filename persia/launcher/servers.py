@@ -1,0 +1,80 @@
+"""`persia-launcher embedding-parameter-server` and `embedding-worker`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from persia.launcher import options
+from persia.launcher.options import PORT, all_of, option
+
+__all__ = ["embedding_parameter_server", "embedding_worker"]
+
+
+def _server_options(*, default_port: int, embedding_config_required: bool) -> Any:
+    return all_of(
+        option(
+            "--port",
+            type=PORT,
+            default=default_port,
+            help="Port to listen on; 0 takes a free one. Others find it by discovery.",
+        ),
+        options.host,
+        options.embedding_config(required=embedding_config_required),
+        options.global_config,
+        options.replica_options,
+        options.metrics_port,
+        option(
+            "--health-port",
+            type=PORT,
+            variable="PERSIA_HEALTH_PORT",
+            help="Port of the gRPC health service (grpc.health.v1); without it there is none.",
+        ),
+    )
+
+
+@click.command("embedding-parameter-server")
+@_server_options(default_port=8888, embedding_config_required=False)
+@option(
+    "--checkpoint",
+    metavar="LOCATION",
+    help="Load this checkpoint and only answer lookups, without a broker: a server of an inference job.",
+)
+@option(
+    "--pmem",
+    metavar="PATH",
+    help="Keep rows on persistent memory that is mounted at PATH, with a cache in memory: as storage.kind "
+    "pmem and storage.path of the global config, which says the rest.",
+)
+def embedding_parameter_server(**options: Any) -> None:
+    """Run an embedding parameter server, which holds a share of the embedding rows.
+
+    Start --replica-size of them, each with its own --replica-index. SIGTERM and Ctrl-C stop it.
+    """
+    from persia.roles.options import ServerOptions
+    from persia.roles.parameter_server import run_parameter_server
+
+    run_parameter_server(ServerOptions(**options))
+
+
+@click.command("embedding-worker")
+@_server_options(default_port=8887, embedding_config_required=True)
+@option(
+    "--parameter-server",
+    "parameter_servers",
+    multiple=True,
+    metavar="HOST:PORT",
+    help="A worker of an inference job, without a broker: a parameter server of it; give it once for each, "
+    "in the order of their replica indices.",
+)
+def embedding_worker(**options: Any) -> None:
+    """Run an embedding worker, which prepares the embeddings of batches from the rows of the parameter
+    servers.
+
+    Start --replica-size of them, each with its own --replica-index. SIGTERM and Ctrl-C stop it.
+    """
+    from persia.roles.embedding_worker import run_embedding_worker
+    from persia.roles.options import ServerOptions
+
+    run_embedding_worker(ServerOptions(**options))
