@@ -19,7 +19,7 @@ from persia.storage.schema import RowSchema
 from persia.storage.versions import is_latest
 from persia.validation import Count, complaint, read_document, to_json
 
-__all__ = ["PoolCheckpoint", "TierState"]
+__all__ = ["TierCheckpoint", "TierState"]
 
 _FORMAT = "pool of a persia server"
 _PREPARED_KEYS = ("batch", "num_rows", "pool_id", "sequence")
@@ -32,13 +32,13 @@ def _check_prepared(prepared: Mapping[str, int]) -> Mapping[str, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolCheckpoint:
-    """A checkpoint of the job, in this server's pool."""
+class TierCheckpoint:
+    """A checkpoint of the job, in this server's tier."""
 
     operation: str  # the dump that made it; the manifest's name for the rows
     directory: str  # of the manifest
     step: Count | None = None  # of the training loop
-    # Of the pool: its number ("batch"), its rows.
+    # By the tier file: the number of the checkpoint ("batch"), its rows.
     prepared: Annotated[Mapping[str, Count], AfterValidator(_check_prepared)]
     needs_latest: StrictBool = False  # its manifest counts once `latest`, beside its directory, names that
 
@@ -51,9 +51,8 @@ class PoolCheckpoint:
         return self.prepared["num_rows"]
 
     def decide(self) -> bool:
-        """Whether it counts. If not, it never will: without the file that the last step is made of, its
-        coordinator cannot take that any more. StorageError: what tells cannot be read, or that file not be
-        removed.
+        """Whether it counts. If not, it never will: this removes the marker, without which its coordinator
+        cannot publish it any more. StorageError: the manifest cannot be read, or the marker not be removed.
         """
         if self._is_named():
             return True
@@ -61,7 +60,7 @@ class PoolCheckpoint:
         return self._is_named()  # by a coordinator that was faster
 
     def _is_named(self) -> bool:
-        """By its manifest, and that by `latest` where it has to be."""
+        """Whether its manifest names it, and `latest` the manifest where needed."""
         place = Location.of(self.directory)
         try:
             section = Manifest.read(place)[0].embeddings
@@ -81,13 +80,13 @@ class PoolCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class TierState:
-    """What stands in the file beside the pool."""
+    """The content of the file beside the tier file."""
 
     index: Count
     replicas: Count
     schema: RowSchema | None = None  # None: the server was never started with an embedding config
-    committed: PoolCheckpoint | None = None
-    prepared: PoolCheckpoint | None = None  # of which this server does not know whether it counts
+    committed: TierCheckpoint | None = None
+    prepared: TierCheckpoint | None = None  # of which this server does not know whether it counts
     created_by: str = f"persia {__version__}"
 
     def encode(self) -> bytes:
