@@ -44,7 +44,7 @@ Positive32 = Annotated[int, Field(ge=1, le=UINT32_MAX)]
 Positive = Annotated[int, Field(ge=1, le=UINT64_MAX)]
 # Of documents, whose types are not strict: JSON has lists where a dataclass has tuples.
 Count = Annotated[int, Field(strict=True, ge=0, le=UINT64_MAX)]
-Number = Annotated[float, Field(strict=True, ge=0, lt=2**63)]  # NaN is neither
+Number = Annotated[float, Field(strict=True, ge=0, lt=2**63, allow_inf_nan=False)]
 Hex = Annotated[str, Field(pattern="^([0-9a-f]{2})+$")]  # bytes
 
 _WORDINGS = {
@@ -68,7 +68,7 @@ class Section(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(explain(error)) from None
+            raise ConfigError(explain(error, of_yaml=True)) from None
 
     # This says to pydantic that nested sections need no call of `__init__`: their errors keep their paths.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ def read_section(section: type[_AnySection], value: object, path: str = "") -> _
     try:
         return section.model_validate(value)
     except ValidationError as error:
-        raise ConfigError(explain(error, path)) from None
+        raise ConfigError(explain(error, path, of_yaml=True)) from None
 
 
 _adapters: dict[Any, TypeAdapter[Any]] = {}  # making one is slow
@@ -167,16 +167,14 @@ def complaint(text: str) -> PydanticCustomError:
     return PydanticCustomError("complaint", "{text}", {"text": text})
 
 
-def explain(error: ValidationError, path: str = "") -> str:
-    """The first problem in one line."""
+def explain(error: ValidationError, path: str = "", *, of_yaml: bool = False) -> str:
+    """The first problem in one line. `of_yaml`: with the remedy for names that YAML reads as other types."""
     problem = error.errors(include_url=False)[0]
     kind, value, *location = problem["type"], problem["input"], *problem["loc"]
     is_key = location[-1:] == ["[key]"]
     path = join(path, *location[: -2 if is_key else None])
     if kind == "value_error":  # of keys that do not go together; the section does not know its own path
         return join(path, str(problem["ctx"]["error"]))
-    if is_key:
-        return f"{path} has the name {show(value)}, which YAML does not read as a string: quote it"
     if kind == "missing":
         return f"{path} is missing: it has no default, so add it"
     if kind in ("model_type", "dict_type", "mapping_type", "dataclass_type"):
@@ -187,9 +185,9 @@ def explain(error: ValidationError, path: str = "") -> str:
     text = problem["msg"]
     for wording, ours in _WORDINGS.items():
         text = text.replace(wording, ours)
-    if kind == "string_type" and isinstance(value, bool | int | float):
+    if of_yaml and kind == "string_type" and isinstance(value, bool | int | float):
         text += ": quote it"
-    return f"{path}={show(value)} {text}"
+    return f"{path} has the name {show(value)}, which {text}" if is_key else f"{path}={show(value)} {text}"
 
 
 def join(*names: object) -> str:

@@ -8,15 +8,15 @@ import yaml
 
 from persia_k8s.job import JobSpec
 from persia_k8s.names import CRD_NAME, GROUP, KIND, MAX_JOB_NAME, PLURAL, VERSION
-from persia_k8s.schema import open_api_schema
-from persia_k8s.status import status_schema
+from persia_k8s.schema import structural_schema
+from persia_k8s.status import JobStatus
 
 __all__ = ["crd_manifest", "crd_yaml", "object_schema"]
 
 
 def object_schema() -> dict[str, Any]:
     """The schema of a whole PersiaJob."""
-    spec = open_api_schema(JobSpec, "What to run.")
+    spec = structural_schema(JobSpec)
     # Either spelling of the only path that a job cannot do without.
     named = {
         "properties": {"persiaEnv": {"required": ["PERSIA_EMBEDDING_CONFIG"]}},
@@ -47,7 +47,7 @@ def object_schema() -> dict[str, Any]:
                 },
             },
             "spec": spec,
-            "status": status_schema(),
+            "status": structural_schema(JobStatus, of_status=True),
         },
     }
 

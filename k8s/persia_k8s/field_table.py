@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from persia_k8s.job import JobSpec, RoleSpec
-from persia_k8s.schema import FieldRow, field_rows
+from persia_k8s.schema import structural_schema
 
 __all__ = ["field_table"]
 
-_SHARED = ("embeddingParameterServer.", "embeddingWorker.", "dataloader.", "nnWorker.", "inference.")
+_SHARED = ("embeddingParameterServer", "embeddingWorker", "dataloader", "nnWorker", "inference")
 
 
 def field_table() -> str:
     """Markdown. The fields that all roles share stand once, as those of ROLE."""
-    own = set(field_rows(RoleSpec))
-    rows = []
-    for row in field_rows(JobSpec):
-        head, _, tail = row.path.partition(".")
-        if not (f"{head}." in _SHARED and replace(row, path=tail) in own):
-            rows.append(row)
-    rows += field_rows(RoleSpec, "ROLE.")
-    return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *map(_line, rows)]) + "\n"
+    own = list(_rows(structural_schema(RoleSpec)))
+    rows = [
+        (path, line)
+        for path, line in _rows(structural_schema(JobSpec))
+        if not (path.split(".")[0] in _SHARED and (path.partition(".")[2], line) in own)
+    ]
+    rows += [(f"ROLE.{path}", line) for path, line in own]
+    table = [f"| `{path}` | {line} |" for path, line in rows]
+    return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *table]) + "\n"
 
 
-def _line(row: FieldRow) -> str:
-    return f"| `{row.path}` | {row.type} | {row.default} | {row.description} |"
+def _rows(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Path and the other cells of all fields, depth first, in the order of declaration."""
+    for name, field in schema["properties"].items():
+        default = "required" if name in schema.get("required", ()) else _default(field.get("default"))
+        yield name, f"{_type(field)} | {default} | {field['description']}"
+        # Values of Kubernetes' own types have fields without descriptions.
+        if all("description" in item for item in field.get("properties", {}).values()):
+            for path, line in _rows({"properties": {}, **field}):
+                yield f"{name}.{path}", line
+
+
+def _type(field: Mapping[str, Any]) -> str:
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    return f"{field['type']} >= {field['minimum']}" if "minimum" in field else str(field["type"])
+
+
+def _default(value: Any) -> str:
+    if value is None or value in ({}, []):
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 if __name__ == "__main__":

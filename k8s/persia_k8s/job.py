@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, StrictInt, WithJsonSchema
+from pydantic.dataclasses import dataclass
 
 from persia_k8s.errors import SpecError
 from persia_k8s.names import Role
-from persia_k8s.schema import parse, spec_field
+from persia_k8s.schema import CONFIG, parse
 
 __all__ = ["InferenceSpec", "Job", "JobSpec", "NatsSpec", "NnWorkerSpec", "PersiaEnv", "RoleSpec"]
 
@@ -70,180 +73,204 @@ _ANY_OBJECT = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 Object = Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
 class RoleSpec:
     """What all roles have."""
 
-    replicas: int = spec_field("Number of pods.", minimum=1, maximum=65536)
-    resources: Object = spec_field(
-        "Kubernetes resource requirements of the container.", default={}, schema=_RESOURCES
+    replicas: StrictInt = Field(ge=1, le=65536, description="Number of pods.")
+    resources: Annotated[Object, WithJsonSchema(_RESOURCES)] = Field(
+        default={}, description="Kubernetes resource requirements of the container."
     )
-    volume_mounts: Sequence[Object] = spec_field(
-        "Mounts of `spec.volumes`. The spelling `read_only` is taken for `readOnly`.",
+    volume_mounts: Annotated[Sequence[Object], WithJsonSchema(_VOLUME_MOUNTS)] = Field(
         default=[],
-        schema=_VOLUME_MOUNTS,
+        description="Mounts of `spec.volumes`. The spelling `read_only` is taken for `readOnly`.",
     )
-    env: Sequence[Object] = spec_field(
-        "Environment variables of this role; they win over `spec.env`.", default=[], schema=_ENV
+    env: Annotated[Sequence[Object], WithJsonSchema(_ENV)] = Field(
+        default=[], description="Environment variables of this role; they win over `spec.env`."
     )
-    image: str | None = spec_field(
-        "Image; by default the operator's CPU image, or its CUDA image where `resources` name "
-        "`nvidia.com/gpu`.",
+    image: str | None = Field(
         default=None,
-        minLength=1,
+        min_length=1,
+        description="Image; by default the operator's CPU image, or its CUDA image where `resources` "
+        "name `nvidia.com/gpu`.",
     )
-    node_selector: Mapping[str, str] = spec_field(
-        "Labels of the nodes to run on.", default={}, schema=_STRINGS
+    node_selector: Annotated[Mapping[str, str], WithJsonSchema(_STRINGS)] = Field(
+        default={}, description="Labels of the nodes to run on."
     )
-    tolerations: Sequence[Object] = spec_field(
-        "Taints of nodes to put up with.", default=[], schema=_TOLERATIONS
+    tolerations: Annotated[Sequence[Object], WithJsonSchema(_TOLERATIONS)] = Field(
+        default=[], description="Taints of nodes to put up with."
     )
-    affinity: Object = spec_field("Kubernetes affinity of the pods.", default={}, schema=_ANY_OBJECT)
-    max_unavailable: int = spec_field(
-        "Pods that a voluntary disruption, such as a node drain, may end at once.", default=0, minimum=0
+    affinity: Annotated[Object, WithJsonSchema(_ANY_OBJECT)] = Field(
+        default={}, description="Kubernetes affinity of the pods."
+    )
+    max_unavailable: StrictInt = Field(
+        default=0,
+        ge=0,
+        description="Pods that a voluntary disruption, such as a node drain, may end at once.",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
 class NnWorkerSpec(RoleSpec):
     """NN workers are nodes of one DDP group."""
 
-    nproc_per_node: int = spec_field("Ranks of each pod, usually one for each GPU.", default=1, minimum=1)
+    nproc_per_node: StrictInt = Field(
+        default=1, ge=1, description="Ranks of each pod, usually one for each GPU."
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
 class InferenceSpec(RoleSpec):
     """Servers of predictions; a job that has them trains nothing."""
 
-    checkpoint: str = spec_field(
-        "Directory or URL of a checkpoint with `jit_dense.pt`: parameter servers load its rows, the servers "
-        "of this role its model. One checkpoint, not a directory of several. It cannot be changed: start "
-        "another job beside this one.",
-        minLength=1,
+    checkpoint: str = Field(
+        min_length=1,
+        description="Directory or URL of a checkpoint with `jit_dense.pt`: parameter servers load its "
+        "rows, the servers of this role its model. One checkpoint, not a directory of "
+        "several. It cannot be changed: start another job beside this one.",
     )
-    model_name: str = spec_field("What requests call the model.", default="model", minLength=1)
-    arguments: Sequence[str] = spec_field(
-        "Further arguments of `persia-launcher serve`, such as `--threads=2`.",
-        default=[],
-        schema={"type": "array", "items": {"type": "string"}},
+    model_name: str = Field(default="model", min_length=1, description="What requests call the model.")
+    arguments: Sequence[str] = Field(
+        default=[], description="Further arguments of `persia-launcher serve`, such as `--threads=2`."
     )
-    max_unavailable: int = spec_field(
-        "Pods that a voluntary disruption, such as a node drain, may end at once.", default=1, minimum=0
+    max_unavailable: StrictInt = Field(
+        default=1,
+        ge=0,
+        description="Pods that a voluntary disruption, such as a node drain, may end at once.",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
 class PersiaEnv:
     """Paths inside the containers, under the published names."""
 
-    global_config: str | None = spec_field(
-        "Path of `global_config.yml`.", default=None, name="PERSIA_GLOBAL_CONFIG", minLength=1
+    global_config: str | None = Field(
+        default=None,
+        validation_alias="PERSIA_GLOBAL_CONFIG",
+        min_length=1,
+        description="Path of `global_config.yml`.",
     )
-    embedding_config: str | None = spec_field(
-        "Path of `embedding_config.yml`.", default=None, name="PERSIA_EMBEDDING_CONFIG", minLength=1
+    embedding_config: str | None = Field(
+        default=None,
+        validation_alias="PERSIA_EMBEDDING_CONFIG",
+        min_length=1,
+        description="Path of `embedding_config.yml`.",
     )
-    nn_worker_entry: str | None = spec_field(
-        "Path of the training script.", default=None, name="PERSIA_NN_WORKER_ENTRY", minLength=1
+    nn_worker_entry: str | None = Field(
+        default=None,
+        validation_alias="PERSIA_NN_WORKER_ENTRY",
+        min_length=1,
+        description="Path of the training script.",
     )
-    dataloader_entry: str | None = spec_field(
-        "Path of the data loading script.", default=None, name="PERSIA_DATALOADER_ENTRY", minLength=1
+    dataloader_entry: str | None = Field(
+        default=None,
+        validation_alias="PERSIA_DATALOADER_ENTRY",
+        min_length=1,
+        description="Path of the data loading script.",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
 class NatsSpec:
     """The job's broker: started with the job, unless `url` or a PERSIA_NATS_URL in `spec.env` names one."""
 
-    url: str | None = spec_field(
-        "Broker to use; without it, and without `PERSIA_NATS_URL` in `spec.env`, the operator runs one.",
+    url: str | None = Field(
         default=None,
         pattern=r"^(nats|tls)://.+",
+        description="Broker to use; without it, and without `PERSIA_NATS_URL` in `spec.env`, the "
+        "operator runs one.",
     )
-    max_payload: str = spec_field(
-        "Largest message of the operator's broker: a batch's ID features, or its dense part.",
+    max_payload: str = Field(
         default="64MB",
         pattern=r"^[0-9]+ ?(KB|MB|GB)?$",
+        description="Largest message of the operator's broker: a batch's ID features, or its dense part.",
     )
-    image: str | None = spec_field(
-        "Image of the broker; by default the operator's CPU image.", default=None, minLength=1
+    image: str | None = Field(
+        default=None, min_length=1, description="Image of the broker; by default the operator's CPU image."
     )
-    resources: Object = spec_field(
-        "Kubernetes resource requirements of the broker.", default={}, schema=_RESOURCES
+    resources: Annotated[Object, WithJsonSchema(_RESOURCES)] = Field(
+        default={}, description="Kubernetes resource requirements of the broker."
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
 class JobSpec:
-    """`spec` of a PersiaJob."""
+    """What to run."""
 
-    persia_env: PersiaEnv = spec_field("Where the job's files are.", default=PersiaEnv())
-    env: Sequence[Object] = spec_field("Environment variables of all pods.", default=[], schema=_ENV)
-    volumes: Sequence[Object] = spec_field(
-        "Kubernetes volumes, for the `volumeMounts` of the roles.", default=[], schema=_VOLUMES
+    persia_env: PersiaEnv = Field(default=PersiaEnv(), description="Where the job's files are.")
+    env: Annotated[Sequence[Object], WithJsonSchema(_ENV)] = Field(
+        default=[], description="Environment variables of all pods."
     )
-    log_level: str = spec_field(
-        "`LOG_LEVEL` of all pods.",
-        default="info",
-        enum=["debug", "info", "warn", "warning", "error", "critical"],
+    volumes: Annotated[Sequence[Object], WithJsonSchema(_VOLUMES)] = Field(
+        default=[], description="Kubernetes volumes, for the `volumeMounts` of the roles."
     )
-    image_pull_policy: str = spec_field(
-        "When nodes pull images.", default="Always", enum=["Always", "IfNotPresent", "Never"]
+    log_level: Literal["debug", "info", "warn", "warning", "error", "critical"] = Field(
+        default="info", description="`LOG_LEVEL` of all pods."
     )
-    restart_policy: str = spec_field(
-        "`Never`: the job fails with its first data loader or NN worker that fails. `OnFailure`, `Always`: "
-        "they are started again, `backoffLimit` times. Servers are always started again.",
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
+        default="Always", description="When nodes pull images."
+    )
+    restart_policy: Literal["Never", "OnFailure", "Always"] = Field(
         default="Never",
-        enum=["Never", "OnFailure", "Always"],
+        description="`Never`: the job fails with its first data loader or NN worker that fails. "
+        "`OnFailure`, `Always`: they are started again, `backoffLimit` times. Servers are "
+        "always started again.",
     )
-    backoff_limit: int = spec_field(
-        "Restarts that the job survives: of the training, of its data loaders, and of each server.",
+    backoff_limit: StrictInt = Field(
         default=3,
-        minimum=0,
+        ge=0,
+        description="Restarts that the job survives: of the training, of its data loaders, and of each "
+        "server.",
     )
-    backoff_seconds: int = spec_field(
-        "Pause before the training is started again; doubled each time, up to 300.", default=5, minimum=0
+    backoff_seconds: StrictInt = Field(
+        default=5,
+        ge=0,
+        description="Pause before the training is started again; doubled each time, up to 300.",
     )
-    ttl_seconds_after_finished: int | None = spec_field(
-        "Seconds after its end at which the job is deleted with all it owns; without it, never.",
+    ttl_seconds_after_finished: StrictInt | None = Field(
         default=None,
-        minimum=0,
+        ge=0,
+        description="Seconds after its end at which the job is deleted with all it owns; without it, never.",
     )
-    enable_metrics: bool = spec_field(
-        "Each pod shows metrics, status and readiness on port 9100, annotated for Prometheus, and pushes to "
-        "`PERSIA_METRICS_GATEWAY_ADDR` where `env` has it. `false` turns all of this off; probes then only "
-        "look whether servers listen.",
+    enable_metrics: StrictBool = Field(
         default=True,
+        description="Each pod shows metrics, status and readiness on port 9100, annotated for "
+        "Prometheus, and pushes to `PERSIA_METRICS_GATEWAY_ADDR` where `env` has it. `false` "
+        "turns all of this off; probes then only look whether servers listen.",
     )
-    resize_checkpoint: str | None = spec_field(
-        "Directory or URL that all parameter servers and NN workers reach. The job goes through a checkpoint "
-        "there when `embeddingParameterServer.replicas` changes while it runs; without it, that is refused. "
-        "The checkpoint is removed when the job succeeds.",
+    resize_checkpoint: str | None = Field(
         default=None,
-        minLength=1,
+        min_length=1,
+        description="Directory or URL that all parameter servers and NN workers reach. The job goes "
+        "through a checkpoint there when `embeddingParameterServer.replicas` changes while "
+        "it runs; without it, that is refused. The checkpoint is removed when the job "
+        "succeeds.",
     )
-    nats: NatsSpec = spec_field("The job's broker.", default=NatsSpec())
-    embedding_parameter_server: RoleSpec = spec_field("The servers that hold the rows.")
-    embedding_worker: RoleSpec = spec_field("The servers that prepare embeddings of batches.")
-    nn_worker: NnWorkerSpec | None = spec_field(
-        "The pods that train the dense network. Required, unless there is `inference`.", default=None
-    )
-    dataloader: RoleSpec | None = spec_field(
-        "The pods that send batches; none where the training script has its own data.", default=None
-    )
-    inference: InferenceSpec | None = spec_field(
-        "The pods that answer requests with predictions of a checkpoint, over gRPC; instead of `nnWorker` "
-        "and `dataloader`. The job runs until it is deleted.",
+    nats: NatsSpec = Field(default=NatsSpec(), description="The job's broker.")
+    embedding_parameter_server: RoleSpec = Field(description="The servers that hold the rows.")
+    embedding_worker: RoleSpec = Field(description="The servers that prepare embeddings of batches.")
+    nn_worker: NnWorkerSpec | None = Field(
         default=None,
+        description="The pods that train the dense network. Required, unless there is `inference`.",
     )
-    global_config_path: str | None = spec_field(
-        "Older spelling of `persiaEnv.PERSIA_GLOBAL_CONFIG`.", default=None, minLength=1
+    dataloader: RoleSpec | None = Field(
+        default=None,
+        description="The pods that send batches; none where the training script has its own data.",
     )
-    embedding_config_path: str | None = spec_field(
-        "Older spelling of `persiaEnv.PERSIA_EMBEDDING_CONFIG`.", default=None, minLength=1
+    inference: InferenceSpec | None = Field(
+        default=None,
+        description="The pods that answer requests with predictions of a checkpoint, over gRPC; instead "
+        "of `nnWorker` and `dataloader`. The job runs until it is deleted.",
+    )
+    global_config_path: str | None = Field(
+        default=None, min_length=1, description="Older spelling of `persiaEnv.PERSIA_GLOBAL_CONFIG`."
+    )
+    embedding_config_path: str | None = Field(
+        default=None, min_length=1, description="Older spelling of `persiaEnv.PERSIA_EMBEDDING_CONFIG`."
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
     """A PersiaJob as the rest of this package sees it."""
 

@@ -1,19 +1,22 @@
 """`status` of a PersiaJob: its schema, and the memory of the operator between two passes.
 
-The operator keeps nothing else: started anew, it goes on from what stands here.
+The operator keeps nothing else: a restarted operator continues from the status.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PlainSerializer, StrictInt, TypeAdapter, WithJsonSchema
+from pydantic.dataclasses import dataclass
 
 from persia_k8s.names import Role
-from persia_k8s.schema import open_api_schema, spec_field
+from persia_k8s.schema import CONFIG, parse, structural_schema
 
-__all__ = ["Condition", "JobStatus", "Phase", "Resize", "RoleStatus", "Stage", "status_schema"]
+__all__ = ["Condition", "JobStatus", "Phase", "Resize", "RoleStatus", "Stage"]
 
 
 class Phase(str, Enum):
@@ -31,15 +34,6 @@ class Phase(str, Enum):
         return self in (Phase.SUCCEEDED, Phase.FAILED)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoleStatus:
-    """One role. `replicas` is what the job runs with, which after a refused resize is not what spec says."""
-
-    replicas: int = 0
-    ready: int = 0
-    restarts: int = 0
-
-
 class Stage(str, Enum):
     """How far a resize of the parameter servers is."""
 
@@ -49,66 +43,140 @@ class Stage(str, Enum):
     LOADING = "Loading"  # they read the rows
 
 
-@dataclass(frozen=True, kw_only=True)
+_SINCE = "lastTransitionTime"
+_TIME = {"type": "string", "format": "date-time"}
+# In a merge patch, null removes a field; here a text that is not set is "".
+_Text = Annotated[str, BeforeValidator(lambda text: text or ""), PlainSerializer(lambda text: text or None)]
+_Time = Annotated[_Text, WithJsonSchema(_TIME)]
+
+
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
+class RoleStatus:
+    """One role."""
+
+    replicas: StrictInt = Field(
+        default=0, description="Pods that the job runs with."
+    )  # after a refused resize not spec's
+    ready: StrictInt = Field(
+        default=0, description="Of them ready now; of a finished role, those that have succeeded."
+    )
+    restarts: StrictInt = Field(default=0, description="Restarts of its containers.")
+
+
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
 class Resize:
-    """A resize of the parameter servers to `replicas`, through the checkpoint at `location`.
+    """A resize of the parameter servers."""
 
-    `tries`: of this stage, that have failed; the next one is not before `retry_time`, "" for now.
-    """
-
-    stage: Stage
-    replicas: int
-    location: str
-    tries: int = 0
-    retry_time: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "stage": self.stage.value,
-            "replicas": self.replicas,
-            "location": self.location,
-            "tries": self.tries,
-            "retryTime": self.retry_time or None,
-        }
+    stage: Stage = Field(description="How far it is.")
+    replicas: StrictInt = Field(description="Number of the new servers.")
+    location: str = Field(default="", description="The checkpoint that the job goes through.")
+    tries: StrictInt = Field(default=0, description="Of this stage, that have failed.")
+    retry_time: _Time = Field(default="", description="The next one is not before.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
 class Condition:
     """As in the rest of Kubernetes."""
 
     type: str
-    status: bool
+    status: Annotated[bool, BeforeValidator(lambda text: text in ("True", True)), PlainSerializer(str)]
     reason: str
     message: str = ""
-    since: str = ""  # lastTransitionTime
-
-    def to_dict(self) -> dict[str, str]:
-        values = {"type": self.type, "status": str(self.status), "reason": self.reason}
-        # Left out rather than empty: API server 1.20 takes an empty text in a merge patch for null.
-        message = {"message": self.message} if self.message else {}
-        return {**values, **message, "lastTransitionTime": self.since}
+    since: str = Field(default="", validation_alias=_SINCE, serialization_alias=_SINCE)
 
 
-@dataclass(frozen=True, kw_only=True)
+_CONDITIONS = {
+    "type": "array",
+    "x-kubernetes-list-type": "map",
+    "x-kubernetes-list-map-keys": ["type"],
+    "items": {
+        "type": "object",
+        "required": ["type", "status", "reason", "lastTransitionTime"],
+        "properties": {
+            "type": {"type": "string"},
+            "status": {"type": "string", "enum": ["True", "False", "Unknown"]},
+            "reason": {"type": "string"},
+            "message": {"type": "string"},
+            "lastTransitionTime": _TIME,
+        },
+    },
+}
+_PROGRESS = {
+    "type": "object",
+    "properties": {
+        "step": {"description": "Last training step.", "type": "integer"},
+        "auc": {"description": "AUC, as the job measures it.", "type": "number"},
+        "samplesPerSecond": {"description": "Throughput.", "type": "number"},
+        "lastCheckpoint": {"description": "Path of the last checkpoint.", "type": "string"},
+    },
+}
+_ROLES = {
+    Role.NATS: "The broker, where the operator runs it.",
+    Role.PARAMETER_SERVER: "Parameter servers.",
+    Role.EMBEDDING_WORKER: "Embedding workers.",
+    Role.NN_WORKER: "NN workers.",
+    Role.DATA_LOADER: "Data loaders.",
+    Role.INFERENCE: "Servers of predictions.",
+}
+_ROLE = structural_schema(RoleStatus, of_status=True)
+_ROLES_SCHEMA = {
+    "type": "object",
+    "properties": {role.field: {**_ROLE, "description": text} for role, text in _ROLES.items()},
+}
+
+
+def _read_roles(values: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    roles = {role.field: role for role in Role}
+    return {roles.get(key, key): value for key, value in values.items() if key in roles or key in Role}
+
+
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
 class JobStatus:
-    """All of `status`. Times are RFC 3339 texts in UTC, "" for none."""
+    """The state of the job."""
 
-    phase: Phase = Phase.PENDING
-    observed_generation: int = 0
-    start_time: str = ""
-    completion_time: str = ""
-    restarts: int = 0
-    loader_restarts: int = 0
-    restart_time: str = ""
-    resizes: int = 0
-    resize: Resize | None = None
-    failed_resize: int = 0
-    resize_checkpoint: str = ""
-    selector: str = ""  # of the pods that the scale subresource is about
-    roles: Mapping[Role, RoleStatus] = field(default_factory=dict)
-    servers: Mapping[str, str] = field(default_factory=dict)
-    progress: Mapping[str, Any] = field(default_factory=dict)
-    conditions: Sequence[Condition] = ()
+    phase: Phase = Field(default=Phase.PENDING, description="State of the job.")
+    observed_generation: StrictInt = Field(
+        default=0, description="Generation of the spec that this is about."
+    )
+    start_time: _Time = Field(default="", description="When the training first ran.")
+    completion_time: _Time = Field(default="", description="When the job ended.")
+    restarts: StrictInt = Field(default=0, description="Times that the training was started again.")
+    loader_restarts: StrictInt = Field(
+        default=0, description="Data loaders started again since the training was."
+    )
+    restart_time: _Time = Field(
+        default="", description="Before this time, the training is not started again."
+    )
+    resizes: StrictInt = Field(default=0, description="Resizes of the parameter servers.")
+    resize: Resize | None = Field(
+        default=None, description="The resize of the parameter servers that goes on."
+    )
+    failed_resize: StrictInt = Field(default=0, description="Generation of the spec whose resize has failed.")
+    resize_checkpoint: _Text = Field(
+        default="", description="What the last resize went through; removed when the job succeeds."
+    )
+    selector: _Text = Field(
+        default="", description="Label selector of the embedding workers, for whoever scales them."
+    )
+    roles: Annotated[
+        Mapping[Role, RoleStatus],
+        BeforeValidator(_read_roles),
+        PlainSerializer(lambda roles: {role.field: asdict(status) for role, status in roles.items()}),
+        WithJsonSchema(_ROLES_SCHEMA),
+    ] = Field(default={}, description="Counts of each role.")
+    servers: Annotated[
+        Mapping[str, str],
+        WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
+    ] = Field(default={}, description="Incarnation of each server pod, by which a restart is known.")
+    progress: Annotated[
+        Mapping[str, Any],
+        PlainSerializer(lambda progress: dict(progress) or None),
+        WithJsonSchema(_PROGRESS),
+    ] = Field(default={}, description="What the job has last said about itself.")
+    conditions: Annotated[
+        tuple[Condition, ...],
+        WithJsonSchema(_CONDITIONS),
+    ] = Field(default=(), description="`ServersReady`, `SpecApplied`, `Resized`, `Complete`, `Failed`.")
 
     @property
     def attempt(self) -> int:
@@ -129,52 +197,16 @@ class JobStatus:
     @staticmethod
     def from_dict(values: Mapping[str, Any] | None) -> JobStatus:
         """From what the operator has stored; a new job has nothing."""
-        values = values or {}
-        if "phase" not in values:
-            return JobStatus()
-        return JobStatus(
-            phase=Phase(values["phase"]),
-            observed_generation=values.get("observedGeneration", 0),
-            start_time=values.get("startTime") or "",
-            completion_time=values.get("completionTime") or "",
-            restarts=values.get("restarts", 0),
-            loader_restarts=values.get("loaderRestarts", 0),
-            restart_time=values.get("restartTime") or "",
-            resizes=values.get("resizes", 0),
-            resize=_resize(values.get("resize")),
-            failed_resize=values.get("failedResize", 0),
-            resize_checkpoint=values.get("resizeCheckpoint") or "",
-            selector=values.get("selector") or "",
-            roles={
-                role: RoleStatus(**values["roles"][role.field])
-                for role in Role
-                if role.field in values.get("roles", {})
-            },
-            servers=dict(values.get("servers") or {}),
-            progress=dict(values.get("progress") or {}),
-            conditions=tuple(_condition(item) for item in values.get("conditions", ())),
-        )
+        return parse(JobStatus, values, "status") if values and "phase" in values else JobStatus()
 
     def to_dict(self) -> dict[str, Any]:
         """For a merge patch: what is unset is None, which removes it."""
-        return {
-            "phase": self.phase.value,
-            "observedGeneration": self.observed_generation,
-            "startTime": self.start_time or None,
-            "completionTime": self.completion_time or None,
-            "restarts": self.restarts,
-            "loaderRestarts": self.loader_restarts,
-            "restartTime": self.restart_time or None,
-            "resizes": self.resizes,
-            "resize": self.resize and self.resize.to_dict(),
-            "failedResize": self.failed_resize,
-            "resizeCheckpoint": self.resize_checkpoint or None,
-            "selector": self.selector or None,
-            "roles": {role.field: vars(role_status) for role, role_status in self.roles.items()},
-            "servers": dict(self.servers),
-            "progress": dict(self.progress) or None,
-            "conditions": [condition.to_dict() for condition in self.conditions],
-        }
+        values: dict[str, Any] = TypeAdapter(JobStatus).dump_python(self, mode="json", by_alias=True)
+        for condition in values["conditions"]:
+            # Left out rather than empty: API server 1.20 takes an empty text in a merge patch for null.
+            if not condition["message"]:
+                del condition["message"]
+        return values
 
     def condition(self, kind: str) -> Condition | None:
         return next((condition for condition in self.conditions if condition.type == kind), None)
@@ -185,115 +217,3 @@ class JobStatus:
         since = old.since if old is not None and old.status == new.status else now
         others = [condition for condition in self.conditions if condition.type != new.type]
         return replace(self, conditions=(*others, replace(new, since=since)))
-
-
-def _resize(values: Mapping[str, Any] | None) -> Resize | None:
-    if values is None:
-        return None
-    return Resize(
-        stage=Stage(values["stage"]),
-        replicas=values["replicas"],
-        location=values.get("location", ""),
-        tries=values.get("tries", 0),
-        retry_time=values.get("retryTime") or "",
-    )
-
-
-def _condition(values: Mapping[str, Any]) -> Condition:
-    return Condition(
-        type=values["type"],
-        status=values["status"] == "True",
-        reason=values["reason"],
-        message=values.get("message", ""),
-        since=values.get("lastTransitionTime", ""),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RoleSchema:
-    replicas: int = spec_field("Pods that the job runs with.", default=None)
-    ready: int = spec_field("Of them ready now; of a finished role, those that have succeeded.", default=None)
-    restarts: int = spec_field("Restarts of its containers.", default=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ProgressSchema:
-    step: int = spec_field("Last training step.", default=None)
-    auc: float = spec_field("AUC, as the job measures it.", default=None, schema={"type": "number"})
-    samples_per_second: float = spec_field("Throughput.", default=None, schema={"type": "number"})
-    last_checkpoint: str = spec_field("Path of the last checkpoint.", default=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RolesSchema:
-    nats: _RoleSchema = spec_field("The broker, where the operator runs it.", default=None)
-    embedding_parameter_server: _RoleSchema = spec_field("Parameter servers.", default=None)
-    embedding_worker: _RoleSchema = spec_field("Embedding workers.", default=None)
-    nn_worker: _RoleSchema = spec_field("NN workers.", default=None)
-    dataloader: _RoleSchema = spec_field("Data loaders.", default=None)
-    inference: _RoleSchema = spec_field("Servers of predictions.", default=None)
-
-
-_TIME = {"type": "string", "format": "date-time"}
-_CONDITIONS = {
-    "type": "array",
-    "x-kubernetes-list-type": "map",
-    "x-kubernetes-list-map-keys": ["type"],
-    "items": {
-        "type": "object",
-        "required": ["type", "status", "reason", "lastTransitionTime"],
-        "properties": {
-            "type": {"type": "string"},
-            "status": {"type": "string", "enum": ["True", "False", "Unknown"]},
-            "reason": {"type": "string"},
-            "message": {"type": "string"},
-            "lastTransitionTime": _TIME,
-        },
-    },
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ResizeSchema:
-    stage: str = spec_field("How far it is.", default=None, enum=[stage.value for stage in Stage])
-    replicas: int = spec_field("Number of the new servers.", default=None)
-    location: str = spec_field("The checkpoint that the job goes through.", default=None)
-    tries: int = spec_field("Of this stage, that have failed.", default=None)
-    retry_time: str = spec_field("The next one is not before.", default=None, schema=_TIME)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _StatusSchema:
-    phase: str = spec_field("State of the job.", default=None, enum=[phase.value for phase in Phase])
-    observed_generation: int = spec_field("Generation of the spec that this is about.", default=None)
-    start_time: str = spec_field("When the training first ran.", default=None, schema=_TIME)
-    completion_time: str = spec_field("When the job ended.", default=None, schema=_TIME)
-    restarts: int = spec_field("Times that the training was started again.", default=None)
-    loader_restarts: int = spec_field("Data loaders started again since the training was.", default=None)
-    restart_time: str = spec_field(
-        "Before this time, the training is not started again.", default=None, schema=_TIME
-    )
-    resizes: int = spec_field("Resizes of the parameter servers.", default=None)
-    resize: _ResizeSchema = spec_field("The resize of the parameter servers that goes on.", default=None)
-    failed_resize: int = spec_field("Generation of the spec whose resize has failed.", default=None)
-    resize_checkpoint: str = spec_field(
-        "What the last resize went through; removed when the job succeeds.", default=None
-    )
-    selector: str = spec_field(
-        "Label selector of the embedding workers, for whoever scales them.", default=None
-    )
-    roles: _RolesSchema = spec_field("Counts of each role.", default=None)
-    servers: Mapping[str, str] = spec_field(
-        "Incarnation of each server pod, by which a restart is known.",
-        default=None,
-        schema={"type": "object", "additionalProperties": {"type": "string"}},
-    )
-    progress: _ProgressSchema = spec_field("What the job has last said about itself.", default=None)
-    conditions: Sequence[Any] = spec_field(
-        "`ServersReady`, `SpecApplied`, `Resized`, `Complete`, `Failed`.", default=None, schema=_CONDITIONS
-    )
-
-
-def status_schema() -> dict[str, Any]:
-    """The structural schema of `status`."""
-    return open_api_schema(_StatusSchema)

@@ -26,7 +26,6 @@ from persia.storage.location import Location
 from persia.storage.manifest import (
     DenseSection,
     EmbeddingSection,
-    FileEntry,
     Manifest,
     check_file_name,
     is_dump_id,
@@ -34,6 +33,7 @@ from persia.storage.manifest import (
     utc_now,
 )
 from persia.storage.position import Position
+from persia.storage.shard_file import write_files
 from persia.storage.versions import keep_newest, resolve, set_latest, version_name
 
 __all__ = ["Checkpoints", "DumpHook", "DumpRequest", "Source", "described"]
@@ -331,7 +331,10 @@ def _write(
     directory = operation.directory
     with operation.kept_alive():
         try:
-            dense = _write_dense(directory, operation.operation, request.dense) if request.dense else None
+            dense = None
+            if request.dense:
+                files = write_files(directory, operation.operation, request.dense)
+                dense = DenseSection(dump_id=operation.operation, created_at=utc_now(), files=files)
             section = operation.finish(request.optimizer, position) if operation.peers else None
             old, new = _merged(directory, request.step, dense, section)
         except BaseException:
@@ -349,17 +352,6 @@ def described(optimizer: Optimizer) -> dict[str, Any]:
     """An embedding optimizer's settings, for people who read the manifest."""
     settings = {key: value for key, value in vars(optimizer).items() if not key.startswith("_")}
     return {"name": type(optimizer).__name__, **settings}
-
-
-def _write_dense(target: Location, dump_id: str, dense: Mapping[str, bytes]) -> DenseSection:
-    files = {}
-    for name, content in dense.items():
-        path = f"{dump_id}/{name}"
-        with (target / path).create() as sink:
-            sink.write(content)
-        checksum = hashlib.sha256(content).hexdigest()
-        files[name] = FileEntry(path=path, num_bytes=len(content), checksum=checksum)
-    return DenseSection(dump_id=dump_id, created_at=utc_now(), files=files)
 
 
 def _merged(

@@ -1,8 +1,7 @@
 """One dump or load over all servers of a job, from the first request to the last report.
 
-Servers work by themselves; the coordinator asks them how they stand, which also keeps the operation alive.
-No wait is without an end: a server that does not answer, or whose work stands still, is named in an error,
-and the others are told to give up.
+Servers work by themselves. The coordinator polls them, which also keeps the operation alive. Every wait has a
+deadline: an error names the server that does not answer or makes no progress, and the others are cancelled.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from persia.storage.location import Location
 from persia.storage.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
-    NUM_VIRTUAL_SHARDS,
     EmbeddingSection,
     FileEntry,
     Manifest,
@@ -44,6 +42,7 @@ from persia.storage.manifest import (
 )
 from persia.storage.position import Position
 from persia.storage.versions import is_latest, latest_of
+from persia.validation import read_document
 
 __all__ = [
     "DumpOperation",
@@ -56,19 +55,19 @@ __all__ = [
 ]
 
 _CALL_TIMEOUT_S = 10.0
-# A server that has taken part in an operation and is silent for so long is taken for dead: were it to come
-# back, it would know nothing of the operation.
+# A server that has taken part in an operation and is silent for so long is considered dead: after a restart
+# it knows nothing of the operation.
 _SILENCE_S = 30.0
 _FIRST_POLL_S = 0.02
 _LONGEST_POLL_S = 1.0
 _RETRY_S = 0.25
-_KEEP_ALIVE_S = 5.0  # less than a server's lease by far
+_KEEP_ALIVE_S = 5.0  # must be far below a server's lease
 _MAX_PARALLEL_CALLS = 32
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far all servers are together."""
+    """The progress of all servers together."""
 
     phase: str  # "writing", "checking", "loading", "committing"
     done_bytes: int
@@ -81,7 +80,7 @@ ProgressCallback = Callable[[Progress], None]
 
 @dataclass
 class Operation:
-    """What all operations share: the same question to every server, and what to make of the answers."""
+    """Asks all servers the same question, repeats it, and judges the answers. The base of all operations."""
 
     operation: str
     peers: Sequence[Peer]
@@ -96,10 +95,10 @@ class Operation:
         return self._last_progress
 
     def cancel(self) -> None:
-        """Tells every server to give up; one that does not hear it will by itself."""
+        """Cancels the operation on every server."""
 
         def cancel(peer: Peer) -> None:
-            # One that does not hear it ends by its lease; the error that led here is the one to show.
+            # A server that cannot be reached ends it by its lease. The error that led here is more useful.
             with contextlib.suppress(PersiaError):
                 peer.call(Request(verb=Verb.CANCEL, operation=self.operation), _CALL_TIMEOUT_S)
 
@@ -111,7 +110,7 @@ class Operation:
         return reports
 
     def _poll(self) -> list[Report]:
-        """Where every server is; raises the first failure that one reports."""
+        """The reports of all servers; raises the first failure in them."""
         reports = self._ask_all(Verb.POLL)
         for peer, report in zip(self.peers, reports, strict=True):
             if report.error is not None:
@@ -119,7 +118,7 @@ class Operation:
         return reports
 
     def _await(self, phase: str, wanted: State) -> list[Report]:
-        """Polls until every server has come to `wanted`."""
+        """Polls until every server is in the state `wanted`."""
         self._last_done, self._last_progress = (-1, -1), time.monotonic()
         pause_s = _FIRST_POLL_S
         while True:
@@ -145,7 +144,7 @@ class Operation:
         self.on_progress(Progress(phase, num_bytes, done_rows, total_rows))
 
     def _ask(self, peer: Peer, request: Request) -> Report:
-        """Repeats the question until there is an answer; UnavailableError names a server that is silent."""
+        """Repeats the request until it is answered; UnavailableError names a server that is silent."""
         is_first = request.verb in (Verb.DUMP, Verb.LOAD)
         patience_s = self.deadline_s if is_first else min(self.deadline_s, _SILENCE_S)
         deadline = Deadline(patience_s)
@@ -157,7 +156,7 @@ class Operation:
                     f"{peer} has restarted during {self.operation}, which it no longer knows"
                 ) from failure
             except ResourceExhaustedError as failure:
-                # Changes can wait, and who takes them holds up this process' own dumps meanwhile.
+                # Changes can wait. To wait for them here would hold up this process' own dumps.
                 if deadline.over or request.verb is Verb.TAKE:
                     raise ResourceExhaustedError(f"{peer}: {failure}") from failure
             except (UnavailableError, DeadlineExceededError) as failure:
@@ -170,7 +169,7 @@ class Operation:
             time.sleep(_RETRY_S)
 
     def _on_all(self, function: Callable[[Peer], Any]) -> list[Any]:
-        """`function` of every peer, in parallel; it must end by itself. Raises the first error."""
+        """Calls `function` with every peer in parallel; it must end by itself. Raises the first error."""
         if len(self.peers) == 1:
             return [function(self.peers[0])]
         pool = DaemonPool(min(len(self.peers), _MAX_PARALLEL_CALLS), f"persia-{self.operation}")
@@ -197,7 +196,7 @@ class DumpOperation(Operation):
     _needs_latest: bool = field(default=False, init=False)  # to count: the manifest alone is not enough
 
     def begin(self) -> None:
-        """Returns when every server has taken its snapshot: training may go on."""
+        """Returns when every server has taken its snapshot: training may continue."""
         if self.directory.is_of_this_process and any(peer.is_remote for peer in self.peers):
             raise InvalidArgumentError(
                 f"{self.directory} exists in this process only, and the rows are in others: use a directory "
@@ -214,7 +213,7 @@ class DumpOperation(Operation):
                 "step": self.step,
             }
             if self.in_place:
-                # Servers look for it: whether the checkpoint counts they will read there, too, or decide.
+                # Servers look for it, as they must see the directory in which the manifest will decide.
                 with self._marker.create() as marker:
                     marker.write(self.operation.encode())
             self._ask_all(Verb.DUMP, arguments)
@@ -224,7 +223,7 @@ class DumpOperation(Operation):
 
     @contextlib.contextmanager
     def kept_alive(self) -> Iterator[None]:
-        """Servers hear of this process while it is busy with something else: they would take it for dead."""
+        """Polls while this process does something else, or the leases on the servers would end."""
         if not self.peers:
             yield
             return
@@ -232,7 +231,7 @@ class DumpOperation(Operation):
 
         def ask() -> None:
             while not over.wait(_KEEP_ALIVE_S):
-                with contextlib.suppress(PersiaError):  # who waits for the servers finds what is wrong
+                with contextlib.suppress(PersiaError):  # the wait for the servers finds what is wrong
                     self._ask_all(Verb.POLL)
 
         thread = threading.Thread(target=ask, name=f"persia-{self.operation}-alive", daemon=True)
@@ -257,7 +256,7 @@ class DumpOperation(Operation):
             raise
 
     def cancel(self) -> None:
-        """Too late once the manifest names the rows: from then on servers have to commit them."""
+        """As `Operation.cancel`, unless the manifest names the rows already: servers must commit those."""
         with self._decision:
             if self._counts:
                 return
@@ -292,7 +291,7 @@ class DumpOperation(Operation):
             raise StorageError(f"{failure}; what was there before is what counts") from failure
 
     def _publish_in_place(self, manifest: bytes) -> None:
-        """What counts changes in one step, which fails once a server has taken the marker away."""
+        """Publishes in one step, which fails if a server has removed the marker."""
         target = self.directory / MANIFEST_NAME
         try:
             if self._needs_latest:
@@ -306,13 +305,13 @@ class DumpOperation(Operation):
             ) from failure
 
     def _publish_by_latest(self, target: Location, manifest: bytes) -> None:
-        """`latest` names a manifest that is there already; where it does not come to that, the old one is."""
+        """Publishes by `latest`, once the manifest exists. After an error the old manifest is back."""
         before = target.read_replaced(max_bytes=MAX_MANIFEST_BYTES) if target.exists_replaced() else None
         target.replace(manifest)
         try:
             self._marker.turn_into(latest_of(self.directory), encode_pointer(self.directory.name))
         except PersiaError as failure:
-            # What a storage service says has failed may have been done.
+            # A storage service may have done what it reports as failed.
             if isinstance(failure, NotFoundError) or self.directory.is_local:
                 if before is None:
                     target.remove_quietly()
@@ -383,7 +382,7 @@ class DumpOperation(Operation):
         )
 
     def give_up(self) -> None:
-        """Leaves nothing behind."""
+        """Cancels the dump and removes its files."""
         self.cancel()
         (self.directory / self.operation).remove_quietly()
 
@@ -394,7 +393,6 @@ class DumpOperation(Operation):
         values = {
             "dump_id": self.operation,
             "created_at": utc_now(),
-            "num_virtual_shards": NUM_VIRTUAL_SHARDS,
             "train_config": agreed(results, "train_config", self.peers),
             "schema": agreed(results, "schema", self.peers),
             "servers": results,
@@ -403,12 +401,12 @@ class DumpOperation(Operation):
             "has_state": self.with_state,
             "in_place": self.in_place,
         }
-        return EmbeddingSection.from_json(values, what)
+        return read_document(EmbeddingSection, values, what)
 
 
 @dataclass
 class LoadOperation(Operation):
-    """Replaces the rows of all servers by those of a checkpoint, once all servers have checked all of it."""
+    """Replaces the rows of all servers by those of a checkpoint, once all servers have checked it."""
 
     directory: Location = field(kw_only=True)
 
@@ -420,7 +418,7 @@ class LoadOperation(Operation):
         fresh_state: bool = False,
         strict: bool = True,
     ) -> EmbeddingSection:
-        """Returns what will be loaded once every server has checked all of it; nothing is replaced yet.
+        """Returns what will be loaded once every server has checked its part; replaces nothing yet.
 
         `train_config`: how training will go on; None: as the checkpoint says. `fresh_state`: with the state
         of new rows. Without `with_state` no training goes on, and rows have none.
@@ -480,8 +478,7 @@ class LoadOperation(Operation):
             ) from failure
 
     def _report_slot_changes(self, reports: Sequence[Report]) -> None:
-        """Those that strict=False has accepted: rows that nobody asks for, or a slot without any, by mistake
-        perhaps."""
+        """Warns of changed slots that strict=False has accepted: they may be a mistake."""
         changes = {(report.result or {}).get("slot_changes") or None for report in reports}
         for change in changes - {None}:
             get_default_logger().warning(
@@ -493,7 +490,7 @@ class LoadOperation(Operation):
 
 
 def check_visible(directory: Location, files: Sequence[FileEntry]) -> None:
-    """Every server wrote to what is a shared place from here, too."""
+    """Checks that what servers wrote is visible from here: they may have other disks."""
     for file in files:
         path = directory / file.path
         try:
@@ -508,7 +505,7 @@ def check_visible(directory: Location, files: Sequence[FileEntry]) -> None:
 
 
 def agreed(results: Sequence[dict[str, Any]], key: str, peers: Sequence[Peer]) -> Any:
-    """What all servers that know say of `key`."""
+    """The value of `key` that all servers with one agree on."""
     known = [(peer, r[key]) for peer, r in zip(peers, results, strict=True) if r.get(key) is not None]
     for peer, value in known:
         if value != known[0][1]:

@@ -18,10 +18,10 @@ class Peer(Protocol):
 
     @property
     def is_remote(self) -> bool:
-        """It sees storage with its own eyes."""
+        """Whether the peer accesses storage from another process."""
 
     def call(self, request: Request, timeout_s: float) -> Report:
-        """One try. UnavailableError, DeadlineExceededError: it may be repeated."""
+        """Sends the request once. UnavailableError, DeadlineExceededError: it may be repeated."""
 
     def __str__(self) -> str:
         """For messages."""
@@ -60,6 +60,6 @@ class LocalPeer:
 
 
 def find_servers(session: Session, deadline_s: float) -> list[Peer]:
-    """All parameter servers of the job, by index; waits for them."""
+    """Waits for all parameter servers of the job; returns them by index."""
     servers = Directory(session).wait_for(EMBEDDING_PARAMETER_SERVER, deadline_s)
     return [NatsPeer(session, server) for server in servers]

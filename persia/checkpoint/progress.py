@@ -1,4 +1,4 @@
-"""Progress of long operations: a bar in a terminal while somebody waits, a line now and then in a log."""
+"""Shows the progress of long operations: a bar in a terminal during a wait, and lines in the log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def megabytes(num_bytes: float) -> str:
 
 
 class ShownProgress:
-    """Of one operation, which calls it on its own thread. Nothing is said of what ends soon."""
+    """Progress of one operation, which calls this on its own thread. Short operations log nothing."""
 
     def __init__(self, title: str) -> None:
         self._title = title

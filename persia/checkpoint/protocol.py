@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, InstanceOf, PlainSerializer
 
 from persia import errors
-from persia.errors import CorruptionError, InternalError, PersiaError
-from persia.messaging.payloads import json_int, json_object
+from persia.errors import InternalError, PersiaError
+from persia.validation import Count, complaint, json_object, read_document, to_json
 
 __all__ = ["IN_PLACE_NAME", "Report", "Request", "State", "Verb"]
 
@@ -54,20 +56,25 @@ class Request:
     arguments: dict[str, Any] = field(default_factory=dict)  # of the verb: see server_job
 
     def encode(self) -> bytes:
-        values = {"verb": self.verb.value, "operation": self.operation, "arguments": self.arguments}
-        return json.dumps(values).encode()
+        return json.dumps(to_json(self)).encode()
 
     @classmethod
     def decode(cls, payload: bytes) -> Request:
-        values = json_object(payload, "checkpoint request")
-        operation, arguments = values.get("operation"), values.get("arguments")
-        if not isinstance(operation, str) or not isinstance(arguments, dict):
-            raise CorruptionError("checkpoint request: it has no operation and arguments")
-        try:
-            verb = Verb(values.get("verb"))
-        except ValueError as error:
-            raise CorruptionError(f"checkpoint request: {error}") from error
-        return cls(verb=verb, operation=operation, arguments=arguments)
+        return read_document(cls, json_object(payload, "checkpoint request"), "checkpoint request")
+
+
+def _write_error(error: PersiaError | None) -> list[str] | None:
+    return None if error is None else [type(error).__name__, str(error)]
+
+
+def _read_error(value: object) -> object:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(part, str) for part in value):
+        raise complaint("must be a class and a message")
+    name, text = value
+    # The name comes from the network: only our own classes may be looked up with it.
+    return (getattr(errors, name) if name in errors.__all__ else InternalError)(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,38 +82,17 @@ class Report:
     """Server to coordinator: where the operation stands."""
 
     state: State
-    done_bytes: int = 0  # grows while the operation lives
-    done_rows: int = 0
-    total_rows: int = 0
-    error: PersiaError | None = None  # why it failed
+    done_bytes: Count = 0  # grows while the operation lives
+    done_rows: Count = 0
+    total_rows: Count = 0
+    error: Annotated[
+        InstanceOf[PersiaError] | None, BeforeValidator(_read_error), PlainSerializer(_write_error)
+    ] = None  # why it failed
     result: dict[str, Any] | None = None  # of what is done, and of changes that are written
 
     def encode(self) -> bytes:
-        error = None if self.error is None else [type(self.error).__name__, str(self.error)]
-        return json.dumps({**self.__dict__, "state": self.state.value, "error": error}).encode()
+        return json.dumps(to_json(self)).encode()
 
     @classmethod
     def decode(cls, payload: bytes) -> Report:
-        what = "checkpoint report"
-        values = json_object(payload, what)
-        result = values.get("result")
-        if result is not None and not isinstance(result, dict):
-            raise CorruptionError(f"{what}: result is {result!r:.80}, not an object")
-        try:
-            state = State(values.get("state"))
-        except ValueError as failure:
-            raise CorruptionError(f"{what}: {failure}") from failure
-        numbers = {key: json_int(values, key, what) for key in ("done_bytes", "done_rows", "total_rows")}
-        return cls(state=state, error=_error(values.get("error"), what), result=result, **numbers)
-
-
-def _error(value: object, what: str) -> PersiaError | None:
-    if value is None:
-        return None
-    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(part, str) for part in value):
-        raise CorruptionError(f"{what}: error is {value!r:.80}, not a class and a message")
-    name, text = value
-    # The name comes from the network: only our own classes may be looked up with it.
-    kind = getattr(errors, name) if name in errors.__all__ else InternalError
-    made: PersiaError = kind(text)
-    return made
+        return read_document(cls, json_object(payload, "checkpoint report"), "checkpoint report")

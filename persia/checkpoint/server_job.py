@@ -1,7 +1,7 @@
-"""A dump or a load of one server: a thread that writes or reads files, and where it stands.
+"""A dump or a load of one server: a thread that writes or reads files, and its progress.
 
-An operation lives as long as its coordinator asks about it: after `lease_s` without a question it ends by
-itself, gives back what it holds, and removes what it has written.
+An operation lives as long as its coordinator asks about it. After `lease_s` without a question it ends by
+itself, releases the store, and removes what it has written.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from persia.storage.location import Location
 from persia.storage.manifest import FileEntry, Manifest, is_dump_id
 from persia.storage.schema import RowSchema
 from persia.storage.shard_file import Chunk, ShardFile, write_shard_file
+from persia.validation import to_json
 
 if TYPE_CHECKING:
     from persia._native import CheckpointLoader, EmbeddingStore, Snapshot
@@ -54,8 +55,8 @@ __all__ = [
 _CANCELLED = "it was cancelled"
 _STOP_S = 5.0
 
-_LEAST = 0.05  # of a processor: dumps must end, and a coordinator waits only so long for the next rows
-# The limit of a container, where it has one of its own: "microseconds period", or "max period" ...
+_LEAST = 0.05  # of a processor: a slower dump would exceed the coordinator's deadline for progress
+# The CPU limit of a container: "microseconds period", or "max period" ...
 _CGROUP_V2 = ("cpu.max",)
 # ... and of version 1; microseconds below zero are no limit.
 _CGROUP_V1 = ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
@@ -77,13 +78,13 @@ class ServerShare:
     index: int
     replicas: int
     schema: RowSchema | None  # None: it was started without an embedding config
-    num_threads: int  # files written, or read, at a time
+    num_threads: int  # files that are written, or read, at the same time
     # Whether dumps leave the processors to others: in a server. Not in a process that trains: a nice thread
     # that is preempted while it holds the GIL keeps the training waiting for it.
     gives_way: bool = False
     dump_percent: int = CheckpointingConfig().dump_percent  # of the processors, while rows are trained
     log: CheckpointLog = field(default_factory=CheckpointLog)
-    pool: JobMaker | None = None  # makes jobs whose rows stay in the tier; None: rows are in memory alone
+    tier: JobMaker | None = None  # makes jobs whose rows stay in it; None: rows are in memory alone
 
     def owns(self, shards: NDArray[np.uint32]) -> NDArray[np.bool_]:
         """Which virtual shards are this server's: a `ShardFilter`."""
@@ -275,7 +276,7 @@ class SnapshotJob(ServerJob):
             "step": snapshot.step,
             "num_rows": snapshot.num_rows,
             "train_config": None if config is None else config.encode().hex(),
-            "schema": None if share.schema is None else share.schema.to_json(),
+            "schema": None if share.schema is None else to_json(share.schema),
         }
 
     def _write_files(self, name: str) -> None:
@@ -298,7 +299,7 @@ class SnapshotJob(ServerJob):
 
     def _result(self) -> dict[str, Any]:
         files = sorted(self._files, key=lambda file: file.path)
-        return {**self._point, "files": [file.to_json() for file in files]}
+        return {**self._point, "files": [to_json(file) for file in files]}
 
 
 class DumpJob(SnapshotJob):
@@ -335,7 +336,7 @@ class DumpJob(SnapshotJob):
 
 
 class LoadJob(ServerJob):
-    """Reads what concerns a server twice: to check it all, and, when told so, to replace the rows by it."""
+    """Reads a server's rows twice: to check all of them, and to replace the rows once it is told to apply."""
 
     _kind = "load"
 
@@ -357,7 +358,7 @@ class LoadJob(ServerJob):
         with_state = self._arguments.get("with_state") is not False
         fresh_state = self._arguments.get("fresh_state") is True
         loader = self._share.store.begin_load(config, with_state=with_state, fresh_state=fresh_state)
-        # Held by this alone: a name in a frame of an error's traceback would keep the store locked.
+        # The only reference: another in a frame of an error's traceback would keep the store locked.
         self._loader = loader
         del loader
         self._on_threads(self._pass_over(files, checks=True))
@@ -405,7 +406,7 @@ class LoadJob(ServerJob):
         return files
 
     def _pass_over(self, files: list[ShardFile], *, checks: bool) -> Iterator[Callable[[], None]]:
-        """One task for each chunk of this server's rows."""
+        """Yields one task for each chunk of this server's rows."""
         for file in files:
             for chunk in file.chunks_of(self._share.owns):
                 yield functools.partial(self._consume, file, chunk, checks=checks)
@@ -437,14 +438,14 @@ def _text(arguments: dict[str, Any], key: str) -> str:
 
 
 def dump_percent(config: GlobalConfig) -> int:
-    """Of a server's dumps. No packet of changes is written during a dump, so there dumps do not rest."""
+    """CPU share of a server's dumps. A dump holds packets up, so it is not throttled where there are some."""
     if config.embedding_parameter_server_config.enable_incremental_update:
         return 100
     return config.common_config.checkpointing_config.dump_percent
 
 
 def max_processors(percent: int) -> float:
-    """`percent` of those that this process may use; 0, any number, for all of them."""
+    """How many processors are `percent` of those that this process may use; 0, no limit, for 100."""
     return 0.0 if percent == 100 else max(_LEAST, percent / 100 * _available())
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint operations of one server, by request: one at a time, and those that ended are remembered."""
+"""Runs the checkpoint operations of one server: one at a time, and remembers those that ended."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class CheckpointService:
     def __init__(
         self, share: ServerShare, changes: ChangeTracker | None = None, *, lease_s: float = _LEASE_S
     ) -> None:
-        """`lease_s`: an operation that nobody asks about for so long ends by itself, and is forgotten."""
+        """An operation without a question for `lease_s` ends by itself, and is forgotten."""
         self._share = share
         self._changes = changes
         self._lease_s = lease_s
         self._lock = threading.Lock()
-        # By operation. Of those that ended, too: this server may be done with a dump, and at the next packet
-        # of another coordinator, while the dump's still waits for slower servers.
+        # By operation. Ended ones stay: this server may have ended a dump and begun a packet of another
+        # coordinator while the dump's coordinator still waits for slower servers.
         self._jobs: dict[str, ServerJob] = {}
 
     def handle(self, payload: bytes) -> bytes:
@@ -68,7 +68,7 @@ class CheckpointService:
         return job.report()
 
     def close(self) -> None:
-        """Ends what runs, as the server does."""
+        """Ends the running operation, because the server ends."""
         job = self._running()
         if job is not None:
             job.close()
@@ -98,13 +98,13 @@ class CheckpointService:
         if request.verb is Verb.TAKE:
             return self._require_changes().make_job(request, self._share, self._lease_s)
         if request.arguments.get("in_place"):
-            if self._share.pool is None:
+            if self._share.tier is None:
                 raise InvalidArgumentError(
                     "in_place=True, or a checkpoint that was dumped so, needs a storage tier, and the rows "
                     "of this server are in memory alone: set embedding_parameter_server_config.storage in "
                     "its global config, or use a checkpoint in files"
                 )
-            return self._share.pool.make_job(request, self._share, self._lease_s)
+            return self._share.tier.make_job(request, self._share, self._lease_s)
         kind = DumpJob if request.verb is Verb.DUMP else LoadJob
         return kind(request.operation, self._share, self._lease_s, request.arguments)
 

@@ -55,7 +55,7 @@ from persia.pipeline.staleness import mode_names
 from persia.storage import dense
 from persia.storage.location import Location
 from persia.storage.schema import RowSchema
-from persia.tiers.server_tier import ServerPool
+from persia.tiers.server_tier import ServerTier
 
 __all__ = ["EmbeddingCtx", "eval_ctx"]
 
@@ -106,7 +106,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
         self._resources = contextlib.ExitStack()  # closed in reverse order when the context ends
         self._cluster: JobConnection | None = None
         self._embedded_job: EmbeddedJob | None = None
-        self._pool: ServerPool | None = None  # of an embedded job whose rows are not in memory alone
+        self._pool: ServerTier | None = None  # of an embedded job whose rows are not in memory alone
         self._announced = False
         self._find_peers: Callable[[], list[Peer]] | None = None  # of checkpoints that are not shared
         self._global_config = global_config
@@ -519,7 +519,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
             schema=None if self._slots is None else RowSchema.of(self._slots),
             num_threads=env.get_num_threads() or 2,
             dump_percent=dump_percent(config),
-            pool=self._pool,
+            tier=self._pool,
         )
         changes = ServerChanges(store, None if job is None else IncrementalSettings.of(job.config))
         local: list[Peer] = [LocalPeer(CheckpointService(share, changes))]
@@ -589,7 +589,7 @@ class EmbeddingCtx(BaseCtx, LoaderHost):
             return None
         threads = config.common_config.checkpointing_config.num_workers
         schema = RowSchema.of(slots)
-        self._pool = ServerPool(storage, index=0, replicas=1, schema=schema, num_threads=threads)
+        self._pool = ServerTier(storage, index=0, replicas=1, schema=schema, num_threads=threads)
         self._resources.callback(self._pool.close)
         return self._pool.tier_options
 

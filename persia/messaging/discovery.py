@@ -9,20 +9,22 @@ in memory.
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from persia.config.slots_config import MAX_SLOT_MODES
 from persia.errors import CorruptionError, DeadlineExceededError, FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
 from persia.messaging.interface import Session
-from persia.messaging.payloads import json_int, json_object
 from persia.messaging.registration import Registration
 from persia.messaging.subjects import EMBEDDING_WORKER, ROLES
+from persia.validation import Count, complaint, json_object, read_document, to_json
 
 __all__ = ["Announcer", "Directory", "EventKind", "ServiceEvent", "ServiceInfo"]
 
@@ -35,26 +37,46 @@ _ROUND_GROWTH = 1.5
 # loaded machine may answer late.
 _FRESH_S = 5.0
 _CONFLICT_WINDOW_S = 0.3
-_SLOT_MODE = re.compile("(synchronous|asynchronous|hybrid [1-9][0-9]{0,9})?")
 _MAX_REPLICAS = 65_536  # bounds what one message can make us count
+
+
+def _check_role(role: str) -> str:
+    if role not in ROLES:
+        raise complaint(f"must be one of {', '.join(ROLES)}")
+    return role
+
+
+def _read_incarnation(value: object) -> int:
+    try:
+        if isinstance(value, str) and len(value) == 16:
+            return int(value, 16)
+    except ValueError:
+        pass
+    raise complaint("must be 16 hex digits")
+
+
+# JSON's numbers have 53 bits elsewhere.
+_Incarnation = Annotated[int, BeforeValidator(_read_incarnation), PlainSerializer("{:016x}".format)]
+_SlotMode = Annotated[str, Field(pattern="^(synchronous|asynchronous|hybrid [1-9][0-9]{0,9})?$")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceInfo:
     """What a service says about itself."""
 
-    role: str
-    index: int
-    replicas: int
-    incarnation: int  # random 64-bit number drawn at start
+    role: Annotated[str, AfterValidator(_check_role)]
+    index: Count
+    replicas: Annotated[Count, Field(le=_MAX_REPLICAS)]
+    incarnation: _Incarnation  # random 64-bit number drawn at start
     address: str = ""  # "host:port" of its RPC; empty when it has none
     schema: str = ""  # hash of the embedding config; empty when it has none
-    pid: int = 0
+    pid: Count = 0
     status_address: str = ""  # "host:port" of its HTTP port with metrics and status; empty when it has none
-    slot_modes: tuple[str, ...] = ()  # of an embedding worker: SlotsConfig.slot_modes
+    # Of an embedding worker: SlotsConfig.slot_modes.
+    slot_modes: Annotated[tuple[_SlotMode, ...], Field(max_length=MAX_SLOT_MODES)] = ()
 
     def encode(self) -> bytes:
-        return json.dumps({**asdict(self), "incarnation": f"{self.incarnation:016x}"}).encode()
+        return json.dumps(to_json(self)).encode()
 
     @classmethod
     def decode(cls, payload: bytes) -> ServiceInfo:
@@ -65,28 +87,15 @@ class ServiceInfo:
                 f"service info: {', '.join(missing)} is missing: it comes from another version of persia, "
                 "probably; run one version in a job"
             )
-        text_keys = ("role", "incarnation", "address", "schema", "status_address")
-        texts = {key: values.get(key) for key in text_keys}
-        for key, text in texts.items():
-            if not isinstance(text, str):
-                raise CorruptionError(f"service info: {key} is {text!r}, not a text")
-        index, replicas, pid = (json_int(values, key, "service info") for key in ("index", "replicas", "pid"))
-        if texts["role"] not in ROLES:
-            raise CorruptionError(f"service info: unknown role {texts['role']!r}")
-        if not index < replicas <= _MAX_REPLICAS:
-            raise CorruptionError(f"service info: index {index} of {replicas} replicas is impossible")
-        incarnation = _decode_incarnation(str(texts["incarnation"]))
-        return cls(
-            role=str(texts["role"]),
-            index=index,
-            replicas=replicas,
-            incarnation=incarnation,
-            address=str(texts["address"]),
-            schema=str(texts["schema"]),
-            pid=pid,
-            status_address=str(texts["status_address"]),
-            slot_modes=_decode_slot_modes(values["slot_modes"], of_worker=texts["role"] == EMBEDDING_WORKER),
-        )
+        return read_document(cls, values, "service info")
+
+    @model_validator(mode="after")
+    def _check(self) -> ServiceInfo:
+        if self.index >= self.replicas:
+            raise CorruptionError(f"index {self.index} of {self.replicas} replicas is impossible")
+        if self.role == EMBEDDING_WORKER and not self.slot_modes:
+            raise CorruptionError("slot_modes is empty, and an embedding worker has slots")
+        return self
 
     def __str__(self) -> str:
         where = f" at {self.address}" if self.address else ""
@@ -386,24 +395,6 @@ def _decode_all(payloads: list[bytes]) -> list[ServiceInfo]:
         except CorruptionError as error:
             get_default_logger().warning("ignored an answer of a service: %s", error)
     return services
-
-
-def _decode_incarnation(text: str) -> int:
-    try:
-        if len(text) == 16:
-            return int(text, 16)
-    except ValueError:
-        pass
-    raise CorruptionError(f"service info: incarnation is {text!r}, not 16 hex digits")
-
-
-def _decode_slot_modes(value: object, *, of_worker: bool) -> tuple[str, ...]:
-    modes = value if isinstance(value, list) else [None]
-    if of_worker and not modes:
-        raise CorruptionError("service info: slot_modes is empty, and an embedding worker has slots")
-    if len(modes) > MAX_SLOT_MODES or not all(isinstance(m, str) and _SLOT_MODE.fullmatch(m) for m in modes):
-        raise CorruptionError(f"service info: slot_modes is {str(value)[:100]!r}, not a list of modes")
-    return tuple(modes)
 
 
 def _check_agreement(one: ServiceInfo, other: ServiceInfo) -> None:

@@ -11,9 +11,9 @@ import json
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 from persia.errors import CorruptionError
+from persia.validation import Count, json_object, read_document, to_json
 
 __all__ = [
     "BatchAnnouncement",
@@ -140,44 +140,19 @@ class BatchAnnouncement:
 class EndOfStream:
     """Loader to NN worker: this loader has sent all it will, or has failed."""
 
-    loader_index: int
-    loader_replicas: int
-    num_batches: int  # sent by this loader, to all ranks together
+    loader_index: Count
+    loader_replicas: Count
+    num_batches: Count  # sent by this loader, to all ranks together
     error: str | None = None  # why the loader failed
 
     def encode(self) -> bytes:
-        return json.dumps(self.__dict__).encode()
+        return json.dumps(to_json(self)).encode()
 
     @classmethod
     def decode(cls, payload: bytes) -> EndOfStream:
-        values = json_object(payload, "end of stream")
-        loader_index = json_int(values, "loader_index", "end of stream")
-        loader_replicas = json_int(values, "loader_replicas", "end of stream")
-        _check_replica("end of stream", loader_index, loader_replicas)
-        error = values.get("error")
-        if error is not None and not isinstance(error, str):
-            raise CorruptionError(f"end of stream: error is {error!r}, not a text")
-        return cls(loader_index, loader_replicas, json_int(values, "num_batches", "end of stream"), error)
-
-
-def json_object(payload: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in `payload`; `what` names the message in errors."""
-    try:
-        values = json.loads(payload)
-    # A hostile document may also nest so deeply that the parser gives up.
-    except (ValueError, RecursionError) as error:
-        raise CorruptionError(f"{what}: not JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise CorruptionError(f"{what}: a JSON {type(values).__name__}, not an object")
-    return values
-
-
-def json_int(values: dict[str, Any], key: str, what: str) -> int:
-    """The non-negative integer below 2**64 at `key`."""
-    value = values.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**64:
-        raise CorruptionError(f"{what}: {key} is {value!r}, not a non-negative integer")
-    return value
+        end = read_document(cls, json_object(payload, "end of stream"), "end of stream")
+        _check_replica("end of stream", end.loader_index, end.loader_replicas)
+        return end
 
 
 def _unpack(layout: struct.Struct, payload: bytes, what: str) -> tuple[int, ...]:

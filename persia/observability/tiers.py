@@ -11,7 +11,7 @@ __all__ = ["add_tier"]
 
 
 def add_tier(families: Families, tier: Mapping[str, Any]) -> None:
-    """`tier`: as `ServerPool.status()` of persia.tiers.server_tier."""
+    """`tier`: as `ServerTier.status()` of persia.tiers.server_tier."""
     for name, key, text in _COUNTERS:
         families.counter(name, text, tier[key])
     for name, key, text in _GAUGES:

@@ -10,22 +10,22 @@ from __future__ import annotations
 import dataclasses
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, StrictBool
 
 from persia.checkpoint.protocol import Request
 from persia.checkpoint.server_job import ServerShare, SnapshotJob
 from persia.config import GlobalConfig
 from persia.errors import (
-    CorruptionError,
     FailedPreconditionError,
     InvalidArgumentError,
     ResourceExhaustedError,
 )
 from persia.logger import get_default_logger
-from persia.messaging.payloads import json_int
-from persia.storage.fields import bool_at, text_at
 from persia.storage.location import Location
 from persia.storage.position import is_packet_folder
+from persia.validation import Count, read_document
 
 if TYPE_CHECKING:
     from persia._native import EmbeddingStore, Snapshot
@@ -37,15 +37,18 @@ _ROWS_OF_ONE_FILE = 100_000
 _READ_BYTES = 1 << 20
 
 
+_Seconds = Annotated[float, Field(strict=True, ge=0, lt=1e9)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class IncrementalSettings:
     """How a job writes packets, as the configuration of its servers says, and no other."""
 
     directory: str
-    buffer_size: int  # changed rows of a server that are written at once
-    interval_s: float
-    dense_interval_s: float
-    keep_packets: int
+    buffer_size: Count  # changed rows of a server that are written at once
+    interval_s: _Seconds
+    dense_interval_s: _Seconds
+    keep_packets: Count
 
     @classmethod
     def of(cls, config: GlobalConfig) -> IncrementalSettings | None:
@@ -61,18 +64,21 @@ class IncrementalSettings:
             keep_packets=section.incremental_keep_packets,
         )
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any], what: str) -> IncrementalSettings:
-        for key in ("interval_s", "dense_interval_s"):
-            if not isinstance(values.get(key), float) or not 0 <= values[key] < 1e9:
-                raise CorruptionError(f"{what}: {key} is {values.get(key)!r:.80}, not a duration")
-        return cls(
-            directory=text_at(values, "directory", what),
-            buffer_size=json_int(values, "buffer_size", what),
-            interval_s=values["interval_s"],
-            dense_interval_s=values["dense_interval_s"],
-            keep_packets=json_int(values, "keep_packets", what),
-        )
+
+@dataclass(frozen=True)
+class _Begin:
+    """Arguments of `track`. `anew`: forget the changes so far."""
+
+    stream: str
+    anew: StrictBool
+
+
+@dataclass(frozen=True)
+class _Take:
+    """Arguments of `take`; files go to the folder of the operation in `directory`, a URL."""
+
+    directory: str
+    stream: str
 
 
 class ServerChanges:
@@ -90,20 +96,19 @@ class ServerChanges:
             self._track()
 
     def begin(self, arguments: dict[str, Any]) -> None:
-        """`arguments`: {"stream": id, "anew": whether to forget what there is}."""
-        what = "changes request"
-        stream, anew = text_at(arguments, "stream", what), bool_at(arguments, "anew", what)
+        """`arguments`: those of `_Begin`."""
+        begin = read_document(_Begin, arguments, "changes request")
         with self._lock:
             if self._settings is None:
                 raise FailedPreconditionError(
                     "this server has no incremental updates: set enable_incremental_update in its global "
                     "config"
                 )
-            if anew:
+            if begin.anew:
                 self._track()
-            elif not self._is_from_start and self._stream != stream:
-                raise FailedPreconditionError(f"changes are of stream {self._stream}, not of {stream}")
-            self._stream, self._is_from_start = stream, False
+            elif not self._is_from_start and self._stream != begin.stream:
+                raise FailedPreconditionError(f"changes are of stream {self._stream}, not of {begin.stream}")
+            self._stream, self._is_from_start = begin.stream, False
 
     def status(self) -> dict[str, Any]:
         """For the coordinator: `settings`, `stream`, `is_from_start`, `num_rows`."""
@@ -166,13 +171,13 @@ class ChangesJob(SnapshotJob):
         arguments: dict[str, Any],
         changes: ServerChanges,
     ) -> None:
-        """`arguments`: {"directory": URL, "stream": id}."""
+        """`arguments`: those of `_Take`."""
         what = "changes request"
+        take = read_document(_Take, arguments, what)
         if not is_packet_folder(operation):
             raise InvalidArgumentError(f"{what}: {operation!r:.80} is not the name of a packet's folder")
-        directory = Location.of(text_at(arguments, "directory", what))
-        snapshot = changes.take(text_at(arguments, "stream", what), share.num_threads)
-        super().__init__(operation, share, lease_s, directory, snapshot)
+        snapshot = changes.take(take.stream, share.num_threads)
+        super().__init__(operation, share, lease_s, Location.of(take.directory), snapshot)
         self._point["is_from_nothing"] = snapshot.is_from_nothing
 
     def _work(self) -> None:

@@ -1,7 +1,7 @@
-"""Where a follower of packets should stand, and what it can begin with.
+"""The packet that followers should be at, and the checkpoints that they can start from.
 
-A file `pin` beside the packets, which names one as `latest` does, holds all followers of the directory at it;
-they go back where they are beyond it. Without the file they go on.
+A file `pin` beside the packets names one, as `latest` does: all followers of the directory stay at that
+packet, or go back to it. Without the file they follow the newest one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from persia.storage.manifest import Manifest
 from persia.storage.position import Position
 from persia.storage.versions import checkpoints_at
 
-__all__ = ["PIN_NAME", "Beginning", "Goal", "find_beginnings", "read_goal"]
+__all__ = ["PIN_NAME", "FollowTarget", "StartPoint", "find_starts", "read_target"]
 
 PIN_NAME = "pin"
 _MAX_PIN_BYTES = 256
@@ -28,8 +28,8 @@ _Found = tuple[Position | None, str, Location]  # position, dump id of the rows,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Goal:
-    """The packet to be at."""
+class FollowTarget:
+    """The packet that followers should be at."""
 
     position: Position
     latest: Position
@@ -37,16 +37,16 @@ class Goal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beginning:
-    """Rows that have all packets of a stream up to `position`."""
+class StartPoint:
+    """Rows with all packets of a stream up to `position` in them."""
 
     source: Source | None  # None: no rows at all
     position: Position
     restart: Position | None = None  # the packet whose base it is
 
 
-def read_goal(log: PacketLog) -> Goal | None:
-    """None: no packet has been written. StorageError, CorruptionError."""
+def read_target(log: PacketLog) -> FollowTarget | None:
+    """None if no packet has been written. StorageError, CorruptionError."""
     latest = log.newest()
     if latest is None:
         return None
@@ -54,7 +54,7 @@ def read_goal(log: PacketLog) -> Goal | None:
     try:
         name = decode_pointer(path.read(max_bytes=_MAX_PIN_BYTES), str(path))
     except NotFoundError:
-        return Goal(position=latest, latest=latest, is_pinned=False)
+        return FollowTarget(position=latest, latest=latest, is_pinned=False)
     pin = Position.parse(name)
     if pin is None:
         raise CorruptionError(
@@ -62,45 +62,45 @@ def read_goal(log: PacketLog) -> Goal | None:
         )
     if pin.stream == latest.stream:
         pin = min(pin, latest)  # what is not written yet cannot be reached
-    return Goal(position=pin, latest=latest, is_pinned=True)
+    return FollowTarget(position=pin, latest=latest, is_pinned=True)
 
 
-def find_beginnings(
-    log: PacketLog, places: Sequence[Location], goal: Position, at_least: int
-) -> list[Beginning]:
-    """Those of the goal's stream that are not after it, and have packet `at_least`; the newest first.
+def find_starts(
+    log: PacketLog, places: Sequence[Location], target: Position, at_least: int
+) -> list[StartPoint]:
+    """Start points in the target's stream up to the target that have packet `at_least`; the newest first.
 
     `places`: checkpoints, or directories of them. NotFoundError: there is none.
     """
     found = _checkpoints(places)
-    beginnings = [
-        Beginning(source=Source(location), position=position)
+    starts = [
+        StartPoint(source=Source(location), position=position)
         for position, _, location in found
         if position is not None
-        and position.stream == goal.stream
-        and at_least <= position.number <= goal.number
+        and position.stream == target.stream
+        and at_least <= position.number <= target.number
     ]
-    beginnings.sort(key=lambda beginning: beginning.position, reverse=True)
-    first = Position(goal.stream, max(at_least, 1))
-    beginnings += _bases(log, first, found)  # the packet itself may say what it follows
-    if not beginnings:
+    starts.sort(key=lambda start: start.position, reverse=True)
+    first = Position(target.stream, max(at_least, 1))
+    starts += _bases(log, first, found)  # the packet itself may say what it follows
+    if not starts:
         raise NotFoundError(
-            f"there is no checkpoint with packet {first} and none after {goal.number} in "
+            f"there is no checkpoint with packet {first} and none after {target.number} in "
             f"{' or '.join(str(place) for place in places)}"
         )
-    return beginnings
+    return starts
 
 
-def _bases(log: PacketLog, restart: Position, found: Sequence[_Found]) -> list[Beginning]:
+def _bases(log: PacketLog, restart: Position, found: Sequence[_Found]) -> list[StartPoint]:
     try:
         base = log.read(restart).base
     except (NotFoundError, CorruptionError):
         return []
     before = Position(restart.stream, restart.number - 1)
     if base is not None and base.kind is BaseKind.NOTHING:
-        return [Beginning(source=None, position=before, restart=restart)]
+        return [StartPoint(source=None, position=before, restart=restart)]
     return [
-        Beginning(source=Source(location), position=before, restart=restart)
+        StartPoint(source=Source(location), position=before, restart=restart)
         for _, dump_id, location in found
         if base is not None and base.kind is BaseKind.CHECKPOINT and dump_id == base.dump_id
     ]

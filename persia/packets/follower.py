@@ -1,8 +1,8 @@
-"""Keeps a copy of a model up to date by the packets that its training writes.
+"""Keeps a copy of a model up to date with the packets that its training writes.
 
-Packets are applied in their order, each wholly checked before it changes anything. What cannot be applied is
-tried again, then reported, and never skipped: the copy stays at its last packet until the one in question can
-be read or a checkpoint that is newer has appeared. docs/serving.md, "Following a training".
+Packets are applied in order, and each is checked completely before it changes anything. A packet that cannot
+be applied is tried again, then reported, and never skipped: the copy stays at the packet before until this
+one can be read or a newer checkpoint appears. docs/serving.md, "Following a training".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.logger import get_default_logger
-from persia.packets.follow_target import PIN_NAME, Beginning, Goal, find_beginnings, read_goal
+from persia.packets.follow_target import PIN_NAME, FollowTarget, StartPoint, find_starts, read_target
 from persia.packets.log import PacketLog
 from persia.packets.packet import BaseKind, Packet
 from persia.storage.location import Location
@@ -56,15 +56,15 @@ class Copies(Protocol[_Copy]):
     """Makes copies, and puts one in the place of another."""
 
     def load(self, checkpoint: Source | None) -> _Copy:
-        """A copy of its own, beside the one in use. None: one without rows, for packets to fill."""
+        """A new copy, beside the one in use. None: one without rows, for packets to fill."""
 
     def use(self, copy: _Copy, position: Position | None) -> _Copy:
-        """Answers come from it from now on; the copy to go on with. None: it is at no packet."""
+        """Makes `copy` the one in use; returns the one to apply packets to. None: it is at no packet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FollowOptions:
-    """What is followed."""
+    """Which packets a follower applies, and how."""
 
     packets: Location
     checkpoints: Location | None = None  # one, or a directory of them, besides those beside the packets
@@ -75,7 +75,7 @@ class FollowOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FollowStatus:
-    """Where a follower stands."""
+    """What a follower has applied, and what went wrong."""
 
     position: Position | None = None  # the last packet applied; None: no packet, nor a checkpoint with one
     latest: Position | None = None  # the last one written
@@ -87,7 +87,7 @@ class FollowStatus:
     num_failed: int = 0  # packets that were given up, until they change
     num_storage_errors: int = 0
     num_checkpoints: int = 0  # loaded, the first one included
-    error: str = ""  # why it does not go on; empty: it does
+    error: str = ""  # why it cannot apply the next packet; empty: it can
 
     @property
     def num_behind(self) -> int | None:
@@ -130,13 +130,13 @@ class Follower(Generic[_Copy]):
 
     def start(self) -> None:
         """Returns when a first copy is in use, as new as can be had; raises what is wrong with it."""
-        goal = read_goal(self._log)
+        target = read_target(self._log)
         try:
-            if goal is None:
+            if target is None:
                 raise NotFoundError(self._no_packets())
-            self._begin_anew(goal, at_least=0)
+            self._begin_anew(target, at_least=0)
         except NotFoundError as failure:
-            if (goal is not None and goal.is_pinned) or self._options.checkpoints is None:
+            if (target is not None and target.is_pinned) or self._options.checkpoints is None:
                 raise
             self._begin_without_packets(self._options.checkpoints, failure)
         self._thread.start()
@@ -155,11 +155,11 @@ class Follower(Generic[_Copy]):
                 pause_s = max(pause_s, backoff_s)
 
     def _look(self) -> bool:
-        """Goes as far as it can; False: something is in the way."""
+        """Applies all packets that it can; False if an error stopped it."""
         try:
             reason = self._go_on()
         except (StorageError, UnavailableError, OSError) as failure:
-            # The storage or a server is away: the packets are not to blame, and wait there.
+            # The storage or a server is unavailable: the packets are not to blame.
             self._note(failure)
             self._update(num_storage_errors=self._status.num_storage_errors + 1)
         except NotFoundError as failure:
@@ -193,37 +193,37 @@ class Follower(Generic[_Copy]):
     # ---- forward, packet by packet
 
     def _go_on(self) -> str:
-        """Why there is nothing to follow, "" where there is."""
-        goal = read_goal(self._log)
-        if goal is None:
+        """Follows the target. Returns why there is none, or ""."""
+        target = read_target(self._log)
+        if target is None:
             return self._no_packets() if self._status.position is None else ""
-        self._update(latest=goal.latest, pinned=goal.is_pinned)
+        self._update(latest=target.latest, pinned=target.is_pinned)
         position = self._status.position
-        if position is None or goal.position.stream != position.stream:
-            self._begin_anew(goal, at_least=0)
-        elif goal.position > position:
-            self._catch_up(goal, position)
-        elif goal.position < position and goal.is_pinned:
-            self._begin_anew(goal, at_least=0)
+        if position is None or target.position.stream != position.stream:
+            self._begin_anew(target, at_least=0)
+        elif target.position > position:
+            self._catch_up(target, position)
+        elif target.position < position and target.is_pinned:
+            self._begin_anew(target, at_least=0)
         return ""
 
     def _no_packets(self) -> str:
         return f"there are no packets in {self._log.location} yet"
 
-    def _catch_up(self, goal: Goal, position: Position) -> None:
-        if goal.position.number - position.number > self._options.max_behind:
+    def _catch_up(self, target: FollowTarget, position: Position) -> None:
+        if target.position.number - position.number > self._options.max_behind:
             try:
-                self._begin_from(goal, at_least=position.number + self._options.max_behind + 1)
+                self._begin_from(target, at_least=position.number + self._options.max_behind + 1)
             except (NotFoundError, CorruptionError, FailedPreconditionError) as reason:
                 # Nothing would save so many packets, or it cannot be used: they may all be there.
                 get_default_logger().info("%s: going on by packets: %s", self._log.location, reason)
         while not self._stopped.is_set():
             position = self._status.position or position
-            if position >= goal.position:
+            if position >= target.position:
                 return
-            self._apply_next(goal, position.next)
+            self._apply_next(target, position.next)
 
-    def _apply_next(self, goal: Goal, position: Position) -> None:
+    def _apply_next(self, target: FollowTarget, position: Position) -> None:
         assert self._copy is not None, "there is a position"
         try:
             packet = self._log.read(position)
@@ -234,10 +234,10 @@ class Follower(Generic[_Copy]):
         except PersiaError as failure:
             if self._count_try(position) < self._options.num_tries:
                 raise
-            self._give_up(goal, position, failure)
+            self._give_up(target, position, failure)
             return
         if _needs_rows(packet):
-            self._begin_anew(goal, at_least=position.number)
+            self._begin_anew(target, at_least=position.number)
             return
         self._num_failures = 0
         self._reached(packet)
@@ -251,7 +251,7 @@ class Follower(Generic[_Copy]):
         )
 
     def _count_try(self, position: Position) -> int:
-        """Tries so far to apply the packet at `position`, with this one, that failed."""
+        """How often applying the packet at `position` has failed, this time included."""
         known = self._failing
         tries = 1 if known is None or known[0] != position else known[1] + 1
         self._failing = (position, tries)
@@ -264,10 +264,10 @@ class Follower(Generic[_Copy]):
             get_default_logger().error("packet %s cannot be applied", position)
         return tries
 
-    def _give_up(self, goal: Goal, position: Position, failure: PersiaError) -> None:
-        """Falls back to a checkpoint that has the packet's changes; raises where there is none."""
+    def _give_up(self, target: FollowTarget, position: Position, failure: PersiaError) -> None:
+        """Loads a checkpoint that has the packet's changes; raises where there is none."""
         try:
-            self._begin_anew(goal, at_least=position.number)
+            self._begin_anew(target, at_least=position.number)
         except NotFoundError as missing:
             raise FailedPreconditionError(
                 f"packet {position} cannot be applied ({failure}), and nothing takes its place: {missing}"
@@ -275,29 +275,29 @@ class Follower(Generic[_Copy]):
 
     # ---- anew, from a checkpoint
 
-    def _begin_anew(self, goal: Goal, *, at_least: int) -> None:
+    def _begin_anew(self, target: FollowTarget, *, at_least: int) -> None:
         """As `_begin_from`; its NotFoundError says what to do, too."""
         try:
-            self._begin_from(goal, at_least=at_least)
+            self._begin_from(target, at_least=at_least)
         except NotFoundError as failure:
             message = f"{failure}: wait for one, or dump a checkpoint of this training"
-            if goal.is_pinned:
+            if target.is_pinned:
                 pin = self._log.location / PIN_NAME
                 message = (
-                    f"packet {goal.position}, which {pin} names, cannot be gone to: {failure}; "
+                    f"packet {target.position}, which {pin} names, cannot be reached: {failure}; "
                     f"name another one there, or remove {PIN_NAME}"
                 )
             raise NotFoundError(message) from failure
 
-    def _begin_from(self, goal: Goal, *, at_least: int) -> None:
-        """Loads a beginning that has packet `at_least`, beside what is in use, brings it to the goal, and
-        uses it. NotFoundError: there is no such beginning.
+    def _begin_from(self, target: FollowTarget, *, at_least: int) -> None:
+        """Loads a start point that has packet `at_least`, beside the copy in use, brings it to the target,
+        and uses it. NotFoundError: there is no such start point.
         """
         started = time.monotonic()
-        found, copy = self._load(find_beginnings(self._log, self._places(goal), goal.position, at_least))
+        found, copy = self._load(find_starts(self._log, self._places(target), target.position, at_least))
         position, packet = found.position, None
         try:
-            while position < goal.position and not self._stopped.is_set():
+            while position < target.position and not self._stopped.is_set():
                 following = self._log.read(position.next)
                 if _needs_rows(following) and following.position != found.restart:
                     raise NotFoundError(f"packet {following.position} follows a checkpoint that is not there")
@@ -306,7 +306,7 @@ class Follower(Generic[_Copy]):
         except PersiaError as failure:
             now = self._status.position
             is_progress = now is None or now.stream != position.stream or now < position
-            if goal.is_pinned or not is_progress:
+            if target.is_pinned or not is_progress:
                 raise
             get_default_logger().warning(
                 "%s: %s is as far as it goes now: %s", self._log.location, position, failure
@@ -327,26 +327,26 @@ class Follower(Generic[_Copy]):
             time.monotonic() - started,
         )
 
-    def _load(self, beginnings: Sequence[Beginning]) -> tuple[Beginning, _Copy]:
+    def _load(self, starts: Sequence[StartPoint]) -> tuple[StartPoint, _Copy]:
         """The first that can be loaded; raises what is wrong with the last one."""
-        for beginning in beginnings:
+        for start in starts:
             try:
-                copy = self._copies.load(beginning.source)
+                copy = self._copies.load(start.source)
             except (CorruptionError, NotFoundError) as failure:
                 get_default_logger().error("a follower cannot begin with a checkpoint: %s", failure)
-                if beginning is beginnings[-1]:
+                if start is starts[-1]:
                     raise
                 continue
             self._update(num_checkpoints=self._status.num_checkpoints + 1)
-            return beginning, copy
+            return start, copy
         raise AssertionError("there is at least one")
 
-    def _places(self, goal: Goal) -> Sequence[Location]:
-        """Of checkpoints: as configured, beside the packets, and where the training dumps its own."""
+    def _places(self, target: FollowTarget) -> Sequence[Location]:
+        """Directories with checkpoints: configured, beside the packets, and the training's own."""
         places = [] if self._options.checkpoints is None else [self._options.checkpoints]
         places.append(self._log.checkpoints)
         with contextlib.suppress(PersiaError):
-            dumped = self._log.read(goal.latest).checkpoint
+            dumped = self._log.read(target.latest).checkpoint
             if dumped is not None:
                 places.append(Location.of(dumped.url))
         return places
@@ -361,7 +361,7 @@ class Follower(Generic[_Copy]):
 
 
 def _needs_rows(packet: Packet) -> bool:
-    """Whether other rows must be there than those at the packet before."""
+    """Whether the packet follows other rows than those at the packet before."""
     return packet.base is not None and packet.base.kind is not BaseKind.NOTHING
 
 

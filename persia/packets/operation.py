@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import StrictBool
 
 from persia.checkpoint.coordinator import Operation, agreed, check_visible
 from persia.checkpoint.peers import Peer
@@ -15,10 +16,10 @@ from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaE
 from persia.logger import get_default_logger
 from persia.packets.changes import IncrementalSettings
 from persia.packets.log import PacketLog
-from persia.packets.packet import CheckpointReference, Packet, rows_of_packet
-from persia.storage.fields import as_object, bool_at
-from persia.storage.manifest import FileEntry
+from persia.packets.packet import CheckpointReference, Packet, PacketRows
 from persia.storage.position import Position
+from persia.storage.shard_file import write_files
+from persia.validation import Count, read_document
 
 __all__ = ["ChangeStatus", "DenseState", "PacketOperation", "ask_changes", "begin_stream"]
 
@@ -27,25 +28,14 @@ __all__ = ["ChangeStatus", "DenseState", "PacketOperation", "ask_changes", "begi
 class ChangeStatus:
     """Of one server."""
 
-    settings: IncrementalSettings | None  # None: it has no incremental updates
-    stream: str | None  # whose its changes are
-    is_from_start: bool  # they are all that there is in the store, and nobody's yet
-    num_rows: int
+    settings: IncrementalSettings | None = None  # None: it has no incremental updates
+    stream: str | None = None  # whose its changes are
+    is_from_start: StrictBool = False  # they are all that there is in the store, and nobody's yet
+    num_rows: Count = 0
 
     @classmethod
     def of(cls, report: Report) -> ChangeStatus:
-        what = "changes report"
-        values = as_object(report.result, what)
-        settings = values.get("settings")
-        if settings is None:
-            return cls(settings=None, stream=None, is_from_start=False, num_rows=0)
-        stream = values.get("stream")
-        return cls(
-            settings=IncrementalSettings.from_json(as_object(settings, what), what),
-            stream=stream if isinstance(stream, str) else None,
-            is_from_start=bool_at(values, "is_from_start", what),
-            num_rows=int(values.get("num_rows", 0)),
-        )
+        return read_document(cls, report.result, "changes report")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +80,7 @@ class PacketOperation(Operation):
             arguments = {"directory": str(self.log.files), "stream": self.position.stream}
             self._ask_all(Verb.TAKE, arguments)
             cut_at = time.time()
-            dense_files = self._write_dense(dense) if dense else {}
+            dense_files = write_files(self.log.files, self.operation, dense.files) if dense else {}
             reports = self._await("writing", State.CHECKED)
             packet = Packet(
                 position=self.position,
@@ -113,7 +103,7 @@ class PacketOperation(Operation):
 
     def _rows(self, results: list[dict[str, Any]]) -> dict[str, Any]:
         """What servers say, judged by the manifest's own reader."""
-        flags = {bool_at(result, "is_from_nothing", "changes report") for result in results}
+        flags = {result.get("is_from_nothing") for result in results}
         if len(flags) > 1:
             # One server has cleared its rows, another is about to. Changes of both come with the next packet.
             raise FailedPreconditionError(f"packet {self.position} waits: rows are being cleared")
@@ -126,17 +116,7 @@ class PacketOperation(Operation):
             "servers": results,
             "files": [file for result in results for file in result.get("files", ())],
         }
-        return rows_of_packet(values, f"the report of {self.operation}")
-
-    def _write_dense(self, dense: DenseState) -> dict[str, FileEntry]:
-        files = {}
-        for name, content in dense.files.items():
-            path = f"{self.operation}/{name}"
-            with (self.log.files / path).create() as sink:
-                sink.write(content)
-            checksum = hashlib.sha256(content).hexdigest()
-            files[name] = FileEntry(path=path, num_bytes=len(content), checksum=checksum)
-        return files
+        return vars(read_document(PacketRows, values, f"the report of {self.operation}"))
 
     def _commit(self) -> None:
         """A server that does not hear it sends its changes once more: harmless, unless rows were cleared."""

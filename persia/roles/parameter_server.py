@@ -18,7 +18,7 @@ from persia.roles import inference
 from persia.roles.lifetime import DRAIN_S, announced, connected, observed, stopped_by_signals, wait_for_stop
 from persia.roles.options import ServerOptions
 from persia.storage.schema import RowSchema
-from persia.tiers.server_tier import ServerPool
+from persia.tiers.server_tier import ServerTier
 
 if TYPE_CHECKING:
     from persia._native import ParameterServer
@@ -42,19 +42,19 @@ def run_parameter_server(options: ServerOptions) -> None:
         return
     nats_url = env.require_nats_url()
     with stopped_by_signals(name), ExitStack() as stack:
-        pool = _open_pool(stack, options, config, slots)
-        server = _make_server(options, config, pool)
+        tier = _open_tier(stack, options, config, slots)
+        server = _make_server(options, config, tier)
         port = server.start(options.host, options.port)
-        if pool is not None:
-            pool.attach(server.store)
+        if tier is not None:
+            tier.attach(server.store)
         stack.callback(server.stop, DRAIN_S)
         # At once: to connect may take long, and who knows this address of before may begin to update.
         changes = ServerChanges(server.store, IncrementalSettings.of(config))
         session = stack.enter_context(connected(nats_url, name))
-        share = _share(server, options, config, slots, pool)
+        share = _share(server, options, config, slots, tier)
         source = ParameterServerSource(server, options.replica_index, options.replica_size, share.log)
-        if pool is not None:
-            source.tier = pool.status
+        if tier is not None:
+            source.tier = tier.status
         observer = stack.enter_context(observed(source, session, options, config))
         checkpoints = CheckpointService(share, changes)
         stack.callback(checkpoints.close)
@@ -84,26 +84,26 @@ def config_of(options: ServerOptions) -> GlobalConfig:
     return inference.config_of(options, config)
 
 
-def _open_pool(
+def _open_tier(
     stack: ExitStack, options: ServerOptions, config: GlobalConfig, slots: SlotsConfig | None
-) -> ServerPool | None:
+) -> ServerTier | None:
     """None: rows are in memory alone."""
     storage = config.embedding_parameter_server_config.storage
     if not storage.has_pool:
         return None
-    pool = ServerPool(
+    tier = ServerTier(
         storage,
         index=options.replica_index,
         replicas=options.replica_size,
         schema=None if slots is None else RowSchema.of(slots),
         num_threads=config.common_config.checkpointing_config.num_workers,
     )
-    stack.callback(pool.close)
-    return pool
+    stack.callback(tier.close)
+    return tier
 
 
 def _make_server(
-    options: ServerOptions, config: GlobalConfig, pool: ServerPool | None = None
+    options: ServerOptions, config: GlobalConfig, tier: ServerTier | None = None
 ) -> ParameterServer:
     from persia._native import ParameterServer
 
@@ -114,7 +114,7 @@ def _make_server(
         capacity=section.capacity,
         num_internal_shards=section.num_hashmap_internal_shards,
         read_only=config.common_config.job_type == inference.JOB_TYPE,
-        tier=None if pool is None else pool.tier_options,
+        tier=None if tier is None else tier.tier_options,
         row_dtype=section.row_dtype,
     )
 
@@ -124,7 +124,7 @@ def _share(
     options: ServerOptions,
     config: GlobalConfig,
     slots: SlotsConfig | None,
-    pool: ServerPool | None = None,
+    tier: ServerTier | None = None,
 ) -> ServerShare:
     return ServerShare(
         store=server.store,
@@ -134,5 +134,5 @@ def _share(
         num_threads=config.common_config.checkpointing_config.num_workers,
         gives_way=True,
         dump_percent=dump_percent(config),
-        pool=pool,
+        tier=tier,
     )

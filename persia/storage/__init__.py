@@ -2,7 +2,6 @@
 
 location          a directory on any file system of fsspec, with atomic replacement
 checksummed_json  JSON documents and pointers that carry their own checksum
-fields            typed reads of JSON values
 manifest          names the files that make up a checkpoint
 schema            the slots that rows belong to, and whether another job can use them
 position          a place in a stream of packets

@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from persia._version import __version__
 from persia.errors import CorruptionError
-from persia.messaging.payloads import json_int, json_object
+from persia.validation import Count, json_object, read_document
 
 __all__ = ["decode_document", "decode_pointer", "encode_document", "encode_pointer"]
 
@@ -22,6 +23,11 @@ __all__ = ["decode_document", "decode_pointer", "encode_document", "encode_point
 _VERSION = 2
 _ENDING = re.compile(rb',\n "checksum": "([0-9a-f]{64})"\n}\n')
 _ENDING_BYTES = len(',\n "checksum": ""\n}\n') + 64
+
+
+@dataclass(frozen=True)
+class _Head:
+    version: Count
 
 
 def encode_document(form: str, values: dict[str, Any]) -> bytes:
@@ -39,7 +45,7 @@ def decode_document(content: bytes, what: str, *, form: str) -> dict[str, Any]:
     values: dict[str, Any] = json_object(content, what)
     if values.get("format") != form:
         raise CorruptionError(f"{what} is no manifest of a {form}")
-    version = json_int(values, "version", what)
+    version = read_document(_Head, values, what).version
     if version > _VERSION:
         raise CorruptionError(
             f"{what} has version {version}, this persia ({__version__}) knows versions up to {_VERSION}: "

@@ -13,16 +13,17 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, StrictBool, computed_field, model_validator
 
 from persia._version import __version__
 from persia.errors import CorruptionError, FailedPreconditionError, InvalidArgumentError, NotFoundError
-from persia.messaging.payloads import json_int
 from persia.storage.checksummed_json import decode_document, encode_document
-from persia.storage.fields import as_object, bool_at, hex_at, list_at, text_at
 from persia.storage.location import Location
 from persia.storage.position import Position, is_packet_folder
 from persia.storage.schema import RowSchema
+from persia.validation import Count, Hex, complaint, read_document, to_json
 
 __all__ = [
     "MANIFEST_NAME",
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 MANIFEST_NAME = "manifest.json"
-NUM_VIRTUAL_SHARDS = 4096
+NUM_VIRTUAL_SHARDS: Final = 4096
 
 _FORMAT = "persia checkpoint"
 MAX_MANIFEST_BYTES = 64 << 20
@@ -62,40 +63,30 @@ def is_dump_id(name: str) -> bool:
     return _DUMP_ID.fullmatch(name) is not None
 
 
+def _check_path(path: str) -> str:
+    """A manifest may come from anywhere: its paths must not lead out of the checkpoint."""
+    folder, _, name = path.partition("/")
+    if not ((is_dump_id(folder) or is_packet_folder(folder)) and is_file_name(name)):
+        raise complaint("must be <dump id>/<file name>")
+    return path
+
+
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
     """A file of a checkpoint."""
 
-    path: str  # below the checkpoint's directory: <dump id>/<name>
-    num_bytes: int
+    path: Annotated[str, AfterValidator(_check_path)]  # below the checkpoint's directory: <dump id>/<name>
+    num_bytes: Count
     checksum: str  # SHA-256 in hex; of rows: of header, footer and trailer, which hold all others
-    num_rows: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
-    @classmethod
-    def from_json(cls, values: object, what: str) -> FileEntry:
-        values = as_object(values, what)
-        path, checksum = text_at(values, "path", what), text_at(values, "checksum", what)
-        folder, _, name = path.partition("/")
-        # A manifest may come from anywhere: its paths must not lead out of the checkpoint.
-        if not ((is_dump_id(folder) or is_packet_folder(folder)) and is_file_name(name)):
-            raise CorruptionError(f"{what}: path {path!r:.80} is not <dump id>/<file name>")
-        return cls(
-            path=path,
-            num_bytes=json_int(values, "num_bytes", what),
-            checksum=checksum,
-            num_rows=json_int(values, "num_rows", what),
-        )
+    num_rows: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerEntry:
     """What one parameter server held at the cut."""
 
-    step: int  # updates that it had applied; of rows in place the number of its pool's checkpoint
-    num_rows: int
+    step: Count  # updates that it had applied; of rows in place the number of its pool's checkpoint
+    num_rows: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +95,15 @@ class EmbeddingSection:
 
     dump_id: str
     created_at: str
-    train_config: str | None  # `TrainConfig.encode()` in hex; None: the servers were never configured
-    schema: RowSchema | None  # None: the servers were started without an embedding config
+    train_config: Hex | None = None  # `TrainConfig.encode()` in hex; None: the servers were never configured
+    schema: RowSchema | None = None  # None: the servers were started without an embedding config
     servers: tuple[ServerEntry, ...]  # by index
     files: tuple[FileEntry, ...]
     optimizer: Mapping[str, Any] | None = None  # its settings for people, when the context knew them
     packets: Position | None = None  # the last packet whose changes are all in these rows
-    has_state: bool = True  # of the optimizer
-    in_place: bool = False  # in the servers' pools, and in no files
+    has_state: StrictBool = True  # of the optimizer
+    in_place: StrictBool = False  # in the servers' pools, and in no files
+    num_virtual_shards: Literal[4096] = NUM_VIRTUAL_SHARDS
 
     def require_files(self, directory: Location) -> None:
         """FailedPreconditionError: only the servers that have the rows can go back to them."""
@@ -121,6 +113,7 @@ class EmbeddingSection:
                 "files: start a job over these pools, load it there, and dump to files"
             )
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def num_rows(self) -> int:
         return sum(server.num_rows for server in self.servers)
@@ -129,57 +122,14 @@ class EmbeddingSection:
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "dump_id": self.dump_id,
-            "created_at": self.created_at,
-            "num_virtual_shards": NUM_VIRTUAL_SHARDS,
-            "num_rows": self.num_rows,
-            "in_place": self.in_place,
-            "optimizer": self.optimizer,
-            "has_state": self.has_state,
-            "packets": None if self.packets is None else self.packets.to_json(),
-            "train_config": self.train_config,
-            "schema": None if self.schema is None else self.schema.to_json(),
-            "servers": [dict(server.__dict__) for server in self.servers],
-            "files": [file.to_json() for file in self.files],
-        }
-
-    @classmethod
-    def from_json(cls, values: object, what: str) -> EmbeddingSection:
-        values = as_object(values, f"{what}: embeddings")
-        if json_int(values, "num_virtual_shards", what) != NUM_VIRTUAL_SHARDS:
-            raise CorruptionError(
-                f"{what}: num_virtual_shards is {values['num_virtual_shards']}, not {NUM_VIRTUAL_SHARDS}"
-            )
-        servers = []
-        for entry in list_at(values, "servers", what):
-            entry = as_object(entry, f"{what}: server")
-            servers.append(
-                ServerEntry(step=json_int(entry, "step", what), num_rows=json_int(entry, "num_rows", what))
-            )
-        schema, optimizer = values.get("schema"), values.get("optimizer")
-        packets = values.get("packets")
-        section = cls(
-            dump_id=text_at(values, "dump_id", what),
-            created_at=text_at(values, "created_at", what),
-            train_config=hex_at(values, "train_config", what),
-            schema=None if schema is None else RowSchema.from_json(schema, what),
-            servers=tuple(servers),
-            files=tuple(FileEntry.from_json(file, what) for file in list_at(values, "files", what)),
-            optimizer=None if optimizer is None else as_object(optimizer, f"{what}: optimizer"),
-            packets=None if packets is None else Position.from_json(packets, what),
-            has_state="has_state" not in values or bool_at(values, "has_state", what),  # from version 2 on
-            in_place=values.get("in_place") is True,
-        )
-        if section.in_place and section.files:
-            raise CorruptionError(f"{what}: its rows are in place, and it names files of rows")
-        if not section.in_place and sum(file.num_rows for file in section.files) != section.num_rows:
-            raise CorruptionError(
-                f"{what}: its files have {sum(file.num_rows for file in section.files)} rows, its servers "
-                f"had {section.num_rows}"
-            )
-        return section
+    @model_validator(mode="after")
+    def _check(self) -> EmbeddingSection:
+        if self.in_place and self.files:
+            raise CorruptionError("its rows are in place, and it names files of rows")
+        num_rows = sum(file.num_rows for file in self.files)
+        if not self.in_place and num_rows != self.num_rows:
+            raise CorruptionError(f"its files have {num_rows} rows, its servers had {self.num_rows}")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,26 +140,12 @@ class DenseSection:
     created_at: str
     files: Mapping[str, FileEntry]
 
-    def to_json(self) -> dict[str, Any]:
-        files = {name: file.to_json() for name, file in self.files.items()}
-        return {"dump_id": self.dump_id, "created_at": self.created_at, "files": files}
-
-    @classmethod
-    def from_json(cls, values: object, what: str) -> DenseSection:
-        values = as_object(values, f"{what}: dense")
-        files = as_object(values.get("files"), f"{what}: dense files")
-        return cls(
-            dump_id=text_at(values, "dump_id", what),
-            created_at=text_at(values, "created_at", what),
-            files={name: FileEntry.from_json(file, what) for name, file in files.items()},
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A whole checkpoint. Its parts may come from different dumps: `dump_embedding` renews one of them."""
 
-    step: int | None = None  # of the training loop, as the script or its context counts
+    step: Count | None = None  # of the training loop, as the script or its context counts
     dense: DenseSection | None = None
     embeddings: EmbeddingSection | None = None
     created_by: str = field(default=f"persia {__version__}")
@@ -239,25 +175,12 @@ class Manifest:
         )
 
     def encode(self) -> bytes:
-        values = {
-            "created_by": self.created_by,
-            "step": self.step,
-            "dense": None if self.dense is None else self.dense.to_json(),
-            "embeddings": None if self.embeddings is None else self.embeddings.to_json(),
-        }
-        return encode_document(_FORMAT, values)
+        return encode_document(_FORMAT, to_json(self))
 
     @classmethod
     def decode(cls, content: bytes, what: str) -> Manifest:
         """Raises CorruptionError, naming `what`, for anything but a manifest of a known version."""
-        values = decode_document(content, what, form=_FORMAT)
-        dense, embeddings = values.get("dense"), values.get("embeddings")
-        return cls(
-            step=None if values.get("step") is None else json_int(values, "step", what),
-            dense=None if dense is None else DenseSection.from_json(dense, what),
-            embeddings=None if embeddings is None else EmbeddingSection.from_json(embeddings, what),
-            created_by=text_at(values, "created_by", what),
-        )
+        return read_document(cls, decode_document(content, what, form=_FORMAT), what)
 
     @classmethod
     def read(cls, directory: Location) -> tuple[Manifest, str]:

@@ -6,16 +6,13 @@ import datetime
 import re
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-from persia.errors import CorruptionError
-from persia.messaging.payloads import json_int
-from persia.storage.fields import as_object, text_at
+from pydantic import Field
 
 __all__ = ["Position", "is_packet_folder", "make_stream_id"]
 
-_STREAM = r"\d{8}T\d{6}Z-[0-9a-f]{8}"
-_STREAM_ID = re.compile(_STREAM, re.ASCII)
+_STREAM = r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}"
 _NAME = re.compile(rf"packet-({_STREAM})-(\d{{12}})", re.ASCII)
 _FOLDER = re.compile(rf"packet-({_STREAM})-(\d{{12}})-[0-9a-f]{{8}}", re.ASCII)
 _MAX_NUMBER = 10**12 - 1
@@ -34,8 +31,8 @@ class Position:
     Ordered by stream, the later started one last, then by number. Number 0 is before the first packet.
     """
 
-    stream: str
-    number: int
+    stream: Annotated[str, Field(pattern=f"^{_STREAM}$")]
+    number: Annotated[int, Field(strict=True, ge=0, le=_MAX_NUMBER)]
 
     @property
     def name(self) -> str:
@@ -58,17 +55,6 @@ class Position:
         """The reverse of `name`, also for a folder; None: it is no such name."""
         found = _NAME.fullmatch(name) or _FOLDER.fullmatch(name)
         return None if found is None else cls(found[1], int(found[2]))
-
-    def to_json(self) -> dict[str, Any]:
-        return {"stream": self.stream, "number": self.number}
-
-    @classmethod
-    def from_json(cls, values: object, what: str) -> Position:
-        values = as_object(values, f"{what}: position")
-        stream, number = text_at(values, "stream", what), json_int(values, "number", what)
-        if not _STREAM_ID.fullmatch(stream) or number > _MAX_NUMBER:
-            raise CorruptionError(f"{what}: {stream!r:.80}, {number} is no position in a stream of packets")
-        return cls(stream, number)
 
 
 def is_packet_folder(name: str) -> bool:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field
 
 from persia.config import SlotsConfig
-from persia.errors import CorruptionError, FailedPreconditionError
-from persia.messaging.payloads import json_int
+from persia.errors import FailedPreconditionError
+from persia.validation import Count
 
 __all__ = ["RowSchema", "SchemaChanges", "SlotRows"]
 
@@ -21,9 +23,9 @@ __all__ = ["RowSchema", "SchemaChanges", "SlotRows"]
 class SlotRows:
     """What decides which rows a slot uses."""
 
-    dim: int
-    group: int  # in the top bits of its signs
-    hash_stack: tuple[int, int] | None  # (rounds, size of each)
+    dim: Count
+    group: Count  # in the top bits of its signs
+    hash_stack: tuple[Count, Count] | None = None  # (rounds, size of each)
 
     def __str__(self) -> str:
         stack = f", hash stack of {self.hash_stack[0]} x {self.hash_stack[1]}" if self.hash_stack else ""
@@ -53,7 +55,7 @@ class SchemaChanges:
 class RowSchema:
     """The slots of a job, as far as its rows are concerned."""
 
-    feature_index_prefix_bit: int
+    feature_index_prefix_bit: Annotated[int, Field(strict=True, ge=1, le=32)]
     slots: Mapping[str, SlotRows]
 
     @classmethod
@@ -65,28 +67,6 @@ class RowSchema:
             pair = None if stack is None else (stack.hash_stack_rounds, stack.embedding_size)
             slots[name] = SlotRows(dim=slot.dim, group=groups[name], hash_stack=pair)
         return cls(feature_index_prefix_bit=config.feature_index_prefix_bit, slots=slots)
-
-    def to_json(self) -> dict[str, Any]:
-        slots = {
-            name: {
-                "dim": slot.dim,
-                "group": slot.group,
-                "hash_stack": None if slot.hash_stack is None else list(slot.hash_stack),
-            }
-            for name, slot in self.slots.items()
-        }
-        return {"feature_index_prefix_bit": self.feature_index_prefix_bit, "slots": slots}
-
-    @classmethod
-    def from_json(cls, values: object, what: str) -> RowSchema:
-        """`what` names the message or file in a CorruptionError."""
-        if not isinstance(values, dict) or not isinstance(values.get("slots"), dict):
-            raise CorruptionError(f"{what}: schema is {values!r:.80}, not an object with slots")
-        slots = {name: _slot(slot, f"{what}: slot {name}") for name, slot in values["slots"].items()}
-        bits = json_int(values, "feature_index_prefix_bit", what)
-        if not 1 <= bits <= 32:
-            raise CorruptionError(f"{what}: feature_index_prefix_bit is {bits}, not 1 to 32")
-        return cls(feature_index_prefix_bit=bits, slots=slots)
 
     def changes_to(self, now: RowSchema) -> SchemaChanges:
         """What has changed since; FailedPreconditionError where rows would serve another slot than before."""
@@ -120,17 +100,3 @@ class RowSchema:
                     f"number {group} in the checkpoint: keep {had[group]} in the embedding config, and add "
                     f"{name} at its end"
                 )
-
-
-def _slot(values: object, what: str) -> SlotRows:
-    if not isinstance(values, dict):
-        raise CorruptionError(f"{what} is {values!r:.80}, not an object")
-    stack = values.get("hash_stack")
-    if stack is not None:
-        if not isinstance(stack, list) or len(stack) != 2:
-            raise CorruptionError(f"{what}: hash_stack is {stack!r:.80}, not two numbers")
-        named = {"rounds": stack[0], "size": stack[1]}
-        stack = (json_int(named, "rounds", what), json_int(named, "size", what))
-    return SlotRows(
-        dim=json_int(values, "dim", what), group=json_int(values, "group", what), hash_stack=stack
-    )

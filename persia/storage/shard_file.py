@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from persia.storage.manifest import FileEntry
 if TYPE_CHECKING:
     from persia._native import SnapshotPart
 
-__all__ = ["Chunk", "ShardFile", "ShardFilter", "write_shard_file"]
+__all__ = ["Chunk", "ShardFile", "ShardFilter", "write_files", "write_shard_file"]
 
 # virtual shards [num_blocks] -> bool [num_blocks]
 ShardFilter = Callable[[NDArray[np.uint32]], NDArray[np.bool_]]
@@ -50,6 +50,18 @@ def write_shard_file(
     return FileEntry(
         path=path, num_bytes=sink.num_bytes, checksum=index.checksum, num_rows=int(part.num_rows)
     )
+
+
+def write_files(directory: Location, folder: str, contents: Mapping[str, bytes]) -> dict[str, FileEntry]:
+    """Writes files of other kinds, by name, to `folder` below `directory`."""
+    files = {}
+    for name, content in contents.items():
+        path = f"{folder}/{name}"
+        with (directory / path).create() as sink:
+            sink.write(content)
+        checksum = hashlib.sha256(content).hexdigest()
+        files[name] = FileEntry(path=path, num_bytes=len(content), checksum=checksum)
+    return files
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,34 +5,42 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
+
+from pydantic import AfterValidator, StrictBool
 
 from persia._version import __version__
 from persia.checkpoint.protocol import IN_PLACE_NAME
 from persia.errors import CorruptionError, NotFoundError, StorageError
-from persia.messaging.payloads import json_int
 from persia.storage.checksummed_json import decode_document, encode_document
-from persia.storage.fields import as_object, text_at
 from persia.storage.location import Location
 from persia.storage.manifest import Manifest
 from persia.storage.schema import RowSchema
 from persia.storage.versions import is_latest
+from persia.validation import Count, complaint, read_document, to_json
 
-__all__ = ["PoolCheckpoint", "TierState"]
+__all__ = ["TierCheckpoint", "TierState"]
 
 _FORMAT = "pool of a persia server"
 _PREPARED_KEYS = ("batch", "num_rows", "pool_id", "sequence")
 
 
+def _check_prepared(prepared: Mapping[str, int]) -> Mapping[str, int]:
+    if missing := [key for key in _PREPARED_KEYS if key not in prepared]:
+        raise complaint(f"must have {', '.join(missing)}")
+    return prepared
+
+
 @dataclass(frozen=True, kw_only=True)
-class PoolCheckpoint:
-    """A checkpoint of the job, in this server's pool."""
+class TierCheckpoint:
+    """A checkpoint of the job, in this server's tier."""
 
     operation: str  # the dump that made it; the manifest's name for the rows
     directory: str  # of the manifest
-    step: int | None  # of the training loop
-    prepared: Mapping[str, int]  # of the pool: its number ("batch"), its rows
-    needs_latest: bool = False  # its manifest counts once `latest`, beside its directory, names that
+    step: Count | None = None  # of the training loop
+    # By the tier file: the number of the checkpoint ("batch"), its rows.
+    prepared: Annotated[Mapping[str, Count], AfterValidator(_check_prepared)]
+    needs_latest: StrictBool = False  # its manifest counts once `latest`, beside its directory, names that
 
     @property
     def number(self) -> int:
@@ -43,9 +51,8 @@ class PoolCheckpoint:
         return self.prepared["num_rows"]
 
     def decide(self) -> bool:
-        """Whether it counts. If not, it never will: without the file that the last step is made of, its
-        coordinator cannot take that any more. StorageError: what tells cannot be read, or that file not be
-        removed.
+        """Whether it counts. If not, it never will: this removes the marker, without which its coordinator
+        cannot publish it any more. StorageError: the manifest cannot be read, or the marker not be removed.
         """
         if self._is_named():
             return True
@@ -53,7 +60,7 @@ class PoolCheckpoint:
         return self._is_named()  # by a coordinator that was faster
 
     def _is_named(self) -> bool:
-        """By its manifest, and that by `latest` where it has to be."""
+        """Whether its manifest names it, and `latest` the manifest where needed."""
         place = Location.of(self.directory)
         try:
             section = Manifest.read(place)[0].embeddings
@@ -70,53 +77,21 @@ class PoolCheckpoint:
             return False
         return is_latest(place) or not self.needs_latest
 
-    def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "prepared": dict(self.prepared)}
-
-    @classmethod
-    def from_json(cls, values: object, what: str) -> PoolCheckpoint | None:
-        if values is None:
-            return None
-        values = as_object(values, what)
-        prepared = as_object(values.get("prepared"), f"{what}: prepared")
-        return cls(
-            operation=text_at(values, "operation", what),
-            directory=text_at(values, "directory", what),
-            step=None if values.get("step") is None else json_int(values, "step", what),
-            prepared={key: json_int(prepared, key, what) for key in _PREPARED_KEYS},
-            needs_latest=values.get("needs_latest") is True,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class TierState:
-    """What stands in the file beside the pool."""
+    """The content of the file beside the tier file."""
 
-    index: int
-    replicas: int
-    schema: RowSchema | None  # None: the server was never started with an embedding config
-    committed: PoolCheckpoint | None = None
-    prepared: PoolCheckpoint | None = None  # of which this server does not know whether it counts
+    index: Count
+    replicas: Count
+    schema: RowSchema | None = None  # None: the server was never started with an embedding config
+    committed: TierCheckpoint | None = None
+    prepared: TierCheckpoint | None = None  # of which this server does not know whether it counts
+    created_by: str = f"persia {__version__}"
 
     def encode(self) -> bytes:
-        values = {
-            "created_by": f"persia {__version__}",
-            "index": self.index,
-            "replicas": self.replicas,
-            "schema": None if self.schema is None else self.schema.to_json(),
-            "committed": None if self.committed is None else self.committed.to_json(),
-            "prepared": None if self.prepared is None else self.prepared.to_json(),
-        }
-        return encode_document(_FORMAT, values)
+        return encode_document(_FORMAT, to_json(self))
 
     @classmethod
     def decode(cls, content: bytes, what: str) -> TierState:
-        values = decode_document(content, what, form=_FORMAT)
-        schema = values.get("schema")
-        return cls(
-            index=json_int(values, "index", what),
-            replicas=json_int(values, "replicas", what),
-            schema=None if schema is None else RowSchema.from_json(schema, what),
-            committed=PoolCheckpoint.from_json(values.get("committed"), what),
-            prepared=PoolCheckpoint.from_json(values.get("prepared"), what),
-        )
+        return read_document(cls, decode_document(content, what, form=_FORMAT), what)

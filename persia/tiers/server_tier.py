@@ -1,10 +1,10 @@
-"""The pool of one server on its device: whose it is, and which checkpoints of the job its rows are of.
+"""The storage tier of one server: whose it is, and which checkpoints of the job its rows belong to.
 
-The rows of a job lie in as many pools as it has servers. Each pool is committed by itself, and yet all have
-to go back to one checkpoint. So servers only *prepare* a checkpoint; it counts from the moment on at which
-its manifest, replaced in one step, names it (or `latest` that manifest, of several); and then every server
-commits. A server that has ended in between does what these say when it starts again; before it gives a
-checkpoint up, it sees to it that it cannot count later. docs/adr/0018 has the reasons.
+The rows of a job are in as many tier files as it has servers. Each is committed by itself, and yet all must
+go back to the same checkpoint. So servers only *prepare* a checkpoint. It counts once its manifest,
+replaced in one step, names it (or `latest` that manifest, of several), and then every server commits. A
+server that ended in between does what these say when it starts again. Before it gives a checkpoint up, it
+makes sure that it cannot count later. docs/adr/0018 has the reasons.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import contextlib
 import fcntl
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import StrictBool
 
 from persia.checkpoint.protocol import IN_PLACE_NAME, Request, Verb
 from persia.checkpoint.server_job import ServerJob, ServerShare
@@ -30,17 +32,16 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.logger import get_default_logger
-from persia.messaging.payloads import json_int
-from persia.storage.fields import text_at
 from persia.storage.location import Location
 from persia.storage.manifest import is_dump_id
 from persia.storage.schema import RowSchema
-from persia.tiers.commit_record import PoolCheckpoint, TierState
+from persia.tiers.commit_record import TierCheckpoint, TierState
+from persia.validation import Count, read_document, to_json
 
 if TYPE_CHECKING:
     from persia._native import EmbeddingStore, TierOptions
 
-__all__ = ["ServerPool"]
+__all__ = ["ServerTier"]
 
 _STATE_NAME = "server.json"
 _MAX_STATE_BYTES = 16 << 20
@@ -49,8 +50,8 @@ _FIRST_LOOK_S = 0.005
 _LONGEST_LOOK_S = 0.25
 
 
-class ServerPool:
-    """A server's folder below `storage.path`, which no other process uses meanwhile. Not thread-safe."""
+class ServerTier:
+    """A server's folder below `storage.path`, locked against other processes. Not thread-safe."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class ServerPool:
         schema: RowSchema | None,
         num_threads: int,
     ) -> None:
-        """Makes the folder where there is none; the store makes the pool. To be closed.
+        """Makes the folder if there is none; the store makes the tier file. To be closed.
 
         NotFoundError: `storage.path` is no directory; UnavailableError: another process has the folder;
         FailedPreconditionError: its rows are those of another server, or of other slots; StorageError:
@@ -89,7 +90,7 @@ class ServerPool:
         return TierOptions(
             directory=str(self.folder),
             kind=storage.kind,
-            # A pool that was made, or grown, larger than the configuration says stays so.
+            # A tier file that was made, or grown, larger than the configuration says stays so.
             size_bytes=max(storage.size_bytes, _size_of(self.folder) if self._has_rows else 0),
             cache_rows=storage.num_cache_rows,
             cache_bytes=storage.cache_bytes or 0,
@@ -138,21 +139,21 @@ class ServerPool:
 
     def make_job(self, request: Request, share: ServerShare, lease_s: float) -> ServerJob:
         """A dump or a load whose rows stay in the tier."""
-        kind = PoolDumpJob if request.verb is Verb.DUMP else PoolLoadJob
+        kind = TierDumpJob if request.verb is Verb.DUMP else TierLoadJob
         return kind(request.operation, share, lease_s, request.arguments, self)
 
-    def checkpoint(self) -> PoolCheckpoint | None:
-        """The one that the rows go back to when the server is started again."""
+    def checkpoint(self) -> TierCheckpoint | None:
+        """The checkpoint that the rows go back to when the server is started again."""
         committed = self.stats()["committed"]
         known = (self._state.prepared, self._state.committed)
         return next((one for one in known if one is not None and one.number == committed), None)
 
-    def prepare(self, checkpoint: PoolCheckpoint) -> None:
-        """From now on the checkpoint's manifest says whether it counts."""
+    def prepare(self, checkpoint: TierCheckpoint) -> None:
+        """Writes down that the checkpoint's manifest decides from now on whether it counts."""
         self._write(replace(self._state, prepared=checkpoint))
 
     def finish(self, *, commit: bool) -> None:
-        """Commits what was prepared, or gives it up; nothing where nothing was."""
+        """Commits the prepared checkpoint, if there is one, or gives it up."""
         prepared = self._state.prepared
         if prepared is None:
             return
@@ -165,7 +166,7 @@ class ServerPool:
         self._write(replace(self._state, prepared=None))
 
     def settle(self) -> None:
-        """Finishes what a coordinator has left open. StorageError: whether it counts cannot be read."""
+        """Decides a checkpoint that a coordinator has left open. StorageError: what tells cannot be read."""
         prepared = self._state.prepared
         if prepared is None:
             return
@@ -180,7 +181,7 @@ class ServerPool:
             self._write(replace(self._state, prepared=None))
 
     def close(self) -> None:
-        """Leaves the folder to others; the store has to be gone, too. Idempotent."""
+        """Unlocks the folder for other processes, after the store is gone. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -219,7 +220,7 @@ class ServerPool:
         return replace(found, schema=wanted.schema or found.schema)
 
     def _settle_closed(self) -> None:
-        """`settle` before the pool is opened: that would undo what is not committed."""
+        """As `settle`, before the tier file is opened: opening undoes what is not committed."""
         prepared = self._state.prepared
         if prepared is None:
             return
@@ -285,8 +286,24 @@ def _size_of(folder: Path) -> int:
     return size
 
 
-class PoolDumpJob(ServerJob):
-    """Notes a checkpoint of a server's pool, and commits it once the job's manifest names it."""
+@dataclass(frozen=True)
+class _Dump:
+    """Arguments of a dump."""
+
+    directory: str  # URL of the manifest
+    step: Count | None = None  # of the training loop
+    needs_latest: StrictBool = False
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Arguments of a load."""
+
+    in_place: str  # the dump that made the checkpoint
+
+
+class TierDumpJob(ServerJob):
+    """Prepares a checkpoint in a server's tier, and commits it once the job's manifest names it."""
 
     _kind = "dump"
 
@@ -296,35 +313,33 @@ class PoolDumpJob(ServerJob):
         share: ServerShare,
         lease_s: float,
         arguments: dict[str, Any],
-        pool: ServerPool,
+        tier: ServerTier,
     ) -> None:
-        """`arguments`: {"directory": URL of the manifest, "step": of the training loop or null,
-        "needs_latest": bool}. Small rows stay: to look for them all rows would be read, while the job waits
-        for its answer.
+        """`arguments`: those of `_Dump`. Small rows stay: to look for them all rows would be read, while the
+        job waits for its answer.
         """
         super().__init__(operation, share, lease_s)
         if not is_dump_id(operation):
             raise InvalidArgumentError(f"{_WHAT}: {operation!r:.80} is not the name of a dump")
-        self._pool = pool
-        self._directory = Location.of(text_at(arguments, "directory", _WHAT))
-        self._step = None if arguments.get("step") is None else json_int(arguments, "step", _WHAT)
-        self._needs_latest = arguments.get("needs_latest") is True
-        self._pool.settle()
-        self._number = self._pool.store.request_checkpoint()
+        self._tier = tier
+        self._dump = read_document(_Dump, arguments, _WHAT)
+        self._directory = Location.of(self._dump.directory)
+        self._tier.settle()
+        self._number = self._tier.store.request_checkpoint()
 
     def _work(self) -> None:
         self._require_directory()
-        checkpoint = PoolCheckpoint(
+        checkpoint = TierCheckpoint(
             operation=self.operation,
             directory=str(self._directory),
-            step=self._step,
+            step=self._dump.step,
             prepared=self._await_prepared(),
-            needs_latest=self._needs_latest,
+            needs_latest=self._dump.needs_latest,
         )
         self._total_rows = checkpoint.num_rows
-        self._pool.prepare(checkpoint)
+        self._tier.prepare(checkpoint)
         self._await_apply()
-        self._pool.finish(commit=True)
+        self._tier.finish(commit=True)
 
     def _require_directory(self) -> None:
         marker = self._directory / self.operation / IN_PLACE_NAME
@@ -348,42 +363,42 @@ class PoolDumpJob(ServerJob):
             ) from failure
 
     def _await_prepared(self) -> dict[str, int]:
-        """Until all rows of the checkpoint are in the pool; raises what keeps them out."""
-        pause_s, written = _FIRST_LOOK_S, self._pool.stats()["num_written"]
+        """Waits until all rows of the checkpoint are in the tier; raises what keeps them out."""
+        pause_s, written = _FIRST_LOOK_S, self._tier.stats()["num_written"]
         while True:
             self._check_alive()
-            prepared = self._pool.store.prepared_checkpoint(self._number)
+            prepared = self._tier.store.prepared_checkpoint(self._number)
             if prepared is not None:
                 return prepared
-            now = self._pool.stats()["num_written"]
+            now = self._tier.stats()["num_written"]
             self._count_rows(now - written)
-            self._count_bytes(now - written)  # rows do for bytes: the coordinator sees that something moves
+            self._count_bytes(now - written)  # rows count as bytes, so that the coordinator sees progress
             written = now
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
     def _clean_up(self) -> None:
         if self._is_closing:
-            return  # the manifest may name it any moment: what was prepared waits for the next start
+            return  # the manifest may name it at any moment: the next start decides
         try:
-            self._pool.settle()  # what was prepared may count all the same: its coordinator may be gone
+            self._tier.settle()  # it may count all the same, if its coordinator is gone
         except PersiaError as failure:
             get_default_logger().warning("%s stays undecided: %s", self.operation, failure)
             return
         with contextlib.suppress(FailedPreconditionError):  # it was settled, or cleared with all rows
-            self._pool.store.drop_checkpoint(self._number)
+            self._tier.store.drop_checkpoint(self._number)
 
     def _result(self) -> dict[str, Any]:
         schema = self._share.schema
         return {
             "step": self._number,
             "num_rows": self._total_rows,
-            "schema": None if schema is None else schema.to_json(),
+            "schema": None if schema is None else to_json(schema),
         }
 
 
-class PoolLoadJob(ServerJob):
-    """Checks that the rows of a server are those of a checkpoint in its pool. Then nothing is moved."""
+class TierLoadJob(ServerJob):
+    """Checks that the rows of a server are those of a checkpoint in its tier. No row is moved."""
 
     _kind = "load"
 
@@ -393,20 +408,20 @@ class PoolLoadJob(ServerJob):
         share: ServerShare,
         lease_s: float,
         arguments: dict[str, Any],
-        pool: ServerPool,
+        tier: ServerTier,
     ) -> None:
-        """`arguments`: {"in_place": the dump that made the checkpoint}."""
+        """`arguments`: those of `_Load`."""
         super().__init__(operation, share, lease_s)
-        self._pool = pool
-        self._wanted = text_at(arguments, "in_place", _WHAT)
+        self._tier = tier
+        self._wanted = read_document(_Load, arguments, _WHAT).in_place
 
     def _work(self) -> None:
-        self._pool.settle()
-        checkpoint, stats = self._pool.checkpoint(), self._pool.stats()
+        self._tier.settle()
+        checkpoint, stats = self._tier.checkpoint(), self._tier.stats()
         if checkpoint is None or checkpoint.operation != self._wanted:
             has = "none" if checkpoint is None else f"{_described(checkpoint)}"
             raise FailedPreconditionError(
-                f"the pool {self._pool.folder} goes back to another checkpoint than {self._wanted}: it has "
+                f"the pool {self._tier.folder} goes back to another checkpoint than {self._wanted}: it has "
                 f"{has}; load the newest one, or one that was dumped to files"
             )
         if stats["batch"] != stats["committed"] + 1:
@@ -418,5 +433,5 @@ class PoolLoadJob(ServerJob):
         self._await_apply()
 
 
-def _described(checkpoint: PoolCheckpoint) -> str:
+def _described(checkpoint: TierCheckpoint) -> str:
     return f"{checkpoint.operation} (step {checkpoint.step}) of {checkpoint.directory}"

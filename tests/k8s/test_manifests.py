@@ -224,7 +224,7 @@ def test_the_hash_follows_what_it_is_of() -> None:
             "spec.dataloader is of no use",
         ),
         ({"nnWorker": {}}, "spec.nnWorker.replicas is missing"),
-        ({"nnWorker": {"replicas": "2"}}, "spec.nnWorker.replicas is '2': it must be of type integer"),
+        ({"nnWorker": {"replicas": "2"}}, "spec.nnWorker.replicas is '2': it must be a valid integer"),
         ({"nnWorker": {"replicas": True}}, "spec.nnWorker.replicas is True"),
         ({"nats": "x"}, "spec.nats is 'x': it must be an object"),
         ({"persiaEnv": {}}, "spec.persiaEnv.PERSIA_EMBEDDING_CONFIG is missing"),

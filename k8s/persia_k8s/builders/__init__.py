@@ -4,11 +4,10 @@ Each manifest carries a hash of itself, by which the operator sees whether what 
 for.
 """
 
-from persia_k8s.builders.disruption import disruption_budget
 from persia_k8s.builders.manifest import Images, Manifest, Scale, label_selector, spec_hash
 from persia_k8s.builders.rows import HOLD_S, rows_location, rows_pod, rows_pod_name
 from persia_k8s.builders.servers import stateful_set
-from persia_k8s.builders.services import services
+from persia_k8s.builders.services import disruption_budget, services
 from persia_k8s.builders.training import training_pod
 
 __all__ = [

@@ -8,7 +8,7 @@ from persia_k8s.builders import Images, Scale, label_selector
 from persia_k8s.job import Job
 from persia_k8s.names import Role, object_name
 from persia_k8s.observation import Observation
-from persia_k8s.reconcile import counts, finish, move_rows, resize, servers, training
+from persia_k8s.reconcile import finish, move_rows, resize, servers, training
 from persia_k8s.reconcile.plan import Plan, Situation, time_text
 from persia_k8s.status import JobStatus, Phase, RoleStatus
 
@@ -37,7 +37,7 @@ def reconcile(job: Job, before: JobStatus, observed: Observation, images: Images
         move_rows.go_on(situation)
     else:
         _run(situation, has_training)
-    counts.count_roles(situation)
+    _count_roles(situation)
     return plan
 
 
@@ -78,3 +78,28 @@ def _run(situation: Situation, has_training: bool) -> None:
             phase=Phase.RUNNING, start_time=situation.before.start_time or time_text(situation.now)
         )
         situation.event("Started", "all data loaders and NN workers have started")
+
+
+def _count_roles(situation: Situation) -> None:
+    situation.update(
+        roles={
+            role: RoleStatus(
+                replicas=replicas, ready=_num_ready(situation, role), restarts=_num_restarts(situation, role)
+            )
+            for role, replicas in situation.scale.replicas.items()
+        }
+    )
+
+
+def _num_ready(situation: Situation, role: Role) -> int:
+    pods = [pod for pod in situation.observed.of_role(role) if not pod.is_deleting]
+    return sum(pod.phase == "Succeeded" or (pod.is_ready and not pod.is_finished) for pod in pods)
+
+
+def _num_restarts(situation: Situation, role: Role) -> int:
+    status = situation.plan.status
+    if role is Role.DATA_LOADER:
+        return status.loader_restarts
+    if role is Role.NN_WORKER:
+        return status.restarts
+    return sum(pod.num_restarts for pod in situation.observed.of_role(role))

@@ -25,6 +25,7 @@ from persia.storage.manifest import (
     make_dump_id,
 )
 from persia.storage.schema import RowSchema
+from persia.validation import to_json
 
 from .conftest import sealed
 
@@ -73,13 +74,13 @@ def embeddings(**changes: Any) -> dict[str, Any]:
     ("changes", "message"),
     [
         ({"format": "other"}, "no manifest of a persia checkpoint"),
-        ({"version": "1"}, "version is '1'"),
-        ({"step": -1}, "step is -1"),
-        ({"embeddings": embeddings(num_virtual_shards=8)}, "num_virtual_shards is 8, not 4096"),
-        ({"embeddings": embeddings(train_config="xyz")}, "train_config is 'xyz', not hex digits"),
+        ({"version": "1"}, "version='1' must be a valid integer"),
+        ({"step": -1}, "step=-1 must be at least 0"),
+        ({"embeddings": embeddings(num_virtual_shards=8)}, "num_virtual_shards=8 must be 4096"),
+        ({"embeddings": embeddings(train_config="xyz")}, "train_config='xyz' must match pattern"),
         ({"embeddings": embeddings(servers=[{"step": 1, "num_rows": 4}])}, "have 3 rows, its servers had 4"),
-        ({"embeddings": embeddings(files={})}, "files is {}, not a list"),
-        ({"dense": []}, r"dense is \[\], not an object"),
+        ({"embeddings": embeddings(files={})}, "files={} must be a valid list"),
+        ({"dense": []}, r"dense must be a mapping of keys to values, not \[\]"),
     ],
 )
 def test_nonsense_is_named(changes: dict[str, Any], message: str) -> None:
@@ -91,8 +92,8 @@ def test_nonsense_is_named(changes: dict[str, Any], message: str) -> None:
     "path", ["../x", "/etc/passwd", f"{ID}/../../x", f"{ID}/..", f"{ID}/.x", "dense.pt", f"{ID}/a/b"]
 )
 def test_paths_stay_in_the_checkpoint(path: str) -> None:
-    with pytest.raises(CorruptionError, match="is not <dump id>/<file name>"):
-        decoded(embeddings=embeddings(files=[{**FILE.to_json(), "path": path}]))
+    with pytest.raises(CorruptionError, match="must be <dump id>/<file name>"):
+        decoded(embeddings=embeddings(files=[{**to_json(FILE), "path": path}]))
 
 
 @given(st.binary(max_size=200))

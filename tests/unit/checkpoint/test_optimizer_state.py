@@ -109,5 +109,5 @@ def test_a_manifest_that_promises_a_state_that_is_not_there_is_refused(
     with pytest.raises(PersiaError, match=r"embeddings-0-\d\.emb, bytes .*state of another optimizer"):
         checkpoints_of(make_bags(optimizer)).load(Source(trained / "bare"), train_config=config_of(optimizer))
     edit_manifest(trained / "bare", lambda values: values["embeddings"].update(has_state="yes"))
-    with pytest.raises(CorruptionError, match="has_state is 'yes', not true or false"):
+    with pytest.raises(CorruptionError, match="has_state='yes' must be a valid boolean"):
         Source(trained / "bare")

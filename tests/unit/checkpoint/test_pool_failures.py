@@ -26,7 +26,7 @@ from persia.embedding.optim import Adagrad
 from persia.errors import FailedPreconditionError, InvalidArgumentError, StorageError, UnavailableError
 from persia.storage.location import Location
 from persia.storage.manifest import MANIFEST_NAME, EmbeddingSection, Manifest, make_dump_id, utc_now
-from persia.tiers.commit_record import PoolCheckpoint
+from persia.tiers.commit_record import TierCheckpoint
 
 from .test_failing_storage import Faults
 from .test_pools import NUM_ROWS, PoolJob, open_pool, prepare, storage_at
@@ -150,7 +150,7 @@ def test_a_server_that_says_that_it_has_dropped_its_part_ends_the_dump(
 def test_one_of_a_manifest_and_a_server_that_gives_up_is_first(tmp_path: Path) -> None:
     """Two threads at once, many times: what the server decides is what can be read ever after."""
 
-    def decide(checkpoint: PoolCheckpoint, delay_s: float) -> bool:
+    def decide(checkpoint: TierCheckpoint, delay_s: float) -> bool:
         time.sleep(max(delay_s, 0.0))
         return checkpoint.decide()
 
@@ -163,7 +163,7 @@ def test_one_of_a_manifest_and_a_server_that_gives_up_is_first(tmp_path: Path) -
             operation = DumpOperation(make_dump_id(), (), 1, directory=Location.of(tmp_path), in_place=True)
             operation.begin()
             content = Manifest().updated(1, None, replace(section, dump_id=operation.operation)).encode()
-            checkpoint = PoolCheckpoint(
+            checkpoint = TierCheckpoint(
                 operation=operation.operation, directory=str(tmp_path), step=1, prepared={}
             )
             decision = server.submit(decide, checkpoint, delay_s)
@@ -261,13 +261,13 @@ def test_servers_wait_while_the_dense_part_is_written(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_at(root, lease_s=1.0)
-    write = checkpoints._write_dense
+    write = checkpoints.write_files
 
     def write_slowly(*arguments: Any) -> Any:
         time.sleep(2.5)
         return write(*arguments)
 
-    monkeypatch.setattr(checkpoints, "_write_dense", write_slowly)
+    monkeypatch.setattr(checkpoints, "write_files", write_slowly)
     monkeypatch.setattr(coordinator, "_KEEP_ALIVE_S", 0.05)
     dense = {"dense.pt": b"dense"}
     job.checkpoints.dump(DumpRequest(tmp_path / "c", dense=dense, step=1, in_place=True))

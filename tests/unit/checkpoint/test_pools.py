@@ -41,8 +41,8 @@ from persia.storage.manifest import (
     utc_now,
 )
 from persia.storage.schema import RowSchema
-from persia.tiers.commit_record import PoolCheckpoint
-from persia.tiers.server_tier import ServerPool
+from persia.tiers.commit_record import TierCheckpoint
+from persia.tiers.server_tier import ServerTier
 
 from .conftest import CONFIG, SLOTS, checkpoints_of, edit_manifest, make_server, rows_of, without_ages
 
@@ -60,8 +60,8 @@ def storage_at(path: Path, kind: str = "file", **options: Any) -> StorageConfig:
 
 def open_pool(
     storage: StorageConfig, index: int = 0, replicas: int = 1, schema: RowSchema | None = SCHEMA
-) -> ServerPool:
-    return ServerPool(storage, index=index, replicas=replicas, schema=schema, num_threads=2)
+) -> ServerTier:
+    return ServerTier(storage, index=index, replicas=replicas, schema=schema, num_threads=2)
 
 
 class PoolJob:
@@ -101,7 +101,7 @@ class PoolJob:
                 replicas=len(self.servers),
                 schema=SCHEMA,
                 num_threads=2,
-                pool=pool,
+                tier=pool,
             )
             for index, (server, pool) in enumerate(zip(self.servers, self.pools, strict=True))
         ]
@@ -173,7 +173,7 @@ def test_a_server_without_an_optimizer_has_nothing_to_keep(root: Path, tmp_path:
     pool = open_pool(storage_at(root))
     server = make_server(0, 1, tier=pool.tier_options)
     pool.attach(server.store)
-    share = ServerShare(store=server.store, index=0, replicas=1, schema=SCHEMA, num_threads=2, pool=pool)
+    share = ServerShare(store=server.store, index=0, replicas=1, schema=SCHEMA, num_threads=2, tier=pool)
     checkpoints = Checkpoints(lambda: [LocalPeer(CheckpointService(share))], deadline_s=5)
     with pytest.raises(FailedPreconditionError, match="no optimizer yet, and so no rows: a TrainCtx"):
         checkpoints.dump(DumpRequest(tmp_path / "c", in_place=True))
@@ -190,7 +190,7 @@ def prepare(job: PoolJob, directory: Path, step: int) -> Manifest:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         where = str(Location.of(directory))
-        pool.prepare(PoolCheckpoint(operation=operation, directory=where, step=step, prepared=prepared))
+        pool.prepare(TierCheckpoint(operation=operation, directory=where, step=step, prepared=prepared))
         entries.append(ServerEntry(step=number, num_rows=prepared["num_rows"]))
     section = EmbeddingSection(
         dump_id=operation,

@@ -9,6 +9,7 @@ import pytest
 from persia.config import SlotsConfig, parse_embedding_config
 from persia.errors import CorruptionError, FailedPreconditionError
 from persia.storage.schema import RowSchema, SchemaChanges
+from persia.validation import read_document, to_json
 
 
 def schema(groups: dict[str, list[str]] | None = None, bits: int = 8, **dims: Any) -> RowSchema:
@@ -63,7 +64,7 @@ def test_a_slot_may_join_a_group_that_others_keep() -> None:
 
 def test_json_round_trip() -> None:
     stacked = schema(a=4, b={"dim": 8, "hash_stack_config": {"hash_stack_rounds": 2, "embedding_size": 10}})
-    assert RowSchema.from_json(stacked.to_json(), "x") == stacked
+    assert read_document(RowSchema, to_json(stacked), "x") == stacked
 
 
 @pytest.mark.parametrize(
@@ -79,4 +80,4 @@ def test_json_round_trip() -> None:
 )
 def test_nonsense_is_corruption(values: object) -> None:
     with pytest.raises(CorruptionError, match="the file"):
-        RowSchema.from_json(values, "the file")
+        read_document(RowSchema, values, "the file")

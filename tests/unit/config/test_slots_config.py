@@ -97,11 +97,11 @@ def test_prefix_bits_are_taken_up_to_their_limits(bits):
         ({"slots_config": {"": {"dim": 8}}}, "slots_config has a slot with an empty name"),
         (
             {"slots_config": {True: {"dim": 8}}},
-            "slots_config has the name true, which YAML does not read as a string",
+            "slots_config has the name true, which must be a valid string: quote it",
         ),
         (
             {"slots_config": {7: {"dim": 8}}},
-            "slots_config has the name 7, which YAML does not read as a string",
+            "slots_config has the name 7, which must be a valid string: quote it",
         ),
         (slot(dim=True), "slots_config.user.dim=true must be a valid integer"),
         (slot(dim=8.0), "slots_config.user.dim=8.0 must be a valid integer"),

@@ -18,7 +18,7 @@ from persia.data import DataLoader, StreamingDataset
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import Adagrad
 from persia.errors import InvalidArgumentError, NotFoundError, UnavailableError
-from persia.tiers.server_tier import ServerPool
+from persia.tiers.server_tier import ServerTier
 
 from .conftest import Model
 
@@ -124,7 +124,7 @@ def test_a_pool_has_one_context(
     enter: Callable[..., TrainCtx], make_ctx: Callable[..., TrainCtx], tmp_path: Path
 ) -> None:
     storage = StorageConfig(kind="file", path=str(tmp_path))
-    pool = ServerPool(storage, index=0, replicas=1, schema=None, num_threads=1)
+    pool = ServerTier(storage, index=0, replicas=1, schema=None, num_threads=1)
     with pytest.raises(UnavailableError, match="server-0 is in use by another process"):
         enter("file")
     pool.close()

@@ -291,7 +291,7 @@ def test_back_to_a_pin_and_forward_again(
     wait_until(lambda: "has a dense model" in model.error, lambda: model.following)
     assert "name another one there, or remove pin" in model.error
     assert "wait" not in model.error, "what is gone does not come back"
-    assert {r.levelname for r in log.records if "cannot be gone to" in r.message} == {"ERROR"}
+    assert {r.levelname for r in log.records if "cannot be reached" in r.message} == {"ERROR"}
     assert answer(model)[1] == [162.0], "what cannot be gone back to changes nothing"
     (tmp_path / "packets" / "pin").write_text("step 5")
     wait_until(lambda: "which is no packet's name" in model.error)
