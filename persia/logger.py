@@ -115,7 +115,9 @@ def setLogger(  # noqa: N802 - the published name
         handler.close()
     logger.setLevel(_LEVELS[env.get_log_level()] if log_level is None else log_level)
     logger.propagate = False
-    _add_handler(logger, _stream_handler())
+    stream = logging.StreamHandler(sys.stderr)
+    stream.setFormatter(_formatter(coloured=sys.stderr.isatty()))
+    _add_handler(logger, stream)
     if enable_file_logger:
         _add_handler(logger, _file_handler(log_filename))
     if enable_err_redirect:
@@ -123,12 +125,6 @@ def setLogger(  # noqa: N802 - the published name
         handler.addFilter(levelFilter(err_redirect_level))
         _add_handler(logger, handler)
     return logger
-
-
-def _stream_handler() -> logging.Handler:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_formatter(coloured=sys.stderr.isatty()))
-    return handler
 
 
 def _formatter(*, coloured: bool) -> logging.Formatter:

@@ -31,7 +31,7 @@ __all__ = ["command"]
 
 # As sysexits.h has it: nothing is wrong, and the same may succeed later. Operators wait and ask again.
 _NOT_YET = 75
-# No training yet; it is busy with another dump, perhaps one that nobody waits for any more; late answers.
+# There is no training yet, another dump runs (perhaps one that no client waits for), or answers come late.
 _PASSING = (FailedPreconditionError, ResourceExhaustedError, DeadlineExceededError)
 
 _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
@@ -167,12 +167,12 @@ def export(location: str, output: Path, kind: str, with_state: bool, as_json: bo
     type=click.FloatRange(0, 3600),
     default=0.0,
     metavar="SECONDS",
-    help="With --with-dense: for so long the training then waits to be ended; it goes on if it is not.",
+    help="With --with-dense: how long the training then waits to be stopped, before it continues.",
 )
 @option(
     "--in-place",
     is_flag=True,
-    help="Rows stay in the pools of the servers, which go back to this checkpoint, and to no earlier one.",
+    help="Rows stay in the servers' storage tiers, which then recover this checkpoint and no earlier one.",
 )
 @job_options
 def dump(
@@ -182,14 +182,14 @@ def dump(
 
     For operators who move jobs to other servers. Without --with-dense, a dense part that LOCATION has
     stays: a place of its own is better. A training script dumps both parts with ctx.dump_checkpoint.
-    With --in-place give --with-dense, too, where the training is to go on from this checkpoint.
+    With --in-place give --with-dense, too, if the training is to continue from this checkpoint.
 
     Exit code 75: the job has no optimizer yet, does not train now, dumps already or does not answer in
     time; the same may succeed later.
     """
     if hold_s and not with_dense:
         raise click.UsageError(
-            "--hold is of no use without --with-dense: rows are dumped while training goes on"
+            "--hold has no effect without --with-dense: rows are dumped while training continues"
         )
     try:
         _dump(location, nats_url, job_name, hold_s if with_dense else None, in_place)

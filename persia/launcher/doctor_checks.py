@@ -60,7 +60,7 @@ class Settings:
 
 
 def run_checks(settings: Settings) -> Iterator[tuple[str, Finding]]:
-    """(topic, finding) for all checks. A check that fails in a way nobody thought of is a finding, too."""
+    """Yields (topic, finding) for all checks. A check that raises is a finding, too."""
     for topic, check in _CHECKS:
         try:
             for finding in check(settings):

@@ -209,7 +209,7 @@ class _Printer:
     def __call__(self, name: str, line: str) -> None:
         if name == NATS and _NATS_CHATTER in line:
             return
-        # Whoever reads our output may leave; the job goes on, and its processes must not block on full pipes.
+        # The reader of our output may close it. The job's processes must not block on full pipes then.
         with self._lock, contextlib.suppress(BrokenPipeError):
             color = self._colors.setdefault(name, _COLORS[len(self._colors) % len(_COLORS)])
             click.echo(click.style(f"{name:<28} | ", fg=color) + line)

@@ -26,7 +26,7 @@ from persia.errors import DeadlineExceededError, NotFoundError, UnavailableError
 from persia.launcher.nats_server import start_local_nats
 from persia.launcher.process_specs import ProcessSpecs, job_environment
 from persia.launcher.supervisor import ManagedProcess, Supervisor
-from persia.messaging.discovery import Directory, ServiceInfo
+from persia.messaging.discovery import Directory
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
 from persia.utils import dump_yaml
@@ -35,7 +35,6 @@ __all__ = ["LocalCluster", "LocalNats"]
 
 _Config = str | os.PathLike[str] | Mapping[str, Any]
 
-_ROUND_S = 1.0
 _PROBE_S = 0.2
 
 
@@ -196,13 +195,15 @@ class LocalCluster:
         self._supervisor = stack.enter_context(Supervisor())
         self.nats_url = start_local_nats(self._supervisor, folder)
         self._specs = self._make_specs(folder)
+        servers = {}
         for role, replicas in self._num_replicas.items():
             for index in range(replicas):
-                self._supervisor.start(self._specs.server(role, index, replicas))
+                spec = self._specs.server(role, index, replicas)
+                servers[role, index] = self._supervisor.start(spec)
         self._session = stack.enter_context(NatsSession(self.nats_url, self._job_name, name="local-cluster"))
         self._session.connect(self._start_deadline_s)
-        for role, replicas in self._num_replicas.items():
-            self._await_all(role, replicas)
+        for (role, index), process in servers.items():
+            self._await_ready(role, pid=process.pid, index=index)
 
     def _make_specs(self, folder: Path) -> ProcessSpecs:
         files = {}
@@ -217,35 +218,20 @@ class LocalCluster:
         env = job_environment(nats_url=self.nats_url, job_name=self._job_name, extra=extra)
         return ProcessSpecs(env=env, **files)
 
-    def _await_all(self, role: str, replicas: int) -> None:
-        directory = Directory(self._session)
-        deadline = time.monotonic() + self._start_deadline_s
-        while replicas > 0:
-            try:
-                directory.wait_for(role, _ROUND_S, replicas)
-                return
-            except DeadlineExceededError:
-                self._raise_if_one_ended(role)
-                if time.monotonic() >= deadline:
-                    raise
-
-    def _await_ready(self, role: str, *, pid: int, index: int) -> ServiceInfo:
+    def _await_ready(self, role: str, *, pid: int, index: int) -> None:
         directory = Directory(self._session)
         deadline = time.monotonic() + self._start_deadline_s
         while time.monotonic() < deadline:
             info = directory.probe(role, index, _PROBE_S)
             if info is not None and info.pid == pid:
-                return info
-            self._raise_if_one_ended(role)
-            time.sleep(0.05)  # a probe that nobody hears returns at once
+                return
+            for process in self._supervisor.processes:
+                if process.name.startswith(role) and process.exit_code is not None:
+                    raise UnavailableError(
+                        f"{process.name} ended with exit code {process.exit_code}:\n{process.output}"
+                    )
+            time.sleep(0.05)  # a probe that reaches no server returns at once
         raise DeadlineExceededError(f"{role} {index} is not ready after {self._start_deadline_s:g} s")
-
-    def _raise_if_one_ended(self, role: str) -> None:
-        for process in self._supervisor.processes:
-            if process.name.startswith(role) and process.exit_code is not None:
-                raise UnavailableError(
-                    f"{process.name} ended with exit code {process.exit_code}:\n{process.output}"
-                )
 
     def _find(self, name: str) -> ManagedProcess:
         names = [process.name for process in self._supervisor.processes]

@@ -58,14 +58,14 @@ def command(port: int, host: str, max_payload: str) -> None:
     binary = find_nats_server()
     config = nats_config(host=host, port=port, max_payload_bytes=parse_size(max_payload))
     _check_free(host, port)
-    # In memory: the server reads it after exec, when nobody is left to delete a file.
+    # In memory: the server reads it after exec, when no code of ours is left to delete a file.
     descriptor = os.memfd_create("nats-server.conf", 0)
     os.write(descriptor, config.encode())
     os.execv(binary, [binary, "-c", f"/proc/self/fd/{descriptor}"])
 
 
 def _check_free(host: str, port: int) -> None:
-    """Says in one line what the server would say in many. Whoever takes the port meanwhile is told by it."""
+    """Says in one line what the server would say in many. A race for the port is left to the server."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # As the server does, without waiting for connections that are still timing out.

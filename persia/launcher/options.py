@@ -67,7 +67,7 @@ def embedding_config(
 def _port_or_off(_ctx: click.Context, _param: click.Parameter, value: str) -> int | None:
     if value == "off":
         return None
-    if not value.isdecimal() or int(value) > PORT.max:
+    if not value.isdecimal() or int(value) > 65535:
         raise click.BadParameter(f"{value!r} is neither a port number nor 'off'")
     return int(value)
 

@@ -1,7 +1,7 @@
 """Runs a rank's script so that it ends with torchrun, also when torchrun is killed.
 
-torchrun gives every rank a session of its own, out of reach of whoever ends torchrun's process group. This is
-the script that torchrun runs, with the user's script and its arguments. Imports nothing of persia.
+torchrun gives every rank a session of its own, which a signal to torchrun's process group does not reach.
+This is the script that torchrun runs, with the user's script and its arguments. Imports nothing of persia.
 """
 
 import ctypes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -12,7 +13,7 @@ from persia.launcher.options import PORT, all_of, option
 __all__ = ["embedding_parameter_server", "embedding_worker"]
 
 
-def _server_options(*, default_port: int, embedding_config_required: bool) -> Any:
+def _server_options(*, default_port: int, embedding_config_required: bool) -> Callable[[Any], Any]:
     return all_of(
         option(
             "--port",

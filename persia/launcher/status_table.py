@@ -190,7 +190,7 @@ def _serving_cells(stats: Mapping[str, Any], rate: Mapping[str, float]) -> tuple
 
 
 def _tier(stats: Mapping[str, Any]) -> str:
-    """Of a parameter server whose rows are in a pool."""
+    """Describes the storage tier of a parameter server."""
     tier = stats.get("tier")
     if tier is None:
         return ""
@@ -202,7 +202,7 @@ def _tier(stats: Mapping[str, Any]) -> str:
 
 
 def _following(stats: Mapping[str, Any]) -> str:
-    """Where a process of an inference job stands in the packets that it follows."""
+    """Describes how far a process has followed the packets of a training."""
     following = stats.get("following")
     if following is None:
         return ""

@@ -1,7 +1,7 @@
 """Starts processes, passes on their output line by line, and ends them all together.
 
-For `persia-launcher local` and `persia.testing`. Every process leads a group of its own, so that ending it
-ends what it has started; a watchdog ends the groups when this process is killed.
+For `persia-launcher local` and `LocalCluster`. Every process leads a group of its own, so that ending it ends
+what it has started; a watchdog ends the groups when this process is killed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ManagedProcess:
         self._on_exit = on_exit
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._lock = threading.Lock()
-        self._is_reaped = False  # from then on its pid may belong to somebody else; guarded by _lock
+        self._is_reaped = False  # its pid may then belong to another process; guarded by _lock
         self._ended = threading.Event()
         self._popen = subprocess.Popen(
             list(spec.command),
@@ -155,7 +155,10 @@ class Supervisor:
         if known is not None and known.exit_code is None:
             raise FailedPreconditionError(f"process {spec.name} is running already (pid {known.pid})")
         if self._watchdog is None:
-            self._watchdog = _start_watchdog()
+            script = Path(__file__).with_name("watchdog.py")
+            # Isolated and without site-packages: it starts in a few milliseconds.
+            command = [sys.executable, "-I", "-S", str(script)]
+            self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE)
         process = ManagedProcess(spec, self._sink, self._on_exit)
         self._tell_watchdog(f"+{process.pid}")
         self._processes[spec.name] = process
@@ -187,7 +190,7 @@ class Supervisor:
         with self._lock:
             if self._watchdog is None or self._watchdog.stdin is None:
                 return
-            # Only somebody who kills the watchdog breaks this pipe; the processes must not suffer from that.
+            # The pipe breaks only if the watchdog is killed, which must not harm the processes.
             with contextlib.suppress(OSError):
                 self._watchdog.stdin.write(f"{line}\n".encode())
                 self._watchdog.stdin.flush()
@@ -210,9 +213,3 @@ def _terminate(processes: Sequence[ManagedProcess], grace_s: float) -> None:
             process.send_signal(signal.SIGKILL)
     for process in processes:
         process.wait(_GRACE_S)
-
-
-def _start_watchdog() -> subprocess.Popen[bytes]:
-    script = Path(__file__).with_name("watchdog.py")
-    # Isolated and without site-packages: it starts in a few milliseconds.
-    return subprocess.Popen([sys.executable, "-I", "-S", str(script)], stdin=subprocess.PIPE)

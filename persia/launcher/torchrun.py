@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as run_torchrun
 
 __all__ = ["main"]
@@ -19,15 +19,13 @@ def main() -> None:
     try:
         run_torchrun()
     except ChildFailedError as error:
-        sys.exit(f"persia-launcher: {_describe(*error.get_first_failure())}")
+        rank, failure = error.get_first_failure()
+        how = f"ended with exit code {failure.exitcode}; its error is above"
+        if failure.exitcode < 0:
+            how = f"was ended by {failure.signal_name()}"
+        sys.exit(f"persia-launcher: rank {rank} {how}")
     except SignalException as stopped:
         sys.exit(128 + stopped.sigval)
-
-
-def _describe(rank: int, failure: ProcessFailure) -> str:
-    if failure.exitcode < 0:
-        return f"rank {rank} was ended by {failure.signal_name()}"
-    return f"rank {rank} ended with exit code {failure.exitcode}; its error is above"
 
 
 if __name__ == "__main__":

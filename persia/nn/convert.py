@@ -63,11 +63,10 @@ def convert(
             servers.
         process_group: its ranks train one model: rows begin as rank 0's and get the mean gradient of all
             ranks, as with DDP. Every rank must then call `backward()` equally often. Not with `admit_after`.
-        servers: of `job_servers`: rows are in the job's parameter servers, in slots named as the modules are;
+        servers: of `job_servers`. Rows are in the job's parameter servers, in slots named as the modules are;
             what the slots had before is overwritten. All models on them have one optimizer and one
             embedding_config, without `admit_after`. A lookup waits for its rows, and `backward()` until the
             gradients are applied; either raises where a server does not answer in `PERSIA_DEADLINE_SEC`.
-            None: in this process.
 
     Returns:
         The model; a new module where `model` is an embedding itself.
@@ -77,43 +76,19 @@ def convert(
             the reason; or servers without a slot for it, or with another optimizer for the rows of an
             earlier `convert`. The model is then as it was.
         InvalidTypeError: no module, or no optimizer of `persia.embedding.optim`.
-
-    Example:
-        >>> model = convert(DeepFM(...), Adagrad(lr=0.05), select=lambda name, m: m.num_embeddings > 1000)
-        >>> dense_optimizer = torch.optim.Adam(model.parameters())
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
+    chosen = _chosen(model, select)
     check_optimizer(optimizer)
     _check_counting(embedding_config, count_updates, process_group, servers)
-    chosen = _chosen(model, select)
-    _check_all(model, chosen)
+    exchange = None
     if process_group is not None:
-        embedding_config = replace(embedding_config, seed=_seed_of_rank_0(embedding_config, process_group))
-    exchange = None if process_group is None else RankExchange(process_group, in_servers=servers is not None)
-    updates = PendingUpdates(exchange)
-    weights = _weights(chosen)
-    if servers is not None:
-        servers.check({name: module.embedding_dim for name, module in weights.values()})
-        servers.check_train_config(optimizer.train_config(embedding_config))
-    rows_of = {
-        weight: StoreRows(
-            name,
-            module.embedding_dim,
-            None if grow else module.num_embeddings,
-            optimizer,
-            updates,
-            embedding_config=embedding_config,
-            capacity=capacity,
-            count_updates=count_updates,
-            engine=None if servers is None else ServerTable(servers, name, module.embedding_dim),
-        )
-        for weight, (name, module) in weights.items()
-    }
-    # By the module's identity.
-    replacements = {id(m): _replacement(m, rows_of[id(m.weight)]) for m in chosen.values()}
-    _take_over(chosen, replacements, exchange)
-    return _replaced(model, replacements)
+        seed = torch.tensor([embedding_config.effective_seed], dtype=torch.uint64).view(torch.int64)
+        seed_of_rank_0 = int(from_rank_0(seed, process_group).view(torch.uint64))
+        embedding_config = replace(embedding_config, seed=seed_of_rank_0)
+        exchange = RankExchange(process_group, in_servers=servers is not None)
+    sizes = {"capacity": capacity, "count_updates": count_updates}
+    rows_of = _make_rows(chosen, grow, servers, optimizer, embedding_config, PendingUpdates(exchange), sizes)
+    return _replaced(model, chosen, rows_of, exchange)
 
 
 def slots_for(model: nn.Module, *, select: Select | None = None) -> dict[str, Any]:
@@ -124,10 +99,7 @@ def slots_for(model: nn.Module, *, select: Select | None = None) -> dict[str, An
 
     Raises InvalidArgumentError and InvalidTypeError as `convert` does.
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
     chosen = _chosen(model, select)
-    _check_all(model, chosen)
     slots = {name: {"dim": module.embedding_dim} for name, module in _weights(chosen).values()}
     return {"feature_index_prefix_bit": prefix_bits(len(slots)), "slots_config": slots}
 
@@ -147,6 +119,35 @@ def _check_counting(
         )
 
 
+def _make_rows(
+    chosen: dict[str, _Original],
+    grow: bool,
+    servers: Servers | None,
+    optimizer: Optimizer,
+    embedding_config: EmbeddingConfig,
+    updates: PendingUpdates,
+    sizes: Mapping[str, Any],
+) -> dict[int, StoreRows]:
+    """The rows of each weight, by its identity."""
+    weights = _weights(chosen)
+    if servers is not None:
+        servers.check({name: module.embedding_dim for name, module in weights.values()})
+        servers.check_train_config(optimizer.train_config(embedding_config))
+    return {
+        weight: StoreRows(
+            name,
+            module.embedding_dim,
+            None if grow else module.num_embeddings,
+            optimizer,
+            updates,
+            embedding_config=embedding_config,
+            engine=None if servers is None else ServerTable(servers, name, module.embedding_dim),
+            **sizes,
+        )
+        for weight, (name, module) in weights.items()
+    }
+
+
 def _weights(chosen: dict[str, _Original]) -> dict[int, tuple[str, _Original]]:
     """By identity: the first module of each, and its name."""
     weights: dict[int, tuple[str, _Original]] = {}
@@ -156,7 +157,9 @@ def _weights(chosen: dict[str, _Original]) -> dict[int, tuple[str, _Original]]:
 
 
 def _chosen(model: nn.Module, select: Select | None) -> dict[str, _Original]:
-    """By qualified name. A table inside a larger module, such as one of torchrec, is found like any other."""
+    """Checked, by qualified name. A table inside a larger module, as one of torchrec, is found, too."""
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
     found = {
         name: module
         for name, module in model.named_modules()
@@ -168,16 +171,17 @@ def _chosen(model: nn.Module, select: Select | None) -> dict[str, _Original]:
             f"{type(model).__name__} has {len(found)} trainable nn.Embedding and nn.EmbeddingBag modules and "
             "none was chosen: there is nothing to convert"
         )
-    return chosen
-
-
-def _check_all(model: nn.Module, chosen: dict[str, _Original]) -> None:
-    weights = {id(module.weight) for module in chosen.values()}
     for name, module in chosen.items():
         if reason := _reason_against(module):
             raise InvalidArgumentError(
                 f"{name or type(module).__name__!r} {reason}, or leave it out by select="
             )
+    _check_not_shared(model, chosen)
+    return chosen
+
+
+def _check_not_shared(model: nn.Module, chosen: dict[str, _Original]) -> None:
+    weights = {id(module.weight) for module in chosen.values()}
     for parent_name, parent in model.named_modules():
         if any(parent is module for module in chosen.values()):
             continue
@@ -216,19 +220,22 @@ def _reason_against(module: _Original) -> str | None:
     return None
 
 
-def _replacement(module: _Original, rows: StoreRows) -> StoreModule:
-    replacement: StoreModule
-    if isinstance(module, nn.Embedding):
-        replacement = StoreEmbedding(rows, module.padding_idx)
-    else:
-        replacement = StoreEmbeddingBag(rows, module.mode, module.padding_idx, module.include_last_offset)
-    return replacement.to(module.weight.device).train(module.training)
-
-
-def _take_over(
-    chosen: Mapping[str, _Original], replacements: Mapping[int, StoreModule], exchange: RankExchange | None
-) -> None:
-    """The rows get the values of the weights, whose memory is then given up."""
+def _replaced(
+    model: nn.Module,
+    chosen: Mapping[str, _Original],
+    rows_of: Mapping[int, StoreRows],
+    exchange: RankExchange | None,
+) -> nn.Module:
+    """Puts modules over `rows_of` in the place of those chosen, whose memory is given up."""
+    replacements: dict[int, StoreModule] = {}  # by the module's identity
+    for module in chosen.values():
+        rows, padding_idx = rows_of[id(module.weight)], module.padding_idx
+        new: StoreModule
+        if isinstance(module, nn.Embedding):
+            new = StoreEmbedding(rows, padding_idx)
+        else:
+            new = StoreEmbeddingBag(rows, module.mode, padding_idx, module.include_last_offset)
+        replacements[id(module)] = new.to(module.weight.device).train(module.training)
     taken_over = [(replacements[id(module)], module.weight.detach()) for module in chosen.values()]
     if exchange is not None:
         exchange.load_weights(taken_over)
@@ -237,16 +244,8 @@ def _take_over(
             replacement.load_weight(weight)
     for module in chosen.values():
         module.weight.data = module.weight.new_empty(0, module.embedding_dim)
-
-
-def _replaced(model: nn.Module, replacements: Mapping[int, nn.Module]) -> nn.Module:
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if id(child) in replacements:
                 parent._modules[name] = replacements[id(child)]
     return replacements.get(id(model), model)
-
-
-def _seed_of_rank_0(config: EmbeddingConfig, group: torch.distributed.ProcessGroup) -> int:
-    seed = torch.tensor([config.effective_seed], dtype=torch.uint64).view(torch.int64)
-    return int(from_rank_0(seed, group).view(torch.uint64))

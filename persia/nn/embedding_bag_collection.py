@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 import numpy as np
@@ -36,17 +36,6 @@ _logger = get_logger(__name__)
 
 _DEFAULT_PREFIX_BITS = 8
 _MAX_THREADS = 1024  # more is a mistake, which would use up the system's threads
-
-# Forks between the first process and this one. A fork lacks the engine's threads and would wait for them.
-_num_forks = 0
-
-
-def _count_fork() -> None:
-    global _num_forks
-    _num_forks += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
 
 
 @dataclass(frozen=True)
@@ -128,7 +117,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             row_dtype=str(row_dtype),
         )
         self.counts_updates = count_updates and engine is None
-        self._num_forks = _num_forks
+        self._pid = os.getpid()
         self._has_warned = False
         # What makes the output require a gradient. No parameter: optimizers and DDP must not see it.
         self._anchor = torch.zeros((), requires_grad=True)
@@ -186,8 +175,8 @@ class EmbeddingBagCollection(torch.nn.Module):
     ) -> torch.Tensor:
         if lengths is None:
             raise InvalidArgumentError("lengths is missing: give int64 [num_slots, batch] beside the values")
-        ids, counts = _ids(values, "values"), _lengths(lengths)
-        weights = None if per_sample_weights is None else _weights(per_sample_weights)
+        check_tensor(lengths, "lengths", torch.int64, shape=" [num_slots, batch]")
+        ids, counts, weights = _ids(values, "values"), _array(lengths), _weights(per_sample_weights)
         if self.training and torch.is_grad_enabled():
             pooled: torch.Tensor = _PooledLookup.apply(self._anchor, self, ids, counts, weights)  # type: ignore[no-untyped-call]
         else:
@@ -196,7 +185,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         return pooled.to(values.device)
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        """Goes on with other settings of the same optimizer, such as a learning rate.
+        """Changes settings of the same optimizer, such as its learning rate.
 
         Raises:
             FailedPreconditionError: what cannot change while there are rows, such as the kind of optimizer.
@@ -224,8 +213,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         names = self.slot_names
         if slot not in names:
             raise InvalidArgumentError(f"slot {slot!r} is not one of {', '.join(names)}")
-        if not isinstance(rows, torch.Tensor) or rows.dtype != torch.float32:
-            raise InvalidTypeError(f"rows is {_kind(rows)}, must be a torch.float32 tensor [n, dim]")
+        check_tensor(rows, "rows", torch.float32, shape=" [n, dim]")
         if not torch.isfinite(rows).all():
             raise InvalidArgumentError(f"rows for slot {slot!r} have a NaN or an infinity: leave them out")
         self._bags.set_rows(names.index(slot), _ids(ids, "ids"), _array(rows))
@@ -233,16 +221,7 @@ class EmbeddingBagCollection(torch.nn.Module):
     def stats(self) -> BagStats:
         """Rows, memory and counts, now."""
         stats = self._bags.stats()
-        return BagStats(
-            num_rows=stats.num_rows,
-            memory_bytes=stats.memory_bytes,
-            num_inserted=stats.num_inserted,
-            num_evicted=stats.num_evicted,
-            num_unadmitted=stats.num_unadmitted,
-            num_updated=stats.num_updated,
-            num_missing=stats.num_missing,
-            num_nonfinite=stats.num_nonfinite,
-        )
+        return BagStats(**{field.name: getattr(stats, field.name) for field in fields(BagStats)})
 
     def num_updates(self, signs: torch.Tensor) -> torch.Tensor:
         """How many updates each row has had since it was made, set or loaded: int64 [n] for signs int64 [n].
@@ -312,7 +291,8 @@ class EmbeddingBagCollection(torch.nn.Module):
         )
 
     def _check_can_look_up(self) -> None:
-        if self._num_forks != _num_forks:
+        # A fork lacks the engine's threads and would wait for them.
+        if self._pid != os.getpid():
             raise FailedPreconditionError(
                 f"this process is a fork of the one that made the {type(self).__name__}, whose threads and "
                 "rows it lacks: look IDs up there, or make a collection here"
@@ -460,25 +440,22 @@ def _array(tensor: torch.Tensor) -> NDArray[Any]:
     return array
 
 
+def check_tensor(value: object, name: str, *dtypes: torch.dtype, shape: str = "") -> None:
+    """Raises InvalidTypeError unless it is a tensor of one of `dtypes`."""
+    if not isinstance(value, torch.Tensor) or value.dtype not in dtypes:
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        raise InvalidTypeError(f"{name} is {_kind(value)}, must be a {wanted} tensor{shape}")
+
+
 def _ids(values: torch.Tensor, name: str) -> NDArray[np.uint64]:
-    if not isinstance(values, torch.Tensor) or values.dtype not in (torch.int64, torch.uint64):
-        raise InvalidTypeError(f"{name} is {_kind(values)}, must be a torch.int64 or torch.uint64 tensor")
+    check_tensor(values, name, torch.int64, torch.uint64)
     return _array(values).view(np.uint64)
 
 
-def _lengths(lengths: torch.Tensor) -> NDArray[np.int64]:
-    if not isinstance(lengths, torch.Tensor) or lengths.dtype != torch.int64:
-        raise InvalidTypeError(
-            f"lengths is {_kind(lengths)}, must be a torch.int64 tensor [num_slots, batch]"
-        )
-    return _array(lengths)
-
-
-def _weights(weights: torch.Tensor) -> NDArray[np.float32]:
-    if not isinstance(weights, torch.Tensor) or weights.dtype != torch.float32:
-        raise InvalidTypeError(
-            f"per_sample_weights is {_kind(weights)}, must be a torch.float32 tensor, one a value"
-        )
+def _weights(weights: torch.Tensor | None) -> NDArray[np.float32] | None:
+    if weights is None:
+        return None
+    check_tensor(weights, "per_sample_weights", torch.float32, shape=", one a value")
     if weights.requires_grad:
         raise InvalidArgumentError(
             "per_sample_weights requires a gradient, which the lookup does not give: pass .detach()"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from persia import _native
 from persia.embedding.checks import checked_integer, checked_number
 from persia.errors import (
     FailedPreconditionError,
@@ -27,7 +29,6 @@ from persia.nn.exported import (
     ExportedSlot,
     KeyedRows,
 )
-from persia.nn.snapshot_rows import all_rows
 from persia.nn.store_embedding import StoreEmbedding, StoreEmbeddingBag, StoreRows
 
 __all__ = ["export"]
@@ -35,6 +36,9 @@ __all__ = ["export"]
 _logger = get_logger(__name__)
 
 _BYTES_OF_A_KEY = 8
+_PART_BYTES = 64 << 20  # read and decoded at a time
+_READ_BYTES = 4 << 20
+_HEAD_BYTES = 256
 
 
 def export(
@@ -164,7 +168,12 @@ class _Exporter:
         self, places: dict[str, nn.Module], ids: dict[str, torch.Tensor], least: _Least, limit: _Limit
     ) -> None:
         self._places = places
-        self._ids = {place: _checked_ids(place, wanted) for place, wanted in ids.items()}
+        self._ids = {}
+        for place, wanted in ids.items():
+            is_ids = isinstance(wanted, torch.Tensor) and wanted.dtype in (torch.int64, torch.uint64)
+            if not is_ids or wanted.dim() != 1:
+                raise InvalidTypeError(f"ids[{place!r}] must be a torch.int64 or torch.uint64 tensor [n]")
+            self._ids[place] = wanted.view(torch.int64).cpu()
         self._least = least
         self._limit = limit
         self._tables: dict[int, KeyedRows] = {}  # by the identity of the rows: what is tied stays tied
@@ -235,7 +244,7 @@ class _Exporter:
         )
         chosen = _Choice(slots, wanted, collection.slots_config.feature_index_prefix_bit)
         gathered = {slot.dim: _Gathered() for slot in slots.values()}
-        for raw_signs, raw_rows in all_rows(collection):
+        for raw_signs, raw_rows in _all_rows(collection):
             signs, rows = torch.from_numpy(raw_signs.view(np.int64)), torch.from_numpy(raw_rows)
             keep = chosen(signs) & self._least.keep(collection, signs, rows)
             self._take(place, gathered[raw_rows.shape[1]], signs, rows, keep)
@@ -283,6 +292,41 @@ class _Exporter:
             raise InvalidArgumentError(
                 f"ids has {unknown[0]!r}, which is no place of rows: they are {', '.join(known)}"
             )
+
+
+def _all_rows(collection: EmbeddingBagCollection) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.float32]]]:
+    """Signs [n] and rows [n, dim], every row once, in no order.
+
+    Raises:
+        FailedPreconditionError: a snapshot of the store is under way already.
+        ResourceExhaustedError: other threads train faster than rows can be read.
+    """
+    num_parts = max(1, collection.stats().memory_bytes // _PART_BYTES)
+    snapshot = collection._own_store().begin_snapshot(num_parts)
+    try:
+        for index in range(num_parts):
+            yield from _rows_of(snapshot.part(index))
+    finally:
+        snapshot.close()
+
+
+def _rows_of(part: _native.SnapshotPart) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.float32]]]:
+    """A part has the bytes of a checkpoint file: header, blocks, footer, trailer."""
+    file = bytearray()
+    while chunk := part.read(_READ_BYTES):
+        file += chunk
+    header = _native.parse_checkpoint_header(bytes(file[:_HEAD_BYTES]))
+    begin = header["header_bytes"]
+    end, _ = _native.parse_checkpoint_trailer(bytes(file[-_native.CHECKPOINT_TRAILER_BYTES :]))
+    assert isinstance(begin, int)
+    by_dim: dict[int, list[_native.BlockRows]] = {}
+    for block in _native.decode_checkpoint_blocks(memoryview(file)[begin:end]):
+        by_dim.setdefault(block.dim, []).append(block)
+    for blocks in by_dim.values():
+        yield (
+            np.concatenate([block.signs for block in blocks]),
+            np.concatenate([block.embeddings for block in blocks]),
+        )
 
 
 class _Choice:
@@ -339,12 +383,6 @@ def _slots(collection: EmbeddingBagCollection) -> dict[str, ExportedSlot]:
 
 def _slot_place(place: str, slot: str) -> str:
     return f"{place}.{slot}" if place else slot
-
-
-def _checked_ids(place: str, ids: torch.Tensor) -> torch.Tensor:
-    if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.uint64) or ids.dim() != 1:
-        raise InvalidTypeError(f"ids[{place!r}] must be a torch.int64 or torch.uint64 tensor [n]")
-    return ids.view(torch.int64).cpu()
 
 
 def _sorted(gathered: _Gathered, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,8 +23,6 @@ __all__ = ["ClickMetrics", "ClickQuality"]
 
 _EPSILON = float(np.finfo(np.float32).eps)  # predictions of 0 and 1 are taken for this close to them
 
-Floats = NDArray[np.float64]
-
 
 @dataclass(frozen=True)
 class ClickQuality:
@@ -88,7 +86,11 @@ class ClickMetrics:
         """
         columns = self._checked(predictions, labels, users)
         if self._predictions is None:
-            self._allocate(predictions.device, has_users=users is not None)
+            device = predictions.device
+            self._predictions = torch.empty(self.window, device=device)
+            self._labels = torch.empty(self.window, device=device)
+            if users is not None:
+                self._users = torch.empty(self.window, dtype=torch.int64, device=device)
         rings = (self._predictions, self._labels, self._users)
         size = len(columns[0])
         kept = min(size, self.window)
@@ -108,15 +110,12 @@ class ClickMetrics:
             InvalidArgumentError: a label that is neither 0 nor 1.
         """
         size = min(self._num_seen, self.window)
-        device = torch.device("cpu")
-        rings = [
-            torch.empty(0, dtype=dtype, device=device) if ring is None else ring[:size]
-            for ring, dtype in (
-                (self._predictions, torch.float32),
-                (self._labels, torch.float32),
-                (self._users, torch.int64),
-            )
-        ]
+        types = (
+            (self._predictions, torch.float32),
+            (self._labels, torch.float32),
+            (self._users, torch.int64),
+        )
+        rings = [torch.empty(0, dtype=dtype) if ring is None else ring[:size] for ring, dtype in types]
         if group is not None:
             rings = [_gathered(ring, group) for ring in rings]
         predictions, labels, users = (ring.cpu().numpy() for ring in rings)
@@ -146,11 +145,6 @@ class ClickMetrics:
                 "users was given with some batches and not with others: give it with all or none, or reset()"
             )
         return flat
-
-    def _allocate(self, device: torch.device, *, has_users: bool) -> None:
-        self._predictions = torch.empty(self.window, device=device)
-        self._labels = torch.empty(self.window, device=device)
-        self._users = torch.empty(self.window, dtype=torch.int64, device=device) if has_users else None
 
 
 def _gathered(ring: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -185,28 +179,23 @@ def _quality(
         predictions, is_positive = predictions[is_finite], is_positive[is_finite]
         users = None if users is None else users[is_finite]
     exact = predictions.astype(np.float64)
-    losses, probabilities = _from_logits(exact, is_positive) if from_logits else _losses(exact, is_positive)
-    log_loss = _mean(losses)
-    rate = _mean(is_positive)
+    if from_logits:
+        losses = np.logaddexp(0.0, np.where(is_positive, -exact, exact))
+        probabilities = np.exp(-np.logaddexp(0.0, -exact))
+    else:
+        clipped = np.clip(exact, _EPSILON, 1 - _EPSILON)
+        losses, probabilities = -np.log(np.where(is_positive, clipped, 1 - clipped)), exact
+    log_loss, rate = _mean(losses), _mean(is_positive)
+    entropy = -sum(p * math.log(p) for p in (rate, 1 - rate) if p > 0) if len(predictions) else math.nan
     return ClickQuality(
         num_samples=len(predictions),
         num_nonfinite=num_nonfinite,
         auc=_auc(predictions, is_positive),
         gauc=math.nan if users is None else _gauc(predictions, is_positive, users),
         log_loss=log_loss,
-        normalized_entropy=_ratio(log_loss, _entropy(rate)),
+        normalized_entropy=_ratio(log_loss, entropy),
         calibration=_ratio(_mean(probabilities), rate),
     )
-
-
-def _losses(probabilities: Floats, is_positive: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    clipped = np.clip(probabilities, _EPSILON, 1 - _EPSILON)
-    return -np.log(np.where(is_positive, clipped, 1 - clipped)), probabilities
-
-
-def _from_logits(logits: Floats, is_positive: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    losses = np.logaddexp(0.0, np.where(is_positive, -logits, logits))
-    return losses, np.exp(-np.logaddexp(0.0, -logits))
 
 
 def _auc(predictions: NDArray[np.float32], is_positive: NDArray[np.bool_]) -> float:
@@ -249,10 +238,6 @@ def _ordered_bits(values: NDArray[np.float32]) -> NDArray[np.uint64]:
     negative = bits >> np.uint32(31) == 1
     ordered: NDArray[np.uint64] = np.where(negative, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
     return ordered
-
-
-def _entropy(rate: float) -> float:
-    return -sum(p * math.log(p) for p in (rate, 1 - rate) if p > 0) if rate == rate else math.nan
 
 
 def _mean(values: NDArray[Any]) -> float:

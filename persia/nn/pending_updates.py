@@ -7,21 +7,21 @@ same place is where ranks exchange what they are about to apply (`persia.nn.repl
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from persia.nn.store_embedding import StoreRows
+from persia.nn.embedding_bag_collection import BagStats
 
-__all__ = ["BagGradients", "Exchange", "PendingUpdates", "apply_gradients"]
+__all__ = ["BagGradients", "Exchange", "PendingUpdates", "UpdatedRows", "Uses"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,20 @@ class BagGradients:
 
 
 Uses = dict[int, list[BagGradients]]  # by the number of the rows
+
+
+class UpdatedRows(Protocol):
+    """The rows of one weight, as their updates see them."""
+
+    name: str
+
+    @property
+    def embedding_dim(self) -> int: ...
+
+    def stats(self) -> BagStats: ...
+
+    def apply_gradients(self, uses: Sequence[BagGradients]) -> None:
+        """Updates each row once, by the sum of its gradients in `uses`."""
 
 
 class Exchange(Protocol):
@@ -58,11 +72,11 @@ class PendingUpdates:
     """Of all rows that one `convert()` made."""
 
     def __init__(self, exchange: Exchange | None = None) -> None:
-        self.rows: list[StoreRows] = []
+        self.rows: list[UpdatedRows] = []
         self.exchange = exchange
         self._passes: WeakValueDictionary[int, _Pass] = WeakValueDictionary()  # by autograd's number
 
-    def register(self, rows: StoreRows) -> int:
+    def register(self, rows: UpdatedRows) -> int:
         """Returns the number under which `add` knows them."""
         self.rows.append(rows)
         return len(self.rows) - 1
@@ -80,25 +94,10 @@ class PendingUpdates:
 
     def _apply(self, finished: _Pass) -> None:
         uses, finished.uses = finished.uses, {}
-        if self.exchange is None:
-            self._apply_all(uses)
-            return
-        uses = self.exchange(self, uses)
-        with self.exchange.together():
-            self._apply_all(uses)
-
-    def _apply_all(self, uses: Uses) -> None:
-        for number in sorted(uses):
-            apply_gradients(self.rows[number], uses[number])
-
-
-def apply_gradients(rows: StoreRows, uses: Sequence[BagGradients]) -> None:
-    """One update of each row by the sum of its gradients in `uses`."""
-    if len(uses) == 1 and uses[0].batch is not None:
-        rows._update(uses[0].batch, uses[0].gradient)
-        return
-    ids = np.concatenate([use.ids for use in uses])
-    lengths = np.concatenate([use.lengths for use in uses])
-    # The rows are there, or are made as every rank makes them; what is wanted is the plan of all uses.
-    _, batch = rows._bags.lookup(ids, lengths[np.newaxis], train=True)
-    rows._update(batch, torch.cat([use.gradient for use in uses]))
+        together: AbstractContextManager[None] = contextlib.nullcontext()
+        if self.exchange is not None:
+            uses = self.exchange(self, uses)
+            together = self.exchange.together()
+        with together:
+            for number in sorted(uses):
+                self.rows[number].apply_gradients(uses[number])

@@ -50,7 +50,7 @@ class RankExchange:
     def load_weights(self, weights: Sequence[tuple[StoreModule, torch.Tensor]]) -> None:
         """Rank 0's weights into the modules of all ranks.
 
-        Rows in servers are written by rank 0 alone. Every rank goes on when they are there, or raises: what
+        Rows in servers are written by rank 0 alone. Every rank returns when they are written, or raises: what
         is loaded next is not written over.
         """
         if not self._in_servers:
@@ -67,7 +67,7 @@ class RankExchange:
 
     def __call__(self, updates: PendingUpdates, uses: Uses) -> Uses:
         numbers = range(len(updates.rows))
-        own = [_joined(uses.get(number, []), updates.rows[number].out_features) for number in numbers]
+        own = [_joined(uses.get(number, []), updates.rows[number].embedding_dim) for number in numbers]
         evicted = [0 if self._in_servers else rows.stats().num_evicted for rows in updates.rows]
         sizes = self._gather_equal(
             torch.tensor([[len(use.ids), len(use.lengths), evicted[i]] for i, use in enumerate(own)])
@@ -79,7 +79,7 @@ class RankExchange:
         for rank, counts in enumerate(sizes.tolist()):
             place_i = place_f = 0
             for number, (num_ids, num_bags, _) in enumerate(counts):
-                dim = updates.rows[number].out_features
+                dim = updates.rows[number].embedding_dim
                 ids = integers[rank][place_i : place_i + num_ids]
                 lengths = integers[rank][place_i + num_ids : place_i + num_ids + num_bags]
                 gradient = floats[rank][place_f : place_f + num_bags * dim].view(num_bags, dim)

@@ -12,8 +12,8 @@ from torch import nn
 
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Optimizer
-from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
-from persia.nn.embedding_bag_collection import EmbeddingBagCollection
+from persia.errors import FailedPreconditionError, InvalidArgumentError
+from persia.nn.embedding_bag_collection import EmbeddingBagCollection, check_tensor
 from persia.nn.engine import Engine
 from persia.nn.pending_updates import BagGradients, PendingUpdates
 
@@ -71,7 +71,10 @@ class StoreRows(EmbeddingBagCollection):
         for ids in blocks:
             self.set_embeddings(SLOT, ids, weight[ids].detach().cpu())
         # When all are there: later ones may have taken the room of earlier ones.
-        num_lost = sum(self._num_lost(ids, weight[ids].detach().cpu()) for ids in blocks)
+        num_lost = 0
+        for ids in blocks:
+            is_zero = ~self.read(ids).any(1)
+            num_lost += int((weight[ids].detach().cpu().any(1) & is_zero).sum())
         if num_lost:
             whose = "the parameter servers'" if self.in_servers else "the store's"
             raise InvalidArgumentError(
@@ -89,9 +92,16 @@ class StoreRows(EmbeddingBagCollection):
         rows, _ = self._bags.lookup(signs, np.ones((1, len(signs)), np.int64), train=False)
         return torch.from_numpy(rows)
 
-    def _num_lost(self, ids: torch.Tensor, rows: torch.Tensor) -> int:
-        """How many of the rows read as zeros, and are not."""
-        return int((rows.any(1) & ~self.read(ids).any(1)).sum())
+    def apply_gradients(self, uses: Sequence[BagGradients]) -> None:
+        """Updates each row once, by the sum of its gradients in `uses`."""
+        if len(uses) == 1 and uses[0].batch is not None:
+            self._update(uses[0].batch, uses[0].gradient)
+            return
+        ids = np.concatenate([use.ids for use in uses])
+        lengths = np.concatenate([use.lengths for use in uses])
+        # The rows exist, or are made as every rank makes them: the lookup is for its plan of all uses.
+        _, batch = self._bags.lookup(ids, lengths[np.newaxis], train=True)
+        self._update(batch, torch.cat([use.gradient for use in uses]))
 
     def pool(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Sums of rows.
@@ -224,7 +234,7 @@ class StoreEmbedding(StoreModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """float32 [*, dim] for integers [*]."""
-        _check_integers(input, "input")
+        check_tensor(input, "input", torch.int32, torch.int64)
         ids, shape = input.reshape(-1), (*input.shape, self.embedding_dim)
         if self.padding_idx is None:
             return self.rows.pool(ids, torch.ones(len(ids), dtype=torch.int64)).view(shape)
@@ -253,7 +263,7 @@ class StoreEmbeddingBag(StoreModule):
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """float32 [bags, dim]; arguments are those of `nn.EmbeddingBag`. A bag without IDs gives zeros."""
-        _check_integers(input, "input")
+        check_tensor(input, "input", torch.int32, torch.int64)
         if per_sample_weights is not None:
             self._check_weights(input, per_sample_weights)
         lengths = self._lengths(input, offsets)
@@ -287,7 +297,7 @@ class StoreEmbeddingBag(StoreModule):
             )
         if offsets is None:
             raise InvalidArgumentError("offsets is missing: a 1D input needs where each of its bags begins")
-        _check_integers(offsets, "offsets")
+        check_tensor(offsets, "offsets", torch.int32, torch.int64)
         ends = offsets.new_full((0 if self.include_last_offset else 1,), len(input))
         bounds = torch.cat([offsets, ends])
         lengths = bounds.diff().to(torch.int64)
@@ -312,9 +322,3 @@ class StoreEmbeddingBag(StoreModule):
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"mode={self.mode!r}{padding}"
-
-
-def _check_integers(tensor: torch.Tensor, name: str) -> None:
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
-        kind = tensor.dtype if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
-        raise InvalidTypeError(f"{name} is {kind}, must be a torch.int32 or torch.int64 tensor")

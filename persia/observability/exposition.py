@@ -1,16 +1,19 @@
-"""Metric families in Prometheus' text format, built from snapshots when somebody asks."""
+"""Metric families in Prometheus' text format, built from snapshots at each scrape or push."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 
 from persia._native import DURATION_BOUNDS_S
 
-__all__ = ["Families", "Snapshot", "text"]
+__all__ = ["Families", "Row", "Snapshot", "text"]
 
 Snapshot = tuple[list[int], float, float]  # of DurationStats: count of each bucket, sum [s], last [s]
+
+Row = tuple[str, str, str]  # name, key of its value, documentation
 
 _BOUNDS = [*(f"{bound:.9g}" for bound in DURATION_BOUNDS_S), "+Inf"]
 
@@ -56,6 +59,16 @@ class Families:
             self._add(name, documentation, "histogram", f"{name}_bucket", cumulated, {**labels, "le": bound})
         self._add(name, documentation, "histogram", f"{name}_count", cumulated, labels)
         self._add(name, documentation, "histogram", f"{name}_sum", total_s, labels)
+
+    def counters(self, rows: Iterable[Row], values: Mapping[str, Any], /, **labels: str) -> None:
+        for name, key, documentation in rows:
+            self.counter(name, documentation, values[key], **labels)
+
+    def gauges(self, rows: Iterable[Row], values: Mapping[str, Any], /, **labels: str) -> None:
+        """A value that is None has no sample."""
+        for name, key, documentation in rows:
+            if values[key] is not None:
+                self.gauge(name, documentation, values[key], **labels)
 
     def collect(self) -> Iterable[Metric]:
         return self._families.values()

@@ -10,7 +10,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET6, socket
+from socket import AF_INET, AF_INET6, socket
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -36,9 +36,8 @@ class HttpPort:
     def __init__(
         self, host: str, port: int, routes: Mapping[tuple[str, str], Callable[[Query], Answer]]
     ) -> None:
-        server_class = _ServerV6 if ":" in host else _Server
         try:
-            self._server = server_class((host, port), _handler_class(routes))
+            self._server = _Server((host, port), _handler_class(routes))
         except OSError as error:
             raise StorageError(
                 f"metrics and status cannot be shown on {host}:{port} (PERSIA_METRICS_PORT): {error.strerror}"
@@ -59,9 +58,10 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
-        super().__init__(*args, **kwargs)
+        self.address_family = AF_INET6 if ":" in address[0] else AF_INET
+        super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
@@ -77,10 +77,6 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
         get_default_logger().debug("a request for metrics or status failed", exc_info=True)
-
-
-class _ServerV6(_Server):
-    address_family = AF_INET6
 
 
 def _handler_class(

@@ -102,7 +102,7 @@ class OtlpExporter:
     def _try_export(self) -> None:
         try:
             self._export()
-        except Exception:  # the next time is another chance, and the role goes on in any case
+        except Exception:  # export is tried again, and must never stop the role
             if not self._has_failed:
                 get_default_logger().exception("metrics and spans were not exported")
             self._has_failed = True

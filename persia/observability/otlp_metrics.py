@@ -73,7 +73,7 @@ class MetricsTranslator:
                 time_unix_nano=now_ns,
                 count=series.cumulated[-1],
                 sum=series.sum,
-                bucket_counts=_differences(series.cumulated),
+                bucket_counts=[b - a for a, b in zip([0, *series.cumulated], series.cumulated, strict=False)],
                 explicit_bounds=series.bounds,
                 min=0.0,  # not known; neither is sent on
                 max=0.0,
@@ -95,7 +95,3 @@ def _series(family: Metric) -> Mapping[_Labels, _Histogram]:
         elif sample.name.endswith("_sum"):
             series.sum = sample.value
     return found
-
-
-def _differences(cumulated: list[int]) -> list[int]:
-    return [count - before for before, count in zip([0, *cumulated], cumulated, strict=False)]

@@ -17,12 +17,12 @@ from typing_extensions import Self
 from persia import env
 from persia._native import __version__, enable_durations
 from persia.messaging.interface import Session
+from persia.observability import finite_reported, reported
 from persia.observability.exposition import Families, text
 from persia.observability.health import HealthService
 from persia.observability.http import Answer, HttpPort, Query, json_answer
 from persia.observability.otlp import OtlpExporter
 from persia.observability.push import Pusher
-from persia.observability.reported import finite_reported, reported
 from persia.observability.settings import ObservabilitySettings
 from persia.observability.sources import Source
 from persia.observability.trace import Tracer
@@ -83,7 +83,9 @@ class ProcessObserver:
         families.gauge("persia_configured", "1: the optimizer is known.", source.configured())
         families.gauge("persia_uptime_seconds", "Seconds since the start.", self._uptime_s())
         families.gauge("persia_resident_bytes", "Memory of the process.", resident_bytes())
-        families.counter("persia_cpu_seconds", "Processor time of the process.", _cpu_s())
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        cpu_s = usage.ru_utime + usage.ru_stime
+        families.counter("persia_cpu_seconds", "Processor time of the process.", cpu_s)
         for name, value in reported().items():
             families.gauge("persia_reported", "What the script reports.", value, name=name)
         source.add_metrics(families)
@@ -107,7 +109,11 @@ class ProcessObserver:
             ("GET", "/metrics"): self._metrics,
             ("GET", "/status"): self._status,
             ("GET", "/healthz"): lambda _query: (200, "text/plain", b"ok\n"),
-            ("GET", "/readyz"): self._ready,
+            ("GET", "/readyz"): lambda _query: (
+                (200, "text/plain", b"ok\n")
+                if (reason := self.not_ready()) is None
+                else (503, "text/plain", f"{reason}\n".encode())
+            ),
             ("POST", "/trace/start"): lambda query: json_answer(self._tracer.start(query.get("spans"))),
             ("POST", "/trace/stop"): lambda _query: json_answer(self._tracer.stop()),
         }
@@ -167,10 +173,6 @@ class ProcessObserver:
             return 404, "text/plain", reason
         return 200, CONTENT_TYPE_LATEST, text(self._registry)
 
-    def _ready(self, _query: Query) -> Answer:
-        reason = self.not_ready()
-        return (200, "text/plain", b"ok\n") if reason is None else (503, "text/plain", f"{reason}\n".encode())
-
     def _status(self, _query: Query) -> Answer:
         source, reason = self._source, self.not_ready()
         status: dict[str, Any] = {
@@ -203,8 +205,3 @@ def resident_bytes() -> int:
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime

@@ -54,30 +54,27 @@ class Pusher:
             get_default_logger().debug("metrics stay at %s: %s", self._gateway, error)
 
     def _run(self) -> None:
-        self._push()
-        while not self._stopped.wait(self._interval_s):
-            self._push()
-
-    def _push(self) -> None:
-        try:
-            push_to_gateway(
-                self._gateway,
-                self._job,
-                self._registry,
-                self._grouping,
-                timeout=_TIMEOUT_S,
-                handler=self._handler,
-            )
-        except Exception as error:  # of the gateway, or of what collects: the thread must outlive both
-            log = get_default_logger().debug if self._has_failed else get_default_logger().warning
-            log(
-                "metrics could not be pushed to %s (PERSIA_METRICS_GATEWAY_ADDR): %s; trying on",
-                self._gateway,
-                error,
-            )
-            self._has_failed = True
-        else:
-            self._has_failed = False
+        while True:
+            try:
+                push_to_gateway(
+                    self._gateway,
+                    self._job,
+                    self._registry,
+                    self._grouping,
+                    timeout=_TIMEOUT_S,
+                    handler=self._handler,
+                )
+                self._has_failed = False
+            except Exception as error:  # of the gateway, or of what collects: the thread must outlive both
+                log = get_default_logger().debug if self._has_failed else get_default_logger().warning
+                log(
+                    "metrics could not be pushed to %s (PERSIA_METRICS_GATEWAY_ADDR): %s; trying on",
+                    self._gateway,
+                    error,
+                )
+                self._has_failed = True
+            if self._stopped.wait(self._interval_s):
+                return
 
     def _handler(
         self, url: str, method: str, timeout: float | None, headers: list[tuple[str, str]], data: bytes

@@ -1,7 +1,4 @@
-"""What each role says about itself, as metrics and as a status. Read when asked for; nothing runs per batch.
-
-The metric names without "persia_" are those of the published system.
-"""
+"""What each role shows of itself, as metrics and as a status. Read when asked for; nothing runs per batch."""
 
 from __future__ import annotations
 
@@ -12,11 +9,10 @@ from typing import Any
 from persia._native import EmbeddingWorker, ParameterServer, RemoteClient
 from persia.errors import PersiaError
 from persia.messaging.subjects import DATA_LOADER, EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
+from persia.observability import metric_tables as tables
 from persia.observability.checkpointing import CheckpointLog
 from persia.observability.exposition import Families, Snapshot
-from persia.observability.following import add_following
-from persia.observability.phases import FORWARD_ERRORS, QUEUES, SEND_BATCH, STEP_PHASES, WAIT_FOR_BATCH
-from persia.observability.tiers import add_tier
+from persia.observability.phases import FORWARD_ERRORS, QUEUES, SEND_BATCH, STEP_PHASES
 
 __all__ = [
     "DataLoaderSource",
@@ -24,6 +20,7 @@ __all__ = [
     "NnWorkerSource",
     "ParameterServerSource",
     "Source",
+    "add_following",
 ]
 
 _PHASE = "persia_phase_seconds", "Time of each phase of the work."
@@ -67,7 +64,7 @@ class ParameterServerSource(Source):
         super().__init__(EMBEDDING_PARAMETER_SERVER, index, replicas)
         self._server, self._checkpoints = server, checkpoints
         self.following: Callable[[], Mapping[str, Any]] | None = None  # set where packets are followed
-        self.tier: Callable[[], Mapping[str, Any]] | None = None  # set where rows are in a pool
+        self.tier: Callable[[], Mapping[str, Any]] | None = None  # set where rows are in a storage tier
 
     def status(self) -> dict[str, Any]:
         values = dict(self._server.stats())
@@ -84,58 +81,18 @@ class ParameterServerSource(Source):
 
     def add_metrics(self, families: Families) -> None:
         stats, durations = self._server.stats(), self._server.durations()
-        for name, key, text in _SERVER_COUNTERS:
-            families.counter(name, text, stats[key])
-        for name, key, text in _SERVER_GAUGES:
-            families.gauge(name, text, stats[key])
-        for name, phase, text in _SERVER_TIMES:
-            families.gauge(name, text, durations[phase][2])
+        families.counters(tables.SERVER_COUNTERS + tables.RPC_SERVER_COUNTERS, stats)
+        families.gauges(tables.SERVER_GAUGES + tables.RPC_SERVER_GAUGES, stats)
+        families.gauges(tables.SERVER_TIMES, _latest(durations))
         if self._checkpoints is not None:
             self._checkpoints.add_metrics(families)
         _add_durations(families, durations)
-        _add_rpc_server(families, stats)
         if self.following is not None:
             add_following(families, self.following())
         if self.tier is not None:
-            add_tier(families, self.tier())
-
-
-_SERVER_COUNTERS = (
-    ("index_miss_count", "num_missing_rows", "Rows that a lookup did not find."),
-    ("gradient_id_miss_count", "num_skipped_gradients", "Gradients whose rows were gone or not admitted."),
-    ("persia_lookup_rows", "num_looked_up_rows", "Rows asked for."),
-    ("persia_updated_rows", "num_updated_rows", "Rows updated."),
-    ("persia_inserted_rows", "num_inserted_rows", "Rows made by lookups for training."),
-    ("persia_evicted_rows", "num_evicted_rows", "Rows that made room for others."),
-    ("persia_expired_rows", "num_expired_rows", "Rows that no training batch used for their time to live."),
-    ("persia_small_rows", "num_small_rows", "Rows below their least norm that went before a checkpoint."),
-    ("persia_unadmitted_rows", "num_unadmitted_rows", "Missing rows that admission refused."),
-    ("persia_nonfinite_rows", "num_nonfinite_rows", "Rows left alone, their gradient being NaN or infinite."),
-    ("persia_updates", "num_updates", "Update requests applied."),
-    ("persia_repeated_updates", "num_repeated_updates", "Update requests answered from memory: sent again."),
-    (
-        "persia_update_staleness",
-        "sum_staleness",
-        "Updates between lookups and their own updates, summed.",
-    ),
-)
-_SERVER_GAUGES = (
-    ("index_miss_ratio", "last_missing_ratio", "Missing rows of the latest lookup by its rows."),
-    ("persia_rows", "num_rows", "Rows held."),
-    ("persia_rows_bytes", "memory_bytes", "Memory of rows and index."),
-    (
-        "persia_update_staleness_max",
-        "max_staleness",
-        "Updates between a lookup and its own update, at most.",
-    ),
-)
-_SERVER_TIMES = (
-    ("set_embedding_time_cost_sec", "set", "Writing rows given from outside, the latest."),
-    ("decode_indices_time_cost_sec", "decode", "Decoding a lookup request, the latest."),
-    ("encode_embedding_time_cost_sec", "encode", "Making the buffer of a lookup's reply, the latest."),
-    ("lookup_inference_batch_time_cost_sec", "inference lookup", "Looking up without training, the latest."),
-    ("lookup_hashmap_time_cost_sec", "lookup", "Looking rows up for training, the latest."),
-)
+            tier = self.tier()
+            families.counters(tables.TIER_COUNTERS, tier)
+            families.gauges(tables.TIER_GAUGES, tier)
 
 
 class EmbeddingWorkerSource(Source):
@@ -160,58 +117,14 @@ class EmbeddingWorkerSource(Source):
 
     def add_metrics(self, families: Families) -> None:
         stats, durations = self._worker.stats(), self._worker.durations()
-        for name, key, text in _WORKER_COUNTERS:
-            families.counter(name, text, stats[key])
-        families.gauge("num_pending_batches", "Batches that wait for their lookup.", stats["num_buffered"])
-        families.gauge("staleness", "Batches between lookup and update.", stats["num_in_flight"])
-        for name, phase, text in _WORKER_TIMES:
-            families.gauge(name, text, durations[phase][2])
+        families.counters(tables.WORKER_COUNTERS + tables.RPC_SERVER_COUNTERS, stats)
+        families.gauges(tables.WORKER_GAUGES + tables.RPC_SERVER_GAUGES, stats)
+        families.gauges(tables.WORKER_TIMES, _latest(durations))
         for slot in self._worker.slots():
-            _add_slot(families, slot)
+            families.counters(tables.SLOT_COUNTERS, slot, feat=slot["slot"])
+            families.gauges(tables.SLOT_GAUGES, slot, feat=slot["slot"])
         _add_durations(families, durations)
-        _add_rpc_server(families, stats)
         _add_channels(families, self._worker.channels())
-
-
-_WORKER_COUNTERS = (
-    ("persia_batches_registered", "num_registered", "Batches that loaders have sent."),
-    ("persia_batches_looked_up", "num_looked_up", "Batches looked up."),
-    ("persia_batches_returned", "num_returned", "Batches whose gradients were applied."),
-    ("persia_batches_released", "num_released", "Batches given up without gradients."),
-    ("persia_batches_expired", "num_expired", "Batches dropped because nobody asked for them."),
-    ("persia_ids", "num_ids", "IDs of the batches looked up."),
-    ("persia_unique_ids", "num_signs", "Of these, after each batch's repetitions were left out."),
-    ("persia_gradients", "num_gradients", "Unique IDs of the batches whose gradients were applied."),
-    ("persia_gradients_left_out", "num_gradients_left_out", "Of these, without a usable gradient: not sent."),
-    ("persia_announced_ids", "num_announced", "Unique IDs that servers were told of ahead of their lookup."),
-    ("persia_announced_ids_dropped", "num_announced_dropped", "Of these, not sent: servers lagged behind."),
-)
-_WORKER_TIMES = (
-    (
-        "lookup_preprocess_time_cost_sec",
-        "lookup preprocess",
-        "Deduplication and routing, the latest.",
-    ),
-    ("lookup_rpc_time_cost_sec", "lookup rpc", "The parameter servers' answers to a batch, the latest."),
-    ("lookup_postprocess_time_cost_sec", "lookup postprocess", "Pooling a batch, the latest."),
-    ("lookup_total_time_cost_sec", "lookup total", "A batch's lookup in all, the latest."),
-    ("update_gradient_time_cost_sec", "update gradient", "A batch's update in all, the latest."),
-)
-
-
-def _add_slot(families: Families, slot: Mapping[str, Any]) -> None:
-    feat = slot["slot"]
-    families.gauge(
-        "batch_unique_indices_rate",
-        "Distinct indices of the latest batch by its indices.",
-        slot["last_distinct_ratio"],
-        feat=feat,
-    )
-    families.gauge(
-        "estimated_distinct_id", "Different indices so far, estimated.", slot["estimated_distinct"], feat=feat
-    )
-    families.counter("nan_count", "Gradients dropped: NaN or infinite.", slot["num_nonfinite"], feat=feat)
-    families.counter("nan_grad_skipped", "Gradients the loss gave none for.", slot["num_skipped"], feat=feat)
 
 
 class NnWorkerSource(Source):
@@ -241,7 +154,7 @@ class NnWorkerSource(Source):
         self._client = client
         self._packets = packets
         self._counters, self._in_flight, self._queues = counters, in_flight, queues
-        self._slow = {"client return gradients": 0.0, WAIT_FOR_BATCH.stats.name: 0.0}
+        self._slow = {phase: 0.0 for _, phase, _ in tables.NN_SLOW_TIMES}
 
     def status(self) -> dict[str, Any]:
         return {
@@ -259,10 +172,11 @@ class NnWorkerSource(Source):
         durations = self._client.durations()
         own = (*(phase.stats for phase in STEP_PHASES), *QUEUES)
         durations.update((stats.name, stats.snapshot()) for stats in own)
-        for name, phase, text in _NN_TIMES:
-            families.gauge(name, text, durations[phase][2])
-        for name, phase, text in _NN_SLOW_TIMES:
-            families.gauge(name, text, self._latest_slow(phase, durations[phase][2]))
+        latest = _latest(durations)
+        families.gauges(tables.NN_TIMES, latest)
+        # The published gauges keep the latest value above a millisecond that was seen.
+        self._slow.update((phase, s) for phase, s in latest.items() if phase in self._slow and s > _ONE_MS)
+        families.gauges(tables.NN_SLOW_TIMES, self._slow)
         families.counter("forward_error", "Lookups that failed.", FORWARD_ERRORS.value)
         for outcome, count in self._counters().items():
             families.counter(f"persia_nn_{outcome}", "What became of the rank's batches.", count)
@@ -271,54 +185,16 @@ class NnWorkerSource(Source):
             families.gauge("persia_nn_staleness_max", _STALENESS_TEXT, worst, consistency=mode)
             families.gauge("persia_nn_staleness_mean", _STALENESS_TEXT, mean, consistency=mode)
         packets = self._packets()
-        for name, key, text in _PACKET_COUNTERS if packets else ():
-            families.counter(name, text, packets[key])
-        for name, key, text in _PACKET_GAUGES if packets else ():
-            families.gauge(name, text, packets[key])
+        if packets:
+            families.counters(tables.PACKET_COUNTERS, packets)
+            families.gauges(tables.PACKET_GAUGES, packets)
         for queue, depth in self._queues().items():
             families.gauge("persia_queue_depth", "Entries of a queue.", depth, queue=queue)
         _add_durations(families, durations)
         _add_channels(families, self._client.channels())
 
-    def _latest_slow(self, phase: str, last_s: float) -> float:
-        """The published gauges keep the latest value above a millisecond that was seen."""
-        if last_s > _ONE_MS:
-            self._slow[phase] = last_s
-        return self._slow[phase]
-
 
 _STALENESS_TEXT = "Updates between the lookup and the update of a batch's slots of a consistency mode."
-_NN_TIMES = (
-    ("forward_client_time_cost_sec", "client lookup", "A batch's lookup as the rank sees it, the latest."),
-    ("forward_client_to_gpu_time_cost_sec", "to device", "Making a batch's tensors, the latest."),
-    ("backward_client_time_cost_sec", "hand in gradients", "Handing a batch's gradients in, the latest."),
-)
-_NN_SLOW_TIMES = (
-    (
-        "get_train_batch_time_cost_more_than_1ms_sec",
-        WAIT_FOR_BATCH.stats.name,
-        "The training loop's wait for a batch, the latest above 1 ms seen.",
-    ),
-    (
-        "update_gradient_batched_time_cost_more_than_1ms_sec",
-        "client return gradients",
-        "A batch's gradient return as the rank sees it, the latest above 1 ms seen.",
-    ),
-)
-
-
-_PACKET_COUNTERS = (
-    ("persia_packets_written", "packets", "Packets of changes written for followers."),
-    ("persia_packet_rows", "rows", "Changed and removed rows in packets."),
-    ("persia_packet_bytes", "bytes", "Bytes of packets."),
-    ("persia_packet_failures", "failures", "Packets that could not be written; their rows come later."),
-    ("persia_packet_restarts", "restarts", "Breaks in the sequence of packets, the start of it included."),
-    ("persia_packet_checkpoints", "checkpoints", "Checkpoints written because followers needed one."),
-)
-_PACKET_GAUGES = (
-    ("persia_packet_number", "number", "The newest packet."),
-    ("persia_packet_lag_seconds", "lag_s", "Age of the oldest change that is in no packet yet, at most."),
-)
 
 
 class DataLoaderSource(Source):
@@ -339,6 +215,18 @@ class DataLoaderSource(Source):
         _add_durations(families, {SEND_BATCH.stats.name: SEND_BATCH.stats.snapshot()})
 
 
+def add_following(families: Families, following: Mapping[str, Any]) -> None:
+    """Adds how far a process has followed a training's packets; `following`: `FollowStatus.to_json()`."""
+    families.counters(tables.FOLLOWING_COUNTERS, following)
+    families.gauges(tables.FOLLOWING_GAUGES, following)
+    stuck = bool(following["error"])
+    families.gauge("persia_inc_stuck", "1: something keeps it from going on; /status says what.", stuck)
+
+
+def _latest(durations: Mapping[str, Snapshot]) -> dict[str, float]:
+    return {phase: last_s for phase, (_, _, last_s) in durations.items()}
+
+
 def _add_durations(families: Families, durations: Mapping[str, Snapshot]) -> None:
     """RPC handlers, named "handle METHOD", have a family of their own; unused ones are left out."""
     for name, snapshot in durations.items():
@@ -351,38 +239,10 @@ def _add_durations(families: Families, durations: Mapping[str, Snapshot]) -> Non
             )
 
 
-_RPC_SERVER_COUNTERS = (
-    ("persia_rpc_requests", "rpc_num_requests", "Requests handled."),
-    ("persia_rpc_failed_requests", "rpc_num_failed", "Requests answered with an error."),
-    ("persia_rpc_request_bytes", "rpc_num_received_bytes", "Bytes of requests."),
-    ("persia_rpc_reply_bytes", "rpc_num_sent_bytes", "Bytes of replies."),
-)
-_RPC_SERVER_GAUGES = (
-    ("persia_rpc_connections", "rpc_num_connections", "Connections of clients."),
-    ("persia_rpc_running_requests", "rpc_num_running", "Requests being handled."),
-    ("persia_rpc_waiting_requests", "rpc_num_in_line", "Requests that wait for a handler."),
-)
-_CHANNEL_COUNTERS = (
-    ("persia_rpc_calls", "num_calls", "Calls made."),
-    ("persia_rpc_retries", "num_retries", "Requests sent again."),
-    ("persia_rpc_connects", "num_connects", "Connections made."),
-    ("persia_rpc_call_sent_bytes", "num_sent_bytes", "Bytes of requests sent."),
-    ("persia_rpc_call_received_bytes", "num_received_bytes", "Bytes of replies received."),
-)
-
-
-def _add_rpc_server(families: Families, stats: Mapping[str, Any]) -> None:
-    for name, key, text in _RPC_SERVER_COUNTERS:
-        families.counter(name, text, stats[key])
-    for name, key, text in _RPC_SERVER_GAUGES:
-        families.gauge(name, text, stats[key])
-
-
 def _add_channels(families: Families, channels: list[dict[str, Any]]) -> None:
     for channel in channels:
         peer = channel["peer"]
-        for name, key, text in _CHANNEL_COUNTERS:
-            families.counter(name, text, channel[key], peer=peer)
+        families.counters(tables.CHANNEL_COUNTERS, channel, peer=peer)
         families.gauge("persia_rpc_pending_calls", "Calls under way.", channel["num_pending"], peer=peer)
         families.histogram(
             "persia_rpc_call_seconds", "Calls, from the caller's side.", channel["calls"], peer=peer

@@ -1,4 +1,4 @@
-"""A job as seen from outside: who is there, and what each process answers at `/status`."""
+"""A job as seen from outside: its processes, and what each answers at `/status`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MAX_ANSWER_BYTES = 256 << 20
 class ProcessStatus:
     """`values` is None where the process shows no status, or did not answer: `error` tells which.
 
-    `gone`: it was there at an earlier look, and nothing is heard of it now.
+    `gone`: it answered earlier, and does not now.
     """
 
     info: ServiceInfo

@@ -14,7 +14,7 @@ __all__ = ["Span", "Tracer"]
 
 _DEFAULT_SPANS = 100_000
 _SAMPLED_SPANS = 50_000  # of which a sample is taken, between two looks
-# A recording that nobody fetches must not go on, and hold its memory, for ever.
+# Ends a recording that is never fetched: it holds its memory.
 _LONGEST_S = 120.0
 
 

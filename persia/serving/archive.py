@@ -84,7 +84,9 @@ def write_archive(
     source = Source(checkpoint)
     digest = Manifest.read(source.location)[1]
     load_script(source)
-    version = version or _version_of(source)
+    if version is None and source.manifest.step is None:
+        raise InvalidArgumentError(f"{source.location} does not tell its training step: give --version")
+    version = version or str(source.manifest.step)
     for what, text in (("--model-name", name), ("--version", version)):
         if not _NAME.fullmatch(text):
             raise InvalidArgumentError(f"{what} {text!r}: use letters, digits, '_', '.' and '-'")
@@ -99,12 +101,6 @@ def write_archive(
     if not embedding_workers:
         content[SLOTS_NAME] = _checked_slots(embedding_config, source)
     return _write(directory / f"{name}-{version}.mar", content)
-
-
-def _version_of(source: Source) -> str:
-    if source.manifest.step is None:
-        raise InvalidArgumentError(f"{source.location} does not tell its training step: give --version")
-    return str(source.manifest.step)
 
 
 def _checked_slots(embedding_config: str | None, source: Source) -> str:

@@ -21,8 +21,7 @@ from persia.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from persia.serving.merging import Layout, layout_of
-from persia.serving.together import Predict, Prediction, predict_together
+from persia.serving.batch_predict import Layout, Predict, Prediction, layout_of, predict_together
 
 __all__ = ["Batcher", "BatchingOptions", "Prediction"]
 
@@ -42,12 +41,12 @@ class BatchingOptions:
 @dataclass
 class _Request:
     batch: PersiaBatch
-    expires_at: float  # by time.monotonic(); nobody waits for the answer later
+    expires_at: float  # by time.monotonic(); the client waits no longer
     future: Future[Prediction] = field(default_factory=Future)
     layout: Layout = ()
 
     def is_wanted(self) -> bool:
-        """Claims it for computation. False: its caller has given it up, or its time is over."""
+        """Acquires it for computation. False: its caller has cancelled it, or its deadline has passed."""
         if not self.future.set_running_or_notify_cancel():
             return False
         if time.monotonic() < self.expires_at:
@@ -138,12 +137,12 @@ class Batcher:
             if not self._waiting:
                 return None
             if self._options.max_delay_s > 0:
-                self._changed.wait_for(self._is_full, self._options.max_delay_s)
+                size = self._options.max_batch_size
+                self._changed.wait_for(
+                    lambda: self._closed or sum(one.batch.batch_size for one in self._waiting) >= size,
+                    self._options.max_delay_s,
+                )
             return self._take()
-
-    def _is_full(self) -> bool:
-        num_samples = sum(request.batch.batch_size for request in self._waiting)
-        return self._closed or num_samples >= self._options.max_batch_size
 
     def _take(self) -> list[_Request]:
         taken: list[_Request] = []

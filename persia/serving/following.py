@@ -109,16 +109,15 @@ def _await_servers(addresses: Sequence[str], position: Position) -> None:
     """Until every parameter server has applied the packet; UnavailableError: one has not in time."""
     end = time.monotonic() + _SERVERS_S
     for address in addresses:
-        while (reached := _position_of(address)) is None or not _has(reached, position):
+        while True:
+            reached = _position_of(address)
+            if reached is not None and reached.stream == position.stream and reached >= position:
+                break
             if time.monotonic() > end:
                 raise UnavailableError(
                     f"the parameter server at {address} is at packet {reached}, not yet at {position}"
                 )
             time.sleep(_ASK_AGAIN_S)
-
-
-def _has(reached: Position, position: Position) -> bool:
-    return reached.stream == position.stream and reached >= position
 
 
 def _position_of(address: str) -> Position | None:

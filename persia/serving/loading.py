@@ -56,7 +56,9 @@ def load_version(
     try_sample(settings, predictor)
     if digest_of(source.location) != digest:  # else rows and model could be of different dumps
         raise UnavailableError(f"{source.location} was replaced while it was read: load it again")
-    return Version(_name_of(source.manifest), digest, predictor)
+    step, dump_ids = source.manifest.step, source.manifest.dump_ids
+    name = str(step) if step is not None else max(dump_ids, default="unknown")
+    return Version(name, digest, predictor)
 
 
 def embeddings_of(settings: ModelSettings, source: Source | None) -> EmbeddingSource:
@@ -75,9 +77,3 @@ def try_sample(settings: ModelSettings, predictor: Predictor) -> None:
 
 def digest_of(checkpoint: Location) -> str:
     return Manifest.read(checkpoint)[1]
-
-
-def _name_of(manifest: Manifest) -> str:
-    if manifest.step is not None:
-        return str(manifest.step)
-    return max(manifest.dump_ids, default="unknown")

@@ -18,13 +18,8 @@ __all__ = ["METHODS", "SERVICE", "message"]
 SERVICE = "inference.GRPCInferenceService"
 
 
-def _file() -> descriptor_pb2.FileDescriptorProto:
-    content = (resources.files("persia.serving") / "open_inference.desc").read_bytes()
-    (file,) = descriptor_pb2.FileDescriptorSet.FromString(content).file
-    return file
-
-
-_description = _file()
+_content = (resources.files("persia.serving") / "open_inference.desc").read_bytes()
+(_description,) = descriptor_pb2.FileDescriptorSet.FromString(_content).file
 _pool = descriptor_pool.DescriptorPool()
 _pool.Add(_description)
 

@@ -1,6 +1,6 @@
 """Shows a server of predictions to its job, for `persia-launcher status` and Prometheus' targets.
 
-Serving does not depend on it: while the job's broker is away the server is not seen, and goes on answering.
+Serving does not depend on it: while the job's broker is away the server is not shown, and keeps answering.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEAVE_S = 2.0
 def registered(nats_url: str | None, info: ServiceInfo) -> Iterator[None]:
     """Makes `info` known for the time of the block, as soon as the broker is there. Waits for nothing.
 
-    `nats_url` None: nobody is told.
+    `nats_url` None: the server is not advertised.
     """
     if nats_url is None:
         yield

@@ -25,8 +25,7 @@ from persia.serving.batcher import Batcher, BatchingOptions
 from persia.serving.protocol import SERVICE
 from persia.serving.registration import registered
 from persia.serving.servicer import Servicer
-from persia.serving.source import ServingSource
-from persia.serving.statistics import ServingStatistics
+from persia.serving.statistics import ServingSource, ServingStatistics
 from persia.serving.versions import ModelSettings, ServedModel
 
 __all__ = ["ServingOptions", "serve"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -63,13 +64,12 @@ class Servicer:
     def handlers(self) -> grpc.GenericRpcHandler:
         """For `grpc.aio.Server.add_generic_rpc_handlers`."""
         # Requests are parsed by us: what cannot be parsed is the client's fault, and grpc would say INTERNAL.
-        methods: dict[str, Any] = {
-            name: grpc.unary_unary_rpc_method_handler(
-                self._with_status(name, request, getattr(self, f"_{_snake(name)}")),
-                response_serializer=reply.SerializeToString,
+        methods: dict[str, Any] = {}
+        for name, request, reply in METHODS:
+            method = getattr(self, "_" + re.sub("(?<!^)(?=[A-Z])", "_", name).lower())  # _model_infer
+            methods[name] = grpc.unary_unary_rpc_method_handler(
+                self._with_status(name, request, method), response_serializer=reply.SerializeToString
             )
-            for name, request, reply in METHODS
-        }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _server_live(self, _request: Any, _context: Any) -> Any:
@@ -153,8 +153,3 @@ def _parsed(request_class: Any, content: bytes) -> Any:
             f"the request's {len(content)} bytes are no {request_class.DESCRIPTOR.name} of the Open "
             "Inference Protocol"
         ) from None
-
-
-def _snake(name: str) -> str:
-    """ModelInfer to model_infer."""
-    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")

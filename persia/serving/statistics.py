@@ -1,4 +1,4 @@
-"""What a server of predictions has done so far: requests by their status, batches by their size, times."""
+"""What a server of predictions has done so far, and how `persia-launcher serve` shows it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from numpy.typing import NDArray
 
 from persia._native import DurationStats
 from persia.embedding.data import PersiaBatch
-from persia.observability.exposition import Snapshot
-from persia.serving.together import Predict
+from persia.messaging.subjects import SERVING
+from persia.observability.exposition import Families, Snapshot
+from persia.observability.sources import Source, add_following
+from persia.serving.batch_predict import Predict
+from persia.serving.batcher import Batcher
+from persia.serving.versions import ServedModel
 
-__all__ = ["SIZE_BOUNDS", "ServingCounts", "ServingStatistics"]
+__all__ = ["ServingSource", "ServingStatistics"]
 
 _LARGEST_SIZE_LOG2 = 16
-SIZE_BOUNDS = [*(str(1 << i) for i in range(_LARGEST_SIZE_LOG2 + 1)), "+Inf"]  # samples of a batch
+_SIZE_BOUNDS = [*(str(1 << i) for i in range(_LARGEST_SIZE_LOG2 + 1)), "+Inf"]  # samples of a batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +31,7 @@ class ServingCounts:
     """All of it at one moment. Times as `DurationStats.snapshot` gives them."""
 
     by_status: Mapping[str, int]  # requests that have their answer, by the name of their gRPC status
-    sizes: Snapshot  # samples of the batches that were computed, by SIZE_BOUNDS
+    sizes: Snapshot  # samples of the batches that were computed, by _SIZE_BOUNDS
     request_s: Snapshot  # from a request's arrival to its answer
     batch_s: Snapshot  # of computing a batch
 
@@ -38,7 +42,7 @@ class ServingStatistics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_status: Counter[str] = Counter()
-        self._sizes = [0] * len(SIZE_BOUNDS)
+        self._sizes = [0] * len(_SIZE_BOUNDS)
         self._num_samples, self._last_size = 0, 0
         self._request_s = DurationStats("serve request")
         self._batch_s = DurationStats("serve batch")
@@ -76,3 +80,82 @@ class ServingStatistics:
             self._sizes[min(max(size - 1, 0).bit_length(), _LARGEST_SIZE_LOG2 + 1)] += 1
             self._num_samples += size
             self._last_size = size
+
+
+class ServingSource(Source):
+    """One server of predictions."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        statistics: ServingStatistics,
+        index: int,
+        replicas: int,
+        batcher: Batcher,
+    ) -> None:
+        super().__init__(SERVING, index, replicas)
+        self._model, self._statistics, self._queue = model, statistics, batcher
+
+    def not_ready(self) -> str | None:
+        return self._model.not_ready()
+
+    def status(self) -> dict[str, Any]:
+        counts = self._statistics.counts()
+        num_requests = sum(counts.by_status.values())
+        following = self._model.following
+        return {
+            "model": self._model.settings.name,
+            "served_version": self._model.version,
+            "version_error": self._model.error,
+            "num_requests": num_requests,
+            "num_failed": num_requests - counts.by_status.get("OK", 0),
+            "by_status": dict(counts.by_status),
+            "num_running": self._queue.num_running,
+            "num_waiting": self._queue.num_waiting,
+            "num_batches": sum(counts.sizes[0]),
+            "num_samples": counts.sizes[1],
+            "num_missing": self._model.num_missing,
+            "request_s": counts.request_s[1],
+            "following": None if following is None else following.to_json(),
+        }
+
+    def add_metrics(self, families: Families) -> None:
+        counts, model = self._statistics.counts(), self._model
+        families.gauge(
+            "persia_serving_version_info",
+            "1; the labels tell which version answers.",
+            1,
+            model=model.settings.name,
+            model_version=model.version,
+        )
+        families.gauge(
+            "persia_serving_version_refused",
+            "1: the newest version cannot be served; the log and /status say why.",
+            bool(model.error),
+        )
+        for status, count in {"OK": 0, **counts.by_status}.items():
+            families.counter(
+                "persia_serving_requests", "Requests answered, by gRPC status.", count, status=status
+            )
+        families.histogram(
+            "persia_serving_request_seconds",
+            "Requests, from their arrival to the answer.",
+            counts.request_s,
+        )
+        families.histogram("persia_serving_batch_seconds", "Computing a batch.", counts.batch_s)
+        families.histogram(
+            "persia_serving_batch_samples", "Samples of the batches computed.", counts.sizes, _SIZE_BOUNDS
+        )
+        families.gauge(
+            "persia_serving_running_requests", "Requests whose batch is computed.", self._queue.num_running
+        )
+        families.gauge("persia_queue_depth", "Entries of a queue.", self._queue.num_waiting, queue="requests")
+        if model.num_missing is not None:
+            families.counter(
+                "persia_serving_missing_rows",
+                "IDs without a row, read as zeros; of the version that answers.",
+                model.num_missing,
+            )
+        following = model.following
+        if following is not None:
+            add_following(families, following.to_json())

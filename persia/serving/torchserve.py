@@ -32,11 +32,10 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.serving.archive import SLOTS_NAME, ArchiveSettings
+from persia.serving.batch_predict import Prediction, layout_of, predict_together
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource, RemoteRows
-from persia.serving.merging import layout_of
 from persia.serving.predictor import Predictor, load_script
 from persia.serving.tensors import INPUT_NAME, datatype_of, output_name
-from persia.serving.together import Prediction, predict_together
 from persia.storage.manifest import Manifest
 
 __all__ = ["Handler"]
@@ -61,10 +60,22 @@ class Handler:
         """Loads the version that the archive names. What it raises is in TorchServe's model log."""
         properties, model = context.system_properties, context.manifest["model"]
         settings = ArchiveSettings.of(context.model_yaml_config)
-        source = _source(settings)
-        embeddings = _embeddings(settings, source, Path(properties["model_dir"]))
+        source = Source(settings.checkpoint)
+        if Manifest.read(source.location)[1] != settings.manifest:
+            raise FailedPreconditionError(
+                f"{source.location} is no longer what was archived: archive it again, as a version of its own"
+            )
+        embeddings: EmbeddingSource
+        if settings.embedding_workers:
+            embeddings = RemoteRows(settings.embedding_workers, deadline_s=settings.timeout_s)
+        else:
+            slots = load_embedding_config(str(Path(properties["model_dir"]) / SLOTS_NAME))
+            embeddings = EmbeddedRows(source, slots)
+        gpu = properties.get("gpu_id")
+        uses_gpu = gpu is not None and torch.cuda.is_available()
+        device = torch.device("cuda", int(gpu)) if uses_gpu else None
         self._name, self._version = model["modelName"], model["modelVersion"]
-        self._predictor = Predictor(load_script(source), embeddings, device=_device(properties))
+        self._predictor = Predictor(load_script(source), embeddings, device=device)
         get_default_logger().info(
             "%s: version %s, loaded from %s", self._name, self._version, source.location
         )
@@ -74,7 +85,9 @@ class Handler:
         answers = self._answers([_parsed(request) for request in data])
         refused = [answer for answer in answers if isinstance(answer, PersiaError)]
         if len(refused) == len(answers):
-            _refuse(refused[0])
+            from ts.utils.util import PredictionException  # exists only where TorchServe runs this
+
+            raise PredictionException(str(refused[0]), _code_of(refused[0]))
         for index, answer in enumerate(answers):
             if isinstance(answer, PersiaError):
                 context.set_response_status(code=_code_of(answer), phrase=type(answer).__name__, idx=index)
@@ -85,12 +98,10 @@ class Handler:
         good = [(i, batch) for i, batch in enumerate(batches) if isinstance(batch, PersiaBatch)]
         for _, group in groupby(good, key=lambda item: layout_of(item[1])):
             indices, alike = zip(*group, strict=True)
-            for index, answer in zip(indices, predict_together(self._predict, alike), strict=True):
+            together = predict_together(lambda one: (self._version, self._predictor.predict(one)), alike)
+            for index, answer in zip(indices, together, strict=True):
                 answers[index] = answer
         return answers
-
-    def _predict(self, batch: PersiaBatch) -> tuple[str, list[NDArray[Any]]]:
-        return self._version, self._predictor.predict(batch)
 
     def _encoded(self, answer: Prediction | PersiaError) -> str:
         if isinstance(answer, PersiaError):
@@ -105,26 +116,6 @@ class Handler:
             for position, output in enumerate(answer.outputs)
         ]
         return json.dumps({"model_name": self._name, "model_version": answer.version, "outputs": outputs})
-
-
-def _source(settings: ArchiveSettings) -> Source:
-    source = Source(settings.checkpoint)
-    if Manifest.read(source.location)[1] != settings.manifest:
-        raise FailedPreconditionError(
-            f"{source.location} is no longer what was archived: archive it again, as a version of its own"
-        )
-    return source
-
-
-def _embeddings(settings: ArchiveSettings, source: Source, model_dir: Path) -> EmbeddingSource:
-    if settings.embedding_workers:
-        return RemoteRows(settings.embedding_workers, deadline_s=settings.timeout_s)
-    return EmbeddedRows(source, load_embedding_config(str(model_dir / SLOTS_NAME)))
-
-
-def _device(properties: Mapping[str, Any]) -> torch.device | None:
-    gpu = properties.get("gpu_id")
-    return torch.device("cuda", int(gpu)) if gpu is not None and torch.cuda.is_available() else None
 
 
 def _parsed(request: Mapping[str, Any]) -> PersiaBatch | PersiaError:
@@ -142,12 +133,6 @@ def _parsed(request: Mapping[str, Any]) -> PersiaBatch | PersiaError:
 
 def _code_of(failure: PersiaError) -> int:
     return next((code for kind, code in _HTTP_CODES if isinstance(failure, kind)), 500)
-
-
-def _refuse(failure: PersiaError) -> None:
-    from ts.utils.util import PredictionException  # there only where TorchServe runs this
-
-    raise PredictionException(str(failure), _code_of(failure))
 
 
 def _values(output: NDArray[Any]) -> list[Any]:

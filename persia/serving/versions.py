@@ -1,4 +1,4 @@
-"""Which version of a model answers: a checkpoint, or what `latest` names, replaced while requests go on.
+"""Which version of a model answers: a checkpoint, or what `latest` names, replaced while requests arrive.
 
 A new version is loaded beside the one that answers, tried, and takes its place between two batches; batches
 under way end with the version they began with. What cannot be loaded changes nothing, and is tried again when
@@ -23,7 +23,7 @@ from persia.messaging.daemon_pool import give_way
 from persia.packets.follower import Follower, FollowStatus
 from persia.serving.following import ServedCopies, ServedCopy
 from persia.serving.loading import ModelSettings, Version, digest_of, load_version
-from persia.serving.switch import SharedLock
+from persia.serving.rwlock import RwLock
 from persia.storage.versions import resolve
 
 __all__ = ["ModelSettings", "ServedModel"]
@@ -43,7 +43,7 @@ class ServedModel:
         self._refused = ""  # digest of what could not be loaded
         self._error = ""
         self._outputs: list[tuple[str, list[int]]] = []
-        self._lock = SharedLock()  # held to look rows up, while packets may change them
+        self._lock = RwLock()  # held to look rows up, while packets may change them
         self._current: Version
         self._stopped = threading.Event()
         self._follower: Follower[ServedCopy] | None = None
@@ -86,7 +86,9 @@ class ServedModel:
 
     def predict(self, batch: PersiaBatch) -> tuple[str, list[NDArray[Any]]]:
         """Version and outputs; see `Predictor.predict`."""
-        with self._looking_up():
+        # Remote rows change when their servers change them, and a lookup may take long.
+        is_local = self.settings.embeddings is None
+        with self._lock.shared() if is_local else contextlib.nullcontext():
             current = self._current
             rows = current.predictor.look_up(batch)
         outputs = current.predictor.compute(batch, rows)
@@ -108,12 +110,8 @@ class ServedModel:
         if self._thread is not None:
             self._thread.join(5.0)
 
-    def _looking_up(self) -> contextlib.AbstractContextManager[None]:
-        # Remote rows change when their servers change them, and a lookup may take long.
-        return self._lock.shared() if self.settings.embeddings is None else contextlib.nullcontext()
-
     def _switch(self, version: Version, change_rows: Callable[[], None]) -> None:
-        with self._lock.alone():
+        with self._lock.exclusive():
             change_rows()
             self._current = version
 
@@ -132,7 +130,7 @@ class ServedModel:
                 return
             self._current = self._load()
             self._refused = self._error = ""
-        except Exception as failure:  # whatever it is, the version that answers goes on answering
+        except Exception as failure:  # whatever it is, the current version keeps answering
             if str(failure) != self._error:
                 get_default_logger().error(
                     "%s: version %s stays, the next one cannot be served: %s",

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-
 from persia.embedding.counters import CounterValues
 
 REPOSITORY = Path(__file__).parents[2]
@@ -236,7 +235,7 @@ def test_the_stack_mounts_what_is_there_and_pushes_where_it_is_scraped() -> None
 def test_a_dashboard_asks_for_metrics_that_exist(name: str) -> None:
     """By their names; tests/integration/test_watching_a_job.py runs each query against a job."""
     sources = [*(REPOSITORY / "persia" / "observability").glob("*.py")]
-    sources.append(REPOSITORY / "persia" / "serving" / "source.py")
+    sources.append(REPOSITORY / "persia" / "serving" / "statistics.py")
     known = set(re.findall(r'"([a-z0-9_]+)"', "".join(path.read_text() for path in sources)))
     known |= {f"persia_nn_{outcome}" for outcome in CounterValues.__dataclass_fields__}
     board = json.loads((REPOSITORY / "monitoring" / "grafana" / "dashboards" / f"{name}.json").read_text())

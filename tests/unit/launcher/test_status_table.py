@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from persia.launcher.status_table import render, si
+from persia.launcher import status_table
+from persia.launcher.status_table import JobView, render, si
 from persia.messaging.discovery import ServiceInfo
 from persia.messaging.subjects import (
     DATA_LOADER,
@@ -218,3 +219,57 @@ def test_a_server_over_a_pool_shows_its_cache_and_checkpoint(tier: dict[str, Any
     counts = {"num_hot": 1000, "num_promoted": 2_000_000}
     status = process(EMBEDDING_PARAMETER_SERVER, stats={"tier": {**counts, **tier}})
     assert cells(status)[-1].endswith(text)
+
+
+class Job:
+    """What a broker and the processes of a job would answer; a session, too."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *processes: ProcessStatus) -> None:
+        self.processes = list(processes)
+        self.is_connected = True
+        monkeypatch.setattr(status_table, "find_processes", lambda _job: [p.info for p in self.processes])
+        monkeypatch.setattr(status_table, "job_status", self.statuses)
+        monkeypatch.setattr(status_table.time, "sleep", lambda _seconds: None)
+
+    def statuses(self, infos: Any) -> list[ProcessStatus]:
+        asked = list(infos)
+        return [status for status in self.processes if status.info in asked]
+
+    def view(self) -> JobView:
+        return JobView(self, (), "ads")  # type: ignore[arg-type]
+
+
+def test_a_job_is_fine_when_every_replica_is_there_and_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, process(NN_WORKER))
+    assert job.view().exit_code == 0
+    job.processes = [process(NN_WORKER, ready=False, reason="busy")]
+    assert job.view().exit_code == 1
+    job.processes = [process(EMBEDDING_WORKER, replicas=2)]
+    assert job.view().exit_code == 1
+    job.processes = []
+    assert job.view().exit_code == 1
+
+
+def test_a_process_that_disappears_is_shown_as_gone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(monkeypatch, process(NN_WORKER), process(DATA_LOADER))
+    view = job.view()
+    job.processes.pop()
+    view.print_once(1.0)
+    assert "gone" in capsys.readouterr().out
+    assert view.exit_code == 1
+
+
+def test_without_the_broker_the_known_processes_are_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(monkeypatch, process(NN_WORKER))
+    view = job.view()
+    job.is_connected = False
+    monkeypatch.setattr(status_table, "find_processes", None)  # would fail
+    view.print_once(1.0)
+    shown = capsys.readouterr().out
+    assert "job ads: its NATS server does not answer" in shown
+    assert "gone" not in shown
+    assert view.exit_code == 0

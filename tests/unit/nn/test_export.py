@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -358,7 +359,7 @@ def test_what_cannot_be_exported() -> None:
 
 
 def test_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("persia.nn.snapshot_rows._PART_BYTES", 20_000)
+    monkeypatch.setattr(sys.modules["persia.nn.export"], "_PART_BYTES", 20_000)
     model = trained_bags()
     assert model.bags.stats().memory_bytes > 3 * 20_000
     assert equal(model, export(model), random_batch(68))

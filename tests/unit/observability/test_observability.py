@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from persia._native import DURATION_BOUNDS_S, DurationStats
 from persia.errors import InvalidArgumentError, InvalidTypeError, ResourceExhaustedError
 from persia.messaging.discovery import ServiceInfo
-from persia.observability import report, reported
+from persia.observability import finite_reported, report, reported
 from persia.observability.exposition import Families, text
 from persia.observability.http import HttpPort, json_answer
 from persia.observability.phases import Phase
@@ -98,15 +98,15 @@ def test_what_cannot_be_reported_is_refused_and_changes_nothing(values, error):
     report(kept=1)
     with pytest.raises(error, match="report"):
         report(**values)
-    assert reported.reported()["kept"] == 1
-    assert not reported.reported().keys() & (values.keys() - {"kept"})
+    assert reported()["kept"] == 1
+    assert not reported().keys() & (values.keys() - {"kept"})
 
 
 def test_nan_is_shown_in_metrics_and_left_out_of_json():
     report(loss_nan=float("nan"))
-    assert "loss_nan" in reported.reported()
-    assert "loss_nan" not in reported.finite_reported()
-    json.dumps(reported.finite_reported(), allow_nan=False)
+    assert "loss_nan" in reported()
+    assert "loss_nan" not in finite_reported()
+    json.dumps(finite_reported(), allow_nan=False)
 
 
 def info(incarnation: int = 1, status_address: str = "h:1") -> ServiceInfo:

@@ -18,8 +18,8 @@ from persia.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from persia.serving.batch_predict import layout_of, merged, split
 from persia.serving.batcher import Batcher, BatchingOptions
-from persia.serving.merging import layout_of, merged, split
 
 
 def make_batch(*ids: list[int], weights: bool = False, dtype: Any = np.float32) -> PersiaBatch:

@@ -1,4 +1,4 @@
-"""A lock that many hold together to read, and one alone to switch what they read."""
+"""A lock that many threads hold shared to read, and one exclusively to replace what they read."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-__all__ = ["SharedLock"]
+__all__ = ["RwLock"]
 
 
-class SharedLock:
-    """The one who switches goes first: who comes later waits, so that load cannot keep it out."""
+class RwLock:
+    """A waiting writer goes first: later readers wait for it, so that load cannot starve it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._num_readers = 0
-        self._is_switching = False
+        self._has_writer = False
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_switching)
+            self._changed.wait_for(lambda: not self._has_writer)
             self._num_readers += 1
         try:
             yield
@@ -31,15 +31,15 @@ class SharedLock:
                     self._changed.notify_all()
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_switching)
-            self._is_switching = True
+            self._changed.wait_for(lambda: not self._has_writer)
+            self._has_writer = True
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._num_readers == 0)
             yield
         finally:
             with self._changed:
-                self._is_switching = False
+                self._has_writer = False
                 self._changed.notify_all()

@@ -1,16 +1,48 @@
-"""Several requests as one batch: features end to end, predictions cut apart again."""
+"""Several requests answered by one computation: features end to end, predictions cut apart again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from persia.embedding.data import IDTypeFeature, NonIDTypeFeature, PersiaBatch
+from persia.errors import DeadlineExceededError, InternalError, PersiaError, UnavailableError
+from persia.logger import get_default_logger
 
-__all__ = ["Layout", "layout_of", "merged", "split"]
+__all__ = ["Layout", "Predict", "Prediction", "layout_of", "merged", "predict_together", "split"]
+
+# Computes one batch with the current version: (version, outputs).
+Predict = Callable[[PersiaBatch], tuple[str, list[NDArray[Any]]]]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The answer to one request."""
+
+    version: str
+    outputs: list[NDArray[Any]]
+
+
+def predict_together(predict: Predict, batches: Sequence[PersiaBatch]) -> list[Prediction | PersiaError]:
+    """An answer to each of `batches`, which must have one layout."""
+    try:
+        version, outputs = predict(merged(batches))
+        parts = split(outputs, [batch.batch_size for batch in batches])
+    except Exception as failure:
+        if len(batches) == 1 or isinstance(failure, (UnavailableError, DeadlineExceededError)):
+            if not isinstance(failure, PersiaError):
+                get_default_logger().error("a prediction failed", exc_info=failure)
+                what = f"the prediction failed: {type(failure).__name__}: {failure}"
+                return [InternalError(what)] * len(batches)
+            return [failure] * len(batches)
+        # One batch's fault must not be the others': each gets an answer of its own.
+        return [predict_together(predict, [batch])[0] for batch in batches]
+    return [Prediction(version, part) for part in parts]
+
 
 # What batches must have in common to become one: names in order, dtypes and shapes of a sample.
 Layout = tuple[Any, ...]

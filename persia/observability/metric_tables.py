@@ -1,0 +1,179 @@
+"""The metrics that are numbers of a status: (name, key in the status, documentation) each.
+
+Names without "persia_" are those of the published system.
+"""
+
+from __future__ import annotations
+
+from persia.observability.phases import WAIT_FOR_BATCH
+
+# Of a parameter server: `ParameterServer.stats()`.
+SERVER_COUNTERS = (
+    ("index_miss_count", "num_missing_rows", "Rows that a lookup did not find."),
+    ("gradient_id_miss_count", "num_skipped_gradients", "Gradients whose rows were gone or not admitted."),
+    ("persia_lookup_rows", "num_looked_up_rows", "Rows asked for."),
+    ("persia_updated_rows", "num_updated_rows", "Rows updated."),
+    ("persia_inserted_rows", "num_inserted_rows", "Rows made by lookups for training."),
+    ("persia_evicted_rows", "num_evicted_rows", "Rows that made room for others."),
+    ("persia_expired_rows", "num_expired_rows", "Rows that no training batch used for their time to live."),
+    ("persia_small_rows", "num_small_rows", "Rows below their least norm that went before a checkpoint."),
+    ("persia_unadmitted_rows", "num_unadmitted_rows", "Missing rows that admission refused."),
+    ("persia_nonfinite_rows", "num_nonfinite_rows", "Rows left alone, their gradient being NaN or infinite."),
+    ("persia_updates", "num_updates", "Update requests applied."),
+    ("persia_repeated_updates", "num_repeated_updates", "Update requests answered from memory: sent again."),
+    ("persia_update_staleness", "sum_staleness", "Updates between lookup and own update, summed."),
+)
+
+SERVER_GAUGES = (
+    ("index_miss_ratio", "last_missing_ratio", "Missing rows of the latest lookup by its rows."),
+    ("persia_rows", "num_rows", "Rows held."),
+    ("persia_rows_bytes", "memory_bytes", "Memory of rows and index."),
+    ("persia_update_staleness_max", "max_staleness", "Updates between lookup and own update, at most."),
+)
+
+# Of an embedding worker: `EmbeddingWorker.stats()`.
+WORKER_COUNTERS = (
+    ("persia_batches_registered", "num_registered", "Batches that loaders have sent."),
+    ("persia_batches_looked_up", "num_looked_up", "Batches looked up."),
+    ("persia_batches_returned", "num_returned", "Batches whose gradients were applied."),
+    ("persia_batches_released", "num_released", "Batches given up without gradients."),
+    ("persia_batches_expired", "num_expired", "Batches dropped because no rank asked for them."),
+    ("persia_ids", "num_ids", "IDs of the batches looked up."),
+    ("persia_unique_ids", "num_signs", "Of these, after each batch's repetitions were left out."),
+    ("persia_gradients", "num_gradients", "Unique IDs of the batches whose gradients were applied."),
+    ("persia_gradients_left_out", "num_gradients_left_out", "Of these, without a usable gradient: not sent."),
+    ("persia_announced_ids", "num_announced", "Unique IDs of prefetch hints to servers."),
+    ("persia_announced_ids_dropped", "num_announced_dropped", "Of these, not sent: servers lagged behind."),
+)
+
+WORKER_GAUGES = (
+    ("num_pending_batches", "num_buffered", "Batches that wait for their lookup."),
+    ("staleness", "num_in_flight", "Batches between lookup and update."),
+)
+
+# Of each of its slots: `EmbeddingWorker.slots()`.
+SLOT_COUNTERS = (
+    ("nan_count", "num_nonfinite", "Gradients dropped: NaN or infinite."),
+    ("nan_grad_skipped", "num_skipped", "Gradients the loss gave none for."),
+)
+
+SLOT_GAUGES = (
+    (
+        "batch_unique_indices_rate",
+        "last_distinct_ratio",
+        "Distinct indices of the latest batch by all.",
+    ),
+    ("estimated_distinct_id", "estimated_distinct", "Different indices so far, estimated."),
+)
+
+# Of the port of either.
+RPC_SERVER_COUNTERS = (
+    ("persia_rpc_requests", "rpc_num_requests", "Requests handled."),
+    ("persia_rpc_failed_requests", "rpc_num_failed", "Requests answered with an error."),
+    ("persia_rpc_request_bytes", "rpc_num_received_bytes", "Bytes of requests."),
+    ("persia_rpc_reply_bytes", "rpc_num_sent_bytes", "Bytes of replies."),
+)
+
+RPC_SERVER_GAUGES = (
+    ("persia_rpc_connections", "rpc_num_connections", "Connections of clients."),
+    ("persia_rpc_running_requests", "rpc_num_running", "Requests being handled."),
+    ("persia_rpc_waiting_requests", "rpc_num_in_line", "Requests that wait for a handler."),
+)
+
+# Of each connection of a client: `channels()`.
+CHANNEL_COUNTERS = (
+    ("persia_rpc_calls", "num_calls", "Calls made."),
+    ("persia_rpc_retries", "num_retries", "Requests sent again."),
+    ("persia_rpc_connects", "num_connects", "Connections made."),
+    ("persia_rpc_call_sent_bytes", "num_sent_bytes", "Bytes of requests sent."),
+    ("persia_rpc_call_received_bytes", "num_received_bytes", "Bytes of replies received."),
+)
+
+# Of the packets that rank 0 writes.
+PACKET_COUNTERS = (
+    ("persia_packets_written", "packets", "Packets of changes written for followers."),
+    ("persia_packet_rows", "rows", "Changed and removed rows in packets."),
+    ("persia_packet_bytes", "bytes", "Bytes of packets."),
+    ("persia_packet_failures", "failures", "Packets that could not be written; their rows come later."),
+    ("persia_packet_restarts", "restarts", "Breaks in the sequence of packets, the start of it included."),
+    ("persia_packet_checkpoints", "checkpoints", "Checkpoints written because followers needed one."),
+)
+
+PACKET_GAUGES = (
+    ("persia_packet_number", "number", "The newest packet."),
+    ("persia_packet_lag_seconds", "lag_s", "Age of the oldest change that is in no packet yet, at most."),
+)
+
+# Of the storage tier of a parameter server: `ServerPool.status()` of persia.checkpoint.
+TIER_COUNTERS = (
+    ("persia_tier_hits", "num_hits", "Rows that lookups found in the cache."),
+    ("persia_tier_misses", "num_misses", "Rows that lookups had to read from the tier."),
+    ("persia_tier_promoted_rows", "num_promoted", "Rows read from the tier into the cache."),
+    ("persia_tier_prefetched_rows", "num_prefetched", "Of these, ahead of the lookup that names them."),
+    ("persia_tier_unheeded_ids", "num_unheeded", "IDs of prefetch hints that had no room."),
+    ("persia_tier_demoted_rows", "num_demoted", "Rows evicted from the cache to the tier."),
+    ("persia_tier_written_rows", "num_written", "Versions of rows written to the tier."),
+)
+
+TIER_GAUGES = (
+    ("persia_tier_cached_rows", "num_hot", "Rows in the cache."),
+    ("persia_tier_memory_bytes", "memory_bytes", "Memory of the cache and of the index of all rows."),
+    ("persia_tier_pool_bytes", "pool_bytes", "Size of the tier file."),
+    ("persia_tier_pool_max_bytes", "pool_max_bytes", "Size that the tier file may grow to."),
+    ("persia_tier_pool_used_bytes", "pool_used_bytes", "Bytes of the tier file with rows that are needed."),
+    ("persia_tier_kept_versions", "num_kept", "Older versions of rows, kept for a checkpoint."),
+    ("persia_tier_pending_checkpoints", "num_pending", "Checkpoints begun and not committed."),
+    ("persia_tier_committed_step", "step", "Training step of the checkpoint that a restart recovers."),
+)
+
+# Of a follower of packets: `FollowStatus.to_json()` of persia.checkpoint.
+FOLLOWING_COUNTERS = (
+    ("persia_inc_packets_applied", "num_applied", "Packets applied."),
+    ("persia_inc_packet_retries", "num_retries", "Tries to apply a packet that failed."),
+    ("persia_inc_packets_failed", "num_failed", "Packets given up, until they change."),
+    ("persia_inc_storage_errors", "num_storage_errors", "Looks that failed: storage or server was away."),
+    ("persia_inc_checkpoints_loaded", "num_checkpoints", "Beginnings loaded: the first, and fall-backs."),
+)
+
+FOLLOWING_GAUGES = (
+    ("inc_update_delay_sec", "delay_s", "From the oldest update of the last packet until it was visible."),
+    ("persia_inc_applied_number", "number", "Number of the last packet applied."),
+    ("persia_inc_behind", "num_behind", "Packets written and not applied yet."),
+    ("persia_inc_pinned", "pinned", "1: a pin holds it at a packet."),
+)
+
+# The latest durations, by the name of their phase.
+SERVER_TIMES = (
+    ("set_embedding_time_cost_sec", "set", "Writing rows given from outside, the latest."),
+    ("decode_indices_time_cost_sec", "decode", "Decoding a lookup request, the latest."),
+    ("encode_embedding_time_cost_sec", "encode", "Making the buffer of a lookup's reply, the latest."),
+    ("lookup_inference_batch_time_cost_sec", "inference lookup", "Looking up without training, the latest."),
+    ("lookup_hashmap_time_cost_sec", "lookup", "Looking rows up for training, the latest."),
+)
+
+WORKER_TIMES = (
+    ("lookup_preprocess_time_cost_sec", "lookup preprocess", "Deduplication and routing, the latest."),
+    ("lookup_rpc_time_cost_sec", "lookup rpc", "The parameter servers' answers to a batch, the latest."),
+    ("lookup_postprocess_time_cost_sec", "lookup postprocess", "Pooling a batch, the latest."),
+    ("lookup_total_time_cost_sec", "lookup total", "A batch's lookup in all, the latest."),
+    ("update_gradient_time_cost_sec", "update gradient", "A batch's update in all, the latest."),
+)
+
+NN_TIMES = (
+    ("forward_client_time_cost_sec", "client lookup", "A batch's lookup as the rank sees it, the latest."),
+    ("forward_client_to_gpu_time_cost_sec", "to device", "Making a batch's tensors, the latest."),
+    ("backward_client_time_cost_sec", "hand in gradients", "Handing a batch's gradients in, the latest."),
+)
+
+NN_SLOW_TIMES = (
+    (
+        "get_train_batch_time_cost_more_than_1ms_sec",
+        WAIT_FOR_BATCH.stats.name,
+        "The training loop's wait for a batch, the latest above 1 ms seen.",
+    ),
+    (
+        "update_gradient_batched_time_cost_more_than_1ms_sec",
+        "client return gradients",
+        "A batch's gradient return as the rank sees it, the latest above 1 ms seen.",
+    ),
+)
