@@ -1,45 +1,56 @@
 """The context that is current: the innermost one entered by this thread, or else by the process.
 
-Here, below the contexts themselves, because data loaders and optimizers find their context without being
-told.
+Below the contexts themselves, because data loaders and optimizers find their context without being told.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, TypeVar, overload
 
 __all__ = ["current_context", "enter_context", "leave_context", "own_context"]
 
-_entered: list[tuple[int, Any]] = []  # (thread, context), in the order in which they were entered
+T = TypeVar("T")
+
+# (thread, the context and its parts, as its runtime), in the order in which contexts were entered
+_entered: list[tuple[int, tuple[Any, ...]]] = []
 
 
-def current_context(kind: type = object) -> Any | None:
-    """The innermost entered context that is a `kind`, or None. `persia.ctx.cnt_ctx` is the public name.
+@overload
+def current_context(kind: type[T]) -> T | None: ...
+@overload
+def current_context() -> Any | None: ...
+def current_context(kind: type[Any] = object) -> Any | None:
+    """The innermost entered context that is a `kind`, or its part that is; None without one.
 
-    A thread that has entered none sees that of the process; where several threads have, there is none, as
-    one of them would be taken by chance.
+    `persia.ctx.cnt_ctx` is the public name. A thread that has entered none sees that of the process; where
+    several threads have, there is none, as one of them would be taken by chance.
     """
-    own = own_context(kind)
+    own: Any | None = own_context(kind)
     if own is not None:
         return own
-    entered = [(thread, context) for thread, context in tuple(_entered) if isinstance(context, kind)]
-    return entered[-1][1] if len({thread for thread, _ in entered}) == 1 else None
+    found = [(thread, part) for thread, parts in tuple(_entered) for part in _of_kind(parts, kind)]
+    return found[-1][1] if len({thread for thread, _ in found}) == 1 else None
 
 
-def own_context(kind: type = object) -> Any | None:
-    """The innermost context of a `kind` that this thread has entered, or None."""
-    own = [context for thread, context in tuple(_entered) if thread == threading.get_ident()]
-    return next((context for context in reversed(own) if isinstance(context, kind)), None)
+def own_context(kind: type[T]) -> T | None:
+    """The same, of the contexts that this thread has entered."""
+    own = [parts for thread, parts in tuple(_entered) if thread == threading.get_ident()]
+    return next((part for parts in reversed(own) for part in _of_kind(parts, kind)), None)
 
 
-def enter_context(context: Any) -> None:
-    _entered.append((threading.get_ident(), context))
+def enter_context(context: Any, *parts: Any) -> None:
+    """Makes the context current, which may be found by the class of one of its `parts`, too."""
+    _entered.append((threading.get_ident(), (context, *parts)))
 
 
 def leave_context(context: Any) -> None:
     """Removes `context`, wherever it is: contexts held by generators may end out of order."""
     for position in reversed(range(len(_entered))):
-        if _entered[position][1] is context:
+        if _entered[position][1][0] is context:
             del _entered[position]
             return
+
+
+def _of_kind(parts: tuple[Any, ...], kind: type[T]) -> list[T]:
+    return [part for part in parts if isinstance(part, kind)][:1]

@@ -201,13 +201,13 @@ class Job:
         return {
             "resident_bytes": self._resident_of_rows,
             "store_bytes": self._tier_stats().get("memory_bytes", 0),
-            "num_rows": sum(self._ctx.backend.sizes()),
+            "num_rows": sum(self._ctx.get_embedding_size()),
             "num_cached": self._tier_stats().get("num_hot", 0),
             "limit_bytes": self._options.cache_bytes if self._options.counts_bytes else 0,
         }
 
     def _tier_stats(self) -> dict[str, int]:
-        store = self._ctx.backend.local_store
+        store = self._ctx.runtime.backend.local_store
         assert store is not None, "the job is embedded"
         return store.tier_stats() or {}
 

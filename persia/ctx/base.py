@@ -16,7 +16,7 @@ from persia.errors import InvalidArgumentError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BaseCtx", "PreprocessMode", "Terminated", "cnt_ctx"]
+__all__ = ["BaseCtx", "PreprocessMode", "Terminated", "checked_device", "cnt_ctx"]
 
 
 class Terminated(SystemExit):
@@ -45,8 +45,9 @@ class BaseCtx:
             raise InvalidArgumentError(
                 f"threadpool_worker_size is {threadpool_worker_size}: it must be at least 1"
             )
-        self.device_id = _checked_device(device_id)
+        self.device_id = checked_device(device_id)
         self._restore_sigterm: Any = None
+        self._parts: tuple[object, ...] = ()  # found by their class while this context is current
 
     @property
     def device(self) -> torch.device | None:
@@ -65,7 +66,7 @@ class BaseCtx:
         )
 
     def __enter__(self) -> Self:
-        enter_context(self)
+        enter_context(self, *self._parts)
         self._restore_sigterm = _exit_on_sigterm()
         return self
 
@@ -81,11 +82,11 @@ class BaseCtx:
 
 def cnt_ctx() -> BaseCtx | None:
     """The current context: the innermost one entered, or None."""
-    context: BaseCtx | None = current_context()
-    return context
+    return current_context(BaseCtx)
 
 
-def _checked_device(device_id: int | None) -> int | None:
+def checked_device(device_id: int | None) -> int | None:
+    """The device that `device_id` means. InvalidArgumentError: there is no such device."""
     if device_id is None:
         # As published, where a process had one device: `eval_ctx(model=model)` evaluates where training runs.
         outer = cnt_ctx()

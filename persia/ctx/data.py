@@ -76,7 +76,7 @@ class DataCtx(BaseCtx):
         if to is None and env.get_nats_url() is not None:
             set_role(DATA_LOADER, self.replica_index)
             return JobConnection.connect(name)
-        job = find_embedded_job() if to is None else to.embedded_job
+        job = find_embedded_job() if to is None else to.runtime.embedded if to.owns_runtime else None
         if job is None:
             raise FailedPreconditionError(
                 "the context given as `to` has no embedded job of its own: loaders of a cluster leave it out"

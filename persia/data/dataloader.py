@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from persia.current import current_context
 from persia.data.dataset import IterableDatasetBase
-from persia.data.host import LoaderHost
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
+from persia.job.batch_pipeline import BatchPipeline
 from persia.logger import get_default_logger
 from persia.observability.phases import WAIT_FOR_BATCH
 from persia.pipeline.batch import PersiaTrainingBatch
-from persia.pipeline.lookup import LookupService, deferred_stages, first_slots, slots_in_step
 from persia.pipeline.prefetch import Prefetcher
-from persia.pipeline.staleness import Mode, StalenessGate
 
 __all__ = ["DataLoader"]
-
-# A prefetcher's threads end as soon as the call they are in returns; how long closing waits for that.
-_CLOSE_DEADLINE_S = 10.0
 
 
 class DataLoader:
@@ -69,67 +65,48 @@ class DataLoader:
         self.num_workers = 1 if reproducible else num_workers
         self.reproducible = reproducible
         self.embedding_staleness = embedding_staleness
-        self._stream: tuple[LoaderHost, Prefetcher] | None = None
+        self._stream: tuple[BatchPipeline, Prefetcher] | None = None
         self._stream_ended = False
 
     def __iter__(self) -> Iterator[PersiaTrainingBatch]:
-        host = current_context(LoaderHost)
-        if host is None:
+        pipeline = current_context(BatchPipeline)
+        if pipeline is None:
             raise FailedPreconditionError(
                 "a DataLoader is iterated inside a context that looks embeddings up: "
                 "`with TrainCtx(...) as ctx:` or `with eval_ctx(...) as ctx:`"
             )
-        return self._iterate_stream(host) if self.dataset.streamed else self._iterate_once(host)
+        return self._iterate_stream(pipeline) if self.dataset.streamed else self._iterate_once(pipeline)
 
-    def _iterate_once(self, host: LoaderHost) -> Iterator[PersiaTrainingBatch]:
-        prefetcher = self._open(host)
+    def _iterate_once(self, pipeline: BatchPipeline) -> Iterator[PersiaTrainingBatch]:
+        prefetcher = self._open(pipeline)
         try:
             yield from self._batches(prefetcher)
         finally:
-            prefetcher.close(_CLOSE_DEADLINE_S)
-            host.detach(prefetcher)
+            pipeline.end_prefetch(prefetcher)
 
-    def _iterate_stream(self, host: LoaderHost) -> Iterator[PersiaTrainingBatch]:
-        """Goes on where an iteration left with `break` has stopped; the context ends the stream."""
-        if self._stream is None or self._stream[0] is not host:
-            self._stream, self._stream_ended = (host, self._open(host)), False
+    def _iterate_stream(self, pipeline: BatchPipeline) -> Iterator[PersiaTrainingBatch]:
+        """Continues where an iteration left with `break` has stopped; the context ends the stream."""
+        if self._stream is None or self._stream[0] is not pipeline:
+            self._stream, self._stream_ended = (pipeline, self._open(pipeline)), False
         if self._stream_ended:
             raise FailedPreconditionError(
                 "the stream of the data loaders has ended, it can be iterated once: "
                 "let the loaders send every epoch, or use an IterableDataset"
             )
-        # Entered with the first batch and left after the last one: this is where a rank that has ended goes
-        # on answering the collectives of the others.
-        with host.uneven_inputs():
+        # Entered with the first batch and left after the last one: a rank that runs out of data joins the
+        # collectives of the others where it leaves.
+        with pipeline.around_stream():
             yield from self._batches(self._stream[1])
             self._stream_ended = True
 
-    def _open(self, host: LoaderHost) -> Prefetcher:
-        stages = host.lookup_stages(self.embedding_staleness)
-        if self.reproducible and self.embedding_staleness == 1:
-            _warn_of_loose_slots([stage.mode for stage in stages if stage.mode.bound != 1])
-        first = stages[0].mode
-        gate = StalenessGate(first.bound, host.lookup_counters, on_demand=first.synchronous)
-        later = [(stage, StalenessGate(stage.mode.bound, None)) for stage in deferred_stages(stages)]
-        source = self.dataset.open_source(host, ordered=self.reproducible)
-        prefetcher = Prefetcher(
-            source,
-            LookupService(
-                host.backend,
-                host.releaser,
-                host.lookup_counters,
-                host.device,
-                host.training,
-                first_slots(stages, ahead=True),
-                slots_in_step(stages),
-            ),
-            gate,
-            later,
+    def _open(self, pipeline: BatchPipeline) -> Prefetcher:
+        return pipeline.prefetch(
+            partial(self.dataset.open_source, pipeline, ordered=self.reproducible),
             forward_buffer_size=self.forward_buffer_size,
             num_workers=self.num_workers,
+            embedding_staleness=self.embedding_staleness,
+            reproducible=self.reproducible,
         )
-        host.attach(prefetcher)
-        return prefetcher
 
     def _batches(self, prefetcher: Prefetcher) -> Iterator[PersiaTrainingBatch]:
         while True:
@@ -140,17 +117,6 @@ class DataLoader:
             yield batch
             # Held here no longer: a batch that the script drops without backward must be seen to be dropped.
             del batch
-
-
-def _warn_of_loose_slots(modes: list[Mode]) -> None:
-    if modes:
-        get_default_logger().warning(
-            "reproducible=True with slots of %s fixes the order of batches only: their lookups and updates "
-            "race",
-            " and ".join(
-                f"consistency={m.consistency.value!r} (embedding_staleness={m.bound})" for m in modes
-            ),
-        )
 
 
 def _check_positive(name: str, value: int) -> None:

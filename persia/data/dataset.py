@@ -5,10 +5,9 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator
 
-from persia.data.host import LoaderHost
 from persia.embedding.data import PersiaBatch
 from persia.errors import InvalidArgumentError, InvalidTypeError
-from persia.job.embedded import LoaderThread
+from persia.job.batch_pipeline import BatchPipeline
 from persia.pipeline.source import BatchSource, LocalSource
 
 __all__ = ["IterableDataset", "IterableDatasetBase", "StreamingDataset"]
@@ -34,7 +33,7 @@ class IterableDatasetBase(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def open_source(self, host: LoaderHost, *, ordered: bool) -> BatchSource:
+    def open_source(self, pipeline: BatchPipeline, *, ordered: bool) -> BatchSource:
         """Starts one iteration. `ordered`: batches must come in a reproducible order."""
 
 
@@ -60,17 +59,12 @@ class StreamingDataset(IterableDatasetBase):
     def streamed(self) -> bool:
         return True
 
-    def open_source(self, host: LoaderHost, *, ordered: bool) -> BatchSource:
-        receiver = host.open_stream(self.buffer_size, ordered=ordered)
-        job = host.embedded_job
-        if self.loader is None or job is None or job.has_nats:
-            return receiver
-        receiver.close_with(LoaderThread(self.loader, job, receiver).close)
-        return receiver
+    def open_source(self, pipeline: BatchPipeline, *, ordered: bool) -> BatchSource:
+        return pipeline.receive(self.buffer_size, self.loader, ordered=ordered)
 
 
 class IterableDataset(IterableDatasetBase):
     """A data set in this process: subclasses implement `__iter__`, which runs on a background thread."""
 
-    def open_source(self, host: LoaderHost, *, ordered: bool) -> BatchSource:
-        return LocalSource(self, self.buffer_size, lambda: host.lookup_counters.add(batches_received=1))
+    def open_source(self, pipeline: BatchPipeline, *, ordered: bool) -> BatchSource:
+        return LocalSource(self, self.buffer_size, pipeline.count_received)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import weakref
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from persia import _native
 from persia.current import current_context
@@ -32,16 +33,8 @@ __all__ = [
     "Adamax",
     "Lion",
     "Optimizer",
-    "OptimizerUser",
     "RMSprop",
 ]
-
-
-class OptimizerUser(Protocol):
-    """What applies an optimizer: a `TrainCtx` or an `EmbeddingBagCollection`."""
-
-    def register_embedding_optimizer(self, optimizer: Optimizer) -> None:
-        """Uses the optimizer from now on, while training goes on."""
 
 
 class Optimizer(ABC):
@@ -59,8 +52,8 @@ class Optimizer(ABC):
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise InvalidArgumentError(f"lr={self.lr!r} must be a finite number above 0")
         self._first_lr = self.lr
-        # Weak: an optimizer does not keep a context or a module alive.
-        self._users: weakref.WeakSet[OptimizerUser] = weakref.WeakSet()
+        # Weak: an optimizer does not keep the object of a listener alive.
+        self._listeners: list[weakref.WeakMethod[Callable[[Optimizer], None]]] = []
         self._check()
 
     def _check(self) -> None:
@@ -102,16 +95,18 @@ class Optimizer(ABC):
             raise
         if self.lr == before:
             return
-        for user in list(self._users):
-            user.register_embedding_optimizer(self)
+        for reference in self._listeners:
+            if (listener := reference()) is not None:
+                listener(self)
 
-    def add_user(self, user: OptimizerUser) -> None:
-        """From now on `set_lr` reaches `user`; for contexts and modules."""
-        self._users.add(user)
+    def subscribe(self, listener: Callable[[Optimizer], None]) -> None:
+        """Calls `listener`, the method of an object, after each change of the learning rate."""
+        self.unsubscribe(listener)
+        self._listeners = [*self._listeners, weakref.WeakMethod(listener)]
 
-    def remove_user(self, user: OptimizerUser) -> None:
-        """Undoes `add_user`."""
-        self._users.discard(user)
+    def unsubscribe(self, listener: Callable[[Optimizer], None]) -> None:
+        """Undoes `subscribe`."""
+        self._listeners = [left for left in self._listeners if left() not in (None, listener)]
 
     def apply(self) -> None:
         """Makes the current `TrainCtx` use this optimizer. `TrainCtx` does so on entering.

@@ -31,9 +31,7 @@ from persia.errors import (
 )
 from persia.job.connection import JobConnection
 from persia.logger import get_default_logger
-from persia.messaging.interface import Session
 from persia.messaging.local_session import LocalBroker, LocalSession
-from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_WORKER
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.queues import Deadline
@@ -45,10 +43,10 @@ __all__ = [
     "GlobalSource",
     "LoaderThread",
     "SlotsSource",
+    "check_embeddable",
     "find_embedded_job",
     "read_global",
     "read_slots",
-    "start_embedded_job",
 ]
 
 # A YAML file, what would stand in it, or the checked configuration itself.
@@ -62,19 +60,11 @@ _LOADER_END_S = 5.0
 class EmbeddedJob:
     """Worker and store of one context. Contexts nested in it share it; others have their own."""
 
-    def __init__(
-        self,
-        slots: SlotsConfig,
-        config: GlobalConfig,
-        connect: Callable[[str], Session],
-        *,
-        has_nats: bool,
-        tier: TierOptions | None = None,
-    ) -> None:
-        """`connect(name)` opens a session with the job's broker: a NATS server, or one of this process."""
-        self.has_nats = has_nats
+    def __init__(self, slots: SlotsConfig, config: GlobalConfig, tier: TierOptions | None = None) -> None:
+        """Loaders are threads of this process; with PERSIA_NATS_URL also processes that meet there."""
         self.config = config
-        self._connect = connect
+        self.has_nats = env.get_nats_url() is not None
+        self._broker = LocalBroker()  # unused where there is NATS
         store, worker = config.embedding_parameter_server_config, config.embedding_worker_config
         self._client = EmbeddedClient(
             slots=slots.native_slots(),
@@ -86,9 +76,7 @@ class EmbeddedJob:
             row_dtype=store.row_dtype,
         )
         self.backend = EmbeddingBackend(
-            self._client,
-            deadline_s=env.get_deadline_s(),
-            slot_modes=slots.slot_modes,
+            self._client, deadline_s=env.get_deadline_s(), slot_modes=slots.slot_modes
         )
         self._worker = self.connect("embedding-worker-0")
         try:
@@ -106,15 +94,6 @@ class EmbeddedJob:
             len(slots.slots_config),
         )
 
-    @classmethod
-    def create(cls, slots: SlotsConfig, config: GlobalConfig, tier: TierOptions | None = None) -> EmbeddedJob:
-        """Loaders are threads of this process; with PERSIA_NATS_URL also processes that meet there."""
-        url = env.get_nats_url()
-        if url is None:
-            broker = LocalBroker()
-            return cls(slots, config, lambda name: LocalSession(broker, name=name), has_nats=False, tier=tier)
-        return cls(slots, config, lambda name: _nats_session(url, name), has_nats=True, tier=tier)
-
     @property
     def loader_remedy(self) -> str:
         """How to start the data loader that a stream waits for."""
@@ -123,7 +102,9 @@ class EmbeddedJob:
 
     def connect(self, name: str) -> JobConnection:
         """A participant: the context itself, or one of its data loaders."""
-        return JobConnection(self._connect(name))
+        if self.has_nats:
+            return JobConnection.connect(name)
+        return JobConnection(LocalSession(self._broker, name=name))
 
     def close(self) -> None:
         """Takes no more batches. Idempotent; lookups under way end by themselves."""
@@ -133,12 +114,6 @@ class EmbeddedJob:
     def _register(self, loader_index: int, id_features: bytes | memoryview) -> tuple[int, int]:
         reference = self._client.register_batch(loader_index, id_features)
         return reference.worker_incarnation, reference.reference
-
-
-def _nats_session(url: str, name: str) -> NatsSession:
-    session = NatsSession(url, env.get_job_name(), name=name)
-    session.connect(env.get_deadline_s())
-    return session
 
 
 class _Jobs:
@@ -203,7 +178,7 @@ class LoaderThread:
     """Runs `loader()`, whose DataCtx feeds `job`; what goes wrong there is raised in the training loop."""
 
     def __init__(self, loader: Callable[[], object], job: EmbeddedJob, receiver: StreamReceiver) -> None:
-        self._loader = _running_for(job, loader)
+        self._loader, self._job = loader, job
         self._receiver = receiver
         self._thread = threading.Thread(target=self._run, name="persia-loader", daemon=True)
         self._thread.start()
@@ -217,6 +192,7 @@ class LoaderThread:
             )
 
     def _run(self) -> None:
+        _jobs.set_of_thread(self._job)  # for the DataCtx in it
         try:
             self._loader()
         except StreamClosedError:
@@ -232,16 +208,6 @@ def _in_loop(error: BaseException) -> PersiaError:
     failure = UnavailableError(f"the data loader ended with an error: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
-
-
-def _running_for(job: EmbeddedJob, loader: Callable[[], object]) -> Callable[[], object]:
-    """`loader`, to be called on a thread of its own, with its DataCtx feeding `job`."""
-
-    def run() -> object:
-        _jobs.set_of_thread(job)
-        return loader()
-
-    return run
 
 
 def read_slots(given: SlotsSource | None) -> SlotsConfig | None:
@@ -262,16 +228,8 @@ def read_global(given: GlobalSource | None) -> GlobalConfig:
     return parse_global_config(given) if isinstance(given, Mapping) else load_global_config(given)
 
 
-def start_embedded_job(
-    slots: SlotsConfig | None,
-    config: GlobalConfig,
-    world_size: int,
-    open_tier: Callable[[SlotsConfig], TierOptions | None] = lambda _: None,
-) -> EmbeddedJob:
-    """For a context without servers. Raises ConfigError or FailedPreconditionError naming the remedies.
-
-    `open_tier` says where rows are; None: in memory alone.
-    """
+def check_embeddable(slots: SlotsConfig | None, world_size: int) -> SlotsConfig:
+    """The slots of a job without servers. ConfigError, FailedPreconditionError: with the remedies."""
     if slots is None:
         raise ConfigError(
             "PERSIA_NATS_URL is not set, so embeddings live in this process, which needs their slots: pass "
@@ -284,4 +242,4 @@ def start_embedded_job(
             "own; start the job with `persia-launcher local --nproc-per-node`, or name its broker in "
             "PERSIA_NATS_URL"
         )
-    return EmbeddedJob.create(slots, config, open_tier(slots))
+    return slots

@@ -197,9 +197,9 @@ class EmbeddingBagCollection(torch.nn.Module):
     def register_embedding_optimizer(self, optimizer: Optimizer) -> None:
         """As `set_optimizer`; the name by which `Optimizer.set_lr` knows it."""
         self._bags.configure(optimizer.train_config(self.embedding_config), replace=True)
-        self.optimizer.remove_user(self)
+        self.optimizer.unsubscribe(self.register_embedding_optimizer)
         self.optimizer = optimizer
-        optimizer.add_user(self)
+        optimizer.subscribe(self.register_embedding_optimizer)
 
     def set_embeddings(self, slot: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Sets the rows of `ids` (int64 or uint64 [n]) to `rows` (float32 [n, dim]), as for pretrained ones.

@@ -15,7 +15,6 @@ from persia.embedding.batch_checks import MAX_BATCH_SIZE
 from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
 from persia.nn.engine import Updated
 from persia.nn.servers import Servers
-from persia.pipeline.backend import slot_signs
 from persia.pipeline.lease import BatchLease
 
 __all__ = ["ServerTable"]
@@ -92,9 +91,7 @@ class ServerTable:
         return updated
 
     def set_rows(self, slot: int, ids: NDArray[np.uint64], rows: NDArray[np.float32]) -> None:
-        signs = slot_signs(self._servers.slots, self._slot, ids)
-        for part in _parts(len(signs)):
-            self._servers.backend.set_embeddings(signs[part], rows[part])
+        self._servers.backend.set_slot_rows(self._servers.slots, self._slot, ids, rows)
 
     def stats(self) -> NoReturn:
         raise FailedPreconditionError(

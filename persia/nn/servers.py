@@ -12,12 +12,11 @@ from collections.abc import Iterator, Mapping
 
 from persia import env
 from persia._native import TrainConfig
-from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
-from persia.checkpoint.peers import find_servers
+from persia.checkpoint.checkpoints import DumpRequest, Source
 from persia.config import SlotsConfig
 from persia.errors import FailedPreconditionError, InvalidArgumentError
-from persia.job.connection import ClusterBackend, JobConnection
 from persia.job.embedded import SlotsSource, read_slots
+from persia.job.runtime import JobRuntime
 from persia.logger import get_default_logger
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.counters import Counters, CounterValues
@@ -64,42 +63,25 @@ class Servers:
 
     def __init__(self, slots: SlotsConfig) -> None:
         self.slots = slots
-        self._counters = Counters()
+        self.counters = Counters()
         self._configured = b""
-        with contextlib.ExitStack() as resources:
-            cluster = JobConnection.connect(f"converted-model-{env.get_rank() or 0}")
-            resources.callback(cluster.close)
-            backend = ClusterBackend(cluster, schema=slots.schema_hash())
-            resources.callback(backend.close)
-            self._reaper = LeaseReaper(backend, self._counters)
-            resources.callback(self._reaper.close, min(_CLOSE_S, env.get_deadline_s()))
-            self._backend: EmbeddingBackend | None = backend
-            self._checkpoints = Checkpoints(
-                lambda: find_servers(cluster.session, env.get_deadline_s()), deadline_s=env.get_deadline_s()
-            )
-            self._resources = resources.pop_all()
+        self._runtime = JobRuntime.connect(f"converted-model-{env.get_rank() or 0}", slots)
+        self._is_closed = False
+        self.reaper = LeaseReaper(self._runtime.backend, self.counters)
 
     @property
     def backend(self) -> EmbeddingBackend:
-        if self._backend is None:
+        if self._is_closed:
             raise FailedPreconditionError(
                 "the connection to the servers is closed: use the converted model inside the block of "
                 "job_servers()"
             )
-        return self._backend
-
-    @property
-    def reaper(self) -> LeaseReaper:
-        return self._reaper
-
-    @property
-    def counters(self) -> Counters:
-        return self._counters
+        return self._runtime.backend
 
     @property
     def counts(self) -> CounterValues:
         """What became of the lookups made here so far."""
-        return self._counters.snapshot()
+        return self.counters.snapshot()
 
     def check(self, dims: Mapping[str, int]) -> None:
         """That there is a slot for each weight, named as its module, of its dim, with rows of its own.
@@ -161,16 +143,17 @@ class Servers:
 
         One rank calls it. Raises what a dump of a context does.
         """
-        self._checkpoints.dump(DumpRequest(url, step=step, keep_last=keep_last))
+        self._runtime.checkpoints.dump(DumpRequest(url, step=step, keep_last=keep_last))
 
     def load(self, url: str | os.PathLike[str], *, strict: bool = True) -> None:
         """Replaces all rows of all servers by those of a checkpoint. One rank calls it, after `convert`.
 
         Other ranks must not look up before it is done: let them wait, as by `torch.distributed.barrier()`.
         """
-        self._checkpoints.load(Source(url), strict=strict)
+        self._runtime.checkpoints.load(Source(url), strict=strict)
 
     def close(self) -> None:
         """Gives up lookups that got no gradient, and disconnects; idempotent."""
-        self._backend = None
-        self._resources.close()
+        self._is_closed = True
+        self.reaper.close(min(_CLOSE_S, env.get_deadline_s()))
+        self._runtime.close(_CLOSE_S)

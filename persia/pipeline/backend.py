@@ -25,6 +25,8 @@ from persia.pipeline.staleness import ALL_SLOTS
 
 __all__ = ["EmbeddingBackend", "SlotGradients", "slot_signs"]
 
+_ROWS_AT_A_TIME = 65_536  # bounds a message of set_embeddings
+
 SlotGradients = Sequence[tuple[str, NDArray[np.float32] | None]]
 
 
@@ -89,6 +91,20 @@ class EmbeddingBackend:
     def set_embeddings(self, signs: NDArray[np.uint64], rows: NDArray[np.float32]) -> None:
         """Writes rows [num_signs, dim]; signs carry their feature group's prefix."""
         self._client.set_embeddings(signs, rows, timeout_s=self._deadline_s)
+
+    def set_slot_rows(
+        self, slots: SlotsConfig, name: str, ids: NDArray[np.uint64], rows: NDArray[np.float32]
+    ) -> None:
+        """Writes rows [n, dim] of `ids` [n] of a slot. InvalidArgumentError: another shape."""
+        signs = slot_signs(slots, name, ids)
+        dim = slots.slots_config[name].dim
+        if not isinstance(rows, np.ndarray) or rows.shape != (len(ids), dim):
+            what = list(rows.shape) if isinstance(rows, np.ndarray) else type(rows).__name__
+            raise InvalidArgumentError(f"rows of slot {name} are {what}: pass float32 [{len(ids)}, {dim}]")
+        values = np.ascontiguousarray(rows, np.float32)
+        for begin in range(0, len(signs), _ROWS_AT_A_TIME):
+            part = slice(begin, begin + _ROWS_AT_A_TIME)
+            self.set_embeddings(signs[part], values[part])
 
     def clear(self) -> None:
         """Removes all rows from all servers."""

@@ -16,7 +16,7 @@ from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.config import SlotsConfig
 from persia.errors import NotFoundError
-from persia.job.remote_rows import RemoteRows
+from persia.job.inference import RemoteRows
 from persia.packets.rows import PacketRows, clear_rows
 from persia.storage.schema import RowSchema
 

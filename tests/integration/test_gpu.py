@@ -118,7 +118,7 @@ def test_a_gradient_that_overflows_is_left_out_and_the_scale_falls() -> None:
         before = [p.detach().clone() for p in model.parameters()]
         output, _ = ctx.forward(ctx.get_embedding_from_data(next(iter(Batches(buffer_size=1)))))
         ctx.backward(output.sum() * 1e4)
-        assert ctx._scaler.get_scale() == 2.0**16 / 4
+        assert ctx._backward.scaler.get_scale() == 2.0**16 / 4
         assert all(map(torch.equal, before, model.parameters()))
     assert ctx.counters.nonfinite_slots == 2
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-from persia.embedding.counters import CounterValues
+
+from persia.pipeline.counters import CounterValues
 
 REPOSITORY = Path(__file__).parents[2]
 PROMETHEUS = REPOSITORY / "monitoring" / "prometheus"

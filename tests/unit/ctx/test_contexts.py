@@ -135,7 +135,7 @@ def test_evaluation_inside_training_shares_the_backend_and_changes_nothing(
         train.forward(batch)
         before = train.get_embedding_size()
         with eval_ctx(model=train.model) as evaluation:
-            assert evaluation.backend is train.backend
+            assert evaluation.runtime is train.runtime
             seen = evaluation.get_embedding_from_data(new_batch(1))
             evaluation.get_embedding_from_data(new_batch(77))
             assert not seen.consume_all_id_type_feature_embedding_tensors()[0].requires_grad
@@ -147,7 +147,7 @@ def test_evaluation_inside_training_shares_the_backend_and_changes_nothing(
 def test_inference_returns_no_labels(make_ctx: MakeCtx, model: torch.nn.Module, new_batch: Any) -> None:
     with (
         make_ctx() as train,
-        EmbeddingCtx(PreprocessMode.INFERENCE, model, backend=train.backend) as inference,
+        EmbeddingCtx(PreprocessMode.INFERENCE, model, backend=train.runtime.backend) as inference,
     ):
         output, labels = inference.forward(inference.get_embedding_from_bytes(new_batch(1).to_bytes()))
     assert output.shape == (3, 1)

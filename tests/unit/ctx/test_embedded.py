@@ -321,3 +321,22 @@ def test_inference_without_a_cluster_reads_zeros_and_inserts_nothing(new_batch: 
         batch = ctx.get_embedding_from_data(new_batch(1))
         assert not torch.cat(batch.consume_all_id_type_feature_embedding_tensors()).any()
         assert sum(ctx.get_embedding_size()) == 0
+
+
+def test_a_stream_without_a_loader_says_what_is_missing(
+    train_ctx: Any, in_thread: Any, monkeypatch: pytest.MonkeyPatch, log: Any
+) -> None:
+    monkeypatch.setenv("PERSIA_LOADER_SILENCE_SEC", "0.04")
+    monkeypatch.setattr("persia.pipeline.receive._REPORT_INTERVAL_S", 0.0)
+    missing = "in one process, pass StreamingDataset(loader=...) or run a DataCtx on another thread"
+
+    def end_when_told() -> None:
+        while not any(missing in text for text in log.messages):
+            time.sleep(0.01)
+        with DataCtx(to=ctx):
+            pass
+
+    with train_ctx() as ctx:
+        in_thread(end_when_told)
+        assert run(ctx, DataLoader(StreamingDataset(), timeout_ms=60_000)) == []
+    assert f"waiting for the first batch of the data loaders; {missing}" in log.messages

@@ -73,7 +73,7 @@ def test_embedding_gradients_can_be_clipped(make_ctx: MakeCtx, scaled: bool) -> 
     batch = PersiaBatch(features, labels=_labels(1))
     with make_ctx(on_embedding_gradient=clip) as ctx:
         if scaled:
-            ctx._scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+            ctx._backward.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
         training = ctx.get_embedding_from_data(batch)
         before = {slot: rows(slot, [1]) for slot in "ab"}
         _, (a, b), _ = ctx.prepare_features(training)
@@ -214,8 +214,8 @@ def test_half_precision_on_the_cpu_learns_what_full_precision_does(
             mixed_precision=mixed_precision,
         ) as ctx:
             ctx.clear_embeddings()
-            if ctx._scaler is not None:  # no step is skipped until the scale is found
-                ctx._scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+            if ctx._backward.scaler is not None:  # no step is skipped until the scale is found
+                ctx._backward.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
             for batch in DataLoader(make_dataset(20), reproducible=True):
                 output, labels = ctx.forward(batch)
                 loss = (output - (labels or [])[0]).square().mean()
@@ -236,7 +236,7 @@ def test_a_gradient_that_half_precision_overflows_is_left_out_and_the_scale_fall
         before = ctx.model.linear.bias.item()
         output, _ = ctx.forward(ctx.get_embedding_from_data(new_batch(1)))
         ctx.backward(output.sum() * 1e4)  # times 2^16, more than float16 has
-        assert ctx._scaler.get_scale() == 2.0**16 / 4
+        assert ctx._backward.scaler.get_scale() == 2.0**16 / 4
         assert ctx.model.linear.bias.item() == before
     assert ctx.counters.nonfinite_slots == 2
 
@@ -252,11 +252,11 @@ def test_precision_that_the_device_lacks(make_ctx: MakeCtx, precision: Any, matc
 
 def test_every_batch_is_checked_for_finite_gradients(make_ctx: MakeCtx, new_batch: Any) -> None:
     with make_ctx() as ctx:
-        ctx._scaler = torch.amp.GradScaler("cpu", init_scale=4.0**5)
+        ctx._backward.scaler = torch.amp.GradScaler("cpu", init_scale=4.0**5)
         for number in range(1, 5):
             _, (a, b), _ = ctx.prepare_features(ctx.get_embedding_from_data(new_batch(number)))
             ctx.backward((a * float("inf")).sum() + b.sum() + ctx.model.linear.bias.sum())
-            assert ctx._scaler.get_scale() == 4.0 ** (5 - number)
+            assert ctx._backward.scaler.get_scale() == 4.0 ** (5 - number)
     assert ctx.counters.nonfinite_slots == 4
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 RANK = """
 import datetime, json, sys
 from torch import distributed as dist
-from persia.ctx.rank_zero import done_by_rank_0
+from persia.ctx.ranks import done_by_rank_0
 from persia.errors import StorageError
 
 rank = int(sys.argv[1])

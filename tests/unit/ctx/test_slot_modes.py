@@ -68,8 +68,12 @@ class Recorder:
         self._applied: set[int] = set()  # references
         self.lookups: dict[int, list[tuple[int, set[int]]]] = defaultdict(list)  # by slots
         for name in ("lookup", "lookup_direct"):
-            monkeypatch.setattr(ctx.backend, name, self._noting_lookups(getattr(ctx.backend, name)))
-        monkeypatch.setattr(ctx.backend, "return_gradients", self._noting(ctx.backend.return_gradients))
+            monkeypatch.setattr(
+                ctx.runtime.backend, name, self._noting_lookups(getattr(ctx.runtime.backend, name))
+            )
+        monkeypatch.setattr(
+            ctx.runtime.backend, "return_gradients", self._noting(ctx.runtime.backend.return_gradients)
+        )
 
     def _noting_lookups(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*args: Any, slots: int, **kwargs: Any) -> Any:
@@ -205,13 +209,13 @@ def test_a_loop_that_is_left_early_leaves_no_thread_and_no_batch(
 
 def test_a_later_lookup_that_fails_names_the_batch_and_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     with training((bounded(2), {}, {})) as ctx:
-        look_up = ctx.backend.lookup
+        look_up = ctx.runtime.backend.lookup
 
         def fail_once(*args: Any, **kwargs: Any) -> Any:
-            monkeypatch.setattr(ctx.backend, "lookup", look_up)
+            monkeypatch.setattr(ctx.runtime.backend, "lookup", look_up)
             raise UnavailableError("embedding-worker 0 is gone")
 
-        monkeypatch.setattr(ctx.backend, "lookup", fail_once)
+        monkeypatch.setattr(ctx.runtime.backend, "lookup", fail_once)
         batches = iter(DataLoader(local()))
         with pytest.raises(UnavailableError, match="slots with embedding_staleness=2 of batch 0: .* is gone"):
             next(batches)

@@ -53,7 +53,7 @@ class Ahead:
         self._changed = threading.Condition()
         self._num_batches = num_batches
         for name in ("lookup", "lookup_direct"):
-            monkeypatch.setattr(ctx.backend, name, self._noting(getattr(ctx.backend, name)))
+            monkeypatch.setattr(ctx.runtime.backend, name, self._noting(getattr(ctx.runtime.backend, name)))
 
     def _noting(self, call: Any) -> Any:
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -191,7 +191,7 @@ def test_a_lookup_that_fails_in_the_step_names_the_batch_and_can_be_tried_again(
             raise UnavailableError("embedding-worker 0 is gone")
 
         with monkeypatch.context() as patch:
-            patch.setattr(ctx.backend, "lookup", fail)
+            patch.setattr(ctx.runtime.backend, "lookup", fail)
             with pytest.raises(UnavailableError, match="lookup of the synchronous slots of batch 0"):
                 ctx.forward(batch)
         ctx.backward(ctx.forward(batch)[0])

@@ -104,7 +104,7 @@ def test_rows_of_batches_that_wait_are_brought_into_memory_ahead(
         for batch in DataLoader(StreamingDataset(loader=send), embedding_staleness=1):
             output, _ = ctx.forward(batch)
             ctx.backward((output - 1).square().mean())
-        store = ctx.backend.local_store
+        store = ctx.runtime.backend.local_store
         assert store is not None
         stats = store.tier_stats()
     assert stats is not None
@@ -139,7 +139,7 @@ def test_a_cache_of_bytes_holds_the_rows_that_fit(enter: Callable[..., TrainCtx]
         features = [IDTypeFeatureWithSingleID(name, ids) for name in "ab"]
         labels = [Label(np.ones((20_000, 1), np.float32))]
         ctx.get_embedding_from_data(PersiaBatch(features, labels=labels, requires_grad=True))
-        store = ctx.backend.local_store
+        store = ctx.runtime.backend.local_store
         assert store is not None
         stats = store.tier_stats()
         assert stats is not None

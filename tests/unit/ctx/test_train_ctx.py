@@ -287,16 +287,16 @@ def test_loss_scale_reaches_the_servers_and_backs_off(
 ) -> None:
     with make_ctx(grad_scalar_update_factor=4) as ctx:
         # The CPU has no mixed precision to offer; the scaler is the same.
-        ctx._scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        ctx._backward.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         batch = ctx.get_embedding_from_data(new_batch(2))
         before, weights = rows_of(ctx, new_batch(2)), model.linear.weight.detach().clone()
         output, _ = ctx.forward(batch)
         assert ctx.backward(output.sum()).item() == pytest.approx(1024 * output.sum().item())
-        assert ctx._scaler.get_scale() == 1024.0
+        assert ctx._backward.scaler.get_scale() == 1024.0
 
         _, (a, b), _ = ctx.prepare_features(ctx.get_embedding_from_data(new_batch(50)))
         ctx.backward((a * float("inf")).sum() + b.sum() + model.linear.bias.sum())
-        assert ctx._scaler.get_scale() == 256.0
+        assert ctx._backward.scaler.get_scale() == 256.0
     with make_ctx() as again:
         after = rows_of(again, new_batch(2))
     np.testing.assert_allclose(
@@ -309,12 +309,12 @@ def test_loss_scale_of_several_ranks_follows_their_dense_gradients_alone(
 ) -> None:
     """DDP has summed those, so all ranks decide alike; embedding gradients are each rank's own."""
     with make_ctx(grad_scalar_update_factor=4) as ctx:
-        ctx._scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        ctx.world_size = 2
+        ctx._backward.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        ctx._backward.num_ranks = 2
         for dense_factor, scale in ((1.0, 1024.0), (float("inf"), 512.0)):
             _, (a, b), _ = ctx.prepare_features(ctx.get_embedding_from_data(new_batch(50)))
             ctx.backward((a * float("inf")).sum() + b.sum() + (model.linear.bias * dense_factor).sum())
-            assert ctx._scaler.get_scale() == scale
+            assert ctx._backward.scaler.get_scale() == scale
         ctx.world_size = 1
 
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from persia._native import BatchReference
-from persia.data.host import LoaderHost
 from persia.pipeline.counters import Counters
 from persia.pipeline.lease import LeaseReaper
 from persia.pipeline.prefetch import Prefetcher
-from persia.pipeline.receive import StreamReceiver
 
 
 class FakeBackend:
@@ -80,56 +75,20 @@ class FakeBackend:
         pass
 
 
-class FakeHost(LoaderHost):
-    """The least a data loader needs."""
+class FakeHost:
+    """What prefetching needs of a context: a backend, counters, and a reaper that it closes."""
 
     def __init__(self, backend: FakeBackend, *, training: bool = True) -> None:
-        self._backend = backend
-        self._training = training
-        self._counters = Counters()
-        self._releaser = LeaseReaper(backend, self._counters)
+        self.backend = backend
+        self.training = training
+        self.counters = Counters()
+        self.reaper = LeaseReaper(backend, self.counters)
         self.prefetchers: list[Prefetcher] = []
-
-    @property
-    def backend(self) -> FakeBackend:
-        return self._backend
-
-    @property
-    def releaser(self) -> LeaseReaper:
-        return self._releaser
-
-    @property
-    def lookup_counters(self) -> Counters:
-        return self._counters
-
-    @property
-    def device(self) -> torch.device | None:
-        return None
-
-    @property
-    def training(self) -> bool:
-        return self._training
-
-    @property
-    def embedded_job(self) -> None:
-        return None
-
-    def open_stream(self, buffer_size: int, *, ordered: bool) -> StreamReceiver:
-        raise AssertionError("no streams here")
-
-    def attach(self, prefetcher: Prefetcher) -> None:
-        self.prefetchers.append(prefetcher)
-
-    def detach(self, prefetcher: Prefetcher) -> None:
-        self.prefetchers.remove(prefetcher)
-
-    def uneven_inputs(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
 
     def close(self) -> None:
         for prefetcher in self.prefetchers:
             prefetcher.close(30)
-        self._releaser.close(30)
+        self.reaper.close(30)
 
 
 @pytest.fixture

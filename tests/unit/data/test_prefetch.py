@@ -68,16 +68,16 @@ def start(
     forward_buffer_size: int = 5,
     later: Sequence[LookupStage] = (),
 ) -> Prefetcher:
-    counters = host.lookup_counters
+    counters = host.counters
     prefetcher = Prefetcher(
         source,
-        LookupService(host.backend, host.releaser, counters, None, host.training),
+        LookupService(host.backend, host.reaper, counters, None, host.training),
         StalenessGate(staleness, counters),
         [(stage, StalenessGate(stage.mode.bound, None)) for stage in later],
         forward_buffer_size=forward_buffer_size,
         num_workers=num_workers,
     )
-    host.attach(prefetcher)
+    host.prefetchers.append(prefetcher)
     return prefetcher
 
 
@@ -98,7 +98,7 @@ def test_staleness_bounds_batches_between_lookup_and_settlement(
     fake_host: Any, fake_backend: Any, staleness: int
 ) -> None:
     most: list[int] = []
-    fake_backend.on_lookup = lambda number: most.append(fake_host.lookup_counters.staleness().in_flight)
+    fake_backend.on_lookup = lambda number: most.append(fake_host.counters.staleness().in_flight)
     prefetcher = start(fake_host, ListSource([pending(i) for i in range(30)]), staleness=staleness)
     seen = 0
     for batch in batches(prefetcher):
@@ -107,7 +107,7 @@ def test_staleness_bounds_batches_between_lookup_and_settlement(
         seen += 1
     assert seen == 30
     assert max(most) <= staleness
-    assert fake_host.lookup_counters.staleness().in_flight == 0
+    assert fake_host.counters.staleness().in_flight == 0
 
 
 def test_batches_without_gradient_take_no_permit(fake_host: Any) -> None:
@@ -115,7 +115,7 @@ def test_batches_without_gradient_take_no_permit(fake_host: Any) -> None:
         fake_host, ListSource([pending(i, requires_grad=False) for i in range(9)]), staleness=1
     )
     assert all(batch.lease is None for batch in batches(prefetcher))
-    assert fake_host.lookup_counters.snapshot().batches_evaluated == 9
+    assert fake_host.counters.snapshot().batches_evaluated == 9
 
 
 def test_evaluation_takes_no_leases(evaluating_host: Any) -> None:
@@ -133,7 +133,7 @@ def test_skipping_batches_while_holding_them_does_not_deadlock(
     gc.collect()
     fake_host.close()
     assert sorted(fake_backend.released) == list(range(10))
-    assert fake_host.lookup_counters.snapshot().batches_released == 10
+    assert fake_host.counters.snapshot().batches_released == 10
     (record,) = log.records
     assert record.batch_id == 0
     assert record.getMessage().startswith("batch 0 had no backward")
@@ -164,8 +164,8 @@ def test_failed_lookup_names_its_batch_and_frees_its_permit(
     last = prefetcher.next(30)
     assert first is not None
     assert last is not None
-    assert fake_host.lookup_counters.staleness().in_flight == 2
-    assert fake_host.lookup_counters.snapshot().batches_failed == 1
+    assert fake_host.counters.staleness().in_flight == 2
+    assert fake_host.counters.snapshot().batches_failed == 1
     (record,) = log.records
     assert record.batch_id == 1
     assert record.getMessage().startswith("the lookup of batch 1: ")
@@ -193,7 +193,7 @@ def test_failed_later_lookup_gives_its_batch_up_at_once(fake_host: Any, fake_bac
         assert fake_backend.released == [0]
     finally:
         gc.enable()
-    counts = fake_host.lookup_counters.snapshot()
+    counts = fake_host.counters.snapshot()
     assert (counts.batches_released, counts.batches_failed) == (1, 0)
 
 

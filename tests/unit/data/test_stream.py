@@ -35,7 +35,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSIA_LOADER_SILENCE_SEC", "0.01")
 
 
-def make_receiver(answers: list[Any], connected: list[bool]) -> StreamReceiver:
+def make_receiver(answers: list[Any], connected: list[bool], remedy: str = LOADER_REMEDY) -> StreamReceiver:
     """`answers`: what a loader answers when asked whether it is there, None for nothing."""
     directory = SimpleNamespace(probe=lambda *_: answers.pop(0))
     session: Any = Session(connected)
@@ -46,7 +46,7 @@ def make_receiver(answers: list[Any], connected: list[bool]) -> StreamReceiver:
         world_size=1,
         buffer_size=1,
         ordered=False,
-        remedy=LOADER_REMEDY,
+        remedy=remedy,
         on_received=lambda: None,
         on_superseded=lambda announcement: None,
     )
@@ -65,3 +65,11 @@ def test_a_loader_is_not_dead_because_the_broker_is_away() -> None:
     with pytest.raises(DeadlineExceededError):
         make_receiver(answers, [False, False, True]).take()
     assert answers == [None]  # two that say nothing, and two in a row that do
+
+
+def test_the_waiting_line_says_how_to_start_a_loader(monkeypatch: pytest.MonkeyPatch, log: Any) -> None:
+    monkeypatch.setattr("persia.pipeline.receive._REPORT_INTERVAL_S", 0.0)
+    receiver = make_receiver([object(), None, None], [True], remedy="run one")
+    with pytest.raises(DeadlineExceededError, match="no data loader has sent anything yet: run one"):
+        receiver.take()
+    assert log.records[0].getMessage() == "waiting for the first batch of the data loaders; run one"

@@ -114,7 +114,7 @@ def test_set_lr_reaches_whoever_uses_the_optimizer() -> None:
             self.rates.append(optimizer.lr)
 
     optimizer, user = SGD(0.5), User()
-    optimizer.add_user(user)
+    optimizer.subscribe(user.register_embedding_optimizer)
     optimizer.set_lr(0.25)
     optimizer.set_lr(0.25)
     optimizer.set_lr(0)
@@ -125,7 +125,7 @@ def test_set_lr_reaches_whoever_uses_the_optimizer() -> None:
     with pytest.raises(InvalidTypeError, match="lr"):
         optimizer.set_lr("0.1")  # type: ignore[arg-type]
     assert optimizer.lr == 0.0
-    optimizer.remove_user(user)
+    optimizer.unsubscribe(user.register_embedding_optimizer)
     optimizer.set_lr(1.0)
     assert user.rates == [0.25, 0.0]
 

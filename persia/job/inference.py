@@ -1,4 +1,4 @@
-"""Rows behind several embedding workers, one of which may be down."""
+"""Embedding workers of an inference job: their addresses are known, and any of them answers any lookup."""
 
 from __future__ import annotations
 
@@ -10,12 +10,30 @@ from persia import env
 from persia._native import LookupResult, RemoteClient
 from persia.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from persia.logger import get_default_logger
+from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.queues import Deadline
+from persia.pipeline.staleness import ALL_SLOTS
 
-__all__ = ["RemoteRows"]
+__all__ = ["InferenceBackend", "RemoteRows", "wait_for_worker"]
 
 _TRY_S = 1.0  # for one worker, as long as another is left
-_REST_S = 2.0  # a worker that did not answer is asked last for so long
+_AVOID_S = 2.0  # a worker that did not answer is asked last for so long
+_RETRY_S = 0.1
+_REPORT_INTERVAL_S = 5.0
+
+
+class InferenceBackend(EmbeddingBackend):
+    """Lookups that skip workers that are down; any worker can answer them, as none holds a batch."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        deadline_s = env.get_deadline_s()
+        super().__init__(_client(addresses), deadline_s=deadline_s)
+        self._rows = RemoteRows(addresses, deadline_s=deadline_s)
+
+    def lookup_direct(
+        self, id_features: bytes, *, requires_grad: bool, slots: int = ALL_SLOTS
+    ) -> LookupResult:
+        return self._rows.lookup(id_features)
 
 
 class RemoteRows:
@@ -35,8 +53,8 @@ class RemoteRows:
         self._addresses = list(addresses)
         self._deadline_s = env.get_deadline_s() if deadline_s is None else deadline_s
         # One client each: a client of several would choose by itself whom to ask.
-        self._clients = [_client(address) for address in self._addresses]
-        self._resting_until = [0.0] * len(self._clients)
+        self._clients = [_client([address]) for address in self._addresses]
+        self._avoided_until = [0.0] * len(self._clients)
         self._lock = threading.Lock()
         self._turn = 0
 
@@ -53,9 +71,9 @@ class RemoteRows:
                 )
             except (UnavailableError, DeadlineExceededError) as error:
                 failure = error
-                self._rest(index, error)
+                self._avoid(index, error)
                 continue
-            self._resting_until[index] = 0.0
+            self._avoided_until[index] = 0.0
             return result
         raise UnavailableError(
             f"none of the embedding workers {', '.join(self._addresses)} answers within "
@@ -74,22 +92,42 @@ class RemoteRows:
         raise UnavailableError(f"no embedding worker serves: {'; '.join(failures)}")
 
     def _order(self) -> list[int]:
-        """All workers, beginning with the one whose turn it is; those that rest come last."""
+        """All workers, beginning with the one whose turn it is; those avoided last."""
         with self._lock:
             first, self._turn = self._turn, (self._turn + 1) % len(self._clients)
         turns = [(first + i) % len(self._clients) for i in range(len(self._clients))]
         now = time.monotonic()
-        return sorted(turns, key=lambda index: self._resting_until[index] > now)
+        return sorted(turns, key=lambda index: self._avoided_until[index] > now)
 
-    def _rest(self, index: int, error: Exception) -> None:
-        if self._resting_until[index] == 0.0 and len(self._clients) > 1:
+    def _avoid(self, index: int, error: Exception) -> None:
+        if self._avoided_until[index] == 0.0 and len(self._clients) > 1:
             get_default_logger().warning(
                 "embedding worker %s does not answer, others take over: %s", self._addresses[index], error
             )
-        self._resting_until[index] = time.monotonic() + _REST_S
+        self._avoided_until[index] = time.monotonic() + _AVOID_S
 
 
-def _client(address: str) -> RemoteClient:
-    client = RemoteClient(1)
-    client.set_worker(0, address)
+def wait_for_worker(address: str, deadline: Deadline, timeout_s: float) -> None:
+    """Returns once the worker, and through it every parameter server, answers. DeadlineExceededError."""
+    probe = _client([address])  # one of its own: calls of a shared client go to one worker for all
+    next_report = time.monotonic() + _REPORT_INTERVAL_S
+    while True:
+        try:
+            probe.sizes(timeout_s=max(_RETRY_S, min(_TRY_S, deadline.left_s())))
+            return
+        except (UnavailableError, DeadlineExceededError) as failure:
+            if deadline.over:
+                raise DeadlineExceededError(
+                    f"the embedding worker at {address} does not serve after {timeout_s:g} s: {failure}"
+                ) from failure
+            if time.monotonic() >= next_report:
+                next_report = time.monotonic() + _REPORT_INTERVAL_S
+                get_default_logger().info("waiting for the embedding worker at %s: %s", address, failure)
+            time.sleep(_RETRY_S)
+
+
+def _client(addresses: Sequence[str]) -> RemoteClient:
+    client = RemoteClient(len(addresses))
+    for index, address in enumerate(addresses):
+        client.set_worker(index, address)
     return client

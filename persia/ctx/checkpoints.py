@@ -1,0 +1,293 @@
+"""The published methods of contexts that dump and load: torch state here, rows by the job's servers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from persia.checkpoint.checkpoints import DumpRequest, Source, described
+from persia.ctx.ranks import done_by_rank_0
+from persia.embedding import EmbeddingConfig
+from persia.embedding.optim import Optimizer
+from persia.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, PersiaError
+from persia.job.runtime import JobRuntime
+from persia.logger import get_default_logger
+from persia.storage import dense
+from persia.storage.location import Location
+
+__all__ = ["CheckpointMethods", "TrainingCheckpointMethods"]
+
+_Path = str | os.PathLike[str]
+
+
+class CheckpointMethods:
+    """Of `EmbeddingCtx`. A training context adds its optimizers, and dumps on rank 0 alone."""
+
+    runtime: JobRuntime
+    model: torch.nn.Module | None
+    device: torch.device | None
+
+    def dump_checkpoint(
+        self,
+        dst_dir: _Path,
+        dense_filename: str = "dense.pt",
+        jit_dense_filename: str = "jit_dense.pt",
+        blocking: bool = True,
+        with_jit_model: bool = False,
+        *,
+        step: int | None = None,
+        keep_last: int | None = None,
+        in_place: bool = False,
+    ) -> None:
+        """Writes the dense model and all embeddings to `dst_dir`: a directory, or a URL that fsspec knows.
+
+        An older checkpoint there stays readable until the new one is complete, and is deleted then.
+        `blocking=False` returns once every server has taken a snapshot, and `wait_for_dump_embedding` raises
+        what fails later. `keep_last=N` makes `dst_dir` a directory of checkpoints, named by `step`, of which
+        N are kept. `in_place=True` is for servers with storage tiers (docs/tiers.md): rows stay there, and
+        `dst_dir` gets the dense model and what ties it to them. Servers go back to these rows; only they can
+        load it. A model that TorchScript cannot compile (InvalidArgumentError) costs nothing but its
+        TorchScript.
+        """
+        states = {dense_filename: self._require_model()}
+        jit_name = jit_dense_filename if with_jit_model else None
+        self._dump(
+            dst_dir, states, jit_name, blocking=blocking, step=step, keep_last=keep_last, in_place=in_place
+        )
+
+    def load_checkpoint(
+        self,
+        src_dir: _Path,
+        map_location: Any = None,
+        dense_filename: str = "dense.pt",
+        blocking: bool = True,
+        *,
+        strict: bool = True,
+    ) -> None:
+        """Loads the dense model and all embeddings from `src_dir`, or from the newest checkpoint in it.
+
+        Everything is checked before anything is replaced; NotFoundError, CorruptionError name the file.
+        `blocking=False` returns once it is checked, and the dense model replaced; servers replace their rows
+        meanwhile, and `wait_for_load_embedding` raises what fails then.
+        `strict=False` accepts that slots were added or removed since.
+        """
+        states = {dense_filename: self._require_model()}
+        self._load(src_dir, states, map_location, blocking=blocking, strict=strict)
+
+    def dump_embedding(
+        self,
+        dst_dir: _Path,
+        blocking: bool = True,
+        *,
+        step: int | None = None,
+        keep_last: int | None = None,
+        with_state: bool = True,
+        in_place: bool = False,
+    ) -> None:
+        """As `dump_checkpoint`, embeddings only; a dense model in `dst_dir` stays.
+
+        `with_state=False` leaves the optimizer's state out: smaller, and enough to serve the rows.
+        """
+        self._dump(
+            dst_dir,
+            {},
+            blocking=blocking,
+            step=step,
+            keep_last=keep_last,
+            with_state=with_state,
+            in_place=in_place,
+        )
+
+    def load_embedding(
+        self, src_dir: _Path, blocking: bool = True, *, strict: bool = True, with_state: bool = True
+    ) -> None:
+        """Replaces all embeddings by those of `src_dir`. NotFoundError: it has none.
+
+        `with_state=False` begins with the optimizer's state of new rows: for rows that were dumped without,
+        or trained with another kind of optimizer.
+        """
+        source = Source(src_dir)
+        if not source.has_embeddings:
+            raise NotFoundError(f"{source.location} has no embeddings: check the path")
+        self._load_embeddings(source, blocking=blocking, strict=strict, fresh_state=not with_state)
+
+    def wait_for_dump_embedding(self) -> None:
+        """Waits for the last dump; raises its background error."""
+        self.runtime.checkpoints.wait_for_dump()
+
+    def wait_for_load_embedding(self) -> None:
+        """Waits for the last load; raises its background error."""
+        self.runtime.checkpoints.wait_for_load()
+
+    def dump_torch_state_dict(
+        self,
+        torch_instance: torch.nn.Module | torch.optim.Optimizer,
+        dst_dir: _Path,
+        file_name: str,
+        is_jit: bool = False,
+    ) -> None:
+        """Writes a model's or an optimizer's state, or a model as TorchScript, to `dst_dir/file_name`."""
+        if not is_jit:
+            content = dense.state_bytes(torch_instance)
+        elif isinstance(torch_instance, torch.nn.Module):
+            content = dense.torchscript_bytes(torch_instance, file_name)
+        else:
+            raise InvalidArgumentError("is_jit is for models: an optimizer has no TorchScript")
+        (Location.of(dst_dir) / file_name).replace(content)
+
+    def load_torch_state_dict(
+        self,
+        torch_instance: torch.nn.Module | torch.optim.Optimizer,
+        src_dir: _Path,
+        map_location: Any = None,
+    ) -> None:
+        """Reads what `dump_torch_state_dict` wrote; `src_dir` is the path of the file, as published."""
+        file = Location.of(src_dir)
+        content = Source(file.parent).dense(file.name)
+        dense.load_state(torch_instance, content, str(file), map_location)
+
+    def wait_for_gradients(self) -> None:
+        """Returns once every gradient handed in so far is applied.
+
+        A context entered inside this one begins with it: an evaluation sees all the training before it.
+        """
+        raise NotImplementedError
+
+    def _dump(
+        self,
+        dst_dir: _Path,
+        states: Mapping[str, dense.TorchState],
+        jit_name: str | None = None,
+        **options: Any,
+    ) -> None:
+        """`options`: those of `DumpRequest`."""
+        self.wait_for_gradients()
+        files = {name: dense.state_bytes(state) for name, state in states.items()}
+        failure: PersiaError | None = None
+        if jit_name is not None:
+            try:
+                files[jit_name] = dense.torchscript_bytes(self._require_model(), jit_name)
+            except InvalidArgumentError as error:
+                failure = error
+        self.runtime.checkpoints.dump(DumpRequest(dst_dir, dense=files, **options))
+        if failure is not None:
+            raise failure
+
+    def _load(
+        self,
+        src_dir: _Path,
+        states: Mapping[str, dense.TorchState],
+        map_location: Any,
+        *,
+        blocking: bool,
+        strict: bool,
+    ) -> Source:
+        source = Source(src_dir)
+        contents = {name: source.dense(name) for name in states}
+        with dense.undone_on_error(list(states.values())):
+            for name, state in states.items():
+                what = str(source.location / name)
+                dense.load_state(state, contents[name], what, map_location or self.device)
+            if source.has_embeddings:
+                self._load_embeddings(source, blocking=blocking, strict=strict)
+            else:
+                get_default_logger().warning(
+                    "%s has no embeddings: only the dense part is loaded", source.location
+                )
+        return source
+
+    def _load_embeddings(self, source: Source, **options: Any) -> None:
+        """`options`: those of `Checkpoints.load`."""
+        self.wait_for_gradients()
+        self.runtime.checkpoints.load(source, **options)
+
+    def _require_model(self) -> torch.nn.Module:
+        if self.model is None:
+            raise FailedPreconditionError("model not found, please init context with model")
+        return self.model
+
+
+class TrainingCheckpointMethods(CheckpointMethods):
+    """Of `TrainCtx`: with the optimizers. Rank 0 dumps, and has the servers load, for all ranks."""
+
+    rank: int
+    world_size: int
+    step: int
+    dense_optimizer: torch.optim.Optimizer
+    embedding_optimizer: Optimizer
+    embedding_config: EmbeddingConfig
+
+    def dump_checkpoint(  # type: ignore[override]  # the published names differ between the contexts
+        self,
+        dst_dir: _Path,
+        dense_model_filename: str = "dense.pt",
+        jit_dense_model_filename: str = "jit_dense.pt",
+        opt_filename: str = "opt.pt",
+        blocking: bool = True,
+        with_jit_model: bool = False,
+        *,
+        step: int | None = None,
+        keep_last: int | None = None,
+        in_place: bool = False,
+    ) -> None:
+        """As `EmbeddingCtx.dump_checkpoint`, with the dense optimizer; `step` is this context's by default.
+
+        All ranks hold the same dense part, and rank 0 writes: on the others this does nothing.
+        """
+        states = self._states(dense_model_filename, opt_filename)
+        jit_name = jit_dense_model_filename if with_jit_model else None
+        self._dump(
+            dst_dir, states, jit_name, blocking=blocking, step=step, keep_last=keep_last, in_place=in_place
+        )
+
+    def load_checkpoint(  # type: ignore[override]  # the published names differ between the contexts
+        self,
+        src_dir: _Path,
+        map_location: Any = None,
+        dense_model_filename: str = "dense.pt",
+        opt_filename: str = "opt.pt",
+        blocking: bool = True,
+        *,
+        strict: bool = True,
+    ) -> None:
+        """As `EmbeddingCtx.load_checkpoint`, with the dense optimizer and `step`. All ranks must call it.
+
+        Hyper-parameters of the embedding optimizer stay those of this context.
+        """
+        states = self._states(dense_model_filename, opt_filename)
+        source = self._load(src_dir, states, map_location, blocking=blocking, strict=strict)
+        self.step = source.manifest.step or 0
+
+    def wait_for_load_embedding(self) -> None:
+        """Waits until rank 0 has loaded everything; raises what has failed. All ranks must call it."""
+        if self.world_size > 1:
+            done_by_rank_0(self.rank, super().wait_for_load_embedding, self.device)
+        else:
+            super().wait_for_load_embedding()
+
+    def _states(self, model_name: str, optimizer_name: str) -> dict[str, dense.TorchState]:
+        return {model_name: self._require_model(), optimizer_name: self.dense_optimizer}
+
+    def _dump(self, *args: Any, **options: Any) -> None:
+        if self.rank == 0:
+            if options["step"] is None:
+                options["step"] = self.step
+            super()._dump(*args, optimizer=described(self.embedding_optimizer), **options)
+
+    def _load_embeddings(self, source: Source, *, blocking: bool = True, **options: Any) -> None:
+        self.wait_for_gradients()
+        config = self.embedding_optimizer.train_config(self.embedding_config).encode()
+        alone = self.world_size == 1
+
+        def load() -> None:
+            self.runtime.checkpoints.load(source, train_config=config, blocking=blocking and alone, **options)
+
+        if alone:
+            load()
+        else:
+            done_by_rank_0(self.rank, load, self.device)
+        if blocking:
+            self.wait_for_load_embedding()

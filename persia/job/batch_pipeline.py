@@ -1,0 +1,217 @@
+"""The stages of `persia.pipeline`, connected to each other and to the job for one context."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+from persia import env
+from persia.embedding.data import PersiaBatch
+from persia.errors import FailedPreconditionError, PersiaError
+from persia.job.connection import ClusterBackend
+from persia.job.embedded import LoaderThread
+from persia.job.runtime import JobRuntime
+from persia.logger import get_default_logger
+from persia.observability.sources import NnWorkerSource
+from persia.pipeline.batch import PersiaTrainingBatch
+from persia.pipeline.counters import Counters, Staleness
+from persia.pipeline.gradients import GradientSender
+from persia.pipeline.lease import BatchLease, LeaseReaper
+from persia.pipeline.lookup import LookupService, deferred_stages, first_slots, slots_in_step
+from persia.pipeline.prefetch import Prefetcher
+from persia.pipeline.receive import LOADER_REMEDY, StreamReceiver
+from persia.pipeline.source import BatchSource, PendingBatch, pending_from
+from persia.pipeline.staleness import Consistency, LookupStage, Mode, StalenessGate, lookup_stages, mode_names
+
+__all__ = ["BatchPipeline"]
+
+_CLOSE_DEADLINE_S = 10.0  # a prefetcher's threads end as soon as the call they are in returns
+
+
+class BatchPipeline:
+    """The batches of one context: received, looked up, and either updated or given up before it ends.
+
+    Contexts inside one another share a `JobRuntime`, but each has its own pipeline. It evaluates until
+    `train` is called.
+    """
+
+    def __init__(
+        self, runtime: JobRuntime, rank: int, world_size: int, device: torch.device | None, *, nested: bool
+    ) -> None:
+        self.runtime = runtime
+        self.backend = runtime.backend
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.nested = nested  # another context receives the loaders' stream
+        self.counters = Counters()
+        self.reaper = LeaseReaper(self.backend, self.counters)
+        self.consistency = Consistency.HYBRID
+        # Around the iteration of a stream: ranks may get unequal numbers of batches and end together.
+        self.around_stream: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        self.gradients: GradientSender | None = None  # None: an evaluation
+        self._prefetchers: list[Prefetcher] = []
+        self._has_stream = False
+
+    @property
+    def training(self) -> bool:
+        """Whether batches that ask for gradients get them here."""
+        return self.gradients is not None
+
+    def train(
+        self,
+        consistency: Consistency,
+        around_stream: Callable[[], AbstractContextManager[object]],
+        **sizes: int,
+    ) -> GradientSender:
+        """From here on batches get gradients. `sizes`: those of the `GradientSender`."""
+        self.consistency, self.around_stream = consistency, around_stream
+        # A failure that only a background thread sees wakes the loop, which may wait for a batch.
+        self.gradients = GradientSender(self.backend, self.counters, on_failure=self._fail, **sizes)
+        return self.gradients
+
+    def receive(
+        self, buffer_size: int, loader: Callable[[], object] | None, *, ordered: bool
+    ) -> StreamReceiver:
+        """Begins to receive the loaders' stream, once a context; `loader` runs in an embedded job."""
+        if self._has_stream:
+            raise FailedPreconditionError(
+                "this context receives the loaders' stream already: use one DataLoader for it"
+            )
+        connection, job = self.runtime.connection, self.runtime.embedded
+        if connection is None or self.nested:
+            raise FailedPreconditionError(
+                "this context has no connection of its own to the data loaders: stream in the TrainCtx"
+            )
+        self._has_stream = True
+        self.runtime.announce(self.rank, self.world_size)
+        receiver = StreamReceiver(
+            connection.session,
+            connection.directory,
+            rank=self.rank,
+            world_size=self.world_size,
+            buffer_size=buffer_size,
+            ordered=ordered,
+            remedy=LOADER_REMEDY if job is None else job.loader_remedy,
+            on_received=self.count_received,
+            on_superseded=self._give_up_superseded,
+        )
+        if loader is not None and job is not None and not job.has_nats:
+            receiver.close_with(LoaderThread(loader, job, receiver).close)
+        return receiver
+
+    def prefetch(
+        self,
+        make_source: Callable[[], BatchSource],
+        *,
+        forward_buffer_size: int,
+        num_workers: int,
+        embedding_staleness: int | None,
+        reproducible: bool,
+    ) -> Prefetcher:
+        """Begins to look batches up ahead of the loop. This pipeline closes the prefetcher when it ends."""
+        stages = self._stages(embedding_staleness)
+        loose = [stage.mode for stage in stages if stage.mode.bound != 1]
+        if reproducible and embedding_staleness == 1 and loose:
+            get_default_logger().warning(
+                "reproducible=True with slots of %s fixes the order of batches only: their lookups and "
+                "updates race",
+                " and ".join(
+                    f"consistency={m.consistency.value!r} (embedding_staleness={m.bound})" for m in loose
+                ),
+            )
+        first = stages[0].mode
+        prefetcher = Prefetcher(
+            make_source(),
+            self._lookup_service(stages, self.device, ahead=True),
+            StalenessGate(first.bound, self.counters, on_demand=first.synchronous),
+            [(stage, StalenessGate(stage.mode.bound, None)) for stage in deferred_stages(stages)],
+            forward_buffer_size=forward_buffer_size,
+            num_workers=num_workers,
+        )
+        self._prefetchers.append(prefetcher)
+        return prefetcher
+
+    def end_prefetch(self, prefetcher: Prefetcher, deadline_s: float = _CLOSE_DEADLINE_S) -> None:
+        """Gives up the batches that the loop did not take."""
+        prefetcher.close(deadline_s)
+        if prefetcher in self._prefetchers:  # else the context has ended before the loop over it
+            self._prefetchers.remove(prefetcher)
+
+    def look_up(self, batch: PersiaBatch, device: torch.device | None) -> PersiaTrainingBatch:
+        """Looks one batch up, now."""
+        self.count_received()
+        service = self._lookup_service(self._stages(None), device, ahead=False)
+        return service.look_up(pending_from(batch, 0), lambda: None)
+
+    def count_received(self) -> None:
+        self.counters.add(batches_received=1)
+
+    def wait_for_gradients(self) -> None:
+        """Returns once every gradient handed in so far is applied."""
+        if self.gradients is not None:
+            self.gradients.wait(env.get_deadline_s())
+
+    def staleness(self) -> Staleness:
+        """The staleness that the servers measured, by consistency mode."""
+        return self.counters.staleness(partial(mode_names, self.consistency, self.backend.slot_modes))
+
+    def show(self) -> None:
+        """Shows metrics and status of this rank, which has servers; before the runtime announces it."""
+        backend, connection = self.backend, self.runtime.connection
+        if connection is None or not isinstance(backend, ClusterBackend):
+            return
+        source = NnWorkerSource(
+            backend.client,
+            self.rank,
+            self.world_size,
+            counters=lambda: dataclasses.asdict(self.counters.snapshot()),
+            in_flight=lambda: self.counters.staleness().in_flight,
+            queues=lambda: {"looked_up": sum(ahead.num_ahead for ahead in list(self._prefetchers))},
+            packets=self._packet_counts,
+            staleness=self._staleness_by_mode,
+        )
+        connection.observe(source)
+
+    def close(self, deadline_s: float) -> None:
+        """Waits until every batch is updated or given up; raises the first failure of a gradient."""
+        with ExitStack() as last:
+            last.callback(self.reaper.close, deadline_s)
+            if self.gradients is not None:
+                last.callback(self.gradients.drain, deadline_s)
+            while self._prefetchers:
+                self._prefetchers.pop().close(min(deadline_s, _CLOSE_DEADLINE_S))
+
+    def _stages(self, embedding_staleness: int | None) -> list[LookupStage]:
+        job = Mode.of(self.consistency, embedding_staleness)
+        return lookup_stages(job, self.backend.slot_modes) if self.training else [LookupStage(job)]
+
+    def _lookup_service(
+        self, stages: list[LookupStage], device: torch.device | None, *, ahead: bool
+    ) -> LookupService:
+        first, in_step = first_slots(stages, ahead=ahead), slots_in_step(stages)
+        return LookupService(self.backend, self.reaper, self.counters, device, self.training, first, in_step)
+
+    def _give_up_superseded(self, pending: PendingBatch) -> None:
+        # Its first registration is the one being trained; this one was never counted as received.
+        self.count_received()
+        assert pending.reference is not None, "registered by a loader"
+        self.reaper.reap(BatchLease(pending.batch_id, pending.reference))
+
+    def _fail(self, failure: PersiaError) -> None:
+        for prefetcher in list(self._prefetchers):
+            prefetcher.fail(failure)
+
+    def _packet_counts(self) -> Mapping[str, Any]:
+        packets = self.runtime.packets
+        return {} if packets is None or packets.log is None else dataclasses.asdict(packets.counts())
+
+    def _staleness_by_mode(self) -> dict[str, tuple[int, float]]:
+        """(largest, mean) by mode, also by those of which no batch was trained yet."""
+        names = mode_names(self.consistency, self.backend.slot_modes, ~0)
+        measured = {mode: (m.max, m.mean) for mode, m in self.staleness().by_mode.items()}
+        return dict.fromkeys(names, (0, 0.0)) | measured
