@@ -420,8 +420,8 @@ class LoadOperation(Operation):
     ) -> EmbeddingSection:
         """Returns what will be loaded once every server has checked its part; replaces nothing yet.
 
-        `train_config`: how training will go on; None: as the checkpoint says. `fresh_state`: with the state
-        of new rows. Without `with_state` no training goes on, and rows have none.
+        `train_config` is for the training that follows; None: the checkpoint's. `fresh_state` gives rows the
+        state of new rows. Without `with_state` rows have none, and cannot be trained.
         """
         manifest, digest = Manifest.read(self.directory)
         section = manifest.embeddings

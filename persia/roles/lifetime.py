@@ -22,7 +22,7 @@ from persia.roles.options import ServerOptions
 
 __all__ = ["DRAIN_S", "announced", "connected", "observed", "stopped_by_signals", "wait_for_stop"]
 
-# How long a server that stops answers what it was asked before: whoever sends SIGTERM kills seconds later.
+# How long a stopping server answers earlier requests. Process managers kill seconds after SIGTERM.
 DRAIN_S = 1.5
 
 

@@ -87,7 +87,7 @@ def config_of(options: ServerOptions) -> GlobalConfig:
 def _open_tier(
     stack: ExitStack, options: ServerOptions, config: GlobalConfig, slots: SlotsConfig | None
 ) -> ServerTier | None:
-    """None: rows are in memory alone."""
+    """Returns None if rows are in memory alone."""
     storage = config.embedding_parameter_server_config.storage
     if not storage.has_pool:
         return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
-from persia.errors import CorruptionError, ResourceExhaustedError
+from persia.errors import CorruptionError, FailedPreconditionError, ResourceExhaustedError
 from persia.messaging.discovery import Announcer, Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.ids_responder import IdsResponder
 from persia.messaging.local_session import LocalBroker, LocalSession
@@ -101,6 +102,19 @@ def test_a_worker_counts_those_that_come_and_go():
     newcomer.stop()
     assert announcer.info.replicas == 2
     Announcer(session, worker_info(0, 2)).stop()  # was never started: says nothing
+    watch.close()
+
+
+def test_requests_are_subscribed_once_admitted_and_before_anyone_knows() -> None:
+    broker, happened = LocalBroker(), []
+    session = LocalSession(broker, name="test")
+    watch = Directory(session).watch(EMBEDDING_WORKER, lambda event: happened.append("announced"))
+    Announcer(session, worker_info(0, 1)).start(lambda: happened.append("subscribed"))
+    assert happened == ["subscribed", "announced"]
+    twin = replace(worker_info(0, 1), incarnation=99)
+    with pytest.raises(FailedPreconditionError, match="embedding-worker 0 is running already"):
+        Announcer(LocalSession(broker, name="twin"), twin).start(lambda: happened.append("subscribed"))
+    assert happened == ["subscribed", "announced"]
     watch.close()
 
 
