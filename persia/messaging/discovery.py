@@ -9,6 +9,7 @@ in memory.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -45,15 +46,12 @@ def _check_role(role: str) -> str:
 
 
 def _read_incarnation(value: object) -> int:
-    try:
-        if isinstance(value, str) and len(value) == 16:
-            return int(value, 16)
-    except ValueError:
-        pass
-    raise complaint("must be 16 hex digits")
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{16}", value):
+        raise complaint("must be 16 hex digits")
+    return int(value, 16)
 
 
-# JSON's numbers have 53 bits elsewhere.
+# Text on the wire: other readers of JSON keep 53 bits of a number.
 _Incarnation = Annotated[int, BeforeValidator(_read_incarnation), PlainSerializer("{:016x}".format)]
 _SlotMode = Annotated[str, Field(pattern="^(synchronous|asynchronous|hybrid [1-9][0-9]{0,9})?$")]
 
