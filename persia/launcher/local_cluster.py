@@ -30,6 +30,7 @@ from persia.messaging.discovery import Directory, ServiceInfo
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
 from persia.utils import dump_yaml
+from persia.waiting import Attempts
 
 __all__ = ["LocalCluster", "LocalNats"]
 
@@ -231,13 +232,11 @@ class LocalCluster:
 
     def _await_ready(self, role: str, *, pid: int, index: int) -> ServiceInfo:
         directory = Directory(self._session)
-        deadline = time.monotonic() + self._start_deadline_s
-        while time.monotonic() < deadline:
+        for _ in Attempts(self._start_deadline_s):
             info = directory.probe(role, index, _PROBE_S)
             if info is not None and info.pid == pid:
                 return info
             self._raise_if_one_ended(role)
-            time.sleep(0.05)  # a probe that nobody hears returns at once
         raise DeadlineExceededError(f"{role} {index} is not ready after {self._start_deadline_s:g} s")
 
     def _raise_if_one_ended(self, role: str) -> None:

@@ -15,7 +15,7 @@ from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.observability.sources import ParameterServerSource
 from persia.packets.changes import IncrementalSettings, ServerChanges
 from persia.roles import inference
-from persia.roles.lifetime import DRAIN_S, announced, connected, observed, stopped_by_signals, wait_for_stop
+from persia.roles.lifetime import DRAIN_S, advertised, connected, observed, stopped_by_signals, wait_for_stop
 from persia.roles.options import ServerOptions
 from persia.storage.schema import RowSchema
 from persia.tiers.server_tier import ServerTier
@@ -59,7 +59,7 @@ def run_parameter_server(options: ServerOptions) -> None:
         checkpoints = CheckpointService(share, changes)
         stack.callback(checkpoints.close)
         stack.enter_context(
-            announced(
+            advertised(
                 session,
                 EMBEDDING_PARAMETER_SERVER,
                 options,
