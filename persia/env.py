@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 from persia.errors import ConfigError
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9_-]+")
-_WIRE_DTYPES = ("float32", "float16", "bfloat16")
 _LOG_LEVELS = ("debug", "info", "warn", "warning", "error", "critical")
 
 
@@ -56,11 +55,16 @@ def _seconds(name: str, default: float) -> float:
     return value
 
 
+def _choice(name: str, *choices: str) -> str:
+    """One of `choices`, of which the first is the default."""
+    text = os.environ.get(name, choices[0])
+    if text not in choices:
+        raise ConfigError(f"environment variable {name}={text!r} must be one of {', '.join(choices)}")
+    return text
+
+
 def _flag(name: str) -> bool:
-    text = os.environ.get(name, "0")
-    if text not in ("0", "1"):
-        raise ConfigError(f"environment variable {name}={text!r} must be 0 or 1")
-    return text == "1"
+    return _choice(name, "0", "1") == "1"
 
 
 def _check_index(where: str, index_name: str, index: int, size_name: str, size: int) -> None:
@@ -318,10 +322,7 @@ def get_otlp_trace_one_in() -> int:
 
 def get_log_format() -> str:
     """`PERSIA_LOG_FORMAT`: text, or json for one object a line."""
-    name = os.environ.get("PERSIA_LOG_FORMAT", "text")
-    if name not in ("text", "json"):
-        raise ConfigError(f"environment variable PERSIA_LOG_FORMAT={name!r} must be text or json")
-    return name
+    return _choice("PERSIA_LOG_FORMAT", "text", "json")
 
 
 def _port(name: str, default: int | None) -> int | None:
@@ -355,12 +356,7 @@ def loader_silence_s() -> float:
 
 def get_wire_dtype() -> str:
     """`PERSIA_WIRE_DTYPE`: how embeddings and gradients travel between embedding workers and this process."""
-    dtype = os.environ.get("PERSIA_WIRE_DTYPE", _WIRE_DTYPES[0])
-    if dtype not in _WIRE_DTYPES:
-        raise ConfigError(
-            f"environment variable PERSIA_WIRE_DTYPE={dtype!r} must be one of {', '.join(_WIRE_DTYPES)}"
-        )
-    return dtype
+    return _choice("PERSIA_WIRE_DTYPE", "float32", "float16", "bfloat16")
 
 
 def get_num_threads() -> int | None:

@@ -41,7 +41,7 @@ _EXTENT_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class PoolInfo:
-    """What a pool says of itself."""
+    """The header of a pool."""
 
     pool_id: int  # drawn when the pool was made; the file `rules` beside it has the same
     committed: int  # the batch that the pool goes back to when it is opened; 0: no checkpoint yet
@@ -54,7 +54,7 @@ class PoolInfo:
 
 @dataclass(frozen=True)
 class PoolReport(PoolInfo):
-    """What reading a whole pool found."""
+    """The header of a pool, and the counts of a read of all its rows."""
 
     num_living: int  # rows
     num_ended: int  # versions of rows that recovery leaves out
@@ -69,7 +69,7 @@ class PoolReport(PoolInfo):
 
 
 class PoolRow(NamedTuple):
-    """One row; its batch is the one that made these values."""
+    """A row, and the batch that made these values."""
 
     embedding: NDArray[np.float32]  # [dim]
     state: NDArray[np.float32]  # [floats of the optimizer's state]
@@ -97,7 +97,7 @@ class Pool:
         return self._pool.num_rows
 
     def signs(self) -> NDArray[np.uint64]:
-        """Of all rows, ascending: uint64 [number of rows]."""
+        """Signs of all rows, ascending: uint64 [number of rows]."""
         return self._pool.signs()
 
     def __getitem__(self, sign: int) -> PoolRow:

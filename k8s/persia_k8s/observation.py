@@ -45,7 +45,8 @@ class PodView:
         if role is None:
             return None
         containers = status.get("containerStatuses") or []
-        end = _end(containers)
+        ends = [(container.get("state") or {}).get("terminated") for container in containers]
+        end: Mapping[str, Any] = next(filter(None, ends), {})  # empty: no container has ended
         conditions = {item["type"]: item for item in status.get("conditions") or []}
         return PodView(
             name=metadata["name"],
@@ -61,12 +62,6 @@ class PodView:
             finished_at=end.get("finishedAt"),
             trouble=_trouble(status, containers, conditions),
         )
-
-
-def _end(containers: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """How the container has ended; empty: it has not."""
-    ends = [(container.get("state") or {}).get("terminated") for container in containers]
-    return next((end for end in ends if end), {})
 
 
 def _trouble(

@@ -96,15 +96,13 @@ def _operation(
         },
     }
     if parameters:
-        operation["parameters"] = [_parameter(name) for name in parameters]
+        operation["parameters"] = [
+            {"name": name, "in": "query", "required": _PARAMETERS[name][1], "schema": _PARAMETERS[name][0]}
+            for name in parameters
+        ]
     if body is not None:
         operation["requestBody"] = {"required": True, **_json(body)}
     return operation
-
-
-def _parameter(name: str) -> dict[str, Any]:
-    schema, is_required = _PARAMETERS[name]
-    return {"name": name, "in": "query", "required": is_required, "schema": schema}
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:

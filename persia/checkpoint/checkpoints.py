@@ -79,7 +79,7 @@ class Source:
 
 @dataclass(frozen=True)
 class DumpRequest:
-    """What a dump writes. What `url` had of either part is replaced, the other part stays."""
+    """The content of a dump. It replaces the parts of `url` that it has; another part of `url` stays."""
 
     url: Any  # directory of the checkpoint; with `keep_last` a directory of checkpoints (versions.py)
     _: KW_ONLY
@@ -91,7 +91,7 @@ class DumpRequest:
     keep_small_rows: bool = False  # those below their slot's min_norm, which are removed first otherwise
     with_state: bool = True  # of the optimizer
     in_place: bool = False  # rows stay in the servers' tiers, which go back to this checkpoint from then on
-    # False: the dump returns once every server has its snapshot, so that training may go on; an error is
+    # False: the dump returns once every server has its snapshot, so that training may continue; an error is
     # raised by `Checkpoints.wait_for_dump`.
     blocking: bool = True
 
@@ -107,7 +107,7 @@ class DumpRequest:
 
     @property
     def directory(self) -> Location:
-        """Where the manifest goes."""
+        """The directory of the manifest."""
         root = Location.of(self.url)
         return root if self.keep_last is None or self.step is None else root / version_name(self.step)
 

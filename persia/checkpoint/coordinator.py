@@ -420,29 +420,15 @@ class LoadOperation(Operation):
     ) -> EmbeddingSection:
         """Returns what will be loaded once every server has checked its part; replaces nothing yet.
 
-        `train_config`: how training will go on; None: as the checkpoint says. `fresh_state`: with the state
-        of new rows. Without `with_state` no training goes on, and rows have none.
+        `train_config` is for the training that follows; None: the checkpoint's. `fresh_state` gives rows the
+        state of new rows. Without `with_state` rows have none, and cannot be trained.
         """
         manifest, digest = Manifest.read(self.directory)
-        section = manifest.embeddings
-        if section is None:
+        if manifest.embeddings is None:
             raise NotFoundError(f"{self.directory} has no embeddings: only its dense part was dumped")
-        if section.in_place and (fresh_state or not with_state):
-            raise InvalidArgumentError(
-                f"the rows of {self.directory} are in the servers' pools, where they keep the optimizer's "
-                "state: with_state=False (--without-state) is for checkpoints in files; dump to files, and "
-                "load those"
-            )
+        section = manifest.embeddings
         config = train_config.hex() if train_config is not None else section.train_config
-        if config is None and not section.in_place:
-            raise FailedPreconditionError(
-                f"{self.directory} was dumped before the servers had an optimizer, and has no rows to load"
-            )
-        if with_state and not fresh_state and not section.has_state:
-            raise FailedPreconditionError(
-                f"{self.directory} was dumped without the optimizer's state: to train on with the state of "
-                "new rows, load its embeddings with with_state=False (--without-state)"
-            )
+        self._check_section(section, config, with_state=with_state, fresh_state=fresh_state)
         arguments = {
             "directory": str(self.directory),
             "manifest": digest,
@@ -466,6 +452,26 @@ class LoadOperation(Operation):
             self.cancel()
             raise
         return section
+
+    def _check_section(
+        self, section: EmbeddingSection, config: str | None, *, with_state: bool, fresh_state: bool
+    ) -> None:
+        """Checks that the rows can be loaded as they are asked for."""
+        if section.in_place and (fresh_state or not with_state):
+            raise InvalidArgumentError(
+                f"the rows of {self.directory} are in the servers' pools, where they keep the optimizer's "
+                "state: with_state=False (--without-state) is for checkpoints in files; dump to files, and "
+                "load those"
+            )
+        if config is None and not section.in_place:
+            raise FailedPreconditionError(
+                f"{self.directory} was dumped before the servers had an optimizer, and has no rows to load"
+            )
+        if with_state and not fresh_state and not section.has_state:
+            raise FailedPreconditionError(
+                f"{self.directory} was dumped without the optimizer's state: to train on with the state of "
+                "new rows, load its embeddings with with_state=False (--without-state)"
+            )
 
     def apply(self) -> None:
         """Replaces the rows, after `check`."""

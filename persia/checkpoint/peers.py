@@ -14,7 +14,7 @@ __all__ = ["LocalPeer", "NatsPeer", "Peer", "find_servers"]
 
 
 class Peer(Protocol):
-    """One server."""
+    """A server that takes part in an operation."""
 
     @property
     def is_remote(self) -> bool:

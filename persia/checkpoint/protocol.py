@@ -1,4 +1,4 @@
-"""What a coordinator and a server say to each other about a dump or a load, as JSON and as typed values.
+"""Messages between coordinator and server about a dump or a load, as JSON and as typed values.
 
 A request names its operation by an id, so that one repeated after a lost reply is recognised. Replies are
 small whatever the model's size: rows go from the servers straight to the storage. Layouts:
@@ -26,7 +26,7 @@ IN_PLACE_NAME = "in_place"
 
 
 class Verb(Enum):
-    """What a coordinator asks for."""
+    """The kinds of requests."""
 
     DUMP = "dump"  # take a snapshot and write it
     LOAD = "load"  # check all of a checkpoint that concerns this server
@@ -39,7 +39,7 @@ class Verb(Enum):
 
 
 class State(Enum):
-    """Where an operation stands on one server."""
+    """The state of an operation on one server."""
 
     RUNNING = "running"
     CHECKED = "checked"  # a load, or changes that were written: it waits for `apply`
@@ -79,7 +79,7 @@ def _read_error(value: object) -> object:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Server to coordinator: where the operation stands."""
+    """Server to coordinator: the state of the operation."""
 
     state: State
     done_bytes: Count = 0  # grows while the operation lives

@@ -79,10 +79,10 @@ class ServerShare:
     replicas: int
     schema: RowSchema | None  # None: it was started without an embedding config
     num_threads: int  # files that are written, or read, at the same time
-    # Whether dumps leave the processors to others: in a server. Not in a process that trains: a nice thread
+    # Whether dumps run at a lower priority: in a server. Not in a process that trains: a nice thread
     # that is preempted while it holds the GIL keeps the training waiting for it.
     gives_way: bool = False
-    dump_percent: int = CheckpointingConfig().dump_percent  # of the processors, while rows are trained
+    dump_percent: int = CheckpointingConfig().dump_percent  # CPU share of dumps while rows are trained
     log: CheckpointLog = field(default_factory=CheckpointLog)
     tier: JobMaker | None = None  # makes jobs whose rows stay in it; None: rows are in memory alone
 
@@ -212,7 +212,7 @@ class ServerJob(ABC):
             raise FailedPreconditionError(_CANCELLED)
         if self.is_abandoned:
             raise DeadlineExceededError(
-                f"nobody has asked about it for {self._lease_s:g} s: its coordinator seems to have ended"
+                f"its coordinator has not asked about it for {self._lease_s:g} s, and seems to have ended"
             )
 
     def _await_apply(self) -> None:

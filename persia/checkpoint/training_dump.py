@@ -28,7 +28,7 @@ from persia.storage.manifest import make_dump_id
 
 __all__ = ["TrainingDumps", "request_training_dump"]
 
-_LEASE_S = 60.0  # a request that nobody has asked about for so long is forgotten
+_LEASE_S = 60.0  # a request is forgotten after so long without a question about it
 _LONGEST_HOLD_S = 3600.0
 _SILENCE_S = 30.0
 _CALL_S = 5.0
@@ -104,7 +104,7 @@ class TrainingDumps:
     def serve(self) -> None:
         """Takes the dump that waits, if one does, and then holds the training for as long as it asked.
 
-        An error of the dump is told to whoever asked; the training goes on.
+        An error of the dump is reported to the caller of the request; the training continues.
         """
         with self._changed:
             self.is_wanted = False
@@ -138,7 +138,7 @@ class TrainingDumps:
         self.is_wanted = True
 
     def _hold(self, dump: _Dump) -> None:
-        """Whoever moves the job elsewhere ends it now: batches trained after the dump would be lost."""
+        """Holds the training until its caller ends it: batches trained after the dump would be lost."""
         if not dump.hold_s or dump.is_forgotten:
             return
         get_default_logger().info("dumped to %s; training waits to be ended", dump.directory)

@@ -13,7 +13,7 @@ from persia import env
 from persia._native import BatchReference, LookupResult, RemoteClient, TrainConfig
 from persia.errors import FailedPreconditionError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
-from persia.messaging.discovery import Announcer, Directory, EventKind, ServiceEvent, ServiceInfo
+from persia.messaging.discovery import Advertiser, Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.interface import Session
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_WORKER
@@ -34,7 +34,7 @@ class JobConnection:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.directory = Directory(session)
-        self._announcers: list[Announcer] = []
+        self._advertisers: list[Advertiser] = []
         self._observer: ProcessObserver | None = None
 
     @classmethod
@@ -78,14 +78,14 @@ class JobConnection:
             status_address="" if self._observer is None else self._observer.address,
             slot_modes=slot_modes,
         )
-        announcer = Announcer(self.session, info)
-        announcer.start()
-        self._announcers.append(announcer)
+        advertiser = Advertiser(self.session, info)
+        advertiser.start()
+        self._advertisers.append(advertiser)
 
     def close(self) -> None:
         """Says bye and disconnects; idempotent."""
-        while self._announcers:
-            self._announcers.pop().stop()
+        while self._advertisers:
+            self._advertisers.pop().stop()
         if self._observer is not None:
             self._observer.close()
         self.session.close()

@@ -11,7 +11,6 @@ import os
 import secrets
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from persia.messaging.discovery import Directory
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
 from persia.utils import dump_yaml
+from persia.waiting import Attempts
 
 __all__ = ["LocalCluster", "LocalNats"]
 
@@ -220,8 +220,7 @@ class LocalCluster:
 
     def _await_ready(self, role: str, *, pid: int, index: int) -> None:
         directory = Directory(self._session)
-        deadline = time.monotonic() + self._start_deadline_s
-        while time.monotonic() < deadline:
+        for _ in Attempts(self._start_deadline_s):
             info = directory.probe(role, index, _PROBE_S)
             if info is not None and info.pid == pid:
                 return
@@ -230,7 +229,6 @@ class LocalCluster:
                     raise UnavailableError(
                         f"{process.name} ended with exit code {process.exit_code}:\n{process.output}"
                     )
-            time.sleep(0.05)  # a probe that reaches no server returns at once
         raise DeadlineExceededError(f"{role} {index} is not ready after {self._start_deadline_s:g} s")
 
     def _find(self, name: str) -> ManagedProcess:

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import socket
-import time
 from pathlib import Path
 
 import click
@@ -18,6 +17,7 @@ from persia.errors import DeadlineExceededError, InvalidArgumentError, NotFoundE
 from persia.launcher.options import PORT, option
 from persia.launcher.supervisor import ManagedProcess, ProcessSpec, Supervisor
 from persia.utils import resolve_binary_execute_path
+from persia.waiting import Attempts
 
 __all__ = ["NATS", "command", "find_nats_server", "nats_config", "parse_size", "start_local_nats"]
 
@@ -27,7 +27,6 @@ _UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 _LARGEST_PAYLOAD_BYTES = 1 << 30
 _LOCAL_PAYLOAD_BYTES = 64 << 20
 _START_DEADLINE_S = 20.0
-_POLL_INTERVAL_S = 0.02
 
 
 @click.command("nats-server")
@@ -141,9 +140,8 @@ def _write_config(config_file: Path, port: int) -> None:
 
 def _await_url(process: ManagedProcess, folder: Path) -> str:
     ports_file = folder / f"nats-server_{process.pid}.ports"
-    deadline = time.monotonic() + _START_DEADLINE_S
-    while time.monotonic() < deadline:
-        if process.wait(_POLL_INTERVAL_S) is not None:
+    for wait_s in Attempts(_START_DEADLINE_S, pause_s=0.02):
+        if process.wait(wait_s) is not None:
             raise UnavailableError(
                 f"the NATS server ended with exit code {process.exit_code}:\n{process.output}"
             )

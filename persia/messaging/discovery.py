@@ -1,5 +1,5 @@
-"""Who is there: services announce themselves on NATS, and callers wait for the replicas they need, in any
-start order.
+"""Discovery: services advertise themselves on NATS, and callers wait for the replicas they need, in any start
+order.
 
 An answer is only as true as the moment it was given, so nothing is cached here: `wait_for` and `probe` ask,
 `watch` listens. A changed incarnation at an index means that the service has restarted and lost what it had
@@ -9,6 +9,7 @@ in memory.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -24,15 +25,13 @@ from persia.logger import get_default_logger
 from persia.messaging.interface import Session
 from persia.messaging.registration import Registration
 from persia.messaging.subjects import EMBEDDING_WORKER, ROLES
-from persia.validation import Count, complaint, json_object, read_document, to_json
+from persia.validation import Count, complaint, json_object, read_document, show, to_json
+from persia.waiting import Attempts
 
-__all__ = ["Announcer", "Directory", "EventKind", "ServiceEvent", "ServiceInfo"]
+__all__ = ["Advertiser", "Directory", "EventKind", "ServiceEvent", "ServiceInfo"]
 
-_FIRST_REPORT_S = 1.0
-_REPORT_INTERVAL_S = 5.0
 _FIRST_ROUND_S = 0.1
 _LONGEST_ROUND_S = 1.0
-_ROUND_GROWTH = 1.5
 # An answer older than this may come from a service that has died since; several of the longest rounds, as a
 # loaded machine may answer late.
 _FRESH_S = 5.0
@@ -47,15 +46,12 @@ def _check_role(role: str) -> str:
 
 
 def _read_incarnation(value: object) -> int:
-    try:
-        if isinstance(value, str) and len(value) == 16:
-            return int(value, 16)
-    except ValueError:
-        pass
-    raise complaint("must be 16 hex digits")
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{16}", value):
+        raise complaint("must be 16 hex digits")
+    return int(value, 16)
 
 
-# JSON's numbers have 53 bits elsewhere.
+# Text on the wire: other readers of JSON keep 53 bits of a number.
 _Incarnation = Annotated[int, BeforeValidator(_read_incarnation), PlainSerializer("{:016x}".format)]
 _SlotMode = Annotated[str, Field(pattern="^(synchronous|asynchronous|hybrid [1-9][0-9]{0,9})?$")]
 
@@ -105,15 +101,17 @@ class ServiceInfo:
 class EventKind(Enum):
     """What a watched service did."""
 
-    HELLO = "hello"
-    BYE = "bye"
+    JOINED = "joined"
+    LEFT = "left"
+    HELLO = JOINED  # the former names
+    BYE = LEFT
 
 
 @dataclass(frozen=True)
 class ServiceEvent:
     """A service started (again) or stopped cleanly.
 
-    A killed service says nothing; its successor says hello.
+    A killed service publishes nothing; its successor publishes that it has joined.
     """
 
     kind: EventKind
@@ -125,14 +123,14 @@ class ServiceEvent:
     @classmethod
     def decode(cls, payload: bytes) -> ServiceEvent:
         """Raises `CorruptionError` on anything that a service could not have sent."""
-        event = json_object(payload, "announcement").get("event")
+        event = json_object(payload, "discovery event").get("event")
         if event not in [kind.value for kind in EventKind]:
-            raise CorruptionError(f"announcement: event is {str(event)[:100]!r}, neither hello nor bye")
+            raise CorruptionError(f"discovery event: event={show(event)} is neither joined nor left")
         return cls(EventKind(event), ServiceInfo.decode(payload))
 
 
-class Announcer:
-    """Makes this process known as a service: hello at the start, answers to who, bye at the end."""
+class Advertiser:
+    """Advertises this process as a service: joined at the start, answers to who, left at the end."""
 
     def __init__(self, session: Session, info: ServiceInfo) -> None:
         self.info = info
@@ -141,9 +139,9 @@ class Announcer:
         self._is_accepted = False
         self._registrations: list[Registration] = []
 
-    def start(self, on_admitted: Callable[[], None] = lambda: None) -> None:
-        """Announces the service. `on_admitted` subscribes to its requests: it is called once no other replica
-        has this index, as a refused one must not answer, and before anybody can find the service.
+    def start(self, on_admitted: Callable[[], object] = lambda: None) -> None:
+        """Advertises the service. `on_admitted` subscribes to its requests: it is called once no other
+        replica has this index, as a refused one must not answer, and before anybody can find the service.
 
         Raises `FailedPreconditionError` when a running replica of the role holds the same index, or disagrees
         about the number of replicas or the embedding config: the newcomer is refused, the job goes on.
@@ -158,8 +156,8 @@ class Announcer:
             self._close_registrations()
             raise
         self._is_accepted = True
-        self._registrations.append(self._session.on_reconnect(self._say_hello))
-        self._say_hello()
+        self._registrations.append(self._session.on_reconnect(self._publish_joined))
+        self._publish_joined()
 
     def set_replicas(self, replicas: int) -> None:
         """What this service says from now on about how many replicas its role has."""
@@ -167,25 +165,25 @@ class Announcer:
         self._payload = self.info.encode()
 
     def stop(self) -> None:
-        """Says bye. Does nothing when not announced; never raises, as it runs while things end."""
+        """Publishes that the service has left. Never raises; does nothing for one that never joined."""
         if not self._registrations:
             return
         self._close_registrations()
         try:
-            self._announce(EventKind.BYE)
+            self._publish(EventKind.LEFT)
         except PersiaError as error:
-            get_default_logger().info("%s could not say bye: %s", self.info, error)
+            get_default_logger().info("%s could not publish that it has left: %s", self.info, error)
 
     def _close_registrations(self) -> None:
         registrations, self._registrations = self._registrations, []
         for registration in registrations:
             registration.close()
 
-    def _say_hello(self) -> None:
-        self._announce(EventKind.HELLO)
+    def _publish_joined(self) -> None:
+        self._publish(EventKind.JOINED)
 
-    def _announce(self, kind: EventKind) -> None:
-        subject = self._session.subjects.announce(self.info.role)
+    def _publish(self, kind: EventKind) -> None:
+        subject = self._session.subjects.advertise(self.info.role)
         self._session.publish(subject, ServiceEvent(kind, self.info).encode())
 
     async def _answer(self, asker: bytes) -> bytes | None:
@@ -222,32 +220,27 @@ class Directory:
         values, and `DeadlineExceededError` naming the missing indices.
         """
         search = _Search(role, expected, schema)
-        started = time.monotonic()
-        report = _WaitReport(search, started)
-        round_s = _FIRST_ROUND_S
-        while True:
-            round_started = time.monotonic()
-            left_s = started + deadline_s - round_started
-            if left_s <= 0:
-                raise DeadlineExceededError(
-                    f"{search.missing()} after {deadline_s:g} s (PERSIA_DEADLINE_SEC)"
-                )
-            report.waiting(round_started)
-            search.begin_round(round_started)
-            subject = self._session.subjects.who(role)
-            self._session.request_many(subject, b"", min(round_s, left_s), enough=search.accept)
+        subject = self._session.subjects.who(role)
+        attempts = Attempts(
+            deadline_s,
+            pause_s=_FIRST_ROUND_S,
+            longest_pause_s=_LONGEST_ROUND_S,
+            waiting_for=lambda: f"services: {search.missing()}",
+        )
+        for round_s in attempts:
+            search.begin_round(time.monotonic())
+            self._session.request_many(subject, b"", round_s, enough=search.accept)
             if (services := search.result()) is not None:
-                report.found(len(services))
+                if attempts.has_reported:
+                    get_default_logger().info("found %s, %d of %d", role, len(services), len(services))
                 return services
-            # When nobody listens the request ends at once; the round still takes its time.
-            time.sleep(max(0.0, round_started + min(round_s, left_s) - time.monotonic()))
-            round_s = min(round_s * _ROUND_GROWTH, _LONGEST_ROUND_S)
+        raise DeadlineExceededError(f"{search.missing()} after {deadline_s:g} s (PERSIA_DEADLINE_SEC)")
 
     def watch(self, role: str, callback: Callable[[ServiceEvent], None]) -> Registration:
-        """Calls `callback` for each service of `role` that says hello or bye from now on, one at a time.
+        """Calls `callback` for each service of `role` that joins or leaves from now on, one at a time.
 
-        A service is reported once for each incarnation, also when a hello is missed while the broker is away.
-        Watch first and then `wait_for`, so that no restart falls between them.
+        A service is reported once for each incarnation, also when its event is missed while the broker is
+        away. Watch first and then `wait_for`, so that no restart falls between them.
         """
         watch = _Watch(self._session, role, callback)
         watch.start()
@@ -297,7 +290,7 @@ class _Search:
     def missing(self) -> str:
         replicas = self._replicas()
         if not self._found:
-            return f"no {self.role} has announced itself" + (f", {replicas} expected" if replicas else "")
+            return f"no {self.role} has joined" + (f", {replicas} expected" if replicas else "")
         indices = ", ".join(str(index) for index in range(replicas) if index not in self._found)
         return f"{self.role} {indices} of {replicas} missing"
 
@@ -323,27 +316,8 @@ class _Search:
             )
 
 
-class _WaitReport:
-    """Says now and then what a wait waits for; once it has, also that the wait is over."""
-
-    def __init__(self, search: _Search, started: float) -> None:
-        self._search = search
-        self._next = started + _FIRST_REPORT_S
-        self._has_spoken = False
-
-    def waiting(self, now: float) -> None:
-        if now >= self._next:
-            get_default_logger().info("waiting for services: %s", self._search.missing())
-            self._next = now + _REPORT_INTERVAL_S
-            self._has_spoken = True
-
-    def found(self, num_services: int) -> None:
-        if self._has_spoken:
-            get_default_logger().info("found %s, %d of %d", self._search.role, num_services, num_services)
-
-
 class _Watch:
-    """Turns hello, bye and the answers after a reconnect into one event for each incarnation."""
+    """Turns joined, left and the answers after a reconnect into one event for each incarnation."""
 
     def __init__(self, session: Session, role: str, callback: Callable[[ServiceEvent], None]) -> None:
         self._session = session
@@ -355,7 +329,7 @@ class _Watch:
 
     def start(self) -> None:
         self._registrations = [
-            self._session.subscribe(self._session.subjects.announce(self._role), self._on_announcement),
+            self._session.subscribe(self._session.subjects.advertise(self._role), self._on_event),
             self._session.on_reconnect(self._ask),
         ]
 
@@ -363,23 +337,23 @@ class _Watch:
         for registration in self._registrations:
             registration.close()
 
-    def _on_announcement(self, payload: bytes) -> None:
+    def _on_event(self, payload: bytes) -> None:
         try:
             event = ServiceEvent.decode(payload)
         except CorruptionError as error:
-            get_default_logger().warning("ignored an announcement: %s", error)
+            get_default_logger().warning("ignored a discovery event: %s", error)
             return
         self._take(event)
 
     def _ask(self) -> None:
         subject = self._session.subjects.who(self._role)
         for info in _decode_all(self._session.request_many(subject, b"", _LONGEST_ROUND_S)):
-            self._take(ServiceEvent(EventKind.HELLO, info))
+            self._take(ServiceEvent(EventKind.JOINED, info))
 
     def _take(self, event: ServiceEvent) -> None:
         info = event.info
         with self._lock:
-            if event.kind is EventKind.HELLO:
+            if event.kind is EventKind.JOINED:
                 if self._incarnations.get(info.index) == info.incarnation:
                     return
                 self._incarnations[info.index] = info.incarnation

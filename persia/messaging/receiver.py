@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import time
 from collections.abc import Awaitable, Callable
 
 from nats.aio.client import Client
@@ -21,6 +20,7 @@ from persia import errors
 from persia.errors import InternalError, PersiaError, ResourceExhaustedError, UnavailableError
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
+from persia.waiting import Attempts
 
 __all__ = ["Handler", "Receiver", "raise_if_error_reply", "send_error"]
 
@@ -35,8 +35,6 @@ MAX_ERROR_BYTES = 4096
 # the peers. The limits are the backstop: a message beyond them is refused with an error reply, not dropped.
 _PENDING_MESSAGES_LIMIT = 65_536
 _PENDING_BYTES_LIMIT = 1 << 30
-
-_DRAIN_POLL_S = 0.05
 
 
 class Receiver:
@@ -81,10 +79,11 @@ class Receiver:
         if self._subscription is None:
             return
         drain = asyncio.ensure_future(self._subscription.drain())  # type: ignore[no-untyped-call]
-        deadline = time.monotonic() + grace_s
-        # A lost connection does not end the drain, which asks the broker for a sign.
-        while not drain.done() and self._client.is_connected and time.monotonic() < deadline:
-            await asyncio.wait({drain}, timeout=_DRAIN_POLL_S)
+        for wait_s in Attempts(grace_s):
+            # A lost connection does not end the drain, which asks the broker for a sign.
+            if drain.done() or not self._client.is_connected:
+                break
+            await asyncio.wait({drain}, timeout=wait_s)
         drain.cancel()
         with contextlib.suppress(NatsError, OSError, asyncio.TimeoutError, asyncio.CancelledError):
             await drain

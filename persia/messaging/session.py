@@ -12,7 +12,6 @@ import atexit
 import concurrent.futures
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -36,13 +35,12 @@ from persia.messaging.daemon_pool import DaemonPool
 from persia.messaging.receiver import Handler, Receiver, raise_if_error_reply, send_error
 from persia.messaging.registration import Registration
 from persia.messaging.subjects import Subjects
+from persia.waiting import Attempts
 
 __all__ = ["NatsSession", "Registration"]
 
 _T = TypeVar("_T")
 
-_FIRST_REPORT_S = 1.0
-_REPORT_INTERVAL_S = 5.0
 _CLOSE_GRACE_S = 1.0  # for each of: finishing handlers, flushing, disconnecting
 # A broker that ends together with the job is no news: only a loss that lasts is reported.
 _LOSS_REPORT_S = 2.0
@@ -255,7 +253,6 @@ class NatsSession:
     # ---- on the loop
 
     async def _connect(self, deadline_s: float) -> None:
-        deadline = time.monotonic() + deadline_s
         task = asyncio.ensure_future(
             self._client.connect(
                 self._url,
@@ -266,22 +263,18 @@ class NatsSession:
                 **_CONNECT_OPTIONS,
             )
         )
-        wait_s = _FIRST_REPORT_S
-        while not task.done():
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                task.cancel()
-                raise UnavailableError(
-                    f"no NATS server at {self._address} after {deadline_s:g} s ({self._last_error}): "
-                    "start one with `persia-launcher nats-server`, or correct PERSIA_NATS_URL"
-                )
-            await asyncio.wait({task}, timeout=min(left_s, wait_s))
-            wait_s = _REPORT_INTERVAL_S
-            if not task.done() and time.monotonic() < deadline:
-                get_default_logger().info(
-                    "waiting for the NATS server at %s (%s)", self._address, self._last_error
-                )
-        task.result()
+        waiting = f"the NATS server at {self._address}"
+        for wait_s in Attempts(
+            deadline_s, pause_s=1.0, waiting_for=lambda: f"{waiting} ({self._last_error})"
+        ):
+            await asyncio.wait({task}, timeout=wait_s)
+            if task.done():
+                return task.result()
+        task.cancel()
+        raise UnavailableError(
+            f"no NATS server at {self._address} after {deadline_s:g} s ({self._last_error}): "
+            "start one with `persia-launcher nats-server`, or correct PERSIA_NATS_URL"
+        )
 
     async def _request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
         try:

@@ -41,13 +41,13 @@ class Subjects:
             )
         self._prefix = f"persia.{job_name}"
 
-    def announce(self, role: str) -> str:
+    def advertise(self, role: str) -> str:
         """A replica of `role` has started, or has stopped cleanly.
 
-        One subject for both: messages of two subjects may be handled in any order, and a hello after its bye
-        would make a service that has left look alive.
+        One subject for both: messages of two subjects may be handled in any order, and `joined` after its
+        `left` would make a service that has left look alive.
         """
-        return self._of_role("announce", role)
+        return self._of_role("advertise", role)
 
     def who(self, role: str) -> str:
         """Asks every replica of `role` for its service info."""

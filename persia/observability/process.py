@@ -94,7 +94,7 @@ class ProcessObserver:
     def not_ready(self) -> str | None:
         """Why this process cannot do its part now; None when it can."""
         if not self.serving:
-            return "it has not announced itself yet, or is ending"
+            return "it has not joined the job yet, or is ending"
         if not self._session.is_connected:
             return "there is no connection to the NATS server"
         return self._source.not_ready()

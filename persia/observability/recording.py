@@ -18,10 +18,10 @@ from persia.errors import StorageError, UnavailableError
 from persia.messaging.discovery import ServiceInfo
 from persia.messaging.subjects import NN_WORKER
 from persia.observability.status import fetch_json
+from persia.waiting import Attempts
 
 __all__ = ["Recording", "record", "trace_events"]
 
-_POLL_S = 0.1
 _SPANS_PER_BATCH = 60  # of one process, amply
 _MIN_SPANS = 20_000
 _MAX_SPANS = 1_000_000
@@ -56,10 +56,9 @@ def record(processes: Sequence[ServiceInfo], *, num_batches: int, limit_s: float
         first = _num_trained(ranks, problems)
         list(pool.map(lambda info: _ask(info, f"/trace/start?spans={spans}", problems), processes))
         trained = first
-        while trained - first < num_batches and time.monotonic() - started < limit_s:
-            time.sleep(_POLL_S)
+        for _ in Attempts(limit_s, pause_s=0.1):
             trained = max(trained, _num_trained(ranks, problems))
-            if problems:
+            if problems or trained - first >= num_batches:
                 break
         elapsed_s = time.monotonic() - started
         answers = list(pool.map(lambda info: _ask(info, "/trace/stop", problems), processes))

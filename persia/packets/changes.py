@@ -42,7 +42,7 @@ _Seconds = Annotated[float, Field(strict=True, ge=0, lt=1e9)]
 
 @dataclass(frozen=True, kw_only=True)
 class IncrementalSettings:
-    """How a job writes packets, as the configuration of its servers says, and no other."""
+    """How a job writes packets: from the configuration of its servers alone, so that all agree."""
 
     directory: str
     buffer_size: Count  # changed rows of a server that are written at once
@@ -52,7 +52,7 @@ class IncrementalSettings:
 
     @classmethod
     def of(cls, config: GlobalConfig) -> IncrementalSettings | None:
-        """None: it has no incremental updates, or is of a job that trains nothing."""
+        """Returns None for a job without incremental updates or without training."""
         section = config.embedding_parameter_server_config
         if not section.enable_incremental_update or config.common_config.job_type != "Train":
             return None
@@ -82,10 +82,10 @@ class _Take:
 
 
 class ServerChanges:
-    """Whose the changes of a server are, and how many. Thread-safe."""
+    """The changes of a server, and the stream of packets that they belong to. Thread-safe."""
 
     def __init__(self, store: EmbeddingStore, settings: IncrementalSettings | None = None) -> None:
-        """To be made before the store's first row. Without `settings` nothing is remembered."""
+        """Must be made before the store's first row. Without `settings` no change is tracked."""
         self._store = store
         self._settings = settings
         self._lock = threading.Lock()
@@ -146,7 +146,7 @@ class ServerChanges:
 
     def _track(self) -> None:
         assert self._settings is not None, "asked for by callers"
-        # Twice: training goes on while a packet or a whole checkpoint is written.
+        # Twice: training continues while a packet or a whole checkpoint is written.
         self._store.track_changes(2 * self._settings.buffer_size)
 
     def _lose(self) -> None:

@@ -61,7 +61,7 @@ class PacketLog:
         return found
 
     def positions(self, stream: str | None = None) -> list[Position]:
-        """Of all packets, or of one stream's, ascending. Lists a directory: not for every second."""
+        """All packets, or those of one stream, ascending. Lists a directory, which is slow."""
         named = (child.name for child in self._manifests.children())
         found = {Position.parse(name.removesuffix(_ENDING)) for name in named if name.endswith(_ENDING)}
         return sorted(p for p in found if p is not None and stream in (None, p.stream))

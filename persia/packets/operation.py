@@ -26,11 +26,11 @@ __all__ = ["ChangeStatus", "DenseState", "PacketOperation", "ask_changes", "begi
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeStatus:
-    """Of one server."""
+    """The changes of one server that are in no packet."""
 
     settings: IncrementalSettings | None = None  # None: it has no incremental updates
     stream: str | None = None  # whose its changes are
-    is_from_start: StrictBool = False  # they are all that there is in the store, and nobody's yet
+    is_from_start: StrictBool = False  # they are all rows of the store, and belong to no stream yet
     num_rows: Count = 0
 
     @classmethod
@@ -47,7 +47,7 @@ class DenseState:
 
 
 def ask_changes(peers: Sequence[Peer], deadline_s: float) -> list[ChangeStatus]:
-    """How much has changed on every server."""
+    """Asks every server how much has changed."""
     reports = Operation("changes", peers, deadline_s)._ask_all(Verb.CHANGES)
     return [ChangeStatus.of(report) for report in reports]
 
@@ -102,7 +102,7 @@ class PacketOperation(Operation):
         return packet
 
     def _rows(self, results: list[dict[str, Any]]) -> dict[str, Any]:
-        """What servers say, judged by the manifest's own reader."""
+        """The rows of the packet by the servers' reports, which the manifest's reader checks."""
         flags = {result.get("is_from_nothing") for result in results}
         if len(flags) > 1:
             # One server has cleared its rows, another is about to. Changes of both come with the next packet.

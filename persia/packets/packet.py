@@ -28,7 +28,7 @@ _FORMAT = "persia packet"
 
 
 class BaseKind(Enum):
-    """What rows must be for the packets behind a restart."""
+    """The rows that the packets after a restart apply to."""
 
     NOTHING = "nothing"  # none: drop all
     CHECKPOINT = "checkpoint"  # those of the checkpoint `dump_id`, which the trainer has loaded
@@ -52,7 +52,7 @@ _FileName = Annotated[str, AfterValidator(_check_file_name)]
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """What a restart says. A checkpoint of the restart's own position or a later one is always good, too."""
+    """The content of a restart. A checkpoint of its position or a later one is always good, too."""
 
     kind: BaseKind
     reason: str  # for people: why the packets before it are not followed

@@ -23,16 +23,16 @@ _READ_BYTES = 8 << 20
 
 
 class PacketRows:
-    """Of one store, which only answers lookups: without the optimizer's state."""
+    """Applies packets to a store that only answers lookups: without the optimizer's state."""
 
     def __init__(self, share: ServerShare) -> None:
         self._share = share
         self._loader: CheckpointLoader | None = None
 
     def prepare(self, files: Location, packet: Packet) -> Callable[[], None]:
-        """Reads this server's rows of a packet below `files`, and checks them. What is returned applies all
-        of them in one step: a batch's lookup sees the packet or does not. Call it soon: the store takes
-        nothing else meanwhile.
+        """Reads this server's rows of a packet below `files`, and checks them. The result applies
+        all of them in one step: a lookup sees the whole packet or nothing of it. Call it soon: until then the
+        store is locked for other loads.
 
         NotFoundError, CorruptionError: name the file; FailedPreconditionError: rows of other slots.
         """

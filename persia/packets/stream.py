@@ -30,7 +30,7 @@ _STATUS_DEADLINE_S = 5.0  # short: the question is repeated, and a dump may wait
 
 @dataclass(frozen=True, kw_only=True)
 class PacketCounts:
-    """What a writer has done so far."""
+    """Totals of a writer."""
 
     packets: int = 0  # with rows
     rows: int = 0  # in them, changed and removed
@@ -148,7 +148,7 @@ class PacketStream(DumpHook):
     # ---- packets, while paused
 
     def ask(self) -> list[ChangeStatus]:
-        """How much has changed on every server."""
+        """Asks every server how much has changed."""
         asked_at = time.time()
         statuses = ask_changes(self.peers, min(self._deadline_s, _STATUS_DEADLINE_S))
         self.has_changes = any(status.num_rows > 0 for status in statuses)
@@ -199,7 +199,7 @@ class PacketStream(DumpHook):
         )
 
     def _begin_anew(self) -> None:
-        """From now on changes follow a checkpoint that is begun from now on."""
+        """Forgets all changes so far: those from now on follow a checkpoint that is begun later."""
         self._lost = self._lost or "changes were begun anew"  # unless all servers hear it
         begin_stream(self.peers, self.position.stream, self._deadline_s, anew=True)
         self._lost, self._changed_after = None, time.time()
@@ -207,7 +207,7 @@ class PacketStream(DumpHook):
     def _write_restart(self, base: Base) -> None:
         position = self.position.next
         if position.number > 1:
-            get_default_logger().warning("followers cannot go on by packets alone: %s", base.reason)
+            get_default_logger().warning("followers need a new checkpoint: %s", base.reason)
         packet = Packet(
             position=position,
             changed_after=self._changed_after,

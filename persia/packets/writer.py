@@ -76,7 +76,7 @@ class PacketWriter:
 
     @property
     def log(self) -> PacketLog | None:
-        """Where packets go; None: this job writes none, or does not know yet."""
+        """The directory of packets; None: this job writes none, or does not know yet."""
         return self.stream.log
 
     def counts(self) -> PacketCounts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,16 +10,16 @@ from persia import env
 from persia.config import GlobalConfig, SlotsConfig, load_embedding_config, load_global_config
 from persia.errors import ConfigError, PersiaError
 from persia.logger import get_default_logger, set_role
-from persia.messaging.discovery import Announcer, Directory, EventKind, ServiceEvent, ServiceInfo
+from persia.messaging.discovery import Advertiser, Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.interface import Session
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
 from persia.observability.sources import EmbeddingWorkerSource
-from persia.pipeline.queues import Deadline
 from persia.pipeline.send import RegisterBatchHandler
 from persia.roles import inference
-from persia.roles.lifetime import DRAIN_S, announced, connected, observed, stopped_by_signals, wait_for_stop
+from persia.roles.lifetime import DRAIN_S, advertised, connected, observed, stopped_by_signals, wait_for_stop
 from persia.roles.options import ServerOptions
+from persia.waiting import Attempts
 
 if TYPE_CHECKING:
     from persia._native import EmbeddingWorker
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["ServerLinks", "count_workers", "drain", "run_embedding_worker"]
 
 _WHO_S = 0.5
-_POLL_S = 0.05
 
 
 def run_embedding_worker(options: ServerOptions) -> None:
@@ -58,8 +56,8 @@ def run_embedding_worker(options: ServerOptions) -> None:
         responder = RegisterBatchHandler(
             lambda loader, ids: (worker.incarnation, worker.register_batch(loader, ids))
         )
-        announcer = stack.enter_context(
-            announced(
+        advertiser = stack.enter_context(
+            advertised(
                 session,
                 EMBEDDING_WORKER,
                 options,
@@ -71,7 +69,7 @@ def run_embedding_worker(options: ServerOptions) -> None:
                 slot_modes=slots.slot_modes,
             )
         )
-        watch = Directory(session).watch(EMBEDDING_WORKER, partial(count_workers, announcer))
+        watch = Directory(session).watch(EMBEDDING_WORKER, partial(count_workers, advertiser))
         stack.callback(watch.close)
         wait_for_stop()
 
@@ -113,13 +111,13 @@ def _make_worker(
     )
 
 
-def count_workers(announcer: Announcer, event: ServiceEvent) -> None:
+def count_workers(advertiser: Advertiser, event: ServiceEvent) -> None:
     """Workers may come while a job runs, and go from the highest number down: newcomers ask how many."""
-    worker, replicas = event.info, announcer.info.replicas
-    if event.kind is EventKind.HELLO:
-        announcer.set_replicas(max(replicas, worker.replicas))
-    elif worker.index == replicas - 1 and worker.index > announcer.info.index:
-        announcer.set_replicas(replicas - 1)
+    worker, replicas = event.info, advertiser.info.replicas
+    if event.kind is EventKind.JOINED:
+        advertiser.set_replicas(max(replicas, worker.replicas))
+    elif worker.index == replicas - 1 and worker.index > advertiser.info.index:
+        advertiser.set_replicas(replicas - 1)
 
 
 def drain(worker: EmbeddingWorker, session: Session) -> None:
@@ -127,8 +125,8 @@ def drain(worker: EmbeddingWorker, session: Session) -> None:
 
     Called when no more batches are registered. Whoever has sent SIGTERM may still kill, after its own grace.
     """
-    deadline, reported = Deadline(env.get_deadline_s()), False
-    while not deadline.over:
+    reported = False
+    for _ in Attempts(env.get_deadline_s()):
         stats = worker.stats()
         num_batches = stats["num_buffered"] + stats["num_in_flight"]
         if num_batches == 0:
@@ -139,7 +137,6 @@ def drain(worker: EmbeddingWorker, session: Session) -> None:
         if not reported:
             get_default_logger().info("%d batches are still served before the end", num_batches)
             reported = True
-        time.sleep(_POLL_S)
     get_default_logger().warning("%d batches are given up after PERSIA_DEADLINE_SEC", num_batches)
 
 
@@ -163,7 +160,7 @@ class ServerLinks:
 
     def on_event(self, event: ServiceEvent) -> None:
         """For `Directory.watch`."""
-        if event.kind is EventKind.HELLO:
+        if event.kind is EventKind.JOINED:
             self.connect(event.info)
         else:
             get_default_logger().info("%s has stopped; lookups wait until it is back", event.info)

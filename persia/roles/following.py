@@ -40,7 +40,7 @@ class RowCopy:
 
 class RowCopies:
     """For a Follower. The first copy is loaded into the server itself, which does not answer yet; later ones
-    into a server that nobody asks, whose rows then take the place of those that answer, in one step.
+    into a server without clients, whose rows then replace those that answer, in one step.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RowCopies:
         server = self._server
         if self._is_in_use:
             server = self._make()
-            server.start("127.0.0.1", 0)  # it has no rows before; it refuses whoever finds it
+            server.start("127.0.0.1", 0)  # it has no rows before; it refuses all clients
         share = replace(self._share, store=server.store)
         if checkpoint is None:
             clear_rows(server.store)

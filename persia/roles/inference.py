@@ -121,7 +121,7 @@ def _infer_config(config: GlobalConfig) -> InferConfig:
 
 
 def _follow_options(config: GlobalConfig) -> FollowOptions | None:
-    """None: nothing is followed."""
+    """Returns None for servers that follow no packets."""
     section, infer = config.embedding_parameter_server_config, _infer_config(config)
     if not section.enable_incremental_update:
         return None

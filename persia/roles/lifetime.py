@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from persia import env
 from persia.config import GlobalConfig
 from persia.logger import get_default_logger
-from persia.messaging.discovery import Announcer, ServiceInfo
+from persia.messaging.discovery import Advertiser, ServiceInfo
 from persia.messaging.interface import Session
 from persia.messaging.registration import Registration
 from persia.messaging.session import NatsSession
@@ -20,9 +20,9 @@ from persia.observability.settings import ObservabilitySettings
 from persia.observability.sources import Source
 from persia.roles.options import ServerOptions
 
-__all__ = ["DRAIN_S", "announced", "connected", "observed", "stopped_by_signals", "wait_for_stop"]
+__all__ = ["DRAIN_S", "advertised", "connected", "observed", "stopped_by_signals", "wait_for_stop"]
 
-# How long a server that stops answers what it was asked before: whoever sends SIGTERM kills seconds later.
+# How long a stopping server answers earlier requests. Process managers kill seconds after SIGTERM.
 DRAIN_S = 1.5
 
 
@@ -66,7 +66,7 @@ def connected(nats_url: str, name: str) -> Iterator[NatsSession]:
 
 
 @contextlib.contextmanager
-def announced(
+def advertised(
     session: NatsSession,
     role: str,
     options: ServerOptions,
@@ -77,7 +77,7 @@ def announced(
     observer: ProcessObserver,
     subscribe: Callable[[], Registration],
     slot_modes: tuple[str, ...] = (),
-) -> Iterator[Announcer]:
+) -> Iterator[Advertiser]:
     """Makes the server known for the time of the block. Enter it when the server is ready for requests.
 
     `subscribe` is called once the server is admitted to the job: a refused one that answered requests would
@@ -94,20 +94,20 @@ def announced(
         status_address=observer.address,
         slot_modes=slot_modes,
     )
-    announcer = Announcer(session, info)
+    advertiser = Advertiser(session, info)
     with contextlib.ExitStack() as requests:  # closed last: clients stop sending when they hear the goodbye
 
         def admitted() -> None:
             requests.callback(subscribe().close)
 
-        announcer.start(admitted)
+        advertiser.start(admitted)
         observer.serving = True
         try:
             get_default_logger().info("%s is ready", info)
-            yield announcer
+            yield advertiser
         finally:
             observer.serving = False
-            announcer.stop()
+            advertiser.stop()
 
 
 def observed(

@@ -1,4 +1,4 @@
-"""What both kinds of servers are started with."""
+"""Options of a server process, of either role."""
 
 from __future__ import annotations
 

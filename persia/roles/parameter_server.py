@@ -15,7 +15,7 @@ from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.observability.sources import ParameterServerSource
 from persia.packets.changes import IncrementalSettings, ServerChanges
 from persia.roles import inference
-from persia.roles.lifetime import DRAIN_S, announced, connected, observed, stopped_by_signals, wait_for_stop
+from persia.roles.lifetime import DRAIN_S, advertised, connected, observed, stopped_by_signals, wait_for_stop
 from persia.roles.options import ServerOptions
 from persia.storage.schema import RowSchema
 from persia.tiers.server_tier import ServerTier
@@ -59,7 +59,7 @@ def run_parameter_server(options: ServerOptions) -> None:
         checkpoints = CheckpointService(share, changes)
         stack.callback(checkpoints.close)
         stack.enter_context(
-            announced(
+            advertised(
                 session,
                 EMBEDDING_PARAMETER_SERVER,
                 options,
@@ -87,7 +87,7 @@ def config_of(options: ServerOptions) -> GlobalConfig:
 def _open_tier(
     stack: ExitStack, options: ServerOptions, config: GlobalConfig, slots: SlotsConfig | None
 ) -> ServerTier | None:
-    """None: rows are in memory alone."""
+    """Returns None if rows are in memory alone."""
     storage = config.embedding_parameter_server_config.storage
     if not storage.has_pool:
         return None

@@ -1,4 +1,4 @@
-"""What has changed between two checkpoints, slot by slot."""
+"""Compares two checkpoints slot by slot."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Table:
 def compare(
     before: RowReader, after: RowReader, on_bytes: Callable[[int], None] = lambda _: None
 ) -> dict[str, SlotChanges]:
-    """By the names of the slots. FailedPreconditionError: their signs do not mean the same IDs."""
+    """Returns the changes by slot name. FailedPreconditionError: their signs do not mean the same IDs."""
     schemas = before.section.schema, after.section.schema
     if schemas[0] is not None and schemas[1] is not None:
         try:

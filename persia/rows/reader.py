@@ -118,7 +118,7 @@ class RowGroups:
 def check_files(
     directory: Location, manifest: Manifest, on_bytes: Callable[[int], None] = lambda _: None
 ) -> dict[str, str | None]:
-    """By path, what is wrong with a file; None for one that is whole."""
+    """Returns the error of each file by its path; None for one that is whole."""
     outcome: dict[str, str | None] = {}
     dense = () if manifest.dense is None else manifest.dense.files.values()
     rows = () if manifest.embeddings is None else manifest.embeddings.files

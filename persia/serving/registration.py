@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from persia import env
 from persia.errors import FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
-from persia.messaging.discovery import Announcer, ServiceInfo
+from persia.messaging.discovery import Advertiser, ServiceInfo
 from persia.messaging.session import NatsSession
 
 __all__ = ["registered"]
@@ -48,11 +48,11 @@ def _register(nats_url: str, info: ServiceInfo, stopped: threading.Event) -> Non
         try:
             with NatsSession(nats_url, env.get_job_name(), name=f"{info.role} {info.index}") as session:
                 session.connect(_CONNECT_S)
-                announcer = Announcer(session, info)
-                announcer.start()
+                advertiser = Advertiser(session, info)
+                advertiser.start()
                 get_default_logger().info("%s is shown in the job %s", info, env.get_job_name())
                 stopped.wait()
-                announcer.stop()
+                advertiser.stop()
         except FailedPreconditionError as failure:
             get_default_logger().error("this server is not shown in persia-launcher status: %s", failure)
             return

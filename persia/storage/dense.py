@@ -1,7 +1,7 @@
 """The torch part of a checkpoint: a model's or an optimizer's state, or TorchScript, as the bytes of a file.
 
-Bytes first and files later: a dump takes the state while training stands still, and writes it while training
-goes on.
+Bytes first and files later: a dump encodes the state while training is paused, and writes it while training
+continues.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _innermost(model: torch.nn.Module) -> torch.nn.Module:
 
 def _is_compiled(model: torch.nn.Module) -> bool:
     """Whether it is what `torch.compile(model)` returns."""
-    # To import it takes seconds; whoever has such a model has done so.
+    # Its import takes seconds. A script with such a model has done it.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and isinstance(model, compiler.OptimizedModule)
 

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a directory on any file system that fsspec knows, and what may be relied on there.
+"""A directory on any file system that fsspec knows, and the guarantees that checkpoints rely on there.
 
 Two promises make atomic checkpoints possible on all of them. A file written by `create` appears under its
 name only once it is complete, and `replace` swaps a small file in one step: by a rename on a local disk, by
@@ -101,7 +101,7 @@ class Location:
     # ---- reading
 
     def size(self) -> int:
-        """Of this file, in bytes. NotFoundError: there is none."""
+        """Size of this file in bytes. NotFoundError: there is none."""
         self._forget_listings()
         return int(self._try("be found", lambda: self.file_system.info(self.path)["size"]))
 
@@ -182,7 +182,7 @@ class Location:
     def turn_into(self, target: Location, content: bytes) -> None:
         """Gives this file the content, and then the place of `target`, which it replaces in one step.
 
-        NotFoundError: somebody has removed this file, and `target` is what it was. On a storage service,
+        NotFoundError: this file was removed, and `target` is unchanged. On a storage service,
         which has no such step, a removal goes unnoticed while `target` is being written.
         """
         if not self.is_local:

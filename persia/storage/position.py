@@ -1,4 +1,4 @@
-"""Where in a stream of packets something stands: a packet, a checkpoint, a follower."""
+"""A position in a stream of packets: of a packet, a checkpoint or a follower."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_NUMBER = 10**12 - 1
 
 
 def make_stream_id() -> str:
-    """Of one run of a trainer: unlike all others, sorted by the time of its start."""
+    """A unique name for the packets of one run of a trainer; names sort by the time of its start."""
     stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     return f"{stamp}-{secrets.token_hex(4)}"
 
@@ -36,7 +36,7 @@ class Position:
 
     @property
     def name(self) -> str:
-        """Of a packet's manifest, without its ending; names sort like positions."""
+        """The name of a packet's manifest, without its ending; names sort like positions."""
         return f"packet-{self.stream}-{self.number:012d}"
 
     @property

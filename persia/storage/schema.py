@@ -21,7 +21,7 @@ __all__ = ["RowSchema", "SchemaChanges", "SlotRows"]
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRows:
-    """What decides which rows a slot uses."""
+    """The settings that decide which rows a slot uses."""
 
     dim: Count
     group: Count  # in the top bits of its signs
@@ -34,10 +34,10 @@ class SlotRows:
 
 @dataclass(frozen=True)
 class SchemaChanges:
-    """How the slots of a job differ from those of a checkpoint."""
+    """Slots that a job has and a checkpoint has not, and the reverse."""
 
     added: tuple[str, ...]  # have no rows in the checkpoint
-    removed: tuple[str, ...]  # have rows that nobody will ask for
+    removed: tuple[str, ...]  # have rows that the job never looks up
 
     def __bool__(self) -> bool:
         return bool(self.added or self.removed)

@@ -1,7 +1,7 @@
-"""One file of rows: written from front to back out of a snapshot, and read by the index at its end.
+"""A file of rows, which is written from front to back and read by the index at its end, and other files.
 
-What stands in it is the native module's business (docs/checkpoint_format.md). Here are the bytes' ways: a
-server of another cluster size reads only the ranges that hold its rows, in few and large reads.
+The native module encodes and decodes the bytes (docs/checkpoint_format.md). This module moves them: in a job
+with another number of servers, a server reads only the ranges with its rows, in few and large reads.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class ShardFile:
         return chunks
 
     def read(self, chunk: Chunk) -> bytes:
-        """Whole blocks, those that the index means: each begins with the checksum that the index has."""
+        """Reads whole blocks, and checks that each begins with the checksum that the index has."""
         content = self.location.read_range(chunk.offset, chunk.num_bytes)
         if len(content) != chunk.num_bytes:
             raise CorruptionError(f"it ends at {chunk.offset + len(content)}, shorter than before")

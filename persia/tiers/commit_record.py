@@ -72,7 +72,7 @@ class TierCheckpoint:
                 ) from failure
             return False
         except CorruptionError:
-            return False  # nobody can load it
+            return False  # it cannot be loaded
         if section is None or not section.in_place or section.dump_id != self.operation:
             return False
         return is_latest(place) or not self.needs_latest

@@ -163,7 +163,7 @@ def test_a_server_that_dies_is_named_and_the_old_checkpoint_stays(
         cluster.restart("embedding-parameter-server-1")
     again = checkpoints_of(cluster)
     again.load(Source(rows))
-    again.dump(rows)
+    again.dump(DumpRequest(rows))
     assert rows_of(rows) == before
     assert len(list(rows.glob("dump-*"))) == 1
 

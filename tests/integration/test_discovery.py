@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from persia.errors import DeadlineExceededError, FailedPreconditionError
-from persia.messaging.discovery import Announcer, Directory, EventKind, ServiceEvent, ServiceInfo
+from persia.messaging.discovery import Advertiser, Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER as SERVER
 from persia.testing import LocalNats
@@ -40,7 +40,7 @@ class Events:
 def test_services_that_were_there_first_are_found_by_index(make_session):
     infos = [info(index, 3, incarnation=index + 10, address=f"h:{index}") for index in range(3)]
     for service in reversed(infos):
-        Announcer(make_session(f"server {service.index}"), service).start()
+        Advertiser(make_session(f"server {service.index}"), service).start()
     assert Directory(make_session("caller")).wait_for(SERVER, DEADLINE_S) == infos
     assert Directory(make_session("another")).wait_for(SERVER, DEADLINE_S, expected=3) == infos
 
@@ -50,23 +50,23 @@ def test_a_caller_that_was_there_first_waits(make_session):
     directory = Directory(make_session("caller"))
     thread = threading.Thread(target=lambda: found.append(directory.wait_for(SERVER, DEADLINE_S)))
     thread.start()
-    Announcer(make_session("server 1"), info(1, 2, 5)).start()
-    Announcer(make_session("server 0"), info(0, 2, 6)).start()
+    Advertiser(make_session("server 1"), info(1, 2, 5)).start()
+    Advertiser(make_session("server 0"), info(0, 2, 6)).start()
     thread.join(DEADLINE_S)
     assert found == [[info(0, 2, 6), info(1, 2, 5)]]
 
 
 def test_giving_up_names_what_is_missing(make_session):
     directory = Directory(make_session("caller"))
-    with pytest.raises(DeadlineExceededError, match=f"no {SERVER} has announced itself, 2 expected"):
+    with pytest.raises(DeadlineExceededError, match=f"no {SERVER} has joined, 2 expected"):
         directory.wait_for(SERVER, 0.2, expected=2)
-    Announcer(make_session("server"), info(1, 4)).start()
+    Advertiser(make_session("server"), info(1, 4)).start()
     with pytest.raises(DeadlineExceededError, match=f"{SERVER} 0, 2, 3 of 4 missing"):
         directory.wait_for(SERVER, 0.2)
 
 
 def test_jobs_that_share_a_broker_do_not_meet(make_session, nats_server):
-    Announcer(make_session("server"), info(0, 1)).start()
+    Advertiser(make_session("server"), info(0, 1)).start()
     with NatsSession(nats_server.url, "another-job", name="stranger") as stranger:
         stranger.connect(DEADLINE_S)
         assert Directory(stranger).probe(SERVER, 0, DEADLINE_S) is None
@@ -82,12 +82,12 @@ def test_jobs_that_share_a_broker_do_not_meet(make_session, nats_server):
 )
 def test_a_newcomer_that_disagrees_is_refused_and_the_job_goes_on(make_session, newcomer, complaint):
     running = info(0, 2, schema="aaa")
-    Announcer(make_session("running"), running).start()
+    Advertiser(make_session("running"), running).start()
     watched = Events()
     directory = Directory(make_session("caller"))
     directory.watch(SERVER, watched)
     with pytest.raises(FailedPreconditionError, match=complaint):
-        Announcer(make_session("newcomer"), newcomer).start()
+        Advertiser(make_session("newcomer"), newcomer).start()
     assert directory.probe(SERVER, 0, DEADLINE_S) == running
     assert directory.probe(SERVER, 1, 0.1) is None
     assert not watched.all
@@ -101,7 +101,7 @@ def test_of_two_that_start_at_once_at_one_index_at_most_one_is_accepted(make_ses
     def start(session, service):
         both.wait(DEADLINE_S)
         try:
-            Announcer(session, service).start()
+            Advertiser(session, service).start()
         except FailedPreconditionError as error:
             failures.append(error)
 
@@ -117,7 +117,7 @@ def test_of_two_that_start_at_once_at_one_index_at_most_one_is_accepted(make_ses
 
 
 def test_a_caller_that_expects_something_else_is_told_both_values(make_session):
-    Announcer(make_session("server"), info(0, 1, schema="aaa")).start()
+    Advertiser(make_session("server"), info(0, 1, schema="aaa")).start()
     directory = Directory(make_session("caller"))
     with pytest.raises(FailedPreconditionError, match="1 replicas, 2 are expected"):
         directory.wait_for(SERVER, DEADLINE_S, expected=2)
@@ -129,16 +129,16 @@ def test_a_caller_that_expects_something_else_is_told_both_values(make_session):
 def test_watch_reports_starts_stops_and_restarts(make_session):
     events = Events()
     Directory(make_session("caller")).watch(SERVER, events)
-    first = Announcer(make_session("first"), info(0, 1, incarnation=1))
+    first = Advertiser(make_session("first"), info(0, 1, incarnation=1))
     first.start()
     first.stop()
     first.stop()
     second = info(0, 1, incarnation=2)
-    Announcer(make_session("second"), second).start()
+    Advertiser(make_session("second"), second).start()
     assert events.wait_for(3) == [
-        ServiceEvent(EventKind.HELLO, first.info),
-        ServiceEvent(EventKind.BYE, first.info),
-        ServiceEvent(EventKind.HELLO, second),
+        ServiceEvent(EventKind.JOINED, first.info),
+        ServiceEvent(EventKind.LEFT, first.info),
+        ServiceEvent(EventKind.JOINED, second),
     ]
 
 
@@ -153,9 +153,9 @@ def test_a_slow_watcher_sees_starts_and_stops_in_their_order(make_session):
     Directory(make_session("caller")).watch(SERVER, handle)
     session, number = make_session("server"), 5
     for index in range(number):
-        announcer = Announcer(session, info(index, number))
-        announcer.start()
-        announcer.stop()
+        advertiser = Advertiser(session, info(index, number))
+        advertiser.start()
+        advertiser.stop()
     all_published.set()
     assert events.wait_for(2 * number) == [
         ServiceEvent(kind, info(index, number)) for index in range(number) for kind in EventKind
@@ -167,7 +167,7 @@ def test_a_closed_watch_is_silent(make_session):
     directory = Directory(make_session("caller"))
     directory.watch(SERVER, events).close()
     directory.watch(SERVER, others)
-    Announcer(make_session("server"), info(0, 1)).start()
+    Advertiser(make_session("server"), info(0, 1)).start()
     others.wait_for(1)
     assert not events.all
 
@@ -178,7 +178,7 @@ def test_malformed_answers_are_ignored(make_session):
 
     liar = make_session("liar")
     liar.respond(liar.subjects.who(SERVER), lie)
-    Announcer(make_session("server"), info(0, 1)).start()
+    Advertiser(make_session("server"), info(0, 1)).start()
     caller = make_session("caller")
     assert Directory(caller).wait_for(SERVER, DEADLINE_S) == [info(0, 1)]
 
@@ -193,7 +193,7 @@ def test_a_restart_while_the_broker_is_away_is_noticed(job_name):
         server.connect(DEADLINE_S)
         events = Events()
         Directory(caller).watch(SERVER, events)
-        old = Announcer(server, info(0, 1, incarnation=1))
+        old = Advertiser(server, info(0, 1, incarnation=1))
         old.start()
         events.wait_for(1)
         broker.kill()
@@ -201,6 +201,6 @@ def test_a_restart_while_the_broker_is_away_is_noticed(job_name):
         broker.restart()
         with NatsSession(broker.url, job_name, name="successor") as successor:
             successor.connect(DEADLINE_S)
-            Announcer(successor, info(0, 1, incarnation=2)).start()
+            Advertiser(successor, info(0, 1, incarnation=2)).start()
             seen = [event.info.incarnation for event in events.wait_for(2)]
         assert seen[:2] == [1, 2]

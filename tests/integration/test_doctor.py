@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from persia.launcher.doctor_checks import Finding, Level, Settings, run_checks
-from persia.messaging.discovery import Announcer, ServiceInfo
+from persia.messaging.discovery import Advertiser, ServiceInfo
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import DATA_LOADER, EMBEDDING_WORKER, NN_WORKER
 from persia.observability.http import HttpPort, json_answer
@@ -44,9 +44,9 @@ def announce(make_session: Callable[[str], NatsSession]) -> Iterator[Callable[..
                 status_address=address,
                 slot_modes=("",),
             )
-            announcer = Announcer(make_session(f"{role}-{index}"), info)
-            announcer.start()
-            stack.callback(announcer.stop)
+            advertiser = Advertiser(make_session(f"{role}-{index}"), info)
+            advertiser.start()
+            stack.callback(advertiser.stop)
 
         yield start
 

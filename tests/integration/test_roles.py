@@ -295,7 +295,10 @@ def test_a_port_in_use_is_named(local_cluster, start_role):
 
 
 def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path):
-    cluster = LocalCluster(embedding_config=tmp_path / "missing.yml")
+    config = tmp_path / "missing.yml"
+    config.write_text("slots_config: {user: {dim: 8}}\n")
+    cluster = LocalCluster(embedding_config=config)
+    config.unlink()  # the cluster has checked it, and its servers find nothing
     with pytest.raises(Exception, match=r"missing\.yml"):
         cluster.__enter__()
     assert all(process.exit_code is not None for process in cluster.processes)

@@ -18,9 +18,10 @@ def container(
     job: Job, role: Role, spec: RoleSpec, images: Images, command: Sequence[str], **more: Any
 ) -> dict[str, Any]:
     """The role's container; `more` are further fields of it."""
+    needs_gpu = any(_GPU in (spec.resources.get(kind) or {}) for kind in ("limits", "requests"))
     return {
         "name": role.container,
-        "image": spec.image or (images.cuda if _asks_for_gpus(spec.resources) else images.cpu),
+        "image": spec.image or (images.cuda if needs_gpu else images.cpu),
         "imagePullPolicy": job.spec.image_pull_policy,
         "command": list(command),
         "env": _environment(job, spec),
@@ -77,12 +78,17 @@ def _environment(job: Job, spec: RoleSpec) -> list[dict[str, Any]]:
 
     Of equal names the last wins, as only it is kept.
     """
+    own_nats = f"nats://{object_name(job.name, Role.NATS)}:{NATS_PORT}" if job.has_own_nats else None
+    if job.spec.enable_metrics:
+        metrics = [_value("PERSIA_METRICS_PORT", str(METRICS_PORT))]
+    else:
+        metrics = [_value("PERSIA_METRICS_PORT", "off"), _value("PERSIA_METRICS_GATEWAY_ADDR", "")]
     variables = [
         _downward("POD_NAME", "metadata.name"),
         _downward("POD_IP", "status.podIP"),
         # Both parts without '_': two jobs of one broker never have the same name.
         _value("PERSIA_JOB_NAME", f"{job.namespace}_{job.name}"),
-        _value("PERSIA_NATS_URL", _nats_url(job)),
+        _value("PERSIA_NATS_URL", job.spec.nats.url or own_nats),
         _value("PERSIA_BIND_HOST", "$(POD_IP)"),
         _value("PERSIA_EMBEDDING_CONFIG", job.embedding_config),
         _value("PERSIA_GLOBAL_CONFIG", job.global_config),
@@ -92,7 +98,7 @@ def _environment(job: Job, spec: RoleSpec) -> list[dict[str, Any]]:
         _value("PYTHONUNBUFFERED", "1"),
         *(dict(variable) for variable in job.spec.env),
         *(dict(variable) for variable in spec.env),
-        *_metrics_environment(job),
+        *metrics,
     ]
     last = {variable["name"]: index for index, variable in enumerate(variables)}
     return [
@@ -102,27 +108,12 @@ def _environment(job: Job, spec: RoleSpec) -> list[dict[str, Any]]:
     ]
 
 
-def _metrics_environment(job: Job) -> list[dict[str, Any]]:
-    if job.spec.enable_metrics:
-        return [_value("PERSIA_METRICS_PORT", str(METRICS_PORT))]
-    return [_value("PERSIA_METRICS_PORT", "off"), _value("PERSIA_METRICS_GATEWAY_ADDR", "")]
-
-
 def _value(name: str, value: str | None) -> dict[str, Any]:
     return {"name": name, "value": value}
 
 
 def _downward(name: str, path: str) -> dict[str, Any]:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
-def _nats_url(job: Job) -> str | None:
-    own = f"nats://{object_name(job.name, Role.NATS)}:{NATS_PORT}" if job.has_own_nats else None
-    return job.spec.nats.url or own
-
-
-def _asks_for_gpus(resources: Mapping[str, Any]) -> bool:
-    return any(_GPU in (resources.get(kind) or {}) for kind in ("limits", "requests"))
 
 
 def _volume_mount(mount: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,7 +82,10 @@ def has_failed(situation: Situation) -> bool:
     if has_lost_ranks:
         _begin_restart(situation, message)
         return True
-    _replace_loaders(situation, failed, message)
+    # A loader started again sends all its batches again; ranks know those that they have received.
+    situation.update(loader_restarts=situation.before.loader_restarts + len(failed))
+    situation.plan.delete_pods += failed
+    situation.event("DataLoaderRestarted", f"started again at once: {message}", is_warning=True)
     return False
 
 
@@ -107,13 +110,6 @@ def _begin_restart(situation: Situation, message: str) -> None:
     text = f"the training has failed and is started again after {pause_s} s: {message}"
     situation.event("Restarting", text, is_warning=True)
     restart(situation)
-
-
-def _replace_loaders(situation: Situation, failed: list[PodView], message: str) -> None:
-    """A loader started again sends all its batches again; ranks know those that they have received."""
-    situation.update(loader_restarts=situation.before.loader_restarts + len(failed))
-    situation.plan.delete_pods += failed
-    situation.event("DataLoaderRestarted", f"started again at once: {message}", is_warning=True)
 
 
 def restart(situation: Situation) -> None:

@@ -74,7 +74,7 @@ def test_the_table_has_every_variable_that_the_package_reads():
     name = r"PERSIA_[A-Z_]+|EMBEDDING_WORKER_SERVICE|LOG_LEVEL|(?:LOCAL_)?RANK|WORLD_SIZE|REPLICA_[A-Z]+"
     read = set(re.findall(f'"({name})"', (REPOSITORY / "persia" / "env.py").read_text(encoding="utf-8")))
     for file in (REPOSITORY / "persia" / "launcher").glob("*.py"):
-        read |= set(re.findall(r"envvar=\"(\w+)\"", file.read_text(encoding="utf-8")))
+        read |= set(re.findall(r"(?:envvar|variable)=\"(\w+)\"", file.read_text(encoding="utf-8")))
     chapter = DOCUMENT.split("\n## Environment variables\n")[1]
     cells = re.findall(r"^\| (`[^|]+) \|", chapter, flags=re.MULTILINE)
     documented = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from persia.errors import FailedPreconditionError, InternalError, NotFoundError, UnavailableError
-from persia.messaging.discovery import Announcer, Directory, ServiceInfo
+from persia.messaging.discovery import Advertiser, Directory, ServiceInfo
 from persia.messaging.local_session import LocalBroker, LocalSession
 from persia.messaging.subjects import EMBEDDING_WORKER
 
@@ -70,9 +70,9 @@ def test_a_closed_session_neither_listens_nor_sends(broker: LocalBroker, session
 
 def test_discovery_works_over_it(broker: LocalBroker, session: LocalSession) -> None:
     info = ServiceInfo(role=EMBEDDING_WORKER, index=0, replicas=1, incarnation=7, slot_modes=("",))
-    Announcer(session, info).start()
+    Advertiser(session, info).start()
     other = LocalSession(broker, name="other")
     assert Directory(other).wait_for(EMBEDDING_WORKER, 1.0) == [info]
     twin = ServiceInfo(role=EMBEDDING_WORKER, index=0, replicas=1, incarnation=8, slot_modes=("",))
     with pytest.raises(FailedPreconditionError, match="running already"):
-        Announcer(other, twin).start()
+        Advertiser(other, twin).start()

@@ -8,7 +8,7 @@ from persia.messaging.subjects import EMBEDDING_WORKER, ROLES, Subjects
 
 def test_subjects_are_those_of_the_wire_format():
     subjects = Subjects("my-job")
-    assert subjects.announce(EMBEDDING_WORKER) == "persia.my-job.announce.embedding-worker"
+    assert subjects.advertise(EMBEDDING_WORKER) == "persia.my-job.advertise.embedding-worker"
     assert subjects.who(EMBEDDING_WORKER) == "persia.my-job.who.embedding-worker"
     assert subjects.ids(3) == "persia.my-job.ids.3"
     assert subjects.batch(0) == "persia.my-job.batch.0"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
-from persia.errors import CorruptionError, ResourceExhaustedError
-from persia.messaging.discovery import Announcer, Directory, EventKind, ServiceEvent, ServiceInfo
+from persia.errors import CorruptionError, FailedPreconditionError, ResourceExhaustedError
+from persia.messaging.discovery import Advertiser, Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.local_session import LocalBroker, LocalSession
 from persia.messaging.payloads import IdsReply, IdsRequest, ReplyStatus
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
@@ -48,10 +49,10 @@ def test_links_follow_restarts_and_ignore_repetitions():
     worker = Worker()
     links = ServerLinks(worker, 2)
     links.connect(server(1, "h:1"))
-    links.on_event(ServiceEvent(EventKind.HELLO, server(1, "h:1")))
-    links.on_event(ServiceEvent(EventKind.BYE, server(1, "h:1")))
-    links.on_event(ServiceEvent(EventKind.HELLO, server(2, "h:2")))
-    links.on_event(ServiceEvent(EventKind.HELLO, server(3, "h:3", index=1)))
+    links.on_event(ServiceEvent(EventKind.JOINED, server(1, "h:1")))
+    links.on_event(ServiceEvent(EventKind.LEFT, server(1, "h:1")))
+    links.on_event(ServiceEvent(EventKind.JOINED, server(2, "h:2")))
+    links.on_event(ServiceEvent(EventKind.JOINED, server(3, "h:3", index=1)))
     assert worker.servers == [(0, "h:1"), (0, "h:2"), (1, "h:3")]
 
 
@@ -90,17 +91,30 @@ def worker_info(index: int, replicas: int) -> ServiceInfo:
 
 def test_a_worker_counts_those_that_come_and_go():
     session = LocalSession(LocalBroker(), name="test")
-    announcer = Announcer(session, worker_info(0, 2))
-    announcer.start()
-    watch = Directory(session).watch(EMBEDDING_WORKER, partial(count_workers, announcer))
-    newcomer = Announcer(session, worker_info(2, 3))
+    advertiser = Advertiser(session, worker_info(0, 2))
+    advertiser.start()
+    watch = Directory(session).watch(EMBEDDING_WORKER, partial(count_workers, advertiser))
+    newcomer = Advertiser(session, worker_info(2, 3))
     newcomer.start()
-    assert announcer.info.replicas == 3
-    Announcer(session, worker_info(1, 2)).start()
-    assert announcer.info.replicas == 3
+    assert advertiser.info.replicas == 3
+    Advertiser(session, worker_info(1, 2)).start()
+    assert advertiser.info.replicas == 3
     newcomer.stop()
-    assert announcer.info.replicas == 2
-    Announcer(session, worker_info(0, 2)).stop()  # was never started: says nothing
+    assert advertiser.info.replicas == 2
+    Advertiser(session, worker_info(0, 2)).stop()  # was never started: says nothing
+    watch.close()
+
+
+def test_requests_are_subscribed_once_admitted_and_before_anyone_knows() -> None:
+    broker, happened = LocalBroker(), []
+    session = LocalSession(broker, name="test")
+    watch = Directory(session).watch(EMBEDDING_WORKER, lambda event: happened.append("announced"))
+    Advertiser(session, worker_info(0, 1)).start(lambda: happened.append("subscribed"))
+    assert happened == ["subscribed", "announced"]
+    twin = replace(worker_info(0, 1), incarnation=99)
+    with pytest.raises(FailedPreconditionError, match="embedding-worker 0 is running already"):
+        Advertiser(LocalSession(broker, name="twin"), twin).start(lambda: happened.append("subscribed"))
+    assert happened == ["subscribed", "announced"]
     watch.close()
 
 
@@ -123,7 +137,7 @@ def test_draining_lasts_until_nothing_is_held_or_nobody_comes(rank_is_there, lef
     broker = LocalBroker()
     if rank_is_there:
         rank = ServiceInfo(role=NN_WORKER, index=0, replicas=1, incarnation=1)
-        Announcer(LocalSession(broker, name="rank"), rank).start()
+        Advertiser(LocalSession(broker, name="rank"), rank).start()
     worker = Draining(5)
     drain(worker, LocalSession(broker, name="worker"))
     assert worker.num_batches == left

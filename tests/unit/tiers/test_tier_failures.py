@@ -27,9 +27,8 @@ from persia.errors import FailedPreconditionError, InvalidArgumentError, Storage
 from persia.storage.location import Location
 from persia.storage.manifest import MANIFEST_NAME, EmbeddingSection, Manifest, make_dump_id, utc_now
 from persia.tiers.commit_record import TierCheckpoint
-
-from .test_failing_storage import Faults
-from .test_pools import NUM_ROWS, PoolJob, open_pool, prepare, storage_at
+from tests.unit.storage.test_failing_storage import Faults
+from tests.unit.tiers.test_server_tier import NUM_ROWS, PoolJob, open_pool, prepare, storage_at
 
 
 @pytest.fixture

@@ -26,8 +26,7 @@ from persia.storage.manifest import (
 )
 from persia.storage.schema import RowSchema
 from persia.validation import to_json
-
-from .conftest import sealed
+from tests.unit.checkpoint.conftest import sealed
 
 ID = "dump-20260131T120000Z-1a2b3c4d"
 FILE = FileEntry(path=f"{ID}/embeddings-0-0.emb", num_bytes=10, checksum="00", num_rows=3)

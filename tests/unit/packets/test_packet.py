@@ -19,8 +19,7 @@ from persia.packets.packet import Base, BaseKind, CheckpointReference, Packet
 from persia.storage.manifest import FileEntry, ServerEntry, make_dump_id
 from persia.storage.position import Position, is_packet_folder, make_stream_id
 from persia.storage.schema import RowSchema
-
-from .conftest import sealed
+from tests.unit.checkpoint.conftest import sealed
 
 STREAM = "20260101T000000Z-0123abcd"
 AT = Position(STREAM, 2)

@@ -31,8 +31,7 @@ from persia.storage.position import Position
 from persia.storage.shard_file import ShardFile
 from persia.storage.versions import resolve
 from tests import packet_follower
-
-from .conftest import checkpoints_of, make_bags, rows_of, services, train, without_ages
+from tests.unit.checkpoint.conftest import checkpoints_of, make_bags, rows_of, services, train, without_ages
 
 DEADLINE_S = 20.0
 NEVER_MS = 10_000.0

@@ -17,9 +17,16 @@ from persia.errors import StorageError
 from persia.storage import location as storage
 from persia.storage.location import Location
 from persia.storage.manifest import Manifest, utc_now
-
-from .conftest import checkpoints_of, make_bags, make_server, rows_of, train, unchanged, without_ages
-from .test_storage import through_arrow
+from tests.unit.checkpoint.conftest import (
+    checkpoints_of,
+    make_bags,
+    make_server,
+    rows_of,
+    train,
+    unchanged,
+    without_ages,
+)
+from tests.unit.storage.test_location import through_arrow
 
 ALWAYS = 10**9
 

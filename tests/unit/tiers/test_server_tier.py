@@ -43,8 +43,15 @@ from persia.storage.manifest import (
 from persia.storage.schema import RowSchema
 from persia.tiers.commit_record import TierCheckpoint
 from persia.tiers.server_tier import ServerTier
-
-from .conftest import CONFIG, SLOTS, checkpoints_of, edit_manifest, make_server, rows_of, without_ages
+from tests.unit.checkpoint.conftest import (
+    CONFIG,
+    SLOTS,
+    checkpoints_of,
+    edit_manifest,
+    make_server,
+    rows_of,
+    without_ages,
+)
 
 SCHEMA = RowSchema.of(SLOTS)
 KINDS = [
