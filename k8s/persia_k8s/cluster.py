@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,21 +36,28 @@ class ClusterError(PersiaK8sError):
 
 
 @contextmanager
-def _translated(what: str) -> Iterator[None]:
-    """Turns the client's errors into one line that says what was tried."""
+def _translated(what: str, *, ignored: Collection[int] = ()) -> Iterator[None]:
+    """Turns the client's errors into one line that says what was tried. `ignored`: statuses to pass over."""
     try:
         yield
     except ApiException as error:
-        raise ClusterError(f"{what}: {_reason(error)}", error.status or 0) from error
+        if error.status in ignored:
+            return
+        try:
+            reason = str(json.loads(error.body)["message"])
+        except (KeyError, TypeError, ValueError):
+            reason = f"{error.status} {error.reason}"
+        raise ClusterError(f"{what}: {reason}", error.status or 0) from error
     except HTTPError as error:
         raise ClusterError(f"{what}: the API server did not answer: {error}", 0) from error
 
 
-def _reason(error: ApiException) -> str:
-    try:
-        return str(json.loads(error.body)["message"])
-    except (KeyError, TypeError, ValueError):
-        return f"{error.status} {error.reason}"
+def _ask(what: str, method: Callable[..., Any], *, ignored: Collection[int] = (), **arguments: Any) -> Any:
+    """What a request answers, as plain values; None for an ignored status. `what` names it in errors."""
+    answer = None
+    with _translated(what, ignored=ignored):
+        answer = method(**arguments, _request_timeout=_TIMEOUT_S).to_dict()
+    return answer
 
 
 class Cluster:
@@ -100,55 +107,35 @@ class Cluster:
 
     def job(self, namespace: str, name: str) -> dict[str, Any] | None:
         """The PersiaJob, or None where there is none."""
-        try:
-            with _translated(f"reading {KIND} {namespace}/{name}"):
-                found = self._jobs.get(name=name, namespace=namespace, _request_timeout=_TIMEOUT_S)
-        except ClusterError as error:
-            if error.status == 404:
-                return None
-            raise
-        return _as_dict(found)
+        what = f"reading {KIND} {namespace}/{name}"
+        found: dict[str, Any] | None = _ask(
+            what, self._jobs.get, ignored=(404,), name=name, namespace=namespace
+        )
+        return found
 
     def jobs(self, namespace: str | None) -> list[dict[str, Any]]:
         """The PersiaJobs of a namespace, or of all."""
-        with _translated("listing PersiaJobs"):
-            found = self._jobs.get(namespace=namespace, _request_timeout=_TIMEOUT_S)
-        return list(_as_dict(found)["items"])
+        return list(_ask("listing PersiaJobs", self._jobs.get, namespace=namespace)["items"])
 
-    def apply_job(self, manifest: Mapping[str, Any], field_manager: str) -> dict[str, Any]:
+    def apply_job(self, manifest: Mapping[str, Any], field_manager: str) -> None:
         """Creates the PersiaJob or changes it to `manifest`."""
-        metadata = manifest["metadata"]
-        with _translated(f"applying {KIND} {metadata['namespace']}/{metadata['name']}"):
-            applied = self._jobs.server_side_apply(
-                body=dict(manifest),
-                name=metadata["name"],
-                namespace=metadata["namespace"],
-                field_manager=field_manager,
-                force_conflicts=True,
-                _request_timeout=_TIMEOUT_S,
-            )
-        return _as_dict(applied)
+        _apply(self._jobs, manifest, field_manager)
 
     def delete_job(self, namespace: str, name: str) -> None:
         """Deletes the PersiaJob; raises ClusterError (404) where there is none."""
-        with _translated(f"deleting {KIND} {namespace}/{name}"):
-            self._jobs.delete(
-                name=name,
-                namespace=namespace,
-                body={"propagationPolicy": "Background"},
-                _request_timeout=_TIMEOUT_S,
-            )
+        _delete(self._jobs, KIND, namespace, name)
 
     def patch_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> None:
         """Merges `status`; a job that has been deleted is left alone."""
-        with _ignoring(404), _translated(f"writing the status of {KIND} {namespace}/{name}"):
-            self._jobs.status.patch(
-                name=name,
-                namespace=namespace,
-                body={"status": dict(status)},
-                content_type="application/merge-patch+json",
-                _request_timeout=_TIMEOUT_S,
-            )
+        _ask(
+            f"writing the status of {KIND} {namespace}/{name}",
+            self._jobs.status.patch,
+            ignored=(404,),
+            name=name,
+            namespace=namespace,
+            body={"status": dict(status)},
+            content_type="application/merge-patch+json",
+        )
 
     def observe(self, namespace: str, job: str, uid: str) -> Observation:
         """What there is of a job. What is left of a namesake that was deleted before is not its own."""
@@ -164,80 +151,50 @@ class Cluster:
     def _owned(
         self, group: str, kind: str, namespace: str, job: str, owners: Collection[str]
     ) -> list[dict[str, Any]]:
-        with _translated(f"listing {kind} objects of {namespace}/{job}"):
-            found = self._resource(group, kind).get(
-                namespace=namespace, label_selector=f"{JOB_LABEL}={job}", _request_timeout=_TIMEOUT_S
-            )
-        return [item for item in _as_dict(found)["items"] if _owner(item) in owners]
+        found = _ask(
+            f"listing {kind} objects of {namespace}/{job}",
+            self._resource(group, kind).get,
+            namespace=namespace,
+            label_selector=f"{JOB_LABEL}={job}",
+        )
+        return [item for item in found["items"] if _owner(item) in owners]
 
     def apply(self, manifest: Manifest) -> None:
         """Creates the object or changes it to `manifest`. Raises ClusterError where it is somebody else's."""
-        kind, metadata = manifest["kind"], manifest["metadata"]
-        group = manifest["apiVersion"].rpartition("/")[0]
-        resource = self._resource(group, kind)
+        resource = self._resource(manifest["apiVersion"].rpartition("/")[0], manifest["kind"])
         self._check_owner(resource, manifest)
-        body = {**manifest, "apiVersion": resource.group_version}
-        with _translated(f"applying {kind} {metadata['namespace']}/{metadata['name']}"):
-            resource.server_side_apply(
-                body=body,
-                name=metadata["name"],
-                namespace=metadata["namespace"],
-                field_manager=_FIELD_MANAGER,
-                force_conflicts=True,
-                _request_timeout=_TIMEOUT_S,
-            )
+        _apply(resource, {**manifest, "apiVersion": resource.group_version}, _FIELD_MANAGER)
 
     def _check_owner(self, resource: Any, manifest: Manifest) -> None:
         """Server-side apply would take over whatever has the name."""
         metadata = manifest["metadata"]
         what = f"{manifest['kind']} {metadata['namespace']}/{metadata['name']}"
-        try:
-            with _translated(f"reading {what}"):
-                found = resource.get(
-                    name=metadata["name"], namespace=metadata["namespace"], _request_timeout=_TIMEOUT_S
-                )
-        except ClusterError as error:
-            if error.status == 404:
-                return
-            raise
-        if _owner(_as_dict(found)) != _owner(manifest):
+        place = {"name": metadata["name"], "namespace": metadata["namespace"]}
+        found = _ask(f"reading {what}", resource.get, ignored=(404,), **place)
+        if found is not None and _owner(found) != _owner(manifest):
             raise ClusterError(
                 f"{what} is there already and not this job's: delete it, or rename the job", 409
             )
 
     def create_pod(self, manifest: Manifest) -> None:
         """Does nothing where the pod is there already. Raises ClusterError where the name is taken."""
-        metadata = manifest["metadata"]
-        try:
-            with _translated(f"creating pod {metadata['namespace']}/{metadata['name']}"):
-                self._resource("", "Pod").create(
-                    body=manifest, namespace=metadata["namespace"], _request_timeout=_TIMEOUT_S
-                )
-        except ClusterError as error:
-            if error.status != 409:
-                raise
-            self._check_owner(self._resource("", "Pod"), manifest)
+        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        pods = self._resource("", "Pod")
+        what = f"creating pod {namespace}/{name}"
+        if _ask(what, pods.create, ignored=(409,), body=manifest, namespace=namespace) is None:
+            self._check_owner(pods, manifest)
 
     def delete_pod(self, namespace: str, pod: PodView) -> None:
         """Ends a pod, within its grace period; one that has ended goes at once. Never its successor."""
         options: dict[str, Any] = {"preconditions": {"uid": pod.uid}}
         if pod.is_finished:
             options["gracePeriodSeconds"] = 0
-        with _ignoring(404, 409), _translated(f"deleting pod {namespace}/{pod.name}"):
-            self._resource("", "Pod").delete(
-                name=pod.name, namespace=namespace, body=options, _request_timeout=_TIMEOUT_S
-            )
+        _delete(self._resource("", "Pod"), "pod", namespace, pod.name, options, ignored=(404, 409))
 
     def delete(self, namespace: str, kind: str, name: str) -> None:
         """Deletes one of the objects that `observe` has found, and what it owns."""
         group = next(group for group, owned in _OWNED if owned == kind)
-        with _ignoring(404), _translated(f"deleting {kind} {namespace}/{name}"):
-            self._resource(group, kind).delete(
-                name=name,
-                namespace=namespace,
-                body={"propagationPolicy": "Background"},
-                _request_timeout=_TIMEOUT_S,
-            )
+        _delete(self._resource(group, kind), kind, namespace, name, ignored=(404,))
 
     def pod_changes(self, namespace: str | None) -> Iterator[tuple[str, str]]:
         """Namespace and job of each change of a job's pod, for some minutes; begins with all that are there.
@@ -255,18 +212,14 @@ class Cluster:
     def pods(self, namespace: str, job: str | None) -> list[dict[str, Any]]:
         """The pods of one job, or of all."""
         selector = f"{JOB_LABEL}={job}" if job else JOB_LABEL
-        with _translated(f"listing pods in {namespace}"):
-            found = self._resource("", "Pod").get(
-                namespace=namespace, label_selector=selector, _request_timeout=_TIMEOUT_S
-            )
-        return list(_as_dict(found)["items"])
+        get = self._resource("", "Pod").get
+        found = _ask(f"listing pods in {namespace}", get, namespace=namespace, label_selector=selector)
+        return list(found["items"])
 
     def pod(self, namespace: str, name: str) -> dict[str, Any]:
         """Raises ClusterError (404) where there is none, or where it is no job's."""
-        with _translated(f"reading pod {namespace}/{name}"):
-            found = _as_dict(
-                self._resource("", "Pod").get(name=name, namespace=namespace, _request_timeout=_TIMEOUT_S)
-            )
+        get = self._resource("", "Pod").get
+        found: dict[str, Any] = _ask(f"reading pod {namespace}/{name}", get, name=name, namespace=namespace)
         if JOB_LABEL not in found["metadata"].get("labels", {}):
             raise ClusterError(f"pod {namespace}/{name} belongs to no {KIND}", 404)
         return found
@@ -285,17 +238,32 @@ class Cluster:
         return bytes(response.data).decode(errors="replace")
 
 
-@contextmanager
-def _ignoring(*statuses: int) -> Iterator[None]:
-    try:
-        yield
-    except ClusterError as error:
-        if error.status not in statuses:
-            raise
+def _apply(resource: Any, manifest: Mapping[str, Any], field_manager: str) -> None:
+    namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+    _ask(
+        f"applying {manifest['kind']} {namespace}/{name}",
+        resource.server_side_apply,
+        body=dict(manifest),
+        name=name,
+        namespace=namespace,
+        field_manager=field_manager,
+        force_conflicts=True,
+    )
 
 
-def _as_dict(found: Any) -> dict[str, Any]:
-    return dict(found.to_dict())
+def _delete(
+    resource: Any,
+    kind: str,
+    namespace: str,
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    ignored: Collection[int] = (),
+) -> None:
+    """`options`: of the request; by default what the object owns is deleted, too."""
+    body = options or {"propagationPolicy": "Background"}
+    what = f"deleting {kind} {namespace}/{name}"
+    _ask(what, resource.delete, ignored=ignored, name=name, namespace=namespace, body=body)
 
 
 def _owner(item: Mapping[str, Any]) -> str | None:

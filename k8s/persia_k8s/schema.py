@@ -32,10 +32,11 @@ def _structural(schema: Mapping[str, Any], definitions: Mapping[str, Any], of_st
     if "$ref" in schema:
         result = {**definitions[schema["$ref"].rpartition("/")[2]], **result}
         return _structural(result, definitions, of_status)
-    options = [option for option in schema.get("anyOf", ()) if option != {"type": "null"}]
-    if len(options) == 1:
-        del result["anyOf"]
-        return _structural({**options[0], **result}, definitions, of_status)
+    for key in ("anyOf", "allOf"):  # before pydantic 2.9 a reference with a description is an allOf of one
+        options = [option for option in schema.get(key, ()) if option != {"type": "null"}]
+        if len(options) == 1:
+            del result[key]
+            return _structural({**options[0], **result}, definitions, of_status)
     if of_status:
         result.pop("required", None)
     if of_status or result.get("default", ...) is None:

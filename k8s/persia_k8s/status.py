@@ -79,7 +79,11 @@ class Condition:
     """As in the rest of Kubernetes."""
 
     type: str
-    status: Annotated[bool, BeforeValidator(lambda text: text in ("True", True)), PlainSerializer(str)]
+    status: Annotated[
+        bool,
+        BeforeValidator(lambda text: text in ("True", True)),
+        PlainSerializer(lambda status: str(status)),
+    ]
     reason: str
     message: str = ""
     since: str = Field(default="", validation_alias=_SINCE, serialization_alias=_SINCE)

@@ -52,7 +52,9 @@ def _read_incarnation(value: object) -> int:
 
 
 # Text on the wire: other readers of JSON keep 53 bits of a number.
-_Incarnation = Annotated[int, BeforeValidator(_read_incarnation), PlainSerializer("{:016x}".format)]
+_Incarnation = Annotated[
+    int, BeforeValidator(_read_incarnation), PlainSerializer(lambda value: f"{value:016x}")
+]
 _SlotMode = Annotated[str, Field(pattern="^(synchronous|asynchronous|hybrid [1-9][0-9]{0,9})?$")]
 
 
