@@ -15,8 +15,6 @@ import click
 from persia import env
 from persia.errors import PersiaError
 
-__all__ = ["cli"]
-
 # In the order in which a newcomer needs them.
 _SUBCOMMANDS = {
     "local": "local.command",

@@ -22,8 +22,6 @@ from persia.errors import ConfigError, PersiaError
 from persia.messaging.session import NatsSession
 from persia.observability.status import find_processes, job_status, missing_replicas
 
-__all__ = ["Finding", "Level", "Settings", "run_checks"]
-
 _NATS_WAIT_S = 3.0
 _WANTED_MAX_PAYLOAD = 8 << 20  # a batch's IDs or dense features are one message
 _WANTED_FILES = 4096

@@ -31,8 +31,6 @@ from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
 from persia.utils import dump_yaml
 
-__all__ = ["LocalCluster", "LocalNats"]
-
 _Config = str | os.PathLike[str] | Mapping[str, Any]
 
 _PROBE_S = 0.2

@@ -13,24 +13,6 @@ from persia import env
 if TYPE_CHECKING:
     from persia.messaging.session import NatsSession
 
-__all__ = [
-    "COUNT",
-    "PORT",
-    "all_of",
-    "embedding_config",
-    "embedding_workers",
-    "global_config",
-    "host",
-    "job_name",
-    "job_options",
-    "job_session",
-    "metrics_port",
-    "model_name",
-    "nats_url",
-    "option",
-    "replica_options",
-]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Decorator = Callable[[_F], _F]
 

@@ -20,8 +20,6 @@ from persia.nn.server_table import ServerTable
 from persia.nn.servers import Servers
 from persia.nn.store_embedding import StoreEmbedding, StoreEmbeddingBag, StoreModule, StoreRows
 
-__all__ = ["convert", "slots_for"]
-
 Select = Callable[[str, nn.Module], bool]
 _Original = nn.Embedding | nn.EmbeddingBag
 

@@ -30,8 +30,6 @@ from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentE
 from persia.logger import get_logger
 from persia.nn.engine import Engine
 
-__all__ = ["BagStats", "EmbeddingBagCollection"]
-
 _logger = get_logger(__name__)
 
 _DEFAULT_PREFIX_BITS = 8

@@ -31,8 +31,6 @@ from persia.nn.exported import (
 )
 from persia.nn.store_embedding import StoreEmbedding, StoreEmbeddingBag, StoreRows
 
-__all__ = ["export"]
-
 _logger = get_logger(__name__)
 
 _BYTES_OF_A_KEY = 8

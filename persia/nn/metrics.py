@@ -19,8 +19,6 @@ from torch import distributed as dist
 from persia.embedding.checks import checked_integer
 from persia.errors import InvalidArgumentError, InvalidTypeError
 
-__all__ = ["ClickMetrics", "ClickQuality"]
-
 _EPSILON = float(np.finfo(np.float32).eps)  # predictions of 0 and 1 are taken for this close to them
 
 

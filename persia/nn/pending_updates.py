@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 from persia.nn.embedding_bag_collection import BagStats
 
-__all__ = ["BagGradients", "Exchange", "PendingUpdates", "UpdatedRows", "Uses"]
-
 
 @dataclass(frozen=True)
 class BagGradients:

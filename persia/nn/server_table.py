@@ -18,8 +18,6 @@ from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaE
 from persia.nn.engine import Updated
 from persia.nn.servers import Servers
 
-__all__ = ["ServerTable"]
-
 _numbers = itertools.count(1)  # of lookups, for messages
 
 

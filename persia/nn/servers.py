@@ -23,8 +23,6 @@ from persia.embedding.lease import Releaser
 from persia.errors import FailedPreconditionError, InvalidArgumentError
 from persia.logger import get_default_logger
 
-__all__ = ["Servers", "job_servers"]
-
 _CLOSE_S = 10.0  # for giving up lookups that never got a gradient
 
 

@@ -9,8 +9,6 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 
 from persia._native import DURATION_BOUNDS_S
 
-__all__ = ["Families", "Row", "Snapshot", "text"]
-
 Snapshot = tuple[list[int], float, float]  # of DurationStats: count of each bucket, sum [s], last [s]
 
 Row = tuple[str, str, str]  # name, key of its value, documentation

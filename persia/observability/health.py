@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from persia.errors import StorageError
 
-__all__ = ["HealthService"]
-
 _INTERVAL_S = 1.0
 
 

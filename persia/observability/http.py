@@ -17,8 +17,6 @@ from urllib.parse import parse_qs, urlsplit
 from persia.errors import InvalidArgumentError, PersiaError, StorageError
 from persia.logger import get_default_logger
 
-__all__ = ["Answer", "HttpPort", "Query", "json_answer"]
-
 _MAX_CONNECTIONS = 32
 _IO_TIMEOUT_S = 10.0
 

@@ -27,8 +27,6 @@ from persia.observability.settings import ObservabilitySettings
 from persia.observability.sources import Source
 from persia.observability.trace import Tracer
 
-__all__ = ["ProcessObserver"]
-
 
 class ProcessObserver:
     """Shows `source` from creation to `close`. Not ready until `serving` is set.

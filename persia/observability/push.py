@@ -13,8 +13,6 @@ from prometheus_client.exposition import default_handler
 from persia.logger import get_default_logger
 from persia.observability.exposition import text
 
-__all__ = ["Pusher"]
-
 _TIMEOUT_S = 5.0
 
 

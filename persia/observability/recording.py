@@ -19,8 +19,6 @@ from persia.messaging.discovery import ServiceInfo
 from persia.messaging.subjects import NN_WORKER
 from persia.observability.status import fetch_json
 
-__all__ = ["Recording", "record", "trace_events"]
-
 _POLL_S = 0.1
 _SPANS_PER_BATCH = 60  # of one process, amply
 _MIN_SPANS = 20_000

@@ -14,15 +14,6 @@ from persia.observability.checkpointing import CheckpointLog
 from persia.observability.exposition import Families, Snapshot
 from persia.observability.phases import FORWARD_ERRORS, QUEUES, SEND_BATCH, STEP_PHASES
 
-__all__ = [
-    "DataLoaderSource",
-    "EmbeddingWorkerSource",
-    "NnWorkerSource",
-    "ParameterServerSource",
-    "Source",
-    "add_following",
-]
-
 _PHASE = "persia_phase_seconds", "Time of each phase of the work."
 _PROBE_TIMEOUT_S = 1.0
 _ONE_MS = 0.001

@@ -25,8 +25,6 @@ from persia.config import load_embedding_config
 from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, StorageError
 from persia.serving.predictor import load_script
 
-__all__ = ["SLOTS_NAME", "ArchiveSettings", "WorkerSettings", "write_archive"]
-
 SLOTS_NAME = "embedding_config.yml"
 
 _HANDLER = "persia.serving.torchserve"  # a module of this package: TorchServe imports it by name

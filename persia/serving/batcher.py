@@ -23,8 +23,6 @@ from persia.errors import (
 )
 from persia.serving.batch_predict import Layout, Predict, Prediction, layout_of, predict_together
 
-__all__ = ["Batcher", "BatchingOptions", "Prediction"]
-
 _CLOSE_S = 10.0
 
 

@@ -14,8 +14,6 @@ from persia.checkpoint.storage import Location
 from persia.errors import CorruptionError, FailedPreconditionError, NotFoundError
 from persia.serving.predictor import JIT_DENSE_NAME, load_script, read_script
 
-__all__ = ["DenseModels"]
-
 _STATE_NAME = "dense.pt"
 
 

@@ -18,8 +18,6 @@ from persia.serving.embeddings import EmbeddedRows, EmbeddingSource
 from persia.serving.loading import ModelSettings, Version, embeddings_of, load_version, try_sample
 from persia.serving.predictor import Predictor
 
-__all__ = ["ServedCopies", "ServedCopy", "Switch"]
-
 _SERVERS_S = 5.0  # for parameter servers to apply a packet that this process has seen
 _ASK_AGAIN_S = 0.05
 

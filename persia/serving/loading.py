@@ -17,8 +17,6 @@ from persia.errors import UnavailableError
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource
 from persia.serving.predictor import Predictor, load_script
 
-__all__ = ["ModelSettings", "Version", "digest_of", "load_version", "try_sample"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:

@@ -6,8 +6,6 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-__all__ = ["RwLock"]
-
 
 class RwLock:
     """A waiting writer goes first: later readers wait for it, so that load cannot starve it."""

@@ -30,8 +30,6 @@ from persia.serving.statistics import ServingStatistics
 from persia.serving.tensors import INPUT_NAME, batch_of, datatype_of, output_name, reply_of
 from persia.serving.versions import ServedModel
 
-__all__ = ["Servicer"]
-
 _Method = Callable[[Any, Any], Awaitable[Any]]
 
 _COUNTED = "ModelInfer"  # the others are asked for by probes

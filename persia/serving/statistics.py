@@ -20,8 +20,6 @@ from persia.serving.batch_predict import Predict
 from persia.serving.batcher import Batcher
 from persia.serving.versions import ServedModel
 
-__all__ = ["ServingSource", "ServingStatistics"]
-
 _LARGEST_SIZE_LOG2 = 16
 _SIZE_BOUNDS = [*(str(1 << i) for i in range(_LARGEST_SIZE_LOG2 + 1)), "+Inf"]  # samples of a batch
 
