@@ -97,6 +97,7 @@ class LocalCluster:
         }
         self._extra_env = dict(env or {})
         self._start_deadline_s = start_deadline_s
+        # Random, so that clusters that share a broker by accident do not meet.
         self._job_name = f"test-{secrets.token_hex(4)}"
         self._stack = contextlib.ExitStack()
         self.nats_url = ""
@@ -221,6 +222,7 @@ class LocalCluster:
         deadline = time.monotonic() + self._start_deadline_s
         while time.monotonic() < deadline:
             info = directory.probe(role, index, _PROBE_S)
+            # By its pid: the predecessor of a restarted server may still answer.
             if info is not None and info.pid == pid:
                 return
             for process in self._supervisor.processes:

@@ -78,6 +78,7 @@ def convert(
     chosen = _chosen(model, select)
     check_optimizer(optimizer)
     _check_counting(embedding_config, count_updates, process_group, servers)
+    # Ranks make fresh rows by themselves: with one seed they make the same ones.
     exchange = None
     if process_group is not None:
         seed = torch.tensor([embedding_config.effective_seed], dtype=torch.uint64).view(torch.int64)
@@ -240,6 +241,7 @@ def _replaced(
     else:
         for replacement, weight in taken_over:
             replacement.load_weight(weight)
+    # An optimizer or a closure may still hold the parameter, which would keep the table in memory.
     for module in chosen.values():
         module.weight.data = module.weight.new_empty(0, module.embedding_dim)
     for parent in list(model.modules()):

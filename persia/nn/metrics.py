@@ -91,6 +91,7 @@ class ClickMetrics:
                 self._users = torch.empty(self.window, dtype=torch.int64, device=device)
         rings = (self._predictions, self._labels, self._users)
         size = len(columns[0])
+        # Of a batch larger than the window only the last samples are copied.
         kept = min(size, self.window)
         begin = (self._num_seen + size - kept) % self.window
         until_end = min(kept, self.window - begin)

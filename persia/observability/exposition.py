@@ -51,6 +51,7 @@ class Families:
     ) -> None:
         """`bounds`: upper ends of the snapshot's buckets; seconds of `DurationStats` by default."""
         counts, total_s, _ = snapshot
+        # Prometheus wants each bucket to count the smaller ones, too.
         cumulated = 0
         for bound, count in zip(bounds, counts, strict=True):
             cumulated += count

@@ -36,6 +36,7 @@ class HealthService:
             raise StorageError(
                 f"the health service cannot listen on {address} (PERSIA_HEALTH_PORT): {error}"
             ) from None
+        # Before it starts: a probe that comes first would be told that the service is unknown.
         self._update()
         self._server.start()
         self._stopped = threading.Event()

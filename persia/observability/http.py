@@ -53,6 +53,7 @@ class HttpPort:
 
 
 class _Server(ThreadingHTTPServer):
+    # A client that reads slowly must not keep the process from ending.
     daemon_threads = True
     block_on_close = False
 

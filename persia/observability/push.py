@@ -42,6 +42,7 @@ class Pusher:
 
     def close(self) -> None:
         """Removes the group, so that the gateway does not show a process that has ended as if it ran."""
+        # The thread first: it could push once more after the group is deleted.
         self._stopped.set()
         self._thread.join(2 * _TIMEOUT_S)
         try:

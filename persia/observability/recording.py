@@ -51,6 +51,7 @@ def record(processes: Sequence[ServiceInfo], *, num_batches: int, limit_s: float
     ranks = [info for info in processes if info.role == NN_WORKER]
     with ThreadPoolExecutor(min(len(processes), 32)) as pool:
         started = time.monotonic()
+        # Counted before the recordings start, so that none of the batches counted lacks its spans.
         first = _num_trained(ranks, problems)
         list(pool.map(lambda info: _ask(info, f"/trace/start?spans={spans}", problems), processes))
         trained = first

@@ -161,6 +161,7 @@ class NnWorkerSource(Source):
 
     def add_metrics(self, families: Families) -> None:
         durations = self._client.durations()
+        # The native client measures its calls; the phases of the loop are measured in Python.
         own = (*(phase.stats for phase in STEP_PHASES), *QUEUES)
         durations.update((stats.name, stats.snapshot()) for stats in own)
         latest = _latest(durations)

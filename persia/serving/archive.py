@@ -80,6 +80,7 @@ def write_archive(
     Raises what is wrong with checkpoint or config; FailedPreconditionError: that archive is there already.
     """
     source = Source(checkpoint)
+    # The handler compares it: an archive must not serve a checkpoint that was written later to that place.
     digest = Manifest.read(source.location)[1]
     load_script(source)
     if version is None and source.manifest.step is None:

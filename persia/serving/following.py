@@ -76,6 +76,7 @@ class ServedCopy:
         self._embeddings = embeddings
 
     def prepare(self, packet: Packet) -> Callable[[], None]:
+        # Everything that takes time is prepared here; `apply` runs while lookups wait.
         predictor = self._predictor_at(packet)
         change_rows = _nothing
         if isinstance(self._embeddings, EmbeddedRows):

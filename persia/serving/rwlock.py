@@ -32,6 +32,7 @@ class RwLock:
     def exclusive(self) -> Iterator[None]:
         with self._changed:
             self._changed.wait_for(lambda: not self._has_writer)
+            # Set before the readers have left: later readers wait, so their stream cannot starve the writer.
             self._has_writer = True
         try:
             with self._changed:

@@ -95,6 +95,7 @@ class Servicer:
 
     async def _model_infer(self, request: Any, context: Any) -> Any:
         self._check_model(request.model_name, request.model_version)
+        # The earlier deadline counts: an answer after the client's own is of no use.
         left_s = context.time_remaining()
         future = self._batcher.submit(
             batch_of(request), self._timeout_s if left_s is None else min(left_s, self._timeout_s)

@@ -75,6 +75,7 @@ class ServingStatistics:
 
     def _count_batch(self, size: int) -> None:
         with self._lock:
+            # The bucket of a size is its number of bits: bounds are powers of two.
             self._sizes[min(max(size - 1, 0).bit_length(), _LARGEST_SIZE_LOG2 + 1)] += 1
             self._num_samples += size
             self._last_size = size
