@@ -19,8 +19,8 @@ from persia.errors import PersiaError
 _SUBCOMMANDS = {
     "local": "local.command",
     "nats-server": "nats_server.command",
-    "embedding-parameter-server": "servers.embedding_parameter_server",
-    "embedding-worker": "servers.embedding_worker",
+    "embedding-parameter-server": "embedding_servers.embedding_parameter_server",
+    "embedding-worker": "embedding_servers.embedding_worker",
     "data-loader": "data_loader.command",
     "nn-worker": "nn_worker.command",
     "status": "status.command",
