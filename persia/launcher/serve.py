@@ -137,8 +137,8 @@ def command(
     from persia.config import load_embedding_config
     from persia.serving.batcher import BatchingOptions
     from persia.serving.embeddings import RemoteRows
-    from persia.serving.loading import ModelSettings
     from persia.serving.server import ServingOptions, serve
+    from persia.serving.versions import ModelSettings
 
     location, follow, slots, rows = Location.of(checkpoint), None, None, None
     if incremental_dir is not None:

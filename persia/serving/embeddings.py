@@ -17,10 +17,10 @@ from persia.checkpoint.schema import RowSchema
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.config import SlotsConfig
-from persia.embedding.remote_rows import (
-    RemoteRows as RemoteRows,  # the other source, for those who import both
-)
+from persia.embedding.remote_rows import RemoteRows
 from persia.errors import NotFoundError
+
+__all__ = ["EmbeddedRows", "EmbeddingSource", "RemoteRows"]
 
 
 class EmbeddingSource(Protocol):

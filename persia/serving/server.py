@@ -22,12 +22,11 @@ from persia.messaging.subjects import SERVING
 from persia.observability.process import ProcessObserver
 from persia.observability.settings import ObservabilitySettings
 from persia.serving.batcher import Batcher, BatchingOptions
-from persia.serving.loading import ModelSettings
 from persia.serving.protocol import SERVICE
 from persia.serving.registration import registered
 from persia.serving.servicer import Servicer
 from persia.serving.statistics import ServingSource, ServingStatistics
-from persia.serving.versions import ServedModel
+from persia.serving.versions import ModelSettings, ServedModel
 
 _HEALTH_INTERVAL_S = 1.0
 _DRAIN_S = 5.0  # for requests under way when the server stops

@@ -26,6 +26,8 @@ from persia.serving.following import ServedCopies, ServedCopy
 from persia.serving.loading import ModelSettings, Version, digest_of, load_version
 from persia.serving.rwlock import RwLock
 
+__all__ = ["ModelSettings", "ServedModel"]
+
 
 class ServedModel:
     """The current version, and a thread that looks for the next one. Thread-safe."""

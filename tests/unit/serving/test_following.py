@@ -27,8 +27,7 @@ from persia.embedding.data import IDTypeFeatureWithSingleID, NonIDTypeFeature, P
 from persia.errors import NotFoundError
 from persia.logger import get_default_logger
 from persia.roles.following import RowCopies
-from persia.serving.loading import ModelSettings
-from persia.serving.versions import ServedModel
+from persia.serving.versions import ModelSettings, ServedModel
 from tests.packet_trainer import IDS, PacketTrainer
 
 WAIT_S = 60.0
