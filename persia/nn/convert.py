@@ -50,8 +50,7 @@ def convert(
     Args:
         model: anything with embeddings, or an embedding itself.
         optimizer: of `persia.embedding.optim`.
-        select: called with each embedding's qualified name and module; those it says False of stay as they
-            are. Default: all.
+        select: called with each embedding's qualified name and module; False leaves it alone. Default: all.
         grow: any 64-bit integer is an ID, and one without a row gets a fresh one in training. Otherwise IDs
             are those of the old vocabulary, and others are refused.
         embedding_config: initial values of fresh rows, admission, weight bound; the default clamps nothing.
