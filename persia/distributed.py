@@ -95,6 +95,7 @@ class DDPOption(DistributedBaseOption):
         if not dist.is_initialized():
             where = self._where(master_addr)
             dist.init_process_group(self.backend, init_method=where, rank=rank_id, world_size=world_size)
+        # find_unused_parameters: a batch may leave parameters without a gradient.
         device_ids = None if self.backend == "gloo" or device_id is None else [device_id]
         return DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=True), optimizer
 

@@ -127,6 +127,7 @@ class PersiaServiceCtx:
     def __enter__(self) -> PersiaServiceCtx:
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="persia-")))
+            # Left in reverse order: the watch ends before the servers do, and takes their end for no failure.
             stack.enter_context(self._cluster)
             stack.enter_context(_environment({name: self._cluster.env.get(name) for name in _VARIABLES}))
             self._start_functions(folder)

@@ -110,6 +110,7 @@ def setLogger(  # noqa: N802 - the published name
             `enable_err_redirect`.
     """
     logger = logging.getLogger(name)
+    # Notebooks run the cell again: a second handler would print each record twice.
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from persia.storage.location import Location
     from persia.storage.manifest import Manifest
 
-__all__ = ["command"]
-
 # As sysexits.h has it: nothing is wrong, and the same may succeed later. Operators wait and ask again.
 _NOT_YET = 75
 # There is no training yet, another dump runs (perhaps one that no client waits for), or answers come late.

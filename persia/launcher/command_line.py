@@ -15,14 +15,12 @@ import click
 from persia import env
 from persia.errors import PersiaError
 
-__all__ = ["cli"]
-
 # In the order in which a newcomer needs them.
 _SUBCOMMANDS = {
     "local": "local.command",
     "nats-server": "nats_server.command",
-    "embedding-parameter-server": "servers.embedding_parameter_server",
-    "embedding-worker": "servers.embedding_worker",
+    "embedding-parameter-server": "embedding_servers.embedding_parameter_server",
+    "embedding-worker": "embedding_servers.embedding_worker",
     "data-loader": "data_loader.command",
     "nn-worker": "nn_worker.command",
     "status": "status.command",

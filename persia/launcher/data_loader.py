@@ -14,8 +14,6 @@ from persia import env
 from persia.launcher.options import option, replica_options
 from persia.launcher.script import PASS_THROUGH, become, script_and_arguments, show_command
 
-__all__ = ["command"]
-
 
 @click.command("data-loader", context_settings=PASS_THROUGH)
 @replica_options

@@ -9,8 +9,6 @@ import click
 from persia.launcher import options
 from persia.launcher.options import job_options, option
 
-__all__ = ["command"]
-
 
 @click.command("doctor")
 @job_options

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from persia import _native, env
@@ -20,8 +21,6 @@ from persia.config import load_embedding_config, load_global_config
 from persia.errors import ConfigError, PersiaError
 from persia.messaging.session import NatsSession
 from persia.observability.status import find_processes, job_status, missing_replicas
-
-__all__ = ["Finding", "Level", "Settings", "run_checks"]
 
 _NATS_WAIT_S = 3.0
 _WANTED_MAX_PAYLOAD = 8 << 20  # a batch's IDs or dense features are one message
@@ -48,6 +47,11 @@ class Finding:
     remedy: str = ""
 
 
+_ok = partial(Finding, Level.OK)
+_warn = partial(Finding, Level.WARN)
+_fail = partial(Finding, Level.FAIL)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What to check beside the machine."""
@@ -66,56 +70,52 @@ def run_checks(settings: Settings) -> Iterator[tuple[str, Finding]]:
             for finding in check(settings):
                 yield topic, finding
         except Exception as error:  # the others must still be run
-            yield topic, Finding(Level.FAIL, f"{type(error).__name__}: {error}", "please report this")
+            yield topic, _fail(f"{type(error).__name__}: {error}", "please report this")
 
 
 def _python(_settings: Settings) -> Iterator[Finding]:
     version = platform.python_version()
     if (3, 10) <= sys.version_info[:2] <= (3, 13):
-        yield Finding(Level.OK, f"Python {version}")
+        yield _ok(f"Python {version}")
     else:
-        yield Finding(Level.FAIL, f"Python {version}", "use Python 3.10 to 3.13")
+        yield _fail(f"Python {version}", "use Python 3.10 to 3.13")
 
 
 def _packages(_settings: Settings) -> Iterator[Finding]:
     for name in ("numpy", "nats-py", "prometheus-client", "grpcio"):
         try:
-            yield Finding(Level.OK, f"{name} {importlib.metadata.version(name)}")
+            yield _ok(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(
-                Level.FAIL, f"{name} is not installed", f"pip install {name}, or install persia anew"
-            )
+            yield _fail(f"{name} is not installed", f"pip install {name}, or install persia anew")
 
 
 def _compiled(_settings: Settings) -> Iterator[Finding]:
     if _native.__version__ != __version__:
         built = f"the compiled module is of version {_native.__version__}, the package of {__version__}"
-        yield Finding(Level.FAIL, built, "install again: pip install .")
+        yield _fail(built, "install again: pip install .")
     elif _native.simd_level == "scalar":
-        yield Finding(
-            Level.WARN, "compiled module without SIMD kernels for this processor", "it works, slowly"
-        )
+        yield _warn("compiled module without SIMD kernels for this processor", "it works, slowly")
     else:
-        yield Finding(Level.OK, f"compiled module {__version__}, {_native.simd_level} kernels")
+        yield _ok(f"compiled module {__version__}, {_native.simd_level} kernels")
 
 
 def _torch(_settings: Settings) -> Iterator[Finding]:
     try:
         import torch
     except ImportError as error:
-        yield Finding(Level.FAIL, f"torch cannot be imported: {error}", "pip install torch (2.4 or later)")
+        yield _fail(f"torch cannot be imported: {error}", "pip install torch (2.4 or later)")
         return
     built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
     what = f"torch {torch.__version__}, built for {built_for}"
     if torch.cuda.is_available():
-        yield Finding(Level.OK, f"{what}, {torch.cuda.device_count()} GPUs")
+        yield _ok(f"{what}, {torch.cuda.device_count()} GPUs")
     elif torch.version.cuda:
         remedy = "check nvidia-smi and the driver; device_id=None trains on the CPU"
-        yield Finding(Level.WARN, f"{what}, but no GPU is usable", remedy)
+        yield _warn(f"{what}, but no GPU is usable", remedy)
     elif _GPU.exists():
-        yield Finding(Level.WARN, f"{what}, while there is a GPU", "install a CUDA build of torch to use it")
+        yield _warn(f"{what}, while there is a GPU", "install a CUDA build of torch to use it")
     else:
-        yield Finding(Level.OK, what)
+        yield _ok(what)
 
 
 def _environment(_settings: Settings) -> Iterator[Finding]:
@@ -144,13 +144,12 @@ def _environment(_settings: Settings) -> Iterator[Finding]:
             getter()
         except ConfigError as error:
             num_bad += 1
-            yield Finding(Level.FAIL, str(error), "docs/configuration.md lists the variables")
+            yield _fail(str(error), "docs/configuration.md lists the variables")
     if not num_bad:
-        yield Finding(Level.OK, "environment variables can be used")
+        yield _ok("environment variables can be used")
     proxies = [name for name in ("HTTP_PROXY", "http_proxy") if os.environ.get(name)]
     if proxies and env.get_metrics_gateway():
-        yield Finding(
-            Level.WARN,
+        yield _warn(
             f"{proxies[0]} is set: metrics are pushed through that proxy",
             "add the gateway's host to NO_PROXY",
         )
@@ -162,14 +161,14 @@ def _configs(settings: Settings) -> Iterator[Finding]:
         (settings.embedding_config, load_embedding_config, "embedding config"),
     ):
         if path is None:
-            yield Finding(Level.OK, f"no {name} was given to check")
+            yield _ok(f"no {name} was given to check")
             continue
         try:
             load(path)
         except PersiaError as error:
-            yield Finding(Level.FAIL, str(error), "docs/configuration.md lists the keys")
+            yield _fail(str(error), "docs/configuration.md lists the keys")
         else:
-            yield Finding(Level.OK, f"{name} {path}")
+            yield _ok(f"{name} {path}")
 
 
 def _ports(settings: Settings) -> Iterator[Finding]:
@@ -180,15 +179,14 @@ def _ports(settings: Settings) -> Iterator[Finding]:
                 probe.bind((env.get_bind_host(), port))
             except OSError as error:
                 what = f"port {port} on {env.get_bind_host()} cannot be listened on: {error.strerror}"
-                yield Finding(Level.FAIL, what, f"`ss -ltnp 'sport = :{port}'` tells who has it")
+                yield _fail(what, f"`ss -ltnp 'sport = :{port}'` tells who has it")
             else:
-                yield Finding(Level.OK, f"port {port} is free")
+                yield _ok(f"port {port} is free")
 
 
 def _nats(settings: Settings) -> Iterator[Finding]:
     if settings.nats_url is None:
-        yield Finding(
-            Level.WARN,
+        yield _warn(
             "PERSIA_NATS_URL is not set",
             "only `persia-launcher local` does without; start `persia-launcher nats-server` and name it",
         )
@@ -198,46 +196,44 @@ def _nats(settings: Settings) -> Iterator[Finding]:
             session = stack.enter_context(NatsSession(settings.nats_url, settings.job_name, name="doctor"))
             session.connect(_NATS_WAIT_S)
         except PersiaError as error:
-            yield Finding(Level.FAIL, str(error), "start it, correct the URL, or open the firewall")
+            yield _fail(str(error), "start it, correct the URL, or open the firewall")
             return
         megabytes = session.max_payload / 2**20
         if session.max_payload < _WANTED_MAX_PAYLOAD:
-            yield Finding(
-                Level.WARN,
+            yield _warn(
                 f"NATS answers, but takes messages up to {megabytes:g} MiB only",
                 "large batches need more: max_payload in its configuration, or `persia-launcher nats-server`",
             )
         else:
-            yield Finding(Level.OK, f"NATS answers, messages up to {megabytes:g} MiB")
+            yield _ok(f"NATS answers, messages up to {megabytes:g} MiB")
         yield from _processes(session, settings)
 
 
 def _processes(session: NatsSession, settings: Settings) -> Iterator[Finding]:
     statuses = job_status(find_processes(session))
     if not statuses:
-        yield Finding(Level.OK, f"no process of the job {settings.job_name!r} runs")
+        yield _ok(f"no process of the job {settings.job_name!r} runs")
     for status in statuses:
         if status.values is None:
-            yield Finding(Level.WARN, f"{status.info}: {status.error}", "is its port reachable from here?")
+            yield _warn(f"{status.info}: {status.error}", "is its port reachable from here?")
         elif not status.values["ready"]:
-            yield Finding(Level.FAIL, f"{status.info} is not ready: {status.values['reason']}", "see its log")
+            yield _fail(f"{status.info} is not ready: {status.values['reason']}", "see its log")
         else:
-            yield Finding(Level.OK, f"{status.info} is ready")
+            yield _ok(f"{status.info} is ready")
     missing = missing_replicas(status.info for status in statuses)
     if missing:
-        yield Finding(Level.WARN, f"not there: {', '.join(missing)}", "start them, or see their logs")
+        yield _warn(f"not there: {', '.join(missing)}", "start them, or see their logs")
 
 
 def _limits(_settings: Settings) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _WANTED_FILES and soft != resource.RLIM_INFINITY:
-        yield Finding(
-            Level.WARN,
+        yield _warn(
             f"a process may open {soft} files (hard limit {hard})",
             "large jobs have a connection for each peer: `ulimit -n 65536`",
         )
     else:
-        yield Finding(Level.OK, f"a process may open {soft} files")
+        yield _ok(f"a process may open {soft} files")
 
 
 def _memory(_settings: Settings) -> Iterator[Finding]:
@@ -246,26 +242,25 @@ def _memory(_settings: Settings) -> Iterator[Finding]:
         available = int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
         what = f"{available / 2**30:.1f} GiB of memory available"
         if available < _LITTLE_MEMORY:
-            yield Finding(Level.WARN, what, "rows live in memory: lower `capacity`, or use more servers")
+            yield _warn(what, "rows live in memory: lower `capacity`, or use more servers")
         else:
-            yield Finding(Level.OK, what)
+            yield _ok(what)
 
 
 def _huge_pages(_settings: Settings) -> Iterator[Finding]:
     try:
         text = _THP.read_text()
     except OSError:
-        yield Finding(Level.WARN, "this kernel has no transparent huge pages", "lookups cost more TLB misses")
+        yield _warn("this kernel has no transparent huge pages", "lookups cost more TLB misses")
         return
     chosen = text[text.find("[") + 1 : text.find("]")]
     if chosen == "never":
-        yield Finding(
-            Level.WARN,
+        yield _warn(
             "transparent huge pages are off: random lookups miss the TLB more often",
             f"echo madvise > {_THP} (as root) on hosts of parameter servers",
         )
     else:
-        yield Finding(Level.OK, f"transparent huge pages: {chosen}")
+        yield _ok(f"transparent huge pages: {chosen}")
 
 
 _CHECKS: tuple[tuple[str, Callable[[Settings], Iterator[Finding]]], ...] = (

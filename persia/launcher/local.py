@@ -24,8 +24,6 @@ from persia.launcher.script import checked_script
 from persia.launcher.supervisor import ManagedProcess, Supervisor
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
 
-__all__ = ["command"]
-
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_cyan", "bright_yellow", "bright_magenta")
 _NUM_SHOWN_LINES = 40  # a traceback, and what other ranks say when they are ended for it
 _NATS_CHATTER = "[INF]"  # its configuration when it starts, and that it was told to end

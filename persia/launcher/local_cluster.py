@@ -31,8 +31,6 @@ from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORK
 from persia.utils import dump_yaml
 from persia.waiting import Attempts
 
-__all__ = ["LocalCluster", "LocalNats"]
-
 _Config = str | os.PathLike[str] | Mapping[str, Any]
 
 _PROBE_S = 0.2
@@ -99,6 +97,7 @@ class LocalCluster:
         }
         self._extra_env = dict(env or {})
         self._start_deadline_s = start_deadline_s
+        # Random, so that clusters that share a broker by accident do not meet.
         self._job_name = f"test-{secrets.token_hex(4)}"
         self._stack = contextlib.ExitStack()
         self.nats_url = ""
@@ -222,6 +221,7 @@ class LocalCluster:
         directory = Directory(self._session)
         for _ in Attempts(self._start_deadline_s):
             info = directory.probe(role, index, _PROBE_S)
+            # By its pid: the predecessor of a restarted server may still answer.
             if info is not None and info.pid == pid:
                 return
             for process in self._supervisor.processes:

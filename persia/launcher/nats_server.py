@@ -19,8 +19,6 @@ from persia.launcher.supervisor import ManagedProcess, ProcessSpec, Supervisor
 from persia.utils import resolve_binary_execute_path
 from persia.waiting import Attempts
 
-__all__ = ["NATS", "command", "find_nats_server", "nats_config", "parse_size", "start_local_nats"]
-
 NATS = "nats"
 
 _UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}

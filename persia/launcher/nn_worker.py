@@ -10,8 +10,6 @@ from persia import env
 from persia.launcher.options import COUNT, option
 from persia.launcher.script import PASS_THROUGH, become, script_and_arguments
 
-__all__ = ["command", "torchrun_arguments"]
-
 
 @click.command("nn-worker", context_settings=PASS_THROUGH)
 @option(

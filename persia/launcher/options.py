@@ -13,24 +13,6 @@ from persia import env
 if TYPE_CHECKING:
     from persia.messaging.session import NatsSession
 
-__all__ = [
-    "COUNT",
-    "PORT",
-    "all_of",
-    "embedding_config",
-    "embedding_workers",
-    "global_config",
-    "host",
-    "job_name",
-    "job_options",
-    "job_session",
-    "metrics_port",
-    "model_name",
-    "nats_url",
-    "option",
-    "replica_options",
-]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Decorator = Callable[[_F], _F]
 
@@ -40,6 +22,7 @@ COUNT = click.IntRange(min=1)
 
 def option(*names: str, variable: str | None = None, **settings: Any) -> _Decorator[Any]:
     """`click.option` whose help shows the default, and the environment variable that may hold the value."""
+    # click shows neither by itself, and a variable that the help hides is never used.
     shown = {"show_default": True, "envvar": variable, "show_envvar": variable is not None}
     return click.option(*names, **{**shown, **settings})
 
@@ -48,6 +31,7 @@ def all_of(*options: _Decorator[Any]) -> _Decorator[Any]:
     """Several options as one decorator, which the help lists in their order."""
 
     def decorate(function: _F) -> _F:
+        # click lists the options of stacked decorators from the outermost to the innermost.
         for one in reversed(options):
             function = one(function)
         return function

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from persia.launcher.supervisor import ProcessSpec
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, NN_WORKER
 
-__all__ = ["ProcessSpecs", "job_environment"]
-
 # Set for one process of a job; inherited by the whole job they would make every process the same rank.
 _OF_ONE_PROCESS = (
     "RANK",

@@ -12,8 +12,6 @@ from typing import NoReturn
 from persia import env
 from persia.errors import InvalidArgumentError, NotFoundError
 
-__all__ = ["PASS_THROUGH", "become", "checked_script", "script_and_arguments", "show_command"]
-
 # For click: what stands behind FILEPATH is the script's, also when it looks like an option of ours.
 PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 

@@ -11,8 +11,6 @@ import click
 from persia.launcher import options
 from persia.launcher.options import COUNT, PORT, option
 
-__all__ = ["command"]
-
 _T = TypeVar("_T")
 
 
@@ -166,5 +164,6 @@ def command(
 
 def _made(kind: type[_T], given: dict[str, Any], **others: Any) -> _T:
     """A dataclass of the options that are named like its fields, and of `others`, which win."""
+    # An option whose name no dataclass has would be lost here: test_command_line.py sets all of them.
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     return kind(**{**{name: value for name, value in given.items() if name in names}, **others})

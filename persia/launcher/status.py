@@ -10,8 +10,6 @@ import click
 
 from persia.launcher.options import job_options, job_session, option
 
-__all__ = ["command"]
-
 
 @click.command("status")
 @job_options

@@ -33,8 +33,6 @@ from persia.observability.status import (
     with_gone,
 )
 
-__all__ = ["JobView", "render", "si"]
-
 _COLUMNS = ("process", "state", "rate", "in flight", "waiting", "memory", "details")
 
 

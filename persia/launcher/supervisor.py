@@ -22,8 +22,6 @@ from typing import Any
 
 from persia.errors import FailedPreconditionError
 
-__all__ = ["ManagedProcess", "OutputSink", "ProcessSpec", "Supervisor"]
-
 OutputSink = Callable[[str, str], None]  # (process name, line without its end)
 
 _KEPT_LINES = 2000

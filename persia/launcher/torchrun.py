@@ -11,8 +11,6 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as run_torchrun
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Ends with 1 when a rank has failed, and with 128 + its number after a signal."""

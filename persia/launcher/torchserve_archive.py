@@ -10,8 +10,6 @@ import click
 from persia.launcher import options
 from persia.launcher.options import COUNT, option
 
-__all__ = ["command"]
-
 
 @click.command("torchserve-archive")
 @click.argument("checkpoint")

@@ -6,8 +6,6 @@ import click
 
 from persia.launcher.options import job_options, job_session, option
 
-__all__ = ["command"]
-
 
 @click.command("trace")
 @job_options

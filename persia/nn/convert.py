@@ -20,8 +20,6 @@ from persia.nn.server_table import ServerTable
 from persia.nn.servers import Servers
 from persia.nn.store_embedding import StoreEmbedding, StoreEmbeddingBag, StoreModule, StoreRows
 
-__all__ = ["convert", "slots_for"]
-
 Select = Callable[[str, nn.Module], bool]
 _Original = nn.Embedding | nn.EmbeddingBag
 
@@ -52,8 +50,7 @@ def convert(
     Args:
         model: anything with embeddings, or an embedding itself.
         optimizer: of `persia.embedding.optim`.
-        select: called with each embedding's qualified name and module; those it says False of stay as they
-            are. Default: all.
+        select: called with each embedding's qualified name and module; False leaves it alone. Default: all.
         grow: any 64-bit integer is an ID, and one without a row gets a fresh one in training. Otherwise IDs
             are those of the old vocabulary, and others are refused.
         embedding_config: initial values of fresh rows, admission, weight bound; the default clamps nothing.
@@ -80,6 +77,7 @@ def convert(
     chosen = _chosen(model, select)
     check_optimizer(optimizer)
     _check_counting(embedding_config, count_updates, process_group, servers)
+    # Ranks make fresh rows by themselves: with one seed they make the same ones.
     exchange = None
     if process_group is not None:
         seed = torch.tensor([embedding_config.effective_seed], dtype=torch.uint64).view(torch.int64)
@@ -242,6 +240,7 @@ def _replaced(
     else:
         for replacement, weight in taken_over:
             replacement.load_weight(weight)
+    # An optimizer or a closure may still hold the parameter, which would keep the table in memory.
     for module in chosen.values():
         module.weight.data = module.weight.new_empty(0, module.embedding_dim)
     for parent in list(model.modules()):

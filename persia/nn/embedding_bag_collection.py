@@ -30,8 +30,6 @@ from persia.logger import get_logger
 from persia.nn.engine import Engine
 from persia.storage.schema import RowSchema
 
-__all__ = ["BagStats", "EmbeddingBagCollection"]
-
 _logger = get_logger(__name__)
 
 _DEFAULT_PREFIX_BITS = 8

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from persia import _native
 
-__all__ = ["Engine", "UpdateCounts", "Updated"]
-
 
 class UpdateCounts(Protocol):
     """Rows of a batch, each counted once."""

@@ -31,8 +31,6 @@ from persia.nn.exported import (
 )
 from persia.nn.store_embedding import StoreEmbedding, StoreEmbeddingBag, StoreRows
 
-__all__ = ["export"]
-
 _logger = get_logger(__name__)
 
 _BYTES_OF_A_KEY = 8
@@ -243,6 +241,7 @@ class _Exporter:
             f"{num_rows * (4 * max(slot.dim for slot in slots.values()) + _BYTES_OF_A_KEY):,}",
         )
         chosen = _Choice(slots, wanted, collection.slots_config.feature_index_prefix_bit)
+        # By dim: slots of one dim share a table, as they may share rows.
         gathered = {slot.dim: _Gathered() for slot in slots.values()}
         for raw_signs, raw_rows in _all_rows(collection):
             signs, rows = torch.from_numpy(raw_signs.view(np.int64)), torch.from_numpy(raw_rows)

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["ExportedBagCollection", "ExportedEmbedding", "ExportedEmbeddingBag", "ExportedSlot", "KeyedRows"]
-
 
 @dataclass(frozen=True)
 class ExportedSlot:

@@ -19,8 +19,6 @@ from torch import distributed as dist
 from persia.embedding.checks import checked_integer
 from persia.errors import InvalidArgumentError, InvalidTypeError
 
-__all__ = ["ClickMetrics", "ClickQuality"]
-
 _EPSILON = float(np.finfo(np.float32).eps)  # predictions of 0 and 1 are taken for this close to them
 
 
@@ -93,6 +91,7 @@ class ClickMetrics:
                 self._users = torch.empty(self.window, dtype=torch.int64, device=device)
         rings = (self._predictions, self._labels, self._users)
         size = len(columns[0])
+        # Of a batch larger than the window only the last samples are copied.
         kept = min(size, self.window)
         begin = (self._num_seen + size - kept) % self.window
         until_end = min(kept, self.window - begin)

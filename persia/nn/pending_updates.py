@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 from persia.nn.embedding_bag_collection import BagStats
 
-__all__ = ["BagGradients", "Exchange", "PendingUpdates", "UpdatedRows", "Uses"]
-
 
 @dataclass(frozen=True)
 class BagGradients:
@@ -99,5 +97,6 @@ class PendingUpdates:
             uses = self.exchange(self, uses)
             together = self.exchange.together()
         with together:
+            # In one order on all ranks, which may have used their modules in different orders.
             for number in sorted(uses):
                 self.rows[number].apply_gradients(uses[number])

@@ -22,8 +22,6 @@ from persia.errors import FailedPreconditionError, ResourceExhaustedError, Unava
 from persia.nn.pending_updates import BagGradients, PendingUpdates, Uses
 from persia.nn.store_embedding import StoreModule
 
-__all__ = ["RankExchange", "from_rank_0"]
-
 
 class RankExchange:
     """Called by every rank at the end of each of its backward passes; their numbers must be equal.

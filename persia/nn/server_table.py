@@ -17,8 +17,6 @@ from persia.nn.engine import Updated
 from persia.nn.servers import Servers
 from persia.pipeline.lease import BatchLease
 
-__all__ = ["ServerTable"]
-
 _numbers = itertools.count(1)  # of lookups, for messages
 
 

@@ -22,8 +22,6 @@ from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.counters import Counters, CounterValues
 from persia.pipeline.lease import LeaseReaper
 
-__all__ = ["Servers", "job_servers"]
-
 _CLOSE_S = 10.0  # for giving up lookups that never got a gradient
 
 

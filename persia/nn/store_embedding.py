@@ -17,8 +17,6 @@ from persia.nn.embedding_bag_collection import EmbeddingBagCollection, check_ten
 from persia.nn.engine import Engine
 from persia.nn.pending_updates import BagGradients, PendingUpdates
 
-__all__ = ["StoreEmbedding", "StoreEmbeddingBag", "StoreModule", "StoreRows"]
-
 SLOT = "rows"
 _BLOCK_BYTES = 64 << 20  # of a weight that is taken over at a time
 

@@ -8,8 +8,6 @@ import time
 from persia._native import DurationStats
 from persia.observability.exposition import Families
 
-__all__ = ["CheckpointLog"]
-
 _PHASES = {"dump": "checkpoint dump", "load": "checkpoint load", "packet": "checkpoint packet"}
 
 

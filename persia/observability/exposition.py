@@ -9,8 +9,6 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 
 from persia._native import DURATION_BOUNDS_S
 
-__all__ = ["Families", "Row", "Snapshot", "text"]
-
 Snapshot = tuple[list[int], float, float]  # of DurationStats: count of each bucket, sum [s], last [s]
 
 Row = tuple[str, str, str]  # name, key of its value, documentation
@@ -53,6 +51,7 @@ class Families:
     ) -> None:
         """`bounds`: upper ends of the snapshot's buckets; seconds of `DurationStats` by default."""
         counts, total_s, _ = snapshot
+        # Prometheus wants each bucket to count the smaller ones, too.
         cumulated = 0
         for bound, count in zip(bounds, counts, strict=True):
             cumulated += count

@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from persia.errors import StorageError
 
-__all__ = ["HealthService"]
-
 _INTERVAL_S = 1.0
 
 
@@ -38,6 +36,7 @@ class HealthService:
             raise StorageError(
                 f"the health service cannot listen on {address} (PERSIA_HEALTH_PORT): {error}"
             ) from None
+        # Before it starts: a probe that comes first would be told that the service is unknown.
         self._update()
         self._server.start()
         self._stopped = threading.Event()

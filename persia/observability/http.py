@@ -17,51 +17,45 @@ from urllib.parse import parse_qs, urlsplit
 from persia.errors import InvalidArgumentError, PersiaError, StorageError
 from persia.logger import get_default_logger
 
-__all__ = ["Answer", "HttpPort", "Query", "json_answer"]
-
 _MAX_CONNECTIONS = 32
 _IO_TIMEOUT_S = 10.0
 
 Query = Mapping[str, str]
 Answer = tuple[int, str, bytes]  # status code, content type, body
+Routes = Mapping[tuple[str, str], Callable[[Query], Answer]]
 
 
 def json_answer(value: object, code: int = 200) -> Answer:
     return code, "application/json", json.dumps(value).encode()
 
 
-class HttpPort:
+class HttpPort(ThreadingHTTPServer):
     """Answers by `routes`, (method, path) to a function of the query, from now on. `port` is the real one."""
 
-    def __init__(
-        self, host: str, port: int, routes: Mapping[tuple[str, str], Callable[[Query], Answer]]
-    ) -> None:
+    # A client that reads slowly must not keep the process from ending.
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, host: str, port: int, routes: Routes) -> None:
+        self.routes = routes
+        self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self.address_family = AF_INET6 if ":" in host else AF_INET
         try:
-            self._server = _Server((host, port), _handler_class(routes))
+            super().__init__((host, port), _Handler)
         except OSError as error:
             raise StorageError(
                 f"metrics and status cannot be shown on {host}:{port} (PERSIA_METRICS_PORT): {error.strerror}"
             ) from error
-        self.port: int = self._server.server_address[1]
+        self.port: int = self.server_address[1]
         self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="persia-http", daemon=True
+            target=self.serve_forever, kwargs={"poll_interval": 0.1}, name="persia-http", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
         self._thread.join(5.0)
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
-        self.address_family = AF_INET6 if ":" in address[0] else AF_INET
-        super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
@@ -79,48 +73,40 @@ class _Server(ThreadingHTTPServer):
         get_default_logger().debug("a request for metrics or status failed", exc_info=True)
 
 
-def _handler_class(
-    routes: Mapping[tuple[str, str], Callable[[Query], Answer]],
-) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        timeout = _IO_TIMEOUT_S
-        server_version = "persia"
-        sys_version = ""
+class _Handler(BaseHTTPRequestHandler):
+    server: HttpPort
+    timeout = _IO_TIMEOUT_S
+    server_version = "persia"
+    sys_version = ""
 
-        def do_GET(self) -> None:
-            self._answer("GET")
+    def do_GET(self) -> None:
+        self._send(self._answer("GET"))
 
-        def do_POST(self) -> None:
-            self._answer("POST")
+    def do_POST(self) -> None:
+        self._send(self._answer("POST"))
 
-        def _answer(self, method: str) -> None:
-            parts = urlsplit(self.path)
-            code, kind, body = _respond(routes, method, parts.path, parts.query)
-            self.send_response(code)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def _send(self, answer: Answer) -> None:
+        code, kind, body = answer
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            get_default_logger().debug("http: %s", format % args)
+    def _answer(self, method: str) -> Answer:
+        parts, routes = urlsplit(self.path), self.server.routes
+        route = routes.get((method, parts.path))
+        if route is None:
+            if allowed := [known for known, path in routes if path == parts.path]:
+                return json_answer({"error": f"{parts.path} is for {allowed[0]}"}, 405)
+            known = " ".join(sorted({path for _, path in routes}))
+            return json_answer({"error": f"nothing at {parts.path}; there are {known}"}, 404)
+        try:
+            return route({name: values[-1] for name, values in parse_qs(parts.query).items()})
+        except InvalidArgumentError as error:
+            return json_answer({"error": str(error)}, 400)
+        except PersiaError as error:
+            return json_answer({"error": str(error)}, 503)
 
-    return Handler
-
-
-def _respond(
-    routes: Mapping[tuple[str, str], Callable[[Query], Answer]], method: str, path: str, query: str
-) -> Answer:
-    route = routes.get((method, path))
-    if route is None:
-        allowed = [known for known, there in routes if there == path]
-        if allowed:
-            return json_answer({"error": f"{path} is for {allowed[0]}"}, 405)
-        known = " ".join(sorted({there for _, there in routes}))
-        return json_answer({"error": f"nothing at {path}; there are {known}"}, 404)
-    try:
-        return route({name: values[-1] for name, values in parse_qs(query).items()})
-    except InvalidArgumentError as error:
-        return json_answer({"error": str(error)}, 400)
-    except PersiaError as error:
-        return json_answer({"error": str(error)}, 503)
+    def log_message(self, format: str, *args: Any) -> None:
+        get_default_logger().debug("http: %s", format % args)

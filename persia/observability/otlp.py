@@ -23,8 +23,6 @@ from persia.errors import ConfigError
 from persia.logger import get_default_logger
 from persia.observability.trace import Tracer
 
-__all__ = ["OtlpExporter"]
-
 _TIMEOUT_S = 5.0
 _MISSING = (
     "PERSIA_OTLP_ENDPOINT is set, and the OpenTelemetry packages are not installed: "

@@ -12,8 +12,6 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from prometheus_client import Metric
 
-__all__ = ["MetricsTranslator"]
-
 _SCOPE = InstrumentationScope("persia")
 _Labels = tuple[tuple[str, str], ...]
 

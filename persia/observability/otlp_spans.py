@@ -20,8 +20,6 @@ from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 from persia.messaging.subjects import NN_WORKER
 from persia.observability.trace import Span
 
-__all__ = ["SpansTranslator"]
-
 _SCOPE = InstrumentationScope("persia")
 # Numbers of batches repeat: each data set begins at 0, and so does each job of a name.
 _EPOCH_NS = 600 * 10**9

@@ -11,25 +11,6 @@ import time
 
 from persia._native import DurationStats
 
-__all__ = [
-    "BACKWARD",
-    "DENSE_STEP",
-    "FORWARD",
-    "FORWARD_ERRORS",
-    "HAND_IN",
-    "LOOKUP_IN_STEP",
-    "NO_BATCH",
-    "QUEUES",
-    "QUEUE_OF_ANNOUNCED",
-    "QUEUE_OF_READY",
-    "SEND_BATCH",
-    "STEP_PHASES",
-    "TO_DEVICE",
-    "WAIT_FOR_BATCH",
-    "Count",
-    "Phase",
-]
-
 NO_BATCH = 2**64 - 1
 
 

@@ -27,8 +27,6 @@ from persia.observability.settings import ObservabilitySettings
 from persia.observability.sources import Source
 from persia.observability.trace import Tracer
 
-__all__ = ["ProcessObserver"]
-
 
 class ProcessObserver:
     """Shows `source` from creation to `close`. Not ready until `serving` is set.
@@ -48,6 +46,7 @@ class ProcessObserver:
         enable_durations(settings.metrics.enable_metrics)
         self._tracer = Tracer(measured=settings.metrics.enable_metrics)
         self._registry.register(self)
+        # A port that is taken must not leave those opened before it behind.
         with ExitStack() as on_error:
             on_error.callback(self._resources.close)
             self._open_http()

@@ -13,8 +13,6 @@ from prometheus_client.exposition import default_handler
 from persia.logger import get_default_logger
 from persia.observability.exposition import text
 
-__all__ = ["Pusher"]
-
 _TIMEOUT_S = 5.0
 
 
@@ -44,6 +42,7 @@ class Pusher:
 
     def close(self) -> None:
         """Removes the group, so that the gateway does not show a process that has ended as if it ran."""
+        # The thread first: it could push once more after the group is deleted.
         self._stopped.set()
         self._thread.join(2 * _TIMEOUT_S)
         try:

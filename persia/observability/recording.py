@@ -20,8 +20,6 @@ from persia.messaging.subjects import NN_WORKER
 from persia.observability.status import fetch_json
 from persia.waiting import Attempts
 
-__all__ = ["Recording", "record", "trace_events"]
-
 _SPANS_PER_BATCH = 60  # of one process, amply
 _MIN_SPANS = 20_000
 _MAX_SPANS = 1_000_000
@@ -53,6 +51,7 @@ def record(processes: Sequence[ServiceInfo], *, num_batches: int, limit_s: float
     ranks = [info for info in processes if info.role == NN_WORKER]
     with ThreadPoolExecutor(min(len(processes), 32)) as pool:
         started = time.monotonic()
+        # Counted before the recordings start, so that none of the batches counted lacks its spans.
         first = _num_trained(ranks, problems)
         list(pool.map(lambda info: _ask(info, f"/trace/start?spans={spans}", problems), processes))
         trained = first

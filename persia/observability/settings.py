@@ -8,8 +8,6 @@ from persia import env
 from persia.config import GlobalConfig, load_global_config
 from persia.config.global_config import MetricsConfig
 
-__all__ = ["ObservabilitySettings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ObservabilitySettings:

@@ -14,15 +14,6 @@ from persia.observability.checkpointing import CheckpointLog
 from persia.observability.exposition import Families, Snapshot
 from persia.observability.phases import FORWARD_ERRORS, QUEUES, SEND_BATCH, STEP_PHASES
 
-__all__ = [
-    "DataLoaderSource",
-    "EmbeddingWorkerSource",
-    "NnWorkerSource",
-    "ParameterServerSource",
-    "Source",
-    "add_following",
-]
-
 _PHASE = "persia_phase_seconds", "Time of each phase of the work."
 _PROBE_TIMEOUT_S = 1.0
 _ONE_MS = 0.001
@@ -170,6 +161,7 @@ class NnWorkerSource(Source):
 
     def add_metrics(self, families: Families) -> None:
         durations = self._client.durations()
+        # The native client measures its calls; the phases of the loop are measured in Python.
         own = (*(phase.stats for phase in STEP_PHASES), *QUEUES)
         durations.update((stats.name, stats.snapshot()) for stats in own)
         latest = _latest(durations)

@@ -14,18 +14,6 @@ from persia.messaging.discovery import Directory, ServiceInfo
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import ROLES
 
-__all__ = [
-    "ProcessStatus",
-    "ask_processes",
-    "fetch_json",
-    "find_processes",
-    "job_status",
-    "missing_replicas",
-    "prometheus_targets",
-    "rates",
-    "with_gone",
-]
-
 _FIND_WINDOW_S = 0.4
 _FETCH_TIMEOUT_S = 3.0
 _COMMAND_TIMEOUT_S = 60.0  # the end of a recording brings all its spans

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 from persia._native import enable_durations, start_trace, stop_trace
 from persia.errors import InvalidArgumentError
 
-__all__ = ["Span", "Tracer"]
-
 _DEFAULT_SPANS = 100_000
 _SAMPLED_SPANS = 50_000  # of which a sample is taken, between two looks
 # Ends a recording that is never fetched: it holds its memory.

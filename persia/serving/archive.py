@@ -25,8 +25,6 @@ from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentE
 from persia.serving.predictor import load_script
 from persia.storage.manifest import Manifest, utc_now
 
-__all__ = ["SLOTS_NAME", "ArchiveSettings", "WorkerSettings", "write_archive"]
-
 SLOTS_NAME = "embedding_config.yml"
 
 _HANDLER = "persia.serving.torchserve"  # a module of this package: TorchServe imports it by name
@@ -82,6 +80,7 @@ def write_archive(
     Raises what is wrong with checkpoint or config; FailedPreconditionError: that archive is there already.
     """
     source = Source(checkpoint)
+    # The handler compares it: an archive must not serve a checkpoint that was written later to that place.
     digest = Manifest.read(source.location)[1]
     load_script(source)
     if version is None and source.manifest.step is None:

@@ -13,8 +13,6 @@ from persia.embedding.data import IDTypeFeature, NonIDTypeFeature, PersiaBatch
 from persia.errors import DeadlineExceededError, InternalError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
 
-__all__ = ["Layout", "Predict", "Prediction", "layout_of", "merged", "predict_together", "split"]
-
 # Computes one batch with the current version: (version, outputs).
 Predict = Callable[[PersiaBatch], tuple[str, list[NDArray[Any]]]]
 

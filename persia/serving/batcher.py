@@ -23,8 +23,6 @@ from persia.errors import (
 )
 from persia.serving.batch_predict import Layout, Predict, Prediction, layout_of, predict_together
 
-__all__ = ["Batcher", "BatchingOptions", "Prediction"]
-
 _CLOSE_S = 10.0
 
 
@@ -150,6 +148,7 @@ class Batcher:
         while self._waiting:
             request = self._waiting[0]
             num_samples += request.batch.batch_size
+            # Stops at the first that does not fit: taking later ones out of order could starve it.
             if taken and (request.layout != taken[0].layout or num_samples > self._options.max_batch_size):
                 break
             taken.append(self._waiting.popleft())

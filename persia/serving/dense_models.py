@@ -14,8 +14,6 @@ from persia.serving.predictor import JIT_DENSE_NAME, load_script, read_script
 from persia.storage.dense import load_state
 from persia.storage.location import Location
 
-__all__ = ["DenseModels"]
-
 _STATE_NAME = "dense.pt"
 
 

@@ -18,8 +18,6 @@ from persia.serving.loading import ModelSettings, Version, embeddings_of, load_v
 from persia.serving.predictor import Predictor
 from persia.storage.position import Position
 
-__all__ = ["ServedCopies", "ServedCopy", "Switch"]
-
 _SERVERS_S = 5.0  # for parameter servers to apply a packet that this process has seen
 _ASK_AGAIN_S = 0.05
 
@@ -78,6 +76,7 @@ class ServedCopy:
         self._embeddings = embeddings
 
     def prepare(self, packet: Packet) -> Callable[[], None]:
+        # Everything that takes time is prepared here; `apply` runs while lookups wait.
         predictor = self._predictor_at(packet)
         change_rows = _nothing
         if isinstance(self._embeddings, EmbeddedRows):

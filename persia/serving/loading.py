@@ -17,8 +17,6 @@ from persia.serving.predictor import Predictor, load_script
 from persia.storage.location import Location
 from persia.storage.manifest import Manifest
 
-__all__ = ["ModelSettings", "Version", "digest_of", "load_version", "try_sample"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:

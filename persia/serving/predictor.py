@@ -23,8 +23,6 @@ from persia.errors import (
 from persia.pipeline.batch import embedding_tensors, to_device
 from persia.serving.embeddings import EmbeddingSource
 
-__all__ = ["JIT_DENSE_NAME", "Predictor", "load_script", "read_script"]
-
 JIT_DENSE_NAME = "jit_dense.pt"
 
 

@@ -15,8 +15,6 @@ from persia.logger import get_default_logger
 from persia.messaging.discovery import Advertiser, ServiceInfo
 from persia.messaging.session import NatsSession
 
-__all__ = ["registered"]
-
 _CONNECT_S = 5.0
 _LEAVE_S = 2.0
 

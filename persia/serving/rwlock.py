@@ -6,8 +6,6 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-__all__ = ["RwLock"]
-
 
 class RwLock:
     """A waiting writer goes first: later readers wait for it, so that load cannot starve it."""
@@ -34,6 +32,7 @@ class RwLock:
     def exclusive(self) -> Iterator[None]:
         with self._changed:
             self._changed.wait_for(lambda: not self._has_writer)
+            # Set before the readers have left: later readers wait, so their stream cannot starve the writer.
             self._has_writer = True
         try:
             with self._changed:

@@ -28,8 +28,6 @@ from persia.serving.servicer import Servicer
 from persia.serving.statistics import ServingSource, ServingStatistics
 from persia.serving.versions import ModelSettings, ServedModel
 
-__all__ = ["ServingOptions", "serve"]
-
 _HEALTH_INTERVAL_S = 1.0
 _DRAIN_S = 5.0  # for requests under way when the server stops
 
@@ -121,11 +119,13 @@ async def _serve(
     if observer.address:
         get_default_logger().info("metrics and status are at %s", observer.address)
     reports = asyncio.create_task(_report_health(model, states))
+    # Ready only now: a probe that passes earlier would send requests to a closed port.
     observer.serving = True
     with registered(options.nats_url, _service_info(options, port, observer)):
         await stop.wait()
     observer.serving = False
     reports.cancel()
+    # Load balancers must see NOT_SERVING before the port closes.
     await states.enter_graceful_shutdown()
     await server.stop(_DRAIN_S)
     get_default_logger().info("%s is no longer served", model.settings.name)

@@ -30,8 +30,6 @@ from persia.serving.statistics import ServingStatistics
 from persia.serving.tensors import INPUT_NAME, batch_of, datatype_of, output_name, reply_of
 from persia.serving.versions import ServedModel
 
-__all__ = ["Servicer"]
-
 _Method = Callable[[Any, Any], Awaitable[Any]]
 
 _COUNTED = "ModelInfer"  # the others are asked for by probes
@@ -97,6 +95,7 @@ class Servicer:
 
     async def _model_infer(self, request: Any, context: Any) -> Any:
         self._check_model(request.model_name, request.model_version)
+        # The earlier deadline counts: an answer after the client's own is of no use.
         left_s = context.time_remaining()
         future = self._batcher.submit(
             batch_of(request), self._timeout_s if left_s is None else min(left_s, self._timeout_s)

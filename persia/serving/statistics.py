@@ -20,8 +20,6 @@ from persia.serving.batch_predict import Predict
 from persia.serving.batcher import Batcher
 from persia.serving.versions import ServedModel
 
-__all__ = ["ServingSource", "ServingStatistics"]
-
 _LARGEST_SIZE_LOG2 = 16
 _SIZE_BOUNDS = [*(str(1 << i) for i in range(_LARGEST_SIZE_LOG2 + 1)), "+Inf"]  # samples of a batch
 
@@ -77,6 +75,7 @@ class ServingStatistics:
 
     def _count_batch(self, size: int) -> None:
         with self._lock:
+            # The bucket of a size is its number of bits: bounds are powers of two.
             self._sizes[min(max(size - 1, 0).bit_length(), _LARGEST_SIZE_LOG2 + 1)] += 1
             self._num_samples += size
             self._last_size = size

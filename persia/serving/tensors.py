@@ -12,8 +12,6 @@ from persia.embedding.data import PersiaBatch
 from persia.errors import CorruptionError, InvalidArgumentError
 from persia.serving.protocol import message
 
-__all__ = ["INPUT_NAME", "batch_of", "datatype_of", "output_name", "reply_of"]
-
 INPUT_NAME = "batch"
 
 _LENGTH = struct.Struct("<I")  # before each element of a BYTES tensor in raw_input_contents

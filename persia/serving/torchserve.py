@@ -38,8 +38,6 @@ from persia.serving.predictor import Predictor, load_script
 from persia.serving.tensors import INPUT_NAME, datatype_of, output_name
 from persia.storage.manifest import Manifest
 
-__all__ = ["Handler"]
-
 _INPUT_NAMES = (INPUT_NAME, "data", "body")
 
 # The first that an error is an instance of. TorchServe makes gRPC statuses of them.

@@ -111,6 +111,7 @@ class ServedModel:
             self._thread.join(5.0)
 
     def _switch(self, version: Version, change_rows: Callable[[], None]) -> None:
+        # Rows and model change under one lock: a batch never sees the rows of another version.
         with self._lock.exclusive():
             change_rows()
             self._current = version

@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from persia.errors import UnavailableError
 from persia.launcher import cli
 from persia.roles import embedding_worker, parameter_server
+from persia.serving import server
 
 SUBCOMMANDS = (
     "local",
@@ -228,3 +230,61 @@ def test_a_nats_port_in_use_is_one_line():
     assert f"127.0.0.1:{port}" in result.output
     assert "PERSIA_NATS_PORT" in result.output
     assert len(result.output.splitlines()) == 1
+
+
+def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
+    """By its effect: they are handed on by their names, and one that no field has would be lost."""
+    seen = []
+    monkeypatch.setattr(server, "serve", lambda settings, options: seen.append((settings, options)))
+    (tmp_path / "sample").write_bytes(b"batch")
+    (tmp_path / "slots.yml").write_text("slots_config: {user: {dim: 8}}")
+    given = {
+        "--model-name": "ads",
+        "--embedding-config": str(tmp_path / "slots.yml"),
+        "--host": "::1",
+        "--port": "1",
+        "--max-batch-size": "2",
+        "--max-delay-ms": "3",
+        "--max-queued": "4",
+        "--max-request-mib": "5",
+        "--threads": "6",
+        "--timeout": "7",
+        "--poll": "8",
+        "--sample": str(tmp_path / "sample"),
+        "--incremental-dir": str(tmp_path / "packets"),
+        "--incremental-poll": "9",
+        "--max-packets-behind": "10",
+        "--server-status": "h:11",
+        "--metrics-port": "12",
+        "--nats-url": "nats://h:13",
+        "--replica-index": "14",
+        "--replica-size": "15",
+        "--device-id": "16",
+    }
+    command = cli.get_command(click.Context(cli), "serve")
+    options = {option for one in command.params if isinstance(one, click.Option) for option in one.opts}
+    assert options == given.keys() | {"--embedding-worker"}
+    result = run("serve", str(tmp_path / "model"), *(word for pair in given.items() for word in pair))
+    assert result.exit_code == 0, result.output
+    ((settings, serving),) = seen
+    assert (settings.name, settings.sample, settings.poll_s, settings.servers) == (
+        "ads",
+        b"batch",
+        8,
+        ("h:11",),
+    )
+    assert (settings.location.name, settings.device.index) == ("model", 16)
+    assert list(settings.slots.slots_config) == ["user"]
+    assert (settings.follow.poll_s, settings.follow.max_behind) == (9, 10)
+    assert (settings.follow.packets.name, settings.follow.checkpoints) == ("packets", settings.location)
+    batching = serving.batching
+    assert (batching.max_batch_size, batching.max_delay_s, batching.max_queued) == (2, 0.003, 4)
+    assert (batching.num_threads, serving.max_request_bytes, serving.timeout_s) == (6, 5 << 20, 7)
+    assert (serving.host, serving.port, serving.metrics_port) == ("::1", 1, 12)
+    assert (serving.nats_url, serving.replica_index, serving.replica_size) == ("nats://h:13", 14, 15)
+    seen.clear()
+    workers = ("--embedding-worker", "h:1", "--embedding-worker", "h:2")
+    assert run("serve", str(tmp_path / "model"), *workers).exit_code == 0
+    ((settings, _),) = seen
+    assert settings.slots is None
+    assert settings.embeddings is not None

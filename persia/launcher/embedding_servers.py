@@ -10,8 +10,6 @@ import click
 from persia.launcher import options
 from persia.launcher.options import PORT, all_of, option
 
-__all__ = ["embedding_parameter_server", "embedding_worker"]
-
 
 def _server_options(*, default_port: int, embedding_config_required: bool) -> Callable[[Any], Any]:
     return all_of(
