@@ -341,8 +341,8 @@ Status RowCache::Limit() {
   return status;
 }
 
-// Twice that much leaves, at most: what else is too much, because something else has grown, is for
-// the keeper.
+// Demotes at most twice what became resident. The maintenance thread demotes the rest: rows are
+// also too many where other memory, such as the index, has grown.
 Status RowCache::EvictToBudget() {
   const uint64_t num_rows = resident_.num_rows(), num_bytes = resident_.num_bytes();
   const auto is_done = [&] {
