@@ -15,7 +15,7 @@ void Check(const Status& status) {
 
 }  // namespace
 
-SimpleTier::SimpleTier(pool::RowPool& pool, const store::RowRules& rules, uint32_t dim)
+SimpleTier::SimpleTier(pool::RowPool& pool, const store::RowPolicy& rules, uint32_t dim)
     : pool_(pool), rules_(rules), dim_(dim), state_floats_(rules.ShapeFor(dim).state_floats) {}
 
 void SimpleTier::Read(uint64_t sign, uint64_t address, float* values) const {
@@ -44,7 +44,7 @@ void SimpleTier::Step(float* values, const float* gradient) const {
   rules_.ApplyGradients({&step, 1}, dim_);
 }
 
-StraightToTier::StraightToTier(pool::RowPool& pool, const store::RowRules& rules, uint32_t dim,
+StraightToTier::StraightToTier(pool::RowPool& pool, const store::RowPolicy& rules, uint32_t dim,
                                uint64_t num_rows)
     : SimpleTier(pool, rules, dim), addresses_(num_rows) {}
 
@@ -77,7 +77,7 @@ void StraightToTier::Update(std::span<const uint64_t> signs, const float* gradie
   }
 }
 
-TextbookCache::TextbookCache(pool::RowPool& pool, const store::RowRules& rules, uint32_t dim,
+TextbookCache::TextbookCache(pool::RowPool& pool, const store::RowPolicy& rules, uint32_t dim,
                              uint64_t num_rows, uint64_t cache_rows)
     : SimpleTier(pool, rules, dim), cache_rows_(cache_rows), rows_(num_rows) {}
 

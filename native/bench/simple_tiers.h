@@ -14,14 +14,14 @@
 #include <vector>
 
 #include "pool/row_pool.h"
-#include "store/row_rules.h"
+#include "store/row_policy.h"
 
 namespace persia::bench {
 
 // Of both: what they have of rows of one dim without a scalar.
 class SimpleTier {
  public:
-  SimpleTier(pool::RowPool& pool, const store::RowRules& rules, uint32_t dim);
+  SimpleTier(pool::RowPool& pool, const store::RowPolicy& rules, uint32_t dim);
   virtual ~SimpleTier() = default;
 
   // Embeddings, row after row; makes the rows that are missing.
@@ -40,7 +40,7 @@ class SimpleTier {
 
  private:
   pool::RowPool& pool_;
-  const store::RowRules& rules_;
+  const store::RowPolicy& rules_;
   const uint32_t dim_;
   const uint32_t state_floats_;
 };
@@ -66,7 +66,7 @@ class StripedMap {
 // Every lookup reads its rows from the pool, every update reads and writes them there.
 class StraightToTier final : public SimpleTier {
  public:
-  StraightToTier(pool::RowPool& pool, const store::RowRules& rules, uint32_t dim,
+  StraightToTier(pool::RowPool& pool, const store::RowPolicy& rules, uint32_t dim,
                  uint64_t num_rows);
   void Lookup(std::span<const uint64_t> signs, float* rows) override;
   void Update(std::span<const uint64_t> signs, const float* gradients) override;
@@ -79,7 +79,7 @@ class StraightToTier final : public SimpleTier {
 // list under a lock; where there are too many, the caller writes the oldest back if it has changed.
 class TextbookCache final : public SimpleTier {
  public:
-  TextbookCache(pool::RowPool& pool, const store::RowRules& rules, uint32_t dim, uint64_t num_rows,
+  TextbookCache(pool::RowPool& pool, const store::RowPolicy& rules, uint32_t dim, uint64_t num_rows,
                 uint64_t cache_rows);
   void Lookup(std::span<const uint64_t> signs, float* rows) override;
   void Update(std::span<const uint64_t> signs, const float* gradients) override;

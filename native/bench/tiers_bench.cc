@@ -140,7 +140,7 @@ class Simple final : public Contestant {
   }
 
  private:
-  const store::RowRules rules_;
+  const store::RowPolicy rules_;
   std::unique_ptr<pool::RowPool> pool_;
   std::unique_ptr<Tier> tier_;
 };

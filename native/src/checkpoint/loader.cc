@@ -76,9 +76,9 @@ Status Loader::Check(const BlockRows& rows) const {
   }
   const bool has_none = rows.shape.state_floats == 0 && !rows.shape.has_scalar;
   if (options_.fresh_state || (!options_.with_state && has_none)) return Status::Ok();
-  const store::RowRules* checked = nullptr;
+  const store::RowPolicy* checked = nullptr;
   for (const uint64_t sign : rows.signs) {
-    const store::RowRules& rules = rules_.Of(sign);
+    const store::RowPolicy& rules = rules_.Of(sign);
     if (&rules == checked) continue;
     checked = &rules;
     PERSIA_RETURN_IF_ERROR(CheckShape(rows.shape, options_.config.OfSign(sign).optimizer.kind,

@@ -12,7 +12,7 @@
 #include <thread>
 
 #include "checkpoint/checkpoint_test_util.h"
-#include "store/row_rules.h"
+#include "store/row_policy.h"
 
 namespace persia::checkpoint {
 namespace {
@@ -201,7 +201,7 @@ TEST(Loader, RowsWithoutStateBeginAnew) {
     loader->reset();
     const Rows after = RowsOf(*store);
     ASSERT_EQ(after.size(), before.size());
-    const store::RowRules rules(config);
+    const store::RowPolicy rules(config);
     for (const auto& [sign, row] : after) {
       std::vector<float> values = before.at(sign).values;
       const size_t num_floats = values.size();

@@ -31,6 +31,12 @@ struct Run {
   }
 };
 
+// A row of a request that was not found.
+struct MissingRef {
+  const Run* run;
+  const RowRef* ref;
+};
+
 class BatchPlan {
  public:
   static BatchPlan& OfThread() {

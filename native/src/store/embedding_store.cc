@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "store/config_change.h"
-#include "store/rule_set.h"
+#include "store/row_policies.h"
 #include "store/store_impl.h"
 
 namespace persia::store {
@@ -39,8 +39,8 @@ constexpr uint64_t kFilterCells = uint64_t{1} << 24;
 
 }  // namespace
 
-Status EmbeddingStore::Impl::CheckCapacities(const RuleSet& rules) const {
-  for (const auto& [group, capacity] : rules.capacities()) {
+Status EmbeddingStore::Impl::CheckCapacities(const RowPolicies& policies) const {
+  for (const auto& [group, capacity] : policies.capacities()) {
     if (capacity >= shards_.size()) continue;
     return InvalidArgument("feature group " + std::to_string(group) + ": capacity is " +
                            std::to_string(capacity) + "; give at least " +
@@ -64,10 +64,10 @@ Status EmbeddingStore::Impl::ConfigureAlone(const TrainConfig& config, bool repl
     is_config_recovered_ = false;
     return Status::Ok();
   }
-  const auto rules = std::make_shared<const RuleSet>(config, row_dtype_);
+  const auto policies = std::make_shared<const RowPolicies>(config, row_dtype_);
   const uint64_t num_filter_cells =
-      rules->CountsSightings() ? kFilterCells / std::bit_ceil(shards_.size()) : 0;
-  PERSIA_RETURN_IF_ERROR(CheckCapacities(*rules));
+      policies->CountsSightings() ? kFilterCells / std::bit_ceil(shards_.size()) : 0;
+  PERSIA_RETURN_IF_ERROR(CheckCapacities(*policies));
   const bool has_rows = std::any_of(shards_.begin(), shards_.end(),
                                     [](const Shard& shard) { return shard.size() != 0; });
   if (has_rows) {
@@ -79,7 +79,7 @@ Status EmbeddingStore::Impl::ConfigureAlone(const TrainConfig& config, bool repl
   if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(SaveRulesIfNew(config));
   const auto num_shards = static_cast<uint32_t>(shards_.size());
   for (uint32_t i = 0; i < num_shards; ++i) {
-    shards_[i].SetRules(rules, num_filter_cells, i, num_shards);
+    shards_[i].SetPolicies(policies, num_filter_cells, i, num_shards);
   }
   if (!has_rows) ForgetSlabs();
   config_ = config;

@@ -28,8 +28,8 @@ void Expiry::SetShortest(double time_to_live_sec) {
   if (!is_on()) marks_.clear();
 }
 
-std::span<const uint64_t> Expiry::Step(const SignIndex& index, const RuleSet& rules, uint32_t stamp,
-                                       Time now) {
+std::span<const uint64_t> Expiry::Step(const SignIndex& index, const RowPolicies& policies,
+                                       uint32_t stamp, Time now) {
   AddMark(stamp, now);
   expired_.clear();
   size_t num_left = EntriesToPass(index.size(), now);
@@ -42,7 +42,7 @@ std::span<const uint64_t> Expiry::Step(const SignIndex& index, const RuleSet& ru
     }
     --num_left;
     if (entry.stamp >= end) return true;
-    const double time_to_live = rules.OfKey(entry.key).time_to_live_sec();
+    const double time_to_live = policies.OfKey(entry.key).time_to_live_sec();
     if (time_to_live > 0 && entry.stamp < StampsBefore(now - Duration(time_to_live))) {
       expired_.push_back(entry.key);
     }

@@ -18,7 +18,7 @@
 #include <span>
 #include <vector>
 
-#include "store/rule_set.h"
+#include "store/row_policies.h"
 #include "store/sign_index.h"
 
 namespace persia::store {
@@ -35,8 +35,8 @@ class Expiry {
 
   // The training batch `stamp` begins `now`, which never falls. Returns the keys of rows to be
   // removed, valid until the next call.
-  std::span<const uint64_t> Step(const SignIndex& index, const RuleSet& rules, uint32_t stamp,
-                                 Time now);
+  std::span<const uint64_t> Step(const SignIndex& index, const RowPolicies& policies,
+                                 uint32_t stamp, Time now);
   // Stamps have changed: all rows count as used just now.
   void Forget() { marks_.clear(); }
   uint64_t memory_bytes() const {

@@ -16,10 +16,10 @@ Time At(double seconds) {
   return Time{} + duration_cast<Time::duration>(std::chrono::duration<double>(1000 + seconds));
 }
 
-RuleSet RulesOf(float time_to_live_sec) {
+RowPolicies RulesOf(float time_to_live_sec) {
   TrainConfig config;
   config.time_to_live_sec = time_to_live_sec;
-  return RuleSet(config);
+  return RowPolicies(config);
 }
 
 class ExpiryTest : public testing::Test {
@@ -31,7 +31,7 @@ class ExpiryTest : public testing::Test {
       EXPECT_TRUE(index_.Insert({key, 0, stamp}));
     }
   }
-  size_t Step(const RuleSet& rules, uint32_t stamp, double seconds) {
+  size_t Step(const RowPolicies& rules, uint32_t stamp, double seconds) {
     const auto expired = expiry_.Step(index_, rules, stamp, At(seconds));
     for (const uint64_t key : expired) {
       index_.Erase(index_.Find(key));
@@ -46,7 +46,7 @@ class ExpiryTest : public testing::Test {
 };
 
 TEST_F(ExpiryTest, RowsGoAfterTheirTimeNeverBeforeAndAtMostAThirdLate) {
-  const RuleSet rules = RulesOf(100);
+  const RowPolicies rules = RulesOf(100);
   expiry_.SetShortest(rules.ShortestTimeToLive());
   // Ten batches a second; key k is used once, in second k.
   for (uint32_t batch = 1; batch <= 4000; ++batch) {
@@ -65,7 +65,7 @@ TEST_F(ExpiryTest, RowsGoAfterTheirTimeNeverBeforeAndAtMostAThirdLate) {
 }
 
 TEST_F(ExpiryTest, UseKeepsARowAndForgettingBeginsAnew) {
-  const RuleSet rules = RulesOf(10);
+  const RowPolicies rules = RulesOf(10);
   expiry_.SetShortest(10);
   Use(1, 0);
   Use(2, 0);
@@ -90,7 +90,7 @@ TEST_F(ExpiryTest, EachGroupHasItsOwnTime) {
     rows.time_to_live_sec = seconds;
     config.groups.push_back({group, rows});
   }
-  const RuleSet rules(config);
+  const RowPolicies rules(config);
   EXPECT_EQ(rules.ShortestTimeToLive(), 5.0);
   expiry_.SetShortest(5);
   const auto key = [](uint64_t group) { return SignKey((group << 56) + 7); };
@@ -102,7 +102,7 @@ TEST_F(ExpiryTest, EachGroupHasItsOwnTime) {
 }
 
 TEST_F(ExpiryTest, ABatchDoesABoundedPartOfTheWork) {
-  const RuleSet rules = RulesOf(1);
+  const RowPolicies rules = RulesOf(1);
   expiry_.SetShortest(1);
   for (uint64_t sign = 0; sign < 100'000; ++sign) Use(SignKey(sign), 0);
   Step(rules, 1, 0);
@@ -114,7 +114,7 @@ TEST_F(ExpiryTest, ABatchDoesABoundedPartOfTheWork) {
 }
 
 TEST_F(ExpiryTest, YearsOfMarksTakeLittleMemory) {
-  const RuleSet rules = RulesOf(60);
+  const RowPolicies rules = RulesOf(60);
   expiry_.SetShortest(60);
   for (uint32_t batch = 1; batch <= 500'000; ++batch) Step(rules, batch, batch * 10.0);
   EXPECT_LT(expiry_.memory_bytes(), 32u << 10);

@@ -5,19 +5,19 @@
 
 namespace persia::store {
 
-void GroupLimits::SetRules(const RuleSet& rules, const SignIndex& index, uint32_t number,
-                           uint32_t num_shards) {
-  rules_ = &rules;
+void GroupLimits::SetPolicies(const RowPolicies& policies, const SignIndex& index, uint32_t number,
+                              uint32_t num_shards) {
+  policies_ = &policies;
   limits_.clear();
   number_of_group_.clear();
-  for (const auto& [group, capacity] : rules.capacities()) {
+  for (const auto& [group, capacity] : policies.capacities()) {
     number_of_group_.resize(size_t{group} + 1, kNone);
     number_of_group_[group] = static_cast<uint32_t>(limits_.size());
     const uint64_t share = capacity / num_shards + (number < capacity % num_shards ? 1 : 0);
     limits_.push_back(
         {.share = share,
-         .victims = VictimQueue([&rules, group = group](const SignIndex::Entry& entry) {
-           return rules.GroupOfKey(entry.key) == group;
+         .victims = VictimQueue([&policies, group = group](const SignIndex::Entry& entry) {
+           return policies.GroupOfKey(entry.key) == group;
          })});
   }
   if (is_on()) index.ForEach([this](const SignIndex::Entry& entry) { CountInsert(entry.key); });

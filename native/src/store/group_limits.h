@@ -13,7 +13,7 @@
 #include <span>
 #include <vector>
 
-#include "store/rule_set.h"
+#include "store/row_policies.h"
 #include "store/sign_index.h"
 #include "store/victim_queue.h"
 
@@ -22,8 +22,9 @@ namespace persia::store {
 class GroupLimits {
  public:
   // Of shard `number` of `num_shards`, which divide capacities among them. Counts what there is.
-  // `rules` must outlive this, or the next call.
-  void SetRules(const RuleSet& rules, const SignIndex& index, uint32_t number, uint32_t num_shards);
+  // `policies` must outlive this, or the next call.
+  void SetPolicies(const RowPolicies& policies, const SignIndex& index, uint32_t number,
+                   uint32_t num_shards);
   bool is_on() const { return !limits_.empty(); }
 
   void CountInsert(uint64_t key) {
@@ -57,13 +58,13 @@ class GroupLimits {
 
   Limit* Of(uint64_t key) {
     if (limits_.empty()) return nullptr;
-    const uint32_t group = rules_->GroupOfKey(key);
+    const uint32_t group = policies_->GroupOfKey(key);
     if (group >= number_of_group_.size() || number_of_group_[group] == kNone) return nullptr;
     return &limits_[number_of_group_[group]];
   }
 
   static constexpr uint32_t kNone = UINT32_MAX;
-  const RuleSet* rules_ = nullptr;
+  const RowPolicies* policies_ = nullptr;
   std::vector<uint32_t> number_of_group_;  // in limits_
   std::vector<Limit> limits_;
 };

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "store/probe_in_blocks.h"
+#include "store/row_policies.h"
 #include "store/row_steps.h"
-#include "store/rule_set.h"
 #include "store/store_impl.h"
 #include "store/touch.h"
 #include "store/update_count.h"
@@ -18,6 +18,19 @@ constexpr uint32_t kNoSlot = RowSlabs::kNoSlot;
 constexpr size_t kInsertBlock = 256;
 
 uint64_t KeyOf(const MissingRow& missing) { return SignKey(missing.rows->signs[missing.index]); }
+
+Status NoRoom(Shard::Room room, uint64_t capacity, uint32_t num_shards) {
+  const std::string shards = std::to_string(num_shards) + " internal shards; ";
+  if (room == Shard::Room::kGroupIsFull) {
+    return ResourceExhausted(
+        "a batch has more distinct IDs of a feature group than the group's capacity leaves room "
+        "for in each of " +
+        shards + "raise the slot's capacity or make batches smaller");
+  }
+  return ResourceExhausted("a batch has more distinct IDs than there is room for: capacity is " +
+                           std::to_string(capacity) + " rows in each of " + shards +
+                           "raise the capacity or make batches smaller");
+}
 
 }  // namespace
 
@@ -34,7 +47,7 @@ StatusOr<InPlaceRows> InPlaceRows::Begin(EmbeddingStore& store, LookupMode mode)
     for (size_t i = 0; i < rows.shards_.size(); ++i) {
       Shard& shard = rows.store_->shards()[i];
       shard.BeginBatch();
-      rows.shards_[i].now = shard.now();
+      rows.shards_[i].now = shard.table().now();
     }
   }
   return rows;
@@ -44,16 +57,18 @@ InPlaceRows InPlaceRows::BeginUpdate(EmbeddingStore& store, std::span<const uint
   InPlaceRows rows(*store.impl_);
   rows.store_->CountUpdate();
   for (size_t i = 0; i < removals.size(); ++i) {
-    rows.shards_[i].has_removed = rows.store_->shards()[i].num_removals() != removals[i];
+    rows.shards_[i].has_removed = rows.store_->shards()[i].table().num_removals() != removals[i];
   }
   return rows;
 }
 
 InPlaceRows::InPlaceRows(EmbeddingStore::Impl& store)
     : store_(&store), lock_(store.LockForChange()) {
-  for (const Shard& shard : store.shards()) {
-    shards_.push_back({&shard.index(), &shard.slabs(), shard.now(), false, shard.snapshot()});
-    has_snapshot_ |= shard.snapshot() != nullptr;
+  for (Shard& shard : store.shards()) {
+    const ShardTable& table = shard.table();
+    ShardSnapshot* snapshot = shard.features().snapshot;
+    shards_.push_back({&table.index(), &table.slabs(), table.now(), false, snapshot});
+    has_snapshot_ |= snapshot != nullptr;
   }
 }
 
@@ -72,8 +87,8 @@ void InPlaceRows::Find(const SignRows& rows, const float* zeros,
   // that read all of it ask for the rest ahead, while they write what they have read before.
   size_t row_floats = 1;
   if (trains && has_snapshot_) {  // to be saved, a row is wanted with its state
-    const RuleSet& rules = *store_->shards()[0].rules();
-    row_floats = rules.Of(rows.signs[0]).ShapeFor(rows.dim).Stride();
+    const RowPolicies& policies = *store_->shards()[0].table().policies();
+    row_floats = policies.Of(rows.signs[0]).ShapeFor(rows.dim).Stride();
   }
   ProbeInBlocks(
       rows.signs.size(), row_floats,
@@ -107,60 +122,50 @@ void InPlaceRows::Find(const SignRows& rows, const float* zeros,
 Status InPlaceRows::Insert(uint32_t shard_number, std::span<const MissingRow> missing,
                            LookupReport* report) {
   Shard& shard = store_->shards()[shard_number];
+  ShardTable& table = shard.table();
   Status status;
   std::vector<MissingRow> admitted;
+  std::vector<uint64_t> keys;
   admitted.reserve(missing.size());
+  keys.reserve(missing.size());
   for (size_t begin = 0; begin < missing.size(); begin += kInsertBlock) {
     const auto block = missing.subspan(begin, std::min(kInsertBlock, missing.size() - begin));
-    for (const MissingRow& row : block) Touch(shard.index().HomeOf(KeyOf(row)));
+    for (const MissingRow& row : block) Touch(table.index().HomeOf(KeyOf(row)));
     for (const MissingRow& row : block) {
       if (!shard.Admit(KeyOf(row))) continue;
-      shard.RemoveOfAnotherDim(KeyOf(row), row.rows->dim, &status);
+      table.RemoveOfAnotherDim(KeyOf(row), row.rows->dim, &status);
       admitted.push_back(row);
+      keys.push_back(KeyOf(row));
     }
   }
   report->num_missing += missing.size();
   report->num_unadmitted += missing.size() - admitted.size();
   if (!status.ok()) return status;
-  for (const MissingRow& row : admitted) shard.ExpectInsert(KeyOf(row));
-  auto has_room_in_groups = shard.MakeRoomInGroups(/*keep_batch=*/true, report);
-  PERSIA_RETURN_IF_ERROR(has_room_in_groups.status());
-  if (!*has_room_in_groups) {
-    return ResourceExhausted(
-        "a batch has more distinct IDs of a feature group than the group's capacity leaves room "
-        "for "
-        "in each of " +
-        std::to_string(num_shards()) +
-        " internal shards; raise the slot's capacity or make batches smaller");
-  }
-  auto has_room = shard.MakeRoom(admitted.size(), /*keep_batch=*/true, report);
-  PERSIA_RETURN_IF_ERROR(has_room.status());
-  if (!*has_room) {
-    return ResourceExhausted("a batch has more distinct IDs than there is room for: capacity is " +
-                             std::to_string(shard.capacity()) + " rows in each of " +
-                             std::to_string(num_shards()) +
-                             " internal shards; raise the capacity or make batches smaller");
+  const auto room = shard.MakeRoom(keys, /*keep_batch=*/true, report);
+  PERSIA_RETURN_IF_ERROR(room.status());
+  if (room.value() != Shard::Room::kEnough) {
+    return NoRoom(room.value(), table.capacity(), num_shards());
   }
   for (const MissingRow& row : admitted) {
     const SignRows& rows = *row.rows;
     const uint32_t slot = shard.Insert(SignKey(rows.signs[row.index]), rows.dim, report);
-    if (slot == kNoSlot) return shard.OutOfMemory();
+    if (slot == kNoSlot) return table.OutOfMemory();
     rows.handles[row.index].slot = slot;
-    rows.values[row.index] = shard.slabs().values(slot);
+    rows.values[row.index] = table.slabs().values(slot);
   }
   return Status::Ok();
 }
 
 std::vector<uint64_t> InPlaceRows::Removals() const {
   std::vector<uint64_t> removals;
-  for (const Shard& shard : store_->shards()) removals.push_back(shard.num_removals());
+  for (const Shard& shard : store_->shards()) removals.push_back(shard.table().num_removals());
   return removals;
 }
 
 void InPlaceRows::Locate(const SignRows& rows) {
-  const RuleSet* rules = store_->shards()[0].rules();
-  if (rules == nullptr || rows.signs.empty()) return;  // without rules there are no rows
-  const RowShape shape = rules->Of(rows.signs[0]).ShapeFor(rows.dim);
+  const RowPolicies* policies = store_->shards()[0].table().policies();
+  if (policies == nullptr || rows.signs.empty()) return;  // then there are no rows
+  const RowShape shape = policies->Of(rows.signs[0]).ShapeFor(rows.dim);
   for (size_t i = 0; i < rows.signs.size(); ++i) {
     RowHandle& handle = rows.handles[i];
     const ShardView& shard = shards_[handle.shard];
@@ -182,10 +187,10 @@ void InPlaceRows::Locate(const SignRows& rows) {
 
 void InPlaceRows::Update(const SignRows& rows, std::span<const float* const> gradients,
                          UpdateReport* report) {
-  const RuleSet* all_rules = store_->shards()[0].rules();
-  if (all_rules == nullptr || rows.signs.empty()) return;
-  const RowRules& rules = all_rules->Of(rows.signs[0]);
-  const RowShape shape = rules.ShapeFor(rows.dim);
+  const RowPolicies* policies = store_->shards()[0].table().policies();
+  if (policies == nullptr || rows.signs.empty()) return;
+  const RowPolicy& policy = policies->Of(rows.signs[0]);
+  const RowShape shape = policy.ShapeFor(rows.dim);
   const bool counts_updates = store_->counts_updates();
   if (has_snapshot_) [[unlikely]]
     SaveBeforeUpdate(rows);
@@ -202,7 +207,7 @@ void InPlaceRows::Update(const SignRows& rows, std::span<const float* const> gra
         shape.has_scalar ? shards_[handle.shard].slabs->scalar(handle.slot) : nullptr;
     // Find() and Insert() hand out rows for reading; here they are the store's own again.
     auto* values = const_cast<float*>(rows.values[i]);
-    steps.Add(rules, {values, values + shape.embedding_floats(), scalar, rows.dim}, gradients[i]);
+    steps.Add(policy, {values, values + shape.embedding_floats(), scalar, rows.dim}, gradients[i]);
     if (counts_updates) CountUpdate(values, shape);
   }
   steps.Flush();

@@ -1,4 +1,4 @@
-// Initial values through RowRules: which distribution, its moments and bounds, and the same values
+// Initial values through RowPolicy: which distribution, its moments and bounds, and the same values
 // on every machine.
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/hash.h"
-#include "store/row_rules.h"
+#include "store/row_policy.h"
 
 namespace persia::store {
 namespace {
@@ -29,7 +29,7 @@ std::vector<float> Values(const Initializer& initializer, uint32_t dim, uint64_t
   RowConfig config;
   config.initializer = initializer;
   EXPECT_TRUE(config.Validate().ok()) << config.Validate().ToString();
-  const RowRules rules(config);
+  const RowPolicy rules(config);
   std::vector<float> values(num_signs * dim);
   for (uint64_t sign = 0; sign < num_signs; ++sign) {
     rules.Initialize(sign, {values.data() + sign * dim, nullptr, nullptr, dim});

@@ -17,7 +17,7 @@
 #include "store/batch_plan.h"
 #include "store/change_set.h"
 #include "store/embedding_store.h"
-#include "store/rule_set.h"
+#include "store/row_policies.h"
 #include "store/shard.h"
 #include "store/slab_memory.h"
 #include "store/snapshot_budget.h"
@@ -55,12 +55,12 @@ class EmbeddingStore::Impl {
   // The same for a caller who has the store for himself.
   Status ConfigureAlone(const TrainConfig& config, bool replace);
   // kInvalidArgument: a group's capacity is not enough for every shard.
-  Status CheckCapacities(const RuleSet& rules) const;
+  Status CheckCapacities(const RowPolicies& policies) const;
   std::optional<TrainConfig> config() const {
     std::lock_guard lock(config_mutex_);
     return config_;
   }
-  // Once true it stays true, and then every shard has rules.
+  // Once true it stays true, and then every shard has policies.
   bool IsConfigured() const { return is_configured_.load(std::memory_order_acquire); }
 
   // Calls handle(shard, runs) for every shard that the request touches, and of several handles the
@@ -101,7 +101,7 @@ class EmbeddingStore::Impl {
   // Returns the ones of before.
   std::unique_ptr<ChangeSet> ReplaceChanges(std::unique_ptr<ChangeSet> changes) {
     changes_.swap(changes);
-    for (Shard& shard : shards_) shard.set_changes(changes_.get());
+    for (Shard& shard : shards_) shard.features().changes = changes_.get();
     return changes;
   }
   // The caller has the store for himself where there is a tier; else he is in the store.
@@ -135,7 +135,7 @@ class EmbeddingStore::Impl {
   Status RecoverRules(const pool::PoolInfo& pool);
   // Before rows are made by them.
   Status SaveRulesIfNew(const TrainConfig& config);
-  void KeepTier();
+  void MaintainTier();
   Status ShrinkCaches(bool* has_more_memory);
   bool GiveBackMemory(Shard* shard);
   Status AdvanceCheckpoints(uint64_t* last);
@@ -162,8 +162,8 @@ class EmbeddingStore::Impl {
   std::unique_ptr<Tier> tier_;
   std::string tier_directory_;
   std::optional<TrainConfig> saved_rules_;  // guarded like config_
-  std::thread keeper_;
-  std::thread reader_;
+  std::thread maintenance_thread_;
+  std::thread prefetch_thread_;
 };
 
 template <typename... Handles>
@@ -183,7 +183,7 @@ Status EmbeddingStore::Impl::ForEachShard(std::span<const RowBlock> blocks, Hand
   };
   Status status;
   static_cast<void>(((status = pass(handles)).ok() && ...));
-  if (tier_ != nullptr) tier_->WakeIfCrowded();
+  if (tier_ != nullptr) tier_->WakeIfOverBudget();
   return status;
 }
 

@@ -3,7 +3,7 @@
 #include <mutex>
 #include <shared_mutex>
 
-#include "store/rule_set.h"
+#include "store/row_policies.h"
 #include "store/store_impl.h"
 
 namespace persia::store {
@@ -25,11 +25,11 @@ StoreLoad::~StoreLoad() {
 
 Status StoreLoad::Check(const TrainConfig& config) const {
   PERSIA_RETURN_IF_ERROR(config.Validate());
-  return store_.CheckCapacities(RuleSet(config));
+  return store_.CheckCapacities(RowPolicies(config));
 }
 
 // What can be refused is refused while the rows are still there. A training lookup in between would
-// insert rows under the old rules.
+// insert rows under the old policies.
 Status StoreLoad::Replace(const TrainConfig& config) {
   PERSIA_RETURN_IF_ERROR(Check(config));
   const std::unique_lock lock(store_.in_place_mutex());
@@ -92,7 +92,7 @@ void StoreLoad::Finish() {
   const std::shared_lock in_store(store_.in_place_mutex());
   for (Shard& shard : store_.shards()) {
     LookupReport counts;
-    shard.FinishLoad(&counts);
+    static_cast<void>(shard.FinishLoad(&counts));
     num_evicted_ += counts.num_evicted;
   }
 }

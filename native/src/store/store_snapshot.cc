@@ -17,7 +17,7 @@ StatusOr<std::unique_ptr<StoreSnapshot>> StoreSnapshot::Begin(EmbeddingStore& st
   PERSIA_RETURN_IF_ERROR(impl.Occupy("a snapshot"));
   std::unique_ptr<StoreSnapshot> snapshot(new StoreSnapshot(impl));
   const std::unique_lock lock(impl.in_place_mutex());
-  for (const Shard& shard : impl.shards()) snapshot->num_rows_ += shard.index().size();
+  for (const Shard& shard : impl.shards()) snapshot->num_rows_ += shard.table().size();
   snapshot->Cut(options);
   return snapshot;
 }
@@ -59,9 +59,9 @@ void StoreSnapshot::Cut(const Options& options) {
   step_ = store_.num_updates();
   config_ = store_.config();
   for (Shard& shard : store_.shards()) {
-    shards_.push_back(std::make_unique<ShardSnapshot>(shard.now(), &store_.snapshot_budget(),
-                                                      changes_.get(), store_.pool()));
-    shard.set_snapshot(shards_.back().get());
+    shards_.push_back(std::make_unique<ShardSnapshot>(
+        shard.table().now(), &store_.snapshot_budget(), changes_.get(), store_.pool()));
+    shard.features().snapshot = shards_.back().get();
   }
 }
 
@@ -83,7 +83,7 @@ StatusOr<bool> StoreSnapshot::Read(uint32_t shard_number, size_t max_rows, Batch
     if (has_ended_) return FailedPrecondition("the snapshot was closed; begin another");
     Shard& shard = store_.shards()[shard_number];
     const std::lock_guard lock(shard.mutex());
-    has_more = snapshot.Read(shard.index(), shard.slabs(), max_rows, &batch->read);
+    has_more = snapshot.Read(shard.table().index(), shard.table().slabs(), max_rows, &batch->read);
   }
   snapshot.TakeSaved(&batch->saved);
   // Last: rows that were not saved are missing in what was read, too.
@@ -107,7 +107,7 @@ void StoreSnapshot::End() {
   const std::unique_lock lock(store_.in_place_mutex());
   if (has_ended_) return;
   has_ended_ = true;
-  for (Shard& shard : store_.shards()) shard.set_snapshot(nullptr);
+  for (Shard& shard : store_.shards()) shard.features().snapshot = nullptr;
   if (changes_ != nullptr && !is_committed_) store_.changes()->AddAll(*changes_);
   store_.snapshot_budget().End();
   store_.Release();

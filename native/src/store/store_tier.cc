@@ -39,10 +39,11 @@ Status EmbeddingStore::Impl::OpenTier(const TierOptions& options) {
                                   ? CacheBudget::OfBytes(share(options.cache_bytes))
                                   : CacheBudget::OfRows(share(options.cache_rows));
     shards_[i].SetTier(tier_.get(), cache, share(LeastCacheRows(options)) / 4);
-    PERSIA_RETURN_IF_ERROR(shards_[i].FinishRecovery());
+    LookupReport counts;
+    PERSIA_RETURN_IF_ERROR(shards_[i].FinishLoad(&counts));
   }
-  keeper_ = std::thread([this] { KeepTier(); });
-  reader_ = std::thread([this] { FetchAhead(); });
+  maintenance_thread_ = std::thread([this] { MaintainTier(); });
+  prefetch_thread_ = std::thread([this] { FetchAhead(); });
   return CheckTier();
 }
 
@@ -110,7 +111,7 @@ Status EmbeddingStore::Impl::SaveRulesIfNew(const TrainConfig& config) {
   return Status::Ok();
 }
 
-void EmbeddingStore::Impl::KeepTier() {
+void EmbeddingStore::Impl::MaintainTier() {
   while (tier_->WaitForWork()) {
     // A checkpoint may need no room, and leaves some: it is tried also where there is none.
     bool has_more = false;
@@ -131,7 +132,7 @@ Status EmbeddingStore::Impl::ShrinkCaches(bool* has_more_memory) {
     StatusOr<bool> has_more = true;
     while (has_more.ok() && *has_more && !tier_->is_stopping()) {
       const std::shared_lock in_store(in_place_mutex_);
-      has_more = shard.ShrinkCache();
+      has_more = shard.cache()->Shrink();
     }
     *has_more_memory |= GiveBackMemory(&shard);
     if (first_error.ok()) first_error = has_more.status();
@@ -141,12 +142,12 @@ Status EmbeddingStore::Impl::ShrinkCaches(bool* has_more_memory) {
 
 bool EmbeddingStore::Impl::GiveBackMemory(Shard* shard) {
   uint64_t next = 0;
-  auto progress = Shard::GiveBack::kMore;
-  while (progress == Shard::GiveBack::kMore && !tier_->is_stopping()) {
+  auto progress = RowCache::GiveBack::kMore;
+  while (progress == RowCache::GiveBack::kMore && !tier_->is_stopping()) {
     const std::shared_lock in_store(in_place_mutex_);
-    progress = shard->GiveBackMemory(&next);
+    progress = shard->cache()->GiveBackMemory(&next);
   }
-  return progress == Shard::GiveBack::kLater;
+  return progress == RowCache::GiveBack::kLater;
 }
 
 // Once a checkpoint has begun, no row changes up to it any more: one pass over the rows is enough.
@@ -161,9 +162,9 @@ Status EmbeddingStore::Impl::AdvanceCheckpoints(uint64_t* last) {
       while (*has_more) {
         if (tier_->is_stopping()) return Status::Ok();
         const std::shared_lock in_store(in_place_mutex_);
-        has_more = shard.WriteBackUpTo(*batch, &next);
+        has_more = shard.cache()->WriteBackUpTo(*batch, &next);
         PERSIA_RETURN_IF_ERROR(has_more.status());
-        tier_->Fail(shard.ShrinkCache().status());
+        tier_->Fail(shard.cache()->Shrink().status());
       }
     }
     PERSIA_RETURN_IF_ERROR(tier_->EndCheckpoint(*batch));
@@ -184,7 +185,7 @@ void EmbeddingStore::Impl::FetchAhead() {
       FetchAhead(i, keys[i]);
       keys[i].clear();
     }
-    tier_->WakeIfCrowded();
+    tier_->WakeIfOverBudget();
   }
 }
 
@@ -192,15 +193,15 @@ void EmbeddingStore::Impl::FetchAhead(uint32_t shard_number, std::span<const uin
   for (size_t begin = 0; begin < keys.size(); begin += kAheadAtATime) {
     const std::shared_lock in_store(in_place_mutex_);
     const auto step = keys.subspan(begin, std::min(kAheadAtATime, keys.size() - begin));
-    if (tier_->is_stopping() || !shards_[shard_number].FetchAhead(step).ok()) return;
+    if (tier_->is_stopping() || !shards_[shard_number].cache()->Prefetch(step).ok()) return;
   }
 }
 
 void EmbeddingStore::Impl::StopThreads() {
   if (tier_ == nullptr) return;
   tier_->Stop();
-  if (keeper_.joinable()) keeper_.join();
-  if (reader_.joinable()) reader_.join();
+  if (maintenance_thread_.joinable()) maintenance_thread_.join();
+  if (prefetch_thread_.joinable()) prefetch_thread_.join();
 }
 
 StatusOr<Tier*> EmbeddingStore::Impl::RequireTier() const {
@@ -265,7 +266,7 @@ std::optional<TierStats> EmbeddingStore::tier_stats() const {
   if (impl_->tier() == nullptr) return std::nullopt;
   const std::shared_lock in_store(impl_->in_place_mutex());
   TierStats stats;
-  for (const Shard& shard : impl_->shards()) shard.AddTierStatsTo(&stats);
+  for (const Shard& shard : impl_->shards()) shard.cache()->AddStatsTo(&stats);
   stats.memory_bytes = impl_->ShardStats().memory_bytes;
   stats.num_unheeded = impl_->tier()->read_ahead().num_dropped();
   stats.last_error = impl_->tier()->last_error();

@@ -1,16 +1,17 @@
-// Tier: the pool beneath a store (pool/row_pool.h), and what its shards and its keeper share.
+// Tier: the storage beneath a store (pool/row_pool.h), and what the shards and the threads of the
+// store share about it.
 //
-// The index knows all rows. Those in the cache, "hot", lie in slabs like the rows of a store
-// without a tier; the others, "cold", are in the pool alone. A training call brings the cold rows
-// that it names into the cache, which may exceed its size by a sixteenth; the keeper, a thread of
-// its own, brings it back by moving the rows that were not used for the longest to the pool.
+// A store's index knows all rows. Resident rows have cells in slabs like the rows of a store
+// without a tier; cold rows are stored in the tier alone. A training call promotes the cold rows
+// that it names into the cache of its shard (row_cache.h), which may exceed its budget by a
+// sixteenth; the maintenance thread demotes the least recently used rows until the budget holds.
 //
-// Batches are counted from the pool's last checkpoint on: that number is a row's version. At a
-// checkpoint nothing is written. A row that changed up to it and is not in the pool yet is written
-// before it changes again, the others by the keeper, who then commits. Where there is no room for
-// that the keeper tries again, and says so to those who ask.
+// Batches are counted from the tier's last checkpoint on; that number is a row's version. Beginning
+// a checkpoint writes nothing. A row that changed up to it and that the tier lacks is written
+// before it changes again; the maintenance thread writes the others, then commits. Where there is
+// no room for that it tries again, and reports so.
 //
-// A second thread, the reader, brings rows into the cache that are about to be looked up.
+// A second thread promotes rows that prefetch hints name.
 #pragma once
 
 #include <atomic>
@@ -71,14 +72,14 @@ class Tier {
   void Fail(const Status& status);
   Status status() const;
 
-  // A cache is getting full: the keeper is woken when the call is through with all shards, for it
-  // needs the same ones.
-  void NoteCrowd() { is_crowded_.store(true, std::memory_order_relaxed); }
-  void WakeIfCrowded() {
-    if (is_crowded_.load(std::memory_order_relaxed) && is_crowded_.exchange(false)) Wake();
+  // A cache is getting full: the maintenance thread is woken when the call is through with all
+  // shards, for it needs the same ones.
+  void MarkOverBudget() { is_over_budget_.store(true, std::memory_order_relaxed); }
+  void WakeIfOverBudget() {
+    if (is_over_budget_.load(std::memory_order_relaxed) && is_over_budget_.exchange(false)) Wake();
   }
 
-  // For the keeper.
+  // For the maintenance thread.
   void Wake();
   // Soon, also without a Wake(), after something has not come about. False: the store is being
   // closed.
@@ -105,7 +106,7 @@ class Tier {
   std::atomic<uint64_t> last_committed_;
 
   std::atomic<bool> has_failed_ = false;
-  std::atomic<bool> is_crowded_ = false;
+  std::atomic<bool> is_over_budget_ = false;
   std::atomic<bool> has_work_ = false;
   std::atomic<bool> is_stopping_ = false;
   mutable std::mutex mutex_;  // guards what follows

@@ -1,4 +1,4 @@
-// RowRules: what a row config means for one row: its shape, admission, first values and update.
+// RowPolicy: what a row config means for one row: its shape, admission, first values and update.
 //
 // Immutable, hence thread-safe; a change of configuration makes new rules.
 #pragma once
@@ -15,9 +15,9 @@
 
 namespace persia::store {
 
-class RowRules {
+class RowPolicy {
  public:
-  explicit RowRules(const RowConfig& config, RowDtype dtype = RowDtype::kFloat32);
+  explicit RowPolicy(const RowConfig& config, RowDtype dtype = RowDtype::kFloat32);
 
   RowShape ShapeFor(uint32_t dim) const;
   // Decided by (seed, sign), so every server and every run decides alike.

@@ -1,4 +1,4 @@
-// WantedRows: which rows were announced to be used soon, lately.
+// PinnedRows: which rows were announced to be used soon, lately.
 //
 // Those stay in the cache though they were not used for long. A row is remembered for a number of
 // announcements, then forgotten by itself, whether it was used or not. A table of bits: some rows
@@ -14,11 +14,11 @@
 
 namespace persia::store {
 
-class WantedRows {
+class PinnedRows {
  public:
-  WantedRows() = default;
+  PinnedRows() = default;
   // Remembers the last `count` rows, and up to as many before them.
-  explicit WantedRows(uint64_t count)
+  explicit PinnedRows(uint64_t count)
       : count_(std::clamp<uint64_t>(count, 1, kMaxCount)),
         newest_(std::bit_ceil(std::max<uint64_t>(count_ * kBitsPerRow / 64, 1))),
         older_(newest_.size()) {}
@@ -33,7 +33,7 @@ class WantedRows {
   bool Contains(uint64_t key) const {
     return ((newest_[WordOf(key)] | older_[WordOf(key)]) & BitOf(key)) != 0;
   }
-  void Clear() { *this = WantedRows(count_); }
+  void Clear() { *this = PinnedRows(count_); }
   uint64_t memory_bytes() const { return 2 * newest_.size() * sizeof(uint64_t); }
 
  private:

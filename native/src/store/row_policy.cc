@@ -1,4 +1,4 @@
-#include "store/row_rules.h"
+#include "store/row_policy.h"
 
 #include <algorithm>
 #include <array>
@@ -54,7 +54,7 @@ simd::NormalRule NormalRuleOf(const Initializer& init, double (*quantile)(double
 
 }  // namespace
 
-RowRules::RowRules(const RowConfig& config, RowDtype dtype)
+RowPolicy::RowPolicy(const RowConfig& config, RowDtype dtype)
     : config_(config),
       format_(dtype),
       weight_bound_(format_.Bound(config.weight_bound)),
@@ -70,7 +70,7 @@ RowRules::RowRules(const RowConfig& config, RowDtype dtype)
   }
 }
 
-RowShape RowRules::ShapeFor(uint32_t dim) const {
+RowShape RowPolicy::ShapeFor(uint32_t dim) const {
   const OptimizerConfig& c = config_.optimizer;
   const bool is_in_scalar = c.traits().scalar == RowScalar::kAccumulator;
   return {.dim = dim,
@@ -79,18 +79,18 @@ RowShape RowRules::ShapeFor(uint32_t dim) const {
           .dtype = format_.dtype()};
 }
 
-uint64_t RowRules::StreamOf(uint64_t sign) const {
+uint64_t RowPolicy::StreamOf(uint64_t sign) const {
   return Mix(Mix(config_.initializer.seed + 0x9e3779b97f4a7c15u) + sign);
 }
 
-bool RowRules::Admits(uint64_t sign) const {
+bool RowPolicy::Admits(uint64_t sign) const {
   if (config_.admit_probability >= 1.0f) return true;
   constexpr uint64_t kAdmission = 0xd1b54a32d192ed03u;  // apart from the initial values
   const uint64_t bits = Mix(StreamOf(sign) ^ kAdmission) >> 11;
   return static_cast<double>(bits) * 0x1p-53 < double{config_.admit_probability};
 }
 
-void RowRules::Initialize(uint64_t sign, const RowView& row) const {
+void RowPolicy::Initialize(uint64_t sign, const RowView& row) const {
   if (format_.narrow() == nullptr) {
     DrawValues(sign, row.dim, row.values);
   } else {
@@ -101,7 +101,7 @@ void RowRules::Initialize(uint64_t sign, const RowView& row) const {
   InitializeState(row);
 }
 
-void RowRules::DrawValues(uint64_t sign, uint32_t dim, float* values) const {
+void RowPolicy::DrawValues(uint64_t sign, uint32_t dim, float* values) const {
   const Initializer& init = config_.initializer;
   const double scale = init.scaled_by_dim ? 1.0 / std::sqrt(static_cast<double>(dim)) : 1.0;
   const auto lower = static_cast<float>(scale * double{init.lower});
@@ -118,7 +118,7 @@ void RowRules::DrawValues(uint64_t sign, uint32_t dim, float* values) const {
   }
 }
 
-void RowRules::InitializeState(const RowView& row) const {
+void RowPolicy::InitializeState(const RowView& row) const {
   const OptimizerConfig& optimizer = config_.optimizer;
   const float initial = optimizer.initial_accumulator_value;  // 0 unless Adagrad or FTRL
   const RowShape shape = ShapeFor(row.dim);
@@ -128,13 +128,13 @@ void RowRules::InitializeState(const RowView& row) const {
   if (shape.has_scalar) *row.scalar = std::bit_cast<uint32_t>(initial);
 }
 
-size_t RowRules::ApplyGradients(std::span<simd::RowStep> rows, uint32_t dim) const {
+size_t RowPolicy::ApplyGradients(std::span<simd::RowStep> rows, uint32_t dim) const {
   if (corrections_ != nullptr) CountSteps(rows, dim);
   return format_.narrow() == nullptr ? Step(rows, dim) : StepNarrow(rows, dim);
 }
 
 // Some rows at a time, as many as the first-level cache has room for beside their state.
-size_t RowRules::StepNarrow(std::span<const simd::RowStep> rows, uint32_t dim) const {
+size_t RowPolicy::StepNarrow(std::span<const simd::RowStep> rows, uint32_t dim) const {
   constexpr size_t kScratchFloats = 2048, kMaxRows = 32;
   const size_t rows_at_a_time = std::clamp<size_t>(kScratchFloats / dim, 1, kMaxRows);
   float* scratch = Scratch(rows_at_a_time * dim);
@@ -157,11 +157,11 @@ size_t RowRules::StepNarrow(std::span<const simd::RowStep> rows, uint32_t dim) c
   return num_left;
 }
 
-size_t RowRules::Step(std::span<const simd::RowStep> rows, uint32_t dim) const {
+size_t RowPolicy::Step(std::span<const simd::RowStep> rows, uint32_t dim) const {
   return update_(config_.optimizer, rows.data(), rows.size(), dim, weight_bound_);
 }
 
-void RowRules::CountSteps(std::span<simd::RowStep> rows, uint32_t dim) const {
+void RowPolicy::CountSteps(std::span<simd::RowStep> rows, uint32_t dim) const {
   for (simd::RowStep& row : rows) {
     // A row that is left as it is makes no step.
     if (!kernels_.all_finite(row.g, dim)) continue;

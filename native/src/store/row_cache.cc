@@ -1,0 +1,505 @@
+#include "store/row_cache.h"
+
+#include <algorithm>
+#include <functional>
+#include <string>
+
+#include "store/touch.h"
+
+namespace persia::store {
+namespace {
+
+constexpr size_t kRowsAtATime = 64;
+constexpr size_t kEntriesPassed = 4096;  // of an index, at a time
+
+}  // namespace
+
+// The hooks of RowFeatures where there is a cache.
+bool RowFeatures::BeforeChangeOfCache(const SignIndex::Entry& entry, Status* status) {
+  if (status->ok()) *status = cache->BeforeChange(entry.key, entry.slot);
+  return status->ok();
+}
+void RowFeatures::InsertedInCache(uint64_t key, uint32_t cell) { cache->NoteInserted(key, cell); }
+Status RowFeatures::BeforeRemoveFromCache(const SignIndex::Entry& entry) {
+  return cache->WriteForCheckpoint(entry.key, entry.slot);
+}
+void RowFeatures::RemoveFromCache(const SignIndex::Entry& entry) {
+  cache->tier_.Fail(cache->RemoveFromTier(entry));
+}
+void RowFeatures::ClearCache() { cache->Clear(); }
+void RowFeatures::ForgetVictimsOfCache() { cache->oldest_.Clear(); }
+
+RowCache::RowCache(std::mutex* mutex, ShardTable* table, RowFeatures* features, Tier* tier,
+                   CacheBudget budget, uint64_t num_pinned)
+    : mutex_(*mutex),
+      table_(*table),
+      index_(table->index()),
+      slabs_(table->slabs()),
+      features_(*features),
+      tier_(*tier),
+      resident_(budget),
+      pinned_(num_pinned) {
+  table_.set_tail_floats(kCellFloats);
+  if (!tier_.pool().is_mapped()) marks_ = std::make_unique<RowMarks>();
+}
+
+void RowCache::Clear() {
+  oldest_.Clear();
+  resident_.RemoveAll();
+  hot_keys_.Clear();
+}
+
+Status RowCache::CheckFits(uint64_t key, uint32_t dim) const {
+  return tier_.pool().CheckSize(dim, table_.policies()->OfKey(key).ShapeFor(dim).state_floats);
+}
+
+Status RowCache::CopyCold(const Entry& entry, uint32_t dim, float* out) const {
+  thread_local std::vector<float> values;
+  pool::RowHead head;
+  PERSIA_RETURN_IF_ERROR(ReadCold(tier_.pool(), entry, slabs_, &head, &values));
+  std::copy_n(values.begin(), dim, out);
+  return Status::Ok();
+}
+
+bool RowCache::IsCurrent(const Entry& entry, const ColdReads::Row* read) const {
+  return read != nullptr && read->address == ColdCellOf(slabs_, entry.slot).address &&
+         read->mark == marks_->Of(entry.key);
+}
+
+Status RowCache::Promote(Entry* entry, const ColdReads::Row* read) {
+  const ColdCell cell = ColdCellOf(slabs_, entry->slot);
+  const RowShape shape = table_.ShapeOf(entry->key, cell.dim);
+  const uint32_t slot = slabs_.Allocate(slabs_.FindOrAddPool(shape));
+  if (slot == RowSlabs::kNoSlot) return table_.OutOfMemory();
+  pool::RowHead head;
+  if (IsCurrent(*entry, read)) {
+    head = read->head;
+    std::copy(read->values.begin(), read->values.end(), slabs_.values(slot));
+  } else {
+    Status status =
+        tier_.pool().Read(cell.address, SignOfKey(entry->key), &head,
+                          std::span(slabs_.values(slot), size_t{cell.dim} + cell.state_floats));
+    if (!status.ok()) {
+      slabs_.Free(slot);
+      return status;
+    }
+  }
+  if (shape.has_scalar) *slabs_.scalar(slot) = head.scalar;
+  SetCell(slabs_, slot, HotCell{cell.address, 0});
+  slabs_.Free(entry->slot);
+  entry->slot = slot;
+  NoteResident(entry->key, slot);
+  ++num_promoted_;
+  return Status::Ok();
+}
+
+void RowCache::KeepCold(std::span<const MissingRef> missing) {
+  if (marks_ == nullptr || features_.snapshot != nullptr) return;
+  for (const auto& [run, ref] : missing) {
+    Entry* entry = index_.Find(ref->key);
+    if (entry != nullptr && IsColdOfDim(*entry, run->dim)) entry->stamp = table_.now();
+  }
+}
+
+Status RowCache::Read(Lock* lock, std::vector<MissingRef>* missing, float* rows) {
+  std::vector<MissingRef> cold, left;
+  for (const MissingRef& each : *missing) {
+    const Entry* entry = index_.Find(each.ref->key);
+    const bool is_cold = entry != nullptr && IsColdOfDim(*entry, each.run->dim);
+    (is_cold ? cold : left).push_back(each);
+  }
+  CountHits(0, cold.size());
+  Status status;
+  for (size_t begin = 0; begin < cold.size() && status.ok(); begin += kAheadAtATime) {
+    const auto some = std::span<const MissingRef>(cold).subspan(
+        begin, std::min(kAheadAtATime, cold.size() - begin));
+    status = ReadSome(lock, some, rows, &left);
+  }
+  missing->swap(left);
+  return status;
+}
+
+Status RowCache::ReadSome(Lock* lock, std::span<const MissingRef> some, float* rows,
+                          std::vector<MissingRef>* left) {
+  thread_local ColdReads reads;
+  reads.Clear();
+  ReadAside(lock, some, kKeyOfMissing, &reads);
+  for (const MissingRef& missing : some) {
+    const auto& [run, ref] = missing;
+    float* out = rows + run->FloatOffset(*ref);
+    const ColdReads::Row* read = reads.Find(ref->key);
+    const Entry* entry = index_.Find(ref->key);
+    if (entry != nullptr && IsColdOfDim(*entry, run->dim)) {
+      if (IsCurrent(*entry, read)) {
+        std::copy_n(read->values.begin(), run->dim, out);
+      } else {
+        PERSIA_RETURN_IF_ERROR(CopyCold(*entry, run->dim, out));
+      }
+    } else if (table_.HasDim(entry, run->dim)) {
+      std::copy_n(slabs_.values(entry->slot), run->dim, out);  // rows of a tier are float32
+    } else {                                                   // removed meanwhile
+      left->push_back(missing);
+    }
+  }
+  return Status::Ok();
+}
+
+void RowCache::TouchCold(std::span<Entry* const> entries) const {
+  const auto for_each_cold = [&](const auto& touch) {
+    for (const Entry* entry : entries) {
+      if (entry != nullptr && IsCold(slabs_, entry->slot)) touch(entry->slot);
+    }
+  };
+  for_each_cold([&](uint32_t slot) { Touch(slabs_.values(slot)); });
+  for_each_cold([&](uint32_t slot) {
+    const ColdCell cell = ColdCellOf(slabs_, slot);
+    tier_.pool().Touch(cell.address, size_t{cell.dim} + cell.state_floats);
+  });
+}
+
+void RowCache::TouchForWrite(std::span<Entry* const> entries) const {
+  for (const Entry* entry : entries) {
+    TouchRow(slabs_.values(entry->slot), slabs_.shape(entry->slot).Stride());
+  }
+  for (const Entry* entry : entries) {
+    const HotCell cell = HotCellOf(slabs_, entry->slot);
+    const RowShape& shape = slabs_.shape(entry->slot);
+    if (cell.unsaved == 0 || cell.address == pool::kNoAddress) continue;
+    tier_.pool().Touch(cell.address, size_t{shape.dim} + shape.state_floats);
+  }
+}
+
+void RowCache::NoteInserted(uint64_t key, uint32_t cell) {
+  if (IsCold(slabs_, cell)) return;
+  SetCell(slabs_, cell, HotCell{pool::kNoAddress, tier_.batch()});
+  NoteResident(key, cell);
+}
+
+void RowCache::NoteResident(uint64_t key, uint32_t slot) {
+  resident_.Add(slabs_.row_bytes(slot));
+  ++num_came_;
+  came_bytes_ += slabs_.row_bytes(slot);
+  hot_keys_.Add(key);
+  DropColdKeys();
+}
+
+// Rows that are made and removed without ever being evicted leave their keys in the list.
+void RowCache::DropColdKeys() {
+  constexpr size_t kFew = 1024;
+  if (hot_keys_.size() <= 2 * resident_.num_rows() + kFew) return;
+  hot_keys_.ForEach(
+      index_, [this](const Entry& entry) { return !IsCold(slabs_, entry.slot); },
+      [](const Entry&) {});
+}
+
+void RowCache::CollectOldest() {
+  std::vector<Entry> candidates;
+  candidates.reserve(resident_.num_rows());
+  hot_keys_.ForEach(
+      index_, [this](const Entry& entry) { return !IsCold(slabs_, entry.slot); },
+      [&](const Entry& entry) {
+        if (!pinned_.Contains(entry.key)) candidates.push_back(entry);
+      });
+  oldest_.CollectFrom(candidates);
+}
+
+Status RowCache::WriteBack(std::span<Entry* const> entries) {
+  std::vector<pool::RowWrite> writes;
+  for (const Entry* entry : entries) {
+    const RowShape& shape = slabs_.shape(entry->slot);
+    const HotCell cell = HotCellOf(slabs_, entry->slot);
+    writes.push_back({.head = {.sign = SignOfKey(entry->key),
+                               .version = cell.unsaved,
+                               .dim = shape.dim,
+                               .state_floats = shape.state_floats,
+                               .scalar = shape.has_scalar ? *slabs_.scalar(entry->slot) : 0,
+                               .has_scalar = shape.has_scalar ? 1u : 0u},
+                      .values = slabs_.values(entry->slot),
+                      .replaces = cell.address});
+  }
+  if (marks_ != nullptr) {
+    for (const Entry* entry : entries) marks_->NoteWrite(entry->key);
+  }
+  std::vector<uint64_t> addresses(writes.size());
+  PERSIA_RETURN_IF_ERROR(tier_.pool().Write(writes, addresses));
+  for (size_t i = 0; i < entries.size(); ++i) {
+    SetCell(slabs_, entries[i]->slot, HotCell{addresses[i], 0});
+  }
+  num_written_ += entries.size();
+  return Status::Ok();
+}
+
+Status RowCache::WriteForCheckpoint(uint64_t key, uint32_t slot) {
+  if (IsCold(slabs_, slot)) return Status::Ok();
+  const uint64_t unsaved = HotCellOf(slabs_, slot).unsaved;
+  if (unsaved == 0 || unsaved > tier_.last_checkpoint()) [[likely]]
+    return Status::Ok();
+  Entry entry = {key, slot, 0};
+  Entry* const entries[] = {&entry};
+  return WriteBack(entries);
+}
+
+Status RowCache::BeforeChange(uint64_t key, uint32_t slot) {
+  PERSIA_RETURN_IF_ERROR(WriteForCheckpoint(key, slot));
+  SetCell(slabs_, slot, HotCell{HotCellOf(slabs_, slot).address, tier_.batch()});
+  return Status::Ok();
+}
+
+Status RowCache::RemoveFromTier(const Entry& entry) {
+  const bool is_cold = IsCold(slabs_, entry.slot);
+  const uint64_t address =
+      is_cold ? ColdCellOf(slabs_, entry.slot).address : HotCellOf(slabs_, entry.slot).address;
+  if (!is_cold) resident_.Remove(slabs_.row_bytes(entry.slot));
+  if (address == pool::kNoAddress) return Status::Ok();
+  const pool::RowRemoval removal{address, SignOfKey(entry.key), tier_.batch()};
+  return tier_.pool().Remove({&removal, 1});
+}
+
+// Rows are written many at a time; only then do they leave the cache.
+Status RowCache::DemoteRows(std::span<Entry* const> entries) {
+  std::array<Entry*, kRowsAtATime> unsaved;
+  size_t num_unsaved = 0;
+  TouchForWrite(entries);
+  for (Entry* entry : entries) {
+    if (HotCellOf(slabs_, entry->slot).unsaved != 0) unsaved[num_unsaved++] = entry;
+  }
+  if (num_unsaved > 0) PERSIA_RETURN_IF_ERROR(WriteBack(std::span(unsaved).first(num_unsaved)));
+  for (Entry* entry : entries) {
+    const RowShape& shape = slabs_.shape(entry->slot);
+    const uint32_t cold = AllocateCold(
+        {HotCellOf(slabs_, entry->slot).address, shape.dim, shape.state_floats}, &slabs_);
+    if (cold == RowSlabs::kNoSlot) return table_.OutOfMemory();
+    resident_.Remove(slabs_.row_bytes(entry->slot));
+    slabs_.Free(entry->slot);
+    entry->slot = cold;
+    ++num_demoted_;
+  }
+  return Status::Ok();
+}
+
+// Rows that stay because there was no room are in their turn again with the next pass.
+Status RowCache::Demote(size_t count) {
+  std::array<Entry*, kRowsAtATime> oldest;
+  while (count > 0) {
+    if (oldest_.is_empty()) CollectOldest();
+    if (oldest_.is_empty()) pinned_.Clear();  // there are no others
+    size_t num_oldest = 0;
+    while (num_oldest < std::min(count, kRowsAtATime)) {
+      Entry* entry = oldest_.PopCollected(index_);
+      if (entry == nullptr) break;
+      if (IsCold(slabs_, entry->slot) || pinned_.Contains(entry->key)) continue;
+      oldest[num_oldest++] = entry;
+    }
+    PERSIA_RETURN_IF_ERROR(DemoteRows(std::span(oldest).first(num_oldest)));
+    count -= num_oldest;
+  }
+  return Status::Ok();
+}
+
+Status RowCache::DemoteLoaded(std::span<const Run> runs) {
+  std::array<Entry*, kRowsAtATime> rows;
+  size_t num_rows = 0;
+  for (const Run& run : runs) {
+    for (const RowRef& ref : run.refs) {
+      if (resident_.Excess() <= num_rows) break;
+      Entry* entry = index_.Find(ref.key);
+      if (entry == nullptr || IsCold(slabs_, entry->slot)) continue;
+      // A sign that is named twice has one row.
+      if (std::find(rows.begin(), rows.begin() + num_rows, entry) != rows.begin() + num_rows) {
+        continue;
+      }
+      rows[num_rows++] = entry;
+      if (num_rows < kRowsAtATime) continue;
+      PERSIA_RETURN_IF_ERROR(DemoteRows(rows));
+      num_rows = 0;
+    }
+  }
+  PERSIA_RETURN_IF_ERROR(DemoteRows(std::span(rows).first(num_rows)));
+  return Limit();
+}
+
+// The lists have grown with the rows of the largest call. What they do not need any more is given
+// back first: rows would be evicted for its sake.
+void RowCache::Measure() {
+  if (!resident_.counts_bytes()) return;
+  DropColdKeys();
+  hot_keys_.TrimMemory();
+  oldest_.TrimMemory();
+  const uint64_t cell_bytes = slabs_.memory_bytes() - slabs_.row_slab_bytes();
+  resident_.SetBeside(index_.memory_bytes() + cell_bytes + list_bytes() + table_.order_bytes() +
+                      features_.memory_bytes());
+}
+
+Status RowCache::Limit() {
+  Measure();
+  Status status;
+  if (!resident_.IsWithin(32) || ExcessOfSlabs() > 0) {
+    tier_.MarkOverBudget();
+    if (!resident_.IsWithin(16)) status = EvictToBudget();
+  }
+  num_came_ = came_bytes_ = 0;
+  return status;
+}
+
+// Demotes at most twice what became resident. The maintenance thread demotes the rest: rows are
+// also too many where other memory, such as the index, has grown.
+Status RowCache::EvictToBudget() {
+  const uint64_t num_rows = resident_.num_rows(), num_bytes = resident_.num_bytes();
+  const auto is_done = [&] {
+    return num_rows - resident_.num_rows() >= 2 * num_came_ + kRowsAtATime &&
+           num_bytes - resident_.num_bytes() >= 2 * came_bytes_;
+  };
+  while (resident_.Excess() > 0 && !is_done()) {
+    PERSIA_RETURN_IF_ERROR(Demote(std::min(resident_.Excess(), kRowsAtATime)));
+    Measure();  // the lists shrink with the rows
+  }
+  return Status::Ok();
+}
+
+Status RowCache::EndUpdate(Status status) {
+  if (!status.ok()) {
+    // Other rows, here or in other shards, have their gradients already. To look for cold rows in
+    // all shards first would cost too much, so the store stops.
+    status = IOError("an update ended half way: " + status.message() +
+                     "; the store has stopped: start again, from the last checkpoint");
+    tier_.Fail(status);
+  }
+  // What is applied has not failed: where the cache stays too large, the next call is told.
+  tier_.Fail(Limit());
+  return status;
+}
+
+StatusOr<bool> RowCache::Shrink() {
+  Lock lock(mutex_);
+  Measure();
+  if (resident_.Excess() > 0 && marks_ != nullptr) PrefetchOldest(&lock);
+  const uint64_t excess = resident_.Excess();
+  if (excess == 0) return false;
+  PERSIA_RETURN_IF_ERROR(Demote(std::min<size_t>(excess, kRowsAtATime)));
+  return resident_.Excess() > 0;
+}
+
+uint64_t RowCache::ExcessOfSlabs() const {
+  const bool may_be_too_many = resident_.counts_bytes() && slabs_.CanLeave();
+  return may_be_too_many ? resident_.ExcessOfSlabs(slabs_.row_slab_bytes()) : 0;
+}
+
+// All entries of the index are gone through, so a cache that is too small for its calls, and has
+// too many slabs after each, must not have this all the time.
+RowCache::GiveBack RowCache::GiveBackMemory(uint64_t* next) {
+  constexpr uint64_t kMostAtATime = 16 << 20;  // bytes
+  constexpr int kRestPerWork = 20;
+  constexpr std::chrono::milliseconds kShortestRest{50}, kLongestRest{2000};
+  const std::lock_guard lock(mutex_);
+  if (*next == 0) {
+    Measure();
+    const uint64_t excess = ExcessOfSlabs();
+    if (excess == 0 && !slabs_.HasLeaving()) return GiveBack::kNothing;
+    leaving_since_ = std::chrono::steady_clock::now();
+    if (leaving_since_ < rests_until_) return GiveBack::kLater;
+    slabs_.BeginLeaving(std::min(excess, kMostAtATime));
+  }
+  size_t num_moved = 0, num_passed = 0;
+  const bool has_ended = index_.ForEachFrom(*next, [&](Entry& entry) {
+    if (num_moved == kRowsAtATime || num_passed++ == kEntriesPassed) {
+      *next = entry.key;
+      return false;
+    }
+    if (slabs_.IsLeaving(entry.slot)) num_moved += MoveRow(&entry);
+    return true;
+  });
+  if (!has_ended) return GiveBack::kMore;
+  slabs_.FinishLeaving();
+  const auto end = std::chrono::steady_clock::now();
+  const std::chrono::nanoseconds rest = kRestPerWork * (end - leaving_since_);
+  rests_until_ = end + std::clamp<std::chrono::nanoseconds>(rest, kShortestRest, kLongestRest);
+  return GiveBack::kLater;  // there may be more
+}
+
+bool RowCache::MoveRow(Entry* entry) {
+  const RowShape& shape = slabs_.shape(entry->slot);
+  const uint32_t slot = slabs_.Allocate(slabs_.FindOrAddPool(shape));
+  if (slot == RowSlabs::kNoSlot) return false;  // it stays, and its slab with it
+  std::copy_n(slabs_.values(entry->slot), shape.Stride(), slabs_.values(slot));
+  if (shape.has_scalar) *slabs_.scalar(slot) = *slabs_.scalar(entry->slot);
+  slabs_.Free(entry->slot);
+  entry->slot = slot;
+  ++num_moved_;
+  return true;
+}
+
+// The system reads the page of a file that a row is written to, and that should not take place with
+// the shard locked. Which rows leave is decided behind it, anew.
+void RowCache::PrefetchOldest(Lock* lock) {
+  std::vector<pool::RowPool::Place> places;
+  if (oldest_.is_empty()) CollectOldest();
+  oldest_.Peek(index_, kRowsAtATime, [&](const Entry& entry) {
+    if (IsCold(slabs_, entry.slot) || pinned_.Contains(entry.key)) return false;
+    const HotCell cell = HotCellOf(slabs_, entry.slot);
+    const RowShape& shape = slabs_.shape(entry.slot);
+    if (cell.unsaved != 0 && cell.address != pool::kNoAddress) {
+      places.push_back({cell.address, size_t{shape.dim} + shape.state_floats});
+    }
+    return true;
+  });
+  if (places.empty()) return;
+  lock->unlock();
+  tier_.pool().BringNear(places);
+  lock->lock();
+}
+
+StatusOr<bool> RowCache::WriteBackUpTo(uint64_t batch, uint64_t* next) {
+  const std::lock_guard lock(mutex_);
+  std::array<Entry*, kRowsAtATime> unsaved;
+  size_t num_unsaved = 0, num_passed = 0;
+  const bool has_ended = index_.ForEachFrom(*next, [&](Entry& entry) {
+    if (num_unsaved == kRowsAtATime || num_passed++ == kEntriesPassed) {
+      *next = entry.key;
+      return false;
+    }
+    if (IsCold(slabs_, entry.slot)) return true;
+    const HotCell cell = HotCellOf(slabs_, entry.slot);
+    if (cell.unsaved != 0 && cell.unsaved <= batch) unsaved[num_unsaved++] = &entry;
+    return true;
+  });
+  if (num_unsaved > 0) PERSIA_RETURN_IF_ERROR(WriteBack(std::span(unsaved).first(num_unsaved)));
+  return !has_ended;
+}
+
+// What cannot be brought here, the lookup will be told.
+Status RowCache::Prefetch(std::span<const uint64_t> keys) {
+  Lock lock(mutex_);
+  PERSIA_RETURN_IF_ERROR(Limit());
+  ColdReads reads;
+  ReadAside(&lock, keys, std::identity(), &reads);
+  std::array<Entry*, kAheadAtATime> entries;
+  for (size_t i = 0; i < keys.size(); ++i) entries[i] = index_.Find(keys[i]);
+  if (reads.is_empty()) TouchCold(std::span(entries).first(keys.size()));
+  for (size_t i = 0; i < keys.size(); ++i) {
+    Entry* entry = entries[i];
+    const ColdReads::Row* read = reads.Find(keys[i]);
+    if (entry == nullptr) continue;
+    pinned_.Add(entry->key);
+    if (!IsCold(slabs_, entry->slot)) continue;
+    PERSIA_RETURN_IF_ERROR(Promote(entry, read));
+    ++num_prefetched_;
+  }
+  return Limit();
+}
+
+void RowCache::AddStatsTo(TierStats* stats) const {
+  const std::lock_guard lock(mutex_);
+  stats->num_hot += resident_.num_rows();
+  stats->hot_bytes += resident_.num_bytes();
+  stats->num_rows += index_.size();
+  stats->num_hits += num_hits_;
+  stats->num_misses += num_misses_;
+  stats->num_promoted += num_promoted_;
+  stats->num_prefetched += num_prefetched_;
+  stats->num_demoted += num_demoted_;
+  stats->num_passes += oldest_.num_passes();
+  stats->num_written += num_written_;
+  stats->num_moved += num_moved_;
+}
+
+}  // namespace persia::store
