@@ -15,7 +15,6 @@ from typing_extensions import Self
 from persia.checkpoint import dense
 from persia.checkpoint.packet_writer import PacketWriter
 from persia.checkpoint.training_dump import TrainingDumps
-from persia.ctx.backward import BackwardPass, GradientHook
 from persia.ctx.base import PreprocessMode, checked_device
 from persia.ctx.checkpoints import TrainingCheckpointMethods
 from persia.ctx.embedding import EmbeddingCtx
@@ -30,6 +29,7 @@ from persia.logger import set_role
 from persia.messaging.subjects import NN_WORKER
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.batch import PersiaTrainingBatch
+from persia.pipeline.gradients import BackwardPass, GradientHook
 from persia.pipeline.staleness import Consistency
 
 __all__ = ["TrainCtx"]

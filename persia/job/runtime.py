@@ -19,7 +19,7 @@ from persia.checkpoint.server_pool import ServerPool
 from persia.checkpoint.service import CheckpointService
 from persia.config import GlobalConfig, SlotsConfig
 from persia.errors import FailedPreconditionError
-from persia.job.connection import ClusterBackend, JobConnection
+from persia.job.connection import JobConnection
 from persia.job.embedded import (
     EmbeddedJob,
     GlobalSource,
@@ -28,7 +28,7 @@ from persia.job.embedded import (
     read_slots,
 )
 from persia.messaging.subjects import NN_WORKER
-from persia.pipeline.backend import EmbeddingBackend
+from persia.pipeline.backend import ClusterBackend, EmbeddingBackend
 
 if TYPE_CHECKING:
     from persia._native import EmbeddedClient
@@ -80,7 +80,9 @@ class JobRuntime:
         with ExitStack() as resources:
             connection = JobConnection.connect(name)
             resources.callback(connection.close)
-            backend = ClusterBackend(connection, schema="" if slots is None else slots.schema_hash())
+            backend = ClusterBackend(
+                connection.directory, schema="" if slots is None else slots.schema_hash()
+            )
             resources.callback(backend.close)
             return cls(backend, slots, connection=connection, resources=resources.pop_all())
 

@@ -17,7 +17,7 @@ from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
 from persia.observability.sources import EmbeddingWorkerSource
 from persia.pipeline.queues import Deadline
-from persia.pipeline.send import RegisterBatch, RegisterBatchHandler
+from persia.pipeline.send import RegisterBatchHandler
 from persia.roles import inference
 from persia.roles.lifetime import DRAIN_S, announced, connected, observed, stopped_by_signals, wait_for_stop
 from persia.roles.options import ServerOptions
@@ -54,7 +54,7 @@ def run_embedding_worker(options: ServerOptions) -> None:
         stack.callback(worker.stop, DRAIN_S)
         stack.callback(drain, worker, session)
         ids = session.respond(
-            session.subjects.ids(options.replica_index), RegisterBatchHandler(_registering(worker))
+            session.subjects.ids(options.replica_index), RegisterBatchHandler.of_worker(worker)
         )
         stack.callback(ids.close)
         source = EmbeddingWorkerSource(worker, options.replica_index, options.replica_size)
@@ -148,10 +148,6 @@ def _nn_worker_answers(session: Session) -> bool:
         return bool(session.request_many(session.subjects.who(NN_WORKER), b"", _WHO_S, enough=bool))
     except PersiaError:  # the broker has ended first
         return False
-
-
-def _registering(worker: EmbeddingWorker) -> RegisterBatch:
-    return lambda loader, ids: (worker.incarnation, worker.register_batch(loader, ids))
 
 
 class ServerLinks:
