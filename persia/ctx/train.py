@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
 from persia.checkpoint.training_dump import TrainingDumps
-from persia.ctx.backward import BackwardPass, GradientHook
 from persia.ctx.base import PreprocessMode, checked_device
 from persia.ctx.checkpoints import TrainingCheckpointMethods
 from persia.ctx.embedding import EmbeddingCtx
@@ -29,6 +28,7 @@ from persia.messaging.subjects import NN_WORKER
 from persia.packets.writer import PacketWriter
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.batch import PersiaTrainingBatch
+from persia.pipeline.gradients import BackwardPass, GradientHook
 from persia.pipeline.staleness import Consistency
 from persia.storage import dense
 

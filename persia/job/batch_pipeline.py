@@ -14,11 +14,11 @@ import torch
 from persia import env
 from persia.embedding.data import PersiaBatch
 from persia.errors import FailedPreconditionError, PersiaError
-from persia.job.connection import ClusterBackend
 from persia.job.embedded import LoaderThread
 from persia.job.runtime import JobRuntime
 from persia.logger import get_default_logger
 from persia.observability.sources import NnWorkerSource
+from persia.pipeline.backend import ClusterBackend
 from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.counters import Counters, Staleness
 from persia.pipeline.gradients import GradientSender

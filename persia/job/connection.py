@@ -1,8 +1,4 @@
-"""A job's servers as one process sees them: its NATS session, its announcement, and the embedding workers.
-
-Embedding workers may restart on another port: their announcements are followed for as long as the backend is
-open.
-"""
+"""A process' connection to its job: session, directory of the other processes, announcements, metrics."""
 
 from __future__ import annotations
 
@@ -10,22 +6,15 @@ import os
 import secrets
 
 from persia import env
-from persia._native import BatchReference, LookupResult, RemoteClient, TrainConfig
-from persia.errors import FailedPreconditionError, PersiaError, UnavailableError
-from persia.logger import get_default_logger
-from persia.messaging.discovery import Advertiser, Directory, EventKind, ServiceEvent, ServiceInfo
+from persia.errors import FailedPreconditionError
+from persia.messaging.discovery import Advertiser, Directory, ServiceInfo
 from persia.messaging.interface import Session
 from persia.messaging.session import NatsSession
-from persia.messaging.subjects import EMBEDDING_WORKER
 from persia.observability.process import ProcessObserver
 from persia.observability.settings import ObservabilitySettings
 from persia.observability.sources import Source
-from persia.pipeline.backend import EmbeddingBackend
-from persia.pipeline.staleness import ALL_SLOTS
 
-__all__ = ["ClusterBackend", "JobConnection"]
-
-_PROBE_S = 5.0
+__all__ = ["JobConnection"]
 
 
 class JobConnection:
@@ -89,83 +78,3 @@ class JobConnection:
         if self._observer is not None:
             self._observer.close()
         self.session.close()
-
-
-class ClusterBackend(EmbeddingBackend):
-    """Embedding workers of a cluster behind RPC. Waits for all of them on creation.
-
-    Workers that are started later are used; one that says bye is asked only for the batches that it holds.
-    `schema`: the hash of this process' slots, which must be theirs; "" to accept any.
-    """
-
-    def __init__(self, cluster: JobConnection, *, schema: str = "") -> None:
-        deadline_s = env.get_deadline_s()
-        self._directory = cluster.directory
-        self._incarnations: dict[int, int] = {}  # of the workers that have an address
-        self._config: TrainConfig | None = None
-        self._watch = cluster.directory.watch(EMBEDDING_WORKER, self._on_event)
-        self._remote: RemoteClient | None = None
-        try:
-            workers = cluster.directory.wait_for(EMBEDDING_WORKER, deadline_s, schema=schema)
-            self._remote = RemoteClient(len(workers), wire_dtype=env.get_wire_dtype())
-            # Asked once more: a restart between the first answers and the client would go unnoticed.
-            for worker in cluster.directory.wait_for(EMBEDDING_WORKER, deadline_s):
-                self._use(worker)
-        except BaseException:
-            self._watch.close()
-            raise
-        super().__init__(
-            self._remote,
-            deadline_s=deadline_s,
-            slot_modes=workers[0].slot_modes,
-        )
-
-    @property
-    def client(self) -> RemoteClient:
-        """What the calls go through; for its counts."""
-        assert self._remote is not None, "made with this"
-        return self._remote
-
-    def configure(self, config: TrainConfig, *, replace: bool = False) -> None:
-        super().configure(config, replace=replace)
-        self._config = config
-
-    def lookup(
-        self, reference: BatchReference, *, requires_grad: bool, slots: int = ALL_SLOTS
-    ) -> LookupResult:
-        # A loader may have heard of a new worker before this process has.
-        if reference.worker_index not in self._incarnations:
-            self._find(reference.worker_index)
-        return super().lookup(reference, requires_grad=requires_grad, slots=slots)
-
-    def close(self) -> None:
-        self._watch.close()
-
-    def _find(self, index: int) -> None:
-        worker = self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S)
-        if worker is None:
-            raise UnavailableError(f"embedding worker {index} does not answer, which a data loader has used")
-        self._use(worker)
-
-    def _use(self, worker: ServiceInfo) -> None:
-        assert self._remote is not None, "made before anybody asks for a worker"
-        self._remote.set_worker(worker.index, worker.address)
-        self._incarnations[worker.index] = worker.incarnation
-
-    def _on_event(self, event: ServiceEvent) -> None:
-        if self._remote is None:
-            return
-        worker, is_new = event.info, event.info.index not in self._incarnations
-        try:
-            if event.kind is EventKind.BYE:
-                # A successor at its index may have said hello before.
-                if self._incarnations.get(worker.index) == worker.incarnation:
-                    self._remote.retire_worker(worker.index)
-                return
-            self._use(worker)
-            if is_new:
-                get_default_logger().info("%s is used from now on", worker)
-            if self._config is not None:  # workers keep it for servers that restart
-                super().configure(self._config)
-        except PersiaError as failure:
-            get_default_logger().error("%s announced itself and is not usable: %s", worker, failure)

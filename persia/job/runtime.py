@@ -14,7 +14,7 @@ from persia.checkpoint.server_job import ServerShare, dump_percent
 from persia.checkpoint.service import CheckpointService
 from persia.config import GlobalConfig, SlotsConfig
 from persia.errors import FailedPreconditionError
-from persia.job.connection import ClusterBackend, JobConnection
+from persia.job.connection import JobConnection
 from persia.job.embedded import (
     EmbeddedJob,
     GlobalSource,
@@ -25,7 +25,7 @@ from persia.job.embedded import (
 from persia.messaging.subjects import NN_WORKER
 from persia.packets.changes import IncrementalSettings, ServerChanges
 from persia.packets.writer import PacketWriter
-from persia.pipeline.backend import EmbeddingBackend
+from persia.pipeline.backend import ClusterBackend, EmbeddingBackend
 from persia.storage.schema import RowSchema
 from persia.tiers.server_tier import ServerTier
 
@@ -79,7 +79,9 @@ class JobRuntime:
         with ExitStack() as resources:
             connection = JobConnection.connect(name)
             resources.callback(connection.close)
-            backend = ClusterBackend(connection, schema="" if slots is None else slots.schema_hash())
+            backend = ClusterBackend(
+                connection.directory, schema="" if slots is None else slots.schema_hash()
+            )
             resources.callback(backend.close)
             return cls(backend, slots, connection=connection, resources=resources.pop_all())
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from persia import _native
-from persia.embedding.batch_checks import MAX_BATCH_SIZE
+from persia.embedding.data import MAX_BATCH_SIZE
 from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
 from persia.nn.engine import Updated
 from persia.nn.servers import Servers

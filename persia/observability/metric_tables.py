@@ -104,7 +104,7 @@ PACKET_GAUGES = (
     ("persia_packet_lag_seconds", "lag_s", "Age of the oldest change that is in no packet yet, at most."),
 )
 
-# Of the storage tier of a parameter server: `ServerPool.status()` of persia.checkpoint.
+# Of the storage tier of a parameter server: `ServerTier.status()` of persia.checkpoint.
 TIER_COUNTERS = (
     ("persia_tier_hits", "num_hits", "Rows that lookups found in the cache."),
     ("persia_tier_misses", "num_misses", "Rows that lookups had to read from the tier."),

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from persia.errors import (
     DeadlineExceededError,
@@ -34,6 +35,9 @@ from persia.messaging.payloads import (
 )
 from persia.messaging.subjects import EMBEDDING_WORKER, NN_WORKER
 from persia.pipeline.queues import Deadline
+
+if TYPE_CHECKING:
+    from persia._native import EmbeddingWorker
 
 __all__ = ["BatchSender", "LoaderShare", "RegisterBatch", "RegisterBatchHandler"]
 
@@ -215,6 +219,10 @@ class RegisterBatchHandler:
 
     def __init__(self, register: RegisterBatch) -> None:
         self._register = register
+
+    @classmethod
+    def of_worker(cls, worker: EmbeddingWorker) -> RegisterBatchHandler:
+        return cls(lambda loader, ids: (worker.incarnation, worker.register_batch(loader, ids)))
 
     def __call__(self, payload: bytes) -> bytes:
         return self._answer(payload).encode()

@@ -53,9 +53,7 @@ def run_embedding_worker(options: ServerOptions) -> None:
         stack.callback(drain, worker, session)
         source = EmbeddingWorkerSource(worker, options.replica_index, options.replica_size)
         observer = stack.enter_context(observed(source, session, options, config))
-        responder = RegisterBatchHandler(
-            lambda loader, ids: (worker.incarnation, worker.register_batch(loader, ids))
-        )
+        responder = RegisterBatchHandler.of_worker(worker)
         advertiser = stack.enter_context(
             advertised(
                 session,
