@@ -83,52 +83,19 @@ class ParameterServerSource(Source):
         return bool(self._server.stats()["configured"])
 
     def add_metrics(self, families: Families) -> None:
-        stats, durations = self._server.stats(), self._server.durations()
-        for name, key, text in _SERVER_COUNTERS:
-            families.counter(name, text, stats[key])
-        for name, key, text in _SERVER_GAUGES:
-            families.gauge(name, text, stats[key])
+        durations = self._server.durations()
+        _add_native(families, self._server.metrics())
         for name, phase, text in _SERVER_TIMES:
             families.gauge(name, text, durations[phase][2])
         if self._checkpoints is not None:
             self._checkpoints.add_metrics(families)
         _add_durations(families, durations)
-        _add_rpc_server(families, stats)
         if self.following is not None:
             add_following(families, self.following())
         if self.tier is not None:
             add_tier(families, self.tier())
 
 
-_SERVER_COUNTERS = (
-    ("index_miss_count", "num_missing_rows", "Rows that a lookup did not find."),
-    ("gradient_id_miss_count", "num_skipped_gradients", "Gradients whose rows were gone or not admitted."),
-    ("persia_lookup_rows", "num_looked_up_rows", "Rows asked for."),
-    ("persia_updated_rows", "num_updated_rows", "Rows updated."),
-    ("persia_inserted_rows", "num_inserted_rows", "Rows made by lookups for training."),
-    ("persia_evicted_rows", "num_evicted_rows", "Rows that made room for others."),
-    ("persia_expired_rows", "num_expired_rows", "Rows that no training batch used for their time to live."),
-    ("persia_small_rows", "num_small_rows", "Rows below their least norm that went before a checkpoint."),
-    ("persia_unadmitted_rows", "num_unadmitted_rows", "Missing rows that admission refused."),
-    ("persia_nonfinite_rows", "num_nonfinite_rows", "Rows left alone, their gradient being NaN or infinite."),
-    ("persia_updates", "num_updates", "Update requests applied."),
-    ("persia_repeated_updates", "num_repeated_updates", "Update requests answered from memory: sent again."),
-    (
-        "persia_update_staleness",
-        "sum_staleness",
-        "Updates between lookups and their own updates, summed.",
-    ),
-)
-_SERVER_GAUGES = (
-    ("index_miss_ratio", "last_missing_ratio", "Missing rows of the latest lookup by its rows."),
-    ("persia_rows", "num_rows", "Rows held."),
-    ("persia_rows_bytes", "memory_bytes", "Memory of rows and index."),
-    (
-        "persia_update_staleness_max",
-        "max_staleness",
-        "Updates between a lookup and its own update, at most.",
-    ),
-)
 _SERVER_TIMES = (
     ("set_embedding_time_cost_sec", "set", "Writing rows given from outside, the latest."),
     ("decode_indices_time_cost_sec", "decode", "Decoding a lookup request, the latest."),
@@ -159,33 +126,16 @@ class EmbeddingWorkerSource(Source):
         return None
 
     def add_metrics(self, families: Families) -> None:
-        stats, durations = self._worker.stats(), self._worker.durations()
-        for name, key, text in _WORKER_COUNTERS:
-            families.counter(name, text, stats[key])
-        families.gauge("num_pending_batches", "Batches that wait for their lookup.", stats["num_buffered"])
-        families.gauge("staleness", "Batches between lookup and update.", stats["num_in_flight"])
+        durations = self._worker.durations()
+        _add_native(families, self._worker.metrics())
         for name, phase, text in _WORKER_TIMES:
             families.gauge(name, text, durations[phase][2])
         for slot in self._worker.slots():
             _add_slot(families, slot)
         _add_durations(families, durations)
-        _add_rpc_server(families, stats)
         _add_channels(families, self._worker.channels())
 
 
-_WORKER_COUNTERS = (
-    ("persia_batches_registered", "num_registered", "Batches that loaders have sent."),
-    ("persia_batches_looked_up", "num_looked_up", "Batches looked up."),
-    ("persia_batches_returned", "num_returned", "Batches whose gradients were applied."),
-    ("persia_batches_released", "num_released", "Batches given up without gradients."),
-    ("persia_batches_expired", "num_expired", "Batches dropped because nobody asked for them."),
-    ("persia_ids", "num_ids", "IDs of the batches looked up."),
-    ("persia_unique_ids", "num_signs", "Of these, after each batch's repetitions were left out."),
-    ("persia_gradients", "num_gradients", "Unique IDs of the batches whose gradients were applied."),
-    ("persia_gradients_left_out", "num_gradients_left_out", "Of these, without a usable gradient: not sent."),
-    ("persia_announced_ids", "num_announced", "Unique IDs that servers were told of ahead of their lookup."),
-    ("persia_announced_ids_dropped", "num_announced_dropped", "Of these, not sent: servers lagged behind."),
-)
 _WORKER_TIMES = (
     (
         "lookup_preprocess_time_cost_sec",
@@ -351,17 +301,6 @@ def _add_durations(families: Families, durations: Mapping[str, Snapshot]) -> Non
             )
 
 
-_RPC_SERVER_COUNTERS = (
-    ("persia_rpc_requests", "rpc_num_requests", "Requests handled."),
-    ("persia_rpc_failed_requests", "rpc_num_failed", "Requests answered with an error."),
-    ("persia_rpc_request_bytes", "rpc_num_received_bytes", "Bytes of requests."),
-    ("persia_rpc_reply_bytes", "rpc_num_sent_bytes", "Bytes of replies."),
-)
-_RPC_SERVER_GAUGES = (
-    ("persia_rpc_connections", "rpc_num_connections", "Connections of clients."),
-    ("persia_rpc_running_requests", "rpc_num_running", "Requests being handled."),
-    ("persia_rpc_waiting_requests", "rpc_num_in_line", "Requests that wait for a handler."),
-)
 _CHANNEL_COUNTERS = (
     ("persia_rpc_calls", "num_calls", "Calls made."),
     ("persia_rpc_retries", "num_retries", "Requests sent again."),
@@ -371,11 +310,10 @@ _CHANNEL_COUNTERS = (
 )
 
 
-def _add_rpc_server(families: Families, stats: Mapping[str, Any]) -> None:
-    for name, key, text in _RPC_SERVER_COUNTERS:
-        families.counter(name, text, stats[key])
-    for name, key, text in _RPC_SERVER_GAUGES:
-        families.gauge(name, text, stats[key])
+def _add_native(families: Families, metrics: list[tuple[str, bool, str, float]]) -> None:
+    """Adds what the engine declares; a new native metric needs no line here."""
+    for name, is_counter, text, value in metrics:
+        (families.counter if is_counter else families.gauge)(name, text, value)
 
 
 def _add_channels(families: Families, channels: list[dict[str, Any]]) -> None:
