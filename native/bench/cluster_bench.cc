@@ -38,7 +38,7 @@
 #include "client/embedding_bags.h"
 #include "client/embedding_client.h"
 #include "server/parameter_server.h"
-#include "worker/remote_rows.h"
+#include "worker/row_service.h"
 #include "worker/worker_service.h"
 
 namespace persia::client {
@@ -147,10 +147,10 @@ class Embedded {
 };
 
 // An embeddings message begins with it.
-worker::Reference ReferenceOf(const net::Parts& embeddings) {
-  worker::Reference reference;
-  std::memcpy(&reference, embeddings.views[0].data(), sizeof(reference));
-  return reference;
+BatchKey KeyOf(const Buffer& embeddings) {
+  BatchKey key;
+  std::memcpy(&key, embeddings.data(), sizeof(key));
+  return key;
 }
 
 class Cluster {
@@ -187,8 +187,8 @@ class Cluster {
 
   void TrainInProcess(size_t number) {
     const auto& message = workload_.messages[number % kBatches];
-    const net::Parts embeddings = Must(worker_->LookupDirect(message, true, Soon()));
-    Check(Must(worker_->ReturnGradients(ReferenceOf(embeddings), 1.0f, gradients_, Soon())));
+    const Buffer embeddings = Must(worker_->LookupDirect(message, true, Soon()));
+    Check(Must(worker_->ReturnGradients(KeyOf(embeddings), 1.0f, gradients_, Soon())));
   }
   void TrainRemotely(size_t number) {
     const auto& message = workload_.messages[number % kBatches];
@@ -208,7 +208,7 @@ class Cluster {
       const IdFeatures features{1, {{workload_.slots[slot].name, offsets, ids}}};
       const auto embeddings =
           Must(worker_->LookupDirect(Must(EncodeIdFeatures(features)), true, Soon()));
-      Require(worker_->Release(ReferenceOf(embeddings)));
+      Require(worker_->Release(KeyOf(embeddings)));
     });
   }
 

@@ -35,6 +35,7 @@ namespace {
 constexpr int kSetups = 9;  // where the scheduler puts new threads is chance
 constexpr int kRounds = 5;
 constexpr int kWarmUpCalls = 20;
+constexpr MethodId kEcho{1, "Echo"};
 
 struct Placement {
   const char* name;
@@ -103,12 +104,12 @@ class RpcEcho {
  public:
   explicit RpcEcho(const Placement& placement) {
     RunOn(placement.server_cpu);
-    server_.Handle(Method::kPing, [](const Buffer& request, const CallContext&) {
+    server_.Handle(kEcho, [](const Buffer& request, const CallContext&) {
       Buffer reply(request.size());
       std::memcpy(reply.data(), request.data(), request.size());
-      Parts parts;
-      parts.AddOwned(std::move(reply));
-      return StatusOr<Parts>(std::move(parts));
+      Segments segments;
+      segments.AddOwned(std::move(reply));
+      return StatusOr<Segments>(std::move(segments));
     });
     auto port = server_.Start();
     Require(port.ok(), "the server does not start");
@@ -117,9 +118,9 @@ class RpcEcho {
     channel_->SetAddress("127.0.0.1:" + std::to_string(*port));
   }
   Buffer Call(const std::vector<std::byte>& request) {
-    Parts parts;
-    parts.AddView(request);
-    auto reply = channel_->Call(Method::kPing, parts, Clock::now() + std::chrono::seconds(30));
+    Segments segments;
+    segments.AddView(request);
+    auto reply = channel_->Call(kEcho, segments, Clock::now() + std::chrono::seconds(30));
     Require(reply.ok(), reply.status().message().c_str());
     return std::move(reply).value();
   }

@@ -1,9 +1,9 @@
-// DecodeGradients: what it lets through lies inside the body, and survives a round trip.
+// GradientsRequest: what it lets through lies inside the body, and survives a round trip.
 #include <cstdlib>
 #include <vector>
 
 #include "aligned_input.h"
-#include "worker/gradients_codec.h"
+#include "worker/worker_protocol.h"
 
 namespace persia::fuzz {
 namespace {
@@ -14,9 +14,9 @@ void Read(const worker::SlotGradient& gradient) {
   Touch(std::span(gradient.rows, uint64_t{gradient.num_rows} * gradient.dim));
 }
 
-Buffer Flatten(const net::Parts& parts) {
+Buffer Flatten(const Segments& segments) {
   std::vector<std::byte> bytes;
-  for (const auto& view : parts.views) bytes.insert(bytes.end(), view.begin(), view.end());
+  for (const auto& view : segments.views) bytes.insert(bytes.end(), view.begin(), view.end());
   return AlignedInput(reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size());
 }
 
@@ -26,12 +26,12 @@ Buffer Flatten(const net::Parts& parts) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace persia;  // NOLINT: a fuzz target is one function
   const Buffer body = fuzz::AlignedInput(data, size);
-  auto request = worker::DecodeGradients(body.span());
+  auto request = worker::GradientsRequest::Decode(body.span());
   if (!request.ok()) return 0;
   for (const worker::SlotGradient& gradient : request->gradients) fuzz::Read(gradient);
-  const Buffer again = fuzz::Flatten(
-      worker::EncodeGradients(request->reference, request->scale, request->gradients));
-  auto second = worker::DecodeGradients(again.span());
-  if (!second.ok() || second->gradients.size() != request->gradients.size()) std::abort();
+  const size_t num_gradients = request->gradients.size();
+  const Buffer again = fuzz::Flatten(EncodeMessage(std::move(*request)));
+  auto second = worker::GradientsRequest::Decode(again.span());
+  if (!second.ok() || second->gradients.size() != num_gradients) std::abort();
   return 0;
 }

@@ -1,5 +1,6 @@
 // The parameter server's request and reply bodies: the first byte chooses the decoder.
 #include <cstdlib>
+#include <utility>
 
 #include "aligned_input.h"
 #include "base/row_protocol.h"
@@ -7,38 +8,35 @@
 namespace persia::fuzz {
 namespace {
 
-void Check(const RowBlocksView& view, uint64_t num_floats) {
-  if (view.num_floats != num_floats) std::abort();
+void Check(const SignBlocks& blocks, uint64_t num_floats) {
+  if (blocks.num_floats() != num_floats) std::abort();
   uint64_t num_signs = 0;
-  for (const RowBlockHeader& block : view.blocks) num_signs += block.num_signs;
-  if (num_signs != view.signs.size()) std::abort();
-  Touch(view.signs);
+  for (const SignBlock& block : blocks.blocks) num_signs += block.num_signs;
+  if (num_signs != blocks.signs.size()) std::abort();
+  Touch(blocks.signs);
 }
 
-void Decode(uint8_t choice, std::span<const std::byte> body) {
-  if (choice % 6 == 0) {
-    auto request = DecodeLookupRequest(body);
-    if (request.ok()) Check(request->blocks, request->blocks.num_floats);
-  } else if (choice % 6 == 1) {
-    auto request = DecodeUpdateRequest(body);
+void Decode(uint8_t choice, Buffer message) {
+  const auto body = std::as_const(message).span();
+  if (choice % 5 == 0) {
+    auto request = LookupRowsRequest::Decode(body);
+    if (request.ok()) Check(request->blocks, request->blocks.num_floats());
+  } else if (choice % 5 == 1) {
+    auto request = UpdateRowsRequest::Decode(body);
     if (!request.ok()) return;
     Check(request->blocks, request->gradients.size());
     Touch(request->gradients);
-  } else if (choice % 6 == 2) {
-    auto request = DecodeSetRowsRequest(body);
+  } else if (choice % 5 == 2) {
+    auto request = SetRowsRequest::Decode(body);
     if (!request.ok()) return;
     Check(request->blocks, request->rows.size());
     Touch(request->rows);
-  } else if (choice % 6 == 3) {
-    auto request = DecodePrefetchRequest(body);
-    if (request.ok()) Touch(request->signs);
-  } else if (choice % 6 == 4) {
-    static_cast<void>(DecodePrefetchReply(body));
+  } else if (choice % 5 == 3) {
+    auto signs = DecodeMessage<std::span<const uint64_t>>(body);
+    if (signs.ok()) Touch(*signs);
   } else {
-    std::span<const float> rows;
-    auto reply = DecodeLookupReply(body, choice, &rows);
-    if (reply.ok() && rows.size() != choice) std::abort();
-    Touch(rows);
+    auto reply = ServerRows::Decode(std::move(message));
+    if (reply.ok()) Touch(reply->rows);
   }
 }
 
@@ -47,7 +45,6 @@ void Decode(uint8_t choice, std::span<const std::byte> body) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size == 0) return -1;
-  const persia::Buffer body = persia::fuzz::AlignedInput(data + 1, size - 1);
-  persia::fuzz::Decode(data[0], body.span());
+  persia::fuzz::Decode(data[0], persia::fuzz::AlignedInput(data + 1, size - 1));
   return 0;
 }

@@ -7,50 +7,6 @@ from __future__ import annotations
 
 from persia.observability.phases import WAIT_FOR_BATCH
 
-# Of a parameter server: `ParameterServer.stats()`.
-SERVER_COUNTERS = (
-    ("index_miss_count", "num_missing_rows", "Rows that a lookup did not find."),
-    ("gradient_id_miss_count", "num_skipped_gradients", "Gradients whose rows were gone or not admitted."),
-    ("persia_lookup_rows", "num_looked_up_rows", "Rows asked for."),
-    ("persia_updated_rows", "num_updated_rows", "Rows updated."),
-    ("persia_inserted_rows", "num_inserted_rows", "Rows made by lookups for training."),
-    ("persia_evicted_rows", "num_evicted_rows", "Rows that made room for others."),
-    ("persia_expired_rows", "num_expired_rows", "Rows that no training batch used for their time to live."),
-    ("persia_small_rows", "num_small_rows", "Rows below their least norm that went before a checkpoint."),
-    ("persia_unadmitted_rows", "num_unadmitted_rows", "Missing rows that admission refused."),
-    ("persia_nonfinite_rows", "num_nonfinite_rows", "Rows left alone, their gradient being NaN or infinite."),
-    ("persia_updates", "num_updates", "Update requests applied."),
-    ("persia_repeated_updates", "num_repeated_updates", "Update requests answered from memory: sent again."),
-    ("persia_update_staleness", "sum_staleness", "Updates between lookup and own update, summed."),
-)
-
-SERVER_GAUGES = (
-    ("index_miss_ratio", "last_missing_ratio", "Missing rows of the latest lookup by its rows."),
-    ("persia_rows", "num_rows", "Rows held."),
-    ("persia_rows_bytes", "memory_bytes", "Memory of rows and index."),
-    ("persia_update_staleness_max", "max_staleness", "Updates between lookup and own update, at most."),
-)
-
-# Of an embedding worker: `EmbeddingWorker.stats()`.
-WORKER_COUNTERS = (
-    ("persia_batches_registered", "num_registered", "Batches that loaders have sent."),
-    ("persia_batches_looked_up", "num_looked_up", "Batches looked up."),
-    ("persia_batches_returned", "num_returned", "Batches whose gradients were applied."),
-    ("persia_batches_released", "num_released", "Batches given up without gradients."),
-    ("persia_batches_expired", "num_expired", "Batches dropped because no rank asked for them."),
-    ("persia_ids", "num_ids", "IDs of the batches looked up."),
-    ("persia_unique_ids", "num_signs", "Of these, after each batch's repetitions were left out."),
-    ("persia_gradients", "num_gradients", "Unique IDs of the batches whose gradients were applied."),
-    ("persia_gradients_left_out", "num_gradients_left_out", "Of these, without a usable gradient: not sent."),
-    ("persia_announced_ids", "num_announced", "Unique IDs of prefetch hints to servers."),
-    ("persia_announced_ids_dropped", "num_announced_dropped", "Of these, not sent: servers lagged behind."),
-)
-
-WORKER_GAUGES = (
-    ("num_pending_batches", "num_buffered", "Batches that wait for their lookup."),
-    ("staleness", "num_in_flight", "Batches between lookup and update."),
-)
-
 # Of each of its slots: `EmbeddingWorker.slots()`.
 SLOT_COUNTERS = (
     ("nan_count", "num_nonfinite", "Gradients dropped: NaN or infinite."),
@@ -64,20 +20,6 @@ SLOT_GAUGES = (
         "Distinct indices of the latest batch by all.",
     ),
     ("estimated_distinct_id", "estimated_distinct", "Different indices so far, estimated."),
-)
-
-# Of the port of either.
-RPC_SERVER_COUNTERS = (
-    ("persia_rpc_requests", "rpc_num_requests", "Requests handled."),
-    ("persia_rpc_failed_requests", "rpc_num_failed", "Requests answered with an error."),
-    ("persia_rpc_request_bytes", "rpc_num_received_bytes", "Bytes of requests."),
-    ("persia_rpc_reply_bytes", "rpc_num_sent_bytes", "Bytes of replies."),
-)
-
-RPC_SERVER_GAUGES = (
-    ("persia_rpc_connections", "rpc_num_connections", "Connections of clients."),
-    ("persia_rpc_running_requests", "rpc_num_running", "Requests being handled."),
-    ("persia_rpc_waiting_requests", "rpc_num_in_line", "Requests that wait for a handler."),
 )
 
 # Of each connection of a client: `channels()`.

@@ -281,7 +281,12 @@ def test_requests_and_bytes_of_calls_are_counted():
         result = client.lookup_direct(0, message, requires_grad=True)
         client.return_gradients(result.reference, [("user", gradient)])
         assert worker.slots()[0][key] == 1
+    for role in (server, worker):
+        exported = {name: value for name, _, _, value in role.metrics()}
+        assert exported["persia_rpc_requests"] == role.stats()["rpc_num_requests"]
+        assert exported["persia_rpc_late_requests"] == 0
     rows = server.stats()
+    assert rows["configured"] is True
     assert (rows["num_looked_up_rows"], rows["num_missing_rows"], rows["last_missing_ratio"]) == (6, 2, 0.0)
     server.stop()
     worker.stop()

@@ -2,51 +2,54 @@
 
 #include <bit>
 #include <string>
+#include <utility>
 
 #include "base/bytes.h"
 
 namespace persia {
 namespace {
 
-Status Malformed(const char* message, size_t size_bytes) {
-  return Corruption(std::string(message) + " of " + std::to_string(size_bytes) +
-                    " bytes is truncated or has bytes left over");
+Status Truncated(size_t size_bytes) {
+  return Corruption("its " + std::to_string(size_bytes) +
+                    " bytes are truncated or have bytes left over");
 }
 
-void PutBlockHeaders(ByteWriter& writer, std::span<const RowBlockHeader> blocks) {
-  writer.Put(static_cast<uint32_t>(blocks.size()));
-  writer.Put(uint32_t{0});
-  writer.PutArray(blocks);
+// The head, and behind it the blocks' signs from where they lie.
+Segments WithBlocks(ByteWriter head, const SignBlocks& blocks) {
+  head.Put(static_cast<uint32_t>(blocks.blocks.size()));
+  head.Put(uint32_t{0});
+  head.PutArray(blocks.blocks);
+  Segments segments;
+  segments.AddOwned(head.Release());
+  segments.AddView(std::as_bytes(blocks.signs));
+  return segments;
 }
 
-// Structure only: on failure the reader is not ok.
-RowBlocksView GetBlocks(ByteReader& reader) {
-  RowBlocksView view;
+// Checks the structure only: on failure the reader is not ok.
+SignBlocks GetBlocks(ByteReader& reader) {
+  SignBlocks view;
   const auto num_blocks = reader.Get<uint32_t>();
   reader.Get<uint32_t>();
-  view.blocks = reader.GetArray<RowBlockHeader>(num_blocks);
+  view.blocks = reader.GetArray<SignBlock>(num_blocks);
   uint64_t num_signs = 0;  // at most 2^32 blocks of 2^32 signs, less one each: no overflow
-  for (const RowBlockHeader& block : view.blocks) num_signs += block.num_signs;
+  for (const SignBlock& block : view.blocks) num_signs += block.num_signs;
   view.signs = reader.GetArray<uint64_t>(num_signs);
   return view;
 }
 
-// Values, once the structure holds.
-Status CheckDims(RowBlocksView& view) {
+// Checks the values, once the structure holds.
+Status CheckDims(const SignBlocks& view) {
   for (size_t i = 0; i < view.blocks.size(); ++i) {
-    const RowBlockHeader& block = view.blocks[i];
-    if (block.dim == 0 || block.dim > kMaxRowDim) {
-      return InvalidArgument("block " + std::to_string(i) + ": dim is " +
-                             std::to_string(block.dim) + "; it must be 1 to " +
-                             std::to_string(kMaxRowDim));
-    }
-    view.num_floats += uint64_t{block.dim} * block.num_signs;
+    const uint32_t dim = view.blocks[i].dim;
+    if (dim > 0 && dim <= kMaxRowDim) continue;
+    return InvalidArgument("block " + std::to_string(i) + ": dim is " + std::to_string(dim) +
+                           "; it must be 1 to " + std::to_string(kMaxRowDim));
   }
   return Status::Ok();
 }
 
-// NaN and infinities are the floats with all exponent
-// bits set; counted without a branch, to vectorise.
+// NaN and infinities are the floats with all exponent bits set; counted without a branch, so that
+// the loop is vectorised.
 Status CheckFinite(const char* field, std::span<const float> values) {
   constexpr uint32_t kExponent = 0x7f800000;
   uint64_t num_bad = 0;
@@ -59,140 +62,115 @@ Status CheckFinite(const char* field, std::span<const float> values) {
                          " values are NaN or infinite; skip such slots before sending");
 }
 
-// `blocks`, then as many floats as they call for, then the end.
-StatusOr<std::span<const float>> GetRows(ByteReader& reader, RowBlocksView& blocks,
-                                         const char* message, const char* field, size_t size) {
-  blocks = GetBlocks(reader);
-  if (!reader.ok()) return Malformed(message, size);
-  PERSIA_RETURN_IF_ERROR(CheckDims(blocks));
-  const auto rows = reader.GetArray<float>(blocks.num_floats);
-  if (!reader.ok() || reader.remaining() != 0) return Malformed(message, size);
-  PERSIA_RETURN_IF_ERROR(CheckFinite(field, rows));
-  return rows;
-}
-
-// A reply that is one fixed structure.
-template <typename T>
-StatusOr<T> DecodeFixed(std::span<const std::byte> body, const char* message) {
-  ByteReader reader(body);
-  const T value = reader.Get<T>();
-  if (!reader.ok() || reader.remaining() != 0) return Malformed(message, body.size());
-  return value;
+// Reads `blocks`, then as many floats as they call for, then the end.
+Status GetRows(ByteReader& reader, const char* field, size_t size_bytes, SignBlocks* blocks,
+               std::span<const float>* rows) {
+  *blocks = GetBlocks(reader);
+  if (!reader.ok()) return Truncated(size_bytes);
+  PERSIA_RETURN_IF_ERROR(CheckDims(*blocks));
+  *rows = reader.GetArray<float>(blocks->num_floats());
+  if (!reader.ok() || reader.remaining() != 0) return Truncated(size_bytes);
+  return CheckFinite(field, *rows);
 }
 
 }  // namespace
 
-std::span<const std::byte> ArrayPadding(uint64_t size_bytes) {
-  static constexpr std::byte kZeros[8] = {};
-  return {kZeros, (8 - size_bytes % 8) % 8};
-}
-
-std::vector<std::byte> EncodeConfigureRequest(const TrainConfig& config, bool replace) {
+Segments ConfigureRequest::Encode() && {
   ByteWriter writer;
   writer.Put(uint8_t{replace});
   writer.Align();
   const auto encoded = config.Encode();
   writer.PutBytes(encoded.data(), encoded.size());
-  return writer.Release();
+  Segments segments;
+  segments.AddOwned(writer.Release());
+  return segments;
 }
 
-StatusOr<ConfigureRequest> DecodeConfigureRequest(std::span<const std::byte> body) {
+StatusOr<ConfigureRequest> ConfigureRequest::Decode(std::span<const std::byte> body) {
   constexpr size_t kHeadBytes = 8;
-  if (body.size() < kHeadBytes) return Malformed("a Configure request", body.size());
+  if (body.size() < kHeadBytes) return Truncated(body.size());
   const auto replace = static_cast<uint8_t>(body[0]);
   if (replace > 1) {
     return InvalidArgument("replace is " + std::to_string(replace) + "; it must be 0 or 1");
   }
   auto config = TrainConfig::Decode(body.subspan(kHeadBytes));
   if (!config.ok()) return config.status();
-  return ConfigureRequest{replace == 1, *config};
+  return ConfigureRequest{*config, replace == 1};
 }
 
-std::vector<std::byte> EncodeLookupHead(bool train, std::span<const RowBlockHeader> blocks) {
-  ByteWriter writer;
-  writer.Put(uint32_t{train ? 0u : 1u});
-  writer.Put(uint32_t{0});
-  PutBlockHeaders(writer, blocks);
-  return writer.Release();
+Segments LookupRowsRequest::Encode() && {
+  ByteWriter head;
+  head.Put(uint32_t{train ? 0u : 1u});
+  head.Put(uint32_t{0});
+  return WithBlocks(std::move(head), blocks);
 }
 
-std::vector<std::byte> EncodeUpdateHead(const UpdateRowsKey& key,
-                                        std::span<const RowBlockHeader> blocks) {
-  ByteWriter writer;
-  writer.Put(key);
-  PutBlockHeaders(writer, blocks);
-  return writer.Release();
-}
-
-std::vector<std::byte> EncodeSetRowsHead(std::span<const RowBlockHeader> blocks) {
-  ByteWriter writer;
-  PutBlockHeaders(writer, blocks);
-  return writer.Release();
-}
-
-StatusOr<LookupRowsRequest> DecodeLookupRequest(std::span<const std::byte> body) {
+StatusOr<LookupRowsRequest> LookupRowsRequest::Decode(std::span<const std::byte> body) {
   ByteReader reader(body);
   const auto mode = reader.Get<uint32_t>();
   reader.Get<uint32_t>();
-  LookupRowsRequest request;
-  request.blocks = GetBlocks(reader);
-  if (!reader.ok() || reader.remaining() != 0) {
-    return Malformed("a LookupRows request", body.size());
-  }
+  const SignBlocks blocks = GetBlocks(reader);
+  if (!reader.ok() || reader.remaining() != 0) return Truncated(body.size());
   if (mode > 1) {
     return InvalidArgument("mode is " + std::to_string(mode) +
                            "; it must be 0 (train) or 1 (inference)");
   }
-  request.train = mode == 0;
-  PERSIA_RETURN_IF_ERROR(CheckDims(request.blocks));
-  return request;
+  PERSIA_RETURN_IF_ERROR(CheckDims(blocks));
+  return LookupRowsRequest{mode == 0, blocks};
 }
 
-StatusOr<UpdateRowsRequest> DecodeUpdateRequest(std::span<const std::byte> body) {
+Segments ServerRows::Encode() && {
+  ByteWriter head;
+  head.Put(stamp);
+  head.Put(uint64_t{rows.size()});
+  Segments segments;
+  segments.AddOwned(head.Release());
+  segments.AddArray(rows);
+  segments.owned.push_back(std::make_shared<const Buffer>(std::move(storage)));
+  return segments;
+}
+
+StatusOr<ServerRows> ServerRows::Decode(Buffer body) {
+  ServerRows answer;
+  ByteReader reader(std::as_const(body).span());
+  answer.stamp = reader.Get<LookupStamp>();
+  const auto num_floats = reader.Get<uint64_t>();
+  answer.rows = reader.GetArray<float>(num_floats);
+  if (!reader.ok() || reader.remaining() != 0) return Truncated(body.size());
+  answer.storage = std::move(body);  // its bytes stay where they are
+  return answer;
+}
+
+Segments UpdateRowsRequest::Encode() && {
+  ByteWriter head;
+  head.Put(key);
+  head.Put(lookup);
+  Segments segments = WithBlocks(std::move(head), blocks);
+  segments.AddArray(gradients);
+  return segments;
+}
+
+StatusOr<UpdateRowsRequest> UpdateRowsRequest::Decode(std::span<const std::byte> body) {
   ByteReader reader(body);
   UpdateRowsRequest request;
-  request.key = reader.Get<UpdateRowsKey>();
-  auto gradients =
-      GetRows(reader, request.blocks, "an UpdateRows request", "gradients", body.size());
-  if (!gradients.ok()) return gradients.status();
-  request.gradients = *gradients;
+  request.key = reader.Get<BatchKey>();
+  request.lookup = reader.Get<LookupStamp>();
+  PERSIA_RETURN_IF_ERROR(
+      GetRows(reader, "gradients", body.size(), &request.blocks, &request.gradients));
   return request;
 }
 
-StatusOr<SetRowsRequest> DecodeSetRowsRequest(std::span<const std::byte> body) {
+Segments SetRowsRequest::Encode() && {
+  Segments segments = WithBlocks(ByteWriter(), blocks);
+  segments.AddArray(rows);
+  return segments;
+}
+
+StatusOr<SetRowsRequest> SetRowsRequest::Decode(std::span<const std::byte> body) {
   ByteReader reader(body);
   SetRowsRequest request;
-  auto rows = GetRows(reader, request.blocks, "a SetRows request", "rows", body.size());
-  if (!rows.ok()) return rows.status();
-  request.rows = *rows;
+  PERSIA_RETURN_IF_ERROR(GetRows(reader, "rows", body.size(), &request.blocks, &request.rows));
   return request;
-}
-
-StatusOr<PrefetchRowsRequest> DecodePrefetchRequest(std::span<const std::byte> body) {
-  if (body.size() % sizeof(uint64_t) != 0) return Malformed("a PrefetchRows request", body.size());
-  ByteReader reader(body);
-  return PrefetchRowsRequest{reader.GetArray<uint64_t>(body.size() / sizeof(uint64_t))};
-}
-
-StatusOr<PingReply> DecodePingReply(std::span<const std::byte> body) {
-  return DecodeFixed<PingReply>(body, "a Ping reply");
-}
-
-StatusOr<LookupRowsReply> DecodeLookupReply(std::span<const std::byte> body, uint64_t num_floats,
-                                            std::span<const float>* rows) {
-  ByteReader reader(body);
-  const auto head = reader.Get<LookupRowsReply>();
-  *rows = reader.GetArray<float>(num_floats);
-  if (!reader.ok() || reader.remaining() != 0) return Malformed("a LookupRows reply", body.size());
-  return head;
-}
-
-StatusOr<UpdateRowsReply> DecodeUpdateReply(std::span<const std::byte> body) {
-  return DecodeFixed<UpdateRowsReply>(body, "an UpdateRows reply");
-}
-
-StatusOr<PrefetchRowsReply> DecodePrefetchReply(std::span<const std::byte> body) {
-  return DecodeFixed<PrefetchRowsReply>(body, "a PrefetchRows reply");
 }
 
 }  // namespace persia

@@ -1,23 +1,17 @@
-// Bodies of the parameter server's methods (docs/wire_format.md), for both ends of the connection.
+// The plane between embedding workers and parameter servers: its methods and their messages
+// (docs/wire_format.md), for both ends of the connection.
 //
-// Encoders write only the head of a message: what precedes the signs. Signs and floats follow as
-// they lie in the caller's memory, so that nothing large is copied:
-//
-//   parts.AddOwned(EncodeUpdateHead(key, blocks));
-//   parts.AddView(std::as_bytes(signs));
-//   parts.AddView(std::as_bytes(gradients));
-//   parts.AddView(ArrayPadding(gradients.size_bytes()));
-//
-// Decoders return views into the bytes they are given, which must start at a multiple of 8 (a
-// Buffer does) and outlive the views. They refuse with kCorruption what does not have the form,
-// with nothing left over, and with kInvalidArgument what has the form but not a permitted value.
-// Nothing is allocated from a length that was not checked against the body.
+// Messages are views: a request's signs and floats are sent from the caller's memory, and read in
+// the body where they arrived. A decoder refuses a body of another form with kCorruption, and a
+// value that is not permitted with kInvalidArgument. To add a method, add its constant to the table
+// below, a handler in server/parameter_server.cc, and a call in worker/remote_rows.cc.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "base/method.h"
 #include "base/status.h"
 #include "base/train_config.h"
 
@@ -25,104 +19,107 @@ namespace persia {
 
 inline constexpr uint32_t kMaxRowDim = 65536;
 
-// `num_signs` signs of one dim, as it lies on the wire.
-struct RowBlockHeader {
+// `num_signs` signs of one dim, in memory as on the wire.
+struct SignBlock {
   uint32_t dim = 0;
   uint32_t num_signs = 0;
 };
-static_assert(sizeof(RowBlockHeader) == 8);
+static_assert(sizeof(SignBlock) == 8);
 
-// The signs of all blocks, one block after the other.
-struct RowBlocksView {
-  std::span<const RowBlockHeader> blocks;
+// The signs of all blocks, one block after the other. Does not own them.
+struct SignBlocks {
+  std::span<const SignBlock> blocks;
   std::span<const uint64_t> signs;
-  // Sum of dim x num_signs; at most 2^16 x signs.size(), so it cannot overflow.
-  uint64_t num_floats = 0;
+
+  // Of the signs' rows. At most 2^16 x signs.size() in a decoded message: it cannot overflow.
+  uint64_t num_floats() const {
+    uint64_t n = 0;
+    for (const SignBlock& block : blocks) n += uint64_t{block.dim} * block.num_signs;
+    return n;
+  }
 };
+
+// Identifies a batch among all that embedding workers ever hold, and so the update that it ends in.
+struct BatchKey {
+  uint64_t worker_incarnation = 0;
+  uint64_t reference = 0;  // counts from 1; 0: no batch
+};
+static_assert(sizeof(BatchKey) == 16);
+
+// A server's state at the time of a lookup: its life and how many updates it had applied.
+struct LookupStamp {
+  uint64_t incarnation = 0;  // 0: the server was not asked
+  uint64_t update_counter = 0;
+};
+static_assert(sizeof(LookupStamp) == 16);
 
 // Also the embedding worker's: it passes the config on.
 struct ConfigureRequest {
-  bool replace = false;
   TrainConfig config;
+  bool replace = false;
+
+  Segments Encode() &&;
+  static StatusOr<ConfigureRequest> Decode(std::span<const std::byte> body);
 };
 
 struct LookupRowsRequest {
   bool train = false;
-  RowBlocksView blocks;
+  SignBlocks blocks;
+
+  Segments Encode() &&;
+  static StatusOr<LookupRowsRequest> Decode(std::span<const std::byte> body);
 };
 
-// What identifies an update, and the lookup it answers.
-struct UpdateRowsKey {
-  uint64_t worker_incarnation = 0;
-  uint64_t reference = 0;
-  uint64_t lookup_incarnation = 0;
-  uint64_t lookup_counter = 0;
+// A server's answer to a lookup: the rows lie in `storage`.
+struct ServerRows {
+  LookupStamp stamp;
+  std::span<const float> rows;
+  Buffer storage;
+
+  Segments Encode() &&;
+  static StatusOr<ServerRows> Decode(Buffer body);
 };
-static_assert(sizeof(UpdateRowsKey) == 32);
 
 struct UpdateRowsRequest {
-  UpdateRowsKey key;
-  RowBlocksView blocks;
-  std::span<const float> gradients;  // blocks.num_floats, every one finite
+  BatchKey key;
+  LookupStamp lookup;  // of the lookup that the gradients belong to
+  SignBlocks blocks;
+  std::span<const float> gradients;  // blocks.num_floats(), every one finite
+
+  Segments Encode() &&;
+  static StatusOr<UpdateRowsRequest> Decode(std::span<const std::byte> body);
 };
+
+struct UpdateResult {
+  uint64_t staleness = 0;  // updates applied between the batch's lookup and its own update
+  uint64_t num_updated = 0;
+  uint64_t num_missing = 0;
+};
+static_assert(sizeof(UpdateResult) == 24);
 
 struct SetRowsRequest {
-  RowBlocksView blocks;
-  std::span<const float> rows;  // blocks.num_floats, every one finite
+  SignBlocks blocks;
+  std::span<const float> rows;  // blocks.num_floats(), every one finite
+
+  Segments Encode() &&;
+  static StatusOr<SetRowsRequest> Decode(std::span<const std::byte> body);
 };
 
-// Signs that lookups are about to name; none, to ask whether a server has any use for that.
-struct PrefetchRowsRequest {
-  std::span<const uint64_t> signs;
-};
-// 0: no rows have to be read from a file, do not send more.
+// 0: the server reads no rows from a file. Send no more hints.
 struct PrefetchRowsReply {
   uint64_t is_wanted = 0;
 };
 static_assert(sizeof(PrefetchRowsReply) == 8);
 
-struct PingReply {
-  uint64_t incarnation = 0;
-  uint32_t replica_index = 0;
-  uint32_t replica_size = 0;
-};
-static_assert(sizeof(PingReply) == 16);
-
-// The head of a lookup's reply; the rows follow, padded.
-struct LookupRowsReply {
-  uint64_t incarnation = 0;
-  uint64_t update_counter = 0;
-};
-static_assert(sizeof(LookupRowsReply) == 16);
-
-struct UpdateRowsReply {
-  uint64_t staleness = 0;
-  uint64_t num_updated = 0;
-  uint64_t num_missing = 0;
-};
-static_assert(sizeof(UpdateRowsReply) == 24);
-
-// Zero bytes that bring an array of `size_bytes` to the next multiple of 8; the view never dangles.
-std::span<const std::byte> ArrayPadding(uint64_t size_bytes);
-
-std::vector<std::byte> EncodeConfigureRequest(const TrainConfig& config, bool replace);
-StatusOr<ConfigureRequest> DecodeConfigureRequest(std::span<const std::byte> body);
-
-std::vector<std::byte> EncodeLookupHead(bool train, std::span<const RowBlockHeader> blocks);
-std::vector<std::byte> EncodeUpdateHead(const UpdateRowsKey& key,
-                                        std::span<const RowBlockHeader> blocks);
-std::vector<std::byte> EncodeSetRowsHead(std::span<const RowBlockHeader> blocks);
-
-StatusOr<LookupRowsRequest> DecodeLookupRequest(std::span<const std::byte> body);
-StatusOr<UpdateRowsRequest> DecodeUpdateRequest(std::span<const std::byte> body);
-StatusOr<SetRowsRequest> DecodeSetRowsRequest(std::span<const std::byte> body);
-StatusOr<PrefetchRowsRequest> DecodePrefetchRequest(std::span<const std::byte> body);
-
-StatusOr<PingReply> DecodePingReply(std::span<const std::byte> body);
-// `rows` views the body and has exactly `num_floats` elements.
-StatusOr<LookupRowsReply> DecodeLookupReply(std::span<const std::byte> body, uint64_t num_floats,
-                                            std::span<const float>* rows);
-StatusOr<UpdateRowsReply> DecodeUpdateReply(std::span<const std::byte> body);
-StatusOr<PrefetchRowsReply> DecodePrefetchReply(std::span<const std::byte> body);
+// Numbers 1 and 20 were methods of earlier versions.
+inline constexpr Method<ConfigureRequest, Empty> kConfigureServer{{16, "ConfigureServer"}};
+inline constexpr Method<LookupRowsRequest, ServerRows> kLookupRows{{17, "LookupRows"}};
+inline constexpr Method<UpdateRowsRequest, UpdateResult> kUpdateRows{{18, "UpdateRows"}};
+inline constexpr Method<SetRowsRequest, Empty> kSetRows{{19, "SetRows"}};
+inline constexpr Method<Empty, Empty> kClearRows{{21, "ClearRows"}};
+inline constexpr Method<Empty, uint64_t> kCountRows{{22, "CountRows"}};
+// Signs that lookups will name soon; none, to ask whether the server has a use for such hints.
+inline constexpr Method<std::span<const uint64_t>, PrefetchRowsReply> kPrefetchRows{
+    {23, "PrefetchRows"}};
 
 }  // namespace persia

@@ -6,126 +6,109 @@
 #include <cstring>
 #include <limits>
 
-#include "base/buffer.h"
+#include "base/message_test_util.h"
 
 namespace persia {
 namespace {
 
-const std::vector<RowBlockHeader> kBlocks = {{3, 2}, {1, 1}, {8, 0}};
+using testing::EncodeToBytes;
+using testing::ToBuffer;
+
+const std::vector<SignBlock> kBlocks = {{3, 2}, {1, 1}, {8, 0}};
 const std::vector<uint64_t> kSigns = {11, 22, 33};
 const std::vector<float> kFloats = {1, 2, 3, 4, 5, 6, 7};
 
-// The bytes as a receiver sees them: one aligned body.
-Buffer Join(std::initializer_list<std::span<const std::byte>> parts) {
-  size_t size = 0;
-  for (const auto& part : parts) size += part.size();
-  Buffer body(size);
-  size_t position = 0;
-  for (const auto& part : parts) {
-    if (part.empty()) continue;
-    std::memcpy(body.data() + position, part.data(), part.size());
-    position += part.size();
+Buffer LookupBody(const std::vector<SignBlock>& blocks, bool train = true) {
+  return ToBuffer(EncodeToBytes(LookupRowsRequest{train, {blocks, kSigns}}));
+}
+
+Buffer UpdateBody(const std::vector<SignBlock>& blocks, const std::vector<float>& gradients) {
+  return ToBuffer(EncodeToBytes(UpdateRowsRequest{{1, 2}, {3, 4}, {blocks, kSigns}, gradients}));
+}
+
+template <typename T>
+StatusCode CodeOf(std::span<const std::byte> body) {
+  return DecodeMessage<T>(body).status().code();
+}
+
+// Every prefix is refused, in an allocation of its own.
+template <typename T>
+void ExpectTruncationsRefused(const Buffer& body) {
+  for (size_t size = 0; size < body.size(); ++size) {
+    const Buffer prefix = ToBuffer(body.span().first(size));
+    EXPECT_EQ(CodeOf<T>(prefix.span()), StatusCode::kCorruption) << size;
   }
-  return body;
 }
-
-Buffer UpdateBody(const std::vector<RowBlockHeader>& blocks, std::span<const uint64_t> signs,
-                  std::span<const float> gradients) {
-  const auto head = EncodeUpdateHead({1, 2, 3, 4}, blocks);
-  return Join(
-      {head, std::as_bytes(signs), std::as_bytes(gradients), ArrayPadding(gradients.size_bytes())});
-}
-
-// A copy of a prefix in its own allocation, so that a sanitizer sees reads past it.
-Buffer Prefix(const Buffer& body, size_t size) { return Join({body.span().first(size)}); }
 
 TEST(RowProtocolTest, ConfigureRequestRoundTripAndNoOtherSize) {
   TrainConfig config;
   config.optimizer.lr = 0.25f;
   for (const bool replace : {true, false}) {
-    auto body = EncodeConfigureRequest(config, replace);
-    auto request = DecodeConfigureRequest(body);
+    Buffer body = ToBuffer(EncodeToBytes(ConfigureRequest{config, replace}));
+    auto request = ConfigureRequest::Decode(body.span());
     ASSERT_TRUE(request.ok()) << request.status().ToString();
     EXPECT_EQ(request->replace, replace);
     EXPECT_EQ(request->config, config);
-    for (size_t size = 0; size < body.size(); ++size) {
-      EXPECT_EQ(DecodeConfigureRequest(std::span(body).first(size)).status().code(),
-                StatusCode::kCorruption);
-    }
-    body[0] = std::byte{2};
-    EXPECT_EQ(DecodeConfigureRequest(body).status().code(), StatusCode::kInvalidArgument);
+    ExpectTruncationsRefused<ConfigureRequest>(body);
+    body.data()[0] = std::byte{2};
+    EXPECT_EQ(CodeOf<ConfigureRequest>(body.span()), StatusCode::kInvalidArgument);
   }
 }
 
 TEST(RowProtocolTest, LookupRequestRoundTrip) {
   for (const bool train : {true, false}) {
-    const auto head = EncodeLookupHead(train, kBlocks);
-    const Buffer body = Join({head, std::as_bytes(std::span(kSigns))});
-    auto request = DecodeLookupRequest(body.span());
+    const Buffer body = LookupBody(kBlocks, train);
+    auto request = LookupRowsRequest::Decode(body.span());
     ASSERT_TRUE(request.ok()) << request.status().ToString();
     EXPECT_EQ(request->train, train);
     ASSERT_EQ(request->blocks.blocks.size(), 3u);
     EXPECT_EQ(request->blocks.blocks[0].dim, 3u);
     EXPECT_EQ(request->blocks.signs[2], 33u);
-    EXPECT_EQ(request->blocks.num_floats, 7u);
+    EXPECT_EQ(request->blocks.num_floats(), 7u);
   }
 }
 
 TEST(RowProtocolTest, UpdateRequestRoundTrip) {
-  const Buffer body = UpdateBody(kBlocks, kSigns, kFloats);
-  auto request = DecodeUpdateRequest(body.span());
+  const Buffer body = UpdateBody(kBlocks, kFloats);
+  auto request = UpdateRowsRequest::Decode(body.span());
   ASSERT_TRUE(request.ok()) << request.status().ToString();
   EXPECT_EQ(request->key.worker_incarnation, 1u);
-  EXPECT_EQ(request->key.lookup_counter, 4u);
+  EXPECT_EQ(request->lookup.update_counter, 4u);
   ASSERT_EQ(request->gradients.size(), 7u);
   EXPECT_EQ(request->gradients[6], 7.0f);
 }
 
 TEST(RowProtocolTest, SetRowsRequestRoundTrip) {
-  const auto head = EncodeSetRowsHead(kBlocks);
-  const std::span<const float> floats(kFloats);
-  const Buffer body = Join({head, std::as_bytes(std::span(kSigns)), std::as_bytes(floats),
-                            ArrayPadding(floats.size_bytes())});
-  auto request = DecodeSetRowsRequest(body.span());
+  const Buffer body = ToBuffer(EncodeToBytes(SetRowsRequest{{kBlocks, kSigns}, kFloats}));
+  auto request = SetRowsRequest::Decode(body.span());
   ASSERT_TRUE(request.ok()) << request.status().ToString();
   EXPECT_EQ(request->rows[3], 4.0f);
 }
 
 TEST(RowProtocolTest, EveryTruncationIsCorruption) {
-  const Buffer update = UpdateBody(kBlocks, kSigns, kFloats);
-  for (size_t size = 0; size < update.size(); ++size) {
-    const Buffer prefix = Prefix(update, size);
-    EXPECT_EQ(DecodeUpdateRequest(prefix.span()).status().code(), StatusCode::kCorruption) << size;
-  }
-  const auto head = EncodeLookupHead(true, kBlocks);
-  const Buffer lookup = Join({head, std::as_bytes(std::span(kSigns))});
-  for (size_t size = 0; size < lookup.size(); ++size) {
-    const Buffer prefix = Prefix(lookup, size);
-    EXPECT_EQ(DecodeLookupRequest(prefix.span()).status().code(), StatusCode::kCorruption) << size;
-  }
+  ExpectTruncationsRefused<UpdateRowsRequest>(UpdateBody(kBlocks, kFloats));
+  ExpectTruncationsRefused<LookupRowsRequest>(LookupBody(kBlocks));
 }
 
 TEST(RowProtocolTest, LeftOverBytesAreCorruption) {
-  const std::byte extra[8] = {};
-  const Buffer update = UpdateBody(kBlocks, kSigns, kFloats);
-  const Buffer longer = Join({update.span(), extra});
-  EXPECT_EQ(DecodeUpdateRequest(longer.span()).status().code(), StatusCode::kCorruption);
+  auto longer = EncodeToBytes(UpdateRowsRequest{{1, 2}, {3, 4}, {kBlocks, kSigns}, kFloats});
+  longer.resize(longer.size() + 8);
+  EXPECT_EQ(CodeOf<UpdateRowsRequest>(ToBuffer(longer).span()), StatusCode::kCorruption);
 }
 
 TEST(RowProtocolTest, HugeCountsAreCorruptionNotAllocation) {
   constexpr uint32_t kHuge = std::numeric_limits<uint32_t>::max();
-  const Buffer many_signs = UpdateBody({{65536, kHuge}, {65536, kHuge}}, kSigns, kFloats);
-  EXPECT_EQ(DecodeUpdateRequest(many_signs.span()).status().code(), StatusCode::kCorruption);
-  Buffer many_blocks = UpdateBody(kBlocks, kSigns, kFloats);
-  std::memcpy(many_blocks.data() + sizeof(UpdateRowsKey), &kHuge, sizeof(kHuge));
-  EXPECT_EQ(DecodeUpdateRequest(many_blocks.span()).status().code(), StatusCode::kCorruption);
+  const Buffer many_signs = UpdateBody({{65536, kHuge}, {65536, kHuge}}, kFloats);
+  EXPECT_EQ(CodeOf<UpdateRowsRequest>(many_signs.span()), StatusCode::kCorruption);
+  Buffer many_blocks = UpdateBody(kBlocks, kFloats);
+  std::memcpy(many_blocks.data() + sizeof(BatchKey) + sizeof(LookupStamp), &kHuge, sizeof(kHuge));
+  EXPECT_EQ(CodeOf<UpdateRowsRequest>(many_blocks.span()), StatusCode::kCorruption);
 }
 
 TEST(RowProtocolTest, DimsOutsideTheRangeAreRefusedByName) {
   for (const uint32_t dim : {0u, kMaxRowDim + 1}) {
-    const auto head = EncodeLookupHead(true, std::vector<RowBlockHeader>{{1, 0}, {dim, 3}});
-    const Buffer body = Join({head, std::as_bytes(std::span(kSigns))});
-    const Status status = DecodeLookupRequest(body.span()).status();
+    const Buffer body = LookupBody({{1, 0}, {dim, 3}});
+    const Status status = LookupRowsRequest::Decode(body.span()).status();
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
     EXPECT_NE(status.message().find("block 1: dim is " + std::to_string(dim)), std::string::npos);
   }
@@ -135,47 +118,57 @@ TEST(RowProtocolTest, NonFiniteGradientsAreRefusedWithTheirNumber) {
   std::vector<float> gradients = kFloats;
   gradients[1] = std::nanf("");
   gradients[4] = -std::numeric_limits<float>::infinity();
-  const Buffer body = UpdateBody(kBlocks, kSigns, gradients);
-  const Status status = DecodeUpdateRequest(body.span()).status();
+  const Buffer body = UpdateBody(kBlocks, gradients);
+  const Status status = UpdateRowsRequest::Decode(body.span()).status();
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("2 of 7"), std::string::npos) << status.message();
 }
 
 TEST(RowProtocolTest, UnknownLookupModeIsRefused) {
-  auto head = EncodeLookupHead(true, {});
-  head[0] = std::byte{2};
-  const Buffer body = Join({head});
-  EXPECT_EQ(DecodeLookupRequest(body.span()).status().code(), StatusCode::kInvalidArgument);
+  Buffer body = ToBuffer(EncodeToBytes(LookupRowsRequest{true, {}}));
+  body.data()[0] = std::byte{2};
+  EXPECT_EQ(CodeOf<LookupRowsRequest>(body.span()), StatusCode::kInvalidArgument);
 }
 
-TEST(RowProtocolTest, LookupReplyMustHaveExactlyTheRowsAskedFor) {
-  const LookupRowsReply head{5, 6};
-  const std::span<const float> floats(kFloats);
-  const Buffer body = Join({std::as_bytes(std::span(&head, 1)), std::as_bytes(floats),
-                            ArrayPadding(floats.size_bytes())});
-  std::span<const float> rows;
-  auto reply = DecodeLookupReply(body.span(), 7, &rows);
-  ASSERT_TRUE(reply.ok());
-  EXPECT_EQ(reply->update_counter, 6u);
-  EXPECT_EQ(rows[6], 7.0f);
-  EXPECT_EQ(DecodeLookupReply(body.span(), 5, &rows).status().code(), StatusCode::kCorruption);
-  EXPECT_EQ(DecodeLookupReply(body.span(), 9, &rows).status().code(), StatusCode::kCorruption);
+// A reply whose rows are in memory of their own, as a server's are.
+ServerRows Answer() {
+  ServerRows answer;
+  answer.stamp = {5, 6};
+  answer.storage = ToBuffer(std::as_bytes(std::span(kFloats)));
+  answer.rows = {reinterpret_cast<const float*>(answer.storage.data()), kFloats.size()};
+  return answer;
 }
 
-TEST(RowProtocolTest, FixedRepliesRefuseAnyOtherSize) {
-  const UpdateRowsReply update{1, 2, 3};
-  const auto bytes = std::as_bytes(std::span(&update, 1));
-  auto decoded = DecodeUpdateReply(bytes);
-  ASSERT_TRUE(decoded.ok());
-  EXPECT_EQ(decoded->num_missing, 3u);
-  EXPECT_FALSE(DecodeUpdateReply(bytes.first(23)).ok());
-  EXPECT_FALSE(DecodePingReply(bytes).ok());
+TEST(RowProtocolTest, LookupReplyIsUsedWhereItArrived) {
+  Buffer body = ToBuffer(EncodeToBytes(Answer()));
+  const std::byte* begin = body.data();
+  auto reply = ServerRows::Decode(std::move(body));
+  ASSERT_TRUE(reply.ok()) << reply.status().ToString();
+  EXPECT_EQ(reply->stamp.incarnation, 5u);
+  EXPECT_EQ(reply->stamp.update_counter, 6u);
+  EXPECT_EQ(std::vector<float>(reply->rows.begin(), reply->rows.end()), kFloats);
+  EXPECT_EQ(reply->storage.data(), begin);
 }
 
-TEST(RowProtocolTest, PaddingReachesTheNextMultipleOfEight) {
-  for (uint64_t size = 0; size < 20; ++size) {
-    EXPECT_EQ((size + ArrayPadding(size).size()) % 8, 0u);
-    EXPECT_LT(ArrayPadding(size).size(), 8u);
+TEST(RowProtocolTest, LookupReplyMustHaveExactlyTheRowsThatItTellsOf) {
+  const Buffer body = ToBuffer(EncodeToBytes(Answer()));
+  for (size_t size = 0; size < body.size(); ++size) {
+    EXPECT_FALSE(ServerRows::Decode(ToBuffer(body.span().first(size))).ok()) << size;
+  }
+  for (const uint64_t num_floats : {uint64_t{5}, uint64_t{9}, ~uint64_t{0}}) {
+    Buffer other = ToBuffer(body.span());
+    std::memcpy(other.data() + sizeof(LookupStamp), &num_floats, sizeof(num_floats));
+    EXPECT_EQ(ServerRows::Decode(std::move(other)).status().code(), StatusCode::kCorruption);
+  }
+}
+
+TEST(RowProtocolTest, MethodNumbersAreUnique) {
+  const std::vector<MethodId> methods = {kConfigureServer, kLookupRows, kUpdateRows,  kSetRows,
+                                         kClearRows,       kCountRows,  kPrefetchRows};
+  for (size_t i = 0; i < methods.size(); ++i) {
+    for (size_t j = 0; j < i; ++j) {
+      EXPECT_NE(methods[i].number, methods[j].number) << methods[i].name;
+    }
   }
 }
 

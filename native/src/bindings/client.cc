@@ -21,10 +21,10 @@ namespace py = pybind11;
 using client::BatchReference;
 using client::EmbeddedClient;
 using client::EmbeddingClient;
-using client::LookupParts;
 using client::LookupResult;
 using client::RemoteClient;
 using client::SlotGradient;
+using client::StageMask;
 
 // As Python gives them: (slot, rows), or (slot, None) for a slot without a gradient.
 using GradientList = std::vector<std::pair<std::string, py::object>>;
@@ -35,19 +35,19 @@ void Configure(EmbeddingClient& self, const TrainConfig& config, bool replace, d
 }
 
 std::shared_ptr<LookupResult> Lookup(EmbeddingClient& self, const BatchReference& reference,
-                                     bool requires_grad, double timeout_s, LookupParts parts) {
+                                     bool requires_grad, double timeout_s, StageMask stages) {
   const auto deadline = DeadlineAfter(timeout_s);
   return std::make_shared<LookupResult>(ValueOrRaise(
-      WithoutGil([&] { return self.Lookup(reference, requires_grad, deadline, parts); })));
+      WithoutGil([&] { return self.Lookup(reference, requires_grad, deadline, stages); })));
 }
 
 std::shared_ptr<LookupResult> LookupDirect(EmbeddingClient& self, uint32_t worker_index,
                                            const py::buffer& id_features, bool requires_grad,
-                                           double timeout_s, LookupParts parts) {
+                                           double timeout_s, StageMask stages) {
   const auto deadline = DeadlineAfter(timeout_s);
   const BytesArgument message(id_features, "id_features");
   return std::make_shared<LookupResult>(ValueOrRaise(WithoutGil([&] {
-    return self.LookupDirect(worker_index, message.bytes(), requires_grad, deadline, parts);
+    return self.LookupDirect(worker_index, message.bytes(), requires_grad, deadline, stages);
   })));
 }
 
@@ -177,7 +177,7 @@ void BindImplementations(py::module_& module) {
 
 void BindClient(py::module_& module) {
   const auto timeout = py::arg("timeout_s") = 60.0;
-  const auto parts = py::arg("parts") = client::kAllParts;
+  const auto parts = py::arg("parts") = client::kAllStages;
   py::class_<EmbeddingClient, std::shared_ptr<EmbeddingClient>>(
       module, "EmbeddingClient", py::release_gil_before_calling_cpp_dtor())
       .def("configure", &Configure, py::arg("config"), py::kw_only(), py::arg("replace") = false,

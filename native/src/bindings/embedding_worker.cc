@@ -13,7 +13,6 @@
 #include "bindings/errors.h"
 #include "bindings/metrics.h"
 #include "bindings/module.h"
-#include "worker/remote_rows.h"
 #include "worker/worker_service.h"
 
 namespace persia::bindings {
@@ -42,7 +41,7 @@ class WorkerRole {
   StatusOr<uint16_t> Start(const std::string& host, uint16_t port) {
     const std::lock_guard lock(mutex_);
     if (service_ != nullptr) return FailedPrecondition("the embedding worker was started already");
-    net::Server::Options options;
+    net::ServerOptions options;
     options.host = host;
     options.port = port;
     options.num_handler_threads = num_handler_threads_;
@@ -59,9 +58,15 @@ class WorkerRole {
     rows_->Close();
   }
 
-  net::ServerStats RpcStats() {
+  Metrics metrics() {
+    Metrics metrics = engine_->metrics();
     const std::lock_guard lock(mutex_);
-    return service_ == nullptr ? net::ServerStats() : service_->stats();
+    if (service_ != nullptr) {
+      service_->AddMetrics(&metrics);
+    } else {
+      net::Server(net::ServerOptions()).AddMetrics(&metrics);  // zeros before Start()
+    }
+    return metrics;
   }
 
   // As long as the role lives: the service stays when it stops.
@@ -120,31 +125,7 @@ uint64_t RegisterBatch(WorkerRole& self, uint32_t loader_index, const py::buffer
   const BytesArgument message(id_features, "id_features");
   return ValueOrRaise(
              WithoutGil([&] { return self.engine().Register(loader_index, message.bytes()); }))
-      .counter;
-}
-
-py::dict Stats(WorkerRole& self) {
-  const worker::WorkerStats stats = WithoutGil([&] { return self.engine().stats(); });
-  const net::ServerStats rpc = WithoutGil([&] { return self.RpcStats(); });
-  py::dict dict;
-  dict["num_registered"] = stats.num_registered;
-  dict["num_looked_up"] = stats.num_looked_up;
-  dict["num_returned"] = stats.num_returned;
-  dict["num_released"] = stats.num_released;
-  dict["num_expired"] = stats.num_expired;
-  dict["num_buffered"] = stats.num_buffered;
-  dict["num_in_flight"] = stats.num_in_flight;
-  dict["num_ids"] = stats.num_ids;
-  dict["num_signs"] = stats.num_signs;
-  dict["num_nonfinite_slots"] = stats.num_nonfinite_slots;
-  dict["num_skipped_slots"] = stats.num_skipped_slots;
-  dict["num_gradients"] = stats.num_gradients;
-  dict["num_gradients_left_out"] = stats.num_gradients_left_out;
-  dict["num_announced"] = stats.num_announced;
-  dict["num_announced_dropped"] = stats.num_announced_dropped;
-  dict["configured"] = stats.configured;
-  AddRpcStats(rpc, &dict);
-  return dict;
+      .reference;
 }
 
 std::vector<uint64_t> ServerSizes(WorkerRole& self, double timeout_s) {
@@ -163,8 +144,8 @@ py::list Channels(WorkerRole& self) {
 }  // namespace
 
 void BindEmbeddingWorker(py::module_& module) {
-  py::class_<WorkerRole>(module, "EmbeddingWorker", py::release_gil_before_calling_cpp_dtor())
-      .def(py::init(&MakeWorker), py::kw_only(), py::arg("slots"),
+  py::class_<WorkerRole> role(module, "EmbeddingWorker", py::release_gil_before_calling_cpp_dtor());
+  role.def(py::init(&MakeWorker), py::kw_only(), py::arg("slots"),
            py::arg("feature_index_prefix_bit"), py::arg("num_servers"),
            py::arg("replica_index") = 0, py::arg("forward_buffer_size") = 1000,
            py::arg("buffered_data_expired_s") = 1000, py::arg("num_handler_threads") = 4)
@@ -174,11 +155,11 @@ void BindEmbeddingWorker(py::module_& module) {
       .def("register_batch", &RegisterBatch, py::arg("loader_index"), py::arg("id_features"))
       .def_property_readonly("incarnation",
                              [](WorkerRole& self) { return self.engine().incarnation(); })
-      .def("stats", &Stats)
       .def("slots", &Slots)
       .def("channels", &Channels)
       .def("durations", [](WorkerRole& self) { return DurationsToDict(self.Durations()); })
       .def("server_sizes", &ServerSizes, py::kw_only(), py::arg("timeout_s") = 60.0);
+  DefineMetrics(role, [](WorkerRole& self) { return self.metrics(); });
 }
 
 }  // namespace persia::bindings

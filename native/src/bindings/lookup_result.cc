@@ -54,7 +54,7 @@ std::optional<py::array_t<uint32_t>> SampleNumIds(const SlotView& view) {
 
 std::vector<std::pair<uint32_t, uint64_t>> LookupsOf(const ReturnReport& report) {
   std::vector<std::pair<uint32_t, uint64_t>> lookups;
-  for (const auto& lookup : report.lookups) lookups.emplace_back(lookup.parts, lookup.staleness);
+  for (const auto& lookup : report.lookups) lookups.emplace_back(lookup.stages, lookup.staleness);
   return lookups;
 }
 
@@ -75,7 +75,7 @@ void BindReturnReport(py::module_& module) {
 void BindLookupResult(py::module_& module) {
   py::class_<BatchReference>(module, "BatchReference")
       .def(py::init([](uint32_t worker_index, uint64_t worker_incarnation, uint64_t reference) {
-             return BatchReference{worker_index, worker_incarnation, reference};
+             return BatchReference{{worker_incarnation, reference}, worker_index};
            }),
            py::arg("worker_index"), py::arg("worker_incarnation"), py::arg("reference"))
       .def_readonly("worker_index", &BatchReference::worker_index)

@@ -76,6 +76,12 @@ py::tuple StopTrace(uint64_t one_in) {
   return py::make_tuple(spans, recording.num_dropped);
 }
 
+py::object ValueOf(const Metric& metric) {
+  if (metric.is_ratio) return py::float_(metric.ratio);
+  if (metric.info.kind == MetricKind::kFlag) return py::bool_(metric.value != 0);
+  return py::int_(metric.value);
+}
+
 }  // namespace
 
 py::dict DurationsToDict(std::span<const DurationStats* const> durations) {
@@ -119,14 +125,20 @@ py::list SlotsToList(std::span<const worker::SlotStats> slots) {
   return list;
 }
 
-void AddRpcStats(const net::ServerStats& stats, py::dict* dict) {
-  (*dict)["rpc_num_requests"] = stats.num_requests;
-  (*dict)["rpc_num_failed"] = stats.num_failed;
-  (*dict)["rpc_num_received_bytes"] = stats.num_received_bytes;
-  (*dict)["rpc_num_sent_bytes"] = stats.num_sent_bytes;
-  (*dict)["rpc_num_connections"] = stats.num_connections;
-  (*dict)["rpc_num_running"] = stats.num_running;
-  (*dict)["rpc_num_in_line"] = stats.num_in_line;
+py::dict MetricsToDict(const Metrics& metrics) {
+  py::dict dict;
+  for (const Metric& metric : metrics) dict[metric.info.key] = ValueOf(metric);
+  return dict;
+}
+
+py::list MetricsToList(const Metrics& metrics) {
+  py::list list;
+  for (const Metric& metric : metrics) {
+    if (metric.info.name == nullptr) continue;
+    const bool is_counter = metric.info.kind == MetricKind::kCounter;
+    list.append(py::make_tuple(metric.info.name, is_counter, metric.info.help, ValueOf(metric)));
+  }
+  return list;
 }
 
 void BindMetrics(py::module_& module) {

@@ -51,6 +51,12 @@ class ServerRole {
     return engine_.get();
   }
 
+  StatusOr<Metrics> metrics() {
+    auto running = engine();
+    if (!running.ok()) return running.status();
+    return running.value()->metrics();
+  }
+
   checkpoint::Replica replica() const { return {options_.replica_index, options_.replica_size}; }
 
  private:
@@ -93,32 +99,6 @@ void Stop(ServerRole& self, double timeout_s) {
 
 uint64_t Incarnation(ServerRole& self) { return ValueOrRaise(self.engine())->incarnation(); }
 
-py::dict Stats(ServerRole& self) {
-  ParameterServer* engine = ValueOrRaise(self.engine());
-  const server::ServerStats stats = WithoutGil([&] { return engine->stats(); });
-  py::dict dict;
-  dict["num_updates"] = stats.num_updates;
-  dict["num_repeated_updates"] = stats.num_repeated_updates;
-  dict["max_staleness"] = stats.max_staleness;
-  dict["sum_staleness"] = stats.sum_staleness;
-  dict["num_rows"] = stats.store.num_rows;
-  dict["memory_bytes"] = stats.store.memory_bytes;
-  dict["num_missing_rows"] = stats.store.lookups.num_missing;
-  dict["num_inserted_rows"] = stats.store.lookups.num_inserted;
-  dict["num_unadmitted_rows"] = stats.store.lookups.num_unadmitted;
-  dict["num_evicted_rows"] = stats.store.lookups.num_evicted;
-  dict["num_expired_rows"] = stats.store.lookups.num_expired;
-  dict["num_small_rows"] = stats.store.lookups.num_small;
-  dict["num_updated_rows"] = stats.store.updates.num_updated;
-  dict["num_skipped_gradients"] = stats.store.updates.num_missing;
-  dict["num_nonfinite_rows"] = stats.store.updates.num_nonfinite;
-  dict["num_looked_up_rows"] = stats.num_looked_up_rows;
-  dict["last_missing_ratio"] = stats.last_missing_ratio;
-  dict["configured"] = stats.configured;
-  AddRpcStats(stats.rpc, &dict);
-  return dict;
-}
-
 py::dict Durations(ServerRole& self) {
   return DurationsToDict(ValueOrRaise(self.engine())->durations());
 }
@@ -135,8 +115,8 @@ void BindParameterServer(py::module_& module) {
       .def("mark_loaded", &MarkLoaded)
       .def("stop", &Stop, py::arg("timeout_s") = 10.0)
       .def_property_readonly("incarnation", &Incarnation)
-      .def("stats", &Stats)
       .def("durations", &Durations);
+  DefineMetrics(role, [](ServerRole& self) { return self.metrics(); });
   DefineStore(role, [](ServerRole& self) {
     return BoundStore{ValueOrRaise(self.engine())->embedding_store(), self.replica()};
   });

@@ -77,7 +77,7 @@ TEST(ClusterTest, RowsInFilesAreAskedForAheadAndChangeNothing) {
     EXPECT_TRUE(cluster.client().Configure(Adam(), false, Soon()).ok());
     auto history = TrainWithBatchesWaiting(
         cluster.client(), [&](auto batch) { return cluster.Register(batch); }, kNumSteps);
-    EXPECT_EQ(cluster.worker(0).stats().num_announced, 0u);
+    EXPECT_EQ(cluster.worker(0).metrics()["num_announced"], 0u);
     return history;
   }();
   constexpr uint64_t kCacheRows = 8;
@@ -86,7 +86,7 @@ TEST(ClusterTest, RowsInFilesAreAskedForAheadAndChangeNothing) {
   EXPECT_EQ(TrainWithBatchesWaiting(
                 cluster.client(), [&](auto batch) { return cluster.Register(batch); }, kNumSteps),
             in_memory);
-  EXPECT_GT(cluster.worker(0).stats().num_announced, 0u);
+  EXPECT_GT(cluster.worker(0).metrics()["num_announced"], 0u);
   const auto deadline = Soon();
   while (NumTold(cluster.server(0).embedding_store()) == 0) {
     ASSERT_LT(std::chrono::steady_clock::now(), deadline);
@@ -239,7 +239,7 @@ TEST(ClusterTest, EveryWorkerIsConfiguredAndServesItsOwnBatches) {
 
 TEST(ClusterTest, ThereIsNoWorkerPastTheLast) {
   Cluster cluster(1);
-  const BatchReference reference{1, 2, 3};
+  const BatchReference reference{{2, 3}, 1};
   EXPECT_EQ(cluster.client().Lookup(reference, true, Soon()).status().code(),
             StatusCode::kInvalidArgument);
   EXPECT_EQ(cluster.client().Release(reference, Soon()).code(), StatusCode::kInvalidArgument);
@@ -259,11 +259,11 @@ TEST(ClusterTest, ConcurrentTrainersLeaveNothingBehind) {
     });
   }
   for (std::thread& trainer : trainers) trainer.join();
-  const worker::WorkerStats stats = cluster.worker(0).stats();
-  EXPECT_EQ(stats.num_registered, 20u);
-  EXPECT_EQ(stats.num_returned, 20u);
-  EXPECT_EQ(stats.num_in_flight, 0u);
-  EXPECT_EQ(stats.num_buffered, 0u);
+  const Metrics stats = cluster.worker(0).metrics();
+  EXPECT_EQ(stats["num_registered"], 20u);
+  EXPECT_EQ(stats["num_returned"], 20u);
+  EXPECT_EQ(stats["num_in_flight"], 0u);
+  EXPECT_EQ(stats["num_buffered"], 0u);
 }
 
 }  // namespace

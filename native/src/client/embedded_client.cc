@@ -1,96 +1,147 @@
-#include <cstring>
+#include <algorithm>
+#include <cmath>
 #include <memory>
 #include <utility>
 #include <vector>
 
-#include "client/embedded_rows.h"
 #include "client/embedding_client.h"
+#include "server/parameter_server.h"
 
 namespace persia::client {
 namespace {
 
-// One copy stands where a cluster has a network: the embeddings are decoded from a Buffer of their
-// own, whatever parts the worker made them of.
-Buffer Gather(const net::Parts& parts) {
-  Buffer bytes(parts.size_bytes());
-  size_t position = 0;
-  for (const auto& view : parts.views) {
-    if (view.empty()) continue;
-    std::memcpy(bytes.data() + position, view.data(), view.size());
-    position += view.size();
-  }
-  return bytes;
-}
+using server::ParameterServer;
+using worker::ServerBlocks;
 
-StatusOr<LookupResult> Decode(const StatusOr<net::Parts>& embeddings) {
-  if (!embeddings.ok()) return embeddings.status();
-  return DecodeEmbeddings(0, Gather(embeddings.value()));
-}
-
-worker::Reference ToReference(const BatchReference& reference) {
-  return {reference.worker_incarnation, reference.reference};
-}
-
-// Deadlines are passed on to the worker, who waits for batches that are being worked on.
-class InProcessClient final : public EmbeddedClient {
+// A parameter server in this process as a RowService: its rules without its RPC, so that nothing
+// trains differently than in a cluster. Thread-safe. A call that has begun is not interrupted; one
+// whose deadline has passed is not begun.
+class EmbeddedRows final : public worker::RowService {
  public:
-  InProcessClient(std::shared_ptr<EmbeddedRows> rows,
-                  std::unique_ptr<worker::EmbeddingWorker> worker)
-      : rows_(std::move(rows)), worker_(std::move(worker)) {}
+  explicit EmbeddedRows(std::unique_ptr<ParameterServer> server) : server_(std::move(server)) {}
 
-  StatusOr<BatchReference> Register(uint32_t loader_index,
-                                    std::span<const std::byte> id_features) override {
-    auto reference = worker_->Register(loader_index, id_features);
-    if (!reference.ok()) return reference.status();
-    return BatchReference{0, reference->incarnation, reference->counter};
-  }
+  store::EmbeddingStore& store() { return server_->embedding_store(); }
+
+  uint32_t num_servers() const override { return 1; }
   Status Configure(const TrainConfig& config, bool replace, Deadline deadline) override {
-    return worker_->Configure(config, replace, deadline);
+    PERSIA_RETURN_IF_ERROR(CheckDeadline(deadline));
+    return store().Configure(config, replace);
   }
-  StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
-                                Deadline deadline, LookupParts parts) override {
-    return Decode(worker_->Lookup(ToReference(reference), requires_grad, deadline, parts));
+  StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests, bool train,
+                                           Deadline deadline) override {
+    PERSIA_RETURN_IF_ERROR(CheckDeadline(deadline));
+    std::vector<ServerRows> answers(1);
+    // Like a server that is not asked: staleness does not count from a lookup of nothing.
+    if (requests[0].signs.empty()) return answers;
+    auto answer = server_->Lookup({train, requests[0].view()});
+    if (!answer.ok()) return answer.status();
+    answers[0] = std::move(answer).value();
+    return answers;
   }
-  StatusOr<LookupResult> LookupDirect(uint32_t, std::span<const std::byte> id_features,
-                                      bool requires_grad, Deadline deadline,
-                                      LookupParts parts) override {
-    return Decode(worker_->LookupDirect(id_features, requires_grad, deadline, parts));
+  worker::HintReport Prefetch(std::span<const ServerBlocks> requests) override {
+    store().Prefetch(requests[0].signs);  // which counts what it drops
+    return {.num_signs = requests[0].signs.size()};
   }
-  StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,
-                                         std::span<const SlotGradient> gradients,
-                                         Deadline deadline) override {
-    return worker_->ReturnGradients(ToReference(reference), scale, gradients, deadline);
+  bool WantsPrefetch() override { return store().WantsPrefetch(); }
+  // The worker repeats an update only when it was not applied, so its key is not remembered here.
+  StatusOr<std::vector<UpdateResult>> Update(std::span<const UpdateRowsRequest> requests,
+                                             Deadline deadline) override {
+    PERSIA_RETURN_IF_ERROR(CheckDeadline(deadline));
+    auto result = server_->Update(requests[0]);
+    if (!result.ok()) return result.status();
+    return std::vector<UpdateResult>{*result};
   }
-  Status Release(const BatchReference& reference, Deadline) override {
-    return worker_->Release(ToReference(reference));
+  Status SetRows(std::span<const SetRowsRequest> requests, Deadline deadline) override {
+    PERSIA_RETURN_IF_ERROR(CheckDeadline(deadline));
+    if (!std::ranges::all_of(requests[0].rows, [](float x) { return std::isfinite(x); })) {
+      return InvalidArgument("rows: some values are NaN or infinite; set finite ones");
+    }
+    return server_->SetRows(requests[0]);
   }
-  Status SetEmbeddings(uint32_t dim, std::span<const uint64_t> signs, std::span<const float> rows,
-                       Deadline deadline) override {
-    const worker::ServerBlocks::Block block{dim, static_cast<uint32_t>(signs.size())};
-    return worker_->SetEmbeddings(std::span(&block, 1), signs, rows, deadline);
+  Status Clear(Deadline deadline) override {
+    PERSIA_RETURN_IF_ERROR(CheckDeadline(deadline));
+    store().Clear();
+    return Status::Ok();
   }
-  Status Clear(Deadline deadline) override { return worker_->Clear(deadline); }
   StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline) override {
-    return worker_->Sizes(deadline);
+    PERSIA_RETURN_IF_ERROR(CheckDeadline(deadline));
+    return std::vector<uint64_t>{store().size()};
   }
-  store::EmbeddingStore& embedding_store() override { return rows_->embedding_store(); }
 
  private:
-  const std::shared_ptr<EmbeddedRows> rows_;
-  const std::unique_ptr<worker::EmbeddingWorker> worker_;
+  static Status CheckDeadline(Deadline deadline) {
+    if (std::chrono::steady_clock::now() < deadline) return Status::Ok();
+    return DeadlineExceeded("embedded store: the deadline has passed before the call began");
+  }
+
+  const std::unique_ptr<ParameterServer> server_;
 };
+
+StatusOr<LookupResult> Decode(StatusOr<Buffer> embeddings) {
+  if (!embeddings.ok()) return embeddings.status();
+  return DecodeEmbeddings(0, std::move(embeddings).value());
+}
 
 }  // namespace
 
 StatusOr<std::shared_ptr<EmbeddedClient>> EmbeddedClient::Create(
     worker::WorkerOptions options, store::EmbeddingStore::Options store,
     const std::optional<store::TierOptions>& tier) {
-  auto rows = EmbeddedRows::Create(store, tier);
-  if (!rows.ok()) return rows.status();
-  auto worker = worker::EmbeddingWorker::Create(std::move(options), rows.value());
+  ParameterServer::Options server_options;
+  server_options.store = store;
+  server_options.tier = tier;
+  auto server = ParameterServer::Create(server_options);
+  if (!server.ok()) return server.status();
+  const auto rows = std::make_shared<EmbeddedRows>(std::move(server).value());
+  auto worker = worker::EmbeddingWorker::Create(std::move(options), rows);
   if (!worker.ok()) return worker.status();
   return std::shared_ptr<EmbeddedClient>(
-      std::make_shared<InProcessClient>(std::move(rows).value(), std::move(worker).value()));
+      new EmbeddedClient(std::move(worker).value(), rows->store()));
+}
+
+StatusOr<BatchReference> EmbeddedClient::Register(uint32_t loader_index,
+                                                  std::span<const std::byte> id_features) {
+  auto key = worker_->Register(loader_index, id_features);
+  if (!key.ok()) return key.status();
+  return BatchReference{*key, 0};
+}
+
+Status EmbeddedClient::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
+  return worker_->Configure(config, replace, deadline);
+}
+
+StatusOr<LookupResult> EmbeddedClient::Lookup(const BatchReference& reference, bool requires_grad,
+                                              Deadline deadline, StageMask stages) {
+  return Decode(worker_->Lookup(reference, requires_grad, deadline, stages));
+}
+
+StatusOr<LookupResult> EmbeddedClient::LookupDirect(uint32_t,
+                                                    std::span<const std::byte> id_features,
+                                                    bool requires_grad, Deadline deadline,
+                                                    StageMask stages) {
+  return Decode(worker_->LookupDirect(id_features, requires_grad, deadline, stages));
+}
+
+StatusOr<ReturnReport> EmbeddedClient::ReturnGradients(const BatchReference& reference, float scale,
+                                                       std::span<const SlotGradient> gradients,
+                                                       Deadline deadline) {
+  return worker_->ReturnGradients(reference, scale, gradients, deadline);
+}
+
+Status EmbeddedClient::Release(const BatchReference& reference, Deadline) {
+  return worker_->Release(reference);
+}
+
+Status EmbeddedClient::SetEmbeddings(uint32_t dim, std::span<const uint64_t> signs,
+                                     std::span<const float> rows, Deadline deadline) {
+  const SignBlock block{dim, static_cast<uint32_t>(signs.size())};
+  return worker_->SetEmbeddings({{&block, 1}, signs}, rows, deadline);
+}
+
+Status EmbeddedClient::Clear(Deadline deadline) { return worker_->Clear(deadline); }
+
+StatusOr<std::vector<uint64_t>> EmbeddedClient::Sizes(Deadline deadline) {
+  return worker_->Sizes(deadline);
 }
 
 }  // namespace persia::client

@@ -58,11 +58,11 @@ TEST(EmbeddedClientTest, StalenessCountsTheUpdatesInBetween) {
       1u);
 }
 
-// Slots 0 to 3 are in the parts 1, 0, 2, 0.
-std::shared_ptr<EmbeddedClient> MakeClientWithParts() {
+// Slots 0 to 3 are in the stages 1, 0, 2, 0.
+std::shared_ptr<EmbeddedClient> MakeClientWithStages() {
   worker::WorkerOptions options = testing::Slots();
-  options.slots[0].part = 1;
-  options.slots[2].part = 2;
+  options.slots[0].stage = 1;
+  options.slots[2].stage = 2;
   return Must(EmbeddedClient::Create(options, testing::StoreOptions()));
 }
 
@@ -70,8 +70,8 @@ std::vector<float> RowsOf(const SlotEmbedding& slot) {
   return {slot.rows, slot.rows + size_t{slot.num_rows} * slot.dim};
 }
 
-TEST(EmbeddedClientTest, ItsPartsAreTheBatch) {
-  const auto client = MakeClientWithParts();
+TEST(EmbeddedClientTest, ItsStagesAreTheBatch) {
+  const auto client = MakeClientWithStages();
   ASSERT_TRUE(client->Configure(Adam(), false, Soon()).ok());
   const auto first = Must(client->LookupDirect(0, Batch(0), true, Soon(), 1));
   const auto others = Must(client->Lookup(first.reference, true, Soon(), 2 | 4));
@@ -88,7 +88,7 @@ TEST(EmbeddedClientTest, ItsPartsAreTheBatch) {
 }
 
 TEST(EmbeddedClientTest, EachPartHasAStalenessOfItsOwn) {
-  const auto client = MakeClientWithParts();
+  const auto client = MakeClientWithStages();
   ASSERT_TRUE(client->Configure(Adam(), false, Soon()).ok());
   const auto slow = Must(client->LookupDirect(0, Batch(0), true, Soon(), 1));
   const auto update = [&](uint32_t step) {
@@ -108,16 +108,16 @@ TEST(EmbeddedClientTest, EachPartHasAStalenessOfItsOwn) {
   const auto report = Must(client->ReturnGradients(slow.reference, 1.0f, gradients.slots, Soon()));
   EXPECT_EQ(report.update.staleness, 4u);
   ASSERT_EQ(report.lookups.size(), 3u);
-  const uint32_t parts[] = {1, 4, 2};  // in the order of their lookups
+  const uint32_t stages[] = {1, 4, 2};  // in the order of their lookups
   const uint64_t staleness[] = {4, 3, 1};
   for (size_t i = 0; i < 3; ++i) {
-    EXPECT_EQ(report.lookups[i].parts, parts[i]);
+    EXPECT_EQ(report.lookups[i].stages, stages[i]);
     EXPECT_EQ(report.lookups[i].staleness, staleness[i]);
   }
 }
 
-TEST(EmbeddedClientTest, ALookupOfAllTakesThePlaceOfThoseOfItsParts) {
-  const auto client = MakeClientWithParts();
+TEST(EmbeddedClientTest, ALookupOfAllTakesThePlaceOfThoseOfItsStages) {
+  const auto client = MakeClientWithStages();
   ASSERT_TRUE(client->Configure(Adam(), false, Soon()).ok());
   const auto first = Must(client->LookupDirect(0, Batch(0), true, Soon(), 1));
   Must(client->Lookup(first.reference, true, Soon(), 2));
@@ -125,11 +125,11 @@ TEST(EmbeddedClientTest, ALookupOfAllTakesThePlaceOfThoseOfItsParts) {
   const Gradients gradients(all);
   const auto report = Must(client->ReturnGradients(all.reference, 1.0f, gradients.slots, Soon()));
   ASSERT_EQ(report.lookups.size(), 1u);
-  EXPECT_EQ(report.lookups[0].parts, ~0u);
+  EXPECT_EQ(report.lookups[0].stages, ~0u);
 }
 
-TEST(EmbeddedClientTest, PartsAreForTraining) {
-  const auto client = MakeClientWithParts();
+TEST(EmbeddedClientTest, StagesAreForTraining) {
+  const auto client = MakeClientWithStages();
   EXPECT_EQ(client->LookupDirect(0, Batch(0), false, Soon(), 1).status().code(),
             StatusCode::kInvalidArgument);
 }

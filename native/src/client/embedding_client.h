@@ -1,8 +1,8 @@
-// EmbeddingClient: what an NN worker, an evaluation or
-// an inference process needs of the embedding workers.
+// EmbeddingClient: what an NN worker, an evaluation or an inference process needs of the embedding
+// workers.
 //
 // Two implementations behind one interface: RemoteClient calls embedding workers over RPC,
-// EmbeddedClient holds the worker and the store in this process. Scripts, contexts and tests do not
+// EmbeddedClient has the worker and the store in this process. Scripts, contexts and tests do not
 // know which one they have.
 #pragma once
 
@@ -12,37 +12,37 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/buffer.h"
 #include "base/duration_stats.h"
 #include "base/status.h"
 #include "base/train_config.h"
-#include "net/rpc_stats.h"
+#include "client/worker_channels.h"
 #include "store/embedding_store.h"
 #include "worker/embedding_worker.h"
 #include "worker/wire_floats.h"
+#include "worker/worker_protocol.h"
 
 namespace persia::client {
 
 using worker::Deadline;
-using worker::kAllParts;
-using worker::LookupParts;
+using worker::kAllStages;
 using worker::ReturnReport;
 using worker::SlotGradient;
+using worker::StageMask;
 
-// A batch that an embedding worker holds.
-struct BatchReference {
+// A batch, and which embedding worker holds it.
+struct BatchReference : BatchKey {
   uint32_t worker_index = 0;
-  uint64_t worker_incarnation = 0;
-  uint64_t reference = 0;
 };
 
 // One slot's embeddings, in place inside the memory of the LookupResult.
 struct SlotEmbedding {
   std::string name;
   bool raw = false;
-  bool absent = false;  // of a part that was not asked for: no rows
+  bool absent = false;  // of a stage that was not asked for: no rows
   uint32_t dim = 0;
   uint32_t num_rows = 0;
   uint32_t sample_fixed_size = 0;
@@ -69,23 +69,14 @@ class EmbeddingClient {
   virtual ~EmbeddingClient() = default;
 
   virtual Status Configure(const TrainConfig& config, bool replace, Deadline deadline) = 0;
-  // Parts: see EmbeddingWorker. Slots of other parts are absent from the result.
+  // Stages: see EmbeddingWorker. Slots of other stages are absent from the result.
   virtual StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
-                                        Deadline deadline, LookupParts parts) = 0;
+                                        Deadline deadline, StageMask stages = kAllStages) = 0;
   // `worker_index` is taken modulo the number of workers.
   virtual StatusOr<LookupResult> LookupDirect(uint32_t worker_index,
                                               std::span<const std::byte> id_features,
                                               bool requires_grad, Deadline deadline,
-                                              LookupParts parts) = 0;
-  // All slots.
-  StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
-                                Deadline deadline) {
-    return Lookup(reference, requires_grad, deadline, kAllParts);
-  }
-  StatusOr<LookupResult> LookupDirect(uint32_t worker_index, std::span<const std::byte> id_features,
-                                      bool requires_grad, Deadline deadline) {
-    return LookupDirect(worker_index, id_features, requires_grad, deadline, kAllParts);
-  }
+                                              StageMask stages = kAllStages) = 0;
   virtual StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,
                                                  std::span<const SlotGradient> gradients,
                                                  Deadline deadline) = 0;
@@ -97,35 +88,98 @@ class EmbeddingClient {
   virtual StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline) = 0;
 };
 
-class RemoteClient : public EmbeddingClient {
+// Batches go to the worker that holds them. What concerns the servers goes through one worker,
+// because each reaches all servers. The configuration goes to every worker, because each configures
+// servers that restart.
+class RemoteClient final : public EmbeddingClient {
  public:
-  // `num_workers` embedding workers to begin with; each must get its
-  // address by SetWorker before calls to it go through.
-  // Embeddings and gradients travel as `dtype`.
+  // `num_workers` embedding workers to begin with; each must get its address by SetWorker before
+  // calls to it go through. Embeddings and gradients travel as `dtype`.
   static StatusOr<std::shared_ptr<RemoteClient>> Create(
       uint32_t num_workers, worker::WireDtype dtype = worker::WireDtype::kFloat32);
-  // The worker's address from now on. An index beyond those known adds a worker.
-  virtual Status SetWorker(uint32_t index, const std::string& address) = 0;
+
+  // Sets the worker's address from now on. An index beyond those known adds a worker.
+  Status SetWorker(uint32_t index, const std::string& address) {
+    return workers_.Set(index, address);
+  }
+  // Asks the worker for nothing but the batches that it holds, until SetWorker.
+  void RetireWorker(uint32_t index) { workers_.Retire(index); }
   // Of the channel to each worker.
-  virtual std::vector<net::ChannelStats> channel_stats() const = 0;
+  std::vector<net::ChannelStats> channel_stats() const;
   // The phases of the calls; as long as the client lives.
-  virtual std::vector<const DurationStats*> durations() const = 0;
-  // Nothing more is asked of the worker but what concerns the batches that it holds; until
-  // SetWorker.
-  virtual void RetireWorker(uint32_t index) = 0;
+  std::vector<const DurationStats*> durations() const {
+    return {&lookup_times_, &decode_times_, &return_times_};
+  }
+
+  Status Configure(const TrainConfig& config, bool replace, Deadline deadline) override;
+  StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
+                                Deadline deadline, StageMask stages = kAllStages) override;
+  StatusOr<LookupResult> LookupDirect(uint32_t worker_index, std::span<const std::byte> id_features,
+                                      bool requires_grad, Deadline deadline,
+                                      StageMask stages = kAllStages) override;
+  StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,
+                                         std::span<const SlotGradient> gradients,
+                                         Deadline deadline) override;
+  Status Release(const BatchReference& reference, Deadline deadline) override;
+  Status SetEmbeddings(uint32_t dim, std::span<const uint64_t> signs, std::span<const float> rows,
+                       Deadline deadline) override;
+  Status Clear(Deadline deadline) override;
+  StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline) override;
+
+ private:
+  RemoteClient(uint32_t num_workers, worker::WireDtype dtype)
+      : dtype_(dtype), workers_(num_workers) {}
+
+  // The worker for what concerns the servers.
+  net::Channel& AnyWorker() const { return *workers_.Active().front().second; }
+  template <typename Request>
+  StatusOr<LookupResult> CallForEmbeddings(uint32_t worker, const Method<Request, Buffer>& method,
+                                           const Request& request, Deadline deadline);
+  worker::LookupOptions Options(bool requires_grad, StageMask stages) const {
+    return {requires_grad, static_cast<uint32_t>(dtype_), stages};
+  }
+
+  const worker::WireDtype dtype_;
+  DurationStats lookup_times_{"client lookup"};
+  DurationStats decode_times_{"client decode"};
+  DurationStats return_times_{"client return gradients"};
+  WorkerChannels workers_;
 };
 
 // Worker and store in this process; several may live side by side and share nothing. Also takes
 // batches the way a loader sends them.
-class EmbeddedClient : public EmbeddingClient {
+class EmbeddedClient final : public EmbeddingClient {
  public:
   static StatusOr<std::shared_ptr<EmbeddedClient>> Create(
       worker::WorkerOptions options, store::EmbeddingStore::Options store,
       const std::optional<store::TierOptions>& tier = std::nullopt);
-  virtual StatusOr<BatchReference> Register(uint32_t loader_index,
-                                            std::span<const std::byte> id_features) = 0;
+
+  StatusOr<BatchReference> Register(uint32_t loader_index, std::span<const std::byte> id_features);
   // For snapshots and loading.
-  virtual store::EmbeddingStore& embedding_store() = 0;
+  store::EmbeddingStore& embedding_store() { return store_; }
+
+  // Deadlines are passed on to the worker, which waits for batches that are being worked on.
+  Status Configure(const TrainConfig& config, bool replace, Deadline deadline) override;
+  StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
+                                Deadline deadline, StageMask stages = kAllStages) override;
+  StatusOr<LookupResult> LookupDirect(uint32_t worker_index, std::span<const std::byte> id_features,
+                                      bool requires_grad, Deadline deadline,
+                                      StageMask stages = kAllStages) override;
+  StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,
+                                         std::span<const SlotGradient> gradients,
+                                         Deadline deadline) override;
+  Status Release(const BatchReference& reference, Deadline deadline) override;
+  Status SetEmbeddings(uint32_t dim, std::span<const uint64_t> signs, std::span<const float> rows,
+                       Deadline deadline) override;
+  Status Clear(Deadline deadline) override;
+  StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline) override;
+
+ private:
+  EmbeddedClient(std::unique_ptr<worker::EmbeddingWorker> worker, store::EmbeddingStore& store)
+      : worker_(std::move(worker)), store_(store) {}
+
+  const std::unique_ptr<worker::EmbeddingWorker> worker_;  // owns the store's owner
+  store::EmbeddingStore& store_;
 };
 
 }  // namespace persia::client

@@ -16,7 +16,7 @@
 #include "base/id_features.h"
 #include "client/embedding_client.h"
 #include "server/parameter_server.h"
-#include "worker/remote_rows.h"
+#include "worker/row_service.h"
 #include "worker/worker_service.h"
 
 namespace persia::client::testing {
@@ -201,8 +201,7 @@ class Cluster {
   server::ParameterServer& server(uint32_t index) { return *servers_[index]; }
   // As a loader does it over NATS.
   BatchReference Register(std::span<const std::byte> batch, uint32_t worker_index = 0) {
-    const auto reference = Must(workers_[worker_index]->Register(0, batch));
-    return {worker_index, reference.incarnation, reference.counter};
+    return {Must(workers_[worker_index]->Register(0, batch)), worker_index};
   }
 
  private:

@@ -5,36 +5,56 @@
 
 namespace persia::net {
 
-bool ByteBudget::Acquire(uint64_t bytes, std::function<void()> granted) {
-  std::lock_guard lock(mutex_);
-  if (waiters_.empty() && Fits(bytes)) {
-    held_ += bytes;
-    return true;
+bool ByteBudget::Take(uint64_t bytes, bool is_next, ByteLease* lease) {
+  const bool fits = held_ <= limit_bytes_ && bytes <= limit_bytes_ - held_;
+  if (!(fits && is_next) && held_ > 0 && !lease->overdraws_) {
+    // The overdraft is for a body that has begun.
+    if (overdrawn_ || lease->bytes_ == 0) return false;
+    overdrawn_ = lease->overdraws_ = true;
   }
-  waiters_.push_back({bytes, std::move(granted)});
+  held_ += bytes;
+  lease->budget_ = this;
+  lease->bytes_ += bytes;
+  return true;
+}
+
+bool ByteBudget::Acquire(uint64_t bytes, ByteLease* lease, Granted granted) {
+  std::lock_guard lock(mutex_);
+  if (Take(bytes, waiters_.empty(), lease)) return true;
+  waiters_.push_back({bytes, std::move(*lease), std::move(granted)});
   return false;
 }
 
-void ByteBudget::Release(uint64_t bytes) {
-  std::vector<std::function<void()>> granted;
+void ByteBudget::Release(uint64_t bytes, bool overdraws) {
+  std::vector<Waiter> granted;
   {
     std::lock_guard lock(mutex_);
     held_ -= bytes;
-    while (!waiters_.empty() && Fits(waiters_.front().bytes)) {
-      held_ += waiters_.front().bytes;
-      granted.push_back(std::move(waiters_.front().granted));
-      waiters_.pop_front();
+    if (overdraws) overdrawn_ = false;
+    // Those behind the first that does not fit may still get the overdraft.
+    bool is_next = true;
+    for (auto waiter = waiters_.begin(); waiter != waiters_.end();) {
+      if (Take(waiter->bytes, is_next, &waiter->lease)) {
+        granted.push_back(std::move(*waiter));
+        waiter = waiters_.erase(waiter);
+      } else {
+        is_next = false;
+        ++waiter;
+      }
     }
   }
-  // Outside the lock: a grant may be given back at once.
-  for (const auto& run : granted) run();
+  // Outside the lock: a grant may be released at once.
+  for (Waiter& waiter : granted) waiter.granted(std::move(waiter.lease));
 }
 
 void ByteBudget::DropWaiters() {
-  // Destroyed outside the lock: a waiter may own the last reference to its connection.
+  // Destroyed outside the lock: a waiter has a lease, and may own the last reference to its
+  // connection.
   std::deque<Waiter> dropped;
-  std::lock_guard lock(mutex_);
-  dropped.swap(waiters_);
+  {
+    std::lock_guard lock(mutex_);
+    dropped.swap(waiters_);
+  }
 }
 
 }  // namespace persia::net

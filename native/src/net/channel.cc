@@ -65,20 +65,21 @@ class Channel::Impl : public std::enable_shared_from_this<Impl>, public ClientCo
   void Close();
   void Shutdown();
   void SetAddress(const std::string& address);
-  StatusOr<Buffer> Call(Method method, const Parts& parts, Clock::time_point deadline);
-  void CallAsync(Method method, Parts parts, Clock::time_point deadline, Done done);
+  StatusOr<Buffer> Call(const MethodId& method, const Segments& segments,
+                        Clock::time_point deadline);
+  void CallAsync(const MethodId& method, Segments segments, Clock::time_point deadline, Done done);
   ChannelStats stats() const;
 
  private:
   enum class State {
     kWaiting,     // for a connection, or for its turn on it
-    kWriting,     // its parts are being read by the socket
+    kWriting,     // its segments are being read by the socket
     kSent,        // for its reply
     kBackingOff,  // the peer answered kUnavailable
   };
   struct PendingCall {
-    const Method method;
-    const Parts parts;
+    const MethodId method;
+    const Segments segments;
     const Clock::time_point deadline;
     const bool async;
     const Done done;
@@ -216,13 +217,14 @@ void Channel::Impl::SetAddress(const std::string& address) {
   Post([this, address] { ChangeAddress(address); });
 }
 
-void Channel::Impl::CallAsync(Method method, Parts parts, Clock::time_point deadline, Done done) {
+void Channel::Impl::CallAsync(const MethodId& method, Segments segments, Clock::time_point deadline,
+                              Done done) {
   PendingCallPtr call(
-      new PendingCall{method, std::move(parts), deadline, /*async=*/true, std::move(done)});
+      new PendingCall{method, std::move(segments), deadline, /*async=*/true, std::move(done)});
   Post([this, call = std::move(call)]() mutable { SubmitAsync(std::move(call)); });
 }
 
-StatusOr<Buffer> Channel::Impl::Call(Method method, const Parts& parts,
+StatusOr<Buffer> Channel::Impl::Call(const MethodId& method, const Segments& segments,
                                      Clock::time_point deadline) {
   if (OnOwnThread()) {
     return Internal(options_.peer + ": Call() from a callback of its own channel waits for itself");
@@ -233,7 +235,7 @@ StatusOr<Buffer> Channel::Impl::Call(Method method, const Parts& parts,
     caller.answer.emplace(std::move(result));
     caller.wakes.notify_one();  // under the lock: the condition variable ends with the call
   };
-  PendingCallPtr call(new PendingCall{method, parts, deadline, /*async=*/false, done});
+  PendingCallPtr call(new PendingCall{method, segments, deadline, /*async=*/false, done});
   Lock lock(lead_mutex_);
   blocked_.push_back(&caller);
   bool leads = TakeLead();
@@ -326,7 +328,7 @@ void Channel::Impl::Submit(PendingCallPtr call) {
   num_calls_.fetch_add(1, std::memory_order_relaxed);
   if (pending.async) ++num_async_;
   if (closed_) return Complete(id, Unavailable(Name() + ": the channel was closed"));
-  const uint64_t size_bytes = pending.parts.size_bytes();
+  const uint64_t size_bytes = pending.segments.size_bytes();
   if (size_bytes > options_.max_body_bytes) {
     return Complete(
         id, InvalidArgument(Name() + ": a request of " + std::to_string(size_bytes) +
@@ -361,13 +363,13 @@ void Channel::Impl::WriteNext() {
   waiting_.erase(waiting_.begin());
   PendingCall& call = *calls_[id];
   FrameHeader header;
-  header.method = static_cast<uint8_t>(call.method);
+  header.method = call.method.number;
   header.request_id = id;
   header.deadline_ms = MillisecondsUntil(call.deadline);
   header.batch = call.batch;
-  num_sent_bytes_.fetch_add(call.parts.size_bytes(), std::memory_order_relaxed);
+  num_sent_bytes_.fetch_add(call.segments.size_bytes(), std::memory_order_relaxed);
   if (call.num_writes++ > 0) num_retries_.fetch_add(1, std::memory_order_relaxed);
-  if (connection_->Write(header, call.parts)) {
+  if (connection_->Write(header, call.segments)) {
     call.state = State::kSent;
   } else {
     call.state = State::kWriting;
@@ -382,7 +384,7 @@ void Channel::Impl::Complete(uint64_t id, StatusOr<Buffer> result) {
   num_completed_.fetch_add(1, std::memory_order_relaxed);
   call_times_.Record(node.mapped()->begin, Clock::now(), /*reference=*/0,
                      TracedBatch::IdOf(node.mapped()->batch));
-  // Destroyed with `node`: a timer (cancelled) and what the parts own.
+  // Destroyed with `node`: a timer (cancelled) and what the segments own.
   node.mapped()->done(std::move(result));
 }
 
@@ -412,7 +414,7 @@ void Channel::Impl::OnDeadlineTimer() {
   if (next != Clock::time_point::max()) WatchDeadline(next);
   for (auto& [id, status] : ended) {
     // Half a frame is out, and its bytes belong to the caller, who takes them back now: the stream
-    // cannot go on. The other calls are repeated on a new connection.
+    // cannot continue. The other calls are repeated on a new connection.
     if (calls_[id]->state == State::kWriting) CloseConnection();
     Complete(id, std::move(status));
   }
@@ -425,7 +427,7 @@ void Channel::Impl::OnDeadlineTimer() {
 Status Channel::Impl::DeadlineStatus(const PendingCall& call) const {
   if (!call.refusal.empty()) return Unavailable(Name() + ": " + call.refusal);
   if (connected_ && last_failure_.empty()) {
-    return DeadlineExceeded(Name() + ": no answer to " + std::string(MethodName(call.method)) +
+    return DeadlineExceeded(Name() + ": no answer to " + std::string(call.method.name) +
                             " within its deadline");
   }
   if (address_.empty()) return Unavailable(Name() + ": its address is not known yet");
@@ -504,7 +506,7 @@ void Channel::Impl::OnReply(const FrameHeader& header, Buffer body) {
   if (found == calls_.end()) return;  // its deadline came first
   PendingCall& call = *found->second;
   if (call.state == State::kWriting) {
-    // The socket may still read the parts, which belong
+    // The socket may still read the segments, which belong
     // to the caller again once the call completes.
     call.early_reply.emplace(header, std::move(body));
     return;
@@ -559,7 +561,8 @@ ChannelStats Channel::Impl::stats() const {
 
 // ---- Channel
 
-Channel::Channel(Options options) : impl_(std::make_shared<Impl>(std::move(options))) {
+Channel::Channel(Options options)
+    : peer_(options.peer), impl_(std::make_shared<Impl>(std::move(options))) {
   impl_->Start();
 }
 
@@ -571,12 +574,14 @@ void Channel::Close() { impl_->Close(); }
 
 ChannelStats Channel::stats() const { return impl_->stats(); }
 
-void Channel::CallAsync(Method method, Parts parts, Clock::time_point deadline, Done done) {
-  impl_->CallAsync(method, std::move(parts), deadline, std::move(done));
+void Channel::CallAsync(const MethodId& method, Segments segments, Clock::time_point deadline,
+                        Done done) {
+  impl_->CallAsync(method, std::move(segments), deadline, std::move(done));
 }
 
-StatusOr<Buffer> Channel::Call(Method method, const Parts& parts, Clock::time_point deadline) {
-  return impl_->Call(method, parts, deadline);
+StatusOr<Buffer> Channel::Call(const MethodId& method, const Segments& segments,
+                               Clock::time_point deadline) {
+  return impl_->Call(method, segments, deadline);
 }
 
 }  // namespace persia::net

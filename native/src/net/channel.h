@@ -16,9 +16,7 @@
 
 #include "base/buffer.h"
 #include "base/status.h"
-#include "net/message.h"
-#include "net/rpc_stats.h"
-#include "net/server.h"
+#include "net/types.h"
 
 namespace persia::net {
 
@@ -39,20 +37,25 @@ class Channel {
   // Fails with kUnavailable what is pending and every later call. From any thread; does not wait.
   void Close();
 
-  // Sends the parts as one frame and waits for the answer's body. `parts` must stay as they are
-  // until it returns.
-  StatusOr<Buffer> Call(Method method, const Parts& parts, Clock::time_point deadline);
+  // Sends the segments as one frame and waits for the answer's body. `segments` must stay as they
+  // are until it returns.
+  StatusOr<Buffer> Call(const MethodId& method, const Segments& segments,
+                        Clock::time_point deadline);
 
   // The same without blocking the caller, for fan-out:
   // `done` runs exactly once, on the channel's own thread, and must not block for long.
-  void CallAsync(Method method, Parts parts, Clock::time_point deadline,
+  void CallAsync(const MethodId& method, Segments segments, Clock::time_point deadline,
                  std::function<void(StatusOr<Buffer>)> done);
 
   ChannelStats stats() const;
+  const std::string& peer() const { return peer_; }
 
  private:
+  // Asio stays out of this header. The channel's thread owns the Impl too, so that a callback may
+  // destroy the channel.
   class Impl;
-  std::shared_ptr<Impl> impl_;
+  const std::string peer_;
+  const std::shared_ptr<Impl> impl_;
 };
 
 }  // namespace persia::net

@@ -22,17 +22,17 @@ using Result = StatusOr<Buffer>;
 
 std::unique_ptr<Server> EchoServer(uint16_t* port, Server::Options options = {}) {
   auto server = std::make_unique<Server>(options);
-  server->Handle(Method::kPing, Echo);
+  server->Handle(kEcho, Echo);
   auto started = server->Start();
   EXPECT_TRUE(started.ok()) << started.status().ToString();
   *port = started.ok() ? *started : 0;
   return server;
 }
 
-std::future<Result> Async(Channel& channel, Parts parts, Clock::time_point deadline) {
+std::future<Result> Async(Channel& channel, Segments segments, Clock::time_point deadline) {
   auto promise = std::make_shared<std::promise<Result>>();
   auto future = promise->get_future();
-  channel.CallAsync(Method::kPing, std::move(parts), deadline,
+  channel.CallAsync(kEcho, std::move(segments), deadline,
                     [promise](Result result) { promise->set_value(std::move(result)); });
   return future;
 }
@@ -51,7 +51,7 @@ TEST(ChannelTest, EchoesBodiesOfAllSizes) {
   channel.SetAddress(Loopback(port));
   for (const size_t size : {0, 1, 7, 64, 4095, 4096, 65537, 1 << 20, 8 << 20}) {
     const auto body = Pattern(size, size);
-    auto reply = channel.Call(Method::kPing, PartsOf(body), Soon());
+    auto reply = channel.Call(kEcho, SegmentsOf(body), Soon());
     ASSERT_TRUE(reply.ok()) << size << ": " << reply.status().ToString();
     EXPECT_TRUE(SameBytes(*reply, body)) << size;
   }
@@ -63,12 +63,12 @@ TEST(ChannelTest, ManyPartsArriveInOrder) {
   Channel channel({.peer = "echo"});
   channel.SetAddress(Loopback(port));
   const auto body = Pattern(3000);
-  Parts parts;  // more parts than one system call takes, with empty ones among them
+  Segments segments;  // more segments than one system call takes, with empty ones among them
   for (size_t i = 0; i < body.size(); i += 2) {
-    parts.AddView(std::span(body).subspan(i, 2));
-    parts.AddView({});
+    segments.AddView(std::span(body).subspan(i, 2));
+    segments.AddView({});
   }
-  auto reply = channel.Call(Method::kPing, parts, Soon());
+  auto reply = channel.Call(kEcho, segments, Soon());
   ASSERT_TRUE(reply.ok());
   EXPECT_TRUE(SameBytes(*reply, body));
 }
@@ -81,7 +81,7 @@ TEST(ChannelTest, PipelinedCallsAllReturnTheirOwnAnswer) {
   std::vector<std::vector<std::byte>> bodies;
   std::vector<std::future<Result>> replies;
   for (uint32_t i = 0; i < 2000; ++i) bodies.push_back(Pattern(i % 700, i));
-  for (const auto& body : bodies) replies.push_back(Async(channel, PartsOf(body), Soon()));
+  for (const auto& body : bodies) replies.push_back(Async(channel, SegmentsOf(body), Soon()));
   for (size_t i = 0; i < bodies.size(); ++i) {
     auto reply = replies[i].get();
     ASSERT_TRUE(reply.ok()) << reply.status().ToString();
@@ -102,7 +102,7 @@ TEST(ChannelTest, ManyThreadsShareAChannel) {
     threads.emplace_back([&, t] {
       for (uint32_t i = 0; i < 50; ++i) {
         const auto body = Pattern(1000 * t + i, t);
-        auto reply = channel.Call(Method::kPing, PartsOf(body), Soon());
+        auto reply = channel.Call(kEcho, SegmentsOf(body), Soon());
         if (reply.ok() && SameBytes(*reply, body)) ++num_good;
       }
     });
@@ -127,14 +127,14 @@ TEST(ChannelTest, CallbacksKeepToTheChannelsThreadWhileCallersLead) {
         const auto body = Pattern(100 * t + i, t);
         std::promise<void> answered;
         if (i % 5 == t) {
-          channel.CallAsync(Method::kPing, PartsOf(body), Soon(), [&](const Result& reply) {
+          channel.CallAsync(kEcho, SegmentsOf(body), Soon(), [&](const Result& reply) {
             if (reply.ok()) ++num_good;
             const std::lock_guard lock(mutex);
             callback_threads.insert(std::this_thread::get_id());
             answered.set_value();
           });
         }
-        auto reply = channel.Call(Method::kPing, PartsOf(body), Soon());
+        auto reply = channel.Call(kEcho, SegmentsOf(body), Soon());
         if (reply.ok() && SameBytes(*reply, body)) ++num_good;
         if (i % 5 == t) answered.get_future().wait();
       }
@@ -152,10 +152,10 @@ TEST(ChannelTest, TheCallersBatchReachesHandlerAndSpans) {
   Server server({});
   std::mutex mutex;
   std::vector<uint32_t> tags;
-  server.Handle(Method::kPing, [&](const Buffer&, const CallContext&) {
+  server.Handle(kEcho, [&](const Buffer&, const CallContext&) {
     const std::lock_guard lock(mutex);
     tags.push_back(TracedBatch::tag());
-    return StatusOr<Parts>(Parts());
+    return StatusOr<Segments>(Segments());
   });
   auto port = server.Start();
   ASSERT_TRUE(port.ok());
@@ -164,14 +164,14 @@ TEST(ChannelTest, TheCallersBatchReachesHandlerAndSpans) {
   TraceBuffer::Global().Start(100);
   {
     const TracedBatch outer(TracedBatch::TagOf(41));
-    ASSERT_TRUE(channel.Call(Method::kPing, {}, Soon()).ok());
+    ASSERT_TRUE(channel.Call(kEcho, {}, Soon()).ok());
     {
       const TracedBatch inner(TracedBatch::TagOf(0));
       ASSERT_TRUE(Async(channel, {}, Soon()).get().ok());
     }
-    ASSERT_TRUE(channel.Call(Method::kPing, {}, Soon()).ok());
+    ASSERT_TRUE(channel.Call(kEcho, {}, Soon()).ok());
   }
-  ASSERT_TRUE(channel.Call(Method::kPing, {}, Soon()).ok());
+  ASSERT_TRUE(channel.Call(kEcho, {}, Soon()).ok());
   server.Stop();  // the spans of its handlers are complete
   EXPECT_EQ(tags, (std::vector<uint32_t>{42, 1, 42, TracedBatch::kNone}));
   std::map<std::string, std::vector<uint64_t>> batches;
@@ -179,7 +179,7 @@ TEST(ChannelTest, TheCallersBatchReachesHandlerAndSpans) {
     batches[span.name.data()].push_back(span.batch_id);
   }
   const std::vector<uint64_t> expected{41, 0, 41, TraceSpan::kNoBatch};
-  EXPECT_EQ(batches["handle Ping"], expected);
+  EXPECT_EQ(batches["handle Echo"], expected);
   EXPECT_EQ(batches["rpc to peer"], expected);
 }
 
@@ -206,24 +206,23 @@ TEST(ChannelTest, IdleChannelNoticesThatThePeerHasGone) {
     asio::read(socket, asio::buffer(&byte, 1), error);
     EXPECT_EQ(error, asio::error::eof);  // the channel, which nobody calls, has closed its end
   });
-  EXPECT_TRUE(channel.Call(Method::kPing, {}, Soon()).ok());
+  EXPECT_TRUE(channel.Call(kEcho, {}, Soon()).ok());
   peer.join();
 }
 
 TEST(ChannelTest, ErrorsCarryCodeMessageAndPeer) {
   uint16_t port = 0;
   Server server(Server::Options{});
-  server.Handle(Method::kClearRows, [](const Buffer&, const CallContext&) {
-    return StatusOr<Parts>(FailedPrecondition("not configured"));
+  server.Handle(kRefuse, [](const Buffer&, const CallContext&) {
+    return StatusOr<Segments>(FailedPrecondition("not configured"));
   });
   port = server.Start().value();
   Channel channel({.peer = "parameter-server 3"});
   channel.SetAddress(Loopback(port));
-  const Status status = channel.Call(Method::kClearRows, {}, Soon()).status();
+  const Status status = channel.Call(kRefuse, {}, Soon()).status();
   EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition);
   EXPECT_EQ(status.message(), "parameter-server 3 at " + Loopback(port) + ": not configured");
-  EXPECT_EQ(channel.Call(Method::kSetRows, {}, Soon()).status().code(),
-            StatusCode::kInvalidArgument);
+  EXPECT_EQ(channel.Call(kUnhandled, {}, Soon()).status().code(), StatusCode::kInvalidArgument);
 }
 
 TEST(ChannelTest, SilentPeerIsDeadlineExceededAndTheConnectionStaysUsable) {
@@ -231,7 +230,7 @@ TEST(ChannelTest, SilentPeerIsDeadlineExceededAndTheConnectionStaysUsable) {
   auto released = release.get_future().share();
   std::atomic<int> num_calls{0};
   Server server(Server::Options{});
-  server.Handle(Method::kPing, [&](const Buffer& request, const CallContext& context) {
+  server.Handle(kEcho, [&](const Buffer& request, const CallContext& context) {
     if (num_calls++ == 0) released.wait_for(std::chrono::seconds(30));
     return Echo(request, context);
   });
@@ -239,14 +238,14 @@ TEST(ChannelTest, SilentPeerIsDeadlineExceededAndTheConnectionStaysUsable) {
   Channel channel({.peer = "slow"});
   channel.SetAddress(Loopback(port));
   const auto first = Pattern(100, 1);
-  const Status status = channel.Call(Method::kPing, PartsOf(first), In(50)).status();
+  const Status status = channel.Call(kEcho, SegmentsOf(first), In(50)).status();
   EXPECT_EQ(status.code(), StatusCode::kDeadlineExceeded) << status.ToString();
   EXPECT_NE(status.message().find("slow at"), std::string::npos);
-  EXPECT_NE(status.message().find("Ping"), std::string::npos);
+  EXPECT_NE(status.message().find("Echo"), std::string::npos);
   release
       .set_value();  // the late answer now comes first, and must not be taken for the next call's
   const auto second = Pattern(200, 2);
-  auto reply = channel.Call(Method::kPing, PartsOf(second), Soon());
+  auto reply = channel.Call(kEcho, SegmentsOf(second), Soon());
   ASSERT_TRUE(reply.ok()) << reply.status().ToString();
   EXPECT_TRUE(SameBytes(*reply, second));
 }
@@ -261,7 +260,7 @@ TEST(ChannelTest, RequestCutOffAtItsDeadlineIsNotReadAfterwards) {
     // Nobody reads until the call has failed and the body is gone.
     {
       const auto body = Pattern(kBodyBytes);
-      const Status status = channel.Call(Method::kPing, PartsOf(body), In(500)).status();
+      const Status status = channel.Call(kEcho, SegmentsOf(body), In(500)).status();
       ASSERT_EQ(status.code(), StatusCode::kDeadlineExceeded) << status.ToString();
     }
     Tcp::socket peer(io);
@@ -280,22 +279,21 @@ TEST(ChannelTest, AbsentPeerIsUnavailableAndNamed) {
   const uint16_t port = ClosedPort();
   Channel channel({.peer = "embedding-worker 0"});
   channel.SetAddress(Loopback(port));
-  const Status status = channel.Call(Method::kPing, {}, In(200)).status();
+  const Status status = channel.Call(kEcho, {}, In(200)).status();
   EXPECT_EQ(status.code(), StatusCode::kUnavailable);
   EXPECT_EQ(status.message(), "embedding-worker 0 at " + Loopback(port) + ": Connection refused");
 }
 
 TEST(ChannelTest, WithoutAddressOrWithABadOneIsUnavailableByTheDeadline) {
   Channel channel({.peer = "worker 1"});
-  Status status = channel.Call(Method::kPing, {}, In(20)).status();
+  Status status = channel.Call(kEcho, {}, In(20)).status();
   EXPECT_EQ(status.code(), StatusCode::kUnavailable);
   EXPECT_NE(status.message().find("not known yet"), std::string::npos) << status.message();
   channel.SetAddress("nonsense");
-  status = channel.Call(Method::kPing, {}, In(100)).status();
+  status = channel.Call(kEcho, {}, In(100)).status();
   EXPECT_EQ(status.code(), StatusCode::kUnavailable);
   EXPECT_NE(status.message().find("host:port"), std::string::npos) << status.message();
-  EXPECT_EQ(channel.Call(Method::kPing, {}, Clock::now()).status().code(),
-            StatusCode::kUnavailable);
+  EXPECT_EQ(channel.Call(kEcho, {}, Clock::now()).status().code(), StatusCode::kUnavailable);
 }
 
 TEST(ChannelTest, HostNamesAreResolved) {
@@ -303,7 +301,7 @@ TEST(ChannelTest, HostNamesAreResolved) {
   auto server = EchoServer(&port);
   Channel channel({.peer = "echo"});
   channel.SetAddress("localhost:" + std::to_string(port));
-  auto reply = channel.Call(Method::kPing, {}, Soon());
+  auto reply = channel.Call(kEcho, {}, Soon());
   EXPECT_TRUE(reply.ok()) << reply.status().ToString();
 }
 
@@ -312,7 +310,7 @@ TEST(ChannelTest, CallsWaitForTheFirstAddress) {
   auto server = EchoServer(&port);
   Channel channel({.peer = "echo"});
   const auto body = Pattern(10);
-  auto reply = Async(channel, PartsOf(body), Soon());
+  auto reply = Async(channel, SegmentsOf(body), Soon());
   channel.SetAddress(Loopback(port));
   EXPECT_TRUE(reply.get().ok());
 }
@@ -328,7 +326,7 @@ TEST(ChannelTest, FirstCallTakesTheLeadThatTheThreadLeaves) {
     Channel channel({.peer = "echo"});
     channel.SetAddress(Loopback(port));
     const auto begin = Clock::now();
-    ASSERT_TRUE(channel.Call(Method::kPing, {}, Soon()).ok());
+    ASSERT_TRUE(channel.Call(kEcho, {}, Soon()).ok());
     if (Clock::now() - begin > std::chrono::milliseconds(49)) ++num_slow;
   }
   EXPECT_LE(num_slow, kChannels / 20);  // those that a loaded machine holds up
@@ -347,7 +345,7 @@ TEST(ChannelTest, PeerRestartsElsewhereAndNoCallIsLost) {
     threads.emplace_back([&, t] {
       for (uint32_t i = 0; !stop; ++i) {
         const auto body = Pattern(50'000 + i, t);
-        auto reply = channel.Call(Method::kPing, PartsOf(body), Soon());
+        auto reply = channel.Call(kEcho, SegmentsOf(body), Soon());
         ++(reply.ok() && SameBytes(*reply, body) ? num_good : num_bad);
       }
     });
@@ -375,7 +373,7 @@ TEST(ChannelTest, PeerRestartsOnTheSamePortWithoutNews) {
   auto server = EchoServer(&port);
   Channel channel({.peer = "echo"});
   channel.SetAddress(Loopback(port));
-  ASSERT_TRUE(channel.Call(Method::kPing, {}, Soon()).ok());
+  ASSERT_TRUE(channel.Call(kEcho, {}, Soon()).ok());
   server->Stop();
   auto waiting = Async(channel, {}, Soon());
   Server::Options options;
@@ -387,17 +385,17 @@ TEST(ChannelTest, PeerRestartsOnTheSamePortWithoutNews) {
 TEST(ChannelTest, UnavailableAnswersAreRepeated) {
   std::atomic<int> num_calls{0};
   Server server(Server::Options{});
-  server.Handle(Method::kPing, [&](const Buffer& request, const CallContext& context) {
-    if (num_calls++ < 3) return StatusOr<Parts>(Unavailable("loading"));
+  server.Handle(kEcho, [&](const Buffer& request, const CallContext& context) {
+    if (num_calls++ < 3) return StatusOr<Segments>(Unavailable("loading"));
     return Echo(request, context);
   });
   const uint16_t port = server.Start().value();
   Channel channel({.peer = "busy"});
   channel.SetAddress(Loopback(port));
-  EXPECT_TRUE(channel.Call(Method::kPing, {}, Soon()).ok());
+  EXPECT_TRUE(channel.Call(kEcho, {}, Soon()).ok());
   EXPECT_EQ(num_calls, 4);
   num_calls = -1'000'000;
-  const Status status = channel.Call(Method::kPing, {}, In(100)).status();
+  const Status status = channel.Call(kEcho, {}, In(100)).status();
   EXPECT_EQ(status.code(), StatusCode::kUnavailable);
   EXPECT_NE(status.message().find("loading"), std::string::npos) << status.message();
 }
@@ -406,15 +404,14 @@ TEST(ChannelTest, TheReasonOfARefusalOutlivesASilentRepetition) {
   std::atomic<int> num_calls{0};
   std::promise<void> done;
   Server server(Server::Options{});
-  server.Handle(Method::kPing,
-                [&, ended = done.get_future().share()](const Buffer&, const CallContext&) {
-                  if (num_calls++ > 0) ended.wait_for(std::chrono::seconds(30));
-                  return StatusOr<Parts>(Unavailable("loading"));
-                });
+  server.Handle(kEcho, [&, ended = done.get_future().share()](const Buffer&, const CallContext&) {
+    if (num_calls++ > 0) ended.wait_for(std::chrono::seconds(30));
+    return StatusOr<Segments>(Unavailable("loading"));
+  });
   const uint16_t port = server.Start().value();
   Channel channel({.peer = "busy"});
   channel.SetAddress(Loopback(port));
-  const Status status = channel.Call(Method::kPing, {}, In(500)).status();
+  const Status status = channel.Call(kEcho, {}, In(500)).status();
   done.set_value();
   EXPECT_EQ(status.code(), StatusCode::kUnavailable) << status.ToString();
   EXPECT_NE(status.message().find("loading"), std::string::npos) << status.message();
@@ -422,7 +419,7 @@ TEST(ChannelTest, TheReasonOfARefusalOutlivesASilentRepetition) {
 
 TEST(ChannelTest, RequestAboveTheLimitIsRefusedBeforeItIsSent) {
   Channel channel({.peer = "echo", .max_body_bytes = 10});
-  EXPECT_EQ(channel.Call(Method::kPing, PartsOf(Pattern(11)), Soon()).status().code(),
+  EXPECT_EQ(channel.Call(kEcho, SegmentsOf(Pattern(11)), Soon()).status().code(),
             StatusCode::kInvalidArgument);
 }
 
@@ -442,7 +439,7 @@ TEST(ChannelTest, PeerThatSpeaksGarbageIsUnavailable) {
   });
   Channel channel({.peer = "liar"});
   channel.SetAddress(Loopback(acceptor.local_endpoint().port()));
-  const Status status = channel.Call(Method::kPing, {}, In(300)).status();
+  const Status status = channel.Call(kEcho, {}, In(300)).status();
   EXPECT_EQ(status.code(), StatusCode::kUnavailable) << status.ToString();
   stop = true;
   peer.join();
@@ -452,7 +449,7 @@ TEST(ChannelTest, DestructionFailsWhatIsPending) {
   std::promise<void> release;
   auto released = release.get_future().share();
   Server server(Server::Options{});
-  server.Handle(Method::kPing, [&](const Buffer& request, const CallContext& context) {
+  server.Handle(kEcho, [&](const Buffer& request, const CallContext& context) {
     released.wait_for(std::chrono::seconds(30));
     return Echo(request, context);
   });
@@ -462,7 +459,7 @@ TEST(ChannelTest, DestructionFailsWhatIsPending) {
   {
     Channel channel({.peer = "slow"});
     channel.SetAddress(Loopback(port));
-    for (int i = 0; i < 20; ++i) replies.push_back(Async(channel, PartsOf(body), Soon()));
+    for (int i = 0; i < 20; ++i) replies.push_back(Async(channel, SegmentsOf(body), Soon()));
   }
   for (auto& reply : replies) {
     EXPECT_EQ(reply.get().status().code(), StatusCode::kUnavailable);
@@ -473,13 +470,13 @@ TEST(ChannelTest, DestructionFailsWhatIsPending) {
 TEST(ChannelTest, CloseFailsWhatIsPendingAndWhatComesLater) {
   Channel channel({.peer = "nobody"});
   std::promise<StatusCode> pending;
-  channel.CallAsync(Method::kPing, {}, Soon(), [&pending](const Result& result) {
+  channel.CallAsync(kEcho, {}, Soon(), [&pending](const Result& result) {
     pending.set_value(result.status().code());
   });
   channel.Close();
   channel.Close();
   EXPECT_EQ(pending.get_future().get(), StatusCode::kUnavailable);
-  const Result later = channel.Call(Method::kPing, {}, Soon());
+  const Result later = channel.Call(kEcho, {}, Soon());
   EXPECT_NE(later.status().message().find("closed"), std::string::npos);
 }
 
@@ -490,10 +487,10 @@ TEST(ChannelTest, ChannelMayBeDestroyedByItsOwnCallback) {
   channel->SetAddress(Loopback(port));
   std::promise<StatusCode> inner;
   auto* raw = channel.get();
-  raw->CallAsync(Method::kPing, {}, Soon(),
+  raw->CallAsync(kEcho, {}, Soon(),
                  [&inner, channel = std::move(channel)](const Result& result) mutable {
                    EXPECT_TRUE(result.ok());
-                   inner.set_value(channel->Call(Method::kPing, {}, Soon()).status().code());
+                   inner.set_value(channel->Call(kEcho, {}, Soon()).status().code());
                    channel.reset();
                  });
   EXPECT_EQ(inner.get_future().get(), StatusCode::kInternal);  // a blocking call there is refused

@@ -132,8 +132,8 @@ void ClientConnection::ReadRest(size_t num_received) {
 
 // ---- writing
 
-bool ClientConnection::Write(const FrameHeader& header, const Parts& parts) {
-  out_.emplace(header, parts);
+bool ClientConnection::Write(const FrameHeader& header, const Segments& segments) {
+  out_.emplace(header, segments);
   if (out_->Write(socket_.native_handle()) == FrameWriter::Result::kDone) return true;
   // Also after a failure: it shows again, from the event loop.
   socket_.async_wait(Tcp::socket::wait_write, WhileOpen("", [this] { WriteRest(); }));

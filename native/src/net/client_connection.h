@@ -37,9 +37,9 @@ class ClientConnection : public std::enable_shared_from_this<ClientConnection> {
   ClientConnection(asio::io_context& io, Listener* listener, uint64_t max_body_bytes);
 
   void Connect(const std::string& address);
-  // After OnConnected, or when the frame before is written. True: written. False: the parts are
+  // After OnConnected, or when the frame before is written. True: written. False: the segments are
   // read until OnWritten, OnBroken or Close().
-  bool Write(const FrameHeader& header, const Parts& parts);
+  bool Write(const FrameHeader& header, const Segments& segments);
   // No event comes and no part is read after this returns.
   void Close();
 

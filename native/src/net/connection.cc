@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <string>
 #include <utility>
 
@@ -17,8 +18,12 @@ constexpr uint64_t kMaxHeldBytes = 64ull << 20;
 constexpr size_t kScratchBytes = 64 * 1024;
 // After our side is shut down the client closes its own; this long we wait for one that does not.
 constexpr std::chrono::milliseconds kLinger{500};
-// A body has until its request's deadline to arrive, and at least this.
+// A body has until its request's deadline to arrive, and at least this; each step of it has the
+// server's patience.
 constexpr std::chrono::seconds kMinBodyTime{1};
+// The first step is small, because it is copied when the rest follows.
+constexpr uint64_t kFirstStepBytes = 64 << 10;
+constexpr uint64_t kStepBytes = 512 << 10;
 
 Status Refusal(const FrameHeader& header) {
   if (header.version != kVersion) {
@@ -90,10 +95,11 @@ void Connection::Read(Lock lock) {
   if (closed_) return;
   if (draining_) {
     MaybeFinishDrain();
-  } else if (phase_ == Phase::kBody && close_at_ == Clock::time_point::max()) {
-    // A client that announces a body and does not send it
-    // would keep its share of the budget from the others.
-    CloseAt(std::max(Deadline(), Clock::now() + kMinBodyTime));
+  } else if (phase_ == Phase::kBody && timed_step_ != num_granted_) {
+    const auto now = Clock::now();
+    timed_step_ = num_granted_;
+    CloseAt(
+        std::min(std::max(Deadline(), now + kMinBodyTime), now + server_.options.body_patience));
   }
   UpdateInterest();
 }
@@ -106,8 +112,7 @@ Connection::Progress Connection::ReadFrame() {
     if (progress == Progress::kFrame) progress = BeginBody();
   }
   if (progress != Progress::kFrame) return progress;
-  if (phase_ == Phase::kRefusedBody) return SkipBody();
-  return Receive(body_.data(), body_.size());
+  return phase_ == Phase::kRefusedBody ? SkipBody() : ReceiveBody();
 }
 
 // The header is there: kFrame when its body may be read.
@@ -123,25 +128,56 @@ Connection::Progress Connection::BeginBody() {
     return Progress::kFrame;
   }
   phase_ = Phase::kBody;
-  const uint64_t size_bytes = header_.body_bytes;
-  if (size_bytes == 0) return Progress::kFrame;
-  const auto granted = [self = shared_from_this(), size_bytes] { self->OnGranted(size_bytes); };
-  if (!server_.budget.Acquire(size_bytes, granted)) return Progress::kAwaitsBudget;
-  body_lease_ = ByteLease(&server_.budget, size_bytes);
-  body_ = Buffer(size_bytes);
+  num_granted_ = 0;
   return Progress::kFrame;
 }
 
-// On the thread that released. The socket's next event, which comes at once when the body is there
-// already, goes on with it.
-void Connection::OnGranted(uint64_t size_bytes) {
-  ByteLease lease(&server_.budget, size_bytes);  // if given back, then after the lock
+Connection::Progress Connection::ReceiveBody() {
+  while (num_received_ < header_.body_bytes) {
+    if (num_received_ == num_granted_ && !TakeStep()) return Progress::kAwaitsBudget;
+    const Progress progress = Receive(body_.data(), num_granted_);
+    if (progress != Progress::kFrame) return progress;
+  }
+  return Progress::kFrame;
+}
+
+// False: the budget is used up. OnGranted() continues, or has already done so.
+bool Connection::TakeStep() {
+  const uint64_t rest = header_.body_bytes - num_granted_;
+  const uint64_t step = std::min(rest, num_granted_ == 0 ? kFirstStepBytes : kStepBytes);
+  if (num_granted_ > 0) {
+    // Waiting for the budget is not the client's fault: only a step that has begun is timed.
+    const Lock lock(mutex_);
+    close_at_ = Clock::time_point::max();
+  }
+  num_granted_ += step;
+  const auto granted = [self = shared_from_this()](ByteLease lease) {
+    self->OnGranted(std::move(lease));
+  };
+  if (!server_.budget.Acquire(step, &body_lease_, granted)) return false;
+  GrowBody();
+  return true;
+}
+
+// Memory is not taken for more than the first step before that has arrived.
+void Connection::GrowBody() {
+  const uint64_t wanted = num_granted_ <= kFirstStepBytes ? num_granted_ : header_.body_bytes;
+  if (body_.size() == wanted) return;
+  Buffer grown(wanted);
+  if (num_received_ > 0) std::memcpy(grown.data(), body_.data(), num_received_);
+  body_ = std::move(grown);
+}
+
+// On the thread that released. The socket's next event, which comes at once when bytes of the body
+// are there already, continues reading.
+void Connection::OnGranted(ByteLease lease) {  // if given back, then after the lock
   Lock lock(mutex_);
   reading_ = false;
   if (!closed_ && !draining_) {
     body_lease_ = std::move(lease);
-    body_ = Buffer(size_bytes);
-    CloseAt(std::max(Deadline(), Clock::now() + kMinBodyTime));
+    GrowBody();
+    timed_step_ = num_granted_;
+    CloseAt(Clock::now() + server_.options.body_patience);
   }
   if (draining_) MaybeFinishDrain();
   UpdateInterest();
@@ -187,6 +223,7 @@ void Connection::FinishFrame(Lock lock) {
   const Phase phase = std::exchange(phase_, Phase::kHeader);
   num_received_ = 0;
   close_at_ = Clock::time_point::max();
+  timed_step_ = 0;
   ++num_unanswered_;
   const FrameHeader header = header_;
   if (phase == Phase::kRefusedBody) {
@@ -208,7 +245,7 @@ Clock::time_point Connection::Deadline() const {
 
 // ---- writing
 
-void Connection::Reply(const FrameHeader& request, StatusOr<Parts> reply) {
+void Connection::Reply(const FrameHeader& request, StatusOr<Segments> reply) {
   if (reply.ok() && reply->size_bytes() > server_.options.max_body_bytes) {
     // Not kResourceExhausted: trying again would not help.
     reply = InvalidArgument(
@@ -221,7 +258,7 @@ void Connection::Reply(const FrameHeader& request, StatusOr<Parts> reply) {
   UpdateInterest();
 }
 
-void Connection::Enqueue(Lock& lock, FrameHeader request, StatusOr<Parts> reply) {
+void Connection::Enqueue(Lock& lock, FrameHeader request, StatusOr<Segments> reply) {
   if (closed_) return;
   FrameHeader header = request;
   header.version = kVersion;
@@ -229,7 +266,7 @@ void Connection::Enqueue(Lock& lock, FrameHeader request, StatusOr<Parts> reply)
   header.status = static_cast<uint8_t>(reply.status().code());
   header.deadline_ms = 0;
   header.batch = 0;
-  Parts body;
+  Segments body;
   if (reply.ok()) {
     body = std::move(reply).value();
   } else {

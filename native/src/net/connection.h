@@ -6,9 +6,13 @@
 // been read is handed to the server by the thread that read it, after the socket has been armed
 // again for the next one.
 //
-// Reading pauses, and the client feels it, while (1) the server's byte budget is used up, (2) too
-// many requests of this connection are unanswered, or (3) they and the replies that the client has
-// not yet taken are too many bytes.
+// Reading pauses, which the client feels as back-pressure, while (1) the server's byte budget is
+// used up, (2) too many requests of this connection are unanswered, or (3) they and the replies
+// that the client has not yet taken are too many bytes.
+//
+// A body takes memory and budget in steps, as its bytes arrive. One that does not fill a step
+// within the server's patience closes its connection, whatever deadline its header claims: what a
+// client announces and does not send is never kept from others.
 #pragma once
 
 #include <array>
@@ -22,7 +26,7 @@
 #include "net/byte_budget.h"
 #include "net/frame_writer.h"
 #include "net/poller.h"
-#include "net/server.h"
+#include "net/types.h"
 #include "net/unique_fd.h"
 
 namespace persia::net {
@@ -41,10 +45,10 @@ struct Request {
 
 // What the connections of a server share; outlives them.
 struct ServerState {
-  explicit ServerState(Server::Options server_options)
+  explicit ServerState(ServerOptions server_options)
       : options(std::move(server_options)), budget(options.max_inflight_bytes) {}
 
-  const Server::Options options;
+  const ServerOptions options;
   std::array<Handler, 256> handlers;  // by method number; read-only once the server has started
   ByteBudget budget;
   Poller poller;
@@ -59,7 +63,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   void Start();
   void OnReady(uint32_t events);
-  void Reply(const FrameHeader& request, StatusOr<Parts> reply);
+  void Reply(const FrameHeader& request, StatusOr<Segments> reply);
   // Reads no further request, answers those that were read, then closes.
   void Drain();
   void CloseNow();
@@ -69,11 +73,11 @@ class Connection : public std::enable_shared_from_this<Connection> {
  private:
   using Lock = std::unique_lock<std::mutex>;
   struct Outgoing {
-    Outgoing(const FrameHeader& header, Parts parts)
-        : body(std::move(parts)), frame(header, body) {}
+    Outgoing(const FrameHeader& header, Segments segments)
+        : body(std::move(segments)), frame(header, body) {}
     Outgoing(const Outgoing&) = delete;  // the frame points to the body
 
-    const Parts body;
+    const Segments body;
     FrameWriter frame;
   };
   enum class Phase { kHeader, kBody, kRefusedBody };
@@ -85,11 +89,14 @@ class Connection : public std::enable_shared_from_this<Connection> {
   Progress Receive(std::byte* to, uint64_t size_bytes);
   Progress SkipBody();
   Progress DiscardAll();
-  void OnGranted(uint64_t size_bytes);
+  Progress ReceiveBody();
+  bool TakeStep();
+  void GrowBody();
+  void OnGranted(ByteLease lease);
   void FinishFrame(Lock lock);
   Clock::time_point Deadline() const;
 
-  void Enqueue(Lock& lock, FrameHeader request, StatusOr<Parts> reply);
+  void Enqueue(Lock& lock, FrameHeader request, StatusOr<Segments> reply);
   void Flush(Lock& lock);
 
   bool MayRead() const;
@@ -108,8 +115,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   std::array<std::byte, kHeaderBytes> header_bytes_;
   FrameHeader header_;
   Clock::time_point received_at_;
-  Buffer body_;
+  Buffer body_;  // the first step of it, or all
   ByteLease body_lease_;
+  uint64_t num_granted_ = 0;        // bytes of the body that the lease holds
   std::vector<std::byte> scratch_;  // for bytes that nobody wants
 
   // Guards what follows. The server's and the poller's mutexes are taken under it, and no lease is
@@ -120,7 +128,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   uint32_t num_unanswered_ = 0;  // requests fully read whose reply is not fully written
   uint32_t armed_ = 0;           // the events that the poller will tell of, once
   Clock::time_point close_at_ = Clock::time_point::max();
-  bool reading_ = false;  // somebody reads, or the budget is waited for
+  uint64_t timed_step_ = 0;  // the step of the body (its num_granted_) that close_at_ is about
+  bool reading_ = false;     // somebody reads, or the budget is waited for
   bool writing_ = false;
   bool write_blocked_ = false;  // the socket is full
   bool draining_ = false;

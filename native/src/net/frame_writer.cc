@@ -7,7 +7,7 @@
 
 namespace persia::net {
 
-FrameWriter::FrameWriter(FrameHeader header, const Parts& body)
+FrameWriter::FrameWriter(FrameHeader header, const Segments& body)
     : body_(&body), body_bytes_(body.size_bytes()) {
   header.body_bytes = body_bytes_;
   EncodeHeader(header, header_);

@@ -16,7 +16,7 @@
 #include <mutex>
 
 #include "base/status.h"
-#include "net/server.h"
+#include "net/types.h"
 #include "net/unique_fd.h"
 
 namespace persia::net {

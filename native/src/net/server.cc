@@ -3,22 +3,11 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <cerrno>
-#include <condition_variable>
-#include <deque>
-#include <mutex>
-#include <thread>
-#include <unordered_map>
 #include <utility>
-#include <vector>
 
 #include "base/traced_batch.h"
 #include "net/asio.h"
-#include "net/connection.h"
-#include "net/poller.h"
-#include "net/unique_fd.h"
 
 namespace persia::net {
 namespace {
@@ -44,75 +33,17 @@ StatusOr<Tcp::endpoint> ResolveListenAddress(asio::io_context& io, const Server:
 
 }  // namespace
 
-// All threads are alike: each waits for an event, and does everything that follows from it, up to
-// running the handler and writing its reply. At most num_handler_threads of them are in handlers at
-// a time, so that num_io_threads are always left to read and write; a request above that waits in
-// line for a handler to end.
-class Server::Impl {
- public:
-  explicit Impl(Options options) : state_(std::move(options)) {
-    state_.run = [this](Request request) { Run(std::move(request)); };
-    state_.on_closed = [this](uint64_t tag) { OnClosed(tag); };
-  }
-  ~Impl();
+Server::Server(Options options) : state_(std::move(options)) {
+  state_.run = [this](Request request) { Run(std::move(request)); };
+  state_.on_closed = [this](uint64_t tag) { OnClosed(tag); };
+}
 
-  void Handle(Method method, Handler handler) {
-    const auto number = static_cast<uint8_t>(method);
-    state_.handlers[number] = std::move(handler);
-    durations_[number] =
-        std::make_unique<DurationStats>("handle " + std::string(MethodName(method)));
-  }
-  StatusOr<uint16_t> Start();
-  void Stop(std::chrono::milliseconds timeout);
-  ServerStats stats() const;
-  std::vector<const DurationStats*> durations() const;
+void Server::Handle(const MethodId& method, Handler handler) {
+  state_.handlers[method.number] = std::move(handler);
+  durations_[method.number] = std::make_unique<DurationStats>("handle " + std::string(method.name));
+}
 
- private:
-  static constexpr uint64_t kListenerTag = Poller::kFirstFreeTag;
-  using Connections = std::unordered_map<uint64_t, std::shared_ptr<Connection>>;
-
-  StatusOr<uint16_t> Listen();
-  void HandleEvents();
-  void OnEvent(const Poller::Event& event);
-  void Accept();
-  void AddConnection(UniqueFd socket);
-  void OnTimer();
-  void OnClosed(uint64_t tag);
-  Connections OpenConnections();
-
-  void Run(Request request);
-  StatusOr<Parts> RunHandler(const Request& request) const;
-  void Count(const Request& request, const StatusOr<Parts>& reply);
-
-  ServerState state_;
-  std::vector<std::thread> threads_;
-
-  std::mutex lifecycle_mutex_;  // serialises Start and Stop
-  bool started_ = false;
-  bool stopped_ = false;
-
-  std::array<std::unique_ptr<DurationStats>, 256> durations_;  // by method number
-  DurationStats queue_times_{"queue of requests"};             // of those that had to wait
-  std::atomic<uint64_t> num_requests_{0};
-  std::atomic<uint64_t> num_failed_{0};
-  std::atomic<uint64_t> num_received_bytes_{0};
-  std::atomic<uint64_t> num_sent_bytes_{0};
-
-  mutable std::mutex mutex_;  // guards what follows
-  std::condition_variable connection_closed_;
-  Connections connections_;  // by their tags
-  uint64_t next_tag_ = kListenerTag + 1;
-  UniqueFd listener_;
-  Clock::time_point accept_at_ = Clock::time_point::max();  // max: whenever a client comes
-  bool stopping_ = false;
-
-  mutable std::mutex run_mutex_;  // guards what follows
-  uint32_t num_running_ = 0;
-  std::deque<Request> in_line_;  // bounded by the byte budget and each connection's own limit
-  bool run_no_more_ = false;
-};
-
-Server::Impl::~Impl() {
+Server::~Server() {
   Stop(std::chrono::seconds(10));
   // Stop() returns at its timeout, but a handler that
   // still runs uses what the owner destroys next.
@@ -122,7 +53,7 @@ Server::Impl::~Impl() {
 
 // ---- threads
 
-StatusOr<uint16_t> Server::Impl::Start() {
+StatusOr<uint16_t> Server::Start() {
   std::lock_guard lifecycle(lifecycle_mutex_);
   if (started_ || stopped_) return FailedPrecondition("a server can be started once");
   const Options& options = state_.options;
@@ -139,7 +70,7 @@ StatusOr<uint16_t> Server::Impl::Start() {
   return port;
 }
 
-void Server::Impl::HandleEvents() {
+void Server::HandleEvents() {
   while (true) {
     const Poller::Event event = state_.poller.Wait();
     if (event.tag == Poller::kStopTag) return;
@@ -147,7 +78,7 @@ void Server::Impl::HandleEvents() {
   }
 }
 
-void Server::Impl::OnEvent(const Poller::Event& event) {
+void Server::OnEvent(const Poller::Event& event) {
   if (event.tag == Poller::kTimerTag) return OnTimer();
   if (event.tag == kListenerTag) return Accept();
   std::shared_ptr<Connection> connection;
@@ -162,7 +93,7 @@ void Server::Impl::OnEvent(const Poller::Event& event) {
 
 // ---- connections
 
-StatusOr<uint16_t> Server::Impl::Listen() {
+StatusOr<uint16_t> Server::Listen() {
   asio::io_context io;
   auto endpoint = ResolveListenAddress(io, state_.options);
   if (!endpoint.ok()) return endpoint.status();
@@ -181,7 +112,7 @@ StatusOr<uint16_t> Server::Impl::Listen() {
   return port;
 }
 
-void Server::Impl::Accept() {
+void Server::Accept() {
   while (true) {
     std::unique_lock lock(mutex_);
     if (stopping_) return;
@@ -198,7 +129,7 @@ void Server::Impl::Accept() {
   }
 }
 
-void Server::Impl::AddConnection(UniqueFd socket) {
+void Server::AddConnection(UniqueFd socket) {
   std::shared_ptr<Connection> connection;
   {
     std::lock_guard lock(mutex_);
@@ -211,7 +142,7 @@ void Server::Impl::AddConnection(UniqueFd socket) {
 }
 
 // Something is due: connections whose time is up, or accepting again.
-void Server::Impl::OnTimer() {
+void Server::OnTimer() {
   const auto now = Clock::now();
   auto next = Clock::time_point::max();
   for (const auto& [tag, connection] : OpenConnections()) {
@@ -228,13 +159,13 @@ void Server::Impl::OnTimer() {
   if (next != Clock::time_point::max()) state_.poller.WakeAt(next);
 }
 
-void Server::Impl::OnClosed(uint64_t tag) {
+void Server::OnClosed(uint64_t tag) {
   std::lock_guard lock(mutex_);
   connections_.erase(tag);  // not its last owner: who closes it is another
   if (connections_.empty()) connection_closed_.notify_all();
 }
 
-Server::Impl::Connections Server::Impl::OpenConnections() {
+Server::Connections Server::OpenConnections() {
   std::lock_guard lock(mutex_);
   return connections_;
 }
@@ -243,7 +174,7 @@ Server::Impl::Connections Server::Impl::OpenConnections() {
 
 // On the thread that has read the request. Goes on with those in line, so that no thread has to be
 // woken for them.
-void Server::Impl::Run(Request request) {
+void Server::Run(Request request) {
   std::unique_lock lock(run_mutex_);
   if (run_no_more_) return;
   if (num_running_ == state_.options.num_handler_threads) {
@@ -254,7 +185,7 @@ void Server::Impl::Run(Request request) {
   ++num_running_;
   while (true) {
     lock.unlock();
-    StatusOr<Parts> reply = RunHandler(request);
+    StatusOr<Segments> reply = RunHandler(request);
     Count(request, reply);
     request.connection->Reply(request.header, std::move(reply));
     request = Request();  // its bytes are given back before the next one's turn
@@ -268,8 +199,9 @@ void Server::Impl::Run(Request request) {
   --num_running_;
 }
 
-StatusOr<Parts> Server::Impl::RunHandler(const Request& request) const {
+StatusOr<Segments> Server::RunHandler(const Request& request) {
   if (Clock::now() >= request.deadline) {
+    num_late_.Add();
     return DeadlineExceeded("the deadline passed before the request's turn came");
   }
   // Our handlers do not throw, but what they use may (an
@@ -283,34 +215,31 @@ StatusOr<Parts> Server::Impl::RunHandler(const Request& request) const {
   }
 }
 
-void Server::Impl::Count(const Request& request, const StatusOr<Parts>& reply) {
-  constexpr auto kRelaxed = std::memory_order_relaxed;
-  num_requests_.fetch_add(1, kRelaxed);
-  num_received_bytes_.fetch_add(request.body.size(), kRelaxed);
+void Server::Count(const Request& request, const StatusOr<Segments>& reply) {
+  num_requests_.Add();
+  num_received_bytes_.Add(request.body.size());
   if (reply.ok()) {
-    num_sent_bytes_.fetch_add(reply.value().size_bytes(), kRelaxed);
+    num_sent_bytes_.Add(reply.value().size_bytes());
   } else {
-    num_failed_.fetch_add(1, kRelaxed);
+    num_failed_.Add();
   }
 }
 
-ServerStats Server::Impl::stats() const {
-  ServerStats stats;
-  stats.num_requests = num_requests_.load();
-  stats.num_failed = num_failed_.load();
-  stats.num_received_bytes = num_received_bytes_.load();
-  stats.num_sent_bytes = num_sent_bytes_.load();
+void Server::AddMetrics(Metrics* metrics) const {
+  counters_.AddTo(metrics);
   {
     const std::lock_guard lock(mutex_);
-    stats.num_connections = connections_.size();
+    metrics->AddGauge("rpc_num_connections", "persia_rpc_connections", "Connections of clients.",
+                      connections_.size());
   }
   const std::lock_guard lock(run_mutex_);
-  stats.num_running = num_running_;
-  stats.num_in_line = in_line_.size();
-  return stats;
+  metrics->AddGauge("rpc_num_running", "persia_rpc_running_requests", "Requests being handled.",
+                    num_running_);
+  metrics->AddGauge("rpc_num_in_line", "persia_rpc_waiting_requests",
+                    "Requests that wait for a handler.", in_line_.size());
 }
 
-std::vector<const DurationStats*> Server::Impl::durations() const {
+std::vector<const DurationStats*> Server::durations() const {
   std::vector<const DurationStats*> all = {&queue_times_};
   for (const auto& one : durations_) {
     if (one != nullptr) all.push_back(one.get());
@@ -320,7 +249,7 @@ std::vector<const DurationStats*> Server::Impl::durations() const {
 
 // ---- ending
 
-void Server::Impl::Stop(std::chrono::milliseconds timeout) {
+void Server::Stop(std::chrono::milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
   std::lock_guard lifecycle(lifecycle_mutex_);
   if (!started_ || stopped_) return;
@@ -344,13 +273,5 @@ void Server::Impl::Stop(std::chrono::milliseconds timeout) {
   }
   state_.poller.Stop();
 }
-
-Server::Server(Options options) : impl_(std::make_unique<Impl>(std::move(options))) {}
-Server::~Server() = default;
-void Server::Handle(Method method, Handler handler) { impl_->Handle(method, std::move(handler)); }
-StatusOr<uint16_t> Server::Start() { return impl_->Start(); }
-void Server::Stop(std::chrono::milliseconds timeout) { impl_->Stop(timeout); }
-ServerStats Server::stats() const { return impl_->stats(); }
-std::vector<const DurationStats*> Server::durations() const { return impl_->durations(); }
 
 }  // namespace persia::net

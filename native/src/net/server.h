@@ -1,64 +1,112 @@
 // Server: accepts framed RPC connections and runs handlers on its threads.
 //
-// Thread-safety: up to `num_handler_threads` handlers run at once; several requests of
-// one connection may be in progress at once and are answered in the order they finish. Register all
-// handlers before Start(). Bounded: at most `max_inflight_bytes` of request bodies are held; past
-// that the server stops reading (the sender feels it as back-pressure), it never drops.
+// Thread-safety: up to `num_handler_threads` handlers run at once. Several requests of one
+// connection may be in progress at once and are answered in the order they finish. Register all
+// handlers before Start().
+//
+// Bounds: at most `max_inflight_bytes` of request bodies are held. Past that the server stops
+// reading, which the sender feels as back-pressure; it never drops a request.
+//
+// Threads: all are alike. Each waits for an event and does everything that follows from it, up to
+// running the handler and writing its reply. At most num_handler_threads of them are in handlers at
+// a time, so num_io_threads are always left to read and write; a request above that waits in line
+// for a handler to end. README.md says why.
+//
+// Handlers are registered by method: see net/rpc.h for typed ones.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
-#include <functional>
+#include <deque>
 #include <memory>
-#include <string>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
 #include <vector>
 
-#include "base/buffer.h"
+#include "base/metrics.h"
 #include "base/status.h"
-#include "net/message.h"
-#include "net/rpc_stats.h"
+#include "net/connection.h"
+#include "net/types.h"
 
 namespace persia::net {
 
-using Clock = std::chrono::steady_clock;
-
-struct CallContext {
-  Clock::time_point deadline;  // past it nobody waits for the answer any more
-};
-
-// Returns the reply's body, or a Status that reaches the caller with its code and message.
-using Handler = std::function<StatusOr<Parts>(const Buffer& request, const CallContext& context)>;
-
 class Server {
  public:
-  struct Options {
-    std::string host = "127.0.0.1";  // loopback unless told otherwise
-    uint16_t port = 0;               // 0: chosen by the system
-    uint32_t num_io_threads = 1;
-    uint32_t num_handler_threads = 2;
-    uint64_t max_body_bytes = 1ull << 30;
-    uint64_t max_inflight_bytes = 4ull << 30;
-  };
+  using Options = ServerOptions;
 
   explicit Server(Options options);
   ~Server();  // Stop()s
   Server(const Server&) = delete;
 
-  void Handle(Method method, Handler handler);
-  // Binds and listens; returns the port. kIOError names
-  // host and port ("address already in use", ...).
+  void Handle(const MethodId& method, Handler handler);
+  // Binds and listens; returns the port. kIOError names host and port ("address already in use").
   StatusOr<uint16_t> Start();
   // Stops accepting and reading, lets running handlers finish and their answers leave until
   // `timeout`, then closes. Idempotent.
   void Stop(std::chrono::milliseconds timeout = std::chrono::seconds(10));
 
-  ServerStats stats() const;
+  // Adds what this server counts, with keys that begin with "rpc_".
+  void AddMetrics(Metrics* metrics) const;
   // The time in the handler of each method, by the method's name; as long as the server lives.
   std::vector<const DurationStats*> durations() const;
 
  private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
+  static constexpr uint64_t kListenerTag = Poller::kFirstFreeTag;
+  using Connections = std::unordered_map<uint64_t, std::shared_ptr<Connection>>;
+
+  StatusOr<uint16_t> Listen();
+  void HandleEvents();
+  void OnEvent(const Poller::Event& event);
+  void Accept();
+  void AddConnection(UniqueFd socket);
+  void OnTimer();
+  void OnClosed(uint64_t tag);
+  Connections OpenConnections();
+
+  void Run(Request request);
+  StatusOr<Segments> RunHandler(const Request& request);
+  void Count(const Request& request, const StatusOr<Segments>& reply);
+
+  ServerState state_;
+  std::vector<std::thread> threads_;
+
+  std::mutex lifecycle_mutex_;  // serialises Start and Stop
+  bool started_ = false;
+  bool stopped_ = false;
+
+  std::array<std::unique_ptr<DurationStats>, 256> durations_;  // by method number
+  DurationStats queue_times_{"queue of requests"};             // of those that had to wait
+  CounterList counters_;
+  Counter num_requests_{counters_,
+                        {"rpc_num_requests", "persia_rpc_requests", "Requests handled."}};
+  Counter num_failed_{
+      counters_,
+      {"rpc_num_failed", "persia_rpc_failed_requests", "Requests answered with an error."}};
+  // The sign of an overloaded server: callers wait for handlers longer than their deadlines allow.
+  Counter num_late_{counters_,
+                    {"rpc_num_late", "persia_rpc_late_requests",
+                     "Requests refused because their deadline passed before a handler was free."}};
+  Counter num_received_bytes_{
+      counters_, {"rpc_num_received_bytes", "persia_rpc_request_bytes", "Bytes of requests."}};
+  Counter num_sent_bytes_{counters_,
+                          {"rpc_num_sent_bytes", "persia_rpc_reply_bytes", "Bytes of replies."}};
+
+  mutable std::mutex mutex_;  // guards what follows
+  std::condition_variable connection_closed_;
+  Connections connections_;  // by their tags
+  uint64_t next_tag_ = kListenerTag + 1;
+  UniqueFd listener_;
+  Clock::time_point accept_at_ = Clock::time_point::max();  // max: whenever a client comes
+  bool stopping_ = false;
+
+  mutable std::mutex run_mutex_;  // guards what follows
+  uint32_t num_running_ = 0;
+  std::deque<Request> in_line_;  // bounded by the byte budget and each connection's own limit
+  bool run_no_more_ = false;
 };
 
 }  // namespace persia::net

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cstring>
 #include <future>
+#include <memory>
 #include <numeric>
 #include <thread>
 
@@ -32,27 +34,32 @@ class ServerTest : public ::testing::Test {
  protected:
   void StartServer(Server::Options options = {}) {
     server_ = std::make_unique<Server>(options);
-    server_->Handle(Method::kPing, Echo);
-    server_->Handle(Method::kServerStats, [this](const Buffer&, const CallContext&) {
+    server_->Handle(kEcho, Echo);
+    server_->Handle(kBlock, [this](const Buffer&, const CallContext&) {
       ++num_blocked_;
       EXPECT_TRUE(gate_.Wait());
-      return StatusOr<Parts>(Parts());
+      return StatusOr<Segments>(Segments());
     });
-    server_->Handle(Method::kClearRows, [](const Buffer&, const CallContext&) {
-      return StatusOr<Parts>(NotFound("nothing here"));
+    server_->Handle(kRefuse, [](const Buffer&, const CallContext&) {
+      return StatusOr<Segments>(NotFound("nothing here"));
     });
     auto port = server_->Start();
     ASSERT_TRUE(port.ok()) << port.status().ToString();
     port_ = *port;
+  }
+  uint64_t Value(std::string_view key) const {
+    Metrics metrics;
+    server_->AddMetrics(&metrics);
+    return metrics[key];
   }
   void WaitForBlocked(int count) {
     const auto deadline = Soon();
     while (num_blocked_ < count && Clock::now() < deadline) std::this_thread::yield();
     ASSERT_EQ(num_blocked_, count);
   }
-  static FrameHeader Request(Method method, uint64_t id, uint64_t body_bytes = 0) {
+  static FrameHeader Request(const MethodId& method, uint64_t id, uint64_t body_bytes = 0) {
     FrameHeader header;
-    header.method = static_cast<uint8_t>(method);
+    header.method = method.number;
     header.request_id = id;
     header.deadline_ms = 30'000;
     header.body_bytes = body_bytes;
@@ -62,7 +69,7 @@ class ServerTest : public ::testing::Test {
   static void ExpectAlive(RawClient& client) {
     FrameHeader reply;
     std::string body;
-    client.SendFrame(Request(Method::kPing, 99, 5), Pattern(5));
+    client.SendFrame(Request(kEcho, 99, 5), Pattern(5));
     ASSERT_TRUE(client.Receive(&reply, &body));
     EXPECT_EQ(reply.request_id, 99u);
     EXPECT_EQ(reply.status, 0);
@@ -78,15 +85,15 @@ class ServerTest : public ::testing::Test {
 TEST_F(ServerTest, UnknownVersionIsRefusedAndTheConnectionSurvives) {
   StartServer();
   RawClient client(port_);
-  FrameHeader header = Request(Method::kPing, 7, 200'000);
-  header.version = 2;
+  FrameHeader header = Request(kEcho, 7, 200'000);
+  header.version = kVersion + 1;
   client.SendFrame(header, Pattern(200'000));
   FrameHeader reply;
   std::string body;
   ASSERT_TRUE(client.Receive(&reply, &body));
   EXPECT_EQ(reply.request_id, 7u);
   EXPECT_EQ(static_cast<StatusCode>(reply.status), StatusCode::kInvalidArgument);
-  EXPECT_NE(body.find("version 2"), std::string::npos) << body;
+  EXPECT_NE(body.find("version " + std::to_string(kVersion + 1)), std::string::npos) << body;
   ExpectAlive(client);
 }
 
@@ -94,7 +101,7 @@ TEST_F(ServerTest, UnknownMethodIsRefusedAndTheConnectionSurvives) {
   StartServer();
   RawClient client(port_);
   for (const uint64_t size : {0, 1, 65536, 300'000}) {
-    client.SendFrame(Request(static_cast<Method>(250), size, size), Pattern(size));
+    client.SendFrame(Request({250, ""}, size, size), Pattern(size));
     FrameHeader reply;
     std::string body;
     ASSERT_TRUE(client.Receive(&reply, &body));
@@ -113,10 +120,10 @@ TEST_F(ServerTest, GarbageAndOversizedBodiesCloseOnlyTheirConnection) {
   garbage.Send(Pattern(500));
   EXPECT_TRUE(garbage.ClosedByServer());
   RawClient oversized(port_);
-  oversized.SendFrame(Request(Method::kPing, 1, 1001));
+  oversized.SendFrame(Request(kEcho, 1, 1001));
   EXPECT_TRUE(oversized.ClosedByServer());
   RawClient reply_to_server(port_);
-  FrameHeader header = Request(Method::kPing, 1);
+  FrameHeader header = Request(kEcho, 1);
   header.kind = FrameKind::kReply;
   reply_to_server.SendFrame(header);
   EXPECT_TRUE(reply_to_server.ClosedByServer());
@@ -127,7 +134,7 @@ TEST_F(ServerTest, GarbageAndOversizedBodiesCloseOnlyTheirConnection) {
 TEST_F(ServerTest, RequestPastItsDeadlineIsNotRun) {
   StartServer();
   RawClient client(port_);
-  FrameHeader header = Request(Method::kServerStats, 1);
+  FrameHeader header = Request(kBlock, 1);
   header.deadline_ms = 0;
   client.SendFrame(header);
   FrameHeader reply;
@@ -135,12 +142,14 @@ TEST_F(ServerTest, RequestPastItsDeadlineIsNotRun) {
   ASSERT_TRUE(client.Receive(&reply, &body));
   EXPECT_EQ(static_cast<StatusCode>(reply.status), StatusCode::kDeadlineExceeded);
   EXPECT_EQ(num_blocked_, 0);
+  EXPECT_EQ(Value("rpc_num_late"), 1u);
+  EXPECT_EQ(Value("rpc_num_failed"), 1u);
 }
 
 TEST_F(ServerTest, FastRequestOvertakesSlowOneOfItsConnection) {
   StartServer();
   RawClient client(port_);
-  client.SendFrame(Request(Method::kServerStats, 1));
+  client.SendFrame(Request(kBlock, 1));
   WaitForBlocked(1);
   ExpectAlive(client);
   gate_.Open();
@@ -157,11 +166,11 @@ TEST_F(ServerTest, TimeInLineIsMeasuredOfRequestsThatWait) {
   const DurationStats& queue = *server_->durations().front();
   ASSERT_EQ(queue.name(), "queue of requests");
   RawClient client(port_);
-  client.SendFrame(Request(Method::kServerStats, 1));
+  client.SendFrame(Request(kBlock, 1));
   WaitForBlocked(1);
-  client.SendFrame(Request(Method::kPing, 2));
+  client.SendFrame(Request(kEcho, 2));
   const auto deadline = Soon();
-  while (server_->stats().num_in_line < 1 && Clock::now() < deadline) std::this_thread::yield();
+  while (Value("rpc_num_in_line") < 1 && Clock::now() < deadline) std::this_thread::yield();
   gate_.Open();
   for (int replies = 0; replies < 2; ++replies) {
     FrameHeader reply;
@@ -185,7 +194,7 @@ TEST_F(ServerTest, InflightLimitDelaysButDropsNothing) {
     threads.emplace_back([this] {
       RawClient client(port_);
       for (uint64_t id = 1; id <= kRequests; ++id) {
-        client.SendFrame(Request(Method::kPing, id, 2000), Pattern(2000));
+        client.SendFrame(Request(kEcho, id, 2000), Pattern(2000));
       }
       uint64_t ids = 0;
       for (uint64_t n = 0; n < kRequests; ++n) {
@@ -205,7 +214,7 @@ TEST_F(ServerTest, BodyThatNeverComesGivesItsShareBack) {
   options.max_inflight_bytes = 1000;
   StartServer(options);
   RawClient stalled(port_);
-  FrameHeader header = Request(Method::kPing, 1, 1000);
+  FrameHeader header = Request(kEcho, 1, 1000);
   header.deadline_ms = 1;
   stalled.SendFrame(header, Pattern(10));
   RawClient other(port_);
@@ -214,15 +223,69 @@ TEST_F(ServerTest, BodyThatNeverComesGivesItsShareBack) {
   ExpectAlive(other);
 }
 
+// A header takes nothing that others need, however large the body that it announces.
+TEST_F(ServerTest, AnnouncedBodiesBlockNobody) {
+  Server::Options options;
+  options.max_body_bytes = 1 << 20;
+  options.max_inflight_bytes = 4 << 20;
+  StartServer(options);
+  std::vector<std::unique_ptr<RawClient>> silent;
+  for (uint64_t id = 0; id < 8; ++id) {
+    silent.push_back(std::make_unique<RawClient>(port_));
+    silent.back()->SendFrame(Request(kEcho, id, 1 << 20));
+  }
+  for (uint64_t id = 0; id < silent.size(); ++id) {
+    RawClient other(port_);
+    ExpectAlive(other);
+  }
+}
+
+TEST_F(ServerTest, ABodyThatMakesNoProgressIsClosedWhateverItsDeadline) {
+  Server::Options options;
+  options.body_patience = std::chrono::milliseconds(20);
+  StartServer(options);
+  for (const uint64_t num_sent : {0, 10, 300'000}) {
+    RawClient stalled(port_);
+    FrameHeader header = Request(kEcho, 1, 1 << 20);
+    header.deadline_ms = UINT32_MAX;
+    stalled.SendFrame(header, Pattern(num_sent));
+    EXPECT_TRUE(stalled.ClosedByServer()) << num_sent;
+  }
+}
+
+// Each takes a part of the budget and needs more than is left.
+TEST_F(ServerTest, LargeBodiesAtOnceDoNotBlockOneAnother) {
+  Server::Options options;
+  options.max_inflight_bytes = 1 << 20;
+  options.num_io_threads = 2;
+  StartServer(options);
+  const auto body = Pattern(3 << 20);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&] {
+      RawClient client(port_);
+      for (uint64_t id = 1; id <= 5; ++id) {
+        client.SendFrame(Request(kEcho, id, body.size()), body);
+        FrameHeader reply;
+        std::string echoed;
+        ASSERT_TRUE(client.Receive(&reply, &echoed));
+        EXPECT_EQ(reply.request_id, id);
+        EXPECT_EQ(std::memcmp(echoed.data(), body.data(), body.size()), 0);
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
 TEST_F(ServerTest, StopWhileABodyWaitsForTheBudget) {
   Server::Options options;
   options.max_inflight_bytes = 1000;
   StartServer(options);
   RawClient busy(port_);
-  busy.SendFrame(Request(Method::kServerStats, 1, 1000), Pattern(1000));
+  busy.SendFrame(Request(kBlock, 1, 1000), Pattern(1000));
   WaitForBlocked(1);
   RawClient waiting(port_);
-  waiting.SendFrame(Request(Method::kPing, 2, 900), Pattern(900));
+  waiting.SendFrame(Request(kEcho, 2, 900), Pattern(900));
   std::thread stopper([this] { server_->Stop(std::chrono::seconds(30)); });
   EXPECT_TRUE(waiting.ClosedByServer());
   gate_.Open();
@@ -240,7 +303,7 @@ TEST_F(ServerTest, ClientThatDoesNotReadHoldsUpOnlyItself) {
   std::atomic<int> num_sent{0};
   std::thread sender([&] {
     for (uint64_t id = 0; id < kRequests; ++id, ++num_sent) {
-      client.SendFrame(Request(Method::kPing, id, body.size()), body);
+      client.SendFrame(Request(kEcho, id, body.size()), body);
     }
   });
   // 160 MiB of replies that nobody takes: the server stops reading, and
@@ -265,7 +328,7 @@ TEST_F(ServerTest, ClientThatDoesNotReadHoldsUpOnlyItself) {
 TEST_F(ServerTest, StopLetsRunningHandlersAnswer) {
   StartServer();
   RawClient client(port_);
-  client.SendFrame(Request(Method::kServerStats, 5));
+  client.SendFrame(Request(kBlock, 5));
   WaitForBlocked(1);
   std::thread stopper([this] { server_->Stop(std::chrono::seconds(30)); });
   gate_.Open();
@@ -283,7 +346,7 @@ TEST_F(ServerTest, StopLetsRunningHandlersAnswer) {
 TEST_F(ServerTest, StopReturnsAtItsTimeoutThoughAHandlerRuns) {
   StartServer();
   RawClient client(port_);
-  client.SendFrame(Request(Method::kServerStats, 5));
+  client.SendFrame(Request(kBlock, 5));
   WaitForBlocked(1);
   server_->Stop(std::chrono::milliseconds(50));
   EXPECT_TRUE(client.ClosedByServer());
@@ -294,7 +357,7 @@ TEST_F(ServerTest, StopReturnsAtItsTimeoutThoughAHandlerRuns) {
 TEST_F(ServerTest, EndsWithRequestsWhoseTurnNeverCame) {
   StartServer({.num_handler_threads = 1});
   RawClient client(port_);
-  for (uint64_t id = 0; id < 100; ++id) client.SendFrame(Request(Method::kServerStats, id));
+  for (uint64_t id = 0; id < 100; ++id) client.SendFrame(Request(kBlock, id));
   WaitForBlocked(1);
   server_->Stop(std::chrono::milliseconds(50));
   // The destructor waits for the handler that runs and drops the requests behind it, which
@@ -314,7 +377,7 @@ TEST_F(ServerTest, StopWithIdleAndHalfSentConnections) {
   RawClient half_header(port_);
   half_header.Send(Pattern(10));
   RawClient half_body(port_);
-  half_body.SendFrame(Request(Method::kPing, 1, 1000), Pattern(10));
+  half_body.SendFrame(Request(kEcho, 1, 1000), Pattern(10));
   server_->Stop(std::chrono::seconds(30));
   EXPECT_TRUE(idle.ClosedByServer());
   EXPECT_TRUE(half_header.ClosedByServer());
@@ -340,15 +403,15 @@ TEST_F(ServerTest, ReplyAboveTheLimitIsATypedError) {
   Server::Options options;
   options.max_body_bytes = 100;
   server_ = std::make_unique<Server>(options);
-  server_->Handle(Method::kPing, [](const Buffer&, const CallContext&) {
-    Parts parts;
-    parts.AddOwned(Pattern(101));
-    return StatusOr<Parts>(std::move(parts));
+  server_->Handle(kEcho, [](const Buffer&, const CallContext&) {
+    Segments segments;
+    segments.AddOwned(Pattern(101));
+    return StatusOr<Segments>(std::move(segments));
   });
   auto port = server_->Start();
   ASSERT_TRUE(port.ok());
   RawClient client(*port);
-  client.SendFrame(Request(Method::kPing, 1));
+  client.SendFrame(Request(kEcho, 1));
   FrameHeader reply;
   std::string body;
   ASSERT_TRUE(client.Receive(&reply, &body));

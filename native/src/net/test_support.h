@@ -18,29 +18,33 @@ inline Clock::time_point In(int milliseconds) {
   return Clock::now() + std::chrono::milliseconds(milliseconds);
 }
 
+// Methods of these tests alone.
+inline constexpr MethodId kEcho{1, "Echo"}, kBlock{2, "Block"}, kRefuse{3, "Refuse"},
+    kUnhandled{4, "Unhandled"};
+
 inline std::vector<std::byte> Pattern(size_t size, uint32_t seed = 0) {
   std::vector<std::byte> bytes(size);
   for (size_t i = 0; i < size; ++i) bytes[i] = static_cast<std::byte>((i * 31 + seed) >> 3);
   return bytes;
 }
 
-inline Parts PartsOf(std::span<const std::byte> bytes) {
-  Parts parts;
-  parts.AddView(bytes);
-  return parts;
+inline Segments SegmentsOf(std::span<const std::byte> bytes) {
+  Segments segments;
+  segments.AddView(bytes);
+  return segments;
 }
 
-inline Parts Copy(const Buffer& bytes) {
-  Parts parts;
-  parts.AddOwned(std::vector<std::byte>(bytes.data(), bytes.data() + bytes.size()));
-  return parts;
+inline Segments Copy(const Buffer& bytes) {
+  Segments segments;
+  segments.AddOwned(std::vector<std::byte>(bytes.data(), bytes.data() + bytes.size()));
+  return segments;
 }
 
 inline bool SameBytes(const Buffer& a, std::span<const std::byte> b) {
   return a.size() == b.size() && (b.empty() || std::memcmp(a.data(), b.data(), b.size()) == 0);
 }
 
-inline StatusOr<Parts> Echo(const Buffer& request, const CallContext&) { return Copy(request); }
+inline StatusOr<Segments> Echo(const Buffer& request, const CallContext&) { return Copy(request); }
 
 inline std::string Loopback(uint16_t port) { return "127.0.0.1:" + std::to_string(port); }
 

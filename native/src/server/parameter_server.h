@@ -1,8 +1,13 @@
 // ParameterServer: one embedding store behind RPC. Wire formats: docs/wire_format.md.
 //
-// An update carries the key (worker incarnation, reference) and is
-// applied once however often it is sent: the server remembers the recent
-// keys of each worker, far more of them than a worker can have in flight.
+// The methods of base/row_protocol.h arrive on the RPC server's threads and run concurrently. An
+// update carries a BatchKey and is applied once however often it is sent: the server remembers the
+// recent keys of each worker, far more of them than a worker can have in flight.
+//
+// A server that was never started is a store with the same rules in this process: client/ uses
+// Lookup(), Update() and SetRows() directly, so that nothing trains differently without a cluster.
+//
+// Thread-safe.
 #pragma once
 
 #include <atomic>
@@ -10,26 +15,17 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
+#include "base/incarnation.h"
+#include "base/metrics.h"
+#include "base/row_protocol.h"
 #include "base/status.h"
 #include "net/server.h"
+#include "server/update_deduplicator.h"
 #include "store/embedding_store.h"
 
 namespace persia::server {
-
-struct ServerStats {
-  uint64_t num_updates = 0;           // update requests applied, each key once
-  uint64_t num_repeated_updates = 0;  // answered from memory
-  uint64_t max_staleness = 0;         // updates between a batch's lookup and its own update
-  uint64_t sum_staleness = 0;
-  uint64_t num_looked_up_rows = 0;  // asked for, found or not
-  double last_missing_ratio = 0;    // of the latest lookup's rows, those without a row before it
-  bool configured = false;
-  net::ServerStats rpc;
-  store::StoreStats store;
-};
 
 class ParameterServer {
  public:
@@ -38,32 +34,73 @@ class ParameterServer {
     uint32_t replica_size = 1;
     store::EmbeddingStore::Options store;
     std::optional<store::TierOptions> tier;  // without one, rows are in memory alone
-    net::Server::Options rpc;
+    net::ServerOptions rpc;
     // For inference: what would change rows is refused (kFailedPrecondition), and everything
     // (kUnavailable) until MarkLoaded.
     bool read_only = false;
   };
 
   // Draws the incarnation. Refuses replica_index >= replica_size and what the store refuses. With a
-  // tier it returns when all rows of its pool are recovered.
+  // tier it returns when all rows of its file are recovered.
   static StatusOr<std::unique_ptr<ParameterServer>> Create(const Options& options);
-  ~ParameterServer();
 
-  StatusOr<uint16_t> Start();
-  void Stop(std::chrono::milliseconds timeout);
+  StatusOr<uint16_t> Start() { return rpc_.Start(); }
+  void Stop(std::chrono::milliseconds timeout) { rpc_.Stop(timeout); }
   // A read-only server answers from now on. Of others nothing changes.
-  void MarkLoaded();
+  void MarkLoaded() { loaded_ = true; }
 
-  uint64_t incarnation() const;
-  ServerStats stats() const;
+  StatusOr<ServerRows> Lookup(const LookupRowsRequest& request);
+  // Applies the update, also one that was applied before. kFailedPrecondition: not configured.
+  StatusOr<UpdateResult> Update(const UpdateRowsRequest& request);
+  Status SetRows(const SetRowsRequest& request);
+
+  // Differs from that of every other life of a server; never 0.
+  uint64_t incarnation() const { return incarnation_; }
+  // What the server counts, what its store holds, and its RPC.
+  Metrics metrics() const;
   // The phases of this server's work; as long as it lives.
   std::vector<const DurationStats*> durations() const;
-  store::EmbeddingStore& embedding_store();
+  store::EmbeddingStore& embedding_store() { return *store_; }
 
  private:
-  class Impl;
-  explicit ParameterServer(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  enum class Access : uint8_t { kReads, kChangesRows };
+
+  ParameterServer(const Options& options, std::unique_ptr<store::EmbeddingStore> rows);
+
+  template <typename Request, typename Reply, typename Function>
+  void Register(const Method<Request, Reply>& method, Access access, Function handle,
+                DurationStats* decoding = nullptr);
+  Status CheckAllowed(const MethodId& method, Access access) const;
+  StatusOr<UpdateResult> UpdateOnce(const UpdateRowsRequest& request,
+                                    const net::CallContext& context);
+
+  const Options options_;
+  std::atomic<bool> loaded_ = false;  // counts for read-only servers
+  const uint64_t incarnation_ = DrawIncarnation();
+  const std::unique_ptr<store::EmbeddingStore> store_;
+  UpdateDeduplicator updates_{UpdateDeduplicator::Limits{}};
+  std::atomic<double> last_missing_ratio_{0};
+  CounterList counters_;
+  Counter num_updates_{counters_, {"num_updates", "persia_updates", "Update requests applied."}};
+  Counter num_repeated_{counters_,
+                        {"num_repeated_updates", "persia_repeated_updates",
+                         "Update requests answered from memory: sent again."}};
+  Counter sum_staleness_{counters_,
+                         {"sum_staleness", "persia_update_staleness",
+                          "Updates between lookups and their own updates, summed."}};
+  Counter max_staleness_{
+      counters_,
+      {"max_staleness", "persia_update_staleness_max",
+       "Updates between a lookup and its own update, at most.", MetricKind::kGauge}};
+  Counter num_looked_up_rows_{counters_,
+                              {"num_looked_up_rows", "persia_lookup_rows", "Rows asked for."}};
+  DurationStats decode_times_{"decode"};
+  DurationStats encode_times_{"encode"};
+  DurationStats lookup_times_{"lookup"};
+  DurationStats inference_times_{"inference lookup"};
+  DurationStats update_times_{"update"};
+  DurationStats set_times_{"set"};
+  net::Server rpc_;  // last: destroyed first, so that no handler outlives what it uses
 };
 
 }  // namespace persia::server

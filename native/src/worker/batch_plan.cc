@@ -81,7 +81,7 @@ void BatchPlanner::RouteGroup(const SlotConfig& leader, BatchPlan* plan) {
   const auto num_servers = static_cast<uint32_t>(plan->requests.size());
   const std::span<const uint64_t> signs = signs_.keys();
   num_routed_.assign(num_servers, 0);
-  plan->groups.push_back({leader.dim, static_cast<uint32_t>(signs.size()), leader.part});
+  plan->groups.push_back({leader.dim, static_cast<uint32_t>(signs.size()), leader.stage});
   plan->server_of.reserve(plan->server_of.size() + signs.size());
   for (const uint64_t sign : signs) {
     const uint32_t server = num_servers == 1 ? 0 : ServerOf(SignHash(sign), num_servers);
@@ -95,7 +95,7 @@ void BatchPlanner::RouteGroup(const SlotConfig& leader, BatchPlan* plan) {
   }
 }
 
-std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, LookupParts parts) {
+std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, StageMask stages) {
   std::vector<ServerBlocks> requests(plan.requests.size());
   std::vector<uint32_t> num_before(requests.size(), 0);  // signs of earlier groups, by server
   std::vector<uint32_t> num_here(requests.size());
@@ -108,7 +108,7 @@ std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, LookupParts parts) {
       const auto signs =
           std::span(plan.requests[server].signs).subspan(num_before[server], num_here[server]);
       num_before[server] += num_here[server];
-      if (signs.empty() || !Includes(parts, group.part)) continue;
+      if (signs.empty() || !Includes(stages, group.stage)) continue;
       requests[server].blocks.push_back({group.dim, num_here[server]});
       requests[server].signs.insert(requests[server].signs.end(), signs.begin(), signs.end());
     }

@@ -45,7 +45,7 @@ struct PlannedFeature {
 struct PlannedGroup {
   uint32_t dim = 0;
   uint32_t num_signs = 0;
-  uint32_t part = 0;
+  uint32_t stage = 0;
 };
 
 struct BatchPlan {
@@ -79,18 +79,18 @@ class BatchPlanner {
   std::vector<uint32_t> num_routed_;  // by server, of one group
 };
 
-// What parts of the plan ask of each server: the plan's requests without the other groups' blocks.
-std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, LookupParts parts);
+// What stages of the plan ask of each server: the plan's requests without the other groups' blocks.
+std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, StageMask stages);
 
 // (*rows)[n] is where the row of sign number n lies, given where each server's rows begin. Answers
-// to RequestsOf() some parts have no rows of the other groups: those stay null.
+// to RequestsOf() some stages have no rows of the other groups: those stay null.
 template <typename Float>
 void LocateRows(const BatchPlan& plan, std::vector<Float*> begin_by_server,
-                std::vector<Float*>* rows, LookupParts parts = kAllParts) {
+                std::vector<Float*>* rows, StageMask stages = kAllStages) {
   rows->assign(plan.num_signs(), nullptr);
   size_t number = 0;
   for (const PlannedGroup& group : plan.groups) {
-    if (!Includes(parts, group.part)) {
+    if (!Includes(stages, group.stage)) {
       number += group.num_signs;
       continue;
     }

@@ -19,14 +19,14 @@ Status TooManyInFlight(uint64_t limit) {
 StatusOr<uint64_t> BatchTable::AddWaiting(uint32_t loader_index, FeatureBatch features) {
   const std::lock_guard lock(mutex_);
   const size_t num_bytes = features.size_bytes();
-  if (MustWaitLocked(loader_index, num_bytes)) ExpireLocked(Batch::Stage::kWaiting);
+  if (MustWaitLocked(loader_index, num_bytes)) ExpireLocked(Batch::State::kWaiting);
   if (MustWaitLocked(loader_index, num_bytes)) {
     return ResourceExhausted("batch of data loader " + std::to_string(loader_index) + ": " +
                              std::to_string(total_waiting_) + " batches of " +
                              std::to_string(waiting_bytes_) +
                              " bytes in all wait for their lookup already: send it again later");
   }
-  const std::shared_ptr<Batch> batch = MakeLocked(std::move(features), Batch::Stage::kWaiting);
+  const std::shared_ptr<Batch> batch = MakeLocked(std::move(features), Batch::State::kWaiting);
   batch->loader_index = loader_index;
   batch->num_bytes = num_bytes;
   ++num_waiting_[loader_index];
@@ -38,17 +38,17 @@ StatusOr<uint64_t> BatchTable::AddWaiting(uint32_t loader_index, FeatureBatch fe
 StatusOr<BatchTable::Lease> BatchTable::AddInFlight(FeatureBatch features) {
   const std::lock_guard lock(mutex_);
   PERSIA_RETURN_IF_ERROR(MakeRoomInFlightLocked());
-  const std::shared_ptr<Batch> batch = MakeLocked(std::move(features), Batch::Stage::kInFlight);
+  const std::shared_ptr<Batch> batch = MakeLocked(std::move(features), Batch::State::kInFlight);
   ++num_in_flight_;
   batch->busy = true;
   return Lease(this, batch);
 }
 
-std::shared_ptr<Batch> BatchTable::MakeLocked(FeatureBatch features, Batch::Stage stage) {
+std::shared_ptr<Batch> BatchTable::MakeLocked(FeatureBatch features, Batch::State state) {
   auto batch = std::make_shared<Batch>();
   batch->features = std::move(features);
   batch->counter = next_counter_++;
-  batch->stage = stage;
+  batch->state = state;
   batch->since = Clock::now();
   batches_.emplace(batch->counter, batch);
   return batch;
@@ -81,14 +81,14 @@ StatusOr<BatchTable::Lease> BatchTable::Acquire(uint64_t counter, Deadline deadl
   return Lease(this, found->second);
 }
 
-std::optional<BatchTable::Lease> BatchTable::TakeAhead(uint64_t limit) {
+std::optional<BatchTable::Lease> BatchTable::NextToPrefetch(uint64_t limit) {
   const std::lock_guard lock(mutex_);
   ahead_.erase(ahead_.begin(), ahead_.lower_bound(newest_left_));
   if (ahead_.size() >= limit) return std::nullopt;
   for (auto next = batches_.lower_bound(next_ahead_); next != batches_.end(); ++next) {
     const std::shared_ptr<Batch>& batch = next->second;
     // What is being worked on is being looked up already.
-    if (batch->stage != Batch::Stage::kWaiting || batch->busy) continue;
+    if (batch->state != Batch::State::kWaiting || batch->busy) continue;
     next_ahead_ = batch->counter + 1;
     ahead_.insert(batch->counter);
     batch->busy = true;
@@ -108,17 +108,17 @@ void BatchTable::EndUse(Batch& batch) {
 
 Status BatchTable::StartFlight(const Lease& lease) {
   const std::lock_guard lock(mutex_);
-  if (lease->stage == Batch::Stage::kInFlight) return Status::Ok();
+  if (lease->state == Batch::State::kInFlight) return Status::Ok();
   PERSIA_RETURN_IF_ERROR(MakeRoomInFlightLocked());
   LeaveWaitingLocked(*lease);
-  lease->stage = Batch::Stage::kInFlight;
+  lease->state = Batch::State::kInFlight;
   lease->since = Clock::now();
   ++num_in_flight_;
   return Status::Ok();
 }
 
 Status BatchTable::MakeRoomInFlightLocked() {
-  if (num_in_flight_ >= options_.max_in_flight) ExpireLocked(Batch::Stage::kInFlight);
+  if (num_in_flight_ >= options_.max_in_flight) ExpireLocked(Batch::State::kInFlight);
   if (num_in_flight_ >= options_.max_in_flight) return TooManyInFlight(options_.max_in_flight);
   return Status::Ok();
 }
@@ -141,18 +141,18 @@ void BatchTable::FinishReleased(const Lease& lease) {
   ++num_released_;
 }
 
-void BatchTable::ExpireLocked(Batch::Stage stage) {
+void BatchTable::ExpireLocked(Batch::State state) {
   const Clock::time_point oldest = Clock::now() - options_.expiry;
   for (auto next = batches_.begin(); next != batches_.end();) {
     const std::shared_ptr<Batch> batch = (next++)->second;
-    if (batch->stage != stage || batch->busy || batch->since > oldest) continue;
+    if (batch->state != state || batch->busy || batch->since > oldest) continue;
     RemoveLocked(*batch);
     ++num_expired_;
   }
 }
 
 void BatchTable::RemoveLocked(const Batch& batch) {
-  if (batch.stage == Batch::Stage::kWaiting) {
+  if (batch.state == Batch::State::kWaiting) {
     LeaveWaitingLocked(batch);
   } else {
     --num_in_flight_;
@@ -181,14 +181,20 @@ bool BatchTable::WasIssued(uint64_t counter) const {
   return counter != 0 && counter < next_counter_;
 }
 
-void BatchTable::FillStats(WorkerStats* stats) const {
+void BatchTable::AddMetrics(Metrics* metrics) const {
   const std::lock_guard lock(mutex_);
-  stats->num_registered = next_counter_ - 1;
-  stats->num_returned = num_returned_;
-  stats->num_released = num_released_;
-  stats->num_expired = num_expired_;
-  stats->num_buffered = total_waiting_;
-  stats->num_in_flight = num_in_flight_;
+  metrics->AddCounter("num_registered", "persia_batches_registered",
+                      "Batches that loaders have sent.", next_counter_ - 1);
+  metrics->AddCounter("num_returned", "persia_batches_returned",
+                      "Batches whose gradients were applied.", num_returned_);
+  metrics->AddCounter("num_released", "persia_batches_released",
+                      "Batches given up without gradients.", num_released_);
+  metrics->AddCounter("num_expired", "persia_batches_expired",
+                      "Batches dropped because nothing asked for them.", num_expired_);
+  metrics->AddGauge("num_buffered", "num_pending_batches", "Batches that wait for their lookup.",
+                    total_waiting_);
+  metrics->AddGauge("num_in_flight", "staleness", "Batches between lookup and update.",
+                    num_in_flight_);
 }
 
 }  // namespace persia::worker

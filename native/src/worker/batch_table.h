@@ -21,38 +21,33 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/metrics.h"
 #include "base/status.h"
 #include "worker/batch_plan.h"
-#include "worker/embedding_worker.h"
 #include "worker/feature_batch.h"
+#include "worker/types.h"
 
 namespace persia::worker {
 
-// Where a server stood when a batch was looked up there.
-struct LookupStamp {
-  uint64_t incarnation = 0;
-  uint64_t update_counter = 0;
-};
-
-// A lookup of some of a batch's parts.
-struct PartsLookup {
-  uint32_t parts = 0;               // a bit each, all bits set for all
+// A lookup of some of a batch's stages.
+struct StagesLookup {
+  StageMask stages = 0;             // all bits set for all
   std::vector<LookupStamp> stamps;  // by server; incarnation 0 where it was not asked
 };
 
 struct Batch {
-  enum class Stage : uint8_t { kWaiting, kInFlight };
+  enum class State : uint8_t { kWaiting, kInFlight };
 
   // Working fields.
   std::optional<FeatureBatch> features;  // until the plan is made
   std::optional<BatchPlan> plan;
-  std::vector<PartsLookup> lookups;  // for training, the earliest first; no part is in two
+  std::vector<StagesLookup> lookups;  // for training, the earliest first; no stage is in two
 
   // The table's.
   uint64_t counter = 0;
   uint32_t loader_index = 0;
   size_t num_bytes = 0;
-  Stage stage = Stage::kWaiting;
+  State state = State::kWaiting;
   bool busy = false;
   std::chrono::steady_clock::time_point since;
 };
@@ -96,10 +91,10 @@ class BatchTable {
   // kNotFound: gone, or never there. kDeadlineExceeded: another request works on it.
   StatusOr<Lease> Acquire(uint64_t counter, Deadline deadline);
 
-  // The oldest batch that waits and was not given out by this, as long as fewer than `limit` of
-  // those that were still wait. One that a later batch has overtaken does not count as waiting:
-  // nobody may ever ask for it, as when its rank was killed.
-  std::optional<Lease> TakeAhead(uint64_t limit);
+  // Leases the oldest waiting batch that this has not returned before. Nothing if `limit` of those
+  // that it returned still wait for their lookup. One that a later batch has overtaken does not
+  // count as waiting: its rank may have been killed and never ask for it.
+  std::optional<Lease> NextToPrefetch(uint64_t limit);
 
   // kResourceExhausted: too many in flight; the batch stays waiting then.
   Status StartFlight(const Lease& lease);
@@ -111,18 +106,18 @@ class BatchTable {
   // Whether the counter was ever given out.
   bool WasIssued(uint64_t counter) const;
 
-  // The life-cycle counts; the rest is left alone.
-  void FillStats(WorkerStats* stats) const;
+  // Adds the life-cycle counts, as they are at one moment.
+  void AddMetrics(Metrics* metrics) const;
 
  private:
   using Batches = std::map<uint64_t, std::shared_ptr<Batch>>;  // oldest first
 
   void EndUse(Batch& batch);
-  std::shared_ptr<Batch> MakeLocked(FeatureBatch features, Batch::Stage stage);
+  std::shared_ptr<Batch> MakeLocked(FeatureBatch features, Batch::State state);
   bool MustWaitLocked(uint32_t loader_index, size_t num_bytes) const;
   Status MakeRoomInFlightLocked();
   // Drops the batches of a stage that are too old and not being worked on.
-  void ExpireLocked(Batch::Stage stage);
+  void ExpireLocked(Batch::State state);
   void RemoveLocked(const Batch& batch);
   void LeaveWaitingLocked(const Batch& batch);
 
@@ -134,9 +129,9 @@ class BatchTable {
   uint64_t total_waiting_ = 0;
   uint64_t waiting_bytes_ = 0;
   uint64_t num_in_flight_ = 0;
-  std::set<uint64_t> ahead_;   // given out ahead, and still waiting
+  std::set<uint64_t> ahead_;   // returned by NextToPrefetch, and still waiting
   uint64_t newest_left_ = 0;   // of the batches that have left waiting
-  uint64_t next_ahead_ = 0;    // all before it were given out, or had left
+  uint64_t next_ahead_ = 0;    // all before it were returned, or had left
   uint64_t next_counter_ = 1;  // 0 means no reference
   std::unordered_map<uint64_t, ReturnReport> returned_;
   std::deque<uint64_t> returned_order_;

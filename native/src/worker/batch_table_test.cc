@@ -20,15 +20,15 @@ using std::chrono::steady_clock;
 Deadline Soon() { return steady_clock::now() + std::chrono::milliseconds(20); }
 Deadline Late() { return steady_clock::now() + seconds(60); }
 
-WorkerStats StatsOf(const BatchTable& table) {
-  WorkerStats stats;
-  table.FillStats(&stats);
+Metrics StatsOf(const BatchTable& table) {
+  Metrics stats;
+  table.AddMetrics(&stats);
   return stats;
 }
 
-uint64_t NumAccountedFor(const WorkerStats& stats) {
-  return stats.num_returned + stats.num_released + stats.num_expired + stats.num_buffered +
-         stats.num_in_flight;
+uint64_t NumAccountedFor(const Metrics& stats) {
+  return stats["num_returned"] + stats["num_released"] + stats["num_expired"] +
+         stats["num_buffered"] + stats["num_in_flight"];
 }
 
 // Registers a batch without bytes.
@@ -47,19 +47,19 @@ BatchTable::Lease Take(BatchTable& table, uint64_t counter) {
 TEST(BatchTableTest, LifeOfABatch) {
   BatchTable table({});
   const uint64_t counter = Add(table);
-  EXPECT_EQ(StatsOf(table).num_buffered, 1u);
+  EXPECT_EQ(StatsOf(table)["num_buffered"], 1u);
   {
     const BatchTable::Lease lease = Take(table, counter);
     ASSERT_TRUE(table.StartFlight(lease).ok());
     ASSERT_TRUE(table.StartFlight(lease).ok());  // a repeated lookup
-    EXPECT_EQ(StatsOf(table).num_in_flight, 1u);
-    EXPECT_EQ(StatsOf(table).num_buffered, 0u);
+    EXPECT_EQ(StatsOf(table)["num_in_flight"], 1u);
+    EXPECT_EQ(StatsOf(table)["num_buffered"], 0u);
     table.FinishReturned(lease, {.update = {}, .num_skipped_slots = 3});
   }
-  const WorkerStats stats = StatsOf(table);
-  EXPECT_EQ(stats.num_returned, 1u);
-  EXPECT_EQ(stats.num_in_flight, 0u);
-  EXPECT_EQ(NumAccountedFor(stats), stats.num_registered);
+  const Metrics stats = StatsOf(table);
+  EXPECT_EQ(stats["num_returned"], 1u);
+  EXPECT_EQ(stats["num_in_flight"], 0u);
+  EXPECT_EQ(NumAccountedFor(stats), stats["num_registered"]);
   EXPECT_EQ(table.Acquire(counter, Late()).status().code(), StatusCode::kNotFound);
   EXPECT_EQ(table.FindReturned(counter)->num_skipped_slots, 3u);
   EXPECT_TRUE(table.WasIssued(counter));
@@ -68,32 +68,32 @@ TEST(BatchTableTest, LifeOfABatch) {
 TEST(BatchTableTest, GivesOutTheNextWaitingBatchesAheadOnceEach) {
   BatchTable table({});
   const uint64_t first = Add(table), second = Add(table), third = Add(table);
-  EXPECT_EQ((*table.TakeAhead(2))->counter, first);
+  EXPECT_EQ((*table.NextToPrefetch(2))->counter, first);
   {
     const BatchTable::Lease busy = Take(table, second);  // is being looked up
-    EXPECT_EQ((*table.TakeAhead(2))->counter, third);
-    EXPECT_FALSE(table.TakeAhead(2).has_value());
+    EXPECT_EQ((*table.NextToPrefetch(2))->counter, third);
+    EXPECT_FALSE(table.NextToPrefetch(2).has_value());
     ASSERT_TRUE(table.StartFlight(busy).ok());
   }
-  EXPECT_FALSE(table.TakeAhead(3).has_value());  // no others wait
+  EXPECT_FALSE(table.NextToPrefetch(3).has_value());  // no others wait
   ASSERT_TRUE(table.StartFlight(Take(table, first)).ok());
   const uint64_t fourth = Add(table);
-  EXPECT_EQ((*table.TakeAhead(2))->counter, fourth);
+  EXPECT_EQ((*table.NextToPrefetch(2))->counter, fourth);
   Add(table);
-  EXPECT_FALSE(table.TakeAhead(2).has_value());
+  EXPECT_FALSE(table.NextToPrefetch(2).has_value());
   table.FinishReleased(Take(table, third));
-  EXPECT_TRUE(table.TakeAhead(2).has_value());
+  EXPECT_TRUE(table.NextToPrefetch(2).has_value());
 }
 
 TEST(BatchTableTest, BatchesThatNobodyAsksForDoNotEndTheGivingOut) {
   BatchTable table({});
   const uint64_t lost = Add(table);
   const uint64_t next = Add(table), last = Add(table);
-  EXPECT_EQ((*table.TakeAhead(1))->counter, lost);
-  EXPECT_FALSE(table.TakeAhead(1).has_value());
+  EXPECT_EQ((*table.NextToPrefetch(1))->counter, lost);
+  EXPECT_FALSE(table.NextToPrefetch(1).has_value());
   ASSERT_TRUE(table.StartFlight(Take(table, next)).ok());
-  EXPECT_EQ((*table.TakeAhead(1))->counter, last);
-  EXPECT_FALSE(table.TakeAhead(1).has_value());
+  EXPECT_EQ((*table.NextToPrefetch(1))->counter, last);
+  EXPECT_FALSE(table.NextToPrefetch(1).has_value());
 }
 
 TEST(BatchTableTest, KnowsWhatItNeverGaveOut) {
@@ -116,7 +116,7 @@ TEST(BatchTableTest, WaitingBatchesAreBoundedForEachLoader) {
   Add(table, 1);  // another loader's share
   table.FinishReleased(Take(table, second));
   Add(table, 0);
-  EXPECT_EQ(StatsOf(table).num_registered, 4u);  // a refused batch is none
+  EXPECT_EQ(StatsOf(table)["num_registered"], 4u);  // a refused batch is none
 }
 
 TEST(BatchTableTest, WaitingBytesAreBoundedForAllLoaders) {
@@ -147,7 +147,7 @@ TEST(BatchTableTest, BatchesInFlightAreBounded) {
   const BatchTable::Lease lease = Take(table, waiting);
   EXPECT_EQ(table.StartFlight(lease).code(), StatusCode::kResourceExhausted);
   EXPECT_EQ(table.AddInFlight(FeatureBatch()).status().code(), StatusCode::kResourceExhausted);
-  EXPECT_EQ(StatsOf(table).num_buffered, 1u);  // still waiting, for a repetition
+  EXPECT_EQ(StatsOf(table)["num_buffered"], 1u);  // still waiting, for a repetition
   table.FinishReleased(*direct);
   EXPECT_TRUE(table.StartFlight(lease).ok());
 }
@@ -158,14 +158,14 @@ TEST(BatchTableTest, Bug17AbandonedBatchesMakeRoom) {
   BatchTable table({.max_waiting_per_loader = 2, .max_in_flight = 1, .expiry = seconds(0)});
   Add(table);
   Add(table);
-  EXPECT_EQ(StatsOf(table).num_expired, 0u);
+  EXPECT_EQ(StatsOf(table)["num_expired"], 0u);
   const uint64_t third = Add(table);
-  EXPECT_EQ(StatsOf(table).num_expired, 2u);
+  EXPECT_EQ(StatsOf(table)["num_expired"], 2u);
   ASSERT_TRUE(table.StartFlight(Take(table, third)).ok());
   ASSERT_TRUE(table.AddInFlight(FeatureBatch()).ok());
-  const WorkerStats stats = StatsOf(table);
-  EXPECT_EQ(stats.num_expired, 3u);
-  EXPECT_EQ(NumAccountedFor(stats), stats.num_registered);
+  const Metrics stats = StatsOf(table);
+  EXPECT_EQ(stats["num_expired"], 3u);
+  EXPECT_EQ(NumAccountedFor(stats), stats["num_registered"]);
   EXPECT_EQ(table.Acquire(third, Late()).status().code(), StatusCode::kNotFound);
 }
 
@@ -173,7 +173,7 @@ TEST(BatchTableTest, BatchInUseDoesNotExpire) {
   BatchTable table({.max_waiting_per_loader = 1, .expiry = seconds(0)});
   const BatchTable::Lease lease = Take(table, Add(table));
   EXPECT_EQ(table.AddWaiting(0, FeatureBatch()).status().code(), StatusCode::kResourceExhausted);
-  EXPECT_EQ(StatsOf(table).num_expired, 0u);
+  EXPECT_EQ(StatsOf(table)["num_expired"], 0u);
 }
 
 TEST(BatchTableTest, YoungBatchesDoNotExpire) {
@@ -226,7 +226,7 @@ void Work(BatchTable& table, uint32_t seed, std::vector<std::atomic<int>>& num_h
   std::mt19937 rng(seed);
   for (int i = 0; i < 3000; ++i) {
     if (rng() % 3 == 0) (void)table.AddWaiting(rng() % 2, FeatureBatch());
-    const uint64_t issued = StatsOf(table).num_registered;
+    const uint64_t issued = StatsOf(table)["num_registered"];
     if (issued == 0) continue;
     const uint64_t counter = issued - std::min<uint64_t>(issued - 1, rng() % 8);
     auto lease = table.Acquire(counter, Late());
@@ -248,10 +248,10 @@ TEST(BatchTableTest, NoBatchIsLostUnderConcurrentUse) {
   std::atomic<bool> done{false};
   std::thread observer([&] {
     while (!done) {
-      const WorkerStats stats = StatsOf(table);
-      ASSERT_EQ(NumAccountedFor(stats), stats.num_registered);
-      ASSERT_LE(stats.num_in_flight, 10u);
-      ASSERT_LE(stats.num_buffered, 40u);
+      const Metrics stats = StatsOf(table);
+      ASSERT_EQ(NumAccountedFor(stats), stats["num_registered"]);
+      ASSERT_LE(stats["num_in_flight"], 10u);
+      ASSERT_LE(stats["num_buffered"], 40u);
       std::this_thread::yield();
     }
   });
@@ -261,11 +261,11 @@ TEST(BatchTableTest, NoBatchIsLostUnderConcurrentUse) {
   for (std::thread& thread : threads) thread.join();
   done = true;
   observer.join();
-  const WorkerStats stats = StatsOf(table);
-  EXPECT_EQ(NumAccountedFor(stats), stats.num_registered);
-  EXPECT_GT(stats.num_returned, 0u);
-  EXPECT_GT(stats.num_released, 0u);
-  EXPECT_GT(stats.num_expired, 0u);
+  const Metrics stats = StatsOf(table);
+  EXPECT_EQ(NumAccountedFor(stats), stats["num_registered"]);
+  EXPECT_GT(stats["num_returned"], 0u);
+  EXPECT_GT(stats["num_released"], 0u);
+  EXPECT_GT(stats["num_expired"], 0u);
 }
 
 }  // namespace

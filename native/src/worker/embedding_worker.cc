@@ -1,21 +1,14 @@
 #include "worker/embedding_worker.h"
 
-#include <atomic>
-#include <chrono>
+#include <algorithm>
 #include <cstring>
-#include <mutex>
-#include <optional>
+#include <string>
 #include <utility>
 
-#include "base/incarnation.h"
+#include "base/hash.h"
 #include "worker/batch_plan.h"
-#include "worker/batch_table.h"
 #include "worker/embeddings_writer.h"
-#include "worker/feature_batch.h"
 #include "worker/pooling.h"
-#include "worker/reduction.h"
-#include "worker/routed_rows.h"
-#include "worker/slot_table.h"
 
 namespace persia::worker {
 
@@ -24,18 +17,9 @@ namespace {
 // A batch that is to be released while a request works on it is about to be returned or answered.
 constexpr std::chrono::seconds kReleasePatience{10};
 
-// That wait for their lookup, and whose rows servers are asked to bring into memory: so many that
-// rows come in time, so few that they are not gone again.
+// Queued batches to prefetch: enough to hide the device's latency, few enough that their rows are
+// not evicted before use.
 constexpr uint64_t kBatchesAhead = 4;
-
-BatchTable::Options TableOptions(const WorkerOptions& options) {
-  BatchTable::Options table;
-  table.max_waiting_per_loader = options.forward_buffer_size;
-  table.max_waiting_bytes = options.forward_buffer_bytes;
-  table.max_in_flight = options.max_in_flight;
-  table.expiry = options.buffered_data_expired;
-  return table;
-}
 
 // The planner keeps its tables from batch to batch; one for each thread that looks batches up.
 BatchPlan MakePlan(const FeatureBatch& features, const SlotTable& slots, uint32_t num_servers,
@@ -45,61 +29,61 @@ BatchPlan MakePlan(const FeatureBatch& features, const SlotTable& slots, uint32_
 }
 
 std::vector<const float*> FindRows(const BatchPlan& plan, std::span<const ServerRows> answers,
-                                   LookupParts parts) {
+                                   StageMask stages) {
   std::vector<const float*> begins;
   for (const ServerRows& answer : answers) begins.push_back(answer.rows.data());
   std::vector<const float*> rows;
-  LocateRows(plan, std::move(begins), &rows, parts);
+  LocateRows(plan, std::move(begins), &rows, stages);
   return rows;
 }
 
-// A server has been asked by some of the batch's lookups; the first of them dates the update.
-void StampUpdate(std::span<const PartsLookup> lookups, size_t server, ServerUpdate* update) {
-  for (const PartsLookup& lookup : lookups) {
-    const LookupStamp& stamp = lookup.stamps[server];
-    if (update->lookup_incarnation == 0) {
-      update->lookup_incarnation = stamp.incarnation;
-      update->lookup_counter = stamp.update_counter;
+// The stamp of the batch's first lookup on a server. It dates the update.
+LookupStamp FirstStamp(std::span<const StagesLookup> lookups, size_t server) {
+  for (const StagesLookup& lookup : lookups) {
+    if (lookup.stamps[server].incarnation != 0) return lookup.stamps[server];
+  }
+  return {};
+}
+
+// Notes a lookup for training; of a stage that was looked up before, the later lookup counts.
+void NoteLookup(StageMask stages, std::span<const ServerRows> answers,
+                std::vector<StagesLookup>* lookups) {
+  const StageMask bits = stages == kAllStages ? ~StageMask{0} : stages;
+  for (StagesLookup& earlier : *lookups) earlier.stages &= ~bits;
+  std::erase_if(*lookups, [](const StagesLookup& lookup) { return lookup.stages == 0; });
+  StagesLookup& lookup = lookups->emplace_back();
+  lookup.stages = bits;
+  for (const ServerRows& answer : answers) lookup.stamps.push_back(answer.stamp);
+}
+
+// Joins the servers' answers to one update. The staleness of a server's answer counts from the
+// batch's first lookup there; that of a later lookup counts from its own stamp.
+ReturnReport MakeReport(std::span<const UpdateResult> results,
+                        std::span<const StagesLookup> lookups) {
+  ReturnReport report;
+  for (const StagesLookup& lookup : lookups) report.lookups.push_back({lookup.stages});
+  for (size_t server = 0; server < results.size(); ++server) {
+    const UpdateResult& result = results[server];
+    report.update.staleness = std::max(report.update.staleness, result.staleness);
+    report.update.num_updated += result.num_updated;
+    report.update.num_missing += result.num_missing;
+    const LookupStamp first = FirstStamp(lookups, server);
+    for (size_t i = 0; i < lookups.size(); ++i) {
+      const LookupStamp& stamp = lookups[i].stamps[server];
+      // A server that has restarted between two lookups counts from 0 again.
+      if (stamp.incarnation == 0 || stamp.incarnation != first.incarnation) continue;
+      const uint64_t until = stamp.update_counter - first.update_counter;
+      const uint64_t staleness = result.staleness - std::min(result.staleness, until);
+      report.lookups[i].staleness = std::max(report.lookups[i].staleness, staleness);
     }
-    // A server that has restarted between two lookups counts from 0 again.
-    const bool counted = stamp.incarnation != 0 && stamp.incarnation == update->lookup_incarnation;
-    update->updates_until.push_back(
-        counted ? std::optional(stamp.update_counter - update->lookup_counter) : std::nullopt);
   }
+  return report;
 }
 
-std::vector<ServerUpdate> MakeUpdates(const ReducedGradients& reduced, const Batch& batch) {
-  std::vector<ServerUpdate> updates(reduced.requests.size());
-  for (size_t server = 0; server < updates.size(); ++server) {
-    updates[server].blocks = &reduced.requests[server];
-    updates[server].gradients = reduced.gradients[server];
-    StampUpdate(batch.lookups, server, &updates[server]);
-  }
-  return updates;
-}
-
-// Notes a lookup for training; of a part that was looked up before, the later lookup counts.
-void NoteLookup(LookupParts parts, std::vector<LookupStamp> stamps,
-                std::vector<PartsLookup>* lookups) {
-  const uint32_t bits = parts == kAllParts ? ~uint32_t{0} : parts;
-  for (PartsLookup& earlier : *lookups) earlier.parts &= ~bits;
-  std::erase_if(*lookups, [](const PartsLookup& lookup) { return lookup.parts == 0; });
-  lookups->push_back({bits, std::move(stamps)});
-}
-
-std::vector<LookupStaleness> StalenessOf(std::span<const PartsLookup> lookups,
-                                         const UpdateResult& update) {
-  std::vector<LookupStaleness> found;
-  for (size_t i = 0; i < lookups.size(); ++i) {
-    const bool asked = i < update.lookup_staleness.size();
-    found.push_back({lookups[i].parts, asked ? update.lookup_staleness[i] : 0});
-  }
-  return found;
-}
-
-Status CheckParts(LookupParts parts, bool requires_grad) {
-  if (parts == kAllParts || requires_grad) return Status::Ok();
-  return InvalidArgument("part of a batch is looked up for training only: set requires_grad");
+Status CheckStages(StageMask stages, bool requires_grad) {
+  if (stages == kAllStages || requires_grad) return Status::Ok();
+  return InvalidArgument(
+      "some stages of a batch are looked up for training only: set requires_grad");
 }
 
 uint64_t CountSigns(std::span<const ServerBlocks> requests) {
@@ -115,91 +99,62 @@ StatusCode CodeOf(const StatusOr<T>& result) {
   return result.status().code();
 }
 
-std::vector<LookupStamp> StampsOf(std::span<const ServerRows> answers) {
-  std::vector<LookupStamp> stamps;
-  for (const ServerRows& answer : answers) {
-    stamps.push_back({answer.incarnation, answer.update_counter});
+// Rows that were not looked up (pretrained ones), divided among the servers.
+struct RoutedRows {
+  std::vector<ServerBlocks> requests;    // by server
+  std::vector<std::vector<float>> rows;  // by server
+};
+
+// Keeps the order of the signs within a server.
+RoutedRows RouteRows(const SignBlocks& blocks, const float* row, uint32_t num_servers) {
+  RoutedRows routed;
+  routed.requests.resize(num_servers);
+  routed.rows.resize(num_servers);
+  size_t sign = 0;
+  for (const SignBlock& block : blocks.blocks) {
+    std::vector<uint32_t> num_routed(num_servers, 0);
+    for (uint32_t i = 0; i < block.num_signs; ++i, ++sign, row += block.dim) {
+      const uint32_t server = ServerOf(SignHash(blocks.signs[sign]), num_servers);
+      routed.requests[server].signs.push_back(blocks.signs[sign]);
+      routed.rows[server].insert(routed.rows[server].end(), row, row + block.dim);
+      ++num_routed[server];
+    }
+    for (uint32_t server = 0; server < num_servers; ++server) {
+      if (num_routed[server] == 0) continue;
+      routed.requests[server].blocks.push_back({block.dim, num_routed[server]});
+    }
   }
-  return stamps;
+  return routed;
 }
 
 }  // namespace
 
-class EmbeddingWorker::Impl {
- public:
-  Impl(WorkerOptions options, SlotTable slots, std::shared_ptr<RowService> rows)
-      : slots_(std::move(slots)), rows_(std::move(rows)), table_(TableOptions(options)) {}
+StatusOr<std::unique_ptr<EmbeddingWorker>> EmbeddingWorker::Create(
+    WorkerOptions options, std::shared_ptr<RowService> rows) {
+  if (rows->num_servers() == 0) {
+    return InvalidArgument("an embedding worker needs at least one parameter server, not 0");
+  }
+  if (options.forward_buffer_size == 0 || options.max_in_flight == 0) {
+    return InvalidArgument("forward_buffer_size and max_in_flight must be at least 1");
+  }
+  StatusOr<SlotTable> slots =
+      SlotTable::Create(options.feature_index_prefix_bit, std::move(options.slots));
+  if (!slots.ok()) return slots.status();
+  return std::unique_ptr<EmbeddingWorker>(
+      new EmbeddingWorker(options, std::move(slots).value(), std::move(rows)));
+}
 
-  uint64_t incarnation() const { return incarnation_; }
-  RowService& rows() { return *rows_; }
-
-  Status Configure(const TrainConfig& config, bool replace, Deadline deadline);
-  StatusOr<Reference> Register(uint32_t loader_index, std::span<const std::byte> id_features);
-  StatusOr<net::Parts> Lookup(Reference reference, bool requires_grad, Deadline deadline,
-                              LookupParts parts);
-  StatusOr<net::Parts> LookupDirect(std::span<const std::byte> id_features, bool requires_grad,
-                                    Deadline deadline, LookupParts parts);
-  StatusOr<ReturnReport> Return(Reference reference, float scale,
-                                std::span<const SlotGradient> gradients, Deadline deadline);
-  Status Release(Reference reference);
-  Status SetEmbeddings(std::span<const ServerBlocks::Block> blocks, std::span<const uint64_t> signs,
-                       std::span<const float> rows, Deadline deadline);
-  WorkerStats stats() const;
-  std::vector<SlotStats> slot_stats() const { return slot_counters_.stats(); }
-  std::vector<const DurationStats*> durations() const;
-
- private:
-  StatusOr<FeatureBatch> Decode(std::span<const std::byte> id_features) const;
-  Status CheckIncarnation(Reference reference) const;
-  StatusOr<uint64_t> Add(uint32_t loader_index, std::span<const std::byte> id_features);
-  // Of a leased batch, where it has none.
-  void Plan(Batch& batch);
-  // Where servers want it: tells them what the next batches will look up.
-  void Announce();
-  // Looks the leased batch up and pools it.
-  StatusOr<net::Parts> LookupLeased(Batch& batch, bool requires_grad, Deadline deadline,
-                                    LookupParts parts);
-  StatusOr<std::vector<ServerRows>> LookupRows(const Batch& batch, bool requires_grad,
-                                               Deadline deadline, LookupParts parts);
-  StatusOr<net::Parts> Pool(const Batch& batch, std::span<const ServerRows> answers,
-                            bool requires_grad, LookupParts parts) const;
-  StatusOr<ReturnReport> ReturnLeased(const Batch& batch, float scale,
-                                      std::span<const SlotGradient> gradients, Deadline deadline);
-  StatusOr<ReducedGradients> Reduce(const Batch& batch, float scale,
-                                    std::span<const SlotGradient> gradients);
-  // Runs `call`; where a server says that it is not configured (it has restarted), tells it, and
-  // runs `call` once more.
-  template <typename Call>
-  auto WithConfiguration(Deadline deadline, Call call) -> decltype(call());
-
-  const uint64_t incarnation_ = DrawIncarnation();
-  const SlotTable slots_;
-  SlotCounters slot_counters_{slots_};
-  const std::shared_ptr<RowService> rows_;
-  BatchTable table_;
-  mutable std::mutex config_mutex_;
-  std::optional<TrainConfig> config_;
-  std::atomic<uint64_t> num_looked_up_{0};
-  std::atomic<uint64_t> num_ids_{0};
-  std::atomic<uint64_t> num_signs_{0};
-  std::atomic<uint64_t> num_nonfinite_slots_{0};
-  std::atomic<uint64_t> num_skipped_slots_{0};
-  std::atomic<uint64_t> num_gradients_{0};
-  std::atomic<uint64_t> num_gradients_left_out_{0};
-  std::atomic<uint64_t> num_announced_{0};
-  std::atomic<uint64_t> num_announced_dropped_{0};
-  DurationStats register_times_{"register"};
-  DurationStats total_times_{"lookup total"};
-  DurationStats preprocess_times_{"lookup preprocess"};
-  DurationStats rpc_times_{"lookup rpc"};
-  DurationStats postprocess_times_{"lookup postprocess"};
-  DurationStats update_times_{"update gradient"};
-  DurationStats reduce_times_{"update reduce"};
-  DurationStats update_rpc_times_{"update rpc"};
-};
+EmbeddingWorker::EmbeddingWorker(const WorkerOptions& options, SlotTable slots,
+                                 std::shared_ptr<RowService> rows)
+    : slots_(std::move(slots)),
+      rows_(std::move(rows)),
+      table_({.max_waiting_per_loader = options.forward_buffer_size,
+              .max_waiting_bytes = options.forward_buffer_bytes,
+              .max_in_flight = options.max_in_flight,
+              .expiry = options.buffered_data_expired}) {}
 
 template <typename Call>
-auto EmbeddingWorker::Impl::WithConfiguration(Deadline deadline, Call call) -> decltype(call()) {
+auto EmbeddingWorker::WithConfiguration(Deadline deadline, Call call) -> decltype(call()) {
   auto result = call();
   if (CodeOf(result) != StatusCode::kFailedPrecondition) return result;
   std::optional<TrainConfig> config;
@@ -215,8 +170,7 @@ auto EmbeddingWorker::Impl::WithConfiguration(Deadline deadline, Call call) -> d
   return call();
 }
 
-Status EmbeddingWorker::Impl::Configure(const TrainConfig& config, bool replace,
-                                        Deadline deadline) {
+Status EmbeddingWorker::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
   const TrainConfig full = slots_.WithGroups(config);
   PERSIA_RETURN_IF_ERROR(full.Validate());
   PERSIA_RETURN_IF_ERROR(rows_->Configure(full, replace, deadline));
@@ -225,28 +179,28 @@ Status EmbeddingWorker::Impl::Configure(const TrainConfig& config, bool replace,
   return Status::Ok();
 }
 
-StatusOr<FeatureBatch> EmbeddingWorker::Impl::Decode(std::span<const std::byte> id_features) const {
+StatusOr<FeatureBatch> EmbeddingWorker::Decode(std::span<const std::byte> id_features) const {
   Buffer bytes(id_features.size());
   if (!id_features.empty()) std::memcpy(bytes.data(), id_features.data(), id_features.size());
   return FeatureBatch::Decode(std::move(bytes), slots_);
 }
 
-Status EmbeddingWorker::Impl::CheckIncarnation(Reference reference) const {
-  if (reference.incarnation == incarnation_) return Status::Ok();
+Status EmbeddingWorker::CheckIncarnation(const BatchKey& key) const {
+  if (key.worker_incarnation == incarnation_) return Status::Ok();
   return NotFound("the embedding worker has restarted since batch " +
-                  std::to_string(reference.counter) + " was registered: its batches are gone");
+                  std::to_string(key.reference) + " was registered: its batches are gone");
 }
 
-StatusOr<Reference> EmbeddingWorker::Impl::Register(uint32_t loader_index,
-                                                    std::span<const std::byte> id_features) {
+StatusOr<BatchKey> EmbeddingWorker::Register(uint32_t loader_index,
+                                             std::span<const std::byte> id_features) {
   const StatusOr<uint64_t> counter = Add(loader_index, id_features);
   if (!counter.ok()) return counter.status();
-  Announce();
-  return Reference{incarnation_, counter.value()};
+  SendPrefetchHints();
+  return BatchKey{incarnation_, counter.value()};
 }
 
-StatusOr<uint64_t> EmbeddingWorker::Impl::Add(uint32_t loader_index,
-                                              std::span<const std::byte> id_features) {
+StatusOr<uint64_t> EmbeddingWorker::Add(uint32_t loader_index,
+                                        std::span<const std::byte> id_features) {
   Timed timed(register_times_);
   StatusOr<FeatureBatch> features = Decode(id_features);
   if (!features.ok()) return features.status();
@@ -255,166 +209,177 @@ StatusOr<uint64_t> EmbeddingWorker::Impl::Add(uint32_t loader_index,
   return counter;
 }
 
-StatusOr<net::Parts> EmbeddingWorker::Impl::Lookup(Reference reference, bool requires_grad,
-                                                   Deadline deadline, LookupParts parts) {
-  PERSIA_RETURN_IF_ERROR(CheckParts(parts, requires_grad));
-  PERSIA_RETURN_IF_ERROR(CheckIncarnation(reference));
-  StatusOr<BatchTable::Lease> lease = table_.Acquire(reference.counter, deadline);
+StatusOr<Buffer> EmbeddingWorker::Lookup(const BatchKey& key, bool requires_grad, Deadline deadline,
+                                         StageMask stages) {
+  PERSIA_RETURN_IF_ERROR(CheckStages(stages, requires_grad));
+  PERSIA_RETURN_IF_ERROR(CheckIncarnation(key));
+  StatusOr<BatchTable::Lease> lease = table_.Acquire(key.reference, deadline);
   if (!lease.ok()) return lease.status();
   if (requires_grad) PERSIA_RETURN_IF_ERROR(table_.StartFlight(*lease));
-  StatusOr<net::Parts> message = LookupLeased(**lease, requires_grad, deadline, parts);
+  StatusOr<Buffer> message = LookupLeased(**lease, requires_grad, deadline, stages);
   if (message.ok() && !requires_grad) table_.FinishReleased(*lease);
   return message;
 }
 
-StatusOr<net::Parts> EmbeddingWorker::Impl::LookupDirect(std::span<const std::byte> id_features,
-                                                         bool requires_grad, Deadline deadline,
-                                                         LookupParts parts) {
-  PERSIA_RETURN_IF_ERROR(CheckParts(parts, requires_grad));
+StatusOr<Buffer> EmbeddingWorker::LookupDirect(std::span<const std::byte> id_features,
+                                               bool requires_grad, Deadline deadline,
+                                               StageMask stages) {
+  PERSIA_RETURN_IF_ERROR(CheckStages(stages, requires_grad));
   StatusOr<FeatureBatch> features = Decode(id_features);
   if (!features.ok()) return features.status();
   StatusOr<BatchTable::Lease> lease = table_.AddInFlight(std::move(features).value());
   if (!lease.ok()) return lease.status();
-  StatusOr<net::Parts> message = LookupLeased(**lease, requires_grad, deadline, parts);
+  StatusOr<Buffer> message = LookupLeased(**lease, requires_grad, deadline, stages);
   // After a failure nobody knows the reference, so nobody could return or release the batch.
   if (!message.ok() || !requires_grad) table_.FinishReleased(*lease);
   return message;
 }
 
-void EmbeddingWorker::Impl::Plan(Batch& batch) {
+void EmbeddingWorker::Plan(Batch& batch) {
   if (batch.plan.has_value()) return;
   const Timed timed(preprocess_times_, batch.counter);
   batch.plan = MakePlan(*batch.features, slots_, rows_->num_servers(), &slot_counters_);
   batch.features.reset();
 }
 
-// The plans that it takes are made earlier, not twice.
-void EmbeddingWorker::Impl::Announce() {
+// The plans that this needs are made earlier, not twice.
+void EmbeddingWorker::SendPrefetchHints() {
   if (!rows_->WantsPrefetch()) return;
   const TracedBatch other(TracedBatch::kNone);  // not of the batch whose call this is
-  while (auto lease = table_.TakeAhead(kBatchesAhead)) {
+  while (auto lease = table_.NextToPrefetch(kBatchesAhead)) {
     Plan(**lease);
-    const Announced announced = rows_->Prefetch((*lease)->plan->requests);
-    num_announced_ += announced.num_signs;
-    num_announced_dropped_ += announced.num_dropped;
+    const HintReport report = rows_->Prefetch((*lease)->plan->requests);
+    num_hinted_.Add(report.num_signs);
+    num_hints_dropped_.Add(report.num_dropped);
   }
 }
 
-StatusOr<net::Parts> EmbeddingWorker::Impl::LookupLeased(Batch& batch, bool requires_grad,
-                                                         Deadline deadline, LookupParts parts) {
+StatusOr<Buffer> EmbeddingWorker::LookupLeased(Batch& batch, bool requires_grad, Deadline deadline,
+                                               StageMask stages) {
   const Timed total(total_times_, batch.counter);
   Plan(batch);
-  StatusOr<std::vector<ServerRows>> answers = LookupRows(batch, requires_grad, deadline, parts);
+  StatusOr<std::vector<ServerRows>> answers = LookupRows(batch, requires_grad, deadline, stages);
   if (!answers.ok()) return answers.status();
   const bool first = batch.lookups.empty();
   // Only what was looked up for training may be updated.
-  if (requires_grad) NoteLookup(parts, StampsOf(*answers), &batch.lookups);
+  if (requires_grad) NoteLookup(stages, *answers, &batch.lookups);
   if (first) {  // counted as a whole
-    num_looked_up_ += 1;
-    num_ids_ += batch.plan->num_ids;
-    num_signs_ += batch.plan->num_signs();
+    num_looked_up_.Add();
+    num_ids_.Add(batch.plan->num_ids);
+    num_signs_.Add(batch.plan->num_signs());
   }
   const Timed timed(postprocess_times_, batch.counter);
-  return Pool(batch, *answers, requires_grad, parts);
+  return Pool(batch, *answers, requires_grad, stages);
 }
 
-StatusOr<std::vector<ServerRows>> EmbeddingWorker::Impl::LookupRows(const Batch& batch,
-                                                                    bool requires_grad,
-                                                                    Deadline deadline,
-                                                                    LookupParts parts) {
+StatusOr<std::vector<ServerRows>> EmbeddingWorker::LookupRows(const Batch& batch,
+                                                              bool requires_grad, Deadline deadline,
+                                                              StageMask stages) {
   std::vector<ServerBlocks> some;
-  if (parts != kAllParts) some = RequestsOf(*batch.plan, parts);
+  if (stages != kAllStages) some = RequestsOf(*batch.plan, stages);
   return WithConfiguration(deadline, [&] {
     const Timed timed(rpc_times_, batch.counter);
-    return rows_->Lookup(parts == kAllParts ? batch.plan->requests : some, requires_grad, deadline);
+    return rows_->Lookup(stages == kAllStages ? batch.plan->requests : some, requires_grad,
+                         deadline);
   });
 }
 
-StatusOr<net::Parts> EmbeddingWorker::Impl::Pool(const Batch& batch,
-                                                 std::span<const ServerRows> answers,
-                                                 bool requires_grad, LookupParts parts) const {
+StatusOr<Buffer> EmbeddingWorker::Pool(const Batch& batch, std::span<const ServerRows> answers,
+                                       bool requires_grad, StageMask stages) const {
   const BatchPlan& plan = *batch.plan;
   StatusOr<EmbeddingsWriter> writer =
-      EmbeddingsWriter::Create(plan, incarnation_, requires_grad ? batch.counter : 0, parts);
+      EmbeddingsWriter::Create(plan, incarnation_, requires_grad ? batch.counter : 0, stages);
   if (!writer.ok()) return writer.status();
-  const std::vector<const float*> rows = FindRows(plan, answers, parts);
+  const std::vector<const float*> rows = FindRows(plan, answers, stages);
   for (size_t i = 0; i < plan.features.size(); ++i) {
-    if (!Includes(parts, plan.features[i].slot->part)) continue;
+    if (!Includes(stages, plan.features[i].slot->stage)) continue;
     PoolFeature(plan.features[i], plan.batch_size, rows, writer->slots()[i]);
   }
-  net::Parts message;
-  message.AddOwned(writer->Release());
-  return message;
+  return writer->Release();
 }
 
-StatusOr<ReturnReport> EmbeddingWorker::Impl::Return(Reference reference, float scale,
-                                                     std::span<const SlotGradient> gradients,
-                                                     Deadline deadline) {
-  PERSIA_RETURN_IF_ERROR(CheckIncarnation(reference));
-  StatusOr<BatchTable::Lease> lease = table_.Acquire(reference.counter, deadline);
+StatusOr<ReturnReport> EmbeddingWorker::ReturnGradients(const BatchKey& key, float scale,
+                                                        std::span<const SlotGradient> gradients,
+                                                        Deadline deadline) {
+  PERSIA_RETURN_IF_ERROR(CheckIncarnation(key));
+  StatusOr<BatchTable::Lease> lease = table_.Acquire(key.reference, deadline);
   // Looked up after the batch, so that a return that finishes in between is found.
   if (!lease.ok()) {
-    const std::optional<ReturnReport> first = table_.FindReturned(reference.counter);
+    const std::optional<ReturnReport> first = table_.FindReturned(key.reference);
     if (first.has_value()) return *first;
     return lease.status();
   }
   StatusOr<ReturnReport> report = ReturnLeased(**lease, scale, gradients, deadline);
   if (!report.ok()) return report;
   table_.FinishReturned(*lease, *report);
-  Announce();  // one more has been looked up; and here no rank waits for what it takes
+  SendPrefetchHints();  // one more has been looked up; and here no rank waits for what it takes
   return report;
 }
 
-StatusOr<ReturnReport> EmbeddingWorker::Impl::ReturnLeased(const Batch& batch, float scale,
-                                                           std::span<const SlotGradient> gradients,
-                                                           Deadline deadline) {
+StatusOr<ReturnReport> EmbeddingWorker::ReturnLeased(const Batch& batch, float scale,
+                                                     std::span<const SlotGradient> gradients,
+                                                     Deadline deadline) {
   if (batch.lookups.empty()) {
     return FailedPrecondition("batch " + std::to_string(batch.counter) +
                               " was not looked up for training: there is nothing to update");
   }
   const Timed total(update_times_, batch.counter);
-  StatusOr<ReducedGradients> reduced = Reduce(batch, scale, gradients);
-  if (!reduced.ok()) return reduced.status();
-  ReturnReport report;
-  report.num_nonfinite_slots = reduced->num_nonfinite_slots;
-  report.num_skipped_slots = reduced->num_skipped_slots;
-  const uint64_t num_sent = CountSigns(reduced->requests);
-  if (num_sent > 0) {
-    const std::vector<ServerUpdate> updates = MakeUpdates(*reduced, batch);
-    const UpdateKey key{incarnation_, batch.counter};
-    StatusOr<UpdateResult> update = WithConfiguration(deadline, [&] {
-      const Timed timed(update_rpc_times_, batch.counter);
-      return rows_->Update(key, updates, deadline);
-    });
-    if (!update.ok()) return update.status();
-    report.update = std::move(*update);
-  }
-  report.lookups = StalenessOf(batch.lookups, report.update);
-  num_nonfinite_slots_ += report.num_nonfinite_slots;
-  num_skipped_slots_ += report.num_skipped_slots;
-  num_gradients_ += batch.plan->num_signs();
-  num_gradients_left_out_ += batch.plan->num_signs() - num_sent;
-  const auto slot = [&](uint32_t feature) -> const SlotConfig& {
-    return *batch.plan->features[feature].slot;
+  const auto reduce = [&] {
+    const Timed timed(reduce_times_, batch.counter);
+    return ReduceGradients(*batch.plan, scale, gradients);
   };
-  for (const uint32_t i : reduced->nonfinite_features) slot_counters_.Nonfinite(slot(i));
-  for (const uint32_t i : reduced->skipped_features) slot_counters_.Skipped(slot(i));
+  StatusOr<ReducedGradients> reduced = reduce();
+  if (!reduced.ok()) return reduced.status();
+  const uint64_t num_sent = CountSigns(reduced->requests);
+  std::vector<UpdateResult> results;
+  if (num_sent > 0) {
+    StatusOr<std::vector<UpdateResult>> answers = Update(batch, *reduced, deadline);
+    if (!answers.ok()) return answers.status();
+    results = std::move(*answers);
+  }
+  ReturnReport report = MakeReport(results, batch.lookups);
+  report.num_nonfinite_slots = static_cast<uint32_t>(reduced->nonfinite_features.size());
+  report.num_skipped_slots = static_cast<uint32_t>(reduced->skipped_features.size());
+  Count(batch, *reduced, num_sent);
   return report;
 }
 
-StatusOr<ReducedGradients> EmbeddingWorker::Impl::Reduce(const Batch& batch, float scale,
-                                                         std::span<const SlotGradient> gradients) {
-  const Timed timed(reduce_times_, batch.counter);
-  return ReduceGradients(*batch.plan, scale, gradients);
+StatusOr<std::vector<UpdateResult>> EmbeddingWorker::Update(const Batch& batch,
+                                                            const ReducedGradients& reduced,
+                                                            Deadline deadline) {
+  std::vector<UpdateRowsRequest> updates;
+  for (size_t server = 0; server < reduced.requests.size(); ++server) {
+    updates.push_back({{incarnation_, batch.counter},
+                       FirstStamp(batch.lookups, server),
+                       reduced.requests[server].view(),
+                       reduced.gradients[server]});
+  }
+  return WithConfiguration(deadline, [&] {
+    const Timed timed(update_rpc_times_, batch.counter);
+    return rows_->Update(updates, deadline);
+  });
 }
 
-Status EmbeddingWorker::Impl::Release(Reference reference) {
-  PERSIA_RETURN_IF_ERROR(CheckIncarnation(reference));
-  if (!table_.WasIssued(reference.counter)) {
-    return NotFound("batch " + std::to_string(reference.counter) + " was never registered");
+void EmbeddingWorker::Count(const Batch& batch, const ReducedGradients& reduced,
+                            uint64_t num_sent) {
+  num_nonfinite_slots_.Add(reduced.nonfinite_features.size());
+  num_skipped_slots_.Add(reduced.skipped_features.size());
+  num_gradients_.Add(batch.plan->num_signs());
+  num_gradients_left_out_.Add(batch.plan->num_signs() - num_sent);
+  const auto slot = [&](uint32_t feature) -> const SlotConfig& {
+    return *batch.plan->features[feature].slot;
+  };
+  for (const uint32_t i : reduced.nonfinite_features) slot_counters_.Nonfinite(slot(i));
+  for (const uint32_t i : reduced.skipped_features) slot_counters_.Skipped(slot(i));
+}
+
+Status EmbeddingWorker::Release(const BatchKey& key) {
+  PERSIA_RETURN_IF_ERROR(CheckIncarnation(key));
+  if (!table_.WasIssued(key.reference)) {
+    return NotFound("batch " + std::to_string(key.reference) + " was never registered");
   }
   const Deadline deadline = std::chrono::steady_clock::now() + kReleasePatience;
-  StatusOr<BatchTable::Lease> lease = table_.Acquire(reference.counter, deadline);
+  StatusOr<BatchTable::Lease> lease = table_.Acquire(key.reference, deadline);
   if (lease.ok()) {
     table_.FinishReleased(*lease);
     return Status::Ok();
@@ -423,92 +388,36 @@ Status EmbeddingWorker::Impl::Release(Reference reference) {
   return lease.status().code() == StatusCode::kNotFound ? Status::Ok() : lease.status();
 }
 
-Status EmbeddingWorker::Impl::SetEmbeddings(std::span<const ServerBlocks::Block> blocks,
-                                            std::span<const uint64_t> signs,
-                                            std::span<const float> rows, Deadline deadline) {
-  StatusOr<RoutedRows> routed = RouteRows(blocks, signs, rows, rows_->num_servers());
-  if (!routed.ok()) return routed.status();
-  const std::vector<std::span<const float>> views(routed->rows.begin(), routed->rows.end());
-  return WithConfiguration(deadline,
-                           [&] { return rows_->SetRows(routed->requests, views, deadline); });
+Status EmbeddingWorker::SetEmbeddings(const SignBlocks& blocks, std::span<const float> rows,
+                                      Deadline deadline) {
+  uint64_t num_signs = 0;
+  for (const SignBlock& block : blocks.blocks) num_signs += block.num_signs;
+  if (num_signs != blocks.signs.size() || blocks.num_floats() != rows.size()) {
+    return InvalidArgument("blocks of " + std::to_string(num_signs) + " signs and " +
+                           std::to_string(blocks.num_floats()) + " floats were passed with " +
+                           std::to_string(blocks.signs.size()) + " signs and " +
+                           std::to_string(rows.size()) + " floats");
+  }
+  const RoutedRows routed = RouteRows(blocks, rows.data(), rows_->num_servers());
+  std::vector<SetRowsRequest> requests;
+  for (size_t server = 0; server < routed.rows.size(); ++server) {
+    requests.push_back({routed.requests[server].view(), routed.rows[server]});
+  }
+  return WithConfiguration(deadline, [&] { return rows_->SetRows(requests, deadline); });
 }
 
-WorkerStats EmbeddingWorker::Impl::stats() const {
-  WorkerStats stats;
-  table_.FillStats(&stats);
-  stats.num_looked_up = num_looked_up_;
-  stats.num_ids = num_ids_;
-  stats.num_signs = num_signs_;
-  stats.num_nonfinite_slots = num_nonfinite_slots_;
-  stats.num_skipped_slots = num_skipped_slots_;
-  stats.num_gradients = num_gradients_;
-  stats.num_gradients_left_out = num_gradients_left_out_;
-  stats.num_announced = num_announced_;
-  stats.num_announced_dropped = num_announced_dropped_;
+Metrics EmbeddingWorker::metrics() const {
+  Metrics metrics;
+  table_.AddMetrics(&metrics);
+  counters_.AddTo(&metrics);
   const std::lock_guard lock(config_mutex_);
-  stats.configured = config_.has_value();
-  return stats;
+  metrics.AddFlag("configured", config_.has_value());
+  return metrics;
 }
 
-std::vector<const DurationStats*> EmbeddingWorker::Impl::durations() const {
+std::vector<const DurationStats*> EmbeddingWorker::durations() const {
   return {&register_times_,    &total_times_,  &preprocess_times_, &rpc_times_,
           &postprocess_times_, &update_times_, &reduce_times_,     &update_rpc_times_};
-}
-
-StatusOr<std::unique_ptr<EmbeddingWorker>> EmbeddingWorker::Create(
-    WorkerOptions options, std::shared_ptr<RowService> rows) {
-  if (rows->num_servers() == 0) {
-    return InvalidArgument("an embedding worker needs at least one parameter server, not 0");
-  }
-  if (options.forward_buffer_size == 0 || options.max_in_flight == 0) {
-    return InvalidArgument("forward_buffer_size and max_in_flight must be at least 1");
-  }
-  StatusOr<SlotTable> slots =
-      SlotTable::Create(options.feature_index_prefix_bit, std::move(options.slots));
-  if (!slots.ok()) return slots.status();
-  auto impl = std::make_unique<Impl>(std::move(options), std::move(slots).value(), std::move(rows));
-  return std::unique_ptr<EmbeddingWorker>(new EmbeddingWorker(std::move(impl)));
-}
-
-EmbeddingWorker::EmbeddingWorker(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-EmbeddingWorker::~EmbeddingWorker() = default;
-
-uint64_t EmbeddingWorker::incarnation() const { return impl_->incarnation(); }
-WorkerStats EmbeddingWorker::stats() const { return impl_->stats(); }
-std::vector<SlotStats> EmbeddingWorker::slot_stats() const { return impl_->slot_stats(); }
-std::vector<const DurationStats*> EmbeddingWorker::durations() const { return impl_->durations(); }
-
-Status EmbeddingWorker::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
-  return impl_->Configure(config, replace, deadline);
-}
-StatusOr<Reference> EmbeddingWorker::Register(uint32_t loader_index,
-                                              std::span<const std::byte> id_features) {
-  return impl_->Register(loader_index, id_features);
-}
-StatusOr<net::Parts> EmbeddingWorker::Lookup(Reference reference, bool requires_grad,
-                                             Deadline deadline, LookupParts parts) {
-  return impl_->Lookup(reference, requires_grad, deadline, parts);
-}
-StatusOr<net::Parts> EmbeddingWorker::LookupDirect(std::span<const std::byte> id_features,
-                                                   bool requires_grad, Deadline deadline,
-                                                   LookupParts parts) {
-  return impl_->LookupDirect(id_features, requires_grad, deadline, parts);
-}
-StatusOr<ReturnReport> EmbeddingWorker::ReturnGradients(Reference reference, float scale,
-                                                        std::span<const SlotGradient> gradients,
-                                                        Deadline deadline) {
-  return impl_->Return(reference, scale, gradients, deadline);
-}
-Status EmbeddingWorker::Release(Reference reference) { return impl_->Release(reference); }
-
-Status EmbeddingWorker::SetEmbeddings(std::span<const ServerBlocks::Block> blocks,
-                                      std::span<const uint64_t> signs, std::span<const float> rows,
-                                      Deadline deadline) {
-  return impl_->SetEmbeddings(blocks, signs, rows, deadline);
-}
-Status EmbeddingWorker::Clear(Deadline deadline) { return impl_->rows().Clear(deadline); }
-StatusOr<std::vector<uint64_t>> EmbeddingWorker::Sizes(Deadline deadline) {
-  return impl_->rows().Sizes(deadline);
 }
 
 }  // namespace persia::worker

@@ -1,10 +1,10 @@
-// EmbeddingWorker: from ID features to pooled embeddings,
-// and from their gradients to one gradient per sign.
+// EmbeddingWorker: from ID features to pooled embeddings, and from their gradients to one gradient
+// per sign.
 //
 // Life of a batch: Register (buffered, bounded) -> Lookup (in flight) -> ReturnGradients or Release
-// (gone). A direct lookup starts in flight. References are never reused; a worker's incarnation is
-// part of them, so that a restarted worker refuses old ones (kNotFound). Invariant: registered =
-// returned + released + expired + buffered + in flight (see stats()).
+// (gone). A direct lookup starts in flight. References are never reused. A worker's incarnation is
+// part of a batch's key, so that a restarted worker refuses old ones (kNotFound).
+// Invariant: registered = returned + released + expired + buffered + in flight (see metrics()).
 //
 // Thread-safe. Knows no socket: worker/worker_service.h puts it behind RPC, client/ embeds it.
 #pragma once
@@ -12,17 +12,24 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <span>
-#include <string>
 #include <vector>
 
+#include "base/buffer.h"
 #include "base/duration_stats.h"
+#include "base/incarnation.h"
+#include "base/metrics.h"
 #include "base/status.h"
 #include "base/train_config.h"
-#include "net/message.h"
+#include "worker/batch_table.h"
+#include "worker/feature_batch.h"
+#include "worker/reduction.h"
 #include "worker/row_service.h"
-#include "worker/slot_config.h"
 #include "worker/slot_stats.h"
+#include "worker/slot_table.h"
+#include "worker/types.h"
 
 namespace persia::worker {
 
@@ -36,104 +43,122 @@ struct WorkerOptions {
   std::chrono::seconds buffered_data_expired{1000};
 };
 
-struct Reference {
-  uint64_t incarnation = 0;
-  uint64_t counter = 0;
-};
-
-struct SlotGradient {
-  std::string_view slot;
-  bool skipped = false;
-  uint32_t num_rows = 0;
-  uint32_t dim = 0;
-  const float* rows = nullptr;
-};
-
-// How old the rows were that one lookup of a batch had found, in updates.
-struct LookupStaleness {
-  uint32_t parts = 0;  // a bit each, all bits set for all
-  uint64_t staleness = 0;
-};
-
-struct ReturnReport {
-  UpdateResult update;
-  uint32_t num_nonfinite_slots = 0;
-  uint32_t num_skipped_slots = 0;
-  std::vector<LookupStaleness> lookups = {};  // the earliest first; no part is in two
-};
-
-struct WorkerStats {
-  uint64_t num_registered = 0, num_looked_up = 0, num_returned = 0, num_released = 0,
-           num_expired = 0;
-  uint64_t num_buffered = 0, num_in_flight = 0;
-  uint64_t num_ids = 0, num_signs = 0;  // looked up: before and after deduplication
-  uint64_t num_nonfinite_slots = 0, num_skipped_slots = 0;
-  // Distinct signs of the batches returned, and those of them that no slot had a usable gradient
-  // for; servers have counted all others as updated or missing.
-  uint64_t num_gradients = 0, num_gradients_left_out = 0;
-  // Distinct signs of batches that servers were told of before their lookup, and those of them that
-  // a server was too slow to take in.
-  uint64_t num_announced = 0, num_announced_dropped = 0;
-  bool configured = false;
-};
-
 class EmbeddingWorker {
  public:
-  // Refuses (naming the slot): dim 0, no slots, duplicate names, slots
-  // of one group with different dims, a hash stack with rounds but no
-  // size, a hash stack that does not fit beside the prefix bits.
+  // Refuses (naming the slot): dim 0, no slots, duplicate names, slots of one group with different
+  // dims, a hash stack with rounds but no size, a hash stack that does not fit beside the prefix
+  // bits.
   static StatusOr<std::unique_ptr<EmbeddingWorker>> Create(WorkerOptions options,
                                                            std::shared_ptr<RowService> rows);
-  ~EmbeddingWorker();
 
-  uint64_t incarnation() const;
+  uint64_t incarnation() const { return incarnation_; }
 
-  // Kept and passed on to all servers; sent again to a
-  // server that reports kFailedPrecondition (it restarted).
+  // Keeps the config and passes it on to all servers. Sends it again to a server that reports
+  // kFailedPrecondition (it restarted).
   Status Configure(const TrainConfig& config, bool replace, Deadline deadline);
 
   // Decodes (kCorruption, kInvalidArgument name the feature) and buffers. kResourceExhausted: full,
   // try again. An unknown feature name is refused here.
-  StatusOr<Reference> Register(uint32_t loader_index, std::span<const std::byte> id_features);
+  StatusOr<BatchKey> Register(uint32_t loader_index, std::span<const std::byte> id_features);
 
-  // The embeddings message. With requires_grad the batch stays in flight until its gradients came
-  // back or it is released; a repeated request for a reference in flight is answered again.
-  // Without, nothing is inserted and the batch is gone afterwards.
+  // Returns the embeddings message. With requires_grad the batch stays in flight until its
+  // gradients are returned or it is released; a repeated request for a batch in flight is answered
+  // again. Without, nothing is inserted and the batch is gone afterwards.
   //
-  // Some `parts` of a batch alone need requires_grad. A direct lookup of them is followed by
-  // Lookups of the others under the reference that it answers with. Of a part that is looked up
-  // again, the later lookup counts.
-  StatusOr<net::Parts> Lookup(Reference reference, bool requires_grad, Deadline deadline,
-                              LookupParts parts = kAllParts);
-  StatusOr<net::Parts> LookupDirect(std::span<const std::byte> id_features, bool requires_grad,
-                                    Deadline deadline, LookupParts parts = kAllParts);
+  // Only some `stages` of a batch need requires_grad. A direct lookup of them is followed by
+  // Lookups of the others under the key that the message names. Of a stage that is looked up again,
+  // the later lookup counts.
+  StatusOr<Buffer> Lookup(const BatchKey& key, bool requires_grad, Deadline deadline,
+                          StageMask stages = kAllStages);
+  StatusOr<Buffer> LookupDirect(std::span<const std::byte> id_features, bool requires_grad,
+                                Deadline deadline, StageMask stages = kAllStages);
 
-  // Applied once: a repetition for a reference that
-  // was returned already gives the first report again.
-  StatusOr<ReturnReport> ReturnGradients(Reference reference, float scale,
+  // Applies the gradients once: a repetition for a batch that was returned already gives the first
+  // report again.
+  StatusOr<ReturnReport> ReturnGradients(const BatchKey& key, float scale,
                                          std::span<const SlotGradient> gradients,
                                          Deadline deadline);
   // Ends a batch that will get no gradients. Releasing twice is fine; kNotFound: never registered
   // here; kDeadlineExceeded: a request has worked on it for seconds.
-  Status Release(Reference reference);
+  Status Release(const BatchKey& key);
 
   // Sets rows by sign (prefix included), each on its server. `rows` holds the signs' rows one after
-  // the other, `blocks` says their dims. kInvalidArgument: the counts do not agree.
-  Status SetEmbeddings(std::span<const ServerBlocks::Block> blocks, std::span<const uint64_t> signs,
-                       std::span<const float> rows, Deadline deadline);
+  // the other. kInvalidArgument: the counts do not agree.
+  Status SetEmbeddings(const SignBlocks& blocks, std::span<const float> rows, Deadline deadline);
   // Removes all rows of all servers.
-  Status Clear(Deadline deadline);
+  Status Clear(Deadline deadline) { return rows_->Clear(deadline); }
   // Rows per server.
-  StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline);
-  WorkerStats stats() const;
-  std::vector<SlotStats> slot_stats() const;
+  StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline) { return rows_->Sizes(deadline); }
+
+  Metrics metrics() const;
+  std::vector<SlotStats> slot_stats() const { return slot_counters_.stats(); }
   // The phases of this worker's work; as long as it lives.
   std::vector<const DurationStats*> durations() const;
 
  private:
-  class Impl;
-  explicit EmbeddingWorker(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  EmbeddingWorker(const WorkerOptions& options, SlotTable slots, std::shared_ptr<RowService> rows);
+
+  StatusOr<FeatureBatch> Decode(std::span<const std::byte> id_features) const;
+  Status CheckIncarnation(const BatchKey& key) const;
+  StatusOr<uint64_t> Add(uint32_t loader_index, std::span<const std::byte> id_features);
+  // Makes the plan of a leased batch that has none.
+  void Plan(Batch& batch);
+  // Hints to servers that want it what the next batches will look up.
+  void SendPrefetchHints();
+  // Looks the leased batch up and pools it.
+  StatusOr<Buffer> LookupLeased(Batch& batch, bool requires_grad, Deadline deadline,
+                                StageMask stages);
+  StatusOr<std::vector<ServerRows>> LookupRows(const Batch& batch, bool requires_grad,
+                                               Deadline deadline, StageMask stages);
+  StatusOr<Buffer> Pool(const Batch& batch, std::span<const ServerRows> answers, bool requires_grad,
+                        StageMask stages) const;
+  StatusOr<ReturnReport> ReturnLeased(const Batch& batch, float scale,
+                                      std::span<const SlotGradient> gradients, Deadline deadline);
+  StatusOr<std::vector<UpdateResult>> Update(const Batch& batch, const ReducedGradients& reduced,
+                                             Deadline deadline);
+  void Count(const Batch& batch, const ReducedGradients& reduced, uint64_t num_sent);
+  // Runs `call`. Where a server says that it is not configured (it has restarted), tells it, and
+  // runs `call` once more.
+  template <typename Call>
+  auto WithConfiguration(Deadline deadline, Call call) -> decltype(call());
+
+  const uint64_t incarnation_ = DrawIncarnation();
+  const SlotTable slots_;
+  SlotCounters slot_counters_{slots_};
+  const std::shared_ptr<RowService> rows_;
+  BatchTable table_;
+  mutable std::mutex config_mutex_;
+  std::optional<TrainConfig> config_;
+  CounterList counters_;
+  Counter num_looked_up_{counters_,
+                         {"num_looked_up", "persia_batches_looked_up", "Batches looked up."}};
+  Counter num_ids_{counters_, {"num_ids", "persia_ids", "IDs of the batches looked up."}};
+  Counter num_signs_{counters_,
+                     {"num_signs", "persia_unique_ids",
+                      "Of these, after each batch's repetitions were left out."}};
+  Counter num_nonfinite_slots_{counters_, {"num_nonfinite_slots", nullptr}};
+  Counter num_skipped_slots_{counters_, {"num_skipped_slots", nullptr}};
+  // Servers count all of these as updated or missing, but for those left out.
+  Counter num_gradients_{counters_,
+                         {"num_gradients", "persia_gradients",
+                          "Unique IDs of the batches whose gradients were applied."}};
+  Counter num_gradients_left_out_{counters_,
+                                  {"num_gradients_left_out", "persia_gradients_left_out",
+                                   "Of these, without a usable gradient: not sent."}};
+  Counter num_hinted_{counters_,
+                      {"num_announced", "persia_announced_ids",
+                       "Unique IDs that servers were told of ahead of their lookup."}};
+  Counter num_hints_dropped_{counters_,
+                             {"num_announced_dropped", "persia_announced_ids_dropped",
+                              "Of these, not sent: servers lagged behind."}};
+  DurationStats register_times_{"register"};
+  DurationStats total_times_{"lookup total"};
+  DurationStats preprocess_times_{"lookup preprocess"};
+  DurationStats rpc_times_{"lookup rpc"};
+  DurationStats postprocess_times_{"lookup postprocess"};
+  DurationStats update_times_{"update gradient"};
+  DurationStats reduce_times_{"update reduce"};
+  DurationStats update_rpc_times_{"update rpc"};
 };
 
 }  // namespace persia::worker

@@ -58,32 +58,29 @@ class FakeRows : public RowService {
     return answers;
   }
 
-  StatusOr<UpdateResult> Update(UpdateKey key, std::span<const ServerUpdate> updates,
-                                Deadline) override {
+  StatusOr<std::vector<UpdateResult>> Update(std::span<const UpdateRowsRequest> updates,
+                                             Deadline) override {
     const std::lock_guard lock(mutex_);
-    UpdateResult result;
+    std::vector<UpdateResult> results(servers_.size());
     for (size_t i = 0; i < servers_.size(); ++i) {
-      if (updates[i].blocks->signs.empty()) continue;
+      if (updates[i].blocks.signs.empty()) continue;
       if (failing_server == static_cast<int>(i)) return Unavailable("server is away");
       if (!servers_[i].config.has_value()) return FailedPrecondition("not configured");
-      const auto [answer, first] =
-          servers_[i].answers.try_emplace({key.worker_incarnation, key.reference});
+      const auto [answer, first] = servers_[i].answers.try_emplace(
+          {updates[i].key.worker_incarnation, updates[i].key.reference});
       if (first) answer->second = Apply(servers_[i], updates[i]);
-      result.staleness = std::max(result.staleness, answer->second.staleness);
-      result.num_updated += answer->second.num_updated;
-      result.num_missing += answer->second.num_missing;
+      results[i] = answer->second;
     }
-    return result;
+    return results;
   }
 
-  Status SetRows(std::span<const ServerBlocks> requests,
-                 std::span<const std::span<const float>> rows, Deadline) override {
+  Status SetRows(std::span<const SetRowsRequest> requests, Deadline) override {
     const std::lock_guard lock(mutex_);
     for (size_t i = 0; i < servers_.size(); ++i) {
-      if (requests[i].signs.empty()) continue;
+      if (requests[i].blocks.signs.empty()) continue;
       if (!servers_[i].config.has_value()) return FailedPrecondition("not configured");
-      const float* next = rows[i].data();
-      ForEach(requests[i], [&](uint64_t sign, uint32_t dim) {
+      const float* next = requests[i].rows.data();
+      ForEach(requests[i].blocks, [&](uint64_t sign, uint32_t dim) {
         servers_[i].rows[sign].assign(next, next + dim);
         next += dim;
       });
@@ -139,7 +136,7 @@ class FakeRows : public RowService {
   };
 
   template <typename Call>
-  static void ForEach(const ServerBlocks& request, Call call) {
+  static void ForEach(const SignBlocks& request, Call call) {
     size_t sign = 0;
     for (const auto& block : request.blocks) {
       for (uint32_t i = 0; i < block.num_signs; ++i) call(request.signs[sign++], block.dim);
@@ -151,9 +148,8 @@ class FakeRows : public RowService {
     answer.storage = Buffer(request.num_floats() * sizeof(float));
     auto* next = reinterpret_cast<float*>(answer.storage.data());
     answer.rows = {next, request.num_floats()};
-    answer.incarnation = server.incarnation;
-    answer.update_counter = server.num_updates;
-    ForEach(request, [&](uint64_t sign, uint32_t dim) {
+    answer.stamp = {server.incarnation, server.num_updates};
+    ForEach(request.view(), [&](uint64_t sign, uint32_t dim) {
       const auto found = server.rows.find(sign);
       std::vector<float> row = found == server.rows.end() ? std::vector<float>() : found->second;
       for (uint32_t e = static_cast<uint32_t>(row.size()); e < dim; ++e) {
@@ -165,14 +161,14 @@ class FakeRows : public RowService {
     return answer;
   }
 
-  static UpdateResult Apply(Server& server, const ServerUpdate& update) {
+  static UpdateResult Apply(Server& server, const UpdateRowsRequest& update) {
     UpdateResult result;
-    if (update.lookup_incarnation == server.incarnation) {
-      result.staleness = server.num_updates - update.lookup_counter;
+    if (update.lookup.incarnation == server.incarnation) {
+      result.staleness = server.num_updates - update.lookup.update_counter;
     }
     ++server.num_updates;
     const float* next = update.gradients.data();
-    ForEach(*update.blocks, [&](uint64_t sign, uint32_t dim) {
+    ForEach(update.blocks, [&](uint64_t sign, uint32_t dim) {
       const auto found = server.rows.find(sign);
       ++(found == server.rows.end() ? result.num_missing : result.num_updated);
       for (uint32_t e = 0; e < dim; ++e, ++next) {
@@ -186,7 +182,7 @@ class FakeRows : public RowService {
   std::vector<Server> servers_;
 };
 
-class EmbeddingWorkerTest : public testing::Test {
+class EmbeddingWorkerTest : public ::testing::Test {
  protected:
   static constexpr uint32_t kNumServers = 3;
 
@@ -203,36 +199,37 @@ class EmbeddingWorkerTest : public testing::Test {
   }
   void Configure() { ASSERT_TRUE(worker_->Configure(TrainConfig(), false, Late()).ok()); }
 
-  Reference Register(const TestBatch& batch, uint32_t loader_index = 0) {
+  BatchKey Register(const TestBatch& batch, uint32_t loader_index = 0) {
     const auto reference = worker_->Register(loader_index, EncodeBatch(batch));
     EXPECT_TRUE(reference.ok()) << reference.status().ToString();
     return reference.value();
   }
-  TestEmbeddings Lookup(Reference reference, bool requires_grad = true) {
-    const auto parts = worker_->Lookup(reference, requires_grad, Late());
-    EXPECT_TRUE(parts.ok()) << parts.status().ToString();
-    return ReadEmbeddings(parts.value());
+  TestEmbeddings Lookup(BatchKey reference, bool requires_grad = true) {
+    const auto message = worker_->Lookup(reference, requires_grad, Late());
+    EXPECT_TRUE(message.ok()) << message.status().ToString();
+    return ReadEmbeddings(message.value());
   }
-  Reference RegisterAndLookUp(const TestBatch& batch) {
-    const Reference reference = Register(batch);
+  BatchKey RegisterAndLookUp(const TestBatch& batch) {
+    const BatchKey reference = Register(batch);
     Lookup(reference);
     return reference;
   }
   // A gradient of `value` everywhere, for one pooled slot of `num_rows` samples.
-  StatusOr<ReturnReport> Return(Reference reference, uint32_t num_rows, float value,
+  StatusOr<ReturnReport> Return(BatchKey reference, uint32_t num_rows, float value,
                                 const char* slot = "plain") {
     const std::vector<float> rows(size_t{num_rows} * 16, value);
     const SlotGradient gradient = {
         .slot = slot, .num_rows = num_rows, .dim = 16, .rows = rows.data()};
     return worker_->ReturnGradients(reference, 1.0f, {&gradient, 1}, Late());
   }
-  StatusCode LookupCode(Reference reference) {
+  StatusCode LookupCode(BatchKey reference) {
     return worker_->Lookup(reference, true, Late()).status().code();
   }
   void ExpectNoneLost() {
-    const WorkerStats stats = worker_->stats();
-    EXPECT_EQ(stats.num_registered, stats.num_returned + stats.num_released + stats.num_expired +
-                                        stats.num_buffered + stats.num_in_flight);
+    const Metrics stats = worker_->metrics();
+    EXPECT_EQ(stats["num_registered"], stats["num_returned"] + stats["num_released"] +
+                                           stats["num_expired"] + stats["num_buffered"] +
+                                           stats["num_in_flight"]);
   }
 
   static uint64_t Sign(uint64_t id) { return (uint64_t{1} << 56) + id; }  // of slot "plain"
@@ -244,21 +241,21 @@ class EmbeddingWorkerTest : public testing::Test {
 };
 
 TEST_F(EmbeddingWorkerTest, LifeOfABatch) {
-  const Reference reference = Register(batch_);
-  EXPECT_EQ(reference.incarnation, worker_->incarnation());
-  EXPECT_EQ(worker_->stats().num_buffered, 1u);
+  const BatchKey reference = Register(batch_);
+  EXPECT_EQ(reference.worker_incarnation, worker_->incarnation());
+  EXPECT_EQ(worker_->metrics()["num_buffered"], 1u);
   EXPECT_EQ(rows_->num_rows(), 0u);
 
   const TestEmbeddings embeddings = Lookup(reference);
-  EXPECT_EQ(embeddings.worker_incarnation, reference.incarnation);
-  EXPECT_EQ(embeddings.reference, reference.counter);
+  EXPECT_EQ(embeddings.worker_incarnation, reference.worker_incarnation);
+  EXPECT_EQ(embeddings.reference, reference.reference);
   const TestSlot& plain = embeddings.slots.at("plain");
   EXPECT_EQ(plain.num_rows, 3u);
   EXPECT_EQ(plain.rows[16], 0.0f);  // the sample without IDs
   float sum = 0;
   for (uint64_t id = 1; id <= 5; ++id) sum += RowElement(Sign(id), 2);
   EXPECT_EQ(plain.rows[2], sum);
-  EXPECT_EQ(worker_->stats().num_in_flight, 1u);
+  EXPECT_EQ(worker_->metrics()["num_in_flight"], 1u);
 
   const auto report = Return(reference, 3, 0.5f);
   ASSERT_TRUE(report.ok()) << report.status().ToString();
@@ -266,21 +263,21 @@ TEST_F(EmbeddingWorkerTest, LifeOfABatch) {
   EXPECT_EQ(report.value().update.num_missing, 0u);
   EXPECT_EQ(rows_->Row(Sign(2))[2], RowElement(Sign(2), 2) - 0.5f);
   EXPECT_EQ(rows_->Row(Sign(1))[2], RowElement(Sign(1), 2) - 1.0f);  // of both samples
-  const WorkerStats stats = worker_->stats();
-  EXPECT_EQ(stats.num_returned, 1u);
-  EXPECT_EQ(stats.num_in_flight, 0u);
-  EXPECT_EQ(stats.num_looked_up, 1u);
-  EXPECT_EQ(stats.num_ids, 9u);
-  EXPECT_EQ(stats.num_signs, 8u);
+  const Metrics stats = worker_->metrics();
+  EXPECT_EQ(stats["num_returned"], 1u);
+  EXPECT_EQ(stats["num_in_flight"], 0u);
+  EXPECT_EQ(stats["num_looked_up"], 1u);
+  EXPECT_EQ(stats["num_ids"], 9u);
+  EXPECT_EQ(stats["num_signs"], 8u);
   EXPECT_EQ(LookupCode(reference), StatusCode::kNotFound);
   ExpectNoneLost();
 }
 
 TEST_F(EmbeddingWorkerTest, RepeatedLookupIsAnsweredAgain) {
-  const Reference reference = Register(batch_);
+  const BatchKey reference = Register(batch_);
   const TestEmbeddings first = Lookup(reference), second = Lookup(reference);
   EXPECT_EQ(first.slots.at("plain").rows, second.slots.at("plain").rows);
-  EXPECT_EQ(worker_->stats().num_in_flight, 1u);
+  EXPECT_EQ(worker_->metrics()["num_in_flight"], 1u);
   EXPECT_TRUE(Return(reference, 3, 1.0f).ok());
 }
 
@@ -296,7 +293,7 @@ TEST_F(EmbeddingWorkerTest, ConcurrentLookupsOfOneBatchComeOneAfterTheOther) {
     }
     num_inside.fetch_sub(1);
   };
-  const Reference reference = Register(batch_);
+  const BatchKey reference = Register(batch_);
   auto first = std::async(std::launch::async, [&] { return LookupCode(reference); });
   entered.get_future().wait();
   const auto now = std::chrono::steady_clock::now();
@@ -308,57 +305,57 @@ TEST_F(EmbeddingWorkerTest, ConcurrentLookupsOfOneBatchComeOneAfterTheOther) {
 }
 
 TEST_F(EmbeddingWorkerTest, RepeatedReturnIsAppliedOnceAndReportsTheSame) {
-  const Reference reference = RegisterAndLookUp(batch_);
+  const BatchKey reference = RegisterAndLookUp(batch_);
   const auto first = Return(reference, 3, 1.0f), second = Return(reference, 3, 1.0f);
   ASSERT_TRUE(first.ok() && second.ok());
   EXPECT_EQ(second.value().update.num_updated, first.value().update.num_updated);
   EXPECT_EQ(rows_->Row(Sign(2))[0], RowElement(Sign(2), 0) - 1.0f);
-  EXPECT_EQ(worker_->stats().num_returned, 1u);
+  EXPECT_EQ(worker_->metrics()["num_returned"], 1u);
 }
 
 TEST_F(EmbeddingWorkerTest, FailedUpdateKeepsTheBatchAndARepetitionCompletesIt) {
-  const Reference reference = RegisterAndLookUp(batch_);
+  const BatchKey reference = RegisterAndLookUp(batch_);
   rows_->failing_server = kNumServers - 1;  // the others apply theirs
   EXPECT_EQ(Return(reference, 3, 1.0f).status().code(), StatusCode::kUnavailable);
-  EXPECT_EQ(worker_->stats().num_in_flight, 1u);
+  EXPECT_EQ(worker_->metrics()["num_in_flight"], 1u);
   rows_->failing_server = -1;
   ASSERT_TRUE(Return(reference, 3, 1.0f).ok());
   for (uint64_t id = 2; id <= 8; ++id) {
     EXPECT_EQ(rows_->Row(Sign(id))[0], RowElement(Sign(id), 0) - 1.0f) << id;  // each once
   }
-  EXPECT_EQ(worker_->stats().num_returned, 1u);
+  EXPECT_EQ(worker_->metrics()["num_returned"], 1u);
   ExpectNoneLost();
 }
 
 TEST_F(EmbeddingWorkerTest, ReturnReportsStalenessAndSlots) {
-  const Reference slow = RegisterAndLookUp(batch_), fast = RegisterAndLookUp(batch_);
+  const BatchKey slow = RegisterAndLookUp(batch_), fast = RegisterAndLookUp(batch_);
   EXPECT_EQ(Return(fast, 3, 1.0f).value().update.staleness, 0u);
   const std::vector<float> nan(3 * 16, std::numeric_limits<float>::quiet_NaN());
   EXPECT_EQ(Return(slow, 3, 1.0f).value().update.staleness, 1u);
 
-  const Reference bad = RegisterAndLookUp({{"plain", {{1}, {2}, {3}}}, {"sqrt", {{4}, {5}, {6}}}});
+  const BatchKey bad = RegisterAndLookUp({{"plain", {{1}, {2}, {3}}}, {"sqrt", {{4}, {5}, {6}}}});
   const SlotGradient gradient = {.slot = "plain", .num_rows = 3, .dim = 16, .rows = nan.data()};
   const auto report = worker_->ReturnGradients(bad, 1.0f, {&gradient, 1}, Late());
   ASSERT_TRUE(report.ok());
   EXPECT_EQ(report.value().num_nonfinite_slots, 1u);
   EXPECT_EQ(report.value().num_skipped_slots, 1u);
   EXPECT_EQ(report.value().update.num_updated, 0u);
-  EXPECT_EQ(worker_->stats().num_nonfinite_slots, 1u);
-  EXPECT_EQ(worker_->stats().num_returned, 3u);
+  EXPECT_EQ(worker_->metrics()["num_nonfinite_slots"], 1u);
+  EXPECT_EQ(worker_->metrics()["num_returned"], 3u);
 }
 
 TEST_F(EmbeddingWorkerTest, RefusedGradientsLeaveTheBatchInFlight) {
-  const Reference reference = RegisterAndLookUp(batch_);
+  const BatchKey reference = RegisterAndLookUp(batch_);
   EXPECT_EQ(Return(reference, 2, 1.0f).status().code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(Return(reference, 3, 1.0f, "nonsense").status().code(), StatusCode::kInvalidArgument);
-  EXPECT_EQ(worker_->stats().num_in_flight, 1u);
+  EXPECT_EQ(worker_->metrics()["num_in_flight"], 1u);
   EXPECT_TRUE(Return(reference, 3, 1.0f).ok());
 }
 
 TEST_F(EmbeddingWorkerTest, GradientsWithoutALookupAreRefused) {
-  const Reference reference = Register(batch_);
+  const BatchKey reference = Register(batch_);
   EXPECT_EQ(Return(reference, 3, 1.0f).status().code(), StatusCode::kFailedPrecondition);
-  EXPECT_EQ(worker_->stats().num_buffered, 1u);
+  EXPECT_EQ(worker_->metrics()["num_buffered"], 1u);
 }
 
 TEST_F(EmbeddingWorkerTest, UnconfiguredWorkerSaysWhatToDo) {
@@ -366,7 +363,7 @@ TEST_F(EmbeddingWorkerTest, UnconfiguredWorkerSaysWhatToDo) {
   rows_->Restart(0);
   rows_->Restart(1);
   rows_->Restart(2);
-  const Reference reference = Register(batch_);
+  const BatchKey reference = Register(batch_);
   const Status status = worker_->Lookup(reference, true, Late()).status();
   EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition);
   EXPECT_NE(status.message().find("the embedding optimizer is not configured: enter a TrainCtx"),
@@ -377,7 +374,7 @@ TEST_F(EmbeddingWorkerTest, UnconfiguredWorkerSaysWhatToDo) {
 }
 
 TEST_F(EmbeddingWorkerTest, RestartedServerIsConfiguredAgain) {
-  const Reference reference = Register(batch_);
+  const BatchKey reference = Register(batch_);
   rows_->Restart(1);
   Lookup(reference);
   EXPECT_EQ(rows_->num_configures, 2);
@@ -400,35 +397,35 @@ TEST_F(EmbeddingWorkerTest, ConfigureIsIdempotentAndRefusesAnother) {
 }
 
 TEST_F(EmbeddingWorkerTest, ReleaseIsIdempotent) {
-  const Reference waiting = Register(batch_), flying = RegisterAndLookUp(batch_);
+  const BatchKey waiting = Register(batch_), flying = RegisterAndLookUp(batch_);
   for (int i = 0; i < 2; ++i) {
     EXPECT_TRUE(worker_->Release(waiting).ok());
     EXPECT_TRUE(worker_->Release(flying).ok());
   }
-  EXPECT_EQ(worker_->stats().num_released, 2u);
+  EXPECT_EQ(worker_->metrics()["num_released"], 2u);
   EXPECT_EQ(Return(flying, 3, 1.0f).status().code(), StatusCode::kNotFound);
-  EXPECT_EQ(worker_->Release({flying.incarnation, 999}).code(), StatusCode::kNotFound);
+  EXPECT_EQ(worker_->Release({flying.worker_incarnation, 999}).code(), StatusCode::kNotFound);
   ExpectNoneLost();
 }
 
 TEST_F(EmbeddingWorkerTest, ReferenceOfAFormerIncarnationIsRefused) {
-  const Reference old = Register(batch_);
+  const BatchKey old = Register(batch_);
   Start({});
-  ASSERT_NE(worker_->incarnation(), old.incarnation);
+  ASSERT_NE(worker_->incarnation(), old.worker_incarnation);
   Register(batch_);  // has the same counter
   EXPECT_EQ(LookupCode(old), StatusCode::kNotFound);
   EXPECT_EQ(Return(old, 3, 1.0f).status().code(), StatusCode::kNotFound);
   EXPECT_EQ(worker_->Release(old).code(), StatusCode::kNotFound);
-  EXPECT_EQ(worker_->stats().num_buffered, 1u);
+  EXPECT_EQ(worker_->metrics()["num_buffered"], 1u);
 }
 
 TEST_F(EmbeddingWorkerTest, LookupWithoutGradientsChangesNothingAndEndsTheBatch) {
-  const Reference reference = Register(batch_);
+  const BatchKey reference = Register(batch_);
   const TestEmbeddings embeddings = Lookup(reference, false);
   EXPECT_EQ(embeddings.reference, 0u);
   EXPECT_EQ(embeddings.slots.at("plain").rows, std::vector<float>(3 * 16, 0.0f));
   EXPECT_EQ(rows_->num_rows(), 0u);
-  EXPECT_EQ(worker_->stats().num_released, 1u);
+  EXPECT_EQ(worker_->metrics()["num_released"], 1u);
   EXPECT_EQ(LookupCode(reference), StatusCode::kNotFound);
 }
 
@@ -437,12 +434,12 @@ TEST_F(EmbeddingWorkerTest, DirectLookup) {
   const auto training = worker_->LookupDirect(message, true, Late());
   ASSERT_TRUE(training.ok());
   const TestEmbeddings embeddings = ReadEmbeddings(training.value());
-  EXPECT_EQ(worker_->stats().num_in_flight, 1u);
+  EXPECT_EQ(worker_->metrics()["num_in_flight"], 1u);
   EXPECT_TRUE(Return({embeddings.worker_incarnation, embeddings.reference}, 3, 1.0f).ok());
   ASSERT_TRUE(worker_->LookupDirect(message, false, Late()).ok());
-  const WorkerStats stats = worker_->stats();
-  EXPECT_EQ(stats.num_returned, 1u);
-  EXPECT_EQ(stats.num_released, 1u);
+  const Metrics stats = worker_->metrics();
+  EXPECT_EQ(stats["num_returned"], 1u);
+  EXPECT_EQ(stats["num_released"], 1u);
   ExpectNoneLost();
 }
 
@@ -450,13 +447,13 @@ TEST_F(EmbeddingWorkerTest, FailedDirectLookupLeavesNothingBehind) {
   Start({});
   for (size_t server = 0; server < kNumServers; ++server) rows_->Restart(server);
   EXPECT_FALSE(worker_->LookupDirect(EncodeBatch(batch_), true, Late()).ok());
-  EXPECT_EQ(worker_->stats().num_in_flight, 0u);
+  EXPECT_EQ(worker_->metrics()["num_in_flight"], 0u);
   ExpectNoneLost();
 }
 
 TEST_F(EmbeddingWorkerTest, BatchWithoutAnyIdAsksNoServer) {
   const TestBatch empty = {{"plain", {{}, {}}}, {"raw", {{}, {}}}};
-  const Reference reference = Register(empty);
+  const BatchKey reference = Register(empty);
   const TestEmbeddings embeddings = Lookup(reference);
   EXPECT_EQ(embeddings.slots.at("plain").rows, std::vector<float>(2 * 16, 0.0f));
   EXPECT_EQ(embeddings.slots.at("raw").num_rows, 1u);
@@ -468,11 +465,11 @@ TEST_F(EmbeddingWorkerTest, BatchWithoutAnyIdAsksNoServer) {
 
 TEST_F(EmbeddingWorkerTest, FullWorkerRefusesUntilABatchMovesOn) {
   Start({.slots = {}, .forward_buffer_size = 1, .max_in_flight = 1});
-  const Reference first = Register(batch_);
+  const BatchKey first = Register(batch_);
   EXPECT_EQ(worker_->Register(0, EncodeBatch(batch_)).status().code(),
             StatusCode::kResourceExhausted);
   Lookup(first);
-  const Reference second = Register(batch_);
+  const BatchKey second = Register(batch_);
   EXPECT_EQ(LookupCode(second), StatusCode::kResourceExhausted);
   ASSERT_TRUE(worker_->Release(first).ok());
   EXPECT_EQ(LookupCode(second), StatusCode::kOk);
@@ -483,7 +480,7 @@ TEST_F(EmbeddingWorkerTest, BadFeaturesAreRefusedAtRegistration) {
   EXPECT_EQ(unknown.status().code(), StatusCode::kInvalidArgument);
   EXPECT_NE(unknown.status().message().find("'nonsense'"), std::string::npos);
   EXPECT_EQ(worker_->Register(0, {}).status().code(), StatusCode::kCorruption);
-  EXPECT_EQ(worker_->stats().num_registered, 0u);
+  EXPECT_EQ(worker_->metrics()["num_registered"], 0u);
 }
 
 TEST_F(EmbeddingWorkerTest, SetEmbeddingsRoutesEachRow) {
@@ -494,10 +491,9 @@ TEST_F(EmbeddingWorkerTest, SetEmbeddingsRoutesEachRow) {
     const uint32_t dim = id < 25 ? 2 : 3;
     for (uint32_t e = 0; e < dim; ++e) values.push_back(static_cast<float>(id * 10 + e));
   }
-  const std::vector<ServerBlocks::Block> blocks = {{.dim = 2, .num_signs = 25},
-                                                   {.dim = 3, .num_signs = 15}};
+  const std::vector<SignBlock> blocks = {{.dim = 2, .num_signs = 25}, {.dim = 3, .num_signs = 15}};
   rows_->Restart(2);  // is configured first
-  ASSERT_TRUE(worker_->SetEmbeddings(blocks, signs, values, Late()).ok());
+  ASSERT_TRUE(worker_->SetEmbeddings({blocks, signs}, values, Late()).ok());
   EXPECT_EQ(rows_->Row(Sign(7)), (std::vector<float>{70, 71}));
   EXPECT_EQ(rows_->Row(Sign(39)), (std::vector<float>{390, 391, 392}));
   const auto sizes = worker_->Sizes(Late());
@@ -506,7 +502,7 @@ TEST_F(EmbeddingWorkerTest, SetEmbeddingsRoutesEachRow) {
   for (const uint64_t size : sizes.value()) EXPECT_GT(size, 0u);
   EXPECT_EQ(rows_->num_rows(), 40u);
   values.pop_back();
-  EXPECT_EQ(worker_->SetEmbeddings(blocks, signs, values, Late()).code(),
+  EXPECT_EQ(worker_->SetEmbeddings({blocks, signs}, values, Late()).code(),
             StatusCode::kInvalidArgument);
   ASSERT_TRUE(worker_->Clear(Late()).ok());
   EXPECT_EQ(rows_->num_rows(), 0u);
@@ -532,7 +528,7 @@ TEST_F(EmbeddingWorkerTest, ConcurrentTrainingLosesNoGradientAndNoBatch) {
   const auto train = [&](uint64_t own_id) {
     std::mt19937 rng(static_cast<uint32_t>(own_id));
     for (int step = 0; step < kNumSteps; ++step) {
-      const Reference reference = Register({{"plain", {{own_id, 999}}}}, rng() % 3);
+      const BatchKey reference = Register({{"plain", {{own_id, 999}}}}, rng() % 3);
       Lookup(reference, rng() % 8 != 0);  // one in eight has ended then
       if (rng() % 8 == 0) {
         EXPECT_TRUE(worker_->Release(reference).ok());
@@ -550,9 +546,9 @@ TEST_F(EmbeddingWorkerTest, ConcurrentTrainingLosesNoGradientAndNoBatch) {
   std::vector<std::thread> threads;
   for (uint64_t id = 1; id <= kNumThreads; ++id) threads.emplace_back(train, id);
   for (std::thread& thread : threads) thread.join();
-  const WorkerStats stats = worker_->stats();
-  EXPECT_EQ(stats.num_returned, static_cast<uint64_t>(num_returned));
-  EXPECT_EQ(stats.num_buffered + stats.num_in_flight, 0u);
+  const Metrics stats = worker_->metrics();
+  EXPECT_EQ(stats["num_returned"], static_cast<uint64_t>(num_returned));
+  EXPECT_EQ(stats["num_buffered"] + stats["num_in_flight"], 0u);
   EXPECT_EQ(rows_->Row(Sign(999))[3],
             RowElement(Sign(999), 3) - 0.125f * static_cast<float>(num_returned));
   ExpectNoneLost();

@@ -8,7 +8,7 @@
 namespace persia::worker {
 namespace {
 
-class FeatureBatchTest : public testing::Test {
+class FeatureBatchTest : public ::testing::Test {
  protected:
   Status DecodeStatus(std::span<const std::byte> bytes) const {
     return FeatureBatch::Decode(ToBuffer(bytes), slots_).status();

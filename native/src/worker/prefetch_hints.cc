@@ -22,8 +22,8 @@ bool PrefetchHints::IsWanted(const std::shared_ptr<PrefetchHints>& hints, net::C
   return state == State::kWanted;
 }
 
-Announced PrefetchHints::Send(const std::shared_ptr<PrefetchHints>& hints,
-                              std::span<const uint64_t> signs, net::Channel* channel) {
+HintReport PrefetchHints::Send(const std::shared_ptr<PrefetchHints>& hints,
+                               std::span<const uint64_t> signs, net::Channel* channel) {
   if (signs.empty() || hints->state_ != State::kWanted) return {};
   if (++hints->num_open_ > kMaxOpen) {
     --hints->num_open_;
@@ -36,9 +36,9 @@ Announced PrefetchHints::Send(const std::shared_ptr<PrefetchHints>& hints,
 void PrefetchHints::Call(const std::shared_ptr<PrefetchHints>& hints,
                          std::span<const uint64_t> signs, net::Channel* channel) {
   const auto bytes = std::as_bytes(signs);
-  net::Parts parts;
-  parts.AddOwned(std::vector<std::byte>(bytes.begin(), bytes.end()));
-  channel->CallAsync(net::Method::kPrefetchRows, std::move(parts),
+  Segments segments;
+  segments.AddOwned(std::vector<std::byte>(bytes.begin(), bytes.end()));
+  channel->CallAsync(kPrefetchRows, std::move(segments),
                      std::chrono::steady_clock::now() + hints->patience_,
                      [hints](StatusOr<Buffer> reply) { hints->TakeReply(std::move(reply)); });
 }
@@ -50,7 +50,7 @@ PrefetchHints::State PrefetchHints::StateAfter(StatusOr<Buffer> reply) {
     const bool is_refused = reply.status().code() == StatusCode::kInvalidArgument;
     return is_refused ? State::kUnwanted : State::kUnknown;
   }
-  auto answer = DecodePrefetchReply(reply->span());
+  auto answer = DecodeMessage<PrefetchRowsReply>(std::as_const(*reply).span());
   return answer.ok() && answer->is_wanted != 0 ? State::kWanted : State::kUnwanted;
 }
 

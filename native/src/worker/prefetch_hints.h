@@ -27,8 +27,8 @@ class PrefetchHints {
   // As far as is known; asks where nothing is. Returns at once.
   static bool IsWanted(const std::shared_ptr<PrefetchHints>& hints, net::Channel* channel);
   // Nothing where the server does not want them.
-  static Announced Send(const std::shared_ptr<PrefetchHints>& hints,
-                        std::span<const uint64_t> signs, net::Channel* channel);
+  static HintReport Send(const std::shared_ptr<PrefetchHints>& hints,
+                         std::span<const uint64_t> signs, net::Channel* channel);
   // Another server may be in its place.
   void Forget() { state_ = State::kUnknown; }
 

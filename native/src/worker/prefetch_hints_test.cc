@@ -12,8 +12,6 @@
 namespace persia::worker {
 namespace {
 
-using net::Method;
-using net::Parts;
 using net::testing::Soon;
 
 constexpr std::chrono::milliseconds kPatience{50};
@@ -22,14 +20,10 @@ class PrefetchHintsTest : public ::testing::Test {
  protected:
   void Start(bool knows_method = true) {
     if (knows_method) {
-      server_.Handle(Method::kPrefetchRows, [this](const Buffer&, const net::CallContext&) {
+      server_.Handle(kPrefetchRows, [this](const Buffer&, const net::CallContext&) {
         ++num_calls_;
         if (is_silent_) gate_.wait();
-        const PrefetchRowsReply reply{1};
-        const auto bytes = std::as_bytes(std::span(&reply, 1));
-        Parts parts;
-        parts.AddOwned(std::vector<std::byte>(bytes.begin(), bytes.end()));
-        return StatusOr<Parts>(std::move(parts));
+        return StatusOr<Segments>(EncodeMessage(PrefetchRowsReply{1}));
       });
     }
     auto port = server_.Start();
@@ -39,7 +33,7 @@ class PrefetchHintsTest : public ::testing::Test {
   void TearDown() override { may_answer_.set_value(); }
 
   bool IsWanted() { return PrefetchHints::IsWanted(hints_, &channel_); }
-  Announced Send() { return PrefetchHints::Send(hints_, signs_, &channel_); }
+  HintReport Send() { return PrefetchHints::Send(hints_, signs_, &channel_); }
   template <typename Condition>
   static bool InTime(Condition condition) {
     const auto deadline = Soon();
@@ -80,7 +74,7 @@ TEST_F(PrefetchHintsTest, AfterHintsWithoutAnswerThereIsRoomForOthers) {
   is_silent_ = false;
   ASSERT_TRUE(InTime([&] { return IsWanted(); }));
   EXPECT_TRUE(InTime([&] {
-    const Announced sent = Send();
+    const HintReport sent = Send();
     return sent.num_signs == signs_.size() && sent.num_dropped == 0;
   }));
 }

@@ -198,7 +198,6 @@ std::vector<const float*> SelectSent(std::span<const SlotGradient* const> matche
   std::vector<const float*> selected(matched.size(), nullptr);
   for (size_t i = 0; i < selected.size(); ++i) {
     if (matched[i] == nullptr || matched[i]->skipped) {
-      ++reduced->num_skipped_slots;
       reduced->skipped_features.push_back(static_cast<uint32_t>(i));
     } else {
       selected[i] = matched[i]->rows;
@@ -215,7 +214,6 @@ void DropNonfinite(const BatchPlan& plan, std::span<const SlotGradient* const> m
     if (selected[i] == nullptr) continue;
     if (SumsStayFinite(plan.features[i], *matched[i], inverse_scale, selected.size())) continue;
     selected[i] = nullptr;
-    ++reduced->num_nonfinite_slots;
     reduced->nonfinite_features.push_back(static_cast<uint32_t>(i));
   }
 }

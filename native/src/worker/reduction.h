@@ -11,7 +11,7 @@
 #include "base/buffer.h"
 #include "base/status.h"
 #include "worker/batch_plan.h"
-#include "worker/embedding_worker.h"
+#include "worker/types.h"
 
 namespace persia::worker {
 
@@ -23,9 +23,7 @@ struct ReducedGradients {
   // By server: the sums, in the order of the request's signs, in `storage`.
   std::vector<std::span<float>> gradients;
   std::vector<Buffer> storage;
-  uint32_t num_nonfinite_slots = 0;
-  uint32_t num_skipped_slots = 0;
-  std::vector<uint32_t> nonfinite_features;  // which, into BatchPlan::features
+  std::vector<uint32_t> nonfinite_features;  // into BatchPlan::features, one a slot
   std::vector<uint32_t> skipped_features;
 };
 

@@ -145,7 +145,7 @@ TEST(ReductionTest, RandomBatchesAgreeWithPlainLoops) {
     const Scenario scenario(RandomBatch(rng, rng() % 12), 1 + rng() % 4, rng);
     const float scale = round % 2 == 0 ? 1.0f : 1024.0f;
     const ReducedGradients reduced = Reduce(scenario, scale, scenario.gradients());
-    EXPECT_EQ(reduced.num_nonfinite_slots + reduced.num_skipped_slots, 0u);
+    EXPECT_EQ(reduced.nonfinite_features.size() + reduced.skipped_features.size(), 0u);
     ExpectEqual(reduced, scenario.Expected({}, scale));
   }
 }
@@ -191,11 +191,11 @@ TEST(ReductionTest, SlotThatContributesNothingIsLeftOutExactly) {
                                     [&](const SlotGradient& g) { return g.slot == slot.name; });
     entry->skipped = true;
     const ReducedGradients skipped = Reduce(scenario, 2.0f, gradients);
-    EXPECT_EQ(skipped.num_skipped_slots, 1u);
+    EXPECT_EQ(skipped.skipped_features.size(), 1u);
     ExpectEqual(skipped, expected);
     gradients.erase(entry);
     const ReducedGradients absent = Reduce(scenario, 2.0f, gradients);
-    EXPECT_EQ(absent.num_skipped_slots, 1u);
+    EXPECT_EQ(absent.skipped_features.size(), 1u);
     EXPECT_EQ(BySign(absent), BySign(skipped));
   }
 }
@@ -210,8 +210,8 @@ TEST(ReductionTest, NonFiniteSlotIsSkippedExactlyAndCounted) {
     scenario.rows("sqrt").back() = bad;
     scenario.rows("raw").back() = bad;
     const ReducedGradients reduced = Reduce(scenario, 1.0f, scenario.gradients());
-    EXPECT_EQ(reduced.num_nonfinite_slots, 2u);
-    EXPECT_EQ(reduced.num_skipped_slots, 0u);
+    EXPECT_EQ(reduced.nonfinite_features.size(), 2u);
+    EXPECT_EQ(reduced.skipped_features.size(), 0u);
     ExpectEqual(reduced, scenario.Expected({"sqrt", "raw"}, 1.0));
   }
 }
@@ -222,7 +222,7 @@ TEST(ReductionTest, NonFiniteGradientOfASampleWithoutIdsIsCounted) {
   Scenario scenario({{"plain", {{1}, {}}}, {"stacked", {{1}, {2}}}}, 1, rng);
   scenario.rows("plain").back() = std::numeric_limits<float>::quiet_NaN();
   const ReducedGradients reduced = Reduce(scenario, 1.0f, scenario.gradients());
-  EXPECT_EQ(reduced.num_nonfinite_slots, 1u);
+  EXPECT_EQ(reduced.nonfinite_features.size(), 1u);
   ExpectEqual(reduced, scenario.Expected({"plain"}, 1.0));
 }
 
@@ -231,7 +231,7 @@ TEST(ReductionTest, HugeGradientsWhoseSumsAreFiniteContribute) {
   Scenario scenario({{"plain", {{1}, {2}}}, {"stacked", {{1}, {2}}}}, 1, rng);
   std::fill(scenario.rows("plain").begin(), scenario.rows("plain").end(), 3e38f);
   const ReducedGradients reduced = Reduce(scenario, 1.0f, scenario.gradients());
-  EXPECT_EQ(reduced.num_nonfinite_slots, 0u);
+  EXPECT_EQ(reduced.nonfinite_features.size(), 0u);
   ExpectEqual(reduced, scenario.Expected({}, 1.0));
 }
 
@@ -241,7 +241,7 @@ TEST(ReductionTest, PaddingRowIsIgnored) {
   Scenario scenario({{"raw", {{1, 2}, {}}}}, 1, rng);
   scenario.rows("raw")[0] = std::numeric_limits<float>::quiet_NaN();
   const ReducedGradients reduced = Reduce(scenario, 1.0f, scenario.gradients());
-  EXPECT_EQ(reduced.num_nonfinite_slots, 0u);
+  EXPECT_EQ(reduced.nonfinite_features.size(), 0u);
   ExpectEqual(reduced, scenario.Expected({}, 1.0));
 }
 
@@ -251,10 +251,10 @@ TEST(ReductionTest, SumsNeverOverflow) {
   Scenario scenario({{"plain", {{1, 1, 1}, {1}}}, {"stacked", {{1}, {2}}}}, 1, rng);
   std::fill(scenario.rows("plain").begin(), scenario.rows("plain").end(), 3e38f);
   const ReducedGradients reduced = Reduce(scenario, 1.0f, scenario.gradients());
-  EXPECT_EQ(reduced.num_nonfinite_slots, 1u);
+  EXPECT_EQ(reduced.nonfinite_features.size(), 1u);
   ExpectEqual(reduced, scenario.Expected({"plain"}, 1.0));
   const ReducedGradients scaled = Reduce(scenario, 1024.0f, scenario.gradients());
-  EXPECT_EQ(scaled.num_nonfinite_slots, 0u);
+  EXPECT_EQ(scaled.nonfinite_features.size(), 0u);
   for (const auto& [sign, gradient] : BySign(scaled)) {
     for (const float element : gradient) EXPECT_TRUE(std::isfinite(element)) << sign;
   }
@@ -266,7 +266,7 @@ TEST(ReductionTest, WeightedSumsNeverOverflow) {
   Scenario scenario({{"mean", {{1, 2}}, {1.0f, -0.9999999f}}, {"stacked", {{1}}}}, 1, rng);
   std::fill(scenario.rows("mean").begin(), scenario.rows("mean").end(), 1e36f);
   const ReducedGradients reduced = Reduce(scenario, 1.0f, scenario.gradients());
-  EXPECT_EQ(reduced.num_nonfinite_slots, 1u);
+  EXPECT_EQ(reduced.nonfinite_features.size(), 1u);
   ExpectEqual(reduced, scenario.Expected({"mean"}, 1.0));
 }
 
@@ -274,12 +274,12 @@ TEST(ReductionTest, NothingContributedLeavesNothingToUpdate) {
   std::mt19937 rng(14);
   const Scenario scenario(RandomBatch(rng, 8), 2, rng);
   const ReducedGradients reduced = Reduce(scenario, 1.0f, {});
-  EXPECT_EQ(reduced.num_skipped_slots, scenario.plan().features.size());
+  EXPECT_EQ(reduced.skipped_features.size(), scenario.plan().features.size());
   ASSERT_EQ(reduced.requests.size(), 2u);
   for (const ServerBlocks& request : reduced.requests) EXPECT_TRUE(request.blocks.empty());
 }
 
-class ReductionRefusalTest : public testing::Test {
+class ReductionRefusalTest : public ::testing::Test {
  protected:
   void ExpectRefused(const std::vector<SlotGradient>& gradients, const std::string& named) {
     const Status status = ReduceGradients(scenario_.plan(), 1.0f, gradients).status();

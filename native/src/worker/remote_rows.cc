@@ -1,149 +1,19 @@
-#include "worker/remote_rows.h"
-
 #include <utility>
 
-#include "base/row_protocol.h"
-#include "net/channel.h"
-#include "worker/fan_out.h"
+#include "net/rpc.h"
 #include "worker/prefetch_hints.h"
-#include "worker/worker_protocol.h"
+#include "worker/row_service.h"
 
 namespace persia::worker {
-namespace {
 
-using net::Method;
-using net::Parts;
-
-std::string PeerName(uint32_t index) { return "parameter-server " + std::to_string(index); }
-
-// What a server answered does not decode; the message says which server.
-Status BadReply(uint32_t server, const Status& status) {
-  return {status.code(), PeerName(server) + ": " + status.message()};
-}
-
-std::vector<RowBlockHeader> ToHeaders(std::span<const ServerBlocks::Block> blocks) {
-  std::vector<RowBlockHeader> headers;
-  headers.reserve(blocks.size());
-  for (const ServerBlocks::Block& block : blocks) headers.push_back({block.dim, block.num_signs});
-  return headers;
-}
-
-void AddArray(std::span<const float> values, Parts* parts) {
-  parts->AddView(std::as_bytes(values));
-  parts->AddView(ArrayPadding(values.size_bytes()));
-}
-
-Parts LookupRequest(const ServerBlocks& blocks, bool train) {
-  Parts parts;
-  parts.AddOwned(EncodeLookupHead(train, ToHeaders(blocks.blocks)));
-  parts.AddView(std::as_bytes(std::span(blocks.signs)));
-  return parts;
-}
-
-Parts UpdateRequest(const UpdateKey& key, const ServerUpdate& update) {
-  Parts parts;
-  parts.AddOwned(EncodeUpdateHead(
-      {key.worker_incarnation, key.reference, update.lookup_incarnation, update.lookup_counter},
-      ToHeaders(update.blocks->blocks)));
-  parts.AddView(std::as_bytes(std::span(update.blocks->signs)));
-  AddArray(update.gradients, &parts);
-  return parts;
-}
-
-Parts SetRowsRequest(const ServerBlocks& blocks, std::span<const float> rows) {
-  Parts parts;
-  parts.AddOwned(EncodeSetRowsHead(ToHeaders(blocks.blocks)));
-  parts.AddView(std::as_bytes(std::span(blocks.signs)));
-  AddArray(rows, &parts);
-  return parts;
-}
-
-StatusOr<ServerRows> DecodeRows(Buffer reply, uint64_t num_floats) {
-  ServerRows rows;
-  auto head = DecodeLookupReply(std::as_const(reply).span(), num_floats, &rows.rows);
-  if (!head.ok()) return head.status();
-  rows.incarnation = head->incarnation;
-  rows.update_counter = head->update_counter;
-  rows.storage = std::move(reply);  // its bytes stay where they are
-  return rows;
-}
-
-}  // namespace
-
-class RemoteRows::Impl {
- public:
-  explicit Impl(uint32_t num_servers) {
-    for (uint32_t i = 0; i < num_servers; ++i) {
-      channels_.push_back(
-          std::make_unique<net::Channel>(net::Channel::Options{.peer = PeerName(i)}));
-      hints_.push_back(std::make_shared<PrefetchHints>());
-    }
+RemoteRows::RemoteRows(uint32_t num_servers) {
+  for (uint32_t i = 0; i < num_servers; ++i) {
+    channels_.push_back(std::make_unique<net::Channel>(
+        net::Channel::Options{.peer = "parameter-server " + std::to_string(i)}));
+    hints_.push_back(std::make_shared<PrefetchHints>());
   }
-
-  uint32_t num_servers() const { return static_cast<uint32_t>(channels_.size()); }
-  net::Channel& channel(uint32_t server) { return *channels_[server]; }
-  const std::shared_ptr<PrefetchHints>& hints(uint32_t server) { return hints_[server]; }
-
-  // The reply of each server that is called, in the order of `servers`; fails if any did.
-  StatusOr<std::vector<Buffer>> Call(Method method, std::span<const uint32_t> servers,
-                                     std::vector<Parts> requests, Deadline deadline);
-  // The same with one request for all servers.
-  StatusOr<std::vector<Buffer>> CallEvery(Method method, const std::vector<std::byte>& body,
-                                          Deadline deadline);
-  // For methods whose replies have no body.
-  Status ExpectEmpty(std::span<const uint32_t> servers, StatusOr<std::vector<Buffer>> replies);
-
-  std::vector<uint32_t> AllServers() const;
-
-  void Close() {
-    for (const auto& channel : channels_) channel->Close();
-  }
-
- private:
-  std::vector<std::shared_ptr<PrefetchHints>> hints_;  // by server, as channels
-  std::vector<std::unique_ptr<net::Channel>> channels_;
-};
-
-StatusOr<std::vector<Buffer>> RemoteRows::Impl::Call(Method method,
-                                                     std::span<const uint32_t> servers,
-                                                     std::vector<Parts> requests,
-                                                     Deadline deadline) {
-  std::vector<OutgoingCall> calls;
-  for (size_t i = 0; i < servers.size(); ++i) {
-    calls.push_back({channels_[servers[i]].get(), std::move(requests[i])});
-  }
-  auto replies = CallAll(method, std::move(calls), deadline);
-  PERSIA_RETURN_IF_ERROR(FirstFailure(replies));
-  std::vector<Buffer> bodies;
-  for (auto& reply : replies) bodies.push_back(std::move(reply).value());
-  return bodies;
 }
 
-StatusOr<std::vector<Buffer>> RemoteRows::Impl::CallEvery(Method method,
-                                                          const std::vector<std::byte>& body,
-                                                          Deadline deadline) {
-  std::vector<Parts> requests(channels_.size());
-  for (Parts& parts : requests) parts.AddView(body);
-  return Call(method, AllServers(), std::move(requests), deadline);
-}
-
-Status RemoteRows::Impl::ExpectEmpty(std::span<const uint32_t> servers,
-                                     StatusOr<std::vector<Buffer>> replies) {
-  if (!replies.ok()) return replies.status();
-  for (size_t i = 0; i < servers.size(); ++i) {
-    const Status empty = RequireEmpty(replies.value()[i].span(), "a reply");
-    if (!empty.ok()) return BadReply(servers[i], empty);
-  }
-  return Status::Ok();
-}
-
-std::vector<uint32_t> RemoteRows::Impl::AllServers() const {
-  std::vector<uint32_t> servers;
-  for (uint32_t i = 0; i < num_servers(); ++i) servers.push_back(i);
-  return servers;
-}
-
-RemoteRows::RemoteRows(uint32_t num_servers) : impl_(std::make_unique<Impl>(num_servers)) {}
 RemoteRows::~RemoteRows() = default;
 
 Status RemoteRows::SetServer(uint32_t index, const std::string& address) {
@@ -151,53 +21,78 @@ Status RemoteRows::SetServer(uint32_t index, const std::string& address) {
     return InvalidArgument("parameter server " + std::to_string(index) + ": there are only " +
                            std::to_string(num_servers()) + ", counted from 0");
   }
-  impl_->channel(index).SetAddress(address);
-  impl_->hints(index)->Forget();
+  channels_[index]->SetAddress(address);
+  hints_[index]->Forget();
   return Status::Ok();
 }
 
-void RemoteRows::Close() { impl_->Close(); }
+void RemoteRows::Close() {
+  for (const auto& channel : channels_) channel->Close();
+}
 
 std::vector<net::ChannelStats> RemoteRows::channel_stats() const {
   std::vector<net::ChannelStats> stats;
-  for (uint32_t i = 0; i < num_servers(); ++i) stats.push_back(impl_->channel(i).stats());
+  for (const auto& channel : channels_) stats.push_back(channel->stats());
   return stats;
 }
 
-uint32_t RemoteRows::num_servers() const { return impl_->num_servers(); }
+// The replies by server; those without signs are not called, and theirs is empty.
+template <typename Request, typename Reply>
+StatusOr<std::vector<Reply>> RemoteRows::CallSome(const Method<Request, Reply>& method,
+                                                  std::span<const Request> requests,
+                                                  Deadline deadline) {
+  std::vector<uint32_t> servers;
+  std::vector<net::Channel*> channels;
+  std::vector<Request> sent;
+  for (uint32_t i = 0; i < requests.size(); ++i) {
+    if (requests[i].blocks.signs.empty()) continue;
+    servers.push_back(i);
+    channels.push_back(channels_[i].get());
+    sent.push_back(requests[i]);
+  }
+  auto replies =
+      net::CallAll(method, std::span<net::Channel* const>(channels), std::move(sent), deadline);
+  if (!replies.ok()) return replies.status();
+  std::vector<Reply> by_server(requests.size());
+  for (size_t i = 0; i < servers.size(); ++i) {
+    by_server[servers[i]] = std::move(replies.value()[i]);
+  }
+  return by_server;
+}
+
+template <typename Request, typename Reply>
+StatusOr<std::vector<Reply>> RemoteRows::CallEvery(const Method<Request, Reply>& method,
+                                                   const Request& request, Deadline deadline) {
+  std::vector<net::Channel*> channels;
+  for (const auto& channel : channels_) channels.push_back(channel.get());
+  return net::CallAll(method, std::span<net::Channel* const>(channels),
+                      std::vector<Request>(channels.size(), request), deadline);
+}
 
 Status RemoteRows::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
-  const auto body = EncodeConfigureRequest(config, replace);
-  return impl_->ExpectEmpty(impl_->AllServers(),
-                            impl_->CallEvery(Method::kConfigureServer, body, deadline));
+  return CallEvery(kConfigureServer, {config, replace}, deadline).status();
 }
 
 StatusOr<std::vector<ServerRows>> RemoteRows::Lookup(std::span<const ServerBlocks> requests,
                                                      bool train, Deadline deadline) {
-  std::vector<uint32_t> servers;
-  std::vector<Parts> parts;
-  for (uint32_t i = 0; i < requests.size(); ++i) {
-    if (requests[i].signs.empty()) continue;
-    servers.push_back(i);
-    parts.push_back(LookupRequest(requests[i], train));
+  std::vector<LookupRowsRequest> lookups;
+  for (const ServerBlocks& request : requests) lookups.push_back({train, request.view()});
+  auto answers = CallSome(kLookupRows, std::span<const LookupRowsRequest>(lookups), deadline);
+  if (!answers.ok()) return answers;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const size_t num_floats = answers.value()[i].rows.size();
+    if (num_floats == requests[i].num_floats()) continue;
+    return Corruption(channels_[i]->peer() + ": a LookupRows reply has " +
+                      std::to_string(num_floats) + " floats instead of " +
+                      std::to_string(requests[i].num_floats()));
   }
-  auto replies = impl_->Call(Method::kLookupRows, servers, std::move(parts), deadline);
-  if (!replies.ok()) return replies.status();
-  std::vector<ServerRows> rows(requests.size());
-  for (size_t i = 0; i < servers.size(); ++i) {
-    const uint32_t server = servers[i];
-    auto decoded = DecodeRows(std::move(replies.value()[i]), requests[server].num_floats());
-    if (!decoded.ok()) return BadReply(server, decoded.status());
-    rows[server] = std::move(decoded).value();
-  }
-  return rows;
+  return answers;
 }
 
-Announced RemoteRows::Prefetch(std::span<const ServerBlocks> requests) {
-  Announced total;
+HintReport RemoteRows::Prefetch(std::span<const ServerBlocks> requests) {
+  HintReport total;
   for (uint32_t i = 0; i < requests.size(); ++i) {
-    const Announced sent =
-        PrefetchHints::Send(impl_->hints(i), requests[i].signs, &impl_->channel(i));
+    const HintReport sent = PrefetchHints::Send(hints_[i], requests[i].signs, channels_[i].get());
     total.num_signs += sent.num_signs;
     total.num_dropped += sent.num_dropped;
   }
@@ -207,60 +102,24 @@ Announced RemoteRows::Prefetch(std::span<const ServerBlocks> requests) {
 bool RemoteRows::WantsPrefetch() {
   bool is_wanted = false;
   for (uint32_t i = 0; i < num_servers(); ++i) {
-    is_wanted |= PrefetchHints::IsWanted(impl_->hints(i), &impl_->channel(i));
+    is_wanted |= PrefetchHints::IsWanted(hints_[i], channels_[i].get());
   }
   return is_wanted;
 }
 
-StatusOr<UpdateResult> RemoteRows::Update(UpdateKey key, std::span<const ServerUpdate> updates,
-                                          Deadline deadline) {
-  std::vector<uint32_t> servers;
-  std::vector<Parts> parts;
-  for (uint32_t i = 0; i < updates.size(); ++i) {
-    if (updates[i].blocks == nullptr || updates[i].blocks->signs.empty()) continue;
-    servers.push_back(i);
-    parts.push_back(UpdateRequest(key, updates[i]));
-  }
-  auto replies = impl_->Call(Method::kUpdateRows, servers, std::move(parts), deadline);
-  if (!replies.ok()) return replies.status();
-  UpdateResult sum;
-  for (size_t i = 0; i < servers.size(); ++i) {
-    auto reply = DecodeUpdateReply(replies.value()[i].span());
-    if (!reply.ok()) return BadReply(servers[i], reply.status());
-    AddUpdate(updates[servers[i]], {reply->staleness, reply->num_updated, reply->num_missing},
-              &sum);
-  }
-  return sum;
+StatusOr<std::vector<UpdateResult>> RemoteRows::Update(std::span<const UpdateRowsRequest> requests,
+                                                       Deadline deadline) {
+  return CallSome(kUpdateRows, requests, deadline);
 }
 
-Status RemoteRows::SetRows(std::span<const ServerBlocks> requests,
-                           std::span<const std::span<const float>> rows, Deadline deadline) {
-  std::vector<uint32_t> servers;
-  std::vector<Parts> parts;
-  for (uint32_t i = 0; i < requests.size(); ++i) {
-    if (requests[i].signs.empty()) continue;
-    servers.push_back(i);
-    parts.push_back(SetRowsRequest(requests[i], rows[i]));
-  }
-  return impl_->ExpectEmpty(servers,
-                            impl_->Call(Method::kSetRows, servers, std::move(parts), deadline));
+Status RemoteRows::SetRows(std::span<const SetRowsRequest> requests, Deadline deadline) {
+  return CallSome(kSetRows, requests, deadline).status();
 }
 
-Status RemoteRows::Clear(Deadline deadline) {
-  return impl_->ExpectEmpty(impl_->AllServers(),
-                            impl_->CallEvery(Method::kClearRows, {}, deadline));
-}
+Status RemoteRows::Clear(Deadline deadline) { return CallEvery(kClearRows, {}, deadline).status(); }
 
 StatusOr<std::vector<uint64_t>> RemoteRows::Sizes(Deadline deadline) {
-  auto replies = impl_->CallEvery(Method::kCountRows, {}, deadline);
-  if (!replies.ok()) return replies.status();
-  std::vector<uint64_t> sizes;
-  for (uint32_t i = 0; i < num_servers(); ++i) {
-    auto num_rows = DecodeFixed<uint64_t>(replies.value()[i].span(), "a CountRows reply");
-    if (!num_rows.ok()) return BadReply(i, num_rows.status());
-    sizes.push_back(*num_rows);
-  }
-  return sizes;
+  return CallEvery(kCountRows, {}, deadline);
 }
 
 }  // namespace persia::worker

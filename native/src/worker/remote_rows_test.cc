@@ -1,7 +1,5 @@
 // RemoteRows against servers that answer whatever a test wants. Real parameter servers stand above
 // this layer: client/cluster_test.cc has them.
-#include "worker/remote_rows.h"
-
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -12,42 +10,32 @@
 
 #include "base/row_protocol.h"
 #include "net/test_support.h"
+#include "worker/row_service.h"
 
 namespace persia::worker {
 namespace {
 
 using net::CallContext;
-using net::Method;
-using net::Parts;
 using net::testing::In;
 using net::testing::Soon;
 
-using Answer = std::function<StatusOr<Parts>(const Buffer& request)>;
+using Answer = std::function<StatusOr<Segments>(const Buffer& request)>;
 
-StatusOr<Parts> Bytes(size_t size) {
-  Parts parts;
-  parts.AddOwned(std::vector<std::byte>(size));
-  return parts;
-}
+StatusOr<Segments> Bytes(size_t size) { return EncodeMessage(std::vector<uint8_t>(size)); }
 
 // A lookup's answer: incarnation, counter, and rows of all `value`.
-StatusOr<Parts> Rows(uint64_t incarnation, size_t num_floats, float value) {
-  const LookupRowsReply head{incarnation, 5};
-  std::vector<std::byte> bytes(sizeof(head) + (num_floats * sizeof(float) + 7) / 8 * 8);
-  std::memcpy(bytes.data(), &head, sizeof(head));
-  const std::vector<float> rows(num_floats, value);
-  std::memcpy(bytes.data() + sizeof(head), rows.data(), num_floats * sizeof(float));
-  Parts parts;
-  parts.AddOwned(std::move(bytes));
-  return parts;
+StatusOr<Segments> Rows(uint64_t incarnation, size_t num_floats, float value) {
+  ServerRows answer;
+  answer.stamp = {incarnation, 5};
+  answer.storage = Buffer(num_floats * sizeof(float));
+  auto* rows = reinterpret_cast<float*>(answer.storage.data());
+  std::fill_n(rows, num_floats, value);
+  answer.rows = {rows, num_floats};
+  return EncodeMessage(std::move(answer));
 }
 
-StatusOr<Parts> IsWanted(bool is_wanted) {
-  const PrefetchRowsReply reply{is_wanted ? 1u : 0u};
-  const auto bytes = std::as_bytes(std::span(&reply, 1));
-  Parts parts;
-  parts.AddOwned(std::vector<std::byte>(bytes.begin(), bytes.end()));
-  return parts;
+StatusOr<Segments> IsWanted(bool is_wanted) {
+  return EncodeMessage(PrefetchRowsReply{is_wanted ? 1u : 0u});
 }
 
 class RemoteRowsTest : public ::testing::Test {
@@ -61,9 +49,9 @@ class RemoteRowsTest : public ::testing::Test {
   }
   void StartServer(uint32_t index) {
     servers_[index] = std::make_unique<net::Server>(net::Server::Options{});
-    for (const Method method :
-         {Method::kConfigureServer, Method::kLookupRows, Method::kUpdateRows, Method::kSetRows,
-          Method::kClearRows, Method::kCountRows, Method::kPrefetchRows}) {
+    for (const MethodId& method :
+         std::vector<MethodId>{kConfigureServer, kLookupRows, kUpdateRows, kSetRows, kClearRows,
+                               kCountRows, kPrefetchRows}) {
       servers_[index]->Handle(method, [this, index](const Buffer& request, const CallContext&) {
         ++num_calls_[index];
         return answers_[index](request);
@@ -78,9 +66,10 @@ class RemoteRowsTest : public ::testing::Test {
   // Two floats each of servers 0 and 2; nothing of server 1.
   const std::vector<ServerBlocks> requests_ = {{{{2, 1}}, {7}}, {}, {{{1, 2}}, {8, 9}}};
   const std::vector<float> gradients_ = {0.5f, 0.5f};
-  const std::vector<ServerUpdate> updates_ = {{&requests_[0], gradients_, 1, 1},
-                                              {&requests_[1], {}, 0, 0},
-                                              {&requests_[2], gradients_, 3, 1}};
+  const std::vector<UpdateRowsRequest> updates_ = {
+      {{1, 2}, {1, 1}, requests_[0].view(), gradients_},
+      {{1, 2}, {0, 0}, requests_[1].view(), {}},
+      {{1, 2}, {3, 1}, requests_[2].view(), gradients_}};
 
   std::array<Answer, kNumServers> answers_;
   std::array<std::atomic<int>, kNumServers> num_calls_{};
@@ -96,8 +85,8 @@ TEST_F(RemoteRowsTest, LookupPutsEachAnswerAtItsServer) {
   ASSERT_TRUE(rows.ok()) << rows.status().ToString();
   ASSERT_EQ(rows->size(), kNumServers);
   const ServerRows& last = rows.value()[2];
-  EXPECT_EQ(last.incarnation, 102u);
-  EXPECT_EQ(last.update_counter, 5u);
+  EXPECT_EQ(last.stamp.incarnation, 102u);
+  EXPECT_EQ(last.stamp.update_counter, 5u);
   EXPECT_EQ(std::vector<float>(last.rows.begin(), last.rows.end()), (std::vector<float>{2, 2}));
   EXPECT_TRUE(rows.value()[1].rows.empty());
 }
@@ -105,11 +94,12 @@ TEST_F(RemoteRowsTest, LookupPutsEachAnswerAtItsServer) {
 TEST_F(RemoteRowsTest, AServerWithoutSignsIsNotCalled) {
   AnswerAll([](const Buffer&) { return Rows(1, 2, 0.0f); });
   ASSERT_TRUE(rows_.Lookup(requests_, false, Soon()).ok());
-  AnswerAll([](const Buffer&) { return Bytes(sizeof(UpdateRowsReply)); });
-  ASSERT_TRUE(rows_.Update({1, 2}, updates_, Soon()).ok());
+  AnswerAll([](const Buffer&) { return Bytes(sizeof(UpdateResult)); });
+  ASSERT_TRUE(rows_.Update(updates_, Soon()).ok());
   AnswerAll([](const Buffer&) { return Bytes(0); });
-  const std::vector<std::span<const float>> values = {gradients_, {}, gradients_};
-  ASSERT_TRUE(rows_.SetRows(requests_, values, Soon()).ok());
+  const std::vector<SetRowsRequest> sets = {
+      {requests_[0].view(), gradients_}, {}, {requests_[2].view(), gradients_}};
+  ASSERT_TRUE(rows_.SetRows(sets, Soon()).ok());
   EXPECT_EQ(num_calls_[0], 3);
   EXPECT_EQ(num_calls_[1], 0);
   EXPECT_EQ(num_calls_[2], 3);
@@ -118,10 +108,10 @@ TEST_F(RemoteRowsTest, AServerWithoutSignsIsNotCalled) {
 // Those for server 2 are not sent.
 TEST_F(RemoteRowsTest, OnlyServersThatWantToAreToldOfLookupsToCome) {
   for (uint32_t i = 0; i < kNumServers; ++i) {
-    answers_[i] = [this, i](const Buffer& request) -> StatusOr<Parts> {
-      auto hint = DecodePrefetchRequest(request.span());
-      if (!hint.ok()) return hint.status();
-      num_signs_ += hint->signs.size();
+    answers_[i] = [this, i](const Buffer& request) -> StatusOr<Segments> {
+      auto signs = DecodeMessage<std::span<const uint64_t>>(request.span());
+      if (!signs.ok()) return signs.status();
+      num_signs_ += signs->size();
       return IsWanted(i == 0);
     };
   }
@@ -131,9 +121,9 @@ TEST_F(RemoteRowsTest, OnlyServersThatWantToAreToldOfLookupsToCome) {
     ASSERT_LT(std::chrono::steady_clock::now(), deadline);
     std::this_thread::yield();
   }
-  const Announced announced = rows_.Prefetch(requests_);
-  EXPECT_EQ(announced.num_signs, 1u);
-  EXPECT_EQ(announced.num_dropped, 0u);
+  const HintReport report = rows_.Prefetch(requests_);
+  EXPECT_EQ(report.num_signs, 1u);
+  EXPECT_EQ(report.num_dropped, 0u);
   while (num_signs_ == 0) {
     ASSERT_LT(std::chrono::steady_clock::now(), deadline);
     std::this_thread::yield();
@@ -166,21 +156,33 @@ TEST_F(RemoteRowsTest, WhatAServerDoesNotTakeInIsDropped) {
   may_go_on.set_value();
 }
 
-TEST_F(RemoteRowsTest, UpdatesAreSentWholeAndAddedUp) {
-  AnswerAll([](const Buffer& request) -> StatusOr<Parts> {
-    auto update = DecodeUpdateRequest(request.span());
+TEST_F(RemoteRowsTest, UpdatesAreSentWholeAndAnsweredByServer) {
+  AnswerAll([](const Buffer& request) -> StatusOr<Segments> {
+    auto update = UpdateRowsRequest::Decode(request.span());
     if (!update.ok()) return update.status();
-    const UpdateRowsReply reply{update->key.lookup_incarnation, update->blocks.signs.size(), 1};
-    const auto bytes = std::as_bytes(std::span(&reply, 1));
-    Parts parts;
-    parts.AddOwned(std::vector<std::byte>(bytes.begin(), bytes.end()));
-    return parts;
+    return EncodeMessage(UpdateResult{update->lookup.incarnation, update->blocks.signs.size(),
+                                      update->key.reference});
   });
-  auto result = rows_.Update({1, 2}, updates_, Soon());
-  ASSERT_TRUE(result.ok()) << result.status().ToString();
-  EXPECT_EQ(result->staleness, 3u);  // the largest
-  EXPECT_EQ(result->num_updated, 3u);
-  EXPECT_EQ(result->num_missing, 2u);
+  auto results = rows_.Update(updates_, Soon());
+  ASSERT_TRUE(results.ok()) << results.status().ToString();
+  ASSERT_EQ(results->size(), kNumServers);
+  EXPECT_EQ(results.value()[0].staleness, 1u);
+  EXPECT_EQ(results.value()[0].num_updated, 1u);
+  EXPECT_EQ(results.value()[1].num_missing, 0u);  // not called
+  EXPECT_EQ(results.value()[2].staleness, 3u);
+  EXPECT_EQ(results.value()[2].num_updated, 2u);
+  EXPECT_EQ(results.value()[2].num_missing, 2u);
+}
+
+// One row more or less than was asked for would shift all that follow.
+TEST_F(RemoteRowsTest, ALookupsReplyHasTheRowsThatWereAskedFor) {
+  AnswerAll([](const Buffer&) { return Rows(1, 2, 0.0f); });
+  for (const size_t num_floats : {0u, 1u, 3u}) {
+    answers_[2] = [num_floats](const Buffer&) { return Rows(1, num_floats, 0.0f); };
+    const Status status = rows_.Lookup(requests_, true, Soon()).status();
+    EXPECT_EQ(status.code(), StatusCode::kCorruption) << num_floats;
+    EXPECT_NE(status.message().find("parameter-server 2"), std::string::npos) << status.message();
+  }
 }
 
 TEST_F(RemoteRowsTest, AMalformedReplyNamesItsServer) {
@@ -190,7 +192,7 @@ TEST_F(RemoteRowsTest, AMalformedReplyNamesItsServer) {
     const Status status = rows_.Lookup(requests_, true, Soon()).status();
     EXPECT_EQ(status.code(), StatusCode::kCorruption) << size;
     EXPECT_NE(status.message().find("parameter-server 2"), std::string::npos) << status.message();
-    EXPECT_EQ(rows_.Update({1, 2}, updates_, Soon()).status().code(), StatusCode::kCorruption);
+    EXPECT_EQ(rows_.Update(updates_, Soon()).status().code(), StatusCode::kCorruption);
   }
   AnswerAll([](const Buffer&) { return Bytes(4); });
   EXPECT_EQ(rows_.Configure(TrainConfig(), false, Soon()).code(), StatusCode::kCorruption);
@@ -200,12 +202,8 @@ TEST_F(RemoteRowsTest, AMalformedReplyNamesItsServer) {
 
 TEST_F(RemoteRowsTest, SizesAreEachServersOwn) {
   for (uint32_t i = 0; i < kNumServers; ++i) {
-    answers_[i] = [i](const Buffer&) -> StatusOr<Parts> {
-      std::vector<std::byte> bytes(8);
-      bytes[0] = static_cast<std::byte>(10 + i);
-      Parts parts;
-      parts.AddOwned(std::move(bytes));
-      return parts;
+    answers_[i] = [i](const Buffer&) -> StatusOr<Segments> {
+      return EncodeMessage(uint64_t{10 + i});
     };
   }
   auto sizes = rows_.Sizes(Soon());
@@ -214,12 +212,12 @@ TEST_F(RemoteRowsTest, SizesAreEachServersOwn) {
 }
 
 TEST_F(RemoteRowsTest, AServerToBeConfiguredGoesBeforeOtherFailures) {
-  answers_[0] = [](const Buffer&) -> StatusOr<Parts> { return Internal("first"); };
-  answers_[2] = [](const Buffer&) -> StatusOr<Parts> { return FailedPrecondition("not yet"); };
+  answers_[0] = [](const Buffer&) -> StatusOr<Segments> { return Internal("first"); };
+  answers_[2] = [](const Buffer&) -> StatusOr<Segments> { return FailedPrecondition("not yet"); };
   const Status status = rows_.Lookup(requests_, true, Soon()).status();
   EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition);
   EXPECT_NE(status.message().find("parameter-server 2"), std::string::npos) << status.message();
-  answers_[2] = [](const Buffer&) -> StatusOr<Parts> { return InvalidArgument("second"); };
+  answers_[2] = [](const Buffer&) -> StatusOr<Segments> { return InvalidArgument("second"); };
   EXPECT_EQ(rows_.Lookup(requests_, true, Soon()).status().code(), StatusCode::kInternal);
 }
 

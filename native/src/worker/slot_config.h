@@ -15,10 +15,10 @@ enum class Scaling : uint8_t {
   kMean,  // the number of IDs; the sum of their weights
 };
 
-// Which slots of a batch a lookup is of: bit p stands for those whose `part` is p.
-using LookupParts = uint32_t;
-inline constexpr LookupParts kAllParts = 0;
-inline constexpr uint32_t kMaxParts = 32;
+// Which lookup stages of a batch a call is about: bit s stands for the slots whose `stage` is s.
+using StageMask = uint32_t;
+inline constexpr StageMask kAllStages = 0;
+inline constexpr uint32_t kMaxStages = 32;
 
 struct SlotConfig {
   std::string name;
@@ -29,9 +29,9 @@ struct SlotConfig {
   uint32_t sample_fixed_size = 10;  // raw slots: IDs a sample keeps
   uint32_t hash_stack_rounds = 0;   // 0: no hash stack
   uint64_t hash_stack_size = 0;     // embedding_size of each round
-  // Slots of one part are looked up together, others possibly at another time: each has its own
-  // bound on staleness. Below kMaxParts; equal within a feature group.
-  uint32_t part = 0;
+  // Slots of one stage share a consistency mode and are looked up together, those of other stages
+  // possibly at another time. Below kMaxStages; equal within a feature group.
+  uint32_t stage = 0;
   // What is added to the slot's IDs: the group's number in the top bits. 0: SlotTable makes it from
   // `group`, as (group + 1) << (64 - feature_index_prefix_bit).
   uint64_t index_prefix = 0;
@@ -48,8 +48,8 @@ struct SlotConfig {
   uint32_t num_buckets() const { return hash_stack_rounds == 0 ? 1 : hash_stack_rounds; }
 };
 
-inline bool Includes(LookupParts parts, uint32_t part) {
-  return parts == kAllParts || (parts >> part & 1) != 0;
+inline bool Includes(StageMask stages, uint32_t stage) {
+  return stages == kAllStages || (stages >> stage & 1) != 0;
 }
 
 }  // namespace persia::worker

@@ -92,11 +92,11 @@ Status CheckGroups(const std::vector<SlotConfig>& slots) {
           slot, "optimizer, initializer, admission, eviction or weight bound differ from slot '" +
                     peer.name + "' of the same feature group: slots of one group share rows");
     }
-    if (slot.part >= kMaxParts) {
-      return SlotError(slot, "part is " + std::to_string(slot.part) + ", above the last, " +
-                                 std::to_string(kMaxParts - 1));
+    if (slot.stage >= kMaxStages) {
+      return SlotError(slot, "stage is " + std::to_string(slot.stage) + ", above the last, " +
+                                 std::to_string(kMaxStages - 1));
     }
-    if (peer.part != slot.part) {
+    if (peer.stage != slot.stage) {
       return SlotError(slot, "consistency or embedding_staleness differ from slot '" + peer.name +
                                  "' of the same feature group: slots of one group share rows");
     }

@@ -9,8 +9,9 @@
 #include <random>
 #include <vector>
 
-#include "worker/gradients_codec.h"
-#include "worker/narrow_embeddings.h"
+#include "base/message_test_util.h"
+#include "worker/embeddings_writer.h"
+#include "worker/worker_protocol.h"
 
 namespace persia::worker {
 namespace {
@@ -91,14 +92,9 @@ TEST(WireFloatsTest, NamesAndNumbers) {
   EXPECT_EQ(ToWireDtype(3).status().code(), StatusCode::kInvalidArgument);
 }
 
-Buffer Flatten(const net::Parts& parts) {
-  Buffer bytes(parts.size_bytes());
-  size_t position = 0;
-  for (const auto& view : parts.views) {
-    if (!view.empty()) std::memcpy(bytes.data() + position, view.data(), view.size());
-    position += view.size();
-  }
-  return bytes;
+Buffer Body(float scale, const std::vector<SlotGradient>& gradients, WireDtype dtype) {
+  return testing::ToBuffer(
+      testing::EncodeToBytes(GradientsRequest{{1, 2}, scale, dtype, gradients}));
 }
 
 // Gradients as small as those of a large batch, an odd number of rows so that padding is needed,
@@ -114,8 +110,8 @@ TEST(NarrowGradientsTest, SurviveTheWire) {
       {.slot = "b", .num_rows = 1, .dim = 1, .rows = rows.data()},
   };
   for (const WireDtype dtype : kNarrow) {
-    const Buffer body = Flatten(EncodeGradients({1, 2}, 8.0f, gradients, dtype));
-    const auto decoded = DecodeGradients(body.span());
+    const Buffer body = Body(8.0f, gradients, dtype);
+    const auto decoded = GradientsRequest::Decode(body.span());
     ASSERT_TRUE(decoded.ok()) << decoded.status().ToString();
     const auto& found = decoded.value().gradients;
     ASSERT_EQ(found.size(), 3u);
@@ -124,7 +120,8 @@ TEST(NarrowGradientsTest, SurviveTheWire) {
     EXPECT_EQ(std::vector<float>(found[0].rows, found[0].rows + 15), expected);
     EXPECT_NEAR(found[2].rows[0] / rows[0], 1.0, 0.004);
     for (size_t size = 0; size < body.size(); ++size) {
-      EXPECT_EQ(DecodeGradients(body.span().first(size)).status().code(), StatusCode::kCorruption);
+      EXPECT_EQ(GradientsRequest::Decode(body.span().first(size)).status().code(),
+                StatusCode::kCorruption);
     }
   }
 }
@@ -133,13 +130,13 @@ TEST(NarrowGradientsTest, DamagedBytesAreRefusedOrHarmless) {
   const std::vector<float> rows = {1.0f, 2.0f};
   const std::vector<SlotGradient> gradients = {
       {.slot = "a", .num_rows = 1, .dim = 2, .rows = rows.data()}};
-  const Buffer body = Flatten(EncodeGradients({1, 2}, 1.0f, gradients, WireDtype::kFloat16));
+  const Buffer body = Body(1.0f, gradients, WireDtype::kFloat16);
   for (size_t i = 0; i < body.size(); ++i) {
     for (const uint8_t value : {0x00, 0x01, 0x02, 0x03, 0x7f, 0x80, 0xff}) {
       Buffer damaged(body.size());
       std::memcpy(damaged.data(), body.data(), body.size());
       damaged.data()[i] = std::byte{value};
-      const auto decoded = DecodeGradients(damaged.span());
+      const auto decoded = GradientsRequest::Decode(damaged.span());
       EXPECT_TRUE(decoded.ok() || decoded.status().code() == StatusCode::kCorruption) << i;
     }
   }

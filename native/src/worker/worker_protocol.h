@@ -1,97 +1,67 @@
-// Bodies of the embedding worker's methods that are small (docs/wire_format.md), for both ends of
-// the connection. ReturnGradients: worker/gradients_codec.h.
+// The plane between NN workers and embedding workers: its methods and their messages
+// (docs/wire_format.md), for both ends of the connection.
+//
+// Embeddings and gradients are megabytes, so neither end copies them as float32: embeddings are
+// pooled into the message and used where they arrive, gradients are sent from the caller's rows and
+// read in the body. With 16 bits each end converts them once.
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <span>
-#include <string>
-#include <type_traits>
 #include <vector>
 
-#include "base/status.h"
-#include "net/message.h"
+#include "base/row_protocol.h"
+#include "worker/types.h"
+#include "worker/wire_floats.h"
 
 namespace persia::worker {
 
-// A batch, in the body of ReleaseReference and in the reply of RegisterBatch.
-struct ReferenceBody {
-  uint64_t worker_incarnation = 0;
-  uint64_t reference = 0;
-};
-static_assert(sizeof(ReferenceBody) == 16);
-
-struct LookupReferenceBody {
-  ReferenceBody reference;
+// How a batch is looked up, as on the wire. Values are checked by the worker service.
+struct LookupOptions {
   uint32_t requires_grad = 0;
   uint32_t wire_dtype = 0;  // a WireDtype: that of the embeddings asked for
-  uint32_t parts = 0;       // LookupParts
+  uint32_t stages = 0;      // a StageMask
   uint32_t reserved = 0;
 };
-static_assert(sizeof(LookupReferenceBody) == 32);
+static_assert(sizeof(LookupOptions) == 16);
 
-// The head of LookupDirect's body; ID features follow.
-struct LookupDirectHead {
-  uint32_t requires_grad = 0;
-  uint32_t wire_dtype = 0;  // a WireDtype: that of the embeddings asked for
-  uint32_t parts = 0;       // LookupParts
-  uint32_t reserved = 0;
+struct LookupReferenceRequest {
+  BatchKey key;
+  LookupOptions options;
 };
-static_assert(sizeof(LookupDirectHead) == 16);
+static_assert(sizeof(LookupReferenceRequest) == 32);
 
-// The head of RegisterBatch's body; ID features follow.
-struct RegisterBatchHead {
-  uint32_t loader_index = 0;
-  uint32_t reserved = 0;
+struct LookupDirectRequest {
+  LookupOptions options;
+  std::span<const std::byte> id_features;
+
+  Segments Encode() &&;
+  static StatusOr<LookupDirectRequest> Decode(std::span<const std::byte> body);
 };
-static_assert(sizeof(RegisterBatchHead) == 8);
 
-// The head of WorkerStats' reply; u64 rows[num_servers] follow.
-struct WorkerStatsHead {
-  uint32_t num_servers = 0;
-  uint32_t reserved = 0;
+// Rows that are sent must stay until the call has returned. Slots and shapes are not compared with
+// a batch when they are decoded: EmbeddingWorker does that.
+struct GradientsRequest {
+  BatchKey key;
+  float scale = 1.0f;
+  WireDtype dtype = WireDtype::kFloat32;  // how they are sent; float32 once decoded
+  std::vector<SlotGradient> gradients;    // names and rows are in the decoded bytes, or in
+  std::vector<Buffer> widened = {};       // rows that arrived with 16 bits
+
+  Segments Encode() &&;
+  static StatusOr<GradientsRequest> Decode(std::span<const std::byte> body);
 };
-static_assert(sizeof(WorkerStatsHead) == 8);
 
-template <typename T>
-std::vector<std::byte> EncodeFixed(const T& value) {
-  static_assert(std::is_trivially_copyable_v<T>);
-  const auto bytes = std::as_bytes(std::span(&value, 1));
-  return {bytes.begin(), bytes.end()};
-}
-
-// The structure that `body` begins with; `*rest` is what follows it. kCorruption: too short.
-template <typename T>
-StatusOr<T> DecodeHead(std::span<const std::byte> body, const char* message,
-                       std::span<const std::byte>* rest) {
-  static_assert(std::is_trivially_copyable_v<T>);
-  if (body.size() < sizeof(T)) {
-    return Corruption(std::string(message) + " of " + std::to_string(body.size()) +
-                      " bytes; it has at least " + std::to_string(sizeof(T)));
-  }
-  T value;
-  std::memcpy(&value, body.data(), sizeof(T));
-  *rest = body.subspan(sizeof(T));
-  return value;
-}
-
-// A body that is one structure and nothing else.
-template <typename T>
-StatusOr<T> DecodeFixed(std::span<const std::byte> body, const char* message) {
-  std::span<const std::byte> rest;
-  auto value = DecodeHead<T>(body, message, &rest);
-  if (value.ok() && !rest.empty()) {
-    return Corruption(std::string(message) + " of " + std::to_string(body.size()) +
-                      " bytes; it has exactly " + std::to_string(sizeof(T)));
-  }
-  return value;
-}
-
-// For methods and replies without a body.
-inline Status RequireEmpty(std::span<const std::byte> body, const char* message) {
-  if (body.empty()) return Status::Ok();
-  return Corruption(std::string(message) + " of " + std::to_string(body.size()) +
-                    " bytes; it has no body");
-}
+// Numbers 40 was a method of earlier versions. A lookup's reply is an embeddings message:
+// EmbeddingsWriter makes it, client::DecodeEmbeddings reads it.
+inline constexpr Method<ConfigureRequest, Empty> kConfigureWorker{{32, "ConfigureWorker"}};
+inline constexpr Method<LookupReferenceRequest, Buffer> kLookupReference{{33, "LookupReference"}};
+inline constexpr Method<LookupDirectRequest, Buffer> kLookupDirect{{34, "LookupDirect"}};
+inline constexpr Method<GradientsRequest, ReturnReport> kReturnGradients{{35, "ReturnGradients"}};
+inline constexpr Method<BatchKey, Empty> kReleaseReference{{36, "ReleaseReference"}};
+// Rows per parameter server.
+inline constexpr Method<Empty, std::vector<uint64_t>> kCountEmbeddings{{37, "CountEmbeddings"}};
+inline constexpr Method<Empty, Empty> kClearEmbeddings{{38, "ClearEmbeddings"}};
+inline constexpr Method<SetRowsRequest, Empty> kSetEmbeddings{{39, "SetEmbeddings"}};
 
 }  // namespace persia::worker

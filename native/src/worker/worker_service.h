@@ -1,5 +1,8 @@
-// WorkerService: an EmbeddingWorker behind RPC (the embedding worker methods of
-// docs/wire_format.md).
+// WorkerService: an EmbeddingWorker behind RPC, with the methods of worker_protocol.h.
+//
+// Requests run concurrently on the RPC server's threads. Each gives the worker a tenth less time
+// than its caller gave it (20 ms to 1 s), so that an error that names a dead or silent parameter
+// server still reaches the caller. Thread-safe.
 #pragma once
 
 #include <chrono>
@@ -13,19 +16,22 @@ namespace persia::worker {
 
 class WorkerService {
  public:
-  WorkerService(std::shared_ptr<EmbeddingWorker> worker, net::Server::Options options);
-  ~WorkerService();
+  WorkerService(std::shared_ptr<EmbeddingWorker> worker, net::ServerOptions options);
 
-  StatusOr<uint16_t> Start();
+  StatusOr<uint16_t> Start() { return rpc_.Start(); }
   // Answers what is being worked on, then closes.
-  void Stop(std::chrono::milliseconds timeout);
+  void Stop(std::chrono::milliseconds timeout) { rpc_.Stop(timeout); }
 
-  net::ServerStats stats() const;
-  std::vector<const DurationStats*> durations() const;
+  void AddMetrics(Metrics* metrics) const { rpc_.AddMetrics(metrics); }
+  std::vector<const DurationStats*> durations() const { return rpc_.durations(); }
 
  private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
+  // `handle` is called with the request and the worker's deadline.
+  template <typename Request, typename Reply, typename Function>
+  void Register(const Method<Request, Reply>& method, Function handle);
+
+  const std::shared_ptr<EmbeddingWorker> worker_;
+  net::Server rpc_;  // last: destroyed first, so that no handler outlives what it uses
 };
 
 }  // namespace persia::worker

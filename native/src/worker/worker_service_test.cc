@@ -7,26 +7,24 @@
 #include <algorithm>
 #include <cstring>
 #include <future>
+#include <type_traits>
 
 #include "base/bytes.h"
 #include "base/id_features.h"
-#include "base/row_protocol.h"
-#include "net/channel.h"
+#include "base/message_test_util.h"
+#include "net/rpc.h"
 #include "net/test_support.h"
-#include "worker/gradients_codec.h"
-#include "worker/remote_rows.h"
 #include "worker/worker_protocol.h"
 
 namespace persia::worker {
 namespace {
 
 using net::Clock;
-using net::Method;
-using net::Parts;
 using net::testing::In;
 using net::testing::Loopback;
-using net::testing::PartsOf;
+using net::testing::SegmentsOf;
 using net::testing::Soon;
+using testing::EncodeToBytes;
 
 // One server, whose rows are all ones and whose updates all succeed.
 class OnesRows : public RowService {
@@ -43,29 +41,14 @@ class OnesRows : public RowService {
     rows[0].rows = {values, num_floats};
     return rows;
   }
-  StatusOr<UpdateResult> Update(UpdateKey, std::span<const ServerUpdate> updates,
-                                Deadline) override {
-    return UpdateResult{3, updates[0].blocks->signs.size(), 1};
+  StatusOr<std::vector<UpdateResult>> Update(std::span<const UpdateRowsRequest> updates,
+                                             Deadline) override {
+    return std::vector<UpdateResult>{{3, updates[0].blocks.signs.size(), 1}};
   }
-  Status SetRows(std::span<const ServerBlocks>, std::span<const std::span<const float>>,
-                 Deadline) override {
-    return Status::Ok();
-  }
+  Status SetRows(std::span<const SetRowsRequest>, Deadline) override { return Status::Ok(); }
   Status Clear(Deadline) override { return Status::Ok(); }
   StatusOr<std::vector<uint64_t>> Sizes(Deadline) override { return std::vector<uint64_t>{17}; }
 };
-
-std::vector<std::byte> Join(std::initializer_list<std::vector<std::byte>> pieces) {
-  std::vector<std::byte> joined;
-  for (const auto& piece : pieces) joined.insert(joined.end(), piece.begin(), piece.end());
-  return joined;
-}
-
-std::vector<std::byte> Flatten(const Parts& parts) {
-  std::vector<std::byte> bytes;
-  for (const auto& view : parts.views) bytes.insert(bytes.end(), view.begin(), view.end());
-  return bytes;
-}
 
 std::vector<std::byte> IdBatch(std::string_view name) {
   const std::vector<uint32_t> offsets = {0, 2, 3};
@@ -87,128 +70,110 @@ class WorkerServiceTest : public ::testing::Test {
     channel_.SetAddress(Loopback(*port));
   }
 
-  StatusOr<Buffer> Call(Method method, std::span<const std::byte> body) {
-    return channel_.Call(method, PartsOf(body), Soon());
+  // The bytes as they are, right or wrong.
+  StatusOr<Buffer> Send(const MethodId& method, std::span<const std::byte> body) {
+    return channel_.Call(method, SegmentsOf(body), Soon());
   }
-  ReferenceBody Register() {
-    auto reply =
-        Call(Method::kRegisterBatch, Join({EncodeFixed(RegisterBatchHead{4, 0}), IdBatch("age")}));
-    EXPECT_TRUE(reply.ok()) << reply.status().ToString();
-    auto reference = DecodeFixed<ReferenceBody>(reply->span(), "reply");
-    EXPECT_TRUE(reference.ok());
-    return *reference;
+  template <typename Request, typename Reply>
+  Result<Reply> Call(const Method<Request, Reply>& method, std::type_identity_t<Request> request) {
+    return net::Call(channel_, method, std::move(request), Soon());
   }
-  std::vector<std::byte> GradientsBody(const ReferenceBody& reference) const {
-    const SlotGradient gradient{.slot = "age", .num_rows = 2, .dim = 2, .rows = gradient_.data()};
-    return Flatten(EncodeGradients({reference.worker_incarnation, reference.reference}, 1.0f,
-                                   std::span(&gradient, 1)));
+  BatchKey Register() { return worker_->Register(4, id_features_).value(); }
+  GradientsRequest Gradients(const BatchKey& key) const {
+    return {key, 1.0f, WireDtype::kFloat32, {gradient_slot_}};
   }
 
   const std::vector<float> gradient_ = {1, 2, 3, 4};
+  const SlotGradient gradient_slot_ = {
+      .slot = "age", .num_rows = 2, .dim = 2, .rows = gradient_.data()};
+  const std::vector<std::byte> id_features_ = IdBatch("age");
   std::shared_ptr<EmbeddingWorker> worker_;
   std::unique_ptr<WorkerService> service_;
   net::Channel channel_{{.peer = "embedding-worker 0"}};
 };
 
-TEST_F(WorkerServiceTest, ABatchFromRegistrationToItsGradients) {
-  const ReferenceBody reference = Register();
-  EXPECT_EQ(reference.worker_incarnation, worker_->incarnation());
-  auto embeddings =
-      Call(Method::kLookupReference, EncodeFixed(LookupReferenceBody{reference, 1, 0}));
+TEST_F(WorkerServiceTest, ABatchFromItsLookupToItsGradients) {
+  const BatchKey key = Register();
+  auto embeddings = Call(kLookupReference, {key, {1}});
   ASSERT_TRUE(embeddings.ok()) << embeddings.status().ToString();
-  ByteReader reader(std::as_const(*embeddings).span());
-  EXPECT_EQ(reader.Get<uint64_t>(), reference.worker_incarnation);
-  EXPECT_EQ(reader.Get<uint64_t>(), reference.reference);
-  auto report = Call(Method::kReturnGradients, GradientsBody(reference));
+  BatchKey answered;
+  std::memcpy(&answered, embeddings->data(), sizeof(answered));
+  EXPECT_EQ(answered.worker_incarnation, worker_->incarnation());
+  EXPECT_EQ(answered.reference, key.reference);
+  auto report = Call(kReturnGradients, Gradients(key));
   ASSERT_TRUE(report.ok()) << report.status().ToString();
-  auto decoded = DecodeReport(report->span());
-  ASSERT_TRUE(decoded.ok());
-  EXPECT_EQ(decoded->update.staleness, 3u);
-  EXPECT_EQ(decoded->update.num_updated, 3u);
-  EXPECT_EQ(decoded->update.num_missing, 1u);
-  EXPECT_EQ(worker_->stats().num_returned, 1u);
+  EXPECT_EQ(report->update.staleness, 3u);
+  EXPECT_EQ(report->update.num_updated, 3u);
+  EXPECT_EQ(report->update.num_missing, 1u);
+  EXPECT_EQ(worker_->metrics()["num_returned"], 1u);
 }
 
 TEST_F(WorkerServiceTest, DirectLookupsAndRelease) {
-  auto embeddings =
-      Call(Method::kLookupDirect, Join({EncodeFixed(LookupDirectHead{1, 0}), IdBatch("age")}));
+  auto embeddings = Call(kLookupDirect, {{1}, id_features_});
   ASSERT_TRUE(embeddings.ok()) << embeddings.status().ToString();
-  EXPECT_EQ(worker_->stats().num_in_flight, 1u);
-  ReferenceBody reference;
-  std::memcpy(&reference, embeddings->data(), sizeof(reference));
-  auto released = Call(Method::kReleaseReference, EncodeFixed(reference));
-  ASSERT_TRUE(released.ok()) << released.status().ToString();
-  EXPECT_EQ(released->size(), 0u);
-  EXPECT_EQ(worker_->stats().num_released, 1u);
+  EXPECT_EQ(worker_->metrics()["num_in_flight"], 1u);
+  BatchKey key;
+  std::memcpy(&key, embeddings->data(), sizeof(key));
+  const Status released = Call(kReleaseReference, key);
+  EXPECT_TRUE(released.ok()) << released.ToString();
+  EXPECT_EQ(worker_->metrics()["num_released"], 1u);
 }
 
 TEST_F(WorkerServiceTest, WhatConcernsTheServers) {
-  EXPECT_TRUE(Call(Method::kConfigureWorker, EncodeConfigureRequest(TrainConfig(), true)).ok());
-  EXPECT_TRUE(Call(Method::kClearEmbeddings, {}).ok());
-  auto stats = Call(Method::kWorkerStats, {});
-  ASSERT_TRUE(stats.ok());
-  EXPECT_TRUE(
-      std::ranges::equal(std::as_const(*stats).span(),
-                         Join({EncodeFixed(WorkerStatsHead{1, 0}), EncodeFixed(uint64_t{17})})));
+  EXPECT_TRUE(Call(kConfigureWorker, {TrainConfig(), true}).ok());
+  EXPECT_TRUE(Call(kClearEmbeddings, {}).ok());
+  auto sizes = Call(kCountEmbeddings, {});
+  ASSERT_TRUE(sizes.ok());
+  EXPECT_EQ(sizes.value(), std::vector<uint64_t>{17});
 }
 
 TEST_F(WorkerServiceTest, EveryTruncationIsRefusedAndChangesNothing) {
-  const ReferenceBody reference = Register();
-  const std::vector<RowBlockHeader> blocks = {{2, 1}};
-  const std::vector<std::byte> signs_and_rows(8 + 8);
-  const std::vector<std::pair<Method, std::vector<std::byte>>> bodies = {
-      {Method::kConfigureWorker, EncodeConfigureRequest(TrainConfig(), false)},
-      {Method::kRegisterBatch, Join({EncodeFixed(RegisterBatchHead{4, 0}), IdBatch("age")})},
-      {Method::kLookupReference, EncodeFixed(LookupReferenceBody{reference, 1, 0})},
-      {Method::kLookupDirect, Join({EncodeFixed(LookupDirectHead{1, 0}), IdBatch("age")})},
-      {Method::kReturnGradients, GradientsBody(reference)},
-      {Method::kReleaseReference, EncodeFixed(reference)},
-      {Method::kSetEmbeddings, Join({EncodeSetRowsHead(blocks), signs_and_rows})},
+  const BatchKey key = Register();
+  const SignBlock block{2, 1};
+  const std::vector<uint64_t> signs = {1};
+  const std::vector<float> row = {1, 2};
+  const std::vector<std::pair<MethodId, std::vector<std::byte>>> bodies = {
+      {kConfigureWorker, EncodeToBytes(ConfigureRequest())},
+      {kLookupReference, EncodeToBytes(LookupReferenceRequest{key, {1}})},
+      {kLookupDirect, EncodeToBytes(LookupDirectRequest{{1}, id_features_})},
+      {kReturnGradients, EncodeToBytes(Gradients(key))},
+      {kReleaseReference, EncodeToBytes(key)},
+      {kSetEmbeddings, EncodeToBytes(SetRowsRequest{{{&block, 1}, signs}, row})},
   };
   for (const auto& [method, body] : bodies) {
     for (size_t size = 0; size < body.size(); ++size) {
-      const Status status = Call(method, std::span(body).first(size)).status();
+      const Status status = Send(method, std::span(body).first(size)).status();
       EXPECT_EQ(status.code(), StatusCode::kCorruption)
-          << net::MethodName(method) << " with " << size << " bytes: " << status.ToString();
+          << method.name << " with " << size << " bytes: " << status.ToString();
     }
   }
-  const WorkerStats stats = worker_->stats();
-  EXPECT_EQ(stats.num_registered, 1u);
-  EXPECT_EQ(stats.num_buffered, 1u);
+  const Metrics stats = worker_->metrics();
+  EXPECT_EQ(stats["num_registered"], 1u);
+  EXPECT_EQ(stats["num_buffered"], 1u);
 }
 
 TEST_F(WorkerServiceTest, LeftOverBytesAreRefused) {
-  const std::vector<std::byte> one(1);
-  const ReferenceBody reference = Register();
-  const auto longer = [&](std::vector<std::byte> body) { return Join({std::move(body), one}); };
-  const auto code = [&](Method method, std::vector<std::byte> body) {
-    return Call(method, body).status().code();
+  const BatchKey key = Register();
+  const auto code = [&](const MethodId& method, std::vector<std::byte> body) {
+    body.push_back(std::byte{0});
+    return Send(method, body).status().code();
   };
-  EXPECT_EQ(code(Method::kWorkerStats, one), StatusCode::kCorruption);
-  EXPECT_EQ(code(Method::kClearEmbeddings, one), StatusCode::kCorruption);
-  EXPECT_EQ(code(Method::kReleaseReference, longer(EncodeFixed(reference))),
+  EXPECT_EQ(code(kCountEmbeddings, {}), StatusCode::kCorruption);
+  EXPECT_EQ(code(kClearEmbeddings, {}), StatusCode::kCorruption);
+  EXPECT_EQ(code(kReleaseReference, EncodeToBytes(key)), StatusCode::kCorruption);
+  EXPECT_EQ(code(kLookupReference, EncodeToBytes(LookupReferenceRequest{key, {1}})),
             StatusCode::kCorruption);
-  EXPECT_EQ(
-      code(Method::kLookupReference, longer(EncodeFixed(LookupReferenceBody{reference, 1, 0}))),
-      StatusCode::kCorruption);
-  EXPECT_EQ(code(Method::kReturnGradients, longer(GradientsBody(reference))),
-            StatusCode::kCorruption);
+  EXPECT_EQ(code(kReturnGradients, EncodeToBytes(Gradients(key))), StatusCode::kCorruption);
 }
 
 TEST_F(WorkerServiceTest, RefusalsKeepTheirCodes) {
-  const ReferenceBody reference = Register();
-  const ReferenceBody former{reference.worker_incarnation + 1, reference.reference};
-  EXPECT_EQ(Call(Method::kLookupReference, EncodeFixed(LookupReferenceBody{former, 1, 0}))
-                .status()
-                .code(),
-            StatusCode::kNotFound);
-  EXPECT_EQ(Call(Method::kLookupReference, EncodeFixed(LookupReferenceBody{reference, 2, 0}))
-                .status()
-                .code(),
-            StatusCode::kInvalidArgument);
-  const Status unknown =
-      Call(Method::kLookupDirect, Join({EncodeFixed(LookupDirectHead{0, 0}), IdBatch("height")}))
-          .status();
+  const BatchKey key = Register();
+  const BatchKey former{key.worker_incarnation + 1, key.reference};
+  EXPECT_EQ(Call(kLookupReference, {former, {1}}).status().code(), StatusCode::kNotFound);
+  EXPECT_EQ(Call(kLookupReference, {key, {2}}).status().code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(Call(kLookupReference, {key, {1, 9}}).status().code(), StatusCode::kInvalidArgument);
+  const auto height = IdBatch("height");
+  const Status unknown = Call(kLookupDirect, {{}, height}).status();
   EXPECT_EQ(unknown.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(unknown.message().find("height"), std::string::npos) << unknown.message();
 }
@@ -222,8 +187,8 @@ Status CallWithServerAt(uint16_t port, Clock::time_point deadline) {
   WorkerService service(EmbeddingWorker::Create(options, rows).value(), {});
   net::Channel channel({.peer = "embedding-worker 0"});
   channel.SetAddress(Loopback(service.Start().value()));
-  const auto body = Join({EncodeFixed(LookupDirectHead{0, 0}), IdBatch("age")});
-  return channel.Call(Method::kLookupDirect, PartsOf(body), deadline).status();
+  const auto id_features = IdBatch("age");
+  return net::Call(channel, kLookupDirect, LookupDirectRequest{{}, id_features}, deadline).status();
 }
 
 TEST(WorkerServiceErrorTest, ADeadServerIsNamedToTheCaller) {
@@ -238,10 +203,10 @@ TEST(WorkerServiceErrorTest, ADeadServerIsNamedToTheCaller) {
 TEST(WorkerServiceErrorTest, ASilentServerIsNamedToTheCaller) {
   std::promise<void> done;
   net::Server silent(net::Server::Options{});
-  silent.Handle(Method::kLookupRows,
+  silent.Handle(kLookupRows,
                 [ended = done.get_future().share()](const Buffer&, const net::CallContext&) {
                   ended.wait_for(std::chrono::seconds(30));
-                  return StatusOr<Parts>(Parts());
+                  return StatusOr<Segments>(Segments());
                 });
   const Status status = CallWithServerAt(silent.Start().value(), In(1000));
   done.set_value();

@@ -14,7 +14,7 @@
 #include "base/bytes.h"
 #include "base/hash.h"
 #include "base/id_features.h"
-#include "net/message.h"
+#include "base/message_test_util.h"
 #include "worker/batch_plan.h"
 #include "worker/feature_batch.h"
 #include "worker/slot_table.h"
@@ -46,11 +46,7 @@ inline std::vector<std::byte> EncodeBatch(const TestBatch& batch) {
   return std::move(bytes).value();
 }
 
-inline Buffer ToBuffer(std::span<const std::byte> bytes) {
-  Buffer buffer(bytes.size());
-  if (!bytes.empty()) std::memcpy(buffer.data(), bytes.data(), bytes.size());
-  return buffer;
-}
+using persia::testing::ToBuffer;
 
 inline SlotTable MakeSlots(std::vector<SlotConfig> configs, uint32_t feature_index_prefix_bit = 8) {
   auto slots = SlotTable::Create(feature_index_prefix_bit, std::move(configs));
@@ -211,9 +207,8 @@ inline TestEmbeddings ReadEmbeddings(std::span<const std::byte> message) {
   return embeddings;
 }
 
-inline TestEmbeddings ReadEmbeddings(const net::Parts& parts) {
-  EXPECT_EQ(parts.views.size(), 1u);
-  return ReadEmbeddings(parts.views[0]);
+inline TestEmbeddings ReadEmbeddings(const Buffer& message) {
+  return ReadEmbeddings(message.span());
 }
 
 }  // namespace persia::worker

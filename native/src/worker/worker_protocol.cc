@@ -1,10 +1,9 @@
-#include "worker/gradients_codec.h"
+#include "worker/worker_protocol.h"
 
 #include <string>
 #include <utility>
 
 #include "base/bytes.h"
-#include "base/row_protocol.h"
 
 namespace persia::worker {
 namespace {
@@ -22,7 +21,7 @@ Status ReadNarrow(ByteReader* reader, WireDtype dtype, SlotGradient* gradient,
   const auto rows = reader->GetArray<uint16_t>(uint64_t{gradient->num_rows} * gradient->dim);
   if (!reader->ok()) return Status::Ok();  // the caller checks
   if (!IsWireUnit(unit)) {
-    return Corruption("gradients: slot '" + std::string(gradient->slot) + "' has the unit " +
+    return Corruption("slot '" + std::string(gradient->slot) + "' has the unit " +
                       std::to_string(unit) + ", which is no power of two in range");
   }
   Buffer& floats = widened->emplace_back(rows.size() * sizeof(float));
@@ -40,35 +39,47 @@ Status ReadSlot(ByteReader* reader, SlotGradient* gradient, std::vector<Buffer>*
   gradient->dim = reader->Get<uint32_t>();
   gradient->slot = reader->GetString(name_bytes);
   if (reader->ok() && state > static_cast<uint32_t>(SlotState::kSkipped)) {
-    return Corruption("gradients: slot '" + std::string(gradient->slot) + "' has state " +
+    return Corruption("slot '" + std::string(gradient->slot) + "' has state " +
                       std::to_string(state) + ", known are 0 (present) and 1 (skipped)");
   }
   if (reader->ok() && !dtype.ok()) {
-    return Corruption("gradients: slot '" + std::string(gradient->slot) +
-                      "': " + dtype.status().message());
+    return Corruption("slot '" + std::string(gradient->slot) + "': " + dtype.status().message());
   }
   gradient->skipped = state == static_cast<uint32_t>(SlotState::kSkipped);
   if (reader->ok() && gradient->skipped && (gradient->num_rows != 0 || gradient->dim != 0)) {
-    return Corruption("gradients: slot '" + std::string(gradient->slot) +
-                      "' is skipped and yet has a shape");
+    return Corruption("slot '" + std::string(gradient->slot) + "' is skipped and yet has a shape");
   }
   if (reader->ok() && !gradient->skipped && *dtype != WireDtype::kFloat32) {
     PERSIA_RETURN_IF_ERROR(ReadNarrow(reader, *dtype, gradient, widened));
   } else if (!gradient->skipped) {
     gradient->rows = reader->GetArray<float>(uint64_t{gradient->num_rows} * gradient->dim).data();
   }
-  if (!reader->ok()) return Corruption("gradients: the message ends before its last slot does");
+  if (!reader->ok()) return Corruption("the message ends before its last slot does");
   return Status::Ok();
 }
 
 }  // namespace
 
-net::Parts EncodeGradients(Reference reference, float scale,
-                           std::span<const SlotGradient> gradients, WireDtype dtype) {
-  net::Parts parts;
+Segments LookupDirectRequest::Encode() && {
   ByteWriter head;
-  head.Put(reference.incarnation);
-  head.Put(reference.counter);
+  head.Put(options);
+  Segments segments;
+  segments.AddOwned(head.Release());
+  segments.AddView(id_features);
+  return segments;
+}
+
+StatusOr<LookupDirectRequest> LookupDirectRequest::Decode(std::span<const std::byte> body) {
+  ByteReader reader(body);
+  const auto options = reader.Get<LookupOptions>();
+  if (!reader.ok()) return Corruption("it ends within its head");
+  return LookupDirectRequest{options, body.subspan(sizeof(options))};
+}
+
+Segments GradientsRequest::Encode() && {
+  Segments segments;
+  ByteWriter head;
+  head.Put(key);
   head.Put(scale);
   head.Put(static_cast<uint32_t>(gradients.size()));
   for (const SlotGradient& gradient : gradients) {
@@ -86,79 +97,76 @@ net::Parts EncodeGradients(Reference reference, float scale,
       head.Put(unit);
       head.Put(uint32_t{0});
     }
-    parts.AddOwned(std::exchange(head, ByteWriter()).Release());
+    segments.AddOwned(std::exchange(head, ByteWriter()).Release());
     if (dtype == WireDtype::kFloat32) {
-      parts.AddView(std::as_bytes(rows));
+      segments.AddView(std::as_bytes(rows));
     } else {
       Buffer narrow(rows.size() * sizeof(uint16_t));
       Narrow(dtype, rows, unit, reinterpret_cast<uint16_t*>(narrow.data()));
-      parts.AddOwned(std::move(narrow));
+      segments.AddOwned(std::move(narrow));
     }
-    parts.AddView(ArrayPadding(rows.size() * WireBytes(dtype)));
+    segments.AddPadding(rows.size() * WireBytes(dtype));
   }
-  parts.AddOwned(head.Release());
-  return parts;
+  segments.AddOwned(head.Release());
+  return segments;
 }
 
-StatusOr<GradientsRequest> DecodeGradients(std::span<const std::byte> body) {
+StatusOr<GradientsRequest> GradientsRequest::Decode(std::span<const std::byte> body) {
   ByteReader reader(body);
   GradientsRequest request;
-  request.reference.incarnation = reader.Get<uint64_t>();
-  request.reference.counter = reader.Get<uint64_t>();
+  request.key = reader.Get<BatchKey>();
   request.scale = reader.Get<float>();
   const auto num_slots = reader.Get<uint32_t>();
-  if (!reader.ok()) return Corruption("gradients: the message ends within its head");
+  if (!reader.ok()) return Corruption("the message ends within its head");
   for (uint32_t i = 0; i < num_slots; ++i) {
     SlotGradient gradient;
     PERSIA_RETURN_IF_ERROR(ReadSlot(&reader, &gradient, &request.widened));
     request.gradients.push_back(gradient);
   }
   if (reader.remaining() == 0) return request;
-  return Corruption("gradients: " + std::to_string(reader.remaining()) +
+  return Corruption(std::to_string(reader.remaining()) +
                     " bytes are left over after the last slot");
 }
 
-std::vector<std::byte> EncodeReport(const ReturnReport& report) {
+Segments ReturnReport::Encode() && {
   ByteWriter writer;
-  writer.Put(report.update.staleness);
-  writer.Put(report.update.num_updated);
-  writer.Put(report.update.num_missing);
-  writer.Put(report.num_nonfinite_slots);
-  writer.Put(report.num_skipped_slots);
-  writer.Put(static_cast<uint32_t>(report.lookups.size()));
+  writer.Put(update);
+  writer.Put(num_nonfinite_slots);
+  writer.Put(num_skipped_slots);
+  writer.Put(static_cast<uint32_t>(lookups.size()));
   writer.Put(uint32_t{0});
-  for (const LookupStaleness& lookup : report.lookups) {
-    writer.Put(lookup.parts);
+  for (const LookupStaleness& lookup : lookups) {
+    writer.Put(lookup.stages);
     writer.Put(uint32_t{0});
     writer.Put(lookup.staleness);
   }
-  return writer.Release();
+  Segments segments;
+  segments.AddOwned(writer.Release());
+  return segments;
 }
 
-StatusOr<ReturnReport> DecodeReport(std::span<const std::byte> body) {
+StatusOr<ReturnReport> ReturnReport::Decode(std::span<const std::byte> body) {
   ByteReader reader(body);
   ReturnReport report;
-  report.update.staleness = reader.Get<uint64_t>();
-  report.update.num_updated = reader.Get<uint64_t>();
-  report.update.num_missing = reader.Get<uint64_t>();
+  report.update = reader.Get<UpdateResult>();
   report.num_nonfinite_slots = reader.Get<uint32_t>();
   report.num_skipped_slots = reader.Get<uint32_t>();
   const auto num_lookups = reader.Get<uint32_t>();
   reader.Get<uint32_t>();  // reserved
-  if (num_lookups > kMaxParts) {
-    return Corruption("the reply to returned gradients tells of " + std::to_string(num_lookups) +
-                      " lookups, above " + std::to_string(kMaxParts));
+  if (num_lookups > kMaxStages) {
+    return Corruption("it tells of " + std::to_string(num_lookups) + " lookups, above " +
+                      std::to_string(kMaxStages));
   }
   for (uint32_t i = 0; i < num_lookups; ++i) {
     LookupStaleness lookup;
-    lookup.parts = reader.Get<uint32_t>();
+    lookup.stages = reader.Get<uint32_t>();
     reader.Get<uint32_t>();  // reserved
     lookup.staleness = reader.Get<uint64_t>();
     report.lookups.push_back(lookup);
   }
   if (reader.ok() && reader.remaining() == 0) return report;
-  return Corruption("the reply to returned gradients has " + std::to_string(body.size()) +
-                    " bytes, which " + std::to_string(num_lookups) + " lookups do not fit");
+  return Corruption("it has " + std::to_string(body.size()) + " bytes, which " +
+                    std::to_string(num_lookups) + " lookups do not fit");
 }
 
 }  // namespace persia::worker

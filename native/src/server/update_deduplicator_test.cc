@@ -1,4 +1,4 @@
-#include "server/update_memory.h"
+#include "server/update_deduplicator.h"
 
 #include <gtest/gtest.h>
 
@@ -15,25 +15,25 @@ using Clock = std::chrono::steady_clock;
 
 Clock::time_point Soon() { return Clock::now() + std::chrono::seconds(30); }
 
-class UpdateMemoryTest : public ::testing::Test {
+class UpdateDeduplicatorTest : public ::testing::Test {
  protected:
   // Sends the key; the reply's staleness tells which application it comes from.
-  uint64_t Send(UpdateMemory::Key key, bool* repeated) {
-    auto reply = memory_.Once(
-        key, Soon(), [this] { return UpdateRowsReply{++num_applied_, 0, 0}; }, repeated);
+  uint64_t Send(const BatchKey& key, bool* repeated) {
+    auto reply =
+        updates_.Once(key, Soon(), [this] { return UpdateResult{++num_applied_, 0, 0}; }, repeated);
     return reply.ok() ? reply->staleness : 0;
   }
-  bool Repeated(UpdateMemory::Key key) {
+  bool Repeated(const BatchKey& key) {
     bool repeated = false;
     Send(key, &repeated);
     return repeated;
   }
 
-  UpdateMemory memory_{{.keys_per_worker = 4, .workers = 2}};
+  UpdateDeduplicator updates_{{.keys_per_worker = 4, .workers = 2}};
   std::atomic<uint64_t> num_applied_{0};
 };
 
-TEST_F(UpdateMemoryTest, RepeatedKeyGetsTheFirstReply) {
+TEST_F(UpdateDeduplicatorTest, RepeatedKeyGetsTheFirstReply) {
   bool repeated = true;
   EXPECT_EQ(Send({1, 1}, &repeated), 1u);
   EXPECT_FALSE(repeated);
@@ -43,29 +43,29 @@ TEST_F(UpdateMemoryTest, RepeatedKeyGetsTheFirstReply) {
   EXPECT_EQ(num_applied_, 2u);
 }
 
-TEST_F(UpdateMemoryTest, WorkersDoNotShareReferences) {
+TEST_F(UpdateDeduplicatorTest, WorkersDoNotShareReferences) {
   EXPECT_FALSE(Repeated({1, 7}));
   EXPECT_FALSE(Repeated({2, 7}));
   EXPECT_TRUE(Repeated({1, 7}));
 }
 
-TEST_F(UpdateMemoryTest, AnUpdateThatThrowsMayBeTriedAgain) {
+TEST_F(UpdateDeduplicatorTest, AnUpdateThatThrowsMayBeTriedAgain) {
   bool repeated = true;
-  const auto reply = memory_.Once(
-      {1, 1}, Soon(), []() -> StatusOr<UpdateRowsReply> { throw std::bad_alloc(); }, &repeated);
+  const auto reply = updates_.Once(
+      {1, 1}, Soon(), []() -> StatusOr<UpdateResult> { throw std::bad_alloc(); }, &repeated);
   EXPECT_EQ(reply.status().code(), StatusCode::kInternal);
   EXPECT_FALSE(repeated);
   EXPECT_EQ(Send({1, 1}, &repeated), 1u);
   EXPECT_FALSE(repeated);
 }
 
-TEST_F(UpdateMemoryTest, OldestKeyOfAWorkerIsForgottenFirst) {
+TEST_F(UpdateDeduplicatorTest, OldestKeyOfAWorkerIsForgottenFirst) {
   for (uint64_t reference = 1; reference <= 5; ++reference) EXPECT_FALSE(Repeated({1, reference}));
   for (uint64_t reference = 2; reference <= 5; ++reference) EXPECT_TRUE(Repeated({1, reference}));
   EXPECT_FALSE(Repeated({1, 1}));
 }
 
-TEST_F(UpdateMemoryTest, LeastRecentlyUsedWorkerIsForgotten) {
+TEST_F(UpdateDeduplicatorTest, LeastRecentlyUsedWorkerIsForgotten) {
   EXPECT_FALSE(Repeated({1, 1}));
   EXPECT_FALSE(Repeated({2, 1}));
   EXPECT_TRUE(Repeated({1, 1}));   // uses worker 1
@@ -74,34 +74,34 @@ TEST_F(UpdateMemoryTest, LeastRecentlyUsedWorkerIsForgotten) {
   EXPECT_FALSE(Repeated({2, 1}));
 }
 
-TEST_F(UpdateMemoryTest, FailureIsNotRemembered) {
+TEST_F(UpdateDeduplicatorTest, FailureIsNotRemembered) {
   bool repeated = false;
-  auto failed = memory_.Once(
-      {1, 1}, Soon(), [] { return StatusOr<UpdateRowsReply>(FailedPrecondition("not yet")); },
+  auto failed = updates_.Once(
+      {1, 1}, Soon(), [] { return StatusOr<UpdateResult>(FailedPrecondition("not yet")); },
       &repeated);
   EXPECT_EQ(failed.status().code(), StatusCode::kFailedPrecondition);
   EXPECT_FALSE(Repeated({1, 1}));
   EXPECT_TRUE(Repeated({1, 1}));
 }
 
-TEST_F(UpdateMemoryTest, RepetitionGivesUpAtItsDeadlineWhileTheFirstIsApplied) {
+TEST_F(UpdateDeduplicatorTest, RepetitionGivesUpAtItsDeadlineWhileTheFirstIsApplied) {
   std::promise<void> entered;
   std::promise<void> release;
   std::thread first([&] {
     bool repeated = false;
-    auto reply = memory_.Once(
+    auto reply = updates_.Once(
         {1, 1}, Soon(),
         [&] {
           entered.set_value();
           release.get_future().wait();
-          return UpdateRowsReply{42, 0, 0};
+          return UpdateResult{42, 0, 0};
         },
         &repeated);
     EXPECT_TRUE(reply.ok());
   });
   entered.get_future().wait();
   bool repeated = false;
-  auto late = memory_.Once({1, 1}, Clock::now(), [] { return UpdateRowsReply{}; }, &repeated);
+  auto late = updates_.Once({1, 1}, Clock::now(), [] { return UpdateResult{}; }, &repeated);
   EXPECT_EQ(late.status().code(), StatusCode::kDeadlineExceeded);
   EXPECT_FALSE(Repeated({1, 2}));  // others are not held up
   release.set_value();
@@ -109,7 +109,7 @@ TEST_F(UpdateMemoryTest, RepetitionGivesUpAtItsDeadlineWhileTheFirstIsApplied) {
   EXPECT_EQ(Send({1, 1}, &repeated), 42u);
 }
 
-TEST_F(UpdateMemoryTest, ConcurrentRepetitionsApplyOnce) {
+TEST_F(UpdateDeduplicatorTest, ConcurrentRepetitionsApplyOnce) {
   for (uint64_t reference = 1; reference <= 50; ++reference) {
     num_applied_ = 0;
     std::vector<std::thread> threads;

@@ -1,0 +1,41 @@
+#include "base/method.h"
+
+namespace persia {
+
+void Segments::AddOwned(std::vector<std::byte> bytes) {
+  auto kept = std::make_shared<const std::vector<std::byte>>(std::move(bytes));
+  views.emplace_back(*kept);
+  owned.push_back(std::move(kept));
+}
+
+void Segments::AddOwned(Buffer buffer) {
+  auto kept = std::make_shared<const Buffer>(std::move(buffer));
+  views.push_back(kept->span());
+  owned.push_back(std::move(kept));
+}
+
+void Segments::AddPadding(uint64_t size_bytes) {
+  static constexpr std::byte kZeros[8] = {};
+  views.push_back({kZeros, (8 - size_bytes % 8) % 8});
+}
+
+uint64_t Segments::size_bytes() const {
+  uint64_t size = 0;
+  for (const auto& view : views) size += view.size();
+  return size;
+}
+
+namespace internal {
+
+Status WrongSize(size_t size_bytes, size_t expected_bytes) {
+  return Corruption("it has " + std::to_string(size_bytes) + " bytes instead of " +
+                    std::to_string(expected_bytes));
+}
+
+Status NotOfElements(size_t size_bytes, size_t element_bytes) {
+  return Corruption("its " + std::to_string(size_bytes) + " bytes are not a multiple of " +
+                    std::to_string(element_bytes));
+}
+
+}  // namespace internal
+}  // namespace persia

@@ -1,0 +1,158 @@
+// Method: one RPC method as data. Its number and name, and the types of its request and reply.
+//
+// A plane (worker to server, client to worker) is a header with one constant per method:
+//
+//   inline constexpr Method<LookupRowsRequest, ServerRows> kLookupRows{{17, "LookupRows"}};
+//
+// net/rpc.h makes the client's stub, the server's handler, every check of a body's form and the
+// text of its errors from such a constant, so a method is described in one place only.
+//
+// A message type is one of
+//  * Empty: no body;
+//  * a trivially copyable struct: its bytes, and nothing else;
+//  * std::span<const T> or std::vector<T> of such a struct: the elements;
+//  * Buffer: a body that the receiver decodes itself;
+//  * a class with `Segments Encode() &&` and a static `Decode` of std::span<const std::byte> (its
+//    views then point into the bytes) or of Buffer (it takes the bytes over).
+//
+// Bodies start at a multiple of 8 (a Buffer does), and a decoder refuses what does not have the
+// form, with nothing left over, by kCorruption. Nothing is allocated from an unchecked length.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "base/buffer.h"
+#include "base/status.h"
+
+namespace persia {
+
+// A message to send, in segments that one scatter/gather call writes from where they lie. `owned`
+// keeps alive what the segments of a reply point to; the caller keeps those of a request alive
+// until its call returns.
+struct Segments {
+  std::vector<std::span<const std::byte>> views;
+  std::vector<std::shared_ptr<const void>> owned;
+
+  void AddView(std::span<const std::byte> view) { views.push_back(view); }
+  // Take over the bytes and append a view of them.
+  void AddOwned(std::vector<std::byte> bytes);
+  void AddOwned(Buffer buffer);
+  // Appends a view of the elements, and zeros up to the next multiple of 8.
+  template <typename T>
+  void AddArray(std::span<const T> values) {
+    AddView(std::as_bytes(values));
+    AddPadding(values.size_bytes());
+  }
+  void AddPadding(uint64_t size_bytes);
+  uint64_t size_bytes() const;
+};
+
+struct MethodId {
+  uint8_t number = 0;  // on the wire; never used again for another method
+  std::string_view name;
+};
+
+template <typename RequestT, typename ReplyT>
+struct Method : MethodId {
+  using Request = RequestT;
+  using Reply = ReplyT;
+};
+
+struct Empty {};
+
+// What a call gives, and what a handler returns: a Status where there is no reply body.
+template <typename Reply>
+using Result = std::conditional_t<std::is_same_v<Reply, Empty>, Status, StatusOr<Reply>>;
+
+namespace internal {
+
+template <typename T>
+struct ElementOf {
+  using type = void;
+};
+template <typename T>
+struct ElementOf<std::span<const T>> {
+  using type = T;
+};
+template <typename T>
+struct ElementOf<std::vector<T>> {
+  using type = T;
+};
+
+Status WrongSize(size_t size_bytes, size_t expected_bytes);
+Status NotOfElements(size_t size_bytes, size_t element_bytes);
+
+}  // namespace internal
+
+// The message is consumed: what it owns, the segments own.
+template <typename T>
+Segments EncodeMessage(T message) {
+  using Element = typename internal::ElementOf<T>::type;
+  Segments segments;
+  if constexpr (std::is_same_v<T, Empty>) {
+    return segments;
+  } else if constexpr (std::is_same_v<T, Buffer>) {
+    segments.AddOwned(std::move(message));
+  } else if constexpr (std::is_same_v<T, std::span<const Element>>) {
+    segments.AddView(std::as_bytes(message));
+  } else if constexpr (!std::is_void_v<Element>) {
+    const auto bytes = std::as_bytes(std::span(message));
+    segments.AddOwned(std::vector<std::byte>(bytes.begin(), bytes.end()));
+  } else if constexpr (requires { std::move(message).Encode(); }) {
+    return std::move(message).Encode();
+  } else {
+    static_assert(std::is_trivially_copyable_v<T>);
+    const auto bytes = std::as_bytes(std::span(&message, 1));
+    segments.AddOwned(std::vector<std::byte>(bytes.begin(), bytes.end()));
+  }
+  return segments;
+}
+
+// Views of the message point into `body`, which must outlive it.
+template <typename T>
+StatusOr<T> DecodeMessage(std::span<const std::byte> body) {
+  using Element = typename internal::ElementOf<T>::type;
+  if constexpr (std::is_same_v<T, Empty>) {
+    if (!body.empty()) return internal::WrongSize(body.size(), 0);
+    return Empty();
+  } else if constexpr (!std::is_void_v<Element>) {
+    if (body.size() % sizeof(Element) != 0) {
+      return internal::NotOfElements(body.size(), sizeof(Element));
+    }
+    const auto* begin = reinterpret_cast<const Element*>(body.data());
+    const std::span<const Element> elements(begin, body.size() / sizeof(Element));
+    return T(elements.begin(), elements.end());
+  } else if constexpr (requires { T::Decode(body); }) {
+    return T::Decode(body);
+  } else {
+    static_assert(std::is_trivially_copyable_v<T>);
+    if (body.size() != sizeof(T)) return internal::WrongSize(body.size(), sizeof(T));
+    T value;
+    std::memcpy(&value, body.data(), sizeof(T));
+    return value;
+  }
+}
+
+// Takes the body over, for a message that owns its bytes.
+template <typename T>
+StatusOr<T> DecodeMessage(Buffer body) {
+  if constexpr (std::is_same_v<T, Buffer>) {
+    return body;
+  } else if constexpr (requires { T::Decode(std::move(body)); }) {
+    return T::Decode(std::move(body));
+  } else {
+    static_assert(!std::is_same_v<T, std::span<const typename internal::ElementOf<T>::type>>,
+                  "a view of a body that ends here");
+    return DecodeMessage<T>(std::as_const(body).span());
+  }
+}
+
+}  // namespace persia

@@ -1,0 +1,104 @@
+// Typed RPC: a client's stub and a server's handler for each Method (base/method.h).
+//
+// Call() and CallAll() are the stubs: they encode the request, wait for the reply until the
+// deadline, decode it, and name the peer where it does not decode. MakeHandler() is the server's
+// side: it decodes the request, runs a typed function and encodes what that returns.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "net/channel.h"
+#include "net/server.h"
+
+namespace persia::net {
+
+// Prefixes what is wrong with a message, which the message itself does not know.
+inline Status AboutMessage(const std::string& subject, const Status& status) {
+  return {status.code(), subject + ": " + status.message()};
+}
+
+// `function` is called with (const Request&, const CallContext&) and returns a Result<Reply>.
+// `decoding` measures the time that requests take to decode.
+template <typename Request, typename Reply, typename Function>
+Handler MakeHandler(const Method<Request, Reply>& method, Function function,
+                    DurationStats* decoding = nullptr) {
+  return [method, function = std::move(function), decoding](
+             const Buffer& body, const CallContext& context) -> StatusOr<Segments> {
+    std::optional<Timed> timed;
+    if (decoding != nullptr) timed.emplace(*decoding);
+    auto request = DecodeMessage<Request>(body.span());
+    timed.reset();
+    if (!request.ok()) {
+      return AboutMessage("a " + std::string(method.name) + " request", request.status());
+    }
+    Result<Reply> reply = function(std::as_const(*request), context);
+    if constexpr (std::is_same_v<Reply, Empty>) {
+      PERSIA_RETURN_IF_ERROR(reply);
+      return Segments();
+    } else {
+      if (!reply.ok()) return reply.status();
+      return EncodeMessage<Reply>(std::move(reply).value());
+    }
+  };
+}
+
+template <typename Reply>
+StatusOr<Reply> DecodeReply(const MethodId& method, const std::string& peer, Buffer body) {
+  auto reply = DecodeMessage<Reply>(std::move(body));
+  if (reply.ok()) return reply;
+  return AboutMessage(peer + ": a " + std::string(method.name) + " reply", reply.status());
+}
+
+// What the request views must stay until it returns.
+template <typename Request, typename Reply>
+Result<Reply> Call(Channel& channel, const Method<Request, Reply>& method, Request request,
+                   Clock::time_point deadline) {
+  auto body = channel.Call(method, EncodeMessage<Request>(std::move(request)), deadline);
+  if (!body.ok()) return body.status();
+  auto reply = DecodeReply<Reply>(method, channel.peer(), std::move(body).value());
+  if constexpr (std::is_same_v<Reply, Empty>) {
+    return reply.status();
+  } else {
+    return reply;
+  }
+}
+
+struct OutgoingCall {
+  Channel* channel = nullptr;
+  Segments segments;  // may view the caller's memory
+};
+
+// Calls several peers at the same time. Returns the replies in the order of the calls, or the
+// failure to report: kFailedPrecondition goes before others, because it is the one that the caller
+// can mend (by configuring the peer) before it tries again; otherwise the first.
+//
+// Every call has ended when it returns, also when one failed early: what the segments view is the
+// caller's own again. Not for callbacks of a channel.
+StatusOr<std::vector<Buffer>> CallAll(const MethodId& method, std::vector<OutgoingCall> calls,
+                                      Clock::time_point deadline);
+
+// The same, typed: requests[i] goes over channels[i].
+template <typename Request, typename Reply>
+StatusOr<std::vector<Reply>> CallAll(const Method<Request, Reply>& method,
+                                     std::span<Channel* const> channels,
+                                     std::vector<Request> requests, Clock::time_point deadline) {
+  std::vector<OutgoingCall> calls;
+  for (size_t i = 0; i < channels.size(); ++i) {
+    calls.push_back({channels[i], EncodeMessage<Request>(std::move(requests[i]))});
+  }
+  auto bodies = CallAll(MethodId(method), std::move(calls), deadline);
+  if (!bodies.ok()) return bodies.status();
+  std::vector<Reply> replies;
+  for (size_t i = 0; i < channels.size(); ++i) {
+    auto reply = DecodeReply<Reply>(method, channels[i]->peer(), std::move(bodies.value()[i]));
+    if (!reply.ok()) return reply.status();
+    replies.push_back(std::move(reply).value());
+  }
+  return replies;
+}
+
+}  // namespace persia::net

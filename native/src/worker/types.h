@@ -1,0 +1,42 @@
+// Plain data types of the embedding worker, for its engine, its service and its clients.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "base/row_protocol.h"
+#include "worker/slot_config.h"
+
+namespace persia::worker {
+
+using Deadline = std::chrono::steady_clock::time_point;
+
+// The gradient of one slot's embeddings, in the caller's memory.
+struct SlotGradient {
+  std::string_view slot;
+  bool skipped = false;  // the loss did not reach the slot: no rows
+  uint32_t num_rows = 0;
+  uint32_t dim = 0;
+  const float* rows = nullptr;
+};
+
+// The measured staleness of the rows that one lookup of a batch found, in updates.
+struct LookupStaleness {
+  StageMask stages = 0;  // all bits set for all
+  uint64_t staleness = 0;
+};
+
+// What became of a batch's gradients.
+struct ReturnReport {
+  UpdateResult update;  // the servers' sums, and the greatest staleness
+  uint32_t num_nonfinite_slots = 0;
+  uint32_t num_skipped_slots = 0;
+  std::vector<LookupStaleness> lookups = {};  // the earliest first; no stage is in two
+
+  Segments Encode() &&;
+  static StatusOr<ReturnReport> Decode(std::span<const std::byte> body);
+};
+
+}  // namespace persia::worker
