@@ -237,6 +237,9 @@ def test_a_dashboard_asks_for_metrics_that_exist(name: str) -> None:
     """By their names; tests/integration/test_watching_a_job.py runs each query against a job."""
     sources = [*(REPOSITORY / "persia" / "observability").glob("*.py")]
     sources.append(REPOSITORY / "persia" / "serving" / "statistics.py")
+    # Counters of servers are declared where they are counted.
+    native = (REPOSITORY / "native" / "src").rglob("*.*")
+    sources += [path for path in native if path.suffix in (".h", ".cc") and "_test" not in path.name]
     known = set(re.findall(r'"([a-z0-9_]+)"', "".join(path.read_text() for path in sources)))
     known |= {f"persia_nn_{outcome}" for outcome in CounterValues.__dataclass_fields__}
     board = json.loads((REPOSITORY / "monitoring" / "grafana" / "dashboards" / f"{name}.json").read_text())
