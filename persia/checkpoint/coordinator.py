@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from persia.checkpoint.peers import Peer
+from persia.checkpoint.progress import Progress, ProgressCallback
 from persia.checkpoint.protocol import IN_PLACE_NAME, Report, Request, State, Verb
 from persia.errors import (
     CorruptionError,
@@ -48,8 +49,6 @@ __all__ = [
     "DumpOperation",
     "LoadOperation",
     "Operation",
-    "Progress",
-    "ProgressCallback",
     "agreed",
     "check_visible",
 ]
@@ -63,19 +62,6 @@ _LONGEST_POLL_S = 1.0
 _RETRY_S = 0.25
 _KEEP_ALIVE_S = 5.0  # must be far below a server's lease
 _MAX_PARALLEL_CALLS = 32
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The progress of all servers together."""
-
-    phase: str  # "writing", "checking", "loading", "committing"
-    done_bytes: int
-    done_rows: int
-    total_rows: int  # 0: not known
-
-
-ProgressCallback = Callable[[Progress], None]
 
 
 @dataclass

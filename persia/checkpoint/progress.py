@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from persia.checkpoint.coordinator import Progress, ProgressCallback
 from persia.logger import get_default_logger
 
-__all__ = ["ShownProgress", "megabytes"]
+__all__ = ["Progress", "ProgressCallback", "ShownProgress", "megabytes"]
 
 _LOG_INTERVAL_S = 30.0
 
@@ -18,6 +18,19 @@ _LOG_INTERVAL_S = 30.0
 def megabytes(num_bytes: float) -> str:
     """For people: 12.3 MB, 4.56 GB."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of all servers together."""
+
+    phase: str  # "writing", "checking", "loading", "committing"
+    done_bytes: int
+    done_rows: int
+    total_rows: int  # 0: not known
+
+
+ProgressCallback = Callable[[Progress], None]
 
 
 class ShownProgress:

@@ -12,9 +12,9 @@ import pytest
 
 from persia.checkpoint import progress as progress_module
 from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
-from persia.checkpoint.coordinator import DumpOperation, LoadOperation, Progress
+from persia.checkpoint.coordinator import DumpOperation, LoadOperation
 from persia.checkpoint.peers import LocalPeer, Peer
-from persia.checkpoint.progress import ShownProgress, megabytes
+from persia.checkpoint.progress import Progress, ShownProgress, megabytes
 from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.storage.location import Location
 from persia.storage.manifest import is_dump_id, make_dump_id

@@ -48,8 +48,10 @@ from tests.unit.checkpoint.conftest import (
     SLOTS,
     checkpoints_of,
     edit_manifest,
+    make_bags,
     make_server,
     rows_of,
+    train,
     without_ages,
 )
 
@@ -305,8 +307,12 @@ def test_a_full_pool_is_an_error_of_the_dump(root: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_move_between_memory_and_pools_of_other_numbers_of_servers(
-    kind: str, root: Path, tmp_path: Path, checkpoint: Path
+    kind: str, root: Path, tmp_path: Path
 ) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    bags = make_bags()
+    train(bags)
+    checkpoints_of(bags).dump(DumpRequest(checkpoint))
     expected = without_ages(rows_of(checkpoint))
     job = PoolJob(storage_at(root, kind), num_servers=2)
     job.checkpoints.load(Source(checkpoint))
