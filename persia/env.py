@@ -22,7 +22,7 @@ _LOG_LEVELS = ("debug", "info", "warn", "warning", "error", "critical")
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaEnv:
-    """Who this process is. Rank fields are None outside DDP ranks, replica fields None inside."""
+    """Identity of this process. Rank fields are None outside DDP ranks, replica fields None inside."""
 
     rank: int | None = None
     local_rank: int | None = None
@@ -197,7 +197,7 @@ def _is_url(url: str, schemes: tuple[str, ...]) -> bool:
 
 
 def embedded() -> bool:
-    """`PERSIA_EMBEDDED=1`: embeddings live in the training process also when there is a broker, which then
+    """`PERSIA_EMBEDDED=1`: embeddings stay in the training process even with a broker, which then
     serves data loaders in other processes only.
     """
     return _flag("PERSIA_EMBEDDED")
@@ -295,7 +295,7 @@ def get_metrics_port() -> int | None:
 
 
 def get_health_port() -> int | None:
-    """`PERSIA_HEALTH_PORT`: of the gRPC health service; None, the default: there is none."""
+    """`PERSIA_HEALTH_PORT`: port of the gRPC health service; None, the default: it is off."""
     return _port("PERSIA_HEALTH_PORT", None)
 
 
@@ -340,7 +340,7 @@ def get_embedding_worker_service() -> str:
 
 
 def get_resume_checkpoint() -> str | None:
-    """`PERSIA_RESUME_CHECKPOINT`: what whoever starts the training wants it to go on from; None: nothing."""
+    """`PERSIA_RESUME_CHECKPOINT`: checkpoint from which the script should resume; None: none."""
     return os.environ.get("PERSIA_RESUME_CHECKPOINT") or None
 
 

@@ -53,7 +53,7 @@ def _translated(what: str, *, ignored: Collection[int] = ()) -> Iterator[None]:
 
 
 def _ask(what: str, method: Callable[..., Any], *, ignored: Collection[int] = (), **arguments: Any) -> Any:
-    """What a request answers, as plain values; None for an ignored status. `what` names it in errors."""
+    """Sends a request; returns plain values, or None for an ignored status. Errors name `what`."""
     answer = None
     with _translated(what, ignored=ignored):
         answer = method(**arguments, _request_timeout=_TIMEOUT_S).to_dict()
@@ -95,7 +95,7 @@ class Cluster:
             ) from error
 
     def _resource(self, group: str, kind: str) -> Any:
-        """By the version that the server prefers: disruption budgets differ in nothing but its name."""
+        """Resolves a kind at the version that the server prefers: disruption budgets are the same in all."""
         version = VERSION if group == GROUP else None
         return self._dynamic.resources.get(
             kind=kind, **({"group": group, "api_version": version} if version else {"group": group})
@@ -138,7 +138,7 @@ class Cluster:
         )
 
     def observe(self, namespace: str, job: str, uid: str) -> Observation:
-        """What there is of a job. What is left of a namesake that was deleted before is not its own."""
+        """Lists the objects of a job, without those of a deleted job of the same name."""
         objects = {}
         owners = {uid}  # pods of servers are owned by their StatefulSet
         for group, kind in _OWNED:
@@ -160,7 +160,7 @@ class Cluster:
         return [item for item in found["items"] if _owner(item) in owners]
 
     def apply(self, manifest: Manifest) -> None:
-        """Creates the object or changes it to `manifest`. Raises ClusterError where it is somebody else's."""
+        """Creates the object or changes it to `manifest`. Raises ClusterError if another owner has it."""
         resource = self._resource(manifest["apiVersion"].rpartition("/")[0], manifest["kind"])
         self._check_owner(resource, manifest)
         _apply(resource, {**manifest, "apiVersion": resource.group_version}, _FIELD_MANAGER)

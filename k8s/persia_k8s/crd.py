@@ -53,7 +53,7 @@ def object_schema() -> dict[str, Any]:
 
 
 def crd_manifest() -> dict[str, Any]:
-    """For `kubectl apply`."""
+    """The definition as an object of Kubernetes."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",

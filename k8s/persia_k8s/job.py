@@ -1,4 +1,4 @@
-"""What a PersiaJob says: the one source of its schema, of its defaults and of the documentation's table."""
+"""The spec of a PersiaJob: the one source of its schema, its defaults and the table in the documentation."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
 class RoleSpec:
-    """What all roles have."""
+    """Fields of every role."""
 
     replicas: StrictInt = Field(ge=1, le=65536, description="Number of pods.")
     resources: Annotated[Object, WithJsonSchema(_RESOURCES)] = Field(
@@ -282,7 +282,7 @@ class Job:
 
     @staticmethod
     def from_object(resource: Mapping[str, Any]) -> Job:
-        """From the object that the API server stores. Raises SpecError."""
+        """Reads the object that the API server stores. Raises SpecError."""
         metadata = resource["metadata"]
         job = Job(
             name=metadata["name"],
@@ -324,16 +324,16 @@ class Job:
 
     @property
     def ranks_per_node(self) -> int:
-        """Of an NN worker; 1 where there is none."""
+        """Ranks of one NN worker pod; 1 without NN workers."""
         return 1 if self.spec.nn_worker is None else self.spec.nn_worker.nproc_per_node
 
     @property
     def is_inference(self) -> bool:
-        """Whether it answers requests, rather than trains. Such a job needs no broker."""
+        """True if the job serves predictions instead of training. Such a job needs no broker."""
         return self.spec.inference is not None
 
     @property
     def has_own_nats(self) -> bool:
-        """Whether the operator runs the job's broker, because the spec names none."""
+        """True if the operator runs the job's broker, because the spec names none."""
         is_named = any(variable["name"] == "PERSIA_NATS_URL" for variable in self.spec.env)
         return self.spec.nats.url is None and not is_named and not self.is_inference

@@ -37,7 +37,7 @@ ATTEMPT_LABEL = f"{GROUP}/attempt"
 HASH_ANNOTATION = f"{GROUP}/spec-hash"
 
 NATS_PORT = 4222
-# Of metrics, status and readiness, in every pod; ranks of one pod have this one and the next ones.
+# Port of metrics, status and readiness in every pod; further ranks of a pod use the following ports.
 METRICS_PORT = 9100
 # A StatefulSet's name, which is the job's with "-embedding-worker", is part of a label of its pods together
 # with a hash of up to 11 characters; labels have 63.

@@ -1,4 +1,4 @@
-"""What the operator sees of a job in the cluster."""
+"""The operator's view of a job in the cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_MESSAGE = 500
 
 @dataclass(frozen=True, kw_only=True)
 class PodView:
-    """What matters of a pod."""
+    """The properties of a pod that decisions depend on."""
 
     name: str
     role: Role
@@ -38,7 +38,7 @@ class PodView:
 
     @staticmethod
     def from_object(pod: Mapping[str, Any]) -> PodView | None:
-        """None for a pod that is none of ours, though it has the job's label."""
+        """Returns None for a pod with the job's label that the operator did not create."""
         metadata, status = pod["metadata"], pod.get("status", {})
         labels = metadata.get("labels", {})
         role = _ROLES.get(labels.get(ROLE_LABEL, ""))

@@ -95,7 +95,7 @@ class Operator:
             ).start()
 
     def _watch_pods(self, loop: asyncio.AbstractEventLoop, namespace: str | None) -> None:
-        """For ever, on a thread. What it misses the next look finds, so a watch that breaks costs seconds."""
+        """Watches pods on a thread until the process ends. The next pass finds what a broken watch misses."""
         while True:
             try:
                 for job in self._cluster.pod_changes(namespace):
@@ -129,7 +129,7 @@ class Operator:
         try:
             plan = await asyncio.to_thread(self._look, namespace, name)
         except ClusterError as error:
-            # Whatever it is, it may pass; and it must not end the task.
+            # Any failure may be temporary, and must not end the task.
             self._complain(namespace, name, body, str(error))
             return _RETRY_S
         self._complaints.pop((namespace, name), None)
@@ -142,7 +142,7 @@ class Operator:
         return plan.look_again_s
 
     def _complain(self, namespace: str, name: str, body: kopf.Body, message: str) -> None:
-        """Once for each new reason: what is tried every few seconds would fill the list of events."""
+        """Reports each new reason once: a retry every few seconds would fill the list of events."""
         if self._complaints.get((namespace, name)) != message:
             self._complaints[namespace, name] = message
             kopf.warn(body, reason="Retrying", message=message)
@@ -199,7 +199,7 @@ class Operator:
 
 
 def _log_in(**arguments: Any) -> Any:
-    """In a pod as its service account, which is read again when its token changes."""
+    """Logs in as the pod's service account, whose token is read again when it changes, or by kubeconfig."""
     return kopf.login_with_service_account(**arguments) or kopf.login_with_kubeconfig(**arguments)
 
 

@@ -1,4 +1,4 @@
-"""What a job says about itself, found in its log.
+"""Progress that a job reports in its log.
 
 The training script prints lines such as
 

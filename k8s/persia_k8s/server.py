@@ -93,7 +93,7 @@ async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse
     except _BadRequestError as error:
         return _failure(400, str(error))
     except ClusterError as error:
-        # What the API server says of the caller's object is the caller's to mend.
+        # These statuses are about the caller's object, and the caller can correct it.
         status = error.status if error.status in (400, 404, 409, 422) else 502
         return _failure(400 if status == 422 else status, str(error))
     except web.HTTPException as error:
@@ -101,7 +101,7 @@ async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse
 
 
 class _BadRequestError(PersiaK8sError):
-    """What the caller sent cannot be used."""
+    """A request that cannot be used."""
 
 
 def _failure(status: int, message: str) -> web.Response:

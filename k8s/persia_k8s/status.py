@@ -20,7 +20,7 @@ __all__ = ["Condition", "JobStatus", "Phase", "Resize", "RoleStatus", "Stage"]
 
 
 class Phase(str, Enum):
-    """Where a job is. The last two are final."""
+    """Phase of a job. The last two are final."""
 
     PENDING = "Pending"  # servers start, then data loaders and NN workers
     RUNNING = "Running"  # every data loader and NN worker has started; or predictions can be asked for
@@ -35,7 +35,7 @@ class Phase(str, Enum):
 
 
 class Stage(str, Enum):
-    """How far a resize of the parameter servers is."""
+    """Stage of a resize of the parameter servers."""
 
     DUMPING = "Dumping"  # between two batches, rank 0 writes the dense part and the servers their rows
     STOPPING = "Stopping"  # data loaders and NN workers end
@@ -184,27 +184,27 @@ class JobStatus:
 
     @property
     def attempt(self) -> int:
-        """Which start of the training this is, from 0."""
+        """Number of this start of the training, from 0."""
         return self.restarts + self.resizes
 
     @property
     def is_dumping(self) -> bool:
-        """Whether the training runs while it is dumped for a resize."""
+        """True while the running training is dumped for a resize."""
         stage = None if self.resize is None else self.resize.stage
         return self.phase is Phase.RESIZING and stage is Stage.DUMPING
 
     @property
     def is_training(self) -> bool:
-        """Whether all that trains has started, and has not been ended."""
+        """True if all loaders and NN workers have started and have not been ended."""
         return self.phase is Phase.RUNNING or self.is_dumping
 
     @staticmethod
     def from_dict(values: Mapping[str, Any] | None) -> JobStatus:
-        """From what the operator has stored; a new job has nothing."""
+        """Reads what the operator has stored; a new job has no status."""
         return parse(JobStatus, values, "status") if values and "phase" in values else JobStatus()
 
     def to_dict(self) -> dict[str, Any]:
-        """For a merge patch: what is unset is None, which removes it."""
+        """Makes a merge patch: None removes a field."""
         values: dict[str, Any] = TypeAdapter(JobStatus).dump_python(self, mode="json", by_alias=True)
         for condition in values["conditions"]:
             # Left out rather than empty: API server 1.20 takes an empty text in a merge patch for null.

@@ -41,7 +41,7 @@ class CheckpointingConfig(Section):
     """Checkpoints of embeddings."""
 
     num_workers: Annotated[int, Field(ge=1, le=1024)] = 4  # files written, or read, at a time by a server
-    # Of the machine's processors, for a server's dump while its rows are trained; 100: it never rests.
+    # CPU share of a server's dump while its rows are trained, of the whole machine; 100: not throttled.
     dump_percent: Annotated[int, Field(ge=1, le=100)] = 3
 
 
@@ -52,15 +52,15 @@ def _check_address(address: str) -> str:
 
 
 class InferConfig(Section):
-    """What the servers of an inference job start with."""
+    """Start settings of the servers of an inference job."""
 
-    # What parameter servers load.
+    # Loaded by parameter servers.
     embedding_checkpoint: Annotated[
         str | None, Field(validation_alias=AliasChoices("embedding_checkpoint", "initial_sparse_checkpoint"))
     ] = None
-    # Of the parameter servers, by index, for embedding workers.
+    # Addresses of the parameter servers by index; embedding workers need them.
     servers: list[Annotated[str, AfterValidator(_check_address)]] | None = None
-    # Of parameter servers with enable_incremental_update: they follow the packets in incremental_dir.
+    # For parameter servers that follow the packets in incremental_dir (enable_incremental_update).
     incremental_poll_ms: Annotated[int, Field(ge=10, le=3_600_000)] = 250
     incremental_max_behind: Positive32 = 1000  # packets
 
@@ -74,7 +74,7 @@ def _refuse_evaluation(job_type: object) -> object:
 
 
 class CommonConfig(Section):
-    """What concerns every role."""
+    """Settings of every role."""
 
     metrics_config: MetricsConfig = MetricsConfig()
     job_type: Annotated[Literal["Train", "Infer"], BeforeValidator(_refuse_evaluation)] = "Train"
@@ -103,7 +103,7 @@ _INDEX_ROW_BYTES = 40  # at most, of each row, in memory or not: index, place in
 
 
 class StorageConfig(Section):
-    """Where the rows of one parameter server are."""
+    """Storage of the rows of one parameter server."""
 
     # dram: in memory alone; file, pmem: in a tier file, with a cache in memory.
     kind: Literal["dram", "file", "pmem"] = "dram"
@@ -149,7 +149,7 @@ class EmbeddingParameterServerConfig(Section):
     # Published: 100. Here a shard is one mutex, and a request groups its rows by shard: few more shards than
     # threads keep threads apart, and many only cut requests into small pieces.
     num_hashmap_internal_shards: Annotated[int, Field(ge=1, le=65536)] = 16
-    # Of embeddings in memory; the optimizer's state is float32.
+    # Embeddings in memory; the optimizer's state is always float32.
     row_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     full_amount_manager_buffer_size: Positive = 1000
     enable_incremental_update: bool = False
@@ -213,7 +213,7 @@ class EmbeddingParameterServerConfig(Section):
 
 
 class GlobalConfig(Section):
-    """All of `global_config.yml`. Every key has a default."""
+    """The whole of `global_config.yml`. Every key has a default."""
 
     common_config: CommonConfig = CommonConfig()
     embedding_worker_config: EmbeddingWorkerConfig = EmbeddingWorkerConfig()

@@ -1,4 +1,4 @@
-"""From YAML files to checked configurations. A file that cannot be used fails at once, by name."""
+"""Reads YAML files into checked configurations. An unusable file fails at once, by name."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def load_embedding_config(path: str | os.PathLike[str]) -> SlotsConfig:
 
 
 def parse_global_config(mapping: Mapping[str, Any], *, source: str = "global config") -> GlobalConfig:
-    """The same from a mapping; `source` takes the place of the file in messages."""
+    """Checks a mapping as if it were a file; messages name `source` instead of the file."""
     with _naming(source):
         return read_section(GlobalConfig, without_published_forms(mapping))
 
 
 def parse_embedding_config(mapping: Mapping[str, Any], *, source: str = "embedding config") -> SlotsConfig:
-    """The same from a mapping; `source` takes the place of the file in messages."""
+    """Checks a mapping as if it were a file; messages name `source` instead of the file."""
     with _naming(source):
         return read_section(SlotsConfig, mapping)
 
@@ -53,7 +53,7 @@ def _naming(source: str) -> Iterator[None]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that is there twice, of which PyYAML would silently keep the last."""
+    """Refuses duplicate keys: PyYAML would silently keep the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

@@ -42,7 +42,7 @@ class RowSettings(Protocol):
     """An optimizer of `persia.embedding.optim` or an initializer of `persia.embedding.initializers`."""
 
     def settings(self) -> dict[str, Any]:
-        """What a file would say: `name` and the settings' own names."""
+        """The mapping that a file would have: `name` and the settings' own names."""
 
 
 def _plain_settings(value: Any) -> Any:
@@ -98,7 +98,7 @@ class SlotConfig(Section):
 
     @property
     def rows(self) -> dict[str, object]:
-        """What the rows of this slot have of their own."""
+        """Row settings that this slot overrides."""
         names = (
             "optimizer",
             "initializer",
@@ -123,7 +123,7 @@ class SlotConfig(Section):
 
     @property
     def mode(self) -> str:
-        """How far its lookups run ahead: "synchronous", "asynchronous", "hybrid N"; "": as the job's."""
+        """Its consistency mode: "synchronous", "asynchronous", "hybrid N"; "": the job's."""
         if self.embedding_staleness is not None:
             return f"hybrid {self.embedding_staleness}"
         return self.consistency or ""
@@ -157,7 +157,7 @@ class SlotConfig(Section):
 
 
 class SlotsConfig(Section):
-    """All of `embedding_config.yml`."""
+    """The whole of `embedding_config.yml`."""
 
     feature_index_prefix_bit: Annotated[int, Field(ge=1, le=32)] = 8
     slots_config: Annotated[
@@ -299,7 +299,7 @@ class SlotsConfig(Section):
 
 def _schema_of(slot: SlotConfig, group_number: int) -> dict[str, object]:
     stack = slot.hash_stack
-    # What came later is there only where it is used: older configs keep their hashes.
+    # Newer settings are included only where they are used, so that older configs keep their hashes.
     later: dict[str, object] = {"mean_scaling": True} if slot.mean_scaling else {}
     if slot.mode:
         later["mode"] = slot.mode

@@ -22,9 +22,9 @@ _NICE = 10  # a tenth of what others get of a processor that all of them want
 
 
 def give_way() -> None:
-    """From now on this thread, and those that it starts, leave the processors to others that want them."""
+    """Lowers the CPU priority of this thread, and of the threads that it starts from now on."""
     thread = threading.get_native_id()
-    # Nicer already, by whoever started the process: without privileges there is no way back.
+    # A process may have been started with a lower priority: without privileges it cannot be raised.
     nice = max(_NICE, os.getpriority(os.PRIO_PROCESS, thread))
     os.setpriority(os.PRIO_PROCESS, thread, nice)
 

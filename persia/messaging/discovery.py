@@ -60,7 +60,7 @@ _SlotMode = Annotated[str, Field(pattern="^(synchronous|asynchronous|hybrid [1-9
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceInfo:
-    """What a service says about itself."""
+    """Description of a service, published by the service itself."""
 
     role: Annotated[str, AfterValidator(_check_role)]
     index: Count
@@ -70,7 +70,7 @@ class ServiceInfo:
     schema: str = ""  # hash of the embedding config; empty when it has none
     pid: Count = 0
     status_address: str = ""  # "host:port" of its HTTP port with metrics and status; empty when it has none
-    # Of an embedding worker: SlotsConfig.slot_modes.
+    # SlotsConfig.slot_modes of an embedding worker; other roles have none.
     slot_modes: Annotated[tuple[_SlotMode, ...], Field(max_length=MAX_SLOT_MODES)] = ()
 
     def encode(self) -> bytes:
@@ -101,7 +101,7 @@ class ServiceInfo:
 
 
 class EventKind(Enum):
-    """What a watched service did."""
+    """Change of a watched service."""
 
     JOINED = "joined"
     LEFT = "left"
@@ -146,7 +146,7 @@ class Advertiser:
         replica has this index, as a refused one must not answer, and before anybody can find the service.
 
         Raises `FailedPreconditionError` when a running replica of the role holds the same index, or disagrees
-        about the number of replicas or the embedding config: the newcomer is refused, the job goes on.
+        about the number of replicas or the embedding config: the newcomer is refused, the job continues.
         """
         subjects = self._session.subjects
         # Answering newcomers before asking: of two that start at the same moment, one sees the other.
@@ -162,7 +162,7 @@ class Advertiser:
         self._publish_joined()
 
     def set_replicas(self, replicas: int) -> None:
-        """What this service says from now on about how many replicas its role has."""
+        """Changes the number of replicas that this service advertises."""
         self.info = replace(self.info, replicas=replicas)
         self._payload = self.info.encode()
 

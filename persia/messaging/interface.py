@@ -1,6 +1,4 @@
-"""What discovery, data loaders and NN workers need of a session: `NatsSession`, or `LocalSession` without a
-broker.
-"""
+"""Interface of a session, as its users see it: `NatsSession`, or `LocalSession` without a broker."""
 
 from __future__ import annotations
 

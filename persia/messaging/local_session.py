@@ -1,4 +1,4 @@
-"""What `NatsSession` does between processes, inside one process: for jobs without a broker.
+"""A `NatsSession` inside one process, for jobs without a broker.
 
 The same subjects, payloads, discovery and back-pressure run over it, so that an embedded job takes the code
 path of a cluster. A message is a call on the sender's thread; nothing is queued.
@@ -22,7 +22,7 @@ _JOB_NAME = "embedded"  # brokers share nothing, so all jobs may have one name
 
 
 class LocalBroker:
-    """Who listens on which subject. Thread-safe; belongs to one job."""
+    """Listeners of one job by subject. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,13 +62,13 @@ class LocalSession:
         return self._is_open
 
     def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
-        """The reply of who listens on `subject`; raises UnavailableError when nobody does."""
+        """Returns the reply of the first listener on `subject`; raises UnavailableError if there is none."""
         self._check_open()
         for handler in self._broker.listeners(subject):
             reply = _invoke(handler, payload)
             if reply is not None:
                 return reply
-        raise UnavailableError(f"nobody listens on {subject}: its context has not started, or has ended")
+        raise UnavailableError(f"no listener on {subject}: its context has not started, or has ended")
 
     def request_many(
         self, subject: str, payload: bytes, window_s: float, *, enough: Callable[[bytes], bool] | None = None
@@ -86,7 +86,7 @@ class LocalSession:
         return replies
 
     def publish(self, subject: str, payload: bytes) -> None:
-        """Calls whoever listens."""
+        """Calls every listener."""
         self._check_open()
         for handler in self._broker.listeners(subject):
             _invoke(handler, payload)

@@ -31,7 +31,7 @@ _ANNOUNCEMENT = struct.Struct("<QQQIIII")
 
 
 class ReplyStatus(IntEnum):
-    """What became of a message with back-pressure."""
+    """Outcome of a message with back-pressure."""
 
     OK = 0
     FULL = 1  # send it again after retry_ms

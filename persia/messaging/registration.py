@@ -1,4 +1,4 @@
-"""What the caller holds of something registered with a session."""
+"""Handle of something registered with a session."""
 
 from __future__ import annotations
 

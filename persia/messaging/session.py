@@ -47,14 +47,14 @@ _LOSS_REPORT_S = 2.0
 _CALL_MARGIN_S = (
     5.0  # a call ends on the loop by its own time-out; this is the backstop of the thread that waits
 )
-_NO_RESPONDERS = "503"  # the broker's status for a request nobody listens to
+_NO_RESPONDERS = "503"  # the broker's status for a request without listeners
 _DEFAULT_MAX_PAYLOAD = 1 << 20
 
 _CONNECT_OPTIONS: dict[str, Any] = {
     "connect_timeout": 2,
     "reconnect_time_wait": 0.2,
     "max_reconnect_attempts": -1,
-    # What is published while the broker is away waits in this buffer; above it, publishing fails.
+    # Buffer of messages published while the broker is away; publishing fails when it is full.
     "pending_size": 256 << 20,
     "ping_interval": 20,
 }
@@ -96,7 +96,7 @@ class NatsSession:
     def connect(self, deadline_s: float) -> None:
         """Connects, waiting for a broker that is not there yet.
 
-        Raises `UnavailableError` when there is none after `deadline_s` seconds.
+        Raises `UnavailableError` if no broker answers within `deadline_s` seconds.
         """
         with self._lock:
             if self._state != "new":
@@ -119,13 +119,13 @@ class NatsSession:
 
     @property
     def is_connected(self) -> bool:
-        """False while the broker is away: nobody can answer then."""
+        """False while the broker is away: no request can be answered then."""
         return bool(self._client.is_connected)
 
     def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
         """Sends `payload` and returns the reply.
 
-        Raises `UnavailableError` when nobody listens on `subject` or the connection is lost,
+        Raises `UnavailableError` when `subject` has no listener or the connection is lost,
         `DeadlineExceededError` when no reply came in `timeout_s`, and the error of the peer's handler when it
         raised a `PersiaError`.
         """
@@ -137,7 +137,7 @@ class NatsSession:
     ) -> list[bytes]:
         """Asks all who listen on `subject`; returns the replies of the next `window_s` seconds in order.
 
-        Returns earlier when nobody listens, or when `enough(reply)` says so.
+        Returns earlier when there is no listener, or when `enough(reply)` is true.
         """
         self._check_size(subject, payload)
         return self._call(self._request_many(subject, payload, window_s, enough), window_s)
@@ -148,7 +148,7 @@ class NatsSession:
         return self._client.max_payload
 
     def publish(self, subject: str, payload: bytes) -> None:
-        """Sends `payload` to whoever listens, at most once; returns when the broker has it.
+        """Sends `payload` to all listeners, at most once; returns when the broker has it.
 
         While the broker is away the message waits for it, and this returns at once.
         """
@@ -209,7 +209,7 @@ class NatsSession:
             ) from None
         except (NatsError, OSError) as error:
             raise UnavailableError(f"NATS at {self._address}: {error or type(error).__name__}") from error
-        except BaseException:  # KeyboardInterrupt: nobody is there for the result
+        except BaseException:  # KeyboardInterrupt: the result is not wanted any more
             future.cancel()
             raise
 
@@ -282,7 +282,7 @@ class NatsSession:
                 message = await self._client.request(subject, payload, timeout=timeout_s)
         except NoRespondersError:
             raise UnavailableError(
-                f"nobody listens on {subject}: its service has not started, or has ended"
+                f"no listener on {subject}: its service has not started, or has ended"
             ) from None
         except (NatsTimeoutError, asyncio.TimeoutError):
             raise DeadlineExceededError(f"no reply on {subject} within {timeout_s:g} s") from None

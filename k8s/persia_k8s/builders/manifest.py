@@ -1,4 +1,4 @@
-"""What all manifests share: metadata, owner, hash."""
+"""Parts of all manifests: metadata, owner, hash."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class Images:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """With how many pods the job runs each role, and which start of the training this is, from 0."""
+    """Number of pods of each role, and the number of this start of the training, from 0."""
 
     replicas: Mapping[Role, int]
     attempt: int = 0
 
 
 def labels(job: Job, role: Role) -> dict[str, str]:
-    """By which services, budgets and the operator find the pods of a role."""
+    """Labels by which services, budgets and the operator find the pods of a role."""
     return {JOB_LABEL: job.name, ROLE_LABEL: role.suffix}
 
 
 def label_selector(job: Job, role: Role) -> str:
-    """The same as requests and the scale subresource have it."""
+    """The labels as a selector for requests and the scale subresource."""
     return ",".join(f"{name}={value}" for name, value in labels(job, role).items())
 
 
 def metadata(job: Job, role: Role, name: str) -> dict[str, Any]:
-    """With the job as owner: when it is deleted, Kubernetes deletes the object."""
+    """Metadata with the job as owner: Kubernetes deletes the object with the job."""
     owner = {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": KIND,

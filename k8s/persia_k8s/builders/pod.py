@@ -63,7 +63,7 @@ def metrics_ports(job: Job, num_processes: int = 1) -> list[dict[str, Any]]:
 
 
 def metrics_annotations(job: Job, num_processes: int = 1) -> dict[str, str]:
-    """By which a Prometheus that discovers pods finds them.
+    """Annotations by which a Prometheus that discovers pods finds them.
 
     One that is told no port takes all ports of the container, which those of several ranks all are.
     """

@@ -29,7 +29,7 @@ def rows_pod_name(job: Job, verb: str) -> str:
 
 
 def rows_pod(job: Job, verb: str, location: str, images: Images) -> Manifest:
-    """With image, volumes and credentials of the parameter servers, which write and read the files."""
+    """A pod with image, volumes and credentials of the parameter servers, which write and read the files."""
     spec = replace(job.spec.embedding_parameter_server, resources={})
     command = ["persia-launcher", "checkpoint", verb, location, *_ARGUMENTS.get(verb, ())]
     role_container = container(job, Role.ROWS, spec, images, command)

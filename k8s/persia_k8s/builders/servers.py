@@ -131,7 +131,7 @@ def _addresses(job: Job, role: Role, scale: Scale) -> Iterable[str]:
 
 
 def _grace_s(job: Job, role: Role, spec: RoleSpec) -> int:
-    """How long a pod may take to end well."""
+    """Seconds that a pod may take to end cleanly."""
     if role is not Role.EMBEDDING_WORKER:
         return _GRACE_S
     variables = (*job.spec.env, *spec.env)

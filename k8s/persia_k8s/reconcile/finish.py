@@ -12,7 +12,7 @@ _LOADER_GRACE_S = 30.0  # for loaders to notice the end, and to end well
 
 
 def succeed(situation: Situation) -> None:
-    """All NN workers have ended well."""
+    """Ends the job as succeeded: all NN workers have ended with 0."""
     situation.set_condition("Complete", True, "Succeeded")
     _end(situation, Phase.SUCCEEDED)
     situation.event("Succeeded", "all NN workers have succeeded")

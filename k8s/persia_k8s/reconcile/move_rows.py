@@ -29,7 +29,7 @@ _HOLD_MARGIN_S = 60.0
 
 
 def is_wanted(situation: Situation) -> bool:
-    """Whether the spec asks a job that runs for another number of parameter servers, with a way to it."""
+    """True if the spec changes the number of parameter servers of a running job, and it can be done."""
     job, before = situation.job, situation.before
     return (
         before.phase is Phase.RUNNING
@@ -62,7 +62,7 @@ def go_on(situation: Situation) -> None:
 
 
 def dump(situation: Situation) -> None:
-    """One pass of a resize whose training still runs, and goes on if the dump fails."""
+    """One pass of a resize whose training still runs, and continues if the dump fails."""
     resize = _resize(situation)
     if situation.job.roles[Role.PARAMETER_SERVER].replicas != resize.replicas:
         break_off(situation, f"{_FIELD}.replicas has changed again", phase=Phase.RUNNING)

@@ -1,4 +1,4 @@
-"""What a pass decides, while it is being decided."""
+"""The plan of a pass, and the inputs that it is made from."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Event:
 
 @dataclass(kw_only=True)
 class Plan:
-    """What to do, in the order of the fields, and in how many seconds to look again at the latest."""
+    """Actions in the order of the fields, and the seconds until the next pass at the latest."""
 
     apply: list[Manifest] = field(default_factory=list)
     delete_objects: list[tuple[str, str]] = field(default_factory=list)  # (kind, name)

@@ -1,4 +1,4 @@
-"""With how many pods a job runs each role: what the spec asks for, as far as it can be had now."""
+"""Number of pods of each role: the spec's numbers, as far as they can be applied now."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def report(situation: Situation) -> None:
 
 
 def is_going_on(situation: Situation, *, before: bool = False) -> bool:
-    """Whether embedding workers still come or go; `before`: as of the last pass."""
+    """True while embedding workers are added or removed; `before`: as of the last pass."""
     status = situation.before if before else situation.plan.status
     condition = status.condition(_CONDITION)
     return condition is not None and condition.reason == _REASON

@@ -115,7 +115,7 @@ def _split_stale(pods: Sequence[PodView], manifest: Manifest) -> tuple[list[PodV
 
 
 def _lacking(role: Role, replicas: int, pods: Sequence[PodView]) -> str:
-    """What keeps the role from being ready; "" when it is."""
+    """The reason why the role is not ready; "" when it is."""
     num_ready = sum(pod.is_ready and not pod.is_deleting for pod in pods)
     if num_ready >= replicas:
         return ""

@@ -17,7 +17,7 @@ _LONGEST_PAUSE_S = 300
 
 
 def has_started(before: JobStatus, observed: Observation) -> bool:
-    """Whether there are loaders or NN workers of the current attempt, or were, as the job runs."""
+    """True if loaders or NN workers of the current attempt exist, or the job is running."""
     return before.is_training or any(_is_current(pod, before) for pod in observed.pods)
 
 
@@ -51,7 +51,7 @@ def provide(situation: Situation) -> None:
 
 
 def all_started(situation: Situation) -> bool:
-    """Whether each pod runs, or has run."""
+    """True if each pod runs, or has run."""
     pods = _pods(situation)
     return all(name in pods and pods[name].phase != "Pending" for _, _, name in _names(situation))
 
