@@ -81,7 +81,7 @@ class Loader {
   store::EmbeddingStore& store_;
   const Options options_;
   const TrainConfig store_config_;  // how a store of these rows is configured
-  const store::RowPolicies rules_;      // of the checkpoint
+  const store::RowPolicies rules_;  // of the checkpoint
   const std::unique_ptr<store::StoreLoad> rows_;
   std::mutex mutex_;
   std::list<BlockRows> prepared_;  // guarded by it, as those below
