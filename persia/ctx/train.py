@@ -90,14 +90,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
     ) -> None:
         # Everything is checked before anything is started.
         _check_optimizers(embedding_optimizer, dense_optimizer)
-        if grad_scalar_update_factor <= 0:
-            raise InvalidArgumentError(
-                f"grad_scalar_update_factor is {grad_scalar_update_factor}: it must be greater than 0"
-            )
-        if not lookup_emb_directly:
-            raise InvalidArgumentError("lookup_emb_directly=False is not available: leave it True")
-        if model is None:
-            raise InvalidArgumentError("model not found, please init context with model")
+        _check_settings(model, grad_scalar_update_factor, lookup_emb_directly)
         sizes = {
             "num_workers": _at_least_one("backward_workers_size", backward_workers_size),
             "queue_capacity": _at_least_one("backward_buffer_size", backward_buffer_size),
@@ -122,31 +115,28 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         self._packets: PacketWriter | None = None  # written by the context that owns the runtime
         set_role(NN_WORKER, self.rank)
         with self._closed_on_error():
-            if self.world_size > 1:
-                option = distributed_option or get_default_distributed_option(self.device_id)
-                self.model, self.dense_optimizer = join_process_group(
-                    option,
-                    self.runtime,
-                    (self.rank, self.world_size, self.device_id),
-                    model,
-                    dense_optimizer,
-                    self._after_batches,
-                )
-            else:
-                self.runtime.announce(self.rank, self.world_size)
-            if self.rank == 0 and self.owns_runtime:
-                self._packets = self.runtime.start_packets(lambda: self.step, self.world_size)
-                self._after_batches.callback(self._offer_dense)  # for the last packet
+            self._join_ranks(distributed_option)
             sender = self._pipeline.train(self._consistency, self._uneven_inputs, **sizes)
-        scaler = torch.amp.GradScaler(self._device_type) if self._precision.scaled else None
-        self._backward = BackwardPass(
-            sender,
-            scaler,
-            grad_scalar_update_factor,
-            self.world_size,
-            before_dense_step,
-            on_embedding_gradient,
-        )
+            scaler = torch.amp.GradScaler(self._device_type) if self._precision.scaled else None
+            scaling = scaler, grad_scalar_update_factor, self.world_size
+            self._backward = BackwardPass(sender, *scaling, before_dense_step, on_embedding_gradient)
+
+    def _join_ranks(self, option: DistributedBaseOption | None) -> None:
+        """Tells loaders and ranks of this one, and starts what rank 0 does for all."""
+        if self.world_size > 1:
+            self.model, self.dense_optimizer = join_process_group(
+                option or get_default_distributed_option(self.device_id),
+                self.runtime,
+                (self.rank, self.world_size, self.device_id),
+                self._require_model(),
+                self.dense_optimizer,
+                self._after_batches,
+            )
+        else:
+            self.runtime.announce(self.rank, self.world_size)
+        if self.rank == 0 and self.owns_runtime:
+            self._packets = self.runtime.start_packets(lambda: self.step, self.world_size)
+            self._after_batches.callback(self._offer_dense)  # for the last packet
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -267,6 +257,17 @@ def _check_optimizers(embedding_optimizer: object, dense_optimizer: object) -> N
         )
     if not isinstance(dense_optimizer, torch.optim.Optimizer):
         raise InvalidTypeError(f"dense_optimizer is {type(dense_optimizer).__name__}: use one of torch.optim")
+
+
+def _check_settings(model: object, grad_scalar_update_factor: float, lookup_emb_directly: bool) -> None:
+    if model is None:
+        raise InvalidArgumentError("model not found, please init context with model")
+    if grad_scalar_update_factor <= 0:
+        raise InvalidArgumentError(
+            f"grad_scalar_update_factor is {grad_scalar_update_factor}: it must be greater than 0"
+        )
+    if not lookup_emb_directly:
+        raise InvalidArgumentError("lookup_emb_directly=False is not available: leave it True")
 
 
 def _at_least_one(name: str, value: int) -> int:
