@@ -38,6 +38,7 @@ void ByteBudget::Release(uint64_t bytes, bool overdraws) {
         granted.push_back(std::move(*waiter));
         waiter = waiters_.erase(waiter);
       } else {
+        if (overdrawn_) break;
         is_next = false;
         ++waiter;
       }

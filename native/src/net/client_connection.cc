@@ -97,7 +97,7 @@ void ClientConnection::TakeFrames() {
     auto header = DecodeHeader(rest.first<kHeaderBytes>(), max_body_bytes_);
     if (!header.ok()) return Break(header.status().message());
     if (header->kind != FrameKind::kReply || header->version != kVersion) {
-      return Break("the peer sent a frame that is no reply of version 1");
+      return Break("the peer sent a frame that is no reply of version " + std::to_string(kVersion));
     }
     rest = rest.subspan(kHeaderBytes);
     in_header_ = *header;
