@@ -158,7 +158,7 @@ def test_a_server_refuses_options_when_it_is_made(options: dict[str, int]) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "lion"}, "'lion' is not one of sgd"),
+        ({"optimizer": "tiger"}, "'tiger' is not one of sgd"),
         ({"optimizer": "sgd", "momentun": 0.9}, "momentun is no hyper-parameter of sgd, which has lr"),
         ({"optimizer": "adam", "momentum": 0.9}, "adam has no momentum"),
         ({"optimizer": "sgd", "momentum": "high"}, "momentum='high' is no number"),

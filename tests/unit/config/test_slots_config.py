@@ -240,7 +240,7 @@ class TestRowsOfASlot:
             ({"optimizer": "adam"}, "optimizer must be a mapping of keys to values, not 'adam'"),
             ({"optimizer": {"lr": 0.1}}, "optimizer has no name"),
             ({"optimizer": {"name": "adam"}}, "optimizer adam has no lr"),
-            ({"optimizer": {"name": "lion", "lr": 0.1}}, "'lion' is not one of sgd, adagrad"),
+            ({"optimizer": {"name": "tiger", "lr": 0.1}}, "'tiger' is not one of sgd, adagrad"),
             ({"optimizer": {"name": "adam", "lr": 0.1, "betas": 0.9}}, "betas is no hyper-parameter of adam"),
             ({"optimizer": {"name": "adam", "lr": "1e-3"}}, "lr='1e-3' is no number"),
             ({"optimizer": {"name": "adam", "lr": -1}}, "lr is -1"),
