@@ -101,6 +101,7 @@ class DataLoader:
 
     def _open(self, pipeline: BatchPipeline) -> Prefetcher:
         return pipeline.prefetch(
+            # Called once, by BatchPipeline.prefetch.
             partial(self.dataset.open_source, pipeline, ordered=self.reproducible),
             forward_buffer_size=self.forward_buffer_size,
             num_workers=self.num_workers,

@@ -105,8 +105,6 @@ class EventKind(Enum):
 
     JOINED = "joined"
     LEFT = "left"
-    HELLO = JOINED  # the former names
-    BYE = LEFT
 
 
 @dataclass(frozen=True)

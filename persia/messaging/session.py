@@ -64,7 +64,7 @@ class NatsSession:
     """One connection of this process to the broker, for one job.
 
     Reconnects by itself. A request under way when the connection is lost fails with `UnavailableError` at
-    once, as its reply may be lost: the caller repeats it, and the peers recognise repetitions.
+    once, as its reply may be lost: the caller repeats it, which is harmless to the peers.
     """
 
     def __init__(self, url: str, job_name: str, *, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The way of a batch, from the loader to the acknowledged update: one file for each of its stages.
+"""The path of a batch, from the loader to the acknowledged update; a stage has one or several files.
 
 In the order of docs/architecture.md: `send` (the loader registers ID features at an embedding worker and
 submits the batch to a rank), `receive` and `source` (the rank takes it), `prefetch` and `lookup` (rows are

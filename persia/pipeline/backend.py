@@ -1,4 +1,4 @@
-"""Stages 3 and 5, the call: embedding workers, in servers or in this process, behind one interface.
+"""Stages 3 and 5, the calls: embedding workers of a cluster, or the engine in this process.
 
 Everything above knows only `EmbeddingBackend`. Deadlines are the backend's, so that no caller can forget one.
 """
@@ -76,6 +76,7 @@ class EmbeddingBackend:
         `slots` selects slots by their mode, for batches that require gradients: the others are absent from
         the result.
         """
+        # In a cluster this is RemoteClient (native/src/client/remote_client.cc).
         return self._client.lookup(
             reference, requires_grad=requires_grad, timeout_s=self._deadline_s, parts=slots
         )
@@ -196,7 +197,7 @@ class ClusterBackend(EmbeddingBackend):
             return
         worker, is_new = event.info, event.info.index not in self._incarnations
         try:
-            if event.kind is EventKind.BYE:
+            if event.kind is EventKind.LEFT:
                 # A successor at its index may have said hello before.
                 if self._incarnations.get(worker.index) == worker.incarnation:
                     self._remote.retire_worker(worker.index)

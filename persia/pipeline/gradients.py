@@ -69,7 +69,7 @@ class BackwardPass:
     def forwarded(self, batch: PersiaTrainingBatch) -> None:
         """The loss may depend on `batch`."""
         self._forwarded = [ref for ref in self._forwarded if ref() is not None]
-        self._forwarded.append(weakref.ref(batch))
+        self._forwarded.append(weakref.ref(batch))  # read by `_send_gradients`, at the next backward
 
     def run(
         self, loss: torch.Tensor, current: PersiaTrainingBatch | None, optimizer: torch.optim.Optimizer
@@ -166,7 +166,7 @@ class _Gradients:
 
 
 class GradientSender:
-    """`queue_capacity` batches may wait for a worker, `max_unacknowledged` may wait or be under way."""
+    """At most `queue_capacity` batches wait for a gradient thread, and `max_unacknowledged` wait or are sent."""
 
     def __init__(
         self,

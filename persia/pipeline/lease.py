@@ -1,6 +1,6 @@
 """The lease of a looked-up training batch: its embedding worker keeps the batch until the lease is released.
 
-The staleness bounds count the batch for as long. Whoever acquires the lease first, and nobody else, sees to
+The batch counts against the staleness bounds until then. Whoever acquires the lease first, and nobody else, sees to
 its release: the gradient sender, when the gradients are applied, or the reaper, for a batch that was dropped
 without `backward`.
 """

@@ -1,7 +1,7 @@
-"""Stage 3, ahead of the loop: takes batches from the source, and has them looked up in its order.
+"""Stage 3, ahead of the loop: takes batches from the source and starts their lookups in its order.
 
 One feeder thread takes batches from the source, and for each a staleness permit, in the source's order;
-worker threads look up in parallel; the loop gets the results in the order of the source. The order of the
+lookup threads work in parallel; the loop gets the results in the order of the source. The order of the
 permits makes the bound free of deadlocks: the batch that the loop waits for has its permit before any later
 one. Slots with a tighter bound pass through a `DeferredStage` of their own before the loop gets the batch.
 """
@@ -82,7 +82,7 @@ class Prefetcher:
         lookup = _Lookup(pending)
         try:
             if self._service.training and pending.requires_grad:
-                lookup.release_permit = self._gate.acquire()
+                lookup.release_permit = self._gate.acquire()  # called by BatchLease.release
             for stage in self._deferred:
                 lookup.complete = stage.put(lookup.complete)
             self._ready.put(lookup)
@@ -206,6 +206,7 @@ class _Lookup:
         if not self._begun.acquire(blocking=False):
             return
         try:
+            # Taken by `DeferredStage._feed`, or by `Prefetcher.next`.
             self.future.set_result(service.look_up(self.pending, self.release_permit))
         except Exception as failure:
             # The loop raises it, too, if it gets this far.

@@ -236,6 +236,7 @@ class Inbox:
             # Judged again: while this call waited, a repetition of the batch may have been queued.
             if self._order.is_repeated(batch.batch_id, batch.loader_index):
                 return Offer.REPEATED
+            # Taken by `StreamReceiver.take`, on the feeder thread of `persia.pipeline.prefetch`.
             queue.append(_Queued(self._num_arrived, time.monotonic_ns(), batch))
             self._num_arrived += 1
             self._last[batch.loader_index] = batch

@@ -170,7 +170,10 @@ class BatchSender:
     def _request(
         self, subject: str, payload: bytes, peer: str, deadline: Deadline, has_left: Callable[[], bool]
     ) -> bytes | None:
-        """Repeats the request until it is answered: receivers know a repetition by its batch_id.
+        """Repeats the request until it is answered.
+
+        A rank recognises a repeated batch by its batch_id. An embedding worker registers repeated ID features
+        again, and the unused reference expires.
 
         None: the peer does not answer and `has_left`.
         """
@@ -191,12 +194,12 @@ class BatchSender:
         return bool(self._workers) and index not in self._workers
 
     def _on_nn_worker(self, event: ServiceEvent) -> None:
-        change = self._departed.add if event.kind is EventKind.BYE else self._departed.discard
+        change = self._departed.add if event.kind is EventKind.LEFT else self._departed.discard
         change(event.info.index)
 
     def _on_embedding_worker(self, event: ServiceEvent) -> None:
         index, incarnation = event.info.index, event.info.incarnation
-        if event.kind is EventKind.HELLO:
+        if event.kind is EventKind.JOINED:
             self._workers[index] = incarnation
         elif self._workers.get(index) == incarnation:  # else its successor has joined before
             del self._workers[index]

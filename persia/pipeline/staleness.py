@@ -30,7 +30,7 @@ ALL_SLOTS = 0  # a lookup of all slots; otherwise a bit for each of the backend'
 
 
 class Consistency(enum.Enum):
-    """Embeddings; the dense part of several ranks is averaged at every step in all three."""
+    """How lookups of embeddings wait for updates. Ranks average dense gradients at every step."""
 
     HYBRID = "hybrid"  # lookups run ahead of updates, by as many batches as embedding_staleness says
     SYNCHRONOUS = "synchronous"  # a step begins when the updates of all ranks' last step are applied

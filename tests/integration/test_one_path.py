@@ -83,13 +83,13 @@ def test_python_files_are_those_that_a_job_executes(run_job: Callable[..., Any],
     run_job(loaders=[NUM_BATCHES], env={"PYTHONPATH": path})
     assert len(list(output.glob("*.json"))) == 3, "data loader, embedding worker, NN worker"
     on_the_way = [file for file in listed("Files of one batch") if file.endswith(".py")]
-    beside = listed("Files beside the way")
+    beside = listed("Files off the path")
     assert executed_files(output) == {*on_the_way, *beside}
     assert len(on_the_way) == len(set(on_the_way)) <= MOST_PYTHON_FILES
     assert not set(on_the_way) & set(beside)
 
 
 def test_listed_files_exist() -> None:
-    files = listed("Files of one batch") + listed("Files beside the way")
+    files = listed("Files of one batch") + listed("Files off the path")
     assert files
     assert [file for file in files if not (ROOT / file).exists()] == []
