@@ -166,7 +166,7 @@ class _Gradients:
 
 
 class GradientSender:
-    """At most `queue_capacity` batches wait for a gradient thread, and `max_unacknowledged` wait or are sent."""
+    """At most `queue_capacity` batches wait for a thread, and `max_unacknowledged` wait or are being sent."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """The lease of a looked-up training batch: its embedding worker keeps the batch until the lease is released.
 
-The batch counts against the staleness bounds until then. Whoever acquires the lease first, and nobody else, sees to
-its release: the gradient sender, when the gradients are applied, or the reaper, for a batch that was dropped
-without `backward`.
+The batch counts against the staleness bounds until then. The first to acquire the lease releases it: the
+gradient sender, when the gradients are applied, or the reaper, for a batch that was dropped without
+`backward`.
 """
 
 from __future__ import annotations
