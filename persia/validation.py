@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -143,6 +143,12 @@ def read_document(kind: type[_T], values: object, what: str) -> _T:
     except ValidationError as error:
         raise CorruptionError(f"{what}: {explain(error)}") from None
     return document
+
+
+def require_keys(values: Mapping[str, Any], names: Iterable[str], what: str) -> None:
+    """Raises CorruptionError where a document lacks a key that its class has a default for."""
+    if missing := [name for name in names if name not in values]:
+        raise CorruptionError(f"{what}: {', '.join(missing)} is missing")
 
 
 def to_json(document: object) -> Any:

@@ -173,4 +173,4 @@ class PacketTrainer:
         with (self.log.files / path).create() as sink:
             sink.write(content)
         checksum = hashlib.sha256(content).hexdigest()
-        return {name: FileEntry(path=path, num_bytes=len(content), checksum=checksum)}
+        return {name: FileEntry(path=path, num_bytes=len(content), checksum=checksum, num_rows=0)}

@@ -86,6 +86,8 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
             or JobRuntime.open(given, global_config, self.rank, self.world_size)
         )
         self._slots = given or self.runtime.slots
+        # The process group of ranks ends behind dumps and packets: a dead rank may block its end.
+        self._after_runtime = self._resources.enter_context(contextlib.ExitStack())
         if self.owns_runtime:
             self._resources.callback(
                 lambda: self.runtime.close(self._exit_deadline_s, in_order=self._ends_in_order)

@@ -130,7 +130,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
                 (self.rank, self.world_size, self.device_id),
                 self._require_model(),
                 self.dense_optimizer,
-                self._after_batches,
+                self._after_runtime,
             )
         else:
             self.runtime.announce(self.rank, self.world_size)

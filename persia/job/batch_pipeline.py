@@ -161,9 +161,12 @@ class BatchPipeline:
         return self.counters.staleness(partial(mode_names, self.consistency, self.backend.slot_modes))
 
     def show(self) -> None:
-        """Shows metrics and status of this rank, which has servers; before the runtime announces it."""
+        """Shows metrics and status of this rank, which has servers; before the runtime announces it.
+
+        A nested context shows nothing: the connection has one port, which is the outer context's.
+        """
         backend, connection = self.backend, self.runtime.connection
-        if connection is None or not isinstance(backend, ClusterBackend):
+        if self.nested or connection is None or not isinstance(backend, ClusterBackend):
             return
         source = NnWorkerSource(
             backend.client,

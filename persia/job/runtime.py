@@ -50,9 +50,7 @@ class JobRuntime:
         connection: JobConnection | None = None,
         embedded: EmbeddedJob | None = None,
         tier: ServerTier | None = None,
-        resources: ExitStack | None = None,
     ) -> None:
-        """`resources` are closed last, with this."""
         self.backend = backend
         self.slots = slots
         self.connection = connection
@@ -60,7 +58,7 @@ class JobRuntime:
         self.packets: PacketWriter | None = None
         self.checkpoints = Checkpoints(self._find_peers, deadline_s=env.get_deadline_s())
         self._peers = [_local_peer(backend.local_store, slots, embedded, tier)] if backend.local_store else []
-        self._resources = resources or ExitStack()
+        self._resources = ExitStack()  # closed last
         self._is_announced = False
 
     @classmethod
@@ -83,7 +81,9 @@ class JobRuntime:
                 connection.directory, schema="" if slots is None else slots.schema_hash()
             )
             resources.callback(backend.close)
-            return cls(backend, slots, connection=connection, resources=resources.pop_all())
+            runtime = cls(backend, slots, connection=connection)
+            runtime._resources = resources.pop_all()  # last: until here an error closes them
+            return runtime
 
     @classmethod
     def embed(
@@ -105,14 +105,9 @@ class JobRuntime:
                 tier.attach(job.backend.local_store)
             connection = job.connect(name)
             resources.callback(connection.close)
-            return cls(
-                job.backend,
-                slots,
-                connection=connection,
-                embedded=job,
-                tier=tier,
-                resources=resources.pop_all(),
-            )
+            runtime = cls(job.backend, slots, connection=connection, embedded=job, tier=tier)
+            runtime._resources = resources.pop_all()  # last: until here an error closes them
+            return runtime
 
     def announce(self, rank: int, world_size: int, *, address: str = "") -> None:
         """Tells loaders and the other ranks that this NN worker takes batches; once."""

@@ -84,6 +84,8 @@ class Receiver:
             if drain.done() or not self._client.is_connected:
                 break
             await asyncio.wait({drain}, timeout=wait_s)
+            if drain.done():
+                break  # the next attempt would block the loop for the rest of its pause
         drain.cancel()
         with contextlib.suppress(NatsError, OSError, asyncio.TimeoutError, asyncio.CancelledError):
             await drain

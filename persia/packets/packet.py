@@ -10,21 +10,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, StrictBool, model_validator
 
 from persia._version import __version__
 from persia.errors import CorruptionError
 from persia.storage.checksummed_json import decode_document, encode_document
-from persia.storage.manifest import NUM_VIRTUAL_SHARDS, FileEntry, ServerEntry, is_dump_id, is_file_name
+from persia.storage.manifest import (
+    NUM_VIRTUAL_SHARDS,
+    FileEntry,
+    ServerEntry,
+    VirtualShards,
+    is_dump_id,
+    is_file_name,
+)
 from persia.storage.position import Position, is_packet_folder
 from persia.storage.schema import RowSchema
-from persia.validation import Count, Hex, Number, complaint, read_document, to_json
+from persia.validation import Count, Hex, Number, complaint, read_document, require_keys, to_json
 
 __all__ = ["Base", "BaseKind", "CheckpointReference", "Packet", "PacketRows"]
 
 _FORMAT = "persia packet"
+# Without these a damaged packet would pass for one that changes nothing.
+_REQUIRED = ("created_by", "dense", "files", "is_from_nothing", "num_virtual_shards", "servers")
 
 
 class BaseKind(Enum):
@@ -101,7 +110,7 @@ class Packet(PacketRows):
     )  # as in a checkpoint: dense.pt
     dense_step: Count | None = None  # the step of the dense files
     checkpoint: CheckpointReference | None = None
-    num_virtual_shards: Literal[4096] = NUM_VIRTUAL_SHARDS
+    num_virtual_shards: VirtualShards = NUM_VIRTUAL_SHARDS
     created_by: str = f"persia {__version__}"
 
     @property
@@ -125,6 +134,7 @@ class Packet(PacketRows):
     def decode(cls, content: bytes, what: str) -> Packet:
         """Raises CorruptionError, naming `what`, for anything but a packet of a known version."""
         values = decode_document(content, what, form=_FORMAT)
+        require_keys(values, _REQUIRED, what)
         return read_document(cls, {**values, "position": values}, what)
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, StrictBool, computed_field, model_validator
 
@@ -23,7 +23,7 @@ from persia.storage.checksummed_json import decode_document, encode_document
 from persia.storage.location import Location
 from persia.storage.position import Position, is_packet_folder
 from persia.storage.schema import RowSchema
-from persia.validation import Count, Hex, complaint, read_document, to_json
+from persia.validation import Count, Hex, complaint, read_document, require_keys, to_json
 
 __all__ = [
     "MANIFEST_NAME",
@@ -71,6 +71,15 @@ def _check_path(path: str) -> str:
     return path
 
 
+def _check_virtual_shards(number: int) -> int:
+    if number != NUM_VIRTUAL_SHARDS:
+        raise complaint(f"must be {NUM_VIRTUAL_SHARDS}")
+    return number
+
+
+VirtualShards = Annotated[Count, AfterValidator(_check_virtual_shards)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
     """A file of a checkpoint."""
@@ -78,7 +87,7 @@ class FileEntry:
     path: Annotated[str, AfterValidator(_check_path)]  # below the checkpoint's directory: <dump id>/<name>
     num_bytes: Count
     checksum: str  # SHA-256 in hex; of rows: of header, footer and trailer, which hold all others
-    num_rows: Count = 0
+    num_rows: Count  # 0 of a dense file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +112,7 @@ class EmbeddingSection:
     packets: Position | None = None  # the last packet whose changes are all in these rows
     has_state: StrictBool = True  # of the optimizer
     in_place: StrictBool = False  # in the servers' pools, and in no files
-    num_virtual_shards: Literal[4096] = NUM_VIRTUAL_SHARDS
+    num_virtual_shards: VirtualShards = NUM_VIRTUAL_SHARDS
 
     def require_files(self, directory: Location) -> None:
         """FailedPreconditionError: only the servers that have the rows can go back to them."""
@@ -180,7 +189,11 @@ class Manifest:
     @classmethod
     def decode(cls, content: bytes, what: str) -> Manifest:
         """Raises CorruptionError, naming `what`, for anything but a manifest of a known version."""
-        return read_document(cls, decode_document(content, what, form=_FORMAT), what)
+        values = decode_document(content, what, form=_FORMAT)
+        require_keys(values, ("created_by",), what)
+        if isinstance(rows := values.get("embeddings"), Mapping):
+            require_keys(rows, ("num_virtual_shards",), f"{what}: embeddings")
+        return read_document(cls, values, what)
 
     @classmethod
     def read(cls, directory: Location) -> tuple[Manifest, str]:

@@ -60,7 +60,7 @@ def write_files(directory: Location, folder: str, contents: Mapping[str, bytes])
         with (directory / path).create() as sink:
             sink.write(content)
         checksum = hashlib.sha256(content).hexdigest()
-        files[name] = FileEntry(path=path, num_bytes=len(content), checksum=checksum)
+        files[name] = FileEntry(path=path, num_bytes=len(content), checksum=checksum, num_rows=0)
     return files
 
 

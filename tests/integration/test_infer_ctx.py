@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from persia import env
-from persia.ctx import InferCtx, TrainCtx
+from persia.ctx import InferCtx, TrainCtx, eval_ctx
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD
 from persia.errors import (
@@ -25,6 +25,7 @@ from persia.messaging.discovery import Directory
 from persia.messaging.subjects import EMBEDDING_WORKER
 from persia.service import get_embedding_worker_services
 from persia.testing import LocalCluster
+from tests.ports import free_port
 
 SLOTS = {"slots_config": {"user": {"dim": 4}}}
 
@@ -147,3 +148,19 @@ def test_services_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert get_embedding_worker_services() == ["embedding_worker:8887"]
     monkeypatch.setenv("EMBEDDING_WORKER_SERVICE", "10.0.0.7:1234")
     assert get_embedding_worker_services() == ["10.0.0.7:1234"]
+
+
+def test_evaluations_inside_training_share_its_metrics_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LocalCluster(embedding_config=SLOTS) as cluster:
+        for name in ("PERSIA_NATS_URL", "PERSIA_JOB_NAME"):
+            monkeypatch.setenv(name, cluster.env[name])
+        monkeypatch.setenv("PERSIA_METRICS_PORT", str(free_port()))
+        env.reload_env()
+        model = torch.nn.Linear(1, 1)
+        dense = torch.optim.SGD(model.parameters(), 0.1)
+        with TrainCtx(SGD(0.1), dense, model=model, mixed_precision=False, slots=SLOTS):
+            for _ in range(2):  # a second port, or the first one taken, would end the training
+                with eval_ctx(model=model) as evaluation:
+                    assert evaluation.get_embedding_size() == [0]
+    monkeypatch.undo()
+    env.reload_env()

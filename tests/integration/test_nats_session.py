@@ -170,6 +170,15 @@ def test_a_closed_registration_is_no_longer_asked(make_session):
         client.request("echo.closed", b"x", DEADLINE_S)
 
 
+def test_closing_a_registration_does_not_block_the_loop(make_session, monkeypatch):
+    sleepers = []
+    monkeypatch.setattr("persia.waiting.time.sleep", lambda _: sleepers.append(threading.current_thread()))
+    server = make_session("server")
+    for _ in range(3):
+        server.respond("work", bytes.upper).close()
+    assert sleepers == []
+
+
 def test_a_handler_on_the_loop_may_not_wait_for_the_loop(make_session):
     session = make_session("server")
 

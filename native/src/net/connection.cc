@@ -21,8 +21,9 @@ constexpr std::chrono::milliseconds kLinger{500};
 // A body has until its request's deadline to arrive, and at least this; each step of it has the
 // server's patience.
 constexpr std::chrono::seconds kMinBodyTime{1};
-// The first step is small, because it is copied when the rest follows.
-constexpr uint64_t kFirstStepBytes = 64 << 10;
+// The first step is small, because it is copied when the rest follows: below what Buffer takes from
+// its kept blocks, which are few and have one lock.
+constexpr uint64_t kFirstStepBytes = 60 << 10;
 constexpr uint64_t kStepBytes = 512 << 10;
 
 Status Refusal(const FrameHeader& header) {
@@ -148,7 +149,7 @@ bool Connection::TakeStep() {
   if (num_granted_ > 0) {
     // Waiting for the budget is not the client's fault: only a step that has begun is timed.
     const Lock lock(mutex_);
-    close_at_ = Clock::time_point::max();
+    if (!draining_) close_at_ = Clock::time_point::max();  // a drain has set its own limit
   }
   num_granted_ += step;
   const auto granted = [self = shared_from_this()](ByteLease lease) {
@@ -323,6 +324,10 @@ void Connection::CloseAt(Clock::time_point time) {
 
 Clock::time_point Connection::CloseIfDue(Clock::time_point now) {
   Lock lock(mutex_);
+  if (now >= close_at_ && !draining_ && !reading_ && timed_step_ != 0 && !MayRead()) {
+    // The server reads nothing before its own replies are gone: the client is not to blame.
+    CloseAt(now + server_.options.body_patience);
+  }
   if (now >= close_at_) Close();
   return closed_ ? Clock::time_point::max() : close_at_;
 }

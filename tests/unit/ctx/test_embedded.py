@@ -25,6 +25,7 @@ from persia.errors import (
     StreamClosedError,
     UnavailableError,
 )
+from persia.job.embedded import find_embedded_job
 
 SLOTS = {"slots_config": {"a": {"dim": 4}, "b": {"dim": 4}}}
 
@@ -340,3 +341,11 @@ def test_a_stream_without_a_loader_says_what_is_missing(
         in_thread(end_when_told)
         assert run(ctx, DataLoader(StreamingDataset(), timeout_ms=60_000)) == []
     assert f"waiting for the first batch of the data loaders; {missing}" in log.messages
+
+
+def test_a_job_that_cannot_start_is_not_found_by_loaders(train_ctx: Callable[..., TrainCtx]) -> None:
+    packets = {"enable_incremental_update": True, "incremental_dir": "nosuch://x/y"}
+    with pytest.raises(InvalidArgumentError, match="nosuch"):
+        train_ctx(global_config={"embedding_parameter_server_config": packets})
+    with train_ctx() as ctx:
+        assert find_embedded_job() is ctx.runtime.embedded  # it would not know which of two jobs is meant

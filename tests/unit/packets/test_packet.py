@@ -33,7 +33,7 @@ PACKET = Packet(
     schema=RowSchema.of(SlotsConfig(slots_config={"user": SlotConfig(dim=4)})),
     servers=(ServerEntry(step=9, num_rows=3), ServerEntry(step=8, num_rows=0)),
     files=(FileEntry(path=f"{FOLDER}/rows-0-0.emb", num_bytes=10, checksum="00", num_rows=3),),
-    dense={"dense.pt": FileEntry(path=f"{FOLDER}/dense.pt", num_bytes=5, checksum="11")},
+    dense={"dense.pt": FileEntry(path=f"{FOLDER}/dense.pt", num_bytes=5, checksum="11", num_rows=0)},
     dense_step=6,
     checkpoint=CheckpointReference(url="/models/ads", dump_id=make_dump_id(), number=1),
 )
@@ -119,6 +119,16 @@ def test_damaged_bytes(junk: bytes, cut: int) -> None:
     for content in (junk, PACKET.encode()[:cut], PACKET.encode()[:cut] + junk):
         with contextlib.suppress(CorruptionError):
             Packet.decode(content, "p.json")
+
+
+@pytest.mark.parametrize(
+    "key", ["files", "servers", "dense", "is_from_nothing", "num_virtual_shards", "created_by"]
+)
+def test_a_packet_that_lacks_a_key_is_refused(key: str) -> None:
+    values = json.loads(PACKET.encode())
+    del values[key]
+    with pytest.raises(CorruptionError, match=key):
+        Packet.decode(sealed(values), "p.json")
 
 
 def test_names_sort_and_parse() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ MANIFEST = Manifest(
     dense=DenseSection(
         dump_id=ID,
         created_at="2026-01-01T00:00:00Z",
-        files={"dense.pt": FileEntry(path=f"{ID}/dense.pt", num_bytes=5, checksum="11")},
+        files={"dense.pt": FileEntry(path=f"{ID}/dense.pt", num_bytes=5, checksum="11", num_rows=0)},
     ),
     embeddings=EmbeddingSection(
         dump_id=ID,
@@ -112,6 +114,23 @@ _VALUES = st.recursive(
 def test_any_value_is_accepted_or_corruption(key: str, value: Any) -> None:
     with contextlib.suppress(CorruptionError):
         decoded(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        ((), "created_by"),
+        (("embeddings",), "num_virtual_shards"),
+        (("embeddings", "files", 0), "num_rows"),
+        (("dense", "files", "dense.pt"), "num_rows"),
+    ],
+)
+def test_a_manifest_that_lacks_a_key_is_refused(path: tuple[Any, ...], key: str) -> None:
+    values = json.loads(MANIFEST.encode())
+    part = functools.reduce(operator.getitem, path, values)
+    del part[key]
+    with pytest.raises(CorruptionError, match=key):
+        Manifest.decode(sealed(values), "m.json")
 
 
 def test_a_directory_without_one_is_no_checkpoint(tmp_path: Path) -> None:
