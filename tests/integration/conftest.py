@@ -66,7 +66,9 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         ) -> Job:
             env = {
                 "PERSIA_LOADER_SILENCE_SEC": "2",
-                "PERSIA_DEADLINE_SEC": "30",
+                # Also how long ranks and loaders wait for each other to start: importing torch takes half
+                # a minute where others use the processors.
+                "PERSIA_DEADLINE_SEC": "60",
                 "OMP_NUM_THREADS": "1",
                 **cluster.pop("env", {}),
             }

@@ -67,6 +67,7 @@ def complete_traces(collector: Collector) -> list[list[tuple[str, object]]]:
     """Those in which a batch is seen from its lookup to its update."""
     wanted = {
         (NN_WORKER, "batch"),
+        (NN_WORKER, "client lookup"),  # absent where the lookup ended before the first export began
         (NN_WORKER, "forward"),
         (NN_WORKER, "backward"),
         (EMBEDDING_WORKER, "lookup rpc"),

@@ -104,5 +104,5 @@ def test_json_lines_have_role_replica_and_batch(
 
 def test_another_log_format_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSIA_LOG_FORMAT", "xml")
-    with pytest.raises(ConfigError, match="PERSIA_LOG_FORMAT='xml' must be text or json"):
+    with pytest.raises(ConfigError, match="PERSIA_LOG_FORMAT='xml' must be one of text, json"):
         persia_logger.setLogger(name)
