@@ -103,7 +103,7 @@ def test_sigterm_does_not_wait_for_a_dead_worker(start_job: Any) -> None:
 
 @pytest.mark.parametrize("role", ["embedding-parameter-server", "embedding-worker"])
 def test_bug_15_dead_server_is_a_typed_error(start_job: Any, role: str) -> None:
-    job = start_job(loaders=[["--batches", "100000"]], env={"PERSIA_DEADLINE_SEC": "30"})
+    job = start_job(loaders=[["--batches", "100000"]], env={"PERSIA_DEADLINE_SEC": "10"})
     await_output(job.nn_worker, "batch 20")
     job.cluster.kill(f"{role}-0")
     assert job.finish_nn_worker() != 0
