@@ -113,7 +113,7 @@ class Namespace:
         found = self.get("persiajobs", job)
         return (found or {}).get("status", {})
 
-    def await_phase(self, job: str, phase: str, seconds: float = 30) -> dict[str, Any]:
+    def await_phase(self, job: str, phase: str, seconds: float = 120) -> dict[str, Any]:
         def has_phase() -> dict[str, Any] | None:
             status = self.status(job)
             return status if status.get("phase") == phase else None
@@ -124,7 +124,7 @@ class Namespace:
             pods = {name: pod["status"] for name, pod in self.list("pods").items()}
             raise AssertionError(f"{error}; it is {self.status(job)}, pods {pods}") from error
 
-    def await_(self, condition: Callable[[], _T], what: str, seconds: float = 30) -> _T:
+    def await_(self, condition: Callable[[], _T], what: str, seconds: float = 120) -> _T:
         return wait_until(condition, seconds, what)
 
     def events(self, job: str) -> list[tuple[str, str]]:
