@@ -52,20 +52,32 @@ struct Job {
     }
     return values;
   }
-  // Which rows there are after all batches up to `last`, and the batch that made each.
-  std::map<uint64_t, uint64_t> RowsAfter(uint64_t last) const {
-    std::map<uint64_t, uint64_t> rows;
-    for (uint64_t batch = 1; batch <= last; ++batch) {
-      for (const Change& change : Batch(batch)) {
+  // A sign's row is of the last batch that changed it, if that did not remove it.
+  using Rows = std::map<uint64_t, uint64_t>;
+  // Which rows there are after all batches up to `last`, and the batch that made each. Tests ask
+  // for the same ones after each of thousands of failures. Until the next call on this thread.
+  const Rows& RowsAfter(uint64_t last) const {
+    thread_local Job job;
+    thread_local std::vector<Rows> after{Rows()};
+    if (job != *this) {
+      job = *this;
+      after.resize(1);
+    }
+    while (after.size() <= last) {
+      Rows rows = after.back();
+      for (const Change& change : Batch(after.size())) {
         if (change.removes) {
           rows.erase(change.sign);
         } else {
-          rows[change.sign] = batch;
+          rows[change.sign] = after.size();
         }
       }
+      after.push_back(std::move(rows));
     }
-    return rows;
+    return after[last];
   }
+
+  bool operator==(const Job&) const = default;
 };
 
 // Gathers what recovery finds.
@@ -87,7 +99,7 @@ class RecoveredRows {
 // The pool holds exactly the rows of the job at the pool's checkpoint, with all their values.
 inline ::testing::AssertionResult HoldsJob(const RowPool& pool, const RecoveredRows& found,
                                            const Job& job) {
-  const auto expected = job.RowsAfter(pool.committed());
+  const Job::Rows& expected = job.RowsAfter(pool.committed());
   const auto fail = [&](uint64_t sign) {
     return ::testing::AssertionFailure()
            << "sign " << sign << " at checkpoint " << pool.committed() << ": ";
