@@ -22,7 +22,7 @@ _LEASE_S = 60.0
 class ChangeTracker(JobMaker, Protocol):
     """The changes of a server since a packet, and the jobs that write them (persia.packets.changes)."""
 
-    def begin(self, arguments: dict[str, Any]) -> None: ...
+    def begin(self, request: Request) -> None: ...
 
     def status(self) -> dict[str, Any]: ...
 
@@ -55,7 +55,7 @@ class CheckpointService:
                 packet = self._running()
                 if packet is not None and packet.is_packet:  # left over by a trainer that was killed
                     packet.cancel()
-                self._require_changes().begin(request.arguments)
+                self._require_changes().begin(request)
             status = {"settings": None} if self._changes is None else self._changes.status()
             return Report(state=State.DONE, result=status)
         job = self._jobs.get(request.operation)
@@ -106,7 +106,7 @@ class CheckpointService:
                 )
             return self._share.tier.make_job(request, self._share, self._lease_s)
         kind = DumpJob if request.verb is Verb.DUMP else LoadJob
-        return kind(request.operation, self._share, self._lease_s, request.arguments)
+        return kind(request, self._share, self._lease_s)
 
     def _require_changes(self) -> ChangeTracker:
         if self._changes is None:

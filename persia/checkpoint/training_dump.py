@@ -7,16 +7,19 @@ moment. So it is asked for the dump, and takes it at the end of the next batch.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+from pydantic import Field, StrictBool
 
 from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     InternalError,
-    InvalidArgumentError,
     NotFoundError,
     PersiaError,
     ResourceExhaustedError,
@@ -25,6 +28,7 @@ from persia.errors import (
 from persia.logger import get_default_logger
 from persia.messaging.interface import Session
 from persia.storage.manifest import make_dump_id
+from persia.waiting import Attempts
 
 __all__ = ["TrainingDumps", "request_training_dump"]
 
@@ -41,22 +45,21 @@ class _Write(Protocol):
     def __call__(self, directory: str, /, *, in_place: bool) -> None: ...
 
 
+@dataclass(frozen=True)
+class _Arguments:
+    """Arguments of a dump."""
+
+    directory: Annotated[str, Field(min_length=1)]
+    hold_s: Annotated[float, Field(strict=True, ge=0, le=_LONGEST_HOLD_S)] = 0.0
+    in_place: StrictBool = False
+
+
 class _Dump:
     """One dump that was asked for. Guarded by its owner's lock."""
 
     def __init__(self, request: Request) -> None:
-        directory, hold_s = request.arguments.get("directory"), request.arguments.get("hold_s", 0.0)
-        if not isinstance(directory, str) or not directory:
-            raise InvalidArgumentError(f"dump of a training: directory is {directory!r:.80}, not a text")
-        if not isinstance(hold_s, (int, float)) or not 0 <= hold_s <= _LONGEST_HOLD_S:
-            raise InvalidArgumentError(f"dump of a training: hold_s is {hold_s!r:.80}, not 0 to 3600 seconds")
-        in_place = request.arguments.get("in_place", False)
-        if not isinstance(in_place, bool):
-            raise InvalidArgumentError(f"dump of a training: in_place is {in_place!r:.80}, not true or false")
         self.operation = request.operation
-        self.directory = directory
-        self.in_place = in_place
-        self.hold_s = float(hold_s)
+        self.arguments = request.read(_Arguments)
         self.asked_at = time.monotonic()
         self.has_begun = False
         self.is_cancelled = False
@@ -114,11 +117,11 @@ class TrainingDumps:
             dump.has_begun = True
         error: PersiaError | None = None
         try:
-            self._write(dump.directory, in_place=dump.in_place)
+            self._write(dump.arguments.directory, in_place=dump.arguments.in_place)
         except PersiaError as failure:
             error = failure
         except Exception as failure:
-            get_default_logger().exception("the dump to %s failed", dump.directory)
+            get_default_logger().exception("the dump to %s failed", dump.arguments.directory)
             error = InternalError(f"{type(failure).__name__}: {failure}")
         with self._changed:
             dump.error = error
@@ -139,13 +142,14 @@ class TrainingDumps:
 
     def _hold(self, dump: _Dump) -> None:
         """Holds the training until its caller ends it: batches trained after the dump would be lost."""
-        if not dump.hold_s or dump.is_forgotten:
+        hold_s = dump.arguments.hold_s
+        if not hold_s or dump.is_forgotten:
             return
-        get_default_logger().info("dumped to %s; training waits to be ended", dump.directory)
+        get_default_logger().info("dumped to %s; training waits to be ended", dump.arguments.directory)
         self._held = dump
         try:
-            if not self._changed.wait_for(lambda: dump.is_cancelled, dump.hold_s):
-                get_default_logger().warning("nobody has ended the training in %g s: it goes on", dump.hold_s)
+            if not self._changed.wait_for(lambda: dump.is_cancelled, hold_s):
+                get_default_logger().warning("the training was not ended within %g s: it continues", hold_s)
         finally:
             self._held = None
 
@@ -175,55 +179,44 @@ def request_training_dump(
 
 
 def _await_dump(session: Session, request: Request, deadline_s: float) -> None:
-    operation = request.operation
-    report = _first_answer(session, request)
+    """Polls until the dump is written; cancels it where it has not begun within `deadline_s`."""
+    report = _ask(session, request)
     waits_until = time.monotonic() + deadline_s
-    while report.state is State.RUNNING:
-        if not _has_begun(report) and time.monotonic() > waits_until:
-            report = _ask(session, Request(verb=Verb.CANCEL, operation=operation))
-            if not _has_begun(report):
-                raise FailedPreconditionError(
-                    f"rank 0 has ended no batch for {deadline_s:g} s (PERSIA_DEADLINE_SEC), and a dump "
-                    "is taken between two: ask again when it trains"
-                )
-        time.sleep(_POLL_S)
-        report = _ask(session, Request(verb=Verb.POLL, operation=operation))
+    for _ in Attempts(math.inf, pause_s=_POLL_S):
+        if report.state is not State.RUNNING:
+            break
+        has_begun = bool((report.result or {}).get("has_begun"))
+        if has_begun or time.monotonic() < waits_until:
+            report = _ask(session, Request(verb=Verb.POLL, operation=request.operation))
+            continue
+        report = _ask(session, Request(verb=Verb.CANCEL, operation=request.operation))
+        if not (report.result or {}).get("has_begun"):  # it may have begun meanwhile
+            raise FailedPreconditionError(
+                f"rank 0 has ended no batch for {deadline_s:g} s (PERSIA_DEADLINE_SEC), and a dump "
+                "is taken between two: ask again when it trains"
+            )
     if report.error is not None:
         raise report.error
 
 
-def _has_begun(report: Report) -> bool:
-    result: dict[str, Any] = report.result or {}
-    return result.get("has_begun") is True
-
-
-def _first_answer(session: Session, request: Request) -> Report:
-    """Repeats the request, which rank 0 recognises, while answers are late."""
-    deadline = time.monotonic() + _SILENCE_S
-    while True:
-        try:
-            return Report.decode(session.request(session.subjects.training_dump, request.encode(), _CALL_S))
-        except UnavailableError as failure:
-            raise FailedPreconditionError(
-                "there is no training to ask for its dense part: rank 0 has not entered its TrainCtx, which "
-                f"configures the optimizers, or has left it; ask again when it trains ({failure})"
-            ) from failure
-        except DeadlineExceededError:
-            if time.monotonic() > deadline:
-                raise
-
-
 def _ask(session: Session, request: Request) -> Report:
-    """Repeats the question until there is an answer; UnavailableError: rank 0 has gone."""
-    deadline = time.monotonic() + _SILENCE_S
-    while True:
+    """Repeats the request, which rank 0 recognises, until there is an answer.
+
+    FailedPreconditionError: no rank 0 listens to the first request; UnavailableError: it is gone since.
+    """
+    is_first = request.verb is Verb.DUMP
+    last: PersiaError | None = None
+    for _ in Attempts(_SILENCE_S, pause_s=_POLL_S):
         try:
             return Report.decode(session.request(session.subjects.training_dump, request.encode(), _CALL_S))
         except NotFoundError as failure:
             raise UnavailableError("rank 0 was started anew during the dump: ask again") from failure
         except (UnavailableError, DeadlineExceededError) as failure:
-            if time.monotonic() > deadline:
-                raise UnavailableError(
-                    f"rank 0 has not answered for {_SILENCE_S:g} s during the dump: {failure}"
+            if is_first and isinstance(failure, UnavailableError):
+                raise FailedPreconditionError(
+                    "there is no training to ask for its dense part: rank 0 has not entered its TrainCtx, "
+                    f"which configures the optimizers, or has left it; ask again when it trains ({failure})"
                 ) from failure
-        time.sleep(_POLL_S)
+            last = failure
+    kind = DeadlineExceededError if is_first else UnavailableError
+    raise kind(f"rank 0 has not answered for {_SILENCE_S:g} s during the dump: {last}") from last

@@ -22,8 +22,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, mo
 from persia.config.slots_config import MAX_SLOT_MODES
 from persia.errors import CorruptionError, DeadlineExceededError, FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
-from persia.messaging.interface import Session
-from persia.messaging.registration import Registration
+from persia.messaging.interface import Registration, Session
 from persia.messaging.subjects import EMBEDDING_WORKER, ROLES
 from persia.validation import Count, complaint, json_object, read_document, show, to_json
 from persia.waiting import Attempts

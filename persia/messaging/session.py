@@ -32,8 +32,8 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
-from persia.messaging.receiver import Handler, Receiver, raise_if_error_reply, send_error
-from persia.messaging.registration import Registration
+from persia.messaging.interface import Handler, Registration
+from persia.messaging.receiver import Receiver, collect_replies, raise_if_error_reply, send_error
 from persia.messaging.subjects import Subjects
 from persia.waiting import Attempts
 
@@ -47,7 +47,6 @@ _LOSS_REPORT_S = 2.0
 _CALL_MARGIN_S = (
     5.0  # a call ends on the loop by its own time-out; this is the backstop of the thread that waits
 )
-_NO_RESPONDERS = "503"  # the broker's status for a request without listeners
 _DEFAULT_MAX_PAYLOAD = 1 << 20
 
 _CONNECT_OPTIONS: dict[str, Any] = {
@@ -60,7 +59,7 @@ _CONNECT_OPTIONS: dict[str, Any] = {
 }
 
 
-class NatsSession:
+class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
     """One connection of this process to the broker, for one job.
 
     Reconnects by itself. A request under way when the connection is lost fails with `UnavailableError` at
@@ -86,9 +85,6 @@ class NatsSession:
         self._loss_report: asyncio.TimerHandle | None = None  # on the loop
         self._reconnect_callbacks: list[Callable[[], None]] = []
         self._notifier = DaemonPool(1, f"persia-nats-{name}-reconnect")
-
-    def __enter__(self) -> NatsSession:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -140,7 +136,7 @@ class NatsSession:
         Returns earlier when there is no listener, or when `enough(reply)` is true.
         """
         self._check_size(subject, payload)
-        return self._call(self._request_many(subject, payload, window_s, enough), window_s)
+        return self._call(collect_replies(self._client, subject, payload, window_s, enough), window_s)
 
     @property
     def max_payload(self) -> int:
@@ -163,11 +159,13 @@ class NatsSession:
         other subjects; further ones wait. A handler that raises answers with that error, one that returns
         None does not answer.
         """
-        return self._register(subject, handler, replies=True, max_concurrency=max_concurrency)
+        return self._register(
+            Receiver(self._client, subject, handler, replies=True, max_concurrency=max_concurrency)
+        )
 
     def subscribe(self, subject: str, callback: Callable[[bytes], None]) -> Registration:
         """Calls `callback(payload)` for each message on `subject`, in order, on a thread of its own."""
-        return self._register(subject, callback, replies=False, max_concurrency=1)
+        return self._register(Receiver(self._client, subject, callback, replies=False, max_concurrency=1))
 
     def on_reconnect(self, callback: Callable[[], None]) -> Registration:
         """Calls `callback()` on a thread each time that a lost connection is there again."""
@@ -238,17 +236,21 @@ class NatsSession:
                 "(persia-launcher nats-server --max-payload)"
             )
 
-    def _register(
-        self, subject: str, handler: Handler, *, replies: bool, max_concurrency: int
-    ) -> Registration:
-        receiver = self._call(
-            self._start_receiver(subject, handler, replies, max_concurrency), _CALL_MARGIN_S
-        )
-        return Registration(lambda: self._unregister(receiver))
+    def _register(self, receiver: Receiver) -> Registration:
+        async def start() -> None:
+            await receiver.start()
+            self._receivers.add(receiver)
 
-    def _unregister(self, receiver: Receiver) -> None:
-        with contextlib.suppress(FailedPreconditionError, UnavailableError):  # closed with the session
-            self._call(self._stop_receiver(receiver), 3 * _CLOSE_GRACE_S)
+        async def stop() -> None:
+            self._receivers.discard(receiver)
+            await receiver.stop(_CLOSE_GRACE_S)
+
+        def unregister() -> None:
+            with contextlib.suppress(FailedPreconditionError, UnavailableError):  # closed with the session
+                self._call(stop(), 3 * _CLOSE_GRACE_S)
+
+        self._call(start(), _CALL_MARGIN_S)
+        return Registration(unregister)
 
     # ---- on the loop
 
@@ -302,47 +304,10 @@ class NatsSession:
         finally:
             self._waiting.discard(task)
 
-    async def _request_many(
-        self, subject: str, payload: bytes, window_s: float, enough: Callable[[bytes], bool] | None
-    ) -> list[bytes]:
-        replies: list[bytes] = []
-        done = asyncio.Event()
-
-        async def collect(message: Msg) -> None:
-            if (message.headers or {}).get("Status") == _NO_RESPONDERS:
-                done.set()
-                return
-            replies.append(message.data)
-            if enough is not None and enough(message.data):
-                done.set()
-
-        inbox = self._client.new_inbox()
-        subscription = await self._client.subscribe(inbox, cb=collect)
-        try:
-            await self._client.publish(subject, payload, reply=inbox)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(done.wait(), window_s)
-        finally:
-            with contextlib.suppress(NatsError):
-                await subscription.unsubscribe()
-        return replies
-
     async def _publish(self, subject: str, payload: bytes) -> None:
         await self._client.publish(subject, payload)
         with self._ended_by_disconnect(subject):
             await self._client.flush(timeout=int(_CALL_MARGIN_S))
-
-    async def _start_receiver(
-        self, subject: str, handler: Handler, replies: bool, max_concurrency: int
-    ) -> Receiver:
-        receiver = Receiver(self._client, subject, handler, replies=replies, max_concurrency=max_concurrency)
-        await receiver.start()
-        self._receivers.add(receiver)
-        return receiver
-
-    async def _stop_receiver(self, receiver: Receiver) -> None:
-        self._receivers.discard(receiver)
-        await receiver.stop(_CLOSE_GRACE_S)
 
     async def _shut_down(self) -> None:
         try:

@@ -13,7 +13,7 @@ from persia.checkpoint.checkpoints import Source
 from persia.errors import CorruptionError, NotFoundError
 from persia.packets.log import PacketLog
 from persia.packets.packet import BaseKind
-from persia.storage.checksummed_json import decode_pointer
+from persia.storage.checksummed_json import read_pointer
 from persia.storage.location import Location
 from persia.storage.manifest import Manifest
 from persia.storage.position import Position
@@ -22,7 +22,6 @@ from persia.storage.versions import checkpoints_at
 __all__ = ["PIN_NAME", "FollowTarget", "StartPoint", "find_starts", "read_target"]
 
 PIN_NAME = "pin"
-_MAX_PIN_BYTES = 256
 
 _Found = tuple[Position | None, str, Location]  # position, dump id of the rows, directory of a checkpoint
 
@@ -52,7 +51,7 @@ def read_target(log: PacketLog) -> FollowTarget | None:
         return None
     path = log.location / PIN_NAME
     try:
-        name = decode_pointer(path.read(max_bytes=_MAX_PIN_BYTES), str(path))
+        name = read_pointer(path)
     except NotFoundError:
         return FollowTarget(position=latest, latest=latest, is_pinned=False)
     pin = Position.parse(name)

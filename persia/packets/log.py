@@ -14,7 +14,7 @@ from typing import Any
 from persia.errors import CorruptionError, NotFoundError, StorageError
 from persia.logger import get_default_logger
 from persia.packets.packet import Packet
-from persia.storage.checksummed_json import decode_pointer, encode_pointer
+from persia.storage.checksummed_json import encode_pointer, read_pointer
 from persia.storage.location import Location
 from persia.storage.position import Position
 
@@ -23,7 +23,6 @@ __all__ = ["PacketLog"]
 _LATEST_NAME = "latest"
 _ENDING = ".json"
 _MAX_MANIFEST_BYTES = 64 << 20
-_MAX_LATEST_BYTES = 256
 
 
 class PacketLog:
@@ -91,10 +90,9 @@ class PacketLog:
     def _pointed(self) -> Position | None:
         pointer = self.location / _LATEST_NAME
         try:
-            content = pointer.read_replaced(max_bytes=_MAX_LATEST_BYTES)
+            name = read_pointer(pointer)
         except NotFoundError:
             return None
-        name = decode_pointer(content, str(pointer))
         position = Position.parse(name)
         if position is None or position.name != name:
             raise CorruptionError(f"{pointer} says {name!r:.80}, not the name of a packet")

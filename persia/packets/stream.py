@@ -28,7 +28,7 @@ __all__ = ["PacketCounts", "PacketStream"]
 _STATUS_DEADLINE_S = 5.0  # short: the question is repeated, and a dump may wait for its answer
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PacketCounts:
     """Totals of a writer."""
 
@@ -191,12 +191,9 @@ class PacketStream(DumpHook):
             # That server would send its changes with the clear once more, the others theirs without.
             self._lost = "a server may not have acknowledged the clear of its rows"
         self.written_at, self.has_changes = time.monotonic(), False
-        self.counts = replace(
-            self.counts,
-            packets=self.counts.packets + 1,
-            rows=self.counts.rows + packet.num_rows,
-            bytes=self.counts.bytes + packet.num_bytes,
-        )
+        self.counts.packets += 1
+        self.counts.rows += packet.num_rows
+        self.counts.bytes += packet.num_bytes
 
     def _begin_anew(self) -> None:
         """Forgets all changes so far: those from now on follow a checkpoint that is begun later."""
@@ -219,7 +216,7 @@ class PacketStream(DumpHook):
         self._require_log().add(packet)
         self.position, self._restart = position, None
         self._needs_checkpoint_at = position.number if base.kind is BaseKind.POSITION else None
-        self.counts = replace(self.counts, restarts=self.counts.restarts + 1)
+        self.counts.restarts += 1
 
     def _remove_old(self, number: int) -> None:
         """Packets up to `number`, which a checkpoint replaces, but for the last `keep_packets`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from persia.checkpoint.checkpoints import Checkpoints, DumpRequest
 from persia.checkpoint.peers import Peer
@@ -22,8 +21,8 @@ from persia.packets.operation import (
     ask_changes,
 )
 from persia.packets.stream import PacketCounts, PacketStream
-from persia.pipeline.queues import Deadline
 from persia.storage.position import Position
+from persia.waiting import Attempts
 
 __all__ = ["DENSE_FILE", "PacketCounts", "PacketWriter"]
 
@@ -108,12 +107,12 @@ class PacketWriter:
     def _join_while_it_progresses(self) -> None:
         # Operations find servers that hang. Nothing else finds storage that hangs calls of this process.
         began_at = time.monotonic()
-        while self._thread.is_alive():
-            progress_at = max(began_at, self.stream.written_at, self._checkpoints.progress_at)
-            left_s = progress_at + self._deadline_s - time.monotonic()
-            if left_s <= 0:
+        attempts = Attempts(self._deadline_s, pause_s=1.0)
+        for pause_s in attempts:
+            self._thread.join(pause_s)
+            if not self._thread.is_alive():
                 return
-            self._thread.join(left_s)
+            attempts.progressed(max(began_at, self.stream.written_at, self._checkpoints.progress_at))
 
     def _run(self) -> None:
         while self.stream.settings is None:
@@ -138,7 +137,7 @@ class PacketWriter:
         except Exception:
             get_default_logger().exception("no packet of changes was written")
         self.stream.last_try_failed = True
-        self.stream.counts = replace(self.stream.counts, failures=self.stream.counts.failures + 1)
+        self.stream.counts.failures += 1
         return False
 
     def _connect(self) -> bool:
@@ -168,18 +167,15 @@ class PacketWriter:
 
     def _finish(self) -> None:
         """Writes packets until nothing changes any more: other ranks end at other times."""
-        settle = Deadline(_LONGEST_SETTLING_S)
         last_change = time.monotonic()
-        while True:
+        for _ in Attempts(_LONGEST_SETTLING_S, pause_s=_LONGEST_TICK_S):
             with self.stream:
                 statuses = self.stream.ask()
                 if self.stream.has_changes or (self._offered is not None and self.position.number > 0):
                     last_change = time.monotonic()
                     self._write(statuses)
-            has_settled = self._num_trainers == 1 or time.monotonic() - last_change > _SETTLE_S
-            if has_settled or settle.over:
+            if self._num_trainers == 1 or time.monotonic() - last_change > _SETTLE_S:
                 break
-            time.sleep(_LONGEST_TICK_S)
         self._checkpoint_if_needed()
 
     def _is_due(self, statuses: Sequence[ChangeStatus]) -> bool:
@@ -227,4 +223,4 @@ class PacketWriter:
         finally:
             took_s = time.monotonic() - began_at
             self._next_checkpoint = time.monotonic() + took_s / _SHARE_OF_CHECKPOINTS
-        self.stream.counts = replace(self.stream.counts, checkpoints=self.stream.counts.checkpoints + 1)
+        self.stream.counts.checkpoints += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import pickle
 import sys
@@ -63,8 +64,12 @@ def _is_compiled(model: torch.nn.Module) -> bool:
 def state_bytes(instance: TorchState) -> bytes:
     """`instance.state_dict()` as `torch.save` writes it; keys have no prefixes of DDP and `torch.compile`."""
     holder = _innermost(instance) if isinstance(instance, torch.nn.Module) else instance
+    return _saved(holder.state_dict())
+
+
+def _saved(state: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
-    torch.save(holder.state_dict(), buffer)
+    torch.save(state, buffer)
     return buffer.getvalue()
 
 
@@ -74,13 +79,7 @@ def copied_state(model: torch.nn.Module) -> Callable[[], bytes]:
         name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         for name, value in _innermost(model).state_dict().items()
     }
-
-    def encode() -> bytes:
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        return buffer.getvalue()
-
-    return encode
+    return functools.partial(_saved, state)
 
 
 def torchscript_bytes(model: torch.nn.Module, name: str) -> bytes:

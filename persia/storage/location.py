@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import posixpath
 import random
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from persia.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, StorageError
 from persia.logger import get_default_logger
+from persia.waiting import Attempts
 
 __all__ = ["Location", "Sink"]
 
@@ -40,7 +41,8 @@ _WHOLE_WRITES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory
 _NEXT = ".next"
 
 _NUM_TRIES = 5
-_FIRST_PAUSE_S = 0.2
+_FIRST_PAUSE_S = 0.35
+_LONGEST_PAUSE_S = 5.0
 # Trying again does not help against these: full, forbidden, too large, read-only.
 _FINAL = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EROFS, errno.ENAMETOOLONG}
 _FINAL_ERRORS = (PermissionError, IsADirectoryError, NotADirectoryError)
@@ -284,20 +286,19 @@ class Location:
 
     def _try(self, what: str, action: Callable[[], _T]) -> _T:
         """Repeats an action that may be repeated, with growing pauses, while that may help."""
-        pause_s = _FIRST_PAUSE_S
-        for tries_left in reversed(range(_NUM_TRIES)):
+        # Servers that failed at the same moment must not all come back at the same moment.
+        first_pause_s = _FIRST_PAUSE_S * random.uniform(0.5, 1.5)
+        pauses = Attempts(math.inf, pause_s=first_pause_s, longest_pause_s=_LONGEST_PAUSE_S)
+        for num_tries, _ in enumerate(pauses, start=1):
             try:
                 with _reported(self, what):
                     return action()
             except StorageError as failure:
                 cause = failure.__cause__
-                if tries_left == 0 or isinstance(cause, _FINAL_ERRORS):
+                is_final = isinstance(cause, OSError) and cause.errno in _FINAL
+                if num_tries == _NUM_TRIES or is_final or isinstance(cause, _FINAL_ERRORS):
                     raise
-                if isinstance(cause, OSError) and cause.errno in _FINAL:
-                    raise
-                get_default_logger().warning("%s; trying again in %.1f s", failure, pause_s)
-            time.sleep(pause_s * random.uniform(0.5, 1.5))
-            pause_s *= 2
+                get_default_logger().warning("%s; trying again", failure)
         raise AssertionError("the last try returns or raises")
 
     def _forget_listings(self) -> None:

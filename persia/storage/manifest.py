@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import re
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Final
@@ -21,7 +20,7 @@ from persia._version import __version__
 from persia.errors import CorruptionError, FailedPreconditionError, InvalidArgumentError, NotFoundError
 from persia.storage.checksummed_json import decode_document, encode_document
 from persia.storage.location import Location
-from persia.storage.position import Position, is_packet_folder
+from persia.storage.position import Position, is_packet_folder, make_stream_id
 from persia.storage.schema import RowSchema
 from persia.validation import Count, Hex, complaint, read_document, require_keys, to_json
 
@@ -33,6 +32,7 @@ __all__ = [
     "EmbeddingSection",
     "FileEntry",
     "Manifest",
+    "RowSet",
     "ServerEntry",
     "is_dump_id",
     "make_dump_id",
@@ -55,8 +55,7 @@ def utc_now() -> str:
 
 def make_dump_id() -> str:
     """The name of a dump's folder: unlike all others, sorted by time."""
-    stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-    return f"dump-{stamp}-{secrets.token_hex(4)}"
+    return f"dump-{make_stream_id()}"
 
 
 def is_dump_id(name: str) -> bool:
@@ -92,35 +91,21 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerEntry:
-    """What one parameter server held at the cut."""
+    """What one parameter server held at the snapshot point."""
 
-    step: Count  # updates that it had applied; of rows in place the number of its pool's checkpoint
+    step: Count  # updates that it had applied; of rows in place the number of its tier's checkpoint
     num_rows: Count
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddingSection:
-    """The rows."""
+class RowSet:
+    """Rows that all servers of a job have written: those of a checkpoint, or of a packet."""
 
-    dump_id: str
-    created_at: str
     train_config: Hex | None = None  # `TrainConfig.encode()` in hex; None: the servers were never configured
     schema: RowSchema | None = None  # None: the servers were started without an embedding config
-    servers: tuple[ServerEntry, ...]  # by index
-    files: tuple[FileEntry, ...]
-    optimizer: Mapping[str, Any] | None = None  # its settings for people, when the context knew them
-    packets: Position | None = None  # the last packet whose changes are all in these rows
-    has_state: StrictBool = True  # of the optimizer
-    in_place: StrictBool = False  # in the servers' pools, and in no files
+    servers: tuple[ServerEntry, ...] = ()  # by index
+    files: tuple[FileEntry, ...] = ()  # any number for each server
     num_virtual_shards: VirtualShards = NUM_VIRTUAL_SHARDS
-
-    def require_files(self, directory: Location) -> None:
-        """FailedPreconditionError: only the servers that have the rows can go back to them."""
-        if self.in_place:
-            raise FailedPreconditionError(
-                f"the rows of {directory} are in the pools of the servers that trained them, and in no "
-                "files: start a job over these pools, load it there, and dump to files"
-            )
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -130,6 +115,26 @@ class EmbeddingSection:
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSection(RowSet):
+    """The rows of a checkpoint."""
+
+    dump_id: str
+    created_at: str
+    optimizer: Mapping[str, Any] | None = None  # its settings for people, when the context knew them
+    packets: Position | None = None  # the last packet whose changes are all in these rows
+    has_state: StrictBool = True  # of the optimizer
+    in_place: StrictBool = False  # in the servers' storage tiers, and in no files
+
+    def require_files(self, directory: Location) -> None:
+        """FailedPreconditionError: only the servers that have the rows can go back to them."""
+        if self.in_place:
+            raise FailedPreconditionError(
+                f"the rows of {directory} are in the storage tiers of the servers that trained them, and in "
+                "no files: start a job over these tiers, load it there, and dump to files"
+            )
 
     @model_validator(mode="after")
     def _check(self) -> EmbeddingSection:
@@ -192,7 +197,7 @@ class Manifest:
         values = decode_document(content, what, form=_FORMAT)
         require_keys(values, ("created_by",), what)
         if isinstance(rows := values.get("embeddings"), Mapping):
-            require_keys(rows, ("num_virtual_shards",), f"{what}: embeddings")
+            require_keys(rows, ("num_virtual_shards", "servers", "files"), f"{what}: embeddings")
         return read_document(cls, values, what)
 
     @classmethod

@@ -19,7 +19,7 @@ _MAX_NUMBER = 10**12 - 1
 
 
 def make_stream_id() -> str:
-    """A unique name for the packets of one run of a trainer; names sort by the time of its start."""
+    """A unique name, for the packets of one run of a trainer or for a dump; names sort by their time."""
     stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     return f"{stamp}-{secrets.token_hex(4)}"
 

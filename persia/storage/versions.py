@@ -12,7 +12,7 @@ import re
 
 from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError
 from persia.logger import get_default_logger
-from persia.storage.checksummed_json import decode_pointer, encode_pointer
+from persia.storage.checksummed_json import encode_pointer, read_pointer
 from persia.storage.location import Location
 from persia.storage.manifest import MANIFEST_NAME
 
@@ -29,7 +29,6 @@ __all__ = [
 
 LATEST_NAME = "latest"
 _VERSION = re.compile(r"step-(\d{12,20})")
-_MAX_LATEST_BYTES = 256
 
 
 def version_name(step: int) -> str:
@@ -45,7 +44,7 @@ def resolve(location: Location) -> Location:
         return location
     pointer = location / LATEST_NAME
     try:
-        name = decode_pointer(pointer.read_replaced(max_bytes=_MAX_LATEST_BYTES), str(pointer))
+        name = read_pointer(pointer)
     except NotFoundError as failure:
         raise NotFoundError(
             f"{location} is no checkpoint: it has neither {MANIFEST_NAME} nor {LATEST_NAME}. Check the path; "
@@ -71,12 +70,10 @@ def latest_of(version: Location) -> Location:
 
 def is_latest(version: Location) -> bool:
     """Whether `latest` beside it names it."""
-    pointer = latest_of(version)
     try:
-        name = decode_pointer(pointer.read_replaced(max_bytes=_MAX_LATEST_BYTES), str(pointer))
+        return read_pointer(latest_of(version)) == version.name
     except (NotFoundError, CorruptionError):
         return False
-    return name == version.name
 
 
 def set_latest(root: Location, newest: str) -> None:

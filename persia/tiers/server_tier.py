@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import StrictBool
 
 from persia.checkpoint.protocol import IN_PLACE_NAME, Request, Verb
-from persia.checkpoint.server_job import ServerJob, ServerShare
+from persia.checkpoint.server_job import ServerJob, ServerShare, require_dump_id
 from persia.config import StorageConfig
 from persia.errors import (
     CorruptionError,
     FailedPreconditionError,
-    InvalidArgumentError,
     NotFoundError,
     PersiaError,
     StorageError,
@@ -33,10 +32,10 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.storage.location import Location
-from persia.storage.manifest import is_dump_id
 from persia.storage.schema import RowSchema
 from persia.tiers.commit_record import TierCheckpoint, TierState
-from persia.validation import Count, read_document, to_json
+from persia.validation import Count, to_json
+from persia.waiting import Attempts
 
 if TYPE_CHECKING:
     from persia._native import EmbeddingStore, TierOptions
@@ -45,7 +44,6 @@ __all__ = ["ServerTier"]
 
 _STATE_NAME = "server.json"
 _MAX_STATE_BYTES = 16 << 20
-_WHAT = "checkpoint request"
 _FIRST_LOOK_S = 0.005
 _LONGEST_LOOK_S = 0.25
 
@@ -75,7 +73,7 @@ class ServerTier:
         try:
             self._file = Location.of(self.folder / _STATE_NAME)
             self._state = self._read(TierState(index=index, replicas=replicas, schema=schema))
-            self._settle_closed()
+            self.settle()
             self._write(self._state)
         except BaseException:
             self.close()
@@ -140,7 +138,7 @@ class ServerTier:
     def make_job(self, request: Request, share: ServerShare, lease_s: float) -> ServerJob:
         """A dump or a load whose rows stay in the tier."""
         kind = TierDumpJob if request.verb is Verb.DUMP else TierLoadJob
-        return kind(request.operation, share, lease_s, request.arguments, self)
+        return kind(request, share, lease_s, self)
 
     def checkpoint(self) -> TierCheckpoint | None:
         """The checkpoint that the rows go back to when the server is started again."""
@@ -153,32 +151,55 @@ class ServerTier:
         self._write(replace(self._state, prepared=checkpoint))
 
     def finish(self, *, commit: bool) -> None:
-        """Commits the prepared checkpoint, if there is one, or gives it up."""
+        """Commits the prepared checkpoint, if there is one, or gives it up. FailedPreconditionError: its rows
+        were cleared, or replaced by a load, since.
+        """
         prepared = self._state.prepared
         if prepared is None:
             return
         if commit:
-            self.store.commit_checkpoint(prepared.number)
-            self._write(replace(self._state, committed=prepared, prepared=None))
-            return
-        with contextlib.suppress(FailedPreconditionError):  # gone with all rows, when they were cleared
-            self.store.drop_checkpoint(prepared.number)
-        self._write(replace(self._state, prepared=None))
+            self._commit(prepared)
+        elif self._store is not None:  # opening the tier file undoes what is not committed
+            with contextlib.suppress(FailedPreconditionError):  # gone with all rows, when they were cleared
+                self._store.drop_checkpoint(prepared.number)
+        committed = prepared if commit else self._state.committed
+        self._write(replace(self._state, committed=committed, prepared=None))
 
     def settle(self) -> None:
-        """Decides a checkpoint that a coordinator has left open. StorageError: what tells cannot be read."""
+        """Decides a checkpoint that a coordinator has left open, before the store is opened or later.
+        StorageError: what tells cannot be read.
+        """
         prepared = self._state.prepared
         if prepared is None:
             return
-        if self.stats()["committed"] == prepared.number:  # and only the state could not be written
-            self._write(replace(self._state, committed=prepared, prepared=None))
+        if self._store is None and not self._has_rows:
+            get_default_logger().warning("the tier file in %s is gone, with all its rows", self.folder)
+            prepared.decide()  # it must not be committed later
+            self._write(replace(self._state, committed=None, prepared=None))
             return
-        counts = prepared.decide()
         try:
-            self.finish(commit=counts)
-        except FailedPreconditionError as failure:  # the rows were cleared, or loaded, since
-            _warn_lost(failure)
+            self.finish(commit=self._is_committed(prepared) or prepared.decide())
+        except FailedPreconditionError as failure:
+            # As text: who keeps the log record would keep frames, and the store.
+            get_default_logger().warning("a checkpoint of the job is lost: %s", str(failure))
             self._write(replace(self._state, prepared=None))
+
+    def _is_committed(self, checkpoint: TierCheckpoint) -> bool:
+        """Whether the tier file has it, and at most this server's state could not be written."""
+        from persia._native import inspect_pool
+
+        stats = inspect_pool(str(self.folder)) if self._store is None else self.stats()
+        return bool(stats["committed"] == checkpoint.number)
+
+    def _commit(self, checkpoint: TierCheckpoint) -> None:
+        from persia._native import commit_pool
+
+        if self._is_committed(checkpoint):
+            return
+        if self._store is None:
+            commit_pool(str(self.folder), **checkpoint.prepared)
+        else:
+            self._store.commit_checkpoint(checkpoint.number)
 
     def close(self) -> None:
         """Unlocks the folder for other processes, after the store is gone. Idempotent."""
@@ -219,36 +240,9 @@ class ServerTier:
                 get_default_logger().warning("%s: %s since its rows were made", self.folder, changes)
         return replace(found, schema=wanted.schema or found.schema)
 
-    def _settle_closed(self) -> None:
-        """As `settle`, before the tier file is opened: opening undoes what is not committed."""
-        prepared = self._state.prepared
-        if prepared is None:
-            return
-        if not self._has_rows:
-            get_default_logger().warning("the pool in %s is gone, with all its rows", self.folder)
-            prepared.decide()  # what does not count yet must not any more
-            self._state = replace(self._state, committed=None, prepared=None)
-            return
-        from persia._native import commit_pool, inspect_pool
-
-        committed = inspect_pool(str(self.folder))["committed"] == prepared.number
-        if not committed and prepared.decide():
-            try:
-                commit_pool(str(self.folder), **prepared.prepared)
-                committed = True
-            except FailedPreconditionError as failure:
-                _warn_lost(failure)
-        last = prepared if committed else self._state.committed
-        self._state = replace(self._state, committed=last, prepared=None)
-
     def _write(self, state: TierState) -> None:
         self._file.replace(state.encode())
         self._state = state
-
-
-def _warn_lost(failure: PersiaError) -> None:
-    # As text: who keeps the log record would keep frames, and the store.
-    get_default_logger().warning("a checkpoint of the job is lost: %s", str(failure))
 
 
 def _folder(storage: StorageConfig, index: int) -> Path:
@@ -307,22 +301,12 @@ class TierDumpJob(ServerJob):
 
     _kind = "dump"
 
-    def __init__(
-        self,
-        operation: str,
-        share: ServerShare,
-        lease_s: float,
-        arguments: dict[str, Any],
-        tier: ServerTier,
-    ) -> None:
-        """`arguments`: those of `_Dump`. Small rows stay: to look for them all rows would be read, while the
-        job waits for its answer.
-        """
-        super().__init__(operation, share, lease_s)
-        if not is_dump_id(operation):
-            raise InvalidArgumentError(f"{_WHAT}: {operation!r:.80} is not the name of a dump")
+    def __init__(self, request: Request, share: ServerShare, lease_s: float, tier: ServerTier) -> None:
+        """Keeps small rows: to find them, all rows would be read while the job waits for the answer."""
+        super().__init__(request, share, lease_s)
+        require_dump_id(request)
         self._tier = tier
-        self._dump = read_document(_Dump, arguments, _WHAT)
+        self._dump = request.read(_Dump)
         self._directory = Location.of(self._dump.directory)
         self._tier.settle()
         self._number = self._tier.store.request_checkpoint()
@@ -364,8 +348,9 @@ class TierDumpJob(ServerJob):
 
     def _await_prepared(self) -> dict[str, int]:
         """Waits until all rows of the checkpoint are in the tier; raises what keeps them out."""
-        pause_s, written = _FIRST_LOOK_S, self._tier.stats()["num_written"]
-        while True:
+        written = self._tier.stats()["num_written"]
+        # No timeout of its own: the coordinator sees that nothing is written, and cancels.
+        for _ in Attempts(math.inf, pause_s=_FIRST_LOOK_S, longest_pause_s=_LONGEST_LOOK_S):
             self._check_alive()
             prepared = self._tier.store.prepared_checkpoint(self._number)
             if prepared is not None:
@@ -374,8 +359,7 @@ class TierDumpJob(ServerJob):
             self._count_rows(now - written)
             self._count_bytes(now - written)  # rows count as bytes, so that the coordinator sees progress
             written = now
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+        raise AssertionError("attempts end with a timeout")
 
     def _clean_up(self) -> None:
         if self._is_closing:
@@ -402,18 +386,10 @@ class TierLoadJob(ServerJob):
 
     _kind = "load"
 
-    def __init__(
-        self,
-        operation: str,
-        share: ServerShare,
-        lease_s: float,
-        arguments: dict[str, Any],
-        tier: ServerTier,
-    ) -> None:
-        """`arguments`: those of `_Load`."""
-        super().__init__(operation, share, lease_s)
+    def __init__(self, request: Request, share: ServerShare, lease_s: float, tier: ServerTier) -> None:
+        super().__init__(request, share, lease_s)
         self._tier = tier
-        self._wanted = read_document(_Load, arguments, _WHAT).in_place
+        self._wanted = request.read(_Load).in_place
 
     def _work(self) -> None:
         self._tier.settle()

@@ -159,7 +159,7 @@ def test_one_of_a_manifest_and_a_server_that_gives_up_is_first(tmp_path: Path) -
     delay_s, outcomes = 1e-3, set()
     with ThreadPoolExecutor(1) as server:
         for _ in range(200):
-            operation = DumpOperation(make_dump_id(), (), 1, directory=Location.of(tmp_path), in_place=True)
+            operation = DumpOperation(make_dump_id(), (), 1, request=DumpRequest(tmp_path, in_place=True))
             operation.begin()
             content = Manifest().updated(1, None, replace(section, dump_id=operation.operation)).encode()
             checkpoint = TierCheckpoint(

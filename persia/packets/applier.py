@@ -16,13 +16,13 @@ from persia.storage.shard_file import ShardFile
 if TYPE_CHECKING:
     from persia._native import CheckpointLoader, EmbeddingStore
 
-__all__ = ["PacketRows", "clear_rows", "replace_rows"]
+__all__ = ["PacketApplier", "clear_rows", "replace_rows"]
 
 _HEAD_BYTES = 256
 _READ_BYTES = 8 << 20
 
 
-class PacketRows:
+class PacketApplier:
     """Applies packets to a store that only answers lookups: without the optimizer's state."""
 
     def __init__(self, share: ServerShare) -> None:
