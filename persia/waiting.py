@@ -55,7 +55,7 @@ class Attempts:
                 self.has_reported, next_report = True, now + _REPORT_INTERVAL_S
             pause_s = max(0.0, min(self._pause_s, self._end - now))
             yield pause_s
-            # The attempt's own time counts: a slow peer is not asked less often than a quick one.
+            # The attempt's own time counts: a slow peer is asked as often as a quick one.
             time.sleep(max(0.0, now + pause_s - time.monotonic()))
             self._pause_s = max(self._pause_s, min(_GROWTH * self._pause_s, self._longest_pause_s))
             now = time.monotonic()

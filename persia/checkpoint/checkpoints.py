@@ -1,4 +1,4 @@
-"""Dumps and loads as contexts use them: what is asked for, in the foreground or in the background."""
+"""Dumps and loads as contexts use them, in the foreground or in the background."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from persia.checkpoint.coordinator import DumpOperation, DumpRequest, LoadOperat
 from persia.checkpoint.peers import Peer
 from persia.checkpoint.progress import ShownProgress, megabytes
 from persia.embedding.optim import Optimizer
-from persia.errors import (
-    CorruptionError,
-    FailedPreconditionError,
-    NotFoundError,
-)
+from persia.errors import CorruptionError, FailedPreconditionError, NotFoundError
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
 from persia.storage.location import Location
@@ -49,6 +45,7 @@ class Source:
     def __init__(self, url: Any) -> None:
         self.location = Location.of(url)
         self.manifest = Manifest()
+        # No manifest is no error here: `dense` also reads plain torch files of that directory.
         with contextlib.suppress(NotFoundError):
             self.location = resolve(self.location)
             self.manifest, _ = Manifest.read(self.location)
@@ -77,7 +74,7 @@ class Source:
 
 
 class DumpHook:
-    """Runs beside dumps and loads, and has to stop for them: a server does one operation at a time.
+    """Work that must pause for dumps and loads, as a server does one operation at a time.
 
     This one does nothing; `persia.packets` writes packets between dumps.
     """
@@ -128,7 +125,8 @@ class Checkpoints:
         return float("-inf") if self._running is None else self._running.progress_at
 
     def dump(self, request: DumpRequest) -> None:
-        """Writes a checkpoint. StorageError, FailedPreconditionError, ...: what was there before counts."""
+        """Writes a checkpoint. StorageError, FailedPreconditionError, ...: the one before it is unchanged."""
+        # A server does one operation at a time, and an error of the last one must not be lost.
         self.wait_for_dump()
         self.wait_for_load()
         operation = DumpOperation(
@@ -138,6 +136,7 @@ class Checkpoints:
             request=request,
         )
         operation.on_progress = progress = ShownProgress(f"dumping to {operation.directory}")
+        # The hook stays paused until the rows are written: `pop_all` hands the pause to the writing thread.
         with contextlib.ExitStack() as until_written:
             position = until_written.enter_context(self._paused_hook())
             if operation.peers:
@@ -159,7 +158,7 @@ class Checkpoints:
             section = new.embeddings if operation.peers else None
             if section is not None and not section.in_place:
                 self.hook.dumped(operation.directory, section, has_dense=bool(request.dense))
-        # The new checkpoint is complete; what follows only tidies up.
+        # The new checkpoint is committed: from here on, files that it does not need may be removed.
         if request.dense and new.dense is not None:
             for name, entry in new.dense.files.items():
                 (operation.directory / entry.path).link(operation.directory / name)
@@ -227,7 +226,7 @@ class Checkpoints:
     ) -> None:
         with until_loaded:
             operation.apply()
-            # Followers cannot load rows that are in place: they need another checkpoint to begin with.
+            # Followers cannot load rows that are in place: they need another checkpoint to start from.
             self.hook.loaded(section, may_have_changed=not blocking or section.in_place)
         get_default_logger().info(
             "loaded %d rows, %s, from %s in %.1f s",
@@ -260,6 +259,7 @@ class Checkpoints:
 
     def close(self, *, finish: bool) -> None:
         """Waits for the dump or load under way, or cancels it."""
+        # An error ends the training: what it dumps in the background is not waited for.
         if not finish and self._running is not None and (self._dump or self._load):
             self._running.cancel()
         try:
@@ -275,10 +275,12 @@ def _write(operation: DumpOperation, position: Position | None) -> tuple[Manifes
     with operation.kept_alive():
         try:
             dense = None
+            # While servers write their rows, which takes longer.
             if request.dense:
                 files = write_files(directory, operation.operation, request.dense)
                 dense = DenseSection(dump_id=operation.operation, created_at=utc_now(), files=files)
             section = operation.finish(position) if operation.peers else None
+            # Read only now: another dump into the same directory may have ended meanwhile.
             old, new = _merged(directory, request.step, dense, section)
         except BaseException:
             operation.give_up()
@@ -306,6 +308,7 @@ def _merged(
     except NotFoundError:
         old = Manifest()
     except CorruptionError as failure:
+        # A complete dump replaces a damaged manifest. A partial one would make its other section disappear.
         if dense is None or section is None:
             raise FailedPreconditionError(
                 f"a part of what {target} holds would stay, and it cannot be read ({failure}): dump to "
@@ -316,7 +319,8 @@ def _merged(
 
 
 def _remove_old_dumps(target: Location, old: Manifest, new: Manifest, dump_id: str) -> None:
-    """Files and folders that the manifest no longer names, and what dumps that broke off have left."""
+    """Removes files and folders that the manifest no longer names, and those of failed dumps."""
+    # By name, not by age: dump ids sort by time, and a later dump of another process may be in progress.
     for path in sorted(old.paths - new.paths):
         (target / path).remove_quietly()
     stale = set(old.dump_ids)

@@ -101,7 +101,8 @@ class DumpOperation(Operation):
         try:
             self._needs_latest = self.in_place and is_version and not is_latest(self.directory)
             if self.in_place:
-                # Servers look for it, as they must see the directory in which the manifest will decide.
+                # Servers look for it: the manifest in this directory will tell them whether to commit, so all
+                # of them must see it.
                 with self._marker.create() as marker:
                     marker.write(self.operation.encode())
             arguments = {
@@ -112,14 +113,15 @@ class DumpOperation(Operation):
                 "in_place": self.in_place,
                 "step": self.request.step,
             }
+            # Each server answers once it has its snapshot. Updates that come later are not in the checkpoint.
             self.ask_all(Verb.DUMP, arguments)
-        except BaseException:
+        except BaseException:  # also an interrupt: a server would hold its snapshot until its lease ends
             self.give_up()
             raise
 
     @contextlib.contextmanager
     def kept_alive(self) -> Iterator[None]:
-        """Polls while this process does something else, or the leases on the servers would end."""
+        """Polls during the block, as the leases on the servers would end while files are written here."""
         if not self.peers:
             yield
             return
@@ -152,6 +154,7 @@ class DumpOperation(Operation):
             "in_place": self.in_place,
         }
         section = read_document(EmbeddingSection, values, f"the report of {self.operation}")
+        # Before the manifest is written: it may replace a checkpoint that is readable.
         check_visible(self.directory, section.files)
         return replace(section, packets=packets)
 
@@ -168,10 +171,12 @@ class DumpOperation(Operation):
         return self.directory / self.operation / IN_PLACE_NAME
 
     def publish(self, manifest: bytes) -> None:
-        """After `finish`: from here on the rows count. An error gives the dump up, and what was there before
-        counts. FailedPreconditionError, UnavailableError: it was given up before, from here or by a server.
+        """Commits the dump, after `finish`. An error gives it up and keeps the checkpoint before it.
+
+        FailedPreconditionError, UnavailableError: it was given up before, by this process or by a server.
         """
         try:
+            # Under the lock: a `cancel` on another thread must not remove files that the manifest then names.
             with self._decision:
                 if self._given_up:
                     raise FailedPreconditionError(f"{self.operation} was cancelled: dump again")
@@ -185,10 +190,10 @@ class DumpOperation(Operation):
             raise
         except StorageError as failure:
             # A storage service that did not answer may still store the manifest, whose files must exist then.
-            # The next dump removes what was left behind in vain.
+            # If it does not, the next dump removes them.
             if self.directory.is_local:
                 self.give_up()
-            raise StorageError(f"{failure}; what was there before is what counts") from failure
+            raise StorageError(f"{failure}; the checkpoint before this dump is unchanged") from failure
 
     def _publish_in_place(self, manifest: bytes) -> None:
         """Publishes in one step, which fails if a server has removed the marker."""
@@ -200,18 +205,20 @@ class DumpOperation(Operation):
                 self._marker.turn_into(target, manifest)
         except NotFoundError as failure:
             raise UnavailableError(
-                f"a server has given {self.operation} up: it was started again, or has not heard of this "
-                "process for long; dump again"
+                f"a server has given {self.operation} up: it has restarted, or this process was silent for "
+                "longer than its lease; dump again"
             ) from failure
 
     def _publish_by_latest(self, target: Location, manifest: bytes) -> None:
         """Publishes by `latest`, once the manifest exists. After an error the old manifest is back."""
+        # Readers of this directory take its manifest whatever `latest` says: a failure must restore the old.
         before = target.read_replaced(max_bytes=MAX_MANIFEST_BYTES) if target.exists_replaced() else None
         target.replace(manifest)
         try:
             self._marker.turn_into(latest_of(self.directory), encode_pointer(self.directory.name))
         except PersiaError as failure:
-            # A storage service may have done what it reports as failed.
+            # A storage service may have done what it reports as failed. Then `latest` names this directory,
+            # and the old manifest in it would not fit the rows.
             if isinstance(failure, NotFoundError) or self.directory.is_local:
                 if before is None:
                     target.remove_quietly()
@@ -220,10 +227,11 @@ class DumpOperation(Operation):
             raise
 
     def commit(self) -> None:
-        """After `publish` of rows in place: servers go back to them. Raises what keeps one from it, once all
-        have been asked.
+        """Has servers commit rows in place, after `publish`. Raises the first error once all were asked: each
+        server that commits can restart from this checkpoint, whatever happens to the others.
         """
-        self.progress_at = time.monotonic()
+        self.progress_at = time.monotonic()  # a commit moves no bytes, and must not look like a stall
+        # Collected, not raised at once: `_on_all` raises without waiting for the other servers.
         failures: list[PersiaError] = []
 
         def commit_at(peer: Peer) -> None:
@@ -259,8 +267,8 @@ class DumpOperation(Operation):
             )
 
     def _require_known(self, peer: Peer, failure: UnavailableError) -> None:
-        """A lost server reads at its next start that the checkpoint counts. UnavailableError: not surely, as
-        it may have taken the marker away before the manifest had arrived."""
+        """A lost server finds out at its next start that the checkpoint is committed. UnavailableError: on
+        storage without an atomic rename, it may have removed the marker before the manifest was stored."""
         is_marked = False  # also where that cannot be told
         with contextlib.suppress(StorageError):
             is_marked = self._marker.exists()
@@ -302,9 +310,7 @@ class LoadOperation(Operation):
         state of new rows. Without `with_state` rows have none, and cannot be trained.
         """
         manifest, digest = Manifest.read(self.directory)
-        if manifest.embeddings is None:
-            raise NotFoundError(f"{self.directory} has no embeddings: only its dense part was dumped")
-        section = manifest.embeddings
+        section = manifest.require_embeddings(self.directory)
         config = train_config.hex() if train_config is not None else section.train_config
         self._check_section(section, config, with_state=with_state, fresh_state=fresh_state)
         arguments = {
@@ -316,10 +322,13 @@ class LoadOperation(Operation):
             "strict": strict,
             "in_place": section.dump_id if section.in_place else None,
         }
+        # Nothing is replaced before every server has checked its rows: a damaged file must not leave a job
+        # with the rows of two checkpoints.
         try:
             self.ask_all(Verb.LOAD, arguments)
             checked = self._await("checking", State.CHECKED)
             num_rows = sum(report.total_rows for report in checked)
+            # Each server checks its share of the virtual shards. Only their sum shows that none was left out.
             if num_rows != section.num_rows:
                 raise CorruptionError(
                     f"the servers found {num_rows} rows in {self.directory}, its manifest says "
@@ -358,7 +367,7 @@ class LoadOperation(Operation):
             self._await("loading", State.DONE)
         except PersiaError as failure:
             raise type(failure)(
-                f"{failure}; other servers may have replaced their rows already: load again before going on"
+                f"{failure}; other servers may have replaced their rows already: load again before you train"
             ) from failure
 
     def _report_slot_changes(self, reports: Sequence[Report]) -> None:

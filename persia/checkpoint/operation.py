@@ -79,6 +79,7 @@ class Operation:
                 if report.error is not None:
                     raise type(report.error)(f"{peer}: {report.error}")
             done = sum(report.done_bytes for report in reports), sum(report.done_rows for report in reports)
+            # Any movement of any server counts: a slow storage is no failure, a stalled one is.
             if done != last_done:
                 last_done, self.progress_at = done, time.monotonic()
                 polls.progressed()
@@ -93,6 +94,7 @@ class Operation:
 
     def _ask(self, peer: Peer, request: Request) -> Report:
         """Repeats the request until it is answered; UnavailableError names a server that is silent."""
+        # Before its first answer a server may be busy with another operation, or still be starting.
         is_first = request.verb in (Verb.DUMP, Verb.LOAD)
         patience_s = self.deadline_s if is_first else min(self.deadline_s, _SILENCE_S)
         attempts = Attempts(patience_s, pause_s=_RETRY_S)
@@ -101,6 +103,7 @@ class Operation:
             try:
                 return peer.call(request, min(_CALL_TIMEOUT_S, max(attempts.left_s, 0.1)))
             except NotFoundError as failure:
+                # A restarted server has lost its snapshot: repeating the request cannot help.
                 raise UnavailableError(
                     f"{peer} has restarted during {self.operation}, which it no longer knows"
                 ) from failure
@@ -119,7 +122,7 @@ class Operation:
 
     def _on_all(self, function: Callable[[Peer], Any]) -> list[Any]:
         """Calls `function` with every peer in parallel; it must end by itself. Raises the first error."""
-        if len(self.peers) == 1:
+        if len(self.peers) == 1:  # polls are frequent: no thread for a single server
             return [function(self.peers[0])]
         pool = DaemonPool(min(len(self.peers), _MAX_PARALLEL_CALLS), f"persia-{self.operation}")
         try:
@@ -158,6 +161,7 @@ class Operation:
 
 def check_visible(directory: Location, files: Sequence[FileEntry]) -> None:
     """Checks that what servers wrote is visible from here: they may have other disks."""
+    # By size only. The checksums are of what the servers read back from the storage.
     for file in files:
         path = directory / file.path
         try:

@@ -20,8 +20,8 @@ from persia.validation import Count, complaint, json_object, read_document, to_j
 
 __all__ = ["IN_PLACE_NAME", "Report", "Request", "State", "Verb"]
 
-# In a dump's folder, from its beginning on. Servers see by it that their directory is the coordinator's, and
-# the file that makes the dump count is made of it: who removes it keeps the dump from counting.
+# A marker in a dump's folder, written before servers are asked. It shows servers that their directory is the
+# coordinator's. The coordinator commits the dump by renaming it: a server prevents that by removing it.
 IN_PLACE_NAME = "in_place"
 
 

@@ -31,7 +31,7 @@ from persia.errors import (
     PersiaError,
 )
 from persia.logger import get_default_logger
-from persia.messaging.daemon_pool import DaemonPool, give_way
+from persia.messaging.daemon_pool import DaemonPool, lower_priority
 from persia.observability.checkpointing import CheckpointLog
 from persia.storage.location import Location
 from persia.storage.manifest import FileEntry, Manifest, is_dump_id
@@ -83,7 +83,7 @@ class ServerShare:
     num_threads: int  # files that are written, or read, at the same time
     # Whether dumps run at a lower priority: in a server. Not in a process that trains: a nice thread
     # that is preempted while it holds the GIL keeps the training waiting for it.
-    gives_way: bool = False
+    lowers_priority: bool = False
     dump_percent: int = CheckpointingConfig().dump_percent  # CPU share of dumps while rows are trained
     log: CheckpointLog = field(default_factory=CheckpointLog)
     tier: JobMaker | None = None  # makes jobs whose rows stay in it; None: rows are in memory alone
@@ -163,7 +163,7 @@ class ServerJob(ABC):
         self._thread.join(_STOP_S)
 
     def close(self) -> None:
-        """As `cancel`, because the server ends and not because its coordinator asks for it."""
+        """As `cancel`, at the end of the server: the coordinator may still commit the checkpoint."""
         self._is_closing = True
         self.cancel()
 
@@ -197,6 +197,7 @@ class ServerJob(ABC):
         except Exception as failure:
             get_default_logger().exception("%s failed", self.operation)
             error = InternalError(f"{type(failure).__name__}: {failure}")
+        # Before the state changes: who sees DONE may begin the next operation, which needs the store.
         self._release()
         if error is not None and self._cancelled and self._may_end:
             error = FailedPreconditionError(_CANCELLED)  # and whatever failed on the way
@@ -204,7 +205,7 @@ class ServerJob(ABC):
             get_default_logger().warning("%s failed: %s", self.operation, error)
             self._clean_up()
         self._share.log.ended(self._kind, began=self._began, done=error is None)
-        with self._changed:
+        with self._changed:  # both at once, for `report`
             self._state = State.DONE if error is None else State.FAILED
             self._error = error
 
@@ -223,6 +224,7 @@ class ServerJob(ABC):
             self._state = State.CHECKED
             while not self._wants_apply:
                 self._check_alive()
+                # Wakes up by itself, too: the end of the lease notifies nothing.
                 self._changed.wait(min(1.0, self._lease_s / 4))
             # From here on it cannot be cancelled: half of the second phase would be worse than either state.
             self._state, self._may_end = State.RUNNING, False
@@ -241,10 +243,11 @@ class ServerJob(ABC):
         remaining, lock = iter(tasks), threading.Lock()
         failures: list[Exception] = []
 
+        # Tasks are taken one by one, not divided: files and chunks differ in size by orders of magnitude.
         def serve() -> None:
             while not failures:
                 try:
-                    with lock:
+                    with lock:  # a generator may not be advanced by two threads
                         task = next(remaining, None)
                     if task is None:
                         return
@@ -294,6 +297,7 @@ class SnapshotJob(ServerJob):
         self._snapshot.close()
 
     def _clean_up(self) -> None:
+        # One by one, not the folder: other servers have files in it.
         for file in self._files:
             (self._directory / file.path).remove_quietly()
 
@@ -328,6 +332,7 @@ class DumpJob(SnapshotJob):
     def __init__(self, request: Request, share: ServerShare, lease_s: float) -> None:
         require_dump_id(request)
         dump = request.read(_Dump)
+        # From the store, before the snapshot: a restarted training has the same rows as a continued one.
         if not dump.keep_small_rows:
             share.store.remove_small_rows()  # does nothing where no slot has a min_norm
         snapshot = share.store.begin_snapshot(
@@ -345,8 +350,8 @@ class DumpJob(SnapshotJob):
         self._snapshot.close()  # a throttled dump may pause for longer than `cancel` waits
 
     def _work(self) -> None:
-        if self._share.gives_way:
-            give_way()  # compression takes much processor time, which training needs more
+        if self._share.lowers_priority:
+            lower_priority()  # compression takes much processor time, which training needs more
         self._write_files("embeddings")
 
 
@@ -383,6 +388,7 @@ class LoadJob(ServerJob):
         self._loader = self._share.store.begin_load(
             config, with_state=self._load.with_state, fresh_state=self._load.fresh_state
         )
+        # The files are read twice. Checked rows of a whole model would not fit into memory a second time.
         self._on_threads(self._pass_over(files, checks=True))
         self._await_apply()
         self._done_rows = 0
@@ -392,7 +398,7 @@ class LoadJob(ServerJob):
             self._loader.commit()
         except PersiaError as failure:
             raise type(failure)(
-                f"{failure}; the rows of this server are incomplete now: load a checkpoint before going on"
+                f"{failure}; the rows of this server are incomplete now: load a checkpoint before you train"
             ) from failure
         get_default_logger().info(
             "%d rows loaded from %s, %d evicted",
@@ -403,14 +409,13 @@ class LoadJob(ServerJob):
 
     def _open_files(self) -> list[ShardFile]:
         manifest, digest = Manifest.read(self._directory)
+        # By content, not by path: a shared directory may be mounted late, or hold another run's checkpoint.
         if digest != self._load.manifest:
             raise CorruptionError(
                 f"the manifest of {self._directory} is not the one that the coordinator read: the checkpoint "
                 "was replaced meanwhile, or this server sees another directory of that name; load again"
             )
-        section = manifest.embeddings
-        if section is None:
-            raise InvalidArgumentError(f"{self._directory} has no embeddings")
+        section = manifest.require_embeddings(self._directory)
         section.require_files(self._directory)
         if section.schema is not None and self._share.schema is not None:
             changes = section.schema.changes_to(self._share.schema)
@@ -429,6 +434,7 @@ class LoadJob(ServerJob):
 
     def _pass_over(self, files: list[ShardFile], *, checks: bool) -> Iterator[Callable[[], None]]:
         """Yields one task for each chunk of this server's rows."""
+        # With as many servers as at the dump a file is read by one; otherwise each reads its ranges of all.
         for file in files:
             for chunk in file.chunks_of(self._share.owns):
                 yield functools.partial(self._consume, file, chunk, checks=checks)

@@ -33,14 +33,14 @@ from persia.waiting import Attempts
 __all__ = ["TrainingDumps", "request_training_dump"]
 
 _LEASE_S = 60.0  # a request is forgotten after so long without a question about it
+_CALL_S = 5.0  # one question
 _LONGEST_HOLD_S = 3600.0
-_SILENCE_S = 30.0
-_CALL_S = 5.0
+_SILENCE_S = 30.0  # of rank 0, until it is considered dead
 _POLL_S = 0.2
 
 
 class _Write(Protocol):
-    """Writes everything, or leaves the rows in the servers' pools."""
+    """Writes everything, or leaves the rows in the servers' storage tiers."""
 
     def __call__(self, directory: str, /, *, in_place: bool) -> None: ...
 
@@ -94,6 +94,7 @@ class TrainingDumps:
         with self._changed:
             if request.verb is Verb.DUMP:
                 self._begin(request)
+            # A second request may arrive while the training is held for the first, whose caller still polls.
             known = (d for d in (self._dump, self._held) if d is not None)
             dump = next((d for d in known if d.operation == request.operation), None)
             if dump is None:
@@ -115,6 +116,7 @@ class TrainingDumps:
             if dump is None or dump.is_over or dump.is_forgotten:
                 return
             dump.has_begun = True
+        # Without the lock: polls, which keep the request alive, are answered while the dump is written.
         error: PersiaError | None = None
         try:
             self._write(dump.arguments.directory, in_place=dump.arguments.in_place)
@@ -158,14 +160,15 @@ def request_training_dump(
     session: Session, directory: str, *, hold_s: float, deadline_s: float, in_place: bool = False
 ) -> None:
     """Returns when rank 0 of the job has written dense part and rows; it then waits for up to `hold_s`.
-    With `in_place` rows stay in the servers' pools.
+    With `in_place` rows stay in the servers' storage tiers.
 
     Raises FailedPreconditionError where there is no training to ask, or it ends no batch within `deadline_s`,
     DeadlineExceededError where it does not answer, ResourceExhaustedError where it is busy with another dump:
     nothing has changed, and the same may succeed later. Otherwise what kept rank 0 from dumping.
 
-    Whoever is interrupted meanwhile, by an exception of a signal handler, holds no training.
+    An exception of a signal handler during the call releases the training.
     """
+    # A new name for each call: rank 0 recognises repetitions of this one by it.
     operation = make_dump_id()
     arguments = {"directory": directory, "hold_s": hold_s, "in_place": in_place}
     request = Request(verb=Verb.DUMP, operation=operation, arguments=arguments)

@@ -33,7 +33,7 @@ class LocalBroker:
         return Registration(lambda: self._remove(subject, handler))
 
     def listeners(self, subject: str) -> list[Handler]:
-        with self._lock:
+        with self._lock:  # a copy: handlers may subscribe and unsubscribe while they are called
             return list(self._listeners.get(subject, ()))
 
     def _remove(self, subject: str, handler: Handler) -> None:

@@ -15,15 +15,10 @@ from enum import IntEnum
 from persia.errors import CorruptionError
 from persia.validation import Count, json_object, read_document, to_json
 
-__all__ = [
-    "BatchAnnouncement",
-    "EndOfStream",
-    "FlowReply",
-    "IdsReply",
-    "IdsRequest",
-    "ReplyStatus",
-]
+__all__ = ["BatchAnnouncement", "EndOfStream", "FlowReply", "IdsReply", "IdsRequest", "ReplyStatus"]
 
+# Little endian, without padding: the layouts of docs/wire_format.md. Bodies follow their header unchanged:
+# features may have many megabytes, and are only decoded by the native module.
 _IDS_HEADER = struct.Struct("<II")
 _IDS_REPLY = struct.Struct("<IIQQ")
 _FLOW_REPLY = struct.Struct("<II")

@@ -68,6 +68,7 @@ class Receiver:
         await self._drain(grace_s)
         if self._tasks:
             _, unfinished = await asyncio.wait(self._tasks, timeout=grace_s)
+            # Cancelled tasks answer with an error: the peer need not wait for its time-out.
             for task in unfinished:
                 task.cancel()
             if unfinished:
@@ -75,7 +76,7 @@ class Receiver:
         self._pool.close()
 
     async def _drain(self, grace_s: float) -> None:
-        """Unsubscribes, and hands the messages that have come meanwhile to the handler."""
+        """Unsubscribes, and hands the messages received before that to the handler."""
         if self._subscription is None:
             return
         drain = asyncio.ensure_future(self._subscription.drain())  # type: ignore[no-untyped-call]
@@ -91,7 +92,7 @@ class Receiver:
             await drain
 
     async def _on_message(self, message: Msg) -> None:
-        # The client calls this for one message at a time: waiting here stops this subject only.
+        # The client calls this for one message at a time: waiting here holds up this subject only.
         await self._permits.acquire()
         task = asyncio.get_running_loop().create_task(self._handle(message))
         self._tasks.add(task)  # the loop itself holds tasks only weakly

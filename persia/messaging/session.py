@@ -99,6 +99,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
                 raise FailedPreconditionError(f"this NATS session is {self._state} already: create a new one")
             self._thread.start()
             self._state = "open"
+        # The broker would otherwise see the connection break, and peers would miss the last messages.
         atexit.register(self.close)
         try:
             self._call(self._connect(deadline_s), deadline_s)
@@ -168,7 +169,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         return self._register(Receiver(self._client, subject, callback, replies=False, max_concurrency=1))
 
     def on_reconnect(self, callback: Callable[[], None]) -> Registration:
-        """Calls `callback()` on a thread each time that a lost connection is there again."""
+        """Calls `callback()` on a thread each time that a lost connection is restored."""
         self._reconnect_callbacks.append(callback)
         return Registration(lambda: self._reconnect_callbacks.remove(callback))
 
@@ -212,8 +213,8 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
             raise
 
     def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
-        # Under the lock: whatever is submitted before `close` is on the loop before the shutdown, which
-        # cancels it.
+        # Under the lock: a call submitted before `close` reaches the loop before the shutdown, which cancels
+        # it. Without the lock the caller could wait for a loop that has stopped.
         with self._lock:
             if self._state == "open" and threading.current_thread() is not self._thread:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -318,6 +319,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
                     await asyncio.wait_for(self._client.flush(), _CLOSE_GRACE_S)
                 if self._client.is_connected or self._client.is_reconnecting:
                     await asyncio.wait_for(self._client.close(), _CLOSE_GRACE_S)
+            # Threads that still wait get a CancelledError, which `_call` reports as a closed session.
             others = asyncio.all_tasks() - {asyncio.current_task()}
             for task in others:
                 task.cancel()
@@ -339,6 +341,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         self._cancel_loss_report()
         if self._state == "open":
             self._loss_report = self._loop.call_later(_LOSS_REPORT_S, self._report_loss)
+        # The client would let them wait for their time-outs: a reply to a lost connection is never repeated.
         for task in tuple(self._waiting):
             task.cancel()
 
@@ -354,6 +357,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
     async def _on_reconnected(self) -> None:
         self._cancel_loss_report()
         get_default_logger().info("connected to NATS at %s again", self._address)
+        # Not on the loop: callbacks call the session, which waits for the loop.
         for callback in tuple(self._reconnect_callbacks):
             self._notifier.submit(_run_reconnect_callback, callback)
 

@@ -17,11 +17,7 @@ from pydantic import Field, StrictBool
 from persia.checkpoint.protocol import Request
 from persia.checkpoint.server_job import ServerShare, SnapshotJob
 from persia.config import GlobalConfig
-from persia.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    ResourceExhaustedError,
-)
+from persia.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from persia.logger import get_default_logger
 from persia.storage.location import Location
 from persia.storage.position import is_packet_folder
@@ -32,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ChangesJob", "IncrementalSettings", "ServerChanges"]
 
-# Up to so many changes one thread and one file are quicker than several.
+# Fewer changes are written faster by one thread to one file than to several files.
 _ROWS_OF_ONE_FILE = 100_000
 _READ_BYTES = 1 << 20
 
@@ -112,6 +108,7 @@ class ServerChanges:
     def status(self) -> dict[str, Any]:
         """For the coordinator: `settings`, `stream`, `is_from_start`, `num_rows`."""
         with self._lock:
+            # Here and not only in `take`: the trainer asks often, and tracks anew as soon as it knows.
             status = self._store.change_status()
             if status["has_overflowed"]:
                 self._lose()
@@ -173,8 +170,10 @@ class ChangesJob(SnapshotJob):
         if self._total_rows > 0:
             self._write_files("rows")
         else:
-            for part in self._parts:  # which must be read, though they have a header and an index alone
+            # An empty snapshot still has a header and an index, and can only be committed once it is read.
+            for part in self._parts:
                 while part.read(_READ_BYTES):
                     self._check_alive()
+        # Until the packet's manifest is written: a failed packet leaves the changes to the next one.
         self._await_apply()
         self._snapshot.commit()

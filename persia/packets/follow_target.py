@@ -81,7 +81,8 @@ def find_starts(
     ]
     starts.sort(key=lambda start: start.position, reverse=True)
     first = Position(target.stream, max(at_least, 1))
-    starts += _bases(log, first, found)  # the packet itself may say what it follows
+    # A restart names the checkpoint that it follows, which may have been dumped by another stream.
+    starts += _bases(log, first, found)
     if not starts:
         raise NotFoundError(
             f"there is no checkpoint with packet {first} and none after {target.number} in "

@@ -54,7 +54,7 @@ class PacketLog:
         found = self._pointed()
         if found is None:
             return max(self.positions(), default=None)
-        # A trainer that was killed has perhaps not come to replacing the pointer.
+        # A trainer that was killed may have added packets after it last replaced the pointer.
         while self.exists(found.next):
             found = found.next
         return found
@@ -70,12 +70,12 @@ class PacketLog:
         self._manifest(packet.position).replace(packet.encode())
         try:
             (self.location / _LATEST_NAME).replace(encode_pointer(packet.position.name))
-        except StorageError as failure:  # it may be late
+        except StorageError as failure:  # `newest` looks beyond the pointer, so it may be late
             get_default_logger().warning("packet %s is written, but: %s", packet.position, failure)
 
     def remove_until(self, last: Position) -> None:
-        """All packets up to `last`, those of earlier streams included, and what attempts to write packets
-        have left there, of trainers that were killed, say. Manifests go first: no half packet is seen."""
+        """Removes all packets up to `last`, those of earlier streams included, and the files of failed
+        attempts. Manifests first: a follower never sees a packet without its files."""
         for position in self.positions():
             if position <= last:
                 self._manifest(position).remove_quietly()

@@ -76,6 +76,7 @@ class PacketOperation(Operation):
         try:
             arguments = {"directory": str(self.log.files), "stream": self.position.stream}
             self.ask_all(Verb.TAKE, arguments)
+            # After all have answered: no change in the packet was made later than this.
             cut_at = time.time()
             dense_files = write_files(self.log.files, self.operation, dense.files) if dense else {}
             results = [report.result or {} for report in self._await("writing", State.CHECKED)]
@@ -93,6 +94,7 @@ class PacketOperation(Operation):
                 dense_step=None if dense is None else dense.step,
                 checkpoint=checkpoint,
             )
+            # Before the manifest: a follower must never see a packet whose files it cannot read.
             check_visible(self.log.files, packet.files)
             self.log.add(packet)
         except BaseException:
@@ -106,12 +108,13 @@ class PacketOperation(Operation):
         """Whether all servers have cleared their rows since the packet before."""
         flags = {bool(result["is_from_nothing"]) for result in results}
         if len(flags) > 1:
-            # One server has cleared its rows, another is about to. Changes of both come with the next packet.
+            # One server has cleared its rows, another is about to. The next packet has the changes of both.
             raise FailedPreconditionError(f"packet {self.position} waits: rows are being cleared")
         return flags.pop()
 
     def _commit(self) -> None:
-        """A server that does not hear it sends its changes once more: harmless, unless rows were cleared."""
+        """Lets servers forget the changes. One that misses it sends them again, which is harmless unless rows
+        were cleared."""
         try:
             self.ask_all(Verb.APPLY)
             self._await("committing", State.DONE)

@@ -1,8 +1,8 @@
-"""A packet: what changed on all servers of a training job between two cuts, as its manifest tells it.
+"""A packet: the manifest of what changed on all servers of a training job between two snapshot points.
 
-A stream of packets has numbers without gaps. Packet N brings rows that are as at packet N - 1, or newer, to
-what they were at its cut. Where that cannot be, a *restart* stands in the sequence instead and says what the
-packets behind it follow; every stream begins with one. Layout: docs/incremental_updates.md, "Format".
+Packets of a stream are numbered without gaps. Packet N turns the rows of packet N - 1, or newer ones, into
+those of its own snapshot point. Where changes were lost, a *restart* takes a number instead, and names the
+rows that later packets apply to; every stream begins with one. Layout: docs/incremental_updates.md, "Format".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The stream of packets that one run of a trainer writes: its last packet, and what the next one follows.
 
-Changes that a failed packet had come with the next one. Where changes are lost, a restart in the stream says
-so, and followers need a whole checkpoint that is newer.
+The next packet repeats the changes of a failed one. Where changes are lost, a restart in the stream says so,
+and followers need a whole checkpoint that is newer.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class PacketStream(DumpHook):
         return self._gate.acquire(blocking=False)
 
     def pause(self) -> Position | None:
+        # A packet takes a fraction of a second. One that hangs must not hold a dump up for ever.
         if not self._gate.acquire(timeout=self._deadline_s):
             raise DeadlineExceededError(
                 f"a packet of changes was not written within {self._deadline_s:g} s (PERSIA_DEADLINE_SEC)"
@@ -125,6 +126,8 @@ class PacketStream(DumpHook):
         self._checkpoint = CheckpointReference(url=str(directory), dump_id=section.dump_id, number=number)
         if self._needs_checkpoint_at is not None and number >= self._needs_checkpoint_at:
             self._needs_checkpoint_at = None
+        # On a thread of its own: this is called while training may wait, and removing files takes long on a
+        # storage service.
         threading.Thread(target=self._remove_old, args=(number,), name="persia-tidy", daemon=True).start()
 
     def loaded(self, section: EmbeddingSection, *, may_have_changed: bool) -> None:
@@ -160,7 +163,7 @@ class PacketStream(DumpHook):
         """Makes the changes of all servers follow this stream's last packet, by a restart if needed."""
         stream, log = self.position.stream, self._require_log()
         if self.last_try_failed and log.exists(self.position.next):
-            # The storage has it in spite of the error, and the changes in it have come back.
+            # The storage has it in spite of the error, and servers kept the changes in it as unwritten.
             self.position, self._lost = self.position.next, f"packet {self.position.next} had failed"
         self.last_try_failed = False
         is_first = self.position.number == 0 and self._restart is None
@@ -171,12 +174,14 @@ class PacketStream(DumpHook):
             reason = self._lost or ("there were rows before" if is_first else "a server has lost changes")
             self._begin_anew()
             self._restart = Base(kind=BaseKind.POSITION, reason=reason)
+        # Before any packet with rows that follow it, and again after a failure to write it.
         if self._restart is not None:
             self._write_restart(self._restart)
 
     def write(self, dense: DenseState | None) -> None:
         """Writes what has changed, and `dense` with it, as the next packet."""
         position, began_at = self.position.next, time.time()
+        # A folder of its own for each attempt: files of a failed one may still appear on a storage service.
         operation = PacketOperation(
             position.make_folder(),
             self.peers,
@@ -197,13 +202,14 @@ class PacketStream(DumpHook):
 
     def _begin_anew(self) -> None:
         """Forgets all changes so far: those from now on follow a checkpoint that is begun later."""
-        self._lost = self._lost or "changes were begun anew"  # unless all servers hear it
+        # Set until all servers have answered: if one does not, the next packet must try this again.
+        self._lost = self._lost or "changes were begun anew"
         begin_stream(self.peers, self.position.stream, self._deadline_s, anew=True)
         self._lost, self._changed_after = None, time.time()
 
     def _write_restart(self, base: Base) -> None:
         position = self.position.next
-        if position.number > 1:
+        if position.number > 1:  # every stream begins with a restart
             get_default_logger().warning("followers need a new checkpoint: %s", base.reason)
         packet = Packet(
             position=position,

@@ -15,11 +15,7 @@ from persia.checkpoint.peers import Peer
 from persia.errors import PersiaError
 from persia.logger import get_default_logger
 from persia.packets.log import PacketLog
-from persia.packets.operation import (
-    ChangeStatus,
-    DenseState,
-    ask_changes,
-)
+from persia.packets.operation import ChangeStatus, DenseState, ask_changes
 from persia.packets.stream import PacketCounts, PacketStream
 from persia.storage.position import Position
 from persia.waiting import Attempts
@@ -54,6 +50,7 @@ class PacketWriter:
         self._deadline_s = deadline_s
         self._step = step
         self._num_trainers = num_trainers
+        # Beside the job's, as a `Checkpoints` is for one thread. The hook keeps the two from overlapping.
         self._checkpoints = Checkpoints(find_peers, deadline_s=deadline_s)
         self._checkpoints.hook = self.stream
         self._next_checkpoint = float("-inf")
@@ -89,7 +86,7 @@ class PacketWriter:
         """Writes the last packet, and a checkpoint when followers need one. Without `timeout_s` it waits as
         long as there is progress within the job's deadline."""
         self._stop.set()
-        if self._thread.ident is None:
+        if self._thread.ident is None:  # it was never started
             return
         began_at = time.monotonic()
         self._thread.join(_CONNECT_S if timeout_s is None else min(timeout_s, _CONNECT_S))
@@ -124,6 +121,7 @@ class PacketWriter:
                 if self._stop.wait(1.0):
                     return
         tick_s, pause_s = min(_LONGEST_TICK_S, self.stream.settings.interval_s / 4), 0.0
+        # After failures the pauses grow: each try asks all servers and may write files in vain.
         while not self._stop.wait(max(tick_s, pause_s)):
             pause_s = 0.0 if self._survives(self._tick) else min(max(1.0, 2 * pause_s), _LONGEST_PAUSE_S)
         self._survives(self._finish)
@@ -201,9 +199,11 @@ class PacketWriter:
 
     def _checkpoint_if_needed(self) -> None:
         """Writes a checkpoint that followers need."""
+        # `_next_checkpoint`: training that outruns `keep_packets` would need one checkpoint after another.
         if not self.stream.needs_checkpoint or time.monotonic() < self._next_checkpoint:
             return
         if self._dense is None and not self._stop.is_set():
+            # Followers need rows and dense model together: wait until the training offers one.
             self.wants_dense = self._offered is None
             return
         assert self.log is not None, "connected"
@@ -221,6 +221,7 @@ class PacketWriter:
             )
             self._checkpoints.wait_for_dump()
         finally:
+            # Also after a failure: a storage that refuses is not asked at every tick.
             took_s = time.monotonic() - began_at
             self._next_checkpoint = time.monotonic() + took_s / _SHARE_OF_CHECKPOINTS
         self.stream.counts.checkpoints += 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from persia.checkpoint.checkpoints import Source
 from persia.checkpoint.protocol import Request, State, Verb
 from persia.checkpoint.server_job import LoadJob, ServerShare
-from persia.errors import FailedPreconditionError, NotFoundError
+from persia.errors import FailedPreconditionError
 from persia.packets.applier import PacketApplier, clear_rows, replace_rows
 from persia.packets.log import PacketLog
 from persia.packets.packet import Packet
@@ -74,9 +74,7 @@ def load_share(share: ServerShare, checkpoint: str) -> int:
     """Loads a server's rows, without the optimizer's state, after all were checked; how many there are."""
     place = Source(checkpoint).location
     manifest, digest = Manifest.read(place)
-    section = manifest.embeddings
-    if section is None:
-        raise NotFoundError(f"{place} has no embeddings: only its dense part was dumped")
+    section = manifest.require_embeddings(place)
     if section.train_config is None:
         raise FailedPreconditionError(
             f"{place} was dumped before the servers had an optimizer: it has no rows"

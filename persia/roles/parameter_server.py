@@ -132,7 +132,7 @@ def _share(
         replicas=options.replica_size,
         schema=None if slots is None else RowSchema.of(slots),
         num_threads=config.common_config.checkpointing_config.num_workers,
-        gives_way=True,
+        lowers_priority=True,
         dump_percent=dump_percent(config),
         tier=tier,
     )

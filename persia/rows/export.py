@@ -53,7 +53,7 @@ def _slots(reader: RowReader, on_bytes: Callable[[int], None]) -> Iterator[tuple
     """(slot, rows) of every block."""
     groups = RowGroups(reader.section.schema)
     for block in reader.blocks(on_bytes=on_bytes):
-        columns = {
+        columns: _Rows = {
             "ids": groups.ids(block.signs),
             "ages": block.ages,
             "embeddings": block.embeddings,
@@ -79,6 +79,7 @@ def _to_parquet(
     with contextlib.ExitStack() as stack:
         writers: dict[str, Any] = {}
 
+        # Blocks are small. A Parquet row group for each of them would be slow to write and to read.
         def flush(name: str) -> None:
             table = pyarrow.concat_tables(waiting.pop(name)).combine_chunks()
             if name not in writers:

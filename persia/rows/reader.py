@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.errors import CorruptionError, NotFoundError, PersiaError
+from persia.errors import CorruptionError, PersiaError
 from persia.storage.location import Location
 from persia.storage.manifest import NUM_VIRTUAL_SHARDS, EmbeddingSection, FileEntry, Manifest
 from persia.storage.schema import RowSchema
@@ -54,9 +54,7 @@ class RowReader:
         """NotFoundError: no checkpoint there, or one without embeddings; CorruptionError names the file."""
         self.location = resolve(Location.of(url))
         self.manifest, _ = Manifest.read(self.location)
-        if self.manifest.embeddings is None:
-            raise NotFoundError(f"{self.location} has no embeddings: only its dense part was dumped")
-        self.section: EmbeddingSection = self.manifest.embeddings
+        self.section: EmbeddingSection = self.manifest.require_embeddings(self.location)
         self.section.require_files(self.location)
         self._files = [ShardFile(self.location, entry) for entry in self.section.files]
 

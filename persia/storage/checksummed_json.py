@@ -44,6 +44,7 @@ def decode_document(content: bytes, what: str, *, form: str) -> dict[str, Any]:
 
     Version 1 had no checksum, and is read without.
     """
+    # Before the checksum: a file of another format deserves a better message than "damaged".
     values: dict[str, Any] = json_object(content, what)
     if values.get("format") != form:
         raise CorruptionError(f"{what} is no manifest of a {form}")

@@ -112,6 +112,7 @@ def load_state(instance: TorchState, content: bytes, what: str, map_location: An
     CorruptionError, naming `what`: the bytes are no torch file. What the state does not fit raises torch's
     own error.
     """
+    # weights_only: a checkpoint may come from anywhere, and a pickle can run code.
     try:
         state = torch.load(io.BytesIO(content), map_location=map_location, weights_only=True)
     except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as failure:
@@ -137,6 +138,7 @@ def _without_prefixes(state: dict[str, Any], wanted: Collection[str]) -> dict[st
 @contextlib.contextmanager
 def undone_on_error(instances: Sequence[TorchState]) -> Iterator[None]:
     """After an error inside the block, `instances` are as they were before it."""
+    # Copies: `state_dict` refers to the tensors that loading overwrites.
     before = [copy.deepcopy(instance.state_dict()) for instance in instances]
     try:
         yield

@@ -1,8 +1,8 @@
 """manifest.json: what makes a set of files a checkpoint.
 
-Every dump writes files of its own, in a folder named after it; the manifest names those that count, with
-their sizes and checksums, and is replaced in one step. Whoever reads it sees the checkpoint before a dump or
-the one after it, never something between. Layout: docs/checkpoint_format.md, "Manifest".
+Every dump writes files of its own, in a folder named after it. The manifest names the files of the
+checkpoint, with their sizes and checksums, and is replaced in one step. A reader sees the checkpoint before a
+dump or the one after it, never a mixture. Layout: docs/checkpoint_format.md, "Manifest".
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class DenseSection:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A whole checkpoint. Its parts may come from different dumps: `dump_embedding` renews one of them."""
+    """A whole checkpoint. Its sections may be of different dumps: `dump_embedding` replaces one of them."""
 
     step: Count | None = None  # of the training loop, as the script or its context counts
     dense: DenseSection | None = None
@@ -188,6 +188,12 @@ class Manifest:
             created_by=f"persia {__version__}",
         )
 
+    def require_embeddings(self, directory: Location) -> EmbeddingSection:
+        """The rows of the checkpoint in `directory`; NotFoundError: it has none."""
+        if self.embeddings is None:
+            raise NotFoundError(f"{directory} has no embeddings: only its dense part was dumped")
+        return self.embeddings
+
     def encode(self) -> bytes:
         return encode_document(_FORMAT, to_json(self))
 
@@ -195,6 +201,7 @@ class Manifest:
     def decode(cls, content: bytes, what: str) -> Manifest:
         """Raises CorruptionError, naming `what`, for anything but a manifest of a known version."""
         values = decode_document(content, what, form=_FORMAT)
+        # Version 1 has no checksum: without these checks a damaged key would become its default.
         require_keys(values, ("created_by",), what)
         if isinstance(rows := values.get("embeddings"), Mapping):
             require_keys(rows, ("num_virtual_shards", "servers", "files"), f"{what}: embeddings")
@@ -208,8 +215,8 @@ class Manifest:
             content = path.read_replaced(max_bytes=MAX_MANIFEST_BYTES)
         except NotFoundError as failure:
             raise NotFoundError(
-                f"{directory} is no checkpoint: it has no {MANIFEST_NAME}. Check the path; a dump that was "
-                "broken off leaves none"
+                f"{directory} is no checkpoint: it has no {MANIFEST_NAME}. Check the path; an unfinished "
+                "dump leaves none"
             ) from failure
         return cls.decode(content, str(path)), hashlib.sha256(content).hexdigest()
 

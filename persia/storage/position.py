@@ -13,6 +13,7 @@ from pydantic import Field
 __all__ = ["Position", "is_packet_folder", "make_stream_id"]
 
 _STREAM = r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}"
+# Twelve digits: names sort like numbers, and a listing of the storage is in order.
 _NAME = re.compile(rf"packet-({_STREAM})-(\d{{12}})", re.ASCII)
 _FOLDER = re.compile(rf"packet-({_STREAM})-(\d{{12}})-[0-9a-f]{{8}}", re.ASCII)
 _MAX_NUMBER = 10**12 - 1

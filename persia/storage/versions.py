@@ -48,10 +48,11 @@ def resolve(location: Location) -> Location:
     except NotFoundError as failure:
         raise NotFoundError(
             f"{location} is no checkpoint: it has neither {MANIFEST_NAME} nor {LATEST_NAME}. Check the path; "
-            "a dump that was broken off leaves neither"
+            "an unfinished dump leaves neither"
         ) from failure
     if not _VERSION.fullmatch(name):
         raise CorruptionError(f"{pointer} says {name!r:.80}, not the name of a step's folder")
+    # A person may have removed the folder, or copied `latest` without it.
     if not (location / name / MANIFEST_NAME).exists_replaced():
         known = ", ".join(version.name for version in _versions(location)) or "none"
         raise NotFoundError(f"{pointer} names {name}, which is no checkpoint; those there: {known}")
@@ -84,7 +85,7 @@ def set_latest(root: Location, newest: str) -> None:
 def keep_newest(root: Location, newest: str, keep_last: int) -> None:
     """Removes all but the last `keep_last` checkpoints up to `newest`."""
     others = [version for version in _versions(root) if version.name != newest]
-    # What is numbered above the newest belongs to a run that was given up: it goes first.
+    # Steps above the newest belong to an abandoned run, which was resumed from an earlier step.
     others.sort(key=lambda version: _step_of(version) < _step_of(root / newest))
     for version in others[: len(others) - (keep_last - 1)] if len(others) >= keep_last else ():
         get_default_logger().info("removing the old checkpoint %s", version)

@@ -1,10 +1,10 @@
 """The storage tier of one server: whose it is, and which checkpoints of the job its rows belong to.
 
-The rows of a job are in as many tier files as it has servers. Each is committed by itself, and yet all must
-go back to the same checkpoint. So servers only *prepare* a checkpoint. It counts once its manifest,
-replaced in one step, names it (or `latest` that manifest, of several), and then every server commits. A
-server that ended in between does what these say when it starts again. Before it gives a checkpoint up, it
-makes sure that it cannot count later. docs/adr/0018 has the reasons.
+A job has as many tier files as servers. Each file is committed by itself, and yet all servers must restart
+from the same checkpoint. So servers only *prepare* a checkpoint. The coordinator commits it by replacing the
+manifest in one step (or `latest`, among several checkpoints), and then every server commits its file. A
+server that ended in between reads at its next start what the manifest says. Before it gives a checkpoint up,
+it makes sure that no coordinator can commit it later. docs/adr/0018 has the reasons.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ServerTier:
 
         NotFoundError: `storage.path` is no directory; UnavailableError: another process has the folder;
         FailedPreconditionError: its rows are those of another server, or of other slots; StorageError:
-        whether its last checkpoint counts cannot be read.
+        the storage does not tell whether its last checkpoint is committed.
         """
         self._storage, self._num_threads = storage, num_threads
         self._store: EmbeddingStore | None = None
@@ -82,14 +82,15 @@ class ServerTier:
     @property
     def tier_options(self) -> TierOptions:
         """For the store of this server."""
-        from persia._native import TierOptions
+        from persia._native import TierOptions, inspect_pool
 
         storage = self._storage
+        size_bytes = inspect_pool(str(self.folder))["size_bytes"] if self._has_rows else 0
         return TierOptions(
             directory=str(self.folder),
             kind=storage.kind,
             # A tier file that was made, or grown, larger than the configuration says stays so.
-            size_bytes=max(storage.size_bytes, _size_of(self.folder) if self._has_rows else 0),
+            size_bytes=max(storage.size_bytes, size_bytes),
             cache_rows=storage.num_cache_rows,
             cache_bytes=storage.cache_bytes or 0,
             syncs=storage.syncs,
@@ -103,14 +104,7 @@ class ServerTier:
         if checkpoint is None:
             get_default_logger().info("rows are in %s; it has no checkpoint yet", self.folder)
             return
-        get_default_logger().info(
-            "%d rows recovered from %s: step %s, %s in %s",
-            stats["num_rows"],
-            self.folder,
-            "unknown" if checkpoint.step is None else checkpoint.step,
-            checkpoint.operation,
-            checkpoint.directory,
-        )
+        get_default_logger().info("%d rows recovered from %s: %s", stats["num_rows"], self.folder, checkpoint)
 
     @property
     def _has_rows(self) -> bool:
@@ -127,7 +121,7 @@ class ServerTier:
         return stats
 
     def status(self) -> dict[str, Any]:
-        """For people: the store's counts, and what the rows go back to."""
+        """For people: the store's counts, and the checkpoint that a restart begins with."""
         checkpoint = self.checkpoint()
         return {
             **self.stats(),
@@ -141,13 +135,14 @@ class ServerTier:
         return kind(request, share, lease_s, self)
 
     def checkpoint(self) -> TierCheckpoint | None:
-        """The checkpoint that the rows go back to when the server is started again."""
+        """The checkpoint whose rows the server has after a restart."""
         committed = self.stats()["committed"]
         known = (self._state.prepared, self._state.committed)
         return next((one for one in known if one is not None and one.number == committed), None)
 
     def prepare(self, checkpoint: TierCheckpoint) -> None:
-        """Writes down that the checkpoint's manifest decides from now on whether it counts."""
+        """Records that the manifest decides from now on whether the checkpoint is committed."""
+        # Before the server reports it: the coordinator may commit as soon as it has the report.
         self._write(replace(self._state, prepared=checkpoint))
 
     def finish(self, *, commit: bool) -> None:
@@ -213,8 +208,8 @@ class ServerTier:
         except NotFoundError:
             if self._has_rows:
                 raise FailedPreconditionError(
-                    f"{self.folder} has a pool and no {_STATE_NAME}, which says whose rows they are: give "
-                    "another storage.path, or remove the pool"
+                    f"{self.folder} has a tier file and no {_STATE_NAME}, which says whose rows they are: "
+                    "give another storage.path, or remove the folder"
                 ) from None
             return wanted
         try:
@@ -224,6 +219,7 @@ class ServerTier:
                 f"{failure}; if it is damaged, remove the folder {self.folder}, and load a checkpoint from "
                 "files"
             ) from failure
+        # Virtual shards are divided by the number of servers: another number would look for rows elsewhere.
         if (found.index, found.replicas) != (wanted.index, wanted.replicas):
             raise FailedPreconditionError(
                 f"{self.folder} has the rows of server {found.index} of {found.replicas}, and this is server "
@@ -235,7 +231,7 @@ class ServerTier:
             try:
                 changes = found.schema.changes_to(wanted.schema)
             except FailedPreconditionError as failure:
-                raise FailedPreconditionError(f"the pool in {self.folder}: {failure}") from failure
+                raise FailedPreconditionError(f"the tier file in {self.folder}: {failure}") from failure
             if changes:
                 get_default_logger().warning("%s: %s since its rows were made", self.folder, changes)
         return replace(found, schema=wanted.schema or found.schema)
@@ -262,6 +258,7 @@ def _folder(storage: StorageConfig, index: int) -> Path:
 
 
 def _locked(folder: Path) -> int:
+    # A lock of the open folder: it ends with the process, however that ends, and leaves no file behind.
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -271,13 +268,6 @@ def _locked(folder: Path) -> int:
             f"{folder} is in use by another process: stop it, or give each server its own --replica-index"
         ) from failure
     return handle
-
-
-def _size_of(folder: Path) -> int:
-    from persia._native import inspect_pool
-
-    size: int = inspect_pool(str(folder))["size_bytes"]
-    return size
 
 
 @dataclass(frozen=True)
@@ -308,7 +298,7 @@ class TierDumpJob(ServerJob):
         self._tier = tier
         self._dump = request.read(_Dump)
         self._directory = Location.of(self._dump.directory)
-        self._tier.settle()
+        self._tier.settle()  # at most one checkpoint may be undecided: the state has room for one
         self._number = self._tier.store.request_checkpoint()
 
     def _work(self) -> None:
@@ -321,6 +311,7 @@ class TierDumpJob(ServerJob):
             needs_latest=self._dump.needs_latest,
         )
         self._total_rows = checkpoint.num_rows
+        # From `prepare` on, only the manifest decides: this job may not give the rows up by itself.
         self._tier.prepare(checkpoint)
         self._await_apply()
         self._tier.finish(commit=True)
@@ -341,9 +332,8 @@ class TierDumpJob(ServerJob):
             probe.remove()
         except StorageError as failure:
             raise StorageError(
-                f"{failure}: servers with pools must be able to write and to remove files in the directory "
-                f"of a checkpoint in place, {self._directory}: give the server's user that right, if it is "
-                "this that fails"
+                f"{failure}: servers with storage tiers must be able to write and to remove files in the "
+                f"directory of a checkpoint in place, {self._directory}: check the rights of its user"
             ) from failure
 
     def _await_prepared(self) -> dict[str, int]:
@@ -363,9 +353,9 @@ class TierDumpJob(ServerJob):
 
     def _clean_up(self) -> None:
         if self._is_closing:
-            return  # the manifest may name it at any moment: the next start decides
+            return  # the coordinator may commit it at any moment: the next start decides
         try:
-            self._tier.settle()  # it may count all the same, if its coordinator is gone
+            self._tier.settle()  # the coordinator may have committed it before it ended
         except PersiaError as failure:
             get_default_logger().warning("%s stays undecided: %s", self.operation, failure)
             return
@@ -395,11 +385,12 @@ class TierLoadJob(ServerJob):
         self._tier.settle()
         checkpoint, stats = self._tier.checkpoint(), self._tier.stats()
         if checkpoint is None or checkpoint.operation != self._wanted:
-            has = "none" if checkpoint is None else f"{_described(checkpoint)}"
+            has = "none" if checkpoint is None else str(checkpoint)
             raise FailedPreconditionError(
-                f"the pool {self._tier.folder} goes back to another checkpoint than {self._wanted}: it has "
-                f"{has}; load the newest one, or one that was dumped to files"
+                f"the tier in {self._tier.folder} goes back to another checkpoint than {self._wanted}: it "
+                f"has {has}; load the newest one, or one that was dumped to files"
             )
+        # Updates since the commit are only undone when the tier file is opened.
         if stats["batch"] != stats["committed"] + 1:
             raise FailedPreconditionError(
                 f"this server has trained on since {self._wanted} (step {checkpoint.step}), to which only a "
@@ -407,7 +398,3 @@ class TierLoadJob(ServerJob):
             )
         self._total_rows = checkpoint.num_rows
         self._await_apply()
-
-
-def _described(checkpoint: TierCheckpoint) -> str:
-    return f"{checkpoint.operation} (step {checkpoint.step}) of {checkpoint.directory}"

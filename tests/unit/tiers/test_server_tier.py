@@ -406,7 +406,7 @@ def test_rows_in_place_have_no_files(root: Path, tmp_path: Path) -> None:
 def test_a_pool_of_nobody_is_not_taken(root: Path) -> None:
     (root / "server-0").mkdir()
     pmem.create(root / "server-0", size_bytes=32 << 20)
-    _refused(storage_at(root), FailedPreconditionError, "has a pool and no server.json")
+    _refused(storage_at(root), FailedPreconditionError, "has a tier file and no server.json")
 
 
 def test_a_pool_that_has_grown_stays_as_large_as_it_is(root: Path, tmp_path: Path) -> None:

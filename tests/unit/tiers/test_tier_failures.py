@@ -376,7 +376,9 @@ def test_servers_that_may_not_write_beside_the_manifest_say_so(
     faults.error = PermissionError(errno.EACCES, "not for you")
     job = job_at(root)
     faults.set("/server-1")
-    with pytest.raises(StorageError, match=r"server-1 could not be .*not for you.* give the server's user"):
+    with pytest.raises(
+        StorageError, match=r"server-1 could not be .*not for you.* check the rights of its user"
+    ):
         job.checkpoints.dump(DumpRequest(tmp_path / "c", step=1, in_place=True))
     assert faults.failed
     assert not (tmp_path / "c" / MANIFEST_NAME).exists()
