@@ -35,12 +35,9 @@ from persia.storage.manifest import (
 from persia.storage.position import Position
 from persia.storage.versions import is_latest, latest_of, version_name
 from persia.validation import read_document
-from persia.waiting import Attempts
 
 __all__ = ["DumpOperation", "DumpRequest", "LoadOperation"]
 
-_FIRST_POLL_S = 0.02
-_LONGEST_POLL_S = 1.0
 _KEEP_ALIVE_S = 5.0  # must be far below a server's lease
 
 
@@ -247,7 +244,7 @@ class DumpOperation(Operation):
     def _commit_at(self, peer: Peer) -> None:
         verb = Verb.APPLY
         try:
-            for _ in Attempts(self.deadline_s, pause_s=_FIRST_POLL_S, longest_pause_s=_LONGEST_POLL_S):
+            for _ in self._polls():
                 report = self._ask(peer, Request(verb=verb, operation=self.operation))
                 if report.state in (State.DONE, State.FAILED):
                     break

@@ -71,7 +71,7 @@ class Operation:
     def _await(self, phase: str, wanted: State) -> list[Report]:
         """Polls until every server is in the state `wanted`; raises the first failure of one."""
         last_done = (-1, -1)
-        polls = Attempts(self.deadline_s, pause_s=_FIRST_POLL_S, longest_pause_s=_LONGEST_POLL_S)
+        polls = self._polls()
         behind: list[str] = []
         for _ in polls:
             reports = self.ask_all(Verb.POLL)
@@ -91,6 +91,9 @@ class Operation:
             f"{self.operation}: no byte was moved for {self.deadline_s:g} s (PERSIA_DEADLINE_SEC); "
             f"not done: {', '.join(behind)}"
         )
+
+    def _polls(self) -> Attempts:
+        return Attempts(self.deadline_s, pause_s=_FIRST_POLL_S, longest_pause_s=_LONGEST_POLL_S)
 
     def _ask(self, peer: Peer, request: Request) -> Report:
         """Repeats the request until it is answered; UnavailableError names a server that is silent."""

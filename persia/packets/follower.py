@@ -243,9 +243,6 @@ class Follower(Generic[_Copy]):
             self._begin_anew(target, at_least=position.number)
             return
         self._num_failures = 0
-        self._reached(packet)
-
-    def _reached(self, packet: Packet) -> None:
         self._update(
             position=packet.position,
             step=packet.step,

@@ -11,7 +11,7 @@ from pydantic import StrictBool
 
 from persia.checkpoint.operation import Operation, check_visible
 from persia.checkpoint.peers import Peer
-from persia.checkpoint.protocol import Report, State, Verb
+from persia.checkpoint.protocol import State, Verb
 from persia.errors import FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
 from persia.packets.changes import IncrementalSettings
@@ -34,10 +34,6 @@ class ChangeStatus:
     is_from_start: StrictBool = False  # they are all rows of the store, and belong to no stream yet
     num_rows: Count = 0
 
-    @classmethod
-    def of(cls, report: Report) -> ChangeStatus:
-        return read_document(cls, report.result, "changes report")
-
 
 @dataclass(frozen=True, kw_only=True)
 class DenseState:
@@ -50,7 +46,7 @@ class DenseState:
 def ask_changes(peers: Sequence[Peer], deadline_s: float) -> list[ChangeStatus]:
     """Asks every server how much has changed."""
     reports = Operation("changes", peers, deadline_s).ask_all(Verb.CHANGES)
-    return [ChangeStatus.of(report) for report in reports]
+    return [read_document(ChangeStatus, report.result, "changes report") for report in reports]
 
 
 def begin_stream(peers: Sequence[Peer], stream: str, deadline_s: float, *, anew: bool) -> None:

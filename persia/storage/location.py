@@ -206,7 +206,10 @@ class Location:
             target.replace(content)
             return
         try:
-            self._turn_locally(target, content)
+            with _reported(self, f"become {target}"):
+                _write_durably(self.path, "r+b", content)  # never made anew
+                os.replace(self.path, target.path)
+                _sync_directory(posixpath.dirname(target.path))
         except (NotFoundError, StorageError) as failure:
             # On a network file system the rename may succeed although its answer is lost.
             if not target._holds(content):
@@ -261,12 +264,6 @@ class Location:
                     os.unlink(temporary)
                 raise
             _sync_directory(posixpath.dirname(self.path))
-
-    def _turn_locally(self, target: Location, content: bytes) -> None:
-        with _reported(self, f"become {target}"):
-            _write_durably(self.path, "r+b", content)  # never made anew
-            os.replace(self.path, target.path)
-            _sync_directory(posixpath.dirname(target.path))
 
     def _holds(self, content: bytes) -> bool:
         try:
