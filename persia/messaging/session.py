@@ -221,9 +221,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
             state = self._state
         coroutine.close()
         if state == "open":
-            raise FailedPreconditionError(
-                "a NATS handler on the session's loop may not call the session: it would wait"
-            )
+            raise FailedPreconditionError("a NATS handler on the session's loop would wait for itself")
         raise FailedPreconditionError(
             f"the NATS session {self._name} is {'not connected' if state == 'new' else state}"
         )
@@ -339,8 +337,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
 
     async def _on_disconnected(self) -> None:
         self._cancel_loss_report()
-        if self._state == "open":
-            self._loss_report = self._loop.call_later(_LOSS_REPORT_S, self._report_loss)
+        self._loss_report = self._loop.call_later(_LOSS_REPORT_S, self._report_loss)
         # The client would let them wait for their time-outs: a reply to a lost connection is never repeated.
         for task in tuple(self._waiting):
             task.cancel()
