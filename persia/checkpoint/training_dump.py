@@ -137,6 +137,7 @@ class TrainingDumps:
         last = self._dump
         if last is not None and last.operation == request.operation:
             return
+        # A forgotten request that has not begun is replaced: its caller has ended.
         if last is not None and (last.has_begun or not last.is_forgotten) and not last.is_over:
             raise ResourceExhaustedError(f"rank 0 is busy with {last.operation}; one dump is taken at a time")
         self._dump = _Dump(request)

@@ -103,6 +103,7 @@ class LocalSession:
             registration.close()
 
     def _register(self, subject: str, handler: Handler) -> Registration:
+        # Also kept here: the session ends its subscriptions, the broker outlives it.
         self._check_open()
         registration = self._broker.add(subject, handler)
         with self._lock:

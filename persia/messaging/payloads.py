@@ -125,6 +125,7 @@ class BatchAnnouncement:
         if requires_grad not in (0, 1):
             raise CorruptionError(f"{what}: requires_grad is {requires_grad}, not 0 or 1")
         _check_replica(what, loader, replicas)
+        # Loaders number their batches in turns: two of them must never use the same id.
         if batch_id % replicas != loader:
             raise CorruptionError(f"{what}: batch_id {batch_id} is not one of loader {loader} of {replicas}")
         dense = memoryview(payload)[_ANNOUNCEMENT.size :]

@@ -201,7 +201,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
             raise
         except concurrent.futures.CancelledError:
             raise UnavailableError(f"the NATS session {self._name} was closed meanwhile") from None
-        except concurrent.futures.TimeoutError:
+        except concurrent.futures.TimeoutError:  # the coroutine has a time-out, but the loop does not run it
             future.cancel()
             raise DeadlineExceededError(
                 f"the NATS session {self._name} is overloaded: no result in time"

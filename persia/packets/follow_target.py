@@ -59,6 +59,7 @@ def read_target(log: PacketLog) -> FollowTarget | None:
         raise CorruptionError(
             f"{path} says {name!r:.80}, which is no packet's name; write one as `latest` has, or remove it"
         )
+    # A pin may also name a packet of an earlier stream: the model before a restart of the training.
     if pin.stream == latest.stream:
         pin = min(pin, latest)  # what is not written yet cannot be reached
     return FollowTarget(position=pin, latest=latest, is_pinned=True)

@@ -42,6 +42,7 @@ class PacketLog:
         except NotFoundError as failure:
             raise NotFoundError(f"there is no packet {position} in {self.location}") from failure
         packet = Packet.decode(content, str(path))
+        # A manifest that was copied or renamed by hand would apply the wrong changes.
         if packet.position != position:
             raise CorruptionError(f"{path} is of packet {packet.position}")
         return packet

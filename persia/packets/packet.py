@@ -107,6 +107,7 @@ class Packet(RowSet):
         return super().num_bytes + sum(file.num_bytes for file in self.dense.values())
 
     def encode(self) -> bytes:
+        # `stream` and `number` at the top level, where people and tools look for them.
         values = to_json(self)
         return encode_document(_FORMAT, {**values.pop("position"), **values})
 
@@ -119,6 +120,7 @@ class Packet(RowSet):
 
     @model_validator(mode="after")
     def _check(self) -> Packet:
+        # A follower applies whatever passes here, so contradictions are refused that no trainer writes.
         if self.position.number == 0:
             raise CorruptionError("number is 0, packets count from 1")
         if self.position.number == 1 and not self.is_restart:

@@ -152,6 +152,7 @@ class PacketStream(DumpHook):
 
     def ask(self) -> list[ChangeStatus]:
         """Asks every server how much has changed."""
+        # Before the question: a change made during it must not be older than `changed_after` of its packet.
         asked_at = time.time()
         statuses = ask_changes(self.peers, min(self._deadline_s, _STATUS_DEADLINE_S))
         self.has_changes = any(status.num_rows > 0 for status in statuses)

@@ -125,6 +125,7 @@ class PacketWriter:
         while not self._stop.wait(max(tick_s, pause_s)):
             pause_s = 0.0 if self._survives(self._tick) else min(max(1.0, 2 * pause_s), _LONGEST_PAUSE_S)
         self._survives(self._finish)
+        self._checkpoints.close(finish=True)
 
     def _survives(self, action: Callable[[], None]) -> bool:
         try:
@@ -134,6 +135,7 @@ class PacketWriter:
             get_default_logger().error("no packet of changes was written: %s", failure)
         except Exception:
             get_default_logger().exception("no packet of changes was written")
+        # The storage may have the packet in spite of the error: `follow` looks for it at the next try.
         self.stream.last_try_failed = True
         self.stream.counts.failures += 1
         return False

@@ -79,6 +79,7 @@ def _tables(reader: RowReader, span: Span, on_bytes: Callable[[int], None]) -> d
     joined = {}
     for dim, tables in parts.items():
         signs = np.concatenate([table.signs for table in tables])
+        # Files have blocks in the order of their server: only sorted signs can be compared.
         order = np.argsort(signs)
         joined[dim] = _Table(signs[order], np.concatenate([table.embeddings for table in tables])[order])
     return joined

@@ -126,6 +126,7 @@ def _to_numpy(
     for slot, rows in _slots(reader, lambda _: None):
         counts[slot] += len(rows["ids"])
         dims[slot] = rows["embeddings"].shape[1], rows["state"].shape[1]
+    # Mapped files: an export may be larger than memory.
     arrays: dict[str, dict[str, Any]] = {}
     for slot, num_rows in counts.items():
         dim, state = dims[slot]

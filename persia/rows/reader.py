@@ -70,6 +70,7 @@ class RowReader:
                 with file.naming(chunk):
                     blocks = _native.decode_checkpoint_blocks(file.read(chunk))
                 on_bytes(chunk.num_bytes)
+                # A chunk also has the blocks between those of the span, as one large read is faster.
                 yield from (block for block in blocks if span.first <= block.virtual_shard <= span.last)
 
 
@@ -121,6 +122,7 @@ def check_files(
     dense = () if manifest.dense is None else manifest.dense.files.values()
     rows = () if manifest.embeddings is None else manifest.embeddings.files
     checks = [(entry, _check_dense) for entry in dense] + [(entry, _check_rows) for entry in rows]
+    # All files, also after a damaged one: the report shows how much of the checkpoint is whole.
     for entry, check in checks:
         try:
             check(directory, entry, on_bytes)

@@ -47,6 +47,7 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 def _innermost(model: torch.nn.Module) -> torch.nn.Module:
     """The user's model inside wrappers of DDP and `torch.compile`, in whatever order."""
+    # A checkpoint may be loaded without the wrappers: its keys are those of the user's own model.
     inner: Any = model
     while isinstance(inner, DistributedDataParallel) or _is_compiled(inner):
         inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod

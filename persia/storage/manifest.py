@@ -44,6 +44,7 @@ NUM_VIRTUAL_SHARDS: Final = 4096
 
 _FORMAT = "persia checkpoint"
 MAX_MANIFEST_BYTES = 64 << 20
+# Names that become paths on the storage: nothing that leads to another folder may match.
 _DUMP_ID = re.compile(r"dump-\d{8}T\d{6}Z-[0-9a-f]{8}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -140,6 +141,7 @@ class EmbeddingSection(RowSet):
     def _check(self) -> EmbeddingSection:
         if self.in_place and self.files:
             raise CorruptionError("its rows are in place, and it names files of rows")
+        # A file that is missing from the list would otherwise lose rows without an error.
         num_rows = sum(file.num_rows for file in self.files)
         if not self.in_place and num_rows != self.num_rows:
             raise CorruptionError(f"its files have {num_rows} rows, its servers had {self.num_rows}")
@@ -218,6 +220,7 @@ class Manifest:
                 f"{directory} is no checkpoint: it has no {MANIFEST_NAME}. Check the path; an unfinished "
                 "dump leaves none"
             ) from failure
+        # Servers compare the digest, so that all of them load the checkpoint that the coordinator means.
         return cls.decode(content, str(path)), hashlib.sha256(content).hexdigest()
 
 

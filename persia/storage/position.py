@@ -32,6 +32,7 @@ class Position:
     Ordered by stream, the later started one last, then by number. Number 0 is before the first packet.
     """
 
+    # Named by the time of its start, so that the order of names is the order of runs.
     stream: Annotated[str, Field(pattern=f"^{_STREAM}$")]
     number: Annotated[int, Field(strict=True, ge=0, le=_MAX_NUMBER)]
 

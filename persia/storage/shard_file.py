@@ -137,6 +137,7 @@ class ShardFile:
         content = self.location.read_range(chunk.offset, chunk.num_bytes)
         if len(content) != chunk.num_bytes:
             raise CorruptionError(f"it ends at {chunk.offset + len(content)}, shorter than before")
+        # The decoder checks each block by its own checksum. This finds a sound block of another file.
         words = np.frombuffer(content, "<u8")
         checksums = words[(self._starts[chunk.blocks] - chunk.offset + _CHECKSUM_OFFSET) // words.itemsize]
         if not np.array_equal(checksums, self.blocks["checksum"][chunk.blocks]):
@@ -159,6 +160,7 @@ def _read_index(location: Location, num_bytes: int) -> _Index:
     trailer_bytes = _native.CHECKPOINT_TRAILER_BYTES
     if num_bytes < trailer_bytes:
         raise CorruptionError(f"{location} has {num_bytes} bytes: it is no file of rows")
+    # Nothing in it is trusted: offsets could lead outside of the file, or make a read as large as memory.
     trailer = location.read_range(num_bytes - trailer_bytes, trailer_bytes)
     try:
         offset, length = _native.parse_checkpoint_trailer(trailer)

@@ -136,6 +136,7 @@ class ServerTier:
 
     def checkpoint(self) -> TierCheckpoint | None:
         """The checkpoint whose rows the server has after a restart."""
+        # By the tier file, as the state may be older: it is written after the commit.
         committed = self.stats()["committed"]
         known = (self._state.prepared, self._state.committed)
         return next((one for one in known if one is not None and one.number == committed), None)
@@ -169,7 +170,8 @@ class ServerTier:
             return
         if self._store is None and not self._has_rows:
             get_default_logger().warning("the tier file in %s is gone, with all its rows", self.folder)
-            prepared.decide()  # it must not be committed later
+            # Without its rows the checkpoint is incomplete: the coordinator must not commit it later.
+            prepared.decide()
             self._write(replace(self._state, committed=None, prepared=None))
             return
         try:
