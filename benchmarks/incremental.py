@@ -103,7 +103,7 @@ def run_with_packets(
     settings = IncrementalSettings.of(config)
     assert settings is not None, "enabled"
     share = ServerShare(store=trainer.bags.store, index=0, replicas=1, schema=None, num_threads=2)
-    peers = [LocalPeer(CheckpointService(share, ServerChanges(trainer.bags.store, settings)))]
+    peers = [LocalPeer(CheckpointService(share, ServerChanges.of(trainer.bags.store, settings)))]
     writer = PacketWriter(lambda: peers, deadline_s=60, step=lambda: 0)
     writer.offer_dense(0, lambda: b"")
     watcher = Watcher(PacketLog(settings.directory))

@@ -5,6 +5,7 @@ their formats are in `persia.storage`. `persia.tiers` and `persia.packets` add o
 
     checkpoints    what contexts use: dumps and loads, in the foreground or in the background
     coordinator    one dump or load over all servers
+    operation      what dumps, loads and packets have in common: requests to all servers, polled for progress
     peers          the servers as the coordinator sees them: over NATS, or in this process
     protocol       requests and reports between coordinator and servers
     service        answers the requests on a server

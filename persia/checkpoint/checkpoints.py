@@ -1,40 +1,35 @@
-"""Dumps and loads as contexts use them: what is asked for, in the foreground or in the background."""
+"""Dumps and loads as contexts use them, in the foreground or in the background."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import hashlib
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
-from persia.checkpoint.coordinator import DumpOperation, LoadOperation
+from persia.checkpoint.coordinator import DumpOperation, DumpRequest, LoadOperation
 from persia.checkpoint.peers import Peer
 from persia.checkpoint.progress import ShownProgress, megabytes
 from persia.embedding.optim import Optimizer
-from persia.errors import (
-    CorruptionError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-)
+from persia.errors import CorruptionError, FailedPreconditionError, NotFoundError
 from persia.logger import get_default_logger
+from persia.messaging.daemon_pool import DaemonPool
 from persia.storage.location import Location
 from persia.storage.manifest import (
     DenseSection,
     EmbeddingSection,
     Manifest,
-    check_file_name,
     is_dump_id,
     make_dump_id,
     utc_now,
 )
 from persia.storage.position import Position
 from persia.storage.shard_file import write_files
-from persia.storage.versions import keep_newest, resolve, set_latest, version_name
+from persia.storage.versions import keep_newest, resolve, set_latest
 
 __all__ = ["Checkpoints", "DumpHook", "DumpRequest", "Source", "described"]
 
@@ -50,6 +45,7 @@ class Source:
     def __init__(self, url: Any) -> None:
         self.location = Location.of(url)
         self.manifest = Manifest()
+        # No manifest is no error here: `dense` also reads plain torch files of that directory.
         with contextlib.suppress(NotFoundError):
             self.location = resolve(self.location)
             self.manifest, _ = Manifest.read(self.location)
@@ -77,43 +73,8 @@ class Source:
         return content
 
 
-@dataclass(frozen=True)
-class DumpRequest:
-    """The content of a dump. It replaces the parts of `url` that it has; another part of `url` stays."""
-
-    url: Any  # directory of the checkpoint; with `keep_last` a directory of checkpoints (versions.py)
-    _: KW_ONLY
-    dense: Mapping[str, bytes] = field(default_factory=dict)  # torch files by name
-    embeddings: bool = True  # all rows
-    step: int | None = None  # of the training loop
-    keep_last: int | None = None  # how many checkpoints stay
-    optimizer: dict[str, Any] | None = None  # settings of the embedding optimizer, for people
-    keep_small_rows: bool = False  # those below their slot's min_norm, which are removed first otherwise
-    with_state: bool = True  # of the optimizer
-    in_place: bool = False  # rows stay in the servers' tiers, which go back to this checkpoint from then on
-    # False: the dump returns once every server has its snapshot, so that training may continue; an error is
-    # raised by `Checkpoints.wait_for_dump`.
-    blocking: bool = True
-
-    def __post_init__(self) -> None:
-        if self.in_place and not self.with_state:
-            raise InvalidArgumentError("in_place=True keeps rows whole: it cannot be with with_state=False")
-        if self.keep_last is not None and self.keep_last < 1:
-            raise InvalidArgumentError(f"keep_last={self.keep_last} must be at least 1")
-        if self.keep_last is not None and self.step is None:
-            raise InvalidArgumentError("keep_last needs the step, which names the checkpoint: give step=...")
-        for name in self.dense:
-            check_file_name(name)
-
-    @property
-    def directory(self) -> Location:
-        """The directory of the manifest."""
-        root = Location.of(self.url)
-        return root if self.keep_last is None or self.step is None else root / version_name(self.step)
-
-
 class DumpHook:
-    """Runs beside dumps and loads, and has to stop for them: a server does one operation at a time.
+    """Work that must pause for dumps and loads, as a server does one operation at a time.
 
     This one does nothing; `persia.packets` writes packets between dumps.
     """
@@ -132,31 +93,17 @@ class DumpHook:
         """Called while paused: all rows were replaced, and may have been updated since."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Background:
-    """A dump or load on its own thread."""
+    """A dump or load on another thread."""
 
-    work: Callable[[], None]
-    name: str
+    result: Future[None]
     progress: ShownProgress
-
-    def __post_init__(self) -> None:
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-        self._thread.start()
 
     def wait(self) -> None:
         """Raises the operation's error. It has no deadline here: the operation has its own."""
-        with self.progress.bar() if self._thread.is_alive() else contextlib.nullcontext():
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            self.work()
-        except BaseException as failure:
-            self._error = failure
+        with contextlib.nullcontext() if self.result.done() else self.progress.bar():
+            self.result.result()
 
 
 class Checkpoints:
@@ -170,6 +117,7 @@ class Checkpoints:
         self._dump: _Background | None = None
         self._load: _Background | None = None
         self._running: DumpOperation | LoadOperation | None = None
+        self._thread = DaemonPool(1, "persia-checkpoint")
 
     @property
     def progress_at(self) -> float:
@@ -177,47 +125,40 @@ class Checkpoints:
         return float("-inf") if self._running is None else self._running.progress_at
 
     def dump(self, request: DumpRequest) -> None:
-        """Writes a checkpoint. StorageError, FailedPreconditionError, ...: what was there before counts."""
+        """Writes a checkpoint. StorageError, FailedPreconditionError, ...: the one before it is unchanged."""
+        # A server does one operation at a time, and an error of the last one must not be lost.
         self.wait_for_dump()
         self.wait_for_load()
         operation = DumpOperation(
             make_dump_id(),
             self._find_peers() if request.embeddings else (),
             self._deadline_s,
-            directory=request.directory,
-            keep_small_rows=request.keep_small_rows,
-            with_state=request.with_state,
-            in_place=request.in_place and request.embeddings,
-            is_version=request.keep_last is not None,
-            step=request.step,
+            request=request,
         )
         operation.on_progress = progress = ShownProgress(f"dumping to {operation.directory}")
+        # The hook stays paused until the rows are written: `pop_all` hands the pause to the writing thread.
         with contextlib.ExitStack() as until_written:
             position = until_written.enter_context(self._paused_hook())
             if operation.peers:
                 operation.begin()
-            work = functools.partial(self._finish_dump, request, operation, position, until_written.pop_all())
+            work = functools.partial(self._finish_dump, operation, position, until_written.pop_all())
         self._running = operation
         if request.blocking:
             with progress.bar():
                 work()
         else:
-            self._dump = _Background(work, "persia-dump", progress)
+            self._dump = _Background(self._thread.submit(work), progress)
 
     def _finish_dump(
-        self,
-        request: DumpRequest,
-        operation: DumpOperation,
-        position: Position | None,
-        until_written: contextlib.ExitStack,
+        self, operation: DumpOperation, position: Position | None, until_written: contextlib.ExitStack
     ) -> None:
-        started = time.monotonic()
+        request, started = operation.request, time.monotonic()
         with until_written:
-            old, new = _write(request, operation, position)
+            old, new = _write(operation, position)
             section = new.embeddings if operation.peers else None
             if section is not None and not section.in_place:
                 self.hook.dumped(operation.directory, section, has_dense=bool(request.dense))
-        # The new checkpoint is complete; what follows only tidies up.
+        # The new checkpoint is committed: from here on, files that it does not need may be removed.
         if request.dense and new.dense is not None:
             for name, entry in new.dense.files.items():
                 (operation.directory / entry.path).link(operation.directory / name)
@@ -272,7 +213,7 @@ class Checkpoints:
             if blocking:
                 work()
                 return
-        self._load = _Background(work, "persia-load", progress)
+        self._load = _Background(self._thread.submit(work), progress)
 
     def _finish_load(
         self,
@@ -285,7 +226,7 @@ class Checkpoints:
     ) -> None:
         with until_loaded:
             operation.apply()
-            # Followers cannot load rows that are in place: they need another checkpoint to begin with.
+            # Followers cannot load rows that are in place: they need another checkpoint to start from.
             self.hook.loaded(section, may_have_changed=not blocking or section.in_place)
         get_default_logger().info(
             "loaded %d rows, %s, from %s in %.1f s",
@@ -318,24 +259,28 @@ class Checkpoints:
 
     def close(self, *, finish: bool) -> None:
         """Waits for the dump or load under way, or cancels it."""
+        # An error ends the training: what it dumps in the background is not waited for.
         if not finish and self._running is not None and (self._dump or self._load):
             self._running.cancel()
-        self.wait_for_dump()
-        self.wait_for_load()
+        try:
+            self.wait_for_dump()
+            self.wait_for_load()
+        finally:
+            self._thread.close()
 
 
-def _write(
-    request: DumpRequest, operation: DumpOperation, position: Position | None
-) -> tuple[Manifest, Manifest]:
-    """Writes everything and makes it the checkpoint. Returns the manifest before and the new one."""
-    directory = operation.directory
+def _write(operation: DumpOperation, position: Position | None) -> tuple[Manifest, Manifest]:
+    """Writes everything and commits the checkpoint. Returns the manifest before and the new one."""
+    request, directory = operation.request, operation.directory
     with operation.kept_alive():
         try:
             dense = None
+            # While servers write their rows, which takes longer.
             if request.dense:
                 files = write_files(directory, operation.operation, request.dense)
                 dense = DenseSection(dump_id=operation.operation, created_at=utc_now(), files=files)
-            section = operation.finish(request.optimizer, position) if operation.peers else None
+            section = operation.finish(position) if operation.peers else None
+            # Read only now: another dump into the same directory may have ended meanwhile.
             old, new = _merged(directory, request.step, dense, section)
         except BaseException:
             operation.give_up()
@@ -363,6 +308,7 @@ def _merged(
     except NotFoundError:
         old = Manifest()
     except CorruptionError as failure:
+        # A complete dump replaces a damaged manifest. A partial one would make its other section disappear.
         if dense is None or section is None:
             raise FailedPreconditionError(
                 f"a part of what {target} holds would stay, and it cannot be read ({failure}): dump to "
@@ -373,7 +319,8 @@ def _merged(
 
 
 def _remove_old_dumps(target: Location, old: Manifest, new: Manifest, dump_id: str) -> None:
-    """Files and folders that the manifest no longer names, and what dumps that broke off have left."""
+    """Removes files and folders that the manifest no longer names, and those of failed dumps."""
+    # By name, not by age: dump ids sort by time, and a later dump of another process may be in progress.
     for path in sorted(old.paths - new.paths):
         (target / path).remove_quietly()
     stale = set(old.dump_ids)

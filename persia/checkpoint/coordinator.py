@@ -1,215 +1,124 @@
-"""One dump or load over all servers of a job, from the first request to the last report.
-
-Servers work by themselves. The coordinator polls them, which also keeps the operation alive. Every wait has a
-deadline: an error names the server that does not answer or makes no progress, and the others are cancelled.
-"""
+"""Dumps and loads over all servers of a job, from the first request to the last report."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
+from persia.checkpoint.operation import Operation, check_visible
 from persia.checkpoint.peers import Peer
-from persia.checkpoint.progress import Progress, ProgressCallback
 from persia.checkpoint.protocol import IN_PLACE_NAME, Report, Request, State, Verb
 from persia.errors import (
     CorruptionError,
-    DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
     PersiaError,
-    ResourceExhaustedError,
     StorageError,
     UnavailableError,
 )
 from persia.logger import get_default_logger
-from persia.messaging.daemon_pool import DaemonPool
-from persia.pipeline.queues import Deadline
 from persia.storage.checksummed_json import encode_pointer
 from persia.storage.location import Location
 from persia.storage.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     EmbeddingSection,
-    FileEntry,
     Manifest,
+    check_file_name,
     utc_now,
 )
 from persia.storage.position import Position
-from persia.storage.versions import is_latest, latest_of
+from persia.storage.versions import is_latest, latest_of, version_name
 from persia.validation import read_document
 
-__all__ = [
-    "DumpOperation",
-    "LoadOperation",
-    "Operation",
-    "agreed",
-    "check_visible",
-]
+__all__ = ["DumpOperation", "DumpRequest", "LoadOperation"]
 
-_CALL_TIMEOUT_S = 10.0
-# A server that has taken part in an operation and is silent for so long is considered dead: after a restart
-# it knows nothing of the operation.
-_SILENCE_S = 30.0
-_FIRST_POLL_S = 0.02
-_LONGEST_POLL_S = 1.0
-_RETRY_S = 0.25
 _KEEP_ALIVE_S = 5.0  # must be far below a server's lease
-_MAX_PARALLEL_CALLS = 32
 
 
-@dataclass
-class Operation:
-    """Asks all servers the same question, repeats it, and judges the answers. The base of all operations."""
+@dataclass(frozen=True)
+class DumpRequest:
+    """The content of a dump. It replaces the parts of `url` that it has; another part of `url` stays."""
 
-    operation: str
-    peers: Sequence[Peer]
-    deadline_s: float  # without an answer, or without progress
-    on_progress: ProgressCallback = lambda _: None  # called on the thread that waits for the servers
-    _last_done: tuple[int, int] = field(default=(-1, -1), init=False)  # bytes, rows
-    _last_progress: float = field(default=0.0, init=False)
+    url: Any  # directory of the checkpoint; with `keep_last` a directory of checkpoints (versions.py)
+    _: KW_ONLY
+    dense: Mapping[str, bytes] = field(default_factory=dict)  # torch files by name
+    embeddings: bool = True  # all rows
+    step: int | None = None  # of the training loop
+    keep_last: int | None = None  # how many checkpoints stay
+    optimizer: dict[str, Any] | None = None  # settings of the embedding optimizer, for people
+    keep_small_rows: bool = False  # those below their slot's min_norm, which are removed first otherwise
+    with_state: bool = True  # of the optimizer
+    in_place: bool = False  # rows stay in the servers' tiers, which go back to this checkpoint from then on
+    # False: the dump returns once every server has its snapshot, so that training may continue; an error is
+    # raised by `Checkpoints.wait_for_dump`.
+    blocking: bool = True
+
+    def __post_init__(self) -> None:
+        if self.in_place and not self.with_state:
+            raise InvalidArgumentError("in_place=True keeps rows whole: it cannot be with with_state=False")
+        if self.keep_last is not None and self.keep_last < 1:
+            raise InvalidArgumentError(f"keep_last={self.keep_last} must be at least 1")
+        if self.keep_last is not None and self.step is None:
+            raise InvalidArgumentError("keep_last needs the step, which names the checkpoint: give step=...")
+        for name in self.dense:
+            check_file_name(name)
 
     @property
-    def progress_at(self) -> float:
-        """`time.monotonic()` when the last byte was moved so far."""
-        return self._last_progress
-
-    def cancel(self) -> None:
-        """Cancels the operation on every server."""
-
-        def cancel(peer: Peer) -> None:
-            # A server that cannot be reached ends it by its lease. The error that led here is more useful.
-            with contextlib.suppress(PersiaError):
-                peer.call(Request(verb=Verb.CANCEL, operation=self.operation), _CALL_TIMEOUT_S)
-
-        self._on_all(cancel)
-
-    def _ask_all(self, verb: Verb, arguments: dict[str, Any] | None = None) -> list[Report]:
-        request = Request(verb=verb, operation=self.operation, arguments=arguments or {})
-        reports: list[Report] = self._on_all(lambda peer: self._ask(peer, request))
-        return reports
-
-    def _poll(self) -> list[Report]:
-        """The reports of all servers; raises the first failure in them."""
-        reports = self._ask_all(Verb.POLL)
-        for peer, report in zip(self.peers, reports, strict=True):
-            if report.error is not None:
-                raise type(report.error)(f"{peer}: {report.error}")
-        return reports
-
-    def _await(self, phase: str, wanted: State) -> list[Report]:
-        """Polls until every server is in the state `wanted`."""
-        self._last_done, self._last_progress = (-1, -1), time.monotonic()
-        pause_s = _FIRST_POLL_S
-        while True:
-            reports = self._poll()
-            self._note_progress(phase, reports, wanted)
-            if all(report.state is wanted for report in reports):
-                return reports
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-
-    def _note_progress(self, phase: str, reports: Sequence[Report], wanted: State) -> None:
-        num_bytes = sum(report.done_bytes for report in reports)
-        done_rows = sum(report.done_rows for report in reports)
-        if (num_bytes, done_rows) != self._last_done:
-            self._last_done, self._last_progress = (num_bytes, done_rows), time.monotonic()
-        elif time.monotonic() - self._last_progress > self.deadline_s:
-            behind = [str(peer) for peer, r in zip(self.peers, reports, strict=True) if r.state is not wanted]
-            raise DeadlineExceededError(
-                f"{self.operation}: no byte was moved for {self.deadline_s:g} s (PERSIA_DEADLINE_SEC); "
-                f"not done: {', '.join(behind)}"
-            )
-        total_rows = sum(report.total_rows for report in reports)
-        self.on_progress(Progress(phase, num_bytes, done_rows, total_rows))
-
-    def _ask(self, peer: Peer, request: Request) -> Report:
-        """Repeats the request until it is answered; UnavailableError names a server that is silent."""
-        is_first = request.verb in (Verb.DUMP, Verb.LOAD)
-        patience_s = self.deadline_s if is_first else min(self.deadline_s, _SILENCE_S)
-        deadline = Deadline(patience_s)
-        while True:
-            try:
-                return peer.call(request, min(_CALL_TIMEOUT_S, max(deadline.left_s(), 0.1)))
-            except NotFoundError as failure:
-                raise UnavailableError(
-                    f"{peer} has restarted during {self.operation}, which it no longer knows"
-                ) from failure
-            except ResourceExhaustedError as failure:
-                # Changes can wait. To wait for them here would hold up this process' own dumps.
-                if deadline.over or request.verb is Verb.TAKE:
-                    raise ResourceExhaustedError(f"{peer}: {failure}") from failure
-            except (UnavailableError, DeadlineExceededError) as failure:
-                if deadline.over:
-                    raise UnavailableError(
-                        f"{peer} has not answered for {patience_s:g} s during {self.operation}: {failure}"
-                    ) from failure
-            except PersiaError as failure:
-                raise type(failure)(f"{peer}: {failure}") from failure
-            time.sleep(_RETRY_S)
-
-    def _on_all(self, function: Callable[[Peer], Any]) -> list[Any]:
-        """Calls `function` with every peer in parallel; it must end by itself. Raises the first error."""
-        if len(self.peers) == 1:
-            return [function(self.peers[0])]
-        pool = DaemonPool(min(len(self.peers), _MAX_PARALLEL_CALLS), f"persia-{self.operation}")
-        try:
-            futures: list[Future[Any]] = [pool.submit(function, peer) for peer in self.peers]
-            return [future.result() for future in futures]
-        finally:
-            pool.close()
+    def directory(self) -> Location:
+        """The directory of the manifest."""
+        root = Location.of(self.url)
+        return root if self.keep_last is None or self.step is None else root / version_name(self.step)
 
 
 @dataclass
 class DumpOperation(Operation):
     """Writes the rows of all servers into the folder `operation` of `directory`."""
 
-    directory: Location = field(kw_only=True)
-    keep_small_rows: bool = field(default=False, kw_only=True)  # those below their slot's min_norm
-    with_state: bool = field(default=True, kw_only=True)  # of the optimizer
-    in_place: bool = field(default=False, kw_only=True)  # rows stay in the servers' pools
-    is_version: bool = field(default=False, kw_only=True)  # `latest` beside `directory` is to name it
-    step: int | None = field(default=None, kw_only=True)  # of the training loop
+    request: DumpRequest = field(kw_only=True)
     _decision: threading.Lock = field(default_factory=threading.Lock, init=False)
     _given_up: bool = field(default=False, init=False)
-    _counts: bool = field(default=False, init=False)
-    _needs_latest: bool = field(default=False, init=False)  # to count: the manifest alone is not enough
+    _is_committed: bool = field(default=False, init=False)  # by its manifest
+    # Whether the manifest alone does not commit it: `latest`, beside its directory, must name that as well.
+    _needs_latest: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.directory = self.request.directory
+        self.in_place = self.request.in_place and self.request.embeddings
 
     def begin(self) -> None:
         """Returns when every server has taken its snapshot: training may continue."""
-        if self.directory.is_of_this_process and any(peer.is_remote for peer in self.peers):
-            raise InvalidArgumentError(
-                f"{self.directory} exists in this process only, and the rows are in others: use a directory "
-                "or storage service that all reach"
-            )
+        self._require_shared(self.directory, "")
+        is_version = self.request.keep_last is not None
         try:
-            self._needs_latest = self.in_place and self.is_version and not is_latest(self.directory)
+            self._needs_latest = self.in_place and is_version and not is_latest(self.directory)
+            if self.in_place:
+                # Servers look for it: the manifest in this directory will tell them whether to commit, so all
+                # of them must see it.
+                with self._marker.create() as marker:
+                    marker.write(self.operation.encode())
             arguments = {
                 "directory": str(self.directory),
                 "needs_latest": self._needs_latest,
-                "keep_small_rows": self.keep_small_rows,
-                "with_state": self.with_state,
+                "keep_small_rows": self.request.keep_small_rows,
+                "with_state": self.request.with_state,
                 "in_place": self.in_place,
-                "step": self.step,
+                "step": self.request.step,
             }
-            if self.in_place:
-                # Servers look for it, as they must see the directory in which the manifest will decide.
-                with self._marker.create() as marker:
-                    marker.write(self.operation.encode())
-            self._ask_all(Verb.DUMP, arguments)
-        except BaseException:
+            # Each server answers once it has its snapshot. Updates that come later are not in the checkpoint.
+            self.ask_all(Verb.DUMP, arguments)
+        except BaseException:  # also an interrupt: a server would hold its snapshot until its lease ends
             self.give_up()
             raise
 
     @contextlib.contextmanager
     def kept_alive(self) -> Iterator[None]:
-        """Polls while this process does something else, or the leases on the servers would end."""
+        """Polls during the block, as the leases on the servers would end while files are written here."""
         if not self.peers:
             yield
             return
@@ -218,7 +127,7 @@ class DumpOperation(Operation):
         def ask() -> None:
             while not over.wait(_KEEP_ALIVE_S):
                 with contextlib.suppress(PersiaError):  # the wait for the servers finds what is wrong
-                    self._ask_all(Verb.POLL)
+                    self.ask_all(Verb.POLL)
 
         thread = threading.Thread(target=ask, name=f"persia-{self.operation}-alive", daemon=True)
         thread.start()
@@ -228,23 +137,28 @@ class DumpOperation(Operation):
             over.set()
             thread.join()
 
-    def finish(
-        self, optimizer: dict[str, Any] | None = None, packets: Position | None = None
-    ) -> EmbeddingSection:
-        """Waits until all is written. `packets`: the last one that was cut before `begin`."""
-        try:
-            reports = self._await("writing", State.CHECKED if self.in_place else State.DONE)
-            section = replace(self._section(reports, optimizer), packets=packets)
-            check_visible(self.directory, section.files)
-            return section
-        except BaseException:
-            self.give_up()
-            raise
+    def finish(self, packets: Position | None = None) -> EmbeddingSection:
+        """Waits until all is written. `packets`: the last one with a snapshot point before `begin`."""
+        reports = self._await("writing", State.CHECKED if self.in_place else State.DONE)
+        results = [report.result or {} for report in reports]
+        values = {
+            **self._rows(results),
+            "dump_id": self.operation,
+            "created_at": utc_now(),
+            "train_config": self._agreed(results, "train_config"),
+            "optimizer": self.request.optimizer,
+            "has_state": self.request.with_state,
+            "in_place": self.in_place,
+        }
+        section = read_document(EmbeddingSection, values, f"the report of {self.operation}")
+        # Before the manifest is written: it may replace a checkpoint that is readable.
+        check_visible(self.directory, section.files)
+        return replace(section, packets=packets)
 
     def cancel(self) -> None:
         """As `Operation.cancel`, unless the manifest names the rows already: servers must commit those."""
         with self._decision:
-            if self._counts:
+            if self._is_committed:
                 return
             self._given_up = True
         super().cancel()
@@ -254,10 +168,12 @@ class DumpOperation(Operation):
         return self.directory / self.operation / IN_PLACE_NAME
 
     def publish(self, manifest: bytes) -> None:
-        """After `finish`: from here on the rows count. An error gives the dump up, and what was there before
-        counts. FailedPreconditionError, UnavailableError: it was given up before, from here or by a server.
+        """Commits the dump, after `finish`. An error gives it up and keeps the checkpoint before it.
+
+        FailedPreconditionError, UnavailableError: it was given up before, by this process or by a server.
         """
         try:
+            # Under the lock: a `cancel` on another thread must not remove files that the manifest then names.
             with self._decision:
                 if self._given_up:
                     raise FailedPreconditionError(f"{self.operation} was cancelled: dump again")
@@ -265,16 +181,16 @@ class DumpOperation(Operation):
                     self._publish_in_place(manifest)
                 else:
                     (self.directory / MANIFEST_NAME).replace(manifest)
-                self._counts = True
+                self._is_committed = True
         except (FailedPreconditionError, UnavailableError):
             self.give_up()
             raise
         except StorageError as failure:
             # A storage service that did not answer may still store the manifest, whose files must exist then.
-            # The next dump removes what was left behind in vain.
+            # If it does not, the next dump removes them.
             if self.directory.is_local:
                 self.give_up()
-            raise StorageError(f"{failure}; what was there before is what counts") from failure
+            raise StorageError(f"{failure}; the checkpoint before this dump is unchanged") from failure
 
     def _publish_in_place(self, manifest: bytes) -> None:
         """Publishes in one step, which fails if a server has removed the marker."""
@@ -286,18 +202,20 @@ class DumpOperation(Operation):
                 self._marker.turn_into(target, manifest)
         except NotFoundError as failure:
             raise UnavailableError(
-                f"a server has given {self.operation} up: it was started again, or has not heard of this "
-                "process for long; dump again"
+                f"a server has given {self.operation} up: it has restarted, or this process was silent for "
+                "longer than its lease; dump again"
             ) from failure
 
     def _publish_by_latest(self, target: Location, manifest: bytes) -> None:
         """Publishes by `latest`, once the manifest exists. After an error the old manifest is back."""
+        # Readers of this directory take its manifest whatever `latest` says: a failure must restore the old.
         before = target.read_replaced(max_bytes=MAX_MANIFEST_BYTES) if target.exists_replaced() else None
         target.replace(manifest)
         try:
             self._marker.turn_into(latest_of(self.directory), encode_pointer(self.directory.name))
         except PersiaError as failure:
-            # A storage service may have done what it reports as failed.
+            # A storage service may have done what it reports as failed. Then `latest` names this directory,
+            # and the old manifest in it would not fit the rows.
             if isinstance(failure, NotFoundError) or self.directory.is_local:
                 if before is None:
                     target.remove_quietly()
@@ -306,10 +224,11 @@ class DumpOperation(Operation):
             raise
 
     def commit(self) -> None:
-        """After `publish` of rows in place: servers go back to them. Raises what keeps one from it, once all
-        have been asked.
+        """Has servers commit rows in place, after `publish`. Raises the first error once all were asked: each
+        server that commits can restart from this checkpoint, whatever happens to the others.
         """
-        self._last_progress = time.monotonic()
+        self.progress_at = time.monotonic()  # a commit moves no bytes, and must not look like a stall
+        # Collected, not raised at once: `_on_all` raises without waiting for the other servers.
         failures: list[PersiaError] = []
 
         def commit_at(peer: Peer) -> None:
@@ -323,8 +242,13 @@ class DumpOperation(Operation):
             raise failures[0]
 
     def _commit_at(self, peer: Peer) -> None:
+        verb = Verb.APPLY
         try:
-            report = self._apply_at(peer)
+            for _ in self._polls():
+                report = self._ask(peer, Request(verb=verb, operation=self.operation))
+                if report.state in (State.DONE, State.FAILED):
+                    break
+                verb = Verb.POLL
         except UnavailableError as failure:
             self._require_known(peer, failure)
             return
@@ -339,19 +263,9 @@ class DumpOperation(Operation):
                 "(PERSIA_DEADLINE_SEC): see to its device, and dump again"
             )
 
-    def _apply_at(self, peer: Peer) -> Report:
-        """The last report of a server that was told to commit, at the latest at the deadline."""
-        pause_s, deadline = _FIRST_POLL_S, Deadline(self.deadline_s)
-        report = self._ask(peer, Request(verb=Verb.APPLY, operation=self.operation))
-        while report.state not in (State.DONE, State.FAILED) and not deadline.over:
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-            report = self._ask(peer, Request(verb=Verb.POLL, operation=self.operation))
-        return report
-
     def _require_known(self, peer: Peer, failure: UnavailableError) -> None:
-        """A lost server reads at its next start that the checkpoint counts. UnavailableError: not surely, as
-        it may have taken the marker away before the manifest had arrived."""
+        """A lost server finds out at its next start that the checkpoint is committed. UnavailableError: on
+        storage without an atomic rename, it may have removed the marker before the manifest was stored."""
         is_marked = False  # also where that cannot be told
         with contextlib.suppress(StorageError):
             is_marked = self._marker.exists()
@@ -371,23 +285,6 @@ class DumpOperation(Operation):
         """Cancels the dump and removes its files."""
         self.cancel()
         (self.directory / self.operation).remove_quietly()
-
-    def _section(self, reports: Sequence[Report], optimizer: dict[str, Any] | None) -> EmbeddingSection:
-        results = [report.result or {} for report in reports]
-        what = f"the report of {self.operation}"
-        # The manifest's own reader judges what servers say, too.
-        values = {
-            "dump_id": self.operation,
-            "created_at": utc_now(),
-            "train_config": agreed(results, "train_config", self.peers),
-            "schema": agreed(results, "schema", self.peers),
-            "servers": results,
-            "files": [file for result in results for file in result.get("files", ())],
-            "optimizer": optimizer,
-            "has_state": self.with_state,
-            "in_place": self.in_place,
-        }
-        return read_document(EmbeddingSection, values, what)
 
 
 @dataclass
@@ -410,9 +307,7 @@ class LoadOperation(Operation):
         state of new rows. Without `with_state` rows have none, and cannot be trained.
         """
         manifest, digest = Manifest.read(self.directory)
-        if manifest.embeddings is None:
-            raise NotFoundError(f"{self.directory} has no embeddings: only its dense part was dumped")
-        section = manifest.embeddings
+        section = manifest.require_embeddings(self.directory)
         config = train_config.hex() if train_config is not None else section.train_config
         self._check_section(section, config, with_state=with_state, fresh_state=fresh_state)
         arguments = {
@@ -424,10 +319,13 @@ class LoadOperation(Operation):
             "strict": strict,
             "in_place": section.dump_id if section.in_place else None,
         }
+        # Nothing is replaced before every server has checked its rows: a damaged file must not leave a job
+        # with the rows of two checkpoints.
         try:
-            self._ask_all(Verb.LOAD, arguments)
+            self.ask_all(Verb.LOAD, arguments)
             checked = self._await("checking", State.CHECKED)
             num_rows = sum(report.total_rows for report in checked)
+            # Each server checks its share of the virtual shards. Only their sum shows that none was left out.
             if num_rows != section.num_rows:
                 raise CorruptionError(
                     f"the servers found {num_rows} rows in {self.directory}, its manifest says "
@@ -445,7 +343,7 @@ class LoadOperation(Operation):
         """Checks that the rows can be loaded as they are asked for."""
         if section.in_place and (fresh_state or not with_state):
             raise InvalidArgumentError(
-                f"the rows of {self.directory} are in the servers' pools, where they keep the optimizer's "
+                f"the rows of {self.directory} are in the servers' storage tiers, which keep the optimizer's "
                 "state: with_state=False (--without-state) is for checkpoints in files; dump to files, and "
                 "load those"
             )
@@ -462,11 +360,11 @@ class LoadOperation(Operation):
     def apply(self) -> None:
         """Replaces the rows, after `check`."""
         try:
-            self._ask_all(Verb.APPLY)
+            self.ask_all(Verb.APPLY)
             self._await("loading", State.DONE)
         except PersiaError as failure:
             raise type(failure)(
-                f"{failure}; other servers may have replaced their rows already: load again before going on"
+                f"{failure}; other servers may have replaced their rows already: load again before you train"
             ) from failure
 
     def _report_slot_changes(self, reports: Sequence[Report]) -> None:
@@ -479,29 +377,3 @@ class LoadOperation(Operation):
                 change,
                 self.directory,
             )
-
-
-def check_visible(directory: Location, files: Sequence[FileEntry]) -> None:
-    """Checks that what servers wrote is visible from here: they may have other disks."""
-    for file in files:
-        path = directory / file.path
-        try:
-            num_bytes = path.size()
-        except NotFoundError as failure:
-            raise StorageError(
-                f"{path} was written and is not there for this process: servers and NN workers need one "
-                "directory, on a shared file system or in a storage service"
-            ) from failure
-        if num_bytes != file.num_bytes:
-            raise StorageError(f"{path} has {num_bytes} bytes, {file.num_bytes} were written: dump again")
-
-
-def agreed(results: Sequence[dict[str, Any]], key: str, peers: Sequence[Peer]) -> Any:
-    """The value of `key` that all servers with one agree on."""
-    known = [(peer, r[key]) for peer, r in zip(peers, results, strict=True) if r.get(key) is not None]
-    for peer, value in known:
-        if value != known[0][1]:
-            raise FailedPreconditionError(
-                f"{known[0][0]} and {peer} have a different {key}: start them alike"
-            )
-    return known[0][1] if known else None

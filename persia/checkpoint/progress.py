@@ -44,6 +44,7 @@ class ShownProgress:
 
     def __call__(self, progress: Progress) -> None:
         self._last = progress
+        # Read once: the waiting thread may take the bar away between two uses.
         bar = self._bar
         if bar is not None:
             bar(progress)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BeforeValidator, InstanceOf, PlainSerializer
 
@@ -20,9 +20,12 @@ from persia.validation import Count, complaint, json_object, read_document, to_j
 
 __all__ = ["IN_PLACE_NAME", "Report", "Request", "State", "Verb"]
 
-# In a dump's folder, from its beginning on. Servers see by it that their directory is the coordinator's, and
-# the file that makes the dump count is made of it: who removes it keeps the dump from counting.
+# A marker in a dump's folder, written before servers are asked. It shows servers that their directory is the
+# coordinator's. The coordinator commits the dump by renaming it: a server prevents that by removing it.
 IN_PLACE_NAME = "in_place"
+
+
+_T = TypeVar("_T")
 
 
 class Verb(Enum):
@@ -51,16 +54,22 @@ class State(Enum):
 class Request:
     """Coordinator to server."""
 
+    what: ClassVar = "checkpoint request"  # for messages
+
     verb: Verb
     operation: str
     arguments: dict[str, Any] = field(default_factory=dict)  # of the verb: see server_job
+
+    def read(self, kind: type[_T]) -> _T:
+        """The arguments as a dataclass. CorruptionError names the one that is wrong."""
+        return read_document(kind, self.arguments, f"{self.what}: {self.verb.value}")
 
     def encode(self) -> bytes:
         return json.dumps(to_json(self)).encode()
 
     @classmethod
     def decode(cls, payload: bytes) -> Request:
-        return read_document(cls, json_object(payload, "checkpoint request"), "checkpoint request")
+        return read_document(cls, json_object(payload, cls.what), cls.what)
 
 
 def _write_error(error: PersiaError | None) -> list[str] | None:

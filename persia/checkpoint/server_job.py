@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import StrictBool
 
 from persia.checkpoint.protocol import Report, Request, State
 from persia.config import CheckpointingConfig, GlobalConfig
@@ -30,13 +31,13 @@ from persia.errors import (
     PersiaError,
 )
 from persia.logger import get_default_logger
-from persia.messaging.daemon_pool import DaemonPool, give_way
+from persia.messaging.daemon_pool import DaemonPool, lower_priority
 from persia.observability.checkpointing import CheckpointLog
 from persia.storage.location import Location
 from persia.storage.manifest import FileEntry, Manifest, is_dump_id
 from persia.storage.schema import RowSchema
 from persia.storage.shard_file import Chunk, ShardFile, write_shard_file
-from persia.validation import to_json
+from persia.validation import Hex, to_json
 
 if TYPE_CHECKING:
     from persia._native import CheckpointLoader, EmbeddingStore, Snapshot
@@ -50,6 +51,7 @@ __all__ = [
     "SnapshotJob",
     "dump_percent",
     "max_processors",
+    "require_dump_id",
 ]
 
 _CANCELLED = "it was cancelled"
@@ -81,7 +83,7 @@ class ServerShare:
     num_threads: int  # files that are written, or read, at the same time
     # Whether dumps run at a lower priority: in a server. Not in a process that trains: a nice thread
     # that is preempted while it holds the GIL keeps the training waiting for it.
-    gives_way: bool = False
+    lowers_priority: bool = False
     dump_percent: int = CheckpointingConfig().dump_percent  # CPU share of dumps while rows are trained
     log: CheckpointLog = field(default_factory=CheckpointLog)
     tier: JobMaker | None = None  # makes jobs whose rows stay in it; None: rows are in memory alone
@@ -101,8 +103,9 @@ class ServerJob(ABC):
     _kind: str  # in metrics
     is_packet = False  # the operation belongs to a stream of packets
 
-    def __init__(self, operation: str, share: ServerShare, lease_s: float) -> None:
-        self.operation = operation
+    def __init__(self, request: Request, share: ServerShare, lease_s: float) -> None:
+        """Begins what cannot wait, as a snapshot; `start` begins the rest. Raises what refuses `request`."""
+        self.operation = request.operation
         self._share = share
         self._lease_s = lease_s
         self._began = self._last_asked = time.monotonic()
@@ -116,7 +119,7 @@ class ServerJob(ABC):
         self._done_bytes = 0
         self._done_rows = 0
         self._total_rows = 0
-        self._thread = threading.Thread(target=self._run, name=f"persia-{operation}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"persia-{self.operation}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -160,7 +163,7 @@ class ServerJob(ABC):
         self._thread.join(_STOP_S)
 
     def close(self) -> None:
-        """As `cancel`, because the server ends and not because its coordinator asks for it."""
+        """As `cancel`, at the end of the server: the coordinator may still commit the checkpoint."""
         self._is_closing = True
         self.cancel()
 
@@ -194,6 +197,7 @@ class ServerJob(ABC):
         except Exception as failure:
             get_default_logger().exception("%s failed", self.operation)
             error = InternalError(f"{type(failure).__name__}: {failure}")
+        # Before the state changes: who sees DONE may begin the next operation, which needs the store.
         self._release()
         if error is not None and self._cancelled and self._may_end:
             error = FailedPreconditionError(_CANCELLED)  # and whatever failed on the way
@@ -201,7 +205,7 @@ class ServerJob(ABC):
             get_default_logger().warning("%s failed: %s", self.operation, error)
             self._clean_up()
         self._share.log.ended(self._kind, began=self._began, done=error is None)
-        with self._changed:
+        with self._changed:  # both at once, for `report`
             self._state = State.DONE if error is None else State.FAILED
             self._error = error
 
@@ -220,6 +224,7 @@ class ServerJob(ABC):
             self._state = State.CHECKED
             while not self._wants_apply:
                 self._check_alive()
+                # Wakes up by itself, too: the end of the lease notifies nothing.
                 self._changed.wait(min(1.0, self._lease_s / 4))
             # From here on it cannot be cancelled: half of the second phase would be worse than either state.
             self._state, self._may_end = State.RUNNING, False
@@ -238,10 +243,11 @@ class ServerJob(ABC):
         remaining, lock = iter(tasks), threading.Lock()
         failures: list[Exception] = []
 
+        # Tasks are taken one by one, not divided: files and chunks differ in size by orders of magnitude.
         def serve() -> None:
             while not failures:
                 try:
-                    with lock:
+                    with lock:  # a generator may not be advanced by two threads
                         task = next(remaining, None)
                     if task is None:
                         return
@@ -263,9 +269,9 @@ class SnapshotJob(ServerJob):
     """Writes a snapshot of a server into files of its own, in the folder `operation` of `directory`."""
 
     def __init__(
-        self, operation: str, share: ServerShare, lease_s: float, directory: Location, snapshot: Snapshot
+        self, request: Request, share: ServerShare, lease_s: float, directory: Location, snapshot: Snapshot
     ) -> None:
-        super().__init__(operation, share, lease_s)
+        super().__init__(request, share, lease_s)
         self._directory = directory
         self._snapshot = snapshot
         self._parts = [snapshot.part(index) for index in range(snapshot.num_parts)]
@@ -291,6 +297,7 @@ class SnapshotJob(ServerJob):
         self._snapshot.close()
 
     def _clean_up(self) -> None:
+        # One by one, not the folder: other servers have files in it.
         for file in self._files:
             (self._directory / file.path).remove_quietly()
 
@@ -302,21 +309,34 @@ class SnapshotJob(ServerJob):
         return {**self._point, "files": [to_json(file) for file in files]}
 
 
+def require_dump_id(request: Request) -> None:
+    """Raises InvalidArgumentError: the operation's name becomes a folder, so it must not lead elsewhere."""
+    if not is_dump_id(request.operation):
+        raise InvalidArgumentError(f"{request.what}: {request.operation!r:.80} is not the name of a dump")
+
+
+@dataclass(frozen=True)
+class _Dump:
+    """Arguments of a dump."""
+
+    directory: str  # URL
+    keep_small_rows: StrictBool = False
+    with_state: StrictBool = True
+
+
 class DumpJob(SnapshotJob):
     """Writes all rows of a server, as they are when it is created."""
 
     _kind = "dump"
 
-    def __init__(self, operation: str, share: ServerShare, lease_s: float, arguments: dict[str, Any]) -> None:
-        """`arguments`: {"directory": URL, "keep_small_rows": bool, "with_state": bool}."""
-        if not is_dump_id(operation):
-            raise InvalidArgumentError(f"checkpoint request: {operation!r:.80} is not the name of a dump")
-        directory = Location.of(_text(arguments, "directory"))
-        if arguments.get("keep_small_rows") is not True:
+    def __init__(self, request: Request, share: ServerShare, lease_s: float) -> None:
+        require_dump_id(request)
+        dump = request.read(_Dump)
+        # From the store, before the snapshot: a restarted training has the same rows as a continued one.
+        if not dump.keep_small_rows:
             share.store.remove_small_rows()  # does nothing where no slot has a min_norm
-        with_state = arguments.get("with_state") is not False
         snapshot = share.store.begin_snapshot(
-            share.num_threads, with_state=with_state, max_processors=max_processors(share.dump_percent)
+            share.num_threads, with_state=dump.with_state, max_processors=max_processors(share.dump_percent)
         )
         if snapshot.train_config is None:
             snapshot.close()
@@ -324,15 +344,27 @@ class DumpJob(SnapshotJob):
                 "this server has no optimizer yet, and so no rows: a TrainCtx that is entered configures it; "
                 "dump after that"
             )
-        super().__init__(operation, share, lease_s, directory, snapshot)
+        super().__init__(request, share, lease_s, Location.of(dump.directory), snapshot)
 
     def _interrupt(self) -> None:
         self._snapshot.close()  # a throttled dump may pause for longer than `cancel` waits
 
     def _work(self) -> None:
-        if self._share.gives_way:
-            give_way()  # compression takes much processor time, which training needs more
+        if self._share.lowers_priority:
+            lower_priority()  # compression takes much processor time, which training needs more
         self._write_files("embeddings")
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Arguments of a load."""
+
+    directory: str  # URL
+    manifest: str  # its SHA-256 in hex
+    train_config: Hex
+    with_state: StrictBool = True
+    fresh_state: StrictBool = False
+    strict: StrictBool = True
 
 
 class LoadJob(ServerJob):
@@ -340,27 +372,23 @@ class LoadJob(ServerJob):
 
     _kind = "load"
 
-    def __init__(self, operation: str, share: ServerShare, lease_s: float, arguments: dict[str, Any]) -> None:
-        """`arguments`: {"directory": URL, "manifest": its SHA-256 in hex, "with_state": bool,
-        "fresh_state": bool, "train_config": hex, "strict": bool}.
-        """
-        super().__init__(operation, share, lease_s)
-        self._arguments = arguments
-        self._directory = Location.of(_text(arguments, "directory"))
+    def __init__(self, request: Request, share: ServerShare, lease_s: float) -> None:
+        super().__init__(request, share, lease_s)
+        self._load = request.read(_Load)
+        self._directory = Location.of(self._load.directory)
         self._slot_changes = ""
         self._loader: CheckpointLoader | None = None
 
     def _work(self) -> None:
         from persia._native import TrainConfig
 
-        config = TrainConfig.decode(bytes.fromhex(_text(self._arguments, "train_config")))
+        config = TrainConfig.decode(bytes.fromhex(self._load.train_config))
         files = self._open_files()
-        with_state = self._arguments.get("with_state") is not False
-        fresh_state = self._arguments.get("fresh_state") is True
-        loader = self._share.store.begin_load(config, with_state=with_state, fresh_state=fresh_state)
         # The only reference: another in a frame of an error's traceback would keep the store locked.
-        self._loader = loader
-        del loader
+        self._loader = self._share.store.begin_load(
+            config, with_state=self._load.with_state, fresh_state=self._load.fresh_state
+        )
+        # The files are read twice. Checked rows of a whole model would not fit into memory a second time.
         self._on_threads(self._pass_over(files, checks=True))
         self._await_apply()
         self._done_rows = 0
@@ -370,7 +398,7 @@ class LoadJob(ServerJob):
             self._loader.commit()
         except PersiaError as failure:
             raise type(failure)(
-                f"{failure}; the rows of this server are incomplete now: load a checkpoint before going on"
+                f"{failure}; the rows of this server are incomplete now: load a checkpoint before you train"
             ) from failure
         get_default_logger().info(
             "%d rows loaded from %s, %d evicted",
@@ -381,18 +409,17 @@ class LoadJob(ServerJob):
 
     def _open_files(self) -> list[ShardFile]:
         manifest, digest = Manifest.read(self._directory)
-        if digest != self._arguments.get("manifest"):
+        # By content, not by path: a shared directory may be mounted late, or hold another run's checkpoint.
+        if digest != self._load.manifest:
             raise CorruptionError(
                 f"the manifest of {self._directory} is not the one that the coordinator read: the checkpoint "
                 "was replaced meanwhile, or this server sees another directory of that name; load again"
             )
-        section = manifest.embeddings
-        if section is None:
-            raise InvalidArgumentError(f"{self._directory} has no embeddings")
+        section = manifest.require_embeddings(self._directory)
         section.require_files(self._directory)
         if section.schema is not None and self._share.schema is not None:
             changes = section.schema.changes_to(self._share.schema)
-            if changes and self._arguments.get("strict") is not False:
+            if changes and self._load.strict:
                 raise FailedPreconditionError(
                     f"{changes} since {self._directory} was written: load it with strict=False to accept that"
                 )
@@ -407,6 +434,7 @@ class LoadJob(ServerJob):
 
     def _pass_over(self, files: list[ShardFile], *, checks: bool) -> Iterator[Callable[[], None]]:
         """Yields one task for each chunk of this server's rows."""
+        # With as many servers as at the dump a file is read by one; otherwise each reads its ranges of all.
         for file in files:
             for chunk in file.chunks_of(self._share.owns):
                 yield functools.partial(self._consume, file, chunk, checks=checks)
@@ -428,13 +456,6 @@ class LoadJob(ServerJob):
 
     def _result(self) -> dict[str, Any]:
         return {"slot_changes": self._slot_changes}
-
-
-def _text(arguments: dict[str, Any], key: str) -> str:
-    value = arguments.get(key)
-    if not isinstance(value, str):
-        raise InvalidArgumentError(f"checkpoint request: {key} is {value!r:.80}, not a text")
-    return value
 
 
 def dump_percent(config: GlobalConfig) -> int:

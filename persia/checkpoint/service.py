@@ -7,12 +7,7 @@ from typing import Any, Protocol
 
 from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.checkpoint.server_job import DumpJob, JobMaker, LoadJob, ServerJob, ServerShare
-from persia.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-    ResourceExhaustedError,
-)
+from persia.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, ResourceExhaustedError
 
 __all__ = ["CheckpointService"]
 
@@ -22,7 +17,7 @@ _LEASE_S = 60.0
 class ChangeTracker(JobMaker, Protocol):
     """The changes of a server since a packet, and the jobs that write them (persia.packets.changes)."""
 
-    def begin(self, arguments: dict[str, Any]) -> None: ...
+    def begin(self, request: Request) -> None: ...
 
     def status(self) -> dict[str, Any]: ...
 
@@ -55,9 +50,11 @@ class CheckpointService:
                 packet = self._running()
                 if packet is not None and packet.is_packet:  # left over by a trainer that was killed
                     packet.cancel()
-                self._require_changes().begin(request.arguments)
+                self._require_changes().begin(request)
+            # Answered without the lock and without a job: a trainer asks this many times a second.
             status = {"settings": None} if self._changes is None else self._changes.status()
             return Report(state=State.DONE, result=status)
+        # Also of an operation that has ended: its coordinator may ask again after a lost reply.
         job = self._jobs.get(request.operation)
         if job is None:
             raise NotFoundError(f"this server knows no operation {request.operation}: it has restarted since")
@@ -74,6 +71,7 @@ class CheckpointService:
             job.close()
 
     def _begin(self, request: Request) -> ServerJob:
+        # Under the lock: of two requests that arrive at once, one would overwrite the other's snapshot.
         with self._lock:
             if request.operation in self._jobs:
                 return self._jobs[request.operation]
@@ -84,7 +82,7 @@ class CheckpointService:
                 )
             job = self._make(request)
             for ended in tuple(self._jobs.values()):
-                # Packets are of one coordinator, which begins one when it has ended the one before.
+                # One coordinator writes packets, and begins a packet after it has ended the one before.
                 if ended.is_abandoned or (request.verb is Verb.TAKE and ended.is_packet):
                     del self._jobs[ended.operation]
             self._jobs[request.operation] = job
@@ -106,7 +104,7 @@ class CheckpointService:
                 )
             return self._share.tier.make_job(request, self._share, self._lease_s)
         kind = DumpJob if request.verb is Verb.DUMP else LoadJob
-        return kind(request.operation, self._share, self._lease_s, request.arguments)
+        return kind(request, self._share, self._lease_s)
 
     def _require_changes(self) -> ChangeTracker:
         if self._changes is None:

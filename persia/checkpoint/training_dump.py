@@ -7,16 +7,19 @@ moment. So it is asked for the dump, and takes it at the end of the next batch.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+from pydantic import Field, StrictBool
 
 from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     InternalError,
-    InvalidArgumentError,
     NotFoundError,
     PersiaError,
     ResourceExhaustedError,
@@ -25,38 +28,38 @@ from persia.errors import (
 from persia.logger import get_default_logger
 from persia.messaging.interface import Session
 from persia.storage.manifest import make_dump_id
+from persia.waiting import Attempts
 
 __all__ = ["TrainingDumps", "request_training_dump"]
 
 _LEASE_S = 60.0  # a request is forgotten after so long without a question about it
+_CALL_S = 5.0  # one question
 _LONGEST_HOLD_S = 3600.0
-_SILENCE_S = 30.0
-_CALL_S = 5.0
+_SILENCE_S = 30.0  # of rank 0, until it is considered dead
 _POLL_S = 0.2
 
 
 class _Write(Protocol):
-    """Writes everything, or leaves the rows in the servers' pools."""
+    """Writes everything, or leaves the rows in the servers' storage tiers."""
 
     def __call__(self, directory: str, /, *, in_place: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Arguments of a dump."""
+
+    directory: Annotated[str, Field(min_length=1)]
+    hold_s: Annotated[float, Field(strict=True, ge=0, le=_LONGEST_HOLD_S)] = 0.0
+    in_place: StrictBool = False
 
 
 class _Dump:
     """One dump that was asked for. Guarded by its owner's lock."""
 
     def __init__(self, request: Request) -> None:
-        directory, hold_s = request.arguments.get("directory"), request.arguments.get("hold_s", 0.0)
-        if not isinstance(directory, str) or not directory:
-            raise InvalidArgumentError(f"dump of a training: directory is {directory!r:.80}, not a text")
-        if not isinstance(hold_s, (int, float)) or not 0 <= hold_s <= _LONGEST_HOLD_S:
-            raise InvalidArgumentError(f"dump of a training: hold_s is {hold_s!r:.80}, not 0 to 3600 seconds")
-        in_place = request.arguments.get("in_place", False)
-        if not isinstance(in_place, bool):
-            raise InvalidArgumentError(f"dump of a training: in_place is {in_place!r:.80}, not true or false")
         self.operation = request.operation
-        self.directory = directory
-        self.in_place = in_place
-        self.hold_s = float(hold_s)
+        self.arguments = request.read(_Arguments)
         self.asked_at = time.monotonic()
         self.has_begun = False
         self.is_cancelled = False
@@ -91,6 +94,7 @@ class TrainingDumps:
         with self._changed:
             if request.verb is Verb.DUMP:
                 self._begin(request)
+            # A second request may arrive while the training is held for the first, whose caller still polls.
             known = (d for d in (self._dump, self._held) if d is not None)
             dump = next((d for d in known if d.operation == request.operation), None)
             if dump is None:
@@ -112,13 +116,14 @@ class TrainingDumps:
             if dump is None or dump.is_over or dump.is_forgotten:
                 return
             dump.has_begun = True
+        # Without the lock: polls, which keep the request alive, are answered while the dump is written.
         error: PersiaError | None = None
         try:
-            self._write(dump.directory, in_place=dump.in_place)
+            self._write(dump.arguments.directory, in_place=dump.arguments.in_place)
         except PersiaError as failure:
             error = failure
         except Exception as failure:
-            get_default_logger().exception("the dump to %s failed", dump.directory)
+            get_default_logger().exception("the dump to %s failed", dump.arguments.directory)
             error = InternalError(f"{type(failure).__name__}: {failure}")
         with self._changed:
             dump.error = error
@@ -132,6 +137,7 @@ class TrainingDumps:
         last = self._dump
         if last is not None and last.operation == request.operation:
             return
+        # A forgotten request that has not begun is replaced: its caller has ended.
         if last is not None and (last.has_begun or not last.is_forgotten) and not last.is_over:
             raise ResourceExhaustedError(f"rank 0 is busy with {last.operation}; one dump is taken at a time")
         self._dump = _Dump(request)
@@ -139,13 +145,14 @@ class TrainingDumps:
 
     def _hold(self, dump: _Dump) -> None:
         """Holds the training until its caller ends it: batches trained after the dump would be lost."""
-        if not dump.hold_s or dump.is_forgotten:
+        hold_s = dump.arguments.hold_s
+        if not hold_s or dump.is_forgotten:
             return
-        get_default_logger().info("dumped to %s; training waits to be ended", dump.directory)
+        get_default_logger().info("dumped to %s; training waits to be ended", dump.arguments.directory)
         self._held = dump
         try:
-            if not self._changed.wait_for(lambda: dump.is_cancelled, dump.hold_s):
-                get_default_logger().warning("nobody has ended the training in %g s: it goes on", dump.hold_s)
+            if not self._changed.wait_for(lambda: dump.is_cancelled, hold_s):
+                get_default_logger().warning("the training was not ended within %g s: it continues", hold_s)
         finally:
             self._held = None
 
@@ -154,14 +161,15 @@ def request_training_dump(
     session: Session, directory: str, *, hold_s: float, deadline_s: float, in_place: bool = False
 ) -> None:
     """Returns when rank 0 of the job has written dense part and rows; it then waits for up to `hold_s`.
-    With `in_place` rows stay in the servers' pools.
+    With `in_place` rows stay in the servers' storage tiers.
 
     Raises FailedPreconditionError where there is no training to ask, or it ends no batch within `deadline_s`,
     DeadlineExceededError where it does not answer, ResourceExhaustedError where it is busy with another dump:
     nothing has changed, and the same may succeed later. Otherwise what kept rank 0 from dumping.
 
-    Whoever is interrupted meanwhile, by an exception of a signal handler, holds no training.
+    An exception of a signal handler during the call releases the training.
     """
+    # A new name for each call: rank 0 recognises repetitions of this one by it.
     operation = make_dump_id()
     arguments = {"directory": directory, "hold_s": hold_s, "in_place": in_place}
     request = Request(verb=Verb.DUMP, operation=operation, arguments=arguments)
@@ -175,55 +183,44 @@ def request_training_dump(
 
 
 def _await_dump(session: Session, request: Request, deadline_s: float) -> None:
-    operation = request.operation
-    report = _first_answer(session, request)
+    """Polls until the dump is written; cancels it where it has not begun within `deadline_s`."""
+    report = _ask(session, request)
     waits_until = time.monotonic() + deadline_s
-    while report.state is State.RUNNING:
-        if not _has_begun(report) and time.monotonic() > waits_until:
-            report = _ask(session, Request(verb=Verb.CANCEL, operation=operation))
-            if not _has_begun(report):
-                raise FailedPreconditionError(
-                    f"rank 0 has ended no batch for {deadline_s:g} s (PERSIA_DEADLINE_SEC), and a dump "
-                    "is taken between two: ask again when it trains"
-                )
-        time.sleep(_POLL_S)
-        report = _ask(session, Request(verb=Verb.POLL, operation=operation))
+    for _ in Attempts(math.inf, pause_s=_POLL_S):
+        if report.state is not State.RUNNING:
+            break
+        has_begun = bool((report.result or {}).get("has_begun"))
+        if has_begun or time.monotonic() < waits_until:
+            report = _ask(session, Request(verb=Verb.POLL, operation=request.operation))
+            continue
+        report = _ask(session, Request(verb=Verb.CANCEL, operation=request.operation))
+        if not (report.result or {}).get("has_begun"):  # it may have begun meanwhile
+            raise FailedPreconditionError(
+                f"rank 0 has ended no batch for {deadline_s:g} s (PERSIA_DEADLINE_SEC), and a dump "
+                "is taken between two: ask again when it trains"
+            )
     if report.error is not None:
         raise report.error
 
 
-def _has_begun(report: Report) -> bool:
-    result: dict[str, Any] = report.result or {}
-    return result.get("has_begun") is True
-
-
-def _first_answer(session: Session, request: Request) -> Report:
-    """Repeats the request, which rank 0 recognises, while answers are late."""
-    deadline = time.monotonic() + _SILENCE_S
-    while True:
-        try:
-            return Report.decode(session.request(session.subjects.training_dump, request.encode(), _CALL_S))
-        except UnavailableError as failure:
-            raise FailedPreconditionError(
-                "there is no training to ask for its dense part: rank 0 has not entered its TrainCtx, which "
-                f"configures the optimizers, or has left it; ask again when it trains ({failure})"
-            ) from failure
-        except DeadlineExceededError:
-            if time.monotonic() > deadline:
-                raise
-
-
 def _ask(session: Session, request: Request) -> Report:
-    """Repeats the question until there is an answer; UnavailableError: rank 0 has gone."""
-    deadline = time.monotonic() + _SILENCE_S
-    while True:
+    """Repeats the request, which rank 0 recognises, until there is an answer.
+
+    FailedPreconditionError: no rank 0 listens to the first request; UnavailableError: it is gone since.
+    """
+    is_first = request.verb is Verb.DUMP
+    last: PersiaError | None = None
+    for _ in Attempts(_SILENCE_S, pause_s=_POLL_S):
         try:
             return Report.decode(session.request(session.subjects.training_dump, request.encode(), _CALL_S))
         except NotFoundError as failure:
             raise UnavailableError("rank 0 was started anew during the dump: ask again") from failure
         except (UnavailableError, DeadlineExceededError) as failure:
-            if time.monotonic() > deadline:
-                raise UnavailableError(
-                    f"rank 0 has not answered for {_SILENCE_S:g} s during the dump: {failure}"
+            if is_first and isinstance(failure, UnavailableError):
+                raise FailedPreconditionError(
+                    "there is no training to ask for its dense part: rank 0 has not entered its TrainCtx, "
+                    f"which configures the optimizers, or has left it; ask again when it trains ({failure})"
                 ) from failure
-        time.sleep(_POLL_S)
+            last = failure
+    kind = DeadlineExceededError if is_first else UnavailableError
+    raise kind(f"rank 0 has not answered for {_SILENCE_S:g} s during the dump: {last}") from last

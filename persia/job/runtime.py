@@ -161,5 +161,5 @@ def _local_peer(
         dump_percent=dump_percent(config),
         tier=tier,
     )
-    changes = ServerChanges(store, None if job is None else IncrementalSettings.of(job.config))
+    changes = ServerChanges.of(store, None if job is None else IncrementalSettings.of(job.config))
     return LocalPeer(CheckpointService(share, changes))

@@ -22,8 +22,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, mo
 from persia.config.slots_config import MAX_SLOT_MODES
 from persia.errors import CorruptionError, DeadlineExceededError, FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
-from persia.messaging.interface import Session
-from persia.messaging.registration import Registration
+from persia.messaging.interface import Registration, Session
 from persia.messaging.subjects import EMBEDDING_WORKER, ROLES
 from persia.validation import Count, complaint, json_object, read_document, show, to_json
 from persia.waiting import Attempts
@@ -140,8 +139,8 @@ class Advertiser:
         self._registrations: list[Registration] = []
 
     def start(self, on_admitted: Callable[[], object] = lambda: None) -> None:
-        """Advertises the service. `on_admitted` subscribes to its requests: it is called once no other
-        replica has this index, as a refused one must not answer, and before anybody can find the service.
+        """Advertises the service. `on_admitted` subscribes to its requests. It is called once no other
+        replica has this index, as a refused one must not answer, and before callers can find the service.
 
         Raises `FailedPreconditionError` when a running replica of the role holds the same index, or disagrees
         about the number of replicas or the embedding config: the newcomer is refused, the job continues.
@@ -187,13 +186,14 @@ class Advertiser:
         self._session.publish(subject, ServiceEvent(kind, self.info).encode())
 
     async def _answer(self, asker: bytes) -> bytes | None:
-        # Before its own check is done, a service exists for other newcomers only: they say who they are.
+        # Until its own check is done, only other newcomers see a service. They say who they are in the
+        # request; callers of `wait_for` ask with an empty one.
         return self._payload if self._is_accepted or asker else None
 
     def _check_conflicts(self) -> None:
         subject = self._session.subjects.who(self.info.role)
         for other in _decode_all(self._session.request_many(subject, self._payload, _CONFLICT_WINDOW_S)):
-            if other.incarnation == self.info.incarnation:
+            if other.incarnation == self.info.incarnation:  # this process itself, which listens already
                 continue
             if other.index == self.info.index:
                 raise FailedPreconditionError(
@@ -282,6 +282,7 @@ class _Search:
     def result(self) -> list[ServiceInfo] | None:
         """The replicas by index, or None when some are missing."""
         services = [self._found[index][1] for index in sorted(self._found)]
+        # Also while some are missing: waiting for the others would not repair a disagreement.
         for info in services:
             _check_agreement(services[0], info)
             self._check_caller(info)
@@ -354,6 +355,7 @@ class _Watch:
         info = event.info
         with self._lock:
             if event.kind is EventKind.JOINED:
+                # Seen already: after a reconnect services are asked, and each also publishes that it joined.
                 if self._incarnations.get(info.index) == info.incarnation:
                     return
                 self._incarnations[info.index] = info.incarnation
@@ -372,7 +374,7 @@ def _decode_all(payloads: list[bytes]) -> list[ServiceInfo]:
 
 
 def _check_agreement(one: ServiceInfo, other: ServiceInfo) -> None:
-    # Embedding workers may come and go while a job runs, so that the latest knows of the most.
+    # Embedding workers may be added and removed while a job runs: an older one knows an older number.
     if one.replicas != other.replicas and one.role != EMBEDDING_WORKER:
         raise FailedPreconditionError(
             f"{one} and {other} disagree about the number of replicas, {one.replicas} and {other.replicas}: "

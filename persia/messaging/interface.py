@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from persia.messaging.receiver import Handler
-from persia.messaging.registration import Registration
 from persia.messaging.subjects import Subjects
 
-__all__ = ["Session"]
+__all__ = ["Handler", "Registration", "Session"]
+
+Handler = Callable[[bytes], "bytes | Awaitable[bytes | None] | None"]
+
+
+class Registration:
+    """A subscription of a session, to be ended by `close` (or with the session)."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
+
+    def close(self) -> None:
+        """Takes no new messages, and finishes those being handled. Idempotent."""
+        close, self._close = self._close, lambda: None
+        close()
 
 
 class Session(Protocol):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from persia.errors import FailedPreconditionError, InternalError, PersiaError, UnavailableError
-from persia.messaging.receiver import Handler
-from persia.messaging.registration import Registration
+from persia.messaging.interface import Handler, Registration
 from persia.messaging.subjects import Subjects
 
 __all__ = ["LocalBroker", "LocalSession"]
@@ -34,7 +33,7 @@ class LocalBroker:
         return Registration(lambda: self._remove(subject, handler))
 
     def listeners(self, subject: str) -> list[Handler]:
-        with self._lock:
+        with self._lock:  # a copy: handlers may subscribe and unsubscribe while they are called
             return list(self._listeners.get(subject, ()))
 
     def _remove(self, subject: str, handler: Handler) -> None:
@@ -63,23 +62,16 @@ class LocalSession:
 
     def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
         """Returns the reply of the first listener on `subject`; raises UnavailableError if there is none."""
-        self._check_open()
-        for handler in self._broker.listeners(subject):
-            reply = _invoke(handler, payload)
-            if reply is not None:
-                return reply
+        for reply in self._replies(subject, payload):
+            return reply
         raise UnavailableError(f"no listener on {subject}: its context has not started, or has ended")
 
     def request_many(
         self, subject: str, payload: bytes, window_s: float, *, enough: Callable[[bytes], bool] | None = None
     ) -> list[bytes]:
         """The replies of all who listen on `subject`, up to the one of which `enough(reply)` says so."""
-        self._check_open()
         replies = []
-        for handler in self._broker.listeners(subject):
-            reply = _invoke(handler, payload)
-            if reply is None:
-                continue
+        for reply in self._replies(subject, payload):
             replies.append(reply)
             if enough is not None and enough(reply):
                 break
@@ -87,9 +79,8 @@ class LocalSession:
 
     def publish(self, subject: str, payload: bytes) -> None:
         """Calls every listener."""
-        self._check_open()
-        for handler in self._broker.listeners(subject):
-            _invoke(handler, payload)
+        for _ in self._replies(subject, payload):
+            pass
 
     def respond(self, subject: str, handler: Handler, *, max_concurrency: int = 8) -> Registration:
         """Answers each request on `subject` with what `handler(payload)` returns, on the asker's thread."""
@@ -112,11 +103,19 @@ class LocalSession:
             registration.close()
 
     def _register(self, subject: str, handler: Handler) -> Registration:
+        # Also kept here: the session ends its subscriptions, the broker outlives it.
         self._check_open()
         registration = self._broker.add(subject, handler)
         with self._lock:
             self._registrations.append(registration)
         return registration
+
+    def _replies(self, subject: str, payload: bytes) -> Iterator[bytes]:
+        """Calls one listener after the other, each when its reply is asked for."""
+        self._check_open()
+        for handler in self._broker.listeners(subject):
+            if (reply := _invoke(handler, payload)) is not None:
+                yield reply
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -15,15 +15,10 @@ from enum import IntEnum
 from persia.errors import CorruptionError
 from persia.validation import Count, json_object, read_document, to_json
 
-__all__ = [
-    "BatchAnnouncement",
-    "EndOfStream",
-    "FlowReply",
-    "IdsReply",
-    "IdsRequest",
-    "ReplyStatus",
-]
+__all__ = ["BatchAnnouncement", "EndOfStream", "FlowReply", "IdsReply", "IdsRequest", "ReplyStatus"]
 
+# Little endian, without padding: the layouts of docs/wire_format.md. Bodies follow their header unchanged:
+# features may have many megabytes, and are only decoded by the native module.
 _IDS_HEADER = struct.Struct("<II")
 _IDS_REPLY = struct.Struct("<IIQQ")
 _FLOW_REPLY = struct.Struct("<II")
@@ -130,6 +125,7 @@ class BatchAnnouncement:
         if requires_grad not in (0, 1):
             raise CorruptionError(f"{what}: requires_grad is {requires_grad}, not 0 or 1")
         _check_replica(what, loader, replicas)
+        # Loaders number their batches in turns: two of them must never use the same id.
         if batch_id % replicas != loader:
             raise CorruptionError(f"{what}: batch_id {batch_id} is not one of loader {loader} of {replicas}")
         dense = memoryview(payload)[_ANNOUNCEMENT.size :]

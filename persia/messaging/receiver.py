@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -20,12 +20,12 @@ from persia import errors
 from persia.errors import InternalError, PersiaError, ResourceExhaustedError, UnavailableError
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
+from persia.messaging.interface import Handler
 from persia.waiting import Attempts
 
-__all__ = ["Handler", "Receiver", "raise_if_error_reply", "send_error"]
+__all__ = ["Receiver", "collect_replies", "raise_if_error_reply", "send_error"]
 
-Handler = Callable[[bytes], "bytes | Awaitable[bytes | None] | None"]
-
+_NO_RESPONDERS = "503"  # the broker's status for a request without listeners
 ERROR_HEADER = (
     "Persia-Error"  # marks an error reply; its value is the error's class, the payload is its message
 )
@@ -49,7 +49,7 @@ class Receiver:
         self._replies = replies
         self._on_loop = inspect.iscoroutinefunction(handler)
         self._pool = DaemonPool(max_concurrency, f"persia-{subject}")
-        self._slots = asyncio.Semaphore(max_concurrency)
+        self._permits = asyncio.Semaphore(max_concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
         self._subscription: Subscription | None = None
 
@@ -68,6 +68,7 @@ class Receiver:
         await self._drain(grace_s)
         if self._tasks:
             _, unfinished = await asyncio.wait(self._tasks, timeout=grace_s)
+            # Cancelled tasks answer with an error: the peer need not wait for its time-out.
             for task in unfinished:
                 task.cancel()
             if unfinished:
@@ -75,7 +76,7 @@ class Receiver:
         self._pool.close()
 
     async def _drain(self, grace_s: float) -> None:
-        """Unsubscribes, and hands the messages that have come meanwhile to the handler."""
+        """Unsubscribes, and hands the messages received before that to the handler."""
         if self._subscription is None:
             return
         drain = asyncio.ensure_future(self._subscription.drain())  # type: ignore[no-untyped-call]
@@ -91,15 +92,15 @@ class Receiver:
             await drain
 
     async def _on_message(self, message: Msg) -> None:
-        # The client calls this for one message at a time: waiting here stops this subject only.
-        await self._slots.acquire()
+        # The client calls this for one message at a time: waiting here holds up this subject only.
+        await self._permits.acquire()
         task = asyncio.get_running_loop().create_task(self._handle(message))
         self._tasks.add(task)  # the loop itself holds tasks only weakly
         task.add_done_callback(self._on_done)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._slots.release()
+        self._permits.release()
 
     async def _handle(self, message: Msg) -> None:
         try:
@@ -137,6 +138,33 @@ class Receiver:
         logger.warning(
             "%s: %s", self.subject, error, exc_info=None if isinstance(error, PersiaError) else error
         )
+
+
+async def collect_replies(
+    client: Client, subject: str, payload: bytes, window_s: float, enough: Callable[[bytes], bool] | None
+) -> list[bytes]:
+    """Asks all who listen on `subject`: see `NatsSession.request_many`."""
+    replies: list[bytes] = []
+    done = asyncio.Event()
+
+    async def collect(message: Msg) -> None:
+        if (message.headers or {}).get("Status") == _NO_RESPONDERS:
+            done.set()
+            return
+        replies.append(message.data)
+        if enough is not None and enough(message.data):
+            done.set()
+
+    inbox = client.new_inbox()
+    subscription = await client.subscribe(inbox, cb=collect)
+    try:
+        await client.publish(subject, payload, reply=inbox)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(done.wait(), window_s)
+    finally:
+        with contextlib.suppress(NatsError):
+            await subscription.unsubscribe()
+    return replies
 
 
 async def send_error(client: Client, message: Msg, error: Exception) -> None:

@@ -32,8 +32,8 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
-from persia.messaging.receiver import Handler, Receiver, raise_if_error_reply, send_error
-from persia.messaging.registration import Registration
+from persia.messaging.interface import Handler, Registration
+from persia.messaging.receiver import Receiver, collect_replies, raise_if_error_reply, send_error
 from persia.messaging.subjects import Subjects
 from persia.waiting import Attempts
 
@@ -47,7 +47,6 @@ _LOSS_REPORT_S = 2.0
 _CALL_MARGIN_S = (
     5.0  # a call ends on the loop by its own time-out; this is the backstop of the thread that waits
 )
-_NO_RESPONDERS = "503"  # the broker's status for a request without listeners
 _DEFAULT_MAX_PAYLOAD = 1 << 20
 
 _CONNECT_OPTIONS: dict[str, Any] = {
@@ -60,7 +59,7 @@ _CONNECT_OPTIONS: dict[str, Any] = {
 }
 
 
-class NatsSession:
+class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
     """One connection of this process to the broker, for one job.
 
     Reconnects by itself. A request under way when the connection is lost fails with `UnavailableError` at
@@ -87,9 +86,6 @@ class NatsSession:
         self._reconnect_callbacks: list[Callable[[], None]] = []
         self._notifier = DaemonPool(1, f"persia-nats-{name}-reconnect")
 
-    def __enter__(self) -> NatsSession:
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
@@ -103,6 +99,7 @@ class NatsSession:
                 raise FailedPreconditionError(f"this NATS session is {self._state} already: create a new one")
             self._thread.start()
             self._state = "open"
+        # The broker would otherwise see the connection break, and peers would miss the last messages.
         atexit.register(self.close)
         try:
             self._call(self._connect(deadline_s), deadline_s)
@@ -140,7 +137,7 @@ class NatsSession:
         Returns earlier when there is no listener, or when `enough(reply)` is true.
         """
         self._check_size(subject, payload)
-        return self._call(self._request_many(subject, payload, window_s, enough), window_s)
+        return self._call(collect_replies(self._client, subject, payload, window_s, enough), window_s)
 
     @property
     def max_payload(self) -> int:
@@ -163,14 +160,16 @@ class NatsSession:
         other subjects; further ones wait. A handler that raises answers with that error, one that returns
         None does not answer.
         """
-        return self._register(subject, handler, replies=True, max_concurrency=max_concurrency)
+        return self._register(
+            Receiver(self._client, subject, handler, replies=True, max_concurrency=max_concurrency)
+        )
 
     def subscribe(self, subject: str, callback: Callable[[bytes], None]) -> Registration:
         """Calls `callback(payload)` for each message on `subject`, in order, on a thread of its own."""
-        return self._register(subject, callback, replies=False, max_concurrency=1)
+        return self._register(Receiver(self._client, subject, callback, replies=False, max_concurrency=1))
 
     def on_reconnect(self, callback: Callable[[], None]) -> Registration:
-        """Calls `callback()` on a thread each time that a lost connection is there again."""
+        """Calls `callback()` on a thread each time that a lost connection is restored."""
         self._reconnect_callbacks.append(callback)
         return Registration(lambda: self._reconnect_callbacks.remove(callback))
 
@@ -202,7 +201,7 @@ class NatsSession:
             raise
         except concurrent.futures.CancelledError:
             raise UnavailableError(f"the NATS session {self._name} was closed meanwhile") from None
-        except concurrent.futures.TimeoutError:
+        except concurrent.futures.TimeoutError:  # the coroutine has a time-out, but the loop does not run it
             future.cancel()
             raise DeadlineExceededError(
                 f"the NATS session {self._name} is overloaded: no result in time"
@@ -214,17 +213,15 @@ class NatsSession:
             raise
 
     def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
-        # Under the lock: whatever is submitted before `close` is on the loop before the shutdown, which
-        # cancels it.
+        # Under the lock: a call submitted before `close` reaches the loop before the shutdown, which cancels
+        # it. Without the lock the caller could wait for a loop that has stopped.
         with self._lock:
             if self._state == "open" and threading.current_thread() is not self._thread:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
             state = self._state
         coroutine.close()
         if state == "open":
-            raise FailedPreconditionError(
-                "a NATS handler on the session's loop may not call the session: it would wait"
-            )
+            raise FailedPreconditionError("a NATS handler on the session's loop would wait for itself")
         raise FailedPreconditionError(
             f"the NATS session {self._name} is {'not connected' if state == 'new' else state}"
         )
@@ -238,17 +235,21 @@ class NatsSession:
                 "(persia-launcher nats-server --max-payload)"
             )
 
-    def _register(
-        self, subject: str, handler: Handler, *, replies: bool, max_concurrency: int
-    ) -> Registration:
-        receiver = self._call(
-            self._start_receiver(subject, handler, replies, max_concurrency), _CALL_MARGIN_S
-        )
-        return Registration(lambda: self._unregister(receiver))
+    def _register(self, receiver: Receiver) -> Registration:
+        async def start() -> None:
+            await receiver.start()
+            self._receivers.add(receiver)
 
-    def _unregister(self, receiver: Receiver) -> None:
-        with contextlib.suppress(FailedPreconditionError, UnavailableError):  # closed with the session
-            self._call(self._stop_receiver(receiver), 3 * _CLOSE_GRACE_S)
+        async def stop() -> None:
+            self._receivers.discard(receiver)
+            await receiver.stop(_CLOSE_GRACE_S)
+
+        def unregister() -> None:
+            with contextlib.suppress(FailedPreconditionError, UnavailableError):  # closed with the session
+                self._call(stop(), 3 * _CLOSE_GRACE_S)
+
+        self._call(start(), _CALL_MARGIN_S)
+        return Registration(unregister)
 
     # ---- on the loop
 
@@ -302,47 +303,10 @@ class NatsSession:
         finally:
             self._waiting.discard(task)
 
-    async def _request_many(
-        self, subject: str, payload: bytes, window_s: float, enough: Callable[[bytes], bool] | None
-    ) -> list[bytes]:
-        replies: list[bytes] = []
-        done = asyncio.Event()
-
-        async def collect(message: Msg) -> None:
-            if (message.headers or {}).get("Status") == _NO_RESPONDERS:
-                done.set()
-                return
-            replies.append(message.data)
-            if enough is not None and enough(message.data):
-                done.set()
-
-        inbox = self._client.new_inbox()
-        subscription = await self._client.subscribe(inbox, cb=collect)
-        try:
-            await self._client.publish(subject, payload, reply=inbox)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(done.wait(), window_s)
-        finally:
-            with contextlib.suppress(NatsError):
-                await subscription.unsubscribe()
-        return replies
-
     async def _publish(self, subject: str, payload: bytes) -> None:
         await self._client.publish(subject, payload)
         with self._ended_by_disconnect(subject):
             await self._client.flush(timeout=int(_CALL_MARGIN_S))
-
-    async def _start_receiver(
-        self, subject: str, handler: Handler, replies: bool, max_concurrency: int
-    ) -> Receiver:
-        receiver = Receiver(self._client, subject, handler, replies=replies, max_concurrency=max_concurrency)
-        await receiver.start()
-        self._receivers.add(receiver)
-        return receiver
-
-    async def _stop_receiver(self, receiver: Receiver) -> None:
-        self._receivers.discard(receiver)
-        await receiver.stop(_CLOSE_GRACE_S)
 
     async def _shut_down(self) -> None:
         try:
@@ -353,6 +317,7 @@ class NatsSession:
                     await asyncio.wait_for(self._client.flush(), _CLOSE_GRACE_S)
                 if self._client.is_connected or self._client.is_reconnecting:
                     await asyncio.wait_for(self._client.close(), _CLOSE_GRACE_S)
+            # Threads that still wait get a CancelledError, which `_call` reports as a closed session.
             others = asyncio.all_tasks() - {asyncio.current_task()}
             for task in others:
                 task.cancel()
@@ -372,8 +337,8 @@ class NatsSession:
 
     async def _on_disconnected(self) -> None:
         self._cancel_loss_report()
-        if self._state == "open":
-            self._loss_report = self._loop.call_later(_LOSS_REPORT_S, self._report_loss)
+        self._loss_report = self._loop.call_later(_LOSS_REPORT_S, self._report_loss)
+        # The client would let them wait for their time-outs: a reply to a lost connection is never repeated.
         for task in tuple(self._waiting):
             task.cancel()
 
@@ -389,6 +354,7 @@ class NatsSession:
     async def _on_reconnected(self) -> None:
         self._cancel_loss_report()
         get_default_logger().info("connected to NATS at %s again", self._address)
+        # Not on the loop: callbacks call the session, which waits for the loop.
         for callback in tuple(self._reconnect_callbacks):
             self._notifier.submit(_run_reconnect_callback, callback)
 

@@ -58,7 +58,7 @@ class Subjects:
         return f"{self._prefix}.ids.{_checked_index(worker_index)}"
 
     def batch(self, rank: int) -> str:
-        """Batch announcements for an NN worker."""
+        """Batches that loaders submit to an NN worker."""
         return f"{self._prefix}.batch.{_checked_index(rank)}"
 
     def end(self, rank: int) -> str:

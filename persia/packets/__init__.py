@@ -6,7 +6,7 @@ changes        the changes of one server, and the job that writes them
 operation      one packet over all servers
 stream         the packets of one run of a trainer, and what the next one follows
 writer         writes packets while a job trains
-rows           applies packets to a store
+applier        applies packets to a store
 follow_target  the packet that followers should be at, and what they can start from
 follower       keeps a copy of the rows at that packet
 """

@@ -17,22 +17,18 @@ from pydantic import Field, StrictBool
 from persia.checkpoint.protocol import Request
 from persia.checkpoint.server_job import ServerShare, SnapshotJob
 from persia.config import GlobalConfig
-from persia.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    ResourceExhaustedError,
-)
+from persia.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from persia.logger import get_default_logger
 from persia.storage.location import Location
 from persia.storage.position import is_packet_folder
-from persia.validation import Count, read_document
+from persia.validation import Count
 
 if TYPE_CHECKING:
     from persia._native import EmbeddingStore, Snapshot
 
 __all__ = ["ChangesJob", "IncrementalSettings", "ServerChanges"]
 
-# Up to so many changes one thread and one file are quicker than several.
+# Fewer changes are written faster by one thread to one file than to several files.
 _ROWS_OF_ONE_FILE = 100_000
 _READ_BYTES = 1 << 20
 
@@ -84,26 +80,25 @@ class _Take:
 class ServerChanges:
     """The changes of a server, and the stream of packets that they belong to. Thread-safe."""
 
-    def __init__(self, store: EmbeddingStore, settings: IncrementalSettings | None = None) -> None:
-        """Must be made before the store's first row. Without `settings` no change is tracked."""
+    def __init__(self, store: EmbeddingStore, settings: IncrementalSettings) -> None:
+        """Must be made before the store's first row."""
         self._store = store
         self._settings = settings
         self._lock = threading.Lock()
         self._stream: str | None = None
-        # Nobody has taken any, and none were lost: they are all that there is in the store.
-        self._is_from_start = settings is not None
-        if settings is not None:
-            self._track()
+        # No packet has taken any, and none were lost: they are all rows of the store.
+        self._is_from_start = True
+        self._track()
 
-    def begin(self, arguments: dict[str, Any]) -> None:
-        """`arguments`: those of `_Begin`."""
-        begin = read_document(_Begin, arguments, "changes request")
+    @classmethod
+    def of(cls, store: EmbeddingStore, settings: IncrementalSettings | None) -> ServerChanges | None:
+        """Returns None without `settings`: no change is tracked then."""
+        return None if settings is None else cls(store, settings)
+
+    def begin(self, request: Request) -> None:
+        """Makes the changes those of the stream that `request` names."""
+        begin = request.read(_Begin)
         with self._lock:
-            if self._settings is None:
-                raise FailedPreconditionError(
-                    "this server has no incremental updates: set enable_incremental_update in its global "
-                    "config"
-                )
             if begin.anew:
                 self._track()
             elif not self._is_from_start and self._stream != begin.stream:
@@ -113,8 +108,7 @@ class ServerChanges:
     def status(self) -> dict[str, Any]:
         """For the coordinator: `settings`, `stream`, `is_from_start`, `num_rows`."""
         with self._lock:
-            if self._settings is None:
-                return {"settings": None}
+            # Here and not only in `take`: the trainer asks often, and tracks anew as soon as it knows.
             status = self._store.change_status()
             if status["has_overflowed"]:
                 self._lose()
@@ -142,10 +136,9 @@ class ServerChanges:
 
     def make_job(self, request: Request, share: ServerShare, lease_s: float) -> ChangesJob:
         """The job that writes the changes as they are now."""
-        return ChangesJob(request.operation, share, lease_s, request.arguments, self)
+        return ChangesJob(request, share, lease_s, self)
 
     def _track(self) -> None:
-        assert self._settings is not None, "asked for by callers"
         # Twice: training continues while a packet or a whole checkpoint is written.
         self._store.track_changes(2 * self._settings.buffer_size)
 
@@ -163,29 +156,24 @@ class ChangesJob(SnapshotJob):
     _kind = "packet"
     is_packet = True
 
-    def __init__(
-        self,
-        operation: str,
-        share: ServerShare,
-        lease_s: float,
-        arguments: dict[str, Any],
-        changes: ServerChanges,
-    ) -> None:
-        """`arguments`: those of `_Take`."""
-        what = "changes request"
-        take = read_document(_Take, arguments, what)
-        if not is_packet_folder(operation):
-            raise InvalidArgumentError(f"{what}: {operation!r:.80} is not the name of a packet's folder")
+    def __init__(self, request: Request, share: ServerShare, lease_s: float, changes: ServerChanges) -> None:
+        take = request.read(_Take)
+        if not is_packet_folder(request.operation):
+            raise InvalidArgumentError(
+                f"{request.what}: {request.operation!r:.80} is not the name of a packet's folder"
+            )
         snapshot = changes.take(take.stream, share.num_threads)
-        super().__init__(operation, share, lease_s, Location.of(take.directory), snapshot)
+        super().__init__(request, share, lease_s, Location.of(take.directory), snapshot)
         self._point["is_from_nothing"] = snapshot.is_from_nothing
 
     def _work(self) -> None:
         if self._total_rows > 0:
             self._write_files("rows")
         else:
-            for part in self._parts:  # which must be read, though they have a header and an index alone
+            # An empty snapshot still has a header and an index, and can only be committed once it is read.
+            for part in self._parts:
                 while part.read(_READ_BYTES):
                     self._check_alive()
+        # Until the packet's manifest is written: a failed packet leaves the changes to the next one.
         self._await_apply()
         self._snapshot.commit()

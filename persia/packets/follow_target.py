@@ -13,7 +13,7 @@ from persia.checkpoint.checkpoints import Source
 from persia.errors import CorruptionError, NotFoundError
 from persia.packets.log import PacketLog
 from persia.packets.packet import BaseKind
-from persia.storage.checksummed_json import decode_pointer
+from persia.storage.checksummed_json import read_pointer
 from persia.storage.location import Location
 from persia.storage.manifest import Manifest
 from persia.storage.position import Position
@@ -22,7 +22,6 @@ from persia.storage.versions import checkpoints_at
 __all__ = ["PIN_NAME", "FollowTarget", "StartPoint", "find_starts", "read_target"]
 
 PIN_NAME = "pin"
-_MAX_PIN_BYTES = 256
 
 _Found = tuple[Position | None, str, Location]  # position, dump id of the rows, directory of a checkpoint
 
@@ -52,7 +51,7 @@ def read_target(log: PacketLog) -> FollowTarget | None:
         return None
     path = log.location / PIN_NAME
     try:
-        name = decode_pointer(path.read(max_bytes=_MAX_PIN_BYTES), str(path))
+        name = read_pointer(path)
     except NotFoundError:
         return FollowTarget(position=latest, latest=latest, is_pinned=False)
     pin = Position.parse(name)
@@ -60,6 +59,7 @@ def read_target(log: PacketLog) -> FollowTarget | None:
         raise CorruptionError(
             f"{path} says {name!r:.80}, which is no packet's name; write one as `latest` has, or remove it"
         )
+    # A pin may also name a packet of an earlier stream: the model before a restart of the training.
     if pin.stream == latest.stream:
         pin = min(pin, latest)  # what is not written yet cannot be reached
     return FollowTarget(position=pin, latest=latest, is_pinned=True)
@@ -82,7 +82,8 @@ def find_starts(
     ]
     starts.sort(key=lambda start: start.position, reverse=True)
     first = Position(target.stream, max(at_least, 1))
-    starts += _bases(log, first, found)  # the packet itself may say what it follows
+    # A restart names the checkpoint that it follows, which may have been dumped by another stream.
+    starts += _bases(log, first, found)
     if not starts:
         raise NotFoundError(
             f"there is no checkpoint with packet {first} and none after {target.number} in "

@@ -84,7 +84,7 @@ class FollowStatus:
     delay_s: float | None = None  # of the last packet: from its oldest update until it was visible
     num_applied: int = 0
     num_retries: int = 0  # tries to apply a packet that failed
-    num_failed: int = 0  # packets that were given up, until they change
+    num_failed: int = 0  # packets that failed `num_tries` times
     num_storage_errors: int = 0
     num_checkpoints: int = 0  # loaded, the first one included
     error: str = ""  # why it cannot apply the next packet; empty: it can
@@ -152,6 +152,7 @@ class Follower(Generic[_Copy]):
             pause_s = self._options.poll_s
             if not self._look():
                 backoff_s = min(_FIRST_PAUSE_S * 2.0 ** min(self._num_failures, 16), _LONGEST_PAUSE_S)
+                # A follower that cannot proceed must not burden the storage of the training.
                 pause_s = max(pause_s, backoff_s)
 
     def _look(self) -> bool:
@@ -198,6 +199,7 @@ class Follower(Generic[_Copy]):
         if target is None:
             return self._no_packets() if self._status.position is None else ""
         self._update(latest=target.latest, pinned=target.is_pinned)
+        # Another stream is another run of the trainer: its packets do not apply to these rows.
         position = self._status.position
         if position is None or target.position.stream != position.stream:
             self._begin_anew(target, at_least=0)
@@ -216,7 +218,7 @@ class Follower(Generic[_Copy]):
                 self._begin_from(target, at_least=position.number + self._options.max_behind + 1)
             except (NotFoundError, CorruptionError, FailedPreconditionError) as reason:
                 # Nothing would save so many packets, or it cannot be used: they may all be there.
-                get_default_logger().info("%s: going on by packets: %s", self._log.location, reason)
+                get_default_logger().info("%s: packets are applied instead: %s", self._log.location, reason)
         while not self._stopped.is_set():
             position = self._status.position or position
             if position >= target.position:
@@ -232,6 +234,7 @@ class Follower(Generic[_Copy]):
         except (StorageError, UnavailableError):
             raise
         except PersiaError as failure:
+            # The packet itself may be damaged, or its files may not be visible here yet: both look the same.
             if self._count_try(position) < self._options.num_tries:
                 raise
             self._give_up(target, position, failure)
@@ -240,9 +243,6 @@ class Follower(Generic[_Copy]):
             self._begin_anew(target, at_least=position.number)
             return
         self._num_failures = 0
-        self._reached(packet)
-
-    def _reached(self, packet: Packet) -> None:
         self._update(
             position=packet.position,
             step=packet.step,
@@ -305,12 +305,14 @@ class Follower(Generic[_Copy]):
                 position, packet = following.position, following
         except PersiaError as failure:
             now = self._status.position
+            # Part of the way is better than the copy in use, unless that is newer or a pin names one packet.
             is_progress = now is None or now.stream != position.stream or now < position
             if target.is_pinned or not is_progress:
                 raise
             get_default_logger().warning(
                 "%s: %s is as far as it goes now: %s", self._log.location, position, failure
             )
+        # Only now: requests are served by the copy in use until this one is complete.
         self._copy = self._copies.use(copy, position)
         step = found.source.manifest.step if found.source is not None else None
         self._update(
@@ -329,6 +331,7 @@ class Follower(Generic[_Copy]):
 
     def _load(self, starts: Sequence[StartPoint]) -> tuple[StartPoint, _Copy]:
         """The first that can be loaded; raises what is wrong with the last one."""
+        # The newest first. A damaged checkpoint is no reason to stay behind while an older one is whole.
         for start in starts:
             try:
                 copy = self._copies.load(start.source)

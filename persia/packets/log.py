@@ -14,7 +14,7 @@ from typing import Any
 from persia.errors import CorruptionError, NotFoundError, StorageError
 from persia.logger import get_default_logger
 from persia.packets.packet import Packet
-from persia.storage.checksummed_json import decode_pointer, encode_pointer
+from persia.storage.checksummed_json import encode_pointer, read_pointer
 from persia.storage.location import Location
 from persia.storage.position import Position
 
@@ -23,7 +23,6 @@ __all__ = ["PacketLog"]
 _LATEST_NAME = "latest"
 _ENDING = ".json"
 _MAX_MANIFEST_BYTES = 64 << 20
-_MAX_LATEST_BYTES = 256
 
 
 class PacketLog:
@@ -43,6 +42,7 @@ class PacketLog:
         except NotFoundError as failure:
             raise NotFoundError(f"there is no packet {position} in {self.location}") from failure
         packet = Packet.decode(content, str(path))
+        # A manifest that was copied or renamed by hand would apply the wrong changes.
         if packet.position != position:
             raise CorruptionError(f"{path} is of packet {packet.position}")
         return packet
@@ -55,7 +55,7 @@ class PacketLog:
         found = self._pointed()
         if found is None:
             return max(self.positions(), default=None)
-        # A trainer that was killed has perhaps not come to replacing the pointer.
+        # A trainer that was killed may have added packets after it last replaced the pointer.
         while self.exists(found.next):
             found = found.next
         return found
@@ -71,12 +71,12 @@ class PacketLog:
         self._manifest(packet.position).replace(packet.encode())
         try:
             (self.location / _LATEST_NAME).replace(encode_pointer(packet.position.name))
-        except StorageError as failure:  # it may be late
+        except StorageError as failure:  # `newest` looks beyond the pointer, so it may be late
             get_default_logger().warning("packet %s is written, but: %s", packet.position, failure)
 
     def remove_until(self, last: Position) -> None:
-        """All packets up to `last`, those of earlier streams included, and what attempts to write packets
-        have left there, of trainers that were killed, say. Manifests go first: no half packet is seen."""
+        """Removes all packets up to `last`, those of earlier streams included, and the files of failed
+        attempts. Manifests first: a follower never sees a packet without its files."""
         for position in self.positions():
             if position <= last:
                 self._manifest(position).remove_quietly()
@@ -91,10 +91,9 @@ class PacketLog:
     def _pointed(self) -> Position | None:
         pointer = self.location / _LATEST_NAME
         try:
-            content = pointer.read_replaced(max_bytes=_MAX_LATEST_BYTES)
+            name = read_pointer(pointer)
         except NotFoundError:
             return None
-        name = decode_pointer(content, str(pointer))
         position = Position.parse(name)
         if position is None or position.name != name:
             raise CorruptionError(f"{pointer} says {name!r:.80}, not the name of a packet")

@@ -9,14 +9,15 @@ from typing import Any
 
 from pydantic import StrictBool
 
-from persia.checkpoint.coordinator import Operation, agreed, check_visible
+from persia.checkpoint.operation import Operation, check_visible
 from persia.checkpoint.peers import Peer
-from persia.checkpoint.protocol import Report, State, Verb
-from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
+from persia.checkpoint.protocol import State, Verb
+from persia.errors import FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
 from persia.packets.changes import IncrementalSettings
 from persia.packets.log import PacketLog
-from persia.packets.packet import CheckpointReference, Packet, PacketRows
+from persia.packets.packet import CheckpointReference, Packet
+from persia.storage.manifest import RowSet
 from persia.storage.position import Position
 from persia.storage.shard_file import write_files
 from persia.validation import Count, read_document
@@ -33,10 +34,6 @@ class ChangeStatus:
     is_from_start: StrictBool = False  # they are all rows of the store, and belong to no stream yet
     num_rows: Count = 0
 
-    @classmethod
-    def of(cls, report: Report) -> ChangeStatus:
-        return read_document(cls, report.result, "changes report")
-
 
 @dataclass(frozen=True, kw_only=True)
 class DenseState:
@@ -48,13 +45,13 @@ class DenseState:
 
 def ask_changes(peers: Sequence[Peer], deadline_s: float) -> list[ChangeStatus]:
     """Asks every server how much has changed."""
-    reports = Operation("changes", peers, deadline_s)._ask_all(Verb.CHANGES)
-    return [ChangeStatus.of(report) for report in reports]
+    reports = Operation("changes", peers, deadline_s).ask_all(Verb.CHANGES)
+    return [read_document(ChangeStatus, report.result, "changes report") for report in reports]
 
 
 def begin_stream(peers: Sequence[Peer], stream: str, deadline_s: float, *, anew: bool) -> None:
     """Makes the changes of all servers those of `stream`; `anew`: from this moment on."""
-    Operation("changes", peers, deadline_s)._ask_all(Verb.TRACK, {"stream": stream, "anew": anew})
+    Operation("changes", peers, deadline_s).ask_all(Verb.TRACK, {"stream": stream, "anew": anew})
 
 
 @dataclass
@@ -71,18 +68,20 @@ class PacketOperation(Operation):
     ) -> Packet:
         """Returns what is written now. After an error there is no such packet, and all changes come with the
         next one; only where the storage leaves open what it did, the packet may be there."""
-        if self.log.location.is_of_this_process and any(peer.is_remote for peer in self.peers):
-            raise InvalidArgumentError(
-                f"incremental_dir={self.log.location} exists in this process only, and the rows are in "
-                "others: use a directory or storage service that all reach"
-            )
+        self._require_shared(self.log.location, "incremental_dir=")
         try:
             arguments = {"directory": str(self.log.files), "stream": self.position.stream}
-            self._ask_all(Verb.TAKE, arguments)
+            self.ask_all(Verb.TAKE, arguments)
+            # After all have answered: no change in the packet was made later than this.
             cut_at = time.time()
             dense_files = write_files(self.log.files, self.operation, dense.files) if dense else {}
-            reports = self._await("writing", State.CHECKED)
+            results = [report.result or {} for report in self._await("writing", State.CHECKED)]
+            # Learning rates may change between two packets: any configuration will do for the rows.
+            configs = [result["train_config"] for result in results if result.get("train_config")]
+            values = {**self._rows(results), "train_config": configs[0] if configs else None}
             packet = Packet(
+                **vars(read_document(RowSet, values, f"the report of {self.operation}")),
+                is_from_nothing=self._is_from_nothing(results),
                 position=self.position,
                 changed_after=self.changed_after,
                 cut_at=cut_at,
@@ -90,8 +89,8 @@ class PacketOperation(Operation):
                 dense=dense_files,
                 dense_step=None if dense is None else dense.step,
                 checkpoint=checkpoint,
-                **self._rows([report.result or {} for report in reports]),
             )
+            # Before the manifest: a follower must never see a packet whose files it cannot read.
             check_visible(self.log.files, packet.files)
             self.log.add(packet)
         except BaseException:
@@ -101,27 +100,19 @@ class PacketOperation(Operation):
         self._commit()
         return packet
 
-    def _rows(self, results: list[dict[str, Any]]) -> dict[str, Any]:
-        """The rows of the packet by the servers' reports, which the manifest's reader checks."""
-        flags = {result.get("is_from_nothing") for result in results}
+    def _is_from_nothing(self, results: Sequence[dict[str, Any]]) -> bool:
+        """Whether all servers have cleared their rows since the packet before."""
+        flags = {bool(result["is_from_nothing"]) for result in results}
         if len(flags) > 1:
-            # One server has cleared its rows, another is about to. Changes of both come with the next packet.
+            # One server has cleared its rows, another is about to. The next packet has the changes of both.
             raise FailedPreconditionError(f"packet {self.position} waits: rows are being cleared")
-        # Learning rates may change between two cuts: any of them will do for the rows.
-        configs = [result["train_config"] for result in results if result.get("train_config")]
-        values = {
-            "is_from_nothing": flags.pop(),
-            "train_config": configs[0] if configs else None,
-            "schema": agreed(results, "schema", self.peers),
-            "servers": results,
-            "files": [file for result in results for file in result.get("files", ())],
-        }
-        return vars(read_document(PacketRows, values, f"the report of {self.operation}"))
+        return flags.pop()
 
     def _commit(self) -> None:
-        """A server that does not hear it sends its changes once more: harmless, unless rows were cleared."""
+        """Lets servers forget the changes. One that misses it sends them again, which is harmless unless rows
+        were cleared."""
         try:
-            self._ask_all(Verb.APPLY)
+            self.ask_all(Verb.APPLY)
             self._await("committing", State.DONE)
             self.is_committed = True
         except PersiaError as failure:

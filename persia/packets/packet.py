@@ -1,8 +1,8 @@
-"""A packet: what changed on all servers of a training job between two cuts, as its manifest tells it.
+"""A packet: the manifest of what changed on all servers of a training job between two snapshot points.
 
-A stream of packets has numbers without gaps. Packet N brings rows that are as at packet N - 1, or newer, to
-what they were at its cut. Where that cannot be, a *restart* stands in the sequence instead and says what the
-packets behind it follow; every stream begins with one. Layout: docs/incremental_updates.md, "Format".
+Packets of a stream are numbered without gaps. Packet N turns the rows of packet N - 1, or newer ones, into
+those of its own snapshot point. Where changes were lost, a *restart* takes a number instead, and names the
+rows that later packets apply to; every stream begins with one. Layout: docs/incremental_updates.md, "Format".
 """
 
 from __future__ import annotations
@@ -17,19 +17,11 @@ from pydantic import AfterValidator, StrictBool, model_validator
 from persia._version import __version__
 from persia.errors import CorruptionError
 from persia.storage.checksummed_json import decode_document, encode_document
-from persia.storage.manifest import (
-    NUM_VIRTUAL_SHARDS,
-    FileEntry,
-    ServerEntry,
-    VirtualShards,
-    is_dump_id,
-    is_file_name,
-)
+from persia.storage.manifest import FileEntry, RowSet, is_dump_id, is_file_name
 from persia.storage.position import Position, is_packet_folder
-from persia.storage.schema import RowSchema
-from persia.validation import Count, Hex, Number, complaint, read_document, require_keys, to_json
+from persia.validation import Count, Number, complaint, read_document, require_keys, to_json
 
-__all__ = ["Base", "BaseKind", "CheckpointReference", "Packet", "PacketRows"]
+__all__ = ["Base", "BaseKind", "CheckpointReference", "Packet"]
 
 _FORMAT = "persia packet"
 # Without these a damaged packet would pass for one that changes nothing.
@@ -86,19 +78,13 @@ class CheckpointReference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PacketRows:
-    """What a manifest tells of the rows of its packet."""
+class Packet(RowSet):
+    """A manifest. `base` makes it a restart, which has no rows and may have dense files.
+
+    `num_rows` counts rows that changed and rows that were removed. `files` are below `packets/`.
+    """
 
     is_from_nothing: StrictBool = False  # all rows were cleared after the packet before: drop them first
-    train_config: Hex | None = None  # `TrainConfig.encode()` in hex; a restart has none
-    schema: RowSchema | None = None  # None: the servers were started without an embedding config
-    servers: tuple[ServerEntry, ...] = ()  # by index; rows and removals together
-    files: tuple[FileEntry, ...] = ()  # of kind "changes", below `packets/`; any number for each server
-
-
-@dataclass(frozen=True, kw_only=True)
-class Packet(PacketRows):
-    """A manifest. `base` makes it a restart, which has no rows and may have dense files."""
 
     position: Position
     changed_after: Number  # seconds since 1970 by the trainer's clock: no change in it was made before
@@ -110,7 +96,6 @@ class Packet(PacketRows):
     )  # as in a checkpoint: dense.pt
     dense_step: Count | None = None  # the step of the dense files
     checkpoint: CheckpointReference | None = None
-    num_virtual_shards: VirtualShards = NUM_VIRTUAL_SHARDS
     created_by: str = f"persia {__version__}"
 
     @property
@@ -118,15 +103,11 @@ class Packet(PacketRows):
         return self.base is not None
 
     @property
-    def num_rows(self) -> int:
-        """Changed and removed."""
-        return sum(file.num_rows for file in self.files)
-
-    @property
     def num_bytes(self) -> int:
-        return sum(file.num_bytes for file in (*self.files, *self.dense.values()))
+        return super().num_bytes + sum(file.num_bytes for file in self.dense.values())
 
     def encode(self) -> bytes:
+        # `stream` and `number` at the top level, where people and tools look for them.
         values = to_json(self)
         return encode_document(_FORMAT, {**values.pop("position"), **values})
 
@@ -139,7 +120,7 @@ class Packet(PacketRows):
 
     @model_validator(mode="after")
     def _check(self) -> Packet:
-        """That its parts go together."""
+        # A follower applies whatever passes here, so contradictions are refused that no trainer writes.
         if self.position.number == 0:
             raise CorruptionError("number is 0, packets count from 1")
         if self.position.number == 1 and not self.is_restart:
@@ -148,8 +129,9 @@ class Packet(PacketRows):
             raise CorruptionError("it says what packets follow, and has rows itself")
         if self.files and self.train_config is None:
             raise CorruptionError("it has rows, and no train_config")
-        if self.num_rows != sum(server.num_rows for server in self.servers):
-            raise CorruptionError(f"its files have {self.num_rows} rows, its servers sent others")
+        num_rows = sum(file.num_rows for file in self.files)
+        if num_rows != self.num_rows:
+            raise CorruptionError(f"its files have {num_rows} rows, its servers sent others")
         for file in (*self.files, *self.dense.values()):
             folder, _, _ = file.path.partition("/")
             if not is_packet_folder(folder) or Position.parse(folder) != self.position:

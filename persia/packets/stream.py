@@ -1,7 +1,7 @@
 """The stream of packets that one run of a trainer writes: its last packet, and what the next one follows.
 
-Changes that a failed packet had come with the next one. Where changes are lost, a restart in the stream says
-so, and followers need a whole checkpoint that is newer.
+The next packet repeats the changes of a failed one. Where changes are lost, a restart in the stream says so,
+and followers need a whole checkpoint that is newer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["PacketCounts", "PacketStream"]
 _STATUS_DEADLINE_S = 5.0  # short: the question is repeated, and a dump may wait for its answer
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PacketCounts:
     """Totals of a writer."""
 
@@ -91,6 +91,7 @@ class PacketStream(DumpHook):
         return self._gate.acquire(blocking=False)
 
     def pause(self) -> Position | None:
+        # A packet takes a fraction of a second. One that hangs must not hold a dump up for ever.
         if not self._gate.acquire(timeout=self._deadline_s):
             raise DeadlineExceededError(
                 f"a packet of changes was not written within {self._deadline_s:g} s (PERSIA_DEADLINE_SEC)"
@@ -125,6 +126,8 @@ class PacketStream(DumpHook):
         self._checkpoint = CheckpointReference(url=str(directory), dump_id=section.dump_id, number=number)
         if self._needs_checkpoint_at is not None and number >= self._needs_checkpoint_at:
             self._needs_checkpoint_at = None
+        # On a thread of its own: this is called while training may wait, and removing files takes long on a
+        # storage service.
         threading.Thread(target=self._remove_old, args=(number,), name="persia-tidy", daemon=True).start()
 
     def loaded(self, section: EmbeddingSection, *, may_have_changed: bool) -> None:
@@ -149,6 +152,7 @@ class PacketStream(DumpHook):
 
     def ask(self) -> list[ChangeStatus]:
         """Asks every server how much has changed."""
+        # Before the question: a change made during it must not be older than `changed_after` of its packet.
         asked_at = time.time()
         statuses = ask_changes(self.peers, min(self._deadline_s, _STATUS_DEADLINE_S))
         self.has_changes = any(status.num_rows > 0 for status in statuses)
@@ -160,7 +164,7 @@ class PacketStream(DumpHook):
         """Makes the changes of all servers follow this stream's last packet, by a restart if needed."""
         stream, log = self.position.stream, self._require_log()
         if self.last_try_failed and log.exists(self.position.next):
-            # The storage has it in spite of the error, and the changes in it have come back.
+            # The storage has it in spite of the error, and servers kept the changes in it as unwritten.
             self.position, self._lost = self.position.next, f"packet {self.position.next} had failed"
         self.last_try_failed = False
         is_first = self.position.number == 0 and self._restart is None
@@ -171,12 +175,14 @@ class PacketStream(DumpHook):
             reason = self._lost or ("there were rows before" if is_first else "a server has lost changes")
             self._begin_anew()
             self._restart = Base(kind=BaseKind.POSITION, reason=reason)
+        # Before any packet with rows that follow it, and again after a failure to write it.
         if self._restart is not None:
             self._write_restart(self._restart)
 
     def write(self, dense: DenseState | None) -> None:
         """Writes what has changed, and `dense` with it, as the next packet."""
         position, began_at = self.position.next, time.time()
+        # A folder of its own for each attempt: files of a failed one may still appear on a storage service.
         operation = PacketOperation(
             position.make_folder(),
             self.peers,
@@ -191,22 +197,20 @@ class PacketStream(DumpHook):
             # That server would send its changes with the clear once more, the others theirs without.
             self._lost = "a server may not have acknowledged the clear of its rows"
         self.written_at, self.has_changes = time.monotonic(), False
-        self.counts = replace(
-            self.counts,
-            packets=self.counts.packets + 1,
-            rows=self.counts.rows + packet.num_rows,
-            bytes=self.counts.bytes + packet.num_bytes,
-        )
+        self.counts.packets += 1
+        self.counts.rows += packet.num_rows
+        self.counts.bytes += packet.num_bytes
 
     def _begin_anew(self) -> None:
         """Forgets all changes so far: those from now on follow a checkpoint that is begun later."""
-        self._lost = self._lost or "changes were begun anew"  # unless all servers hear it
+        # Set until all servers have answered: if one does not, the next packet must try this again.
+        self._lost = self._lost or "changes were begun anew"
         begin_stream(self.peers, self.position.stream, self._deadline_s, anew=True)
         self._lost, self._changed_after = None, time.time()
 
     def _write_restart(self, base: Base) -> None:
         position = self.position.next
-        if position.number > 1:
+        if position.number > 1:  # every stream begins with a restart
             get_default_logger().warning("followers need a new checkpoint: %s", base.reason)
         packet = Packet(
             position=position,
@@ -219,7 +223,7 @@ class PacketStream(DumpHook):
         self._require_log().add(packet)
         self.position, self._restart = position, None
         self._needs_checkpoint_at = position.number if base.kind is BaseKind.POSITION else None
-        self.counts = replace(self.counts, restarts=self.counts.restarts + 1)
+        self.counts.restarts += 1
 
     def _remove_old(self, number: int) -> None:
         """Packets up to `number`, which a checkpoint replaces, but for the last `keep_packets`."""

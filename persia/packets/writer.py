@@ -9,21 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from persia.checkpoint.checkpoints import Checkpoints, DumpRequest
 from persia.checkpoint.peers import Peer
 from persia.errors import PersiaError
 from persia.logger import get_default_logger
 from persia.packets.log import PacketLog
-from persia.packets.operation import (
-    ChangeStatus,
-    DenseState,
-    ask_changes,
-)
+from persia.packets.operation import ChangeStatus, DenseState, ask_changes
 from persia.packets.stream import PacketCounts, PacketStream
-from persia.pipeline.queues import Deadline
 from persia.storage.position import Position
+from persia.waiting import Attempts
 
 __all__ = ["DENSE_FILE", "PacketCounts", "PacketWriter"]
 
@@ -55,6 +50,7 @@ class PacketWriter:
         self._deadline_s = deadline_s
         self._step = step
         self._num_trainers = num_trainers
+        # Beside the job's, as a `Checkpoints` is for one thread. The hook keeps the two from overlapping.
         self._checkpoints = Checkpoints(find_peers, deadline_s=deadline_s)
         self._checkpoints.hook = self.stream
         self._next_checkpoint = float("-inf")
@@ -90,7 +86,7 @@ class PacketWriter:
         """Writes the last packet, and a checkpoint when followers need one. Without `timeout_s` it waits as
         long as there is progress within the job's deadline."""
         self._stop.set()
-        if self._thread.ident is None:
+        if self._thread.ident is None:  # it was never started
             return
         began_at = time.monotonic()
         self._thread.join(_CONNECT_S if timeout_s is None else min(timeout_s, _CONNECT_S))
@@ -108,12 +104,12 @@ class PacketWriter:
     def _join_while_it_progresses(self) -> None:
         # Operations find servers that hang. Nothing else finds storage that hangs calls of this process.
         began_at = time.monotonic()
-        while self._thread.is_alive():
-            progress_at = max(began_at, self.stream.written_at, self._checkpoints.progress_at)
-            left_s = progress_at + self._deadline_s - time.monotonic()
-            if left_s <= 0:
+        attempts = Attempts(self._deadline_s, pause_s=1.0)
+        for pause_s in attempts:
+            self._thread.join(pause_s)
+            if not self._thread.is_alive():
                 return
-            self._thread.join(left_s)
+            attempts.progressed(max(began_at, self.stream.written_at, self._checkpoints.progress_at))
 
     def _run(self) -> None:
         while self.stream.settings is None:
@@ -125,9 +121,11 @@ class PacketWriter:
                 if self._stop.wait(1.0):
                     return
         tick_s, pause_s = min(_LONGEST_TICK_S, self.stream.settings.interval_s / 4), 0.0
+        # After failures the pauses grow: each try asks all servers and may write files in vain.
         while not self._stop.wait(max(tick_s, pause_s)):
             pause_s = 0.0 if self._survives(self._tick) else min(max(1.0, 2 * pause_s), _LONGEST_PAUSE_S)
         self._survives(self._finish)
+        self._checkpoints.close(finish=True)
 
     def _survives(self, action: Callable[[], None]) -> bool:
         try:
@@ -137,8 +135,9 @@ class PacketWriter:
             get_default_logger().error("no packet of changes was written: %s", failure)
         except Exception:
             get_default_logger().exception("no packet of changes was written")
+        # The storage may have the packet in spite of the error: `follow` looks for it at the next try.
         self.stream.last_try_failed = True
-        self.stream.counts = replace(self.stream.counts, failures=self.stream.counts.failures + 1)
+        self.stream.counts.failures += 1
         return False
 
     def _connect(self) -> bool:
@@ -168,18 +167,15 @@ class PacketWriter:
 
     def _finish(self) -> None:
         """Writes packets until nothing changes any more: other ranks end at other times."""
-        settle = Deadline(_LONGEST_SETTLING_S)
         last_change = time.monotonic()
-        while True:
+        for _ in Attempts(_LONGEST_SETTLING_S, pause_s=_LONGEST_TICK_S):
             with self.stream:
                 statuses = self.stream.ask()
                 if self.stream.has_changes or (self._offered is not None and self.position.number > 0):
                     last_change = time.monotonic()
                     self._write(statuses)
-            has_settled = self._num_trainers == 1 or time.monotonic() - last_change > _SETTLE_S
-            if has_settled or settle.over:
+            if self._num_trainers == 1 or time.monotonic() - last_change > _SETTLE_S:
                 break
-            time.sleep(_LONGEST_TICK_S)
         self._checkpoint_if_needed()
 
     def _is_due(self, statuses: Sequence[ChangeStatus]) -> bool:
@@ -205,9 +201,11 @@ class PacketWriter:
 
     def _checkpoint_if_needed(self) -> None:
         """Writes a checkpoint that followers need."""
+        # `_next_checkpoint`: training that outruns `keep_packets` would need one checkpoint after another.
         if not self.stream.needs_checkpoint or time.monotonic() < self._next_checkpoint:
             return
         if self._dense is None and not self._stop.is_set():
+            # Followers need rows and dense model together: wait until the training offers one.
             self.wants_dense = self._offered is None
             return
         assert self.log is not None, "connected"
@@ -225,6 +223,7 @@ class PacketWriter:
             )
             self._checkpoints.wait_for_dump()
         finally:
+            # Also after a failure: a storage that refuses is not asked at every tick.
             took_s = time.monotonic() - began_at
             self._next_checkpoint = time.monotonic() + took_s / _SHARE_OF_CHECKPOINTS
-        self.stream.counts = replace(self.stream.counts, checkpoints=self.stream.counts.checkpoints + 1)
+        self.stream.counts.checkpoints += 1

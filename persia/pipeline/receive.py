@@ -27,9 +27,8 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Directory
-from persia.messaging.interface import Session
+from persia.messaging.interface import Registration, Session
 from persia.messaging.payloads import BatchAnnouncement, EndOfStream, FlowReply, ReplyStatus
-from persia.messaging.registration import Registration
 from persia.messaging.subjects import DATA_LOADER
 from persia.observability.phases import QUEUE_OF_ANNOUNCED
 from persia.pipeline.queues import Deadline, QueueClosed

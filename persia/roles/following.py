@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from persia.checkpoint.checkpoints import Source
-from persia.checkpoint.protocol import State
+from persia.checkpoint.protocol import Request, State, Verb
 from persia.checkpoint.server_job import LoadJob, ServerShare
-from persia.errors import FailedPreconditionError, NotFoundError
+from persia.errors import FailedPreconditionError
+from persia.packets.applier import PacketApplier, clear_rows, replace_rows
 from persia.packets.log import PacketLog
 from persia.packets.packet import Packet
-from persia.packets.rows import PacketRows, clear_rows, replace_rows
 from persia.storage.manifest import Manifest
 from persia.storage.position import Position
 
@@ -31,7 +31,7 @@ class RowCopy:
     """A server's rows at one packet."""
 
     server: ParameterServer
-    rows: PacketRows
+    rows: PacketApplier
     log: PacketLog
 
     def prepare(self, packet: Packet) -> Callable[[], None]:
@@ -59,7 +59,7 @@ class RowCopies:
             clear_rows(server.store)
         else:
             load_share(share, str(checkpoint.location))
-        return RowCopy(server, PacketRows(share), self._log)
+        return RowCopy(server, PacketApplier(share), self._log)
 
     def use(self, copy: RowCopy, position: Position | None) -> RowCopy:
         self._is_in_use = True
@@ -67,16 +67,14 @@ class RowCopies:
             return copy
         replace_rows(self._server.store, copy.server.store)
         copy.server.stop(0.0)
-        return RowCopy(self._server, PacketRows(self._share), self._log)
+        return RowCopy(self._server, PacketApplier(self._share), self._log)
 
 
 def load_share(share: ServerShare, checkpoint: str) -> int:
     """Loads a server's rows, without the optimizer's state, after all were checked; how many there are."""
     place = Source(checkpoint).location
     manifest, digest = Manifest.read(place)
-    section = manifest.embeddings
-    if section is None:
-        raise NotFoundError(f"{place} has no embeddings: only its dense part was dumped")
+    section = manifest.require_embeddings(place)
     if section.train_config is None:
         raise FailedPreconditionError(
             f"{place} was dumped before the servers had an optimizer: it has no rows"
@@ -87,7 +85,7 @@ def load_share(share: ServerShare, checkpoint: str) -> int:
         "train_config": section.train_config,
         "with_state": False,
     }
-    job = LoadJob("load-at-start", share, _LEASE_S, arguments)
+    job = LoadJob(Request(verb=Verb.LOAD, operation="load-at-start", arguments=arguments), share, _LEASE_S)
     job.start()
     while True:
         report = job.report()

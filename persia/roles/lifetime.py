@@ -12,8 +12,7 @@ from persia import env
 from persia.config import GlobalConfig
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Advertiser, ServiceInfo
-from persia.messaging.interface import Session
-from persia.messaging.registration import Registration
+from persia.messaging.interface import Registration, Session
 from persia.messaging.session import NatsSession
 from persia.observability.process import ProcessObserver
 from persia.observability.settings import ObservabilitySettings

@@ -49,7 +49,7 @@ def run_parameter_server(options: ServerOptions) -> None:
             tier.attach(server.store)
         stack.callback(server.stop, DRAIN_S)
         # At once: to connect may take long, and who knows this address of before may begin to update.
-        changes = ServerChanges(server.store, IncrementalSettings.of(config))
+        changes = ServerChanges.of(server.store, IncrementalSettings.of(config))
         session = stack.enter_context(connected(nats_url, name))
         share = _share(server, options, config, slots, tier)
         source = ParameterServerSource(server, options.replica_index, options.replica_size, share.log)
@@ -132,7 +132,7 @@ def _share(
         replicas=options.replica_size,
         schema=None if slots is None else RowSchema.of(slots),
         num_threads=config.common_config.checkpointing_config.num_workers,
-        gives_way=True,
+        lowers_priority=True,
         dump_percent=dump_percent(config),
         tier=tier,
     )

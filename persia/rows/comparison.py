@@ -64,6 +64,7 @@ def compare(
     groups = RowGroups(schemas[1] or schemas[0])
     num_bytes = before.section.num_bytes + after.section.num_bytes
     changes: dict[str, SlotChanges] = defaultdict(SlotChanges)
+    # Rows of one ID are in the same virtual shard of both, whatever the numbers of servers were.
     for span in Span.split(max(1, math.ceil(num_bytes / _BYTES_AT_A_TIME))):
         old, new = (_tables(reader, span, on_bytes) for reader in (before, after))
         for dim in sorted(old.keys() | new.keys()):
@@ -78,6 +79,7 @@ def _tables(reader: RowReader, span: Span, on_bytes: Callable[[int], None]) -> d
     joined = {}
     for dim, tables in parts.items():
         signs = np.concatenate([table.signs for table in tables])
+        # Files have blocks in the order of their server: only sorted signs can be compared.
         order = np.argsort(signs)
         joined[dim] = _Table(signs[order], np.concatenate([table.embeddings for table in tables])[order])
     return joined

@@ -6,7 +6,6 @@ import contextlib
 import pathlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,7 @@ FORMATS = ("parquet", "numpy")
 _ROWS_AT_A_TIME = 65_536
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Rows of one slot and one dim."""
-
-    ids: NDArray[np.uint64]
-    ages: NDArray[np.uint32]
-    embeddings: NDArray[np.float32]
-    state: NDArray[np.float32]
+_Rows = dict[str, NDArray[Any]]  # of one slot and one dim: ids, ages, embeddings, state
 
 
 def export(
@@ -61,14 +53,14 @@ def _slots(reader: RowReader, on_bytes: Callable[[int], None]) -> Iterator[tuple
     """(slot, rows) of every block."""
     groups = RowGroups(reader.section.schema)
     for block in reader.blocks(on_bytes=on_bytes):
-        signs = block.signs
-        for name, where in groups.split(signs):
-            yield (
-                name,
-                _Rows(
-                    groups.ids(signs[where]), block.ages[where], block.embeddings[where], block.state[where]
-                ),
-            )
+        columns: _Rows = {
+            "ids": groups.ids(block.signs),
+            "ages": block.ages,
+            "embeddings": block.embeddings,
+            "state": block.state,
+        }
+        for name, where in groups.split(block.signs):
+            yield name, {column: values[where] for column, values in columns.items()}
 
 
 def _to_parquet(
@@ -87,6 +79,7 @@ def _to_parquet(
     with contextlib.ExitStack() as stack:
         writers: dict[str, Any] = {}
 
+        # Blocks are small. A Parquet row group for each of them would be slow to write and to read.
         def flush(name: str) -> None:
             table = pyarrow.concat_tables(waiting.pop(name)).combine_chunks()
             if name not in writers:
@@ -97,7 +90,7 @@ def _to_parquet(
         for slot, rows in _slots(reader, on_bytes):
             name = f"{slot}.parquet"
             waiting[name].append(_arrow_table(pyarrow, rows, with_state))
-            counts[name] += len(rows.ids)
+            counts[name] += len(rows["ids"])
             if sum(table.num_rows for table in waiting[name]) >= _ROWS_AT_A_TIME:
                 flush(name)
         for name in list(waiting):
@@ -107,12 +100,12 @@ def _to_parquet(
 
 def _arrow_table(pyarrow: Any, rows: _Rows, with_state: bool) -> Any:
     columns = {
-        "id": pyarrow.array(rows.ids),
-        "age": pyarrow.array(rows.ages),
-        "embedding": _arrow_lists(pyarrow, rows.embeddings),
+        "id": pyarrow.array(rows["ids"]),
+        "age": pyarrow.array(rows["ages"]),
+        "embedding": _arrow_lists(pyarrow, rows["embeddings"]),
     }
     if with_state:
-        columns["state"] = _arrow_lists(pyarrow, rows.state)
+        columns["state"] = _arrow_lists(pyarrow, rows["state"])
     return pyarrow.table(columns)
 
 
@@ -131,8 +124,9 @@ def _to_numpy(
     counts: dict[str, int] = defaultdict(int)
     dims: dict[str, tuple[int, int]] = {}
     for slot, rows in _slots(reader, lambda _: None):
-        counts[slot] += len(rows.ids)
-        dims[slot] = rows.embeddings.shape[1], rows.state.shape[1]
+        counts[slot] += len(rows["ids"])
+        dims[slot] = rows["embeddings"].shape[1], rows["state"].shape[1]
+    # Mapped files: an export may be larger than memory.
     arrays: dict[str, dict[str, Any]] = {}
     for slot, num_rows in counts.items():
         dim, state = dims[slot]
@@ -146,9 +140,9 @@ def _to_numpy(
     filled: dict[str, int] = defaultdict(int)
     for slot, rows in _slots(reader, on_bytes):
         begin = filled[slot]
-        filled[slot] = begin + len(rows.ids)
+        filled[slot] = begin + len(rows["ids"])
         for what, array in arrays[slot].items():
-            array[begin : filled[slot]] = getattr(rows, what)
+            array[begin : filled[slot]] = rows[what]
     for files in arrays.values():
         for array in files.values():
             array.flush()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.errors import CorruptionError, NotFoundError, PersiaError
+from persia.errors import CorruptionError, PersiaError
 from persia.storage.location import Location
 from persia.storage.manifest import NUM_VIRTUAL_SHARDS, EmbeddingSection, FileEntry, Manifest
 from persia.storage.schema import RowSchema
@@ -54,9 +54,7 @@ class RowReader:
         """NotFoundError: no checkpoint there, or one without embeddings; CorruptionError names the file."""
         self.location = resolve(Location.of(url))
         self.manifest, _ = Manifest.read(self.location)
-        if self.manifest.embeddings is None:
-            raise NotFoundError(f"{self.location} has no embeddings: only its dense part was dumped")
-        self.section: EmbeddingSection = self.manifest.embeddings
+        self.section: EmbeddingSection = self.manifest.require_embeddings(self.location)
         self.section.require_files(self.location)
         self._files = [ShardFile(self.location, entry) for entry in self.section.files]
 
@@ -72,6 +70,7 @@ class RowReader:
                 with file.naming(chunk):
                     blocks = _native.decode_checkpoint_blocks(file.read(chunk))
                 on_bytes(chunk.num_bytes)
+                # A chunk also has the blocks between those of the span, as one large read is faster.
                 yield from (block for block in blocks if span.first <= block.virtual_shard <= span.last)
 
 
@@ -123,6 +122,7 @@ def check_files(
     dense = () if manifest.dense is None else manifest.dense.files.values()
     rows = () if manifest.embeddings is None else manifest.embeddings.files
     checks = [(entry, _check_dense) for entry in dense] + [(entry, _check_rows) for entry in rows]
+    # All files, also after a damaged one: the report shows how much of the checkpoint is whole.
     for entry, check in checks:
         try:
             check(directory, entry, on_bytes)

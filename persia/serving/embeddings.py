@@ -17,7 +17,7 @@ from persia.checkpoint.service import CheckpointService
 from persia.config import SlotsConfig
 from persia.errors import NotFoundError
 from persia.job.inference import RemoteRows
-from persia.packets.rows import PacketRows, clear_rows
+from persia.packets.applier import PacketApplier, clear_rows
 from persia.storage.schema import RowSchema
 
 __all__ = ["EmbeddedRows", "EmbeddingSource", "RemoteRows"]
@@ -58,7 +58,7 @@ class EmbeddedRows:
             schema=RowSchema.of(slots),
             num_threads=num_threads or env.get_num_threads() or 2,
         )
-        self.packets = PacketRows(share)
+        self.packets = PacketApplier(share)
         if source is None:
             clear_rows(self._client.store)
             return

@@ -19,7 +19,7 @@ from persia.checkpoint.checkpoints import Source
 from persia.embedding.data import PersiaBatch
 from persia.errors import FailedPreconditionError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
-from persia.messaging.daemon_pool import give_way
+from persia.messaging.daemon_pool import lower_priority
 from persia.packets.follower import Follower, FollowStatus
 from persia.serving.following import ServedCopies, ServedCopy
 from persia.serving.loading import ModelSettings, Version, digest_of, load_version
@@ -118,7 +118,7 @@ class ServedModel:
 
     def _watch(self) -> None:
         # Loading takes the processors for seconds: what it leaves to requests must not be an equal share.
-        give_way()
+        lower_priority()
         while not self._stopped.wait(self.settings.poll_s):
             self._update()
 

@@ -15,13 +15,15 @@ from typing import Any
 
 from persia._version import __version__
 from persia.errors import CorruptionError
+from persia.storage.location import Location
 from persia.validation import Count, json_object, read_document
 
-__all__ = ["decode_document", "decode_pointer", "encode_document", "encode_pointer"]
+__all__ = ["decode_document", "decode_pointer", "encode_document", "encode_pointer", "read_pointer"]
 
 # Since this version a document must have a checksum.
 _VERSION = 2
 _ENDING = re.compile(rb',\n "checksum": "([0-9a-f]{64})"\n}\n')
+_MAX_POINTER_BYTES = 256
 _ENDING_BYTES = len(',\n "checksum": ""\n}\n') + 64
 
 
@@ -42,6 +44,7 @@ def decode_document(content: bytes, what: str, *, form: str) -> dict[str, Any]:
 
     Version 1 had no checksum, and is read without.
     """
+    # Before the checksum: a file of another format deserves a better message than "damaged".
     values: dict[str, Any] = json_object(content, what)
     if values.get("format") != form:
         raise CorruptionError(f"{what} is no manifest of a {form}")
@@ -69,6 +72,11 @@ def _check(content: bytes, what: str) -> None:
 def encode_pointer(name: str) -> bytes:
     """`name` in a line, for people and other tools, and its checksum in the next."""
     return f"{name}\n{_sha256(name)}\n".encode()
+
+
+def read_pointer(pointer: Location) -> str:
+    """As `decode_pointer`; NotFoundError: there is no such file."""
+    return decode_pointer(pointer.read_replaced(max_bytes=_MAX_POINTER_BYTES), str(pointer))
 
 
 def decode_pointer(content: bytes, what: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import pickle
 import sys
@@ -46,6 +47,7 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 def _innermost(model: torch.nn.Module) -> torch.nn.Module:
     """The user's model inside wrappers of DDP and `torch.compile`, in whatever order."""
+    # A checkpoint may be loaded without the wrappers: its keys are those of the user's own model.
     inner: Any = model
     while isinstance(inner, DistributedDataParallel) or _is_compiled(inner):
         inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
@@ -63,8 +65,12 @@ def _is_compiled(model: torch.nn.Module) -> bool:
 def state_bytes(instance: TorchState) -> bytes:
     """`instance.state_dict()` as `torch.save` writes it; keys have no prefixes of DDP and `torch.compile`."""
     holder = _innermost(instance) if isinstance(instance, torch.nn.Module) else instance
+    return _saved(holder.state_dict())
+
+
+def _saved(state: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
-    torch.save(holder.state_dict(), buffer)
+    torch.save(state, buffer)
     return buffer.getvalue()
 
 
@@ -74,13 +80,7 @@ def copied_state(model: torch.nn.Module) -> Callable[[], bytes]:
         name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         for name, value in _innermost(model).state_dict().items()
     }
-
-    def encode() -> bytes:
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        return buffer.getvalue()
-
-    return encode
+    return functools.partial(_saved, state)
 
 
 def torchscript_bytes(model: torch.nn.Module, name: str) -> bytes:
@@ -113,6 +113,7 @@ def load_state(instance: TorchState, content: bytes, what: str, map_location: An
     CorruptionError, naming `what`: the bytes are no torch file. What the state does not fit raises torch's
     own error.
     """
+    # weights_only: a checkpoint may come from anywhere, and a pickle can run code.
     try:
         state = torch.load(io.BytesIO(content), map_location=map_location, weights_only=True)
     except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as failure:
@@ -138,6 +139,7 @@ def _without_prefixes(state: dict[str, Any], wanted: Collection[str]) -> dict[st
 @contextlib.contextmanager
 def undone_on_error(instances: Sequence[TorchState]) -> Iterator[None]:
     """After an error inside the block, `instances` are as they were before it."""
+    # Copies: `state_dict` refers to the tensors that loading overwrites.
     before = [copy.deepcopy(instance.state_dict()) for instance in instances]
     try:
         yield

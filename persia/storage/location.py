@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import posixpath
 import random
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,10 +23,17 @@ import fsspec
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
 
-from persia.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, StorageError
+from persia.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    PersiaError,
+    StorageError,
+)
 from persia.logger import get_default_logger
+from persia.waiting import Attempts
 
-__all__ = ["Location", "Sink"]
+__all__ = ["Location"]
 
 _T = TypeVar("_T")
 
@@ -40,7 +47,8 @@ _WHOLE_WRITES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory
 _NEXT = ".next"
 
 _NUM_TRIES = 5
-_FIRST_PAUSE_S = 0.2
+_FIRST_PAUSE_S = 0.35
+_LONGEST_PAUSE_S = 5.0
 # Trying again does not help against these: full, forbidden, too large, read-only.
 _FINAL = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EROFS, errno.ENAMETOOLONG}
 _FINAL_ERRORS = (PermissionError, IsADirectoryError, NotADirectoryError)
@@ -121,7 +129,7 @@ class Location:
         return self.exists() or Location(self.file_system, self.path + _NEXT).exists()
 
     def read_replaced(self, *, max_bytes: int) -> bytes:
-        """A file that `replace` writes, also where its swap has two steps and was broken off in between."""
+        """A file that `replace` writes, also after a crash between the two steps of a swap on HDFS."""
         try:
             return self.read(max_bytes=max_bytes)
         except NotFoundError:
@@ -150,17 +158,24 @@ class Location:
     # ---- writing
 
     @contextlib.contextmanager
-    def create(self) -> Iterator[Sink]:
-        """A new file, there when the block ends without an error; then it is on disk, not in a cache.
+    def create(self) -> Iterator[Any]:
+        """A new file to `write` to. It exists once the block ends without an error: on disk, not in a cache.
 
         After an error nothing of it is left. Not for a name that exists: dumps have names of their own.
         """
-        sink = Sink(self)
+        with _reported(self, _BE_WRITTEN):
+            if self.is_local or not _has_whole_writes(self.file_system):
+                self.file_system.makedirs(posixpath.dirname(self.path), exist_ok=True)
+            file = self.file_system.open(self.path, "wb", block_size=_UPLOAD_BLOCK_BYTES)
         try:
-            yield sink
-            sink.commit()
+            with _reported(self, _BE_WRITTEN):
+                yield file
+                if self.is_local:
+                    file.flush()
+                    os.fsync(file.fileno())
+                file.close()
         except BaseException:
-            sink.discard()
+            self._discard(file)
             raise
 
     def replace(self, content: bytes) -> None:
@@ -191,8 +206,12 @@ class Location:
             target.replace(content)
             return
         try:
-            self._turn_locally(target, content)
+            with _reported(self, f"become {target}"):
+                _write_durably(self.path, "r+b", content)  # never made anew
+                os.replace(self.path, target.path)
+                _sync_directory(posixpath.dirname(target.path))
         except (NotFoundError, StorageError) as failure:
+            # On a network file system the rename may succeed although its answer is lost.
             if not target._holds(content):
                 raise
             get_default_logger().warning("%s is there, although: %s", target, failure)
@@ -202,6 +221,7 @@ class Location:
         if not self.is_local:
             self._try("be copied", lambda: self.file_system.cp_file(self.path, other.path))
             return
+        # A link cannot replace a file, a rename can.
         temporary = f"{other.path}.{secrets.token_hex(4)}.tmp"
         with _reported(other, _BE_WRITTEN):
             try:
@@ -237,26 +257,13 @@ class Location:
         with _reported(self, _BE_WRITTEN):
             try:
                 os.makedirs(posixpath.dirname(self.path), exist_ok=True)
-                with open(temporary, "xb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
+                _write_durably(temporary, "xb", content)
                 os.replace(temporary, self.path)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
                 raise
             _sync_directory(posixpath.dirname(self.path))
-
-    def _turn_locally(self, target: Location, content: bytes) -> None:
-        with _reported(self, f"become {target}"):
-            with open(self.path, "r+b") as file:  # never made anew
-                file.truncate()
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(self.path, target.path)
-            _sync_directory(posixpath.dirname(target.path))
 
     def _holds(self, content: bytes) -> bool:
         try:
@@ -272,7 +279,7 @@ class Location:
         # HDFS and the like rename over no file: while there is none, `read_replaced` takes the successor.
         fs.makedirs(posixpath.dirname(path), exist_ok=True)
         fs.pipe_file(f"{successor}.tmp", content)
-        if fs.exists(successor):  # a swap that was broken off
+        if fs.exists(successor):  # another process crashed within its swap: finish it, or undo it
             if fs.exists(path):
                 fs.rm_file(successor)
             else:
@@ -284,62 +291,34 @@ class Location:
 
     def _try(self, what: str, action: Callable[[], _T]) -> _T:
         """Repeats an action that may be repeated, with growing pauses, while that may help."""
-        pause_s = _FIRST_PAUSE_S
-        for tries_left in reversed(range(_NUM_TRIES)):
+        # Random: servers that failed at the same moment must not all try again at the same moment.
+        first_pause_s = _FIRST_PAUSE_S * random.uniform(0.5, 1.5)
+        pauses = Attempts(math.inf, pause_s=first_pause_s, longest_pause_s=_LONGEST_PAUSE_S)
+        for num_tries, _ in enumerate(pauses, start=1):
             try:
                 with _reported(self, what):
                     return action()
             except StorageError as failure:
                 cause = failure.__cause__
-                if tries_left == 0 or isinstance(cause, _FINAL_ERRORS):
+                is_final = isinstance(cause, OSError) and cause.errno in _FINAL
+                if num_tries == _NUM_TRIES or is_final or isinstance(cause, _FINAL_ERRORS):
                     raise
-                if isinstance(cause, OSError) and cause.errno in _FINAL:
-                    raise
-                get_default_logger().warning("%s; trying again in %.1f s", failure, pause_s)
-            time.sleep(pause_s * random.uniform(0.5, 1.5))
-            pause_s *= 2
+                get_default_logger().warning("%s; trying again", failure)
         raise AssertionError("the last try returns or raises")
+
+    def _discard(self, file: Any) -> None:
+        # A started upload is ended rather than completed: nothing must appear under the name.
+        with contextlib.suppress(Exception):
+            if hasattr(file, "discard") and not self.is_local:
+                file.discard()
+                file.closed = True
+            else:
+                file.close()
+        self.remove_quietly()
 
     def _forget_listings(self) -> None:
         # Other processes write there, too.
         self.file_system.invalidate_cache()
-
-
-class Sink:
-    """A file being written; see `Location.create`."""
-
-    def __init__(self, location: Location) -> None:
-        self._location = location
-        self.num_bytes = 0
-        with _reported(location, _BE_WRITTEN):
-            if location.is_local:
-                os.makedirs(posixpath.dirname(location.path), exist_ok=True)
-            elif not _has_whole_writes(location.file_system):
-                location.file_system.makedirs(posixpath.dirname(location.path), exist_ok=True)
-            self._file = location.file_system.open(location.path, "wb", block_size=_UPLOAD_BLOCK_BYTES)
-
-    def write(self, data: bytes) -> None:
-        with _reported(self._location, _BE_WRITTEN):
-            self._file.write(data)
-        self.num_bytes += len(data)
-
-    def commit(self) -> None:
-        with _reported(self._location, _BE_WRITTEN):
-            if self._location.is_local:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-            self._file.close()
-
-    def discard(self) -> None:
-        # A started upload is ended rather than completed: nothing must appear under the name.
-        discard = getattr(self._file, "discard", None)
-        with contextlib.suppress(Exception):
-            if discard is not None and not self._location.is_local:
-                discard()
-                self._file.closed = True
-            else:
-                self._file.close()
-        self._location.remove_quietly()
 
 
 def _protocols(file_system: Any) -> tuple[str, ...]:
@@ -355,6 +334,8 @@ def _has_whole_writes(file_system: Any) -> bool:
 def _reported(location: Location, what: str) -> Iterator[None]:
     try:
         yield
+    except PersiaError:  # of a block that writes a file; some are an OSError, too
+        raise
     except Exception as failure:
         if isinstance(failure, FileNotFoundError) and what != _BE_WRITTEN:
             raise NotFoundError(f"{location} does not exist: check the checkpoint's location") from failure
@@ -373,8 +354,16 @@ def _advice(failure: Exception) -> str:
     return text
 
 
+def _write_durably(path: str, mode: str, content: bytes) -> None:
+    with open(path, mode) as file:
+        file.truncate()
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _sync_directory(path: str) -> None:
-    """A rename survives a power cut only when its directory is on disk."""
+    """A rename survives a power failure only when its directory is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,8 +1,8 @@
 """manifest.json: what makes a set of files a checkpoint.
 
-Every dump writes files of its own, in a folder named after it; the manifest names those that count, with
-their sizes and checksums, and is replaced in one step. Whoever reads it sees the checkpoint before a dump or
-the one after it, never something between. Layout: docs/checkpoint_format.md, "Manifest".
+Every dump writes files of its own, in a folder named after it. The manifest names the files of the
+checkpoint, with their sizes and checksums, and is replaced in one step. A reader sees the checkpoint before a
+dump or the one after it, never a mixture. Layout: docs/checkpoint_format.md, "Manifest".
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import re
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Final
@@ -21,7 +20,7 @@ from persia._version import __version__
 from persia.errors import CorruptionError, FailedPreconditionError, InvalidArgumentError, NotFoundError
 from persia.storage.checksummed_json import decode_document, encode_document
 from persia.storage.location import Location
-from persia.storage.position import Position, is_packet_folder
+from persia.storage.position import Position, is_packet_folder, make_stream_id
 from persia.storage.schema import RowSchema
 from persia.validation import Count, Hex, complaint, read_document, require_keys, to_json
 
@@ -33,6 +32,7 @@ __all__ = [
     "EmbeddingSection",
     "FileEntry",
     "Manifest",
+    "RowSet",
     "ServerEntry",
     "is_dump_id",
     "make_dump_id",
@@ -44,6 +44,7 @@ NUM_VIRTUAL_SHARDS: Final = 4096
 
 _FORMAT = "persia checkpoint"
 MAX_MANIFEST_BYTES = 64 << 20
+# Names that become paths on the storage: nothing that leads to another folder may match.
 _DUMP_ID = re.compile(r"dump-\d{8}T\d{6}Z-[0-9a-f]{8}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -55,8 +56,7 @@ def utc_now() -> str:
 
 def make_dump_id() -> str:
     """The name of a dump's folder: unlike all others, sorted by time."""
-    stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-    return f"dump-{stamp}-{secrets.token_hex(4)}"
+    return f"dump-{make_stream_id()}"
 
 
 def is_dump_id(name: str) -> bool:
@@ -92,35 +92,21 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerEntry:
-    """What one parameter server held at the cut."""
+    """What one parameter server held at the snapshot point."""
 
-    step: Count  # updates that it had applied; of rows in place the number of its pool's checkpoint
+    step: Count  # updates that it had applied; of rows in place the number of its tier's checkpoint
     num_rows: Count
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddingSection:
-    """The rows."""
+class RowSet:
+    """Rows that all servers of a job have written: those of a checkpoint, or of a packet."""
 
-    dump_id: str
-    created_at: str
     train_config: Hex | None = None  # `TrainConfig.encode()` in hex; None: the servers were never configured
     schema: RowSchema | None = None  # None: the servers were started without an embedding config
-    servers: tuple[ServerEntry, ...]  # by index
-    files: tuple[FileEntry, ...]
-    optimizer: Mapping[str, Any] | None = None  # its settings for people, when the context knew them
-    packets: Position | None = None  # the last packet whose changes are all in these rows
-    has_state: StrictBool = True  # of the optimizer
-    in_place: StrictBool = False  # in the servers' pools, and in no files
+    servers: tuple[ServerEntry, ...] = ()  # by index
+    files: tuple[FileEntry, ...] = ()  # any number for each server
     num_virtual_shards: VirtualShards = NUM_VIRTUAL_SHARDS
-
-    def require_files(self, directory: Location) -> None:
-        """FailedPreconditionError: only the servers that have the rows can go back to them."""
-        if self.in_place:
-            raise FailedPreconditionError(
-                f"the rows of {directory} are in the pools of the servers that trained them, and in no "
-                "files: start a job over these pools, load it there, and dump to files"
-            )
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -131,10 +117,31 @@ class EmbeddingSection:
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
 
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSection(RowSet):
+    """The rows of a checkpoint."""
+
+    dump_id: str
+    created_at: str
+    optimizer: Mapping[str, Any] | None = None  # its settings for people, when the context knew them
+    packets: Position | None = None  # the last packet whose changes are all in these rows
+    has_state: StrictBool = True  # of the optimizer
+    in_place: StrictBool = False  # in the servers' storage tiers, and in no files
+
+    def require_files(self, directory: Location) -> None:
+        """FailedPreconditionError: only the servers that have the rows can go back to them."""
+        if self.in_place:
+            raise FailedPreconditionError(
+                f"the rows of {directory} are in the storage tiers of the servers that trained them, and in "
+                "no files: start a job over these tiers, load it there, and dump to files"
+            )
+
     @model_validator(mode="after")
     def _check(self) -> EmbeddingSection:
         if self.in_place and self.files:
             raise CorruptionError("its rows are in place, and it names files of rows")
+        # A file that is missing from the list would otherwise lose rows without an error.
         num_rows = sum(file.num_rows for file in self.files)
         if not self.in_place and num_rows != self.num_rows:
             raise CorruptionError(f"its files have {num_rows} rows, its servers had {self.num_rows}")
@@ -152,7 +159,7 @@ class DenseSection:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A whole checkpoint. Its parts may come from different dumps: `dump_embedding` renews one of them."""
+    """A whole checkpoint. Its sections may be of different dumps: `dump_embedding` replaces one of them."""
 
     step: Count | None = None  # of the training loop, as the script or its context counts
     dense: DenseSection | None = None
@@ -183,6 +190,12 @@ class Manifest:
             created_by=f"persia {__version__}",
         )
 
+    def require_embeddings(self, directory: Location) -> EmbeddingSection:
+        """The rows of the checkpoint in `directory`; NotFoundError: it has none."""
+        if self.embeddings is None:
+            raise NotFoundError(f"{directory} has no embeddings: only its dense part was dumped")
+        return self.embeddings
+
     def encode(self) -> bytes:
         return encode_document(_FORMAT, to_json(self))
 
@@ -190,9 +203,10 @@ class Manifest:
     def decode(cls, content: bytes, what: str) -> Manifest:
         """Raises CorruptionError, naming `what`, for anything but a manifest of a known version."""
         values = decode_document(content, what, form=_FORMAT)
+        # Version 1 has no checksum: without these checks a damaged key would become its default.
         require_keys(values, ("created_by",), what)
         if isinstance(rows := values.get("embeddings"), Mapping):
-            require_keys(rows, ("num_virtual_shards",), f"{what}: embeddings")
+            require_keys(rows, ("num_virtual_shards", "servers", "files"), f"{what}: embeddings")
         return read_document(cls, values, what)
 
     @classmethod
@@ -203,9 +217,10 @@ class Manifest:
             content = path.read_replaced(max_bytes=MAX_MANIFEST_BYTES)
         except NotFoundError as failure:
             raise NotFoundError(
-                f"{directory} is no checkpoint: it has no {MANIFEST_NAME}. Check the path; a dump that was "
-                "broken off leaves none"
+                f"{directory} is no checkpoint: it has no {MANIFEST_NAME}. Check the path; an unfinished "
+                "dump leaves none"
             ) from failure
+        # Servers compare the digest, so that all of them load the checkpoint that the coordinator means.
         return cls.decode(content, str(path)), hashlib.sha256(content).hexdigest()
 
 

@@ -13,13 +13,14 @@ from pydantic import Field
 __all__ = ["Position", "is_packet_folder", "make_stream_id"]
 
 _STREAM = r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}"
+# Twelve digits: names sort like numbers, and a listing of the storage is in order.
 _NAME = re.compile(rf"packet-({_STREAM})-(\d{{12}})", re.ASCII)
 _FOLDER = re.compile(rf"packet-({_STREAM})-(\d{{12}})-[0-9a-f]{{8}}", re.ASCII)
 _MAX_NUMBER = 10**12 - 1
 
 
 def make_stream_id() -> str:
-    """A unique name for the packets of one run of a trainer; names sort by the time of its start."""
+    """A unique name, for the packets of one run of a trainer or for a dump; names sort by their time."""
     stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     return f"{stamp}-{secrets.token_hex(4)}"
 
@@ -31,6 +32,7 @@ class Position:
     Ordered by stream, the later started one last, then by number. Number 0 is before the first packet.
     """
 
+    # Named by the time of its start, so that the order of names is the order of runs.
     stream: Annotated[str, Field(pattern=f"^{_STREAM}$")]
     number: Annotated[int, Field(strict=True, ge=0, le=_MAX_NUMBER)]
 

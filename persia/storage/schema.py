@@ -88,6 +88,8 @@ class RowSchema:
         return SchemaChanges(added, removed)
 
     def _check_reused_groups(self, now: RowSchema, removed: tuple[str, ...], added: tuple[str, ...]) -> None:
+        # A group number is in the sign of every row. A new slot with the number of a removed one would serve
+        # that slot's rows, unless another slot still shares them.
         had = {self.slots[name].group: name for name in removed}
         still = {slot.group for slot in now.slots.values()} & {
             slot.group for name, slot in self.slots.items() if name in now.slots

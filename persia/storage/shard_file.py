@@ -41,15 +41,15 @@ def write_shard_file(
 
     `on_bytes` is called with the size of every piece; what it raises breaks the file off.
     """
-    location = directory / path
-    with location.create() as sink:
+    location, num_bytes = directory / path, 0
+    with location.create() as file:
         while piece := part.read(_WRITE_BYTES):
-            sink.write(piece)
+            file.write(piece)
+            num_bytes += len(piece)
             on_bytes(len(piece))
-    index = _read_index(location, sink.num_bytes)
-    return FileEntry(
-        path=path, num_bytes=sink.num_bytes, checksum=index.checksum, num_rows=int(part.num_rows)
-    )
+    # From the storage, not from the bytes sent: the manifest must vouch for what readers will get.
+    index = _read_index(location, num_bytes)
+    return FileEntry(path=path, num_bytes=num_bytes, checksum=index.checksum, num_rows=int(part.num_rows))
 
 
 def write_files(directory: Location, folder: str, contents: Mapping[str, bytes]) -> dict[str, FileEntry]:
@@ -57,8 +57,8 @@ def write_files(directory: Location, folder: str, contents: Mapping[str, bytes])
     files = {}
     for name, content in contents.items():
         path = f"{folder}/{name}"
-        with (directory / path).create() as sink:
-            sink.write(content)
+        with (directory / path).create() as file:
+            file.write(content)
         checksum = hashlib.sha256(content).hexdigest()
         files[name] = FileEntry(path=path, num_bytes=len(content), checksum=checksum, num_rows=0)
     return files
@@ -94,8 +94,8 @@ class ShardFile:
             ) from failure
         if num_bytes != entry.num_bytes:
             raise CorruptionError(
-                f"{self.location} has {num_bytes} bytes, the manifest says {entry.num_bytes}: it was cut off "
-                "or replaced"
+                f"{self.location} has {num_bytes} bytes, the manifest says {entry.num_bytes}: it was "
+                "truncated or replaced"
             )
         index = _read_index(self.location, num_bytes)
         if index.checksum != entry.checksum:
@@ -117,6 +117,7 @@ class ShardFile:
         ends = starts + self.blocks["length"][mine].astype(np.int64)
         chunks, first = [], 0
         while first < len(mine):
+            # As many blocks as fit into one read, at least one; then up to the first gap worth a request.
             last = max(first, int(np.searchsorted(ends, starts[first] + _READ_BYTES, side="right")) - 1)
             gaps = np.flatnonzero(starts[first + 1 : last + 1] - ends[first:last] > _MAX_GAP_BYTES)
             last = first + int(gaps[0]) if gaps.size else last
@@ -136,6 +137,7 @@ class ShardFile:
         content = self.location.read_range(chunk.offset, chunk.num_bytes)
         if len(content) != chunk.num_bytes:
             raise CorruptionError(f"it ends at {chunk.offset + len(content)}, shorter than before")
+        # The decoder checks each block by its own checksum. This finds a sound block of another file.
         words = np.frombuffer(content, "<u8")
         checksums = words[(self._starts[chunk.blocks] - chunk.offset + _CHECKSUM_OFFSET) // words.itemsize]
         if not np.array_equal(checksums, self.blocks["checksum"][chunk.blocks]):
@@ -158,6 +160,7 @@ def _read_index(location: Location, num_bytes: int) -> _Index:
     trailer_bytes = _native.CHECKPOINT_TRAILER_BYTES
     if num_bytes < trailer_bytes:
         raise CorruptionError(f"{location} has {num_bytes} bytes: it is no file of rows")
+    # Nothing in it is trusted: offsets could lead outside of the file, or make a read as large as memory.
     trailer = location.read_range(num_bytes - trailer_bytes, trailer_bytes)
     try:
         offset, length = _native.parse_checkpoint_trailer(trailer)

@@ -12,7 +12,7 @@ import re
 
 from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError
 from persia.logger import get_default_logger
-from persia.storage.checksummed_json import decode_pointer, encode_pointer
+from persia.storage.checksummed_json import encode_pointer, read_pointer
 from persia.storage.location import Location
 from persia.storage.manifest import MANIFEST_NAME
 
@@ -29,7 +29,6 @@ __all__ = [
 
 LATEST_NAME = "latest"
 _VERSION = re.compile(r"step-(\d{12,20})")
-_MAX_LATEST_BYTES = 256
 
 
 def version_name(step: int) -> str:
@@ -45,14 +44,15 @@ def resolve(location: Location) -> Location:
         return location
     pointer = location / LATEST_NAME
     try:
-        name = decode_pointer(pointer.read_replaced(max_bytes=_MAX_LATEST_BYTES), str(pointer))
+        name = read_pointer(pointer)
     except NotFoundError as failure:
         raise NotFoundError(
             f"{location} is no checkpoint: it has neither {MANIFEST_NAME} nor {LATEST_NAME}. Check the path; "
-            "a dump that was broken off leaves neither"
+            "an unfinished dump leaves neither"
         ) from failure
     if not _VERSION.fullmatch(name):
         raise CorruptionError(f"{pointer} says {name!r:.80}, not the name of a step's folder")
+    # A person may have removed the folder, or copied `latest` without it.
     if not (location / name / MANIFEST_NAME).exists_replaced():
         known = ", ".join(version.name for version in _versions(location)) or "none"
         raise NotFoundError(f"{pointer} names {name}, which is no checkpoint; those there: {known}")
@@ -71,12 +71,10 @@ def latest_of(version: Location) -> Location:
 
 def is_latest(version: Location) -> bool:
     """Whether `latest` beside it names it."""
-    pointer = latest_of(version)
     try:
-        name = decode_pointer(pointer.read_replaced(max_bytes=_MAX_LATEST_BYTES), str(pointer))
+        return read_pointer(latest_of(version)) == version.name
     except (NotFoundError, CorruptionError):
         return False
-    return name == version.name
 
 
 def set_latest(root: Location, newest: str) -> None:
@@ -87,7 +85,7 @@ def set_latest(root: Location, newest: str) -> None:
 def keep_newest(root: Location, newest: str, keep_last: int) -> None:
     """Removes all but the last `keep_last` checkpoints up to `newest`."""
     others = [version for version in _versions(root) if version.name != newest]
-    # What is numbered above the newest belongs to a run that was given up: it goes first.
+    # Steps above the newest belong to an abandoned run, which was resumed from an earlier step.
     others.sort(key=lambda version: _step_of(version) < _step_of(root / newest))
     for version in others[: len(others) - (keep_last - 1)] if len(others) >= keep_last else ():
         get_default_logger().info("removing the old checkpoint %s", version)

@@ -1,4 +1,4 @@
-"""Which checkpoint of the job a server's tier holds: what is known of it, and whether it counts."""
+"""The record of the checkpoint of the job that a server's tier holds, and whether that is committed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TierCheckpoint:
     step: Count | None = None  # of the training loop
     # By the tier file: the number of the checkpoint ("batch"), its rows.
     prepared: Annotated[Mapping[str, Count], AfterValidator(_check_prepared)]
-    needs_latest: StrictBool = False  # its manifest counts once `latest`, beside its directory, names that
+    needs_latest: StrictBool = False  # it is committed once `latest`, beside its directory, names that, too
 
     @property
     def number(self) -> int:
@@ -50,14 +50,20 @@ class TierCheckpoint:
     def num_rows(self) -> int:
         return self.prepared["num_rows"]
 
+    def __str__(self) -> str:
+        step = "unknown" if self.step is None else self.step
+        return f"{self.operation} (step {step}) of {self.directory}"
+
     def decide(self) -> bool:
-        """Whether it counts. If not, it never will: this removes the marker, without which its coordinator
-        cannot publish it any more. StorageError: the manifest cannot be read, or the marker not be removed.
+        """Whether it is committed. If not, it never will be: this removes the marker, without which its
+        coordinator cannot commit it. StorageError: the manifest or the marker cannot be accessed.
         """
         if self._is_named():
             return True
+        # The commit is a rename of the marker (on a local disk): of removal and rename only one succeeds.
         (Location.of(self.directory) / self.operation / IN_PLACE_NAME).remove()
-        return self._is_named()  # by a coordinator that was faster
+        # Again: the coordinator may have committed between the first look and the removal.
+        return self._is_named()
 
     def _is_named(self) -> bool:
         """Whether its manifest names it, and `latest` the manifest where needed."""
@@ -65,10 +71,11 @@ class TierCheckpoint:
         try:
             section = Manifest.read(place)[0].embeddings
         except NotFoundError as failure:
+            # A missing mount must not look like a missing manifest: the rows would go back too far.
             if place.is_local and not os.path.isdir(place.path):
                 raise StorageError(
-                    f"{place} is no directory of this machine, and says whether {self.operation} counts: "
-                    "mount it; an empty directory of that name says that it does not"
+                    f"{place} is no directory of this machine, and tells whether {self.operation} is "
+                    "committed: mount it; an empty directory of that name tells that it is not"
                 ) from failure
             return False
         except CorruptionError:
@@ -86,7 +93,7 @@ class TierState:
     replicas: Count
     schema: RowSchema | None = None  # None: the server was never started with an embedding config
     committed: TierCheckpoint | None = None
-    prepared: TierCheckpoint | None = None  # of which this server does not know whether it counts
+    prepared: TierCheckpoint | None = None  # this server does not know yet whether it is committed
     created_by: str = f"persia {__version__}"
 
     def encode(self) -> bytes:

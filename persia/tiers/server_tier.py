@@ -1,18 +1,18 @@
 """The storage tier of one server: whose it is, and which checkpoints of the job its rows belong to.
 
-The rows of a job are in as many tier files as it has servers. Each is committed by itself, and yet all must
-go back to the same checkpoint. So servers only *prepare* a checkpoint. It counts once its manifest,
-replaced in one step, names it (or `latest` that manifest, of several), and then every server commits. A
-server that ended in between does what these say when it starts again. Before it gives a checkpoint up, it
-makes sure that it cannot count later. docs/adr/0018 has the reasons.
+A job has as many tier files as servers. Each file is committed by itself, and yet all servers must restart
+from the same checkpoint. So servers only *prepare* a checkpoint. The coordinator commits it by replacing the
+manifest in one step (or `latest`, among several checkpoints), and then every server commits its file. A
+server that ended in between reads at its next start what the manifest says. Before it gives a checkpoint up,
+it makes sure that no coordinator can commit it later. docs/adr/0018 has the reasons.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import StrictBool
 
 from persia.checkpoint.protocol import IN_PLACE_NAME, Request, Verb
-from persia.checkpoint.server_job import ServerJob, ServerShare
+from persia.checkpoint.server_job import ServerJob, ServerShare, require_dump_id
 from persia.config import StorageConfig
 from persia.errors import (
     CorruptionError,
     FailedPreconditionError,
-    InvalidArgumentError,
     NotFoundError,
     PersiaError,
     StorageError,
@@ -33,10 +32,10 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.storage.location import Location
-from persia.storage.manifest import is_dump_id
 from persia.storage.schema import RowSchema
 from persia.tiers.commit_record import TierCheckpoint, TierState
-from persia.validation import Count, read_document, to_json
+from persia.validation import Count, to_json
+from persia.waiting import Attempts
 
 if TYPE_CHECKING:
     from persia._native import EmbeddingStore, TierOptions
@@ -45,7 +44,6 @@ __all__ = ["ServerTier"]
 
 _STATE_NAME = "server.json"
 _MAX_STATE_BYTES = 16 << 20
-_WHAT = "checkpoint request"
 _FIRST_LOOK_S = 0.005
 _LONGEST_LOOK_S = 0.25
 
@@ -66,7 +64,7 @@ class ServerTier:
 
         NotFoundError: `storage.path` is no directory; UnavailableError: another process has the folder;
         FailedPreconditionError: its rows are those of another server, or of other slots; StorageError:
-        whether its last checkpoint counts cannot be read.
+        the storage does not tell whether its last checkpoint is committed.
         """
         self._storage, self._num_threads = storage, num_threads
         self._store: EmbeddingStore | None = None
@@ -75,7 +73,7 @@ class ServerTier:
         try:
             self._file = Location.of(self.folder / _STATE_NAME)
             self._state = self._read(TierState(index=index, replicas=replicas, schema=schema))
-            self._settle_closed()
+            self.settle()
             self._write(self._state)
         except BaseException:
             self.close()
@@ -84,14 +82,15 @@ class ServerTier:
     @property
     def tier_options(self) -> TierOptions:
         """For the store of this server."""
-        from persia._native import TierOptions
+        from persia._native import TierOptions, inspect_pool
 
         storage = self._storage
+        size_bytes = inspect_pool(str(self.folder))["size_bytes"] if self._has_rows else 0
         return TierOptions(
             directory=str(self.folder),
             kind=storage.kind,
             # A tier file that was made, or grown, larger than the configuration says stays so.
-            size_bytes=max(storage.size_bytes, _size_of(self.folder) if self._has_rows else 0),
+            size_bytes=max(storage.size_bytes, size_bytes),
             cache_rows=storage.num_cache_rows,
             cache_bytes=storage.cache_bytes or 0,
             syncs=storage.syncs,
@@ -105,14 +104,7 @@ class ServerTier:
         if checkpoint is None:
             get_default_logger().info("rows are in %s; it has no checkpoint yet", self.folder)
             return
-        get_default_logger().info(
-            "%d rows recovered from %s: step %s, %s in %s",
-            stats["num_rows"],
-            self.folder,
-            "unknown" if checkpoint.step is None else checkpoint.step,
-            checkpoint.operation,
-            checkpoint.directory,
-        )
+        get_default_logger().info("%d rows recovered from %s: %s", stats["num_rows"], self.folder, checkpoint)
 
     @property
     def _has_rows(self) -> bool:
@@ -129,7 +121,7 @@ class ServerTier:
         return stats
 
     def status(self) -> dict[str, Any]:
-        """For people: the store's counts, and what the rows go back to."""
+        """For people: the store's counts, and the checkpoint that a restart begins with."""
         checkpoint = self.checkpoint()
         return {
             **self.stats(),
@@ -140,45 +132,71 @@ class ServerTier:
     def make_job(self, request: Request, share: ServerShare, lease_s: float) -> ServerJob:
         """A dump or a load whose rows stay in the tier."""
         kind = TierDumpJob if request.verb is Verb.DUMP else TierLoadJob
-        return kind(request.operation, share, lease_s, request.arguments, self)
+        return kind(request, share, lease_s, self)
 
     def checkpoint(self) -> TierCheckpoint | None:
-        """The checkpoint that the rows go back to when the server is started again."""
+        """The checkpoint whose rows the server has after a restart."""
+        # By the tier file, as the state may be older: it is written after the commit.
         committed = self.stats()["committed"]
         known = (self._state.prepared, self._state.committed)
         return next((one for one in known if one is not None and one.number == committed), None)
 
     def prepare(self, checkpoint: TierCheckpoint) -> None:
-        """Writes down that the checkpoint's manifest decides from now on whether it counts."""
+        """Records that the manifest decides from now on whether the checkpoint is committed."""
+        # Before the server reports it: the coordinator may commit as soon as it has the report.
         self._write(replace(self._state, prepared=checkpoint))
 
     def finish(self, *, commit: bool) -> None:
-        """Commits the prepared checkpoint, if there is one, or gives it up."""
+        """Commits the prepared checkpoint, if there is one, or gives it up. FailedPreconditionError: its rows
+        were cleared, or replaced by a load, since.
+        """
         prepared = self._state.prepared
         if prepared is None:
             return
         if commit:
-            self.store.commit_checkpoint(prepared.number)
-            self._write(replace(self._state, committed=prepared, prepared=None))
-            return
-        with contextlib.suppress(FailedPreconditionError):  # gone with all rows, when they were cleared
-            self.store.drop_checkpoint(prepared.number)
-        self._write(replace(self._state, prepared=None))
+            self._commit(prepared)
+        elif self._store is not None:  # opening the tier file undoes what is not committed
+            with contextlib.suppress(FailedPreconditionError):  # gone with all rows, when they were cleared
+                self._store.drop_checkpoint(prepared.number)
+        committed = prepared if commit else self._state.committed
+        self._write(replace(self._state, committed=committed, prepared=None))
 
     def settle(self) -> None:
-        """Decides a checkpoint that a coordinator has left open. StorageError: what tells cannot be read."""
+        """Decides a checkpoint that a coordinator has left open, before the store is opened or later.
+        StorageError: what tells cannot be read.
+        """
         prepared = self._state.prepared
         if prepared is None:
             return
-        if self.stats()["committed"] == prepared.number:  # and only the state could not be written
-            self._write(replace(self._state, committed=prepared, prepared=None))
+        if self._store is None and not self._has_rows:
+            get_default_logger().warning("the tier file in %s is gone, with all its rows", self.folder)
+            # Without its rows the checkpoint is incomplete: the coordinator must not commit it later.
+            prepared.decide()
+            self._write(replace(self._state, committed=None, prepared=None))
             return
-        counts = prepared.decide()
         try:
-            self.finish(commit=counts)
-        except FailedPreconditionError as failure:  # the rows were cleared, or loaded, since
-            _warn_lost(failure)
+            self.finish(commit=self._is_committed(prepared) or prepared.decide())
+        except FailedPreconditionError as failure:
+            # As text: who keeps the log record would keep frames, and the store.
+            get_default_logger().warning("a checkpoint of the job is lost: %s", str(failure))
             self._write(replace(self._state, prepared=None))
+
+    def _is_committed(self, checkpoint: TierCheckpoint) -> bool:
+        """Whether the tier file has it, and at most this server's state could not be written."""
+        from persia._native import inspect_pool
+
+        stats = inspect_pool(str(self.folder)) if self._store is None else self.stats()
+        return bool(stats["committed"] == checkpoint.number)
+
+    def _commit(self, checkpoint: TierCheckpoint) -> None:
+        from persia._native import commit_pool
+
+        if self._is_committed(checkpoint):
+            return
+        if self._store is None:
+            commit_pool(str(self.folder), **checkpoint.prepared)
+        else:
+            self._store.commit_checkpoint(checkpoint.number)
 
     def close(self) -> None:
         """Unlocks the folder for other processes, after the store is gone. Idempotent."""
@@ -192,8 +210,8 @@ class ServerTier:
         except NotFoundError:
             if self._has_rows:
                 raise FailedPreconditionError(
-                    f"{self.folder} has a pool and no {_STATE_NAME}, which says whose rows they are: give "
-                    "another storage.path, or remove the pool"
+                    f"{self.folder} has a tier file and no {_STATE_NAME}, which says whose rows they are: "
+                    "give another storage.path, or remove the folder"
                 ) from None
             return wanted
         try:
@@ -203,6 +221,7 @@ class ServerTier:
                 f"{failure}; if it is damaged, remove the folder {self.folder}, and load a checkpoint from "
                 "files"
             ) from failure
+        # Virtual shards are divided by the number of servers: another number would look for rows elsewhere.
         if (found.index, found.replicas) != (wanted.index, wanted.replicas):
             raise FailedPreconditionError(
                 f"{self.folder} has the rows of server {found.index} of {found.replicas}, and this is server "
@@ -214,41 +233,14 @@ class ServerTier:
             try:
                 changes = found.schema.changes_to(wanted.schema)
             except FailedPreconditionError as failure:
-                raise FailedPreconditionError(f"the pool in {self.folder}: {failure}") from failure
+                raise FailedPreconditionError(f"the tier file in {self.folder}: {failure}") from failure
             if changes:
                 get_default_logger().warning("%s: %s since its rows were made", self.folder, changes)
         return replace(found, schema=wanted.schema or found.schema)
 
-    def _settle_closed(self) -> None:
-        """As `settle`, before the tier file is opened: opening undoes what is not committed."""
-        prepared = self._state.prepared
-        if prepared is None:
-            return
-        if not self._has_rows:
-            get_default_logger().warning("the pool in %s is gone, with all its rows", self.folder)
-            prepared.decide()  # what does not count yet must not any more
-            self._state = replace(self._state, committed=None, prepared=None)
-            return
-        from persia._native import commit_pool, inspect_pool
-
-        committed = inspect_pool(str(self.folder))["committed"] == prepared.number
-        if not committed and prepared.decide():
-            try:
-                commit_pool(str(self.folder), **prepared.prepared)
-                committed = True
-            except FailedPreconditionError as failure:
-                _warn_lost(failure)
-        last = prepared if committed else self._state.committed
-        self._state = replace(self._state, committed=last, prepared=None)
-
     def _write(self, state: TierState) -> None:
         self._file.replace(state.encode())
         self._state = state
-
-
-def _warn_lost(failure: PersiaError) -> None:
-    # As text: who keeps the log record would keep frames, and the store.
-    get_default_logger().warning("a checkpoint of the job is lost: %s", str(failure))
 
 
 def _folder(storage: StorageConfig, index: int) -> Path:
@@ -268,6 +260,7 @@ def _folder(storage: StorageConfig, index: int) -> Path:
 
 
 def _locked(folder: Path) -> int:
+    # A lock of the open folder: it ends with the process, however that ends, and leaves no file behind.
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -277,13 +270,6 @@ def _locked(folder: Path) -> int:
             f"{folder} is in use by another process: stop it, or give each server its own --replica-index"
         ) from failure
     return handle
-
-
-def _size_of(folder: Path) -> int:
-    from persia._native import inspect_pool
-
-    size: int = inspect_pool(str(folder))["size_bytes"]
-    return size
 
 
 @dataclass(frozen=True)
@@ -307,24 +293,14 @@ class TierDumpJob(ServerJob):
 
     _kind = "dump"
 
-    def __init__(
-        self,
-        operation: str,
-        share: ServerShare,
-        lease_s: float,
-        arguments: dict[str, Any],
-        tier: ServerTier,
-    ) -> None:
-        """`arguments`: those of `_Dump`. Small rows stay: to look for them all rows would be read, while the
-        job waits for its answer.
-        """
-        super().__init__(operation, share, lease_s)
-        if not is_dump_id(operation):
-            raise InvalidArgumentError(f"{_WHAT}: {operation!r:.80} is not the name of a dump")
+    def __init__(self, request: Request, share: ServerShare, lease_s: float, tier: ServerTier) -> None:
+        """Keeps small rows: to find them, all rows would be read while the job waits for the answer."""
+        super().__init__(request, share, lease_s)
+        require_dump_id(request)
         self._tier = tier
-        self._dump = read_document(_Dump, arguments, _WHAT)
+        self._dump = request.read(_Dump)
         self._directory = Location.of(self._dump.directory)
-        self._tier.settle()
+        self._tier.settle()  # at most one checkpoint may be undecided: the state has room for one
         self._number = self._tier.store.request_checkpoint()
 
     def _work(self) -> None:
@@ -337,6 +313,7 @@ class TierDumpJob(ServerJob):
             needs_latest=self._dump.needs_latest,
         )
         self._total_rows = checkpoint.num_rows
+        # From `prepare` on, only the manifest decides: this job may not give the rows up by itself.
         self._tier.prepare(checkpoint)
         self._await_apply()
         self._tier.finish(commit=True)
@@ -357,15 +334,15 @@ class TierDumpJob(ServerJob):
             probe.remove()
         except StorageError as failure:
             raise StorageError(
-                f"{failure}: servers with pools must be able to write and to remove files in the directory "
-                f"of a checkpoint in place, {self._directory}: give the server's user that right, if it is "
-                "this that fails"
+                f"{failure}: servers with storage tiers must be able to write and to remove files in the "
+                f"directory of a checkpoint in place, {self._directory}: check the rights of its user"
             ) from failure
 
     def _await_prepared(self) -> dict[str, int]:
         """Waits until all rows of the checkpoint are in the tier; raises what keeps them out."""
-        pause_s, written = _FIRST_LOOK_S, self._tier.stats()["num_written"]
-        while True:
+        written = self._tier.stats()["num_written"]
+        # No timeout of its own: the coordinator sees that nothing is written, and cancels.
+        for _ in Attempts(math.inf, pause_s=_FIRST_LOOK_S, longest_pause_s=_LONGEST_LOOK_S):
             self._check_alive()
             prepared = self._tier.store.prepared_checkpoint(self._number)
             if prepared is not None:
@@ -374,14 +351,13 @@ class TierDumpJob(ServerJob):
             self._count_rows(now - written)
             self._count_bytes(now - written)  # rows count as bytes, so that the coordinator sees progress
             written = now
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+        raise AssertionError("attempts end with a timeout")
 
     def _clean_up(self) -> None:
         if self._is_closing:
-            return  # the manifest may name it at any moment: the next start decides
+            return  # the coordinator may commit it at any moment: the next start decides
         try:
-            self._tier.settle()  # it may count all the same, if its coordinator is gone
+            self._tier.settle()  # the coordinator may have committed it before it ended
         except PersiaError as failure:
             get_default_logger().warning("%s stays undecided: %s", self.operation, failure)
             return
@@ -402,28 +378,21 @@ class TierLoadJob(ServerJob):
 
     _kind = "load"
 
-    def __init__(
-        self,
-        operation: str,
-        share: ServerShare,
-        lease_s: float,
-        arguments: dict[str, Any],
-        tier: ServerTier,
-    ) -> None:
-        """`arguments`: those of `_Load`."""
-        super().__init__(operation, share, lease_s)
+    def __init__(self, request: Request, share: ServerShare, lease_s: float, tier: ServerTier) -> None:
+        super().__init__(request, share, lease_s)
         self._tier = tier
-        self._wanted = read_document(_Load, arguments, _WHAT).in_place
+        self._wanted = request.read(_Load).in_place
 
     def _work(self) -> None:
         self._tier.settle()
         checkpoint, stats = self._tier.checkpoint(), self._tier.stats()
         if checkpoint is None or checkpoint.operation != self._wanted:
-            has = "none" if checkpoint is None else f"{_described(checkpoint)}"
+            has = "none" if checkpoint is None else str(checkpoint)
             raise FailedPreconditionError(
-                f"the pool {self._tier.folder} goes back to another checkpoint than {self._wanted}: it has "
-                f"{has}; load the newest one, or one that was dumped to files"
+                f"the tier in {self._tier.folder} goes back to another checkpoint than {self._wanted}: it "
+                f"has {has}; load the newest one, or one that was dumped to files"
             )
+        # Updates since the commit are only undone when the tier file is opened.
         if stats["batch"] != stats["committed"] + 1:
             raise FailedPreconditionError(
                 f"this server has trained on since {self._wanted} (step {checkpoint.step}), to which only a "
@@ -431,7 +400,3 @@ class TierLoadJob(ServerJob):
             )
         self._total_rows = checkpoint.num_rows
         self._await_apply()
-
-
-def _described(checkpoint: TierCheckpoint) -> str:
-    return f"{checkpoint.operation} (step {checkpoint.step}) of {checkpoint.directory}"

@@ -107,7 +107,7 @@ def test_rows_of_a_training_stay_in_place(start_job: Callable[..., Any], tmp_pat
     for name in ("nn-worker", "embedding-worker-0", "embedding-parameter-server-0"):
         job.cluster.kill(name)
     job.cluster.restart("embedding-parameter-server-0")
-    assert f"step {manifest.step}, dump-" in job.cluster.logs("embedding-parameter-server-0")
+    assert f"(step {manifest.step}) of" in job.cluster.logs("embedding-parameter-server-0")
     alone = launcher(job.cluster.env, "dump", str(place), "--in-place")
     assert alone.returncode == 0, alone.stderr
     again, _ = Manifest.read(Location.of(str(place)))

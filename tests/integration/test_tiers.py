@@ -103,7 +103,7 @@ def test_a_killed_job_goes_on_from_its_pools_as_if_nothing_had_happened(
     )
     assert resumed.finish_nn_worker() == 0, resumed.nn_worker.output
     assert f"at step {DUMP_AFTER}" in resumed.nn_worker.output
-    assert f"step {DUMP_AFTER}, dump-" in resumed.cluster.logs("embedding-parameter-server-1")
+    assert f"(step {DUMP_AFTER}) of" in resumed.cluster.logs("embedding-parameter-server-1")
     (expected,), (report,) = whole.reports, resumed.reports
     assert report["losses"] == expected["losses"][DUMP_AFTER:]
     assert report["digest"] == expected["digest"]

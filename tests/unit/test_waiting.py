@@ -35,7 +35,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_attempts_end_with_the_deadline(clock: Clock) -> None:
     assert [round(left, 6) for left in Attempts(1.0, pause_s=0.4)] == [0.4, 0.4, 0.2]
     assert clock.now == pytest.approx(101.0)
-    assert list(Attempts(0.0)) == []
+    assert list(Attempts(0.0)) == [0.0], "the first attempt is made even without time for it"
+
+
+def test_progress_counts_the_timeout_anew(clock: Clock) -> None:
+    attempts = Attempts(1.0, pause_s=0.5)
+    num_attempts = 0
+    for _ in attempts:
+        num_attempts += 1
+        if num_attempts == 2:
+            attempts.progressed()
+            assert attempts.left_s == pytest.approx(1.0)
+        elif num_attempts == 3:
+            attempts.progressed(clock.now - 0.25)
+    assert num_attempts == 4
+    assert clock.now == pytest.approx(101.75)
+    assert attempts.left_s == 0.0
 
 
 def test_pauses_grow_up_to_the_longest(clock: Clock) -> None:

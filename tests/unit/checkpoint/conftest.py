@@ -77,7 +77,9 @@ def services(
         )
         for index, owner in enumerate(owners)
     ]
-    return [CheckpointService(share, ServerChanges(share.store, incremental), **options) for share in shares]
+    return [
+        CheckpointService(share, ServerChanges.of(share.store, incremental), **options) for share in shares
+    ]
 
 
 def checkpoints_of(*stores: Any, schema: RowSchema | None = None, deadline_s: float = 20.0) -> Checkpoints:

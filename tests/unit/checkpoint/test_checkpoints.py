@@ -276,7 +276,7 @@ def _empty(checkpoint: Path) -> None:
         (
             _truncate,
             CorruptionError,
-            r"embeddings-0-1\.emb has \d+ bytes, the manifest says \d+: it was cut off",
+            r"embeddings-0-1\.emb has \d+ bytes, the manifest says \d+: it was truncated",
         ),
         (_flip(0.1), CorruptionError, r"embeddings-0-1\.emb, bytes \d+ to \d+: .*checksum"),
         (_flip(0.6), CorruptionError, r"embeddings-0-1\.emb"),
@@ -411,7 +411,7 @@ def test_the_old_checkpoint_is_readable_while_a_new_one_is_written(checkpoint: P
     checkpoints = checkpoints_of(bags)
     checkpoints.dump(DumpRequest(checkpoint, blocking=False))
     reads = 0
-    while not reads or (checkpoints._dump is not None and checkpoints._dump._thread.is_alive()):
+    while not reads or (checkpoints._dump is not None and not checkpoints._dump.result.done()):
         try:
             rows = rows_of(checkpoint)
         except NotFoundError:
@@ -593,9 +593,9 @@ def test_a_dump_is_told_how_many_processors_it_may_take(
     assert given == [pytest.approx(expected)]
 
 
-@pytest.mark.parametrize("gives_way", [False, True])
+@pytest.mark.parametrize("lowers_priority", [False, True])
 def test_a_dump_is_nice_only_where_nothing_trains(
-    gives_way: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lowers_priority: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A nice thread that holds the GIL would stall the training of its process."""
 
@@ -613,9 +613,9 @@ def test_a_dump_is_nice_only_where_nothing_trains(
     train(bags)
     schema = RowSchema.of(SLOTS)
     share = ServerShare(
-        store=bags.store, index=0, replicas=1, schema=schema, num_threads=2, gives_way=gives_way
+        store=bags.store, index=0, replicas=1, schema=schema, num_threads=2, lowers_priority=lowers_priority
     )
     peer = LocalPeer(CheckpointService(share))
     Checkpoints(lambda: [peer], deadline_s=20).dump(DumpRequest(tmp_path / "checkpoint"))
-    assert priorities == [max(10, before) if gives_way else before] * 2
+    assert priorities == [max(10, before) if lowers_priority else before] * 2
     assert own_priority() == before

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from persia.checkpoint.protocol import Request, Verb
 from persia.checkpoint.server_job import DumpJob, ServerShare, dump_percent, max_processors
 from persia.config import CheckpointingConfig, parse_global_config
 from persia.embedding.optim import Adagrad
@@ -71,7 +72,8 @@ def test_a_dump_that_rests_is_cancelled_at_once(tmp_path: Path, monkeypatch: pyt
     bags = make_bags()
     train(bags)
     share = ServerShare(store=bags.store, index=0, replicas=1, schema=None, num_threads=1)
-    job = DumpJob(make_dump_id(), share, 60.0, {"directory": str(tmp_path)})
+    request = Request(verb=Verb.DUMP, operation=make_dump_id(), arguments={"directory": str(tmp_path)})
+    job = DumpJob(request, share, 60.0)
     has_ended = threading.Event()
 
     def train_on() -> None:

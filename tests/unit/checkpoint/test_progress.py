@@ -64,7 +64,7 @@ def peer() -> HeldPeer:
 def test_operations_tell_how_far_they_are(tmp_path: Path, peer: HeldPeer) -> None:
     told: list[Progress] = []
     dump = DumpOperation(
-        make_dump_id(), [peer], 20.0, directory=Location.of(tmp_path / "a"), on_progress=told.append
+        make_dump_id(), [peer], 20.0, request=DumpRequest(tmp_path / "a"), on_progress=told.append
     )
     dump.begin()
     section = dump.finish()

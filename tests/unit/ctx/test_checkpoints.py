@@ -201,7 +201,7 @@ def test_failed_load_leaves_model_and_rows_as_they_were(
         sizes = ctx.get_embedding_size()
         (path, *_) = (tmp_path / "c").glob("dump-*/embeddings-*.emb")
         path.write_bytes(path.read_bytes()[:-1])
-        with pytest.raises(CorruptionError, match=r"embeddings-0-\d\.emb has .* cut off"):
+        with pytest.raises(CorruptionError, match=r"embeddings-0-\d\.emb has .* truncated"):
             ctx.load_checkpoint(tmp_path / "c", blocking=blocking)
         assert ctx.step == 2
         assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from persia.errors import DeadlineExceededError
-from persia.messaging.registration import Registration
+from persia.messaging.interface import Registration
 from persia.messaging.subjects import Subjects
 from persia.pipeline.receive import LOADER_REMEDY, StreamReceiver
 

@@ -2,10 +2,12 @@
 
 import os
 import threading
+import time
+import weakref
 
 import pytest
 
-from persia.messaging.daemon_pool import DaemonPool, give_way
+from persia.messaging.daemon_pool import DaemonPool, lower_priority
 
 DEADLINE_S = 10.0
 
@@ -68,13 +70,13 @@ def test_idle_threads_have_ended_when_close_returns():
 
 
 @pytest.mark.parametrize("before", [0, 15])
-def test_threads_that_give_way_pass_it_on_and_never_become_less_nice(before: int):
+def test_threads_that_lower_priority_pass_it_on_and_never_become_less_nice(before: int):
     def own_priority() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     def priorities() -> tuple[int, int]:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(before, own_priority()))
-        give_way()
+        lower_priority()
         inner = DaemonPool(1, "inner")
         found = own_priority(), inner.submit(own_priority).result(DEADLINE_S)
         inner.close()
@@ -85,3 +87,18 @@ def test_threads_that_give_way_pass_it_on_and_never_become_less_nice(before: int
     assert pool.submit(priorities).result(DEADLINE_S) == (max(10, before, of_process),) * 2
     pool.close()
     assert own_priority() == of_process
+
+
+def test_an_idle_thread_keeps_nothing_of_its_last_call():
+    class Store:
+        def work(self) -> None: ...
+
+    pool, store = DaemonPool(1, "idle"), Store()
+    kept = weakref.ref(store)
+    pool.submit(store.work).result(DEADLINE_S)
+    del store
+    deadline = time.monotonic() + DEADLINE_S
+    while kept() is not None:  # the thread lets it go after the result is there
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    pool.close()

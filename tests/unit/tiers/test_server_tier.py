@@ -237,7 +237,7 @@ def test_a_server_that_ends_before_it_is_told_does_what_the_manifest_says(
 
 def _give_up(job: PoolJob, directory: Path) -> None:
     """A dump that fails when all but its manifest is done."""
-    operation = DumpOperation(make_dump_id(), job.peers, 10, directory=Location.of(directory), in_place=True)
+    operation = DumpOperation(make_dump_id(), job.peers, 10, request=DumpRequest(directory, in_place=True))
     operation.begin()
     operation.finish()
     operation.give_up()
@@ -342,7 +342,7 @@ def test_in_place_is_for_pools_and_for_the_servers_that_have_them(root: Path, tm
     job.checkpoints.dump(DumpRequest(tmp_path / "c", in_place=True))
     with pytest.raises(InvalidArgumentError, match="in memory alone"):
         memory.load(Source(tmp_path / "c"))
-    with pytest.raises(FailedPreconditionError, match="in the pools of the servers"):
+    with pytest.raises(FailedPreconditionError, match="in the storage tiers of the servers"):
         rows_of(tmp_path / "c")
     job.leave()
 
@@ -406,7 +406,7 @@ def test_rows_in_place_have_no_files(root: Path, tmp_path: Path) -> None:
 def test_a_pool_of_nobody_is_not_taken(root: Path) -> None:
     (root / "server-0").mkdir()
     pmem.create(root / "server-0", size_bytes=32 << 20)
-    _refused(storage_at(root), FailedPreconditionError, "has a pool and no server.json")
+    _refused(storage_at(root), FailedPreconditionError, "has a tier file and no server.json")
 
 
 def test_a_pool_that_has_grown_stays_as_large_as_it_is(root: Path, tmp_path: Path) -> None:

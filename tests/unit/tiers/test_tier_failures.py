@@ -159,7 +159,7 @@ def test_one_of_a_manifest_and_a_server_that_gives_up_is_first(tmp_path: Path) -
     delay_s, outcomes = 1e-3, set()
     with ThreadPoolExecutor(1) as server:
         for _ in range(200):
-            operation = DumpOperation(make_dump_id(), (), 1, directory=Location.of(tmp_path), in_place=True)
+            operation = DumpOperation(make_dump_id(), (), 1, request=DumpRequest(tmp_path, in_place=True))
             operation.begin()
             content = Manifest().updated(1, None, replace(section, dump_id=operation.operation)).encode()
             checkpoint = TierCheckpoint(
@@ -376,7 +376,9 @@ def test_servers_that_may_not_write_beside_the_manifest_say_so(
     faults.error = PermissionError(errno.EACCES, "not for you")
     job = job_at(root)
     faults.set("/server-1")
-    with pytest.raises(StorageError, match=r"server-1 could not be .*not for you.* give the server's user"):
+    with pytest.raises(
+        StorageError, match=r"server-1 could not be .*not for you.* check the rights of its user"
+    ):
         job.checkpoints.dump(DumpRequest(tmp_path / "c", step=1, in_place=True))
     assert faults.failed
     assert not (tmp_path / "c" / MANIFEST_NAME).exists()

@@ -16,13 +16,13 @@ from persia.storage.shard_file import ShardFile
 if TYPE_CHECKING:
     from persia._native import CheckpointLoader, EmbeddingStore
 
-__all__ = ["PacketRows", "clear_rows", "replace_rows"]
+__all__ = ["PacketApplier", "clear_rows", "replace_rows"]
 
 _HEAD_BYTES = 256
 _READ_BYTES = 8 << 20
 
 
-class PacketRows:
+class PacketApplier:
     """Applies packets to a store that only answers lookups: without the optimizer's state."""
 
     def __init__(self, share: ServerShare) -> None:
@@ -82,6 +82,7 @@ class PacketRows:
             for entry in packet.files:
                 self._read_file(files, entry)
             return
+        # One file for each server of the training, read at the same time: requests wait for the storage.
         with ThreadPoolExecutor(self._share.num_threads, "persia-packet") as pool:
             list(pool.map(lambda entry: self._read_file(files, entry), packet.files))
 
@@ -97,6 +98,7 @@ def clear_rows(store: EmbeddingStore) -> None:
     """An empty store that packets may be applied to."""
     from persia._native import TrainConfig
 
+    # As a load of no rows: it replaces all in one step.
     loader = store.begin_load(TrainConfig(optimizer="sgd", lr=1.0), with_state=False)
     loader.replace()
     loader.commit()
@@ -117,9 +119,9 @@ def replace_rows(store: EmbeddingStore, rows: EmbeddingStore) -> None:
     config = snapshot.train_config
     snapshot.close()
     if config is None:
-        raise InternalError("rows without a config are no one's")
+        raise InternalError("a store with rows has no train config")
     content = memoryview(b"".join(pieces))
-    del pieces
+    del pieces  # the rows would be in memory three times
     begin = _native.parse_checkpoint_header(content[:_HEAD_BYTES])["header_bytes"]
     end, _ = _native.parse_checkpoint_trailer(content[-_native.CHECKPOINT_TRAILER_BYTES :])
     assert isinstance(begin, int), "as the stub says of it"
