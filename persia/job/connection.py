@@ -27,16 +27,19 @@ class JobConnection:
         self._observer: ProcessObserver | None = None
 
     @classmethod
-    def connect(cls, name: str) -> JobConnection:
-        """Connects to the broker in PERSIA_NATS_URL; `name` labels the connection in the broker's logs."""
-        url = env.get_nats_url()
+    def connect(cls, name: str, url: str | None = None, deadline_s: float | None = None) -> JobConnection:
+        """Connects to the broker at `url`. `name` labels the connection in the broker's logs.
+
+        None: PERSIA_NATS_URL, PERSIA_DEADLINE_SEC.
+        """
+        url = url or env.get_nats_url()
         if url is None:
             raise FailedPreconditionError(
                 "PERSIA_NATS_URL is not set: start the script with persia-launcher, or name the job's NATS "
                 "broker in it"
             )
         session = NatsSession(url, env.get_job_name(), name=name)
-        session.connect(env.get_deadline_s())
+        session.connect(deadline_s or env.get_deadline_s())
         return cls(session)
 
     def observe(self, source: Source) -> None:
@@ -54,8 +57,12 @@ class JobConnection:
         address: str = "",
         schema: str = "",
         slot_modes: tuple[str, ...] = (),
+        status_address: str = "",
     ) -> None:
-        """Makes this process known as replica `index` of `role`, until `close`."""
+        """Advertises this process as replica `index` of `role`, until `close`.
+
+        `status_address`: of metrics and status, unless `observe` shows them.
+        """
         info = ServiceInfo(
             role=role,
             index=index,
@@ -64,7 +71,7 @@ class JobConnection:
             address=address,
             schema=schema,
             pid=os.getpid(),
-            status_address="" if self._observer is None else self._observer.address,
+            status_address=status_address if self._observer is None else self._observer.address,
             slot_modes=slot_modes,
         )
         advertiser = Advertiser(self.session, info)

@@ -13,13 +13,13 @@ from persia.logger import get_default_logger
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.queues import Deadline
 from persia.pipeline.staleness import ALL_SLOTS
+from persia.waiting import Attempts
 
 __all__ = ["InferenceBackend", "RemoteRows", "wait_for_worker"]
 
 _TRY_S = 1.0  # for one worker, as long as another is left
 _AVOID_S = 2.0  # a worker that did not answer is asked last for so long
 _RETRY_S = 0.1
-_REPORT_INTERVAL_S = 5.0
 
 
 class InferenceBackend(EmbeddingBackend):
@@ -110,20 +110,21 @@ class RemoteRows:
 def wait_for_worker(address: str, deadline: Deadline, timeout_s: float) -> None:
     """Returns once the worker, and through it every parameter server, answers. DeadlineExceededError."""
     probe = _client([address])  # one of its own: calls of a shared client go to one worker for all
-    next_report = time.monotonic() + _REPORT_INTERVAL_S
-    while True:
+    failure: Exception | None = None
+    attempts = Attempts(
+        max(_RETRY_S, deadline.left_s()),  # one at least: other workers may have used the deadline up
+        pause_s=_RETRY_S,
+        waiting_for=lambda: f"the embedding worker at {address}: {failure}",
+    )
+    for _ in attempts:
         try:
             probe.sizes(timeout_s=max(_RETRY_S, min(_TRY_S, deadline.left_s())))
             return
-        except (UnavailableError, DeadlineExceededError) as failure:
-            if deadline.over:
-                raise DeadlineExceededError(
-                    f"the embedding worker at {address} does not serve after {timeout_s:g} s: {failure}"
-                ) from failure
-            if time.monotonic() >= next_report:
-                next_report = time.monotonic() + _REPORT_INTERVAL_S
-                get_default_logger().info("waiting for the embedding worker at %s: %s", address, failure)
-            time.sleep(_RETRY_S)
+        except (UnavailableError, DeadlineExceededError) as error:
+            failure = error
+    raise DeadlineExceededError(
+        f"the embedding worker at {address} does not serve after {timeout_s:g} s: {failure}"
+    ) from failure
 
 
 def _client(addresses: Sequence[str]) -> RemoteClient:

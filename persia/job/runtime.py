@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from persia import env
 from persia.checkpoint.checkpoints import Checkpoints
@@ -32,7 +32,7 @@ from persia.tiers.server_tier import ServerTier
 if TYPE_CHECKING:
     from persia._native import EmbeddingStore
 
-__all__ = ["JobRuntime"]
+__all__ = ["JobRuntime", "local_share"]
 
 
 class JobRuntime:
@@ -50,14 +50,25 @@ class JobRuntime:
         connection: JobConnection | None = None,
         embedded: EmbeddedJob | None = None,
         tier: ServerTier | None = None,
+        num_threads: int | None = None,
     ) -> None:
+        """`num_threads`: of dumps and loads of a store in this process."""
         self.backend = backend
         self.slots = slots
         self.connection = connection
         self.embedded = embedded
         self.packets: PacketWriter | None = None
         self.checkpoints = Checkpoints(self._find_peers, deadline_s=env.get_deadline_s())
-        self._peers = [_local_peer(backend.local_store, slots, embedded, tier)] if backend.local_store else []
+        self.share: ServerShare | None = None  # the store in this process
+        self._peers: list[Peer] = []
+        if backend.local_store is not None:
+            config = GlobalConfig() if embedded is None else embedded.config
+            self.share = local_share(
+                backend.local_store, slots, num_threads, dump_percent=dump_percent(config), tier=tier
+            )
+            packets = None if embedded is None else IncrementalSettings.of(embedded.config)
+            changes = ServerChanges(backend.local_store, packets)
+            self._peers = [LocalPeer(CheckpointService(self.share, changes))]
         self._resources = ExitStack()  # closed last
         self._is_announced = False
 
@@ -148,18 +159,15 @@ class JobRuntime:
         return find_servers(self.connection.session, env.get_deadline_s())
 
 
-def _local_peer(
-    store: EmbeddingStore, slots: SlotsConfig | None, job: EmbeddedJob | None, tier: ServerTier | None
-) -> Peer:
-    config = GlobalConfig() if job is None else job.config
-    share = ServerShare(
+def local_share(
+    store: EmbeddingStore, slots: SlotsConfig | None, num_threads: int | None = None, **options: Any
+) -> ServerShare:
+    """A store of this process, which has all rows. `options`: those of `ServerShare`."""
+    return ServerShare(
         store=store,
         index=0,
         replicas=1,
         schema=None if slots is None else RowSchema.of(slots),
-        num_threads=env.get_num_threads() or 2,
-        dump_percent=dump_percent(config),
-        tier=tier,
+        num_threads=num_threads or env.get_num_threads() or 2,
+        **options,
     )
-    changes = ServerChanges(store, None if job is None else IncrementalSettings.of(job.config))
-    return LocalPeer(CheckpointService(share, changes))

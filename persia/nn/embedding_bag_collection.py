@@ -19,16 +19,15 @@ from numpy.typing import NDArray
 from persia import _native, env
 from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source, described
 from persia.checkpoint.peers import LocalPeer
-from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.config import CheckpointingConfig, SlotConfig, SlotsConfig
 from persia.embedding import EmbeddingConfig
 from persia.embedding.checks import checked_integer
 from persia.embedding.optim import Optimizer
 from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, InvalidTypeError
+from persia.job.runtime import local_share
 from persia.logger import get_logger
 from persia.nn.engine import Engine
-from persia.storage.schema import RowSchema
 
 _logger = get_logger(__name__)
 
@@ -331,13 +330,8 @@ class EmbeddingBagCollection(torch.nn.Module):
         )
 
     def _checkpoints(self, dump_percent: int = CheckpointingConfig().dump_percent) -> Checkpoints:
-        share = ServerShare(
-            store=self._own_store(),
-            index=0,
-            replicas=1,
-            schema=RowSchema.of(self.slots_config),
-            num_threads=self._num_threads,
-            dump_percent=dump_percent,
+        share = local_share(
+            self._own_store(), self.slots_config, self._num_threads, dump_percent=dump_percent
         )
         peer = LocalPeer(CheckpointService(share))
         return Checkpoints(lambda: [peer], deadline_s=env.get_deadline_s())

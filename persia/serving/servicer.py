@@ -25,9 +25,17 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.serving.batcher import Batcher
-from persia.serving.protocol import METHODS, SERVICE, message
+from persia.serving.protocol import (
+    INPUT_NAME,
+    METHODS,
+    SERVICE,
+    batch_of,
+    datatype_of,
+    message,
+    output_name,
+    reply_of,
+)
 from persia.serving.statistics import ServingStatistics
-from persia.serving.tensors import INPUT_NAME, batch_of, datatype_of, output_name, reply_of
 from persia.serving.versions import ServedModel
 
 _Method = Callable[[Any, Any], Awaitable[Any]]
