@@ -14,11 +14,16 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Optimizer
 from persia.errors import InvalidArgumentError, InvalidTypeError
 from persia.nn.embedding_bag_collection import check_optimizer, prefix_bits
-from persia.nn.pending_updates import PendingUpdates
 from persia.nn.replicas import RankExchange, from_rank_0
 from persia.nn.server_table import ServerTable
 from persia.nn.servers import Servers
-from persia.nn.store_embedding import StoreEmbedding, StoreEmbeddingBag, StoreModule, StoreRows
+from persia.nn.store_embedding import (
+    PendingUpdates,
+    StoreEmbedding,
+    StoreEmbeddingBag,
+    StoreModule,
+    StoreRows,
+)
 
 Select = Callable[[str, nn.Module], bool]
 _Original = nn.Embedding | nn.EmbeddingBag

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from persia.embedding.optim import Optimizer
 from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.job.runtime import local_share
 from persia.logger import get_logger
-from persia.nn.engine import Engine
 
 _logger = get_logger(__name__)
 
@@ -47,6 +46,36 @@ class BagStats:
     num_updated: int  # rows, each once a batch
     num_missing: int  # gradients dropped because their row had been evicted or never admitted
     num_nonfinite: int  # gradients dropped because their sum was NaN or infinite
+
+
+class UpdateReport(Protocol):
+    """What became of an update's rows."""
+
+    @property
+    def num_nonfinite(self) -> int: ...
+
+
+class Engine(Protocol):
+    """What holds the rows: `_native.EmbeddingBags`, or the same calls on servers. Thread-safe."""
+
+    def configure(self, config: _native.TrainConfig, *, replace: bool = False) -> None: ...
+
+    def lookup(
+        self,
+        values: NDArray[np.uint64],
+        lengths: NDArray[np.int64],
+        *,
+        train: bool,
+        weights: NDArray[np.float32] | None = None,
+    ) -> tuple[NDArray[np.float32], Any]:
+        """Pooled rows [batch, dims], and what `update` wants of a training lookup."""
+
+    def update(self, batch: Any, gradients: NDArray[np.float32]) -> UpdateReport:
+        """Applied when it returns, or it raises."""
+
+    def set_rows(self, slot: int, ids: NDArray[np.uint64], rows: NDArray[np.float32]) -> None: ...
+    def stats(self) -> _native.StoreStats: ...
+    def clear(self) -> None: ...
 
 
 class EmbeddingBagCollection(torch.nn.Module):

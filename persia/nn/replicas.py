@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import distributed as dist
 
 from persia.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
-from persia.nn.pending_updates import BagGradients, PendingUpdates, Uses
-from persia.nn.store_embedding import StoreModule
+from persia.nn.store_embedding import BagGradients, PendingUpdates, StoreModule, Uses
 
 
 class RankExchange:

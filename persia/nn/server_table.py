@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from persia import _native
 from persia.embedding.data import MAX_BATCH_SIZE
 from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
-from persia.nn.engine import Updated
 from persia.nn.servers import Servers
 from persia.pipeline.lease import BatchLease
 
@@ -36,6 +35,12 @@ class ServerBatch:
         self.leases = [BatchLease(next(_numbers), reference) for reference in references]
         for lease in self.leases:
             lease.watch(self, servers.reaper)
+
+
+class Updated(NamedTuple):
+    """The outcome of an update; servers count the rest."""
+
+    num_nonfinite: int  # rows that were left as they were
 
 
 class ServerTable:
@@ -64,15 +69,15 @@ class ServerTable:
         if weights is not None:
             raise InvalidArgumentError(f"{self._slot!r}: rows in servers are summed without weights")
         counts = lengths[0]
-        parts = [np.empty((0, self._dim), np.float32)]
+        pooled = [np.empty((0, self._dim), np.float32)]
         references = []
         try:
             for _, result in self._look_up(values, counts, train):
-                parts.append(result.slots[0].rows)
+                pooled.append(result.slots[0].rows)
                 references.append(result.reference)
-        finally:  # also where a later part failed: the worker keeps the earlier ones until it hears
+        finally:  # also where a later lookup failed: the worker keeps the earlier batches until told
             batch = ServerBatch(values, counts, references if train else [], self._servers)
-        return parts[1] if len(parts) == 2 else np.concatenate(parts), batch
+        return pooled[1] if len(pooled) == 2 else np.concatenate(pooled), batch
 
     def update(self, batch: ServerBatch, gradients: NDArray[np.float32]) -> Updated:
         """Returns when the servers have applied the gradients. Raises what kept them from it."""
@@ -107,7 +112,8 @@ class ServerTable:
         self, values: NDArray[np.uint64], counts: NDArray[np.int64], train: bool
     ) -> Iterator[tuple[slice, _native.LookupResult]]:
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        for bags in _parts(len(counts)):
+        for begin in range(0, len(counts), MAX_BATCH_SIZE):
+            bags = slice(begin, min(len(counts), begin + MAX_BATCH_SIZE))
             first, last = ends[bags.start], ends[bags.stop]
             offsets = (ends[bags.start : bags.stop + 1] - first).astype(np.uint32)
             message = _native.encode_id_features(
@@ -120,11 +126,11 @@ class ServerTable:
         bag_of = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
         per_id = torch.from_numpy(gradients)[torch.from_numpy(bag_of)]
         sums = torch.zeros(len(ids), self._dim).index_add_(0, torch.from_numpy(number_of), per_id).numpy()
-        total = Updated()
-        for part, result in self._look_up(ids, np.ones(len(ids), np.int64), train=True):
+        num_nonfinite = 0
+        for rows, result in self._look_up(ids, np.ones(len(ids), np.int64), train=True):
             lease = BatchLease(next(_numbers), result.reference)
-            total += self._return(lease, sums[part])
-        return total
+            num_nonfinite += self._return(lease, sums[rows]).num_nonfinite
+        return Updated(num_nonfinite)
 
     def _return(self, lease: BatchLease, gradients: NDArray[np.float32]) -> Updated:
         lease.acquire()
@@ -142,14 +148,5 @@ class ServerTable:
             ) from failure
         lease.release()
         self._servers.counters.applied(report)
-        return Updated(
-            num_updated=report.num_updated,
-            num_missing=report.num_missing,
-            # Workers leave out a slot whose gradient is not finite, with all its rows.
-            num_nonfinite=len(gradients) if report.num_nonfinite_slots else 0,
-        )
-
-
-def _parts(size: int) -> Iterator[slice]:
-    for begin in range(0, size, MAX_BATCH_SIZE):
-        yield slice(begin, min(size, begin + MAX_BATCH_SIZE))
+        # Workers leave out a slot whose gradient is not finite, with all its rows.
+        return Updated(len(gradients) if report.num_nonfinite_slots else 0)
