@@ -178,6 +178,7 @@ class CheckpointMethods:
     ) -> Source:
         """`options`: those of `load_embedding`."""
         source = Source(src_dir)
+        # All files are read and their checksums compared before the first state is replaced.
         contents = {name: source.dense(name) for name in states}
         with dense.undone_on_error(list(states.values())):
             for name, state in states.items():

@@ -148,6 +148,7 @@ class PersiaBatch:
                     )
 
     def _check_names(self) -> None:
+        # A name is a slot, whose embeddings and gradients could be those of either.
         counts = Counter(feature.name for feature in self.id_type_features)
         for name, count in counts.items():
             if count > 1:
@@ -196,6 +197,7 @@ class PersiaBatch:
         if len(data) < _HEADER.size:
             raise CorruptionError(f"a batch of {len(data)} bytes is cut short: its header has {_HEADER.size}")
         magic, version, requires_grad, _, id_bytes, dense_bytes = _HEADER.unpack_from(data)
+        # Before the sizes: those of other bytes mean nothing.
         if magic != _MAGIC or version != _VERSION or requires_grad > 1:
             raise CorruptionError(f"not a batch of version {_VERSION}: magic {magic:#x}, version {version}")
         if _HEADER.size + id_bytes + dense_bytes != len(data):
@@ -203,10 +205,10 @@ class PersiaBatch:
         body = memoryview(data)[_HEADER.size :]
         id_features = _decode_id_features(body[:id_bytes])
         dense = decode_dense(body[id_bytes:])
-        return cls._from_parts(id_features, dense, bool(requires_grad))
+        return cls._from_decoded(id_features, dense, bool(requires_grad))
 
     @classmethod
-    def _from_parts(cls, ids: list[IDTypeFeature], dense: DenseSection, requires_grad: bool) -> PersiaBatch:
+    def _from_decoded(cls, ids: list[IDTypeFeature], dense: DenseSection, requires_grad: bool) -> PersiaBatch:
         try:
             return cls(
                 ids,
@@ -220,7 +222,7 @@ class PersiaBatch:
             raise CorruptionError(f"the bytes decode, but to no valid batch: {error}") from error
 
     def mark_sent(self) -> None:
-        """Called by whoever consumes the batch. Raises FailedPreconditionError at the second time."""
+        """Called when the batch is sent or looked up. Raises FailedPreconditionError the second time."""
         if self._sent:
             raise FailedPreconditionError("this PersiaBatch was sent already: build a new one for every send")
         self._sent = True

@@ -68,13 +68,13 @@ def encode_dense(
 ) -> bytes:
     """Encodes named arrays whose first dimension is the batch. Raises InvalidTypeError for other dtypes."""
     meta_bytes = _NO_META if meta is None else len(meta)
-    parts = [_HEADER.pack(_MAGIC, _VERSION, batch_size, len(features) + len(labels), meta_bytes, 0)]
+    pieces = [_HEADER.pack(_MAGIC, _VERSION, batch_size, len(features) + len(labels), meta_bytes, 0)]
     if meta is not None:
-        parts += [meta, _padding(len(meta))]
+        pieces += [meta, _padding(len(meta))]
     for role, arrays in ((_FEATURE, features), (_LABEL, labels)):
         for name, array in arrays:
-            parts += _encode_tensor(role, name, array)
-    return b"".join(parts)
+            pieces += _encode_tensor(role, name, array)
+    return b"".join(pieces)
 
 
 def _encode_tensor(role: int, name: str, array: Array) -> list[bytes]:
@@ -100,6 +100,7 @@ class _Reader:
     def take(self, size: int, what: str) -> memoryview:
         """The next `size` bytes; skips their padding."""
         end = self._position + size
+        # Sizes come from the message, and Python integers do not overflow, so one comparison is enough.
         if end + (-size % 8) > len(self._view):
             raise CorruptionError(
                 f"dense section is cut short: {what} needs {size} bytes at {self._position} "

@@ -68,6 +68,7 @@ class IDTypeFeature:
     def __init__(self, name: str, data: Sequence[_Ids], weights: Sequence[_Weights] | None = None) -> None:
         name, data = _name_first(name, data)
         self.name = check_name(name)
+        # The native walker takes lists alone, and checks each sample as it copies it.
         samples = data if isinstance(data, list) else self._listed(data)
         check_batch_size(len(samples), f"feature {self.name!r}")
         self.ids, self.offsets = _native.flatten_samples(self.name, samples)
@@ -93,6 +94,7 @@ class IDTypeFeature:
         ids = _array(values, f"{what}: values", "uint64", "int64").view(np.uint64)
         bounds = _array(offsets, f"{what}: offsets", "uint32", "int32", "int64", "uint64")
         check_batch_size(len(bounds) - 1, what)
+        # Checked where the error can name the feature, and not in the worker that gets the message.
         if bounds[0] != 0 or bounds[-1] != len(ids) or np.any(bounds[1:] < bounds[:-1]):
             raise InvalidArgumentError(
                 f"{what}: offsets must begin with 0, never decrease and end with the number of IDs "
@@ -180,15 +182,15 @@ class IDTypeFeature:
         features, begin = [], 0
         for name, counts in zip(names, lengths, strict=True):
             offsets = np.concatenate(([0], np.cumsum(counts)))
-            part = slice(begin, begin + int(offsets[-1]))
-            part_weights = None if weights is None else weights[part]
-            features.append(IDTypeFeature.from_csr(name, values[part], offsets, part_weights))
-            begin = part.stop
+            own = slice(begin, begin + int(offsets[-1]))
+            own_weights = None if weights is None else weights[own]
+            features.append(IDTypeFeature.from_csr(name, values[own], offsets, own_weights))
+            begin = own.stop
         return features
 
     @classmethod
     def _of(cls, name: str, ids: _Ids, offsets: _Offsets, weights: _Weights | None) -> Self:
-        """Of parts that are known to fit."""
+        """A feature of arrays that are known to fit."""
         feature = cls.__new__(cls)
         feature.name, feature.ids, feature.offsets, feature.weights = name, ids, offsets, weights
         return feature
@@ -240,6 +242,7 @@ class IDTypeFeatureWithSingleID(IDTypeFeature):
                 f"feature {self.name!r} has shape {self.ids.shape}: pass a 1-D array, one ID a sample"
             )
         check_batch_size(len(self.ids), f"feature {self.name!r}")
+        # Always the same, but kept: features of one ID and of many are encoded by one path.
         self.offsets = np.arange(len(self.ids) + 1, dtype=np.uint32)
         self.weights = _checked_weights(f"feature {self.name!r}", self.ids, weights)
 

@@ -101,7 +101,7 @@ class Optimizer:
         rate of rank 0 counts. Batches whose gradients are under way may be applied with either rate.
 
         Args:
-            lr: >= 0; at 0 rows stay as they are, but for what momentum and moments go on collecting.
+            lr: >= 0; at 0 only momentum and moments still change.
         """
         before, self.lr = self.lr, checked_number("lr", lr)
         try:

@@ -63,6 +63,7 @@ class RemoteRows:
         order = self._order()
         failure: Exception | None = None
         for position, index in enumerate(order):
+            # The last worker gets the rest of the time: there is no other to try, and it may only be slow.
             is_last = position == len(order) - 1
             timeout_s = deadline.left_s() if is_last else min(_TRY_S, deadline.left_s())
             try:
@@ -73,6 +74,7 @@ class RemoteRows:
                 failure = error
                 self._avoid(index, error)
                 continue
+            # Not locked, as all other uses: a lost update costs one lookup a wait of _TRY_S.
             self._avoided_until[index] = 0.0
             return result
         raise UnavailableError(
@@ -97,9 +99,12 @@ class RemoteRows:
             first, self._turn = self._turn, (self._turn + 1) % len(self._clients)
         turns = [(first + i) % len(self._clients) for i in range(len(self._clients))]
         now = time.monotonic()
+        # Avoided workers are tried all the same, when all others have failed. The sort is stable, so turns
+        # stay in order.
         return sorted(turns, key=lambda index: self._avoided_until[index] > now)
 
     def _avoid(self, index: int, error: Exception) -> None:
+        # Once for each outage, and not for the only worker, whose failure the lookup itself raises.
         if self._avoided_until[index] == 0.0 and len(self._clients) > 1:
             get_default_logger().warning(
                 "embedding worker %s does not answer, others take over: %s", self._addresses[index], error

@@ -70,7 +70,7 @@ class JobRuntime:
             changes = ServerChanges(backend.local_store, packets)
             self._peers = [LocalPeer(CheckpointService(self.share, changes))]
         self._resources = ExitStack()  # closed last
-        self._is_announced = False
+        self._is_advertised = False
 
     @classmethod
     def open(
@@ -88,6 +88,7 @@ class JobRuntime:
         with ExitStack() as resources:
             connection = JobConnection.connect(name)
             resources.callback(connection.close)
+            # Waits for the workers, and compares their slots with these: a difference would train other rows.
             backend = ClusterBackend(
                 connection.directory, schema="" if slots is None else slots.schema_hash()
             )
@@ -106,6 +107,7 @@ class JobRuntime:
         tier = None
         with ExitStack() as resources:
             if storage.has_pool:
+                # Before the store, which is created on it.
                 threads = config.common_config.checkpointing_config.num_workers
                 schema = RowSchema.of(slots)
                 tier = ServerTier(storage, index=0, replicas=1, schema=schema, num_threads=threads)
@@ -120,11 +122,11 @@ class JobRuntime:
             runtime._resources = resources.pop_all()  # last: until here an error closes them
             return runtime
 
-    def announce(self, rank: int, world_size: int, *, address: str = "") -> None:
-        """Tells loaders and the other ranks that this NN worker takes batches; once."""
-        if self.connection is not None and not self._is_announced:
-            self.connection.announce(NN_WORKER, rank, world_size, address=address)
-            self._is_announced = True
+    def advertise(self, rank: int, world_size: int, *, address: str = "") -> None:
+        """Advertises this NN worker to loaders and the other ranks; once."""
+        if self.connection is not None and not self._is_advertised:
+            self.connection.advertise(NN_WORKER, rank, world_size, address=address)
+            self._is_advertised = True
 
     def start_packets(self, step: Callable[[], int], num_trainers: int) -> PacketWriter | None:
         """Writes packets of changes for inference servers, if the servers' configuration asks for them.
@@ -135,12 +137,15 @@ class JobRuntime:
             self.packets = PacketWriter(
                 self._find_peers, deadline_s=env.get_deadline_s(), step=step, num_trainers=num_trainers
             )
+            # Packets pause for dumps and loads: a server does one operation at a time.
             self.checkpoints.hook = self.packets.stream
             self.packets.start()
         return self.packets
 
     def close(self, deadline_s: float, *, in_order: bool = True) -> None:
         """Ends dumps, loads and packets, then disconnects; waits for them unless not `in_order`."""
+        # In reverse: dumps and loads end, then packets, then the connection. An error of one does not keep
+        # the others from ending.
         with self._resources, contextlib.ExitStack() as last:
             last.callback(self.checkpoints.close, finish=in_order)
             if self.packets is not None:
@@ -156,6 +161,7 @@ class JobRuntime:
             raise FailedPreconditionError(
                 "this context has no connection to the job's parameter servers: dump and load in a TrainCtx"
             )
+        # Asked for at each operation: servers may be replaced while the job runs.
         return find_servers(self.connection.session, env.get_deadline_s())
 
 

@@ -89,6 +89,7 @@ def convert(
         seed_of_rank_0 = int(from_rank_0(seed, process_group).view(torch.uint64))
         embedding_config = replace(embedding_config, seed=seed_of_rank_0)
         exchange = RankExchange(process_group, in_servers=servers is not None)
+    # The model is changed by `_replaced` alone, at the end: any error before it leaves the model as it was.
     sizes = {"capacity": capacity, "count_updates": count_updates}
     rows_of = _make_rows(chosen, grow, servers, optimizer, embedding_config, PendingUpdates(exchange), sizes)
     return _replaced(model, chosen, rows_of, exchange)
@@ -155,6 +156,7 @@ def _weights(chosen: dict[str, _Original]) -> dict[int, tuple[str, _Original]]:
     """By identity: the first module of each, and its name."""
     weights: dict[int, tuple[str, _Original]] = {}
     for name, module in chosen.items():
+        # Tied modules have one weight, and must have one set of rows: the name of the first is the slot's.
         weights.setdefault(id(module.weight), (name or type(module).__name__, module))
     return weights
 
@@ -188,6 +190,7 @@ def _check_not_shared(model: nn.Module, chosen: dict[str, _Original]) -> None:
     for parent_name, parent in model.named_modules():
         if any(parent is module for module in chosen.values()):
             continue
+        # A weight that an output layer shares would no longer be the one that the store trains.
         for name, parameter in parent.named_parameters(recurse=False):
             if id(parameter) in weights:
                 where = f"{parent_name}.{name}" if parent_name else name
@@ -199,6 +202,7 @@ def _check_not_shared(model: nn.Module, chosen: dict[str, _Original]) -> None:
 
 def _reason_against(module: _Original) -> str | None:
     original = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
+    # A subclass may compute anything from its weight, which is empty after the conversion.
     if type(module).forward is not original.forward:
         return f"is a {type(module).__name__} with a forward of its own: replace it yourself"
     if parametrize.is_parametrized(module):
@@ -218,6 +222,7 @@ def _reason_against(module: _Original) -> str | None:
         return f"has a weight of {module.weight.dtype}, and a store's rows are float32: call .float() first"
     if module.weight.is_meta:
         return "is on the meta device and has no values: materialise it first"
+    # The store refuses rows that are not finite, but only after the first blocks have been written.
     if not torch.isfinite(module.weight).all():
         return "has a NaN or an infinity in its weight: mend it"
     return None
@@ -238,6 +243,7 @@ def _replaced(
             new = StoreEmbedding(rows, padding_idx)
         else:
             new = StoreEmbeddingBag(rows, module.mode, padding_idx, module.include_last_offset)
+        # By identity: a module that is used in two places is replaced by one.
         replacements[id(module)] = new.to(module.weight.device).train(module.training)
     taken_over = [(replacements[id(module)], module.weight.detach()) for module in chosen.values()]
     if exchange is not None:
@@ -251,5 +257,6 @@ def _replaced(
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if id(child) in replacements:
+                # Not by `setattr`: children of a ModuleDict may have names that are no attributes.
                 parent._modules[name] = replacements[id(child)]
     return replacements.get(id(model), model)

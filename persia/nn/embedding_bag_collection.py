@@ -1,8 +1,8 @@
 """Pooled embeddings of many slots as one torch module, with the engine in this process.
 
-The module looks rows up where they lie in the store, and its backward pass applies the sparse optimizer to
-them: there is no weight of table size, no gradient of table size and no separate step. It is the same engine
-that embedding workers and parameter servers run; here it needs neither broker nor servers.
+The module reads rows in the store, and its backward pass applies the sparse optimizer to them: there is no
+weight of table size, no gradient of table size and no separate step. It is the same engine that embedding
+workers and parameter servers run; here it needs neither broker nor servers.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ class EmbeddingBagCollection(torch.nn.Module):
         optimizer: of `persia.embedding.optim`; applied to a batch's rows in its backward pass.
         embedding_config: initial values, admission, weight bound; default `EmbeddingConfig()`.
         capacity: rows at most; beyond it those used the longest ago are evicted. Nothing is allocated ahead.
-        num_internal_shards: parts the store is divided into, at least as many as threads. Each has an equal
+        num_internal_shards: shards of the store, at least as many as threads. Each has an equal
             share of the capacity and evicts for itself.
         num_threads: threads of a lookup or update, the caller's included; default `PERSIA_NUM_THREADS`, else
             `torch.get_num_threads()`. They sleep while torch computes.
         count_updates: of each row, for `export(min_updates=...)`; costs at most 16 bytes a row.
-        row_dtype: how embeddings lie in memory: "float32", or in half the bytes "bfloat16" or "float16". What
-            goes in and comes out, the arithmetic and the optimizer's state are float32 all the same.
+        row_dtype: of embeddings in memory: "float32", or in half the bytes "bfloat16" or "float16". Inputs,
+            outputs, the arithmetic and the optimizer's state are float32 in any case.
         engine: what holds the rows (`persia.nn.convert` gives it); default a store in this process, to which
             the five arguments above apply.
 
@@ -143,6 +143,8 @@ class EmbeddingBagCollection(torch.nn.Module):
             row_dtype=str(row_dtype),
         )
         self.counts_updates = count_updates and engine is None
+        # Data loaders of torch fork; a lookup in a worker would wait for threads that exist in the parent
+        # only.
         self._pid = os.getpid()
         self._has_warned = False
         # What makes the output require a gradient. No parameter: optimizers and DDP must not see it.
@@ -191,7 +193,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         if isinstance(values, torch.Tensor):
             return self._pooled(values, lengths, per_sample_weights)
         pooled = self._pooled(*self._of_keyed_jagged(values, lengths, per_sample_weights))
-        from torchrec import KeyedTensor  # no dependency: who has a KeyedJaggedTensor has it
+        from torchrec import KeyedTensor  # no dependency: it is installed where a KeyedJaggedTensor is
 
         dims = [slot.dim for slot in self.slots_config.slots_config.values()]
         return KeyedTensor(keys=self.slot_names, length_per_key=dims, values=pooled)
@@ -204,6 +206,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         check_tensor(lengths, "lengths", torch.int64, shape=" [num_slots, batch]")
         ids, counts, weights = _ids(values, "values"), _array(lengths), _weights(per_sample_weights)
         if self.training and torch.is_grad_enabled():
+            # Tensors of IDs need no gradient, so autograd would skip the function without the anchor.
             pooled: torch.Tensor = _PooledLookup.apply(self._anchor, self, ids, counts, weights)  # type: ignore[no-untyped-call]
         else:
             rows, _ = self._bags.lookup(ids, counts, train=False, weights=weights)
@@ -223,6 +226,7 @@ class EmbeddingBagCollection(torch.nn.Module):
     def register_embedding_optimizer(self, optimizer: Optimizer) -> None:
         """As `set_optimizer`; the name by which `Optimizer.set_lr` knows it."""
         self._bags.configure(optimizer.train_config(self.embedding_config), replace=True)
+        # After `configure`, which may refuse: the former optimizer then stays in force.
         self.optimizer.unsubscribe(self.register_embedding_optimizer)
         self.optimizer = optimizer
         optimizer.subscribe(self.register_embedding_optimizer)
@@ -240,6 +244,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         if slot not in names:
             raise InvalidArgumentError(f"slot {slot!r} is not one of {', '.join(names)}")
         check_tensor(rows, "rows", torch.float32, shape=" [n, dim]")
+        # A row that is not finite stays so in every update, and spreads to each sample that has its ID.
         if not torch.isfinite(rows).all():
             raise InvalidArgumentError(f"rows for slot {slot!r} have a NaN or an infinity: leave them out")
         self._bags.set_rows(names.index(slot), _ids(ids, "ids"), _array(rows))
@@ -337,6 +342,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             raise InvalidArgumentError(
                 "per_sample_weights was given beside a KeyedJaggedTensor: give it weights of its own"
             )
+        # Another order would look IDs up in slots of other features without any error.
         if list(keyed.keys()) != self.slot_names:
             raise InvalidArgumentError(
                 f"the KeyedJaggedTensor has the keys {list(keyed.keys())}, must have the slots in their "
@@ -368,6 +374,7 @@ class EmbeddingBagCollection(torch.nn.Module):
     def _update(self, batch: Any, gradient: torch.Tensor) -> None:
         report = self._bags.update(batch, _array(gradient))
         if report.num_nonfinite and not self._has_warned:
+            # Once: a model that diverges would write a line for every batch.
             self._has_warned = True
             _logger.warning(
                 "the gradients of %d rows were NaN or infinite and were dropped; later ones are only counted",
@@ -441,6 +448,7 @@ def _in_range(name: str, value: int, maximum: int) -> int:
 def _num_threads(given: int | None) -> int:
     if given is not None:
         return _in_range("num_threads", given, _MAX_THREADS)
+    # The variable bounds engines of a process where several share a host; torch has a number of its own.
     from_env = env.get_num_threads()
     if from_env is not None:
         return _in_range("PERSIA_NUM_THREADS", from_env, _MAX_THREADS)

@@ -68,6 +68,7 @@ class ServerTable:
     ) -> tuple[NDArray[np.float32], ServerBatch]:
         if weights is not None:
             raise InvalidArgumentError(f"{self._slot!r}: rows in servers are summed without weights")
+        # One slot: a converted weight is a collection of its own.
         counts = lengths[0]
         pooled = [np.empty((0, self._dim), np.float32)]
         references = []
@@ -87,6 +88,7 @@ class ServerTable:
         if len(batch.leases) == 1:
             updated = self._return(batch.leases[0], gradients)
         else:
+            # One ID may be in several of the lookups, and an update for each would step its optimizer twice.
             for lease in batch.leases:
                 self._servers.reaper.reap(lease)
             updated = self._update_distinct(batch, gradients)
@@ -122,6 +124,7 @@ class ServerTable:
             yield bags, self._servers.backend.lookup_direct(message, requires_grad=train)
 
     def _update_distinct(self, batch: ServerBatch, gradients: NDArray[np.float32]) -> Updated:
+        # Sums over equal IDs are in the order of the batch, so they do not depend on how it was divided.
         ids, number_of = np.unique(batch.values, return_inverse=True)
         bag_of = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
         per_id = torch.from_numpy(gradients)[torch.from_numpy(bag_of)]

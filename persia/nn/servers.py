@@ -63,6 +63,7 @@ class Servers:
         self.slots = slots
         self.counters = Counters()
         self._configured = b""
+        # Named apart from NN workers in the logs of the broker: it takes no batches of loaders.
         self._runtime = JobRuntime.connect(f"converted-model-{env.get_rank() or 0}", slots)
         self._is_closed = False
         self.reaper = LeaseReaper(self._runtime.backend, self.counters)
@@ -130,6 +131,7 @@ class Servers:
     def configure(self, config: TrainConfig) -> None:
         """Gives all servers their training config, unless they have it from here already."""
         encoded = config.encode()
+        # Each converted weight calls this with the same config, and a call reaches all servers.
         if encoded != self._configured:
             self.backend.configure(config, replace=True)
             self._configured = encoded
@@ -152,6 +154,7 @@ class Servers:
 
     def close(self) -> None:
         """Gives up lookups that got no gradient, and disconnects; idempotent."""
+        # First: an update that another thread begins now must not find a reaper that has ended.
         self._is_closed = True
         self.reaper.close(min(_CLOSE_S, env.get_deadline_s()))
         self._runtime.close(_CLOSE_S)

@@ -74,6 +74,7 @@ class PendingUpdates:
 
     def add(self, number: int, gradients: BagGradients) -> None:
         """Only within a backward pass; they are applied at its end."""
+        # Backward passes of several threads, or one inside another, are told apart by autograd's own number.
         number_of_pass = torch._C._current_graph_task_id()
         current = self._passes.get(number_of_pass)
         if current is None:
@@ -84,6 +85,7 @@ class PendingUpdates:
         current.uses.setdefault(number, []).append(gradients)
 
     def _apply(self, finished: _Pass) -> None:
+        # Taken out first: if an update raises, the gradients of the pass are gone, and not applied twice.
         uses, finished.uses = finished.uses, {}
         together: AbstractContextManager[None] = contextlib.nullcontext()
         if self.exchange is not None:
@@ -139,19 +141,21 @@ class StoreRows(EmbeddingBagCollection):
 
     def take_over(self, weight: torch.Tensor) -> None:
         """Row i becomes the row of ID i."""
+        # In blocks: with a weight of many gigabytes the process has no room for a second one.
         blocks = self.id_blocks(torch.arange(len(weight)))
         for ids in blocks:
             self.set_embeddings(SLOT, ids, weight[ids].detach().cpu())
         # When all are there: later ones may have taken the room of earlier ones.
         num_lost = 0
         for ids in blocks:
+            # A row that was evicted reads as zeros; one that is zeros in the weight is not missed.
             is_zero = ~self.read(ids).any(1)
             num_lost += int((weight[ids].detach().cpu().any(1) & is_zero).sum())
         if num_lost:
             whose = "the parameter servers'" if self.in_servers else "the store's"
             raise InvalidArgumentError(
                 f"capacity is too small for {self.name!r}: {num_lost} of {len(weight)} rows had to go. Each "
-                f"of {whose} parts has an equal share: allow a tenth more than there are rows"
+                f"of {whose} shards has an equal share: allow a tenth more than the number of rows"
             )
 
     def id_blocks(self, ids: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -166,6 +170,7 @@ class StoreRows(EmbeddingBagCollection):
 
     def apply_gradients(self, uses: Sequence[BagGradients]) -> None:
         """Updates each row once, by the sum of its gradients in `uses`."""
+        # The lookup of the forward pass has found the rows already, and its engine can update them in place.
         if len(uses) == 1 and uses[0].batch is not None:
             self._update(uses[0].batch, uses[0].gradient)
             return
@@ -186,6 +191,7 @@ class StoreRows(EmbeddingBagCollection):
             float32 [batch, dim], on the device of `ids`.
         """
         self._check_can_look_up()
+        # The store is on the host; int32 IDs are widened, as a negative one must stay negative for the check.
         own = ids.detach().to("cpu", torch.int64)
         self._check_ids(own)
         counts = lengths.cpu().contiguous().numpy()
@@ -270,6 +276,7 @@ class StoreModule(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any
     ) -> None:
+        # Not a parameter here, so torch would report it as unexpected.
         weight = state_dict.pop(prefix + "weight", None)
         if weight is not None:
             self.load_weight(weight)
@@ -311,6 +318,8 @@ class StoreEmbedding(StoreModule):
         if self.padding_idx is None:
             return self.rows.pool(ids, torch.ones(len(ids), dtype=torch.int64)).view(shape)
         is_id = torch.ne(ids, self.padding_idx)
+        # The padding has a bag without IDs, whose zeros are replaced below: its row must not be made or
+        # updated.
         rows = self.rows.pool(ids[is_id], is_id.to(torch.int64))
         return torch.where(is_id.unsqueeze(1), rows, self.padding_row).view(shape)
 
@@ -342,6 +351,7 @@ class StoreEmbeddingBag(StoreModule):
         ids = input.reshape(-1)
         if self.padding_idx is not None:
             is_id = torch.ne(ids, self.padding_idx)
+            # A mean of torch does not count the padding, so it leaves both IDs and lengths.
             bags = torch.repeat_interleave(lengths)
             lengths = torch.bincount(bags[is_id], minlength=len(lengths))
             ids = ids[is_id]

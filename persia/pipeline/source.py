@@ -25,6 +25,7 @@ class PendingBatch:
     requires_grad: bool
     reference: BatchReference | None
     id_features: bytes
+    # Decoded by a lookup thread, in parallel: the feeder would do it for all batches in turn.
     decode: Callable[[], DenseSection]  # called by LookupService.look_up (lookup.py)
 
 
@@ -55,6 +56,8 @@ def pending_from(batch: PersiaBatch, batch_id: int) -> PendingBatch:
         raise InvalidTypeError(
             f"a data set must yield PersiaBatch objects, batch {batch_id} is {type(batch).__name__}"
         )
+    # Encoded although it stays in this process: the engine reads the wire format, and a model then sees the
+    # same bits as in a cluster.
     batch.mark_sent()
     dense = batch.encode_dense()
     return PendingBatch(

@@ -100,12 +100,14 @@ def lookup_stages(job: Mode, slot_modes: Sequence[str]) -> list[LookupStage]:
 
     `slot_modes`: the modes in use, "" for slots without a mode of their own.
     """
+    # Modes of one bound make one stage: they wait for the same updates, and one call is cheaper than two.
     slots: dict[float, int] = {}
     modes: dict[float, Mode] = {}
     for position, text in enumerate(slot_modes):
         mode = Mode.parse(text) if text else job
         slots[mode._looseness] = slots.get(mode._looseness, 0) | 1 << position
         modes.setdefault(mode._looseness, mode)
+    # Without a mask of slots, the request is that of a job without modes.
     if len(slots) == 1:
         return [LookupStage(mode) for mode in modes.values()]
     return [LookupStage(modes[key], slots[key]) for key in sorted(slots, reverse=True)]
@@ -143,6 +145,7 @@ class StalenessGate:
             self._changed.wait_for(lambda: self._closed or self._has_room())
             if self._closed:
                 raise QueueClosed
+            # One permit for each demand: the next batch is looked up after the loop has asked for it.
             self._demanded = False
             self._count(+1)
         return self._give_back

@@ -82,6 +82,7 @@ def write_archive(
     source = Source(checkpoint)
     # The handler compares it: an archive must not serve a checkpoint that was written later to that place.
     digest = Manifest.read(source.location)[1]
+    # Fails here, where it can be mended, and not in TorchServe's log.
     load_script(source)
     if version is None and source.manifest.step is None:
         raise InvalidArgumentError(f"{source.location} does not tell its training step: give --version")
@@ -131,6 +132,7 @@ def _write(path: Path, content: Mapping[str, str]) -> Path:
         raise FailedPreconditionError(
             f"{path} exists: a version never changes once archived; give another --version, or remove it"
         )
+    # In the same folder, so that the rename is atomic.
     unfinished = path.with_suffix(".unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -44,6 +44,7 @@ class EmbeddedRows:
         `source` None: there are no rows, until packets bring them.
         FailedPreconditionError: `slots` are not those that the rows were trained with.
         """
+        # Else the model would answer with zeros for all IDs, which looks like a bad model.
         if source is not None and not source.has_embeddings:
             raise NotFoundError(f"{source.location} has no embeddings: serve a whole checkpoint")
         self._client = EmbeddedClient(

@@ -81,6 +81,7 @@ class ServedCopy:
 
     def prepare(self, packet: Packet) -> Callable[[], None]:
         # Everything that takes time is prepared here; `apply` runs while lookups wait.
+        # The model first: rows are not prepared in vain for a packet whose model cannot be used.
         predictor = self._predictor_at(packet)
         change_rows = _nothing
         if isinstance(self._embeddings, EmbeddedRows):
@@ -138,6 +139,7 @@ class DenseModels:
             if entry is None:
                 continue
             path = log.files / entry.path
+            # Bounded by the manifest: a file that grew must not fill the memory of a server.
             content = path.read(max_bytes=entry.num_bytes)
             if hashlib.sha256(content).hexdigest() != entry.checksum:
                 raise CorruptionError(f"{path} is damaged: its checksum is not the packet's")
@@ -152,6 +154,7 @@ class DenseModels:
     def _with_state(self, content: bytes, where: str) -> torch.nn.Module:
         if self._script is None:
             source = Source(self._location)
+            # Read lazily: a training may write its first TorchScript after this server has started.
             load_script(source)  # checked before it is kept
             self._script = (source.dense(JIT_DENSE_NAME), str(source.location / JIT_DENSE_NAME))
         model = read_script(*self._script)
@@ -168,6 +171,7 @@ class DenseModels:
 
 def _await_servers(addresses: Sequence[str], position: Position) -> None:
     """Until every parameter server has applied the packet; UnavailableError: one has not in time."""
+    # A dense model that is ahead of its rows would predict with embeddings it was not trained on.
     waiting = list(addresses)
     reached: Position | None = None
     for _ in Attempts(_SERVERS_S):

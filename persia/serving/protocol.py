@@ -17,10 +17,33 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from numpy.typing import NDArray
 
 from persia.embedding.data import PersiaBatch
-from persia.errors import CorruptionError, InvalidArgumentError
+from persia.errors import (
+    CorruptionError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    NotFoundError,
+    PersiaError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 
 SERVICE = "inference.GRPCInferenceService"
 INPUT_NAME = "batch"
+
+# The statuses of gRPC and HTTP for the first class that an error is an instance of.
+_STATUSES: list[tuple[type[PersiaError], str, int]] = [
+    (NotFoundError, "NOT_FOUND", 500),
+    (InvalidArgumentError, "INVALID_ARGUMENT", 400),
+    (InvalidTypeError, "INVALID_ARGUMENT", 400),
+    (CorruptionError, "INVALID_ARGUMENT", 400),
+    (UnavailableError, "UNAVAILABLE", 503),
+    (DeadlineExceededError, "DEADLINE_EXCEEDED", 504),
+    (ResourceExhaustedError, "RESOURCE_EXHAUSTED", 429),
+    (FailedPreconditionError, "FAILED_PRECONDITION", 500),
+    (PersiaError, "INTERNAL", 500),
+]
 
 _LENGTH = struct.Struct("<I")  # before each element of a BYTES tensor in raw_input_contents
 _DATATYPES = {"float16": "FP16", "float32": "FP32", "float64": "FP64", "bool": "BOOL"}
@@ -72,6 +95,7 @@ def reply_of(request: Any, model_name: str, version: str, outputs: Sequence[NDAr
     """The ModelInferResponse; outputs the request names, or all. InvalidArgumentError: an unknown one."""
     reply = message("ModelInferResponse")(model_name=model_name, model_version=version, id=request.id)
     by_name = {output_name(position): output for position, output in enumerate(outputs)}
+    # By the request's order: clients read raw_output_contents by position.
     for name in [output.name for output in request.outputs] or by_name:
         if name not in by_name:
             raise InvalidArgumentError(f"the model has no output {name!r}, but {', '.join(by_name)}")
@@ -79,6 +103,11 @@ def reply_of(request: Any, model_name: str, version: str, outputs: Sequence[NDAr
         reply.outputs.add(name=name, datatype=datatype_of(output.dtype.name), shape=output.shape)
         reply.raw_output_contents.append(output.tobytes())
     return reply
+
+
+def status_of(failure: PersiaError) -> tuple[str, int]:
+    """The gRPC status by its name, and the HTTP status, which TorchServe wants."""
+    return next((name, number) for kind, name, number in _STATUSES if isinstance(failure, kind))
 
 
 def output_name(position: int) -> str:

@@ -59,6 +59,7 @@ def serve(settings: ModelSettings, options: ServingOptions) -> None:
         model = ServedModel(settings)
         stack.callback(model.close)
         statistics = ServingStatistics()
+        # Registered after the model, so closed before it: what is queued is still answered.
         batcher = Batcher(statistics.measured(model.predict), options.batching)
         stack.callback(batcher.close)
         source = ServingSource(model, statistics, options.replica_index, options.replica_size, batcher)
@@ -87,6 +88,7 @@ def _observed(stack: contextlib.ExitStack, source: ServingSource, options: Servi
     settings = replace(
         ObservabilitySettings.from_environment(host=options.host), port=options.metrics_port, health_port=None
     )
+    # The observer wants a session for questions of a job; serving must not depend on a broker.
     session = LocalSession(LocalBroker(), name="serving")  # predictions need no broker
     stack.callback(session.close)
     return ProcessObserver(source, session, settings)
@@ -156,7 +158,7 @@ def _advertise(options: ServingOptions, address: str, status_address: str, stopp
         try:
             connection = JobConnection.connect(f"{SERVING} {index}", options.nats_url, _CONNECT_S)
             with contextlib.closing(connection):
-                connection.announce(
+                connection.advertise(
                     SERVING, index, options.replica_size, address=address, status_address=status_address
                 )
                 get_default_logger().info("%s is shown in the job %s", address, env.get_job_name())
@@ -184,6 +186,7 @@ def _listen(server: grpc.aio.Server, options: ServingOptions) -> int:
 async def _report_health(model: ServedModel, states: health.aio.HealthServicer) -> None:
     """For the server as a whole (""), and by the names of the service and of the model."""
     while True:
+        # On a thread: with remote rows it asks workers, and the event loop answers requests meanwhile.
         ready = await asyncio.to_thread(model.not_ready) is None
         state = (
             health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING

@@ -66,6 +66,7 @@ class ServingStatistics:
 
     def counts(self) -> ServingCounts:
         with self._lock:
+            # Under the lock, so that counts by status and sizes are of one moment.
             return ServingCounts(
                 by_status=dict(self._by_status),
                 sizes=(list(self._sizes), self._num_samples, self._last_size),

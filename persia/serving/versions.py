@@ -90,6 +90,7 @@ class ServedModel:
         with self._lock.shared() if is_local else contextlib.nullcontext():
             current = self._current
             rows = current.predictor.look_up(batch)
+        # Outside the lock: rows were copied by the lookup, and a model may compute for long.
         outputs = current.predictor.compute(batch, rows)
         self._outputs = [(output.dtype.name, list(output.shape[1:])) for output in outputs]
         return current.name, outputs
@@ -107,6 +108,7 @@ class ServedModel:
         if self._follower is not None:
             self._follower.close()
         if self._thread is not None:
+            # Loading cannot be interrupted; the thread is a daemon.
             self._thread.join(5.0)
 
     def _switch(self, version: Version, change_rows: Callable[[], None]) -> None:
@@ -125,6 +127,8 @@ class ServedModel:
         digest = ""
         try:
             digest = digest_of(resolve(self.settings.location))
+            # A version that was refused is not loaded again each second, which would take the processors from
+            # requests.
             if digest in (self._current.digest, self._refused):
                 self._error = self._error if digest == self._refused else ""
                 return
