@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia import _native, env
-from persia.embedding.dense_codec import DTYPE_NAMES, DTYPES, DenseSection, decode_dense, encode_dense
+from persia.embedding.dense_codec import DTYPE_NAMES, DTYPES, decode_dense, encode_dense
 from persia.embedding.id_feature import (
     MAX_BATCH_SIZE,
     IDTypeFeature,
@@ -203,22 +203,18 @@ class PersiaBatch:
         if _HEADER.size + id_bytes + dense_bytes != len(data):
             raise CorruptionError(f"a batch of {id_bytes} + {dense_bytes} bytes came with {len(data)}")
         body = memoryview(data)[_HEADER.size :]
-        id_features = _decode_id_features(body[:id_bytes])
-        dense = decode_dense(body[id_bytes:])
-        return cls._from_decoded(id_features, dense, bool(requires_grad))
-
-    @classmethod
-    def _from_decoded(cls, ids: list[IDTypeFeature], dense: DenseSection, requires_grad: bool) -> PersiaBatch:
         try:
+            ids = [IDTypeFeature._of(*feature) for feature in _native.decode_id_features(body[:id_bytes])]
+            dense = decode_dense(body[id_bytes:])
             return cls(
                 ids,
                 [NonIDTypeFeature(array, name) for name, array in dense.features],
                 [Label(array, name) for name, array in dense.labels],
                 batch_size=dense.batch_size,
-                requires_grad=requires_grad,
+                requires_grad=bool(requires_grad),
                 meta=dense.meta,
             )
-        except (InvalidArgumentError, InvalidTypeError) as error:
+        except (InvalidArgumentError, InvalidTypeError) as error:  # well-formed, but such as a name twice
             raise CorruptionError(f"the bytes decode, but to no valid batch: {error}") from error
 
     def mark_sent(self) -> None:
@@ -236,11 +232,3 @@ def _meta_bytes(meta: object) -> bytes | None:
     raise InvalidTypeError(
         f"meta is a {type(meta).__name__}: pass bytes, for instance json.dumps(...).encode()"
     )
-
-
-def _decode_id_features(message: memoryview) -> list[IDTypeFeature]:
-    try:
-        decoded = _native.decode_id_features(message)
-    except InvalidArgumentError as error:  # well-formed, but for instance with a name twice
-        raise CorruptionError(f"the bytes decode, but to no valid batch: {error}") from error
-    return [IDTypeFeature._of(*feature) for feature in decoded]

@@ -15,8 +15,7 @@ from persia.embedding.optim import Optimizer
 from persia.errors import InvalidArgumentError, InvalidTypeError
 from persia.nn.embedding_bag_collection import check_optimizer, prefix_bits
 from persia.nn.replicas import RankExchange, from_rank_0
-from persia.nn.server_table import ServerTable
-from persia.nn.servers import Servers
+from persia.nn.servers import Servers, ServerTable
 from persia.nn.store_embedding import (
     PendingUpdates,
     StoreEmbedding,

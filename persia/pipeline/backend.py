@@ -180,18 +180,18 @@ class ClusterBackend(EmbeddingBackend):
         self, reference: BatchReference, *, requires_grad: bool, slots: int = ALL_SLOTS
     ) -> LookupResult:
         # A loader may have discovered a new worker before this process has.
-        if reference.worker_index not in self._incarnations:
-            self._find(reference.worker_index)
+        index = reference.worker_index
+        if index not in self._incarnations:
+            worker = self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S)
+            if worker is None:
+                raise UnavailableError(
+                    f"embedding worker {index} does not answer, which a data loader has used"
+                )
+            self._use(worker)
         return super().lookup(reference, requires_grad=requires_grad, slots=slots)
 
     def close(self) -> None:
         self._watch.close()
-
-    def _find(self, index: int) -> None:
-        worker = self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S)
-        if worker is None:
-            raise UnavailableError(f"embedding worker {index} does not answer, which a data loader has used")
-        self._use(worker)
 
     def _use(self, worker: ServiceInfo) -> None:
         assert self._remote is not None, "created before a worker is used"
