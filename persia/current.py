@@ -26,6 +26,7 @@ def current_context(kind: type[Any] = object) -> Any | None:
     `persia.ctx.cnt_ctx` is the public name. A thread that has entered none sees that of the process; where
     several threads have, there is none, as one of them would be taken by chance.
     """
+    # A thread that has entered a context means that one, whatever other threads train.
     own: Any | None = own_context(kind)
     if own is not None:
         return own

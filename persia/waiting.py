@@ -44,6 +44,7 @@ class Attempts:
                 get_default_logger().info("waiting for %s", self._waiting_for())
                 self.has_reported, next_report = True, now + _REPORT_INTERVAL_S
             pause_s = min(self._pause_s, self._end - now)
+            # Returned to at the next item: the pause below is what the attempt has left of its time.
             yield pause_s
             time.sleep(max(0.0, now + pause_s - time.monotonic()))
             self._pause_s = max(self._pause_s, min(_GROWTH * self._pause_s, self._longest_pause_s))

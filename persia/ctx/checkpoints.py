@@ -163,6 +163,8 @@ class CheckpointMethods:
         if jit_name is not None:
             try:
                 files[jit_name] = dense.torchscript_bytes(self._require_model(), jit_name)
+            # Raised at the end: hours of training must not be lost for a model that TorchScript cannot
+            # compile.
             except InvalidArgumentError as error:
                 failure = error
         self.runtime.checkpoints.dump(DumpRequest(dst_dir, dense=files, **options))
@@ -180,6 +182,8 @@ class CheckpointMethods:
         source = Source(src_dir)
         # All files are read and their checksums compared before the first state is replaced.
         contents = {name: source.dense(name) for name in states}
+        # The rows are loaded last and may be refused: model and optimizer must not be those of another
+        # checkpoint.
         with dense.undone_on_error(list(states.values())):
             for name, state in states.items():
                 what = str(source.location / name)

@@ -63,6 +63,7 @@ def _array(pa: Any, column: Any, what: str) -> Any:
             column = make(column)
         except (pa.ArrowException, TypeError) as error:
             raise InvalidTypeError(f"{what} is a {type(column).__name__}: pass an Arrow column") from error
+    # Chunks are joined: offsets of a feature refer to one array.
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column

@@ -56,6 +56,7 @@ class NdarrayDataBase:
     def __init__(self, data: NDArray[Any], name: str | None = None) -> None:
         self.name = self.DEFAULT_NAME if name is None else check_name(name)
         what = f"{type(self).__name__} {self.name!r}"
+        # Checks per array cost microseconds, which loaders of thousands of small batches can save.
         if not env.skip_check_data():
             self._check(data, what)
         try:
@@ -129,6 +130,7 @@ class PersiaBatch:
             raise InvalidArgumentError("a batch needs at least one ID feature: id_type_features is empty")
         self._check_classes()
         self._check_names()
+        # The size of the first feature, with which `_check_sizes` compares all others.
         self.batch_size = self.id_type_features[0].batch_size if batch_size is None else batch_size
         self._check_sizes()
         if requires_grad and not self.labels:

@@ -20,6 +20,7 @@ __all__ = ["DTYPES", "DTYPE_NAMES", "DenseSection", "decode_dense", "encode_dens
 
 _MAGIC = 0x534E4450  # "PDNS"
 _VERSION = 1
+# Empty metadata and none are different to scripts.
 _NO_META = 0xFFFFFFFF
 _HEADER = struct.Struct("<6I")  # magic, version, batch_size, num_tensors, meta_bytes, reserved
 _TENSOR = struct.Struct("<4BI")  # role, dtype, ndim, reserved, name_bytes
@@ -60,6 +61,7 @@ class DenseSection:
 
 
 def _padding(size: int) -> bytes:
+    # Arrays are views of the message, and float64 and int64 must be aligned.
     return bytes(-size % 8)
 
 

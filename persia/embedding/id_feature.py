@@ -140,6 +140,7 @@ class IDTypeFeature:
         check_batch_size(len(offsets) - 1, what)
         if weights is None:
             return cls._of(name, ids, offsets, None)
+        # Nulls of IDs and of weights are left out separately, so only equal offsets mean equal positions.
         weight_values, weight_offsets = columns.weights_of(weights, f"weights of {what}")
         _check_same_samples(what, offsets, weight_offsets)
         return cls._of(name, ids, offsets, _checked_weights(what, ids, weight_values))
@@ -175,6 +176,7 @@ class IDTypeFeature:
             raise InvalidArgumentError(
                 "the KeyedJaggedTensor has no keys: a batch needs at least one feature"
             )
+        # `force`: the tensors may be on a GPU, or require a gradient. Lengths may be int32.
         lengths = keyed.lengths().numpy(force=True).astype(np.int64).reshape(len(names), -1)
         values = keyed.values().numpy(force=True).astype(np.int64, copy=False)
         weights = keyed.weights_or_none()
@@ -290,6 +292,7 @@ def _check_same_samples(what: str, offsets: _Offsets, weight_offsets: _Offsets) 
         )
     if np.array_equal(offsets, weight_offsets):
         return
+    # The first sample that differs, for the message: offsets of the samples behind it differ too.
     sample = int(np.argmax(np.diff(offsets) != np.diff(weight_offsets)))
     raise InvalidArgumentError(
         f"{what}, sample {sample}: {np.diff(offsets)[sample]} IDs and {np.diff(weight_offsets)[sample]} "
@@ -344,6 +347,7 @@ def _strings_of(samples: Any, what: str) -> Sequence[Any]:
     """A list, as the native walker takes it, also of a numpy array. Raises InvalidTypeError."""
     if isinstance(samples, np.ndarray):
         samples = samples.tolist()
+    # A text is a sequence of texts, and its letters would become IDs.
     if isinstance(samples, str | bytes) or not isinstance(samples, Sequence):
         raise InvalidTypeError(f"{what} is a {type(samples).__name__}: pass a list of strings")
     return samples

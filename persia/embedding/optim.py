@@ -91,6 +91,7 @@ class Optimizer:
             weight_bound=embedding_config.weight_bound,
             time_to_live_sec=embedding_config.time_to_live_sec or 0.0,
             min_norm=embedding_config.min_norm,
+            # Slots may have optimizers of their own, whose rates follow this one in proportion.
             lr_factor=self.lr / self._first_lr,
         )
 
@@ -103,6 +104,7 @@ class Optimizer:
         Args:
             lr: >= 0; at 0 only momentum and moments still change.
         """
+        # Set first, as the engine checks all settings together; undone when it refuses.
         before, self.lr = self.lr, checked_number("lr", lr)
         try:
             self._check()
@@ -111,6 +113,7 @@ class Optimizer:
             raise
         if self.lr == before:
             return
+        # `subscribe` and `unsubscribe` make new lists, so a listener may replace itself in this loop.
         for reference in self._listeners:
             if (listener := reference()) is not None:
                 listener(self)
@@ -130,6 +133,7 @@ class Optimizer:
         Raises:
             FailedPreconditionError: no `TrainCtx` is entered.
         """
+        # By name and not by class: this layer is below contexts.
         context = current_context()
         register = getattr(context, "register_embedding_optimizer", None)
         if register is None:

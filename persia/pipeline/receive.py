@@ -75,10 +75,13 @@ class StreamReceiver:
         self._on_superseded = on_superseded
         self._silence_s = env.loader_silence_s()
         self._start = Deadline(env.get_deadline_s())
+        # A fraction of the silence, so that a loader is missed soon after it; at most a second, as `take`
+        # wakes only then.
         self._check_interval_s = min(1.0, self._silence_s / 4)
         self._next_check = time.monotonic() + self._check_interval_s
         self._next_report = time.monotonic() + _REPORT_INTERVAL_S
         self._on_close = contextlib.ExitStack()
+        # From here on loaders are answered, on threads of the session: everything above must be in place.
         subjects, concurrency = session.subjects, _MAX_LOADERS_AT_A_TIME
         self._registrations: list[Registration] = [
             session.respond(subjects.batch(rank), self._on_batch, max_concurrency=concurrency),
@@ -96,6 +99,8 @@ class StreamReceiver:
             return FlowReply(ReplyStatus.FULL).encode()
         if offer is Offer.QUEUED:
             self._on_received()
+        # A restarted loader has registered it anew. One of the two registrations must be released, or it
+        # would occupy a place at its worker until it expires.
         elif offer is Offer.SUPERSEDED:
             self._on_superseded(pending_from_stream(batch))
         return FlowReply(ReplyStatus.OK).encode()
@@ -136,6 +141,7 @@ class StreamReceiver:
 
     def close(self) -> None:
         """Stops listening, after `stop`."""
+        # First: a loader thread of this process must find its requests answered while it ends.
         self._on_close.close()
         while self._registrations:
             self._registrations.pop().close()
@@ -147,7 +153,8 @@ class StreamReceiver:
         for loader_index in self._inbox.stale_loaders(self._silence_s):
             if self._is_alive(loader_index):
                 self._inbox.mark_alive(loader_index)
-            elif loader_index in self._inbox.stale_loaders(self._silence_s):  # it may have ended meanwhile
+            # Asked again, as probing takes seconds in which its batches or its end may have arrived.
+            elif loader_index in self._inbox.stale_loaders(self._silence_s):
                 self._give_up(loader_index)
 
     def _wait_for_first_loader(self) -> None:
@@ -159,6 +166,7 @@ class StreamReceiver:
 
     def _is_alive(self, loader_index: int) -> bool:
         """Also when that cannot be told; then the time-out of the data loader ends the wait."""
+        # One lost answer is not a death: the whole job ends by the error.
         for _ in range(_NUM_PROBES):
             try:
                 if self._directory.probe(DATA_LOADER, loader_index, _PROBE_TIMEOUT_S) is not None:
@@ -265,6 +273,7 @@ class Inbox:
                 return Offer.REPEATED
             # Taken by `StreamReceiver.take`, on the feeder thread of `persia.pipeline.prefetch`.
             loader.queue.append(_Queued(self._num_arrived, time.monotonic_ns(), batch))
+            # The last one is enough to recognise a repetition: a loader waits for the reply to each batch.
             loader.last, loader.num_queued = batch, loader.num_queued + 1
             self._num_arrived += 1
             self._changed.notify_all()

@@ -59,6 +59,7 @@ class Mode:
 
     @property
     def _looseness(self) -> float:
+        # Below every bound, which is at least 1: the synchronous stage is the last.
         if self.synchronous:
             return 0
         return math.inf if self.bound is None else self.bound
@@ -73,6 +74,7 @@ class Mode:
                 f"embedding_staleness={embedding_staleness} with consistency='synchronous': leave it out, or "
                 "choose 'hybrid'"
             )
+        # `reproducible=True` sets 1 by itself, so the message names it.
         if embedding_staleness is not None and consistency is Consistency.ASYNCHRONOUS:
             raise InvalidArgumentError(
                 f"embedding_staleness={embedding_staleness} (1 with reproducible=True) bounds what "

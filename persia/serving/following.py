@@ -54,6 +54,7 @@ class ServedCopies:
     def use(self, copy: ServedCopy, position: Position | None) -> ServedCopy:
         if copy.version is None:
             raise NotFoundError(f"no packet in {self._log.location} up to {position} has a dense model")
+        # Named by the packet and not by its checkpoint, so that clients and status see it move.
         if position is not None:
             copy.version = replace(copy.version, name=str(position))
         self._switch(copy.version, _nothing)

@@ -56,6 +56,7 @@ def load_version(
     if digest_of(source.location) != digest:  # else rows and model could be of different dumps
         raise UnavailableError(f"{source.location} was replaced while it was read: load it again")
     step, dump_ids = source.manifest.step, source.manifest.dump_ids
+    # Checkpoints of `dump_embedding` in an evaluation have no step; their dumps have names that sort by time.
     name = str(step) if step is not None else max(dump_ids, default="unknown")
     return Version(name, digest, predictor)
 

@@ -122,6 +122,7 @@ def datatype_of(dtype: str) -> str:
 
 def _element(request: Any, tensor: Any) -> bytes:
     """The only element of a BYTES tensor, in either form of the protocol."""
+    # A request may carry its tensors in either field; tritonclient uses the raw one, others may not.
     if not request.raw_input_contents:
         contents: list[bytes] = list(tensor.contents.bytes_contents)
         if len(contents) != 1:

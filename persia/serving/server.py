@@ -99,6 +99,7 @@ async def _serve(
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    # Handlers of the loop, which run between callbacks: a Python handler could interrupt any of them.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     server = grpc.aio.server(
