@@ -25,7 +25,6 @@ from persia.config import (
 from persia.errors import (
     ConfigError,
     FailedPreconditionError,
-    PersiaError,
     StreamClosedError,
     UnavailableError,
 )
@@ -203,16 +202,14 @@ class LoaderThread:
         except StreamClosedError:
             pass  # training has ended first
         except BaseException as error:  # also sys.exit(): the loop must not wait for more
-            self._receiver.fail(_in_loop(error))
+            failure = UnavailableError(
+                f"the data loader ended with an error: {type(error).__name__}: {error}"
+            )
+            failure.__cause__ = error
+            self._receiver.fail(failure)
         else:
             if not self._receiver.has_seen_loader:
                 self._receiver.fail(FailedPreconditionError("the data loader has ended without a DataCtx"))
-
-
-def _in_loop(error: BaseException) -> PersiaError:
-    failure = UnavailableError(f"the data loader ended with an error: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
 
 
 def read_slots(given: SlotsSource | None) -> SlotsConfig | None:

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from persia._native import BatchReference, LookupResult, TracedBatch
+from persia.embedding.dense_codec import decode_dense
 from persia.observability.phases import FORWARD_ERRORS, NO_BATCH
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.batch import PersiaTrainingBatch
@@ -65,7 +66,7 @@ class LookupService:
         # Evaluations see all slots as they are now: modes bound the distance to updates, and they make none.
         slots = self.first if requires_grad else ALL_SLOTS
         try:
-            dense = pending.decode()
+            dense = decode_dense(pending.dense)
             # The native client tags its spans with this thread-local number, which connects them to those of
             # Python.
             with TracedBatch(pending.batch_id if requires_grad else NO_BATCH):
