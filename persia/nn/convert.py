@@ -88,7 +88,6 @@ def convert(
         seed_of_rank_0 = int(from_rank_0(seed, process_group).view(torch.uint64))
         embedding_config = replace(embedding_config, seed=seed_of_rank_0)
         exchange = RankExchange(process_group, in_servers=servers is not None)
-    # The model is changed by `_replaced` alone, at the end: any error before it leaves the model as it was.
     sizes = {"capacity": capacity, "count_updates": count_updates}
     rows_of = _make_rows(chosen, grow, servers, optimizer, embedding_config, PendingUpdates(exchange), sizes)
     return _replaced(model, chosen, rows_of, exchange)

@@ -143,8 +143,6 @@ class EmbeddingBagCollection(torch.nn.Module):
             row_dtype=str(row_dtype),
         )
         self.counts_updates = count_updates and engine is None
-        # Data loaders of torch fork; a lookup in a worker would wait for threads that exist in the parent
-        # only.
         self._pid = os.getpid()
         self._has_warned = False
         # What makes the output require a gradient. No parameter: optimizers and DDP must not see it.
@@ -206,7 +204,6 @@ class EmbeddingBagCollection(torch.nn.Module):
         check_tensor(lengths, "lengths", torch.int64, shape=" [num_slots, batch]")
         ids, counts, weights = _ids(values, "values"), _array(lengths), _weights(per_sample_weights)
         if self.training and torch.is_grad_enabled():
-            # Tensors of IDs need no gradient, so autograd would skip the function without the anchor.
             pooled: torch.Tensor = _PooledLookup.apply(self._anchor, self, ids, counts, weights)  # type: ignore[no-untyped-call]
         else:
             rows, _ = self._bags.lookup(ids, counts, train=False, weights=weights)
@@ -322,7 +319,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         )
 
     def _check_can_look_up(self) -> None:
-        # A fork lacks the engine's threads and would wait for them.
+        # Data loaders of torch fork. A fork lacks the engine's threads and would wait for them.
         if self._pid != os.getpid():
             raise FailedPreconditionError(
                 f"this process is a fork of the one that made the {type(self).__name__}, whose threads and "
