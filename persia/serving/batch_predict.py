@@ -81,8 +81,7 @@ def split(outputs: Sequence[NDArray[Any]], batch_sizes: Sequence[int]) -> list[l
 
 
 def _joined_ids(features: Sequence[IDTypeFeature]) -> IDTypeFeature:
-    # Offsets of a feature count from its own first ID. In int64, as the sum may exceed 32 bits; `from_csr`
-    # checks that it does not.
+    # Offsets of a feature count from its own first ID.
     starts = np.cumsum([0, *(len(feature.ids) for feature in features[:-1])])
     offsets = [
         feature.offsets[1:].astype(np.int64) + start for feature, start in zip(features, starts, strict=True)
