@@ -12,7 +12,7 @@ __all__ = ["current_context", "enter_context", "leave_context", "own_context"]
 
 T = TypeVar("T")
 
-# (thread, the context and its parts, as its runtime), in the order in which contexts were entered
+# (thread, the context and its members, as its runtime), in the order in which contexts were entered
 _entered: list[tuple[int, tuple[Any, ...]]] = []
 
 
@@ -21,27 +21,28 @@ def current_context(kind: type[T]) -> T | None: ...
 @overload
 def current_context() -> Any | None: ...
 def current_context(kind: type[Any] = object) -> Any | None:
-    """The innermost entered context that is a `kind`, or its part that is; None without one.
+    """The innermost entered context that is a `kind`, or its member that is; None without one.
 
     `persia.ctx.cnt_ctx` is the public name. A thread that has entered none sees that of the process; where
     several threads have, there is none, as one of them would be taken by chance.
     """
+    # A thread that has entered a context means that one, whatever other threads train.
     own: Any | None = own_context(kind)
     if own is not None:
         return own
-    found = [(thread, part) for thread, parts in tuple(_entered) for part in _of_kind(parts, kind)]
+    found = [(thread, member) for thread, members in tuple(_entered) for member in _of_kind(members, kind)]
     return found[-1][1] if len({thread for thread, _ in found}) == 1 else None
 
 
 def own_context(kind: type[T]) -> T | None:
     """The same, of the contexts that this thread has entered."""
-    own = [parts for thread, parts in tuple(_entered) if thread == threading.get_ident()]
-    return next((part for parts in reversed(own) for part in _of_kind(parts, kind)), None)
+    own = [members for thread, members in tuple(_entered) if thread == threading.get_ident()]
+    return next((member for members in reversed(own) for member in _of_kind(members, kind)), None)
 
 
-def enter_context(context: Any, *parts: Any) -> None:
-    """Makes the context current, which may be found by the class of one of its `parts`, too."""
-    _entered.append((threading.get_ident(), (context, *parts)))
+def enter_context(context: Any, *members: Any) -> None:
+    """Makes the context current, which may be found by the class of one of its `members`, too."""
+    _entered.append((threading.get_ident(), (context, *members)))
 
 
 def leave_context(context: Any) -> None:
@@ -52,5 +53,5 @@ def leave_context(context: Any) -> None:
             return
 
 
-def _of_kind(parts: tuple[Any, ...], kind: type[T]) -> list[T]:
-    return [part for part in parts if isinstance(part, kind)][:1]
+def _of_kind(members: tuple[Any, ...], kind: type[T]) -> list[T]:
+    return [member for member in members if isinstance(member, kind)][:1]

@@ -92,6 +92,7 @@ class DDPOption(DistributedBaseOption):
         master_addr: str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
+        # A script may have joined the group itself, as for metrics over ranks.
         if not dist.is_initialized():
             where = self._where(master_addr)
             dist.init_process_group(self.backend, init_method=where, rank=rank_id, world_size=world_size)
@@ -189,6 +190,7 @@ class BaguaDistributedOption(DistributedBaseOption):
             raise InvalidArgumentError("BaguaDistributedOption needs CUDA: pass device_id, or use DDPOption")
         for name, (variable, default) in _BAGUA_VARIABLES.items():
             value = self._options.get(name, os.environ.get(variable, default))
+            # Set before bagua is imported, below: it reads them from the environment.
             os.environ[variable] = str(int(value) if isinstance(value, bool) else value)
         os.environ.setdefault("MASTER_ADDR", self.master_addr or master_addr or "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(self.master_port))

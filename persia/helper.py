@@ -256,6 +256,7 @@ def _one_config(
 def _pickled(function: Callable[[], object], path: Path) -> str:
     if not callable(function):
         raise InvalidArgumentError(f"{path.stem} is {function!r}: pass a function without arguments")
+    # By value where pickle cannot: functions of notebooks and of `__main__`.
     path.write_bytes(cloudpickle.dumps(function))
     return str(path)
 
@@ -283,4 +284,5 @@ def _set_environment(variables: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    # Rank and replica are cached when they are first read.
     env.reload_env()

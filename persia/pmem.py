@@ -137,6 +137,7 @@ def create(
     Raises InvalidArgumentError for sizes out of range, NotFoundError where there is no such directory,
     FailedPreconditionError where it has a pool, StorageError where the system refuses.
     """
+    # Read back below for the id, which this draws.
     create_pool(os.fspath(path), size_bytes, kind, schema, extent_bytes)
     return inspect(path)
 

@@ -20,7 +20,7 @@ __all__ = ["BaseCtx", "PreprocessMode", "Terminated", "checked_device", "cnt_ctx
 
 
 class Terminated(SystemExit):
-    """Raised in the script by SIGTERM: whoever sent it waits a few seconds before it kills."""
+    """Raised in the script by SIGTERM. Its sender usually waits a few seconds before it kills."""
 
 
 class PreprocessMode(enum.Enum):
@@ -47,7 +47,7 @@ class BaseCtx:
             )
         self.device_id = checked_device(device_id)
         self._restore_sigterm: Any = None
-        self._parts: tuple[object, ...] = ()  # found by their class while this context is current
+        self._members: tuple[object, ...] = ()  # found by their class while this context is current
 
     @property
     def device(self) -> torch.device | None:
@@ -66,7 +66,7 @@ class BaseCtx:
         )
 
     def __enter__(self) -> Self:
-        enter_context(self, *self._parts)
+        enter_context(self, *self._members)
         self._restore_sigterm = _exit_on_sigterm()
         return self
 
@@ -110,6 +110,7 @@ def _exit_on_sigterm() -> Any:
 
     A handler of the script itself is left alone.
     """
+    # Python allows handlers to be set on the main thread only.
     if threading.current_thread() is not threading.main_thread():
         return None
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

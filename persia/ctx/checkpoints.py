@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import TypedDict, Unpack
 
 from persia.checkpoint.checkpoints import DumpRequest, Source, described
 from persia.ctx.ranks import done_by_rank_0
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Optimizer
 from persia.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, PersiaError
+from persia.job.batch_pipeline import BatchPipeline
 from persia.job.runtime import JobRuntime
 from persia.logger import get_default_logger
 from persia.storage import dense
@@ -23,10 +26,19 @@ __all__ = ["CheckpointMethods", "TrainingCheckpointMethods"]
 _Path = str | os.PathLike[str]
 
 
+class DumpOptions(TypedDict, total=False):
+    """What all methods that dump embeddings take by name."""
+
+    step: int | None  # of the training loop; names a version
+    keep_last: int | None  # `dst_dir` becomes a directory of versions, of which so many stay
+    in_place: bool  # rows stay in the servers' storage tiers (docs/tiers.md)
+
+
 class CheckpointMethods:
-    """Of `EmbeddingCtx`. A training context adds its optimizers, and dumps on rank 0 alone."""
+    """The methods of `EmbeddingCtx`. A training context adds its optimizers, and dumps on rank 0 alone."""
 
     runtime: JobRuntime
+    _pipeline: BatchPipeline
     model: torch.nn.Module | None
     device: torch.device | None
 
@@ -37,26 +49,24 @@ class CheckpointMethods:
         jit_dense_filename: str = "jit_dense.pt",
         blocking: bool = True,
         with_jit_model: bool = False,
-        *,
-        step: int | None = None,
-        keep_last: int | None = None,
-        in_place: bool = False,
+        **options: Unpack[DumpOptions],
     ) -> None:
         """Writes the dense model and all embeddings to `dst_dir`: a directory, or a URL that fsspec knows.
 
         An older checkpoint there stays readable until the new one is complete, and is deleted then.
         `blocking=False` returns once every server has taken a snapshot, and `wait_for_dump_embedding` raises
-        what fails later. `keep_last=N` makes `dst_dir` a directory of checkpoints, named by `step`, of which
-        N are kept. `in_place=True` is for servers with storage tiers (docs/tiers.md): rows stay there, and
-        `dst_dir` gets the dense model and what ties it to them. Servers go back to these rows; only they can
-        load it. A model that TorchScript cannot compile (InvalidArgumentError) costs nothing but its
+        what fails later. A model that TorchScript cannot compile (InvalidArgumentError) costs nothing but its
         TorchScript.
+
+        Args:
+            step: of the training loop.
+            keep_last: makes `dst_dir` a directory of checkpoints, named by `step`, of which so many are kept.
+            in_place: for servers with storage tiers (docs/tiers.md). Rows stay there, and `dst_dir` gets the
+                dense model and what ties it to them. Servers return to these rows; only they can load it.
         """
         states = {dense_filename: self._require_model()}
         jit_name = jit_dense_filename if with_jit_model else None
-        self._dump(
-            dst_dir, states, jit_name, blocking=blocking, step=step, keep_last=keep_last, in_place=in_place
-        )
+        self._dump(dst_dir, states, jit_name, blocking=blocking, **options)
 
     def load_checkpoint(
         self,
@@ -82,24 +92,14 @@ class CheckpointMethods:
         dst_dir: _Path,
         blocking: bool = True,
         *,
-        step: int | None = None,
-        keep_last: int | None = None,
         with_state: bool = True,
-        in_place: bool = False,
+        **options: Unpack[DumpOptions],
     ) -> None:
         """As `dump_checkpoint`, embeddings only; a dense model in `dst_dir` stays.
 
         `with_state=False` leaves the optimizer's state out: smaller, and enough to serve the rows.
         """
-        self._dump(
-            dst_dir,
-            {},
-            blocking=blocking,
-            step=step,
-            keep_last=keep_last,
-            with_state=with_state,
-            in_place=in_place,
-        )
+        self._dump(dst_dir, {}, blocking=blocking, with_state=with_state, **options)
 
     def load_embedding(
         self, src_dir: _Path, blocking: bool = True, *, strict: bool = True, with_state: bool = True
@@ -149,13 +149,6 @@ class CheckpointMethods:
         content = Source(file.parent).dense(file.name)
         dense.load_state(torch_instance, content, str(file), map_location)
 
-    def wait_for_gradients(self) -> None:
-        """Returns once every gradient handed in so far is applied.
-
-        A context entered inside this one begins with it: an evaluation sees all the training before it.
-        """
-        raise NotImplementedError
-
     def _dump(
         self,
         dst_dir: _Path,
@@ -164,12 +157,14 @@ class CheckpointMethods:
         **options: Any,
     ) -> None:
         """`options`: those of `DumpRequest`."""
-        self.wait_for_gradients()
+        self._pipeline.wait_for_gradients()  # the rows of a checkpoint have all of the training before it
         files = {name: dense.state_bytes(state) for name, state in states.items()}
         failure: PersiaError | None = None
         if jit_name is not None:
             try:
                 files[jit_name] = dense.torchscript_bytes(self._require_model(), jit_name)
+            # Raised at the end: hours of training must not be lost for a model that TorchScript cannot
+            # compile.
             except InvalidArgumentError as error:
                 failure = error
         self.runtime.checkpoints.dump(DumpRequest(dst_dir, dense=files, **options))
@@ -181,18 +176,20 @@ class CheckpointMethods:
         src_dir: _Path,
         states: Mapping[str, dense.TorchState],
         map_location: Any,
-        *,
-        blocking: bool,
-        strict: bool,
+        **options: bool,
     ) -> Source:
+        """`options`: those of `load_embedding`."""
         source = Source(src_dir)
+        # All files are read and their checksums compared before the first state is replaced.
         contents = {name: source.dense(name) for name in states}
+        # The rows are loaded last and may be refused: model and optimizer must not be those of another
+        # checkpoint.
         with dense.undone_on_error(list(states.values())):
             for name, state in states.items():
                 what = str(source.location / name)
                 dense.load_state(state, contents[name], what, map_location or self.device)
             if source.has_embeddings:
-                self._load_embeddings(source, blocking=blocking, strict=strict)
+                self._load_embeddings(source, **options)
             else:
                 get_default_logger().warning(
                     "%s has no embeddings: only the dense part is loaded", source.location
@@ -201,7 +198,7 @@ class CheckpointMethods:
 
     def _load_embeddings(self, source: Source, **options: Any) -> None:
         """`options`: those of `Checkpoints.load`."""
-        self.wait_for_gradients()
+        self._pipeline.wait_for_gradients()  # none may be applied to the new rows
         self.runtime.checkpoints.load(source, **options)
 
     def _require_model(self) -> torch.nn.Module:
@@ -211,7 +208,7 @@ class CheckpointMethods:
 
 
 class TrainingCheckpointMethods(CheckpointMethods):
-    """Of `TrainCtx`: with the optimizers. Rank 0 dumps, and has the servers load, for all ranks."""
+    """The methods of `TrainCtx`: with the optimizers. Rank 0 dumps and loads the rows for all ranks."""
 
     rank: int
     world_size: int
@@ -228,10 +225,7 @@ class TrainingCheckpointMethods(CheckpointMethods):
         opt_filename: str = "opt.pt",
         blocking: bool = True,
         with_jit_model: bool = False,
-        *,
-        step: int | None = None,
-        keep_last: int | None = None,
-        in_place: bool = False,
+        **options: Unpack[DumpOptions],
     ) -> None:
         """As `EmbeddingCtx.dump_checkpoint`, with the dense optimizer; `step` is this context's by default.
 
@@ -239,9 +233,7 @@ class TrainingCheckpointMethods(CheckpointMethods):
         """
         states = self._states(dense_model_filename, opt_filename)
         jit_name = jit_dense_model_filename if with_jit_model else None
-        self._dump(
-            dst_dir, states, jit_name, blocking=blocking, step=step, keep_last=keep_last, in_place=in_place
-        )
+        self._dump(dst_dir, states, jit_name, blocking=blocking, **options)
 
     def load_checkpoint(  # type: ignore[override]  # the published names differ between the contexts
         self,
@@ -263,31 +255,27 @@ class TrainingCheckpointMethods(CheckpointMethods):
 
     def wait_for_load_embedding(self) -> None:
         """Waits until rank 0 has loaded everything; raises what has failed. All ranks must call it."""
-        if self.world_size > 1:
-            done_by_rank_0(self.rank, super().wait_for_load_embedding, self.device)
-        else:
-            super().wait_for_load_embedding()
+        self._on_rank_0(super().wait_for_load_embedding)
 
     def _states(self, model_name: str, optimizer_name: str) -> dict[str, dense.TorchState]:
         return {model_name: self._require_model(), optimizer_name: self.dense_optimizer}
 
     def _dump(self, *args: Any, **options: Any) -> None:
         if self.rank == 0:
-            if options["step"] is None:
+            if options.get("step") is None:
                 options["step"] = self.step
             super()._dump(*args, optimizer=described(self.embedding_optimizer), **options)
 
     def _load_embeddings(self, source: Source, *, blocking: bool = True, **options: Any) -> None:
-        self.wait_for_gradients()
         config = self.embedding_optimizer.train_config(self.embedding_config).encode()
-        alone = self.world_size == 1
-
-        def load() -> None:
-            self.runtime.checkpoints.load(source, train_config=config, blocking=blocking and alone, **options)
-
-        if alone:
-            load()
-        else:
-            done_by_rank_0(self.rank, load, self.device)
+        self._pipeline.wait_for_gradients()  # of every rank, not of rank 0 alone
+        options |= {"train_config": config, "blocking": blocking and self.world_size == 1}
+        self._on_rank_0(partial(self.runtime.checkpoints.load, source, **options))
         if blocking:
             self.wait_for_load_embedding()
+
+    def _on_rank_0(self, work: Callable[[], None]) -> None:
+        if self.world_size > 1:
+            done_by_rank_0(self.rank, work, self.device)
+        else:
+            work()

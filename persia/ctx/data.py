@@ -62,13 +62,15 @@ class DataCtx(BaseCtx):
             connection.observe(
                 DataLoaderSource(index, replicas, lambda: sender.num_sent, lambda: self._num_ids_sent)
             )
-            connection.announce(DATA_LOADER, index, replicas)
+            # Before it waits for the job: ranks ask whether their loaders are alive from the start.
+            connection.advertise(DATA_LOADER, index, replicas)
             sender.wait_for_job()
         except BaseException:
             connection.close()
             raise
         self._sender = sender
         self.world_size = sender.world_size
+        # Published scripts use DataCtx without `with`, and ranks would wait for an end that is never sent.
         atexit.register(self._close_at_exit)
 
     def _connect(self, to: EmbeddingCtx | None) -> JobConnection:
@@ -112,6 +114,7 @@ class DataCtx(BaseCtx):
 
     def _close(self, error: str | None) -> None:
         """Tells every rank of the end, then leaves. Idempotent."""
+        # At exit the interpreter would close it again.
         atexit.unregister(self._close_at_exit)
         has_failed = self._failure is not None or error is not None
         try:
@@ -141,6 +144,7 @@ class DataCtx(BaseCtx):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        # A StreamClosedError of something else in the block is the script's own and is not hidden.
         closed = isinstance(error, StreamClosedError) and error is self._failure
         try:
             self._close(self._error_text(error))

@@ -73,6 +73,8 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         # Training on another thread is another job; an evaluation there belongs to the one that trains.
         find = own_context if preprocess_mode is PreprocessMode.TRAIN and backend is None else current_context
         shared = find(JobRuntime)
+        # A backend of its own is another job: its dumps and loads must not reach the servers of the outer
+        # one.
         if shared is not None and backend not in (None, shared.backend):
             shared = None
         # Closed in reverse order when the context ends: its batches, what follows them, the runtime.
@@ -92,13 +94,14 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
             self._resources.callback(
                 lambda: self.runtime.close(self._exit_deadline_s, in_order=self._ends_in_order)
             )
+        # What must follow the last gradient and precede the end of the runtime, such as the last packet.
         self._after_batches = self._resources.enter_context(contextlib.ExitStack())
         self._pipeline = BatchPipeline(
             self.runtime, self.rank, self.world_size, self.device, nested=not self.owns_runtime
         )
         self._resources.callback(lambda: self._pipeline.close(self._exit_deadline_s))
         # `DataLoader` and contexts entered inside this one find them.
-        self._parts = (self.runtime, self._pipeline)
+        self._members = (self.runtime, self._pipeline)
         with self._closed_on_error():
             self._pipeline.show()
 
@@ -198,6 +201,7 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         except PersiaError as failure:
             if error is None:
                 raise
+            # An error that a gradient thread has met may be what the script was given by `backward` already.
             if failure is not error:  # the script's own error is the one to show
                 get_default_logger().error("while leaving after %s: %s", type(error).__name__, failure)
         finally:

@@ -47,6 +47,7 @@ class InferCtx(EmbeddingCtx):
         PERSIA_DEADLINE_SEC).
         """
         timeout_s = env.get_deadline_s() if timeout_s is None else timeout_s
+        # One deadline for all workers: they start at the same time, so their waits overlap.
         deadline = Deadline(timeout_s)
         for address in self._addresses:
             wait_for_worker(address, deadline, timeout_s)

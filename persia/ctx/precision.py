@@ -49,6 +49,7 @@ class Precision:
         if self.autocast is None:
             return model
 
+        # Made for each call, and not once: the script may replace the model of the context.
         def forward(*arguments: Any) -> Any:
             with torch.autocast(device_type, self.autocast):
                 output = model(*arguments)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
@@ -14,21 +14,18 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from persia import env
-from persia.checkpoint.protocol import Report, State
 from persia.distributed import DistributedBaseOption
 from persia.errors import InternalError, PersiaError
 from persia.job.runtime import JobRuntime
+from persia.messaging.daemon_pool import DaemonPool
 from persia.messaging.subjects import NN_WORKER
 
 __all__ = ["Stateful", "done_by_rank_0", "join_process_group", "join_uneven"]
 
 # Collectives end by the process group's time-out, minutes; loading terabytes may take longer. So rank 0 says
-# now and then that it is still at it.
+# now and then that it is still working.
 _INTERVAL_S = 5.0
-_WORKING, _DONE, _FAILED = 0, 1, 2
-# Collectives want to know sizes before. A character is at most 12 bytes of JSON.
-_MAX_ERROR_CHARS = 2000
-_ERROR_BYTES = 12 * _MAX_ERROR_CHARS + 1000
+_WORKING = "working"
 
 
 def join_process_group(
@@ -44,12 +41,14 @@ def join_process_group(
     `place`: rank, number of ranks and device. A process group that this initializes ends with `resources`.
     """
     rank, world_size, device_id = place
-    runtime.announce(rank, world_size, address=f"{env.get_advertise_host()}:{option.master_port}")
+    # Ranks find the host of rank 0 by this address, and loaders find each rank.
+    runtime.advertise(rank, world_size, address=f"{env.get_advertise_host()}:{option.master_port}")
     master_addr = option.master_addr
     if master_addr is None and not option.init_with_env_file() and runtime.connection is not None:
         directory = runtime.connection.directory
         ranks = directory.wait_for(NN_WORKER, env.get_deadline_s(), world_size)
         master_addr = ranks[0].address.rpartition(":")[0]
+    # A group that the script has made is the script's to destroy.
     was_initialized = dist.is_initialized()
     made, new_optimizer = option.convert2distributed_model(
         model, world_size, rank, device_id, master_addr, optimizer
@@ -65,46 +64,29 @@ def done_by_rank_0(rank: int, work: Callable[[], None], device: torch.device | N
     All ranks raise what `work` raises: the others an error of the same class, if it is one of persia's.
     """
     if rank != 0:
-        while (status := _broadcast(_WORKING, device)) == _WORKING:
+        while (message := _from_rank_0(None, device)) == _WORKING:
             pass
-        if status == _FAILED:
-            error = _told(None, device)
-            raise type(error)(f"rank 0: {error}")
+        if message is not None:
+            raise type(message)(f"rank 0: {message}")
         return
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as failure:
-            failures.append(failure)
-
-    thread = threading.Thread(target=run, name="persia-rank-0", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_INTERVAL_S)
-        if thread.is_alive():
-            _broadcast(_WORKING, device)
-    _broadcast(_FAILED if failures else _DONE, device)
-    if failures:
-        _told(failures[0], device)
-        raise failures[0]
+    pool = DaemonPool(1, "persia-rank-0")
+    future = pool.submit(work)
+    while not wait([future], _INTERVAL_S).done:
+        _from_rank_0(_WORKING, device)
+    pool.close()
+    failure = future.exception()
+    # Other ranks cannot make errors of any class, nor of a cause that is not pickled.
+    told = type(failure)(str(failure)) if isinstance(failure, PersiaError) else InternalError(repr(failure))
+    _from_rank_0(None if failure is None else told, device)
+    if failure is not None:
+        raise failure
 
 
-def _told(failure: BaseException | None, device: torch.device | None) -> PersiaError:
-    """Rank 0 tells the others what failed; their `failure` is None."""
-    error = failure if isinstance(failure, PersiaError) else InternalError(repr(failure))
-    text = Report(state=State.FAILED, error=type(error)(str(error)[:_MAX_ERROR_CHARS])).encode()
-    content = torch.zeros(_ERROR_BYTES, dtype=torch.uint8, device=device)
-    content[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=device)
-    dist.broadcast(content, src=0)
-    return Report.decode(bytes(content.cpu().tolist()).rstrip(b"\0")).error or error
-
-
-def _broadcast(status: int, device: torch.device | None) -> int:
-    tensor = torch.tensor([status], device=device)
-    dist.broadcast(tensor, src=0)
-    return int(tensor)
+def _from_rank_0(message: object, device: torch.device | None) -> Any:
+    """Rank 0's `message`, on every rank."""
+    box = [message]
+    dist.broadcast_object_list(box, src=0, device=device)
+    return box[0]
 
 
 class Stateful(Protocol):
@@ -179,15 +161,12 @@ def _broadcast_states(
     states: list[dict[str, Any]], source: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """The states of rank `source`. As bytes: a rank without batches does not know what they consist of."""
-    buffer = io.BytesIO()
+    box: list[bytes] = [b""]
     if dist.get_rank() == source:
+        buffer = io.BytesIO()
         torch.save(states, buffer)
-    size = torch.tensor([buffer.tell()], device=device)
-    dist.broadcast(size, source)
-    data = torch.zeros(int(size), dtype=torch.uint8, device=device)
-    if dist.get_rank() == source:
-        data.copy_(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8))
-    dist.broadcast(data, source)
-    received = io.BytesIO(data.cpu().numpy().tobytes())
-    result: list[dict[str, Any]] = torch.load(received, map_location="cpu", weights_only=True)
+        box = [buffer.getvalue()]
+    dist.broadcast_object_list(box, src=source, device=device)
+    # To the CPU: tensors of the source name its device, which another rank must not use.
+    result: list[dict[str, Any]] = torch.load(io.BytesIO(box[0]), map_location="cpu", weights_only=True)
     return result

@@ -116,6 +116,8 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         set_role(NN_WORKER, self.rank)
         with self._closed_on_error():
             self._join_ranks(distributed_option)
+            # After the process group: the sender starts threads, which would outlive a group that cannot be
+            # joined.
             sender = self._pipeline.train(self._consistency, self._uneven_inputs, **sizes)
             scaler = torch.amp.GradScaler(self._device_type) if self._precision.scaled else None
             scaling = scaler, grad_scalar_update_factor, self.world_size
@@ -133,8 +135,9 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
                 self._after_runtime,
             )
         else:
-            self.runtime.announce(self.rank, self.world_size)
+            self.runtime.advertise(self.rank, self.world_size)
         if self.rank == 0 and self.owns_runtime:
+            # One writer for the job: rank 0 coordinates dumps too, and packets pause for these.
             self._packets = self.runtime.start_packets(lambda: self.step, self.world_size)
             self._after_batches.callback(self._offer_dense)  # for the last packet
 
@@ -154,13 +157,13 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         return self
 
     def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
-        """Replaces the embedding config of all servers while training goes on."""
+        """Replaces the embedding config of all servers during training."""
         self.embedding_config = embedding_config
         config = self.embedding_optimizer.train_config(embedding_config)
         self.runtime.backend.configure(config, replace=True)
 
     def register_embedding_optimizer(self, embedding_optimizer: Optimizer) -> None:
-        """Replaces the embedding optimizer of all servers while training goes on."""
+        """Replaces the embedding optimizer of all servers during training."""
         config = embedding_optimizer.train_config(self.embedding_config)
         self.runtime.backend.configure(config, replace=True)
         self.embedding_optimizer.unsubscribe(self.register_embedding_optimizer)
@@ -191,6 +194,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         """
         scaled_loss = self._backward.run(loss, self.current_batch, self.dense_optimizer)
         self.step += 1
+        # The state is copied on this thread, between two steps: another thread would copy half of a step.
         if self._packets is not None and self._packets.wants_dense:
             self._offer_dense()
         if self._must_end_steps_together:
@@ -198,6 +202,8 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
             self.wait_for_gradients()
             if self.world_size > 1:
                 dist.barrier()
+        # Between two optimizer steps, where all ranks hold the same dense model. Inside `accumulate` there
+        # are gradients that no checkpoint would have.
         if self._dump_requests.is_wanted and not self._backward.accumulating:
             self.wait_for_dump_embedding()  # an error of the script's own dump is the script's
             self._dump_requests.serve()
@@ -219,6 +225,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         """
         model, backward = self.model, self._backward
         with model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
+            # Blocks may be nested: the inner one must not end the accumulation of the outer one.
             was, backward.accumulating = backward.accumulating, True
             try:
                 yield

@@ -62,6 +62,7 @@ class DataLoader:
         self.dataset = dataset
         self.forward_buffer_size = forward_buffer_size
         self.timeout_ms = timeout_ms
+        # Lookups that race would insert and evict rows in another order in each run.
         self.num_workers = 1 if reproducible else num_workers
         self.reproducible = reproducible
         self.embedding_staleness = embedding_staleness
@@ -82,6 +83,7 @@ class DataLoader:
         try:
             yield from self._batches(prefetcher)
         finally:
+            # Also when the script leaves the loop: the generator is closed, and batches ahead are given up.
             pipeline.end_prefetch(prefetcher)
 
     def _iterate_stream(self, pipeline: BatchPipeline) -> Iterator[PersiaTrainingBatch]:

@@ -50,6 +50,7 @@ class StreamingDataset(IterableDatasetBase):
             raise InvalidTypeError(
                 f"loader is a {type(loader).__name__}: pass a function that sends batches through a DataCtx"
             )
+        # Not started here: the context that iterates the data set decides, which may be in a cluster.
         self.loader = loader
 
     def __iter__(self) -> Iterator[PersiaBatch]:

@@ -86,6 +86,7 @@ class EmbeddingConfig:
         """The seed that is used now."""
         if self.seed is not None:
             return self.seed
+        # Read now and not when this object was made: scripts may call `setup_seed` after it.
         return (get_seed() or 0) % 2**64
 
 

@@ -63,6 +63,7 @@ def _array(pa: Any, column: Any, what: str) -> Any:
             column = make(column)
         except (pa.ArrowException, TypeError) as error:
             raise InvalidTypeError(f"{what} is a {type(column).__name__}: pass an Arrow column") from error
+    # Chunks are joined: offsets of a feature refer to one array.
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
@@ -77,6 +78,8 @@ def _rows(pa: Any, column: Any) -> tuple[Any, NDArray[np.uint32]]:
         column = pa.compute.list_flatten(column)
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
+    # Nulls inside lists are still counted here. The number of values that are not null before each offset
+    # takes their place below.
     offsets = _offsets(counts)
     if column.null_count:
         is_there = column.is_valid().to_numpy(zero_copy_only=False)
@@ -100,6 +103,7 @@ def _ids(pa: Any, values: Any, what: str) -> NDArray[np.uint64]:
     if pa.types.is_null(kind):
         return np.zeros(0, np.uint64)
     if pa.types.is_integer(kind):
+        # Signed integers keep their bits, as in `from_csr`: -1 is the largest ID.
         wide = pa.uint64() if pa.types.is_unsigned_integer(kind) else pa.int64()
         array: NDArray[Any] = values.cast(wide).to_numpy(zero_copy_only=False)
         return array.view(np.uint64)
@@ -112,6 +116,7 @@ def _ids(pa: Any, values: Any, what: str) -> NDArray[np.uint64]:
 def _hashed(pa: Any, strings: Any) -> NDArray[np.uint64]:
     if len(strings) == 0:
         return np.zeros(0, np.uint64)
+    # One layout for all kinds of text: offsets of 64 bits and one buffer of bytes, which is hashed in place.
     strings = strings.cast(pa.large_binary())
     _, offsets, data = strings.buffers()
     all_offsets = np.frombuffer(offsets, np.int64)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia import _native, env
-from persia.embedding.dense_codec import DTYPE_NAMES, DTYPES, DenseSection, decode_dense, encode_dense
+from persia.embedding.dense_codec import DTYPE_NAMES, DTYPES, decode_dense, encode_dense
 from persia.embedding.id_feature import (
     MAX_BATCH_SIZE,
     IDTypeFeature,
@@ -56,6 +56,7 @@ class NdarrayDataBase:
     def __init__(self, data: NDArray[Any], name: str | None = None) -> None:
         self.name = self.DEFAULT_NAME if name is None else check_name(name)
         what = f"{type(self).__name__} {self.name!r}"
+        # Checks per array cost microseconds, which loaders of thousands of small batches can save.
         if not env.skip_check_data():
             self._check(data, what)
         try:
@@ -129,6 +130,7 @@ class PersiaBatch:
             raise InvalidArgumentError("a batch needs at least one ID feature: id_type_features is empty")
         self._check_classes()
         self._check_names()
+        # The size of the first feature, with which `_check_sizes` compares all others.
         self.batch_size = self.id_type_features[0].batch_size if batch_size is None else batch_size
         self._check_sizes()
         if requires_grad and not self.labels:
@@ -148,6 +150,7 @@ class PersiaBatch:
                     )
 
     def _check_names(self) -> None:
+        # A name is a slot, whose embeddings and gradients could be those of either.
         counts = Counter(feature.name for feature in self.id_type_features)
         for name, count in counts.items():
             if count > 1:
@@ -196,31 +199,28 @@ class PersiaBatch:
         if len(data) < _HEADER.size:
             raise CorruptionError(f"a batch of {len(data)} bytes is cut short: its header has {_HEADER.size}")
         magic, version, requires_grad, _, id_bytes, dense_bytes = _HEADER.unpack_from(data)
+        # Before the sizes: those of other bytes mean nothing.
         if magic != _MAGIC or version != _VERSION or requires_grad > 1:
             raise CorruptionError(f"not a batch of version {_VERSION}: magic {magic:#x}, version {version}")
         if _HEADER.size + id_bytes + dense_bytes != len(data):
             raise CorruptionError(f"a batch of {id_bytes} + {dense_bytes} bytes came with {len(data)}")
         body = memoryview(data)[_HEADER.size :]
-        id_features = _decode_id_features(body[:id_bytes])
-        dense = decode_dense(body[id_bytes:])
-        return cls._from_parts(id_features, dense, bool(requires_grad))
-
-    @classmethod
-    def _from_parts(cls, ids: list[IDTypeFeature], dense: DenseSection, requires_grad: bool) -> PersiaBatch:
         try:
+            ids = [IDTypeFeature._of(*feature) for feature in _native.decode_id_features(body[:id_bytes])]
+            dense = decode_dense(body[id_bytes:])
             return cls(
                 ids,
                 [NonIDTypeFeature(array, name) for name, array in dense.features],
                 [Label(array, name) for name, array in dense.labels],
                 batch_size=dense.batch_size,
-                requires_grad=requires_grad,
+                requires_grad=bool(requires_grad),
                 meta=dense.meta,
             )
-        except (InvalidArgumentError, InvalidTypeError) as error:
+        except (InvalidArgumentError, InvalidTypeError) as error:  # well-formed, but such as a name twice
             raise CorruptionError(f"the bytes decode, but to no valid batch: {error}") from error
 
     def mark_sent(self) -> None:
-        """Called by whoever consumes the batch. Raises FailedPreconditionError at the second time."""
+        """Called when the batch is sent or looked up. Raises FailedPreconditionError the second time."""
         if self._sent:
             raise FailedPreconditionError("this PersiaBatch was sent already: build a new one for every send")
         self._sent = True
@@ -234,11 +234,3 @@ def _meta_bytes(meta: object) -> bytes | None:
     raise InvalidTypeError(
         f"meta is a {type(meta).__name__}: pass bytes, for instance json.dumps(...).encode()"
     )
-
-
-def _decode_id_features(message: memoryview) -> list[IDTypeFeature]:
-    try:
-        decoded = _native.decode_id_features(message)
-    except InvalidArgumentError as error:  # well-formed, but for instance with a name twice
-        raise CorruptionError(f"the bytes decode, but to no valid batch: {error}") from error
-    return [IDTypeFeature._of(*feature) for feature in decoded]

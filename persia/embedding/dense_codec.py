@@ -20,6 +20,7 @@ __all__ = ["DTYPES", "DTYPE_NAMES", "DenseSection", "decode_dense", "encode_dens
 
 _MAGIC = 0x534E4450  # "PDNS"
 _VERSION = 1
+# Empty metadata and none are different to scripts.
 _NO_META = 0xFFFFFFFF
 _HEADER = struct.Struct("<6I")  # magic, version, batch_size, num_tensors, meta_bytes, reserved
 _TENSOR = struct.Struct("<4BI")  # role, dtype, ndim, reserved, name_bytes
@@ -60,6 +61,7 @@ class DenseSection:
 
 
 def _padding(size: int) -> bytes:
+    # Arrays are views of the message, and float64 and int64 must be aligned.
     return bytes(-size % 8)
 
 
@@ -68,13 +70,13 @@ def encode_dense(
 ) -> bytes:
     """Encodes named arrays whose first dimension is the batch. Raises InvalidTypeError for other dtypes."""
     meta_bytes = _NO_META if meta is None else len(meta)
-    parts = [_HEADER.pack(_MAGIC, _VERSION, batch_size, len(features) + len(labels), meta_bytes, 0)]
+    pieces = [_HEADER.pack(_MAGIC, _VERSION, batch_size, len(features) + len(labels), meta_bytes, 0)]
     if meta is not None:
-        parts += [meta, _padding(len(meta))]
+        pieces += [meta, _padding(len(meta))]
     for role, arrays in ((_FEATURE, features), (_LABEL, labels)):
         for name, array in arrays:
-            parts += _encode_tensor(role, name, array)
-    return b"".join(parts)
+            pieces += _encode_tensor(role, name, array)
+    return b"".join(pieces)
 
 
 def _encode_tensor(role: int, name: str, array: Array) -> list[bytes]:
@@ -100,6 +102,7 @@ class _Reader:
     def take(self, size: int, what: str) -> memoryview:
         """The next `size` bytes; skips their padding."""
         end = self._position + size
+        # Sizes come from the message, and Python integers do not overflow, so one comparison is enough.
         if end + (-size % 8) > len(self._view):
             raise CorruptionError(
                 f"dense section is cut short: {what} needs {size} bytes at {self._position} "

@@ -68,6 +68,7 @@ class IDTypeFeature:
     def __init__(self, name: str, data: Sequence[_Ids], weights: Sequence[_Weights] | None = None) -> None:
         name, data = _name_first(name, data)
         self.name = check_name(name)
+        # The native walker takes lists alone, and checks each sample as it copies it.
         samples = data if isinstance(data, list) else self._listed(data)
         check_batch_size(len(samples), f"feature {self.name!r}")
         self.ids, self.offsets = _native.flatten_samples(self.name, samples)
@@ -93,6 +94,7 @@ class IDTypeFeature:
         ids = _array(values, f"{what}: values", "uint64", "int64").view(np.uint64)
         bounds = _array(offsets, f"{what}: offsets", "uint32", "int32", "int64", "uint64")
         check_batch_size(len(bounds) - 1, what)
+        # Checked where the error can name the feature, and not in the worker that gets the message.
         if bounds[0] != 0 or bounds[-1] != len(ids) or np.any(bounds[1:] < bounds[:-1]):
             raise InvalidArgumentError(
                 f"{what}: offsets must begin with 0, never decrease and end with the number of IDs "
@@ -138,6 +140,7 @@ class IDTypeFeature:
         check_batch_size(len(offsets) - 1, what)
         if weights is None:
             return cls._of(name, ids, offsets, None)
+        # Nulls of IDs and of weights are left out separately, so only equal offsets mean equal positions.
         weight_values, weight_offsets = columns.weights_of(weights, f"weights of {what}")
         _check_same_samples(what, offsets, weight_offsets)
         return cls._of(name, ids, offsets, _checked_weights(what, ids, weight_values))
@@ -173,6 +176,7 @@ class IDTypeFeature:
             raise InvalidArgumentError(
                 "the KeyedJaggedTensor has no keys: a batch needs at least one feature"
             )
+        # `force`: the tensors may be on a GPU, or require a gradient. Lengths may be int32.
         lengths = keyed.lengths().numpy(force=True).astype(np.int64).reshape(len(names), -1)
         values = keyed.values().numpy(force=True).astype(np.int64, copy=False)
         weights = keyed.weights_or_none()
@@ -180,15 +184,15 @@ class IDTypeFeature:
         features, begin = [], 0
         for name, counts in zip(names, lengths, strict=True):
             offsets = np.concatenate(([0], np.cumsum(counts)))
-            part = slice(begin, begin + int(offsets[-1]))
-            part_weights = None if weights is None else weights[part]
-            features.append(IDTypeFeature.from_csr(name, values[part], offsets, part_weights))
-            begin = part.stop
+            own = slice(begin, begin + int(offsets[-1]))
+            own_weights = None if weights is None else weights[own]
+            features.append(IDTypeFeature.from_csr(name, values[own], offsets, own_weights))
+            begin = own.stop
         return features
 
     @classmethod
     def _of(cls, name: str, ids: _Ids, offsets: _Offsets, weights: _Weights | None) -> Self:
-        """Of parts that are known to fit."""
+        """A feature of arrays that are known to fit."""
         feature = cls.__new__(cls)
         feature.name, feature.ids, feature.offsets, feature.weights = name, ids, offsets, weights
         return feature
@@ -240,6 +244,7 @@ class IDTypeFeatureWithSingleID(IDTypeFeature):
                 f"feature {self.name!r} has shape {self.ids.shape}: pass a 1-D array, one ID a sample"
             )
         check_batch_size(len(self.ids), f"feature {self.name!r}")
+        # Always the same, but kept: features of one ID and of many are encoded by one path.
         self.offsets = np.arange(len(self.ids) + 1, dtype=np.uint32)
         self.weights = _checked_weights(f"feature {self.name!r}", self.ids, weights)
 
@@ -287,6 +292,7 @@ def _check_same_samples(what: str, offsets: _Offsets, weight_offsets: _Offsets) 
         )
     if np.array_equal(offsets, weight_offsets):
         return
+    # The first sample that differs, for the message: offsets of the samples behind it differ too.
     sample = int(np.argmax(np.diff(offsets) != np.diff(weight_offsets)))
     raise InvalidArgumentError(
         f"{what}, sample {sample}: {np.diff(offsets)[sample]} IDs and {np.diff(weight_offsets)[sample]} "
@@ -341,6 +347,7 @@ def _strings_of(samples: Any, what: str) -> Sequence[Any]:
     """A list, as the native walker takes it, also of a numpy array. Raises InvalidTypeError."""
     if isinstance(samples, np.ndarray):
         samples = samples.tolist()
+    # A text is a sequence of texts, and its letters would become IDs.
     if isinstance(samples, str | bytes) or not isinstance(samples, Sequence):
         raise InvalidTypeError(f"{what} is a {type(samples).__name__}: pass a list of strings")
     return samples

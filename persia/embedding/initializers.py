@@ -33,6 +33,7 @@ class Initializer:
 
     def __post_init__(self) -> None:
         for name, value in self._given().items():
+            # The binding would take a bool for a number.
             checked_number(name, value)
         _native.TrainConfig(optimizer="sgd", lr=1.0, initializer=self.settings())  # knows the ranges
 

@@ -47,6 +47,7 @@ class LRSchedule:
                 "those of torch.optim to the scheduler itself"
             )
         self.optimizer = optimizer
+        # torch refuses an optimizer without parameters. This one has no gradient, so `step` changes nothing.
         self._stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=optimizer.lr)
         self.scheduler = make(self._stand_in)
         if not isinstance(self.scheduler, LRScheduler):
@@ -57,6 +58,7 @@ class LRSchedule:
 
     def step(self, metrics: float | None = None) -> None:
         """Moves on by one step; `metrics` is for `ReduceLROnPlateau`."""
+        # torch warns of schedulers that step before their optimizer has.
         self._stand_in.step()
         if isinstance(self.scheduler, ReduceLROnPlateau):
             if metrics is None:

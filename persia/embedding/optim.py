@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 from persia import _native
 from persia.current import current_context
@@ -37,18 +37,23 @@ __all__ = [
 ]
 
 
-class Optimizer(ABC):
-    """A sparse optimizer's settings."""
+@dataclass(eq=False)  # known by its identity: contexts and schedules share one object
+class Optimizer:
+    """A sparse optimizer's settings. A subclass names the engine's optimizer and declares its settings."""
+
+    name: ClassVar[str]
 
     lr: float
 
-    @abstractmethod
-    def _settings(self) -> dict[str, Any]:
-        """The optimizer's name and all its hyper-parameters, as the engine calls them."""
-
-    def _finish(self) -> None:
-        """Ends every constructor. The engine knows the ranges; asking it here refuses a setting in the line
-        that gives it."""
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "betas":
+                self.betas = _checked_betas(value)
+            elif field.type == "bool":
+                _check_flag(field.name, value)
+            else:
+                setattr(self, field.name, checked_number(field.name, value))
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise InvalidArgumentError(f"lr={self.lr!r} must be a finite number above 0")
         self._first_lr = self.lr
@@ -57,17 +62,28 @@ class Optimizer(ABC):
         self._check()
 
     def _check(self) -> None:
-        _native.TrainConfig(**self._settings())
+        # The engine knows the ranges. Asked here, it refuses a setting in the line that gives it.
+        _native.TrainConfig(**self._arguments())
 
     def settings(self) -> dict[str, Any]:
-        """As a slot of `embedding_config.yml` has it: `name` and hyper-parameters."""
-        settings = self._settings()
-        return {"name": settings.pop("optimizer"), **settings}
+        """The optimizer as a slot of `embedding_config.yml` has it: `name` and all hyper-parameters."""
+        settings: dict[str, Any] = {"name": self.name}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "betas":
+                settings["beta1"], settings["beta2"] = value
+            else:
+                settings[field.name] = value
+        return settings
+
+    def _arguments(self) -> dict[str, Any]:
+        settings = self.settings()
+        return {"optimizer": settings.pop("name"), **settings}
 
     def train_config(self, embedding_config: EmbeddingConfig) -> _native.TrainConfig:
         """What the servers are told: this optimizer and `embedding_config`."""
         return _native.TrainConfig(
-            **self._settings(),
+            **self._arguments(),
             initializer=embedding_config.initializer.settings(),
             seed=embedding_config.effective_seed,
             admit_probability=embedding_config.admit_probability,
@@ -75,6 +91,7 @@ class Optimizer(ABC):
             weight_bound=embedding_config.weight_bound,
             time_to_live_sec=embedding_config.time_to_live_sec or 0.0,
             min_norm=embedding_config.min_norm,
+            # Slots may have optimizers of their own, whose rates follow this one in proportion.
             lr_factor=self.lr / self._first_lr,
         )
 
@@ -85,8 +102,9 @@ class Optimizer(ABC):
         rate of rank 0 counts. Batches whose gradients are under way may be applied with either rate.
 
         Args:
-            lr: >= 0; at 0 rows stay as they are, but for what momentum and moments go on collecting.
+            lr: >= 0; at 0 only momentum and moments still change.
         """
+        # Set first, as the engine checks all settings together; undone when it refuses.
         before, self.lr = self.lr, checked_number("lr", lr)
         try:
             self._check()
@@ -95,6 +113,7 @@ class Optimizer(ABC):
             raise
         if self.lr == before:
             return
+        # `subscribe` and `unsubscribe` make new lists, so a listener may replace itself in this loop.
         for reference in self._listeners:
             if (listener := reference()) is not None:
                 listener(self)
@@ -114,6 +133,7 @@ class Optimizer(ABC):
         Raises:
             FailedPreconditionError: no `TrainCtx` is entered.
         """
+        # By name and not by class: this layer is below contexts.
         context = current_context()
         register = getattr(context, "register_embedding_optimizer", None)
         if register is None:
@@ -123,6 +143,7 @@ class Optimizer(ABC):
         register(self)
 
 
+@dataclass(eq=False)
 class SGD(Optimizer):
     """`torch.optim.SGD`, weight decay as L2.
 
@@ -134,32 +155,14 @@ class SGD(Optimizer):
         nesterov: Nesterov's momentum; needs a momentum and no dampening.
     """
 
-    def __init__(
-        self,
-        lr: float,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        dampening: float = 0.0,
-        nesterov: bool = False,
-    ) -> None:
-        self.lr = checked_number("lr", lr)
-        self.momentum = checked_number("momentum", momentum)
-        self.weight_decay = checked_number("weight_decay", weight_decay)
-        self.dampening = checked_number("dampening", dampening)
-        self.nesterov = _checked_flag("nesterov", nesterov)
-        self._finish()
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "optimizer": "sgd",
-            "lr": self.lr,
-            "momentum": self.momentum,
-            "weight_decay": self.weight_decay,
-            "dampening": self.dampening,
-            "nesterov": self.nesterov,
-        }
+    name = "sgd"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
 
 
+@dataclass(eq=False)
 class Adagrad(Optimizer):
     """`torch.optim.Adagrad` (Duchi et al., 2011): the accumulator grows first, eps stands outside the
     square root.
@@ -175,60 +178,27 @@ class Adagrad(Optimizer):
             Adagrad).
     """
 
-    def __init__(
-        self,
-        lr: float = 1e-2,
-        initial_accumulator_value: float = 1e-2,
-        weight_decay: float = 0.0,
-        g_square_momentum: float = 1.0,
-        eps: float = 1e-10,
-        vectorwise_shared: bool = False,
-    ) -> None:
-        self.lr = checked_number("lr", lr)
-        self.initial_accumulator_value = checked_number(
-            "initial_accumulator_value", initial_accumulator_value
-        )
-        self.weight_decay = checked_number("weight_decay", weight_decay)
-        self.g_square_momentum = checked_number("g_square_momentum", g_square_momentum)
-        self.eps = checked_number("eps", eps)
-        self.vectorwise_shared = vectorwise_shared
-        self._finish()
+    name = "adagrad"
+    lr: float = 1e-2
+    initial_accumulator_value: float = 1e-2
+    weight_decay: float = 0.0
+    g_square_momentum: float = 1.0
+    eps: float = 1e-10
+    vectorwise_shared: bool = False
 
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "optimizer": "rowwise_adagrad" if self.vectorwise_shared else "adagrad",
-            "lr": self.lr,
-            "initial_accumulator_value": self.initial_accumulator_value,
-            "weight_decay": self.weight_decay,
-            "g_square_momentum": self.g_square_momentum,
-            "eps": self.eps,
-        }
+    def __post_init__(self) -> None:
+        self.vectorwise_shared = bool(self.vectorwise_shared)  # scripts of the published system pass 0 or 1
+        super().__post_init__()
+
+    def settings(self) -> dict[str, Any]:
+        settings = super().settings()
+        if settings.pop("vectorwise_shared"):  # to the engine it is another optimizer
+            settings["name"] = "rowwise_adagrad"
+        return settings
 
 
-class _AdamFamily(Optimizer):
-    """Two moments with decays `betas`, and steps counted for each row."""
-
-    _name: str
-
-    def __init__(self, lr: float, betas: tuple[float, float], weight_decay: float, eps: float) -> None:
-        self.lr = checked_number("lr", lr)
-        self.betas = _checked_betas(betas)
-        self.weight_decay = checked_number("weight_decay", weight_decay)
-        self.eps = checked_number("eps", eps)
-        self._finish()
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "optimizer": self._name,
-            "lr": self.lr,
-            "beta1": self.betas[0],
-            "beta2": self.betas[1],
-            "weight_decay": self.weight_decay,
-            "eps": self.eps,
-        }
-
-
-class Adam(_AdamFamily):
+@dataclass(eq=False)
+class Adam(Optimizer):
     """`torch.optim.Adam` (Kingma and Ba, 2015), lazily: a row's moments move, and its bias correction
     counts, only when the row is touched.
 
@@ -239,19 +209,15 @@ class Adam(_AdamFamily):
         eps: > 0.
     """
 
-    _name = "adam"
-
-    def __init__(
-        self,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        eps: float = 1e-8,
-    ) -> None:
-        super().__init__(lr, betas, weight_decay, eps)
+    name = "adam"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    eps: float = 1e-8
 
 
-class AdamW(_AdamFamily):
+@dataclass(eq=False)
+class AdamW(Adam):
     """`torch.optim.AdamW` (Loshchilov and Hutter, 2019), lazily as `Adam`: weights are multiplied by
     1 - lr * weight_decay in each step of their row.
 
@@ -262,19 +228,12 @@ class AdamW(_AdamFamily):
         eps: > 0.
     """
 
-    _name = "adamw"
-
-    def __init__(
-        self,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 1e-2,
-        eps: float = 1e-8,
-    ) -> None:
-        super().__init__(lr, betas, weight_decay, eps)
+    name = "adamw"
+    weight_decay: float = 1e-2
 
 
-class Adamax(_AdamFamily):
+@dataclass(eq=False)
+class Adamax(Adam):
     """`torch.optim.Adamax` (Kingma and Ba, 2015), lazily as `Adam`.
 
     Args:
@@ -284,18 +243,11 @@ class Adamax(_AdamFamily):
         eps: > 0.
     """
 
-    _name = "adamax"
-
-    def __init__(
-        self,
-        lr: float = 2e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        eps: float = 1e-8,
-    ) -> None:
-        super().__init__(lr, betas, weight_decay, eps)
+    name = "adamax"
+    lr: float = 2e-3
 
 
+@dataclass(eq=False)
 class RMSprop(Optimizer):
     """`torch.optim.RMSprop` (Graves, 2013, where centered).
 
@@ -308,35 +260,16 @@ class RMSprop(Optimizer):
         centered: divides by an estimate of the standard deviation instead; one more float per element.
     """
 
-    def __init__(
-        self,
-        lr: float = 1e-2,
-        alpha: float = 0.99,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        momentum: float = 0.0,
-        centered: bool = False,
-    ) -> None:
-        self.lr = checked_number("lr", lr)
-        self.alpha = checked_number("alpha", alpha)
-        self.eps = checked_number("eps", eps)
-        self.weight_decay = checked_number("weight_decay", weight_decay)
-        self.momentum = checked_number("momentum", momentum)
-        self.centered = _checked_flag("centered", centered)
-        self._finish()
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "optimizer": "rmsprop",
-            "lr": self.lr,
-            "alpha": self.alpha,
-            "eps": self.eps,
-            "weight_decay": self.weight_decay,
-            "momentum": self.momentum,
-            "centered": self.centered,
-        }
+    name = "rmsprop"
+    lr: float = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    centered: bool = False
 
 
+@dataclass(eq=False)
 class Adadelta(Optimizer):
     """`torch.optim.Adadelta` (Zeiler, 2012).
 
@@ -347,25 +280,14 @@ class Adadelta(Optimizer):
         weight_decay: L2, >= 0.
     """
 
-    def __init__(
-        self, lr: float = 1.0, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0
-    ) -> None:
-        self.lr = checked_number("lr", lr)
-        self.rho = checked_number("rho", rho)
-        self.eps = checked_number("eps", eps)
-        self.weight_decay = checked_number("weight_decay", weight_decay)
-        self._finish()
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "optimizer": "adadelta",
-            "lr": self.lr,
-            "rho": self.rho,
-            "eps": self.eps,
-            "weight_decay": self.weight_decay,
-        }
+    name = "adadelta"
+    lr: float = 1.0
+    rho: float = 0.9
+    eps: float = 1e-6
+    weight_decay: float = 0.0
 
 
+@dataclass(eq=False)
 class FTRL(Optimizer):
     """FTRL-Proximal for each coordinate (McMahan et al., 2013, algorithm 1); torch has none.
 
@@ -381,34 +303,15 @@ class FTRL(Optimizer):
         initial_accumulator_value: of the sum of squared gradients, >= 0; not 0 together with beta.
     """
 
-    def __init__(
-        self,
-        lr: float = 1e-2,
-        l1: float = 0.0,
-        l2: float = 0.0,
-        beta: float = 0.0,
-        initial_accumulator_value: float = 0.1,
-    ) -> None:
-        self.lr = checked_number("lr", lr)
-        self.l1 = checked_number("l1", l1)
-        self.l2 = checked_number("l2", l2)
-        self.beta = checked_number("beta", beta)
-        self.initial_accumulator_value = checked_number(
-            "initial_accumulator_value", initial_accumulator_value
-        )
-        self._finish()
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "optimizer": "ftrl",
-            "lr": self.lr,
-            "l1": self.l1,
-            "l2": self.l2,
-            "beta": self.beta,
-            "initial_accumulator_value": self.initial_accumulator_value,
-        }
+    name = "ftrl"
+    lr: float = 1e-2
+    l1: float = 0.0
+    l2: float = 0.0
+    beta: float = 0.0
+    initial_accumulator_value: float = 0.1
 
 
+@dataclass(eq=False)
 class Lion(Optimizer):
     """Lion (Chen et al., 2023, "Symbolic Discovery of Optimization Algorithms"); torch has none.
 
@@ -422,22 +325,10 @@ class Lion(Optimizer):
         weight_decay: decoupled, as `AdamW`'s, >= 0.
     """
 
-    def __init__(
-        self, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
-    ) -> None:
-        self.lr = checked_number("lr", lr)
-        self.betas = _checked_betas(betas)
-        self.weight_decay = checked_number("weight_decay", weight_decay)
-        self._finish()
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "optimizer": "lion",
-            "lr": self.lr,
-            "beta1": self.betas[0],
-            "beta2": self.betas[1],
-            "weight_decay": self.weight_decay,
-        }
+    name = "lion"
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
 
 
 def _checked_betas(betas: object) -> tuple[float, float]:
@@ -446,7 +337,6 @@ def _checked_betas(betas: object) -> tuple[float, float]:
     return checked_number("beta1", betas[0]), checked_number("beta2", betas[1])
 
 
-def _checked_flag(name: str, value: object) -> bool:
+def _check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise InvalidTypeError(f"{name}={value!r} is a {type(value).__name__}: pass True or False")
-    return value

@@ -87,8 +87,11 @@ class BatchPipeline:
             raise FailedPreconditionError(
                 "this context has no connection of its own to the data loaders: stream in the TrainCtx"
             )
+        # Set before anything can fail: a second receiver on the same subjects would take batches of the
+        # first.
         self._has_stream = True
-        self.runtime.announce(self.rank, self.world_size)
+        # Before the receiver: loaders wait for all ranks, and repeat a batch that nothing answers yet.
+        self.runtime.advertise(self.rank, self.world_size)
         receiver = StreamReceiver(
             connection.session,
             connection.directory,
@@ -100,6 +103,7 @@ class BatchPipeline:
             on_received=self.count_received,
             on_superseded=self._give_up_superseded,
         )
+        # With a broker, loaders are processes of their own, and a thread here would send everything twice.
         if loader is not None and job is not None and not job.has_nats:
             receiver.close_with(LoaderThread(loader, job, receiver).close)
         return receiver
@@ -133,6 +137,7 @@ class BatchPipeline:
             forward_buffer_size=forward_buffer_size,
             num_workers=num_workers,
         )
+        # For `close`, `_fail` and the metrics: a loop may be left with `break`, and its iterator kept.
         self._prefetchers.append(prefetcher)
         return prefetcher
 
@@ -161,7 +166,7 @@ class BatchPipeline:
         return self.counters.staleness(partial(mode_names, self.consistency, self.backend.slot_modes))
 
     def show(self) -> None:
-        """Shows metrics and status of this rank, which has servers; before the runtime announces it.
+        """Shows metrics and status of this rank, which has servers; before the runtime advertises it.
 
         A nested context shows nothing: the connection has one port, which is the outer context's.
         """
@@ -183,6 +188,8 @@ class BatchPipeline:
     def close(self, deadline_s: float) -> None:
         """Waits until every batch is updated or given up; raises the first failure of a gradient."""
         with ExitStack() as last:
+            # In reverse: prefetchers first, as they start lookups; then gradients, which release leases; then
+            # the reaper takes what is left. Each has its turn also where the one before it has failed.
             last.callback(self.reaper.close, deadline_s)
             if self.gradients is not None:
                 last.callback(self.gradients.drain, deadline_s)
@@ -206,6 +213,7 @@ class BatchPipeline:
         self.reaper.reap(BatchLease(pending.batch_id, pending.reference))
 
     def _fail(self, failure: PersiaError) -> None:
+        # A copy: a gradient thread calls this while the loop may begin or end a prefetch.
         for prefetcher in list(self._prefetchers):
             prefetcher.fail(failure)
 

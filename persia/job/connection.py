@@ -1,4 +1,4 @@
-"""A process' connection to its job: session, directory of the other processes, announcements, metrics."""
+"""A process' connection to its job: session, directory of the other processes, metrics."""
 
 from __future__ import annotations
 
@@ -27,25 +27,30 @@ class JobConnection:
         self._observer: ProcessObserver | None = None
 
     @classmethod
-    def connect(cls, name: str) -> JobConnection:
-        """Connects to the broker in PERSIA_NATS_URL; `name` labels the connection in the broker's logs."""
-        url = env.get_nats_url()
+    def connect(cls, name: str, url: str | None = None, deadline_s: float | None = None) -> JobConnection:
+        """Connects to the broker at `url`. `name` labels the connection in the broker's logs.
+
+        None: PERSIA_NATS_URL, PERSIA_DEADLINE_SEC.
+        """
+        url = url or env.get_nats_url()
         if url is None:
             raise FailedPreconditionError(
                 "PERSIA_NATS_URL is not set: start the script with persia-launcher, or name the job's NATS "
                 "broker in it"
             )
+        # `connect` closes the session itself where it fails.
         session = NatsSession(url, env.get_job_name(), name=name)
-        session.connect(env.get_deadline_s())
+        session.connect(deadline_s or env.get_deadline_s())
         return cls(session)
 
     def observe(self, source: Source) -> None:
-        """Shows metrics and status of this process until `close`. Before `announce`, which tells where."""
+        """Shows metrics and status of this process until `close`. Call it before `advertise`."""
+        # Ranks of one host have one environment: with a fixed port each needs its own.
         settings = ObservabilitySettings.from_environment(port_offset=env.get_local_rank() or 0)
         self._observer = ProcessObserver(source, self.session, settings)
         self._observer.serving = True
 
-    def announce(
+    def advertise(
         self,
         role: str,
         index: int,
@@ -54,25 +59,33 @@ class JobConnection:
         address: str = "",
         schema: str = "",
         slot_modes: tuple[str, ...] = (),
+        status_address: str = "",
     ) -> None:
-        """Makes this process known as replica `index` of `role`, until `close`."""
+        """Advertises this process as replica `index` of `role`, until `close`.
+
+        `status_address`: of metrics and status, unless `observe` shows them.
+        """
         info = ServiceInfo(
             role=role,
             index=index,
             replicas=replicas,
+            # Tells a restarted process from the one before it at the same index: references to its batches
+            # are void.
             incarnation=secrets.randbits(64),
             address=address,
             schema=schema,
             pid=os.getpid(),
-            status_address="" if self._observer is None else self._observer.address,
+            status_address=status_address if self._observer is None else self._observer.address,
             slot_modes=slot_modes,
         )
         advertiser = Advertiser(self.session, info)
+        # Kept only when it has started: one that was refused must not say that it has left.
         advertiser.start()
         self._advertisers.append(advertiser)
 
     def close(self) -> None:
-        """Says bye and disconnects; idempotent."""
+        """Publishes that this process has left, and disconnects; idempotent."""
+        # First: others must stop asking before the session stops answering.
         while self._advertisers:
             self._advertisers.pop().stop()
         if self._observer is not None:

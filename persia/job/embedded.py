@@ -25,7 +25,6 @@ from persia.config import (
 from persia.errors import (
     ConfigError,
     FailedPreconditionError,
-    PersiaError,
     StreamClosedError,
     UnavailableError,
 )
@@ -78,16 +77,19 @@ class EmbeddedJob:
         self.backend = EmbeddingBackend(
             self._client, deadline_s=env.get_deadline_s(), slot_modes=slots.slot_modes
         )
+        # A participant of its own, as in a cluster: loaders find the worker by discovery and register with
+        # it.
         self._worker = self.connect("embedding-worker-0")
         try:
             session = self._worker.session
             session.respond(session.subjects.ids(0), RegisterBatchHandler(self._register))
-            self._worker.announce(
+            self._worker.advertise(
                 EMBEDDING_WORKER, 0, 1, schema=slots.schema_hash(), slot_modes=slots.slot_modes
             )
         except BaseException:
             self._worker.close()
             raise
+        # Last: a loader on another thread may find the job from here on, and the worker must answer it.
         _jobs.add(self)
         get_default_logger().info(
             "embedded mode: embedding worker and store of %d slots live in this process",
@@ -122,6 +124,7 @@ class _Jobs:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._jobs: list[EmbeddedJob] = []
+        # The loader thread of a `StreamingDataset` feeds the job that started it, whatever else runs here.
         self._of_thread = threading.local()
 
     def add(self, job: EmbeddedJob) -> None:
@@ -145,6 +148,7 @@ class _Jobs:
             # A job of the main thread cannot begin while that thread waits here for it.
             if threading.current_thread() is not threading.main_thread():
                 self._wait(Deadline(env.get_deadline_s()))
+            # With several the choice would be a guess, and batches of one model would train another.
             if len(self._jobs) == 1:
                 return self._jobs[0]
         if not self._jobs:
@@ -198,16 +202,14 @@ class LoaderThread:
         except StreamClosedError:
             pass  # training has ended first
         except BaseException as error:  # also sys.exit(): the loop must not wait for more
-            self._receiver.fail(_in_loop(error))
+            failure = UnavailableError(
+                f"the data loader ended with an error: {type(error).__name__}: {error}"
+            )
+            failure.__cause__ = error
+            self._receiver.fail(failure)
         else:
             if not self._receiver.has_seen_loader:
                 self._receiver.fail(FailedPreconditionError("the data loader has ended without a DataCtx"))
-
-
-def _in_loop(error: BaseException) -> PersiaError:
-    failure = UnavailableError(f"the data loader ended with an error: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
 
 
 def read_slots(given: SlotsSource | None) -> SlotsConfig | None:

@@ -13,13 +13,13 @@ from persia.logger import get_default_logger
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.queues import Deadline
 from persia.pipeline.staleness import ALL_SLOTS
+from persia.waiting import Attempts
 
 __all__ = ["InferenceBackend", "RemoteRows", "wait_for_worker"]
 
 _TRY_S = 1.0  # for one worker, as long as another is left
 _AVOID_S = 2.0  # a worker that did not answer is asked last for so long
 _RETRY_S = 0.1
-_REPORT_INTERVAL_S = 5.0
 
 
 class InferenceBackend(EmbeddingBackend):
@@ -63,6 +63,7 @@ class RemoteRows:
         order = self._order()
         failure: Exception | None = None
         for position, index in enumerate(order):
+            # The last worker gets the rest of the time: there is no other to try, and it may only be slow.
             is_last = position == len(order) - 1
             timeout_s = deadline.left_s() if is_last else min(_TRY_S, deadline.left_s())
             try:
@@ -73,6 +74,7 @@ class RemoteRows:
                 failure = error
                 self._avoid(index, error)
                 continue
+            # Not locked, as all other uses: a lost update costs one lookup a wait of _TRY_S.
             self._avoided_until[index] = 0.0
             return result
         raise UnavailableError(
@@ -97,9 +99,12 @@ class RemoteRows:
             first, self._turn = self._turn, (self._turn + 1) % len(self._clients)
         turns = [(first + i) % len(self._clients) for i in range(len(self._clients))]
         now = time.monotonic()
+        # Avoided workers are tried all the same, when all others have failed. The sort is stable, so turns
+        # stay in order.
         return sorted(turns, key=lambda index: self._avoided_until[index] > now)
 
     def _avoid(self, index: int, error: Exception) -> None:
+        # Once for each outage, and not for the only worker, whose failure the lookup itself raises.
         if self._avoided_until[index] == 0.0 and len(self._clients) > 1:
             get_default_logger().warning(
                 "embedding worker %s does not answer, others take over: %s", self._addresses[index], error
@@ -110,20 +115,21 @@ class RemoteRows:
 def wait_for_worker(address: str, deadline: Deadline, timeout_s: float) -> None:
     """Returns once the worker, and through it every parameter server, answers. DeadlineExceededError."""
     probe = _client([address])  # one of its own: calls of a shared client go to one worker for all
-    next_report = time.monotonic() + _REPORT_INTERVAL_S
-    while True:
+    failure: Exception | None = None
+    attempts = Attempts(
+        max(_RETRY_S, deadline.left_s()),  # one at least: other workers may have used the deadline up
+        pause_s=_RETRY_S,
+        waiting_for=lambda: f"the embedding worker at {address}: {failure}",
+    )
+    for _ in attempts:
         try:
             probe.sizes(timeout_s=max(_RETRY_S, min(_TRY_S, deadline.left_s())))
             return
-        except (UnavailableError, DeadlineExceededError) as failure:
-            if deadline.over:
-                raise DeadlineExceededError(
-                    f"the embedding worker at {address} does not serve after {timeout_s:g} s: {failure}"
-                ) from failure
-            if time.monotonic() >= next_report:
-                next_report = time.monotonic() + _REPORT_INTERVAL_S
-                get_default_logger().info("waiting for the embedding worker at %s: %s", address, failure)
-            time.sleep(_RETRY_S)
+        except (UnavailableError, DeadlineExceededError) as error:
+            failure = error
+    raise DeadlineExceededError(
+        f"the embedding worker at {address} does not serve after {timeout_s:g} s: {failure}"
+    ) from failure
 
 
 def _client(addresses: Sequence[str]) -> RemoteClient:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from persia import env
 from persia.checkpoint.checkpoints import Checkpoints
@@ -32,7 +32,7 @@ from persia.tiers.server_tier import ServerTier
 if TYPE_CHECKING:
     from persia._native import EmbeddingStore
 
-__all__ = ["JobRuntime"]
+__all__ = ["JobRuntime", "local_share"]
 
 
 class JobRuntime:
@@ -50,16 +50,27 @@ class JobRuntime:
         connection: JobConnection | None = None,
         embedded: EmbeddedJob | None = None,
         tier: ServerTier | None = None,
+        num_threads: int | None = None,
     ) -> None:
+        """`num_threads`: of dumps and loads of a store in this process."""
         self.backend = backend
         self.slots = slots
         self.connection = connection
         self.embedded = embedded
         self.packets: PacketWriter | None = None
         self.checkpoints = Checkpoints(self._find_peers, deadline_s=env.get_deadline_s())
-        self._peers = [_local_peer(backend.local_store, slots, embedded, tier)] if backend.local_store else []
+        self.share: ServerShare | None = None  # the store in this process
+        self._peers: list[Peer] = []
+        if backend.local_store is not None:
+            config = GlobalConfig() if embedded is None else embedded.config
+            self.share = local_share(
+                backend.local_store, slots, num_threads, dump_percent=dump_percent(config), tier=tier
+            )
+            packets = None if embedded is None else IncrementalSettings.of(embedded.config)
+            changes = ServerChanges.of(backend.local_store, packets)
+            self._peers = [LocalPeer(CheckpointService(self.share, changes))]
         self._resources = ExitStack()  # closed last
-        self._is_announced = False
+        self._is_advertised = False
 
     @classmethod
     def open(
@@ -77,6 +88,7 @@ class JobRuntime:
         with ExitStack() as resources:
             connection = JobConnection.connect(name)
             resources.callback(connection.close)
+            # Waits for the workers, and compares their slots with these: a difference would train other rows.
             backend = ClusterBackend(
                 connection.directory, schema="" if slots is None else slots.schema_hash()
             )
@@ -95,6 +107,7 @@ class JobRuntime:
         tier = None
         with ExitStack() as resources:
             if storage.has_pool:
+                # Before the store, which is created on it.
                 threads = config.common_config.checkpointing_config.num_workers
                 schema = RowSchema.of(slots)
                 tier = ServerTier(storage, index=0, replicas=1, schema=schema, num_threads=threads)
@@ -109,11 +122,11 @@ class JobRuntime:
             runtime._resources = resources.pop_all()  # last: until here an error closes them
             return runtime
 
-    def announce(self, rank: int, world_size: int, *, address: str = "") -> None:
-        """Tells loaders and the other ranks that this NN worker takes batches; once."""
-        if self.connection is not None and not self._is_announced:
-            self.connection.announce(NN_WORKER, rank, world_size, address=address)
-            self._is_announced = True
+    def advertise(self, rank: int, world_size: int, *, address: str = "") -> None:
+        """Advertises this NN worker to loaders and the other ranks; once."""
+        if self.connection is not None and not self._is_advertised:
+            self.connection.advertise(NN_WORKER, rank, world_size, address=address)
+            self._is_advertised = True
 
     def start_packets(self, step: Callable[[], int], num_trainers: int) -> PacketWriter | None:
         """Writes packets of changes for inference servers, if the servers' configuration asks for them.
@@ -124,12 +137,15 @@ class JobRuntime:
             self.packets = PacketWriter(
                 self._find_peers, deadline_s=env.get_deadline_s(), step=step, num_trainers=num_trainers
             )
+            # Packets pause for dumps and loads: a server does one operation at a time.
             self.checkpoints.hook = self.packets.stream
             self.packets.start()
         return self.packets
 
     def close(self, deadline_s: float, *, in_order: bool = True) -> None:
         """Ends dumps, loads and packets, then disconnects; waits for them unless not `in_order`."""
+        # In reverse: dumps and loads end, then packets, then the connection. An error of one does not keep
+        # the others from ending.
         with self._resources, contextlib.ExitStack() as last:
             last.callback(self.checkpoints.close, finish=in_order)
             if self.packets is not None:
@@ -145,21 +161,19 @@ class JobRuntime:
             raise FailedPreconditionError(
                 "this context has no connection to the job's parameter servers: dump and load in a TrainCtx"
             )
+        # Asked for at each operation: servers may be replaced while the job runs.
         return find_servers(self.connection.session, env.get_deadline_s())
 
 
-def _local_peer(
-    store: EmbeddingStore, slots: SlotsConfig | None, job: EmbeddedJob | None, tier: ServerTier | None
-) -> Peer:
-    config = GlobalConfig() if job is None else job.config
-    share = ServerShare(
+def local_share(
+    store: EmbeddingStore, slots: SlotsConfig | None, num_threads: int | None = None, **options: Any
+) -> ServerShare:
+    """A store of this process, which has all rows. `options`: those of `ServerShare`."""
+    return ServerShare(
         store=store,
         index=0,
         replicas=1,
         schema=None if slots is None else RowSchema.of(slots),
-        num_threads=env.get_num_threads() or 2,
-        dump_percent=dump_percent(config),
-        tier=tier,
+        num_threads=num_threads or env.get_num_threads() or 2,
+        **options,
     )
-    changes = ServerChanges.of(store, None if job is None else IncrementalSettings.of(job.config))
-    return LocalPeer(CheckpointService(share, changes))

@@ -14,11 +14,15 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Optimizer
 from persia.errors import InvalidArgumentError, InvalidTypeError
 from persia.nn.embedding_bag_collection import check_optimizer, prefix_bits
-from persia.nn.pending_updates import PendingUpdates
 from persia.nn.replicas import RankExchange, from_rank_0
-from persia.nn.server_table import ServerTable
-from persia.nn.servers import Servers
-from persia.nn.store_embedding import StoreEmbedding, StoreEmbeddingBag, StoreModule, StoreRows
+from persia.nn.servers import Servers, ServerTable
+from persia.nn.store_embedding import (
+    PendingUpdates,
+    StoreEmbedding,
+    StoreEmbeddingBag,
+    StoreModule,
+    StoreRows,
+)
 
 Select = Callable[[str, nn.Module], bool]
 _Original = nn.Embedding | nn.EmbeddingBag
@@ -150,6 +154,7 @@ def _weights(chosen: dict[str, _Original]) -> dict[int, tuple[str, _Original]]:
     """By identity: the first module of each, and its name."""
     weights: dict[int, tuple[str, _Original]] = {}
     for name, module in chosen.items():
+        # Tied modules have one weight, and must have one set of rows: the name of the first is the slot's.
         weights.setdefault(id(module.weight), (name or type(module).__name__, module))
     return weights
 
@@ -183,6 +188,7 @@ def _check_not_shared(model: nn.Module, chosen: dict[str, _Original]) -> None:
     for parent_name, parent in model.named_modules():
         if any(parent is module for module in chosen.values()):
             continue
+        # A weight that an output layer shares would no longer be the one that the store trains.
         for name, parameter in parent.named_parameters(recurse=False):
             if id(parameter) in weights:
                 where = f"{parent_name}.{name}" if parent_name else name
@@ -194,6 +200,7 @@ def _check_not_shared(model: nn.Module, chosen: dict[str, _Original]) -> None:
 
 def _reason_against(module: _Original) -> str | None:
     original = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
+    # A subclass may compute anything from its weight, which is empty after the conversion.
     if type(module).forward is not original.forward:
         return f"is a {type(module).__name__} with a forward of its own: replace it yourself"
     if parametrize.is_parametrized(module):
@@ -213,6 +220,7 @@ def _reason_against(module: _Original) -> str | None:
         return f"has a weight of {module.weight.dtype}, and a store's rows are float32: call .float() first"
     if module.weight.is_meta:
         return "is on the meta device and has no values: materialise it first"
+    # The store refuses rows that are not finite, but only after the first blocks have been written.
     if not torch.isfinite(module.weight).all():
         return "has a NaN or an infinity in its weight: mend it"
     return None
@@ -233,6 +241,7 @@ def _replaced(
             new = StoreEmbedding(rows, padding_idx)
         else:
             new = StoreEmbeddingBag(rows, module.mode, padding_idx, module.include_last_offset)
+        # By identity: a module that is used in two places is replaced by one.
         replacements[id(module)] = new.to(module.weight.device).train(module.training)
     taken_over = [(replacements[id(module)], module.weight.detach()) for module in chosen.values()]
     if exchange is not None:
@@ -246,5 +255,6 @@ def _replaced(
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if id(child) in replacements:
+                # Not by `setattr`: children of a ModuleDict may have names that are no attributes.
                 parent._modules[name] = replacements[id(child)]
     return replacements.get(id(model), model)

@@ -1,8 +1,8 @@
 """Pooled embeddings of many slots as one torch module, with the engine in this process.
 
-The module looks rows up where they lie in the store, and its backward pass applies the sparse optimizer to
-them: there is no weight of table size, no gradient of table size and no separate step. It is the same engine
-that embedding workers and parameter servers run; here it needs neither broker nor servers.
+The module reads rows in the store, and its backward pass applies the sparse optimizer to them: there is no
+weight of table size, no gradient of table size and no separate step. It is the same engine that embedding
+workers and parameter servers run; here it needs neither broker nor servers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -19,16 +19,14 @@ from numpy.typing import NDArray
 from persia import _native, env
 from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source, described
 from persia.checkpoint.peers import LocalPeer
-from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.config import CheckpointingConfig, SlotConfig, SlotsConfig
 from persia.embedding import EmbeddingConfig
 from persia.embedding.checks import checked_integer
 from persia.embedding.optim import Optimizer
 from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, InvalidTypeError
+from persia.job.runtime import local_share
 from persia.logger import get_logger
-from persia.nn.engine import Engine
-from persia.storage.schema import RowSchema
 
 _logger = get_logger(__name__)
 
@@ -50,6 +48,36 @@ class BagStats:
     num_nonfinite: int  # gradients dropped because their sum was NaN or infinite
 
 
+class UpdateReport(Protocol):
+    """What became of an update's rows."""
+
+    @property
+    def num_nonfinite(self) -> int: ...
+
+
+class Engine(Protocol):
+    """What holds the rows: `_native.EmbeddingBags`, or the same calls on servers. Thread-safe."""
+
+    def configure(self, config: _native.TrainConfig, *, replace: bool = False) -> None: ...
+
+    def lookup(
+        self,
+        values: NDArray[np.uint64],
+        lengths: NDArray[np.int64],
+        *,
+        train: bool,
+        weights: NDArray[np.float32] | None = None,
+    ) -> tuple[NDArray[np.float32], Any]:
+        """Pooled rows [batch, dims], and what `update` wants of a training lookup."""
+
+    def update(self, batch: Any, gradients: NDArray[np.float32]) -> UpdateReport:
+        """Applied when it returns, or it raises."""
+
+    def set_rows(self, slot: int, ids: NDArray[np.uint64], rows: NDArray[np.float32]) -> None: ...
+    def stats(self) -> _native.StoreStats: ...
+    def clear(self) -> None: ...
+
+
 class EmbeddingBagCollection(torch.nn.Module):
     """Sums of embedding rows, for many slots at once, trained by `backward()`.
 
@@ -66,13 +94,13 @@ class EmbeddingBagCollection(torch.nn.Module):
         optimizer: of `persia.embedding.optim`; applied to a batch's rows in its backward pass.
         embedding_config: initial values, admission, weight bound; default `EmbeddingConfig()`.
         capacity: rows at most; beyond it those used the longest ago are evicted. Nothing is allocated ahead.
-        num_internal_shards: parts the store is divided into, at least as many as threads. Each has an equal
+        num_internal_shards: shards of the store, at least as many as threads. Each has an equal
             share of the capacity and evicts for itself.
         num_threads: threads of a lookup or update, the caller's included; default `PERSIA_NUM_THREADS`, else
             `torch.get_num_threads()`. They sleep while torch computes.
         count_updates: of each row, for `export(min_updates=...)`; costs at most 16 bytes a row.
-        row_dtype: how embeddings lie in memory: "float32", or in half the bytes "bfloat16" or "float16". What
-            goes in and comes out, the arithmetic and the optimizer's state are float32 all the same.
+        row_dtype: of embeddings in memory: "float32", or in half the bytes "bfloat16" or "float16". Inputs,
+            outputs, the arithmetic and the optimizer's state are float32 in any case.
         engine: what holds the rows (`persia.nn.convert` gives it); default a store in this process, to which
             the five arguments above apply.
 
@@ -163,7 +191,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         if isinstance(values, torch.Tensor):
             return self._pooled(values, lengths, per_sample_weights)
         pooled = self._pooled(*self._of_keyed_jagged(values, lengths, per_sample_weights))
-        from torchrec import KeyedTensor  # no dependency: who has a KeyedJaggedTensor has it
+        from torchrec import KeyedTensor  # no dependency: it is installed where a KeyedJaggedTensor is
 
         dims = [slot.dim for slot in self.slots_config.slots_config.values()]
         return KeyedTensor(keys=self.slot_names, length_per_key=dims, values=pooled)
@@ -195,6 +223,7 @@ class EmbeddingBagCollection(torch.nn.Module):
     def register_embedding_optimizer(self, optimizer: Optimizer) -> None:
         """As `set_optimizer`; the name by which `Optimizer.set_lr` knows it."""
         self._bags.configure(optimizer.train_config(self.embedding_config), replace=True)
+        # After `configure`, which may refuse: the former optimizer then stays in force.
         self.optimizer.unsubscribe(self.register_embedding_optimizer)
         self.optimizer = optimizer
         optimizer.subscribe(self.register_embedding_optimizer)
@@ -212,6 +241,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         if slot not in names:
             raise InvalidArgumentError(f"slot {slot!r} is not one of {', '.join(names)}")
         check_tensor(rows, "rows", torch.float32, shape=" [n, dim]")
+        # A row that is not finite stays so in every update, and spreads to each sample that has its ID.
         if not torch.isfinite(rows).all():
             raise InvalidArgumentError(f"rows for slot {slot!r} have a NaN or an infinity: leave them out")
         self._bags.set_rows(names.index(slot), _ids(ids, "ids"), _array(rows))
@@ -289,7 +319,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         )
 
     def _check_can_look_up(self) -> None:
-        # A fork lacks the engine's threads and would wait for them.
+        # Data loaders of torch fork. A fork lacks the engine's threads and would wait for them.
         if self._pid != os.getpid():
             raise FailedPreconditionError(
                 f"this process is a fork of the one that made the {type(self).__name__}, whose threads and "
@@ -309,6 +339,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             raise InvalidArgumentError(
                 "per_sample_weights was given beside a KeyedJaggedTensor: give it weights of its own"
             )
+        # Another order would look IDs up in slots of other features without any error.
         if list(keyed.keys()) != self.slot_names:
             raise InvalidArgumentError(
                 f"the KeyedJaggedTensor has the keys {list(keyed.keys())}, must have the slots in their "
@@ -331,13 +362,8 @@ class EmbeddingBagCollection(torch.nn.Module):
         )
 
     def _checkpoints(self, dump_percent: int = CheckpointingConfig().dump_percent) -> Checkpoints:
-        share = ServerShare(
-            store=self._own_store(),
-            index=0,
-            replicas=1,
-            schema=RowSchema.of(self.slots_config),
-            num_threads=self._num_threads,
-            dump_percent=dump_percent,
+        share = local_share(
+            self._own_store(), self.slots_config, self._num_threads, dump_percent=dump_percent
         )
         peer = LocalPeer(CheckpointService(share))
         return Checkpoints(lambda: [peer], deadline_s=env.get_deadline_s())
@@ -345,6 +371,7 @@ class EmbeddingBagCollection(torch.nn.Module):
     def _update(self, batch: Any, gradient: torch.Tensor) -> None:
         report = self._bags.update(batch, _array(gradient))
         if report.num_nonfinite and not self._has_warned:
+            # Once: a model that diverges would write a line for every batch.
             self._has_warned = True
             _logger.warning(
                 "the gradients of %d rows were NaN or infinite and were dropped; later ones are only counted",
@@ -418,6 +445,7 @@ def _in_range(name: str, value: int, maximum: int) -> int:
 def _num_threads(given: int | None) -> int:
     if given is not None:
         return _in_range("num_threads", given, _MAX_THREADS)
+    # The variable bounds engines of a process where several share a host; torch has a number of its own.
     from_env = env.get_num_threads()
     if from_env is not None:
         return _in_range("PERSIA_NUM_THREADS", from_env, _MAX_THREADS)

@@ -78,6 +78,7 @@ def export(
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
+    # The wrapper holds a process group, which cannot be copied and is of no use to the export.
     if isinstance(model, DistributedDataParallel):
         model = model.module
     limit = _Limit(checked_integer("max_bytes", max_bytes))
@@ -114,6 +115,7 @@ class _Limit:
     def take(self, place: str, num_rows: int, num_bytes: int) -> None:
         self.num_rows += num_rows
         self.num_bytes += num_bytes
+        # Checked as rows are read and not from the counts before: filters may leave most of them out.
         if self.num_bytes > self.max_bytes:
             raise ResourceExhaustedError(
                 f"the export has {self.num_rows:,} rows and {self.num_bytes:,} bytes up to {place!r}, more "
@@ -218,7 +220,10 @@ class _Exporter:
         else:
             gathered = self._gather(place, rows, slots, dict.fromkeys(slots, wanted))[slot.dim]
         keys, values = _sorted(gathered, slot.dim)
+        # The module of a converted weight gets IDs, so its table needs no signs.
         keys -= slot.prefix
+        # A whole vocabulary becomes a plain table, looked up by index: no search, and IDs beyond it are an
+        # error.
         if rows.num_embeddings is None or wanted is not None or not self._least.is_any:
             return KeyedRows(keys, values, 64 - rows.slots_config.feature_index_prefix_bit)
         whole = torch.zeros(rows.num_embeddings, slot.dim)
@@ -300,6 +305,7 @@ def _all_rows(collection: EmbeddingBagCollection) -> Iterator[tuple[NDArray[np.u
         FailedPreconditionError: a snapshot of the store is under way already.
         ResourceExhaustedError: other threads train faster than rows can be read.
     """
+    # Each part is decoded as a whole; their size bounds the memory beside the result.
     num_parts = max(1, collection.stats().memory_bytes // _PART_BYTES)
     snapshot = collection._own_store().begin_snapshot(num_parts)
     try:
@@ -319,6 +325,7 @@ def _rows_of(part: _native.SnapshotPart) -> Iterator[tuple[NDArray[np.uint64], N
     end, _ = _native.parse_checkpoint_trailer(bytes(file[-_native.CHECKPOINT_TRAILER_BYTES :]))
     assert isinstance(begin, int)
     by_dim: dict[int, list[_native.BlockRows]] = {}
+    # Blocks are small, one for each dim and virtual shard: joined, they cost one tensor operation a part.
     for block in _native.decode_checkpoint_blocks(memoryview(file)[begin:end]):
         by_dim.setdefault(block.dim, []).append(block)
     for blocks in by_dim.values():
@@ -343,6 +350,7 @@ class _Choice:
 
     def __call__(self, signs: torch.Tensor) -> torch.Tensor:
         """bool [n]"""
+        # An arithmetic shift: a prefix with the top bit set is negative in int64, as in `_slots`.
         prefixes = (signs >> self._id_bits) << self._id_bits
         return torch.isin(prefixes, self._whole) | torch.isin(signs, self._signs)
 

@@ -74,6 +74,7 @@ class KeyedRows(nn.Module):
             return torch.zeros_like(wanted)
         if self.id_bits < 64:
             wanted = fold(wanted, self.id_bits)
+        # Beyond the last key: any index will do, as the key there differs.
         place = self._lower_bound(wanted).clamp(max=self.num_keys - 1)
         missing = torch.full_like(place, self.num_keys)
         return torch.where(self.keys[place] == wanted, place, missing)
@@ -150,6 +151,7 @@ class ExportedEmbeddingBag(nn.Module):
         weights = is_id.to(torch.float32)
         if per_sample_weights is not None:
             weights = weights * per_sample_weights.reshape(-1)
+        # Padding is multiplied by zero instead of left out: shapes must not depend on values.
         rows: torch.Tensor = self.table(ids) * weights.unsqueeze(1)
         bags = bag_of_each(begins, ids.shape[0])
         sums = rows.new_zeros(begins.shape[0], self.table.dim).index_add(0, bags, rows)
@@ -190,9 +192,11 @@ class ExportedBagCollection(nn.Module):
         counts = lengths.reshape(-1)
         bags = bag_of_each(counts.cumsum(0) - counts, values.shape[0])
         slots = torch.div(bags, max(batch, 1), rounding_mode="floor")
+        # For all slots at once: a loop over slots would have shapes that depend on `lengths`.
         signs = self._signs(values, slots)
         bags_of_signs = bags.unsqueeze(1).expand(-1, signs.shape[1]).reshape(-1)
         num_rows = lengths * self.rounds.clamp(min=1).unsqueeze(1)
+        # Bags of one row are not scaled, and division by the root of one is exact, so all take one path.
         roots = torch.where(self.is_scaled & (num_rows > 1), num_rows, torch.ones_like(num_rows))
         factors = (1.0 / roots.to(torch.float32).sqrt()).unsqueeze(2)
         pooled: list[torch.Tensor] = []
@@ -262,5 +266,6 @@ def rotated_right(bits: torch.Tensor, count: int) -> torch.Tensor:
 
 def unsigned_modulo(bits: torch.Tensor, modulus: torch.Tensor) -> torch.Tensor:
     """For moduli of at most 2^62."""
+    # int64 has a sign. Half of the 64 bits fits it, so the remainder is right, and twice it still fits.
     half = shifted_right(bits, 1) % modulus
     return (half * 2 + (bits & 1)) % modulus

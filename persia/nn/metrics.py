@@ -18,6 +18,7 @@ from torch import distributed as dist
 
 from persia.embedding.checks import checked_integer
 from persia.errors import InvalidArgumentError, InvalidTypeError
+from persia.nn.replicas import gather_ragged
 
 _EPSILON = float(np.finfo(np.float32).eps)  # predictions of 0 and 1 are taken for this close to them
 
@@ -94,6 +95,7 @@ class ClickMetrics:
         # Of a batch larger than the window only the last samples are copied.
         kept = min(size, self.window)
         begin = (self._num_seen + size - kept) % self.window
+        # Two copies where the batch wraps around the end of the ring; the second is empty otherwise.
         until_end = min(kept, self.window - begin)
         for ring, column in zip(rings, columns, strict=False):
             assert ring is not None
@@ -116,7 +118,7 @@ class ClickMetrics:
         )
         rings = [torch.empty(0, dtype=dtype) if ring is None else ring[:size] for ring, dtype in types]
         if group is not None:
-            rings = [_gathered(ring, group) for ring in rings]
+            rings = [torch.cat(gather_ragged(ring, group)) for ring in rings]
         predictions, labels, users = (ring.cpu().numpy() for ring in rings)
         return _quality(predictions, labels, users if len(users) else None, from_logits=self.from_logits)
 
@@ -144,21 +146,6 @@ class ClickMetrics:
                 "users was given with some batches and not with others: give it with all or none, or reset()"
             )
         return flat
-
-
-def _gathered(ring: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """All ranks' samples, rank after rank."""
-    world_size = dist.get_world_size(group)
-    if "nccl" in dist.get_backend(group):
-        ring = ring.cuda()
-    size = torch.tensor([len(ring)], device=ring.device)
-    sizes = [torch.empty_like(size) for _ in range(world_size)]
-    dist.all_gather(sizes, size, group=group)
-    longest = max(int(other) for other in sizes)
-    padded = torch.nn.functional.pad(ring, (0, longest - len(ring)))
-    parts = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[: int(other)] for part, other in zip(parts, sizes, strict=True)])
 
 
 def _quality(
@@ -222,6 +209,7 @@ def _gauc(
     num_positives = np.bincount(user_of, minlength=len(distinct))
     num_negatives = np.bincount(numbers[~is_positive], minlength=len(distinct))
     of_users_before = np.cumsum(num_negatives) - num_negatives
+    # Keys of users before are all smaller: each counts twice as a win and is taken off again.
     wins = _twice_wins(positives, negatives) - 2 * of_users_before[user_of]
     pairs = num_positives * num_negatives
     has_both = pairs > 0

@@ -11,16 +11,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import distributed as dist
 
 from persia.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
-from persia.nn.pending_updates import BagGradients, PendingUpdates, Uses
-from persia.nn.store_embedding import StoreModule
+from persia.nn.store_embedding import BagGradients, PendingUpdates, StoreModule, Uses
 
 
 class RankExchange:
@@ -30,11 +27,10 @@ class RankExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, in_servers: bool) -> None:
-        # Weak: who ends the group before the process ends must not wait for a model that still refers to it.
+        # Weak: a script that destroys the group must not wait for a model that still refers to it.
         # Its threads would outlive the interpreter, which aborts the process.
         self._group_reference = weakref.ref(group)
         self._in_servers = in_servers
-        self._device = _device_of(group)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -56,6 +52,7 @@ class RankExchange:
                 module.load_weight(from_rank_0(weight, self._group))
             return
         with self.together():
+            # Ranks would write the same rows, each as many bytes as the table has.
             if dist.get_rank(self._group) == 0:
                 for module, weight in weights:
                     module.load_weight(weight)
@@ -67,12 +64,15 @@ class RankExchange:
         numbers = range(len(updates.rows))
         own = [_joined(uses.get(number, []), updates.rows[number].embedding_dim) for number in numbers]
         evicted = [0 if self._in_servers else rows.stats().num_evicted for rows in updates.rows]
-        sizes = self._gather_equal(
-            torch.tensor([[len(use.ids), len(use.lengths), evicted[i]] for i, use in enumerate(own)])
+        sizes = _gather(
+            torch.tensor([[len(use.ids), len(use.lengths), evicted[i]] for i, use in enumerate(own)]),
+            self._group,
         )
+        # Before the gradients are exchanged: all ranks raise here, or none, and none waits for another.
         _check_none_evicted(updates, sizes[:, :, 2])
-        integers = self._gather([part for use in own for part in (use.ids.view(np.int64), use.lengths)])
-        floats = self._gather([use.gradient.reshape(-1).numpy() for use in own])
+        own_integers = [array for use in own for array in (use.ids.view(np.int64), use.lengths)]
+        integers = gather_ragged(torch.from_numpy(np.concatenate(own_integers)), self._group)
+        floats = gather_ragged(torch.cat([use.gradient.reshape(-1) for use in own]), self._group)
         everyone: Uses = {number: [] for number in numbers}
         for rank, counts in enumerate(sizes.tolist()):
             place_i = place_f = 0
@@ -90,6 +90,7 @@ class RankExchange:
         if not self._in_servers:
             return everyone
         rank = dist.get_rank(self._group)
+        # Servers apply each update that they get, so each weight is updated by one rank.
         return {number: everyone[number] for number in numbers if number % len(sizes) == rank}
 
     @contextlib.contextmanager
@@ -104,7 +105,7 @@ class RankExchange:
             failure = error
         if not self._in_servers:
             return
-        failed = self._gather_equal(torch.tensor([failure is not None])).flatten().nonzero().flatten()
+        failed = _gather(torch.tensor([failure is not None]), self._group).flatten().nonzero().flatten()
         if failure is not None:
             raise failure
         if len(failed):
@@ -112,25 +113,28 @@ class RankExchange:
                 f"rank {int(failed[0])} could not update rows in the servers; its own error says why"
             )
 
-    def _gather_equal(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[ranks, *] of tensors [*] with one shape on all ranks."""
-        mine = tensor.to(self._device)
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(gathered, mine, group=self._group)
-        return torch.stack(gathered).cpu()
-
-    def _gather(self, parts: Sequence[NDArray[Any]]) -> torch.Tensor:
-        """[ranks, longest] of the joined parts, each rank's padded with zeros to the longest."""
-        mine = torch.from_numpy(np.concatenate(parts))
-        longest = int(self._gather_equal(torch.tensor([len(mine)])).max())
-        return self._gather_equal(torch.nn.functional.pad(mine, (0, longest - len(mine))))
-
 
 def from_rank_0(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Rank 0's tensor, on every rank of the group."""
     shared = tensor.detach().to(_device_of(group), copy=True)
     dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)
     return shared.to(tensor.device)
+
+
+def gather_ragged(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Tensors [n] of all ranks, on the host; n may differ."""
+    sizes = _gather(torch.tensor([len(tensor)]), group).flatten().tolist()
+    # Backends differ in whether they gather tensors of unequal sizes: each rank pads to the longest.
+    gathered = _gather(torch.nn.functional.pad(tensor, (0, max(sizes) - len(tensor))), group)
+    return [padded[:size] for padded, size in zip(gathered, sizes, strict=True)]
+
+
+def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Tensors [*] of one shape on all ranks as one [ranks, *], on the host."""
+    mine = tensor.to(_device_of(group))
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    return torch.stack(gathered).cpu()
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -13,12 +18,83 @@ from torch import nn
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Optimizer
 from persia.errors import FailedPreconditionError, InvalidArgumentError
-from persia.nn.embedding_bag_collection import EmbeddingBagCollection, check_tensor
-from persia.nn.engine import Engine
-from persia.nn.pending_updates import BagGradients, PendingUpdates
+from persia.nn.embedding_bag_collection import EmbeddingBagCollection, Engine, check_tensor
 
 SLOT = "rows"
 _BLOCK_BYTES = 64 << 20  # of a weight that is taken over at a time
+
+
+@dataclass(frozen=True)
+class BagGradients:
+    """The gradient of one lookup's bags."""
+
+    ids: NDArray[np.uint64]  # [total], bag after bag
+    lengths: NDArray[np.int64]  # [batch]
+    gradient: torch.Tensor  # float32 [batch, dim], on the host
+    batch: Any  # the lookup itself, as its engine wants it back; None: of another rank, or several joined
+
+
+Uses = dict[int, list[BagGradients]]  # by the number of the rows
+
+
+class Exchange(Protocol):
+    """What several ranks do between the end of a backward pass and its updates."""
+
+    def __call__(self, updates: PendingUpdates, uses: Uses) -> Uses:
+        """A rank's own gradients in, those that it is to apply out."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Around the updates."""
+
+
+class _Pass:
+    """A backward pass. Its callback alone keeps it: what a pass that failed had gathered goes with it."""
+
+    def __init__(self) -> None:
+        self.uses: Uses = {}
+
+
+class PendingUpdates:
+    """Updates of all rows that one `convert()` made. They wait for the end of a backward pass.
+
+    A module that is used several times in one forward pass gets a gradient for every use. Torch adds them up
+    before the optimizer sees them; here they are gathered until autograd has finished, and applied at once.
+    At the same place ranks exchange what they are about to apply (`persia.nn.replicas`).
+    """
+
+    def __init__(self, exchange: Exchange | None = None) -> None:
+        self.rows: list[StoreRows] = []
+        self.exchange = exchange
+        self._passes: WeakValueDictionary[int, _Pass] = WeakValueDictionary()  # by autograd's number
+
+    def register(self, rows: StoreRows) -> int:
+        """Returns the number under which `add` knows them."""
+        self.rows.append(rows)
+        return len(self.rows) - 1
+
+    def add(self, number: int, gradients: BagGradients) -> None:
+        """Only within a backward pass; they are applied at its end."""
+        # Backward passes of several threads, or one inside another, are told apart by autograd's own number.
+        number_of_pass = torch._C._current_graph_task_id()
+        current = self._passes.get(number_of_pass)
+        if current is None:
+            current = self._passes[number_of_pass] = _Pass()
+            # What DDP finishes its reductions by, too.
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(self._apply, current))
+        current.uses.setdefault(number, []).append(gradients)
+
+    def _apply(self, finished: _Pass) -> None:
+        # Taken out first: if an update raises, the gradients of the pass are gone, and not applied twice.
+        uses, finished.uses = finished.uses, {}
+        together: AbstractContextManager[None] = contextlib.nullcontext()
+        if self.exchange is not None:
+            uses = self.exchange(self, uses)
+            together = self.exchange.together()
+        with together:
+            # In one order on all ranks, which may have used their modules in different orders.
+            for number in sorted(uses):
+                self.rows[number].apply_gradients(uses[number])
 
 
 class StoreRows(EmbeddingBagCollection):
@@ -65,19 +141,21 @@ class StoreRows(EmbeddingBagCollection):
 
     def take_over(self, weight: torch.Tensor) -> None:
         """Row i becomes the row of ID i."""
+        # In blocks: with a weight of many gigabytes the process has no room for a second one.
         blocks = self.id_blocks(torch.arange(len(weight)))
         for ids in blocks:
             self.set_embeddings(SLOT, ids, weight[ids].detach().cpu())
         # When all are there: later ones may have taken the room of earlier ones.
         num_lost = 0
         for ids in blocks:
+            # A row that was evicted reads as zeros; one that is zeros in the weight is not missed.
             is_zero = ~self.read(ids).any(1)
             num_lost += int((weight[ids].detach().cpu().any(1) & is_zero).sum())
         if num_lost:
             whose = "the parameter servers'" if self.in_servers else "the store's"
             raise InvalidArgumentError(
                 f"capacity is too small for {self.name!r}: {num_lost} of {len(weight)} rows had to go. Each "
-                f"of {whose} parts has an equal share: allow a tenth more than there are rows"
+                f"of {whose} shards has an equal share: allow a tenth more than the number of rows"
             )
 
     def id_blocks(self, ids: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -92,6 +170,7 @@ class StoreRows(EmbeddingBagCollection):
 
     def apply_gradients(self, uses: Sequence[BagGradients]) -> None:
         """Updates each row once, by the sum of its gradients in `uses`."""
+        # The lookup of the forward pass has found the rows already, and its engine can update them in place.
         if len(uses) == 1 and uses[0].batch is not None:
             self._update(uses[0].batch, uses[0].gradient)
             return
@@ -112,6 +191,7 @@ class StoreRows(EmbeddingBagCollection):
             float32 [batch, dim], on the device of `ids`.
         """
         self._check_can_look_up()
+        # The store is on the host; int32 IDs are widened, as a negative one must stay negative for the check.
         own = ids.detach().to("cpu", torch.int64)
         self._check_ids(own)
         counts = lengths.cpu().contiguous().numpy()
@@ -196,6 +276,7 @@ class StoreModule(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any
     ) -> None:
+        # Not a parameter here, so torch would report it as unexpected.
         weight = state_dict.pop(prefix + "weight", None)
         if weight is not None:
             self.load_weight(weight)
@@ -237,6 +318,8 @@ class StoreEmbedding(StoreModule):
         if self.padding_idx is None:
             return self.rows.pool(ids, torch.ones(len(ids), dtype=torch.int64)).view(shape)
         is_id = torch.ne(ids, self.padding_idx)
+        # The padding has a bag without IDs, whose zeros are replaced below: its row must not be made or
+        # updated.
         rows = self.rows.pool(ids[is_id], is_id.to(torch.int64))
         return torch.where(is_id.unsqueeze(1), rows, self.padding_row).view(shape)
 
@@ -268,6 +351,7 @@ class StoreEmbeddingBag(StoreModule):
         ids = input.reshape(-1)
         if self.padding_idx is not None:
             is_id = torch.ne(ids, self.padding_idx)
+            # A mean of torch does not count the padding, so it leaves both IDs and lengths.
             bags = torch.repeat_interleave(lengths)
             lengths = torch.bincount(bags[is_id], minlength=len(lengths))
             ids = ids[is_id]

@@ -38,6 +38,7 @@ __all__ = ["ClusterBackend", "EmbeddingBackend", "SlotGradients", "slot_signs"]
 
 _ROWS_AT_A_TIME = 65_536  # bounds a message of set_embeddings
 
+# A loader that used the worker has reached it before, so it is running, and answers soon or not at all.
 _PROBE_S = 5.0
 
 SlotGradients = Sequence[tuple[str, NDArray[np.float32] | None]]
@@ -85,6 +86,8 @@ class EmbeddingBackend:
         self, id_features: bytes, *, requires_grad: bool, slots: int = ALL_SLOTS
     ) -> LookupResult:
         """The embeddings of ID features built in this process; workers take turns."""
+        # The client takes the index modulo the number of its workers. Without a bound on the counter, its
+        # value would exceed the 32 bits of the argument after some months.
         worker_index = self._num_direct_lookups
         self._num_direct_lookups = (worker_index + 1) % (1 << 31)
         return self._client.lookup_direct(
@@ -114,10 +117,11 @@ class EmbeddingBackend:
         if not isinstance(rows, np.ndarray) or rows.shape != (len(ids), dim):
             what = list(rows.shape) if isinstance(rows, np.ndarray) else type(rows).__name__
             raise InvalidArgumentError(f"rows of slot {name} are {what}: pass float32 [{len(ids)}, {dim}]")
+        # Converted once, so that blocks are views and each is copied into its message only.
         values = np.ascontiguousarray(rows, np.float32)
         for begin in range(0, len(signs), _ROWS_AT_A_TIME):
-            part = slice(begin, begin + _ROWS_AT_A_TIME)
-            self.set_embeddings(signs[part], values[part])
+            block = slice(begin, begin + _ROWS_AT_A_TIME)
+            self.set_embeddings(signs[block], values[block])
 
     def clear(self) -> None:
         """Removes all rows from all servers."""
@@ -134,13 +138,14 @@ class EmbeddingBackend:
 class ClusterBackend(EmbeddingBackend):
     """Embedding workers of a cluster behind RPC. Waits for all of them on creation.
 
-    Workers that are started later are used; one that says bye is asked only for the batches that it holds.
+    Workers that join later are used; one that has left is asked only for the batches that it holds.
     `schema`: the hash of this process' slots, which must be theirs; "" to accept any.
     """
 
     def __init__(self, directory: Directory, *, schema: str = "") -> None:
         deadline_s = env.get_deadline_s()
         self._directory = directory
+        # Written by discovery events and lookups on several threads: single operations of a dict are atomic.
         self._incarnations: dict[int, int] = {}  # of the workers that have an address
         self._config: TrainConfig | None = None
         self._watch = directory.watch(EMBEDDING_WORKER, self._on_event)
@@ -163,32 +168,33 @@ class ClusterBackend(EmbeddingBackend):
     @property
     def client(self) -> RemoteClient:
         """What the calls go through; for its counts."""
-        assert self._remote is not None, "made with this"
+        assert self._remote is not None, "created with this"
         return self._remote
 
     def configure(self, config: TrainConfig, *, replace: bool = False) -> None:
+        # Kept only once all servers have accepted it: a worker that joins must not get a refused one.
         super().configure(config, replace=replace)
         self._config = config
 
     def lookup(
         self, reference: BatchReference, *, requires_grad: bool, slots: int = ALL_SLOTS
     ) -> LookupResult:
-        # A loader may have heard of a new worker before this process has.
-        if reference.worker_index not in self._incarnations:
-            self._find(reference.worker_index)
+        # A loader may have discovered a new worker before this process has.
+        index = reference.worker_index
+        if index not in self._incarnations:
+            worker = self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S)
+            if worker is None:
+                raise UnavailableError(
+                    f"embedding worker {index} does not answer, which a data loader has used"
+                )
+            self._use(worker)
         return super().lookup(reference, requires_grad=requires_grad, slots=slots)
 
     def close(self) -> None:
         self._watch.close()
 
-    def _find(self, index: int) -> None:
-        worker = self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S)
-        if worker is None:
-            raise UnavailableError(f"embedding worker {index} does not answer, which a data loader has used")
-        self._use(worker)
-
     def _use(self, worker: ServiceInfo) -> None:
-        assert self._remote is not None, "made before anybody asks for a worker"
+        assert self._remote is not None, "created before a worker is used"
         self._remote.set_worker(worker.index, worker.address)
         self._incarnations[worker.index] = worker.incarnation
 
@@ -198,7 +204,7 @@ class ClusterBackend(EmbeddingBackend):
         worker, is_new = event.info, event.info.index not in self._incarnations
         try:
             if event.kind is EventKind.LEFT:
-                # A successor at its index may have said hello before.
+                # A successor at its index may have joined before.
                 if self._incarnations.get(worker.index) == worker.incarnation:
                     self._remote.retire_worker(worker.index)
                 return
@@ -208,7 +214,7 @@ class ClusterBackend(EmbeddingBackend):
             if self._config is not None:  # workers keep it for servers that restart
                 super().configure(self._config)
         except PersiaError as failure:
-            get_default_logger().error("%s announced itself and is not usable: %s", worker, failure)
+            get_default_logger().error("%s has joined and is not usable: %s", worker, failure)
 
 
 def slot_signs(slots: SlotsConfig, name: str, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -227,6 +233,8 @@ def slot_signs(slots: SlotsConfig, name: str, ids: NDArray[np.uint64]) -> NDArra
     if not isinstance(ids, np.ndarray) or ids.dtype != np.uint64 or ids.ndim != 1:
         what = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
         raise InvalidTypeError(f"ids of slot {name} are {what}: pass a numpy array of uint64 [n]")
+    # The modulus is 2^bits - 1 and not 2^bits, as in the native worker: an ID keeps the influence of all its
+    # bits, and both must compute the same sign or the rows written here are never found.
     num_id_bits = 64 - slots.feature_index_prefix_bit
     prefix = np.uint64(slots.group_numbers()[name] << num_id_bits)
     signs: NDArray[np.uint64] = ids % np.uint64(2**num_id_bits - 1) + prefix

@@ -103,6 +103,7 @@ class PersiaTrainingBatch:
         return self.dense.meta
 
     def _consume(self, what: str) -> None:
+        # A second set of embedding tensors would have leaves of its own, and gradients are read from one set.
         if what in self._consumed:
             raise FailedPreconditionError(
                 f"the {what} of batch {self.batch_id} were taken already: "
@@ -139,6 +140,8 @@ def embedding_tensors(
         slots = [new if slot.absent else slot for slot, new in zip(slots, later.slots, strict=True)]
     made = EmbeddingTensors([], [])
     for slot in slots:
+        # Made a leaf after the copy to the device: a leaf on the host would get its gradient there, by one
+        # more copy for each slot in the backward pass.
         leaf = to_device(torch.from_numpy(slot.rows), device).requires_grad_(requires_grad)
         made.leaves.append((slot.name, leaf))
         made.tensors.append(_expand_raw(slot, leaf, device) if slot.raw else leaf)
@@ -155,6 +158,8 @@ def leaf_gradients(leaves: list[tuple[str, torch.Tensor]]) -> list[tuple[str, ND
 
 def _expand_raw(slot: SlotEmbedding, leaf: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     assert slot.index is not None, "a raw slot has an index"
+    # Index 0 is the row that pads short samples (docs/wire_format.md): zeros, which the mask tells from a row
+    # that is zero.
     index = to_device(torch.from_numpy(slot.index), device)
     rows = leaf.index_select(0, index.flatten()).view(*index.shape, leaf.shape[1])
     mask = (index != 0).to(leaf.dtype).unsqueeze(-1)
@@ -165,9 +170,11 @@ def to_device(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor
     """Host to device through pinned memory, which torch's allocator keeps until the copy has arrived."""
     if device is None or device.type == "cpu":
         return tensor
+    # Copies from pageable memory block the host, and the loop would wait for each of dozens of slots.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _to_host(gradient: torch.Tensor) -> NDArray[np.float32]:
+    # Workers sum in float32 whatever the model computes in. A gradient may be a view with any strides.
     array: NDArray[np.float32] = gradient.detach().to(device="cpu", dtype=torch.float32).contiguous().numpy()
     return array

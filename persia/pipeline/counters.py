@@ -19,7 +19,7 @@ __all__ = ["CounterValues", "Counters", "ModeStaleness", "Staleness"]
 class CounterValues:
     """A snapshot of the counts of one context, since it was created."""
 
-    batches_received: int = 0  # announced by loaders and queued, or made by a local data set
+    batches_received: int = 0  # submitted by loaders and queued, or made by a local data set
     batches_trained: int = 0  # their gradients were applied
     batches_evaluated: int = 0  # looked up without expecting gradients
     # Given up without gradients: skipped by the script, left over at the end, or after a later lookup, of
@@ -66,7 +66,7 @@ class Staleness:
 
     max: int = 0
     mean: float = 0.0
-    in_flight: int = 0  # training batches looked up, or being looked up, and not settled
+    in_flight: int = 0  # training batches looked up, or being looked up, whose lease is not released
     # Of the slots of each mode: the job's, and such as "synchronous" or "hybrid 4" of slots of their own.
     by_mode: Mapping[str, ModeStaleness] = dataclasses.field(default_factory=dict)
 
@@ -76,6 +76,8 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # A dict and not a `CounterValues`: the snapshot must be immutable, and one lock covers all counts, so
+        # that their sum holds in every snapshot.
         self._values = dict.fromkeys((field.name for field in dataclasses.fields(CounterValues)), 0)
         self._staleness = _Measured()
         self._staleness_by_slots: dict[int, _Measured] = {}
@@ -95,6 +97,7 @@ class Counters:
             self._values["skipped_slots"] += report.num_skipped_slots
             self._values["rows_updated"] += report.num_updated
             self._values["rows_missing"] += report.num_missing
+            # The staleness of a batch is the largest of its lookups; by mode each lookup counts for itself.
             self._staleness.add(report.staleness)
             for slots, staleness in report.lookups:
                 self._staleness_by_slots.setdefault(slots, _Measured()).add(staleness)
@@ -113,6 +116,8 @@ class Counters:
         with self._lock:
             by_mode: dict[str, _Measured] = {}
             for slots, measured in self._staleness_by_slots.items():
+                # Computed when asked for: the modes of a job are known to the pipeline, and names are not
+                # needed per batch.
                 for name in names_of(slots):
                     by_mode.setdefault(name, _Measured()).join(measured)
             return Staleness(

@@ -1,6 +1,6 @@
 """Stages 4 and 5: the backward pass, and the return of gradients to the embedding workers.
 
-`backward` hands a batch's gradients in and goes on; worker threads send them. Everything is bounded, so a
+`backward` queues a batch's gradients and returns; worker threads send them. Everything is bounded, so a
 slow server slows training down instead of filling memory. The first failure is kept and raised by the next
 `submit` or `drain`.
 """
@@ -63,6 +63,7 @@ class BackwardPass:
         self._before_dense_step = before_dense_step
         self._on_embedding_gradient = on_embedding_gradient
         self._all_finite = True  # the embedding gradients since the last dense step
+        # Weak: a batch that the script drops without `backward` must be reaped, which its finalizer asks for.
         self._forwarded: list[weakref.ref[PersiaTrainingBatch]] = []
         self._warned_slots: set[str] = set()
 
@@ -96,6 +97,7 @@ class BackwardPass:
         finite, left = True, []
         for reference in self._forwarded:
             batch = reference()
+            # No lease: looked up without gradients, for example by an evaluation in between.
             if batch is None or batch.lease is None:
                 continue
             reached = any(leaf.grad is not None for _, leaf in batch.leaves)
@@ -103,6 +105,8 @@ class BackwardPass:
                 left.append(reference)  # its own backward may follow
                 continue
             finite = self._are_finite(batch) and finite
+            # After the check of finiteness: a hook that clips could turn infinity into a number, and hide an
+            # overflow from the loss scale.
             left_scale = self._run_hook(batch, scale)
             gradients = leaf_gradients(batch.leaves)
             self._warn_of_skipped_slots(batch.batch_id, {name for name, array in gradients if array is None})
@@ -139,6 +143,8 @@ class BackwardPass:
             optimizer.step()
         else:
             self.scaler.step(optimizer)
+            # torch lowers the scale only for dense gradients that are not finite. Embedding gradients are not
+            # among the parameters of `optimizer`, so their overflow lowers it here.
             if self._all_finite or self.num_ranks > 1:
                 self.scaler.update()
             else:
@@ -254,6 +260,7 @@ class GradientSender:
         try:
             self._wait_acknowledged(deadline_s)
         except DeadlineExceededError:
+            # What is queued would only fail later, batch by batch. Threads in a call stay behind as daemons.
             self._queue.drain()
             raise
         for thread in self._threads:
@@ -272,11 +279,7 @@ class GradientSender:
             raise error from self._failure
 
     def _run(self) -> None:
-        while True:
-            try:
-                item = self._queue.get()
-            except QueueClosed:
-                return
+        for item in self._queue:
             self._send(item)
 
     def _send(self, item: _Gradients) -> None:
@@ -318,6 +321,7 @@ class GradientSender:
                 first = self._failure is None
                 self._failure = self._failure or failure
             self._changed.notify_all()
+        # Outside the lock: it wakes the loop, which may call `submit` or `check` at once.
         if first and failure is not None:
             self._on_failure(failure)
 

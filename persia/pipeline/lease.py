@@ -33,6 +33,8 @@ class BatchLease:
         self._lock = threading.Lock()  # never taken by a finalizer
         self._permits: list[Callable[[], None]] | None = [release_permit]  # None: released
         self._on_release: Callable[[BatchLease], None] = lambda lease: None
+        # A lock and not a bool: finalizers run on any thread at any point, also inside a lock of this class,
+        # and `acquire(blocking=False)` is atomic without waiting.
         self._acquired = threading.Lock()  # a test-and-set flag, never waited for
 
     def acquire(self) -> bool:
@@ -65,6 +67,8 @@ class BatchLease:
         """The worker no longer waits for the batch: the staleness bounds may let the next one in."""
         self._on_release(self)
         with self._lock:
+            # None marks the lease as released. A stage that gets its permit later gives it back at once, or
+            # it would be lost and the gate would hand out one less for the rest of the job.
             permits, self._permits = self._permits or [], None
         for release_permit in permits:
             release_permit()
@@ -99,8 +103,10 @@ class LeaseReaper:
         """Reaps every batch that is still owed a gradient, and waits until it is released. Idempotent."""
         with self._lock:
             tracked = list(self._tracked)
+        # Reaping untracks leases on another thread, so this loop is over a copy.
         for lease in tracked:
             self.reap(lease)
+        # Behind all leases: the thread ends when it has released them.
         self._queue.put(None)
         self._thread.join(deadline_s)
 
@@ -120,12 +126,14 @@ class LeaseReaper:
                     failure,
                     extra={"batch_id": lease.batch_id},
                 )
+            # Counted first: a thread that waits for the permit may read the counts right after.
             self._counters.add(batches_released=1)
             lease.release()
 
 
 def with_batch_id(failure: BaseException, what: str, batch_id: int) -> PersiaError:
     """The same class of error, saying which batch it concerns."""
+    # Only classes of persia.errors take a message alone; a class of a script may have another constructor.
     kind = type(failure) if type(failure).__name__ in errors.__all__ else InternalError
     text = str(failure) if kind is type(failure) else f"{type(failure).__name__}: {failure}"
     error = kind(f"{what} of batch {batch_id}: {text}")

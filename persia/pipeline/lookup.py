@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from persia._native import BatchReference, LookupResult, TracedBatch
+from persia.embedding.dense_codec import decode_dense
 from persia.observability.phases import FORWARD_ERRORS, NO_BATCH
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.batch import PersiaTrainingBatch
@@ -35,10 +36,13 @@ def deferred_stages(stages: Sequence[LookupStage]) -> list[LookupStage]:
 def first_slots(stages: Sequence[LookupStage], *, ahead: bool) -> int:
     """The slots of a batch's first lookup. No bound holds unless it is `ahead` of the loop."""
     if ahead:
+        # The other stages wait for permits of their own, on the threads of the prefetcher.
         return stages[0].slots
     if slots_in_step(stages) is None:
         return ALL_SLOTS
     together = 0
+    # A batch that is looked up on demand is not ahead of any update, so stages with bounds need no permits
+    # and can share one call.
     for stage in stages[:-1]:
         together |= stage.slots
     return together
@@ -46,7 +50,7 @@ def first_slots(stages: Sequence[LookupStage], *, ahead: bool) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class LookupService:
-    """Looks up the batches of one context, and gives up those that nobody will use."""
+    """Looks up the batches of one context, and gives up those that will not be used."""
 
     backend: EmbeddingBackend
     reaper: LeaseReaper
@@ -59,9 +63,12 @@ class LookupService:
     def look_up(self, pending: PendingBatch, release_permit: Callable[[], None]) -> PersiaTrainingBatch:
         """Ends by the backend's deadline; on an error the permit is released, the error names the batch."""
         requires_grad = self.training and pending.requires_grad
+        # Evaluations see all slots as they are now: modes bound the distance to updates, and they make none.
         slots = self.first if requires_grad else ALL_SLOTS
         try:
-            dense = pending.decode()
+            dense = decode_dense(pending.dense)
+            # The native client tags its spans with this thread-local number, which connects them to those of
+            # Python.
             with TracedBatch(pending.batch_id if requires_grad else NO_BATCH):
                 if pending.reference is not None:
                     result = self.backend.lookup(pending.reference, requires_grad=requires_grad, slots=slots)
@@ -88,6 +95,7 @@ class LookupService:
                 self.in_step,
                 "the lookup of the synchronous slots",
             )
+        # Last: from here on dropping `batch` releases the lease, and nothing above can fail after it.
         lease.watch(batch, self.reaper)
         return batch
 
@@ -111,6 +119,8 @@ class LookupService:
     def give_up(self, pending: PendingBatch, release_permit: Callable[[], None] = lambda: None) -> None:
         """Releases a batch that was not looked up at its worker."""
         if pending.reference is not None:
+            # The permit is given back by the reaper, after the worker has released the batch: until then it
+            # still occupies a place in the worker's buffer.
             self.reaper.reap(BatchLease(pending.batch_id, pending.reference, release_permit))
         else:
             self.counters.add(batches_released=1)

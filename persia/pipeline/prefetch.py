@@ -49,9 +49,12 @@ class Prefetcher:
         self._ready: BoundedQueue[_Lookup] = BoundedQueue(forward_buffer_size)  # to `next`
         self._work: BoundedQueue[_Work] = BoundedQueue(forward_buffer_size)  # to the lookup threads, `_serve`
         self._deferred = [
+            # One more than `_ready` holds: the feeder puts a batch here first, and must not wait here for a
+            # loop that waits for `_ready`.
             DeferredStage(stage, stage_gate, self._work, forward_buffer_size + 1)
             for stage, stage_gate in deferred
         ]
+        # A loop that holds on to as many batches as the tightest gate has permits would wait for itself.
         limits = [limited.limit for limited in (gate, *(stage.gate for stage in self._deferred))]
         self._limit = min((limit for limit in limits if limit is not None), default=None)
         self._source_failure: BaseException | None = None
@@ -85,6 +88,7 @@ class Prefetcher:
                 lookup.release_permit = self._gate.acquire()  # called by BatchLease.release
             for stage in self._deferred:
                 lookup.complete = stage.put(lookup.complete)
+            # Before `_work`: a place in `_ready` is what bounds the lookups ahead of the loop.
             self._ready.put(lookup)
             self._work.put(lookup)
         except QueueClosed:
@@ -92,15 +96,14 @@ class Prefetcher:
             raise
 
     def _serve(self) -> None:
-        while True:
-            try:
-                self._work.get().run(self._service)
-            except QueueClosed:
-                return
+        for work in self._work:
+            work.run(self._service)
+            del work  # see DeferredStage._run
 
     def next(self, timeout_s: float) -> PersiaTrainingBatch | None:
         """The next batch, for the loop; None at the end. Raises what went wrong with it or before it."""
         self._give_up_held_batches()
+        # After giving up: the permit of a batch that was held may be the one that this demand needs.
         self._gate.demand()
         deadline = Deadline(timeout_s)
         try:
@@ -134,12 +137,14 @@ class Prefetcher:
         return len(self._ready)
 
     def fail(self, failure: BaseException) -> None:
-        """Training cannot go on: `next` raises `failure`, also when it is waiting."""
+        """Training cannot continue: `next` raises `failure`, also when it is waiting."""
         self._ready.fail(failure)
 
     def close(self, deadline_s: float) -> None:
         """Stops the threads and gives up every batch that the loop did not get. Idempotent."""
         deadline = Deadline(deadline_s)
+        # In the order of the stages, so that each thread is woken from the wait it may be in: the source,
+        # gates, then queues. What was queued is given up where it is drained.
         for pending in self._source.stop():
             self._service.give_up(pending)
         self._gate.close()
@@ -281,13 +286,11 @@ class DeferredStage:
             lookup.future.cancel()
 
     def _run(self) -> None:
-        while True:
-            try:
-                lookup = self._queue.get()
-            except QueueClosed:
-                return
+        for lookup in self._queue:
             self._feed(lookup)
-            del lookup  # holds its batch, and one that the script drops must be seen to be dropped
+            # It holds its batch. While this waits for the next one, the script may drop the batch, which only
+            # the end of the last reference shows.
+            del lookup
 
     def _feed(self, lookup: _DeferredLookup) -> None:
         try:

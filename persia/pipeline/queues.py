@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from persia.errors import DeadlineExceededError
@@ -64,6 +66,7 @@ class BoundedQueue(Generic[T]):
         with self._changed:
             if not self._changed.wait_for(lambda: self._items or self._closed, timeout_s):
                 raise DeadlineExceededError(f"nothing arrived within {timeout_s} s")
+            # Before the items: training has failed, and batches looked up for it are of no use.
             if self._failure is not None:
                 raise self._failure
             if not self._items:
@@ -71,6 +74,12 @@ class BoundedQueue(Generic[T]):
             item = self._items.popleft()
             self._changed.notify_all()
             return item
+
+    def __iter__(self) -> Iterator[T]:
+        """Items until the queue is closed and empty, for the threads that serve it."""
+        with contextlib.suppress(QueueClosed):
+            while True:
+                yield self.get()
 
     def close(self) -> None:
         """Accepts no more items; those queued can still be taken."""

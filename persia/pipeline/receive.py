@@ -35,7 +35,7 @@ from persia.pipeline.queues import Deadline, QueueClosed
 from persia.pipeline.send import LoaderShare
 from persia.pipeline.source import PendingBatch, pending_from_stream
 
-__all__ = ["LOADER_REMEDY", "Inbox", "Offer", "StreamOrder", "StreamReceiver"]
+__all__ = ["LOADER_REMEDY", "Inbox", "Offer", "StreamReceiver"]
 
 LOADER_REMEDY = "start one with `persia-launcher data-loader`, the same PERSIA_JOB_NAME and PERSIA_NATS_URL"
 
@@ -74,10 +74,13 @@ class StreamReceiver:
         self._on_superseded = on_superseded
         self._silence_s = env.loader_silence_s()
         self._start = Deadline(env.get_deadline_s())
+        # A fraction of the silence, so that a loader is missed soon after it; at most a second, as `take`
+        # wakes only then.
         self._check_interval_s = min(1.0, self._silence_s / 4)
         self._next_check = time.monotonic() + self._check_interval_s
         self._next_report = time.monotonic() + _REPORT_INTERVAL_S
         self._on_close = contextlib.ExitStack()
+        # From here on loaders are answered, on threads of the session: everything above must be in place.
         subjects, concurrency = session.subjects, _MAX_LOADERS_AT_A_TIME
         self._registrations: list[Registration] = [
             session.respond(subjects.batch(rank), self._on_batch, max_concurrency=concurrency),
@@ -95,6 +98,8 @@ class StreamReceiver:
             return FlowReply(ReplyStatus.FULL).encode()
         if offer is Offer.QUEUED:
             self._on_received()
+        # A restarted loader has registered it anew. One of the two registrations must be released, or it
+        # would occupy a place at its worker until it expires.
         elif offer is Offer.SUPERSEDED:
             self._on_superseded(pending_from_stream(batch))
         return FlowReply(ReplyStatus.OK).encode()
@@ -135,6 +140,7 @@ class StreamReceiver:
 
     def close(self) -> None:
         """Stops listening, after `stop`."""
+        # First: a loader thread of this process must find its requests answered while it ends.
         self._on_close.close()
         while self._registrations:
             self._registrations.pop().close()
@@ -146,7 +152,8 @@ class StreamReceiver:
         for loader_index in self._inbox.stale_loaders(self._silence_s):
             if self._is_alive(loader_index):
                 self._inbox.mark_alive(loader_index)
-            elif loader_index in self._inbox.stale_loaders(self._silence_s):  # it may have ended meanwhile
+            # Asked again, as probing takes seconds in which its batches or its end may have arrived.
+            elif loader_index in self._inbox.stale_loaders(self._silence_s):
                 self._give_up(loader_index)
 
     def _wait_for_first_loader(self) -> None:
@@ -158,6 +165,7 @@ class StreamReceiver:
 
     def _is_alive(self, loader_index: int) -> bool:
         """Also when that cannot be told; then the time-out of the data loader ends the wait."""
+        # One lost answer is not a death: the whole job ends by the error.
         for _ in range(_NUM_PROBES):
             try:
                 if self._directory.probe(DATA_LOADER, loader_index, _PROBE_TIMEOUT_S) is not None:
@@ -201,20 +209,45 @@ class _Queued(NamedTuple):
     batch: BatchAnnouncement
 
 
+@dataclasses.dataclass
+class _Loader:
+    """What one loader has sent to this rank so far."""
+
+    share: LoaderShare
+    last_seen: float = -math.inf  # by time.monotonic(), when it sent or answered something
+    queue: deque[_Queued] = dataclasses.field(default_factory=deque)  # batches that the rank did not take yet
+    num_queued: int = 0  # those taken included
+    last: BatchAnnouncement | None = None  # queued last
+    num_sent: int | None = None  # to all ranks; known once the loader told its end
+
+    @property
+    def is_done(self) -> bool:
+        """Every batch of this rank was taken. `end` has compared their number with what was queued."""
+        return self.share.first_sequence is None or (self.num_sent is not None and not self.queue)
+
+    @property
+    def next_batch_id(self) -> int:
+        """The smallest batch_id that was not taken yet, arrived or not."""
+        return self.share.batch_id(self.num_queued - len(self.queue))
+
+
 class Inbox:
     """The batches that loaders submitted and the rank did not take yet. Thread-safe.
+
+    `batch_id = sequence * num_loaders + loader_index`, and a batch goes to rank `batch_id % world_size`. That
+    alone fixes which sequences of a loader this rank gets. So the rank knows the next batch_id of every
+    loader, can merge the loaders into one total order, and knows the end as soon as every loader that
+    concerns it has told how many batches it sent.
 
     Bounded by `capacity` for each loader, so that in reproducible mode a fast loader cannot fill the buffer
     while the rank waits for a batch of a slow one. `ordered`: taken by batch_id, else by arrival.
     """
 
     def __init__(self, rank: int, world_size: int, capacity: int, *, ordered: bool) -> None:
-        self._order = StreamOrder(rank, world_size)
+        self._rank, self._world_size = rank, world_size
         self._capacity = capacity
         self._ordered = ordered
-        self._queues: dict[int, deque[_Queued]] = {}
-        self._last: dict[int, BatchAnnouncement] = {}
-        self._last_seen: dict[int, float] = {}
+        self._loaders: list[_Loader] = []  # empty until the first message of any
         self._num_arrived = 0
         self._failure: PersiaError | None = None
         self._num_before_failure = 0
@@ -222,33 +255,57 @@ class Inbox:
         self._changed = threading.Condition()
 
     def offer(self, batch: BatchAnnouncement, *, hold_s: float) -> Offer:
-        """Queues the batch, waiting up to `hold_s` for room: a late reply slows a fast loader down."""
+        """Queues the batch, waiting up to `hold_s` for room: a late reply slows a fast loader down.
+
+        Raises InvalidArgumentError or FailedPreconditionError for a batch that cannot be this rank's next.
+        """
         with self._changed:
-            self._see(batch.loader_index, batch.loader_replicas)
-            if self._order.is_repeated(batch.batch_id, batch.loader_index):
-                is_same = _reference(batch) == _reference(self._last[batch.loader_index])
+            loader = self._see(batch.loader_index, batch.loader_replicas)
+            if self._is_repeated(loader, batch.batch_id):
+                is_same = loader.last is not None and _reference(batch) == _reference(loader.last)
                 return Offer.REPEATED if is_same else Offer.SUPERSEDED
-            queue = self._queues.setdefault(batch.loader_index, deque())
-            if not self._changed.wait_for(lambda: self._closed or len(queue) < self._capacity, hold_s):
+            if not self._changed.wait_for(lambda: self._closed or len(loader.queue) < self._capacity, hold_s):
                 return Offer.FULL
             self._refuse_when_closed()
             # Judged again: while this call waited, a repetition of the batch may have been queued.
-            if self._order.is_repeated(batch.batch_id, batch.loader_index):
+            if self._is_repeated(loader, batch.batch_id):
                 return Offer.REPEATED
             # Taken by `StreamReceiver.take`, on the feeder thread of `persia.pipeline.prefetch`.
-            queue.append(_Queued(self._num_arrived, time.monotonic_ns(), batch))
+            loader.queue.append(_Queued(self._num_arrived, time.monotonic_ns(), batch))
+            # The last one is enough to recognise a repetition: a loader waits for the reply to each batch.
+            loader.last, loader.num_queued = batch, loader.num_queued + 1
             self._num_arrived += 1
-            self._last[batch.loader_index] = batch
-            self._order.queued(batch.loader_index)
             self._changed.notify_all()
             return Offer.QUEUED
 
+    def _is_repeated(self, loader: _Loader, batch_id: int) -> bool:
+        """Whether the batch was queued before: its reply got lost, or its loader restarted."""
+        index, num_loaders = loader.share.loader_index, len(self._loaders)
+        if batch_id % num_loaders != index or batch_id % self._world_size != self._rank:
+            raise InvalidArgumentError(
+                f"batch {batch_id} from data loader {index} of {num_loaders} "
+                f"does not belong to rank {self._rank} of {self._world_size}"
+            )
+        expected = loader.share.batch_id(loader.num_queued)
+        if batch_id > expected:  # a gap means that batches were lost
+            raise FailedPreconditionError(
+                f"rank {self._rank} expected batch {expected} from data loader {index} "
+                f"and got {batch_id}: this NN worker was started after the loader had begun; "
+                "start the loader again with it"
+            )
+        if batch_id == expected and loader.num_sent is not None:
+            raise FailedPreconditionError(
+                f"batch {batch_id} from data loader {index}, which announced its end after "
+                f"{loader.num_sent} batches: send all batches of a job through one DataCtx"
+            )
+        return batch_id < expected
+
     def end(self, message: EndOfStream) -> None:
-        """A loader has sent all it will, or failed."""
+        """A loader has sent all it will, or failed. Repeating it is fine, contradicting it is not."""
         with self._changed:
-            self._see(message.loader_index, message.loader_replicas)
+            loader = self._see(message.loader_index, message.loader_replicas)
             if message.error is None:
-                self._order.end(message.loader_index, message.num_batches)
+                self._end(loader, message.num_batches)
             else:
                 self._fail(
                     UnavailableError(
@@ -257,6 +314,20 @@ class Inbox:
                     )
                 )
             self._changed.notify_all()
+
+    def _end(self, loader: _Loader, num_batches: int) -> None:
+        index, expected = loader.share.loader_index, loader.share.count(num_batches)
+        if loader.num_sent not in (None, num_batches):
+            raise FailedPreconditionError(
+                f"data loader {index} announced its end after {num_batches} batches, "
+                f"and before after {loader.num_sent}"
+            )
+        if expected != loader.num_queued:
+            raise FailedPreconditionError(
+                f"data loader {index} ended after {num_batches} batches, "
+                f"{expected} of them for rank {self._rank}, which received {loader.num_queued}"
+            )
+        loader.num_sent = num_batches
 
     def fail(self, failure: PersiaError) -> None:
         """The stream will not end by itself: `take` raises `failure` after the batches before it."""
@@ -276,46 +347,51 @@ class Inbox:
             if self._closed:
                 raise QueueClosed
             loader = self._next_loader()
-            if loader is not None and not self._arrived_after_failure(loader):
-                self._order.taken(loader)
+            # Batches after a failure are not taken: other loaders may send for long, and would hide it.
+            if loader is not None and (
+                self._failure is None or loader.queue[0].number < self._num_before_failure
+            ):
+                _, since_ns, batch = loader.queue.popleft()
                 self._changed.notify_all()
-                _, since_ns, batch = self._queues[loader].popleft()
                 if batch.requires_grad:
                     now_ns = time.monotonic_ns()
                     QUEUE_OF_ANNOUNCED.record(since_ns, now_ns, batch.reference, batch.batch_id)
                 return batch
-            if not self._order.finished and self._failure is not None:
+            if not self._is_finished() and self._failure is not None:
                 raise self._failure
             return None
 
     def stale_loaders(self, silence_s: float) -> list[int]:
-        """Loaders that owe something and were not seen alive for `silence_s`."""
+        """Loaders that owe this rank something and were not seen alive for `silence_s`."""
         horizon = time.monotonic() - silence_s
         with self._changed:
             return [
-                i for i in self._order.unfinished_loaders() if self._last_seen.get(i, -math.inf) <= horizon
+                loader.share.loader_index
+                for loader in self._loaders
+                if not loader.is_done and loader.num_sent is None and loader.last_seen <= horizon
             ]
 
     def mark_alive(self, loader_index: int) -> None:
         """The loader answered when asked."""
         with self._changed:
-            self._last_seen[loader_index] = time.monotonic()
+            self._loaders[loader_index].last_seen = time.monotonic()
 
     @property
     def num_loaders(self) -> int | None:
         """None until the first message of any loader."""
-        return self._order.num_loaders
+        return len(self._loaders) or None
 
     def has_seen(self, loader_index: int) -> bool:
         """Whether the loader ever sent anything, or answered."""
-        return loader_index in self._last_seen
+        return self._loaders[loader_index].last_seen > -math.inf
 
     def close(self) -> list[BatchAnnouncement]:
         """Refuses everything from now on; returns the batches that were not taken."""
         with self._changed:
             self._closed = True
-            left = [queued.batch for queue in self._queues.values() for queued in queue]
-            self._queues.clear()
+            left = [queued.batch for loader in self._loaders for queued in loader.queue]
+            for loader in self._loaders:
+                loader.queue.clear()
             self._changed.notify_all()
             return left
 
@@ -323,146 +399,48 @@ class Inbox:
         if self._failure is None:
             self._failure, self._num_before_failure = failure, self._num_arrived
 
-    def _see(self, loader_index: int, num_loaders: int) -> None:
+    def _see(self, loader_index: int, num_loaders: int) -> _Loader:
+        """Every message of a loader says how many there are; all must say the same."""
         self._refuse_when_closed()
-        self._order.introduce(loader_index, num_loaders)
-        self._last_seen[loader_index] = time.monotonic()
+        if not 0 <= loader_index < num_loaders:
+            raise InvalidArgumentError(
+                f"data loader index {loader_index} is not below its replica size {num_loaders}"
+            )
+        if not self._loaders:
+            self._loaders = [
+                _Loader(LoaderShare.of(i, num_loaders, self._rank, self._world_size))
+                for i in range(num_loaders)
+            ]
+        if len(self._loaders) != num_loaders:
+            raise FailedPreconditionError(
+                f"data loader {loader_index} says there are {num_loaders} loaders, "
+                f"another said {len(self._loaders)}: start all of them with the same --replica-size"
+            )
+        loader = self._loaders[loader_index]
+        loader.last_seen = time.monotonic()
+        return loader
 
     def _refuse_when_closed(self) -> None:
         if self._closed:
             raise StreamClosedError("this NN worker has stopped taking batches: its training loop has ended")
 
     def _can_take(self) -> bool:
-        stopped = self._closed or self._failure is not None or self._order.finished
+        stopped = self._closed or self._failure is not None or self._is_finished()
         return stopped or self._next_loader() is not None
 
-    def _arrived_after_failure(self, loader: int) -> bool:
-        """Other loaders may send for long, and would hide the failure."""
-        return self._failure is not None and self._queues[loader][0].number >= self._num_before_failure
+    def _is_finished(self) -> bool:
+        """Every batch of this rank was taken. False until a loader has sent something."""
+        return bool(self._loaders) and all(loader.is_done for loader in self._loaders)
 
-    def _next_loader(self) -> int | None:
+    def _next_loader(self) -> _Loader | None:
         """The loader whose oldest queued batch is to be taken, if that batch is here."""
-        if self._ordered:
-            loader = self._order.next_loader()
-            return loader if loader is not None and self._queues.get(loader) else None
-        arrivals = [(queue[0].number, loader) for loader, queue in self._queues.items() if queue]
-        return min(arrivals)[1] if arrivals else None
+        if not self._ordered:
+            queued = (loader for loader in self._loaders if loader.queue)
+            return min(queued, key=lambda loader: loader.queue[0].number, default=None)
+        unfinished = (loader for loader in self._loaders if not loader.is_done)
+        loader = min(unfinished, key=lambda loader: loader.next_batch_id, default=None)
+        return loader if loader is not None and loader.queue else None
 
 
 def _reference(batch: BatchAnnouncement) -> tuple[int, int, int]:
     return batch.worker_index, batch.worker_incarnation, batch.reference
-
-
-@dataclasses.dataclass
-class _LoaderProgress:
-    share: LoaderShare
-    num_queued: int = 0
-    num_taken: int = 0
-    num_expected: int | None = None  # known once the loader told its end
-    num_sent: int | None = None
-
-
-class StreamOrder:
-    """Counts the batches that each loader submitted, and those that this rank took. The owner locks.
-
-    `batch_id = sequence * num_loaders + loader_index`, and a batch goes to rank `batch_id % world_size`. That
-    alone fixes which sequences of a loader this rank gets. So the rank knows the next batch_id of every
-    loader, can merge the loaders into one total order, and knows the end as soon as every loader that
-    concerns it has told how many batches it sent.
-    """
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank = rank
-        self._world_size = world_size
-        self._loaders: list[_LoaderProgress] = []
-
-    @property
-    def num_loaders(self) -> int | None:
-        """Known from the first message of any loader on."""
-        return len(self._loaders) or None
-
-    def introduce(self, loader_index: int, num_loaders: int) -> None:
-        """Every message of a loader says how many there are; all must say the same."""
-        if not 0 <= loader_index < num_loaders:
-            raise InvalidArgumentError(
-                f"data loader index {loader_index} is not below its replica size {num_loaders}"
-            )
-        if not self._loaders:
-            shares = (
-                LoaderShare.of(i, num_loaders, self._rank, self._world_size) for i in range(num_loaders)
-            )
-            self._loaders = [_LoaderProgress(share) for share in shares]
-        if len(self._loaders) != num_loaders:
-            raise FailedPreconditionError(
-                f"data loader {loader_index} says there are {num_loaders} loaders, "
-                f"another said {len(self._loaders)}: start all of them with the same --replica-size"
-            )
-
-    def is_repeated(self, batch_id: int, loader_index: int) -> bool:
-        """Whether a batch was seen before, because its reply got lost, or its loader restarted.
-
-        Changes nothing. A gap means that batches were lost, and raises FailedPreconditionError.
-        """
-        progress = self._loaders[loader_index]
-        if batch_id % len(self._loaders) != loader_index or batch_id % self._world_size != self._rank:
-            raise InvalidArgumentError(
-                f"batch {batch_id} from data loader {loader_index} of {len(self._loaders)} "
-                f"does not belong to rank {self._rank} of {self._world_size}"
-            )
-        expected = progress.share.batch_id(progress.num_queued)
-        if batch_id > expected:
-            raise FailedPreconditionError(
-                f"rank {self._rank} expected batch {expected} from data loader {loader_index} "
-                f"and got {batch_id}: this NN worker was started after the loader had begun; "
-                "start the loader again with it"
-            )
-        if batch_id == expected and progress.num_expected is not None:
-            raise FailedPreconditionError(
-                f"batch {batch_id} from data loader {loader_index}, which announced its end after "
-                f"{progress.num_sent} batches: send all batches of a job through one DataCtx"
-            )
-        return batch_id < expected
-
-    def queued(self, loader_index: int) -> None:
-        """The loader's next batch is queued."""
-        self._loaders[loader_index].num_queued += 1
-
-    def taken(self, loader_index: int) -> None:
-        """The loader's oldest queued batch left the queue."""
-        self._loaders[loader_index].num_taken += 1
-
-    def end(self, loader_index: int, num_batches: int) -> None:
-        """A loader sent `num_batches` to all ranks. Repeating it is fine, contradicting it is not."""
-        progress = self._loaders[loader_index]
-        expected = progress.share.count(num_batches)
-        if progress.num_sent is not None and progress.num_sent != num_batches:
-            raise FailedPreconditionError(
-                f"data loader {loader_index} announced its end after {num_batches} batches, "
-                f"and before after {progress.num_sent}"
-            )
-        if expected != progress.num_queued:
-            raise FailedPreconditionError(
-                f"data loader {loader_index} ended after {num_batches} batches, "
-                f"{expected} of them for rank {self._rank}, which received {progress.num_queued}"
-            )
-        progress.num_sent, progress.num_expected = num_batches, expected
-
-    def next_loader(self) -> int | None:
-        """The loader of the smallest batch_id not taken yet, arrived or not; None at the end."""
-        open_loaders = [p for p in self._loaders if not _is_done(p)]
-        if not open_loaders:
-            return None
-        return min(open_loaders, key=lambda p: p.share.batch_id(p.num_taken)).share.loader_index
-
-    def unfinished_loaders(self) -> list[int]:
-        """Loaders that owe this rank batches or the announcement of their end."""
-        return [p.share.loader_index for p in self._loaders if not _is_done(p) and p.num_expected is None]
-
-    @property
-    def finished(self) -> bool:
-        """Every batch of this rank was taken. False until a loader has been heard of."""
-        return bool(self._loaders) and all(_is_done(p) for p in self._loaders)
-
-
-def _is_done(progress: _LoaderProgress) -> bool:
-    return progress.share.first_sequence is None or progress.num_taken == progress.num_expected

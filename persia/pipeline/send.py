@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchSender", "LoaderShare", "RegisterBatch", "RegisterBatchHandler"]
 
+# Much longer than a receiver holds a request, so that its reply is not given up on its way.
 _REQUEST_TIMEOUT_S = 10.0
 _RETRY_S = 0.1  # after a peer that is absent, or did not answer
 # A receiver that answers "full" is alive, and a long evaluation is no failure: it has this many times the
@@ -64,6 +65,7 @@ class LoaderShare:
     @classmethod
     def of(cls, loader_index: int, num_loaders: int, rank: int, world_size: int) -> LoaderShare:
         """Solves `(sequence * num_loaders + loader_index) % world_size == rank`."""
+        # Ranks repeat after `stride` sequences: sequence * num_loaders mod world_size has that period.
         stride = world_size // math.gcd(num_loaders, world_size)
         first = next(
             (s for s in range(stride) if (s * num_loaders + loader_index) % world_size == rank), None
@@ -99,6 +101,7 @@ class BatchSender:
 
     def wait_for_job(self) -> None:
         """Returns once all embedding workers and NN workers answer; later ones are followed."""
+        # Watched first: a process that leaves between question and watch would be asked until the deadline.
         self._directory.watch(NN_WORKER, self._on_nn_worker)
         self._directory.watch(EMBEDDING_WORKER, self._on_embedding_worker)
         for worker in self._directory.wait_for(EMBEDDING_WORKER, self._deadline_s):
@@ -113,6 +116,7 @@ class BatchSender:
         """Registers the ID features, then submits the batch to its rank. Waits while either is full."""
         batch_id = self.next_batch_id
         worker_index, reply = self._register(id_features)
+        # If this cannot be submitted, the registered features expire at the worker: nothing refers to them.
         batch = BatchAnnouncement(
             batch_id=batch_id,
             worker_incarnation=reply.worker_incarnation,
@@ -143,6 +147,7 @@ class BatchSender:
         room = Deadline(_FULL_PATIENCE * self._deadline_s)
         while True:
             workers = sorted(self._workers) or [0]  # without any, the first is waited for
+            # By the number sent, and not by chance: workers get equal shares, and a run can be repeated.
             index = workers[self.num_sent % len(workers)]
             peer, left = f"embedding worker {index}", partial(self._worker_left, index)
             # Answered by RegisterBatchHandler below, on a thread of the worker's session.

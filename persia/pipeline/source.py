@@ -9,7 +9,6 @@ from typing import Protocol
 
 from persia._native import BatchReference
 from persia.embedding.data import PersiaBatch
-from persia.embedding.dense_codec import DenseSection, decode_dense
 from persia.errors import InvalidTypeError
 from persia.messaging.payloads import BatchAnnouncement
 from persia.pipeline.queues import BoundedQueue, QueueClosed
@@ -25,7 +24,9 @@ class PendingBatch:
     requires_grad: bool
     reference: BatchReference | None
     id_features: bytes
-    decode: Callable[[], DenseSection]  # called by LookupService.look_up (lookup.py)
+    # The dense section. LookupService.look_up (lookup.py) decodes it on a lookup thread, in parallel: the
+    # feeder would do it for all batches in turn.
+    dense: bytes | memoryview
 
 
 class BatchSource(Protocol):
@@ -44,9 +45,7 @@ class BatchSource(Protocol):
 def pending_from_stream(batch: BatchAnnouncement) -> PendingBatch:
     """A batch that a loader registered and submitted."""
     reference = BatchReference(batch.worker_index, batch.worker_incarnation, batch.reference)
-    return PendingBatch(
-        batch.batch_id, batch.requires_grad, reference, b"", lambda: decode_dense(batch.dense)
-    )
+    return PendingBatch(batch.batch_id, batch.requires_grad, reference, b"", batch.dense)
 
 
 def pending_from(batch: PersiaBatch, batch_id: int) -> PendingBatch:
@@ -55,11 +54,11 @@ def pending_from(batch: PersiaBatch, batch_id: int) -> PendingBatch:
         raise InvalidTypeError(
             f"a data set must yield PersiaBatch objects, batch {batch_id} is {type(batch).__name__}"
         )
+    # Encoded although it stays in this process: the engine reads the wire format, and a model then sees the
+    # same bits as in a cluster.
     batch.mark_sent()
-    dense = batch.encode_dense()
-    return PendingBatch(
-        batch_id, batch.requires_grad, None, batch.encode_id_features(), lambda: decode_dense(dense)
-    )
+    ids, dense = batch.encode_id_features(), batch.encode_dense()
+    return PendingBatch(batch_id, batch.requires_grad, None, ids, dense)
 
 
 class LocalSource:

@@ -59,6 +59,7 @@ class Mode:
 
     @property
     def _looseness(self) -> float:
+        # Below every bound, which is at least 1: the synchronous stage is the last.
         if self.synchronous:
             return 0
         return math.inf if self.bound is None else self.bound
@@ -73,6 +74,7 @@ class Mode:
                 f"embedding_staleness={embedding_staleness} with consistency='synchronous': leave it out, or "
                 "choose 'hybrid'"
             )
+        # `reproducible=True` sets 1 by itself, so the message names it.
         if embedding_staleness is not None and consistency is Consistency.ASYNCHRONOUS:
             raise InvalidArgumentError(
                 f"embedding_staleness={embedding_staleness} (1 with reproducible=True) bounds what "
@@ -100,12 +102,14 @@ def lookup_stages(job: Mode, slot_modes: Sequence[str]) -> list[LookupStage]:
 
     `slot_modes`: the modes in use, "" for slots without a mode of their own.
     """
+    # Modes of one bound make one stage: they wait for the same updates, and one call is cheaper than two.
     slots: dict[float, int] = {}
     modes: dict[float, Mode] = {}
     for position, text in enumerate(slot_modes):
         mode = Mode.parse(text) if text else job
         slots[mode._looseness] = slots.get(mode._looseness, 0) | 1 << position
         modes.setdefault(mode._looseness, mode)
+    # Without a mask of slots, the request is that of a job without modes.
     if len(slots) == 1:
         return [LookupStage(mode) for mode in modes.values()]
     return [LookupStage(modes[key], slots[key]) for key in sorted(slots, reverse=True)]
@@ -143,6 +147,7 @@ class StalenessGate:
             self._changed.wait_for(lambda: self._closed or self._has_room())
             if self._closed:
                 raise QueueClosed
+            # One permit for each demand: the next batch is looked up after the loop has asked for it.
             self._demanded = False
             self._count(+1)
         return self._give_back

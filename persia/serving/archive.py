@@ -46,6 +46,7 @@ class ArchiveSettings:
         """From the whole model-config.yaml. ConfigError: what is wrong with it."""
         section = (config or {}).get("persia")
         names = {field.name for field in fields(cls)}
+        # Unknown keys too: an archive of a newer version may ask for what this one would leave out.
         if not isinstance(section, dict) or set(section) != names:
             raise ConfigError(
                 f"{_CONFIG_NAME} of the archive needs a section 'persia' with {', '.join(sorted(names))}, "
@@ -82,6 +83,7 @@ def write_archive(
     source = Source(checkpoint)
     # The handler compares it: an archive must not serve a checkpoint that was written later to that place.
     digest = Manifest.read(source.location)[1]
+    # Fails here, where it can be mended, and not in TorchServe's log.
     load_script(source)
     if version is None and source.manifest.step is None:
         raise InvalidArgumentError(f"{source.location} does not tell its training step: give --version")
@@ -127,10 +129,12 @@ def _manifest(name: str, version: str) -> dict[str, Any]:
 
 def _write(path: Path, content: Mapping[str, str]) -> Path:
     """Whole or not at all, as TorchServe may read the folder at any time."""
+    # TorchServe identifies a version by its name, and would keep serving the one that it has loaded.
     if path.exists():
         raise FailedPreconditionError(
             f"{path} exists: a version never changes once archived; give another --version, or remove it"
         )
+    # In the same folder, so that the rename is atomic.
     unfinished = path.with_suffix(".unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

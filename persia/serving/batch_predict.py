@@ -31,6 +31,8 @@ def predict_together(predict: Predict, batches: Sequence[PersiaBatch]) -> list[P
         version, outputs = predict(merged(batches))
         parts = split(outputs, [batch.batch_size for batch in batches])
     except Exception as failure:
+        # A peer that does not answer would not answer the batches one by one either, and each would wait for
+        # it.
         if len(batches) == 1 or isinstance(failure, (UnavailableError, DeadlineExceededError)):
             if not isinstance(failure, PersiaError):
                 get_default_logger().error("a prediction failed", exc_info=failure)
@@ -47,6 +49,7 @@ Layout = tuple[Any, ...]
 
 
 def layout_of(batch: PersiaBatch) -> Layout:
+    # By name and in order: the model gets embeddings by position.
     ids = tuple((feature.name, feature.weights is None) for feature in batch.id_type_features)
     dense = tuple(
         (feature.name, feature.data.dtype.str, feature.data.shape[1:])
@@ -78,6 +81,7 @@ def split(outputs: Sequence[NDArray[Any]], batch_sizes: Sequence[int]) -> list[l
 
 
 def _joined_ids(features: Sequence[IDTypeFeature]) -> IDTypeFeature:
+    # Offsets of a feature count from its own first ID.
     starts = np.cumsum([0, *(len(feature.ids) for feature in features[:-1])])
     offsets = [
         feature.offsets[1:].astype(np.int64) + start for feature, start in zip(features, starts, strict=True)

@@ -23,6 +23,7 @@ from persia.errors import (
 )
 from persia.serving.batch_predict import Layout, Predict, Prediction, layout_of, predict_together
 
+# Threads are daemons: a computation that takes longer than this does not keep the process.
 _CLOSE_S = 10.0
 
 
@@ -45,6 +46,7 @@ class _Request:
 
     def is_wanted(self) -> bool:
         """Acquires it for computation. False: its caller has cancelled it, or its deadline has passed."""
+        # From here on the future cannot be cancelled, so its result is set exactly once.
         if not self.future.set_running_or_notify_cancel():
             return False
         if time.monotonic() < self.expires_at:
@@ -86,6 +88,8 @@ class Batcher:
         with self._changed:
             if self._closed:
                 raise UnavailableError("the server is stopping: ask another one")
+            # Refused and not held: behind a queue this long the deadline would pass, and a client can ask
+            # another server.
             if len(self._waiting) >= self._options.max_queued:
                 raise ResourceExhaustedError(
                     f"{len(self._waiting)} requests wait already (--max-queued): try again later, or ask "
@@ -134,6 +138,8 @@ class Batcher:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if not self._waiting:
                 return None
+            # Counted from the moment a thread is free, so that a busy server adds no delay to that of the
+            # queue.
             if self._options.max_delay_s > 0:
                 size = self._options.max_batch_size
                 self._changed.wait_for(

@@ -10,15 +10,13 @@ from typing import Protocol
 
 from persia import env
 from persia._native import EmbeddedClient, LookupResult
-from persia.checkpoint.checkpoints import Checkpoints, Source
-from persia.checkpoint.peers import LocalPeer
-from persia.checkpoint.server_job import ServerShare
-from persia.checkpoint.service import CheckpointService
+from persia.checkpoint.checkpoints import Source
 from persia.config import SlotsConfig
 from persia.errors import NotFoundError
 from persia.job.inference import RemoteRows
+from persia.job.runtime import JobRuntime
 from persia.packets.applier import PacketApplier, clear_rows
-from persia.storage.schema import RowSchema
+from persia.pipeline.backend import EmbeddingBackend
 
 __all__ = ["EmbeddedRows", "EmbeddingSource", "RemoteRows"]
 
@@ -46,25 +44,20 @@ class EmbeddedRows:
         `source` None: there are no rows, until packets bring them.
         FailedPreconditionError: `slots` are not those that the rows were trained with.
         """
+        # Else the model would answer with zeros for all IDs, which looks like a bad model.
         if source is not None and not source.has_embeddings:
             raise NotFoundError(f"{source.location} has no embeddings: serve a whole checkpoint")
         self._client = EmbeddedClient(
             slots=slots.native_slots(), feature_index_prefix_bit=slots.feature_index_prefix_bit
         )
-        share = ServerShare(
-            store=self._client.store,
-            index=0,
-            replicas=1,
-            schema=RowSchema.of(slots),
-            num_threads=num_threads or env.get_num_threads() or 2,
-        )
-        self.packets = PacketApplier(share)
+        backend = EmbeddingBackend(self._client, deadline_s=env.get_deadline_s())
+        runtime = JobRuntime(backend, slots, num_threads=num_threads)
+        assert runtime.share is not None, "the store is in this process"
+        self.packets = PacketApplier(runtime.share)
         if source is None:
             clear_rows(self._client.store)
-            return
-        peer = LocalPeer(CheckpointService(share))
-        loads = Checkpoints(lambda: [peer], deadline_s=env.get_deadline_s())
-        loads.load(source, with_state=False)  # weights alone: nothing trains here
+        else:
+            runtime.checkpoints.load(source, with_state=False)  # weights alone: nothing trains here
 
     def lookup(self, id_features: bytes) -> LookupResult:
         return self._client.lookup_direct(0, id_features, requires_grad=False)

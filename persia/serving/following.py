@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import time
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import torch
+
 from persia.checkpoint.checkpoints import Source
-from persia.errors import FailedPreconditionError, NotFoundError, UnavailableError
+from persia.errors import CorruptionError, FailedPreconditionError, NotFoundError, UnavailableError
 from persia.observability.status import fetch_json
 from persia.packets.log import PacketLog
 from persia.packets.packet import Packet
-from persia.serving.dense_models import DenseModels
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource
 from persia.serving.loading import ModelSettings, Version, embeddings_of, load_version, try_sample
-from persia.serving.predictor import Predictor
+from persia.serving.predictor import JIT_DENSE_NAME, Predictor, load_script, read_script
+from persia.storage.dense import load_state
+from persia.storage.location import Location
 from persia.storage.position import Position
+from persia.waiting import Attempts
 
+_STATE_NAME = "dense.pt"
 _SERVERS_S = 5.0  # for parameter servers to apply a packet that this process has seen
-_ASK_AGAIN_S = 0.05
 
 
 class Switch(Protocol):
@@ -50,6 +54,7 @@ class ServedCopies:
     def use(self, copy: ServedCopy, position: Position | None) -> ServedCopy:
         if copy.version is None:
             raise NotFoundError(f"no packet in {self._log.location} up to {position} has a dense model")
+        # Named by the packet and not by its checkpoint, so that clients and status see it move.
         if position is not None:
             copy.version = replace(copy.version, name=str(position))
         self._switch(copy.version, _nothing)
@@ -77,6 +82,7 @@ class ServedCopy:
 
     def prepare(self, packet: Packet) -> Callable[[], None]:
         # Everything that takes time is prepared here; `apply` runs while lookups wait.
+        # The model first: rows are not prepared in vain for a packet whose model cannot be used.
         predictor = self._predictor_at(packet)
         change_rows = _nothing
         if isinstance(self._embeddings, EmbeddedRows):
@@ -104,19 +110,82 @@ class ServedCopy:
         return predictor
 
 
+class DenseModels:
+    """A model is TorchScript with its weights. Packets mostly have new weights alone, as a state_dict: they
+    go into the script that was seen last, or else that of `location`. Each call makes a model of its own.
+    """
+
+    def __init__(self, location: Location) -> None:
+        self._location = location
+        self._script: tuple[bytes, str] | None = None  # and where it was found
+
+    def of_checkpoint(self, source: Source) -> torch.nn.Module:
+        """NotFoundError: there is no dense model, or no script for it; CorruptionError."""
+        try:
+            content = source.dense(JIT_DENSE_NAME)
+        except NotFoundError:
+            try:
+                state = source.dense(_STATE_NAME)
+            except NotFoundError:
+                return load_script(source)  # says what is missing, and how to write it
+            return self._with_state(state, str(source.location / _STATE_NAME))
+        return self._with_script(content, str(source.location / JIT_DENSE_NAME))
+
+    def of_packet(self, log: PacketLog, packet: Packet) -> torch.nn.Module | None:
+        """None: the packet has none, and the one before stays. CorruptionError, NotFoundError name the file;
+        FailedPreconditionError: it does not fit the script.
+        """
+        for name, read in ((JIT_DENSE_NAME, self._with_script), (_STATE_NAME, self._with_state)):
+            entry = packet.dense.get(name)
+            if entry is None:
+                continue
+            path = log.files / entry.path
+            # Bounded by the manifest: a file that grew must not fill the memory of a server.
+            content = path.read(max_bytes=entry.num_bytes)
+            if hashlib.sha256(content).hexdigest() != entry.checksum:
+                raise CorruptionError(f"{path} is damaged: its checksum is not the packet's")
+            return read(content, str(path))
+        return None
+
+    def _with_script(self, content: bytes, where: str) -> torch.nn.Module:
+        model = read_script(content, where)
+        self._script = (content, where)
+        return model
+
+    def _with_state(self, content: bytes, where: str) -> torch.nn.Module:
+        if self._script is None:
+            source = Source(self._location)
+            # Read lazily: a training may write its first TorchScript after this server has started.
+            load_script(source)  # checked before it is kept
+            self._script = (source.dense(JIT_DENSE_NAME), str(source.location / JIT_DENSE_NAME))
+        model = read_script(*self._script)
+        try:
+            load_state(model, content, where, map_location="cpu")
+        except RuntimeError as failure:
+            raise FailedPreconditionError(
+                f"{where} does not fit the model of {self._script[1]}: dump a checkpoint with_jit_model=True "
+                "of the model as it is trained now; torch says: "
+                f"{str(failure).strip().splitlines()[-1].strip()}"
+            ) from failure
+        return model
+
+
 def _await_servers(addresses: Sequence[str], position: Position) -> None:
     """Until every parameter server has applied the packet; UnavailableError: one has not in time."""
-    end = time.monotonic() + _SERVERS_S
-    for address in addresses:
-        while True:
-            reached = _position_of(address)
-            if reached is not None and reached.stream == position.stream and reached >= position:
+    # A dense model that is ahead of its rows would predict with embeddings it was not trained on.
+    waiting = list(addresses)
+    reached: Position | None = None
+    for _ in Attempts(_SERVERS_S):
+        while waiting:
+            reached = _position_of(waiting[0])
+            if reached is None or reached.stream != position.stream or reached < position:
                 break
-            if time.monotonic() > end:
-                raise UnavailableError(
-                    f"the parameter server at {address} is at packet {reached}, not yet at {position}"
-                )
-            time.sleep(_ASK_AGAIN_S)
+            del waiting[0]
+        else:
+            return
+    raise UnavailableError(
+        f"the parameter server at {waiting[0]} is at packet {reached}, not yet at {position}"
+    )
 
 
 def _position_of(address: str) -> Position | None:

@@ -1,4 +1,4 @@
-"""One version of a served model, and how it comes out of a checkpoint."""
+"""One version of a served model, and how it is loaded from a checkpoint."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def load_version(
     load_model: Callable[[Source], torch.nn.Module] = load_script,
 ) -> Version:
     """Beside whatever answers now, and tried on the sample. Raises what is wrong with it."""
+    # Read before and after: a dump to the same directory replaces the manifest last.
     digest = digest_of(source.location)
     model = load_model(source)
     predictor = Predictor(model, embeddings_of(settings, source), device=settings.device)
@@ -55,6 +56,7 @@ def load_version(
     if digest_of(source.location) != digest:  # else rows and model could be of different dumps
         raise UnavailableError(f"{source.location} was replaced while it was read: load it again")
     step, dump_ids = source.manifest.step, source.manifest.dump_ids
+    # Checkpoints of `dump_embedding` in an evaluation have no step; their dumps have names that sort by time.
     name = str(step) if step is not None else max(dump_ids, default="unknown")
     return Version(name, digest, predictor)
 

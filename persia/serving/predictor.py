@@ -69,6 +69,7 @@ class Predictor:
                 outputs = self._model(dense, rows)
         except torch.cuda.OutOfMemoryError as failure:
             raise ResourceExhaustedError(f"no memory for {batch.batch_size} samples: {failure}") from failure
+        # TorchScript raises these for a wrong number or shape of inputs, which the client can correct.
         except (RuntimeError, IndexError) as failure:
             raise InvalidArgumentError(
                 f"the model cannot take this batch: it has {_described(batch, rows)}; torch says: "
@@ -113,6 +114,7 @@ def _arrays(outputs: object, batch_size: int) -> list[NDArray[Any]]:
                 f"output {position} of the model has shape {list(output.shape)} for {batch_size} samples: "
                 "its first dimension must be the batch"
             )
+        # numpy has no such dtype.
         if output.dtype is torch.bfloat16:
             output = output.float()
         arrays.append(np.ascontiguousarray(output.cpu().numpy()))

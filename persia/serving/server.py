@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import secrets
 import signal
 import socket
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from persia import env
-from persia.errors import StorageError
+from persia.errors import FailedPreconditionError, PersiaError, StorageError
+from persia.job.connection import JobConnection
 from persia.logger import get_default_logger, set_role
-from persia.messaging.discovery import ServiceInfo
 from persia.messaging.local_session import LocalBroker, LocalSession
 from persia.messaging.subjects import SERVING
 from persia.observability.process import ProcessObserver
 from persia.observability.settings import ObservabilitySettings
 from persia.serving.batcher import Batcher, BatchingOptions
 from persia.serving.protocol import SERVICE
-from persia.serving.registration import registered
 from persia.serving.servicer import Servicer
 from persia.serving.statistics import ServingSource, ServingStatistics
 from persia.serving.versions import ModelSettings, ServedModel
 
 _HEALTH_INTERVAL_S = 1.0
+_CONNECT_S = 5.0
+_LEAVE_S = 2.0
 _DRAIN_S = 5.0  # for requests under way when the server stops
 
 
@@ -58,6 +59,7 @@ def serve(settings: ModelSettings, options: ServingOptions) -> None:
         model = ServedModel(settings)
         stack.callback(model.close)
         statistics = ServingStatistics()
+        # Registered after the model, so closed before it: what is queued is still answered.
         batcher = Batcher(statistics.measured(model.predict), options.batching)
         stack.callback(batcher.close)
         source = ServingSource(model, statistics, options.replica_index, options.replica_size, batcher)
@@ -86,6 +88,7 @@ def _observed(stack: contextlib.ExitStack, source: ServingSource, options: Servi
     settings = replace(
         ObservabilitySettings.from_environment(host=options.host), port=options.metrics_port, health_port=None
     )
+    # The observer wants a session for questions of a job; serving must not depend on a broker.
     session = LocalSession(LocalBroker(), name="serving")  # predictions need no broker
     stack.callback(session.close)
     return ProcessObserver(source, session, settings)
@@ -96,6 +99,7 @@ async def _serve(
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    # Handlers of the loop, which run between callbacks: a Python handler could interrupt any of them.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     server = grpc.aio.server(
@@ -121,7 +125,7 @@ async def _serve(
     reports = asyncio.create_task(_report_health(model, states))
     # Ready only now: a probe that passes earlier would send requests to a closed port.
     observer.serving = True
-    with registered(options.nats_url, _service_info(options, port, observer)):
+    with _advertised(options, port, observer.address):
         await stop.wait()
     observer.serving = False
     reports.cancel()
@@ -131,16 +135,45 @@ async def _serve(
     get_default_logger().info("%s is no longer served", model.settings.name)
 
 
-def _service_info(options: ServingOptions, port: int, observer: ProcessObserver) -> ServiceInfo:
-    return ServiceInfo(
-        role=SERVING,
-        index=options.replica_index,
-        replicas=options.replica_size,
-        incarnation=secrets.randbits(64),
-        address=f"{env.get_advertise_host(options.host)}:{port}",
-        pid=os.getpid(),
-        status_address=observer.address,
-    )
+@contextlib.contextmanager
+def _advertised(options: ServingOptions, port: int, status_address: str) -> Iterator[None]:
+    """Shows the server in its job during the block, as soon as the broker answers. Waits for nothing."""
+    if options.nats_url is None:
+        yield
+        return
+    stopped = threading.Event()
+    arguments = options, f"{env.get_advertise_host(options.host)}:{port}", status_address, stopped
+    thread = threading.Thread(target=_advertise, args=arguments, name="persia-register", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join(_LEAVE_S)
+
+
+def _advertise(options: ServingOptions, address: str, status_address: str, stopped: threading.Event) -> None:
+    # Predictions need no broker: while it is away the server is not shown, and keeps answering.
+    index, has_warned = options.replica_index, False
+    while not stopped.is_set():
+        try:
+            connection = JobConnection.connect(f"{SERVING} {index}", options.nats_url, _CONNECT_S)
+            with contextlib.closing(connection):
+                connection.advertise(
+                    SERVING, index, options.replica_size, address=address, status_address=status_address
+                )
+                get_default_logger().info("%s is shown in the job %s", address, env.get_job_name())
+                stopped.wait()
+        except FailedPreconditionError as failure:
+            get_default_logger().error("this server is not shown in persia-launcher status: %s", failure)
+            return
+        except PersiaError as failure:
+            if not has_warned:
+                get_default_logger().warning(
+                    "this server is not shown in persia-launcher status for now: %s", failure
+                )
+                has_warned = True
+            stopped.wait(1.0)
 
 
 def _listen(server: grpc.aio.Server, options: ServingOptions) -> int:
@@ -154,6 +187,7 @@ def _listen(server: grpc.aio.Server, options: ServingOptions) -> int:
 async def _report_health(model: ServedModel, states: health.aio.HealthServicer) -> None:
     """For the server as a whole (""), and by the names of the service and of the model."""
     while True:
+        # On a thread: with remote rows it asks workers, and the event loop answers requests meanwhile.
         ready = await asyncio.to_thread(model.not_ready) is None
         state = (
             health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING

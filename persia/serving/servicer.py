@@ -12,39 +12,26 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from persia._version import __version__
-from persia.errors import (
-    CorruptionError,
-    DeadlineExceededError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    InvalidTypeError,
-    NotFoundError,
-    PersiaError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from persia.errors import InvalidArgumentError, NotFoundError, PersiaError
 from persia.logger import get_default_logger
 from persia.serving.batcher import Batcher
-from persia.serving.protocol import METHODS, SERVICE, message
+from persia.serving.protocol import (
+    INPUT_NAME,
+    METHODS,
+    SERVICE,
+    batch_of,
+    datatype_of,
+    message,
+    output_name,
+    reply_of,
+    status_of,
+)
 from persia.serving.statistics import ServingStatistics
-from persia.serving.tensors import INPUT_NAME, batch_of, datatype_of, output_name, reply_of
 from persia.serving.versions import ServedModel
 
 _Method = Callable[[Any, Any], Awaitable[Any]]
 
 _COUNTED = "ModelInfer"  # the others are asked for by probes
-
-# The first that an error is an instance of.
-_CODES: list[tuple[type[PersiaError], grpc.StatusCode]] = [
-    (NotFoundError, grpc.StatusCode.NOT_FOUND),
-    (InvalidArgumentError, grpc.StatusCode.INVALID_ARGUMENT),
-    (InvalidTypeError, grpc.StatusCode.INVALID_ARGUMENT),
-    (CorruptionError, grpc.StatusCode.INVALID_ARGUMENT),
-    (UnavailableError, grpc.StatusCode.UNAVAILABLE),
-    (DeadlineExceededError, grpc.StatusCode.DEADLINE_EXCEEDED),
-    (ResourceExhaustedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (FailedPreconditionError, grpc.StatusCode.FAILED_PRECONDITION),
-]
 
 
 class Servicer:
@@ -110,6 +97,7 @@ class Servicer:
     def _check_model(self, name: str, version: str) -> None:
         if name != self._model.settings.name:
             raise NotFoundError(f"there is no model {name!r}: this server has {self._model.settings.name!r}")
+        # One version is loaded at a time; answering for another one would hide that it was replaced.
         if version not in ("", self._model.version):
             raise NotFoundError(
                 f"model {name!r} has no version {version!r} here, but {self._model.version!r}: leave the "
@@ -118,13 +106,15 @@ class Servicer:
 
     def _with_status(self, name: str, request_class: Any, method: _Method) -> _Method:
         async def answer(content: bytes, context: Any) -> Any:
+            # CANCELLED unless something below is reached: a client that leaves ends the coroutine by
+            # CancelledError.
             begin_ns, code = time.monotonic_ns(), grpc.StatusCode.CANCELLED
             try:
                 reply = await method(_parsed(request_class, content), context)
                 code = grpc.StatusCode.OK
                 return reply
             except PersiaError as failure:
-                code = _code_of(failure)
+                code = grpc.StatusCode[status_of(failure)[0]]
                 await context.abort(code, str(failure))
             except Exception as failure:
                 code = grpc.StatusCode.INTERNAL
@@ -135,13 +125,6 @@ class Servicer:
                     self._statistics.add_request(begin_ns, code.name)
 
         return answer
-
-
-def _code_of(failure: PersiaError) -> grpc.StatusCode:
-    for kind, code in _CODES:
-        if isinstance(failure, kind):
-            return code
-    return grpc.StatusCode.INTERNAL
 
 
 def _parsed(request_class: Any, content: bytes) -> Any:

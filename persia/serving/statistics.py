@@ -66,6 +66,7 @@ class ServingStatistics:
 
     def counts(self) -> ServingCounts:
         with self._lock:
+            # Under the lock, so that counts by status and sizes are of one moment.
             return ServingCounts(
                 by_status=dict(self._by_status),
                 sizes=(list(self._sizes), self._num_samples, self._last_size),
@@ -132,6 +133,7 @@ class ServingSource(Source):
             "1: the newest version cannot be served; the log and /status say why.",
             bool(model.error),
         )
+        # OK is shown from the start: rates and alerts need the series before the first request.
         for status, count in {"OK": 0, **counts.by_status}.items():
             families.counter(
                 "persia_serving_requests", "Requests answered, by gRPC status.", count, status=status

@@ -20,35 +20,16 @@ from numpy.typing import NDArray
 from persia.checkpoint.checkpoints import Source
 from persia.config import load_embedding_config
 from persia.embedding.data import PersiaBatch
-from persia.errors import (
-    CorruptionError,
-    DeadlineExceededError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    InvalidTypeError,
-    PersiaError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
 from persia.logger import get_default_logger
 from persia.serving.archive import SLOTS_NAME, ArchiveSettings
 from persia.serving.batch_predict import Prediction, layout_of, predict_together
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource, RemoteRows
 from persia.serving.predictor import Predictor, load_script
-from persia.serving.tensors import INPUT_NAME, datatype_of, output_name
+from persia.serving.protocol import INPUT_NAME, datatype_of, output_name, status_of
 from persia.storage.manifest import Manifest
 
 _INPUT_NAMES = (INPUT_NAME, "data", "body")
-
-# The first that an error is an instance of. TorchServe makes gRPC statuses of them.
-_HTTP_CODES: list[tuple[type[PersiaError], int]] = [
-    (InvalidArgumentError, 400),
-    (InvalidTypeError, 400),
-    (CorruptionError, 400),
-    (ResourceExhaustedError, 429),
-    (UnavailableError, 503),
-    (DeadlineExceededError, 504),
-]
 
 
 class Handler:
@@ -59,6 +40,8 @@ class Handler:
         properties, model = context.system_properties, context.manifest["model"]
         settings = ArchiveSettings.of(context.model_yaml_config)
         source = Source(settings.checkpoint)
+        # The archive has no rows or weights of its own: a checkpoint written over it would be another
+        # version.
         if Manifest.read(source.location)[1] != settings.manifest:
             raise FailedPreconditionError(
                 f"{source.location} is no longer what was archived: archive it again, as a version of its own"
@@ -85,15 +68,19 @@ class Handler:
         if len(refused) == len(answers):
             from ts.utils.util import PredictionException  # exists only where TorchServe runs this
 
-            raise PredictionException(str(refused[0]), _code_of(refused[0]))
+            raise PredictionException(str(refused[0]), status_of(refused[0])[1])
         for index, answer in enumerate(answers):
             if isinstance(answer, PersiaError):
-                context.set_response_status(code=_code_of(answer), phrase=type(answer).__name__, idx=index)
+                context.set_response_status(
+                    code=status_of(answer)[1], phrase=type(answer).__name__, idx=index
+                )
         return [self._encoded(answer) for answer in answers]
 
     def _answers(self, batches: list[PersiaBatch | PersiaError]) -> list[Prediction | PersiaError]:
         answers: list[Any] = list(batches)
         good = [(i, batch) for i, batch in enumerate(batches) if isinstance(batch, PersiaBatch)]
+        # Only neighbours are joined: sorting by layout would cost more than it saves, as clients send one
+        # layout.
         for _, group in groupby(good, key=lambda item: layout_of(item[1])):
             indices, alike = zip(*group, strict=True)
             together = predict_together(lambda one: (self._version, self._predictor.predict(one)), alike)
@@ -103,7 +90,7 @@ class Handler:
 
     def _encoded(self, answer: Prediction | PersiaError) -> str:
         if isinstance(answer, PersiaError):
-            return json.dumps({"code": _code_of(answer), "error": str(answer)})
+            return json.dumps({"code": status_of(answer)[1], "error": str(answer)})
         outputs = [
             {
                 "name": output_name(position),
@@ -127,10 +114,6 @@ def _parsed(request: Mapping[str, Any]) -> PersiaBatch | PersiaError:
         return PersiaBatch.from_bytes(bytes(content))
     except PersiaError as failure:
         return failure
-
-
-def _code_of(failure: PersiaError) -> int:
-    return next((code for kind, code in _HTTP_CODES if isinstance(failure, kind)), 500)
 
 
 def _values(output: NDArray[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ from persia.messaging.daemon_pool import lower_priority
 from persia.packets.follower import Follower, FollowStatus
 from persia.serving.following import ServedCopies, ServedCopy
 from persia.serving.loading import ModelSettings, Version, digest_of, load_version
-from persia.serving.rwlock import RwLock
 from persia.storage.versions import resolve
 
 __all__ = ["ModelSettings", "ServedModel"]
@@ -43,7 +42,7 @@ class ServedModel:
         self._refused = ""  # digest of what could not be loaded
         self._error = ""
         self._outputs: list[tuple[str, list[int]]] = []
-        self._lock = RwLock()  # held to look rows up, while packets may change them
+        self._lock = _RwLock()
         self._current: Version
         self._stopped = threading.Event()
         self._follower: Follower[ServedCopy] | None = None
@@ -91,6 +90,7 @@ class ServedModel:
         with self._lock.shared() if is_local else contextlib.nullcontext():
             current = self._current
             rows = current.predictor.look_up(batch)
+        # Outside the lock: rows were copied by the lookup, and a model may compute for long.
         outputs = current.predictor.compute(batch, rows)
         self._outputs = [(output.dtype.name, list(output.shape[1:])) for output in outputs]
         return current.name, outputs
@@ -108,6 +108,7 @@ class ServedModel:
         if self._follower is not None:
             self._follower.close()
         if self._thread is not None:
+            # Loading cannot be interrupted; the thread is a daemon.
             self._thread.join(5.0)
 
     def _switch(self, version: Version, change_rows: Callable[[], None]) -> None:
@@ -126,6 +127,8 @@ class ServedModel:
         digest = ""
         try:
             digest = digest_of(resolve(self.settings.location))
+            # A version that was refused is not loaded again each second, which would take the processors from
+            # requests.
             if digest in (self._current.digest, self._refused):
                 self._error = self._error if digest == self._refused else ""
                 return
@@ -155,3 +158,43 @@ class ServedModel:
             time.monotonic() - started,
         )
         return version
+
+
+class _RwLock:
+    """Held shared to look rows up, and exclusively to replace rows or model.
+
+    A waiting writer takes precedence over later readers, so that load cannot starve it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_readers = 0
+        self._has_writer = False
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._has_writer)
+            self._num_readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_readers -= 1
+                if self._num_readers == 0:
+                    self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._has_writer)
+            # Set before the readers have left: later readers wait, so their stream cannot starve the writer.
+            self._has_writer = True
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._num_readers == 0)
+            yield
+        finally:
+            with self._changed:
+                self._has_writer = False
+                self._changed.notify_all()

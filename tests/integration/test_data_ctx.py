@@ -32,8 +32,8 @@ class Receivers:
         session.respond(session.subjects.ids(0), self.on_ids)
         session.respond(session.subjects.batch(0), self.on_batch)
         session.respond(session.subjects.end(0), self.on_end)
-        self.cluster.announce(EMBEDDING_WORKER, 0, 1, slot_modes=("",))
-        self.cluster.announce(NN_WORKER, 0, 1)
+        self.cluster.advertise(EMBEDDING_WORKER, 0, 1, slot_modes=("",))
+        self.cluster.advertise(NN_WORKER, 0, 1)
 
     def on_ids(self, payload: bytes) -> bytes:
         return IdsReply(self.answer(), 10, 1, 7, "scripted").encode()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from persia._native import BatchReference
-from persia.embedding.dense_codec import DenseSection
+from persia.embedding.dense_codec import encode_dense
 from persia.errors import CorruptionError, DeadlineExceededError, UnavailableError
 from persia.pipeline.lookup import LookupService
 from persia.pipeline.prefetch import Prefetcher
@@ -21,13 +21,11 @@ from persia.pipeline.queues import BoundedQueue, QueueClosed
 from persia.pipeline.source import PendingBatch
 from persia.pipeline.staleness import Consistency, LookupStage, Mode, StalenessGate
 
-
-def dense() -> DenseSection:
-    return DenseSection(features=[("x", np.zeros((1, 1), np.float32))], labels=[], meta=None, batch_size=1)
+DENSE = encode_dense([("x", np.zeros((1, 1), np.float32))], [], None, 1)
 
 
 def pending(number: int, *, requires_grad: bool = True) -> PendingBatch:
-    return PendingBatch(number, requires_grad, BatchReference(0, 1, number), b"", dense)
+    return PendingBatch(number, requires_grad, BatchReference(0, 1, number), b"", DENSE)
 
 
 class ListSource:
@@ -198,11 +196,8 @@ def test_failed_later_lookup_gives_its_batch_up_at_once(fake_host: Any, fake_bac
 
 
 def test_undecodable_dense_part_names_its_batch(fake_host: Any) -> None:
-    def fail() -> DenseSection:
-        raise CorruptionError("dense section: bad magic")
-
-    bad = PendingBatch(4, True, BatchReference(0, 1, 4), b"", fail)
-    with pytest.raises(CorruptionError, match="batch 4: dense section"):
+    bad = PendingBatch(4, True, BatchReference(0, 1, 4), b"", DENSE[:-8])
+    with pytest.raises(CorruptionError, match="batch 4: dense section is cut short"):
         start(fake_host, ListSource([bad])).next(30)
 
 
