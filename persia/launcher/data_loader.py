@@ -54,7 +54,8 @@ def _run_and_linger(command_line: list[str], environment: dict[str, str]) -> int
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
         exit_code = child.wait()
-    if exit_code == 0:
-        stopped.wait()
+    # In steps: a wait without end may miss a signal that arrives just before it.
+    while exit_code == 0 and not stopped.wait(0.2):
+        pass
     # As a shell says it: 128 + the number of the signal that ended the script.
     return exit_code if exit_code >= 0 else 128 - exit_code

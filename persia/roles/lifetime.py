@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
+import time
 from collections.abc import Callable, Iterator
 
 from persia import env
@@ -24,6 +24,7 @@ __all__ = ["DRAIN_S", "advertised", "connected", "observed", "stopped_by_signals
 
 # How long a stopping server answers earlier requests. Process managers kill seconds after SIGTERM.
 DRAIN_S = 1.5
+_SIGNAL_STEP_S = 0.2
 
 
 class _StopRequested(BaseException):
@@ -48,7 +49,10 @@ def stopped_by_signals(name: str) -> Iterator[None]:
 
 def wait_for_stop() -> None:
     """Sleeps until a stop signal ends the block."""
-    threading.Event().wait()
+    # In steps: Python runs the handler on the main thread, but a signal that another thread receives, or that
+    # arrives just before the main thread begins to wait, does not end that wait.
+    while True:
+        time.sleep(_SIGNAL_STEP_S)
 
 
 def _request_stop(_number: int, _frame: object) -> None:
