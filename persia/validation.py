@@ -19,24 +19,6 @@ from pydantic_core import PydanticCustomError
 
 from persia.errors import ConfigError, CorruptionError
 
-__all__ = [
-    "UINT32_MAX",
-    "UINT64_MAX",
-    "Count",
-    "Hex",
-    "Number",
-    "Positive",
-    "Positive32",
-    "Section",
-    "complaint",
-    "join",
-    "json_object",
-    "read_document",
-    "read_section",
-    "show",
-    "to_json",
-]
-
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
 

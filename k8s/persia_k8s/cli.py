@@ -9,8 +9,6 @@ import click
 
 from persia_k8s.errors import PersiaK8sError
 
-__all__ = ["cli"]
-
 
 class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> object:

@@ -18,8 +18,6 @@ from persia_k8s.errors import PersiaK8sError
 from persia_k8s.names import GROUP, JOB_LABEL, KIND, VERSION
 from persia_k8s.observation import Observation, PodView
 
-__all__ = ["Cluster", "ClusterError"]
-
 _FIELD_MANAGER = "persia-operator"
 _TIMEOUT_S = 30.0
 _WATCH_S = 300

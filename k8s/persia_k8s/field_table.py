@@ -8,8 +8,6 @@ from typing import Any
 from persia_k8s.job import JobSpec, RoleSpec
 from persia_k8s.schema import structural_schema
 
-__all__ = ["field_table"]
-
 _SHARED = ("embeddingParameterServer", "embeddingWorker", "dataloader", "nnWorker", "inference")
 
 

@@ -13,8 +13,6 @@ from persia_k8s.errors import SpecError
 from persia_k8s.names import Role
 from persia_k8s.schema import CONFIG, parse
 
-__all__ = ["InferenceSpec", "Job", "JobSpec", "NatsSpec", "NnWorkerSpec", "PersiaEnv", "RoleSpec"]
-
 _QUANTITIES = {
     "type": "object",
     "additionalProperties": {

@@ -4,26 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = [
-    "ATTEMPT_LABEL",
-    "CRD_NAME",
-    "FINALIZER",
-    "GROUP",
-    "HASH_ANNOTATION",
-    "JOB_LABEL",
-    "KIND",
-    "MAX_JOB_NAME",
-    "METRICS_PORT",
-    "NATS_PORT",
-    "PLURAL",
-    "ROLE_LABEL",
-    "VERSION",
-    "Role",
-    "object_name",
-    "pod_address",
-    "pod_name",
-]
-
 GROUP = "persia.com"  # published
 VERSION = "v1"  # published
 KIND = "PersiaJob"  # published

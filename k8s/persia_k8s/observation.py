@@ -9,8 +9,6 @@ from typing import Any
 from persia_k8s.builders import spec_hash
 from persia_k8s.names import ATTEMPT_LABEL, ROLE_LABEL, Role
 
-__all__ = ["Observation", "PodView"]
-
 _ROLES = {role.suffix: role for role in Role}
 _MAX_MESSAGE = 500
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from persia_k8s.crd import object_schema
 
-__all__ = ["openapi_document"]
-
 _NAME = {"type": "string", "minLength": 1}
 _NAMESPACE = {"type": "string", "default": "default"}
 _RESULTS = {

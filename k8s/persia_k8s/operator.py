@@ -26,8 +26,6 @@ from persia_k8s.progress import last_progress
 from persia_k8s.reconcile import Event, Plan, reconcile, time_text
 from persia_k8s.status import Condition, JobStatus, Phase
 
-__all__ = ["run_operator"]
-
 _RETRY_S = 5.0
 _CANCEL_S = 60.0  # longer than a request may take
 _SETTLE_S = 0.2  # a start or an end is many changes at once

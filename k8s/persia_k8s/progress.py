@@ -15,8 +15,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["PREFIX", "last_progress"]
-
 PREFIX = "persia-progress "
 _MAX_TEXT = 1024
 

@@ -10,8 +10,6 @@ from pydantic.alias_generators import to_camel
 
 from persia_k8s.errors import SpecError
 
-__all__ = ["CONFIG", "parse", "structural_schema"]
-
 # Unknown fields are ignored: the API server has dropped them from what it stores.
 CONFIG = ConfigDict(alias_generator=to_camel, populate_by_name=True)
 _T = TypeVar("_T")

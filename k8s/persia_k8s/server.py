@@ -21,8 +21,6 @@ from persia_k8s.errors import PersiaK8sError
 from persia_k8s.names import GROUP, JOB_LABEL, KIND, VERSION
 from persia_k8s.openapi import openapi_document
 
-__all__ = ["make_app", "run_server"]
-
 _FIELD_MANAGER = "persia-server"
 _MAX_BODY_BYTES = 1 << 20  # a PersiaJob larger than this does not fit into etcd
 _MIN_TOKEN_LENGTH = 16

@@ -16,8 +16,6 @@ from pydantic.dataclasses import dataclass
 from persia_k8s.names import Role
 from persia_k8s.schema import CONFIG, parse, structural_schema
 
-__all__ = ["Condition", "JobStatus", "Phase", "Resize", "RoleStatus", "Stage"]
-
 
 class Phase(str, Enum):
     """Phase of a job. The last two are final."""

@@ -15,17 +15,6 @@ from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 from persia.errors import ConfigError
 from persia.validation import UINT32_MAX, UINT64_MAX, Positive, Positive32, Section, complaint, show
 
-__all__ = [
-    "CheckpointingConfig",
-    "CommonConfig",
-    "EmbeddingParameterServerConfig",
-    "EmbeddingWorkerConfig",
-    "GlobalConfig",
-    "InferConfig",
-    "MetricsConfig",
-    "StorageConfig",
-]
-
 
 class MetricsConfig(Section):
     """Metrics of every process; where they are shown is told by the environment."""

@@ -16,8 +16,6 @@ from persia.config.slots_config import SlotsConfig
 from persia.errors import ConfigError
 from persia.validation import read_section
 
-__all__ = ["load_embedding_config", "load_global_config", "parse_embedding_config", "parse_global_config"]
-
 # The published inference job, as its documentation has it: keys indented below `job_type: Infer`.
 _NESTED_IN_VALUE = "mapping values are not allowed here"
 

@@ -13,8 +13,6 @@ from persia.config.global_config import InferConfig, MetricsConfig
 from persia.errors import ConfigError
 from persia.validation import read_section, show
 
-__all__ = ["without_published_forms"]
-
 _METRICS = "PersiaMetricsConfig"  # a block at the top level: common_config.metrics_config
 _INFERENCE = ("servers", "initial_sparse_checkpoint")  # beside job_type: keys of common_config.infer_config
 

@@ -19,8 +19,6 @@ from persia.validation import UINT32_MAX, UINT64_MAX, Positive, Positive32, Sect
 if TYPE_CHECKING:
     from persia import _native
 
-__all__ = ["MAX_SLOT_MODES", "HashStackConfig", "RowSettings", "SlotConfig", "SlotsConfig"]
-
 _SCHEMA_HASH_DIGITS = 16
 MAX_SLOT_MODES = 32  # parts of a batch that can be looked up for themselves
 

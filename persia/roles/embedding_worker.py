@@ -24,8 +24,6 @@ from persia.waiting import Attempts
 if TYPE_CHECKING:
     from persia._native import EmbeddingWorker
 
-__all__ = ["ServerLinks", "count_workers", "drain", "run_embedding_worker"]
-
 _WHO_S = 0.5
 
 

@@ -20,8 +20,6 @@ from persia.storage.position import Position
 if TYPE_CHECKING:
     from persia._native import ParameterServer
 
-__all__ = ["RowCopies", "RowCopy", "load_share"]
-
 _LEASE_S = 3600.0  # of a load that is watched from its own process
 _POLL_S = 0.05
 

@@ -27,8 +27,6 @@ from persia.storage.location import Location
 if TYPE_CHECKING:
     from persia._native import EmbeddingWorker, ParameterServer
 
-__all__ = ["JOB_TYPE", "config_of", "inference_servers", "serve_lookups", "serve_rows"]
-
 JOB_TYPE = "Infer"
 
 

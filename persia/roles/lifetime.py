@@ -20,8 +20,6 @@ from persia.observability.settings import ObservabilitySettings
 from persia.observability.sources import Source
 from persia.roles.options import ServerOptions
 
-__all__ = ["DRAIN_S", "advertised", "connected", "observed", "stopped_by_signals", "wait_for_stop"]
-
 # How long a stopping server answers earlier requests. Process managers kill seconds after SIGTERM.
 DRAIN_S = 1.5
 _SIGNAL_STEP_S = 0.2

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from persia.errors import ConfigError
 
-__all__ = ["ServerOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:

@@ -23,8 +23,6 @@ from persia.tiers.server_tier import ServerTier
 if TYPE_CHECKING:
     from persia._native import ParameterServer
 
-__all__ = ["config_of", "run_parameter_server"]
-
 
 def run_parameter_server(options: ServerOptions) -> None:
     """Serves until SIGTERM or SIGINT. What is wrong in `options` is found before anything starts."""

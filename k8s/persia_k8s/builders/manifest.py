@@ -11,8 +11,6 @@ from typing import Any
 from persia_k8s.job import Job
 from persia_k8s.names import GROUP, HASH_ANNOTATION, JOB_LABEL, KIND, ROLE_LABEL, VERSION, Role
 
-__all__ = ["Images", "Manifest", "Scale", "label_selector", "labels", "metadata", "spec_hash", "with_hash"]
-
 Manifest = dict[str, Any]
 
 

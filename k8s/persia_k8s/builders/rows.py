@@ -9,9 +9,6 @@ from persia_k8s.builders.pod import container, pod_spec
 from persia_k8s.job import Job
 from persia_k8s.names import Role, object_name
 
-__all__ = ["HOLD_S", "rows_location", "rows_pod", "rows_pod_name"]
-
-
 # For so long the training waits after the dump, to be ended by the operator: what it learned later would be
 # lost. An operator that is started anew, perhaps on another node, has the time to come back.
 HOLD_S = 600

@@ -12,8 +12,6 @@ from persia_k8s.builders.pod import container, metrics_annotations, metrics_port
 from persia_k8s.job import Job, RoleSpec
 from persia_k8s.names import ATTEMPT_LABEL, Role, object_name, pod_address
 
-__all__ = ["stateful_set"]
-
 # A pod's number is the end of its name. A label holds it too, but only since Kubernetes 1.28.
 _SERVERS = {
     Role.PARAMETER_SERVER: (

@@ -8,8 +8,6 @@ from persia_k8s.builders.manifest import Manifest, Scale, labels, metadata, with
 from persia_k8s.job import Job
 from persia_k8s.names import Role, object_name
 
-__all__ = ["disruption_budget", "services"]
-
 
 def services(job: Job) -> list[Manifest]:
     """All services of a job."""

@@ -14,8 +14,6 @@ from persia_k8s.builders.pod import container, metrics_annotations, metrics_port
 from persia_k8s.job import Job
 from persia_k8s.names import ATTEMPT_LABEL, Role, object_name, pod_name
 
-__all__ = ["training_pod"]
-
 
 def training_pod(
     job: Job, role: Role, index: int, scale: Scale, images: Images, resume: str | None = None

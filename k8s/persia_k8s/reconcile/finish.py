@@ -6,8 +6,6 @@ from persia_k8s.names import Role
 from persia_k8s.reconcile.plan import Situation, parse_time, time_text
 from persia_k8s.status import Phase
 
-__all__ = ["clean_up", "fail", "succeed"]
-
 _LOADER_GRACE_S = 30.0  # for loaders to notice the end, and to end well
 
 

@@ -18,8 +18,6 @@ from persia_k8s.reconcile import finish, servers, training
 from persia_k8s.reconcile.plan import Situation, parse_time, time_text
 from persia_k8s.status import Phase, Resize, Stage
 
-__all__ = ["begin", "break_off", "dump", "go_on", "is_wanted", "remove_checkpoint"]
-
 _CONDITION = "Resized"
 _FIELD = Role.PARAMETER_SERVER.field
 _NOT_YET = 75  # the exit code of a dump that may succeed later

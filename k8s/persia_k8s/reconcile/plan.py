@@ -11,8 +11,6 @@ from persia_k8s.job import Job
 from persia_k8s.observation import Observation, PodView
 from persia_k8s.status import Condition, JobStatus
 
-__all__ = ["Event", "Plan", "Situation", "parse_time", "time_text"]
-
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 

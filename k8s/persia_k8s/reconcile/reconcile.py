@@ -12,8 +12,6 @@ from persia_k8s.reconcile import finish, move_rows, resize, servers, training
 from persia_k8s.reconcile.plan import Plan, Situation, time_text
 from persia_k8s.status import JobStatus, Phase, RoleStatus
 
-__all__ = ["reconcile"]
-
 
 def reconcile(job: Job, before: JobStatus, observed: Observation, images: Images, now: datetime) -> Plan:
     """Decides what to do for `job`, of which `before` is the stored status."""

@@ -8,8 +8,6 @@ from persia_k8s.observation import Observation
 from persia_k8s.reconcile.plan import Situation
 from persia_k8s.status import JobStatus, Phase, Stage
 
-__all__ = ["accepted_replicas", "is_going_on", "report"]
-
 _CONDITION, _REASON = "Resized", "Resizing"
 
 

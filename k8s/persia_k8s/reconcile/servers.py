@@ -10,8 +10,6 @@ from persia_k8s.observation import PodView
 from persia_k8s.reconcile import finish, resize
 from persia_k8s.reconcile.plan import Situation
 
-__all__ = ["provide", "replace_parameter_servers"]
-
 _RESIZE_REFUSED = (
     "embeddingParameterServer.replicas: {wanted} is refused, the job goes on with {has}: rows move between "
     "servers through a checkpoint; set resizeCheckpoint to a directory or URL that all of them reach"

@@ -11,8 +11,6 @@ from persia_k8s.reconcile import finish
 from persia_k8s.reconcile.plan import Situation, parse_time, time_text
 from persia_k8s.status import JobStatus, Phase
 
-__all__ = ["all_started", "has_failed", "has_started", "has_succeeded", "provide", "restart"]
-
 _LONGEST_PAUSE_S = 300
 
 
