@@ -69,6 +69,8 @@ _STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
 _ANY_OBJECT = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 
 Object = Mapping[str, Any]
+Resources = Annotated[Object, WithJsonSchema(_RESOURCES)]
+Env = Annotated[Sequence[Object], WithJsonSchema(_ENV)]
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
@@ -76,16 +78,12 @@ class RoleSpec:
     """Fields of every role."""
 
     replicas: StrictInt = Field(ge=1, le=65536, description="Number of pods.")
-    resources: Annotated[Object, WithJsonSchema(_RESOURCES)] = Field(
-        default={}, description="Kubernetes resource requirements of the container."
-    )
+    resources: Resources = Field(default={}, description="Kubernetes resource requirements of the container.")
     volume_mounts: Annotated[Sequence[Object], WithJsonSchema(_VOLUME_MOUNTS)] = Field(
         default=[],
         description="Mounts of `spec.volumes`. The spelling `read_only` is taken for `readOnly`.",
     )
-    env: Annotated[Sequence[Object], WithJsonSchema(_ENV)] = Field(
-        default=[], description="Environment variables of this role; they win over `spec.env`."
-    )
+    env: Env = Field(default=[], description="Environment variables of this role; they win over `spec.env`.")
     image: str | None = Field(
         default=None,
         min_length=1,
@@ -186,9 +184,7 @@ class NatsSpec:
     image: str | None = Field(
         default=None, min_length=1, description="Image of the broker; by default the operator's CPU image."
     )
-    resources: Annotated[Object, WithJsonSchema(_RESOURCES)] = Field(
-        default={}, description="Kubernetes resource requirements of the broker."
-    )
+    resources: Resources = Field(default={}, description="Kubernetes resource requirements of the broker.")
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
@@ -196,9 +192,7 @@ class JobSpec:
     """What to run."""
 
     persia_env: PersiaEnv = Field(default=PersiaEnv(), description="Where the job's files are.")
-    env: Annotated[Sequence[Object], WithJsonSchema(_ENV)] = Field(
-        default=[], description="Environment variables of all pods."
-    )
+    env: Env = Field(default=[], description="Environment variables of all pods.")
     volumes: Annotated[Sequence[Object], WithJsonSchema(_VOLUMES)] = Field(
         default=[], description="Kubernetes volumes, for the `volumeMounts` of the roles."
     )

@@ -1,4 +1,4 @@
-"""Pods of the roles that end by themselves: data loaders and NN workers.
+"""Pods that end by themselves: data loaders, NN workers, and those that move rows to new parameter servers.
 
 Pods rather than Jobs: a Job would start one of its pods anew by itself, but a rank that is alone cannot join
 a group that has failed, and only the operator starts all of them.
@@ -9,10 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from persia_k8s.builders.manifest import Images, Manifest, Scale, metadata, with_hash
+from persia_k8s.builders.manifest import Images, Manifest, Scale, labels, make_manifest
 from persia_k8s.builders.pod import container, metrics_annotations, metrics_ports, pod_spec
 from persia_k8s.job import Job
 from persia_k8s.names import ATTEMPT_LABEL, Role, object_name, pod_name
+
+# For so long the training waits after the dump, to be ended by the operator: what it learned later would be
+# lost. An operator that is started anew, perhaps on another node, has the time to come back.
+HOLD_S = 600
+_ARGUMENTS = {"dump": ("--with-dense", f"--hold={HOLD_S}")}
 
 
 def training_pod(
@@ -31,16 +36,14 @@ def training_pod(
     if role is Role.NN_WORKER:
         # Gives the pod the name by which the other nodes find node 0.
         more = {"hostname": name, "subdomain": object_name(job.name, role)}
-    pod_metadata = metadata(job, role, name)
-    pod_metadata["labels"][ATTEMPT_LABEL] = str(scale.attempt)
-    pod_metadata["annotations"] = metrics_annotations(job, num_processes)
-    return with_hash(
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": pod_metadata,
-            "spec": pod_spec(job, spec, role_container, restart_policy="Never", **more),
-        }
+    return make_manifest(
+        "Pod",
+        job,
+        role,
+        pod_spec(job, spec, role_container, restart_policy="Never", **more),
+        name=name,
+        labels={**labels(job, role), ATTEMPT_LABEL: str(scale.attempt)},
+        annotations=metrics_annotations(job, num_processes),
     )
 
 
@@ -60,3 +63,22 @@ def _arguments(job: Job, role: Role, index: int, replicas: int) -> list[str]:
             f"--master-port={role.port}",
         ]
     return arguments
+
+
+def rows_location(job: Job) -> str:
+    """A place of the job's own: a dump to where a script keeps its checkpoints would mix with them."""
+    return f"{(job.spec.resize_checkpoint or '').rstrip('/')}/{job.namespace}-{job.name}-resize"
+
+
+def rows_pod_name(job: Job, verb: str) -> str:
+    """`verb`: dump, load or remove."""
+    return f"{object_name(job.name, Role.ROWS)}-{verb}"
+
+
+def rows_pod(job: Job, verb: str, location: str, images: Images) -> Manifest:
+    """A pod with image, volumes and credentials of the parameter servers, which write and read the files."""
+    spec = replace(job.spec.embedding_parameter_server, resources={})
+    command = ["persia-launcher", "checkpoint", verb, location, *_ARGUMENTS.get(verb, ())]
+    role_container = container(job, Role.ROWS, spec, images, command)
+    spec_of_pod = pod_spec(job, spec, role_container, restart_policy="Never")
+    return make_manifest("Pod", job, Role.ROWS, spec_of_pod, name=rows_pod_name(job, verb))
