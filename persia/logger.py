@@ -26,33 +26,24 @@ _COLOURS = {
     logging.ERROR: 31,
     logging.CRITICAL: 35,
 }
-_LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warn": logging.WARNING,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-}
 
 _lock = threading.Lock()
 _default_name: str | None = None
-_role = ""
-_role_and_index: tuple[str | None, int | None] = (None, None)
+_role = ""  # before set_role
+_index: int | None = None
 # What every record has; all else came with `extra`.
 _OWN_FIELDS = {*vars(logging.makeLogRecord({})), "role", "message", "asctime", "taskName"}
 
 
 def set_role(role: str, index: int) -> None:
     """Marks every later record of this process with its role and replica: "[embedding-worker 0]"."""
-    global _role, _role_and_index
-    _role = f"[{role} {index}] "
-    _role_and_index = (role, index)
+    global _role, _index
+    _role, _index = role, index
 
 
 class _RoleFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        record.role = _role
+        record.role = f"[{_role} {_index}] " if _role else ""
         return True
 
 
@@ -63,8 +54,8 @@ class _JsonFormatter(logging.Formatter):
         values: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="microseconds"),
             "level": record.levelname.lower(),
-            "role": _role_and_index[0],
-            "replica": _role_and_index[1],
+            "role": _role or None,
+            "replica": _index,
             "pid": record.process,
             "thread": record.threadName,
             "place": f"{record.filename}:{record.lineno}",
@@ -114,7 +105,7 @@ def setLogger(  # noqa: N802 - the published name
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
-    logger.setLevel(_LEVELS[env.get_log_level()] if log_level is None else log_level)
+    logger.setLevel(env.get_log_level().upper() if log_level is None else log_level)
     logger.propagate = False
     stream = logging.StreamHandler(sys.stderr)
     stream.setFormatter(_formatter(coloured=sys.stderr.isatty()))

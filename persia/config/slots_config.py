@@ -247,23 +247,17 @@ class SlotsConfig(Section):
                 f"feature_groups.{group} has the slot {slot}, which slots_config lacks: "
                 "define it there, or remove it here"
             )
-        if self.slots_config[slot].rows != self.slots_config[first].rows:
-            raise ConfigError(
-                f"feature_groups.{group} has {first} and {slot}, whose optimizer, initializer, admission, "
-                "eviction or weight bound differ: slots of one group share rows, so give them the same or "
-                "separate groups"
-            )
-        if self.slots_config[slot].mode != self.slots_config[first].mode:
-            raise ConfigError(
-                f"feature_groups.{group} has {first} and {slot}, whose consistency or embedding_staleness "
-                "differ: slots of one group share rows, so give them the same or separate groups"
-            )
-        dim, first_dim = self.slots_config[slot].dim, self.slots_config[first].dim
-        if dim != first_dim:
-            raise ConfigError(
-                f"feature_groups.{group} has {first} with dim={first_dim} and {slot} with dim={dim}: "
-                "slots of one group share rows, so give them one dim or separate groups"
-            )
+        one, other = self.slots_config[first], self.slots_config[slot]
+        for what, differs in (
+            (f"dim ({one.dim} and {other.dim})", one.dim != other.dim),
+            ("optimizer, initializer, admission, eviction or weight bound", one.rows != other.rows),
+            ("consistency or embedding_staleness", one.mode != other.mode),
+        ):
+            if differs:
+                raise ConfigError(
+                    f"feature_groups.{group} has {first} and {slot}, whose {what} differ: slots of one group "
+                    "share rows, so give them the same or separate groups"
+                )
 
     def _check_num_groups(self) -> None:
         num_groups = max(self.group_numbers().values())

@@ -44,36 +44,44 @@ def find_processes(session: NatsSession) -> list[ServiceInfo]:
 def job_status(processes: Iterable[ServiceInfo]) -> list[ProcessStatus]:
     """Asks all of them at once."""
     infos = list(processes)
-    if not infos:
-        return []
-    with ThreadPoolExecutor(min(len(infos), 32)) as pool:
-        return list(pool.map(_status_of, infos))
+    answers = _ask_all([info.status_address for info in infos])
+    return [
+        ProcessStatus(info=info, values=values, error=error)
+        for info, (values, error) in zip(infos, answers, strict=True)
+    ]
 
 
 def ask_processes(addresses: Sequence[str]) -> list[ProcessStatus]:
     """The same of processes that no broker knows, such as those of an inference job, by status address."""
-
-    def ask(position: int) -> ProcessStatus:
-        address = addresses[position]
-        values: dict[str, Any] = {}
-        error = None
-        try:
-            values = fetch_json(address, "/status")
-        except UnavailableError as failure:
-            error = str(failure)
+    statuses = []
+    for position, (address, (values, error)) in enumerate(zip(addresses, _ask_all(addresses), strict=True)):
+        known = values or {}
         info = ServiceInfo(
-            role=values.get("role", address),
-            index=values.get("index", position),
-            replicas=values.get("replicas", len(addresses)),
-            incarnation=values.get("pid", 0),
+            role=known.get("role", address),
+            index=known.get("index", position),
+            replicas=known.get("replicas", len(addresses)),
+            incarnation=known.get("pid", 0),
             address=address,
-            pid=values.get("pid", 0),
+            pid=known.get("pid", 0),
             status_address=address,
         )
-        return ProcessStatus(info=info, values=values or None, error=error)
+        statuses.append(ProcessStatus(info=info, values=values, error=error))
+    return statuses
 
-    with ThreadPoolExecutor(min(len(addresses), 32)) as pool:
-        return list(pool.map(ask, range(len(addresses))))
+
+def _ask_all(addresses: Sequence[str]) -> list[tuple[dict[str, Any] | None, str | None]]:
+    """Status and error of each, one of them None."""
+
+    def ask(address: str) -> tuple[dict[str, Any] | None, str | None]:
+        if not address:
+            return None, "shows no status (PERSIA_METRICS_PORT=off)"
+        try:
+            return fetch_json(address, "/status") or None, None
+        except UnavailableError as error:
+            return None, str(error)
+
+    with ThreadPoolExecutor(max(1, min(len(addresses), 32))) as pool:
+        return list(pool.map(ask, addresses))
 
 
 def with_gone(
@@ -116,15 +124,6 @@ def fetch_json(address: str, path: str, *, method: str = "GET") -> dict[str, Any
     if not isinstance(values, dict):
         raise UnavailableError(f"http://{address}{path} does not answer like a process of persia")
     return values
-
-
-def _status_of(info: ServiceInfo) -> ProcessStatus:
-    if not info.status_address:
-        return ProcessStatus(info=info, values=None, error="shows no status (PERSIA_METRICS_PORT=off)")
-    try:
-        return ProcessStatus(info=info, values=fetch_json(info.status_address, "/status"))
-    except UnavailableError as error:
-        return ProcessStatus(info=info, values=None, error=str(error))
 
 
 def rates(before: ProcessStatus | None, now: ProcessStatus) -> dict[str, float]:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from persia import env
 from persia.config import GlobalConfig
@@ -116,13 +117,7 @@ def observed(
     source: Source, session: Session, options: ServerOptions, config: GlobalConfig
 ) -> ProcessObserver:
     """Metrics, status and health of a server; a context manager."""
-    settings = ObservabilitySettings(
-        metrics=config.common_config.metrics_config,
-        host=options.host,
-        port=options.metrics_port,
-        health_port=options.health_port,
-        gateway=env.get_metrics_gateway(),
-        otlp_endpoint=env.get_otlp_endpoint(),
-        otlp_trace_one_in=env.get_otlp_trace_one_in(),
-    )
+    # The command line has the ports from the same variables, and may have others.
+    settings = ObservabilitySettings.from_environment(config, host=options.host)
+    settings = replace(settings, port=options.metrics_port, health_port=options.health_port)
     return ProcessObserver(source, session, settings)

@@ -24,7 +24,6 @@ def reconcile(job: Job, before: JobStatus, observed: Observation, images: Images
     )
     situation.update(
         observed_generation=job.generation,
-        roles={role: RoleStatus(replicas=replicas) for role, replicas in scale.replicas.items()},
         selector=label_selector(job, Role.EMBEDDING_WORKER) if Role.EMBEDDING_WORKER in replicas else "",
     )
     if before.phase.is_final:
