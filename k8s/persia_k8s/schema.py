@@ -27,6 +27,8 @@ def structural_schema(kind: type, *, of_status: bool = False) -> dict[str, Any]:
 def _structural(schema: Mapping[str, Any], definitions: Mapping[str, Any], of_status: bool) -> dict[str, Any]:
     keys = ("description", "type", *(key for key in schema if key != "default"), "default")  # as people read
     result = {key: schema[key] for key in keys if key in schema and key not in ("$ref", "$defs", "title")}
+    if "description" in result:
+        result["description"] = " ".join(result["description"].split())  # a docstring of several lines
     if "$ref" in schema:
         result = {**definitions[schema["$ref"].rpartition("/")[2]], **result}
         return _structural(result, definitions, of_status)
@@ -60,7 +62,7 @@ def parse(kind: type[_T], values: Any, path: str) -> _T:
         where = ".".join(map(str, (path, *problem["loc"])))
         if problem["type"] == "missing":
             raise SpecError(f"{where} is missing: it has no default, so add it") from None
-        if problem["type"] == "dataclass_type":
+        if problem["type"] in ("dataclass_type", "model_type"):
             raise SpecError(f"{where} is {problem['input']!r}: it must be an object") from None
         text = problem["msg"].replace("Input should", "it must").replace("String should", "it must")
         raise SpecError(f"{where} is {problem['input']!r}: {text}") from None

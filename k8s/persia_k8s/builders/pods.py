@@ -6,7 +6,6 @@ a group that has failed, and only the operator starts all of them.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from persia_k8s.builders.manifest import Images, Manifest, Scale, labels, make_manifest
@@ -23,12 +22,12 @@ _ARGUMENTS = {"dump": ("--with-dense", f"--hold={HOLD_S}")}
 def training_pod(
     job: Job, role: Role, index: int, scale: Scale, images: Images, resume: str | None = None
 ) -> Manifest:
-    """Pod `index` of the data loaders or of the NN workers; `resume`: a checkpoint to go on from."""
+    """Pod `index` of the data loaders or of the NN workers; `resume`: a checkpoint to continue from."""
     name = pod_name(job.name, role, index)
     spec = job.roles[role]
     if role is Role.NN_WORKER and resume:
         resumes = {"name": "PERSIA_RESUME_CHECKPOINT", "value": resume}
-        spec = replace(spec, env=[resumes, *spec.env])
+        spec = spec.model_copy(update={"env": [resumes, *spec.env]})
     command = ["persia-launcher", *_arguments(job, role, index, scale.replicas[role])]
     num_processes = job.ranks_per_node if role is Role.NN_WORKER else 1
     role_container = container(job, role, spec, images, command, ports=metrics_ports(job, num_processes))
@@ -77,7 +76,7 @@ def rows_pod_name(job: Job, verb: str) -> str:
 
 def rows_pod(job: Job, verb: str, location: str, images: Images) -> Manifest:
     """A pod with image, volumes and credentials of the parameter servers, which write and read the files."""
-    spec = replace(job.spec.embedding_parameter_server, resources={})
+    spec = job.spec.embedding_parameter_server.model_copy(update={"resources": {}})
     command = ["persia-launcher", "checkpoint", verb, location, *_ARGUMENTS.get(verb, ())]
     role_container = container(job, Role.ROWS, spec, images, command)
     spec_of_pod = pod_spec(job, spec, role_container, restart_policy="Never")
