@@ -85,10 +85,10 @@ class EmbeddingWorkerConfig(Section):
     buffered_data_expired_sec: Positive32 = 1000
 
 
-_LEAST_POOL_BYTES = 32 << 20  # a header and one extent
+_LEAST_TIER_BYTES = 32 << 20  # a header and one extent
 _DEFAULT_CACHE_ROWS = 1_000_000
 _LEAST_SHARD_CACHE_BYTES = 1024
-_INDEX_ROW_BYTES = 40  # at most, of each row, in memory or not: index, place in the pool, order
+_INDEX_ROW_BYTES = 40  # at most, of each row, in memory or not: index, place in the tier file, order
 
 
 class StorageConfig(Section):
@@ -96,8 +96,10 @@ class StorageConfig(Section):
 
     # dram: in memory alone; file, pmem: in a tier file, with a cache in memory.
     kind: Literal["dram", "file", "pmem"] = "dram"
-    path: str | None = None  # the directory of the servers' pools
-    size_bytes: Annotated[int, Field(ge=_LEAST_POOL_BYTES, le=1 << 50)] = 1 << 40  # that a pool may grow to
+    path: str | None = None  # the directory of the servers' tier files
+    size_bytes: Annotated[int, Field(ge=_LEAST_TIER_BYTES, le=1 << 50)] = (
+        1 << 40
+    )  # that a tier file may grow to
     cache_rows: Positive | None = None  # in memory; see num_cache_rows
     # Instead of cache_rows: memory of the cached rows and of the index of all rows.
     cache_bytes: Annotated[int, Field(ge=1024, le=UINT64_MAX)] | None = None
@@ -106,11 +108,13 @@ class StorageConfig(Section):
     def check(self) -> None:
         if self.kind == "dram" and self.path is not None:
             raise ConfigError(
-                f"path={show(self.path)} with kind='dram', which has no pool: set kind: file or pmem, or "
-                "leave it out"
+                f"path={show(self.path)} with kind='dram', which has no tier file: set kind: file or pmem, "
+                "or leave it out"
             )
         if self.kind != "dram" and not self.path:
-            raise ConfigError(f"path is missing: kind={show(self.kind)} needs the directory of the pools")
+            raise ConfigError(
+                f"path is missing: kind={show(self.kind)} needs the directory of the tier files"
+            )
         if self.cache_rows is not None and self.cache_bytes is not None:
             raise ConfigError(
                 f"cache_rows={self.cache_rows} and cache_bytes={self.cache_bytes} are both given: drop one"
@@ -161,7 +165,7 @@ class EmbeddingParameterServerConfig(Section):
             if self.row_dtype != "float32":
                 raise ConfigError(
                     f"row_dtype={show(self.row_dtype)} with storage.kind={show(self.storage.kind)}: rows in "
-                    "a pool are float32; leave row_dtype out, or set kind: dram"
+                    "a storage tier are float32; leave row_dtype out, or set kind: dram"
                 )
         if self.enable_incremental_update:
             self._check_incremental()

@@ -292,7 +292,7 @@ def _show_summary(place: Location, manifest: Manifest) -> None:
         table.add_row("dense files", f"{', '.join(manifest.dense.files)} ({manifest.dense.created_at})")
     section = manifest.embeddings
     if section is not None:
-        where = "in the servers' pools" if section.in_place else f"{section.num_bytes:,} bytes"
+        where = "in the servers' storage tiers" if section.in_place else f"{section.num_bytes:,} bytes"
         table.add_row("embeddings", f"{section.num_rows:,} rows, {where}")
         table.add_row("dumped at", section.created_at)
         if section.optimizer is not None:

@@ -120,7 +120,7 @@ def start_local_nats(supervisor: Supervisor, folder: Path) -> str:
             name=NATS,
             command=(find_nats_server(), "-c", str(config_file)),
             env=dict(os.environ),
-            stop_stage=2,  # what else runs says good-bye through it
+            stop_stage=2,  # the others publish through it that they leave
         )
     )
     url = _await_url(process, folder)

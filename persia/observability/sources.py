@@ -210,7 +210,7 @@ def add_following(families: Families, following: Mapping[str, Any]) -> None:
     families.counters(tables.FOLLOWING_COUNTERS, following)
     families.gauges(tables.FOLLOWING_GAUGES, following)
     stuck = bool(following["error"])
-    families.gauge("persia_inc_stuck", "1: something keeps it from going on; /status says what.", stuck)
+    families.gauge("persia_inc_stuck", "1: something keeps it from following; /status says what.", stuck)
 
 
 def _latest(durations: Mapping[str, Snapshot]) -> dict[str, float]:

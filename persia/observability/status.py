@@ -87,9 +87,9 @@ def _ask_all(addresses: Sequence[str]) -> list[tuple[dict[str, Any] | None, str 
 def with_gone(
     before: Mapping[tuple[str, int], ProcessStatus], now: Sequence[ProcessStatus]
 ) -> list[ProcessStatus]:
-    """`now`, and whom it lacks of those `before`, by role and index: who is killed says no goodbye."""
+    """`now`, and the processes of `before` that it lacks: a killed process publishes no LEFT event."""
     here = {(status.info.role, status.info.index) for status in now}
-    reason = "not heard of any more: it has ended, was killed, or is cut off; see its log"
+    reason = "it does not answer any more: it has ended, was killed, or is cut off; see its log"
     gone = [
         ProcessStatus(info=status.info, values=None, error=reason, gone=True)
         for place, status in before.items()

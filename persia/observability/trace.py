@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 class Tracer:
-    """At most one recording at a time; a new one replaces that under way. Sampling goes on between
+    """At most one recording at a time; a new one replaces that under way. Sampling continues between
     recordings, and gets nothing during one. Thread-safe.
     """
 

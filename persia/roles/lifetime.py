@@ -98,7 +98,7 @@ def advertised(
         slot_modes=slot_modes,
     )
     advertiser = Advertiser(session, info)
-    with contextlib.ExitStack() as requests:  # closed last: clients stop sending when they hear the goodbye
+    with contextlib.ExitStack() as requests:  # closed last: clients send until they get the LEFT event
 
         def admitted() -> None:
             requests.callback(subscribe().close)

@@ -21,7 +21,7 @@ class ServerOptions:
     health_port: int | None = None  # of the gRPC health service; None: there is none
     # Of an inference job; they win over the global config's `infer_config`.
     checkpoint: str | None = None  # a parameter server: what it loads
-    pmem: str | None = None  # of a parameter server of a training job: the directory of the pools
+    pmem: str | None = None  # of a parameter server of a training job: the directory of the tier files
     parameter_servers: tuple[str, ...] = ()  # an embedding worker: "host:port" of them, by replica index
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ def succeed(situation: Situation) -> None:
 
 
 def fail(situation: Situation, reason: str, message: str) -> None:
-    """The job cannot go on. Nothing is started in this pass any more."""
+    """Ends the job as failed. Nothing is started in this pass any more."""
     situation.set_condition("Failed", True, reason, message)
     _end(situation, Phase.FAILED)
     situation.plan.apply.clear()

@@ -45,7 +45,7 @@ def begin(situation: Situation) -> None:
     location = rows_location(situation.job)
     text = (
         f"{_FIELD}.replicas: {wanted} instead of {has}; the training is dumped to {location}, stops, and "
-        "goes on from there"
+        "continues from there"
     )
     situation.event("Resizing", text)
     situation.update(phase=Phase.RESIZING)
@@ -75,14 +75,14 @@ def dump(situation: Situation) -> None:
     elif pod.phase == "Failed" and pod.exit_code == _NOT_YET:
         _wait(situation, pod)
     elif pod.phase == "Failed":
-        text = f"the training could not be dumped, and goes on as it is: {pod.trouble}"
+        text = f"the training could not be dumped, and continues as it is: {pod.trouble}"
         break_off(situation, text, phase=Phase.RUNNING)
         situation.update(failed_resize=situation.job.generation)
         situation.event("ResizeFailed", text, is_warning=True)
 
 
 def break_off(situation: Situation, why: str, *, phase: Phase | None = None) -> None:
-    """Gives up a dump that goes on, if one does; `phase`: to go on with. Nothing has been changed by it."""
+    """Gives up the dump under way, if there is one, which has changed nothing. `phase`: the next one."""
     if situation.before.is_dumping:
         situation.update(resize=None, **({} if phase is None else {"phase": phase}))
         situation.set_condition(_CONDITION, False, "BrokenOff", why)
@@ -149,7 +149,7 @@ def _stop(situation: Situation) -> None:
 
 
 def _is_outdated(situation: Situation, pod: PodView) -> bool:
-    """Whether the training that `pod` has dumped may have gone on, as nobody has ended it in time."""
+    """True if the training that `pod` has dumped may have continued, because it was not ended in time."""
     if pod.phase != "Succeeded" or pod.finished_at is None:
         return False
     age_s = (situation.now - parse_time(pod.finished_at)).total_seconds()
@@ -158,7 +158,7 @@ def _is_outdated(situation: Situation, pod: PodView) -> bool:
 
 def _dump_again(situation: Situation) -> None:
     text = (
-        f"the training was dumped more than {HOLD_S - _HOLD_MARGIN_S:g} s ago and may have gone on: it is "
+        f"the training was dumped more than {HOLD_S - _HOLD_MARGIN_S:g} s ago and may have continued: it is "
         "dumped again, so that nothing is lost"
     )
     situation.event("ResizeLate", text)
@@ -226,7 +226,7 @@ def _start_training(situation: Situation) -> None:
         resizes=before.resizes + 1,
         loader_restarts=0,
         resize_checkpoint=location,
-        progress={**before.progress, "lastCheckpoint": location},  # what the training goes on from
+        progress={**before.progress, "lastCheckpoint": location},  # what the training continues from
     )
     situation.plan.look_again_s = 0.0
 

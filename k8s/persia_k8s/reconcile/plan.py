@@ -26,7 +26,7 @@ def parse_time(text: str) -> datetime:
 
 @dataclass(frozen=True)
 class Event:
-    """A Kubernetes event of the job. `is_warning`: somebody should look."""
+    """A Kubernetes event of the job. `is_warning`: an operator should look."""
 
     reason: str
     message: str

@@ -11,18 +11,18 @@ from persia_k8s.reconcile import finish, resize
 from persia_k8s.reconcile.plan import Situation
 
 _RESIZE_REFUSED = (
-    "embeddingParameterServer.replicas: {wanted} is refused, the job goes on with {has}: rows move between "
+    "embeddingParameterServer.replicas: {wanted} is refused, the job continues with {has}: rows move between "
     "servers through a checkpoint; set resizeCheckpoint to a directory or URL that all of them reach"
 )
 _RESIZE_FIXED = (
-    "embeddingParameterServer.replicas: {wanted} is refused, the job goes on with {has}: start another job "
+    "embeddingParameterServer.replicas: {wanted} is refused, the job continues with {has}: start another job "
     "beside this one, and let requests go there"
 )
 _RESIZE_WAITS = (
     "embeddingParameterServer.replicas: {wanted} takes effect once the training runs, until then {has}"
 )
 _RESIZE_FAILED = (
-    "embeddingParameterServer.replicas: {wanted} is given up, the job goes on with {has}: it could not be "
+    "embeddingParameterServer.replicas: {wanted} is given up, the job continues with {has}: it could not be "
     "dumped; change the spec to try again"
 )
 _RESIZE_DEFERRED = (
