@@ -38,6 +38,7 @@ def _integer(name: str, default: str | None = None, minimum: int = 0) -> int:
     try:
         value = int(text)
     except ValueError:
+        # Below the minimum, so that one message serves for text that is no number and for numbers too small.
         value = minimum - 1
     if value < minimum:
         raise ConfigError(f"environment variable {name}={text!r} must be an integer >= {minimum}")
@@ -73,6 +74,7 @@ def _check_index(where: str, index_name: str, index: int, size_name: str, size: 
 
 
 def _read_replica_env() -> ReplicaEnv:
+    # RANK wins: torchrun sets it for its children, which may inherit REPLICA_INDEX.
     if "RANK" in os.environ:
         rank, world_size = _integer("RANK"), _integer("WORLD_SIZE", minimum=1)
         _check_index("environment variable", "RANK", rank, "WORLD_SIZE", world_size)
@@ -85,6 +87,7 @@ def _read_replica_env() -> ReplicaEnv:
     return ReplicaEnv(replica_index=0, replica_size=1)
 
 
+# Read once: a training script may change os.environ, and its rank must not change with it.
 _current: ReplicaEnv | None = None
 
 

@@ -221,6 +221,7 @@ class PersiaServiceCtx:
                 continue
             lines = "\n".join(f"    {line}" for line in failed.output.splitlines()[-_NUM_SHOWN_LINES:])
             with self._lock:
+                # The block has ended meanwhile; its servers end in order, which is no failure.
                 if self._stopping.is_set():
                     return
                 self._failure = UnavailableError(
@@ -256,6 +257,7 @@ def _one_config(
 def _pickled(function: Callable[[], object], path: Path) -> str:
     if not callable(function):
         raise InvalidArgumentError(f"{path.stem} is {function!r}: pass a function without arguments")
+    # cloudpickle, because functions of a notebook have no module that a child could import.
     path.write_bytes(cloudpickle.dumps(function))
     return str(path)
 

@@ -106,6 +106,7 @@ def setLogger(  # noqa: N802 - the published name
         logger.removeHandler(handler)
         handler.close()
     logger.setLevel(env.get_log_level().upper() if log_level is None else log_level)
+    # The root logger may have handlers of its own, which would print each record again.
     logger.propagate = False
     stream = logging.StreamHandler(sys.stderr)
     stream.setFormatter(_formatter(coloured=sys.stderr.isatty()))
@@ -150,6 +151,7 @@ def get_default_logger(name: str | None = None, **options: object) -> logging.Lo
     """
     global _default_name
     with _lock:
+        # Under the lock: two threads that log first would each add a handler.
         if _default_name is None:
             _default_name = name or "log"
             return setLogger(_default_name, **options)  # type: ignore[arg-type]

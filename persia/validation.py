@@ -50,6 +50,7 @@ class Section(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
+            # One error class for files and calls; the traceback of pydantic would bury the line that helps.
             raise ConfigError(explain(error, of_yaml=True)) from None
 
     # This says to pydantic that nested sections need no call of `__init__`: their errors keep their paths.
@@ -185,6 +186,7 @@ def join(*names: object) -> str:
 
 def show(value: object) -> str:
     """A value for a message: cut to a length that fits, on one line."""
+    # As YAML and JSON write them: users compare the message with their file.
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return reprlib.repr(value)

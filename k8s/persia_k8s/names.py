@@ -9,6 +9,7 @@ VERSION = "v1"  # published
 KIND = "PersiaJob"  # published
 PLURAL = "persiajobs"  # published
 CRD_NAME = f"{PLURAL}.{GROUP}"
+# Keeps a deleted job until its daemon has ended, so that no pod is created for it afterwards.
 FINALIZER = f"{GROUP}/operator"
 
 JOB_LABEL = "persia_job"  # published

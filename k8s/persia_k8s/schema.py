@@ -30,6 +30,7 @@ def _structural(schema: Mapping[str, Any], definitions: Mapping[str, Any], of_st
     if "description" in result:
         result["description"] = " ".join(result["description"].split())  # a docstring of several lines
     if "$ref" in schema:
+        # Kubernetes takes no references, so each is replaced by what it names.
         result = {**definitions[schema["$ref"].rpartition("/")[2]], **result}
         return _structural(result, definitions, of_status)
     for key in ("anyOf", "allOf"):  # before pydantic 2.9 a reference with a description is an allOf of one
@@ -58,6 +59,7 @@ def parse(kind: type[_T], values: Any, path: str) -> _T:
     try:
         parsed: _T = TypeAdapter(kind).validate_python(_without_null(values))
     except ValidationError as error:
+        # The first problem only: the others often follow from it.
         problem = error.errors(include_url=False)[0]
         where = ".".join(map(str, (path, *problem["loc"])))
         if problem["type"] == "missing":

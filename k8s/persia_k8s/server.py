@@ -42,6 +42,7 @@ def read_token(path: Path) -> str:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise PersiaK8sError(f"--token-file {path} cannot be read: {error}") from error
+    # An empty file, as of a Secret that was not filled, would authenticate every caller.
     if len(token) < _MIN_TOKEN_LENGTH:
         raise PersiaK8sError(
             f"--token-file {path} holds a token of {len(token)} characters: "
@@ -75,6 +76,7 @@ def _authentication(token: str) -> Any:
     @web.middleware
     async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
         sent = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        # Compared in constant time: the time of an ordinary comparison tells how much of a token is right.
         if request.path in _OPEN_PATHS or hmac.compare_digest(sent, expected):
             return await handler(request)
         answer = _failure(401, "send the service's token: Authorization: Bearer TOKEN")

@@ -35,6 +35,7 @@ class CheckpointingConfig(Section):
 
 
 def _check_address(address: str) -> str:
+    # Not parsed further: names are resolved by the worker that connects, perhaps on another machine.
     if not re.fullmatch(r".+:\d{1,5}", address):
         raise complaint("must be a text like 'host:port'")
     return address
@@ -171,6 +172,7 @@ class EmbeddingParameterServerConfig(Section):
             self._check_incremental()
 
     def _check_cache(self) -> None:
+        # The shards divide the cache evenly, so each must have room for at least one row.
         key, size, least = "cache_rows", self.storage.num_cache_rows, self.num_hashmap_internal_shards
         if self.storage.cache_bytes is not None:
             key, size, least = "cache_bytes", self.storage.cache_bytes, least * _LEAST_SHARD_CACHE_BYTES
@@ -184,6 +186,8 @@ class EmbeddingParameterServerConfig(Section):
             self._check_room_for_index(self.storage.cache_bytes)
 
     def _check_room_for_index(self, cache_bytes: int) -> None:
+        # The index grows with all rows, cached or not. Refused here, because a server that is full of index
+        # would cache nothing.
         room = cache_bytes - cache_bytes // 8
         if self.capacity * _INDEX_ROW_BYTES > room:
             raise ConfigError(
@@ -213,6 +217,7 @@ class GlobalConfig(Section):
     embedding_parameter_server_config: EmbeddingParameterServerConfig = EmbeddingParameterServerConfig()
 
     def check(self) -> None:
+        # An inference server loads a checkpoint at its start, so a tier would only hold a second copy of it.
         storage = self.embedding_parameter_server_config.storage
         if self.common_config.job_type != "Train" and storage.has_pool:
             raise ConfigError(

@@ -54,6 +54,7 @@ class _StrictLoader(yaml.SafeLoader):
     """Refuses duplicate keys: PyYAML would silently keep the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Checked on nodes: the constructed mapping has lost the first of two values.
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:

@@ -21,6 +21,7 @@ def without_published_forms(config: object) -> object:
     """`config` with the keys of `GlobalConfig`. What has another form is left for the check to refuse."""
     if not isinstance(config, Mapping):
         return config
+    # A rewritten form keeps its name in errors, so that the user finds it in the file.
     rest = {key: value for key, value in config.items() if key != _METRICS}
     common = rest.get("common_config", {})
     if not isinstance(common, Mapping):

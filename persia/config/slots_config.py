@@ -180,6 +180,8 @@ class SlotsConfig(Section):
             for number, slots in enumerate(self.feature_groups.values(), start=1)
             for slot in slots
         }
+        # A slot without a group is one by itself. Numbers follow the order of the file, so a checkpoint can
+        # only be loaded with the order that its job had.
         next_number = len(self.feature_groups) + 1
         for slot in self.slots_config:
             if slot not in numbers:
@@ -228,6 +230,7 @@ class SlotsConfig(Section):
         return hashlib.sha256(canonical.encode()).hexdigest()[:_SCHEMA_HASH_DIGITS]
 
     def _check_groups(self) -> None:
+        # A slot has one prefix, so it can be in one group only.
         group_of: dict[str, str] = {}
         for group, slots in self.feature_groups.items():
             if not slots:
@@ -278,6 +281,8 @@ class SlotsConfig(Section):
             )
 
     def _check_hash_stacks(self) -> None:
+        # Each bucket is an ID of the slot and must stay below the prefix bits, or rows of another group would
+        # be hit.
         num_ids = 2 ** (64 - self.feature_index_prefix_bit) - 1
         for name, slot in self.slots_config.items():
             stack = slot.hash_stack

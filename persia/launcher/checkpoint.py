@@ -82,6 +82,7 @@ def verify(location: str, as_json: bool) -> None:
     files = _files(manifest)
     with _progress("verifying", sum(file.num_bytes for file in files)) as advance:
         outcome = check_files(place, manifest, advance)
+    # Every file is read even after the first broken one: a repair needs the whole list.
     broken = {path: error for path, error in outcome.items() if error is not None}
     if as_json:
         print(json.dumps({"location": str(place), "whole": not broken, "files": outcome}, indent=1))
@@ -249,8 +250,10 @@ def remove(location: str) -> None:
     from persia.storage.versions import checkpoints_at
 
     place = Location.of(location)
+    # An operator retries a removal whose answer was lost, which must succeed.
     if not place.exists():
         return
+    # A typing mistake in LOCATION must not delete what is no checkpoint.
     if not (place / MANIFEST_NAME).exists_replaced():
         inside = ", ".join(checkpoint.name for checkpoint in checkpoints_at(place))
         hint = f"; it holds several, to be removed one by one: {inside}" if inside else ""

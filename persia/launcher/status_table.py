@@ -77,6 +77,7 @@ class JobView:
                 live.update(self._render(), refresh=True)
 
     def _look(self) -> None:
+        # Rates need two looks. Processes are matched by role and index, which a restart keeps.
         self._before = {(status.info.role, status.info.index): status for status in self.now}
         if self._session is None:
             self.now = ask_processes(self._addresses)
@@ -226,5 +227,6 @@ def _reported(now: Sequence[ProcessStatus]) -> str:
     values: dict[str, float] = {}
     for status in now:
         for name, value in ((status.values or {}).get("reported") or {}).items():
+            # Ranks report the same numbers, so one of them is enough.
             values.setdefault(name, value)
     return "  ".join(f"{name} {value:.6g}" for name, value in values.items())

@@ -107,6 +107,7 @@ NN_TIMES = (
     ("backward_client_time_cost_sec", "hand in gradients", "Handing a batch's gradients in, the latest."),
 )
 
+# Published under these names with this rule; `persia_phase_seconds` has all values.
 NN_SLOW_TIMES = (
     (
         "get_train_batch_time_cost_more_than_1ms_sec",

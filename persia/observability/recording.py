@@ -57,6 +57,7 @@ def record(processes: Sequence[ServiceInfo], *, num_batches: int, limit_s: float
         trained = first
         for _ in Attempts(limit_s, pause_s=0.1):
             trained = max(trained, _num_trained(ranks, problems))
+            # A process that has ended ends the recording: what follows would lack its spans.
             if problems or trained - first >= num_batches:
                 break
         elapsed_s = time.monotonic() - started
@@ -117,6 +118,7 @@ def _offset_ns(answer: dict[str, Any], reference: dict[str, Any]) -> int:
     """What to add to a time of `answer` to get one of `reference`'s clock."""
     if answer["boot_id"] and answer["boot_id"] == reference["boot_id"]:
         return 0
+    # Monotonic clocks of different hosts have nothing in common but their distance to the wall clock.
     own = answer["unix_ns"] - answer["monotonic_ns"]
     others = reference["unix_ns"] - reference["monotonic_ns"]
     return int(own - others)

@@ -58,6 +58,7 @@ class ParameterServerSource(Source):
         self.tier: Callable[[], Mapping[str, Any]] | None = None  # set where rows are in a storage tier
 
     def status(self) -> dict[str, Any]:
+        # One snapshot for the whole answer, so that its numbers belong together.
         values = dict(self._server.stats())
         if self._checkpoints is not None:
             values["checkpoint_lag_s"] = self._checkpoints.lag_s()
@@ -100,6 +101,7 @@ class EmbeddingWorkerSource(Source):
 
     def not_ready(self) -> str | None:
         try:
+            # A worker is as ready as its servers: without them it answers no lookup.
             self._worker.server_sizes(timeout_s=_PROBE_TIMEOUT_S)
         except PersiaError as failure:
             return str(failure)

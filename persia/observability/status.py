@@ -36,6 +36,7 @@ class ProcessStatus:
 def find_processes(session: NatsSession) -> list[ServiceInfo]:
     """All processes of the job that answer now, in the order of the roles."""
     directory = Directory(session)
+    # Each question waits out its window, because the number of replicas is not known: all roles at once.
     with ThreadPoolExecutor(len(ROLES)) as pool:
         found = pool.map(lambda role: directory.present(role, _FIND_WINDOW_S), ROLES)
         return [info for infos in found for info in infos]
@@ -118,6 +119,7 @@ def fetch_json(address: str, path: str, *, method: str = "GET") -> dict[str, Any
     timeout_s = _FETCH_TIMEOUT_S if method == "GET" else _COMMAND_TIMEOUT_S
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            # Bounded: the address may belong to another program.
             values = json.loads(answer.read(_MAX_ANSWER_BYTES))
     except (OSError, ValueError) as error:
         raise UnavailableError(f"no answer from http://{address}{path}: {error}") from error
@@ -130,6 +132,7 @@ def rates(before: ProcessStatus | None, now: ProcessStatus) -> dict[str, float]:
     """What each counter of `stats` has grown by a second, between two looks at the same process."""
     if before is None or before.values is None or now.values is None:
         return {}
+    # Counters of a restarted process begin at 0, and the difference would be negative.
     if before.info.incarnation != now.info.incarnation:
         return {}
     elapsed = now.values["monotonic_s"] - before.values["monotonic_s"]

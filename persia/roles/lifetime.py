@@ -36,6 +36,7 @@ def stopped_by_signals(name: str) -> Iterator[None]:
 
     Only the first one counts, so that an impatient second Ctrl-C does not interrupt the orderly end.
     """
+    # Restored afterwards: a script that runs a role as a function keeps its own handlers.
     previous = {number: signal.signal(number, _request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
@@ -55,6 +56,7 @@ def wait_for_stop() -> None:
 
 
 def _request_stop(_number: int, _frame: object) -> None:
+    # Before the exception: from here on the orderly end runs, which a second exception would cut short.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise _StopRequested
@@ -86,6 +88,7 @@ def advertised(
     `subscribe` is called once the server is admitted to the job: a refused one that answered requests would
     hand out references and reports of a process that is about to end.
     """
+    # Discovery tells others everything that they need to connect, so no address is configured anywhere.
     info = ServiceInfo(
         role=role,
         index=options.replica_index,
@@ -109,6 +112,7 @@ def advertised(
             get_default_logger().info("%s is ready", info)
             yield advertiser
         finally:
+            # Readiness first: a balancer must not send requests to a server that is leaving.
             observer.serving = False
             advertiser.stop()
 

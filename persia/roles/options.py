@@ -25,6 +25,7 @@ class ServerOptions:
     parameter_servers: tuple[str, ...] = ()  # an embedding worker: "host:port" of them, by replica index
 
     def __post_init__(self) -> None:
+        # Checked here rather than by click: scripts make these options, too.
         if not 0 <= self.replica_index < self.replica_size:
             raise ConfigError(
                 f"--replica-index {self.replica_index} is not below --replica-size {self.replica_size} "

@@ -70,6 +70,7 @@ def make_manifest(
 
 
 def _note_hash(manifest: Manifest) -> Manifest:
+    # Of the manifest as built: the API server adds defaults, so that its object cannot be compared with ours.
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
     manifest["metadata"].setdefault("annotations", {})[HASH_ANNOTATION] = digest
     return manifest

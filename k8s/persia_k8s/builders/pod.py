@@ -98,6 +98,7 @@ def _environment(job: Job, spec: RoleSpec) -> list[dict[str, Any]]:
         *(dict(variable) for variable in spec.env),
         *metrics,
     ]
+    # Server-side apply refuses equal names in a list that it merges by name.
     last = {variable["name"]: index for index, variable in enumerate(variables)}
     return [
         variable

@@ -55,6 +55,7 @@ def _arguments(job: Job, role: Role, index: int, replicas: int) -> list[str]:
         f"--nnodes={replicas}",
         f"--node-rank={index}",
     ]
+    # A single node needs no address: its ranks meet on the machine.
     if replicas > 1:
         first = pod_name(job.name, role, 0)
         arguments += [
@@ -76,6 +77,8 @@ def rows_pod_name(job: Job, verb: str) -> str:
 
 def rows_pod(job: Job, verb: str, location: str, images: Images) -> Manifest:
     """A pod with image, volumes and credentials of the parameter servers, which write and read the files."""
+    # Without its resources: the pod only asks the servers, and a second reservation of their memory may not
+    # fit.
     spec = job.spec.embedding_parameter_server.model_copy(update={"resources": {}})
     command = ["persia-launcher", "checkpoint", verb, location, *_ARGUMENTS.get(verb, ())]
     role_container = container(job, Role.ROWS, spec, images, command)

@@ -77,6 +77,7 @@ def stateful_set(job: Job, role: Role, scale: Scale, images: Images) -> Manifest
     set_spec = {
         "replicas": scale.replicas[role],
         "serviceName": object_name(job.name, role),
+        # Servers need no order among themselves: one after the other they would only start later.
         "podManagementPolicy": "Parallel",
         "updateStrategy": {"type": "RollingUpdate" if job.is_inference else "OnDelete"},
         "selector": {"matchLabels": labels(job, role)},

@@ -20,6 +20,7 @@ def fail(situation: Situation, reason: str, message: str) -> None:
     """Ends the job as failed. Nothing is started in this pass any more."""
     situation.set_condition("Failed", True, reason, message)
     _end(situation, Phase.FAILED)
+    # The servers may have been planned before the failure was found.
     situation.plan.apply.clear()
     situation.plan.create_pods.clear()
     situation.event("Failed", message, is_warning=True)
@@ -37,6 +38,7 @@ def clean_up(situation: Situation, *, is_tidy: bool) -> None:
     `is_tidy`: nothing else is to be done before it may be deleted.
     """
     plan = situation.plan
+    # From the status rather than a timer: the operator may have been restarted since.
     passed_s = (situation.now - parse_time(situation.before.completion_time)).total_seconds()
     has_failed = situation.before.phase is Phase.FAILED
     active = [

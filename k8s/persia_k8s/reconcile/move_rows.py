@@ -62,6 +62,7 @@ def go_on(situation: Situation) -> None:
 def dump(situation: Situation) -> None:
     """One pass of a resize whose training still runs, and continues if the dump fails."""
     resize = _resize(situation)
+    # Until the training is stopped the resize can be taken back at no cost.
     if situation.job.roles[Role.PARAMETER_SERVER].replicas != resize.replicas:
         break_off(situation, f"{_FIELD}.replicas has changed again", phase=Phase.RUNNING)
         return
@@ -209,6 +210,7 @@ def _load(situation: Situation) -> None:
         _start_training(situation)
     elif pod.phase == "Failed":
         text = f"the rows are in {resize.location} and could not be loaded: {pod.trouble}"
+        # The rows are safe in the checkpoint, so the job may fail and leave them to its owner.
         if resize.tries >= situation.job.spec.backoff_limit:
             finish.fail(situation, "ResizeFailed", text)
             return
@@ -238,6 +240,7 @@ def _provide_pod(situation: Situation, verb: str) -> PodView | None:
     left_s = 0.0
     if resize.retry_time:
         left_s = (parse_time(resize.retry_time) - situation.now).total_seconds()
+    # A pod of an earlier try holds the name until it is gone.
     if name not in pods or pods[name].is_deleting:
         if left_s <= 0 and name not in pods:
             pod = rows_pod(situation.job, verb, resize.location, situation.images)
