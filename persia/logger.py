@@ -62,6 +62,7 @@ class _JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
         }
         values.update((key, value) for key, value in vars(record).items() if key not in _OWN_FIELDS)
+        # A field of its own: collectors cut records at line breaks.
         if record.exc_info:
             values["exception"] = self.formatException(record.exc_info)
         return json.dumps({key: value for key, value in values.items() if value is not None}, default=str)

@@ -29,6 +29,7 @@ Count = Annotated[int, Field(strict=True, ge=0, le=UINT64_MAX)]
 Number = Annotated[float, Field(strict=True, ge=0, lt=2**63, allow_inf_nan=False)]
 Hex = Annotated[str, Field(pattern="^([0-9a-f]{2})+$")]  # bytes
 
+# pydantic speaks of an "input"; the messages here name key and value, and say what must hold.
 _WORDINGS = {
     "Input should": "must",
     "String should": "must",
@@ -89,6 +90,7 @@ class Section(BaseModel):
                 )
                 raise ConfigError(f"{key}={show(value)} is not a known key: {remedy}")
         for names in spellings.values():
+            # pydantic would take one of them without a word.
             if len(given := [name for name in names if name in values]) > 1:
                 raise ConfigError(f"{given[0]} is also given as {given[1]}, another spelling of it: keep one")
         return values

@@ -15,6 +15,7 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except PersiaK8sError as error:
+            # One line: the errors of this package say what to do, a traceback does not.
             click.secho(f"persia-k8s-utils: {error}", fg="red", err=True)
             sys.exit(1)
 

@@ -20,6 +20,8 @@ def object_schema() -> dict[str, Any]:
         "properties": {"persiaEnv": {"required": ["PERSIA_EMBEDDING_CONFIG"]}},
         "required": ["persiaEnv"],
     }
+    # Rules between fields, which pydantic checks in `Job.from_object` only: kubectl apply is to refuse them
+    # at once.
     spec["allOf"] = [
         {"anyOf": [named, {"required": ["embeddingConfigPath"]}]},
         {"anyOf": [{"required": ["nnWorker"]}, {"required": ["inference"]}]},

@@ -13,6 +13,7 @@ _SHARED = ("embeddingParameterServer", "embeddingWorker", "dataloader", "nnWorke
 
 def field_table() -> str:
     """Markdown. The fields that all roles share stand once, as those of ROLE."""
+    # Listed once under ROLE, or the table would repeat the shared fields for each of five roles.
     own = list(_rows(structural_schema(RoleSpec)))
     rows = [
         (path, line)

@@ -12,6 +12,7 @@ from persia_k8s.errors import SpecError
 from persia_k8s.names import Role
 from persia_k8s.schema import CONFIG, parse
 
+# As Kubernetes declares its own types: a mistake is refused by kubectl apply rather than found in a pod.
 _QUANTITIES = {
     "type": "object",
     "additionalProperties": {
@@ -221,6 +222,7 @@ class Job:
             generation=metadata["generation"],
             spec=parse(JobSpec, resource.get("spec"), "spec"),
         )
+        # The CRD refuses these, too; an object of an older CRD may still have them.
         if job.embedding_config is None:
             raise SpecError("spec.persiaEnv.PERSIA_EMBEDDING_CONFIG is missing: name the embedding config")
         if (job.spec.nn_worker is None) == (job.spec.inference is None):
@@ -231,6 +233,7 @@ class Job:
 
     @property
     def embedding_config(self) -> str | None:
+        # The newer spelling wins.
         return self.spec.persia_env.embedding_config or self.spec.embedding_config_path
 
     @property
@@ -265,5 +268,6 @@ class Job:
     @property
     def has_own_nats(self) -> bool:
         """True if the operator runs the job's broker, because the spec names none."""
+        # A variable from a Secret counts, too: its value is not known here, and need not be.
         is_named = any(variable["name"] == "PERSIA_NATS_URL" for variable in self.spec.env)
         return self.spec.nats.url is None and not is_named and not self.is_inference

@@ -128,6 +128,8 @@ class _Endpoints:
         manifest = {
             "apiVersion": f"{GROUP}/{VERSION}",
             "kind": KIND,
+            # Only these: labels or owners from a caller could make the operator take objects of another job
+            # for its own.
             "metadata": {"name": _text(identifier, "job_name"), "namespace": _namespace(identifier)},
             "spec": body["spec"],
         }
@@ -176,6 +178,7 @@ class _Endpoints:
 
 async def _arguments(request: web.Request) -> dict[str, Any]:
     """The query's, and those of a JSON body."""
+    # The published clients send a body with GET, others a query: the body wins where both name a value.
     arguments: dict[str, Any] = dict(request.query)
     if not request.can_read_body:
         return arguments
@@ -202,6 +205,7 @@ def _namespace(arguments: Mapping[str, Any]) -> str:
 
 def _number(arguments: Mapping[str, Any], name: str, *, default: int, maximum: int) -> int:
     value = str(arguments.get(name, default))
+    # str.isdigit accepts digits of other scripts.
     if not (value.isascii() and value.isdigit()) or not 1 <= int(value) <= maximum:
         raise _BadRequestError(f"{name} is {value!r}: it must be a number from 1 to {maximum}")
     return int(value)

@@ -19,6 +19,7 @@ from persia.validation import UINT32_MAX, UINT64_MAX, Positive, Positive32, Sect
 if TYPE_CHECKING:
     from persia import _native
 
+# 64 bits: two configs do not share them by accident, and they fit into a message.
 _SCHEMA_HASH_DIGITS = 16
 MAX_SLOT_MODES = 32  # parts of a batch that can be looked up for themselves
 
@@ -115,6 +116,8 @@ class SlotConfig(Section):
         from persia import _native  # knows every name and range
 
         try:
+            # Built and dropped: the engine knows names and ranges of all row settings, so none is listed here
+            # again.
             _native.SlotConfig(name="checked", dim=self.dim, rows=self.rows)
         except PersiaError as error:
             raise ConfigError(str(error)) from None
@@ -226,6 +229,7 @@ class SlotsConfig(Section):
         numbers = self.group_numbers()
         slots = {name: _schema_of(slot, numbers[name]) for name, slot in self.slots_config.items()}
         schema = {"feature_index_prefix_bit": self.feature_index_prefix_bit, "slots": slots}
+        # Sorted keys and no spaces, so that equal schemas have equal bytes.
         canonical = json.dumps(schema, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:_SCHEMA_HASH_DIGITS]
 
@@ -250,6 +254,7 @@ class SlotsConfig(Section):
                 f"feature_groups.{group} has the slot {slot}, which slots_config lacks: "
                 "define it there, or remove it here"
             )
+        # One group is one table on the servers: its rows have one size, one optimizer and one mode of lookup.
         one, other = self.slots_config[first], self.slots_config[slot]
         for what, differs in (
             (f"dim ({one.dim} and {other.dim})", one.dim != other.dim),

@@ -186,6 +186,7 @@ def dump(
     Exit code 75: the job has no optimizer yet, does not train now, dumps already or does not answer in
     time; the same may succeed later.
     """
+    # Refused rather than ignored: an operator would rely on a training that waits.
     if hold_s and not with_dense:
         raise click.UsageError(
             "--hold has no effect without --with-dense: rows are dumped while training continues"
@@ -277,6 +278,7 @@ def _read(url: str) -> tuple[Location, Manifest]:
     from persia.storage.manifest import Manifest
     from persia.storage.versions import resolve
 
+    # Resolved first: a directory of checkpoints stands for the one that its `latest` names.
     place = resolve(Location.of(url))
     return place, Manifest.read(place)[0]
 
@@ -329,6 +331,7 @@ def _print(table: Table) -> None:
 
 @contextlib.contextmanager
 def _progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    # A log has no use for a bar that is drawn again and again.
     if not sys.stderr.isatty():
         yield lambda _: None
         return

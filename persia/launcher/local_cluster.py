@@ -215,6 +215,7 @@ class LocalCluster:
                 dump_yaml(dict(config), files[key])
             else:
                 files[key] = os.fspath(config)
+        # As variables rather than options: scripts find the configs as well.
         paths = {f"PERSIA_{key.upper()}": path for key, path in files.items()}
         extra = {**paths, **self._extra_env}
         env = job_environment(nats_url=self.nats_url, job_name=self._job_name, extra=extra)
@@ -227,6 +228,7 @@ class LocalCluster:
             # By its pid: the predecessor of a restarted server may still answer.
             if info is not None and info.pid == pid:
                 return
+            # A server that has failed will not get ready: its output tells why, and waiting on tells nothing.
             for process in self._supervisor.processes:
                 if process.name.startswith(role) and process.exit_code is not None:
                     raise UnavailableError(

@@ -16,6 +16,7 @@ from persia.observability.phases import FORWARD_ERRORS, QUEUES, SEND_BATCH, STEP
 
 _PHASE = "persia_phase_seconds", "Time of each phase of the work."
 _PROBE_TIMEOUT_S = 1.0
+# Of the published names, which say "more_than_1ms".
 _ONE_MS = 0.001
 
 
@@ -177,6 +178,7 @@ class NnWorkerSource(Source):
             families.gauge("persia_nn_staleness_max", _STALENESS_TEXT, worst, consistency=mode)
             families.gauge("persia_nn_staleness_mean", _STALENESS_TEXT, mean, consistency=mode)
         packets = self._packets()
+        # Only rank 0 writes packets; the others have no such metrics rather than zeros.
         if packets:
             families.counters(tables.PACKET_COUNTERS, packets)
             families.gauges(tables.PACKET_GAUGES, packets)
@@ -225,6 +227,7 @@ def _add_durations(families: Families, durations: Mapping[str, Snapshot]) -> Non
         kind, _, method = name.partition(" ")
         if kind != "handle":
             families.histogram(*_PHASE, snapshot, phase=name)
+        # A histogram has a series for each bucket, and a role never calls most methods.
         elif any(snapshot[0]):
             families.histogram(
                 "persia_rpc_handler_seconds", "Time in the handlers of requests.", snapshot, method=method

@@ -88,6 +88,7 @@ def break_off(situation: Situation, why: str, *, phase: Phase | None = None) -> 
         situation.update(resize=None, **({} if phase is None else {"phase": phase}))
         situation.set_condition(_CONDITION, False, "BrokenOff", why)
         _delete_pods(situation)
+        # Planned earlier in this pass, before the reason to stop was found.
         situation.plan.create_pods = [p for p in situation.plan.create_pods if not _is_rows_pod(p)]
         situation.plan.look_again_s = min(situation.plan.look_again_s, 1.0)
 
@@ -162,6 +163,7 @@ def _dump_again(situation: Situation) -> None:
         f"the training was dumped more than {HOLD_S - _HOLD_MARGIN_S:g} s ago and may have continued: it is "
         "dumped again, so that nothing is lost"
     )
+    # An operator that was away: the training has waited its time and then continued.
     situation.event("ResizeLate", text)
     _delete_pods(situation)
     resize = replace(_resize(situation), stage=Stage.DUMPING)
