@@ -97,10 +97,8 @@ class Cluster:
 
     def _resource(self, group: str, kind: str) -> Any:
         """Resolves a kind at the version that the server prefers: disruption budgets are the same in all."""
-        version = VERSION if group == GROUP else None
-        return self._dynamic.resources.get(
-            kind=kind, **({"group": group, "api_version": version} if version else {"group": group})
-        )
+        pinned = {"api_version": VERSION} if group == GROUP else {}
+        return self._dynamic.resources.get(kind=kind, group=group, **pinned)
 
     @property
     def _jobs(self) -> Any:

@@ -243,17 +243,14 @@ class Job:
     @property
     def roles(self) -> dict[Role, RoleSpec]:
         """The roles with a section of their own, in the order in which they start."""
-        roles: dict[Role, RoleSpec] = {
+        sections = {
             Role.PARAMETER_SERVER: self.spec.embedding_parameter_server,
             Role.EMBEDDING_WORKER: self.spec.embedding_worker,
+            Role.INFERENCE: self.spec.inference,
+            Role.DATA_LOADER: self.spec.dataloader,
+            Role.NN_WORKER: self.spec.nn_worker,
         }
-        if self.spec.inference is not None:
-            roles[Role.INFERENCE] = self.spec.inference
-        if self.spec.dataloader is not None:
-            roles[Role.DATA_LOADER] = self.spec.dataloader
-        if self.spec.nn_worker is not None:
-            roles[Role.NN_WORKER] = self.spec.nn_worker
-        return roles
+        return {role: section for role, section in sections.items() if section is not None}
 
     @property
     def ranks_per_node(self) -> int:

@@ -14,11 +14,7 @@ SLOT_COUNTERS = (
 )
 
 SLOT_GAUGES = (
-    (
-        "batch_unique_indices_rate",
-        "last_distinct_ratio",
-        "Distinct indices of the latest batch by all.",
-    ),
+    ("batch_unique_indices_rate", "last_distinct_ratio", "Distinct indices of the latest batch by all."),
     ("estimated_distinct_id", "estimated_distinct", "Different indices so far, estimated."),
 )
 
