@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from persia.errors import ConfigError
 
+# A job name is a token of NATS subjects, where "." separates and "*" and ">" are wildcards.
 _JOB_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _LOG_LEVELS = ("debug", "info", "warn", "warning", "error", "critical")
 
@@ -38,6 +39,7 @@ def _integer(name: str, default: str | None = None, minimum: int = 0) -> int:
     try:
         value = int(text)
     except ValueError:
+        # Below the minimum, so that one message serves for text that is no number and for numbers too small.
         value = minimum - 1
     if value < minimum:
         raise ConfigError(f"environment variable {name}={text!r} must be an integer >= {minimum}")
@@ -50,6 +52,8 @@ def _seconds(name: str, default: float) -> float:
         value = default if text is None else float(text)
     except ValueError:
         value = -1.0
+    # Zero and infinity are refused: a deadline of zero fails every wait, and one without an end hides a dead
+    # peer.
     if not 0 < value < float("inf"):
         raise ConfigError(f"environment variable {name}={text!r} must be a number of seconds > 0")
     return value
@@ -73,6 +77,7 @@ def _check_index(where: str, index_name: str, index: int, size_name: str, size: 
 
 
 def _read_replica_env() -> ReplicaEnv:
+    # RANK wins: torchrun sets it for its children, which may inherit REPLICA_INDEX.
     if "RANK" in os.environ:
         rank, world_size = _integer("RANK"), _integer("WORLD_SIZE", minimum=1)
         _check_index("environment variable", "RANK", rank, "WORLD_SIZE", world_size)
@@ -85,6 +90,7 @@ def _read_replica_env() -> ReplicaEnv:
     return ReplicaEnv(replica_index=0, replica_size=1)
 
 
+# Read once: a training script may change os.environ, and its rank must not change with it.
 _current: ReplicaEnv | None = None
 
 
@@ -126,6 +132,7 @@ def set_env(
 
 
 def _check_pair(index_name: str, index: int | None, size_name: str, size: int | None) -> None:
+    # An index means nothing without the number it is counted within.
     if (index is None) != (size is None):
         raise ConfigError(f"set_env: {index_name}={index} and {size_name}={size} must be given together")
     if index is not None and size is not None:
@@ -170,6 +177,7 @@ def get_job_name() -> str:
 def get_nats_url() -> str | None:
     """`PERSIA_NATS_URL`, for instance nats://127.0.0.1:4222; None when no broker is configured."""
     url = os.environ.get("PERSIA_NATS_URL")
+    # Checked where it is read: the NATS client would report a wrong scheme as a broker that does not answer.
     if url is not None and not _is_url(url, ("nats", "tls")):
         raise ConfigError(
             f"environment variable PERSIA_NATS_URL={url!r} must be nats://host:port or tls://host:port"
@@ -238,6 +246,7 @@ def get_advertise_host(bind_host: str | None = None) -> str:
     if explicit:
         return explicit
     host = bind_host if bind_host is not None else get_bind_host()
+    # The wildcard is no address that others can connect to.
     return _primary_address() if host in ("0.0.0.0", "::") else host
 
 
@@ -257,6 +266,7 @@ def _interface_address(interface: str) -> str:
     import fcntl
     import struct
 
+    # From <linux/sockios.h>; the standard library has no call for the address of an interface.
     siocgifaddr = 0x8915
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -326,6 +336,7 @@ def get_log_format() -> str:
 
 
 def _port(name: str, default: int | None) -> int | None:
+    # Empty counts as unset: templates of deployments leave such values.
     if not os.environ.get(name):
         return default
     port = _integer(name)

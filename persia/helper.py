@@ -40,6 +40,7 @@ _DEFAULT_GLOBAL_CONFIG: Mapping[str, Any] = {
 _POLL_S = 0.2
 _NUM_SHOWN_LINES = 40
 _VERDICT_S = 10.0  # for a process that has told others of its error to end
+# Those by which contexts in the block find the job; all others stay as they are.
 _VARIABLES = (
     "PERSIA_NATS_URL",
     "PERSIA_JOB_NAME",
@@ -170,6 +171,7 @@ class PersiaServiceCtx:
 
         Raises UnavailableError when a process of the job fails, DeadlineExceededError after `timeout_s`.
         """
+        # In steps, so that the failure of another process ends the wait.
         waited = 0.0
         while self._nn_worker is not None and self._nn_worker.exit_code is None and not self._failed.is_set():
             if timeout_s is not None and waited >= timeout_s:
@@ -209,6 +211,7 @@ class PersiaServiceCtx:
                 self._cluster.start_loader(
                     script, files["data_loader_func"], replica_index=index, replica_size=self._num_loaders
                 )
+        # Loaders first: ranks wait for them, and would report that no loader has joined.
         if "nn_worker_func" in files:
             self._nn_worker = self._cluster.start_nn_worker(
                 script, files["nn_worker_func"], nproc=self._num_ranks
@@ -221,6 +224,7 @@ class PersiaServiceCtx:
                 continue
             lines = "\n".join(f"    {line}" for line in failed.output.splitlines()[-_NUM_SHOWN_LINES:])
             with self._lock:
+                # The block has ended meanwhile; its servers end in order, which is no failure.
                 if self._stopping.is_set():
                     return
                 self._failure = UnavailableError(
@@ -256,7 +260,7 @@ def _one_config(
 def _pickled(function: Callable[[], object], path: Path) -> str:
     if not callable(function):
         raise InvalidArgumentError(f"{path.stem} is {function!r}: pass a function without arguments")
-    # By value where pickle cannot: functions of notebooks and of `__main__`.
+    # cloudpickle, because functions of a notebook have no module that a child could import.
     path.write_bytes(cloudpickle.dumps(function))
     return str(path)
 

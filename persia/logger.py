@@ -26,33 +26,24 @@ _COLOURS = {
     logging.ERROR: 31,
     logging.CRITICAL: 35,
 }
-_LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warn": logging.WARNING,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-}
 
 _lock = threading.Lock()
 _default_name: str | None = None
-_role = ""
-_role_and_index: tuple[str | None, int | None] = (None, None)
+_role = ""  # before set_role
+_index: int | None = None
 # What every record has; all else came with `extra`.
 _OWN_FIELDS = {*vars(logging.makeLogRecord({})), "role", "message", "asctime", "taskName"}
 
 
 def set_role(role: str, index: int) -> None:
     """Marks every later record of this process with its role and replica: "[embedding-worker 0]"."""
-    global _role, _role_and_index
-    _role = f"[{role} {index}] "
-    _role_and_index = (role, index)
+    global _role, _index
+    _role, _index = role, index
 
 
 class _RoleFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        record.role = _role
+        record.role = f"[{_role} {_index}] " if _role else ""
         return True
 
 
@@ -63,14 +54,15 @@ class _JsonFormatter(logging.Formatter):
         values: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="microseconds"),
             "level": record.levelname.lower(),
-            "role": _role_and_index[0],
-            "replica": _role_and_index[1],
+            "role": _role or None,
+            "replica": _index,
             "pid": record.process,
             "thread": record.threadName,
             "place": f"{record.filename}:{record.lineno}",
             "message": record.getMessage(),
         }
         values.update((key, value) for key, value in vars(record).items() if key not in _OWN_FIELDS)
+        # A field of its own: collectors cut records at line breaks.
         if record.exc_info:
             values["exception"] = self.formatException(record.exc_info)
         return json.dumps({key: value for key, value in values.items() if value is not None}, default=str)
@@ -114,7 +106,8 @@ def setLogger(  # noqa: N802 - the published name
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
-    logger.setLevel(_LEVELS[env.get_log_level()] if log_level is None else log_level)
+    logger.setLevel(env.get_log_level().upper() if log_level is None else log_level)
+    # The root logger may have handlers of its own, which would print each record again.
     logger.propagate = False
     stream = logging.StreamHandler(sys.stderr)
     stream.setFormatter(_formatter(coloured=sys.stderr.isatty()))
@@ -159,6 +152,7 @@ def get_default_logger(name: str | None = None, **options: object) -> logging.Lo
     """
     global _default_name
     with _lock:
+        # Under the lock: two threads that log first would each add a handler.
         if _default_name is None:
             _default_name = name or "log"
             return setLogger(_default_name, **options)  # type: ignore[arg-type]

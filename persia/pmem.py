@@ -65,6 +65,7 @@ class PoolReport(PoolInfo):
     @property
     def is_whole(self) -> bool:
         """Whether every row of the committed batch is there, once and with its checksum."""
+        # Free cells and versions that recovery leaves out are no damage.
         return self.num_living == self.num_rows and self.num_repeated == 0
 
 

@@ -19,24 +19,6 @@ from pydantic_core import PydanticCustomError
 
 from persia.errors import ConfigError, CorruptionError
 
-__all__ = [
-    "UINT32_MAX",
-    "UINT64_MAX",
-    "Count",
-    "Hex",
-    "Number",
-    "Positive",
-    "Positive32",
-    "Section",
-    "complaint",
-    "join",
-    "json_object",
-    "read_document",
-    "read_section",
-    "show",
-    "to_json",
-]
-
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
 
@@ -47,6 +29,7 @@ Count = Annotated[int, Field(strict=True, ge=0, le=UINT64_MAX)]
 Number = Annotated[float, Field(strict=True, ge=0, lt=2**63, allow_inf_nan=False)]
 Hex = Annotated[str, Field(pattern="^([0-9a-f]{2})+$")]  # bytes
 
+# pydantic speaks of an "input"; the messages here name key and value, and say what must hold.
 _WORDINGS = {
     "Input should": "must",
     "String should": "must",
@@ -68,6 +51,7 @@ class Section(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
+            # One error class for files and calls; the traceback of pydantic would bury the line that helps.
             raise ConfigError(explain(error, of_yaml=True)) from None
 
     # This says to pydantic that nested sections need no call of `__init__`: their errors keep their paths.
@@ -106,6 +90,7 @@ class Section(BaseModel):
                 )
                 raise ConfigError(f"{key}={show(value)} is not a known key: {remedy}")
         for names in spellings.values():
+            # pydantic would take one of them without a word.
             if len(given := [name for name in names if name in values]) > 1:
                 raise ConfigError(f"{given[0]} is also given as {given[1]}, another spelling of it: keep one")
         return values
@@ -203,6 +188,7 @@ def join(*names: object) -> str:
 
 def show(value: object) -> str:
     """A value for a message: cut to a length that fits, on one line."""
+    # As YAML and JSON write them: users compare the message with their file.
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return reprlib.repr(value)

@@ -9,14 +9,13 @@ import click
 
 from persia_k8s.errors import PersiaK8sError
 
-__all__ = ["cli"]
-
 
 class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
         except PersiaK8sError as error:
+            # One line: the errors of this package say what to do, a traceback does not.
             click.secho(f"persia-k8s-utils: {error}", fg="red", err=True)
             sys.exit(1)
 

@@ -18,11 +18,11 @@ from persia_k8s.errors import PersiaK8sError
 from persia_k8s.names import GROUP, JOB_LABEL, KIND, VERSION
 from persia_k8s.observation import Observation, PodView
 
-__all__ = ["Cluster", "ClusterError"]
-
 _FIELD_MANAGER = "persia-operator"
+# A request without a deadline would hold the task of a job for ever when the network drops packets.
 _TIMEOUT_S = 30.0
 _WATCH_S = 300
+# In the order in which they are listed; pods follow, because their owners are found here.
 _OWNED = (("apps", "StatefulSet"), ("", "Service"), ("policy", "PodDisruptionBudget"))
 _MAX_LOG_BYTES = 1 << 20
 
@@ -75,6 +75,7 @@ class Cluster:
     @staticmethod
     def _load_config() -> None:
         try:
+            # A pod first: a kubeconfig in an image would name another cluster.
             config.load_incluster_config()
         except config.ConfigException:
             try:
@@ -96,10 +97,8 @@ class Cluster:
 
     def _resource(self, group: str, kind: str) -> Any:
         """Resolves a kind at the version that the server prefers: disruption budgets are the same in all."""
-        version = VERSION if group == GROUP else None
-        return self._dynamic.resources.get(
-            kind=kind, **({"group": group, "api_version": version} if version else {"group": group})
-        )
+        pinned = {"api_version": VERSION} if group == GROUP else {}
+        return self._dynamic.resources.get(kind=kind, group=group, **pinned)
 
     @property
     def _jobs(self) -> Any:
@@ -186,8 +185,10 @@ class Cluster:
 
     def delete_pod(self, namespace: str, pod: PodView) -> None:
         """Ends a pod, within its grace period; one that has ended goes at once. Never its successor."""
+        # By uid: between the look and this request a new pod may have taken the name.
         options: dict[str, Any] = {"preconditions": {"uid": pod.uid}}
         if pod.is_finished:
+            # Its containers have ended, so there is nothing to wait for, and its name is needed.
             options["gracePeriodSeconds"] = 0
         _delete(self._resource("", "Pod"), "pod", namespace, pod.name, options, ignored=(404, 409))
 
@@ -220,6 +221,7 @@ class Cluster:
         """Raises ClusterError (404) where there is none, or where it is no job's."""
         get = self._resource("", "Pod").get
         found: dict[str, Any] = _ask(f"reading pod {namespace}/{name}", get, name=name, namespace=namespace)
+        # The service must not be a way to read other pods of the namespace.
         if JOB_LABEL not in found["metadata"].get("labels", {}):
             raise ClusterError(f"pod {namespace}/{name} belongs to no {KIND}", 404)
         return found
@@ -227,6 +229,7 @@ class Cluster:
     def pod_log(self, namespace: str, name: str, tail_lines: int) -> str:
         """The end of a pod's log."""
         with _translated(f"reading the log of pod {namespace}/{name}"):
+            # The typed client: the dynamic one decodes answers as JSON.
             response = self._core.read_namespaced_pod_log(
                 name,
                 namespace,

@@ -11,8 +11,6 @@ from persia_k8s.names import CRD_NAME, GROUP, KIND, MAX_JOB_NAME, PLURAL, VERSIO
 from persia_k8s.schema import structural_schema
 from persia_k8s.status import JobStatus
 
-__all__ = ["crd_manifest", "crd_yaml", "object_schema"]
-
 
 def object_schema() -> dict[str, Any]:
     """The schema of a whole PersiaJob."""
@@ -22,6 +20,8 @@ def object_schema() -> dict[str, Any]:
         "properties": {"persiaEnv": {"required": ["PERSIA_EMBEDDING_CONFIG"]}},
         "required": ["persiaEnv"],
     }
+    # Rules between fields, which pydantic checks in `Job.from_object` only: kubectl apply is to refuse them
+    # at once.
     spec["allOf"] = [
         {"anyOf": [named, {"required": ["embeddingConfigPath"]}]},
         {"anyOf": [{"required": ["nnWorker"]}, {"required": ["inference"]}]},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PersiaK8sError", "SpecError"]
-
 
 class PersiaK8sError(RuntimeError):
     """Base of all errors raised here."""

@@ -8,13 +8,12 @@ from typing import Any
 from persia_k8s.job import JobSpec, RoleSpec
 from persia_k8s.schema import structural_schema
 
-__all__ = ["field_table"]
-
 _SHARED = ("embeddingParameterServer", "embeddingWorker", "dataloader", "nnWorker", "inference")
 
 
 def field_table() -> str:
     """Markdown. The fields that all roles share stand once, as those of ROLE."""
+    # Listed once under ROLE, or the table would repeat the shared fields for each of five roles.
     own = list(_rows(structural_schema(RoleSpec)))
     rows = [
         (path, line)

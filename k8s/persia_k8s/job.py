@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, WithJsonSchema
-from pydantic.dataclasses import dataclass
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, WithJsonSchema
 
 from persia_k8s.errors import SpecError
 from persia_k8s.names import Role
 from persia_k8s.schema import CONFIG, parse
 
-__all__ = ["InferenceSpec", "Job", "JobSpec", "NatsSpec", "NnWorkerSpec", "PersiaEnv", "RoleSpec"]
-
+# As Kubernetes declares its own types: a mistake is refused by kubectl apply rather than found in a pod.
 _QUANTITIES = {
     "type": "object",
     "additionalProperties": {
@@ -70,207 +68,140 @@ _TOLERATIONS = {
 _STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
 _ANY_OBJECT = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 
+Text = Annotated[str, Field(min_length=1)]
 Object = Mapping[str, Any]
+Resources = Annotated[Object, WithJsonSchema(_RESOURCES)]
+Env = Annotated[Sequence[Object], WithJsonSchema(_ENV)]
 
 
-@dataclass(frozen=True, kw_only=True, config=CONFIG)
-class RoleSpec:
+class Section(BaseModel):
+    """A part of the spec. The docstring below a field is its description in schema and documentation."""
+
+    model_config = ConfigDict(**CONFIG, frozen=True, use_attribute_docstrings=True)
+
+
+class RoleSpec(Section):
     """Fields of every role."""
 
-    replicas: StrictInt = Field(ge=1, le=65536, description="Number of pods.")
-    resources: Annotated[Object, WithJsonSchema(_RESOURCES)] = Field(
-        default={}, description="Kubernetes resource requirements of the container."
-    )
-    volume_mounts: Annotated[Sequence[Object], WithJsonSchema(_VOLUME_MOUNTS)] = Field(
-        default=[],
-        description="Mounts of `spec.volumes`. The spelling `read_only` is taken for `readOnly`.",
-    )
-    env: Annotated[Sequence[Object], WithJsonSchema(_ENV)] = Field(
-        default=[], description="Environment variables of this role; they win over `spec.env`."
-    )
-    image: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Image; by default the operator's CPU image, or its CUDA image where `resources` "
-        "name `nvidia.com/gpu`.",
-    )
-    node_selector: Annotated[Mapping[str, str], WithJsonSchema(_STRINGS)] = Field(
-        default={}, description="Labels of the nodes to run on."
-    )
-    tolerations: Annotated[Sequence[Object], WithJsonSchema(_TOLERATIONS)] = Field(
-        default=[], description="Taints of nodes to put up with."
-    )
-    affinity: Annotated[Object, WithJsonSchema(_ANY_OBJECT)] = Field(
-        default={}, description="Kubernetes affinity of the pods."
-    )
-    max_unavailable: StrictInt = Field(
-        default=0,
-        ge=0,
-        description="Pods that a voluntary disruption, such as a node drain, may end at once.",
-    )
+    replicas: StrictInt = Field(ge=1, le=65536)
+    """Number of pods."""
+    resources: Resources = {}
+    """Kubernetes resource requirements of the container."""
+    volume_mounts: Annotated[Sequence[Object], WithJsonSchema(_VOLUME_MOUNTS)] = []
+    """Mounts of `spec.volumes`. The spelling `read_only` is taken for `readOnly`."""
+    env: Env = []
+    """Environment variables of this role; they win over `spec.env`."""
+    image: Text | None = None
+    """Image; by default the operator's CPU image, or its CUDA image where `resources` name
+    `nvidia.com/gpu`."""
+    node_selector: Annotated[Mapping[str, str], WithJsonSchema(_STRINGS)] = {}
+    """Labels of the nodes to run on."""
+    tolerations: Annotated[Sequence[Object], WithJsonSchema(_TOLERATIONS)] = []
+    """Taints of nodes to put up with."""
+    affinity: Annotated[Object, WithJsonSchema(_ANY_OBJECT)] = {}
+    """Kubernetes affinity of the pods."""
+    max_unavailable: StrictInt = Field(default=0, ge=0)
+    """Pods that a voluntary disruption, such as a node drain, may end at once."""
 
 
-@dataclass(frozen=True, kw_only=True, config=CONFIG)
 class NnWorkerSpec(RoleSpec):
     """NN workers are nodes of one DDP group."""
 
-    nproc_per_node: StrictInt = Field(
-        default=1, ge=1, description="Ranks of each pod, usually one for each GPU."
-    )
+    nproc_per_node: StrictInt = Field(default=1, ge=1)
+    """Ranks of each pod, usually one for each GPU."""
 
 
-@dataclass(frozen=True, kw_only=True, config=CONFIG)
 class InferenceSpec(RoleSpec):
     """Servers of predictions; a job that has them trains nothing."""
 
-    checkpoint: str = Field(
-        min_length=1,
-        description="Directory or URL of a checkpoint with `jit_dense.pt`: parameter servers load its "
-        "rows, the servers of this role its model. One checkpoint, not a directory of "
-        "several. It cannot be changed: start another job beside this one.",
-    )
-    model_name: str = Field(default="model", min_length=1, description="What requests call the model.")
-    arguments: Sequence[str] = Field(
-        default=[], description="Further arguments of `persia-launcher serve`, such as `--threads=2`."
-    )
-    max_unavailable: StrictInt = Field(
-        default=1,
-        ge=0,
-        description="Pods that a voluntary disruption, such as a node drain, may end at once.",
-    )
+    checkpoint: Text
+    """Directory or URL of a checkpoint with `jit_dense.pt`: parameter servers load its rows, the servers of
+    this role its model. One checkpoint, not a directory of several. It cannot be changed: start another job
+    beside this one."""
+    model_name: Text = "model"
+    """What requests call the model."""
+    arguments: Sequence[str] = []
+    """Further arguments of `persia-launcher serve`, such as `--threads=2`."""
+    max_unavailable: StrictInt = Field(default=1, ge=0)
+    """Pods that a voluntary disruption, such as a node drain, may end at once."""
 
 
-@dataclass(frozen=True, kw_only=True, config=CONFIG)
-class PersiaEnv:
+class PersiaEnv(Section):
     """Paths inside the containers, under the published names."""
 
-    global_config: str | None = Field(
-        default=None,
-        validation_alias="PERSIA_GLOBAL_CONFIG",
-        min_length=1,
-        description="Path of `global_config.yml`.",
-    )
-    embedding_config: str | None = Field(
-        default=None,
-        validation_alias="PERSIA_EMBEDDING_CONFIG",
-        min_length=1,
-        description="Path of `embedding_config.yml`.",
-    )
-    nn_worker_entry: str | None = Field(
-        default=None,
-        validation_alias="PERSIA_NN_WORKER_ENTRY",
-        min_length=1,
-        description="Path of the training script.",
-    )
-    dataloader_entry: str | None = Field(
-        default=None,
-        validation_alias="PERSIA_DATALOADER_ENTRY",
-        min_length=1,
-        description="Path of the data loading script.",
-    )
+    global_config: Text | None = Field(default=None, validation_alias="PERSIA_GLOBAL_CONFIG")
+    """Path of `global_config.yml`."""
+    embedding_config: Text | None = Field(default=None, validation_alias="PERSIA_EMBEDDING_CONFIG")
+    """Path of `embedding_config.yml`."""
+    nn_worker_entry: Text | None = Field(default=None, validation_alias="PERSIA_NN_WORKER_ENTRY")
+    """Path of the training script."""
+    dataloader_entry: Text | None = Field(default=None, validation_alias="PERSIA_DATALOADER_ENTRY")
+    """Path of the data loading script."""
 
 
-@dataclass(frozen=True, kw_only=True, config=CONFIG)
-class NatsSpec:
+class NatsSpec(Section):
     """The job's broker: started with the job, unless `url` or a PERSIA_NATS_URL in `spec.env` names one."""
 
-    url: str | None = Field(
-        default=None,
-        pattern=r"^(nats|tls)://.+",
-        description="Broker to use; without it, and without `PERSIA_NATS_URL` in `spec.env`, the "
-        "operator runs one.",
-    )
-    max_payload: str = Field(
-        default="64MB",
-        pattern=r"^[0-9]+ ?(KB|MB|GB)?$",
-        description="Largest message of the operator's broker: a batch's ID features, or its dense part.",
-    )
-    image: str | None = Field(
-        default=None, min_length=1, description="Image of the broker; by default the operator's CPU image."
-    )
-    resources: Annotated[Object, WithJsonSchema(_RESOURCES)] = Field(
-        default={}, description="Kubernetes resource requirements of the broker."
-    )
+    url: str | None = Field(default=None, pattern=r"^(nats|tls)://.+")
+    """Broker to use; without it, and without `PERSIA_NATS_URL` in `spec.env`, the operator runs one."""
+    max_payload: str = Field(default="64MB", pattern=r"^[0-9]+ ?(KB|MB|GB)?$")
+    """Largest message of the operator's broker: a batch's ID features, or its dense part."""
+    image: Text | None = None
+    """Image of the broker; by default the operator's CPU image."""
+    resources: Resources = {}
+    """Kubernetes resource requirements of the broker."""
 
 
-@dataclass(frozen=True, kw_only=True, config=CONFIG)
-class JobSpec:
+class JobSpec(Section):
     """What to run."""
 
-    persia_env: PersiaEnv = Field(default=PersiaEnv(), description="Where the job's files are.")
-    env: Annotated[Sequence[Object], WithJsonSchema(_ENV)] = Field(
-        default=[], description="Environment variables of all pods."
-    )
-    volumes: Annotated[Sequence[Object], WithJsonSchema(_VOLUMES)] = Field(
-        default=[], description="Kubernetes volumes, for the `volumeMounts` of the roles."
-    )
-    log_level: Literal["debug", "info", "warn", "warning", "error", "critical"] = Field(
-        default="info", description="`LOG_LEVEL` of all pods."
-    )
-    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
-        default="Always", description="When nodes pull images."
-    )
-    restart_policy: Literal["Never", "OnFailure", "Always"] = Field(
-        default="Never",
-        description="`Never`: the job fails with its first data loader or NN worker that fails. "
-        "`OnFailure`, `Always`: they are started again, `backoffLimit` times. Servers are "
-        "always started again.",
-    )
-    backoff_limit: StrictInt = Field(
-        default=3,
-        ge=0,
-        description="Restarts that the job survives: of the training, of its data loaders, and of each "
-        "server.",
-    )
-    backoff_seconds: StrictInt = Field(
-        default=5,
-        ge=0,
-        description="Pause before the training is started again; doubled each time, up to 300.",
-    )
-    ttl_seconds_after_finished: StrictInt | None = Field(
-        default=None,
-        ge=0,
-        description="Seconds after its end at which the job is deleted with all it owns; without it, never.",
-    )
-    enable_metrics: StrictBool = Field(
-        default=True,
-        description="Each pod shows metrics, status and readiness on port 9100, annotated for "
-        "Prometheus, and pushes to `PERSIA_METRICS_GATEWAY_ADDR` where `env` has it. `false` "
-        "turns all of this off; probes then only look whether servers listen.",
-    )
-    resize_checkpoint: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Directory or URL that all parameter servers and NN workers reach. The job goes "
-        "through a checkpoint there when `embeddingParameterServer.replicas` changes while "
-        "it runs; without it, that is refused. The checkpoint is removed when the job "
-        "succeeds.",
-    )
-    nats: NatsSpec = Field(default=NatsSpec(), description="The job's broker.")
-    embedding_parameter_server: RoleSpec = Field(description="The servers that hold the rows.")
-    embedding_worker: RoleSpec = Field(description="The servers that prepare embeddings of batches.")
-    nn_worker: NnWorkerSpec | None = Field(
-        default=None,
-        description="The pods that train the dense network. Required, unless there is `inference`.",
-    )
-    dataloader: RoleSpec | None = Field(
-        default=None,
-        description="The pods that send batches; none where the training script has its own data.",
-    )
-    inference: InferenceSpec | None = Field(
-        default=None,
-        description="The pods that answer requests with predictions of a checkpoint, over gRPC; instead "
-        "of `nnWorker` and `dataloader`. The job runs until it is deleted.",
-    )
-    global_config_path: str | None = Field(
-        default=None, min_length=1, description="Older spelling of `persiaEnv.PERSIA_GLOBAL_CONFIG`."
-    )
-    embedding_config_path: str | None = Field(
-        default=None, min_length=1, description="Older spelling of `persiaEnv.PERSIA_EMBEDDING_CONFIG`."
-    )
+    persia_env: PersiaEnv = PersiaEnv()
+    """Where the job's files are."""
+    env: Env = []
+    """Environment variables of all pods."""
+    volumes: Annotated[Sequence[Object], WithJsonSchema(_VOLUMES)] = []
+    """Kubernetes volumes, for the `volumeMounts` of the roles."""
+    log_level: Literal["debug", "info", "warn", "warning", "error", "critical"] = "info"
+    """`LOG_LEVEL` of all pods."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "Always"
+    """When nodes pull images."""
+    restart_policy: Literal["Never", "OnFailure", "Always"] = "Never"
+    """`Never`: the job fails with its first data loader or NN worker that fails. `OnFailure`, `Always`: they
+    are started again, `backoffLimit` times. Servers are always started again."""
+    backoff_limit: StrictInt = Field(default=3, ge=0)
+    """Restarts that the job survives: of the training, of its data loaders, and of each server."""
+    backoff_seconds: StrictInt = Field(default=5, ge=0)
+    """Pause before the training is started again; doubled each time, up to 300."""
+    ttl_seconds_after_finished: StrictInt | None = Field(default=None, ge=0)
+    """Seconds after its end at which the job is deleted with all it owns; without it, never."""
+    enable_metrics: StrictBool = True
+    """Each pod shows metrics, status and readiness on port 9100, annotated for Prometheus, and pushes to
+    `PERSIA_METRICS_GATEWAY_ADDR` where `env` has it. `false` turns all of this off; probes then only look
+    whether servers listen."""
+    resize_checkpoint: Text | None = None
+    """Directory or URL that all parameter servers and NN workers reach. The job goes through a checkpoint
+    there when `embeddingParameterServer.replicas` changes while it runs; without it, that is refused. The
+    checkpoint is removed when the job succeeds."""
+    nats: NatsSpec = NatsSpec()
+    """The job's broker."""
+    embedding_parameter_server: RoleSpec
+    """The servers that hold the rows."""
+    embedding_worker: RoleSpec
+    """The servers that prepare embeddings of batches."""
+    nn_worker: NnWorkerSpec | None = None
+    """The pods that train the dense network. Required, unless there is `inference`."""
+    dataloader: RoleSpec | None = None
+    """The pods that send batches; none where the training script has its own data."""
+    inference: InferenceSpec | None = None
+    """The pods that answer requests with predictions of a checkpoint, over gRPC; instead of `nnWorker` and
+    `dataloader`. The job runs until it is deleted."""
+    global_config_path: Text | None = None
+    """Older spelling of `persiaEnv.PERSIA_GLOBAL_CONFIG`."""
+    embedding_config_path: Text | None = None
+    """Older spelling of `persiaEnv.PERSIA_EMBEDDING_CONFIG`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """A PersiaJob as the rest of this package sees it."""
 
@@ -291,6 +222,7 @@ class Job:
             generation=metadata["generation"],
             spec=parse(JobSpec, resource.get("spec"), "spec"),
         )
+        # The CRD refuses these, too; an object of an older CRD may still have them.
         if job.embedding_config is None:
             raise SpecError("spec.persiaEnv.PERSIA_EMBEDDING_CONFIG is missing: name the embedding config")
         if (job.spec.nn_worker is None) == (job.spec.inference is None):
@@ -301,6 +233,7 @@ class Job:
 
     @property
     def embedding_config(self) -> str | None:
+        # The newer spelling wins.
         return self.spec.persia_env.embedding_config or self.spec.embedding_config_path
 
     @property
@@ -310,17 +243,14 @@ class Job:
     @property
     def roles(self) -> dict[Role, RoleSpec]:
         """The roles with a section of their own, in the order in which they start."""
-        roles: dict[Role, RoleSpec] = {
+        sections = {
             Role.PARAMETER_SERVER: self.spec.embedding_parameter_server,
             Role.EMBEDDING_WORKER: self.spec.embedding_worker,
+            Role.INFERENCE: self.spec.inference,
+            Role.DATA_LOADER: self.spec.dataloader,
+            Role.NN_WORKER: self.spec.nn_worker,
         }
-        if self.spec.inference is not None:
-            roles[Role.INFERENCE] = self.spec.inference
-        if self.spec.dataloader is not None:
-            roles[Role.DATA_LOADER] = self.spec.dataloader
-        if self.spec.nn_worker is not None:
-            roles[Role.NN_WORKER] = self.spec.nn_worker
-        return roles
+        return {role: section for role, section in sections.items() if section is not None}
 
     @property
     def ranks_per_node(self) -> int:
@@ -335,5 +265,6 @@ class Job:
     @property
     def has_own_nats(self) -> bool:
         """True if the operator runs the job's broker, because the spec names none."""
+        # A variable from a Secret counts, too: its value is not known here, and need not be.
         is_named = any(variable["name"] == "PERSIA_NATS_URL" for variable in self.spec.env)
         return self.spec.nats.url is None and not is_named and not self.is_inference

@@ -4,31 +4,12 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = [
-    "ATTEMPT_LABEL",
-    "CRD_NAME",
-    "FINALIZER",
-    "GROUP",
-    "HASH_ANNOTATION",
-    "JOB_LABEL",
-    "KIND",
-    "MAX_JOB_NAME",
-    "METRICS_PORT",
-    "NATS_PORT",
-    "PLURAL",
-    "ROLE_LABEL",
-    "VERSION",
-    "Role",
-    "object_name",
-    "pod_address",
-    "pod_name",
-]
-
 GROUP = "persia.com"  # published
 VERSION = "v1"  # published
 KIND = "PersiaJob"  # published
 PLURAL = "persiajobs"  # published
 CRD_NAME = f"{PLURAL}.{GROUP}"
+# Keeps a deleted job until its daemon has ended, so that no pod is created for it afterwards.
 FINALIZER = f"{GROUP}/operator"
 
 JOB_LABEL = "persia_job"  # published

@@ -9,8 +9,6 @@ from typing import Any
 from persia_k8s.builders import spec_hash
 from persia_k8s.names import ATTEMPT_LABEL, ROLE_LABEL, Role
 
-__all__ = ["Observation", "PodView"]
-
 _ROLES = {role.suffix: role for role in Role}
 _MAX_MESSAGE = 500
 
@@ -46,6 +44,7 @@ class PodView:
             return None
         containers = status.get("containerStatuses") or []
         ends = [(container.get("state") or {}).get("terminated") for container in containers]
+        # Our pods have one container; a service mesh may inject others, which may run on.
         end: Mapping[str, Any] = next(filter(None, ends), {})  # empty: no container has ended
         conditions = {item["type"]: item for item in status.get("conditions") or []}
         return PodView(
@@ -72,6 +71,7 @@ def _trouble(
         if "terminated" in state and state["terminated"].get("exitCode") != 0:
             return _describe_end(state["terminated"])
         waiting = state.get("waiting") or {}
+        # A container in back-off is waiting; why it failed is in its last state.
         last = (container.get("lastState") or {}).get("terminated")
         if last and waiting:
             return f"{waiting.get('reason', 'waiting')}: {_describe_end(last)}"

@@ -6,8 +6,6 @@ from typing import Any
 
 from persia_k8s.crd import object_schema
 
-__all__ = ["openapi_document"]
-
 _NAME = {"type": "string", "minLength": 1}
 _NAMESPACE = {"type": "string", "default": "default"}
 _RESULTS = {
@@ -21,6 +19,10 @@ def openapi_document() -> dict[str, Any]:
     """OpenAPI 3.0, as Kubernetes' own."""
     spec = object_schema()["properties"]["spec"]
     identifier = _object({"job_name": _NAME, "namespace": _NAMESPACE}, required=["job_name"])
+    job = _object({"job_identifier": identifier, "spec": spec}, ["job_identifier", "spec"])
+    pod_names = "Names and phases of the pods of a job, or of all jobs."
+    pod_status, pod_log = _answer("body", {"type": "object"}), _answer("body", {"type": "string"})
+    pod = ["namespace", "pod_name"]
     return {
         "openapi": "3.0.3",
         "info": {
@@ -30,40 +32,12 @@ def openapi_document() -> dict[str, Any]:
         },
         "security": [{"token": []}],
         "paths": {
-            "/apply": {
-                "post": _operation(
-                    "Create a job, or change its spec.",
-                    _RESULTS,
-                    body=_object({"job_identifier": identifier, "spec": spec}, ["job_identifier", "spec"]),
-                )
-            },
-            "/delete": {"post": _operation("Delete a job with all it owns.", _RESULTS, body=identifier)},
-            "/listjobs": {
-                "get": _operation(
-                    "Names and phases of the jobs.", _resources({"phase": {"type": "string"}}), ["namespace"]
-                )
-            },
-            "/listpods": {
-                "get": _operation(
-                    "Names and phases of the pods of a job, or of all jobs.",
-                    _resources({"phase": {"type": "string"}, "job_name": {"type": "string"}}),
-                    ["namespace", "job_name"],
-                )
-            },
-            "/podstatus": {
-                "get": _operation(
-                    "Status of a pod, as Kubernetes has it.",
-                    _answer("body", {"type": "object"}),
-                    ["namespace", "pod_name"],
-                )
-            },
-            "/podlog": {
-                "get": _operation(
-                    "End of a pod's log.",
-                    _answer("body", {"type": "string"}),
-                    ["namespace", "pod_name", "tail_lines"],
-                )
-            },
+            "/apply": _post("Create a job, or change its spec.", job),
+            "/delete": _post("Delete a job with all it owns.", identifier),
+            "/listjobs": _get("Names and phases of the jobs.", _resources("phase"), ["namespace"]),
+            "/listpods": _get(pod_names, _resources("phase", "job_name"), ["namespace", "job_name"]),
+            "/podstatus": _get("Status of a pod, as Kubernetes has it.", pod_status, pod),
+            "/podlog": _get("End of a pod's log.", pod_log, [*pod, "tail_lines"]),
         },
         "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
     }
@@ -77,32 +51,28 @@ _PARAMETERS: dict[str, tuple[dict[str, Any], bool]] = {  # schema, required
 }
 
 
-def _operation(
-    summary: str, answer: dict[str, Any], parameters: list[str] | None = None, body: Any = None
-) -> dict[str, Any]:
-    operation: dict[str, Any] = {
-        "summary": summary,
-        "responses": {
-            "200": {"description": "Done.", **_json(answer)},
-            **{
-                code: {"description": text, **_json(_RESULTS)}
-                for code, text in (
-                    ("400", "The request cannot be used; err_msg says why."),
-                    ("401", "No token, or the wrong one."),
-                    ("404", "There is no such thing."),
-                    ("502", "The API server has refused or not answered; err_msg says what."),
-                )
-            },
-        },
+def _get(summary: str, answer: dict[str, Any], parameters: list[str]) -> dict[str, Any]:
+    described = [
+        {"name": name, "in": "query", "required": _PARAMETERS[name][1], "schema": _PARAMETERS[name][0]}
+        for name in parameters
+    ]
+    return {"get": {"summary": summary, "responses": _responses(answer), "parameters": described}}
+
+
+def _post(summary: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = {"required": True, **_json(body)}
+    return {"post": {"summary": summary, "responses": _responses(_RESULTS), "requestBody": request}}
+
+
+def _responses(answer: dict[str, Any]) -> dict[str, Any]:
+    failures = {
+        "400": "The request cannot be used; err_msg says why.",
+        "401": "No token, or the wrong one.",
+        "404": "There is no such thing.",
+        "502": "The API server has refused or not answered; err_msg says what.",
     }
-    if parameters:
-        operation["parameters"] = [
-            {"name": name, "in": "query", "required": _PARAMETERS[name][1], "schema": _PARAMETERS[name][0]}
-            for name in parameters
-        ]
-    if body is not None:
-        operation["requestBody"] = {"required": True, **_json(body)}
-    return operation
+    refused = {code: {"description": text, **_json(_RESULTS)} for code, text in failures.items()}
+    return {"200": {"description": "Done.", **_json(answer)}, **refused}
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:
@@ -117,6 +87,6 @@ def _answer(key: str, schema: dict[str, Any]) -> dict[str, Any]:
     return _object({"execution_results": _RESULTS, key: schema}, ["execution_results", key])
 
 
-def _resources(more: dict[str, Any]) -> dict[str, Any]:
-    item = _object({"name": {"type": "string"}, "namespace": {"type": "string"}, **more}, ["name"])
-    return _answer("resources", {"type": "array", "items": item})
+def _resources(*more: str) -> dict[str, Any]:
+    texts = {name: {"type": "string"} for name in ("name", "namespace", *more)}
+    return _answer("resources", {"type": "array", "items": _object(texts, ["name"])})

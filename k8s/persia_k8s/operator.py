@@ -26,8 +26,6 @@ from persia_k8s.progress import last_progress
 from persia_k8s.reconcile import Event, Plan, reconcile, time_text
 from persia_k8s.status import Condition, JobStatus, Phase
 
-__all__ = ["run_operator"]
-
 _RETRY_S = 5.0
 _CANCEL_S = 60.0  # longer than a request may take
 _SETTLE_S = 0.2  # a start or an end is many changes at once
@@ -54,6 +52,7 @@ class Operator:
         self._namespaces = namespaces
         self._changes: dict[tuple[str | None, str], asyncio.Event] = {}
         self._complaints: dict[tuple[str, str], str] = {}  # what hinders a job now
+        # Not kopf's global registry: the handlers are methods of this object.
         self._registry = kopf.OperatorRegistry()
         kopf.on.startup(registry=self._registry)(self._configure)
         kopf.on.startup(registry=self._registry)(self._start_watching)
@@ -90,6 +89,7 @@ class Operator:
     async def _start_watching(self, **_: Any) -> None:
         loop = asyncio.get_running_loop()
         for namespace in self._namespaces or (None,):
+            # A thread, as the client blocks; a daemon, as the watch has no way to be ended early.
             threading.Thread(
                 target=self._watch_pods, args=(loop, namespace), name="pods", daemon=True
             ).start()
@@ -99,6 +99,7 @@ class Operator:
         while True:
             try:
                 for job in self._cluster.pod_changes(namespace):
+                    # Events of asyncio may be set on their loop only.
                     loop.call_soon_threadsafe(self._wake, *job)
             except PersiaK8sError as error:
                 logging.warning("%s", error)
@@ -117,6 +118,7 @@ class Operator:
         change = self._changes[namespace, name] = asyncio.Event()
         try:
             while not stopped:
+                # Before the look: a change during it must not be missed.
                 change.clear()
                 look_again_s = await self._pass(namespace, name, body)
                 await _wait(change, look_again_s)
@@ -127,6 +129,7 @@ class Operator:
     async def _pass(self, namespace: str, name: str, body: kopf.Body) -> float:
         """One look at a job; returns the seconds after which to look again at the latest."""
         try:
+            # The client blocks, and kopf answers its liveness probe on this loop.
             plan = await asyncio.to_thread(self._look, namespace, name)
         except ClusterError as error:
             # Any failure may be temporary, and must not end the task.
@@ -164,6 +167,7 @@ class Operator:
             plan = reconcile(job, before, observed, self._images, now)
             self._carry_out(job, plan)
             self._read_progress(job, before, plan)
+        # Written only when it differs: each write is a change, which would wake this task again.
         if plan.status != before:
             self._cluster.patch_status(namespace, name, plan.status.to_dict())
         return plan

@@ -15,8 +15,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["PREFIX", "last_progress"]
-
 PREFIX = "persia-progress "
 _MAX_TEXT = 1024
 
@@ -36,6 +34,7 @@ def _valid_values(text: str) -> dict[str, Any]:
         record = json.loads(text)
     except ValueError:
         return {}
+    # The log is text of the user: a malformed line must not stop the operator.
     if not isinstance(record, dict):
         return {}
     return {key: record[key] for key, is_valid in _KEYS.items() if key in record and is_valid(record[key])}

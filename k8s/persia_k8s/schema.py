@@ -10,8 +10,6 @@ from pydantic.alias_generators import to_camel
 
 from persia_k8s.errors import SpecError
 
-__all__ = ["CONFIG", "parse", "structural_schema"]
-
 # Unknown fields are ignored: the API server has dropped them from what it stores.
 CONFIG = ConfigDict(alias_generator=to_camel, populate_by_name=True)
 _T = TypeVar("_T")
@@ -29,7 +27,10 @@ def structural_schema(kind: type, *, of_status: bool = False) -> dict[str, Any]:
 def _structural(schema: Mapping[str, Any], definitions: Mapping[str, Any], of_status: bool) -> dict[str, Any]:
     keys = ("description", "type", *(key for key in schema if key != "default"), "default")  # as people read
     result = {key: schema[key] for key in keys if key in schema and key not in ("$ref", "$defs", "title")}
+    if "description" in result:
+        result["description"] = " ".join(result["description"].split())  # a docstring of several lines
     if "$ref" in schema:
+        # Kubernetes takes no references, so each is replaced by what it names.
         result = {**definitions[schema["$ref"].rpartition("/")[2]], **result}
         return _structural(result, definitions, of_status)
     for key in ("anyOf", "allOf"):  # before pydantic 2.9 a reference with a description is an allOf of one
@@ -58,11 +59,12 @@ def parse(kind: type[_T], values: Any, path: str) -> _T:
     try:
         parsed: _T = TypeAdapter(kind).validate_python(_without_null(values))
     except ValidationError as error:
+        # The first problem only: the others often follow from it.
         problem = error.errors(include_url=False)[0]
         where = ".".join(map(str, (path, *problem["loc"])))
         if problem["type"] == "missing":
             raise SpecError(f"{where} is missing: it has no default, so add it") from None
-        if problem["type"] == "dataclass_type":
+        if problem["type"] in ("dataclass_type", "model_type"):
             raise SpecError(f"{where} is {problem['input']!r}: it must be an object") from None
         text = problem["msg"].replace("Input should", "it must").replace("String should", "it must")
         raise SpecError(f"{where} is {problem['input']!r}: {text}") from None

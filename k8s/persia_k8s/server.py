@@ -21,8 +21,6 @@ from persia_k8s.errors import PersiaK8sError
 from persia_k8s.names import GROUP, JOB_LABEL, KIND, VERSION
 from persia_k8s.openapi import openapi_document
 
-__all__ = ["make_app", "run_server"]
-
 _FIELD_MANAGER = "persia-server"
 _MAX_BODY_BYTES = 1 << 20  # a PersiaJob larger than this does not fit into etcd
 _MIN_TOKEN_LENGTH = 16
@@ -44,6 +42,7 @@ def read_token(path: Path) -> str:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise PersiaK8sError(f"--token-file {path} cannot be read: {error}") from error
+    # An empty file, as of a Secret that was not filled, would authenticate every caller.
     if len(token) < _MIN_TOKEN_LENGTH:
         raise PersiaK8sError(
             f"--token-file {path} holds a token of {len(token)} characters: "
@@ -77,6 +76,7 @@ def _authentication(token: str) -> Any:
     @web.middleware
     async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
         sent = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        # Compared in constant time: the time of an ordinary comparison tells how much of a token is right.
         if request.path in _OPEN_PATHS or hmac.compare_digest(sent, expected):
             return await handler(request)
         answer = _failure(401, "send the service's token: Authorization: Bearer TOKEN")
@@ -128,6 +128,8 @@ class _Endpoints:
         manifest = {
             "apiVersion": f"{GROUP}/{VERSION}",
             "kind": KIND,
+            # Only these: labels or owners from a caller could make the operator take objects of another job
+            # for its own.
             "metadata": {"name": _text(identifier, "job_name"), "namespace": _namespace(identifier)},
             "spec": body["spec"],
         }
@@ -176,6 +178,7 @@ class _Endpoints:
 
 async def _arguments(request: web.Request) -> dict[str, Any]:
     """The query's, and those of a JSON body."""
+    # The published clients send a body with GET, others a query: the body wins where both name a value.
     arguments: dict[str, Any] = dict(request.query)
     if not request.can_read_body:
         return arguments
@@ -202,6 +205,7 @@ def _namespace(arguments: Mapping[str, Any]) -> str:
 
 def _number(arguments: Mapping[str, Any], name: str, *, default: int, maximum: int) -> int:
     value = str(arguments.get(name, default))
+    # str.isdigit accepts digits of other scripts.
     if not (value.isascii() and value.isdigit()) or not 1 <= int(value) <= maximum:
         raise _BadRequestError(f"{name} is {value!r}: it must be a number from 1 to {maximum}")
     return int(value)

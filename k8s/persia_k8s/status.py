@@ -16,8 +16,6 @@ from pydantic.dataclasses import dataclass
 from persia_k8s.names import Role
 from persia_k8s.schema import CONFIG, parse, structural_schema
 
-__all__ = ["Condition", "JobStatus", "Phase", "Resize", "RoleStatus", "Stage"]
-
 
 class Phase(str, Enum):
     """Phase of a job. The last two are final."""
@@ -43,6 +41,7 @@ class Stage(str, Enum):
     LOADING = "Loading"  # they read the rows
 
 
+# The name in Kubernetes, which would be long for a field that is read so often.
 _SINCE = "lastTransitionTime"
 _TIME = {"type": "string", "format": "date-time"}
 # In a merge patch, null removes a field; here a text that is not set is "".
@@ -185,6 +184,7 @@ class JobStatus:
     @property
     def attempt(self) -> int:
         """Number of this start of the training, from 0."""
+        # Both start all pods again, and pods of an older attempt are told by this number.
         return self.restarts + self.resizes
 
     @property
@@ -217,7 +217,9 @@ class JobStatus:
 
     def with_condition(self, new: Condition, now: str) -> JobStatus:
         """`new` in the place of the one of its type; its time changes with its truth only."""
+        # By the truth alone: a new message on each pass must not make a condition look new.
         old = self.condition(new.type)
         since = old.since if old is not None and old.status == new.status else now
+        # A list in a merge patch is replaced as a whole, so it is always complete.
         others = [condition for condition in self.conditions if condition.type != new.type]
         return replace(self, conditions=(*others, replace(new, since=since)))

@@ -15,17 +15,6 @@ from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 from persia.errors import ConfigError
 from persia.validation import UINT32_MAX, UINT64_MAX, Positive, Positive32, Section, complaint, show
 
-__all__ = [
-    "CheckpointingConfig",
-    "CommonConfig",
-    "EmbeddingParameterServerConfig",
-    "EmbeddingWorkerConfig",
-    "GlobalConfig",
-    "InferConfig",
-    "MetricsConfig",
-    "StorageConfig",
-]
-
 
 class MetricsConfig(Section):
     """Metrics of every process; where they are shown is told by the environment."""
@@ -46,6 +35,7 @@ class CheckpointingConfig(Section):
 
 
 def _check_address(address: str) -> str:
+    # Not parsed further: names are resolved by the worker that connects, perhaps on another machine.
     if not re.fullmatch(r".+:\d{1,5}", address):
         raise complaint("must be a text like 'host:port'")
     return address
@@ -96,10 +86,10 @@ class EmbeddingWorkerConfig(Section):
     buffered_data_expired_sec: Positive32 = 1000
 
 
-_LEAST_POOL_BYTES = 32 << 20  # a header and one extent
+_LEAST_TIER_BYTES = 32 << 20  # a header and one extent
 _DEFAULT_CACHE_ROWS = 1_000_000
 _LEAST_SHARD_CACHE_BYTES = 1024
-_INDEX_ROW_BYTES = 40  # at most, of each row, in memory or not: index, place in the pool, order
+_INDEX_ROW_BYTES = 40  # at most, of each row, in memory or not: index, place in the tier file, order
 
 
 class StorageConfig(Section):
@@ -107,8 +97,10 @@ class StorageConfig(Section):
 
     # dram: in memory alone; file, pmem: in a tier file, with a cache in memory.
     kind: Literal["dram", "file", "pmem"] = "dram"
-    path: str | None = None  # the directory of the servers' pools
-    size_bytes: Annotated[int, Field(ge=_LEAST_POOL_BYTES, le=1 << 50)] = 1 << 40  # that a pool may grow to
+    path: str | None = None  # the directory of the servers' tier files
+    size_bytes: Annotated[int, Field(ge=_LEAST_TIER_BYTES, le=1 << 50)] = (
+        1 << 40
+    )  # that a tier file may grow to
     cache_rows: Positive | None = None  # in memory; see num_cache_rows
     # Instead of cache_rows: memory of the cached rows and of the index of all rows.
     cache_bytes: Annotated[int, Field(ge=1024, le=UINT64_MAX)] | None = None
@@ -117,11 +109,13 @@ class StorageConfig(Section):
     def check(self) -> None:
         if self.kind == "dram" and self.path is not None:
             raise ConfigError(
-                f"path={show(self.path)} with kind='dram', which has no pool: set kind: file or pmem, or "
-                "leave it out"
+                f"path={show(self.path)} with kind='dram', which has no tier file: set kind: file or pmem, "
+                "or leave it out"
             )
         if self.kind != "dram" and not self.path:
-            raise ConfigError(f"path is missing: kind={show(self.kind)} needs the directory of the pools")
+            raise ConfigError(
+                f"path is missing: kind={show(self.kind)} needs the directory of the tier files"
+            )
         if self.cache_rows is not None and self.cache_bytes is not None:
             raise ConfigError(
                 f"cache_rows={self.cache_rows} and cache_bytes={self.cache_bytes} are both given: drop one"
@@ -172,12 +166,13 @@ class EmbeddingParameterServerConfig(Section):
             if self.row_dtype != "float32":
                 raise ConfigError(
                     f"row_dtype={show(self.row_dtype)} with storage.kind={show(self.storage.kind)}: rows in "
-                    "a pool are float32; leave row_dtype out, or set kind: dram"
+                    "a storage tier are float32; leave row_dtype out, or set kind: dram"
                 )
         if self.enable_incremental_update:
             self._check_incremental()
 
     def _check_cache(self) -> None:
+        # The shards divide the cache evenly, so each must have room for at least one row.
         key, size, least = "cache_rows", self.storage.num_cache_rows, self.num_hashmap_internal_shards
         if self.storage.cache_bytes is not None:
             key, size, least = "cache_bytes", self.storage.cache_bytes, least * _LEAST_SHARD_CACHE_BYTES
@@ -191,6 +186,8 @@ class EmbeddingParameterServerConfig(Section):
             self._check_room_for_index(self.storage.cache_bytes)
 
     def _check_room_for_index(self, cache_bytes: int) -> None:
+        # The index grows with all rows, cached or not. Refused here, because a server that is full of index
+        # would cache nothing.
         room = cache_bytes - cache_bytes // 8
         if self.capacity * _INDEX_ROW_BYTES > room:
             raise ConfigError(
@@ -220,6 +217,7 @@ class GlobalConfig(Section):
     embedding_parameter_server_config: EmbeddingParameterServerConfig = EmbeddingParameterServerConfig()
 
     def check(self) -> None:
+        # An inference server loads a checkpoint at its start, so a tier would only hold a second copy of it.
         storage = self.embedding_parameter_server_config.storage
         if self.common_config.job_type != "Train" and storage.has_pool:
             raise ConfigError(

@@ -16,8 +16,6 @@ from persia.config.slots_config import SlotsConfig
 from persia.errors import ConfigError
 from persia.validation import read_section
 
-__all__ = ["load_embedding_config", "load_global_config", "parse_embedding_config", "parse_global_config"]
-
 # The published inference job, as its documentation has it: keys indented below `job_type: Infer`.
 _NESTED_IN_VALUE = "mapping values are not allowed here"
 
@@ -56,6 +54,7 @@ class _StrictLoader(yaml.SafeLoader):
     """Refuses duplicate keys: PyYAML would silently keep the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Checked on nodes: the constructed mapping has lost the first of two values.
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:

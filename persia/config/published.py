@@ -13,8 +13,6 @@ from persia.config.global_config import InferConfig, MetricsConfig
 from persia.errors import ConfigError
 from persia.validation import read_section, show
 
-__all__ = ["without_published_forms"]
-
 _METRICS = "PersiaMetricsConfig"  # a block at the top level: common_config.metrics_config
 _INFERENCE = ("servers", "initial_sparse_checkpoint")  # beside job_type: keys of common_config.infer_config
 
@@ -23,6 +21,7 @@ def without_published_forms(config: object) -> object:
     """`config` with the keys of `GlobalConfig`. What has another form is left for the check to refuse."""
     if not isinstance(config, Mapping):
         return config
+    # A rewritten form keeps its name in errors, so that the user finds it in the file.
     rest = {key: value for key, value in config.items() if key != _METRICS}
     common = rest.get("common_config", {})
     if not isinstance(common, Mapping):

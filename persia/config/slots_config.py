@@ -19,8 +19,7 @@ from persia.validation import UINT32_MAX, UINT64_MAX, Positive, Positive32, Sect
 if TYPE_CHECKING:
     from persia import _native
 
-__all__ = ["MAX_SLOT_MODES", "HashStackConfig", "RowSettings", "SlotConfig", "SlotsConfig"]
-
+# 64 bits: two configs do not share them by accident, and they fit into a message.
 _SCHEMA_HASH_DIGITS = 16
 MAX_SLOT_MODES = 32  # parts of a batch that can be looked up for themselves
 
@@ -117,6 +116,8 @@ class SlotConfig(Section):
         from persia import _native  # knows every name and range
 
         try:
+            # Built and dropped: the engine knows names and ranges of all row settings, so none is listed here
+            # again.
             _native.SlotConfig(name="checked", dim=self.dim, rows=self.rows)
         except PersiaError as error:
             raise ConfigError(str(error)) from None
@@ -182,6 +183,8 @@ class SlotsConfig(Section):
             for number, slots in enumerate(self.feature_groups.values(), start=1)
             for slot in slots
         }
+        # A slot without a group is one by itself. Numbers follow the order of the file, so a checkpoint can
+        # only be loaded with the order that its job had.
         next_number = len(self.feature_groups) + 1
         for slot in self.slots_config:
             if slot not in numbers:
@@ -226,10 +229,12 @@ class SlotsConfig(Section):
         numbers = self.group_numbers()
         slots = {name: _schema_of(slot, numbers[name]) for name, slot in self.slots_config.items()}
         schema = {"feature_index_prefix_bit": self.feature_index_prefix_bit, "slots": slots}
+        # Sorted keys and no spaces, so that equal schemas have equal bytes.
         canonical = json.dumps(schema, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:_SCHEMA_HASH_DIGITS]
 
     def _check_groups(self) -> None:
+        # A slot has one prefix, so it can be in one group only.
         group_of: dict[str, str] = {}
         for group, slots in self.feature_groups.items():
             if not slots:
@@ -249,23 +254,18 @@ class SlotsConfig(Section):
                 f"feature_groups.{group} has the slot {slot}, which slots_config lacks: "
                 "define it there, or remove it here"
             )
-        if self.slots_config[slot].rows != self.slots_config[first].rows:
-            raise ConfigError(
-                f"feature_groups.{group} has {first} and {slot}, whose optimizer, initializer, admission, "
-                "eviction or weight bound differ: slots of one group share rows, so give them the same or "
-                "separate groups"
-            )
-        if self.slots_config[slot].mode != self.slots_config[first].mode:
-            raise ConfigError(
-                f"feature_groups.{group} has {first} and {slot}, whose consistency or embedding_staleness "
-                "differ: slots of one group share rows, so give them the same or separate groups"
-            )
-        dim, first_dim = self.slots_config[slot].dim, self.slots_config[first].dim
-        if dim != first_dim:
-            raise ConfigError(
-                f"feature_groups.{group} has {first} with dim={first_dim} and {slot} with dim={dim}: "
-                "slots of one group share rows, so give them one dim or separate groups"
-            )
+        # One group is one table on the servers: its rows have one size, one optimizer and one mode of lookup.
+        one, other = self.slots_config[first], self.slots_config[slot]
+        for what, differs in (
+            (f"dim ({one.dim} and {other.dim})", one.dim != other.dim),
+            ("optimizer, initializer, admission, eviction or weight bound", one.rows != other.rows),
+            ("consistency or embedding_staleness", one.mode != other.mode),
+        ):
+            if differs:
+                raise ConfigError(
+                    f"feature_groups.{group} has {first} and {slot}, whose {what} differ: slots of one group "
+                    "share rows, so give them the same or separate groups"
+                )
 
     def _check_num_groups(self) -> None:
         num_groups = max(self.group_numbers().values())
@@ -286,6 +286,8 @@ class SlotsConfig(Section):
             )
 
     def _check_hash_stacks(self) -> None:
+        # Each bucket is an ID of the slot and must stay below the prefix bits, or rows of another group would
+        # be hit.
         num_ids = 2 ** (64 - self.feature_index_prefix_bit) - 1
         for name, slot in self.slots_config.items():
             stack = slot.hash_stack

@@ -82,6 +82,7 @@ def verify(location: str, as_json: bool) -> None:
     files = _files(manifest)
     with _progress("verifying", sum(file.num_bytes for file in files)) as advance:
         outcome = check_files(place, manifest, advance)
+    # Every file is read even after the first broken one: a repair needs the whole list.
     broken = {path: error for path, error in outcome.items() if error is not None}
     if as_json:
         print(json.dumps({"location": str(place), "whole": not broken, "files": outcome}, indent=1))
@@ -185,6 +186,7 @@ def dump(
     Exit code 75: the job has no optimizer yet, does not train now, dumps already or does not answer in
     time; the same may succeed later.
     """
+    # Refused rather than ignored: an operator would rely on a training that waits.
     if hold_s and not with_dense:
         raise click.UsageError(
             "--hold has no effect without --with-dense: rows are dumped while training continues"
@@ -249,8 +251,10 @@ def remove(location: str) -> None:
     from persia.storage.versions import checkpoints_at
 
     place = Location.of(location)
+    # An operator retries a removal whose answer was lost, which must succeed.
     if not place.exists():
         return
+    # A typing mistake in LOCATION must not delete what is no checkpoint.
     if not (place / MANIFEST_NAME).exists_replaced():
         inside = ", ".join(checkpoint.name for checkpoint in checkpoints_at(place))
         hint = f"; it holds several, to be removed one by one: {inside}" if inside else ""
@@ -274,6 +278,7 @@ def _read(url: str) -> tuple[Location, Manifest]:
     from persia.storage.manifest import Manifest
     from persia.storage.versions import resolve
 
+    # Resolved first: a directory of checkpoints stands for the one that its `latest` names.
     place = resolve(Location.of(url))
     return place, Manifest.read(place)[0]
 
@@ -292,7 +297,7 @@ def _show_summary(place: Location, manifest: Manifest) -> None:
         table.add_row("dense files", f"{', '.join(manifest.dense.files)} ({manifest.dense.created_at})")
     section = manifest.embeddings
     if section is not None:
-        where = "in the servers' pools" if section.in_place else f"{section.num_bytes:,} bytes"
+        where = "in the servers' storage tiers" if section.in_place else f"{section.num_bytes:,} bytes"
         table.add_row("embeddings", f"{section.num_rows:,} rows, {where}")
         table.add_row("dumped at", section.created_at)
         if section.optimizer is not None:
@@ -326,6 +331,7 @@ def _print(table: Table) -> None:
 
 @contextlib.contextmanager
 def _progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    # A log has no use for a bar that is drawn again and again.
     if not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -37,6 +37,7 @@ class _Launcher(click.Group):
         return list(_SUBCOMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        # click turns None into "No such command".
         if cmd_name not in _SUBCOMMANDS:
             return None
         module, _, name = _SUBCOMMANDS[cmd_name].partition(".")

@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import click
 
 from persia import env
 from persia.launcher.options import option, replica_options
 from persia.launcher.script import PASS_THROUGH, become, script_and_arguments, show_command
+
+_SIGNAL_STEP_S = 0.2
 
 
 @click.command("data-loader", context_settings=PASS_THROUGH)
@@ -53,8 +56,10 @@ def _run_and_linger(command_line: list[str], environment: dict[str, str]) -> int
 
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
-        exit_code = child.wait()
-    if exit_code == 0:
-        stopped.wait()
+        # In steps, here and below: a wait without end may miss a signal that arrives just before it.
+        while (exit_code := child.poll()) is None:
+            time.sleep(_SIGNAL_STEP_S)
+    while exit_code == 0 and not stopped.wait(_SIGNAL_STEP_S):
+        pass
     # As a shell says it: 128 + the number of the signal that ended the script.
     return exit_code if exit_code >= 0 else 128 - exit_code

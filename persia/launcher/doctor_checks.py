@@ -82,6 +82,7 @@ def _python(_settings: Settings) -> Iterator[Finding]:
 
 
 def _packages(_settings: Settings) -> Iterator[Finding]:
+    # An import of a missing one would fail without a remedy.
     for name in ("numpy", "nats-py", "prometheus-client", "grpcio"):
         try:
             yield _ok(f"{name} {importlib.metadata.version(name)}")
@@ -90,6 +91,7 @@ def _packages(_settings: Settings) -> Iterator[Finding]:
 
 
 def _compiled(_settings: Settings) -> Iterator[Finding]:
+    # An editable installation keeps an old compiled module until it is built again.
     if _native.__version__ != __version__:
         built = f"the compiled module is of version {_native.__version__}, the package of {__version__}"
         yield _fail(built, "install again: pip install .")
@@ -112,6 +114,7 @@ def _torch(_settings: Settings) -> Iterator[Finding]:
     elif torch.version.cuda:
         remedy = "check nvidia-smi and the driver; device_id=None trains on the CPU"
         yield _warn(f"{what}, but no GPU is usable", remedy)
+    # torch for the CPU on a machine with a GPU trains without an error, only slowly.
     elif _GPU.exists():
         yield _warn(f"{what}, while there is a GPU", "install a CUDA build of torch to use it")
     else:
@@ -138,6 +141,7 @@ def _environment(_settings: Settings) -> Iterator[Finding]:
         env.get_advertise_host,
         env.reload_env,
     )
+    # All of them: the user should not have to start the doctor once per mistake.
     num_bad = 0
     for getter in getters:
         try:
@@ -147,6 +151,7 @@ def _environment(_settings: Settings) -> Iterator[Finding]:
             yield _fail(str(error), "docs/configuration.md lists the variables")
     if not num_bad:
         yield _ok("environment variables can be used")
+    # urllib obeys these variables for pushes, and a proxy seldom reaches a gateway inside the cluster.
     proxies = [name for name in ("HTTP_PROXY", "http_proxy") if os.environ.get(name)]
     if proxies and env.get_metrics_gateway():
         yield _warn(
@@ -174,6 +179,7 @@ def _configs(settings: Settings) -> Iterator[Finding]:
 def _ports(settings: Settings) -> Iterator[Finding]:
     for port in settings.ports:
         with socket.socket() as probe:
+            # As servers do: connections of a predecessor that time out do not make a port busy.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((env.get_bind_host(), port))
@@ -199,6 +205,8 @@ def _nats(settings: Settings) -> Iterator[Finding]:
             yield _fail(str(error), "start it, correct the URL, or open the firewall")
             return
         megabytes = session.max_payload / 2**20
+        # The default of 1 MiB is below a batch of common size, and a loader would fail only once such a batch
+        # comes.
         if session.max_payload < _WANTED_MAX_PAYLOAD:
             yield _warn(
                 f"NATS answers, but takes messages up to {megabytes:g} MiB only",
@@ -237,6 +245,7 @@ def _limits(_settings: Settings) -> Iterator[Finding]:
 
 
 def _memory(_settings: Settings) -> Iterator[Finding]:
+    # Not every container shows /proc; a missing figure is no finding.
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
@@ -253,6 +262,7 @@ def _huge_pages(_settings: Settings) -> Iterator[Finding]:
     except OSError:
         yield _warn("this kernel has no transparent huge pages", "lookups cost more TLB misses")
         return
+    # The kernel marks the current choice by brackets: "always [madvise] never".
     chosen = text[text.find("[") + 1 : text.find("]")]
     if chosen == "never":
         yield _warn(

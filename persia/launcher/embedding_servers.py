@@ -54,6 +54,7 @@ def embedding_parameter_server(**options: Any) -> None:
     from persia.roles.options import ServerOptions
     from persia.roles.parameter_server import run_parameter_server
 
+    # The options are named like the fields.
     run_parameter_server(ServerOptions(**options))
 
 

@@ -110,9 +110,11 @@ def _run(job: LocalJob) -> int:
     0: all ranks have succeeded. Otherwise the code of the process that failed first, or 128 + the signal's
     number.
     """
+    # Before the handlers: an error here is a plain exit, with nothing to stop.
     _check(job)
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
+    # One for all processes: lines of two processes must not mix.
     printer = _Printer()
     try:
         with tempfile.TemporaryDirectory(prefix="persia-") as folder, Supervisor(printer) as supervisor:
@@ -178,6 +180,8 @@ def _await_end(supervisor: Supervisor) -> ManagedProcess | None:
         # A loader may have sent everything. A server has no reason to end before the training.
         if not ended.name.startswith("data-loader-"):
             return failed_loader or ended
+        # The script may be about to leave its loop successfully; only if it does not, the loader is the
+        # cause.
         if ended.exit_code != 0 and failed_loader is None:
             failed_loader, give_up_at = ended, time.monotonic() + _LEAVE_S
     return failed_loader

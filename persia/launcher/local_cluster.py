@@ -151,6 +151,7 @@ class LocalCluster:
 
     def add_embedding_worker(self) -> None:
         """Starts one more embedding worker beside those that run, and returns when it is ready."""
+        # Each worker tells the number that it knows, which is its own index and one; others take the largest.
         index = self._num_replicas[EMBEDDING_WORKER]
         process = self._supervisor.start(self._specs.server(EMBEDDING_WORKER, index, index + 1))
         self._num_replicas[EMBEDDING_WORKER] = index + 1
@@ -179,6 +180,7 @@ class LocalCluster:
     def restart(self, name: str) -> None:
         """Kills a process when it runs, and starts it again as before; waits until a server is ready."""
         old = self._find(name)
+        # Killed rather than stopped: a restart in tests stands for a crash.
         _kill(old)
         new = self._supervisor.start(old.spec)
         role, _, index = name.rpartition("-")
@@ -199,6 +201,7 @@ class LocalCluster:
             for index in range(replicas):
                 spec = self._specs.server(role, index, replicas)
                 servers[role, index] = self._supervisor.start(spec)
+        # After the servers are started, which connect by themselves: the cluster is ready sooner.
         self._session = stack.enter_context(NatsSession(self.nats_url, self._job_name, name="local-cluster"))
         self._session.connect(self._start_deadline_s)
         for (role, index), process in servers.items():
@@ -212,6 +215,7 @@ class LocalCluster:
                 dump_yaml(dict(config), files[key])
             else:
                 files[key] = os.fspath(config)
+        # As variables rather than options: scripts find the configs as well.
         paths = {f"PERSIA_{key.upper()}": path for key, path in files.items()}
         extra = {**paths, **self._extra_env}
         env = job_environment(nats_url=self.nats_url, job_name=self._job_name, extra=extra)
@@ -224,6 +228,7 @@ class LocalCluster:
             # By its pid: the predecessor of a restarted server may still answer.
             if info is not None and info.pid == pid:
                 return
+            # A server that has failed will not get ready: its output tells why, and waiting on tells nothing.
             for process in self._supervisor.processes:
                 if process.name.startswith(role) and process.exit_code is not None:
                     raise UnavailableError(

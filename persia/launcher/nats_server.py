@@ -52,6 +52,7 @@ def command(port: int, host: str, max_payload: str) -> None:
     with PERSIA_NATS_URL=nats://HOST:PORT. There is no authentication by default: keep it on a trusted
     network.
     """
+    # Everything that can fail is done before exec, whose errors would have no message of ours.
     binary = find_nats_server()
     config = nats_config(host=host, port=port, max_payload_bytes=parse_size(max_payload))
     _check_free(host, port)
@@ -114,13 +115,14 @@ def start_local_nats(supervisor: Supervisor, folder: Path) -> str:
     Started again under its name, it takes the same port. Raises `UnavailableError` when it ends at once.
     """
     config_file = folder / "nats-server.conf"
+    # Port 0 lets the server choose: a port chosen here could be taken before the server binds it.
     _write_config(config_file, port=0)
     process = supervisor.start(
         ProcessSpec(
             name=NATS,
             command=(find_nats_server(), "-c", str(config_file)),
             env=dict(os.environ),
-            stop_stage=2,  # what else runs says good-bye through it
+            stop_stage=2,  # the others publish through it that they leave
         )
     )
     url = _await_url(process, folder)

@@ -49,6 +49,7 @@ def command(
     env.require_nats_url()  # the script would say so too, but late and with a traceback
     if node_rank >= nnodes:
         raise click.BadParameter(f"{node_rank} is not below --nnodes {nnodes}", param_hint="--node-rank")
+    # Without torchrun the script starts seconds earlier, and a debugger sees it.
     if nproc_per_node == nnodes == 1:
         become([script, *arguments], {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
     if nnodes > 1 and master_addr is None:

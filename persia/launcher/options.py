@@ -49,6 +49,7 @@ def embedding_config(
 
 
 def _port_or_off(_ctx: click.Context, _param: click.Parameter, value: str) -> int | None:
+    # click has no type for "a port, or a word".
     if value == "off":
         return None
     if not value.isdecimal() or int(value) > 65535:

@@ -26,6 +26,7 @@ _OF_ONE_PROCESS = (
 
 def job_environment(*, nats_url: str, job_name: str, extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of a job's processes: this one's, without what belongs to a single process."""
+    # The launcher itself may be a replica or a rank of another job.
     inherited = {name: value for name, value in os.environ.items() if name not in _OF_ONE_PROCESS}
     # Output is read through pipes: unbuffered, it appears when it is written.
     own = {"PERSIA_NATS_URL": nats_url, "PERSIA_JOB_NAME": job_name, "PYTHONUNBUFFERED": "1"}

@@ -40,6 +40,7 @@ def become(arguments: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
     """Replaces this process by Python with `arguments`; `variables` are added to the environment."""
     command = [sys.executable, *arguments]
     show_command(command, variables)
+    # exec drops what Python has buffered.
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, command, {**os.environ, **variables})

@@ -140,6 +140,8 @@ def command(
     from persia.serving.versions import ModelSettings
     from persia.storage.location import Location
 
+    # Rows come from workers, or from the checkpoint if there are slots; a model without embeddings needs
+    # neither.
     location, follow, slots, rows = Location.of(checkpoint), None, None, None
     if incremental_dir is not None:
         packets = Location.of(incremental_dir)

@@ -59,6 +59,7 @@ def command(
             found = find_processes(session)
             click.echo(json.dumps(prometheus_targets(found), indent=2))
             sys.exit(0 if found else 1)
+        # One look before any output: a job that does not answer gets a message instead of an empty table.
         view = JobView(session, addresses, job_name)
         if as_json:
             click.echo(view.as_json())

@@ -33,6 +33,7 @@ from persia.observability.status import (
     with_gone,
 )
 
+# The first three cells after the state have one meaning for all roles, so that rows can be compared.
 _COLUMNS = ("process", "state", "rate", "in flight", "waiting", "memory", "details")
 
 
@@ -77,6 +78,7 @@ class JobView:
                 live.update(self._render(), refresh=True)
 
     def _look(self) -> None:
+        # Rates need two looks. Processes are matched by role and index, which a restart keeps.
         self._before = {(status.info.role, status.info.index): status for status in self.now}
         if self._session is None:
             self.now = ask_processes(self._addresses)
@@ -136,6 +138,7 @@ def _row(status: ProcessStatus, rate: Mapping[str, float]) -> list[str | Text]:
         state = Text("ready", style="green") if configured else Text("not configured", style="yellow")
     cells = _CELLS[status.info.role](stats, rate)
     memory = f"{values['resident_bytes'] / 2**20:,.0f} MiB"
+    # What keeps a process from working is the only detail of interest then.
     details = cells[3] if values["ready"] else str(values["reason"])
     return [name, state, *cells[:3], memory, details]
 
@@ -156,6 +159,7 @@ def _server_cells(stats: Mapping[str, Any], rate: Mapping[str, float]) -> tuple[
 
 def _worker_cells(stats: Mapping[str, Any], rate: Mapping[str, float]) -> tuple[str, str, str, str]:
     retries = sum(server["num_retries"] for server in stats["servers"])
+    # The share of IDs that is left after duplicates: it tells how much the worker saves the servers.
     unique = stats["num_signs"] / stats["num_ids"] if stats["num_ids"] else 0.0
     details = f"{unique:.0%} unique, {stats['num_expired']} expired, {retries} RPC retries"
     in_flight, waiting = str(stats["num_in_flight"]), str(stats["num_buffered"])
@@ -226,5 +230,6 @@ def _reported(now: Sequence[ProcessStatus]) -> str:
     values: dict[str, float] = {}
     for status in now:
         for name, value in ((status.values or {}).get("reported") or {}).items():
+            # Ranks report the same numbers, so one of them is enough.
             values.setdefault(name, value)
     return "  ".join(f"{name} {value:.6g}" for name, value in values.items())

@@ -24,6 +24,7 @@ from persia.errors import FailedPreconditionError
 
 OutputSink = Callable[[str, str], None]  # (process name, line without its end)
 
+# Enough for a traceback; a process that runs for days must not fill the memory of its supervisor.
 _KEPT_LINES = 2000
 _MAX_LINE_BYTES = 64 << 10
 _OUTPUT_END_S = 1.0  # a grandchild may keep the pipe open after the process has ended
@@ -61,6 +62,7 @@ class ManagedProcess:
         self._popen = subprocess.Popen(
             list(spec.command),
             env=dict(spec.env),
+            # A process must not take input from the terminal of the launcher.
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -107,6 +109,7 @@ class ManagedProcess:
     def _read(self) -> None:
         assert self._popen.stdout is not None
         with self._popen.stdout as stdout:
+            # Bounded: a process that writes no newline must not fill our memory.
             while chunk := stdout.readline(_MAX_LINE_BYTES):
                 line = chunk.decode(errors="replace").rstrip("\r\n")
                 self._lines.append(line)
@@ -153,11 +156,14 @@ class Supervisor:
         if known is not None and known.exit_code is None:
             raise FailedPreconditionError(f"process {spec.name} is running already (pid {known.pid})")
         if self._watchdog is None:
+            # A separate process, because it must outlive a supervisor that is killed.
             script = Path(__file__).with_name("watchdog.py")
             # Isolated and without site-packages: it starts in a few milliseconds.
             command = [sys.executable, "-I", "-S", str(script)]
             self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE)
         process = ManagedProcess(spec, self._sink, self._on_exit)
+        # Between the start and this line a killed supervisor leaves an orphan; the window is one write to a
+        # pipe.
         self._tell_watchdog(f"+{process.pid}")
         self._processes[spec.name] = process
         return process
@@ -176,6 +182,7 @@ class Supervisor:
 
         What is left of a stage after `grace_s` is killed before the next one begins.
         """
+        # Workers return gradients to servers and both use NATS, so the stages end in this order.
         for stage in sorted({process.spec.stop_stage for process in self.processes}):
             _terminate([p for p in self.processes if p.spec.stop_stage == stage], grace_s)
         self._stop_watchdog()

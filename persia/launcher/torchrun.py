@@ -21,6 +21,7 @@ def main() -> None:
         how = f"ended with exit code {failure.exitcode}; its error is above"
         if failure.exitcode < 0:
             how = f"was ended by {failure.signal_name()}"
+        # The first rank to fail is the cause; the others were ended for it.
         sys.exit(f"persia-launcher: rank {rank} {how}")
     except SignalException as stopped:
         sys.exit(128 + stopped.sigval)

@@ -33,6 +33,7 @@ def main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal that is closed, which ends the supervisor
     groups: set[int] = set()
     for line in sys.stdin:
+        # Group numbers are reused by the kernel: a group that has ended must be forgotten.
         change = groups.add if line[0] == "+" else groups.discard
         change(int(line[1:]))
     _terminate(groups)

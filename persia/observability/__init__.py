@@ -28,6 +28,7 @@ def report(**values: float) -> None:
     every step. Raises InvalidTypeError for what is no number, ResourceExhaustedError above 100 names.
     """
     for name, value in values.items():
+        # bool is an int in Python; a flag reported by mistake would be drawn as 0 and 1.
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise InvalidTypeError(f"report: {name} is a {type(value).__name__}: give a number (loss.item())")
         if not _NAME.fullmatch(name):

@@ -17,6 +17,7 @@ class CheckpointLog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._saved_at = time.monotonic()
+        # All series exist from the start: an alert on the first failure needs the zero before it.
         self._outcomes = {(kind, outcome): 0 for kind in _PHASES for outcome in ("done", "failed")}
         self._durations = {kind: DurationStats(name) for kind, name in _PHASES.items()}
 
@@ -27,6 +28,7 @@ class CheckpointLog:
         with self._lock:
             self._outcomes[kind, "done" if done else "failed"] += 1
             if done and kind != "packet":
+                # Operations may end in another order than they began.
                 self._saved_at = max(self._saved_at, began)
 
     def lag_s(self) -> float:

@@ -75,6 +75,7 @@ class Families:
     def _add(
         self, name: str, documentation: str, kind: str, sample: str, value: float, labels: dict[str, str]
     ) -> None:
+        # A family has one header, under which the samples of all labels are listed.
         if name not in self._families:
             self._families[name] = Metric(name, documentation, kind)
         self._families[name].add_sample(sample, {**self._labels, **labels}, value)

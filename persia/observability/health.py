@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from persia.errors import StorageError
 
+# Polled: a change of readiness has no event, and clients that watch must be told of it.
 _INTERVAL_S = 1.0
 
 
@@ -47,6 +48,7 @@ class HealthService:
         """Says NOT_SERVING to those who watch, then ends."""
         self._stopped.set()
         self._thread.join(5.0)
+        # NOT_SERVING first, so that balancers take the server out before its port is closed.
         self._servicer.enter_graceful_shutdown()
         self._server.stop(0.5).wait(2.0)
 

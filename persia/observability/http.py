@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 from persia.errors import InvalidArgumentError, PersiaError, StorageError
 from persia.logger import get_default_logger
 
+# A scraper that hangs must not take threads without bound from a server that answers lookups.
 _MAX_CONNECTIONS = 32
 _IO_TIMEOUT_S = 10.0
 
@@ -39,6 +40,7 @@ class HttpPort(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, routes: Routes) -> None:
         self.routes = routes
         self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        # http.server binds IPv4 only unless it is told otherwise.
         self.address_family = AF_INET6 if ":" in host else AF_INET
         try:
             super().__init__((host, port), _Handler)
@@ -103,6 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
             return json_answer({"error": f"nothing at {parts.path}; there are {known}"}, 404)
         try:
             return route({name: values[-1] for name, values in parse_qs(parts.query).items()})
+        # A wrong request and a process that cannot answer now: callers repeat only the second.
         except InvalidArgumentError as error:
             return json_answer({"error": str(error)}, 400)
         except PersiaError as error:

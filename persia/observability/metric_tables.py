@@ -14,11 +14,7 @@ SLOT_COUNTERS = (
 )
 
 SLOT_GAUGES = (
-    (
-        "batch_unique_indices_rate",
-        "last_distinct_ratio",
-        "Distinct indices of the latest batch by all.",
-    ),
+    ("batch_unique_indices_rate", "last_distinct_ratio", "Distinct indices of the latest batch by all."),
     ("estimated_distinct_id", "estimated_distinct", "Different indices so far, estimated."),
 )
 
@@ -107,6 +103,7 @@ NN_TIMES = (
     ("backward_client_time_cost_sec", "hand in gradients", "Handing a batch's gradients in, the latest."),
 )
 
+# Published under these names with this rule; `persia_phase_seconds` has all values.
 NN_SLOW_TIMES = (
     (
         "get_train_batch_time_cost_more_than_1ms_sec",

@@ -56,6 +56,7 @@ class OtlpExporter:
 
             from persia.observability.otlp_metrics import MetricsTranslator
             from persia.observability.otlp_spans import SpansTranslator
+        # The packages are optional: a process that was asked to export and cannot must say so at its start.
         except ImportError as error:
             raise ConfigError(f"{_MISSING} ({error})") from error
         # Failures are told here, once; the exporter would tell each.
@@ -121,4 +122,5 @@ class OtlpExporter:
                 "trying on. It must speak OTLP over gRPC, usually on port 4317",
                 self._endpoint,
             )
+        # Reset by success, so that the next loss is reported again.
         self._has_failed = not taken

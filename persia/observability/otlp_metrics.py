@@ -87,6 +87,7 @@ def _series(family: Metric) -> Mapping[_Labels, _Histogram]:
         labels = tuple((key, value) for key, value in sample.labels.items() if key != "le")
         series = found.setdefault(labels, _Histogram())
         if sample.name.endswith("_bucket"):
+            # Prometheus buckets count the smaller ones, too; `_histograms` takes the differences.
             series.cumulated.append(int(sample.value))
             if sample.labels["le"] != "+Inf":
                 series.bounds.append(float(sample.labels["le"]))

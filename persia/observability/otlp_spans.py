@@ -42,6 +42,8 @@ class SpansTranslator:
 
     def __init__(self, resource: Resource, job: str, role: str, index: int) -> None:
         self._resource, self._job, self._role, self._index = resource, job, role, index
+        # Spans are on the monotonic clock, and OpenTelemetry wants wall time. Taken once: steps of the wall
+        # clock must not reorder spans.
         self._to_unix_ns = time.time_ns() - time.monotonic_ns()
         self._begins: dict[int, int] = {}  # of batches whose gradients have not returned, by number
 
@@ -57,6 +59,8 @@ class SpansTranslator:
         found: list[ReadableSpan] = []
         open_spans: list[tuple[Span, str]] = []  # that contain the one at hand, with their names for IDs
         for number, span in enumerate(spans):
+            # Sorted by begin, so the open spans form a stack: those that end before this one are no parents
+            # of it.
             while open_spans and open_spans[-1][0].end_ns < span.end_ns:
                 open_spans.pop()
             # Equal for all processes, or only this one's.

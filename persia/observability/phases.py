@@ -58,6 +58,7 @@ FORWARD = Phase("forward")
 BACKWARD = Phase("backward")
 HAND_IN = Phase("hand in gradients")
 DENSE_STEP = Phase("dense step")
+# In the order of a step.
 STEP_PHASES = (WAIT_FOR_BATCH, LOOKUP_IN_STEP, TO_DEVICE, FORWARD, BACKWARD, HAND_IN, DENSE_STEP)
 
 # Where a rank's batches wait for one another: many wait at a time, so these are no phases that are entered.

@@ -43,6 +43,7 @@ class ProcessObserver:
         self._started = time.monotonic()
         self._resources = ExitStack()
         self._registry = CollectorRegistry(auto_describe=False)
+        # Timing costs two clock reads a phase in native code: off where nothing shows it.
         enable_durations(settings.metrics.enable_metrics)
         self._tracer = Tracer(measured=settings.metrics.enable_metrics)
         self._registry.register(self)
@@ -92,6 +93,7 @@ class ProcessObserver:
 
     def not_ready(self) -> str | None:
         """Why this process cannot do its part now; None when it can."""
+        # In the order in which a start goes: the first thing missing is the most useful answer.
         if not self.serving:
             return "it has not joined the job yet, or is ending"
         if not self._session.is_connected:
@@ -168,6 +170,7 @@ class ProcessObserver:
 
     def _metrics(self, _query: Query) -> Answer:
         if not self._settings.metrics.enable_metrics:
+            # A 404 with a reason: an empty page would look like a process without metrics.
             reason = b"off: common_config.metrics_config.enable_metrics is false in the global config\n"
             return 404, "text/plain", reason
         return 200, CONTENT_TYPE_LATEST, text(self._registry)

@@ -72,6 +72,7 @@ class Pusher:
                     error,
                 )
                 self._has_failed = True
+            # At the end of the loop: the first push comes at once, so that short jobs are seen.
             if self._stopped.wait(self._interval_s):
                 return
 

@@ -57,6 +57,7 @@ def record(processes: Sequence[ServiceInfo], *, num_batches: int, limit_s: float
         trained = first
         for _ in Attempts(limit_s, pause_s=0.1):
             trained = max(trained, _num_trained(ranks, problems))
+            # A process that has ended ends the recording: what follows would lack its spans.
             if problems or trained - first >= num_batches:
                 break
         elapsed_s = time.monotonic() - started
@@ -97,21 +98,18 @@ def trace_events(recorded: Sequence[tuple[ServiceInfo, dict[str, Any]]]) -> list
     events."""
     if not recorded:
         return []
-    reference = recorded[0][1]
-    offsets = [_offset_ns(answer, reference) for _, answer in recorded]
-    begins = [
-        span[1] + offset
-        for (_, answer), offset in zip(recorded, offsets, strict=True)
-        for span in answer["spans"]
+    offsets = [_offset_ns(answer, recorded[0][1]) for _, answer in recorded]
+    placed = [
+        (info, answer["spans"], offset) for (info, answer), offset in zip(recorded, offsets, strict=True)
     ]
-    zero = min(begins, default=0)
+    zero = min((span[1] + offset for _, spans, offset in placed for span in spans), default=0)
     events: list[dict[str, Any]] = []
-    for place, ((info, answer), offset) in enumerate(zip(recorded, offsets, strict=True)):
+    for place, (info, spans, offset) in enumerate(placed):
         process = {"pid": place, "tid": 0}
         name = {"name": f"{info.role} {info.index}"}
         events.append({**process, "ph": "M", "name": "process_name", "args": name})
         events.append({**process, "ph": "M", "name": "process_sort_index", "args": {"sort_index": place}})
-        for number, span in enumerate(answer["spans"]):
+        for number, span in enumerate(spans):
             events += _span_events(place, number, span, offset - zero)
     return events
 
@@ -120,6 +118,7 @@ def _offset_ns(answer: dict[str, Any], reference: dict[str, Any]) -> int:
     """What to add to a time of `answer` to get one of `reference`'s clock."""
     if answer["boot_id"] and answer["boot_id"] == reference["boot_id"]:
         return 0
+    # Monotonic clocks of different hosts have nothing in common but their distance to the wall clock.
     own = answer["unix_ns"] - answer["monotonic_ns"]
     others = reference["unix_ns"] - reference["monotonic_ns"]
     return int(own - others)
@@ -127,17 +126,12 @@ def _offset_ns(answer: dict[str, Any], reference: dict[str, Any]) -> int:
 
 def _span_events(place: int, number: int, span: Sequence[Any], shift_ns: int) -> list[dict[str, Any]]:
     name, begin_ns, end_ns, reference, batch_id, thread = span
-    arguments: dict[str, Any] = {}
-    if reference:
-        arguments["reference"] = reference
+    arguments = {"reference": reference} if reference else {}
     if batch_id is not None:
         arguments["batch_id"] = batch_id
     common = {"name": name, "cat": "persia", "pid": place, "tid": thread, "args": arguments}
     begin_us, end_us = (begin_ns + shift_ns) / 1000, (end_ns + shift_ns) / 1000
     if name.startswith(("rpc to ", "queue of ")):  # which overlap
-        identity = {"id": f"{place}.{number}"}
-        return [
-            {**common, **identity, "ph": "b", "ts": begin_us},
-            {**common, **identity, "ph": "e", "ts": end_us},
-        ]
+        common["id"] = f"{place}.{number}"
+        return [{**common, "ph": "b", "ts": begin_us}, {**common, "ph": "e", "ts": end_us}]
     return [{**common, "ph": "X", "ts": begin_us, "dur": end_us - begin_us}]

@@ -44,4 +44,5 @@ class ObservabilitySettings:
 
 
 def _shifted(port: int | None, offset: int) -> int | None:
+    # 0 asks for a free port, and None for no port: neither is shifted.
     return port + offset if port else port

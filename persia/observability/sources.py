@@ -16,6 +16,7 @@ from persia.observability.phases import FORWARD_ERRORS, QUEUES, SEND_BATCH, STEP
 
 _PHASE = "persia_phase_seconds", "Time of each phase of the work."
 _PROBE_TIMEOUT_S = 1.0
+# Of the published names, which say "more_than_1ms".
 _ONE_MS = 0.001
 
 
@@ -58,6 +59,7 @@ class ParameterServerSource(Source):
         self.tier: Callable[[], Mapping[str, Any]] | None = None  # set where rows are in a storage tier
 
     def status(self) -> dict[str, Any]:
+        # One snapshot for the whole answer, so that its numbers belong together.
         values = dict(self._server.stats())
         if self._checkpoints is not None:
             values["checkpoint_lag_s"] = self._checkpoints.lag_s()
@@ -100,6 +102,7 @@ class EmbeddingWorkerSource(Source):
 
     def not_ready(self) -> str | None:
         try:
+            # A worker is as ready as its servers: without them it answers no lookup.
             self._worker.server_sizes(timeout_s=_PROBE_TIMEOUT_S)
         except PersiaError as failure:
             return str(failure)
@@ -175,6 +178,7 @@ class NnWorkerSource(Source):
             families.gauge("persia_nn_staleness_max", _STALENESS_TEXT, worst, consistency=mode)
             families.gauge("persia_nn_staleness_mean", _STALENESS_TEXT, mean, consistency=mode)
         packets = self._packets()
+        # Only rank 0 writes packets; the others have no such metrics rather than zeros.
         if packets:
             families.counters(tables.PACKET_COUNTERS, packets)
             families.gauges(tables.PACKET_GAUGES, packets)
@@ -210,7 +214,7 @@ def add_following(families: Families, following: Mapping[str, Any]) -> None:
     families.counters(tables.FOLLOWING_COUNTERS, following)
     families.gauges(tables.FOLLOWING_GAUGES, following)
     stuck = bool(following["error"])
-    families.gauge("persia_inc_stuck", "1: something keeps it from going on; /status says what.", stuck)
+    families.gauge("persia_inc_stuck", "1: something keeps it from following; /status says what.", stuck)
 
 
 def _latest(durations: Mapping[str, Snapshot]) -> dict[str, float]:
@@ -223,6 +227,7 @@ def _add_durations(families: Families, durations: Mapping[str, Snapshot]) -> Non
         kind, _, method = name.partition(" ")
         if kind != "handle":
             families.histogram(*_PHASE, snapshot, phase=name)
+        # A histogram has a series for each bucket, and a role never calls most methods.
         elif any(snapshot[0]):
             families.histogram(
                 "persia_rpc_handler_seconds", "Time in the handlers of requests.", snapshot, method=method

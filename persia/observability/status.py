@@ -36,6 +36,7 @@ class ProcessStatus:
 def find_processes(session: NatsSession) -> list[ServiceInfo]:
     """All processes of the job that answer now, in the order of the roles."""
     directory = Directory(session)
+    # Each question waits out its window, because the number of replicas is not known: all roles at once.
     with ThreadPoolExecutor(len(ROLES)) as pool:
         found = pool.map(lambda role: directory.present(role, _FIND_WINDOW_S), ROLES)
         return [info for infos in found for info in infos]
@@ -44,44 +45,52 @@ def find_processes(session: NatsSession) -> list[ServiceInfo]:
 def job_status(processes: Iterable[ServiceInfo]) -> list[ProcessStatus]:
     """Asks all of them at once."""
     infos = list(processes)
-    if not infos:
-        return []
-    with ThreadPoolExecutor(min(len(infos), 32)) as pool:
-        return list(pool.map(_status_of, infos))
+    answers = _ask_all([info.status_address for info in infos])
+    return [
+        ProcessStatus(info=info, values=values, error=error)
+        for info, (values, error) in zip(infos, answers, strict=True)
+    ]
 
 
 def ask_processes(addresses: Sequence[str]) -> list[ProcessStatus]:
     """The same of processes that no broker knows, such as those of an inference job, by status address."""
-
-    def ask(position: int) -> ProcessStatus:
-        address = addresses[position]
-        values: dict[str, Any] = {}
-        error = None
-        try:
-            values = fetch_json(address, "/status")
-        except UnavailableError as failure:
-            error = str(failure)
+    statuses = []
+    for position, (address, (values, error)) in enumerate(zip(addresses, _ask_all(addresses), strict=True)):
+        known = values or {}
         info = ServiceInfo(
-            role=values.get("role", address),
-            index=values.get("index", position),
-            replicas=values.get("replicas", len(addresses)),
-            incarnation=values.get("pid", 0),
+            role=known.get("role", address),
+            index=known.get("index", position),
+            replicas=known.get("replicas", len(addresses)),
+            incarnation=known.get("pid", 0),
             address=address,
-            pid=values.get("pid", 0),
+            pid=known.get("pid", 0),
             status_address=address,
         )
-        return ProcessStatus(info=info, values=values or None, error=error)
+        statuses.append(ProcessStatus(info=info, values=values, error=error))
+    return statuses
 
-    with ThreadPoolExecutor(min(len(addresses), 32)) as pool:
-        return list(pool.map(ask, range(len(addresses))))
+
+def _ask_all(addresses: Sequence[str]) -> list[tuple[dict[str, Any] | None, str | None]]:
+    """Status and error of each, one of them None."""
+
+    def ask(address: str) -> tuple[dict[str, Any] | None, str | None]:
+        if not address:
+            return None, "shows no status (PERSIA_METRICS_PORT=off)"
+        try:
+            return fetch_json(address, "/status") or None, None
+        except UnavailableError as error:
+            return None, str(error)
+
+    with ThreadPoolExecutor(max(1, min(len(addresses), 32))) as pool:
+        return list(pool.map(ask, addresses))
 
 
 def with_gone(
     before: Mapping[tuple[str, int], ProcessStatus], now: Sequence[ProcessStatus]
 ) -> list[ProcessStatus]:
-    """`now`, and whom it lacks of those `before`, by role and index: who is killed says no goodbye."""
+    """`now`, and the processes of `before` that it lacks: a killed process publishes no LEFT event."""
     here = {(status.info.role, status.info.index) for status in now}
-    reason = "not heard of any more: it has ended, was killed, or is cut off; see its log"
+    reason = "it does not answer any more: it has ended, was killed, or is cut off; see its log"
     gone = [
         ProcessStatus(info=status.info, values=None, error=reason, gone=True)
         for place, status in before.items()
@@ -110,6 +119,7 @@ def fetch_json(address: str, path: str, *, method: str = "GET") -> dict[str, Any
     timeout_s = _FETCH_TIMEOUT_S if method == "GET" else _COMMAND_TIMEOUT_S
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            # Bounded: the address may belong to another program.
             values = json.loads(answer.read(_MAX_ANSWER_BYTES))
     except (OSError, ValueError) as error:
         raise UnavailableError(f"no answer from http://{address}{path}: {error}") from error
@@ -118,19 +128,11 @@ def fetch_json(address: str, path: str, *, method: str = "GET") -> dict[str, Any
     return values
 
 
-def _status_of(info: ServiceInfo) -> ProcessStatus:
-    if not info.status_address:
-        return ProcessStatus(info=info, values=None, error="shows no status (PERSIA_METRICS_PORT=off)")
-    try:
-        return ProcessStatus(info=info, values=fetch_json(info.status_address, "/status"))
-    except UnavailableError as error:
-        return ProcessStatus(info=info, values=None, error=str(error))
-
-
 def rates(before: ProcessStatus | None, now: ProcessStatus) -> dict[str, float]:
     """What each counter of `stats` has grown by a second, between two looks at the same process."""
     if before is None or before.values is None or now.values is None:
         return {}
+    # Counters of a restarted process begin at 0, and the difference would be negative.
     if before.info.incarnation != now.info.incarnation:
         return {}
     elapsed = now.values["monotonic_s"] - before.values["monotonic_s"]

@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 class Tracer:
-    """At most one recording at a time; a new one replaces that under way. Sampling goes on between
+    """At most one recording at a time; a new one replaces that under way. Sampling continues between
     recordings, and gets nothing during one. Thread-safe.
     """
 
@@ -80,8 +80,11 @@ class Tracer:
     def sample(self, one_in: int) -> list[Span]:
         """The spans since the last call of batches whose number is a multiple of `one_in`."""
         with self._lock:
+            # One buffer for both: a recording that was asked for wins.
             if not self._sampling or self._timer is not None:
                 return []
+            # Stopped and started again at once; the phases that end in between are lost, which a sample can
+            # bear.
             spans, _ = stop_trace(one_in)
             start_trace(_SAMPLED_SPANS)
         return [Span(*span) for span in spans]

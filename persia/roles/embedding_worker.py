@@ -24,8 +24,6 @@ from persia.waiting import Attempts
 if TYPE_CHECKING:
     from persia._native import EmbeddingWorker
 
-__all__ = ["ServerLinks", "count_workers", "drain", "run_embedding_worker"]
-
 _WHO_S = 0.5
 
 
@@ -47,6 +45,8 @@ def run_embedding_worker(options: ServerOptions) -> None:
     nats_url = env.require_nats_url()
     with stopped_by_signals(name), ExitStack() as stack:
         session = stack.enter_context(connected(nats_url, name))
+        # Left in reverse: the worker is not advertised any more, serves the batches that it holds, then
+        # closes its port. The servers are watched until the end, because those batches still update rows.
         worker = _start_with_servers(stack, session, options, config, slots)
         port = worker.start(options.host, options.port)
         stack.callback(worker.stop, DRAIN_S)
@@ -67,6 +67,7 @@ def run_embedding_worker(options: ServerOptions) -> None:
                 slot_modes=slots.slot_modes,
             )
         )
+        # A worker that joined before this is missed, which is harmless: clients take the largest number told.
         watch = Directory(session).watch(EMBEDDING_WORKER, partial(count_workers, advertiser))
         stack.callback(watch.close)
         wait_for_stop()
@@ -78,6 +79,7 @@ def _start_with_servers(
     """Waits for all parameter servers; returns a worker that knows them, and will know their successors."""
     directory = Directory(session)
     schema = slots.schema_hash()
+    # The number of servers decides which server holds a row, so the worker cannot exist before it is known.
     servers = directory.wait_for(EMBEDDING_PARAMETER_SERVER, env.get_deadline_s(), schema=schema)
     worker = _make_worker(options, config, slots, len(servers))
     links = ServerLinks(worker, len(servers))
@@ -113,7 +115,9 @@ def count_workers(advertiser: Advertiser, event: ServiceEvent) -> None:
     """Workers may come while a job runs, and go from the highest number down: newcomers ask how many."""
     worker, replicas = event.info, advertiser.info.replicas
     if event.kind is EventKind.JOINED:
+        # A newcomer knows only itself, so its number is a lower bound of what the job has.
         advertiser.set_replicas(max(replicas, worker.replicas))
+    # Only the highest number shrinks the job. A lower one that leaves is expected back, as after a restart.
     elif worker.index == replicas - 1 and worker.index > advertiser.info.index:
         advertiser.set_replicas(replicas - 1)
 
@@ -129,6 +133,7 @@ def drain(worker: EmbeddingWorker, session: Session) -> None:
         num_batches = stats["num_buffered"] + stats["num_in_flight"]
         if num_batches == 0:
             return
+        # Without ranks no gradients will arrive, and waiting for the deadline would only delay the end.
         if not _nn_worker_answers(session):
             get_default_logger().info("%d batches are given up: no NN worker answers", num_batches)
             return
@@ -165,9 +170,11 @@ class ServerLinks:
 
     def connect(self, server: ServiceInfo) -> None:
         """Uses `server` from now on for its index."""
+        # By incarnation rather than address: a restarted server may listen on the address of its predecessor.
         known = self._incarnations.get(server.index)
         if known == server.incarnation:
             return
+        # Rows would be asked of the wrong server: routing uses the number that this worker was made with.
         if server.replicas != self._num_servers:
             get_default_logger().error(
                 "ignored %s: this worker runs with %d parameter servers", server, self._num_servers

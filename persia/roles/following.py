@@ -20,8 +20,6 @@ from persia.storage.position import Position
 if TYPE_CHECKING:
     from persia._native import ParameterServer
 
-__all__ = ["RowCopies", "RowCopy", "load_share"]
-
 _LEASE_S = 3600.0  # of a load that is watched from its own process
 _POLL_S = 0.05
 
@@ -63,9 +61,11 @@ class RowCopies:
 
     def use(self, copy: RowCopy, position: Position | None) -> RowCopy:
         self._is_in_use = True
+        # The first copy was loaded in place, as no client was answered before it.
         if copy.server is self._server:
             return copy
         replace_rows(self._server.store, copy.server.store)
+        # Its rows have been moved; it has no clients to wait for.
         copy.server.stop(0.0)
         return RowCopy(self._server, PacketApplier(self._share), self._log)
 
@@ -83,6 +83,7 @@ def load_share(share: ServerShare, checkpoint: str) -> int:
         "directory": str(place),
         "manifest": digest,
         "train_config": section.train_config,
+        # Inference never updates rows; optimizer state would only take memory.
         "with_state": False,
     }
     job = LoadJob(Request(verb=Verb.LOAD, operation="load-at-start", arguments=arguments), share, _LEASE_S)
@@ -91,6 +92,7 @@ def load_share(share: ServerShare, checkpoint: str) -> int:
         report = job.report()
         if report.error is not None:
             raise report.error
+        # Applied only when all files are checked: a broken file must not leave half of the rows replaced.
         if report.state is State.CHECKED:
             job.apply()
         if report.state is State.DONE:

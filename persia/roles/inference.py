@@ -27,8 +27,6 @@ from persia.storage.location import Location
 if TYPE_CHECKING:
     from persia._native import EmbeddingWorker, ParameterServer
 
-__all__ = ["JOB_TYPE", "config_of", "inference_servers", "serve_lookups", "serve_rows"]
-
 JOB_TYPE = "Infer"
 
 
@@ -60,6 +58,7 @@ def serve_rows(
     """
     checkpoint = _infer_config(config).embedding_checkpoint
     follow = _follow_options(config)
+    # A server without rows would answer every lookup with zeros, which looks like a bad model.
     if checkpoint is None and follow is None:
         raise ConfigError(
             "common_config.infer_config.embedding_checkpoint is missing: a parameter server with "
@@ -77,6 +76,7 @@ def serve_rows(
             follower.start()
         elif checkpoint is not None:
             load_share(share, checkpoint)
+        # Until here lookups were refused: an empty server would answer with zeros.
         server.mark_loaded()
         observer.serving = True
         get_default_logger().info(
@@ -94,6 +94,7 @@ def serve_lookups(
 ) -> None:
     """Answers lookups from the rows of `infer_config.servers` until it is stopped."""
     with ExitStack() as stack:
+        # Addresses are fixed by the config: without a broker there is no discovery.
         for index, address in enumerate(inference_servers(config)):
             worker.set_server(index, address)
         port = worker.start(options.host, options.port)
@@ -134,6 +135,7 @@ def _follow_options(config: GlobalConfig) -> FollowOptions | None:
 
 
 def _no_broker(stack: ExitStack) -> LocalSession:
+    # The observer asks a session whether it is connected; this one always is.
     session = LocalSession(LocalBroker(), name="inference")
     stack.callback(session.close)
     return session

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from persia import env
 from persia.config import GlobalConfig
@@ -19,10 +20,9 @@ from persia.observability.settings import ObservabilitySettings
 from persia.observability.sources import Source
 from persia.roles.options import ServerOptions
 
-__all__ = ["DRAIN_S", "advertised", "connected", "observed", "stopped_by_signals", "wait_for_stop"]
-
 # How long a stopping server answers earlier requests. Process managers kill seconds after SIGTERM.
 DRAIN_S = 1.5
+_SIGNAL_STEP_S = 0.2
 
 
 class _StopRequested(BaseException):
@@ -35,6 +35,7 @@ def stopped_by_signals(name: str) -> Iterator[None]:
 
     Only the first one counts, so that an impatient second Ctrl-C does not interrupt the orderly end.
     """
+    # Restored afterwards: a script that runs a role as a function keeps its own handlers.
     previous = {number: signal.signal(number, _request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
@@ -47,10 +48,14 @@ def stopped_by_signals(name: str) -> Iterator[None]:
 
 def wait_for_stop() -> None:
     """Sleeps until a stop signal ends the block."""
-    threading.Event().wait()
+    # In steps: Python runs the handler on the main thread, but a signal that another thread receives, or that
+    # arrives just before the main thread begins to wait, does not end that wait.
+    while True:
+        time.sleep(_SIGNAL_STEP_S)
 
 
 def _request_stop(_number: int, _frame: object) -> None:
+    # Before the exception: from here on the orderly end runs, which a second exception would cut short.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise _StopRequested
@@ -82,6 +87,7 @@ def advertised(
     `subscribe` is called once the server is admitted to the job: a refused one that answered requests would
     hand out references and reports of a process that is about to end.
     """
+    # Discovery tells others everything that they need to connect, so no address is configured anywhere.
     info = ServiceInfo(
         role=role,
         index=options.replica_index,
@@ -94,7 +100,7 @@ def advertised(
         slot_modes=slot_modes,
     )
     advertiser = Advertiser(session, info)
-    with contextlib.ExitStack() as requests:  # closed last: clients stop sending when they hear the goodbye
+    with contextlib.ExitStack() as requests:  # closed last: clients send until they get the LEFT event
 
         def admitted() -> None:
             requests.callback(subscribe().close)
@@ -105,6 +111,7 @@ def advertised(
             get_default_logger().info("%s is ready", info)
             yield advertiser
         finally:
+            # Readiness first: a balancer must not send requests to a server that is leaving.
             observer.serving = False
             advertiser.stop()
 
@@ -113,13 +120,7 @@ def observed(
     source: Source, session: Session, options: ServerOptions, config: GlobalConfig
 ) -> ProcessObserver:
     """Metrics, status and health of a server; a context manager."""
-    settings = ObservabilitySettings(
-        metrics=config.common_config.metrics_config,
-        host=options.host,
-        port=options.metrics_port,
-        health_port=options.health_port,
-        gateway=env.get_metrics_gateway(),
-        otlp_endpoint=env.get_otlp_endpoint(),
-        otlp_trace_one_in=env.get_otlp_trace_one_in(),
-    )
+    # The command line has the ports from the same variables, and may have others.
+    settings = ObservabilitySettings.from_environment(config, host=options.host)
+    settings = replace(settings, port=options.metrics_port, health_port=options.health_port)
     return ProcessObserver(source, session, settings)

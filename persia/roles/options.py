@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from persia.errors import ConfigError
 
-__all__ = ["ServerOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
@@ -23,10 +21,11 @@ class ServerOptions:
     health_port: int | None = None  # of the gRPC health service; None: there is none
     # Of an inference job; they win over the global config's `infer_config`.
     checkpoint: str | None = None  # a parameter server: what it loads
-    pmem: str | None = None  # of a parameter server of a training job: the directory of the pools
+    pmem: str | None = None  # of a parameter server of a training job: the directory of the tier files
     parameter_servers: tuple[str, ...] = ()  # an embedding worker: "host:port" of them, by replica index
 
     def __post_init__(self) -> None:
+        # Checked here rather than by click: scripts make these options, too.
         if not 0 <= self.replica_index < self.replica_size:
             raise ConfigError(
                 f"--replica-index {self.replica_index} is not below --replica-size {self.replica_size} "

@@ -23,8 +23,6 @@ from persia.tiers.server_tier import ServerTier
 if TYPE_CHECKING:
     from persia._native import ParameterServer
 
-__all__ = ["config_of", "run_parameter_server"]
-
 
 def run_parameter_server(options: ServerOptions) -> None:
     """Serves until SIGTERM or SIGINT. What is wrong in `options` is found before anything starts."""
@@ -42,10 +40,12 @@ def run_parameter_server(options: ServerOptions) -> None:
         return
     nats_url = env.require_nats_url()
     with stopped_by_signals(name), ExitStack() as stack:
+        # First, so that it is closed last: the server uses it until it has stopped.
         tier = _open_tier(stack, options, config, slots)
         server = _make_server(options, config, tier)
         port = server.start(options.host, options.port)
         if tier is not None:
+            # Only now: the server has a store once it is started.
             tier.attach(server.store)
         stack.callback(server.stop, DRAIN_S)
         # At once: to connect may take long, and who knows this address of before may begin to update.
@@ -113,6 +113,7 @@ def _make_server(
         replica_size=options.replica_size,
         capacity=section.capacity,
         num_internal_shards=section.num_hashmap_internal_shards,
+        # Updates of an inference job would diverge from its checkpoint, so the server refuses them.
         read_only=config.common_config.job_type == inference.JOB_TYPE,
         tier=None if tier is None else tier.tier_options,
         row_dtype=section.row_dtype,
@@ -132,6 +133,7 @@ def _share(
         replicas=options.replica_size,
         schema=None if slots is None else RowSchema.of(slots),
         num_threads=config.common_config.checkpointing_config.num_workers,
+        # Dumping threads run at a lower priority than lookups.
         lowers_priority=True,
         dump_percent=dump_percent(config),
         tier=tier,

@@ -300,7 +300,7 @@ def test_a_dump_that_fails_leaves_the_training_alone_and_is_not_tried_for_ever()
     plan = one_pass(job, before, with_rows_pod(old, "dump", "Failed"))
     assert (plan.status.phase, plan.status.roles[Role.PARAMETER_SERVER].replicas) == (Phase.RUNNING, 1)
     assert (plan.status.attempt, [p.role for p in plan.delete_pods]) == (0, [Role.ROWS])
-    assert "goes on as it is: full" in plan.events[-1].message
+    assert "continues as it is: full" in plan.events[-1].message
     again = plan.status
     plan = one_pass(job, again, old)
     assert plan.status.phase is Phase.RUNNING

@@ -29,6 +29,7 @@ def test_lines_carry_level_and_role(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(persia_logger, "_role", "")
+    monkeypatch.setattr(persia_logger, "_index", None)
     persia_logger.set_role("embedding-worker", 3)
     persia_logger.setLogger(name).warning("hello")
     line = capsys.readouterr().err
@@ -83,7 +84,7 @@ def test_json_lines_have_role_replica_and_batch(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(persia_logger, "_role", "")
-    monkeypatch.setattr(persia_logger, "_role_and_index", (None, None))
+    monkeypatch.setattr(persia_logger, "_index", None)
     monkeypatch.setenv("PERSIA_LOG_FORMAT", "json")
     log = persia_logger.setLogger(name)
     log.info("no role yet")

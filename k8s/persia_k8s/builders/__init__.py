@@ -5,10 +5,8 @@ for.
 """
 
 from persia_k8s.builders.manifest import Images, Manifest, Scale, label_selector, spec_hash
-from persia_k8s.builders.rows import HOLD_S, rows_location, rows_pod, rows_pod_name
-from persia_k8s.builders.servers import stateful_set
-from persia_k8s.builders.services import disruption_budget, services
-from persia_k8s.builders.training import training_pod
+from persia_k8s.builders.pods import HOLD_S, rows_location, rows_pod, rows_pod_name, training_pod
+from persia_k8s.builders.servers import disruption_budget, services, stateful_set
 
 __all__ = [
     "HOLD_S",

@@ -1,4 +1,4 @@
-"""Parts of all manifests: metadata, owner, hash."""
+"""What all manifests have: metadata, owner, hash."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from persia_k8s.job import Job
-from persia_k8s.names import GROUP, HASH_ANNOTATION, JOB_LABEL, KIND, ROLE_LABEL, VERSION, Role
-
-__all__ = ["Images", "Manifest", "Scale", "label_selector", "labels", "metadata", "spec_hash", "with_hash"]
+from persia_k8s.names import GROUP, HASH_ANNOTATION, JOB_LABEL, KIND, ROLE_LABEL, VERSION, Role, object_name
 
 Manifest = dict[str, Any]
+_API_VERSIONS = {"Pod": "v1", "Service": "v1", "StatefulSet": "apps/v1", "PodDisruptionBudget": "policy/v1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +41,13 @@ def label_selector(job: Job, role: Role) -> str:
     return ",".join(f"{name}={value}" for name, value in labels(job, role).items())
 
 
-def metadata(job: Job, role: Role, name: str) -> dict[str, Any]:
-    """Metadata with the job as owner: Kubernetes deletes the object with the job."""
+def make_manifest(
+    kind: str, job: Job, role: Role, spec: Manifest, *, name: str | None = None, **more: Any
+) -> Manifest:
+    """An object of the job, with a hash of itself. `name`: by default the role's; `more`: further metadata.
+
+    The job is its owner: Kubernetes deletes the object with the job.
+    """
     owner = {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": KIND,
@@ -52,25 +56,21 @@ def metadata(job: Job, role: Role, name: str) -> dict[str, Any]:
         "controller": True,
         "blockOwnerDeletion": True,
     }
-    return {
-        "name": name,
+    metadata = {
+        "name": name or object_name(job.name, role),
         "namespace": job.namespace,
         "labels": labels(job, role),
         "ownerReferences": [owner],
+        **more,
     }
-
-
-def with_hash(manifest: Manifest) -> Manifest:
-    """Notes the hash of the manifest in its annotations.
-
-    Pods of a StatefulSet carry that of their template alone: they do not change with their number.
-    """
-    if manifest["kind"] == "StatefulSet":
-        _note_hash(manifest["spec"]["template"])
-    return _note_hash(manifest)
+    # Pods of a StatefulSet carry the hash of their template alone: they do not change with their number.
+    if kind == "StatefulSet":
+        _note_hash(spec["template"])
+    return _note_hash({"apiVersion": _API_VERSIONS[kind], "kind": kind, "metadata": metadata, "spec": spec})
 
 
 def _note_hash(manifest: Manifest) -> Manifest:
+    # Of the manifest as built: the API server adds defaults, so that its object cannot be compared with ours.
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
     manifest["metadata"].setdefault("annotations", {})[HASH_ANNOTATION] = digest
     return manifest

@@ -9,8 +9,6 @@ from persia_k8s.builders.manifest import Images
 from persia_k8s.job import Job, RoleSpec
 from persia_k8s.names import METRICS_PORT, NATS_PORT, Role, object_name
 
-__all__ = ["container", "metrics_annotations", "metrics_ports", "pod_spec"]
-
 _GPU = "nvidia.com/gpu"
 
 
@@ -100,6 +98,7 @@ def _environment(job: Job, spec: RoleSpec) -> list[dict[str, Any]]:
         *(dict(variable) for variable in spec.env),
         *metrics,
     ]
+    # Server-side apply refuses equal names in a list that it merges by name.
     last = {variable["name"]: index for index, variable in enumerate(variables)}
     return [
         variable

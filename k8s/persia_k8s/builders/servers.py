@@ -1,4 +1,7 @@
-"""StatefulSets: broker, parameter servers and embedding workers, each pod with a name that it keeps."""
+"""Servers: their StatefulSets, whose pods keep their names, services and disruption budgets.
+
+Services give the broker an address, and single pods DNS names; budgets bound node drains.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,10 @@ import shlex
 from collections.abc import Iterable
 from typing import Any
 
-from persia_k8s.builders.manifest import Images, Manifest, Scale, labels, metadata, with_hash
+from persia_k8s.builders.manifest import Images, Manifest, Scale, labels, make_manifest
 from persia_k8s.builders.pod import container, metrics_annotations, metrics_ports, pod_spec
 from persia_k8s.job import Job, RoleSpec
 from persia_k8s.names import ATTEMPT_LABEL, Role, object_name, pod_address
-
-__all__ = ["stateful_set"]
 
 # A pod's number is the end of its name. A label holds it too, but only since Kubernetes 1.28.
 _SERVERS = {
@@ -43,7 +44,6 @@ def stateful_set(job: Job, role: Role, scale: Scale, images: Images) -> Manifest
     knows, as parameter servers lose their rows. Those of an inference job, which lose nothing, are replaced
     one by one, each once the one before is ready.
     """
-    replicas = scale.replicas[role]
     spec = _role_spec(job, role)
     has_metrics = role not in _WITHOUT_METRICS
     role_container = container(
@@ -61,33 +61,29 @@ def stateful_set(job: Job, role: Role, scale: Scale, images: Images) -> Manifest
     if role is Role.EMBEDDING_WORKER:
         # New ones for each start of the training: the old ones hold batches of loaders that are gone.
         template_labels[ATTEMPT_LABEL] = str(scale.attempt)
-    return with_hash(
-        {
-            "apiVersion": "apps/v1",
-            "kind": "StatefulSet",
-            "metadata": metadata(job, role, object_name(job.name, role)),
-            "spec": {
-                "replicas": replicas,
-                "serviceName": object_name(job.name, role),
-                "podManagementPolicy": "Parallel",
-                "updateStrategy": {"type": "RollingUpdate" if job.is_inference else "OnDelete"},
-                "selector": {"matchLabels": labels(job, role)},
-                "template": {
-                    "metadata": {
-                        "labels": template_labels,
-                        "annotations": metrics_annotations(job) if has_metrics else {},
-                    },
-                    "spec": pod_spec(
-                        job,
-                        spec,
-                        role_container,
-                        restart_policy="Always",
-                        terminationGracePeriodSeconds=_grace_s(job, role, spec),
-                    ),
-                },
-            },
-        }
-    )
+    template = {
+        "metadata": {
+            "labels": template_labels,
+            "annotations": metrics_annotations(job) if has_metrics else {},
+        },
+        "spec": pod_spec(
+            job,
+            spec,
+            role_container,
+            restart_policy="Always",
+            terminationGracePeriodSeconds=_grace_s(job, role, spec),
+        ),
+    }
+    set_spec = {
+        "replicas": scale.replicas[role],
+        "serviceName": object_name(job.name, role),
+        # Servers need no order among themselves: one after the other they would only start later.
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "RollingUpdate" if job.is_inference else "OnDelete"},
+        "selector": {"matchLabels": labels(job, role)},
+        "template": template,
+    }
+    return make_manifest("StatefulSet", job, role, set_spec)
 
 
 def _role_spec(job: Job, role: Role) -> RoleSpec:
@@ -151,3 +147,28 @@ def _probe(job: Job, role: Role, path: str, failures: int) -> dict[str, Any]:
         "timeoutSeconds": 3,
         "failureThreshold": failures,
     }
+
+
+def services(job: Job) -> list[Manifest]:
+    """All services of a job."""
+    is_reached = {Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER, Role.NN_WORKER, Role.INFERENCE}
+    roles = [role for role in job.roles if role in is_reached]
+    return [_service(job, role) for role in ([Role.NATS, *roles] if job.has_own_nats else roles)]
+
+
+def _service(job: Job, role: Role) -> Manifest:
+    spec: dict[str, Any] = {
+        "selector": labels(job, role),
+        "ports": [{"name": "rpc", "port": role.port, "targetPort": role.port, "protocol": "TCP"}],
+    }
+    if role not in (Role.NATS, Role.INFERENCE):
+        # Headless, for names of pods. The ranks meet at node 0 before it can be called ready.
+        spec |= {"clusterIP": "None", "publishNotReadyAddresses": True}
+    return make_manifest("Service", job, role, spec)
+
+
+def disruption_budget(job: Job, role: Role, scale: Scale) -> Manifest:
+    """The budget of a role. A number of pods to keep: single pods have no controller that knows a share."""
+    kept = max(0, scale.replicas[role] - (0 if role is Role.NATS else job.roles[role].max_unavailable))
+    spec = {"minAvailable": kept, "selector": {"matchLabels": labels(job, role)}}
+    return make_manifest("PodDisruptionBudget", job, role, spec)

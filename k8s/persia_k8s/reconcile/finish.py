@@ -6,8 +6,6 @@ from persia_k8s.names import Role
 from persia_k8s.reconcile.plan import Situation, parse_time, time_text
 from persia_k8s.status import Phase
 
-__all__ = ["clean_up", "fail", "succeed"]
-
 _LOADER_GRACE_S = 30.0  # for loaders to notice the end, and to end well
 
 
@@ -19,9 +17,10 @@ def succeed(situation: Situation) -> None:
 
 
 def fail(situation: Situation, reason: str, message: str) -> None:
-    """The job cannot go on. Nothing is started in this pass any more."""
+    """Ends the job as failed. Nothing is started in this pass any more."""
     situation.set_condition("Failed", True, reason, message)
     _end(situation, Phase.FAILED)
+    # The servers may have been planned before the failure was found.
     situation.plan.apply.clear()
     situation.plan.create_pods.clear()
     situation.event("Failed", message, is_warning=True)
@@ -39,6 +38,7 @@ def clean_up(situation: Situation, *, is_tidy: bool) -> None:
     `is_tidy`: nothing else is to be done before it may be deleted.
     """
     plan = situation.plan
+    # From the status rather than a timer: the operator may have been restarted since.
     passed_s = (situation.now - parse_time(situation.before.completion_time)).total_seconds()
     has_failed = situation.before.phase is Phase.FAILED
     active = [

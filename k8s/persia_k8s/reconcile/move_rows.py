@@ -18,8 +18,6 @@ from persia_k8s.reconcile import finish, servers, training
 from persia_k8s.reconcile.plan import Situation, parse_time, time_text
 from persia_k8s.status import Phase, Resize, Stage
 
-__all__ = ["begin", "break_off", "dump", "go_on", "is_wanted", "remove_checkpoint"]
-
 _CONDITION = "Resized"
 _FIELD = Role.PARAMETER_SERVER.field
 _NOT_YET = 75  # the exit code of a dump that may succeed later
@@ -47,7 +45,7 @@ def begin(situation: Situation) -> None:
     location = rows_location(situation.job)
     text = (
         f"{_FIELD}.replicas: {wanted} instead of {has}; the training is dumped to {location}, stops, and "
-        "goes on from there"
+        "continues from there"
     )
     situation.event("Resizing", text)
     situation.update(phase=Phase.RESIZING)
@@ -64,6 +62,7 @@ def go_on(situation: Situation) -> None:
 def dump(situation: Situation) -> None:
     """One pass of a resize whose training still runs, and continues if the dump fails."""
     resize = _resize(situation)
+    # Until the training is stopped the resize can be taken back at no cost.
     if situation.job.roles[Role.PARAMETER_SERVER].replicas != resize.replicas:
         break_off(situation, f"{_FIELD}.replicas has changed again", phase=Phase.RUNNING)
         return
@@ -77,18 +76,19 @@ def dump(situation: Situation) -> None:
     elif pod.phase == "Failed" and pod.exit_code == _NOT_YET:
         _wait(situation, pod)
     elif pod.phase == "Failed":
-        text = f"the training could not be dumped, and goes on as it is: {pod.trouble}"
+        text = f"the training could not be dumped, and continues as it is: {pod.trouble}"
         break_off(situation, text, phase=Phase.RUNNING)
         situation.update(failed_resize=situation.job.generation)
         situation.event("ResizeFailed", text, is_warning=True)
 
 
 def break_off(situation: Situation, why: str, *, phase: Phase | None = None) -> None:
-    """Gives up a dump that goes on, if one does; `phase`: to go on with. Nothing has been changed by it."""
+    """Gives up the dump under way, if there is one, which has changed nothing. `phase`: the next one."""
     if situation.before.is_dumping:
         situation.update(resize=None, **({} if phase is None else {"phase": phase}))
         situation.set_condition(_CONDITION, False, "BrokenOff", why)
         _delete_pods(situation)
+        # Planned earlier in this pass, before the reason to stop was found.
         situation.plan.create_pods = [p for p in situation.plan.create_pods if not _is_rows_pod(p)]
         situation.plan.look_again_s = min(situation.plan.look_again_s, 1.0)
 
@@ -151,7 +151,7 @@ def _stop(situation: Situation) -> None:
 
 
 def _is_outdated(situation: Situation, pod: PodView) -> bool:
-    """Whether the training that `pod` has dumped may have gone on, as nobody has ended it in time."""
+    """True if the training that `pod` has dumped may have continued, because it was not ended in time."""
     if pod.phase != "Succeeded" or pod.finished_at is None:
         return False
     age_s = (situation.now - parse_time(pod.finished_at)).total_seconds()
@@ -160,9 +160,10 @@ def _is_outdated(situation: Situation, pod: PodView) -> bool:
 
 def _dump_again(situation: Situation) -> None:
     text = (
-        f"the training was dumped more than {HOLD_S - _HOLD_MARGIN_S:g} s ago and may have gone on: it is "
+        f"the training was dumped more than {HOLD_S - _HOLD_MARGIN_S:g} s ago and may have continued: it is "
         "dumped again, so that nothing is lost"
     )
+    # An operator that was away: the training has waited its time and then continued.
     situation.event("ResizeLate", text)
     _delete_pods(situation)
     resize = replace(_resize(situation), stage=Stage.DUMPING)
@@ -211,6 +212,7 @@ def _load(situation: Situation) -> None:
         _start_training(situation)
     elif pod.phase == "Failed":
         text = f"the rows are in {resize.location} and could not be loaded: {pod.trouble}"
+        # The rows are safe in the checkpoint, so the job may fail and leave them to its owner.
         if resize.tries >= situation.job.spec.backoff_limit:
             finish.fail(situation, "ResizeFailed", text)
             return
@@ -228,7 +230,7 @@ def _start_training(situation: Situation) -> None:
         resizes=before.resizes + 1,
         loader_restarts=0,
         resize_checkpoint=location,
-        progress={**before.progress, "lastCheckpoint": location},  # what the training goes on from
+        progress={**before.progress, "lastCheckpoint": location},  # what the training continues from
     )
     situation.plan.look_again_s = 0.0
 
@@ -240,6 +242,7 @@ def _provide_pod(situation: Situation, verb: str) -> PodView | None:
     left_s = 0.0
     if resize.retry_time:
         left_s = (parse_time(resize.retry_time) - situation.now).total_seconds()
+    # A pod of an earlier try holds the name until it is gone.
     if name not in pods or pods[name].is_deleting:
         if left_s <= 0 and name not in pods:
             pod = rows_pod(situation.job, verb, resize.location, situation.images)

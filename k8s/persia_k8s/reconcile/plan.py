@@ -11,8 +11,7 @@ from persia_k8s.job import Job
 from persia_k8s.observation import Observation, PodView
 from persia_k8s.status import Condition, JobStatus
 
-__all__ = ["Event", "Plan", "Situation", "parse_time", "time_text"]
-
+# Whole seconds, as Kubernetes writes times.
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 
@@ -28,7 +27,7 @@ def parse_time(text: str) -> datetime:
 
 @dataclass(frozen=True)
 class Event:
-    """A Kubernetes event of the job. `is_warning`: somebody should look."""
+    """A Kubernetes event of the job. `is_warning`: an operator should look."""
 
     reason: str
     message: str
@@ -39,6 +38,7 @@ class Event:
 class Plan:
     """Actions in the order of the fields, and the seconds until the next pass at the latest."""
 
+    # Manifests first and pods last: pods find their services and servers.
     apply: list[Manifest] = field(default_factory=list)
     delete_objects: list[tuple[str, str]] = field(default_factory=list)  # (kind, name)
     delete_pods: list[PodView] = field(default_factory=list)
@@ -46,6 +46,7 @@ class Plan:
     events: list[Event] = field(default_factory=list)
     status: JobStatus
     delete_job: bool = False
+    # A backstop: changes wake the task, but a broken watch may miss one.
     look_again_s: float = 30.0
 
 

@@ -12,11 +12,10 @@ from persia_k8s.reconcile import finish, move_rows, resize, servers, training
 from persia_k8s.reconcile.plan import Plan, Situation, time_text
 from persia_k8s.status import JobStatus, Phase, RoleStatus
 
-__all__ = ["reconcile"]
-
 
 def reconcile(job: Job, before: JobStatus, observed: Observation, images: Images, now: datetime) -> Plan:
     """Decides what to do for `job`, of which `before` is the stored status."""
+    # Decides whether the number of servers may still change freely, so it is asked before all else.
     has_training = training.has_started(before, observed)
     replicas = resize.accepted_replicas(job, before, observed, has_training=has_training)
     scale = Scale(replicas=replicas, attempt=before.attempt)
@@ -26,13 +25,13 @@ def reconcile(job: Job, before: JobStatus, observed: Observation, images: Images
     )
     situation.update(
         observed_generation=job.generation,
-        roles={role: RoleStatus(replicas=replicas) for role, replicas in scale.replicas.items()},
         selector=label_selector(job, Role.EMBEDDING_WORKER) if Role.EMBEDDING_WORKER in replicas else "",
     )
     if before.phase.is_final:
         finish.clean_up(situation, is_tidy=move_rows.remove_checkpoint(situation))
     elif before.phase is Phase.RESTARTING:
         training.restart(situation)
+    # While it dumps, the training runs and may fail or end, which `_run` looks for.
     elif before.phase is Phase.RESIZING and not before.is_dumping:
         move_rows.go_on(situation)
     else:
@@ -56,6 +55,7 @@ def _run(situation: Situation, has_training: bool) -> None:
     if situation.job.is_inference:
         _report_serving(situation, are_ready)
         return
+    # A training that has started survives a restart of its servers; one that has not waits for them.
     if not are_ready and not has_training:
         return
     if training.has_failed(situation):

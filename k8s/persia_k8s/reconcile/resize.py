@@ -8,8 +8,6 @@ from persia_k8s.observation import Observation
 from persia_k8s.reconcile.plan import Situation
 from persia_k8s.status import JobStatus, Phase, Stage
 
-__all__ = ["accepted_replicas", "is_going_on", "report"]
-
 _CONDITION, _REASON = "Resized", "Resizing"
 
 
@@ -28,12 +26,15 @@ def accepted_replicas(
     is_still = before.phase in (Phase.RESTARTING, Phase.RESIZING) or before.phase.is_final
     if has_training or is_still:
         fixed = set(wanted)
+    # Before a new attempt the servers still hold the rows of the last one.
     elif before.attempt > 0:
         fixed = {Role.PARAMETER_SERVER}
     accepted = {
         role: before.roles[role].replicas if role in fixed and role in before.roles else replicas
         for role, replicas in wanted.items()
     }
+    # The servers are already being replaced: the spec may have changed since, which waits for the next
+    # resize.
     if before.resize is not None and before.resize.stage in (Stage.REPLACING, Stage.LOADING):
         accepted[Role.PARAMETER_SERVER] = before.resize.replicas
     if has_training and not is_still:

@@ -10,21 +10,19 @@ from persia_k8s.observation import PodView
 from persia_k8s.reconcile import finish, resize
 from persia_k8s.reconcile.plan import Situation
 
-__all__ = ["provide", "replace_parameter_servers"]
-
 _RESIZE_REFUSED = (
-    "embeddingParameterServer.replicas: {wanted} is refused, the job goes on with {has}: rows move between "
+    "embeddingParameterServer.replicas: {wanted} is refused, the job continues with {has}: rows move between "
     "servers through a checkpoint; set resizeCheckpoint to a directory or URL that all of them reach"
 )
 _RESIZE_FIXED = (
-    "embeddingParameterServer.replicas: {wanted} is refused, the job goes on with {has}: start another job "
+    "embeddingParameterServer.replicas: {wanted} is refused, the job continues with {has}: start another job "
     "beside this one, and let requests go there"
 )
 _RESIZE_WAITS = (
     "embeddingParameterServer.replicas: {wanted} takes effect once the training runs, until then {has}"
 )
 _RESIZE_FAILED = (
-    "embeddingParameterServer.replicas: {wanted} is given up, the job goes on with {has}: it could not be "
+    "embeddingParameterServer.replicas: {wanted} is given up, the job continues with {has}: it could not be "
     "dumped; change the spec to try again"
 )
 _RESIZE_DEFERRED = (
@@ -108,6 +106,7 @@ def _stored_hash(situation: Situation, manifest: Manifest) -> str | None:
 
 def _split_stale(pods: Sequence[PodView], manifest: Manifest) -> tuple[list[PodView], list[PodView]]:
     """Pods made of the template in `manifest`, and others that are not going already."""
+    # The template rather than the set: a change of the number of pods makes none of them stale.
     template_hash = spec_hash(manifest["spec"]["template"])
     current = [pod for pod in pods if pod.spec_hash == template_hash]
     stale = [pod for pod in pods if pod.spec_hash != template_hash and not pod.is_deleting]
@@ -174,6 +173,7 @@ def _expected_names(situation: Situation) -> set[str]:
 def _report_restarts(situation: Situation) -> None:
     """Tells of servers that were started anew, and gives a training up whose servers keep failing."""
     pods = [pod for pod in situation.observed.pods if pod.role.is_server]
+    # By uid and restarts: a container that is started again keeps its pod, a replaced pod keeps its name.
     seen = {pod.name: f"{pod.uid}/{pod.num_restarts}" for pod in pods}
     known = situation.before.servers
     for pod in pods:
@@ -187,6 +187,7 @@ def _report_restarts(situation: Situation) -> None:
     situation.update(servers={**known, **retired, **seen})
     limit = situation.job.spec.backoff_limit
     worn = [pod for pod in pods if pod.num_restarts > limit]
+    # A server that fails again and again loses its rows each time, so training on is of no use.
     if worn and not situation.job.is_inference:
         text = "; ".join(
             f"{pod.name}, started {pod.num_restarts + 1} times: {pod.trouble}" for pod in worn[:3]

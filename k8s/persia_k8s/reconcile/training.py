@@ -11,8 +11,6 @@ from persia_k8s.reconcile import finish
 from persia_k8s.reconcile.plan import Situation, parse_time, time_text
 from persia_k8s.status import JobStatus, Phase
 
-__all__ = ["all_started", "has_failed", "has_started", "has_succeeded", "provide", "restart"]
-
 _LONGEST_PAUSE_S = 300
 
 
@@ -98,6 +96,7 @@ def _lost_nn_workers(situation: Situation) -> list[str]:
     for role, _, name in _names(situation):
         if role is Role.NN_WORKER:
             pod = pods.get(name)
+            # DDP cannot take a rank in again, so one lost rank ends the group.
             if pod is None or (pod.is_deleting and not pod.is_finished):
                 lost.append(f"{name}: deleted")
     return lost
@@ -105,6 +104,7 @@ def _lost_nn_workers(situation: Situation) -> list[str]:
 
 def _begin_restart(situation: Situation, message: str) -> None:
     """Everything that trains ends; it begins again after a pause that grows."""
+    # Doubled: a job that fails at once must not keep the cluster busy with starting it.
     pause_s = min(_LONGEST_PAUSE_S, situation.job.spec.backoff_seconds * 2**situation.before.restarts)
     situation.update(phase=Phase.RESTARTING, restart_time=time_text(situation.after(pause_s)))
     text = f"the training has failed and is started again after {pause_s} s: {message}"
@@ -121,6 +121,7 @@ def restart(situation: Situation) -> None:
     old = list(_pods(situation).values())
     plan.delete_pods += [pod for pod in old if not pod.is_deleting]
     left_s = (parse_time(plan.status.restart_time) - situation.now).total_seconds()
+    # A rank of the new group must not meet one of the old group at the same address.
     if old or left_s > 0:
         plan.look_again_s = max(left_s, 0.5)
         return

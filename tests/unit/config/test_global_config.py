@@ -188,7 +188,7 @@ def test_incremental_updates_need_keys_that_fit(key, value, reason):
     ("storage", "message"),
     [
         ({"kind": "nvme"}, f"{STORAGE}.kind='nvme' must be 'dram', 'file' or 'pmem'"),
-        ({"path": "/mnt"}, f"{STORAGE}.path='/mnt' with kind='dram', which has no pool"),
+        ({"path": "/mnt"}, f"{STORAGE}.path='/mnt' with kind='dram', which has no tier file"),
         ({"kind": "file"}, f"{STORAGE}.path is missing: kind='file' needs the directory"),
         (
             {"kind": "pmem", "path": "/mnt", "cache_rows": 8},

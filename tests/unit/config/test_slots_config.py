@@ -221,7 +221,7 @@ class TestGroups:
 
     def test_slots_of_one_group_must_have_one_dim(self):
         mapping = {"slots_config": {"a": {"dim": 8}, "b": {"dim": 16}}, "feature_groups": {"g": ["a", "b"]}}
-        assert refusal_of(mapping).startswith("feature_groups.g has a with dim=8 and b with dim=16")
+        assert refusal_of(mapping).startswith("feature_groups.g has a and b, whose dim (8 and 16) differ")
 
 
 class TestRowsOfASlot:
