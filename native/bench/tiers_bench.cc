@@ -102,17 +102,17 @@ class Ours final : public Contestant {
     Check(store_->Update({&block, 1}, gradients));
   }
   void Announce(const Signs& signs) override {
-    if (announces_) store_->Prefetch(signs);
+    if (announces_) store_->tier().Prefetch(signs);
   }
   // Until the cache is as large as it may be after a call.
   void Finish() override {
     const uint64_t limit = cache_rows_ + cache_rows_ / 32;
-    while (store_->tier_stats() && store_->tier_stats()->num_hot > limit) {
+    while (store_->tier().stats() && store_->tier().stats()->num_hot > limit) {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   }
   std::pair<uint64_t, uint64_t> Misses() const override {
-    const auto stats = store_->tier_stats();
+    const auto stats = store_->tier().stats();
     if (!stats) return {0, 0};
     return {stats->num_misses + stats->num_prefetched, stats->num_hits + stats->num_misses};
   }

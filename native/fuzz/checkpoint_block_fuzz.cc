@@ -9,7 +9,7 @@
 #include "aligned_input.h"
 #include "base/hash.h"
 #include "checkpoint/block.h"
-#include "checkpoint/checksum.h"
+#include "checkpoint/file_format.h"
 
 namespace persia::fuzz {
 namespace {

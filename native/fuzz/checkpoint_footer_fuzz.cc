@@ -5,7 +5,6 @@
 
 #include "aligned_input.h"
 #include "base/hash.h"
-#include "checkpoint/checksum.h"
 #include "checkpoint/file_format.h"
 
 namespace persia::fuzz {

@@ -88,7 +88,7 @@ py::array_t<uint32_t> NumUpdates(BoundStore& self, py::handle signs) {
 }
 
 py::object TierStats(BoundStore& self) {
-  const auto stats = WithoutGil([&] { return self.store.tier_stats(); });
+  const auto stats = WithoutGil([&] { return self.store.tier().stats(); });
   if (!stats) return py::none();
   py::dict dict;
   dict["num_rows"] = stats->num_rows;
@@ -112,12 +112,13 @@ py::object TierStats(BoundStore& self) {
 }
 
 uint64_t RequestCheckpoint(BoundStore& self) {
-  return ValueOrRaise(WithoutGil([&] { return self.store.RequestCheckpoint(/*held=*/true); }));
+  return ValueOrRaise(
+      WithoutGil([&] { return self.store.tier().RequestCheckpoint(/*held=*/true); }));
 }
 
 py::object PreparedCheckpoint(BoundStore& self, uint64_t number) {
   const auto prepared =
-      ValueOrRaise(WithoutGil([&] { return self.store.PreparedCheckpoint(number); }));
+      ValueOrRaise(WithoutGil([&] { return self.store.tier().PreparedCheckpoint(number); }));
   if (!prepared) return py::none();
   py::dict dict;
   dict["batch"] = prepared->batch;
@@ -128,11 +129,11 @@ py::object PreparedCheckpoint(BoundStore& self, uint64_t number) {
 }
 
 void CommitCheckpoint(BoundStore& self, uint64_t number) {
-  RaiseIfError(WithoutGil([&] { return self.store.CommitCheckpoint(number); }));
+  RaiseIfError(WithoutGil([&] { return self.store.tier().CommitCheckpoint(number); }));
 }
 
 void DropCheckpoint(BoundStore& self, uint64_t number) {
-  RaiseIfError(WithoutGil([&] { return self.store.DropCheckpoint(number); }));
+  RaiseIfError(WithoutGil([&] { return self.store.tier().DropCheckpoint(number); }));
 }
 
 }  // namespace

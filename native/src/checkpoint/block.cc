@@ -7,15 +7,15 @@
 
 #include "base/hash.h"
 #include "checkpoint/byte_planes.h"
-#include "checkpoint/checksum.h"
 #include "checkpoint/file_format.h"
-#include "store/embedding_store.h"
+#include "store/types.h"
 
 namespace persia::checkpoint {
 namespace {
 
+using store::kMaxDim;
+
 constexpr uint32_t kMagic = 0x4b4c4250;  // "PBLK"
-constexpr uint32_t kMaxDim = store::EmbeddingStore::kMaxDim;
 // Of the columns, so that a damaged length never asks for more memory. A block is a row or more
 // and otherwise far smaller.
 constexpr uint64_t kMaxColumnsBytes = uint64_t{64} << 20;
@@ -24,6 +24,7 @@ constexpr size_t kChecksumOffset = 8;
 // hundredth.
 constexpr int kCompressionLevel = -1;
 
+// As in the file (docs/checkpoint_format.md). Members are aligned, so there is no padding to zero.
 struct Head {
   uint32_t magic = kMagic;
   uint16_t version = kFormatVersion;
@@ -62,6 +63,7 @@ const std::byte* Take(const std::byte* in, size_t count, std::vector<T>* values)
   return in + count * sizeof(T);
 }
 
+// Column by column: like values beside each other compress better.
 void PutColumns(const BlockRows& rows, std::byte* out) {
   const size_t num_embedding = rows.signs.size() * rows.shape.dim;
   out = Put(rows.signs, out);
@@ -85,6 +87,7 @@ void TakeColumns(const Head& head, const std::byte* in, BlockRows* rows) {
   JoinPlanes(in + num_embedding * sizeof(float), num_state, rows->values.data() + num_embedding);
 }
 
+// For messages about damaged blocks.
 std::string Describe(const Head& head) {
   return "virtual shard " + std::to_string(head.virtual_shard) + ", dim " +
          std::to_string(head.dim) + ", state floats " + std::to_string(head.state_floats) +
@@ -109,6 +112,7 @@ bool IsSound(const Head& head) {
 
 }  // namespace
 
+// Kept from block to block, as making a context is not cheap.
 struct BlockEncoder::Compressor {
   ZSTD_CCtx* context = ZSTD_createCCtx();
 };
@@ -145,6 +149,7 @@ Status BlockEncoder::Encode(const BlockRows& rows, std::vector<std::byte>* out) 
   head.payload_bytes = static_cast<uint32_t>(compressed);
   const size_t end = begin + sizeof(head) + compressed;
   out->resize(begin + head.padded_bytes());
+  // Defined bytes, as the checksum covers them.
   std::memset(out->data() + end, 0, out->size() - end);
   std::memcpy(out->data() + begin, &head, sizeof(head));
   const uint64_t checksum = Checksum(std::span(*out).subspan(begin), kChecksumOffset);
@@ -175,6 +180,7 @@ Status BlockDecoder::Next(BlockRows* rows) {
                       ") has another checksum than its bytes: the file was damaged; use another "
                       "copy or an older checkpoint");
   }
+  // After the checksum: what is unsound then was written so, and is not damage.
   if (!IsSound(head)) return Corruption(name + " contradicts itself: " + Describe(head));
   columns_.resize(head.columns_bytes);
   const size_t size = ZSTD_decompress(columns_.data(), columns_.size(), block.data() + sizeof(head),

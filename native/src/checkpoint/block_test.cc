@@ -12,7 +12,7 @@
 #include "base/hash.h"
 #include "checkpoint/byte_planes.h"
 #include "checkpoint/checkpoint_test_util.h"
-#include "checkpoint/checksum.h"
+#include "checkpoint/file_format.h"
 
 namespace persia::checkpoint {
 namespace {

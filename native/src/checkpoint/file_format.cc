@@ -1,12 +1,15 @@
 #include "checkpoint/file_format.h"
 
+// All of the library is in its header.
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
 #include <cstring>
 #include <string>
 #include <string_view>
 
 #include "base/bytes.h"
 #include "base/hash.h"
-#include "checkpoint/checksum.h"
 
 namespace persia::checkpoint {
 namespace {
@@ -19,10 +22,12 @@ constexpr uint64_t Magic(std::string_view text) {
   return magic;
 }
 
+// Little-endian, like all numbers of the file: readable in a hex dump.
 constexpr uint64_t kHeaderMagic = Magic("PERSIACK");
 constexpr uint64_t kFooterMagic = Magic("PERSIAFT");
 constexpr uint64_t kTrailerMagic = Magic("PERSIAND");
 
+// Sizes, and offsets of checksums within their sections, as docs/checkpoint_format.md has them.
 constexpr size_t kHeaderFixedBytes = 64;
 constexpr size_t kHeaderChecksum = 16;
 constexpr uint32_t kMaxHeaderBytes = 1 << 16;
@@ -36,6 +41,7 @@ void PutChecksum(std::vector<std::byte>* section, size_t offset) {
   std::memcpy(section->data() + offset, &checksum, sizeof(checksum));
 }
 
+// After the version: another version may have its checksum elsewhere.
 Status CheckChecksum(std::span<const std::byte> section, size_t offset, const char* what) {
   uint64_t stored = 0;
   std::memcpy(&stored, section.data() + offset, sizeof(stored));
@@ -55,6 +61,16 @@ Status CheckStart(std::span<const std::byte> bytes, size_t min_bytes, uint64_t m
 }
 
 }  // namespace
+
+uint64_t Checksum(std::span<const std::byte> section, size_t checksum_offset) {
+  const auto behind = section.subspan(checksum_offset + sizeof(uint64_t));
+  XXH3_state_t state;
+  XXH3_INITSTATE(&state);
+  XXH3_64bits_reset(&state);
+  XXH3_64bits_update(&state, section.data(), checksum_offset);
+  XXH3_64bits_update(&state, behind.data(), behind.size());
+  return XXH3_64bits_digest(&state);
+}
 
 Status CheckVersion(uint32_t version, const char* what) {
   if (version == kFormatVersion) return Status::Ok();
@@ -93,6 +109,7 @@ StatusOr<FileHeader> DecodeHeader(std::span<const std::byte> bytes) {
   PERSIA_RETURN_IF_ERROR(CheckVersion(reader.Get<uint32_t>(), "the header"));
   FileHeader header;
   header.header_bytes = reader.Get<uint32_t>();
+  // Before anything is read at an offset that depends on it.
   if (header.header_bytes < kHeaderFixedBytes || header.header_bytes > kMaxHeaderBytes ||
       header.header_bytes > bytes.size()) {
     return Corruption("the header of the checkpoint file says that it has " +
@@ -119,6 +136,7 @@ StatusOr<FileHeader> DecodeHeader(std::span<const std::byte> bytes) {
     return Corruption("the header of the checkpoint file has a train config of " +
                       std::to_string(config_bytes) + " bytes, beyond its own end");
   }
+  // A store that was never configured has no rows, and its file no config.
   if (config_bytes == 0) return header;
   auto config = TrainConfig::Decode(bytes.subspan(kHeaderFixedBytes, config_bytes));
   if (!config.ok()) return config.status();
@@ -142,6 +160,7 @@ std::vector<std::byte> EncodeFooter(std::span<const BlockEntry> blocks) {
   return bytes;
 }
 
+// Blocks must follow one another: loaders read them in long chunks.
 StatusOr<std::span<const BlockEntry>> DecodeFooter(std::span<const std::byte> bytes) {
   PERSIA_RETURN_IF_ERROR(CheckStart(bytes, kFooterFixedBytes, kFooterMagic, "the footer"));
   ByteReader reader(bytes);
@@ -163,6 +182,7 @@ StatusOr<std::span<const BlockEntry>> DecodeFooter(std::span<const std::byte> by
     const BlockEntry& block = blocks[i];
     sum += block.num_rows;
     const bool follows = i == 0 || (block.offset == blocks[i - 1].offset + blocks[i - 1].length);
+    // The last condition keeps sums of offset and length from overflowing in callers.
     if (follows && block.virtual_shard < kNumVirtualShards &&
         block.length <= UINT64_MAX - block.offset) {
       continue;
@@ -191,6 +211,7 @@ std::vector<std::byte> EncodeTrailer(FooterPlace footer, uint64_t num_rows) {
   return bytes;
 }
 
+// The magic is at the very end, so that a file that was cut off is recognised as such.
 StatusOr<FooterPlace> DecodeTrailer(std::span<const std::byte> bytes) {
   if (bytes.size() != kTrailerBytes) {
     return Corruption("the trailer of a checkpoint file has " + std::to_string(kTrailerBytes) +

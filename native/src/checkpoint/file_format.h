@@ -60,6 +60,10 @@ StatusOr<FooterPlace> DecodeTrailer(std::span<const std::byte> bytes);
 // Checks besides that blocks follow one another. The view points into `bytes`.
 StatusOr<std::span<const BlockEntry>> DecodeFooter(std::span<const std::byte> bytes);
 
+// The checksum of a section that holds it: XXH3 (64 bits) of all but the eight bytes at
+// `checksum_offset`.
+uint64_t Checksum(std::span<const std::byte> section, size_t checksum_offset);
+
 // kCorruption: "<what> ... of a newer version".
 Status CheckVersion(uint32_t version, const char* what);
 

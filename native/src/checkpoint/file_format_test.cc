@@ -6,7 +6,6 @@
 #include <string>
 
 #include "checkpoint/checkpoint_test_util.h"
-#include "checkpoint/checksum.h"
 
 namespace persia::checkpoint {
 namespace {

@@ -7,6 +7,7 @@
 namespace persia::checkpoint {
 namespace {
 
+// State of another optimizer has another length or meaning: read as this one's it would be noise.
 Status CheckShape(const BlockShape& block, OptimizerKind kind, const store::RowShape& wanted) {
   if (block.optimizer == kind && block.state_floats == wanted.state_floats &&
       block.has_scalar == wanted.has_scalar) {
@@ -41,6 +42,7 @@ StatusOr<std::unique_ptr<Loader>> Loader::Begin(store::EmbeddingStore& store,
   auto rows = store::StoreLoad::Begin(store);
   if (!rows.ok()) return rows.status();
   Options completed = options;
+  // A checkpoint without groups does not know the job's: the store keeps its own.
   if (const auto config = store.config(); config.has_value() && options.config.groups.empty()) {
     completed.config.groups = config->groups;
     completed.config.feature_index_prefix_bit = config->feature_index_prefix_bit;
@@ -69,6 +71,8 @@ TrainConfig Loader::StoreConfig() const {
   return config;
 }
 
+// Policies are few: signs that follow one another in a block and have the same one are checked
+// once.
 Status Loader::Check(const BlockRows& rows) const {
   if (rows.shape.kind == BlockKind::kRemovals) {
     if (options_.kind != FileKind::kRows) return Status::Ok();
@@ -87,6 +91,8 @@ Status Loader::Check(const BlockRows& rows) const {
   return Status::Ok();
 }
 
+// Decodes all and keeps nothing: a checkpoint is checked as a whole before the store's rows are
+// removed.
 StatusOr<uint64_t> Loader::Verify(std::span<const std::byte> chunk) {
   uint64_t num_rows = 0;
   BlockRows rows;
@@ -111,6 +117,7 @@ StatusOr<TrainConfig> Loader::ConfigOfStore() const {
   return FailedPrecondition("rows were loaded before Configure; replace the rows first");
 }
 
+// Against the store as it is now: another script may have configured it since Begin().
 Status Loader::CheckStore(const BlockRows& rows, const TrainConfig& of_store) const {
   const uint32_t dim = rows.shape.dim;
   const RowConfig* checked = nullptr;
@@ -136,6 +143,7 @@ Status Loader::CheckKind(bool is_of_changes) const {
                                 : "rows were added by a loading of changes; apply them");
 }
 
+// Each server loads whole files and keeps its own part: the number of servers may have changed.
 bool Loader::IsForeign(const BlockRows& rows) const {
   return rows.shape.virtual_shard % options_.replica.size != options_.replica.index;
 }
@@ -149,6 +157,8 @@ store::LoadedRows Loader::RowsOf(const BlockRows& rows) const {
           .scalars = rows.shape.has_scalar ? rows.scalars.data() : nullptr};
 }
 
+// Runs in many threads; only what it decoded is added under the mutex. A list, so that the spans of
+// `changes` stay valid when it is moved.
 StatusOr<uint64_t> Loader::Prepare(std::span<const std::byte> chunk) {
   PERSIA_RETURN_IF_ERROR(CheckKind(/*is_of_changes=*/true));
   std::list<BlockRows> decoded;  // what `changes` point into
@@ -186,6 +196,7 @@ StatusOr<uint64_t> Loader::Prepare(std::span<const std::byte> chunk) {
   return num_rows;
 }
 
+// Taken out first: where the store refuses, they are not applied by a later call.
 StatusOr<uint64_t> Loader::Apply() {
   PERSIA_RETURN_IF_ERROR(CheckKind(/*is_of_changes=*/true));
   const std::lock_guard lock(mutex_);

@@ -19,7 +19,7 @@
 #include "checkpoint/file_format.h"
 #include "checkpoint/snapshot.h"
 #include "store/embedding_store.h"
-#include "store/row_policies.h"
+#include "store/row_policy.h"
 #include "store/store_load.h"
 
 namespace persia::checkpoint {

@@ -22,7 +22,7 @@ RowFeed::RowFeed(store::StoreSnapshot* rows, uint32_t num_parts, size_t rows_at_
     parts_[i].next_shard = i;
     parts_[i].is_read = i >= rows_.num_shards();
   }
-  const uint32_t num_threads = rows_.has_pool() ? std::min(num_parts, kMaxThreadsOfPool) : 1;
+  const uint32_t num_threads = rows_.has_tier() ? std::min(num_parts, kMaxThreadsOfPool) : 1;
   for (uint32_t i = 0; i < num_threads; ++i) {
     try {
       threads_.emplace_back([this] { Serve(); });

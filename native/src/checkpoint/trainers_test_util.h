@@ -86,7 +86,7 @@ inline void TrainByCalls(store::EmbeddingStore& store, std::mt19937_64& random) 
     store::Update(store, signs, dim, Gradients(signs.size() * dim, 0.25f));
   } else if (choice < 99) {
     EXPECT_TRUE(store::SetRows(store, signs, dim, Gradients(signs.size() * dim, 2.0f)).ok());
-  } else if (random() % 10 == 0 && !store.tier_stats()) {
+  } else if (random() % 10 == 0 && !store.tier().stats()) {
     store.Clear();  // what a snapshot has not read yet stays, but for rows in a pool
   }
 }

@@ -66,7 +66,7 @@ std::vector<Snapshot> TrainWithBatchesWaiting(EmbeddingClient& client, const tes
 
 // What it had room for, or not; the rows themselves may have been looked up before.
 uint64_t NumTold(const store::EmbeddingStore& store) {
-  const auto stats = *store.tier_stats();
+  const auto stats = *store.tier().stats();
   return stats.num_prefetched + stats.num_unheeded;
 }
 

@@ -39,10 +39,10 @@ class EmbeddedRows final : public worker::RowService {
     return answers;
   }
   worker::HintReport Prefetch(std::span<const ServerBlocks> requests) override {
-    store().Prefetch(requests[0].signs);  // which counts what it drops
+    store().tier().Prefetch(requests[0].signs);  // which counts what it drops
     return {.num_signs = requests[0].signs.size()};
   }
-  bool WantsPrefetch() override { return store().WantsPrefetch(); }
+  bool WantsPrefetch() override { return store().tier().WantsPrefetch(); }
   // The worker repeats an update only when it was not applied, so its key is not remembered here.
   StatusOr<std::vector<UpdateResult>> Update(std::span<const UpdateRowsRequest> requests,
                                              Deadline deadline) override {

@@ -4,7 +4,7 @@
 #include <unordered_set>
 
 #include "pool/pool_file.h"
-#include "pool/scan.h"
+#include "pool/recovery.h"
 
 namespace persia::pool {
 namespace {

@@ -5,8 +5,6 @@
 #include <optional>
 #include <vector>
 
-#include "pool/scan.h"
-
 namespace persia::pool {
 namespace {
 

@@ -6,6 +6,8 @@
 // cut short.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <span>
@@ -36,5 +38,36 @@ struct RecoveredPool {
 // Durable when it returns.
 Status RecoverRows(const PoolHeader& header, ThreadPool* threads, const VisitRows& visit,
                    Backing* backing, RecoveredPool* recovered);
+
+// Calls visit(address, record) for each slot of the extent; `record` is null where there is none
+// that is whole. It returns a Status; the first that is not Ok ends the scan.
+template <typename Visit>
+Status ScanExtent(const Backing& backing, const PoolHeader& pool, uint64_t extent,
+                  const ExtentHeader& header, Visit visit) {
+  const uint32_t slot_bytes = header.slot_bytes;
+  constexpr uint64_t kChunkBytes = 256 << 10;  // stays in the processor's cache
+  const uint64_t chunk = std::max<uint64_t>(1, kChunkBytes / slot_bytes) * slot_bytes;
+  std::vector<std::byte> bytes(chunk);
+  const uint64_t end = SlotsEnd(extent, pool.extent_bytes, slot_bytes);
+  for (uint64_t begin = FirstSlot(extent); begin < end; begin += chunk) {
+    const auto slots = std::span(bytes).first(std::min(chunk, end - begin));
+    PERSIA_RETURN_IF_ERROR(backing.Read(begin, slots));
+    for (uint64_t place = 0; place < slots.size(); place += slot_bytes) {
+      const uint64_t address = begin + place;
+      RowRecord record;
+      const bool is_whole =
+          DecodeRecord(slots.subspan(place, slot_bytes), RecordSeed(header.id, address), &record);
+      PERSIA_RETURN_IF_ERROR(visit(address, is_whole ? &record : nullptr));
+    }
+  }
+  return Status::Ok();
+}
+
+inline uint64_t NumExtents(const Backing& backing, const PoolHeader& pool) {
+  return (backing.size() - PoolHeader::kBytes) / pool.extent_bytes;
+}
+inline uint64_t ExtentOffset(const PoolHeader& pool, uint64_t number) {
+  return PoolHeader::kBytes + number * pool.extent_bytes;
+}
 
 }  // namespace persia::pool

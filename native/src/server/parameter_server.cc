@@ -10,7 +10,7 @@ namespace {
 
 using net::CallContext;
 
-static_assert(kMaxRowDim == store::EmbeddingStore::kMaxDim);
+static_assert(kMaxRowDim == store::kMaxDim);
 
 // Joins adjacent blocks of one dim: their signs and rows lie in memory as those of one block would,
 // and the store overlaps the cache misses of a block.
@@ -102,8 +102,8 @@ ParameterServer::ParameterServer(const Options& options,
            [this](const Empty&, const CallContext&) { return StatusOr<uint64_t>(store_->size()); });
   Register(kPrefetchRows, Access::kReads,
            [this](std::span<const uint64_t> signs, const CallContext&) {
-             store_->Prefetch(signs);  // of more signs than fit, the store drops the rest
-             return StatusOr(PrefetchRowsReply{store_->WantsPrefetch() ? 1u : 0u});
+             store_->tier().Prefetch(signs);  // of more signs than fit, the store drops the rest
+             return StatusOr(PrefetchRowsReply{store_->tier().WantsPrefetch() ? 1u : 0u});
            });
 }
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <bit>
 
+#include "store/probe_in_blocks.h"
 #include "store/sign_index.h"
-#include "store/touch.h"
 
 namespace persia::store {
 namespace {
@@ -23,6 +23,7 @@ ChangeSet::ChangeSet(uint64_t max_keys)
 
 void ChangeSet::Add(std::span<const uint64_t> keys) {
   if (has_overflowed()) return;
+  // All misses at once; a single key has nothing to overlap with.
   if (keys.size() > 1) {
     for (const uint64_t key : keys) Touch(cells_[HomeOf(key)]);
   }
@@ -38,6 +39,8 @@ void ChangeSet::Add(std::span<const uint64_t> keys) {
   if (size > max_keys_ || !has_room) has_overflowed_.store(true, std::memory_order_relaxed);
 }
 
+// Linear probing. A cell once taken never changes, so relaxed order is enough: the set is read as a
+// whole only after the store was locked exclusively.
 ChangeSet::Outcome ChangeSet::AddOne(uint64_t key) {
   if (key == 0) {
     const bool was_there = has_key_zero_.exchange(true, std::memory_order_relaxed);
@@ -75,12 +78,15 @@ void ChangeSet::ForEach(Visit visit) const {
   }
 }
 
+// Overflows where both together have too many: then only a full snapshot helps.
 void ChangeSet::AddAll(const ChangeSet& other) {
   if (other.was_cleared()) NoteClear();
   ChangeBatch batch(this);
   other.ForEach([&](uint64_t key) { batch.Add(key); });
 }
 
+// Sorted, so that a snapshot passes over the index from front to back, and can tell by the key
+// whether a row has been read.
 std::vector<std::vector<uint64_t>> ChangeSet::KeysByShard(uint32_t num_shards) const {
   std::vector<std::vector<uint64_t>> keys(num_shards);
   for (auto& of_shard : keys) of_shard.reserve(size() / num_shards + size() / num_shards / 8);

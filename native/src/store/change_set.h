@@ -1,10 +1,11 @@
 // ChangeSet: the keys of rows that were changed, made or removed since the set was made.
 //
-// Whether a key's row is to be sent or its removal, the store itself says when changes are taken:
-// the set knows keys alone, so a row that came and went in between is a removal like any other.
+// The set holds keys only. Whether a key's row or its removal is sent, the store decides when
+// changes are taken: a row that was inserted and removed in between is a removal like any other.
 //
-// A table of fixed size without locks: a key that is there already, as most are in training, costs
-// one read. Beyond `max_keys` it gives up for good, and says so: there is no set that lacks some.
+// A table of fixed size without locks: adding a key that it has already, as is usual in training,
+// costs one read. Beyond `max_keys` it overflows for good: a set that lacks some keys would make
+// followers miss rows, and only a full snapshot helps then.
 #pragma once
 
 #include <array>
@@ -23,15 +24,18 @@ class ChangeSet {
   static constexpr uint64_t kMaxKeys = uint64_t{1} << 30;
 
   // `max_keys`: 1 to kMaxKeys.
-  explicit ChangeSet(uint64_t max_keys);
+  explicit ChangeSet(uint64_t max_keys);  // allocates 16 to 32 bytes for each
 
   // Some tens of keys at a time overlap their cache misses.
   void Add(std::span<const uint64_t> keys);
   void Add(uint64_t key) { Add({&key, 1}); }
-  // All rows went at once. Keys stay: those of rows made since must.
+  // All rows were removed at once, which followers repeat before all else. The keys stay: those of
+  // rows inserted since must.
   void NoteClear() { was_cleared_.store(true, std::memory_order_relaxed); }
-  // What the other one has, too; nobody adds to that any more.
+  // Adds all that the other one has, to which no thread adds any more: changes that were taken and
+  // not committed return this way.
   void AddAll(const ChangeSet& other);
+  // May miss a key that is being added at the same time.
   bool Contains(uint64_t key) const;
 
   uint64_t max_keys() const { return max_keys_; }
@@ -63,7 +67,8 @@ class ChangeSet {
   std::atomic<uint64_t> size_ = 0;
 };
 
-// Gathers keys of one call for a set, which may be null: then it does nothing.
+// Gathers keys of one call for a set, so that the cache misses of many overlap. The set may be
+// null, which is the usual case: then each Add() is one branch. The destructor adds the rest.
 class ChangeBatch {
  public:
   explicit ChangeBatch(ChangeSet* changes) : changes_(changes) {}

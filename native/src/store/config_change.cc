@@ -34,6 +34,7 @@ std::string ReplaceableFieldThatDiffers(const RowConfig& a, const RowConfig& b) 
   return a.admit_probability != b.admit_probability ? "admit_probability" : "";
 }
 
+// `where` begins the message: the feature group, or nothing for the common config.
 Status CheckRows(const std::string& where, const RowConfig& old_rows, const RowConfig& new_rows,
                  bool replace) {
   if (const auto field = FixedFieldThatDiffers(old_rows, new_rows); !field.empty()) {
@@ -59,6 +60,7 @@ Status CheckChange(const TrainConfig& old_config, const TrainConfig& new_config,
                               "; clear the rows first, or use the same");
   }
   PERSIA_RETURN_IF_ERROR(CheckRows("", old_config, new_config, replace));
+  // Of both: a group that only one of them names is compared with the other's common config.
   std::set<uint32_t> groups;
   for (const TrainConfig* config : {&old_config, &new_config}) {
     for (const GroupConfig& group : config->groups) groups.insert(group.group);

@@ -1,17 +1,10 @@
 #include "store/embedding_store.h"
 
-#include <algorithm>
-#include <bit>
-#include <limits>
 #include <mutex>
 #include <shared_mutex>
 #include <string>
 #include <string_view>
 #include <utility>
-
-#include "store/config_change.h"
-#include "store/row_policies.h"
-#include "store/store_impl.h"
 
 namespace persia::store {
 namespace {
@@ -34,58 +27,19 @@ Status CheckCache(const TierOptions& tier, uint32_t num_shards) {
   return RefuseOption("cache_bytes", tier.cache_bytes, "give at least 1 KiB" + remedy);
 }
 
-// Of all shards together: bytes of the counters of sightings, where they are wanted.
-constexpr uint64_t kFilterCells = uint64_t{1} << 24;
-
 }  // namespace
 
-Status EmbeddingStore::Impl::CheckCapacities(const RowPolicies& policies) const {
-  for (const auto& [group, capacity] : policies.capacities()) {
-    if (capacity >= shards_.size()) continue;
-    return InvalidArgument("feature group " + std::to_string(group) + ": capacity is " +
-                           std::to_string(capacity) + "; give at least " +
-                           std::to_string(shards_.size()) +
-                           ", one row for each internal shard, or fewer shards");
+StatusOr<std::unique_ptr<EmbeddingStore>> EmbeddingStore::Create(const Options& options) {
+  constexpr uint32_t kMaxShards = 65536;
+  if (options.capacity == 0) return RefuseOption("capacity", 0, "give at least 1 row");
+  if (options.num_internal_shards == 0 || options.num_internal_shards > kMaxShards) {
+    return RefuseOption("num_internal_shards", options.num_internal_shards, "give 1 to 65536");
   }
-  return Status::Ok();
-}
-
-// Nobody else is in the store: whether rows exist, and with it whether the change is allowed, must
-// not change half-way.
-Status EmbeddingStore::Impl::Configure(const TrainConfig& config, bool replace) {
-  const std::unique_lock lock(in_place_mutex_);
-  return ConfigureAlone(config, replace);
-}
-
-Status EmbeddingStore::Impl::ConfigureAlone(const TrainConfig& config, bool replace) {
-  PERSIA_RETURN_IF_ERROR(config.Validate());
-  const std::lock_guard config_lock(config_mutex_);
-  if (config_ == config) {
-    is_config_recovered_ = false;
-    return Status::Ok();
+  if (options.num_internal_shards > options.capacity) {
+    return RefuseOption("num_internal_shards", options.num_internal_shards,
+                        "give at most the capacity, which is " + std::to_string(options.capacity));
   }
-  const auto policies = std::make_shared<const RowPolicies>(config, row_dtype_);
-  const uint64_t num_filter_cells =
-      policies->CountsSightings() ? kFilterCells / std::bit_ceil(shards_.size()) : 0;
-  PERSIA_RETURN_IF_ERROR(CheckCapacities(*policies));
-  const bool has_rows = std::any_of(shards_.begin(), shards_.end(),
-                                    [](const Shard& shard) { return shard.size() != 0; });
-  if (has_rows) {
-    PERSIA_RETURN_IF_ERROR(CheckChange(*config_, config, replace || is_config_recovered_));
-  } else if (tier_ != nullptr && tier_->pool().HasRowsInCheckpoints()) {
-    // They may come back, and are read by the rules that are saved then.
-    PERSIA_RETURN_IF_ERROR(CheckChange(*config_, config, /*replace=*/true));
-  }
-  if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(SaveRulesIfNew(config));
-  const auto num_shards = static_cast<uint32_t>(shards_.size());
-  for (uint32_t i = 0; i < num_shards; ++i) {
-    shards_[i].SetPolicies(policies, num_filter_cells, i, num_shards);
-  }
-  if (!has_rows) ForgetSlabs();
-  config_ = config;
-  is_config_recovered_ = false;
-  is_configured_.store(true, std::memory_order_release);
-  return Status::Ok();
+  return std::unique_ptr<EmbeddingStore>(new EmbeddingStore(options));
 }
 
 StatusOr<std::unique_ptr<EmbeddingStore>> EmbeddingStore::Open(const Options& options,
@@ -100,42 +54,26 @@ StatusOr<std::unique_ptr<EmbeddingStore>> EmbeddingStore::Open(const Options& op
     return InvalidArgument(
         "row_dtype is not float32; rows in a pool are: choose float32, or a store in memory");
   }
-  PERSIA_RETURN_IF_ERROR((*store)->impl_->OpenTier(tier));
+  PERSIA_RETURN_IF_ERROR((*store)->tier_.Open(tier));
   return store;
 }
 
-StatusOr<std::unique_ptr<EmbeddingStore>> EmbeddingStore::Create(const Options& options) {
-  constexpr uint32_t kMaxShards = 65536;
-  if (options.capacity == 0) return RefuseOption("capacity", 0, "give at least 1 row");
-  if (options.num_internal_shards == 0 || options.num_internal_shards > kMaxShards) {
-    return RefuseOption("num_internal_shards", options.num_internal_shards, "give 1 to 65536");
-  }
-  if (options.num_internal_shards > options.capacity) {
-    return RefuseOption("num_internal_shards", options.num_internal_shards,
-                        "give at most the capacity, which is " + std::to_string(options.capacity));
-  }
-  return std::unique_ptr<EmbeddingStore>(new EmbeddingStore(std::make_unique<Impl>(options)));
-}
-
-EmbeddingStore::EmbeddingStore(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-EmbeddingStore::~EmbeddingStore() = default;
-
 Status EmbeddingStore::Configure(const TrainConfig& config, bool replace) {
-  return impl_->Configure(config, replace);
+  const std::unique_lock lock(shards_.mutex());
+  return shards_.Configure(config, replace);
 }
-
-std::optional<TrainConfig> EmbeddingStore::config() const { return impl_->config(); }
 
 Status EmbeddingStore::Lookup(std::span<const RowBlock> blocks, LookupMode mode, float* rows,
                               LookupReport* report) {
-  if (mode == LookupMode::kTrain && !impl_->IsConfigured()) {
+  if (mode == LookupMode::kTrain && !shards_.IsConfigured()) {
     return FailedPrecondition("a training lookup came before Configure; configure the store first");
   }
-  PERSIA_RETURN_IF_ERROR(impl_->CheckTier());
-  const auto in_store = mode == LookupMode::kTrain ? impl_->EnterForChange()
-                                                   : std::shared_lock(impl_->in_place_mutex());
+  PERSIA_RETURN_IF_ERROR(shards_.CheckTier());
+  // Inference saves no rows, so it does not wait for a snapshot that needs room.
+  const auto lock =
+      mode == LookupMode::kTrain ? shards_.EnterForChange() : std::shared_lock(shards_.mutex());
   LookupReport counts;
-  const Status status = impl_->ForEachShard(blocks, [&](Shard& shard, std::span<const Run> runs) {
+  const Status status = shards_.ForEach(blocks, [&](Shard& shard, std::span<const Run> runs) {
     return shard.Lookup(runs, mode, rows, &counts);
   });
   if (report != nullptr) *report = counts;
@@ -144,117 +82,102 @@ Status EmbeddingStore::Lookup(std::span<const RowBlock> blocks, LookupMode mode,
 
 Status EmbeddingStore::Update(std::span<const RowBlock> blocks, const float* gradients,
                               UpdateReport* report) {
-  PERSIA_RETURN_IF_ERROR(impl_->CheckTier());
-  const auto in_store = impl_->EnterForChange();
+  PERSIA_RETURN_IF_ERROR(shards_.CheckTier());
+  const auto lock = shards_.EnterForChange();
   UpdateReport counts;
   const auto prepare = [&](Shard& shard, std::span<const Run> runs) {
-    return shard.PrepareUpdate(runs);
+    return shard.cache()->PrepareUpdate(runs);
   };
   const auto update = [&](Shard& shard, std::span<const Run> runs) {
     return shard.Update(runs, gradients, &counts);
   };
   // What fails for want of room fails before any gradient is applied: the call may be repeated.
-  const Status status = impl_->tier() == nullptr ? impl_->ForEachShard(blocks, update)
-                                                 : impl_->ForEachShard(blocks, prepare, update);
-  if (status.ok()) impl_->CountUpdate();
+  const Status status = shards_.tier() == nullptr ? shards_.ForEach(blocks, update)
+                                                  : shards_.ForEach(blocks, prepare, update);
+  if (status.ok()) ++shards_.features().num_updates;
   if (report != nullptr) *report = counts;
   return status;
 }
 
 Status EmbeddingStore::SetRows(std::span<const RowBlock> blocks, const float* rows) {
-  if (!impl_->IsConfigured()) {
+  if (!shards_.IsConfigured()) {
     return FailedPrecondition("rows were set before Configure; configure the store first");
   }
-  PERSIA_RETURN_IF_ERROR(impl_->CheckTier());
-  const auto in_store = impl_->EnterForChange();
-  return impl_->ForEachShard(
+  PERSIA_RETURN_IF_ERROR(shards_.CheckTier());
+  const auto lock = shards_.EnterForChange();
+  return shards_.ForEach(
       blocks, [&](Shard& shard, std::span<const Run> runs) { return shard.SetRows(runs, rows); });
 }
 
-// Not during a snapshot: each row that goes would have to be saved for it first.
-StatusOr<uint64_t> EmbeddingStore::RemoveSmallRows() {
-  constexpr size_t kRowsAtATime = 512;
-  const auto config = impl_->config();
-  if (!config.has_value() || !config->HasMinNorm()) return uint64_t{0};
-  PERSIA_RETURN_IF_ERROR(impl_->Occupy("removal of small rows"));
-  uint64_t num_removed = 0;
-  Status status;
-  for (Shard& shard : impl_->shards()) {
-    uint64_t next = 0;
-    StatusOr<bool> has_more = true;
-    while (has_more.ok() && *has_more) {
-      const std::shared_lock in_store(impl_->in_place_mutex());
-      if (impl_->tier() != nullptr) impl_->tier()->CountBatch();  // rows change
-      has_more = shard.RemoveSmallRows(kRowsAtATime, &next, &num_removed);
-    }
-    status = has_more.status();
-    if (!status.ok()) break;
-  }
-  impl_->Release();
-  if (!status.ok()) return status;
-  return num_removed;
-}
-
 uint64_t EmbeddingStore::size() const {
-  const std::shared_lock in_store(impl_->in_place_mutex());
+  const std::shared_lock lock(shards_.mutex());
   uint64_t rows = 0;
-  for (const Shard& shard : impl_->shards()) rows += shard.size();
+  for (const Shard& shard : shards_.all()) rows += shard.size();
   return rows;
 }
 
+// One sign at a time: for diagnosis, not for the path of a batch.
 Status EmbeddingStore::NumUpdates(std::span<const uint64_t> signs,
                                   std::span<uint32_t> counts) const {
-  if (!impl_->counts_updates()) {
+  if (!shards_.counts_updates()) {
     return FailedPrecondition(
         "the store does not count updates: set counts_updates when it is made");
   }
-  const std::shared_lock in_store(impl_->in_place_mutex());
-  auto& shards = impl_->shards();
+  const std::shared_lock lock(shards_.mutex());
   for (size_t i = 0; i < signs.size(); ++i) {
     const uint64_t key = SignKey(signs[i]);
-    counts[i] = shards[ShardOfKey(key, static_cast<uint32_t>(shards.size()))].NumUpdates(key);
+    const Shard& shard = shards_.all()[ShardOfKey(key, shards_.count())];
+    const std::lock_guard shard_lock(shard.mutex());
+    const RowSlabs& slabs = shard.table().slabs();
+    const SignIndex::Entry* entry = shard.table().index().Find(key);
+    counts[i] =
+        entry == nullptr ? 0 : UpdateCountOf(slabs.values(entry->slot), slabs.shape(entry->slot));
   }
   return Status::Ok();
 }
 
 StoreStats EmbeddingStore::stats() const {
-  const std::shared_lock in_store(impl_->in_place_mutex());
-  StoreStats stats = impl_->ShardStats();
-  if (impl_->tier() != nullptr) stats.memory_bytes += impl_->tier()->memory_bytes();
-  if (impl_->changes() != nullptr) stats.memory_bytes += impl_->changes()->memory_bytes();
+  const std::shared_lock lock(shards_.mutex());
+  StoreStats stats = shards_.Stats();
+  if (const Tier* tier = shards_.tier()) stats.memory_bytes += tier->memory_bytes();
+  if (const auto& changes = shards_.features().changes) {
+    stats.memory_bytes += changes->memory_bytes();
+  }
   return stats;
 }
 
+// Without a tier, shards are cleared one after another while calls proceed. With one, its rows and
+// checkpoints must disappear in one step.
 void EmbeddingStore::Clear() {
-  if (impl_->tier() != nullptr) {
-    const std::unique_lock lock(impl_->in_place_mutex());
-    impl_->tier()->Fail(impl_->ClearRows());
+  if (shards_.tier() != nullptr) {
+    const std::unique_lock lock(shards_.mutex());
+    shards_.tier()->Fail(shards_.Clear());
     return;
   }
-  const std::shared_lock in_store(impl_->in_place_mutex());
-  static_cast<void>(impl_->ClearRows());  // fails in a pool alone
+  const std::shared_lock lock(shards_.mutex());
+  static_cast<void>(shards_.Clear());  // only a tier can fail
 }
 
-// Not during a snapshot: changes that it has taken may have to come back.
+// Not during a snapshot: changes that it has taken may have to be returned.
 Status EmbeddingStore::TrackChanges(uint64_t max_rows) {
   if (max_rows > ChangeSet::kMaxKeys) {
     return RefuseOption(
         "max_rows", max_rows,
         "give at most " + std::to_string(ChangeSet::kMaxKeys) + ", or 0 to track no changes");
   }
-  PERSIA_RETURN_IF_ERROR(impl_->Occupy("tracking of changes"));
+  PERSIA_RETURN_IF_ERROR(shards_.features().Occupy("tracking of changes"));
   auto changes = max_rows == 0 ? nullptr : std::make_unique<ChangeSet>(max_rows);
   {
-    const std::unique_lock lock(impl_->in_place_mutex());
-    impl_->ReplaceChanges(std::move(changes));
+    const std::unique_lock lock(shards_.mutex());
+    shards_.ReplaceChanges(std::move(changes));
   }
-  impl_->Release();
+  shards_.features().Release();
   return Status::Ok();
 }
 
 ChangeStatus EmbeddingStore::change_status() const {
-  const std::shared_lock in_store(impl_->in_place_mutex());
-  const ChangeSet* changes = impl_->changes();
+  const std::shared_lock lock(shards_.mutex());
+  const ChangeSet* changes = shards_.features().changes.get();
   if (changes == nullptr) return {};
   return {.max_rows = changes->max_keys(),
           .num_rows = changes->size(),

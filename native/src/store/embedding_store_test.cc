@@ -19,13 +19,13 @@ TEST(LookupTest, RefusesImpossibleDims) {
   auto store = MakeStore({.capacity = 100, .num_internal_shards = 2});
   const std::vector<uint64_t> signs = {1};
   float row;
-  for (uint32_t dim : {0u, EmbeddingStore::kMaxDim + 1}) {
+  for (uint32_t dim : {0u, kMaxDim + 1}) {
     const RowBlock block = {.dim = dim, .signs = signs};
     const Status status = store->Lookup({&block, 1}, LookupMode::kTrain, &row);
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
     EXPECT_NE(status.message().find(std::to_string(dim)), std::string::npos);
   }
-  EXPECT_EQ(Lookup(*store, {1}, EmbeddingStore::kMaxDim).size(), EmbeddingStore::kMaxDim);
+  EXPECT_EQ(Lookup(*store, {1}, kMaxDim).size(), kMaxDim);
 }
 
 TEST(LookupTest, InitialValuesDependOnSignAndSeedAlone) {

@@ -18,7 +18,7 @@
 #include <span>
 #include <vector>
 
-#include "store/row_policies.h"
+#include "store/row_policy.h"
 #include "store/sign_index.h"
 
 namespace persia::store {

@@ -20,6 +20,7 @@ void GroupLimits::SetPolicies(const RowPolicies& policies, const SignIndex& inde
            return policies.GroupOfKey(entry.key) == group;
          })});
   }
+  // Rows of before, as a change of config may turn a limit on.
   if (is_on()) index.ForEach([this](const SignIndex::Entry& entry) { CountInsert(entry.key); });
 }
 
@@ -32,6 +33,7 @@ void GroupLimits::ExpectNothing() {
   for (Limit& limit : limits_) limit.num_expected = 0;
 }
 
+// The first group that is over its share; the caller removes a row of it and asks again.
 SignIndex::Entry* GroupLimits::NextVictim(const SignIndex& index) {
   for (Limit& limit : limits_) {
     if (limit.num_rows > 0 && limit.num_rows + limit.num_expected > limit.share) {
@@ -41,6 +43,7 @@ SignIndex::Entry* GroupLimits::NextVictim(const SignIndex& index) {
   return nullptr;
 }
 
+// Then even evicting all of its older rows leaves no room for the batch.
 bool GroupLimits::HasTooMany() const {
   return std::any_of(limits_.begin(), limits_.end(),
                      [](const Limit& limit) { return limit.num_expected > limit.share; });

@@ -1,9 +1,9 @@
 // GroupLimits: how many rows of a shard belong to each feature group that has a capacity, and which
-// of them go first.
+// of them are evicted first.
 //
-// A group's rows are counted as they come and go; which group a row is of, its sign says, so that
-// nothing is kept for each row. Finding the oldest rows of a group passes over the index of the
-// whole shard, once for a quarter of the group's rows: a group should not be many times smaller
+// A group's rows are counted when they are inserted and removed; a row's sign tells its group, so
+// that nothing is kept for each row. Finding the oldest rows of a group passes over the index of
+// the whole shard, once for a quarter of the group's rows: a group should not be many times smaller
 // than the store.
 //
 // Not thread-safe.
@@ -13,7 +13,7 @@
 #include <span>
 #include <vector>
 
-#include "store/row_policies.h"
+#include "store/row_policy.h"
 #include "store/sign_index.h"
 #include "store/victim_queue.h"
 
@@ -27,6 +27,7 @@ class GroupLimits {
                    uint32_t num_shards);
   bool is_on() const { return !limits_.empty(); }
 
+  // Whoever inserts or removes a row of the shard says so; RowFeatures' hooks do.
   void CountInsert(uint64_t key) {
     if (Limit* limit = Of(key)) ++limit->num_rows;
   }
@@ -44,7 +45,7 @@ class GroupLimits {
   SignIndex::Entry* NextVictim(const SignIndex& index);
   // Whether a group has no room for all the rows that are expected, even without the ones it has.
   bool HasTooMany() const;
-  // Stamps have changed, or rows have come with stamps of the past.
+  // To be called where stamps have changed, or rows were inserted with stamps of the past.
   void ForgetVictims();
   uint64_t memory_bytes() const;
 

@@ -1,8 +1,8 @@
-#include "store/hot_keys.h"
-
 #include <gtest/gtest.h>
 
 #include <vector>
+
+#include "store/resident_rows.h"
 
 namespace persia::store {
 namespace {

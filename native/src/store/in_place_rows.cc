@@ -5,11 +5,6 @@
 #include <utility>
 
 #include "store/probe_in_blocks.h"
-#include "store/row_policies.h"
-#include "store/row_steps.h"
-#include "store/store_impl.h"
-#include "store/touch.h"
-#include "store/update_count.h"
 
 namespace persia::store {
 namespace {
@@ -34,18 +29,19 @@ Status NoRoom(Shard::Room room, uint64_t capacity, uint32_t num_shards) {
 
 }  // namespace
 
+// A training batch begins in every shard: which ones it touches is not known yet.
 StatusOr<InPlaceRows> InPlaceRows::Begin(EmbeddingStore& store, LookupMode mode) {
-  if (mode == LookupMode::kTrain && !store.impl_->IsConfigured()) {
+  if (mode == LookupMode::kTrain && !store.shards().IsConfigured()) {
     return FailedPrecondition("a training lookup came before Configure; configure the store first");
   }
-  if (store.impl_->tier() != nullptr) {
+  if (store.shards().tier() != nullptr) {
     return FailedPrecondition("rows of a store with a tier move, and cannot be used in place");
   }
-  InPlaceRows rows(*store.impl_);
+  InPlaceRows rows(&store.shards());
   rows.mode_ = mode;
   if (mode == LookupMode::kTrain) {
     for (size_t i = 0; i < rows.shards_.size(); ++i) {
-      Shard& shard = rows.store_->shards()[i];
+      Shard& shard = rows.store_->all()[i];
       shard.BeginBatch();
       rows.shards_[i].now = shard.table().now();
     }
@@ -53,18 +49,19 @@ StatusOr<InPlaceRows> InPlaceRows::Begin(EmbeddingStore& store, LookupMode mode)
   return rows;
 }
 
+// Rows may have been removed since their lookup. Only in shards where some were, rows are found
+// anew.
 InPlaceRows InPlaceRows::BeginUpdate(EmbeddingStore& store, std::span<const uint64_t> removals) {
-  InPlaceRows rows(*store.impl_);
-  rows.store_->CountUpdate();
+  InPlaceRows rows(&store.shards());
+  ++rows.store_->features().num_updates;
   for (size_t i = 0; i < removals.size(); ++i) {
-    rows.shards_[i].has_removed = rows.store_->shards()[i].table().num_removals() != removals[i];
+    rows.shards_[i].has_removed = rows.store_->all()[i].table().num_removals() != removals[i];
   }
   return rows;
 }
 
-InPlaceRows::InPlaceRows(EmbeddingStore::Impl& store)
-    : store_(&store), lock_(store.LockForChange()) {
-  for (Shard& shard : store.shards()) {
+InPlaceRows::InPlaceRows(ShardSet* store) : store_(store), lock_(store->LockForChange()) {
+  for (Shard& shard : store->all()) {
     const ShardTable& table = shard.table();
     ShardSnapshot* snapshot = shard.features().snapshot;
     shards_.push_back({&table.index(), &table.slabs(), table.now(), false, snapshot});
@@ -72,12 +69,8 @@ InPlaceRows::InPlaceRows(EmbeddingStore::Impl& store)
   }
 }
 
-uint32_t InPlaceRows::num_shards() const { return static_cast<uint32_t>(store_->shards().size()); }
-
-uint32_t InPlaceRows::ShardOf(const MissingRow& missing) const {
-  return missing.rows->handles[missing.index].shard;
-}
-
+// Like Shard's pass over existing rows, but over signs of all shards in the caller's order: threads
+// divide feature groups and not shards, and touch different rows.
 void InPlaceRows::Find(const SignRows& rows, const float* zeros,
                        std::vector<uint32_t>* missing) const {
   if (rows.signs.empty()) return;
@@ -87,7 +80,7 @@ void InPlaceRows::Find(const SignRows& rows, const float* zeros,
   // that read all of it ask for the rest ahead, while they write what they have read before.
   size_t row_floats = 1;
   if (trains && has_snapshot_) {  // to be saved, a row is wanted with its state
-    const RowPolicies& policies = *store_->shards()[0].table().policies();
+    const RowPolicies& policies = *store_->all()[0].table().policies();
     row_floats = policies.Of(rows.signs[0]).ShapeFor(rows.dim).Stride();
   }
   ProbeInBlocks(
@@ -121,19 +114,20 @@ void InPlaceRows::Find(const SignRows& rows, const float* zeros,
 
 Status InPlaceRows::Insert(uint32_t shard_number, std::span<const MissingRow> missing,
                            LookupReport* report) {
-  Shard& shard = store_->shards()[shard_number];
+  Shard& shard = store_->all()[shard_number];
   ShardTable& table = shard.table();
   Status status;
   std::vector<MissingRow> admitted;
   std::vector<uint64_t> keys;
   admitted.reserve(missing.size());
   keys.reserve(missing.size());
+  // Admission first, for all: what is refused needs no room.
   for (size_t begin = 0; begin < missing.size(); begin += kInsertBlock) {
     const auto block = missing.subspan(begin, std::min(kInsertBlock, missing.size() - begin));
     for (const MissingRow& row : block) Touch(table.index().HomeOf(KeyOf(row)));
     for (const MissingRow& row : block) {
       if (!shard.Admit(KeyOf(row))) continue;
-      table.RemoveOfAnotherDim(KeyOf(row), row.rows->dim, &status);
+      RemoveOfAnotherDim(&table, KeyOf(row), row.rows->dim, &status);
       admitted.push_back(row);
       keys.push_back(KeyOf(row));
     }
@@ -141,6 +135,7 @@ Status InPlaceRows::Insert(uint32_t shard_number, std::span<const MissingRow> mi
   report->num_missing += missing.size();
   report->num_unadmitted += missing.size() - admitted.size();
   if (!status.ok()) return status;
+  // keep_batch: the caller holds pointers to the batch's rows, so that none may be evicted.
   const auto room = shard.MakeRoom(keys, /*keep_batch=*/true, report);
   PERSIA_RETURN_IF_ERROR(room.status());
   if (room.value() != Shard::Room::kEnough) {
@@ -149,7 +144,7 @@ Status InPlaceRows::Insert(uint32_t shard_number, std::span<const MissingRow> mi
   for (const MissingRow& row : admitted) {
     const SignRows& rows = *row.rows;
     const uint32_t slot = shard.Insert(SignKey(rows.signs[row.index]), rows.dim, report);
-    if (slot == kNoSlot) return table.OutOfMemory();
+    if (slot == kNoSlot) return OutOfMemory(table);
     rows.handles[row.index].slot = slot;
     rows.values[row.index] = table.slabs().values(slot);
   }
@@ -158,12 +153,12 @@ Status InPlaceRows::Insert(uint32_t shard_number, std::span<const MissingRow> mi
 
 std::vector<uint64_t> InPlaceRows::Removals() const {
   std::vector<uint64_t> removals;
-  for (const Shard& shard : store_->shards()) removals.push_back(shard.table().num_removals());
+  for (const Shard& shard : store_->all()) removals.push_back(shard.table().num_removals());
   return removals;
 }
 
 void InPlaceRows::Locate(const SignRows& rows) {
-  const RowPolicies* policies = store_->shards()[0].table().policies();
+  const RowPolicies* policies = store_->all()[0].table().policies();
   if (policies == nullptr || rows.signs.empty()) return;  // then there are no rows
   const RowShape shape = policies->Of(rows.signs[0]).ShapeFor(rows.dim);
   for (size_t i = 0; i < rows.signs.size(); ++i) {
@@ -175,6 +170,7 @@ void InPlaceRows::Locate(const SignRows& rows) {
     handle.slot = has_row ? entry->slot : kNoSlot;
     if (has_row) rows.values[i] = shard.slabs->values(entry->slot);
   }
+  // Values and scalars in loops of their own: see probe_in_blocks.h.
   const size_t row_floats = shape.Stride();
   for (size_t i = 0; i < rows.signs.size(); ++i) {
     if (rows.handles[i].slot != kNoSlot) TouchRow(rows.values[i], row_floats);
@@ -187,7 +183,7 @@ void InPlaceRows::Locate(const SignRows& rows) {
 
 void InPlaceRows::Update(const SignRows& rows, std::span<const float* const> gradients,
                          UpdateReport* report) {
-  const RowPolicies* policies = store_->shards()[0].table().policies();
+  const RowPolicies* policies = store_->all()[0].table().policies();
   if (policies == nullptr || rows.signs.empty()) return;
   const RowPolicy& policy = policies->Of(rows.signs[0]);
   const RowShape shape = policy.ShapeFor(rows.dim);
@@ -195,7 +191,7 @@ void InPlaceRows::Update(const SignRows& rows, std::span<const float* const> gra
   if (has_snapshot_) [[unlikely]]
     SaveBeforeUpdate(rows);
   RowSteps steps(rows.dim, report);
-  ChangeBatch changed(store_->changes());
+  ChangeBatch changed(store_->features().changes.get());
   for (size_t i = 0; i < rows.signs.size(); ++i) {
     const RowHandle& handle = rows.handles[i];
     if (handle.slot == kNoSlot) {
@@ -213,6 +209,7 @@ void InPlaceRows::Update(const SignRows& rows, std::span<const float* const> gra
   steps.Flush();
 }
 
+// By the index entry, whose stamp tells the snapshot whether it needs the row.
 void InPlaceRows::SaveBeforeUpdate(const SignRows& rows) const {
   for (size_t i = 0; i < rows.signs.size(); ++i) {
     const RowHandle& handle = rows.handles[i];
@@ -222,9 +219,10 @@ void InPlaceRows::SaveBeforeUpdate(const SignRows& rows) const {
   }
 }
 
+// To the first shard: totals are reported for the store as a whole.
 void InPlaceRows::Count(const LookupReport& lookups, const UpdateReport& updates) {
-  store_->shards()[0].CountLookups(lookups);
-  store_->shards()[0].CountUpdates(updates);
+  store_->all()[0].totals().lookups += lookups;
+  store_->all()[0].totals().updates += updates;
 }
 
 }  // namespace persia::store

@@ -15,10 +15,7 @@
 
 #include "base/status.h"
 #include "store/embedding_store.h"
-#include "store/row_slabs.h"
-#include "store/shard_snapshot.h"
-#include "store/sign_index.h"
-#include "store/writer_first_mutex.h"
+#include "store/shard_set.h"
 
 namespace persia::store {
 
@@ -56,8 +53,10 @@ class InPlaceRows {
   // appended to *missing; their values are `zeros`, their handles lead to no row.
   void Find(const SignRows& rows, const float* zeros, std::vector<uint32_t>* missing) const;
 
-  uint32_t num_shards() const;
-  uint32_t ShardOf(const MissingRow& missing) const;
+  uint32_t num_shards() const { return store_->count(); }
+  uint32_t ShardOf(const MissingRow& missing) const {
+    return missing.rows->handles[missing.index].shard;
+  }
   // Training. Gives rows to those of the signs, all of `shard`, that are admitted; the others keep
   // what Find() gave them. kResourceExhausted: no memory; or the batch alone has more rows than the
   // shard's share of the capacity: then nothing is inserted here, but other shards may have taken
@@ -77,10 +76,10 @@ class InPlaceRows {
   void Count(const LookupReport& lookups, const UpdateReport& updates);
 
  private:
-  explicit InPlaceRows(EmbeddingStore::Impl& store);
+  explicit InPlaceRows(ShardSet* store);
   void SaveBeforeUpdate(const SignRows& rows) const;
 
-  EmbeddingStore::Impl* store_;
+  ShardSet* store_;
   // What is wanted of each shard again and again, side by side.
   struct ShardView {
     const SignIndex* index;

@@ -1,20 +1,44 @@
-// ProbeInBlocks: finds the rows of many signs with their cache misses overlapped.
+// ProbeInBlocks and Touch: find the rows of many signs with their cache misses overlapped.
 //
-// A sign costs a miss in the index, then misses in the row that the entry leads to. Signs go
-// through each stage many at a time. The loops that miss do nothing but read, so that as many reads
-// as the processor can have are under way at once: see touch.h.
+// A prefetch instruction is only a hint: where the address has to be looked up in the page tables
+// first, which in a virtual machine is most of the cost of a random access, processors may drop it.
+// A read is never dropped. Reads that do not depend on one another overlap all the same, so
+// touching the memory of some tens of rows in a loop of its own, and working on them in the next,
+// takes little longer than the slowest of them.
 #pragma once
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
 #include "store/sign_index.h"
-#include "store/touch.h"
 
 namespace persia::store {
 
+// Brings memory into the processor's cache by reading it.
+inline void Touch(const void* address) {
+  static_cast<void>(*static_cast<const volatile unsigned char*>(address));
+}
+
+// Memory that other threads may be writing. `volatile`: a read whose result nobody uses stays.
+template <typename T>
+void Touch(const std::atomic<T>& cell) {
+  const volatile std::atomic<T>& read = cell;
+  static_cast<void>(read.load(std::memory_order_relaxed));
+}
+
+// Each cache line of `floats` up to a point, from where the processor follows by itself.
+inline void TouchRow(const float* row, size_t floats) {
+  constexpr size_t kLineFloats = 16, kMaxFloats = 256;
+  for (size_t i = 0; i < floats && i < kMaxFloats; i += kLineFloats) Touch(row + i);
+}
+
+// A sign costs a miss in the index, then misses in the row that the entry leads to. Signs pass
+// through each stage many at a time. The loops that miss do nothing but read, so that as many reads
+// as the processor can have are under way at once.
+//
 // For each i below `count`, in order: place(i) returns the key and the index it is in, row(i,
 // entry) returns what use() will read first, `row_floats` of them, or null where nothing will be
 // read. Then use(i, entry, row); the entry is null where there is none, and then so is the row.

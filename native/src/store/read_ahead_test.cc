@@ -1,11 +1,10 @@
 // Rows that are brought into memory before their lookup.
-#include "store/read_ahead.h"
-
 #include <gtest/gtest.h>
 
 #include <thread>
 
 #include "store/store_test_util.h"
+#include "store/tier.h"
 #include "store/tier_test_util.h"
 
 namespace persia::store {
@@ -44,13 +43,13 @@ class PrefetchTest : public ::testing::TestWithParam<pool::PoolKind> {
     AwaitShrinking();
   }
   void AwaitShrinking() {
-    ASSERT_TRUE(Eventually([&] { return store_->tier_stats()->num_hot <= kCacheRows; }));
+    ASSERT_TRUE(Eventually([&] { return store_->tier().stats()->num_hot <= kCacheRows; }));
   }
   void Prefetch(const std::vector<uint64_t>& signs) {
-    const uint64_t before = store_->tier_stats()->num_prefetched;
-    store_->Prefetch(signs);
-    ASSERT_TRUE(
-        Eventually([&] { return store_->tier_stats()->num_prefetched == before + signs.size(); }));
+    const uint64_t before = store_->tier().stats()->num_prefetched;
+    store_->tier().Prefetch(signs);
+    ASSERT_TRUE(Eventually(
+        [&] { return store_->tier().stats()->num_prefetched == before + signs.size(); }));
   }
 
   PoolDirectory directory_;
@@ -61,13 +60,13 @@ TEST_P(PrefetchTest, TheLookupFindsTheRowsInMemory) {
   const auto signs = Range(0, 30);
   const auto expected = Peek(*store_, signs, 4);
   Prefetch(signs);
-  const TierStats before = *store_->tier_stats();
+  const TierStats before = *store_->tier().stats();
   EXPECT_EQ(Lookup(*store_, signs, 4), expected);
-  const TierStats after = *store_->tier_stats();
+  const TierStats after = *store_->tier().stats();
   EXPECT_EQ(after.num_hits, before.num_hits + 30);
   EXPECT_EQ(after.num_misses, before.num_misses);
   Lookup(*store_, Range(30, 60), 4);
-  EXPECT_EQ(store_->tier_stats()->num_misses, before.num_misses + 30);
+  EXPECT_EQ(store_->tier().stats()->num_misses, before.num_misses + 30);
 }
 
 // They were used the longest ago, and would be the first to leave again.
@@ -75,9 +74,9 @@ TEST_P(PrefetchTest, TheRowsStayUntilTheirLookup) {
   for (uint64_t first = 0; first < 300; first += 20) {
     Prefetch(Range(first, first + 20));
     AwaitShrinking();
-    const uint64_t misses = store_->tier_stats()->num_misses;
+    const uint64_t misses = store_->tier().stats()->num_misses;
     Lookup(*store_, Range(first, first + 20), 4);
-    ASSERT_EQ(store_->tier_stats()->num_misses, misses) << first;
+    ASSERT_EQ(store_->tier().stats()->num_misses, misses) << first;
   }
 }
 
@@ -85,9 +84,9 @@ TEST_P(PrefetchTest, IsBoundedAndChangesNothing) {
   auto model = EmbeddingStore::Create({.capacity = 1000, .num_internal_shards = 1});
   ASSERT_TRUE((*model)->Configure(SgdConfig()).ok());
   for (uint64_t first = 0; first < 400; first += 50) Lookup(**model, Range(first, first + 50), 4);
-  store_->Prefetch(Range(0, 10'000));
-  EXPECT_EQ(store_->tier_stats()->num_unheeded, 10'000 - kCacheRows / 2);
-  ASSERT_TRUE(Eventually([&] { return store_->tier_stats()->num_prefetched > 0; }));
+  store_->tier().Prefetch(Range(0, 10'000));
+  EXPECT_EQ(store_->tier().stats()->num_unheeded, 10'000 - kCacheRows / 2);
+  ASSERT_TRUE(Eventually([&] { return store_->tier().stats()->num_prefetched > 0; }));
   // No rows are made; which ones are evicted is as without.
   EXPECT_EQ(store_->size(), 400u);
   for (const auto& store : {store_.get(), model->get()}) {

@@ -4,15 +4,9 @@
 #include <functional>
 #include <string>
 
-#include "store/touch.h"
+#include "store/probe_in_blocks.h"
 
 namespace persia::store {
-namespace {
-
-constexpr size_t kRowsAtATime = 64;
-constexpr size_t kEntriesPassed = 4096;  // of an index, at a time
-
-}  // namespace
 
 // The hooks of RowFeatures where there is a cache.
 bool RowFeatures::BeforeChangeOfCache(const SignIndex::Entry& entry, Status* status) {
@@ -39,7 +33,6 @@ RowCache::RowCache(std::mutex* mutex, ShardTable* table, RowFeatures* features, 
       tier_(*tier),
       resident_(budget),
       pinned_(num_pinned) {
-  table_.set_tail_floats(kCellFloats);
   if (!tier_.pool().is_mapped()) marks_ = std::make_unique<RowMarks>();
 }
 
@@ -70,7 +63,7 @@ Status RowCache::Promote(Entry* entry, const ColdReads::Row* read) {
   const ColdCell cell = ColdCellOf(slabs_, entry->slot);
   const RowShape shape = table_.ShapeOf(entry->key, cell.dim);
   const uint32_t slot = slabs_.Allocate(slabs_.FindOrAddPool(shape));
-  if (slot == RowSlabs::kNoSlot) return table_.OutOfMemory();
+  if (slot == RowSlabs::kNoSlot) return OutOfMemory(table_);
   pool::RowHead head;
   if (IsCurrent(*entry, read)) {
     head = read->head;
@@ -135,7 +128,7 @@ Status RowCache::ReadSome(Lock* lock, std::span<const MissingRef> some, float* r
       } else {
         PERSIA_RETURN_IF_ERROR(CopyCold(*entry, run->dim, out));
       }
-    } else if (table_.HasDim(entry, run->dim)) {
+    } else if (HasDim(slabs_, entry, run->dim)) {
       std::copy_n(slabs_.values(entry->slot), run->dim, out);  // rows of a tier are float32
     } else {                                                   // removed meanwhile
       left->push_back(missing);
@@ -268,7 +261,7 @@ Status RowCache::DemoteRows(std::span<Entry* const> entries) {
     const RowShape& shape = slabs_.shape(entry->slot);
     const uint32_t cold = AllocateCold(
         {HotCellOf(slabs_, entry->slot).address, shape.dim, shape.state_floats}, &slabs_);
-    if (cold == RowSlabs::kNoSlot) return table_.OutOfMemory();
+    if (cold == RowSlabs::kNoSlot) return OutOfMemory(table_);
     resident_.Remove(slabs_.row_bytes(entry->slot));
     slabs_.Free(entry->slot);
     entry->slot = cold;
@@ -326,8 +319,8 @@ void RowCache::Measure() {
   hot_keys_.TrimMemory();
   oldest_.TrimMemory();
   const uint64_t cell_bytes = slabs_.memory_bytes() - slabs_.row_slab_bytes();
-  resident_.SetBeside(index_.memory_bytes() + cell_bytes + list_bytes() + table_.order_bytes() +
-                      features_.memory_bytes());
+  resident_.SetBeside(index_.memory_bytes() + cell_bytes + list_bytes() +
+                      table_.victims().memory_bytes() + features_.memory_bytes());
 }
 
 Status RowCache::Limit() {
@@ -356,6 +349,20 @@ Status RowCache::EvictToBudget() {
   return Status::Ok();
 }
 
+// Only while a checkpoint is pending do changes need room.
+Status RowCache::PrepareUpdate(std::span<const Run> runs) {
+  const std::lock_guard lock(mutex_);
+  PERSIA_RETURN_IF_ERROR(Limit());
+  if (!tier_.HasPending()) return Status::Ok();
+  Status status;
+  for (const Run& run : runs) {
+    table_.ForEachRow(run, run.dim, [&](const RowRef& ref, const Entry* entry) {
+      if (entry != nullptr && status.ok()) status = WriteForCheckpoint(ref.key, entry->slot);
+    });
+  }
+  return status;
+}
+
 Status RowCache::EndUpdate(Status status) {
   if (!status.ok()) {
     // Other rows, here or in other shards, have their gradients already. To look for cold rows in
@@ -369,101 +376,9 @@ Status RowCache::EndUpdate(Status status) {
   return status;
 }
 
-StatusOr<bool> RowCache::Shrink() {
-  Lock lock(mutex_);
-  Measure();
-  if (resident_.Excess() > 0 && marks_ != nullptr) PrefetchOldest(&lock);
-  const uint64_t excess = resident_.Excess();
-  if (excess == 0) return false;
-  PERSIA_RETURN_IF_ERROR(Demote(std::min<size_t>(excess, kRowsAtATime)));
-  return resident_.Excess() > 0;
-}
-
 uint64_t RowCache::ExcessOfSlabs() const {
   const bool may_be_too_many = resident_.counts_bytes() && slabs_.CanLeave();
   return may_be_too_many ? resident_.ExcessOfSlabs(slabs_.row_slab_bytes()) : 0;
-}
-
-// All entries of the index are gone through, so a cache that is too small for its calls, and has
-// too many slabs after each, must not have this all the time.
-RowCache::GiveBack RowCache::GiveBackMemory(uint64_t* next) {
-  constexpr uint64_t kMostAtATime = 16 << 20;  // bytes
-  constexpr int kRestPerWork = 20;
-  constexpr std::chrono::milliseconds kShortestRest{50}, kLongestRest{2000};
-  const std::lock_guard lock(mutex_);
-  if (*next == 0) {
-    Measure();
-    const uint64_t excess = ExcessOfSlabs();
-    if (excess == 0 && !slabs_.HasLeaving()) return GiveBack::kNothing;
-    leaving_since_ = std::chrono::steady_clock::now();
-    if (leaving_since_ < rests_until_) return GiveBack::kLater;
-    slabs_.BeginLeaving(std::min(excess, kMostAtATime));
-  }
-  size_t num_moved = 0, num_passed = 0;
-  const bool has_ended = index_.ForEachFrom(*next, [&](Entry& entry) {
-    if (num_moved == kRowsAtATime || num_passed++ == kEntriesPassed) {
-      *next = entry.key;
-      return false;
-    }
-    if (slabs_.IsLeaving(entry.slot)) num_moved += MoveRow(&entry);
-    return true;
-  });
-  if (!has_ended) return GiveBack::kMore;
-  slabs_.FinishLeaving();
-  const auto end = std::chrono::steady_clock::now();
-  const std::chrono::nanoseconds rest = kRestPerWork * (end - leaving_since_);
-  rests_until_ = end + std::clamp<std::chrono::nanoseconds>(rest, kShortestRest, kLongestRest);
-  return GiveBack::kLater;  // there may be more
-}
-
-bool RowCache::MoveRow(Entry* entry) {
-  const RowShape& shape = slabs_.shape(entry->slot);
-  const uint32_t slot = slabs_.Allocate(slabs_.FindOrAddPool(shape));
-  if (slot == RowSlabs::kNoSlot) return false;  // it stays, and its slab with it
-  std::copy_n(slabs_.values(entry->slot), shape.Stride(), slabs_.values(slot));
-  if (shape.has_scalar) *slabs_.scalar(slot) = *slabs_.scalar(entry->slot);
-  slabs_.Free(entry->slot);
-  entry->slot = slot;
-  ++num_moved_;
-  return true;
-}
-
-// The system reads the page of a file that a row is written to, and that should not take place with
-// the shard locked. Which rows leave is decided behind it, anew.
-void RowCache::PrefetchOldest(Lock* lock) {
-  std::vector<pool::RowPool::Place> places;
-  if (oldest_.is_empty()) CollectOldest();
-  oldest_.Peek(index_, kRowsAtATime, [&](const Entry& entry) {
-    if (IsCold(slabs_, entry.slot) || pinned_.Contains(entry.key)) return false;
-    const HotCell cell = HotCellOf(slabs_, entry.slot);
-    const RowShape& shape = slabs_.shape(entry.slot);
-    if (cell.unsaved != 0 && cell.address != pool::kNoAddress) {
-      places.push_back({cell.address, size_t{shape.dim} + shape.state_floats});
-    }
-    return true;
-  });
-  if (places.empty()) return;
-  lock->unlock();
-  tier_.pool().BringNear(places);
-  lock->lock();
-}
-
-StatusOr<bool> RowCache::WriteBackUpTo(uint64_t batch, uint64_t* next) {
-  const std::lock_guard lock(mutex_);
-  std::array<Entry*, kRowsAtATime> unsaved;
-  size_t num_unsaved = 0, num_passed = 0;
-  const bool has_ended = index_.ForEachFrom(*next, [&](Entry& entry) {
-    if (num_unsaved == kRowsAtATime || num_passed++ == kEntriesPassed) {
-      *next = entry.key;
-      return false;
-    }
-    if (IsCold(slabs_, entry.slot)) return true;
-    const HotCell cell = HotCellOf(slabs_, entry.slot);
-    if (cell.unsaved != 0 && cell.unsaved <= batch) unsaved[num_unsaved++] = &entry;
-    return true;
-  });
-  if (num_unsaved > 0) PERSIA_RETURN_IF_ERROR(WriteBack(std::span(unsaved).first(num_unsaved)));
-  return !has_ended;
 }
 
 // What cannot be brought here, the lookup will be told.

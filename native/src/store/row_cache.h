@@ -2,13 +2,13 @@
 // storage tier (tier.h).
 //
 // The shard's table knows all rows. A resident row has a cell like those of a store without a tier;
-// a cold row has a cell of eight bytes that says where the tier stores it (tier_cells.h). The cache
+// a cold row has a cell of eight bytes that says where the tier stores it (cold_rows.h). The cache
 // promotes cold rows that a call needs, notes which rows the tier lacks, and demotes the oldest
 // ones once the budget is exceeded. A call leaves at most a sixteenth more than the budget behind;
 // the store's maintenance thread does the rest.
 //
 // Methods marked "locks" take the shard's mutex; the caller of all others holds it. Where reading
-// from the tier takes long, it is released meanwhile (cold_reads.h): methods that take a `lock` may
+// from the tier takes long, it is released meanwhile (cold_rows.h): methods that take a `lock` may
 // do so, and entries found before them are invalid then.
 #pragma once
 
@@ -21,16 +21,12 @@
 #include <vector>
 
 #include "base/status.h"
-#include "store/batch_plan.h"
-#include "store/cache_budget.h"
-#include "store/cold_reads.h"
-#include "store/embedding_store.h"
-#include "store/hot_keys.h"
-#include "store/pinned_rows.h"
+#include "store/cold_rows.h"
+#include "store/resident_rows.h"
 #include "store/row_features.h"
 #include "store/row_table.h"
 #include "store/tier.h"
-#include "store/tier_cells.h"
+#include "store/types.h"
 
 namespace persia::store {
 
@@ -67,6 +63,7 @@ class RowCache {
   }
 
   Tier& tier() { return tier_; }
+  // Whether a row that looks missing is one of that dim in the tier.
   bool IsColdOfDim(const Entry& entry, uint32_t dim) const {
     return IsCold(slabs_, entry.slot) && ColdCellOf(slabs_, entry.slot).dim == dim;
   }
@@ -74,6 +71,8 @@ class RowCache {
   Status CheckFits(uint64_t key, uint32_t dim) const;
   // What a pending checkpoint needs of a row is written: before it changes or is removed.
   Status WriteForCheckpoint(uint64_t key, uint32_t cell);
+  // Makes a cold row resident; its entry has another cell afterwards. kResourceExhausted: no
+  // memory.
   Status Promote(Entry* entry) { return Promote(entry, nullptr); }
   // The embedding of a cold row, which stays cold.
   Status CopyCold(const Entry& entry, uint32_t dim, float* out) const;
@@ -87,6 +86,7 @@ class RowCache {
   Status Fetch(Lock* lock, std::vector<MissingRef>* missing, Use use, Flush flush);
   // For inference: copies embeddings of cold rows, which stay cold, to `rows`.
   Status Read(Lock* lock, std::vector<MissingRef>* missing, float* rows);
+  // For TierStats: resident rows that a lookup found, and cold ones that it read.
   void CountHits(uint64_t num_hits, uint64_t num_misses) {
     num_hits_ += num_hits;
     num_misses_ += num_misses;
@@ -94,8 +94,11 @@ class RowCache {
 
   // At the end of a call that made rows resident: demotes about as many where there are too many.
   Status Limit();
-  // The same at the end of an update that ended with `status`. An update that failed half way stops
-  // the store: no checkpoint may begin that has a part of it.
+  // Locks. Before an update: writes what a pending checkpoint needs of the rows, so that a lack of
+  // room is found before any gradient is applied.
+  Status PrepareUpdate(std::span<const Run> runs);
+  // As Limit(), at the end of an update that ended with `status`. An update that failed half way
+  // stops the store: no checkpoint may begin that has a part of it.
   Status EndUpdate(Status status);
   // Of rows that were just loaded, demotes as many as the cache has too many.
   Status DemoteLoaded(std::span<const Run> runs);
@@ -103,9 +106,13 @@ class RowCache {
  private:
   friend struct RowFeatures;
 
+  // That are demoted, written or moved while the mutex is held: some tens of microseconds.
+  static constexpr size_t kRowsAtATime = 64;
+
   uint64_t list_bytes() const {
     return hot_keys_.memory_bytes() + oldest_.memory_bytes() + pinned_.memory_bytes();
   }
+  // RowFeatures' hooks.
   Status BeforeChange(uint64_t key, uint32_t cell);
   void NoteInserted(uint64_t key, uint32_t cell);
   Status RemoveFromTier(const Entry& entry);
@@ -130,10 +137,14 @@ class RowCache {
   void DropColdKeys();
   void CollectOldest();
   void PrefetchOldest(Lock* lock);
+  // Demotes the `count` oldest rows; fewer where there are no more.
   Status Demote(size_t count);
+  // At most kRowsAtATime. Rows that the tier lacks are written first; where that fails, all stay.
   Status DemoteRows(std::span<Entry* const> entries);
+  // Writes rows to the tier, where they stay resident.
   Status WriteBack(std::span<Entry* const> entries);
   Status EvictToBudget();
+  // Tells the budget how much memory is used beside the resident rows.
   void Measure();
   uint64_t ExcessOfSlabs() const;
   bool MoveRow(Entry* entry);
@@ -222,7 +233,7 @@ Status RowCache::FetchSome(std::span<const MissingRef> some, ColdReads* reads, U
     if (status.ok() && entry != nullptr && IsColdOfDim(*entry, missing.run->dim)) {
       status = Promote(entry, read);
     }
-    if (status.ok() && table_.HasDim(entry, missing.run->dim)) {
+    if (status.ok() && HasDim(slabs_, entry, missing.run->dim)) {
       use(missing, entry);
     } else {
       left->push_back(missing);

@@ -1,26 +1,56 @@
 // RowFeatures: what attaches to the rows of an internal shard (RowTable's Features). Each feature
 // is off, or null, until the store uses it.
 //
-// The store sets `snapshot` and `changes` while it is locked exclusively; all else is guarded like
-// the shard's rows. Hooks are inline: without features they are a branch each.
+// The hooks are the whole interface between a table and features. A feature that must know when
+// rows change adds its part to the hooks here, and neither RowTable nor Shard learns of it. Hooks
+// are inline: without features they are a branch each, per row or per run of rows.
+//
+// Thread safety: the store sets `snapshot` and `changes` while it is locked exclusively; all else
+// is guarded like the shard's rows. BeforeTouch() may run in several threads for different rows
+// (InPlaceRows), which only `snapshot` must bear.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 
 #include "base/status.h"
 #include "store/admission_filter.h"
 #include "store/change_set.h"
+#include "store/cold_rows.h"
 #include "store/expiry.h"
 #include "store/group_limits.h"
 #include "store/row_slabs.h"
 #include "store/shard_snapshot.h"
 #include "store/sign_index.h"
-#include "store/update_count.h"
 
 namespace persia::store {
 
 class RowCache;
+
+// How many updates a row has had, in stores that count them. The count is kept behind the row's
+// state, so that it moves with the row and costs no memory in stores that do not count. It is a
+// float's memory and is copied, not cast: it need not be aligned for an integer.
+inline constexpr uint32_t kUpdateCountFloats = 1;
+static_assert(sizeof(uint32_t) == kUpdateCountFloats * sizeof(float));
+
+// `values` are a row's, of a shape with such a tail or that shape without it.
+inline uint32_t UpdateCountOf(const float* values, const RowShape& shape) {
+  uint32_t count;
+  std::memcpy(&count, values + size_t{shape.embedding_floats()} + shape.state_floats,
+              sizeof(count));
+  return count;
+}
+inline void SetUpdateCount(float* values, const RowShape& shape, uint32_t count) {
+  std::memcpy(values + size_t{shape.embedding_floats()} + shape.state_floats, &count,
+              sizeof(count));
+}
+// One more; the greatest count stays.
+inline void CountUpdate(float* values, const RowShape& shape) {
+  const uint32_t count = UpdateCountOf(values, shape);
+  if (count != UINT32_MAX) SetUpdateCount(values, shape, count + 1);
+}
 
 struct RowFeatures {
   ShardSnapshot* snapshot = nullptr;  // rows are saved for it before they change
@@ -29,9 +59,9 @@ struct RowFeatures {
   GroupLimits limits;                 // capacities of feature groups
   Expiry expiry;                      // times to live
   AdmissionFilter sightings;          // of keys without a row, where policies count them
-  bool counts_updates = false;        // of each row (update_count.h); not with a cache
+  bool counts_updates = false;        // of each row (UpdateCountOf); not with a cache
 
-  // Before the row's stamp changes.
+  // Before the row's stamp changes: a snapshot tells by the stamp which rows it has still to save.
   void BeforeTouch(const SignIndex::Entry& entry, const RowSlabs& slabs) {
     if (snapshot != nullptr) [[unlikely]]
       snapshot->SaveBeforeTouch(entry, slabs);
@@ -43,10 +73,11 @@ struct RowFeatures {
       snapshot->SaveBeforeUpdate(entry, slabs);
     return BeforeChange(entry, status);
   }
-  // The same for a row that was touched.
+  // The same for a row that was touched for this change, and hence saved already.
   bool BeforeChange(const SignIndex::Entry& entry, Status* status) {
     return cache == nullptr || BeforeChangeOfCache(entry, status);
   }
+  // After a row was inserted. Its values are not set yet.
   void Inserted(uint64_t key, uint32_t cell, const RowSlabs& slabs) {
     BeginCount(cell, slabs);
     if (cache != nullptr) InsertedInCache(key, cell);
@@ -58,8 +89,8 @@ struct RowFeatures {
   void BeginCount(uint32_t cell, const RowSlabs& slabs) const {
     if (counts_updates) SetUpdateCount(slabs.values(cell), slabs.shape(cell), 0);
   }
-  // In this order: what may fail comes first, and a snapshot reads the row before its tier does
-  // not have it any more.
+  // Before a row is removed. An error means that it stays: so what may fail comes first. A snapshot
+  // reads the row before the tier deletes it.
   Status BeforeRemove(const SignIndex::Entry& entry, const RowSlabs& slabs) {
     if (cache != nullptr) PERSIA_RETURN_IF_ERROR(BeforeRemoveFromCache(entry));
     BeforeTouch(entry, slabs);
@@ -69,21 +100,27 @@ struct RowFeatures {
     limits.CountRemoval(entry.key);
     return Status::Ok();
   }
+  // Before all rows are removed. A snapshot that still needs them takes index and slabs over.
   void BeforeClear(SignIndex* index, RowSlabs* slabs) {
     if (snapshot != nullptr) snapshot->TakeOver(std::move(*index), std::move(*slabs));
     if (cache != nullptr) ClearCache();
     limits.CountClear();
     sightings.Clear();
   }
+  // All stamps are about to fall by kStampRebase, so that new ones do not overflow.
   void StampsFell() {
     if (snapshot != nullptr) snapshot->RebaseStamp();
     expiry.Forget();
     ForgetVictims();
   }
-  // Where the table forgets its own.
+  // Forgets every order of eviction but the table's own; see VictimQueue::Clear().
   void ForgetVictims() {
     limits.ForgetVictims();
     if (cache != nullptr) ForgetVictimsOfCache();
+  }
+  // What the cache, or the count of updates, keeps behind each row's state.
+  uint32_t tail_floats() const {
+    return cache != nullptr ? kCellFloats : counts_updates ? kUpdateCountFloats : 0;
   }
   uint64_t memory_bytes() const {
     return limits.memory_bytes() + expiry.memory_bytes() + sightings.memory_bytes();

@@ -1,7 +1,7 @@
-// RowFormat: how a row's embedding lies in memory: as float32, or in 16 bits an element (ADR 20).
+// RowFormat: the format of embeddings in memory: float32, or 16 bits an element (ADR 20).
 //
-// The only place that knows. All arithmetic, all that is handed out and all files are float32; the
-// optimizer's state is float32 in every format. Stateless, hence thread-safe.
+// No other file knows it. All arithmetic, all values that callers get and all files are float32;
+// the optimizer's state is float32 in every format. Stateless, hence thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ class RowFormat {
   // Null for float32, whose rows are used where they lie.
   const simd::NarrowRows* narrow() const { return narrow_; }
 
-  // `row` is where the embedding lies.
+  // `row` is the embedding's memory; `out` gets `dim` floats.
   void Read(float* out, const float* row, uint32_t dim) const {
     if (narrow_ == nullptr) [[likely]] {
       std::memcpy(out, row, dim * sizeof(float));
@@ -40,7 +40,8 @@ class RowFormat {
       narrow_->read(out, reinterpret_cast<const uint16_t*>(row), dim);
     }
   }
-  // Values that are given, to nearest.
+  // Rounds to nearest: for values that are given. Updates round stochastically, so that steps
+  // smaller than a format's resolution are not lost (RowPolicy).
   void Write(float* row, const float* values, uint32_t dim) const {
     if (narrow_ == nullptr) [[likely]] {
       std::memcpy(row, values, dim * sizeof(float));

@@ -4,9 +4,14 @@
 #include <array>
 #include <bit>
 #include <cmath>
+#include <map>
+#include <mutex>
 
 namespace persia::store {
 namespace {
+
+// With beta2 = 0.999 the corrections are 1 in float from step 17,000 on.
+constexpr uint32_t kTabulatedSteps = 1 << 14;
 
 // SplitMix64's finaliser: every input bit reaches every output bit.
 uint64_t Mix(uint64_t z) {
@@ -53,6 +58,28 @@ simd::NormalRule NormalRuleOf(const Initializer& init, double (*quantile)(double
 }
 
 }  // namespace
+
+std::shared_ptr<const BiasCorrections> BiasCorrections::For(float beta1, float beta2) {
+  static std::mutex mutex;
+  static std::map<std::pair<float, float>, std::weak_ptr<const BiasCorrections>> tables;
+  const std::lock_guard lock(mutex);
+  // Tables that nobody has any more leave nothing behind.
+  std::erase_if(tables, [](const auto& entry) { return entry.second.expired(); });
+  std::weak_ptr<const BiasCorrections>& known = tables[{beta1, beta2}];
+  std::shared_ptr<const BiasCorrections> table = known.lock();
+  if (table == nullptr) known = table = std::make_shared<const BiasCorrections>(beta1, beta2);
+  return table;
+}
+
+BiasCorrections::BiasCorrections(float beta1, float beta2) : beta1_(beta1), beta2_(beta2) {
+  table_.reserve(kTabulatedSteps);
+  for (uint32_t step = 1; step <= kTabulatedSteps; ++step) table_.push_back(Compute(step));
+}
+
+BiasCorrections::Correction BiasCorrections::Compute(uint32_t step) const {
+  return {.first = 1.0 - std::pow(beta1_, step),
+          .second_scale = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2_, step)))};
+}
 
 RowPolicy::RowPolicy(const RowConfig& config, RowDtype dtype)
     : config_(config),
@@ -173,6 +200,39 @@ void RowPolicy::CountSteps(std::span<simd::RowStep> rows, uint32_t dim) const {
                         ? step_sizes_[step - 1]
                         : static_cast<float>(double{config_.optimizer.lr} / correction.first);
   }
+}
+
+RowPolicies::RowPolicies(const TrainConfig& config, RowDtype dtype) {
+  policies_.emplace_back(config, dtype);
+  if (config.groups.empty()) return;
+  sign_shift_ = 64 - config.feature_index_prefix_bit;
+  by_group_.assign(size_t{config.groups.back().group} + 1, &policies_[0]);
+  for (const GroupConfig& group : config.groups) {
+    by_group_[group.group] = &policies_.emplace_back(group.rows, dtype);
+  }
+}
+
+bool RowPolicies::CountsSightings() const {
+  return std::any_of(policies_.begin(), policies_.end(),
+                     [](const RowPolicy& policies) { return policies.admit_after() > 1; });
+}
+
+std::vector<std::pair<uint32_t, uint64_t>> RowPolicies::capacities() const {
+  std::vector<std::pair<uint32_t, uint64_t>> capacities;
+  for (uint32_t group = 0; group < by_group_.size(); ++group) {
+    const uint64_t capacity = by_group_[group]->capacity();
+    if (capacity > 0) capacities.emplace_back(group, capacity);
+  }
+  return capacities;
+}
+
+double RowPolicies::ShortestTimeToLive() const {
+  double shortest = 0;
+  for (const RowPolicy& policies : policies_) {
+    const double time_to_live = policies.time_to_live_sec();
+    if (time_to_live > 0 && (shortest == 0 || time_to_live < shortest)) shortest = time_to_live;
+  }
+  return shortest;
 }
 
 }  // namespace persia::store

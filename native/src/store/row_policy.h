@@ -1,24 +1,62 @@
-// RowPolicy: what a row config means for one row: its shape, admission, first values and update.
-//
-// Immutable, hence thread-safe; a change of configuration makes new rules.
+// What the train config means for rows: their shape, admission, first values and optimizer steps.
+// RowPolicy is that of one feature group, RowPolicies those of all groups, RowSteps applies them to
+// many rows at a time.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "base/train_config.h"
 #include "simd/kernels.h"
-#include "store/bias_corrections.h"
 #include "store/row_slabs.h"
+#include "store/sign_index.h"
+#include "store/types.h"
 
 namespace persia::store {
 
+// Adam's bias corrections by a row's step count. They are tabulated: two powers a row would cost
+// more than the row.
+//
+// Policies with equal betas share a table: a learning-rate schedule, which makes new policies again
+// and again, must not compute it anew. Immutable, hence thread-safe.
+class BiasCorrections {
+ public:
+  struct Correction {
+    double first;        // 1 - beta1^step
+    float second_scale;  // 1 / sqrt(1 - beta2^step)
+  };
+
+  // Thread-safe.
+  static std::shared_ptr<const BiasCorrections> For(float beta1, float beta2);
+  BiasCorrections(float beta1, float beta2);
+
+  // Of steps 1, 2, ...
+  std::span<const Correction> table() const { return table_; }
+  // step >= 1
+  Correction Of(uint32_t step) const {
+    return step <= table_.size() ? table_[step - 1] : Compute(step);
+  }
+
+ private:
+  Correction Compute(uint32_t step) const;
+
+  const double beta1_, beta2_;
+  std::vector<Correction> table_;
+};
+
+// The policy of one feature group. Immutable, hence thread-safe: a change of configuration makes a
+// new one.
 class RowPolicy {
  public:
   explicit RowPolicy(const RowConfig& config, RowDtype dtype = RowDtype::kFloat32);
 
+  // Without what features keep behind the row (RowTable::ShapeOf).
   RowShape ShapeFor(uint32_t dim) const;
   // Decided by (seed, sign), so every server and every run decides alike.
   bool Admits(uint64_t sign) const;
@@ -26,7 +64,9 @@ class RowPolicy {
   uint32_t admit_after() const { return config_.admit_after; }
   // Seconds; 0: for ever.
   double time_to_live_sec() const { return config_.time_to_live_sec; }
+  // Rows of the group in the whole store; 0: no limit but the store's.
   uint64_t capacity() const { return config_.capacity; }
+  // Rows with smaller embeddings are removed by RemoveSmallRows(); 0: none.
   float min_norm() const { return config_.min_norm; }
   // A new row: values by (seed, sign), state of an optimizer that has not stepped.
   void Initialize(uint64_t sign, const RowView& row) const;
@@ -54,6 +94,72 @@ class RowPolicy {
   const simd::UpdateRows update_;
   std::shared_ptr<const BiasCorrections> corrections_;  // Adam and its kin, else null
   std::vector<float> step_sizes_;                       // of the corrections' table
+};
+
+// The policies of all feature groups of a train config.
+//
+// A row's policy follows from its sign, whose top bits are its group's number: nothing is kept in
+// the row (ADR 8). Immutable, hence thread-safe.
+class RowPolicies {
+ public:
+  // `dtype` is that of the rows; policies that are only checked need none.
+  explicit RowPolicies(const TrainConfig& config, RowDtype dtype = RowDtype::kFloat32);
+
+  // For every row of a batch: two loads where groups have policies of their own, else none.
+  const RowPolicy& Of(uint64_t sign) const {
+    if (by_group_.empty()) return policies_[0];
+    const uint64_t group = sign >> sign_shift_;
+    return group < by_group_.size() ? *by_group_[group] : policies_[0];
+  }
+  const RowPolicy& OfKey(uint64_t key) const {
+    return by_group_.empty() ? policies_[0] : Of(SignOfKey(key));
+  }
+  uint32_t GroupOfKey(uint64_t key) const {
+    return by_group_.empty() ? 0 : static_cast<uint32_t>(SignOfKey(key) >> sign_shift_);
+  }
+  // Groups with a capacity of their own, by rising number.
+  std::vector<std::pair<uint32_t, uint64_t>> capacities() const;
+  // Whether any group counts how often it sees a sign.
+  bool CountsSightings() const;
+  // Seconds, of any group; 0: all rows stay.
+  double ShortestTimeToLive() const;
+
+ private:
+  std::deque<RowPolicy> policies_;          // the common ones first
+  std::vector<const RowPolicy*> by_group_;  // empty where all rows have the common ones
+  uint32_t sign_shift_ = 0;
+};
+
+// Collects rows of one dim and steps them some at a time, so that a row does not pay for a call of
+// the optimizer's kernel. Rows must stay where they are until Flush().
+class RowSteps {
+ public:
+  // Counts into *report. Flush() before the end.
+  RowSteps(uint32_t dim, UpdateReport* report) : dim_(dim), report_(report) {}
+
+  // `gradient` is read by Flush() at the latest, and must stay until then.
+  void Add(const RowPolicy& policy, const RowView& row, const float* gradient) {
+    if (policy_ != &policy) {
+      Flush();
+      policy_ = &policy;
+    }
+    steps_[count_++] = {row.values, row.state, gradient, row.scalar, 0.0f, 0.0f};
+    if (count_ == steps_.size()) Flush();
+  }
+  void Flush() {
+    if (count_ == 0) return;
+    const size_t num_left = policy_->ApplyGradients(std::span(steps_).first(count_), dim_);
+    report_->num_updated += count_ - num_left;
+    report_->num_nonfinite += num_left;
+    count_ = 0;
+  }
+
+ private:
+  const RowPolicy* policy_ = nullptr;  // of the rows that wait
+  const uint32_t dim_;
+  UpdateReport* report_;
+  size_t count_ = 0;
+  std::array<simd::RowStep, 32> steps_;
 };
 
 }  // namespace persia::store

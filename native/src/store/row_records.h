@@ -1,4 +1,7 @@
-// RowRecords: copies of rows, one behind the other, with what is known of each.
+// RowRecords: copies of rows, one behind the other, each with a head that describes it.
+//
+// How a snapshot hands rows to whoever encodes them: one buffer of many rows instead of an
+// allocation for each. Cleared and used again, it keeps its memory.
 //
 // Not thread-safe.
 #pragma once
@@ -12,6 +15,7 @@
 
 namespace persia::store {
 
+// Precedes the row's values: the embedding, then the optimizer state, all float32.
 struct RowHead {
   uint64_t sign = 0;
   uint32_t age = 0;     // batches between its last use and the cut, in its internal shard
@@ -47,7 +51,7 @@ class RowRecords {
     }
   }
 
-  // Room for so many bytes of records, those that are there included.
+  // Room for so many bytes of records, the present ones included; only ever grows.
   void Reserve(size_t num_bytes) {
     Buffer buffer(num_bytes);
     if (num_bytes_ > 0) std::memcpy(buffer.data(), buffer_.data(), num_bytes_);
@@ -55,6 +59,7 @@ class RowRecords {
   }
   // The memory stays.
   void Clear() { num_bytes_ = num_rows_ = 0; }
+  // Whether a record of so many bytes can be added without an allocation.
   bool HasRoom(size_t num_bytes) const { return num_bytes_ + num_bytes <= buffer_.size(); }
   uint64_t capacity_bytes() const { return buffer_.size(); }
   size_t num_rows() const { return num_rows_; }

@@ -28,6 +28,7 @@ uint64_t TargetBytes(uint64_t row_bytes, uint64_t num_rows) {
 uint32_t RowShape::Stride() const {
   const uint32_t floats = embedding_floats() + state_floats + tail_floats;
   if (dim == 0) return floats;
+  // A row that begins a cache line costs a miss less; not at any price.
   const uint32_t lines = RoundUp(floats, kLineFloats);
   return lines - floats <= kUnitFloats ? lines : RoundUp(floats, kUnitFloats);
 }
@@ -46,6 +47,7 @@ uint32_t RowSlabs::FindOrAddPool(const RowShape& shape) {
   return static_cast<uint32_t>(pools_.size() - 1);
 }
 
+// Free cells first, the one freed last before the others.
 uint32_t RowSlabs::Allocate(uint32_t pool_number) {
   Pool& pool = pools_[pool_number];
   if (pool.first_free != kNoSlot) {
@@ -61,6 +63,7 @@ uint32_t RowSlabs::Allocate(uint32_t pool_number) {
 void RowSlabs::Free(uint32_t slot) {
   Pool& pool = pools_[slabs_[slot >> kPlaceBits].pool];
   if (pool.num_leaving > 0 && IsLeaving(slot)) {
+    // Not into the list of free cells: Allocate() must not hand it out again.
     --holdings_[slot >> kPlaceBits].num_left;
     return;
   }
@@ -93,6 +96,7 @@ uint32_t RowSlabs::NewSlabNumber() {
   return number;
 }
 
+// False: no memory, or no number for another slab.
 bool RowSlabs::AddSlab(uint32_t pool_number) {
   Pool& pool = pools_[pool_number];
   // The last slab number is left out: with it kNoSlot would be a slot.
@@ -154,6 +158,7 @@ void RowSlabs::BeginLeaving(uint64_t num_bytes) {
   }
 }
 
+// The list of free cells, newest first.
 std::vector<uint32_t> RowSlabs::FreeSlotsOf(const Pool& pool) const {
   std::vector<uint32_t> slots;
   slots.reserve(pool.num_free);
@@ -164,6 +169,8 @@ std::vector<uint32_t> RowSlabs::FreeSlotsOf(const Pool& pool) const {
   return slots;
 }
 
+// The newest slabs, which are the largest. Free cells of slabs that leave are taken out of the
+// list; the order of the others stays, so that the next rows get the same cells as without.
 uint64_t RowSlabs::BeginLeavingOf(Pool* pool, uint64_t num_bytes) {
   uint64_t num_free = pool->num_free + pool->num_unused();
   const std::vector<uint32_t> free_slots = FreeSlotsOf(*pool);
@@ -195,6 +202,7 @@ void RowSlabs::FinishLeaving() {
   }
 }
 
+// A slab that still has rows, because there was no memory to move them, leaves later.
 void RowSlabs::FinishLeavingOf(Pool* pool) {
   std::erase_if(pool->slabs, [&](uint32_t number) {
     Holding& holding = holdings_[number];

@@ -1,11 +1,11 @@
 // RowSlabs: memory for rows, addressed by slot number.
 //
-// A slab is one block of memory for up to 65,536 rows of one dim: their values [embedding |
+// A slab is one block of memory for up to 65,536 rows of one shape: their values [embedding |
 // optimizer state], the embedding in the shape's format, then, where the optimizer has one, a
-// 32-bit scalar a row (row-wise Adagrad's sum, Adam's step count), which lies apart so that rows
-// keep whole cache lines. A slot is the slab's number above the row's place in it; nothing holds a
-// pointer, so slabs could as well lie in a mapped file. Which sign a row belongs to, the index
-// knows.
+// 32-bit scalar a row (row-wise Adagrad's sum, Adam's step count), which is kept apart so that
+// rows keep whole cache lines. A slot is the slab's number above the row's place in it; nothing
+// holds a pointer, so slabs could as well be in a mapped file. Only the index knows which sign a
+// row belongs to.
 //
 // A slab begun costs at most 4 bytes for each row there is: slabs of a dim start at 16 KiB and grow
 // with its rows up to 2 MiB. (Rows wider than 16 KiB: an eighth of what there is.) SlabMemory cuts
@@ -31,9 +31,9 @@ struct RowShape {
   uint32_t dim = 0;
   uint32_t state_floats = 0;  // behind the embedding
   bool has_scalar = false;
-  uint32_t tail_floats = 0;  // behind the state: the store's own (tier_cells.h, update_count.h)
+  uint32_t tail_floats = 0;  // behind the state: the features' own (cold_rows.h, row_features.h)
   RowDtype dtype = RowDtype::kFloat32;  // of the embedding
-  uint64_t label = 0;                   // sets shapes apart that are equal otherwise (tier_cells.h)
+  uint64_t label = 0;                   // sets shapes apart that are equal otherwise (cold_rows.h)
   // Of memory, that the embedding takes.
   uint32_t embedding_floats() const { return EmbeddingFloats(dtype, dim); }
   // Floats from one row to the next: whole cache lines
@@ -42,6 +42,7 @@ struct RowShape {
   bool operator==(const RowShape&) const = default;
 };
 
+// Where a row's parts are. Valid until the row is freed; valid across allocations.
 struct RowView {
   float* values;     // the embedding, in the store's format
   float* state;      // behind it
@@ -59,13 +60,16 @@ class RowSlabs {
   RowSlabs(SlabMemory* memory, SlabMemory* cells) : memory_(memory), cells_(cells) {}
   explicit RowSlabs(SlabMemory* memory) : RowSlabs(memory, memory) {}
 
-  // A pool is the slabs of one shape.
+  // A pool is the slabs of one shape. Stores have few shapes, and these search them all. FindPool()
+  // returns kNoPool where there is none.
   uint32_t FindPool(const RowShape& shape) const;
   uint32_t FindOrAddPool(const RowShape& shape);
 
   // A row with uninitialised contents; kNoSlot when there is no memory or no slot number left.
   [[nodiscard]] uint32_t Allocate(uint32_t pool);
+  // The slot is reused for the same shape. Writes into the row's memory.
   void Free(uint32_t slot);
+  // Frees all rows and gives their memory back.
   void Clear();
 
   // Slabs of rows, the newest ones, of about so many bytes are to leave; as many as there is room

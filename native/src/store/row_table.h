@@ -14,6 +14,7 @@
 //   void Inserted(uint64_t key, uint32_t cell, const RowSlabs&);   // values are not set yet
 //   void BeforeClear(SignIndex*, RowSlabs*);                       // may take them over
 //   void StampsFell();                                             // all by kStampRebase
+//   uint32_t tail_floats() const;                                  // kept behind each row's state
 //
 // Not thread-safe: the caller holds the shard's mutex, or the store exclusively. Finding rows and
 // touching different ones may run in several threads at once.
@@ -26,11 +27,11 @@
 #include <utility>
 
 #include "base/status.h"
-#include "store/batch_plan.h"
 #include "store/probe_in_blocks.h"
-#include "store/row_policies.h"
+#include "store/row_policy.h"
 #include "store/row_slabs.h"
 #include "store/sign_index.h"
+#include "store/types.h"
 #include "store/victim_queue.h"
 
 namespace persia::store {
@@ -41,7 +42,13 @@ struct NoFeatures {
   void Inserted(uint64_t, uint32_t, const RowSlabs&) {}
   void BeforeClear(SignIndex*, RowSlabs*) {}
   void StampsFell() {}
+  uint32_t tail_floats() const { return 0; }
 };
+
+// Whether there is a row, and it is resident and has the dim.
+inline bool HasDim(const RowSlabs& slabs, const SignIndex::Entry* entry, uint32_t dim) {
+  return entry != nullptr && slabs.dim(entry->slot) == dim;
+}
 
 template <typename Features>
 class RowTable {
@@ -61,15 +68,19 @@ class RowTable {
         slabs_(row_memory, cold_memory) {}
 
   uint64_t capacity() const { return capacity_; }
-  uint64_t size() const { return index_.size(); }
+  // Read through these; rows are inserted and removed through the table, which tells the features.
   const SignIndex& index() const { return index_; }
   const RowSlabs& slabs() const { return slabs_; }
   RowSlabs& slabs() { return slabs_; }
   // The stamp of rows that are touched now.
   uint32_t now() const { return now_; }
-  // Rises with every removal. Rows are where they were as long as it does not, without a tier.
+  // Rises with every removal. Without a tier, which moves rows, a cell found earlier still has the
+  // same row as long as the number is the same.
   uint64_t num_removals() const { return num_removals_; }
-  uint64_t order_bytes() const { return victims_.memory_bytes(); }
+  // The order of eviction. Its Clear() makes the next eviction find the order anew: to be called
+  // where stamps have changed, or rows were inserted that are older than others.
+  VictimQueue& victims() { return victims_; }
+  const VictimQueue& victims() const { return victims_; }
 
   // Null before the first configuration: then there are no rows.
   const RowPolicies* policies() const { return policies_.get(); }
@@ -77,17 +88,13 @@ class RowTable {
   std::shared_ptr<const RowPolicies> SetPolicies(std::shared_ptr<const RowPolicies> policies) {
     return std::exchange(policies_, std::move(policies));
   }
-  // The features keep that many floats behind the state of each row.
-  void set_tail_floats(uint32_t count) { tail_floats_ = count; }
+  // What a row of the key consists of, with what features keep behind it.
   RowShape ShapeOf(uint64_t key, uint32_t dim) const {
     RowShape shape = policies_->OfKey(key).ShapeFor(dim);
-    shape.tail_floats = tail_floats_;
+    shape.tail_floats = features_->tail_floats();
     return shape;
   }
 
-  bool HasDim(const Entry* entry, uint32_t dim) const {
-    return entry != nullptr && slabs_.dim(entry->slot) == dim;
-  }
   // Calls use(ref, entry) for each row of the run in order; the entry is null where there is no row
   // of the run's dim. `row_floats` of each row are brought into the processor's cache.
   template <typename Use>
@@ -108,7 +115,7 @@ class RowTable {
     if (now_ == kLastStamp) {
       features_->StampsFell();
       RebaseStamps(index_);
-      ForgetVictims();
+      victims_.Clear();
       now_ -= kStampRebase;
     }
     ++now_;
@@ -118,9 +125,10 @@ class RowTable {
     if (now_ >= kStampRebase) return;
     const uint32_t rise = kStampRebase - now_;
     index_.ForEach([rise](Entry& entry) { entry.stamp += rise; });
-    ForgetVictims();
+    victims_.Clear();
     now_ += rise;
   }
+  // Makes the row one of the batch `stamp`. For each row that a training call uses.
   void Touch(Entry* entry, uint32_t stamp) {
     features_->BeforeTouch(*entry, slabs_);
     entry->stamp = stamp;
@@ -137,20 +145,18 @@ class RowTable {
       Entry* victim = victims_.Pop(index_);
       if (keep_batch && victim->stamp == now_) return false;
       if (Status status = Remove(victim); !status.ok()) {
-        ForgetVictims();  // it stays, and is the oldest again
+        victims_.Clear();  // it stays, and is the oldest again
         return status;
       }
       ++*num_evicted;
     }
     return true;
   }
-  // Stamps have changed, or rows were inserted that are older than others.
-  void ForgetVictims() { victims_.Clear(); }
-
   // A row of a key that has none, as its policy begins one. The oldest row is evicted where the
   // table is full. kNoCell: there is no memory.
   uint32_t Insert(uint64_t key, uint32_t dim, uint64_t* num_evicted) {
-    if (size() >= capacity_ && !MakeRoom(1, /*keep_batch=*/false, num_evicted).ok()) return kNoCell;
+    if (index_.size() >= capacity_ && !MakeRoom(1, /*keep_batch=*/false, num_evicted).ok())
+      return kNoCell;
     const uint32_t cell = Allocate(key, dim, now_);
     if (cell == kNoCell) return kNoCell;
     policies_->OfKey(key).Initialize(SignOfKey(key), slabs_.View(cell));
@@ -171,14 +177,11 @@ class RowTable {
     features_->Inserted(entry.key, entry.slot, slabs_);
     return entry.slot;
   }
+  // So many rows are expected: the index need not grow step by step. Only a matter of time.
   void Reserve(uint64_t num_rows) { index_.Reserve(std::min(num_rows, capacity_ + capacity_ / 4)); }
-  Status OutOfMemory() const {
-    return ResourceExhausted("no memory for another row beside the " + std::to_string(size()) +
-                             " in this shard (" + std::to_string(slabs_.memory_bytes()) +
-                             " bytes); lower the capacity or add parameter servers");
-  }
 
-  // An error of the features, such as kResourceExhausted: the row stays.
+  // Fails with an error of the features, such as a tier's kResourceExhausted: then the row stays.
+  // Invalidates entries, not cells.
   Status Remove(Entry* entry) {
     PERSIA_RETURN_IF_ERROR(features_->BeforeRemove(*entry, slabs_));
     slabs_.Free(entry->slot);
@@ -186,18 +189,12 @@ class RowTable {
     ++num_removals_;
     return Status::Ok();
   }
-  // The key's entry, or null; a row of another dim is removed. *status becomes why it could not be.
-  Entry* RemoveOfAnotherDim(uint64_t key, uint32_t dim, Status* status) {
-    Entry* entry = index_.Find(key);
-    if (entry == nullptr || HasDim(entry, dim)) return entry;
-    if (Status removed = Remove(entry); !removed.ok()) *status = std::move(removed);
-    return nullptr;
-  }
+  // Removes all rows and gives their memory back. Cannot fail: features have had their say.
   void Clear() {
     features_->BeforeClear(&index_, &slabs_);
     index_.Clear();
     slabs_.Clear();
-    ForgetVictims();
+    victims_.Clear();
     ++num_removals_;
   }
 
@@ -208,9 +205,28 @@ class RowTable {
   RowSlabs slabs_;
   VictimQueue victims_;
   std::shared_ptr<const RowPolicies> policies_;
-  uint32_t tail_floats_ = 0;
   uint32_t now_ = 0;
   uint64_t num_removals_ = 0;
 };
+
+// The key's entry, or null; a row of another dim is removed, for a new one to take its place.
+// *status becomes why it could not be.
+template <typename Features>
+SignIndex::Entry* RemoveOfAnotherDim(RowTable<Features>* table, uint64_t key, uint32_t dim,
+                                     Status* status) {
+  SignIndex::Entry* entry = table->index().Find(key);
+  if (entry == nullptr || HasDim(table->slabs(), entry, dim)) return entry;
+  if (Status removed = table->Remove(entry); !removed.ok()) *status = std::move(removed);
+  return nullptr;
+}
+
+// What a caller reports when Insert() or Allocate() returned kNoCell.
+template <typename Features>
+Status OutOfMemory(const RowTable<Features>& table) {
+  return ResourceExhausted("no memory for another row beside the " +
+                           std::to_string(table.index().size()) + " in this shard (" +
+                           std::to_string(table.slabs().memory_bytes()) +
+                           " bytes); lower the capacity or add parameter servers");
+}
 
 }  // namespace persia::store

@@ -20,6 +20,7 @@ struct Recorder {
   void Inserted(uint64_t key, uint32_t, const RowSlabs&) { inserted.push_back(key); }
   void BeforeClear(SignIndex* index, RowSlabs*) { num_cleared += index->size(); }
   void StampsFell() {}
+  uint32_t tail_floats() const { return 0; }
 
   uint64_t kept = 0;
   std::vector<uint64_t> touched, removed, inserted;
@@ -79,14 +80,14 @@ TEST(RowTableTest, TellsFeaturesWhatBecomesOfRows) {
   table.Insert(2);
   table.rows.Touch(table.rows.index().Find(SignKey(1)), 7);
   Status status;
-  EXPECT_EQ(table.rows.RemoveOfAnotherDim(SignKey(2), 8, &status), nullptr);
+  EXPECT_EQ(RemoveOfAnotherDim(&table.rows, SignKey(2), 8, &status), nullptr);
   EXPECT_TRUE(status.ok());
   EXPECT_EQ(table.features.inserted, (std::vector<uint64_t>{SignKey(1), SignKey(2)}));
   EXPECT_EQ(table.features.touched, std::vector<uint64_t>{SignKey(1)});
   EXPECT_EQ(table.features.removed, std::vector<uint64_t>{SignKey(2)});
   table.rows.Clear();
   EXPECT_EQ(table.features.num_cleared, 1u);
-  EXPECT_EQ(table.rows.size(), 0u);
+  EXPECT_EQ(table.rows.index().size(), 0u);
 }
 
 TEST(RowTableTest, ARowThatAFeatureKeepsStaysAndIsTheOldestAgain) {

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <utility>
 
-#include "store/row_steps.h"
+#include "store/row_policy.h"
 
 namespace persia::store {
 namespace {
@@ -26,7 +26,6 @@ Shard::Shard(uint64_t capacity, SlabMemory* slab_memory, SlabMemory* cell_memory
              double growth_phase, bool counts_updates, RowDtype row_dtype)
     : format_(row_dtype), table_(capacity, slab_memory, cell_memory, growth_phase, &features_) {
   features_.counts_updates = counts_updates;
-  if (counts_updates) table_.set_tail_floats(kUpdateCountFloats);
 }
 
 void Shard::SetTier(Tier* tier, CacheBudget budget, uint64_t num_pinned) {
@@ -42,8 +41,8 @@ Status Shard::Lookup(std::span<const Run> runs, LookupMode mode, float* rows,
   const Status status = mode == LookupMode::kInference
                             ? LookupForInference(&lock, runs, rows, &counts)
                             : LookupForTraining(&lock, runs, rows, &counts);
-  CountLookups(counts);
-  Add(counts, report);
+  totals_.lookups += counts;
+  *report += counts;
   return status;
 }
 
@@ -103,7 +102,7 @@ Status Shard::SetRows(std::span<const Run> runs, const float* rows) {
   BeginBatch();
   PERSIA_RETURN_IF_ERROR(UseExisting(&lock, runs, missing, set));
   const Status status = InsertMissing(*missing, set, &counts);
-  CountLookups(counts);
+  totals_.lookups += counts;
   return status.ok() ? change_status : status;
 }
 
@@ -151,15 +150,15 @@ Status Shard::InsertMissing(const MissingRefs& missing, Use use, LookupReport* c
     keys.push_back(ref->key);
   }
   // First, so that no other row is evicted for want of the room that these leave.
-  for (const auto& [run, ref] : missing) table_.RemoveOfAnotherDim(ref->key, run->dim, &status);
+  for (const auto& [run, ref] : missing) RemoveOfAnotherDim(&table_, ref->key, run->dim, &status);
   if (!status.ok()) return status;
   PERSIA_RETURN_IF_ERROR(MakeRoom(keys, /*keep_batch=*/false, counts).status());
   for (const auto& [run, ref] : missing) {
     // A caller that breaks its promise and names a sign twice gets the same row twice.
-    const Entry* entry = table_.RemoveOfAnotherDim(ref->key, run->dim, &status);
+    const Entry* entry = RemoveOfAnotherDim(&table_, ref->key, run->dim, &status);
     if (!status.ok()) return status;
     const uint32_t cell = entry != nullptr ? entry->slot : Insert(ref->key, run->dim, counts);
-    if (cell == kNoCell) return table_.OutOfMemory();
+    if (cell == kNoCell) return OutOfMemory(table_);
     use(*run, *ref, cell);
   }
   return cache_ == nullptr ? Status::Ok() : cache_->Limit();
@@ -173,30 +172,14 @@ bool Shard::Admit(uint64_t key) {
   return policy.Admits(sign) && features_.sightings.Count(key) >= policy.admit_after();
 }
 
-// Only while a checkpoint is pending do changes need room.
-Status Shard::PrepareUpdate(std::span<const Run> runs) {
-  const std::lock_guard lock(mutex_);
-  PERSIA_RETURN_IF_ERROR(cache_->Limit());
-  if (!cache_->tier().HasPending()) return Status::Ok();
-  Status status;
-  for (const Run& run : runs) {
-    table_.ForEachRow(run, run.dim, [&](const RowRef& ref, const Entry* entry) {
-      if (entry != nullptr && status.ok()) {
-        status = cache_->WriteForCheckpoint(ref.key, entry->slot);
-      }
-    });
-  }
-  return status;
-}
-
 Status Shard::Update(std::span<const Run> runs, const float* gradients, UpdateReport* report) {
   Lock lock(mutex_);
   UpdateReport counts;
   Status status;
   for (const Run& run : runs) UpdateRun(&lock, run, gradients, &counts, &status);
   if (cache_ != nullptr) status = cache_->EndUpdate(status);
-  CountUpdates(counts);
-  Add(counts, report);
+  totals_.updates += counts;
+  *report += counts;
   return status;
 }
 
@@ -284,32 +267,38 @@ void Shard::RemoveExpired() {
                                              std::chrono::steady_clock::now());
   for (const uint64_t key : expired) {
     // Where there is no room to remove it, it is due again with the next walk.
-    if (table_.Remove(table_.index().Find(key)).ok()) ++lookups_.num_expired;
+    if (table_.Remove(table_.index().Find(key)).ok()) ++totals_.lookups.num_expired;
   }
 }
 
+// The order is found before and forgotten after: loaded rows, which may be older than those it
+// knows, are in it once.
+Status Shard::Trim(LookupReport* counts) {
+  ForgetVictims();
+  const Status status = MakeRoom({}, /*keep_batch=*/false, counts).status();
+  ForgetVictims();
+  return status;
+}
+
 void Shard::ForgetVictims() {
-  table_.ForgetVictims();
+  table_.victims().Clear();
   features_.ForgetVictims();
 }
 
-void Shard::CountLookups(const LookupReport& counts) { Add(counts, &lookups_); }
-void Shard::CountUpdates(const UpdateReport& counts) { Add(counts, &updates_); }
-
 void Shard::AddStatsTo(StoreStats* stats) const {
   std::lock_guard lock(mutex_);
-  stats->num_rows += table_.size();
+  stats->num_rows += table_.index().size();
   stats->memory_bytes += sizeof(Shard) + table_.index().memory_bytes() +
-                         table_.slabs().memory_bytes() + table_.order_bytes() +
+                         table_.slabs().memory_bytes() + table_.victims().memory_bytes() +
                          features_.memory_bytes() +
                          (cache_ == nullptr ? 0 : sizeof(RowCache) + cache_->memory_bytes());
-  Add(lookups_, &stats->lookups);
-  Add(updates_, &stats->updates);
+  stats->lookups += totals_.lookups;
+  stats->updates += totals_.updates;
 }
 
 uint64_t Shard::size() const {
   std::lock_guard lock(mutex_);
-  return table_.size();
+  return table_.index().size();
 }
 
 void Shard::Clear() {
@@ -317,38 +306,16 @@ void Shard::Clear() {
   table_.Clear();
 }
 
-uint32_t Shard::NumUpdates(uint64_t key) const {
-  const std::lock_guard lock(mutex_);
-  const Entry* entry = table_.index().Find(key);
-  if (entry == nullptr) return 0;
-  return UpdateCountOf(table_.slabs().values(entry->slot), table_.slabs().shape(entry->slot));
-}
-
 void Shard::SetPolicies(std::shared_ptr<const RowPolicies> policies, uint64_t num_filter_cells,
                         uint32_t number, uint32_t num_shards) {
   const std::lock_guard lock(mutex_);
   // Without rows, drop what slabs remember of the former policies' shapes.
-  if (table_.size() == 0) table_.Clear();
+  if (table_.index().size() == 0) table_.Clear();
   // Until the limits know the new policies, they use the old ones.
   const auto old_policies = table_.SetPolicies(std::move(policies));
   features_.limits.SetPolicies(*table_.policies(), table_.index(), number, num_shards);
   features_.expiry.SetShortest(table_.policies()->ShortestTimeToLive());
   features_.sightings.Resize(num_filter_cells);
-}
-
-void Add(const LookupReport& counts, LookupReport* total) {
-  total->num_missing += counts.num_missing;
-  total->num_inserted += counts.num_inserted;
-  total->num_unadmitted += counts.num_unadmitted;
-  total->num_evicted += counts.num_evicted;
-  total->num_expired += counts.num_expired;
-  total->num_small += counts.num_small;
-}
-
-void Add(const UpdateReport& counts, UpdateReport* total) {
-  total->num_updated += counts.num_updated;
-  total->num_missing += counts.num_missing;
-  total->num_nonfinite += counts.num_nonfinite;
 }
 
 }  // namespace persia::store

@@ -7,7 +7,7 @@
 // unless the batch alone exceeds the capacity, and the first pass changes nothing but stamps.
 //
 // Calls take the mutex once, for all the runs they are given; where they read rows from a tier that
-// is not mapped memory, they release it meanwhile (cold_reads.h). Methods marked "locked" expect
+// is not mapped memory, they release it meanwhile (cold_rows.h). Methods marked "locked" expect
 // the caller to hold it, or the store exclusively (InPlaceRows).
 #pragma once
 
@@ -18,16 +18,18 @@
 #include <vector>
 
 #include "base/status.h"
-#include "pool/recovery.h"
-#include "store/batch_plan.h"
-#include "store/embedding_store.h"
 #include "store/row_cache.h"
 #include "store/row_features.h"
 #include "store/row_table.h"
+#include "store/types.h"
 
 namespace persia::store {
 
-struct LoadedRows;
+// Since the store was made. Guarded like the shard's rows.
+struct ShardTotals {
+  LookupReport lookups;
+  UpdateReport updates;
+};
 
 // Aligned so that two shards' mutexes never share a cache line.
 class alignas(64) Shard {
@@ -40,44 +42,28 @@ class alignas(64) Shard {
   // Rows and reports as in EmbeddingStore; the counts are added to *report.
   Status Lookup(std::span<const Run> runs, LookupMode mode, float* rows, LookupReport* report);
   Status Update(std::span<const Run> runs, const float* gradients, UpdateReport* report);
-  // Before Update() where there is a cache: writes what a pending checkpoint needs of the rows.
-  Status PrepareUpdate(std::span<const Run> runs);
   Status SetRows(std::span<const Run> runs, const float* rows);
   void AddStatsTo(StoreStats* stats) const;
-  uint32_t NumUpdates(uint64_t key) const;
   uint64_t size() const;
   void Clear();
 
-  // StoreLoad's, in shard_load.cc. A shard may exceed its capacity by a quarter until FinishLoad().
-  void BeginLoad();
-  // That many rows are expected in all.
-  void Reserve(uint64_t num_rows);
-  Status Load(std::span<const Run> runs, const LoadedRows& rows, LookupReport* counts);
-  Status FinishLoad(LookupReport* counts);
-  // Removes existing rows of the runs' keys, of any dim.
-  Status RemoveRows(std::span<const Run> runs);
-  // EmbeddingStore::RemoveSmallRows for at most `max_rows` rows from the key *next on; false: no
-  // more are left. Adds to *num_removed.
-  StatusOr<bool> RemoveSmallRows(size_t max_rows, uint64_t* next, uint64_t* num_removed);
-
-  // A row of a tier's last checkpoint, before SetTier(); FinishLoad() follows the last one.
-  // kCorruption: the row was not made by the shard's policies.
-  Status AddRecovered(const pool::RecoveredRow& row);
+  // While there are rows, the new policies must have the shapes of the old ones. `num_filter_cells`
+  // are for counting sightings; 0 where the policies do not. It is shard `number` of `num_shards`.
+  void SetPolicies(std::shared_ptr<const RowPolicies> policies, uint64_t num_filter_cells,
+                   uint32_t number, uint32_t num_shards);
   // Before all rows but recovered ones. `tier` outlives the shard.
   void SetTier(Tier* tier, CacheBudget budget, uint64_t num_pinned);
   // Null: there is no tier.
   RowCache* cache() const { return cache_.get(); }
 
-  // While there are rows the new policies must have the shapes of the old ones.
-  // `num_filter_cells` are for counting sightings; 0 where the policies do not. It is shard
-  // `number` of `num_shards`.
-  void SetPolicies(std::shared_ptr<const RowPolicies> policies, uint64_t num_filter_cells,
-                   uint32_t number, uint32_t num_shards);
-
   std::mutex& mutex() const { return mutex_; }
   // Locked, all that follow.
   const ShardTable& table() const { return table_; }
+  ShardTable& table() { return table_; }
+  const RowFormat& format() const { return format_; }
   RowFeatures& features() { return features_; }
+  // What AddStatsTo() reports, for callers that work on the table themselves.
+  ShardTotals& totals() { return totals_; }
   // Rows touched from now on are newer than all others. Removes rows that have expired.
   void BeginBatch();
   // Whether the key, which has no row of the dim asked for, gets one now: one with a row of another
@@ -91,16 +77,17 @@ class alignas(64) Shard {
   // The cell of a new row for a key that has none. Evicts as MakeRoom() does for one key.
   // RowTable::kNoCell: there is no memory.
   uint32_t Insert(uint64_t key, uint32_t dim, LookupReport* counts);
-  // Adds to the totals that AddStatsTo() reports.
-  void CountLookups(const LookupReport& counts);
-  void CountUpdates(const UpdateReport& counts);
-  ShardTable& table() { return table_; }
+  // Evicts what is beyond the capacity. Fails as MakeRoom().
+  Status Trim(LookupReport* counts);
+  // To be called where rows were inserted or removed behind the order's back: it is found anew.
+  void ForgetVictims();
 
  private:
   using Lock = std::unique_lock<std::mutex>;
   using Entry = SignIndex::Entry;
   using MissingRefs = std::vector<MissingRef>;
 
+  // Under the mutex, which a tier's reads may release meanwhile.
   Status LookupForInference(Lock* lock, std::span<const Run> runs, float* rows,
                             LookupReport* counts);
   Status LookupForTraining(Lock* lock, std::span<const Run> runs, float* rows,
@@ -115,26 +102,16 @@ class alignas(64) Shard {
   void UpdateRun(Lock* lock, const Run& run, const float* gradients, UpdateReport* counts,
                  Status* status);
   StatusOr<bool> MakeRoomInGroups(bool keep_batch, LookupReport* counts);
+  // Floats to prefetch for each row of the run, with its state.
   size_t StrideOf(const Run& run) const;
-  void ForgetVictims();
   void RemoveExpired();
-  void LoadState(const LoadedRows& rows, const RowRef& ref, const RowView& row) const;
-  Status LoadRow(const LoadedRows& rows, const Run& run, const RowRef& ref, ChangeBatch* changed,
-                 LookupReport* counts);
-  Status Trim(LookupReport* counts);
-  double SquaredNormOf(const Entry& entry) const;
 
   mutable std::mutex mutex_;
   const RowFormat format_;
   RowFeatures features_;
   ShardTable table_;
   std::unique_ptr<RowCache> cache_;
-  LookupReport lookups_;
-  UpdateReport updates_;
+  ShardTotals totals_;
 };
-
-// *total += counts
-void Add(const LookupReport& counts, LookupReport* total);
-void Add(const UpdateReport& counts, UpdateReport* total);
 
 }  // namespace persia::store

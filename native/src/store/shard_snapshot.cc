@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "store/tier_cells.h"
-#include "store/touch.h"
+#include "store/cold_rows.h"
+#include "store/probe_in_blocks.h"
 #include "store/victim_queue.h"
 
 namespace persia::store {
@@ -50,6 +50,8 @@ std::pair<RowHead, const float*> ShardSnapshot::RowOf(const SignIndex::Entry& en
           values->data()};
 }
 
+// The caller may be any training thread. A row that was saved before is not saved again: its first
+// copy is that of the snapshot point.
 void ShardSnapshot::Save(const SignIndex::Entry& entry, const RowSlabs& slabs, bool keeps_stamp) {
   thread_local std::vector<float> copy;
   const auto [head, values] = RowOf(entry, slabs, &copy);
@@ -89,6 +91,8 @@ void ShardSnapshot::RebaseStamp() {
   if (has_taken_over_) RebaseStamps(index_);
 }
 
+// Rows with newer stamps were inserted or touched since the snapshot point, and the latter were
+// saved.
 void ShardSnapshot::StepThroughIndex(const SignIndex& index, const RowSlabs& slabs,
                                      size_t max_rows) {
   size_t num_passed = 0, num_cold = 0;
@@ -134,6 +138,7 @@ bool ShardSnapshot::Read(const SignIndex& live_index, const RowSlabs& live_slabs
   removed_.clear();
   changes_ == nullptr ? StepThroughIndex(index, slabs, max_rows)
                       : StepThroughKeys(index, slabs, max_rows);
+  // Those that were saved come with TakeSaved(), as they were at the snapshot point.
   {
     const std::lock_guard lock(mutex_);
     if (!saved_keys_.empty()) {
@@ -141,6 +146,7 @@ bool ShardSnapshot::Read(const SignIndex& live_index, const RowSlabs& live_slabs
       std::erase_if(removed_, [&](uint64_t key) { return saved_keys_.count(key) != 0; });
     }
   }
+  // All misses at once, before rows are copied one after another: the shard is locked.
   for (const SignIndex::Entry& entry : step_) {
     const RowShape& shape = slabs.shape(entry.slot);
     TouchRow(slabs.values(entry.slot), size_t{shape.embedding_floats()} + shape.state_floats);

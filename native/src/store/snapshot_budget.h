@@ -1,7 +1,10 @@
 // SnapshotBudget: bounds the memory of rows that were saved for a snapshot and wait to be read.
 //
-// Training that would go beyond the limit is held up until the reader has caught up, but no longer
-// than `patience`; then, or at twice the limit, the snapshot fails and training goes on without it.
+// Training that would exceed the limit waits until the reader has caught up, but no longer than
+// `patience`. After that, or at twice the limit, the snapshot fails and training continues without
+// it: a dump that cannot keep up must not stop a job.
+//
+// It also carries the snapshot's failure, which training threads find and the reader reports.
 #pragma once
 
 #include <atomic>
@@ -19,10 +22,12 @@ namespace persia::store {
 // Thread-safe.
 class SnapshotBudget {
  public:
+  // A snapshot begins, or ends. The caller holds the store exclusively.
   void Begin(uint64_t limit_bytes, std::chrono::milliseconds patience, size_t num_shards);
   void End();
 
-  // Called before a training call takes any lock: a reader needs those to catch up.
+  // Called before a training call takes any lock: the reader needs those to catch up, so a call
+  // that waited with one held would wait for itself.
   void WaitForRoom() {
     if (is_full_.load(std::memory_order_relaxed)) [[unlikely]]
       Wait();

@@ -14,31 +14,13 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <vector>
 
 #include "base/status.h"
 #include "base/train_config.h"
 #include "store/embedding_store.h"
+#include "store/types.h"
 
 namespace persia::store {
-
-// Rows of one dim; the arrays are equally long, in the order of `signs`.
-struct LoadedRows {
-  uint32_t dim = 0;
-  std::span<const uint64_t> signs;
-  std::span<const uint32_t> ages;
-  const float* embeddings = nullptr;  // [signs.size(), dim]
-  // [signs.size(), state floats of the store's optimizer], or null: a new row's state.
-  const float* state = nullptr;
-  const uint32_t* scalars = nullptr;  // [signs.size()], where state is given and there are any
-};
-
-// What to do to a store that follows another one. No sign occurs twice.
-struct Changes {
-  bool from_nothing = false;  // first of all, all rows go
-  std::vector<std::span<const uint64_t>> removals;
-  std::vector<LoadedRows> rows;
-};
 
 class StoreLoad {
  public:
@@ -61,14 +43,15 @@ class StoreLoad {
   // Removes what is beyond the capacity, the oldest rows of each internal shard.
   void Finish();
   // Rows that had no room so far; all of them after Finish().
-  uint64_t num_evicted() const;
+  uint64_t num_evicted() const { return num_evicted_.load(); }
 
  private:
-  explicit StoreLoad(EmbeddingStore::Impl& store);
-  void ReserveInStore(uint64_t num_rows);
-  Status AddInStore(const LoadedRows& rows);
+  explicit StoreLoad(ShardSet* shards);
+  // The caller holds the store's mutex.
+  void ReserveLocked(uint64_t num_rows);
+  Status AddLocked(const LoadedRows& rows);
 
-  EmbeddingStore::Impl& store_;
+  ShardSet& shards_;
   std::atomic<uint64_t> num_evicted_ = 0;
 };
 

@@ -21,13 +21,12 @@
 
 #include "base/status.h"
 #include "base/train_config.h"
-#include "store/change_set.h"
 #include "store/embedding_store.h"
 #include "store/row_records.h"
+#include "store/shard_set.h"
+#include "store/shard_snapshot.h"
 
 namespace persia::store {
-
-class ShardSnapshot;
 
 class StoreSnapshot {
  public:
@@ -54,8 +53,8 @@ class StoreSnapshot {
   // All rows went since the changes before: whoever has older ones drops them first.
   bool is_from_nothing() const { return is_of_changes() && changes_->was_cleared(); }
   const std::optional<TrainConfig>& config() const { return config_; }
-  uint32_t num_shards() const;
-  bool has_pool() const;  // rows that are not in memory are read from there
+  uint32_t num_shards() const { return static_cast<uint32_t>(shards_.size()); }
+  bool has_tier() const { return store_.tier() != nullptr; }  // cold rows are read from there
 
   // What one call reads. To be used again, so that no memory is asked for.
   struct Batch {
@@ -69,14 +68,14 @@ class StoreSnapshot {
   StatusOr<bool> Read(uint32_t shard, size_t max_rows, Batch* batch);
   // Takes back rows that were saved: training has room for others. Read() does so, too, with what
   // *batch has.
-  void Release(std::vector<RowRecords>* saved);
+  void Release(std::vector<RowRecords>* saved) { budget().Release(saved); }
   // Adds rows that were saved in another shard, so that they do not wait until it is its turn.
-  void TakeSaved(uint32_t shard, Batch* batch);
+  void TakeSaved(uint32_t shard, Batch* batch) { shards_[shard]->TakeSaved(&batch->saved); }
 
   // Of the store, since the cut.
-  uint64_t num_updates() const;
+  uint64_t num_updates() const { return store_.features().num_updates - step_; }
   // Training would soon have to wait until saved rows are read and given back.
-  bool NeedsRoom() const;
+  bool NeedsRoom() const { return budget().is_nearly_full(); }
 
   // The changes have been written: they are not among the next.
   void Commit() { is_committed_ = true; }
@@ -85,10 +84,11 @@ class StoreSnapshot {
   void End();
 
  private:
-  explicit StoreSnapshot(EmbeddingStore::Impl& store);
+  explicit StoreSnapshot(ShardSet* store) : store_(*store) {}
   void Cut(const Options& options);
+  SnapshotBudget& budget() const { return store_.features().snapshot_budget; }
 
-  EmbeddingStore::Impl& store_;
+  ShardSet& store_;
   uint64_t step_ = 0;
   uint64_t num_rows_ = 0;
   std::optional<TrainConfig> config_;

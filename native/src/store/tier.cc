@@ -2,6 +2,10 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
+
+#include "store/config_change.h"
+#include "store/tier_rules.h"
 
 namespace persia::store {
 namespace {
@@ -11,6 +15,60 @@ constexpr std::chrono::milliseconds kRetry{50};
 
 }  // namespace
 
+void ReadAhead::Add(std::span<const uint64_t> signs) {
+  {
+    const std::lock_guard lock(mutex_);
+    const size_t count = std::min(signs.size(), max_signs_ - num_waiting_);
+    num_dropped_ += signs.size() - count;
+    if (count == 0) return;
+    waiting_.emplace_back(signs.begin(), signs.begin() + static_cast<std::ptrdiff_t>(count));
+    num_waiting_ += count;
+  }
+  wake_.notify_one();
+}
+
+bool ReadAhead::Take(std::vector<uint64_t>* signs) {
+  std::unique_lock lock(mutex_);
+  wake_.wait(lock, [this] { return is_stopping_ || !waiting_.empty(); });
+  if (is_stopping_) return false;
+  *signs = std::move(waiting_.front());
+  waiting_.pop_front();
+  num_waiting_ -= signs->size();
+  return true;
+}
+
+void ReadAhead::Stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_stopping_ = true;
+  }
+  wake_.notify_one();
+}
+
+uint64_t ReadAhead::num_dropped() const {
+  const std::lock_guard lock(mutex_);
+  return num_dropped_;
+}
+
+uint64_t ReadAhead::memory_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return num_waiting_ * sizeof(uint64_t);
+}
+
+Status Tier::SaveConfigIfNew(const TrainConfig& config) {
+  const bool is_saved =
+      saved_config_.has_value() &&
+      saved_config_->feature_index_prefix_bit == config.feature_index_prefix_bit &&
+      saved_config_->groups.size() == config.groups.size() &&
+      CheckChange(*saved_config_, config, /*replace=*/true).ok();
+  if (is_saved) return Status::Ok();
+  PERSIA_RETURN_IF_ERROR(SaveRules(directory_, {pool_->id(), config}));
+  saved_config_ = config;
+  return Status::Ok();
+}
+
+// The caller is alone in the store, so the batch has ended in all shards: what changes from now on
+// is of the next one.
 StatusOr<uint64_t> Tier::BeginCheckpoint(bool held) {
   PERSIA_RETURN_IF_ERROR(status());
   const std::lock_guard lock(mutex_);
@@ -29,6 +87,7 @@ StatusOr<uint64_t> Tier::BeginCheckpoint(bool held) {
   return batch;
 }
 
+// Writes to the device without the mutex: Prepare() may take long, and calls report through it.
 Status Tier::EndCheckpoint(uint64_t batch) {
   std::unique_lock lock(mutex_);
   const bool is_held = held_ == batch;
@@ -131,6 +190,7 @@ Status Tier::Clear() {
   return Status::Ok();
 }
 
+// Order matters: a committed checkpoint stays committed although the tier failed later.
 Status Tier::WaitCheckpoint(uint64_t batch, std::chrono::milliseconds timeout) const {
   constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);
   const auto deadline = std::chrono::steady_clock::now() + std::min(timeout, kLongest);
@@ -153,6 +213,7 @@ Status Tier::WaitCheckpoint(uint64_t batch, std::chrono::milliseconds timeout) c
   }
 }
 
+// The first failure stays: later ones follow from it. A lack of room is none, as it may end.
 void Tier::Fail(const Status& status) {
   if (status.ok() || status.code() == StatusCode::kResourceExhausted || has_failed_.load()) return;
   const std::lock_guard lock(mutex_);
@@ -182,6 +243,8 @@ Status Tier::status() const {
   return failure_;
 }
 
+// The mutex is taken between the flag and the signal: a thread that has read the flag as unset, and
+// does not wait yet, would miss it.
 void Tier::Wake() {
   if (has_work_.exchange(true)) return;
   {
@@ -190,6 +253,7 @@ void Tier::Wake() {
   wake_.notify_one();
 }
 
+// Polls while something is in the way: the reason, such as a full disk, may end without a call.
 bool Tier::WaitForWork() {
   std::unique_lock lock(mutex_);
   const auto has_work = [this] { return is_stopping_.load() || has_work_.load(); };

@@ -17,29 +17,69 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "base/status.h"
+#include "base/train_config.h"
 #include "pool/row_pool.h"
-#include "store/read_ahead.h"
 
 namespace persia::store {
 
+// Signs of prefetch hints, between the calls that name them and the thread that makes their rows
+// resident.
+//
+// Bounded: what has no room is dropped. The lookup then reads these rows itself. Thread-safe.
+class ReadAhead {
+ public:
+  explicit ReadAhead(size_t max_signs) : max_signs_(max_signs) {}
+
+  // Those behind the first that have room are dropped.
+  void Add(std::span<const uint64_t> signs);
+  // Waits for the oldest that were added. False: Stop() was called.
+  bool Take(std::vector<uint64_t>* signs);
+  void Stop();
+
+  uint64_t num_dropped() const;
+  uint64_t memory_bytes() const;
+
+ private:
+  const size_t max_signs_;
+  mutable std::mutex mutex_;  // guards what follows
+  std::condition_variable wake_;
+  std::deque<std::vector<uint64_t>> waiting_;  // by call
+  size_t num_waiting_ = 0;
+  uint64_t num_dropped_ = 0;
+  bool is_stopping_ = false;
+};
+
 class Tier {
  public:
-  Tier(std::unique_ptr<pool::RowPool> pool, uint64_t cache_rows)
+  // `saved_config` is the config in the directory's file (tier_rules.h), if there is one.
+  Tier(std::unique_ptr<pool::RowPool> pool, uint64_t cache_rows, std::string directory,
+       std::optional<TrainConfig> saved_config)
       : pool_(std::move(pool)),
         read_ahead_(cache_rows / 2),
+        directory_(std::move(directory)),
+        saved_config_(std::move(saved_config)),
         batch_(pool_->committed() + 1),
         last_checkpoint_(pool_->committed()),
         last_committed_(pool_->committed()) {}
 
   pool::RowPool& pool() const { return *pool_; }
   ReadAhead& read_ahead() { return read_ahead_; }
+  const ReadAhead& read_ahead() const { return read_ahead_; }
+  // Saves the config beside the pool unless rows of the saved one could have been made by it: a
+  // learning rate may change with every batch. Not thread-safe: the store's config lock is held.
+  Status SaveConfigIfNew(const TrainConfig& config);
   uint64_t memory_bytes() const { return pool_->stats().memory_bytes + read_ahead_.memory_bytes(); }
 
   // The version of what changes now. It never falls: read with a shard locked, a row's versions
@@ -101,6 +141,8 @@ class Tier {
 
   const std::unique_ptr<pool::RowPool> pool_;
   ReadAhead read_ahead_;
+  const std::string directory_;
+  std::optional<TrainConfig> saved_config_;
   std::atomic<uint64_t> batch_;
   std::atomic<uint64_t> last_checkpoint_;  // rises with nobody else in the store
   std::atomic<uint64_t> last_committed_;

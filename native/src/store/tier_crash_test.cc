@@ -35,7 +35,7 @@ class TierCrashTest : public ::testing::TestWithParam<pool::PoolKind> {
     for (uint64_t batch = Script::BatchOf(**store) + 1;; ++batch) {
       if (const Status status = Script::Train(**store, batch); !status.ok()) Exit(status);
       if (random() % 4 != 0) continue;
-      const Status status = (*store)->RequestCheckpoint().status();
+      const Status status = (*store)->tier().RequestCheckpoint().status();
       if (!status.ok() && status.code() != StatusCode::kResourceExhausted) Exit(status);
     }
   }
@@ -76,8 +76,8 @@ TEST_P(TierCrashTest, KilledAtAnyMomentItGoesBackToTheCheckpoint) {
 
     auto store = Open();
     ASSERT_TRUE(store.ok()) << store.status().ToString();
-    ASSERT_GE((*store)->tier_stats()->pool.committed, committed) << "a checkpoint is lost";
-    committed = (*store)->tier_stats()->pool.committed;
+    ASSERT_GE((*store)->tier().stats()->pool.committed, committed) << "a checkpoint is lost";
+    committed = (*store)->tier().stats()->pool.committed;
     const uint64_t batch = Script::BatchOf(**store);
     ASSERT_EQ(Script::Rows(**store), model.RowsAt(batch)) << "round " << round;
     num_advances += batch > last_batch;

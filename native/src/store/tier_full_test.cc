@@ -60,10 +60,10 @@ class FullTierTest : public ::testing::Test {
   void FillAndCommit() {
     Lookup(*store_, Range(0, 100), kDim);
     Lookup(*store_, Range(100, 200), kDim);
-    auto batch = store_->RequestCheckpoint();
+    auto batch = store_->tier().RequestCheckpoint();
     ASSERT_TRUE(batch.ok());
-    ASSERT_TRUE(store_->WaitCheckpoint(*batch, milliseconds(60'000)).ok());
-    ASSERT_TRUE(Eventually([&] { return store_->tier_stats()->num_hot <= kCacheRows; }));
+    ASSERT_TRUE(store_->tier().WaitCheckpoint(*batch, milliseconds(60'000)).ok());
+    ASSERT_TRUE(Eventually([&] { return store_->tier().stats()->num_hot <= kCacheRows; }));
   }
   std::unique_ptr<FileSizeLimit> FillTheDevice() const {
     return std::make_unique<FileSizeLimit>(
@@ -93,14 +93,14 @@ class FullTierTest : public ::testing::Test {
 
 TEST_F(FullTierTest, ACheckpointWithoutRoomSaysSoAndIsTriedAgain) {
   FillAndCommit();
-  const uint64_t committed = store_->tier_stats()->pool.committed;
+  const uint64_t committed = store_->tier().stats()->pool.committed;
   auto full = FillTheDevice();
   ASSERT_TRUE(Step(100, 200).ok());
-  auto batch = store_->RequestCheckpoint();
+  auto batch = store_->tier().RequestCheckpoint();
   ASSERT_TRUE(batch.ok());
-  EXPECT_EQ(store_->WaitCheckpoint(*batch, milliseconds(60'000)).code(),
+  EXPECT_EQ(store_->tier().WaitCheckpoint(*batch, milliseconds(60'000)).code(),
             StatusCode::kResourceExhausted);
-  const TierStats stats = *store_->tier_stats();
+  const TierStats stats = *store_->tier().stats();
   EXPECT_EQ(stats.last_error.code(), StatusCode::kResourceExhausted);
   EXPECT_EQ(stats.pool.committed, committed);
   EXPECT_EQ(stats.pool.num_pending, 1u);
@@ -108,8 +108,8 @@ TEST_F(FullTierTest, ACheckpointWithoutRoomSaysSoAndIsTriedAgain) {
 
   full.reset();
   EXPECT_TRUE(IsCommitted(*store_, *batch));
-  EXPECT_TRUE(store_->WaitCheckpoint(*batch, milliseconds(0)).ok());
-  EXPECT_TRUE(Eventually([&] { return store_->tier_stats()->last_error.ok(); }));
+  EXPECT_TRUE(store_->tier().WaitCheckpoint(*batch, milliseconds(0)).ok());
+  EXPECT_TRUE(Eventually([&] { return store_->tier().stats()->last_error.ok(); }));
   Open();
   EXPECT_EQ(store_->size(), 200u);
   ExpectSteps(0, 100, 0);
@@ -120,29 +120,29 @@ TEST_F(FullTierTest, ADroppedCheckpointWantsNoRoom) {
   FillAndCommit();
   auto full = FillTheDevice();
   ASSERT_TRUE(Step(100, 200).ok());
-  auto number = store_->RequestCheckpoint(/*held=*/true);
+  auto number = store_->tier().RequestCheckpoint(/*held=*/true);
   ASSERT_TRUE(number.ok());
   EXPECT_EQ(Step(100, 200).code(), StatusCode::kResourceExhausted);
-  ASSERT_TRUE(store_->DropCheckpoint(*number).ok());
-  EXPECT_EQ(store_->WaitCheckpoint(*number, milliseconds(60'000)).code(),
+  ASSERT_TRUE(store_->tier().DropCheckpoint(*number).ok());
+  EXPECT_EQ(store_->tier().WaitCheckpoint(*number, milliseconds(60'000)).code(),
             StatusCode::kFailedPrecondition);
   EXPECT_TRUE(Step(100, 200).ok());
   ExpectSteps(100, 200, 2);
 }
 
 TEST_F(FullTierTest, WaitsForCheckpointsThatThereAreAndNoLonger) {
-  EXPECT_EQ(store_->WaitCheckpoint(1'000'000, milliseconds(60'000)).code(),
+  EXPECT_EQ(store_->tier().WaitCheckpoint(1'000'000, milliseconds(60'000)).code(),
             StatusCode::kFailedPrecondition);
-  EXPECT_EQ(store_->WaitCheckpoint(0, milliseconds(60'000)).code(),
+  EXPECT_EQ(store_->tier().WaitCheckpoint(0, milliseconds(60'000)).code(),
             StatusCode::kFailedPrecondition);
   FillAndCommit();
-  const uint64_t committed = store_->tier_stats()->pool.committed;
-  EXPECT_TRUE(store_->WaitCheckpoint(committed, milliseconds(0)).ok());
+  const uint64_t committed = store_->tier().stats()->pool.committed;
+  EXPECT_TRUE(store_->tier().WaitCheckpoint(committed, milliseconds(0)).ok());
   store_->Clear();
-  EXPECT_EQ(store_->WaitCheckpoint(committed, milliseconds(60'000)).code(),
+  EXPECT_EQ(store_->tier().WaitCheckpoint(committed, milliseconds(60'000)).code(),
             StatusCode::kFailedPrecondition);
   auto in_memory = EmbeddingStore::Create({.capacity = 10, .num_internal_shards = 1});
-  EXPECT_EQ((*in_memory)->WaitCheckpoint(1, milliseconds(0)).code(),
+  EXPECT_EQ((*in_memory)->tier().WaitCheckpoint(1, milliseconds(0)).code(),
             StatusCode::kFailedPrecondition);
 }
 
@@ -151,7 +151,7 @@ TEST_F(FullTierTest, ARemovalWithoutRoomFailsAlone) {
   FillAndCommit();
   auto full = FillTheDevice();
   ASSERT_TRUE(Step(100, 200).ok());
-  ASSERT_TRUE(store_->RequestCheckpoint().ok());
+  ASSERT_TRUE(store_->tier().RequestCheckpoint().ok());
   const auto removed = Range(100, 200), made = Range(1000, 1199);
   {
     auto load = StoreLoad::Begin(*store_);
@@ -197,7 +197,7 @@ TEST_F(FullTierTest, NoCheckpointHasAPartOfAnUpdate) {
   EXPECT_EQ(status.code(), StatusCode::kIOError) << status.ToString();
   EXPECT_NE(status.message().find("half way"), std::string::npos) << status.ToString();
   EXPECT_EQ(Step(100, 200).ToString(), status.ToString());
-  EXPECT_EQ(store_->RequestCheckpoint().status().ToString(), status.ToString());
+  EXPECT_EQ(store_->tier().RequestCheckpoint().status().ToString(), status.ToString());
   store_.reset();
   std::filesystem::rename(whole, pool);
   Open();
@@ -208,7 +208,7 @@ TEST_F(FullTierTest, AnUpdateThatACheckpointIsInTheWayOfHasAppliedNothing) {
   FillAndCommit();
   auto full = FillTheDevice();
   ASSERT_TRUE(Step(100, 200).ok());
-  ASSERT_TRUE(store_->RequestCheckpoint().ok());
+  ASSERT_TRUE(store_->tier().RequestCheckpoint().ok());
   EXPECT_EQ(Step(100, 200).code(), StatusCode::kResourceExhausted);
   ExpectSteps(100, 200, 1);
   full.reset();
@@ -240,11 +240,11 @@ TEST_F(FullTierTest, CountsTheMemoryOfFreeSlotsAndKeptVersions) {
   FillAndCommit();
   const uint64_t before = store_->stats().memory_bytes;
   ASSERT_TRUE(Step(100, 200).ok());
-  auto batch = store_->RequestCheckpoint();
+  auto batch = store_->tier().RequestCheckpoint();
   ASSERT_TRUE(batch.ok());
-  ASSERT_TRUE(store_->WaitCheckpoint(*batch, milliseconds(60'000)).ok());
+  ASSERT_TRUE(store_->tier().WaitCheckpoint(*batch, milliseconds(60'000)).ok());
   // The slots of the versions before are free.
-  EXPECT_GE(store_->tier_stats()->pool.memory_bytes, 100 * sizeof(uint64_t));
+  EXPECT_GE(store_->tier().stats()->pool.memory_bytes, 100 * sizeof(uint64_t));
   EXPECT_GE(store_->stats().memory_bytes, before + 100 * sizeof(uint64_t));
 }
 

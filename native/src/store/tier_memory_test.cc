@@ -41,7 +41,7 @@ class TierMemoryTest : public ::testing::Test {
     for (EmbeddingStore* each : {store_.get(), model_.get()}) Train(*each, signs, dim);
     return signs;
   }
-  uint64_t MemoryBytes() const { return store_->tier_stats()->memory_bytes; }
+  uint64_t MemoryBytes() const { return store_->tier().stats()->memory_bytes; }
 
   PoolDirectory directory_;
   std::unique_ptr<EmbeddingStore> store_;
@@ -59,7 +59,7 @@ TEST_F(TierMemoryTest, ACacheOfBytesHoldsAsManyRowsAsFitThere) {
     // Embedding, Adam's state and cell; padding at most.
     const uint64_t least = dim * 12 + 16, most = dim * 12 + 80;
     const uint64_t beside = num_rows_ * 40;
-    const auto num_hot = [&] { return store_->tier_stats()->num_hot; };
+    const auto num_hot = [&] { return store_->tier().stats()->num_hot; };
     EXPECT_LE(num_hot(), kCacheBytes / least) << dim;
     EXPECT_GE(num_hot(), std::max(kCacheBytes - beside, kCacheBytes / 8) / 2 / most) << dim;
     ASSERT_EQ(Peek(*store_, signs, dim), Peek(*model_, signs, dim)) << dim;
@@ -74,11 +74,11 @@ TEST_F(TierMemoryTest, ACallWithMoreRowsThanFitLeavesACacheThatIsInUse) {
   Open(kCacheBytes);
   Lookup(*store_, Range(0, kRows), kDim);
   // The maintenance thread evicts down to the budget before it commits.
-  auto batch = store_->RequestCheckpoint();
-  ASSERT_TRUE(batch.ok() && store_->WaitCheckpoint(*batch, std::chrono::minutes(5)).ok());
+  auto batch = store_->tier().RequestCheckpoint();
+  ASSERT_TRUE(batch.ok() && store_->tier().WaitCheckpoint(*batch, std::chrono::minutes(5)).ok());
   // A row takes 68 bytes and up to 32 of those lists; each has 25 of the index and 8 of a cell.
   const uint64_t beside = kRows * (25 + 8);
-  const TierStats stats = store_->tier_stats().value();
+  const TierStats stats = store_->tier().stats().value();
   EXPECT_GE(stats.num_hot, (kCacheBytes - beside) / 16 * 15 / (68 + 32));
   EXPECT_LE(stats.hot_bytes, kCacheBytes - beside);
 }
@@ -91,7 +91,7 @@ TEST_F(TierMemoryTest, RowsInMemoryStayWithinACacheOfBytesAfterEachCall) {
   for (uint64_t first = num_rows_; first < num_rows_ + 20'000; first += 4000) {
     Lookup(*store_, Range(first, first + 4000), 160);
     // A quarter at least is taken by what is known of all rows.
-    ASSERT_LE(store_->tier_stats()->hot_bytes, kCacheBytes / 4 * 3) << first;
+    ASSERT_LE(store_->tier().stats()->hot_bytes, kCacheBytes / 4 * 3) << first;
   }
 }
 
@@ -129,14 +129,14 @@ TEST_F(TierMemoryTest, RowsMayBeUsedWhileMemoryIsGivenBack) {
           const uint64_t begin = first + kOwn + step * kNew;
           Train(*each, Range(begin, begin + kNew), dim);
         }
-        if (step % 8 == t) static_cast<void>(store_->RequestCheckpoint());
+        if (step % 8 == t) static_cast<void>(store_->tier().RequestCheckpoint());
         if (t == 0 && step % 20 == 10) Script::Rows(*store_);  // one at a time
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(Script::Rows(*store_), Script::Rows(*model_));
-  EXPECT_GT(store_->tier_stats()->num_moved, 0u);
+  EXPECT_GT(store_->tier().stats()->num_moved, 0u);
 }
 
 }  // namespace

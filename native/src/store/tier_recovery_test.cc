@@ -30,9 +30,9 @@ class TierRecoveryTest : public ::testing::Test {
     for (uint64_t batch = 1; batch <= 30; ++batch) {
       ASSERT_TRUE(Script::Train(*store_, batch).ok());
     }
-    auto batch = store_->RequestCheckpoint();
+    auto batch = store_->tier().RequestCheckpoint();
     ASSERT_TRUE(batch.ok());
-    ASSERT_TRUE(store_->WaitCheckpoint(*batch, milliseconds(60'000)).ok());
+    ASSERT_TRUE(store_->tier().WaitCheckpoint(*batch, milliseconds(60'000)).ok());
   }
 
   uint64_t PoolId() const {

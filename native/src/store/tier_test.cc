@@ -11,9 +11,9 @@
 #include <thread>
 
 #include "pool/pool_tools.h"
+#include "store/cold_rows.h"
 #include "store/in_place_rows.h"
 #include "store/store_load.h"
-#include "store/tier_cells.h"
 #include "store/tier_script_test_util.h"
 #include "store/tier_test_util.h"
 
@@ -46,7 +46,7 @@ class TierTest : public ::testing::Test {
     // Others may be pending, as many as may be.
     StatusOr<uint64_t> batch = uint64_t{0};
     ASSERT_TRUE(Eventually([&] {
-      batch = store_->RequestCheckpoint();
+      batch = store_->tier().RequestCheckpoint();
       return batch.status().code() != StatusCode::kResourceExhausted;
     }));
     ASSERT_TRUE(batch.ok()) << batch.status().ToString();
@@ -65,7 +65,7 @@ TEST_F(TierTest, ServesLikeAStoreInMemory) {
               Lookup(*model, Script::Signs(batch), Script::kDim));
     ASSERT_TRUE(Script::Train(*model, batch).ok());
     Train(batch, batch);
-    ASSERT_LE(store_->tier_stats()->num_hot, Script::kCacheRows * 17 / 16);
+    ASSERT_LE(store_->tier().stats()->num_hot, Script::kCacheRows * 17 / 16);
     const auto all = Range(0, 600);
     if (batch % 50 == 0) {
       ASSERT_EQ(Peek(*store_, all, Script::kDim), Peek(*model, all, Script::kDim));
@@ -76,7 +76,7 @@ TEST_F(TierTest, ServesLikeAStoreInMemory) {
   EXPECT_EQ(reports[0].num_missing, reports[1].num_missing);
   EXPECT_EQ(reports[0].num_evicted, reports[1].num_evicted);
   EXPECT_GT(reports[0].num_evicted, 0u);
-  EXPECT_GT(store_->tier_stats()->num_promoted, 0u);
+  EXPECT_GT(store_->tier().stats()->num_promoted, 0u);
   EXPECT_EQ(store_->size(), model->size());
 }
 
@@ -100,7 +100,7 @@ TEST_F(TierTest, ACheckpointIsOfTheMomentItWasAskedFor) {
   uint64_t last = 0;
   for (uint64_t batch = 1; batch <= 200; ++batch) {
     Train(batch, batch);
-    auto checkpoint = store_->RequestCheckpoint();
+    auto checkpoint = store_->tier().RequestCheckpoint();
     if (!checkpoint.ok()) {
       ASSERT_EQ(checkpoint.status().code(), StatusCode::kResourceExhausted);
       continue;
@@ -118,7 +118,7 @@ TEST_F(TierTest, ACheckpointIsOfTheMomentItWasAskedFor) {
 pool::PreparedCheckpoint PreparedOf(const EmbeddingStore& store, uint64_t number) {
   std::optional<pool::PreparedCheckpoint> prepared;
   EXPECT_TRUE(Eventually([&] {
-    auto found = store.PreparedCheckpoint(number);
+    auto found = store.tier().PreparedCheckpoint(number);
     EXPECT_TRUE(found.ok()) << found.status().ToString();
     if (found.ok()) prepared = *found;
     return !found.ok() || prepared.has_value();
@@ -130,19 +130,19 @@ TEST_F(TierTest, AHeldCheckpointWaitsForItsWord) {
   Create();
   ScriptModel model;
   Train(1, 40);
-  auto number = store_->RequestCheckpoint(/*held=*/true);
+  auto number = store_->tier().RequestCheckpoint(/*held=*/true);
   ASSERT_TRUE(number.ok());
-  EXPECT_EQ(store_->RequestCheckpoint(/*held=*/true).status().code(),
+  EXPECT_EQ(store_->tier().RequestCheckpoint(/*held=*/true).status().code(),
             StatusCode::kFailedPrecondition);
-  auto behind = store_->RequestCheckpoint();
+  auto behind = store_->tier().RequestCheckpoint();
   ASSERT_TRUE(behind.ok());
   Train(41, 45);
   EXPECT_GT(PreparedOf(*store_, *number).num_rows, 0u);
-  EXPECT_EQ(store_->tier_stats()->pool.committed, 0u);
-  EXPECT_EQ(store_->CommitCheckpoint(*behind).code(), StatusCode::kFailedPrecondition);
-  ASSERT_TRUE(store_->CommitCheckpoint(*number).ok());
+  EXPECT_EQ(store_->tier().stats()->pool.committed, 0u);
+  EXPECT_EQ(store_->tier().CommitCheckpoint(*behind).code(), StatusCode::kFailedPrecondition);
+  ASSERT_TRUE(store_->tier().CommitCheckpoint(*number).ok());
   ASSERT_TRUE(IsCommitted(*store_, *behind));
-  EXPECT_EQ(store_->CommitCheckpoint(*number).code(), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(store_->tier().CommitCheckpoint(*number).code(), StatusCode::kFailedPrecondition);
   Open();
   EXPECT_EQ(Script::Rows(*store_), model.RowsAt(40));
 }
@@ -154,12 +154,12 @@ TEST_F(TierTest, AHeldCheckpointThatIsDroppedLeavesTheOneBefore) {
     Train(batch + 1, batch + 10);
     Checkpoint();
     Train(batch + 11, batch + 20);
-    auto number = store_->RequestCheckpoint(/*held=*/true);
+    auto number = store_->tier().RequestCheckpoint(/*held=*/true);
     ASSERT_TRUE(number.ok());
     PreparedOf(*store_, *number);
     Train(batch + 21, batch + 30);
-    ASSERT_TRUE(store_->DropCheckpoint(*number).ok());
-    EXPECT_EQ(store_->DropCheckpoint(*number).code(), StatusCode::kFailedPrecondition);
+    ASSERT_TRUE(store_->tier().DropCheckpoint(*number).ok());
+    EXPECT_EQ(store_->tier().DropCheckpoint(*number).code(), StatusCode::kFailedPrecondition);
     Train(batch + 31, batch + 40);
   }
   Checkpoint();  // the rows that it counts are those since the last one that was not dropped
@@ -174,7 +174,7 @@ TEST_F(TierTest, AHeldCheckpointIsCommittedAfterItsStoreHasGone) {
   Train(1, 20);
   Checkpoint();
   Train(21, 40);
-  auto number = store_->RequestCheckpoint(/*held=*/true);
+  auto number = store_->tier().RequestCheckpoint(/*held=*/true);
   ASSERT_TRUE(number.ok());
   const pool::PreparedCheckpoint prepared = PreparedOf(*store_, *number);
   Train(41, 60);
@@ -186,7 +186,7 @@ TEST_F(TierTest, AHeldCheckpointIsCommittedAfterItsStoreHasGone) {
   EXPECT_EQ(Script::Rows(*store_), model.RowsAt(40));
   // Opening undoes what was not committed: that cannot be made up for.
   Train(41, 50);
-  number = store_->RequestCheckpoint(/*held=*/true);
+  number = store_->tier().RequestCheckpoint(/*held=*/true);
   ASSERT_TRUE(number.ok());
   const pool::PreparedCheckpoint lost = PreparedOf(*store_, *number);
   Open();
@@ -198,12 +198,13 @@ TEST_F(TierTest, AHeldCheckpointIsCommittedAfterItsStoreHasGone) {
 TEST_F(TierTest, ClearingEndsAHeldCheckpoint) {
   Create();
   Train(1, 20);
-  auto number = store_->RequestCheckpoint(/*held=*/true);
+  auto number = store_->tier().RequestCheckpoint(/*held=*/true);
   ASSERT_TRUE(number.ok());
   PreparedOf(*store_, *number);
   store_->Clear();
-  EXPECT_EQ(store_->PreparedCheckpoint(*number).status().code(), StatusCode::kFailedPrecondition);
-  EXPECT_EQ(store_->CommitCheckpoint(*number).code(), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(store_->tier().PreparedCheckpoint(*number).status().code(),
+            StatusCode::kFailedPrecondition);
+  EXPECT_EQ(store_->tier().CommitCheckpoint(*number).code(), StatusCode::kFailedPrecondition);
   Train(1, 20);
   Checkpoint();
   Open();
@@ -214,7 +215,7 @@ TEST_F(TierTest, ClearingEndsAHeldCheckpoint) {
 TEST_F(TierTest, ACheckpointThatEndsMeanwhileIsNoFailure) {
   auto pool = pool::RowPool::Create(directory_.path(), directory_.Tier(1).pool);
   ASSERT_TRUE(pool.ok()) << pool.status().ToString();
-  Tier tier(std::move(*pool), /*cache_rows=*/16);
+  Tier tier(std::move(*pool), /*cache_rows=*/16, directory_.path(), std::nullopt);
   auto committed = tier.BeginCheckpoint(/*held=*/true);
   ASSERT_TRUE(committed.ok());
   ASSERT_TRUE(tier.EndCheckpoint(*committed).ok());
@@ -235,11 +236,11 @@ TEST_F(TierTest, WhetherAnythingChangedSinceACheckpointIsKnown) {
   ASSERT_TRUE(store_->Configure(config).ok());
   Train(1, 5);
   Checkpoint();
-  EXPECT_EQ(store_->tier_stats()->batch, store_->tier_stats()->pool.committed + 1);
+  EXPECT_EQ(store_->tier().stats()->batch, store_->tier().stats()->pool.committed + 1);
   auto num_removed = store_->RemoveSmallRows();
   ASSERT_TRUE(num_removed.ok());
   EXPECT_GT(*num_removed, 0u);
-  EXPECT_GT(store_->tier_stats()->batch, store_->tier_stats()->pool.committed + 1);
+  EXPECT_GT(store_->tier().stats()->batch, store_->tier().stats()->pool.committed + 1);
 }
 
 TEST_F(TierTest, WithoutACheckpointNothingIsLeft) {
@@ -272,7 +273,7 @@ TEST_F(TierTest, ClearedItIsEmptyForGood) {
   Checkpoint();
   store_->Clear();
   EXPECT_EQ(store_->size(), 0u);
-  EXPECT_EQ(store_->tier_stats()->pool.used_bytes, 0u);
+  EXPECT_EQ(store_->tier().stats()->pool.used_bytes, 0u);
   Train(1, 10);
   Open();
   EXPECT_EQ(store_->size(), 0u);
@@ -300,7 +301,7 @@ TEST_F(TierTest, LoadedRowsAreOfTheNextCheckpoint) {
     (*load)->Finish();
   }
   EXPECT_EQ(Peek(*store_, signs, 2), rows);
-  EXPECT_LE(store_->tier_stats()->num_hot, Script::kCacheRows * 17 / 16);
+  EXPECT_LE(store_->tier().stats()->num_hot, Script::kCacheRows * 17 / 16);
   Checkpoint();
   Open();
   EXPECT_EQ(store_->config(), SgdConfig());
@@ -312,10 +313,10 @@ TEST_F(TierTest, EvictionsLeaveNothingBehind) {
   Train(1, 1);
   for (uint64_t first = 1000; first < 1000 + 100 * 400; first += 100) {
     Lookup(*store_, Range(first, first + 100), Script::kDim);
-    if (first % 2000 == 0) static_cast<void>(store_->RequestCheckpoint());
+    if (first % 2000 == 0) static_cast<void>(store_->tier().RequestCheckpoint());
   }
   Checkpoint();
-  const TierStats stats = *store_->tier_stats();
+  const TierStats stats = *store_->tier().stats();
   EXPECT_EQ(stats.num_rows, Script::kOptions.capacity);
   EXPECT_LE(stats.pool.used_bytes, stats.num_rows * pool::SlotBytes(3 * Script::kDim));
 }
@@ -330,11 +331,11 @@ TEST_F(TierTest, AFullPoolIsAnErrorAndTheCheckpointStays) {
   ASSERT_TRUE(store.ok());
   Status status;
   const auto signs = Range(0, 200);
-  std::vector<float> rows(signs.size() * EmbeddingStore::kMaxDim / 8);
+  std::vector<float> rows(signs.size() * kMaxDim / 8);
   for (uint64_t first = 1000; status.ok(); first += 200) {
     ASSERT_LT(first, 1'000'000u);
     const auto more = Range(first, first + 200);
-    const RowBlock block = {.dim = EmbeddingStore::kMaxDim / 16, .signs = more};
+    const RowBlock block = {.dim = kMaxDim / 16, .signs = more};
     status = (*store)->Lookup({&block, 1}, LookupMode::kTrain, rows.data());
   }
   EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status.ToString();
@@ -400,10 +401,10 @@ TEST_F(TierTest, LoadingDoesNotLookForTheColdestRowsWithEachBlock) {
         (*load)
             ->Add({.dim = Script::kDim, .signs = signs, .ages = ages, .embeddings = rows.data()})
             .ok());
-    EXPECT_LE(store_->tier_stats()->num_hot, Script::kCacheRows * 17 / 16);
+    EXPECT_LE(store_->tier().stats()->num_hot, Script::kCacheRows * 17 / 16);
   }
   (*load)->Finish();
-  EXPECT_LE(store_->tier_stats()->num_passes, 3u);
+  EXPECT_LE(store_->tier().stats()->num_passes, 3u);
   EXPECT_EQ(store_->size(), 220u);
   EXPECT_EQ(Peek(*store_, Range(0, 20), Script::kDim), rows);
 }
@@ -439,9 +440,9 @@ TEST_F(TierTest, RefusesWhatItCannotDo) {
   Create();
   EXPECT_EQ(InPlaceRows::Begin(*store_, LookupMode::kTrain).status().code(),
             StatusCode::kFailedPrecondition);
-  EXPECT_EQ(Script::InMemory()->RequestCheckpoint().status().code(),
+  EXPECT_EQ(Script::InMemory()->tier().RequestCheckpoint().status().code(),
             StatusCode::kFailedPrecondition);
-  EXPECT_FALSE(Script::InMemory()->tier_stats().has_value());
+  EXPECT_FALSE(Script::InMemory()->tier().stats().has_value());
 }
 
 // Each thread's rows count its steps, so a row says by itself whether it is of a whole update.
@@ -460,8 +461,8 @@ TEST_F(TierTest, ThreadsTrainWhileCheckpointsAreTaken) {
       for (int step = 0; step < kSteps; ++step) {
         Lookup(*store_, signs, 2);
         Update(*store_, signs, 2, std::vector<float>(signs.size() * 2, -1.0f));
-        if (step % 8 == static_cast<int>(t)) static_cast<void>(store_->RequestCheckpoint());
-        store_->Prefetch(signs);
+        if (step % 8 == static_cast<int>(t)) static_cast<void>(store_->tier().RequestCheckpoint());
+        store_->tier().Prefetch(signs);
       }
     });
   }
@@ -499,13 +500,13 @@ TEST_F(TierTest, ThreadsTrainWhileTheirRowsAreReadAhead) {
   }
   std::vector<float> before(kThreads * kRows * 2);
   while (num_training > 0) {
-    store_->Prefetch(Range(0, kThreads * kRows));
+    store_->tier().Prefetch(Range(0, kThreads * kRows));
     const std::vector<float> now = Peek(*store_, Range(0, kThreads * kRows), 2);
     for (size_t i = 0; i < now.size(); ++i) EXPECT_GE(now[i], before[i]) << "of before";
     before = now;
   }
   for (std::thread& thread : threads) thread.join();
-  EXPECT_GT(store_->tier_stats()->num_prefetched, 0u);
+  EXPECT_GT(store_->tier().stats()->num_prefetched, 0u);
 }
 
 // Each update is in the checkpoint as a whole or not at all, and the last one before it is.
@@ -540,11 +541,11 @@ TEST_F(TierTest, ThreadsTrainPastACheckpointThatIsOfOneMoment) {
     wait_for_steps();
     std::array<int, kThreads> before{}, after{};
     for (uint64_t t = 0; t < kThreads; ++t) before[t] = num_steps[t];
-    auto batch = store_->RequestCheckpoint();
+    auto batch = store_->tier().RequestCheckpoint();
     for (uint64_t t = 0; t < kThreads; ++t) after[t] = num_steps[t] + 1;
     wait_for_steps();
     EXPECT_TRUE(batch.ok());
-    EXPECT_TRUE(store_->WaitCheckpoint(*batch, std::chrono::minutes(1)).ok());
+    EXPECT_TRUE(store_->tier().WaitCheckpoint(*batch, std::chrono::minutes(1)).ok());
     stops = true;
     for (std::thread& thread : threads) thread.join();
     Open();
@@ -572,11 +573,12 @@ TEST_F(TierTest, ThreadsTrainWhileCheckpointsAreHeld) {
   });
   uint64_t num_committed = 0;
   for (bool commits = true; num_trained < kBatches; commits = !commits) {
-    auto number = store_->RequestCheckpoint(/*held=*/true);
+    auto number = store_->tier().RequestCheckpoint(/*held=*/true);
     ASSERT_TRUE(number.ok()) << number.status().ToString();
     if (commits) PreparedOf(*store_, *number);
-    ASSERT_TRUE(
-        (commits ? store_->CommitCheckpoint(*number) : store_->DropCheckpoint(*number)).ok());
+    ASSERT_TRUE((commits ? store_->tier().CommitCheckpoint(*number)
+                         : store_->tier().DropCheckpoint(*number))
+                    .ok());
     num_committed += commits;
   }
   trainer.join();

@@ -52,7 +52,7 @@ bool Eventually(Condition condition) {
 }
 
 inline bool IsCommitted(const EmbeddingStore& store, uint64_t batch) {
-  return Eventually([&] { return store.tier_stats()->pool.committed >= batch; });
+  return Eventually([&] { return store.tier().stats()->pool.committed >= batch; });
 }
 
 }  // namespace persia::store

@@ -22,6 +22,7 @@ struct Buckets {
   }
 };
 
+// Two passes, which are cheaper than sorting: the first finds the range.
 template <typename ForEach>
 Buckets CountStamps(ForEach for_each) {
   Buckets buckets;
@@ -38,6 +39,7 @@ Buckets CountStamps(ForEach for_each) {
 
 SignIndex::Entry* VictimQueue::Pop(const SignIndex& index) {
   while (true) {
+    // Ends: there is a row, so a collection has at least one with its present stamp.
     if (victims_.empty()) Collect(index);
     if (SignIndex::Entry* entry = PopCollected(index); entry != nullptr) return entry;
   }
@@ -72,6 +74,7 @@ void VictimQueue::CollectFrom(std::span<const SignIndex::Entry> candidates) {
 template <typename ForEach>
 void VictimQueue::CollectOf(ForEach for_each) {
   ++num_passes_;
+  // Whole buckets, so that rows which are not collected are all newer than those that are.
   const Buckets buckets = CountStamps(for_each);
   uint32_t last = 0;
   uint64_t wanted = buckets.counts[0];

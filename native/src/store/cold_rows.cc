@@ -1,4 +1,4 @@
-#include "store/cold_reads.h"
+#include "store/cold_rows.h"
 
 namespace persia::store {
 

@@ -1,0 +1,190 @@
+#include "store/shard_set.h"
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "store/config_change.h"
+
+namespace persia::store {
+namespace {
+
+// Counters of sightings in all shards together, one byte each, where policies want them.
+constexpr uint64_t kFilterCells = uint64_t{1} << 24;
+
+}  // namespace
+
+Status BatchPlan::AddBlocks(std::span<const RowBlock> blocks) {
+  blocks_.clear();
+  uint64_t rows = 0, floats = 0;
+  for (const RowBlock& block : blocks) {
+    if (block.dim == 0 || block.dim > kMaxDim) {
+      return InvalidArgument("dim is " + std::to_string(block.dim) + "; give one from 1 to " +
+                             std::to_string(kMaxDim));
+    }
+    blocks_.push_back({.first_row = rows, .first_float = floats, .dim = block.dim});
+    rows += block.signs.size();
+    floats += block.signs.size() * block.dim;
+    if (rows > std::numeric_limits<uint32_t>::max()) {
+      return InvalidArgument("the request has " + std::to_string(rows) +
+                             " rows; send fewer than 2^32 at once");
+    }
+  }
+  keys_.resize(rows);
+  refs_.resize(rows);
+  return Status::Ok();
+}
+
+// A counting sort by shard, which keeps the order of the call.
+Status BatchPlan::Build(std::span<const RowBlock> blocks, uint32_t num_shards) {
+  PERSIA_RETURN_IF_ERROR(AddBlocks(blocks));
+  // Counted two places ahead: after the sums, ends_[s + 1] is where shard s begins, and scattering
+  // its rows moves it to where shard s ends.
+  ends_.assign(num_shards + 2, 0);
+  uint32_t row = 0;
+  for (const RowBlock& block : blocks) {
+    for (const uint64_t sign : block.signs) {
+      const uint64_t key = SignKey(sign);
+      keys_[row++] = key;
+      ++ends_[ShardOfKey(key, num_shards) + 2];
+    }
+  }
+  for (uint32_t s = 2; s < ends_.size(); ++s) ends_[s] += ends_[s - 1];
+  for (row = 0; row < keys_.size(); ++row) {
+    const uint64_t key = keys_[row];
+    refs_[ends_[ShardOfKey(key, num_shards) + 1]++] = {.key = key, .row = row};
+  }
+  return Status::Ok();
+}
+
+std::span<const Run> BatchPlan::RunsOf(uint32_t shard) {
+  runs_.clear();
+  auto refs = std::span<const RowRef>(refs_).subspan(ends_[shard], ends_[shard + 1] - ends_[shard]);
+  while (!refs.empty()) {
+    // The last block that begins at or before the row: empty ones before it begin at the same row.
+    const auto next =
+        std::upper_bound(blocks_.begin(), blocks_.end(), refs.front().row,
+                         [](uint64_t row, const Block& block) { return row < block.first_row; });
+    const uint64_t end_row = next == blocks_.end() ? keys_.size() : next->first_row;
+    const auto end = std::partition_point(
+        refs.begin(), refs.end(), [end_row](const RowRef& ref) { return ref.row < end_row; });
+    const auto count = static_cast<size_t>(end - refs.begin());
+    const Block& block = *(next - 1);
+    runs_.push_back({.dim = block.dim,
+                     .first_row = block.first_row,
+                     .first_float = block.first_float,
+                     .refs = refs.first(count)});
+    refs = refs.subspan(count);
+  }
+  return runs_;
+}
+
+Status SharedFeatures::Occupy(const char* by) {
+  const char* nobody = nullptr;
+  if (occupied_by_.compare_exchange_strong(nobody, by)) return Status::Ok();
+  return FailedPrecondition(std::string(nobody) + " of this store is under way, and so " + by +
+                            " cannot begin; close it first");
+}
+
+ShardSet::ShardSet(const Options& options) : options_(options) {
+  const uint64_t num_shards = options.num_internal_shards;
+  for (uint64_t i = 0; i < num_shards; ++i) {
+    const uint64_t capacity =
+        options.capacity / num_shards + (i < options.capacity % num_shards ? 1 : 0);
+    // Apart, so that the indexes of shards that fill side by side do not all grow at once.
+    const double growth_phase = static_cast<double>(i) / static_cast<double>(num_shards);
+    shards_.emplace_back(capacity, &slab_memory_, &cell_memory_, growth_phase,
+                         options.counts_updates, options.row_dtype);
+  }
+}
+
+std::shared_lock<WriterFirstMutex> ShardSet::EnterForChange() {
+  features_.snapshot_budget.WaitForRoom();
+  std::shared_lock lock(mutex_);
+  // Under the lock: the change must not count for a checkpoint that it waited for.
+  if (tier_ != nullptr) tier_->CountBatch();
+  return lock;
+}
+
+std::unique_lock<WriterFirstMutex> ShardSet::LockForChange() {
+  features_.snapshot_budget.WaitForRoom();
+  return std::unique_lock(mutex_);
+}
+
+std::optional<TrainConfig> ShardSet::config() const {
+  const std::lock_guard lock(config_mutex_);
+  return config_;
+}
+
+Status ShardSet::CheckCapacities(const RowPolicies& policies) const {
+  for (const auto& [group, capacity] : policies.capacities()) {
+    if (capacity >= shards_.size()) continue;
+    return InvalidArgument("feature group " + std::to_string(group) + ": capacity is " +
+                           std::to_string(capacity) + "; give at least " +
+                           std::to_string(shards_.size()) +
+                           ", one row for each internal shard, or fewer shards");
+  }
+  return Status::Ok();
+}
+
+// Locked: whether rows exist, and with it whether the change is allowed, must not change half-way.
+Status ShardSet::Configure(const TrainConfig& config, bool replace, bool is_recovered) {
+  PERSIA_RETURN_IF_ERROR(config.Validate());
+  const std::lock_guard config_lock(config_mutex_);
+  if (config_ == config) {
+    is_config_recovered_ = is_recovered;
+    return Status::Ok();
+  }
+  const auto policies = std::make_shared<const RowPolicies>(config, options_.row_dtype);
+  const uint64_t num_filter_cells =
+      policies->CountsSightings() ? kFilterCells / std::bit_ceil(shards_.size()) : 0;
+  PERSIA_RETURN_IF_ERROR(CheckCapacities(*policies));
+  const bool has_rows = std::any_of(shards_.begin(), shards_.end(),
+                                    [](const Shard& shard) { return shard.size() != 0; });
+  if (has_rows) {
+    PERSIA_RETURN_IF_ERROR(CheckChange(*config_, config, replace || is_config_recovered_));
+  } else if (tier_ != nullptr && tier_->pool().HasRowsInCheckpoints()) {
+    // Those rows may be recovered, and are then read by the policies that are saved now.
+    PERSIA_RETURN_IF_ERROR(CheckChange(*config_, config, /*replace=*/true));
+  }
+  // Before rows are made by it: a crash in between must find the config of every row it recovers.
+  if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(tier_->SaveConfigIfNew(config));
+  for (uint32_t i = 0; i < count(); ++i) {
+    shards_[i].SetPolicies(policies, num_filter_cells, i, count());
+  }
+  if (!has_rows) ForgetSlabs();
+  config_ = config;
+  is_config_recovered_ = is_recovered;
+  is_configured_.store(true, std::memory_order_release);
+  return Status::Ok();
+}
+
+std::unique_ptr<ChangeSet> ShardSet::ReplaceChanges(std::unique_ptr<ChangeSet> changes) {
+  features_.changes.swap(changes);
+  for (Shard& shard : shards_) shard.features().changes = features_.changes.get();
+  return changes;
+}
+
+Status ShardSet::Clear() {
+  if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(tier_->Clear());
+  if (features_.changes != nullptr) features_.changes->NoteClear();
+  for (Shard& shard : shards_) shard.Clear();
+  ForgetSlabs();
+  return Status::Ok();
+}
+
+void ShardSet::ForgetSlabs() {
+  slab_memory_.Clear();
+  cell_memory_.Clear();
+}
+
+StoreStats ShardSet::Stats() const {
+  StoreStats stats;
+  for (const Shard& shard : shards_) shard.AddStatsTo(&stats);
+  stats.memory_bytes += slab_memory_.unused_bytes() + cell_memory_.unused_bytes();
+  return stats;
+}
+
+}  // namespace persia::store

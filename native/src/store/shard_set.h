@@ -1,0 +1,214 @@
+// ShardSet: the internal shards of a store, with what they share: memory, the store's lock, the
+// train config, and the features that concern all shards at once.
+//
+// EmbeddingStore is the interface for users; this is the one for the files of this folder that act
+// on a whole store: StoreSnapshot, StoreLoad, StoreTier and InPlaceRows.
+//
+// Locks, in the order in which they are taken:
+//  1. mutex(): shared by every call on the store, exclusive where all shards must change at once
+//     (a snapshot point, a configuration, InPlaceRows). "Locked" below means held exclusively.
+//  2. the config's, private.
+//  3. a shard's own. No call holds two shards' mutexes.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "base/train_config.h"
+#include "store/change_set.h"
+#include "store/row_policy.h"
+#include "store/shard.h"
+#include "store/slab_memory.h"
+#include "store/snapshot_budget.h"
+#include "store/tier.h"
+#include "store/types.h"
+
+namespace persia::store {
+
+// The signs of one request, grouped by internal shard, in the order of the call within each shard.
+//
+// A thread reuses its plan from call to call: a request allocates nothing once the largest has been
+// seen.
+class BatchPlan {
+ public:
+  static BatchPlan& OfThread() {
+    thread_local BatchPlan plan;
+    return plan;
+  }
+
+  // kInvalidArgument: a dim of 0 or above kMaxDim, or 2^32 rows or more.
+  Status Build(std::span<const RowBlock> blocks, uint32_t num_shards);
+
+  bool IsEmpty(uint32_t shard) const { return ends_[shard] == ends_[shard + 1]; }
+  // Valid until the next call on this plan.
+  std::span<const Run> RunsOf(uint32_t shard);
+
+ private:
+  struct Block {
+    uint64_t first_row;
+    uint64_t first_float;
+    uint32_t dim;
+  };
+
+  Status AddBlocks(std::span<const RowBlock> blocks);
+
+  std::vector<Block> blocks_;
+  std::vector<uint64_t> keys_;  // by row
+  std::vector<RowRef> refs_;    // by shard
+  std::vector<uint32_t> ends_;  // shard s has refs_[ends_[s], ends_[s + 1])
+  std::vector<Run> runs_;
+};
+
+// A shared mutex whose exclusive owners do not wait for readers that arrive later.
+//
+// std::shared_mutex may admit readers for ever while an exclusive lock is wanted. The calls of a
+// busy store overlap all the time, so no snapshot point through all of them would ever be reached.
+//
+// For std::unique_lock and std::shared_lock. Not recursive.
+class WriterFirstMutex {
+ public:
+  void lock() {
+    num_writers_.fetch_add(1);
+    {
+      // Held until the earlier readers have left; new ones queue up here.
+      const std::lock_guard turn(turn_);
+      mutex_.lock();
+    }
+    num_writers_.fetch_sub(1);
+  }
+  void unlock() { mutex_.unlock(); }
+
+  void lock_shared() {
+    if (num_writers_.load(std::memory_order_relaxed) != 0) [[unlikely]] {
+      const std::lock_guard turn(turn_);
+    }
+    mutex_.lock_shared();
+  }
+  void unlock_shared() { mutex_.unlock_shared(); }
+
+ private:
+  std::atomic<uint32_t> num_writers_ = 0;  // waiting
+  std::mutex turn_;
+  std::shared_mutex mutex_;
+};
+
+// What features keep once for all shards.
+struct SharedFeatures {
+  SnapshotBudget snapshot_budget;      // bounds the memory of rows saved for a snapshot
+  std::unique_ptr<ChangeSet> changes;  // null: changes are not tracked. Replaced only when locked
+  // Update() calls that have ended. Counted under the store's lock, so that a snapshot point has a
+  // number of whole updates.
+  std::atomic<uint64_t> num_updates = 0;
+
+  // Snapshots and loading each need all rows, so only one of them runs at a time.
+  // kFailedPrecondition names the one that does. Each success is followed by one Release().
+  Status Occupy(const char* by);
+  void Release() { occupied_by_.store(nullptr); }
+
+ private:
+  std::atomic<const char*> occupied_by_ = nullptr;
+};
+
+class ShardSet {
+ public:
+  struct Options {
+    uint64_t capacity = 1'000'000'000;  // rows; the least recently used is evicted first
+    uint32_t num_internal_shards = 16;  // 1 .. 65536, at most `capacity`
+    bool counts_updates = false;        // of each row, for NumUpdates(); not with a tier
+    // The format of embeddings in memory. Callers pass and get float32, and optimizer state is
+    // float32. With 16 bits, updates use stochastic rounding, all other writes round to nearest;
+    // not with a tier.
+    RowDtype row_dtype = RowDtype::kFloat32;
+  };
+
+  explicit ShardSet(const Options& options);
+
+  std::deque<Shard>& all() { return shards_; }
+  const std::deque<Shard>& all() const { return shards_; }
+  uint32_t count() const { return static_cast<uint32_t>(shards_.size()); }
+  bool counts_updates() const { return options_.counts_updates; }
+  SharedFeatures& features() { return features_; }
+  const SharedFeatures& features() const { return features_; }
+
+  // Calls handle(shard, runs) for every shard that the request touches. With several handles, each
+  // passes over all shards before the next one starts. Stops at the first failure. The caller holds
+  // mutex(), shared or exclusively.
+  template <typename... Handles>
+  Status ForEach(std::span<const RowBlock> blocks, Handles... handles);
+
+  WriterFirstMutex& mutex() const { return mutex_; }
+  // Locks for calls that change rows. They wait while a snapshot's memory is full, before they take
+  // the lock, which the snapshot's reader needs to catch up.
+  std::shared_lock<WriterFirstMutex> EnterForChange();
+  std::unique_lock<WriterFirstMutex> LockForChange();
+
+  // Locked. EmbeddingStore::Configure. A config that is `recovered` from a tier was not asked for
+  // by a script, so the first script may replace it.
+  Status Configure(const TrainConfig& config, bool replace, bool is_recovered = false);
+  std::optional<TrainConfig> config() const;
+  // Once true it stays true, and then every shard has policies.
+  bool IsConfigured() const { return is_configured_.load(std::memory_order_acquire); }
+  // kInvalidArgument: a group's capacity is not enough for every shard.
+  Status CheckCapacities(const RowPolicies& policies) const;
+
+  // Locked. Returns the former changes.
+  std::unique_ptr<ChangeSet> ReplaceChanges(std::unique_ptr<ChangeSet> changes);
+  // Removes all rows. Locked where there is a tier; otherwise a shared lock is enough.
+  Status Clear();
+  // Without what features and tier hold outside the shards.
+  StoreStats Stats() const;
+
+  // Null: there is no tier. StoreTier attaches one before the first call on the store.
+  Tier* tier() const { return tier_.get(); }
+  void AttachTier(std::unique_ptr<Tier> tier) { tier_ = std::move(tier); }
+  // What stopped the tier for good, which every call reports from then on.
+  Status CheckTier() const { return tier_ == nullptr ? Status::Ok() : tier_->status(); }
+
+ private:
+  // Once no shard has rows: their memory goes back to the system.
+  void ForgetSlabs();
+
+  const Options options_;
+  SlabMemory slab_memory_;
+  SlabMemory cell_memory_;
+  std::deque<Shard> shards_;
+  mutable WriterFirstMutex mutex_;
+  SharedFeatures features_;
+  mutable std::mutex config_mutex_;
+  std::optional<TrainConfig> config_;
+  bool is_config_recovered_ = false;
+  std::atomic<bool> is_configured_ = false;
+  std::atomic<uint32_t> next_first_shard_ = 0;
+  std::unique_ptr<Tier> tier_;
+};
+
+template <typename... Handles>
+Status ShardSet::ForEach(std::span<const RowBlock> blocks, Handles... handles) {
+  BatchPlan& plan = BatchPlan::OfThread();
+  PERSIA_RETURN_IF_ERROR(plan.Build(blocks, count()));
+  // Each call starts at another shard, so that concurrent calls do not queue up at every one.
+  const uint32_t first = next_first_shard_.fetch_add(1, std::memory_order_relaxed) % count();
+  const auto pass = [&](const auto& handle) {
+    for (uint32_t i = 0; i < count(); ++i) {
+      const uint32_t shard = (first + i) % count();
+      if (plan.IsEmpty(shard)) continue;
+      PERSIA_RETURN_IF_ERROR(handle(shards_[shard], plan.RunsOf(shard)));
+    }
+    return Status::Ok();
+  };
+  Status status;
+  static_cast<void>(((status = pass(handles)).ok() && ...));
+  if (tier_ != nullptr) tier_->WakeIfOverBudget();
+  return status;
+}
+
+}  // namespace persia::store
