@@ -15,7 +15,6 @@
 
 #include "base/buffer.h"
 #include "net/asio.h"
-#include "net/frame_writer.h"
 #include "net/message.h"
 
 namespace persia::net {

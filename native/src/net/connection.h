@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "net/byte_budget.h"
-#include "net/frame_writer.h"
+#include "net/message.h"
 #include "net/poller.h"
 #include "net/types.h"
 #include "net/unique_fd.h"

@@ -8,6 +8,7 @@
 
 #include "base/duration_stats.h"
 #include "base/method.h"
+#include "base/metrics.h"
 
 namespace persia::net {
 
@@ -23,8 +24,6 @@ using Handler =
     std::function<StatusOr<Segments>(const Buffer& request, const CallContext& context)>;
 
 struct ServerOptions {
-  std::string host = "127.0.0.1";  // loopback unless told otherwise
-  uint16_t port = 0;               // 0: chosen by the system
   uint32_t num_io_threads = 1;
   uint32_t num_handler_threads = 2;
   uint64_t max_body_bytes = 1ull << 30;
@@ -33,16 +32,12 @@ struct ServerOptions {
   std::chrono::milliseconds body_patience = std::chrono::seconds(10);
 };
 
-// What a Channel counts since it was made.
+// What a Channel counts: calls made and pending, retries, connections, bytes.
 struct ChannelStats {
-  std::string peer;
-  uint64_t num_calls = 0;
-  uint64_t num_retries = 0;     // requests sent again, after a broken connection or a refusal
-  uint64_t num_connects = 0;    // connections made
-  uint64_t num_sent_bytes = 0;  // bodies, every time they are sent
-  uint64_t num_received_bytes = 0;
-  uint64_t num_pending = 0;  // calls under way now
-  DurationStats::Snapshot calls;
+  static constexpr const char* kLabel = "peer";
+  std::string name;
+  Metrics metrics;
+  DurationStats::Snapshot calls;  // their durations
 };
 
 }  // namespace persia::net

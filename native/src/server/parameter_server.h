@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "base/incarnation.h"
@@ -44,7 +45,10 @@ class ParameterServer {
   // tier it returns when all rows of its file are recovered.
   static StatusOr<std::unique_ptr<ParameterServer>> Create(const Options& options);
 
-  StatusOr<uint16_t> Start() { return rpc_.Start(); }
+  // See net::Server.
+  StatusOr<uint16_t> Start(const std::string& host = "127.0.0.1", uint16_t port = 0) {
+    return rpc_.Start(host, port);
+  }
   void Stop(std::chrono::milliseconds timeout) { rpc_.Stop(timeout); }
   // A read-only server answers from now on. Of others nothing changes.
   void MarkLoaded() { loaded_ = true; }
@@ -54,6 +58,7 @@ class ParameterServer {
   StatusOr<UpdateResult> Update(const UpdateRowsRequest& request);
   Status SetRows(const SetRowsRequest& request);
 
+  const Options& options() const { return options_; }
   // Differs from that of every other life of a server; never 0.
   uint64_t incarnation() const { return incarnation_; }
   // What the server counts, what its store holds, and its RPC.

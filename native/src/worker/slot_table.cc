@@ -92,11 +92,11 @@ Status CheckGroups(const std::vector<SlotConfig>& slots) {
           slot, "optimizer, initializer, admission, eviction or weight bound differ from slot '" +
                     peer.name + "' of the same feature group: slots of one group share rows");
     }
-    if (slot.stage >= kMaxStages) {
-      return SlotError(slot, "stage is " + std::to_string(slot.stage) + ", above the last, " +
-                                 std::to_string(kMaxStages - 1));
+    if (slot.mode >= kMaxSlotModes) {
+      return SlotError(slot, "mode is " + std::to_string(slot.mode) + ", above the last, " +
+                                 std::to_string(kMaxSlotModes - 1));
     }
-    if (peer.stage != slot.stage) {
+    if (peer.mode != slot.mode) {
       return SlotError(slot, "consistency or embedding_staleness differ from slot '" + peer.name +
                                  "' of the same feature group: slots of one group share rows");
     }

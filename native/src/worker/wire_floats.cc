@@ -87,4 +87,17 @@ void Widen(WireDtype dtype, std::span<const uint16_t> values, float unit, float*
   }
 }
 
+StatusOr<const float*> ReadNarrow(ByteReader* reader, WireDtype dtype, float unit, uint64_t count,
+                                  std::vector<Buffer>* widened) {
+  const auto rows = reader->GetArray<uint16_t>(count);
+  if (!reader->ok()) return nullptr;
+  if (!IsWireUnit(unit)) {
+    return Corruption("its unit is " + std::to_string(unit) + ", no power of two in range");
+  }
+  auto* floats =
+      reinterpret_cast<float*>(widened->emplace_back(rows.size() * sizeof(float)).data());
+  Widen(dtype, rows, unit, floats);
+  return floats;
+}
+
 }  // namespace persia::worker

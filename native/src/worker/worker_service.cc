@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "net/rpc.h"
-#include "worker/embeddings_writer.h"
+#include "worker/embeddings_message.h"
 #include "worker/worker_protocol.h"
 
 namespace persia::worker {
@@ -52,13 +52,13 @@ WorkerService::WorkerService(std::shared_ptr<EmbeddingWorker> worker, net::Serve
   });
   Register(kLookupReference, [this](const LookupReferenceRequest& request, Deadline deadline) {
     return LookupAs(request.options, [&](bool requires_grad) {
-      return worker_->Lookup(request.key, requires_grad, deadline, request.options.stages);
+      return worker_->Lookup(request.key, requires_grad, deadline, request.options.slots);
     });
   });
   Register(kLookupDirect, [this](const LookupDirectRequest& request, Deadline deadline) {
     return LookupAs(request.options, [&](bool requires_grad) {
       return worker_->LookupDirect(request.id_features, requires_grad, deadline,
-                                   request.options.stages);
+                                   request.options.slots);
     });
   });
   Register(kReturnGradients, [this](const GradientsRequest& request, Deadline deadline) {
