@@ -31,6 +31,7 @@ using client::SlotMask;
 // As Python gives them: (slot, rows), or (slot, None) for a slot without a gradient.
 using GradientList = std::vector<std::pair<std::string, py::object>>;
 
+// The bytes stay valid without the GIL: BytesArgument holds the buffer.
 LookupResult LookupDirect(EmbeddingClient& self, uint32_t worker_index,
                           const py::buffer& id_features, bool requires_grad, Deadline deadline,
                           SlotMask slots) {

@@ -29,6 +29,7 @@ struct SlotView {
   py::ssize_t batch_size() const { return result->batch_size; }
 };
 
+// A view for each slot; making it copies no row.
 py::list SlotsOf(const std::shared_ptr<LookupResult>& result) {
   py::list slots;
   for (size_t i = 0; i < result->slots.size(); ++i) slots.append(SlotView{result, i});

@@ -26,6 +26,8 @@ py::tuple BoundsInSeconds() {
   return bounds;
 }
 
+// Python's time.monotonic_ns() and std::chrono::steady_clock are one clock (CLOCK_MONOTONIC), so
+// spans of both can be recorded together.
 DurationStats::TimePoint ToTime(uint64_t ns) {
   return DurationStats::TimePoint(std::chrono::nanoseconds(ns));
 }

@@ -20,6 +20,8 @@ namespace {
 namespace py = pybind11;
 using server::ParameterServer;
 
+// With a tier this recovers the rows of its file, which may take minutes: the GIL is free
+// meanwhile.
 std::unique_ptr<ParameterServer> MakeServer(uint32_t replica_index, uint32_t replica_size,
                                             uint64_t capacity, uint32_t num_internal_shards,
                                             uint32_t num_handler_threads, bool read_only,

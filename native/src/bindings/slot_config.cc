@@ -14,6 +14,7 @@ namespace py = pybind11;
 using worker::SlotConfig;
 
 void BindSlotConfig(py::module_& module) {
+  // The defaults are written once, in the struct: the stub test compares them with _core.pyi.
   const SlotConfig defaults;
   // A slot is judged together with the others, when a worker is made of them.
   py::class_<SlotConfig>(module, "SlotConfig")

@@ -88,6 +88,7 @@ py::array_t<uint32_t> NumUpdates(BoundStore& self, py::handle signs) {
   return counts;
 }
 
+// Keys are those of /status; persia/observability/metric_tables.py names the metrics among them.
 py::object TierStats(BoundStore& self) {
   const auto stats = WithoutGil([&] { return self.store.tier_stats(); });
   if (!stats) return py::none();

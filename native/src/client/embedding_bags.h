@@ -89,6 +89,7 @@ class EmbeddingBags {
   // Takes the slot's IDs, and their weights if there are any, from the front of those left.
   Status DivideSlot(uint32_t slot, std::span<const uint64_t>* values,
                     std::span<const float>* weights, std::span<const int64_t> lengths);
+  // How many runs of groups a batch is divided into.
   size_t NumUnits() const;
   // Into units_, for the next batch.
   void DivideGroups(const BagBatch& batch);
@@ -96,6 +97,7 @@ class EmbeddingBags {
   void For(bool uses_threads, size_t count, const std::function<void(size_t)>& body);
   static std::span<const GroupBatch> GroupsOf(const BagBatch& batch, Unit unit);
   void Pool(const BagBatch& batch, Unit unit, float* out) const;
+  // Of all groups at once, shard by shard: a shard is changed by one thread.
   Status InsertMissing(BagBatch* batch, store::InPlaceRows* rows);
 
   const worker::SlotTable slots_;

@@ -30,6 +30,7 @@ class EmbeddingClient {
  public:
   virtual ~EmbeddingClient() = default;
 
+  // Reaches every server; `replace` allows another config than the one that a server has.
   virtual Status Configure(const TrainConfig& config, bool replace, Deadline deadline) = 0;
   // `slots`: see EmbeddingWorker. All others are absent from the result.
   virtual StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
@@ -39,10 +40,14 @@ class EmbeddingClient {
                                               std::span<const std::byte> id_features,
                                               bool requires_grad, Deadline deadline,
                                               SlotMask slots = kAllSlots) = 0;
+  // Applied once, however often it is called for a batch: a repetition gets the first report.
+  // Gradients are divided by `scale`.
   virtual StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,
                                                  std::span<const SlotGradient> gradients,
                                                  Deadline deadline) = 0;
+  // Gives a batch up that gets no gradients; releasing twice is fine.
   virtual Status Release(const BatchReference& reference, Deadline deadline) = 0;
+  // Writes rows of `dim` floats, one behind the other, by sign (prefix included).
   virtual Status SetEmbeddings(uint32_t dim, std::span<const uint64_t> signs,
                                std::span<const float> rows, Deadline deadline) = 0;
   virtual Status Clear(Deadline deadline) = 0;

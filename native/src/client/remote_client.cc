@@ -47,6 +47,8 @@ StatusOr<std::shared_ptr<net::Channel>> WorkerChannels::At(uint32_t index) const
                          std::to_string(workers_.size()) + " embedding workers, counted from 0");
 }
 
+// All of them when none takes new work: a call then fails with the peer's own error, which says
+// more than an empty list.
 std::vector<WorkerChannels::Link> WorkerChannels::Active() const {
   const std::shared_lock lock(mutex_);
   const bool any = std::any_of(workers_.begin(), workers_.end(),
@@ -72,6 +74,8 @@ std::vector<net::ChannelStats> RemoteClient::channel_stats() const {
   return stats;
 }
 
+// The reference must agree with what was asked: an embedding that expects a gradient stays in
+// flight at the worker until it is returned, and one without would lose its gradient.
 template <typename Request>
 StatusOr<LookupResult> RemoteClient::CallForEmbeddings(uint32_t worker_index,
                                                        const Method<Request, Buffer>& method,
@@ -94,6 +98,7 @@ StatusOr<LookupResult> RemoteClient::CallForEmbeddings(uint32_t worker_index,
                          : ": embeddings that expect gradients, which were not asked for"));
 }
 
+// To every worker: each configures the servers that restart.
 Status RemoteClient::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
   const auto links = workers_.Active();  // keeps the channels
   std::vector<net::Channel*> channels;

@@ -46,6 +46,7 @@ void Channel::Post(Function function) {
   if (!led_) thread_wakes_.notify_one();
 }
 
+// Posted like everything else: the leader alone touches calls_.
 void Channel::Close() {
   Post([this] {
     closed_ = true;
@@ -74,6 +75,8 @@ void Channel::CallAsync(const MethodId& method, Segments segments, Clock::time_p
   Post([this, call = std::move(call)]() mutable { SubmitAsync(std::move(call)); });
 }
 
+// The caller takes the lead if it is free. Else its call is posted, and it waits for its answer or
+// for the lead, which a leader that is answered passes on.
 StatusOr<Buffer> Channel::Call(const MethodId& method, const Segments& segments,
                                Clock::time_point deadline) {
   if (OnOwnThread()) {
@@ -191,6 +194,7 @@ void Channel::Submit(PendingCallPtr call) {
   Pump();
 }
 
+// Every call that is kWaiting is in waiting_, and no other: Pump() sends them in the order of ids.
 void Channel::MakeWaiting(uint64_t id, PendingCall& call) {
   call.state = State::kWaiting;
   waiting_.insert(id);
@@ -323,6 +327,7 @@ void Channel::OnConnected() {
   Pump();
 }
 
+// A reply may have come before the last byte of its request was written: peers answer errors early.
 void Channel::OnWritten() {
   const uint64_t id = *writing_;
   writing_.reset();
@@ -337,6 +342,8 @@ void Channel::OnWritten() {
   Pump();
 }
 
+// The calls are repeated on the next connection, after a pause that grows while connecting fails: a
+// peer that is away costs no busy loop.
 void Channel::OnBroken(const std::string& reason) {
   CloseConnection();
   last_failure_ = reason;
@@ -377,6 +384,7 @@ void Channel::OnReply(const FrameHeader& header, Buffer body) {
   Complete(header.request_id, Status(code, Name() + ": " + ToText(body)));
 }
 
+// kUnavailable of the peer itself ("still loading"): the connection is good, the call waits alone.
 void Channel::RetryLater(uint64_t id, PendingCall& call) {
   call.state = State::kBackingOff;
   call.retry_timer.emplace(io_, Backoff(call.num_refusals++));

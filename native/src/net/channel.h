@@ -78,6 +78,7 @@ class Channel : private ClientConnection::Listener {
   const std::string& peer() const { return peer_; }
 
  private:
+  // Of a call. Only kWriting forbids to complete it: the socket reads memory of the caller.
   enum class State {
     kWaiting,     // for a connection, or for its turn on it
     kWriting,     // its segments are being read by the socket
@@ -109,6 +110,8 @@ class Channel : private ClientConnection::Listener {
   using Calls = std::map<uint64_t, PendingCallPtr>;
   using Lock = std::unique_lock<std::mutex>;
 
+  // The lead. TakeLead() and WakeNextLeader() require lead_mutex_; a thread that leads gives the
+  // lead back before it waits for anything but the event loop.
   void RunThread();
   void LeadOnOwnThread();
   void LeadUntilAnswered(const BlockedCaller& caller);
@@ -119,11 +122,14 @@ class Channel : private ClientConnection::Listener {
   void Post(Function function);
   bool OnOwnThread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
+  // Events of connection_, on the leader.
   void OnConnected() override;
   void OnWritten() override;
   void OnReply(const FrameHeader& header, Buffer body) override;
   void OnBroken(const std::string& reason) override;
 
+  // The life of a call, on the leader: waiting, written, sent, and completed exactly once; or
+  // backing off, and waiting again.
   void SubmitAsync(PendingCallPtr call);
   void Submit(PendingCallPtr call);
   void Pump();

@@ -35,6 +35,7 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == kHeaderBytes);
 
+// Fields in the byte order of the host: both ends of a job are little-endian (docs/wire_format.md).
 void EncodeHeader(const FrameHeader& header, std::span<std::byte, kHeaderBytes> out);
 // kCorruption: wrong magic or kind, or a body above `max_body_bytes`. The connection must then be
 // closed, because the stream is lost. An unknown version is not an error here: the caller refuses
@@ -53,6 +54,7 @@ class FrameWriter {
 
   // Sends on; errno tells why when it is kBroken.
   Result Write(int fd);
+  // Of the body alone, which is what counts against the limits of a connection.
   uint64_t body_bytes() const { return body_bytes_; }
 
  private:

@@ -160,6 +160,7 @@ void Server::OnTimer() {
   if (next != Clock::time_point::max()) state_.poller.WakeAt(next);
 }
 
+// Stop() waits until no connection is left.
 void Server::OnClosed(uint64_t tag) {
   std::lock_guard lock(mutex_);
   connections_.erase(tag);  // not its last owner: who closes it is another
@@ -216,6 +217,7 @@ StatusOr<Segments> Server::RunHandler(const Request& request) {
   }
 }
 
+// Bytes of bodies, as both ends count them: a test compares them with the channel's.
 void Server::Count(const Request& request, const StatusOr<Segments>& reply) {
   num_requests_.Add();
   num_received_bytes_.Add(request.body.size());
@@ -260,6 +262,7 @@ void Server::Stop(std::chrono::milliseconds timeout) {
     stopping_ = true;  // from here on no connection is added
     listener_ = UniqueFd();
   }
+  // Outside mutex_: a connection that closes takes it.
   for (const auto& [tag, connection] : OpenConnections()) connection->Drain();
   {
     std::unique_lock lock(mutex_);

@@ -61,6 +61,7 @@ class Server {
   using Connections = std::unordered_map<uint64_t, std::shared_ptr<Connection>>;
 
   StatusOr<uint16_t> Listen(const std::string& host, uint16_t port);
+  // One of the threads: waits, and does what follows from each event.
   void HandleEvents();
   void OnEvent(const Poller::Event& event);
   void Accept();
@@ -69,6 +70,8 @@ class Server {
   void OnClosed(uint64_t tag);
   Connections OpenConnections();
 
+  // Requests above num_handler_threads wait in line, and the threads that are in handlers take
+  // them.
   void Run(Request request);
   StatusOr<Segments> RunHandler(const Request& request);
   void Count(const Request& request, const StatusOr<Segments>& reply);

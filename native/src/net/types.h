@@ -12,6 +12,8 @@
 
 namespace persia::net {
 
+// Deadlines of this layer are points of this clock: on the wire a deadline is the time that is
+// left, so that the clocks of two hosts are never compared.
 using Clock = std::chrono::steady_clock;
 
 struct CallContext {
@@ -23,6 +25,7 @@ struct CallContext {
 using Handler =
     std::function<StatusOr<Segments>(const Buffer& request, const CallContext& context)>;
 
+// Bounds of one server. Requests beyond a bound wait, and their senders with them; none is dropped.
 struct ServerOptions {
   uint32_t num_io_threads = 1;
   uint32_t num_handler_threads = 2;

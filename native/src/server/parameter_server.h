@@ -53,6 +53,7 @@ class ParameterServer {
   // A read-only server answers from now on. Of others nothing changes.
   void MarkLoaded() { loaded_ = true; }
 
+  // The answer owns copies of the rows: they may change or be evicted before it is sent.
   StatusOr<ServerRows> Lookup(const LookupRowsRequest& request);
   // Applies the update, also one that was applied before. kFailedPrecondition: not configured.
   StatusOr<UpdateResult> Update(const UpdateRowsRequest& request);
@@ -68,6 +69,7 @@ class ParameterServer {
   store::EmbeddingStore& embedding_store() { return *store_; }
 
  private:
+  // Whether a method may be called at a server for inference.
   enum class Access : uint8_t { kReads, kChangesRows };
 
   ParameterServer(const Options& options, std::unique_ptr<store::EmbeddingStore> rows);

@@ -7,6 +7,8 @@
 namespace persia::worker {
 namespace {
 
+// Without a branch, so that the compiler compares several offsets at once. Such a feature needs no
+// offsets to be pooled, which is the common case.
 bool HasOneIdEach(std::span<const uint32_t> offsets) {
   uint32_t differences = 0;
   for (uint32_t i = 0; i < offsets.size(); ++i) differences |= offsets[i] ^ i;
@@ -30,6 +32,8 @@ Bags PlannedFeature::bags() const {
   return bags;
 }
 
+// Group after group, for the numbers of a group must follow one another: deduplication has one
+// table that is cleared between groups and so stays small.
 BatchPlan BatchPlanner::Make(const FeatureBatch& batch, const SlotTable& slots,
                              uint32_t num_servers, SlotCounters* counters) {
   BatchPlan plan;
@@ -92,6 +96,8 @@ std::span<const uint64_t> BatchPlanner::KeepDistinct(const Feature& feature, uin
   return distinct_ids_.keys();
 }
 
+// Signs of a server stay in the order of their numbers. Answers and sums are laid out by that
+// order, so LocateRows() needs no table of places.
 void BatchPlanner::RouteGroup(const SlotConfig& leader, BatchPlan* plan) {
   const auto num_servers = static_cast<uint32_t>(plan->requests.size());
   const std::span<const uint64_t> signs = signs_.keys();

@@ -45,12 +45,14 @@ struct PlannedFeature {
   Bags bags() const;
 };
 
+// A feature group of the batch: slots that share rows, and so share signs.
 struct PlannedGroup {
   uint32_t dim = 0;
   uint32_t num_signs = 0;
   uint32_t mode = 0;
 };
 
+// Kept from the lookup to the return of the gradients: the same numbers index rows and sums.
 struct BatchPlan {
   uint32_t batch_size = 0;
   std::vector<PlannedFeature> features;  // in the batch's order

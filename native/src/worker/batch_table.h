@@ -54,6 +54,8 @@ struct Batch {
 
 class BatchTable {
  public:
+  // Batches and bytes that may be held. What is older than `expiry` is dropped when room is needed,
+  // not before: a slow rank loses nothing while there is room.
   struct Options {
     uint64_t max_waiting_per_loader = 1000;
     uint64_t max_waiting_bytes = 4ull << 30;

@@ -85,6 +85,7 @@ Status CheckSlots(SlotMask slots, bool requires_grad) {
       "some slots of a batch alone are looked up for training only: set requires_grad");
 }
 
+// What is really sent: signs of slots without a usable gradient are left out.
 uint64_t CountSigns(std::span<const ServerBlocks> requests) {
   uint64_t count = 0;
   for (const ServerBlocks& request : requests) count += request.signs.size();
@@ -169,6 +170,8 @@ auto EmbeddingWorker::WithConfiguration(Deadline deadline, Call call) -> decltyp
   return call();
 }
 
+// Kept only once every server has it, so that a server that restarts never gets a config that was
+// refused.
 Status EmbeddingWorker::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
   const TrainConfig full = slots_.WithGroups(config);
   PERSIA_RETURN_IF_ERROR(full.Validate());
@@ -178,12 +181,15 @@ Status EmbeddingWorker::Configure(const TrainConfig& config, bool replace, Deadl
   return Status::Ok();
 }
 
+// Copied: a batch waits longer than the caller's bytes live, and decoders want them aligned.
 StatusOr<FeatureBatch> EmbeddingWorker::Decode(std::span<const std::byte> id_features) const {
   Buffer bytes(id_features.size());
   if (!id_features.empty()) std::memcpy(bytes.data(), id_features.data(), id_features.size());
   return FeatureBatch::Decode(std::move(bytes), slots_);
 }
 
+// References count from 1 in every life of a worker: without this, one of an earlier life would
+// name another batch.
 Status EmbeddingWorker::CheckIncarnation(const BatchKey& key) const {
   if (key.worker_incarnation == incarnation_) return Status::Ok();
   return NotFound("the embedding worker has restarted since batch " +
@@ -234,6 +240,7 @@ StatusOr<Buffer> EmbeddingWorker::LookupDirect(std::span<const std::byte> id_fea
   return message;
 }
 
+// Once a batch, for its prefetch hints or for its lookup, whichever comes first.
 void EmbeddingWorker::Plan(Batch& batch) {
   if (batch.plan.has_value()) return;
   const Timed timed(preprocess_times_, batch.counter);
@@ -314,6 +321,8 @@ StatusOr<ReturnReport> EmbeddingWorker::ReturnGradients(const BatchKey& key, flo
   return report;
 }
 
+// If a server fails the batch stays in flight, and the repeated return updates the others a second
+// time: they recognise the key and do not apply it again.
 StatusOr<ReturnReport> EmbeddingWorker::ReturnLeased(const Batch& batch, float scale,
                                                      std::span<const SlotGradient> gradients,
                                                      Deadline deadline) {
@@ -358,6 +367,7 @@ StatusOr<std::vector<UpdateResult>> EmbeddingWorker::Update(const Batch& batch,
   });
 }
 
+// After the update, so that a return that fails and is repeated counts once.
 void EmbeddingWorker::Count(const Batch& batch, const ReducedGradients& reduced,
                             uint64_t num_sent) {
   num_nonfinite_slots_.Add(reduced.nonfinite_features.size());

@@ -21,6 +21,8 @@ using SlotMask = uint32_t;
 inline constexpr SlotMask kAllSlots = 0;
 inline constexpr uint32_t kMaxSlotModes = 32;
 
+// One slot of the embedding config. SlotTable checks it together with the others: what slots of one
+// feature group must have in common is said there.
 struct SlotConfig {
   std::string name;
   uint32_t dim = 0;
@@ -49,6 +51,7 @@ struct SlotConfig {
   uint32_t num_buckets() const { return hash_stack_rounds == 0 ? 1 : hash_stack_rounds; }
 };
 
+// Whether a call about `slots` is about those of this mode.
 inline bool Includes(SlotMask slots, uint32_t mode) {
   return slots == kAllSlots || (slots >> mode & 1) != 0;
 }

@@ -5,6 +5,7 @@
 namespace persia::worker {
 namespace {
 
+// How many batches the estimate takes: see LookedUp().
 constexpr uint64_t kAllBatches = 64;
 constexpr uint64_t kOneBatchIn = 32;
 

@@ -45,6 +45,8 @@ Status CheckSlot(const SlotConfig& slot, uint32_t id_bits) {
   return Status::Ok();
 }
 
+// The prefix keeps the signs of groups apart; 0 as a prefix is never given, so that 0 can mean "not
+// set" in a config.
 Status SetPrefix(SlotConfig* slot, uint32_t id_bits) {
   const uint64_t num_prefixes = uint64_t{1} << (64 - id_bits);
   if (slot->index_prefix == 0) {
@@ -111,6 +113,7 @@ Status CheckGroups(const std::vector<SlotConfig>& slots) {
 
 }  // namespace
 
+// Servers find the policy of a row by the top bits of its sign: the config names groups, not slots.
 TrainConfig SlotTable::WithGroups(const TrainConfig& config) const {
   std::map<uint32_t, RowConfig> rows;
   for (const SlotConfig& slot : slots_) {

@@ -46,6 +46,7 @@ StatusOr<WireDtype> ParseWireDtype(std::string_view name) {
                          "': choose float32, float16 or bfloat16");
 }
 
+// A power of two, so that scaling by it rounds nothing.
 float WireUnit(WireDtype dtype, std::span<const float> values) {
   if (dtype != WireDtype::kFloat16) return 1.0f;
   const float max = MaxMagnitude(values);

@@ -8,6 +8,7 @@
 namespace persia::worker {
 namespace {
 
+// A skipped slot is sent by name: the worker counts it, and refuses names that the batch has not.
 enum class SlotState : uint32_t { kPresent = 0, kSkipped = 1 };
 
 // The second byte of a slot's state is the dtype of its rows.
@@ -101,6 +102,8 @@ Segments GradientsRequest::Encode() && {
   return segments;
 }
 
+// num_slots is not trusted: each slot is read before the list grows, and reading past the end
+// fails.
 StatusOr<GradientsRequest> GradientsRequest::Decode(std::span<const std::byte> body) {
   ByteReader reader(body);
   GradientsRequest request;
@@ -135,6 +138,7 @@ Segments ReturnReport::Encode() && {
   return segments;
 }
 
+// The number of lookups is bounded before memory is taken for them.
 StatusOr<ReturnReport> ReturnReport::Decode(std::span<const std::byte> body) {
   ByteReader reader(body);
   ReturnReport report;

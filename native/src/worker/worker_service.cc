@@ -11,6 +11,8 @@
 namespace persia::worker {
 namespace {
 
+// Else caller and worker would give up at the same moment, and the caller would hear of a silent
+// worker instead of the silent server behind it.
 Deadline ShortenDeadline(Deadline deadline) {
   using std::chrono::milliseconds;
   const auto left = std::chrono::duration_cast<milliseconds>(deadline - net::Clock::now());
