@@ -61,7 +61,7 @@ class SlotConfig:
         sample_fixed_size: int = 10,
         hash_stack_rounds: int = 0,
         hash_stack_size: int = 0,
-        part: int = 0,  # slots of one are looked up together; below 32
+        mode: int = 0,  # the number of its consistency mode; below 32
         index_prefix: int = 0,
         group: int = 0,
         rows: dict[str, object] | None = None,  # optimizer, admission, ... of its own
@@ -225,7 +225,7 @@ class SlotEmbedding:
     @property
     def raw(self) -> bool: ...
     @property
-    def absent(self) -> bool: ...  # of a part that was not asked for: no rows
+    def absent(self) -> bool: ...  # not asked for: no rows
     @property
     def sample_fixed_size(self) -> int: ...  # raw slots, else 0
     @property
@@ -247,7 +247,7 @@ class ReturnReport:
     @property
     def staleness(self) -> int: ...  # updates a server applied between lookup and this one; the largest
     @property
-    def lookups(self) -> list[tuple[int, int]]: ...  # (parts, the same of their rows), the earliest first
+    def lookups(self) -> list[tuple[int, int]]: ...  # (slots, the same of their rows), the earliest first
     @property
     def num_updated(self) -> int: ...  # rows
     @property
@@ -362,7 +362,7 @@ class ParameterServer:
     def metrics(self) -> list[tuple[str, bool, str, float]]: ...  # (name, is_counter, help, value)
     def durations(self) -> dict[str, tuple[list[int], float, float]]: ...  # as DurationStats.snapshot()
     @property
-    def store(self) -> EmbeddingStore: ...  # FailedPreconditionError before start()
+    def store(self) -> EmbeddingStore: ...
 
 class EmbeddingWorker:
     """The embedding worker role: engine, connections to the parameter servers, RPC service."""
@@ -389,7 +389,9 @@ class EmbeddingWorker:
     def stats(self) -> dict[str, Any]: ...
     def metrics(self) -> list[tuple[str, bool, str, float]]: ...  # (name, is_counter, help, value)
     def slots(self) -> list[dict[str, Any]]: ...
+    def slot_metrics(self) -> list[tuple[str, list[tuple[str, bool, str, float]]]]: ...  # as metrics()
     def channels(self) -> list[dict[str, Any]]: ...
+    def channel_metrics(self) -> list[tuple[str, list[tuple[str, bool, str, float]]]]: ...
     def durations(self) -> dict[str, tuple[list[int], float, float]]: ...
     def server_sizes(self, *, timeout_s: float = 60.0) -> list[int]: ...  # rows per parameter server
 
@@ -403,7 +405,7 @@ class EmbeddingClient:
         *,
         requires_grad: bool,
         timeout_s: float = 60.0,
-        parts: int = 0,  # a bit for each; 0: all
+        slots: int = 0,  # a bit for each mode; 0: all
     ) -> LookupResult: ...
     def lookup_direct(
         self,
@@ -412,7 +414,7 @@ class EmbeddingClient:
         *,
         requires_grad: bool,
         timeout_s: float = 60.0,
-        parts: int = 0,
+        slots: int = 0,
     ) -> LookupResult: ...
     def return_gradients(
         self,
@@ -437,6 +439,7 @@ class RemoteClient(EmbeddingClient):
         wire_dtype: str = "float32",  # "float16", "bfloat16": how embeddings and gradients travel
     ) -> None: ...
     def channels(self) -> list[dict[str, Any]]: ...
+    def channel_metrics(self) -> list[tuple[str, list[tuple[str, bool, str, float]]]]: ...
     def durations(self) -> dict[str, tuple[list[int], float, float]]: ...
     def set_worker(self, index: int, address: str) -> None: ...  # a new index adds a worker
     def retire_worker(self, index: int) -> None: ...  # asked only for the batches that it holds

@@ -3,12 +3,12 @@
 #include <cstdlib>
 
 #include "aligned_input.h"
-#include "client/embedding_client.h"
+#include "worker/embeddings_message.h"
 
 namespace persia::fuzz {
 namespace {
 
-void Read(const client::SlotEmbedding& slot, uint32_t batch_size) {
+void Read(const worker::SlotEmbedding& slot, uint32_t batch_size) {
   if (slot.absent) {
     if (slot.num_rows != 0 || slot.rows != nullptr || slot.index != nullptr) std::abort();
     return;
@@ -30,8 +30,8 @@ void Read(const client::SlotEmbedding& slot, uint32_t batch_size) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace persia;  // NOLINT: a fuzz target is one function
-  auto result = client::DecodeEmbeddings(0, fuzz::AlignedInput(data, size));
+  auto result = worker::DecodeEmbeddings(0, fuzz::AlignedInput(data, size));
   if (!result.ok()) return 0;
-  for (const client::SlotEmbedding& slot : result->slots) fuzz::Read(slot, result->batch_size);
+  for (const worker::SlotEmbedding& slot : result->slots) fuzz::Read(slot, result->batch_size);
   return 0;
 }

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # 64 bits: two configs do not share them by accident, and they fit into a message.
 _SCHEMA_HASH_DIGITS = 16
-MAX_SLOT_MODES = 32  # parts of a batch that can be looked up for themselves
+MAX_SLOT_MODES = 32  # a lookup names slots by the bits of their modes
 
 
 class HashStackConfig(Section):
@@ -212,7 +212,7 @@ class SlotsConfig(Section):
                 sample_fixed_size=slot.sample_fixed_size,
                 hash_stack_rounds=slot.hash_stack.hash_stack_rounds if slot.hash_stack else 0,
                 hash_stack_size=slot.hash_stack.embedding_size if slot.hash_stack else 0,
-                part=modes.index(slot.mode),
+                mode=modes.index(slot.mode),
                 index_prefix=numbers[name] << (64 - self.feature_index_prefix_bit),
                 group=numbers[name] - 1,
                 rows=slot.rows or None,

@@ -7,26 +7,6 @@ from __future__ import annotations
 
 from persia.observability.phases import WAIT_FOR_BATCH
 
-# Of each of its slots: `EmbeddingWorker.slots()`.
-SLOT_COUNTERS = (
-    ("nan_count", "num_nonfinite", "Gradients dropped: NaN or infinite."),
-    ("nan_grad_skipped", "num_skipped", "Gradients the loss gave none for."),
-)
-
-SLOT_GAUGES = (
-    ("batch_unique_indices_rate", "last_distinct_ratio", "Distinct indices of the latest batch by all."),
-    ("estimated_distinct_id", "estimated_distinct", "Different indices so far, estimated."),
-)
-
-# Of each connection of a client: `channels()`.
-CHANNEL_COUNTERS = (
-    ("persia_rpc_calls", "num_calls", "Calls made."),
-    ("persia_rpc_retries", "num_retries", "Requests sent again."),
-    ("persia_rpc_connects", "num_connects", "Connections made."),
-    ("persia_rpc_call_sent_bytes", "num_sent_bytes", "Bytes of requests sent."),
-    ("persia_rpc_call_received_bytes", "num_received_bytes", "Bytes of replies received."),
-)
-
 # Of the packets that rank 0 writes.
 PACKET_COUNTERS = (
     ("persia_packets_written", "packets", "Packets of changes written for followers."),

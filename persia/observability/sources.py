@@ -112,11 +112,10 @@ class EmbeddingWorkerSource(Source):
         durations = self._worker.durations()
         _add_native(families, self._worker.metrics())
         families.gauges(tables.WORKER_TIMES, _latest(durations))
-        for slot in self._worker.slots():
-            families.counters(tables.SLOT_COUNTERS, slot, feat=slot["slot"])
-            families.gauges(tables.SLOT_GAUGES, slot, feat=slot["slot"])
+        for slot, metrics in self._worker.slot_metrics():
+            _add_native(families, metrics, feat=slot)
         _add_durations(families, durations)
-        _add_channels(families, self._worker.channels())
+        _add_channels(families, self._worker)
 
 
 class NnWorkerSource(Source):
@@ -185,7 +184,7 @@ class NnWorkerSource(Source):
         for queue, depth in self._queues().items():
             families.gauge("persia_queue_depth", "Entries of a queue.", depth, queue=queue)
         _add_durations(families, durations)
-        _add_channels(families, self._client.channels())
+        _add_channels(families, self._client)
 
 
 _STALENESS_TEXT = "Updates between the lookup and the update of a batch's slots of a consistency mode."
@@ -234,17 +233,17 @@ def _add_durations(families: Families, durations: Mapping[str, Snapshot]) -> Non
             )
 
 
-def _add_native(families: Families, metrics: list[tuple[str, bool, str, float]]) -> None:
+def _add_native(families: Families, metrics: list[tuple[str, bool, str, float]], **labels: str) -> None:
     """Adds what the engine declares; a new native metric needs no line here."""
     for name, is_counter, text, value in metrics:
-        (families.counter if is_counter else families.gauge)(name, text, value)
+        (families.counter if is_counter else families.gauge)(name, text, value, **labels)
 
 
-def _add_channels(families: Families, channels: list[dict[str, Any]]) -> None:
-    for channel in channels:
+def _add_channels(families: Families, caller: EmbeddingWorker | RemoteClient) -> None:
+    for peer, metrics in caller.channel_metrics():
+        _add_native(families, metrics, peer=peer)
+    for channel in caller.channels():
         peer = channel["peer"]
-        families.counters(tables.CHANNEL_COUNTERS, channel, peer=peer)
-        families.gauge("persia_rpc_pending_calls", "Calls under way.", channel["num_pending"], peer=peer)
         families.histogram(
             "persia_rpc_call_seconds", "Calls, from the caller's side.", channel["calls"], peer=peer
         )

@@ -79,7 +79,7 @@ class EmbeddingBackend:
         """
         # In a cluster this is RemoteClient (native/src/client/remote_client.cc).
         return self._client.lookup(
-            reference, requires_grad=requires_grad, timeout_s=self._deadline_s, parts=slots
+            reference, requires_grad=requires_grad, timeout_s=self._deadline_s, slots=slots
         )
 
     def lookup_direct(
@@ -91,7 +91,7 @@ class EmbeddingBackend:
         worker_index = self._num_direct_lookups
         self._num_direct_lookups = (worker_index + 1) % (1 << 31)
         return self._client.lookup_direct(
-            worker_index, id_features, requires_grad=requires_grad, timeout_s=self._deadline_s, parts=slots
+            worker_index, id_features, requires_grad=requires_grad, timeout_s=self._deadline_s, slots=slots
         )
 
     def return_gradients(

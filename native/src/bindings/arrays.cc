@@ -24,6 +24,8 @@ std::string Describe(py::handle object) {
   return "a " + py::str(py::type::handle_of(object).attr("__name__")).cast<std::string>();
 }
 
+// Never converts: a silent copy of a large array would cost more than the call, and hide the
+// mistake.
 template <typename T>
 py::array CheckedArray(py::handle object, const std::string& argument, int ndim) {
   if (!py::array_t<T>::check_(object)) {

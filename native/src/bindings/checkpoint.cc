@@ -80,23 +80,11 @@ py::bytes Read(SnapshotPart& self, size_t max_bytes) {
   return result == nullptr ? py::bytes() : py::reinterpret_steal<py::bytes>(result);
 }
 
-uint64_t Verify(Loader& self, const py::buffer& chunk) {
+// A method of the loader that is given the bytes of whole blocks.
+template <StatusOr<uint64_t> (Loader::*method)(std::span<const std::byte>)>
+uint64_t OfChunk(Loader& self, const py::buffer& chunk) {
   const BytesArgument bytes(chunk, "chunk");
-  return ValueOrRaise(WithoutGil([&] { return self.Verify(bytes.bytes()); }));
-}
-
-uint64_t Add(Loader& self, const py::buffer& chunk) {
-  const BytesArgument bytes(chunk, "chunk");
-  return ValueOrRaise(WithoutGil([&] { return self.Add(bytes.bytes()); }));
-}
-
-uint64_t Prepare(Loader& self, const py::buffer& chunk) {
-  const BytesArgument bytes(chunk, "chunk");
-  return ValueOrRaise(WithoutGil([&] { return self.Prepare(bytes.bytes()); }));
-}
-
-uint64_t Apply(Loader& self) {
-  return ValueOrRaise(WithoutGil([&] { return self.Apply(); }));
+  return ValueOrRaise(WithoutGil([&] { return (self.*method)(bytes.bytes()); }));
 }
 
 template <typename T>
@@ -154,19 +142,18 @@ void BindSnapshot(py::module_& module) {
                              [](const Snapshot& self) {
                                return self.kind() == checkpoint::FileKind::kChangesFromNothing;
                              })
-      .def("commit", [](Snapshot& self) { RaiseIfError(self.Commit()); })
-      .def("close", [](Snapshot& self) { WithoutGil([&] { self.Close(); }); });
+      .def("commit", Blocking(&Snapshot::Commit))
+      .def("close", Blocking(&Snapshot::Close));
 }
 
 void BindLoader(py::module_& module) {
   py::class_<Loader>(module, "CheckpointLoader", py::release_gil_before_calling_cpp_dtor())
-      .def("verify", &Verify, py::arg("chunk"))
-      .def("replace",
-           [](Loader& self) { RaiseIfError(WithoutGil([&] { return self.Replace(); })); })
-      .def("add", &Add, py::arg("chunk"))
-      .def("prepare", &Prepare, py::arg("chunk"))
-      .def("apply", &Apply)
-      .def("commit", [](Loader& self) { WithoutGil([&] { self.Commit(); }); })
+      .def("verify", &OfChunk<&Loader::Verify>, py::arg("chunk"))
+      .def("replace", Blocking(&Loader::Replace))
+      .def("add", &OfChunk<&Loader::Add>, py::arg("chunk"))
+      .def("prepare", &OfChunk<&Loader::Prepare>, py::arg("chunk"))
+      .def("apply", Blocking(&Loader::Apply))
+      .def("commit", Blocking(&Loader::Commit))
       .def_property_readonly("num_rows", &Loader::num_rows)
       .def_property_readonly("num_foreign", &Loader::num_foreign)
       .def_property_readonly("num_evicted", &Loader::num_evicted);

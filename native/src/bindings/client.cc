@@ -12,43 +12,33 @@
 #include "bindings/metrics.h"
 #include "bindings/module.h"
 #include "bindings/store.h"
-#include "client/embedding_client.h"
+#include "client/embedded_client.h"
+#include "client/remote_client.h"
 
 namespace persia::bindings {
 namespace {
 
 namespace py = pybind11;
 using client::BatchReference;
+using client::Deadline;
 using client::EmbeddedClient;
 using client::EmbeddingClient;
 using client::LookupResult;
 using client::RemoteClient;
 using client::SlotGradient;
-using client::StageMask;
+using client::SlotMask;
 
 // As Python gives them: (slot, rows), or (slot, None) for a slot without a gradient.
 using GradientList = std::vector<std::pair<std::string, py::object>>;
 
-void Configure(EmbeddingClient& self, const TrainConfig& config, bool replace, double timeout_s) {
-  const auto deadline = DeadlineAfter(timeout_s);
-  RaiseIfError(WithoutGil([&] { return self.Configure(config, replace, deadline); }));
-}
-
-std::shared_ptr<LookupResult> Lookup(EmbeddingClient& self, const BatchReference& reference,
-                                     bool requires_grad, double timeout_s, StageMask stages) {
-  const auto deadline = DeadlineAfter(timeout_s);
-  return std::make_shared<LookupResult>(ValueOrRaise(
-      WithoutGil([&] { return self.Lookup(reference, requires_grad, deadline, stages); })));
-}
-
-std::shared_ptr<LookupResult> LookupDirect(EmbeddingClient& self, uint32_t worker_index,
-                                           const py::buffer& id_features, bool requires_grad,
-                                           double timeout_s, StageMask stages) {
-  const auto deadline = DeadlineAfter(timeout_s);
+// The bytes stay valid without the GIL: BytesArgument holds the buffer.
+LookupResult LookupDirect(EmbeddingClient& self, uint32_t worker_index,
+                          const py::buffer& id_features, bool requires_grad, Deadline deadline,
+                          SlotMask slots) {
   const BytesArgument message(id_features, "id_features");
-  return std::make_shared<LookupResult>(ValueOrRaise(WithoutGil([&] {
-    return self.LookupDirect(worker_index, message.bytes(), requires_grad, deadline, stages);
-  })));
+  return ValueOrRaise(WithoutGil([&] {
+    return self.LookupDirect(worker_index, message.bytes(), requires_grad, deadline, slots);
+  }));
 }
 
 // The gradients of one call, with the arrays they point into.
@@ -73,8 +63,8 @@ Gradients CheckedGradients(const GradientList& gradients) {
 }
 
 worker::ReturnReport ReturnGradients(EmbeddingClient& self, const BatchReference& reference,
-                                     const GradientList& gradients, float scale, double timeout_s) {
-  const auto deadline = DeadlineAfter(timeout_s);
+                                     const GradientList& gradients, float scale,
+                                     Deadline deadline) {
   const Gradients checked = CheckedGradients(gradients);
   return ValueOrRaise(
       WithoutGil([&] { return self.ReturnGradients(reference, scale, checked.slots, deadline); }));
@@ -84,14 +74,8 @@ uint64_t NumMissingRows(EmbeddedClient& self) {
   return WithoutGil([&] { return self.embedding_store().stats().lookups.num_missing; });
 }
 
-void Release(EmbeddingClient& self, const BatchReference& reference, double timeout_s) {
-  const auto deadline = DeadlineAfter(timeout_s);
-  RaiseIfError(WithoutGil([&] { return self.Release(reference, deadline); }));
-}
-
 void SetEmbeddings(EmbeddingClient& self, const py::object& signs, const py::object& rows,
-                   double timeout_s) {
-  const auto deadline = DeadlineAfter(timeout_s);
+                   Deadline deadline) {
   const ArrayArgument<uint64_t> sign_array(signs, "signs", 1);
   const ArrayArgument<float> row_array(rows, "rows", 2);
   if (row_array.shape(0) != sign_array.shape(0)) {
@@ -101,16 +85,6 @@ void SetEmbeddings(EmbeddingClient& self, const py::object& signs, const py::obj
   const auto dim = row_array.shape(1);
   RaiseIfError(WithoutGil(
       [&] { return self.SetEmbeddings(dim, sign_array.values(), row_array.values(), deadline); }));
-}
-
-void Clear(EmbeddingClient& self, double timeout_s) {
-  const auto deadline = DeadlineAfter(timeout_s);
-  RaiseIfError(WithoutGil([&] { return self.Clear(deadline); }));
-}
-
-std::vector<uint64_t> Sizes(EmbeddingClient& self, double timeout_s) {
-  const auto deadline = DeadlineAfter(timeout_s);
-  return ValueOrRaise(WithoutGil([&] { return self.Sizes(deadline); }));
 }
 
 std::shared_ptr<EmbeddedClient> MakeEmbedded(std::vector<worker::SlotConfig> slots,
@@ -138,28 +112,19 @@ BatchReference RegisterBatch(EmbeddedClient& self, uint32_t loader_index,
 }
 
 void BindImplementations(py::module_& module) {
-  py::class_<RemoteClient, EmbeddingClient, std::shared_ptr<RemoteClient>>(
-      module, "RemoteClient", py::release_gil_before_calling_cpp_dtor())
+  py::class_<RemoteClient, EmbeddingClient, std::shared_ptr<RemoteClient>> remote(
+      module, "RemoteClient", py::release_gil_before_calling_cpp_dtor());
+  remote
       .def(py::init([](uint32_t num_workers, const std::string& wire_dtype) {
              const auto dtype = ValueOrRaise(worker::ParseWireDtype(wire_dtype));
              return ValueOrRaise(RemoteClient::Create(num_workers, dtype));
            }),
            py::arg("num_workers"), py::kw_only(), py::arg("wire_dtype") = "float32")
-      .def(
-          "set_worker",
-          [](RemoteClient& self, uint32_t index, const std::string& address) {
-            RaiseIfError(WithoutGil([&] { return self.SetWorker(index, address); }));
-          },
-          py::arg("index"), py::arg("address"))
-      .def("channels",
-           [](RemoteClient& self) {
-             return ChannelsToList(WithoutGil([&] { return self.channel_stats(); }));
-           })
-      .def("durations", [](RemoteClient& self) { return DurationsToDict(self.durations()); })
-      .def(
-          "retire_worker",
-          [](RemoteClient& self, uint32_t index) { WithoutGil([&] { self.RetireWorker(index); }); },
-          py::arg("index"));
+      .def("set_worker", Blocking(&RemoteClient::SetWorker), py::arg("index"), py::arg("address"))
+      .def("retire_worker", Blocking(&RemoteClient::RetireWorker), py::arg("index"))
+      .def("durations", [](RemoteClient& self) { return DurationsToDict(self.durations()); });
+  DefineEach(remote, "channels", "channel_metrics",
+             [](RemoteClient& self) { return self.channel_stats(); });
   py::class_<EmbeddedClient, EmbeddingClient, std::shared_ptr<EmbeddedClient>> embedded(
       module, "EmbeddedClient", py::release_gil_before_calling_cpp_dtor());
   embedded
@@ -177,22 +142,23 @@ void BindImplementations(py::module_& module) {
 
 void BindClient(py::module_& module) {
   const auto timeout = py::arg("timeout_s") = 60.0;
-  const auto parts = py::arg("parts") = client::kAllStages;
+  const auto slots = py::arg("slots") = client::kAllSlots;
   py::class_<EmbeddingClient, std::shared_ptr<EmbeddingClient>>(
       module, "EmbeddingClient", py::release_gil_before_calling_cpp_dtor())
-      .def("configure", &Configure, py::arg("config"), py::kw_only(), py::arg("replace") = false,
-           timeout)
-      .def("lookup", &Lookup, py::arg("reference"), py::kw_only(), py::arg("requires_grad"),
-           timeout, parts)
+      .def("configure", Blocking(&EmbeddingClient::Configure), py::arg("config"), py::kw_only(),
+           py::arg("replace") = false, timeout)
+      .def("lookup", Blocking(&EmbeddingClient::Lookup), py::arg("reference"), py::kw_only(),
+           py::arg("requires_grad"), timeout, slots)
       .def("lookup_direct", &LookupDirect, py::arg("worker_index"), py::arg("id_features"),
-           py::kw_only(), py::arg("requires_grad"), timeout, parts)
+           py::kw_only(), py::arg("requires_grad"), timeout, slots)
       .def("return_gradients", &ReturnGradients, py::arg("reference"), py::arg("gradients"),
            py::kw_only(), py::arg("scale") = 1.0, timeout)
-      .def("release", &Release, py::arg("reference"), py::kw_only(), timeout)
+      .def("release", Blocking(&EmbeddingClient::Release), py::arg("reference"), py::kw_only(),
+           timeout)
       .def("set_embeddings", &SetEmbeddings, py::arg("signs"), py::arg("rows"), py::kw_only(),
            timeout)
-      .def("clear", &Clear, py::kw_only(), timeout)
-      .def("sizes", &Sizes, py::kw_only(), timeout);
+      .def("clear", Blocking(&EmbeddingClient::Clear), py::kw_only(), timeout)
+      .def("sizes", Blocking(&EmbeddingClient::Sizes), py::kw_only(), timeout);
   BindImplementations(module);
 }
 

@@ -119,19 +119,14 @@ void BindEmbeddingBags(py::module_& module) {
            py::arg("capacity") = 1'000'000'000, py::arg("num_internal_shards") = 16,
            py::arg("num_threads") = 1, py::arg("counts_updates") = false,
            py::arg("row_dtype") = "float32")
-      .def(
-          "configure",
-          [](EmbeddingBags& self, const TrainConfig& config, bool replace) {
-            RaiseIfError(WithoutGil([&] { return self.Configure(config, replace); }));
-          },
-          py::arg("config"), py::kw_only(), py::arg("replace") = false)
+      .def("configure", Blocking(&EmbeddingBags::Configure), py::arg("config"), py::kw_only(),
+           py::arg("replace") = false)
       .def("lookup", &Lookup, py::arg("values"), py::arg("lengths"), py::kw_only(),
            py::arg("train"), py::arg("weights") = py::none())
       .def("update", &Update, py::arg("batch"), py::arg("gradients"))
       .def("set_rows", &SetRows, py::arg("slot"), py::arg("ids"), py::arg("rows"))
-      .def("stats",
-           [](const EmbeddingBags& self) { return WithoutGil([&] { return self.stats(); }); })
-      .def("clear", [](EmbeddingBags& self) { WithoutGil([&] { self.Clear(); }); });
+      .def("stats", Blocking(&EmbeddingBags::stats))
+      .def("clear", Blocking(&EmbeddingBags::Clear));
   DefineStore(bags, [](EmbeddingBags& self) { return BoundStore{self.embedding_store(), {}}; });
 }
 

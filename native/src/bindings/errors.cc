@@ -71,8 +71,4 @@ std::chrono::milliseconds Timeout(double timeout_s) {
   return std::chrono::milliseconds(static_cast<int64_t>(std::min(timeout_s, kTenYearsS) * 1000.0));
 }
 
-std::chrono::steady_clock::time_point DeadlineAfter(double timeout_s) {
-  return std::chrono::steady_clock::now() + Timeout(timeout_s);
-}
-
 }  // namespace persia::bindings

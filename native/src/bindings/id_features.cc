@@ -60,6 +60,7 @@ uint32_t Check(const py::buffer& message) {
   return ValueOrRaise(WithoutGil([&] { return DecodeIdFeatures(argument.bytes()); })).batch_size;
 }
 
+// Names come from the network: what is no UTF-8 is a corrupt message, not a UnicodeDecodeError.
 py::str NameOf(const IdFeature& feature) {
   PyObject* name = PyUnicode_DecodeUTF8(feature.name.data(),
                                         static_cast<py::ssize_t>(feature.name.size()), nullptr);

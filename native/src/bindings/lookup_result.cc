@@ -9,14 +9,14 @@
 
 #include "bindings/arrays.h"
 #include "bindings/module.h"
-#include "client/embedding_client.h"
+#include "worker/embeddings_message.h"
 
 namespace persia::bindings {
 namespace {
 
 namespace py = pybind11;
-using client::BatchReference;
-using client::LookupResult;
+using worker::BatchReference;
+using worker::LookupResult;
 using worker::ReturnReport;
 
 // A slot of a result. It and every array made from
@@ -25,10 +25,11 @@ struct SlotView {
   std::shared_ptr<LookupResult> result;
   size_t position;
 
-  const client::SlotEmbedding& slot() const { return result->slots[position]; }
+  const worker::SlotEmbedding& slot() const { return result->slots[position]; }
   py::ssize_t batch_size() const { return result->batch_size; }
 };
 
+// A view for each slot; making it copies no row.
 py::list SlotsOf(const std::shared_ptr<LookupResult>& result) {
   py::list slots;
   for (size_t i = 0; i < result->slots.size(); ++i) slots.append(SlotView{result, i});
@@ -54,7 +55,7 @@ std::optional<py::array_t<uint32_t>> SampleNumIds(const SlotView& view) {
 
 std::vector<std::pair<uint32_t, uint64_t>> LookupsOf(const ReturnReport& report) {
   std::vector<std::pair<uint32_t, uint64_t>> lookups;
-  for (const auto& lookup : report.lookups) lookups.emplace_back(lookup.stages, lookup.staleness);
+  for (const auto& lookup : report.lookups) lookups.emplace_back(lookup.slots, lookup.staleness);
   return lookups;
 }
 

@@ -18,13 +18,6 @@ namespace py = pybind11;
 constexpr double kSecondsPerNs = 1e-9;
 constexpr size_t kMaxTraceSpans = 4'000'000;
 
-py::tuple SnapshotToTuple(const DurationStats::Snapshot& snapshot) {
-  py::list counts;
-  for (const uint64_t count : snapshot.counts) counts.append(count);
-  return py::make_tuple(counts, static_cast<double>(snapshot.sum_ns) * kSecondsPerNs,
-                        static_cast<double>(snapshot.last_ns) * kSecondsPerNs);
-}
-
 py::tuple BoundsInSeconds() {
   py::tuple bounds(DurationStats::kNumBuckets - 1);
   for (size_t i = 0; i + 1 < DurationStats::kNumBuckets; ++i) {
@@ -33,6 +26,8 @@ py::tuple BoundsInSeconds() {
   return bounds;
 }
 
+// Python's time.monotonic_ns() and std::chrono::steady_clock are one clock (CLOCK_MONOTONIC), so
+// spans of both can be recorded together.
 DurationStats::TimePoint ToTime(uint64_t ns) {
   return DurationStats::TimePoint(std::chrono::nanoseconds(ns));
 }
@@ -84,45 +79,19 @@ py::object ValueOf(const Metric& metric) {
 
 }  // namespace
 
+py::tuple SnapshotToTuple(const DurationStats::Snapshot& snapshot) {
+  py::list counts;
+  for (const uint64_t count : snapshot.counts) counts.append(count);
+  return py::make_tuple(counts, static_cast<double>(snapshot.sum_ns) * kSecondsPerNs,
+                        static_cast<double>(snapshot.last_ns) * kSecondsPerNs);
+}
+
 py::dict DurationsToDict(std::span<const DurationStats* const> durations) {
   py::dict dict;
   for (const DurationStats* one : durations) {
     dict[py::str(one->name())] = SnapshotToTuple(one->snapshot());
   }
   return dict;
-}
-
-py::list ChannelsToList(std::span<const net::ChannelStats> channels) {
-  py::list list;
-  for (const net::ChannelStats& channel : channels) {
-    py::dict dict;
-    dict["peer"] = channel.peer;
-    dict["num_calls"] = channel.num_calls;
-    dict["num_retries"] = channel.num_retries;
-    dict["num_connects"] = channel.num_connects;
-    dict["num_sent_bytes"] = channel.num_sent_bytes;
-    dict["num_received_bytes"] = channel.num_received_bytes;
-    dict["num_pending"] = channel.num_pending;
-    dict["calls"] = SnapshotToTuple(channel.calls);
-    list.append(std::move(dict));
-  }
-  return list;
-}
-
-py::list SlotsToList(std::span<const worker::SlotStats> slots) {
-  py::list list;
-  for (const worker::SlotStats& slot : slots) {
-    py::dict dict;
-    dict["slot"] = slot.slot;
-    dict["num_ids"] = slot.num_ids;
-    dict["num_distinct"] = slot.num_distinct;
-    dict["last_distinct_ratio"] = slot.last_distinct_ratio;
-    dict["estimated_distinct"] = slot.estimated_distinct;
-    dict["num_nonfinite"] = slot.num_nonfinite;
-    dict["num_skipped"] = slot.num_skipped;
-    list.append(std::move(dict));
-  }
-  return list;
 }
 
 py::dict MetricsToDict(const Metrics& metrics) {

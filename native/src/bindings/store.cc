@@ -18,6 +18,7 @@ namespace py = pybind11;
 using checkpoint::FileKind;
 using checkpoint::Loader;
 using checkpoint::Snapshot;
+using store::EmbeddingStore;
 
 std::unique_ptr<Snapshot> BeginSnapshot(BoundStore& self, uint32_t num_parts,
                                         uint64_t max_waiting_bytes, double patience_s,
@@ -40,8 +41,18 @@ std::unique_ptr<Snapshot> TakeChanges(BoundStore& self, uint32_t num_parts,
   return ValueOrRaise(WithoutGil([&] { return Snapshot::TakeChanges(self.store, options); }));
 }
 
-void TrackChanges(BoundStore& self, uint64_t max_rows) {
-  RaiseIfError(WithoutGil([&] { return self.store.TrackChanges(max_rows); }));
+// A method of the store, or of its tier, that takes and returns numbers.
+template <typename Result, typename... Args>
+auto OfStore(Result (EmbeddingStore::*method)(Args...)) {
+  return [method](BoundStore& self, Args... args) {
+    return ToPython(WithoutGil([&] { return (self.store.*method)(args...); }));
+  };
+}
+template <typename Result, typename... Args>
+auto OfTier(Result (store::StoreTier::*method)(Args...)) {
+  return [method](BoundStore& self, Args... args) {
+    return ToPython(WithoutGil([&] { return (self.store.tier().*method)(args...); }));
+  };
 }
 
 py::dict ChangeStatus(BoundStore& self) {
@@ -75,10 +86,6 @@ std::unique_ptr<Loader> BeginApply(BoundStore& self, const TrainConfig& config,
                      .replica = self.replica});
 }
 
-uint64_t RemoveSmallRows(BoundStore& self) {
-  return ValueOrRaise(WithoutGil([&] { return self.store.RemoveSmallRows(); }));
-}
-
 py::array_t<uint32_t> NumUpdates(BoundStore& self, py::handle signs) {
   const ArrayArgument<uint64_t> sign_array(signs, "signs", 1);
   py::array_t<uint32_t> counts(static_cast<py::ssize_t>(sign_array.values().size()));
@@ -87,6 +94,7 @@ py::array_t<uint32_t> NumUpdates(BoundStore& self, py::handle signs) {
   return counts;
 }
 
+// Keys are those of /status; persia/observability/metric_tables.py names the metrics among them.
 py::object TierStats(BoundStore& self) {
   const auto stats = WithoutGil([&] { return self.store.tier().stats(); });
   if (!stats) return py::none();
@@ -111,11 +119,6 @@ py::object TierStats(BoundStore& self) {
   return dict;
 }
 
-uint64_t RequestCheckpoint(BoundStore& self) {
-  return ValueOrRaise(
-      WithoutGil([&] { return self.store.tier().RequestCheckpoint(/*held=*/true); }));
-}
-
 py::object PreparedCheckpoint(BoundStore& self, uint64_t number) {
   const auto prepared =
       ValueOrRaise(WithoutGil([&] { return self.store.tier().PreparedCheckpoint(number); }));
@@ -126,14 +129,6 @@ py::object PreparedCheckpoint(BoundStore& self, uint64_t number) {
   dict["pool_id"] = prepared->pool_id;
   dict["sequence"] = prepared->sequence;
   return dict;
-}
-
-void CommitCheckpoint(BoundStore& self, uint64_t number) {
-  RaiseIfError(WithoutGil([&] { return self.store.tier().CommitCheckpoint(number); }));
-}
-
-void DropCheckpoint(BoundStore& self, uint64_t number) {
-  RaiseIfError(WithoutGil([&] { return self.store.tier().DropCheckpoint(number); }));
 }
 
 }  // namespace
@@ -149,19 +144,23 @@ void BindStore(py::module_& module) {
            patience_s, with_state, py::arg("max_processors") = 0.0, keep_store)
       .def("begin_load", &BeginLoad, py::arg("train_config"), py::kw_only(), with_state,
            py::arg("fresh_state") = false, keep_store)
-      .def("track_changes", &TrackChanges, py::arg("max_rows"))
+      .def("track_changes", OfStore(&EmbeddingStore::TrackChanges), py::arg("max_rows"))
       .def("change_status", &ChangeStatus)
       .def("take_changes", &TakeChanges, num_parts, py::kw_only(), max_waiting_bytes, patience_s,
            keep_store)
       .def("begin_apply", &BeginApply, py::arg("train_config"), py::kw_only(),
            py::arg("is_from_nothing") = false, with_state, keep_store)
-      .def("remove_small_rows", &RemoveSmallRows)
+      .def("remove_small_rows", OfStore(&EmbeddingStore::RemoveSmallRows))
       .def("num_updates", &NumUpdates, py::arg("signs"))
       .def("tier_stats", &TierStats)
-      .def("request_checkpoint", &RequestCheckpoint)
+      .def("request_checkpoint",
+           [](BoundStore& self) {
+             return ToPython(
+                 WithoutGil([&] { return self.store.tier().RequestCheckpoint(/*held=*/true); }));
+           })
       .def("prepared_checkpoint", &PreparedCheckpoint, py::arg("number"))
-      .def("commit_checkpoint", &CommitCheckpoint, py::arg("number"))
-      .def("drop_checkpoint", &DropCheckpoint, py::arg("number"));
+      .def("commit_checkpoint", OfTier(&store::StoreTier::CommitCheckpoint), py::arg("number"))
+      .def("drop_checkpoint", OfTier(&store::StoreTier::DropCheckpoint), py::arg("number"));
 }
 
 }  // namespace persia::bindings

@@ -5,7 +5,10 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "store/in_place_rows.h"
@@ -92,6 +95,38 @@ class BagBatch {
   bool is_updated = false;
   std::vector<uint64_t> removals;  // see InPlaceRows
   std::vector<GroupBatch> groups;
+};
+
+// Batches that came back and wait to be used again. More than these are in flight only where many
+// batches are looked up before the first is updated.
+class BatchShelf {
+ public:
+  static std::shared_ptr<BagBatch> Take(const std::shared_ptr<BatchShelf>& shelf) {
+    std::unique_ptr<BagBatch> batch = shelf->Pop();
+    if (batch == nullptr) batch = std::make_unique<BagBatch>();
+    batch->is_updated = false;
+    // The shelf lives as long as its batches.
+    return {batch.release(), [shelf](BagBatch* back) { shelf->Put(back); }};
+  }
+
+ private:
+  static constexpr size_t kMaxBatches = 4;
+
+  std::unique_ptr<BagBatch> Pop() {
+    const std::lock_guard lock(mutex_);
+    if (batches_.empty()) return nullptr;
+    std::unique_ptr<BagBatch> batch = std::move(batches_.back());
+    batches_.pop_back();
+    return batch;
+  }
+  void Put(BagBatch* back) {
+    std::unique_ptr<BagBatch> batch(back);
+    const std::lock_guard lock(mutex_);
+    if (batches_.size() < kMaxBatches) batches_.push_back(std::move(batch));
+  }
+
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<BagBatch>> batches_;
 };
 
 }  // namespace persia::client

@@ -1,10 +1,8 @@
+#include "client/embedded_client.h"
+
 #include <algorithm>
 #include <cmath>
-#include <memory>
-#include <utility>
-#include <vector>
 
-#include "client/embedding_client.h"
 #include "server/parameter_server.h"
 
 namespace persia::client {
@@ -77,11 +75,6 @@ class EmbeddedRows final : public worker::RowService {
   const std::unique_ptr<ParameterServer> server_;
 };
 
-StatusOr<LookupResult> Decode(StatusOr<Buffer> embeddings) {
-  if (!embeddings.ok()) return embeddings.status();
-  return DecodeEmbeddings(0, std::move(embeddings).value());
-}
-
 }  // namespace
 
 StatusOr<std::shared_ptr<EmbeddedClient>> EmbeddedClient::Create(
@@ -97,51 +90,6 @@ StatusOr<std::shared_ptr<EmbeddedClient>> EmbeddedClient::Create(
   if (!worker.ok()) return worker.status();
   return std::shared_ptr<EmbeddedClient>(
       new EmbeddedClient(std::move(worker).value(), rows->store()));
-}
-
-StatusOr<BatchReference> EmbeddedClient::Register(uint32_t loader_index,
-                                                  std::span<const std::byte> id_features) {
-  auto key = worker_->Register(loader_index, id_features);
-  if (!key.ok()) return key.status();
-  return BatchReference{*key, 0};
-}
-
-Status EmbeddedClient::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
-  return worker_->Configure(config, replace, deadline);
-}
-
-StatusOr<LookupResult> EmbeddedClient::Lookup(const BatchReference& reference, bool requires_grad,
-                                              Deadline deadline, StageMask stages) {
-  return Decode(worker_->Lookup(reference, requires_grad, deadline, stages));
-}
-
-StatusOr<LookupResult> EmbeddedClient::LookupDirect(uint32_t,
-                                                    std::span<const std::byte> id_features,
-                                                    bool requires_grad, Deadline deadline,
-                                                    StageMask stages) {
-  return Decode(worker_->LookupDirect(id_features, requires_grad, deadline, stages));
-}
-
-StatusOr<ReturnReport> EmbeddedClient::ReturnGradients(const BatchReference& reference, float scale,
-                                                       std::span<const SlotGradient> gradients,
-                                                       Deadline deadline) {
-  return worker_->ReturnGradients(reference, scale, gradients, deadline);
-}
-
-Status EmbeddedClient::Release(const BatchReference& reference, Deadline) {
-  return worker_->Release(reference);
-}
-
-Status EmbeddedClient::SetEmbeddings(uint32_t dim, std::span<const uint64_t> signs,
-                                     std::span<const float> rows, Deadline deadline) {
-  const SignBlock block{dim, static_cast<uint32_t>(signs.size())};
-  return worker_->SetEmbeddings({{&block, 1}, signs}, rows, deadline);
-}
-
-Status EmbeddedClient::Clear(Deadline deadline) { return worker_->Clear(deadline); }
-
-StatusOr<std::vector<uint64_t>> EmbeddedClient::Sizes(Deadline deadline) {
-  return worker_->Sizes(deadline);
 }
 
 }  // namespace persia::client

@@ -8,6 +8,8 @@
 namespace persia::client {
 namespace {
 
+using worker::SlotEmbedding;
+
 using testing::Adam;
 using testing::Batch;
 using testing::Gradients;
@@ -58,11 +60,11 @@ TEST(EmbeddedClientTest, StalenessCountsTheUpdatesInBetween) {
       1u);
 }
 
-// Slots 0 to 3 are in the stages 1, 0, 2, 0.
-std::shared_ptr<EmbeddedClient> MakeClientWithStages() {
+// Slots 0 to 3 have the modes 1, 0, 2, 0.
+std::shared_ptr<EmbeddedClient> MakeClientWithModes() {
   worker::WorkerOptions options = testing::Slots();
-  options.slots[0].stage = 1;
-  options.slots[2].stage = 2;
+  options.slots[0].mode = 1;
+  options.slots[2].mode = 2;
   return Must(EmbeddedClient::Create(options, testing::StoreOptions()));
 }
 
@@ -70,8 +72,8 @@ std::vector<float> RowsOf(const SlotEmbedding& slot) {
   return {slot.rows, slot.rows + size_t{slot.num_rows} * slot.dim};
 }
 
-TEST(EmbeddedClientTest, ItsStagesAreTheBatch) {
-  const auto client = MakeClientWithStages();
+TEST(EmbeddedClientTest, ItsModesAreTheBatch) {
+  const auto client = MakeClientWithModes();
   ASSERT_TRUE(client->Configure(Adam(), false, Soon()).ok());
   const auto first = Must(client->LookupDirect(0, Batch(0), true, Soon(), 1));
   const auto others = Must(client->Lookup(first.reference, true, Soon(), 2 | 4));
@@ -88,7 +90,7 @@ TEST(EmbeddedClientTest, ItsStagesAreTheBatch) {
 }
 
 TEST(EmbeddedClientTest, EachPartHasAStalenessOfItsOwn) {
-  const auto client = MakeClientWithStages();
+  const auto client = MakeClientWithModes();
   ASSERT_TRUE(client->Configure(Adam(), false, Soon()).ok());
   const auto slow = Must(client->LookupDirect(0, Batch(0), true, Soon(), 1));
   const auto update = [&](uint32_t step) {
@@ -108,16 +110,16 @@ TEST(EmbeddedClientTest, EachPartHasAStalenessOfItsOwn) {
   const auto report = Must(client->ReturnGradients(slow.reference, 1.0f, gradients.slots, Soon()));
   EXPECT_EQ(report.update.staleness, 4u);
   ASSERT_EQ(report.lookups.size(), 3u);
-  const uint32_t stages[] = {1, 4, 2};  // in the order of their lookups
+  const uint32_t slots[] = {1, 4, 2};  // in the order of their lookups
   const uint64_t staleness[] = {4, 3, 1};
   for (size_t i = 0; i < 3; ++i) {
-    EXPECT_EQ(report.lookups[i].stages, stages[i]);
+    EXPECT_EQ(report.lookups[i].slots, slots[i]);
     EXPECT_EQ(report.lookups[i].staleness, staleness[i]);
   }
 }
 
-TEST(EmbeddedClientTest, ALookupOfAllTakesThePlaceOfThoseOfItsStages) {
-  const auto client = MakeClientWithStages();
+TEST(EmbeddedClientTest, ALookupOfAllTakesThePlaceOfThoseOfSome) {
+  const auto client = MakeClientWithModes();
   ASSERT_TRUE(client->Configure(Adam(), false, Soon()).ok());
   const auto first = Must(client->LookupDirect(0, Batch(0), true, Soon(), 1));
   Must(client->Lookup(first.reference, true, Soon(), 2));
@@ -125,11 +127,11 @@ TEST(EmbeddedClientTest, ALookupOfAllTakesThePlaceOfThoseOfItsStages) {
   const Gradients gradients(all);
   const auto report = Must(client->ReturnGradients(all.reference, 1.0f, gradients.slots, Soon()));
   ASSERT_EQ(report.lookups.size(), 1u);
-  EXPECT_EQ(report.lookups[0].stages, ~0u);
+  EXPECT_EQ(report.lookups[0].slots, ~0u);
 }
 
-TEST(EmbeddedClientTest, StagesAreForTraining) {
-  const auto client = MakeClientWithStages();
+TEST(EmbeddedClientTest, SomeSlotsAreForTraining) {
+  const auto client = MakeClientWithModes();
   EXPECT_EQ(client->LookupDirect(0, Batch(0), false, Soon(), 1).status().code(),
             StatusCode::kInvalidArgument);
 }

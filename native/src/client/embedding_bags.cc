@@ -2,18 +2,11 @@
 
 #include <algorithm>
 #include <array>
-#include <functional>
 #include <limits>
-#include <mutex>
 #include <string>
 #include <utility>
 
-#include "base/thread_pool.h"
-#include "client/bag_batch.h"
-#include "client/work_division.h"
 #include "simd/kernels.h"
-#include "store/in_place_rows.h"
-#include "worker/slot_table.h"
 
 namespace persia::client {
 namespace {
@@ -24,38 +17,6 @@ using store::LookupReport;
 using store::MissingRow;
 using store::SignRows;
 using store::UpdateReport;
-
-// Batches that came back and wait to be used again. More than these are in flight only where many
-// batches are looked up before the first is updated.
-class BatchShelf {
- public:
-  static BagBatchPtr Take(const std::shared_ptr<BatchShelf>& shelf) {
-    std::unique_ptr<BagBatch> batch = shelf->Pop();
-    if (batch == nullptr) batch = std::make_unique<BagBatch>();
-    batch->is_updated = false;
-    // The shelf lives as long as its batches.
-    return BagBatchPtr(batch.release(), [shelf](BagBatch* back) { shelf->Put(back); });
-  }
-
- private:
-  static constexpr size_t kMaxBatches = 4;
-
-  std::unique_ptr<BagBatch> Pop() {
-    const std::lock_guard lock(mutex_);
-    if (batches_.empty()) return nullptr;
-    std::unique_ptr<BagBatch> batch = std::move(batches_.back());
-    batches_.pop_back();
-    return batch;
-  }
-  void Put(BagBatch* back) {
-    std::unique_ptr<BagBatch> batch(back);
-    const std::lock_guard lock(mutex_);
-    if (batches_.size() < kMaxBatches) batches_.push_back(std::move(batch));
-  }
-
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<BagBatch>> batches_;
-};
 
 constexpr size_t kUpdateBlock = 128;
 
@@ -186,58 +147,8 @@ void ForEachRun(std::span<const GroupBatch> groups, Single single, Other other) 
 
 }  // namespace
 
-class EmbeddingBags::Impl {
- public:
-  Impl(const EmbeddingBagsOptions& options, worker::SlotTable slots,
-       std::unique_ptr<store::EmbeddingStore> store);
-
-  size_t num_slots() const { return slots_by_position_.size(); }
-  size_t num_columns() const { return num_columns_; }
-  const worker::SlotTable& slots() const { return slots_; }
-  store::EmbeddingStore& store() { return *store_; }
-
-  StatusOr<PooledBags> Lookup(std::span<const uint64_t> values, std::span<const int64_t> lengths,
-                              LookupMode mode, std::span<const float> weights);
-  StatusOr<UpdateReport> Update(BagBatch& batch, std::span<const float> gradients);
-  Status SetRows(uint32_t slot, std::span<const uint64_t> ids, std::span<const float> rows);
-
- private:
-  using Unit = WorkRun;  // the groups that one thread handles
-
-  // Into inputs_, by group.
-  Status Divide(std::span<const uint64_t> values, std::span<const int64_t> lengths,
-                std::span<const float> weights);
-  // Takes the slot's IDs, and their weights if there are any, from the front of those left.
-  Status DivideSlot(uint32_t slot, std::span<const uint64_t>* values,
-                    std::span<const float>* weights, std::span<const int64_t> lengths);
-  size_t NumUnits() const;
-  // Into units_, for the next batch.
-  void DivideGroups(const BagBatch& batch);
-  // body(i) for each i below `count`, on all threads or on this one.
-  void For(bool uses_threads, size_t count, const std::function<void(size_t)>& body);
-  static std::span<const GroupBatch> GroupsOf(const BagBatch& batch, Unit unit);
-  void Pool(const BagBatch& batch, Unit unit, float* out) const;
-  Status InsertMissing(BagBatch* batch, InPlaceRows* rows);
-
-  const worker::SlotTable slots_;
-  std::vector<const worker::SlotConfig*> slots_by_position_;
-  std::vector<uint32_t> group_of_;  // by position
-  size_t num_groups_ = 0;
-  size_t num_columns_ = 0;
-  std::vector<float> zeros_;  // as many as the greatest dim
-  const std::unique_ptr<store::EmbeddingStore> store_;
-  const store::RowFormat format_;
-  const std::shared_ptr<BatchShelf> shelf_ = std::make_shared<BatchShelf>();
-
-  std::mutex mutex_;  // of all that follows: one batch at a time
-  ThreadPool threads_;
-  std::vector<Unit> units_;
-  std::vector<std::vector<SlotInput>> inputs_;    // by group
-  std::vector<std::vector<MissingRow>> missing_;  // by shard
-};
-
-EmbeddingBags::Impl::Impl(const EmbeddingBagsOptions& options, worker::SlotTable slots,
-                          std::unique_ptr<store::EmbeddingStore> store)
+EmbeddingBags::EmbeddingBags(const EmbeddingBagsOptions& options, worker::SlotTable slots,
+                             std::unique_ptr<store::EmbeddingStore> store)
     : slots_(std::move(slots)),
       store_(std::move(store)),
       format_(options.store.row_dtype),
@@ -261,7 +172,7 @@ EmbeddingBags::Impl::Impl(const EmbeddingBagsOptions& options, worker::SlotTable
 // Enough units for all threads; and where there are few threads, units of this many of a sample's
 // columns: slots are read and written together, while the rows of all of them stay in the
 // second-level cache or near it.
-size_t EmbeddingBags::Impl::NumUnits() const {
+size_t EmbeddingBags::NumUnits() const {
   constexpr size_t kUnitFloats = 448;
   const size_t wanted = (num_columns_ + kUnitFloats - 1) / kUnitFloats;
   const size_t num_threads = threads_.num_threads();
@@ -272,7 +183,7 @@ size_t EmbeddingBags::Impl::NumUnits() const {
 // Slots differ in how many of their IDs are distinct, and a thread that is through waits for the
 // others: with 26 slots shared out by number one of two threads had an eighth more to do. Batches
 // are alike, so the last one tells; results do not depend on it.
-void EmbeddingBags::Impl::DivideGroups(const BagBatch& batch) {
+void EmbeddingBags::DivideGroups(const BagBatch& batch) {
   constexpr double kIdsARow = 5.0;      // to find and update a row costs as much as so many IDs
   constexpr double kFloatsAnId = 16.0;  // and what an ID costs at any dim, so many floats
   if (threads_.num_threads() == 1 || batch.num_ids < kMinIdsForThreads) return;
@@ -287,9 +198,8 @@ void EmbeddingBags::Impl::DivideGroups(const BagBatch& batch) {
   units_ = DivideWork(costs, units_.size());
 }
 
-Status EmbeddingBags::Impl::Divide(std::span<const uint64_t> values,
-                                   std::span<const int64_t> lengths,
-                                   std::span<const float> weights) {
+Status EmbeddingBags::Divide(std::span<const uint64_t> values, std::span<const int64_t> lengths,
+                             std::span<const float> weights) {
   if (lengths.size() % num_slots() != 0) {
     return InvalidArgument("lengths has " + std::to_string(lengths.size()) +
                            " elements, must have one for each of the " +
@@ -313,9 +223,9 @@ Status EmbeddingBags::Impl::Divide(std::span<const uint64_t> values,
                          std::to_string(values.size() - rest.size()));
 }
 
-Status EmbeddingBags::Impl::DivideSlot(uint32_t slot, std::span<const uint64_t>* values,
-                                       std::span<const float>* weights,
-                                       std::span<const int64_t> lengths) {
+Status EmbeddingBags::DivideSlot(uint32_t slot, std::span<const uint64_t>* values,
+                                 std::span<const float>* weights,
+                                 std::span<const int64_t> lengths) {
   const worker::SlotConfig& config = *slots_by_position_[slot];
   const bool are_ones = AreOnes(lengths);
   // Each length is bounded before it is added, so that the sum cannot wrap around.
@@ -355,9 +265,9 @@ Status EmbeddingBags::Impl::DivideSlot(uint32_t slot, std::span<const uint64_t>*
   return Status::Ok();
 }
 
-StatusOr<PooledBags> EmbeddingBags::Impl::Lookup(std::span<const uint64_t> values,
-                                                 std::span<const int64_t> lengths, LookupMode mode,
-                                                 std::span<const float> weights) {
+StatusOr<PooledBags> EmbeddingBags::Lookup(std::span<const uint64_t> values,
+                                           std::span<const int64_t> lengths, LookupMode mode,
+                                           std::span<const float> weights) {
   const std::lock_guard lock(mutex_);
   PERSIA_RETURN_IF_ERROR(Divide(values, lengths, weights));
   StatusOr<InPlaceRows> store = InPlaceRows::Begin(*store_, mode);
@@ -397,24 +307,23 @@ StatusOr<PooledBags> EmbeddingBags::Impl::Lookup(std::span<const uint64_t> value
   return pooled;
 }
 
-void EmbeddingBags::Impl::For(bool uses_threads, size_t count,
-                              const std::function<void(size_t)>& body) {
+void EmbeddingBags::For(bool uses_threads, size_t count, const std::function<void(size_t)>& body) {
   if (uses_threads) return threads_.For(count, body);
   for (size_t i = 0; i < count; ++i) body(i);
 }
 
-std::span<const GroupBatch> EmbeddingBags::Impl::GroupsOf(const BagBatch& batch, Unit unit) {
+std::span<const GroupBatch> EmbeddingBags::GroupsOf(const BagBatch& batch, Unit unit) {
   return std::span(batch.groups).subspan(unit.begin, unit.end - unit.begin);
 }
 
-void EmbeddingBags::Impl::Pool(const BagBatch& batch, Unit unit, float* out) const {
+void EmbeddingBags::Pool(const BagBatch& batch, Unit unit, float* out) const {
   ForEachRun(
       GroupsOf(batch, unit), [&](auto groups) { PoolSingle(groups, format_, out, num_columns_); },
       [&](const GroupBatch& group) { group.Pool(format_, out, num_columns_); });
 }
 
 // In the order of the groups within each shard, so that slots do not depend on threads.
-Status EmbeddingBags::Impl::InsertMissing(BagBatch* batch, InPlaceRows* rows) {
+Status EmbeddingBags::InsertMissing(BagBatch* batch, InPlaceRows* rows) {
   missing_.resize(rows->num_shards());
   for (auto& list : missing_) list.clear();
   size_t num_missing = 0;
@@ -436,8 +345,7 @@ Status EmbeddingBags::Impl::InsertMissing(BagBatch* batch, InPlaceRows* rows) {
   return Status::Ok();
 }
 
-StatusOr<UpdateReport> EmbeddingBags::Impl::Update(BagBatch& batch,
-                                                   std::span<const float> gradients) {
+StatusOr<UpdateReport> EmbeddingBags::Update(BagBatch& batch, std::span<const float> gradients) {
   const std::lock_guard lock(mutex_);
   if (gradients.size() != batch.batch_size * num_columns_) {
     return InvalidArgument("the gradient has " + std::to_string(gradients.size()) +
@@ -469,8 +377,8 @@ StatusOr<UpdateReport> EmbeddingBags::Impl::Update(BagBatch& batch,
   return total;
 }
 
-Status EmbeddingBags::Impl::SetRows(uint32_t slot, std::span<const uint64_t> ids,
-                                    std::span<const float> rows) {
+Status EmbeddingBags::SetRows(uint32_t slot, std::span<const uint64_t> ids,
+                              std::span<const float> rows) {
   const worker::SlotConfig& config = *slots_by_position_[slot];
   if (config.hash_stack_rounds != 0) {
     return InvalidArgument("slot '" + config.name +
@@ -504,36 +412,12 @@ StatusOr<std::unique_ptr<EmbeddingBags>> EmbeddingBags::Create(EmbeddingBagsOpti
   if (!slots.ok()) return slots.status();
   auto store = store::EmbeddingStore::Create(options.store);
   if (!store.ok()) return store.status();
-  auto impl = std::make_unique<Impl>(options, std::move(slots).value(), std::move(store).value());
-  return std::unique_ptr<EmbeddingBags>(new EmbeddingBags(std::move(impl)));
+  return std::unique_ptr<EmbeddingBags>(
+      new EmbeddingBags(options, std::move(slots).value(), std::move(store).value()));
 }
 
-EmbeddingBags::EmbeddingBags(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-EmbeddingBags::~EmbeddingBags() = default;
-
-uint32_t EmbeddingBags::num_slots() const { return static_cast<uint32_t>(impl_->num_slots()); }
-uint32_t EmbeddingBags::num_columns() const { return static_cast<uint32_t>(impl_->num_columns()); }
 Status EmbeddingBags::Configure(const TrainConfig& config, bool replace) {
-  return impl_->store().Configure(impl_->slots().WithGroups(config), replace);
+  return store_->Configure(slots_.WithGroups(config), replace);
 }
-StatusOr<PooledBags> EmbeddingBags::Lookup(std::span<const uint64_t> values,
-                                           std::span<const int64_t> lengths, LookupMode mode,
-                                           std::span<const float> weights) {
-  return impl_->Lookup(values, lengths, mode, weights);
-}
-StatusOr<UpdateReport> EmbeddingBags::Update(BagBatch& batch, std::span<const float> gradients) {
-  return impl_->Update(batch, gradients);
-}
-Status EmbeddingBags::SetRows(uint32_t slot, std::span<const uint64_t> ids,
-                              std::span<const float> rows) {
-  return impl_->SetRows(slot, ids, rows);
-}
-store::StoreStats EmbeddingBags::stats() const { return impl_->store().stats(); }
-Status EmbeddingBags::NumUpdates(std::span<const uint64_t> signs,
-                                 std::span<uint32_t> counts) const {
-  return impl_->store().NumUpdates(signs, counts);
-}
-void EmbeddingBags::Clear() { impl_->store().Clear(); }
-store::EmbeddingStore& EmbeddingBags::embedding_store() { return impl_->store(); }
 
 }  // namespace persia::client

@@ -8,15 +8,21 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <vector>
 
 #include "base/buffer.h"
 #include "base/status.h"
+#include "base/thread_pool.h"
 #include "base/train_config.h"
+#include "client/bag_batch.h"
+#include "client/work_division.h"
 #include "store/embedding_store.h"
-#include "worker/slot_config.h"
+#include "store/in_place_rows.h"
+#include "worker/slot_table.h"
 
 namespace persia::client {
 
@@ -28,7 +34,6 @@ struct EmbeddingBagsOptions {
 };
 
 // A batch that was looked up for training, until its gradient comes.
-class BagBatch;
 using BagBatchPtr = std::shared_ptr<BagBatch>;
 
 struct PooledBags {
@@ -42,10 +47,10 @@ class EmbeddingBags {
  public:
   // kInvalidArgument: as SlotTable and EmbeddingStore refuse; a raw slot; no threads.
   static StatusOr<std::unique_ptr<EmbeddingBags>> Create(EmbeddingBagsOptions options);
-  ~EmbeddingBags();
 
-  uint32_t num_slots() const;
-  uint32_t num_columns() const;  // sum of the slots' dims
+  uint32_t num_slots() const { return static_cast<uint32_t>(slots_by_position_.size()); }
+  // The sum of the slots' dims.
+  uint32_t num_columns() const { return static_cast<uint32_t>(num_columns_); }
 
   Status Configure(const TrainConfig& config, bool replace);
 
@@ -63,17 +68,53 @@ class EmbeddingBags {
   // values.
   Status SetRows(uint32_t slot, std::span<const uint64_t> ids, std::span<const float> rows);
 
-  store::StoreStats stats() const;
+  store::StoreStats stats() const { return store_->stats(); }
   // See EmbeddingStore.
-  Status NumUpdates(std::span<const uint64_t> signs, std::span<uint32_t> counts) const;
+  Status NumUpdates(std::span<const uint64_t> signs, std::span<uint32_t> counts) const {
+    return store_->NumUpdates(signs, counts);
+  }
   // For snapshots and loading.
-  store::EmbeddingStore& embedding_store();
-  void Clear();
+  store::EmbeddingStore& embedding_store() { return *store_; }
+  void Clear() { store_->Clear(); }
 
  private:
-  class Impl;
-  explicit EmbeddingBags(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  EmbeddingBags(const EmbeddingBagsOptions& options, worker::SlotTable slots,
+                std::unique_ptr<store::EmbeddingStore> store);
+
+  using Unit = WorkRun;  // the groups that one thread handles
+
+  // Into inputs_, by group.
+  Status Divide(std::span<const uint64_t> values, std::span<const int64_t> lengths,
+                std::span<const float> weights);
+  // Takes the slot's IDs, and their weights if there are any, from the front of those left.
+  Status DivideSlot(uint32_t slot, std::span<const uint64_t>* values,
+                    std::span<const float>* weights, std::span<const int64_t> lengths);
+  // How many runs of groups a batch is divided into.
+  size_t NumUnits() const;
+  // Into units_, for the next batch.
+  void DivideGroups(const BagBatch& batch);
+  // body(i) for each i below `count`, on all threads or on this one.
+  void For(bool uses_threads, size_t count, const std::function<void(size_t)>& body);
+  static std::span<const GroupBatch> GroupsOf(const BagBatch& batch, Unit unit);
+  void Pool(const BagBatch& batch, Unit unit, float* out) const;
+  // Of all groups at once, shard by shard: a shard is changed by one thread.
+  Status InsertMissing(BagBatch* batch, store::InPlaceRows* rows);
+
+  const worker::SlotTable slots_;
+  std::vector<const worker::SlotConfig*> slots_by_position_;
+  std::vector<uint32_t> group_of_;  // by position
+  size_t num_groups_ = 0;
+  size_t num_columns_ = 0;
+  std::vector<float> zeros_;  // as many as the greatest dim
+  const std::unique_ptr<store::EmbeddingStore> store_;
+  const store::RowFormat format_;
+  const std::shared_ptr<BatchShelf> shelf_ = std::make_shared<BatchShelf>();
+
+  std::mutex mutex_;  // of all that follows: one batch at a time
+  ThreadPool threads_;
+  std::vector<Unit> units_;
+  std::vector<std::vector<SlotInput>> inputs_;           // by group
+  std::vector<std::vector<store::MissingRow>> missing_;  // by shard
 };
 
 }  // namespace persia::client

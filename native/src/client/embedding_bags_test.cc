@@ -20,6 +20,8 @@
 namespace persia::client {
 namespace {
 
+using worker::SlotEmbedding;
+
 using store::LookupMode;
 using store::UpdateReport;
 using testing::Must;

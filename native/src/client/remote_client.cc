@@ -1,12 +1,64 @@
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
+#include "client/remote_client.h"
 
-#include "client/embedding_client.h"
+#include <algorithm>
+#include <mutex>
+
 #include "net/rpc.h"
 
 namespace persia::client {
+namespace {
+
+constexpr uint32_t kMaxWorkers = 65536;  // bounds what one announcement can make us allocate
+
+}  // namespace
+
+WorkerChannels::WorkerChannels(uint32_t num_workers) { GrowTo(num_workers, true); }
+
+void WorkerChannels::GrowTo(uint32_t num_workers, bool active) {
+  while (workers_.size() < num_workers) {
+    const std::string peer = "embedding-worker " + std::to_string(workers_.size());
+    workers_.push_back(
+        {std::make_shared<net::Channel>(net::Channel::Options{.peer = peer}), active});
+  }
+}
+
+Status WorkerChannels::Set(uint32_t index, const std::string& address) {
+  if (index >= kMaxWorkers) {
+    return InvalidArgument("worker_index " + std::to_string(index) + ": at most " +
+                           std::to_string(kMaxWorkers) + " embedding workers are possible");
+  }
+  const std::unique_lock lock(mutex_);
+  // Workers between may come later, or have left: nothing is asked of them until they are set.
+  GrowTo(index + 1, false);
+  workers_[index].active = true;
+  workers_[index].channel->SetAddress(address);
+  return Status::Ok();
+}
+
+void WorkerChannels::Retire(uint32_t index) {
+  const std::unique_lock lock(mutex_);
+  if (index < workers_.size()) workers_[index].active = false;
+}
+
+StatusOr<std::shared_ptr<net::Channel>> WorkerChannels::At(uint32_t index) const {
+  const std::shared_lock lock(mutex_);
+  if (index < workers_.size()) return workers_[index].channel;
+  return InvalidArgument("worker_index " + std::to_string(index) + ": there are only " +
+                         std::to_string(workers_.size()) + " embedding workers, counted from 0");
+}
+
+// All of them when none takes new work: a call then fails with the peer's own error, which says
+// more than an empty list.
+std::vector<WorkerChannels::Link> WorkerChannels::Active() const {
+  const std::shared_lock lock(mutex_);
+  const bool any = std::any_of(workers_.begin(), workers_.end(),
+                               [](const Worker& worker) { return worker.active; });
+  std::vector<Link> links;
+  for (uint32_t i = 0; i < workers_.size(); ++i) {
+    if (workers_[i].active || !any) links.emplace_back(i, workers_[i].channel);
+  }
+  return links;
+}
 
 StatusOr<std::shared_ptr<RemoteClient>> RemoteClient::Create(uint32_t num_workers,
                                                              worker::WireDtype dtype) {
@@ -22,17 +74,19 @@ std::vector<net::ChannelStats> RemoteClient::channel_stats() const {
   return stats;
 }
 
+// The reference must agree with what was asked: an embedding that expects a gradient stays in
+// flight at the worker until it is returned, and one without would lose its gradient.
 template <typename Request>
-StatusOr<LookupResult> RemoteClient::CallForEmbeddings(uint32_t worker,
+StatusOr<LookupResult> RemoteClient::CallForEmbeddings(uint32_t worker_index,
                                                        const Method<Request, Buffer>& method,
                                                        const Request& request, Deadline deadline) {
   Timed total(lookup_times_);
-  auto channel = workers_.At(worker);
+  auto channel = workers_.At(worker_index);
   if (!channel.ok()) return channel.status();
   auto message = net::Call(*channel.value(), method, request, deadline);
   if (!message.ok()) return message.status();
   Timed decoding(decode_times_);
-  auto result = DecodeEmbeddings(worker, std::move(message).value());
+  auto result = worker::DecodeEmbeddings(worker_index, std::move(message).value());
   if (!result.ok()) return net::AboutMessage(channel.value()->peer(), result.status());
   total.set_reference(result->reference.reference);
   decoding.set_reference(result->reference.reference);
@@ -44,6 +98,7 @@ StatusOr<LookupResult> RemoteClient::CallForEmbeddings(uint32_t worker,
                          : ": embeddings that expect gradients, which were not asked for"));
 }
 
+// To every worker: each configures the servers that restart.
 Status RemoteClient::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
   const auto links = workers_.Active();  // keeps the channels
   std::vector<net::Channel*> channels;
@@ -54,8 +109,8 @@ Status RemoteClient::Configure(const TrainConfig& config, bool replace, Deadline
 }
 
 StatusOr<LookupResult> RemoteClient::Lookup(const BatchReference& reference, bool requires_grad,
-                                            Deadline deadline, StageMask stages) {
-  const worker::LookupReferenceRequest request{reference, Options(requires_grad, stages)};
+                                            Deadline deadline, SlotMask slots) {
+  const worker::LookupReferenceRequest request{reference, Options(requires_grad, slots)};
   auto result =
       CallForEmbeddings(reference.worker_index, worker::kLookupReference, request, deadline);
   if (!result.ok()) return result;
@@ -71,8 +126,8 @@ StatusOr<LookupResult> RemoteClient::Lookup(const BatchReference& reference, boo
 StatusOr<LookupResult> RemoteClient::LookupDirect(uint32_t worker_index,
                                                   std::span<const std::byte> id_features,
                                                   bool requires_grad, Deadline deadline,
-                                                  StageMask stages) {
-  const worker::LookupDirectRequest request{Options(requires_grad, stages), id_features};
+                                                  SlotMask slots) {
+  const worker::LookupDirectRequest request{Options(requires_grad, slots), id_features};
   const auto links = workers_.Active();
   return CallForEmbeddings(links[worker_index % links.size()].first, worker::kLookupDirect, request,
                            deadline);

@@ -14,7 +14,8 @@
 #include <vector>
 
 #include "base/id_features.h"
-#include "client/embedding_client.h"
+#include "client/embedded_client.h"
+#include "client/remote_client.h"
 #include "server/parameter_server.h"
 #include "worker/row_service.h"
 #include "worker/worker_service.h"
@@ -91,7 +92,7 @@ struct Snapshot {
 
 inline Snapshot Take(const LookupResult& result) {
   Snapshot snapshot;
-  for (const SlotEmbedding& slot : result.slots) {
+  for (const worker::SlotEmbedding& slot : result.slots) {
     snapshot.rows[slot.name] = {slot.rows, slot.rows + size_t{slot.num_rows} * slot.dim};
     if (!slot.raw) continue;
     const size_t num_index = size_t{result.batch_size} * slot.sample_fixed_size;
@@ -105,7 +106,7 @@ inline Snapshot Take(const LookupResult& result) {
 // A gradient that depends on the embeddings, so that a difference in a step grows in the next.
 struct Gradients {
   explicit Gradients(const LookupResult& result) {
-    for (const SlotEmbedding& slot : result.slots) {
+    for (const worker::SlotEmbedding& slot : result.slots) {
       auto& values = rows.emplace_back(slot.rows, slot.rows + size_t{slot.num_rows} * slot.dim);
       for (size_t i = 0; i < values.size(); ++i) {
         values[i] = 3.0f * values[i] + 0.01f * static_cast<float>(i % 7);

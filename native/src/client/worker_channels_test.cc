@@ -1,8 +1,8 @@
-#include "client/worker_channels.h"
-
 #include <gtest/gtest.h>
 
 #include <vector>
+
+#include "client/remote_client.h"
 
 namespace persia::client {
 namespace {

@@ -8,6 +8,7 @@ StatusOr<Address> ParseAddress(const std::string& text) {
   const auto refuse = [&text](const char* why) {
     return InvalidArgument("address '" + text + "' " + why + "; write host:port");
   };
+  // The last colon: an IPv6 address has colons of its own.
   const size_t colon = text.rfind(':');
   if (colon == std::string::npos || colon == 0) return refuse("has no host or no port");
   Address address;

@@ -5,6 +5,7 @@
 
 namespace persia::net {
 
+// A lease that overdraws keeps the right to do so until it ends: a body that has begun always ends.
 bool ByteBudget::Take(uint64_t bytes, bool is_next, ByteLease* lease) {
   const bool fits = held_ <= limit_bytes_ && bytes <= limit_bytes_ - held_;
   if (!(fits && is_next) && held_ > 0 && !lease->overdraws_) {

@@ -1,19 +1,6 @@
 #include "net/channel.h"
 
 #include <algorithm>
-#include <atomic>
-#include <condition_variable>
-#include <map>
-#include <mutex>
-#include <optional>
-#include <random>
-#include <set>
-#include <thread>
-#include <utility>
-
-#include "base/traced_batch.h"
-#include "net/asio.h"
-#include "net/client_connection.h"
 
 namespace persia::net {
 namespace {
@@ -22,8 +9,6 @@ constexpr std::chrono::milliseconds kFirstBackoff{20};
 constexpr std::chrono::milliseconds kMaxBackoff{500};
 // After so long without a call the channel's own thread watches the connection.
 constexpr std::chrono::milliseconds kIdleTime{50};
-
-using Done = std::function<void(StatusOr<Buffer>)>;
 
 // Rounded up and at least 1: a request that is sent has time left.
 uint32_t MillisecondsUntil(Clock::time_point deadline) {
@@ -35,151 +20,20 @@ std::string ToText(const Buffer& body) {
   return {reinterpret_cast<const char*>(body.data()), body.size()};
 }
 
-// What a caller that waits for its answer waits on. Guarded by the channel's lead_mutex_.
-struct BlockedCaller {
-  std::optional<StatusOr<Buffer>> answer;
-  std::condition_variable wakes;  // answered, or free to take the lead
-};
-
 }  // namespace
-
-// One thread at a time, the leader, runs the event loop and owns everything that is marked as the
-// leader's, so that needs no lock; others post to it. The leader is either a caller blocked in
-// Call(), which so writes its request and reads its reply itself, without waking anybody, or the
-// channel's own thread. That thread leads while an asynchronous call is pending, for callbacks run
-// on no other, and when the channel has been idle for a moment, to notice that the peer has gone.
-//
-// A thread for each channel, rather than one for the process: large replies of different peers are
-// received in parallel, a slow callback holds up one peer only, and nothing global has to be torn
-// down when the process exits. The thread owns the Impl, so that a channel may even be destroyed by
-// one of its own callbacks.
-class Channel::Impl : public std::enable_shared_from_this<Impl>, public ClientConnection::Listener {
- public:
-  explicit Impl(Options options)
-      : options_(std::move(options)),
-        random_(static_cast<uint32_t>(Clock::now().time_since_epoch().count())) {}
-
-  void Start() {
-    thread_ = std::thread([self = shared_from_this()] { self->RunThread(); });
-  }
-  void Close();
-  void Shutdown();
-  void SetAddress(const std::string& address);
-  StatusOr<Buffer> Call(const MethodId& method, const Segments& segments,
-                        Clock::time_point deadline);
-  void CallAsync(const MethodId& method, Segments segments, Clock::time_point deadline, Done done);
-  ChannelStats stats() const;
-
- private:
-  enum class State {
-    kWaiting,     // for a connection, or for its turn on it
-    kWriting,     // its segments are being read by the socket
-    kSent,        // for its reply
-    kBackingOff,  // the peer answered kUnavailable
-  };
-  struct PendingCall {
-    const MethodId method;
-    const Segments segments;
-    const Clock::time_point deadline;
-    const bool async;
-    const Done done;
-    State state = State::kWaiting;
-    const Clock::time_point begin = Clock::now();
-    const uint32_t batch = TracedBatch::tag();  // the caller's
-    uint32_t num_writes = 0;
-    uint32_t num_refusals = 0;
-    std::string refusal = {};                                        // the peer's last kUnavailable
-    std::optional<std::pair<FrameHeader, Buffer>> early_reply = {};  // came while kWriting
-    std::optional<asio::steady_timer> retry_timer = {};
-  };
-  using PendingCallPtr = std::unique_ptr<PendingCall>;
-  // By request id. Ids grow, so the order of a map is that of the calls.
-  using Calls = std::map<uint64_t, PendingCallPtr>;
-  using Lock = std::unique_lock<std::mutex>;
-
-  void RunThread();
-  void LeadOnOwnThread();
-  void LeadUntilAnswered(const BlockedCaller& caller);
-  bool TakeLead();
-  void WakeNextLeader();
-  bool ThreadWanted() const { return num_posted_ > 0 || !deferred_.empty(); }
-  template <typename Function>
-  void Post(Function function);
-  bool OnOwnThread() const { return std::this_thread::get_id() == thread_.get_id(); }
-
-  void OnConnected() override;
-  void OnWritten() override;
-  void OnReply(const FrameHeader& header, Buffer body) override;
-  void OnBroken(const std::string& reason) override;
-
-  void SubmitAsync(PendingCallPtr call);
-  void Submit(PendingCallPtr call);
-  void Pump();
-  void WriteNext();
-  void ChangeAddress(const std::string& address);
-  void CloseConnection();
-  void RetryLater(uint64_t id, PendingCall& call);
-  void MakeWaiting(uint64_t id, PendingCall& call);
-  void WatchDeadline(Clock::time_point deadline);
-  void OnDeadlineTimer();
-  Status DeadlineStatus(const PendingCall& call) const;
-  void Complete(uint64_t id, StatusOr<Buffer> result);
-  std::chrono::milliseconds Backoff(uint32_t attempt);
-  std::string Name() const {
-    return address_.empty() ? options_.peer : options_.peer + " at " + address_;
-  }
-
-  const Options options_;
-  std::thread thread_;
-
-  // Counted by the leader, read by anybody.
-  DurationStats call_times_{"rpc to " + options_.peer};
-  std::atomic<uint64_t> num_calls_{0};
-  std::atomic<uint64_t> num_completed_{0};
-  std::atomic<uint64_t> num_retries_{0};
-  std::atomic<uint64_t> num_connects_{0};
-  std::atomic<uint64_t> num_sent_bytes_{0};
-  std::atomic<uint64_t> num_received_bytes_{0};
-
-  std::mutex lead_mutex_;   // guards what follows
-  bool led_ = false;        // there is a leader
-  uint64_t num_leads_ = 0;  // since the channel was made
-  std::vector<BlockedCaller*> blocked_;
-  size_t num_posted_ = 0;  // and not yet run
-  // Asynchronous calls, until the channel's own thread leads. Changed by the leader only, who may
-  // look at it without the mutex.
-  std::vector<PendingCallPtr> deferred_;
-  std::condition_variable thread_wakes_;
-
-  // The leader's, from here on.
-  asio::io_context io_{1};
-  asio::executor_work_guard<asio::io_context::executor_type> work_{io_.get_executor()};
-  asio::steady_timer reconnect_timer_{io_};
-  asio::steady_timer deadline_timer_{io_};
-  Clock::time_point deadline_timer_at_ = Clock::time_point::max();  // max: not set
-  std::minstd_rand random_;
-
-  std::string address_;
-  std::shared_ptr<ClientConnection> connection_;
-  bool connected_ = false;     // connection_ is open, not just opening
-  bool backing_off_ = false;   // reconnect_timer_ runs
-  uint32_t num_failures_ = 0;  // of connections, since the last reply
-  std::string last_failure_;
-
-  Calls calls_;
-  size_t num_async_ = 0;             // of calls_
-  std::set<uint64_t> waiting_;       // ids of the calls that are kWaiting
-  std::optional<uint64_t> writing_;  // the connection is busy with this call
-  uint64_t next_id_ = 1;
-  bool closed_ = false;
-  bool quit_ = false;  // the channel's thread is to end
-};
 
 // ---- from any thread
 
+Channel::Channel(Options options)
+    : peer_(std::move(options.peer)),
+      max_body_bytes_(options.max_body_bytes),
+      random_(static_cast<uint32_t>(Clock::now().time_since_epoch().count())) {
+  thread_ = std::thread([this] { RunThread(); });
+}
+
 // The leader runs it; when there is none, the channel's thread becomes it.
 template <typename Function>
-void Channel::Impl::Post(Function function) {
+void Channel::Post(Function function) {
   const Lock lock(lead_mutex_);
   ++num_posted_;
   asio::post(io_, [this, function = std::move(function)]() mutable {
@@ -192,7 +46,8 @@ void Channel::Impl::Post(Function function) {
   if (!led_) thread_wakes_.notify_one();
 }
 
-void Channel::Impl::Close() {
+// Posted like everything else: the leader alone touches calls_.
+void Channel::Close() {
   Post([this] {
     closed_ = true;
     CloseConnection();
@@ -203,31 +58,29 @@ void Channel::Impl::Close() {
   });
 }
 
-void Channel::Impl::Shutdown() {
+Channel::~Channel() {
   Close();
   Post([this] { quit_ = true; });
-  if (OnOwnThread()) {
-    thread_.detach();
-  } else {
-    thread_.join();
-  }
+  thread_.join();
 }
 
-void Channel::Impl::SetAddress(const std::string& address) {
+void Channel::SetAddress(const std::string& address) {
   Post([this, address] { ChangeAddress(address); });
 }
 
-void Channel::Impl::CallAsync(const MethodId& method, Segments segments, Clock::time_point deadline,
-                              Done done) {
+void Channel::CallAsync(const MethodId& method, Segments segments, Clock::time_point deadline,
+                        Done done) {
   PendingCallPtr call(
       new PendingCall{method, std::move(segments), deadline, /*async=*/true, std::move(done)});
   Post([this, call = std::move(call)]() mutable { SubmitAsync(std::move(call)); });
 }
 
-StatusOr<Buffer> Channel::Impl::Call(const MethodId& method, const Segments& segments,
-                                     Clock::time_point deadline) {
+// The caller takes the lead if it is free. Else its call is posted, and it waits for its answer or
+// for the lead, which a leader that is answered passes on.
+StatusOr<Buffer> Channel::Call(const MethodId& method, const Segments& segments,
+                               Clock::time_point deadline) {
   if (OnOwnThread()) {
-    return Internal(options_.peer + ": Call() from a callback of its own channel waits for itself");
+    return Internal(peer_ + ": Call() from a callback of its own channel waits for itself");
   }
   BlockedCaller caller;
   const auto done = [this, &caller](StatusOr<Buffer> result) {
@@ -268,13 +121,13 @@ StatusOr<Buffer> Channel::Impl::Call(const MethodId& method, const Segments& seg
 // ---- leading
 
 // With lead_mutex_ held, like WakeNextLeader().
-bool Channel::Impl::TakeLead() {
+bool Channel::TakeLead() {
   if (led_) return false;
   ++num_leads_;
   return led_ = true;
 }
 
-void Channel::Impl::WakeNextLeader() {
+void Channel::WakeNextLeader() {
   if (deferred_.empty() && !blocked_.empty()) {
     blocked_.front()->wakes.notify_one();
   } else if (ThreadWanted()) {
@@ -283,11 +136,11 @@ void Channel::Impl::WakeNextLeader() {
 }
 
 // Or until the channel's own thread is needed.
-void Channel::Impl::LeadUntilAnswered(const BlockedCaller& caller) {
+void Channel::LeadUntilAnswered(const BlockedCaller& caller) {
   while (!caller.answer.has_value() && deferred_.empty()) io_.run_one();
 }
 
-void Channel::Impl::RunThread() {
+void Channel::RunThread() {
   uint64_t seen_leads = 0;
   bool quit = false;
   Lock lock(lead_mutex_);
@@ -309,31 +162,31 @@ void Channel::Impl::RunThread() {
 }
 
 // Until all calls that are left are of blocked callers.
-void Channel::Impl::LeadOnOwnThread() {
+void Channel::LeadOnOwnThread() {
   io_.poll();
   while (!quit_ && (calls_.empty() || num_async_ > 0)) io_.run_one();
 }
 
 // ---- calls
 
-void Channel::Impl::SubmitAsync(PendingCallPtr call) {
+void Channel::SubmitAsync(PendingCallPtr call) {
   if (OnOwnThread()) return Submit(std::move(call));
   const Lock lock(lead_mutex_);
   deferred_.push_back(std::move(call));
 }
 
-void Channel::Impl::Submit(PendingCallPtr call) {
+void Channel::Submit(PendingCallPtr call) {
   const uint64_t id = next_id_++;
   PendingCall& pending = *(calls_[id] = std::move(call));
-  num_calls_.fetch_add(1, std::memory_order_relaxed);
+  num_calls_.Add();
   if (pending.async) ++num_async_;
   if (closed_) return Complete(id, Unavailable(Name() + ": the channel was closed"));
   const uint64_t size_bytes = pending.segments.size_bytes();
-  if (size_bytes > options_.max_body_bytes) {
+  if (size_bytes > max_body_bytes_) {
     return Complete(
         id, InvalidArgument(Name() + ": a request of " + std::to_string(size_bytes) +
-                            " bytes is above the limit of " +
-                            std::to_string(options_.max_body_bytes) + "; send smaller batches"));
+                            " bytes is above the limit of " + std::to_string(max_body_bytes_) +
+                            "; send smaller batches"));
   }
   if (pending.deadline <= Clock::now()) return Complete(id, DeadlineStatus(pending));
   WatchDeadline(pending.deadline);
@@ -341,24 +194,26 @@ void Channel::Impl::Submit(PendingCallPtr call) {
   Pump();
 }
 
-void Channel::Impl::MakeWaiting(uint64_t id, PendingCall& call) {
+// Every call that is kWaiting is in waiting_, and no other: Pump() sends them in the order of ids.
+void Channel::MakeWaiting(uint64_t id, PendingCall& call) {
   call.state = State::kWaiting;
   waiting_.insert(id);
 }
 
 // Does what can be done next for those who wait: send them, or connect.
-void Channel::Impl::Pump() {
+void Channel::Pump() {
   if (waiting_.empty() || closed_) return;
   if (connected_) {
     while (!writing_ && !waiting_.empty()) WriteNext();
     return;
   }
   if (connection_ != nullptr || backing_off_ || address_.empty()) return;
-  connection_ = std::make_shared<ClientConnection>(io_, this, options_.max_body_bytes);
+  Listener* listener = this;  // the base is private, and make_shared not a friend
+  connection_ = std::make_shared<ClientConnection>(io_, listener, max_body_bytes_);
   connection_->Connect(address_);
 }
 
-void Channel::Impl::WriteNext() {
+void Channel::WriteNext() {
   const uint64_t id = *waiting_.begin();
   waiting_.erase(waiting_.begin());
   PendingCall& call = *calls_[id];
@@ -367,8 +222,8 @@ void Channel::Impl::WriteNext() {
   header.request_id = id;
   header.deadline_ms = MillisecondsUntil(call.deadline);
   header.batch = call.batch;
-  num_sent_bytes_.fetch_add(call.segments.size_bytes(), std::memory_order_relaxed);
-  if (call.num_writes++ > 0) num_retries_.fetch_add(1, std::memory_order_relaxed);
+  num_sent_bytes_.Add(call.segments.size_bytes());
+  if (call.num_writes++ > 0) num_retries_.Add();
   if (connection_->Write(header, call.segments)) {
     call.state = State::kSent;
   } else {
@@ -377,7 +232,7 @@ void Channel::Impl::WriteNext() {
   }
 }
 
-void Channel::Impl::Complete(uint64_t id, StatusOr<Buffer> result) {
+void Channel::Complete(uint64_t id, StatusOr<Buffer> result) {
   const auto node = calls_.extract(id);
   waiting_.erase(id);
   if (node.mapped()->async) --num_async_;
@@ -390,7 +245,7 @@ void Channel::Impl::Complete(uint64_t id, StatusOr<Buffer> result) {
 
 // One timer for all calls, set to the earliest deadline that it has been told of. It is left alone
 // when that call completes: most calls then cost no timer at all.
-void Channel::Impl::WatchDeadline(Clock::time_point deadline) {
+void Channel::WatchDeadline(Clock::time_point deadline) {
   if (deadline >= deadline_timer_at_) return;
   deadline_timer_at_ = deadline;
   deadline_timer_.expires_at(deadline);
@@ -399,7 +254,7 @@ void Channel::Impl::WatchDeadline(Clock::time_point deadline) {
   });
 }
 
-void Channel::Impl::OnDeadlineTimer() {
+void Channel::OnDeadlineTimer() {
   const auto now = Clock::now();
   auto next = Clock::time_point::max();
   std::vector<std::pair<uint64_t, Status>> ended;
@@ -424,7 +279,7 @@ void Channel::Impl::OnDeadlineTimer() {
 // Reachable but silent is kDeadlineExceeded; not reachable, or refusing, is kUnavailable with the
 // last reason. What the peer said, or why its connection broke, before it fell silent is told: that
 // explains more than the silence.
-Status Channel::Impl::DeadlineStatus(const PendingCall& call) const {
+Status Channel::DeadlineStatus(const PendingCall& call) const {
   if (!call.refusal.empty()) return Unavailable(Name() + ": " + call.refusal);
   if (connected_ && last_failure_.empty()) {
     return DeadlineExceeded(Name() + ": no answer to " + std::string(call.method.name) +
@@ -437,7 +292,7 @@ Status Channel::Impl::DeadlineStatus(const PendingCall& call) const {
 
 // ---- the connection
 
-void Channel::Impl::ChangeAddress(const std::string& address) {
+void Channel::ChangeAddress(const std::string& address) {
   if (closed_) return;
   // The same address again is news too when the peer was thought to be away: it is back.
   if (address != address_) CloseConnection();
@@ -453,7 +308,7 @@ void Channel::Impl::ChangeAddress(const std::string& address) {
   Pump();
 }
 
-void Channel::Impl::CloseConnection() {
+void Channel::CloseConnection() {
   if (connection_ == nullptr) return;
   connection_->Close();
   connection_.reset();
@@ -466,13 +321,14 @@ void Channel::Impl::CloseConnection() {
   }
 }
 
-void Channel::Impl::OnConnected() {
+void Channel::OnConnected() {
   connected_ = true;
-  num_connects_.fetch_add(1, std::memory_order_relaxed);
+  num_connects_.Add();
   Pump();
 }
 
-void Channel::Impl::OnWritten() {
+// A reply may have come before the last byte of its request was written: peers answer errors early.
+void Channel::OnWritten() {
   const uint64_t id = *writing_;
   writing_.reset();
   // It is there: a call being written never completes without its connection closing.
@@ -486,7 +342,9 @@ void Channel::Impl::OnWritten() {
   Pump();
 }
 
-void Channel::Impl::OnBroken(const std::string& reason) {
+// The calls are repeated on the next connection, after a pause that grows while connecting fails: a
+// peer that is away costs no busy loop.
+void Channel::OnBroken(const std::string& reason) {
   CloseConnection();
   last_failure_ = reason;
   backing_off_ = true;
@@ -498,10 +356,10 @@ void Channel::Impl::OnBroken(const std::string& reason) {
   });
 }
 
-void Channel::Impl::OnReply(const FrameHeader& header, Buffer body) {
+void Channel::OnReply(const FrameHeader& header, Buffer body) {
   num_failures_ = 0;
   last_failure_.clear();
-  num_received_bytes_.fetch_add(body.size(), std::memory_order_relaxed);
+  num_received_bytes_.Add(body.size());
   const auto found = calls_.find(header.request_id);
   if (found == calls_.end()) return;  // its deadline came first
   PendingCall& call = *found->second;
@@ -526,7 +384,8 @@ void Channel::Impl::OnReply(const FrameHeader& header, Buffer body) {
   Complete(header.request_id, Status(code, Name() + ": " + ToText(body)));
 }
 
-void Channel::Impl::RetryLater(uint64_t id, PendingCall& call) {
+// kUnavailable of the peer itself ("still loading"): the connection is good, the call waits alone.
+void Channel::RetryLater(uint64_t id, PendingCall& call) {
   call.state = State::kBackingOff;
   call.retry_timer.emplace(io_, Backoff(call.num_refusals++));
   call.retry_timer->async_wait([this, id](ErrorCode cancelled) {
@@ -539,49 +398,19 @@ void Channel::Impl::RetryLater(uint64_t id, PendingCall& call) {
 
 // Doubles up to the limit; half of it is chance, so that
 // callers of a restarted peer do not come all at once.
-std::chrono::milliseconds Channel::Impl::Backoff(uint32_t attempt) {
+std::chrono::milliseconds Channel::Backoff(uint32_t attempt) {
   const auto full = std::min(kMaxBackoff, kFirstBackoff * (1 << std::min(attempt, 10u)));
   std::uniform_int_distribution<int64_t> jitter(full.count() / 2, full.count());
   return std::chrono::milliseconds(jitter(random_));
 }
 
-ChannelStats Channel::Impl::stats() const {
-  ChannelStats stats;
-  stats.peer = options_.peer;
+ChannelStats Channel::stats() const {
   const uint64_t num_completed = num_completed_.load();  // first: never more than the calls
-  stats.num_calls = num_calls_.load();
-  stats.num_pending = stats.num_calls - num_completed;
-  stats.num_retries = num_retries_.load();
-  stats.num_connects = num_connects_.load();
-  stats.num_sent_bytes = num_sent_bytes_.load();
-  stats.num_received_bytes = num_received_bytes_.load();
-  stats.calls = call_times_.snapshot();
+  ChannelStats stats{.name = peer_, .metrics = {}, .calls = call_times_.snapshot()};
+  counters_.AddTo(&stats.metrics);
+  stats.metrics.AddGauge("num_pending", "persia_rpc_pending_calls", "Calls under way.",
+                         stats.metrics["num_calls"] - num_completed);
   return stats;
-}
-
-// ---- Channel
-
-Channel::Channel(Options options)
-    : peer_(options.peer), impl_(std::make_shared<Impl>(std::move(options))) {
-  impl_->Start();
-}
-
-Channel::~Channel() { impl_->Shutdown(); }
-
-void Channel::SetAddress(const std::string& address) { impl_->SetAddress(address); }
-
-void Channel::Close() { impl_->Close(); }
-
-ChannelStats Channel::stats() const { return impl_->stats(); }
-
-void Channel::CallAsync(const MethodId& method, Segments segments, Clock::time_point deadline,
-                        Done done) {
-  impl_->CallAsync(method, std::move(segments), deadline, std::move(done));
-}
-
-StatusOr<Buffer> Channel::Call(const MethodId& method, const Segments& segments,
-                               Clock::time_point deadline) {
-  return impl_->Call(method, segments, deadline);
 }
 
 }  // namespace persia::net

@@ -6,29 +6,56 @@
 // idempotent, by key where it changes something. SetAddress() may come at any time, also while
 // calls wait. Each wait has a deadline. Failures name the peer: "embedding-worker 0 at
 // 127.0.0.1:8887: connection refused".
+//
+// One thread at a time, the leader, runs the event loop and owns everything that is marked as the
+// leader's, so that needs no lock; others post to it. The leader is either a caller blocked in
+// Call(), which so writes its request and reads its reply itself, without waking another thread, or
+// the channel's own thread. That thread leads while an asynchronous call is pending, for callbacks
+// run on no other, and when the channel has been idle for a moment, to notice that the peer has
+// gone.
+//
+// A thread for each channel, rather than one for the process: large replies of different peers are
+// received in parallel, a slow callback holds up one peer only, and nothing global has to be torn
+// down when the process exits.
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <set>
 #include <string>
+#include <thread>
+#include <utility>
+#include <vector>
 
 #include "base/buffer.h"
+#include "base/metrics.h"
 #include "base/status.h"
+#include "base/traced_batch.h"
+#include "net/client_connection.h"
 #include "net/types.h"
 
 namespace persia::net {
 
-class Channel {
+class Channel : private ClientConnection::Listener {
  public:
   struct Options {
     std::string peer;  // for messages: "parameter-server 1"
     uint64_t max_body_bytes = 1ull << 30;
   };
+  using Done = std::function<void(StatusOr<Buffer>)>;
 
   explicit Channel(Options options);
-  ~Channel();  // fails what is pending with kUnavailable
+  // Fails what is pending with kUnavailable, and returns when the callbacks have run. No call may
+  // be blocked in Call(), and a callback must not destroy its own channel: the thread that it runs
+  // on is waited for.
+  ~Channel() override;
   Channel(const Channel&) = delete;
 
   // "host:port". Until the first call of this, calls wait (until their deadline).
@@ -38,24 +65,138 @@ class Channel {
   void Close();
 
   // Sends the segments as one frame and waits for the answer's body. `segments` must stay as they
-  // are until it returns.
+  // are until it returns. kInternal from a callback of this channel, which would wait for itself.
   StatusOr<Buffer> Call(const MethodId& method, const Segments& segments,
                         Clock::time_point deadline);
 
   // The same without blocking the caller, for fan-out:
   // `done` runs exactly once, on the channel's own thread, and must not block for long.
-  void CallAsync(const MethodId& method, Segments segments, Clock::time_point deadline,
-                 std::function<void(StatusOr<Buffer>)> done);
+  void CallAsync(const MethodId& method, Segments segments, Clock::time_point deadline, Done done);
 
+  // What was counted since the channel was made.
   ChannelStats stats() const;
   const std::string& peer() const { return peer_; }
 
  private:
-  // Asio stays out of this header. The channel's thread owns the Impl too, so that a callback may
-  // destroy the channel.
-  class Impl;
+  // Of a call. Only kWriting forbids to complete it: the socket reads memory of the caller.
+  enum class State {
+    kWaiting,     // for a connection, or for its turn on it
+    kWriting,     // its segments are being read by the socket
+    kSent,        // for its reply
+    kBackingOff,  // the peer answered kUnavailable
+  };
+  struct PendingCall {
+    const MethodId method;
+    const Segments segments;
+    const Clock::time_point deadline;
+    const bool async;
+    const Done done;
+    State state = State::kWaiting;
+    const Clock::time_point begin = Clock::now();
+    const uint32_t batch = TracedBatch::tag();  // the caller's
+    uint32_t num_writes = 0;
+    uint32_t num_refusals = 0;
+    std::string refusal = {};                                        // the peer's last kUnavailable
+    std::optional<std::pair<FrameHeader, Buffer>> early_reply = {};  // came while kWriting
+    std::optional<asio::steady_timer> retry_timer = {};
+  };
+  using PendingCallPtr = std::unique_ptr<PendingCall>;
+  // What a caller that waits for its answer waits on. Guarded by lead_mutex_.
+  struct BlockedCaller {
+    std::optional<StatusOr<Buffer>> answer;
+    std::condition_variable wakes;  // answered, or free to take the lead
+  };
+  // By request id. Ids grow, so the order of a map is that of the calls.
+  using Calls = std::map<uint64_t, PendingCallPtr>;
+  using Lock = std::unique_lock<std::mutex>;
+
+  // The lead. TakeLead() and WakeNextLeader() require lead_mutex_; a thread that leads gives the
+  // lead back before it waits for anything but the event loop.
+  void RunThread();
+  void LeadOnOwnThread();
+  void LeadUntilAnswered(const BlockedCaller& caller);
+  bool TakeLead();
+  void WakeNextLeader();
+  bool ThreadWanted() const { return num_posted_ > 0 || !deferred_.empty(); }
+  template <typename Function>
+  void Post(Function function);
+  bool OnOwnThread() const { return std::this_thread::get_id() == thread_.get_id(); }
+
+  // Events of connection_, on the leader.
+  void OnConnected() override;
+  void OnWritten() override;
+  void OnReply(const FrameHeader& header, Buffer body) override;
+  void OnBroken(const std::string& reason) override;
+
+  // The life of a call, on the leader: waiting, written, sent, and completed exactly once; or
+  // backing off, and waiting again.
+  void SubmitAsync(PendingCallPtr call);
+  void Submit(PendingCallPtr call);
+  void Pump();
+  void WriteNext();
+  void ChangeAddress(const std::string& address);
+  void CloseConnection();
+  void RetryLater(uint64_t id, PendingCall& call);
+  void MakeWaiting(uint64_t id, PendingCall& call);
+  void WatchDeadline(Clock::time_point deadline);
+  void OnDeadlineTimer();
+  Status DeadlineStatus(const PendingCall& call) const;
+  void Complete(uint64_t id, StatusOr<Buffer> result);
+  std::chrono::milliseconds Backoff(uint32_t attempt);
+  std::string Name() const { return address_.empty() ? peer_ : peer_ + " at " + address_; }
+
   const std::string peer_;
-  const std::shared_ptr<Impl> impl_;
+  const uint64_t max_body_bytes_;
+  std::thread thread_;
+
+  // Counted by the leader, read by any thread.
+  DurationStats call_times_{"rpc to " + peer_};
+  CounterList counters_;
+  Counter num_calls_{counters_, {"num_calls", "persia_rpc_calls", "Calls made."}};
+  Counter num_retries_{counters_,
+                       {"num_retries", "persia_rpc_retries",
+                        "Requests sent again, after a broken connection or a refusal."}};
+  Counter num_connects_{counters_, {"num_connects", "persia_rpc_connects", "Connections made."}};
+  Counter num_sent_bytes_{
+      counters_,
+      {"num_sent_bytes", "persia_rpc_call_sent_bytes", "Bytes of requests, each time sent."}};
+  Counter num_received_bytes_{
+      counters_,
+      {"num_received_bytes", "persia_rpc_call_received_bytes", "Bytes of replies received."}};
+  std::atomic<uint64_t> num_completed_{0};
+
+  std::mutex lead_mutex_;   // guards what follows
+  bool led_ = false;        // there is a leader
+  uint64_t num_leads_ = 0;  // since the channel was made
+  std::vector<BlockedCaller*> blocked_;
+  size_t num_posted_ = 0;  // and not yet run
+  // Asynchronous calls, until the channel's own thread leads. Changed by the leader only, who may
+  // look at it without the mutex.
+  std::vector<PendingCallPtr> deferred_;
+  std::condition_variable thread_wakes_;
+
+  // The leader's, from here on.
+  asio::io_context io_{1};
+  asio::executor_work_guard<asio::io_context::executor_type> work_{io_.get_executor()};
+  asio::steady_timer reconnect_timer_{io_};
+  asio::steady_timer deadline_timer_{io_};
+  Clock::time_point deadline_timer_at_ = Clock::time_point::max();  // max: not set
+  std::minstd_rand random_;
+
+  std::string address_;
+  std::shared_ptr<ClientConnection> connection_;
+  bool connected_ = false;     // connection_ is open, not just opening
+  bool backing_off_ = false;   // reconnect_timer_ runs
+  uint32_t num_failures_ = 0;  // of connections, since the last reply
+  std::string last_failure_;
+
+  Calls calls_;
+  size_t num_async_ = 0;             // of calls_
+  std::set<uint64_t> waiting_;       // ids of the calls that are kWaiting
+  std::optional<uint64_t> writing_;  // the connection is busy with this call
+  uint64_t next_id_ = 1;
+  bool closed_ = false;
+  bool quit_ = false;  // the channel's thread is to end
 };
 
 }  // namespace persia::net

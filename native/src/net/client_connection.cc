@@ -132,6 +132,8 @@ void ClientConnection::ReadRest(size_t num_received) {
 
 // ---- writing
 
+// Tried at once, without the event loop: most requests fit into the buffer of the socket, and the
+// caller then needs one system call for its request and one for its reply.
 bool ClientConnection::Write(const FrameHeader& header, const Segments& segments) {
   out_.emplace(header, segments);
   if (out_->Write(socket_.native_handle()) == FrameWriter::Result::kDone) return true;

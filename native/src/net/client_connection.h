@@ -15,7 +15,6 @@
 
 #include "base/buffer.h"
 #include "net/asio.h"
-#include "net/frame_writer.h"
 #include "net/message.h"
 
 namespace persia::net {
@@ -44,6 +43,7 @@ class ClientConnection : public std::enable_shared_from_this<ClientConnection> {
   void Close();
 
  private:
+  // Tries the addresses of a name in their order, within one time limit for all.
   void ConnectTo(std::vector<Tcp::endpoint> endpoints);
   void Resolve(const std::string& host, uint16_t port);
   void OnConnected();
@@ -52,6 +52,7 @@ class ClientConnection : public std::enable_shared_from_this<ClientConnection> {
   void TakeFrames();
   void ReadBody(std::span<const std::byte> begun);
   void ReadRest(size_t num_received);
+  // Closes, and reports why. The listener may destroy its reference meanwhile: handlers keep one.
   void Break(const std::string& reason);
 
   template <typename Function>

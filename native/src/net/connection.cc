@@ -13,6 +13,8 @@
 namespace persia::net {
 namespace {
 
+// One connection may not hold the budget of the server: these bound what it has begun and not
+// taken.
 constexpr uint32_t kMaxUnanswered = 1024;
 constexpr uint64_t kMaxHeldBytes = 64ull << 20;
 constexpr size_t kScratchBytes = 64 * 1024;

@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "net/byte_budget.h"
-#include "net/frame_writer.h"
+#include "net/message.h"
 #include "net/poller.h"
 #include "net/types.h"
 #include "net/unique_fd.h"
@@ -61,11 +61,16 @@ class Connection : public std::enable_shared_from_this<Connection> {
   // The socket does not block, and is known to the poller under `tag`, not yet armed.
   Connection(UniqueFd socket, uint64_t tag, ServerState& server);
 
+  // Arms the socket for its first request.
   void Start();
+  // The poller's news. Reads one request at most, and runs its handler on this thread.
   void OnReady(uint32_t events);
+  // Queues the reply and writes what the socket takes; once for each request that was run. Replies
+  // of a connection that has closed are dropped.
   void Reply(const FrameHeader& request, StatusOr<Segments> reply);
   // Reads no further request, answers those that were read, then closes.
   void Drain();
+  // Idempotent. A thread that is reading or writing notices when its system call fails.
   void CloseNow();
   // Closes when its time is up; else says when that will be.
   Clock::time_point CloseIfDue(Clock::time_point now);
@@ -80,6 +85,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
     const Segments body;
     FrameWriter frame;
   };
+  // What is being received; kRefusedBody is read and dropped, so that the connection survives a
+  // method that this server does not know.
   enum class Phase { kHeader, kBody, kRefusedBody };
   enum class Progress { kFrame, kBlocked, kAwaitsBudget, kBroken };
 

@@ -1,5 +1,9 @@
 #include "net/message.h"
 
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <cerrno>
 #include <cstring>
 #include <string>
 
@@ -27,6 +31,49 @@ StatusOr<FrameHeader> DecodeHeader(std::span<const std::byte, kHeaderBytes> byte
                       "; send smaller batches");
   }
   return header;
+}
+
+FrameWriter::FrameWriter(FrameHeader header, const Segments& body)
+    : body_(&body), body_bytes_(body.size_bytes()) {
+  header.body_bytes = body_bytes_;
+  EncodeHeader(header, header_);
+}
+
+std::span<const std::byte> FrameWriter::Piece(size_t index) const {
+  if (index == 0) return header_;
+  return body_->views[index - 1];
+}
+
+void FrameWriter::Advance(size_t num_bytes) {
+  offset_ += num_bytes;
+  while (piece_ <= body_->views.size() && offset_ >= Piece(piece_).size()) {
+    offset_ -= Piece(piece_).size();
+    ++piece_;
+  }
+}
+
+FrameWriter::Result FrameWriter::Write(int fd) {
+  constexpr size_t kMaxPieces = 64;
+  while (piece_ <= body_->views.size()) {
+    iovec pieces[kMaxPieces];
+    size_t num_pieces = 0;
+    size_t size_bytes = 0;
+    for (size_t i = piece_; i <= body_->views.size() && num_pieces < kMaxPieces; ++i) {
+      const auto rest = Piece(i).subspan(i == piece_ ? offset_ : 0);
+      if (rest.empty()) continue;
+      pieces[num_pieces++] = {const_cast<std::byte*>(rest.data()), rest.size()};
+      size_bytes += rest.size();
+    }
+    msghdr message = {};
+    message.msg_iov = pieces;
+    message.msg_iovlen = num_pieces;
+    const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0) return errno == EAGAIN ? Result::kBlocked : Result::kBroken;
+    Advance(static_cast<size_t>(sent));
+    if (static_cast<size_t>(sent) < size_bytes) return Result::kBlocked;  // the socket is full
+  }
+  return Result::kDone;
 }
 
 }  // namespace persia::net

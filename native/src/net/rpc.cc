@@ -34,6 +34,7 @@ StatusOr<std::vector<Buffer>> CallAll(const MethodId& method, std::vector<Outgoi
     // Ends by the deadline: a channel ends every call by then.
     all_ended.wait(lock, [&] { return num_open == 0; });
   }
+  // One error for all: the caller can act on one only.
   Status first;
   for (Status& failure : failures) {
     if (failure.code() == StatusCode::kFailedPrecondition) return failure;

@@ -46,6 +46,8 @@ Handler MakeHandler(const Method<Request, Reply>& method, Function function,
   };
 }
 
+// kCorruption names the peer and the method: a reply that does not decode is a fault of the peer,
+// or of a peer of another version.
 template <typename Reply>
 StatusOr<Reply> DecodeReply(const MethodId& method, const std::string& peer, Buffer body) {
   auto reply = DecodeMessage<Reply>(std::move(body));
@@ -67,6 +69,7 @@ Result<Reply> Call(Channel& channel, const Method<Request, Reply>& method, Reque
   }
 }
 
+// One call of several that are made together. The channel must outlive the call.
 struct OutgoingCall {
   Channel* channel = nullptr;
   Segments segments;  // may view the caller's memory

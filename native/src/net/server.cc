@@ -15,19 +15,18 @@ namespace {
 // While the process is out of descriptors, accepting fails at once, again and again.
 constexpr std::chrono::milliseconds kAcceptRetry{50};
 
-Status CannotListen(const Server::Options& options, const std::string& reason) {
-  return IOError("cannot listen on " + options.host + ":" + std::to_string(options.port) + ": " +
-                 reason);
+Status CannotListen(const std::string& host, uint16_t port, const std::string& reason) {
+  return IOError("cannot listen on " + host + ":" + std::to_string(port) + ": " + reason);
 }
 
-StatusOr<Tcp::endpoint> ResolveListenAddress(asio::io_context& io, const Server::Options& options) {
+StatusOr<Tcp::endpoint> ResolveListenAddress(asio::io_context& io, const std::string& host,
+                                             uint16_t port) {
   ErrorCode error;
-  const auto literal = asio::ip::make_address(options.host, error);
-  if (!error) return Tcp::endpoint(literal, options.port);
+  const auto literal = asio::ip::make_address(host, error);
+  if (!error) return Tcp::endpoint(literal, port);
   Tcp::resolver resolver(io);
-  const auto results =
-      resolver.resolve(options.host, std::to_string(options.port), Tcp::resolver::passive, error);
-  if (error) return CannotListen(options, error.message());
+  const auto results = resolver.resolve(host, std::to_string(port), Tcp::resolver::passive, error);
+  if (error) return CannotListen(host, port, error.message());
   return results.begin()->endpoint();
 }
 
@@ -53,21 +52,23 @@ Server::~Server() {
 
 // ---- threads
 
-StatusOr<uint16_t> Server::Start() {
+StatusOr<uint16_t> Server::Start(const std::string& host, uint16_t port) {
   std::lock_guard lifecycle(lifecycle_mutex_);
-  if (started_ || stopped_) return FailedPrecondition("a server can be started once");
+  if (started_ || stopped_) {
+    return FailedPrecondition("the server was started already; a server can be started once");
+  }
   const Options& options = state_.options;
   if (options.num_io_threads == 0 || options.num_handler_threads == 0) {
     return InvalidArgument("num_io_threads and num_handler_threads must be at least 1");
   }
   PERSIA_RETURN_IF_ERROR(state_.poller.Open());
-  auto port = Listen();
-  if (!port.ok()) return port;
+  auto bound = Listen(host, port);
+  if (!bound.ok()) return bound;
   started_ = true;
   for (uint32_t i = 0; i < options.num_io_threads + options.num_handler_threads; ++i) {
     threads_.emplace_back([this] { HandleEvents(); });
   }
-  return port;
+  return bound;
 }
 
 void Server::HandleEvents() {
@@ -93,9 +94,9 @@ void Server::OnEvent(const Poller::Event& event) {
 
 // ---- connections
 
-StatusOr<uint16_t> Server::Listen() {
+StatusOr<uint16_t> Server::Listen(const std::string& host, uint16_t port) {
   asio::io_context io;
-  auto endpoint = ResolveListenAddress(io, state_.options);
+  auto endpoint = ResolveListenAddress(io, host, port);
   if (!endpoint.ok()) return endpoint.status();
   Tcp::acceptor acceptor(io);
   ErrorCode error;
@@ -105,11 +106,11 @@ StatusOr<uint16_t> Server::Listen() {
   if (!error) acceptor.bind(*endpoint, error);
   if (!error) acceptor.listen(Tcp::acceptor::max_listen_connections, error);
   if (!error) acceptor.native_non_blocking(true, error);
-  if (error) return CannotListen(state_.options, error.message());
-  const uint16_t port = acceptor.local_endpoint().port();
+  if (error) return CannotListen(host, port, error.message());
+  const uint16_t bound = acceptor.local_endpoint().port();
   listener_ = UniqueFd(acceptor.release());
   state_.poller.Add(listener_.get(), kListenerTag, EPOLLIN);
-  return port;
+  return bound;
 }
 
 void Server::Accept() {
@@ -159,6 +160,7 @@ void Server::OnTimer() {
   if (next != Clock::time_point::max()) state_.poller.WakeAt(next);
 }
 
+// Stop() waits until no connection is left.
 void Server::OnClosed(uint64_t tag) {
   std::lock_guard lock(mutex_);
   connections_.erase(tag);  // not its last owner: who closes it is another
@@ -215,6 +217,7 @@ StatusOr<Segments> Server::RunHandler(const Request& request) {
   }
 }
 
+// Bytes of bodies, as both ends count them: a test compares them with the channel's.
 void Server::Count(const Request& request, const StatusOr<Segments>& reply) {
   num_requests_.Add();
   num_received_bytes_.Add(request.body.size());
@@ -259,6 +262,7 @@ void Server::Stop(std::chrono::milliseconds timeout) {
     stopping_ = true;  // from here on no connection is added
     listener_ = UniqueFd();
   }
+  // Outside mutex_: a connection that closes takes it.
   for (const auto& [tag, connection] : OpenConnections()) connection->Drain();
   {
     std::unique_lock lock(mutex_);

@@ -23,6 +23,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -43,8 +44,9 @@ class Server {
   Server(const Server&) = delete;
 
   void Handle(const MethodId& method, Handler handler);
-  // Binds and listens; returns the port. kIOError names host and port ("address already in use").
-  StatusOr<uint16_t> Start();
+  // Binds and listens; returns the port, which the system chooses where `port` is 0. kIOError names
+  // host and port ("address already in use"), after which another Start() may be tried.
+  StatusOr<uint16_t> Start(const std::string& host = "127.0.0.1", uint16_t port = 0);
   // Stops accepting and reading, lets running handlers finish and their answers leave until
   // `timeout`, then closes. Idempotent.
   void Stop(std::chrono::milliseconds timeout = std::chrono::seconds(10));
@@ -58,7 +60,8 @@ class Server {
   static constexpr uint64_t kListenerTag = Poller::kFirstFreeTag;
   using Connections = std::unordered_map<uint64_t, std::shared_ptr<Connection>>;
 
-  StatusOr<uint16_t> Listen();
+  StatusOr<uint16_t> Listen(const std::string& host, uint16_t port);
+  // One of the threads: waits, and does what follows from each event.
   void HandleEvents();
   void OnEvent(const Poller::Event& event);
   void Accept();
@@ -67,6 +70,8 @@ class Server {
   void OnClosed(uint64_t tag);
   Connections OpenConnections();
 
+  // Requests above num_handler_threads wait in line, and the threads that are in handlers take
+  // them.
   void Run(Request request);
   StatusOr<Segments> RunHandler(const Request& request);
   void Count(const Request& request, const StatusOr<Segments>& reply);

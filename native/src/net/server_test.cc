@@ -386,10 +386,8 @@ TEST_F(ServerTest, StopWithIdleAndHalfSentConnections) {
 
 TEST_F(ServerTest, TakenPortIsAnErrorThatNamesIt) {
   StartServer();
-  Server::Options options;
-  options.port = port_;
-  Server second(options);
-  const Status status = second.Start().status();
+  Server second(Server::Options{});
+  const Status status = second.Start("127.0.0.1", port_).status();
   EXPECT_EQ(status.code(), StatusCode::kIOError);
   EXPECT_NE(status.message().find(Loopback(port_)), std::string::npos) << status.message();
 }

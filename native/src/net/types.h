@@ -8,9 +8,12 @@
 
 #include "base/duration_stats.h"
 #include "base/method.h"
+#include "base/metrics.h"
 
 namespace persia::net {
 
+// Deadlines of this layer are points of this clock: on the wire a deadline is the time that is
+// left, so that the clocks of two hosts are never compared.
 using Clock = std::chrono::steady_clock;
 
 struct CallContext {
@@ -22,9 +25,8 @@ struct CallContext {
 using Handler =
     std::function<StatusOr<Segments>(const Buffer& request, const CallContext& context)>;
 
+// Bounds of one server. Requests beyond a bound wait, and their senders with them; none is dropped.
 struct ServerOptions {
-  std::string host = "127.0.0.1";  // loopback unless told otherwise
-  uint16_t port = 0;               // 0: chosen by the system
   uint32_t num_io_threads = 1;
   uint32_t num_handler_threads = 2;
   uint64_t max_body_bytes = 1ull << 30;
@@ -33,16 +35,12 @@ struct ServerOptions {
   std::chrono::milliseconds body_patience = std::chrono::seconds(10);
 };
 
-// What a Channel counts since it was made.
+// What a Channel counts: calls made and pending, retries, connections, bytes.
 struct ChannelStats {
-  std::string peer;
-  uint64_t num_calls = 0;
-  uint64_t num_retries = 0;     // requests sent again, after a broken connection or a refusal
-  uint64_t num_connects = 0;    // connections made
-  uint64_t num_sent_bytes = 0;  // bodies, every time they are sent
-  uint64_t num_received_bytes = 0;
-  uint64_t num_pending = 0;  // calls under way now
-  DurationStats::Snapshot calls;
+  static constexpr const char* kLabel = "peer";
+  std::string name;
+  Metrics metrics;
+  DurationStats::Snapshot calls;  // their durations
 };
 
 }  // namespace persia::net

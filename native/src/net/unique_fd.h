@@ -7,6 +7,8 @@
 
 namespace persia::net {
 
+// Move-only. -1 stands for no descriptor. Closing is the last thing that happens to a socket: as
+// long as a thread may use the number, it must not be given to another file.
 class UniqueFd {
  public:
   UniqueFd() = default;

@@ -28,6 +28,7 @@ std::vector<store::RowBlock> ToRowBlocks(const SignBlocks& request) {
   return blocks;
 }
 
+// The store counts without knowing of metrics; their names are given here, once.
 void AddStoreMetrics(const store::StoreStats& store, Metrics* metrics) {
   metrics->AddGauge("num_rows", "persia_rows", "Rows held.", store.num_rows);
   metrics->AddGauge("memory_bytes", "persia_rows_bytes", "Memory of rows and index.",
@@ -120,6 +121,7 @@ void ParameterServer::Register(const Method<Request, Reply>& method, Access acce
               });
 }
 
+// An inference server must not change: followers apply what training changed, and nothing else.
 Status ParameterServer::CheckAllowed(const MethodId& method, Access access) const {
   if (!options_.read_only) return Status::Ok();
   if (access == Access::kChangesRows) {
@@ -156,6 +158,7 @@ StatusOr<ServerRows> ParameterServer::Lookup(const LookupRowsRequest& request) {
   return answer;
 }
 
+// A counter ahead of ours is a mistake of the caller; staleness would wrap around.
 StatusOr<UpdateResult> ParameterServer::UpdateOnce(const UpdateRowsRequest& request,
                                                    const CallContext& context) {
   if (request.lookup.incarnation == incarnation_ &&

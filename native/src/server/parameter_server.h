@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "base/incarnation.h"
@@ -44,16 +45,21 @@ class ParameterServer {
   // tier it returns when all rows of its file are recovered.
   static StatusOr<std::unique_ptr<ParameterServer>> Create(const Options& options);
 
-  StatusOr<uint16_t> Start() { return rpc_.Start(); }
+  // See net::Server.
+  StatusOr<uint16_t> Start(const std::string& host = "127.0.0.1", uint16_t port = 0) {
+    return rpc_.Start(host, port);
+  }
   void Stop(std::chrono::milliseconds timeout) { rpc_.Stop(timeout); }
   // A read-only server answers from now on. Of others nothing changes.
   void MarkLoaded() { loaded_ = true; }
 
+  // The answer owns copies of the rows: they may change or be evicted before it is sent.
   StatusOr<ServerRows> Lookup(const LookupRowsRequest& request);
   // Applies the update, also one that was applied before. kFailedPrecondition: not configured.
   StatusOr<UpdateResult> Update(const UpdateRowsRequest& request);
   Status SetRows(const SetRowsRequest& request);
 
+  const Options& options() const { return options_; }
   // Differs from that of every other life of a server; never 0.
   uint64_t incarnation() const { return incarnation_; }
   // What the server counts, what its store holds, and its RPC.
@@ -63,6 +69,7 @@ class ParameterServer {
   store::EmbeddingStore& embedding_store() { return *store_; }
 
  private:
+  // Whether a method may be called at a server for inference.
   enum class Access : uint8_t { kReads, kChangesRows };
 
   ParameterServer(const Options& options, std::unique_ptr<store::EmbeddingStore> rows);

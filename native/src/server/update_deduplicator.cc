@@ -49,6 +49,7 @@ std::optional<UpdateResult> UpdateDeduplicator::Find(const BatchKey& key) {
   return reply->second;
 }
 
+// The oldest key of the same worker is forgotten: workers do not push out one another's keys.
 void UpdateDeduplicator::Remember(const BatchKey& key, const UpdateResult& reply) {
   Worker& worker = Touch(key.worker_incarnation);
   worker.replies.emplace(key.reference, reply);

@@ -39,6 +39,7 @@ class UpdateDeduplicator {
                               const std::function<StatusOr<UpdateResult>()>& apply, bool* repeated);
 
  private:
+  // The keys of one life of an embedding worker.
   struct Worker {
     std::unordered_map<uint64_t, UpdateResult> replies;  // by reference
     std::deque<uint64_t> order;                          // oldest reference first
@@ -47,6 +48,7 @@ class UpdateDeduplicator {
 
   std::optional<UpdateResult> Find(const BatchKey& key);
   void Remember(const BatchKey& key, const UpdateResult& reply);
+  // The worker's entry, made if need be; it becomes the most recently used.
   Worker& Touch(uint64_t incarnation);
 
   const Limits limits_;

@@ -5,6 +5,7 @@
 namespace persia::worker {
 namespace {
 
+// Weights that add up to 0 make an embedding of 0, and a gradient of 0, instead of NaN.
 float Inverse(float divisor) { return divisor == 0.0f ? 0.0f : 1.0f / divisor; }
 
 // The rows and weights of one bag after the other are gathered, and summed in registers.

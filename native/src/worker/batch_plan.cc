@@ -7,6 +7,8 @@
 namespace persia::worker {
 namespace {
 
+// Without a branch, so that the compiler compares several offsets at once. Such a feature needs no
+// offsets to be pooled, which is the common case.
 bool HasOneIdEach(std::span<const uint32_t> offsets) {
   uint32_t differences = 0;
   for (uint32_t i = 0; i < offsets.size(); ++i) differences |= offsets[i] ^ i;
@@ -15,6 +17,23 @@ bool HasOneIdEach(std::span<const uint32_t> offsets) {
 
 }  // namespace
 
+Bags PlannedFeature::bags() const {
+  Bags bags{.dim = slot->dim,
+            .num_bags = num_items(),
+            .offsets = {},
+            .rows_per_offset = slot->num_buckets(),
+            .numbers = sign_numbers,
+            .weights = weights,
+            .scaling = slot->scaling()};
+  if (slot->embedding_summation) {
+    bags.num_bags = num_rows();
+    if (!has_one_id_each) bags.offsets = offsets;
+  }
+  return bags;
+}
+
+// Group after group, for the numbers of a group must follow one another: deduplication has one
+// table that is cleared between groups and so stays small.
 BatchPlan BatchPlanner::Make(const FeatureBatch& batch, const SlotTable& slots,
                              uint32_t num_servers, SlotCounters* counters) {
   BatchPlan plan;
@@ -77,11 +96,13 @@ std::span<const uint64_t> BatchPlanner::KeepDistinct(const Feature& feature, uin
   return distinct_ids_.keys();
 }
 
+// Signs of a server stay in the order of their numbers. Answers and sums are laid out by that
+// order, so LocateRows() needs no table of places.
 void BatchPlanner::RouteGroup(const SlotConfig& leader, BatchPlan* plan) {
   const auto num_servers = static_cast<uint32_t>(plan->requests.size());
   const std::span<const uint64_t> signs = signs_.keys();
   num_routed_.assign(num_servers, 0);
-  plan->groups.push_back({leader.dim, static_cast<uint32_t>(signs.size()), leader.stage});
+  plan->groups.push_back({leader.dim, static_cast<uint32_t>(signs.size()), leader.mode});
   plan->server_of.reserve(plan->server_of.size() + signs.size());
   for (const uint64_t sign : signs) {
     const uint32_t server = num_servers == 1 ? 0 : ServerOf(SignHash(sign), num_servers);
@@ -95,7 +116,7 @@ void BatchPlanner::RouteGroup(const SlotConfig& leader, BatchPlan* plan) {
   }
 }
 
-std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, StageMask stages) {
+std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, SlotMask slots) {
   std::vector<ServerBlocks> requests(plan.requests.size());
   std::vector<uint32_t> num_before(requests.size(), 0);  // signs of earlier groups, by server
   std::vector<uint32_t> num_here(requests.size());
@@ -108,7 +129,7 @@ std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, StageMask stages) {
       const auto signs =
           std::span(plan.requests[server].signs).subspan(num_before[server], num_here[server]);
       num_before[server] += num_here[server];
-      if (signs.empty() || !Includes(stages, group.stage)) continue;
+      if (signs.empty() || !Includes(slots, group.mode)) continue;
       requests[server].blocks.push_back({group.dim, num_here[server]});
       requests[server].signs.insert(requests[server].signs.end(), signs.begin(), signs.end());
     }

@@ -13,6 +13,7 @@
 #include <span>
 #include <vector>
 
+#include "worker/bags.h"
 #include "worker/feature_batch.h"
 #include "worker/row_service.h"
 #include "worker/slot_stats.h"
@@ -40,14 +41,18 @@ struct PlannedFeature {
   uint32_t num_rows() const {
     return slot->embedding_summation ? static_cast<uint32_t>(offsets.size() - 1) : num_items() + 1;
   }
+  // The samples of a pooled slot, the items of a raw one without its padding row. Views of this.
+  Bags bags() const;
 };
 
+// A feature group of the batch: slots that share rows, and so share signs.
 struct PlannedGroup {
   uint32_t dim = 0;
   uint32_t num_signs = 0;
-  uint32_t stage = 0;
+  uint32_t mode = 0;
 };
 
+// Kept from the lookup to the return of the gradients: the same numbers index rows and sums.
 struct BatchPlan {
   uint32_t batch_size = 0;
   std::vector<PlannedFeature> features;  // in the batch's order
@@ -79,18 +84,19 @@ class BatchPlanner {
   std::vector<uint32_t> num_routed_;  // by server, of one group
 };
 
-// What stages of the plan ask of each server: the plan's requests without the other groups' blocks.
-std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, StageMask stages);
+// What some slots of the plan ask of each server: the plan's requests without the other groups'
+// blocks.
+std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, SlotMask slots);
 
 // (*rows)[n] is where the row of sign number n lies, given where each server's rows begin. Answers
-// to RequestsOf() some stages have no rows of the other groups: those stay null.
+// to RequestsOf() some slots have no rows of the other groups: those stay null.
 template <typename Float>
 void LocateRows(const BatchPlan& plan, std::vector<Float*> begin_by_server,
-                std::vector<Float*>* rows, StageMask stages = kAllStages) {
+                std::vector<Float*>* rows, SlotMask slots = kAllSlots) {
   rows->assign(plan.num_signs(), nullptr);
   size_t number = 0;
   for (const PlannedGroup& group : plan.groups) {
-    if (!Includes(stages, group.stage)) {
+    if (!Includes(slots, group.mode)) {
       number += group.num_signs;
       continue;
     }

@@ -145,29 +145,29 @@ TEST(BatchPlanTest, LocatesTheRowOfEverySign) {
   }
 }
 
-// Groups are in three stages by turns.
-SlotTable SlotsOfThreeStages() {
+// Groups are of three modes by turns.
+SlotTable SlotsOfThreeModes() {
   auto slots = MixedSlots();
-  for (SlotConfig& slot : slots) slot.stage = slot.group % 3;
+  for (SlotConfig& slot : slots) slot.mode = slot.group % 3;
   return MakeSlots(slots);
 }
 
-TEST(BatchPlanTest, EachStageAsksForItsGroupsAndFindsTheirRows) {
-  const SlotTable slots = SlotsOfThreeStages();
+TEST(BatchPlanTest, EachModeAsksForItsGroupsAndFindsTheirRows) {
+  const SlotTable slots = SlotsOfThreeModes();
   std::mt19937 rng(5);
   for (const uint32_t num_servers : {1u, 2u, 7u}) {
     const BatchPlan plan =
         BatchPlanner().Make(MakeBatch(RandomBatch(rng, 16), slots), slots, num_servers);
     const std::vector<uint64_t> signs = SignsByNumber(plan);
-    for (const StageMask stages : {kAllStages, 1u, 2u, 4u, 5u, 7u, ~0u}) {
+    for (const SlotMask wanted : {kAllSlots, 1u, 2u, 4u, 5u, 7u, ~0u}) {
       BatchPlan asked = plan;
-      asked.requests = RequestsOf(plan, stages);
+      asked.requests = RequestsOf(plan, wanted);
       const TestAnswers answers(asked);
       std::vector<const float*> rows;
-      LocateRows(plan, answers.begins(), &rows, stages);
+      LocateRows(plan, answers.begins(), &rows, wanted);
       size_t number = 0, num_asked = 0;
       for (const PlannedGroup& group : plan.groups) {
-        const bool here = Includes(stages, group.stage);
+        const bool here = Includes(wanted, group.mode);
         for (uint32_t i = 0; i < group.num_signs; ++i, ++number) {
           ASSERT_EQ(rows[number] != nullptr, here);
           if (here) {

@@ -44,6 +44,7 @@ StatusOr<BatchTable::Lease> BatchTable::AddInFlight(FeatureBatch features) {
   return Lease(this, batch);
 }
 
+// Counters are never used again in a worker's life: a late request cannot reach another batch.
 std::shared_ptr<Batch> BatchTable::MakeLocked(FeatureBatch features, Batch::State state) {
   auto batch = std::make_shared<Batch>();
   batch->features = std::move(features);
@@ -106,6 +107,7 @@ void BatchTable::EndUse(Batch& batch) {
   batch_free_.notify_all();
 }
 
+// Idempotent, because a lookup may be repeated.
 Status BatchTable::StartFlight(const Lease& lease) {
   const std::lock_guard lock(mutex_);
   if (lease->state == Batch::State::kInFlight) return Status::Ok();
@@ -123,6 +125,7 @@ Status BatchTable::MakeRoomInFlightLocked() {
   return Status::Ok();
 }
 
+// The report is remembered for a repetition of the request whose answer was lost.
 void BatchTable::FinishReturned(const Lease& lease, const ReturnReport& report) {
   const std::lock_guard lock(mutex_);
   RemoveLocked(*lease);
@@ -141,6 +144,8 @@ void BatchTable::FinishReleased(const Lease& lease) {
   ++num_released_;
 }
 
+// Called when there is no room, so that expiry costs nothing in a job that keeps up. A leased batch
+// is in use, however old.
 void BatchTable::ExpireLocked(Batch::State state) {
   const Clock::time_point oldest = Clock::now() - options_.expiry;
   for (auto next = batches_.begin(); next != batches_.end();) {
@@ -176,6 +181,7 @@ std::optional<ReturnReport> BatchTable::FindReturned(uint64_t counter) const {
   return found->second;
 }
 
+// Tells a batch that has ended from one that never was: releasing the former is no error.
 bool BatchTable::WasIssued(uint64_t counter) const {
   const std::lock_guard lock(mutex_);
   return counter != 0 && counter < next_counter_;

@@ -29,9 +29,9 @@
 
 namespace persia::worker {
 
-// A lookup of some of a batch's stages.
-struct StagesLookup {
-  StageMask stages = 0;             // all bits set for all
+// A lookup of some of a batch's slots.
+struct SlotsLookup {
+  SlotMask slots = 0;               // all bits set for all
   std::vector<LookupStamp> stamps;  // by server; incarnation 0 where it was not asked
 };
 
@@ -41,7 +41,7 @@ struct Batch {
   // Working fields.
   std::optional<FeatureBatch> features;  // until the plan is made
   std::optional<BatchPlan> plan;
-  std::vector<StagesLookup> lookups;  // for training, the earliest first; no stage is in two
+  std::vector<SlotsLookup> lookups;  // for training, the earliest first; no slot is in two
 
   // The table's.
   uint64_t counter = 0;
@@ -54,6 +54,8 @@ struct Batch {
 
 class BatchTable {
  public:
+  // Batches and bytes that may be held. What is older than `expiry` is dropped when room is needed,
+  // not before: a slow rank loses nothing while there is room.
   struct Options {
     uint64_t max_waiting_per_loader = 1000;
     uint64_t max_waiting_bytes = 4ull << 30;
@@ -116,7 +118,7 @@ class BatchTable {
   std::shared_ptr<Batch> MakeLocked(FeatureBatch features, Batch::State state);
   bool MustWaitLocked(uint32_t loader_index, size_t num_bytes) const;
   Status MakeRoomInFlightLocked();
-  // Drops the batches of a stage that are too old and not being worked on.
+  // Drops the batches in that state that are too old and not being worked on.
   void ExpireLocked(Batch::State state);
   void RemoveLocked(const Batch& batch);
   void LeaveWaitingLocked(const Batch& batch);

@@ -7,8 +7,7 @@
 
 #include "base/hash.h"
 #include "worker/batch_plan.h"
-#include "worker/embeddings_writer.h"
-#include "worker/pooling.h"
+#include "worker/embeddings_message.h"
 
 namespace persia::worker {
 
@@ -29,39 +28,39 @@ BatchPlan MakePlan(const FeatureBatch& features, const SlotTable& slots, uint32_
 }
 
 std::vector<const float*> FindRows(const BatchPlan& plan, std::span<const ServerRows> answers,
-                                   StageMask stages) {
+                                   SlotMask slots) {
   std::vector<const float*> begins;
   for (const ServerRows& answer : answers) begins.push_back(answer.rows.data());
   std::vector<const float*> rows;
-  LocateRows(plan, std::move(begins), &rows, stages);
+  LocateRows(plan, std::move(begins), &rows, slots);
   return rows;
 }
 
 // The stamp of the batch's first lookup on a server. It dates the update.
-LookupStamp FirstStamp(std::span<const StagesLookup> lookups, size_t server) {
-  for (const StagesLookup& lookup : lookups) {
+LookupStamp FirstStamp(std::span<const SlotsLookup> lookups, size_t server) {
+  for (const SlotsLookup& lookup : lookups) {
     if (lookup.stamps[server].incarnation != 0) return lookup.stamps[server];
   }
   return {};
 }
 
-// Notes a lookup for training; of a stage that was looked up before, the later lookup counts.
-void NoteLookup(StageMask stages, std::span<const ServerRows> answers,
-                std::vector<StagesLookup>* lookups) {
-  const StageMask bits = stages == kAllStages ? ~StageMask{0} : stages;
-  for (StagesLookup& earlier : *lookups) earlier.stages &= ~bits;
-  std::erase_if(*lookups, [](const StagesLookup& lookup) { return lookup.stages == 0; });
-  StagesLookup& lookup = lookups->emplace_back();
-  lookup.stages = bits;
+// Notes a lookup for training; of slots that were looked up before, the later lookup counts.
+void NoteLookup(SlotMask slots, std::span<const ServerRows> answers,
+                std::vector<SlotsLookup>* lookups) {
+  const SlotMask bits = slots == kAllSlots ? ~SlotMask{0} : slots;
+  for (SlotsLookup& earlier : *lookups) earlier.slots &= ~bits;
+  std::erase_if(*lookups, [](const SlotsLookup& lookup) { return lookup.slots == 0; });
+  SlotsLookup& lookup = lookups->emplace_back();
+  lookup.slots = bits;
   for (const ServerRows& answer : answers) lookup.stamps.push_back(answer.stamp);
 }
 
 // Joins the servers' answers to one update. The staleness of a server's answer counts from the
 // batch's first lookup there; that of a later lookup counts from its own stamp.
 ReturnReport MakeReport(std::span<const UpdateResult> results,
-                        std::span<const StagesLookup> lookups) {
+                        std::span<const SlotsLookup> lookups) {
   ReturnReport report;
-  for (const StagesLookup& lookup : lookups) report.lookups.push_back({lookup.stages});
+  for (const SlotsLookup& lookup : lookups) report.lookups.push_back({lookup.slots});
   for (size_t server = 0; server < results.size(); ++server) {
     const UpdateResult& result = results[server];
     report.update.staleness = std::max(report.update.staleness, result.staleness);
@@ -80,12 +79,13 @@ ReturnReport MakeReport(std::span<const UpdateResult> results,
   return report;
 }
 
-Status CheckStages(StageMask stages, bool requires_grad) {
-  if (stages == kAllStages || requires_grad) return Status::Ok();
+Status CheckSlots(SlotMask slots, bool requires_grad) {
+  if (slots == kAllSlots || requires_grad) return Status::Ok();
   return InvalidArgument(
-      "some stages of a batch are looked up for training only: set requires_grad");
+      "some slots of a batch alone are looked up for training only: set requires_grad");
 }
 
+// What is really sent: signs of slots without a usable gradient are left out.
 uint64_t CountSigns(std::span<const ServerBlocks> requests) {
   uint64_t count = 0;
   for (const ServerBlocks& request : requests) count += request.signs.size();
@@ -170,6 +170,8 @@ auto EmbeddingWorker::WithConfiguration(Deadline deadline, Call call) -> decltyp
   return call();
 }
 
+// Kept only once every server has it, so that a server that restarts never gets a config that was
+// refused.
 Status EmbeddingWorker::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
   const TrainConfig full = slots_.WithGroups(config);
   PERSIA_RETURN_IF_ERROR(full.Validate());
@@ -179,12 +181,15 @@ Status EmbeddingWorker::Configure(const TrainConfig& config, bool replace, Deadl
   return Status::Ok();
 }
 
+// Copied: a batch waits longer than the caller's bytes live, and decoders want them aligned.
 StatusOr<FeatureBatch> EmbeddingWorker::Decode(std::span<const std::byte> id_features) const {
   Buffer bytes(id_features.size());
   if (!id_features.empty()) std::memcpy(bytes.data(), id_features.data(), id_features.size());
   return FeatureBatch::Decode(std::move(bytes), slots_);
 }
 
+// References count from 1 in every life of a worker: without this, one of an earlier life would
+// name another batch.
 Status EmbeddingWorker::CheckIncarnation(const BatchKey& key) const {
   if (key.worker_incarnation == incarnation_) return Status::Ok();
   return NotFound("the embedding worker has restarted since batch " +
@@ -210,31 +215,32 @@ StatusOr<uint64_t> EmbeddingWorker::Add(uint32_t loader_index,
 }
 
 StatusOr<Buffer> EmbeddingWorker::Lookup(const BatchKey& key, bool requires_grad, Deadline deadline,
-                                         StageMask stages) {
-  PERSIA_RETURN_IF_ERROR(CheckStages(stages, requires_grad));
+                                         SlotMask slots) {
+  PERSIA_RETURN_IF_ERROR(CheckSlots(slots, requires_grad));
   PERSIA_RETURN_IF_ERROR(CheckIncarnation(key));
   StatusOr<BatchTable::Lease> lease = table_.Acquire(key.reference, deadline);
   if (!lease.ok()) return lease.status();
   if (requires_grad) PERSIA_RETURN_IF_ERROR(table_.StartFlight(*lease));
-  StatusOr<Buffer> message = LookupLeased(**lease, requires_grad, deadline, stages);
+  StatusOr<Buffer> message = LookupLeased(**lease, requires_grad, deadline, slots);
   if (message.ok() && !requires_grad) table_.FinishReleased(*lease);
   return message;
 }
 
 StatusOr<Buffer> EmbeddingWorker::LookupDirect(std::span<const std::byte> id_features,
                                                bool requires_grad, Deadline deadline,
-                                               StageMask stages) {
-  PERSIA_RETURN_IF_ERROR(CheckStages(stages, requires_grad));
+                                               SlotMask slots) {
+  PERSIA_RETURN_IF_ERROR(CheckSlots(slots, requires_grad));
   StatusOr<FeatureBatch> features = Decode(id_features);
   if (!features.ok()) return features.status();
   StatusOr<BatchTable::Lease> lease = table_.AddInFlight(std::move(features).value());
   if (!lease.ok()) return lease.status();
-  StatusOr<Buffer> message = LookupLeased(**lease, requires_grad, deadline, stages);
+  StatusOr<Buffer> message = LookupLeased(**lease, requires_grad, deadline, slots);
   // After a failure nobody knows the reference, so nobody could return or release the batch.
   if (!message.ok() || !requires_grad) table_.FinishReleased(*lease);
   return message;
 }
 
+// Once a batch, for its prefetch hints or for its lookup, whichever comes first.
 void EmbeddingWorker::Plan(Batch& batch) {
   if (batch.plan.has_value()) return;
   const Timed timed(preprocess_times_, batch.counter);
@@ -255,44 +261,43 @@ void EmbeddingWorker::SendPrefetchHints() {
 }
 
 StatusOr<Buffer> EmbeddingWorker::LookupLeased(Batch& batch, bool requires_grad, Deadline deadline,
-                                               StageMask stages) {
+                                               SlotMask slots) {
   const Timed total(total_times_, batch.counter);
   Plan(batch);
-  StatusOr<std::vector<ServerRows>> answers = LookupRows(batch, requires_grad, deadline, stages);
+  StatusOr<std::vector<ServerRows>> answers = LookupRows(batch, requires_grad, deadline, slots);
   if (!answers.ok()) return answers.status();
   const bool first = batch.lookups.empty();
   // Only what was looked up for training may be updated.
-  if (requires_grad) NoteLookup(stages, *answers, &batch.lookups);
+  if (requires_grad) NoteLookup(slots, *answers, &batch.lookups);
   if (first) {  // counted as a whole
     num_looked_up_.Add();
     num_ids_.Add(batch.plan->num_ids);
     num_signs_.Add(batch.plan->num_signs());
   }
   const Timed timed(postprocess_times_, batch.counter);
-  return Pool(batch, *answers, requires_grad, stages);
+  return Pool(batch, *answers, requires_grad, slots);
 }
 
 StatusOr<std::vector<ServerRows>> EmbeddingWorker::LookupRows(const Batch& batch,
                                                               bool requires_grad, Deadline deadline,
-                                                              StageMask stages) {
+                                                              SlotMask slots) {
   std::vector<ServerBlocks> some;
-  if (stages != kAllStages) some = RequestsOf(*batch.plan, stages);
+  if (slots != kAllSlots) some = RequestsOf(*batch.plan, slots);
   return WithConfiguration(deadline, [&] {
     const Timed timed(rpc_times_, batch.counter);
-    return rows_->Lookup(stages == kAllStages ? batch.plan->requests : some, requires_grad,
-                         deadline);
+    return rows_->Lookup(slots == kAllSlots ? batch.plan->requests : some, requires_grad, deadline);
   });
 }
 
 StatusOr<Buffer> EmbeddingWorker::Pool(const Batch& batch, std::span<const ServerRows> answers,
-                                       bool requires_grad, StageMask stages) const {
+                                       bool requires_grad, SlotMask slots) const {
   const BatchPlan& plan = *batch.plan;
   StatusOr<EmbeddingsWriter> writer =
-      EmbeddingsWriter::Create(plan, incarnation_, requires_grad ? batch.counter : 0, stages);
+      EmbeddingsWriter::Create(plan, incarnation_, requires_grad ? batch.counter : 0, slots);
   if (!writer.ok()) return writer.status();
-  const std::vector<const float*> rows = FindRows(plan, answers, stages);
+  const std::vector<const float*> rows = FindRows(plan, answers, slots);
   for (size_t i = 0; i < plan.features.size(); ++i) {
-    if (!Includes(stages, plan.features[i].slot->stage)) continue;
+    if (!Includes(slots, plan.features[i].slot->mode)) continue;
     PoolFeature(plan.features[i], plan.batch_size, rows, writer->slots()[i]);
   }
   return writer->Release();
@@ -316,6 +321,8 @@ StatusOr<ReturnReport> EmbeddingWorker::ReturnGradients(const BatchKey& key, flo
   return report;
 }
 
+// If a server fails the batch stays in flight, and the repeated return updates the others a second
+// time: they recognise the key and do not apply it again.
 StatusOr<ReturnReport> EmbeddingWorker::ReturnLeased(const Batch& batch, float scale,
                                                      std::span<const SlotGradient> gradients,
                                                      Deadline deadline) {
@@ -360,6 +367,7 @@ StatusOr<std::vector<UpdateResult>> EmbeddingWorker::Update(const Batch& batch,
   });
 }
 
+// After the update, so that a return that fails and is repeated counts once.
 void EmbeddingWorker::Count(const Batch& batch, const ReducedGradients& reduced,
                             uint64_t num_sent) {
   num_nonfinite_slots_.Add(reduced.nonfinite_features.size());

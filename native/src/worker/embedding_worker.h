@@ -65,13 +65,13 @@ class EmbeddingWorker {
   // gradients are returned or it is released; a repeated request for a batch in flight is answered
   // again. Without, nothing is inserted and the batch is gone afterwards.
   //
-  // Only some `stages` of a batch need requires_grad. A direct lookup of them is followed by
-  // Lookups of the others under the key that the message names. Of a stage that is looked up again,
+  // Only some `slots` of a batch need requires_grad. A direct lookup of them is followed by
+  // Lookups of the others under the key that the message names. Of slots that are looked up again,
   // the later lookup counts.
   StatusOr<Buffer> Lookup(const BatchKey& key, bool requires_grad, Deadline deadline,
-                          StageMask stages = kAllStages);
+                          SlotMask slots = kAllSlots);
   StatusOr<Buffer> LookupDirect(std::span<const std::byte> id_features, bool requires_grad,
-                                Deadline deadline, StageMask stages = kAllStages);
+                                Deadline deadline, SlotMask slots = kAllSlots);
 
   // Applies the gradients once: a repetition for a batch that was returned already gives the first
   // report again.
@@ -107,11 +107,11 @@ class EmbeddingWorker {
   void SendPrefetchHints();
   // Looks the leased batch up and pools it.
   StatusOr<Buffer> LookupLeased(Batch& batch, bool requires_grad, Deadline deadline,
-                                StageMask stages);
+                                SlotMask slots);
   StatusOr<std::vector<ServerRows>> LookupRows(const Batch& batch, bool requires_grad,
-                                               Deadline deadline, StageMask stages);
+                                               Deadline deadline, SlotMask slots);
   StatusOr<Buffer> Pool(const Batch& batch, std::span<const ServerRows> answers, bool requires_grad,
-                        StageMask stages) const;
+                        SlotMask slots) const;
   StatusOr<ReturnReport> ReturnLeased(const Batch& batch, float scale,
                                       std::span<const SlotGradient> gradients, Deadline deadline);
   StatusOr<std::vector<UpdateResult>> Update(const Batch& batch, const ReducedGradients& reduced,

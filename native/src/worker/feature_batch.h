@@ -14,6 +14,7 @@
 
 namespace persia::worker {
 
+// Views of the batch's bytes.
 struct Feature {
   const SlotConfig* slot = nullptr;
   // [batch_size + 1]; sample s has ids[offsets[s] .. offsets[s + 1]).

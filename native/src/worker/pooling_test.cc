@@ -1,11 +1,10 @@
 // Pooling into an embeddings message, against plain loops in double precision over the IDs.
-#include "worker/pooling.h"
 
 #include <gtest/gtest.h>
 
 #include <cmath>
 
-#include "worker/embeddings_writer.h"
+#include "worker/embeddings_message.h"
 #include "worker/worker_test_util.h"
 
 namespace persia::worker {

@@ -9,6 +9,7 @@
 namespace persia::worker {
 namespace {
 
+// A server that lags behind gets fewer hints, not a queue of old ones.
 constexpr uint32_t kMaxOpen = 4;
 
 }  // namespace

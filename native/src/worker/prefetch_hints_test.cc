@@ -82,7 +82,7 @@ TEST_F(PrefetchHintsTest, AfterHintsWithoutAnswerThereIsRoomForOthers) {
 TEST_F(PrefetchHintsTest, AnOlderServerIsAskedOnce) {
   hints_ = std::make_shared<PrefetchHints>();  // it does answer, when it comes to it
   Start(/*knows_method=*/false);
-  const auto num_asked = [&] { return channel_.stats().num_calls; };
+  const auto num_asked = [&] { return channel_.stats().metrics["num_calls"]; };
   EXPECT_FALSE(IsWanted());
   ASSERT_TRUE(InTime([&] { return num_asked() == 1; }));
   for (int i = 0; i < 20; ++i) {

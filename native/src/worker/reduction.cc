@@ -7,7 +7,6 @@
 #include <string>
 
 #include "worker/bags.h"
-#include "worker/pooling.h"
 
 namespace persia::worker {
 namespace {
@@ -75,7 +74,7 @@ bool SumsStayFinite(const PlannedFeature& feature, const SlotGradient& gradient,
   const size_t num_padding_rows = feature.slot->embedding_summation ? 0 : 1;
   const double max = MaxMagnitude(gradient.rows + num_padding_rows * gradient.dim,
                                   (gradient.num_rows - num_padding_rows) * gradient.dim);
-  const double bound = max * inverse_scale * MaxMultiplier(BagsOf(feature)) *
+  const double bound = max * inverse_scale * MaxMultiplier(feature.bags()) *
                        static_cast<double>(feature.sign_numbers.size()) *
                        static_cast<double>(num_slots);
   return std::isfinite(max) && bound <= 0.5 * double{std::numeric_limits<float>::max()};
@@ -111,7 +110,7 @@ class Summation {
             std::span<float* const> sums)
       : plan_(plan), scale_(scale), sums_(sums), is_plain_(plan.groups.size(), true) {
     for (size_t i = 0; i < selected.size(); ++i) {
-      bags_.push_back(BagsOf(plan.features[i]));
+      bags_.push_back(plan.features[i].bags());
       gradients_.push_back(GradientsOf(plan.features[i], selected[i]));
       if (!bags_[i].IsPlain()) is_plain_[plan.features[i].group] = false;
     }

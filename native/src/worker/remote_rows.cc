@@ -80,6 +80,7 @@ StatusOr<std::vector<ServerRows>> RemoteRows::Lookup(std::span<const ServerBlock
   auto answers = CallSome(kLookupRows, std::span<const LookupRowsRequest>(lookups), deadline);
   if (!answers.ok()) return answers;
   for (size_t i = 0; i < requests.size(); ++i) {
+    // Pooling indexes the rows by the plan: a short answer must not get there.
     const size_t num_floats = answers.value()[i].rows.size();
     if (num_floats == requests[i].num_floats()) continue;
     return Corruption(channels_[i]->peer() + ": a LookupRows reply has " +
@@ -89,6 +90,7 @@ StatusOr<std::vector<ServerRows>> RemoteRows::Lookup(std::span<const ServerBlock
   return answers;
 }
 
+// Does not wait: a hint that comes late is worth nothing, and a lookup must not pay for it.
 HintReport RemoteRows::Prefetch(std::span<const ServerBlocks> requests) {
   HintReport total;
   for (uint32_t i = 0; i < requests.size(); ++i) {

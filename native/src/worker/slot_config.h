@@ -15,11 +15,14 @@ enum class Scaling : uint8_t {
   kMean,  // the number of IDs; the sum of their weights
 };
 
-// Which lookup stages of a batch a call is about: bit s stands for the slots whose `stage` is s.
-using StageMask = uint32_t;
-inline constexpr StageMask kAllStages = 0;
-inline constexpr uint32_t kMaxStages = 32;
+// Which slots of a batch a call is about: bit m stands for the slots whose `mode` is m. What the
+// modes mean, and which are looked up together, only the pipeline of the rank knows.
+using SlotMask = uint32_t;
+inline constexpr SlotMask kAllSlots = 0;
+inline constexpr uint32_t kMaxSlotModes = 32;
 
+// One slot of the embedding config. SlotTable checks it together with the others: what slots of one
+// feature group must have in common is said there.
 struct SlotConfig {
   std::string name;
   uint32_t dim = 0;
@@ -29,9 +32,9 @@ struct SlotConfig {
   uint32_t sample_fixed_size = 10;  // raw slots: IDs a sample keeps
   uint32_t hash_stack_rounds = 0;   // 0: no hash stack
   uint64_t hash_stack_size = 0;     // embedding_size of each round
-  // Slots of one stage share a consistency mode and are looked up together, those of other stages
-  // possibly at another time. Below kMaxStages; equal within a feature group.
-  uint32_t stage = 0;
+  // The number of the slot's consistency mode. A lookup names slots by it, so slots of different
+  // modes may be looked up at different times. Below kMaxSlotModes; equal within a feature group.
+  uint32_t mode = 0;
   // What is added to the slot's IDs: the group's number in the top bits. 0: SlotTable makes it from
   // `group`, as (group + 1) << (64 - feature_index_prefix_bit).
   uint64_t index_prefix = 0;
@@ -48,8 +51,9 @@ struct SlotConfig {
   uint32_t num_buckets() const { return hash_stack_rounds == 0 ? 1 : hash_stack_rounds; }
 };
 
-inline bool Includes(StageMask stages, uint32_t stage) {
-  return stages == kAllStages || (stages >> stage & 1) != 0;
+// Whether a call about `slots` is about those of this mode.
+inline bool Includes(SlotMask slots, uint32_t mode) {
+  return slots == kAllSlots || (slots >> mode & 1) != 0;
 }
 
 }  // namespace persia::worker

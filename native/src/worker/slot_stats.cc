@@ -5,6 +5,7 @@
 namespace persia::worker {
 namespace {
 
+// How many batches the estimate takes: see LookedUp().
 constexpr uint64_t kAllBatches = 64;
 constexpr uint64_t kOneBatchIn = 32;
 
@@ -18,8 +19,8 @@ void SlotCounters::LookedUp(const SlotConfig& slot, uint64_t num_ids,
   if (num_ids == 0 || !DurationStats::enabled()) return;
   constexpr auto kRelaxed = std::memory_order_relaxed;
   Counters& counters = Of(slot);
-  counters.num_ids.fetch_add(num_ids, kRelaxed);
-  counters.num_distinct.fetch_add(new_signs.size(), kRelaxed);
+  counters.num_ids.Add(num_ids);
+  counters.num_distinct.Add(new_signs.size());
   counters.last_distinct_ratio.store(
       static_cast<double>(new_signs.size()) / static_cast<double>(num_ids), kRelaxed);
   const uint64_t batch = counters.num_batches.fetch_add(1, kRelaxed);
@@ -30,13 +31,13 @@ std::vector<SlotStats> SlotCounters::stats() const {
   std::vector<SlotStats> all;
   for (size_t i = 0; i < slots_.size(); ++i) {
     const Counters& counters = counters_[i];
-    all.push_back({.slot = slots_[i].name,
-                   .num_ids = counters.num_ids.load(),
-                   .num_distinct = counters.num_distinct.load(),
-                   .last_distinct_ratio = counters.last_distinct_ratio.load(),
-                   .estimated_distinct = counters.distinct.Estimate(),
-                   .num_nonfinite = counters.num_nonfinite.load(),
-                   .num_skipped = counters.num_skipped.load()});
+    Metrics& metrics = all.emplace_back(SlotStats{slots_[i].name, {}}).metrics;
+    counters.list.AddTo(&metrics);
+    metrics.AddRatio("last_distinct_ratio", "batch_unique_indices_rate",
+                     "Distinct indices of the latest batch by all.",
+                     counters.last_distinct_ratio.load());
+    metrics.AddRatio("estimated_distinct", "estimated_distinct_id",
+                     "Different indices so far, estimated.", counters.distinct.Estimate());
   }
   return all;
 }

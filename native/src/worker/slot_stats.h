@@ -1,4 +1,7 @@
-// SlotStats: what a worker counts about each of its slots, since it started. Thread-safe.
+// SlotCounters: what a worker counts about each of its slots, since it started.
+//
+// Thread-safe, and cheap enough for every batch: a few additions a slot, and a hash a sign of the
+// batches that are sampled.
 #pragma once
 
 #include <atomic>
@@ -9,18 +12,15 @@
 #include <vector>
 
 #include "base/cardinality.h"
+#include "base/metrics.h"
 #include "worker/slot_table.h"
 
 namespace persia::worker {
 
 struct SlotStats {
-  std::string slot;
-  uint64_t num_ids = 0;            // looked up, repetitions counted
-  uint64_t num_distinct = 0;       // the sum of the batches' distinct signs
-  double last_distinct_ratio = 0;  // distinct signs of the latest batch by its IDs
-  double estimated_distinct = 0;   // different signs of the batches sampled, within about 2 %
-  uint64_t num_nonfinite = 0;      // gradients not applied: NaN or infinite
-  uint64_t num_skipped = 0;        // the loss did not reach the slot
+  static constexpr const char* kLabel = "slot";
+  std::string name;
+  Metrics metrics;
 };
 
 class SlotCounters {
@@ -32,20 +32,24 @@ class SlotCounters {
   // in the estimate of different signs: IDs that come back are seen soon, and it costs a hash a
   // sign.
   void LookedUp(const SlotConfig& slot, uint64_t num_ids, std::span<const uint64_t> new_signs);
-  void Nonfinite(const SlotConfig& slot) { Of(slot).num_nonfinite.fetch_add(1); }
-  void Skipped(const SlotConfig& slot) { Of(slot).num_skipped.fetch_add(1); }
+  void Nonfinite(const SlotConfig& slot) { Of(slot).num_nonfinite.Add(); }
+  void Skipped(const SlotConfig& slot) { Of(slot).num_skipped.Add(); }
 
   std::vector<SlotStats> stats() const;
 
  private:
+  // Of one slot. Names without "persia_" are those of the published system.
   struct Counters {
-    std::atomic<uint64_t> num_ids{0};
+    CounterList list;
+    Counter num_ids{list, {"num_ids", nullptr}};            // looked up, repetitions counted
+    Counter num_distinct{list, {"num_distinct", nullptr}};  // the batches' distinct signs, summed
+    Counter num_nonfinite{list,
+                          {"num_nonfinite", "nan_count", "Gradients dropped: NaN or infinite."}};
+    Counter num_skipped{list,
+                        {"num_skipped", "nan_grad_skipped", "Gradients the loss gave none for."}};
     std::atomic<uint64_t> num_batches{0};
-    std::atomic<uint64_t> num_distinct{0};
     std::atomic<double> last_distinct_ratio{0};
-    std::atomic<uint64_t> num_nonfinite{0};
-    std::atomic<uint64_t> num_skipped{0};
-    Cardinality distinct;
+    Cardinality distinct;  // within about 2 %
   };
 
   Counters& Of(const SlotConfig& slot) { return counters_[&slot - slots_.data()]; }

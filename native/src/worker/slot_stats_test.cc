@@ -14,6 +14,13 @@ SlotTable TwoSlots() {
       .value();
 }
 
+double Ratio(const SlotStats& stats, std::string_view key) {
+  for (const Metric& metric : stats.metrics) {
+    if (metric.info.key == key) return metric.ratio;
+  }
+  return -1;
+}
+
 TEST(SlotCounters, EachSlotHasItsOwn) {
   const SlotTable slots = TwoSlots();
   SlotCounters counters(slots);
@@ -25,15 +32,15 @@ TEST(SlotCounters, EachSlotHasItsOwn) {
   counters.Skipped(*slots.Find("user"));
   const std::vector<SlotStats> stats = counters.stats();
   ASSERT_EQ(stats.size(), 2u);
-  EXPECT_EQ(stats[0].slot, "user");
-  EXPECT_EQ(stats[0].num_ids, 0u);
-  EXPECT_EQ(stats[0].num_skipped, 1u);
-  EXPECT_EQ(stats[1].slot, "item");
-  EXPECT_EQ(stats[1].num_ids, 10u);
-  EXPECT_EQ(stats[1].num_distinct, 4u);
-  EXPECT_DOUBLE_EQ(stats[1].last_distinct_ratio, 0.25);
-  EXPECT_NEAR(stats[1].estimated_distinct, 3, 0.1);
-  EXPECT_EQ(stats[1].num_nonfinite, 1u);
+  EXPECT_EQ(stats[0].name, "user");
+  EXPECT_EQ(stats[0].metrics["num_ids"], 0u);
+  EXPECT_EQ(stats[0].metrics["num_skipped"], 1u);
+  EXPECT_EQ(stats[1].name, "item");
+  EXPECT_EQ(stats[1].metrics["num_ids"], 10u);
+  EXPECT_EQ(stats[1].metrics["num_distinct"], 4u);
+  EXPECT_DOUBLE_EQ(Ratio(stats[1], "last_distinct_ratio"), 0.25);
+  EXPECT_NEAR(Ratio(stats[1], "estimated_distinct"), 3, 0.1);
+  EXPECT_EQ(stats[1].metrics["num_nonfinite"], 1u);
 }
 
 TEST(SlotCounters, OneBatchIn32IsSampledOnceTheFirstOnesWereSeen) {
@@ -48,10 +55,10 @@ TEST(SlotCounters, OneBatchIn32IsSampledOnceTheFirstOnesWereSeen) {
     }
   };
   look_up(64);
-  EXPECT_NEAR(counters.stats()[0].estimated_distinct, 128, 5);
+  EXPECT_NEAR(Ratio(counters.stats()[0], "estimated_distinct"), 128, 5);
   look_up(320);  // ten of them count
-  EXPECT_NEAR(counters.stats()[0].estimated_distinct, 128 + 20, 6);
-  EXPECT_EQ(counters.stats()[0].num_distinct, 768u);  // counted of all
+  EXPECT_NEAR(Ratio(counters.stats()[0], "estimated_distinct"), 128 + 20, 6);
+  EXPECT_EQ(counters.stats()[0].metrics["num_distinct"], 768u);  // counted of all
 }
 
 }  // namespace

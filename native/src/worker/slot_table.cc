@@ -45,6 +45,8 @@ Status CheckSlot(const SlotConfig& slot, uint32_t id_bits) {
   return Status::Ok();
 }
 
+// The prefix keeps the signs of groups apart; 0 as a prefix is never given, so that 0 can mean "not
+// set" in a config.
 Status SetPrefix(SlotConfig* slot, uint32_t id_bits) {
   const uint64_t num_prefixes = uint64_t{1} << (64 - id_bits);
   if (slot->index_prefix == 0) {
@@ -92,11 +94,11 @@ Status CheckGroups(const std::vector<SlotConfig>& slots) {
           slot, "optimizer, initializer, admission, eviction or weight bound differ from slot '" +
                     peer.name + "' of the same feature group: slots of one group share rows");
     }
-    if (slot.stage >= kMaxStages) {
-      return SlotError(slot, "stage is " + std::to_string(slot.stage) + ", above the last, " +
-                                 std::to_string(kMaxStages - 1));
+    if (slot.mode >= kMaxSlotModes) {
+      return SlotError(slot, "mode is " + std::to_string(slot.mode) + ", above the last, " +
+                                 std::to_string(kMaxSlotModes - 1));
     }
-    if (peer.stage != slot.stage) {
+    if (peer.mode != slot.mode) {
       return SlotError(slot, "consistency or embedding_staleness differ from slot '" + peer.name +
                                  "' of the same feature group: slots of one group share rows");
     }
@@ -111,6 +113,7 @@ Status CheckGroups(const std::vector<SlotConfig>& slots) {
 
 }  // namespace
 
+// Servers find the policy of a row by the top bits of its sign: the config names groups, not slots.
 TrainConfig SlotTable::WithGroups(const TrainConfig& config) const {
   std::map<uint32_t, RowConfig> rows;
   for (const SlotConfig& slot : slots_) {

@@ -24,7 +24,7 @@ struct SlotGradient {
 
 // The measured staleness of the rows that one lookup of a batch found, in updates.
 struct LookupStaleness {
-  StageMask stages = 0;  // all bits set for all
+  SlotMask slots = 0;  // all bits set for all
   uint64_t staleness = 0;
 };
 
@@ -33,7 +33,7 @@ struct ReturnReport {
   UpdateResult update;  // the servers' sums, and the greatest staleness
   uint32_t num_nonfinite_slots = 0;
   uint32_t num_skipped_slots = 0;
-  std::vector<LookupStaleness> lookups = {};  // the earliest first; no stage is in two
+  std::vector<LookupStaleness> lookups = {};  // the earliest first; no slot is in two
 
   Segments Encode() &&;
   static StatusOr<ReturnReport> Decode(std::span<const std::byte> body);

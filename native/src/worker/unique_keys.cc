@@ -6,6 +6,7 @@
 namespace persia::worker {
 namespace {
 
+// 16 KiB, half of a common first-level cache, for up to 2,048 keys.
 constexpr size_t kInitialCapacity = 4096;
 
 }  // namespace
@@ -27,6 +28,8 @@ void UniqueKeys::Rebuild(size_t capacity) {
   }
 }
 
+// Linear probing in a table that is at most half full. The key is compared through its number, so a
+// place takes 4 bytes instead of 12.
 void UniqueKeys::Insert(std::span<const uint64_t> keys, uint32_t* numbers) {
   for (size_t i = 0; i < keys.size(); ++i) {
     const uint64_t key = keys[i];

@@ -46,6 +46,7 @@ StatusOr<WireDtype> ParseWireDtype(std::string_view name) {
                          "': choose float32, float16 or bfloat16");
 }
 
+// A power of two, so that scaling by it rounds nothing.
 float WireUnit(WireDtype dtype, std::span<const float> values) {
   if (dtype != WireDtype::kFloat16) return 1.0f;
   const float max = MaxMagnitude(values);
@@ -85,6 +86,19 @@ void Widen(WireDtype dtype, std::span<const uint16_t> values, float unit, float*
     kernels.half_to_float(out + begin, values.data() + begin, count);
     kernels.scale(out + begin, unit, count);
   }
+}
+
+StatusOr<const float*> ReadNarrow(ByteReader* reader, WireDtype dtype, float unit, uint64_t count,
+                                  std::vector<Buffer>* widened) {
+  const auto rows = reader->GetArray<uint16_t>(count);
+  if (!reader->ok()) return nullptr;
+  if (!IsWireUnit(unit)) {
+    return Corruption("its unit is " + std::to_string(unit) + ", no power of two in range");
+  }
+  auto* floats =
+      reinterpret_cast<float*>(widened->emplace_back(rows.size() * sizeof(float)).data());
+  Widen(dtype, rows, unit, floats);
+  return floats;
 }
 
 }  // namespace persia::worker

@@ -12,7 +12,10 @@
 #include <cstdint>
 #include <span>
 #include <string_view>
+#include <vector>
 
+#include "base/buffer.h"
+#include "base/bytes.h"
 #include "base/status.h"
 
 namespace persia::worker {
@@ -34,5 +37,11 @@ bool IsWireUnit(float unit);
 // Of 16 bits only. To nearest, ties to even; NaN and infinities stay what they are.
 void Narrow(WireDtype dtype, std::span<const float> values, float unit, uint16_t* out);
 void Widen(WireDtype dtype, std::span<const uint16_t> values, float unit, float* out);
+
+// Reads `count` floats of 16 bits and appends them to `widened`, as float32; returns where they
+// are. kCorruption: the unit is none. The caller checks that the reader is still ok: null if it is
+// not.
+StatusOr<const float*> ReadNarrow(ByteReader* reader, WireDtype dtype, float unit, uint64_t count,
+                                  std::vector<Buffer>* widened);
 
 }  // namespace persia::worker

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "base/message_test_util.h"
-#include "worker/embeddings_writer.h"
+#include "worker/embeddings_message.h"
 #include "worker/worker_protocol.h"
 
 namespace persia::worker {

@@ -8,27 +8,11 @@
 namespace persia::worker {
 namespace {
 
+// A skipped slot is sent by name: the worker counts it, and refuses names that the batch has not.
 enum class SlotState : uint32_t { kPresent = 0, kSkipped = 1 };
 
 // The second byte of a slot's state is the dtype of its rows.
 constexpr uint32_t kDtypeShift = 8;
-
-// Rows of 16 bits: a unit, a reserved word, the rows.
-Status ReadNarrow(ByteReader* reader, WireDtype dtype, SlotGradient* gradient,
-                  std::vector<Buffer>* widened) {
-  const auto unit = reader->Get<float>();
-  reader->Get<uint32_t>();  // reserved
-  const auto rows = reader->GetArray<uint16_t>(uint64_t{gradient->num_rows} * gradient->dim);
-  if (!reader->ok()) return Status::Ok();  // the caller checks
-  if (!IsWireUnit(unit)) {
-    return Corruption("slot '" + std::string(gradient->slot) + "' has the unit " +
-                      std::to_string(unit) + ", which is no power of two in range");
-  }
-  Buffer& floats = widened->emplace_back(rows.size() * sizeof(float));
-  gradient->rows = reinterpret_cast<const float*>(floats.data());
-  Widen(dtype, rows, unit, reinterpret_cast<float*>(floats.data()));
-  return Status::Ok();
-}
 
 Status ReadSlot(ByteReader* reader, SlotGradient* gradient, std::vector<Buffer>* widened) {
   const auto name_bytes = reader->Get<uint32_t>();
@@ -50,7 +34,14 @@ Status ReadSlot(ByteReader* reader, SlotGradient* gradient, std::vector<Buffer>*
     return Corruption("slot '" + std::string(gradient->slot) + "' is skipped and yet has a shape");
   }
   if (reader->ok() && !gradient->skipped && *dtype != WireDtype::kFloat32) {
-    PERSIA_RETURN_IF_ERROR(ReadNarrow(reader, *dtype, gradient, widened));
+    const auto unit = reader->Get<float>();
+    reader->Get<uint32_t>();  // reserved
+    auto rows =
+        ReadNarrow(reader, *dtype, unit, uint64_t{gradient->num_rows} * gradient->dim, widened);
+    if (!rows.ok()) {
+      return Corruption("slot '" + std::string(gradient->slot) + "': " + rows.status().message());
+    }
+    gradient->rows = *rows;
   } else if (!gradient->skipped) {
     gradient->rows = reader->GetArray<float>(uint64_t{gradient->num_rows} * gradient->dim).data();
   }
@@ -111,6 +102,8 @@ Segments GradientsRequest::Encode() && {
   return segments;
 }
 
+// num_slots is not trusted: each slot is read before the list grows, and reading past the end
+// fails.
 StatusOr<GradientsRequest> GradientsRequest::Decode(std::span<const std::byte> body) {
   ByteReader reader(body);
   GradientsRequest request;
@@ -136,7 +129,7 @@ Segments ReturnReport::Encode() && {
   writer.Put(static_cast<uint32_t>(lookups.size()));
   writer.Put(uint32_t{0});
   for (const LookupStaleness& lookup : lookups) {
-    writer.Put(lookup.stages);
+    writer.Put(lookup.slots);
     writer.Put(uint32_t{0});
     writer.Put(lookup.staleness);
   }
@@ -145,6 +138,7 @@ Segments ReturnReport::Encode() && {
   return segments;
 }
 
+// The number of lookups is bounded before memory is taken for them.
 StatusOr<ReturnReport> ReturnReport::Decode(std::span<const std::byte> body) {
   ByteReader reader(body);
   ReturnReport report;
@@ -153,13 +147,13 @@ StatusOr<ReturnReport> ReturnReport::Decode(std::span<const std::byte> body) {
   report.num_skipped_slots = reader.Get<uint32_t>();
   const auto num_lookups = reader.Get<uint32_t>();
   reader.Get<uint32_t>();  // reserved
-  if (num_lookups > kMaxStages) {
+  if (num_lookups > kMaxSlotModes) {
     return Corruption("it tells of " + std::to_string(num_lookups) + " lookups, above " +
-                      std::to_string(kMaxStages));
+                      std::to_string(kMaxSlotModes));
   }
   for (uint32_t i = 0; i < num_lookups; ++i) {
     LookupStaleness lookup;
-    lookup.stages = reader.Get<uint32_t>();
+    lookup.slots = reader.Get<uint32_t>();
     reader.Get<uint32_t>();  // reserved
     lookup.staleness = reader.Get<uint64_t>();
     report.lookups.push_back(lookup);

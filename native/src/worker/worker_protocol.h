@@ -20,7 +20,7 @@ namespace persia::worker {
 struct LookupOptions {
   uint32_t requires_grad = 0;
   uint32_t wire_dtype = 0;  // a WireDtype: that of the embeddings asked for
-  uint32_t stages = 0;      // a StageMask
+  uint32_t slots = 0;       // a SlotMask
   uint32_t reserved = 0;
 };
 static_assert(sizeof(LookupOptions) == 16);
@@ -53,7 +53,7 @@ struct GradientsRequest {
 };
 
 // Numbers 40 was a method of earlier versions. A lookup's reply is an embeddings message:
-// EmbeddingsWriter makes it, client::DecodeEmbeddings reads it.
+// EmbeddingsWriter makes it, DecodeEmbeddings reads it.
 inline constexpr Method<ConfigureRequest, Empty> kConfigureWorker{{32, "ConfigureWorker"}};
 inline constexpr Method<LookupReferenceRequest, Buffer> kLookupReference{{33, "LookupReference"}};
 inline constexpr Method<LookupDirectRequest, Buffer> kLookupDirect{{34, "LookupDirect"}};

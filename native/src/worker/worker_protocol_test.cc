@@ -131,9 +131,9 @@ TEST(ReturnReportTest, SurvivesTheWireAndNothingShorterDoes) {
   EXPECT_EQ(decoded->num_nonfinite_slots, 4u);
   EXPECT_EQ(decoded->num_skipped_slots, 5u);
   ASSERT_EQ(decoded->lookups.size(), 2u);
-  EXPECT_EQ(decoded->lookups[0].stages, 1u);
+  EXPECT_EQ(decoded->lookups[0].slots, 1u);
   EXPECT_EQ(decoded->lookups[0].staleness, 6u);
-  EXPECT_EQ(decoded->lookups[1].stages, 6u);
+  EXPECT_EQ(decoded->lookups[1].slots, 6u);
   EXPECT_EQ(decoded->lookups[1].staleness, 7u);
   for (size_t size = 0; size < bytes.size(); ++size) {
     EXPECT_EQ(ReturnReport::Decode(bytes.span().first(size)).status().code(),
@@ -141,9 +141,9 @@ TEST(ReturnReportTest, SurvivesTheWireAndNothingShorterDoes) {
   }
 }
 
-TEST(ReturnReportTest, RefusesMoreLookupsThanThereAreStages) {
+TEST(ReturnReportTest, RefusesMoreLookupsThanThereAreModes) {
   ReturnReport report;
-  report.lookups.resize(kMaxStages);
+  report.lookups.resize(kMaxSlotModes);
   EXPECT_TRUE(ReturnReport::Decode(ToBuffer(EncodeToBytes(report)).span()).ok());
   report.lookups.emplace_back();
   EXPECT_EQ(ReturnReport::Decode(ToBuffer(EncodeToBytes(report)).span()).status().code(),

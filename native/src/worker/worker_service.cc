@@ -5,12 +5,14 @@
 #include <utility>
 
 #include "net/rpc.h"
-#include "worker/embeddings_writer.h"
+#include "worker/embeddings_message.h"
 #include "worker/worker_protocol.h"
 
 namespace persia::worker {
 namespace {
 
+// Else caller and worker would give up at the same moment, and the caller would hear of a silent
+// worker instead of the silent server behind it.
 Deadline ShortenDeadline(Deadline deadline) {
   using std::chrono::milliseconds;
   const auto left = std::chrono::duration_cast<milliseconds>(deadline - net::Clock::now());
@@ -52,13 +54,13 @@ WorkerService::WorkerService(std::shared_ptr<EmbeddingWorker> worker, net::Serve
   });
   Register(kLookupReference, [this](const LookupReferenceRequest& request, Deadline deadline) {
     return LookupAs(request.options, [&](bool requires_grad) {
-      return worker_->Lookup(request.key, requires_grad, deadline, request.options.stages);
+      return worker_->Lookup(request.key, requires_grad, deadline, request.options.slots);
     });
   });
   Register(kLookupDirect, [this](const LookupDirectRequest& request, Deadline deadline) {
     return LookupAs(request.options, [&](bool requires_grad) {
       return worker_->LookupDirect(request.id_features, requires_grad, deadline,
-                                   request.options.stages);
+                                   request.options.slots);
     });
   });
   Register(kReturnGradients, [this](const GradientsRequest& request, Deadline deadline) {

@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "net/server.h"
@@ -18,7 +19,10 @@ class WorkerService {
  public:
   WorkerService(std::shared_ptr<EmbeddingWorker> worker, net::ServerOptions options);
 
-  StatusOr<uint16_t> Start() { return rpc_.Start(); }
+  // See net::Server.
+  StatusOr<uint16_t> Start(const std::string& host = "127.0.0.1", uint16_t port = 0) {
+    return rpc_.Start(host, port);
+  }
   // Answers what is being worked on, then closes.
   void Stop(std::chrono::milliseconds timeout) { rpc_.Stop(timeout); }
 

@@ -1,3 +1,5 @@
+#include "worker/embeddings_message.h"
+
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -5,9 +7,8 @@
 #include <string>
 
 #include "base/bytes.h"
-#include "client/embedding_client.h"
 
-namespace persia::client {
+namespace persia::worker {
 namespace {
 
 constexpr uint32_t kBatchSize = 3;
@@ -171,4 +172,4 @@ TEST(EmbeddingsDecoderTest, ASlotTwiceIsRefused) {
 }
 
 }  // namespace
-}  // namespace persia::client
+}  // namespace persia::worker

@@ -1,0 +1,110 @@
+// RemoteClient: the embedding workers of a cluster as an EmbeddingClient.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <shared_mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/duration_stats.h"
+#include "client/embedding_client.h"
+#include "net/channel.h"
+#include "worker/worker_protocol.h"
+
+namespace persia::client {
+
+// The embedding workers of a client: which there are, and which take new work.
+//
+// Workers may come and go while calls are under way. One that leaves takes no new work, but keeps
+// its channel: it still answers for the batches that it holds. Thread-safe. A channel lives as long
+// as a caller that got it from here uses it.
+class WorkerChannels {
+ public:
+  using Link = std::pair<uint32_t, std::shared_ptr<net::Channel>>;  // index, channel
+
+  // `num_workers` >= 1 workers, expected but without an address yet.
+  explicit WorkerChannels(uint32_t num_workers);
+
+  // The worker's address, from now on; it takes new work. An index beyond those known adds workers.
+  // kInvalidArgument for an index that no job reaches.
+  Status Set(uint32_t index, const std::string& address);
+  // The worker takes no new work. Nothing happens for one that is not known.
+  void Retire(uint32_t index);
+
+  // The worker that holds a batch; kInvalidArgument when it is not known.
+  StatusOr<std::shared_ptr<net::Channel>> At(uint32_t index) const;
+  // The workers that take new work, by index; all of them when none does. Never empty.
+  std::vector<Link> Active() const;
+
+ private:
+  struct Worker {
+    std::shared_ptr<net::Channel> channel;
+    bool active = true;
+  };
+  void GrowTo(uint32_t num_workers, bool active);
+
+  mutable std::shared_mutex mutex_;
+  std::vector<Worker> workers_;
+};
+
+// Batches go to the worker that holds them. What concerns the servers goes through one worker,
+// because each reaches all servers. The configuration goes to every worker, because each configures
+// servers that restart.
+class RemoteClient final : public EmbeddingClient {
+ public:
+  // `num_workers` embedding workers to begin with; each must get its address by SetWorker before
+  // calls to it go through. Embeddings and gradients travel as `dtype`.
+  static StatusOr<std::shared_ptr<RemoteClient>> Create(
+      uint32_t num_workers, worker::WireDtype dtype = worker::WireDtype::kFloat32);
+
+  // Sets the worker's address from now on. An index beyond those known adds a worker.
+  Status SetWorker(uint32_t index, const std::string& address) {
+    return workers_.Set(index, address);
+  }
+  // Asks the worker for nothing but the batches that it holds, until SetWorker.
+  void RetireWorker(uint32_t index) { workers_.Retire(index); }
+  // Of the channel to each worker.
+  std::vector<net::ChannelStats> channel_stats() const;
+  // The phases of the calls; as long as the client lives.
+  std::vector<const DurationStats*> durations() const {
+    return {&lookup_times_, &decode_times_, &return_times_};
+  }
+
+  Status Configure(const TrainConfig& config, bool replace, Deadline deadline) override;
+  StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
+                                Deadline deadline, SlotMask slots = kAllSlots) override;
+  StatusOr<LookupResult> LookupDirect(uint32_t worker_index, std::span<const std::byte> id_features,
+                                      bool requires_grad, Deadline deadline,
+                                      SlotMask slots = kAllSlots) override;
+  StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,
+                                         std::span<const SlotGradient> gradients,
+                                         Deadline deadline) override;
+  Status Release(const BatchReference& reference, Deadline deadline) override;
+  Status SetEmbeddings(uint32_t dim, std::span<const uint64_t> signs, std::span<const float> rows,
+                       Deadline deadline) override;
+  Status Clear(Deadline deadline) override;
+  StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline) override;
+
+ private:
+  RemoteClient(uint32_t num_workers, worker::WireDtype dtype)
+      : dtype_(dtype), workers_(num_workers) {}
+
+  // The worker for what concerns the servers.
+  net::Channel& AnyWorker() const { return *workers_.Active().front().second; }
+  template <typename Request>
+  StatusOr<LookupResult> CallForEmbeddings(uint32_t worker, const Method<Request, Buffer>& method,
+                                           const Request& request, Deadline deadline);
+  worker::LookupOptions Options(bool requires_grad, SlotMask slots) const {
+    return {requires_grad, static_cast<uint32_t>(dtype_), slots};
+  }
+
+  const worker::WireDtype dtype_;
+  DurationStats lookup_times_{"client lookup"};
+  DurationStats decode_times_{"client decode"};
+  DurationStats return_times_{"client return gradients"};
+  WorkerChannels workers_;
+};
+
+}  // namespace persia::client

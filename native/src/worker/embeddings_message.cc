@@ -1,0 +1,307 @@
+#include "worker/embeddings_message.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/id_features.h"
+
+namespace persia::worker {
+namespace {
+
+constexpr uint64_t kMaxMessageBytes = 1ull << 30;  // the limit of net::Channel and net::Server
+constexpr uint64_t kHeadBytes = 24;
+constexpr uint64_t kSlotHeadBytes = 24;
+// The kinds of slots. 0: pooled.
+constexpr uint8_t kRaw = 1;
+constexpr uint8_t kAbsent = 2;  // not asked for
+// Fields of a slot's head, by their offset in it.
+constexpr size_t kDtypeOffset = 5;
+constexpr size_t kUnitOffset = 20;
+
+uint64_t Padded(uint64_t size_bytes) { return (size_bytes + 7) / 8 * 8; }
+
+uint64_t SlotBytes(const PlannedFeature& feature, uint64_t batch_size, SlotMask slots) {
+  const SlotConfig& slot = *feature.slot;
+  uint64_t bytes = kSlotHeadBytes + Padded(slot.name.size());
+  if (!Includes(slots, slot.mode)) return bytes;
+  bytes += Padded(uint64_t{feature.num_rows()} * slot.dim * sizeof(float));
+  if (!slot.embedding_summation) {
+    bytes += batch_size * slot.sample_fixed_size * sizeof(int64_t);
+    bytes += Padded(batch_size * sizeof(uint32_t));
+  }
+  return bytes;
+}
+
+// Writes fields and steps over arrays. All sizes were added up before, by SlotBytes().
+class Cursor {
+ public:
+  explicit Cursor(std::byte* begin) : next_(begin) {}
+
+  template <typename T>
+  void Put(T value) {
+    std::memcpy(next_, &value, sizeof(T));
+    next_ += sizeof(T);
+  }
+  // Space for `count` elements; the padding behind them is zeros.
+  template <typename T>
+  T* Skip(uint64_t count) {
+    auto* array = reinterpret_cast<T*>(next_);
+    const uint64_t size_bytes = count * sizeof(T);
+    std::memset(next_ + size_bytes, 0, Padded(size_bytes) - size_bytes);
+    next_ += Padded(size_bytes);
+    return array;
+  }
+
+ private:
+  std::byte* next_;
+};
+
+void PutHead(const SlotConfig& slot, uint32_t kind, uint32_t num_rows, uint32_t sample_fixed_size,
+             Cursor* cursor) {
+  cursor->Put(static_cast<uint32_t>(slot.name.size()));
+  cursor->Put(kind);  // and three reserved bytes
+  cursor->Put(slot.dim);
+  cursor->Put(num_rows);
+  cursor->Put(sample_fixed_size);
+  cursor->Put(uint32_t{0});
+  std::memcpy(cursor->Skip<char>(slot.name.size()), slot.name.data(), slot.name.size());
+}
+
+SlotSpace PutSlot(const PlannedFeature& feature, uint64_t batch_size, SlotMask slots,
+                  Cursor* cursor) {
+  const SlotConfig& slot = *feature.slot;
+  SlotSpace space;
+  if (!Includes(slots, slot.mode)) {
+    PutHead(slot, kAbsent, 0, 0, cursor);
+    return space;
+  }
+  const bool raw = !slot.embedding_summation;
+  PutHead(slot, uint32_t{raw}, feature.num_rows(), raw ? slot.sample_fixed_size : 0, cursor);
+  if (raw) {
+    space.index = cursor->Skip<int64_t>(batch_size * slot.sample_fixed_size);
+    space.sample_num_ids = cursor->Skip<uint32_t>(batch_size);
+  }
+  space.rows = cursor->Skip<float>(uint64_t{feature.num_rows()} * slot.dim);
+  return space;
+}
+
+// A slot as it lies in a message of float32: its head, name and index, and behind them its rows.
+struct EncodedSlot {
+  std::span<const std::byte> before_rows;
+  std::span<const float> rows;
+};
+
+EncodedSlot SplitSlot(std::span<const std::byte> message, ByteReader* reader, uint32_t batch_size) {
+  const size_t begin = message.size() - reader->remaining();
+  const auto name_bytes = reader->Get<uint32_t>();
+  const bool raw = (reader->Get<uint32_t>() & 0xffu) == kRaw;
+  const auto dim = reader->Get<uint32_t>();
+  const auto num_rows = reader->Get<uint32_t>();
+  const auto sample_fixed_size = reader->Get<uint32_t>();
+  reader->Get<uint32_t>();
+  reader->GetString(name_bytes);
+  if (raw) {
+    reader->GetArray<int64_t>(uint64_t{batch_size} * sample_fixed_size);
+    reader->GetArray<uint32_t>(batch_size);
+  }
+  const size_t end = message.size() - reader->remaining();
+  return {message.subspan(begin, end - begin), reader->GetArray<float>(uint64_t{num_rows} * dim)};
+}
+
+// Returns where the next slot goes.
+std::byte* WriteSlot(const EncodedSlot& slot, WireDtype dtype, std::byte* out) {
+  std::memcpy(out, slot.before_rows.data(), slot.before_rows.size());
+  const float unit = WireUnit(dtype, slot.rows);
+  out[kDtypeOffset] = static_cast<std::byte>(dtype);
+  std::memcpy(out + kUnitOffset, &unit, sizeof(unit));
+  out += slot.before_rows.size();
+  Narrow(dtype, slot.rows, unit, reinterpret_cast<uint16_t*>(out));
+  const size_t size_bytes = slot.rows.size() * sizeof(uint16_t);
+  std::memset(out + size_bytes, 0, Padded(size_bytes) - size_bytes);
+  return out + Padded(size_bytes);
+}
+
+// ---- the client's end
+
+Status Truncated(size_t size_bytes) {
+  return Corruption("an embeddings message of " + std::to_string(size_bytes) +
+                    " bytes ends before its last slot does");
+}
+
+Status SlotError(const SlotEmbedding& slot, const std::string& what) {
+  return Corruption("embeddings of slot '" + slot.name + "': " + what);
+}
+
+// Branch-free over the array, so that checking costs little beside using it. A negative index is
+// too large as an unsigned number.
+bool AllBelow(std::span<const int64_t> index, uint64_t num_rows) {
+  bool ok = true;
+  for (const int64_t row : index) ok &= static_cast<uint64_t>(row) < num_rows;
+  return ok;
+}
+
+Status CheckShape(const SlotEmbedding& slot, uint8_t kind, uint32_t batch_size) {
+  if (slot.name.empty()) return Corruption("an embeddings message: a slot has no name");
+  if (kind > kAbsent) {
+    return SlotError(slot, "its kind is " + std::to_string(kind) +
+                               "; it must be 0 (pooled), 1 (raw) or 2 (absent)");
+  }
+  if (slot.dim == 0 || slot.dim > kMaxRowDim) {
+    return SlotError(slot, "its dim is " + std::to_string(slot.dim) + "; it must be 1 to " +
+                               std::to_string(kMaxRowDim));
+  }
+  if (slot.absent) {
+    return slot.num_rows == 0 && slot.sample_fixed_size == 0
+               ? Status::Ok()
+               : SlotError(slot, "it is absent and has rows");
+  }
+  if (!slot.raw && (slot.num_rows != batch_size || slot.sample_fixed_size != 0)) {
+    return SlotError(slot, "a pooled slot has one row for each of the " +
+                               std::to_string(batch_size) + " samples, not " +
+                               std::to_string(slot.num_rows));
+  }
+  if (slot.raw && slot.num_rows == 0) return SlotError(slot, "its row 0, the padding, is missing");
+  return Status::Ok();
+}
+
+// The caller checks that the reader is still ok.
+StatusOr<SlotEmbedding> ReadSlot(ByteReader* reader, uint32_t batch_size,
+                                 std::vector<Buffer>* widened) {
+  SlotEmbedding slot;
+  const auto name_bytes = reader->Get<uint32_t>();
+  const auto kind = reader->Get<uint8_t>();
+  const auto dtype_number = reader->Get<uint8_t>();
+  reader->Get<uint16_t>();  // reserved
+  slot.raw = kind == kRaw;
+  slot.absent = kind == kAbsent;
+  slot.dim = reader->Get<uint32_t>();
+  slot.num_rows = reader->Get<uint32_t>();
+  slot.sample_fixed_size = reader->Get<uint32_t>();
+  const auto unit = reader->Get<float>();  // of float32: reserved
+  slot.name = reader->GetString(name_bytes);
+  if (!reader->ok()) return slot;
+  PERSIA_RETURN_IF_ERROR(CheckShape(slot, kind, batch_size));
+  if (slot.absent) return slot;
+  if (slot.raw) {
+    const auto index = reader->GetArray<int64_t>(uint64_t{batch_size} * slot.sample_fixed_size);
+    slot.index = index.data();
+    slot.sample_num_ids = reader->GetArray<uint32_t>(batch_size).data();
+    if (!AllBelow(index, slot.num_rows)) {
+      return SlotError(slot,
+                       "an index is not below its " + std::to_string(slot.num_rows) + " rows");
+    }
+  }
+  auto dtype = ToWireDtype(dtype_number);
+  if (!dtype.ok()) return SlotError(slot, dtype.status().message());
+  if (*dtype == WireDtype::kFloat32) {
+    slot.rows = reader->GetArray<float>(uint64_t{slot.num_rows} * slot.dim).data();
+  } else {
+    auto rows = ReadNarrow(reader, *dtype, unit, uint64_t{slot.num_rows} * slot.dim, widened);
+    if (!rows.ok()) return SlotError(slot, rows.status().message());
+    slot.rows = *rows;
+  }
+  return slot;
+}
+
+}  // namespace
+
+StatusOr<EmbeddingsWriter> EmbeddingsWriter::Create(const BatchPlan& plan,
+                                                    uint64_t worker_incarnation, uint64_t reference,
+                                                    SlotMask slots) {
+  uint64_t size_bytes = kHeadBytes;
+  for (const PlannedFeature& feature : plan.features) {
+    size_bytes += SlotBytes(feature, plan.batch_size, slots);
+    if (size_bytes > kMaxMessageBytes) {
+      return InvalidArgument("slot '" + feature.slot->name + "': the batch's embeddings exceed " +
+                             std::to_string(kMaxMessageBytes) + " bytes: send smaller batches");
+    }
+  }
+  EmbeddingsWriter writer;
+  writer.message_ = Buffer(size_bytes);
+  Cursor cursor(writer.message_.data());
+  cursor.Put(worker_incarnation);
+  cursor.Put(reference);
+  cursor.Put(static_cast<uint32_t>(plan.features.size()));
+  cursor.Put(plan.batch_size);
+  for (const PlannedFeature& feature : plan.features) {
+    writer.slots_.push_back(PutSlot(feature, plan.batch_size, slots, &cursor));
+  }
+  return writer;
+}
+
+StatusOr<Buffer> NarrowEmbeddings(std::span<const std::byte> message, WireDtype dtype) {
+  ByteReader reader(message);
+  reader.Get<uint64_t>();  // incarnation
+  reader.Get<uint64_t>();  // reference
+  const auto num_slots = reader.Get<uint32_t>();
+  const auto batch_size = reader.Get<uint32_t>();
+  const size_t head_bytes = message.size() - reader.remaining();
+  size_t size_bytes = head_bytes;
+  std::vector<EncodedSlot> slots;
+  for (uint32_t i = 0; i < num_slots && reader.ok(); ++i) {
+    const EncodedSlot& slot = slots.emplace_back(SplitSlot(message, &reader, batch_size));
+    size_bytes += slot.before_rows.size() + Padded(slot.rows.size() * sizeof(uint16_t));
+  }
+  if (!reader.ok() || reader.remaining() != 0) {
+    return Internal("embeddings to be narrowed are no message of float32");
+  }
+  Buffer narrow(size_bytes);
+  std::memcpy(narrow.data(), message.data(), head_bytes);
+  std::byte* next = narrow.data() + head_bytes;
+  for (const EncodedSlot& slot : slots) next = WriteSlot(slot, dtype, next);
+  return narrow;
+}
+
+void PoolFeature(const PlannedFeature& feature, uint32_t batch_size,
+                 std::span<const float* const> rows, const SlotSpace& space) {
+  const SlotConfig& slot = *feature.slot;
+  const Bags bags = feature.bags();
+  if (slot.embedding_summation) {
+    PoolBags(bags, rows.data(), space.rows, slot.dim);
+    return;
+  }
+  std::copy(feature.index.begin(), feature.index.end(), space.index);
+  for (uint32_t sample = 0; sample < batch_size; ++sample) {
+    space.sample_num_ids[sample] = feature.offsets[sample + 1] - feature.offsets[sample];
+  }
+  std::fill_n(space.rows, slot.dim, 0.0f);  // padding
+  PoolBags(bags, rows.data(), space.rows + slot.dim, slot.dim);
+}
+
+StatusOr<LookupResult> DecodeEmbeddings(uint32_t worker_index, Buffer message) {
+  ByteReader reader(std::as_const(message).span());
+  LookupResult result;
+  result.reference.worker_index = worker_index;
+  result.reference.worker_incarnation = reader.Get<uint64_t>();
+  result.reference.reference = reader.Get<uint64_t>();
+  const auto num_slots = reader.Get<uint32_t>();
+  result.batch_size = reader.Get<uint32_t>();
+  if (!reader.ok() || num_slots > reader.remaining() / kSlotHeadBytes) {
+    return Truncated(message.size());
+  }
+  if (result.batch_size > kMaxBatchSize) {
+    return Corruption("an embeddings message: batch_size is " + std::to_string(result.batch_size) +
+                      ", at most " + std::to_string(kMaxBatchSize));
+  }
+  std::unordered_set<std::string> names;
+  for (uint32_t i = 0; i < num_slots; ++i) {
+    auto slot = ReadSlot(&reader, result.batch_size, &result.widened);
+    if (!reader.ok()) return Truncated(message.size());
+    if (!slot.ok()) return slot.status();
+    if (!names.insert(slot->name).second) return SlotError(*slot, "it appears twice");
+    result.slots.push_back(std::move(slot).value());
+  }
+  if (reader.remaining() != 0) {
+    return Corruption("an embeddings message: " + std::to_string(reader.remaining()) +
+                      " bytes are left over after the last slot");
+  }
+  result.storage = std::move(message);  // its bytes stay where they are
+  return result;
+}
+
+}  // namespace persia::worker
