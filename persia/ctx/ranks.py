@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from persia import env
+from persia.checkpoint.protocol import Report, State
 from persia.distributed import DistributedBaseOption
 from persia.errors import InternalError, PersiaError
 from persia.job.runtime import JobRuntime
@@ -25,7 +26,10 @@ __all__ = ["Stateful", "done_by_rank_0", "join_process_group", "join_uneven"]
 # Collectives end by the process group's time-out, minutes; loading terabytes may take longer. So rank 0 says
 # now and then that it is still working.
 _INTERVAL_S = 5.0
-_WORKING = "working"
+_WORKING, _DONE, _FAILED = 0, 1, 2
+# Collectives want to know sizes before. A character is at most 12 bytes of JSON.
+_MAX_ERROR_CHARS = 2000
+_ERROR_BYTES = 12 * _MAX_ERROR_CHARS + 1000
 
 
 def join_process_group(
@@ -59,34 +63,47 @@ def join_process_group(
 
 
 def done_by_rank_0(rank: int, work: Callable[[], None], device: torch.device | None) -> None:
-    """Runs `work` on rank 0; returns on every rank when it has ended. Every rank must call it.
+    """Runs `work` on rank 0 once every rank has called this; returns on every rank when it has ended.
 
     All ranks raise what `work` raises: the others an error of the same class, if it is one of persia's.
     """
+    # What the others have sent before they came here has arrived when `work` begins.
+    dist.all_reduce(arrived := torch.ones(1, device=device))
+    int(arrived)  # NCCL returns before the others have come; the number is there after them
     if rank != 0:
-        while (message := _from_rank_0(None, device)) == _WORKING:
+        while (status := _broadcast(_WORKING, device)) == _WORKING:
             pass
-        if message is not None:
-            raise type(message)(f"rank 0: {message}")
+        if status == _FAILED:
+            error = _told(None, device)
+            raise type(error)(f"rank 0: {error}")
         return
     pool = DaemonPool(1, "persia-rank-0")
     future = pool.submit(work)
     while not wait([future], _INTERVAL_S).done:
-        _from_rank_0(_WORKING, device)
+        _broadcast(_WORKING, device)
     pool.close()
     failure = future.exception()
-    # Other ranks cannot make errors of any class, nor of a cause that is not pickled.
-    told = type(failure)(str(failure)) if isinstance(failure, PersiaError) else InternalError(repr(failure))
-    _from_rank_0(None if failure is None else told, device)
+    _broadcast(_DONE if failure is None else _FAILED, device)
     if failure is not None:
+        _told(failure, device)
         raise failure
 
 
-def _from_rank_0(message: object, device: torch.device | None) -> Any:
-    """Rank 0's `message`, on every rank."""
-    box = [message]
-    dist.broadcast_object_list(box, src=0, device=device)
-    return box[0]
+def _told(failure: BaseException | None, device: torch.device | None) -> PersiaError:
+    """Rank 0 tells the others what failed; their `failure` is None."""
+    error = failure if isinstance(failure, PersiaError) else InternalError(repr(failure))
+    # JSON, as torch's collectives of objects unpickle what they receive.
+    text = Report(state=State.FAILED, error=type(error)(str(error)[:_MAX_ERROR_CHARS])).encode()
+    content = torch.zeros(_ERROR_BYTES, dtype=torch.uint8, device=device)
+    content[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=device)
+    dist.broadcast(content, src=0)
+    return Report.decode(bytes(content.cpu().tolist()).rstrip(b"\0")).error or error
+
+
+def _broadcast(status: int, device: torch.device | None) -> int:
+    tensor = torch.tensor([status], device=device)
+    dist.broadcast(tensor, src=0)
+    return int(tensor)
 
 
 class Stateful(Protocol):
