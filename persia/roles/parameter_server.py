@@ -43,10 +43,9 @@ def run_parameter_server(options: ServerOptions) -> None:
         # First, so that it is closed last: the server uses it until it has stopped.
         tier = _open_tier(stack, options, config, slots)
         server = _make_server(options, config, tier)
-        port = server.start(options.host, options.port)
         if tier is not None:
-            # Only now: the server has a store once it is started.
             tier.attach(server.store)
+        port = server.start(options.host, options.port)
         stack.callback(server.stop, DRAIN_S)
         # At once: to connect may take long, and who knows this address of before may begin to update.
         changes = ServerChanges.of(server.store, IncrementalSettings.of(config))

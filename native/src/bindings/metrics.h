@@ -19,14 +19,12 @@ pybind11::dict MetricsToDict(const Metrics& metrics);
 pybind11::list MetricsToList(const Metrics& metrics);
 
 // Defines `stats()`, which returns {key: value}, and `metrics()`, which returns what the exporter
-// needs: (name, is_counter, help, value). `read` returns
-// Metrics, or a StatusOr of them, of an object of the class, and runs without the GIL.
+// needs: (name, is_counter, help, value). `read` returns the Metrics of an object of the class, and
+// runs without the GIL.
 template <typename Class, typename Read>
 void DefineMetrics(Class& bound, Read read) {
   using Self = typename Class::type;
-  const auto values = [read](Self& self) {
-    return ValueOrRaise(WithoutGil([&] { return StatusOr<Metrics>(read(self)); }));
-  };
+  const auto values = [read](Self& self) { return WithoutGil([&] { return read(self); }); };
   bound.def("stats", [values](Self& self) { return MetricsToDict(values(self)); })
       .def("metrics", [values](Self& self) { return MetricsToList(values(self)); });
 }

@@ -5,10 +5,11 @@
 // on a whole store: StoreSnapshot, StoreLoad, StoreTier and InPlaceRows.
 //
 // Locks, in the order in which they are taken:
-//  1. mutex(): shared by every call on the store, exclusive where all shards must change at once
+//  1. mutex(): shared by every call that uses rows, exclusive where all shards must change at once
 //     (a snapshot point, a configuration, InPlaceRows). "Locked" below means held exclusively.
 //  2. the config's, private.
 //  3. a shard's own. No call holds two shards' mutexes.
+//  Those of the tier, of reading ahead and of a snapshot's budget are taken last.
 #pragma once
 
 #include <atomic>
@@ -174,7 +175,8 @@ class ShardSet {
   Status CheckTier() const { return tier_ == nullptr ? Status::Ok() : tier_->status(); }
 
  private:
-  // Once no shard has rows: their memory goes back to the system.
+  // After all shards have gone without rows; some may have new ones since. What is free goes back
+  // to the system.
   void ForgetSlabs();
 
   const Options options_;

@@ -103,7 +103,7 @@ class Tier {
   StatusOr<std::optional<pool::PreparedCheckpoint>> PreparedHeld(uint64_t batch) const;
   Status CommitHeld(uint64_t batch);
   Status DropHeld(uint64_t batch);
-  // EmbeddingStore::WaitCheckpoint.
+  // StoreTier::WaitCheckpoint.
   Status WaitCheckpoint(uint64_t batch, std::chrono::milliseconds timeout) const;
 
   // What failed where no caller could be told: from then on all calls are. The pool's last

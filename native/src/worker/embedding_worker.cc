@@ -132,7 +132,8 @@ RoutedRows RouteRows(const SignBlocks& blocks, const float* row, uint32_t num_se
 StatusOr<std::unique_ptr<EmbeddingWorker>> EmbeddingWorker::Create(
     WorkerOptions options, std::shared_ptr<RowService> rows) {
   if (rows->num_servers() == 0) {
-    return InvalidArgument("an embedding worker needs at least one parameter server, not 0");
+    return InvalidArgument(
+        "num_servers is 0; an embedding worker needs at least 1 parameter server");
   }
   if (options.forward_buffer_size == 0 || options.max_in_flight == 0) {
     return InvalidArgument("forward_buffer_size and max_in_flight must be at least 1");
