@@ -77,7 +77,12 @@ Env = Annotated[Sequence[Object], WithJsonSchema(_ENV)]
 class Section(BaseModel):
     """A part of the spec. The docstring below a field is its description in schema and documentation."""
 
-    model_config = ConfigDict(**CONFIG, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        **CONFIG,
+        frozen=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),  # pydantic before 2.10 warns of fields such as model_name
+    )
 
 
 class RoleSpec(Section):

@@ -111,7 +111,7 @@ class Operation:
                     f"{peer} has restarted during {self.operation}, which it no longer knows"
                 ) from failure
             except (ResourceExhaustedError, UnavailableError, DeadlineExceededError) as failure:
-                last = failure
+                last = failure.with_traceback(None)  # whose frames hold this one, and perhaps a store
                 # Changes can wait. To wait for them here would hold up this process' own dumps.
                 if isinstance(failure, ResourceExhaustedError) and request.verb is Verb.TAKE:
                     break

@@ -332,6 +332,7 @@ class DumpJob(SnapshotJob):
     def __init__(self, request: Request, share: ServerShare, lease_s: float) -> None:
         require_dump_id(request)
         dump = request.read(_Dump)
+        directory = Location.of(dump.directory)  # first: what cannot be written to changes no row
         # From the store, before the snapshot: a restarted training has the same rows as a continued one.
         if not dump.keep_small_rows:
             share.store.remove_small_rows()  # does nothing where no slot has a min_norm
@@ -344,7 +345,7 @@ class DumpJob(SnapshotJob):
                 "this server has no optimizer yet, and so no rows: a TrainCtx that is entered configures it; "
                 "dump after that"
             )
-        super().__init__(request, share, lease_s, Location.of(dump.directory), snapshot)
+        super().__init__(request, share, lease_s, directory, snapshot)
 
     def _interrupt(self) -> None:
         self._snapshot.close()  # a throttled dump may pause for longer than `cancel` waits

@@ -221,6 +221,6 @@ def _ask(session: Session, request: Request) -> Report:
                     "there is no training to ask for its dense part: rank 0 has not entered its TrainCtx, "
                     f"which configures the optimizers, or has left it; ask again when it trains ({failure})"
                 ) from failure
-            last = failure
+            last = failure.with_traceback(None)  # whose frame holds this one
     kind = DeadlineExceededError if is_first else UnavailableError
     raise kind(f"rank 0 has not answered for {_SILENCE_S:g} s during the dump: {last}") from last

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from typing_extensions import TypedDict, Unpack
 
 from persia.checkpoint.checkpoints import DumpRequest, Source, described
 from persia.ctx.ranks import done_by_rank_0
@@ -26,14 +25,6 @@ __all__ = ["CheckpointMethods", "TrainingCheckpointMethods"]
 _Path = str | os.PathLike[str]
 
 
-class DumpOptions(TypedDict, total=False):
-    """What all methods that dump embeddings take by name."""
-
-    step: int | None  # of the training loop; names a version
-    keep_last: int | None  # `dst_dir` becomes a directory of versions, of which so many stay
-    in_place: bool  # rows stay in the servers' storage tiers (docs/tiers.md)
-
-
 class CheckpointMethods:
     """The methods of `EmbeddingCtx`. A training context adds its optimizers, and dumps on rank 0 alone."""
 
@@ -49,7 +40,10 @@ class CheckpointMethods:
         jit_dense_filename: str = "jit_dense.pt",
         blocking: bool = True,
         with_jit_model: bool = False,
-        **options: Unpack[DumpOptions],
+        *,
+        step: int | None = None,
+        keep_last: int | None = None,
+        in_place: bool = False,
     ) -> None:
         """Writes the dense model and all embeddings to `dst_dir`: a directory, or a URL that fsspec knows.
 
@@ -66,7 +60,9 @@ class CheckpointMethods:
         """
         states = {dense_filename: self._require_model()}
         jit_name = jit_dense_filename if with_jit_model else None
-        self._dump(dst_dir, states, jit_name, blocking=blocking, **options)
+        self._dump(
+            dst_dir, states, jit_name, blocking=blocking, step=step, keep_last=keep_last, in_place=in_place
+        )
 
     def load_checkpoint(
         self,
@@ -93,13 +89,22 @@ class CheckpointMethods:
         blocking: bool = True,
         *,
         with_state: bool = True,
-        **options: Unpack[DumpOptions],
+        step: int | None = None,
+        keep_last: int | None = None,
+        in_place: bool = False,
     ) -> None:
         """As `dump_checkpoint`, embeddings only; a dense model in `dst_dir` stays.
 
         `with_state=False` leaves the optimizer's state out: smaller, and enough to serve the rows.
         """
-        self._dump(dst_dir, {}, blocking=blocking, with_state=with_state, **options)
+        self._dump(
+            *(dst_dir, {}),
+            blocking=blocking,
+            with_state=with_state,
+            step=step,
+            keep_last=keep_last,
+            in_place=in_place,
+        )
 
     def load_embedding(
         self, src_dir: _Path, blocking: bool = True, *, strict: bool = True, with_state: bool = True
@@ -225,7 +230,10 @@ class TrainingCheckpointMethods(CheckpointMethods):
         opt_filename: str = "opt.pt",
         blocking: bool = True,
         with_jit_model: bool = False,
-        **options: Unpack[DumpOptions],
+        *,
+        step: int | None = None,
+        keep_last: int | None = None,
+        in_place: bool = False,
     ) -> None:
         """As `EmbeddingCtx.dump_checkpoint`, with the dense optimizer; `step` is this context's by default.
 
@@ -233,7 +241,9 @@ class TrainingCheckpointMethods(CheckpointMethods):
         """
         states = self._states(dense_model_filename, opt_filename)
         jit_name = jit_dense_model_filename if with_jit_model else None
-        self._dump(dst_dir, states, jit_name, blocking=blocking, **options)
+        self._dump(
+            dst_dir, states, jit_name, blocking=blocking, step=step, keep_last=keep_last, in_place=in_place
+        )
 
     def load_checkpoint(  # type: ignore[override]  # the published names differ between the contexts
         self,

@@ -71,7 +71,7 @@ class RemoteRows:
                     0, id_features, requires_grad=False, timeout_s=timeout_s
                 )
             except (UnavailableError, DeadlineExceededError) as error:
-                failure = error
+                failure = error.with_traceback(None)  # whose frame holds the probe, and this error
                 self._avoid(index, error)
                 continue
             # Not locked, as all other uses: a lost update costs one lookup a wait of _TRY_S.
@@ -126,7 +126,7 @@ def wait_for_worker(address: str, deadline: Deadline, timeout_s: float) -> None:
             probe.sizes(timeout_s=max(_RETRY_S, min(_TRY_S, deadline.left_s())))
             return
         except (UnavailableError, DeadlineExceededError) as error:
-            failure = error
+            failure = error.with_traceback(None)  # whose frame holds the probe, and this error
     raise DeadlineExceededError(
         f"the embedding worker at {address} does not serve after {timeout_s:g} s: {failure}"
     ) from failure

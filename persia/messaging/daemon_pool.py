@@ -55,24 +55,31 @@ class DaemonPool:
             self._num_unfinished += 1
             # Not when a thread is idle: an idle thread takes the call sooner than a new one starts.
             if len(self._threads) < min(self._num_unfinished, self._num_threads):
-                self._threads.append(threading.Thread(target=self._serve, name=self._name, daemon=True))
-                self._threads[-1].start()
-        self._calls.put(call)
+                thread = threading.Thread(
+                    target=self._serve, args=(self._calls,), name=self._name, daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
+            self._calls.put(call)
         return future
 
     def close(self) -> None:
-        """Lets the threads end after the calls submitted so far; idle ones have ended when it returns."""
+        """Lets the threads end after the calls submitted so far; idle ones have ended when it returns.
+
+        Calls that are submitted later start threads of their own.
+        """
         with self._lock:
-            threads = list(self._threads)
+            threads, self._threads = self._threads, []
+            calls, self._calls = self._calls, queue.SimpleQueue()
         for _ in threads:
-            self._calls.put(None)
+            calls.put(None)
         # Idle threads end at once; a handler that is stuck is not waited for.
         deadline = time.monotonic() + _IDLE_END_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
+    def _serve(self, calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        while (call := calls.get()) is not None:
             call()
             del call  # an idle thread must not keep what the call refers to, such as a store and its file
             with self._lock:

@@ -31,6 +31,8 @@ class RankExchange:
         # Its threads would outlive the interpreter, which aborts the process.
         self._group_reference = weakref.ref(group)
         self._in_servers = in_servers
+        # Of this thread: those of autograd, where gradients are exchanged, have a device of their own.
+        self._device = _device_of(group)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -49,7 +51,7 @@ class RankExchange:
         """
         if not self._in_servers:
             for module, weight in weights:
-                module.load_weight(from_rank_0(weight, self._group))
+                module.load_weight(from_rank_0(weight, self._group, self._device))
             return
         with self.together():
             # Ranks would write the same rows, each as many bytes as the table has.
@@ -58,7 +60,7 @@ class RankExchange:
                     module.load_weight(weight)
         for module, _ in weights:
             for buffer in module.buffers():
-                buffer.copy_(from_rank_0(buffer, self._group))
+                buffer.copy_(from_rank_0(buffer, self._group, self._device))
 
     def __call__(self, updates: PendingUpdates, uses: Uses) -> Uses:
         numbers = range(len(updates.rows))
@@ -67,12 +69,15 @@ class RankExchange:
         sizes = _gather(
             torch.tensor([[len(use.ids), len(use.lengths), evicted[i]] for i, use in enumerate(own)]),
             self._group,
+            self._device,
         )
         # Before the gradients are exchanged: all ranks raise here, or none, and none waits for another.
         _check_none_evicted(updates, sizes[:, :, 2])
         own_integers = [array for use in own for array in (use.ids.view(np.int64), use.lengths)]
-        integers = gather_ragged(torch.from_numpy(np.concatenate(own_integers)), self._group)
-        floats = gather_ragged(torch.cat([use.gradient.reshape(-1) for use in own]), self._group)
+        integers = gather_ragged(torch.from_numpy(np.concatenate(own_integers)), self._group, self._device)
+        floats = gather_ragged(
+            torch.cat([use.gradient.reshape(-1) for use in own]), self._group, self._device
+        )
         everyone: Uses = {number: [] for number in numbers}
         for rank, counts in enumerate(sizes.tolist()):
             place_i = place_f = 0
@@ -105,7 +110,8 @@ class RankExchange:
             failure = error
         if not self._in_servers:
             return
-        failed = _gather(torch.tensor([failure is not None]), self._group).flatten().nonzero().flatten()
+        failures = _gather(torch.tensor([failure is not None]), self._group, self._device)
+        failed = failures.flatten().nonzero().flatten()
         if failure is not None:
             raise failure
         if len(failed):
@@ -114,24 +120,29 @@ class RankExchange:
             )
 
 
-def from_rank_0(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def from_rank_0(
+    tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device | None = None
+) -> torch.Tensor:
     """Rank 0's tensor, on every rank of the group."""
-    shared = tensor.detach().to(_device_of(group), copy=True)
+    shared = tensor.detach().to(device or _device_of(group), copy=True)
     dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)
     return shared.to(tensor.device)
 
 
-def gather_ragged(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+def gather_ragged(
+    tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device | None = None
+) -> list[torch.Tensor]:
     """Tensors [n] of all ranks, on the host; n may differ."""
-    sizes = _gather(torch.tensor([len(tensor)]), group).flatten().tolist()
+    device = device or _device_of(group)
+    sizes = _gather(torch.tensor([len(tensor)]), group, device).flatten().tolist()
     # Backends differ in whether they gather tensors of unequal sizes: each rank pads to the longest.
-    gathered = _gather(torch.nn.functional.pad(tensor, (0, max(sizes) - len(tensor))), group)
+    gathered = _gather(torch.nn.functional.pad(tensor, (0, max(sizes) - len(tensor))), group, device)
     return [padded[:size] for padded, size in zip(gathered, sizes, strict=True)]
 
 
-def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _gather(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
     """Tensors [*] of one shape on all ranks as one [ranks, *], on the host."""
-    mine = tensor.to(_device_of(group))
+    mine = tensor.to(device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     return torch.stack(gathered).cpu()

@@ -12,7 +12,7 @@ from pydantic import StrictBool
 from persia.checkpoint.operation import Operation, check_visible
 from persia.checkpoint.peers import Peer
 from persia.checkpoint.protocol import State, Verb
-from persia.errors import FailedPreconditionError, PersiaError
+from persia.errors import CorruptionError, FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
 from persia.packets.changes import IncrementalSettings
 from persia.packets.log import PacketLog
@@ -102,11 +102,15 @@ class PacketOperation(Operation):
 
     def _is_from_nothing(self, results: Sequence[dict[str, Any]]) -> bool:
         """Whether all servers have cleared their rows since the packet before."""
-        flags = {bool(result["is_from_nothing"]) for result in results}
+        flags = {result.get("is_from_nothing") for result in results}
+        if not flags <= {True, False}:
+            raise CorruptionError(
+                f"{self.operation}: a server's report does not say is_from_nothing: {flags}"
+            )
         if len(flags) > 1:
             # One server has cleared its rows, another is about to. The next packet has the changes of both.
             raise FailedPreconditionError(f"packet {self.position} waits: rows are being cleared")
-        return flags.pop()
+        return flags == {True}
 
     def _commit(self) -> None:
         """Lets servers forget the changes. One that misses it sends them again, which is harmless unless rows

@@ -10,13 +10,14 @@ from typing import Protocol
 
 from persia import env
 from persia._native import EmbeddedClient, LookupResult
-from persia.checkpoint.checkpoints import Source
+from persia.checkpoint.checkpoints import Checkpoints, Source
+from persia.checkpoint.peers import LocalPeer
+from persia.checkpoint.service import CheckpointService
 from persia.config import SlotsConfig
 from persia.errors import NotFoundError
 from persia.job.inference import RemoteRows
-from persia.job.runtime import JobRuntime
+from persia.job.runtime import local_share
 from persia.packets.applier import PacketApplier, clear_rows
-from persia.pipeline.backend import EmbeddingBackend
 
 __all__ = ["EmbeddedRows", "EmbeddingSource", "RemoteRows"]
 
@@ -50,14 +51,16 @@ class EmbeddedRows:
         self._client = EmbeddedClient(
             slots=slots.native_slots(), feature_index_prefix_bit=slots.feature_index_prefix_bit
         )
-        backend = EmbeddingBackend(self._client, deadline_s=env.get_deadline_s())
-        runtime = JobRuntime(backend, slots, num_threads=num_threads)
-        assert runtime.share is not None, "the store is in this process"
-        self.packets = PacketApplier(runtime.share)
+        share = local_share(self._client.store, slots, num_threads)
+        self.packets = PacketApplier(share)
         if source is None:
             clear_rows(self._client.store)
         else:
-            runtime.checkpoints.load(source, with_state=False)  # weights alone: nothing trains here
+            # Not a JobRuntime, which refers to itself: a replaced version's rows must be gone at once, not when
+            # the garbage collector comes.
+            peer = LocalPeer(CheckpointService(share))
+            checkpoints = Checkpoints(lambda: [peer], deadline_s=env.get_deadline_s())
+            checkpoints.load(source, with_state=False)  # weights alone: nothing trains here
 
     def lookup(self, id_features: bytes) -> LookupResult:
         return self._client.lookup_direct(0, id_features, requires_grad=False)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import posixpath
 import random
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -31,7 +31,6 @@ from persia.errors import (
     StorageError,
 )
 from persia.logger import get_default_logger
-from persia.waiting import Attempts
 
 __all__ = ["Location"]
 
@@ -46,9 +45,7 @@ _BE_WRITTEN = "be written"
 _WHOLE_WRITES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"}
 _NEXT = ".next"
 
-_NUM_TRIES = 5
-_FIRST_PAUSE_S = 0.35
-_LONGEST_PAUSE_S = 5.0
+_PAUSES_S = (0.2, 0.4, 0.8, 1.6)  # between five tries
 # Trying again does not help against these: full, forbidden, too large, read-only.
 _FINAL = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EROFS, errno.ENAMETOOLONG}
 _FINAL_ERRORS = (PermissionError, IsADirectoryError, NotADirectoryError)
@@ -291,19 +288,20 @@ class Location:
 
     def _try(self, what: str, action: Callable[[], _T]) -> _T:
         """Repeats an action that may be repeated, with growing pauses, while that may help."""
-        # Random: servers that failed at the same moment must not all try again at the same moment.
-        first_pause_s = _FIRST_PAUSE_S * random.uniform(0.5, 1.5)
-        pauses = Attempts(math.inf, pause_s=first_pause_s, longest_pause_s=_LONGEST_PAUSE_S)
-        for num_tries, _ in enumerate(pauses, start=1):
+        # Not by Attempts, where the time of a try is part of the pause: a service that is overloaded answers
+        # late.
+        for pause_s in (*_PAUSES_S, None):
             try:
                 with _reported(self, what):
                     return action()
             except StorageError as failure:
                 cause = failure.__cause__
                 is_final = isinstance(cause, OSError) and cause.errno in _FINAL
-                if num_tries == _NUM_TRIES or is_final or isinstance(cause, _FINAL_ERRORS):
+                if pause_s is None or is_final or isinstance(cause, _FINAL_ERRORS):
                     raise
-                get_default_logger().warning("%s; trying again", failure)
+                get_default_logger().warning("%s; trying again in %.1f s", failure, pause_s)
+            # Random: servers that failed at the same moment must not all try again at the same moment.
+            time.sleep(pause_s * random.uniform(0.5, 1.5))
         raise AssertionError("the last try returns or raises")
 
     def _discard(self, file: Any) -> None:

@@ -174,8 +174,10 @@ class ServerTier:
             prepared.decide()
             self._write(replace(self._state, committed=None, prepared=None))
             return
+        # Outside of the `try`: a tier file of another version is no lost checkpoint, and must stay as it is.
+        commit = self._is_committed(prepared) or prepared.decide()
         try:
-            self.finish(commit=self._is_committed(prepared) or prepared.decide())
+            self.finish(commit=commit)
         except FailedPreconditionError as failure:
             # As text: who keeps the log record would keep frames, and the store.
             get_default_logger().warning("a checkpoint of the job is lost: %s", str(failure))

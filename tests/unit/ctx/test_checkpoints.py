@@ -110,7 +110,7 @@ def test_a_store_that_fails_leaves_model_and_rows_as_they_were(
     new_batch: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(storage, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(storage, "_PAUSES_S", (0.001,) * 4)
     real = LocalFileSystem.cat_file
     away: list[str] = []
 

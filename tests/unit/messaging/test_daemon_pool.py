@@ -102,3 +102,11 @@ def test_an_idle_thread_keeps_nothing_of_its_last_call():
         assert time.monotonic() < deadline
         time.sleep(0.001)
     pool.close()
+
+
+def test_calls_after_close_have_threads_of_their_own():
+    pool = DaemonPool(1, "test")
+    assert pool.submit(int).result(DEADLINE_S) == 0
+    pool.close()
+    assert pool.submit(int, "7").result(DEADLINE_S) == 7
+    pool.close()

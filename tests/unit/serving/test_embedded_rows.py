@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -48,3 +50,17 @@ def test_rows_of_a_slot_with_a_capacity_are_all_served(tmp_path: Path) -> None:
         )
         rows.lookup(batch.encode_id_features())
         assert rows.num_missing == NUM_IDS - num_rows
+
+
+def test_rows_that_are_not_served_any_more_are_gone_at_once(tmp_path: Path) -> None:
+    slots = parse_embedding_config({"slots_config": {"user": {"dim": 2}}})
+    write_checkpoint(slots, tmp_path)
+    gc.collect()
+    gc.disable()  # a version is replaced long before the collector comes
+    try:
+        rows = EmbeddedRows(Source(tmp_path), slots)
+        store = weakref.ref(rows._client)
+        del rows
+        assert store() is None
+    finally:
+        gc.enable()

@@ -62,7 +62,7 @@ class Faults:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(storage, "_PAUSES_S", (0.001,) * 4)
 
 
 @pytest.fixture(params=["local", "memory"])

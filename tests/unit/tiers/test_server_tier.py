@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,35 @@ def test_a_server_that_ends_before_it_is_told_does_what_the_manifest_says(
     job.checkpoints.load(Source(tmp_path / "c"))
     assert job.values(tmp_path / "after") == {2.0 if counts else 1.0}
     job.leave()
+
+
+def _of_version(version: int, content: bytes) -> bytes:
+    magic = b"PRSAPOOL"
+    place = content.index(magic) + len(magic)
+    return content.replace(
+        content[:place][-8:] + content[place : place + 4], magic + struct.pack("<I", version)
+    )
+
+
+def test_a_tier_file_of_another_version_keeps_what_is_undecided(root: Path, tmp_path: Path) -> None:
+    storage = storage_at(root)
+    job = PoolJob(storage)
+    job.set_rows(1.0)
+    job.checkpoints.dump(DumpRequest(tmp_path / "c", step=1, in_place=True))
+    prepare(job, tmp_path / "c", step=2)
+    states = [pool.folder / "server.json" for pool in job.pools]
+    files = [pool.folder / "rows.pool" for pool in job.pools]
+    job.leave()
+    undecided = [state.read_bytes() for state in states]
+    contents = [file.read_bytes() for file in files]
+    for file, content in zip(files, contents, strict=True):
+        file.write_bytes(_of_version(99, content))
+    with pytest.raises(FailedPreconditionError, match="version"):
+        PoolJob(storage)
+    assert [state.read_bytes() for state in states] == undecided
+    for file, content in zip(files, contents, strict=True):
+        file.write_bytes(content)
+    PoolJob(storage).leave()  # as the right version decides
 
 
 def _give_up(job: PoolJob, directory: Path) -> None:
