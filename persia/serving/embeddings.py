@@ -56,8 +56,8 @@ class EmbeddedRows:
         if source is None:
             clear_rows(self._client.store)
         else:
-            # Not a JobRuntime, which refers to itself: a replaced version's rows must be gone at once, not when
-            # the garbage collector comes.
+            # Not a JobRuntime, which refers to itself: rows of a replaced version must be gone at once, not
+            # when the garbage collector comes.
             peer = LocalPeer(CheckpointService(share))
             checkpoints = Checkpoints(lambda: [peer], deadline_s=env.get_deadline_s())
             checkpoints.load(source, with_state=False)  # weights alone: nothing trains here
