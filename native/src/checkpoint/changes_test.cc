@@ -245,7 +245,7 @@ void ExpectToFollow(Trainers::Train train, OptimizerKind kind) {
   const auto store = Tracking(kSmallStore, kind);
   const auto follower = store::MakeStore(kSmallStore, ConfigOf(kind));
   Trainers trainers(*store, train, 2);
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < 6; ++round) {
     trainers.WaitForSteps(40);
     Rows expected;
     const auto changes = trainers.WhileTheyWait([&] {

@@ -305,7 +305,7 @@ TEST(Snapshot, TrainingPassesAWriterThatStandsStill) {
   action.sa_sigaction = StandStill;
   action.sa_flags = SA_SIGINFO | SA_RESTART;
   sigaction(SIGUSR1, &action, nullptr);
-  for (int round = 0; round < 30; ++round) {
+  for (int round = 0; round < 10; ++round) {
     stands_still = may_continue = false;
     const auto snapshot = BeginSnapshot(*store);
     std::atomic<bool> has_begun = false;
@@ -316,7 +316,7 @@ TEST(Snapshot, TrainingPassesAWriterThatStandsStill) {
       while (!stands_still) std::this_thread::yield();
     });
     while (!has_begun) std::this_thread::yield();
-    std::this_thread::sleep_for(std::chrono::microseconds(100 * round));
+    std::this_thread::sleep_for(std::chrono::microseconds(300 * round));
     while (!stands_still) {
       pthread_kill(writer.native_handle(), SIGUSR1);
       std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -358,7 +358,7 @@ void ExpectSnapshotsAsAtTheCut(Trainers::Train train) {
   for (const OptimizerKind kind : {OptimizerKind::kAdagrad, OptimizerKind::kAdam}) {
     const auto store = store::MakeStore(kSmallStore, ConfigOf(kind));
     Trainers trainers(*store, train, 2);
-    for (int round = 0; round < 8; ++round) {
+    for (int round = 0; round < 4; ++round) {
       trainers.WaitForSteps(50);
       Rows expected;
       const auto snapshot = trainers.WhileTheyWait([&] {

@@ -32,14 +32,17 @@ inline TrainConfig SgdConfig(float lr = 1.0f) {
   return config;
 }
 
+// Whether MakeStore() makes stores over a tier.
+inline bool IsOverATier() { return std::getenv("PERSIA_TEST_TIER") != nullptr; }
+
 inline std::unique_ptr<EmbeddingStore> MakeStore(EmbeddingStore::Options options,
                                                  const TrainConfig& config = SgdConfig()) {
   static std::list<PoolDirectory> directories;
-  const bool has_tier = std::getenv("PERSIA_TEST_TIER") != nullptr;
   const uint64_t cache_rows = std::clamp<uint64_t>(
       options.capacity / 8, options.num_internal_shards, options.num_internal_shards * 16);
-  auto store = has_tier ? EmbeddingStore::Open(options, directories.emplace_back().Tier(cache_rows))
-                        : EmbeddingStore::Create(options);
+  auto store = IsOverATier()
+                   ? EmbeddingStore::Open(options, directories.emplace_back().Tier(cache_rows))
+                   : EmbeddingStore::Create(options);
   EXPECT_TRUE(store.ok()) << store.status().ToString();
   EXPECT_TRUE(store.value()->Configure(config).ok());
   return std::move(store).value();
