@@ -1,6 +1,6 @@
 """Pods that end by themselves: data loaders, NN workers, and those that move rows to new parameter servers.
 
-Pods rather than Jobs: a Job would start one of its pods anew by itself, but a rank that is alone cannot join
+Pods rather than Jobs: a Job would restart one of its pods by itself, but a rank that is alone cannot join
 a group that has failed, and only the operator starts all of them.
 """
 
@@ -14,7 +14,7 @@ from persia_k8s.job import Job
 from persia_k8s.names import ATTEMPT_LABEL, Role, object_name, pod_name
 
 # For so long the training waits after the dump, to be ended by the operator: what it learned later would be
-# lost. An operator that is started anew, perhaps on another node, has the time to come back.
+# lost. An operator that is restarted, perhaps on another node, has the time to come back.
 HOLD_S = 600
 _ARGUMENTS = {"dump": ("--with-dense", f"--hold={HOLD_S}")}
 

@@ -27,7 +27,7 @@ class GroupLimits {
                    uint32_t num_shards);
   bool is_on() const { return !limits_.empty(); }
 
-  // Whoever inserts or removes a row of the shard says so; RowFeatures' hooks do.
+  // RowFeatures' hooks call them for each row that the shard inserts or removes.
   void CountInsert(uint64_t key) {
     if (Limit* limit = Of(key)) ++limit->num_rows;
   }

@@ -22,7 +22,7 @@ inline void Touch(const void* address) {
   static_cast<void>(*static_cast<const volatile unsigned char*>(address));
 }
 
-// Memory that other threads may be writing. `volatile`: a read whose result nobody uses stays.
+// Memory that other threads may be writing. `volatile`: an unused read is kept.
 template <typename T>
 void Touch(const std::atomic<T>& cell) {
   const volatile std::atomic<T>& read = cell;

@@ -63,7 +63,7 @@ std::shared_ptr<const BiasCorrections> BiasCorrections::For(float beta1, float b
   static std::mutex mutex;
   static std::map<std::pair<float, float>, std::weak_ptr<const BiasCorrections>> tables;
   const std::lock_guard lock(mutex);
-  // Tables that nobody has any more leave nothing behind.
+  // Entries of tables that are no longer used.
   std::erase_if(tables, [](const auto& entry) { return entry.second.expired(); });
   std::weak_ptr<const BiasCorrections>& known = tables[{beta1, beta2}];
   std::shared_ptr<const BiasCorrections> table = known.lock();

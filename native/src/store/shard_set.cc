@@ -82,9 +82,9 @@ std::span<const Run> BatchPlan::RunsOf(uint32_t shard) {
 }
 
 Status SharedFeatures::Occupy(const char* by) {
-  const char* nobody = nullptr;
-  if (occupied_by_.compare_exchange_strong(nobody, by)) return Status::Ok();
-  return FailedPrecondition(std::string(nobody) + " of this store is under way, and so " + by +
+  const char* holder = nullptr;
+  if (occupied_by_.compare_exchange_strong(holder, by)) return Status::Ok();
+  return FailedPrecondition(std::string(holder) + " of this store is under way, and so " + by +
                             " cannot begin; close it first");
 }
 

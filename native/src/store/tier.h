@@ -144,7 +144,7 @@ class Tier {
   const std::string directory_;
   std::optional<TrainConfig> saved_config_;
   std::atomic<uint64_t> batch_;
-  std::atomic<uint64_t> last_checkpoint_;  // rises with nobody else in the store
+  std::atomic<uint64_t> last_checkpoint_;  // rises under the store's exclusive lock
   std::atomic<uint64_t> last_committed_;
 
   std::atomic<bool> has_failed_ = false;
