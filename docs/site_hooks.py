@@ -1,5 +1,6 @@
-"""MkDocs hook: files of the repository that pages link to, such as examples, become part of the site.
+"""MkDocs hooks: the page of the command line, and files of the repository as part of the site.
 
+Files that pages link to, such as examples, become pages.
 Pages link to them relative to their place in the repository, so that links work there too. In the site such a
 file is below source/, and the links are rewritten. A code file becomes a page that shows its text.
 """
@@ -8,10 +9,14 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 from mkdocs.structure.files import File, Files
+
+from persia.launcher import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
@@ -39,7 +44,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Rewrites the links to repository files."""
+    """Rewrites the links to repository files, and fills the page of the command line."""
+    if page.file.src_uri == "reference/cli.md":
+        return "\n\n".join([markdown, *_helps(cli, "persia-launcher", None)])
     folder = posixpath.dirname(page.file.src_uri)
 
     def rewrite(match: re.Match[str]) -> str:
@@ -51,6 +58,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if page.file.src_uri.endswith(".page.md"):
         return markdown
     return LINK.sub(rewrite, markdown)
+
+
+def _helps(command: click.Command, name: str, parent: click.Context | None) -> Iterator[str]:
+    """The help of a command and of its subcommands, as a terminal shows it."""
+    context = click.Context(command, parent, name, terminal_width=80)
+    depth = context.command_path.count(" ")
+    yield f"{'#' * (depth + 2)} {context.command_path}\n\n```text\n{command.get_help(context)}\n```"
+    if isinstance(command, click.Group):
+        for subcommand in command.list_commands(context):
+            yield from _helps(command.get_command(context, subcommand), subcommand, context)
 
 
 def _place(uri: str, target: str) -> str:
