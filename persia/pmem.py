@@ -1,7 +1,7 @@
 """Pools of embedding rows on persistent memory or an ordinary file: made, looked at, checked, grown.
 
 A pool is a directory with one file, `rows.pool`, in which every version of a row is a record of its own with
-a checksum; [docs/tiers.md](../docs/tiers.md) describes it and what is durable when. Everything here works on
+a checksum; docs/tiers.md describes it and what is durable when. Everything here works on
 pools whose server is stopped; `inspect` also while one is running.
 
     >>> from persia import pmem

@@ -282,7 +282,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "published_system.md"
 
 def names_in(column: int) -> list[str]:
     """Full names in a column of the page's table of names that are gone."""
-    chapter = PAGE.read_text().split("\n## Names that are gone\n")[1].split("\n## ")[0]
+    chapter = PAGE.read_text().split("\n## Removed names\n")[1].split("\n## ")[0]
     cells = [line.split("|")[column] for line in chapter.splitlines() if line.startswith("| `")]
     return [name for cell in cells for name in re.findall(r"`(persia\.[\w.]+)`", cell)]
 

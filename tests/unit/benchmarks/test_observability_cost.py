@@ -1,4 +1,4 @@
-"""docs/operations.md says how many measurements a step makes."""
+"""docs/performance.md says how many measurements a step makes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.observability_cost import Cluster
 from persia import _native
 from persia.observability.phases import QUEUES, STEP_PHASES
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "operations.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "performance.md"
 
 
 def test_the_measurements_of_a_step_are_as_many_as_documented() -> None:

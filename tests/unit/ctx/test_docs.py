@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ MARKS = {
         "InferCtx",
     ],
     "checkpoints.md": ["keep_last=3", "get_resume_checkpoint"],
+    "recipes.md": ["pyarrow.dataset", "patience", "add_scalar"],
 }
 
 
@@ -188,6 +190,38 @@ def test_checkpoints(names: dict[str, Any], made: list[TrainCtx], tmp_path: Path
     steps = [path.name for path in sorted(tmp_path.glob("step-*"))]
     assert steps == [f"step-{step:012}" for step in (2, 4, 5)]
     assert (tmp_path / steps[-1] / "jit_dense.pt").is_file()
+
+
+def test_reading_parquet_files(names: dict[str, Any], made: list[TrainCtx], tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    rows = {"user": [["a", "b"], None, ["c"]] * 2, "age": [1, 2, 3] * 2, "clicked": [0, 1, 1] * 2}
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.table(rows), tmp_path / "one", row_group_size=3)
+    source, page = snippet("recipes.md", "pyarrow.dataset")
+    exec(compile(source.replace("clicks/", str(tmp_path)).replace("1024", "3"), page, "exec"), names)
+    with names["TrainCtx"]() as ctx:
+        for batch in DataLoader(StreamingDataset(loader=names["load"])):
+            output, labels = ctx.forward(batch)
+            ctx.backward(names["loss_fn"](output, labels[0]))
+    assert ctx.counters.batches_trained == 2
+
+
+def test_early_stopping(names: dict[str, Any], made: list[TrainCtx], tmp_path: Path) -> None:
+    source, page = snippet("recipes.md", "patience")
+    source = source.replace("s3://models/best", str(tmp_path / "best")).replace("1_000 ==", "1 ==")
+    for parameter in names[
+        "model"
+    ].parameters():  # the first step then separates the labels, whatever the seed
+        torch.nn.init.zeros_(parameter)
+    exec(compile(source, page, "exec"), names)
+    assert (tmp_path / "best" / "jit_dense.pt").is_file()
+    assert (names["best"], names["patience"], made[0].step) == (1.0, 0, 4)
+
+
+def test_reported_metrics(names: dict[str, Any], made: list[TrainCtx]) -> None:
+    steps: list[int] = []
+    names["writer"] = SimpleNamespace(add_scalar=lambda name, value, step: steps.append(step))
+    run("recipes.md", "add_scalar", names)
+    assert steps == [1, 2, 3, 4, 5]
 
 
 TRAINING = """\
