@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from persia_k8s.builders import Images, Manifest, Scale
+from persia_k8s.builders.manifest import Images, Manifest, Scale
 from persia_k8s.job import Job
 from persia_k8s.observation import Observation, PodView
 from persia_k8s.status import Condition, JobStatus
