@@ -173,6 +173,7 @@ class NnWorkerSource(Source):
         for outcome, count in self._counters().items():
             families.counter(f"persia_nn_{outcome}", "What became of the rank's batches.", count)
         families.gauge("persia_nn_in_flight", "Batches between lookup and update.", self._in_flight())
+        # The mean hides a slot that is far behind for a few batches, the largest hides how rare they are.
         for mode, (worst, mean) in self._staleness().items():
             families.gauge("persia_nn_staleness_max", _STALENESS_TEXT, worst, consistency=mode)
             families.gauge("persia_nn_staleness_mean", _STALENESS_TEXT, mean, consistency=mode)

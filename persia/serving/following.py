@@ -15,8 +15,17 @@ from persia.observability.status import fetch_json
 from persia.packets.log import PacketLog
 from persia.packets.packet import Packet
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource
-from persia.serving.loading import ModelSettings, Version, embeddings_of, load_version, try_sample
-from persia.serving.predictor import JIT_DENSE_NAME, Predictor, load_script, read_script
+from persia.serving.predictor import (
+    JIT_DENSE_NAME,
+    ModelSettings,
+    Predictor,
+    Version,
+    embeddings_of,
+    load_script,
+    load_version,
+    read_script,
+    try_sample,
+)
 from persia.storage.dense import load_state
 from persia.storage.location import Location
 from persia.storage.position import Position
