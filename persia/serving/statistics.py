@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
@@ -94,38 +95,35 @@ class ServingStatistics:
         )
 
 
+@dataclass(eq=False)
 class ServingSource(Source):
     """One server of predictions."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        statistics: ServingStatistics,
-        index: int,
-        replicas: int,
-        batcher: Batcher,
-    ) -> None:
-        super().__init__(SERVING, index, replicas)
-        self._model, self._statistics, self._queue = model, statistics, batcher
+    model: ServedModel
+    statistics: ServingStatistics
+    index: int
+    replicas: int
+    batcher: Batcher
+    role = SERVING
 
     def not_ready(self) -> str | None:
-        return self._model.not_ready()
+        return self.model.not_ready()
 
     def status(self) -> dict[str, Any]:
-        following = self._model.following
+        following = self.model.following
         return {
-            "model": self._model.settings.name,
-            "served_version": self._model.version,
-            "version_error": self._model.error,
-            **self._statistics.status(),
-            "num_running": self._queue.num_running,
-            "num_waiting": self._queue.num_waiting,
-            "num_missing": self._model.num_missing,
+            "model": self.model.settings.name,
+            "served_version": self.model.version,
+            "version_error": self.model.error,
+            **self.statistics.status(),
+            "num_running": self.batcher.num_running,
+            "num_waiting": self.batcher.num_waiting,
+            "num_missing": self.model.num_missing,
             "following": None if following is None else following.to_json(),
         }
 
     def add_metrics(self, families: Families) -> None:
-        model = self._model
+        model = self.model
         families.gauge(
             "persia_serving_version_info",
             "1; the labels tell which version answers.",
@@ -138,11 +136,13 @@ class ServingSource(Source):
             "1: the newest version cannot be served; the log and /status say why.",
             bool(model.error),
         )
-        self._statistics.add_metrics(families)
+        self.statistics.add_metrics(families)
         families.gauge(
-            "persia_serving_running_requests", "Requests whose batch is computed.", self._queue.num_running
+            "persia_serving_running_requests", "Requests whose batch is computed.", self.batcher.num_running
         )
-        families.gauge("persia_queue_depth", "Entries of a queue.", self._queue.num_waiting, queue="requests")
+        families.gauge(
+            "persia_queue_depth", "Entries of a queue.", self.batcher.num_waiting, queue="requests"
+        )
         if model.num_missing is not None:
             families.counter(
                 "persia_serving_missing_rows",
