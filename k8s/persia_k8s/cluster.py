@@ -228,7 +228,6 @@ class Cluster:
         return found
 
     def pod_log(self, namespace: str, name: str, tail_lines: int) -> str:
-        """The end of a pod's log."""
         with _translated(f"reading the log of pod {namespace}/{name}"):
             # The typed client: the dynamic one decodes answers as JSON.
             response = self._core.read_namespaced_pod_log(

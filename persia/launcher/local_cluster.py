@@ -173,7 +173,6 @@ class LocalCluster:
         _kill(self._find(name))
 
     def stop(self, name: str, timeout_s: float = 10.0) -> int:
-        """Sends SIGTERM and returns the exit code."""
         process = self._find(name)
         process.send_signal(signal.SIGTERM)
         return self.wait(process, timeout_s)

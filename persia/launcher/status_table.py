@@ -227,8 +227,11 @@ def _following(stats: Mapping[str, Any]) -> str:
         return ""
     behind, delay_s = following["num_behind"], following["delay_s"]
     parts = [f", packet {following['number']}", "" if behind is None else f", {behind} behind"]
-    parts.append("" if delay_s is None else f", {delay_s:.1f} s late")
-    parts.append(", pinned" if following["pinned"] else "")
+    # One that is held at a packet is not late: it is where somebody wants it.
+    if following["pinned"]:
+        parts.append(", pinned")
+    elif delay_s is not None:
+        parts.append(f", {delay_s:.1f} s late")
     parts.append(f", stuck: {following['error']}" if following["error"] else "")
     return "".join(parts)
 

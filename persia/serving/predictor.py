@@ -159,7 +159,6 @@ def embeddings_of(settings: ModelSettings, source: Source | None) -> EmbeddingSo
 
 
 def try_sample(settings: ModelSettings, predictor: Predictor) -> None:
-    """Raises what a prediction of the sample raises."""
     if settings.sample is not None:
         predictor.predict(PersiaBatch.from_bytes(settings.sample))
 

@@ -153,7 +153,6 @@ def _probe(job: Job, role: Role, path: str, failures: int) -> dict[str, Any]:
 
 
 def services(job: Job) -> list[Manifest]:
-    """All services of a job."""
     is_reached = {Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER, Role.NN_WORKER, Role.INFERENCE}
     roles = [role for role in job.roles if role in is_reached]
     return [_service(job, role) for role in ([Role.NATS, *roles] if job.has_own_nats else roles)]

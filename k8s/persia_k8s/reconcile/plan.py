@@ -63,7 +63,6 @@ class Situation:
     plan: Plan
 
     def update(self, **changes: Any) -> None:
-        """Changes fields of the new status."""
         self.plan.status = replace(self.plan.status, **changes)
 
     def set_condition(self, kind: str, status: bool, reason: str, message: str = "") -> bool:

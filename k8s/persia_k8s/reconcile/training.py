@@ -34,7 +34,6 @@ def _pods(situation: Situation) -> dict[str, PodView]:
 
 
 def provide(situation: Situation) -> None:
-    """Creates the pods that are missing."""
     existing = _pods(situation)
     # The first start has none; whatever a later one finds, the job itself has left there.
     resume = situation.before.progress.get("lastCheckpoint") if situation.before.attempt else None

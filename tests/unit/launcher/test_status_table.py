@@ -182,7 +182,7 @@ def test_a_narrow_terminal_cuts_no_name_and_no_number() -> None:
     [
         ({}, ", packet 41, 2 behind, 0.5 s late"),
         ({"num_behind": None, "delay_s": None}, ", packet 41"),
-        ({"pinned": True}, ", packet 41, 2 behind, 0.5 s late, pinned"),
+        ({"pinned": True}, ", packet 41, 2 behind, pinned"),
         ({"error": "a gap"}, ", packet 41, 2 behind, 0.5 s late, stuck: a gap"),
     ],
 )
