@@ -49,6 +49,7 @@ def quickest_batch(spans: list[Span]) -> int:
             by_batch[span["batch"]].append(span)
     if not by_batch:
         raise SystemExit("no span of this trace carries a batch_id: was the job training?")
+    # Batches at either end of a recording lack phases, and would look quicker than they were.
     most = max(len(own) for own in by_batch.values())
     length = {b: _length_ms(own) for b, own in by_batch.items() if len(own) == most}
     return min(length, key=lambda batch: length[batch])

@@ -31,6 +31,7 @@ def cli() -> None:
 )
 def gencrd(output: Path) -> None:
     """Write the CustomResourceDefinition of PersiaJob."""
+    # Imported where it is used, here and below: `gencrd` and --help need no Kubernetes client.
     from persia_k8s.crd import crd_yaml
 
     try:
@@ -63,7 +64,7 @@ def gencrd(output: Path) -> None:
 )
 def operator(namespace: tuple[str, ...], liveness_port: int, cpu_image: str, cuda_image: str) -> None:
     """Run PersiaJobs, until SIGTERM or Ctrl-C."""
-    from persia_k8s.builders import Images
+    from persia_k8s.builders.manifest import Images
     from persia_k8s.operator import run_operator
 
     run_operator(namespace, liveness_port, Images(cpu=cpu_image, cuda=cuda_image))

@@ -13,7 +13,7 @@ from kubernetes import client, config, dynamic
 from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
-from persia_k8s.builders import Manifest, spec_hash
+from persia_k8s.builders.manifest import Manifest, spec_hash
 from persia_k8s.errors import PersiaK8sError
 from persia_k8s.names import GROUP, JOB_LABEL, KIND, VERSION
 from persia_k8s.observation import Observation, PodView
@@ -180,6 +180,7 @@ class Cluster:
         namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
         pods = self._resource("", "Pod")
         what = f"creating pod {namespace}/{name}"
+        # A pass is taken again when the answer to its request was lost: the pod that is there may be its own.
         if _ask(what, pods.create, ignored=(409,), body=manifest, namespace=namespace) is None:
             self._check_owner(pods, manifest)
 
@@ -227,7 +228,6 @@ class Cluster:
         return found
 
     def pod_log(self, namespace: str, name: str, tail_lines: int) -> str:
-        """The end of a pod's log."""
         with _translated(f"reading the log of pod {namespace}/{name}"):
             # The typed client: the dynamic one decodes answers as JSON.
             response = self._core.read_namespaced_pod_log(
@@ -249,6 +249,7 @@ def _apply(resource: Any, manifest: Mapping[str, Any], field_manager: str) -> No
         body=dict(manifest),
         name=name,
         namespace=namespace,
+        # Fields that somebody has changed by hand become ours again: the spec of the job is the only source.
         field_manager=field_manager,
         force_conflicts=True,
     )

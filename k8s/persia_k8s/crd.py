@@ -53,7 +53,6 @@ def object_schema() -> dict[str, Any]:
 
 
 def crd_manifest() -> dict[str, Any]:
-    """The definition as an object of Kubernetes."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -111,7 +110,6 @@ _COLUMNS = [
 
 
 def crd_yaml() -> str:
-    """The manifest as a file."""
     head = "# Written by `persia-k8s-utils gencrd`.\n"
     return head + yaml.dump(crd_manifest(), sort_keys=False, width=110, Dumper=_PlainDumper)
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, WithJs
 
 from persia_k8s.errors import SpecError
 from persia_k8s.names import Role
-from persia_k8s.schema import CONFIG, parse
+from persia_k8s.schema import CONFIG, list_of_objects, parse
 
 # As Kubernetes declares its own types: a mistake is refused by kubectl apply rather than found in a pod.
 _QUANTITIES = {
@@ -22,52 +22,35 @@ _QUANTITIES = {
     },
 }
 _RESOURCES = {"type": "object", "properties": {"limits": _QUANTITIES, "requests": _QUANTITIES}}
-_ENV = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["name"],
-        "properties": {
-            "name": {"type": "string", "minLength": 1},
-            "value": {"type": "string"},
-            "valueFrom": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
-        },
+_OPEN = {"x-kubernetes-preserve-unknown-fields": True}
+_ANY_OBJECT = {"type": "object", **_OPEN}
+_ENV = list_of_objects(
+    {
+        "name": {"type": "string", "minLength": 1},
+        "value": {"type": "string"},
+        "valueFrom": _ANY_OBJECT,
     },
-}
-_VOLUMES = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["name"],
-        "properties": {"name": {"type": "string", "minLength": 1}},
-        "x-kubernetes-preserve-unknown-fields": True,
-    },
-}
-_VOLUME_MOUNTS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["name", "mountPath"],
-        "properties": {"name": {"type": "string"}, "mountPath": {"type": "string", "minLength": 1}},
-        "x-kubernetes-preserve-unknown-fields": True,
-    },
-}
-_TOLERATIONS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {
-            "key": {"type": "string"},
-            "operator": {"type": "string", "enum": ["Exists", "Equal"]},
-            "value": {"type": "string"},
-            "effect": {"type": "string", "enum": ["NoSchedule", "PreferNoSchedule", "NoExecute"]},
-            "tolerationSeconds": {"type": "integer"},
-        },
-    },
-}
+    required=["name"],
+)
+# Kinds of volumes are many, and those of a newer Kubernetes are to pass: their own fields are not listed.
+_VOLUMES = list_of_objects({"name": {"type": "string", "minLength": 1}}, required=["name"], **_OPEN)
+_VOLUME_MOUNTS = list_of_objects(
+    {"name": {"type": "string"}, "mountPath": {"type": "string", "minLength": 1}},
+    required=["name", "mountPath"],
+    **_OPEN,
+)
+_TOLERATIONS = list_of_objects(
+    {
+        "key": {"type": "string"},
+        "operator": {"type": "string", "enum": ["Exists", "Equal"]},
+        "value": {"type": "string"},
+        "effect": {"type": "string", "enum": ["NoSchedule", "PreferNoSchedule", "NoExecute"]},
+        "tolerationSeconds": {"type": "integer"},
+    }
+)
 _STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
-_ANY_OBJECT = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 
+# A text that is given and empty is a mistake, such as a variable of a template that was not set.
 Text = Annotated[str, Field(min_length=1)]
 Object = Mapping[str, Any]
 Resources = Annotated[Object, WithJsonSchema(_RESOURCES)]
@@ -127,6 +110,7 @@ class InferenceSpec(RoleSpec):
     """What requests call the model."""
     arguments: Sequence[str] = []
     """Further arguments of `persia-launcher serve`, such as `--threads=2`."""
+    # One by default: unlike a parameter server, a pod of this role holds nothing that would be lost.
     max_unavailable: StrictInt = Field(default=1, ge=0)
     """Pods that a voluntary disruption, such as a node drain, may end at once."""
 

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from persia_k8s.builders import spec_hash
+from persia_k8s.builders.manifest import spec_hash
 from persia_k8s.names import ATTEMPT_LABEL, ROLE_LABEL, Role
 
 _ROLES = {role.suffix: role for role in Role}
+# Messages become part of conditions and events, which are to stay readable.
 _MAX_MESSAGE = 500
 
 

@@ -8,6 +8,7 @@ from persia_k8s.crd import object_schema
 
 _NAME = {"type": "string", "minLength": 1}
 _NAMESPACE = {"type": "string", "default": "default"}
+# OpenAPI 3.0, as in the schemas of a CRD, of which `spec` is one: null is the key `nullable`, not a type.
 _RESULTS = {
     "type": "object",
     "required": ["success"],

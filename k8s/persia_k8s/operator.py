@@ -17,7 +17,7 @@ from typing import Any
 
 import kopf
 
-from persia_k8s.builders import Images
+from persia_k8s.builders.manifest import Images
 from persia_k8s.cluster import Cluster, ClusterError
 from persia_k8s.errors import PersiaK8sError, SpecError
 from persia_k8s.job import Job

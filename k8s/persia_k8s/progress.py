@@ -45,6 +45,7 @@ def _is_number(value: object) -> bool:
 
 
 _KEYS: dict[str, Callable[[Any], bool]] = {
+    # By its type: bool is an int in Python. The API server stores integers of 64 bits.
     "step": lambda value: type(value) is int and 0 <= value < 2**63,
     "auc": lambda value: _is_number(value) and 0 <= value <= 1,
     "samplesPerSecond": lambda value: _is_number(value) and value >= 0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -13,6 +13,14 @@ from persia_k8s.errors import SpecError
 # Unknown fields are ignored: the API server has dropped them from what it stores.
 CONFIG = ConfigDict(alias_generator=to_camel, populate_by_name=True)
 _T = TypeVar("_T")
+
+
+def list_of_objects(
+    properties: dict[str, Any], *, required: Sequence[str] = (), **more: Any
+) -> dict[str, Any]:
+    """The schema of a list of objects; `more`: further keys of the schema of one object."""
+    names = {"required": list(required)} if required else {}
+    return {"type": "array", "items": {"type": "object", **names, "properties": properties, **more}}
 
 
 def structural_schema(kind: type, *, of_status: bool = False) -> dict[str, Any]:

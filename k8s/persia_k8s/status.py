@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, StrictInt, TypeAda
 from pydantic.dataclasses import dataclass
 
 from persia_k8s.names import Role
-from persia_k8s.schema import CONFIG, parse, structural_schema
+from persia_k8s.schema import CONFIG, list_of_objects, parse, structural_schema
 
 
 class Phase(str, Enum):
@@ -89,20 +89,18 @@ class Condition:
 
 
 _CONDITIONS = {
-    "type": "array",
-    "x-kubernetes-list-type": "map",
-    "x-kubernetes-list-map-keys": ["type"],
-    "items": {
-        "type": "object",
-        "required": ["type", "status", "reason", "lastTransitionTime"],
-        "properties": {
+    **list_of_objects(
+        {
             "type": {"type": "string"},
             "status": {"type": "string", "enum": ["True", "False", "Unknown"]},
             "reason": {"type": "string"},
             "message": {"type": "string"},
-            "lastTransitionTime": _TIME,
+            _SINCE: _TIME,
         },
-    },
+        required=["type", "status", "reason", _SINCE],
+    ),
+    "x-kubernetes-list-type": "map",
+    "x-kubernetes-list-map-keys": ["type"],
 }
 _PROGRESS = {
     "type": "object",
@@ -154,6 +152,7 @@ class JobStatus:
     resize: Resize | None = Field(
         default=None, description="The resize of the parameter servers that goes on."
     )
+    # By generation of the spec: what has failed is tried again only once somebody has changed the spec.
     failed_resize: StrictInt = Field(default=0, description="Generation of the spec whose resize has failed.")
     resize_checkpoint: _Text = Field(
         default="", description="What the last resize went through; removed when the job succeeds."
@@ -167,6 +166,7 @@ class JobStatus:
         PlainSerializer(lambda roles: {role.field: asdict(status) for role, status in roles.items()}),
         WithJsonSchema(_ROLES_SCHEMA),
     ] = Field(default={}, description="Counts of each role.")
+    # A pod that is replaced counts its restarts from 0 again, so the count alone would not show it.
     servers: Annotated[
         Mapping[str, str],
         WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),

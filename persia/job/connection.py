@@ -10,8 +10,7 @@ from persia.errors import FailedPreconditionError
 from persia.messaging.discovery import Advertiser, Directory, ServiceInfo
 from persia.messaging.interface import Session
 from persia.messaging.session import NatsSession
-from persia.observability.process import ProcessObserver
-from persia.observability.settings import ObservabilitySettings
+from persia.observability.process import ObservabilitySettings, ProcessObserver
 from persia.observability.sources import Source
 
 __all__ = ["JobConnection"]

@@ -32,6 +32,7 @@ _NOT_YET = 75
 # There is no training yet, another dump runs (perhaps one that no client waits for), or answers come late.
 _PASSING = (FailedPreconditionError, ResourceExhaustedError, DeadlineExceededError)
 
+# For every command that shows something: tables are for people, and may change.
 _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 
 
@@ -192,35 +193,32 @@ def dump(
             "--hold has no effect without --with-dense: rows are dumped while training continues"
         )
     try:
-        _dump(location, nats_url, job_name, hold_s if with_dense else None, in_place)
+        if with_dense:
+            _dump_training(location, nats_url, job_name, hold_s, in_place)
+            return
+        from persia.checkpoint.checkpoints import DumpRequest
+
+        # Rows alone need no rank: the servers are asked from here. A dense part only rank 0 can write.
+        with _checkpoints(nats_url, job_name) as checkpoints:
+            checkpoints.dump(DumpRequest(location, in_place=in_place))
     except _PASSING as failure:
         click.secho(f"persia-launcher: not yet: {failure}", fg="red", err=True)
         sys.exit(_NOT_YET)
 
 
-def _dump(location: str, nats_url: str | None, job_name: str, hold_s: float | None, in_place: bool) -> None:
-    """`hold_s`: None dumps rows only."""
+def _dump_training(location: str, nats_url: str | None, job_name: str, hold_s: float, in_place: bool) -> None:
     from persia import env
     from persia.checkpoint.training_dump import request_training_dump
     from persia.storage.location import Location
 
-    if hold_s is None:
-        from persia.checkpoint.checkpoints import DumpRequest
-
-        with _checkpoints(nats_url, job_name) as checkpoints:
-            checkpoints.dump(DumpRequest(location, in_place=in_place))
-        return
     deadline_s = env.get_deadline_s()
     # A pod that is deleted is told by SIGTERM, which a container's first process ignores unless it listens.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     with job_session(nats_url, job_name, name="checkpoint", wait_s=deadline_s) as session:
         place = str(Location.of(location))
         request_training_dump(session, place, hold_s=hold_s, deadline_s=deadline_s, in_place=in_place)
-    click.echo(
-        f"the training has dumped its dense part to {place}, and its rows in place"
-        if in_place
-        else f"the training has dumped dense part and rows to {place}"
-    )
+    rows = "rows in place" if in_place else "rows"
+    click.echo(f"the training has dumped its dense part to {place}, and its {rows}")
 
 
 @command.command()

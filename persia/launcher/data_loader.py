@@ -6,16 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 
 import click
 
 from persia import env
 from persia.launcher.options import option, replica_options
 from persia.launcher.script import PASS_THROUGH, become, script_and_arguments, show_command
-
-_SIGNAL_STEP_S = 0.2
 
 
 @click.command("data-loader", context_settings=PASS_THROUGH)
@@ -44,22 +40,22 @@ def command(replica_index: int, replica_size: int, linger: bool, words: tuple[st
 
 def _run_and_linger(command_line: list[str], environment: dict[str, str]) -> int:
     """Runs the script and waits on; a child, so that its exit handlers have run. Returns the exit code."""
-    stopped = threading.Event()
-    with subprocess.Popen(command_line, env=environment) as child:
-
-        def stop(number: int, _frame: object) -> None:
-            stopped.set()
+    awaited = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+    # Blocked, and fetched one by one: a handler could miss a signal that arrives just before a wait. The
+    # script gets the mask of before, or it could not be stopped.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    is_stopped = False
+    with subprocess.Popen(
+        command_line,
+        env=environment,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
+    ) as child:
+        while child.poll() is None or (child.returncode == 0 and not is_stopped):
+            number = signal.sigwait(awaited)
+            is_stopped = is_stopped or number != signal.SIGCHLD
             # Ctrl-C reaches the child by itself, being of the same foreground group; SIGTERM is sent to us
             # alone.
             if number == signal.SIGTERM:
                 child.send_signal(number)
-
-        signal.signal(signal.SIGTERM, stop)
-        signal.signal(signal.SIGINT, stop)
-        # In steps, here and below: a wait without end may miss a signal that arrives just before it.
-        while (exit_code := child.poll()) is None:
-            time.sleep(_SIGNAL_STEP_S)
-    while exit_code == 0 and not stopped.wait(_SIGNAL_STEP_S):
-        pass
     # As a shell says it: 128 + the number of the signal that ended the script.
-    return exit_code if exit_code >= 0 else 128 - exit_code
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode

@@ -37,6 +37,7 @@ def command(as_json: bool, **settings: Any) -> None:
     colors = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
     findings = []
     for topic, finding in run_checks(Settings(**settings)):
+        # Shown at once: a later check may wait seconds for a broker that does not answer.
         findings.append((topic, finding))
         if not as_json:
             level = click.style(f"{finding.level.value:>4}", fg=colors[finding.level])

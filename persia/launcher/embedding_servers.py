@@ -51,9 +51,10 @@ def embedding_parameter_server(**options: Any) -> None:
 
     Start --replica-size of them, each with its own --replica-index. SIGTERM and Ctrl-C stop it.
     """
-    from persia.roles.options import ServerOptions
+    from persia.roles.lifetime import ServerOptions
     from persia.roles.parameter_server import run_parameter_server
 
+    # Imported when the server starts: the native module and numpy would slow --help down.
     # The options are named like the fields.
     run_parameter_server(ServerOptions(**options))
 
@@ -75,6 +76,6 @@ def embedding_worker(**options: Any) -> None:
     Start --replica-size of them, each with its own --replica-index. SIGTERM and Ctrl-C stop it.
     """
     from persia.roles.embedding_worker import run_embedding_worker
-    from persia.roles.options import ServerOptions
+    from persia.roles.lifetime import ServerOptions
 
     run_embedding_worker(ServerOptions(**options))

@@ -26,7 +26,9 @@ from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORK
 
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_cyan", "bright_yellow", "bright_magenta")
 _NUM_SHOWN_LINES = 40  # a traceback, and what other ranks say when they are ended for it
-_NATS_CHATTER = "[INF]"  # its configuration when it starts, and that it was told to end
+# Its configuration when it starts, and that it was told to end. The limit of messages is ours, and is meant:
+# a batch is one message.
+_NATS_CHATTER = ("[INF]", "Maximum payloads over")
 
 _WAIT_S = 0.5  # how often the main thread looks up, for signals
 # A training script may leave its loop before the data ends, which is an error for loaders only: how long it
@@ -209,7 +211,7 @@ class _Printer:
         self._colors: dict[str, str] = {}
 
     def __call__(self, name: str, line: str) -> None:
-        if name == NATS and _NATS_CHATTER in line:
+        if name == NATS and any(text in line for text in _NATS_CHATTER):
             return
         # The reader of our output may close it. The job's processes must not block on full pipes then.
         with self._lock, contextlib.suppress(BrokenPipeError):

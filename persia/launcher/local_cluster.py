@@ -90,6 +90,7 @@ class LocalCluster:
         """
         _check(embedding_config, parse_embedding_config, load_embedding_config)
         _check(global_config or {}, parse_global_config, load_global_config)
+        # Written to files when the cluster starts: processes read them as those of production do.
         self._configs = {"embedding_config": embedding_config, "global_config": global_config or {}}
         self._num_replicas = {
             EMBEDDING_PARAMETER_SERVER: parameter_servers,
@@ -172,7 +173,6 @@ class LocalCluster:
         _kill(self._find(name))
 
     def stop(self, name: str, timeout_s: float = 10.0) -> int:
-        """Sends SIGTERM and returns the exit code."""
         process = self._find(name)
         process.send_signal(signal.SIGTERM)
         return self.wait(process, timeout_s)

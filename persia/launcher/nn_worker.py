@@ -55,6 +55,7 @@ def command(
     if nnodes > 1 and master_addr is None:
         raise click.UsageError("with several machines --master-addr must name machine 0")
     rendezvous = torchrun_arguments(nproc_per_node, nnodes, node_rank, master_addr, master_port)
+    # rank.py stands between torchrun and the script, so that ranks end when torchrun is killed.
     become([*rendezvous, str(Path(__file__).with_name("rank.py")), script, *arguments], {})
 
 

@@ -130,14 +130,15 @@ def command(
     one, or brings it back there:
       persia-launcher serve model/ --embedding-config embedding_config.yml --incremental-dir packets/
     """
+    # Imported here: torch takes seconds, and --help is to be instant.
     import torch
 
     from persia.config import load_embedding_config
     from persia.packets.follower import FollowOptions
     from persia.serving.batcher import BatchingOptions
     from persia.serving.embeddings import RemoteRows
+    from persia.serving.predictor import ModelSettings
     from persia.serving.server import ServingOptions, serve
-    from persia.serving.versions import ModelSettings
     from persia.storage.location import Location
 
     # Rows come from workers, or from the checkpoint if there are slots; a model without embeddings needs

@@ -55,6 +55,7 @@ def command(
         session = None
         if not addresses:
             session = stack.enter_context(job_session(nats_url, job_name, name="status"))
+        # Addresses change with every start of a process, so that Prometheus gets a file rather than a config.
         if session is not None and targets:
             found = find_processes(session)
             click.echo(json.dumps(prometheus_targets(found), indent=2))

@@ -35,6 +35,8 @@ from persia.observability.status import (
 
 # The first three cells after the state have one meaning for all roles, so that rows can be compared.
 _COLUMNS = ("process", "state", "rate", "in flight", "waiting", "memory", "details")
+# Below this many columns a table would cut the names of processes and wrap every cell.
+_TABLE_WIDTH = 120
 
 
 class JobView:
@@ -45,6 +47,8 @@ class JobView:
         self._session = session
         self._addresses = addresses
         self._job_name = job_name
+        # As wide as the table: what is piped elsewhere must not be cut.
+        self._console = Console(width=None if sys.stdout.isatty() else 200)
         self._before: dict[tuple[str, int], ProcessStatus] = {}
         self.now: list[ProcessStatus] = []
         self._look()
@@ -63,14 +67,13 @@ class JobView:
         """Prints the table, with the rates of one interval."""
         time.sleep(interval_s)
         self._look()
-        # As wide as the table: what is piped elsewhere must not be cut.
-        Console(width=None if sys.stdout.isatty() else 200).print(self._render())
+        self._console.print(self._render())
 
     def watch(self, interval_s: float) -> None:
         """Draws the table again and again, until Ctrl-C."""
         with (
             contextlib.suppress(KeyboardInterrupt),
-            Live(self._render(), screen=False, auto_refresh=False) as live,
+            Live(self._render(), console=self._console, screen=False, auto_refresh=False) as live,
         ):
             while True:
                 time.sleep(interval_s)
@@ -88,10 +91,11 @@ class JobView:
         self.now = with_gone(self._before, job_status(known))
 
     def _render(self) -> RenderableType:
+        width = self._console.width  # asked each time: the window may have another size by now
         if self._session is None:
-            return render(self._before, self.now, "by address", is_whole_job=False)
+            return render(self._before, self.now, "by address", width=width, is_whole_job=False)
         lost = "" if self._session.is_connected else ": its NATS server does not answer, reconnecting"
-        return render(self._before, self.now, f"job {self._job_name}{lost}")
+        return render(self._before, self.now, f"job {self._job_name}{lost}", width=width)
 
 
 def render(
@@ -99,23 +103,36 @@ def render(
     now: Sequence[ProcessStatus],
     title: str,
     *,
+    width: int = _TABLE_WIDTH,
     is_whole_job: bool = True,
 ) -> RenderableType:
     """`before`: the look before this one, by role and index; rates are differences to it.
 
+    `width`: columns of the terminal; a narrow one gets two lines for each process instead of a table.
     `is_whole_job`: replicas that `now` lacks are missed.
     """
-    table = Table(title=title, title_justify="left", expand=False)
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in ("process", "state", "details") else "right")
-    for status in now:
-        known = before.get((status.info.role, status.info.index))
-        table.add_row(*_row(status, rates(known, status)))
+    rows = [_row(status, rates(before.get((status.info.role, status.info.index)), status)) for status in now]
+    shown: list[RenderableType] = [Text(title, style="italic"), *map(_narrow, rows)]
+    if width >= _TABLE_WIDTH:
+        table = Table(title=title, title_justify="left", expand=False)
+        for column in _COLUMNS:
+            table.add_column(column, justify="left" if column in ("process", "state", "details") else "right")
+        for row in rows:
+            table.add_row(*row)
+        shown = [table]
     below = [Text(line) for line in (_reported(now),) if line]
     missing = missing_replicas(status.info for status in now) if is_whole_job else []
     if missing:
         below.append(Text(f"not there: {', '.join(missing)}; start them, or see their logs", style="red"))
-    return Group(table, *below)
+    return Group(*shown, *below)
+
+
+def _narrow(row: Sequence[str | Text]) -> Text:
+    """A row of the table as lines: name and state, then what the other columns say."""
+    name, state, rate, in_flight, waiting, memory, details = row
+    counts = (f"{in_flight} in flight" if in_flight else "", f"{waiting} waiting" if waiting else "")
+    below = ", ".join(str(text) for text in (rate, *counts, memory, details) if text)
+    return Text.assemble(name, "  ", state, f"\n  {below}")
 
 
 def si(value: float) -> str:
@@ -210,8 +227,11 @@ def _following(stats: Mapping[str, Any]) -> str:
         return ""
     behind, delay_s = following["num_behind"], following["delay_s"]
     parts = [f", packet {following['number']}", "" if behind is None else f", {behind} behind"]
-    parts.append("" if delay_s is None else f", {delay_s:.1f} s late")
-    parts.append(", pinned" if following["pinned"] else "")
+    # One that is held at a packet is not late: it is where somebody wants it.
+    if following["pinned"]:
+        parts.append(", pinned")
+    elif delay_s is not None:
+        parts.append(f", {delay_s:.1f} s late")
     parts.append(f", stuck: {following['error']}" if following["error"] else "")
     return "".join(parts)
 

@@ -50,5 +50,6 @@ def command(
     """
     from persia.serving.archive import WorkerSettings, write_archive
 
+    # Both the same: TorchServe must not add processes by itself, as each may hold all rows.
     workers = WorkerSettings(minWorkers=processes, maxWorkers=processes, batchSize=batch_size)
     click.echo(write_archive(export_path, model_name, checkpoint, workers=workers, **given))

@@ -44,6 +44,7 @@ def command(nats_url: str | None, job_name: str, batches: int, seconds: float, o
             )
             sys.exit(1)
         result = record(processes, num_batches=batches, limit_s=seconds)
+    # What was recorded is written even if a process has ended meanwhile: it may show why.
     result.write(output)
     click.echo(
         f"{result.num_spans} spans of {len(processes)} processes, {result.num_batches} batches in "

@@ -42,7 +42,6 @@ def report(**values: float) -> None:
 
 
 def reported() -> dict[str, float]:
-    """The latest value of each name."""
     with _lock:
         return dict(_values)
 

@@ -51,6 +51,7 @@ class Count:
         return self._value
 
 
+# One of each for the process: a rank has one training loop, and phases are entered by one thread at a time.
 WAIT_FOR_BATCH = Phase("wait for batch")
 LOOKUP_IN_STEP = Phase("lookup in step")  # of synchronous slots
 TO_DEVICE = Phase("to device")

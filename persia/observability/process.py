@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,67 @@ from typing_extensions import Self
 
 from persia import env
 from persia._native import __version__, enable_durations
+from persia.config import GlobalConfig, load_global_config
+from persia.config.global_config import MetricsConfig
 from persia.messaging.interface import Session
 from persia.observability import finite_reported, reported
 from persia.observability.exposition import Families, text
 from persia.observability.health import HealthService
 from persia.observability.http import Answer, HttpPort, Query, json_answer
-from persia.observability.otlp import OtlpExporter
 from persia.observability.push import Pusher
-from persia.observability.settings import ObservabilitySettings
 from persia.observability.sources import Source
 from persia.observability.trace import Tracer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservabilitySettings:
+    """`port` None: no HTTP port; 0: a free one. `health_port` None: no gRPC health service."""
+
+    metrics: MetricsConfig
+    host: str
+    # Ports are free ones by default: processes of a host must not compete for a number.
+    port: int | None = 0
+    health_port: int | None = None
+    gateway: str | None = None  # host:port of a Pushgateway
+    otlp_endpoint: str | None = None  # URL of an OpenTelemetry collector
+    otlp_trace_one_in: int = 0
+
+    @classmethod
+    def from_environment(
+        cls, config: GlobalConfig | None = None, *, host: str | None = None, port_offset: int = 0
+    ) -> ObservabilitySettings:
+        """`config` None: that of PERSIA_GLOBAL_CONFIG, else the defaults.
+
+        `port_offset` tells processes of a machine apart that share one environment, such as ranks.
+        """
+        if config is None:
+            path = env.global_config_path()
+            config = load_global_config(path) if path else GlobalConfig()
+        return cls(
+            metrics=config.common_config.metrics_config,
+            host=host or env.get_bind_host(),
+            port=_shifted(env.get_metrics_port(), port_offset),
+            health_port=_shifted(env.get_health_port(), port_offset),
+            gateway=env.get_metrics_gateway(),
+            otlp_endpoint=env.get_otlp_endpoint(),
+            otlp_trace_one_in=env.get_otlp_trace_one_in(),
+        )
+
+
+def _shifted(port: int | None, offset: int) -> int | None:
+    # 0 asks for a free port, and None for no port: neither is shifted.
+    return port + offset if port else port
 
 
 class ProcessObserver:
     """Shows `source` from creation to `close`. Not ready until `serving` is set.
 
+    `session`: the process is not ready while its connection is lost; None: the process needs no broker.
     `address` is "host:port" of the HTTP port, as others reach it; empty without one. Raises StorageError when
     a port that was asked for is not free.
     """
 
-    def __init__(self, source: Source, session: Session, settings: ObservabilitySettings) -> None:
+    def __init__(self, source: Source, session: Session | None, settings: ObservabilitySettings) -> None:
         self.serving = False
         self.address = ""
         self.health_port: int | None = None
@@ -96,7 +138,7 @@ class ProcessObserver:
         # In the order in which a start goes: the first thing missing is the most useful answer.
         if not self.serving:
             return "it has not joined the job yet, or is ending"
-        if not self._session.is_connected:
+        if self._session is not None and not self._session.is_connected:
             return "there is no connection to the NATS server"
         return self._source.not_ready()
 
@@ -144,6 +186,8 @@ class ProcessObserver:
         settings = self._settings
         if not settings.metrics.enable_metrics or settings.otlp_endpoint is None:
             return
+        from persia.observability.otlp import OtlpExporter  # its packages are optional
+
         exporter = OtlpExporter(
             settings.otlp_endpoint,
             self.collect,

@@ -56,6 +56,7 @@ def record(processes: Sequence[ServiceInfo], *, num_batches: int, limit_s: float
         list(pool.map(lambda info: _ask(info, f"/trace/start?spans={spans}", problems), processes))
         trained = first
         for _ in Attempts(limit_s, pause_s=0.1):
+            # A rank that does not answer is missing from the sum, which must not fall for it.
             trained = max(trained, _num_trained(ranks, problems))
             # A process that has ended ends the recording: what follows would lack its spans.
             if problems or trained - first >= num_batches:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from persia._native import EmbeddingWorker, ParameterServer, RemoteClient
@@ -27,9 +28,6 @@ class Source(abc.ABC):
     index: int
     replicas: int
 
-    def __init__(self, role: str, index: int, replicas: int) -> None:
-        self.role, self.index, self.replicas = role, index, replicas
-
     @abc.abstractmethod
     def add_metrics(self, families: Families) -> None:
         """Adds what there is to know now."""
@@ -47,22 +45,23 @@ class Source(abc.ABC):
         return None
 
 
+@dataclass(eq=False)
 class ParameterServerSource(Source):
-    """Rows, lookups and updates of one parameter server; `checkpoints` None: it takes none."""
+    """Rows, lookups and updates of one parameter server."""
 
-    def __init__(
-        self, server: ParameterServer, index: int, replicas: int, checkpoints: CheckpointLog | None = None
-    ) -> None:
-        super().__init__(EMBEDDING_PARAMETER_SERVER, index, replicas)
-        self._server, self._checkpoints = server, checkpoints
-        self.following: Callable[[], Mapping[str, Any]] | None = None  # set where packets are followed
-        self.tier: Callable[[], Mapping[str, Any]] | None = None  # set where rows are in a storage tier
+    server: ParameterServer
+    index: int
+    replicas: int
+    checkpoints: CheckpointLog | None = None  # None: it takes none
+    following: Callable[[], Mapping[str, Any]] | None = None  # set where packets are followed
+    tier: Callable[[], Mapping[str, Any]] | None = None  # set where rows are in a storage tier
+    role = EMBEDDING_PARAMETER_SERVER
 
     def status(self) -> dict[str, Any]:
         # One snapshot for the whole answer, so that its numbers belong together.
-        values = dict(self._server.stats())
-        if self._checkpoints is not None:
-            values["checkpoint_lag_s"] = self._checkpoints.lag_s()
+        values = dict(self.server.stats())
+        if self.checkpoints is not None:
+            values["checkpoint_lag_s"] = self.checkpoints.lag_s()
         if self.following is not None:
             values["following"] = self.following()
         if self.tier is not None:
@@ -70,14 +69,14 @@ class ParameterServerSource(Source):
         return values
 
     def configured(self) -> bool:
-        return bool(self._server.stats()["configured"])
+        return bool(self.server.stats()["configured"])
 
     def add_metrics(self, families: Families) -> None:
-        durations = self._server.durations()
-        _add_native(families, self._server.metrics())
+        durations = self.server.durations()
+        _add_native(families, self.server.metrics())
         families.gauges(tables.SERVER_TIMES, _latest(durations))
-        if self._checkpoints is not None:
-            self._checkpoints.add_metrics(families)
+        if self.checkpoints is not None:
+            self.checkpoints.add_metrics(families)
         _add_durations(families, durations)
         if self.following is not None:
             add_following(families, self.following())
@@ -87,80 +86,72 @@ class ParameterServerSource(Source):
             families.gauges(tables.TIER_GAUGES, tier)
 
 
+@dataclass(eq=False)
 class EmbeddingWorkerSource(Source):
     """Batches, slots and calls of one embedding worker."""
 
-    def __init__(self, worker: EmbeddingWorker, index: int, replicas: int) -> None:
-        super().__init__(EMBEDDING_WORKER, index, replicas)
-        self._worker = worker
+    worker: EmbeddingWorker
+    index: int
+    replicas: int
+    role = EMBEDDING_WORKER
 
     def status(self) -> dict[str, Any]:
-        return {**self._worker.stats(), "servers": self._worker.channels(), "slots": self._worker.slots()}
+        return {**self.worker.stats(), "servers": self.worker.channels(), "slots": self.worker.slots()}
 
     def configured(self) -> bool:
-        return bool(self._worker.stats()["configured"])
+        return bool(self.worker.stats()["configured"])
 
     def not_ready(self) -> str | None:
         try:
             # A worker is as ready as its servers: without them it answers no lookup.
-            self._worker.server_sizes(timeout_s=_PROBE_TIMEOUT_S)
+            self.worker.server_sizes(timeout_s=_PROBE_TIMEOUT_S)
         except PersiaError as failure:
             return str(failure)
         return None
 
     def add_metrics(self, families: Families) -> None:
-        durations = self._worker.durations()
-        _add_native(families, self._worker.metrics())
+        durations = self.worker.durations()
+        _add_native(families, self.worker.metrics())
         families.gauges(tables.WORKER_TIMES, _latest(durations))
-        for slot, metrics in self._worker.slot_metrics():
+        for slot, metrics in self.worker.slot_metrics():
             _add_native(families, metrics, feat=slot)
         _add_durations(families, durations)
-        _add_channels(families, self._worker)
+        _add_channels(families, self.worker)
 
 
+@dataclass(eq=False)
 class NnWorkerSource(Source):
-    """One rank: its step, its batches, its calls.
+    """One rank: its step, its batches, its calls."""
 
-    Args:
-        counters: what became of the rank's batches, by name.
-        in_flight: batches between lookup and update.
-        queues: entries of each queue, by name.
-        staleness: measured in the batches trained, (largest, mean) by consistency mode.
-    """
-
-    def __init__(
-        self,
-        client: RemoteClient,
-        index: int,
-        replicas: int,
-        *,
-        counters: Callable[[], Mapping[str, int]],
-        in_flight: Callable[[], int],
-        queues: Callable[[], Mapping[str, int]] = dict,
-        packets: Callable[[], Mapping[str, float]] = dict,
-        staleness: Callable[[], Mapping[str, tuple[int, float]]] = dict,
-    ) -> None:
-        super().__init__(NN_WORKER, index, replicas)
-        self._staleness = staleness
-        self._client = client
-        self._packets = packets
-        self._counters, self._in_flight, self._queues = counters, in_flight, queues
-        self._slow = {phase: 0.0 for _, phase, _ in tables.NN_SLOW_TIMES}
+    client: RemoteClient
+    index: int
+    replicas: int
+    _: KW_ONLY
+    counters: Callable[[], Mapping[str, int]]  # what became of the rank's batches, by name
+    in_flight: Callable[[], int]  # batches between lookup and update
+    queues: Callable[[], Mapping[str, int]] = dict  # entries of each queue, by name
+    packets: Callable[[], Mapping[str, float]] = dict
+    # Measured in the batches trained, (largest, mean) by consistency mode.
+    staleness: Callable[[], Mapping[str, tuple[int, float]]] = dict
+    role = NN_WORKER
+    _slow: dict[str, float] = field(
+        default_factory=lambda: {phase: 0.0 for _, phase, _ in tables.NN_SLOW_TIMES}, init=False
+    )
 
     def status(self) -> dict[str, Any]:
         return {
-            **self._counters(),
-            "in_flight": self._in_flight(),
+            **self.counters(),
+            "in_flight": self.in_flight(),
             "staleness": {
-                mode: {"max": worst, "mean": mean} for mode, (worst, mean) in self._staleness().items()
+                mode: {"max": worst, "mean": mean} for mode, (worst, mean) in self.staleness().items()
             },
-            "queues": dict(self._queues()),
-            "packets": dict(self._packets()),
-            "workers": self._client.channels(),
+            "queues": dict(self.queues()),
+            "packets": dict(self.packets()),
+            "workers": self.client.channels(),
         }
 
     def add_metrics(self, families: Families) -> None:
-        durations = self._client.durations()
+        durations = self.client.durations()
         # The native client measures its calls; the phases of the loop are measured in Python.
         own = (*(phase.stats for phase in STEP_PHASES), *QUEUES)
         durations.update((stats.name, stats.snapshot()) for stats in own)
@@ -170,41 +161,43 @@ class NnWorkerSource(Source):
         self._slow.update((phase, s) for phase, s in latest.items() if phase in self._slow and s > _ONE_MS)
         families.gauges(tables.NN_SLOW_TIMES, self._slow)
         families.counter("forward_error", "Lookups that failed.", FORWARD_ERRORS.value)
-        for outcome, count in self._counters().items():
+        for outcome, count in self.counters().items():
             families.counter(f"persia_nn_{outcome}", "What became of the rank's batches.", count)
-        families.gauge("persia_nn_in_flight", "Batches between lookup and update.", self._in_flight())
-        for mode, (worst, mean) in self._staleness().items():
+        families.gauge("persia_nn_in_flight", "Batches between lookup and update.", self.in_flight())
+        # The mean hides a slot that is far behind for a few batches, the largest hides how rare they are.
+        for mode, (worst, mean) in self.staleness().items():
             families.gauge("persia_nn_staleness_max", _STALENESS_TEXT, worst, consistency=mode)
             families.gauge("persia_nn_staleness_mean", _STALENESS_TEXT, mean, consistency=mode)
-        packets = self._packets()
+        packets = self.packets()
         # Only rank 0 writes packets; the others have no such metrics rather than zeros.
         if packets:
             families.counters(tables.PACKET_COUNTERS, packets)
             families.gauges(tables.PACKET_GAUGES, packets)
-        for queue, depth in self._queues().items():
+        for queue, depth in self.queues().items():
             families.gauge("persia_queue_depth", "Entries of a queue.", depth, queue=queue)
         _add_durations(families, durations)
-        _add_channels(families, self._client)
+        _add_channels(families, self.client)
 
 
 _STALENESS_TEXT = "Updates between the lookup and the update of a batch's slots of a consistency mode."
 
 
+@dataclass(eq=False)
 class DataLoaderSource(Source):
     """One data loader."""
 
-    def __init__(
-        self, index: int, replicas: int, num_sent: Callable[[], int], num_ids_sent: Callable[[], int]
-    ) -> None:
-        super().__init__(DATA_LOADER, index, replicas)
-        self._num_sent, self._num_ids_sent = num_sent, num_ids_sent
+    index: int
+    replicas: int
+    num_sent: Callable[[], int]
+    num_ids_sent: Callable[[], int]
+    role = DATA_LOADER
 
     def status(self) -> dict[str, Any]:
-        return {"num_sent": self._num_sent(), "num_ids_sent": self._num_ids_sent()}
+        return {"num_sent": self.num_sent(), "num_ids_sent": self.num_ids_sent()}
 
     def add_metrics(self, families: Families) -> None:
-        families.counter("persia_loader_batches_sent", "Batches sent.", self._num_sent())
-        families.counter("persia_loader_ids_sent", "IDs of these batches.", self._num_ids_sent())
+        families.counter("persia_loader_batches_sent", "Batches sent.", self.num_sent())
+        families.counter("persia_loader_ids_sent", "IDs of these batches.", self.num_ids_sent())
         _add_durations(families, {SEND_BATCH.stats.name: SEND_BATCH.stats.snapshot()})
 
 

@@ -55,6 +55,7 @@ def job_status(processes: Iterable[ServiceInfo]) -> list[ProcessStatus]:
 def ask_processes(addresses: Sequence[str]) -> list[ProcessStatus]:
     """The same of processes that no broker knows, such as those of an inference job, by status address."""
     statuses = []
+    # Without an answer its role is not known: the address stands in for it.
     for position, (address, (values, error)) in enumerate(zip(addresses, _ask_all(addresses), strict=True)):
         known = values or {}
         info = ServiceInfo(
@@ -81,6 +82,7 @@ def _ask_all(addresses: Sequence[str]) -> list[tuple[dict[str, Any] | None, str 
         except UnavailableError as error:
             return None, str(error)
 
+    # A process that hangs costs its thread the whole time-out: few threads would add these up.
     with ThreadPoolExecutor(max(1, min(len(addresses), 32))) as pool:
         return list(pool.map(ask, addresses))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,15 @@ from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORK
 from persia.observability.sources import EmbeddingWorkerSource
 from persia.pipeline.send import RegisterBatchHandler
 from persia.roles import inference
-from persia.roles.lifetime import DRAIN_S, advertised, connected, observed, stopped_by_signals, wait_for_stop
-from persia.roles.options import ServerOptions
+from persia.roles.lifetime import (
+    DRAIN_S,
+    ServerOptions,
+    advertised,
+    connected,
+    observed,
+    stopped_by_signals,
+    wait_for_stop,
+)
 from persia.waiting import Attempts
 
 if TYPE_CHECKING:
@@ -37,10 +44,19 @@ def run_embedding_worker(options: ServerOptions) -> None:
     set_role(EMBEDDING_WORKER, options.replica_index)
     name = f"{EMBEDDING_WORKER} {options.replica_index}"
     if config.common_config.job_type == inference.JOB_TYPE:
-        with stopped_by_signals(name):
-            worker = _make_worker(options, config, slots, len(inference.inference_servers(config)))
+        with stopped_by_signals(name), ExitStack() as stack:
+            servers = inference.inference_servers(config)
+            worker = _make_worker(options, config, slots, len(servers))
+            # Addresses are fixed by the config: without a broker there is no discovery.
+            for index, address in enumerate(servers):
+                worker.set_server(index, address)
+            port = worker.start(options.host, options.port)
+            stack.callback(worker.stop, DRAIN_S)
             source = EmbeddingWorkerSource(worker, options.replica_index, options.replica_size)
-            inference.serve_lookups(worker, source, options, config)
+            observer = stack.enter_context(observed(source, None, options, config))
+            observer.serving = True  # readiness asks the parameter servers each time
+            get_default_logger().info("lookups are answered at %s:%d", options.host, port)
+            wait_for_stop()
         return
     nats_url = env.require_nats_url()
     with stopped_by_signals(name), ExitStack() as stack:
@@ -134,20 +150,16 @@ def drain(worker: EmbeddingWorker, session: Session) -> None:
         if num_batches == 0:
             return
         # Without ranks no gradients will arrive, and waiting for the deadline would only delay the end.
-        if not _nn_worker_answers(session):
+        answers: list[bytes] = []
+        with suppress(PersiaError):  # the broker has ended first
+            answers = session.request_many(session.subjects.who(NN_WORKER), b"", _WHO_S, enough=bool)
+        if not answers:
             get_default_logger().info("%d batches are given up: no NN worker answers", num_batches)
             return
         if not reported:
             get_default_logger().info("%d batches are still served before the end", num_batches)
             reported = True
     get_default_logger().warning("%d batches are given up after PERSIA_DEADLINE_SEC", num_batches)
-
-
-def _nn_worker_answers(session: Session) -> bool:
-    try:
-        return bool(session.request_many(session.subjects.who(NN_WORKER), b"", _WHO_S, enough=bool))
-    except PersiaError:  # the broker has ended first
-        return False
 
 
 class ServerLinks:

@@ -1,4 +1,4 @@
-"""The life of a server process: stop signals, and the connection to the job."""
+"""The life of a server process: its options, stop signals, and the connection to the job."""
 
 from __future__ import annotations
 
@@ -7,22 +7,49 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from persia import env
 from persia.config import GlobalConfig
+from persia.errors import ConfigError
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Advertiser, ServiceInfo
 from persia.messaging.interface import Registration, Session
 from persia.messaging.session import NatsSession
-from persia.observability.process import ProcessObserver
-from persia.observability.settings import ObservabilitySettings
+from persia.observability.process import ObservabilitySettings, ProcessObserver
 from persia.observability.sources import Source
-from persia.roles.options import ServerOptions
 
 # How long a stopping server answers earlier requests. Process managers kill seconds after SIGTERM.
 DRAIN_S = 1.5
 _SIGNAL_STEP_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of a server process. Paths may be None where the role has defaults."""
+
+    port: int  # 0: a free one
+    host: str = "127.0.0.1"
+    embedding_config: str | None = None
+    global_config: str | None = None
+    replica_index: int = 0
+    replica_size: int = 1
+    metrics_port: int | None = 0  # of metrics and status; None: not shown
+    health_port: int | None = None  # of the gRPC health service; None: there is none
+    # Of an inference job; they win over the global config's `infer_config`.
+    checkpoint: str | None = None  # a parameter server: what it loads
+    pmem: str | None = None  # of a parameter server of a training job: the directory of the tier files
+    parameter_servers: tuple[str, ...] = ()  # an embedding worker: "host:port" of them, by replica index
+
+    def __post_init__(self) -> None:
+        # Checked here rather than by click: scripts make these options, too.
+        if not 0 <= self.replica_index < self.replica_size:
+            raise ConfigError(
+                f"--replica-index {self.replica_index} is not below --replica-size {self.replica_size} "
+                "(replicas are numbered from 0)"
+            )
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port} is not a port number; 0 takes a free one")
 
 
 class _StopRequested(BaseException):
@@ -117,7 +144,7 @@ def advertised(
 
 
 def observed(
-    source: Source, session: Session, options: ServerOptions, config: GlobalConfig
+    source: Source, session: Session | None, options: ServerOptions, config: GlobalConfig
 ) -> ProcessObserver:
     """Metrics, status and health of a server; a context manager."""
     # The command line has the ports from the same variables, and may have others.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -10,13 +9,22 @@ from persia import env
 from persia.checkpoint.server_job import ServerShare, dump_percent
 from persia.checkpoint.service import CheckpointService
 from persia.config import GlobalConfig, SlotsConfig, load_embedding_config, load_global_config
-from persia.logger import set_role
+from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.observability.sources import ParameterServerSource
 from persia.packets.changes import IncrementalSettings, ServerChanges
+from persia.packets.follower import Follower
+from persia.packets.log import PacketLog
 from persia.roles import inference
-from persia.roles.lifetime import DRAIN_S, advertised, connected, observed, stopped_by_signals, wait_for_stop
-from persia.roles.options import ServerOptions
+from persia.roles.lifetime import (
+    DRAIN_S,
+    ServerOptions,
+    advertised,
+    connected,
+    observed,
+    stopped_by_signals,
+    wait_for_stop,
+)
 from persia.storage.schema import RowSchema
 from persia.tiers.server_tier import ServerTier
 
@@ -31,12 +39,9 @@ def run_parameter_server(options: ServerOptions) -> None:
     set_role(EMBEDDING_PARAMETER_SERVER, options.replica_index)
     name = f"{EMBEDDING_PARAMETER_SERVER} {options.replica_index}"
     if config.common_config.job_type == inference.JOB_TYPE:
-        with stopped_by_signals(name):
-            server = _make_server(options, config)
-            source = ParameterServerSource(server, options.replica_index, options.replica_size)
-            make_share = functools.partial(_share, server, options, config, slots)
-            beside = functools.partial(_make_server, options, config)
-            inference.serve_rows(server, make_share, source, options, config, beside)
+        with stopped_by_signals(name), ExitStack() as stack:
+            _serve_checkpoint(stack, options, config, slots)
+            wait_for_stop()
         return
     nats_url = env.require_nats_url()
     with stopped_by_signals(name), ExitStack() as stack:
@@ -72,6 +77,45 @@ def run_parameter_server(options: ServerOptions) -> None:
             )
         )
         wait_for_stop()
+
+
+def _serve_checkpoint(
+    stack: ExitStack, options: ServerOptions, config: GlobalConfig, slots: SlotsConfig | None
+) -> None:
+    """Loads the server's share of the checkpoint, and answers lookups from then on; with
+    `enable_incremental_update` it follows the training's packets meanwhile.
+
+    NotFoundError, CorruptionError, FailedPreconditionError: what cannot be loaded.
+    """
+    follow = inference.follow_options(config)
+    checkpoint = inference.infer_config(config).embedding_checkpoint
+    server = _make_server(options, config)
+    port = server.start(options.host, options.port)
+    stack.callback(server.stop, DRAIN_S)
+    share = _share(server, options, config, slots)  # a server has a store once it is started
+    source = ParameterServerSource(server, options.replica_index, options.replica_size)
+    # Needs no broker: what the rows come from is in the config.
+    observer = stack.enter_context(observed(source, None, options, config))
+    if follow is not None:
+        copies = inference.RowCopies(
+            PacketLog(follow.packets), server, share, lambda: _make_server(options, config)
+        )
+        follower = Follower(copies, follow)
+        source.following = lambda: follower.status.to_json()
+        stack.callback(follower.close)
+        follower.start()
+    elif checkpoint is not None:
+        inference.load_share(share, checkpoint)
+    # Until here lookups were refused: an empty server would answer with zeros.
+    server.mark_loaded()
+    observer.serving = True
+    get_default_logger().info(
+        "%d rows of %s are served at %s:%d",
+        server.stats()["num_rows"],
+        checkpoint if follow is None else follow.packets,
+        options.host,
+        port,
+    )
 
 
 def config_of(options: ServerOptions) -> GlobalConfig:
@@ -114,6 +158,7 @@ def _make_server(
         num_internal_shards=section.num_hashmap_internal_shards,
         # Updates of an inference job would diverge from its checkpoint, so the server refuses them.
         read_only=config.common_config.job_type == inference.JOB_TYPE,
+        # The options only: the tier itself attaches to the store once the server has made it.
         tier=None if tier is None else tier.tier_options,
         row_dtype=section.row_dtype,
     )

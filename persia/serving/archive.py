@@ -124,6 +124,7 @@ def _manifest(name: str, version: str) -> dict[str, Any]:
         "handler": _HANDLER,
         "configFile": _CONFIG_NAME,
     }
+    # The version is that of torch-model-archiver whose layout this is.
     return {"createdOn": utc_now(), "runtime": "python", "model": model, "archiverVersion": "0.12.0"}
 
 

@@ -74,7 +74,6 @@ def merged(batches: Sequence[PersiaBatch]) -> PersiaBatch:
 
 
 def split(outputs: Sequence[NDArray[Any]], batch_sizes: Sequence[int]) -> list[list[NDArray[Any]]]:
-    """The outputs of each batch."""
     bounds = np.cumsum(batch_sizes)[:-1]
     parts = [np.split(output, bounds) for output in outputs]
     return [[part[i] for part in parts] for i in range(len(batch_sizes))]

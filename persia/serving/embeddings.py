@@ -63,6 +63,7 @@ class EmbeddedRows:
             checkpoints.load(source, with_state=False)  # weights alone: nothing trains here
 
     def lookup(self, id_features: bytes) -> LookupResult:
+        # No gradients will come, so the client keeps nothing of the batch.
         return self._client.lookup_direct(0, id_features, requires_grad=False)
 
     def check_serving(self) -> None:

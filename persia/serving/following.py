@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,8 +15,17 @@ from persia.observability.status import fetch_json
 from persia.packets.log import PacketLog
 from persia.packets.packet import Packet
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource
-from persia.serving.loading import ModelSettings, Version, embeddings_of, load_version, try_sample
-from persia.serving.predictor import JIT_DENSE_NAME, Predictor, load_script, read_script
+from persia.serving.predictor import (
+    JIT_DENSE_NAME,
+    ModelSettings,
+    Predictor,
+    Version,
+    embeddings_of,
+    load_script,
+    load_version,
+    read_script,
+    try_sample,
+)
 from persia.storage.dense import load_state
 from persia.storage.location import Location
 from persia.storage.position import Position
@@ -62,33 +71,26 @@ class ServedCopies:
         return copy
 
 
+@dataclass(eq=False)
 class ServedCopy:
-    """One version, brought forward by packets. `switch` is given to the one that answers."""
+    """One version, brought forward by packets."""
 
-    def __init__(
-        self,
-        settings: ModelSettings,
-        log: PacketLog,
-        models: DenseModels,
-        embeddings: EmbeddingSource,
-        version: Version | None,
-    ) -> None:
-        self.version = version
-        self.switch: Switch | None = None
-        self._settings = settings
-        self._log = log
-        self._models = models
-        self._embeddings = embeddings
+    settings: ModelSettings
+    log: PacketLog
+    models: DenseModels
+    embeddings: EmbeddingSource
+    version: Version | None  # None: no packet has had a dense model yet
+    switch: Switch | None = None  # given to the copy that answers
 
     def prepare(self, packet: Packet) -> Callable[[], None]:
         # Everything that takes time is prepared here; `apply` runs while lookups wait.
         # The model first: rows are not prepared in vain for a packet whose model cannot be used.
         predictor = self._predictor_at(packet)
         change_rows = _nothing
-        if isinstance(self._embeddings, EmbeddedRows):
-            change_rows = self._embeddings.packets.prepare(self._log.files, packet)
+        if isinstance(self.embeddings, EmbeddedRows):
+            change_rows = self.embeddings.packets.prepare(self.log.files, packet)
         elif packet.dense:
-            _await_servers(self._settings.servers, packet.position)
+            _await_servers(self.settings.servers, packet.position)
         version = None if predictor is None else Version(str(packet.position), "", predictor)
 
         def apply() -> None:
@@ -102,11 +104,11 @@ class ServedCopy:
 
     def _predictor_at(self, packet: Packet) -> Predictor | None:
         """With the packet's model, or the one from before; None: there has been none."""
-        model = self._models.of_packet(self._log, packet)
+        model = self.models.of_packet(self.log, packet)
         if model is None:
             return None if self.version is None else self.version.predictor
-        predictor = Predictor(model, self._embeddings, device=self._settings.device)
-        try_sample(self._settings, predictor)
+        predictor = Predictor(model, self.embeddings, device=self.settings.device)
+        try_sample(self.settings, predictor)
         return predictor
 
 

@@ -17,15 +17,14 @@ from persia import env
 from persia.errors import FailedPreconditionError, PersiaError, StorageError
 from persia.job.connection import JobConnection
 from persia.logger import get_default_logger, set_role
-from persia.messaging.local_session import LocalBroker, LocalSession
 from persia.messaging.subjects import SERVING
-from persia.observability.process import ProcessObserver
-from persia.observability.settings import ObservabilitySettings
+from persia.observability.process import ObservabilitySettings, ProcessObserver
 from persia.serving.batcher import Batcher, BatchingOptions
+from persia.serving.predictor import ModelSettings
 from persia.serving.protocol import SERVICE
 from persia.serving.servicer import Servicer
 from persia.serving.statistics import ServingSource, ServingStatistics
-from persia.serving.versions import ModelSettings, ServedModel
+from persia.serving.versions import ServedModel
 
 _HEALTH_INTERVAL_S = 1.0
 _CONNECT_S = 5.0
@@ -63,7 +62,14 @@ def serve(settings: ModelSettings, options: ServingOptions) -> None:
         batcher = Batcher(statistics.measured(model.predict), options.batching)
         stack.callback(batcher.close)
         source = ServingSource(model, statistics, options.replica_index, options.replica_size, batcher)
-        observer = stack.enter_context(_observed(stack, source, options))
+        # Health is on the port of the predictions already.
+        shown = replace(
+            ObservabilitySettings.from_environment(host=options.host),
+            port=options.metrics_port,
+            health_port=None,
+        )
+        # Without a session: a server that lost the broker of its job still answers, and must stay ready.
+        observer = stack.enter_context(ProcessObserver(source, None, shown))
         servicer = Servicer(model, batcher, statistics, timeout_s=options.timeout_s)
         asyncio.run(_serve(model, servicer, observer, options))
 
@@ -83,17 +89,6 @@ def _check_ports(options: ServingOptions) -> None:
                 ) from None
 
 
-def _observed(stack: contextlib.ExitStack, source: ServingSource, options: ServingOptions) -> ProcessObserver:
-    """Metrics and status. Health is on the port of the predictions already."""
-    settings = replace(
-        ObservabilitySettings.from_environment(host=options.host), port=options.metrics_port, health_port=None
-    )
-    # The observer wants a session for questions of a job; serving must not depend on a broker.
-    session = LocalSession(LocalBroker(), name="serving")  # predictions need no broker
-    stack.callback(session.close)
-    return ProcessObserver(source, session, settings)
-
-
 async def _serve(
     model: ServedModel, servicer: Servicer, observer: ProcessObserver, options: ServingOptions
 ) -> None:
@@ -106,6 +101,7 @@ async def _serve(
         options=[
             ("grpc.so_reuseport", 0),  # else two processes could share a port unnoticed
             ("grpc.max_receive_message_length", options.max_request_bytes),
+            # Only requests are of unknown origin; an answer is as large as the model makes it.
             ("grpc.max_send_message_length", -1),
         ]
     )

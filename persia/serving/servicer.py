@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -34,17 +35,14 @@ _Method = Callable[[Any, Any], Awaitable[Any]]
 _COUNTED = "ModelInfer"  # the others are asked for by probes
 
 
+@dataclass(frozen=True)
 class Servicer:
     """Every method answers with the protocol's message, or with a status and the message of the error."""
 
-    def __init__(
-        self, model: ServedModel, batcher: Batcher, statistics: ServingStatistics, *, timeout_s: float
-    ) -> None:
-        """`timeout_s`: for requests that have no deadline of their own."""
-        self._model = model
-        self._batcher = batcher
-        self._statistics = statistics
-        self._timeout_s = timeout_s
+    model: ServedModel
+    batcher: Batcher
+    statistics: ServingStatistics
+    timeout_s: float  # for requests that have no deadline of their own
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """For `grpc.aio.Server.add_generic_rpc_handlers`."""
@@ -73,10 +71,10 @@ class Servicer:
     async def _model_metadata(self, request: Any, _context: Any) -> Any:
         self._check_model(request.name, request.version)
         reply = message("ModelMetadataResponse")(
-            name=self._model.settings.name, versions=[self._model.version], platform="persia_torchscript"
+            name=self.model.settings.name, versions=[self.model.version], platform="persia_torchscript"
         )
         reply.inputs.add(name=INPUT_NAME, datatype="BYTES", shape=[1])
-        for position, (dtype, shape) in enumerate(self._model.outputs):
+        for position, (dtype, shape) in enumerate(self.model.outputs):
             reply.outputs.add(name=output_name(position), datatype=datatype_of(dtype), shape=[-1, *shape])
         return reply
 
@@ -84,23 +82,23 @@ class Servicer:
         self._check_model(request.model_name, request.model_version)
         # The earlier deadline counts: an answer after the client's own is of no use.
         left_s = context.time_remaining()
-        future = self._batcher.submit(
-            batch_of(request), self._timeout_s if left_s is None else min(left_s, self._timeout_s)
+        future = self.batcher.submit(
+            batch_of(request), self.timeout_s if left_s is None else min(left_s, self.timeout_s)
         )
         # Cancelled with this coroutine when the client goes away.
         prediction = await asyncio.wrap_future(future)
-        return reply_of(request, self._model.settings.name, prediction.version, prediction.outputs)
+        return reply_of(request, self.model.settings.name, prediction.version, prediction.outputs)
 
     async def _is_ready(self) -> bool:
-        return await asyncio.to_thread(self._model.not_ready) is None
+        return await asyncio.to_thread(self.model.not_ready) is None
 
     def _check_model(self, name: str, version: str) -> None:
-        if name != self._model.settings.name:
-            raise NotFoundError(f"there is no model {name!r}: this server has {self._model.settings.name!r}")
+        if name != self.model.settings.name:
+            raise NotFoundError(f"there is no model {name!r}: this server has {self.model.settings.name!r}")
         # One version is loaded at a time; answering for another one would hide that it was replaced.
-        if version not in ("", self._model.version):
+        if version not in ("", self.model.version):
             raise NotFoundError(
-                f"model {name!r} has no version {version!r} here, but {self._model.version!r}: leave the "
+                f"model {name!r} has no version {version!r} here, but {self.model.version!r}: leave the "
                 "version out for the one that is served"
             )
 
@@ -122,7 +120,7 @@ class Servicer:
                 await context.abort(code, f"{type(failure).__name__}: {failure}")
             finally:
                 if name == _COUNTED:
-                    self._statistics.add_request(begin_ns, code.name)
+                    self.statistics.add_request(begin_ns, code.name)
 
         return answer
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from persia._native import DurationStats
 from persia.embedding.data import PersiaBatch
 from persia.messaging.subjects import SERVING
-from persia.observability.exposition import Families, Snapshot
+from persia.observability.exposition import Families
 from persia.observability.sources import Source, add_following
 from persia.serving.batch_predict import Predict
 from persia.serving.batcher import Batcher
@@ -24,22 +23,14 @@ _LARGEST_SIZE_LOG2 = 16
 _SIZE_BOUNDS = [*(str(1 << i) for i in range(_LARGEST_SIZE_LOG2 + 1)), "+Inf"]  # samples of a batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServingCounts:
-    """All of it at one moment. Times as `DurationStats.snapshot` gives them."""
-
-    by_status: Mapping[str, int]  # requests that have their answer, by the name of their gRPC status
-    sizes: Snapshot  # samples of the batches that were computed, by _SIZE_BOUNDS
-    request_s: Snapshot  # from a request's arrival to its answer
-    batch_s: Snapshot  # of computing a batch
-
-
 class ServingStatistics:
-    """Thread-safe: the event loop and the threads of batches write, HTTP threads read."""
+    """Requests and batches so far. Thread-safe: the event loop and the threads of batches write, HTTP threads
+    read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_status: Counter[str] = Counter()
+        self._by_status: Counter[str] = Counter()  # of gRPC, by name
+        # Not DurationStats: its buckets are those of seconds.
         self._sizes = [0] * len(_SIZE_BOUNDS)
         self._num_samples, self._last_size = 0, 0
         self._request_s = DurationStats("serve request")
@@ -64,16 +55,6 @@ class ServingStatistics:
 
         return measured
 
-    def counts(self) -> ServingCounts:
-        with self._lock:
-            # Under the lock, so that counts by status and sizes are of one moment.
-            return ServingCounts(
-                by_status=dict(self._by_status),
-                sizes=(list(self._sizes), self._num_samples, self._last_size),
-                request_s=self._request_s.snapshot(),
-                batch_s=self._batch_s.snapshot(),
-            )
-
     def _count_batch(self, size: int) -> None:
         with self._lock:
             # The bucket of a size is its number of bits: bounds are powers of two.
@@ -81,46 +62,68 @@ class ServingStatistics:
             self._num_samples += size
             self._last_size = size
 
+    def status(self) -> dict[str, Any]:
+        # Under the lock, so that counts by status and of batches are of one moment.
+        with self._lock:
+            num_requests = sum(self._by_status.values())
+            return {
+                "num_requests": num_requests,
+                "num_failed": num_requests - self._by_status["OK"],
+                "by_status": dict(self._by_status),
+                "num_batches": sum(self._sizes),
+                "num_samples": self._num_samples,
+                "request_s": self._request_s.snapshot()[1],
+            }
 
+    def add_metrics(self, families: Families) -> None:
+        with self._lock:
+            # OK is shown from the start: rates and alerts need the series before the first request.
+            by_status = {"OK": 0, **self._by_status}
+            sizes = (list(self._sizes), self._num_samples, self._last_size)
+        for status, count in by_status.items():
+            families.counter(
+                "persia_serving_requests", "Requests answered, by gRPC status.", count, status=status
+            )
+        families.histogram(
+            "persia_serving_request_seconds",
+            "Requests, from their arrival to the answer.",
+            self._request_s.snapshot(),
+        )
+        families.histogram("persia_serving_batch_seconds", "Computing a batch.", self._batch_s.snapshot())
+        families.histogram(
+            "persia_serving_batch_samples", "Samples of the batches computed.", sizes, _SIZE_BOUNDS
+        )
+
+
+@dataclass(eq=False)
 class ServingSource(Source):
     """One server of predictions."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        statistics: ServingStatistics,
-        index: int,
-        replicas: int,
-        batcher: Batcher,
-    ) -> None:
-        super().__init__(SERVING, index, replicas)
-        self._model, self._statistics, self._queue = model, statistics, batcher
+    model: ServedModel
+    statistics: ServingStatistics
+    index: int
+    replicas: int
+    batcher: Batcher
+    role = SERVING
 
     def not_ready(self) -> str | None:
-        return self._model.not_ready()
+        return self.model.not_ready()
 
     def status(self) -> dict[str, Any]:
-        counts = self._statistics.counts()
-        num_requests = sum(counts.by_status.values())
-        following = self._model.following
+        following = self.model.following
         return {
-            "model": self._model.settings.name,
-            "served_version": self._model.version,
-            "version_error": self._model.error,
-            "num_requests": num_requests,
-            "num_failed": num_requests - counts.by_status.get("OK", 0),
-            "by_status": dict(counts.by_status),
-            "num_running": self._queue.num_running,
-            "num_waiting": self._queue.num_waiting,
-            "num_batches": sum(counts.sizes[0]),
-            "num_samples": counts.sizes[1],
-            "num_missing": self._model.num_missing,
-            "request_s": counts.request_s[1],
+            "model": self.model.settings.name,
+            "served_version": self.model.version,
+            "version_error": self.model.error,
+            **self.statistics.status(),
+            "num_running": self.batcher.num_running,
+            "num_waiting": self.batcher.num_waiting,
+            "num_missing": self.model.num_missing,
             "following": None if following is None else following.to_json(),
         }
 
     def add_metrics(self, families: Families) -> None:
-        counts, model = self._statistics.counts(), self._model
+        model = self.model
         families.gauge(
             "persia_serving_version_info",
             "1; the labels tell which version answers.",
@@ -133,24 +136,13 @@ class ServingSource(Source):
             "1: the newest version cannot be served; the log and /status say why.",
             bool(model.error),
         )
-        # OK is shown from the start: rates and alerts need the series before the first request.
-        for status, count in {"OK": 0, **counts.by_status}.items():
-            families.counter(
-                "persia_serving_requests", "Requests answered, by gRPC status.", count, status=status
-            )
-        families.histogram(
-            "persia_serving_request_seconds",
-            "Requests, from their arrival to the answer.",
-            counts.request_s,
-        )
-        families.histogram("persia_serving_batch_seconds", "Computing a batch.", counts.batch_s)
-        families.histogram(
-            "persia_serving_batch_samples", "Samples of the batches computed.", counts.sizes, _SIZE_BOUNDS
+        self.statistics.add_metrics(families)
+        families.gauge(
+            "persia_serving_running_requests", "Requests whose batch is computed.", self.batcher.num_running
         )
         families.gauge(
-            "persia_serving_running_requests", "Requests whose batch is computed.", self._queue.num_running
+            "persia_queue_depth", "Entries of a queue.", self.batcher.num_waiting, queue="requests"
         )
-        families.gauge("persia_queue_depth", "Entries of a queue.", self._queue.num_waiting, queue="requests")
         if model.num_missing is not None:
             families.counter(
                 "persia_serving_missing_rows",

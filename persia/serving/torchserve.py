@@ -64,6 +64,7 @@ class Handler:
     def handle(self, data: Sequence[Mapping[str, Any]], context: Any) -> list[str]:
         """An answer to each request. A refused one has its status; are all refused, it is the call's."""
         answers = self._answers([_parsed(request) for request in data])
+        # An exception is the answer to all requests of the call, so it is raised only if all are refused.
         refused = [answer for answer in answers if isinstance(answer, PersiaError)]
         if len(refused) == len(answers):
             from ts.utils.util import PredictionException  # exists only where TorchServe runs this

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from numpy.typing import NDArray
@@ -22,10 +22,11 @@ from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import lower_priority
 from persia.packets.follower import Follower, FollowStatus
 from persia.serving.following import ServedCopies, ServedCopy
-from persia.serving.loading import ModelSettings, Version, digest_of, load_version
+from persia.serving.predictor import ModelSettings, Version, digest_of, load_version
 from persia.storage.versions import resolve
 
-__all__ = ["ModelSettings", "ServedModel"]
+# Lookups at a time; further ones wait. As many as `persia-launcher serve --threads` allows.
+_MAX_LOOKUPS = 64
 
 
 class ServedModel:
@@ -42,7 +43,7 @@ class ServedModel:
         self._refused = ""  # digest of what could not be loaded
         self._error = ""
         self._outputs: list[tuple[str, list[int]]] = []
-        self._lock = _RwLock()
+        self._lookups = threading.Semaphore(_MAX_LOOKUPS)
         self._current: Version
         self._stopped = threading.Event()
         self._follower: Follower[ServedCopy] | None = None
@@ -87,7 +88,7 @@ class ServedModel:
         """Version and outputs; see `Predictor.predict`."""
         # Remote rows change when their servers change them, and a lookup may take long.
         is_local = self.settings.embeddings is None
-        with self._lock.shared() if is_local else contextlib.nullcontext():
+        with self._lookups if is_local else contextlib.nullcontext():
             current = self._current
             rows = current.predictor.look_up(batch)
         # Outside the lock: rows were copied by the lookup, and a model may compute for long.
@@ -112,10 +113,16 @@ class ServedModel:
             self._thread.join(5.0)
 
     def _switch(self, version: Version, change_rows: Callable[[], None]) -> None:
-        # Rows and model change under one lock: a batch never sees the rows of another version.
-        with self._lock.exclusive():
+        # With all permits no lookup is under way: a batch never sees the rows of another version. A permit
+        # that was acquired is kept while the next is waited for, so that load cannot starve the switch. Only
+        # the follower's thread switches: two that collect permits at once would block each other for ever.
+        for _ in range(_MAX_LOOKUPS):
+            self._lookups.acquire()
+        try:
             change_rows()
             self._current = version
+        finally:
+            self._lookups.release(_MAX_LOOKUPS)
 
     def _watch(self) -> None:
         # Loading takes the processors for seconds: what it leaves to requests must not be an equal share.
@@ -158,43 +165,3 @@ class ServedModel:
             time.monotonic() - started,
         )
         return version
-
-
-class _RwLock:
-    """Held shared to look rows up, and exclusively to replace rows or model.
-
-    A waiting writer takes precedence over later readers, so that load cannot starve it.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_readers = 0
-        self._has_writer = False
-
-    @contextlib.contextmanager
-    def shared(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._has_writer)
-            self._num_readers += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_readers -= 1
-                if self._num_readers == 0:
-                    self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._has_writer)
-            # Set before the readers have left: later readers wait, so their stream cannot starve the writer.
-            self._has_writer = True
-        try:
-            with self._changed:
-                self._changed.wait_for(lambda: self._num_readers == 0)
-            yield
-        finally:
-            with self._changed:
-                self._has_writer = False
-                self._changed.notify_all()

@@ -20,9 +20,9 @@ pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip
 
 import urllib3
 from control_plane import NARROW, OPERATOR, ControlPlane
+from field_table import field_table
 from harness import DEPLOY, Kube, Namespace, OperatorProcess, job_manifest, wait_until
 from kubelet import Container, FakeKubelet, LocalProcess, Network
-from persia_k8s.field_table import field_table
 
 from tests.ports import free_port
 
@@ -161,7 +161,7 @@ def test_the_table_of_fields_is_the_schemas() -> None:
     text = (REPOSITORY / "docs" / "kubernetes.md").read_text()
     _, _, rest = text.partition("<!-- fields -->\n")
     table, _, _ = rest.partition("<!-- end of fields -->")
-    assert table == field_table(), "paste what `python -m persia_k8s.field_table` prints"
+    assert table == field_table(), "paste what `python tests/k8s/field_table.py` prints"
 
 
 def test_the_dockerfile_passes_its_linter() -> None:

@@ -16,16 +16,9 @@ import yaml
 pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip install ./k8s")
 
 from kubernetes import client
-from persia_k8s.builders import (
-    Images,
-    Manifest,
-    Scale,
-    disruption_budget,
-    services,
-    spec_hash,
-    stateful_set,
-    training_pod,
-)
+from persia_k8s.builders.manifest import Images, Manifest, Scale, spec_hash
+from persia_k8s.builders.pods import training_pod
+from persia_k8s.builders.servers import disruption_budget, services, stateful_set
 from persia_k8s.errors import SpecError
 from persia_k8s.job import Job
 from persia_k8s.names import Role

@@ -12,7 +12,9 @@ import pytest
 pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip install ./k8s")
 
 from harness import job_manifest
-from persia_k8s.builders import HOLD_S, Images, Scale, spec_hash, stateful_set
+from persia_k8s.builders.manifest import Images, Scale, spec_hash
+from persia_k8s.builders.pods import HOLD_S
+from persia_k8s.builders.servers import stateful_set
 from persia_k8s.job import Job
 from persia_k8s.names import Role, pod_name
 from persia_k8s.observation import Observation, PodView

@@ -1,18 +1,30 @@
-"""What all manifests have: metadata, owner, hash."""
+"""What all manifests have: metadata, owner, hash. What all pods have: environment, container, placement."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from persia_k8s.job import Job
-from persia_k8s.names import GROUP, HASH_ANNOTATION, JOB_LABEL, KIND, ROLE_LABEL, VERSION, Role, object_name
+from persia_k8s.job import Job, RoleSpec
+from persia_k8s.names import (
+    GROUP,
+    HASH_ANNOTATION,
+    JOB_LABEL,
+    KIND,
+    METRICS_PORT,
+    NATS_PORT,
+    ROLE_LABEL,
+    VERSION,
+    Role,
+    object_name,
+)
 
 Manifest = dict[str, Any]
 _API_VERSIONS = {"Pod": "v1", "Service": "v1", "StatefulSet": "apps/v1", "PodDisruptionBudget": "policy/v1"}
+_GPU = "nvidia.com/gpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +65,7 @@ def make_manifest(
         "kind": KIND,
         "name": job.name,
         "uid": job.uid,
+        # Garbage collection goes by this owner, and so does the operator: labels can be copied by anybody.
         "controller": True,
         "blockOwnerDeletion": True,
     }
@@ -80,3 +93,116 @@ def spec_hash(manifest: Mapping[str, Any]) -> str | None:
     """The hash noted in a manifest or in an object made of one."""
     annotations: Mapping[str, str] = manifest["metadata"].get("annotations") or {}
     return annotations.get(HASH_ANNOTATION)
+
+
+def pod_spec(
+    job: Job,
+    role: Role,
+    spec: RoleSpec,
+    images: Images,
+    command: Sequence[str],
+    *,
+    restart_policy: str,
+    container: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Manifest:
+    """The pod of a role around its only container. `container`, `more`: further fields of container, pod."""
+    needs_gpu = any(_GPU in (spec.resources.get(kind) or {}) for kind in ("limits", "requests"))
+    mounted = {mount["name"] for mount in spec.volume_mounts}
+    role_container = {
+        "name": role.container,
+        "image": spec.image or (images.cuda if needs_gpu else images.cpu),
+        "imagePullPolicy": job.spec.image_pull_policy,
+        "command": list(command),
+        "env": _environment(job, spec),
+        "resources": dict(spec.resources),
+        "volumeMounts": [_volume_mount(mount) for mount in spec.volume_mounts],
+        # A container that fails without a message of its own ends with the last lines of its log.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        **(container or {}),
+    }
+    return {
+        # No process of a job talks to the API server.
+        "automountServiceAccountToken": False,
+        # One variable for every service of the namespace is of no use, and PERSIA_... must be ours.
+        "enableServiceLinks": False,
+        "restartPolicy": restart_policy,
+        "volumes": [dict(volume) for volume in job.spec.volumes if volume["name"] in mounted],
+        "nodeSelector": dict(spec.node_selector),
+        "tolerations": [dict(toleration) for toleration in spec.tolerations],
+        "affinity": dict(spec.affinity),
+        "containers": [role_container],
+        **more,
+    }
+
+
+def metrics_ports(job: Job, num_processes: int = 1) -> list[dict[str, Any]]:
+    """The ports of the processes of a pod, for its container; none where metrics are off."""
+    if not job.spec.enable_metrics:
+        return []
+    names = ["metrics", *(f"metrics-{rank}" for rank in range(1, num_processes))]
+    return [{"name": name, "containerPort": METRICS_PORT + rank} for rank, name in enumerate(names)]
+
+
+def metrics_annotations(job: Job, num_processes: int = 1) -> dict[str, str]:
+    """Annotations by which a Prometheus that discovers pods finds them.
+
+    One that is told no port takes all ports of the container, which those of several ranks all are.
+    """
+    if not job.spec.enable_metrics:
+        return {}
+    port = {"prometheus.io/port": str(METRICS_PORT)} if num_processes == 1 else {}
+    return {"prometheus.io/scrape": "true", "prometheus.io/path": "/metrics", **port}
+
+
+def _environment(job: Job, spec: RoleSpec) -> list[dict[str, Any]]:
+    """Ours, then the job's, then the role's, then what probes and `enableMetrics` rely on.
+
+    Of equal names the last wins, as only it is kept.
+    """
+    own_nats = f"nats://{object_name(job.name, Role.NATS)}:{NATS_PORT}" if job.has_own_nats else None
+    if job.spec.enable_metrics:
+        metrics = [_value("PERSIA_METRICS_PORT", str(METRICS_PORT))]
+    else:
+        metrics = [_value("PERSIA_METRICS_PORT", "off"), _value("PERSIA_METRICS_GATEWAY_ADDR", "")]
+    variables = [
+        _downward("POD_NAME", "metadata.name"),
+        _downward("POD_IP", "status.podIP"),
+        # Both parts without '_': two jobs of one broker never have the same name.
+        _value("PERSIA_JOB_NAME", f"{job.namespace}_{job.name}"),
+        _value("PERSIA_NATS_URL", job.spec.nats.url or own_nats),
+        _value("PERSIA_BIND_HOST", "$(POD_IP)"),
+        _value("PERSIA_EMBEDDING_CONFIG", job.embedding_config),
+        _value("PERSIA_GLOBAL_CONFIG", job.global_config),
+        _value("PERSIA_NN_WORKER_ENTRY", job.spec.persia_env.nn_worker_entry),
+        _value("PERSIA_DATALOADER_ENTRY", job.spec.persia_env.dataloader_entry),
+        _value("LOG_LEVEL", job.spec.log_level),
+        _value("PYTHONUNBUFFERED", "1"),
+        *(dict(variable) for variable in job.spec.env),
+        *(dict(variable) for variable in spec.env),
+        *metrics,
+    ]
+    # Server-side apply refuses equal names in a list that it merges by name.
+    last = {variable["name"]: index for index, variable in enumerate(variables)}
+    return [
+        variable
+        for index, variable in enumerate(variables)
+        if last[variable["name"]] == index and ("valueFrom" in variable or variable.get("value") is not None)
+    ]
+
+
+def _value(name: str, value: str | None) -> dict[str, Any]:
+    return {"name": name, "value": value}
+
+
+def _downward(name: str, path: str) -> dict[str, Any]:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _volume_mount(mount: Mapping[str, Any]) -> dict[str, Any]:
+    """The published documentation spells `read_only`, which Kubernetes would drop: a mount to write to."""
+    translated = {key: value for key, value in mount.items() if key != "read_only"}
+    if "read_only" in mount:
+        translated.setdefault("readOnly", mount["read_only"])
+    return translated

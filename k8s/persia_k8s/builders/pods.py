@@ -8,8 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from persia_k8s.builders.manifest import Images, Manifest, Scale, labels, make_manifest
-from persia_k8s.builders.pod import container, metrics_annotations, metrics_ports, pod_spec
+from persia_k8s.builders.manifest import (
+    Images,
+    Manifest,
+    Scale,
+    labels,
+    make_manifest,
+    metrics_annotations,
+    metrics_ports,
+    pod_spec,
+)
 from persia_k8s.job import Job
 from persia_k8s.names import ATTEMPT_LABEL, Role, object_name, pod_name
 
@@ -30,16 +38,16 @@ def training_pod(
         spec = spec.model_copy(update={"env": [resumes, *spec.env]})
     command = ["persia-launcher", *_arguments(job, role, index, scale.replicas[role])]
     num_processes = job.ranks_per_node if role is Role.NN_WORKER else 1
-    role_container = container(job, role, spec, images, command, ports=metrics_ports(job, num_processes))
     more: dict[str, Any] = {}
     if role is Role.NN_WORKER:
         # Gives the pod the name by which the other nodes find node 0.
         more = {"hostname": name, "subdomain": object_name(job.name, role)}
+    ports = {"ports": metrics_ports(job, num_processes)}
     return make_manifest(
         "Pod",
         job,
         role,
-        pod_spec(job, spec, role_container, restart_policy="Never", **more),
+        pod_spec(job, role, spec, images, command, restart_policy="Never", container=ports, **more),
         name=name,
         labels={**labels(job, role), ATTEMPT_LABEL: str(scale.attempt)},
         annotations=metrics_annotations(job, num_processes),
@@ -81,6 +89,5 @@ def rows_pod(job: Job, verb: str, location: str, images: Images) -> Manifest:
     # fit.
     spec = job.spec.embedding_parameter_server.model_copy(update={"resources": {}})
     command = ["persia-launcher", "checkpoint", verb, location, *_ARGUMENTS.get(verb, ())]
-    role_container = container(job, Role.ROWS, spec, images, command)
-    spec_of_pod = pod_spec(job, spec, role_container, restart_policy="Never")
+    spec_of_pod = pod_spec(job, Role.ROWS, spec, images, command, restart_policy="Never")
     return make_manifest("Pod", job, Role.ROWS, spec_of_pod, name=rows_pod_name(job, verb))

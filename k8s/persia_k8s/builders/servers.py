@@ -10,8 +10,16 @@ import shlex
 from collections.abc import Iterable
 from typing import Any
 
-from persia_k8s.builders.manifest import Images, Manifest, Scale, labels, make_manifest
-from persia_k8s.builders.pod import container, metrics_annotations, metrics_ports, pod_spec
+from persia_k8s.builders.manifest import (
+    Images,
+    Manifest,
+    Scale,
+    labels,
+    make_manifest,
+    metrics_annotations,
+    metrics_ports,
+    pod_spec,
+)
 from persia_k8s.job import Job, RoleSpec
 from persia_k8s.names import ATTEMPT_LABEL, Role, object_name, pod_address
 
@@ -44,19 +52,17 @@ def stateful_set(job: Job, role: Role, scale: Scale, images: Images) -> Manifest
     knows, as parameter servers lose their rows. Those of an inference job, which lose nothing, are replaced
     one by one, each once the one before is ready.
     """
-    spec = _role_spec(job, role)
+    if role is Role.NATS:
+        spec = RoleSpec(replicas=1, image=job.spec.nats.image, resources=job.spec.nats.resources)
+    else:
+        spec = job.roles[role]
     has_metrics = role not in _WITHOUT_METRICS
-    role_container = container(
-        job,
-        role,
-        spec,
-        images,
-        _command(job, role, scale),
-        ports=[{"name": "rpc", "containerPort": role.port}, *(metrics_ports(job) if has_metrics else [])],
-        startupProbe=_probe(job, role, "/readyz", failures=_START_S // _PROBE_S),
-        readinessProbe=_probe(job, role, "/readyz", failures=2),
-        livenessProbe=_probe(job, role, "/healthz", failures=6),
-    )
+    container = {
+        "ports": [{"name": "rpc", "containerPort": role.port}, *(metrics_ports(job) if has_metrics else [])],
+        "startupProbe": _probe(job, role, "/readyz", failures=_START_S // _PROBE_S),
+        "readinessProbe": _probe(job, role, "/readyz", failures=2),
+        "livenessProbe": _probe(job, role, "/healthz", failures=6),
+    }
     template_labels = labels(job, role)
     if role is Role.EMBEDDING_WORKER:
         # New ones for each start of the training: the old ones hold batches of loaders that are gone.
@@ -68,9 +74,12 @@ def stateful_set(job: Job, role: Role, scale: Scale, images: Images) -> Manifest
         },
         "spec": pod_spec(
             job,
+            role,
             spec,
-            role_container,
+            images,
+            _command(job, role, scale),
             restart_policy="Always",
+            container=container,
             terminationGracePeriodSeconds=_grace_s(job, role, spec),
         ),
     }
@@ -84,12 +93,6 @@ def stateful_set(job: Job, role: Role, scale: Scale, images: Images) -> Manifest
         "template": template,
     }
     return make_manifest("StatefulSet", job, role, set_spec)
-
-
-def _role_spec(job: Job, role: Role) -> RoleSpec:
-    if role is Role.NATS:
-        return RoleSpec(replicas=1, image=job.spec.nats.image, resources=job.spec.nats.resources)
-    return job.roles[role]
 
 
 def _command(job: Job, role: Role, scale: Scale) -> list[str]:
@@ -150,7 +153,6 @@ def _probe(job: Job, role: Role, path: str, failures: int) -> dict[str, Any]:
 
 
 def services(job: Job) -> list[Manifest]:
-    """All services of a job."""
     is_reached = {Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER, Role.NN_WORKER, Role.INFERENCE}
     roles = [role for role in job.roles if role in is_reached]
     return [_service(job, role) for role in ([Role.NATS, *roles] if job.has_own_nats else roles)]

@@ -52,6 +52,7 @@ def clean_up(situation: Situation, *, is_tidy: bool) -> None:
     # Loaders that are still ending need the servers.
     if is_over or not any(pod.role is Role.DATA_LOADER for pod in active):
         plan.delete_objects += sorted(situation.observed.objects)
+    # Pods that end wake the task, too; this is for a watch that has missed one.
     plan.look_again_s = 3600.0 if not active else 2.0
     if is_tidy:
         _delete_after_ttl(situation, passed_s)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from persia_k8s.builders import HOLD_S, Manifest, rows_location, rows_pod, rows_pod_name
+from persia_k8s.builders.pods import HOLD_S, rows_location, rows_pod, rows_pod_name
 from persia_k8s.names import ROLE_LABEL, Role
 from persia_k8s.observation import PodView
 from persia_k8s.reconcile import finish, servers, training
@@ -89,7 +89,11 @@ def break_off(situation: Situation, why: str, *, phase: Phase | None = None) -> 
         situation.set_condition(_CONDITION, False, "BrokenOff", why)
         _delete_pods(situation)
         # Planned earlier in this pass, before the reason to stop was found.
-        situation.plan.create_pods = [p for p in situation.plan.create_pods if not _is_rows_pod(p)]
+        situation.plan.create_pods = [
+            pod
+            for pod in situation.plan.create_pods
+            if pod["metadata"]["labels"][ROLE_LABEL] != Role.ROWS.suffix
+        ]
         situation.plan.look_again_s = min(situation.plan.look_again_s, 1.0)
 
 
@@ -188,11 +192,6 @@ def _delete_pods(situation: Situation) -> None:
     situation.plan.delete_pods += [pod for pod in pods if not pod.is_deleting]
 
 
-def _is_rows_pod(manifest: Manifest) -> bool:
-    is_rows: bool = manifest["metadata"]["labels"][ROLE_LABEL] == Role.ROWS.suffix
-    return is_rows
-
-
 def _replace(situation: Situation) -> None:
     lacking = servers.replace_parameter_servers(situation)
     if lacking:
@@ -227,6 +226,7 @@ def _start_training(situation: Situation) -> None:
     situation.update(
         phase=Phase.PENDING,
         resize=None,
+        # A resize is an attempt of its own: pods of the one before are told by their number, and replaced.
         resizes=before.resizes + 1,
         loader_restarts=0,
         resize_checkpoint=location,

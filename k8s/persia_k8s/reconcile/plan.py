@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from persia_k8s.builders import Images, Manifest, Scale
+from persia_k8s.builders.manifest import Images, Manifest, Scale
 from persia_k8s.job import Job
 from persia_k8s.observation import Observation, PodView
 from persia_k8s.status import Condition, JobStatus
@@ -63,7 +63,6 @@ class Situation:
     plan: Plan
 
     def update(self, **changes: Any) -> None:
-        """Changes fields of the new status."""
         self.plan.status = replace(self.plan.status, **changes)
 
     def set_condition(self, kind: str, status: bool, reason: str, message: str = "") -> bool:

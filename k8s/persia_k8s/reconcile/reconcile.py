@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from persia_k8s.builders import Images, Scale, label_selector
+from persia_k8s.builders.manifest import Images, Scale, label_selector
 from persia_k8s.job import Job
 from persia_k8s.names import Role, object_name
 from persia_k8s.observation import Observation
@@ -93,6 +93,7 @@ def _count_roles(situation: Situation) -> None:
 
 def _num_ready(situation: Situation, role: Role) -> int:
     pods = [pod for pod in situation.observed.of_role(role) if not pod.is_deleting]
+    # A pod that has succeeded counts: a role that has finished must not look as if pods were missing.
     return sum(pod.phase == "Succeeded" or (pod.is_ready and not pod.is_finished) for pod in pods)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from persia_k8s.builders import Manifest, disruption_budget, services, spec_hash, stateful_set
+from persia_k8s.builders.manifest import Manifest, spec_hash
+from persia_k8s.builders.servers import disruption_budget, services, stateful_set
 from persia_k8s.names import Role, pod_name
 from persia_k8s.observation import PodView
 from persia_k8s.reconcile import finish, resize
@@ -162,14 +163,6 @@ def _report_spec(situation: Situation, drifted: Sequence[Role]) -> None:
         situation.event(reason, "; ".join(messages), is_warning=True)
 
 
-def _expected_names(situation: Situation) -> set[str]:
-    return {
-        pod_name(situation.job.name, role, index)
-        for role, replicas in situation.scale.replicas.items()
-        for index in range(replicas)
-    }
-
-
 def _report_restarts(situation: Situation) -> None:
     """Tells of servers that were started anew, and gives a training up whose servers keep failing."""
     pods = [pod for pod in situation.observed.pods if pod.role.is_server]
@@ -182,8 +175,13 @@ def _report_restarts(situation: Situation) -> None:
             has_lost = pod.role is Role.PARAMETER_SERVER and not situation.job.is_inference
             lost = ": the rows that it held are lost" if has_lost else ""
             situation.event("ServerRestarted", f"{pod.name} was started anew{lost}", is_warning=True)
+    expected = {
+        pod_name(situation.job.name, role, index)
+        for role, replicas in situation.scale.replicas.items()
+        for index in range(replicas)
+    }
     # A merge patch removes no key.
-    retired = {name: _GONE for name in known if name not in _expected_names(situation)}
+    retired = {name: _GONE for name in known if name not in expected}
     situation.update(servers={**known, **retired, **seen})
     limit = situation.job.spec.backoff_limit
     worn = [pod for pod in pods if pod.num_restarts > limit]

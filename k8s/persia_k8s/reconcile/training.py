@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from persia_k8s.builders import training_pod
+from persia_k8s.builders.pods import training_pod
 from persia_k8s.names import Role, pod_name
 from persia_k8s.observation import Observation, PodView
 from persia_k8s.reconcile import finish
@@ -16,11 +16,9 @@ _LONGEST_PAUSE_S = 300
 
 def has_started(before: JobStatus, observed: Observation) -> bool:
     """True if loaders or NN workers of the current attempt exist, or the job is running."""
-    return before.is_training or any(_is_current(pod, before) for pod in observed.pods)
-
-
-def _is_current(pod: PodView, before: JobStatus) -> bool:
-    return pod.role.is_training and pod.attempt == before.attempt
+    return before.is_training or any(
+        pod.role.is_training and pod.attempt == before.attempt for pod in observed.pods
+    )
 
 
 def _names(situation: Situation) -> Iterator[tuple[Role, int, str]]:
@@ -36,7 +34,6 @@ def _pods(situation: Situation) -> dict[str, PodView]:
 
 
 def provide(situation: Situation) -> None:
-    """Creates the pods that are missing."""
     existing = _pods(situation)
     # The first start has none; whatever a later one finds, the job itself has left there.
     resume = situation.before.progress.get("lastCheckpoint") if situation.before.attempt else None

@@ -162,12 +162,27 @@ def test_states_of_a_process() -> None:
     assert cells(gone) == ["nn-worker 0", "gone", "", "", "", "", "not heard of any more"]
 
 
+def test_a_narrow_terminal_cuts_no_name_and_no_number() -> None:
+    now = [process(role, at_s=12.0) for role in STATS]
+    before = [process(role, at_s=10.0, stats={"num_looked_up_rows": 0}) for role in STATS]
+    earlier = {(status.info.role, status.info.index): status for status in before}
+    drawn = io.StringIO()
+    Console(file=drawn, width=80).print(render(earlier, now, "job j", width=80))
+    lines = drawn.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 1 + 3 * len(now), "one line of counts may be wrapped once"
+    for status in now:
+        assert f"{status.info.role} 0  ready" in [line.rstrip() for line in lines]
+    text = " ".join(drawn.getvalue().split())
+    assert "3 in flight, 5 waiting, 300 MiB, 1.23M rows, 12 evicted, 75.0% hits, staleness 1.5" in text
+
+
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
         ({}, ", packet 41, 2 behind, 0.5 s late"),
         ({"num_behind": None, "delay_s": None}, ", packet 41"),
-        ({"pinned": True}, ", packet 41, 2 behind, 0.5 s late, pinned"),
+        ({"pinned": True}, ", packet 41, 2 behind, pinned"),
         ({"error": "a gap"}, ", packet 41, 2 behind, 0.5 s late, stuck: a gap"),
     ],
 )

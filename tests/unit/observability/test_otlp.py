@@ -14,7 +14,7 @@ pytest.importorskip("opentelemetry.sdk", reason="needs pip install 'persia[otel]
 def test_histograms_have_the_bounds_of_their_own_buckets() -> None:
     from opentelemetry.sdk.resources import Resource
 
-    from persia.observability.otlp_metrics import MetricsTranslator
+    from persia.observability.otlp import MetricsTranslator
 
     families = Families()
     families.histogram("sizes", "Of batches.", ([1, 2, 4], 40.0, 0.0), ("1", "2", "+Inf"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from persia.config import CommonConfig, GlobalConfig, InferConfig
 from persia.roles.inference import config_of
-from persia.roles.options import ServerOptions
+from persia.roles.lifetime import ServerOptions
 
 GIVEN = InferConfig(
     embedding_checkpoint="/old", servers=["old:1"], incremental_poll_ms=20, incremental_max_behind=7

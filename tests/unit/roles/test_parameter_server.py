@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from persia.errors import ConfigError
-from persia.roles.options import ServerOptions
+from persia.roles.lifetime import ServerOptions
 from persia.roles.parameter_server import config_of
 
 CONFIG = """

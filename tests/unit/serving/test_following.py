@@ -22,8 +22,9 @@ from persia.logger import get_default_logger
 from persia.packets.follower import Follower, FollowOptions
 from persia.packets.log import PacketLog
 from persia.packets.packet import BaseKind
-from persia.roles.following import RowCopies
-from persia.serving.versions import ModelSettings, ServedModel
+from persia.roles.inference import RowCopies
+from persia.serving.predictor import ModelSettings
+from persia.serving.versions import ServedModel
 from persia.storage.dense import state_bytes
 from persia.storage.location import Location
 from persia.storage.position import Position

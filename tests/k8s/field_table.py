@@ -1,4 +1,4 @@
-"""The table of fields in the documentation: `python -m persia_k8s.field_table` prints it."""
+"""The table of fields in the documentation: `python tests/k8s/field_table.py` prints it."""
 
 from __future__ import annotations
 
