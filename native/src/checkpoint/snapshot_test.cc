@@ -247,7 +247,7 @@ TEST(Snapshot, TrainingWaitsForTheReader) {
 // little time, training waits, and both end.
 TEST(Snapshot, EndsWithAWriterThatGivesWayOnABusyMachine) {
   const auto store = store::MakeStore({.capacity = 100'000, .num_internal_shards = 4});
-  store::Lookup(*store, Range(0, 20'000), 16);
+  store::Lookup(*store, Range(0, 8'000), 16);
   const Rows before = RowsOf(*store);
   std::atomic<bool> stops = false;
   std::vector<std::thread> hogs;
@@ -258,10 +258,10 @@ TEST(Snapshot, EndsWithAWriterThatGivesWayOnABusyMachine) {
     });
   }
   Snapshot::Options options{.num_parts = 2};
-  options.rows = {.max_waiting_bytes = 400'000, .patience = std::chrono::milliseconds(60'000)};
+  options.rows = {.max_waiting_bytes = 160'000, .patience = std::chrono::milliseconds(60'000)};
   const auto snapshot = BeginSnapshot(*store, options);
   std::thread trainer([&] {
-    for (uint64_t i = 0; i < 20'000; i += 200) store::Lookup(*store, Range(i, i + 200), 16);
+    for (uint64_t i = 0; i < 8'000; i += 200) store::Lookup(*store, Range(i, i + 200), 16);
   });
   std::vector<Bytes> files;
   std::thread writer([&] {
