@@ -1,4 +1,4 @@
-// Two ways to keep rows in a pool that are easier than ours (store/tier.h), for tiers_bench.
+// Two ways to keep rows in a pool that are easier than ours (store/store_tier.h), for tiers_bench.
 //
 // Both have one index of all rows, a hash map in stripes with a lock each, and train rows by the
 // same rules over the same pool. Thread-safe; what fails ends the program.

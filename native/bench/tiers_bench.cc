@@ -1,4 +1,4 @@
-// Lookups and updates of a store over a pool (store/tier.h) beside those of simpler ones.
+// Lookups and updates of a store over a pool (store/store_tier.h) beside those of simpler ones.
 //
 //   tiers_bench DIRECTORY [EXPONENT] [CACHE_SHARE] [ROWS] [ROUNDS] [file|pmem]
 //

@@ -90,4 +90,15 @@ class [[nodiscard]] StatusOr {
       return persia_status_;                                                  \
   } while (false)
 
+// Declares or assigns `target` from a StatusOr, or returns its error from the calling function. It
+// is two statements, so it cannot be the only statement of an `if` without braces.
+#define PERSIA_ASSIGN_OR_RETURN(target, expression) \
+  PERSIA_ASSIGN_OR_RETURN_IMPL_(PERSIA_CONCAT_(persia_status_or_, __LINE__), target, expression)
+#define PERSIA_ASSIGN_OR_RETURN_IMPL_(result, target, expression) \
+  auto result = (expression);                                     \
+  if (!result.ok()) return result.status();                       \
+  target = std::move(result).value()
+#define PERSIA_CONCAT_(a, b) PERSIA_CONCAT_IMPL_(a, b)
+#define PERSIA_CONCAT_IMPL_(a, b) a##b
+
 }  // namespace persia

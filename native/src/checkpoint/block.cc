@@ -49,6 +49,7 @@ struct Head {
 };
 static_assert(sizeof(Head) == 48);
 
+// An empty vector has no address that memcpy() may be given.
 template <typename T>
 std::byte* Put(const std::vector<T>& values, std::byte* out) {
   const size_t bytes = values.size() * sizeof(T);
@@ -74,6 +75,7 @@ void PutColumns(const BlockRows& rows, std::byte* out) {
                   out + num_embedding * sizeof(float));
 }
 
+// Sizes were checked by IsSound() against the bytes there are.
 void TakeColumns(const Head& head, const std::byte* in, BlockRows* rows) {
   const size_t num_rows = head.num_rows;
   const bool has_rows = rows->shape.kind == BlockKind::kRows;
@@ -112,19 +114,11 @@ bool IsSound(const Head& head) {
 
 }  // namespace
 
-// Kept from block to block, as making a context is not cheap.
-struct BlockEncoder::Compressor {
-  ZSTD_CCtx* context = ZSTD_createCCtx();
-};
-
-void BlockEncoder::Free::operator()(Compressor* compressor) const {
-  ZSTD_freeCCtx(compressor->context);
-  delete compressor;
-}
+void BlockEncoder::Free::operator()(ZSTD_CCtx_s* context) const { ZSTD_freeCCtx(context); }
 
 Status BlockEncoder::Encode(const BlockRows& rows, std::vector<std::byte>* out) {
-  if (compressor_ == nullptr) compressor_.reset(new Compressor);
-  if (compressor_->context == nullptr) return ResourceExhausted("no memory to compress rows");
+  if (context_ == nullptr) context_.reset(ZSTD_createCCtx());
+  if (context_ == nullptr) return ResourceExhausted("no memory to compress rows");
   const BlockShape& shape = rows.shape;
   Head head;
   head.kind = static_cast<uint8_t>(shape.kind);
@@ -140,9 +134,9 @@ Status BlockEncoder::Encode(const BlockRows& rows, std::vector<std::byte>* out) 
 
   const size_t begin = out->size();
   out->resize(begin + sizeof(head) + ZSTD_compressBound(columns_.size()));
-  const size_t compressed = ZSTD_compressCCtx(
-      compressor_->context, out->data() + begin + sizeof(head), out->size() - begin - sizeof(head),
-      columns_.data(), columns_.size(), kCompressionLevel);
+  const size_t compressed = ZSTD_compressCCtx(context_.get(), out->data() + begin + sizeof(head),
+                                              out->size() - begin - sizeof(head), columns_.data(),
+                                              columns_.size(), kCompressionLevel);
   if (ZSTD_isError(compressed) != 0) {
     return Internal(std::string("rows could not be compressed: ") + ZSTD_getErrorName(compressed));
   }
@@ -183,6 +177,7 @@ Status BlockDecoder::Next(BlockRows* rows) {
   // After the checksum: what is unsound then was written so, and is not damage.
   if (!IsSound(head)) return Corruption(name + " contradicts itself: " + Describe(head));
   columns_.resize(head.columns_bytes);
+  // Fails rather than writes beyond the columns, whatever the payload is.
   const size_t size = ZSTD_decompress(columns_.data(), columns_.size(), block.data() + sizeof(head),
                                       head.payload_bytes);
   if (ZSTD_isError(size) != 0 || size != columns_.size()) {

@@ -17,6 +17,7 @@ BlockWriter::BlockWriter(TrainConfig config, bool with_state, size_t max_gathere
       out_(out),
       offset_(offset) {}
 
+// Rows stay gathered as records: most blocks are written long after their first row came.
 Status BlockWriter::Add(const RowHead& head, const float* values) {
   Group& group = GroupOf(head);
   const uint32_t virtual_shard = VirtualShard(SignHash(head.sign));
@@ -39,6 +40,8 @@ Status BlockWriter::Add(const RowHead& head, const float* values) {
   return gathered_bytes_ > max_gathered_bytes_ ? MakeRoom() : Status::Ok();
 }
 
+// A linear search: stores have few dims and optimizers. The first rows that come tell the others'
+// shape.
 BlockWriter::Group& BlockWriter::GroupOf(const RowHead& head) {
   const OptimizerKind optimizer = config_.OfSign(head.sign).optimizer.kind;
   const uint32_t state_floats = with_state_ ? head.state_floats : 0;
@@ -73,6 +76,7 @@ Status BlockWriter::MakeRoom() {
   return Status::Ok();
 }
 
+// One virtual shard a call, so that the caller can rest in between.
 StatusOr<bool> BlockWriter::FlushSome() {
   if (gathered_bytes_ == 0) return false;
   for (const auto& group : groups_) {

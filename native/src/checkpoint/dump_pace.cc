@@ -34,6 +34,8 @@ nanoseconds TakeWork() {
 
 }  // namespace
 
+// A common account of all threads: work is paid for by time that passes, at max_processors of it a
+// second. Who leaves it in debt sleeps until it is paid.
 void DumpPace::Rest() {
   if (max_processors_ <= 0) return;
   const nanoseconds work = TakeWork();
@@ -58,6 +60,7 @@ void DumpPace::Rest() {
   }
 }
 
+// The caller holds mutex_. Before the first update nothing shows that anyone trains.
 bool DumpPace::MustRest(Clock::time_point now) {
   if (has_stopped_ || rows_.NeedsRoom()) return false;
   const uint64_t num_updates = rows_.num_updates();

@@ -4,6 +4,7 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
+#include <cstddef>
 #include <cstring>
 #include <string>
 #include <string_view>
@@ -27,35 +28,76 @@ constexpr uint64_t kHeaderMagic = Magic("PERSIACK");
 constexpr uint64_t kFooterMagic = Magic("PERSIAFT");
 constexpr uint64_t kTrailerMagic = Magic("PERSIAND");
 
-// Sizes, and offsets of checksums within their sections, as docs/checkpoint_format.md has them.
-constexpr size_t kHeaderFixedBytes = 64;
-constexpr size_t kHeaderChecksum = 16;
 constexpr uint32_t kMaxHeaderBytes = 1 << 16;
-constexpr size_t kFooterFixedBytes = 40;
-constexpr size_t kFooterChecksum = 16;
-constexpr size_t kTrailerChecksum = 24;
-static_assert(sizeof(BlockEntry) == 32);
 
-void PutChecksum(std::vector<std::byte>* section, size_t offset) {
-  const uint64_t checksum = Checksum(*section, offset);
-  std::memcpy(section->data() + offset, &checksum, sizeof(checksum));
+// The sections' fixed parts, as docs/checkpoint_format.md has them. Members are aligned, so there
+// is no padding to zero.
+struct HeaderStart {
+  uint64_t magic = kHeaderMagic;
+  uint32_t version = kFormatVersion;
+  uint32_t header_bytes = 0;  // with the config behind this and its padding
+  uint64_t checksum = 0;
+  uint64_t step = 0;
+  uint64_t num_rows = 0;
+  uint32_t part = 0;
+  uint32_t num_parts = 0;
+  uint32_t replica_index = 0;
+  uint32_t replica_size = 0;
+  uint32_t kind = 0;
+  uint32_t config_bytes = 0;
+};
+static_assert(sizeof(HeaderStart) == 64);
+
+struct FooterStart {
+  uint64_t magic = kFooterMagic;
+  uint32_t version = kFormatVersion;
+  uint32_t reserved = 0;
+  uint64_t checksum = 0;
+  uint64_t num_blocks = 0;  // entries behind this
+  uint64_t num_rows = 0;
+};
+static_assert(sizeof(FooterStart) == 40 && sizeof(BlockEntry) == 32);
+
+struct Trailer {
+  FooterPlace footer;
+  uint64_t num_rows = 0;
+  uint64_t checksum = 0;
+  uint32_t version = kFormatVersion;
+  uint32_t reserved = 0;
+  uint64_t magic = kTrailerMagic;
+};
+static_assert(sizeof(Trailer) == kTrailerBytes);
+
+// Whole words, so that blocks and footers are aligned in a file that is read or mapped as a whole.
+constexpr size_t Padded(size_t num_bytes) { return (num_bytes + 7) / 8 * 8; }
+
+// The bytes of a section: its fixed part and what follows that, with the checksum of both.
+template <typename Start>
+std::vector<std::byte> EncodeSection(const Start& start, std::span<const std::byte> rest) {
+  std::vector<std::byte> bytes(Padded(sizeof(start) + rest.size()));
+  std::memcpy(bytes.data(), &start, sizeof(start));
+  if (!rest.empty()) std::memcpy(bytes.data() + sizeof(start), rest.data(), rest.size());
+  const uint64_t checksum = Checksum(bytes, offsetof(Start, checksum));
+  std::memcpy(bytes.data() + offsetof(Start, checksum), &checksum, sizeof(checksum));
+  return bytes;
 }
 
 // After the version: another version may have its checksum elsewhere.
-Status CheckChecksum(std::span<const std::byte> section, size_t offset, const char* what) {
-  uint64_t stored = 0;
-  std::memcpy(&stored, section.data() + offset, sizeof(stored));
-  if (stored == Checksum(section, offset)) return Status::Ok();
+template <typename Start>
+Status CheckChecksum(const Start& start, std::span<const std::byte> section, const char* what) {
+  if (start.checksum == Checksum(section, offsetof(Start, checksum))) return Status::Ok();
   return Corruption(std::string(what) +
                     " of the checkpoint file has another checksum than its bytes: the file was "
                     "damaged or cut off; use another copy or an older checkpoint");
 }
 
-Status CheckStart(std::span<const std::byte> bytes, size_t min_bytes, uint64_t magic,
-                  const char* what) {
-  uint64_t found = 0;
-  if (bytes.size() >= sizeof(found)) std::memcpy(&found, bytes.data(), sizeof(found));
-  if (bytes.size() >= min_bytes && found == magic) return Status::Ok();
+// The fixed part of a section that begins with `bytes`; a magic number tells what they are.
+template <typename Start>
+StatusOr<Start> DecodeStart(std::span<const std::byte> bytes, const char* what) {
+  constexpr uint64_t kMagic = Start{}.magic;
+  Start start{};
+  if (bytes.size() >= sizeof(start)) std::memcpy(&start, bytes.data(), sizeof(start));
+  if (bytes.size() >= sizeof(start) && start.magic == kMagic) return start;
   return Corruption(std::string("these ") + std::to_string(bytes.size()) + " bytes are not " +
                     what + " of a persia checkpoint file: it was cut off, or is another file");
 }
@@ -72,6 +114,7 @@ uint64_t Checksum(std::span<const std::byte> section, size_t checksum_offset) {
   return XXH3_64bits_digest(&state);
 }
 
+// Corruption and not a precondition: to whoever reads the file, both mean to look for another one.
 Status CheckVersion(uint32_t version, const char* what) {
   if (version == kFormatVersion) return Status::Ok();
   return Corruption(std::string(what) + " of the checkpoint file has format version " +
@@ -83,98 +126,71 @@ Status CheckVersion(uint32_t version, const char* what) {
 std::vector<std::byte> EncodeHeader(const FileHeader& header) {
   std::vector<std::byte> config;
   if (header.config.has_value()) config = header.config->Encode();
-  const size_t config_end = kHeaderFixedBytes + config.size();
-  ByteWriter writer;
-  writer.Put(kHeaderMagic);
-  writer.Put(kFormatVersion);
-  writer.Put(static_cast<uint32_t>((config_end + 7) / 8 * 8));
-  writer.Put(uint64_t{0});
-  writer.Put(header.step);
-  writer.Put(header.num_rows);
-  for (uint32_t value :
-       {header.part, header.num_parts, header.replica_index, header.replica_size,
-        static_cast<uint32_t>(header.kind), static_cast<uint32_t>(config.size())}) {
-    writer.Put(value);
-  }
-  writer.PutArray(std::span<const std::byte>(config));
-  std::vector<std::byte> bytes = writer.Release();
-  PutChecksum(&bytes, kHeaderChecksum);
-  return bytes;
+  const size_t header_bytes = Padded(sizeof(HeaderStart) + config.size());
+  const HeaderStart start{.header_bytes = static_cast<uint32_t>(header_bytes),
+                          .step = header.step,
+                          .num_rows = header.num_rows,
+                          .part = header.part,
+                          .num_parts = header.num_parts,
+                          .replica_index = header.replica_index,
+                          .replica_size = header.replica_size,
+                          .kind = static_cast<uint32_t>(header.kind),
+                          .config_bytes = static_cast<uint32_t>(config.size())};
+  return EncodeSection(start, config);
 }
 
 StatusOr<FileHeader> DecodeHeader(std::span<const std::byte> bytes) {
-  PERSIA_RETURN_IF_ERROR(CheckStart(bytes, kHeaderFixedBytes, kHeaderMagic, "the header"));
-  ByteReader reader(bytes);
-  reader.Get<uint64_t>();
-  PERSIA_RETURN_IF_ERROR(CheckVersion(reader.Get<uint32_t>(), "the header"));
-  FileHeader header;
-  header.header_bytes = reader.Get<uint32_t>();
+  PERSIA_ASSIGN_OR_RETURN(const auto start, DecodeStart<HeaderStart>(bytes, "the header"));
+  PERSIA_RETURN_IF_ERROR(CheckVersion(start.version, "the header"));
   // Before anything is read at an offset that depends on it.
-  if (header.header_bytes < kHeaderFixedBytes || header.header_bytes > kMaxHeaderBytes ||
-      header.header_bytes > bytes.size()) {
+  if (start.header_bytes < sizeof(start) || start.header_bytes > kMaxHeaderBytes ||
+      start.header_bytes > bytes.size()) {
     return Corruption("the header of the checkpoint file says that it has " +
-                      std::to_string(header.header_bytes) + " bytes; given are the first " +
+                      std::to_string(start.header_bytes) + " bytes; given are the first " +
                       std::to_string(bytes.size()) + " of the file");
   }
-  PERSIA_RETURN_IF_ERROR(
-      CheckChecksum(bytes.first(header.header_bytes), kHeaderChecksum, "the header"));
-  reader.Get<uint64_t>();
-  header.step = reader.Get<uint64_t>();
-  header.num_rows = reader.Get<uint64_t>();
-  for (uint32_t* value :
-       {&header.part, &header.num_parts, &header.replica_index, &header.replica_size}) {
-    *value = reader.Get<uint32_t>();
-  }
-  const auto kind = reader.Get<uint32_t>();
-  if (kind > static_cast<uint32_t>(FileKind::kChangesFromNothing)) {
-    return Corruption("the header of the checkpoint file has kind " + std::to_string(kind) +
+  PERSIA_RETURN_IF_ERROR(CheckChecksum(start, bytes.first(start.header_bytes), "the header"));
+  if (start.kind > static_cast<uint32_t>(FileKind::kChangesFromNothing)) {
+    return Corruption("the header of the checkpoint file has kind " + std::to_string(start.kind) +
                       "; known are 0 (rows), 1 (changes) and 2 (changes from nothing)");
   }
-  header.kind = static_cast<FileKind>(kind);
-  const auto config_bytes = reader.Get<uint32_t>();
-  if (config_bytes > header.header_bytes - kHeaderFixedBytes) {
+  if (start.config_bytes > start.header_bytes - sizeof(start)) {
     return Corruption("the header of the checkpoint file has a train config of " +
-                      std::to_string(config_bytes) + " bytes, beyond its own end");
+                      std::to_string(start.config_bytes) + " bytes, beyond its own end");
   }
+  FileHeader header{.step = start.step,
+                    .num_rows = start.num_rows,
+                    .part = start.part,
+                    .num_parts = start.num_parts,
+                    .replica_index = start.replica_index,
+                    .replica_size = start.replica_size,
+                    .kind = static_cast<FileKind>(start.kind),
+                    .config = {},
+                    .header_bytes = start.header_bytes};
   // A store that was never configured has no rows, and its file no config.
-  if (config_bytes == 0) return header;
-  auto config = TrainConfig::Decode(bytes.subspan(kHeaderFixedBytes, config_bytes));
-  if (!config.ok()) return config.status();
-  header.config = std::move(config).value();
+  if (start.config_bytes == 0) return header;
+  PERSIA_ASSIGN_OR_RETURN(header.config,
+                          TrainConfig::Decode(bytes.subspan(sizeof(start), start.config_bytes)));
   return header;
 }
 
+// The sum of rows is there so that a reader of footers alone can compare it with the header.
 std::vector<std::byte> EncodeFooter(std::span<const BlockEntry> blocks) {
-  uint64_t num_rows = 0;
-  for (const BlockEntry& block : blocks) num_rows += block.num_rows;
-  ByteWriter writer;
-  writer.Put(kFooterMagic);
-  writer.Put(kFormatVersion);
-  writer.Put(uint32_t{0});
-  writer.Put(uint64_t{0});
-  writer.Put(uint64_t{blocks.size()});
-  writer.Put(num_rows);
-  writer.PutArray(blocks);
-  std::vector<std::byte> bytes = writer.Release();
-  PutChecksum(&bytes, kFooterChecksum);
-  return bytes;
+  FooterStart start{.num_blocks = blocks.size()};
+  for (const BlockEntry& block : blocks) start.num_rows += block.num_rows;
+  return EncodeSection(start, std::as_bytes(blocks));
 }
 
 // Blocks must follow one another: loaders read them in long chunks.
 StatusOr<std::span<const BlockEntry>> DecodeFooter(std::span<const std::byte> bytes) {
-  PERSIA_RETURN_IF_ERROR(CheckStart(bytes, kFooterFixedBytes, kFooterMagic, "the footer"));
-  ByteReader reader(bytes);
-  reader.Get<uint64_t>();
-  PERSIA_RETURN_IF_ERROR(CheckVersion(reader.Get<uint32_t>(), "the footer"));
-  PERSIA_RETURN_IF_ERROR(CheckChecksum(bytes, kFooterChecksum, "the footer"));
-  reader.Get<uint32_t>();
-  reader.Get<uint64_t>();
-  const auto num_blocks = reader.Get<uint64_t>();
-  const auto num_rows = reader.Get<uint64_t>();
-  const auto blocks = reader.GetArray<BlockEntry>(num_blocks);
+  PERSIA_ASSIGN_OR_RETURN(const auto start, DecodeStart<FooterStart>(bytes, "the footer"));
+  PERSIA_RETURN_IF_ERROR(CheckVersion(start.version, "the footer"));
+  PERSIA_RETURN_IF_ERROR(CheckChecksum(start, bytes, "the footer"));
+  ByteReader reader(bytes.subspan(sizeof(start)));
+  const auto blocks = reader.GetArray<BlockEntry>(start.num_blocks);
   if (!reader.ok() || reader.remaining() != 0) {
     return Corruption("the footer of the checkpoint file says that it has " +
-                      std::to_string(num_blocks) + " blocks, but is " +
+                      std::to_string(start.num_blocks) + " blocks, but is " +
                       std::to_string(bytes.size()) + " bytes long");
   }
   uint64_t sum = 0;
@@ -192,23 +208,14 @@ StatusOr<std::span<const BlockEntry>> DecodeFooter(std::span<const std::byte> by
                       ", offset " + std::to_string(block.offset) + ", length " +
                       std::to_string(block.length));
   }
-  if (sum == num_rows) return blocks;
+  if (sum == start.num_rows) return blocks;
   return Corruption("the footer of the checkpoint file says that there are " +
-                    std::to_string(num_rows) + " rows, but its blocks have " + std::to_string(sum));
+                    std::to_string(start.num_rows) + " rows, but its blocks have " +
+                    std::to_string(sum));
 }
 
 std::vector<std::byte> EncodeTrailer(FooterPlace footer, uint64_t num_rows) {
-  ByteWriter writer;
-  writer.Put(footer.offset);
-  writer.Put(footer.length);
-  writer.Put(num_rows);
-  writer.Put(uint64_t{0});
-  writer.Put(kFormatVersion);
-  writer.Put(uint32_t{0});
-  writer.Put(kTrailerMagic);
-  std::vector<std::byte> bytes = writer.Release();
-  PutChecksum(&bytes, kTrailerChecksum);
-  return bytes;
+  return EncodeSection(Trailer{.footer = footer, .num_rows = num_rows}, {});
 }
 
 // The magic is at the very end, so that a file that was cut off is recognised as such.
@@ -217,15 +224,10 @@ StatusOr<FooterPlace> DecodeTrailer(std::span<const std::byte> bytes) {
     return Corruption("the trailer of a checkpoint file has " + std::to_string(kTrailerBytes) +
                       " bytes; given are " + std::to_string(bytes.size()));
   }
-  PERSIA_RETURN_IF_ERROR(CheckStart(bytes.subspan(kTrailerBytes - sizeof(kTrailerMagic)),
-                                    sizeof(kTrailerMagic), kTrailerMagic, "the end"));
-  ByteReader reader(bytes);
-  const FooterPlace footer{reader.Get<uint64_t>(), reader.Get<uint64_t>()};
-  reader.Get<uint64_t>();
-  reader.Get<uint64_t>();
-  PERSIA_RETURN_IF_ERROR(CheckVersion(reader.Get<uint32_t>(), "the trailer"));
-  PERSIA_RETURN_IF_ERROR(CheckChecksum(bytes, kTrailerChecksum, "the trailer"));
-  return footer;
+  PERSIA_ASSIGN_OR_RETURN(const auto trailer, DecodeStart<Trailer>(bytes, "the end"));
+  PERSIA_RETURN_IF_ERROR(CheckVersion(trailer.version, "the trailer"));
+  PERSIA_RETURN_IF_ERROR(CheckChecksum(trailer, bytes, "the trailer"));
+  return trailer.footer;
 }
 
 }  // namespace persia::checkpoint

@@ -39,15 +39,14 @@ RowConfig WithoutTraining(RowConfig rows) {
 StatusOr<std::unique_ptr<Loader>> Loader::Begin(store::EmbeddingStore& store,
                                                 const Options& options) {
   PERSIA_RETURN_IF_ERROR(options.config.Validate());
-  auto rows = store::StoreLoad::Begin(store);
-  if (!rows.ok()) return rows.status();
+  PERSIA_ASSIGN_OR_RETURN(auto rows, store::StoreLoad::Begin(store));
   Options completed = options;
   // A checkpoint without groups does not know the job's: the store keeps its own.
   if (const auto config = store.config(); config.has_value() && options.config.groups.empty()) {
     completed.config.groups = config->groups;
     completed.config.feature_index_prefix_bit = config->feature_index_prefix_bit;
   }
-  std::unique_ptr<Loader> loader(new Loader(store, completed, std::move(rows).value()));
+  std::unique_ptr<Loader> loader(new Loader(store, completed, std::move(rows)));
   // While all servers still have their rows: a refusal by Replace() may come when some have not.
   if (options.kind == FileKind::kRows) {
     PERSIA_RETURN_IF_ERROR(loader->rows_->Check(loader->store_config_));
@@ -63,6 +62,7 @@ Loader::Loader(store::EmbeddingStore& store, const Options& options,
       rules_(options.config),
       rows_(std::move(rows)) {}
 
+// The groups keep their initializers and admission: a server that answers must know of no others.
 TrainConfig Loader::StoreConfig() const {
   TrainConfig config = options_.config;
   if (options_.with_state) return config;
@@ -91,38 +91,45 @@ Status Loader::Check(const BlockRows& rows) const {
   return Status::Ok();
 }
 
-// Decodes all and keeps nothing: a checkpoint is checked as a whole before the store's rows are
-// removed.
-StatusOr<uint64_t> Loader::Verify(std::span<const std::byte> chunk) {
-  uint64_t num_rows = 0;
+template <typename Visit>
+Status Loader::ForEachBlock(std::span<const std::byte> chunk, Visit visit) const {
   BlockRows rows;
   for (BlockDecoder blocks(chunk); !blocks.AtEnd();) {
     PERSIA_RETURN_IF_ERROR(blocks.Next(&rows));
     PERSIA_RETURN_IF_ERROR(Check(rows));
+    PERSIA_RETURN_IF_ERROR(visit(rows));
+  }
+  return Status::Ok();
+}
+
+// Decodes all and keeps nothing: a checkpoint is checked as a whole before the store's rows are
+// removed.
+StatusOr<uint64_t> Loader::Verify(std::span<const std::byte> chunk) {
+  uint64_t num_rows = 0;
+  PERSIA_RETURN_IF_ERROR(ForEachBlock(chunk, [&](const BlockRows& rows) {
     num_rows += rows.signs.size();
     if (!IsForeign(rows)) num_verified_ += rows.signs.size();
-  }
+    return Status::Ok();
+  }));
   return num_rows;
 }
 
+// Reserved before the first Add(), when threads begin to add rows in any order.
 Status Loader::Replace() {
   PERSIA_RETURN_IF_ERROR(rows_->Replace(store_config_));
   rows_->Reserve(num_verified_);
   return Status::Ok();
 }
 
-StatusOr<TrainConfig> Loader::ConfigOfStore() const {
-  auto config = store_.config();
-  if (config.has_value()) return *std::move(config);
-  return FailedPrecondition("rows were loaded before Configure; replace the rows first");
-}
-
 // Against the store as it is now: another script may have configured it since Begin().
-Status Loader::CheckStore(const BlockRows& rows, const TrainConfig& of_store) const {
+Status Loader::CheckStore(const BlockRows& rows, const std::optional<TrainConfig>& of_store) const {
+  if (!of_store.has_value()) {
+    return FailedPrecondition("rows were loaded before Configure; replace the rows first");
+  }
   const uint32_t dim = rows.shape.dim;
   const RowConfig* checked = nullptr;
   for (const uint64_t sign : rows.signs) {
-    const RowConfig& found = of_store.OfSign(sign);
+    const RowConfig& found = of_store->OfSign(sign);
     if (&found == checked) continue;
     checked = &found;
     const OptimizerConfig& optimizer = store_config_.OfSign(sign).optimizer;
@@ -136,6 +143,8 @@ Status Loader::CheckStore(const BlockRows& rows, const TrainConfig& of_store) co
   return Status::Ok();
 }
 
+// Rows and removals of a packet must come in one step, those of a checkpoint would not fit into
+// memory.
 Status Loader::CheckKind(bool is_of_changes) const {
   if (is_of_changes == (options_.kind != FileKind::kRows)) return Status::Ok();
   return FailedPrecondition(is_of_changes
@@ -148,6 +157,7 @@ bool Loader::IsForeign(const BlockRows& rows) const {
   return rows.shape.virtual_shard % options_.replica.size != options_.replica.index;
 }
 
+// Without state, StoreLoad gives each row the state of a new one.
 store::LoadedRows Loader::RowsOf(const BlockRows& rows) const {
   return {.dim = rows.shape.dim,
           .signs = rows.signs,
@@ -163,30 +173,24 @@ StatusOr<uint64_t> Loader::Prepare(std::span<const std::byte> chunk) {
   PERSIA_RETURN_IF_ERROR(CheckKind(/*is_of_changes=*/true));
   std::list<BlockRows> decoded;  // what `changes` point into
   store::Changes changes;
-  std::optional<TrainConfig> of_store;
+  const std::optional<TrainConfig> of_store = store_.config();
   uint64_t num_rows = 0, num_foreign = 0;
-  for (BlockDecoder blocks(chunk); !blocks.AtEnd();) {
-    BlockRows& rows = decoded.emplace_back();
-    PERSIA_RETURN_IF_ERROR(blocks.Next(&rows));
-    PERSIA_RETURN_IF_ERROR(Check(rows));
-    if (IsForeign(rows)) {
-      num_foreign += rows.signs.size();
-      decoded.pop_back();
-      continue;
+  const auto keep = [&](BlockRows& block) {
+    if (IsForeign(block)) {
+      num_foreign += block.signs.size();
+      return Status::Ok();
     }
+    const BlockRows& rows = decoded.emplace_back(std::move(block));
     num_rows += rows.signs.size();
     if (rows.shape.kind == BlockKind::kRemovals) {
       changes.removals.push_back(rows.signs);
-      continue;
+      return Status::Ok();
     }
-    if (!of_store.has_value()) {
-      auto config = ConfigOfStore();
-      if (!config.ok()) return config.status();
-      of_store = std::move(config).value();
-    }
-    PERSIA_RETURN_IF_ERROR(CheckStore(rows, *of_store));
+    PERSIA_RETURN_IF_ERROR(CheckStore(rows, of_store));
     changes.rows.push_back(RowsOf(rows));
-  }
+    return Status::Ok();
+  };
+  PERSIA_RETURN_IF_ERROR(ForEachBlock(chunk, keep));
   const std::lock_guard lock(mutex_);
   prepared_.splice(prepared_.end(), decoded);
   changes_.removals.insert(changes_.removals.end(), changes.removals.begin(),
@@ -213,22 +217,20 @@ StatusOr<uint64_t> Loader::Apply() {
 
 StatusOr<uint64_t> Loader::Add(std::span<const std::byte> chunk) {
   PERSIA_RETURN_IF_ERROR(CheckKind(/*is_of_changes=*/false));
-  const auto of_store = ConfigOfStore();
-  if (!of_store.ok()) return of_store.status();
+  const std::optional<TrainConfig> of_store = store_.config();
   uint64_t num_added = 0;
-  BlockRows rows;
-  for (BlockDecoder blocks(chunk); !blocks.AtEnd();) {
-    PERSIA_RETURN_IF_ERROR(blocks.Next(&rows));
-    PERSIA_RETURN_IF_ERROR(Check(rows));
+  const auto add = [&](const BlockRows& rows) {
     if (IsForeign(rows)) {
       num_foreign_ += rows.signs.size();
-      continue;
+      return Status::Ok();
     }
-    PERSIA_RETURN_IF_ERROR(CheckStore(rows, of_store.value()));
+    PERSIA_RETURN_IF_ERROR(CheckStore(rows, of_store));
     PERSIA_RETURN_IF_ERROR(rows_->Add(RowsOf(rows)));
     num_added += rows.signs.size();
     num_rows_ += rows.signs.size();
-  }
+    return Status::Ok();
+  };
+  PERSIA_RETURN_IF_ERROR(ForEachBlock(chunk, add));
   return num_added;
 }
 

@@ -48,6 +48,8 @@ void RowFeed::Stop() {
   });
 }
 
+// What was written is handed back first, also where nothing is left to read: training may wait for
+// it.
 StatusOr<bool> RowFeed::Next(uint32_t number, Batch* batch) {
   std::unique_lock lock(mutex_);
   Part& part = parts_[number];
@@ -65,6 +67,7 @@ StatusOr<bool> RowFeed::Next(uint32_t number, Batch* batch) {
   return !part.ahead.empty() || !part.is_read;
 }
 
+// Parts in turns, so that none of their writers waits for all of another's rows.
 bool RowFeed::HasWork(Part** part) {
   *part = nullptr;
   if (has_stopped_ || !status_.ok()) return has_stopped_ || !saved_.empty();
@@ -77,6 +80,7 @@ bool RowFeed::HasWork(Part** part) {
   return *part != nullptr || !saved_.empty();
 }
 
+// A part is read by one thread at a time, as its shards are read in order.
 void RowFeed::Serve() {
   std::unique_lock lock(mutex_);
   while (true) {
@@ -117,12 +121,13 @@ StatusOr<bool> RowFeed::Read(Part* part, Batch* batch) {
 
 StatusOr<bool> RowFeed::ReadShards(Part* part, Batch* batch) {
   const auto step = static_cast<uint32_t>(parts_.size());
-  auto has_more = rows_.Read(part->next_shard, rows_at_a_time_, batch);
-  if (!has_more.ok()) return has_more.status();
+  PERSIA_ASSIGN_OR_RETURN(const bool has_more,
+                          rows_.Read(part->next_shard, rows_at_a_time_, batch));
+  // Rows of shards whose turn is later: else they would take the room of the budget until then.
   for (uint32_t shard = part->next_shard + step; shard < rows_.num_shards(); shard += step) {
     rows_.TakeSaved(shard, batch);
   }
-  if (!has_more.value()) part->next_shard += step;
+  if (!has_more) part->next_shard += step;
   return part->next_shard < rows_.num_shards();
 }
 

@@ -12,11 +12,10 @@ constexpr uint32_t kMaxParts = 65536;
 
 }  // namespace
 
-SnapshotPart::SnapshotPart(const FileHeader& header, bool with_state, size_t max_gathered_bytes,
-                           NextRows next, CheckEnd check_end, DumpPace* pace)
-    : next_(std::move(next)),
-      check_end_(std::move(check_end)),
-      pace_(*pace),
+SnapshotPart::SnapshotPart(Snapshot* snapshot, const FileHeader& header, bool with_state,
+                           size_t max_gathered_bytes)
+    : snapshot_(*snapshot),
+      number_(header.part),
       bytes_(EncodeHeader(header)),
       writer_(header.config.value_or(TrainConfig()), with_state, max_gathered_bytes, bytes_.size(),
               &bytes_) {}
@@ -33,6 +32,7 @@ Status SnapshotPart::Read(size_t max_bytes, const std::function<std::byte*(size_
   return Status::Ok();
 }
 
+// What was read is erased only here, so that a part costs a copy of its bytes and no more calls.
 Status SnapshotPart::Produce(size_t num_bytes) {
   bytes_.erase(bytes_.begin(), bytes_.begin() + static_cast<ptrdiff_t>(position_));
   position_ = 0;
@@ -42,10 +42,11 @@ Status SnapshotPart::Produce(size_t num_bytes) {
   return Status::Ok();
 }
 
+// Saved rows come with the batch that was read after they were saved, in any order: blocks are
+// sorted by virtual shard, not by row.
 Status SnapshotPart::ProduceRows() {
-  auto has_more = next_(&batch_);
-  if (!has_more.ok()) return has_more.status();
-  has_all_rows_ = !has_more.value();
+  PERSIA_ASSIGN_OR_RETURN(const bool has_more, snapshot_.feed_->Next(number_, &batch_));
+  has_all_rows_ = !has_more;
   PERSIA_RETURN_IF_ERROR(Write(batch_.read));
   for (const store::RowRecords& rows : batch_.saved) PERSIA_RETURN_IF_ERROR(Write(rows));
   num_rows_ = writer_.num_rows();
@@ -59,18 +60,19 @@ Status SnapshotPart::Write(const store::RowRecords& rows) {
     // Across calls: rows from a pool come in small numbers.
     if (++num_since_rest_ < DumpPace::kRowsAtATime) return;
     num_since_rest_ = 0;
-    pace_.Rest();
+    snapshot_.pace_->Rest();
   });
   return status;
 }
 
+// One virtual shard of what is gathered a call, then the footer: a reader of few bytes waits no
+// longer for the end than for the rest.
 Status SnapshotPart::Finish() {
-  pace_.Rest();
-  auto has_flushed = writer_.FlushSome();
-  if (!has_flushed.ok()) return has_flushed.status();
+  snapshot_.pace_->Rest();
+  PERSIA_ASSIGN_OR_RETURN(const bool has_flushed, writer_.FlushSome());
   num_rows_ = writer_.num_rows();
-  if (has_flushed.value()) return Status::Ok();
-  PERSIA_RETURN_IF_ERROR(check_end_(writer_.num_rows()));
+  if (has_flushed) return Status::Ok();
+  PERSIA_RETURN_IF_ERROR(snapshot_.CheckEnd(writer_.num_rows()));
   const auto footer = EncodeFooter(writer_.blocks());
   const auto trailer = EncodeTrailer({writer_.offset(), footer.size()}, writer_.num_rows());
   bytes_.insert(bytes_.end(), footer.begin(), footer.end());
@@ -79,6 +81,8 @@ Status SnapshotPart::Finish() {
   return Status::Ok();
 }
 
+// In this order: writers that rest or wait for rows return first, so that none is left in the
+// store.
 void Snapshot::Close() {
   pace_->Stop();
   feed_->Stop();
@@ -94,17 +98,15 @@ Status Snapshot::CheckOptions(const Options& options) {
 StatusOr<std::unique_ptr<Snapshot>> Snapshot::Begin(store::EmbeddingStore& store,
                                                     const Options& options) {
   PERSIA_RETURN_IF_ERROR(CheckOptions(options));
-  auto rows = store::StoreSnapshot::Begin(store, options.rows);
-  if (!rows.ok()) return rows.status();
-  return Of(std::move(rows).value(), options);
+  PERSIA_ASSIGN_OR_RETURN(auto rows, store::StoreSnapshot::Begin(store, options.rows));
+  return Of(std::move(rows), options);
 }
 
 StatusOr<std::unique_ptr<Snapshot>> Snapshot::TakeChanges(store::EmbeddingStore& store,
                                                           const Options& options) {
   PERSIA_RETURN_IF_ERROR(CheckOptions(options));
-  auto rows = store::StoreSnapshot::TakeChanges(store, options.rows);
-  if (!rows.ok()) return rows.status();
-  return Of(std::move(rows).value(), options);
+  PERSIA_ASSIGN_OR_RETURN(auto rows, store::StoreSnapshot::TakeChanges(store, options.rows));
+  return Of(std::move(rows), options);
 }
 
 std::unique_ptr<Snapshot> Snapshot::Of(std::unique_ptr<store::StoreSnapshot> rows,
@@ -128,10 +130,7 @@ void Snapshot::AddPart(const Options& options, uint32_t number) {
   // Every part must get on even where there are very many.
   const size_t gathered =
       std::max(options.max_gathered_bytes / options.num_parts, BlockWriter::kBlockBytes);
-  parts_.push_back(std::make_unique<SnapshotPart>(
-      header, options.with_state, gathered,
-      [this, number](store::StoreSnapshot::Batch* batch) { return feed_->Next(number, batch); },
-      [this](uint64_t count) { return CheckEnd(count); }, &*pace_));
+  parts_.push_back(std::make_unique<SnapshotPart>(this, header, options.with_state, gathered));
 }
 
 FileKind Snapshot::kind() const {
@@ -139,6 +138,8 @@ FileKind Snapshot::kind() const {
   return rows_->is_from_nothing() ? FileKind::kChangesFromNothing : FileKind::kChanges;
 }
 
+// A packet that lacks a row would leave followers wrong for ever: so each part must have been read
+// to its end, and the rows must add up.
 Status Snapshot::Commit() {
   const uint32_t num_written = num_parts_written_.load();
   if (num_written != num_parts() || num_rows_written_.load() != num_rows()) {

@@ -1,7 +1,20 @@
 // Snapshot: a store at one moment, as the bytes of files that are produced while training goes on.
 //
+// Begin() takes all rows, TakeChanges() those that changed since the last committed packet. The
+// moment is the one between two calls on the store at which either returns: an update before it is
+// in the files in all shards, one after it in none.
+//
 // Each part is a file of its own with rows of some of the store's internal shards; together the
-// parts have all rows. Parts may be read by different threads.
+// parts have all rows, each once. Parts may be read by different threads, and should be: encoding
+// costs a microsecond a row.
+//
+// What reads a part from the store to the file: RowFeed copies rows in threads of its own, which
+// are the only ones to lock shards; SnapshotPart encodes them in the thread that calls Read(), at
+// the pace of DumpPace. The memory for all of it is bounded: rows saved by training
+// (StoreSnapshot::Options), rows copied ahead (RowFeed), and rows that wait for a block to be full.
+//
+// Where training changes rows faster than they are read, and has waited too long, the snapshot
+// fails, not the training: Read() returns kResourceExhausted from then on.
 #pragma once
 
 #include <atomic>
@@ -30,21 +43,21 @@ struct Replica {
   uint32_t size = 1;
 };
 
-// One file. Thread-safe.
+class Snapshot;
+
+// One file, from its header to its trailer. Thread-safe, but the bytes of a file are those of
+// Read() in the order of the calls: one thread reads a part.
 class SnapshotPart {
  public:
-  // Puts rows that the file is to have into the batch; false when these were the last.
-  using NextRows = std::function<StatusOr<bool>(store::StoreSnapshot::Batch*)>;
-  // Called when all rows have been written, before the file is completed.
-  using CheckEnd = std::function<Status(uint64_t num_rows)>;
-
-  // `*pace` must outlive it.
-  SnapshotPart(const FileHeader& header, bool with_state, size_t max_gathered_bytes, NextRows next,
-               CheckEnd check_end, DumpPace* pace);
+  // Of `*snapshot`, which owns it. The header says which part it is.
+  SnapshotPart(Snapshot* snapshot, const FileHeader& header, bool with_state,
+               size_t max_gathered_bytes);
 
   // Copies the next bytes of the file, `max_bytes` until its end is near, to what allocate(count)
-  // returns; none at its end: then it is not called. After a failure the file stays incomplete, and
-  // every later call fails in the same way.
+  // returns; none at its end: then it is not called. Waits for rows to be copied, and rests while
+  // the store is trained. After a failure the file stays incomplete, and every later call fails in
+  // the same way. kFailedPrecondition: the snapshot was closed; kResourceExhausted: it was given
+  // up, or there is no memory.
   Status Read(size_t max_bytes, const std::function<std::byte*(size_t)>& allocate);
 
   uint64_t num_rows() const { return num_rows_.load(); }    // encoded so far
@@ -56,9 +69,8 @@ class SnapshotPart {
   Status Write(const store::RowRecords& rows);
   Status Finish();
 
-  const NextRows next_;
-  const CheckEnd check_end_;
-  DumpPace& pace_;
+  Snapshot& snapshot_;
+  const uint32_t number_;
   std::mutex mutex_;              // guards what follows, but for the counters
   std::vector<std::byte> bytes_;  // produced, from position_ on not yet read
   size_t num_since_rest_ = 0;     // rows
@@ -79,7 +91,9 @@ class Snapshot {
     Replica replica = {};
     store::StoreSnapshot::Options rows = {};
     bool with_state = true;  // else of the optimizer's state nothing is written
-    // Of all parts together: rows that wait until a block is full.
+    // Of all parts together: rows that wait until a block is full. Rows come in the order of
+    // hashes, so that every virtual shard has a block in the making: with less memory blocks are
+    // smaller.
     size_t max_gathered_bytes = size_t{256} << 20;
     // A shard is kept from its other users while so many are copied: some tens of microseconds.
     size_t rows_at_a_time = 512;
@@ -87,8 +101,9 @@ class Snapshot {
     double max_processors = 0;
   };
 
-  // The store must outlive it. kInvalidArgument: no parts, or more than 65,536; else as
-  // StoreSnapshot::Begin.
+  // The store must outlive it. Waits for the calls in progress, then returns at once; the store
+  // takes no other snapshot, and loads no rows, until this one is closed. kInvalidArgument: no
+  // parts, or more than 65,536; else as StoreSnapshot::Begin.
   static StatusOr<std::unique_ptr<Snapshot>> Begin(store::EmbeddingStore& store,
                                                    const Options& options);
 
@@ -96,9 +111,10 @@ class Snapshot {
   static StatusOr<std::unique_ptr<Snapshot>> TakeChanges(store::EmbeddingStore& store,
                                                          const Options& options);
 
-  uint64_t step() const { return rows_->step(); }
+  uint64_t step() const { return rows_->step(); }  // updates that the store had applied
   FileKind kind() const;
   uint64_t num_rows() const { return rows_->num_rows(); }  // of changes: with removals
+  // None where the store was not configured, and so had no rows.
   const std::optional<TrainConfig>& config() const { return rows_->config(); }
   uint32_t num_parts() const { return static_cast<uint32_t>(parts_.size()); }
   // kInvalidArgument: there is none of this number. Lives as long as the snapshot.
@@ -108,16 +124,20 @@ class Snapshot {
   // these changes are in the next packet again. kFailedPrecondition: parts were not read to the
   // end.
   Status Commit();
-  // Training is left alone from here on; what has not been read is lost.
+  // Training is left alone from here on: it saves no rows and waits for none. What has not been
+  // read is lost; changes that were not committed are in the next packet.
   void Close();
 
  private:
+  friend class SnapshotPart;
+
   explicit Snapshot(std::unique_ptr<store::StoreSnapshot> rows) : rows_(std::move(rows)) {}
 
   static Status CheckOptions(const Options& options);
   static std::unique_ptr<Snapshot> Of(std::unique_ptr<store::StoreSnapshot> rows,
                                       const Options& options);
   void AddPart(const Options& options, uint32_t number);
+  // A part has written its rows, and its file is about to be completed.
   Status CheckEnd(uint64_t num_rows);
 
   std::unique_ptr<store::StoreSnapshot> rows_;

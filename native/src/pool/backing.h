@@ -5,7 +5,9 @@
 // the processor's caches; after Sync() all writes that were drained before survive a power failure.
 // Between two Syncs any part of them may have become durable, in any order.
 //
-// Read(), Write() and Drain() may be called by several threads at once, each with bytes of its own.
+// Offsets count from the beginning; no call reaches beyond size(). Read(), Write() and Drain() may
+// be called by several threads at once, each with bytes of its own. A Write() of 8 aligned bytes is
+// never torn, neither for readers nor by a crash: records end by one (row_record.h).
 #pragma once
 
 #include <cstddef>
@@ -28,7 +30,9 @@ class Backing {
   virtual uint64_t size() const = 0;
   virtual Status Read(uint64_t offset, std::span<std::byte> out) const = 0;
   virtual Status Write(uint64_t offset, std::span<const std::byte> bytes) = 0;
+  // Of the calling thread's writes alone: others drain their own.
   virtual void Drain() = 0;
+  // Waits for the device. After an error nothing is known of the writes since the last success.
   virtual Status Sync() = 0;
   // All of them, in about the time that the device needs for many reads at once.
   virtual Status ReadMany(std::span<const ReadPiece> pieces) const {

@@ -26,6 +26,7 @@ class PmemBacking final : public Backing {
 
   uint64_t size() const override { return file_->size(); }
 
+  // Reading a mapping beyond the file's end would end the process by a signal.
   Status Read(uint64_t offset, std::span<std::byte> out) const override {
     if (offset + out.size() > size()) {
       return Corruption("pool " + file_->path() + " ends before byte " +

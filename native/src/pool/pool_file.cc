@@ -17,27 +17,27 @@ namespace {
 std::string PathOf(const std::string& directory) { return directory + "/rows.pool"; }
 std::string PartialPathOf(const std::string& directory) { return directory + "/rows.pool.partial"; }
 
+}  // namespace
+
 Status SystemError(const std::string& what, const std::string& path) {
   const int error = errno;
   return IOError(what + " " + path + ": " + std::strerror(error));
 }
 
-Status SyncDirectory(const std::string& directory) {
-  const int fd = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd < 0) return SystemError("cannot open directory", directory);
-  const Status status =
-      ::fsync(fd) == 0 ? Status::Ok() : SystemError("cannot sync directory", directory);
+Status SyncPath(const std::string& path, int flags) {
+  const int fd = ::open(path.c_str(), flags | O_CLOEXEC);
+  if (fd < 0) return SystemError("cannot open", path);
+  const Status status = ::fsync(fd) == 0 ? Status::Ok() : SystemError("cannot sync", path);
   ::close(fd);
   return status;
 }
-
-}  // namespace
 
 PoolFile::PoolFile(int fd, std::string directory, bool syncs)
     : fd_(fd), directory_(std::move(directory)), path_(PathOf(directory_)), syncs_(syncs) {}
 
 PoolFile::~PoolFile() { ::close(fd_); }
 
+// The lock is taken before the file is emptied: another process may be making the pool just now.
 StatusOr<std::unique_ptr<PoolFile>> PoolFile::Create(const std::string& directory, bool syncs) {
   if (::access(PathOf(directory).c_str(), F_OK) == 0) {
     return FailedPrecondition("there is a pool in " + directory + "; open it, or remove " +
@@ -61,7 +61,7 @@ Status PoolFile::Publish() {
   if (::fsync(fd_) != 0) return SystemError("cannot sync", partial);
   if (::link(partial.c_str(), path_.c_str()) != 0) return SystemError("cannot create", path_);
   if (::unlink(partial.c_str()) != 0) return SystemError("cannot remove", partial);
-  return SyncDirectory(directory_);
+  return SyncPath(directory_, O_RDONLY | O_DIRECTORY);
 }
 
 StatusOr<std::unique_ptr<PoolFile>> PoolFile::Open(const std::string& directory, Access access,
@@ -82,6 +82,8 @@ StatusOr<std::unique_ptr<PoolFile>> PoolFile::Open(const std::string& directory,
   return file;
 }
 
+// flock() and not fcntl(): it is bound to this opening of the file, so that a second pool object of
+// the same process is refused as well, and no close() elsewhere releases it.
 Status PoolFile::Lock() const {
   if (::flock(fd_, LOCK_EX | LOCK_NB) == 0) return Status::Ok();
   if (errno != EWOULDBLOCK) return SystemError("cannot lock", path_);
@@ -89,6 +91,7 @@ Status PoolFile::Lock() const {
                      " is in use; stop the server that has it, or give each its own directory");
 }
 
+// A read may return less than was asked for; 0 bytes are the end of the file.
 Status PoolFile::Read(uint64_t offset, std::span<std::byte> out) const {
   while (!out.empty()) {
     const ssize_t count = ::pread(fd_, out.data(), out.size(), static_cast<off_t>(offset));
@@ -115,6 +118,7 @@ Status PoolFile::Write(uint64_t offset, std::span<const std::byte> bytes) {
   return Status::Ok();
 }
 
+// fdatasync() also writes the file's size, which finding the rows again needs.
 Status PoolFile::Sync() {
   if (syncs_ && ::fdatasync(fd_) != 0) return SystemError("cannot sync", path_);
   return Status::Ok();
@@ -123,6 +127,8 @@ Status PoolFile::Sync() {
 // What the page cache has costs what Read() does; the rest is asked for before the first of it is
 // waited for.
 Status PoolFile::ReadMany(std::span<const ReadPiece> pieces) const {
+  // RWF_NOWAIT fails where the page cache lacks a page; then the device is asked, and not waited
+  // for yet.
   std::vector<const ReadPiece*> waited_for;
   for (const ReadPiece& piece : pieces) {
     const iovec out = {piece.out.data(), piece.out.size()};
@@ -138,6 +144,7 @@ Status PoolFile::ReadMany(std::span<const ReadPiece> pieces) const {
   return Status::Ok();
 }
 
+// Else the system reads ahead around each row, and a page cache full of neighbours is what remains.
 void PoolFile::ExpectRandomReads() {
   static_cast<void>(::posix_fadvise(fd_, 0, 0, POSIX_FADV_RANDOM));
 }

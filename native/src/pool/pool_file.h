@@ -13,6 +13,12 @@
 
 namespace persia::pool {
 
+// kIOError with the text of errno; call it before anything that may change that.
+Status SystemError(const std::string& what, const std::string& path);
+// Makes a file durable, or with O_DIRECTORY among the `flags` of open() a directory's entries: a
+// new name may be lost in a power failure until its directory was synced, too.
+Status SyncPath(const std::string& path, int flags);
+
 class PoolFile final : public Backing {
  public:
   enum class Access : uint8_t {

@@ -18,30 +18,27 @@ constexpr uint32_t kFormatVersion = 3;
 
 static_assert(std::endian::native == std::endian::little, "pools are used in place");
 
+// A copy of the header as the file has it. Unused bytes are zero and checked like all others.
 struct Copy {
   uint64_t magic;
   uint32_t format_version;
   uint32_t schema_bytes;
   uint64_t check;  // of what follows
-  uint64_t sequence;
-  uint64_t pool_id;
-  uint64_t filling_id;
-  uint64_t committed;
-  uint64_t num_rows;
-  uint64_t extent_bytes;
-  uint64_t size_bytes;
+  PoolState state;
   char schema[PoolHeader::kMaxSchemaBytes];
   char unused[PoolHeader::kCopyBytes - 10 * sizeof(uint64_t) - PoolHeader::kMaxSchemaBytes];
 };
 static_assert(sizeof(Copy) == PoolHeader::kCopyBytes);
 
-constexpr size_t kCheckedFrom = offsetof(Copy, sequence);
+constexpr size_t kCheckedFrom = offsetof(Copy, state);
 
+// The length of the schema stands before the checked bytes, so it is the seed.
 uint64_t CheckOf(const Copy& copy) {
   const auto* bytes = reinterpret_cast<const std::byte*>(&copy);
   return XXH3_64bits_withSeed(bytes + kCheckedFrom, sizeof(Copy) - kCheckedFrom, copy.schema_bytes);
 }
 
+// The version before the checksum: another version may compute it otherwise.
 StatusOr<PoolHeader> Decode(const Copy& copy) {
   if (copy.magic != kMagic) return Corruption("the file is no pool of persia");
   if (copy.format_version != kFormatVersion) {
@@ -52,14 +49,7 @@ StatusOr<PoolHeader> Decode(const Copy& copy) {
   if (copy.check != CheckOf(copy) || copy.schema_bytes > PoolHeader::kMaxSchemaBytes) {
     return Corruption("the pool's header is damaged; remove the pool and load a checkpoint");
   }
-  return PoolHeader{.sequence = copy.sequence,
-                    .pool_id = copy.pool_id,
-                    .filling_id = copy.filling_id,
-                    .committed = copy.committed,
-                    .num_rows = copy.num_rows,
-                    .extent_bytes = copy.extent_bytes,
-                    .size_bytes = copy.size_bytes,
-                    .schema = std::string(copy.schema, copy.schema_bytes)};
+  return PoolHeader{copy.state, std::string(copy.schema, copy.schema_bytes)};
 }
 
 StatusOr<PoolHeader> ReadCopy(const Backing& backing, uint64_t number) {
@@ -69,6 +59,7 @@ StatusOr<PoolHeader> ReadCopy(const Backing& backing, uint64_t number) {
   return Decode(copy);
 }
 
+// The header of an extent as the file has it.
 struct Extent {
   uint64_t magic;
   uint64_t slot_bytes;
@@ -78,6 +69,8 @@ struct Extent {
 };
 static_assert(sizeof(Extent) == ExtentHeader::kBytes);
 
+// The filling and the place are the seed: neither a header of cleared rows nor one that was copied
+// to another place of the file is valid.
 uint64_t CheckOf(const Extent& extent, uint64_t filling_id, uint64_t offset) {
   return XXH3_64bits_withSeed(&extent, offsetof(Extent, check), filling_id ^ offset);
 }
@@ -104,18 +97,23 @@ Status WriteHeader(PoolHeader* header, Backing* backing) {
   copy.magic = kMagic;
   copy.format_version = kFormatVersion;
   copy.schema_bytes = static_cast<uint32_t>(header->schema.size());
-  copy.sequence = header->sequence;
-  copy.pool_id = header->pool_id;
-  copy.filling_id = header->filling_id;
-  copy.committed = header->committed;
-  copy.num_rows = header->num_rows;
-  copy.extent_bytes = header->extent_bytes;
-  copy.size_bytes = header->size_bytes;
+  copy.state = *header;
   std::memcpy(copy.schema, header->schema.data(), header->schema.size());
   copy.check = CheckOf(copy);
   PERSIA_RETURN_IF_ERROR(backing->Write(header->sequence % 2 * PoolHeader::kCopyBytes,
                                         std::as_bytes(std::span(&copy, 1))));
   backing->Drain();
+  return Status::Ok();
+}
+
+// Less would void extents that have rows.
+Status RaiseSize(uint64_t size_bytes, PoolHeader* header) {
+  if (size_bytes < header->size_bytes) {
+    return InvalidArgument("size_bytes is " + std::to_string(size_bytes) +
+                           ", and the pool was made with " + std::to_string(header->size_bytes) +
+                           "; pools only grow");
+  }
+  header->size_bytes = size_bytes;
   return Status::Ok();
 }
 

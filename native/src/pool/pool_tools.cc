@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <unordered_set>
+#include <utility>
 
 #include "pool/pool_file.h"
 #include "pool/recovery.h"
@@ -9,46 +10,52 @@
 namespace persia::pool {
 namespace {
 
-PoolInfo InfoOf(const PoolHeader& header, const Backing& backing) {
-  return {.pool_id = header.pool_id,
-          .committed = header.committed,
-          .num_rows = header.num_rows,
-          .file_bytes = backing.size(),
-          .size_bytes = header.size_bytes,
-          .extent_bytes = header.extent_bytes,
-          .schema = header.schema};
+struct OpenFile {
+  std::unique_ptr<PoolFile> file;
+  PoolHeader header;
+  PoolInfo info() const { return {header, file->size()}; }
+};
+
+StatusOr<OpenFile> Open(const std::string& directory, PoolFile::Access access) {
+  PERSIA_ASSIGN_OR_RETURN(auto file, PoolFile::Open(directory, access, /*syncs=*/true));
+  PERSIA_ASSIGN_OR_RETURN(PoolHeader header, ReadHeader(*file));
+  return OpenFile{std::move(file), std::move(header)};
+}
+
+Status Store(OpenFile* pool) {
+  PERSIA_RETURN_IF_ERROR(WriteHeader(&pool->header, pool->file.get()));
+  return pool->file->Sync();
 }
 
 }  // namespace
 
+// Without a lock the file may grow meanwhile: its size is that of some moment.
 StatusOr<PoolInfo> InspectPool(const std::string& directory) {
-  auto file = PoolFile::Open(directory, PoolFile::Access::kReadOnly, /*syncs=*/false);
-  PERSIA_RETURN_IF_ERROR(file.status());
-  auto header = ReadHeader(**file);
-  PERSIA_RETURN_IF_ERROR(header.status());
-  return InfoOf(*header, **file);
+  PERSIA_ASSIGN_OR_RETURN(const OpenFile pool, Open(directory, PoolFile::Access::kReadOnly));
+  return pool.info();
 }
 
+// As recovery reads it, extent by extent, but undoing nothing: the pool can be checked before it is
+// opened.
 StatusOr<PoolReport> CheckPool(const std::string& directory) {
-  auto file = PoolFile::Open(directory, PoolFile::Access::kExclusive, /*syncs=*/false);
-  PERSIA_RETURN_IF_ERROR(file.status());
-  auto header = ReadHeader(**file);
-  PERSIA_RETURN_IF_ERROR(header.status());
-  PoolReport report{.info = InfoOf(*header, **file)};
+  PERSIA_ASSIGN_OR_RETURN(const OpenFile pool, Open(directory, PoolFile::Access::kExclusive));
+  const auto& [file, header] = pool;
+  PoolReport report{.info = pool.info()};
   std::unordered_set<uint64_t> signs;
-  for (uint64_t i = 0; i < NumExtents(**file, *header); ++i) {
-    const uint64_t extent = ExtentOffset(*header, i);
-    auto extent_header = ReadExtentHeader(header->filling_id, extent, **file);
-    PERSIA_RETURN_IF_ERROR(extent_header.status());
-    if (!*extent_header) {
+  for (uint64_t i = 0; i < NumExtents(*file, header); ++i) {
+    const uint64_t extent = ExtentOffset(header, i);
+    PERSIA_ASSIGN_OR_RETURN(const auto extent_header,
+                            ReadExtentHeader(header.filling_id, extent, *file));
+    if (!extent_header) {
       ++report.num_unassigned_extents;
       continue;
     }
-    PERSIA_RETURN_IF_ERROR(ScanExtent(
-        **file, *header, extent, **extent_header, [&](uint64_t, const RowRecord* record) {
+    const uint64_t committed = header.committed;
+    PERSIA_RETURN_IF_ERROR(
+        ScanExtent(*file, header, extent, *extent_header, [&](uint64_t, const RowRecord* record) {
           if (record == nullptr) {
             ++report.num_free;
-          } else if (!record->IsAliveAt(header->committed)) {
+          } else if (!record->IsAliveAt(committed)) {
             ++report.num_ended;
           } else {
             ++report.num_living;
@@ -61,34 +68,23 @@ StatusOr<PoolReport> CheckPool(const std::string& directory) {
 }
 
 Status GrowPool(const std::string& directory, uint64_t size_bytes) {
-  auto file = PoolFile::Open(directory, PoolFile::Access::kExclusive, /*syncs=*/true);
-  PERSIA_RETURN_IF_ERROR(file.status());
-  auto header = ReadHeader(**file);
-  PERSIA_RETURN_IF_ERROR(header.status());
-  if (size_bytes < header->size_bytes) {
-    return InvalidArgument("size_bytes is " + std::to_string(size_bytes) +
-                           ", and the pool was made with " + std::to_string(header->size_bytes) +
-                           "; pools only grow");
-  }
-  header->size_bytes = size_bytes;
-  PERSIA_RETURN_IF_ERROR(WriteHeader(&*header, file->get()));
-  return (*file)->Sync();
+  PERSIA_ASSIGN_OR_RETURN(OpenFile pool, Open(directory, PoolFile::Access::kExclusive));
+  PERSIA_RETURN_IF_ERROR(RaiseSize(size_bytes, &pool.header));
+  return Store(&pool);
 }
 
+// The sequence number tells of every write of the header since, also of that by Open().
 Status CommitPool(const std::string& directory, const PreparedCheckpoint& checkpoint) {
-  auto file = PoolFile::Open(directory, PoolFile::Access::kExclusive, /*syncs=*/true);
-  PERSIA_RETURN_IF_ERROR(file.status());
-  auto header = ReadHeader(**file);
-  PERSIA_RETURN_IF_ERROR(header.status());
-  if (header->pool_id != checkpoint.pool_id || header->sequence != checkpoint.sequence) {
+  PERSIA_ASSIGN_OR_RETURN(OpenFile pool, Open(directory, PoolFile::Access::kExclusive));
+  PoolHeader& header = pool.header;
+  if (header.pool_id != checkpoint.pool_id || header.sequence != checkpoint.sequence) {
     return FailedPrecondition("the pool in " + directory +
                               " was changed or opened since it prepared the checkpoint of batch " +
                               std::to_string(checkpoint.batch) + ", which is undone");
   }
-  header->committed = checkpoint.batch;
-  header->num_rows = checkpoint.num_rows;
-  PERSIA_RETURN_IF_ERROR(WriteHeader(&*header, file->get()));
-  return (*file)->Sync();
+  header.committed = checkpoint.batch;
+  header.num_rows = checkpoint.num_rows;
+  return Store(&pool);
 }
 
 }  // namespace persia::pool

@@ -1,22 +1,24 @@
-// What a person or a script wants of a pool without its rows: a look at it, a check, more room.
+// What a person or a script wants of a pool without its rows: a look at it, a check, more room, and
+// the commit of a checkpoint that was prepared.
+//
+// The functions take the directory that the pool is in and may be called by several threads and
+// processes at once: those that write lock the pool's file, as RowPool::Open does, and fail with
+// kUnavailable while a server has it. All fail with kNotFound where there is no pool, and with
+// kCorruption or kFailedPrecondition for the reasons of RowPool::Open.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
 #include "base/status.h"
+#include "pool/pool_header.h"
 #include "pool/row_pool.h"
 
 namespace persia::pool {
 
-struct PoolInfo {
-  uint64_t pool_id = 0;
-  uint64_t committed = 0;  // the batch that the pool goes back to when it is opened; 0: none yet
-  uint64_t num_rows = 0;   // of that batch
+// The pool's header, as its last commit left it, and the size of its file now.
+struct PoolInfo : PoolHeader {
   uint64_t file_bytes = 0;
-  uint64_t size_bytes = 0;  // that it may grow to
-  uint64_t extent_bytes = 0;
-  std::string schema;
 };
 
 struct PoolReport {
@@ -26,17 +28,23 @@ struct PoolReport {
   uint64_t num_free = 0;      // slots without a whole record
   uint64_t num_repeated = 0;  // signs found more than once; a whole pool has none
   uint64_t num_unassigned_extents = 0;
+  // Whether recovery would find every row of the checkpoint. A damaged record counts as free, so
+  // that the number of living rows tells of the damage.
   bool is_whole() const { return num_living == info.num_rows && num_repeated == 0; }
 };
 
-// Works while a server has the pool. kNotFound, kCorruption, kFailedPrecondition as RowPool::Open.
+// Reads the header. Works while a server has the pool: it takes no lock, and a header that is being
+// written has a whole copy beside it.
 StatusOr<PoolInfo> InspectPool(const std::string& directory);
-// Reads every row and changes nothing. kUnavailable: a server has the pool.
+// Reads every row and changes nothing. Keeps all signs in memory to find repetitions: some 40 bytes
+// a row.
 StatusOr<PoolReport> CheckPool(const std::string& directory);
-// From now on it may grow to `size_bytes`. kInvalidArgument: less than before.
+// From now on the pool may grow to `size_bytes`, durably; the file itself grows when rows need it.
+// kInvalidArgument: less than before.
 Status GrowPool(const std::string& directory, uint64_t size_bytes);
-// What RowPool::Prepare() returned is the pool's checkpoint from now on, as RowPool::Commit() would
-// have made it. kFailedPrecondition: the pool was changed or opened since.
+// Makes what RowPool::Prepare() returned the pool's checkpoint, as RowPool::Commit() would have. It
+// is for a server that died between the two, of a job that had decided to commit.
+// kFailedPrecondition: the pool was changed or opened since, which undid what was prepared.
 Status CommitPool(const std::string& directory, const PreparedCheckpoint& checkpoint);
 
 }  // namespace persia::pool

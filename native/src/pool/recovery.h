@@ -26,18 +26,15 @@ struct RecoveredRow {
   RowHead head;
   uint64_t age;  // batches between the version and the checkpoint
 };
-// Called by several threads at once, with the rows of an extent.
+// Called by several threads at once, with the rows of an extent. The span is borrowed.
 using VisitRows = std::function<void(std::span<const RecoveredRow>)>;
 
-// What is empty before.
-struct RecoveredPool {
-  SlotAllocator* slots;
-  std::vector<uint64_t>* extent_ids;
-  uint64_t num_rows = 0;
-};
-// Durable when it returns.
-Status RecoverRows(const PoolHeader& header, ThreadPool* threads, const VisitRows& visit,
-                   Backing* backing, RecoveredPool* recovered);
+// Visits the rows of the header's checkpoint and returns how many there are. Fills *slots and
+// *extent_ids, which are empty before, with the free slots and the id of each extent, 0 where it
+// has none. What it undid is durable when it returns.
+StatusOr<uint64_t> RecoverRows(const PoolHeader& header, ThreadPool* threads,
+                               const VisitRows& visit, Backing* backing, SlotAllocator* slots,
+                               std::vector<uint64_t>* extent_ids);
 
 // Calls visit(address, record) for each slot of the extent; `record` is null where there is none
 // that is whole. It returns a Status; the first that is not Ok ends the scan.

@@ -14,12 +14,14 @@ Status RowPool::CheckHealth() const {
       "checkpoint is whole: see to the device, then start again");
 }
 
-// For errors of the device, after which what it holds is unknown.
+// For errors of the device, after which what it holds is unknown: a page whose write-back failed
+// may read as written, and a later sync may report success.
 Status RowPool::Fail(Status status) {
   if (!status.ok()) has_failed_ = true;
   return status;
 }
 
+// A slot never crosses the end of its extent.
 Status RowPool::CheckSize(uint32_t dim, uint32_t state_floats) const {
   const uint64_t room = extent_bytes_ - ExtentHeader::kBytes;
   if (dim != 0 && SlotBytes(size_t{dim} + state_floats) <= room) return Status::Ok();
@@ -39,7 +41,8 @@ Status RowPool::CheckWrite(const RowWrite& row) const {
   return Status::Ok();
 }
 
-// The caller holds mutex_.
+// The caller holds mutex_. Extents are taken and the file grows only when no slot of the size is
+// free.
 std::optional<uint64_t> RowPool::TakeSlot(uint32_t slot_bytes, Status* status) {
   if (const auto address = slots_.Take(slot_bytes)) return address;
   auto extent = slots_.Assign(slot_bytes);
@@ -64,6 +67,7 @@ Status RowPool::AssignExtent(uint64_t offset, uint32_t slot_bytes) {
   return WriteExtentHeader(filling_id_, offset, header, backing_.get());
 }
 
+// By an array of atomics: readers take no lock.
 uint64_t RowPool::SeedOf(uint64_t address) const {
   const auto& id = extent_ids_[(address - PoolHeader::kBytes) / extent_bytes_];
   return RecordSeed(id.load(std::memory_order_relaxed), address);
@@ -133,6 +137,8 @@ Status RowPool::Write(std::span<const RowWrite> rows, std::span<uint64_t> addres
   auto found = FindLiving(removals);
   if (!found.ok()) return Fail(found.status());
   std::vector<Version>& replaced = *found;
+  // In this order: until a record is whole the version before is the row's, so a crash in between
+  // leaves each row once.
   PERSIA_RETURN_IF_ERROR(TakeSlots(rows, replaced, addresses));
   PERSIA_RETURN_IF_ERROR(Fail(WriteRecords(rows, addresses)));
   std::vector<Ended> ended;
@@ -178,6 +184,7 @@ Status RowPool::Clear() {
   std::lock_guard lock(mutex_);
   filling_id_ = header_.filling_id;
   committed_ = 0;
+  last_checkpoint_ = 0;
   newest_ = 0;
   new_rows_ = 0;
   pending_.clear();
@@ -186,6 +193,8 @@ Status RowPool::Clear() {
   return Status::Ok();
 }
 
+// Read back from the device, not kept in memory: 16 bytes for each row of a pool would be more than
+// its index has.
 StatusOr<std::vector<RowPool::Version>> RowPool::FindLiving(
     std::span<const RowRemoval> rows) const {
   std::vector<Version> versions(rows.size());
@@ -209,6 +218,7 @@ StatusOr<std::vector<RowPool::Version>> RowPool::FindLiving(
   return versions;
 }
 
+// The tag in the end is that of the record which is there (row_record.h).
 Status RowPool::End(const Version& version, uint64_t batch, std::vector<Ended>* ended) {
   const uint64_t end = version.record.EndAt(batch);
   PERSIA_RETURN_IF_ERROR(backing_->Write(version.address + offsetof(RowRecord, end),
@@ -238,6 +248,7 @@ void RowPool::Release(std::span<const Ended> ended) {
   }
 }
 
+// A mapped row is checked and copied from where it lies: one copy, not two.
 Status RowPool::Read(uint64_t address, uint64_t sign, RowHead* head,
                      std::span<float> values) const {
   const size_t slot_bytes = SlotBytes(values.size());
@@ -297,6 +308,7 @@ void RowPool::ReadMany(std::span<RowRead> rows) const {
   }
 }
 
+// What is read is not looked at: only the page cache is warmed.
 void RowPool::BringNear(std::span<const Place> rows) const {
   static_cast<void>(backing_->ReadMany(
       PiecesOf(rows, [](const Place& row) { return SlotBytes(row.num_floats); })));
@@ -305,7 +317,7 @@ void RowPool::BringNear(std::span<const Place> rows) const {
 Status RowPool::BeginCheckpoint(uint64_t batch) {
   PERSIA_RETURN_IF_ERROR(CheckHealth());
   std::lock_guard lock(mutex_);
-  const uint64_t last = pending_.empty() ? committed_ : pending_.back().batch;
+  const uint64_t last = last_checkpoint_;
   if (batch <= last || batch < newest_ || batch >= RowRecord::kNever) {
     return InvalidArgument("a checkpoint of batch " + std::to_string(batch) +
                            " was asked for after one of batch " + std::to_string(last) +
@@ -318,32 +330,33 @@ Status RowPool::BeginCheckpoint(uint64_t batch) {
                              "committed");
   }
   pending_.push_back({batch, std::exchange(new_rows_, 0)});
+  last_checkpoint_ = batch;
   return Status::Ok();
 }
 
 Status RowPool::Commit(uint64_t batch) {
   PERSIA_RETURN_IF_ERROR(CheckHealth());
   std::lock_guard header_lock(header_mutex_);
-  auto header = HeaderAt(batch);
-  PERSIA_RETURN_IF_ERROR(header.status());
+  PERSIA_ASSIGN_OR_RETURN(PoolHeader header, HeaderAt(batch));
+  // The rows first: a header that is durable before them would name a checkpoint that lacks some.
   PERSIA_RETURN_IF_ERROR(Fail(backing_->Sync()));
-  PERSIA_RETURN_IF_ERROR(WriteHeaderDurably(std::move(*header)));
+  PERSIA_RETURN_IF_ERROR(WriteHeaderDurably(std::move(header)));
   std::lock_guard lock(mutex_);
   committed_ = batch;
   pending_.erase(pending_.begin());
-  FreeUnneeded();
+  NoteCheckpoints();
   return Status::Ok();
 }
 
 StatusOr<PreparedCheckpoint> RowPool::Prepare(uint64_t batch) {
   PERSIA_RETURN_IF_ERROR(CheckHealth());
   std::lock_guard header_lock(header_mutex_);
-  auto header = HeaderAt(batch);
-  PERSIA_RETURN_IF_ERROR(header.status());
+  PERSIA_ASSIGN_OR_RETURN(const PoolHeader header, HeaderAt(batch));
   PERSIA_RETURN_IF_ERROR(Fail(backing_->Sync()));
-  return PreparedCheckpoint{batch, header->num_rows, header->pool_id, header->sequence};
+  return PreparedCheckpoint{batch, header.num_rows, header.pool_id, header.sequence};
 }
 
+// Its rows belong to the next checkpoint, so that one's count takes them over.
 Status RowPool::DropCheckpoint(uint64_t batch) {
   std::lock_guard header_lock(header_mutex_);  // none is being committed
   std::lock_guard lock(mutex_);
@@ -355,7 +368,7 @@ Status RowPool::DropCheckpoint(uint64_t batch) {
   const int64_t new_rows = dropped->new_rows;
   const auto next = pending_.erase(dropped);
   (next == pending_.end() ? new_rows_ : next->new_rows) += new_rows;
-  FreeUnneeded();
+  NoteCheckpoints();
   return Status::Ok();
 }
 
@@ -371,7 +384,8 @@ StatusOr<PoolHeader> RowPool::HeaderAt(uint64_t batch) const {
   return header;
 }
 
-void RowPool::FreeUnneeded() {
+void RowPool::NoteCheckpoints() {
+  last_checkpoint_ = pending_.empty() ? committed_.load() : pending_.back().batch;
   std::erase_if(kept_, [&](const Ended& version) {
     if (IsNeeded(version)) return false;
     slots_.Free(version.address);
@@ -392,16 +406,7 @@ std::optional<uint64_t> RowPool::oldest_pending() const {
   return pending_.empty() ? std::nullopt : std::optional(pending_.front().batch);
 }
 
-uint64_t RowPool::last_checkpoint() const {
-  std::lock_guard lock(mutex_);
-  return pending_.empty() ? committed_ : pending_.back().batch;
-}
-
-uint64_t RowPool::committed() const {
-  std::lock_guard lock(mutex_);
-  return committed_;
-}
-
+// Row counts of pending checkpoints add up: any of them may be the one that is committed last.
 bool RowPool::HasRowsInCheckpoints() const {
   std::lock_guard header_lock(header_mutex_);
   std::lock_guard lock(mutex_);

@@ -3,14 +3,25 @@
 // What a checkpoint may need is never changed in place: Write() puts a new version into a free slot
 // and ends the one it replaces (row_record.h). The slot of an ended version is free again once no
 // checkpoint can need it; where none can need it already, the new version is written over it.
-// Checkpoints are batch numbers: BeginCheckpoint(c), after the last batch up to c, keeps what is
-// there as of c; the user writes what it still has of those batches in memory, then calls
-// Commit(c), from which on the pool goes back to c when it is opened again, whatever happens.
 //
-// Which signs there are, and where, the user remembers; Recover() and Open() tell it anew.
+// Checkpoints are batch numbers, and so are versions: a version belongs to every checkpoint from
+// its own batch up to the one before the batch that ended it. A checkpoint takes three steps:
+//  1. BeginCheckpoint(c), after the last batch up to c and before any later one, keeps all versions
+//     of c from then on. It writes nothing.
+//  2. The user writes what it still has of those batches in memory, while later batches change
+//  rows.
+//  3. Commit(c) makes the pool go back to c when it is opened again, whatever happens then.
+// Several may be between the first step and the third, and are committed in their order.
 //
-// All methods may be called by several threads at once, each with rows of its own. After an error
-// of the device nothing more is written or committed: what was committed stays.
+// The user remembers which signs there are and at which address; Recover() and Open() tell it anew.
+//
+// Threads: all methods may be called by several threads at once, each with rows of its own; where
+// one is different, it says so. Locks: header_mutex_, then mutex_; both are held for memory only,
+// but header_mutex_ also for syncs, so that stats() and Write() never wait for the device's.
+//
+// Errors: after an error of the device nothing more is written or committed, and all such calls
+// fail with kIOError: what was committed stays. Memory is the free list, some 8 bytes a free slot,
+// and what PoolStats::num_kept counts.
 #pragma once
 
 #include <atomic>
@@ -36,13 +47,18 @@ enum class PoolKind : uint8_t { kFile, kPmem };
 struct PoolOptions {
   PoolKind kind = PoolKind::kFile;
   uint64_t size_bytes = 0;  // that the pool may grow to; 0, of a pool that is there: as it was made
-  uint64_t extent_bytes = uint64_t{16} << 20;  // by which it grows; of a new pool
-  bool syncs = true;                           // kind file: commits wait for the device
-  uint32_t max_pending = 8;                    // checkpoints begun and not committed
-  std::string schema{};                        // what rows consist of; empty: not known yet
-  uint32_t num_threads = 1;                    // of recovery
+  // By which a new pool grows. An extent has slots of one size, so that pools of rows of many sizes
+  // waste up to an extent for each.
+  uint64_t extent_bytes = uint64_t{16} << 20;
+  bool syncs = true;         // kind file: commits wait for the device
+  uint32_t max_pending = 8;  // checkpoints begun and not committed: each may keep a version a row
+  // What rows consist of, so that no other program takes them for its own; empty: not known yet. A
+  // pool that has none takes the first one that it is opened with.
+  std::string schema{};
+  uint32_t num_threads = 1;  // of recovery
 };
 
+// No row is there: the header of the pool is.
 inline constexpr uint64_t kNoAddress = 0;
 
 // A row to be read with others.
@@ -54,14 +70,15 @@ struct RowRead {
   bool is_found = false;
 };
 
+// A version to be written. One row's versions must rise, or recovery takes the wrong one.
 struct RowWrite {
-  RowHead head;         // of a version above the committed checkpoint
-  const float* values;  // the embedding, then the state
-  uint64_t replaces = kNoAddress;
+  RowHead head;                    // of a version above the committed checkpoint
+  const float* values;             // the embedding, then the state; borrowed until Write() returns
+  uint64_t replaces = kNoAddress;  // where the row's version before is; none: the row is new
 };
 
 struct RowRemoval {
-  uint64_t address;
+  uint64_t address;  // of the row's version now, which ends
   uint64_t sign;
   uint64_t version;  // the batch that removed the row
 };
@@ -89,70 +106,83 @@ struct PoolStats {
 
 class RowPool {
  public:
-  // A pool in a directory that has none. kInvalidArgument: a size out of range.
+  // Makes a pool in a directory that has none, and locks it until it is destroyed.
+  // kInvalidArgument: a size out of range; kFailedPrecondition: there is one.
   static StatusOr<std::unique_ptr<RowPool>> Create(const std::string& directory,
                                                    const PoolOptions& options);
-  // The directory's pool as of its committed checkpoint. kNotFound: there is none; kUnavailable: it
-  // is in use; kFailedPrecondition: it has another schema or format; kCorruption: rows are lost.
+  // Opens the directory's pool as of its committed checkpoint, and locks it. Undoes what was
+  // written after that; `visit` gets every row of it. kNotFound: there is none; kUnavailable: it is
+  // in use; kFailedPrecondition: it has another schema or format; kCorruption: rows are lost.
   static StatusOr<std::unique_ptr<RowPool>> Open(const std::string& directory,
                                                  const PoolOptions& options,
                                                  const VisitRows& visit);
-  // The same over bytes that are kept elsewhere.
+  // The same over bytes that are kept elsewhere; the pool owns `backing`, which Format() expects to
+  // be empty.
   static StatusOr<std::unique_ptr<RowPool>> Format(std::unique_ptr<Backing> backing,
                                                    const PoolOptions& options);
   static StatusOr<std::unique_ptr<RowPool>> Recover(std::unique_ptr<Backing> backing,
                                                     const PoolOptions& options,
                                                     const VisitRows& visit);
 
-  // Sets what rows consist of, once; the same again is fine, another is kFailedPrecondition.
-  Status SetSchema(const std::string& schema);
-
-  // addresses[i] is where rows[i] is from now on. kResourceExhausted: the pool or the device is
-  // full; then nothing was written.
+  // Writes versions; addresses[i] is where rows[i] is from now on. The versions that they replace
+  // must be living ones. Nothing is durable before a Commit() that the versions belong to.
+  // kResourceExhausted: the pool or the device is full; then nothing was written, and the call may
+  // be repeated once a commit has freed slots. kCorruption: a replaced version is not there.
   Status Write(std::span<const RowWrite> rows, std::span<uint64_t> addresses);
+  // Ends the rows' versions; needs no room. As durable as Write().
   Status Remove(std::span<const RowRemoval> rows);
-  // All rows and checkpoints go, also the committed one; durable when it returns. In one step: what
-  // is opened after a crash is the pool before or an empty one. The caller keeps other calls out.
+  // Removes all rows and checkpoints, also the committed one; durable when it returns. In one step:
+  // what is opened after a crash is the pool before or an empty one. The caller keeps other calls
+  // out.
   Status Clear();
-  // Into `values` as many floats as the row has. kCorruption: the device returned something else
-  // than the row of this sign that was written there.
+  // Reads a row into `values`, which has as many floats as the row. The caller keeps others from
+  // replacing it meanwhile. kCorruption: the device returned something else than the row of this
+  // sign that was written there.
   Status Read(uint64_t address, uint64_t sign, RowHead* head, std::span<float> values) const;
-  // Of this pool alone, for good.
+  // Of this pool alone, for good: what is kept beside a pool names its pool by it.
   uint64_t id() const { return pool_id_; }
-  // The same of many rows, in the time that the device needs for as many at once. A row that is not
-  // found was replaced or removed meanwhile, which the caller need not keep others from doing; or
-  // Read() says why.
+  // Reads many rows in the time that the device needs for as many at once. A row that is not found
+  // was replaced or removed meanwhile, which the caller need not keep others from doing; or Read()
+  // says why.
   void ReadMany(std::span<RowRead> rows) const;
-  // Before many rows are written over: what Write() reads of them is in the system's memory then.
+  // Reads the pages of rows that are about to be replaced, so that Write() does not wait for them:
+  // the system reads a page of a file before it changes a part of it. For callers that hold no lock
+  // here and one around Write(). The rows may change meanwhile; what is read is thrown away.
   struct Place {
     uint64_t address;
     size_t num_floats;
   };
   void BringNear(std::span<const Place> rows) const;
   // Before some tens of rows of so many floats are read, or replaced: their cache misses overlap.
+  // Does nothing where rows are not mapped memory.
   void Touch(uint64_t address, size_t num_floats) const {
     backing_->Touch(address, SlotBytes(num_floats));
   }
-  // Whether rows are mapped memory: then there is nothing to ask for.
+  // Whether rows are mapped memory: then reads take less than a microsecond, and ReadMany() and
+  // BringNear() gain nothing.
   bool is_mapped() const { return backing_->Mapped(0) != nullptr; }
   // kInvalidArgument: a row of that dim has no room in an extent.
   Status CheckSize(uint32_t dim, uint32_t state_floats) const;
 
-  // Before anything of a later batch is written; `batch` is above all checkpoints before.
-  // kResourceExhausted: too many are pending.
+  // Begins the checkpoint `batch`, before anything of a later batch is written; `batch` is above
+  // all checkpoints before, and not below any version written. kResourceExhausted: too many are
+  // pending.
   Status BeginCheckpoint(uint64_t batch);
-  // The oldest pending one. All versions up to it were written. Durable when it returns.
+  // Commits the oldest pending one, after all versions up to it were written. Durable when it
+  // returns; frees the slots that only the checkpoint before needed. kInvalidArgument: `batch` is
+  // not the oldest pending one, as when Clear() or DropCheckpoint() came first.
   Status Commit(uint64_t batch);
-  // The same without committing it: that is for the caller to decide, here or, where this process
-  // ends before, by CommitPool().
+  // Makes all of it durable without committing it: that is for the caller to decide, here or, where
+  // this process ends before, by CommitPool(). Writes of later batches may go on.
   StatusOr<PreparedCheckpoint> Prepare(uint64_t batch);
-  // A pending one is given up.
+  // Gives a pending one up, and frees what only it needed. kInvalidArgument: it is not pending.
   Status DropCheckpoint(uint64_t batch);
   std::optional<uint64_t> oldest_pending() const;
   // The newest checkpoint that was begun, committed or not: a row of a batch up to it that waits in
   // memory must be written before it changes. Also where others are pending that are older.
-  uint64_t last_checkpoint() const;
-  uint64_t committed() const;
+  uint64_t last_checkpoint() const { return last_checkpoint_.load(std::memory_order_relaxed); }
+  // 0: none yet; then the pool is empty when it is opened again. Neither of the two takes a lock.
+  uint64_t committed() const { return committed_.load(std::memory_order_relaxed); }
   // Whether rows are of the committed checkpoint or of one that may be: they may come back.
   bool HasRowsInCheckpoints() const;
 
@@ -161,8 +191,9 @@ class RowPool {
  private:
   struct Pending {
     uint64_t batch;
-    int64_t new_rows;  // since the checkpoint before
+    int64_t new_rows;  // since the checkpoint before; negative where more were removed than made
   };
+  // A version that has ended, from the time when its end was written.
   struct Ended {
     uint64_t address;
     uint64_t version;
@@ -177,7 +208,8 @@ class RowPool {
   };
 
   Status CheckWrite(const RowWrite& row) const;
-  // What the rows' addresses are; versions that are written over are no longer in `replaced`.
+  // Finds the rows' addresses; versions that are written over are no longer in `replaced`. All rows
+  // get a slot or none does.
   Status TakeSlots(std::span<const RowWrite> rows, std::span<Version> replaced,
                    std::span<uint64_t> addresses);
   std::optional<uint64_t> TakeSlot(uint32_t slot_bytes, Status* status);
@@ -190,15 +222,20 @@ class RowPool {
   // Whether the slot's bytes are the row of the sign; then the row is in *head and `values`.
   bool Decode(std::span<const std::byte> slot, uint64_t address, uint64_t sign, RowHead* head,
               std::span<float> values) const;
+  // Writes the version's end and adds it to *ended, for Release() once all are drained.
   Status End(const Version& version, uint64_t end, std::vector<Ended>* ended);
   void Release(std::span<const Ended> ended);
+  // The caller of these holds mutex_.
   bool IsNeeded(const Ended& ended) const;
   void CountRows(uint64_t version, int64_t count);
+  // After pending_ or committed_ changed: frees what no checkpoint needs any more.
+  void NoteCheckpoints();
   // What the header will be with the oldest pending checkpoint; kInvalidArgument: it is not that.
   StatusOr<PoolHeader> HeaderAt(uint64_t batch) const;
-  void FreeUnneeded();  // the caller holds mutex_
+  // The caller holds header_mutex_, but for Recover().
   Status WriteHeaderDurably(PoolHeader header);
   Status CheckHealth() const;
+  // Returns `status`, after which CheckHealth() fails if it is an error.
   Status Fail(Status status);
 
   const std::unique_ptr<Backing> backing_;
@@ -209,9 +246,11 @@ class RowPool {
   const uint64_t max_bytes_;
   std::atomic<bool> has_failed_{false};
 
-  mutable std::mutex mutex_;
+  mutable std::mutex mutex_;  // guards what follows, up to kept_
   SlotAllocator slots_;
-  uint64_t committed_;
+  // Written under mutex_, read without: once for each row that a store with a tier changes.
+  std::atomic<uint64_t> committed_;
+  std::atomic<uint64_t> last_checkpoint_;
   uint64_t newest_;               // batch of which something was written
   std::vector<Pending> pending_;  // ascending
   int64_t new_rows_ = 0;          // beyond the last pending checkpoint
@@ -220,7 +259,8 @@ class RowPool {
   // Of all extents that there may be. Whoever has an address has it from one who saw its extent's.
   std::unique_ptr<std::atomic<uint64_t>[]> extent_ids_;
 
-  mutable std::mutex header_mutex_;  // taken before mutex_
+  // Taken before mutex_ and held while a header is written: there is one writer of the two copies.
+  mutable std::mutex header_mutex_;
   PoolHeader header_;
 };
 

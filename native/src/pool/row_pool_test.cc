@@ -254,8 +254,6 @@ TEST_P(RowPoolTest, SaysWhyItCannotBeOpened) {
   RecoveredRows found;
   EXPECT_CODE(StatusCode::kUnavailable,
               RowPool::Open(directory_, Options(), found.Visitor()).status());
-  EXPECT_CODE(StatusCode::kFailedPrecondition, pool_->SetSchema("adam"));
-  EXPECT_TRUE(pool_->SetSchema("adagrad").ok());
   PoolOptions options = Options();
   options.schema = "adam";
   EXPECT_CODE(StatusCode::kFailedPrecondition, Reopen(options));
@@ -270,10 +268,14 @@ TEST_P(RowPoolTest, SchemaMayComeLater) {
   options.schema.clear();
   auto pool = RowPool::Create(directory_, options);
   ASSERT_TRUE(pool.ok());
-  ASSERT_TRUE((*pool)->SetSchema("adam").ok());
   pool->reset();
-  EXPECT_CODE(StatusCode::kFailedPrecondition, Reopen());  // adagrad
+  ASSERT_TRUE(Reopen().ok());  // adagrad
+  PoolOptions other = Options();
+  other.schema = "adam";
+  EXPECT_CODE(StatusCode::kFailedPrecondition, Reopen(other));
   EXPECT_TRUE(Reopen(options).ok());
+  other.schema.assign(PoolHeader::kMaxSchemaBytes + 1, 'x');
+  EXPECT_CODE(StatusCode::kFailedPrecondition, Reopen(other));
 }
 
 TEST_P(RowPoolTest, OneDamagedCopyOfTheHeaderDoesNotMatter) {

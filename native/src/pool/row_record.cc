@@ -26,11 +26,14 @@ void EncodeRecord(const RowHead& head, const float* values, uint64_t seed,
   std::memcpy(slot.data() + sizeof(record), values, value_bytes);
   const size_t used = sizeof(record) + value_bytes;
   std::memset(slot.data() + used, 0, slot.size() - used);
+  // The check covers the head as it lies in the slot, so the slot is written first.
   record.check = CheckOf(slot.data(), head.num_floats(), seed);
   record.end = record.EndAt(RowRecord::kNever);
   std::memcpy(slot.data(), &record, kCheckedFrom);
 }
 
+// The bytes may be anything: an old record, or one that a crash left half written. Nothing is read
+// beyond the slot before its length was checked.
 bool DecodeRecord(std::span<const std::byte> slot, uint64_t seed, RowRecord* record) {
   std::memcpy(record, slot.data(), sizeof(*record));
   if (record->head.dim == 0) return false;

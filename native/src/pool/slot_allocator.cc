@@ -11,6 +11,7 @@ uint64_t SlotsEnd(uint64_t extent, uint64_t extent_bytes, uint32_t slot_bytes) {
   return first + (extent + extent_bytes - first) / slot_bytes * slot_bytes;
 }
 
+// Freed slots before fresh ones: pages that were used are more likely to be in memory.
 std::optional<uint64_t> SlotAllocator::Take(uint32_t slot_bytes) {
   SizeClass& size = classes_[slot_bytes];
   uint64_t address;
@@ -47,6 +48,7 @@ void SlotAllocator::AddExtent(uint32_t slot_bytes, const std::vector<uint64_t>& 
   used_bytes_ += bytes - free.size() * slot_bytes;
 }
 
+// Extents stay in the file and get a size again when one is needed.
 void SlotAllocator::ForgetAll() {
   const uint64_t count = num_extents();
   slot_bytes_.clear();
@@ -62,6 +64,7 @@ uint64_t SlotAllocator::memory_bytes() const {
   return num_addresses * sizeof(uint64_t) + slot_bytes_.capacity() * sizeof(uint32_t);
 }
 
+// What was fresh in the size's former extent has been taken, or this would not have been asked for.
 std::optional<uint64_t> SlotAllocator::Assign(uint32_t slot_bytes) {
   if (unassigned_.empty()) return std::nullopt;
   const uint64_t extent = unassigned_.back();

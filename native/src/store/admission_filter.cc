@@ -38,6 +38,8 @@ uint32_t AdmissionFilter::Count(uint64_t key) {
   return least + 1u;
 }
 
+// A pass over all cells, once for as many new signs as a third of the cells: amortised, some bytes
+// a sign.
 void AdmissionFilter::Halve() {
   num_used_ = 0;
   for (uint8_t& cell : cells_) {

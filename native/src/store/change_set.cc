@@ -58,6 +58,8 @@ ChangeSet::Outcome ChangeSet::AddOne(uint64_t key) {
   return Outcome::kNoRoom;
 }
 
+// By the rules of AddOne(): a key is at the first place that was free when it was added, and cells
+// never become free again.
 bool ChangeSet::Contains(uint64_t key) const {
   if (key == 0) return has_key_zero_.load(std::memory_order_relaxed);
   const uint64_t mask = num_cells() - 1;

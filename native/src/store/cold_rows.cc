@@ -4,37 +4,26 @@ namespace persia::store {
 
 void ColdReads::Add(uint64_t key, const ColdCell& cell, uint32_t mark) {
   const size_t num_floats = size_t{cell.dim} + cell.state_floats;
-  rows_.push_back({.row = {.key = key,
-                           .address = cell.address,
-                           .mark = mark,
-                           .is_found = false,
-                           .head = {},
-                           .values = {}},
-                   .num_floats = num_floats});
+  reads_.push_back({.address = cell.address, .sign = SignOfKey(key)});
+  added_.push_back({key, num_floats, mark});
   num_floats_ += num_floats;
 }
 
+// Only now is it known how large the buffer is that the rows share.
 void ColdReads::ReadFrom(const pool::RowPool& pool) {
   values_.resize(num_floats_);
-  reads_.clear();
   std::span<float> left(values_);
-  for (Added& added : rows_) {
-    const auto values = left.first(added.num_floats);
-    left = left.subspan(added.num_floats);
-    added.row.values = values;
-    reads_.push_back({added.row.address, SignOfKey(added.row.key), values});
+  for (size_t i = 0; i < reads_.size(); ++i) {
+    reads_[i].values = left.first(added_[i].num_floats);
+    left = left.subspan(added_[i].num_floats);
   }
   pool.ReadMany(reads_);
-  for (size_t i = 0; i < rows_.size(); ++i) {
-    rows_[i].row.head = reads_[i].head;
-    rows_[i].row.is_found = reads_[i].is_found;
-  }
 }
 
-const ColdReads::Row* ColdReads::Find(uint64_t key) {
-  if (next_ == rows_.size() || rows_[next_].row.key != key) return nullptr;
-  const Row& row = rows_[next_++].row;
-  return row.is_found ? &row : nullptr;
+const pool::RowRead* ColdReads::Find(uint64_t key, const RowMarks* marks) {
+  if (next_ == reads_.size() || added_[next_].key != key) return nullptr;
+  const size_t i = next_++;
+  return reads_[i].is_found && added_[i].mark == marks->Of(key) ? &reads_[i] : nullptr;
 }
 
 }  // namespace persia::store

@@ -113,37 +113,31 @@ class RowMarks {
 // current, and reads the rest as if there had been no ColdReads. Not thread-safe.
 class ColdReads {
  public:
-  struct Row {
-    uint64_t key;
-    uint64_t address;
-    uint32_t mark;
-    bool is_found;
-    pool::RowHead head;
-    std::span<const float> values;
-  };
-
   void Clear() {
-    rows_.clear();
+    reads_.clear();
+    added_.clear();
     num_floats_ = 0;
     next_ = 0;
   }
-  bool is_empty() const { return rows_.empty(); }
+  bool is_empty() const { return reads_.empty(); }
   // `mark` is RowMarks' for the key. With the shard's mutex held.
   void Add(uint64_t key, const ColdCell& cell, uint32_t mark);
   // Without the mutex.
   void ReadFrom(const pool::RowPool& pool);
-  // The row of the key, or null: not found, or not added. Keys are asked for in the order in which
-  // they were added.
-  const Row* Find(uint64_t key);
+  // The row of the key as the tier stores it now, by the shard's marks; null: it was not added, not
+  // found, or may have been written since. Keys are asked for in the order in which they were
+  // added.
+  const pool::RowRead* Find(uint64_t key, const RowMarks* marks);
 
  private:
   struct Added {
-    Row row;
+    uint64_t key;
     size_t num_floats;
+    uint32_t mark;
   };
-  std::vector<Added> rows_;
-  std::vector<float> values_;
   std::vector<pool::RowRead> reads_;
+  std::vector<Added> added_;  // of reads_, in the same order
+  std::vector<float> values_;
   size_t num_floats_ = 0;
   size_t next_ = 0;
 };

@@ -42,10 +42,11 @@ StatusOr<std::unique_ptr<EmbeddingStore>> EmbeddingStore::Create(const Options& 
   return std::unique_ptr<EmbeddingStore>(new EmbeddingStore(options));
 }
 
+// What a tier cannot keep is refused here: its records have no place for a count of updates, and
+// their checksums and readers know float32 alone.
 StatusOr<std::unique_ptr<EmbeddingStore>> EmbeddingStore::Open(const Options& options,
                                                                const TierOptions& tier) {
-  auto store = Create(options);
-  PERSIA_RETURN_IF_ERROR(store.status());
+  PERSIA_ASSIGN_OR_RETURN(auto store, Create(options));
   PERSIA_RETURN_IF_ERROR(CheckCache(tier, options.num_internal_shards));
   if (options.counts_updates) {
     return InvalidArgument("counts_updates is set; a store with a tier does not count them");
@@ -54,7 +55,7 @@ StatusOr<std::unique_ptr<EmbeddingStore>> EmbeddingStore::Open(const Options& op
     return InvalidArgument(
         "row_dtype is not float32; rows in a pool are: choose float32, or a store in memory");
   }
-  PERSIA_RETURN_IF_ERROR((*store)->tier_.Open(tier));
+  PERSIA_RETURN_IF_ERROR(store->tier_.Open(tier));
   return store;
 }
 
@@ -68,6 +69,8 @@ Status EmbeddingStore::Lookup(std::span<const RowBlock> blocks, LookupMode mode,
   if (mode == LookupMode::kTrain && !shards_.IsConfigured()) {
     return FailedPrecondition("a training lookup came before Configure; configure the store first");
   }
+  // A tier that has failed answers nothing, not even what is in memory: its rows may be newer than
+  // any checkpoint, and a job that continued would only find out later.
   PERSIA_RETURN_IF_ERROR(shards_.CheckTier());
   // Inference saves no rows, so it does not wait for a snapshot that needs room.
   const auto lock =
@@ -94,11 +97,14 @@ Status EmbeddingStore::Update(std::span<const RowBlock> blocks, const float* gra
   // What fails for want of room fails before any gradient is applied: the call may be repeated.
   const Status status = shards_.tier() == nullptr ? shards_.ForEach(blocks, update)
                                                   : shards_.ForEach(blocks, prepare, update);
+  // Under the store's lock: a snapshot point sees an update whole, in the rows and in this number.
   if (status.ok()) ++shards_.features().num_updates;
   if (report != nullptr) *report = counts;
   return status;
 }
 
+// As a training batch: rows that are set become the newest, and a batch of them evicts none of its
+// own.
 Status EmbeddingStore::SetRows(std::span<const RowBlock> blocks, const float* rows) {
   if (!shards_.IsConfigured()) {
     return FailedPrecondition("rows were set before Configure; configure the store first");
@@ -139,8 +145,9 @@ Status EmbeddingStore::NumUpdates(std::span<const uint64_t> signs,
 StoreStats EmbeddingStore::stats() const {
   const std::shared_lock lock(shards_.mutex());
   StoreStats stats = shards_.Stats();
-  if (const Tier* tier = shards_.tier()) stats.memory_bytes += tier->memory_bytes();
+  if (const StoreTier* tier = shards_.tier()) stats.memory_bytes += tier->memory_bytes();
   if (const auto& changes = shards_.features().changes) {
+    // Once for the store: shards only point to the set.
     stats.memory_bytes += changes->memory_bytes();
   }
   return stats;

@@ -28,6 +28,7 @@ void Expiry::SetShortest(double time_to_live_sec) {
   if (!is_on()) marks_.clear();
 }
 
+// Keys, not entries: the caller removes rows, which moves entries.
 std::span<const uint64_t> Expiry::Step(const SignIndex& index, const RowPolicies& policies,
                                        uint32_t stamp, Time now) {
   AddMark(stamp, now);
@@ -35,11 +36,8 @@ std::span<const uint64_t> Expiry::Step(const SignIndex& index, const RowPolicies
   size_t num_left = EntriesToPass(index.size(), now);
   if (num_left == 0) return expired_;
   const uint32_t end = StampsBefore(now - Duration(shortest_));  // nearly all rows are newer
-  const bool has_ended = index.ForEachFrom(next_key_, [&](const SignIndex::Entry& entry) {
-    if (num_left == 0 || expired_.size() == kMaxExpired) {
-      next_key_ = entry.key;
-      return false;
-    }
+  const bool has_ended = index.ForEachFrom(&next_key_, [&](const SignIndex::Entry& entry) {
+    if (num_left == 0 || expired_.size() == kMaxExpired) return false;
     --num_left;
     if (entry.stamp >= end) return true;
     const double time_to_live = policies.OfKey(entry.key).time_to_live_sec();
@@ -68,6 +66,8 @@ void Expiry::AddMark(uint32_t stamp, Time now) {
   marks_.resize(num_kept);
 }
 
+// The newest mark that is old enough. Rows that are older than all marks may have been used at any
+// time before, and stay until a mark tells.
 uint32_t Expiry::StampsBefore(Time time) const {
   const auto next = std::upper_bound(marks_.begin(), marks_.end(), time,
                                      [](Time t, const Mark& mark) { return t < mark.time; });

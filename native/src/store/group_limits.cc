@@ -49,6 +49,7 @@ bool GroupLimits::HasTooMany() const {
                      [](const Limit& limit) { return limit.num_expected > limit.share; });
 }
 
+// Each group has an order of its own, found by a pass over the whole index.
 void GroupLimits::ForgetVictims() {
   for (Limit& limit : limits_) limit.victims.Clear();
 }

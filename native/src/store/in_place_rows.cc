@@ -10,10 +10,13 @@ namespace persia::store {
 namespace {
 
 constexpr uint32_t kNoSlot = RowSlabs::kNoSlot;
+// Keys whose places in the index are brought into the cache together.
 constexpr size_t kInsertBlock = 256;
 
 uint64_t KeyOf(const MissingRow& missing) { return SignKey(missing.rows->signs[missing.index]); }
 
+// Which limit to raise: evicting rows of the batch itself would leave the caller with dangling
+// pointers.
 Status NoRoom(Shard::Room room, uint64_t capacity, uint32_t num_shards) {
   const std::string shards = std::to_string(num_shards) + " internal shards; ";
   if (room == Shard::Room::kGroupIsFull) {
@@ -61,6 +64,7 @@ InPlaceRows InPlaceRows::BeginUpdate(EmbeddingStore& store, std::span<const uint
 }
 
 InPlaceRows::InPlaceRows(ShardSet* store) : store_(store), lock_(store->LockForChange()) {
+  // Index and slabs of a shard stay where they are as long as the shard does.
   for (Shard& shard : store->all()) {
     const ShardTable& table = shard.table();
     ShardSnapshot* snapshot = shard.features().snapshot;
@@ -136,11 +140,9 @@ Status InPlaceRows::Insert(uint32_t shard_number, std::span<const MissingRow> mi
   report->num_unadmitted += missing.size() - admitted.size();
   if (!status.ok()) return status;
   // keep_batch: the caller holds pointers to the batch's rows, so that none may be evicted.
-  const auto room = shard.MakeRoom(keys, /*keep_batch=*/true, report);
-  PERSIA_RETURN_IF_ERROR(room.status());
-  if (room.value() != Shard::Room::kEnough) {
-    return NoRoom(room.value(), table.capacity(), num_shards());
-  }
+  PERSIA_ASSIGN_OR_RETURN(const Shard::Room room,
+                          shard.MakeRoom(keys, /*keep_batch=*/true, report));
+  if (room != Shard::Room::kEnough) return NoRoom(room, table.capacity(), num_shards());
   for (const MissingRow& row : admitted) {
     const SignRows& rows = *row.rows;
     const uint32_t slot = shard.Insert(SignKey(rows.signs[row.index]), rows.dim, report);
@@ -151,6 +153,8 @@ Status InPlaceRows::Insert(uint32_t shard_number, std::span<const MissingRow> mi
   return Status::Ok();
 }
 
+// A counter for each shard, not one for the store: after an eviction only one shard's rows are
+// looked for again.
 std::vector<uint64_t> InPlaceRows::Removals() const {
   std::vector<uint64_t> removals;
   for (const Shard& shard : store_->all()) removals.push_back(shard.table().num_removals());
@@ -190,6 +194,7 @@ void InPlaceRows::Update(const SignRows& rows, std::span<const float* const> gra
   const bool counts_updates = store_->counts_updates();
   if (has_snapshot_) [[unlikely]]
     SaveBeforeUpdate(rows);
+  // Both gather some tens of rows: for the kernel, and to overlap the misses of the set.
   RowSteps steps(rows.dim, report);
   ChangeBatch changed(store_->features().changes.get());
   for (size_t i = 0; i < rows.signs.size(); ++i) {

@@ -1,11 +1,24 @@
 // InPlaceRows: a batch's rows, used where they lie in the store.
 //
 // For a caller in this process that handles a whole batch at once: rows are neither copied out nor
-// looked for a second time when their gradients come. While an object of this class lives, no other
-// call gets into its store, so make it for one batch and let it go.
+// looked for a second time when their gradients come. A batch is
+//   1. Begin(), then Find() of the signs of each feature group, then Insert() of what is missing,
+//   by
+//      shard; Count(); Removals(), to be kept with the handles;
+//   2. the caller pools the rows that `values` point to, and lets the object go;
+//   3. BeginUpdate() with the removals, then Locate() and Update() of some tens of rows at a time.
 //
-// Each of the methods that take rows may run on several threads at once, each with signs of its
-// own, Insert() with a shard of its own. Not two of them at the same time.
+// While an object of this class lives, it has the store's lock exclusively, and no other call gets
+// into its store: so make it for one batch and let it go, and never make two in one thread. Rows
+// are of the store's format in memory (row_format.h), which the caller's kernels have to read.
+//
+// Threads: each of the methods that take rows may run on several threads at once, each with signs
+// of its own, Insert() with a shard of its own. Not two of them at the same time. Threads divide
+// feature groups and not shards, so that rows and order of eviction are the same for any number.
+//
+// A path of its own beside Shard's, where rows are copied under the mutex of each shard in turn:
+// here one lock is taken for a batch, and no row is copied. What it does to rows is told to the
+// same features (row_features.h). Not with a tier, whose rows move.
 #pragma once
 
 #include <cstdint>
@@ -19,19 +32,21 @@
 
 namespace persia::store {
 
-// Where a row was when it was looked up. Rows stay where they are until some are removed.
+// Where a row was when it was looked up. Rows stay where they are until some are removed:
+// Removals() tells whether handles of an earlier batch still hold.
 struct RowHandle {
   uint32_t shard;
-  uint32_t slot;
+  uint32_t slot;  // RowSlabs::kNoSlot: there is no row
 };
 
 // Signs of one dim and one feature group, and what is known of their rows; all spans are equally
-// long.
+// long. One group, so that rows have one policy and one shape, which are looked up once.
 struct SignRows {
   uint32_t dim = 0;
   std::span<const uint64_t> signs;
   std::span<RowHandle> handles;
-  // Find() and Insert(): where the row's embedding lies, in the store's row format.
+  // Find() and Insert(): where the row's embedding lies, in the store's row format. Valid while the
+  // object lives; Locate() finds it again for a later one.
   std::span<const float*> values;
 };
 
@@ -43,10 +58,12 @@ struct MissingRow {
 
 class InPlaceRows {
  public:
-  // Waits until the calls in progress have ended. kFailedPrecondition: a training batch on a store
-  // that is not configured.
+  // Waits until the calls in progress have ended; a training batch also while a snapshot's memory
+  // is full. kFailedPrecondition: a training batch on a store that is not configured, or the store
+  // has a tier.
   static StatusOr<InPlaceRows> Begin(EmbeddingStore& store, LookupMode mode);
-  // For the rows of an earlier lookup; `removals` is what Removals() was at its end.
+  // For the rows of an earlier lookup; `removals` is what Removals() was at its end. Counts as one
+  // Update() call of the store.
   static InPlaceRows BeginUpdate(EmbeddingStore& store, std::span<const uint64_t> removals);
 
   // Training: rows that are found become the newest. The numbers of the signs that have no row are
@@ -63,7 +80,8 @@ class InPlaceRows {
   // their part of the batch and given up older rows for it.
   Status Insert(uint32_t shard, std::span<const MissingRow> missing, LookupReport* report);
 
-  // By shard: tells a later BeginUpdate() whether rows may have gone or moved since.
+  // How many rows each shard has removed so far: tells a later BeginUpdate() whether rows may have
+  // gone since.
   std::vector<uint64_t> Removals() const;
 
   // To be called before Update(), for some tens of rows: brings their memory into the cache, and
@@ -77,10 +95,11 @@ class InPlaceRows {
 
  private:
   explicit InPlaceRows(ShardSet* store);
+  // For a snapshot. The handles must be located.
   void SaveBeforeUpdate(const SignRows& rows) const;
 
   ShardSet* store_;
-  // What is wanted of each shard again and again, side by side.
+  // What is wanted of each shard for each row, side by side: a shard is several cache lines.
   struct ShardView {
     const SignIndex* index;
     const RowSlabs* slabs;

@@ -4,7 +4,7 @@
 #include <thread>
 
 #include "store/store_test_util.h"
-#include "store/tier.h"
+#include "store/store_tier.h"
 #include "store/tier_test_util.h"
 
 namespace persia::store {

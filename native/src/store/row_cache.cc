@@ -5,25 +5,11 @@
 #include <string>
 
 #include "store/probe_in_blocks.h"
+#include "store/row_features.h"
 
 namespace persia::store {
 
-// The hooks of RowFeatures where there is a cache.
-bool RowFeatures::BeforeChangeOfCache(const SignIndex::Entry& entry, Status* status) {
-  if (status->ok()) *status = cache->BeforeChange(entry.key, entry.slot);
-  return status->ok();
-}
-void RowFeatures::InsertedInCache(uint64_t key, uint32_t cell) { cache->NoteInserted(key, cell); }
-Status RowFeatures::BeforeRemoveFromCache(const SignIndex::Entry& entry) {
-  return cache->WriteForCheckpoint(entry.key, entry.slot);
-}
-void RowFeatures::RemoveFromCache(const SignIndex::Entry& entry) {
-  cache->tier_.Fail(cache->RemoveFromTier(entry));
-}
-void RowFeatures::ClearCache() { cache->Clear(); }
-void RowFeatures::ForgetVictimsOfCache() { cache->oldest_.Clear(); }
-
-RowCache::RowCache(std::mutex* mutex, ShardTable* table, RowFeatures* features, Tier* tier,
+RowCache::RowCache(std::mutex* mutex, ShardTable* table, RowFeatures* features, StoreTier* tier,
                    CacheBudget budget, uint64_t num_pinned)
     : mutex_(*mutex),
       table_(*table),
@@ -36,16 +22,21 @@ RowCache::RowCache(std::mutex* mutex, ShardTable* table, RowFeatures* features, 
   if (!tier_.pool().is_mapped()) marks_ = std::make_unique<RowMarks>();
 }
 
+// The table's rows are gone already, and the tier was cleared with them; statistics are totals and
+// stay.
 void RowCache::Clear() {
   oldest_.Clear();
   resident_.RemoveAll();
   hot_keys_.Clear();
 }
 
+// Before a row is made that could never be demoted.
 Status RowCache::CheckFits(uint64_t key, uint32_t dim) const {
   return tier_.pool().CheckSize(dim, table_.policies()->OfKey(key).ShapeFor(dim).state_floats);
 }
 
+// Under the mutex, for a caller that reads few rows: values of the thread, as rows differ in
+// length.
 Status RowCache::CopyCold(const Entry& entry, uint32_t dim, float* out) const {
   thread_local std::vector<float> values;
   pool::RowHead head;
@@ -54,18 +45,15 @@ Status RowCache::CopyCold(const Entry& entry, uint32_t dim, float* out) const {
   return Status::Ok();
 }
 
-bool RowCache::IsCurrent(const Entry& entry, const ColdReads::Row* read) const {
-  return read != nullptr && read->address == ColdCellOf(slabs_, entry.slot).address &&
-         read->mark == marks_->Of(entry.key);
-}
-
-Status RowCache::Promote(Entry* entry, const ColdReads::Row* read) {
+// The cold cell is freed last: whatever fails before leaves the row as it was. The tier keeps its
+// version, which the resident row names, so that demoting it unchanged writes nothing.
+Status RowCache::Promote(Entry* entry, const pool::RowRead* read) {
   const ColdCell cell = ColdCellOf(slabs_, entry->slot);
   const RowShape shape = table_.ShapeOf(entry->key, cell.dim);
   const uint32_t slot = slabs_.Allocate(slabs_.FindOrAddPool(shape));
   if (slot == RowSlabs::kNoSlot) return OutOfMemory(table_);
   pool::RowHead head;
-  if (IsCurrent(*entry, read)) {
+  if (read != nullptr && read->address == cell.address) {
     head = read->head;
     std::copy(read->values.begin(), read->values.end(), slabs_.values(slot));
   } else {
@@ -86,6 +74,9 @@ Status RowCache::Promote(Entry* entry, const ColdReads::Row* read) {
   return Status::Ok();
 }
 
+// Cold rows that the call is about to read get the stamp of now, or a call that gets in between
+// could evict them from the store as the oldest. A snapshot tells by stamps which rows it has to
+// save, so while there is one they are stamped when they are found.
 void RowCache::KeepCold(std::span<const MissingRef> missing) {
   if (marks_ == nullptr || features_.snapshot != nullptr) return;
   for (const auto& [run, ref] : missing) {
@@ -94,6 +85,8 @@ void RowCache::KeepCold(std::span<const MissingRef> missing) {
   }
 }
 
+// Inference does not promote: serving many users' rows once each would evict those that training
+// needs.
 Status RowCache::Read(Lock* lock, std::vector<MissingRef>* missing, float* rows) {
   std::vector<MissingRef> cold, left;
   for (const MissingRef& each : *missing) {
@@ -114,16 +107,17 @@ Status RowCache::Read(Lock* lock, std::vector<MissingRef>* missing, float* rows)
 
 Status RowCache::ReadSome(Lock* lock, std::span<const MissingRef> some, float* rows,
                           std::vector<MissingRef>* left) {
+  // The thread's, with its buffers.
   thread_local ColdReads reads;
   reads.Clear();
   ReadAside(lock, some, kKeyOfMissing, &reads);
   for (const MissingRef& missing : some) {
     const auto& [run, ref] = missing;
     float* out = rows + run->FloatOffset(*ref);
-    const ColdReads::Row* read = reads.Find(ref->key);
+    const pool::RowRead* read = reads.Find(ref->key, marks_.get());
     const Entry* entry = index_.Find(ref->key);
     if (entry != nullptr && IsColdOfDim(*entry, run->dim)) {
-      if (IsCurrent(*entry, read)) {
+      if (read != nullptr && read->address == ColdCellOf(slabs_, entry->slot).address) {
         std::copy_n(read->values.begin(), run->dim, out);
       } else {
         PERSIA_RETURN_IF_ERROR(CopyCold(*entry, run->dim, out));
@@ -150,6 +144,8 @@ void RowCache::TouchCold(std::span<Entry* const> entries) const {
   });
 }
 
+// Rows and, where the tier is mapped, the versions that they replace: both are read when they are
+// written.
 void RowCache::TouchForWrite(std::span<Entry* const> entries) const {
   for (const Entry* entry : entries) {
     TouchRow(slabs_.values(entry->slot), slabs_.shape(entry->slot).Stride());
@@ -162,6 +158,8 @@ void RowCache::TouchForWrite(std::span<Entry* const> entries) const {
   }
 }
 
+// A row that is adopted cold was recovered or never resident: it takes no room in the budget. One
+// that is new is of this batch, and the tier has nothing of it.
 void RowCache::NoteInserted(uint64_t key, uint32_t cell) {
   if (IsCold(slabs_, cell)) return;
   SetCell(slabs_, cell, HotCell{pool::kNoAddress, tier_.batch()});
@@ -185,6 +183,8 @@ void RowCache::DropColdKeys() {
       [](const Entry&) {});
 }
 
+// From the list of resident keys, not from the index, which may have a hundred times as many
+// entries.
 void RowCache::CollectOldest() {
   std::vector<Entry> candidates;
   candidates.reserve(resident_.num_rows());
@@ -210,6 +210,8 @@ Status RowCache::WriteBack(std::span<Entry* const> entries) {
                       .values = slabs_.values(entry->slot),
                       .replaces = cell.address});
   }
+  // Before the write: a read of the tier that is under way may find the old version, the new one or
+  // half of it, and must be thrown away in any case.
   if (marks_ != nullptr) {
     for (const Entry* entry : entries) marks_->NoteWrite(entry->key);
   }
@@ -222,30 +224,35 @@ Status RowCache::WriteBack(std::span<Entry* const> entries) {
   return Status::Ok();
 }
 
+// Most rows were not changed since the last checkpoint was begun, or no checkpoint is pending: two
+// loads for each row that changes.
 Status RowCache::WriteForCheckpoint(uint64_t key, uint32_t slot) {
   if (IsCold(slabs_, slot)) return Status::Ok();
   const uint64_t unsaved = HotCellOf(slabs_, slot).unsaved;
   if (unsaved == 0 || unsaved > tier_.last_checkpoint()) [[likely]]
     return Status::Ok();
+  // WriteBack() needs no more of an entry than these two.
   Entry entry = {key, slot, 0};
   Entry* const entries[] = {&entry};
   return WriteBack(entries);
 }
 
-Status RowCache::BeforeChange(uint64_t key, uint32_t slot) {
-  PERSIA_RETURN_IF_ERROR(WriteForCheckpoint(key, slot));
-  SetCell(slabs_, slot, HotCell{HotCellOf(slabs_, slot).address, tier_.batch()});
-  return Status::Ok();
+bool RowCache::BeforeChange(const Entry& entry, Status* status) {
+  if (status->ok()) *status = WriteForCheckpoint(entry.key, entry.slot);
+  if (!status->ok()) return false;
+  SetCell(slabs_, entry.slot, HotCell{HotCellOf(slabs_, entry.slot).address, tier_.batch()});
+  return true;
 }
 
-Status RowCache::RemoveFromTier(const Entry& entry) {
+// A device that does not take the removal has failed for good: the row would come back.
+void RowCache::NoteRemoval(const Entry& entry) {
   const bool is_cold = IsCold(slabs_, entry.slot);
   const uint64_t address =
       is_cold ? ColdCellOf(slabs_, entry.slot).address : HotCellOf(slabs_, entry.slot).address;
   if (!is_cold) resident_.Remove(slabs_.row_bytes(entry.slot));
-  if (address == pool::kNoAddress) return Status::Ok();
+  if (address == pool::kNoAddress) return;
   const pool::RowRemoval removal{address, SignOfKey(entry.key), tier_.batch()};
-  return tier_.pool().Remove({&removal, 1});
+  tier_.Fail(tier_.pool().Remove({&removal, 1}));
 }
 
 // Rows are written many at a time; only then do they leave the cache.
@@ -259,6 +266,8 @@ Status RowCache::DemoteRows(std::span<Entry* const> entries) {
   if (num_unsaved > 0) PERSIA_RETURN_IF_ERROR(WriteBack(std::span(unsaved).first(num_unsaved)));
   for (Entry* entry : entries) {
     const RowShape& shape = slabs_.shape(entry->slot);
+    // An address of eight bytes in the place of the row; which takes memory before it gives some
+    // back.
     const uint32_t cold = AllocateCold(
         {HotCellOf(slabs_, entry->slot).address, shape.dim, shape.state_floats}, &slabs_);
     if (cold == RowSlabs::kNoSlot) return OutOfMemory(table_);
@@ -318,6 +327,7 @@ void RowCache::Measure() {
   DropColdKeys();
   hot_keys_.TrimMemory();
   oldest_.TrimMemory();
+  // What slabs have beside the rows: cells of cold rows and their own bookkeeping.
   const uint64_t cell_bytes = slabs_.memory_bytes() - slabs_.row_slab_bytes();
   resident_.SetBeside(index_.memory_bytes() + cell_bytes + list_bytes() +
                       table_.victims().memory_bytes() + features_.memory_bytes());
@@ -326,6 +336,8 @@ void RowCache::Measure() {
 Status RowCache::Limit() {
   Measure();
   Status status;
+  // A call leaves a sixteenth at most, and wakes the maintenance thread at half of that, so that
+  // calls themselves seldom demote.
   if (!resident_.IsWithin(32) || ExcessOfSlabs() > 0) {
     tier_.MarkOverBudget();
     if (!resident_.IsWithin(16)) status = EvictToBudget();
@@ -387,12 +399,13 @@ Status RowCache::Prefetch(std::span<const uint64_t> keys) {
   PERSIA_RETURN_IF_ERROR(Limit());
   ColdReads reads;
   ReadAside(&lock, keys, std::identity(), &reads);
+  // Found only now: entries from before the mutex was released would not be valid.
   std::array<Entry*, kAheadAtATime> entries;
   for (size_t i = 0; i < keys.size(); ++i) entries[i] = index_.Find(keys[i]);
   if (reads.is_empty()) TouchCold(std::span(entries).first(keys.size()));
   for (size_t i = 0; i < keys.size(); ++i) {
     Entry* entry = entries[i];
-    const ColdReads::Row* read = reads.Find(keys[i]);
+    const pool::RowRead* read = reads.Find(keys[i], marks_.get());
     if (entry == nullptr) continue;
     pinned_.Add(entry->key);
     if (!IsCold(slabs_, entry->slot)) continue;

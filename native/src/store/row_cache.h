@@ -1,5 +1,5 @@
 // RowCache: the rows of an internal shard that are resident in DRAM, where the shard's store has a
-// storage tier (tier.h).
+// storage tier (store_tier.h).
 //
 // The shard's table knows all rows. A resident row has a cell like those of a store without a tier;
 // a cold row has a cell of eight bytes that says where the tier stores it (cold_rows.h). The cache
@@ -23,15 +23,15 @@
 #include "base/status.h"
 #include "store/cold_rows.h"
 #include "store/resident_rows.h"
-#include "store/row_features.h"
 #include "store/row_table.h"
-#include "store/tier.h"
+#include "store/store_tier.h"
 #include "store/types.h"
 
 namespace persia::store {
 
 inline constexpr auto kKeyOfMissing = [](const MissingRef& missing) { return missing.ref->key; };
 
+struct RowFeatures;
 using ShardTable = RowTable<RowFeatures>;
 
 class RowCache {
@@ -41,7 +41,7 @@ class RowCache {
 
   // Before any row is resident. `features` are the table's. The last `num_pinned` rows of prefetch
   // hints are demoted after all others. All outlive the cache.
-  RowCache(std::mutex* mutex, ShardTable* table, RowFeatures* features, Tier* tier,
+  RowCache(std::mutex* mutex, ShardTable* table, RowFeatures* features, StoreTier* tier,
            CacheBudget budget, uint64_t num_pinned);
 
   // Locks. Demotes some tens of rows; false: the cache is within its budget.
@@ -62,15 +62,28 @@ class RowCache {
     return list_bytes() + (marks_ == nullptr ? 0 : sizeof(RowMarks));
   }
 
-  Tier& tier() { return tier_; }
+  StoreTier& tier() { return tier_; }
   // Whether a row that looks missing is one of that dim in the tier.
   bool IsColdOfDim(const Entry& entry, uint32_t dim) const {
     return IsCold(slabs_, entry.slot) && ColdCellOf(slabs_, entry.slot).dim == dim;
   }
   // kInvalidArgument: a new row of that dim would be too large for the tier.
   Status CheckFits(uint64_t key, uint32_t dim) const;
-  // What a pending checkpoint needs of a row is written: before it changes or is removed.
+
+  // RowFeatures' hooks, for every row of the shard.
+  //
+  // Writes what a pending checkpoint needs of a row: before the row changes or is removed. An error
+  // means that it must stay as it is.
   Status WriteForCheckpoint(uint64_t key, uint32_t cell);
+  // Before the values of a resident row change. False: they must not; *status is why, and false is
+  // returned for all that follow.
+  bool BeforeChange(const Entry& entry, Status* status);
+  void NoteInserted(uint64_t key, uint32_t cell);
+  // After WriteForCheckpoint(), before the row's cell is freed.
+  void NoteRemoval(const Entry& entry);
+  void Clear();
+  void ForgetVictims() { oldest_.Clear(); }
+
   // Makes a cold row resident; its entry has another cell afterwards. kResourceExhausted: no
   // memory.
   Status Promote(Entry* entry) { return Promote(entry, nullptr); }
@@ -104,23 +117,14 @@ class RowCache {
   Status DemoteLoaded(std::span<const Run> runs);
 
  private:
-  friend struct RowFeatures;
-
   // That are demoted, written or moved while the mutex is held: some tens of microseconds.
   static constexpr size_t kRowsAtATime = 64;
 
   uint64_t list_bytes() const {
     return hot_keys_.memory_bytes() + oldest_.memory_bytes() + pinned_.memory_bytes();
   }
-  // RowFeatures' hooks.
-  Status BeforeChange(uint64_t key, uint32_t cell);
-  void NoteInserted(uint64_t key, uint32_t cell);
-  Status RemoveFromTier(const Entry& entry);
-  void Clear();
-
-  // Whether `read`, which may be null, is what the tier stores of a cold row now.
-  bool IsCurrent(const Entry& entry, const ColdReads::Row* read) const;
-  Status Promote(Entry* entry, const ColdReads::Row* read);
+  // `read`, which may be null, is what the tier stores of the row: it is not read again.
+  Status Promote(Entry* entry, const pool::RowRead* read);
   // Reads the cold rows of some keys, key_of(item). True: the mutex was released meanwhile.
   template <typename Items, typename KeyOf>
   bool ReadAside(Lock* lock, const Items& items, KeyOf key_of, ColdReads* reads) const;
@@ -154,7 +158,7 @@ class RowCache {
   const SignIndex& index_;  // the table's
   RowSlabs& slabs_;         // the table's
   RowFeatures& features_;
-  Tier& tier_;
+  StoreTier& tier_;
   CacheBudget resident_;
   uint64_t num_came_ = 0;    // rows that became resident since the last Limit()
   uint64_t came_bytes_ = 0;  // that they take
@@ -229,7 +233,7 @@ Status RowCache::FetchSome(std::span<const MissingRef> some, ColdReads* reads, U
   for (size_t i = 0; i < some.size(); ++i) {
     const MissingRef missing = some[i];
     Entry* entry = entries[i];
-    const ColdReads::Row* read = reads->Find(missing.ref->key);
+    const pool::RowRead* read = reads->Find(missing.ref->key, marks_.get());
     if (status.ok() && entry != nullptr && IsColdOfDim(*entry, missing.run->dim)) {
       status = Promote(entry, read);
     }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "store/row_cache.h"
+#include "store/row_features.h"
 
 namespace persia::store {
 namespace {
@@ -13,6 +14,7 @@ constexpr size_t kEntriesPassed = 4096;  // of an index, while the mutex is held
 
 }  // namespace
 
+// A step of some tens of rows: a lookup that waits for the mutex waits for one step.
 StatusOr<bool> RowCache::Shrink() {
   Lock lock(mutex_);
   Measure();
@@ -26,6 +28,8 @@ StatusOr<bool> RowCache::Shrink() {
 // All entries of the index are gone through, so a cache that is too small for its calls, and has
 // too many slabs after each, must not have this all the time.
 RowCache::GiveBack RowCache::GiveBackMemory(uint64_t* next) {
+  // So much at once that a walk is worth its while, and so little that the rows that are moved have
+  // room. A walk costs a pass over the index, so that it may take about a twentieth of the time.
   constexpr uint64_t kMostAtATime = 16 << 20;  // bytes
   constexpr int kRestPerWork = 20;
   constexpr std::chrono::milliseconds kShortestRest{50}, kLongestRest{2000};
@@ -39,11 +43,8 @@ RowCache::GiveBack RowCache::GiveBackMemory(uint64_t* next) {
     slabs_.BeginLeaving(std::min(excess, kMostAtATime));
   }
   size_t num_moved = 0, num_passed = 0;
-  const bool has_ended = index_.ForEachFrom(*next, [&](Entry& entry) {
-    if (num_moved == kRowsAtATime || num_passed++ == kEntriesPassed) {
-      *next = entry.key;
-      return false;
-    }
+  const bool has_ended = index_.ForEachFrom(next, [&](Entry& entry) {
+    if (num_moved == kRowsAtATime || num_passed++ == kEntriesPassed) return false;
     if (slabs_.IsLeaving(entry.slot)) num_moved += MoveRow(&entry);
     return true;
   });
@@ -63,6 +64,7 @@ bool RowCache::MoveRow(Entry* entry) {
   if (shape.has_scalar) *slabs_.scalar(slot) = *slabs_.scalar(entry->slot);
   slabs_.Free(entry->slot);
   entry->slot = slot;
+  // The stamp and the version stay: to all others the row has not changed.
   ++num_moved_;
   return true;
 }
@@ -87,15 +89,14 @@ void RowCache::PrefetchOldest(Lock* lock) {
   lock->lock();
 }
 
+// Rows that change meanwhile are written by WriteForCheckpoint(), so that one walk finds all the
+// others.
 StatusOr<bool> RowCache::WriteBackUpTo(uint64_t batch, uint64_t* next) {
   const std::lock_guard lock(mutex_);
   std::array<Entry*, kRowsAtATime> unsaved;
   size_t num_unsaved = 0, num_passed = 0;
-  const bool has_ended = index_.ForEachFrom(*next, [&](Entry& entry) {
-    if (num_unsaved == kRowsAtATime || num_passed++ == kEntriesPassed) {
-      *next = entry.key;
-      return false;
-    }
+  const bool has_ended = index_.ForEachFrom(next, [&](Entry& entry) {
+    if (num_unsaved == kRowsAtATime || num_passed++ == kEntriesPassed) return false;
     if (IsCold(slabs_, entry.slot)) return true;
     const HotCell cell = HotCellOf(slabs_, entry.slot);
     if (cell.unsaved != 0 && cell.unsaved <= batch) unsaved[num_unsaved++] = &entry;

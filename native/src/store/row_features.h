@@ -18,16 +18,14 @@
 #include "base/status.h"
 #include "store/admission_filter.h"
 #include "store/change_set.h"
-#include "store/cold_rows.h"
 #include "store/expiry.h"
 #include "store/group_limits.h"
+#include "store/row_cache.h"
 #include "store/row_slabs.h"
 #include "store/shard_snapshot.h"
 #include "store/sign_index.h"
 
 namespace persia::store {
-
-class RowCache;
 
 // How many updates a row has had, in stores that count them. The count is kept behind the row's
 // state, so that it moves with the row and costs no memory in stores that do not count. It is a
@@ -75,12 +73,12 @@ struct RowFeatures {
   }
   // The same for a row that was touched for this change, and hence saved already.
   bool BeforeChange(const SignIndex::Entry& entry, Status* status) {
-    return cache == nullptr || BeforeChangeOfCache(entry, status);
+    return cache == nullptr || cache->BeforeChange(entry, status);
   }
   // After a row was inserted. Its values are not set yet.
   void Inserted(uint64_t key, uint32_t cell, const RowSlabs& slabs) {
     BeginCount(cell, slabs);
-    if (cache != nullptr) InsertedInCache(key, cell);
+    if (cache != nullptr) cache->NoteInserted(key, cell);
     limits.CountInsert(key);
     if (changes != nullptr) [[unlikely]]
       changes->Add(key);
@@ -92,18 +90,18 @@ struct RowFeatures {
   // Before a row is removed. An error means that it stays: so what may fail comes first. A snapshot
   // reads the row before the tier deletes it.
   Status BeforeRemove(const SignIndex::Entry& entry, const RowSlabs& slabs) {
-    if (cache != nullptr) PERSIA_RETURN_IF_ERROR(BeforeRemoveFromCache(entry));
+    if (cache != nullptr) PERSIA_RETURN_IF_ERROR(cache->WriteForCheckpoint(entry.key, entry.slot));
     BeforeTouch(entry, slabs);
     if (changes != nullptr) [[unlikely]]
       changes->Add(entry.key);
-    if (cache != nullptr) RemoveFromCache(entry);
+    if (cache != nullptr) cache->NoteRemoval(entry);
     limits.CountRemoval(entry.key);
     return Status::Ok();
   }
   // Before all rows are removed. A snapshot that still needs them takes index and slabs over.
   void BeforeClear(SignIndex* index, RowSlabs* slabs) {
     if (snapshot != nullptr) snapshot->TakeOver(std::move(*index), std::move(*slabs));
-    if (cache != nullptr) ClearCache();
+    if (cache != nullptr) cache->Clear();
     limits.CountClear();
     sightings.Clear();
   }
@@ -116,7 +114,7 @@ struct RowFeatures {
   // Forgets every order of eviction but the table's own; see VictimQueue::Clear().
   void ForgetVictims() {
     limits.ForgetVictims();
-    if (cache != nullptr) ForgetVictimsOfCache();
+    if (cache != nullptr) cache->ForgetVictims();
   }
   // What the cache, or the count of updates, keeps behind each row's state.
   uint32_t tail_floats() const {
@@ -125,15 +123,6 @@ struct RowFeatures {
   uint64_t memory_bytes() const {
     return limits.memory_bytes() + expiry.memory_bytes() + sightings.memory_bytes();
   }
-
- private:
-  // In row_cache.cc.
-  bool BeforeChangeOfCache(const SignIndex::Entry& entry, Status* status);
-  void InsertedInCache(uint64_t key, uint32_t cell);
-  Status BeforeRemoveFromCache(const SignIndex::Entry& entry);
-  void RemoveFromCache(const SignIndex::Entry& entry);
-  void ClearCache();
-  void ForgetVictimsOfCache();
 };
 
 }  // namespace persia::store

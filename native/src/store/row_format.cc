@@ -27,6 +27,8 @@ StatusOr<RowDtype> RowDtypeOf(std::string_view name) {
 
 RowFormat::RowFormat(RowDtype dtype) : dtype_(dtype), narrow_(NarrowRowsOf(dtype)) {}
 
+// Rounds towards zero, by way of rounding to nearest: the number below in magnitude has the next
+// lower bits.
 float RowFormat::Bound(float bound) const {
   if (narrow_ == nullptr || bound == 0.0f) return bound;
   uint16_t nearest = 0;

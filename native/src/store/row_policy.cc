@@ -6,6 +6,8 @@
 #include <cmath>
 #include <map>
 #include <mutex>
+#include <set>
+#include <string>
 
 namespace persia::store {
 namespace {
@@ -21,6 +23,7 @@ uint64_t Mix(uint64_t z) {
 }
 
 // The thread's; of the last call alone.
+// Only ever grows, to the widest row of the thread.
 float* Scratch(size_t num_floats) {
   thread_local std::vector<float> scratch;
   if (scratch.size() < num_floats) scratch.resize(num_floats);
@@ -57,8 +60,53 @@ simd::NormalRule NormalRuleOf(const Initializer& init, double (*quantile)(double
   return rule;
 }
 
+// The first such field that differs, or nothing.
+std::string OptimizerFieldThatDiffers(const OptimizerConfig& a, const OptimizerConfig& b,
+                                      bool is_fixed) {
+  for (const OptimizerField& field : OptimizerFields()) {
+    if (field.is_fixed == is_fixed && a.*field.member != b.*field.member) {
+      return "optimizer." + std::string(field.name);
+    }
+  }
+  return {};
+}
+
+std::string FixedFieldThatDiffers(const RowConfig& a, const RowConfig& b) {
+  if (a.initializer != b.initializer) return "initializer";
+  if (a.optimizer.kind != b.optimizer.kind) return "optimizer.kind";
+  return OptimizerFieldThatDiffers(a.optimizer, b.optimizer, /*is_fixed=*/true);
+}
+
+std::string ReplaceableFieldThatDiffers(const RowConfig& a, const RowConfig& b) {
+  const std::string field = OptimizerFieldThatDiffers(a.optimizer, b.optimizer, false);
+  if (!field.empty()) return field;
+  if (a.weight_bound != b.weight_bound) return "weight_bound";
+  if (a.admit_after != b.admit_after) return "admit_after";
+  if (a.time_to_live_sec != b.time_to_live_sec) return "time_to_live_sec";
+  if (a.min_norm != b.min_norm) return "min_norm";
+  if (a.capacity != b.capacity) return "capacity";
+  return a.admit_probability != b.admit_probability ? "admit_probability" : "";
+}
+
+// `where` begins the message: the feature group, or nothing for the common config.
+Status CheckRows(const std::string& where, const RowConfig& old_rows, const RowConfig& new_rows,
+                 bool replace) {
+  if (const auto field = FixedFieldThatDiffers(old_rows, new_rows); !field.empty()) {
+    return FailedPrecondition(where + field +
+                              " differs from the configuration that the existing rows were made "
+                              "with; clear the rows first, or use the same");
+  }
+  const auto field = ReplaceableFieldThatDiffers(old_rows, new_rows);
+  if (replace || field.empty()) return Status::Ok();
+  return FailedPrecondition(where + field +
+                            " differs from the configuration in use; ask for a replacement to "
+                            "change it while there are rows, or use the same");
+}
+
 }  // namespace
 
+// A map of weak pointers: a table lives as long as a policy that uses it, also across a change of
+// config.
 std::shared_ptr<const BiasCorrections> BiasCorrections::For(float beta1, float beta2) {
   static std::mutex mutex;
   static std::map<std::pair<float, float>, std::weak_ptr<const BiasCorrections>> tables;
@@ -76,6 +124,7 @@ BiasCorrections::BiasCorrections(float beta1, float beta2) : beta1_(beta1), beta
   for (uint32_t step = 1; step <= kTabulatedSteps; ++step) table_.push_back(Compute(step));
 }
 
+// In double: 1 - beta2^t of a float would have lost half of its digits at the first steps.
 BiasCorrections::Correction BiasCorrections::Compute(uint32_t step) const {
   return {.first = 1.0 - std::pow(beta1_, step),
           .second_scale = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2_, step)))};
@@ -110,6 +159,7 @@ uint64_t RowPolicy::StreamOf(uint64_t sign) const {
   return Mix(Mix(config_.initializer.seed + 0x9e3779b97f4a7c15u) + sign);
 }
 
+// A number of 53 bits in [0, 1) by the sign, compared with the probability.
 bool RowPolicy::Admits(uint64_t sign) const {
   if (config_.admit_probability >= 1.0f) return true;
   constexpr uint64_t kAdmission = 0xd1b54a32d192ed03u;  // apart from the initial values
@@ -128,6 +178,7 @@ void RowPolicy::Initialize(uint64_t sign, const RowView& row) const {
   InitializeState(row);
 }
 
+// The bounds are scaled like the distribution, so that a wider row has the same shape of values.
 void RowPolicy::DrawValues(uint64_t sign, uint32_t dim, float* values) const {
   const Initializer& init = config_.initializer;
   const double scale = init.scaled_by_dim ? 1.0 / std::sqrt(static_cast<double>(dim)) : 1.0;
@@ -188,6 +239,7 @@ size_t RowPolicy::Step(std::span<const simd::RowStep> rows, uint32_t dim) const 
   return update_(config_.optimizer, rows.data(), rows.size(), dim, weight_bound_);
 }
 
+// A count that has reached its end stays there, where all corrections are 1 anyway.
 void RowPolicy::CountSteps(std::span<simd::RowStep> rows, uint32_t dim) const {
   for (simd::RowStep& row : rows) {
     // A row that is left as it is makes no step.
@@ -202,6 +254,7 @@ void RowPolicy::CountSteps(std::span<simd::RowStep> rows, uint32_t dim) const {
   }
 }
 
+// A deque, whose elements never move: groups point to them.
 RowPolicies::RowPolicies(const TrainConfig& config, RowDtype dtype) {
   policies_.emplace_back(config, dtype);
   if (config.groups.empty()) return;
@@ -233,6 +286,27 @@ double RowPolicies::ShortestTimeToLive() const {
     if (time_to_live > 0 && (shortest == 0 || time_to_live < shortest)) shortest = time_to_live;
   }
   return shortest;
+}
+
+Status CheckChange(const TrainConfig& old_config, const TrainConfig& new_config, bool replace) {
+  const uint32_t old_bits = old_config.feature_index_prefix_bit;
+  const uint32_t new_bits = new_config.feature_index_prefix_bit;
+  if (old_bits != 0 && new_bits != 0 && old_bits != new_bits) {
+    return FailedPrecondition("feature_index_prefix_bit was " + std::to_string(old_bits) +
+                              " and is " + std::to_string(new_bits) +
+                              "; clear the rows first, or use the same");
+  }
+  PERSIA_RETURN_IF_ERROR(CheckRows("", old_config, new_config, replace));
+  // Of both: a group that only one of them names is compared with the other's common config.
+  std::set<uint32_t> groups;
+  for (const TrainConfig* config : {&old_config, &new_config}) {
+    for (const GroupConfig& group : config->groups) groups.insert(group.group);
+  }
+  for (const uint32_t group : groups) {
+    const std::string where = "feature group " + std::to_string(group) + ": ";
+    PERSIA_RETURN_IF_ERROR(CheckRows(where, old_config.Of(group), new_config.Of(group), replace));
+  }
+  return Status::Ok();
 }
 
 }  // namespace persia::store

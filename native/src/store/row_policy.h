@@ -1,6 +1,12 @@
 // What the train config means for rows: their shape, admission, first values and optimizer steps.
 // RowPolicy is that of one feature group, RowPolicies those of all groups, RowSteps applies them to
 // many rows at a time.
+//
+// Policies are immutable. A store that is configured anew makes new ones and exchanges the pointer
+// in each shard, with all calls kept out: whoever holds a shard's mutex may use its policies.
+//
+// Whatever a policy decides about a row, it decides by the sign and the config alone, so that every
+// server, every thread and every run decides alike.
 #pragma once
 
 #include <array>
@@ -12,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/status.h"
 #include "base/train_config.h"
 #include "simd/kernels.h"
 #include "store/row_slabs.h"
@@ -20,8 +27,8 @@
 
 namespace persia::store {
 
-// Adam's bias corrections by a row's step count. They are tabulated: two powers a row would cost
-// more than the row.
+// Adam's bias corrections by a row's step count (Kingma and Ba, 2015, algorithm 1, where t is the
+// row's own). They are tabulated: two powers a row would cost more than the row.
 //
 // Policies with equal betas share a table: a learning-rate schedule, which makes new policies again
 // and again, must not compute it anew. Immutable, hence thread-safe.
@@ -32,7 +39,7 @@ class BiasCorrections {
     float second_scale;  // 1 / sqrt(1 - beta2^step)
   };
 
-  // Thread-safe.
+  // The table of these betas, which lives as long as a policy uses it. Thread-safe.
   static std::shared_ptr<const BiasCorrections> For(float beta1, float beta2);
   BiasCorrections(float beta1, float beta2);
 
@@ -56,7 +63,8 @@ class RowPolicy {
  public:
   explicit RowPolicy(const RowConfig& config, RowDtype dtype = RowDtype::kFloat32);
 
-  // Without what features keep behind the row (RowTable::ShapeOf).
+  // What a row consists of, without what features keep behind it (RowTable::ShapeOf). The same for
+  // all configs that CheckChange() allows while rows exist.
   RowShape ShapeFor(uint32_t dim) const;
   // Decided by (seed, sign), so every server and every run decides alike.
   bool Admits(uint64_t sign) const;
@@ -68,16 +76,19 @@ class RowPolicy {
   uint64_t capacity() const { return config_.capacity; }
   // Rows with smaller embeddings are removed by RemoveSmallRows(); 0: none.
   float min_norm() const { return config_.min_norm; }
-  // A new row: values by (seed, sign), state of an optimizer that has not stepped.
+  // Fills a new row: values by (seed, sign), rounded to nearest where rows have 16 bits; state of
+  // an optimizer that has not stepped.
   void Initialize(uint64_t sign, const RowView& row) const;
   // The state alone, for a row whose values are given.
   void InitializeState(const RowView& row) const;
   // One optimizer step for each of some rows of one dim, then the weight bound. A row whose
   // gradient is not finite is left as it is; returns how many were. The rest of `rows` is filled
-  // here: w, state, g and scalar are given, w where the embedding lies.
+  // here: w, state, g and scalar are given, w where the embedding lies. A row named twice makes two
+  // steps, in order.
   size_t ApplyGradients(std::span<simd::RowStep> rows, uint32_t dim) const;
 
  private:
+  // The row's stream of random numbers, by (seed, sign).
   uint64_t StreamOf(uint64_t sign) const;
   void DrawValues(uint64_t sign, uint32_t dim, float* values) const;
   size_t Step(std::span<const simd::RowStep> rows, uint32_t dim) const;
@@ -105,7 +116,8 @@ class RowPolicies {
   // `dtype` is that of the rows; policies that are only checked need none.
   explicit RowPolicies(const TrainConfig& config, RowDtype dtype = RowDtype::kFloat32);
 
-  // For every row of a batch: two loads where groups have policies of their own, else none.
+  // The policy of the sign's group. For every row of a batch: two loads where groups have policies
+  // of their own, else none.
   const RowPolicy& Of(uint64_t sign) const {
     if (by_group_.empty()) return policies_[0];
     const uint64_t group = sign >> sign_shift_;
@@ -130,8 +142,15 @@ class RowPolicies {
   uint32_t sign_shift_ = 0;
 };
 
+// Whether a store with rows may change from one train config to another. Whatever shapes a row or
+// gives its state a meaning is fixed: kFailedPrecondition names the field, and the feature group
+// where it has a config of its own. What only steers the next step may change where `replace` asks
+// for it.
+Status CheckChange(const TrainConfig& old_config, const TrainConfig& new_config, bool replace);
+
 // Collects rows of one dim and steps them some at a time, so that a row does not pay for a call of
-// the optimizer's kernel. Rows must stay where they are until Flush().
+// the optimizer's kernel. Rows must stay where they are until Flush(), and the policies must live
+// as long. In the order of Add(): a sign that a caller names twice is stepped as often.
 class RowSteps {
  public:
   // Counts into *report. Flush() before the end.

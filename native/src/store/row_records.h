@@ -1,9 +1,12 @@
 // RowRecords: copies of rows, one behind the other, each with a head that describes it.
 //
 // How a snapshot hands rows to whoever encodes them: one buffer of many rows instead of an
-// allocation for each. Cleared and used again, it keeps its memory.
+// allocation for each. Cleared and used again, it keeps its memory. Records differ in length, so
+// they can only be walked through from the first one.
 //
-// Not thread-safe.
+// Values are float32 whatever the store's row format is: files know no other.
+//
+// Not thread-safe. Movable: who takes the buffer owns it.
 #pragma once
 
 #include <cstddef>
@@ -18,12 +21,12 @@ namespace persia::store {
 // Precedes the row's values: the embedding, then the optimizer state, all float32.
 struct RowHead {
   uint64_t sign = 0;
-  uint32_t age = 0;     // batches between its last use and the cut, in its internal shard
+  uint32_t age = 0;     // batches from its last use to the snapshot point, in its shard
   uint32_t scalar = 0;  // 0 where the optimizer has none
   uint32_t has_scalar = 0;
   uint32_t dim = 0;
   uint32_t state_floats = 0;
-  uint32_t unused = 0;
+  uint32_t unused = 0;  // keeps the values behind the head on 8 bytes
 
   size_t num_floats() const { return size_t{dim} + state_floats; }
   // Heads stay aligned: records are whole multiples of 8 bytes.
@@ -34,14 +37,16 @@ struct RowHead {
 
 class RowRecords {
  public:
-  // `values`: the embedding, then the state.
+  // Copies `values`: the embedding, then the state. Allocates where HasRoom() is false, to twice
+  // what is needed; throws std::bad_alloc where there is no memory.
   void Add(const RowHead& head, const float* values) {
     std::memcpy(Append(head), values, head.num_floats() * sizeof(float));
   }
-  // A head of dim 0, without values.
+  // A head of dim 0, without values: the sign had a row before, and has none at the snapshot point.
   void AddRemoval(uint64_t sign) { Append({.sign = sign}); }
 
-  // Calls visit(head, values) for each row in the order of Add().
+  // Calls visit(head, values) for each row in the order of Add(). Pointers are into the buffer, and
+  // valid until it changes.
   template <typename Visit>
   void ForEach(Visit visit) const {
     for (size_t position = 0; position < num_bytes_;) {

@@ -7,6 +7,7 @@
 namespace persia::store {
 namespace {
 
+// A slab begun is at most this, or 4 bytes for each row of its shape, more than what is needed.
 constexpr uint64_t kMinSlabBytes = 16 << 10;
 constexpr uint64_t kMaxSlabBytes = SlabMemory::kBlockBytes;
 constexpr uint64_t kSlabBytesPerRow = 4;
@@ -60,6 +61,8 @@ uint32_t RowSlabs::Allocate(uint32_t pool_number) {
   return pool.next_slot++;
 }
 
+// The list of free cells is linked through their own memory, so it costs none. The cell freed last
+// is used first: it is likely to be in the processor's cache.
 void RowSlabs::Free(uint32_t slot) {
   Pool& pool = pools_[slabs_[slot >> kPlaceBits].pool];
   if (pool.num_leaving > 0 && IsLeaving(slot)) {
@@ -85,6 +88,7 @@ uint64_t RowSlabs::row_slab_bytes() const {
 
 void RowSlabs::Clear() { *this = RowSlabs(memory_, cells_); }
 
+// Numbers of slabs that have left are used again: there are 65,535.
 uint32_t RowSlabs::NewSlabNumber() {
   if (vacant_.empty()) {
     slabs_.emplace_back();
@@ -118,6 +122,7 @@ bool RowSlabs::AddSlab(uint32_t pool_number) {
   pool.num_bytes += piece.size;
   pool.slabs.push_back(number);
   slab_bytes_ += piece.size;
+  // Behind the values, which begin on a cache line and are whole units of 16 bytes.
   auto* scalars = reinterpret_cast<uint32_t*>(values + rows * stride);
   slabs_[number] = {.values = values,
                     .scalars = pool.shape.has_scalar ? scalars : nullptr,
@@ -130,13 +135,11 @@ bool RowSlabs::AddSlab(uint32_t pool_number) {
 }
 
 bool RowSlabs::HasLeaving() const {
-  return std::any_of(pools_.begin(), pools_.end(),
-                     [](const Pool& pool) { return pool.num_leaving > 0; });
+  return std::ranges::any_of(pools_, [](const Pool& pool) { return pool.num_leaving > 0; });
 }
 
 bool RowSlabs::CanLeave() const {
-  return std::any_of(pools_.begin(), pools_.end(),
-                     [this](const Pool& pool) { return CanLeave(pool); });
+  return std::ranges::any_of(pools_, [this](const Pool& pool) { return CanLeave(pool); });
 }
 
 bool RowSlabs::CanLeave(const Pool& pool) const {
@@ -174,6 +177,7 @@ std::vector<uint32_t> RowSlabs::FreeSlotsOf(const Pool& pool) const {
 uint64_t RowSlabs::BeginLeavingOf(Pool* pool, uint64_t num_bytes) {
   uint64_t num_free = pool->num_free + pool->num_unused();
   const std::vector<uint32_t> free_slots = FreeSlotsOf(*pool);
+  // Counted once: asking for each slab would walk through the list as often.
   std::vector<uint32_t> free_of_slab(slabs_.size());
   for (const uint32_t slot : free_slots) ++free_of_slab[slot >> kPlaceBits];
   free_of_slab[pool->slabs.back()] += pool->num_unused();
@@ -196,27 +200,24 @@ uint64_t RowSlabs::BeginLeavingOf(Pool* pool, uint64_t num_bytes) {
   return num_leaving_bytes;
 }
 
+// A slab that still has rows, because there was no memory to move them, leaves later.
 void RowSlabs::FinishLeaving() {
   for (Pool& pool : pools_) {
-    if (pool.num_leaving > 0) FinishLeavingOf(&pool);
+    if (pool.num_leaving == 0) continue;
+    std::erase_if(pool.slabs, [&](uint32_t number) {
+      Holding& holding = holdings_[number];
+      if (!holding.is_leaving || holding.num_left > 0) return false;
+      pool.num_rows -= holding.num_slots;
+      pool.num_bytes -= holding.piece.size;
+      slab_bytes_ -= holding.piece.size;
+      --pool.num_leaving;
+      MemoryOf(pool)->Give(std::move(holding.piece));
+      holding = {};
+      slabs_[number] = {};
+      vacant_.push_back(number);
+      return true;
+    });
   }
-}
-
-// A slab that still has rows, because there was no memory to move them, leaves later.
-void RowSlabs::FinishLeavingOf(Pool* pool) {
-  std::erase_if(pool->slabs, [&](uint32_t number) {
-    Holding& holding = holdings_[number];
-    if (!holding.is_leaving || holding.num_left > 0) return false;
-    pool->num_rows -= holding.num_slots;
-    pool->num_bytes -= holding.piece.size;
-    slab_bytes_ -= holding.piece.size;
-    --pool->num_leaving;
-    MemoryOf(*pool)->Give(std::move(holding.piece));
-    holding = {};
-    slabs_[number] = {};
-    vacant_.push_back(number);
-    return true;
-  });
 }
 
 }  // namespace persia::store

@@ -150,7 +150,6 @@ class RowSlabs {
   bool CanLeave(const Pool& pool) const;
   static bool HasRoomFor(const Holding& holding, const Pool& pool, uint64_t num_free);
   uint64_t BeginLeavingOf(Pool* pool, uint64_t num_bytes);
-  void FinishLeavingOf(Pool* pool);
 
   SlabMemory* memory_;
   SlabMemory* cells_;

@@ -36,15 +36,6 @@
 
 namespace persia::store {
 
-struct NoFeatures {
-  void BeforeTouch(const SignIndex::Entry&, const RowSlabs&) {}
-  Status BeforeRemove(const SignIndex::Entry&, const RowSlabs&) { return Status::Ok(); }
-  void Inserted(uint64_t, uint32_t, const RowSlabs&) {}
-  void BeforeClear(SignIndex*, RowSlabs*) {}
-  void StampsFell() {}
-  uint32_t tail_floats() const { return 0; }
-};
-
 // Whether there is a row, and it is resident and has the dim.
 inline bool HasDim(const RowSlabs& slabs, const SignIndex::Entry* entry, uint32_t dim) {
   return entry != nullptr && slabs.dim(entry->slot) == dim;

@@ -9,6 +9,16 @@
 namespace persia::store {
 namespace {
 
+// The table needs none.
+struct NoFeatures {
+  void BeforeTouch(const SignIndex::Entry&, const RowSlabs&) {}
+  Status BeforeRemove(const SignIndex::Entry&, const RowSlabs&) { return Status::Ok(); }
+  void Inserted(uint64_t, uint32_t, const RowSlabs&) {}
+  void BeforeClear(SignIndex*, RowSlabs*) {}
+  void StampsFell() {}
+  uint32_t tail_floats() const { return 0; }
+};
+
 // Counts what it is told, and refuses to let one key go.
 struct Recorder {
   void BeforeTouch(const SignIndex::Entry& entry, const RowSlabs&) { touched.push_back(entry.key); }

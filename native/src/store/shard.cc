@@ -22,13 +22,16 @@ std::vector<MissingRef>* NoneMissing() {
 
 }  // namespace
 
+// The table only keeps the address of the features, which are made before it.
 Shard::Shard(uint64_t capacity, SlabMemory* slab_memory, SlabMemory* cell_memory,
              double growth_phase, bool counts_updates, RowDtype row_dtype)
     : format_(row_dtype), table_(capacity, slab_memory, cell_memory, growth_phase, &features_) {
   features_.counts_updates = counts_updates;
 }
 
-void Shard::SetTier(Tier* tier, CacheBudget budget, uint64_t num_pinned) {
+// From now on each new row has a cell behind its state (RowFeatures::tail_floats): so before there
+// are any.
+void Shard::SetTier(StoreTier* tier, CacheBudget budget, uint64_t num_pinned) {
   const std::lock_guard lock(mutex_);
   cache_ = std::make_unique<RowCache>(&mutex_, &table_, &features_, tier, budget, num_pinned);
   features_.cache = cache_.get();
@@ -69,6 +72,7 @@ Status Shard::LookupForInference(Lock* lock, std::span<const Run> runs, float* r
 
 Status Shard::LookupForTraining(Lock* lock, std::span<const Run> runs, float* rows,
                                 LookupReport* counts) {
+  // The cell, not the entry: inserting moves entries.
   const auto copy = [&](const Run& run, const RowRef& ref, uint32_t cell) {
     format_.Read(rows + run.FloatOffset(ref), table_.slabs().values(cell), run.dim);
   };
@@ -76,6 +80,7 @@ Status Shard::LookupForTraining(Lock* lock, std::span<const Run> runs, float* ro
   BeginBatch();
   PERSIA_RETURN_IF_ERROR(UseExisting(lock, runs, missing, copy));
   counts->num_missing += missing->size();
+  // What is refused needs no room.
   std::erase_if(*missing, [&](const MissingRef& each) {
     if (Admit(each.ref->key)) return false;
     ++counts->num_unadmitted;
@@ -127,6 +132,7 @@ Status Shard::UseExisting(Lock* lock, std::span<const Run> runs, MissingRefs* mi
     });
   }
   if (cache_ == nullptr) return Status::Ok();
+  // From here on the mutex may be released: what was found before is done with.
   const size_t num_not_resident = missing->size();
   cache_->KeepCold(*missing);
   const Status status = cache_->Fetch(
@@ -177,6 +183,7 @@ Status Shard::Update(std::span<const Run> runs, const float* gradients, UpdateRe
   UpdateReport counts;
   Status status;
   for (const Run& run : runs) UpdateRun(&lock, run, gradients, &counts, &status);
+  // Once for the call: rows that were promoted may be too many only now.
   if (cache_ != nullptr) status = cache_->EndUpdate(status);
   totals_.updates += counts;
   *report += counts;
@@ -216,17 +223,17 @@ void Shard::UpdateRun(Lock* lock, const Run& run, const float* gradients, Update
   counts->num_missing += missing->size();
 }
 
+// Groups first: evicting a group's rows may leave the room that the shard needs.
 StatusOr<Shard::Room> Shard::MakeRoom(std::span<const uint64_t> keys, bool keep_batch,
                                       LookupReport* counts) {
   if (features_.limits.is_on()) {
     for (const uint64_t key : keys) features_.limits.Expect(key);
-    auto has_room = MakeRoomInGroups(keep_batch, counts);
-    PERSIA_RETURN_IF_ERROR(has_room.status());
-    if (!*has_room) return Room::kGroupIsFull;
+    PERSIA_ASSIGN_OR_RETURN(const bool has_room, MakeRoomInGroups(keep_batch, counts));
+    if (!has_room) return Room::kGroupIsFull;
   }
-  auto has_room = table_.MakeRoom(keys.size(), keep_batch, &counts->num_evicted);
-  PERSIA_RETURN_IF_ERROR(has_room.status());
-  return *has_room ? Room::kEnough : Room::kShardIsFull;
+  PERSIA_ASSIGN_OR_RETURN(const bool has_room,
+                          table_.MakeRoom(keys.size(), keep_batch, &counts->num_evicted));
+  return has_room ? Room::kEnough : Room::kShardIsFull;
 }
 
 // Of the keys that are expected. A row that cannot be removed is the oldest again.
@@ -248,9 +255,8 @@ StatusOr<bool> Shard::MakeRoomInGroups(bool keep_batch, LookupReport* counts) {
 }
 
 uint32_t Shard::Insert(uint64_t key, uint32_t dim, LookupReport* counts) {
-  if (features_.limits.is_on()) {
-    features_.limits.Expect(key);
-    if (!MakeRoomInGroups(/*keep_batch=*/false, counts).ok()) return kNoCell;
+  if (features_.limits.is_on() && !MakeRoom({&key, 1}, /*keep_batch=*/false, counts).ok()) {
+    return kNoCell;
   }
   const uint32_t cell = table_.Insert(key, dim, &counts->num_evicted);
   if (cell != kNoCell) ++counts->num_inserted;
@@ -314,6 +320,8 @@ void Shard::SetPolicies(std::shared_ptr<const RowPolicies> policies, uint64_t nu
   // Until the limits know the new policies, they use the old ones.
   const auto old_policies = table_.SetPolicies(std::move(policies));
   features_.limits.SetPolicies(*table_.policies(), table_.index(), number, num_shards);
+  // A walk for expired rows begins with the next batch, and is off where no group has a time to
+  // live.
   features_.expiry.SetShortest(table_.policies()->ShortestTimeToLive());
   features_.sightings.Resize(num_filter_cells);
 }

@@ -52,7 +52,7 @@ class alignas(64) Shard {
   void SetPolicies(std::shared_ptr<const RowPolicies> policies, uint64_t num_filter_cells,
                    uint32_t number, uint32_t num_shards);
   // Before all rows but recovered ones. `tier` is not used after the shard's last call.
-  void SetTier(Tier* tier, CacheBudget budget, uint64_t num_pinned);
+  void SetTier(StoreTier* tier, CacheBudget budget, uint64_t num_pinned);
   // Null: there is no tier.
   RowCache* cache() const { return cache_.get(); }
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "store/config_change.h"
+#include "store/row_policy.h"
 
 namespace persia::store {
 namespace {
@@ -40,6 +40,7 @@ Status BatchPlan::AddBlocks(std::span<const RowBlock> blocks) {
 // A counting sort by shard, which keeps the order of the call.
 Status BatchPlan::Build(std::span<const RowBlock> blocks, uint32_t num_shards) {
   PERSIA_RETURN_IF_ERROR(AddBlocks(blocks));
+  // SignKey() is computed once for each row, and kept for the second pass.
   // Counted two places ahead: after the sums, ends_[s + 1] is where shard s begins, and scattering
   // its rows moves it to where shard s ends.
   ends_.assign(num_shards + 2, 0);
@@ -81,6 +82,8 @@ std::span<const Run> BatchPlan::RunsOf(uint32_t shard) {
   return runs_;
 }
 
+// A flag and not a mutex: the holder may release it in another thread, and others must not wait for
+// what takes minutes.
 Status SharedFeatures::Occupy(const char* by) {
   const char* holder = nullptr;
   if (occupied_by_.compare_exchange_strong(holder, by)) return Status::Ok();
@@ -113,6 +116,7 @@ std::unique_lock<WriterFirstMutex> ShardSet::LockForChange() {
   return std::unique_lock(mutex_);
 }
 
+// By a mutex of its own: a script asks for it while a batch has the store's.
 std::optional<TrainConfig> ShardSet::config() const {
   const std::lock_guard lock(config_mutex_);
   return config_;
@@ -137,6 +141,7 @@ Status ShardSet::Configure(const TrainConfig& config, bool replace, bool is_reco
     is_config_recovered_ = is_recovered;
     return Status::Ok();
   }
+  // Immutable, and shared by all shards.
   const auto policies = std::make_shared<const RowPolicies>(config, options_.row_dtype);
   const uint64_t num_filter_cells =
       policies->CountsSightings() ? kFilterCells / std::bit_ceil(shards_.size()) : 0;
@@ -161,12 +166,15 @@ Status ShardSet::Configure(const TrainConfig& config, bool replace, bool is_reco
   return Status::Ok();
 }
 
+// Locked exclusively, so that no shard adds to the former set any more.
 std::unique_ptr<ChangeSet> ShardSet::ReplaceChanges(std::unique_ptr<ChangeSet> changes) {
   features_.changes.swap(changes);
   for (Shard& shard : shards_) shard.features().changes = features_.changes.get();
   return changes;
 }
 
+// The tier first: where it fails, all rows stay. Changes before rows: a key that is added in
+// between is that of a row which was inserted after the clear, and must stay in the set.
 Status ShardSet::Clear() {
   if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(tier_->Clear());
   if (features_.changes != nullptr) features_.changes->NoteClear();

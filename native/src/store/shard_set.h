@@ -30,7 +30,7 @@
 #include "store/shard.h"
 #include "store/slab_memory.h"
 #include "store/snapshot_budget.h"
-#include "store/tier.h"
+#include "store/store_tier.h"
 #include "store/types.h"
 
 namespace persia::store {
@@ -169,8 +169,8 @@ class ShardSet {
   StoreStats Stats() const;
 
   // Null: there is no tier. StoreTier attaches one before the first call on the store.
-  Tier* tier() const { return tier_.get(); }
-  void AttachTier(std::unique_ptr<Tier> tier) { tier_ = std::move(tier); }
+  StoreTier* tier() const { return tier_; }
+  void AttachTier(StoreTier* tier) { tier_ = tier; }
   // What stopped the tier for good, which every call reports from then on.
   Status CheckTier() const { return tier_ == nullptr ? Status::Ok() : tier_->status(); }
 
@@ -190,7 +190,7 @@ class ShardSet {
   bool is_config_recovered_ = false;
   std::atomic<bool> is_configured_ = false;
   std::atomic<uint32_t> next_first_shard_ = 0;
-  std::unique_ptr<Tier> tier_;
+  StoreTier* tier_ = nullptr;
 };
 
 template <typename... Handles>

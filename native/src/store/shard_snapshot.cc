@@ -9,10 +9,12 @@
 
 namespace persia::store {
 
+// Without a tier a dim of 0 does not occur, and nothing is looked up.
 bool ShardSnapshot::IsColdRow(const SignIndex::Entry& entry, const RowSlabs& slabs) const {
   return pool_ != nullptr && IsCold(slabs, entry.slot);
 }
 
+// The stamp of a row that is read is never above that of the snapshot point: ages are not negative.
 RowHead ShardSnapshot::HeadOf(const SignIndex::Entry& entry, const RowSlabs& slabs) const {
   const RowShape& shape = slabs.shape(entry.slot);
   return {.sign = SignOfKey(entry.key),
@@ -53,6 +55,8 @@ std::pair<RowHead, const float*> ShardSnapshot::RowOf(const SignIndex::Entry& en
 // The caller may be any training thread. A row that was saved before is not saved again: its first
 // copy is that of the snapshot point.
 void ShardSnapshot::Save(const SignIndex::Entry& entry, const RowSlabs& slabs, bool keeps_stamp) {
+  // Of the training thread: copied before the mutex is taken, which other threads of this shard
+  // want.
   thread_local std::vector<float> copy;
   const auto [head, values] = RowOf(entry, slabs, &copy);
   const size_t bytes = head.record_bytes();
@@ -66,12 +70,16 @@ void ShardSnapshot::Save(const SignIndex::Entry& entry, const RowSlabs& slabs, b
   saved_.back().Add(head, values);
 }
 
+// Pieces, not rows: the lock is held for moments.
 void ShardSnapshot::TakeSaved(std::vector<RowRecords>* rows) {
   const std::lock_guard lock(mutex_);
   for (RowRecords& piece : saved_) rows->push_back(std::move(piece));
   saved_.clear();
 }
 
+// The rows cannot be copied one by one before they are removed: training would wait for all of
+// them. Cold rows are in the tier alone, which is cleared with the store, so that such a snapshot
+// is lost.
 void ShardSnapshot::TakeOver(SignIndex index, RowSlabs slabs) {
   // What comes after the first time has been made since the cut.
   if (is_read_ || std::exchange(has_taken_over_, true)) return;
@@ -96,11 +104,8 @@ void ShardSnapshot::RebaseStamp() {
 void ShardSnapshot::StepThroughIndex(const SignIndex& index, const RowSlabs& slabs,
                                      size_t max_rows) {
   size_t num_passed = 0, num_cold = 0;
-  is_read_ = index.ForEachFrom(next_key_, [&](const SignIndex::Entry& entry) {
-    if (num_passed == max_rows || num_cold == kColdRowsAtATime) {
-      next_key_ = entry.key;
-      return false;
-    }
+  is_read_ = index.ForEachFrom(&next_key_, [&](const SignIndex::Entry& entry) {
+    if (num_passed == max_rows || num_cold == kColdRowsAtATime) return false;
     ++num_passed;
     if (entry.stamp > stamp_) return true;
     step_.push_back(entry);
@@ -157,6 +162,7 @@ bool ShardSnapshot::Read(const SignIndex& live_index, const RowSlabs& live_slabs
     if (values != nullptr) rows->Add(head, values);
   }
   for (const uint64_t key : removed_) rows->AddRemoval(SignOfKey(key));
+  // Only what was taken over; the shard's own are not touched.
   if (is_read_) {
     index_.Clear();
     slabs_.Clear();

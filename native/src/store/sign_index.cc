@@ -8,6 +8,7 @@ namespace persia::store {
 namespace {
 
 constexpr uint64_t kEntriesPerPage = MappedMemory::kPageBytes / sizeof(SignIndex::Entry);
+// Entries behind the last homes. Enough for nearly all indexes: homes are hashes.
 constexpr uint64_t kTail = 64;
 // Where phases set in: there are pages enough to tell them apart.
 constexpr uint64_t kManyHomes = 16'384;
@@ -18,6 +19,7 @@ bool SignIndex::Insert(const Entry& entry) {
   if ((size_ + 1) * 5 > home_count_ * 4 && !Grow()) return false;
   uint64_t position = Home(entry.key);
   while (entries_[position].key < entry.key) ++position;
+  // Everything up to the next gap moves by one: a few entries, as the table is at most 4/5 full.
   uint64_t end = position;
   while (entries_[end].slot != kNoSlot) ++end;
   if (end + 1 == length_) {
@@ -30,6 +32,7 @@ bool SignIndex::Insert(const Entry& entry) {
   return true;
 }
 
+// A size of its own series: an index that is reserved grows as if it had grown step by step.
 void SignIndex::Reserve(uint64_t num_entries) {
   const uint64_t home_count = RoundUpToSeries(num_entries + num_entries / 4 + 1);
   if (home_count > home_count_) Rebuild(home_count, std::max(kTail, length_ - home_count_));
@@ -53,6 +56,7 @@ bool SignIndex::Grow() {
   return Rebuild(NextHomeCount(), tail);
 }
 
+// By a quarter. Where phases set in, it jumps to the first size of its own series.
 uint64_t SignIndex::NextHomeCount() const {
   const uint64_t next = home_count_ + home_count_ / 4 + 1;
   if (home_count_ >= kManyHomes || next < kManyHomes) return next;
@@ -70,6 +74,7 @@ uint64_t SignIndex::RoundUpToSeries(uint64_t home_count) const {
   return rounded;
 }
 
+// Old entries stay until the new table is whole: for that long both take memory.
 bool SignIndex::Rebuild(uint64_t home_count, uint64_t tail) {
   const uint64_t pages = (home_count + tail + kEntriesPerPage - 1) / kEntriesPerPage;
   MappedMemory memory = MappedMemory::Allocate(pages * MappedMemory::kPageBytes);

@@ -86,12 +86,17 @@ class SignIndex {
     }
   }
 
-  // The same from `key` on, until visit returns false; whether it never did.
+  // A walk in steps: the same from key *next on, until visit returns false. Then *next is that
+  // entry's key, where the next step begins, whatever was inserted or removed in between. Returns
+  // whether the step reached the end.
   template <typename Visit>
-  bool ForEachFrom(uint64_t key, Visit visit) const {
+  bool ForEachFrom(uint64_t* next, Visit visit) const {
     if (size_ == 0) return true;
-    for (Entry* entry = HomeOf(key); entry != entries_ + length_; ++entry) {
-      if (entry->slot != kNoSlot && entry->key >= key && !visit(*entry)) return false;
+    const uint64_t first = *next;
+    for (Entry* entry = HomeOf(first); entry != entries_ + length_; ++entry) {
+      if (entry->slot == kNoSlot || entry->key < first || visit(*entry)) continue;
+      *next = entry->key;
+      return false;
     }
     return true;
   }

@@ -11,6 +11,7 @@ namespace persia::store {
 namespace {
 
 constexpr size_t kLineBytes = 64;
+// Above this, an unfinished huge page is less than 6 bytes a row.
 constexpr uint64_t kManyRows = SlabMemory::kBlockBytes / 6;
 // Each that has lost its pages divides a mapping, and processes may have some 65,000 of these.
 constexpr size_t kMostReleased = 4096;
@@ -30,10 +31,12 @@ SlabPiece SlabMemory::Take(size_t row_bytes, size_t num_rows) {
   Blocks finished;
   piece = TakeShared(row_bytes, num_rows, &finished);
   // Takes long: others may have their pieces meanwhile.
-  MoveToHugePages(finished);
+  for (const auto& block : finished) MoveToHugePages(*block);
   return piece;
 }
 
+// Rounded to cache lines, so that the next slab begins on one. What is left behind the last row
+// goes with it: it is too little for another.
 SlabPiece SlabMemory::TakeShared(size_t row_bytes, size_t num_rows, Blocks* finished) {
   const std::lock_guard lock(mutex_);
   const bool fits = block_ != nullptr && kBlockBytes - block_used_ >= row_bytes;
@@ -49,6 +52,7 @@ SlabPiece SlabMemory::TakeShared(size_t row_bytes, size_t num_rows, Blocks* fini
   return piece;
 }
 
+// A linear search: pieces are given back by tiers alone, some tens at a time.
 SlabPiece SlabMemory::TakeGiven(size_t row_bytes, size_t num_rows) {
   const std::lock_guard lock(mutex_);
   const size_t wanted = row_bytes * num_rows;
@@ -66,6 +70,7 @@ SlabPiece SlabMemory::TakeGiven(size_t row_bytes, size_t num_rows) {
                        [&](const Given& a, const Given& b) { return rank(a) < rank(b); });
   if (best == given_.end() || !fits(best->piece)) return {};
   SlabPiece piece = std::move(best->piece);
+  // Its pages may have gone back to the system; the next writes bring new ones.
   UseHugePages(piece.data, piece.size);
   given_.erase(best);
   return piece;
@@ -96,6 +101,7 @@ void SlabMemory::ReleaseGiven(const std::shared_ptr<MappedMemory>& block) {
   }
 }
 
+// Memory first: where there is none, the old block stays the unfinished one.
 bool SlabMemory::OpenBlock(Blocks* finished) {
   const bool huge = num_rows_ >= kManyRows;
   MappedMemory memory = MappedMemory::Allocate(kBlockBytes);
@@ -120,10 +126,6 @@ void SlabMemory::FinishBlock(Blocks* finished) {
   }
 }
 
-void SlabMemory::MoveToHugePages(const Blocks& blocks) {
-  for (const auto& block : blocks) persia::MoveToHugePages(*block);
-}
-
 void SlabMemory::Clear() {
   Blocks finished;
   {
@@ -132,9 +134,10 @@ void SlabMemory::Clear() {
     num_rows_ = 0;
     given_.clear();
   }
-  MoveToHugePages(finished);
+  for (const auto& block : finished) MoveToHugePages(*block);
 }
 
+// Of a block on small pages, what is not used takes no memory.
 uint64_t SlabMemory::unused_bytes() const {
   const std::lock_guard lock(mutex_);
   uint64_t num_bytes = block_ != nullptr && block_is_huge_ ? kBlockBytes - block_used_ : 0;

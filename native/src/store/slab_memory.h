@@ -58,10 +58,9 @@ class SlabMemory {
   // The caller has the mutex, also of these. Pages of what was given back of a finished block, or
   // all of it.
   void ReleaseGiven(const std::shared_ptr<MappedMemory>& block);
-  // Blocks that are to move to huge pages are added to *finished.
+  // Blocks that are to move to huge pages, without the mutex, are added to *finished.
   bool OpenBlock(Blocks* finished);
   void FinishBlock(Blocks* finished);
-  static void MoveToHugePages(const Blocks& blocks);  // without the mutex
 
   mutable std::mutex mutex_;
   std::shared_ptr<MappedMemory> block_;  // the unfinished one; null: there is none

@@ -15,6 +15,7 @@ using Entry = SignIndex::Entry;
 // How many entries a shard's mutex is held for.
 constexpr size_t kEntriesAtATime = 512;
 
+// In double and in order, so that the same rows are removed on every machine.
 double SquaredNorm(const float* values, uint32_t dim) {
   double sum = 0;
   for (uint32_t i = 0; i < dim; ++i) sum += double{values[i]} * values[i];
@@ -49,13 +50,11 @@ StatusOr<bool> RemoveSome(Shard* shard, uint64_t* next, uint64_t* num_removed) {
   const RowPolicies* policies = table.policies();
   if (policies == nullptr) return false;
   const RowSlabs& slabs = table.slabs();
+  // Copies: removing rows invalidates entries of the index, not keys.
   std::vector<Entry> entries;
   size_t num_passed = 0, num_cold = 0;
-  const bool has_ended = table.index().ForEachFrom(*next, [&](const Entry& entry) {
-    if (num_passed++ == kEntriesAtATime || num_cold == kColdRowsAtATime) {
-      *next = entry.key;
-      return false;
-    }
+  const bool has_ended = table.index().ForEachFrom(next, [&](const Entry& entry) {
+    if (num_passed++ == kEntriesAtATime || num_cold == kColdRowsAtATime) return false;
     if (policies->OfKey(entry.key).min_norm() <= 0) return true;
     entries.push_back(entry);
     num_cold += IsCold(*shard, entry);

@@ -29,6 +29,7 @@ void SnapshotBudget::Begin(uint64_t limit_bytes, std::chrono::milliseconds patie
   has_failed_.store(false, std::memory_order_relaxed);
 }
 
+// Calls that wait go on: nothing is saved any more.
 void SnapshotBudget::End() {
   const std::lock_guard lock(mutex_);
   is_full_.store(false, std::memory_order_relaxed);
@@ -36,6 +37,8 @@ void SnapshotBudget::End() {
   has_room_.notify_all();
 }
 
+// Never refuses: the caller has a row to save and holds a shard. At the limit it is the next call
+// that waits, before it takes any lock.
 RowRecords SnapshotBudget::TakePiece(uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   RowRecords piece;
@@ -49,6 +52,7 @@ RowRecords SnapshotBudget::TakePiece(uint64_t bytes) {
   if (waiting_bytes_ > limit_bytes_ && !has_failed()) {
     is_full_.store(true, std::memory_order_relaxed);
   }
+  // Calls that had passed WaitForRoom() may still take pieces, but not without end.
   if (waiting_bytes_ / 2 > limit_bytes_) FailLocked();
   return piece;
 }
@@ -57,6 +61,7 @@ void SnapshotBudget::Release(std::vector<RowRecords>* pieces) {
   if (pieces->empty()) return;
   const std::lock_guard lock(mutex_);
   for (RowRecords& piece : *pieces) {
+    // A piece that grew while it was filled is larger now than when it was taken.
     waiting_bytes_ -= std::min(waiting_bytes_, piece.capacity_bytes());
     piece.Clear();
     pieces_.push_back(std::move(piece));
@@ -95,6 +100,7 @@ Status SnapshotBudget::FailedStatus() const {
       "threads, or allow more bytes or patience");
 }
 
+// One that has waited too long gives the snapshot up for all: they need not wait one after another.
 void SnapshotBudget::Wait() {
   std::unique_lock lock(mutex_);
   const auto has_room = [&] { return !is_full_.load(std::memory_order_relaxed); };

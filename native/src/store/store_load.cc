@@ -12,6 +12,7 @@ namespace {
 
 constexpr size_t kTouchedAtATime = 256;
 
+// The state was checked by the caller to be of this policy.
 void LoadState(const RowPolicy& policy, const LoadedRows& rows, uint32_t number,
                const RowView& row) {
   if (rows.state == nullptr) return policy.InitializeState(row);
@@ -26,6 +27,7 @@ StatusOr<uint32_t> CellFor(Shard* shard, uint64_t key, uint32_t dim, uint32_t ag
                            ChangeBatch* changed, LookupReport* counts) {
   ShardTable& table = shard->table();
   RowCache* cache = shard->cache();
+  // Older than the shard's own past: the oldest there is.
   const uint32_t stamp = table.now() - std::min(table.now(), age);
   Status status;
   SignIndex::Entry* entry = table.index().Find(key);
@@ -68,12 +70,12 @@ Status LoadRows(Shard* shard, std::span<const Run> runs, const LoadedRows& rows,
         for (size_t j = i; j < end; ++j) Touch(table.index().HomeOf(run.refs[j].key));
       }
       const RowRef& ref = run.refs[i];
-      auto cell = CellFor(shard, ref.key, run.dim, rows.ages[ref.row], &changed, counts);
-      PERSIA_RETURN_IF_ERROR(cell.status());
-      const RowView row = table.slabs().View(*cell);
+      PERSIA_ASSIGN_OR_RETURN(const uint32_t cell, CellFor(shard, ref.key, run.dim,
+                                                           rows.ages[ref.row], &changed, counts));
+      const RowView row = table.slabs().View(cell);
       shard->format().Write(row.values, rows.embeddings + size_t{ref.row} * run.dim, run.dim);
       LoadState(table.policies()->OfKey(ref.key), rows, ref.row, row);
-      features.BeginCount(*cell, table.slabs());
+      features.BeginCount(cell, table.slabs());
     }
   }
   if (table.index().size() > table.capacity() + table.capacity() / 4) {
@@ -83,6 +85,7 @@ Status LoadRows(Shard* shard, std::span<const Run> runs, const LoadedRows& rows,
 }
 
 // Rows of the runs' keys, of any dim.
+// Orders of eviction would lead to keys that are gone, or made anew with the same stamp.
 Status RemoveRows(Shard* shard, std::span<const Run> runs) {
   const std::lock_guard lock(shard->mutex());
   shard->ForgetVictims();
@@ -119,6 +122,7 @@ StoreLoad::~StoreLoad() {
   shards_.features().Release();
 }
 
+// Capacities are checked as Configure() would: Replace() must not fail when the rows are gone.
 Status StoreLoad::Check(const TrainConfig& config) const {
   PERSIA_RETURN_IF_ERROR(config.Validate());
   return shards_.CheckCapacities(RowPolicies(config));
@@ -156,6 +160,7 @@ Status StoreLoad::Add(const LoadedRows& rows) {
   return AddLocked(rows);
 }
 
+// A checkpoint's block is a request of one block.
 Status StoreLoad::AddLocked(const LoadedRows& rows) {
   const RowBlock block = {rows.dim, rows.signs};
   return shards_.ForEach({&block, 1}, [&](Shard& shard, std::span<const Run> runs) {
@@ -166,6 +171,7 @@ Status StoreLoad::AddLocked(const LoadedRows& rows) {
   });
 }
 
+// Exclusive, which also keeps the maintenance thread of a tier out: it sees all of it or nothing.
 Status StoreLoad::Apply(const Changes& changes) {
   if (!shards_.IsConfigured()) {
     return FailedPrecondition("changes were applied before Configure; load a checkpoint first");

@@ -28,6 +28,7 @@ StatusOr<std::unique_ptr<StoreSnapshot>> StoreSnapshot::TakeChanges(EmbeddingSto
   if (max_rows == 0) {
     return FailedPrecondition("changes of this store are not tracked; call TrackChanges first");
   }
+  // Allocated before the lock is taken, and as large as the one that it replaces.
   auto next = std::make_unique<ChangeSet>(max_rows);
   {
     const std::unique_lock lock(shards.mutex());
@@ -54,6 +55,7 @@ void StoreSnapshot::Cut(const Options& options) {
   step_ = store_.features().num_updates;
   config_ = store_.config();
   const pool::RowPool* pool = store_.tier() == nullptr ? nullptr : &store_.tier()->pool();
+  // A pointer for each shard is all that a snapshot point costs: no row is touched.
   for (Shard& shard : store_.all()) {
     shards_.push_back(
         std::make_unique<ShardSnapshot>(shard.table().now(), &budget(), changes_.get(), pool));
@@ -81,6 +83,7 @@ StatusOr<bool> StoreSnapshot::Read(uint32_t shard_number, size_t max_rows, Batch
   return has_more;
 }
 
+// Exclusive: no thread is saving a row, so the shards' snapshots may be destroyed after this.
 void StoreSnapshot::End() {
   const std::unique_lock lock(store_.mutex());
   if (has_ended_) return;

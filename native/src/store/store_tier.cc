@@ -53,26 +53,73 @@ Status AddRecovered(const pool::RecoveredRow& row, Shard* shard) {
 
 }  // namespace
 
+// One entry for each call: they are taken in the order of batches.
+void ReadAhead::Add(std::span<const uint64_t> signs) {
+  {
+    const std::lock_guard lock(mutex_);
+    const size_t count = std::min(signs.size(), max_signs_ - num_waiting_);
+    num_dropped_ += signs.size() - count;
+    if (count == 0) return;
+    waiting_.emplace_back(signs.begin(), signs.begin() + static_cast<std::ptrdiff_t>(count));
+    num_waiting_ += count;
+  }
+  wake_.notify_one();
+}
+
+// Hints that wait when the store is closed are dropped.
+bool ReadAhead::Take(std::vector<uint64_t>* signs) {
+  std::unique_lock lock(mutex_);
+  wake_.wait(lock, [this] { return is_stopping_ || !waiting_.empty(); });
+  if (is_stopping_) return false;
+  *signs = std::move(waiting_.front());
+  waiting_.pop_front();
+  num_waiting_ -= signs->size();
+  return true;
+}
+
+void ReadAhead::Stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_stopping_ = true;
+  }
+  wake_.notify_one();
+}
+
+uint64_t ReadAhead::num_dropped() const {
+  const std::lock_guard lock(mutex_);
+  return num_dropped_;
+}
+
+uint64_t ReadAhead::memory_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return num_waiting_ * sizeof(uint64_t);
+}
+
+// Threads end after the step that they are at. Rows that only memory has are lost, as in a crash:
+// what a job may go back to is what it has committed.
 StoreTier::~StoreTier() {
-  Tier* tier = shards_.tier();
-  if (tier == nullptr) return;
-  tier->Stop();
+  if (pool_ == nullptr) return;
+  {
+    const std::lock_guard lock(mutex_);
+    is_stopping_ = true;
+  }
+  wake_.notify_one();
+  read_ahead_->Stop();
   if (maintenance_thread_.joinable()) maintenance_thread_.join();
   if (prefetch_thread_.joinable()) prefetch_thread_.join();
 }
 
 Status StoreTier::Open(const TierOptions& options) {
+  // The config before the rows: recovered rows are counted and checked by its policies.
   auto found = pool::InspectPool(options.directory);
-  std::optional<TrainConfig> saved_config;
   if (found.ok()) {
-    auto recovered = RecoverConfig(options.directory, *found);
-    PERSIA_RETURN_IF_ERROR(recovered.status());
-    saved_config = std::move(*recovered);
+    PERSIA_ASSIGN_OR_RETURN(saved_config_, RecoverConfig(options.directory, *found));
   }
-  auto pool = OpenPool(options, found.status().code() == StatusCode::kNotFound);
-  PERSIA_RETURN_IF_ERROR(pool.status());
-  shards_.AttachTier(std::make_unique<Tier>(std::move(*pool), LeastCacheRows(options),
-                                            options.directory, std::move(saved_config)));
+  PERSIA_ASSIGN_OR_RETURN(pool_, OpenPool(options, found.status().code() == StatusCode::kNotFound));
+  read_ahead_.emplace(LeastCacheRows(options) / 2);
+  directory_ = options.directory;
+  batch_ = pool_->committed() + 1;
+  shards_.AttachTier(this);
   const uint64_t num_shards = shards_.count();
   for (uint64_t i = 0; i < num_shards; ++i) {
     const auto share = [&](uint64_t all) { return all / num_shards + (i < all % num_shards); };
@@ -80,34 +127,33 @@ Status StoreTier::Open(const TierOptions& options) {
                                   ? CacheBudget::OfBytes(share(options.cache_bytes))
                                   : CacheBudget::OfRows(share(options.cache_rows));
     Shard& shard = shards_.all()[i];
-    shard.SetTier(shards_.tier(), cache, share(LeastCacheRows(options)) / 4);
+    shard.SetTier(this, cache, share(LeastCacheRows(options)) / 4);
     LookupReport counts;
     const std::lock_guard lock(shard.mutex());
     PERSIA_RETURN_IF_ERROR(shard.Trim(&counts));
   }
+  // Last: both use the caches of all shards.
   maintenance_thread_ = std::thread([this] { Maintain(); });
   prefetch_thread_ = std::thread([this] { FetchAhead(); });
-  return shards_.CheckTier();
+  return status();
 }
 
 // The config of another pool is that of one that was removed. Where this pool has no rows yet, it
 // cannot be wrong for any, and is ignored.
 StatusOr<std::optional<TrainConfig>> StoreTier::RecoverConfig(const std::string& directory,
                                                               const pool::PoolInfo& pool) {
-  auto rules = LoadRules(directory);
-  PERSIA_RETURN_IF_ERROR(rules.status());
-  if (!rules->has_value()) return std::optional<TrainConfig>();
-  if ((*rules)->pool_id != pool.pool_id) {
+  PERSIA_ASSIGN_OR_RETURN(auto rules, LoadRules(directory));
+  if (!rules.has_value()) return std::optional<TrainConfig>();
+  if (rules->pool_id != pool.pool_id) {
     if (pool.num_rows == 0) return std::optional<TrainConfig>();
     return Corruption("the file rules in " + directory + " is of the pool with pool_id " +
-                      std::to_string((*rules)->pool_id) + ", and the pool beside it has pool_id " +
+                      std::to_string(rules->pool_id) + ", and the pool beside it has pool_id " +
                       std::to_string(pool.pool_id) +
                       "; put its own there, or remove both and load a checkpoint");
   }
   const std::unique_lock lock(shards_.mutex());
-  PERSIA_RETURN_IF_ERROR(
-      shards_.Configure((*rules)->config, /*replace=*/true, /*is_recovered=*/true));
-  return std::optional(std::move((*rules)->config));
+  PERSIA_RETURN_IF_ERROR(shards_.Configure(rules->config, /*replace=*/true, /*is_recovered=*/true));
+  return std::optional(std::move(rules->config));
 }
 
 StatusOr<std::unique_ptr<pool::RowPool>> StoreTier::OpenPool(const TierOptions& options,
@@ -137,18 +183,28 @@ StatusOr<std::unique_ptr<pool::RowPool>> StoreTier::OpenPool(const TierOptions& 
 }
 
 void StoreTier::Maintain() {
-  Tier& tier = *shards_.tier();
-  while (tier.WaitForWork()) {
+  while (WaitForWork()) {
     // Where there is no room to demote rows, checkpoints are tried all the same: one may need no
     // room, and committing it leaves some.
     bool has_more = false;
     const Status cache = ShrinkCaches(&has_more);
     uint64_t batch = 0;
     const Status checkpoints = AdvanceCheckpoints(&batch);
-    tier.Fail(cache);
-    tier.Fail(checkpoints);
-    tier.NoteRound(cache, checkpoints, batch, has_more);
+    Fail(cache);
+    Fail(checkpoints);
+    NoteRound(cache, checkpoints, batch, has_more);
   }
+}
+
+// The store's lock is let go between steps: exclusive callers wait for one step.
+template <typename Step>
+Status StoreTier::InSteps(Step step) {
+  while (!is_stopping_) {
+    const std::shared_lock lock(shards_.mutex());
+    PERSIA_ASSIGN_OR_RETURN(const bool has_more, step());
+    if (!has_more) break;
+  }
+  return Status::Ok();
 }
 
 // Where one shard finds no room, others may need none. Returns the first error. *has_more: there is
@@ -156,13 +212,9 @@ void StoreTier::Maintain() {
 Status StoreTier::ShrinkCaches(bool* has_more_memory) {
   Status first_error;
   for (const Shard& shard : shards_.all()) {
-    StatusOr<bool> has_more = true;
-    while (has_more.ok() && *has_more && !shards_.tier()->is_stopping()) {
-      const std::shared_lock lock(shards_.mutex());
-      has_more = shard.cache()->Shrink();
-    }
+    const Status status = InSteps([&] { return shard.cache()->Shrink(); });
     *has_more_memory |= GiveBackMemory(shard);
-    if (first_error.ok()) first_error = has_more.status();
+    if (first_error.ok()) first_error = status;
   }
   return first_error;
 }
@@ -170,41 +222,38 @@ Status StoreTier::ShrinkCaches(bool* has_more_memory) {
 bool StoreTier::GiveBackMemory(const Shard& shard) {
   uint64_t next = 0;
   auto progress = RowCache::GiveBack::kMore;
-  while (progress == RowCache::GiveBack::kMore && !shards_.tier()->is_stopping()) {
-    const std::shared_lock lock(shards_.mutex());
+  static_cast<void>(InSteps([&]() -> StatusOr<bool> {
     progress = shard.cache()->GiveBackMemory(&next);
-  }
+    return progress == RowCache::GiveBack::kMore;
+  }));
   return progress == RowCache::GiveBack::kLater;
 }
 
 // Once a checkpoint has begun, no row changes up to it any more: one pass over the rows is enough.
 // *last: the checkpoint that the result is about.
 Status StoreTier::AdvanceCheckpoints(uint64_t* last) {
-  Tier& tier = *shards_.tier();
-  while (const auto batch = tier.pool().oldest_pending()) {
+  while (const auto batch = pool_->oldest_pending()) {
     *last = *batch;
-    if (tier.IsPrepared(*batch)) return Status::Ok();  // whoever holds it decides
+    if (IsPrepared(*batch)) return Status::Ok();  // whoever holds it decides
     for (const Shard& shard : shards_.all()) {
       uint64_t next = 0;
-      StatusOr<bool> has_more = true;
-      while (*has_more) {
-        if (tier.is_stopping()) return Status::Ok();
-        const std::shared_lock lock(shards_.mutex());
-        has_more = shard.cache()->WriteBackUpTo(*batch, &next);
-        PERSIA_RETURN_IF_ERROR(has_more.status());
-        tier.Fail(shard.cache()->Shrink().status());
-      }
+      PERSIA_RETURN_IF_ERROR(InSteps([&]() -> StatusOr<bool> {
+        PERSIA_ASSIGN_OR_RETURN(const bool has_more, shard.cache()->WriteBackUpTo(*batch, &next));
+        Fail(shard.cache()->Shrink().status());
+        return has_more;
+      }));
     }
-    PERSIA_RETURN_IF_ERROR(tier.EndCheckpoint(*batch));
+    if (is_stopping_) return Status::Ok();
+    PERSIA_RETURN_IF_ERROR(EndCheckpoint(*batch));
   }
   return Status::Ok();
 }
 
+// Grouped by shard, so that a shard is locked once for many signs and the device gets many reads.
 void StoreTier::FetchAhead() {
-  Tier& tier = *shards_.tier();
   std::vector<uint64_t> signs;
   std::vector<std::vector<uint64_t>> keys(shards_.count());
-  while (tier.read_ahead().Take(&signs)) {
+  while (read_ahead_->Take(&signs)) {
     for (const uint64_t sign : signs) {
       const uint64_t key = SignKey(sign);
       keys[ShardOfKey(key, shards_.count())].push_back(key);
@@ -213,7 +262,7 @@ void StoreTier::FetchAhead() {
       FetchAhead(shards_.all()[i], keys[i]);
       keys[i].clear();
     }
-    tier.WakeIfOverBudget();
+    WakeIfOverBudget();
   }
 }
 
@@ -222,79 +271,36 @@ void StoreTier::FetchAhead(const Shard& shard, std::span<const uint64_t> keys) {
     const std::shared_lock lock(shards_.mutex());
     const auto step = keys.subspan(begin, std::min(kAheadAtATime, keys.size() - begin));
     // What fails here, the lookup that needs the row reports.
-    if (shards_.tier()->is_stopping() || !shard.cache()->Prefetch(step).ok()) return;
+    if (is_stopping_ || !shard.cache()->Prefetch(step).ok()) return;
   }
 }
 
-StatusOr<Tier*> StoreTier::Require() const {
-  if (shards_.tier() != nullptr) return shards_.tier();
+Status StoreTier::CheckOpen() const {
+  if (pool_ != nullptr) return Status::Ok();
   return FailedPrecondition("the rows of this store are in memory alone: it has no tier");
 }
 
-Status StoreTier::WaitCheckpoint(uint64_t number, std::chrono::milliseconds timeout) const {
-  auto tier = Require();
-  PERSIA_RETURN_IF_ERROR(tier.status());
-  return (*tier)->WaitCheckpoint(number, timeout);
-}
-
 void StoreTier::Prefetch(std::span<const uint64_t> signs) {
-  if (shards_.tier() != nullptr) shards_.tier()->read_ahead().Add(signs);
+  if (pool_ != nullptr) read_ahead_->Add(signs);
 }
 
-bool StoreTier::WantsPrefetch() const {
-  return shards_.tier() != nullptr && !shards_.tier()->pool().is_mapped();
-}
+bool StoreTier::WantsPrefetch() const { return pool_ != nullptr && !pool_->is_mapped(); }
 
-StatusOr<uint64_t> StoreTier::RequestCheckpoint(bool held) {
-  auto tier = Require();
-  PERSIA_RETURN_IF_ERROR(tier.status());
-  if (!shards_.IsConfigured()) {
-    return FailedPrecondition(
-        "no optimizer yet, and so no rows: a TrainCtx that is entered configures it; dump after "
-        "that");
-  }
-  const std::unique_lock lock(shards_.mutex());
-  auto batch = (*tier)->BeginCheckpoint(held);
-  if (batch.ok()) (*tier)->Wake();
-  return batch;
-}
-
-StatusOr<std::optional<pool::PreparedCheckpoint>> StoreTier::PreparedCheckpoint(
-    uint64_t number) const {
-  auto tier = Require();
-  PERSIA_RETURN_IF_ERROR(tier.status());
-  return (*tier)->PreparedHeld(number);
-}
-
-Status StoreTier::CommitCheckpoint(uint64_t number) {
-  auto tier = Require();
-  PERSIA_RETURN_IF_ERROR(tier.status());
-  // Without the store's lock: the device may take its time, and training must not wait for it.
-  PERSIA_RETURN_IF_ERROR((*tier)->CommitHeld(number));
-  (*tier)->Wake();  // for checkpoints behind it
-  return Status::Ok();
-}
-
-Status StoreTier::DropCheckpoint(uint64_t number) {
-  auto tier = Require();
-  PERSIA_RETURN_IF_ERROR(tier.status());
-  const std::shared_lock lock(shards_.mutex());
-  PERSIA_RETURN_IF_ERROR((*tier)->DropHeld(number));
-  (*tier)->Wake();
-  return Status::Ok();
+uint64_t StoreTier::memory_bytes() const {
+  return pool_->stats().memory_bytes + read_ahead_->memory_bytes();
 }
 
 std::optional<TierStats> StoreTier::stats() const {
-  const Tier* tier = shards_.tier();
-  if (tier == nullptr) return std::nullopt;
-  const std::shared_lock lock(shards_.mutex());
+  if (pool_ == nullptr) return std::nullopt;
+  const std::shared_lock store_lock(shards_.mutex());
   TierStats stats;
   for (const Shard& shard : shards_.all()) shard.cache()->AddStatsTo(&stats);
   stats.memory_bytes = shards_.Stats().memory_bytes;
-  stats.num_unheeded = tier->read_ahead().num_dropped();
-  stats.last_error = tier->last_error();
-  stats.batch = tier->batch();
-  stats.pool = tier->pool().stats();
+  stats.num_unheeded = read_ahead_->num_dropped();
+  stats.batch = batch();
+  stats.pool = pool_->stats();
+  const std::lock_guard lock(mutex_);
+  stats.last_error = checkpoint_error_.ok() ? cache_error_ : checkpoint_error_;
   return stats;
 }
 

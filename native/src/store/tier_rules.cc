@@ -1,16 +1,18 @@
 #include "store/tier_rules.h"
 
 #include <fcntl.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <iterator>
 #include <span>
 #include <vector>
+
+#include "pool/pool_file.h"
 
 // All of the library is in its header.
 #define XXH_INLINE_ALL
@@ -31,21 +33,10 @@ uint64_t CheckOf(const Head& head, std::span<const std::byte> encoded) {
 
 std::string PathOf(const std::string& directory) { return directory + "/rules"; }
 
-Status Refused(const std::string& what, const std::string& path) {
-  return IOError("cannot " + what + " " + path + ": " + std::strerror(errno));
-}
-
-Status SyncPath(const std::string& path, int flags) {
-  const int fd = ::open(path.c_str(), flags | O_CLOEXEC);
-  if (fd < 0) return Refused("open", path);
-  const bool is_synced = ::fsync(fd) == 0;
-  const Status status = is_synced ? Status::Ok() : Refused("sync", path);
-  ::close(fd);
-  return status;
-}
-
 }  // namespace
 
+// Written beside the old file, then renamed over it: a crash leaves one of the two whole. The new
+// file is synced before the renaming, the directory after it.
 Status SaveRules(const std::string& directory, const SavedRules& rules) {
   const std::string path = PathOf(directory), fresh = path + ".new";
   const std::vector<std::byte> encoded = rules.config.Encode();
@@ -57,11 +48,11 @@ Status SaveRules(const std::string& directory, const SavedRules& rules) {
     file.write(reinterpret_cast<const char*>(encoded.data()),
                static_cast<std::streamsize>(encoded.size()));
     file.flush();
-    if (!file) return Refused("write", fresh);
+    if (!file) return pool::SystemError("cannot write", fresh);
   }
-  PERSIA_RETURN_IF_ERROR(SyncPath(fresh, O_RDONLY));
-  if (::rename(fresh.c_str(), path.c_str()) != 0) return Refused("rename", fresh);
-  return SyncPath(directory, O_RDONLY | O_DIRECTORY);
+  PERSIA_RETURN_IF_ERROR(pool::SyncPath(fresh, O_RDONLY));
+  if (::rename(fresh.c_str(), path.c_str()) != 0) return pool::SystemError("cannot rename", fresh);
+  return pool::SyncPath(directory, O_RDONLY | O_DIRECTORY);
 }
 
 StatusOr<std::optional<SavedRules>> LoadRules(const std::string& directory) {
@@ -69,8 +60,9 @@ StatusOr<std::optional<SavedRules>> LoadRules(const std::string& directory) {
   std::ifstream file(path, std::ios::binary);
   if (!file) {
     if (errno == ENOENT) return std::optional<SavedRules>();
-    return Refused("read", path);
+    return pool::SystemError("cannot read", path);
   }
+  // Some kilobytes at most.
   const std::string bytes(std::istreambuf_iterator<char>(file), {});
   Head head{};
   if (bytes.size() >= sizeof(head)) std::memcpy(&head, bytes.data(), sizeof(head));
@@ -81,9 +73,8 @@ StatusOr<std::optional<SavedRules>> LoadRules(const std::string& directory) {
                       " is damaged, and the pool beside it cannot be used without; remove "
                       "both and load a checkpoint");
   }
-  auto config = TrainConfig::Decode(encoded);
-  PERSIA_RETURN_IF_ERROR(config.status());
-  return std::optional(SavedRules{head.pool_id, std::move(*config)});
+  PERSIA_ASSIGN_OR_RETURN(TrainConfig config, TrainConfig::Decode(encoded));
+  return std::optional(SavedRules{head.pool_id, std::move(config)});
 }
 
 }  // namespace persia::store

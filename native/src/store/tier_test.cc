@@ -1,7 +1,5 @@
 // Stores with a tier beside the same stores in memory, and what becomes of them when they are
 // opened again.
-#include "store/tier.h"
-
 #include <gtest/gtest.h>
 
 #include <array>
@@ -14,6 +12,7 @@
 #include "store/cold_rows.h"
 #include "store/in_place_rows.h"
 #include "store/store_load.h"
+#include "store/store_tier.h"
 #include "store/tier_script_test_util.h"
 #include "store/tier_test_util.h"
 
@@ -213,19 +212,20 @@ TEST_F(TierTest, ClearingEndsAHeldCheckpoint) {
 
 // What the store's thread meets when others commit or clear what it has just seen pending.
 TEST_F(TierTest, ACheckpointThatEndsMeanwhileIsNoFailure) {
-  auto pool = pool::RowPool::Create(directory_.path(), directory_.Tier(1).pool);
-  ASSERT_TRUE(pool.ok()) << pool.status().ToString();
-  Tier tier(std::move(*pool), /*cache_rows=*/16, directory_.path(), std::nullopt);
-  auto committed = tier.BeginCheckpoint(/*held=*/true);
+  Create();
+  StoreTier& tier = store_->tier();
+  auto committed = tier.RequestCheckpoint(/*held=*/true);
   ASSERT_TRUE(committed.ok());
-  ASSERT_TRUE(tier.EndCheckpoint(*committed).ok());
-  ASSERT_TRUE(tier.CommitHeld(*committed).ok());
+  PreparedOf(*store_, *committed);
+  ASSERT_TRUE(tier.CommitCheckpoint(*committed).ok());
   EXPECT_TRUE(tier.EndCheckpoint(*committed).ok());
 
-  auto cleared = tier.BeginCheckpoint(/*held=*/true);
+  auto cleared = tier.RequestCheckpoint(/*held=*/true);
   ASSERT_TRUE(cleared.ok());
-  ASSERT_TRUE(tier.pool().Clear().ok());  // the first half of Tier::Clear()
+  PreparedOf(*store_, *cleared);
+  ASSERT_TRUE(tier.pool().Clear().ok());  // the first half of StoreTier::Clear()
   EXPECT_TRUE(tier.EndCheckpoint(*cleared).ok());
+  EXPECT_TRUE(tier.status().ok());
 }
 
 // Calls that wait while a checkpoint is taken are not of it, and removals are changes, too.

@@ -3,6 +3,10 @@
 // Structs without behaviour beyond sums and offsets, so that a file includes what it exchanges with
 // others and not the class that happens to produce it. Spans and pointers are borrowed: the caller
 // keeps the memory until the call returns.
+//
+// A *sign* is the 64-bit number of a row as callers know it, a *key* the same number scrambled
+// (SignKey in sign_index.h), by which shards and indexes store it. Rows are float32 here, whatever
+// their format in memory.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +19,13 @@
 
 namespace persia::store {
 
-// The widest row that a store takes. Formats and messages refuse wider ones too.
+// The widest row that a store takes, in elements. Formats and messages refuse wider ones too, so
+// that a damaged dim never asks for more memory than a row may need.
 inline constexpr uint32_t kMaxDim = 65536;
 
 // `signs` of one dim. A request is a list of blocks; its rows are laid out block after block,
-// row-major. No sign occurs twice in one request.
+// row-major. No sign occurs twice in one request: an update would apply the optimizer twice to its
+// row, the second time to other weights than the gradient was computed with.
 struct RowBlock {
   uint32_t dim = 0;
   std::span<const uint64_t> signs;
@@ -30,6 +36,7 @@ enum class LookupMode : uint8_t {
   kInference = 1,  // missing signs read as zeros; changes nothing
 };
 
+// What a lookup found and did, or what all of them did since the store was made.
 struct LookupReport {
   uint64_t num_missing = 0;  // signs without a row before the call
   uint64_t num_inserted = 0;
@@ -49,6 +56,8 @@ struct LookupReport {
   }
 };
 
+// What an update did, or what all of them did. Of an update that succeeded, the three add up to the
+// rows of the request.
 struct UpdateReport {
   uint64_t num_updated = 0;
   uint64_t num_missing = 0;    // evicted or never admitted: their gradients were skipped
@@ -62,6 +71,8 @@ struct UpdateReport {
   }
 };
 
+// The state of a store. Shards are asked one after another, so that with calls in progress the
+// numbers are not all of one moment.
 struct StoreStats {
   uint64_t num_rows = 0;
   uint64_t memory_bytes = 0;  // index, slabs and order: everything the store holds
@@ -69,7 +80,8 @@ struct StoreStats {
   UpdateReport updates;       // totals since start
 };
 
-// Rows that were changed, inserted or removed since changes were last taken.
+// How many rows were changed, inserted or removed since changes were last taken. After an overflow
+// only a full snapshot helps whoever follows the store.
 struct ChangeStatus {
   uint64_t max_rows = 0;  // 0: changes are not tracked
   uint64_t num_rows = 0;
@@ -78,12 +90,17 @@ struct ChangeStatus {
 };
 
 // Where a store with a tier keeps its rows, and how many of them are resident.
+//
+// The cache bounds memory, not the number of rows: that is the store's capacity, which cold rows
+// count for like resident ones.
 struct TierOptions {
   std::string directory;   // of the tier's files; must exist
   pool::PoolOptions pool;  // the store sets the schema
-  // The cache of resident rows: exactly one of the two is given. The internal shards divide it.
+  // The cache of resident rows: exactly one of the two is given. The internal shards divide it. A
+  // number of bytes covers the resident rows with their state, and up to 40 bytes of index for each
+  // row of the tier.
   uint64_t cache_rows = 0;
-  uint64_t cache_bytes = 0;  // resident rows, and up to 40 bytes of index for each row of the tier
+  uint64_t cache_bytes = 0;
 };
 
 // What a store with a tier counts; totals since it was opened where nothing else is said.
@@ -106,25 +123,29 @@ struct TierStats {
   pool::PoolStats pool;
 };
 
-// The rows of a request as an internal shard gets them; BatchPlan groups them (shard_set.h).
+// A row of a request as an internal shard gets it; BatchPlan groups them (shard_set.h). The key is
+// computed once for a request: shard, index and policy all start from it.
 struct RowRef {
   uint64_t key;  // SignKey of the sign
   uint32_t row;  // its number in the request
 };
 
-// Rows of one shard and one block.
+// Rows of one shard and one block. A shard is given all of a request's runs at once, so that it is
+// locked once.
 struct Run {
   uint32_t dim;
   uint64_t first_row;    // of the block
   uint64_t first_float;  // of the block, in the request's floats
   std::span<const RowRef> refs;
 
+  // Where the row's floats begin among those of the request.
   uint64_t FloatOffset(const RowRef& ref) const {
     return first_float + (ref.row - first_row) * dim;
   }
 };
 
-// A row of a request that was not found. Both pointers lead into the request's plan.
+// A row of a request that was not found. Both pointers lead into the request's plan, and are valid
+// until the thread's next request.
 struct MissingRef {
   const Run* run;
   const RowRef* ref;
@@ -134,14 +155,17 @@ struct MissingRef {
 struct LoadedRows {
   uint32_t dim = 0;
   std::span<const uint64_t> signs;
-  std::span<const uint32_t> ages;     // batches between the row's last use and the snapshot point
+  // Batches between the row's last use and the snapshot point, in its internal shard then: the
+  // order of eviction, in a form that does not depend on when the store began to count.
+  std::span<const uint32_t> ages;
   const float* embeddings = nullptr;  // [signs.size(), dim]
   // [signs.size(), state floats of the store's optimizer], or null: a new row's state.
   const float* state = nullptr;
   const uint32_t* scalars = nullptr;  // [signs.size()], where state is given and there are any
 };
 
-// What a follower applies in one step. No sign occurs twice.
+// What a follower applies in one step: the rows of a packet and the signs of rows that are gone. No
+// sign occurs twice, so that their order does not matter.
 struct Changes {
   bool from_nothing = false;  // all rows are removed first
   std::vector<std::span<const uint64_t>> removals;

@@ -6,6 +6,7 @@
 namespace persia::store {
 namespace {
 
+// Enough to hit a quarter of the rows closely; their counts stay in the first-level cache.
 constexpr uint32_t kBuckets = 4096;
 constexpr uint64_t kShare = 4;  // one row in four is collected
 
@@ -46,6 +47,7 @@ SignIndex::Entry* VictimQueue::Pop(const SignIndex& index) {
 }
 
 SignIndex::Entry* VictimQueue::PopCollected(const SignIndex& index) {
+  // A victim is looked up, and usually removed, by its key: a miss each, overlapped.
   constexpr size_t kAhead = 16;
   while (!victims_.empty()) {
     const Victim victim = victims_.back();
@@ -67,6 +69,7 @@ void VictimQueue::Collect(const SignIndex& index) {
   });
 }
 
+// A part of an index: the resident rows of a tier's shard.
 void VictimQueue::CollectFrom(std::span<const SignIndex::Entry> candidates) {
   CollectOf([&](const auto& visit) { std::for_each(candidates.begin(), candidates.end(), visit); });
 }
@@ -88,6 +91,7 @@ void VictimQueue::CollectOf(ForEach for_each) {
                    [](const Victim& a, const Victim& b) { return a.stamp > b.stamp; });
 }
 
+// What is older than the base becomes 0: the oldest there is.
 void RebaseStamps(const SignIndex& index) {
   index.ForEach([](SignIndex::Entry& entry) {
     entry.stamp = entry.stamp < kStampRebase ? 0 : entry.stamp - kStampRebase;

@@ -1,10 +1,12 @@
-#include "store/tier.h"
-
+// The state of a tier's checkpoints and failures, which its threads and callers share.
 #include <algorithm>
+#include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <utility>
 
-#include "store/config_change.h"
+#include "store/shard_set.h"
+#include "store/store_tier.h"
 #include "store/tier_rules.h"
 
 namespace persia::store {
@@ -15,47 +17,9 @@ constexpr std::chrono::milliseconds kRetry{50};
 
 }  // namespace
 
-void ReadAhead::Add(std::span<const uint64_t> signs) {
-  {
-    const std::lock_guard lock(mutex_);
-    const size_t count = std::min(signs.size(), max_signs_ - num_waiting_);
-    num_dropped_ += signs.size() - count;
-    if (count == 0) return;
-    waiting_.emplace_back(signs.begin(), signs.begin() + static_cast<std::ptrdiff_t>(count));
-    num_waiting_ += count;
-  }
-  wake_.notify_one();
-}
-
-bool ReadAhead::Take(std::vector<uint64_t>* signs) {
-  std::unique_lock lock(mutex_);
-  wake_.wait(lock, [this] { return is_stopping_ || !waiting_.empty(); });
-  if (is_stopping_) return false;
-  *signs = std::move(waiting_.front());
-  waiting_.pop_front();
-  num_waiting_ -= signs->size();
-  return true;
-}
-
-void ReadAhead::Stop() {
-  {
-    const std::lock_guard lock(mutex_);
-    is_stopping_ = true;
-  }
-  wake_.notify_one();
-}
-
-uint64_t ReadAhead::num_dropped() const {
-  const std::lock_guard lock(mutex_);
-  return num_dropped_;
-}
-
-uint64_t ReadAhead::memory_bytes() const {
-  const std::lock_guard lock(mutex_);
-  return num_waiting_ * sizeof(uint64_t);
-}
-
-Status Tier::SaveConfigIfNew(const TrainConfig& config) {
+// A restart must find the shape and the optimizer of each row that it recovers; a learning rate
+// comes with the script.
+Status StoreTier::SaveConfigIfNew(const TrainConfig& config) {
   const bool is_saved =
       saved_config_.has_value() &&
       saved_config_->feature_index_prefix_bit == config.feature_index_prefix_bit &&
@@ -67,11 +31,18 @@ Status Tier::SaveConfigIfNew(const TrainConfig& config) {
   return Status::Ok();
 }
 
-// The caller is alone in the store, so the batch has ended in all shards: what changes from now on
-// is of the next one.
-StatusOr<uint64_t> Tier::BeginCheckpoint(bool held) {
+// The store is locked exclusively, so the batch has ended in all shards: what changes from now on
+// is of the next one, and no update is in the checkpoint in some shards and in others not.
+StatusOr<uint64_t> StoreTier::RequestCheckpoint(bool held) {
+  PERSIA_RETURN_IF_ERROR(CheckOpen());
+  if (!shards_.IsConfigured()) {
+    return FailedPrecondition(
+        "no optimizer yet, and so no rows: a TrainCtx that is entered configures it; dump after "
+        "that");
+  }
+  const std::unique_lock store_lock(shards_.mutex());
   PERSIA_RETURN_IF_ERROR(status());
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   if (held && held_) {
     return FailedPrecondition("checkpoint " + std::to_string(*held_) +
                               " is held; commit or drop it first");
@@ -82,18 +53,25 @@ StatusOr<uint64_t> Tier::BeginCheckpoint(bool held) {
     held_ = batch;
     checkpoint_error_ = Status::Ok();  // what came before need not concern it
   }
-  last_checkpoint_ = batch;
   CountBatch();
+  lock.unlock();
+  Wake();
   return batch;
 }
 
-// Writes to the device without the mutex: Prepare() may take long, and calls report through it.
-Status Tier::EndCheckpoint(uint64_t batch) {
+// Writes to the device without the mutex: that may take long, and calls report through it.
+Status StoreTier::EndCheckpoint(uint64_t batch) {
+  PERSIA_RETURN_IF_ERROR(this->status());
   std::unique_lock lock(mutex_);
   const bool is_held = held_ == batch;
   lock.unlock();
-  if (!is_held) return Commit(batch);
-  PERSIA_RETURN_IF_ERROR(status());
+  if (!is_held) {
+    const Status status = pool_->Commit(batch);
+    lock.lock();
+    progress_.notify_all();
+    // Where it is pending no more, Clear() or the one who held it came in between.
+    return pool_->oldest_pending() == batch ? status : Status::Ok();
+  }
   auto prepared = pool_->Prepare(batch);
   lock.lock();
   // Dropped, or cleared with all others, meanwhile.
@@ -102,18 +80,20 @@ Status Tier::EndCheckpoint(uint64_t batch) {
   return prepared.status();
 }
 
-bool Tier::IsPrepared(uint64_t batch) const {
+bool StoreTier::IsPrepared(uint64_t batch) const {
   const std::lock_guard lock(mutex_);
   return prepared_ && prepared_->batch == batch;
 }
 
-Status Tier::CheckHeld(uint64_t batch) const {
+Status StoreTier::CheckHeld(uint64_t batch) const {
   if (held_ == batch) return Status::Ok();
   return FailedPrecondition("checkpoint " + std::to_string(batch) +
                             " is not held: it has ended, or the rows were cleared or loaded since");
 }
 
-StatusOr<std::optional<pool::PreparedCheckpoint>> Tier::PreparedHeld(uint64_t batch) const {
+StatusOr<std::optional<pool::PreparedCheckpoint>> StoreTier::PreparedCheckpoint(
+    uint64_t batch) const {
+  PERSIA_RETURN_IF_ERROR(CheckOpen());
   PERSIA_RETURN_IF_ERROR(status());
   const std::lock_guard lock(mutex_);
   PERSIA_RETURN_IF_ERROR(CheckHeld(batch));
@@ -121,7 +101,9 @@ StatusOr<std::optional<pool::PreparedCheckpoint>> Tier::PreparedHeld(uint64_t ba
   return prepared_;
 }
 
-Status Tier::CommitHeld(uint64_t batch) {
+// Without the store's lock: the device may take its time, and training must not wait for it.
+Status StoreTier::CommitCheckpoint(uint64_t batch) {
+  PERSIA_RETURN_IF_ERROR(CheckOpen());
   PERSIA_RETURN_IF_ERROR(status());
   std::unique_lock lock(mutex_);
   PERSIA_RETURN_IF_ERROR(CheckHeld(batch));
@@ -135,53 +117,41 @@ Status Tier::CommitHeld(uint64_t batch) {
   PERSIA_RETURN_IF_ERROR(status);
   lock.lock();
   LetGo(batch);
-  NoteCommitted(batch);
+  progress_.notify_all();
+  lock.unlock();
+  Wake();  // for checkpoints behind it
   return Status::Ok();
 }
 
-// With others in the store: last_checkpoint_ falls to what is still wanted. The caller keeps
-// BeginCheckpoint() away.
-Status Tier::DropHeld(uint64_t batch) {
+// With others in the store: last_checkpoint() falls to what is still wanted. The store's lock keeps
+// RequestCheckpoint() away.
+Status StoreTier::DropCheckpoint(uint64_t batch) {
+  PERSIA_RETURN_IF_ERROR(CheckOpen());
+  const std::shared_lock store_lock(shards_.mutex());
   std::unique_lock lock(mutex_);
   PERSIA_RETURN_IF_ERROR(CheckHeld(batch));
   lock.unlock();  // a commit may be at the device
   PERSIA_RETURN_IF_ERROR(pool_->DropCheckpoint(batch));
   lock.lock();
   LetGo(batch);
-  last_checkpoint_ = pool_->last_checkpoint();
   checkpoint_error_ = Status::Ok();
   progress_.notify_all();
+  lock.unlock();
+  Wake();
   return Status::Ok();
 }
 
-void Tier::LetGo(uint64_t batch) {
+// Of a checkpoint that is not the held one, as after Clear(), nothing is to be done.
+void StoreTier::LetGo(uint64_t batch) {
   if (held_ != batch) return;
   held_.reset();
   prepared_.reset();
 }
 
-void Tier::NoteCommitted(uint64_t batch) {
-  if (pool_->committed() < batch) return;  // cleared since
-  last_committed_ = std::max(last_committed_.load(), batch);
-  progress_.notify_all();
-}
-
-Status Tier::Commit(uint64_t batch) {
-  PERSIA_RETURN_IF_ERROR(this->status());
-  const Status status = pool_->Commit(batch);
-  if (status.ok()) {
-    const std::lock_guard lock(mutex_);
-    NoteCommitted(batch);
-  }
-  // Where it is pending no more, Clear() or the one who held it came in between.
-  return pool_->oldest_pending() == batch ? status : Status::Ok();
-}
-
-Status Tier::Clear() {
+// The version goes on rising: a number is never used for two batches.
+Status StoreTier::Clear() {
   PERSIA_RETURN_IF_ERROR(status());
   PERSIA_RETURN_IF_ERROR(pool_->Clear());
-  last_checkpoint_ = 0;
-  last_committed_ = 0;
   const std::lock_guard lock(mutex_);
   held_.reset();
   prepared_.reset();
@@ -191,14 +161,15 @@ Status Tier::Clear() {
 }
 
 // Order matters: a committed checkpoint stays committed although the tier failed later.
-Status Tier::WaitCheckpoint(uint64_t batch, std::chrono::milliseconds timeout) const {
+Status StoreTier::WaitCheckpoint(uint64_t batch, std::chrono::milliseconds timeout) const {
+  PERSIA_RETURN_IF_ERROR(CheckOpen());
   constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365);
   const auto deadline = std::chrono::steady_clock::now() + std::min(timeout, kLongest);
   std::unique_lock lock(mutex_);
   while (true) {
-    if (last_committed_ >= batch && batch != 0) return Status::Ok();
+    if (pool_->committed() >= batch && batch != 0) return Status::Ok();
     if (has_failed_) return failure_;
-    if (batch == 0 || last_checkpoint_ < batch) {
+    if (batch == 0 || last_checkpoint() < batch) {
       return FailedPrecondition("no checkpoint of number " + std::to_string(batch) +
                                 " is pending: it was not asked for, or the rows were cleared "
                                 "since; ask for another");
@@ -214,7 +185,7 @@ Status Tier::WaitCheckpoint(uint64_t batch, std::chrono::milliseconds timeout) c
 }
 
 // The first failure stays: later ones follow from it. A lack of room is none, as it may end.
-void Tier::Fail(const Status& status) {
+void StoreTier::Fail(const Status& status) {
   if (status.ok() || status.code() == StatusCode::kResourceExhausted || has_failed_.load()) return;
   const std::lock_guard lock(mutex_);
   failure_ = status;
@@ -222,8 +193,8 @@ void Tier::Fail(const Status& status) {
   progress_.notify_all();
 }
 
-void Tier::NoteRound(const Status& cache, const Status& checkpoints, uint64_t batch,
-                     bool has_more) {
+void StoreTier::NoteRound(const Status& cache, const Status& checkpoints, uint64_t batch,
+                          bool has_more) {
   const std::lock_guard lock(mutex_);
   cache_error_ = cache;
   has_more_ = has_more;
@@ -232,12 +203,8 @@ void Tier::NoteRound(const Status& cache, const Status& checkpoints, uint64_t ba
   progress_.notify_all();
 }
 
-Status Tier::last_error() const {
-  const std::lock_guard lock(mutex_);
-  return checkpoint_error_.ok() ? cache_error_ : checkpoint_error_;
-}
-
-Status Tier::status() const {
+// Read by every call: the mutex only where there is a failure to be told.
+Status StoreTier::status() const {
   if (!has_failed_.load(std::memory_order_acquire)) return Status::Ok();
   const std::lock_guard lock(mutex_);
   return failure_;
@@ -245,7 +212,7 @@ Status Tier::status() const {
 
 // The mutex is taken between the flag and the signal: a thread that has read the flag as unset, and
 // does not wait yet, would miss it.
-void Tier::Wake() {
+void StoreTier::Wake() {
   if (has_work_.exchange(true)) return;
   {
     const std::lock_guard lock(mutex_);
@@ -254,7 +221,7 @@ void Tier::Wake() {
 }
 
 // Polls while something is in the way: the reason, such as a full disk, may end without a call.
-bool Tier::WaitForWork() {
+bool StoreTier::WaitForWork() {
   std::unique_lock lock(mutex_);
   const auto has_work = [this] { return is_stopping_.load() || has_work_.load(); };
   if (cache_error_.ok() && checkpoint_error_.ok() && !has_more_) {
@@ -264,15 +231,6 @@ bool Tier::WaitForWork() {
   }
   has_work_ = false;
   return !is_stopping_;
-}
-
-void Tier::Stop() {
-  {
-    const std::lock_guard lock(mutex_);
-    is_stopping_ = true;
-  }
-  wake_.notify_one();
-  read_ahead_.Stop();
 }
 
 }  // namespace persia::store
