@@ -149,8 +149,13 @@ def _against_hash_table() -> Iterable[Comparison]:
 
 
 def _other_work() -> Iterable[Comparison]:
+    optimizers: tuple[Optimizer, ...] = ("adagrad", "rowwise_adagrad")
+    for optimizer, floors in zip(optimizers, ((1.2, 1.2), (0.8, 0.9)), strict=True):
+        for dim, floor in zip((16, 64), floors, strict=True):
+            name = f"multi-hot/{optimizer}"
+            yield _versus(name, "fbgemm", "train", optimizer, dim, floor, workload=_MULTI_HOT)
     for dim in (16, 64):
-        yield _versus("multi-hot/adagrad", "fbgemm", "train", "adagrad", dim, 1.2, workload=_MULTI_HOT)
+        yield _versus("multi-hot/lookup", "fbgemm", "lookup", "adagrad", dim, 0.6, workload=_MULTI_HOT)
     yield _versus("lookup", "fbgemm", "lookup", "adagrad", 16, 0.6)
     yield _versus("lookup", "tfra", "lookup", "adagrad", 16, 4.0)
     for dim in (64, 128):

@@ -134,8 +134,9 @@ BENCHMARK(BagsTraffic)
     ->Args({kTrain, kRowwise, 128, 500'000, 0, 1, 0})
     ->Args({kTrain, kAdagrad, 16, 1'000'000, 20, 1, 0})
     ->Args({kTrain, kAdagrad, 64, 500'000, 20, 1, 0})
+    ->ArgsProduct({{kTrain, kLookup}, {kRowwise}, {16}, {10'000'000}, {20}, {1}, {0}})
     ->ArgsProduct({{kTrain, kLookup}, {kRowwise}, {16, 64, 128}, {500'000}, {0}, {1}, {0, 1, 2}})
-    ->ArgsProduct({{kTrain}, {kRowwise}, {16, 64}, {500'000}, {20}, {1}, {0, 1, 2}})
+    ->ArgsProduct({{kTrain, kLookup}, {kRowwise}, {16, 64}, {500'000}, {20}, {1}, {0, 1, 2}})
     ->Unit(benchmark::kMillisecond)
     ->UseRealTime();
 

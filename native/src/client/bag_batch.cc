@@ -32,6 +32,12 @@ void GroupBatch::Plan(std::span<const SlotInput> inputs, const worker::SlotTable
   missing_.clear();
 }
 
+void GroupBatch::Clear() {
+  slots_.clear();
+  rows_ = {};
+  missing_.clear();
+}
+
 void GroupBatch::PlanSlot(const SlotInput& input, const worker::SlotTable& slots,
                           worker::UniqueKeys* keys, Slot* planned) {
   thread_local Reused<uint64_t> slot_signs;
@@ -61,10 +67,12 @@ void GroupBatch::PlanSlot(const SlotInput& input, const worker::SlotTable& slots
   planned->bags.offsets = offsets;
 }
 
-bool GroupBatch::IsSingle() const {
-  const worker::Bags& bags = slots_[0].bags;
-  return slots_.size() == 1 && bags.IsPlain();
+bool GroupBatch::IsSingle(std::span<const SlotInput> inputs) {
+  return inputs.size() == 1 && inputs[0].has_one_each && inputs[0].weights.empty() &&
+         inputs[0].slot->num_buckets() == 1;
 }
+
+bool GroupBatch::IsSingle() const { return slots_.size() == 1 && slots_[0].bags.IsPlain(); }
 
 void GroupBatch::Pool(const store::RowFormat& format, float* out, size_t stride) const {
   const float* const* rows =
@@ -83,6 +91,44 @@ void GroupBatch::BuildSums(const float* gradients, size_t stride,
     parts.push_back({gradients + slot.column, stride});
   }
   sums->Build(bags, parts, 1.0f, static_cast<uint32_t>(rows_.signs.size()));
+}
+
+void PoolUnnumbered(const SlotInput& input, const worker::SlotTable& slots,
+                    const store::InPlaceRows& store, const store::RowFormat& format,
+                    const float* zeros, float* out, size_t stride) {
+  // So many signs and row pointers stay in the nearest caches. A bag with more is a block of its
+  // own.
+  constexpr size_t kBlockRows = 1024;
+  thread_local Reused<uint64_t> sign_memory;
+  thread_local Reused<const float*> row_memory;
+  thread_local std::vector<uint32_t> offsets;
+  const worker::SlotConfig& slot = *input.slot;
+  const size_t block_ids = kBlockRows / slot.num_buckets();
+  size_t id = 0;
+  for (size_t bag = 0; bag < input.lengths.size();) {
+    const size_t first_bag = bag, first_id = id;
+    offsets.assign(1, 0);
+    do {
+      id += static_cast<size_t>(input.lengths[bag++]);
+      offsets.push_back(static_cast<uint32_t>(id - first_id));
+    } while (bag < input.lengths.size() && bag - first_bag < kBlockRows &&
+             id - first_id + static_cast<size_t>(input.lengths[bag]) <= block_ids);
+    const size_t num_ids = id - first_id;
+    const std::span<uint64_t> signs = sign_memory.Resize(num_ids * slot.num_buckets());
+    slots.MakeSigns(slot, input.ids.subspan(first_id, num_ids), signs.data());
+    const store::SignRows rows = {slot.dim, signs, {}, row_memory.Resize(signs.size())};
+    store.FindForReading(rows, zeros);
+    const worker::Bags bags = {
+        .dim = slot.dim,
+        .num_bags = static_cast<uint32_t>(bag - first_bag),
+        .offsets = offsets,
+        .rows_per_offset = slot.num_buckets(),
+        .weights = input.weights.empty() ? input.weights : input.weights.subspan(first_id, num_ids),
+        .scaling = slot.scaling()};
+    const float* const* values =
+        format.narrow() == nullptr ? rows.values.data() : Widened(rows, format);
+    PoolBags(bags, values, out + first_bag * stride, stride);
+  }
 }
 
 }  // namespace persia::client

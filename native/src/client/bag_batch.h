@@ -50,11 +50,15 @@ class GroupBatch {
   // Deduplicates the slots' signs; `keys` is the thread's.
   void Plan(std::span<const SlotInput> inputs, const worker::SlotTable& slots,
             worker::UniqueKeys* keys);
+  // Makes it a group without slots: Pool() leaves its columns alone.
+  void Clear();
 
   // Whether every sample has exactly one ID, without a weight, of a slot that shares its rows with
   // no other: then several groups are handled together.
+  static bool IsSingle(std::span<const SlotInput> inputs);
   bool IsSingle() const;
-  size_t column() const { return slots_[0].column; }  // of the first slot
+  // Of the first slot; 0 without slots.
+  size_t column() const { return slots_.empty() ? 0 : slots_[0].column; }
   // Of a single-valued group: its number for each sample.
   std::span<const uint32_t> numbers() const { return slots_[0].bags.numbers; }
 
@@ -87,6 +91,14 @@ class GroupBatch {
   store::SignRows rows_;
   std::vector<uint32_t> missing_;
 };
+
+// Pools a slot's bags for inference without numbering its IDs. IDs that repeat find their index
+// entry and their row in the cache, which costs less than a hash table of the batch's distinct IDs.
+// IDs without a row are read from `zeros`, of the slot's dim. Bag b is written to out + b * stride;
+// its bits are those of GroupBatch::Pool().
+void PoolUnnumbered(const SlotInput& input, const worker::SlotTable& slots,
+                    const store::InPlaceRows& store, const store::RowFormat& format,
+                    const float* zeros, float* out, size_t stride);
 
 class BagBatch {
  public:

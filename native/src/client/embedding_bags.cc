@@ -276,19 +276,27 @@ StatusOr<PooledBags> EmbeddingBags::Lookup(std::span<const uint64_t> values,
   pooled.batch_size = static_cast<uint32_t>(lengths.size() / num_slots());
   pooled.rows = Buffer(size_t{pooled.batch_size} * num_columns_ * sizeof(float));
   auto* out = reinterpret_cast<float*>(pooled.rows.data());
+  const bool uses_threads = values.size() >= kMinIdsForThreads;
+  const auto for_each_unit = [&](const auto& body) { For(uses_threads, units_.size(), body); };
   BagBatchPtr batch = BatchShelf::Take(shelf_);
   batch->batch_size = pooled.batch_size;
   batch->num_ids = values.size();
   batch->groups.resize(num_groups_);
   // A unit that has all its rows is pooled at once, while they are in the cache.
   std::vector<uint8_t> is_pooled(units_.size(), 0);
-  const bool uses_threads = values.size() >= kMinIdsForThreads;
-  const auto for_each_unit = [&](const auto& body) { For(uses_threads, units_.size(), body); };
   for_each_unit([&](size_t u) {
     bool has_missing = false;
     for (size_t i = units_[u].begin; i < units_[u].end; ++i) {
       thread_local worker::UniqueKeys keys;
       GroupBatch& group = batch->groups[i];
+      if (mode == LookupMode::kInference && !GroupBatch::IsSingle(inputs_[i])) {
+        for (const SlotInput& input : inputs_[i]) {
+          PoolUnnumbered(input, slots_, *store, format_, zeros_.data(), out + input.column,
+                         num_columns_);
+        }
+        group.Clear();
+        continue;
+      }
       group.Plan(inputs_[i], slots_, &keys);
       store->Find(group.rows(), zeros_.data(), group.missing());
       has_missing |= !group.missing()->empty();

@@ -508,6 +508,41 @@ TEST(EmbeddingBagsTest, InferenceReadsZerosAndChangesNothing) {
   EXPECT_EQ(bags->stats().lookups.num_inserted, before.lookups.num_inserted);
 }
 
+// A lookup for inference goes another way than one for training, in blocks of 1,024 rows: bags that
+// are empty, end with a block, or are longer than one, with hash stacks, scaling and weights.
+TEST(EmbeddingBagsTest, InferenceHasTheBitsOfTraining) {
+  constexpr size_t kLengths[] = {0, 1, 1023, 1, 0, 0, 2500, 5, 1024, 3, 1, 340, 342};
+  for (const store::RowDtype dtype :
+       {store::RowDtype::kFloat32, store::RowDtype::kFloat16, store::RowDtype::kBfloat16}) {
+    EmbeddingBagsOptions options = Options(MixedSlots(), 2);
+    options.store.row_dtype = dtype;
+    const auto bags = Make(std::move(options), Sgd());
+    std::mt19937 rng(4);
+    // The first batch has one ID a sample, the second has long bags; then both again, for the
+    // batch's memory is used again.
+    for (const bool is_long : {false, true, false, true}) {
+      std::vector<SlotIds> slots(MixedSlots().size(), SlotIds(std::size(kLengths)));
+      for (SlotIds& samples : slots) {
+        for (size_t i = 0; i < samples.size(); ++i) {
+          samples[i].resize(is_long ? kLengths[i] : 1);
+          for (uint64_t& id : samples[i]) id = rng() % 2000;
+        }
+      }
+      const Batch batch = Flatten(slots);
+      std::vector<float> weights(batch.values.size());
+      for (float& weight : weights) weight = static_cast<float>(rng() % 100) / 64.0f;
+      for (const std::span<const float> used :
+           {std::span<const float>(), std::span<const float>(weights)}) {
+        const auto look_up = [&](LookupMode mode) {
+          return Values(Must(bags->Lookup(batch.values, batch.lengths, mode, used)));
+        };
+        const std::vector<float> trained = look_up(LookupMode::kTrain);
+        EXPECT_TRUE(SameBits(look_up(LookupMode::kInference), trained));
+      }
+    }
+  }
+}
+
 TEST(EmbeddingBagsTest, ABatchWithoutSamplesOrWithoutIdsIsABatch) {
   const auto bags = Make(Options(MixedSlots(), 2), Sgd());
   const PooledBags nothing = Must(bags->Lookup({}, {}, LookupMode::kTrain));

@@ -86,10 +86,12 @@ struct Kernels {
   // The way back: `values` is read from front to back.
   void (*add_columns)(const float* values, size_t stride, const ColumnSums* sums, size_t num_sums,
                       size_t count);
-  // out = the sum of rows[numbers[i]], in order; of one row it is that row, of none it is zeros
-  void (*sum_rows)(float* out, const float* const* rows, const uint32_t* numbers, size_t count,
-                   size_t n);
-  // out = the sum of factors[i] * rows[i], likewise; without `factors` they are 1
+  // Bag b, at out + b * stride, becomes the sum of rows[numbers[i]] for i from offsets[b] to
+  // offsets[b + 1] times rows_per_offset, in order; of one row it is that row, of none it is zeros.
+  // Without `offsets` each bag has rows_per_offset rows, without `numbers` row i is rows[i].
+  void (*sum_bags)(float* out, size_t stride, const float* const* rows, const uint32_t* numbers,
+                   const uint32_t* offsets, size_t rows_per_offset, size_t num_bags, size_t n);
+  // out = the sum of factors[i] * rows[i], in order; without `factors` they are 1
   void (*sum_scaled)(float* out, const float* const* rows, const float* factors, size_t count,
                      size_t n);
 

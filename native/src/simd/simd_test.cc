@@ -184,10 +184,10 @@ const std::vector<Case>& CasesOfManyRows() {
          const RowsOf rows(o, n);
          k.copy_rows(o.W(), n, rows.rows.data(), rows.numbers.data(), rows.numbers.size(), n);
        }},
-      {"sum_rows",
+      {"sum_bags",
        [](auto& k, auto& o, size_t n) {
          const RowsOf rows(o, n);
-         k.sum_rows(o.W(), rows.rows.data(), rows.numbers.data(), rows.numbers.size(), n);
+         k.sum_bags(o.W(), 0, rows.rows.data(), rows.numbers.data(), nullptr, rows.numbers.size(), 1, n);
        }},
       {"sum_scaled",
        [](auto& k, auto& o, size_t n) {
@@ -444,7 +444,7 @@ TEST(RowsTest, SumsAreThoseOfALoopInOrder) {
       for (size_t i = 0; i < n; ++i) scaled[i] += factors[row] * rows[row][i];
     }
     const Kernels& k = ActiveKernels();
-    k.sum_rows(sum.data(), pointers.data(), numbers.data(), numbers.size(), n);
+    k.sum_bags(sum.data(), 0, pointers.data(), numbers.data(), nullptr, numbers.size(), 1, n);
     EXPECT_EQ(sum, expected) << n;
     k.sum_scaled(sum.data(), pointers.data(), factors.data(), rows.size(), n);
     EXPECT_EQ(sum, scaled) << n;

@@ -116,6 +116,23 @@ void InPlaceRows::Find(const SignRows& rows, const float* zeros,
       });
 }
 
+void InPlaceRows::FindForReading(const SignRows& rows, const float* zeros) const {
+  const auto num_shards = static_cast<uint32_t>(shards_.size());
+  const auto shard_of = [&](size_t i) -> const ShardView& {
+    return shards_[ShardOfKey(SignKey(rows.signs[i]), num_shards)];
+  };
+  ProbeInBlocks(
+      rows.signs.size(), /*row_floats=*/1,
+      [&](size_t i) { return std::pair(SignKey(rows.signs[i]), shard_of(i).index); },
+      [&](size_t i, const SignIndex::Entry* entry) {
+        const RowSlabs& slabs = *shard_of(i).slabs;
+        return slabs.dim(entry->slot) == rows.dim ? slabs.values(entry->slot) : nullptr;
+      },
+      [&](size_t i, const SignIndex::Entry*, const float* row) {
+        rows.values[i] = row == nullptr ? zeros : row;
+      });
+}
+
 Status InPlaceRows::Insert(uint32_t shard_number, std::span<const MissingRow> missing,
                            LookupReport* report) {
   Shard& shard = store_->all()[shard_number];

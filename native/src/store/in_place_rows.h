@@ -70,6 +70,10 @@ class InPlaceRows {
   // appended to *missing; their values are `zeros`, their handles lead to no row.
   void Find(const SignRows& rows, const float* zeros, std::vector<uint32_t>* missing) const;
 
+  // Inference: only finds where the rows are, and brings where they begin into the cache. Signs may
+  // repeat; the handles may be empty.
+  void FindForReading(const SignRows& rows, const float* zeros) const;
+
   uint32_t num_shards() const { return store_->count(); }
   uint32_t ShardOf(const MissingRow& missing) const {
     return missing.rows->handles[missing.index].shard;

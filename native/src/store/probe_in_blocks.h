@@ -36,40 +36,53 @@ inline void TouchRow(const float* row, size_t floats) {
 }
 
 // A sign costs a miss in the index, then misses in the row that the entry leads to. Signs pass
-// through each stage many at a time. The loops that miss do nothing but read, so that as many reads
-// as the processor can have are under way at once.
+// through a pipeline, a block at a time: while one block's index lines are on their way, the
+// entries of the block before it are found, and the rows of the one before that are used. So the
+// misses of two blocks are always under way, and work hides them.
 //
 // For each i below `count`, in order: place(i) returns the key and the index it is in, row(i,
 // entry) returns what use() will read first, `row_floats` of them, or null where nothing will be
 // read. Then use(i, entry, row); the entry is null where there is none, and then so is the row.
-// None of them may insert or remove.
+// place() and row() are called up to three blocks ahead of use(). None of them may insert or
+// remove.
 template <typename Place, typename Row, typename Use>
 void ProbeInBlocks(size_t count, size_t row_floats, Place place, Row row, Use use) {
   using Entry = SignIndex::Entry;
-  constexpr size_t kBlock = 256;
-  std::array<uint64_t, kBlock> keys;
-  std::array<Entry*, kBlock> entries;  // at first, how far the search has come
-  std::array<const float*, kBlock> rows;
-  for (size_t begin = 0; begin < count; begin += kBlock) {
-    const size_t size = std::min(kBlock, count - begin);
-    for (size_t i = 0; i < size; ++i) {
-      const auto [key, index] = place(begin + i);
-      keys[i] = key;
-      entries[i] = index->HomeOf(key);
-    }
-    for (size_t i = 0; i < size; ++i) Touch(entries[i]);
-    for (size_t i = 0; i < size; ++i) {
-      entries[i] = SignIndex::SkipHome(entries[i], keys[i]);
-      Touch(entries[i]);
-    }
-    for (size_t i = 0; i < size; ++i) {
-      entries[i] = SignIndex::FindFrom(entries[i], keys[i]);
-      rows[i] = entries[i] == nullptr ? nullptr : row(begin + i, entries[i]);
-    }
-    for (size_t i = 0; i < size; ++i) {
-      if (rows[i] != nullptr) TouchRow(rows[i], row_floats);
-    }
-    for (size_t i = 0; i < size; ++i) use(begin + i, entries[i], rows[i]);
+  constexpr size_t kBlock = 64, kStages = 4;
+  struct Block {
+    std::array<uint64_t, kBlock> keys;
+    std::array<Entry*, kBlock> entries;  // at first, how far the search has come
+    std::array<const float*, kBlock> rows;
+  };
+  std::array<Block, kStages> blocks;
+  const size_t num_blocks = (count + kBlock - 1) / kBlock;
+  // A stage's turn: block number `n`, if there is one, and what the stage does with its i-th sign.
+  const auto run = [&](size_t n, auto stage) {
+    if (n >= num_blocks) return;  // also of a stage that the first block has not reached
+    Block& block = blocks[n % kStages];
+    const size_t begin = n * kBlock, size = std::min(kBlock, count - begin);
+    for (size_t i = 0; i < size; ++i) stage(block, i, begin + i);
+  };
+  for (size_t step = 0; step < num_blocks + kStages - 1; ++step) {
+    run(step, [&](Block& block, size_t i, size_t number) {
+      const auto [key, index] = place(number);
+      block.keys[i] = key;
+      block.entries[i] = index->HomeOf(key);
+      __builtin_prefetch(block.entries[i]);
+    });
+    run(step - 1, [&](Block& block, size_t i, size_t) {
+      block.entries[i] = SignIndex::SkipHome(block.entries[i], block.keys[i]);
+      __builtin_prefetch(block.entries[i]);
+    });
+    run(step - 2, [&](Block& block, size_t i, size_t number) {
+      block.entries[i] = SignIndex::FindFrom(block.entries[i], block.keys[i]);
+      block.rows[i] = block.entries[i] == nullptr ? nullptr : row(number, block.entries[i]);
+      if (block.rows[i] == nullptr) return;
+      for (size_t j = 0; j < row_floats && j < 256; j += 16) __builtin_prefetch(block.rows[i] + j);
+    });
+    run(step - 3, [&](Block& block, size_t i, size_t number) {
+      use(number, block.entries[i], block.rows[i]);
+    });
   }
 }
 

@@ -17,7 +17,7 @@ void PoolWeighted(const Bags& bags, const float* const* rows, float* out, size_t
     parts.clear();
     weights.clear();
     for (size_t i = bags.Begin(bag); i < bags.End(bag); ++i) {
-      parts.push_back(rows[bags.numbers[i]]);
+      parts.push_back(rows[bags.numbers.empty() ? i : bags.numbers[i]]);
       weights.push_back(bags.Weight(i));
     }
     kernels.sum_scaled(out, parts.data(), weights.data(), parts.size(), bags.dim);
@@ -46,15 +46,16 @@ float Bags::ScalingFactor(size_t bag) const {
 
 void PoolBags(const Bags& bags, const float* const* rows, float* out, size_t stride) {
   const simd::Kernels& kernels = simd::ActiveKernels();
-  const uint32_t* numbers = bags.numbers.data();
+  const uint32_t* numbers = bags.numbers.empty() ? nullptr : bags.numbers.data();
   if (!bags.weights.empty()) return PoolWeighted(bags, rows, out, stride);
   if (bags.IsPlain()) {
     kernels.copy_rows(out, stride, rows, numbers, bags.num_bags, bags.dim);
     return;
   }
+  kernels.sum_bags(out, stride, rows, numbers, bags.offsets.empty() ? nullptr : bags.offsets.data(),
+                   bags.rows_per_offset, bags.num_bags, bags.dim);
+  if (bags.scaling == Scaling::kNone) return;
   for (size_t bag = 0; bag < bags.num_bags; ++bag, out += stride) {
-    const size_t begin = bags.Begin(bag), count = bags.End(bag) - begin;
-    kernels.sum_rows(out, rows, numbers + begin, count, bags.dim);
     const float factor = bags.Factor(bag);
     if (factor != 1.0f) kernels.scale(out, factor, bags.dim);
   }

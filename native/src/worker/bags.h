@@ -24,6 +24,8 @@ struct Bags {
   // offsets each has rows_per_offset numbers.
   std::span<const uint32_t> offsets = {};
   uint32_t rows_per_offset = 1;
+  // Empty where the rows come one by one, in the order of the bags: for PoolBags() of bags with
+  // offsets alone.
   std::span<const uint32_t> numbers = {};
   // What an ID's rows are multiplied by: one an ID, in their order; empty: all 1.
   std::span<const float> weights = {};
