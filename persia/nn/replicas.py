@@ -110,6 +110,7 @@ class RankExchange:
             failure = error
         if not self._in_servers:
             return
+        # The rank that failed comes here, too: the others wait for it in the collective.
         failures = _gather(torch.tensor([failure is not None]), self._group, self._device)
         failed = failures.flatten().nonzero().flatten()
         if failure is not None:
