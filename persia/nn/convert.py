@@ -78,14 +78,12 @@ def convert(
             earlier `convert`. The model is then as it was.
         InvalidTypeError: no module, or no optimizer of `persia.embedding.optim`.
     """
-    # All checks come first: after an error the model is as it was, and its weights are not emptied.
     chosen = _chosen(model, select)
     check_optimizer(optimizer)
     _check_counting(embedding_config, count_updates, process_group, servers)
     # Ranks make fresh rows by themselves: with one seed they make the same ones.
     exchange = None
     if process_group is not None:
-        # Sent as int64 of the same bits: collectives have no unsigned integers of this size.
         seed = torch.tensor([embedding_config.effective_seed], dtype=torch.uint64).view(torch.int64)
         seed_of_rank_0 = int(from_rank_0(seed, process_group).view(torch.uint64))
         embedding_config = replace(embedding_config, seed=seed_of_rank_0)
@@ -164,6 +162,7 @@ def _weights(chosen: dict[str, _Original]) -> dict[int, tuple[str, _Original]]:
 
 def _chosen(model: nn.Module, select: Select | None) -> dict[str, _Original]:
     """Checked, by qualified name. A table inside a larger module, as one of torchrec, is found, too."""
+    # Before anything is changed: after an error the model is as it was, and no weight is emptied.
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
     # A frozen weight stays with torch: a store has the optimizer's state of each row.

@@ -167,7 +167,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         self._check_can_look_up()
         if isinstance(values, torch.Tensor):
             return self._pooled(values, lengths, per_sample_weights)
-        pooled = self._pooled(*self._of_keyed_jagged(values, lengths, per_sample_weights))
+        pooled = self._pooled(*_of_keyed_jagged(self.slot_names, values, lengths, per_sample_weights))
         from torchrec import KeyedTensor  # no dependency: it is installed where a KeyedJaggedTensor is
 
         dims = [slot.dim for slot in self.slots_config.slots_config.values()]
@@ -314,33 +314,6 @@ class EmbeddingBagCollection(torch.nn.Module):
                 "rows it lacks: look IDs up there, or make a collection here"
             )
 
-    def _of_keyed_jagged(
-        self, keyed: Any, lengths: torch.Tensor | None, weights: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        if not all(hasattr(keyed, name) for name in ("keys", "values", "lengths", "weights_or_none")):
-            raise InvalidTypeError(
-                f"values is a {type(keyed).__name__}, must be a torch.Tensor of IDs or a KeyedJaggedTensor"
-            )
-        if lengths is not None:
-            raise InvalidArgumentError("lengths was given beside a KeyedJaggedTensor, which has its own")
-        if weights is not None:
-            raise InvalidArgumentError(
-                "per_sample_weights was given beside a KeyedJaggedTensor: give it weights of its own"
-            )
-        # Another order would look IDs up in slots of other features without any error.
-        if list(keyed.keys()) != self.slot_names:
-            raise InvalidArgumentError(
-                f"the KeyedJaggedTensor has the keys {list(keyed.keys())}, must have the slots in their "
-                f"order: {self.slot_names}"
-            )
-        if keyed.variable_stride_per_key():
-            raise InvalidArgumentError(
-                "the KeyedJaggedTensor has another batch size for each key, which is not supported"
-            )
-        # Its lengths may be int32.
-        counts = keyed.lengths().to(torch.int64).view(len(self.slot_names), -1)
-        return keyed.values(), counts, keyed.weights_or_none()
-
     def _own_store(self) -> _native.EmbeddingStore:
         if isinstance(self._bags, _native.EmbeddingBags):
             return self._bags.store
@@ -390,6 +363,34 @@ class _PooledLookup(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
         ctx.on_gradient(ctx.batch, gradient)
         return (None,) * 6
+
+
+def _of_keyed_jagged(
+    slot_names: list[str], keyed: Any, lengths: torch.Tensor | None, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    if not all(hasattr(keyed, name) for name in ("keys", "values", "lengths", "weights_or_none")):
+        raise InvalidTypeError(
+            f"values is a {type(keyed).__name__}, must be a torch.Tensor of IDs or a KeyedJaggedTensor"
+        )
+    if lengths is not None:
+        raise InvalidArgumentError("lengths was given beside a KeyedJaggedTensor, which has its own")
+    if weights is not None:
+        raise InvalidArgumentError(
+            "per_sample_weights was given beside a KeyedJaggedTensor: give it weights of its own"
+        )
+    # Another order would look IDs up in slots of other features without any error.
+    if list(keyed.keys()) != slot_names:
+        raise InvalidArgumentError(
+            f"the KeyedJaggedTensor has the keys {list(keyed.keys())}, must have the slots in their "
+            f"order: {slot_names}"
+        )
+    if keyed.variable_stride_per_key():
+        raise InvalidArgumentError(
+            "the KeyedJaggedTensor has another batch size for each key, which is not supported"
+        )
+    # Its lengths may be int32.
+    counts = keyed.lengths().to(torch.int64).view(len(slot_names), -1)
+    return keyed.values(), counts, keyed.weights_or_none()
 
 
 def check_optimizer(optimizer: object) -> None:
