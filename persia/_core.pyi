@@ -7,7 +7,7 @@ code.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,24 +114,14 @@ def parse_checkpoint_footer(footer: Buffer) -> NDArray[np.void]:
 class BlockRows:
     """The rows of one block of a checkpoint: one virtual shard, one dim."""
 
-    @property
-    def virtual_shard(self) -> int: ...
-    @property
-    def is_removal(self) -> bool: ...  # signs of rows that are gone; all other arrays are empty
-    @property
-    def dim(self) -> int: ...
-    @property
-    def signs(self) -> NDArray[np.uint64]: ...  # [num_rows]
-    @property
-    def ages(self) -> NDArray[np.uint32]: ...  # [num_rows], batches since the row was last used
-    @property
-    def embeddings(self) -> NDArray[np.float32]: ...  # [num_rows, dim]
-    @property
-    def state(self) -> NDArray[np.float32]: ...  # [num_rows, state floats of the optimizer]
-    @property
-    def scalars(
-        self,
-    ) -> NDArray[np.uint32]: ...  # [num_rows] or none: Adam's steps, row-wise Adagrad's bits
+    virtual_shard: Final[int]
+    is_removal: Final[bool]  # signs of rows that are gone; all other arrays are empty
+    dim: Final[int]
+    signs: Final[NDArray[np.uint64]]  # [num_rows]
+    ages: Final[NDArray[np.uint32]]  # [num_rows], batches since the row was last used
+    embeddings: Final[NDArray[np.float32]]  # [num_rows, dim]
+    state: Final[NDArray[np.float32]]  # [num_rows, state floats of the optimizer]
+    scalars: Final[NDArray[np.uint32]]  # [num_rows] or none: Adam's steps, row-wise Adagrad's bits
 
 def decode_checkpoint_blocks(chunk: Buffer) -> list[BlockRows]:
     """The rows of whole blocks, one behind the other; raises CorruptionError."""
@@ -212,50 +202,31 @@ class OpenPool:
 
 class BatchReference:
     def __init__(self, worker_index: int, worker_incarnation: int, reference: int) -> None: ...
-    @property
-    def worker_index(self) -> int: ...
-    @property
-    def worker_incarnation(self) -> int: ...
-    @property
-    def reference(self) -> int: ...  # 0: the worker expects no gradient
+    worker_index: Final[int]
+    worker_incarnation: Final[int]
+    reference: Final[int]  # 0: the worker expects no gradient
 
 class SlotEmbedding:
-    @property
-    def name(self) -> str: ...
-    @property
-    def raw(self) -> bool: ...
-    @property
-    def absent(self) -> bool: ...  # not asked for: no rows
-    @property
-    def sample_fixed_size(self) -> int: ...  # raw slots, else 0
-    @property
-    def rows(self) -> NDArray[np.float32]: ...  # [num_rows, dim]; pooled: one a sample; raw: row 0 is zeros
-    @property
-    def index(self) -> NDArray[np.int64] | None: ...  # raw: [batch, sample_fixed_size], 0 is padding
-    @property
-    def sample_num_ids(self) -> NDArray[np.uint32] | None: ...  # raw: [batch]
+    name: Final[str]
+    raw: Final[bool]
+    absent: Final[bool]  # not asked for: no rows
+    sample_fixed_size: Final[int]  # raw slots, else 0
+    rows: Final[NDArray[np.float32]]  # [num_rows, dim]; pooled: one a sample; raw: row 0 is zeros
+    index: Final[NDArray[np.int64] | None]  # raw: [batch, sample_fixed_size], 0 is padding
+    sample_num_ids: Final[NDArray[np.uint32] | None]  # raw: [batch]
 
 class LookupResult:
-    @property
-    def reference(self) -> BatchReference: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def slots(self) -> list[SlotEmbedding]: ...  # in the order of the batch's features
+    reference: Final[BatchReference]
+    batch_size: Final[int]
+    slots: Final[list[SlotEmbedding]]  # in the order of the batch's features
 
 class ReturnReport:
-    @property
-    def staleness(self) -> int: ...  # updates a server applied between lookup and this one; the largest
-    @property
-    def lookups(self) -> list[tuple[int, int]]: ...  # (slots, the same of their rows), the earliest first
-    @property
-    def num_updated(self) -> int: ...  # rows
-    @property
-    def num_missing(self) -> int: ...
-    @property
-    def num_nonfinite_slots(self) -> int: ...
-    @property
-    def num_skipped_slots(self) -> int: ...
+    staleness: Final[int]  # updates a server applied between lookup and this one; the largest
+    lookups: Final[list[tuple[int, int]]]  # (slots, the same of their rows), the earliest first
+    num_updated: Final[int]  # rows
+    num_missing: Final[int]
+    num_nonfinite_slots: Final[int]
+    num_skipped_slots: Final[int]
 
 # (name, ids [total], offsets [batch_size + 1], weights [total] or None)
 _IdFeature: TypeAlias = tuple[str, NDArray[np.uint64], NDArray[np.uint32], NDArray[np.float32] | None]
@@ -467,30 +438,19 @@ class BagBatch:
     """A batch between its lookup and its update."""
 
 class UpdateReport:
-    @property
-    def num_updated(self) -> int: ...
-    @property
-    def num_missing(self) -> int: ...
-    @property
-    def num_nonfinite(self) -> int: ...
+    num_updated: Final[int]
+    num_missing: Final[int]
+    num_nonfinite: Final[int]
 
 class StoreStats:
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def memory_bytes(self) -> int: ...
-    @property
-    def num_inserted(self) -> int: ...
-    @property
-    def num_evicted(self) -> int: ...
-    @property
-    def num_unadmitted(self) -> int: ...
-    @property
-    def num_updated(self) -> int: ...
-    @property
-    def num_missing(self) -> int: ...
-    @property
-    def num_nonfinite(self) -> int: ...
+    num_rows: Final[int]
+    memory_bytes: Final[int]
+    num_inserted: Final[int]
+    num_evicted: Final[int]
+    num_unadmitted: Final[int]
+    num_updated: Final[int]
+    num_missing: Final[int]
+    num_nonfinite: Final[int]
 
 class EmbeddingBags:
     """Pooled lookups and updates of a store in this process."""

@@ -6,7 +6,7 @@ Below the contexts themselves, because data loaders and optimizers find their co
 from __future__ import annotations
 
 import threading
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 __all__ = ["current_context", "enter_context", "leave_context", "own_context"]
 
@@ -16,18 +16,14 @@ T = TypeVar("T")
 _entered: list[tuple[int, tuple[Any, ...]]] = []
 
 
-@overload
-def current_context(kind: type[T]) -> T | None: ...
-@overload
-def current_context() -> Any | None: ...
-def current_context(kind: type[Any] = object) -> Any | None:
+def current_context(kind: type[T]) -> T | None:
     """The innermost entered context that is a `kind`, or its member that is; None without one.
 
     `persia.ctx.cnt_ctx` is the public name. A thread that has entered none sees that of the process; where
     several threads have, there is none, as one of them would be taken by chance.
     """
     # A thread that has entered a context means that one, whatever other threads train.
-    own: Any | None = own_context(kind)
+    own = own_context(kind)
     if own is not None:
         return own
     found = [(thread, member) for thread, members in tuple(_entered) for member in _of_kind(members, kind)]
@@ -36,6 +32,7 @@ def current_context(kind: type[Any] = object) -> Any | None:
 
 def own_context(kind: type[T]) -> T | None:
     """The same, of the contexts that this thread has entered."""
+    # Copied, here and above: another thread may enter or leave a context at any moment.
     own = [members for thread, members in tuple(_entered) if thread == threading.get_ident()]
     return next((member for members in reversed(own) for member in _of_kind(members, kind)), None)
 

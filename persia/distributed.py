@@ -60,6 +60,7 @@ class DDPOption(DistributedBaseOption):
     """
 
     def __init__(self, initialization_method: str = "tcp", backend: str = "nccl", **options: Any) -> None:
+        # The published documentation calls it by the second name, its code by the first.
         method = options.pop("init_method", initialization_method)
         super().__init__(options.pop("master_port", _DEFAULT_MASTER_PORT), options.pop("master_addr", None))
         sync_file = options.pop("sync_file", None)
@@ -165,6 +166,7 @@ class BaguaDistributedOption(DistributedBaseOption):
                 f"unknown options for BaguaDistributedOption: {', '.join(unknown)}; known are master_port, "
                 f"master_addr, {', '.join(_BAGUA_VARIABLES)}"
             )
+        # Looked for without an import, for which the variables of `convert2distributed_model` must be set.
         if importlib.util.find_spec("bagua") is None:
             raise FailedPreconditionError(
                 f"BaguaDistributedOption(algorithm={algorithm!r}): bagua is not installed. It is "

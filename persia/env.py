@@ -7,56 +7,44 @@ naming the variable and its value where that is not usable.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from persia.errors import ConfigError
 
 # A job name is a token of NATS subjects, where "." separates and "*" and ">" are wildcards.
 _JOB_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_Number = TypeVar("_Number", int, float)
 _LOG_LEVELS = ("debug", "info", "warn", "warning", "error", "critical")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaEnv:
-    """Identity of this process. Rank fields are None outside DDP ranks, replica fields None inside."""
-
-    rank: int | None = None
-    local_rank: int | None = None
-    world_size: int | None = None
-    replica_index: int | None = None
-    replica_size: int | None = None
-
-
-def _integer(name: str, default: str | None = None, minimum: int = 0) -> int:
-    text = os.environ.get(name, default)
-    if text is None:
-        raise ConfigError(f"environment variable {name} is not set: set it to an integer >= {minimum}")
+def _number(name: str, default: float | None, kind: type[_Number], minimum: float, what: str) -> _Number:
+    text = os.environ.get(name)
+    if text is None and default is None:
+        raise ConfigError(f"environment variable {name} is not set: set it to {what}")
     try:
-        value = int(text)
+        value = kind(default if text is None else text)  # type: ignore[arg-type]  # checked above
     except ValueError:
-        # Below the minimum, so that one message serves for text that is no number and for numbers too small.
-        value = minimum - 1
-    if value < minimum:
-        raise ConfigError(f"environment variable {name}={text!r} must be an integer >= {minimum}")
+        # One message serves for text that is no number and for numbers out of range.
+        value = kind(-1)
+    # Infinity is refused: a deadline without an end hides a dead peer.
+    if not minimum <= value < math.inf:
+        raise ConfigError(f"environment variable {name}={text!r} must be {what}")
     return value
+
+
+def _integer(name: str, default: int | None = None, minimum: int = 0) -> int:
+    return _number(name, default, int, minimum, f"an integer >= {minimum}")
 
 
 def _seconds(name: str, default: float) -> float:
-    text = os.environ.get(name)
-    try:
-        value = default if text is None else float(text)
-    except ValueError:
-        value = -1.0
-    # Zero and infinity are refused: a deadline of zero fails every wait, and one without an end hides a dead
-    # peer.
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"environment variable {name}={text!r} must be a number of seconds > 0")
-    return value
+    # Zero is refused: a deadline of zero fails every wait.
+    return _number(name, default, float, math.ulp(0.0), "a number of seconds > 0")
 
 
 def _choice(name: str, *choices: str) -> str:
@@ -71,23 +59,38 @@ def _flag(name: str) -> bool:
     return _choice(name, "0", "1") == "1"
 
 
-def _check_index(where: str, index_name: str, index: int, size_name: str, size: int) -> None:
-    if not 0 <= index < size:
-        raise ConfigError(f"{where} {index_name}={index} must be at least 0 and below {size_name}={size}")
+@dataclass(frozen=True, kw_only=True)
+class ReplicaEnv:
+    """Identity of this process. Rank fields are None outside DDP ranks, replica fields None inside."""
 
+    rank: int | None = None
+    local_rank: int | None = None
+    world_size: int | None = None
+    replica_index: int | None = None
+    replica_size: int | None = None
 
-def _read_replica_env() -> ReplicaEnv:
-    # RANK wins: torchrun sets it for its children, which may inherit REPLICA_INDEX.
-    if "RANK" in os.environ:
-        rank, world_size = _integer("RANK"), _integer("WORLD_SIZE", minimum=1)
-        _check_index("environment variable", "RANK", rank, "WORLD_SIZE", world_size)
-        return ReplicaEnv(rank=rank, local_rank=_integer("LOCAL_RANK"), world_size=world_size)
-    # One without the other is refused: every loader would take itself for the only one.
-    if "REPLICA_INDEX" in os.environ or "REPLICA_SIZE" in os.environ:
-        index, size = _integer("REPLICA_INDEX"), _integer("REPLICA_SIZE", minimum=1)
-        _check_index("environment variable", "REPLICA_INDEX", index, "REPLICA_SIZE", size)
-        return ReplicaEnv(replica_index=index, replica_size=size)
-    return ReplicaEnv(replica_index=0, replica_size=1)
+    def __post_init__(self) -> None:
+        for index_name, size_name in (("rank", "world_size"), ("replica_index", "replica_size")):
+            index, size = getattr(self, index_name), getattr(self, size_name)
+            pair = f"{index_name.upper()}={index} and {size_name.upper()}={size}"
+            # An index means nothing without the number it is counted within.
+            if (index is None) != (size is None):
+                raise ConfigError(f"{pair} must be given together")
+            if index is not None and not 0 <= index < size:
+                raise ConfigError(f"{pair}: an index must be at least 0 and below its size")
+
+    @classmethod
+    def read(cls) -> ReplicaEnv:
+        """What os.environ says."""
+        # RANK wins: torchrun sets it for its children, which may inherit REPLICA_INDEX.
+        if "RANK" in os.environ:
+            names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
+        # One without the other is refused: every loader would take itself for the only one.
+        elif "REPLICA_INDEX" in os.environ or "REPLICA_SIZE" in os.environ:
+            names = ["REPLICA_INDEX", "REPLICA_SIZE"]
+        else:
+            return cls(replica_index=0, replica_size=1)
+        return cls(**{name.lower(): _integer(name, minimum=int(name.endswith("SIZE"))) for name in names})
 
 
 # Read once: a training script may change os.environ, and its rank must not change with it.
@@ -95,48 +98,29 @@ _current: ReplicaEnv | None = None
 
 
 def _replica_env() -> ReplicaEnv:
-    global _current
     if _current is None:
-        _current = _read_replica_env()
+        reload_env()
+    assert _current is not None, "just read"
     return _current
 
 
 def reload_env() -> None:
     """Reads the rank and replica variables again, after a change of `os.environ`."""
     global _current
-    _current = _read_replica_env()
+    _current = ReplicaEnv.read()
 
 
-def set_env(
-    *,
-    rank: int | None = None,
-    local_rank: int | None = None,
-    world_size: int | None = None,
-    replica_index: int | None = None,
-    replica_size: int | None = None,
-) -> None:
-    """Overrides who this process is, without touching `os.environ`; for notebooks and tests.
+def set_env(**who: int | None) -> None:
+    """Overrides who this process is, by the fields of `ReplicaEnv`; for notebooks and tests.
 
-    `reload_env` ends it. Raises ConfigError for an index without its size, or not below it.
+    `os.environ` stays as it is; `reload_env` reads it again. Raises ConfigError for an index without its
+    size, or not below it.
     """
     global _current
-    _check_pair("rank", rank, "world_size", world_size)
-    _check_pair("replica_index", replica_index, "replica_size", replica_size)
-    _current = ReplicaEnv(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        replica_index=replica_index,
-        replica_size=replica_size,
-    )
-
-
-def _check_pair(index_name: str, index: int | None, size_name: str, size: int | None) -> None:
-    # An index means nothing without the number it is counted within.
-    if (index is None) != (size is None):
-        raise ConfigError(f"set_env: {index_name}={index} and {size_name}={size} must be given together")
-    if index is not None and size is not None:
-        _check_index("set_env:", index_name, index, size_name, size)
+    try:
+        _current = ReplicaEnv(**who)
+    except ConfigError as error:
+        raise ConfigError(f"set_env: {error}") from None
 
 
 def get_rank() -> int | None:
@@ -205,9 +189,7 @@ def _is_url(url: str, schemes: tuple[str, ...]) -> bool:
 
 
 def embedded() -> bool:
-    """`PERSIA_EMBEDDED=1`: embeddings stay in the training process even with a broker, which then
-    serves data loaders in other processes only.
-    """
+    """`PERSIA_EMBEDDED=1`: a broker serves data loaders alone, embeddings stay in the training process."""
     return _flag("PERSIA_EMBEDDED")
 
 
@@ -220,9 +202,7 @@ def get_log_level() -> str:
 
 
 def skip_check_data() -> bool:
-    """`PERSIA_SKIP_CHECK_DATA=1`: arrays of batches are taken unchecked, but for sizes and what memory safety
-    needs.
-    """
+    """`PERSIA_SKIP_CHECK_DATA=1`: of arrays in batches only what memory safety needs is checked."""
     return _flag("PERSIA_SKIP_CHECK_DATA")
 
 
@@ -279,6 +259,7 @@ def _interface_address(interface: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
+# `or None`, here and below: templates of deployments leave variables empty.
 def global_config_path() -> str | None:
     """`PERSIA_GLOBAL_CONFIG`; this and the paths below are None when not set or empty."""
     return os.environ.get("PERSIA_GLOBAL_CONFIG") or None
@@ -327,7 +308,7 @@ def get_otlp_endpoint() -> str | None:
 
 def get_otlp_trace_one_in() -> int:
     """`PERSIA_OTLP_TRACE_ONE_IN`: spans of one batch in so many go to the collector; 0: none. Default 100."""
-    return _integer("PERSIA_OTLP_TRACE_ONE_IN", "100")
+    return _integer("PERSIA_OTLP_TRACE_ONE_IN", 100)
 
 
 def get_log_format() -> str:
@@ -337,10 +318,8 @@ def get_log_format() -> str:
 
 def _port(name: str, default: int | None) -> int | None:
     # Empty counts as unset: templates of deployments leave such values.
-    if not os.environ.get(name):
-        return default
-    port = _integer(name)
-    if port > 65535:
+    port = _integer(name) if os.environ.get(name) else default
+    if port is not None and port > 65535:
         raise ConfigError(f"environment variable {name}={port} is not a port number; 0 takes a free one")
     return port
 
@@ -372,16 +351,13 @@ def get_wire_dtype() -> str:
 
 def get_num_threads() -> int | None:
     """`PERSIA_NUM_THREADS`: threads of an engine in this process; None when it is not set."""
-    value = os.environ.get("PERSIA_NUM_THREADS")
-    return None if value is None else _integer("PERSIA_NUM_THREADS", minimum=1)
+    return _integer("PERSIA_NUM_THREADS", minimum=1) if "PERSIA_NUM_THREADS" in os.environ else None
 
 
 if not TYPE_CHECKING:  # a type checker would take every misspelt getter for an int
 
     def __getattr__(name: str) -> int:
         """The published constants, 0 or 1, read when they are used."""
-        if name == "PERSIA_SKIP_CHECK_DATA":
-            return int(skip_check_data())
-        if name == "PERSIA_LAUNCHER_VERBOSE":
-            return int(launcher_verbose())
+        if name in ("PERSIA_SKIP_CHECK_DATA", "PERSIA_LAUNCHER_VERBOSE"):
+            return int(_flag(name))
         raise AttributeError(f"module 'persia.env' has no attribute {name!r}")

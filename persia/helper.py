@@ -25,6 +25,7 @@ from typing import Any
 import cloudpickle
 
 from persia import env
+from persia.embedding.checks import at_least
 from persia.errors import ConfigError, DeadlineExceededError, InvalidArgumentError, UnavailableError
 from persia.launcher.local_cluster import LocalCluster
 from persia.launcher.supervisor import ManagedProcess
@@ -98,8 +99,7 @@ class PersiaServiceCtx:
             ("embedding_worker_replica_num", embedding_worker_replica_num, least_servers),
             ("embedding_parameter_replica_num", embedding_parameter_replica_num, least_servers),
         ):
-            if not isinstance(number, int) or number < least:
-                raise InvalidArgumentError(f"{name} is {number!r}: it must be an integer of at least {least}")
+            at_least(least, name, number)
         if is_embedded and nproc_per_node > 1:
             raise InvalidArgumentError(
                 f"nproc_per_node is {nproc_per_node}: without servers each would train embeddings of its own"
@@ -130,7 +130,9 @@ class PersiaServiceCtx:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="persia-")))
             # Left in reverse order: the watch ends before the servers do, and takes their end for no failure.
             stack.enter_context(self._cluster)
-            stack.enter_context(_environment({name: self._cluster.env.get(name) for name in _VARIABLES}))
+            # Restored in any case: later contexts of this process must not look for a job that has ended.
+            stack.callback(_set_environment, {name: os.environ.get(name) for name in _VARIABLES})
+            _set_environment({name: self._cluster.env.get(name) for name in _VARIABLES})
             self._start_functions(folder)
             in_main = threading.current_thread() is threading.main_thread()
             watch = threading.Thread(target=self._watch, args=(in_main,), name="persia-service", daemon=True)
@@ -238,9 +240,7 @@ class PersiaServiceCtx:
             return
 
 
-def ensure_persia_service(*args: Any, **kwargs: Any) -> PersiaServiceCtx:
-    """`PersiaServiceCtx(...)`, by its published name."""
-    return PersiaServiceCtx(*args, **kwargs)
+ensure_persia_service = PersiaServiceCtx  # the published name
 
 
 def _one_config(
@@ -269,17 +269,6 @@ def _has_failed(process: ManagedProcess) -> bool:
     """Functions end when they have done their work; servers have no reason to end."""
     is_function = process.name.startswith(f"{DATA_LOADER}-") or process.name == NN_WORKER
     return process.exit_code is not None and not (is_function and process.exit_code == 0)
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str | None]) -> Any:
-    """Sets the variables for the time of the block."""
-    previous = {name: os.environ.get(name) for name in variables}
-    _set_environment(variables)
-    try:
-        yield
-    finally:
-        _set_environment(previous)
 
 
 def _set_environment(variables: Mapping[str, str | None]) -> None:

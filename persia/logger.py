@@ -129,6 +129,7 @@ def _formatter(*, coloured: bool) -> logging.Formatter:
 
 def _file_handler(path: str) -> logging.Handler:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
+    # `delay`: a run without errors leaves no empty file behind.
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(_formatter(coloured=False))
     return handler

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -78,43 +77,29 @@ class PoolRow(NamedTuple):
     batch: int
 
 
-class Pool:
+class Pool(OpenPool):
     """An open pool, locked against other users until it is closed; a context manager.
 
-    Opening brings the pool back to its committed batch, as a server does.
+    Opening brings the pool back to its committed batch, as a server does: `committed` is its number, and
+    `signs()` are those of all rows, ascending. `close()` frees the pool for others.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, kind: Kind = "file") -> None:
         """Raises NotFoundError (no pool), UnavailableError (in use), FailedPreconditionError (another format
         version, or kind "pmem" without libpmem) or CorruptionError (rows are lost)."""
-        self._pool = OpenPool(os.fspath(path), kind)
-
-    @property
-    def committed(self) -> int:
-        """The batch of the pool's checkpoint."""
-        return self._pool.committed
+        super().__init__(os.fspath(path), kind)
 
     def __len__(self) -> int:
-        return self._pool.num_rows
-
-    def signs(self) -> NDArray[np.uint64]:
-        """Signs of all rows, ascending: uint64 [number of rows]."""
-        return self._pool.signs()
+        return self.num_rows
 
     def __getitem__(self, sign: int) -> PoolRow:
         """Raises NotFoundError where the sign has no row."""
-        return PoolRow(*self._pool.row(sign))
-
-    def close(self) -> None:
-        """Frees the pool for others; twice is fine."""
-        self._pool.close()
+        return PoolRow(*self.row(sign))
 
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 

@@ -35,6 +35,7 @@ def setup_seed(seed: int) -> None:
     global _seed
     _seed = seed
     random.seed(seed)
+    # The range that NumPy's generator takes is 32 bits; torch's has 64.
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # CUDA devices too
     # Without it torch refuses cuBLAS as not deterministic. Read when CUDA is first used.
@@ -84,6 +85,7 @@ def find_free_port(port: int = 10000, interval: int = 1) -> int:
     """
     if port < 1 or interval < 1:
         raise InvalidArgumentError(f"port={port} and interval={interval} must be at least 1")
+    # Only a hint: another process may take the port before the caller does. Servers here bind port 0.
     while port <= MAXIMUM_LOCAL_PORT_NUM:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             try:

@@ -162,6 +162,7 @@ def explain(error: ValidationError, path: str = "", *, of_yaml: bool = False) ->
     """The first problem in one line. `of_yaml`: with the remedy for names that YAML reads as other types."""
     problem = error.errors(include_url=False)[0]
     kind, value, *location = problem["type"], problem["input"], *problem["loc"]
+    # So pydantic marks the error of a key, which has its own value as the name before it.
     is_key = location[-1:] == ["[key]"]
     path = join(path, *location[: -2 if is_key else None])
     if kind == "value_error":  # of keys that do not go together; the section does not know its own path

@@ -57,6 +57,7 @@ class Attempts:
             yield pause_s
             # The attempt's own time counts: a slow peer is asked as often as a quick one.
             time.sleep(max(0.0, now + pause_s - time.monotonic()))
+            # Never shorter than it began: without growth `longest_pause_s` is 0.
             self._pause_s = max(self._pause_s, min(_GROWTH * self._pause_s, self._longest_pause_s))
             now = time.monotonic()
             if now >= self._end:

@@ -88,6 +88,7 @@ class EmbeddingWorkerConfig(Section):
 
 _LEAST_TIER_BYTES = 32 << 20  # a header and one extent
 _DEFAULT_CACHE_ROWS = 1_000_000
+# For a few rows with their index: a shard that can keep none would read every row from the tier.
 _LEAST_SHARD_CACHE_BYTES = 1024
 _INDEX_ROW_BYTES = 40  # at most, of each row, in memory or not: index, place in the tier file, order
 
@@ -107,6 +108,7 @@ class StorageConfig(Section):
     syncs: bool = True  # kind file: checkpoints wait for the device
 
     def check(self) -> None:
+        # A path that nothing uses: its author believes that rows survive a restart, and they would not.
         if self.kind == "dram" and self.path is not None:
             raise ConfigError(
                 f"path={show(self.path)} with kind='dram', which has no tier file: set kind: file or pmem, "
@@ -145,10 +147,12 @@ class EmbeddingParameterServerConfig(Section):
     num_hashmap_internal_shards: Annotated[int, Field(ge=1, le=65536)] = 16
     # Embeddings in memory; the optimizer's state is always float32.
     row_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    # Taken from published files without effect: a dump here reads a snapshot, and fills no such buffer.
     full_amount_manager_buffer_size: Positive = 1000
     enable_incremental_update: bool = False
     incremental_buffer_size: Positive = 1_000_000  # changed rows that are written at once
     incremental_dir: str = "/workspace/incremental_dir/"  # or a URL that fsspec knows
+    # As above: packets are files of a storage, not messages of a channel.
     incremental_channel_capacity: Positive = 1000
     incremental_interval_ms: Annotated[int, Field(ge=10, le=86_400_000)] = 500  # at most between packets
     incremental_dense_interval_sec: Annotated[int, Field(ge=0, le=UINT32_MAX)] = 10  # 0: in every packet
@@ -168,6 +172,7 @@ class EmbeddingParameterServerConfig(Section):
                     f"row_dtype={show(self.row_dtype)} with storage.kind={show(self.storage.kind)}: rows in "
                     "a storage tier are float32; leave row_dtype out, or set kind: dram"
                 )
+        # Only where they have an effect: published files have values for features that they do not use.
         if self.enable_incremental_update:
             self._check_incremental()
 

@@ -46,6 +46,7 @@ def _without_nested_inference(common: dict[Any, Any]) -> dict[Any, Any]:
     if not isinstance(job_type, Mapping):
         return common
     settings = job_type.get("Infer") or {}
+    # Anything else below job_type is a mistake of the file, not one of the documentation.
     if set(job_type) != {"Infer"} or not isinstance(settings, Mapping):
         raise ConfigError(
             f"common_config.job_type={show(job_type)} must be 'Train' or 'Infer'; the settings of an "

@@ -98,16 +98,9 @@ class SlotConfig(Section):
     @property
     def rows(self) -> dict[str, object]:
         """Row settings that this slot overrides."""
-        names = (
-            "optimizer",
-            "initializer",
-            "admit_probability",
-            "admit_after",
-            "weight_bound",
-            "time_to_live_sec",
-            "min_norm",
-            "capacity",
-        )
+        # A new setting of rows is declared behind `optimizer`, and needs no second list here.
+        names = list(SlotConfig.model_fields)
+        names = names[names.index("optimizer") :]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def _check_rows(self) -> None:
@@ -131,6 +124,7 @@ class SlotConfig(Section):
 
     def _check_consistency(self) -> None:
         bound = self.embedding_staleness
+        # Without a bound of its own the slot would not differ from a job that is hybrid.
         if self.consistency == "hybrid" and bound is None:
             raise ConfigError(
                 "consistency='hybrid' needs embedding_staleness, the slot's own bound; leave it out for the "
@@ -171,6 +165,7 @@ class SlotsConfig(Section):
             raise ConfigError("slots_config has no slots: add at least one")
         if "" in self.slots_config:
             raise ConfigError("slots_config has a slot with an empty name: name every slot")
+        # Groups first: what follows numbers them, and a slot in two groups has no number.
         self._check_groups()
         self._check_num_groups()
         self._check_num_modes()
@@ -213,6 +208,7 @@ class SlotsConfig(Section):
                 hash_stack_rounds=slot.hash_stack.hash_stack_rounds if slot.hash_stack else 0,
                 hash_stack_size=slot.hash_stack.embedding_size if slot.hash_stack else 0,
                 mode=modes.index(slot.mode),
+                # Numbers begin with 1, as a prefix of 0 is no group; the engine counts its groups from 0.
                 index_prefix=numbers[name] << (64 - self.feature_index_prefix_bit),
                 group=numbers[name] - 1,
                 rows=slot.rows or None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from typing_extensions import Self
 
 from persia.current import current_context, enter_context, leave_context
+from persia.embedding.checks import at_least
 from persia.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -41,10 +42,7 @@ class BaseCtx:
     """
 
     def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
-        if threadpool_worker_size < 1:
-            raise InvalidArgumentError(
-                f"threadpool_worker_size is {threadpool_worker_size}: it must be at least 1"
-            )
+        at_least(1, "threadpool_worker_size", threadpool_worker_size)
         self.device_id = checked_device(device_id)
         self._restore_sigterm: Any = None
         self._members: tuple[object, ...] = ()  # found by their class while this context is current

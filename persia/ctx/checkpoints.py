@@ -150,6 +150,7 @@ class CheckpointMethods:
         map_location: Any = None,
     ) -> None:
         """Reads what `dump_torch_state_dict` wrote; `src_dir` is the path of the file, as published."""
+        # The published argument is a path of a file here, but that of a directory when it is written.
         file = Location.of(src_dir)
         content = Source(file.parent).dense(file.name)
         dense.load_state(torch_instance, content, str(file), map_location)
@@ -261,6 +262,7 @@ class TrainingCheckpointMethods(CheckpointMethods):
         """
         states = self._states(dense_model_filename, opt_filename)
         source = self._load(src_dir, states, map_location, blocking=blocking, strict=strict)
+        # Evaluations and converted models write checkpoints that have no step.
         self.step = source.manifest.step or 0
 
     def wait_for_load_embedding(self) -> None:

@@ -76,6 +76,7 @@ class DataCtx(BaseCtx):
     def _connect(self, to: EmbeddingCtx | None) -> JobConnection:
         name = f"data-loader-{self.replica_index}"
         if to is None and env.get_nats_url() is not None:
+            # Set here: a loader on a thread of a training process must not rename its logs.
             set_role(DATA_LOADER, self.replica_index)
             return JobConnection.connect(name)
         job = find_embedded_job() if to is None else to.runtime.embedded if to.owns_runtime else None
@@ -97,6 +98,7 @@ class DataCtx(BaseCtx):
             raise FailedPreconditionError(
                 "an earlier send_data failed: the stream has ended"
             ) from self._failure
+        # Marked before it is sent: after a failure a worker may have it, and would train it twice.
         persia_batch.mark_sent()
         dense, id_features = persia_batch.encode_dense(), persia_batch.encode_id_features()
         batch_id = self._sender.next_batch_id

@@ -18,7 +18,7 @@ from persia.ctx.checkpoints import CheckpointMethods
 from persia.current import current_context, own_context
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.data import PersiaBatch
-from persia.errors import FailedPreconditionError, PersiaError
+from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
 from persia.job.batch_pipeline import BatchPipeline
 from persia.job.embedded import GlobalSource, SlotsSource, read_slots
 from persia.job.runtime import JobRuntime
@@ -131,8 +131,20 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         """(the model's output, labels)."""
         model = self._require_model()
         dense_tensors, embeddings, labels = self.prepare_features(batch)
-        with FORWARD.of(batch.traced_id):
-            return self._run_model(model, dense_tensors, embeddings), labels
+        try:
+            with FORWARD.of(batch.traced_id):
+                return self._run_model(model, dense_tensors, embeddings), labels
+        except RuntimeError as failure:
+            # Nearly always the first layer was made for another number of columns, which torch cannot name.
+            if "mat1 and mat2 shapes cannot be multiplied" not in str(failure):
+                raise
+            names = [name for name, _ in (*batch.dense.features, *batch.leaves)]
+            inputs = zip(names, (*dense_tensors, *embeddings), strict=True)
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs)
+            raise InvalidArgumentError(
+                f"{failure}: the inputs of the model are {shapes}; set in_features of the layer that reads "
+                "them to the sum of their last dimensions"
+            ) from failure
 
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
@@ -195,6 +207,7 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._exit_deadline_s, self._ends_in_order = _exit_deadline_s(error), error is None
+        # It has a lease: the end of the batches would wait for an object that nothing will use again.
         self.current_batch = None
         try:
             self._resources.close()

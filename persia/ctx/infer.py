@@ -62,6 +62,7 @@ class InferCtx(EmbeddingCtx):
 
 
 def _checked_addresses(addresses: Sequence[str]) -> list[str]:
+    # A single text is a sequence of texts, too: each of its letters would be an address.
     if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
         raise InvalidTypeError(
             f"embedding_worker_address_list is {addresses!r}: pass a list of 'host:port' texts"

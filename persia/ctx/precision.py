@@ -12,7 +12,7 @@ from persia.errors import InvalidArgumentError
 
 __all__ = ["MixedPrecision", "Precision"]
 
-MixedPrecision = bool | str | torch.dtype
+MixedPrecision = bool | str | torch.dtype | None
 
 _NAMES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -27,6 +27,9 @@ class Precision:
     @classmethod
     def of(cls, mixed_precision: MixedPrecision, device_id: int | None) -> Precision:
         """Raises InvalidArgumentError for what the device does not offer."""
+        # The published default is True, which no CPU can do: without a choice it holds on a GPU alone.
+        if mixed_precision is None:
+            mixed_precision = device_id is not None
         if isinstance(mixed_precision, bool):
             made = cls(scaled=mixed_precision)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from persia.ctx.precision import MixedPrecision, Precision
 from persia.ctx.ranks import join_process_group, join_uneven
 from persia.distributed import DistributedBaseOption, get_default_distributed_option
 from persia.embedding import EmbeddingConfig
+from persia.embedding.checks import at_least
 from persia.embedding.optim import Optimizer
-from persia.errors import InvalidArgumentError, InvalidTypeError
+from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.job.embedded import GlobalSource, SlotsSource
-from persia.logger import set_role
+from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import NN_WORKER
 from persia.packets.writer import PacketWriter
 from persia.pipeline.backend import EmbeddingBackend
@@ -51,7 +53,8 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         grad_update_buffer_size: batches whose gradients may wait or be under way, together.
         lookup_emb_directly: must be True; lookups go straight to the embedding workers.
         mixed_precision: True (CUDA only): the loss is scaled for half precision, autocasting is the model's
-            business; "fp16": scaled, and `forward` autocasts; "bf16": `forward` autocasts.
+            business; "fp16": scaled, and `forward` autocasts; "bf16": `forward` autocasts; None: True on
+            CUDA, False on the CPU.
         distributed_option: how several ranks train together; None: DDP over nccl (CUDA) or gloo (CPU).
         model, embedding_config, threadpool_worker_size, device_id, slots, global_config, backend: as for
             `EmbeddingCtx`.
@@ -74,7 +77,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         backward_workers_size: int = 8,
         grad_update_buffer_size: int = 60,
         lookup_emb_directly: bool = True,
-        mixed_precision: MixedPrecision = True,
+        mixed_precision: MixedPrecision = None,
         distributed_option: DistributedBaseOption | None = None,
         model: torch.nn.Module | None = None,
         embedding_config: EmbeddingConfig | None = None,
@@ -92,9 +95,9 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         _check_optimizers(embedding_optimizer, dense_optimizer)
         _check_settings(model, grad_scalar_update_factor, lookup_emb_directly)
         sizes = {
-            "num_workers": _at_least_one("backward_workers_size", backward_workers_size),
-            "queue_capacity": _at_least_one("backward_buffer_size", backward_buffer_size),
-            "max_unacknowledged": _at_least_one("grad_update_buffer_size", grad_update_buffer_size),
+            "num_workers": at_least(1, "backward_workers_size", backward_workers_size),
+            "queue_capacity": at_least(1, "backward_buffer_size", backward_buffer_size),
+            "max_unacknowledged": at_least(1, "grad_update_buffer_size", grad_update_buffer_size),
         }
         self._consistency = Consistency.of(consistency)
         self._precision = Precision.of(mixed_precision, checked_device(device_id))
@@ -110,6 +113,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         )
         self.embedding_optimizer = embedding_optimizer
         self.dense_optimizer = dense_optimizer
+        self._awaits_gradients = False  # a batch was forwarded for training since the last backward
         self.step = 0  # batches that this rank has trained, and those before the checkpoint that it loaded
         self._dump_requests = TrainingDumps(self.dump_checkpoint)
         self._packets: PacketWriter | None = None  # written by the context that owns the runtime
@@ -119,6 +123,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
             # After the process group: the sender starts threads, which would outlive a group that cannot be
             # joined.
             sender = self._pipeline.train(self._consistency, self._uneven_inputs, **sizes)
+            # Only float16 needs it: bfloat16 has the exponents of float32, and nothing underflows.
             scaler = torch.amp.GradScaler(self._device_type) if self._precision.scaled else None
             scaling = scaler, grad_scalar_update_factor, self.world_size
             self._backward = BackwardPass(sender, *scaling, before_dense_step, on_embedding_gradient)
@@ -156,6 +161,29 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
             raise
         return self
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._check_returned()
+                self._warn_untrained()
+        except FailedPreconditionError as mistake:
+            super().__exit__(type(mistake), mistake, mistake.__traceback__)
+            raise
+        super().__exit__(kind, error, trace)
+
+    def _warn_untrained(self) -> None:
+        # No error: a script may enter the context only to look at a batch, or end before the first step.
+        counts = self.counters
+        num_expecting = counts.batches_received - counts.batches_evaluated
+        if num_expecting and not counts.gradients_submitted:
+            get_default_logger().warning(
+                "none of the %d training batches that this context received was trained: call "
+                "ctx.backward(loss) for each; evaluate in eval_ctx(), or with requires_grad=False",
+                num_expecting,
+            )
+
     def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
         """Replaces the embedding config of all servers during training."""
         self.embedding_config = embedding_config
@@ -165,6 +193,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
     def register_embedding_optimizer(self, embedding_optimizer: Optimizer) -> None:
         """Replaces the embedding optimizer of all servers during training."""
         config = embedding_optimizer.train_config(self.embedding_config)
+        # Without `replace` servers refuse another config than the one that they have.
         self.runtime.backend.configure(config, replace=True)
         self.embedding_optimizer.unsubscribe(self.register_embedding_optimizer)
         self.embedding_optimizer = embedding_optimizer
@@ -179,9 +208,23 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
     def prepare_features(
         self, batch: PersiaTrainingBatch
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor] | None]:
+        # Before the batch is replaced: the context alone may hold it any more.
+        self._check_returned()
         prepared = super().prepare_features(batch)
         self._backward.forwarded(batch)
+        self._awaits_gradients = self._awaits_gradients or batch.lease is not None
         return prepared
+
+    def _check_returned(self) -> None:
+        """Raises where `loss.backward()` computed the gradients: nothing would send them to the servers."""
+        batch = self.current_batch
+        if batch is None or not self._awaits_gradients:
+            return
+        if any(leaf.grad is not None for _, leaf in batch.leaves):
+            raise FailedPreconditionError(
+                f"the embeddings of batch {batch.batch_id} got gradients by loss.backward(), which trains "
+                "the dense model alone: call ctx.backward(loss), which applies them and steps both optimizers"
+            )
 
     def backward(self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20) -> torch.Tensor:
         """Computes gradients, hands the embeddings' in, and steps the dense optimizer; returns the scaled
@@ -192,7 +235,16 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         gradients are checked for NaN and Inf at every batch, whatever `embedding_gradient_check_frequency`
         says.
         """
-        scaled_loss = self._backward.run(loss, self.current_batch, self.dense_optimizer)
+        batch = self.current_batch
+        if batch is not None and batch.lease is None and not self._awaits_gradients:
+            raise FailedPreconditionError(
+                f"batch {batch.batch_id} was made with requires_grad=False, so its embeddings get no "
+                "gradients: make it with PersiaBatch(..., requires_grad=True); to evaluate it leave backward "
+                "out, and to train the dense model alone call loss.backward() and step its optimizer"
+            )
+        # Before it may fail: gradients are on their way by the right call.
+        self._awaits_gradients = False
+        scaled_loss = self._backward.run(loss, batch, self.dense_optimizer)
         self.step += 1
         # The state is copied on this thread, between two steps: another thread would copy half of a step.
         if self._packets is not None and self._packets.wants_dense:
@@ -275,9 +327,3 @@ def _check_settings(model: object, grad_scalar_update_factor: float, lookup_emb_
         )
     if not lookup_emb_directly:
         raise InvalidArgumentError("lookup_emb_directly=False is not available: leave it True")
-
-
-def _at_least_one(name: str, value: int) -> int:
-    if value < 1:
-        raise InvalidArgumentError(f"{name} is {value}: it must be at least 1")
-    return value

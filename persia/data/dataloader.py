@@ -7,7 +7,8 @@ from functools import partial
 
 from persia.current import current_context
 from persia.data.dataset import IterableDatasetBase
-from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
+from persia.embedding.checks import at_least
+from persia.errors import FailedPreconditionError, InvalidTypeError
 from persia.job.batch_pipeline import BatchPipeline
 from persia.logger import get_default_logger
 from persia.observability.phases import WAIT_FOR_BATCH
@@ -46,11 +47,11 @@ class DataLoader:
             raise InvalidTypeError(
                 f"dataset is a {type(dataset).__name__}: pass a StreamingDataset, or subclass IterableDataset"
             )
-        _check_positive("forward_buffer_size", forward_buffer_size)
-        _check_positive("timeout_ms", timeout_ms)
-        _check_positive("num_workers", num_workers)
+        self.forward_buffer_size = at_least(1, "forward_buffer_size", forward_buffer_size)
+        self.timeout_ms = at_least(1, "timeout_ms", timeout_ms)
+        at_least(1, "num_workers", num_workers)
         if embedding_staleness is not None:
-            _check_positive("embedding_staleness", embedding_staleness)
+            at_least(1, "embedding_staleness", embedding_staleness)
         if reproducible and embedding_staleness is None:
             embedding_staleness = 1
         if reproducible and embedding_staleness != 1:
@@ -60,8 +61,6 @@ class DataLoader:
                 embedding_staleness,
             )
         self.dataset = dataset
-        self.forward_buffer_size = forward_buffer_size
-        self.timeout_ms = timeout_ms
         # Lookups that race would insert and evict rows in another order in each run.
         self.num_workers = 1 if reproducible else num_workers
         self.reproducible = reproducible
@@ -120,8 +119,3 @@ class DataLoader:
             yield batch
             # Held here no longer: a batch that the script drops without backward must be seen to be dropped.
             del batch
-
-
-def _check_positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise InvalidArgumentError(f"{name} is {value!r}: it must be an integer of at least 1")

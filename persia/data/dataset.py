@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import abc
+import threading
 from collections.abc import Callable, Iterator
 
+from persia.embedding.checks import at_least
 from persia.embedding.data import PersiaBatch
-from persia.errors import InvalidArgumentError, InvalidTypeError
+from persia.errors import FailedPreconditionError, InvalidTypeError
 from persia.job.batch_pipeline import BatchPipeline
+from persia.logger import get_default_logger
 from persia.pipeline.source import BatchSource, LocalSource
 
 __all__ = ["IterableDataset", "IterableDatasetBase", "StreamingDataset"]
@@ -19,9 +22,7 @@ class IterableDatasetBase(abc.ABC):
     buffer_size = 10  # for subclasses that do not call __init__
 
     def __init__(self, buffer_size: int = 10) -> None:
-        if buffer_size < 1:
-            raise InvalidArgumentError(f"buffer_size is {buffer_size}: at least 1 batch must fit")
-        self.buffer_size = buffer_size
+        self.buffer_size = at_least(1, "buffer_size", buffer_size)
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[PersiaBatch]:
@@ -61,7 +62,19 @@ class StreamingDataset(IterableDatasetBase):
         return True
 
     def open_source(self, pipeline: BatchPipeline, *, ordered: bool) -> BatchSource:
+        job = pipeline.runtime.embedded
+        if self.loader is None and job is not None and not job.has_nats:
+            if not _may_have_loader():
+                raise FailedPreconditionError(f"nothing can send batches to this job: {job.loader_remedy}")
+            get_default_logger().info("batches are expected from a DataCtx on another thread of this process")
         return pipeline.receive(self.buffer_size, self.loader, ordered=ordered)
+
+
+def _may_have_loader() -> bool:
+    """Whether a thread is there that a DataCtx may run on, now or later: this one waits for its batches."""
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    # Those of contexts send nothing, but for the loaders of other data sets.
+    return any(not name.startswith("persia-") or name == "persia-loader" for name in others)
 
 
 class IterableDataset(IterableDatasetBase):

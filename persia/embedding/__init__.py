@@ -56,6 +56,7 @@ class EmbeddingConfig:
                 )
         if not 0.0 <= checked_number("admit_probability", self.admit_probability) <= 1.0:
             raise InvalidArgumentError(f"admit_probability={self.admit_probability!r} must be in [0, 1]")
+        # Asked for finiteness beside the range: each comparison with NaN is false.
         bound = checked_number("weight_bound", self.weight_bound)
         if not (math.isfinite(bound) and bound >= 0):
             raise InvalidArgumentError(f"weight_bound={self.weight_bound!r} must be >= 0 (0: no bound)")

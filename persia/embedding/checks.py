@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numbers
 
-from persia.errors import InvalidTypeError
+from persia.errors import InvalidArgumentError, InvalidTypeError
 
-__all__ = ["checked_integer", "checked_number"]
+__all__ = ["at_least", "checked_integer", "checked_number"]
 
 
 def checked_number(name: str, value: object) -> float:
@@ -21,3 +21,10 @@ def checked_integer(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise InvalidTypeError(f"{name}={value!r} is a {type(value).__name__}: pass an integer")
     return int(value)
+
+
+def at_least(least: int, name: str, value: object) -> int:
+    """`value`, an integer of at least `least`. Raises InvalidArgumentError naming the setting."""
+    if not isinstance(value, int) or value < least:
+        raise InvalidArgumentError(f"{name} is {value!r}: it must be an integer of at least {least}")
+    return value

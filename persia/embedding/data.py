@@ -135,9 +135,11 @@ class PersiaBatch:
         self._check_sizes()
         if requires_grad and not self.labels:
             raise InvalidArgumentError("add label data when requires_grad set to true.")
+        # A batch registers its IDs at a worker when it is sent: a second time, it would train twice.
         self._sent = False
 
     def _check_classes(self) -> None:
+        # Named by their position: an object of another class has no name to tell.
         for argument, found, expected in (
             ("id_type_features", self.id_type_features, IDTypeFeature),
             ("non_id_type_features", self.non_id_type_features, NonIDTypeFeature),
@@ -195,6 +197,7 @@ class PersiaBatch:
     @classmethod
     def from_bytes(cls, message: bytes | bytearray | memoryview) -> PersiaBatch:
         """The batch that `to_bytes` wrote. Raises CorruptionError for anything else."""
+        # A copy: arrays of the batch are views of it, and the caller may fill its buffer anew.
         data = bytes(message)
         if len(data) < _HEADER.size:
             raise CorruptionError(f"a batch of {len(data)} bytes is cut short: its header has {_HEADER.size}")

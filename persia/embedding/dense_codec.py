@@ -134,6 +134,7 @@ def decode_dense(message: bytes | memoryview) -> DenseSection:
     meta = None if meta_bytes == _NO_META else bytes(reader.take(meta_bytes, "meta"))
     features: list[NamedArray] = []
     labels: list[NamedArray] = []
+    # No list is made for `num_tensors`: the number is not to be trusted until so many have been read.
     for number in range(num_tensors):
         role, named = _decode_tensor(reader, number, batch_size)
         (labels if role == _LABEL else features).append(named)

@@ -6,8 +6,9 @@ as they are. Everything else is joined natively: no loop over samples or IDs is 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,11 @@ MAX_BATCH_SIZE = 65535
 
 _Item = TypeVar("_Item")
 
+if TYPE_CHECKING:
+    import torch
+
+    _GivenIds = NDArray[np.uint64] | NDArray[np.int64] | torch.Tensor
+
 _Ids = NDArray[np.uint64]
 _Offsets = NDArray[np.uint32]
 _Weights = NDArray[np.float32]
@@ -41,8 +47,9 @@ class IDTypeFeature:
 
     Args:
         name: the slot's name in the embedding config.
-        data: one 1-D uint64 array a sample; empty ones and duplicates are fine. (`IDTypeFeature(data, name)`,
-            the order in the published documentation, is accepted too.)
+        data: one 1-D uint64 or int64 array a sample, or torch tensors of int64; empty ones and duplicates are
+            fine. A negative ID is the unsigned one of the same 64 bits, as hashes have them: -1 is 2^64 - 1.
+            (`IDTypeFeature(data, name)`, the order in the published documentation, is accepted too.)
         weights: one 1-D float32 array a sample, as long as its IDs; None is 1 for all. The slot sums
             weight times row, and its mean or root divides by the weights: docs/training.md.
 
@@ -55,7 +62,7 @@ class IDTypeFeature:
         weights: float32 [total], or None.
 
     Raises:
-        InvalidTypeError: a sample is no uint64 array; names feature, sample and what was found.
+        InvalidTypeError: a sample is no array of IDs; names feature, sample and what was found.
         InvalidArgumentError: a sample is not 1-D, no samples, more than `MAX_BATCH_SIZE`, weights that are
             not one an ID or not finite.
     """
@@ -65,20 +72,30 @@ class IDTypeFeature:
     offsets: _Offsets
     weights: _Weights | None
 
-    def __init__(self, name: str, data: Sequence[_Ids], weights: Sequence[_Weights] | None = None) -> None:
+    def __init__(
+        self, name: str, data: Sequence[_GivenIds], weights: Sequence[_Weights] | None = None
+    ) -> None:
         name, data = _name_first(name, data)
         self.name = check_name(name)
         # The native walker takes lists alone, and checks each sample as it copies it.
-        samples = data if isinstance(data, list) else self._listed(data)
+        samples = data if isinstance(data, list) else self._listed(_without_torch(data))
         check_batch_size(len(samples), f"feature {self.name!r}")
+        if _without_torch(samples[0]) is not samples[0]:
+            samples = [_without_torch(sample) for sample in samples]
         self.ids, self.offsets = _native.flatten_samples(self.name, samples)
         self.weights = None if weights is None else self._joined_weights(weights)
 
     @classmethod
     def from_csr(
-        cls, name: str, values: NDArray[Any], offsets: NDArray[Any], weights: _Weights | None = None
+        cls,
+        name: str,
+        values: _GivenIds,
+        offsets: NDArray[Any] | torch.Tensor,
+        weights: _Weights | None = None,
     ) -> IDTypeFeature:
         """IDs that are compressed rows already. `values` and uint32 `offsets` are kept, not copied.
+
+        Arrays may be torch tensors, too.
 
         Args:
             name: the slot's name in the embedding config.
@@ -222,21 +239,22 @@ class IDTypeFeatureWithSingleID(IDTypeFeature):
 
     Args:
         name: the slot's name in the embedding config.
-        data: uint64 [batch_size].
+        data: uint64 or int64 [batch_size], an array or a torch tensor; see `IDTypeFeature`.
         weights: float32 [batch_size], or None for 1 each.
 
     Raises:
-        InvalidTypeError: not a 1-D uint64 array.
-        InvalidArgumentError: no samples, more than `MAX_BATCH_SIZE`, weights that are not one an ID.
+        InvalidTypeError: another dtype or type.
+        InvalidArgumentError: not 1-D, no samples, more than `MAX_BATCH_SIZE`, weights that are not one an ID.
     """
 
-    def __init__(self, name: str, data: _Ids, weights: _Weights | None = None) -> None:
+    def __init__(self, name: str, data: _GivenIds, weights: _Weights | None = None) -> None:
         name, data = _name_first(name, data)
         self.name = check_name(name)
+        # Unchecked, whatever numpy can make IDs of is taken.
         if not env.skip_check_data():
-            self._check(data)
+            data = _array(data, f"feature {self.name!r}", "uint64", "int64")
         try:
-            self.ids = np.ascontiguousarray(data, dtype=np.uint64)
+            self.ids = np.ascontiguousarray(_without_torch(data), dtype=np.uint64)
         except (TypeError, ValueError, OverflowError) as error:  # unchecked, and no numbers
             raise InvalidTypeError(f"feature {self.name!r} cannot be made uint64: {error}") from error
         if self.ids.ndim != 1:
@@ -248,20 +266,17 @@ class IDTypeFeatureWithSingleID(IDTypeFeature):
         self.offsets = np.arange(len(self.ids) + 1, dtype=np.uint32)
         self.weights = _checked_weights(f"feature {self.name!r}", self.ids, weights)
 
-    def _check(self, data: object) -> None:
-        if not isinstance(data, np.ndarray):
-            raise InvalidTypeError(
-                f"feature {self.name!r} is a {type(data).__name__}: pass a numpy array of uint64"
-            )
-        if data.ndim != 1 or data.dtype != np.uint64:
-            raise InvalidTypeError(
-                f"feature {self.name!r} has shape {data.shape} and dtype {data.dtype}: "
-                "pass a 1-D array of uint64, for instance .reshape(-1).astype(np.uint64)"
-            )
+
+def _without_torch(data: Any) -> Any:
+    """An array on the host in the place of a torch tensor; anything else as it is."""
+    # Not imported: a data loader does not pay for torch, and one that passes tensors has imported it.
+    torch = sys.modules.get("torch")
+    return data.numpy(force=True) if torch is not None and isinstance(data, torch.Tensor) else data
 
 
 def _array(data: object, what: str, *dtypes: str) -> NDArray[Any]:
     """A contiguous 1-D array of one of the dtypes."""
+    data = _without_torch(data)
     if not isinstance(data, np.ndarray) or data.dtype not in dtypes:
         found = f"an array of {data.dtype}" if isinstance(data, np.ndarray) else f"a {type(data).__name__}"
         raise InvalidTypeError(f"{what} is {found}: pass a numpy array of {' or '.join(dtypes)}")

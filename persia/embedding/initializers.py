@@ -43,6 +43,7 @@ class Initializer:
 
     def _given(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        # None is a default that depends on the other settings: the engine computes it.
         return {name: value for name, value in values.items() if value is not None}
 
 

@@ -77,6 +77,7 @@ class LRSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken."""
         self.scheduler.load_state_dict(state["scheduler"])
+        # The state of a torch scheduler lacks the present rate: torch keeps that with the optimizer.
         self._stand_in.param_groups[0]["lr"] = state["lr"]
         self._pass_on()
 

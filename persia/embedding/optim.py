@@ -51,7 +51,9 @@ class Optimizer:
             if field.name == "betas":
                 self.betas = _checked_betas(value)
             elif field.type == "bool":
-                _check_flag(field.name, value)
+                if not isinstance(value, bool):
+                    found = type(value).__name__
+                    raise InvalidTypeError(f"{field.name}={value!r} is a {found}: pass True or False")
             else:
                 setattr(self, field.name, checked_number(field.name, value))
         if not (math.isfinite(self.lr) and self.lr > 0):
@@ -67,6 +69,7 @@ class Optimizer:
 
     def settings(self) -> dict[str, Any]:
         """The optimizer as a slot of `embedding_config.yml` has it: `name` and all hyper-parameters."""
+        # The engine's hyper-parameters are single numbers, and files have them by the same names.
         settings: dict[str, Any] = {"name": self.name}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -134,7 +137,7 @@ class Optimizer:
             FailedPreconditionError: no `TrainCtx` is entered.
         """
         # By name and not by class: this layer is below contexts.
-        context = current_context()
+        context = current_context(object)
         register = getattr(context, "register_embedding_optimizer", None)
         if register is None:
             raise FailedPreconditionError(
@@ -335,8 +338,3 @@ def _checked_betas(betas: object) -> tuple[float, float]:
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise InvalidArgumentError(f"betas={betas!r} must be two numbers (beta1, beta2)")
     return checked_number("beta1", betas[0]), checked_number("beta2", betas[1])
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise InvalidTypeError(f"{name}={value!r} is a {type(value).__name__}: pass True or False")

@@ -133,6 +133,7 @@ def _make_rows(
     """The rows of each weight, by its identity."""
     weights = _weights(chosen)
     if servers is not None:
+        # Asked before rows are made: a slot that is missing must not leave half of the model converted.
         servers.check({name: module.embedding_dim for name, module in weights.values()})
         servers.check_train_config(optimizer.train_config(embedding_config))
     return {
@@ -161,8 +162,10 @@ def _weights(chosen: dict[str, _Original]) -> dict[int, tuple[str, _Original]]:
 
 def _chosen(model: nn.Module, select: Select | None) -> dict[str, _Original]:
     """Checked, by qualified name. A table inside a larger module, as one of torchrec, is found, too."""
+    # Before anything is changed: after an error the model is as it was, and no weight is emptied.
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
+    # A frozen weight stays with torch: a store has the optimizer's state of each row.
     found = {
         name: module
         for name, module in model.named_modules()

@@ -8,9 +8,9 @@ workers and parameter servers run; here it needs neither broker nor servers.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -24,9 +24,16 @@ from persia.config import CheckpointingConfig, SlotConfig, SlotsConfig
 from persia.embedding import EmbeddingConfig
 from persia.embedding.checks import checked_integer
 from persia.embedding.optim import Optimizer
-from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, InvalidTypeError
+from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.job.runtime import local_share
 from persia.logger import get_logger
+
+if TYPE_CHECKING:
+    from persia.nn.servers import ServerTable
+
+    # What holds the rows. Both have the same calls, are thread-safe, and have applied an update when
+    # `update` returns, or raise. Its batch is what the training lookup returned beside the rows.
+    Engine = _native.EmbeddingBags | ServerTable
 
 _logger = get_logger(__name__)
 
@@ -46,36 +53,6 @@ class BagStats:
     num_updated: int  # rows, each once a batch
     num_missing: int  # gradients dropped because their row had been evicted or never admitted
     num_nonfinite: int  # gradients dropped because their sum was NaN or infinite
-
-
-class UpdateReport(Protocol):
-    """What became of an update's rows."""
-
-    @property
-    def num_nonfinite(self) -> int: ...
-
-
-class Engine(Protocol):
-    """What holds the rows: `_native.EmbeddingBags`, or the same calls on servers. Thread-safe."""
-
-    def configure(self, config: _native.TrainConfig, *, replace: bool = False) -> None: ...
-
-    def lookup(
-        self,
-        values: NDArray[np.uint64],
-        lengths: NDArray[np.int64],
-        *,
-        train: bool,
-        weights: NDArray[np.float32] | None = None,
-    ) -> tuple[NDArray[np.float32], Any]:
-        """Pooled rows [batch, dims], and what `update` wants of a training lookup."""
-
-    def update(self, batch: Any, gradients: NDArray[np.float32]) -> UpdateReport:
-        """Applied when it returns, or it raises."""
-
-    def set_rows(self, slot: int, ids: NDArray[np.uint64], rows: NDArray[np.float32]) -> None: ...
-    def stats(self) -> _native.StoreStats: ...
-    def clear(self) -> None: ...
 
 
 class EmbeddingBagCollection(torch.nn.Module):
@@ -190,7 +167,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         self._check_can_look_up()
         if isinstance(values, torch.Tensor):
             return self._pooled(values, lengths, per_sample_weights)
-        pooled = self._pooled(*self._of_keyed_jagged(values, lengths, per_sample_weights))
+        pooled = self._pooled(*_of_keyed_jagged(self.slot_names, values, lengths, per_sample_weights))
         from torchrec import KeyedTensor  # no dependency: it is installed where a KeyedJaggedTensor is
 
         dims = [slot.dim for slot in self.slots_config.slots_config.values()]
@@ -203,12 +180,22 @@ class EmbeddingBagCollection(torch.nn.Module):
             raise InvalidArgumentError("lengths is missing: give int64 [num_slots, batch] beside the values")
         check_tensor(lengths, "lengths", torch.int64, shape=" [num_slots, batch]")
         ids, counts, weights = _ids(values, "values"), _array(lengths), _weights(per_sample_weights)
+        return self._look_up(ids, counts, self._update, weights).to(values.device)
+
+    def _look_up(
+        self,
+        ids: NDArray[np.uint64],
+        lengths: NDArray[np.int64],
+        on_gradient: Callable[[Any, torch.Tensor], None],
+        weights: NDArray[np.float32] | None = None,
+    ) -> torch.Tensor:
+        """On the host. `on_gradient` gets the engine's batch and the gradient, in the backward pass."""
         if self.training and torch.is_grad_enabled():
-            pooled: torch.Tensor = _PooledLookup.apply(self._anchor, self, ids, counts, weights)  # type: ignore[no-untyped-call]
-        else:
-            rows, _ = self._bags.lookup(ids, counts, train=False, weights=weights)
-            pooled = torch.from_numpy(rows)
-        return pooled.to(values.device)
+            inputs = (self._anchor, self._bags, ids, lengths, weights, on_gradient)
+            pooled: torch.Tensor = _PooledLookup.apply(*inputs)  # type: ignore[no-untyped-call]
+            return pooled
+        rows, _ = self._bags.lookup(ids, lengths, train=False, weights=weights)
+        return torch.from_numpy(rows)
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Changes settings of the same optimizer, such as its learning rate.
@@ -313,6 +300,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         return f"{slots}; {type(self.optimizer).__name__}, rows={self._bags.stats().num_rows}"
 
     def __reduce__(self) -> NoReturn:
+        # Asked by copy and pickle, which would make a second object over the rows of this one.
         raise FailedPreconditionError(
             f"an {type(self).__name__} cannot be copied or pickled: its rows are in this process's store. "
             "Save them with `dump()`, and `state_dict()` of the dense modules beside them"
@@ -326,33 +314,6 @@ class EmbeddingBagCollection(torch.nn.Module):
                 "rows it lacks: look IDs up there, or make a collection here"
             )
 
-    def _of_keyed_jagged(
-        self, keyed: Any, lengths: torch.Tensor | None, weights: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        if not all(hasattr(keyed, name) for name in ("keys", "values", "lengths", "weights_or_none")):
-            raise InvalidTypeError(
-                f"values is a {type(keyed).__name__}, must be a torch.Tensor of IDs or a KeyedJaggedTensor"
-            )
-        if lengths is not None:
-            raise InvalidArgumentError("lengths was given beside a KeyedJaggedTensor, which has its own")
-        if weights is not None:
-            raise InvalidArgumentError(
-                "per_sample_weights was given beside a KeyedJaggedTensor: give it weights of its own"
-            )
-        # Another order would look IDs up in slots of other features without any error.
-        if list(keyed.keys()) != self.slot_names:
-            raise InvalidArgumentError(
-                f"the KeyedJaggedTensor has the keys {list(keyed.keys())}, must have the slots in their "
-                f"order: {self.slot_names}"
-            )
-        if keyed.variable_stride_per_key():
-            raise InvalidArgumentError(
-                "the KeyedJaggedTensor has another batch size for each key, which is not supported"
-            )
-        # Its lengths may be int32.
-        counts = keyed.lengths().to(torch.int64).view(len(self.slot_names), -1)
-        return keyed.values(), counts, keyed.weights_or_none()
-
     def _own_store(self) -> _native.EmbeddingStore:
         if isinstance(self._bags, _native.EmbeddingBags):
             return self._bags.store
@@ -365,6 +326,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         share = local_share(
             self._own_store(), self.slots_config, self._num_threads, dump_percent=dump_percent
         )
+        # A process alone coordinates itself: the same dump as that of a cluster, with one peer in memory.
         peer = LocalPeer(CheckpointService(share))
         return Checkpoints(lambda: [peer], deadline_s=env.get_deadline_s())
 
@@ -380,26 +342,55 @@ class EmbeddingBagCollection(torch.nn.Module):
 
 
 class _PooledLookup(torch.autograd.Function):
-    """The lookup, whose backward pass is the update."""
+    """A training lookup, which hands its gradient to `on_gradient`. Rows are no tensors of autograd."""
 
     @staticmethod
     def forward(
         ctx: Any,
         anchor: torch.Tensor,
-        module: EmbeddingBagCollection,
+        bags: Engine,
         ids: NDArray[np.uint64],
         lengths: NDArray[np.int64],
         weights: NDArray[np.float32] | None,
+        on_gradient: Callable[[Any, torch.Tensor], None],
     ) -> torch.Tensor:
-        rows, ctx.batch = module._bags.lookup(ids, lengths, train=True, weights=weights)
-        ctx.module = module
+        rows, ctx.batch = bags.lookup(ids, lengths, train=True, weights=weights)
+        ctx.on_gradient = on_gradient
         return torch.from_numpy(rows)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None, None]:
-        ctx.module._update(ctx.batch, gradient)
-        return None, None, None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
+        ctx.on_gradient(ctx.batch, gradient)
+        return (None,) * 6
+
+
+def _of_keyed_jagged(
+    slot_names: list[str], keyed: Any, lengths: torch.Tensor | None, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    if not all(hasattr(keyed, name) for name in ("keys", "values", "lengths", "weights_or_none")):
+        raise InvalidTypeError(
+            f"values is a {type(keyed).__name__}, must be a torch.Tensor of IDs or a KeyedJaggedTensor"
+        )
+    if lengths is not None:
+        raise InvalidArgumentError("lengths was given beside a KeyedJaggedTensor, which has its own")
+    if weights is not None:
+        raise InvalidArgumentError(
+            "per_sample_weights was given beside a KeyedJaggedTensor: give it weights of its own"
+        )
+    # Another order would look IDs up in slots of other features without any error.
+    if list(keyed.keys()) != slot_names:
+        raise InvalidArgumentError(
+            f"the KeyedJaggedTensor has the keys {list(keyed.keys())}, must have the slots in their "
+            f"order: {slot_names}"
+        )
+    if keyed.variable_stride_per_key():
+        raise InvalidArgumentError(
+            "the KeyedJaggedTensor has another batch size for each key, which is not supported"
+        )
+    # Its lengths may be int32.
+    counts = keyed.lengths().to(torch.int64).view(len(slot_names), -1)
+    return keyed.values(), counts, keyed.weights_or_none()
 
 
 def check_optimizer(optimizer: object) -> None:
@@ -416,24 +407,15 @@ def _slots_config(slots: Mapping[str, int | SlotConfig]) -> SlotsConfig:
         raise InvalidTypeError(
             f"slots is {_kind(slots)}, must be a mapping of names to dims, or a SlotsConfig"
         )
-    configs = {name: _slot_config(name, slot) for name, slot in slots.items()}
+    configs: dict[str, Any]  # checked below, where the names of the wrong ones are known
+    configs = {n: slot if isinstance(slot, SlotConfig) else {"dim": slot} for n, slot in slots.items()}
     return SlotsConfig(slots_config=configs, feature_index_prefix_bit=prefix_bits(len(configs)))
 
 
 def prefix_bits(num_slots: int) -> int:
     """For slots that are groups of their own, numbered from 1 in the top bits of their signs."""
+    # More bits than slots need would take them from the IDs, which are folded to what is left.
     return max(_DEFAULT_PREFIX_BITS, num_slots.bit_length())
-
-
-def _slot_config(name: str, slot: int | SlotConfig) -> SlotConfig:
-    if not isinstance(name, str):
-        raise InvalidTypeError(f"slots has the name {name!r}, must be a string")
-    if isinstance(slot, SlotConfig):
-        return slot
-    try:
-        return SlotConfig(dim=slot)
-    except ConfigError as error:
-        raise InvalidArgumentError(f"slot {name!r}: {error}") from None
 
 
 def _in_range(name: str, value: int, maximum: int) -> int:

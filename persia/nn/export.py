@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,13 +29,12 @@ from persia.nn.exported import (
     KeyedRows,
 )
 from persia.nn.store_embedding import StoreEmbedding, StoreEmbeddingBag, StoreRows
+from persia.rows.reader import snapshot_blocks
 
 _logger = get_logger(__name__)
 
 _BYTES_OF_A_KEY = 8
 _PART_BYTES = 64 << 20  # read and decoded at a time
-_READ_BYTES = 4 << 20
-_HEAD_BYTES = 256
 
 
 def export(
@@ -91,6 +89,7 @@ def export(
 
 def _places(model: nn.Module) -> dict[str, nn.Module]:
     kinds = (StoreEmbedding, StoreEmbeddingBag, EmbeddingBagCollection)
+    # The rows of a converted module are a collection by themselves, and are exported in its place.
     places: dict[str, nn.Module] = {
         place: module
         for place, module in model.named_modules()
@@ -134,13 +133,6 @@ class _Least:
     @property
     def is_any(self) -> bool:
         return not self.norm and self.updates <= 0
-
-    def check(self, place: str, collection: EmbeddingBagCollection) -> None:
-        if self.updates > 0 and not collection.counts_updates:
-            raise FailedPreconditionError(
-                f"min_updates={self.updates}, and {place or type(collection).__name__!r} does not count "
-                "updates: make it with count_updates=True, before training, or choose by ids= or min_norm="
-            )
 
     def keep(
         self, collection: EmbeddingBagCollection, signs: torch.Tensor, rows: torch.Tensor
@@ -215,10 +207,7 @@ class _Exporter:
         tied = [name for name, module in self._places.items() if getattr(module, "rows", None) is rows]
         asked = [self._ids[name] for name in tied if name in self._ids]
         wanted = torch.cat(asked) if len(asked) == len(tied) else None
-        if rows.in_servers:
-            gathered = self._read_from_servers(place, rows, slot, wanted)
-        else:
-            gathered = self._gather(place, rows, slots, dict.fromkeys(slots, wanted))[slot.dim]
+        gathered = self._gather(place, rows, slots, dict.fromkeys(slots, wanted))[slot.dim]
         keys, values = _sorted(gathered, slot.dim)
         # The module of a converted weight gets IDs, so its table needs no signs.
         keys -= slot.prefix
@@ -237,53 +226,30 @@ class _Exporter:
         slots: dict[str, ExportedSlot],
         wanted: dict[str, torch.Tensor | None],
     ) -> dict[int, _Gathered]:
-        self._least.check(place, collection)
-        num_rows = collection.stats().num_rows
-        _logger.info(
-            "exporting %r: %s rows, at most %s bytes",
-            place or type(collection).__name__,
-            f"{num_rows:,}",
-            f"{num_rows * (4 * max(slot.dim for slot in slots.values()) + _BYTES_OF_A_KEY):,}",
-        )
+        name = place or type(collection).__name__
+        if self._least.updates > 0 and not collection.counts_updates:
+            raise FailedPreconditionError(
+                f"min_updates={self._least.updates}, and {name!r} does not count updates: make it with "
+                "count_updates=True, before training, or choose by ids= or min_norm="
+            )
+        if isinstance(collection, StoreRows) and collection.in_servers:
+            blocks = _rows_in_servers(place, collection, slots, wanted)
+        else:
+            blocks = _all_rows(name, collection)
         chosen = _Choice(slots, wanted, collection.slots_config.feature_index_prefix_bit)
         # By dim: slots of one dim share a table, as they may share rows.
         gathered = {slot.dim: _Gathered() for slot in slots.values()}
-        for raw_signs, raw_rows in _all_rows(collection):
-            signs, rows = torch.from_numpy(raw_signs.view(np.int64)), torch.from_numpy(raw_rows)
+        for signs, rows in blocks:
+            table = gathered[rows.shape[1]]
             keep = chosen(signs) & self._least.keep(collection, signs, rows)
-            self._take(place, gathered[raw_rows.shape[1]], signs, rows, keep)
-        _log_left_out(place or type(collection).__name__, gathered)
+            table.num_left_out += len(signs) - int(keep.sum())
+            # Indexing copies: a view would keep all rows of the block in memory.
+            table.signs.append(signs[keep])
+            table.rows.append(rows[keep])
+            num_kept = len(table.signs[-1])
+            self._limit.take(place, num_kept, _bytes_of(num_kept, rows.shape[1]))
+        _log_left_out(name, gathered)
         return gathered
-
-    def _read_from_servers(
-        self, place: str, rows: StoreRows, slot: ExportedSlot, wanted: torch.Tensor | None
-    ) -> _Gathered:
-        """Servers are asked for IDs; what reads as zeros is left out, which changes no output."""
-        if wanted is None and rows.num_embeddings is None:
-            raise FailedPreconditionError(
-                f"{place!r} has rows of any IDs, and servers do not list them: name those to export by ids=, "
-                "or dump a checkpoint and read it (docs/checkpoints.md)"
-            )
-        self._least.check(place, rows)
-        known = torch.arange(rows.num_embeddings or 0) if wanted is None else wanted
-        id_bits = 64 - rows.slots_config.feature_index_prefix_bit
-        gathered = _Gathered()
-        for ids in rows.id_blocks(torch.unique(known)):
-            values = rows.read(ids)
-            there = values.any(1)
-            signs, values = slot.signs(ids, id_bits)[there], values[there]
-            self._take(place, gathered, signs, values, self._least.keep(rows, signs, values))
-        _log_left_out(place, {slot.dim: gathered})
-        return gathered
-
-    def _take(
-        self, place: str, gathered: _Gathered, signs: torch.Tensor, rows: torch.Tensor, keep: torch.Tensor
-    ) -> None:
-        gathered.num_left_out += len(signs) - int(keep.sum())
-        signs, rows = signs[keep], rows[keep]  # copies: what they were read from goes
-        self._limit.take(place, len(signs), _bytes_of(len(signs), rows.shape[1]))
-        gathered.signs.append(signs)
-        gathered.rows.append(rows)
 
     def _check_ids(self) -> None:
         known = []
@@ -292,47 +258,67 @@ class _Exporter:
                 known += [_slot_place(place, name) for name in module.slot_names]
             else:
                 known.append(place)
+        # A misspelt place would be exported whole, as one that was not named.
         if unknown := sorted(set(self._ids) - set(known)):
             raise InvalidArgumentError(
                 f"ids has {unknown[0]!r}, which is no place of rows: they are {', '.join(known)}"
             )
 
 
-def _all_rows(collection: EmbeddingBagCollection) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.float32]]]:
-    """Signs [n] and rows [n, dim], every row once, in no order.
+_Blocks = Iterator[tuple[torch.Tensor, torch.Tensor]]  # signs int64 [n], rows float32 [n, dim]
+
+
+def _all_rows(name: str, collection: EmbeddingBagCollection) -> _Blocks:
+    """Every row once, in no order.
 
     Raises:
         FailedPreconditionError: a snapshot of the store is under way already.
         ResourceExhaustedError: other threads train faster than rows can be read.
     """
+    stats = collection.stats()
+    # Before anything is built: the log tells what was tried where the process ends for want of memory.
+    dims = [slot.dim for slot in collection.slots_config.slots_config.values()]
+    bound = _bytes_of(stats.num_rows, max(dims))
+    _logger.info("exporting %r: %s rows, at most %s bytes", name, f"{stats.num_rows:,}", f"{bound:,}")
     # Each part is decoded as a whole; their size bounds the memory beside the result.
-    num_parts = max(1, collection.stats().memory_bytes // _PART_BYTES)
+    num_parts = max(1, stats.memory_bytes // _PART_BYTES)
     snapshot = collection._own_store().begin_snapshot(num_parts)
     try:
         for index in range(num_parts):
-            yield from _rows_of(snapshot.part(index))
+            by_dim: dict[int, list[_native.BlockRows]] = {}
+            for block in _native.decode_checkpoint_blocks(snapshot_blocks(snapshot.part(index))):
+                by_dim.setdefault(block.dim, []).append(block)
+            # Blocks are small, one for each dim and virtual shard: joined, they cost one tensor operation a
+            # part.
+            for blocks in by_dim.values():
+                signs = np.concatenate([block.signs for block in blocks]).view(np.int64)
+                rows = np.concatenate([block.embeddings for block in blocks])
+                yield torch.from_numpy(signs), torch.from_numpy(rows)
     finally:
         snapshot.close()
 
 
-def _rows_of(part: _native.SnapshotPart) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.float32]]]:
-    """A part has the bytes of a checkpoint file: header, blocks, footer, trailer."""
-    file = bytearray()
-    while chunk := part.read(_READ_BYTES):
-        file += chunk
-    header = _native.parse_checkpoint_header(bytes(file[:_HEAD_BYTES]))
-    begin = header["header_bytes"]
-    end, _ = _native.parse_checkpoint_trailer(bytes(file[-_native.CHECKPOINT_TRAILER_BYTES :]))
-    assert isinstance(begin, int)
-    by_dim: dict[int, list[_native.BlockRows]] = {}
-    # Blocks are small, one for each dim and virtual shard: joined, they cost one tensor operation a part.
-    for block in _native.decode_checkpoint_blocks(memoryview(file)[begin:end]):
-        by_dim.setdefault(block.dim, []).append(block)
-    for blocks in by_dim.values():
-        yield (
-            np.concatenate([block.signs for block in blocks]),
-            np.concatenate([block.embeddings for block in blocks]),
+def _rows_in_servers(
+    place: str,
+    rows: StoreRows,
+    slots: dict[str, ExportedSlot],
+    wanted: dict[str, torch.Tensor | None],
+) -> _Blocks:
+    """Servers are asked for IDs; what reads as zeros is left out, which changes no output."""
+    ((name, slot),) = slots.items()
+    ids = wanted[name]
+    if ids is None and rows.num_embeddings is None:
+        raise FailedPreconditionError(
+            f"{place!r} has rows of any IDs, and servers do not list them: name those to export by ids=, "
+            "or dump a checkpoint and read it (docs/checkpoints.md)"
         )
+    known = torch.arange(rows.num_embeddings or 0) if ids is None else ids
+    # Each once: keys of a table must differ, and several modules may have named the same ID.
+    for block in rows.id_blocks(torch.unique(known)):
+        values = rows.read(block)
+        is_there = values.any(1)
+        signs = slot.signs(block, 64 - rows.slots_config.feature_index_prefix_bit)
+        yield signs[is_there], values[is_there]
 
 
 class _Choice:
@@ -380,6 +366,7 @@ def _slots(collection: EmbeddingBagCollection) -> dict[str, ExportedSlot]:
         stack = slot.hash_stack
         slots[name] = ExportedSlot(
             dim=slot.dim,
+            # An int64 of the same bits, which is what torch computes with.
             prefix=prefix - (1 << 64) if prefix >= 1 << 63 else prefix,
             sqrt_scaling=slot.sqrt_scaling,
             rounds=stack.hash_stack_rounds if stack else 0,

@@ -157,6 +157,7 @@ class ExportedEmbeddingBag(nn.Module):
         sums = rows.new_zeros(begins.shape[0], self.table.dim).index_add(0, bags, rows)
         if self.mode == "mean":
             counts = torch.zeros_like(begins).index_add(0, bags, is_id)
+            # At least 1: a bag without IDs gives zeros, not NaN.
             sums = sums / counts.clamp(min=1).unsqueeze(1)
         return sums
 
@@ -238,6 +239,7 @@ def fold(ids: torch.Tensor, id_bits: int) -> torch.Tensor:
     """ID modulo 2^id_bits - 1."""
     modulus = (1 << id_bits) - 1
     folded = (ids & modulus) + shifted_right(ids, id_bits)
+    # Twice: the sum of both halves is at most twice the modulus, and the modulus itself must become 0.
     folded = torch.where(folded >= modulus, folded - modulus, folded)
     return torch.where(folded >= modulus, folded - modulus, folded)
 

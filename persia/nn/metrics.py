@@ -8,7 +8,7 @@ gathers their rings first, so the result is that of all samples and the same eve
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from persia.embedding.checks import checked_integer
 from persia.errors import InvalidArgumentError, InvalidTypeError
 from persia.nn.replicas import gather_ragged
 
+_DTYPES = (torch.float32, torch.float32, torch.int64)  # of predictions, labels, users
 _EPSILON = float(np.finfo(np.float32).eps)  # predictions of 0 and 1 are taken for this close to them
 
 
@@ -30,10 +31,14 @@ class ClickQuality:
     num_samples: int
     num_nonfinite: int  # samples left out, whose prediction was NaN or infinite
     auc: float  # the chance that a positive is above a negative; a tie is half
-    gauc: float  # the mean of the users' AUC by their samples; users of one class are left out
+    # The mean of the users' AUC by their samples; users of one class are left out. None: none were given.
+    gauc: float | None
     log_loss: float  # in nats
     normalized_entropy: float  # the log loss over that of always predicting the mean label
     calibration: float  # the mean prediction over the mean label
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value:.6g}" for name, value in asdict(self).items() if value is not None)
 
 
 class ClickMetrics:
@@ -65,9 +70,7 @@ class ClickMetrics:
     def reset(self) -> None:
         """Forgets all samples."""
         self._num_seen = 0
-        self._predictions: torch.Tensor | None = None
-        self._labels: torch.Tensor | None = None
-        self._users: torch.Tensor | None = None
+        self._rings: list[torch.Tensor] = []  # of predictions, labels and, where they are given, users
 
     def update(
         self, predictions: torch.Tensor, labels: torch.Tensor, users: torch.Tensor | None = None
@@ -84,21 +87,16 @@ class ClickMetrics:
             InvalidTypeError: another dtype or type.
         """
         columns = self._checked(predictions, labels, users)
-        if self._predictions is None:
-            device = predictions.device
-            self._predictions = torch.empty(self.window, device=device)
-            self._labels = torch.empty(self.window, device=device)
-            if users is not None:
-                self._users = torch.empty(self.window, dtype=torch.int64, device=device)
-        rings = (self._predictions, self._labels, self._users)
+        if not self._rings:
+            dtypes, device = _DTYPES[: len(columns)], predictions.device
+            self._rings = [torch.empty(self.window, dtype=dtype, device=device) for dtype in dtypes]
         size = len(columns[0])
         # Of a batch larger than the window only the last samples are copied.
         kept = min(size, self.window)
         begin = (self._num_seen + size - kept) % self.window
         # Two copies where the batch wraps around the end of the ring; the second is empty otherwise.
         until_end = min(kept, self.window - begin)
-        for ring, column in zip(rings, columns, strict=False):
-            assert ring is not None
+        for ring, column in zip(self._rings, columns, strict=True):
             last = column[size - kept :]
             ring[begin : begin + until_end].copy_(last[:until_end], non_blocking=True)
             ring[: kept - until_end].copy_(last[until_end:], non_blocking=True)
@@ -111,12 +109,9 @@ class ClickMetrics:
             InvalidArgumentError: a label that is neither 0 nor 1.
         """
         size = min(self._num_seen, self.window)
-        types = (
-            (self._predictions, torch.float32),
-            (self._labels, torch.float32),
-            (self._users, torch.int64),
-        )
-        rings = [torch.empty(0, dtype=dtype) if ring is None else ring[:size] for ring, dtype in types]
+        # A rank without batches takes part all the same, and does not know whether there are users.
+        absent = [torch.empty(0, dtype=dtype) for dtype in _DTYPES[len(self._rings) :]]
+        rings = [ring[:size] for ring in (*self._rings, *absent)]
         if group is not None:
             rings = [torch.cat(gather_ragged(ring, group)) for ring in rings]
         predictions, labels, users = (ring.cpu().numpy() for ring in rings)
@@ -125,6 +120,7 @@ class ClickMetrics:
     def _checked(self, *columns: torch.Tensor | None) -> list[torch.Tensor]:
         names = ("predictions", "labels", "users")
         flat = []
+        # Flat: [batch] against [batch, 1] would broadcast to a square.
         for name, column in zip(names, columns, strict=True):
             if column is None:
                 continue
@@ -141,7 +137,7 @@ class ClickMetrics:
                 )
         if columns[2] is not None and columns[2].dtype != torch.int64:
             raise InvalidTypeError(f"users is {columns[2].dtype}, must be torch.int64")
-        if self._num_seen and (self._users is None) != (columns[2] is None):
+        if self._rings and len(self._rings) != len(flat):
             raise InvalidArgumentError(
                 "users was given with some batches and not with others: give it with all or none, or reset()"
             )
@@ -166,6 +162,7 @@ def _quality(
         users = None if users is None else users[is_finite]
     exact = predictions.astype(np.float64)
     if from_logits:
+        # By logaddexp: the exponential of a large logit overflows.
         losses = np.logaddexp(0.0, np.where(is_positive, -exact, exact))
         probabilities = np.exp(-np.logaddexp(0.0, -exact))
     else:
@@ -177,7 +174,7 @@ def _quality(
         num_samples=len(predictions),
         num_nonfinite=num_nonfinite,
         auc=_auc(predictions, is_positive),
-        gauc=math.nan if users is None else _gauc(predictions, is_positive, users),
+        gauc=None if users is None else _gauc(predictions, is_positive, users),
         log_loss=log_loss,
         normalized_entropy=_ratio(log_loss, entropy),
         calibration=_ratio(_mean(probabilities), rate),

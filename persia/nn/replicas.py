@@ -110,6 +110,7 @@ class RankExchange:
             failure = error
         if not self._in_servers:
             return
+        # The rank that failed comes here, too: the others wait for it in the collective.
         failures = _gather(torch.tensor([failure is not None]), self._group, self._device)
         failed = failures.flatten().nonzero().flatten()
         if failure is not None:
@@ -124,6 +125,7 @@ def from_rank_0(
     tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device | None = None
 ) -> torch.Tensor:
     """Rank 0's tensor, on every rank of the group."""
+    # Copied: the collective overwrites what the other ranks pass, which may be a weight in use.
     shared = tensor.detach().to(device or _device_of(group), copy=True)
     dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)
     return shared.to(tensor.device)

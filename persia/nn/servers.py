@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -48,6 +49,7 @@ def job_servers(slots: SlotsSource | None = None) -> Iterator[Servers | None]:
         FailedPreconditionError: no slots are named, or the workers have others.
         DeadlineExceededError, UnavailableError: broker or embedding workers do not answer.
     """
+    # None and no error: one script serves both ways.
     if env.get_nats_url() is None or env.embedded():
         get_default_logger().info("no servers: a converted model's rows will be in this process")
         yield None
@@ -103,6 +105,7 @@ class Servers:
                     f"the embedding config {reason}: write slots_config.{name} with dim: {dim} and nothing "
                     "else (persia.nn.slots_for has all of a model's), or leave the module out by select="
                 )
+            # Slots of a group share rows: what one weight learns would overwrite the other.
             other = owners.setdefault(numbers[name], name)
             if other != name:
                 raise InvalidArgumentError(
@@ -111,6 +114,7 @@ class Servers:
                 )
 
     def _reason_against(self, name: str, dim: int) -> str:
+        # Each row of a weight must be one row of the slot, and a lookup must return it as it is.
         slot = self.slots.slots_config.get(name)
         if slot is None:
             return f"has no slot {name!r}"
@@ -168,22 +172,14 @@ class Servers:
         self._runtime.close(_CLOSE_S)
 
 
+@dataclass(eq=False)  # watched by its leases: known by its identity
 class ServerBatch:
     """A training lookup, until its update; when it is dropped without one, the worker hears of it."""
 
-    def __init__(
-        self,
-        values: NDArray[np.uint64],
-        lengths: NDArray[np.int64],
-        references: list[_native.BatchReference],
-        servers: Servers,
-    ) -> None:
-        self.values = values
-        self.lengths = lengths
-        self.outcome = ""  # of its update, where there was one
-        self.leases = [BatchLease(next(_numbers), reference) for reference in references]
-        for lease in self.leases:
-            lease.watch(self, servers.reaper)
+    values: NDArray[np.uint64]
+    lengths: NDArray[np.int64]
+    leases: list[BatchLease]
+    outcome: str = ""  # of its update, where there was one
 
 
 class Updated(NamedTuple):
@@ -222,13 +218,16 @@ class ServerTable:
         # One slot: a converted weight is a collection of its own.
         counts = lengths[0]
         pooled = [np.empty((0, self._dim), np.float32)]
-        references = []
+        leases = []
         try:
             for _, result in self._look_up(values, counts, train):
                 pooled.append(result.slots[0].rows)
-                references.append(result.reference)
+                if train:
+                    leases.append(BatchLease(next(_numbers), result.reference))
         finally:  # also where a later lookup failed: the worker keeps the earlier batches until told
-            batch = ServerBatch(values, counts, references if train else [], self._servers)
+            batch = ServerBatch(values, counts, leases)
+            for lease in leases:
+                lease.watch(batch, self._servers.reaper)
         return pooled[1] if len(pooled) == 2 else np.concatenate(pooled), batch
 
     def update(self, batch: ServerBatch, gradients: NDArray[np.float32]) -> Updated:

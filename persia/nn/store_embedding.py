@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -18,7 +18,10 @@ from torch import nn
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Optimizer
 from persia.errors import FailedPreconditionError, InvalidArgumentError
-from persia.nn.embedding_bag_collection import EmbeddingBagCollection, Engine, check_tensor
+from persia.nn.embedding_bag_collection import EmbeddingBagCollection, check_tensor
+
+if TYPE_CHECKING:
+    from persia.nn.embedding_bag_collection import Engine
 
 SLOT = "rows"
 _BLOCK_BYTES = 64 << 20  # of a weight that is taken over at a time
@@ -127,6 +130,7 @@ class StoreRows(EmbeddingBagCollection):
             optimizer,
             embedding_config=embedding_config,
             capacity=capacity,
+            # A shard without room for one row is refused, and tables of a few rows are common.
             num_internal_shards=min(16, capacity),
             num_threads=1,
             count_updates=count_updates,
@@ -199,11 +203,13 @@ class StoreRows(EmbeddingBagCollection):
         signs = np.array(own.numpy(), copy=True).view(np.uint64)
         if self.training and torch.is_grad_enabled():
             self._check_ranks()
-            pooled: torch.Tensor = _PooledRows.apply(self._anchor, self, signs, counts)  # type: ignore[no-untyped-call]
-        else:
-            rows, _ = self._bags.lookup(signs, counts[np.newaxis], train=False)
-            pooled = torch.from_numpy(rows)
-        return pooled.to(ids.device)
+
+        # Applied later: another use of the same rows in the same pass may follow.
+        def gather(batch: Any, gradient: torch.Tensor) -> None:
+            host = gradient.detach().to("cpu", torch.float32)
+            self._updates.add(self._number, BagGradients(signs, counts, host, batch))
+
+        return self._look_up(signs, counts[np.newaxis], gather).to(ids.device)
 
     def extra_repr(self) -> str:
         ids = "any IDs" if self.num_embeddings is None else f"{self.num_embeddings} IDs"
@@ -230,25 +236,6 @@ class StoreRows(EmbeddingBagCollection):
                     "would drift apart: convert(..., process_group=torch.distributed.group.WORLD) keeps them "
                     "equal"
                 )
-
-
-class _PooledRows(torch.autograd.Function):
-    """The lookup, whose backward pass hands the gradient to the updates of the pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, rows: StoreRows, ids: NDArray[np.uint64], lengths: NDArray[np.int64]
-    ) -> torch.Tensor:
-        pooled, ctx.batch = rows._bags.lookup(ids, lengths[np.newaxis], train=True)
-        ctx.rows, ctx.ids, ctx.lengths = rows, ids, lengths
-        return torch.from_numpy(pooled)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None, None]:
-        host = gradient.detach().to("cpu", torch.float32)
-        ctx.rows._updates.add(ctx.rows._number, BagGradients(ctx.ids, ctx.lengths, host, ctx.batch))
-        return None, None, None, None
 
 
 class StoreModule(nn.Module):
@@ -383,6 +370,7 @@ class StoreEmbeddingBag(StoreModule):
         ends = offsets.new_full((0 if self.include_last_offset else 1,), len(input))
         bounds = torch.cat([offsets, ends])
         lengths = bounds.diff().to(torch.int64)
+        # Checked although it costs a pass: a wrong offset would pool IDs of another bag without an error.
         if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(input) or (lengths < 0).any():
             raise InvalidArgumentError(
                 f"offsets must begin with 0, not fall, and stay within the {len(input)} IDs of input"

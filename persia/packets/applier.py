@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from persia.checkpoint.server_job import ServerShare
 from persia.errors import FailedPreconditionError, InternalError
 from persia.packets.packet import BaseKind, Packet
+from persia.rows.reader import snapshot_blocks
 from persia.storage.location import Location
 from persia.storage.manifest import FileEntry
 from persia.storage.shard_file import ShardFile
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from persia._native import CheckpointLoader, EmbeddingStore
 
 __all__ = ["PacketApplier", "clear_rows", "replace_rows"]
-
-_HEAD_BYTES = 256
-_READ_BYTES = 8 << 20
 
 
 class PacketApplier:
@@ -109,23 +107,13 @@ def replace_rows(store: EmbeddingStore, rows: EmbeddingStore) -> None:
 
     Needs memory for both, and for the rows in between.
     """
-    from persia import _native
-
     snapshot = rows.begin_snapshot()
-    part = snapshot.part(0)
-    pieces = []
-    while piece := part.read(_READ_BYTES):
-        pieces.append(piece)
+    blocks = snapshot_blocks(snapshot.part(0))
     config = snapshot.train_config
     snapshot.close()
     if config is None:
         raise InternalError("a store with rows has no train config")
-    content = memoryview(b"".join(pieces))
-    del pieces  # the rows would be in memory three times
-    begin = _native.parse_checkpoint_header(content[:_HEAD_BYTES])["header_bytes"]
-    end, _ = _native.parse_checkpoint_trailer(content[-_native.CHECKPOINT_TRAILER_BYTES :])
-    assert isinstance(begin, int), "as the stub says of it"
     loader = store.begin_apply(config, is_from_nothing=True, with_state=False)
-    loader.prepare(content[begin:end])
+    loader.prepare(blocks)
     loader.apply()
     loader.commit()

@@ -91,6 +91,7 @@ def _empty(dim: int) -> _Table:
 
 def _compare_tables(old: _Table, new: _Table, groups: RowGroups, changes: dict[str, SlotChanges]) -> None:
     _, in_old, in_new = np.intersect1d(old.signs, new.signs, assume_unique=True, return_indices=True)
+    # In float64: squares of small differences underflow in float32, and the row would seem unmoved.
     moves = np.linalg.norm(
         new.embeddings[in_new].astype(np.float64) - old.embeddings[in_old].astype(np.float64), axis=1
     )

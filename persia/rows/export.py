@@ -40,6 +40,7 @@ def export(
         raise InvalidArgumentError(f"format {kind!r} is not one of {', '.join(FORMATS)}")
     try:
         output.mkdir(parents=True, exist_ok=True)
+        # Files of an earlier export would be taken for slots of this checkpoint.
         if any(output.iterdir()):
             raise InvalidArgumentError(f"{output} is not empty: export to a new directory")
         if kind == "parquet":
@@ -59,6 +60,7 @@ def _slots(reader: RowReader, on_bytes: Callable[[int], None]) -> Iterator[tuple
             "embeddings": block.embeddings,
             "state": block.state,
         }
+        # A block has one dim, and slots of that dim are mixed in it.
         for name, where in groups.split(block.signs):
             yield name, {column: values[where] for column, values in columns.items()}
 

@@ -20,11 +20,12 @@ from persia.storage.shard_file import ShardFile
 from persia.storage.versions import resolve
 
 if TYPE_CHECKING:
-    from persia._native import BlockRows
+    from persia._native import BlockRows, SnapshotPart
 
-__all__ = ["RowGroups", "RowReader", "Span", "check_files"]
+__all__ = ["RowGroups", "RowReader", "Span", "check_files", "snapshot_blocks"]
 
 _READ_BYTES = 16 << 20
+_HEAD_BYTES = 256  # enough for any header
 
 
 @dataclass(frozen=True)
@@ -78,40 +79,39 @@ class RowGroups:
     """Which slots a row belongs to, by the feature group in its sign."""
 
     def __init__(self, schema: RowSchema | None) -> None:
-        self._schema = schema
-        names: dict[int, list[str]] = {}
+        # Where the checkpoint does not say what its signs are made of, they are IDs of one group.
+        self._num_id_bits = np.uint64(64 if schema is None else 64 - schema.feature_index_prefix_bit)
+        self._names: dict[int, str] = {}
         for name, slot in ({} if schema is None else schema.slots).items():
-            names.setdefault(slot.group, []).append(name)
-        self._names = {group: "+".join(slots) for group, slots in names.items()}
-
-    def of(self, signs: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """The group of every sign; 0 where the checkpoint does not say what its signs are made of."""
-        if self._schema is None:
-            return np.zeros(len(signs), np.int64)
-        groups: NDArray[np.int64] = (signs >> np.uint64(self._num_id_bits)).astype(np.int64)
-        return groups
+            others = self._names.get(slot.group)
+            self._names[slot.group] = f"{others}+{name}" if others else name
 
     def ids(self, signs: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """The signs without their groups: IDs, or buckets of a hash stack."""
-        if self._schema is None:
-            return signs
-        ids: NDArray[np.uint64] = signs & np.uint64((1 << self._num_id_bits) - 1)
+        ids: NDArray[np.uint64] = signs & np.uint64((1 << int(self._num_id_bits)) - 1)
         return ids
 
-    def name(self, group: int) -> str:
-        """The slots of a group, joined by '+'."""
-        return self._names.get(group, f"group{group}")
-
     def split(self, signs: NDArray[np.uint64]) -> Iterator[tuple[str, NDArray[np.int64]]]:
-        """(name, positions in `signs`) of every group that has any."""
-        groups = self.of(signs)
+        """(slots joined by "+", positions in `signs`) of every group that has any."""
+        # A shift by all 64 bits gives 0 in numpy, unlike in C.
+        groups = signs >> self._num_id_bits
         for group in np.unique(groups):
-            yield self.name(int(group)), np.flatnonzero(groups == group)
+            yield self._names.get(int(group), f"group{group}"), np.flatnonzero(groups == group)
 
-    @property
-    def _num_id_bits(self) -> int:
-        assert self._schema is not None, "asked for by callers"
-        return 64 - self._schema.feature_index_prefix_bit
+
+def snapshot_blocks(part: SnapshotPart) -> memoryview:
+    """The blocks of a snapshot's part: its bytes are those of a file, without header, index and trailer."""
+    from persia import _native
+
+    # Grown in place: pieces joined at the end would need the memory twice.
+    file = bytearray()
+    while piece := part.read(_READ_BYTES):
+        file += piece
+    content = memoryview(file)
+    begin = _native.parse_checkpoint_header(content[:_HEAD_BYTES])["header_bytes"]
+    end, _ = _native.parse_checkpoint_trailer(content[-_native.CHECKPOINT_TRAILER_BYTES :])
+    assert isinstance(begin, int), "as the stub says of it"
+    return content[begin:end]
 
 
 def check_files(
@@ -135,6 +135,7 @@ def check_files(
 def _check_dense(directory: Location, entry: FileEntry, on_bytes: Callable[[int], None]) -> None:
     path = directory / entry.path
     num_bytes = path.size()
+    # By its size first: a file that was cut short is reported without being read.
     if num_bytes != entry.num_bytes:
         raise CorruptionError(f"{path} has {num_bytes} bytes, the manifest says {entry.num_bytes}")
     digest = hashlib.sha256()

@@ -44,6 +44,7 @@ __all__ = ["ServerTier"]
 
 _STATE_NAME = "server.json"
 _MAX_STATE_BYTES = 16 << 20
+# A small checkpoint is prepared in milliseconds, while training waits; a large one takes minutes.
 _FIRST_LOOK_S = 0.005
 _LONGEST_LOOK_S = 0.25
 
@@ -69,6 +70,7 @@ class ServerTier:
         self._storage, self._num_threads = storage, num_threads
         self._store: EmbeddingStore | None = None
         self.folder = _folder(storage, index)
+        # Before anything is read: another process may be writing it.
         self._lock = _locked(self.folder)
         try:
             self._file = Location.of(self.folder / _STATE_NAME)
@@ -253,6 +255,7 @@ def _folder(storage: StorageConfig, index: int) -> Path:
             f"embedding_parameter_server_config.storage.path={storage.path} is no directory of this machine: "
             "mount the device, or make the directory"
         )
+    # One for each server: those of a machine have the same `storage.path`.
     folder = root / f"server-{index}"
     try:
         folder.mkdir(exist_ok=True)

@@ -73,11 +73,11 @@ def test_set_env_overrides() -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"rank": 2, "world_size": 2}, "rank=2"),
-        ({"rank": -1, "world_size": 2}, "rank=-1"),
-        ({"rank": 0}, "world_size=None"),
-        ({"replica_size": 1}, "replica_index=None"),
-        ({"replica_index": 1, "replica_size": 1}, "replica_index=1"),
+        ({"rank": 2, "world_size": 2}, "RANK=2"),
+        ({"rank": -1, "world_size": 2}, "RANK=-1"),
+        ({"rank": 0}, "WORLD_SIZE=None"),
+        ({"replica_size": 1}, "REPLICA_INDEX=None"),
+        ({"replica_index": 1, "replica_size": 1}, "REPLICA_INDEX=1"),
     ],
 )
 def test_set_env_refuses_what_cannot_be(values: dict[str, int], named: str) -> None:

@@ -120,7 +120,7 @@ def test_flatten() -> None:
 @pytest.mark.parametrize(
     ("sample", "error_class", "text"),
     [
-        (np.array([1], dtype=np.int64), TypeError, r"found int64.*astype\(numpy.uint64\)"),
+        (np.array([1], dtype=np.int32), TypeError, r"found int32.*astype\(numpy.uint64\)"),
         ([1], TypeError, "found list"),
         (7, TypeError, "found int"),
         (np.zeros((1, 1), dtype=np.uint64), ValueError, "2 dimensions"),

@@ -185,7 +185,7 @@ DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
         "backward_workers_size": 8,
         "grad_update_buffer_size": 60,
         "lookup_emb_directly": True,
-        "mixed_precision": True,
+        "mixed_precision": None,  # published: True, which is an error without CUDA
         "distributed_option": None,
     },
     ("persia.embedding.data", "PersiaBatch"): {"requires_grad": True, "meta": None, "batch_size": None},

@@ -253,8 +253,8 @@ def test_13_more_groups_than_the_prefix_bits_can_number_are_refused() -> None:
 
 
 def test_14_id_features_are_checked() -> None:
-    with pytest.raises(InvalidTypeError, match="'a', sample 1.*int64"):
-        IDTypeFeature("a", [np.zeros(1, np.uint64), np.zeros(1, np.int64)])  # type: ignore[list-item]
+    with pytest.raises(InvalidTypeError, match="'a', sample 1.*int32"):
+        IDTypeFeature("a", [np.zeros(1, np.uint64), np.zeros(1, np.int32)])  # type: ignore[list-item]
     with pytest.raises(InvalidArgumentError, match="2 dimensions"):
         IDTypeFeature("a", [np.zeros((1, 1), np.uint64)])
 

@@ -8,6 +8,7 @@
 #include <limits>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -83,7 +84,11 @@ void CheckSample(py::handle sample, const py::dtype& dtype, const Flattener<T>& 
                    ")");
   }
   const auto array = py::reinterpret_borrow<py::array>(sample);
-  if (!array.dtype().is(dtype) && !py::array_t<T>::check_(sample)) {
+  // Signed IDs are taken by their bits, as hashes have them and as `IDTypeFeature.from_csr` does.
+  const auto is_signed_id = [&] {
+    return std::is_same_v<T, uint64_t> && py::array_t<int64_t>::check_(sample);
+  };
+  if (!array.dtype().is(dtype) && !py::array_t<T>::check_(sample) && !is_signed_id()) {
     RaiseTypeError(flat.Where() + "expected dtype " + name() + ", found " +
                    py::str(sample.attr("dtype")).cast<std::string>() +
                    "; convert it with .astype(numpy." + name() + ")");

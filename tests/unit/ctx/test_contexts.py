@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from persia.ctx import BaseCtx, DataCtx, EmbeddingCtx, PreprocessMode, TrainCtx, cnt_ctx, eval_ctx
+from persia.ctx.precision import Precision
 from persia.data import DataLoader, StreamingDataset
 from persia.embedding import EmbeddingConfig
 from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, InvalidTypeError
@@ -70,11 +72,10 @@ def test_train_ctx_refuses(
         make_ctx(**arguments)
 
 
-def test_mixed_precision_is_the_default(model: torch.nn.Module) -> None:
-    from persia.embedding.optim import SGD
-
-    with pytest.raises(InvalidArgumentError, match="Mixed precision"):
-        TrainCtx(SGD(lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+@pytest.mark.parametrize(("device_id", "scaled"), [(None, False), (0, True)])
+def test_mixed_precision_is_the_default_where_the_device_has_it(device_id: int | None, scaled: bool) -> None:
+    assert inspect.signature(TrainCtx).parameters["mixed_precision"].default is None
+    assert Precision.of(None, device_id) == Precision(scaled=scaled)
 
 
 def test_without_broker_and_slots_both_ways_on_are_named() -> None:

@@ -65,7 +65,7 @@ def test_single_ids() -> None:
 
 
 BAD: dict[str, tuple[Callable[[], object], type[PersiaError], str]] = {
-    "lil dtype": (lambda: IDTypeFeature("u", [ids(1), np.array([1])]), InvalidTypeError, "'u'.*1.*int64"),
+    "lil dtype": (lambda: IDTypeFeature("u", [ids(1), np.array([1.5])]), InvalidTypeError, "'u'.*1.*float64"),
     "lil ndim": (lambda: IDTypeFeature("u", [ids(1).reshape(1, 1)]), InvalidArgumentError, "'u'.*0"),
     "lil no array": (lambda: IDTypeFeature("u", [[1, 2]]), InvalidTypeError, "'u'.*list"),  # type: ignore[list-item]
     "lil empty": (lambda: IDTypeFeature("u", []), InvalidArgumentError, "'u' has 0 samples"),
@@ -80,7 +80,7 @@ BAD: dict[str, tuple[Callable[[], object], type[PersiaError], str]] = {
     "single list": (lambda: IDTypeFeatureWithSingleID("u", [1]), InvalidTypeError, "'u' is a list"),  # type: ignore[arg-type]
     "single ndim": (
         lambda: IDTypeFeatureWithSingleID("u", ids(1).reshape(1, 1)),
-        InvalidTypeError,
+        InvalidArgumentError,
         r"\(1, 1\)",
     ),
     "single dtype": (lambda: IDTypeFeatureWithSingleID("u", np.array([1.0])), InvalidTypeError, "float64"),  # type: ignore[arg-type]

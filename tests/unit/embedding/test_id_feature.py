@@ -50,6 +50,37 @@ def through_bytes(feature: IDTypeFeature) -> IDTypeFeature:
     return PersiaBatch.from_bytes(message).id_type_features[0]
 
 
+# --- signed IDs and tensors ---
+
+
+SIGNED: dict[str, Callable[[], IDTypeFeature]] = {
+    "lil": lambda: IDTypeFeature("a", [np.array([-1, 3]), np.array([], np.int64), u64(7)]),
+    "lil strided": lambda: IDTypeFeature("a", [np.array([-1, 0, 3])[::2], u64(), u64(7)]),
+    "lil tensors": lambda: IDTypeFeature(
+        "a", [torch.tensor([-1, 3]), torch.empty(0, dtype=torch.int64), torch.tensor([7])]
+    ),
+    "csr tensors": lambda: IDTypeFeature.from_csr("a", torch.tensor([-1, 3, 7]), torch.tensor([0, 2, 2, 3])),
+}
+
+
+@pytest.mark.parametrize("case", SIGNED)
+def test_signed_ids_are_the_unsigned_ones_of_the_same_bits(case: str) -> None:
+    assert samples_of(through_bytes(SIGNED[case]())) == [[2**64 - 1, 3], [], [7]]
+
+
+@pytest.mark.parametrize("ids", [np.array([-1, 3]), torch.tensor([-1, 3]), torch.tensor([-1, 0, 3])[::2]])
+@pytest.mark.parametrize("skip", ["0", "1"])
+def test_single_signed_ids(ids: Any, skip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_SKIP_CHECK_DATA", skip)
+    feature = IDTypeFeatureWithSingleID("a", ids, f32(0.5, 2.0))
+    assert samples_of(through_bytes(feature)) == [[2**64 - 1], [3]]
+
+
+def test_a_tensor_of_another_dtype_is_refused() -> None:
+    with pytest.raises(InvalidTypeError, match="'a' is an array of float32: pass a numpy array of uint64 or"):
+        IDTypeFeatureWithSingleID("a", torch.ones(2))
+
+
 # --- compressed rows ---
 
 

@@ -412,12 +412,12 @@ def test_copies_are_refused(copier: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "named"),
     [
-        ({"slots": {"a": 0}}, InvalidArgumentError, "slot 'a': dim=0"),
-        ({"slots": {"a": 2.5}}, InvalidArgumentError, "slot 'a': dim=2.5"),
-        ({"slots": {"a": 65537}}, InvalidArgumentError, "slot 'a': dim=65537"),
+        ({"slots": {"a": 0}}, ConfigError, "a.dim=0"),
+        ({"slots": {"a": 2.5}}, ConfigError, "a.dim=2.5"),
+        ({"slots": {"a": 65537}}, ConfigError, "a.dim=65537"),
         ({"slots": {}}, ConfigError, "no slots"),
         ({"slots": {"": 2}}, ConfigError, "empty name"),
-        ({"slots": {1: 2}}, InvalidTypeError, "name 1"),
+        ({"slots": {1: 2}}, ConfigError, "name 1"),
         ({"slots": ["a"]}, InvalidTypeError, "slots is a list"),
         ({"slots": {"a": SlotConfig(dim=2, embedding_summation=False)}}, InvalidArgumentError, "'a' is raw"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, InvalidTypeError, "torch.optim.sgd.SGD"),

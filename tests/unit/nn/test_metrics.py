@@ -130,17 +130,28 @@ def test_without_samples_and_after_reset() -> None:
     metrics.reset()
     found = metrics.compute()
     assert found.num_samples == 0
-    values = (found.auc, found.gauc, found.log_loss, found.normalized_entropy, found.calibration)
+    values = (found.auc, found.log_loss, found.normalized_entropy, found.calibration)
     assert all(math.isnan(value) for value in values)
     metrics.update(torch.tensor([0.5]), torch.tensor([1]))  # without users now
+
+
+def test_what_was_not_asked_for_is_not_there() -> None:
+    metrics = ClickMetrics()
+    metrics.update(torch.tensor([0.25, 0.75]), torch.tensor([0, 1]))
+    assert metrics.compute().gauc is None
+    assert str(metrics.compute()) == (
+        "num_samples=2, num_nonfinite=0, auc=1, log_loss=0.287682, normalized_entropy=0.415037, calibration=1"
+    )
+    metrics.reset()
+    metrics.update(torch.tensor([0.25, 0.75]), torch.tensor([0, 1]), torch.tensor([5, 5]))
+    assert "gauc=1, " in str(metrics.compute())
 
 
 def test_gradients_are_not_kept() -> None:
     weight = torch.ones(1, requires_grad=True)
     metrics = ClickMetrics(window=2)
     metrics.update(weight * 0.5, torch.tensor([1]))
-    assert metrics._predictions is not None
-    assert not metrics._predictions.requires_grad
+    assert not any(ring.requires_grad for ring in metrics._rings)
 
 
 @pytest.mark.parametrize(

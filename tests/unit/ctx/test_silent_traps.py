@@ -1,0 +1,133 @@
+"""Mistakes that would train nothing, or wait for ever: each says what to do instead."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from persia.ctx import TrainCtx
+from persia.data import DataLoader, StreamingDataset
+from persia.embedding.optim import SGD
+from persia.errors import FailedPreconditionError, InvalidArgumentError
+
+UNTRAINED = "training batches that this context received was trained"
+
+
+def mean_square(output: torch.Tensor, labels: Any) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(output, labels[0])
+
+
+@pytest.mark.parametrize("num_batches", [1, 4])
+@pytest.mark.parametrize("staleness", [1, 16])
+def test_loss_backward_in_the_place_of_ctx_backward(
+    make_ctx: Any, make_dataset: Any, num_batches: int, staleness: int
+) -> None:
+    num_steps = 0
+
+    def train(ctx: TrainCtx) -> None:
+        nonlocal num_steps
+        with ctx:
+            for batch in DataLoader(make_dataset(num_batches), embedding_staleness=staleness):
+                mean_square(*ctx.forward(batch)).backward()
+                ctx.dense_optimizer.step()
+                num_steps += 1
+
+    ctx = make_ctx()
+    with pytest.raises(
+        FailedPreconditionError, match=r"batch 0 got gradients by loss.backward.*call ctx.back"
+    ):
+        train(ctx)
+    assert num_steps == 1
+    assert ctx.counters.batches_trained == 0
+
+
+def test_more_than_one_forward_or_backward_is_no_mistake(make_ctx: Any, make_dataset: Any) -> None:
+    with make_ctx() as ctx:
+        batches = iter(DataLoader(make_dataset(4)))
+        first, second = next(batches), next(batches)
+        loss = mean_square(*ctx.forward(first))
+        ctx.backward(loss + mean_square(*ctx.forward(second)))
+        loss = mean_square(*ctx.forward(next(batches)))
+        loss.backward(retain_graph=True)  # adds to what ctx.backward hands in
+        ctx.backward(loss)
+        skipped = next(batches)
+        ctx.forward(skipped)
+    assert ctx.counters.batches_trained == 3
+
+
+def test_batches_without_gradients_cannot_be_trained(make_ctx: Any, make_dataset: Any) -> None:
+    with make_ctx() as ctx:
+        batch = next(iter(DataLoader(make_dataset(1, requires_grad=False))))
+        loss = mean_square(*ctx.forward(batch))
+        with pytest.raises(
+            FailedPreconditionError, match="batch 0 .*requires_grad=False.*requires_grad=True"
+        ):
+            ctx.backward(loss)
+        assert ctx.step == 0
+        loss.backward()  # the remedy for frozen embeddings
+        ctx.dense_optimizer.step()
+
+
+def test_an_evaluation_between_forward_and_backward_is_no_mistake(make_ctx: Any, make_dataset: Any) -> None:
+    with make_ctx() as ctx:
+        batch = next(iter(DataLoader(make_dataset(1))))
+        loss = mean_square(*ctx.forward(batch))
+        ctx.forward(next(iter(DataLoader(make_dataset(1, requires_grad=False)))))
+        ctx.backward(loss)
+    assert ctx.counters.batches_trained == 1
+
+
+@pytest.mark.parametrize(("requires_grad", "warned"), [(True, 1), (False, 0)])
+def test_a_loop_that_trains_nothing_is_told(
+    make_ctx: Any, make_dataset: Any, log: Any, requires_grad: bool, warned: int
+) -> None:
+    with make_ctx() as ctx:
+        for batch in DataLoader(make_dataset(3, requires_grad=requires_grad)):
+            ctx.forward(batch)
+    assert sum(f"none of the 3 {UNTRAINED}: call ctx.backward" in text for text in log.messages) == warned
+
+
+def test_a_context_that_trains_or_gets_nothing_is_fine(make_ctx: Any, make_dataset: Any, log: Any) -> None:
+    with make_ctx():
+        pass
+    with make_ctx() as ctx:
+        for batch in DataLoader(make_dataset(3)):
+            ctx.backward(mean_square(*ctx.forward(batch)))
+            break
+    assert not any(UNTRAINED in text for text in log.messages)
+
+
+def test_a_layer_of_the_wrong_size_names_slots_and_dims(make_ctx: Any, make_dataset: Any, model: Any) -> None:
+    model.linear = torch.nn.Linear(17, 1)
+    with make_ctx() as ctx:
+        batch = next(iter(DataLoader(make_dataset(1))))
+        with pytest.raises(
+            InvalidArgumentError,
+            match=r"3x9 and 17x1.*feature_anonymous \[3, 1\], a \[3, 4\], b \[3, 4\].*in_features",
+        ):
+            ctx.forward(batch)
+
+
+def test_other_errors_of_the_model_are_its_own(make_ctx: Any, make_dataset: Any, model: Any) -> None:
+    model.forward = lambda dense, embeddings: torch.cat([dense[0], embeddings[0]])
+    with make_ctx() as ctx:
+        batch = next(iter(DataLoader(make_dataset(1))))
+        with pytest.raises(RuntimeError, match="Sizes of tensors must match") as raised:
+            ctx.forward(batch)
+        assert not isinstance(raised.value, InvalidArgumentError)
+
+
+def test_a_stream_that_nothing_can_send_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    me = threading.current_thread()
+    monkeypatch.setattr("persia.data.dataset.threading.enumerate", lambda: [me])
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    slots = {"slots_config": {"a": {"dim": 4}}}
+    with (
+        TrainCtx(SGD(0.1), optimizer, model=model, slots=slots),
+        pytest.raises(FailedPreconditionError, match="nothing can send.*StreamingDataset.loader="),
+    ):
+        next(iter(DataLoader(StreamingDataset())))
