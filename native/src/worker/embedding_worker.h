@@ -23,11 +23,10 @@
 #include "base/metrics.h"
 #include "base/status.h"
 #include "base/train_config.h"
+#include "worker/batch_plan.h"
 #include "worker/batch_table.h"
-#include "worker/feature_batch.h"
 #include "worker/reduction.h"
 #include "worker/row_service.h"
-#include "worker/slot_stats.h"
 #include "worker/slot_table.h"
 #include "worker/types.h"
 
