@@ -111,6 +111,16 @@ struct PrefetchRowsReply {
 };
 static_assert(sizeof(PrefetchRowsReply) == 8);
 
+// What a server holds, and what it has done since it started: the measure of imbalance among
+// servers, whose signs are routed by hash alone.
+struct ServerLoad {
+  uint64_t num_rows = 0;
+  uint64_t memory_bytes = 0;        // of rows and index
+  uint64_t num_looked_up_rows = 0;  // missing ones included
+  uint64_t num_updated_rows = 0;
+};
+static_assert(sizeof(ServerLoad) == 32);
+
 // Numbers 1 and 20 were methods of earlier versions.
 inline constexpr Method<ConfigureRequest, Empty> kConfigureServer{{16, "ConfigureServer"}};
 inline constexpr Method<LookupRowsRequest, ServerRows> kLookupRows{{17, "LookupRows"}};
@@ -121,5 +131,6 @@ inline constexpr Method<Empty, uint64_t> kCountRows{{22, "CountRows"}};
 // Signs that lookups will name soon; none, to ask whether the server has a use for such hints.
 inline constexpr Method<std::span<const uint64_t>, PrefetchRowsReply> kPrefetchRows{
     {23, "PrefetchRows"}};
+inline constexpr Method<Empty, ServerLoad> kMeasureLoad{{24, "MeasureLoad"}};
 
 }  // namespace persia

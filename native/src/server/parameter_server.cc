@@ -106,6 +106,11 @@ ParameterServer::ParameterServer(const Options& options,
              store_->tier().Prefetch(signs);  // of more signs than fit, the store drops the rest
              return StatusOr(PrefetchRowsReply{store_->tier().WantsPrefetch() ? 1u : 0u});
            });
+  Register(kMeasureLoad, Access::kReads, [this](const Empty&, const CallContext&) {
+    const store::StoreStats stats = store_->stats();
+    return StatusOr(ServerLoad{stats.num_rows, stats.memory_bytes, num_looked_up_rows_.value(),
+                               stats.updates.num_updated});
+  });
 }
 
 // Checks access before the request is decoded: a server that may not answer does not look at it.

@@ -124,4 +124,8 @@ StatusOr<std::vector<uint64_t>> RemoteRows::Sizes(Deadline deadline) {
   return CallEvery(kCountRows, {}, deadline);
 }
 
+StatusOr<std::vector<ServerLoad>> RemoteRows::Loads(Deadline deadline) {
+  return CallEvery(kMeasureLoad, {}, deadline);
+}
+
 }  // namespace persia::worker
