@@ -95,7 +95,14 @@ class EmbeddingWorkerSource(Source):
         self._worker = worker
 
     def status(self) -> dict[str, Any]:
-        return {**self._worker.stats(), "servers": self._worker.channels(), "slots": self._worker.slots()}
+        values = {**self._worker.stats(), "servers": self._worker.channels(), "slots": self._worker.slots()}
+        try:
+            values["server_loads"] = loads = self._worker.server_loads(timeout_s=_PROBE_TIMEOUT_S)
+        except PersiaError:  # readyz names the server; the rest of the status is worth having
+            return values
+        work = [load["num_looked_up_rows"] + load["num_updated_rows"] for load in loads]
+        values["load_imbalance"] = max(work) * len(work) / sum(work) if any(work) else 1.0
+        return values
 
     def configured(self) -> bool:
         return bool(self._worker.stats()["configured"])
@@ -103,7 +110,7 @@ class EmbeddingWorkerSource(Source):
     def not_ready(self) -> str | None:
         try:
             # A worker is as ready as its servers: without them it answers no lookup.
-            self._worker.server_sizes(timeout_s=_PROBE_TIMEOUT_S)
+            self._worker.server_loads(timeout_s=_PROBE_TIMEOUT_S)
         except PersiaError as failure:
             return str(failure)
         return None

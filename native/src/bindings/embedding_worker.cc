@@ -18,6 +18,7 @@ namespace persia::bindings {
 namespace {
 
 namespace py = pybind11;
+using py::literals::operator""_a;
 using worker::EmbeddingWorker;
 using worker::RemoteRows;
 using worker::WorkerService;
@@ -39,9 +40,6 @@ struct WorkerRole {
   }
   Status SetServer(uint32_t index, const std::string& address) {
     return rows->SetServer(index, address);
-  }
-  StatusOr<std::vector<uint64_t>> Sizes(worker::Deadline deadline) {
-    return engine->Sizes(deadline);
   }
   Metrics metrics() const {
     Metrics metrics = engine->metrics();
@@ -84,6 +82,17 @@ uint64_t RegisterBatch(WorkerRole& self, uint32_t loader_index, const py::buffer
       .reference;
 }
 
+py::list ServerLoads(WorkerRole& self, worker::Deadline deadline) {
+  py::list all;
+  for (const ServerLoad& load :
+       ValueOrRaise(WithoutGil([&] { return self.rows->Loads(deadline); }))) {
+    all.append(py::dict("num_rows"_a = load.num_rows, "memory_bytes"_a = load.memory_bytes,
+                        "num_looked_up_rows"_a = load.num_looked_up_rows,
+                        "num_updated_rows"_a = load.num_updated_rows));
+  }
+  return all;
+}
+
 }  // namespace
 
 void BindEmbeddingWorker(py::module_& module) {
@@ -99,8 +108,7 @@ void BindEmbeddingWorker(py::module_& module) {
       .def_property_readonly("incarnation",
                              [](WorkerRole& self) { return self.engine->incarnation(); })
       .def("durations", [](WorkerRole& self) { return DurationsToDict(self.durations()); })
-      .def("server_sizes", Blocking(&WorkerRole::Sizes), py::kw_only(),
-           py::arg("timeout_s") = 60.0);
+      .def("server_loads", &ServerLoads, py::kw_only(), py::arg("timeout_s") = 60.0);
   DefineMetrics(role, [](WorkerRole& self) { return self.metrics(); });
   DefineEach(role, "slots", "slot_metrics",
              [](WorkerRole& self) { return self.engine->slot_stats(); });
