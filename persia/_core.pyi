@@ -266,11 +266,8 @@ def encode_id_features(
 ) -> bytes:
     """Encodes features; the wire format's "ID features"."""
 
-def check_id_features(message: Buffer) -> int:
-    """The batch size of an "ID features" message; raises CorruptionError, InvalidArgumentError."""
-
 def decode_id_features(message: Buffer) -> list[_IdFeature]:
-    """The features of an "ID features" message, copied."""
+    """The features of an "ID features" message, copied; raises CorruptionError, InvalidArgumentError."""
 
 def flatten_samples(
     name: str, samples: Sequence[NDArray[np.uint64]]
@@ -373,7 +370,6 @@ class EmbeddingWorker:
         slots: Sequence[SlotConfig],
         feature_index_prefix_bit: int,
         num_servers: int,
-        replica_index: int = 0,
         forward_buffer_size: int = 1000,
         buffered_data_expired_s: int = 1000,
         num_handler_threads: int = 4,

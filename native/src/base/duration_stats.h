@@ -13,7 +13,6 @@
 #include <string>
 
 #include "base/trace_buffer.h"
-#include "base/traced_batch.h"
 
 namespace persia {
 

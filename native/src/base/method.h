@@ -75,17 +75,9 @@ using Result = std::conditional_t<std::is_same_v<Reply, Empty>, Status, StatusOr
 namespace internal {
 
 template <typename T>
-struct ElementOf {
-  using type = void;
-};
+concept HasElements = requires { typename T::value_type; };
 template <typename T>
-struct ElementOf<std::span<const T>> {
-  using type = T;
-};
-template <typename T>
-struct ElementOf<std::vector<T>> {
-  using type = T;
-};
+concept IsView = requires { typename T::element_type; };
 
 Status WrongSize(size_t size_bytes, size_t expected_bytes);
 Status NotOfElements(size_t size_bytes, size_t element_bytes);
@@ -95,15 +87,14 @@ Status NotOfElements(size_t size_bytes, size_t element_bytes);
 // The message is consumed: what it owns, the segments own.
 template <typename T>
 Segments EncodeMessage(T message) {
-  using Element = typename internal::ElementOf<T>::type;
   Segments segments;
   if constexpr (std::is_same_v<T, Empty>) {
     return segments;
   } else if constexpr (std::is_same_v<T, Buffer>) {
     segments.AddOwned(std::move(message));
-  } else if constexpr (std::is_same_v<T, std::span<const Element>>) {
+  } else if constexpr (internal::IsView<T>) {
     segments.AddView(std::as_bytes(message));
-  } else if constexpr (!std::is_void_v<Element>) {
+  } else if constexpr (internal::HasElements<T>) {
     const auto bytes = std::as_bytes(std::span(message));
     segments.AddOwned(std::vector<std::byte>(bytes.begin(), bytes.end()));
   } else if constexpr (requires { std::move(message).Encode(); }) {
@@ -119,11 +110,11 @@ Segments EncodeMessage(T message) {
 // Views of the message point into `body`, which must outlive it.
 template <typename T>
 StatusOr<T> DecodeMessage(std::span<const std::byte> body) {
-  using Element = typename internal::ElementOf<T>::type;
   if constexpr (std::is_same_v<T, Empty>) {
     if (!body.empty()) return internal::WrongSize(body.size(), 0);
     return Empty();
-  } else if constexpr (!std::is_void_v<Element>) {
+  } else if constexpr (internal::HasElements<T>) {
+    using Element = typename T::value_type;
     if (body.size() % sizeof(Element) != 0) {
       return internal::NotOfElements(body.size(), sizeof(Element));
     }
@@ -149,8 +140,7 @@ StatusOr<T> DecodeMessage(Buffer body) {
   } else if constexpr (requires { T::Decode(std::move(body)); }) {
     return T::Decode(std::move(body));
   } else {
-    static_assert(!std::is_same_v<T, std::span<const typename internal::ElementOf<T>::type>>,
-                  "a view of a body that ends here");
+    static_assert(!internal::IsView<T>, "a view of a body that ends here");
     return DecodeMessage<T>(std::as_const(body).span());
   }
 }

@@ -5,8 +5,10 @@
 // and know no metric by name. So a new counter is a member and the line that adds to it.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
+#include <span>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -44,12 +46,7 @@ class Metrics {
   }
 
   // 0: there is no such key.
-  uint64_t operator[](std::string_view key) const {
-    for (const Metric& metric : list_) {
-      if (metric.info.key == key) return metric.value;
-    }
-    return 0;
-  }
+  uint64_t operator[](std::string_view key) const;
   auto begin() const { return list_.begin(); }
   auto end() const { return list_.end(); }
 
@@ -93,8 +90,18 @@ class Counter {
   std::atomic<uint64_t> value_{0};
 };
 
-inline void CounterList::AddTo(Metrics* metrics) const {
-  for (const Counter* counter : counters_) metrics->Add(counter->info(), counter->value());
-}
+//
+// HyperLogLog (Flajolet et al. 2007) with 4096 registers: a standard error of 1.6 %, and linear
+// counting where few have been added. Add() is a hash, a load and, rarely, a store. Thread-safe.
+class Cardinality {
+ public:
+  void Add(std::span<const uint64_t> numbers);
+  double Estimate() const;
+
+ private:
+  static constexpr uint32_t kBits = 12;
+  // The longest run of leading zeros, plus one, seen among the hashes of a register.
+  std::array<std::atomic<uint8_t>, 1u << kBits> registers_{};
+};
 
 }  // namespace persia

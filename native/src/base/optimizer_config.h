@@ -9,6 +9,8 @@
 // its class in persia/embedding/optim.py.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -38,22 +40,22 @@ inline constexpr uint32_t kNumOptimizerKinds = 10;
 // Lion those of Chen et al. (2023), applied to the rows of a batch.
 struct OptimizerConfig {
   OptimizerKind kind = OptimizerKind::kSgd;
-  float lr = 0.01f;                        // a schedule may take it down to 0
-  float weight_decay = 0.0f;               // L2, added to the gradient; AdamW, Lion: decoupled
-  float momentum = 0.0f;                   // SGD, RMSprop; one state float per element when not 0
-  float initial_accumulator_value = 0.0f;  // Adagrad, FTRL
-  float g_square_momentum = 1.0f;          // Adagrad: accumulator = accumulator * this + g^2
-  float eps = 1e-10f;                      // outside the square root, as in torch; Adadelta: inside
-  float beta1 = 0.9f;                      // Adam, AdamW, Adamax, Lion
-  float beta2 = 0.999f;                    // Adam, AdamW, Adamax, Lion
-  float dampening = 0.0f;                  // SGD with momentum
-  float nesterov = 0.0f;                   // SGD with momentum; 0 or 1
-  float alpha = 0.99f;                     // RMSprop: decay of the mean of squares
-  float centered = 0.0f;                   // RMSprop: by the variance; 0 or 1
-  float rho = 0.9f;                        // Adadelta: decay of both means
-  float l1 = 0.0f;                         // FTRL
-  float l2 = 0.0f;                         // FTRL
-  float beta = 0.0f;                       // FTRL: added to the square root of the sum of squares
+  float lr = 0.01f;
+  float weight_decay = 0.0f;
+  float momentum = 0.0f;
+  float initial_accumulator_value = 0.0f;
+  float g_square_momentum = 1.0f;
+  float eps = 1e-10f;
+  float beta1 = 0.9f;
+  float beta2 = 0.999f;
+  float dampening = 0.0f;
+  float nesterov = 0.0f;
+  float alpha = 0.99f;
+  float centered = 0.0f;
+  float rho = 0.9f;
+  float l1 = 0.0f;
+  float l2 = 0.0f;
+  float beta = 0.0f;
   bool operator==(const OptimizerConfig&) const = default;
 
   // With the defaults of the kind's Python class.
@@ -75,32 +77,6 @@ enum class ValueRange : uint8_t {
   kFlag,         // 0 or 1
 };
 
-// The hyper-parameters, in the order in which they are encoded: the bits of
-// OptimizerTraits::fields.
-enum class Hyper : uint8_t {
-  kLr,
-  kWeightDecay,
-  kMomentum,
-  kInitialAccumulatorValue,
-  kGSquareMomentum,
-  kEps,
-  kBeta1,
-  kBeta2,
-  kDampening,
-  kNesterov,
-  kAlpha,
-  kCentered,
-  kRho,
-  kL1,
-  kL2,
-  kBeta,
-};
-
-template <typename... Hypers>
-constexpr uint32_t HyperBits(Hypers... hypers) {
-  return ((1u << static_cast<uint32_t>(hypers)) | ...);
-}
-
 // What a row's 32-bit scalar holds, beside its floats.
 enum class RowScalar : uint8_t {
   kNone,
@@ -110,72 +86,76 @@ enum class RowScalar : uint8_t {
 };
 
 struct OptimizerTraits {
-  std::string_view name;  // what configurations call it
-  uint32_t fields;        // HyperBits() of those it has
-  uint32_t state_arrays;  // of dim floats each; momentum and centered add one each
+  std::string_view name;
+  std::array<float OptimizerConfig::*, 6> fields;
+  uint32_t state_arrays;
   RowScalar scalar;
-  uint32_t accumulator = 0;  // the first array that begins at initial_accumulator_value, not at 0
-  OptimizerConfig defaults;  // those of the Python class, lr apart
+  uint32_t accumulator = 0;
+  OptimizerConfig defaults;
 };
 
 // In the order of OptimizerKind.
 inline constexpr OptimizerTraits kOptimizers[kNumOptimizerKinds] = {
     {.name = "sgd",
-     .fields = HyperBits(Hyper::kLr, Hyper::kWeightDecay, Hyper::kMomentum, Hyper::kDampening,
-                         Hyper::kNesterov),
+     .fields = {&OptimizerConfig::lr, &OptimizerConfig::weight_decay, &OptimizerConfig::momentum,
+                &OptimizerConfig::dampening, &OptimizerConfig::nesterov},
      .state_arrays = 0,
      .scalar = RowScalar::kIfDampened,
      .defaults = {.kind = OptimizerKind::kSgd}},
     {.name = "adagrad",
-     .fields = HyperBits(Hyper::kLr, Hyper::kWeightDecay, Hyper::kInitialAccumulatorValue,
-                         Hyper::kGSquareMomentum, Hyper::kEps),
+     .fields = {&OptimizerConfig::lr, &OptimizerConfig::weight_decay,
+                &OptimizerConfig::initial_accumulator_value, &OptimizerConfig::g_square_momentum,
+                &OptimizerConfig::eps},
      .state_arrays = 1,
      .scalar = RowScalar::kNone,
      .defaults = {.kind = OptimizerKind::kAdagrad, .initial_accumulator_value = 0.01f}},
     {.name = "rowwise_adagrad",
-     .fields = HyperBits(Hyper::kLr, Hyper::kWeightDecay, Hyper::kInitialAccumulatorValue,
-                         Hyper::kGSquareMomentum, Hyper::kEps),
+     .fields = {&OptimizerConfig::lr, &OptimizerConfig::weight_decay,
+                &OptimizerConfig::initial_accumulator_value, &OptimizerConfig::g_square_momentum,
+                &OptimizerConfig::eps},
      .state_arrays = 0,
      .scalar = RowScalar::kAccumulator,
      .defaults = {.kind = OptimizerKind::kRowwiseAdagrad, .initial_accumulator_value = 0.01f}},
     {.name = "adam",
-     .fields =
-         HyperBits(Hyper::kLr, Hyper::kWeightDecay, Hyper::kEps, Hyper::kBeta1, Hyper::kBeta2),
+     .fields = {&OptimizerConfig::lr, &OptimizerConfig::weight_decay, &OptimizerConfig::eps,
+                &OptimizerConfig::beta1, &OptimizerConfig::beta2},
      .state_arrays = 2,
      .scalar = RowScalar::kSteps,
      .defaults = {.kind = OptimizerKind::kAdam, .eps = 1e-8f}},
     {.name = "adamw",
-     .fields =
-         HyperBits(Hyper::kLr, Hyper::kWeightDecay, Hyper::kEps, Hyper::kBeta1, Hyper::kBeta2),
+     .fields = {&OptimizerConfig::lr, &OptimizerConfig::weight_decay, &OptimizerConfig::eps,
+                &OptimizerConfig::beta1, &OptimizerConfig::beta2},
      .state_arrays = 2,
      .scalar = RowScalar::kSteps,
      .defaults = {.kind = OptimizerKind::kAdamW, .weight_decay = 0.01f, .eps = 1e-8f}},
     {.name = "rmsprop",
-     .fields = HyperBits(Hyper::kLr, Hyper::kWeightDecay, Hyper::kMomentum, Hyper::kEps,
-                         Hyper::kAlpha, Hyper::kCentered),
+     .fields = {&OptimizerConfig::lr, &OptimizerConfig::weight_decay, &OptimizerConfig::momentum,
+                &OptimizerConfig::eps, &OptimizerConfig::alpha, &OptimizerConfig::centered},
      .state_arrays = 1,
      .scalar = RowScalar::kNone,
      .defaults = {.kind = OptimizerKind::kRmsprop, .eps = 1e-8f}},
     {.name = "adadelta",
-     .fields = HyperBits(Hyper::kLr, Hyper::kWeightDecay, Hyper::kEps, Hyper::kRho),
+     .fields = {&OptimizerConfig::lr, &OptimizerConfig::weight_decay, &OptimizerConfig::eps,
+                &OptimizerConfig::rho},
      .state_arrays = 2,
      .scalar = RowScalar::kNone,
      .defaults = {.kind = OptimizerKind::kAdadelta, .eps = 1e-6f}},
     {.name = "adamax",
-     .fields =
-         HyperBits(Hyper::kLr, Hyper::kWeightDecay, Hyper::kEps, Hyper::kBeta1, Hyper::kBeta2),
+     .fields = {&OptimizerConfig::lr, &OptimizerConfig::weight_decay, &OptimizerConfig::eps,
+                &OptimizerConfig::beta1, &OptimizerConfig::beta2},
      .state_arrays = 2,
      .scalar = RowScalar::kSteps,
      .defaults = {.kind = OptimizerKind::kAdamax, .eps = 1e-8f}},
     {.name = "ftrl",
-     .fields = HyperBits(Hyper::kLr, Hyper::kInitialAccumulatorValue, Hyper::kL1, Hyper::kL2,
-                         Hyper::kBeta),
+     .fields = {&OptimizerConfig::lr, &OptimizerConfig::initial_accumulator_value,
+                &OptimizerConfig::l1, &OptimizerConfig::l2, &OptimizerConfig::beta},
      .state_arrays = 2,
      .scalar = RowScalar::kNone,
      .accumulator = 1,  // the first array is z
      .defaults = {.kind = OptimizerKind::kFtrl, .initial_accumulator_value = 0.1f}},
     {.name = "lion",
-     .fields = HyperBits(Hyper::kLr, Hyper::kWeightDecay, Hyper::kBeta1, Hyper::kBeta2),
+     .fields = {&OptimizerConfig::lr, &OptimizerConfig::weight_decay, &OptimizerConfig::beta1,
+                &OptimizerConfig::beta2},
      .state_arrays = 1,
      .scalar = RowScalar::kNone,
      .defaults = {.kind = OptimizerKind::kLion, .lr = 1e-4f, .beta2 = 0.99f}},
@@ -189,12 +169,12 @@ inline const OptimizerTraits& OptimizerConfig::traits() const {
 struct OptimizerField {
   std::string_view name;
   float OptimizerConfig::* member;
-  Hyper hyper;
   ValueRange range;
-  bool is_fixed;  // may not change while there are rows: their state depends on it
+  bool is_fixed;
 
   bool IsOf(OptimizerKind kind) const {
-    return (kOptimizers[static_cast<size_t>(kind)].fields & HyperBits(hyper)) != 0;
+    const auto& fields = kOptimizers[static_cast<size_t>(kind)].fields;
+    return std::find(fields.begin(), fields.end(), member) != fields.end();
   }
 };
 

@@ -1,6 +1,7 @@
 #include "base/row_protocol.h"
 
 #include <bit>
+#include <random>
 #include <string>
 #include <utility>
 
@@ -75,6 +76,13 @@ Status GetRows(ByteReader& reader, const char* field, size_t size_bytes, SignBlo
 
 }  // namespace
 
+uint64_t DrawIncarnation() {
+  std::random_device device;
+  uint64_t incarnation = 0;
+  while (incarnation == 0) incarnation = (uint64_t{device()} << 32) | device();
+  return incarnation;
+}
+
 Segments ConfigureRequest::Encode() && {
   ByteWriter writer;
   writer.Put(uint8_t{replace});
@@ -93,9 +101,8 @@ StatusOr<ConfigureRequest> ConfigureRequest::Decode(std::span<const std::byte> b
   if (replace > 1) {
     return InvalidArgument("replace is " + std::to_string(replace) + "; it must be 0 or 1");
   }
-  auto config = TrainConfig::Decode(body.subspan(kHeadBytes));
-  if (!config.ok()) return config.status();
-  return ConfigureRequest{*config, replace == 1};
+  PERSIA_ASSIGN_OR_RETURN(TrainConfig config, TrainConfig::Decode(body.subspan(kHeadBytes)));
+  return ConfigureRequest{std::move(config), replace == 1};
 }
 
 Segments LookupRowsRequest::Encode() && {

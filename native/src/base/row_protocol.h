@@ -46,9 +46,11 @@ struct BatchKey {
 };
 static_assert(sizeof(BatchKey) == 16);
 
+uint64_t DrawIncarnation();
+
 // A server's state at the time of a lookup: its life and how many updates it had applied.
 struct LookupStamp {
-  uint64_t incarnation = 0;  // 0: the server was not asked
+  uint64_t incarnation = 0;
   uint64_t update_counter = 0;
 };
 static_assert(sizeof(LookupStamp) == 16);
@@ -91,7 +93,7 @@ struct UpdateRowsRequest {
 };
 
 struct UpdateResult {
-  uint64_t staleness = 0;  // updates applied between the batch's lookup and its own update
+  uint64_t staleness = 0;
   uint64_t num_updated = 0;
   uint64_t num_missing = 0;
 };
@@ -115,7 +117,7 @@ static_assert(sizeof(PrefetchRowsReply) == 8);
 // servers, whose signs are routed by hash alone.
 struct ServerLoad {
   uint64_t num_rows = 0;
-  uint64_t memory_bytes = 0;        // of rows and index
+  uint64_t memory_bytes = 0;  // of rows and index
   uint64_t num_looked_up_rows = 0;  // missing ones included
   uint64_t num_updated_rows = 0;
 };

@@ -74,6 +74,7 @@ class [[nodiscard]] StatusOr {
 
   bool ok() const { return std::holds_alternative<T>(state_); }
   Status status() const { return ok() ? Status::Ok() : std::get<Status>(state_); }
+  StatusCode code() const { return ok() ? StatusCode::kOk : std::get<Status>(state_).code(); }
   T& value() & { return std::get<T>(state_); }
   const T& value() const& { return std::get<T>(state_); }
   T&& value() && { return std::get<T>(std::move(state_)); }
@@ -89,5 +90,14 @@ class [[nodiscard]] StatusOr {
     if (::persia::Status persia_status_ = (expression); !persia_status_.ok()) \
       return persia_status_;                                                  \
   } while (false)
+
+#define PERSIA_ASSIGN_OR_RETURN(declaration, ...) \
+  PERSIA_ASSIGN_OR_RETURN_(PERSIA_JOIN_(persia_result_, __LINE__), declaration, __VA_ARGS__)
+#define PERSIA_ASSIGN_OR_RETURN_(result, declaration, ...) \
+  auto result = (__VA_ARGS__);                             \
+  if (!result.ok()) return result.status();                \
+  declaration = std::move(result).value()
+#define PERSIA_JOIN_(a, b) PERSIA_JOIN_AGAIN_(a, b)
+#define PERSIA_JOIN_AGAIN_(a, b) a##b
 
 }  // namespace persia

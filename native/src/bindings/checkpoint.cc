@@ -18,6 +18,7 @@ namespace persia::bindings {
 namespace {
 
 namespace py = pybind11;
+using py::literals::operator""_a;
 using checkpoint::BlockEntry;
 using checkpoint::BlockRows;
 using checkpoint::Loader;
@@ -27,18 +28,13 @@ using checkpoint::SnapshotPart;
 py::dict ParseHeader(const py::buffer& head) {
   const BytesArgument bytes(head, "head");
   const auto header = ValueOrRaise(checkpoint::DecodeHeader(bytes.bytes()));
-  py::dict dict;
-  dict["step"] = header.step;
-  dict["num_rows"] = header.num_rows;
-  dict["part"] = header.part;
-  dict["num_parts"] = header.num_parts;
-  dict["replica_index"] = header.replica_index;
-  dict["replica_size"] = header.replica_size;
-  dict["train_config"] = header.config;
-  dict["is_delta"] = header.kind == checkpoint::FileKind::kRows ? 0 : 1;
-  dict["is_from_nothing"] = header.kind == checkpoint::FileKind::kChangesFromNothing ? 1 : 0;
-  dict["header_bytes"] = header.header_bytes;
-  return dict;
+  return py::dict(
+      "step"_a = header.step, "num_rows"_a = header.num_rows, "part"_a = header.part,
+      "num_parts"_a = header.num_parts, "replica_index"_a = header.replica_index,
+      "replica_size"_a = header.replica_size, "train_config"_a = header.config,
+      "is_delta"_a = header.kind == checkpoint::FileKind::kRows ? 0 : 1,
+      "is_from_nothing"_a = header.kind == checkpoint::FileKind::kChangesFromNothing ? 1 : 0,
+      "header_bytes"_a = header.header_bytes);
 }
 
 std::pair<uint64_t, uint64_t> ParseTrailer(const py::buffer& trailer) {

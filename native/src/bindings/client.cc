@@ -93,10 +93,9 @@ std::shared_ptr<EmbeddedClient> MakeEmbedded(std::vector<worker::SlotConfig> slo
                                              uint64_t forward_buffer_size,
                                              const std::optional<store::TierOptions>& tier,
                                              const std::string& row_dtype) {
-  worker::WorkerOptions options;
-  options.slots = std::move(slots);
-  options.feature_index_prefix_bit = feature_index_prefix_bit;
-  options.forward_buffer_size = forward_buffer_size;
+  worker::WorkerOptions options{.feature_index_prefix_bit = feature_index_prefix_bit,
+                                .slots = std::move(slots),
+                                .forward_buffer_size = forward_buffer_size};
   const store::EmbeddingStore::Options store{
       .capacity = capacity,
       .num_internal_shards = num_internal_shards,

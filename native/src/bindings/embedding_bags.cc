@@ -32,25 +32,21 @@ std::unique_ptr<EmbeddingBags> Make(std::vector<worker::SlotConfig> slots,
                                     uint32_t feature_index_prefix_bit, uint64_t capacity,
                                     uint32_t num_internal_shards, uint32_t num_threads,
                                     bool counts_updates, const std::string& row_dtype) {
-  EmbeddingBagsOptions options;
-  options.slots = std::move(slots);
-  options.feature_index_prefix_bit = feature_index_prefix_bit;
-  options.store = {.capacity = capacity,
-                   .num_internal_shards = num_internal_shards,
-                   .counts_updates = counts_updates,
-                   .row_dtype = ValueOrRaise(store::RowDtypeOf(row_dtype))};
-  options.num_threads = num_threads;
-  return ValueOrRaise(EmbeddingBags::Create(std::move(options)));
+  return ValueOrRaise(
+      EmbeddingBags::Create({.slots = std::move(slots),
+                             .feature_index_prefix_bit = feature_index_prefix_bit,
+                             .store = {.capacity = capacity,
+                                       .num_internal_shards = num_internal_shards,
+                                       .counts_updates = counts_updates,
+                                       .row_dtype = ValueOrRaise(store::RowDtypeOf(row_dtype))},
+                             .num_threads = num_threads}));
 }
 
 // The rows as an array that gives its memory back when the last view of it goes.
 py::array_t<float> RowsOf(PooledBags pooled, py::ssize_t num_columns) {
   const py::ssize_t batch_size = pooled.batch_size;
-  auto owned = std::make_unique<Buffer>(std::move(pooled.rows));
-  const auto* data = reinterpret_cast<const float*>(owned->data());
-  const py::capsule owner(owned.get(), [](void* buffer) { delete static_cast<Buffer*>(buffer); });
-  owned.release();  // the capsule deletes it from here on
-  return ViewOf(data, {batch_size, num_columns}, owner);
+  const auto* data = reinterpret_cast<const float*>(pooled.rows.data());
+  return ViewOf(data, {batch_size, num_columns}, OwnerOf(std::move(pooled.rows)));
 }
 
 std::pair<py::array_t<float>, BagBatchPtr> Lookup(EmbeddingBags& self, py::handle values,

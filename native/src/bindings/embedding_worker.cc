@@ -59,17 +59,15 @@ struct WorkerRole {
 
 std::unique_ptr<WorkerRole> MakeWorker(std::vector<worker::SlotConfig> slots,
                                        uint32_t feature_index_prefix_bit, uint32_t num_servers,
-                                       uint32_t replica_index, uint64_t forward_buffer_size,
+                                       uint64_t forward_buffer_size,
                                        uint32_t buffered_data_expired_s,
                                        uint32_t num_handler_threads) {
-  worker::WorkerOptions options;
-  options.replica_index = replica_index;
-  options.feature_index_prefix_bit = feature_index_prefix_bit;
-  options.slots = std::move(slots);
-  options.forward_buffer_size = forward_buffer_size;
-  options.buffered_data_expired = std::chrono::seconds(buffered_data_expired_s);
-  net::ServerOptions rpc;
-  rpc.num_handler_threads = num_handler_threads;
+  worker::WorkerOptions options{
+      .feature_index_prefix_bit = feature_index_prefix_bit,
+      .slots = std::move(slots),
+      .forward_buffer_size = forward_buffer_size,
+      .buffered_data_expired = std::chrono::seconds(buffered_data_expired_s)};
+  const net::ServerOptions rpc{.num_handler_threads = num_handler_threads};
   auto rows = std::make_shared<RemoteRows>(num_servers);
   return std::make_unique<WorkerRole>(
       rows, ValueOrRaise(EmbeddingWorker::Create(std::move(options), rows)), rpc);
@@ -99,8 +97,8 @@ void BindEmbeddingWorker(py::module_& module) {
   py::class_<WorkerRole> role(module, "EmbeddingWorker", py::release_gil_before_calling_cpp_dtor());
   role.def(py::init(&MakeWorker), py::kw_only(), py::arg("slots"),
            py::arg("feature_index_prefix_bit"), py::arg("num_servers"),
-           py::arg("replica_index") = 0, py::arg("forward_buffer_size") = 1000,
-           py::arg("buffered_data_expired_s") = 1000, py::arg("num_handler_threads") = 4)
+           py::arg("forward_buffer_size") = 1000, py::arg("buffered_data_expired_s") = 1000,
+           py::arg("num_handler_threads") = 4)
       .def("set_server", Blocking(&WorkerRole::SetServer), py::arg("index"), py::arg("address"))
       .def("start", Blocking(&WorkerRole::Start), py::arg("host"), py::arg("port"))
       .def("stop", Blocking(&WorkerRole::Stop), py::arg("timeout_s") = 10.0)

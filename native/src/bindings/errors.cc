@@ -37,10 +37,6 @@ const char* ErrorClass(StatusCode code) {
   throw py::error_already_set();
 }
 
-[[noreturn]] void WaitForTheEnd() {
-  while (true) std::this_thread::sleep_for(std::chrono::hours(1));
-}
-
 }  // namespace
 
 GilReleased::~GilReleased() {
@@ -48,7 +44,7 @@ GilReleased::~GilReleased() {
   try {
     PyEval_RestoreThread(state_);
   } catch (const abi::__forced_unwind&) {
-    WaitForTheEnd();
+    while (true) std::this_thread::sleep_for(std::chrono::hours(1));
   }
 #else
   PyEval_RestoreThread(state_);

@@ -55,11 +55,6 @@ py::bytes Encode(uint32_t batch_size, const std::vector<py::tuple>& features) {
   return {reinterpret_cast<const char*>(message.data()), message.size()};
 }
 
-uint32_t Check(const py::buffer& message) {
-  const BytesArgument argument(message, "message");
-  return ValueOrRaise(WithoutGil([&] { return DecodeIdFeatures(argument.bytes()); })).batch_size;
-}
-
 // Names come from the network: what is no UTF-8 is a corrupt message, not a UnicodeDecodeError.
 py::str NameOf(const IdFeature& feature) {
   PyObject* name = PyUnicode_DecodeUTF8(feature.name.data(),
@@ -94,7 +89,6 @@ py::list Decode(const py::buffer& message) {
 
 void BindIdFeatures(py::module_& module) {
   module.def("encode_id_features", &Encode, py::arg("batch_size"), py::arg("features"));
-  module.def("check_id_features", &Check, py::arg("message"));
   module.def("decode_id_features", &Decode, py::arg("message"));
 }
 

@@ -22,6 +22,7 @@ namespace persia::bindings {
 namespace {
 
 namespace py = pybind11;
+using py::literals::operator""_a;
 using pool::PoolInfo;
 using pool::PoolKind;
 using pool::PoolOptions;
@@ -40,36 +41,27 @@ PoolKind ParsePoolKind(const std::string& kind) {
 TierOptions MakeTierOptions(const std::string& directory, const std::string& kind,
                             uint64_t size_bytes, uint64_t cache_rows, uint64_t cache_bytes,
                             bool syncs, uint32_t num_threads) {
-  TierOptions options;
-  options.directory = directory;
-  options.pool.kind = ParsePoolKind(kind);
-  options.pool.size_bytes = size_bytes;
-  options.pool.syncs = syncs;
-  options.pool.num_threads = num_threads;
-  options.cache_rows = cache_rows;
-  options.cache_bytes = cache_bytes;
-  return options;
+  return {.directory = directory,
+          .pool = {.kind = ParsePoolKind(kind),
+                   .size_bytes = size_bytes,
+                   .syncs = syncs,
+                   .num_threads = num_threads},
+          .cache_rows = cache_rows,
+          .cache_bytes = cache_bytes};
 }
 
 py::dict DictOf(const PoolInfo& info) {
-  py::dict dict;
-  dict["pool_id"] = info.pool_id;
-  dict["committed"] = info.committed;
-  dict["num_rows"] = info.num_rows;
-  dict["file_bytes"] = info.file_bytes;
-  dict["size_bytes"] = info.size_bytes;
-  dict["extent_bytes"] = info.extent_bytes;
-  dict["schema"] = info.schema;
-  return dict;
+  return py::dict("pool_id"_a = info.pool_id, "committed"_a = info.committed,
+                  "num_rows"_a = info.num_rows, "file_bytes"_a = info.file_bytes,
+                  "size_bytes"_a = info.size_bytes, "extent_bytes"_a = info.extent_bytes,
+                  "schema"_a = info.schema);
 }
 
 // An open pool and where its rows are. Read-only: rows come in through a store.
 class OpenPool {
  public:
   static std::unique_ptr<OpenPool> Open(const std::string& directory, const std::string& kind) {
-    PoolOptions options;
-    options.kind = ParsePoolKind(kind);
-    options.num_threads = 2;
+    const PoolOptions options{.kind = ParsePoolKind(kind), .num_threads = 2};
     auto open = std::make_unique<OpenPool>();
     open->pool_ = ValueOrRaise(
         WithoutGil([&] { return RowPool::Open(directory, options, open->Visitor()); }));
@@ -123,11 +115,10 @@ class OpenPool {
 
 void CreatePool(const std::string& directory, uint64_t size_bytes, const std::string& kind,
                 const std::string& schema, uint64_t extent_bytes) {
-  PoolOptions options;
-  options.kind = ParsePoolKind(kind);
-  options.size_bytes = size_bytes;
-  options.extent_bytes = extent_bytes;
-  options.schema = schema;
+  const PoolOptions options{.kind = ParsePoolKind(kind),
+                            .size_bytes = size_bytes,
+                            .extent_bytes = extent_bytes,
+                            .schema = schema};
   RaiseIfError(WithoutGil([&] { return RowPool::Create(directory, options).status(); }));
 }
 

@@ -6,6 +6,7 @@ namespace persia::client {
 namespace {
 
 // The rows as float32, each once, however many bags have it; until the thread's next call.
+// them.
 const float* const* Widened(const store::SignRows& rows, const store::RowFormat& format) {
   thread_local Reused<float> memory;
   thread_local Reused<const float*> pointers;

@@ -38,10 +38,10 @@ class Reused {
 struct SlotInput {
   const worker::SlotConfig* slot = nullptr;
   std::span<const uint64_t> ids;
-  std::span<const int64_t> lengths;     // a sample's IDs
-  bool has_one_each = false;            // all lengths are 1
+  std::span<const int64_t> lengths;
+  bool has_one_each = false;
   std::span<const float> weights = {};  // one an ID; empty: all 1
-  size_t column = 0;                    // of the output
+  size_t column = 0;
 };
 
 // The slots of one feature group, which share rows.
@@ -99,6 +99,7 @@ class BagBatch {
 
 // Batches that came back and wait to be used again. More than these are in flight only where many
 // batches are looked up before the first is updated.
+// Thread-safe.
 class BatchShelf {
  public:
   static std::shared_ptr<BagBatch> Take(const std::shared_ptr<BatchShelf>& shelf) {

@@ -25,9 +25,8 @@ class EmbeddedClient final : public EmbeddingClient {
       const std::optional<store::TierOptions>& tier = std::nullopt);
 
   StatusOr<BatchReference> Register(uint32_t loader_index, std::span<const std::byte> id_features) {
-    auto key = worker_->Register(loader_index, id_features);
-    if (!key.ok()) return key.status();
-    return BatchReference{*key, 0};
+    PERSIA_ASSIGN_OR_RETURN(const BatchKey key, worker_->Register(loader_index, id_features));
+    return BatchReference{key, 0};
   }
   // For snapshots and loading.
   store::EmbeddingStore& embedding_store() { return store_; }

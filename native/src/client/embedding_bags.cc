@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -147,6 +148,24 @@ void ForEachRun(std::span<const GroupBatch> groups, Single single, Other other) 
 
 }  // namespace
 
+std::vector<WorkRun> DivideWork(std::span<const double> costs, size_t num_runs) {
+  num_runs = std::min(num_runs, costs.size());
+  const double total = std::accumulate(costs.begin(), costs.end(), 0.0);
+  std::vector<WorkRun> runs;
+  size_t end = 0;
+  double passed = 0.0;  // the cost of the pieces before `end`
+  for (size_t run = 1; run <= num_runs; ++run) {
+    const size_t begin = end;
+    const size_t last_end = costs.size() - (num_runs - run);  // leaves a piece for each later run
+    const double share = total * static_cast<double>(run) / static_cast<double>(num_runs);
+    do {
+      passed += costs[end++];
+    } while (end < last_end && (run == num_runs || passed + costs[end] / 2 <= share));
+    runs.push_back({begin, end});
+  }
+  return runs;
+}
+
 EmbeddingBags::EmbeddingBags(const EmbeddingBagsOptions& options, worker::SlotTable slots,
                              std::unique_ptr<store::EmbeddingStore> store)
     : slots_(std::move(slots)),
@@ -270,8 +289,7 @@ StatusOr<PooledBags> EmbeddingBags::Lookup(std::span<const uint64_t> values,
                                            std::span<const float> weights) {
   const std::lock_guard lock(mutex_);
   PERSIA_RETURN_IF_ERROR(Divide(values, lengths, weights));
-  StatusOr<InPlaceRows> store = InPlaceRows::Begin(*store_, mode);
-  if (!store.ok()) return store.status();
+  PERSIA_ASSIGN_OR_RETURN(InPlaceRows store, InPlaceRows::Begin(*store_, mode));
   PooledBags pooled;
   pooled.batch_size = static_cast<uint32_t>(lengths.size() / num_slots());
   pooled.rows = Buffer(size_t{pooled.batch_size} * num_columns_ * sizeof(float));
@@ -290,19 +308,19 @@ StatusOr<PooledBags> EmbeddingBags::Lookup(std::span<const uint64_t> values,
       thread_local worker::UniqueKeys keys;
       GroupBatch& group = batch->groups[i];
       group.Plan(inputs_[i], slots_, &keys);
-      store->Find(group.rows(), zeros_.data(), group.missing());
+      store.Find(group.rows(), zeros_.data(), group.missing());
       has_missing |= !group.missing()->empty();
     }
     is_pooled[u] = mode == LookupMode::kInference || !has_missing;
     if (is_pooled[u]) Pool(*batch, units_[u], out);
   });
   if (mode == LookupMode::kInference) return pooled;
-  PERSIA_RETURN_IF_ERROR(InsertMissing(batch.get(), &*store));
+  PERSIA_RETURN_IF_ERROR(InsertMissing(batch.get(), &store));
   for_each_unit([&](size_t u) {
     if (!is_pooled[u]) Pool(*batch, units_[u], out);
   });
   DivideGroups(*batch);
-  batch->removals = store->Removals();
+  batch->removals = store.Removals();
   pooled.batch = std::move(batch);
   return pooled;
 }
@@ -408,12 +426,11 @@ StatusOr<std::unique_ptr<EmbeddingBags>> EmbeddingBags::Create(EmbeddingBagsOpti
     return InvalidArgument("slot '" + slot.name +
                            "' is raw (embedding_summation: false); bags are pooled slots");
   }
-  auto slots = worker::SlotTable::Create(options.feature_index_prefix_bit, options.slots);
-  if (!slots.ok()) return slots.status();
-  auto store = store::EmbeddingStore::Create(options.store);
-  if (!store.ok()) return store.status();
+  PERSIA_ASSIGN_OR_RETURN(
+      auto slots, worker::SlotTable::Create(options.feature_index_prefix_bit, options.slots));
+  PERSIA_ASSIGN_OR_RETURN(auto store, store::EmbeddingStore::Create(options.store));
   return std::unique_ptr<EmbeddingBags>(
-      new EmbeddingBags(options, std::move(slots).value(), std::move(store).value()));
+      new EmbeddingBags(options, std::move(slots), std::move(store)));
 }
 
 Status EmbeddingBags::Configure(const TrainConfig& config, bool replace) {

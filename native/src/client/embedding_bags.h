@@ -19,12 +19,21 @@
 #include "base/thread_pool.h"
 #include "base/train_config.h"
 #include "client/bag_batch.h"
-#include "client/work_division.h"
 #include "store/embedding_store.h"
 #include "store/in_place_rows.h"
 #include "worker/slot_table.h"
 
 namespace persia::client {
+
+// Pieces begin .. end.
+struct WorkRun {
+  size_t begin = 0;
+  size_t end = 0;
+};
+
+// At most `num_runs` runs (one for each piece where those are fewer), none empty, which together
+// are all pieces in their order. A run ends where its share of the cost of all comes nearest.
+std::vector<WorkRun> DivideWork(std::span<const double> costs, size_t num_runs);
 
 struct EmbeddingBagsOptions {
   std::vector<worker::SlotConfig> slots;  // pooled ones only; output columns follow their order

@@ -22,6 +22,7 @@ namespace persia::client {
 // as a caller that got it from here uses it.
 class WorkerChannels {
  public:
+  // meanwhile.
   using Link = std::pair<uint32_t, std::shared_ptr<net::Channel>>;  // index, channel
 
   // `num_workers` >= 1 workers, expected but without an address yet.

@@ -37,7 +37,7 @@
 #include "base/buffer.h"
 #include "base/metrics.h"
 #include "base/status.h"
-#include "base/traced_batch.h"
+#include "base/trace_buffer.h"
 #include "net/client_connection.h"
 #include "net/types.h"
 

@@ -59,9 +59,9 @@ StatusOr<Reply> DecodeReply(const MethodId& method, const std::string& peer, Buf
 template <typename Request, typename Reply>
 Result<Reply> Call(Channel& channel, const Method<Request, Reply>& method, Request request,
                    Clock::time_point deadline) {
-  auto body = channel.Call(method, EncodeMessage<Request>(std::move(request)), deadline);
-  if (!body.ok()) return body.status();
-  auto reply = DecodeReply<Reply>(method, channel.peer(), std::move(body).value());
+  PERSIA_ASSIGN_OR_RETURN(
+      Buffer body, channel.Call(method, EncodeMessage<Request>(std::move(request)), deadline));
+  auto reply = DecodeReply<Reply>(method, channel.peer(), std::move(body));
   if constexpr (std::is_same_v<Reply, Empty>) {
     return reply.status();
   } else {
@@ -69,37 +69,27 @@ Result<Reply> Call(Channel& channel, const Method<Request, Reply>& method, Reque
   }
 }
 
-// One call of several that are made together. The channel must outlive the call.
-struct OutgoingCall {
-  Channel* channel = nullptr;
-  Segments segments;  // may view the caller's memory
-};
-
-// Calls several peers at the same time. Returns the replies in the order of the calls, or the
 // failure to report: kFailedPrecondition goes before others, because it is the one that the caller
 // can mend (by configuring the peer) before it tries again; otherwise the first.
 //
 // Every call has ended when it returns, also when one failed early: what the segments view is the
 // caller's own again. Not for callbacks of a channel.
-StatusOr<std::vector<Buffer>> CallAll(const MethodId& method, std::vector<OutgoingCall> calls,
-                                      Clock::time_point deadline);
+StatusOr<std::vector<Buffer>> CallAll(const MethodId& method, std::span<Channel* const> channels,
+                                      std::vector<Segments> requests, Clock::time_point deadline);
 
-// The same, typed: requests[i] goes over channels[i].
 template <typename Request, typename Reply>
 StatusOr<std::vector<Reply>> CallAll(const Method<Request, Reply>& method,
                                      std::span<Channel* const> channels,
                                      std::vector<Request> requests, Clock::time_point deadline) {
-  std::vector<OutgoingCall> calls;
-  for (size_t i = 0; i < channels.size(); ++i) {
-    calls.push_back({channels[i], EncodeMessage<Request>(std::move(requests[i]))});
-  }
-  auto bodies = CallAll(MethodId(method), std::move(calls), deadline);
-  if (!bodies.ok()) return bodies.status();
+  std::vector<Segments> segments;
+  for (Request& request : requests) segments.push_back(EncodeMessage(std::move(request)));
+  PERSIA_ASSIGN_OR_RETURN(auto bodies,
+                          CallAll(MethodId(method), channels, std::move(segments), deadline));
   std::vector<Reply> replies;
   for (size_t i = 0; i < channels.size(); ++i) {
-    auto reply = DecodeReply<Reply>(method, channels[i]->peer(), std::move(bodies.value()[i]));
-    if (!reply.ok()) return reply.status();
-    replies.push_back(std::move(reply).value());
+    PERSIA_ASSIGN_OR_RETURN(Reply reply,
+                            DecodeReply<Reply>(method, channels[i]->peer(), std::move(bodies[i])));
+    replies.push_back(std::move(reply));
   }
   return replies;
 }

@@ -6,7 +6,7 @@
 #include <cerrno>
 #include <utility>
 
-#include "base/traced_batch.h"
+#include "base/trace_buffer.h"
 #include "net/asio.h"
 
 namespace persia::net {
@@ -22,8 +22,6 @@ Status CannotListen(const std::string& host, uint16_t port, const std::string& r
 StatusOr<Tcp::endpoint> ResolveListenAddress(asio::io_context& io, const std::string& host,
                                              uint16_t port) {
   ErrorCode error;
-  const auto literal = asio::ip::make_address(host, error);
-  if (!error) return Tcp::endpoint(literal, port);
   Tcp::resolver resolver(io);
   const auto results = resolver.resolve(host, std::to_string(port), Tcp::resolver::passive, error);
   if (error) return CannotListen(host, port, error.message());
@@ -96,14 +94,13 @@ void Server::OnEvent(const Poller::Event& event) {
 
 StatusOr<uint16_t> Server::Listen(const std::string& host, uint16_t port) {
   asio::io_context io;
-  auto endpoint = ResolveListenAddress(io, host, port);
-  if (!endpoint.ok()) return endpoint.status();
+  PERSIA_ASSIGN_OR_RETURN(const auto endpoint, ResolveListenAddress(io, host, port));
   Tcp::acceptor acceptor(io);
   ErrorCode error;
-  acceptor.open(endpoint->protocol(), error);
+  acceptor.open(endpoint.protocol(), error);
   // A restarted server takes its port over from connections that are still timing out.
   if (!error) acceptor.set_option(Tcp::acceptor::reuse_address(true), error);
-  if (!error) acceptor.bind(*endpoint, error);
+  if (!error) acceptor.bind(endpoint, error);
   if (!error) acceptor.listen(Tcp::acceptor::max_listen_connections, error);
   if (!error) acceptor.native_non_blocking(true, error);
   if (error) return CannotListen(host, port, error.message());

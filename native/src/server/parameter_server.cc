@@ -64,10 +64,10 @@ StatusOr<std::unique_ptr<ParameterServer>> ParameterServer::Create(const Options
                            "; with replica_size " + std::to_string(options.replica_size) +
                            " it must be below that");
   }
-  auto rows = options.tier ? store::EmbeddingStore::Open(options.store, *options.tier)
-                           : store::EmbeddingStore::Create(options.store);
-  if (!rows.ok()) return rows.status();
-  return std::unique_ptr<ParameterServer>(new ParameterServer(options, std::move(rows).value()));
+  PERSIA_ASSIGN_OR_RETURN(auto rows, options.tier
+                                         ? store::EmbeddingStore::Open(options.store, *options.tier)
+                                         : store::EmbeddingStore::Create(options.store));
+  return std::unique_ptr<ParameterServer>(new ParameterServer(options, std::move(rows)));
 }
 
 ParameterServer::ParameterServer(const Options& options,

@@ -18,7 +18,6 @@
 #include <string>
 #include <vector>
 
-#include "base/incarnation.h"
 #include "base/metrics.h"
 #include "base/row_protocol.h"
 #include "base/status.h"
@@ -33,9 +32,9 @@ class ParameterServer {
   struct Options {
     uint32_t replica_index = 0;
     uint32_t replica_size = 1;
-    store::EmbeddingStore::Options store;
-    std::optional<store::TierOptions> tier;  // without one, rows are in memory alone
-    net::ServerOptions rpc;
+    store::EmbeddingStore::Options store = {};
+    std::optional<store::TierOptions> tier = {};  // without one, rows are in memory alone
+    net::ServerOptions rpc = {};
     // For inference: what would change rows is refused (kFailedPrecondition), and everything
     // (kUnavailable) until MarkLoaded.
     bool read_only = false;

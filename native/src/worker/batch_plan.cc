@@ -66,15 +66,13 @@ bool HasOneIdEach(std::span<const uint32_t> offsets) {
 }  // namespace
 
 StatusOr<FeatureBatch> FeatureBatch::Decode(Buffer bytes, const SlotTable& slots) {
-  StatusOr<IdFeatures> decoded = DecodeIdFeatures(std::as_const(bytes).span());
-  if (!decoded.ok()) return decoded.status();
+  PERSIA_ASSIGN_OR_RETURN(const IdFeatures decoded, DecodeIdFeatures(std::as_const(bytes).span()));
   FeatureBatch batch;
-  batch.batch_size_ = decoded->batch_size;
-  batch.features_.reserve(decoded->features.size());
-  for (const IdFeature& id_feature : decoded->features) {
-    StatusOr<Feature> feature = FindSlot(id_feature, slots);
-    if (!feature.ok()) return feature.status();
-    batch.features_.push_back(*feature);
+  batch.batch_size_ = decoded.batch_size;
+  batch.features_.reserve(decoded.features.size());
+  for (const IdFeature& id_feature : decoded.features) {
+    PERSIA_ASSIGN_OR_RETURN(const Feature feature, FindSlot(id_feature, slots));
+    batch.features_.push_back(feature);
   }
   PERSIA_RETURN_IF_ERROR(CheckNumSigns(batch.features_));
   batch.bytes_ = std::move(bytes);  // the features' views stay where they are
@@ -178,27 +176,6 @@ void BatchPlanner::RouteGroup(const SlotConfig& leader, BatchPlan* plan) {
     if (num_routed_[server] == 0) continue;
     plan->requests[server].blocks.push_back({leader.dim, num_routed_[server]});
   }
-}
-
-std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, SlotMask slots) {
-  std::vector<ServerBlocks> requests(plan.requests.size());
-  std::vector<uint32_t> num_before(requests.size(), 0);  // signs of earlier groups, by server
-  std::vector<uint32_t> num_here(requests.size());
-  size_t number = 0;
-  for (const PlannedGroup& group : plan.groups) {
-    num_here.assign(requests.size(), 0);
-    const size_t end = number + group.num_signs;
-    for (; number < end; ++number) ++num_here[plan.server_of[number]];
-    for (size_t server = 0; server < requests.size(); ++server) {
-      const auto signs =
-          std::span(plan.requests[server].signs).subspan(num_before[server], num_here[server]);
-      num_before[server] += num_here[server];
-      if (signs.empty() || !Includes(slots, group.mode)) continue;
-      requests[server].blocks.push_back({group.dim, num_here[server]});
-      requests[server].signs.insert(requests[server].signs.end(), signs.begin(), signs.end());
-    }
-  }
-  return requests;
 }
 
 }  // namespace persia::worker

@@ -109,23 +109,48 @@ class BatchPlanner {
   std::vector<uint32_t> num_routed_;  // by server, of one group
 };
 
-// What some slots of the plan ask of each server: the plan's requests without the other groups'
-// blocks.
-std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, SlotMask slots);
+struct AllSigns {
+  bool operator()(const PlannedGroup& /*group*/, uint32_t /*number*/) const { return true; }
+};
+struct SignsOfSlots {
+  SlotMask slots;
+  bool operator()(const PlannedGroup& group, uint32_t /*number*/) const {
+    return Includes(slots, group.mode);
+  }
+};
 
-// (*rows)[n] is where the row of sign number n lies, given where each server's rows begin. Answers
-// to RequestsOf() some slots have no rows of the other groups: those stay null.
-template <typename Float>
-void LocateRows(const BatchPlan& plan, std::vector<Float*> begin_by_server,
-                std::vector<Float*>* rows, SlotMask slots = kAllSlots) {
-  rows->assign(plan.num_signs(), nullptr);
-  size_t number = 0;
+template <typename Keep>
+std::vector<ServerBlocks> SelectRequests(const BatchPlan& plan, Keep keep) {
+  const size_t num_servers = plan.requests.size();
+  std::vector<ServerBlocks> kept(num_servers);
+  std::vector<size_t> next(num_servers, 0);  // into the plan's signs
+  std::vector<uint32_t> num_kept(num_servers);
+  for (size_t i = 0; i < num_servers; ++i) kept[i].signs.reserve(plan.requests[i].signs.size());
+  uint32_t number = 0;
   for (const PlannedGroup& group : plan.groups) {
-    if (!Includes(slots, group.mode)) {
-      number += group.num_signs;
-      continue;
-    }
+    num_kept.assign(num_servers, 0);
     for (uint32_t i = 0; i < group.num_signs; ++i, ++number) {
+      const uint16_t server = plan.server_of[number];
+      const uint64_t sign = plan.requests[server].signs[next[server]++];
+      if (!keep(group, number)) continue;
+      kept[server].signs.push_back(sign);
+      ++num_kept[server];
+    }
+    for (size_t server = 0; server < num_servers; ++server) {
+      if (num_kept[server] != 0) kept[server].blocks.push_back({group.dim, num_kept[server]});
+    }
+  }
+  return kept;
+}
+
+template <typename Float, typename Keep = AllSigns>
+void LocateRows(const BatchPlan& plan, std::vector<Float*> begin_by_server,
+                std::vector<Float*>* rows, Keep keep = {}) {
+  rows->assign(plan.num_signs(), nullptr);
+  uint32_t number = 0;
+  for (const PlannedGroup& group : plan.groups) {
+    for (uint32_t i = 0; i < group.num_signs; ++i, ++number) {
+      if (!keep(group, number)) continue;
       Float*& next = begin_by_server[plan.server_of[number]];
       (*rows)[number] = next;
       next += group.dim;

@@ -9,11 +9,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-Status TooManyInFlight(uint64_t limit) {
-  return ResourceExhausted(std::to_string(limit) +
-                           " batches await their gradients already: return or release some");
-}
-
 }  // namespace
 
 StatusOr<uint64_t> BatchTable::AddWaiting(uint32_t loader_index, FeatureBatch features) {
@@ -121,8 +116,9 @@ Status BatchTable::StartFlight(const Lease& lease) {
 
 Status BatchTable::MakeRoomInFlightLocked() {
   if (num_in_flight_ >= options_.max_in_flight) ExpireLocked(Batch::State::kInFlight);
-  if (num_in_flight_ >= options_.max_in_flight) return TooManyInFlight(options_.max_in_flight);
-  return Status::Ok();
+  if (num_in_flight_ < options_.max_in_flight) return Status::Ok();
+  return ResourceExhausted(std::to_string(options_.max_in_flight) +
+                           " batches await their gradients already: return or release some");
 }
 
 // The report is remembered for a repetition of the request whose answer was lost.

@@ -19,8 +19,8 @@
 
 #include "base/buffer.h"
 #include "base/duration_stats.h"
-#include "base/incarnation.h"
 #include "base/metrics.h"
+#include "base/row_protocol.h"
 #include "base/status.h"
 #include "base/train_config.h"
 #include "worker/batch_plan.h"
@@ -33,9 +33,8 @@
 namespace persia::worker {
 
 struct WorkerOptions {
-  uint32_t replica_index = 0;
   uint32_t feature_index_prefix_bit = 8;  // 1 .. 32
-  std::vector<SlotConfig> slots;
+  std::vector<SlotConfig> slots = {};
   uint64_t forward_buffer_size = 1000;         // waiting batches per loader
   uint64_t forward_buffer_bytes = 4ull << 30;  // waiting ID bytes, all loaders
   uint64_t max_in_flight = 4096;               // batches awaiting gradients

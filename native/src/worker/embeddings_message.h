@@ -1,8 +1,5 @@
 // The embeddings message (docs/wire_format.md), both ends of it.
 //
-// The embedding worker: EmbeddingsWriter lays the message out, so that PoolFeature() pools straight
-// into the bytes that are sent, and NarrowEmbeddings() converts one to 16 bits a float. The client:
-// DecodeEmbeddings() checks a message and shows the embeddings in place.
 #pragma once
 
 #include <cstdint>
@@ -27,25 +24,18 @@ struct SlotSpace {
   float* rows = nullptr;               // [num_rows x dim]
 };
 
-class EmbeddingsWriter {
- public:
-  // kInvalidArgument: the message would be larger than any receiver takes.
-  static StatusOr<EmbeddingsWriter> Create(const BatchPlan& plan, uint64_t worker_incarnation,
-                                           uint64_t reference, SlotMask slots = kAllSlots);
-
-  // In the order of the plan's features; the arrays are uninitialised.
-  std::span<const SlotSpace> slots() const { return slots_; }
-  Buffer Release() { return std::move(message_); }
-
- private:
-  Buffer message_;
-  std::vector<SlotSpace> slots_;
+struct EmbeddingsLayout {
+  Buffer message;
+  std::vector<SlotSpace> slots;  // in the order of the plan's features; into `message`
 };
 
+// kInvalidArgument: the message would be larger than any receiver takes.
+StatusOr<EmbeddingsLayout> LayOutEmbeddings(const BatchPlan& plan, uint64_t worker_incarnation,
+                                            uint64_t reference, SlotMask slots = kAllSlots);
+
 // The message with 16 bits a float, in memory of its own. `message` is one of float32, as
-// EmbeddingsWriter makes it; kInternal when it is not. The worker pools in float32 and knows
 // nothing of this; its service narrows what it sends.
-StatusOr<Buffer> NarrowEmbeddings(std::span<const std::byte> message, WireDtype dtype);
+StatusOr<Buffer> NarrowEmbeddings(Buffer message, WireDtype dtype);
 
 // Fills all arrays of `space`; `rows[n]` is the row of sign number n. Sums run over a sample's IDs
 // in their order, duplicates included, each ID's hash-stack buckets in the order of the rounds: see

@@ -50,12 +50,12 @@ StatusOr<std::vector<Reply>> RemoteRows::CallSome(const Method<Request, Reply>& 
     channels.push_back(channels_[i].get());
     sent.push_back(requests[i]);
   }
-  auto replies =
-      net::CallAll(method, std::span<net::Channel* const>(channels), std::move(sent), deadline);
-  if (!replies.ok()) return replies.status();
+  PERSIA_ASSIGN_OR_RETURN(
+      std::vector<Reply> replies,
+      net::CallAll(method, std::span<net::Channel* const>(channels), std::move(sent), deadline));
   std::vector<Reply> by_server(requests.size());
   for (size_t i = 0; i < servers.size(); ++i) {
-    by_server[servers[i]] = std::move(replies.value()[i]);
+    by_server[servers[i]] = std::move(replies[i]);
   }
   return by_server;
 }

@@ -31,7 +31,7 @@ struct SlotConfig {
   bool mean_scaling = false;        // of pooled slots; not with sqrt_scaling
   uint32_t sample_fixed_size = 10;  // raw slots: IDs a sample keeps
   uint32_t hash_stack_rounds = 0;   // 0: no hash stack
-  uint64_t hash_stack_size = 0;     // embedding_size of each round
+  uint64_t hash_stack_size = 0;
   // The number of the slot's consistency mode. A lookup names slots by it, so slots of different
   // modes may be looked up at different times. Below kMaxSlotModes; equal within a feature group.
   uint32_t mode = 0;

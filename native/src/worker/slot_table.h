@@ -14,7 +14,6 @@
 #include <string_view>
 #include <vector>
 
-#include "base/cardinality.h"
 #include "base/metrics.h"
 #include "base/status.h"
 #include "worker/slot_config.h"

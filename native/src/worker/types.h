@@ -16,7 +16,7 @@ using Deadline = std::chrono::steady_clock::time_point;
 // The gradient of one slot's embeddings, in the caller's memory.
 struct SlotGradient {
   std::string_view slot;
-  bool skipped = false;  // the loss did not reach the slot: no rows
+  bool skipped = false;
   uint32_t num_rows = 0;
   uint32_t dim = 0;
   const float* rows = nullptr;
@@ -25,8 +25,10 @@ struct SlotGradient {
 // The measured staleness of the rows that one lookup of a batch found, in updates.
 struct LookupStaleness {
   SlotMask slots = 0;  // all bits set for all
+  uint32_t reserved = 0;
   uint64_t staleness = 0;
 };
+static_assert(sizeof(LookupStaleness) == 16);  // as on the wire
 
 // What became of a batch's gradients.
 struct ReturnReport {

@@ -21,6 +21,8 @@ constexpr int kMaxUnitExponent = 127 - kTopExponent;
 // Values that are converted at once, in the cache of the first level.
 constexpr size_t kChunk = 1024;
 
+}  // namespace
+
 // Compared as integers, which order like the floats; as signed ones, which every processor compares
 // several at once.
 float MaxMagnitude(std::span<const float> values) {
@@ -30,8 +32,6 @@ float MaxMagnitude(std::span<const float> values) {
   }
   return std::bit_cast<float>(max_bits);
 }
-
-}  // namespace
 
 StatusOr<WireDtype> ToWireDtype(uint32_t number) {
   if (number < kNames.size()) return static_cast<WireDtype>(number);

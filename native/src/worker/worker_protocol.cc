@@ -128,11 +128,7 @@ Segments ReturnReport::Encode() && {
   writer.Put(num_skipped_slots);
   writer.Put(static_cast<uint32_t>(lookups.size()));
   writer.Put(uint32_t{0});
-  for (const LookupStaleness& lookup : lookups) {
-    writer.Put(lookup.slots);
-    writer.Put(uint32_t{0});
-    writer.Put(lookup.staleness);
-  }
+  writer.PutArray(std::span<const LookupStaleness>(lookups));
   Segments segments;
   segments.AddOwned(writer.Release());
   return segments;
@@ -151,13 +147,8 @@ StatusOr<ReturnReport> ReturnReport::Decode(std::span<const std::byte> body) {
     return Corruption("it tells of " + std::to_string(num_lookups) + " lookups, above " +
                       std::to_string(kMaxSlotModes));
   }
-  for (uint32_t i = 0; i < num_lookups; ++i) {
-    LookupStaleness lookup;
-    lookup.slots = reader.Get<uint32_t>();
-    reader.Get<uint32_t>();  // reserved
-    lookup.staleness = reader.Get<uint64_t>();
-    report.lookups.push_back(lookup);
-  }
+  const auto lookups = reader.GetArray<LookupStaleness>(num_lookups);
+  report.lookups.assign(lookups.begin(), lookups.end());
   if (reader.ok() && reader.remaining() == 0) return report;
   return Corruption("it has " + std::to_string(body.size()) + " bytes, which " +
                     std::to_string(num_lookups) + " lookups do not fit");

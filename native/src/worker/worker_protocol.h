@@ -46,14 +46,13 @@ struct GradientsRequest {
   float scale = 1.0f;
   WireDtype dtype = WireDtype::kFloat32;  // how they are sent; float32 once decoded
   std::vector<SlotGradient> gradients;    // names and rows are in the decoded bytes, or in
-  std::vector<Buffer> widened = {};       // rows that arrived with 16 bits
+  std::vector<Buffer> widened = {};  // rows that arrived with 16 bits
 
   Segments Encode() &&;
   static StatusOr<GradientsRequest> Decode(std::span<const std::byte> body);
 };
 
 // Numbers 40 was a method of earlier versions. A lookup's reply is an embeddings message:
-// EmbeddingsWriter makes it, DecodeEmbeddings reads it.
 inline constexpr Method<ConfigureRequest, Empty> kConfigureWorker{{32, "ConfigureWorker"}};
 inline constexpr Method<LookupReferenceRequest, Buffer> kLookupReference{{33, "LookupReference"}};
 inline constexpr Method<LookupDirectRequest, Buffer> kLookupDirect{{34, "LookupDirect"}};
