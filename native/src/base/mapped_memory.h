@@ -12,9 +12,12 @@ namespace persia {
 
 class MappedMemory {
  public:
+  // Of x86-64 and most arm64 systems. Where huge pages are larger, memory is merely aligned less
+  // well.
   static constexpr size_t kHugePageBytes = size_t{2} << 20;
   static constexpr size_t kPageBytes = 4096;
 
+  // Owns nothing: data() is null.
   MappedMemory() = default;
   MappedMemory(MappedMemory&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
@@ -38,6 +41,7 @@ class MappedMemory {
   size_t size_ = 0;
 };
 
+// The size of the pages of a MappedMemory, where its owner knows better than the default.
 
 // For memory that has not been touched: only what will be takes memory.
 void UseSmallPages(const MappedMemory& memory);

@@ -11,6 +11,8 @@ namespace {
 using Config = OptimizerConfig;
 using Kind = OptimizerKind;
 
+// What is fixed either sizes the state or gives what is in it its meaning. Rates, decays of weights
+// and FTRL's penalties only steer the next step.
 constexpr std::array<OptimizerField, 16> kFields = {{
     {"lr", &Config::lr, ValueRange::kNotNegative, false},
     {"weight_decay", &Config::weight_decay, ValueRange::kNotNegative, false},
@@ -31,11 +33,13 @@ constexpr std::array<OptimizerField, 16> kFields = {{
     {"beta", &Config::beta, ValueRange::kNotNegative, false},
 }};
 
+// One row for each range, so that what is checked and what is said cannot differ.
 struct RangeRule {
   bool (*holds)(float);
   std::string_view text;  // for messages
 };
 
+// In the order of ValueRange.
 constexpr RangeRule kRanges[] = {
     {[](float x) { return x > 0; }, "above 0"},
     {[](float x) { return x >= 0; }, "of at least 0"},
@@ -54,6 +58,7 @@ Status CheckField(const Config& config, const OptimizerField& field) {
                            std::string(range.text));
   }
   // What the kind does not have must be left alone, or the user believes it has an effect.
+  // The struct's default, not the kind's: what a config leaves out has it.
   const float unset = Config().*field.member;
   if (value == unset) return Status::Ok();
   return InvalidArgument(name + " is " + std::to_string(value) + ", but " +
@@ -94,6 +99,7 @@ Status OptimizerConfig::Validate() const {
                            " (" + std::string(std::end(kOptimizers)[-1].name) + ")");
   }
   for (const OptimizerField& field : kFields) PERSIA_RETURN_IF_ERROR(CheckField(*this, field));
+  // Last: a field out of its range is the plainer message.
   return CheckCombinations(*this);
 }
 
@@ -102,6 +108,7 @@ bool OptimizerConfig::HasScalar() const {
   return scalar == RowScalar::kIfDampened ? dampening != 0.0f : scalar != RowScalar::kNone;
 }
 
+// Those of row-wise Adagrad are its scalar, which is stored beside the row and not behind it.
 uint32_t OptimizerConfig::StateFloats(uint32_t dim) const {
   if (traits().scalar == RowScalar::kAccumulator) return 1;
   return (traits().state_arrays + (momentum != 0.0f) + (centered != 0.0f)) * dim;

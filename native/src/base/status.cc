@@ -4,6 +4,7 @@
 
 namespace persia {
 
+// By number. A code of a newer peer has no name here, and must not crash its reader.
 std::string_view StatusCodeName(StatusCode code) {
   static constexpr std::array<std::string_view, 10> kNames = {
       "Ok",          "InvalidArgument",   "NotFound",          "Corruption",

@@ -68,6 +68,8 @@ pybind11::array_t<T> ViewOf(const T* data, std::vector<pybind11::ssize_t> shape,
   return pybind11::array_t<T>(std::move(shape), data, owner);
 }
 
+// An owner for arrays over the memory of `value`, which it takes over. That memory must not move
+// with the object: that of a vector or a Buffer does not.
 template <typename T>
 pybind11::capsule OwnerOf(T value) {
   auto owned = std::make_unique<T>(std::move(value));

@@ -25,6 +25,7 @@ using checkpoint::Loader;
 using checkpoint::Snapshot;
 using checkpoint::SnapshotPart;
 
+// Keys are those that persia/checkpoint reads. The GIL is kept: a header is a few hundred bytes.
 py::dict ParseHeader(const py::buffer& head) {
   const BytesArgument bytes(head, "head");
   const auto header = ValueOrRaise(checkpoint::DecodeHeader(bytes.bytes()));
@@ -43,6 +44,7 @@ std::pair<uint64_t, uint64_t> ParseTrailer(const py::buffer& trailer) {
   return {footer.offset, footer.length};
 }
 
+// A structured array, one entry for each block: numpy selects the blocks that a reader wants.
 py::array ParseFooter(const py::buffer& footer) {
   const BytesArgument bytes(footer, "footer");
   const auto blocks =
@@ -50,6 +52,8 @@ py::array ParseFooter(const py::buffer& footer) {
   return py::array_t<BlockEntry>(static_cast<py::ssize_t>(blocks.size()), blocks.data());
 }
 
+// For tools and tests, which want rows in Python. Loading goes through CheckpointLoader, and shows
+// Python no row.
 std::vector<BlockRows> DecodeBlocks(const py::buffer& chunk) {
   const BytesArgument bytes(chunk, "chunk");
   return ValueOrRaise(WithoutGil([&]() -> StatusOr<std::vector<BlockRows>> {
@@ -77,12 +81,14 @@ py::bytes Read(SnapshotPart& self, size_t max_bytes) {
 }
 
 // A method of the loader that is given the bytes of whole blocks.
+// The bytes are Python's and stay where they are: BytesArgument holds them while the GIL is free.
 template <StatusOr<uint64_t> (Loader::*method)(std::span<const std::byte>)>
 uint64_t OfChunk(Loader& self, const py::buffer& chunk) {
   const BytesArgument bytes(chunk, "chunk");
   return ValueOrRaise(WithoutGil([&] { return (self.*method)(bytes.bytes()); }));
 }
 
+// The array keeps the BlockRows alive, whose memory it shows.
 template <typename T>
 py::array_t<T> Column(const py::object& self, const T* data, size_t num_rows, size_t width) {
   return ViewOf(data, {static_cast<py::ssize_t>(num_rows), static_cast<py::ssize_t>(width)}, self);
@@ -93,6 +99,7 @@ py::array_t<T> Column(const py::object& self, const std::vector<T>& values) {
   return ViewOf(values.data(), {static_cast<py::ssize_t>(values.size())}, self);
 }
 
+// Columns are properties that view the decoded rows; reading one copies nothing.
 void BindBlockRows(py::module_& module) {
   const auto rows = [](const py::object& self) -> const BlockRows& {
     return self.cast<const BlockRows&>();
@@ -121,6 +128,7 @@ void BindBlockRows(py::module_& module) {
       });
 }
 
+// Parts are objects of the snapshot's own, so each keeps its snapshot alive.
 void BindSnapshot(py::module_& module) {
   py::class_<SnapshotPart>(module, "SnapshotPart")
       .def("read", &Read, py::arg("max_bytes"))
@@ -158,6 +166,7 @@ void BindLoader(py::module_& module) {
 }  // namespace
 
 void BindCheckpoint(py::module_& module) {
+  // Before the first array of it is made.
   PYBIND11_NUMPY_DTYPE(BlockEntry, virtual_shard, num_rows, offset, length, checksum);
   module.attr("CHECKPOINT_TRAILER_BYTES") = checkpoint::kTrailerBytes;
   BindBlockRows(module);

@@ -17,6 +17,8 @@ namespace {
 namespace py = pybind11;
 using worker::SlotConfig;
 
+// `lower` and `upper` are the published way to give the initial values; an `initializer` takes
+// precedence. All is checked here, so that a script hears of a mistake before servers do.
 TrainConfig MakeTrainConfig(const std::string& optimizer, float lower, float upper,
                             const std::optional<py::dict>& initializer, uint64_t seed,
                             float admit_probability, uint32_t admit_after, float weight_bound,
@@ -33,10 +35,12 @@ TrainConfig MakeTrainConfig(const std::string& optimizer, float lower, float upp
   config.time_to_live_sec = time_to_live_sec;
   config.min_norm = min_norm;
   config.lr_factor = lr_factor;
+  // The config is passed on as it is: a TrainConfig in Python is a valid one.
   RaiseIfError(config.Validate());
   return config;
 }
 
+// For manifests of checkpoints, which keep the config as the wire has it.
 py::bytes Encode(const TrainConfig& self) {
   const auto encoded = self.Encode();
   return {reinterpret_cast<const char*>(encoded.data()), encoded.size()};
@@ -71,6 +75,7 @@ void BindSlotConfig(py::module_& module) {
                                .group = group,
                                .rows = rows ? MakeSlotRowConfig(*rows) : SlotRowConfig()};
            }),
+           // By keyword alone: a call with twelve values in a row could not be read.
            py::kw_only(), py::arg("name"), py::arg("dim"),
            py::arg("embedding_summation") = defaults.embedding_summation,
            py::arg("sqrt_scaling") = defaults.sqrt_scaling,

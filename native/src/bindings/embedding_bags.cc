@@ -28,6 +28,7 @@ using store::LookupMode;
 using store::StoreStats;
 using store::UpdateReport;
 
+// `counts_updates` costs four bytes a row, which is why it is asked for.
 std::unique_ptr<EmbeddingBags> Make(std::vector<worker::SlotConfig> slots,
                                     uint32_t feature_index_prefix_bit, uint64_t capacity,
                                     uint32_t num_internal_shards, uint32_t num_threads,
@@ -54,12 +55,14 @@ std::pair<py::array_t<float>, BagBatchPtr> Lookup(EmbeddingBags& self, py::handl
                                                   const py::object& weights) {
   const ArrayArgument<uint64_t> ids(values, "values", 1);
   const ArrayArgument<int64_t> counts(lengths, "lengths", 2);
+  // Checked here, where the shape is known: the engine gets a flat span of lengths.
   if (counts.shape(0) != self.num_slots()) {
     RaiseIfError(InvalidArgument("lengths has " + std::to_string(counts.shape(0)) +
                                  " rows, must have one for each of the " +
                                  std::to_string(self.num_slots()) + " slots"));
   }
   const LookupMode mode = train ? LookupMode::kTrain : LookupMode::kInference;
+  // Kept until the lookup has returned: the engine reads the weights in place.
   std::optional<ArrayArgument<float>> weight_array;
   if (!weights.is_none()) weight_array.emplace(weights, "weights", 1);
   const auto weight_values = weight_array ? weight_array->values() : std::span<const float>();
@@ -69,11 +72,13 @@ std::pair<py::array_t<float>, BagBatchPtr> Lookup(EmbeddingBags& self, py::handl
   return {RowsOf(std::move(pooled), self.num_columns()), std::move(batch)};
 }
 
+// Runs without the GIL, like the lookup: other threads of the script run meanwhile.
 UpdateReport Update(EmbeddingBags& self, const BagBatchPtr& batch, py::handle gradients) {
   const ArrayArgument<float> array(gradients, "gradients", 2);
   return ValueOrRaise(WithoutGil([&] { return self.Update(*batch, array.values()); }));
 }
 
+// The engine compares the counts and refuses what is not finite; only the types end here.
 void SetRows(EmbeddingBags& self, uint32_t slot, py::handle ids, py::handle rows) {
   const ArrayArgument<uint64_t> id_array(ids, "ids", 1);
   const ArrayArgument<float> row_array(rows, "rows", 2);
@@ -84,6 +89,7 @@ void SetRows(EmbeddingBags& self, uint32_t slot, py::handle ids, py::handle rows
 void BindReports(py::module_& module) {
   // Opaque: what a lookup hands to the update.
   py::class_<client::BagBatch, BagBatchPtr>(module, "BagBatch");
+  // Objects rather than dicts: users read them (EmbeddingBagCollection.stats()).
   py::class_<UpdateReport>(module, "UpdateReport")
       .def_readonly("num_updated", &UpdateReport::num_updated)
       .def_readonly("num_missing", &UpdateReport::num_missing)

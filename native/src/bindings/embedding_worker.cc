@@ -33,6 +33,7 @@ struct WorkerRole {
   StatusOr<uint16_t> Start(const std::string& host, uint16_t port) {
     return service.Start(host, port);
   }
+  // In this order: no request is begun any more when the channels close.
   void Stop(std::chrono::milliseconds timeout) {
     service.Stop(timeout);
     // What is left waits for servers that may be gone, and destruction waits for what is left.
@@ -41,6 +42,7 @@ struct WorkerRole {
   Status SetServer(uint32_t index, const std::string& address) {
     return rows->SetServer(index, address);
   }
+  // One list for the role: the engine's numbers and those of its RPC server.
   Metrics metrics() const {
     Metrics metrics = engine->metrics();
     service.AddMetrics(&metrics);
@@ -73,6 +75,8 @@ std::unique_ptr<WorkerRole> MakeWorker(std::vector<worker::SlotConfig> slots,
       rows, ValueOrRaise(EmbeddingWorker::Create(std::move(options), rows)), rpc);
 }
 
+// Called by the thread that answers loaders. The incarnation is known to Python: only the counter
+// is returned.
 uint64_t RegisterBatch(WorkerRole& self, uint32_t loader_index, const py::buffer& id_features) {
   const BytesArgument message(id_features, "id_features");
   return ValueOrRaise(
@@ -80,6 +84,7 @@ uint64_t RegisterBatch(WorkerRole& self, uint32_t loader_index, const py::buffer
       .reference;
 }
 
+// Keys are those that a parameter server has for the same numbers in its own status.
 py::list ServerLoads(WorkerRole& self, worker::Deadline deadline) {
   py::list all;
   for (const ServerLoad& load :

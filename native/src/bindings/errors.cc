@@ -33,6 +33,7 @@ const char* ErrorClass(StatusCode code) {
   const py::object type = py::module_::import("persia.errors").attr(error_class);
   const auto text = py::reinterpret_steal<py::object>(
       PyUnicode_DecodeUTF8(message.data(), static_cast<Py_ssize_t>(message.size()), "replace"));
+  // Without text decoding has failed, and has set an error of its own.
   if (text) PyErr_SetObject(type.ptr(), text.ptr());
   throw py::error_already_set();
 }

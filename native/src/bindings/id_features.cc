@@ -44,6 +44,8 @@ FeatureArrays ArraysOf(const py::tuple& feature) {
 
 py::bytes Encode(uint32_t batch_size, const std::vector<py::tuple>& features) {
   std::vector<FeatureArrays> arrays;
+  // The features view the arrays, and these the Python objects, which stay alive until the message
+  // is made.
   arrays.reserve(features.size());
   IdFeatures batch{.batch_size = batch_size, .features = {}};
   for (const py::tuple& feature : features) {
@@ -66,6 +68,7 @@ py::str NameOf(const IdFeature& feature) {
   return py::reinterpret_steal<py::str>(name);
 }
 
+// Copies: the message may be a buffer that its owner writes again.
 template <typename T>
 py::array_t<T> CopyOf(std::span<const T> values) {
   return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());

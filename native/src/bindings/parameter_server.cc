@@ -54,6 +54,7 @@ void BindParameterServer(py::module_& module) {
       .def_property_readonly("incarnation", &ParameterServer::incarnation)
       .def("durations", [](ParameterServer& self) { return DurationsToDict(self.durations()); });
   DefineMetrics(role, [](ParameterServer& self) { return self.metrics(); });
+  // A dump names each file by the server's place, so the store is bound together with it.
   DefineStore(role, [](ParameterServer& self) {
     const ParameterServer::Options& options = self.options();
     return BoundStore{self.embedding_store(), {options.replica_index, options.replica_size}};

@@ -30,6 +30,7 @@ using pool::RecoveredRow;
 using pool::RowPool;
 using store::TierOptions;
 
+// Checked here and not in the engine, which has the enum.
 PoolKind ParsePoolKind(const std::string& kind) {
   if (kind == "file") return PoolKind::kFile;
   if (kind != "pmem") {
@@ -38,6 +39,7 @@ PoolKind ParsePoolKind(const std::string& kind) {
   return PoolKind::kPmem;
 }
 
+// Exactly one of the two cache sizes is given; the store refuses anything else.
 TierOptions MakeTierOptions(const std::string& directory, const std::string& kind,
                             uint64_t size_bytes, uint64_t cache_rows, uint64_t cache_bytes,
                             bool syncs, uint32_t num_threads) {
@@ -60,6 +62,7 @@ py::dict DictOf(const PoolInfo& info) {
 // An open pool and where its rows are. Read-only: rows come in through a store.
 class OpenPool {
  public:
+  // Recovery visits every row, on two threads; none of them needs the GIL.
   static std::unique_ptr<OpenPool> Open(const std::string& directory, const std::string& kind) {
     const PoolOptions options{.kind = ParsePoolKind(kind), .num_threads = 2};
     auto open = std::make_unique<OpenPool>();
@@ -71,6 +74,7 @@ class OpenPool {
   uint64_t committed() const { return Get().committed(); }
   uint64_t num_rows() const { return rows_.size(); }
 
+  // Sorted, so that two listings of a pool can be compared.
   py::array_t<uint64_t> Signs() const {
     std::vector<uint64_t> signs;
     signs.reserve(rows_.size());
@@ -79,6 +83,8 @@ class OpenPool {
     return py::array_t<uint64_t>(static_cast<py::ssize_t>(signs.size()), signs.data());
   }
 
+  // Embedding and state as two views of one array. The row is read from the device now; rows_ knows
+  // only where it is.
   py::tuple Row(uint64_t sign) const {
     const RowPool& pool = Get();
     const auto it = rows_.find(sign);
@@ -97,6 +103,7 @@ class OpenPool {
   void Close() { pool_.reset(); }
 
  private:
+  // Called by several threads of the recovery at once.
   pool::VisitRows Visitor() {
     return [this](std::span<const RecoveredRow> rows) {
       std::lock_guard lock(mutex_);
@@ -113,6 +120,7 @@ class OpenPool {
   std::unique_ptr<RowPool> pool_;
 };
 
+// Fails where there is a pool already: nothing is ever replaced here.
 void CreatePool(const std::string& directory, uint64_t size_bytes, const std::string& kind,
                 const std::string& schema, uint64_t extent_bytes) {
   const PoolOptions options{.kind = ParsePoolKind(kind),
@@ -141,6 +149,7 @@ void GrowPool(const std::string& directory, uint64_t size_bytes) {
   RaiseIfError(WithoutGil([&] { return pool::GrowPool(directory, size_bytes); }));
 }
 
+// For `persia-launcher`, which puts a pool back to a checkpoint that its servers had only prepared.
 void CommitPool(const std::string& directory, uint64_t batch, uint64_t num_rows, uint64_t pool_id,
                 uint64_t sequence) {
   const pool::PreparedCheckpoint checkpoint{batch, num_rows, pool_id, sequence};

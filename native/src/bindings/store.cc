@@ -21,6 +21,8 @@ using checkpoint::Loader;
 using checkpoint::Snapshot;
 using store::EmbeddingStore;
 
+// Returns when the snapshot point is set. The rows are copied while parts are read, so the GIL is
+// needed only to hand the bytes over.
 std::unique_ptr<Snapshot> BeginSnapshot(BoundStore& self, uint32_t num_parts,
                                         uint64_t max_waiting_bytes, double patience_s,
                                         bool with_state, double max_processors) {
@@ -33,6 +35,8 @@ std::unique_ptr<Snapshot> BeginSnapshot(BoundStore& self, uint32_t num_parts,
   return ValueOrRaise(WithoutGil([&] { return Snapshot::Begin(self.store, options); }));
 }
 
+// The same for the rows that have changed since changes were last taken. What it takes is put back
+// where the snapshot is closed without a commit.
 std::unique_ptr<Snapshot> TakeChanges(BoundStore& self, uint32_t num_parts,
                                       uint64_t max_waiting_bytes, double patience_s) {
   const Snapshot::Options options{
@@ -66,6 +70,7 @@ std::unique_ptr<Loader> Load(BoundStore& self, const Loader::Options& options) {
   return ValueOrRaise(WithoutGil([&] { return Loader::Begin(self.store, options); }));
 }
 
+// The config is that of the checkpoint; the loader compares it with the store's own.
 std::unique_ptr<Loader> BeginLoad(BoundStore& self, const TrainConfig& config, bool with_state,
                                   bool fresh_state) {
   return Load(self, {.config = config,
@@ -75,6 +80,7 @@ std::unique_ptr<Loader> BeginLoad(BoundStore& self, const TrainConfig& config, b
                      .replica = self.replica});
 }
 
+// Changes are applied in one step: a lookup sees all of a packet or nothing of it.
 std::unique_ptr<Loader> BeginApply(BoundStore& self, const TrainConfig& config,
                                    bool is_from_nothing, bool with_state) {
   return Load(self, {.config = config,
@@ -83,6 +89,7 @@ std::unique_ptr<Loader> BeginApply(BoundStore& self, const TrainConfig& config,
                      .replica = self.replica});
 }
 
+// Written in place, into the array that is returned.
 py::array_t<uint32_t> NumUpdates(BoundStore& self, py::handle signs) {
   const ArrayArgument<uint64_t> sign_array(signs, "signs", 1);
   py::array_t<uint32_t> counts(static_cast<py::ssize_t>(sign_array.values().size()));
@@ -122,6 +129,7 @@ void BindStore(py::module_& module) {
   const auto max_waiting_bytes = py::arg("max_waiting_bytes") = 256 << 20;
   const auto patience_s = py::arg("patience_s") = 10.0;
   const auto with_state = py::arg("with_state") = true;
+  // Snapshots and loaders hold a reference to the store, so its owner must live as long as they.
   const py::keep_alive<0, 1> keep_store;
   py::class_<BoundStore>(module, "EmbeddingStore")
       .def("begin_snapshot", &BeginSnapshot, num_parts, py::kw_only(), max_waiting_bytes,

@@ -77,6 +77,7 @@ class EmbeddedRows final : public worker::RowService {
 StatusOr<std::shared_ptr<EmbeddedClient>> EmbeddedClient::Create(
     worker::WorkerOptions options, store::EmbeddingStore::Options store,
     const std::optional<store::TierOptions>& tier) {
+  // It is never started, so its RPC opens nothing.
   PERSIA_ASSIGN_OR_RETURN(auto server, ParameterServer::Create({.store = store, .tier = tier}));
   const auto rows = std::make_shared<EmbeddedRows>(std::move(server));
   PERSIA_ASSIGN_OR_RETURN(auto worker, worker::EmbeddingWorker::Create(std::move(options), rows));

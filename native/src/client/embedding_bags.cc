@@ -27,6 +27,7 @@ constexpr uint64_t kMaxSigns = uint64_t{1} << 28;
 // Below this many IDs a batch takes less time than waking the other threads.
 constexpr size_t kMinIdsForThreads = 4096;
 
+// Before anything is planned: a NaN would reach every row of its sample.
 Status CheckWeights(std::span<const float> weights, size_t num_values) {
   if (!weights.empty() && weights.size() != num_values) {
     return InvalidArgument("weights has " + std::to_string(weights.size()) + " elements for " +
@@ -134,6 +135,8 @@ void ForEachRun(std::span<const GroupBatch> groups, Single single, Other other) 
   while (begin < groups.size()) {
     size_t end = begin;
     size_t column = groups[begin].column();
+    // Columns that follow one another are one block of the matrix, which a kernel reads from front
+    // to back.
     while (end < groups.size() && groups[end].IsSingle() && groups[end].column() == column) {
       column += groups[end++].rows().dim;
     }
@@ -148,6 +151,7 @@ void ForEachRun(std::span<const GroupBatch> groups, Single single, Other other) 
 
 }  // namespace
 
+// Greedy: a run takes pieces until the sum so far is as near to its share as it will be.
 std::vector<WorkRun> DivideWork(std::span<const double> costs, size_t num_runs) {
   num_runs = std::min(num_runs, costs.size());
   const double total = std::accumulate(costs.begin(), costs.end(), 0.0);
@@ -185,6 +189,7 @@ EmbeddingBags::EmbeddingBags(const EmbeddingBagsOptions& options, worker::SlotTa
   num_groups_ = numbers.size();
   zeros_.resize(max_dim, 0.0f);
   inputs_.resize(num_groups_);
+  // By number, until the first batch has shown what the groups cost.
   units_ = DivideWork(std::vector<double>(num_groups_, 1.0), NumUnits());
 }
 
@@ -342,6 +347,7 @@ void EmbeddingBags::Pool(const BagBatch& batch, Unit unit, float* out) const {
 
 // In the order of the groups within each shard, so that slots do not depend on threads.
 Status EmbeddingBags::InsertMissing(BagBatch* batch, InPlaceRows* rows) {
+  // A shard is changed by one thread, so the missing rows of all groups are divided by shard.
   missing_.resize(rows->num_shards());
   for (auto& list : missing_) list.clear();
   size_t num_missing = 0;
@@ -370,6 +376,8 @@ StatusOr<UpdateReport> EmbeddingBags::Update(BagBatch& batch, std::span<const fl
                            " elements, must have " + std::to_string(batch.batch_size) + " x " +
                            std::to_string(num_columns_));
   }
+  // The rows that the batch remembers may have been changed by its own update: a second one would
+  // be a step of stale gradients.
   if (batch.is_updated) {
     return FailedPrecondition(
         "the rows of this batch have been updated already: add up the losses and call backward "
@@ -398,6 +406,7 @@ StatusOr<UpdateReport> EmbeddingBags::Update(BagBatch& batch, std::span<const fl
 Status EmbeddingBags::SetRows(uint32_t slot, std::span<const uint64_t> ids,
                               std::span<const float> rows) {
   const worker::SlotConfig& config = *slots_by_position_[slot];
+  // An ID of such a slot is a sum of rows that other IDs share.
   if (config.hash_stack_rounds != 0) {
     return InvalidArgument("slot '" + config.name +
                            "' has a hash stack: its IDs have no rows of their own to set");

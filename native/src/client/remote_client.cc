@@ -14,6 +14,7 @@ constexpr uint32_t kMaxWorkers = 65536;  // bounds what one announcement can mak
 
 WorkerChannels::WorkerChannels(uint32_t num_workers) { GrowTo(num_workers, true); }
 
+// Channels are made without an address: calls to them wait, and end by their deadlines.
 void WorkerChannels::GrowTo(uint32_t num_workers, bool active) {
   while (workers_.size() < num_workers) {
     const std::string peer = "embedding-worker " + std::to_string(workers_.size());
@@ -35,6 +36,7 @@ Status WorkerChannels::Set(uint32_t index, const std::string& address) {
   return Status::Ok();
 }
 
+// Its channel stays, for the batches that it holds.
 void WorkerChannels::Retire(uint32_t index) {
   const std::unique_lock lock(mutex_);
   if (index < workers_.size()) workers_[index].active = false;
@@ -88,6 +90,7 @@ StatusOr<LookupResult> RemoteClient::CallForEmbeddings(uint32_t worker_index,
   if (!result.ok()) return net::AboutMessage(channel->peer(), result.status());
   total.set_reference(result->reference.reference);
   decoding.set_reference(result->reference.reference);
+  // A worker of our version never answers otherwise; the check guards what would be lost silently.
   const bool requires_grad = request.options.requires_grad == 1;
   if (requires_grad == (result->reference.reference != 0)) return result;
   return Corruption(channel->peer() +
@@ -113,6 +116,7 @@ StatusOr<LookupResult> RemoteClient::Lookup(const BatchReference& reference, boo
       CallForEmbeddings(reference.worker_index, worker::kLookupReference, request, deadline);
   if (!result.ok()) return result;
   const BatchKey& answered = result->reference;
+  // Without requires_grad the message has no reference to compare.
   if (answered.worker_incarnation == reference.worker_incarnation &&
       (!requires_grad || answered.reference == reference.reference)) {
     return result;

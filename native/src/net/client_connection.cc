@@ -64,6 +64,8 @@ void ClientConnection::Connect(const std::string& address) {
   connect_timer_.async_wait([self = shared_from_this()](ErrorCode error) {
     if (!error && self->listener_ != nullptr) self->Break("connecting timed out");
   });
+  // Reported from the event loop, like every other failure: the listener is not called from within
+  // Connect().
   auto parsed = ParseAddress(address);
   if (!parsed.ok()) {
     asio::post(socket_.get_executor(),

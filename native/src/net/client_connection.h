@@ -19,6 +19,7 @@
 
 namespace persia::net {
 
+// "host:port" as people and discovery write it.
 struct Address {
   std::string host;  // a name, an IPv4 address, or an IPv6 address without its brackets
   uint16_t port = 0;

@@ -22,6 +22,7 @@
 
 namespace persia::net {
 
+// A file descriptor and the duty to close it.
 //
 // Move-only. -1 stands for no descriptor. Closing is the last thing that happens to a socket: as
 // long as a thread may use the number, it must not be given to another file.

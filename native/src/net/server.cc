@@ -69,6 +69,7 @@ StatusOr<uint16_t> Server::Start(const std::string& host, uint16_t port) {
   return bound;
 }
 
+// Until Stop() makes every Wait() return its tag.
 void Server::HandleEvents() {
   while (true) {
     const Poller::Event event = state_.poller.Wait();
@@ -80,6 +81,7 @@ void Server::HandleEvents() {
 void Server::OnEvent(const Poller::Event& event) {
   if (event.tag == Poller::kTimerTag) return OnTimer();
   if (event.tag == kListenerTag) return Accept();
+  // Owned here while its event is handled: it may be closed, and leave the map, meanwhile.
   std::shared_ptr<Connection> connection;
   {
     std::lock_guard lock(mutex_);
@@ -132,6 +134,7 @@ void Server::AddConnection(UniqueFd socket) {
   {
     std::lock_guard lock(mutex_);
     const uint64_t tag = next_tag_++;
+    // The tag enters the map before the connection is armed: its first event finds it.
     if (stopping_ || !state_.poller.Add(socket.get(), tag, 0)) return;  // which closes it
     connection = std::make_shared<Connection>(std::move(socket), tag, state_);
     connections_[tag] = connection;

@@ -79,6 +79,7 @@ StatusOr<FeatureBatch> FeatureBatch::Decode(Buffer bytes, const SlotTable& slots
   return batch;
 }
 
+// Without offsets where each bag has as many rows: the kernels then need no second array.
 Bags PlannedFeature::bags() const {
   Bags bags{.dim = slot->dim,
             .num_bags = num_items(),

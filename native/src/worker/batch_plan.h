@@ -109,6 +109,7 @@ class BatchPlanner {
   std::vector<uint32_t> num_routed_;  // by server, of one group
 };
 
+// Which of a plan's signs a step is about; called with each sign's group and number.
 struct AllSigns {
   bool operator()(const PlannedGroup& /*group*/, uint32_t /*number*/) const { return true; }
 };
@@ -119,6 +120,8 @@ struct SignsOfSlots {
   }
 };
 
+// The plan's requests, limited to the signs that `keep` returns true for. Those stay in the order
+// of their numbers, so that LocateRows() with the same `keep` finds their rows.
 template <typename Keep>
 std::vector<ServerBlocks> SelectRequests(const BatchPlan& plan, Keep keep) {
   const size_t num_servers = plan.requests.size();
@@ -143,6 +146,8 @@ std::vector<ServerBlocks> SelectRequests(const BatchPlan& plan, Keep keep) {
   return kept;
 }
 
+// (*rows)[n] becomes the place of sign number n's row, given where each server's rows begin. Signs
+// that `keep` left out of the request have no row: theirs stay null.
 template <typename Float, typename Keep = AllSigns>
 void LocateRows(const BatchPlan& plan, std::vector<Float*> begin_by_server,
                 std::vector<Float*>* rows, Keep keep = {}) {

@@ -69,6 +69,7 @@ ReturnReport MakeReport(std::span<const UpdateResult> results,
       // A server that has restarted between two lookups counts from 0 again.
       if (stamp.incarnation == 0 || stamp.incarnation != first.incarnation) continue;
       const uint64_t until = stamp.update_counter - first.update_counter;
+      // Never below 0, whatever a server answers.
       const uint64_t staleness = result.staleness - std::min(result.staleness, until);
       report.lookups[i].staleness = std::max(report.lookups[i].staleness, staleness);
     }
@@ -121,6 +122,7 @@ RoutedRows RouteRows(const SignBlocks& blocks, const float* row, uint32_t num_se
 
 StatusOr<std::unique_ptr<EmbeddingWorker>> EmbeddingWorker::Create(
     WorkerOptions options, std::shared_ptr<RowService> rows) {
+  // Routing divides by it.
   if (rows->num_servers() == 0) {
     return InvalidArgument(
         "num_servers is 0; an embedding worker needs at least 1 parameter server");
@@ -152,6 +154,7 @@ auto EmbeddingWorker::WithConfiguration(Deadline deadline, Call call) -> decltyp
     const std::lock_guard lock(config_mutex_);
     config = config_;
   }
+  // Of inference, or before the first TrainCtx: the server was right to refuse.
   if (!config.has_value()) {
     return FailedPrecondition(
         "the embedding optimizer is not configured: enter a TrainCtx before training lookups");
@@ -209,6 +212,7 @@ StatusOr<Buffer> EmbeddingWorker::Lookup(const BatchKey& key, bool requires_grad
   PERSIA_ASSIGN_OR_RETURN(const auto lease, table_.Acquire(key.reference, deadline));
   if (requires_grad) PERSIA_RETURN_IF_ERROR(table_.StartFlight(lease));
   StatusOr<Buffer> message = LookupLeased(*lease, requires_grad, deadline, slots);
+  // A failed lookup leaves the batch where it was, for a repetition.
   if (message.ok() && !requires_grad) table_.FinishReleased(lease);
   return message;
 }
@@ -266,6 +270,7 @@ StatusOr<Buffer> EmbeddingWorker::LookupLeased(Batch& batch, bool requires_grad,
 StatusOr<std::vector<ServerRows>> EmbeddingWorker::LookupRows(const Batch& batch,
                                                               bool requires_grad, Deadline deadline,
                                                               SlotMask slots) {
+  // Usually all slots are looked up at once, and the plan's requests are sent as they are.
   std::vector<ServerBlocks> some;
   if (slots != kAllSlots) some = SelectRequests(*batch.plan, SignsOfSlots{slots});
   return WithConfiguration(deadline, [&] {

@@ -25,6 +25,7 @@ constexpr size_t kUnitOffset = 20;
 
 uint64_t Padded(uint64_t size_bytes) { return (size_bytes + 7) / 8 * 8; }
 
+// Must agree with PutSlot() and PoolFeature() to the byte: memory is taken once, by this sum.
 uint64_t SlotBytes(const PlannedFeature& feature, uint64_t batch_size, SlotMask slots) {
   const SlotConfig& slot = *feature.slot;
   uint64_t bytes = kSlotHeadBytes + Padded(slot.name.size());
@@ -61,6 +62,8 @@ class Cursor {
   std::byte* next_;
 };
 
+// The layout of docs/wire_format.md. The reserved bytes become the dtype and the unit where a
+// message is narrowed.
 void PutHead(const SlotConfig& slot, uint32_t kind, uint32_t num_rows, uint32_t sample_fixed_size,
              Cursor* cursor) {
   cursor->Put(static_cast<uint32_t>(slot.name.size()));
@@ -72,6 +75,7 @@ void PutHead(const SlotConfig& slot, uint32_t kind, uint32_t num_rows, uint32_t 
   std::memcpy(cursor->Skip<char>(slot.name.size()), slot.name.data(), slot.name.size());
 }
 
+// Index and counts come first: they are short, and the rows behind them end the slot.
 SlotSpace PutSlot(const PlannedFeature& feature, uint64_t batch_size, SlotMask slots,
                   Cursor* cursor) {
   const SlotConfig& slot = *feature.slot;
@@ -90,6 +94,8 @@ SlotSpace PutSlot(const PlannedFeature& feature, uint64_t batch_size, SlotMask s
   return space;
 }
 
+// Returns where the next slot goes. `before_rows`: the slot's head, name and index.
+// The unit is chosen per slot, by its greatest magnitude (wire_floats.h).
 std::byte* WriteNarrow(std::span<const std::byte> before_rows, std::span<const float> rows,
                        WireDtype dtype, std::byte* out) {
   std::memcpy(out, before_rows.data(), before_rows.size());
@@ -122,6 +128,7 @@ bool AllBelow(std::span<const int64_t> index, uint64_t num_rows) {
   return ok;
 }
 
+// What model code takes for granted: an array of this shape is handed to it as it is.
 Status CheckShape(const SlotEmbedding& slot, uint8_t kind, uint32_t batch_size) {
   if (slot.name.empty()) return Corruption("an embeddings message: a slot has no name");
   if (kind > kAbsent) {
@@ -147,6 +154,8 @@ Status CheckShape(const SlotEmbedding& slot, uint8_t kind, uint32_t batch_size) 
 }
 
 // The caller checks that the reader is still ok.
+// Before each use of a count the reader has checked that its array is there. A slot with a wrong
+// shape is refused before its arrays are looked at.
 StatusOr<SlotEmbedding> ReadSlot(ByteReader* reader, uint32_t batch_size,
                                  std::vector<Buffer>* widened) {
   SlotEmbedding slot;
@@ -192,6 +201,7 @@ StatusOr<EmbeddingsLayout> LayOutEmbeddings(const BatchPlan& plan, uint64_t work
   uint64_t size_bytes = kHeadBytes;
   for (const PlannedFeature& feature : plan.features) {
     size_bytes += SlotBytes(feature, plan.batch_size, slots);
+    // Refused before memory is taken. Raw slots with a large sample_fixed_size get here.
     if (size_bytes > kMaxMessageBytes) {
       return InvalidArgument("slot '" + feature.slot->name + "': the batch's embeddings exceed " +
                              std::to_string(kMaxMessageBytes) + " bytes: send smaller batches");
@@ -219,6 +229,7 @@ StatusOr<Buffer> NarrowEmbeddings(Buffer message, WireDtype dtype) {
     return size_t{slot.num_rows} * slot.dim;
   };
   size_t size_bytes = wide->storage.size();
+  // Rows take half as many bytes, up to padding; everything else is copied.
   for (const SlotEmbedding& slot : wide->slots) {
     size_bytes -= Padded(num_floats(slot) * sizeof(float));
     size_bytes += Padded(num_floats(slot) * sizeof(uint16_t));
@@ -229,6 +240,7 @@ StatusOr<Buffer> NarrowEmbeddings(Buffer message, WireDtype dtype) {
   std::byte* to = narrow.data() + kHeadBytes;
   from += kHeadBytes;
   for (const SlotEmbedding& slot : wide->slots) {
+    // An absent slot ends where its rows would begin.
     const std::byte* rows = slot.absent ? from + kSlotHeadBytes + Padded(slot.name.size())
                                         : reinterpret_cast<const std::byte*>(slot.rows);
     to = WriteNarrow({from, rows}, {slot.rows, num_floats(slot)}, dtype, to);
@@ -249,6 +261,7 @@ void PoolFeature(const PlannedFeature& feature, uint32_t batch_size,
   for (uint32_t sample = 0; sample < batch_size; ++sample) {
     space.sample_num_ids[sample] = feature.offsets[sample + 1] - feature.offsets[sample];
   }
+  // Every index of a missing ID points to it, so it must read as zeros.
   std::fill_n(space.rows, slot.dim, 0.0f);  // padding
   PoolBags(bags, rows.data(), space.rows + slot.dim, slot.dim);
 }
@@ -261,6 +274,7 @@ StatusOr<LookupResult> DecodeEmbeddings(uint32_t worker_index, Buffer message) {
   result.reference.reference = reader.Get<uint64_t>();
   const auto num_slots = reader.Get<uint32_t>();
   result.batch_size = reader.Get<uint32_t>();
+  // Bounds the list of slots before memory is taken for it.
   if (!reader.ok() || num_slots > reader.remaining() / kSlotHeadBytes) {
     return Truncated(message.size());
   }

@@ -14,6 +14,8 @@ enum class SlotState : uint32_t { kPresent = 0, kSkipped = 1 };
 // The second byte of a slot's state is the dtype of its rows.
 constexpr uint32_t kDtypeShift = 8;
 
+// Fields are read first and judged once the reader is known to be ok: zeros of a truncated message
+// must not be taken for values.
 Status ReadSlot(ByteReader* reader, SlotGradient* gradient, std::vector<Buffer>* widened) {
   const auto name_bytes = reader->Get<uint32_t>();
   const auto state_and_dtype = reader->Get<uint32_t>();
@@ -67,6 +69,8 @@ StatusOr<LookupDirectRequest> LookupDirectRequest::Decode(std::span<const std::b
   return LookupDirectRequest{options, body.subspan(sizeof(options))};
 }
 
+// A slot's head is written into its own segment, in front of the rows, which are sent from the
+// caller's memory.
 Segments GradientsRequest::Encode() && {
   Segments segments;
   ByteWriter head;
@@ -121,6 +125,7 @@ StatusOr<GradientsRequest> GradientsRequest::Decode(std::span<const std::byte> b
                     " bytes are left over after the last slot");
 }
 
+// The lookups are an array of 16-byte entries, as the struct is in memory.
 Segments ReturnReport::Encode() && {
   ByteWriter writer;
   writer.Put(update);
@@ -141,6 +146,7 @@ StatusOr<ReturnReport> ReturnReport::Decode(std::span<const std::byte> body) {
   report.update = reader.Get<UpdateResult>();
   report.num_nonfinite_slots = reader.Get<uint32_t>();
   report.num_skipped_slots = reader.Get<uint32_t>();
+  // Each has at least one mode of its own, so there are at most as many as modes.
   const auto num_lookups = reader.Get<uint32_t>();
   reader.Get<uint32_t>();  // reserved
   if (num_lookups > kMaxSlotModes) {

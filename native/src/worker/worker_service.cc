@@ -65,6 +65,7 @@ WorkerService::WorkerService(std::shared_ptr<EmbeddingWorker> worker, net::Serve
   Register(kReturnGradients, [this](const GradientsRequest& request, Deadline deadline) {
     return worker_->ReturnGradients(request.key, request.scale, request.gradients, deadline);
   });
+  // Without the caller's deadline: the worker bounds this wait itself.
   Register(kReleaseReference,
            [this](const BatchKey& key, Deadline) { return worker_->Release(key); });
   Register(kCountEmbeddings,
