@@ -237,11 +237,8 @@ def encode_id_features(
 ) -> bytes:
     """Encodes features; the wire format's "ID features"."""
 
-def check_id_features(message: Buffer) -> int:
-    """The batch size of an "ID features" message; raises CorruptionError, InvalidArgumentError."""
-
 def decode_id_features(message: Buffer) -> list[_IdFeature]:
-    """The features of an "ID features" message, copied."""
+    """The features of an "ID features" message, copied; raises CorruptionError, InvalidArgumentError."""
 
 def flatten_samples(
     name: str, samples: Sequence[NDArray[np.uint64]]
@@ -344,7 +341,6 @@ class EmbeddingWorker:
         slots: Sequence[SlotConfig],
         feature_index_prefix_bit: int,
         num_servers: int,
-        replica_index: int = 0,
         forward_buffer_size: int = 1000,
         buffered_data_expired_s: int = 1000,
         num_handler_threads: int = 4,
@@ -364,7 +360,7 @@ class EmbeddingWorker:
     def channels(self) -> list[dict[str, Any]]: ...
     def channel_metrics(self) -> list[tuple[str, list[tuple[str, bool, str, float]]]]: ...
     def durations(self) -> dict[str, tuple[list[int], float, float]]: ...
-    def server_sizes(self, *, timeout_s: float = 60.0) -> list[int]: ...  # rows per parameter server
+    def server_loads(self, *, timeout_s: float = 60.0) -> list[dict[str, int]]: ...  # by parameter server
 
 class EmbeddingClient:
     """Calls of an NN worker. Thread-safe; every call ends by `timeout_s`."""

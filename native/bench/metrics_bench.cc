@@ -4,8 +4,8 @@
 
 #include <vector>
 
-#include "base/cardinality.h"
 #include "base/duration_stats.h"
+#include "base/metrics.h"
 
 namespace persia {
 namespace {

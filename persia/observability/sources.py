@@ -96,7 +96,14 @@ class EmbeddingWorkerSource(Source):
     role = EMBEDDING_WORKER
 
     def status(self) -> dict[str, Any]:
-        return {**self.worker.stats(), "servers": self.worker.channels(), "slots": self.worker.slots()}
+        values = {**self.worker.stats(), "servers": self.worker.channels(), "slots": self.worker.slots()}
+        try:
+            values["server_loads"] = loads = self.worker.server_loads(timeout_s=_PROBE_TIMEOUT_S)
+        except PersiaError:  # readyz names the server; the rest of the status is worth having
+            return values
+        work = [load["num_looked_up_rows"] + load["num_updated_rows"] for load in loads]
+        values["load_imbalance"] = max(work) * len(work) / sum(work) if any(work) else 1.0
+        return values
 
     def configured(self) -> bool:
         return bool(self.worker.stats()["configured"])
@@ -104,7 +111,7 @@ class EmbeddingWorkerSource(Source):
     def not_ready(self) -> str | None:
         try:
             # A worker is as ready as its servers: without them it answers no lookup.
-            self.worker.server_sizes(timeout_s=_PROBE_TIMEOUT_S)
+            self.worker.server_loads(timeout_s=_PROBE_TIMEOUT_S)
         except PersiaError as failure:
             return str(failure)
         return None

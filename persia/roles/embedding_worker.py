@@ -121,7 +121,6 @@ def _make_worker(
         slots=slots.native_slots(),
         feature_index_prefix_bit=slots.feature_index_prefix_bit,
         num_servers=num_servers,
-        replica_index=options.replica_index,
         forward_buffer_size=section.forward_buffer_size,
         buffered_data_expired_s=section.buffered_data_expired_sec,
     )

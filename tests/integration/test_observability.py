@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -17,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from persia import _native
 from persia.errors import StorageError, UnavailableError
-from persia.messaging.discovery import Directory
+from persia.messaging.discovery import Directory, ServiceInfo
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
 from persia.observability.health import HealthService
 from persia.observability.http import HttpPort
@@ -30,6 +32,10 @@ from .watching import DEADLINE_S, get, get_any, prometheus, pushgateway, wait_un
 
 METRICS_ON = {"common_config": {"metrics_config": {"job_name": "dlrm", "push_interval_sec": 1}}}
 METRICS_OFF = {"common_config": {"metrics_config": {"enable_metrics": False}}}
+
+
+def status_of(process: ServiceInfo) -> dict[str, Any]:
+    return json.loads(get(f"http://{process.status_address}/status"))["stats"]
 
 
 def pushed_labels(page: str) -> list[dict[str, str]]:
@@ -138,9 +144,12 @@ def test_a_worker_is_not_ready_while_a_parameter_server_is_away(local_cluster):
     (worker,) = Directory(cluster.session).wait_for(EMBEDDING_WORKER, DEADLINE_S)
     ready = f"http://{worker.status_address}/readyz"
     assert get(ready) == "ok\n"
+    loads = status_of(worker)["server_loads"]
+    assert [load["num_rows"] for load in loads] == [0, 0]
     cluster.kill("embedding-parameter-server-1")
     code, reason = get_any(ready)
     assert code == 503
+    assert "server_loads" not in status_of(worker)
     assert "parameter-server 1" in reason
     assert get(f"http://{worker.status_address}/healthz") == "ok\n"  # alive all the same
     cluster.restart("embedding-parameter-server-1")

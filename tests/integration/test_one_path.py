@@ -14,6 +14,7 @@ import persia
 ROOT = Path(persia.__file__).parents[1]
 NUM_BATCHES = 400  # more than there are seconds in the job: heartbeats and checks stay below
 MOST_PYTHON_FILES = 22
+MOST_NATIVE_FILES = 36
 
 # Runs in every process of the job. Counts the calls of each function of the package, per thread, from the
 # first batch on.
@@ -87,6 +88,11 @@ def test_python_files_are_those_that_a_job_executes(run_job: Callable[..., Any],
     assert executed_files(output) == {*on_the_way, *beside}
     assert len(on_the_way) == len(set(on_the_way)) <= MOST_PYTHON_FILES
     assert not set(on_the_way) & set(beside)
+
+
+def test_native_files_are_few() -> None:
+    native = [file for file in listed("Files of one batch") if file.startswith("native/")]
+    assert native and len(native) == len(set(native)) <= MOST_NATIVE_FILES
 
 
 def test_listed_files_exist() -> None:

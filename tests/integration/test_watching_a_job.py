@@ -180,6 +180,9 @@ def test_status_tells_rates_and_what_the_script_reports(job):
     statuses = json.loads(result.stdout)
     assert [s["info"]["role"] for s in statuses] == [info.role for info in job.processes]
     assert all(status["values"]["ready"] and status["values"]["configured"] for status in statuses)
+    (worker,) = [s["values"]["stats"] for s in statuses if s["info"]["role"] == EMBEDDING_WORKER]
+    assert all(load["num_rows"] > 0 and load["num_updated_rows"] > 0 for load in worker["server_loads"])
+    assert 1 <= worker["load_imbalance"] < 2  # 2: one of the two servers does all the work
 
 
 def test_the_live_table_has_rates_until_it_is_left(job):

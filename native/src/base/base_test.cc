@@ -10,7 +10,7 @@
 #include "base/buffer.h"
 #include "base/bytes.h"
 #include "base/hash.h"
-#include "base/incarnation.h"
+#include "base/row_protocol.h"
 #include "base/status.h"
 #include "base/train_config.h"
 

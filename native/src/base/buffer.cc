@@ -24,6 +24,9 @@ class KeptBlocks {
   }
 
   // A block of at least `size_bytes` and at most a quarter more; empty when there is none.
+  // Searched from the back, where the blocks are whose pages are most likely still in the caches. A
+  // much larger block is left alone: a message would keep memory that it does not need for as long
+  // as it lives.
   MappedMemory Take(size_t size_bytes) {
     const std::lock_guard lock(mutex_);
     for (size_t i = blocks_.size(); i-- > 0;) {
@@ -68,6 +71,7 @@ class KeptBlocks {
 Buffer::Buffer(size_t size_bytes) : size_(size_bytes) {
   if (size_bytes == 0) return;
   if (size_bytes < kLargeBytes) {
+    // aligned_alloc wants a multiple of the alignment.
     const size_t rounded = (size_bytes + kAlignment - 1) / kAlignment * kAlignment;
     data_ = static_cast<std::byte*>(std::aligned_alloc(kAlignment, rounded));
   } else {

@@ -21,10 +21,18 @@ namespace persia {
 
 class Buffer {
  public:
+  // What all kept blocks of the process may take together, beside the buffers in use. It bounds
+  // what a process that once handled a huge batch holds on to.
   static constexpr size_t kMaxKeptBytes = size_t{512} << 20;
 
+  // Empty: data() is null and size() is 0.
   Buffer() = default;
+  // The bytes are uninitialised: the code that sends a Buffer must have written every byte of
+  // it, padding included. Running out of memory ends the process, for nothing that a message needs
+  // could be answered any more.
   explicit Buffer(size_t size_bytes);
+  // A move keeps the bytes where they are, so views of them stay valid. Decoders rely on that: they
+  // move a body into the message that views it.
   Buffer(Buffer&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)),
         size_(std::exchange(other.size_, 0)),
@@ -38,6 +46,7 @@ class Buffer {
   ~Buffer();
 
   // Of large buffers that wait to be used again.
+  // Takes the lock of the kept blocks. For tests and metrics.
   static size_t KeptBytes();
 
   std::byte* data() { return data_; }

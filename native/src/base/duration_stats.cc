@@ -19,6 +19,8 @@ void DurationStats::Record(TimePoint begin, TimePoint end, uint64_t reference, u
   if (!enabled()) return;
   const auto elapsed = std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count();
   const auto ns = static_cast<uint64_t>(std::max<int64_t>(elapsed, 0));
+  // Relaxed: nothing is ordered by these numbers, and a scrape need not see the three of one
+  // recording together.
   counts_[BucketOf(ns)].fetch_add(1, std::memory_order_relaxed);
   sum_ns_.fetch_add(ns, std::memory_order_relaxed);
   last_ns_.store(ns, std::memory_order_relaxed);

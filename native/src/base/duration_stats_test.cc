@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "base/cardinality.h"
+#include "base/metrics.h"
 
 namespace persia {
 namespace {

@@ -11,11 +11,14 @@
 
 namespace persia {
 
+// A server holds whole virtual shards, and a checkpoint file has rows of one virtual shard in each
+// block: with 4,096 of them a job can have that many servers, and a block stays large.
 inline constexpr uint32_t kVirtualShardBits = 12;
 // Fixed for the life of every checkpoint: a sign's virtual
 // shard never changes, only the server that holds it.
 inline constexpr uint32_t kNumVirtualShards = 1u << kVirtualShardBits;
 
+// Not a secure hash: a sender that chooses its IDs can route all of them to one server.
 inline uint64_t SignHash(uint64_t sign) {
   constexpr uint64_t k2 = 0x9ae16a3b2f90404fULL;
   constexpr uint64_t mul = k2 + 2 * sizeof(uint64_t);
@@ -34,6 +37,8 @@ inline uint64_t SignHash(uint64_t sign) {
 inline uint32_t VirtualShard(uint64_t sign_hash) {
   return static_cast<uint32_t>(sign_hash >> (64 - kVirtualShardBits));
 }
+// Workers, servers and checkpoint readers must agree on it, whichever of them routes a sign.
+// `num_servers` is at least 1.
 inline uint32_t ServerOf(uint64_t sign_hash, uint32_t num_servers) {
   return VirtualShard(sign_hash) % num_servers;
 }

@@ -36,6 +36,8 @@ Status FeatureError(const IdFeature& feature, const std::string& what) {
   return InvalidArgument("feature '" + std::string(feature.name) + "': " + what);
 }
 
+// Everything that later stages take for granted. They index by these offsets without another look,
+// so each condition here is one that would otherwise read past an array.
 Status CheckFeature(const IdFeature& feature, uint32_t batch_size) {
   if (feature.name.empty()) return InvalidArgument("ID features: a feature has no name");
   if (feature.offsets.size() != size_t{batch_size} + 1) {
@@ -59,6 +61,8 @@ Status CheckFeature(const IdFeature& feature, uint32_t batch_size) {
   return Status::Ok();
 }
 
+// Before the features are read, because their arrays are as long as the batch: a batch size from
+// the network must not be trusted with that.
 Status CheckHead(uint32_t batch_size, size_t num_features) {
   if (num_features == 0) return InvalidArgument("ID features: a batch needs at least one feature");
   if (batch_size > kMaxBatchSize) {
@@ -80,6 +84,7 @@ Status CheckBatch(const IdFeatures& batch) {
   return Status::Ok();
 }
 
+// One feature in place. The order of the reads is the format; failures show once, at the end.
 Status ReadFeature(ByteReader* reader, uint32_t version, IdFeatures* batch) {
   const auto name_bytes = reader->Get<uint32_t>();
   const auto flags = reader->Get<uint32_t>();  // reserved without weights
@@ -103,10 +108,13 @@ Status ReadFeature(ByteReader* reader, uint32_t version, IdFeatures* batch) {
 
 }  // namespace
 
+// Checked before a byte is written: the loader's script gets the error, with its own names in it.
 StatusOr<std::vector<std::byte>> EncodeIdFeatures(const IdFeatures& batch) {
   PERSIA_RETURN_IF_ERROR(CheckBatch(batch));
   ByteWriter writer;
   writer.Put(kMagic);
+  // The old version where it suffices, so that workers that do not know weights take batches
+  // without them.
   const bool weighted =
       std::any_of(batch.features.begin(), batch.features.end(),
                   [](const IdFeature& feature) { return !feature.weights.empty(); });
@@ -142,6 +150,7 @@ StatusOr<IdFeatures> DecodeIdFeatures(std::span<const std::byte> message) {
   for (uint32_t i = 0; i < num_features; ++i) {
     PERSIA_RETURN_IF_ERROR(ReadFeature(&reader, version, &batch));
   }
+  // A message of a newer form would otherwise lose its end silently.
   if (reader.remaining() != 0) {
     return Corruption("ID features: " + std::to_string(reader.remaining()) +
                       " bytes are left over after the last feature");

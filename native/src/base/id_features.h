@@ -15,10 +15,12 @@
 
 namespace persia {
 
+// As in the published system, whose sample numbers have 16 bits.
 inline constexpr uint32_t kMaxBatchSize = 65535;
 
 // Sample s of a batch has ids[offsets[s] .. offsets[s + 1]).
 struct IdFeature {
+  // The slot's name in the embedding config. UTF-8 is not checked here.
   std::string_view name;
   std::span<const uint32_t> offsets;  // [batch_size + 1], from 0 to ids.size(), never decreasing
   std::span<const uint64_t> ids;

@@ -12,9 +12,12 @@ namespace persia {
 
 class MappedMemory {
  public:
+  // Of x86-64 and most arm64 systems. Where huge pages are larger, memory is merely aligned less
+  // well.
   static constexpr size_t kHugePageBytes = size_t{2} << 20;
   static constexpr size_t kPageBytes = 4096;
 
+  // Owns nothing: data() is null.
   MappedMemory() = default;
   MappedMemory(MappedMemory&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
@@ -37,5 +40,24 @@ class MappedMemory {
   std::byte* data_ = nullptr;
   size_t size_ = 0;
 };
+
+// The size of the pages of a MappedMemory, where its owner knows better than the default.
+
+// For memory that has not been touched: only what will be takes memory.
+void UseSmallPages(const MappedMemory& memory);
+
+// Gives the pages that lie within these bytes of a MappedMemory back to the system: they are zero,
+// and take no memory until they are written again, when they are small. Returns how many bytes.
+size_t ReleasePages(std::byte* data, size_t size);
+
+// Undoes that they will be small: their pages may be huge, together with those around them.
+void UseHugePages(std::byte* data, size_t size);
+
+// Puts what lies on small pages onto huge ones, at once where the system can, else when it finds
+// time. Others may use the memory meanwhile.
+void MoveToHugePages(const MappedMemory& memory);
+
+// The system's setting, as it stands in a file: `always madvise [never]` is what forbids them.
+bool AllowsHugePages(const char* setting_file);
 
 }  // namespace persia

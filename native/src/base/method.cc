@@ -2,6 +2,7 @@
 
 namespace persia {
 
+// In memory of its own, because the vector of views may be copied and moved while they point to it.
 void Segments::AddOwned(std::vector<std::byte> bytes) {
   auto kept = std::make_shared<const std::vector<std::byte>>(std::move(bytes));
   views.emplace_back(*kept);
@@ -15,6 +16,7 @@ void Segments::AddOwned(Buffer buffer) {
 }
 
 void Segments::AddPadding(uint64_t size_bytes) {
+  // Static, because the view outlives this call.
   static constexpr std::byte kZeros[8] = {};
   views.push_back({kZeros, (8 - size_bytes % 8) % 8});
 }

@@ -37,10 +37,13 @@ namespace persia {
 // A message to send, in segments that one scatter/gather call writes from where they lie. `owned`
 // keeps alive what the segments of a reply point to; the caller keeps those of a request alive
 // until its call returns.
+// Movable; a copy shares what is owned. The views may be of any number and length, empty ones
+// included.
 struct Segments {
   std::vector<std::span<const std::byte>> views;
   std::vector<std::shared_ptr<const void>> owned;
 
+  // Nothing is copied: the bytes must stay until the message is sent.
   void AddView(std::span<const std::byte> view) { views.push_back(view); }
   // Take over the bytes and append a view of them.
   void AddOwned(std::vector<std::byte> bytes);
@@ -51,59 +54,67 @@ struct Segments {
     AddView(std::as_bytes(values));
     AddPadding(values.size_bytes());
   }
+  // Zeros from `size_bytes` up to the next multiple of 8. The receiver's alignment depends on it:
+  // every array of a body begins at a multiple of 8 of the body.
   void AddPadding(uint64_t size_bytes);
+  // The body's length on the wire.
   uint64_t size_bytes() const;
 };
 
+// What a connection needs to know of a method. Constants of this type live as long as the program,
+// so `name` views a literal.
 struct MethodId {
   uint8_t number = 0;  // on the wire; never used again for another method
   std::string_view name;
 };
 
+// One method of a plane. Values of this type are constants at namespace scope, and handlers keep
+// copies.
+// The types are for the compiler alone: a Method is passed by value as two words, and stubs and
+// handlers of one plane cannot be confused with those of another.
 template <typename RequestT, typename ReplyT>
 struct Method : MethodId {
   using Request = RequestT;
   using Reply = ReplyT;
 };
 
+// A message without a body. A body that has bytes all the same is refused.
 struct Empty {};
 
 // What a call gives, and what a handler returns: a Status where there is no reply body.
+// A caller thus never unpacks an Empty, and a handler of such a method just returns its Status.
 template <typename Reply>
 using Result = std::conditional_t<std::is_same_v<Reply, Empty>, Status, StatusOr<Reply>>;
 
 namespace internal {
 
+// A view, whose bytes another owns, or a vector.
 template <typename T>
-struct ElementOf {
-  using type = void;
-};
+concept HasElements = requires { typename T::value_type; };
 template <typename T>
-struct ElementOf<std::span<const T>> {
-  using type = T;
-};
-template <typename T>
-struct ElementOf<std::vector<T>> {
-  using type = T;
-};
+concept IsView = requires { typename T::element_type; };
 
+// The texts are completed by net/rpc.h, which knows the method and the peer: "a CountRows request:
+// it has 3 bytes instead of 0".
 Status WrongSize(size_t size_bytes, size_t expected_bytes);
 Status NotOfElements(size_t size_bytes, size_t element_bytes);
 
 }  // namespace internal
 
 // The message is consumed: what it owns, the segments own.
+// A span stays a view of the caller's memory and is not copied, which is what makes sending signs
+// and gradients free. A vector or a struct is copied, since it ends with this call: use them for
+// small messages.
 template <typename T>
 Segments EncodeMessage(T message) {
-  using Element = typename internal::ElementOf<T>::type;
   Segments segments;
   if constexpr (std::is_same_v<T, Empty>) {
     return segments;
   } else if constexpr (std::is_same_v<T, Buffer>) {
     segments.AddOwned(std::move(message));
-  } else if constexpr (std::is_same_v<T, std::span<const Element>>) {
+  } else if constexpr (internal::IsView<T>) {
     segments.AddView(std::as_bytes(message));
-  } else if constexpr (!std::is_void_v<Element>) {
+  } else if constexpr (internal::HasElements<T>) {
     const auto bytes = std::as_bytes(std::span(message));
     segments.AddOwned(std::vector<std::byte>(bytes.begin(), bytes.end()));
   } else if constexpr (requires { std::move(message).Encode(); }) {
@@ -117,13 +128,16 @@ Segments EncodeMessage(T message) {
 }
 
 // Views of the message point into `body`, which must outlive it.
+// The body begins at a multiple of 8, as that of a Buffer does: elements are used in place, so
+// their type needs no larger alignment. Values are not checked here; that is left to a message's
+// own Decode or to the handler.
 template <typename T>
 StatusOr<T> DecodeMessage(std::span<const std::byte> body) {
-  using Element = typename internal::ElementOf<T>::type;
   if constexpr (std::is_same_v<T, Empty>) {
     if (!body.empty()) return internal::WrongSize(body.size(), 0);
     return Empty();
-  } else if constexpr (!std::is_void_v<Element>) {
+  } else if constexpr (internal::HasElements<T>) {
+    using Element = typename T::value_type;
     if (body.size() % sizeof(Element) != 0) {
       return internal::NotOfElements(body.size(), sizeof(Element));
     }
@@ -142,6 +156,8 @@ StatusOr<T> DecodeMessage(std::span<const std::byte> body) {
 }
 
 // Takes the body over, for a message that owns its bytes.
+// Chosen for replies. A message of views is refused by the compiler, because the body would end
+// with this call.
 template <typename T>
 StatusOr<T> DecodeMessage(Buffer body) {
   if constexpr (std::is_same_v<T, Buffer>) {
@@ -149,8 +165,7 @@ StatusOr<T> DecodeMessage(Buffer body) {
   } else if constexpr (requires { T::Decode(std::move(body)); }) {
     return T::Decode(std::move(body));
   } else {
-    static_assert(!std::is_same_v<T, std::span<const typename internal::ElementOf<T>::type>>,
-                  "a view of a body that ends here");
+    static_assert(!internal::IsView<T>, "a view of a body that ends here");
     return DecodeMessage<T>(std::as_const(body).span());
   }
 }

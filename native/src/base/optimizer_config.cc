@@ -11,59 +11,54 @@ namespace {
 using Config = OptimizerConfig;
 using Kind = OptimizerKind;
 
+// What is fixed either sizes the state or gives what is in it its meaning. Rates, decays of weights
+// and FTRL's penalties only steer the next step.
 constexpr std::array<OptimizerField, 16> kFields = {{
-    {"lr", &Config::lr, Hyper::kLr, ValueRange::kNotNegative, false},
-    {"weight_decay", &Config::weight_decay, Hyper::kWeightDecay, ValueRange::kNotNegative, false},
-    {"momentum", &Config::momentum, Hyper::kMomentum, ValueRange::kDecay, true},
-    {"initial_accumulator_value", &Config::initial_accumulator_value,
-     Hyper::kInitialAccumulatorValue, ValueRange::kNotNegative, true},
-    {"g_square_momentum", &Config::g_square_momentum, Hyper::kGSquareMomentum, ValueRange::kShare,
+    {"lr", &Config::lr, ValueRange::kNotNegative, false},
+    {"weight_decay", &Config::weight_decay, ValueRange::kNotNegative, false},
+    {"momentum", &Config::momentum, ValueRange::kDecay, true},
+    {"initial_accumulator_value", &Config::initial_accumulator_value, ValueRange::kNotNegative,
      true},
-    {"eps", &Config::eps, Hyper::kEps, ValueRange::kPositive, true},
-    {"beta1", &Config::beta1, Hyper::kBeta1, ValueRange::kDecay, true},
-    {"beta2", &Config::beta2, Hyper::kBeta2, ValueRange::kDecay, true},
-    {"dampening", &Config::dampening, Hyper::kDampening, ValueRange::kDecay, true},
-    {"nesterov", &Config::nesterov, Hyper::kNesterov, ValueRange::kFlag, true},
-    {"alpha", &Config::alpha, Hyper::kAlpha, ValueRange::kDecay, true},
-    {"centered", &Config::centered, Hyper::kCentered, ValueRange::kFlag, true},
-    {"rho", &Config::rho, Hyper::kRho, ValueRange::kDecay, true},
-    {"l1", &Config::l1, Hyper::kL1, ValueRange::kNotNegative, false},
-    {"l2", &Config::l2, Hyper::kL2, ValueRange::kNotNegative, false},
-    {"beta", &Config::beta, Hyper::kBeta, ValueRange::kNotNegative, false},
+    {"g_square_momentum", &Config::g_square_momentum, ValueRange::kShare, true},
+    {"eps", &Config::eps, ValueRange::kPositive, true},
+    {"beta1", &Config::beta1, ValueRange::kDecay, true},
+    {"beta2", &Config::beta2, ValueRange::kDecay, true},
+    {"dampening", &Config::dampening, ValueRange::kDecay, true},
+    {"nesterov", &Config::nesterov, ValueRange::kFlag, true},
+    {"alpha", &Config::alpha, ValueRange::kDecay, true},
+    {"centered", &Config::centered, ValueRange::kFlag, true},
+    {"rho", &Config::rho, ValueRange::kDecay, true},
+    {"l1", &Config::l1, ValueRange::kNotNegative, false},
+    {"l2", &Config::l2, ValueRange::kNotNegative, false},
+    {"beta", &Config::beta, ValueRange::kNotNegative, false},
 }};
 
-bool IsInRange(float value, ValueRange range) {
-  if (!std::isfinite(value)) return false;
-  switch (range) {
-    case ValueRange::kPositive: return value > 0;
-    case ValueRange::kNotNegative: return value >= 0;
-    case ValueRange::kDecay: return value >= 0 && value < 1;
-    case ValueRange::kShare: return value > 0 && value <= 1;
-    case ValueRange::kFlag: return value == 0 || value == 1;
-  }
-  return false;
-}
+// One row for each range, so that what is checked and what is said cannot differ.
+struct RangeRule {
+  bool (*holds)(float);
+  std::string_view text;  // for messages
+};
 
-std::string_view RangeText(ValueRange range) {
-  switch (range) {
-    case ValueRange::kPositive: return "above 0";
-    case ValueRange::kNotNegative: return "of at least 0";
-    case ValueRange::kDecay: return "from 0 to below 1";
-    case ValueRange::kShare: return "above 0 and up to 1";
-    case ValueRange::kFlag: return "of 0 or 1";
-  }
-  return "";
-}
+// In the order of ValueRange.
+constexpr RangeRule kRanges[] = {
+    {[](float x) { return x > 0; }, "above 0"},
+    {[](float x) { return x >= 0; }, "of at least 0"},
+    {[](float x) { return x >= 0 && x < 1; }, "from 0 to below 1"},
+    {[](float x) { return x > 0 && x <= 1; }, "above 0 and up to 1"},
+    {[](float x) { return x == 0 || x == 1; }, "of 0 or 1"},
+};
 
 Status CheckField(const Config& config, const OptimizerField& field) {
   const float value = config.*field.member;
   const std::string name(field.name);
   if (field.IsOf(config.kind)) {
-    if (IsInRange(value, field.range)) return Status::Ok();
+    const RangeRule& range = kRanges[static_cast<size_t>(field.range)];
+    if (std::isfinite(value) && range.holds(value)) return Status::Ok();
     return InvalidArgument(name + " is " + std::to_string(value) + "; give a value " +
-                           std::string(RangeText(field.range)));
+                           std::string(range.text));
   }
   // What the kind does not have must be left alone, or the user believes it has an effect.
+  // The struct's default, not the kind's: what a config leaves out has it.
   const float unset = Config().*field.member;
   if (value == unset) return Status::Ok();
   return InvalidArgument(name + " is " + std::to_string(value) + ", but " +
@@ -104,6 +99,7 @@ Status OptimizerConfig::Validate() const {
                            " (" + std::string(std::end(kOptimizers)[-1].name) + ")");
   }
   for (const OptimizerField& field : kFields) PERSIA_RETURN_IF_ERROR(CheckField(*this, field));
+  // Last: a field out of its range is the plainer message.
   return CheckCombinations(*this);
 }
 
@@ -112,6 +108,7 @@ bool OptimizerConfig::HasScalar() const {
   return scalar == RowScalar::kIfDampened ? dampening != 0.0f : scalar != RowScalar::kNone;
 }
 
+// Those of row-wise Adagrad are its scalar, which is stored beside the row and not behind it.
 uint32_t OptimizerConfig::StateFloats(uint32_t dim) const {
   if (traits().scalar == RowScalar::kAccumulator) return 1;
   return (traits().state_arrays + (momentum != 0.0f) + (centered != 0.0f)) * dim;

@@ -1,6 +1,4 @@
 // What lets memory have huge pages.
-#include "base/page_size.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,6 +7,8 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
+
+#include "base/mapped_memory.h"
 
 namespace persia {
 namespace {

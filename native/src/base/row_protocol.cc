@@ -1,6 +1,7 @@
 #include "base/row_protocol.h"
 
 #include <bit>
+#include <random>
 #include <string>
 #include <utility>
 
@@ -26,6 +27,8 @@ Segments WithBlocks(ByteWriter head, const SignBlocks& blocks) {
 }
 
 // Checks the structure only: on failure the reader is not ok.
+// The views point into the reader's bytes. Block counts are checked by the size of the array that
+// they announce, before anything is added up.
 SignBlocks GetBlocks(ByteReader& reader) {
   SignBlocks view;
   const auto num_blocks = reader.Get<uint32_t>();
@@ -75,6 +78,14 @@ Status GetRows(ByteReader& reader, const char* field, size_t size_bytes, SignBlo
 
 }  // namespace
 
+uint64_t DrawIncarnation() {
+  // From the system: two servers that start at the same moment must not draw the same number.
+  std::random_device device;
+  uint64_t incarnation = 0;
+  while (incarnation == 0) incarnation = (uint64_t{device()} << 32) | device();
+  return incarnation;
+}
+
 Segments ConfigureRequest::Encode() && {
   ByteWriter writer;
   writer.Put(uint8_t{replace});
@@ -89,13 +100,13 @@ Segments ConfigureRequest::Encode() && {
 StatusOr<ConfigureRequest> ConfigureRequest::Decode(std::span<const std::byte> body) {
   constexpr size_t kHeadBytes = 8;
   if (body.size() < kHeadBytes) return Truncated(body.size());
+  // The seven bytes behind it are reserved, and ignored: the config begins at a multiple of 8.
   const auto replace = static_cast<uint8_t>(body[0]);
   if (replace > 1) {
     return InvalidArgument("replace is " + std::to_string(replace) + "; it must be 0 or 1");
   }
-  auto config = TrainConfig::Decode(body.subspan(kHeadBytes));
-  if (!config.ok()) return config.status();
-  return ConfigureRequest{*config, replace == 1};
+  PERSIA_ASSIGN_OR_RETURN(TrainConfig config, TrainConfig::Decode(body.subspan(kHeadBytes)));
+  return ConfigureRequest{std::move(config), replace == 1};
 }
 
 Segments LookupRowsRequest::Encode() && {
@@ -126,6 +137,7 @@ Segments ServerRows::Encode() && {
   Segments segments;
   segments.AddOwned(head.Release());
   segments.AddArray(rows);
+  // The rows are sent from here, after the handler has returned.
   segments.owned.push_back(std::make_shared<const Buffer>(std::move(storage)));
   return segments;
 }
@@ -150,6 +162,8 @@ Segments UpdateRowsRequest::Encode() && {
   return segments;
 }
 
+// Checked whole before the store sees any of it: an update with an infinity in it would spoil rows
+// for good.
 StatusOr<UpdateRowsRequest> UpdateRowsRequest::Decode(std::span<const std::byte> body) {
   ByteReader reader(body);
   UpdateRowsRequest request;

@@ -17,9 +17,12 @@
 
 namespace persia {
 
+// The store's limit, which a static_assert of the server compares. A decoder needs it so that dim x
+// signs cannot overflow 64 bits.
 inline constexpr uint32_t kMaxRowDim = 65536;
 
 // `num_signs` signs of one dim, in memory as on the wire.
+// Without padding, because it is written and read as an array.
 struct SignBlock {
   uint32_t dim = 0;
   uint32_t num_signs = 0;
@@ -27,6 +30,8 @@ struct SignBlock {
 static_assert(sizeof(SignBlock) == 8);
 
 // The signs of all blocks, one block after the other. Does not own them.
+// No sign occurs twice: who asks has removed duplicates, and a store may count on it. Two blocks of
+// one dim are permitted, and empty ones.
 struct SignBlocks {
   std::span<const SignBlock> blocks;
   std::span<const uint64_t> signs;
@@ -42,26 +47,41 @@ struct SignBlocks {
 // Identifies a batch among all that embedding workers ever hold, and so the update that it ends in.
 struct BatchKey {
   uint64_t worker_incarnation = 0;
+  // A worker never gives a reference out twice in its life, and its incarnation tells one life from
+  // the next. So a key that is repeated after any number of restarts still means the same batch.
   uint64_t reference = 0;  // counts from 1; 0: no batch
 };
 static_assert(sizeof(BatchKey) == 16);
 
+// Draws the number that tells one life of a server or worker from the next. Never 0, which stands
+// for "none" in messages.
+uint64_t DrawIncarnation();
+
 // A server's state at the time of a lookup: its life and how many updates it had applied.
 struct LookupStamp {
-  uint64_t incarnation = 0;  // 0: the server was not asked
+  // 0: the server was not asked. A lookup of another life of the server dates nothing: rows may
+  // have been lost in between.
+  uint64_t incarnation = 0;
   uint64_t update_counter = 0;
 };
 static_assert(sizeof(LookupStamp) == 16);
 
 // Also the embedding worker's: it passes the config on.
+// `replace` permits a config that differs from the present one in what rows do not depend on, such
+// as a learning rate. Without it a server accepts only the config that it has: workers send theirs
+// again to a server that has restarted.
 struct ConfigureRequest {
   TrainConfig config;
+  // False for the configs that workers repeat by themselves, so that a worker with an older one
+  // never undoes a change.
   bool replace = false;
 
   Segments Encode() &&;
   static StatusOr<ConfigureRequest> Decode(std::span<const std::byte> body);
 };
 
+// `train`: missing signs get rows, subject to admission, and the order of eviction changes. Without
+// it missing signs read as zeros, and nothing changes.
 struct LookupRowsRequest {
   bool train = false;
   SignBlocks blocks;
@@ -71,6 +91,8 @@ struct LookupRowsRequest {
 };
 
 // A server's answer to a lookup: the rows lie in `storage`.
+// `rows` are those of the request's signs, block after block. A default one stands for a server
+// that was not asked.
 struct ServerRows {
   LookupStamp stamp;
   std::span<const float> rows;
@@ -80,6 +102,8 @@ struct ServerRows {
   static StatusOr<ServerRows> Decode(Buffer body);
 };
 
+// Repeated with the same key, it is answered without being applied again. Everything that it views
+// is the sender's until the call has ended.
 struct UpdateRowsRequest {
   BatchKey key;
   LookupStamp lookup;  // of the lookup that the gradients belong to
@@ -90,13 +114,19 @@ struct UpdateRowsRequest {
   static StatusOr<UpdateRowsRequest> Decode(std::span<const std::byte> body);
 };
 
+// Updated and missing rows together are the signs of the request, less those whose gradient was not
+// finite.
 struct UpdateResult {
-  uint64_t staleness = 0;  // updates applied between the batch's lookup and its own update
+  // Updates applied between the batch's lookup and its own update, those of all workers; 0 when the
+  // server restarted in between.
+  uint64_t staleness = 0;
   uint64_t num_updated = 0;
   uint64_t num_missing = 0;
 };
 static_assert(sizeof(UpdateResult) == 24);
 
+// Writes embeddings from outside, pretrained ones for instance. Their optimizer state becomes that
+// of a new row.
 struct SetRowsRequest {
   SignBlocks blocks;
   std::span<const float> rows;  // blocks.num_floats(), every one finite
@@ -111,15 +141,31 @@ struct PrefetchRowsReply {
 };
 static_assert(sizeof(PrefetchRowsReply) == 8);
 
+// What a server holds, and what it has done since it started: the measure of imbalance among
+// servers, whose signs are routed by hash alone.
+struct ServerLoad {
+  uint64_t num_rows = 0;
+  uint64_t memory_bytes = 0;  // of rows and index
+  // The last two fall back to 0 when the server restarts: compare servers of about the same age.
+  uint64_t num_looked_up_rows = 0;  // missing ones included
+  uint64_t num_updated_rows = 0;
+};
+static_assert(sizeof(ServerLoad) == 32);
+
 // Numbers 1 and 20 were methods of earlier versions.
+// A number is never used again, and a method never changes its messages without the frame's
+// version: servers answer what they do not know with kInvalidArgument.
 inline constexpr Method<ConfigureRequest, Empty> kConfigureServer{{16, "ConfigureServer"}};
 inline constexpr Method<LookupRowsRequest, ServerRows> kLookupRows{{17, "LookupRows"}};
 inline constexpr Method<UpdateRowsRequest, UpdateResult> kUpdateRows{{18, "UpdateRows"}};
 inline constexpr Method<SetRowsRequest, Empty> kSetRows{{19, "SetRows"}};
+// All rows, of all groups. The config stays.
 inline constexpr Method<Empty, Empty> kClearRows{{21, "ClearRows"}};
 inline constexpr Method<Empty, uint64_t> kCountRows{{22, "CountRows"}};
 // Signs that lookups will name soon; none, to ask whether the server has a use for such hints.
 inline constexpr Method<std::span<const uint64_t>, PrefetchRowsReply> kPrefetchRows{
     {23, "PrefetchRows"}};
+// Reads counters: it takes microseconds and holds no shard, so a status page may ask at any time.
+inline constexpr Method<Empty, ServerLoad> kMeasureLoad{{24, "MeasureLoad"}};
 
 }  // namespace persia

@@ -13,6 +13,8 @@
 
 namespace persia {
 
+// The numbers are on the wire, as the status of a reply: they never change, and a receiver treats
+// one that it does not know as kInternal.
 enum class StatusCode : uint8_t {
   kOk = 0,
   kInvalidArgument = 1,     // the caller's fault: a bad value, a bad shape, an unknown name
@@ -29,15 +31,21 @@ enum class StatusCode : uint8_t {
 // The code's name as users see it, for instance "InvalidArgument".
 std::string_view StatusCodeName(StatusCode code);
 
+// A code and a message. Cheap where it is Ok: no memory is taken. Movable and copyable, and
+// thread-compatible like a string.
 class [[nodiscard]] Status {
  public:
   Status() = default;
   Status(StatusCode code, std::string message) : code_(code), message_(std::move(message)) {}
 
+  // For functions whose other paths return failures: it says at a glance that this one succeeded.
   static Status Ok() { return Status(); }
 
   bool ok() const { return code_ == StatusCode::kOk; }
+  // For the common question of which failure it is, without a copy of the message.
   StatusCode code() const { return code_; }
+  // Written for the person who will read it: it names what happened, the value that caused it and
+  // what to do. It carries no stack and no code.
   const std::string& message() const { return message_; }
   // "InvalidArgument: slot 'age': ..." or "Ok".
   std::string ToString() const;
@@ -47,25 +55,42 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
+// One maker for each code. A message begins with the field or the object that it is about, in lower
+// case, and has no full stop.
 inline Status InvalidArgument(std::string m) {
   return {StatusCode::kInvalidArgument, std::move(m)};
 }
+// What was named is not here, and asking again will not help: a batch that has ended, a row that
+// was evicted.
 inline Status NotFound(std::string m) { return {StatusCode::kNotFound, std::move(m)}; }
+// Never retried: the same bytes will not decode the next time.
 inline Status Corruption(std::string m) { return {StatusCode::kCorruption, std::move(m)}; }
+// A channel repeats calls that fail so, until their deadline: a handler that returns it promises
+// that nothing was changed.
 inline Status Unavailable(std::string m) { return {StatusCode::kUnavailable, std::move(m)}; }
+// Nothing is known of the outcome: the peer may have done what was asked. Callers repeat by key.
 inline Status DeadlineExceeded(std::string m) {
   return {StatusCode::kDeadlineExceeded, std::move(m)};
 }
+// Something bounded is full now and will have room later: the caller's answer is to wait, which is
+// the back-pressure of registrations.
 inline Status ResourceExhausted(std::string m) {
   return {StatusCode::kResourceExhausted, std::move(m)};
 }
+// The message has the system's own text for errno.
 inline Status IOError(std::string m) { return {StatusCode::kIOError, std::move(m)}; }
+// Reported as a bug: what it says is for us, not for the user to mend.
 inline Status Internal(std::string m) { return {StatusCode::kInternal, std::move(m)}; }
+// The state of the server is not the one that the call needs. An embedding worker answers it by
+// configuring the server, and repeats its call once.
 inline Status FailedPrecondition(std::string m) {
   return {StatusCode::kFailedPrecondition, std::move(m)};
 }
 
 // A value, or the reason why there is none. Reading value() of a failed one is a programmer's bug.
+// Both constructors are implicit, so that a function returns a value or a failure without naming
+// this class. A StatusOr made of Status::Ok() would have neither: no function of ours does that.
+// Movable where T is; it may hold what cannot be copied.
 template <typename T>
 class [[nodiscard]] StatusOr {
  public:
@@ -73,10 +98,14 @@ class [[nodiscard]] StatusOr {
   StatusOr(Status status) : state_(std::move(status)) {}  // NOLINT: implicit by design
 
   bool ok() const { return std::holds_alternative<T>(state_); }
+  // A copy, so it outlives the object. Ok where there is a value.
   Status status() const { return ok() ? Status::Ok() : std::get<Status>(state_); }
+  StatusCode code() const { return ok() ? StatusCode::kOk : std::get<Status>(state_).code(); }
+  // Throws std::bad_variant_access on a failure: a bug of the caller, who must have asked ok().
   T& value() & { return std::get<T>(state_); }
   const T& value() const& { return std::get<T>(state_); }
   T&& value() && { return std::get<T>(std::move(state_)); }
+  // Like value(), these read a value that must be there.
   T* operator->() { return &std::get<T>(state_); }
   T& operator*() & { return std::get<T>(state_); }
 
@@ -84,21 +113,25 @@ class [[nodiscard]] StatusOr {
   std::variant<Status, T> state_;
 };
 
+// Returns the failure from the function that it stands in, whose result may be a Status or any
+// StatusOr. The expression is evaluated once.
 #define PERSIA_RETURN_IF_ERROR(expression)                                    \
   do {                                                                        \
     if (::persia::Status persia_status_ = (expression); !persia_status_.ok()) \
       return persia_status_;                                                  \
   } while (false)
 
-// Declares or assigns `target` from a StatusOr, or returns its error from the calling function. It
-// is two statements, so it cannot be the only statement of an `if` without braces.
-#define PERSIA_ASSIGN_OR_RETURN(target, expression) \
-  PERSIA_ASSIGN_OR_RETURN_IMPL_(PERSIA_CONCAT_(persia_status_or_, __LINE__), target, expression)
-#define PERSIA_ASSIGN_OR_RETURN_IMPL_(result, target, expression) \
-  auto result = (expression);                                     \
-  if (!result.ok()) return result.status();                       \
-  target = std::move(result).value()
-#define PERSIA_CONCAT_(a, b) PERSIA_CONCAT_IMPL_(a, b)
-#define PERSIA_CONCAT_IMPL_(a, b) a##b
+// PERSIA_ASSIGN_OR_RETURN(auto row, Find(sign)): declares `row` with the value of Find(), or
+// returns its failure from the function. It is several statements, so an `if` in front of it needs
+// braces.
+#define PERSIA_ASSIGN_OR_RETURN(declaration, ...) \
+  PERSIA_ASSIGN_OR_RETURN_(PERSIA_JOIN_(persia_result_, __LINE__), declaration, __VA_ARGS__)
+// The result gets a name of its line, so that two of them may stand in one block.
+#define PERSIA_ASSIGN_OR_RETURN_(result, declaration, ...) \
+  auto result = (__VA_ARGS__);                             \
+  if (!result.ok()) return result.status();                \
+  declaration = std::move(result).value()
+#define PERSIA_JOIN_(a, b) PERSIA_JOIN_AGAIN_(a, b)
+#define PERSIA_JOIN_AGAIN_(a, b) a##b
 
 }  // namespace persia

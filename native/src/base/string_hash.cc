@@ -16,6 +16,7 @@ Status HashStrings(std::span<const int64_t> offsets, std::span<const std::byte> 
   const auto size = static_cast<int64_t>(data.size());
   for (size_t i = 1; i < offsets.size(); ++i) {
     const int64_t begin = offsets[i - 1], end = offsets[i];
+    // Offsets come from Arrow arrays of the caller's data, which may be damaged or sliced.
     if (begin < 0 || end < begin || end > size) {
       return InvalidArgument("string " + std::to_string(i - 1) + " lies at " +
                              std::to_string(begin) + " to " + std::to_string(end) + " of " +

@@ -10,6 +10,8 @@ ThreadPool::ThreadPool(uint32_t num_threads) : process_(getpid()) {
 
 ThreadPool::~ThreadPool() {
   if (getpid() != process_) {
+    // In a forked child the threads do not exist, and joining what does not exist would wait for
+    // ever.
     for (std::thread& thread : threads_) thread.detach();
     return;
   }
@@ -31,6 +33,8 @@ void ThreadPool::For(size_t count, const std::function<void(size_t)>& body) {
   round_.fetch_add(1);
   round_.notify_all();
   TakePart();
+  // Not until the work is done but until every thread has left the loop: the next For() overwrites
+  // what they read.
   for (uint32_t left = num_working_; left != 0; left = num_working_) num_working_.wait(left);
 }
 

@@ -41,8 +41,10 @@ void TraceBuffer::Add(const std::string& name, TimePoint begin, TimePoint end, u
     const std::lock_guard lock(mutex_);
     slots = slots_;
   }
+  // The recording has ended since the caller asked whether it is on.
   if (slots == nullptr) return;
   const uint64_t position = slots->next.fetch_add(1, std::memory_order_relaxed);
+  // Counted all the same, by `next`: Stop() tells how many were dropped.
   if (position >= slots->entries.size()) return;
   Slot& slot = slots->entries[position];
   const size_t length = std::min(name.size(), slot.span.name.size() - 1);
@@ -59,6 +61,8 @@ TraceBuffer::Recording TraceBuffer::Stop() {
   std::shared_ptr<Slots> slots;
   {
     const std::lock_guard lock(mutex_);
+    // Threads that have passed the check still write into the cells, which they share the ownership
+    // of.
     on_.store(false, std::memory_order_relaxed);
     slots.swap(slots_);
   }

@@ -16,6 +16,8 @@ constexpr uint32_t kOldestVersion = 2;  // of checkpoints that can be read
 constexpr size_t kHeadBytes = 16;
 
 // Version 2 has no eviction but by the store's capacity.
+// Each version of the format has one size of rows, so the length of a message tells whether it is
+// whole.
 constexpr size_t RowBytes(uint32_t version) { return version == 2 ? 112 : 128; }
 
 constexpr std::string_view kSameVersion = ": use the same persia version everywhere";
@@ -24,12 +26,15 @@ Status Malformed(const std::string& what) {
   return Corruption("train config " + what + std::string(kSameVersion));
 }
 
+// Also refuses NaN, which every comparison lets through in one direction.
 Status CheckRange(std::string_view field, float value, bool in_range, std::string_view range) {
   if (std::isfinite(value) && in_range) return Status::Ok();
   return InvalidArgument(std::string(field) + " is " + std::to_string(value) + "; give a value " +
                          std::string(range));
 }
 
+// The order is the format of the wire and of checkpoints (docs/wire_format.md). Fields are
+// appended, with a new version.
 void PutRows(const RowConfig& config, ByteWriter* writer) {
   writer->Put(static_cast<uint32_t>(config.optimizer.kind));
   for (const OptimizerField& field : OptimizerFields()) {
@@ -48,6 +53,8 @@ void PutRows(const RowConfig& config, ByteWriter* writer) {
   writer->Put(uint32_t{0});
 }
 
+// The mirror of PutRows(). Kinds are checked before they become enums: everything behind indexes
+// tables by them. Values are checked by Validate(), once the whole config is there.
 StatusOr<RowConfig> GetRows(uint32_t version, ByteReader* reader) {
   RowConfig config;
   const auto kind = reader->Get<uint32_t>();
@@ -71,6 +78,7 @@ StatusOr<RowConfig> GetRows(uint32_t version, ByteReader* reader) {
   config.weight_bound = reader->Get<float>();
   config.time_to_live_sec = reader->Get<float>();
   init.seed = reader->Get<uint64_t>();
+  // What is missing keeps its default, which means no such limit.
   if (version == 2) return config;
   config.capacity = reader->Get<uint64_t>();
   config.min_norm = reader->Get<float>();
@@ -104,6 +112,7 @@ Status Refuse(std::string_view field, float value, std::string_view remedy) {
                          "; give " + std::string(remedy));
 }
 
+// A constant is a uniform draw with equal bounds, so `upper` may equal `lower`.
 Status CheckUniform(const Initializer& init) {
   if (!std::isfinite(init.lower)) return Refuse("lower", init.lower, "a finite value");
   if (!std::isfinite(init.upper) || init.upper < init.lower) {
@@ -121,6 +130,8 @@ Status CheckUniform(const Initializer& init) {
 // Beyond so many standard deviations from the mean there is next to nothing to draw from.
 constexpr float kFarthest = 4.0f;
 
+// Values outside the bounds are drawn again, and bounds far from the mean would make that take for
+// ever.
 Status CheckNormal(const Initializer& init) {
   if (!std::isfinite(init.mean)) return Refuse("mean", init.mean, "a finite value");
   if (!std::isfinite(init.stddev) || init.stddev <= 0) {
@@ -169,10 +180,13 @@ RowConfig SlotRowConfig::Over(const RowConfig& job, float lr_factor) const {
   RowConfig rows = job;
   if (optimizer.has_value()) {
     rows.optimizer = *optimizer;
+    // The slot's own rate follows the job's schedule by its factor, since the schedule knows the
+    // job's rate alone.
     rows.optimizer.lr *= lr_factor;
   }
   if (initializer.has_value()) {
     rows.initializer = *initializer;
+    // One seed for a job, so that a run is repeated by repeating one number.
     rows.initializer.seed = job.initializer.seed;
   }
   rows.admit_probability = admit_probability.value_or(job.admit_probability);
@@ -180,6 +194,7 @@ RowConfig SlotRowConfig::Over(const RowConfig& job, float lr_factor) const {
   rows.weight_bound = weight_bound.value_or(job.weight_bound);
   rows.time_to_live_sec = time_to_live_sec.value_or(job.time_to_live_sec);
   rows.min_norm = min_norm.value_or(job.min_norm);
+  // Never inherited: a limit of the job's would apply to each group by itself.
   rows.capacity = capacity.value_or(0);
   return rows;
 }
@@ -227,6 +242,7 @@ StatusOr<TrainConfig> TrainConfig::Decode(std::span<const std::byte> bytes) {
                      std::to_string(kVersion));
   }
   const size_t row_bytes = RowBytes(version);
+  // Also bounds num_groups, before memory is reserved for them.
   if (!reader.ok() || bytes.size() != kHeadBytes + row_bytes + num_groups * (8 + row_bytes)) {
     return Malformed("is " + std::to_string(bytes.size()) + " bytes for " +
                      std::to_string(num_groups) + " groups");
@@ -237,6 +253,7 @@ StatusOr<TrainConfig> TrainConfig::Decode(std::span<const std::byte> bytes) {
   config.groups.reserve(num_groups);
   for (uint32_t i = 0; i < num_groups; ++i) {
     const auto group = reader.Get<uint32_t>();
+    // Refused, so that a later version may give the field a meaning that this one would miss.
     if (reader.Get<uint32_t>() != 0) return Malformed("has a reserved field that is not 0");
     auto group_rows = GetRows(version, &reader);
     PERSIA_RETURN_IF_ERROR(group_rows.status());

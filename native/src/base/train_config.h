@@ -11,6 +11,7 @@
 
 namespace persia {
 
+// The numbers are part of the wire format and of checkpoints.
 enum class InitializerKind : uint8_t { kUniform = 0, kNormal = 1 };
 inline constexpr uint32_t kNumInitializerKinds = 2;
 
@@ -29,10 +30,13 @@ struct Initializer {
   bool scaled_by_dim = false;
   bool operator==(const Initializer&) const = default;
 
+  // kInvalidArgument names the field as "initializer.<field>".
   Status Validate() const;
 };
 
 // What holds for the rows of one feature group.
+// Everything that decides the values of a row. Two stores with equal configs, fed the same batches,
+// have equal rows to the last bit.
 struct RowConfig {
   Initializer initializer;
   OptimizerConfig optimizer;
@@ -56,6 +60,8 @@ struct RowConfig {
 };
 
 // What a slot has of its own; the rest is the job's.
+// A field that is empty has the job's value. All slots of a feature group must have equal ones,
+// because they share rows.
 struct SlotRowConfig {
   std::optional<OptimizerConfig> optimizer;
   std::optional<Initializer> initializer;  // but for the seed, which is the job's
@@ -69,6 +75,7 @@ struct SlotRowConfig {
 
   bool IsEmpty() const { return *this == SlotRowConfig(); }
   // `lr_factor` is what the job's learning-rate schedule multiplies the slot's own rate by.
+  // The capacity is not inherited: the job has none, only groups have.
   RowConfig Over(const RowConfig& job, float lr_factor) const;
 };
 
@@ -79,7 +86,9 @@ struct GroupConfig {
   bool operator==(const GroupConfig&) const = default;
 };
 
+// Servers find a row's policy in a table by group number, which this keeps small.
 inline constexpr uint32_t kMaxGroupNumber = 65535;
+// Appearances are counted in eight bits.
 inline constexpr uint32_t kMaxAdmitAfter = 255;
 
 // The RowConfig that it is holds for all rows but those of `groups`. A script's config has no
@@ -93,15 +102,20 @@ struct TrainConfig : RowConfig {
   // Also of all groups.
   Status Validate() const;
   // Of a feature group: its own or the common one.
+  // A search through the groups: for configs. The store makes a table of it (store/row_policy.h)
+  // for rows.
   const RowConfig& Of(uint32_t group) const;
   const RowConfig& OfSign(uint64_t sign) const {
     if (groups.empty()) return *this;
     return Of(static_cast<uint32_t>(sign >> (64 - feature_index_prefix_bit)));
   }
   // Whether any rows have a least norm.
+  // If not, a checkpoint need not look at the norms of all rows.
   bool HasMinNorm() const;
   // The wire form (docs/wire_format.md), versioned and length-checked.
   std::vector<std::byte> Encode() const;
+  // Also reads version 2, which older checkpoints have. kCorruption: not the form, or of an unknown
+  // version; kInvalidArgument: a value that is not permitted. What it returns is valid.
   static StatusOr<TrainConfig> Decode(std::span<const std::byte> bytes);
 };
 

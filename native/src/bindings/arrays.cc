@@ -17,6 +17,7 @@ std::string DtypeName() {
 }
 
 // What the caller gave, for the message: "an array of float64", "a list".
+// For the message alone; it may run Python code, so no view of an array is open meanwhile.
 std::string Describe(py::handle object) {
   if (py::isinstance<py::array>(object)) {
     return "an array of " + py::str(object.attr("dtype")).cast<std::string>();
@@ -38,6 +39,7 @@ py::array CheckedArray(py::handle object, const std::string& argument, int ndim)
     RaiseIfError(InvalidArgument(argument + ": expected " + std::to_string(ndim) +
                                  " dimension(s), found " + std::to_string(array.ndim())));
   }
+  // Aligned as well: the engine reads the elements as T.
   constexpr int kNeeded = int{py::array::c_style} | int{py::detail::npy_api::NPY_ARRAY_ALIGNED_};
   if ((array.flags() & kNeeded) != kNeeded) {
     RaiseTypeError(argument +
@@ -69,6 +71,7 @@ template class ArrayArgument<float>;
 
 BytesArgument::BytesArgument(const py::buffer& object, const std::string& argument)
     : info_(object.request()) {
+  // Decoders take the bytes as they follow one another in memory.
   if (PyBuffer_IsContiguous(info_.view(), 'C') == 0) {
     RaiseTypeError(argument + ": the buffer is not contiguous; pass bytes(x)");
   }

@@ -68,16 +68,22 @@ pybind11::array_t<T> ViewOf(const T* data, std::vector<pybind11::ssize_t> shape,
   return pybind11::array_t<T>(std::move(shape), data, owner);
 }
 
+// An owner for arrays over the memory of `value`, which it takes over. That memory must not move
+// with the object: that of a vector or a Buffer does not.
+template <typename T>
+pybind11::capsule OwnerOf(T value) {
+  auto owned = std::make_unique<T>(std::move(value));
+  pybind11::capsule owner(owned.get(), [](void* object) { delete static_cast<T*>(object); });
+  owned.release();  // the capsule deletes it from here on
+  return owner;
+}
+
 // A 1-D array that takes over the vector's memory.
 template <typename T>
 pybind11::array_t<T> ArrayFrom(std::vector<T> values) {
-  auto owned = std::make_unique<std::vector<T>>(std::move(values));
-  const T* data = owned->data();
-  const auto size = static_cast<pybind11::ssize_t>(owned->size());
-  const pybind11::capsule owner(owned.get(),
-                                [](void* vector) { delete static_cast<std::vector<T>*>(vector); });
-  owned.release();  // the capsule deletes it from here on
-  return ViewOf<T>(data, {size}, owner);
+  const T* data = values.data();
+  const auto size = static_cast<pybind11::ssize_t>(values.size());
+  return ViewOf<T>(data, {size}, OwnerOf(std::move(values)));
 }
 
 }  // namespace persia::bindings

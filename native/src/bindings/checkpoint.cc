@@ -18,27 +18,24 @@ namespace persia::bindings {
 namespace {
 
 namespace py = pybind11;
+using py::literals::operator""_a;
 using checkpoint::BlockEntry;
 using checkpoint::BlockRows;
 using checkpoint::Loader;
 using checkpoint::Snapshot;
 using checkpoint::SnapshotPart;
 
+// Keys are those that persia/checkpoint reads. The GIL is kept: a header is a few hundred bytes.
 py::dict ParseHeader(const py::buffer& head) {
   const BytesArgument bytes(head, "head");
   const auto header = ValueOrRaise(checkpoint::DecodeHeader(bytes.bytes()));
-  py::dict dict;
-  dict["step"] = header.step;
-  dict["num_rows"] = header.num_rows;
-  dict["part"] = header.part;
-  dict["num_parts"] = header.num_parts;
-  dict["replica_index"] = header.replica_index;
-  dict["replica_size"] = header.replica_size;
-  dict["train_config"] = header.config;
-  dict["is_delta"] = header.kind == checkpoint::FileKind::kRows ? 0 : 1;
-  dict["is_from_nothing"] = header.kind == checkpoint::FileKind::kChangesFromNothing ? 1 : 0;
-  dict["header_bytes"] = header.header_bytes;
-  return dict;
+  return py::dict(
+      "step"_a = header.step, "num_rows"_a = header.num_rows, "part"_a = header.part,
+      "num_parts"_a = header.num_parts, "replica_index"_a = header.replica_index,
+      "replica_size"_a = header.replica_size, "train_config"_a = header.config,
+      "is_delta"_a = header.kind == checkpoint::FileKind::kRows ? 0 : 1,
+      "is_from_nothing"_a = header.kind == checkpoint::FileKind::kChangesFromNothing ? 1 : 0,
+      "header_bytes"_a = header.header_bytes);
 }
 
 std::pair<uint64_t, uint64_t> ParseTrailer(const py::buffer& trailer) {
@@ -47,6 +44,7 @@ std::pair<uint64_t, uint64_t> ParseTrailer(const py::buffer& trailer) {
   return {footer.offset, footer.length};
 }
 
+// A structured array, one entry for each block: numpy selects the blocks that a reader wants.
 py::array ParseFooter(const py::buffer& footer) {
   const BytesArgument bytes(footer, "footer");
   const auto blocks =
@@ -54,6 +52,8 @@ py::array ParseFooter(const py::buffer& footer) {
   return py::array_t<BlockEntry>(static_cast<py::ssize_t>(blocks.size()), blocks.data());
 }
 
+// For tools and tests, which want rows in Python. Loading goes through CheckpointLoader, and shows
+// Python no row.
 std::vector<BlockRows> DecodeBlocks(const py::buffer& chunk) {
   const BytesArgument bytes(chunk, "chunk");
   return ValueOrRaise(WithoutGil([&]() -> StatusOr<std::vector<BlockRows>> {
@@ -81,12 +81,14 @@ py::bytes Read(SnapshotPart& self, size_t max_bytes) {
 }
 
 // A method of the loader that is given the bytes of whole blocks.
+// The bytes are Python's and stay where they are: BytesArgument holds them while the GIL is free.
 template <StatusOr<uint64_t> (Loader::*method)(std::span<const std::byte>)>
 uint64_t OfChunk(Loader& self, const py::buffer& chunk) {
   const BytesArgument bytes(chunk, "chunk");
   return ValueOrRaise(WithoutGil([&] { return (self.*method)(bytes.bytes()); }));
 }
 
+// The array keeps the BlockRows alive, whose memory it shows.
 template <typename T>
 py::array_t<T> Column(const py::object& self, const T* data, size_t num_rows, size_t width) {
   return ViewOf(data, {static_cast<py::ssize_t>(num_rows), static_cast<py::ssize_t>(width)}, self);
@@ -97,6 +99,7 @@ py::array_t<T> Column(const py::object& self, const std::vector<T>& values) {
   return ViewOf(values.data(), {static_cast<py::ssize_t>(values.size())}, self);
 }
 
+// Columns are properties that view the decoded rows; reading one copies nothing.
 void BindBlockRows(py::module_& module) {
   const auto rows = [](const py::object& self) -> const BlockRows& {
     return self.cast<const BlockRows&>();
@@ -125,6 +128,7 @@ void BindBlockRows(py::module_& module) {
       });
 }
 
+// Parts are objects of the snapshot's own, so each keeps its snapshot alive.
 void BindSnapshot(py::module_& module) {
   py::class_<SnapshotPart>(module, "SnapshotPart")
       .def("read", &Read, py::arg("max_bytes"))
@@ -162,6 +166,7 @@ void BindLoader(py::module_& module) {
 }  // namespace
 
 void BindCheckpoint(py::module_& module) {
+  // Before the first array of it is made.
   PYBIND11_NUMPY_DTYPE(BlockEntry, virtual_shard, num_rows, offset, length, checksum);
   module.attr("CHECKPOINT_TRAILER_BYTES") = checkpoint::kTrailerBytes;
   BindBlockRows(module);

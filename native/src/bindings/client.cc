@@ -42,6 +42,7 @@ LookupResult LookupDirect(EmbeddingClient& self, uint32_t worker_index,
 }
 
 // The gradients of one call, with the arrays they point into.
+// The slots point into the arrays' memory, so both live until the call has returned.
 struct Gradients {
   std::vector<ArrayArgument<float>> arrays;
   std::vector<SlotGradient> slots;
@@ -49,6 +50,7 @@ struct Gradients {
 
 Gradients CheckedGradients(const GradientList& gradients) {
   Gradients checked;
+  // No reallocation: the slots hold pointers, and names that `gradients` owns.
   checked.arrays.reserve(gradients.size());
   for (const auto& [slot, rows] : gradients) {
     if (rows.is_none()) {
@@ -74,6 +76,8 @@ uint64_t NumMissingRows(EmbeddedClient& self) {
   return WithoutGil([&] { return self.embedding_store().stats().lookups.num_missing; });
 }
 
+// The counts are compared here, where they are still the caller's arrays; the engine sees a flat
+// span.
 void SetEmbeddings(EmbeddingClient& self, const py::object& signs, const py::object& rows,
                    Deadline deadline) {
   const ArrayArgument<uint64_t> sign_array(signs, "signs", 1);
@@ -87,16 +91,16 @@ void SetEmbeddings(EmbeddingClient& self, const py::object& signs, const py::obj
       [&] { return self.SetEmbeddings(dim, sign_array.values(), row_array.values(), deadline); }));
 }
 
+// With a tier this recovers the rows of its file, which may take minutes, so the GIL is released.
 std::shared_ptr<EmbeddedClient> MakeEmbedded(std::vector<worker::SlotConfig> slots,
                                              uint32_t feature_index_prefix_bit, uint64_t capacity,
                                              uint32_t num_internal_shards,
                                              uint64_t forward_buffer_size,
                                              const std::optional<store::TierOptions>& tier,
                                              const std::string& row_dtype) {
-  worker::WorkerOptions options;
-  options.slots = std::move(slots);
-  options.feature_index_prefix_bit = feature_index_prefix_bit;
-  options.forward_buffer_size = forward_buffer_size;
+  worker::WorkerOptions options{.feature_index_prefix_bit = feature_index_prefix_bit,
+                                .slots = std::move(slots),
+                                .forward_buffer_size = forward_buffer_size};
   const store::EmbeddingStore::Options store{
       .capacity = capacity,
       .num_internal_shards = num_internal_shards,
@@ -111,6 +115,8 @@ BatchReference RegisterBatch(EmbeddedClient& self, uint32_t loader_index,
   return ValueOrRaise(WithoutGil([&] { return self.Register(loader_index, message.bytes()); }));
 }
 
+// Apart from the interface: Python code takes an EmbeddingClient and does not know which one it
+// has.
 void BindImplementations(py::module_& module) {
   py::class_<RemoteClient, EmbeddingClient, std::shared_ptr<RemoteClient>> remote(
       module, "RemoteClient", py::release_gil_before_calling_cpp_dtor());
@@ -143,6 +149,8 @@ void BindImplementations(py::module_& module) {
 void BindClient(py::module_& module) {
   const auto timeout = py::arg("timeout_s") = 60.0;
   const auto slots = py::arg("slots") = client::kAllSlots;
+  // The destructor may wait for threads that need the GIL to end their callbacks; so it runs
+  // without it. The same holds for every role below.
   py::class_<EmbeddingClient, std::shared_ptr<EmbeddingClient>>(
       module, "EmbeddingClient", py::release_gil_before_calling_cpp_dtor())
       .def("configure", Blocking(&EmbeddingClient::Configure), py::arg("config"), py::kw_only(),

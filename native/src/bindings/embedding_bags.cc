@@ -28,29 +28,26 @@ using store::LookupMode;
 using store::StoreStats;
 using store::UpdateReport;
 
+// `counts_updates` costs four bytes a row, which is why it is asked for.
 std::unique_ptr<EmbeddingBags> Make(std::vector<worker::SlotConfig> slots,
                                     uint32_t feature_index_prefix_bit, uint64_t capacity,
                                     uint32_t num_internal_shards, uint32_t num_threads,
                                     bool counts_updates, const std::string& row_dtype) {
-  EmbeddingBagsOptions options;
-  options.slots = std::move(slots);
-  options.feature_index_prefix_bit = feature_index_prefix_bit;
-  options.store = {.capacity = capacity,
-                   .num_internal_shards = num_internal_shards,
-                   .counts_updates = counts_updates,
-                   .row_dtype = ValueOrRaise(store::RowDtypeOf(row_dtype))};
-  options.num_threads = num_threads;
-  return ValueOrRaise(EmbeddingBags::Create(std::move(options)));
+  return ValueOrRaise(
+      EmbeddingBags::Create({.slots = std::move(slots),
+                             .feature_index_prefix_bit = feature_index_prefix_bit,
+                             .store = {.capacity = capacity,
+                                       .num_internal_shards = num_internal_shards,
+                                       .counts_updates = counts_updates,
+                                       .row_dtype = ValueOrRaise(store::RowDtypeOf(row_dtype))},
+                             .num_threads = num_threads}));
 }
 
 // The rows as an array that gives its memory back when the last view of it goes.
 py::array_t<float> RowsOf(PooledBags pooled, py::ssize_t num_columns) {
   const py::ssize_t batch_size = pooled.batch_size;
-  auto owned = std::make_unique<Buffer>(std::move(pooled.rows));
-  const auto* data = reinterpret_cast<const float*>(owned->data());
-  const py::capsule owner(owned.get(), [](void* buffer) { delete static_cast<Buffer*>(buffer); });
-  owned.release();  // the capsule deletes it from here on
-  return ViewOf(data, {batch_size, num_columns}, owner);
+  const auto* data = reinterpret_cast<const float*>(pooled.rows.data());
+  return ViewOf(data, {batch_size, num_columns}, OwnerOf(std::move(pooled.rows)));
 }
 
 std::pair<py::array_t<float>, BagBatchPtr> Lookup(EmbeddingBags& self, py::handle values,
@@ -58,12 +55,14 @@ std::pair<py::array_t<float>, BagBatchPtr> Lookup(EmbeddingBags& self, py::handl
                                                   const py::object& weights) {
   const ArrayArgument<uint64_t> ids(values, "values", 1);
   const ArrayArgument<int64_t> counts(lengths, "lengths", 2);
+  // Checked here, where the shape is known: the engine gets a flat span of lengths.
   if (counts.shape(0) != self.num_slots()) {
     RaiseIfError(InvalidArgument("lengths has " + std::to_string(counts.shape(0)) +
                                  " rows, must have one for each of the " +
                                  std::to_string(self.num_slots()) + " slots"));
   }
   const LookupMode mode = train ? LookupMode::kTrain : LookupMode::kInference;
+  // Kept until the lookup has returned: the engine reads the weights in place.
   std::optional<ArrayArgument<float>> weight_array;
   if (!weights.is_none()) weight_array.emplace(weights, "weights", 1);
   const auto weight_values = weight_array ? weight_array->values() : std::span<const float>();
@@ -73,11 +72,13 @@ std::pair<py::array_t<float>, BagBatchPtr> Lookup(EmbeddingBags& self, py::handl
   return {RowsOf(std::move(pooled), self.num_columns()), std::move(batch)};
 }
 
+// Runs without the GIL, like the lookup: other threads of the script run meanwhile.
 UpdateReport Update(EmbeddingBags& self, const BagBatchPtr& batch, py::handle gradients) {
   const ArrayArgument<float> array(gradients, "gradients", 2);
   return ValueOrRaise(WithoutGil([&] { return self.Update(*batch, array.values()); }));
 }
 
+// The engine compares the counts and refuses what is not finite; only the types end here.
 void SetRows(EmbeddingBags& self, uint32_t slot, py::handle ids, py::handle rows) {
   const ArrayArgument<uint64_t> id_array(ids, "ids", 1);
   const ArrayArgument<float> row_array(rows, "rows", 2);
@@ -88,6 +89,7 @@ void SetRows(EmbeddingBags& self, uint32_t slot, py::handle ids, py::handle rows
 void BindReports(py::module_& module) {
   // Opaque: what a lookup hands to the update.
   py::class_<client::BagBatch, BagBatchPtr>(module, "BagBatch");
+  // Objects rather than dicts: users read them (EmbeddingBagCollection.stats()).
   py::class_<UpdateReport>(module, "UpdateReport")
       .def_readonly("num_updated", &UpdateReport::num_updated)
       .def_readonly("num_missing", &UpdateReport::num_missing)

@@ -18,6 +18,7 @@ namespace persia::bindings {
 namespace {
 
 namespace py = pybind11;
+using py::literals::operator""_a;
 using worker::EmbeddingWorker;
 using worker::RemoteRows;
 using worker::WorkerService;
@@ -32,6 +33,7 @@ struct WorkerRole {
   StatusOr<uint16_t> Start(const std::string& host, uint16_t port) {
     return service.Start(host, port);
   }
+  // In this order: no request is begun any more when the channels close.
   void Stop(std::chrono::milliseconds timeout) {
     service.Stop(timeout);
     // What is left waits for servers that may be gone, and destruction waits for what is left.
@@ -40,9 +42,7 @@ struct WorkerRole {
   Status SetServer(uint32_t index, const std::string& address) {
     return rows->SetServer(index, address);
   }
-  StatusOr<std::vector<uint64_t>> Sizes(worker::Deadline deadline) {
-    return engine->Sizes(deadline);
-  }
+  // One list for the role: the engine's numbers and those of its RPC server.
   Metrics metrics() const {
     Metrics metrics = engine->metrics();
     service.AddMetrics(&metrics);
@@ -61,27 +61,39 @@ struct WorkerRole {
 
 std::unique_ptr<WorkerRole> MakeWorker(std::vector<worker::SlotConfig> slots,
                                        uint32_t feature_index_prefix_bit, uint32_t num_servers,
-                                       uint32_t replica_index, uint64_t forward_buffer_size,
+                                       uint64_t forward_buffer_size,
                                        uint32_t buffered_data_expired_s,
                                        uint32_t num_handler_threads) {
-  worker::WorkerOptions options;
-  options.replica_index = replica_index;
-  options.feature_index_prefix_bit = feature_index_prefix_bit;
-  options.slots = std::move(slots);
-  options.forward_buffer_size = forward_buffer_size;
-  options.buffered_data_expired = std::chrono::seconds(buffered_data_expired_s);
-  net::ServerOptions rpc;
-  rpc.num_handler_threads = num_handler_threads;
+  worker::WorkerOptions options{
+      .feature_index_prefix_bit = feature_index_prefix_bit,
+      .slots = std::move(slots),
+      .forward_buffer_size = forward_buffer_size,
+      .buffered_data_expired = std::chrono::seconds(buffered_data_expired_s)};
+  const net::ServerOptions rpc{.num_handler_threads = num_handler_threads};
   auto rows = std::make_shared<RemoteRows>(num_servers);
   return std::make_unique<WorkerRole>(
       rows, ValueOrRaise(EmbeddingWorker::Create(std::move(options), rows)), rpc);
 }
 
+// Called by the thread that answers loaders. The incarnation is known to Python: only the counter
+// is returned.
 uint64_t RegisterBatch(WorkerRole& self, uint32_t loader_index, const py::buffer& id_features) {
   const BytesArgument message(id_features, "id_features");
   return ValueOrRaise(
              WithoutGil([&] { return self.engine->Register(loader_index, message.bytes()); }))
       .reference;
+}
+
+// Keys are those that a parameter server has for the same numbers in its own status.
+py::list ServerLoads(WorkerRole& self, worker::Deadline deadline) {
+  py::list all;
+  for (const ServerLoad& load :
+       ValueOrRaise(WithoutGil([&] { return self.rows->Loads(deadline); }))) {
+    all.append(py::dict("num_rows"_a = load.num_rows, "memory_bytes"_a = load.memory_bytes,
+                        "num_looked_up_rows"_a = load.num_looked_up_rows,
+                        "num_updated_rows"_a = load.num_updated_rows));
+  }
+  return all;
 }
 
 }  // namespace
@@ -90,8 +102,8 @@ void BindEmbeddingWorker(py::module_& module) {
   py::class_<WorkerRole> role(module, "EmbeddingWorker", py::release_gil_before_calling_cpp_dtor());
   role.def(py::init(&MakeWorker), py::kw_only(), py::arg("slots"),
            py::arg("feature_index_prefix_bit"), py::arg("num_servers"),
-           py::arg("replica_index") = 0, py::arg("forward_buffer_size") = 1000,
-           py::arg("buffered_data_expired_s") = 1000, py::arg("num_handler_threads") = 4)
+           py::arg("forward_buffer_size") = 1000, py::arg("buffered_data_expired_s") = 1000,
+           py::arg("num_handler_threads") = 4)
       .def("set_server", Blocking(&WorkerRole::SetServer), py::arg("index"), py::arg("address"))
       .def("start", Blocking(&WorkerRole::Start), py::arg("host"), py::arg("port"))
       .def("stop", Blocking(&WorkerRole::Stop), py::arg("timeout_s") = 10.0)
@@ -99,8 +111,7 @@ void BindEmbeddingWorker(py::module_& module) {
       .def_property_readonly("incarnation",
                              [](WorkerRole& self) { return self.engine->incarnation(); })
       .def("durations", [](WorkerRole& self) { return DurationsToDict(self.durations()); })
-      .def("server_sizes", Blocking(&WorkerRole::Sizes), py::kw_only(),
-           py::arg("timeout_s") = 60.0);
+      .def("server_loads", &ServerLoads, py::kw_only(), py::arg("timeout_s") = 60.0);
   DefineMetrics(role, [](WorkerRole& self) { return self.metrics(); });
   DefineEach(role, "slots", "slot_metrics",
              [](WorkerRole& self) { return self.engine->slot_stats(); });

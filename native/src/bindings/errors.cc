@@ -33,12 +33,9 @@ const char* ErrorClass(StatusCode code) {
   const py::object type = py::module_::import("persia.errors").attr(error_class);
   const auto text = py::reinterpret_steal<py::object>(
       PyUnicode_DecodeUTF8(message.data(), static_cast<Py_ssize_t>(message.size()), "replace"));
+  // Without text decoding has failed, and has set an error of its own.
   if (text) PyErr_SetObject(type.ptr(), text.ptr());
   throw py::error_already_set();
-}
-
-[[noreturn]] void WaitForTheEnd() {
-  while (true) std::this_thread::sleep_for(std::chrono::hours(1));
 }
 
 }  // namespace
@@ -48,7 +45,7 @@ GilReleased::~GilReleased() {
   try {
     PyEval_RestoreThread(state_);
   } catch (const abi::__forced_unwind&) {
-    WaitForTheEnd();
+    while (true) std::this_thread::sleep_for(std::chrono::hours(1));
   }
 #else
   PyEval_RestoreThread(state_);

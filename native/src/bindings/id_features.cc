@@ -44,6 +44,8 @@ FeatureArrays ArraysOf(const py::tuple& feature) {
 
 py::bytes Encode(uint32_t batch_size, const std::vector<py::tuple>& features) {
   std::vector<FeatureArrays> arrays;
+  // The features view the arrays, and these the Python objects, which stay alive until the message
+  // is made.
   arrays.reserve(features.size());
   IdFeatures batch{.batch_size = batch_size, .features = {}};
   for (const py::tuple& feature : features) {
@@ -53,11 +55,6 @@ py::bytes Encode(uint32_t batch_size, const std::vector<py::tuple>& features) {
   }
   const auto message = ValueOrRaise(WithoutGil([&] { return EncodeIdFeatures(batch); }));
   return {reinterpret_cast<const char*>(message.data()), message.size()};
-}
-
-uint32_t Check(const py::buffer& message) {
-  const BytesArgument argument(message, "message");
-  return ValueOrRaise(WithoutGil([&] { return DecodeIdFeatures(argument.bytes()); })).batch_size;
 }
 
 // Names come from the network: what is no UTF-8 is a corrupt message, not a UnicodeDecodeError.
@@ -71,6 +68,7 @@ py::str NameOf(const IdFeature& feature) {
   return py::reinterpret_steal<py::str>(name);
 }
 
+// Copies: the message may be a buffer that its owner writes again.
 template <typename T>
 py::array_t<T> CopyOf(std::span<const T> values) {
   return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
@@ -94,7 +92,6 @@ py::list Decode(const py::buffer& message) {
 
 void BindIdFeatures(py::module_& module) {
   module.def("encode_id_features", &Encode, py::arg("batch_size"), py::arg("features"));
-  module.def("check_id_features", &Check, py::arg("message"));
   module.def("decode_id_features", &Decode, py::arg("message"));
 }
 

@@ -36,11 +36,14 @@ py::list SlotsOf(const std::shared_ptr<LookupResult>& result) {
   return slots;
 }
 
+// The array's owner is the result, which numpy keeps: the slots of a batch may outlive every other
+// reference to it.
 py::array_t<float> Rows(const SlotView& view) {
   const auto& slot = view.slot();
   return ViewOf(slot.rows, {slot.num_rows, slot.dim}, py::cast(view.result));
 }
 
+// None for pooled slots, whose rows are the samples.
 std::optional<py::array_t<int64_t>> Index(const SlotView& view) {
   const auto& slot = view.slot();
   if (!slot.raw) return std::nullopt;
@@ -53,6 +56,7 @@ std::optional<py::array_t<uint32_t>> SampleNumIds(const SlotView& view) {
   return ViewOf(slot.sample_num_ids, {view.batch_size()}, py::cast(view.result));
 }
 
+// (slots, staleness) of each lookup. Which modes the bits stand for is known to the pipeline.
 std::vector<std::pair<uint32_t, uint64_t>> LookupsOf(const ReturnReport& report) {
   std::vector<std::pair<uint32_t, uint64_t>> lookups;
   for (const auto& lookup : report.lookups) lookups.emplace_back(lookup.slots, lookup.staleness);

@@ -18,6 +18,7 @@ namespace py = pybind11;
 constexpr double kSecondsPerNs = 1e-9;
 constexpr size_t kMaxTraceSpans = 4'000'000;
 
+// Upper bounds of all buckets but the last, which has none; Prometheus adds "+Inf" to them.
 py::tuple BoundsInSeconds() {
   py::tuple bounds(DurationStats::kNumBuckets - 1);
   for (size_t i = 0; i + 1 < DurationStats::kNumBuckets; ++i) {
@@ -38,6 +39,7 @@ void Record(DurationStats& self, uint64_t begin_ns, uint64_t end_ns, uint64_t re
 }
 
 // `with TracedBatch(batch_id): ...`, on one thread.
+// An optional, because Python's object exists before the scope begins and after it has ended.
 class BatchScope {
  public:
   explicit BatchScope(uint64_t batch_id) : tag_(TracedBatch::TagOf(batch_id)) {}
@@ -54,6 +56,7 @@ void StartTrace(size_t capacity) {
     RaiseIfError(InvalidArgument("capacity of a trace is " + std::to_string(capacity) +
                                  "; it must be 1 to " + std::to_string(kMaxTraceSpans) + " spans"));
   }
+  // It allocates: hundreds of megabytes for the largest capacity.
   WithoutGil([&] { TraceBuffer::Global().Start(capacity); });
 }
 
@@ -71,6 +74,7 @@ py::tuple StopTrace(uint64_t one_in) {
   return py::make_tuple(spans, recording.num_dropped);
 }
 
+// By kind: a flag is True or False in a status, and 0 or 1 for Prometheus.
 py::object ValueOf(const Metric& metric) {
   if (metric.is_ratio) return py::float_(metric.ratio);
   if (metric.info.kind == MetricKind::kFlag) return py::bool_(metric.value != 0);
@@ -103,6 +107,7 @@ py::dict MetricsToDict(const Metrics& metrics) {
 py::list MetricsToList(const Metrics& metrics) {
   py::list list;
   for (const Metric& metric : metrics) {
+    // In stats() alone.
     if (metric.info.name == nullptr) continue;
     const bool is_counter = metric.info.kind == MetricKind::kCounter;
     list.append(py::make_tuple(metric.info.name, is_counter, metric.info.help, ValueOf(metric)));

@@ -6,6 +6,7 @@
 PYBIND11_MODULE(_core, module) {
   using namespace persia::bindings;  // NOLINT: the functions of module.h
   module.doc() = "The native engine of persia; import persia._native instead.";
+  // The package compares it with its own, and so finds a module of another build.
   module.attr("__version__") = PERSIA_VERSION;
   module.attr("simd_level") = persia::simd::ActiveKernels().name;
   BindSlotConfig(module);

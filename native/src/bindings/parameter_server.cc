@@ -27,15 +27,15 @@ std::unique_ptr<ParameterServer> MakeServer(uint32_t replica_index, uint32_t rep
                                             uint32_t num_handler_threads, bool read_only,
                                             const std::optional<store::TierOptions>& tier,
                                             const std::string& row_dtype) {
-  ParameterServer::Options options;
-  options.replica_index = replica_index;
-  options.replica_size = replica_size;
-  options.store = {.capacity = capacity,
-                   .num_internal_shards = num_internal_shards,
-                   .row_dtype = ValueOrRaise(store::RowDtypeOf(row_dtype))};
-  options.rpc.num_handler_threads = num_handler_threads;
-  options.read_only = read_only;
-  options.tier = tier;
+  const ParameterServer::Options options{
+      .replica_index = replica_index,
+      .replica_size = replica_size,
+      .store = {.capacity = capacity,
+                .num_internal_shards = num_internal_shards,
+                .row_dtype = ValueOrRaise(store::RowDtypeOf(row_dtype))},
+      .tier = tier,
+      .rpc = {.num_handler_threads = num_handler_threads},
+      .read_only = read_only};
   return ValueOrRaise(WithoutGil([&] { return ParameterServer::Create(options); }));
 }
 
@@ -54,6 +54,7 @@ void BindParameterServer(py::module_& module) {
       .def_property_readonly("incarnation", &ParameterServer::incarnation)
       .def("durations", [](ParameterServer& self) { return DurationsToDict(self.durations()); });
   DefineMetrics(role, [](ParameterServer& self) { return self.metrics(); });
+  // A dump names each file by the server's place, so the store is bound together with it.
   DefineStore(role, [](ParameterServer& self) {
     const ParameterServer::Options& options = self.options();
     return BoundStore{self.embedding_store(), {options.replica_index, options.replica_size}};

@@ -22,6 +22,7 @@ namespace persia::bindings {
 namespace {
 
 namespace py = pybind11;
+using py::literals::operator""_a;
 using pool::PoolInfo;
 using pool::PoolKind;
 using pool::PoolOptions;
@@ -29,6 +30,7 @@ using pool::RecoveredRow;
 using pool::RowPool;
 using store::TierOptions;
 
+// Checked here and not in the engine, which has the enum.
 PoolKind ParsePoolKind(const std::string& kind) {
   if (kind == "file") return PoolKind::kFile;
   if (kind != "pmem") {
@@ -37,39 +39,32 @@ PoolKind ParsePoolKind(const std::string& kind) {
   return PoolKind::kPmem;
 }
 
+// Exactly one of the two cache sizes is given; the store refuses anything else.
 TierOptions MakeTierOptions(const std::string& directory, const std::string& kind,
                             uint64_t size_bytes, uint64_t cache_rows, uint64_t cache_bytes,
                             bool syncs, uint32_t num_threads) {
-  TierOptions options;
-  options.directory = directory;
-  options.pool.kind = ParsePoolKind(kind);
-  options.pool.size_bytes = size_bytes;
-  options.pool.syncs = syncs;
-  options.pool.num_threads = num_threads;
-  options.cache_rows = cache_rows;
-  options.cache_bytes = cache_bytes;
-  return options;
+  return {.directory = directory,
+          .pool = {.kind = ParsePoolKind(kind),
+                   .size_bytes = size_bytes,
+                   .syncs = syncs,
+                   .num_threads = num_threads},
+          .cache_rows = cache_rows,
+          .cache_bytes = cache_bytes};
 }
 
 py::dict DictOf(const PoolInfo& info) {
-  py::dict dict;
-  dict["pool_id"] = info.pool_id;
-  dict["committed"] = info.committed;
-  dict["num_rows"] = info.num_rows;
-  dict["file_bytes"] = info.file_bytes;
-  dict["size_bytes"] = info.size_bytes;
-  dict["extent_bytes"] = info.extent_bytes;
-  dict["schema"] = info.schema;
-  return dict;
+  return py::dict("pool_id"_a = info.pool_id, "committed"_a = info.committed,
+                  "num_rows"_a = info.num_rows, "file_bytes"_a = info.file_bytes,
+                  "size_bytes"_a = info.size_bytes, "extent_bytes"_a = info.extent_bytes,
+                  "schema"_a = info.schema);
 }
 
 // An open pool and where its rows are. Read-only: rows come in through a store.
 class OpenPool {
  public:
+  // Recovery visits every row, on two threads; none of them needs the GIL.
   static std::unique_ptr<OpenPool> Open(const std::string& directory, const std::string& kind) {
-    PoolOptions options;
-    options.kind = ParsePoolKind(kind);
-    options.num_threads = 2;
+    const PoolOptions options{.kind = ParsePoolKind(kind), .num_threads = 2};
     auto open = std::make_unique<OpenPool>();
     open->pool_ = ValueOrRaise(
         WithoutGil([&] { return RowPool::Open(directory, options, open->Visitor()); }));
@@ -79,6 +74,7 @@ class OpenPool {
   uint64_t committed() const { return Get().committed(); }
   uint64_t num_rows() const { return rows_.size(); }
 
+  // Sorted, so that two listings of a pool can be compared.
   py::array_t<uint64_t> Signs() const {
     std::vector<uint64_t> signs;
     signs.reserve(rows_.size());
@@ -87,6 +83,8 @@ class OpenPool {
     return py::array_t<uint64_t>(static_cast<py::ssize_t>(signs.size()), signs.data());
   }
 
+  // Embedding and state as two views of one array. The row is read from the device now; rows_ knows
+  // only where it is.
   py::tuple Row(uint64_t sign) const {
     const RowPool& pool = Get();
     const auto it = rows_.find(sign);
@@ -105,6 +103,7 @@ class OpenPool {
   void Close() { pool_.reset(); }
 
  private:
+  // Called by several threads of the recovery at once.
   pool::VisitRows Visitor() {
     return [this](std::span<const RecoveredRow> rows) {
       std::lock_guard lock(mutex_);
@@ -121,13 +120,13 @@ class OpenPool {
   std::unique_ptr<RowPool> pool_;
 };
 
+// Fails where there is a pool already: nothing is ever replaced here.
 void CreatePool(const std::string& directory, uint64_t size_bytes, const std::string& kind,
                 const std::string& schema, uint64_t extent_bytes) {
-  PoolOptions options;
-  options.kind = ParsePoolKind(kind);
-  options.size_bytes = size_bytes;
-  options.extent_bytes = extent_bytes;
-  options.schema = schema;
+  const PoolOptions options{.kind = ParsePoolKind(kind),
+                            .size_bytes = size_bytes,
+                            .extent_bytes = extent_bytes,
+                            .schema = schema};
   RaiseIfError(WithoutGil([&] { return RowPool::Create(directory, options).status(); }));
 }
 
@@ -150,6 +149,7 @@ void GrowPool(const std::string& directory, uint64_t size_bytes) {
   RaiseIfError(WithoutGil([&] { return pool::GrowPool(directory, size_bytes); }));
 }
 
+// For `persia-launcher`, which puts a pool back to a checkpoint that its servers had only prepared.
 void CommitPool(const std::string& directory, uint64_t batch, uint64_t num_rows, uint64_t pool_id,
                 uint64_t sequence) {
   const pool::PreparedCheckpoint checkpoint{batch, num_rows, pool_id, sequence};

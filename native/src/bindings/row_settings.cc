@@ -19,6 +19,8 @@ namespace py = pybind11;
   throw py::error_already_set();  // not reached
 }
 
+// Accepts what Python calls a number, and nothing that merely converts to one: a string in YAML is
+// a mistake.
 float Number(const std::string& name, py::handle value) {
   if (py::isinstance<py::bool_>(value)) return value.cast<bool>() ? 1.0f : 0.0f;
   if (!PyFloat_Check(value.ptr()) && !PyLong_Check(value.ptr())) {
@@ -31,6 +33,7 @@ float Number(const std::string& name, py::handle value) {
 }
 
 // The names of a table's entries, for messages.
+// Entries whose name is empty are left out, which is how a caller selects.
 template <typename Entries, typename Name>
 std::string Listed(const Entries& entries, Name name) {
   std::string list;
@@ -49,6 +52,7 @@ std::string OptimizerNames() {
   return names;
 }
 
+// Also sets what the kind does not have: Validate() then says so with the value that was given.
 void SetHyperParameter(const std::string& name, py::handle value, OptimizerConfig* config) {
   for (const OptimizerField& field : OptimizerFields()) {
     if (field.name == name) {
@@ -70,6 +74,7 @@ std::string TakeName(const char* what, const py::dict& settings) {
   return settings["name"].cast<std::string>();
 }
 
+// The name has been taken; what is left are the arguments.
 py::dict WithoutName(const py::dict& settings) {
   py::dict rest;
   for (const auto& [key, value] : settings) {
@@ -82,6 +87,7 @@ py::dict WithoutName(const py::dict& settings) {
 constexpr std::string_view kInitializerNames =
     "uniform, normal, truncated_normal, constant, zeros, ones, xavier_uniform, xavier_normal";
 
+// An argument of an initializer.
 struct Setting {
   std::string_view name;
   std::optional<float> fallback;  // none: it must be given
@@ -96,6 +102,7 @@ std::array<float, kCount> TakeNumbers(const std::string& kind, const py::dict& s
   for (size_t i = 0; i < kCount; ++i) {
     const std::string name(known[i].name);
     if (settings.contains(name.c_str())) {
+      // By its full name: the message must tell it from a setting of the optimizer.
       numbers[i] = Number("initializer." + name, settings[name.c_str()]);
       ++num_taken;
     } else if (known[i].fallback.has_value()) {
@@ -122,6 +129,7 @@ Initializer Normal(float mean, float stddev, float lower, float upper, bool scal
           .scaled_by_dim = scaled_by_dim};
 }
 
+// Each name is a case of the two kinds that rows are drawn by (base/train_config.h).
 Initializer OfName(const std::string& name, const py::dict& rest) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   if (name == "uniform") {
@@ -150,6 +158,8 @@ Initializer OfName(const std::string& name, const py::dict& rest) {
   }
   if (name == "xavier_uniform") {
     const auto [gain] = TakeNumbers<1>(name, rest, {{{"gain", 1.0f}}});
+    // A uniform draw from [-a, a) has variance a^2 / 3; dividing by sqrt(dim) makes it gain^2 /
+    // dim.
     const auto bound = static_cast<float>(gain * std::sqrt(3.0));
     return Uniform(-bound, bound, /*scaled_by_dim=*/true);
   }
@@ -205,6 +215,7 @@ SlotRowConfig MakeSlotRowConfig(const py::dict& settings) {
       Refuse("'" + name + "' is no setting of a slot's rows");
     }
   }
+  // Ranges are checked where the numbers are put in place of a job's defaults.
   RaiseIfError(config.Over(RowConfig(), 1.0f).Validate());
   return config;
 }

@@ -56,6 +56,7 @@ class Flattener {
                   sizeof(T));
     }
   }
+  // Checked once a sample: its IDs are appended before, and the offsets have 32 bits.
   void EndSample() {
     if (values_.size() > std::numeric_limits<uint32_t>::max()) {
       RaiseIfError(InvalidArgument(what_ + ": more than 2^32 - 1 IDs; send smaller batches"));
@@ -121,6 +122,7 @@ Flattened<float> FlattenWeights(const std::string& name, const py::sequence& sam
   return FlattenArrays<float>("weights of feature '" + name + "'", samples);
 }
 
+// bytes are hashed as they are, a str as its UTF-8: equal text gives equal IDs.
 bool IsString(py::handle object) {
   return PyUnicode_Check(object.ptr()) || PyBytes_Check(object.ptr());
 }
@@ -143,6 +145,7 @@ std::string_view BytesOf(py::handle string) {
 }
 
 // A sample is a string, None for no ID, or a sequence of strings.
+// Hashing is part of the walk, so that no string is copied.
 Flattened<uint64_t> FlattenStrings(const std::string& name, const py::sequence& samples) {
   const py::tuple fixed(samples);
   Flattener<uint64_t> flat("feature '" + name + "'", fixed.size());
@@ -169,6 +172,7 @@ Flattened<uint64_t> FlattenStrings(const std::string& name, const py::sequence& 
   return flat.Release();
 }
 
+// For Arrow columns: no Python object is touched, so the GIL is free.
 py::array_t<uint64_t> HashStringBuffer(py::handle offsets, const py::buffer& data) {
   const ArrayArgument<int64_t> offset_array(offsets, "offsets", 1);
   const BytesArgument bytes(data, "data");

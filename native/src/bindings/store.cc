@@ -15,11 +15,14 @@ namespace persia::bindings {
 namespace {
 
 namespace py = pybind11;
+using py::literals::operator""_a;
 using checkpoint::FileKind;
 using checkpoint::Loader;
 using checkpoint::Snapshot;
 using store::EmbeddingStore;
 
+// Returns when the snapshot point is set. The rows are copied while parts are read, so the GIL is
+// needed only to hand the bytes over.
 std::unique_ptr<Snapshot> BeginSnapshot(BoundStore& self, uint32_t num_parts,
                                         uint64_t max_waiting_bytes, double patience_s,
                                         bool with_state, double max_processors) {
@@ -32,6 +35,8 @@ std::unique_ptr<Snapshot> BeginSnapshot(BoundStore& self, uint32_t num_parts,
   return ValueOrRaise(WithoutGil([&] { return Snapshot::Begin(self.store, options); }));
 }
 
+// The same for the rows that have changed since changes were last taken. What it takes is put back
+// where the snapshot is closed without a commit.
 std::unique_ptr<Snapshot> TakeChanges(BoundStore& self, uint32_t num_parts,
                                       uint64_t max_waiting_bytes, double patience_s) {
   const Snapshot::Options options{
@@ -42,33 +47,30 @@ std::unique_ptr<Snapshot> TakeChanges(BoundStore& self, uint32_t num_parts,
 }
 
 // A method of the store, or of its tier, that takes and returns numbers.
-template <typename Result, typename... Args>
-auto OfStore(Result (EmbeddingStore::*method)(Args...)) {
+template <typename Result, typename Owner, typename... Args>
+auto OfStore(Result (Owner::*method)(Args...)) {
   return [method](BoundStore& self, Args... args) {
-    return ToPython(WithoutGil([&] { return (self.store.*method)(args...); }));
-  };
-}
-template <typename Result, typename... Args>
-auto OfTier(Result (store::StoreTier::*method)(Args...)) {
-  return [method](BoundStore& self, Args... args) {
-    return ToPython(WithoutGil([&] { return (self.store.tier().*method)(args...); }));
+    return ToPython(WithoutGil([&] {
+      if constexpr (std::is_same_v<Owner, EmbeddingStore>) {
+        return (self.store.*method)(args...);
+      } else {
+        return (self.store.tier().*method)(args...);
+      }
+    }));
   };
 }
 
 py::dict ChangeStatus(BoundStore& self) {
   const store::ChangeStatus status = WithoutGil([&] { return self.store.change_status(); });
-  py::dict dict;
-  dict["max_rows"] = status.max_rows;
-  dict["num_rows"] = status.num_rows;
-  dict["is_due"] = status.is_due;
-  dict["has_overflowed"] = status.has_overflowed;
-  return dict;
+  return py::dict("max_rows"_a = status.max_rows, "num_rows"_a = status.num_rows,
+                  "is_due"_a = status.is_due, "has_overflowed"_a = status.has_overflowed);
 }
 
 std::unique_ptr<Loader> Load(BoundStore& self, const Loader::Options& options) {
   return ValueOrRaise(WithoutGil([&] { return Loader::Begin(self.store, options); }));
 }
 
+// The config is that of the checkpoint; the loader compares it with the store's own.
 std::unique_ptr<Loader> BeginLoad(BoundStore& self, const TrainConfig& config, bool with_state,
                                   bool fresh_state) {
   return Load(self, {.config = config,
@@ -78,6 +80,7 @@ std::unique_ptr<Loader> BeginLoad(BoundStore& self, const TrainConfig& config, b
                      .replica = self.replica});
 }
 
+// Changes are applied in one step: a lookup sees all of a packet or nothing of it.
 std::unique_ptr<Loader> BeginApply(BoundStore& self, const TrainConfig& config,
                                    bool is_from_nothing, bool with_state) {
   return Load(self, {.config = config,
@@ -86,6 +89,7 @@ std::unique_ptr<Loader> BeginApply(BoundStore& self, const TrainConfig& config,
                      .replica = self.replica});
 }
 
+// Written in place, into the array that is returned.
 py::array_t<uint32_t> NumUpdates(BoundStore& self, py::handle signs) {
   const ArrayArgument<uint64_t> sign_array(signs, "signs", 1);
   py::array_t<uint32_t> counts(static_cast<py::ssize_t>(sign_array.values().size()));
@@ -98,37 +102,24 @@ py::array_t<uint32_t> NumUpdates(BoundStore& self, py::handle signs) {
 py::object TierStats(BoundStore& self) {
   const auto stats = WithoutGil([&] { return self.store.tier().stats(); });
   if (!stats) return py::none();
-  py::dict dict;
-  dict["num_rows"] = stats->num_rows;
-  dict["num_hot"] = stats->num_hot;
-  dict["memory_bytes"] = stats->memory_bytes;
-  dict["num_hits"] = stats->num_hits;
-  dict["num_misses"] = stats->num_misses;
-  dict["num_promoted"] = stats->num_promoted;
-  dict["num_demoted"] = stats->num_demoted;
-  dict["num_written"] = stats->num_written;
-  dict["batch"] = stats->batch;
-  dict["pool_bytes"] = stats->pool.size_bytes;
-  dict["pool_max_bytes"] = stats->pool.max_bytes;
-  dict["pool_used_bytes"] = stats->pool.used_bytes;
-  dict["num_kept"] = stats->pool.num_kept;
-  dict["committed"] = stats->pool.committed;
-  dict["num_pending"] = stats->pool.num_pending;
-  dict["num_prefetched"] = stats->num_prefetched;
-  dict["num_unheeded"] = stats->num_unheeded;
-  return dict;
+  return py::dict("num_rows"_a = stats->num_rows, "num_hot"_a = stats->num_hot,
+                  "memory_bytes"_a = stats->memory_bytes, "num_hits"_a = stats->num_hits,
+                  "num_misses"_a = stats->num_misses, "num_promoted"_a = stats->num_promoted,
+                  "num_demoted"_a = stats->num_demoted, "num_written"_a = stats->num_written,
+                  "batch"_a = stats->batch, "pool_bytes"_a = stats->pool.size_bytes,
+                  "pool_max_bytes"_a = stats->pool.max_bytes,
+                  "pool_used_bytes"_a = stats->pool.used_bytes, "num_kept"_a = stats->pool.num_kept,
+                  "committed"_a = stats->pool.committed, "num_pending"_a = stats->pool.num_pending,
+                  "num_prefetched"_a = stats->num_prefetched,
+                  "num_unheeded"_a = stats->num_unheeded);
 }
 
 py::object PreparedCheckpoint(BoundStore& self, uint64_t number) {
   const auto prepared =
       ValueOrRaise(WithoutGil([&] { return self.store.tier().PreparedCheckpoint(number); }));
   if (!prepared) return py::none();
-  py::dict dict;
-  dict["batch"] = prepared->batch;
-  dict["num_rows"] = prepared->num_rows;
-  dict["pool_id"] = prepared->pool_id;
-  dict["sequence"] = prepared->sequence;
-  return dict;
+  return py::dict("batch"_a = prepared->batch, "num_rows"_a = prepared->num_rows,
+                  "pool_id"_a = prepared->pool_id, "sequence"_a = prepared->sequence);
 }
 
 }  // namespace
@@ -138,6 +129,7 @@ void BindStore(py::module_& module) {
   const auto max_waiting_bytes = py::arg("max_waiting_bytes") = 256 << 20;
   const auto patience_s = py::arg("patience_s") = 10.0;
   const auto with_state = py::arg("with_state") = true;
+  // Snapshots and loaders hold a reference to the store, so its owner must live as long as they.
   const py::keep_alive<0, 1> keep_store;
   py::class_<BoundStore>(module, "EmbeddingStore")
       .def("begin_snapshot", &BeginSnapshot, num_parts, py::kw_only(), max_waiting_bytes,
@@ -159,8 +151,8 @@ void BindStore(py::module_& module) {
                  WithoutGil([&] { return self.store.tier().RequestCheckpoint(/*held=*/true); }));
            })
       .def("prepared_checkpoint", &PreparedCheckpoint, py::arg("number"))
-      .def("commit_checkpoint", OfTier(&store::StoreTier::CommitCheckpoint), py::arg("number"))
-      .def("drop_checkpoint", OfTier(&store::StoreTier::DropCheckpoint), py::arg("number"));
+      .def("commit_checkpoint", OfStore(&store::StoreTier::CommitCheckpoint), py::arg("number"))
+      .def("drop_checkpoint", OfStore(&store::StoreTier::DropCheckpoint), py::arg("number"));
 }
 
 }  // namespace persia::bindings

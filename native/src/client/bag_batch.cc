@@ -6,6 +6,8 @@ namespace persia::client {
 namespace {
 
 // The rows as float32, each once, however many bags have it; until the thread's next call.
+// For stores of 16 bits a float: rows are converted once a batch, not once for each bag that reads
+// them.
 const float* const* Widened(const store::SignRows& rows, const store::RowFormat& format) {
   thread_local Reused<float> memory;
   thread_local Reused<const float*> pointers;
@@ -40,6 +42,7 @@ void GroupBatch::Clear() {
 
 void GroupBatch::PlanSlot(const SlotInput& input, const worker::SlotTable& slots,
                           worker::UniqueKeys* keys, Slot* planned) {
+  // One slot's signs are of use until they are numbered, so a thread has one array for all.
   thread_local Reused<uint64_t> slot_signs;
   const worker::SlotConfig& slot = *input.slot;
   const std::span<uint64_t> signs = slot_signs.Resize(input.ids.size() * slot.num_buckets());
@@ -56,6 +59,7 @@ void GroupBatch::PlanSlot(const SlotInput& input, const worker::SlotTable& slots
                    .numbers = numbers,
                    .weights = planned->weights.span(),
                    .scaling = slot.scaling()};
+  // Without offsets each bag has the rows of one ID.
   if (input.has_one_each) return;
   const std::span<uint32_t> offsets = planned->offsets.Resize(input.lengths.size() + 1);
   uint32_t offset = 0;
@@ -80,6 +84,7 @@ void GroupBatch::Pool(const store::RowFormat& format, float* out, size_t stride)
   for (const Slot& slot : slots_) PoolBags(slot.bags, rows, out + slot.column, stride);
 }
 
+// Gradients of the group's slots are in one matrix, each in its slot's columns.
 void GroupBatch::BuildSums(const float* gradients, size_t stride,
                            worker::GradientSums* sums) const {
   thread_local std::vector<worker::Bags> bags;

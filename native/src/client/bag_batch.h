@@ -22,11 +22,15 @@ namespace persia::client {
 template <typename T>
 class Reused {
  public:
+  // The elements keep what was in them: the caller writes every one. Views of an earlier size are
+  // invalid afterwards. It grows by a quarter more than is needed, so that batches of slightly
+  // different sizes soon allocate no more.
   std::span<T> Resize(size_t size) {
     if (values_.size() < size) values_.resize(size + size / 4);
     used_ = {values_.data(), size};
     return used_;
   }
+  // Of the size last asked for.
   std::span<T> span() const { return used_; }
 
  private:
@@ -35,19 +39,28 @@ class Reused {
 };
 
 // One slot's part of the batch.
+// Views of the caller's arrays, valid for the lookup that they were passed to. What the update
+// needs of them later is copied into the GroupBatch.
 struct SlotInput {
   const worker::SlotConfig* slot = nullptr;
   std::span<const uint64_t> ids;
-  std::span<const int64_t> lengths;     // a sample's IDs
-  bool has_one_each = false;            // all lengths are 1
+  // How many of the IDs each sample has; checked to be non-negative and to add up.
+  std::span<const int64_t> lengths;
+  // All lengths are 1: such a slot needs no offsets, and is pooled by a copy.
+  bool has_one_each = false;
   std::span<const float> weights = {};  // one an ID; empty: all 1
-  size_t column = 0;                    // of the output
+  // The first of the slot's `dim` columns of the output.
+  size_t column = 0;
 };
 
 // The slots of one feature group, which share rows.
+// One thread at a time works on a group; different groups of a batch have no row in common, so
+// threads share them out. The object is used again for other batches of the same slots.
 class GroupBatch {
  public:
   // Deduplicates the slots' signs; `keys` is the thread's.
+  // Numbers signs in the order of their first appearance, so that the same batch always gives the
+  // same requests. `inputs` is not empty.
   void Plan(std::span<const SlotInput> inputs, const worker::SlotTable& slots,
             worker::UniqueKeys* keys);
   // Makes it a group without slots: Pool() leaves its columns alone.
@@ -56,20 +69,27 @@ class GroupBatch {
   // Whether every sample has exactly one ID, without a weight, of a slot that shares its rows with
   // no other: then several groups are handled together.
   static bool IsSingle(std::span<const SlotInput> inputs);
+  // Valid after Plan().
   bool IsSingle() const;
-  // Of the first slot; 0 without slots.
+  // For runs of groups whose columns are adjacent: of the first slot; 0 without slots.
   size_t column() const { return slots_.empty() ? 0 : slots_[0].column; }
   // Of a single-valued group: its number for each sample.
+  // Of the row in rows() that each sample reads. Only if IsSingle().
   std::span<const uint32_t> numbers() const { return slots_[0].bags.numbers; }
 
   // Writes all samples of the group's slots into their columns of the output; of a store whose rows
   // are in that format.
+  // Requires that each of rows().values is set, to a row or to zeros. Writes every element of the
+  // group's columns and no other.
   void Pool(const store::RowFormat& format, float* out, size_t stride) const;
   // Fills `sums` with the gradients of the group's signs.
+  // `gradients` must stay until the sums have been read: they hold pointers into it.
   void BuildSums(const float* gradients, size_t stride, worker::GradientSums* sums) const;
 
   // Of the group's distinct signs; see in_place_rows.h.
+  // The store fills handles and values in; the batch only owns the memory.
   const store::SignRows& rows() const { return rows_; }
+  // Numbers of the signs that had no row when they were looked up.
   std::vector<uint32_t>* missing() { return &missing_; }
 
  private:
@@ -100,19 +120,29 @@ void PoolUnnumbered(const SlotInput& input, const worker::SlotTable& slots,
                     const store::InPlaceRows& store, const store::RowFormat& format,
                     const float* zeros, float* out, size_t stride);
 
+// Belongs to one lookup and the update that follows it. Its holder may drop it without
+// an update: then the rows stay as they are.
 class BagBatch {
  public:
   uint32_t batch_size = 0;
   size_t num_ids = 0;
+  // A second update is refused: the gradients would be applied twice.
   bool is_updated = false;
+  // How many rows each shard had removed at the lookup. A shard with more of them at the update may
+  // have given a cell to another row, and its handles are looked up again.
   std::vector<uint64_t> removals;  // see InPlaceRows
+  // In the order of the collection's groups. Its size never shrinks, so each group keeps its memory
+  // from batch to batch.
   std::vector<GroupBatch> groups;
 };
 
 // Batches that came back and wait to be used again. More than these are in flight only where many
 // batches are looked up before the first is updated.
+// Thread-safe.
 class BatchShelf {
  public:
+  // Never waits: where no batch is on the shelf it makes one. What the batch held before is still
+  // in it, and is overwritten by the next lookup.
   static std::shared_ptr<BagBatch> Take(const std::shared_ptr<BatchShelf>& shelf) {
     std::unique_ptr<BagBatch> batch = shelf->Pop();
     if (batch == nullptr) batch = std::make_unique<BagBatch>();
@@ -122,6 +152,7 @@ class BatchShelf {
   }
 
  private:
+  // A training loop has one in flight and a pipelined one a few. More would only keep memory.
   static constexpr size_t kMaxBatches = 4;
 
   std::unique_ptr<BagBatch> Pop() {

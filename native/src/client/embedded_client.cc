@@ -31,9 +31,7 @@ class EmbeddedRows final : public worker::RowService {
     std::vector<ServerRows> answers(1);
     // Like a server that is not asked: staleness does not count from a lookup of nothing.
     if (requests[0].signs.empty()) return answers;
-    auto answer = server_->Lookup({train, requests[0].view()});
-    if (!answer.ok()) return answer.status();
-    answers[0] = std::move(answer).value();
+    PERSIA_ASSIGN_OR_RETURN(answers[0], server_->Lookup({train, requests[0].view()}));
     return answers;
   }
   worker::HintReport Prefetch(std::span<const ServerBlocks> requests) override {
@@ -45,9 +43,8 @@ class EmbeddedRows final : public worker::RowService {
   StatusOr<std::vector<UpdateResult>> Update(std::span<const UpdateRowsRequest> requests,
                                              Deadline deadline) override {
     PERSIA_RETURN_IF_ERROR(CheckDeadline(deadline));
-    auto result = server_->Update(requests[0]);
-    if (!result.ok()) return result.status();
-    return std::vector<UpdateResult>{*result};
+    PERSIA_ASSIGN_OR_RETURN(const UpdateResult result, server_->Update(requests[0]));
+    return std::vector{result};
   }
   Status SetRows(std::span<const SetRowsRequest> requests, Deadline deadline) override {
     PERSIA_RETURN_IF_ERROR(CheckDeadline(deadline));
@@ -80,16 +77,11 @@ class EmbeddedRows final : public worker::RowService {
 StatusOr<std::shared_ptr<EmbeddedClient>> EmbeddedClient::Create(
     worker::WorkerOptions options, store::EmbeddingStore::Options store,
     const std::optional<store::TierOptions>& tier) {
-  ParameterServer::Options server_options;
-  server_options.store = store;
-  server_options.tier = tier;
-  auto server = ParameterServer::Create(server_options);
-  if (!server.ok()) return server.status();
-  const auto rows = std::make_shared<EmbeddedRows>(std::move(server).value());
-  auto worker = worker::EmbeddingWorker::Create(std::move(options), rows);
-  if (!worker.ok()) return worker.status();
-  return std::shared_ptr<EmbeddedClient>(
-      new EmbeddedClient(std::move(worker).value(), rows->store()));
+  // It is never started, so its RPC opens nothing.
+  PERSIA_ASSIGN_OR_RETURN(auto server, ParameterServer::Create({.store = store, .tier = tier}));
+  const auto rows = std::make_shared<EmbeddedRows>(std::move(server));
+  PERSIA_ASSIGN_OR_RETURN(auto worker, worker::EmbeddingWorker::Create(std::move(options), rows));
+  return std::shared_ptr<EmbeddedClient>(new EmbeddedClient(std::move(worker), rows->store()));
 }
 
 }  // namespace persia::client

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -26,6 +27,7 @@ constexpr uint64_t kMaxSigns = uint64_t{1} << 28;
 // Below this many IDs a batch takes less time than waking the other threads.
 constexpr size_t kMinIdsForThreads = 4096;
 
+// Before anything is planned: a NaN would reach every row of its sample.
 Status CheckWeights(std::span<const float> weights, size_t num_values) {
   if (!weights.empty() && weights.size() != num_values) {
     return InvalidArgument("weights has " + std::to_string(weights.size()) + " elements for " +
@@ -133,6 +135,8 @@ void ForEachRun(std::span<const GroupBatch> groups, Single single, Other other) 
   while (begin < groups.size()) {
     size_t end = begin;
     size_t column = groups[begin].column();
+    // Columns that follow one another are one block of the matrix, which a kernel reads from front
+    // to back.
     while (end < groups.size() && groups[end].IsSingle() && groups[end].column() == column) {
       column += groups[end++].rows().dim;
     }
@@ -146,6 +150,25 @@ void ForEachRun(std::span<const GroupBatch> groups, Single single, Other other) 
 }
 
 }  // namespace
+
+// Greedy: a run takes pieces until the sum so far is as near to its share as it will be.
+std::vector<WorkRun> DivideWork(std::span<const double> costs, size_t num_runs) {
+  num_runs = std::min(num_runs, costs.size());
+  const double total = std::accumulate(costs.begin(), costs.end(), 0.0);
+  std::vector<WorkRun> runs;
+  size_t end = 0;
+  double passed = 0.0;  // the cost of the pieces before `end`
+  for (size_t run = 1; run <= num_runs; ++run) {
+    const size_t begin = end;
+    const size_t last_end = costs.size() - (num_runs - run);  // leaves a piece for each later run
+    const double share = total * static_cast<double>(run) / static_cast<double>(num_runs);
+    do {
+      passed += costs[end++];
+    } while (end < last_end && (run == num_runs || passed + costs[end] / 2 <= share));
+    runs.push_back({begin, end});
+  }
+  return runs;
+}
 
 EmbeddingBags::EmbeddingBags(const EmbeddingBagsOptions& options, worker::SlotTable slots,
                              std::unique_ptr<store::EmbeddingStore> store)
@@ -166,6 +189,7 @@ EmbeddingBags::EmbeddingBags(const EmbeddingBagsOptions& options, worker::SlotTa
   num_groups_ = numbers.size();
   zeros_.resize(max_dim, 0.0f);
   inputs_.resize(num_groups_);
+  // By number, until the first batch has shown what the groups cost.
   units_ = DivideWork(std::vector<double>(num_groups_, 1.0), NumUnits());
 }
 
@@ -270,8 +294,7 @@ StatusOr<PooledBags> EmbeddingBags::Lookup(std::span<const uint64_t> values,
                                            std::span<const float> weights) {
   const std::lock_guard lock(mutex_);
   PERSIA_RETURN_IF_ERROR(Divide(values, lengths, weights));
-  StatusOr<InPlaceRows> store = InPlaceRows::Begin(*store_, mode);
-  if (!store.ok()) return store.status();
+  PERSIA_ASSIGN_OR_RETURN(InPlaceRows store, InPlaceRows::Begin(*store_, mode));
   PooledBags pooled;
   pooled.batch_size = static_cast<uint32_t>(lengths.size() / num_slots());
   pooled.rows = Buffer(size_t{pooled.batch_size} * num_columns_ * sizeof(float));
@@ -298,19 +321,19 @@ StatusOr<PooledBags> EmbeddingBags::Lookup(std::span<const uint64_t> values,
         continue;
       }
       group.Plan(inputs_[i], slots_, &keys);
-      store->Find(group.rows(), zeros_.data(), group.missing());
+      store.Find(group.rows(), zeros_.data(), group.missing());
       has_missing |= !group.missing()->empty();
     }
     is_pooled[u] = mode == LookupMode::kInference || !has_missing;
     if (is_pooled[u]) Pool(*batch, units_[u], out);
   });
   if (mode == LookupMode::kInference) return pooled;
-  PERSIA_RETURN_IF_ERROR(InsertMissing(batch.get(), &*store));
+  PERSIA_RETURN_IF_ERROR(InsertMissing(batch.get(), &store));
   for_each_unit([&](size_t u) {
     if (!is_pooled[u]) Pool(*batch, units_[u], out);
   });
   DivideGroups(*batch);
-  batch->removals = store->Removals();
+  batch->removals = store.Removals();
   pooled.batch = std::move(batch);
   return pooled;
 }
@@ -332,6 +355,7 @@ void EmbeddingBags::Pool(const BagBatch& batch, Unit unit, float* out) const {
 
 // In the order of the groups within each shard, so that slots do not depend on threads.
 Status EmbeddingBags::InsertMissing(BagBatch* batch, InPlaceRows* rows) {
+  // A shard is changed by one thread, so the missing rows of all groups are divided by shard.
   missing_.resize(rows->num_shards());
   for (auto& list : missing_) list.clear();
   size_t num_missing = 0;
@@ -360,6 +384,8 @@ StatusOr<UpdateReport> EmbeddingBags::Update(BagBatch& batch, std::span<const fl
                            " elements, must have " + std::to_string(batch.batch_size) + " x " +
                            std::to_string(num_columns_));
   }
+  // The rows that the batch remembers may have been changed by its own update: a second one would
+  // be a step of stale gradients.
   if (batch.is_updated) {
     return FailedPrecondition(
         "the rows of this batch have been updated already: add up the losses and call backward "
@@ -388,6 +414,7 @@ StatusOr<UpdateReport> EmbeddingBags::Update(BagBatch& batch, std::span<const fl
 Status EmbeddingBags::SetRows(uint32_t slot, std::span<const uint64_t> ids,
                               std::span<const float> rows) {
   const worker::SlotConfig& config = *slots_by_position_[slot];
+  // An ID of such a slot is a sum of rows that other IDs share.
   if (config.hash_stack_rounds != 0) {
     return InvalidArgument("slot '" + config.name +
                            "' has a hash stack: its IDs have no rows of their own to set");
@@ -416,12 +443,11 @@ StatusOr<std::unique_ptr<EmbeddingBags>> EmbeddingBags::Create(EmbeddingBagsOpti
     return InvalidArgument("slot '" + slot.name +
                            "' is raw (embedding_summation: false); bags are pooled slots");
   }
-  auto slots = worker::SlotTable::Create(options.feature_index_prefix_bit, options.slots);
-  if (!slots.ok()) return slots.status();
-  auto store = store::EmbeddingStore::Create(options.store);
-  if (!store.ok()) return store.status();
+  PERSIA_ASSIGN_OR_RETURN(
+      auto slots, worker::SlotTable::Create(options.feature_index_prefix_bit, options.slots));
+  PERSIA_ASSIGN_OR_RETURN(auto store, store::EmbeddingStore::Create(options.store));
   return std::unique_ptr<EmbeddingBags>(
-      new EmbeddingBags(options, std::move(slots).value(), std::move(store).value()));
+      new EmbeddingBags(options, std::move(slots), std::move(store)));
 }
 
 Status EmbeddingBags::Configure(const TrainConfig& config, bool replace) {

@@ -19,17 +19,28 @@
 #include "base/thread_pool.h"
 #include "base/train_config.h"
 #include "client/bag_batch.h"
-#include "client/work_division.h"
 #include "store/embedding_store.h"
 #include "store/in_place_rows.h"
 #include "worker/slot_table.h"
 
 namespace persia::client {
 
+// Pieces begin .. end.
+struct WorkRun {
+  size_t begin = 0;
+  size_t end = 0;
+};
+
+// At most `num_runs` runs (one for each piece where those are fewer), none empty, which together
+// are all pieces in their order. A run ends where its share of the cost of all comes nearest.
+std::vector<WorkRun> DivideWork(std::span<const double> costs, size_t num_runs);
+
+// Checked by Create(), which names the slot that is at fault.
 struct EmbeddingBagsOptions {
   std::vector<worker::SlotConfig> slots;  // pooled ones only; output columns follow their order
   uint32_t feature_index_prefix_bit = 8;
   store::EmbeddingStore::Options store;
+  // The caller's thread counts. More than there are processors for only costs wake-ups.
   uint32_t num_threads = 1;
 };
 
@@ -52,16 +63,22 @@ class EmbeddingBags {
   // The sum of the slots' dims.
   uint32_t num_columns() const { return static_cast<uint32_t>(num_columns_); }
 
+  // Required before a lookup for training. `replace` permits another config where rows do not
+  // depend on the difference.
   Status Configure(const TrainConfig& config, bool replace);
 
   // `values`: the IDs, slot after slot, sample after sample. `lengths`: [num_slots, batch_size],
   // how many of them each bag has. kInvalidArgument names the slot and sample of a negative length,
   // or says that the lengths do not add up to the values. `weights`: one a value, finite, or none
   // for all 1. kResourceExhausted: see InPlaceRows::Insert.
+  // What the spans view is not used after the return. Rows of the batch may be evicted by later
+  // batches before its update: their gradients are then counted as missing.
   StatusOr<PooledBags> Lookup(std::span<const uint64_t> values, std::span<const int64_t> lengths,
                               store::LookupMode mode, std::span<const float> weights = {});
   // `gradients`: [batch_size, num_columns]. Applies the optimizer once to each row of the batch.
   // kFailedPrecondition: the batch has been updated already.
+  // A NaN or infinite gradient of a row leaves that row as it is, and is counted. A batch that
+  // fails the check of its size may be passed again.
   StatusOr<store::UpdateReport> Update(BagBatch& batch, std::span<const float> gradients);
 
   // Of whole slots, by their position. `rows`: [ids.size(), dim]; an ID is one of the slot's
@@ -75,6 +92,7 @@ class EmbeddingBags {
   }
   // For snapshots and loading.
   store::EmbeddingStore& embedding_store() { return *store_; }
+  // Batches in flight find no rows when they are updated, which is no error.
   void Clear() { store_->Clear(); }
 
  private:
@@ -110,6 +128,8 @@ class EmbeddingBags {
   const store::RowFormat format_;
   const std::shared_ptr<BatchShelf> shelf_ = std::make_shared<BatchShelf>();
 
+  // Held for a whole lookup or update: the threads of the pool work for one batch at a time, and
+  // results then depend on the order of the calls alone.
   std::mutex mutex_;  // of all that follows: one batch at a time
   ThreadPool threads_;
   std::vector<Unit> units_;

@@ -14,6 +14,7 @@ constexpr uint32_t kMaxWorkers = 65536;  // bounds what one announcement can mak
 
 WorkerChannels::WorkerChannels(uint32_t num_workers) { GrowTo(num_workers, true); }
 
+// Channels are made without an address: calls to them wait, and end by their deadlines.
 void WorkerChannels::GrowTo(uint32_t num_workers, bool active) {
   while (workers_.size() < num_workers) {
     const std::string peer = "embedding-worker " + std::to_string(workers_.size());
@@ -35,6 +36,7 @@ Status WorkerChannels::Set(uint32_t index, const std::string& address) {
   return Status::Ok();
 }
 
+// Its channel stays, for the batches that it holds.
 void WorkerChannels::Retire(uint32_t index) {
   const std::unique_lock lock(mutex_);
   if (index < workers_.size()) workers_[index].active = false;
@@ -81,18 +83,17 @@ StatusOr<LookupResult> RemoteClient::CallForEmbeddings(uint32_t worker_index,
                                                        const Method<Request, Buffer>& method,
                                                        const Request& request, Deadline deadline) {
   Timed total(lookup_times_);
-  auto channel = workers_.At(worker_index);
-  if (!channel.ok()) return channel.status();
-  auto message = net::Call(*channel.value(), method, request, deadline);
-  if (!message.ok()) return message.status();
+  PERSIA_ASSIGN_OR_RETURN(const auto channel, workers_.At(worker_index));
+  PERSIA_ASSIGN_OR_RETURN(Buffer message, net::Call(*channel, method, request, deadline));
   Timed decoding(decode_times_);
-  auto result = worker::DecodeEmbeddings(worker_index, std::move(message).value());
-  if (!result.ok()) return net::AboutMessage(channel.value()->peer(), result.status());
+  auto result = worker::DecodeEmbeddings(worker_index, std::move(message));
+  if (!result.ok()) return net::AboutMessage(channel->peer(), result.status());
   total.set_reference(result->reference.reference);
   decoding.set_reference(result->reference.reference);
+  // A worker of our version never answers otherwise; the check guards what would be lost silently.
   const bool requires_grad = request.options.requires_grad == 1;
   if (requires_grad == (result->reference.reference != 0)) return result;
-  return Corruption(channel.value()->peer() +
+  return Corruption(channel->peer() +
                     (requires_grad
                          ? ": embeddings without a reference to return gradients to"
                          : ": embeddings that expect gradients, which were not asked for"));
@@ -115,6 +116,7 @@ StatusOr<LookupResult> RemoteClient::Lookup(const BatchReference& reference, boo
       CallForEmbeddings(reference.worker_index, worker::kLookupReference, request, deadline);
   if (!result.ok()) return result;
   const BatchKey& answered = result->reference;
+  // Without requires_grad the message has no reference to compare.
   if (answered.worker_incarnation == reference.worker_incarnation &&
       (!requires_grad || answered.reference == reference.reference)) {
     return result;
@@ -137,16 +139,14 @@ StatusOr<ReturnReport> RemoteClient::ReturnGradients(const BatchReference& refer
                                                      std::span<const SlotGradient> gradients,
                                                      Deadline deadline) {
   const Timed timed(return_times_, reference.reference);
-  auto channel = workers_.At(reference.worker_index);
-  if (!channel.ok()) return channel.status();
+  PERSIA_ASSIGN_OR_RETURN(const auto channel, workers_.At(reference.worker_index));
   worker::GradientsRequest request{reference, scale, dtype_, {gradients.begin(), gradients.end()}};
-  return net::Call(*channel.value(), worker::kReturnGradients, std::move(request), deadline);
+  return net::Call(*channel, worker::kReturnGradients, std::move(request), deadline);
 }
 
 Status RemoteClient::Release(const BatchReference& reference, Deadline deadline) {
-  auto channel = workers_.At(reference.worker_index);
-  if (!channel.ok()) return channel.status();
-  return net::Call(*channel.value(), worker::kReleaseReference, BatchKey(reference), deadline);
+  PERSIA_ASSIGN_OR_RETURN(const auto channel, workers_.At(reference.worker_index));
+  return net::Call(*channel, worker::kReleaseReference, BatchKey(reference), deadline);
 }
 
 Status RemoteClient::SetEmbeddings(uint32_t dim, std::span<const uint64_t> signs,

@@ -22,6 +22,8 @@ namespace persia::client {
 // as a caller that got it from here uses it.
 class WorkerChannels {
  public:
+  // The shared pointer keeps a channel alive while a call uses it, also when its worker is replaced
+  // meanwhile.
   using Link = std::pair<uint32_t, std::shared_ptr<net::Channel>>;  // index, channel
 
   // `num_workers` >= 1 workers, expected but without an address yet.
@@ -43,8 +45,11 @@ class WorkerChannels {
     std::shared_ptr<net::Channel> channel;
     bool active = true;
   };
+  // Requires mutex_, exclusively.
   void GrowTo(uint32_t num_workers, bool active);
 
+  // Held only to read or change the list, never during a call: a worker that hangs must not keep
+  // others from being found.
   mutable std::shared_mutex mutex_;
   std::vector<Worker> workers_;
 };
@@ -56,6 +61,7 @@ class RemoteClient final : public EmbeddingClient {
  public:
   // `num_workers` embedding workers to begin with; each must get its address by SetWorker before
   // calls to it go through. Embeddings and gradients travel as `dtype`.
+  // At least one worker. None is called: a job may make its client before its workers are up.
   static StatusOr<std::shared_ptr<RemoteClient>> Create(
       uint32_t num_workers, worker::WireDtype dtype = worker::WireDtype::kFloat32);
 
@@ -66,18 +72,25 @@ class RemoteClient final : public EmbeddingClient {
   // Asks the worker for nothing but the batches that it holds, until SetWorker.
   void RetireWorker(uint32_t index) { workers_.Retire(index); }
   // Of the channel to each worker.
+  // Workers that have left are not listed, unless all have.
   std::vector<net::ChannelStats> channel_stats() const;
   // The phases of the calls; as long as the client lives.
   std::vector<const DurationStats*> durations() const {
     return {&lookup_times_, &decode_times_, &return_times_};
   }
 
+  // Fails where one active worker does, or is not reached by the deadline. The others then have the
+  // config already, which does no harm: repeating it changes nothing.
   Status Configure(const TrainConfig& config, bool replace, Deadline deadline) override;
+  // kNotFound: the worker has restarted, or the batch has ended there. Nothing is left to release
+  // then.
   StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
                                 Deadline deadline, SlotMask slots = kAllSlots) override;
   StatusOr<LookupResult> LookupDirect(uint32_t worker_index, std::span<const std::byte> id_features,
                                       bool requires_grad, Deadline deadline,
                                       SlotMask slots = kAllSlots) override;
+  // The gradients are sent from the caller's arrays, so these must stay as they are until it
+  // returns. With a 16-bit dtype they are converted into memory of the request.
   StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,
                                          std::span<const SlotGradient> gradients,
                                          Deadline deadline) override;
@@ -92,10 +105,13 @@ class RemoteClient final : public EmbeddingClient {
       : dtype_(dtype), workers_(num_workers) {}
 
   // The worker for what concerns the servers.
+  // The first of the active ones, so that successive calls reach the same worker and see each
+  // other's effects.
   net::Channel& AnyWorker() const { return *workers_.Active().front().second; }
   template <typename Request>
   StatusOr<LookupResult> CallForEmbeddings(uint32_t worker, const Method<Request, Buffer>& method,
                                            const Request& request, Deadline deadline);
+  // The dtype asked for is the client's own: workers serve clients of different ones side by side.
   worker::LookupOptions Options(bool requires_grad, SlotMask slots) const {
     return {requires_grad, static_cast<uint32_t>(dtype_), slots};
   }

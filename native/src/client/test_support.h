@@ -188,9 +188,7 @@ class Cluster {
   void StopServer(uint32_t index) { servers_[index].reset(); }
   void StartWorker(uint32_t index) {
     services_[index].reset();
-    worker::WorkerOptions options = Slots();
-    options.replica_index = index;
-    workers_[index] = Must(worker::EmbeddingWorker::Create(options, rows_));
+    workers_[index] = Must(worker::EmbeddingWorker::Create(Slots(), rows_));
     services_[index] =
         std::make_unique<worker::WorkerService>(workers_[index], net::Server::Options{});
     const uint16_t port = Must(services_[index]->Start());

@@ -1,10 +1,10 @@
-#include "client/work_division.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <numeric>
 #include <random>
+
+#include "client/embedding_bags.h"
 
 namespace persia::client {
 namespace {

@@ -10,7 +10,6 @@
 #include <thread>
 
 #include "base/trace_buffer.h"
-#include "base/traced_batch.h"
 #include "net/test_support.h"
 
 namespace persia::net {

@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstring>
 #include <system_error>
 #include <utility>
-
-#include "net/address.h"
 
 namespace persia::net {
 namespace {
@@ -16,6 +15,28 @@ namespace {
 constexpr std::chrono::seconds kConnectTimeout{5};
 
 }  // namespace
+
+StatusOr<Address> ParseAddress(const std::string& text) {
+  const auto refuse = [&text](const char* why) {
+    return InvalidArgument("address '" + text + "' " + why + "; write host:port");
+  };
+  // The last colon: an IPv6 address has colons of its own.
+  const size_t colon = text.rfind(':');
+  if (colon == std::string::npos || colon == 0) return refuse("has no host or no port");
+  Address address;
+  const char* begin = text.data() + colon + 1;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(begin, end, address.port);
+  if (error != std::errc() || stop != end || address.port == 0) {
+    return refuse("has a port that is not 1 to 65535");
+  }
+  address.host = text.substr(0, colon);
+  if (address.host.front() == '[' && address.host.back() == ']') {
+    address.host = address.host.substr(1, address.host.size() - 2);
+  }
+  if (address.host.empty()) return refuse("has no host");
+  return address;
+}
 
 ClientConnection::ClientConnection(asio::io_context& io, Listener* listener,
                                    uint64_t max_body_bytes)
@@ -43,6 +64,8 @@ void ClientConnection::Connect(const std::string& address) {
   connect_timer_.async_wait([self = shared_from_this()](ErrorCode error) {
     if (!error && self->listener_ != nullptr) self->Break("connecting timed out");
   });
+  // Reported from the event loop, like every other failure: the listener is not called from within
+  // Connect().
   auto parsed = ParseAddress(address);
   if (!parsed.ok()) {
     asio::post(socket_.get_executor(),

@@ -19,6 +19,15 @@
 
 namespace persia::net {
 
+// "host:port" as people and discovery write it.
+struct Address {
+  std::string host;  // a name, an IPv4 address, or an IPv6 address without its brackets
+  uint16_t port = 0;
+};
+
+// kInvalidArgument names what is wrong. "[::1]:8887" is how IPv6 is written.
+StatusOr<Address> ParseAddress(const std::string& text);
+
 class ClientConnection : public std::enable_shared_from_this<ClientConnection> {
  public:
   // Never called from within a method of the connection, only from the event loop.

@@ -38,11 +38,6 @@ Status Refusal(const FrameHeader& header) {
                          " is not known here; is this the right server?");
 }
 
-std::vector<std::byte> ToBytes(const std::string& text) {
-  const auto* p = reinterpret_cast<const std::byte*>(text.data());
-  return {p, p + text.size()};
-}
-
 }  // namespace
 
 Connection::Connection(UniqueFd socket, uint64_t tag, ServerState& server)
@@ -273,7 +268,9 @@ void Connection::Enqueue(Lock& lock, FrameHeader request, StatusOr<Segments> rep
   if (reply.ok()) {
     body = std::move(reply).value();
   } else {
-    body.AddOwned(ToBytes(reply.status().message()));
+    const std::string message = reply.status().message();
+    const auto bytes = std::as_bytes(std::span(message));
+    body.AddOwned(std::vector<std::byte>(bytes.begin(), bytes.end()));
   }
   outgoing_.emplace_back(header, std::move(body));
   held_bytes_ += outgoing_.back().frame.body_bytes();

@@ -27,7 +27,6 @@
 #include "net/message.h"
 #include "net/poller.h"
 #include "net/types.h"
-#include "net/unique_fd.h"
 
 namespace persia::net {
 

@@ -13,6 +13,8 @@ void EncodeHeader(const FrameHeader& header, std::span<std::byte, kHeaderBytes> 
   std::memcpy(out.data(), &header, kHeaderBytes);
 }
 
+// What fails here makes the rest of the stream meaningless. Whatever concerns one request only, an
+// unknown method for instance, is refused by the caller and costs nothing but that request.
 StatusOr<FrameHeader> DecodeHeader(std::span<const std::byte, kHeaderBytes> bytes,
                                    uint64_t max_body_bytes) {
   FrameHeader header;
@@ -44,6 +46,7 @@ std::span<const std::byte> FrameWriter::Piece(size_t index) const {
   return body_->views[index - 1];
 }
 
+// Empty pieces are passed over as well.
 void FrameWriter::Advance(size_t num_bytes) {
   offset_ += num_bytes;
   while (piece_ <= body_->views.size() && offset_ >= Piece(piece_).size()) {
@@ -52,6 +55,8 @@ void FrameWriter::Advance(size_t num_bytes) {
   }
 }
 
+// One sendmsg for as many pieces as it takes: header and arrays leave from where they are, and a
+// small frame leaves in one packet.
 FrameWriter::Result FrameWriter::Write(int fd) {
   constexpr size_t kMaxPieces = 64;
   while (piece_ <= body_->views.size()) {
@@ -67,6 +72,7 @@ FrameWriter::Result FrameWriter::Write(int fd) {
     msghdr message = {};
     message.msg_iov = pieces;
     message.msg_iovlen = num_pieces;
+    // No SIGPIPE: a peer that has gone is an error of this connection, not the end of the process.
     const ssize_t sent = ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0 && errno == EINTR) continue;
     if (sent < 0) return errno == EAGAIN ? Result::kBlocked : Result::kBroken;

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <random>
 
-#include "net/address.h"
+#include "net/client_connection.h"
 
 namespace persia::net {
 namespace {

@@ -24,6 +24,8 @@ itimerspec ToTimerSpec(Clock::time_point time) {
 
 }  // namespace
 
+// Descriptors are made here rather than in the constructor, which could not report that there are
+// none left.
 Status Poller::Open() {
   epoll_ = UniqueFd(::epoll_create1(EPOLL_CLOEXEC));
   stop_ = UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -38,6 +40,7 @@ Status Poller::Open() {
 }
 
 bool Poller::Add(int fd, uint64_t tag, uint32_t events) {
+  // One-shot: the thread that gets the event has the descriptor to itself until Arm().
   epoll_event event = {.events = events | EPOLLONESHOT, .data = {.u64 = tag}};
   return ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0;
 }
@@ -51,6 +54,7 @@ Poller::Event Poller::Wait() {
   epoll_event event;
   while (::epoll_wait(epoll_.get(), &event, 1, -1) != 1) {
   }  // interrupted by a signal
+  // Read and armed again under the lock, so that a WakeAt() meanwhile is not lost.
   if (event.data.u64 == kTimerTag) {
     std::lock_guard lock(timer_mutex_);
     uint64_t num_expirations = 0;
@@ -71,6 +75,7 @@ void Poller::WakeAt(Clock::time_point time) {
 }
 
 void Poller::Stop() {
+  // Never read: the descriptor stays readable, and every thread that waits sees it.
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t ignored = ::write(stop_.get(), &one, sizeof(one));
 }

@@ -5,14 +5,14 @@
 
 namespace persia::net {
 
-StatusOr<std::vector<Buffer>> CallAll(const MethodId& method, std::vector<OutgoingCall> calls,
-                                      Clock::time_point deadline) {
-  std::vector<Buffer> bodies(calls.size());
-  if (calls.empty()) return bodies;
+StatusOr<std::vector<Buffer>> CallAll(const MethodId& method, std::span<Channel* const> channels,
+                                      std::vector<Segments> requests, Clock::time_point deadline) {
+  std::vector<Buffer> bodies(channels.size());
+  if (channels.empty()) return bodies;
   std::mutex mutex;
   std::condition_variable all_ended;
-  size_t num_open = calls.size();
-  std::vector<Status> failures(calls.size());
+  size_t num_open = channels.size();
+  std::vector<Status> failures(channels.size());
   const auto end = [&](size_t i, StatusOr<Buffer> reply) {
     const std::lock_guard lock(mutex);
     if (reply.ok()) {
@@ -23,12 +23,12 @@ StatusOr<std::vector<Buffer>> CallAll(const MethodId& method, std::vector<Outgoi
     // Notified under the lock: past it, the waiter may have destroyed the condition.
     if (--num_open == 0) all_ended.notify_one();
   };
-  for (size_t i = 1; i < calls.size(); ++i) {
-    calls[i].channel->CallAsync(method, std::move(calls[i].segments), deadline,
-                                [&end, i](StatusOr<Buffer> reply) { end(i, std::move(reply)); });
+  for (size_t i = 1; i < channels.size(); ++i) {
+    channels[i]->CallAsync(method, std::move(requests[i]), deadline,
+                           [&end, i](StatusOr<Buffer> reply) { end(i, std::move(reply)); });
   }
   // On this thread, which would only wait otherwise: one thread less to be woken for each call.
-  end(0, calls[0].channel->Call(method, calls[0].segments, deadline));
+  end(0, channels[0]->Call(method, requests[0], deadline));
   {
     std::unique_lock lock(mutex);
     // Ends by the deadline: a channel ends every call by then.

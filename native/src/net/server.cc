@@ -6,7 +6,7 @@
 #include <cerrno>
 #include <utility>
 
-#include "base/traced_batch.h"
+#include "base/trace_buffer.h"
 #include "net/asio.h"
 
 namespace persia::net {
@@ -22,8 +22,6 @@ Status CannotListen(const std::string& host, uint16_t port, const std::string& r
 StatusOr<Tcp::endpoint> ResolveListenAddress(asio::io_context& io, const std::string& host,
                                              uint16_t port) {
   ErrorCode error;
-  const auto literal = asio::ip::make_address(host, error);
-  if (!error) return Tcp::endpoint(literal, port);
   Tcp::resolver resolver(io);
   const auto results = resolver.resolve(host, std::to_string(port), Tcp::resolver::passive, error);
   if (error) return CannotListen(host, port, error.message());
@@ -71,6 +69,7 @@ StatusOr<uint16_t> Server::Start(const std::string& host, uint16_t port) {
   return bound;
 }
 
+// Until Stop() makes every Wait() return its tag.
 void Server::HandleEvents() {
   while (true) {
     const Poller::Event event = state_.poller.Wait();
@@ -82,6 +81,7 @@ void Server::HandleEvents() {
 void Server::OnEvent(const Poller::Event& event) {
   if (event.tag == Poller::kTimerTag) return OnTimer();
   if (event.tag == kListenerTag) return Accept();
+  // Owned here while its event is handled: it may be closed, and leave the map, meanwhile.
   std::shared_ptr<Connection> connection;
   {
     std::lock_guard lock(mutex_);
@@ -96,14 +96,13 @@ void Server::OnEvent(const Poller::Event& event) {
 
 StatusOr<uint16_t> Server::Listen(const std::string& host, uint16_t port) {
   asio::io_context io;
-  auto endpoint = ResolveListenAddress(io, host, port);
-  if (!endpoint.ok()) return endpoint.status();
+  PERSIA_ASSIGN_OR_RETURN(const auto endpoint, ResolveListenAddress(io, host, port));
   Tcp::acceptor acceptor(io);
   ErrorCode error;
-  acceptor.open(endpoint->protocol(), error);
+  acceptor.open(endpoint.protocol(), error);
   // A restarted server takes its port over from connections that are still timing out.
   if (!error) acceptor.set_option(Tcp::acceptor::reuse_address(true), error);
-  if (!error) acceptor.bind(*endpoint, error);
+  if (!error) acceptor.bind(endpoint, error);
   if (!error) acceptor.listen(Tcp::acceptor::max_listen_connections, error);
   if (!error) acceptor.native_non_blocking(true, error);
   if (error) return CannotListen(host, port, error.message());
@@ -135,6 +134,7 @@ void Server::AddConnection(UniqueFd socket) {
   {
     std::lock_guard lock(mutex_);
     const uint64_t tag = next_tag_++;
+    // The tag enters the map before the connection is armed: its first event finds it.
     if (stopping_ || !state_.poller.Add(socket.get(), tag, 0)) return;  // which closes it
     connection = std::make_shared<Connection>(std::move(socket), tag, state_);
     connections_[tag] = connection;

@@ -39,43 +39,60 @@ class Server {
  public:
   using Options = ServerOptions;
 
+  // Opens nothing. A server that is never started may be destroyed like any other.
   explicit Server(Options options);
   ~Server();  // Stop()s
   Server(const Server&) = delete;
 
+  // A second handler of a method replaces the first. Methods without one are answered with
+  // kInvalidArgument.
   void Handle(const MethodId& method, Handler handler);
   // Binds and listens; returns the port, which the system chooses where `port` is 0. kIOError names
   // host and port ("address already in use"), after which another Start() may be tried.
+  // `host` is a name or an address; "0.0.0.0" and "::" listen on all. A server is started once:
+  // kFailedPrecondition otherwise.
   StatusOr<uint16_t> Start(const std::string& host = "127.0.0.1", uint16_t port = 0);
   // Stops accepting and reading, lets running handlers finish and their answers leave until
   // `timeout`, then closes. Idempotent.
+  // Requests that still wait at the timeout are dropped unanswered: their callers see the
+  // connection end and repeat them elsewhere. A handler that runs past it is waited for by the
+  // destructor.
   void Stop(std::chrono::milliseconds timeout = std::chrono::seconds(10));
 
   // Adds what this server counts, with keys that begin with "rpc_".
+  // From any thread, also before Start() and after Stop().
   void AddMetrics(Metrics* metrics) const;
   // The time in the handler of each method, by the method's name; as long as the server lives.
   std::vector<const DurationStats*> durations() const;
 
  private:
+  // Tags of events: the listener's, then one for each connection. They are never used again, so a
+  // late event cannot reach another connection.
   static constexpr uint64_t kListenerTag = Poller::kFirstFreeTag;
   using Connections = std::unordered_map<uint64_t, std::shared_ptr<Connection>>;
 
   StatusOr<uint16_t> Listen(const std::string& host, uint16_t port);
   // One of the threads: waits, and does what follows from each event.
   void HandleEvents();
+  // On any of the threads, several at once, but one at a time for each descriptor.
   void OnEvent(const Poller::Event& event);
   void Accept();
   void AddConnection(UniqueFd socket);
   void OnTimer();
   void OnClosed(uint64_t tag);
+  // A copy, because a connection that is closed takes mutex_ to leave the map.
   Connections OpenConnections();
 
   // Requests above num_handler_threads wait in line, and the threads that are in handlers take
   // them.
+  // May run the handler of this request and then of others before it returns.
   void Run(Request request);
+  // Never throws. A request whose time has passed is refused without its handler: no caller awaits
+  // the answer.
   StatusOr<Segments> RunHandler(const Request& request);
   void Count(const Request& request, const StatusOr<Segments>& reply);
 
+  // What connections share with the server. Declared first: it is destroyed after all that uses it.
   ServerState state_;
   std::vector<std::thread> threads_;
 

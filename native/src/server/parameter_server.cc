@@ -64,15 +64,16 @@ StatusOr<std::unique_ptr<ParameterServer>> ParameterServer::Create(const Options
                            "; with replica_size " + std::to_string(options.replica_size) +
                            " it must be below that");
   }
-  auto rows = options.tier ? store::EmbeddingStore::Open(options.store, *options.tier)
-                           : store::EmbeddingStore::Create(options.store);
-  if (!rows.ok()) return rows.status();
-  return std::unique_ptr<ParameterServer>(new ParameterServer(options, std::move(rows).value()));
+  PERSIA_ASSIGN_OR_RETURN(auto rows, options.tier
+                                         ? store::EmbeddingStore::Open(options.store, *options.tier)
+                                         : store::EmbeddingStore::Create(options.store));
+  return std::unique_ptr<ParameterServer>(new ParameterServer(options, std::move(rows)));
 }
 
 ParameterServer::ParameterServer(const Options& options,
                                  std::unique_ptr<store::EmbeddingStore> rows)
     : options_(options), store_(std::move(rows)), rpc_(options.rpc) {
+  // Each method is described by its Method; what is written here is only what it does.
   Register(kConfigureServer, Access::kChangesRows,
            [this](const ConfigureRequest& request, const CallContext&) {
              return store_->Configure(request.config, request.replace);
@@ -106,6 +107,11 @@ ParameterServer::ParameterServer(const Options& options,
              store_->tier().Prefetch(signs);  // of more signs than fit, the store drops the rest
              return StatusOr(PrefetchRowsReply{store_->tier().WantsPrefetch() ? 1u : 0u});
            });
+  Register(kMeasureLoad, Access::kReads, [this](const Empty&, const CallContext&) {
+    const store::StoreStats stats = store_->stats();
+    return StatusOr(ServerLoad{stats.num_rows, stats.memory_bytes, num_looked_up_rows_.value(),
+                               stats.updates.num_updated});
+  });
 }
 
 // Checks access before the request is decoded: a server that may not answer does not look at it.
@@ -113,6 +119,7 @@ template <typename Request, typename Reply, typename Function>
 void ParameterServer::Register(const Method<Request, Reply>& method, Access access, Function handle,
                                DurationStats* decoding) {
   auto handler = net::MakeHandler(method, std::move(handle), decoding);
+  // `method` and `access` are captured by value: they live as long as the handler.
   rpc_.Handle(method,
               [this, method, access, handler = std::move(handler)](
                   const Buffer& body, const CallContext& context) -> StatusOr<Segments> {
@@ -143,6 +150,7 @@ StatusOr<ServerRows> ParameterServer::Lookup(const LookupRowsRequest& request) {
     answer.storage = Buffer(num_floats * sizeof(float));
   }
   auto* rows = reinterpret_cast<float*>(answer.storage.data());
+  // The view stays valid when the answer moves: it points to the buffer's memory.
   answer.rows = {rows, num_floats};
   const auto mode = request.train ? store::LookupMode::kTrain : store::LookupMode::kInference;
   store::LookupReport report;
@@ -152,6 +160,7 @@ StatusOr<ServerRows> ParameterServer::Lookup(const LookupRowsRequest& request) {
   }
   const uint64_t num_rows = request.blocks.signs.size();
   if (num_rows == 0) return answer;
+  // After the lookup, so that one that is refused counts nothing.
   num_looked_up_rows_.Add(num_rows);
   last_missing_ratio_.store(static_cast<double>(report.num_missing) / static_cast<double>(num_rows),
                             std::memory_order_relaxed);
@@ -161,6 +170,8 @@ StatusOr<ServerRows> ParameterServer::Lookup(const LookupRowsRequest& request) {
 // A counter ahead of ours is a mistake of the caller; staleness would wrap around.
 StatusOr<UpdateResult> ParameterServer::UpdateOnce(const UpdateRowsRequest& request,
                                                    const CallContext& context) {
+  // A stamp of another life is no mistake: the server has restarted since, and staleness counts as
+  // 0.
   if (request.lookup.incarnation == incarnation_ &&
       request.lookup.update_counter > num_updates_.value()) {
     return InvalidArgument("lookup_counter is " + std::to_string(request.lookup.update_counter) +
@@ -169,6 +180,7 @@ StatusOr<UpdateResult> ParameterServer::UpdateOnce(const UpdateRowsRequest& requ
   bool repeated = false;
   auto result =
       updates_.Once(request.key, context.deadline, [&] { return Update(request); }, &repeated);
+  // A repetition that had to apply the update itself, because the first try failed, is none.
   if (result.ok() && repeated) num_repeated_.Add();
   return result;
 }
@@ -181,6 +193,7 @@ StatusOr<UpdateResult> ParameterServer::Update(const UpdateRowsRequest& request)
   {
     const Timed timed(update_times_, request.key.reference);
     PERSIA_RETURN_IF_ERROR(
+        // Several updates run side by side; the store's shards order those that meet in a row.
         store_->Update(ToRowBlocks(request.blocks), request.gradients.data(), &report));
   }
   // Counted after it is applied, so that a lookup never claims to have seen an update that it has

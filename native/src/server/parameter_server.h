@@ -18,7 +18,6 @@
 #include <string>
 #include <vector>
 
-#include "base/incarnation.h"
 #include "base/metrics.h"
 #include "base/row_protocol.h"
 #include "base/status.h"
@@ -31,11 +30,13 @@ namespace persia::server {
 class ParameterServer {
  public:
   struct Options {
+    // The server's place among the job's servers. It does not choose rows: workers route signs, and
+    // the server keeps whatever it is sent.
     uint32_t replica_index = 0;
     uint32_t replica_size = 1;
-    store::EmbeddingStore::Options store;
-    std::optional<store::TierOptions> tier;  // without one, rows are in memory alone
-    net::ServerOptions rpc;
+    store::EmbeddingStore::Options store = {};
+    std::optional<store::TierOptions> tier = {};  // without one, rows are in memory alone
+    net::ServerOptions rpc = {};
     // For inference: what would change rows is refused (kFailedPrecondition), and everything
     // (kUnavailable) until MarkLoaded.
     bool read_only = false;
@@ -46,26 +47,38 @@ class ParameterServer {
   static StatusOr<std::unique_ptr<ParameterServer>> Create(const Options& options);
 
   // See net::Server.
+  // Rows may be looked up as soon as it returns, and trained once a worker has configured the
+  // server.
   StatusOr<uint16_t> Start(const std::string& host = "127.0.0.1", uint16_t port = 0) {
     return rpc_.Start(host, port);
   }
+  // The store stays, with its rows: a snapshot may still be written.
   void Stop(std::chrono::milliseconds timeout) { rpc_.Stop(timeout); }
   // A read-only server answers from now on. Of others nothing changes.
+  // Once, when the rows of the checkpoint are there. Never taken back: a newer version is loaded
+  // into another server.
   void MarkLoaded() { loaded_ = true; }
 
   // The answer owns copies of the rows: they may change or be evicted before it is sent.
+  // The rows are copied under the locks of their shards, so no row is torn; rows of one batch may
+  // come from before and after another batch's update, as in any asynchronous training.
+  // kFailedPrecondition: a lookup for training before the config.
   StatusOr<ServerRows> Lookup(const LookupRowsRequest& request);
   // Applies the update, also one that was applied before. kFailedPrecondition: not configured.
   StatusOr<UpdateResult> Update(const UpdateRowsRequest& request);
+  // Values must be finite: the decoder has checked those of a message, and other callers check
+  // their own.
   Status SetRows(const SetRowsRequest& request);
 
   const Options& options() const { return options_; }
   // Differs from that of every other life of a server; never 0.
   uint64_t incarnation() const { return incarnation_; }
   // What the server counts, what its store holds, and its RPC.
+  // Counts since the start. Cheap enough for every scrape; it visits each shard for the rows held.
   Metrics metrics() const;
   // The phases of this server's work; as long as it lives.
   std::vector<const DurationStats*> durations() const;
+  // For snapshots, loading and following packets, beside the requests. Valid as long as the server.
   store::EmbeddingStore& embedding_store() { return *store_; }
 
  private:
@@ -78,16 +91,23 @@ class ParameterServer {
   void Register(const Method<Request, Reply>& method, Access access, Function handle,
                 DurationStats* decoding = nullptr);
   Status CheckAllowed(const MethodId& method, Access access) const;
+  // Update(), unless the key's result is remembered. A repetition that overtakes its first request
+  // waits for it until the deadline.
   StatusOr<UpdateResult> UpdateOnce(const UpdateRowsRequest& request,
                                     const net::CallContext& context);
 
   const Options options_;
+  // Set once, read by every request of a read-only server.
   std::atomic<bool> loaded_ = false;  // counts for read-only servers
   const uint64_t incarnation_ = DrawIncarnation();
   const std::unique_ptr<store::EmbeddingStore> store_;
+  // Keys are forgotten with the server's life, together with the rows: after a restart the
+  // incarnation tells workers that nothing is remembered.
   UpdateDeduplicator updates_{UpdateDeduplicator::Limits{}};
+  // Of the latest lookup, as the published gauge has it.
   std::atomic<double> last_missing_ratio_{0};
   CounterList counters_;
+  // The update counter of lookup stamps. It is raised after the update is applied, see Update().
   Counter num_updates_{counters_, {"num_updates", "persia_updates", "Update requests applied."}};
   Counter num_repeated_{counters_,
                         {"num_repeated_updates", "persia_repeated_updates",

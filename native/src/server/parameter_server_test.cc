@@ -307,6 +307,21 @@ TEST_F(ParameterServerTest, CountRowsIsTheStoresSize) {
   EXPECT_EQ(Call(kCountRows, std::vector<std::byte>(1)).status().code(), StatusCode::kCorruption);
 }
 
+TEST_F(ParameterServerTest, LoadCountsRowsLookupsAndUpdates) {
+  ASSERT_TRUE(Configure(Config()).ok());
+  ASSERT_TRUE(Lookup(true).ok());
+  ASSERT_TRUE(Lookup(false).ok());
+  ASSERT_TRUE(Update({1, 1}, {0, 0}, ones_).ok());
+  ASSERT_TRUE(Update({1, 1}, {0, 0}, ones_).ok());  // repeated: applied and counted once
+  auto load = net::Call(channel_, kMeasureLoad, Empty(), Soon());
+  ASSERT_TRUE(load.ok()) << load.status().ToString();
+  EXPECT_EQ(load->num_rows, 3u);
+  EXPECT_EQ(load->num_looked_up_rows, 6u);
+  EXPECT_EQ(load->num_updated_rows, 3u);
+  EXPECT_EQ(load->memory_bytes, server_->metrics()["memory_bytes"]);
+  EXPECT_GT(load->memory_bytes, 0u);
+}
+
 TEST_F(ParameterServerTest, WithRowsInMemoryItHasNoUseForHints) {
   for (const std::vector<std::byte>& body :
        {std::vector<std::byte>(), std::vector<std::byte>(16)}) {

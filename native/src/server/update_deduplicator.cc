@@ -30,12 +30,14 @@ StatusOr<UpdateResult> UpdateDeduplicator::Once(
   const auto known = Find(key);
   *repeated = known.has_value();
   if (known.has_value()) return *known;
+  // From here on repetitions wait, until it is erased below.
   applying_.insert(id);
   lock.unlock();
   auto reply = WithoutThrowing(apply);
   lock.lock();
   applying_.erase(id);
   if (reply.ok()) Remember(key, *reply);
+  // All, because those that wait do so for different keys.
   applied_.notify_all();
   return reply;
 }

@@ -5,7 +5,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "base/page_size.h"
+#include "base/mapped_memory.h"
 
 namespace persia::store {
 namespace {

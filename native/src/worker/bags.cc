@@ -35,6 +35,7 @@ float Bags::ScalingFactor(size_t bag) const {
     if (scaling == Scaling::kSqrt) return 1.0f / std::sqrt(static_cast<float>(count));
     return 1.0f / static_cast<float>(count / rows_per_offset);
   }
+  // In float64, so that the rounding of many weights does not add up.
   double sum = 0.0;
   const size_t first = Begin(bag) / rows_per_offset;
   for (const float weight : weights.subspan(first, count / rows_per_offset)) {
@@ -44,6 +45,7 @@ float Bags::ScalingFactor(size_t bag) const {
   return Inverse(std::sqrt(static_cast<float>(sum * rows_per_offset)));
 }
 
+// Three ways, for what each costs: copies of rows, sums of rows, and weighted sums.
 void PoolBags(const Bags& bags, const float* const* rows, float* out, size_t stride) {
   const simd::Kernels& kernels = simd::ActiveKernels();
   const uint32_t* numbers = bags.numbers.empty() ? nullptr : bags.numbers.data();
@@ -86,6 +88,7 @@ void GradientSums::AddSlot(const Bags& bags, const BagGradients& gradients, floa
   const float* gradient = gradients.begin;
   for (size_t bag = 0; bag < bags.num_bags; ++bag, gradient += gradients.stride) {
     const size_t begin = bags.Begin(bag), end = bags.End(bag);
+    // Once a bag: the factor's square root or division is the costly part.
     const float factor = scale * bags.Factor(bag);
     for (size_t i = begin; i < end; ++i) {
       const uint32_t place = begins_[bags.numbers[i] + 1]++;
@@ -96,6 +99,8 @@ void GradientSums::AddSlot(const Bags& bags, const BagGradients& gradients, floa
 }
 
 void GradientSums::Prefetch(uint32_t number, size_t dim) const {
+  // The first lines of the first rows: processors fetch on by themselves, and a sign with many
+  // gradients hides the latency of the later ones.
   constexpr size_t kRows = 4, kFloats = 128, kLineFloats = 16;
   const uint32_t begin = begins_[number];
   const uint32_t end = begin + std::min<uint32_t>(Count(number), kRows);

@@ -17,12 +17,15 @@
 
 namespace persia::worker {
 
+// Views of memory that the batch's plan owns. A plain value, made again for each use.
 struct Bags {
   uint32_t dim = 0;
   uint32_t num_bags = 0;
   // Bag b has numbers[offsets[b] * rows_per_offset .. offsets[b + 1] * rows_per_offset); without
   // offsets each has rows_per_offset numbers.
   std::span<const uint32_t> offsets = {};
+  // The number of the hash stack's rounds: offsets count IDs, and each has so many rows, one after
+  // the other.
   uint32_t rows_per_offset = 1;
   // Empty where the rows come one by one, in the order of the bags: for PoolBags() of bags with
   // offsets alone.
@@ -36,6 +39,8 @@ struct Bags {
   }
   size_t End(size_t bag) const { return Begin(bag + 1); }
   // Whether each bag is one row as it is. So it is with any scaling, whose factor is 1 then.
+  // Such bags are copied instead of summed, and their gradients added in place: the common case of
+  // a slot with one ID a sample.
   bool IsPlain() const { return offsets.empty() && rows_per_offset == 1 && weights.empty(); }
   // What the sum of a bag's rows, and its gradient, are multiplied by. 0 where the weights that it
   // would be divided by add up to 0.
@@ -59,6 +64,8 @@ struct BagGradients {
 class GradientSums {
  public:
   // Of several slots that share the numbers 0 .. num_rows, slot after slot. `scale` multiplies all.
+  // What the gradients point to must stay until the last Sum(). `slots` and `gradients` have one
+  // entry for each slot; a slot whose gradient is null is passed over.
   void Build(std::span<const Bags> slots, std::span<const BagGradients> gradients, float scale,
              uint32_t num_rows);
 

@@ -1,11 +1,59 @@
 #include "worker/batch_plan.h"
 
 #include <algorithm>
+#include <string>
+#include <utility>
 
 #include "base/hash.h"
+#include "base/id_features.h"
 
 namespace persia::worker {
 namespace {
+
+// Of a raw slot's index; as many as fit into the largest embeddings message, so that a batch that
+// could never be answered is refused before memory is taken for it.
+constexpr uint64_t kMaxIndexCells = 1ull << 27;
+
+Status FeatureError(std::string_view name, const std::string& what) {
+  return InvalidArgument("feature '" + std::string(name) + "': " + what);
+}
+
+StatusOr<Feature> FindSlot(const IdFeature& feature, const SlotTable& slots) {
+  const SlotConfig* slot = slots.Find(feature.name);
+  if (slot == nullptr) {
+    return FeatureError(
+        feature.name, "the embedding config has no slot of this name: add one, or do not send it");
+  }
+  const uint64_t batch_size = feature.offsets.size() - 1;
+  if (!slot->embedding_summation && batch_size * slot->sample_fixed_size > kMaxIndexCells) {
+    return FeatureError(feature.name,
+                        std::to_string(batch_size) + " samples with a sample_fixed_size of " +
+                            std::to_string(slot->sample_fixed_size) + " are more than the " +
+                            std::to_string(kMaxIndexCells) + " IDs that fit: make either smaller");
+  }
+  if (!slot->embedding_summation && !feature.weights.empty()) {
+    return FeatureError(
+        feature.name,
+        "it has weights, but its slot is a raw one, whose rows are not summed: weigh "
+        "them in the model, or set embedding_summation");
+  }
+  return Feature{slot, feature.offsets, feature.ids, feature.weights};
+}
+
+// Signs are numbered with 32 bits in a batch.
+Status CheckNumSigns(std::span<const Feature> features) {
+  uint64_t num_signs = 0;
+  for (const Feature& feature : features) {
+    num_signs += uint64_t{feature.ids.size()} * feature.slot->num_buckets();
+    if (num_signs > UINT32_MAX) {
+      return FeatureError(feature.slot->name,
+                          "with it the batch has " + std::to_string(num_signs) +
+                              " IDs after the hash stack, at most 2^32 - 1 fit: send smaller "
+                              "batches");
+    }
+  }
+  return Status::Ok();
+}
 
 // Without a branch, so that the compiler compares several offsets at once. Such a feature needs no
 // offsets to be pooled, which is the common case.
@@ -17,6 +65,21 @@ bool HasOneIdEach(std::span<const uint32_t> offsets) {
 
 }  // namespace
 
+StatusOr<FeatureBatch> FeatureBatch::Decode(Buffer bytes, const SlotTable& slots) {
+  PERSIA_ASSIGN_OR_RETURN(const IdFeatures decoded, DecodeIdFeatures(std::as_const(bytes).span()));
+  FeatureBatch batch;
+  batch.batch_size_ = decoded.batch_size;
+  batch.features_.reserve(decoded.features.size());
+  for (const IdFeature& id_feature : decoded.features) {
+    PERSIA_ASSIGN_OR_RETURN(const Feature feature, FindSlot(id_feature, slots));
+    batch.features_.push_back(feature);
+  }
+  PERSIA_RETURN_IF_ERROR(CheckNumSigns(batch.features_));
+  batch.bytes_ = std::move(bytes);  // the features' views stay where they are
+  return batch;
+}
+
+// Without offsets where each bag has as many rows: the kernels then need no second array.
 Bags PlannedFeature::bags() const {
   Bags bags{.dim = slot->dim,
             .num_bags = num_items(),
@@ -114,27 +177,6 @@ void BatchPlanner::RouteGroup(const SlotConfig& leader, BatchPlan* plan) {
     if (num_routed_[server] == 0) continue;
     plan->requests[server].blocks.push_back({leader.dim, num_routed_[server]});
   }
-}
-
-std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, SlotMask slots) {
-  std::vector<ServerBlocks> requests(plan.requests.size());
-  std::vector<uint32_t> num_before(requests.size(), 0);  // signs of earlier groups, by server
-  std::vector<uint32_t> num_here(requests.size());
-  size_t number = 0;
-  for (const PlannedGroup& group : plan.groups) {
-    num_here.assign(requests.size(), 0);
-    const size_t end = number + group.num_signs;
-    for (; number < end; ++number) ++num_here[plan.server_of[number]];
-    for (size_t server = 0; server < requests.size(); ++server) {
-      const auto signs =
-          std::span(plan.requests[server].signs).subspan(num_before[server], num_here[server]);
-      num_before[server] += num_here[server];
-      if (signs.empty() || !Includes(slots, group.mode)) continue;
-      requests[server].blocks.push_back({group.dim, num_here[server]});
-      requests[server].signs.insert(requests[server].signs.end(), signs.begin(), signs.end());
-    }
-  }
-  return requests;
 }
 
 }  // namespace persia::worker

@@ -13,14 +13,39 @@
 #include <span>
 #include <vector>
 
+#include "base/buffer.h"
+#include "base/status.h"
 #include "worker/bags.h"
-#include "worker/feature_batch.h"
 #include "worker/row_service.h"
-#include "worker/slot_stats.h"
 #include "worker/slot_table.h"
 #include "worker/unique_keys.h"
 
 namespace persia::worker {
+
+// Views of the batch's bytes.
+struct Feature {
+  const SlotConfig* slot = nullptr;
+  // [batch_size + 1]; sample s has ids[offsets[s] .. offsets[s + 1]).
+  std::span<const uint32_t> offsets;
+  std::span<const uint64_t> ids;
+  std::span<const float> weights = {};  // one an ID; empty: all 1
+};
+
+class FeatureBatch {
+ public:
+  // `slots` must outlive the batch. Fails as DecodeIdFeatures does, and with kInvalidArgument on an
+  // unknown feature, on weights for a raw slot or on more IDs than a batch can have.
+  static StatusOr<FeatureBatch> Decode(Buffer bytes, const SlotTable& slots);
+
+  uint32_t batch_size() const { return batch_size_; }
+  std::span<const Feature> features() const { return features_; }
+  size_t size_bytes() const { return bytes_.size(); }
+
+ private:
+  Buffer bytes_;
+  uint32_t batch_size_ = 0;
+  std::vector<Feature> features_;
+};
 
 // One feature of the batch. An *item* is what signs are summed for: in a pooled slot an ID, in a
 // raw slot a distinct ID. Each item has num_buckets() signs, one after the other.
@@ -84,23 +109,53 @@ class BatchPlanner {
   std::vector<uint32_t> num_routed_;  // by server, of one group
 };
 
-// What some slots of the plan ask of each server: the plan's requests without the other groups'
-// blocks.
-std::vector<ServerBlocks> RequestsOf(const BatchPlan& plan, SlotMask slots);
+// Which of a plan's signs a step is about; called with each sign's group and number.
+struct AllSigns {
+  bool operator()(const PlannedGroup& /*group*/, uint32_t /*number*/) const { return true; }
+};
+struct SignsOfSlots {
+  SlotMask slots;
+  bool operator()(const PlannedGroup& group, uint32_t /*number*/) const {
+    return Includes(slots, group.mode);
+  }
+};
 
-// (*rows)[n] is where the row of sign number n lies, given where each server's rows begin. Answers
-// to RequestsOf() some slots have no rows of the other groups: those stay null.
-template <typename Float>
-void LocateRows(const BatchPlan& plan, std::vector<Float*> begin_by_server,
-                std::vector<Float*>* rows, SlotMask slots = kAllSlots) {
-  rows->assign(plan.num_signs(), nullptr);
-  size_t number = 0;
+// The plan's requests, limited to the signs that `keep` returns true for. Those stay in the order
+// of their numbers, so that LocateRows() with the same `keep` finds their rows.
+template <typename Keep>
+std::vector<ServerBlocks> SelectRequests(const BatchPlan& plan, Keep keep) {
+  const size_t num_servers = plan.requests.size();
+  std::vector<ServerBlocks> kept(num_servers);
+  std::vector<size_t> next(num_servers, 0);  // into the plan's signs
+  std::vector<uint32_t> num_kept(num_servers);
+  for (size_t i = 0; i < num_servers; ++i) kept[i].signs.reserve(plan.requests[i].signs.size());
+  uint32_t number = 0;
   for (const PlannedGroup& group : plan.groups) {
-    if (!Includes(slots, group.mode)) {
-      number += group.num_signs;
-      continue;
-    }
+    num_kept.assign(num_servers, 0);
     for (uint32_t i = 0; i < group.num_signs; ++i, ++number) {
+      const uint16_t server = plan.server_of[number];
+      const uint64_t sign = plan.requests[server].signs[next[server]++];
+      if (!keep(group, number)) continue;
+      kept[server].signs.push_back(sign);
+      ++num_kept[server];
+    }
+    for (size_t server = 0; server < num_servers; ++server) {
+      if (num_kept[server] != 0) kept[server].blocks.push_back({group.dim, num_kept[server]});
+    }
+  }
+  return kept;
+}
+
+// (*rows)[n] becomes the place of sign number n's row, given where each server's rows begin. Signs
+// that `keep` left out of the request have no row: theirs stay null.
+template <typename Float, typename Keep = AllSigns>
+void LocateRows(const BatchPlan& plan, std::vector<Float*> begin_by_server,
+                std::vector<Float*>* rows, Keep keep = {}) {
+  rows->assign(plan.num_signs(), nullptr);
+  uint32_t number = 0;
+  for (const PlannedGroup& group : plan.groups) {
+    for (uint32_t i = 0; i < group.num_signs; ++i, ++number) {
+      if (!keep(group, number)) continue;
       Float*& next = begin_by_server[plan.server_of[number]];
       (*rows)[number] = next;
       next += group.dim;

@@ -161,10 +161,10 @@ TEST(BatchPlanTest, EachModeAsksForItsGroupsAndFindsTheirRows) {
     const std::vector<uint64_t> signs = SignsByNumber(plan);
     for (const SlotMask wanted : {kAllSlots, 1u, 2u, 4u, 5u, 7u, ~0u}) {
       BatchPlan asked = plan;
-      asked.requests = RequestsOf(plan, wanted);
+      asked.requests = SelectRequests(plan, SignsOfSlots{wanted});
       const TestAnswers answers(asked);
       std::vector<const float*> rows;
-      LocateRows(plan, answers.begins(), &rows, wanted);
+      LocateRows(plan, answers.begins(), &rows, SignsOfSlots{wanted});
       size_t number = 0, num_asked = 0;
       for (const PlannedGroup& group : plan.groups) {
         const bool here = Includes(wanted, group.mode);

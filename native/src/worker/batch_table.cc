@@ -9,16 +9,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-Status TooManyInFlight(uint64_t limit) {
-  return ResourceExhausted(std::to_string(limit) +
-                           " batches await their gradients already: return or release some");
-}
-
 }  // namespace
 
 StatusOr<uint64_t> BatchTable::AddWaiting(uint32_t loader_index, FeatureBatch features) {
   const std::lock_guard lock(mutex_);
   const size_t num_bytes = features.size_bytes();
+  // Expiry only when there is no room: looking through all batches costs more than adding one.
   if (MustWaitLocked(loader_index, num_bytes)) ExpireLocked(Batch::State::kWaiting);
   if (MustWaitLocked(loader_index, num_bytes)) {
     return ResourceExhausted("batch of data loader " + std::to_string(loader_index) + ": " +
@@ -37,6 +33,7 @@ StatusOr<uint64_t> BatchTable::AddWaiting(uint32_t loader_index, FeatureBatch fe
 
 StatusOr<BatchTable::Lease> BatchTable::AddInFlight(FeatureBatch features) {
   const std::lock_guard lock(mutex_);
+  // Before the batch is made, so that one that is refused gets no counter.
   PERSIA_RETURN_IF_ERROR(MakeRoomInFlightLocked());
   const std::shared_ptr<Batch> batch = MakeLocked(std::move(features), Batch::State::kInFlight);
   ++num_in_flight_;
@@ -84,6 +81,7 @@ StatusOr<BatchTable::Lease> BatchTable::Acquire(uint64_t counter, Deadline deadl
 
 std::optional<BatchTable::Lease> BatchTable::NextToPrefetch(uint64_t limit) {
   const std::lock_guard lock(mutex_);
+  // Those that a later batch has overtaken: they no longer count against the limit.
   ahead_.erase(ahead_.begin(), ahead_.lower_bound(newest_left_));
   if (ahead_.size() >= limit) return std::nullopt;
   for (auto next = batches_.lower_bound(next_ahead_); next != batches_.end(); ++next) {
@@ -121,8 +119,9 @@ Status BatchTable::StartFlight(const Lease& lease) {
 
 Status BatchTable::MakeRoomInFlightLocked() {
   if (num_in_flight_ >= options_.max_in_flight) ExpireLocked(Batch::State::kInFlight);
-  if (num_in_flight_ >= options_.max_in_flight) return TooManyInFlight(options_.max_in_flight);
-  return Status::Ok();
+  if (num_in_flight_ < options_.max_in_flight) return Status::Ok();
+  return ResourceExhausted(std::to_string(options_.max_in_flight) +
+                           " batches await their gradients already: return or release some");
 }
 
 // The report is remembered for a repetition of the request whose answer was lost.
@@ -130,6 +129,7 @@ void BatchTable::FinishReturned(const Lease& lease, const ReturnReport& report) 
   const std::lock_guard lock(mutex_);
   RemoveLocked(*lease);
   ++num_returned_;
+  // In the same step as the removal: a repeated return finds either the batch or its report.
   returned_.emplace(lease->counter, report);
   returned_order_.push_back(lease->counter);
   if (returned_order_.size() > options_.max_remembered) {
@@ -165,6 +165,8 @@ void BatchTable::RemoveLocked(const Batch& batch) {
   batches_.erase(batch.counter);
 }
 
+// Of a batch that is looked up, released or expired: its bytes and its loader's share are free
+// again.
 void BatchTable::LeaveWaitingLocked(const Batch& batch) {
   const auto waiting = num_waiting_.find(batch.loader_index);
   if (--waiting->second == 0) num_waiting_.erase(waiting);
@@ -189,6 +191,7 @@ bool BatchTable::WasIssued(uint64_t counter) const {
 
 void BatchTable::AddMetrics(Metrics* metrics) const {
   const std::lock_guard lock(mutex_);
+  // Under one lock, so that the invariant holds in every status that is shown.
   metrics->AddCounter("num_registered", "persia_batches_registered",
                       "Batches that loaders have sent.", next_counter_ - 1);
   metrics->AddCounter("num_returned", "persia_batches_returned",

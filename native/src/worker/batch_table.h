@@ -24,7 +24,6 @@
 #include "base/metrics.h"
 #include "base/status.h"
 #include "worker/batch_plan.h"
-#include "worker/feature_batch.h"
 #include "worker/types.h"
 
 namespace persia::worker {

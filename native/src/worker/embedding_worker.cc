@@ -20,19 +20,16 @@ constexpr std::chrono::seconds kReleasePatience{10};
 // not evicted before use.
 constexpr uint64_t kBatchesAhead = 4;
 
-// The planner keeps its tables from batch to batch; one for each thread that looks batches up.
-BatchPlan MakePlan(const FeatureBatch& features, const SlotTable& slots, uint32_t num_servers,
-                   SlotCounters* counters) {
-  thread_local BatchPlanner planner;
-  return planner.Make(features, slots, num_servers, counters);
-}
-
 std::vector<const float*> FindRows(const BatchPlan& plan, std::span<const ServerRows> answers,
                                    SlotMask slots) {
   std::vector<const float*> begins;
   for (const ServerRows& answer : answers) begins.push_back(answer.rows.data());
   std::vector<const float*> rows;
-  LocateRows(plan, std::move(begins), &rows, slots);
+  if (slots == kAllSlots) {
+    LocateRows(plan, std::move(begins), &rows);
+  } else {
+    LocateRows(plan, std::move(begins), &rows, SignsOfSlots{slots});
+  }
   return rows;
 }
 
@@ -72,6 +69,7 @@ ReturnReport MakeReport(std::span<const UpdateResult> results,
       // A server that has restarted between two lookups counts from 0 again.
       if (stamp.incarnation == 0 || stamp.incarnation != first.incarnation) continue;
       const uint64_t until = stamp.update_counter - first.update_counter;
+      // Never below 0, whatever a server answers.
       const uint64_t staleness = result.staleness - std::min(result.staleness, until);
       report.lookups[i].staleness = std::max(report.lookups[i].staleness, staleness);
     }
@@ -90,13 +88,6 @@ uint64_t CountSigns(std::span<const ServerBlocks> requests) {
   uint64_t count = 0;
   for (const ServerBlocks& request : requests) count += request.signs.size();
   return count;
-}
-
-// One spelling for what Status and StatusOr call differently.
-StatusCode CodeOf(const Status& status) { return status.code(); }
-template <typename T>
-StatusCode CodeOf(const StatusOr<T>& result) {
-  return result.status().code();
 }
 
 // Rows that were not looked up (pretrained ones), divided among the servers.
@@ -131,6 +122,7 @@ RoutedRows RouteRows(const SignBlocks& blocks, const float* row, uint32_t num_se
 
 StatusOr<std::unique_ptr<EmbeddingWorker>> EmbeddingWorker::Create(
     WorkerOptions options, std::shared_ptr<RowService> rows) {
+  // Routing divides by it.
   if (rows->num_servers() == 0) {
     return InvalidArgument(
         "num_servers is 0; an embedding worker needs at least 1 parameter server");
@@ -138,11 +130,10 @@ StatusOr<std::unique_ptr<EmbeddingWorker>> EmbeddingWorker::Create(
   if (options.forward_buffer_size == 0 || options.max_in_flight == 0) {
     return InvalidArgument("forward_buffer_size and max_in_flight must be at least 1");
   }
-  StatusOr<SlotTable> slots =
-      SlotTable::Create(options.feature_index_prefix_bit, std::move(options.slots));
-  if (!slots.ok()) return slots.status();
+  PERSIA_ASSIGN_OR_RETURN(SlotTable slots, SlotTable::Create(options.feature_index_prefix_bit,
+                                                             std::move(options.slots)));
   return std::unique_ptr<EmbeddingWorker>(
-      new EmbeddingWorker(options, std::move(slots).value(), std::move(rows)));
+      new EmbeddingWorker(options, std::move(slots), std::move(rows)));
 }
 
 EmbeddingWorker::EmbeddingWorker(const WorkerOptions& options, SlotTable slots,
@@ -157,12 +148,13 @@ EmbeddingWorker::EmbeddingWorker(const WorkerOptions& options, SlotTable slots,
 template <typename Call>
 auto EmbeddingWorker::WithConfiguration(Deadline deadline, Call call) -> decltype(call()) {
   auto result = call();
-  if (CodeOf(result) != StatusCode::kFailedPrecondition) return result;
+  if (result.code() != StatusCode::kFailedPrecondition) return result;
   std::optional<TrainConfig> config;
   {
     const std::lock_guard lock(config_mutex_);
     config = config_;
   }
+  // Of inference, or before the first TrainCtx: the server was right to refuse.
   if (!config.has_value()) {
     return FailedPrecondition(
         "the embedding optimizer is not configured: enter a TrainCtx before training lookups");
@@ -199,18 +191,16 @@ Status EmbeddingWorker::CheckIncarnation(const BatchKey& key) const {
 
 StatusOr<BatchKey> EmbeddingWorker::Register(uint32_t loader_index,
                                              std::span<const std::byte> id_features) {
-  const StatusOr<uint64_t> counter = Add(loader_index, id_features);
-  if (!counter.ok()) return counter.status();
+  PERSIA_ASSIGN_OR_RETURN(const uint64_t counter, Add(loader_index, id_features));
   SendPrefetchHints();
-  return BatchKey{incarnation_, counter.value()};
+  return BatchKey{incarnation_, counter};
 }
 
 StatusOr<uint64_t> EmbeddingWorker::Add(uint32_t loader_index,
                                         std::span<const std::byte> id_features) {
   Timed timed(register_times_);
-  StatusOr<FeatureBatch> features = Decode(id_features);
-  if (!features.ok()) return features.status();
-  StatusOr<uint64_t> counter = table_.AddWaiting(loader_index, std::move(features).value());
+  PERSIA_ASSIGN_OR_RETURN(FeatureBatch features, Decode(id_features));
+  StatusOr<uint64_t> counter = table_.AddWaiting(loader_index, std::move(features));
   if (counter.ok()) timed.set_reference(*counter);
   return counter;
 }
@@ -219,11 +209,11 @@ StatusOr<Buffer> EmbeddingWorker::Lookup(const BatchKey& key, bool requires_grad
                                          SlotMask slots) {
   PERSIA_RETURN_IF_ERROR(CheckSlots(slots, requires_grad));
   PERSIA_RETURN_IF_ERROR(CheckIncarnation(key));
-  StatusOr<BatchTable::Lease> lease = table_.Acquire(key.reference, deadline);
-  if (!lease.ok()) return lease.status();
-  if (requires_grad) PERSIA_RETURN_IF_ERROR(table_.StartFlight(*lease));
-  StatusOr<Buffer> message = LookupLeased(**lease, requires_grad, deadline, slots);
-  if (message.ok() && !requires_grad) table_.FinishReleased(*lease);
+  PERSIA_ASSIGN_OR_RETURN(const auto lease, table_.Acquire(key.reference, deadline));
+  if (requires_grad) PERSIA_RETURN_IF_ERROR(table_.StartFlight(lease));
+  StatusOr<Buffer> message = LookupLeased(*lease, requires_grad, deadline, slots);
+  // A failed lookup leaves the batch where it was, for a repetition.
+  if (message.ok() && !requires_grad) table_.FinishReleased(lease);
   return message;
 }
 
@@ -231,13 +221,11 @@ StatusOr<Buffer> EmbeddingWorker::LookupDirect(std::span<const std::byte> id_fea
                                                bool requires_grad, Deadline deadline,
                                                SlotMask slots) {
   PERSIA_RETURN_IF_ERROR(CheckSlots(slots, requires_grad));
-  StatusOr<FeatureBatch> features = Decode(id_features);
-  if (!features.ok()) return features.status();
-  StatusOr<BatchTable::Lease> lease = table_.AddInFlight(std::move(features).value());
-  if (!lease.ok()) return lease.status();
-  StatusOr<Buffer> message = LookupLeased(**lease, requires_grad, deadline, slots);
+  PERSIA_ASSIGN_OR_RETURN(FeatureBatch features, Decode(id_features));
+  PERSIA_ASSIGN_OR_RETURN(const auto lease, table_.AddInFlight(std::move(features)));
+  StatusOr<Buffer> message = LookupLeased(*lease, requires_grad, deadline, slots);
   // After a failure nobody knows the reference, so nobody could return or release the batch.
-  if (!message.ok() || !requires_grad) table_.FinishReleased(*lease);
+  if (!message.ok() || !requires_grad) table_.FinishReleased(lease);
   return message;
 }
 
@@ -245,7 +233,8 @@ StatusOr<Buffer> EmbeddingWorker::LookupDirect(std::span<const std::byte> id_fea
 void EmbeddingWorker::Plan(Batch& batch) {
   if (batch.plan.has_value()) return;
   const Timed timed(preprocess_times_, batch.counter);
-  batch.plan = MakePlan(*batch.features, slots_, rows_->num_servers(), &slot_counters_);
+  thread_local BatchPlanner planner;  // keeps its tables from batch to batch
+  batch.plan = planner.Make(*batch.features, slots_, rows_->num_servers(), &slot_counters_);
   batch.features.reset();
 }
 
@@ -265,25 +254,25 @@ StatusOr<Buffer> EmbeddingWorker::LookupLeased(Batch& batch, bool requires_grad,
                                                SlotMask slots) {
   const Timed total(total_times_, batch.counter);
   Plan(batch);
-  StatusOr<std::vector<ServerRows>> answers = LookupRows(batch, requires_grad, deadline, slots);
-  if (!answers.ok()) return answers.status();
+  PERSIA_ASSIGN_OR_RETURN(const auto answers, LookupRows(batch, requires_grad, deadline, slots));
   const bool first = batch.lookups.empty();
   // Only what was looked up for training may be updated.
-  if (requires_grad) NoteLookup(slots, *answers, &batch.lookups);
+  if (requires_grad) NoteLookup(slots, answers, &batch.lookups);
   if (first) {  // counted as a whole
     num_looked_up_.Add();
     num_ids_.Add(batch.plan->num_ids);
     num_signs_.Add(batch.plan->num_signs());
   }
   const Timed timed(postprocess_times_, batch.counter);
-  return Pool(batch, *answers, requires_grad, slots);
+  return Pool(batch, answers, requires_grad, slots);
 }
 
 StatusOr<std::vector<ServerRows>> EmbeddingWorker::LookupRows(const Batch& batch,
                                                               bool requires_grad, Deadline deadline,
                                                               SlotMask slots) {
+  // Usually all slots are looked up at once, and the plan's requests are sent as they are.
   std::vector<ServerBlocks> some;
-  if (slots != kAllSlots) some = RequestsOf(*batch.plan, slots);
+  if (slots != kAllSlots) some = SelectRequests(*batch.plan, SignsOfSlots{slots});
   return WithConfiguration(deadline, [&] {
     const Timed timed(rpc_times_, batch.counter);
     return rows_->Lookup(slots == kAllSlots ? batch.plan->requests : some, requires_grad, deadline);
@@ -293,15 +282,15 @@ StatusOr<std::vector<ServerRows>> EmbeddingWorker::LookupRows(const Batch& batch
 StatusOr<Buffer> EmbeddingWorker::Pool(const Batch& batch, std::span<const ServerRows> answers,
                                        bool requires_grad, SlotMask slots) const {
   const BatchPlan& plan = *batch.plan;
-  StatusOr<EmbeddingsWriter> writer =
-      EmbeddingsWriter::Create(plan, incarnation_, requires_grad ? batch.counter : 0, slots);
-  if (!writer.ok()) return writer.status();
+  PERSIA_ASSIGN_OR_RETURN(
+      EmbeddingsLayout layout,
+      LayOutEmbeddings(plan, incarnation_, requires_grad ? batch.counter : 0, slots));
   const std::vector<const float*> rows = FindRows(plan, answers, slots);
   for (size_t i = 0; i < plan.features.size(); ++i) {
     if (!Includes(slots, plan.features[i].slot->mode)) continue;
-    PoolFeature(plan.features[i], plan.batch_size, rows, writer->slots()[i]);
+    PoolFeature(plan.features[i], plan.batch_size, rows, layout.slots[i]);
   }
-  return writer->Release();
+  return std::move(layout.message);
 }
 
 StatusOr<ReturnReport> EmbeddingWorker::ReturnGradients(const BatchKey& key, float scale,
@@ -336,19 +325,16 @@ StatusOr<ReturnReport> EmbeddingWorker::ReturnLeased(const Batch& batch, float s
     const Timed timed(reduce_times_, batch.counter);
     return ReduceGradients(*batch.plan, scale, gradients);
   };
-  StatusOr<ReducedGradients> reduced = reduce();
-  if (!reduced.ok()) return reduced.status();
-  const uint64_t num_sent = CountSigns(reduced->requests);
+  PERSIA_ASSIGN_OR_RETURN(const ReducedGradients reduced, reduce());
+  const uint64_t num_sent = CountSigns(reduced.requests);
   std::vector<UpdateResult> results;
   if (num_sent > 0) {
-    StatusOr<std::vector<UpdateResult>> answers = Update(batch, *reduced, deadline);
-    if (!answers.ok()) return answers.status();
-    results = std::move(*answers);
+    PERSIA_ASSIGN_OR_RETURN(results, Update(batch, reduced, deadline));
   }
   ReturnReport report = MakeReport(results, batch.lookups);
-  report.num_nonfinite_slots = static_cast<uint32_t>(reduced->nonfinite_features.size());
-  report.num_skipped_slots = static_cast<uint32_t>(reduced->skipped_features.size());
-  Count(batch, *reduced, num_sent);
+  report.num_nonfinite_slots = static_cast<uint32_t>(reduced.nonfinite_features.size());
+  report.num_skipped_slots = static_cast<uint32_t>(reduced.skipped_features.size());
+  Count(batch, reduced, num_sent);
   return report;
 }
 

@@ -19,30 +19,34 @@
 
 #include "base/buffer.h"
 #include "base/duration_stats.h"
-#include "base/incarnation.h"
 #include "base/metrics.h"
+#include "base/row_protocol.h"
 #include "base/status.h"
 #include "base/train_config.h"
+#include "worker/batch_plan.h"
 #include "worker/batch_table.h"
-#include "worker/feature_batch.h"
 #include "worker/reduction.h"
 #include "worker/row_service.h"
-#include "worker/slot_stats.h"
 #include "worker/slot_table.h"
 #include "worker/types.h"
 
 namespace persia::worker {
 
+// Bounds of memory. Batches beyond them are refused, never dropped: loaders wait, which is the
+// back-pressure.
 struct WorkerOptions {
-  uint32_t replica_index = 0;
   uint32_t feature_index_prefix_bit = 8;  // 1 .. 32
-  std::vector<SlotConfig> slots;
+  std::vector<SlotConfig> slots = {};
   uint64_t forward_buffer_size = 1000;         // waiting batches per loader
   uint64_t forward_buffer_bytes = 4ull << 30;  // waiting ID bytes, all loaders
   uint64_t max_in_flight = 4096;               // batches awaiting gradients
+  // A batch of this age is dropped when room is needed: its rank is taken to be gone. It must be
+  // longer than a rank may pause, for a checkpoint for instance.
   std::chrono::seconds buffered_data_expired{1000};
 };
 
+// Calls block on the servers where they must; each takes a deadline and ends by it. A batch is
+// worked on by one call at a time, different batches side by side.
 class EmbeddingWorker {
  public:
   // Refuses (naming the slot): dim 0, no slots, duplicate names, slots of one group with different
@@ -51,6 +55,8 @@ class EmbeddingWorker {
   static StatusOr<std::unique_ptr<EmbeddingWorker>> Create(WorkerOptions options,
                                                            std::shared_ptr<RowService> rows);
 
+  // Random, and part of every key: references of another life of this worker are refused instead of
+  // naming another batch.
   uint64_t incarnation() const { return incarnation_; }
 
   // Keeps the config and passes it on to all servers. Sends it again to a server that reports
@@ -59,6 +65,8 @@ class EmbeddingWorker {
 
   // Decodes (kCorruption, kInvalidArgument name the feature) and buffers. kResourceExhausted: full,
   // try again. An unknown feature name is refused here.
+  // The bytes are copied. Where servers want hints, one call in a few also plans waiting batches
+  // and sends their signs ahead, before it returns.
   StatusOr<BatchKey> Register(uint32_t loader_index, std::span<const std::byte> id_features);
 
   // Returns the embeddings message. With requires_grad the batch stays in flight until its
@@ -70,11 +78,16 @@ class EmbeddingWorker {
   // the later lookup counts.
   StatusOr<Buffer> Lookup(const BatchKey& key, bool requires_grad, Deadline deadline,
                           SlotMask slots = kAllSlots);
+  // The batch never waits: its ID features come with the request. Without requires_grad it leaves
+  // nothing behind.
   StatusOr<Buffer> LookupDirect(std::span<const std::byte> id_features, bool requires_grad,
                                 Deadline deadline, SlotMask slots = kAllSlots);
 
   // Applies the gradients once: a repetition for a batch that was returned already gives the first
   // report again.
+  // kNotFound: neither held nor returned lately. kFailedPrecondition: the batch was looked up
+  // without requires_grad. A server that fails leaves the batch in flight, so that the call can be
+  // repeated: servers that have applied their part recognise its key.
   StatusOr<ReturnReport> ReturnGradients(const BatchKey& key, float scale,
                                          std::span<const SlotGradient> gradients,
                                          Deadline deadline);
@@ -91,6 +104,7 @@ class EmbeddingWorker {
   StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline) { return rows_->Sizes(deadline); }
 
   Metrics metrics() const;
+  // Of all slots of the config, also those that no batch has had yet.
   std::vector<SlotStats> slot_stats() const { return slot_counters_.stats(); }
   // The phases of this worker's work; as long as it lives.
   std::vector<const DurationStats*> durations() const;
@@ -98,12 +112,15 @@ class EmbeddingWorker {
  private:
   EmbeddingWorker(const WorkerOptions& options, SlotTable slots, std::shared_ptr<RowService> rows);
 
+  // Copies the bytes and checks them.
   StatusOr<FeatureBatch> Decode(std::span<const std::byte> id_features) const;
   Status CheckIncarnation(const BatchKey& key) const;
   StatusOr<uint64_t> Add(uint32_t loader_index, std::span<const std::byte> id_features);
   // Makes the plan of a leased batch that has none.
   void Plan(Batch& batch);
   // Hints to servers that want it what the next batches will look up.
+  // Returns without waiting for a server. Called where a batch has left the queue or joined it, by
+  // the thread that did it, so that no thread is needed for it.
   void SendPrefetchHints();
   // Looks the leased batch up and pools it.
   StatusOr<Buffer> LookupLeased(Batch& batch, bool requires_grad, Deadline deadline,
@@ -125,8 +142,10 @@ class EmbeddingWorker {
   const uint64_t incarnation_ = DrawIncarnation();
   const SlotTable slots_;
   SlotCounters slot_counters_{slots_};
+  // Shared with the role that tells it the servers' addresses.
   const std::shared_ptr<RowService> rows_;
   BatchTable table_;
+  // Guards config_ alone, and is not held while servers are called.
   mutable std::mutex config_mutex_;
   std::optional<TrainConfig> config_;
   CounterList counters_;

@@ -25,6 +25,7 @@ constexpr size_t kUnitOffset = 20;
 
 uint64_t Padded(uint64_t size_bytes) { return (size_bytes + 7) / 8 * 8; }
 
+// Must agree with PutSlot() and PoolFeature() to the byte: memory is taken once, by this sum.
 uint64_t SlotBytes(const PlannedFeature& feature, uint64_t batch_size, SlotMask slots) {
   const SlotConfig& slot = *feature.slot;
   uint64_t bytes = kSlotHeadBytes + Padded(slot.name.size());
@@ -61,6 +62,8 @@ class Cursor {
   std::byte* next_;
 };
 
+// The layout of docs/wire_format.md. The reserved bytes become the dtype and the unit where a
+// message is narrowed.
 void PutHead(const SlotConfig& slot, uint32_t kind, uint32_t num_rows, uint32_t sample_fixed_size,
              Cursor* cursor) {
   cursor->Put(static_cast<uint32_t>(slot.name.size()));
@@ -72,6 +75,7 @@ void PutHead(const SlotConfig& slot, uint32_t kind, uint32_t num_rows, uint32_t 
   std::memcpy(cursor->Skip<char>(slot.name.size()), slot.name.data(), slot.name.size());
 }
 
+// Index and counts come first: they are short, and the rows behind them end the slot.
 SlotSpace PutSlot(const PlannedFeature& feature, uint64_t batch_size, SlotMask slots,
                   Cursor* cursor) {
   const SlotConfig& slot = *feature.slot;
@@ -90,38 +94,17 @@ SlotSpace PutSlot(const PlannedFeature& feature, uint64_t batch_size, SlotMask s
   return space;
 }
 
-// A slot as it lies in a message of float32: its head, name and index, and behind them its rows.
-struct EncodedSlot {
-  std::span<const std::byte> before_rows;
-  std::span<const float> rows;
-};
-
-EncodedSlot SplitSlot(std::span<const std::byte> message, ByteReader* reader, uint32_t batch_size) {
-  const size_t begin = message.size() - reader->remaining();
-  const auto name_bytes = reader->Get<uint32_t>();
-  const bool raw = (reader->Get<uint32_t>() & 0xffu) == kRaw;
-  const auto dim = reader->Get<uint32_t>();
-  const auto num_rows = reader->Get<uint32_t>();
-  const auto sample_fixed_size = reader->Get<uint32_t>();
-  reader->Get<uint32_t>();
-  reader->GetString(name_bytes);
-  if (raw) {
-    reader->GetArray<int64_t>(uint64_t{batch_size} * sample_fixed_size);
-    reader->GetArray<uint32_t>(batch_size);
-  }
-  const size_t end = message.size() - reader->remaining();
-  return {message.subspan(begin, end - begin), reader->GetArray<float>(uint64_t{num_rows} * dim)};
-}
-
-// Returns where the next slot goes.
-std::byte* WriteSlot(const EncodedSlot& slot, WireDtype dtype, std::byte* out) {
-  std::memcpy(out, slot.before_rows.data(), slot.before_rows.size());
-  const float unit = WireUnit(dtype, slot.rows);
+// Returns where the next slot goes. `before_rows`: the slot's head, name and index.
+// The unit is chosen per slot, by its greatest magnitude (wire_floats.h).
+std::byte* WriteNarrow(std::span<const std::byte> before_rows, std::span<const float> rows,
+                       WireDtype dtype, std::byte* out) {
+  std::memcpy(out, before_rows.data(), before_rows.size());
+  const float unit = WireUnit(dtype, rows);
   out[kDtypeOffset] = static_cast<std::byte>(dtype);
   std::memcpy(out + kUnitOffset, &unit, sizeof(unit));
-  out += slot.before_rows.size();
-  Narrow(dtype, slot.rows, unit, reinterpret_cast<uint16_t*>(out));
-  const size_t size_bytes = slot.rows.size() * sizeof(uint16_t);
+  out += before_rows.size();
+  Narrow(dtype, rows, unit, reinterpret_cast<uint16_t*>(out));
+  const size_t size_bytes = rows.size() * sizeof(uint16_t);
   std::memset(out + size_bytes, 0, Padded(size_bytes) - size_bytes);
   return out + Padded(size_bytes);
 }
@@ -145,6 +128,7 @@ bool AllBelow(std::span<const int64_t> index, uint64_t num_rows) {
   return ok;
 }
 
+// What model code takes for granted: an array of this shape is handed to it as it is.
 Status CheckShape(const SlotEmbedding& slot, uint8_t kind, uint32_t batch_size) {
   if (slot.name.empty()) return Corruption("an embeddings message: a slot has no name");
   if (kind > kAbsent) {
@@ -170,6 +154,8 @@ Status CheckShape(const SlotEmbedding& slot, uint8_t kind, uint32_t batch_size) 
 }
 
 // The caller checks that the reader is still ok.
+// Before each use of a count the reader has checked that its array is there. A slot with a wrong
+// shape is refused before its arrays are looked at.
 StatusOr<SlotEmbedding> ReadSlot(ByteReader* reader, uint32_t batch_size,
                                  std::vector<Buffer>* widened) {
   SlotEmbedding slot;
@@ -210,50 +196,56 @@ StatusOr<SlotEmbedding> ReadSlot(ByteReader* reader, uint32_t batch_size,
 
 }  // namespace
 
-StatusOr<EmbeddingsWriter> EmbeddingsWriter::Create(const BatchPlan& plan,
-                                                    uint64_t worker_incarnation, uint64_t reference,
-                                                    SlotMask slots) {
+StatusOr<EmbeddingsLayout> LayOutEmbeddings(const BatchPlan& plan, uint64_t worker_incarnation,
+                                            uint64_t reference, SlotMask slots) {
   uint64_t size_bytes = kHeadBytes;
   for (const PlannedFeature& feature : plan.features) {
     size_bytes += SlotBytes(feature, plan.batch_size, slots);
+    // Refused before memory is taken. Raw slots with a large sample_fixed_size get here.
     if (size_bytes > kMaxMessageBytes) {
       return InvalidArgument("slot '" + feature.slot->name + "': the batch's embeddings exceed " +
                              std::to_string(kMaxMessageBytes) + " bytes: send smaller batches");
     }
   }
-  EmbeddingsWriter writer;
-  writer.message_ = Buffer(size_bytes);
-  Cursor cursor(writer.message_.data());
+  EmbeddingsLayout layout;
+  layout.message = Buffer(size_bytes);
+  Cursor cursor(layout.message.data());
   cursor.Put(worker_incarnation);
   cursor.Put(reference);
   cursor.Put(static_cast<uint32_t>(plan.features.size()));
   cursor.Put(plan.batch_size);
   for (const PlannedFeature& feature : plan.features) {
-    writer.slots_.push_back(PutSlot(feature, plan.batch_size, slots, &cursor));
+    layout.slots.push_back(PutSlot(feature, plan.batch_size, slots, &cursor));
   }
-  return writer;
+  return layout;
 }
 
-StatusOr<Buffer> NarrowEmbeddings(std::span<const std::byte> message, WireDtype dtype) {
-  ByteReader reader(message);
-  reader.Get<uint64_t>();  // incarnation
-  reader.Get<uint64_t>();  // reference
-  const auto num_slots = reader.Get<uint32_t>();
-  const auto batch_size = reader.Get<uint32_t>();
-  const size_t head_bytes = message.size() - reader.remaining();
-  size_t size_bytes = head_bytes;
-  std::vector<EncodedSlot> slots;
-  for (uint32_t i = 0; i < num_slots && reader.ok(); ++i) {
-    const EncodedSlot& slot = slots.emplace_back(SplitSlot(message, &reader, batch_size));
-    size_bytes += slot.before_rows.size() + Padded(slot.rows.size() * sizeof(uint16_t));
-  }
-  if (!reader.ok() || reader.remaining() != 0) {
+StatusOr<Buffer> NarrowEmbeddings(Buffer message, WireDtype dtype) {
+  StatusOr<LookupResult> wide = DecodeEmbeddings(/*worker_index=*/0, std::move(message));
+  if (!wide.ok() || !wide->widened.empty()) {
     return Internal("embeddings to be narrowed are no message of float32");
   }
+  const auto num_floats = [](const SlotEmbedding& slot) {
+    return size_t{slot.num_rows} * slot.dim;
+  };
+  size_t size_bytes = wide->storage.size();
+  // Rows take half as many bytes, up to padding; everything else is copied.
+  for (const SlotEmbedding& slot : wide->slots) {
+    size_bytes -= Padded(num_floats(slot) * sizeof(float));
+    size_bytes += Padded(num_floats(slot) * sizeof(uint16_t));
+  }
   Buffer narrow(size_bytes);
-  std::memcpy(narrow.data(), message.data(), head_bytes);
-  std::byte* next = narrow.data() + head_bytes;
-  for (const EncodedSlot& slot : slots) next = WriteSlot(slot, dtype, next);
+  const std::byte* from = wide->storage.data();
+  std::memcpy(narrow.data(), from, kHeadBytes);
+  std::byte* to = narrow.data() + kHeadBytes;
+  from += kHeadBytes;
+  for (const SlotEmbedding& slot : wide->slots) {
+    // An absent slot ends where its rows would begin.
+    const std::byte* rows = slot.absent ? from + kSlotHeadBytes + Padded(slot.name.size())
+                                        : reinterpret_cast<const std::byte*>(slot.rows);
+    to = WriteNarrow({from, rows}, {slot.rows, num_floats(slot)}, dtype, to);
+    from = rows + Padded(num_floats(slot) * sizeof(float));
+  }
   return narrow;
 }
 
@@ -269,6 +261,7 @@ void PoolFeature(const PlannedFeature& feature, uint32_t batch_size,
   for (uint32_t sample = 0; sample < batch_size; ++sample) {
     space.sample_num_ids[sample] = feature.offsets[sample + 1] - feature.offsets[sample];
   }
+  // Every index of a missing ID points to it, so it must read as zeros.
   std::fill_n(space.rows, slot.dim, 0.0f);  // padding
   PoolBags(bags, rows.data(), space.rows + slot.dim, slot.dim);
 }
@@ -281,6 +274,7 @@ StatusOr<LookupResult> DecodeEmbeddings(uint32_t worker_index, Buffer message) {
   result.reference.reference = reader.Get<uint64_t>();
   const auto num_slots = reader.Get<uint32_t>();
   result.batch_size = reader.Get<uint32_t>();
+  // Bounds the list of slots before memory is taken for it.
   if (!reader.ok() || num_slots > reader.remaining() / kSlotHeadBytes) {
     return Truncated(message.size());
   }

@@ -1,8 +1,8 @@
 // The embeddings message (docs/wire_format.md), both ends of it.
 //
-// The embedding worker: EmbeddingsWriter lays the message out, so that PoolFeature() pools straight
-// into the bytes that are sent, and NarrowEmbeddings() converts one to 16 bits a float. The client:
-// DecodeEmbeddings() checks a message and shows the embeddings in place.
+// The embedding worker: LayOutEmbeddings() lays the message out, so that PoolFeature() pools
+// straight into the bytes that are sent, and NarrowEmbeddings() converts one to 16 bits a float.
+// The client: DecodeEmbeddings() checks a message and shows the embeddings in place.
 #pragma once
 
 #include <cstdint>
@@ -21,31 +21,27 @@ namespace persia::worker {
 
 // Where one slot's arrays go: nowhere for a slot that is not asked for. Everything else
 // of the message is written already.
+// Pointers into the message of the layout, valid as long as it.
 struct SlotSpace {
   int64_t* index = nullptr;            // raw: [batch_size x sample_fixed_size]
   uint32_t* sample_num_ids = nullptr;  // raw: [batch_size]
   float* rows = nullptr;               // [num_rows x dim]
 };
 
-class EmbeddingsWriter {
- public:
-  // kInvalidArgument: the message would be larger than any receiver takes.
-  static StatusOr<EmbeddingsWriter> Create(const BatchPlan& plan, uint64_t worker_incarnation,
-                                           uint64_t reference, SlotMask slots = kAllSlots);
-
-  // In the order of the plan's features; the arrays are uninitialised.
-  std::span<const SlotSpace> slots() const { return slots_; }
-  Buffer Release() { return std::move(message_); }
-
- private:
-  Buffer message_;
-  std::vector<SlotSpace> slots_;
+// A message whose heads are written and whose arrays are not.
+struct EmbeddingsLayout {
+  Buffer message;
+  std::vector<SlotSpace> slots;  // in the order of the plan's features; into `message`
 };
 
+// kInvalidArgument: the message would be larger than any receiver takes.
+StatusOr<EmbeddingsLayout> LayOutEmbeddings(const BatchPlan& plan, uint64_t worker_incarnation,
+                                            uint64_t reference, SlotMask slots = kAllSlots);
+
 // The message with 16 bits a float, in memory of its own. `message` is one of float32, as
-// EmbeddingsWriter makes it; kInternal when it is not. The worker pools in float32 and knows
+// LayOutEmbeddings() makes it; kInternal when it is not. The worker pools in float32 and knows
 // nothing of this; its service narrows what it sends.
-StatusOr<Buffer> NarrowEmbeddings(std::span<const std::byte> message, WireDtype dtype);
+StatusOr<Buffer> NarrowEmbeddings(Buffer message, WireDtype dtype);
 
 // Fills all arrays of `space`; `rows[n]` is the row of sign number n. Sums run over a sample's IDs
 // in their order, duplicates included, each ID's hash-stack buckets in the order of the rounds: see
@@ -54,6 +50,8 @@ void PoolFeature(const PlannedFeature& feature, uint32_t batch_size,
                  std::span<const float* const> rows, const SlotSpace& space);
 
 // A batch, and which embedding worker holds it.
+// The index is not part of the key: workers do not know their own, and a client uses it to find the
+// channel.
 struct BatchReference : BatchKey {
   uint32_t worker_index = 0;
 };
@@ -71,6 +69,8 @@ struct SlotEmbedding {
   const uint32_t* sample_num_ids = nullptr;  // raw: [batch_size]
 };
 
+// Movable, and its views stay valid when it moves: they point into memory that `storage` and
+// `widened` own, not into the object.
 struct LookupResult {
   BatchReference reference;  // reference.reference == 0: no gradient is expected
   uint32_t batch_size = 0;
@@ -82,6 +82,7 @@ struct LookupResult {
 // Decodes the message in place; kCorruption names what is wrong. Sizes, indices and dims are
 // checked (an index never points past the rows), for model code uses what comes out without another
 // look.
+// Used at both ends: by the client, and by a worker that narrows its own message.
 StatusOr<LookupResult> DecodeEmbeddings(uint32_t worker_index, Buffer message);
 
 }  // namespace persia::worker

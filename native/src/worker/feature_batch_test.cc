@@ -1,8 +1,7 @@
 // Decoding what a loader sends: everything that is wrong is refused, by name.
-#include "worker/feature_batch.h"
-
 #include <gtest/gtest.h>
 
+#include "worker/batch_plan.h"
 #include "worker/worker_test_util.h"
 
 namespace persia::worker {

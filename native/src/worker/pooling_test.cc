@@ -15,12 +15,12 @@ TestEmbeddings PoolBatch(const TestBatch& ids, const SlotTable& slots, uint32_t 
   const TestAnswers answers(plan);
   std::vector<const float*> rows;
   LocateRows(plan, answers.begins(), &rows);
-  auto writer = EmbeddingsWriter::Create(plan, 11, 22);
+  auto writer = LayOutEmbeddings(plan, 11, 22);
   EXPECT_TRUE(writer.ok());
   for (size_t i = 0; i < plan.features.size(); ++i) {
-    PoolFeature(plan.features[i], plan.batch_size, rows, writer->slots()[i]);
+    PoolFeature(plan.features[i], plan.batch_size, rows, writer->slots[i]);
   }
-  const Buffer message = writer->Release();
+  const Buffer message = std::move(writer->message);
   return ReadEmbeddings(message.span());
 }
 
@@ -125,11 +125,11 @@ TEST(PoolingTest, ScalingLeavesNoRowAndOneRowAlone) {
   EXPECT_EQ(bags.Factor(2), 0.25f);
 }
 
-TEST(EmbeddingsWriterTest, RefusesAMessageThatNobodyTakes) {
+TEST(LayOutEmbeddingsTest, RefusesAMessageThatNobodyTakes) {
   const SlotTable slots = MakeSlots({{.name = "wide", .dim = kMaxDim}});
   const TestBatch ids = {{"wide", std::vector<std::vector<uint64_t>>(5000)}};
   const BatchPlan plan = BatchPlanner().Make(MakeBatch(ids, slots), slots, 1);
-  const Status status = EmbeddingsWriter::Create(plan, 1, 1).status();
+  const Status status = LayOutEmbeddings(plan, 1, 1).status();
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("'wide'"), std::string::npos);
 }

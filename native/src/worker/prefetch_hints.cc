@@ -26,6 +26,7 @@ bool PrefetchHints::IsWanted(const std::shared_ptr<PrefetchHints>& hints, net::C
 HintReport PrefetchHints::Send(const std::shared_ptr<PrefetchHints>& hints,
                                std::span<const uint64_t> signs, net::Channel* channel) {
   if (signs.empty() || hints->state_ != State::kWanted) return {};
+  // Added first and taken back, so that two threads cannot both find the last place.
   if (++hints->num_open_ > kMaxOpen) {
     --hints->num_open_;
     return {.num_signs = signs.size(), .num_dropped = signs.size()};
@@ -57,6 +58,8 @@ PrefetchHints::State PrefetchHints::StateAfter(StatusOr<Buffer> reply) {
 
 void PrefetchHints::TakeReply(StatusOr<Buffer> reply) {
   --num_open_;
+  // Compared and exchanged below: Forget() may come at any time, and an answer of the server before
+  // must not be taken for one of its successor.
   State known = state_;
   if (known == State::kUnknown) return;  // of a server that has gone
   state_.compare_exchange_strong(known, StateAfter(std::move(reply)));

@@ -1,12 +1,12 @@
 #include "worker/reduction.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <limits>
 #include <string>
 
 #include "worker/bags.h"
+#include "worker/wire_floats.h"
 
 namespace persia::worker {
 namespace {
@@ -43,16 +43,6 @@ StatusOr<std::vector<const SlotGradient*>> MatchSlots(const BatchPlan& plan,
   return matched;
 }
 
-// Infinity when an element is NaN or infinite. Compared as integers, which order like the floats.
-float MaxMagnitude(const float* values, size_t count) {
-  uint32_t max_bits = 0;
-  for (size_t i = 0; i < count; ++i) {
-    max_bits = std::max(max_bits, std::bit_cast<uint32_t>(values[i]) & 0x7fffffffu);
-  }
-  const float max = std::bit_cast<float>(max_bits);
-  return std::isfinite(max) ? max : std::numeric_limits<float>::infinity();
-}
-
 // The greatest that a gradient is multiplied by; 1 or less without weights.
 double MaxMultiplier(const Bags& bags) {
   if (bags.weights.empty()) return 1.0;
@@ -72,8 +62,8 @@ double MaxMultiplier(const Bags& bags) {
 bool SumsStayFinite(const PlannedFeature& feature, const SlotGradient& gradient,
                     float inverse_scale, size_t num_slots) {
   const size_t num_padding_rows = feature.slot->embedding_summation ? 0 : 1;
-  const double max = MaxMagnitude(gradient.rows + num_padding_rows * gradient.dim,
-                                  (gradient.num_rows - num_padding_rows) * gradient.dim);
+  const double max = MaxMagnitude({gradient.rows + num_padding_rows * gradient.dim,
+                                   (gradient.num_rows - num_padding_rows) * gradient.dim});
   const double bound = max * inverse_scale * MaxMultiplier(feature.bags()) *
                        static_cast<double>(feature.sign_numbers.size()) *
                        static_cast<double>(num_slots);
@@ -170,27 +160,6 @@ class Summation {
   std::vector<BagGradients> gradients_;
 };
 
-// The requests of the lookup without the signs that no contributing slot has.
-std::vector<ServerBlocks> KeepSigns(const BatchPlan& plan, const std::vector<uint8_t>& keep) {
-  std::vector<ServerBlocks> kept(plan.requests.size());
-  std::vector<size_t> next(plan.requests.size(), 0);  // into the lookup's signs
-  size_t number = 0;
-  for (const PlannedGroup& group : plan.groups) {
-    std::vector<uint32_t> num_kept(plan.requests.size(), 0);
-    for (uint32_t i = 0; i < group.num_signs; ++i, ++number) {
-      const uint16_t server = plan.server_of[number];
-      const uint64_t sign = plan.requests[server].signs[next[server]++];
-      if (keep[number] == 0) continue;
-      kept[server].signs.push_back(sign);
-      ++num_kept[server];
-    }
-    for (size_t server = 0; server < kept.size(); ++server) {
-      if (num_kept[server] != 0) kept[server].blocks.push_back({group.dim, num_kept[server]});
-    }
-  }
-  return kept;
-}
-
 // By feature: what was sent for it, null for nothing, which is counted.
 std::vector<const float*> SelectSent(std::span<const SlotGradient* const> matched,
                                      ReducedGradients* reduced) {
@@ -250,19 +219,10 @@ void LayOutSums(const BatchPlan& plan, std::span<const float* const> selected,
     return LocateRows(plan, AllocateSums(reduced), sums);
   }
   const std::vector<uint8_t> keep = SignsToKeep(plan, selected);
-  reduced->kept = KeepSigns(plan, keep);
+  const auto is_kept = [&](const PlannedGroup&, uint32_t number) { return keep[number] != 0; };
+  reduced->kept = SelectRequests(plan, is_kept);
   reduced->requests = reduced->kept;
-  std::vector<float*> next = AllocateSums(reduced);
-  sums->assign(plan.num_signs(), nullptr);
-  size_t number = 0;
-  for (const PlannedGroup& group : plan.groups) {
-    for (uint32_t i = 0; i < group.num_signs; ++i, ++number) {
-      if (keep[number] == 0) continue;
-      float*& sum = next[plan.server_of[number]];
-      (*sums)[number] = sum;
-      sum += group.dim;
-    }
-  }
+  LocateRows(plan, AllocateSums(reduced), sums, is_kept);
 }
 
 // False when a gradient or a sum is not finite.
@@ -287,13 +247,12 @@ StatusOr<ReducedGradients> ReduceGradients(const BatchPlan& plan, float scale,
         "scale of the gradients is " + std::to_string(scale) +
         ", must be a finite positive number: pass the loss scale, 1 without AMP");
   }
-  StatusOr<std::vector<const SlotGradient*>> matched = MatchSlots(plan, gradients);
-  if (!matched.ok()) return matched.status();
+  PERSIA_ASSIGN_OR_RETURN(const auto matched, MatchSlots(plan, gradients));
   ReducedGradients reduced;
-  std::vector<const float*> selected = SelectSent(*matched, &reduced);
+  std::vector<const float*> selected = SelectSent(matched, &reduced);
   if (SumGradients(plan, selected, inverse_scale, &reduced)) return reduced;
   // Rare, so that which slots are to blame is only asked now.
-  DropNonfinite(plan, *matched, inverse_scale, selected, &reduced);
+  DropNonfinite(plan, matched, inverse_scale, selected, &reduced);
   SumGradients(plan, selected, inverse_scale, &reduced);
   return reduced;
 }

@@ -7,6 +7,7 @@
 namespace persia::worker {
 
 RemoteRows::RemoteRows(uint32_t num_servers) {
+  // All channels are made here and never replaced: calls need no lock to find theirs.
   for (uint32_t i = 0; i < num_servers; ++i) {
     channels_.push_back(std::make_unique<net::Channel>(
         net::Channel::Options{.peer = "parameter-server " + std::to_string(i)}));
@@ -21,6 +22,7 @@ Status RemoteRows::SetServer(uint32_t index, const std::string& address) {
     return InvalidArgument("parameter server " + std::to_string(index) + ": there are only " +
                            std::to_string(num_servers()) + ", counted from 0");
   }
+  // Calls that wait for the server are sent to the new address.
   channels_[index]->SetAddress(address);
   hints_[index]->Forget();
   return Status::Ok();
@@ -45,17 +47,18 @@ StatusOr<std::vector<Reply>> RemoteRows::CallSome(const Method<Request, Reply>& 
   std::vector<net::Channel*> channels;
   std::vector<Request> sent;
   for (uint32_t i = 0; i < requests.size(); ++i) {
+    // A server without signs has nothing to answer: in a small batch most have none.
     if (requests[i].blocks.signs.empty()) continue;
     servers.push_back(i);
     channels.push_back(channels_[i].get());
     sent.push_back(requests[i]);
   }
-  auto replies =
-      net::CallAll(method, std::span<net::Channel* const>(channels), std::move(sent), deadline);
-  if (!replies.ok()) return replies.status();
+  PERSIA_ASSIGN_OR_RETURN(
+      std::vector<Reply> replies,
+      net::CallAll(method, std::span<net::Channel* const>(channels), std::move(sent), deadline));
   std::vector<Reply> by_server(requests.size());
   for (size_t i = 0; i < servers.size(); ++i) {
-    by_server[servers[i]] = std::move(replies.value()[i]);
+    by_server[servers[i]] = std::move(replies[i]);
   }
   return by_server;
 }
@@ -69,6 +72,7 @@ StatusOr<std::vector<Reply>> RemoteRows::CallEvery(const Method<Request, Reply>&
                       std::vector<Request>(channels.size(), request), deadline);
 }
 
+// To all servers. Where one fails the others keep the config, which a repetition does not change.
 Status RemoteRows::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
   return CallEvery(kConfigureServer, {config, replace}, deadline).status();
 }
@@ -109,6 +113,7 @@ bool RemoteRows::WantsPrefetch() {
   return is_wanted;
 }
 
+// Servers that have applied their part before a failure recognise its key when it is repeated.
 StatusOr<std::vector<UpdateResult>> RemoteRows::Update(std::span<const UpdateRowsRequest> requests,
                                                        Deadline deadline) {
   return CallSome(kUpdateRows, requests, deadline);
@@ -122,6 +127,10 @@ Status RemoteRows::Clear(Deadline deadline) { return CallEvery(kClearRows, {}, d
 
 StatusOr<std::vector<uint64_t>> RemoteRows::Sizes(Deadline deadline) {
   return CallEvery(kCountRows, {}, deadline);
+}
+
+StatusOr<std::vector<ServerLoad>> RemoteRows::Loads(Deadline deadline) {
+  return CallEvery(kMeasureLoad, {}, deadline);
 }
 
 }  // namespace persia::worker

@@ -51,7 +51,7 @@ class RemoteRowsTest : public ::testing::Test {
     servers_[index] = std::make_unique<net::Server>(net::Server::Options{});
     for (const MethodId& method :
          std::vector<MethodId>{kConfigureServer, kLookupRows, kUpdateRows, kSetRows, kClearRows,
-                               kCountRows, kPrefetchRows}) {
+                               kCountRows, kPrefetchRows, kMeasureLoad}) {
       servers_[index]->Handle(method, [this, index](const Buffer& request, const CallContext&) {
         ++num_calls_[index];
         return answers_[index](request);
@@ -198,6 +198,21 @@ TEST_F(RemoteRowsTest, AMalformedReplyNamesItsServer) {
   EXPECT_EQ(rows_.Configure(TrainConfig(), false, Soon()).code(), StatusCode::kCorruption);
   EXPECT_EQ(rows_.Clear(Soon()).code(), StatusCode::kCorruption);
   EXPECT_EQ(rows_.Sizes(Soon()).status().code(), StatusCode::kCorruption);
+}
+
+TEST_F(RemoteRowsTest, LoadsAreEachServersOwnAndNeedAll) {
+  for (uint32_t i = 0; i < kNumServers; ++i) {
+    answers_[i] = [i](const Buffer&) {
+      return EncodeMessage(ServerLoad{i, 10 + i, 20 + i, 30 + i});
+    };
+  }
+  auto loads = rows_.Loads(Soon());
+  ASSERT_TRUE(loads.ok()) << loads.status().ToString();
+  ASSERT_EQ(loads->size(), kNumServers);
+  EXPECT_EQ(loads.value()[2].num_rows, 2u);
+  EXPECT_EQ(loads.value()[2].num_updated_rows, 32u);
+  answers_[1] = [](const Buffer&) { return Bytes(8); };
+  EXPECT_EQ(rows_.Loads(Soon()).status().code(), StatusCode::kCorruption);
 }
 
 TEST_F(RemoteRowsTest, SizesAreEachServersOwn) {

@@ -77,6 +77,8 @@ class RemoteRows final : public RowService {
   void Close();
   // Of the channel to each server.
   std::vector<net::ChannelStats> channel_stats() const;
+  // By server. Fails where one of them does: a comparison needs all.
+  StatusOr<std::vector<ServerLoad>> Loads(Deadline deadline);
 
   uint32_t num_servers() const override { return static_cast<uint32_t>(channels_.size()); }
   Status Configure(const TrainConfig& config, bool replace, Deadline deadline) override;

@@ -23,15 +23,19 @@ inline constexpr uint32_t kMaxSlotModes = 32;
 
 // One slot of the embedding config. SlotTable checks it together with the others: what slots of one
 // feature group must have in common is said there.
+// A plain value; what is in it has been checked only once it is in a SlotTable.
 struct SlotConfig {
   std::string name;
   uint32_t dim = 0;
+  // Pooled slots give one row a sample; raw ones give each distinct ID's row and an index.
   bool embedding_summation = true;  // false: a raw slot
   bool sqrt_scaling = false;
   bool mean_scaling = false;        // of pooled slots; not with sqrt_scaling
   uint32_t sample_fixed_size = 10;  // raw slots: IDs a sample keeps
   uint32_t hash_stack_rounds = 0;   // 0: no hash stack
-  uint64_t hash_stack_size = 0;     // embedding_size of each round
+  // Buckets in each round (`embedding_size` of the hash stack). An ID's embedding is the sum over
+  // its buckets, one a round.
+  uint64_t hash_stack_size = 0;
   // The number of the slot's consistency mode. A lookup names slots by it, so slots of different
   // modes may be looked up at different times. Below kMaxSlotModes; equal within a feature group.
   uint32_t mode = 0;
@@ -43,6 +47,7 @@ struct SlotConfig {
   // What differs from the job's train config; equal within a feature group.
   SlotRowConfig rows = {};
 
+  // Of pooled slots; SlotTable has refused both flags at once.
   Scaling scaling() const {
     if (mean_scaling) return Scaling::kMean;
     return sqrt_scaling ? Scaling::kSqrt : Scaling::kNone;

@@ -1,9 +1,9 @@
-#include "worker/slot_stats.h"
-
 #include <gtest/gtest.h>
 
 #include <numeric>
 #include <vector>
+
+#include "worker/slot_table.h"
 
 namespace persia::worker {
 namespace {

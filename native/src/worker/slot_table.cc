@@ -2,15 +2,22 @@
 
 #include <utility>
 
+#include "base/duration_stats.h"
 #include "base/hash.h"
 
 namespace persia::worker {
 namespace {
 
+// How many batches the estimate takes: see LookedUp().
+constexpr uint64_t kAllBatches = 64;
+constexpr uint64_t kOneBatchIn = 32;
+
 Status SlotError(const SlotConfig& slot, const std::string& what) {
   return InvalidArgument("slot '" + slot.name + "': " + what);
 }
 
+// What concerns a slot by itself. Each message names the slot and the remedy: it reaches the author
+// of a YAML file.
 Status CheckSlot(const SlotConfig& slot, uint32_t id_bits) {
   if (slot.name.empty()) return InvalidArgument("a slot has an empty name: name every slot");
   if (slot.dim == 0 || slot.dim > kMaxDim) {
@@ -47,6 +54,7 @@ Status CheckSlot(const SlotConfig& slot, uint32_t id_bits) {
 
 // The prefix keeps the signs of groups apart; 0 as a prefix is never given, so that 0 can mean "not
 // set" in a config.
+// Groups count from 0, and the first prefix is 1.
 Status SetPrefix(SlotConfig* slot, uint32_t id_bits) {
   const uint64_t num_prefixes = uint64_t{1} << (64 - id_bits);
   if (slot->index_prefix == 0) {
@@ -64,6 +72,7 @@ Status SetPrefix(SlotConfig* slot, uint32_t id_bits) {
   return Status::Ok();
 }
 
+// Servers keep a table of policies by group number, which a large number would make as large.
 Status CheckNumber(const SlotConfig& slot, uint32_t id_bits) {
   const uint64_t number = slot.index_prefix >> id_bits;
   if (slot.rows.IsEmpty() || number <= kMaxGroupNumber) return Status::Ok();
@@ -146,6 +155,7 @@ StatusOr<SlotTable> SlotTable::Create(uint32_t feature_index_prefix_bit,
   }
   if (slots.empty()) return InvalidArgument("the embedding config has no slots: add at least one");
   const uint32_t id_bits = 64 - feature_index_prefix_bit;
+  // Prefixes are set before CheckGroups() compares groups by them.
   for (SlotConfig& slot : slots) {
     PERSIA_RETURN_IF_ERROR(CheckSlot(slot, id_bits));
     PERSIA_RETURN_IF_ERROR(SetPrefix(&slot, id_bits));
@@ -178,11 +188,47 @@ void SlotTable::MakeSigns(const SlotConfig& slot, std::span<const uint64_t> ids,
   for (const uint64_t id : ids) {
     uint64_t hash = id;
     for (uint64_t round = 0; round < slot.hash_stack_rounds; ++round) {
+      // Each round hashes the one before, as in the published system: the buckets of an ID are
+      // fixed by its value.
       hash = SignHash(hash);
       const uint64_t bucket = hash % slot.hash_stack_size + round * slot.hash_stack_size;
       *signs++ = FoldId(bucket, id_bits_) + slot.index_prefix;
     }
   }
+}
+
+SlotCounters::SlotCounters(const SlotTable& slots)
+    : slots_(slots.slots()), counters_(slots.slots().size()) {}
+
+void SlotCounters::LookedUp(const SlotConfig& slot, uint64_t num_ids,
+                            std::span<const uint64_t> new_signs) {
+  // Counting is measurement: it is off where measurement is.
+  if (num_ids == 0 || !DurationStats::enabled()) return;
+  constexpr auto kRelaxed = std::memory_order_relaxed;
+  Counters& counters = Of(slot);
+  counters.num_ids.Add(num_ids);
+  counters.num_distinct.Add(new_signs.size());
+  counters.last_distinct_ratio.store(
+      static_cast<double>(new_signs.size()) / static_cast<double>(num_ids), kRelaxed);
+  // Of this slot: slots that are rare in batches are sampled as densely as others.
+  const uint64_t batch = counters.num_batches.fetch_add(1, kRelaxed);
+  if (batch < kAllBatches || batch % kOneBatchIn == 0) counters.distinct.Add(new_signs);
+}
+
+std::vector<SlotStats> SlotCounters::stats() const {
+  std::vector<SlotStats> all;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const Counters& counters = counters_[i];
+    Metrics& metrics = all.emplace_back(SlotStats{slots_[i].name, {}}).metrics;
+    // Ratios are not Counters: they are the latest value, or an estimate.
+    counters.list.AddTo(&metrics);
+    metrics.AddRatio("last_distinct_ratio", "batch_unique_indices_rate",
+                     "Distinct indices of the latest batch by all.",
+                     counters.last_distinct_ratio.load());
+    metrics.AddRatio("estimated_distinct", "estimated_distinct_id",
+                     "Different indices so far, estimated.", counters.distinct.Estimate());
+  }
+  return all;
 }
 
 }  // namespace persia::worker

@@ -11,27 +11,40 @@
 
 namespace persia::worker {
 
+// The clock of net/types.h, which this header does not need to know.
 using Deadline = std::chrono::steady_clock::time_point;
 
 // The gradient of one slot's embeddings, in the caller's memory.
+// Borrowed: the name and the rows must stay until the call that they are passed to has returned.
+// Gradients of a raw slot include row 0, the padding, which is ignored.
 struct SlotGradient {
   std::string_view slot;
-  bool skipped = false;  // the loss did not reach the slot: no rows
+  // The loss did not reach the slot: there are no rows, and it is counted.
+  bool skipped = false;
+  // As many as the slot's embeddings had; compared with the batch by the embedding worker.
   uint32_t num_rows = 0;
   uint32_t dim = 0;
+  // [num_rows, dim], without gaps. Null where the slot is skipped.
   const float* rows = nullptr;
 };
 
 // The measured staleness of the rows that one lookup of a batch found, in updates.
+// Slots that wait for earlier updates are looked up later than the others, so a batch may have
+// several.
 struct LookupStaleness {
   SlotMask slots = 0;  // all bits set for all
+  uint32_t reserved = 0;
   uint64_t staleness = 0;
 };
+static_assert(sizeof(LookupStaleness) == 16);  // as on the wire
 
 // What became of a batch's gradients.
+// A repeated return gets the report of the first, to the last number.
 struct ReturnReport {
   UpdateResult update;  // the servers' sums, and the greatest staleness
+  // Slots left out because a gradient was NaN or infinite, or would have made a sum so.
   uint32_t num_nonfinite_slots = 0;
+  // Slots for which no gradient was sent.
   uint32_t num_skipped_slots = 0;
   std::vector<LookupStaleness> lookups = {};  // the earliest first; no slot is in two
 

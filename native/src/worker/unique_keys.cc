@@ -43,6 +43,7 @@ void UniqueKeys::Insert(std::span<const uint64_t> keys, uint32_t* numbers) {
       keys_.push_back(key);
       found = static_cast<uint32_t>(keys_.size());
       places_[place] = found;
+      // At most half full: probes stay short, and an empty place is always found.
       if (keys_.size() * 2 > capacity_) Rebuild(capacity_ * 2);
     }
     numbers[i] = found - 1;

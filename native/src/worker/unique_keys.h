@@ -20,6 +20,7 @@ class UniqueKeys {
   void Clear();
 
   // numbers[i] becomes the number of keys[i]. `numbers` holds keys.size() elements.
+  // Numbers continue those of earlier calls since Clear(). Keys are at most 2^32 - 1 in all.
   void Insert(std::span<const uint64_t> keys, uint32_t* numbers);
 
   // By number.

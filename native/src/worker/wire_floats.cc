@@ -21,8 +21,11 @@ constexpr int kMaxUnitExponent = 127 - kTopExponent;
 // Values that are converted at once, in the cache of the first level.
 constexpr size_t kChunk = 1024;
 
+}  // namespace
+
 // Compared as integers, which order like the floats; as signed ones, which every processor compares
 // several at once.
+// Shared by the choice of a unit and by the reduction's check of overflow.
 float MaxMagnitude(std::span<const float> values) {
   int32_t max_bits = 0;
   for (const float value : values) {
@@ -30,8 +33,6 @@ float MaxMagnitude(std::span<const float> values) {
   }
   return std::bit_cast<float>(max_bits);
 }
-
-}  // namespace
 
 StatusOr<WireDtype> ToWireDtype(uint32_t number) {
   if (number < kNames.size()) return static_cast<WireDtype>(number);
@@ -55,6 +56,7 @@ float WireUnit(WireDtype dtype, std::span<const float> values) {
   return std::ldexp(1.0f, exponent);
 }
 
+// A unit from the network multiplies every value: anything but a power of two would round them.
 bool IsWireUnit(float unit) {
   int exponent = 0;
   if (!std::isfinite(unit) || std::frexp(unit, &exponent) != 0.5f) return false;
@@ -70,6 +72,7 @@ void Narrow(WireDtype dtype, std::span<const float> values, float unit, uint16_t
   std::array<float, kChunk> scaled;
   for (size_t begin = 0; begin < values.size(); begin += kChunk) {
     const auto chunk = values.subspan(begin, std::min(kChunk, values.size() - begin));
+    // The caller's values stay as they are.
     std::copy(chunk.begin(), chunk.end(), scaled.begin());
     kernels.scale(scaled.data(), inverse, chunk.size());
     kernels.float_to_half(out + begin, scaled.data(), chunk.size());

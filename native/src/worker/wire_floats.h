@@ -28,6 +28,9 @@ StatusOr<WireDtype> ParseWireDtype(std::string_view name);
 
 constexpr size_t WireBytes(WireDtype dtype) { return dtype == WireDtype::kFloat32 ? 4 : 2; }
 
+// The greatest magnitude; NaN or infinite where an element is.
+float MaxMagnitude(std::span<const float> values);
+
 // 1 for what has no unit, and where an element is not finite.
 float WireUnit(WireDtype dtype, std::span<const float> values);
 

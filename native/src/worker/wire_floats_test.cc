@@ -143,9 +143,7 @@ TEST(NarrowGradientsTest, DamagedBytesAreRefusedOrHarmless) {
 }
 
 TEST(NarrowEmbeddingsTest, WhatIsNoMessageIsRefused) {
-  const Buffer bytes(16);
-  EXPECT_EQ(NarrowEmbeddings(bytes.span(), WireDtype::kFloat16).status().code(),
-            StatusCode::kInternal);
+  EXPECT_EQ(NarrowEmbeddings(Buffer(16), WireDtype::kFloat16).code(), StatusCode::kInternal);
 }
 
 }  // namespace

@@ -14,6 +14,8 @@ enum class SlotState : uint32_t { kPresent = 0, kSkipped = 1 };
 // The second byte of a slot's state is the dtype of its rows.
 constexpr uint32_t kDtypeShift = 8;
 
+// Fields are read first and judged once the reader is known to be ok: zeros of a truncated message
+// must not be taken for values.
 Status ReadSlot(ByteReader* reader, SlotGradient* gradient, std::vector<Buffer>* widened) {
   const auto name_bytes = reader->Get<uint32_t>();
   const auto state_and_dtype = reader->Get<uint32_t>();
@@ -67,6 +69,8 @@ StatusOr<LookupDirectRequest> LookupDirectRequest::Decode(std::span<const std::b
   return LookupDirectRequest{options, body.subspan(sizeof(options))};
 }
 
+// A slot's head is written into its own segment, in front of the rows, which are sent from the
+// caller's memory.
 Segments GradientsRequest::Encode() && {
   Segments segments;
   ByteWriter head;
@@ -121,6 +125,7 @@ StatusOr<GradientsRequest> GradientsRequest::Decode(std::span<const std::byte> b
                     " bytes are left over after the last slot");
 }
 
+// The lookups are an array of 16-byte entries, as the struct is in memory.
 Segments ReturnReport::Encode() && {
   ByteWriter writer;
   writer.Put(update);
@@ -128,11 +133,7 @@ Segments ReturnReport::Encode() && {
   writer.Put(num_skipped_slots);
   writer.Put(static_cast<uint32_t>(lookups.size()));
   writer.Put(uint32_t{0});
-  for (const LookupStaleness& lookup : lookups) {
-    writer.Put(lookup.slots);
-    writer.Put(uint32_t{0});
-    writer.Put(lookup.staleness);
-  }
+  writer.PutArray(std::span<const LookupStaleness>(lookups));
   Segments segments;
   segments.AddOwned(writer.Release());
   return segments;
@@ -145,19 +146,15 @@ StatusOr<ReturnReport> ReturnReport::Decode(std::span<const std::byte> body) {
   report.update = reader.Get<UpdateResult>();
   report.num_nonfinite_slots = reader.Get<uint32_t>();
   report.num_skipped_slots = reader.Get<uint32_t>();
+  // Each has at least one mode of its own, so there are at most as many as modes.
   const auto num_lookups = reader.Get<uint32_t>();
   reader.Get<uint32_t>();  // reserved
   if (num_lookups > kMaxSlotModes) {
     return Corruption("it tells of " + std::to_string(num_lookups) + " lookups, above " +
                       std::to_string(kMaxSlotModes));
   }
-  for (uint32_t i = 0; i < num_lookups; ++i) {
-    LookupStaleness lookup;
-    lookup.slots = reader.Get<uint32_t>();
-    reader.Get<uint32_t>();  // reserved
-    lookup.staleness = reader.Get<uint64_t>();
-    report.lookups.push_back(lookup);
-  }
+  const auto lookups = reader.GetArray<LookupStaleness>(num_lookups);
+  report.lookups.assign(lookups.begin(), lookups.end());
   if (reader.ok() && reader.remaining() == 0) return report;
   return Corruption("it has " + std::to_string(body.size()) + " bytes, which " +
                     std::to_string(num_lookups) + " lookups do not fit");

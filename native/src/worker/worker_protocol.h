@@ -17,6 +17,8 @@
 namespace persia::worker {
 
 // How a batch is looked up, as on the wire. Values are checked by the worker service.
+// Plain numbers, because it is copied from the wire: nothing in it may be trusted before the
+// service has looked at it.
 struct LookupOptions {
   uint32_t requires_grad = 0;
   uint32_t wire_dtype = 0;  // a WireDtype: that of the embeddings asked for
@@ -25,12 +27,15 @@ struct LookupOptions {
 };
 static_assert(sizeof(LookupOptions) == 16);
 
+// The batch was registered by a loader, and is named by its key.
 struct LookupReferenceRequest {
   BatchKey key;
   LookupOptions options;
 };
 static_assert(sizeof(LookupReferenceRequest) == 32);
 
+// The batch comes with the request, for evaluation and inference, or for a rank without loaders.
+// The ID features are a view, and begin at a multiple of 8 of the body.
 struct LookupDirectRequest {
   LookupOptions options;
   std::span<const std::byte> id_features;
@@ -43,25 +48,30 @@ struct LookupDirectRequest {
 // a batch when they are decoded: EmbeddingWorker does that.
 struct GradientsRequest {
   BatchKey key;
+  // What the loss was multiplied by (AMP). The worker divides by it, so that servers see true
+  // gradients.
   float scale = 1.0f;
   WireDtype dtype = WireDtype::kFloat32;  // how they are sent; float32 once decoded
   std::vector<SlotGradient> gradients;    // names and rows are in the decoded bytes, or in
-  std::vector<Buffer> widened = {};       // rows that arrived with 16 bits
+  // Empty at the sender.
+  std::vector<Buffer> widened = {};  // rows that arrived with 16 bits
 
   Segments Encode() &&;
   static StatusOr<GradientsRequest> Decode(std::span<const std::byte> body);
 };
 
 // Numbers 40 was a method of earlier versions. A lookup's reply is an embeddings message:
-// EmbeddingsWriter makes it, DecodeEmbeddings reads it.
+// LayOutEmbeddings() makes it, DecodeEmbeddings reads it.
 inline constexpr Method<ConfigureRequest, Empty> kConfigureWorker{{32, "ConfigureWorker"}};
 inline constexpr Method<LookupReferenceRequest, Buffer> kLookupReference{{33, "LookupReference"}};
 inline constexpr Method<LookupDirectRequest, Buffer> kLookupDirect{{34, "LookupDirect"}};
 inline constexpr Method<GradientsRequest, ReturnReport> kReturnGradients{{35, "ReturnGradients"}};
+// Idempotent: releasing a batch that has ended is no error.
 inline constexpr Method<BatchKey, Empty> kReleaseReference{{36, "ReleaseReference"}};
 // Rows per parameter server.
 inline constexpr Method<Empty, std::vector<uint64_t>> kCountEmbeddings{{37, "CountEmbeddings"}};
 inline constexpr Method<Empty, Empty> kClearEmbeddings{{38, "ClearEmbeddings"}};
+// The body of SetRows, with signs of all servers: the worker routes them.
 inline constexpr Method<SetRowsRequest, Empty> kSetEmbeddings{{39, "SetEmbeddings"}};
 
 }  // namespace persia::worker

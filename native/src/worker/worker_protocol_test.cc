@@ -121,7 +121,8 @@ TEST_F(GradientsRequestTest, AShapeThatIsNotThereIsRefusedBeforeItIsFollowed) {
 }
 
 TEST(ReturnReportTest, SurvivesTheWireAndNothingShorterDoes) {
-  const ReturnReport report{{1, 2, 3}, 4, 5, {{1, 6}, {6, 7}}};
+  const ReturnReport report{
+      {1, 2, 3}, 4, 5, {{.slots = 1, .staleness = 6}, {.slots = 6, .staleness = 7}}};
   const Buffer bytes = ToBuffer(EncodeToBytes(report));
   auto decoded = ReturnReport::Decode(bytes.span());
   ASSERT_TRUE(decoded.ok());

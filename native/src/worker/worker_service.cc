@@ -28,11 +28,10 @@ StatusOr<Buffer> LookupAs(const LookupOptions& options, Lookup lookup) {
     return InvalidArgument("requires_grad is " + std::to_string(options.requires_grad) +
                            "; it must be 0 or 1");
   }
-  auto dtype = ToWireDtype(options.wire_dtype);
-  if (!dtype.ok()) return dtype.status();
+  PERSIA_ASSIGN_OR_RETURN(const WireDtype dtype, ToWireDtype(options.wire_dtype));
   StatusOr<Buffer> embeddings = lookup(options.requires_grad == 1);
-  if (!embeddings.ok() || *dtype == WireDtype::kFloat32) return embeddings;
-  return NarrowEmbeddings(std::as_const(*embeddings).span(), *dtype);
+  if (!embeddings.ok() || dtype == WireDtype::kFloat32) return embeddings;
+  return NarrowEmbeddings(std::move(*embeddings), dtype);
 }
 
 }  // namespace
@@ -66,6 +65,7 @@ WorkerService::WorkerService(std::shared_ptr<EmbeddingWorker> worker, net::Serve
   Register(kReturnGradients, [this](const GradientsRequest& request, Deadline deadline) {
     return worker_->ReturnGradients(request.key, request.scale, request.gradients, deadline);
   });
+  // Without the caller's deadline: the worker bounds this wait itself.
   Register(kReleaseReference,
            [this](const BatchKey& key, Deadline) { return worker_->Release(key); });
   Register(kCountEmbeddings,

@@ -17,6 +17,8 @@ namespace persia::worker {
 
 class WorkerService {
  public:
+  // Registers all methods; nothing is served before Start(). The worker is shared, because its role
+  // registers batches beside the service.
   WorkerService(std::shared_ptr<EmbeddingWorker> worker, net::ServerOptions options);
 
   // See net::Server.
@@ -24,9 +26,12 @@ class WorkerService {
     return rpc_.Start(host, port);
   }
   // Answers what is being worked on, then closes.
+  // Calls that wait for servers end by their own deadlines; the role closes the channels to the
+  // servers to end them sooner.
   void Stop(std::chrono::milliseconds timeout) { rpc_.Stop(timeout); }
 
   void AddMetrics(Metrics* metrics) const { rpc_.AddMetrics(metrics); }
+  // The time in the handlers, which the worker's own phases are part of.
   std::vector<const DurationStats*> durations() const { return rpc_.durations(); }
 
  private:

@@ -16,7 +16,6 @@
 #include "base/id_features.h"
 #include "base/message_test_util.h"
 #include "worker/batch_plan.h"
-#include "worker/feature_batch.h"
 #include "worker/slot_table.h"
 
 namespace persia::worker {

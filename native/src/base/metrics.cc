@@ -1,4 +1,4 @@
-#include "base/cardinality.h"
+#include "base/metrics.h"
 
 #include <bit>
 #include <cmath>
@@ -7,8 +7,21 @@
 
 namespace persia {
 
+// For tests and status code; exporters walk the list.
+uint64_t Metrics::operator[](std::string_view key) const {
+  for (const Metric& metric : list_) {
+    if (metric.info.key == key) return metric.value;
+  }
+  return 0;
+}
+
+void CounterList::AddTo(Metrics* metrics) const {
+  for (const Counter* counter : counters_) metrics->Add(counter->info(), counter->value());
+}
+
 void Cardinality::Add(std::span<const uint64_t> numbers) {
   for (const uint64_t number : numbers) {
+    // IDs are not random, and the estimate needs bits that are.
     const uint64_t hash = SignHash(number);
     std::atomic<uint8_t>& reg = registers_[hash >> (64 - kBits)];
     // The bit below the hash's own ends the run.
@@ -30,6 +43,7 @@ double Cardinality::Estimate() const {
     num_empty += rank == 0 ? 1 : 0;
   }
   const double estimate = 0.7213 / (1 + 1.079 / size) * size * size / sum;
+  // The paper's bound: below it registers are empty often enough that counting those is more exact.
   if (estimate > 2.5 * size || num_empty == 0) return estimate;
   return size * std::log(size / num_empty);
 }
