@@ -38,7 +38,8 @@ from persia.validation import read_document
 
 __all__ = ["DumpOperation", "DumpRequest", "LoadOperation"]
 
-_KEEP_ALIVE_S = 5.0  # must be far below a server's lease
+# Must be far below a server's lease, as one lost answer must not end the dump.
+_KEEP_ALIVE_S = 5.0
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ _SILENCE_S = 30.0
 _FIRST_POLL_S = 0.02
 _LONGEST_POLL_S = 1.0
 _RETRY_S = 0.25
-_MAX_PARALLEL_CALLS = 32
+_MAX_PARALLEL_CALLS = 32  # threads of the coordinator, which may be the process that trains
 
 
 @dataclass
