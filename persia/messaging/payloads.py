@@ -116,8 +116,8 @@ class FlowReply(_PackedMessage):
 
     @classmethod
     def _read(cls, *values: Any) -> Self:
-        status, *numbers, message = values
-        return cls(ReplyStatus(status), *numbers, str(message, "utf-8"))
+        status, retry_ms, incarnation, reference, message = values
+        return cls(ReplyStatus(status), retry_ms, incarnation, reference, str(message, "utf-8"))
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,10 @@ class SubmittedBatch(_PackedMessage):
 
     @classmethod
     def _read(cls, *values: Any) -> Self:
-        *head, requires_grad, dense = values
+        batch_id, incarnation, reference, worker, loader, replicas, requires_grad, dense = values
         if requires_grad not in (0, 1):
             raise ValueError(f"requires_grad is {requires_grad}, not 0 or 1")
-        batch = cls(*head, bool(requires_grad), dense)
+        batch = cls(batch_id, incarnation, reference, worker, loader, replicas, bool(requires_grad), dense)
         _check_replica(batch)
         # Loaders number their batches in turns: two of them must never use the same id.
         if batch.batch_id % batch.loader_replicas != batch.loader_index:
