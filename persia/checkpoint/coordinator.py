@@ -94,6 +94,7 @@ class DumpOperation(Operation):
 
     def begin(self) -> None:
         """Returns when every server has taken its snapshot: training may continue."""
+        # Before anything is asked: a dump that cannot be must not make servers take snapshots.
         self._require_shared(self.directory, "")
         is_version = self.request.keep_last is not None
         try:
@@ -363,6 +364,7 @@ class LoadOperation(Operation):
         try:
             self.ask_all(Verb.APPLY)
             self._await("loading", State.DONE)
+        # Nothing is cancelled: a server that has begun to replace its rows must finish, whatever others do.
         except PersiaError as failure:
             raise type(failure)(
                 f"{failure}; other servers may have replaced their rows already: load again before you train"

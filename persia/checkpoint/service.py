@@ -11,6 +11,7 @@ from persia.errors import FailedPreconditionError, InvalidArgumentError, NotFoun
 
 __all__ = ["CheckpointService"]
 
+# Far above the pauses between polls: a coordinator that is slow, or on a loaded machine, keeps its operation.
 _LEASE_S = 60.0
 
 

@@ -234,6 +234,7 @@ class Follower(Generic[_Copy]):
             packet = self._log.read(position)
             if not _needs_rows(packet):
                 self._copy.prepare(packet)()
+        # Not counted as a try: the packet may be good, and cannot be read or applied at the moment.
         except (StorageError, UnavailableError):
             raise
         except PersiaError as failure:
