@@ -1,4 +1,9 @@
-"""Dumps and loads as contexts use them, in the foreground or in the background."""
+"""Dumps and loads as contexts use them, in the foreground or in the background.
+
+In: a `DumpRequest`, or a `Source` to load from. Out: a checkpoint that is whole or does not exist, or rows
+that are all replaced or none. The servers write and read the rows (server_job.py); here are the order of the
+steps and the files of the process that trains.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,8 @@ import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from persia.checkpoint.coordinator import DumpOperation, DumpRequest, LoadOperation
@@ -93,19 +97,6 @@ class DumpHook:
         """Called while paused: all rows were replaced, and may have been updated since."""
 
 
-@dataclass(frozen=True)
-class _Background:
-    """A dump or load on another thread."""
-
-    result: Future[None]
-    progress: ShownProgress
-
-    def wait(self) -> None:
-        """Raises the operation's error. It has no deadline here: the operation has its own."""
-        with contextlib.nullcontext() if self.result.done() else self.progress.bar():
-            self.result.result()
-
-
 class Checkpoints:
     """Dumps and loads of one job, from the process that coordinates them. Not thread-safe."""
 
@@ -114,40 +105,30 @@ class Checkpoints:
         self._find_peers = find_peers
         self._deadline_s = deadline_s
         self.hook = DumpHook()
-        self._dump: _Background | None = None
-        self._load: _Background | None = None
-        self._running: DumpOperation | LoadOperation | None = None
+        self._operation: DumpOperation | LoadOperation | None = None  # the last one
+        self._progress = ShownProgress("")  # of that operation
+        # Of that operation, when it runs in the background, until its caller has waited for it.
+        self._result: Future[None] | None = None
         self._thread = DaemonPool(1, "persia-checkpoint")
 
     @property
     def progress_at(self) -> float:
         """`time.monotonic()` when the last dump or load moved its last byte so far."""
-        return float("-inf") if self._running is None else self._running.progress_at
+        return float("-inf") if self._operation is None else self._operation.progress_at
 
     def dump(self, request: DumpRequest) -> None:
         """Writes a checkpoint. StorageError, FailedPreconditionError, ...: the one before it is unchanged."""
-        # A server does one operation at a time, and an error of the last one must not be lost.
-        self.wait_for_dump()
-        self.wait_for_load()
-        operation = DumpOperation(
-            make_dump_id(),
-            self._find_peers() if request.embeddings else (),
-            self._deadline_s,
-            request=request,
-        )
-        operation.on_progress = progress = ShownProgress(f"dumping to {operation.directory}")
+        self._wait()
+        peers = self._find_peers() if request.embeddings else ()
+        operation = DumpOperation(make_dump_id(), peers, self._deadline_s, request=request)
+        self._show(operation, f"dumping to {operation.directory}")
         # The hook stays paused until the rows are written: `pop_all` hands the pause to the writing thread.
         with contextlib.ExitStack() as until_written:
-            position = until_written.enter_context(self._paused_hook())
+            position = self._pause_hook(until_written)
             if operation.peers:
                 operation.begin()
             work = functools.partial(self._finish_dump, operation, position, until_written.pop_all())
-        self._running = operation
-        if request.blocking:
-            with progress.bar():
-                work()
-        else:
-            self._dump = _Background(self._thread.submit(work), progress)
+        self._run(work, blocking=request.blocking)
 
     def _finish_dump(
         self, operation: DumpOperation, position: Position | None, until_written: contextlib.ExitStack
@@ -174,46 +155,26 @@ class Checkpoints:
             time.monotonic() - started,
         )
 
-    def load(
-        self,
-        source: Source,
-        *,
-        train_config: bytes | None = None,
-        with_state: bool = True,
-        fresh_state: bool = False,
-        strict: bool = True,
-        blocking: bool = True,
-    ) -> None:
-        """Replaces all rows by those of `source`, after every server has checked everything. Arguments are
+    def load(self, source: Source, *, blocking: bool = True, **options: Any) -> None:
+        """Replaces all rows by those of `source`, after every server has checked everything. `options` are
         those of `LoadOperation.check`.
 
         An error leaves rows as they were, unless it says otherwise. Without `blocking` it returns once all
         is checked, and the rows are replaced in the background; `wait_for_load` raises what fails then.
         """
-        self.wait_for_dump()
-        self.wait_for_load()
-        operation = LoadOperation(
-            make_dump_id().replace("dump", "load", 1),
-            self._find_peers(),
-            self._deadline_s,
-            directory=source.location,
-        )
-        operation.on_progress = progress = ShownProgress(f"loading {source.location}")
-        self._running = operation
+        self._wait()
+        name = make_dump_id().replace("dump", "load", 1)
+        operation = LoadOperation(name, self._find_peers(), self._deadline_s, directory=source.location)
+        self._show(operation, f"loading {source.location}")
         started = time.monotonic()
-        with progress.bar():  # a load that does not block waits for the checks all the same
-            with contextlib.ExitStack() as until_loaded:
-                until_loaded.enter_context(self._paused_hook())
-                section = operation.check(
-                    train_config=train_config, with_state=with_state, fresh_state=fresh_state, strict=strict
-                )
-                work = functools.partial(
-                    self._finish_load, operation, section, until_loaded.pop_all(), started, blocking=blocking
-                )
-            if blocking:
-                work()
-                return
-        self._load = _Background(self._thread.submit(work), progress)
+        # A load that does not block waits for the checks all the same.
+        with self._progress.bar(), contextlib.ExitStack() as until_loaded:
+            self._pause_hook(until_loaded)
+            section = operation.check(**options)
+            work = functools.partial(
+                self._finish_load, operation, section, until_loaded.pop_all(), started, blocking=blocking
+            )
+        self._run(work, blocking=blocking)
 
     def _finish_load(
         self,
@@ -236,35 +197,50 @@ class Checkpoints:
             time.monotonic() - started,
         )
 
-    @contextlib.contextmanager
-    def _paused_hook(self) -> Iterator[Position | None]:
-        hook = self.hook
-        position = hook.pause()
-        try:
-            yield position
-        finally:
-            hook.resume()
+    def _show(self, operation: DumpOperation | LoadOperation, title: str) -> None:
+        self._operation, self._progress = operation, ShownProgress(title)
+        operation.on_progress = self._progress  # called on the thread that waits for the servers
+
+    def _pause_hook(self, until: contextlib.ExitStack) -> Position | None:
+        """Pauses the hook until the end of `until`; returns the last packet before."""
+        position = self.hook.pause()
+        until.callback(self.hook.resume)
+        return position
+
+    def _run(self, work: Callable[[], None], *, blocking: bool) -> None:
+        if blocking:
+            with self._progress.bar():
+                work()
+        else:
+            self._result = self._thread.submit(work)
 
     def wait_for_dump(self) -> None:
         """Returns once the dump in the background is complete; raises its error, once."""
-        dump, self._dump = self._dump, None
-        if dump is not None:
-            dump.wait()
+        if isinstance(self._operation, DumpOperation):
+            self._wait()
 
     def wait_for_load(self) -> None:
         """Returns once the load in the background is complete; raises its error, once."""
-        load, self._load = self._load, None
-        if load is not None:
-            load.wait()
+        if isinstance(self._operation, LoadOperation):
+            self._wait()
+
+    def _wait(self) -> None:
+        """Waits for what runs in the background, if anything does.
+
+        A server does one operation at a time, and an error of the last one must not be lost.
+        """
+        result, self._result = self._result, None
+        if result is not None:
+            with contextlib.nullcontext() if result.done() else self._progress.bar():
+                result.result()  # without a deadline: the operation has its own
 
     def close(self, *, finish: bool) -> None:
         """Waits for the dump or load under way, or cancels it."""
         # An error ends the training: what it dumps in the background is not waited for.
-        if not finish and self._running is not None and (self._dump or self._load):
-            self._running.cancel()
+        if not finish and self._operation is not None and self._result is not None:
+            self._operation.cancel()
         try:
-            self.wait_for_dump()
-            self.wait_for_load()
+            self._wait()
         finally:
             self._thread.close()
 

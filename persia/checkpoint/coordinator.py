@@ -38,7 +38,8 @@ from persia.validation import read_document
 
 __all__ = ["DumpOperation", "DumpRequest", "LoadOperation"]
 
-_KEEP_ALIVE_S = 5.0  # must be far below a server's lease
+# Must be far below a server's lease, as one lost answer must not end the dump.
+_KEEP_ALIVE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class DumpOperation(Operation):
 
     def begin(self) -> None:
         """Returns when every server has taken its snapshot: training may continue."""
+        # Before anything is asked: a dump that cannot be must not make servers take snapshots.
         self._require_shared(self.directory, "")
         is_version = self.request.keep_last is not None
         try:
@@ -362,6 +364,7 @@ class LoadOperation(Operation):
         try:
             self.ask_all(Verb.APPLY)
             self._await("loading", State.DONE)
+        # Nothing is cancelled: a server that has begun to replace its rows must finish, whatever others do.
         except PersiaError as failure:
             raise type(failure)(
                 f"{failure}; other servers may have replaced their rows already: load again before you train"

@@ -39,7 +39,7 @@ _SILENCE_S = 30.0
 _FIRST_POLL_S = 0.02
 _LONGEST_POLL_S = 1.0
 _RETRY_S = 0.25
-_MAX_PARALLEL_CALLS = 32
+_MAX_PARALLEL_CALLS = 32  # threads of the coordinator, which may be the process that trains
 
 
 @dataclass
@@ -84,6 +84,7 @@ class Operation:
                 last_done, self.progress_at = done, time.monotonic()
                 polls.progressed()
             self.on_progress(Progress(phase, *done, sum(report.total_rows for report in reports)))
+            # After the errors above: a failed server never reaches the state wanted, and would be waited for.
             behind = [str(peer) for peer, r in zip(self.peers, reports, strict=True) if r.state is not wanted]
             if not behind:
                 return reports
@@ -131,7 +132,7 @@ class Operation:
         try:
             return [future.result() for future in [pool.submit(function, peer) for peer in self.peers]]
         finally:
-            pool.close()
+            pool.close()  # calls under way end by themselves: the error must not wait for them
 
     def _require_shared(self, directory: Location, what: str) -> None:
         """Raises InvalidArgumentError where servers in other processes cannot see `directory`."""

@@ -1,4 +1,7 @@
-"""The servers of a job as a coordinator sees them: behind NATS, or in this process."""
+"""The servers of a job as a coordinator sees them: behind NATS, or in this process.
+
+In: a `Request`. Out: a `Report`, or an error that tells whether the request may be repeated.
+"""
 
 from __future__ import annotations
 
@@ -61,5 +64,6 @@ class LocalPeer:
 
 def find_servers(session: Session, deadline_s: float) -> list[Peer]:
     """Waits for all parameter servers of the job; returns them by index."""
+    # All: rows of a server that is missing would be missing in the checkpoint, without an error.
     servers = Directory(session).wait_for(EMBEDDING_PARAMETER_SERVER, deadline_s)
     return [NatsPeer(session, server) for server in servers]

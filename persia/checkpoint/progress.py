@@ -59,6 +59,7 @@ class ShownProgress:
         if not sys.stderr.isatty():
             yield
             return
+        # Imported late: only a process with a terminal needs it, and servers start without.
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar

@@ -7,16 +7,16 @@ docs/wire_format.md, "NATS messages".
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, InstanceOf, PlainSerializer
 
 from persia import errors
 from persia.errors import InternalError, PersiaError
-from persia.validation import Count, complaint, json_object, read_document, to_json
+from persia.messaging.payloads import JsonMessage
+from persia.validation import Count, complaint, read_document
 
 __all__ = ["IN_PLACE_NAME", "Report", "Request", "State", "Verb"]
 
@@ -51,10 +51,10 @@ class State(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(JsonMessage):
     """Coordinator to server."""
 
-    what: ClassVar = "checkpoint request"  # for messages
+    what = "checkpoint request"
 
     verb: Verb
     operation: str
@@ -63,13 +63,6 @@ class Request:
     def read(self, kind: type[_T]) -> _T:
         """The arguments as a dataclass. CorruptionError names the one that is wrong."""
         return read_document(kind, self.arguments, f"{self.what}: {self.verb.value}")
-
-    def encode(self) -> bytes:
-        return json.dumps(to_json(self)).encode()
-
-    @classmethod
-    def decode(cls, payload: bytes) -> Request:
-        return read_document(cls, json_object(payload, cls.what), cls.what)
 
 
 def _write_error(error: PersiaError | None) -> list[str] | None:
@@ -82,13 +75,16 @@ def _read_error(value: object) -> object:
     if not isinstance(value, list) or len(value) != 2 or not all(isinstance(part, str) for part in value):
         raise complaint("must be a class and a message")
     name, text = value
-    # The name comes from the network: only our own classes may be looked up with it.
+    # The class is kept, as callers decide by it whether to repeat. Its name comes from the network: only our
+    # own classes may be looked up with it.
     return (getattr(errors, name) if name in errors.__all__ else InternalError)(text)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(JsonMessage):
     """Server to coordinator: the state of the operation."""
+
+    what = "checkpoint report"
 
     state: State
     done_bytes: Count = 0  # grows while the operation lives
@@ -98,10 +94,3 @@ class Report:
         InstanceOf[PersiaError] | None, BeforeValidator(_read_error), PlainSerializer(_write_error)
     ] = None  # why it failed
     result: dict[str, Any] | None = None  # of what is done, and of changes that are written
-
-    def encode(self) -> bytes:
-        return json.dumps(to_json(self)).encode()
-
-    @classmethod
-    def decode(cls, payload: bytes) -> Report:
-        return read_document(cls, json_object(payload, "checkpoint report"), "checkpoint report")

@@ -88,6 +88,7 @@ class ServerShare:
     log: CheckpointLog = field(default_factory=CheckpointLog)
     tier: JobMaker | None = None  # makes jobs whose rows stay in it; None: rows are in memory alone
 
+    # By the same rule as the workers' routing: a load with another rule would put rows where no lookup asks.
     def owns(self, shards: NDArray[np.uint32]) -> NDArray[np.bool_]:
         """Which virtual shards are this server's: a `ShardFilter`."""
         owned: NDArray[np.bool_] = shards % self.replicas == self.index
@@ -160,6 +161,7 @@ class ServerJob(ABC):
             self._cancelled = True
             self._changed.notify_all()
         self._interrupt()
+        # Bounded: the coordinator waits for the answer, and the thread may hang in a call to the storage.
         self._thread.join(_STOP_S)
 
     def close(self) -> None:
@@ -426,6 +428,7 @@ class LoadJob(ServerJob):
                 )
             self._slot_changes = str(changes) if changes else ""
         files = []
+        # All indices first: a missing or foreign file must end the load before rows are read for minutes.
         for entry in section.files:
             self._check_alive()
             files.append(ShardFile(self._directory, entry))
@@ -453,7 +456,7 @@ class LoadJob(ServerJob):
         self._count_rows(chunk.num_rows)
 
     def _release(self) -> None:
-        self._loader = None
+        self._loader = None  # the last reference: the native destructor unlocks the store
 
     def _result(self) -> dict[str, Any]:
         return {"slot_changes": self._slot_changes}

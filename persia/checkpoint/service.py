@@ -11,6 +11,7 @@ from persia.errors import FailedPreconditionError, InvalidArgumentError, NotFoun
 
 __all__ = ["CheckpointService"]
 
+# Far above the pauses between polls: a coordinator that is slow, or on a loaded machine, keeps its operation.
 _LEASE_S = 60.0
 
 
@@ -54,6 +55,7 @@ class CheckpointService:
             # Answered without the lock and without a job: a trainer asks this many times a second.
             status = {"settings": None} if self._changes is None else self._changes.status()
             return Report(state=State.DONE, result=status)
+        # Without the lock: a poll must not wait for the snapshot that another request begins with.
         # Also of an operation that has ended: its coordinator may ask again after a lost reply.
         job = self._jobs.get(request.operation)
         if job is None:

@@ -111,6 +111,7 @@ class TrainingDumps:
         An error of the dump is reported to the caller of the request; the training continues.
         """
         with self._changed:
+            # Also where nothing is dumped below: asked again once a batch, it would take the lock each time.
             self.is_wanted = False
             dump = self._dump
             if dump is None or dump.is_over or dump.is_forgotten:

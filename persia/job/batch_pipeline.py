@@ -105,7 +105,7 @@ class BatchPipeline:
         )
         # With a broker, loaders are processes of their own, and a thread here would send everything twice.
         if loader is not None and job is not None and not job.has_nats:
-            receiver.close_with(LoaderThread(loader, job, receiver).close)
+            receiver.before_close = LoaderThread(loader, job, receiver.inbox).close
         return receiver
 
     def prefetch(
@@ -219,7 +219,9 @@ class BatchPipeline:
 
     def _packet_counts(self) -> Mapping[str, Any]:
         packets = self.runtime.packets
-        return {} if packets is None or packets.log is None else dataclasses.asdict(packets.counts())
+        if packets is None or packets.stream.log is None:
+            return {}
+        return dataclasses.asdict(packets.stream.current_counts())
 
     def _staleness_by_mode(self) -> dict[str, tuple[int, float]]:
         """(largest, mean) by mode, also by those of which no batch was trained yet."""

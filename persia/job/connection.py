@@ -87,6 +87,7 @@ class JobConnection:
         # First: others must stop asking before the session stops answering.
         while self._advertisers:
             self._advertisers.pop().stop()
+        # Metrics until the end: a scrape during a long stop must not look like a lost process.
         if self._observer is not None:
             self._observer.close()
         self.session.close()

@@ -34,7 +34,7 @@ from persia.messaging.local_session import LocalBroker, LocalSession
 from persia.messaging.subjects import EMBEDDING_WORKER
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.queues import Deadline
-from persia.pipeline.receive import LOADER_REMEDY, StreamReceiver
+from persia.pipeline.receive import LOADER_REMEDY, Inbox
 from persia.pipeline.send import RegisterBatchHandler
 
 __all__ = [
@@ -90,7 +90,9 @@ class EmbeddedJob:
             self._worker.close()
             raise
         # Last: a loader on another thread may find the job from here on, and the worker must answer it.
-        _jobs.add(self)
+        with _jobs_changed:
+            _jobs.append(self)
+            _jobs_changed.notify_all()
         get_default_logger().info(
             "embedded mode: embedding worker and store of %d slots live in this process",
             len(slots.slots_config),
@@ -110,7 +112,9 @@ class EmbeddedJob:
 
     def close(self) -> None:
         """Takes no more batches. Idempotent; lookups under way end by themselves."""
-        _jobs.remove(self)
+        with _jobs_changed:
+            if self in _jobs:
+                _jobs.remove(self)
         self._worker.close()
 
     def _register(self, loader_index: int, id_features: bytes | memoryview) -> tuple[int, int]:
@@ -118,55 +122,11 @@ class EmbeddedJob:
         return reference.worker_incarnation, reference.reference
 
 
-class _Jobs:
-    """The embedded jobs of this process, for loaders that run on other threads than their context."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._jobs: list[EmbeddedJob] = []
-        # The loader thread of a `StreamingDataset` feeds the job that started it, whatever else runs here.
-        self._of_thread = threading.local()
-
-    def add(self, job: EmbeddedJob) -> None:
-        with self._changed:
-            self._jobs.append(job)
-            self._changed.notify_all()
-
-    def remove(self, job: EmbeddedJob) -> None:
-        with self._changed:
-            if job in self._jobs:
-                self._jobs.remove(job)
-
-    def set_of_thread(self, job: EmbeddedJob) -> None:
-        self._of_thread.job = job
-
-    def find(self) -> EmbeddedJob:
-        assigned: EmbeddedJob | None = getattr(self._of_thread, "job", None)
-        if assigned is not None:
-            return assigned
-        with self._changed:
-            # A job of the main thread cannot begin while that thread waits here for it.
-            if threading.current_thread() is not threading.main_thread():
-                self._wait(Deadline(env.get_deadline_s()))
-            # With several the choice would be a guess, and batches of one model would train another.
-            if len(self._jobs) == 1:
-                return self._jobs[0]
-        if not self._jobs:
-            raise FailedPreconditionError(
-                "PERSIA_NATS_URL is not set and no context of this process trains: start the loader with "
-                "persia-launcher, or on a thread of the process that has the TrainCtx"
-            )
-        raise FailedPreconditionError(
-            f"{len(self._jobs)} embedded contexts are there: name the one to feed, DataCtx(to=ctx)"
-        )
-
-    def _wait(self, deadline: Deadline) -> None:
-        while not self._jobs and not deadline.over:
-            if not self._changed.wait(min(_REPORT_INTERVAL_S, deadline.left_s())):
-                get_default_logger().info("a DataCtx waits for a TrainCtx of this process (embedded mode)")
-
-
-_jobs = _Jobs()
+# The embedded jobs of this process, for loaders that run on other threads than their context.
+_jobs: list[EmbeddedJob] = []  # guarded by _jobs_changed
+_jobs_changed = threading.Condition()
+# `job`: what a loader thread of `StreamingDataset` feeds, whatever else runs in this process.
+_of_thread = threading.local()
 
 
 def find_embedded_job() -> EmbeddedJob:
@@ -175,15 +135,34 @@ def find_embedded_job() -> EmbeddedJob:
     Waits for a job to begin, but not on the main thread. Raises FailedPreconditionError without one, or with
     several.
     """
-    return _jobs.find()
+    assigned: EmbeddedJob | None = getattr(_of_thread, "job", None)
+    if assigned is not None:
+        return assigned
+    # A job of the main thread cannot begin while that thread waits here for it.
+    may_wait = threading.current_thread() is not threading.main_thread()
+    deadline = Deadline(env.get_deadline_s())
+    with _jobs_changed:
+        while may_wait and not _jobs and not deadline.over:
+            if not _jobs_changed.wait(min(_REPORT_INTERVAL_S, deadline.left_s())):
+                get_default_logger().info("a DataCtx waits for a TrainCtx of this process (embedded mode)")
+        # With several the choice would be a guess, and batches of one model would train another.
+        if len(_jobs) == 1:
+            return _jobs[0]
+    if not _jobs:
+        raise FailedPreconditionError(
+            "PERSIA_NATS_URL is not set and no context of this process trains: start the loader with "
+            "persia-launcher, or on a thread of the process that has the TrainCtx"
+        )
+    raise FailedPreconditionError(
+        f"{len(_jobs)} embedded contexts are there: name the one to feed, DataCtx(to=ctx)"
+    )
 
 
 class LoaderThread:
     """Runs `loader()`, whose DataCtx feeds `job`; what goes wrong there is raised in the training loop."""
 
-    def __init__(self, loader: Callable[[], object], job: EmbeddedJob, receiver: StreamReceiver) -> None:
-        self._loader, self._job = loader, job
-        self._receiver = receiver
+    def __init__(self, loader: Callable[[], object], job: EmbeddedJob, inbox: Inbox) -> None:
+        self._loader, self._job, self._inbox = loader, job, inbox
         self._thread = threading.Thread(target=self._run, name="persia-loader", daemon=True)
         self._thread.start()
 
@@ -196,7 +175,7 @@ class LoaderThread:
             )
 
     def _run(self) -> None:
-        _jobs.set_of_thread(self._job)  # for the DataCtx in it
+        _of_thread.job = self._job  # for the DataCtx in it, which asks find_embedded_job
         try:
             self._loader()
         except StreamClosedError:
@@ -206,10 +185,10 @@ class LoaderThread:
                 f"the data loader ended with an error: {type(error).__name__}: {error}"
             )
             failure.__cause__ = error
-            self._receiver.fail(failure)
+            self._inbox.fail(failure)
         else:
-            if not self._receiver.has_seen_loader:
-                self._receiver.fail(FailedPreconditionError("the data loader has ended without a DataCtx"))
+            if self._inbox.num_loaders is None:  # nothing was sent, not even the end of its data
+                self._inbox.fail(FailedPreconditionError("the data loader has ended without a DataCtx"))
 
 
 def read_slots(given: SlotsSource | None) -> SlotsConfig | None:

@@ -17,7 +17,8 @@ from persia.waiting import Attempts
 
 __all__ = ["InferenceBackend", "RemoteRows", "wait_for_worker"]
 
-_TRY_S = 1.0  # for one worker, as long as another is left
+# For one worker, as long as another is left: a worker that hangs must not use up the deadline of a lookup.
+_TRY_S = 1.0
 _AVOID_S = 2.0  # a worker that did not answer is asked last for so long
 _RETRY_S = 0.1
 

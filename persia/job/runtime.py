@@ -161,7 +161,7 @@ class JobRuntime:
             raise FailedPreconditionError(
                 "this context has no connection to the job's parameter servers: dump and load in a TrainCtx"
             )
-        # Asked for at each operation: servers may be replaced while the job runs.
+        # Not kept: asked for at each operation: servers may be replaced while the job runs.
         return find_servers(self.connection.session, env.get_deadline_s())
 
 

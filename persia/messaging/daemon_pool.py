@@ -48,7 +48,7 @@ class DaemonPool:
                 return
             try:
                 future.set_result(function(*arguments))
-            except BaseException as error:
+            except BaseException as error:  # also sys.exit() of a handler: its thread serves others, too
                 future.set_exception(error)
 
         with self._lock:

@@ -1,21 +1,21 @@
 """Discovery: services advertise themselves on NATS, and callers wait for the replicas they need, in any start
 order.
 
-An answer is only as true as the moment it was given, so nothing is cached here: `wait_for` and `probe` ask,
-`watch` listens. A changed incarnation at an index means that the service has restarted and lost what it had
-in memory.
+In: a `Session`. Out: `ServiceInfo`s of the services that answer, and `ServiceEvent`s of those that join or
+leave. An answer is only as true as the moment it was given, so nothing is cached here: `wait_for` and `probe`
+ask, `watch` listens. A changed incarnation at an index means that the service has restarted and lost what it
+had in memory.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
@@ -23,8 +23,9 @@ from persia.config.slots_config import MAX_SLOT_MODES
 from persia.errors import CorruptionError, DeadlineExceededError, FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
 from persia.messaging.interface import Registration, Session
+from persia.messaging.payloads import JsonMessage
 from persia.messaging.subjects import EMBEDDING_WORKER, ROLES
-from persia.validation import Count, complaint, json_object, read_document, show, to_json
+from persia.validation import Count, complaint
 from persia.waiting import Attempts
 
 __all__ = ["Advertiser", "Directory", "EventKind", "ServiceEvent", "ServiceInfo"]
@@ -58,8 +59,10 @@ _SlotMode = Annotated[str, Field(pattern="^(synchronous|asynchronous|hybrid [1-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceInfo:
+class ServiceInfo(JsonMessage):
     """Description of a service, published by the service itself."""
+
+    what = "service info"
 
     role: Annotated[str, AfterValidator(_check_role)]
     index: Count
@@ -72,19 +75,17 @@ class ServiceInfo:
     # SlotsConfig.slot_modes of an embedding worker; other roles have none.
     slot_modes: Annotated[tuple[_SlotMode, ...], Field(max_length=MAX_SLOT_MODES)] = ()
 
-    def encode(self) -> bytes:
-        return json.dumps(to_json(self)).encode()
-
+    @model_validator(mode="before")
     @classmethod
-    def decode(cls, payload: bytes) -> ServiceInfo:
-        """Raises `CorruptionError` on anything that a service could not have sent."""
-        values = json_object(payload, "service info")
-        if missing := [field.name for field in fields(cls) if field.name not in values]:
+    def _check_complete(cls, values: Any) -> Any:
+        # A service names every key. A default in the place of one, such as no slot modes, would be believed.
+        names = [field.name for field in fields(cls)]
+        if isinstance(values, Mapping) and (missing := [name for name in names if name not in values]):
             raise CorruptionError(
-                f"service info: {', '.join(missing)} is missing: it comes from another version of persia, "
-                "probably; run one version in a job"
+                f"{', '.join(missing)} is missing: it comes from another version of persia, probably; run "
+                "one version in a job"
             )
-        return read_document(cls, values, "service info")
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> ServiceInfo:
@@ -107,25 +108,16 @@ class EventKind(Enum):
 
 
 @dataclass(frozen=True)
-class ServiceEvent:
+class ServiceEvent(JsonMessage):
     """A service started (again) or stopped cleanly.
 
     A killed service publishes nothing; its successor publishes that it has joined.
     """
 
+    what = "discovery event"
+
     kind: EventKind
     info: ServiceInfo
-
-    def encode(self) -> bytes:
-        return json.dumps({"event": self.kind.value, **json.loads(self.info.encode())}).encode()
-
-    @classmethod
-    def decode(cls, payload: bytes) -> ServiceEvent:
-        """Raises `CorruptionError` on anything that a service could not have sent."""
-        event = json_object(payload, "discovery event").get("event")
-        if event not in [kind.value for kind in EventKind]:
-            raise CorruptionError(f"discovery event: event={show(event)} is neither joined nor left")
-        return cls(EventKind(event), ServiceInfo.decode(payload))
 
 
 class Advertiser:
@@ -155,8 +147,9 @@ class Advertiser:
             self._close_registrations()
             raise
         self._is_accepted = True
-        self._registrations.append(self._session.on_reconnect(self._publish_joined))
-        self._publish_joined()
+        # What was on its way when the broker went away is lost: peers may have missed the first message.
+        self._registrations.append(self._session.on_reconnect(lambda: self._publish(EventKind.JOINED)))
+        self._publish(EventKind.JOINED)
 
     def set_replicas(self, replicas: int) -> None:
         """Changes the number of replicas that this service advertises."""
@@ -167,6 +160,7 @@ class Advertiser:
         """Publishes that the service has left. Never raises; does nothing for one that never joined."""
         if not self._registrations:
             return
+        # Before it publishes: a caller that asks after LEFT must not find the service any more.
         self._close_registrations()
         try:
             self._publish(EventKind.LEFT)
@@ -178,21 +172,18 @@ class Advertiser:
         for registration in registrations:
             registration.close()
 
-    def _publish_joined(self) -> None:
-        self._publish(EventKind.JOINED)
-
     def _publish(self, kind: EventKind) -> None:
         subject = self._session.subjects.advertise(self.info.role)
         self._session.publish(subject, ServiceEvent(kind, self.info).encode())
 
+    # On the session's loop: the answer must not wait for handler threads, which back-pressure may all block.
     async def _answer(self, asker: bytes) -> bytes | None:
         # Until its own check is done, only other newcomers see a service. They say who they are in the
         # request; callers of `wait_for` ask with an empty one.
         return self._payload if self._is_accepted or asker else None
 
     def _check_conflicts(self) -> None:
-        subject = self._session.subjects.who(self.info.role)
-        for other in _decode_all(self._session.request_many(subject, self._payload, _CONFLICT_WINDOW_S)):
+        for other in _who(self._session, self.info.role, _CONFLICT_WINDOW_S, asker=self._payload):
             if other.incarnation == self.info.incarnation:  # this process itself, which listens already
                 continue
             if other.index == self.info.index:
@@ -220,7 +211,6 @@ class Directory:
         values, and `DeadlineExceededError` naming the missing indices.
         """
         search = _Search(role, expected, schema)
-        subject = self._session.subjects.who(role)
         attempts = Attempts(
             deadline_s,
             pause_s=_FIRST_ROUND_S,
@@ -229,7 +219,8 @@ class Directory:
         )
         for round_s in attempts:
             search.begin_round(time.monotonic())
-            self._session.request_many(subject, b"", round_s, enough=search.accept)
+            _who(self._session, role, round_s, enough=search.accept)
+            # Here and not in `accept`: what it raises belongs to the caller's thread, not to the loop.
             if (services := search.result()) is not None:
                 if attempts.has_reported:
                     get_default_logger().info("found %s, %d of %d", role, len(services), len(services))
@@ -242,23 +233,16 @@ class Directory:
         A service is reported once for each incarnation, also when its event is missed while the broker is
         away. Watch first and then `wait_for`, so that no restart falls between them.
         """
-        watch = _Watch(self._session, role, callback)
-        watch.start()
-        return Registration(watch.stop)
+        return _Watch(self._session, role, callback)
 
     def probe(self, role: str, index: int, timeout_s: float) -> ServiceInfo | None:
         """Asks replica `index` of `role` to answer within `timeout_s`; None when it does not."""
-
-        def is_it(reply: bytes) -> bool:
-            return any(info.index == index for info in _decode_all([reply]))
-
-        replies = self._session.request_many(self._session.subjects.who(role), b"", timeout_s, enough=is_it)
-        return next((info for info in _decode_all(replies) if info.index == index), None)
+        services = _who(self._session, role, timeout_s, enough=lambda info: info.index == index)
+        return next((info for info in services if info.index == index), None)
 
     def present(self, role: str, window_s: float) -> list[ServiceInfo]:
         """The replicas of `role` that answer within `window_s`, by index; not waiting for any."""
-        replies = self._session.request_many(self._session.subjects.who(role), b"", window_s)
-        return sorted(_decode_all(replies), key=lambda info: info.index)
+        return sorted(_who(self._session, role, window_s), key=lambda info: info.index)
 
 
 class _Search:
@@ -273,10 +257,9 @@ class _Search:
     def begin_round(self, now: float) -> None:
         self._found = {index: entry for index, entry in self._found.items() if now - entry[0] <= _FRESH_S}
 
-    def accept(self, reply: bytes) -> bool:
+    def accept(self, info: ServiceInfo) -> bool:
         """Takes an answer; says whether all have answered."""
-        for info in _decode_all([reply]):
-            self._found[info.index] = (time.monotonic(), info)
+        self._found[info.index] = (time.monotonic(), info)
         return self._is_complete()
 
     def result(self) -> list[ServiceInfo] | None:
@@ -317,26 +300,21 @@ class _Search:
             )
 
 
-class _Watch:
+class _Watch(Registration):
     """Turns joined, left and the answers after a reconnect into one event for each incarnation."""
 
     def __init__(self, session: Session, role: str, callback: Callable[[ServiceEvent], None]) -> None:
-        self._session = session
-        self._role = role
         self._callback = callback
         self._lock = threading.Lock()  # events come from two threads; it also keeps callbacks one at a time
         self._incarnations: dict[int, int] = {}
-        self._registrations: list[Registration] = []
+        subscription = session.subscribe(session.subjects.advertise(role), self._on_event)
+        reconnection = session.on_reconnect(lambda: self._ask(session, role))
 
-    def start(self) -> None:
-        self._registrations = [
-            self._session.subscribe(self._session.subjects.advertise(self._role), self._on_event),
-            self._session.on_reconnect(self._ask),
-        ]
+        def close() -> None:
+            subscription.close()
+            reconnection.close()
 
-    def stop(self) -> None:
-        for registration in self._registrations:
-            registration.close()
+        super().__init__(close)
 
     def _on_event(self, payload: bytes) -> None:
         try:
@@ -346,9 +324,8 @@ class _Watch:
             return
         self._take(event)
 
-    def _ask(self) -> None:
-        subject = self._session.subjects.who(self._role)
-        for info in _decode_all(self._session.request_many(subject, b"", _LONGEST_ROUND_S)):
+    def _ask(self, session: Session, role: str) -> None:
+        for info in _who(session, role, _LONGEST_ROUND_S):
             self._take(ServiceEvent(EventKind.JOINED, info))
 
     def _take(self, event: ServiceEvent) -> None:
@@ -362,14 +339,26 @@ class _Watch:
             self._callback(event)
 
 
-def _decode_all(payloads: list[bytes]) -> list[ServiceInfo]:
-    """The valid ones; a malformed answer is reported and must not hide the others."""
-    services = []
-    for payload in payloads:
+def _who(
+    session: Session,
+    role: str,
+    window_s: float,
+    *,
+    asker: bytes = b"",
+    enough: Callable[[ServiceInfo], bool] = lambda info: False,
+) -> list[ServiceInfo]:
+    """The services of `role` that answer within `window_s`; earlier once `enough` says so of an answer."""
+    services: list[ServiceInfo] = []
+
+    def take(reply: bytes) -> bool:
         try:
-            services.append(ServiceInfo.decode(payload))
-        except CorruptionError as error:
+            services.append(ServiceInfo.decode(reply))
+        except CorruptionError as error:  # it must not hide the other answers
             get_default_logger().warning("ignored an answer of a service: %s", error)
+            return False
+        return enough(services[-1])
+
+    session.request_many(session.subjects.who(role), asker, window_s, enough=take)
     return services
 
 

@@ -1,4 +1,4 @@
-"""A `NatsSession` inside one process, for jobs without a broker.
+"""The `Session` of a job inside one process, which has no broker.
 
 The same subjects, payloads, discovery and back-pressure run over it, so that an embedded job takes the code
 path of a cluster. A message is a call on the sender's thread; nothing is queued.
@@ -7,7 +7,6 @@ path of a cluster. A message is a call on the sender's thread; nothing is queued
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -20,25 +19,11 @@ __all__ = ["LocalBroker", "LocalSession"]
 _JOB_NAME = "embedded"  # brokers share nothing, so all jobs may have one name
 
 
-class LocalBroker:
-    """Listeners of one job by subject. Thread-safe."""
+class LocalBroker(dict[str, list[Handler]]):
+    """The handlers of one job by subject."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._listeners: dict[str, list[Handler]] = {}
-
-    def add(self, subject: str, handler: Handler) -> Registration:
-        with self._lock:
-            self._listeners.setdefault(subject, []).append(handler)
-        return Registration(lambda: self._remove(subject, handler))
-
-    def listeners(self, subject: str) -> list[Handler]:
-        with self._lock:  # a copy: handlers may subscribe and unsubscribe while they are called
-            return list(self._listeners.get(subject, ()))
-
-    def _remove(self, subject: str, handler: Handler) -> None:
-        with self._lock:
-            self._listeners[subject].remove(handler)
+    # Without a lock, although sessions of several threads share it: they use single operations of dict and
+    # list alone, which are atomic.
 
 
 class LocalSession:
@@ -52,7 +37,6 @@ class LocalSession:
         self.subjects = Subjects(_JOB_NAME)
         self._broker = broker
         self._name = name
-        self._lock = threading.Lock()
         self._registrations: list[Registration] = []
         self._is_open = True
 
@@ -96,24 +80,24 @@ class LocalSession:
 
     def close(self) -> None:
         """Listens and sends no more; idempotent."""
-        with self._lock:
-            self._is_open = False
-            registrations, self._registrations = self._registrations, []
-        for registration in registrations:
-            registration.close()
+        self._is_open = False
+        while self._registrations:
+            self._registrations.pop().close()
 
     def _register(self, subject: str, handler: Handler) -> Registration:
-        # Also kept here: the session ends its subscriptions, the broker outlives it.
         self._check_open()
-        registration = self._broker.add(subject, handler)
-        with self._lock:
-            self._registrations.append(registration)
+        handlers = self._broker.setdefault(subject, [])
+        handlers.append(handler)
+        registration = Registration(lambda: handlers.remove(handler))
+        # Also kept here: the session ends its subscriptions, the broker outlives it.
+        self._registrations.append(registration)
         return registration
 
     def _replies(self, subject: str, payload: bytes) -> Iterator[bytes]:
         """Calls one listener after the other, each when its reply is asked for."""
         self._check_open()
-        for handler in self._broker.listeners(subject):
+        # Over a copy: handlers may subscribe and unsubscribe while they are called.
+        for handler in tuple(self._broker.get(subject, ())):
             if (reply := _invoke(handler, payload)) is not None:
                 yield reply
 

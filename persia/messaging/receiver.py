@@ -26,10 +26,9 @@ from persia.waiting import Attempts
 __all__ = ["Receiver", "collect_replies", "raise_if_error_reply", "send_error"]
 
 _NO_RESPONDERS = "503"  # the broker's status for a request without listeners
-ERROR_HEADER = (
-    "Persia-Error"  # marks an error reply; its value is the error's class, the payload is its message
-)
-MAX_ERROR_BYTES = 4096
+# Marks an error reply: its value is the error's class, the payload the message.
+ERROR_HEADER = "Persia-Error"
+MAX_ERROR_BYTES = 4096  # an error may quote a message of many megabytes
 
 # A requester has few requests in flight and each waits for its reply, so what is queued here is bounded by
 # the peers. The limits are the backstop: a message beyond them is refused with an error reply, not dropped.
@@ -48,6 +47,7 @@ class Receiver:
         self._handler = handler
         self._replies = replies
         self._on_loop = inspect.iscoroutinefunction(handler)
+        # Of this subject alone: handlers that wait for room must not keep those of other subjects waiting.
         self._pool = DaemonPool(max_concurrency, f"persia-{subject}")
         self._permits = asyncio.Semaphore(max_concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -61,6 +61,7 @@ class Receiver:
             pending_msgs_limit=_PENDING_MESSAGES_LIMIT,
             pending_bytes_limit=_PENDING_BYTES_LIMIT,
         )
+        # A request that is sent after this must find a listener: without one it fails at once.
         await self._client.flush()
 
     async def stop(self, grace_s: float) -> None:
@@ -123,6 +124,7 @@ class Receiver:
         return await result if inspect.isawaitable(result) else result
 
     async def _reply(self, message: Msg, reply: bytes) -> None:
+        # Publishing it would raise, and the requester would wait for its time-out without knowing why.
         if len(reply) > self._client.max_payload:
             limit = self._client.max_payload
             error = ResourceExhaustedError(

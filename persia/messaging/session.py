@@ -1,18 +1,20 @@
 """A synchronous NATS connection for threads.
 
-The rest of the package is threads and blocking native calls, the NATS client is asyncio: one daemon thread
-runs a loop with one connection, and every public method may be called from any other thread. Requests end by
-their time-out, `close` by a few seconds, whatever the broker does.
+In: calls of any thread, with bytes and a subject. Out: bytes of a peer, or a typed error. The rest of the
+package is threads and blocking native calls, the NATS client is asyncio: one daemon thread runs a loop with
+one connection. Requests end by their time-out, `close` by a few seconds, whatever the broker does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -44,17 +46,19 @@ _T = TypeVar("_T")
 _CLOSE_GRACE_S = 1.0  # for each of: finishing handlers, flushing, disconnecting
 # A broker that ends together with the job is no news: only a loss that lasts is reported.
 _LOSS_REPORT_S = 2.0
-_CALL_MARGIN_S = (
-    5.0  # a call ends on the loop by its own time-out; this is the backstop of the thread that waits
-)
+# A call ends on the loop by its own time-out; this is the backstop of the thread that waits.
+_CALL_MARGIN_S = 5.0
+_SIGNAL_STEP_S = 0.2
 _DEFAULT_MAX_PAYLOAD = 1 << 20
 
 _CONNECT_OPTIONS: dict[str, Any] = {
     "connect_timeout": 2,
     "reconnect_time_wait": 0.2,
+    # Without end: every caller has a deadline of its own, and a job survives a restart of its broker.
     "max_reconnect_attempts": -1,
     # Buffer of messages published while the broker is away; publishing fails when it is full.
     "pending_size": 256 << 20,
+    # A broker that vanished with its machine closes no connection: only missing answers to pings show it.
     "ping_interval": 20,
 }
 
@@ -195,13 +199,18 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
     def _call(self, coroutine: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
         """Runs `coroutine` on the loop and waits for it; a session that is closed meanwhile ends the wait."""
         future = self._submit(coroutine)
+        end = time.monotonic() + timeout_s + _CALL_MARGIN_S
         try:
-            return future.result(timeout_s + _CALL_MARGIN_S)
+            # In steps: a signal that another thread receives, or that arrives just before the main thread
+            # begins to wait, does not end that wait, and its handler would not run before the deadline.
+            while not wait((future,), _SIGNAL_STEP_S).done and time.monotonic() < end:
+                pass
+            return future.result(0)
         except PersiaError:  # some are a TimeoutError, too
             raise
-        except concurrent.futures.CancelledError:
+        except CancelledError:
             raise UnavailableError(f"the NATS session {self._name} was closed meanwhile") from None
-        except concurrent.futures.TimeoutError:  # the coroutine has a time-out, but the loop does not run it
+        except FutureTimeoutError:  # the coroutine has a time-out, but the loop does not run it
             future.cancel()
             raise DeadlineExceededError(
                 f"the NATS session {self._name} is overloaded: no result in time"
@@ -212,7 +221,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
             future.cancel()
             raise
 
-    def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+    def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
         # Under the lock: a call submitted before `close` reaches the loop before the shutdown, which cancels
         # it. Without the lock the caller could wait for a loop that has stopped.
         with self._lock:
@@ -236,6 +245,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
             )
 
     def _register(self, receiver: Receiver) -> Registration:
+        # Both run on the loop, which alone uses `_receivers`: the set needs no lock.
         async def start() -> None:
             await receiver.start()
             self._receivers.add(receiver)
@@ -310,6 +320,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
 
     async def _shut_down(self) -> None:
         try:
+            # Together: the grace is that of the session, however many subjects it listens on.
             stops = [receiver.stop(_CLOSE_GRACE_S) for receiver in self._receivers]
             await asyncio.gather(*stops, return_exceptions=True)
             with contextlib.suppress(NatsError, OSError, asyncio.TimeoutError):

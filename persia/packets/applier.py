@@ -65,6 +65,7 @@ class PacketApplier:
         return apply
 
     def _check_schema(self, packet: Packet) -> None:
+        # Of every packet, also without rows: a follower with other slots is to fail at its start.
         if packet.schema is None or self._share.schema is None:
             return
         changes = packet.schema.changes_to(self._share.schema)

@@ -150,6 +150,7 @@ class ServerChanges:
         self._stream, self._is_from_start = None, False
 
 
+# Unlike a dump it keeps its priority: what a packet carries gets stale while it waits.
 class ChangesJob(SnapshotJob):
     """Writes the changes of a server, as they are when it is created; once applied, they are forgotten."""
 

@@ -55,6 +55,7 @@ def read_target(log: PacketLog) -> FollowTarget | None:
     except NotFoundError:
         return FollowTarget(position=latest, latest=latest, is_pinned=False)
     pin = Position.parse(name)
+    # Not ignored: a follower that a typing mistake has let loose would serve what was to be held back.
     if pin is None:
         raise CorruptionError(
             f"{path} says {name!r:.80}, which is no packet's name; write one as `latest` has, or remove it"

@@ -189,6 +189,7 @@ class Follower(Generic[_Copy]):
         return self._log.location, self._status.position or "the checkpoint"
 
     def _update(self, **changes: Any) -> None:
+        # Replaced, never changed: other threads read it without a lock.
         self._status = replace(self._status, **changes)
 
     # ---- forward, packet by packet
@@ -219,6 +220,7 @@ class Follower(Generic[_Copy]):
             except (NotFoundError, CorruptionError, FailedPreconditionError) as reason:
                 # Nothing would save so many packets, or it cannot be used: they may all be there.
                 get_default_logger().info("%s: packets are applied instead: %s", self._log.location, reason)
+        # Asked anew each time: a packet may have made `_apply_next` begin from a checkpoint, further on.
         while not self._stopped.is_set():
             position = self._status.position or position
             if position >= target.position:
@@ -228,9 +230,11 @@ class Follower(Generic[_Copy]):
     def _apply_next(self, target: FollowTarget, position: Position) -> None:
         assert self._copy is not None, "there is a position"
         try:
+            # `prepare` reads and checks all of it; its result replaces rows. So an error replaces none.
             packet = self._log.read(position)
             if not _needs_rows(packet):
                 self._copy.prepare(packet)()
+        # Not counted as a try: the packet may be good, and cannot be read or applied at the moment.
         except (StorageError, UnavailableError):
             raise
         except PersiaError as failure:

@@ -77,6 +77,7 @@ class PacketLog:
     def remove_until(self, last: Position) -> None:
         """Removes all packets up to `last`, those of earlier streams included, and the files of failed
         attempts. Manifests first: a follower never sees a packet without its files."""
+        # Each quietly: what cannot be removed now is removed with the next checkpoint, as it is listed again.
         for position in self.positions():
             if position <= last:
                 self._manifest(position).remove_quietly()

@@ -45,6 +45,7 @@ class DenseState:
 
 def ask_changes(peers: Sequence[Peer], deadline_s: float) -> list[ChangeStatus]:
     """Asks every server how much has changed."""
+    # No operation on the server, which answers at once: the name only appears in errors.
     reports = Operation("changes", peers, deadline_s).ask_all(Verb.CHANGES)
     return [read_document(ChangeStatus, report.result, "changes report") for report in reports]
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated
 
-from pydantic import AfterValidator, StrictBool, model_validator
+from pydantic import StrictBool, model_validator
 
 from persia._version import __version__
 from persia.errors import CorruptionError
 from persia.storage.checksummed_json import decode_document, encode_document
-from persia.storage.manifest import FileEntry, RowSet, is_dump_id, is_file_name
+from persia.storage.manifest import DumpId, FileEntry, FileName, RowSet
 from persia.storage.position import Position, is_packet_folder
-from persia.validation import Count, Number, complaint, read_document, require_keys, to_json
+from persia.validation import Count, Number, read_document, require_keys, to_json
 
 __all__ = ["Base", "BaseKind", "CheckpointReference", "Packet"]
 
@@ -36,30 +35,13 @@ class BaseKind(Enum):
     POSITION = "position"  # those of a checkpoint whose position is the restart's own or a later one
 
 
-def _check_dump_id(name: str) -> str:
-    if not is_dump_id(name):
-        raise complaint("must be a dump id")
-    return name
-
-
-def _check_file_name(name: str) -> str:
-    if not is_file_name(name):
-        raise complaint("must be a file name")
-    return name
-
-
-_FileName = Annotated[str, AfterValidator(_check_file_name)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Base:
     """The content of a restart. A checkpoint of its position or a later one is always good, too."""
 
     kind: BaseKind
     reason: str  # for people: why the packets before it are not followed
-    dump_id: Annotated[str, AfterValidator(_check_dump_id)] | None = (
-        None  # of CHECKPOINT: its `manifest.embeddings.dump_id`
-    )
+    dump_id: DumpId | None = None  # of CHECKPOINT: its `manifest.embeddings.dump_id`
 
     @model_validator(mode="after")
     def _check(self) -> Base:
@@ -91,9 +73,7 @@ class Packet(RowSet):
     cut_at: Number  # all changes in it were made before; of a restart, when it was written
     step: Count | None = None  # of the training loop
     base: Base | None = None
-    dense: Mapping[Annotated[str, AfterValidator(_check_file_name)], FileEntry] = field(
-        default_factory=dict
-    )  # as in a checkpoint: dense.pt
+    dense: Mapping[FileName, FileEntry] = field(default_factory=dict)  # as in a checkpoint: dense.pt
     dense_step: Count | None = None  # the step of the dense files
     checkpoint: CheckpointReference | None = None
     created_by: str = f"persia {__version__}"

@@ -53,7 +53,7 @@ class PacketStream(DumpHook):
         self.peers: Sequence[Peer] = ()
         self.log: PacketLog | None = None  # None: this job writes no packets, or does not know yet
         self.settings: IncrementalSettings | None = None
-        self.position = Position(make_stream_id(), 0)
+        self.position = Position(make_stream_id(), 0)  # of the newest packet; number 0: there is none yet
         self.counts = PacketCounts()
         self.written_at = time.monotonic()
         self.has_changes = False  # that are in no packet
@@ -68,7 +68,7 @@ class PacketStream(DumpHook):
         self._changed_after = time.time()
 
     def connect(self, peers: Sequence[Peer], settings: IncrementalSettings) -> None:
-        with self:
+        with self:  # a dump that has begun must not see the settings without the peers
             self.peers, self.log, self.settings = peers, PacketLog(settings.directory), settings
 
     def current_counts(self) -> PacketCounts:
@@ -230,6 +230,7 @@ class PacketStream(DumpHook):
         assert self.settings is not None, "there is a checkpoint"
         log = PacketLog(self._require_log().location)  # a PacketLog is for one thread
         try:
+            # Some stay: a follower that is reading them would otherwise begin from the checkpoint each time.
             last = min(number, self.position.number - self.settings.keep_packets)
             log.remove_until(Position(self.position.stream, last))
         except PersiaError as failure:

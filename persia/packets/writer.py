@@ -14,13 +14,11 @@ from persia.checkpoint.checkpoints import Checkpoints, DumpRequest
 from persia.checkpoint.peers import Peer
 from persia.errors import PersiaError
 from persia.logger import get_default_logger
-from persia.packets.log import PacketLog
 from persia.packets.operation import ChangeStatus, DenseState, ask_changes
-from persia.packets.stream import PacketCounts, PacketStream
-from persia.storage.position import Position
+from persia.packets.stream import PacketStream
 from persia.waiting import Attempts
 
-__all__ = ["DENSE_FILE", "PacketCounts", "PacketWriter"]
+__all__ = ["DENSE_FILE", "PacketWriter"]
 
 DENSE_FILE = "dense.pt"
 
@@ -65,19 +63,6 @@ class PacketWriter:
         """Asks the servers whether packets are wanted, and writes them if so."""
         self._thread.start()
 
-    @property
-    def position(self) -> Position:
-        """The newest packet; number 0: there is none yet."""
-        return self.stream.position
-
-    @property
-    def log(self) -> PacketLog | None:
-        """The directory of packets; None: this job writes none, or does not know yet."""
-        return self.stream.log
-
-    def counts(self) -> PacketCounts:
-        return self.stream.current_counts()
-
     def offer_dense(self, step: int, encode: Callable[[], bytes]) -> None:
         """When `wants_dense`: the dense model as it is now; `encode` makes a file of it, on any thread."""
         self._offered, self.wants_dense = (step, encode), False
@@ -120,6 +105,7 @@ class PacketWriter:
                 get_default_logger().debug("packets of changes: %s", failure)
                 if self._stop.wait(1.0):
                     return
+        # Four questions an interval: a packet is late by a quarter of it at most.
         tick_s, pause_s = min(_LONGEST_TICK_S, self.stream.settings.interval_s / 4), 0.0
         # After failures the pauses grow: each try asks all servers and may write files in vain.
         while not self._stop.wait(max(tick_s, pause_s)):
@@ -144,6 +130,7 @@ class PacketWriter:
         """Finds out whether this job writes packets."""
         peers = self._find_peers()
         settings = {status.settings for status in ask_changes(peers, self._deadline_s)}
+        # A server that writes elsewhere would leave holes in every packet.
         if len(settings) > 1:
             get_default_logger().error("the servers disagree about incremental updates: start them alike")
             return False
@@ -171,7 +158,7 @@ class PacketWriter:
         for _ in Attempts(_LONGEST_SETTLING_S, pause_s=_LONGEST_TICK_S):
             with self.stream:
                 statuses = self.stream.ask()
-                if self.stream.has_changes or (self._offered is not None and self.position.number > 0):
+                if self.stream.has_changes or (self._offered is not None and self.stream.position.number > 0):
                     last_change = time.monotonic()
                     self._write(statuses)
             if self._num_trainers == 1 or time.monotonic() - last_change > _SETTLE_S:
@@ -208,12 +195,12 @@ class PacketWriter:
             # Followers need rows and dense model together: wait until the training offers one.
             self.wants_dense = self._offered is None
             return
-        assert self.log is not None, "connected"
+        assert self.stream.log is not None, "connected"
         began_at = time.monotonic()
         try:
             self._checkpoints.dump(
                 DumpRequest(
-                    self.log.checkpoints,
+                    self.stream.log.checkpoints,
                     dense={} if self._dense is None else self._dense.files,
                     step=self._step(),
                     keep_last=_KEEP_CHECKPOINTS,

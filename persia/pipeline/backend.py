@@ -1,6 +1,7 @@
 """Stages 3 and 5, the calls: embedding workers of a cluster, or the engine in this process.
 
-Everything above knows only `EmbeddingBackend`. Deadlines are the backend's, so that no caller can forget one.
+In: the reference of a batch, or its ID features; gradients. Out: what the native client answers. Everything
+above knows only `EmbeddingBackend`. Deadlines are the backend's, so that no caller can forget one.
 """
 
 from __future__ import annotations

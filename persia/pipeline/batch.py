@@ -1,5 +1,8 @@
 """Stage 4: a looked-up batch becomes the tensors of a model, and their gradients become arrays again.
 
+In: the `LookupResult`s of a batch. Out: torch tensors that share their memory, for `forward`; later float32
+arrays of gradients, for the `GradientSender`.
+
 A pooled slot becomes one float32 tensor [batch, dim]. A raw slot becomes [batch, sample_fixed_size, dim + 1]:
 the rows of the sample's IDs, zeros where there are fewer, and a last channel that is 1 where a row is
 present. What receives the gradient is the slot's *leaf*: the pooled tensor itself, or a raw slot's distinct

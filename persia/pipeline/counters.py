@@ -1,5 +1,7 @@
 """Counts what happens to the batches of one context, where it happens.
 
+In: calls of every stage. Out: snapshots, for `ctx.counters`, `ctx.staleness` and the metrics.
+
 The invariant that tests hold on to, once a context has ended:
 `batches_received == batches_trained + batches_evaluated + batches_released + batches_failed`.
 """
@@ -35,7 +37,7 @@ class CounterValues:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModeStaleness:
-    """As `Staleness`, of the slots of one mode."""
+    """The part of `Staleness` that is also told for the slots of each mode."""
 
     max: int = 0
     mean: float = 0.0
@@ -61,11 +63,9 @@ class _Measured:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Staleness:
+class Staleness(ModeStaleness):
     """Updates that servers applied between a batch's lookup and its own update, over the batches trained."""
 
-    max: int = 0
-    mean: float = 0.0
     in_flight: int = 0  # training batches looked up, or being looked up, whose lease is not released
     # Of the slots of each mode: the job's, and such as "synchronous" or "hybrid 4" of slots of their own.
     by_mode: Mapping[str, ModeStaleness] = dataclasses.field(default_factory=dict)

@@ -1,5 +1,7 @@
 """Stages 4 and 5: the backward pass, and the return of gradients to the embedding workers.
 
+In: a loss, and the batches that were forwarded. Out: a step of the dense optimizer, and one call of
+`EmbeddingBackend.return_gradients` a batch, whose acknowledgement releases the batch's lease.
 `backward` queues a batch's gradients and returns; worker threads send them. Everything is bounded, so a
 slow server slows training down instead of filling memory. The first failure is kept and raised by the next
 `submit` or `drain`.

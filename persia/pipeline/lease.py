@@ -1,8 +1,8 @@
 """The lease of a looked-up training batch: its embedding worker keeps the batch until the lease is released.
 
-The batch counts against the staleness bounds until then. The first to acquire the lease releases it: the
-gradient sender, when the gradients are applied, or the reaper, for a batch that was dropped without
-`backward`.
+Made at the end of stage 3 (`lookup.py`), released at the end of stage 5 (`gradients.py`). The batch counts
+against the staleness bounds until then. The first to acquire the lease releases it: the gradient sender, when
+the gradients are applied, or the reaper, for a batch that was dropped without `backward`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BatchLease:
         self.reference = reference
         self._lock = threading.Lock()  # never taken by a finalizer
         self._permits: list[Callable[[], None]] | None = [release_permit]  # None: released
-        self._on_release: Callable[[BatchLease], None] = lambda lease: None
+        self._reaper: LeaseReaper | None = None  # set while its `close` would reap this lease
         # A lock and not a bool: finalizers run on any thread at any point, also inside a lock of this class,
         # and `acquire(blocking=False)` is atomic without waiting.
         self._acquired = threading.Lock()  # a test-and-set flag, never waited for
@@ -51,7 +51,8 @@ class BatchLease:
 
     def watch(self, owner: object, reaper: LeaseReaper) -> None:
         """Reaps the lease when `owner`, the only object that can lead to a gradient, is dropped."""
-        self._on_release = reaper.track(self)
+        self._reaper = reaper
+        reaper.track(self)
         finalizer = weakref.finalize(owner, reaper.reap, self)
         finalizer.atexit = False  # at exit the context has released everything, or could not
 
@@ -65,7 +66,8 @@ class BatchLease:
 
     def release(self) -> None:
         """The worker no longer waits for the batch: the staleness bounds may let the next one in."""
-        self._on_release(self)
+        if self._reaper is not None:
+            self._reaper.untrack(self)
         with self._lock:
             # None marks the lease as released. A stage that gets its permit later gives it back at once, or
             # it would be lost and the gate would hand out one less for the rest of the job.
@@ -88,11 +90,15 @@ class LeaseReaper:
         self._thread = threading.Thread(target=self._run, name="persia-reaper", daemon=True)
         self._thread.start()
 
-    def track(self, lease: BatchLease) -> Callable[[BatchLease], None]:
-        """Makes `close` reap the lease unless it is released before; returns what to call then."""
+    def track(self, lease: BatchLease) -> None:
+        """Makes `close` reap the lease, until `untrack`."""
         with self._lock:
             self._tracked.add(lease)
-        return self._untrack
+
+    def untrack(self, lease: BatchLease) -> None:
+        """Called when the lease is released."""
+        with self._lock:
+            self._tracked.discard(lease)
 
     def reap(self, lease: BatchLease) -> None:
         """Releases the batch unless its gradient is being sent. Never blocks, never raises."""
@@ -109,10 +115,6 @@ class LeaseReaper:
         # Behind all leases: the thread ends when it has released them.
         self._queue.put(None)
         self._thread.join(deadline_s)
-
-    def _untrack(self, lease: BatchLease) -> None:
-        with self._lock:
-            self._tracked.discard(lease)
 
     def _run(self) -> None:
         while (lease := self._queue.get()) is not None:

@@ -1,4 +1,9 @@
-"""Stage 3: a pending batch becomes a training batch, by one lookup for each of its stages."""
+"""Stage 3, on a lookup thread: a batch is looked up.
+
+In: a `PendingBatch` of the feeder (`prefetch.py`). Out: a `PersiaTrainingBatch` whose lease is watched, so
+that it is released whatever becomes of the batch. A batch whose slots have several bounds takes one lookup
+for each; an ordinary batch takes one.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Stage 3, ahead of the loop: takes batches from the source and starts their lookups in its order.
 
+In: `PendingBatch`es of a `BatchSource`. Out: `PersiaTrainingBatch`es, to the loop that calls `next`.
 One feeder thread takes batches from the source, and for each a staleness permit, in the source's order;
 lookup threads work in parallel; the loop gets the results in the order of the source. The order of the
 permits makes the bound free of deadlocks: the batch that the loop waits for has its permit before any later
@@ -14,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Protocol
 
 from persia.errors import DeadlineExceededError
 from persia.logger import get_default_logger
@@ -47,7 +47,7 @@ class Prefetcher:
         self._service = service
         self._gate = gate
         self._ready: BoundedQueue[_Lookup] = BoundedQueue(forward_buffer_size)  # to `next`
-        self._work: BoundedQueue[_Work] = BoundedQueue(forward_buffer_size)  # to the lookup threads, `_serve`
+        self._work: _Work = BoundedQueue(forward_buffer_size)  # to the lookup threads, `_serve`
         self._deferred = [
             # One more than `_ready` holds: the feeder puts a batch here first, and must not wait here for a
             # loop that waits for `_ready`.
@@ -187,16 +187,6 @@ class Prefetcher:
                 )
 
 
-class _Work(Protocol):
-    """The work of a lookup thread."""
-
-    def run(self, service: LookupService) -> None:
-        """Looks up; errors are kept for the loop."""
-
-    def give_up(self, service: LookupService) -> bool:
-        """Instead of `run`; False when that has begun."""
-
-
 class _Lookup:
     """The first lookup of a batch."""
 
@@ -251,6 +241,11 @@ class _DeferredLookup:
         return self.future.cancel()
 
 
+# To the lookup threads. `run` looks up, and keeps errors for the loop; `give_up` takes the place of `run`,
+# and returns False when that has begun.
+_Work = BoundedQueue[_Lookup | _DeferredLookup]
+
+
 class DeferredStage:
     """Takes batches in the order of the source, waits for a permit for each, and queues its lookup.
 
@@ -258,9 +253,7 @@ class DeferredStage:
     its permit before any later one. The permit is given back when the batch's lease is released.
     """
 
-    def __init__(
-        self, stage: LookupStage, gate: StalenessGate, work: BoundedQueue[_Work], capacity: int
-    ) -> None:
+    def __init__(self, stage: LookupStage, gate: StalenessGate, work: _Work, capacity: int) -> None:
         self.gate = gate
         self._stage = stage
         self._work = work

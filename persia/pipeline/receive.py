@@ -1,5 +1,7 @@
 """Stage 2, the rank's end: receives the batches of all loaders, in order, bounded, and knows when they end.
 
+In: messages of `BatchSender` (`send.py`), on threads of the session. Out: `PendingBatch`es, to the feeder
+thread of `prefetch.py`. `StreamReceiver` answers and asks loaders, `Inbox` holds and orders their batches.
 A stream ends because its loaders said so, never because time passed. Silence only makes the rank ask the
 loader whether it is alive; one that does not answer has died, and is named in the error.
 """
@@ -28,7 +30,7 @@ from persia.errors import (
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Directory
 from persia.messaging.interface import Registration, Session
-from persia.messaging.payloads import BatchAnnouncement, EndOfStream, FlowReply, ReplyStatus
+from persia.messaging.payloads import EndOfStream, FlowReply, ReplyStatus, SubmittedBatch
 from persia.messaging.subjects import DATA_LOADER
 from persia.observability.phases import QUEUE_OF_ANNOUNCED
 from persia.pipeline.queues import Deadline, QueueClosed
@@ -68,7 +70,7 @@ class StreamReceiver:
     ) -> None:
         self._session = session
         self._directory = directory
-        self._inbox = Inbox(rank, world_size, buffer_size, ordered=ordered)
+        self.inbox = Inbox(rank, world_size, buffer_size, ordered=ordered)
         self._remedy = remedy
         self._on_received = on_received
         self._on_superseded = on_superseded
@@ -79,7 +81,7 @@ class StreamReceiver:
         self._check_interval_s = min(1.0, self._silence_s / 4)
         self._next_check = time.monotonic() + self._check_interval_s
         self._next_report = time.monotonic() + _REPORT_INTERVAL_S
-        self._on_close = contextlib.ExitStack()
+        self.before_close: Callable[[], object] = lambda: None  # set where a loader runs in this process
         # From here on loaders are answered, on threads of the session: everything above must be in place.
         subjects, concurrency = session.subjects, _MAX_LOADERS_AT_A_TIME
         self._registrations: list[Registration] = [
@@ -89,9 +91,9 @@ class StreamReceiver:
 
     def _on_batch(self, payload: bytes) -> bytes:
         """Answers BatchSender.send (send.py)."""
-        batch = BatchAnnouncement.decode(payload)
+        batch = SubmittedBatch.decode(payload)
         try:
-            offer = self._inbox.offer(batch, hold_s=_HOLD_S)
+            offer = self.inbox.offer(batch, hold_s=_HOLD_S)
         except StreamClosedError as closed:
             return FlowReply(ReplyStatus.CLOSED, message=str(closed)).encode()
         if offer is Offer.FULL:
@@ -107,7 +109,7 @@ class StreamReceiver:
     def _on_end(self, payload: bytes) -> bytes:
         """Answers BatchSender.end (send.py)."""
         with contextlib.suppress(StreamClosedError):  # the loop has ended before the stream
-            self._inbox.end(EndOfStream.decode(payload))
+            self.inbox.end(EndOfStream.decode(payload))
         return FlowReply(ReplyStatus.OK).encode()
 
     def take(self) -> PendingBatch | None:
@@ -118,42 +120,29 @@ class StreamReceiver:
                 self._check_loaders()
                 self._next_check = time.monotonic() + self._check_interval_s
             with contextlib.suppress(DeadlineExceededError):
-                batch = self._inbox.take(self._check_interval_s)
+                batch = self.inbox.take(self._check_interval_s)
                 return None if batch is None else pending_from_stream(batch)
 
     def stop(self) -> list[PendingBatch]:
         """Wakes `take` and refuses what loaders still send; returns the batches that were not taken."""
-        return [pending_from_stream(batch) for batch in self._inbox.close()]
-
-    def fail(self, failure: PersiaError) -> None:
-        """The loaders' stream has broken off: `take` raises `failure` after the batches received."""
-        self._inbox.fail(failure)
-
-    @property
-    def has_seen_loader(self) -> bool:
-        """Whether any loader has sent anything, be it the end of its data."""
-        return self._inbox.num_loaders is not None
-
-    def close_with(self, close: Callable[[], object]) -> None:
-        """Calls `close` when this is closed."""
-        self._on_close.callback(close)
+        return [pending_from_stream(batch) for batch in self.inbox.close()]
 
     def close(self) -> None:
         """Stops listening, after `stop`."""
         # First: a loader thread of this process must find its requests answered while it ends.
-        self._on_close.close()
+        self.before_close()
         while self._registrations:
             self._registrations.pop().close()
 
     def _check_loaders(self) -> None:
         """Raises when something that the stream needs will never arrive."""
-        if self._inbox.num_loaders is None:
+        if self.inbox.num_loaders is None:
             self._wait_for_first_loader()
-        for loader_index in self._inbox.stale_loaders(self._silence_s):
+        for loader_index in self.inbox.stale_loaders(self._silence_s):
             if self._is_alive(loader_index):
-                self._inbox.mark_alive(loader_index)
+                self.inbox.mark_alive(loader_index)
             # Asked again, as probing takes seconds in which its batches or its end may have arrived.
-            elif loader_index in self._inbox.stale_loaders(self._silence_s):
+            elif loader_index in self.inbox.stale_loaders(self._silence_s):
                 self._give_up(loader_index)
 
     def _wait_for_first_loader(self) -> None:
@@ -180,12 +169,12 @@ class StreamReceiver:
         return False
 
     def _give_up(self, loader_index: int) -> None:
-        if not self._inbox.has_seen(loader_index) and not self._start.over:
-            self._report(f"waiting for data loader {loader_index} of {self._inbox.num_loaders}")
+        if not self.inbox.has_seen(loader_index) and not self._start.over:
+            self._report(f"waiting for data loader {loader_index} of {self.inbox.num_loaders}")
             return
         raise UnavailableError(
-            f"data loader {loader_index} of {self._inbox.num_loaders} was silent for {self._silence_s:g} s "
-            "(PERSIA_LOADER_SILENCE_SEC), did not announce the end of its data and does not answer: it died"
+            f"data loader {loader_index} of {self.inbox.num_loaders} was silent for {self._silence_s:g} s "
+            "(PERSIA_LOADER_SILENCE_SEC), did not say that its data ended and does not answer: it died"
         )
 
     def _report(self, text: str) -> None:
@@ -206,7 +195,7 @@ class Offer(enum.Enum):
 class _Queued(NamedTuple):
     number: int  # in the order of arrival
     since_ns: int
-    batch: BatchAnnouncement
+    batch: SubmittedBatch
 
 
 @dataclasses.dataclass
@@ -217,7 +206,7 @@ class _Loader:
     last_seen: float = -math.inf  # by time.monotonic(), when it sent or answered something
     queue: deque[_Queued] = dataclasses.field(default_factory=deque)  # batches that the rank did not take yet
     num_queued: int = 0  # those taken included
-    last: BatchAnnouncement | None = None  # queued last
+    last: SubmittedBatch | None = None  # queued last
     num_sent: int | None = None  # to all ranks; known once the loader told its end
 
     @property
@@ -254,7 +243,7 @@ class Inbox:
         self._closed = False
         self._changed = threading.Condition()
 
-    def offer(self, batch: BatchAnnouncement, *, hold_s: float) -> Offer:
+    def offer(self, batch: SubmittedBatch, *, hold_s: float) -> Offer:
         """Queues the batch, waiting up to `hold_s` for room: a late reply slows a fast loader down.
 
         Raises InvalidArgumentError or FailedPreconditionError for a batch that cannot be this rank's next.
@@ -295,7 +284,7 @@ class Inbox:
             )
         if batch_id == expected and loader.num_sent is not None:
             raise FailedPreconditionError(
-                f"batch {batch_id} from data loader {index}, which announced its end after "
+                f"batch {batch_id} from data loader {index}, which ended its stream after "
                 f"{loader.num_sent} batches: send all batches of a job through one DataCtx"
             )
         return batch_id < expected
@@ -319,7 +308,7 @@ class Inbox:
         index, expected = loader.share.loader_index, loader.share.count(num_batches)
         if loader.num_sent not in (None, num_batches):
             raise FailedPreconditionError(
-                f"data loader {index} announced its end after {num_batches} batches, "
+                f"data loader {index} ended its stream after {num_batches} batches, "
                 f"and before after {loader.num_sent}"
             )
         if expected != loader.num_queued:
@@ -335,7 +324,7 @@ class Inbox:
             self._fail(failure)
             self._changed.notify_all()
 
-    def take(self, timeout_s: float) -> BatchAnnouncement | None:
+    def take(self, timeout_s: float) -> SubmittedBatch | None:
         """The next batch, or None at the end of the stream.
 
         Raises DeadlineExceededError when none arrived in time, the failure of a loader once the batches that
@@ -385,7 +374,7 @@ class Inbox:
         """Whether the loader ever sent anything, or answered."""
         return self._loaders[loader_index].last_seen > -math.inf
 
-    def close(self) -> list[BatchAnnouncement]:
+    def close(self) -> list[SubmittedBatch]:
         """Refuses everything from now on; returns the batches that were not taken."""
         with self._changed:
             self._closed = True
@@ -442,5 +431,5 @@ class Inbox:
         return loader if loader is not None and loader.queue else None
 
 
-def _reference(batch: BatchAnnouncement) -> tuple[int, int, int]:
+def _reference(batch: SubmittedBatch) -> tuple[int, int, int]:
     return batch.worker_index, batch.worker_incarnation, batch.reference

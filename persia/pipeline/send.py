@@ -25,14 +25,7 @@ from persia.errors import (
 )
 from persia.messaging.discovery import Directory, EventKind, ServiceEvent
 from persia.messaging.interface import Session
-from persia.messaging.payloads import (
-    BatchAnnouncement,
-    EndOfStream,
-    FlowReply,
-    IdsReply,
-    IdsRequest,
-    ReplyStatus,
-)
+from persia.messaging.payloads import EndOfStream, FlowReply, IdsRequest, ReplyStatus, SubmittedBatch
 from persia.messaging.subjects import EMBEDDING_WORKER, NN_WORKER
 from persia.pipeline.queues import Deadline
 
@@ -117,7 +110,7 @@ class BatchSender:
         batch_id = self.next_batch_id
         worker_index, reply = self._register(id_features)
         # If this cannot be submitted, the registered features expire at the worker: nothing refers to them.
-        batch = BatchAnnouncement(
+        batch = SubmittedBatch(
             batch_id=batch_id,
             worker_incarnation=reply.worker_incarnation,
             reference=reply.reference,
@@ -141,7 +134,7 @@ class BatchSender:
             if share.first_sequence is not None and rank not in self._departed:
                 self._submit(rank, self._session.subjects.end(rank), end.encode(), deadline_s)
 
-    def _register(self, id_features: bytes) -> tuple[int, IdsReply]:
+    def _register(self, id_features: bytes) -> tuple[int, FlowReply]:
         """(the embedding worker that took the ID features, its reply). Workers take turns."""
         request = IdsRequest(self._index, self._replicas, id_features).encode()
         room = Deadline(_FULL_PATIENCE * self._deadline_s)
@@ -155,7 +148,7 @@ class BatchSender:
             answer = self._request(subject, request, peer, Deadline(self._deadline_s), left)
             if answer is None:
                 continue  # to another worker
-            reply = IdsReply.decode(answer)
+            reply = FlowReply.decode(answer)
             if reply.status is ReplyStatus.OK:
                 return index, reply
             _wait_for_room(reply, peer, room)
@@ -210,7 +203,7 @@ class BatchSender:
             del self._workers[index]
 
 
-def _wait_for_room(reply: IdsReply | FlowReply, peer: str, room: Deadline) -> None:
+def _wait_for_room(reply: FlowReply, peer: str, room: Deadline) -> None:
     if reply.status is ReplyStatus.CLOSED:
         raise StreamClosedError(f"{peer} takes no more batches: {reply.message}")
     if reply.status is ReplyStatus.ERROR:
@@ -233,15 +226,13 @@ class RegisterBatchHandler:
         return cls(lambda loader, ids: (worker.incarnation, worker.register_batch(loader, ids)))
 
     def __call__(self, payload: bytes) -> bytes:
-        return self._answer(payload).encode()
-
-    def _answer(self, payload: bytes) -> IdsReply:
         try:
             request = IdsRequest.decode(payload)
             # The native worker keeps the batch in its table until LookupService.look_up (lookup.py) asks.
             incarnation, reference = self._register(request.loader_index, request.id_features)
+            reply = FlowReply(ReplyStatus.OK, worker_incarnation=incarnation, reference=reference)
         except ResourceExhaustedError:
-            return IdsReply(ReplyStatus.FULL, retry_ms=random.randint(*_RETRY_MS))
+            reply = FlowReply(ReplyStatus.FULL, retry_ms=random.randint(*_RETRY_MS))
         except PersiaError as error:
-            return IdsReply(ReplyStatus.ERROR, message=str(error))
-        return IdsReply(ReplyStatus.OK, worker_incarnation=incarnation, reference=reference)
+            reply = FlowReply(ReplyStatus.ERROR, message=str(error))
+        return reply.encode()

@@ -1,4 +1,8 @@
-"""Where the prefetcher takes batches from: the loaders' stream (`receive`), or a data set in this process."""
+"""Stage 2, without loaders: the batches of a data set in this process.
+
+In: `PersiaBatch`es of an iterable, or a `SubmittedBatch` of the loaders' stream (`receive.py`). Out:
+`PendingBatch`es, which `Prefetcher._feed` (`prefetch.py`) takes from either source.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Protocol
 from persia._native import BatchReference
 from persia.embedding.data import PersiaBatch
 from persia.errors import InvalidTypeError
-from persia.messaging.payloads import BatchAnnouncement
+from persia.messaging.payloads import SubmittedBatch
 from persia.pipeline.queues import BoundedQueue, QueueClosed
 
 __all__ = ["BatchSource", "LocalSource", "PendingBatch", "pending_from", "pending_from_stream"]
@@ -42,7 +46,7 @@ class BatchSource(Protocol):
         """Frees what the source holds, after `stop`."""
 
 
-def pending_from_stream(batch: BatchAnnouncement) -> PendingBatch:
+def pending_from_stream(batch: SubmittedBatch) -> PendingBatch:
     """A batch that a loader registered and submitted."""
     reference = BatchReference(batch.worker_index, batch.worker_incarnation, batch.reference)
     return PendingBatch(batch.batch_id, batch.requires_grad, reference, b"", batch.dense)

@@ -35,6 +35,7 @@ class _Head:
 def encode_document(form: str, values: dict[str, Any]) -> bytes:
     """JSON of `values` behind a "format" and a "version"; its last key is the checksum of all before it."""
     body = json.dumps({"format": form, "version": _VERSION, **values}, indent=1).encode()
+    # Last, by text and not by key order: the checksum covers exactly the bytes in front of it.
     body = body.removesuffix(b"\n}")
     return body + b',\n "checksum": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode()
 

@@ -1,5 +1,8 @@
 """A directory on any file system that fsspec knows, and the guarantees that checkpoints rely on there.
 
+fsspec opens, lists and copies. Here is what it does not promise: durability, a replacement in one step, tries
+that are repeated, errors that name place and remedy.
+
 Two promises make atomic checkpoints possible on all of them. A file written by `create` appears under its
 name only once it is complete, and `replace` swaps a small file in one step: by a rename on a local disk, by
 one PUT on an object store (HDFS takes two steps, which readers know of). Failures become `StorageError`,
@@ -45,7 +48,8 @@ _BE_WRITTEN = "be written"
 _WHOLE_WRITES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"}
 _NEXT = ".next"
 
-_PAUSES_S = (0.2, 0.4, 0.8, 1.6)  # between five tries
+# Between five tries. Longer ones would exceed the time that a coordinator waits for progress.
+_PAUSES_S = (0.2, 0.4, 0.8, 1.6)
 # Trying again does not help against these: full, forbidden, too large, read-only.
 _FINAL = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EROFS, errno.ENAMETOOLONG}
 _FINAL_ERRORS = (PermissionError, IsADirectoryError, NotADirectoryError)
@@ -116,6 +120,7 @@ class Location:
 
     def read(self, *, max_bytes: int) -> bytes:
         """The whole file. StorageError: it has more than `max_bytes`."""
+        # Before anything is read: a wrong file at this place may be larger than the memory.
         size = self.size()
         if size > max_bytes:
             raise StorageError(f"{self} has {size} bytes, more than the {max_bytes} expected of such a file")
@@ -167,6 +172,7 @@ class Location:
         try:
             with _reported(self, _BE_WRITTEN):
                 yield file
+                # A manifest that is on disk must not name a file that a power failure has emptied.
                 if self.is_local:
                     file.flush()
                     os.fsync(file.fileno())
@@ -204,7 +210,11 @@ class Location:
             return
         try:
             with _reported(self, f"become {target}"):
-                _write_durably(self.path, "r+b", content)  # never made anew
+                with open(self.path, "r+b") as file:  # never made anew
+                    file.truncate()
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
                 os.replace(self.path, target.path)
                 _sync_directory(posixpath.dirname(target.path))
         except (NotFoundError, StorageError) as failure:
@@ -250,17 +260,17 @@ class Location:
             return bytes(file.read(length))
 
     def _replace_locally(self, content: bytes) -> None:
-        temporary = f"{self.path}.{secrets.token_hex(4)}.tmp"
-        with _reported(self, _BE_WRITTEN):
-            try:
-                os.makedirs(posixpath.dirname(self.path), exist_ok=True)
-                _write_durably(temporary, "xb", content)
-                os.replace(temporary, self.path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
-            _sync_directory(posixpath.dirname(self.path))
+        # Beside this file: a rename is one step only within a file system.
+        temporary = Location(self.file_system, f"{self.path}.{secrets.token_hex(4)}.tmp")
+        try:
+            with temporary.create() as file:
+                file.write(content)
+            with _reported(self, _BE_WRITTEN):
+                os.replace(temporary.path, self.path)
+                _sync_directory(posixpath.dirname(self.path))
+        except BaseException:
+            temporary.remove_quietly()
+            raise
 
     def _holds(self, content: bytes) -> bool:
         try:
@@ -350,14 +360,6 @@ def _advice(failure: Exception) -> str:
     if isinstance(failure, FileNotFoundError):
         return f"{text}; is there such a directory or bucket?"
     return text
-
-
-def _write_durably(path: str, mode: str, content: bytes) -> None:
-    with open(path, mode) as file:
-        file.truncate()
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_directory(path: str) -> None:

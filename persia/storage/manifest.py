@@ -12,28 +12,31 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, StrictBool, computed_field, model_validator
+from pydantic import Field, StrictBool, computed_field, model_validator
 
 from persia._version import __version__
 from persia.errors import CorruptionError, FailedPreconditionError, InvalidArgumentError, NotFoundError
 from persia.storage.checksummed_json import decode_document, encode_document
 from persia.storage.location import Location
-from persia.storage.position import Position, is_packet_folder, make_stream_id
+from persia.storage.position import PACKET_FOLDER, STREAM, Position, make_stream_id
 from persia.storage.schema import RowSchema
-from persia.validation import Count, Hex, complaint, read_document, require_keys, to_json
+from persia.validation import Count, Hex, read_document, require_keys, to_json
 
 __all__ = [
     "MANIFEST_NAME",
     "MAX_MANIFEST_BYTES",
     "NUM_VIRTUAL_SHARDS",
     "DenseSection",
+    "DumpId",
     "EmbeddingSection",
     "FileEntry",
+    "FileName",
     "Manifest",
     "RowSet",
     "ServerEntry",
+    "check_file_name",
     "is_dump_id",
     "make_dump_id",
     "utc_now",
@@ -44,9 +47,13 @@ NUM_VIRTUAL_SHARDS: Final = 4096
 
 _FORMAT = "persia checkpoint"
 MAX_MANIFEST_BYTES = 64 << 20
-# Names that become paths on the storage: nothing that leads to another folder may match.
-_DUMP_ID = re.compile(r"dump-\d{8}T\d{6}Z-[0-9a-f]{8}")
-_FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+# Names that become paths on the storage. A manifest may come from anywhere: nothing that leads out of the
+# checkpoint may match.
+_DUMP_ID = f"dump-{STREAM}"
+_FILE_NAME = "[A-Za-z0-9_-][A-Za-z0-9_.-]*"
+
+DumpId = Annotated[str, Field(pattern=f"^{_DUMP_ID}$")]
+FileName = Annotated[str, Field(pattern=f"^{_FILE_NAME}$")]
 
 
 def utc_now() -> str:
@@ -60,31 +67,15 @@ def make_dump_id() -> str:
 
 
 def is_dump_id(name: str) -> bool:
-    return _DUMP_ID.fullmatch(name) is not None
-
-
-def _check_path(path: str) -> str:
-    """A manifest may come from anywhere: its paths must not lead out of the checkpoint."""
-    folder, _, name = path.partition("/")
-    if not ((is_dump_id(folder) or is_packet_folder(folder)) and is_file_name(name)):
-        raise complaint("must be <dump id>/<file name>")
-    return path
-
-
-def _check_virtual_shards(number: int) -> int:
-    if number != NUM_VIRTUAL_SHARDS:
-        raise complaint(f"must be {NUM_VIRTUAL_SHARDS}")
-    return number
-
-
-VirtualShards = Annotated[Count, AfterValidator(_check_virtual_shards)]
+    return re.fullmatch(_DUMP_ID, name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
     """A file of a checkpoint."""
 
-    path: Annotated[str, AfterValidator(_check_path)]  # below the checkpoint's directory: <dump id>/<name>
+    # Below the checkpoint's directory, or that of packets.
+    path: Annotated[str, Field(pattern=f"^({_DUMP_ID}|{PACKET_FOLDER})/{_FILE_NAME}$")]
     num_bytes: Count
     checksum: str  # SHA-256 in hex; of rows: of header, footer and trailer, which hold all others
     num_rows: Count  # 0 of a dense file
@@ -106,7 +97,7 @@ class RowSet:
     schema: RowSchema | None = None  # None: the servers were started without an embedding config
     servers: tuple[ServerEntry, ...] = ()  # by index
     files: tuple[FileEntry, ...] = ()  # any number for each server
-    num_virtual_shards: VirtualShards = NUM_VIRTUAL_SHARDS
+    num_virtual_shards: Literal[4096] = NUM_VIRTUAL_SHARDS
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -224,14 +215,9 @@ class Manifest:
         return cls.decode(content, str(path)), hashlib.sha256(content).hexdigest()
 
 
-def is_file_name(name: str) -> bool:
-    return _FILE_NAME.fullmatch(name) is not None and not name.startswith(".")
-
-
-def check_file_name(name: str) -> str:
+def check_file_name(name: str) -> None:
     """For names that scripts give to dense files."""
-    if not is_file_name(name) or name == MANIFEST_NAME or is_dump_id(name):
+    if not re.fullmatch(_FILE_NAME, name) or name == MANIFEST_NAME or is_dump_id(name):
         raise InvalidArgumentError(
             f"{name!r} is not usable as the name of a checkpoint's file: use letters, digits, '.', '_', '-'"
         )
-    return name

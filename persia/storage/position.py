@@ -10,17 +10,19 @@ from typing import Annotated
 
 from pydantic import Field
 
-__all__ = ["Position", "is_packet_folder", "make_stream_id"]
+__all__ = ["PACKET_FOLDER", "STREAM", "Position", "is_packet_folder", "make_stream_id"]
 
-_STREAM = r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}"
+# Patterns that pydantic's expressions read as well as Python's.
+STREAM = "[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}"
 # Twelve digits: names sort like numbers, and a listing of the storage is in order.
-_NAME = re.compile(rf"packet-({_STREAM})-(\d{{12}})", re.ASCII)
-_FOLDER = re.compile(rf"packet-({_STREAM})-(\d{{12}})-[0-9a-f]{{8}}", re.ASCII)
+_NAME = f"packet-({STREAM})-([0-9]{{12}})"
+PACKET_FOLDER = f"{_NAME}-[0-9a-f]{{8}}"
 _MAX_NUMBER = 10**12 - 1
 
 
 def make_stream_id() -> str:
     """A unique name, for the packets of one run of a trainer or for a dump; names sort by their time."""
+    # Random as well: two runs that start in the same second must not write to one name.
     stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     return f"{stamp}-{secrets.token_hex(4)}"
 
@@ -33,7 +35,7 @@ class Position:
     """
 
     # Named by the time of its start, so that the order of names is the order of runs.
-    stream: Annotated[str, Field(pattern=f"^{_STREAM}$")]
+    stream: Annotated[str, Field(pattern=f"^{STREAM}$")]
     number: Annotated[int, Field(strict=True, ge=0, le=_MAX_NUMBER)]
 
     @property
@@ -55,9 +57,9 @@ class Position:
     @classmethod
     def parse(cls, name: str) -> Position | None:
         """The reverse of `name`, also for a folder; None: it is no such name."""
-        found = _NAME.fullmatch(name) or _FOLDER.fullmatch(name)
+        found = re.fullmatch(f"{_NAME}(-[0-9a-f]{{8}})?", name)
         return None if found is None else cls(found[1], int(found[2]))
 
 
 def is_packet_folder(name: str) -> bool:
-    return _FOLDER.fullmatch(name) is not None
+    return re.fullmatch(PACKET_FOLDER, name) is not None

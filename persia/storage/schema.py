@@ -75,6 +75,7 @@ class RowSchema:
                 f"the checkpoint has feature_index_prefix_bit={self.feature_index_prefix_bit}, the job "
                 f"{now.feature_index_prefix_bit}: its signs mean other IDs; use the checkpoint's value"
             )
+        # Slots that have moved are errors, whatever the caller accepts: their rows would be another slot's.
         for name, before in self.slots.items():
             after = now.slots.get(name)
             if after is not None and after != before:

@@ -27,6 +27,7 @@ __all__ = ["Chunk", "ShardFile", "ShardFilter", "write_files", "write_shard_file
 # virtual shards [num_blocks] -> bool [num_blocks]
 ShardFilter = Callable[[NDArray[np.uint32]], NDArray[np.bool_]]
 
+# Both bound the memory of a thread, and are large enough that a request's latency does not count.
 _WRITE_BYTES = 4 << 20
 _READ_BYTES = 8 << 20
 # Another request to an object store takes as long as reading this much.
@@ -48,8 +49,8 @@ def write_shard_file(
             num_bytes += len(piece)
             on_bytes(len(piece))
     # From the storage, not from the bytes sent: the manifest must vouch for what readers will get.
-    index = _read_index(location, num_bytes)
-    return FileEntry(path=path, num_bytes=num_bytes, checksum=index.checksum, num_rows=int(part.num_rows))
+    _, checksum = _read_index(location, num_bytes)
+    return FileEntry(path=path, num_bytes=num_bytes, checksum=checksum, num_rows=int(part.num_rows))
 
 
 def write_files(directory: Location, folder: str, contents: Mapping[str, bytes]) -> dict[str, FileEntry]:
@@ -74,12 +75,6 @@ class Chunk:
     blocks: slice  # all that are in it, in the index
 
 
-@dataclass(frozen=True)
-class _Index:
-    blocks: NDArray[np.void]
-    checksum: str
-
-
 class ShardFile:
     """A file of a checkpoint, its index read and checked against the manifest."""
 
@@ -97,13 +92,12 @@ class ShardFile:
                 f"{self.location} has {num_bytes} bytes, the manifest says {entry.num_bytes}: it was "
                 "truncated or replaced"
             )
-        index = _read_index(self.location, num_bytes)
-        if index.checksum != entry.checksum:
+        self.blocks, checksum = _read_index(self.location, num_bytes)
+        if checksum != entry.checksum:
             raise CorruptionError(
                 f"{self.location} is not the file that the manifest means: its index is another dump's"
             )
-        self.blocks = index.blocks
-        self._starts = index.blocks["offset"].astype(np.int64)
+        self._starts = self.blocks["offset"].astype(np.int64)
         num_rows = int(self.blocks["num_rows"].sum(dtype=np.uint64))
         if num_rows != entry.num_rows:
             raise CorruptionError(
@@ -154,7 +148,8 @@ class ShardFile:
             raise type(failure)(f"{where}: {failure}") from failure
 
 
-def _read_index(location: Location, num_bytes: int) -> _Index:
+def _read_index(location: Location, num_bytes: int) -> tuple[NDArray[np.void], str]:
+    """The blocks of a file by its index, and the checksum that the manifest has of it."""
     from persia import _native
 
     trailer_bytes = _native.CHECKPOINT_TRAILER_BYTES
@@ -175,5 +170,6 @@ def _read_index(location: Location, num_bytes: int) -> _Index:
             raise CorruptionError("its index names blocks that cannot be")
     except CorruptionError as failure:
         raise CorruptionError(f"{location}: {failure}") from failure
+    # The header is in the checksum: it has the settings that the rows are decoded by.
     header = location.read_range(0, int(blocks["offset"][0]) if len(blocks) else offset)
-    return _Index(blocks, hashlib.sha256(header + footer + trailer).hexdigest())
+    return blocks, hashlib.sha256(header + footer + trailer).hexdigest()

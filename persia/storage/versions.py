@@ -50,6 +50,7 @@ def resolve(location: Location) -> Location:
             f"{location} is no checkpoint: it has neither {MANIFEST_NAME} nor {LATEST_NAME}. Check the path; "
             "an unfinished dump leaves neither"
         ) from failure
+    # The name becomes a path: it must not lead out of the directory.
     if not _VERSION.fullmatch(name):
         raise CorruptionError(f"{pointer} says {name!r:.80}, not the name of a step's folder")
     # A person may have removed the folder, or copied `latest` without it.

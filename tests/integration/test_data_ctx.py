@@ -13,7 +13,7 @@ from persia.ctx import DataCtx
 from persia.embedding.data import IDTypeFeature, PersiaBatch
 from persia.errors import FailedPreconditionError, UnavailableError
 from persia.job.connection import JobConnection
-from persia.messaging.payloads import BatchAnnouncement, EndOfStream, FlowReply, IdsReply, ReplyStatus
+from persia.messaging.payloads import EndOfStream, FlowReply, ReplyStatus, SubmittedBatch
 from persia.messaging.subjects import EMBEDDING_WORKER, NN_WORKER
 from persia.testing import LocalNats
 
@@ -26,7 +26,7 @@ class Receivers:
     def __init__(self, answer: Answer) -> None:
         self.cluster = JobConnection.connect("receivers")
         self.answer = answer
-        self.batches: list[BatchAnnouncement] = []
+        self.batches: list[SubmittedBatch] = []
         self.ends: list[EndOfStream] = []
         session = self.cluster.session
         session.respond(session.subjects.ids(0), self.on_ids)
@@ -36,10 +36,10 @@ class Receivers:
         self.cluster.advertise(NN_WORKER, 0, 1)
 
     def on_ids(self, payload: bytes) -> bytes:
-        return IdsReply(self.answer(), 10, 1, 7, "scripted").encode()
+        return FlowReply(self.answer(), 10, 1, 7, "scripted").encode()
 
     def on_batch(self, payload: bytes) -> bytes:
-        self.batches.append(BatchAnnouncement.decode(payload))
+        self.batches.append(SubmittedBatch.decode(payload))
         return FlowReply(ReplyStatus.OK).encode()
 
     def on_end(self, payload: bytes) -> bytes:

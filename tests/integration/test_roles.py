@@ -19,7 +19,7 @@ from persia import _native
 from persia.checkpoint.protocol import Request, Verb
 from persia.errors import DeadlineExceededError, UnavailableError
 from persia.messaging.discovery import Directory
-from persia.messaging.payloads import IdsReply, IdsRequest, ReplyStatus
+from persia.messaging.payloads import FlowReply, IdsRequest, ReplyStatus
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
 from persia.testing import LocalCluster
 
@@ -33,8 +33,8 @@ def id_features(ids: list[int]) -> bytes:
     return _native.encode_id_features(len(ids), [("user", np.array(ids, dtype=np.uint64), offsets)])
 
 
-def register(cluster: LocalCluster, payload: bytes) -> IdsReply:
-    return IdsReply.decode(cluster.session.request(cluster.session.subjects.ids(0), payload, DEADLINE_S))
+def register(cluster: LocalCluster, payload: bytes) -> FlowReply:
+    return FlowReply.decode(cluster.session.request(cluster.session.subjects.ids(0), payload, DEADLINE_S))
 
 
 def client_of(cluster: LocalCluster) -> _native.RemoteClient:

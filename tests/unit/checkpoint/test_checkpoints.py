@@ -411,7 +411,7 @@ def test_the_old_checkpoint_is_readable_while_a_new_one_is_written(checkpoint: P
     checkpoints = checkpoints_of(bags)
     checkpoints.dump(DumpRequest(checkpoint, blocking=False))
     reads = 0
-    while not reads or (checkpoints._dump is not None and not checkpoints._dump.result.done()):
+    while not reads or (checkpoints._result is not None and not checkpoints._result.done()):
         try:
             rows = rows_of(checkpoint)
         except NotFoundError:

@@ -1,4 +1,4 @@
-"""The rank's buffer of announced batches: bounded per loader, ordered or not, and honest about its end."""
+"""The rank's buffer of submitted batches: bounded per loader, ordered or not, and honest about its end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from persia.errors import DeadlineExceededError, StreamClosedError, UnavailableError
-from persia.messaging.payloads import BatchAnnouncement, EndOfStream
+from persia.messaging.payloads import EndOfStream, SubmittedBatch
 from persia.pipeline.queues import QueueClosed
 from persia.pipeline.receive import Inbox, Offer
 
 
-def announcement(batch_id: int, num_loaders: int = 1, reference: int | None = None) -> BatchAnnouncement:
-    return BatchAnnouncement(
+def submitted(batch_id: int, num_loaders: int = 1, reference: int | None = None) -> SubmittedBatch:
+    return SubmittedBatch(
         batch_id=batch_id,
         worker_incarnation=9,
         reference=batch_id + 100 if reference is None else reference,
@@ -28,7 +28,7 @@ def announcement(batch_id: int, num_loaders: int = 1, reference: int | None = No
 
 
 def offer(inbox: Inbox, batch_id: int, num_loaders: int = 1, **kwargs: Any) -> Offer:
-    return inbox.offer(announcement(batch_id, num_loaders, **kwargs), hold_s=0.0)
+    return inbox.offer(submitted(batch_id, num_loaders, **kwargs), hold_s=0.0)
 
 
 def take_all(inbox: Inbox) -> list[int]:
@@ -61,7 +61,7 @@ def test_offer_waits_for_room() -> None:
     inbox = Inbox(0, 1, 1, ordered=False)
     offer(inbox, 0)
     outcome: list[Offer] = []
-    waiting = threading.Thread(target=lambda: outcome.append(inbox.offer(announcement(1), hold_s=30.0)))
+    waiting = threading.Thread(target=lambda: outcome.append(inbox.offer(submitted(1), hold_s=30.0)))
     waiting.start()
     assert inbox.take(30).batch_id == 0  # type: ignore[union-attr]
     waiting.join(30)
@@ -82,7 +82,7 @@ def test_repetition_while_the_first_waits_for_room_is_queued_once() -> None:
     offer(inbox, 0)
     outcomes: list[Offer] = []
     waiting = [
-        threading.Thread(target=lambda: outcomes.append(inbox.offer(announcement(1), hold_s=30.0)))
+        threading.Thread(target=lambda: outcomes.append(inbox.offer(submitted(1), hold_s=30.0)))
         for _ in range(2)
     ]
     for thread in waiting:

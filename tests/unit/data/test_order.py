@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
-from persia.messaging.payloads import BatchAnnouncement, EndOfStream
+from persia.messaging.payloads import EndOfStream, SubmittedBatch
 from persia.pipeline.receive import Inbox, Offer
 from persia.pipeline.send import LoaderShare
 
@@ -27,7 +27,7 @@ def make_inbox(rank: int, world_size: int) -> Inbox:
 
 
 def offer(inbox: Inbox, batch_id: int, num_loaders: int = 1, loader: int | None = None) -> Offer:
-    batch = BatchAnnouncement(
+    batch = SubmittedBatch(
         batch_id=batch_id,
         worker_incarnation=9,
         reference=batch_id,

@@ -48,7 +48,7 @@ def make_receiver(answers: list[Any], connected: list[bool], remedy: str = LOADE
         ordered=False,
         remedy=remedy,
         on_received=lambda: None,
-        on_superseded=lambda announcement: None,
+        on_superseded=lambda batch: None,
     )
 
 

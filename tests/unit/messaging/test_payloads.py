@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from persia.errors import CorruptionError
 from persia.messaging.payloads import (
-    BatchAnnouncement,
     EndOfStream,
     FlowReply,
-    IdsReply,
     IdsRequest,
     ReplyStatus,
+    SubmittedBatch,
 )
 
 u32 = st.integers(0, 2**32 - 1)
@@ -29,23 +28,17 @@ def test_ids_request_round_trip(replica, id_features):
 
 
 @given(st.sampled_from(ReplyStatus), u32, u64, u64, st.text())
-def test_ids_reply_round_trip(status, retry_ms, incarnation, reference, message):
-    reply = IdsReply(status, retry_ms, incarnation, reference, message)
-    assert IdsReply.decode(reply.encode()) == reply
-
-
-@given(st.sampled_from(ReplyStatus), u32, st.text())
-def test_flow_reply_round_trip(status, retry_ms, message):
-    reply = FlowReply(status, retry_ms, message)
+def test_flow_reply_round_trip(status, retry_ms, incarnation, reference, message):
+    reply = FlowReply(status, retry_ms, incarnation, reference, message)
     assert FlowReply.decode(reply.encode()) == reply
 
 
 @given(replicas, st.integers(0, 2**31), u64, u64, u32, st.booleans(), st.binary())
-def test_batch_announcement_round_trip(replica, sequence, incarnation, reference, worker, grad, dense):
+def test_submitted_batch_round_trip(replica, sequence, incarnation, reference, worker, grad, dense):
     index, size = replica
     batch_id = sequence * size + index
-    batch = BatchAnnouncement(batch_id, incarnation, reference, worker, index, size, grad, dense)
-    assert BatchAnnouncement.decode(batch.encode()) == batch
+    batch = SubmittedBatch(batch_id, incarnation, reference, worker, index, size, grad, dense)
+    assert SubmittedBatch.decode(batch.encode()) == batch
 
 
 @given(replicas, u64, st.none() | st.text())
@@ -58,9 +51,8 @@ def test_end_of_stream_round_trip(replica, num_batches, error):
     ("kind", "payload"),
     [
         (IdsRequest, IdsRequest(0, 1, b"").encode()),
-        (IdsReply, IdsReply(ReplyStatus.OK, 0, 1, 2).encode()),
-        (FlowReply, FlowReply(ReplyStatus.OK).encode()),
-        (BatchAnnouncement, BatchAnnouncement(0, 1, 2, 0, 0, 1, True, b"").encode()),
+        (FlowReply, FlowReply(ReplyStatus.OK, 0, 1, 2).encode()),
+        (SubmittedBatch, SubmittedBatch(0, 1, 2, 0, 0, 1, True, b"").encode()),
         (EndOfStream, EndOfStream(0, 1, 7).encode()),
     ],
 )
@@ -70,32 +62,31 @@ def test_every_truncation_is_refused(kind, payload):
             kind.decode(payload[:length])
 
 
-def test_announcement_layout_is_that_of_the_wire_format():
-    batch = BatchAnnouncement(7, 0x1122334455667788, 9, 2, 1, 3, True, b"dense")
+def test_layout_of_a_submitted_batch_is_that_of_the_wire_format():
+    batch = SubmittedBatch(7, 0x1122334455667788, 9, 2, 1, 3, True, b"dense")
     assert batch.encode() == struct.pack("<QQQIIII", 7, 0x1122334455667788, 9, 2, 1, 3, 1) + b"dense"
 
 
 @pytest.mark.parametrize(
     ("batch", "complaint"),
     [
-        (BatchAnnouncement(4, 0, 0, 0, 0, 3, True, b""), "batch_id 4"),
-        (BatchAnnouncement(3, 0, 0, 0, 3, 3, True, b""), "loader_index 3"),
-        (BatchAnnouncement(0, 0, 0, 0, 0, 0, True, b""), "loader_replicas 0"),
-        (BatchAnnouncement(0, 0, 0, 0, 0, 1, 2, b""), "requires_grad"),  # type: ignore[arg-type]
+        (SubmittedBatch(4, 0, 0, 0, 0, 3, True, b""), "batch_id 4"),
+        (SubmittedBatch(3, 0, 0, 0, 3, 3, True, b""), "loader_index 3"),
+        (SubmittedBatch(0, 0, 0, 0, 0, 0, True, b""), "loader_replicas 0"),
+        (SubmittedBatch(0, 0, 0, 0, 0, 1, 2, b""), "requires_grad"),  # type: ignore[arg-type]
     ],
 )
-def test_impossible_announcements_are_refused(batch, complaint):
+def test_impossible_batches_are_refused(batch, complaint):
     with pytest.raises(CorruptionError, match=complaint):
-        BatchAnnouncement.decode(batch.encode())
+        SubmittedBatch.decode(batch.encode())
 
 
-@pytest.mark.parametrize("kind", [IdsReply, FlowReply])
-def test_unknown_status_and_bad_text_are_refused(kind):
-    size = len(kind(ReplyStatus.OK).encode())
-    with pytest.raises(CorruptionError, match="status 4"):
-        kind.decode(struct.pack("<I", 4).ljust(size, b"\0"))
-    with pytest.raises(CorruptionError, match="UTF-8"):
-        kind.decode(kind(ReplyStatus.ERROR).encode() + b"\xff")
+def test_unknown_status_and_bad_text_are_refused():
+    size = len(FlowReply(ReplyStatus.OK).encode())
+    with pytest.raises(CorruptionError, match="4 is not a valid ReplyStatus"):
+        FlowReply.decode(struct.pack("<I", 4).ljust(size, b"\0"))
+    with pytest.raises(CorruptionError, match="utf-8"):
+        FlowReply.decode(FlowReply(ReplyStatus.ERROR).encode() + b"\xff")
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,14 @@ OTHER = f"{Position(STREAM, 3).make_folder()}/rows-0-0.emb"
         ({"files": {}}, "files={} must be a valid list"),
         ({"files": [{"path": OTHER, "num_bytes": 1, "checksum": "", "num_rows": 3}]}, "is no file of packet"),
         ({"files": [{"path": "../../x", "num_bytes": 1, "checksum": "", "num_rows": 3}]}, "path"),
-        ({"dense": {"../x": {}}}, "the name '../x', which must be a file name"),
+        ({"dense": {"../x": {}}}, "the name '../x', which must match pattern"),
         ({"base": {"kind": "nothing", "reason": ""}}, "has rows itself"),
         ({"base": {"kind": "else", "reason": ""}}, "base"),
         ({"base": {"kind": "checkpoint", "reason": ""}}, "base of kind 'checkpoint' has dump_id None"),
-        ({"base": {"kind": "checkpoint", "reason": "", "dump_id": "../x"}}, "dump_id='../x' must be a dump"),
+        (
+            {"base": {"kind": "checkpoint", "reason": "", "dump_id": "../x"}},
+            "dump_id='../x' must match pattern",
+        ),
         ({"checkpoint": []}, "checkpoint"),
     ],
 )

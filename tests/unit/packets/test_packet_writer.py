@@ -65,7 +65,9 @@ class Job:
         self.step += 1
 
     def packets(self) -> list[Packet]:
-        return [self.log.read(position) for position in self.log.positions(self.writer.position.stream)]
+        return [
+            self.log.read(position) for position in self.log.positions(self.writer.stream.position.stream)
+        ]
 
     def restart_trainer(self) -> None:
         """As after `kill -9`: its servers live on, and it comes to nothing else."""
@@ -90,7 +92,7 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
 
 
 def wait_for(job: Job, number: int) -> None:
-    eventually(lambda: job.writer.position.number >= number)
+    eventually(lambda: job.writer.stream.position.number >= number)
 
 
 class Follower(packet_follower.Follower):
@@ -129,7 +131,7 @@ def test_a_follower_from_nothing_is_equal(job: Job, tmp_path: Path) -> None:
     follower = Follower(job.log)
     follower.follow()
     assert_equal(follower, job, tmp_path)
-    counts = job.writer.counts()
+    counts = job.writer.stream.current_counts()
     assert (counts.packets, counts.number) == (len(packets) - 1, len(packets))
     assert counts.rows == sum(packet.num_rows for packet in packets)
     assert counts.bytes == sum(packet.num_bytes for packet in packets)
@@ -165,8 +167,8 @@ def test_bug_9_size_brings_a_packet_before_its_time_and_the_end_the_last_one(tmp
     job = Job(tmp_path / "log", buffer_size=900, interval_s=NEVER_MS)
     job.train(num_ids=100, steps=1)
     time.sleep(0.3)
-    assert job.writer.position.number == 0
-    assert 0.1 < job.writer.counts().lag_s < 20
+    assert job.writer.stream.position.number == 0
+    assert 0.1 < job.writer.stream.current_counts().lag_s < 20
     job.train(num_ids=1000, steps=1)
     wait_for(job, 2)
     job.train(num_ids=100, steps=1)
@@ -222,12 +224,12 @@ def test_what_follows_a_loaded_checkpoint_names_it(job: Job, tmp_path: Path) -> 
     assert [base.kind for base in bases] == [BaseKind.NOTHING, BaseKind.CHECKPOINT]
     follower = Follower(job.log)
     follower.load(tmp_path / "model")
-    follower.position = Position(job.writer.position.stream, 2)
+    follower.position = Position(job.writer.stream.position.stream, 2)
     while (restart := follower.log.read(follower.position.next)).base is None:
         follower.position = restart.position
     follower.follow()
     assert_equal(follower, job, tmp_path)
-    assert job.writer.counts().checkpoints == 0
+    assert job.writer.stream.current_counts().checkpoints == 0
 
 
 def test_what_follows_a_checkpoint_that_was_loaded_meanwhile_needs_another(job: Job, tmp_path: Path) -> None:
@@ -246,7 +248,7 @@ def test_what_follows_a_checkpoint_that_was_loaded_meanwhile_needs_another(job: 
     job.writer.stream._begin_anew = begin_anew  # type: ignore[method-assign]
     job.writer.offer_dense(1, lambda: b"dense")
     job.train(seed=1, num_ids=50)
-    eventually(lambda: job.writer.counts().checkpoints == 1)
+    eventually(lambda: job.writer.stream.current_counts().checkpoints == 1)
     job.train(seed=2, num_ids=50)
     job.writer.close(None)
     follower = Follower(job.log)
@@ -264,7 +266,7 @@ def test_more_changes_than_are_remembered_bring_a_restart_and_a_checkpoint(tmp_p
     job.train(num_ids=3000)
     job.writer.stream.resume()
     job.train(steps=1)
-    eventually(lambda: job.writer.counts().checkpoints == 1)
+    eventually(lambda: job.writer.stream.current_counts().checkpoints == 1)
     job.train(steps=1)
     job.writer.close(None)
     base = [packet.base for packet in job.packets() if packet.base is not None][1]
@@ -288,7 +290,7 @@ def test_rows_alone_are_not_the_checkpoint_that_followers_need(job: Job, tmp_pat
     assert job.packets()[-1].checkpoint is None
     job.writer.offer_dense(1, lambda: b"dense")
     job.train(seed=3)
-    eventually(lambda: job.writer.counts().checkpoints == 1)
+    eventually(lambda: job.writer.stream.current_counts().checkpoints == 1)
     job.train(seed=4)
     job.writer.close(None)
     reference = job.packets()[-1].checkpoint
@@ -303,7 +305,7 @@ def test_only_a_dump_that_is_asked_for_removes_small_rows(tmp_path: Path) -> Non
     job.restart_trainer()
     job.writer.offer_dense(1, lambda: b"dense")
     job.train(seed=1)
-    eventually(lambda: job.writer.counts().checkpoints == 1)
+    eventually(lambda: job.writer.stream.current_counts().checkpoints == 1)
     num_rows = job.bags.stats().num_rows
     job.writer.close(None)
     assert num_rows > 0
@@ -314,17 +316,17 @@ def test_only_a_dump_that_is_asked_for_removes_small_rows(tmp_path: Path) -> Non
 def test_a_trainer_that_was_killed_is_followed_by_another_stream(job: Job, tmp_path: Path) -> None:
     job.train()
     wait_for(job, 2)
-    first = job.writer.position.stream
+    first = job.writer.stream.position.stream
     job.train(seed=1)  # these rows are in no packet of the first stream, perhaps
     time.sleep(1.1)  # streams sort by the second they began
     job.restart_trainer()
     job.writer.offer_dense(1, lambda: b"dense")
     job.train(seed=2)
-    eventually(lambda: job.writer.counts().checkpoints == 1)
+    eventually(lambda: job.writer.stream.current_counts().checkpoints == 1)
     job.train(seed=3)
     job.writer.close(None)
     newest = job.log.newest()
-    assert newest == job.writer.position
+    assert newest == job.writer.stream.position
     assert newest.stream > first
     follower = Follower(job.log)
     follower.load(job.log.checkpoints)
@@ -344,7 +346,7 @@ def test_a_server_remembers_its_part_of_a_dump_while_packets_go_on(tmp_path: Pat
 
         def call(self, request: Request, timeout_s: float) -> Report:
             report = job.peers[1].call(request, timeout_s)
-            if request.verb is Verb.POLL and job.writer.position.number < last_packet:
+            if request.verb is Verb.POLL and job.writer.stream.position.number < last_packet:
                 return replace(report, state=State.RUNNING, result=None)
             return report
 
@@ -358,7 +360,7 @@ def test_a_server_remembers_its_part_of_a_dump_while_packets_go_on(tmp_path: Pat
     trainer.start()
     try:
         wait_for(job, 2)
-        last_packet = job.writer.position.number + 2
+        last_packet = job.writer.stream.position.number + 2
         Checkpoints(lambda: [job.peers[0], Slow()], deadline_s=DEADLINE_S).dump(
             DumpRequest(tmp_path / "dump")
         )
@@ -366,7 +368,7 @@ def test_a_server_remembers_its_part_of_a_dump_while_packets_go_on(tmp_path: Pat
         stop.set()
         trainer.join()
         job.writer.close(None)
-    assert job.writer.position.number >= last_packet
+    assert job.writer.stream.position.number >= last_packet
     assert len(rows_of(tmp_path / "dump")) > 0
 
 
@@ -374,7 +376,7 @@ def test_what_a_killed_trainer_had_under_way_is_ended_by_the_next(job: Job, tmp_
     job.train()
     wait_for(job, 2)
     job.writer.stream.pause()
-    stream = job.writer.position.stream
+    stream = job.writer.stream.position.stream
     folder = Position(stream, 99).make_folder()
     arguments = {"directory": str(job.log.files), "stream": stream}
     job.peers[0].call(Request(verb=Verb.TAKE, operation=folder, arguments=arguments), 5)
@@ -394,7 +396,7 @@ def test_a_server_that_restarts_is_no_silent_gap(job: Job, tmp_path: Path) -> No
     job.bags = make_bags()  # it comes back empty, at the same place
     job.peers[:] = [LocalPeer(services([job.bags], incremental=job.settings)[0])]
     job.train(num_ids=100)
-    eventually(lambda: job.writer.counts().checkpoints == 1)
+    eventually(lambda: job.writer.stream.current_counts().checkpoints == 1)
     job.writer.close(None)
     follower = Follower(job.log)
     follower.load(job.log.checkpoints)
@@ -433,7 +435,9 @@ def test_a_full_disk_loses_nothing(what: str, tmp_path: Path, monkeypatch: pytes
     job = Job(f"memory://{tmp_path.parent.name}/{tmp_path.name[-1]}")
     job.writer.offer_dense(1, lambda: b"dense")
     job.train()
-    eventually(lambda: job.writer.counts().failures > 0 or job.writer.position.number > 1)
+    eventually(
+        lambda: job.writer.stream.current_counts().failures > 0 or job.writer.stream.position.number > 1
+    )
     if what != "latest":  # which is not what makes a packet exist
         assert [packet.is_restart for packet in job.packets()] == [True], "no half packet is seen"
     disk.is_full = False
@@ -473,7 +477,7 @@ def test_a_lost_message_is_repeated(verb: Verb, job: Job, tmp_path: Path) -> Non
     wait_for(job, 2)
     job.train(seed=1)
     job.writer.close(None)
-    assert job.writer.counts().failures == 0
+    assert job.writer.stream.current_counts().failures == 0
     follower = Follower(job.log)
     follower.follow()
     assert_equal(follower, job, tmp_path)
@@ -510,10 +514,10 @@ def test_a_clearing_that_one_server_does_not_commit_stops_no_packets(tmp_path: P
     job.writer.stream.resume()
     eventually(lambda: forgetful.num_lost == 1)
     train_both(3)
-    eventually(lambda: job.writer.counts().checkpoints == 1)
+    eventually(lambda: job.writer.stream.current_counts().checkpoints == 1)
     train_both(4)
     job.writer.close(None)
-    assert job.writer.counts().failures == 0
+    assert job.writer.stream.current_counts().failures == 0
     follower = Follower(job.log)
     follower.load(job.log.checkpoints)
     follower.follow()
@@ -558,7 +562,7 @@ def test_a_storage_that_hangs_does_not_keep_the_job(
     assert took_s < 20
     assert "the last changes are in no packet" in caplog.text
     job.writer._thread.join(20)
-    assert job.writer.counts().lag_s == 0, "it was only late"
+    assert job.writer.stream.current_counts().lag_s == 0, "it was only late"
 
 
 def test_dense_models_travel_along(tmp_path: Path) -> None:
@@ -583,15 +587,15 @@ def test_old_packets_go_once_a_checkpoint_replaces_them(tmp_path: Path) -> None:
     job = Job(tmp_path / "log", keep_packets=3)
     job.writer.offer_dense(1, lambda: b"dense")
     deadline = time.monotonic() + 60
-    while job.writer.counts().checkpoints < 2:
+    while job.writer.stream.current_counts().checkpoints < 2:
         assert time.monotonic() < deadline
-        number = job.writer.position.number
+        number = job.writer.stream.position.number
         job.train(num_ids=50, seed=number)
         wait_for(job, number + 1)
     job.writer.close(None)
     eventually(lambda: job.packets()[0].position.number > 1)
     numbers = [packet.position.number for packet in job.packets()]
-    assert numbers == list(range(numbers[0], job.writer.position.number + 1))
+    assert numbers == list(range(numbers[0], job.writer.stream.position.number + 1))
     assert len(numbers) >= 3
     follower = Follower(job.log)
     follower.load(job.log.checkpoints)
@@ -608,6 +612,6 @@ def test_a_job_without_incremental_updates_writes_none(tmp_path: Path) -> None:
     writer.start()
     train(bags)
     eventually(lambda: not writer._thread.is_alive())
-    assert writer.log is None
+    assert writer.stream.log is None
     writer.close(None)
     assert writer.stream.pause() is None

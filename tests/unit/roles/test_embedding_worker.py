@@ -11,7 +11,7 @@ import pytest
 from persia.errors import CorruptionError, FailedPreconditionError, ResourceExhaustedError
 from persia.messaging.discovery import Advertiser, Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.local_session import LocalBroker, LocalSession
-from persia.messaging.payloads import IdsReply, IdsRequest, ReplyStatus
+from persia.messaging.payloads import FlowReply, IdsRequest, ReplyStatus
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
 from persia.pipeline.send import RegisterBatchHandler
 from persia.roles.embedding_worker import ServerLinks, count_workers, drain
@@ -64,21 +64,21 @@ def test_a_server_of_another_shape_is_not_used():
 
 def test_registration_answers_with_the_reference():
     worker = Worker()
-    reply = IdsReply.decode(RegisterBatchHandler(worker.register_batch)(IdsRequest(3, 4, b"ids").encode()))
-    assert reply == IdsReply(ReplyStatus.OK, worker_incarnation=77, reference=5)
+    reply = FlowReply.decode(RegisterBatchHandler(worker.register_batch)(IdsRequest(3, 4, b"ids").encode()))
+    assert reply == FlowReply(ReplyStatus.OK, worker_incarnation=77, reference=5)
     assert worker.registered == [(3, b"ids")]
 
 
 def test_a_full_buffer_asks_to_try_again():
     responder = RegisterBatchHandler(Worker(ResourceExhaustedError("full")).register_batch)
-    reply = IdsReply.decode(responder(IdsRequest(0, 1, b"").encode()))
+    reply = FlowReply.decode(responder(IdsRequest(0, 1, b"").encode()))
     assert reply.status is ReplyStatus.FULL
     assert 5 <= reply.retry_ms <= 20
 
 
 @pytest.mark.parametrize("payload", [b"", IdsRequest(0, 1, b"").encode()])
 def test_what_cannot_be_registered_is_answered_with_the_reason(payload):
-    reply = IdsReply.decode(RegisterBatchHandler(Worker(CorruptionError("bad ids")).register_batch)(payload))
+    reply = FlowReply.decode(RegisterBatchHandler(Worker(CorruptionError("bad ids")).register_batch)(payload))
     assert reply.status is ReplyStatus.ERROR
     assert reply.message
 

@@ -93,7 +93,7 @@ def test_nonsense_is_named(changes: dict[str, Any], message: str) -> None:
     "path", ["../x", "/etc/passwd", f"{ID}/../../x", f"{ID}/..", f"{ID}/.x", "dense.pt", f"{ID}/a/b"]
 )
 def test_paths_stay_in_the_checkpoint(path: str) -> None:
-    with pytest.raises(CorruptionError, match="must be <dump id>/<file name>"):
+    with pytest.raises(CorruptionError, match=r"path='.*' must match pattern"):
         decoded(embeddings=embeddings(files=[{**to_json(FILE), "path": path}]))
 
 
@@ -141,7 +141,7 @@ def test_a_directory_without_one_is_no_checkpoint(tmp_path: Path) -> None:
 def test_names() -> None:
     assert is_dump_id(make_dump_id())
     assert not is_dump_id("dump-1")
-    assert check_file_name("my_model.pt") == "my_model.pt"
+    check_file_name("my_model.pt")
     for name in ("../x", "a/b", "", "manifest.json", ".hidden", ID):
         with pytest.raises(InvalidArgumentError, match="not usable as the name"):
             check_file_name(name)
