@@ -45,7 +45,7 @@ def run(command: list[str], folder: Path) -> str:
         env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
