@@ -56,6 +56,12 @@ class Throughput:
         return num_steps * self._samples_per_step / duration_s if duration_s > 0 else 0.0
 
 
+def step_bar() -> Progress | None:
+    """A progress bar over steps; None where the output is no terminal."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    return Progress(*columns) if sys.stdout.isatty() else None
+
+
 class Monitor:
     """Reports each step: a progress bar on a terminal, about ten lines elsewhere; always the history."""
 
@@ -64,8 +70,7 @@ class Monitor:
         self._history = history
         self.throughput = Throughput(samples_per_step)
         self.max_staleness = 0
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        self._progress = Progress(*columns) if sys.stdout.isatty() else None
+        self._progress = step_bar()
         self._task = self._progress.add_task("waiting for data", total=num_steps) if self._progress else None
 
     def __enter__(self) -> None:

@@ -9,7 +9,10 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-FILES = ("history.jsonl", "summary.partial.json", "summary.json", "curves.png")
+FILES = (
+    *("history.jsonl", "summary.partial.json", "summary.json", "curves.png"),
+    *("train.log", "cluster.log"),
+)
 CHECKPOINT_FILES = ("dense.pt", "jit_dense.pt", "manifest.json", "opt.pt")
 
 

@@ -9,6 +9,7 @@ Settings come from the environment (see settings.py).
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
@@ -80,11 +81,12 @@ def train(
 
 
 def report_progress(**values: float | str) -> None:
-    """Prints what `kubectl get persiajobs` shows: the operator reads it in the log (docs/kubernetes.md).
+    """Logs what `kubectl get persiajobs` shows: the operator reads it there (docs/kubernetes.md).
 
     Numbers also go to `persia-launcher status` and Prometheus (docs/operations.md).
     """
-    print("persia-progress", json.dumps(values), flush=True)
+    if not sys.stdout.isatty():
+        print("persia-progress", json.dumps(values), flush=True)
     report(**{name: value for name, value in values.items() if not isinstance(value, str)})
 
 

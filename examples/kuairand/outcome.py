@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from persia.nn import ClickQuality
+
 
 class Throughput:
     """Samples per second. The first step is left out: it waits for the data loader to start."""
@@ -24,6 +26,14 @@ class Throughput:
     def overall(self) -> float:
         """Until now; 0.0 until there are two steps."""
         return self._num_samples / (time.perf_counter() - self._begin_s) if self._begin_s is not None else 0.0
+
+
+def describe(quality: ClickQuality) -> str:
+    """One line for people."""
+    return (
+        f"AUC {quality.auc:.4f}, log loss {quality.log_loss:.4f}, "
+        f"normalized entropy {quality.normalized_entropy:.4f}, calibration {quality.calibration:.4f}"
+    )
 
 
 def write_summary(folder: Path, **values: Any) -> None:

@@ -25,7 +25,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import clicks
 from click_model import DIM, ClickModel
 from job_settings import BATCH_SIZE, DENSE_RATE, EMBEDDING_RATE, Settings
-from outcome import Throughput, write_summary
+from outcome import Throughput, describe, write_summary
 from persia.nn import ClickMetrics
 
 _HOLDOUT_BEGINS = 73_637  # the row at which the last 24 hours of the training file begin
@@ -140,7 +140,7 @@ def main() -> None:
             quality.update(
                 model([torch.from_numpy(part.seconds)], tables(part)), torch.from_numpy(part.clicks)
             )
-    print(f"test: {quality.compute()}", flush=True)
+    print(f"test: {describe(quality.compute())}", flush=True)
     write_summary(settings.output, test_auc=quality.compute().auc, samples_per_second=samples_per_second)
 
 

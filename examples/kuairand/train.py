@@ -19,7 +19,7 @@ import clicks
 import data_loader
 from click_model import ClickModel
 from job_settings import DENSE_RATE, EMBEDDING_RATE, Settings
-from outcome import Throughput, write_summary
+from outcome import Throughput, describe, write_summary
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding.data import PersiaBatch
@@ -92,7 +92,7 @@ def main() -> None:
         logits, labels = predict(model, clicks.read(settings.data, clicks.TEST, settings.max_rows))
         quality = ClickMetrics(window=len(labels), from_logits=True)
         quality.update(logits, labels)
-        print(f"test: {quality.compute()}", flush=True)
+        print(f"test: {describe(quality.compute())}", flush=True)
         write_summary(
             settings.output,
             test_auc=quality.compute().auc,

@@ -142,3 +142,32 @@ def test_an_environment_for_s3_that_cannot_be_made_is_said(tmp_path: Path) -> No
     calls = log.read_text(encoding="utf-8")
     assert "import persia;" in calls
     assert "pip" not in calls
+
+
+def call(tmp_path: Path, function: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    """Calls one function of `./run`, in a folder of its own."""
+    shutil.copy(RUN, tmp_path)
+    command = ["sh", "-c", f"set -- help; . ./run >help; {function}"]
+    return subprocess.run(
+        command, cwd=tmp_path, input=given, capture_output=True, text=True, timeout=30, check=False
+    )
+
+
+def test_a_build_shows_its_progress(tmp_path: Path) -> None:
+    lines = ["Collecting numpy", "[notice] not/ninja", *(f"  [{n}/40] Building x.cc.o" for n in range(1, 41))]
+    finished = call(tmp_path, "show_progress", "\n".join(lines) + "\n")
+    assert finished.returncode == 0
+    shown = [f"    compiled {n}/40 files" for n in range(4, 41, 4)]
+    assert (finished.stdout, finished.stderr.splitlines()) == ("", shown)
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_failed_build_is_an_error_with_its_last_lines(tmp_path: Path, status: int) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\necho '[1/1] Building'\necho 'the reason' >&2\nexit {status}\n")
+    python.chmod(0o755)
+    finished = call(tmp_path, "build_persia")
+    assert (finished.returncode != 0) == (status != 0)
+    assert ("the reason" in finished.stderr) == (status != 0)
+    assert "the reason" in (tmp_path / "build" / "setup.log").read_text(encoding="utf-8")

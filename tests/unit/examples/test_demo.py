@@ -36,3 +36,29 @@ def test_a_run_without_data_leaves_no_results_of_an_earlier_one(
     assert demo.run(tmp_path, tmp_path / "no such folder", generated=False) == 1
     assert "neither" in capsys.readouterr().err
     assert not picture.exists()
+
+
+def test_a_cluster_that_fails_names_the_process_and_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "Procfile").write_text("server: sleep 60\nrank: sh -c 'echo the reason; exit 7'\n", "utf-8")
+    monkeypatch.setattr(demo, "REPOSITORY", tmp_path)
+    failure = demo.train_on_cluster(tmp_path)
+    assert demo.report(failure) == 7
+    shown = capsys.readouterr()
+    assert "rank.1 ended first, with exit code 7" in shown.err
+    assert "the reason" in shown.err
+    assert "the reason" in shown.out
+    assert "the reason" in (tmp_path / "cluster.log").read_text(encoding="utf-8")
+
+
+def test_steps_of_the_cluster_are_recognised() -> None:
+    line = "12:00:00 nn-worker.1          | step 25/254  loss 0.3210  in flight 4  20,000 samples/s"
+    match = demo.STEP.fullmatch(line)
+    assert match is not None
+    assert match.groupdict() == {
+        "step": "25",
+        "steps": "254",
+        "text": "loss 0.3210  in flight 4  20,000 samples/s",
+    }
+    assert demo.STEP.fullmatch("12:00:00 nn-worker.1 | step 50/254  test AUC 0.8901234") is None

@@ -15,7 +15,7 @@ import pytest
 from adult import BUNDLED, SHA256, ChecksumError, read_source
 from dataset import DatasetInfo, Split, load_info, load_split, save_dataset
 from generated import generate
-from prepare_data import describe, prepare, prepared
+from prepare_data import describe, ensure_prepared, prepare, prepared
 
 SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "adult_income" / "prepare_data.py"
 
@@ -54,6 +54,17 @@ def test_incomplete_data_is_prepared_again(tmp_path: Path) -> None:
     save_tiny(tmp_path, "adult")
     (tmp_path / "test.npz").unlink()
     assert prepared(tmp_path, None, generated=False) is None
+
+
+def test_a_script_alone_prepares_adult_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("ADULT_SOURCE", raising=False)
+    ensure_prepared(tmp_path)
+    assert load_info(tmp_path).dataset == "adult"
+    assert capsys.readouterr().out.startswith("UCI Adult: 32,561 training")
+    ensure_prepared(tmp_path)
+    assert capsys.readouterr().out == ""
 
 
 def test_generated_data_says_what_it_is(tmp_path: Path) -> None:
