@@ -63,6 +63,16 @@ _CONNECT_OPTIONS: dict[str, Any] = {
 }
 
 
+def _warn_if_small(max_payload: int, address: str) -> None:
+    if max_payload <= _DEFAULT_MAX_PAYLOAD:
+        get_default_logger().warning(
+            "the NATS server at %s takes messages up to %d bytes only, too small for large batches: "
+            "raise its max_payload, or use `persia-launcher nats-server`",
+            address,
+            max_payload,
+        )
+
+
 class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
     """One connection of this process to the broker, for one job.
 
@@ -110,13 +120,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         except BaseException:
             self.close()
             raise
-        if self._client.max_payload <= _DEFAULT_MAX_PAYLOAD:
-            get_default_logger().warning(
-                "the NATS server at %s takes messages up to %d bytes only, too small for large batches: "
-                "raise its max_payload, or use `persia-launcher nats-server`",
-                self._address,
-                self._client.max_payload,
-            )
+        _warn_if_small(self._client.max_payload, self._address)
 
     @property
     def is_connected(self) -> bool:

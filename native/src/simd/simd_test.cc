@@ -187,7 +187,8 @@ const std::vector<Case>& CasesOfManyRows() {
       {"sum_bags",
        [](auto& k, auto& o, size_t n) {
          const RowsOf rows(o, n);
-         k.sum_bags(o.W(), 0, rows.rows.data(), rows.numbers.data(), nullptr, rows.numbers.size(), 1, n);
+         k.sum_bags(o.W(), 0, rows.rows.data(), rows.numbers.data(), nullptr, rows.numbers.size(),
+                    1, n);
        }},
       {"sum_scaled",
        [](auto& k, auto& o, size_t n) {

@@ -229,7 +229,7 @@ Status RowCache::WriteBack(std::span<Entry* const> entries) {
 Status RowCache::WriteForCheckpoint(uint64_t key, uint32_t slot) {
   if (IsCold(slabs_, slot)) return Status::Ok();
   const uint64_t unsaved = HotCellOf(slabs_, slot).unsaved;
-  if (unsaved == 0 || unsaved > tier_.last_checkpoint()) [[likely]]
+  if (unsaved == 0 || unsaved > tier_.pool().last_checkpoint()) [[likely]]
     return Status::Ok();
   // WriteBack() needs no more of an entry than these two.
   Entry entry = {key, slot, 0};
@@ -365,7 +365,7 @@ Status RowCache::EvictToBudget() {
 Status RowCache::PrepareUpdate(std::span<const Run> runs) {
   const std::lock_guard lock(mutex_);
   PERSIA_RETURN_IF_ERROR(Limit());
-  if (!tier_.HasPending()) return Status::Ok();
+  if (tier_.pool().committed() >= tier_.pool().last_checkpoint()) return Status::Ok();
   Status status;
   for (const Run& run : runs) {
     table_.ForEachRow(run, run.dim, [&](const RowRef& ref, const Entry* entry) {

@@ -118,11 +118,6 @@ class StoreTier {
   // rise.
   uint64_t batch() const { return batch_.load(std::memory_order_relaxed); }
   void CountBatch() { batch_.fetch_add(1, std::memory_order_relaxed); }
-  // Rows that changed up to it, and that the pool does not have, are written before they change.
-  // The number rises under the store's exclusive lock alone.
-  uint64_t last_checkpoint() const { return pool_->last_checkpoint(); }
-  // Whether there may be such rows.
-  bool HasPending() const { return pool_->committed() < last_checkpoint(); }
   // Saves the config beside the pool unless rows of the saved one could have been made by it: a
   // learning rate may change with every batch. Not thread-safe: the store's config lock is held.
   Status SaveConfigIfNew(const TrainConfig& config);

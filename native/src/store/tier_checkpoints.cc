@@ -169,7 +169,7 @@ Status StoreTier::WaitCheckpoint(uint64_t batch, std::chrono::milliseconds timeo
   while (true) {
     if (pool_->committed() >= batch && batch != 0) return Status::Ok();
     if (has_failed_) return failure_;
-    if (batch == 0 || last_checkpoint() < batch) {
+    if (batch == 0 || pool_->last_checkpoint() < batch) {
       return FailedPrecondition("no checkpoint of number " + std::to_string(batch) +
                                 " is pending: it was not asked for, or the rows were cleared "
                                 "since; ask for another");
