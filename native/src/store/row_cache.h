@@ -70,20 +70,6 @@ class RowCache {
   // kInvalidArgument: a new row of that dim would be too large for the tier.
   Status CheckFits(uint64_t key, uint32_t dim) const;
 
-  // RowFeatures' hooks, for every row of the shard.
-  //
-  // Writes what a pending checkpoint needs of a row: before the row changes or is removed. An error
-  // means that it must stay as it is.
-  Status WriteForCheckpoint(uint64_t key, uint32_t cell);
-  // Before the values of a resident row change. False: they must not; *status is why, and false is
-  // returned for all that follow.
-  bool BeforeChange(const Entry& entry, Status* status);
-  void NoteInserted(uint64_t key, uint32_t cell);
-  // After WriteForCheckpoint(), before the row's cell is freed.
-  void NoteRemoval(const Entry& entry);
-  void Clear();
-  void ForgetVictims() { oldest_.Clear(); }
-
   // Makes a cold row resident; its entry has another cell afterwards. kResourceExhausted: no
   // memory.
   Status Promote(Entry* entry) { return Promote(entry, nullptr); }
@@ -117,6 +103,22 @@ class RowCache {
   Status DemoteLoaded(std::span<const Run> runs);
 
  private:
+  friend struct RowFeatures;
+
+  // RowFeatures' hooks, for every row of the shard.
+  //
+  // Writes what a pending checkpoint needs of a row: before the row changes or is removed. An error
+  // means that it must stay as it is.
+  Status WriteForCheckpoint(uint64_t key, uint32_t cell);
+  // Before the values of a resident row change. False: they must not; *status is why, and false is
+  // returned for all that follow.
+  bool BeforeChange(const Entry& entry, Status* status);
+  void NoteInserted(uint64_t key, uint32_t cell);
+  // After WriteForCheckpoint(), before the row's cell is freed.
+  void NoteRemoval(const Entry& entry);
+  void Clear();
+  void ForgetVictims() { oldest_.Clear(); }
+
   // That are demoted, written or moved while the mutex is held: some tens of microseconds.
   static constexpr size_t kRowsAtATime = 64;
 
