@@ -135,6 +135,7 @@ def shown(log: Path) -> Iterator[Callable[[str], None]]:
 
 def finish(output: Path, alone: dict[str, Any], summary: dict[str, Any], info: DatasetInfo) -> None:
     """Adds the picture and the reference to the summary, and shows both."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as both ways had; torch reads it when it is imported
     from plots import draw  # matplotlib and torch take seconds to import: the demo's first lines do not wait
     from reference import trained
 
