@@ -314,7 +314,7 @@ StatusOr<PooledBags> EmbeddingBags::Lookup(std::span<const uint64_t> values,
       GroupBatch& group = batch->groups[i];
       if (mode == LookupMode::kInference && !GroupBatch::IsSingle(inputs_[i])) {
         for (const SlotInput& input : inputs_[i]) {
-          PoolUnnumbered(input, slots_, *store, format_, zeros_.data(), out + input.column,
+          PoolUnnumbered(input, slots_, store, format_, zeros_.data(), out + input.column,
                          num_columns_);
         }
         group.Clear();
