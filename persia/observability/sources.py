@@ -94,24 +94,25 @@ class EmbeddingWorkerSource(Source):
     index: int
     replicas: int
     role = EMBEDDING_WORKER
+    # Of the last `not_ready()`, which every status begins with: a server that is away is waited for once.
+    _loads: list[dict[str, int]] = field(default_factory=list, init=False)
 
     def status(self) -> dict[str, Any]:
         values = {**self.worker.stats(), "servers": self.worker.channels(), "slots": self.worker.slots()}
-        try:
-            values["server_loads"] = loads = self.worker.server_loads(timeout_s=_PROBE_TIMEOUT_S)
-        except PersiaError:  # readyz names the server; the rest of the status is worth having
-            return values
-        work = [load["num_looked_up_rows"] + load["num_updated_rows"] for load in loads]
-        values["load_imbalance"] = max(work) * len(work) / sum(work) if any(work) else 1.0
+        if loads := self._loads:
+            work = [load["num_looked_up_rows"] + load["num_updated_rows"] for load in loads]
+            values["server_loads"] = loads
+            values["load_imbalance"] = max(work) * len(work) / sum(work) if any(work) else 1.0
         return values
 
     def configured(self) -> bool:
         return bool(self.worker.stats()["configured"])
 
     def not_ready(self) -> str | None:
+        self._loads = []
         try:
             # A worker is as ready as its servers: without them it answers no lookup.
-            self.worker.server_loads(timeout_s=_PROBE_TIMEOUT_S)
+            self._loads = self.worker.server_loads(timeout_s=_PROBE_TIMEOUT_S)
         except PersiaError as failure:
             return str(failure)
         return None

@@ -69,9 +69,8 @@ struct MethodId {
 };
 
 // One method of a plane. Values of this type are constants at namespace scope, and handlers keep
-// copies.
-// The types are for the compiler alone: a Method is passed by value as two words, and stubs and
-// handlers of one plane cannot be confused with those of another.
+// copies. The types are for the compiler alone: stubs and handlers of one plane cannot be confused
+// with those of another.
 template <typename RequestT, typename ReplyT>
 struct Method : MethodId {
   using Request = RequestT;

@@ -87,9 +87,8 @@ struct OptimizerConfig {
   float beta = 0.0f;
   bool operator==(const OptimizerConfig&) const = default;
 
-  // With the defaults of the kind's Python class.
-  // The kind must be known. The learning rate has no default in Python: 0.01 here only keeps the
-  // struct whole.
+  // With the defaults of the kind's Python class, but for the learning rate. The kind must be
+  // known.
   static OptimizerConfig Of(OptimizerKind kind);
 
   // kInvalidArgument names the field, its value and the range. A hyper-parameter that the kind does

@@ -165,7 +165,7 @@ inline constexpr Method<Empty, uint64_t> kCountRows{{22, "CountRows"}};
 // Signs that lookups will name soon; none, to ask whether the server has a use for such hints.
 inline constexpr Method<std::span<const uint64_t>, PrefetchRowsReply> kPrefetchRows{
     {23, "PrefetchRows"}};
-// Reads counters: it takes microseconds and holds no shard, so a status page may ask at any time.
+// Visits each shard in turn, as CountRows does: for a status page, not for each batch.
 inline constexpr Method<Empty, ServerLoad> kMeasureLoad{{24, "MeasureLoad"}};
 
 }  // namespace persia

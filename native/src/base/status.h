@@ -66,7 +66,7 @@ inline Status NotFound(std::string m) { return {StatusCode::kNotFound, std::move
 // Never retried: the same bytes will not decode the next time.
 inline Status Corruption(std::string m) { return {StatusCode::kCorruption, std::move(m)}; }
 // A channel repeats calls that fail so, until their deadline: a handler that returns it promises
-// that nothing was changed.
+// that repeating the call is safe.
 inline Status Unavailable(std::string m) { return {StatusCode::kUnavailable, std::move(m)}; }
 // Nothing is known of the outcome: the peer may have done what was asked. Callers repeat by key.
 inline Status DeadlineExceeded(std::string m) {

@@ -75,7 +75,7 @@ class BlockDecoder {
   bool AtEnd() const { return rest_.empty(); }
   // Decodes the next block in place of what *rows has, whose memory is used again. kCorruption
   // names what is wrong: bounds, checksum, version, lengths, signs of another virtual shard. After
-  // an error the decoder stays where it is.
+  // an error the decoder must not be used again.
   Status Next(BlockRows* rows);
 
  private:

@@ -218,6 +218,9 @@ StatusOr<uint64_t> Loader::Apply() {
 StatusOr<uint64_t> Loader::Add(std::span<const std::byte> chunk) {
   PERSIA_RETURN_IF_ERROR(CheckKind(/*is_of_changes=*/false));
   const std::optional<TrainConfig> of_store = store_.config();
+  if (!of_store.has_value()) {
+    return FailedPrecondition("rows were loaded before Configure; configure the store first");
+  }
   uint64_t num_added = 0;
   const auto add = [&](const BlockRows& rows) {
     if (IsForeign(rows)) {

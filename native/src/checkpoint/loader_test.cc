@@ -455,6 +455,7 @@ TEST(Loader, NeedsAConfiguredStore) {
   const auto store = Unconfigured({.capacity = 1000, .num_internal_shards = 2});
   const auto loader = BeginLoad(*store, store::SgdConfig());
   EXPECT_EQ(loader->Add(BlocksOf(files[0])).status().code(), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(loader->Add({}).status().code(), StatusCode::kFailedPrecondition) << "also of no rows";
 }
 
 TEST(Loader, OneAtATimeAndNotDuringASnapshot) {

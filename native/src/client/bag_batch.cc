@@ -5,9 +5,8 @@
 namespace persia::client {
 namespace {
 
-// The rows as float32, each once, however many bags have it; until the thread's next call.
-// For stores of 16 bits a float: rows are converted once a batch, not once for each bag that reads
-// them.
+// The rows of a store of 16 bits a float as float32, until the thread's next call. Each of `rows`
+// is converted once, however many bags read it.
 const float* const* Widened(const store::SignRows& rows, const store::RowFormat& format) {
   thread_local Reused<float> memory;
   thread_local Reused<const float*> pointers;
@@ -25,7 +24,8 @@ const float* const* Widened(const store::SignRows& rows, const store::RowFormat&
 
 void GroupBatch::Plan(std::span<const SlotInput> inputs, const worker::SlotTable& slots,
                       worker::UniqueKeys* keys) {
-  slots_.resize(inputs.size());
+  num_slots_ = inputs.size();
+  if (slots_.size() < num_slots_) slots_.resize(num_slots_);
   keys->Clear();
   for (size_t i = 0; i < inputs.size(); ++i) PlanSlot(inputs[i], slots, keys, &slots_[i]);
   const std::span<uint64_t> signs = signs_.Resize(keys->keys().size());
@@ -35,7 +35,7 @@ void GroupBatch::Plan(std::span<const SlotInput> inputs, const worker::SlotTable
 }
 
 void GroupBatch::Clear() {
-  slots_.clear();
+  num_slots_ = 0;  // their memory stays for the next batch
   rows_ = {};
   missing_.clear();
 }
@@ -76,12 +76,12 @@ bool GroupBatch::IsSingle(std::span<const SlotInput> inputs) {
          inputs[0].slot->num_buckets() == 1;
 }
 
-bool GroupBatch::IsSingle() const { return slots_.size() == 1 && slots_[0].bags.IsPlain(); }
+bool GroupBatch::IsSingle() const { return num_slots_ == 1 && slots_[0].bags.IsPlain(); }
 
 void GroupBatch::Pool(const store::RowFormat& format, float* out, size_t stride) const {
   const float* const* rows =
       format.narrow() == nullptr ? rows_.values.data() : Widened(rows_, format);
-  for (const Slot& slot : slots_) PoolBags(slot.bags, rows, out + slot.column, stride);
+  for (const Slot& slot : planned()) PoolBags(slot.bags, rows, out + slot.column, stride);
 }
 
 // Gradients of the group's slots are in one matrix, each in its slot's columns.
@@ -91,7 +91,7 @@ void GroupBatch::BuildSums(const float* gradients, size_t stride,
   thread_local std::vector<worker::BagGradients> parts;
   bags.clear();
   parts.clear();
-  for (const Slot& slot : slots_) {
+  for (const Slot& slot : planned()) {
     bags.push_back(slot.bags);
     parts.push_back({gradients + slot.column, stride});
   }

@@ -72,7 +72,7 @@ class GroupBatch {
   // Valid after Plan().
   bool IsSingle() const;
   // For runs of groups whose columns are adjacent: of the first slot; 0 without slots.
-  size_t column() const { return slots_.empty() ? 0 : slots_[0].column; }
+  size_t column() const { return num_slots_ == 0 ? 0 : slots_[0].column; }
   // Of a single-valued group: its number for each sample.
   // Of the row in rows() that each sample reads. Only if IsSingle().
   std::span<const uint32_t> numbers() const { return slots_[0].bags.numbers; }
@@ -104,7 +104,10 @@ class GroupBatch {
   void PlanSlot(const SlotInput& input, const worker::SlotTable& slots, worker::UniqueKeys* keys,
                 Slot* planned);
 
+  std::span<const Slot> planned() const { return std::span(slots_).first(num_slots_); }
+
   std::vector<Slot> slots_;
+  size_t num_slots_ = 0;  // of slots_, that the present batch has
   Reused<uint64_t> signs_;
   Reused<store::RowHandle> handles_;
   Reused<const float*> values_;

@@ -2,8 +2,8 @@
 // the commit of a checkpoint that was prepared.
 //
 // The functions take the directory that the pool is in and may be called by several threads and
-// processes at once: those that write lock the pool's file, as RowPool::Open does, and fail with
-// kUnavailable while a server has it. All fail with kNotFound where there is no pool, and with
+// processes at once: all but InspectPool() lock the pool's file, as RowPool::Open does, and fail
+// with kUnavailable while a server has it. All fail with kNotFound where there is no pool, and with
 // kCorruption or kFailedPrecondition for the reasons of RowPool::Open.
 #pragma once
 

@@ -9,15 +9,16 @@
 //  1. BeginCheckpoint(c), after the last batch up to c and before any later one, keeps all versions
 //     of c from then on. It writes nothing.
 //  2. The user writes what it still has of those batches in memory, while later batches change
-//  rows.
+//     rows.
 //  3. Commit(c) makes the pool go back to c when it is opened again, whatever happens then.
 // Several may be between the first step and the third, and are committed in their order.
 //
 // The user remembers which signs there are and at which address; Recover() and Open() tell it anew.
 //
 // Threads: all methods may be called by several threads at once, each with rows of its own; where
-// one is different, it says so. Locks: header_mutex_, then mutex_; both are held for memory only,
-// but header_mutex_ also for syncs, so that stats() and Write() never wait for the device's.
+// one is different, it says so. Locks: header_mutex_, then mutex_. header_mutex_ is
+// held for syncs of the device, mutex_ for memory and while the file grows, so that stats() and
+// Write() never wait for a sync.
 //
 // Errors: after an error of the device nothing more is written or committed, and all such calls
 // fail with kIOError: what was committed stays. Memory is the free list, some 8 bytes a free slot,

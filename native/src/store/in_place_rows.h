@@ -2,9 +2,8 @@
 //
 // For a caller in this process that handles a whole batch at once: rows are neither copied out nor
 // looked for a second time when their gradients come. A batch is
-//   1. Begin(), then Find() of the signs of each feature group, then Insert() of what is missing,
-//   by
-//      shard; Count(); Removals(), to be kept with the handles;
+//   1. Begin(), then Find() of the signs of each feature group, then Insert() of the missing ones,
+//      shard by shard; Count(); Removals(), to be kept with the handles;
 //   2. the caller pools the rows that `values` point to, and lets the object go;
 //   3. BeginUpdate() with the removals, then Locate() and Update() of some tens of rows at a time.
 //
@@ -58,9 +57,9 @@ struct MissingRow {
 
 class InPlaceRows {
  public:
-  // Waits until the calls in progress have ended; a training batch also while a snapshot's memory
-  // is full. kFailedPrecondition: a training batch on a store that is not configured, or the store
-  // has a tier.
+  // Waits until the calls in progress have ended, and while a snapshot's memory is full.
+  // kFailedPrecondition: a training batch on a store that is not configured, or the store has a
+  // tier.
   static StatusOr<InPlaceRows> Begin(EmbeddingStore& store, LookupMode mode);
   // For the rows of an earlier lookup; `removals` is what Removals() was at its end. Counts as one
   // Update() call of the store.

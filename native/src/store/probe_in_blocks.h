@@ -1,10 +1,13 @@
 // ProbeInBlocks and Touch: find the rows of many signs with their cache misses overlapped.
 //
-// A prefetch instruction is only a hint: where the address has to be looked up in the page tables
-// first, which in a virtual machine is most of the cost of a random access, processors may drop it.
-// A read is never dropped. Reads that do not depend on one another overlap all the same, so
+// ProbeInBlocks asks for memory by prefetch instructions, which do not wait for it. They are hints:
+// where the address has to be looked up in the page tables first, some processors drop them, and
+// the stage that needs the memory waits for what is left.
+//
+// Touch() reads, which is never dropped. Reads that do not depend on one another overlap, so
 // touching the memory of some tens of rows in a loop of its own, and working on them in the next,
-// takes little longer than the slowest of them.
+// takes little longer than the slowest of them. It serves where there is no stage of other work to
+// hide the misses behind.
 #pragma once
 
 #include <algorithm>

@@ -83,8 +83,8 @@ class RowPolicy {
   void InitializeState(const RowView& row) const;
   // One optimizer step for each of some rows of one dim, then the weight bound. A row whose
   // gradient is not finite is left as it is; returns how many were. The rest of `rows` is filled
-  // here: w, state, g and scalar are given, w where the embedding lies. A row named twice makes two
-  // steps, in order.
+  // here: w, state, g and scalar are given, w where the embedding lies. No row may be
+  // named twice: rows of 16 bits are read for all steps before any is written.
   size_t ApplyGradients(std::span<simd::RowStep> rows, uint32_t dim) const;
 
  private:
@@ -150,7 +150,7 @@ Status CheckChange(const TrainConfig& old_config, const TrainConfig& new_config,
 
 // Collects rows of one dim and steps them some at a time, so that a row does not pay for a call of
 // the optimizer's kernel. Rows must stay where they are until Flush(), and the policies must live
-// as long. In the order of Add(): a sign that a caller names twice is stepped as often.
+// as long. A row may be added once.
 class RowSteps {
  public:
   // Counts into *report. Flush() before the end.

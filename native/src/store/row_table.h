@@ -8,7 +8,7 @@
 // What else a store does with its rows (snapshots, change tracking, group capacities, a storage
 // tier, update counts) attaches as `Features`, which is told before rows are touched, removed or
 // cleared and after they are inserted. It is a template parameter, so that a table without a
-// feature pays for a branch at most. NoFeatures is the table on its own. Features has
+// feature pays for a branch at most. Features has
 //   void BeforeTouch(const SignIndex::Entry&, const RowSlabs&);    // its stamp changes
 //   Status BeforeRemove(const SignIndex::Entry&, const RowSlabs&); // an error: the row stays
 //   void Inserted(uint64_t key, uint32_t cell, const RowSlabs&);   // values are not set yet

@@ -174,7 +174,7 @@ std::unique_ptr<ChangeSet> ShardSet::ReplaceChanges(std::unique_ptr<ChangeSet> c
 }
 
 // The tier first: where it fails, all rows stay. Changes before rows: a key that is added in
-// between is that of a row which was inserted after the clear, and must stay in the set.
+// between may be that of a row which a shard inserts after its own clear.
 Status ShardSet::Clear() {
   if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(tier_->Clear());
   if (features_.changes != nullptr) features_.changes->NoteClear();

@@ -167,7 +167,8 @@ Status StoreTier::WaitCheckpoint(uint64_t batch, std::chrono::milliseconds timeo
   const auto deadline = std::chrono::steady_clock::now() + std::min(timeout, kLongest);
   std::unique_lock lock(mutex_);
   while (true) {
-    if (pool_->committed() >= batch && batch != 0) return Status::Ok();
+    // A held one is committed once it is let go: then the next can be held.
+    if (batch != 0 && held_ != batch && pool_->committed() >= batch) return Status::Ok();
     if (has_failed_) return failure_;
     if (batch == 0 || pool_->last_checkpoint() < batch) {
       return FailedPrecondition("no checkpoint of number " + std::to_string(batch) +

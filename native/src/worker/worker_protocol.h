@@ -52,9 +52,8 @@ struct GradientsRequest {
   // gradients.
   float scale = 1.0f;
   WireDtype dtype = WireDtype::kFloat32;  // how they are sent; float32 once decoded
-  std::vector<SlotGradient> gradients;    // names and rows are in the decoded bytes, or in
-  // Empty at the sender.
-  std::vector<Buffer> widened = {};  // rows that arrived with 16 bits
+  std::vector<SlotGradient> gradients;  // names and rows are in the decoded bytes, or in `widened`
+  std::vector<Buffer> widened = {};     // rows that arrived with 16 bits; empty at the sender
 
   Segments Encode() &&;
   static StatusOr<GradientsRequest> Decode(std::span<const std::byte> body);
