@@ -139,11 +139,12 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
             if "mat1 and mat2 shapes cannot be multiplied" not in str(failure):
                 raise
             names = [name for name, _ in (*batch.dense.features, *batch.leaves)]
-            inputs = zip(names, (*dense_tensors, *embeddings), strict=True)
-            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs)
+            # Not strict: `prepare_features` may be the script's own, with other inputs.
+            inputs = zip(names, (*dense_tensors, *embeddings), strict=False)
+            shapes = ", ".join(f"{name} {list(getattr(tensor, 'shape', '?'))}" for name, tensor in inputs)
             raise InvalidArgumentError(
-                f"{failure}: the inputs of the model are {shapes}; set in_features of the layer that reads "
-                "them to the sum of their last dimensions"
+                f"{failure}: the inputs of the model are {shapes}; if its first layer reads them, its "
+                "in_features must be the sum of their last dimensions"
             ) from failure
 
     def get_embedding_from_data(

@@ -113,7 +113,8 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         )
         self.embedding_optimizer = embedding_optimizer
         self.dense_optimizer = dense_optimizer
-        self._awaits_gradients = False  # a batch was forwarded for training since the last backward
+        self._has_forwarded = False  # a batch that was made for training
+        self._in_backward = False
         self.step = 0  # batches that this rank has trained, and those before the checkpoint that it loaded
         self._dump_requests = TrainingDumps(self.dump_checkpoint)
         self._packets: PacketWriter | None = None  # written by the context that owns the runtime
@@ -151,6 +152,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         try:
             self.runtime.backend.configure(self.embedding_optimizer.train_config(self.embedding_config))
             self._follow(self.embedding_optimizer)
+            self._resources.callback(self.dense_optimizer.register_step_pre_hook(self._check_step).remove)
             if self.rank == 0 and self.owns_runtime and self.runtime.connection is not None:
                 # From here on there is something to dump, on servers that know their optimizer.
                 session = self.runtime.connection.session
@@ -164,25 +166,16 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if error is None:
-                self._check_returned()
-                self._warn_untrained()
-        except FailedPreconditionError as mistake:
-            super().__exit__(type(mistake), mistake, mistake.__traceback__)
-            raise
-        super().__exit__(kind, error, trace)
-
-    def _warn_untrained(self) -> None:
-        # No error: a script may enter the context only to look at a batch, or end before the first step.
         counts = self.counters
-        num_expecting = counts.batches_received - counts.batches_evaluated
-        if num_expecting and not counts.gradients_submitted:
+        may_train = self._has_forwarded or not counts.batches_evaluated
+        if error is None and counts.batches_received and may_train and not counts.gradients_submitted:
+            # No error: a script may enter the context only to look at a batch, or end before the first step.
             get_default_logger().warning(
-                "none of the %d training batches that this context received was trained: call "
-                "ctx.backward(loss) for each; evaluate in eval_ctx(), or with requires_grad=False",
-                num_expecting,
+                "none of the %d batches that this context received was trained: call ctx.backward(loss) for "
+                "each; evaluate in eval_ctx(), or with requires_grad=False",
+                counts.batches_received,
             )
+        super().__exit__(kind, error, trace)
 
     def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
         """Replaces the embedding config of all servers during training."""
@@ -208,17 +201,16 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
     def prepare_features(
         self, batch: PersiaTrainingBatch
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor] | None]:
-        # Before the batch is replaced: the context alone may hold it any more.
-        self._check_returned()
         prepared = super().prepare_features(batch)
         self._backward.forwarded(batch)
-        self._awaits_gradients = self._awaits_gradients or batch.lease is not None
+        self._has_forwarded = self._has_forwarded or batch.lease is not None
         return prepared
 
-    def _check_returned(self) -> None:
-        """Raises where `loss.backward()` computed the gradients: nothing would send them to the servers."""
+    def _check_step(self, *_step: object) -> None:
+        """Refuses a step of the script's own after `loss.backward()`: nothing would send the embeddings'
+        gradients to the servers."""
         batch = self.current_batch
-        if batch is None or not self._awaits_gradients:
+        if self._in_backward or batch is None or batch.lease is None or batch.lease.acquired:
             return
         if any(leaf.grad is not None for _, leaf in batch.leaves):
             raise FailedPreconditionError(
@@ -236,15 +228,19 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         says.
         """
         batch = self.current_batch
-        if batch is not None and batch.lease is None and not self._awaits_gradients:
+        # Batches without gradients between others are frozen on purpose. Where there are no others, the
+        # loader was meant to make them for training.
+        if batch is not None and batch.lease is None and not self._has_forwarded:
             raise FailedPreconditionError(
                 f"batch {batch.batch_id} was made with requires_grad=False, so its embeddings get no "
                 "gradients: make it with PersiaBatch(..., requires_grad=True); to evaluate it leave backward "
                 "out, and to train the dense model alone call loss.backward() and step its optimizer"
             )
-        # Before it may fail: gradients are on their way by the right call.
-        self._awaits_gradients = False
-        scaled_loss = self._backward.run(loss, batch, self.dense_optimizer)
+        self._in_backward = True
+        try:
+            scaled_loss = self._backward.run(loss, batch, self.dense_optimizer)
+        finally:
+            self._in_backward = False
         self.step += 1
         # The state is copied on this thread, between two steps: another thread would copy half of a step.
         if self._packets is not None and self._packets.wants_dense:

@@ -73,8 +73,14 @@ class StreamingDataset(IterableDatasetBase):
 def _may_have_loader() -> bool:
     """Whether a thread is there that a DataCtx may run on, now or later: this one waits for its batches."""
     others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
-    # Those of contexts send nothing, but for the loaders of other data sets.
-    return any(not name.startswith("persia-") or name == "persia-loader" for name in others)
+    return any(not name.startswith(_THREADS_OF_CONTEXTS) for name in others)
+
+
+# They send nothing. A thread of ours that is missing here costs an error that comes as a log line instead.
+_THREADS_OF_CONTEXTS = (
+    *("persia-gradient-", "persia-reaper", "persia-feeder", "persia-lookup-", "persia-stage-"),
+    *("persia-dataset", "persia-nats-", "persia-http", "persia-health"),
+)
 
 
 class IterableDataset(IterableDatasetBase):

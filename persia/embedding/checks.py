@@ -25,6 +25,6 @@ def checked_integer(name: str, value: object) -> int:
 
 def at_least(least: int, name: str, value: object) -> int:
     """`value`, an integer of at least `least`. Raises InvalidArgumentError naming the setting."""
-    if not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise InvalidArgumentError(f"{name} is {value!r}: it must be an integer of at least {least}")
-    return value
+    return int(value)

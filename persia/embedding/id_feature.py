@@ -271,7 +271,8 @@ def _without_torch(data: Any) -> Any:
     """An array on the host in the place of a torch tensor; anything else as it is."""
     # Not imported: a data loader does not pay for torch, and one that passes tensors has imported it.
     torch = sys.modules.get("torch")
-    return data.numpy(force=True) if torch is not None and isinstance(data, torch.Tensor) else data
+    tensor = getattr(torch, "Tensor", ())  # absent while another thread imports torch
+    return data.numpy(force=True) if isinstance(data, tensor) else data
 
 
 def _array(data: object, what: str, *dtypes: str) -> NDArray[Any]:

@@ -81,8 +81,9 @@ class LocalSession:
     def close(self) -> None:
         """Listens and sends no more; idempotent."""
         self._is_open = False
-        while self._registrations:
-            self._registrations.pop().close()
+        registrations, self._registrations = self._registrations, []  # two may close at once
+        for registration in registrations:
+            registration.close()
 
     def _register(self, subject: str, handler: Handler) -> Registration:
         self._check_open()

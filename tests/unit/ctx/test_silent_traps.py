@@ -10,10 +10,11 @@ import torch
 
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
+from persia.data.dataset import _may_have_loader
 from persia.embedding.optim import SGD
 from persia.errors import FailedPreconditionError, InvalidArgumentError
 
-UNTRAINED = "training batches that this context received was trained"
+UNTRAINED = "batches that this context received was trained"
 
 
 def mean_square(output: torch.Tensor, labels: Any) -> torch.Tensor:
@@ -40,7 +41,7 @@ def test_loss_backward_in_the_place_of_ctx_backward(
         FailedPreconditionError, match=r"batch 0 got gradients by loss.backward.*call ctx.back"
     ):
         train(ctx)
-    assert num_steps == 1
+    assert num_steps == 0
     assert ctx.counters.batches_trained == 0
 
 
@@ -56,6 +57,34 @@ def test_more_than_one_forward_or_backward_is_no_mistake(make_ctx: Any, make_dat
         skipped = next(batches)
         ctx.forward(skipped)
     assert ctx.counters.batches_trained == 3
+
+
+def test_gradients_of_several_batches_may_be_summed_by_loss_backward(
+    make_ctx: Any, make_dataset: Any
+) -> None:
+    with make_ctx() as ctx:
+        batches = list(DataLoader(make_dataset(3)))
+        for batch in batches[:2]:
+            mean_square(*ctx.forward(batch)).backward()
+        ctx.backward(mean_square(*ctx.forward(batches[2])))
+        ctx.dense_optimizer.step()  # of the script's own, after the gradients are handed in
+    assert ctx.counters.batches_trained == 3
+
+
+def test_frozen_batches_between_others_are_trained_by_the_dense_model(
+    make_ctx: Any, make_dataset: Any
+) -> None:
+    with make_ctx() as ctx:
+        frozen = list(DataLoader(make_dataset(2, requires_grad=False)))
+        batches = list(DataLoader(make_dataset(2)))
+        with ctx.accumulate():
+            first, second = (mean_square(*ctx.forward(batch)) for batch in batches)
+            ctx.backward(first)
+        ctx.forward(frozen[0])
+        ctx.backward(second)  # the last batch forwarded is another
+        ctx.backward(mean_square(*ctx.forward(frozen[1])))
+        assert ctx.step == 3
+    assert ctx.counters.batches_trained == 2
 
 
 def test_batches_without_gradients_cannot_be_trained(make_ctx: Any, make_dataset: Any) -> None:
@@ -98,6 +127,20 @@ def test_a_context_that_trains_or_gets_nothing_is_fine(make_ctx: Any, make_datas
             ctx.backward(mean_square(*ctx.forward(batch)))
             break
     assert not any(UNTRAINED in text for text in log.messages)
+
+
+def test_a_look_at_evaluation_batches_is_fine(make_ctx: Any, make_dataset: Any, log: Any) -> None:
+    with make_ctx() as ctx:
+        for batch in DataLoader(make_dataset(9, requires_grad=False)):
+            ctx.forward(batch)
+            break  # others have been prefetched
+    assert not any(UNTRAINED in text for text in log.messages)
+
+
+def test_a_loader_may_have_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = threading.Thread(name="persia-data-loader")
+    monkeypatch.setattr("persia.data.dataset.threading.enumerate", lambda: [loader])
+    assert _may_have_loader()
 
 
 def test_a_layer_of_the_wrong_size_names_slots_and_dims(make_ctx: Any, make_dataset: Any, model: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from persia.observability.exposition import Families
 
-pytest.importorskip("opentelemetry.sdk", reason="needs pip install 'persia[otel]'")
+pytest.importorskip("opentelemetry.exporter.otlp", reason="needs pip install 'persia[otel]'")
 
 
 def test_histograms_have_the_bounds_of_their_own_buckets() -> None:
