@@ -243,7 +243,7 @@ def decode_id_features(message: Buffer) -> list[_IdFeature]:
 def flatten_samples(
     name: str, samples: Sequence[NDArray[np.uint64] | NDArray[np.int64]]
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
-    """Joins 1-D uint64 or int64 arrays, one per sample, into (ids, offsets). Errors name feature and sample."""
+    """Joins 1-D uint64 or int64 arrays, one a sample, into (ids, offsets). Errors name feature and sample."""
 
 def flatten_weights(
     name: str, samples: Sequence[NDArray[np.float32]]
