@@ -114,5 +114,5 @@ def _table(path: Path, columns: list[str]) -> pa.Table:
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(
             f"{path} cannot be read ({error}): KUAIRAND_DIR must be a folder with {TRAIN}, {TEST} and "
-            f"{HISTORIES} of KuaiRand-Pure"
+            f"{HISTORIES} of KuaiRand-Pure, which convert_csv.py makes"
         ) from error
