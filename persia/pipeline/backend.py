@@ -99,6 +99,7 @@ class EmbeddingBackend:
         self, reference: BatchReference, gradients: SlotGradients, *, scale: float
     ) -> ReturnReport:
         """Applies a batch's gradients, divided by `scale`; returns when every server has."""
+        # In a cluster: RemoteClient::ReturnGradients (native/src/client/remote_client.cc).
         return self._client.return_gradients(reference, gradients, scale=scale, timeout_s=self._deadline_s)
 
     def release(self, reference: BatchReference) -> None:

@@ -1,4 +1,4 @@
-"""Stage 2, without loaders: the batches of a data set in this process.
+"""Stages 2 and 3: a batch before its lookup, of the loaders' stream or of a data set in this process.
 
 In: `PersiaBatch`es of an iterable, or a `SubmittedBatch` of the loaders' stream (`receive.py`). Out:
 `PendingBatch`es, which `Prefetcher._feed` (`prefetch.py`) takes from either source.

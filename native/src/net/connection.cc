@@ -234,7 +234,7 @@ void Connection::FinishFrame(Lock lock) {
   reading_ = false;
   UpdateInterest();
   lock.unlock();
-  server_.run(std::move(request));
+  server_.run(std::move(request));  // Server::Run() (server.cc): the handler, on this thread
 }
 
 Clock::time_point Connection::Deadline() const {

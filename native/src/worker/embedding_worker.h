@@ -1,10 +1,10 @@
 // EmbeddingWorker: from ID features to pooled embeddings, and from their gradients to one gradient
 // per sign.
 //
-// Life of a batch: Register (buffered, bounded) -> Lookup (in flight) -> ReturnGradients or Release
+// Life of a batch: Register (waiting, bounded) -> Lookup (in flight) -> ReturnGradients or Release
 // (gone). A direct lookup starts in flight. References are never reused. A worker's incarnation is
 // part of a batch's key, so that a restarted worker refuses old ones (kNotFound).
-// Invariant: registered = returned + released + expired + buffered + in flight (see metrics()).
+// Invariant: registered = returned + released + expired + waiting + in flight (see metrics()).
 //
 // Thread-safe. Knows no socket: worker/worker_service.h puts it behind RPC, client/ embeds it.
 #pragma once

@@ -1,3 +1,4 @@
+// RemoteRows, declared in worker/row_service.h: the rows of parameter servers, over RPC.
 #include <utility>
 
 #include "net/rpc.h"
@@ -81,6 +82,7 @@ StatusOr<std::vector<ServerRows>> RemoteRows::Lookup(std::span<const ServerBlock
                                                      bool train, Deadline deadline) {
   std::vector<LookupRowsRequest> lookups;
   for (const ServerBlocks& request : requests) lookups.push_back({train, request.view()});
+  // ParameterServer (server/parameter_server.cc) answers this and kUpdateRows.
   auto answers = CallSome(kLookupRows, std::span<const LookupRowsRequest>(lookups), deadline);
   if (!answers.ok()) return answers;
   for (size_t i = 0; i < requests.size(); ++i) {

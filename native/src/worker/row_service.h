@@ -48,6 +48,7 @@ class RowService {
   virtual ~RowService() = default;
   virtual uint32_t num_servers() const = 0;
   virtual Status Configure(const TrainConfig& config, bool replace, Deadline deadline) = 0;
+  // `train`: the batch was made with requires_grad, so rows of new signs are inserted.
   virtual StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests,
                                                    bool train, Deadline deadline) = 0;
   // Hints that lookups will name these signs soon; returns at once. Call only if WantsPrefetch()
