@@ -8,6 +8,7 @@
 #include <cstring>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "base/bytes.h"
 #include "base/hash.h"
@@ -86,9 +87,11 @@ std::vector<std::byte> EncodeSection(const Start& start, std::span<const std::by
 template <typename Start>
 Status CheckChecksum(const Start& start, std::span<const std::byte> section, const char* what) {
   if (start.checksum == Checksum(section, offsetof(Start, checksum))) return Status::Ok();
-  return Corruption(std::string(what) +
-                    " of the checkpoint file has another checksum than its bytes: the file was "
-                    "damaged or cut off; use another copy or an older checkpoint");
+  std::string message = what;
+  message +=
+      " of the checkpoint file has another checksum than its bytes: the file was damaged or cut "
+      "off; use another copy or an older checkpoint";
+  return Corruption(std::move(message));
 }
 
 // The fixed part of a section that begins with `bytes`; a magic number tells what they are.
