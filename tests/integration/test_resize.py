@@ -32,7 +32,8 @@ def test_workers_come_and_go_while_training_runs(start_job: Any) -> None:
     cluster.add_embedding_worker()
     cluster.add_embedding_worker()
     assert [worker.replicas for worker in directory.wait_for(EMBEDDING_WORKER, 10.0)] == [3, 3, 3]
-    wait_until(lambda: num_trained(job) > 120, "training does not go on")
+    at_join = num_trained(job)  # on a busy machine they start late, and must be used before they leave
+    wait_until(lambda: num_trained(job) > at_join + 100, "training does not continue")
     for index in (2, 1):
         assert cluster.stop(f"embedding-worker-{index}", 120.0) == 0
         # Newcomers do not wait for it.
