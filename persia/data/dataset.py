@@ -76,10 +76,17 @@ def _may_have_loader() -> bool:
     return any(not name.startswith(_THREADS_OF_CONTEXTS) for name in others)
 
 
-# They send nothing. A thread of ours that is missing here costs an error that comes as a log line instead.
+# In a process that trains; they send nothing. One that is missing here costs a log line instead of the error.
 _THREADS_OF_CONTEXTS = (
-    *("persia-gradient-", "persia-reaper", "persia-feeder", "persia-lookup-", "persia-stage-"),
-    *("persia-dataset", "persia-nats-", "persia-http", "persia-health"),
+    *("persia-feeder", "persia-lookup-", "persia-stage-", "persia-gradient-", "persia-reaper"),
+    *(
+        "persia-dataset",
+        "persia-packets",
+        "persia-http",
+        "persia-health",
+        "persia-metrics-push",
+        "persia-otlp",
+    ),
 )
 
 

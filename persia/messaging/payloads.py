@@ -72,7 +72,7 @@ class _PackedMessage:
     @classmethod
     def _read(cls, *values: Any) -> Self:
         """The message of its fields on the wire. ValueError: a peer could not have sent them."""
-        raise NotImplementedError
+        return cls(*values)
 
 
 def _check_replica(message: IdsRequest | SubmittedBatch | EndOfStream) -> None:
@@ -95,7 +95,7 @@ class IdsRequest(_PackedMessage):
 
     @classmethod
     def _read(cls, *values: Any) -> Self:
-        request = cls(*values)
+        request = super()._read(*values)
         _check_replica(request)
         return request
 

@@ -109,11 +109,12 @@ class EmbeddingWorkerSource(Source):
         return bool(self.worker.stats()["configured"])
 
     def not_ready(self) -> str | None:
-        self._loads = []
         try:
-            # A worker is as ready as its servers: without them it answers no lookup.
+            # A worker is as ready as its servers: without them it answers no lookup. The loads are replaced
+            # in one step, for metrics and status may be asked for at once.
             self._loads = self.worker.server_loads(timeout_s=_PROBE_TIMEOUT_S)
         except PersiaError as failure:
+            self._loads = []
             return str(failure)
         return None
 
