@@ -21,8 +21,8 @@ Status SetEnd(uint64_t address, uint64_t end, Backing* backing) {
   return backing->Write(address + offsetof(RowRecord, end), std::as_bytes(std::span(&end, 1)));
 }
 
-// Reads all slots of the extent. The number of versions that live is checked by the caller against
-// the header: a damaged record looks like a free slot.
+// Reads all cells of the extent. The number of versions that live is checked by the caller against
+// the header: a damaged record looks like a free cell.
 Status RecoverExtent(const PoolHeader& header, uint64_t offset, const VisitRows& visit,
                      Backing* backing, Extent* extent) {
   PERSIA_ASSIGN_OR_RETURN(extent->header, ReadExtentHeader(header.filling_id, offset, *backing));
@@ -50,7 +50,7 @@ Status RecoverExtent(const PoolHeader& header, uint64_t offset, const VisitRows&
 }  // namespace
 
 StatusOr<uint64_t> RecoverRows(const PoolHeader& header, ThreadPool* threads,
-                               const VisitRows& visit, Backing* backing, SlotAllocator* slots,
+                               const VisitRows& visit, Backing* backing, CellAllocator* cells,
                                std::vector<uint64_t>* extent_ids) {
   std::vector<Extent> extents(NumExtents(*backing, header));
   threads->For(extents.size(), [&](size_t i) {
@@ -63,9 +63,9 @@ StatusOr<uint64_t> RecoverRows(const PoolHeader& header, ThreadPool* threads,
     num_rows += extent.num_rows;
     extent_ids->push_back(extent.header ? extent.header->id : 0);
     if (extent.header) {
-      slots->AddExtent(extent.header->slot_bytes, extent.free);
+      cells->AddExtent(extent.header->cell_bytes, extent.free);
     } else {
-      slots->AddExtent();
+      cells->AddExtent();
     }
   }
   PERSIA_RETURN_IF_ERROR(backing->Sync());
