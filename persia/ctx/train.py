@@ -66,6 +66,9 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         on_embedding_gradient: called for every slot of a batch with its name and gradient, unscaled float32
             [num_rows, dim]; what it returns is applied, or the gradient itself, changed in place, when it
             returns None.
+        max_nonfinite_steps: a step whose dense gradients have NaN or Inf, on any rank, leaves the dense model
+            as it is and is counted (`ctx.counters.nonfinite_steps`); so many in a row raise
+            FailedPreconditionError. A scaled loss (fp16) has torch's own rule instead.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         consistency: Consistency | str = Consistency.HYBRID,
         before_dense_step: Callable[[], object] | None = None,
         on_embedding_gradient: GradientHook | None = None,
+        max_nonfinite_steps: int = 10,
     ) -> None:
         # Everything is checked before anything is started.
         _check_optimizers(embedding_optimizer, dense_optimizer)
@@ -99,6 +103,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
             "queue_capacity": at_least(1, "backward_buffer_size", backward_buffer_size),
             "max_unacknowledged": at_least(1, "grad_update_buffer_size", grad_update_buffer_size),
         }
+        max_nonfinite_steps = at_least(1, "max_nonfinite_steps", max_nonfinite_steps)
         self._consistency = Consistency.of(consistency)
         self._precision = Precision.of(mixed_precision, checked_device(device_id))
         super().__init__(
@@ -127,7 +132,8 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
             # Only float16 needs it: bfloat16 has the exponents of float32, and nothing underflows.
             scaler = torch.amp.GradScaler(self._device_type) if self._precision.scaled else None
             scaling = scaler, grad_scalar_update_factor, self.world_size
-            self._backward = BackwardPass(sender, *scaling, before_dense_step, on_embedding_gradient)
+            hooks = before_dense_step, on_embedding_gradient
+            self._backward = BackwardPass(sender, *scaling, *hooks, max_nonfinite_steps)
 
     def _join_ranks(self, option: DistributedBaseOption | None) -> None:
         """Tells loaders and ranks of this one, and starts what rank 0 does for all."""
