@@ -14,7 +14,8 @@ from persia.errors import FailedPreconditionError, InvalidArgumentError
 from persia.launcher.options import option
 
 _LABELS = ("label", "click", "clicked", "is_click", "target", "y", "converted", "conversion", "is_clicked")
-_DIM, _MAX_BATCH_SIZE, _NUM_BATCHES = 16, 1024, 20
+_DIM, _MAX_BATCH_SIZE = 16, 1024
+_NUM_BATCHES = 100  # at least, so that a small file has steps enough to learn
 _MADE_UP_ROWS = 20_000
 
 _TRAIN = '''\
