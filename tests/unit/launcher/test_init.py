@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -121,7 +120,7 @@ def test_the_dlrm_example_learns(
         shutil.copy(EXAMPLE / name, tmp_path)
     (tmp_path / "criteo").mkdir()
     random = np.random.default_rng(0)
-    size = 4096
+    size = 6144
     for day in range(5):
         categories = {name: random.integers(50, size=size) for name in IDS}
         columns = {"label": categories["C1"] % 2}
@@ -130,7 +129,6 @@ def test_the_dlrm_example_learns(
         parquet.write_table(pa.table(columns), tmp_path / "criteo" / f"day_{day}.parquet")
     run(tmp_path, monkeypatch)
     printed = capsys.readouterr().out
-    assert float(printed.split("step 54: auc ")[1].split(",")[0]) > 0.9
+    assert float(printed.split("step 81: auc ")[1].split(",")[0]) > 0.9
     run(tmp_path, monkeypatch)
-    assert capsys.readouterr().out.startswith("step 54: resumed from ")
-    assert "train" not in sys.modules
+    assert capsys.readouterr().out.startswith("step 81: resumed from ")
