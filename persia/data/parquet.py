@@ -1,0 +1,185 @@
+"""Batches of Parquet files, by the names of their columns."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from persia.embedding.checks import at_least
+from persia.embedding.data import MAX_BATCH_SIZE, IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
+from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError, NotFoundError
+
+__all__ = ["ParquetBatches"]
+
+
+class ParquetBatches:
+    """The rows of Parquet files, in the order of files and rows, as batches. The last batch may be shorter.
+
+    A batch has one label and one dense feature, float32 [batch, number of columns] each, and one ID feature
+    for each column of `ids`. There is no dense feature if `dense` is empty. A null in an ID column is a
+    sample without an ID. Strings are hashed by `persia.embedding.data.hash_strings`. Null and NaN in a dense
+    column are 0.
+
+    Args:
+        files: a file, a directory, a pattern such as `"clicks/2026-*.parquet"`, or a list of files. They are
+            read in sorted order; a list, in its own.
+        labels: columns of numbers or bools without nulls, at least one.
+        dense: columns of numbers or bools.
+        ids: columns of integers or strings, or of lists of them, at least one; each is the slot of its name.
+        batch_size: rows of a batch.
+
+    Raises:
+        NotFoundError: no files.
+        InvalidArgumentError: a column that the files lack, or no labels or IDs.
+        InvalidTypeError: a column of a type that its role cannot have.
+        FailedPreconditionError: pyarrow is not installed.
+    """
+
+    def __init__(
+        self,
+        files: str | os.PathLike[str] | Sequence[str],
+        *,
+        labels: Sequence[str],
+        ids: Sequence[str],
+        dense: Sequence[str] = (),
+        batch_size: int = 1024,
+    ) -> None:
+        self.batch_size = at_least(1, "batch_size", batch_size)
+        if batch_size > MAX_BATCH_SIZE:
+            raise InvalidArgumentError(f"batch_size={batch_size} is above {MAX_BATCH_SIZE}: make it smaller")
+        self.labels, self.dense, self.ids = list(labels), list(dense), list(ids)
+        self._data = _open(files)
+        self._check_columns()
+        num_rows: int = self._data.count_rows()
+        self._begin, self._end = 0, -(-num_rows // batch_size)
+
+    def __len__(self) -> int:
+        """The number of batches."""
+        return self._end - self._begin
+
+    def split(self, share: float) -> tuple[Self, Self]:
+        """All but the last `share` of the batches, and these; each part has at least one.
+
+        The last ones, as files are often in the order of time. Raises InvalidArgumentError if there is only
+        one batch, or for a share that is not between 0 and 1.
+        """
+        if not 0 < share < 1 or len(self) < 2:
+            raise InvalidArgumentError(
+                f"share={share} of {len(self)} batches: it must be between 0 and 1, of at least 2 batches; "
+                "make batch_size smaller, or use separate files"
+            )
+        cut = min(max(round(len(self) * (1 - share)), 1), len(self) - 1)
+        return self._part(0, cut), self._part(cut, len(self))
+
+    def read(self, first: int = 0) -> Iterator[Any]:
+        """The rows of batch `first` and of all later ones, as Arrow tables. Skips earlier row groups."""
+        import pyarrow as pa
+
+        skip, wanted = (self._begin + first) * self.batch_size, len(self) - first
+        columns = [*dict.fromkeys((*self.labels, *self.dense, *self.ids))]
+        rest: Any = None
+        for group in (group for file in self._data.get_fragments() for group in file.split_by_row_group()):
+            # Not by group.count_rows(), which counts the rows of the whole file.
+            if skip >= (num_rows := group.row_groups[0].num_rows):
+                skip -= num_rows
+                continue
+            for rows in group.to_batches(
+                columns=columns, batch_size=self.batch_size, schema=self._data.schema
+            ):
+                table, skip = pa.Table.from_batches([rows.slice(skip)]), max(0, skip - rows.num_rows)
+                table = table if rest is None else pa.concat_tables([rest, table])
+                while table.num_rows >= self.batch_size:
+                    if wanted <= 0:
+                        return
+                    yield table.slice(0, self.batch_size)
+                    table, wanted = table.slice(self.batch_size), wanted - 1
+                rest = table
+        if wanted > 0 and rest is not None and rest.num_rows:
+            yield rest
+
+    def make(self, rows: Any, *, requires_grad: bool, meta: bytes | None = None) -> PersiaBatch:
+        """The batch of an Arrow table. Raises InvalidArgumentError for a label that is null."""
+        labels = self._numbers(rows, self.labels)
+        for name, missing in zip(self.labels, np.isnan(labels).sum(axis=0), strict=True):
+            if missing:
+                raise InvalidArgumentError(
+                    f"label column {name!r} has {missing} nulls or NaN among {rows.num_rows} rows: remove "
+                    "these rows from the files"
+                )
+        dense = np.nan_to_num(self._numbers(rows, self.dense), nan=0.0, posinf=np.inf, neginf=-np.inf)
+        return PersiaBatch(
+            [IDTypeFeature.from_arrow(name, rows[name]) for name in self.ids],
+            [NonIDTypeFeature(dense, "dense")] if self.dense else None,
+            [Label(labels, "label")],
+            requires_grad=requires_grad,
+            meta=meta,
+        )
+
+    @staticmethod
+    def _numbers(rows: Any, names: Sequence[str]) -> NDArray[np.float32]:
+        """[rows, columns]; a null is NaN."""
+        numbers = np.empty((rows.num_rows, len(names)), np.float32)
+        for index, name in enumerate(names):
+            numbers[:, index] = rows[name].cast("float32", safe=False).to_numpy()
+        return numbers
+
+    def _part(self, begin: int, end: int) -> Self:
+        part = object.__new__(type(self))
+        part.__dict__.update(self.__dict__)
+        part._begin, part._end = self._begin + begin, self._begin + end
+        return part
+
+    def _check_columns(self) -> None:
+        import pyarrow.types as types
+
+        if not self.labels or not self.ids:
+            raise InvalidArgumentError(
+                f"labels={self.labels} and ids={self.ids}: name at least one column of each"
+            )
+        schema = self._data.schema
+        for name in (*self.labels, *self.dense, *self.ids):
+            if name not in schema.names:
+                near = difflib.get_close_matches(name, schema.names, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(schema.names)}"
+                raise InvalidArgumentError(f"the files have no column {name!r}: {hint}")
+        for name in (*self.labels, *self.dense):
+            kind = schema.field(name).type
+            if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+                raise InvalidTypeError(
+                    f"column {name!r} is of {kind}: labels and dense columns must be numbers or bools; "
+                    "name it in ids, or convert it in the files"
+                )
+        for name in self.ids:
+            kind = schema.field(name).type
+            if types.is_floating(getattr(kind, "value_type", kind)):
+                raise InvalidTypeError(
+                    f"ID column {name!r} is of {kind}: IDs are integers or strings, or lists of them; name "
+                    "it in dense, or cast it to int64 in the files (pandas: .astype('Int64'))"
+                )
+
+
+def _open(files: str | os.PathLike[str] | Sequence[str]) -> Any:
+    """The files as a data set of pyarrow."""
+    try:
+        from pyarrow import dataset
+    except ImportError as error:
+        raise FailedPreconditionError(
+            f"Parquet files need pyarrow, which cannot be imported ({error}): pip install 'persia[arrow]'"
+        ) from error
+    if isinstance(files, str | os.PathLike):
+        path = os.fspath(files)
+        found: Any = path if os.path.exists(path) else sorted(glob.glob(path))
+        if os.path.isdir(path):
+            found = sorted(dataset.dataset(path, format="parquet").files)
+    else:
+        found = [os.fspath(file) for file in files]
+    if not found:
+        raise NotFoundError(f"there are no files {files!s} (seen from {os.getcwd()}): correct the path")
+    return dataset.dataset(found, format="parquet")
