@@ -30,6 +30,7 @@ MARK = re.compile(r"<!-- test: (apart|background|not run, \S.*) -->")
 PROGRAMS = {"persia-launcher": cli}
 # What a path of the repository begins with: such a path in a command must exist.
 FOLDERS = ("benchmarks", "docs", "examples", "k8s", "monitoring", "native", "persia", "tests")
+INSTALLERS = {"apt-get", "pip"}
 SEPARATORS = {"&&", "||", "|", ";", ">", ">>", "&"}
 
 
@@ -46,9 +47,10 @@ class Block:
         return f"docs/{self.page}:{self.line}"
 
     @property
-    def reason(self) -> str | None:
-        """Why it does not run."""
-        return self.mark.partition("not run, ")[2] or None
+    def runs(self) -> bool:
+        """Whether it runs. A block that only installs packages does not, and needs no mark."""
+        installs = self.language == "sh" and all(words[0] in INSTALLERS for words in commands(self.text))
+        return not installs and not self.mark.startswith("not run, ")
 
 
 def pages(*sections: str) -> list[str]:

@@ -32,11 +32,13 @@ from persia.ctx import DataCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import Adagrad
-from tests.documented import REPOSITORY, Block, blocks, check, check_config, exec_code, pages
+from tests.documented import Block, blocks, check, check_config, exec_code, pages
 from tests.kuairand_log import write_log
 from tests.ports import free_port
 
 SLOTS = {"slots_config": {"user": {"dim": 16}}}
+PAGES = pages("Get started", "Concepts", "How-to")
+WHOLE = {"parquet.md": "test_parquet_page.py"}  # pages that a test of their own runs from end to end
 NUM_BATCHES = 5
 TIMEOUT_S = 240.0
 TRAINING = """\
@@ -82,7 +84,7 @@ def around(page: str, mark: str = "") -> Callable[[SetUp], SetUp]:
 
 
 def play(block: Block, stage: Stage) -> None:
-    if block.reason:
+    if not block.runs:
         check(block)
     elif block.language == "python":
         names = dict(stage.names) if block.mark == "apart" else stage.names
@@ -135,7 +137,7 @@ def stage(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     env.reload_env()
 
 
-@pytest.mark.parametrize("page", pages("Get started", "Concepts", "How-to"))
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in WHOLE])
 def test_every_block_runs_or_says_why_not(page: str, stage: Stage) -> None:
     marks = [mark for place, mark in AROUND if place == page and mark]
     found = list(blocks(page))
@@ -475,5 +477,11 @@ def test_a_block_that_does_not_run_is_checked(language: str, text: str) -> None:
     assert not isinstance(caught.value, AttributeError | ImportError)
 
 
-def test_the_repository_is_found() -> None:
-    assert (REPOSITORY / "mkdocs.yml").is_file()
+def test_pages_with_a_test_of_their_own_have_it() -> None:
+    for page, test in WHOLE.items():
+        assert page not in PAGES or Path(__file__).with_name(test).is_file(), page
+
+
+def test_installations_do_not_run() -> None:
+    assert not Block("page.md", 1, "sh", "apt-get install g++\npip install persia-*.whl\n", "").runs
+    assert Block("page.md", 1, "sh", "pip list && persia-launcher --help\n", "").runs
