@@ -7,7 +7,7 @@ What stands for something longer in a page, `...` or a name of the reader's scri
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
