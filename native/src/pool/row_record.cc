@@ -9,11 +9,11 @@
 namespace persia::pool {
 namespace {
 
-constexpr size_t kCheckedFrom = offsetof(RowRecord, head);
+constexpr size_t kRowCheckedFrom = offsetof(RowRecord, head);
 
 uint64_t CheckOf(const std::byte* cell, size_t num_floats, uint64_t seed) {
   const size_t bytes = sizeof(RowHead) + num_floats * sizeof(float);
-  return XXH3_64bits_withSeed(cell + kCheckedFrom, bytes, seed);
+  return XXH3_64bits_withSeed(cell + kRowCheckedFrom, bytes, seed);
 }
 
 }  // namespace
@@ -29,7 +29,7 @@ void EncodeRecord(const RowHead& head, const float* values, uint64_t seed,
   // The check covers the head as it lies in the cell, so the cell is written first.
   record.check = CheckOf(cell.data(), head.num_floats(), seed);
   record.end = record.EndAt(RowRecord::kNever);
-  std::memcpy(cell.data(), &record, kCheckedFrom);
+  std::memcpy(cell.data(), &record, kRowCheckedFrom);
 }
 
 // The bytes may be anything: an old record, or one that a crash left half written. Nothing is read
