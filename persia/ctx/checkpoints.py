@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from persia.checkpoint.checkpoints import DumpRequest, Source, described
 from persia.ctx.ranks import done_by_rank_0
@@ -300,6 +301,10 @@ def _check_finite(states: Iterable[dense.TorchState]) -> None:
         if not isinstance(model, torch.nn.Module):
             continue
         for name, weight in model.named_parameters():
+            # Weights that are not trained may be infinite, as masks are; those of a lazy module do not exist
+            # before its first forward.
+            if is_lazy(weight) or not weight.requires_grad:
+                continue
             if not torch.isfinite(weight.detach()).all():
                 raise FailedPreconditionError(
                     f"the dense model's {name} has NaN or Inf, and its checkpoint would replace a good one: "

@@ -355,12 +355,19 @@ class GradientSender:
 
 def _are_dense_gradients_finite(optimizer: torch.optim.Optimizer) -> bool:
     """Of all ranks: DDP has averaged them, and NaN or infinity of one is in the average."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [
+        p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None
+    ]
     if not gradients:
         return True
     # A sum reads each gradient once and writes nothing; NaN and infinity stay in it.
-    finite = [torch.isfinite(gradient.sum()).to(gradients[0].device) for gradient in gradients]
-    return bool(torch.stack(finite).all())  # one wait for the device, not one a parameter
+    sums = [gradient.sum(dtype=torch.float32).to(gradients[0].device) for gradient in gradients]
+    if bool(torch.isfinite(torch.stack(sums)).all()):  # one wait for the device, not one a parameter
+        return True
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)  # a sum may overflow
 
 
 def _checked_gradient(name: str, gradient: object, leaf: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from persia.errors import FailedPreconditionError, InvalidArgumentError
+from persia.pipeline.gradients import _are_dense_gradients_finite
 
 
 def parameters(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -65,9 +66,21 @@ def test_steps_in_a_row_end_the_training_and_single_ones_do_not(make_ctx: Any, n
 
 
 def test_large_gradients_are_no_mistake(make_ctx: Any, model: torch.nn.Module, new_batch: Any) -> None:
-    with make_ctx() as ctx:  # whose squares are infinite
-        step(ctx, new_batch(7), 1e30)
+    with make_ctx() as ctx:
+        step(ctx, new_batch(7), 1e30)  # whose squares are infinite
+        model.linear.weight.register_hook(lambda gradient: torch.full_like(gradient, 3e38))  # and their sum
+        step(ctx, new_batch(7), 1.0)
         assert ctx.counters.nonfinite_steps == 0
+
+
+@pytest.mark.parametrize(("value", "is_finite"), [(float("nan"), False), (float("inf"), False), (3e38, True)])
+def test_sparse_gradients_and_those_of_16_bits(value: float, is_finite: bool) -> None:
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    half = torch.nn.Parameter(torch.ones(1000, dtype=torch.float16))
+    half.grad = torch.full_like(half, 60_000)  # whose sum no float16 holds
+    (table(torch.tensor([1, 1, 2])) * value / 2).sum().backward()
+    optimizer = torch.optim.SGD([*table.parameters(), half], lr=0.1)
+    assert _are_dense_gradients_finite(optimizer) is is_finite
 
 
 def test_weights_that_are_not_finite_replace_no_checkpoint(
@@ -76,6 +89,7 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(
     with make_ctx() as ctx:
         step(ctx, new_batch(7), 1.0)
         model.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))  # as attention has
+        model.frozen = torch.nn.Parameter(torch.tensor([float("-inf")]), requires_grad=False)
         ctx.dump_checkpoint(tmp_path / "c")
         good = {path: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()}
         with torch.no_grad():
