@@ -23,7 +23,7 @@ MODULES = (
     *("persia.embedding.data", "persia.embedding.initializers", "persia.embedding.lr_schedule"),
     *("persia.embedding.optim", "persia.env", "persia.errors", "persia.helper", "persia.nn"),
     *("persia.observability", "persia.pmem", "persia.service", "persia.serving", "persia.testing"),
-    "persia.utils",
+    *("persia.train", "persia.utils"),
 )
 # Names for readers of the published documentation, which docs/published_system.md has.
 UNLISTED = {"persia.logger", "persia.prelude"}
