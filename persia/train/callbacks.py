@@ -62,7 +62,8 @@ class WandB(Callback):
 
 
 class MLflow(Callback):
-    """Logs to MLflow; `settings` are the arguments of `mlflow.start_run`. Needs `pip install mlflow`."""
+    """Logs to MLflow, under the name `experiment` if there is one; `settings` are the arguments of
+    `mlflow.start_run`. Needs `pip install mlflow`."""
 
     def __init__(self, experiment: str | None = None, **settings: Any) -> None:
         self.experiment = experiment
