@@ -6,11 +6,13 @@ resumed job trains the other ones, each once, whatever its number of ranks and d
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -19,14 +21,21 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from persia import env
 from persia.checkpoint.checkpoints import Source
 from persia.ctx import DataCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding.checks import at_least
 from persia.embedding.data import PersiaBatch
-from persia.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError, NotFoundError
+from persia.job.connection import JobConnection
+from persia.logger import get_default_logger
+from persia.messaging.subjects import NN_WORKER
 from persia.nn import ClickMetrics, ClickQuality
+from persia.nn.replicas import gather_ragged
 from persia.observability import report
 from persia.storage.location import Location
 from persia.train.callbacks import Callback
@@ -71,7 +80,9 @@ class _State:
     best_step: int | None = None
     best: dict[str, float] = field(default_factory=dict)
     since_best: int = 0  # evaluations
-    schedulers: list[dict[str, Any]] = field(default_factory=list)
+    schedulers: list[str] = field(default_factory=list)  # `_encoded`
+    run: str = ""  # identity of the run that stored this, and the step at which that run began
+    began_at: int = 0
 
     def add(self, numbers: set[int]) -> None:
         """Marks batches as trained."""
@@ -101,13 +112,15 @@ class Trainer:
         loss: called with the output and the first label of the batch, float32 [batch, columns]; returns a
             scalar. None: binary cross-entropy with logits.
         schedulers: of `torch.optim.lr_scheduler`, or `LRSchedule`s: stepped after each step on every rank,
-            and stored with checkpoints.
+            and stored with checkpoints. Not `ReduceLROnPlateau`, which needs a metric.
         callbacks: see `Callback`.
         log_every: steps between two logs of the mean training loss.
-        resume: continues from the newest checkpoint of `directory`, if there is one.
+        resume: continues from the newest checkpoint of `directory`, if there is one. False: the first
+            checkpoint of the new job replaces those of the old one.
 
     Raises:
-        InvalidArgumentError: a number below 1, an unknown metric, or `patience` without `valid`.
+        InvalidArgumentError: a number below 1, an unknown metric, no batches, or `patience` without `valid`.
+        InvalidTypeError: a `ReduceLROnPlateau`.
     """
 
     def __init__(
@@ -133,20 +146,31 @@ class Trainer:
             raise InvalidArgumentError(f"metric={metric!r} must be one of {', '.join(_HIGHER_IS_BETTER)}")
         if patience is not None and valid is None:
             raise InvalidArgumentError(f"patience={patience} needs valid=, the batches to evaluate on")
+        for name, batches in (("train", train), ("valid", valid)):
+            if batches is not None and not len(batches):
+                raise InvalidArgumentError(f"{name} has no batches: pass at least one")
+        for scheduler in schedulers:
+            if isinstance(getattr(scheduler, "scheduler", scheduler), ReduceLROnPlateau):
+                raise InvalidTypeError(
+                    "schedulers has a ReduceLROnPlateau, which needs a metric: use a schedule of the step"
+                )
         self.train, self.valid, self.metric, self.patience = train, valid, metric, patience
         self.directory = None if directory is None else Location.of(directory)
         self.epochs, self.log_every = at_least(1, "epochs", epochs), at_least(1, "log_every", log_every)
         self.evaluate_every, self.loss, self.resume = evaluate_every, loss or _cross_entropy, resume
         self.schedulers, self.callbacks = list(schedulers), list(callbacks)
         self._console = Console(soft_wrap=True, highlight=False)
+        self._begin: _State | None = None  # of the run of `fit` in this process
+        self._clears = False  # the next checkpoint replaces those of another job
 
     def load(self) -> None:
         """Sends the batches that are still to train: the whole of a data loader script.
 
-        In one process `fit` calls it. In a cluster each data loader sends its share.
+        In one process `fit` calls it. In a cluster each data loader sends its share. A data loader that is
+        restarted sends the batches of the run again, in the same order; ranks drop those they have.
         """
-        state, _ = self._stored()
         with DataCtx() as data:
+            state = self._begin or self._stored(_run(data._connection))[0]
             count = 0 if self._is_over(state) else self._num_left(state, data.world_size)
             for position, (number, rows) in enumerate(islice(self._left(state), count)):
                 if position % data.replica_size == data.replica_index:
@@ -164,11 +188,15 @@ class Trainer:
         checkpoint than this rank, and for checkpoints of other data.
         """
         state = self._resume(ctx)
+        state.began_at, self._clears = state.step, not self.resume
+        if ctx.rank == 0:
+            state.run = _run(ctx.runtime.connection)
+        self._begin = replace(state)
         every = self.evaluate_every or -(-len(self.train) // ctx.world_size)
-        evaluated_at, began_at = state.step, state.step
+        evaluated_at, is_due = state.step, False
         trained: set[int] = set()  # by this rank since the last evaluation
         loaders: set[int] = set()
-        loss_sum, num_losses = torch.zeros((), device=ctx.device), 0
+        sums = torch.zeros(2, device=ctx.device)  # of finite losses, and their number
         with ExitStack() as resources:
             for callback in self.callbacks if ctx.rank == 0 else ():
                 callback.start()
@@ -180,7 +208,7 @@ class Trainer:
             task = bar.add_task("training", total=state.step + steps, completed=state.step)
             dataset = StreamingDataset(loader=self.load)
             for batch in DataLoader(dataset, **loader_options):
-                number, loader, num_loaders = _origin(batch.meta, began_at)
+                number, loader, num_loaders = _origin(batch.meta, state.began_at)
                 output, labels = ctx.forward(batch)
                 assert labels is not None, "only inference has none"
                 loss = self.loss(output, labels[0])
@@ -189,21 +217,23 @@ class Trainer:
                     scheduler.step()
                 trained.add(number)
                 loaders.add(loader)
-                loss_sum, num_losses = loss_sum + loss.detach(), num_losses + 1
+                loss = loss.detach().float().reshape(())
+                sums += torch.stack([loss.nan_to_num(0.0, 0.0, 0.0), loss.isfinite()])
                 bar.update(task, completed=ctx.step)
                 if ctx.step % self.log_every == 0:
-                    mean = loss_sum.item() / num_losses
+                    mean = (sums[0] / sums[1]).item()
                     self._log(ctx, {"loss": mean})
                     bar.update(task, description=f"loss {mean:.4f}")
-                    loss_sum, num_losses = torch.zeros_like(loss_sum), 0
+                    sums.zero_()
                 # Loaders read the newest checkpoint when they start: the first new one waits for all of them.
-                if ctx.step % every == 0 and len(_gathered(ctx, loaders)) == num_loaders:
+                is_due = is_due or ctx.step % every == 0
+                if is_due and len(_gathered(ctx, loaders)) == num_loaders:
                     self._evaluate(ctx, state, trained)
-                    evaluated_at, trained = ctx.step, set()
+                    evaluated_at, trained, is_due = ctx.step, set(), False
                     if self._is_over(state):
                         break
-        if evaluated_at != ctx.step:
-            self._evaluate(ctx, state, trained)
+            if evaluated_at != ctx.step:
+                self._evaluate(ctx, state, trained)
         return self._finish(ctx, state)
 
     def evaluate(self, ctx: TrainCtx, batches: Batches) -> ClickQuality:
@@ -213,8 +243,12 @@ class Trainer:
         """
         model, outputs, targets = ctx.model, [], []
         assert model is not None, "a TrainCtx has one"
-        was_training = model.training
+        modes = {module: module.training for module in model.modules()}
         model.eval()
+        if ctx.world_size > 1:
+            _share_buffers(model)
+        if isinstance(model, DistributedDataParallel):  # it may call collectives, and shares are uneven
+            model = model.module
         try:
             with eval_ctx(model=model) as evaluation, torch.no_grad():
                 for batch in DataLoader(_Share(batches, ctx.rank, ctx.world_size)):
@@ -223,7 +257,8 @@ class Trainer:
                     outputs.append(output.reshape(len(labels[0]), -1)[:, 0].float())
                     targets.append(labels[0].reshape(len(labels[0]), -1)[:, 0])
         finally:
-            model.train(was_training)
+            for module, was_training in modes.items():  # the script may have frozen some
+                module.training = was_training
         metrics = ClickMetrics(max(1, sum(map(len, outputs))), from_logits=True)
         if outputs:
             metrics.update(torch.cat(outputs), torch.cat(targets))
@@ -235,7 +270,7 @@ class Trainer:
         # Returns when all ranks are here: no row changes until they train again.
         state.add(_gathered(ctx, trained))
         state.step, state.batches = ctx.step, len(self.train)
-        state.schedulers = [scheduler.state_dict() for scheduler in self.schedulers]
+        state.schedulers = [_encoded(scheduler.state_dict()) for scheduler in self.schedulers]
         if self.valid is not None:
             quality = asdict(self.evaluate(ctx, self.valid))
             values = {name: float(value) for name, value in quality.items() if value is not None}
@@ -245,12 +280,25 @@ class Trainer:
             is_best = value > best
             if is_best:
                 state.best_step, state.best, state.since_best = ctx.step, values, 0
-            else:
+            elif not math.isnan(value):
                 state.since_best += 1
             if ctx.rank == 0:
-                names = ("auc", "log_loss", "normalized_entropy", "calibration")
+                if math.isnan(value):
+                    get_default_logger().warning(
+                        "step %d: %s is NaN over %d samples of valid and %d whose prediction is not finite: "
+                        "valid needs samples of both labels, and the model finite outputs; patience does not "
+                        "count this evaluation",
+                        *(ctx.step, self.metric, values["num_samples"], values["num_nonfinite"]),
+                    )
+                names = ["auc", "log_loss", "normalized_entropy", "calibration"]
+                names += ["num_nonfinite"] if values["num_nonfinite"] else []
                 shown = ", ".join(f"{name} {values[name]:.5g}" for name in names)
                 self._console.print(f"step {ctx.step}: {shown}{' (best)' if is_best else ''}")
+                if self._is_over(state) and self._num_left(state, ctx.world_size):
+                    self._console.print(
+                        f"step {ctx.step}: stopped early, as {self.metric} was not better than at step "
+                        f"{state.best_step} in {state.since_best} evaluations (patience)"
+                    )
         if self.directory is not None and ctx.rank == 0:
             # First, and under its step: whichever checkpoint is committed has its state.
             self._store(state)
@@ -301,20 +349,29 @@ class Trainer:
                     f"{len(self.schedulers)}: pass the same, or resume=False"
                 )
             for scheduler, stored in zip(self.schedulers, state.schedulers, strict=True):
-                scheduler.load_state_dict(stored)
+                content = io.BytesIO(base64.b64decode(stored))
+                scheduler.load_state_dict(torch.load(content, map_location="cpu", weights_only=True))
             if ctx.rank == 0:
                 self._console.print(f"step {state.step}: resumed from {place}")
         return state
 
-    def _stored(self) -> tuple[_State, Location | None]:
-        """The state of the newest checkpoint and its place; a new state if there is none."""
-        places = [] if self.directory is None or not self.resume else ["best", "last"]
-        steps = {Source(self.directory / name).manifest.step: self.directory / name for name in places}  # type: ignore[operator]
+    def _stored(self, run: str = "") -> tuple[_State, Location | None]:
+        """The state of the newest checkpoint and its place; a new state if there is none.
+
+        That at which `run` began, if this has stored any: its batches are numbered from there.
+        """
+        if self.directory is None or not self.resume:
+            return _State(), None
+        states = self._states()
+        for stored in states.values():
+            if run and stored.get("run") == run:
+                return _State(**states.get(str(stored["began_at"]), {})), None
+        places = ["best", "last"]
+        steps = {Source(self.directory / name).manifest.step: self.directory / name for name in places}
         found = {step: place for step, place in steps.items() if step is not None}
         if not found:
             return _State(), None
         step = max(found)
-        states = self._states()
         if str(step) not in states or states[str(step)]["batches"] != len(self.train):
             known = (
                 f"of {states[str(step)]['batches']} batches" if str(step) in states else "no trainer wrote"
@@ -338,6 +395,10 @@ class Trainer:
         assert self.directory is not None
         # Of every evaluation: any of them may be that of the checkpoint which a failed dump leaves.
         states = {step: old for step, old in self._states().items() if int(step) < state.step}
+        if self._clears:
+            for name in ("best", "last"):
+                (self.directory / name).remove()
+            states, self._clears = {}, False
         states[str(state.step)] = asdict(state)
         (self.directory / _STATE_NAME).replace(json.dumps(states).encode())
 
@@ -377,6 +438,26 @@ def _gathered(ctx: TrainCtx, numbers: set[int]) -> set[int]:
     """The union over all ranks; returns when all have called it."""
     if ctx.world_size == 1:
         return numbers
-    found: list[Any] = [None] * ctx.world_size
-    dist.all_gather_object(found, numbers)
-    return set().union(*found)
+    assert dist.group.WORLD is not None, "ranks have one"
+    found = gather_ragged(torch.tensor(sorted(numbers), dtype=torch.int64), dist.group.WORLD)
+    return set(torch.cat(found).tolist())
+
+
+def _share_buffers(model: torch.nn.Module) -> None:
+    """Gives all ranks rank 0's buffers, as DDP does at the next step."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+
+
+def _run(connection: JobConnection | None) -> str:
+    """Identity of the run: rank 0's incarnation, which changes when it is restarted."""
+    if connection is None:
+        return ""
+    return f"{connection.directory.wait_for(NN_WORKER, env.get_deadline_s())[0].incarnation:016x}"
+
+
+def _encoded(state: dict[str, Any]) -> str:
+    """For JSON, whose keys are strings: `MultiStepLR` has a Counter of numbers."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()

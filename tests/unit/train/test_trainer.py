@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -14,12 +15,15 @@ import numpy as np
 import pytest
 import torch
 from sklearn.metrics import log_loss, roc_auc_score
+from torch import distributed as dist
+from torch.multiprocessing.spawn import spawn
 
-from persia import DataCtx, IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch, TrainCtx
+from persia import DataCtx, IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch, TrainCtx, eval_ctx
 from persia.embedding.lr_schedule import LRSchedule
 from persia.embedding.optim import Adagrad
-from persia.errors import FailedPreconditionError, InvalidArgumentError
+from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError, PersiaError
 from persia.train import Callback, Fit, MLflow, TensorBoard, Trainer, WandB
+from persia.train.trainer import _gathered, _share_buffers
 from persia.utils import setup_seed
 
 SLOTS = {"slots_config": {"C{1..2}": {"dim": 4}}}
@@ -122,7 +126,15 @@ def predictions(ctx: TrainCtx, batches: Clicks) -> tuple[Any, Any]:
 
 def test_metrics_are_those_of_scikit_learn(tmp_path: Path) -> None:
     valid, recorded = Clicks(5, first=100), Recorded()
-    trainer = Trainer(Clicks(), valid, directory=str(tmp_path), epochs=3, callbacks=[recorded], log_every=10)
+    trainer = Trainer(
+        Clicks(),
+        valid,
+        directory=str(tmp_path),
+        epochs=3,
+        evaluate_every=16,
+        callbacks=[recorded],
+        log_every=10,
+    )
     found: dict[str, Any] = {}
 
     def check(ctx: TrainCtx) -> None:
@@ -141,7 +153,7 @@ def test_metrics_are_those_of_scikit_learn(tmp_path: Path) -> None:
     assert recorded.calls[0] == "start"
     assert recorded.calls[-1] == "end"
     evaluated = {step: values for step, values in recorded.calls[1:-1] if "auc" in values}
-    assert list(evaluated) == [12, 24, 36]  # by default after every epoch
+    assert list(evaluated) == [16, 32, 36]  # the last one before the callback's end
     assert evaluated[fit.best_step] == fit.best
     assert [step for step, values in recorded.calls[1:-1] if list(values) == ["loss"]] == [10, 20, 30]
 
@@ -178,6 +190,7 @@ def test_early_stopping_restores_the_best(tmp_path: Path, capsys: pytest.Capture
     printed = capsys.readouterr().out
     assert "step 30: auc" in printed
     assert "loaded the best checkpoint, of step 30" in printed
+    assert "step 50: stopped early, as log_loss was not better than at step 30 in 2 evaluations" in printed
     # Once more: it is over, and the best is there again.
     again = Job()
     assert again.fit(trainer, check) == fit
@@ -286,6 +299,7 @@ def test_batches_of_another_loader_are_refused(meta: bytes | None, message: str)
         ({"patience": 2}, "patience=2 needs valid="),
         ({"evaluate_every": 0}, "evaluate_every"),
         ({"epochs": 0}, "epochs"),
+        ({"valid": Clicks(0)}, "valid has no batches"),
     ],
 )
 def test_wrong_settings_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -293,7 +307,22 @@ def test_wrong_settings_are_refused(changes: dict[str, Any], message: str) -> No
         Trainer(Clicks(), **changes)
 
 
-def test_a_metric_that_is_no_number_is_never_the_best() -> None:
+def test_no_batches_to_train_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="train has no batches"):
+        Trainer(Clicks(0))
+
+
+def test_a_schedule_that_needs_a_metric_is_refused() -> None:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    job = Job()
+    for scheduler in (make(job.dense_optimizer), LRSchedule(job.embedding_optimizer, make)):
+        with pytest.raises(InvalidTypeError, match="ReduceLROnPlateau"):
+            Trainer(Clicks(), schedulers=[scheduler])
+
+
+def test_a_metric_that_is_no_number_is_never_the_best(caplog: pytest.LogCaptureFixture) -> None:
     class OneClass(Clicks):
         def make(self, rows: int, *, requires_grad: bool, meta: bytes | None = None) -> PersiaBatch:
             batch = super().make(rows, requires_grad=requires_grad, meta=meta)
@@ -301,7 +330,130 @@ def test_a_metric_that_is_no_number_is_never_the_best() -> None:
             return batch
 
     fit = Job().fit(Trainer(Clicks(), OneClass(2), evaluate_every=3, patience=2))
-    assert (fit.step, fit.best_step, fit.stopped_early) == (6, None, True)
+    assert (fit.step, fit.best_step, fit.stopped_early) == (12, None, False)
+    assert "step 3: auc is NaN over 64 samples of valid and 0 whose" in caplog.text
+
+
+def test_predictions_that_are_not_finite_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    class Broken(Model):
+        def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
+            logits = super().forward(dense, embeddings)
+            return logits if self.training else logits.index_fill(0, torch.tensor([0]), torch.nan)
+
+    job = Job()
+    job.model = Broken()
+    job.dense_optimizer = torch.optim.Adam(job.model.parameters())
+    job.fit(Trainer(Clicks(), Clicks(2, first=100)))
+    assert "num_nonfinite 2" in capsys.readouterr().out
+
+
+def test_one_loss_that_is_no_number_is_left_out_of_the_mean() -> None:
+    steps, recorded = [0], Recorded()
+
+    def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        steps[0] += 1
+        return output.sum().reshape(1) * 0 + (torch.nan if steps[0] == 2 else float(steps[0]))
+
+    with contextlib.suppress(PersiaError):  # what the gradients of a NaN do is another matter
+        Job().fit(Trainer(Clicks(4), loss=loss, callbacks=[recorded], log_every=4))
+    assert dict(recorded.calls[1:-1])[4] == {"loss": pytest.approx((1 + 3 + 4) / 3)}
+
+
+def test_an_evaluation_keeps_frozen_modules_frozen() -> None:
+    job = Job()
+    job.model.tower[1].eval()
+    job.fit(Trainer(Clicks(), Clicks(2, first=100)))
+    assert [module.training for module in job.model.tower] == [True, False, True]
+    assert job.model.training
+
+
+def test_an_evaluation_waits_until_all_loaders_are_seen() -> None:
+    class Late(Trainer):
+        def load(self) -> None:
+            with DataCtx() as data:
+                for number in range(12):
+                    meta = json.dumps([0, number, int(number == 4), 2]).encode()
+                    data.send_data(self.train.make(number, requires_grad=True, meta=meta))
+
+    recorded = Recorded()
+    trainer = Late(Clicks(), Clicks(2, first=100), evaluate_every=3, callbacks=[recorded])
+    Job().fit(trainer)
+    assert [step for step, values in recorded.calls[1:-1] if "auc" in values] == [5, 6, 9, 12]
+
+
+def test_schedulers_with_numbers_as_keys_are_resumed(tmp_path: Path) -> None:
+    def scheduler(job: Job) -> Any:
+        lr = torch.optim.lr_scheduler
+        parts = [lr.ConstantLR(job.dense_optimizer, 0.5), lr.MultiStepLR(job.dense_optimizer, [10, 16], 0.1)]
+        return lr.SequentialLR(job.dense_optimizer, parts, [4])
+
+    for epochs in (1, 2):  # milestones are at steps 14 and 20
+        job = Job()
+        job.fit(Trainer(Clicks(), directory=str(tmp_path), epochs=epochs, schedulers=[scheduler(job)]))
+    assert len(job.model.trained) == 12 * SIZE
+    assert job.dense_optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**2)
+
+
+def test_a_new_job_in_a_used_directory_removes_the_old_checkpoints(tmp_path: Path) -> None:
+    valid = Clicks(2, first=100)
+    Job().fit(Trainer(Clicks(), valid, directory=str(tmp_path), epochs=2))
+    assert (tmp_path / "best").exists()
+    Job().fit(Trainer(Clicks(5), directory=str(tmp_path), resume=False, evaluate_every=2))
+    assert not (tmp_path / "best").exists()
+    assert list(json.loads((tmp_path / "trainer.json").read_text())) == ["2", "4", "5"]
+    assert Job().fit(Trainer(Clicks(5), directory=str(tmp_path), epochs=2)).step == 10
+
+
+def test_a_restarted_loader_sends_the_batches_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a checkpoint of the run. One of the next run continues from the newest checkpoint."""
+    sent: list[list[int]] = []
+
+    def load_in_another_process(ctx: TrainCtx) -> None:
+        class Loader:
+            world_size, replica_index, replica_size = 1, 0, 1
+            _connection = ctx.runtime.connection
+
+            def send_data(self, batch: PersiaBatch) -> None:
+                sent.append(json.loads(batch.meta or b"")[:2])
+
+        with monkeypatch.context() as patch:
+            patch.setattr("persia.train.trainer.DataCtx", lambda: contextlib.nullcontext(Loader()))
+            Trainer(Clicks(), directory=str(tmp_path)).load()
+
+    class Restart(Callback):
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            if step == 6:
+                ctx.wait_for_dump_embedding()
+                load_in_another_process(ctx)
+                raise ZeroDivisionError("killed")
+
+    trainer = Trainer(Clicks(), directory=str(tmp_path), evaluate_every=4, log_every=1, callbacks=[Restart()])
+    with pytest.raises(ZeroDivisionError), Job().ctx() as ctx:
+        trainer.fit(ctx, reproducible=True)
+    assert sent == [[0, number] for number in range(12)]
+    sent.clear()
+    with Job().ctx() as ctx, eval_ctx(model=ctx.model):
+        ctx.runtime.advertise(0, 1)
+        load_in_another_process(ctx)
+    assert sent == [[4, number] for number in range(4, 12)]
+
+
+def _on_a_rank(rank: int, file: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    model = torch.nn.BatchNorm1d(3)
+    model.running_mean.fill_(rank + 1)  # type: ignore[union-attr]
+    ctx: Any = SimpleNamespace(world_size=2)
+    _share_buffers(model)
+    assert model.running_mean.tolist() == [1, 1, 1]  # type: ignore[union-attr]
+    assert _gathered(ctx, {1, 5} if rank == 0 else {2}) == {1, 2, 5}
+    assert _gathered(ctx, set()) == set()
+    dist.destroy_process_group()
+
+
+def test_ranks_share_buffers_and_numbers(tmp_path: Path) -> None:
+    spawn(_on_a_rank, (str(tmp_path / "group"),), nprocs=2)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(
