@@ -279,7 +279,7 @@ def _roles(path: Path, label: str | None) -> tuple[list[str], list[str], list[st
 
 
 def _clicks() -> Any:
-    """Made-up clicks: users with an even ID click more often; so are items whose ID is a multiple of 3."""
+    """Made-up clicks. Users with an even ID and items whose ID is a multiple of 3 have more of them."""
     import numpy as np
 
     random = np.random.default_rng(0)

@@ -28,10 +28,10 @@ def init(*arguments: object) -> Result:
 
 
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the job's train.py as a program, in this process."""
+    """Runs the job's train.py as a program, in this process and from another directory."""
     for name in ("RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "PERSIA_NATS_URL"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(folder.parent)
     runpy.run_path(str(folder / "train.py"), run_name="__main__")
 
 
