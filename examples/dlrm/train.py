@@ -9,7 +9,7 @@ from persia.data import ParquetBatches
 from persia.train import Trainer
 
 HERE = Path(__file__).parent
-FILES = "criteo"  # a file, a directory or a pattern
+FILES = str(HERE / "criteo")  # a file, a directory or a pattern
 LABELS = ["label"]  # 0 or 1
 DENSE = [f"I{i}" for i in range(1, 14)]  # numbers; a null is 0
 IDS = [f"C{i}" for i in range(1, 27)]  # integers, strings, or lists of them: slots of embedding_config.yml

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
+import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
+import yaml
 
-from persia.errors import FailedPreconditionError, InvalidArgumentError
+from persia.config.loading import parse_embedding_config
+from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
 from persia.launcher.options import option
 
-_LABELS = ("label", "click", "clicked", "is_click", "target", "y", "converted", "conversion", "is_clicked")
+_LABELS = (
+    *("label", "click", "clicked", "is_click", "target", "y", "converted", "conversion", "is_clicked"),
+    *("is_converted", "is_conversion"),
+)
+_LEAK = "may leak the label"
 _DIM, _MAX_BATCH_SIZE = 16, 1024
 _NUM_BATCHES = 100  # at least, so that a small file has steps enough to learn
 _MADE_UP_ROWS = 20_000
@@ -121,25 +127,30 @@ def command(directory: Path, parquet: Path | None, label: str | None) -> None:
         raise FailedPreconditionError(
             f"{directory} has {', '.join(found)} already: choose another directory, or remove them"
         )
-    directory.mkdir(parents=True, exist_ok=True)
-    if parquet is None:
-        _write_clicks(made_up)
-    schema, num_rows = _read_schema(parquet or made_up)
-    labels, dense, ids, left_out = columns_of(schema, label)
-    files = (
-        f"str(HERE / {made_up.name!r})".replace("'", '"')
-        if parquet is None
-        else _text(str(parquet.resolve()))
-    )
+    made_up_rows = None if parquet else _clicks()
+    if made_up_rows is None:
+        labels, dense, ids, left_out, num_rows = _roles(cast("Path", parquet), label)
+        files = str(cast("Path", parquet).resolve())
+        files = _text(files) if files.isprintable() else repr(files)
+    else:
+        labels, dense, ids, left_out = columns_of(made_up_rows.schema, label)
+        files, num_rows = f'str(HERE / "{made_up.name}")', _MADE_UP_ROWS
     batch_size = min(_MAX_BATCH_SIZE, max(1, num_rows // _NUM_BATCHES))
-    for name, text in zip(names, job_files(files, labels, dense, ids, batch_size), strict=False):
+    texts = job_files(files, labels, dense, ids, batch_size)
+    # All has been read and checked: a run that fails before this line leaves no files behind.
+    directory.mkdir(parents=True, exist_ok=True)
+    if made_up_rows is not None:
+        _pyarrow().parquet.write_table(made_up_rows, made_up)
+    for name, text in zip(names, texts, strict=False):
         (directory / name).write_text(text, encoding="utf-8")
     for role, columns in {"label": labels, "dense": dense, "ID": ids, "left out": left_out}.items():
-        click.echo(f"{role + ':':<10}{', '.join(columns) or '-'}")
-    click.echo(
-        f"Correct the columns in {directory / 'train.py'} if they are wrong. Then: python "
-        f"{directory / 'train.py'}"
-    )
+        click.echo(f"{role + ':':<10}{', '.join(map(_shown, columns)) or '-'}")
+    if any(column.endswith(f"({_LEAK})") for column in left_out):
+        click.echo(
+            f"Several columns have names of labels; {_shown(labels[0])} is taken. --label takes another."
+        )
+    train = shlex.quote(str(directory / "train.py"))
+    click.echo(f"Correct the columns in {train} if they are wrong. Then: python {train}")
 
 
 def job_files(
@@ -165,21 +176,30 @@ def columns_of(schema: Any, label: str | None) -> tuple[list[str], list[str], li
         texts = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
         return types.is_integer(kind) or any(is_text(kind) for is_text in texts)
 
-    by_name = {name.lower(): name for name in schema.names}
+    def is_label(kind: Any) -> bool:
+        return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
     if label is not None and label not in schema.names:
         raise InvalidArgumentError(f"--label {label}: the file has {', '.join(schema.names)}")
-    label = label or next((by_name[name] for name in _LABELS if name in by_name), None)
+    label_like = [name for name in schema.names if name.lower() in _LABELS]
+    if label is None:
+        usable = [name for name in label_like if is_label(schema.field(name).type)]
+        label = min(usable, key=lambda name: _LABELS.index(name.lower()), default=None)
     if label is None:
         raise InvalidArgumentError(
-            f"no column has the name of a label ({', '.join(_LABELS)}): name it with --label; the file has "
-            f"{', '.join(schema.names)}"
+            f"no column of numbers or bools has the name of a label ({', '.join(_LABELS)}): name it with "
+            f"--label; the file has {', '.join(schema.names)}"
         )
     dense, ids, others = [], [], []
     for column in schema:
         value = getattr(column.type, "value_type", column.type)  # of lists and of dictionaries
         if column.name == label:
             continue
-        if is_id(value):
+        if column.name in label_like:
+            others.append(f"{column.name} ({_LEAK})")
+        elif is_id(value) and not _can_be_slot(column.name):
+            others.append(f"{_shown(column.name)} (embedding_config.yml cannot have this name: rename it)")
+        elif is_id(value):
             ids.append(column.name)
         elif types.is_floating(column.type) or types.is_boolean(column.type):
             dense.append(column.name)
@@ -190,12 +210,23 @@ def columns_of(schema: Any, label: str | None) -> tuple[list[str], list[str], li
     return [label], dense, ids, others
 
 
+def _can_be_slot(name: str) -> bool:
+    """Whether the name can be written into the slots file, and is read back as one slot of this name."""
+    if not name or re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", name):
+        return False
+    try:
+        config = parse_embedding_config(yaml.safe_load(f"slots_config: {{{_text(name)}: {{dim: 1}}}}"))
+    except (PersiaError, yaml.YAMLError):
+        return False
+    return list(config.slots_config) == [name]
+
+
 def _ranges(names: list[str]) -> list[str]:
     """Names with runs such as C1, C2, C3 as `C{1..3}`."""
     found: list[str] = []
     runs: list[tuple[str, int, int] | None] = []  # prefix, first and last number of each entry of `found`
     for name in names:
-        match = re.fullmatch(r"(.*?)(0|[1-9]\d*)", name)
+        match = re.fullmatch(r"(.*?)(0|[1-9][0-9]*)", name)
         prefix, number = (match[1], int(match[2])) if match else (name, -1)
         if match and runs and runs[-1] is not None and (runs[-1][0], runs[-1][2] + 1) == (prefix, number):
             runs[-1] = prefix, runs[-1][1], number
@@ -210,24 +241,45 @@ def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)  # a string of Python and of YAML alike
 
 
+def _shown(name: str) -> str:
+    return name if name and name.isprintable() else repr(name)
+
+
 def _list(names: list[str]) -> str:
-    run = re.fullmatch(r"(\w+)\{(\d+)\.\.(\d+)\}", _ranges(names)[0]) if len(_ranges(names)) == 1 else None
+    ranges = _ranges(names)
+    run = re.fullmatch(r"(\w+)\{(\d+)\.\.(\d+)\}", ranges[0]) if len(ranges) == 1 < len(names) else None
     if run is not None:
         return f'[f"{run[1]}{{i}}" for i in range({run[2]}, {int(run[3]) + 1})]'
-    line = f"[{', '.join(map(_text, names))}]"
-    if len(line) <= 60:
+    items = [_text(name) for name in names]
+    if len(line := f"[{', '.join(items)}]") <= 60:
         return line
-    wrapped = textwrap.fill(line[1:-1] + ",", 100, break_long_words=False, break_on_hyphens=False)
-    return "[\n" + textwrap.indent(wrapped, "    ") + "\n]"
+    lines = [""]
+    for item in items:
+        if lines[-1] and len(lines[-1]) + len(item) > 98:
+            lines.append("")
+        lines[-1] += f" {item}," if lines[-1] else f"{item},"
+    return "[\n" + "".join(f"    {line}\n" for line in lines) + "]"
 
 
-def _read_schema(path: Path) -> tuple[Any, int]:
-    data = _pyarrow().dataset.dataset(path, format="parquet")
-    return data.schema, data.count_rows()
+def _roles(path: Path, label: str | None) -> tuple[list[str], list[str], list[str], list[str], int]:
+    """The columns of the files as `columns_of` has them, and the number of rows. Checks the files."""
+    _pyarrow()
+    from persia.data.parquet import ParquetBatches, open_files
+
+    data = open_files(path)
+    labels, dense, ids, left_out = columns_of(data.schema, label)
+    num_rows = len(ParquetBatches(path, labels=labels, dense=dense, ids=ids, batch_size=1))
+    values = data.head(10_000, columns=labels)[labels[0]].unique().to_pylist()
+    if wrong := [value for value in values if value not in (0, 1)]:
+        raise InvalidArgumentError(
+            f"label column {labels[0]!r} has values such as {wrong[0]}: it must be 0 or 1, without nulls; "
+            "name another column with --label, or change it in the files"
+        )
+    return labels, dense, ids, left_out, num_rows
 
 
-def _write_clicks(path: Path) -> None:
-    """Users with an even ID click more often, and so are items whose ID is a multiple of 3."""
+def _clicks() -> Any:
+    """Made-up clicks. Users with an even ID and items whose ID is a multiple of 3 have more of them."""
     import numpy as np
 
     random = np.random.default_rng(0)
@@ -242,8 +294,7 @@ def _write_clicks(path: Path) -> None:
         "item": item,
         "country": random.choice(["cn", "de", "us"], size=_MADE_UP_ROWS),
     }
-    pyarrow = _pyarrow()
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return _pyarrow().table(columns)
 
 
 def _pyarrow() -> Any:

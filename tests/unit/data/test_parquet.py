@@ -116,6 +116,9 @@ def test_dense_columns_may_be_absent(folder: Path) -> None:
         ({"ids": []}, InvalidArgumentError, "name at least one column of each"),
         ({"labels": ["country"]}, InvalidTypeError, "'country' is of string: .* name it in ids"),
         ({"ids": ["age"]}, InvalidTypeError, "'age' is of double: .* name it in dense"),
+        ({"ids": ["user", "country", "user"]}, InvalidArgumentError, "ids has 'user' more than once"),
+        ({"labels": "click"}, InvalidTypeError, r"labels='click' is a string: pass a list"),
+        ({"ids": "user"}, InvalidTypeError, r"pass a list, ids=\['user'\]"),
         ({"batch_size": 100_000}, InvalidArgumentError, "batch_size=100000 is above 65535"),
     ],
 )
@@ -138,3 +141,62 @@ def test_labels_must_be_there(tmp_path: Path, missing: float | None) -> None:
     write(tmp_path / "a.parquet", 0, 3, click=[0.0, missing, 1.0])
     with pytest.raises(InvalidArgumentError, match="'click' has 1 nulls or NaN among 3 rows"):
         made(open_all(tmp_path))
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), 1e39])
+@pytest.mark.parametrize("name", ["price", "click"])
+def test_numbers_that_float32_cannot_hold_are_refused(tmp_path: Path, name: str, value: float) -> None:
+    write(tmp_path / "a.parquet", 0, 3, **{name: [0.0, value, 1.0]})
+    message = f"'{name}' has 1 values that are Inf or too large .* 3 rows in a batch .*a.parquet: replace"
+    with pytest.raises(InvalidArgumentError, match=message):
+        made(open_all(tmp_path))
+
+
+def test_files_with_other_columns_are_refused_before_training(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 0, 3)
+    parquet.write_table(parquet.read_table(tmp_path / "a.parquet").drop(["age"]), tmp_path / "b.parquet")
+    with pytest.raises(InvalidArgumentError, match=r"b.parquet has no column 'age'"):
+        open_all(tmp_path)
+    write(tmp_path / "b.parquet", 3, 6, user=["x", "y", "z"])
+    with pytest.raises(
+        InvalidTypeError, match=r"'user' is of string in .*b.parquet, and of int64 in .*a.par"
+    ):
+        open_all(tmp_path)
+
+
+def test_types_that_can_be_read_as_those_of_the_first_file_are_taken(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 0, 3)
+    narrow = {"user": pa.array([3, 4], pa.int32()), "age": [1, 2], "tags": [[], []], "country": [None, None]}
+    write(tmp_path / "b.parquet", 3, 5, **narrow)
+    write(tmp_path / "c.parquet", 5, 6, country=pa.array(["c"], pa.large_string()))
+    assert users_of(made(open_all(tmp_path))) == [list(range(6))]
+
+
+def test_a_directory_stands_for_its_parquet_files(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("notes")
+    with pytest.raises(NotFoundError, match="names that end in .parquet"):
+        open_all(tmp_path)
+    (tmp_path / "day=1").mkdir()
+    write(tmp_path / "day=1" / "a.parquet", 0, 3)
+    assert users_of(made(open_all(tmp_path))) == [[0, 1, 2]]
+
+
+def test_unusable_files_are_refused_by_path(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 0, 3)
+    (tmp_path / "b.parquet").write_text("no Parquet file")
+    for files in (tmp_path, tmp_path / "b.parquet"):
+        with pytest.raises(InvalidArgumentError, match=r"b.parquet cannot be read as a Parquet file"):
+            open_all(files)
+    with pytest.raises(NotFoundError, match=r"no file .*absent.parquet .*correct the path"):
+        open_all([tmp_path / "a.parquet", tmp_path / "absent.parquet"])
+    twice = pa.table([[1], [2]], names=["user", "user"])
+    parquet.write_table(twice, tmp_path / "b.parquet")
+    with pytest.raises(InvalidArgumentError, match=r"b.parquet has more than one column 'user'"):
+        open_all(tmp_path / "b.parquet")
+
+
+def test_files_without_rows_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 0, 1)
+    parquet.write_table(parquet.read_table(tmp_path / "a.parquet").slice(1), tmp_path / "a.parquet")
+    with pytest.raises(InvalidArgumentError, match=r"the files have no rows: .*a.parquet"):
+        open_all(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import runpy
 import shutil
 from pathlib import Path
@@ -27,10 +28,10 @@ def init(*arguments: object) -> Result:
 
 
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the job's train.py as a program, in this process."""
+    """Runs the job's train.py as a program, in this process and from another directory."""
     for name in ("RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "PERSIA_NATS_URL"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(folder.parent)
     runpy.run_path(str(folder / "train.py"), run_name="__main__")
 
 
@@ -57,6 +58,82 @@ def test_columns_get_roles_by_their_types() -> None:
         columns_of(pa.schema({"user": pa.int64()}), None)
     with pytest.raises(InvalidArgumentError, match="needs at least one ID column"):
         columns_of(pa.schema({"label": pa.int64(), "price": pa.float32()}), None)
+
+
+def test_other_columns_with_names_of_labels_are_left_out(tmp_path: Path) -> None:
+    schema = pa.schema(
+        {
+            "label": pa.string(),
+            "click": pa.int8(),
+            "Conversion": pa.int8(),
+            "user": pa.int64(),
+            "y": pa.float32(),
+        }
+    )
+    labels, dense, ids, others = columns_of(schema, None)
+    assert (labels, dense, ids) == (["click"], [], ["user"])
+    assert others == [f"{name} (may leak the label)" for name in ("label", "Conversion", "y")]
+    assert columns_of(schema, "Conversion")[0] == ["Conversion"]
+    with pytest.raises(InvalidArgumentError, match="no column of numbers or bools"):
+        columns_of(pa.schema({"label": pa.string(), "user": pa.int64()}), None)
+    parquet.write_table(pa.table({"click": [0, 1], "label": [1, 0], "user": [1, 2]}), tmp_path / "a.parquet")
+    assert "label is taken" in init(tmp_path / "job", "--parquet", tmp_path / "a.parquet").output
+
+
+def test_long_lists_of_any_names_can_be_compiled() -> None:
+    names = [f'{"a column" * (i % 4 + 1)}, with {i} "words" and more' for i in range(60)]
+    train, *_ = job_files('"clicks"', ["label"], [*names, "{"], ["a{1..3}"], 8)
+    compile(train, "train.py", "exec")
+    found = {
+        line.targets[0].id: ast.literal_eval(line.value)
+        for line in ast.parse(train).body
+        if isinstance(line, ast.Assign) and getattr(line.targets[0], "id", "") in ("DENSE", "IDS")
+    }
+    assert found == {"DENSE": [*names, "{"], "IDS": ["a{1..3}"]}
+    assert max(map(len, train.splitlines())) <= 110
+
+
+def test_columns_that_cannot_be_slots_are_left_out(tmp_path: Path) -> None:
+    bad = ["a{1..3}", "", "bell\a", "line\u2028", "next\x85"]
+    good = ["用户 id", "a{1", "a: b", "'q'", "#c", "no", "7", "\u3000", "😀"]
+    schema = pa.schema([("label", pa.int8()), *((name, pa.int64()) for name in (*bad, *good))])
+    labels, _, ids, others = columns_of(schema, None)
+    assert ids == good
+    assert len(others) == len(bad)
+    assert all("embedding_config.yml cannot have this name" in text and text.isprintable() for text in others)
+    _, _, slots, _ = job_files('"clicks"', labels, [], ids, 8)
+    (tmp_path / "slots.yml").write_text(slots, encoding="utf-8")
+    assert list(load_embedding_config(tmp_path / "slots.yml").slots_config) == good
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"user": [1, 2]}, "name it with --label"),
+        ({"label": [1, 2], "user": [1, 2]}, "label column 'label' has values such as 2: it must be 0 or 1"),
+        ({"label": [1, None], "user": [1, 2]}, "has values such as None"),
+        ({"label": pa.array([], pa.int8()), "user": pa.array([], pa.int64())}, "the files have no rows"),
+    ],
+)
+def test_a_refused_file_leaves_no_files(tmp_path: Path, columns: dict[str, object], message: str) -> None:
+    parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    refused = init(tmp_path / "job", "--parquet", tmp_path / "a.parquet")
+    assert refused.exit_code != 0
+    assert message in " ".join(refused.output.split())
+    assert not (tmp_path / "job").exists()
+
+
+def test_a_job_in_the_directory_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only Parquet files are taken, and printed paths are quoted."""
+    folder = tmp_path / "my clicks"
+    folder.mkdir()
+    (folder / "NOTES.md").write_text("mine")
+    table = pa.table({"label": np.arange(400) % 2, "user": np.arange(400) % 2})
+    parquet.write_table(table, folder / "a.parquet")
+    result = init(folder, "--parquet", folder)
+    assert result.exit_code == 0, result.output
+    assert f"python '{folder}/train.py'" in result.output
+    run(folder, monkeypatch)
 
 
 @pytest.mark.parametrize("names", [["C1", "C2", "C4", "a", "b7", "b8"], ["C08", "C09", "C10"], ["x"] * 1])
@@ -105,7 +182,7 @@ def test_a_directory_with_other_files_is_taken(tmp_path: Path) -> None:
 
 
 def test_the_dlrm_example_is_what_init_writes() -> None:
-    train, loader, slots, _ = job_files('"criteo"', ["label"], DENSE, IDS, 1024)
+    train, loader, slots, _ = job_files('str(HERE / "criteo")', ["label"], DENSE, IDS, 1024)
     assert (EXAMPLE / "train.py").read_text() == train
     assert (EXAMPLE / "data_loader.py").read_text() == loader
     assert (EXAMPLE / "embedding_config.yml").read_text() == slots
