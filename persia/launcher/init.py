@@ -11,7 +11,6 @@ from typing import Any, cast
 import click
 import yaml
 
-from persia.config.loading import parse_embedding_config
 from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
 from persia.launcher.options import option
 
@@ -212,6 +211,8 @@ def columns_of(schema: Any, label: str | None) -> tuple[list[str], list[str], li
 
 def _can_be_slot(name: str) -> bool:
     """Whether the name can be written into the slots file, and is read back as one slot of this name."""
+    from persia.config import parse_embedding_config  # not for --help
+
     if not name or re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", name):
         return False
     try:
