@@ -1,4 +1,4 @@
-"""Seeds and reported values are those of the process, which later tests share."""
+"""Seeds and reported values are those of the process, which all tests share."""
 
 from __future__ import annotations
 
