@@ -34,7 +34,7 @@ def expanded(name: str) -> list[str]:
 
 
 def expanded_keys(slots: Any) -> Any:
-    """A mapping with every range in its keys expanded. A name that is a key by itself keeps its own value.
+    """Expands every range in the keys of a mapping. A name that is also written out keeps its own value.
 
     Each name takes the place of the first key that yields it. Raises pydantic's complaint if two ranges
     yield the same name.

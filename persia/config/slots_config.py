@@ -155,7 +155,7 @@ class SlotConfig(Section):
 class SlotsConfig(Section):
     """The whole of `embedding_config.yml`. `C{1..26}` in a name stands for the slots C1 to C26.
 
-    A name that is a key by itself takes precedence over a range; ranges must not overlap.
+    A name that is written out takes precedence over a range; two ranges must not yield the same name.
     """
 
     feature_index_prefix_bit: Annotated[int, Field(ge=1, le=32)] = 8

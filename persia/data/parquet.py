@@ -16,7 +16,7 @@ from persia.embedding.checks import at_least
 from persia.embedding.data import MAX_BATCH_SIZE, IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError, NotFoundError
 
-__all__ = ["ParquetBatches", "open_files"]
+__all__ = ["ParquetBatches", "open_files", "require_pyarrow"]
 
 _FILE = b"persia.file"  # key of a table's metadata: the file of its first row
 
@@ -211,13 +211,8 @@ class ParquetBatches:
 
 def open_files(files: str | os.PathLike[str] | Sequence[str]) -> Any:
     """The files as a data set of pyarrow, with the schema of the first one. Raises as ParquetBatches does."""
-    try:
-        import pyarrow as pa
-        from pyarrow import dataset
-    except ImportError as error:
-        raise FailedPreconditionError(
-            f"Parquet files need pyarrow, which cannot be imported ({error}): pip install 'persia[arrow]'"
-        ) from error
+    pa = require_pyarrow()
+    dataset = pa.dataset
     nothing = pa.schema([])  # so that pyarrow opens no file yet
     hint = ""
     if isinstance(files, str | os.PathLike):
@@ -238,6 +233,18 @@ def open_files(files: str | os.PathLike[str] | Sequence[str]) -> Any:
             raise InvalidArgumentError(f"{file} is a directory: pass it alone, or name its files")
     data = dataset.dataset(found, schema=nothing, format="parquet")
     return data.replace_schema(_schema(next(data.get_fragments())))
+
+
+def require_pyarrow() -> Any:
+    """pyarrow with its modules of files. Raises FailedPreconditionError if it is not installed."""
+    try:
+        import pyarrow.dataset
+        import pyarrow.parquet
+    except ImportError as error:
+        raise FailedPreconditionError(
+            f"Parquet files need pyarrow, which cannot be imported ({error}): pip install 'persia[arrow]'"
+        ) from error
+    return pyarrow
 
 
 def _schema(file: Any) -> Any:

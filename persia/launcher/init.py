@@ -139,7 +139,9 @@ def command(directory: Path, parquet: Path | None, label: str | None) -> None:
     # All has been read and checked: a run that fails before this line leaves no files behind.
     directory.mkdir(parents=True, exist_ok=True)
     if made_up_rows is not None:
-        _pyarrow().parquet.write_table(made_up_rows, made_up)
+        from pyarrow import parquet as pq  # of which the rows are
+
+        pq.write_table(made_up_rows, made_up)
     for name, text in zip(names, texts, strict=False):
         (directory / name).write_text(text, encoding="utf-8")
     for role, columns in {"label": labels, "dense": dense, "ID": ids, "left out": left_out}.items():
@@ -264,7 +266,6 @@ def _list(names: list[str]) -> str:
 
 def _roles(path: Path, label: str | None) -> tuple[list[str], list[str], list[str], list[str], int]:
     """The columns of the files as `columns_of` has them, and the number of rows. Checks the files."""
-    _pyarrow()
     from persia.data.parquet import ParquetBatches, open_files
 
     data = open_files(path)
@@ -283,6 +284,8 @@ def _clicks() -> Any:
     """Made-up clicks. Users with an even ID and items whose ID is a multiple of 3 have more of them."""
     import numpy as np
 
+    from persia.data.parquet import require_pyarrow
+
     random = np.random.default_rng(0)
     user, item = random.integers(200, size=_MADE_UP_ROWS), random.integers(50, size=_MADE_UP_ROWS)
     price = random.lognormal(size=_MADE_UP_ROWS)
@@ -295,15 +298,4 @@ def _clicks() -> Any:
         "item": item,
         "country": random.choice(["cn", "de", "us"], size=_MADE_UP_ROWS),
     }
-    return _pyarrow().table(columns)
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow.dataset
-        import pyarrow.parquet
-    except ImportError as error:
-        raise FailedPreconditionError(
-            f"Parquet files need pyarrow, which cannot be imported ({error}): pip install 'persia[arrow]'"
-        ) from error
-    return pyarrow
+    return require_pyarrow().table(columns)

@@ -45,7 +45,7 @@ class BackwardPass:
         scale_factor: divides the scale after embedding gradients that were not finite.
         num_ranks: with several, the scale must be the same on all of them, and follows the dense gradients
             alone, which DDP has summed.
-        before_dense_step, on_embedding_gradient, max_nonfinite_steps: as for `TrainCtx`.
+        max_nonfinite_steps, before_dense_step, on_embedding_gradient: as for `TrainCtx`.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class BackwardPass:
         scaler: torch.amp.GradScaler | None,
         scale_factor: float,
         num_ranks: int,
+        max_nonfinite_steps: int,
         before_dense_step: Callable[[], object] | None,
         on_embedding_gradient: GradientHook | None,
-        max_nonfinite_steps: int,
     ) -> None:
         self.scaler = scaler
         self.accumulating = False
@@ -123,9 +123,7 @@ class BackwardPass:
         # Only loss scaling needs to know; the servers skip and count slots that are not finite in any case.
         if self.scaler is None:
             return True
-        gradients = [leaf.grad for _, leaf in batch.leaves if leaf.grad is not None]
-        # One answer for all slots: on a GPU, each one read would be a wait of its own.
-        return not gradients or bool(torch.stack([torch.isfinite(g).all() for g in gradients]).all())
+        return _are_finite([leaf.grad for _, leaf in batch.leaves if leaf.grad is not None])
 
     @torch.no_grad()
     def _run_hook(self, batch: PersiaTrainingBatch, scale: float) -> float:
@@ -355,12 +353,17 @@ class GradientSender:
 
 def _are_dense_gradients_finite(optimizer: torch.optim.Optimizer) -> bool:
     """Of all ranks: DDP has averaged them, and NaN or infinity of one is in the average."""
-    gradients = [
-        p.grad.coalesce().values() if p.grad.is_sparse else p.grad
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.grad is not None
-    ]
+    return _are_finite(
+        [
+            p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+    )
+
+
+def _are_finite(gradients: list[torch.Tensor]) -> bool:
     if not gradients:
         return True
     # A sum reads each gradient once and writes nothing; NaN and infinity stay in it.

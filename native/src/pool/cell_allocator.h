@@ -24,7 +24,7 @@ class CellAllocator {
 
   // The next extent, which no size has yet.
   void AddExtent();
-  // The next extent, of whose cells those are free.
+  // Adds the next extent, whose cells are of `cell_bytes`; `free` are those without a row.
   void AddExtent(uint32_t cell_bytes, const std::vector<uint64_t>& free);
   // After Take() found nothing: gives it an extent that no size has. Its offset, or nothing.
   std::optional<uint64_t> Assign(uint32_t cell_bytes);

@@ -1,9 +1,9 @@
 // Recovery: a pool as it was at its committed checkpoint.
 //
-// Every cell tells by itself whether its row is part of that, so extents are read in parallel, each
-// once. What was begun after the checkpoint is undone in place: versions made since end at once,
-// and those that had ended since live again. Done twice it does the same, so recovery may itself be
-// cut short.
+// A cell's record shows whether its row belongs to that, without any other cell, so extents are
+// read in parallel, each once. What was begun after the checkpoint is undone in place: versions
+// made since end at once, and those that had ended since live again. Done twice it does the same,
+// so recovery may itself be cut short.
 #pragma once
 
 #include <algorithm>

@@ -127,8 +127,8 @@ class RowPool {
 
   // Writes versions; addresses[i] is where rows[i] is from now on. The versions that they replace
   // must be living ones. Nothing is durable before a Commit() that the versions belong to.
-  // kResourceExhausted: the pool or the device is full; then nothing was written, and the call may
-  // be repeated once a commit has freed cells. kCorruption: a replaced version is not there.
+  // kResourceExhausted: the pool or the device is full; nothing was written, and the call may
+  // succeed after a commit, which frees cells. kCorruption: a replaced version is not there.
   Status Write(std::span<const RowWrite> rows, std::span<uint64_t> addresses);
   // Ends the rows' versions; needs no room. As durable as Write().
   Status Remove(std::span<const RowRemoval> rows);

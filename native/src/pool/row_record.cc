@@ -26,7 +26,7 @@ void EncodeRecord(const RowHead& head, const float* values, uint64_t seed,
   std::memcpy(cell.data() + sizeof(record), values, value_bytes);
   const size_t used = sizeof(record) + value_bytes;
   std::memset(cell.data() + used, 0, cell.size() - used);
-  // The check covers the head as it lies in the cell, so the cell is written first.
+  // The check is computed over the cell's bytes, so head and values are copied there first.
   record.check = CheckOf(cell.data(), head.num_floats(), seed);
   record.end = record.EndAt(RowRecord::kNever);
   std::memcpy(cell.data(), &record, kRowCheckedFrom);

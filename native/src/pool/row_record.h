@@ -1,8 +1,8 @@
-// RowRecord: one version of one row, as it lies in a cell.
+// RowRecord: the layout of one version of one row in a cell.
 //
 // A version lives from the batch that made it up to the batch that replaced it by another or
-// removed the row: as of checkpoint c, a row is the version with `version` <= c < `end`. So each
-// cell tells by itself whether recovery takes it, and cells need no order between them.
+// removed the row: as of checkpoint c, a row is the version with `version` <= c < `end`. So
+// recovery decides about each cell from its record alone, in any order.
 //
 // `check` covers all but `end`, which is written once more, on its own, when the version ends: 8
 // bytes, which no failure tears. `end` carries a tag from `check` above the batch's number, for a
