@@ -43,7 +43,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> Generator[None, None, None
 
 @pytest.fixture(autouse=True)
 def process_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives each test a process without a seed and reported values: both are global, and all tests share it."""
+    """Gives each test a process without a seed and reported values, which are global."""
     monkeypatch.setattr(utils, "_seed", None)
     monkeypatch.setattr(observability, "_values", {})
 

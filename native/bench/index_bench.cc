@@ -93,7 +93,7 @@ struct HugePageAllocator {
 };
 
 struct Use {
-  uint32_t slot;
+  uint32_t cell;
   uint32_t stamp;
 };
 constexpr uint32_t kLookupStamp = 1;

@@ -56,7 +56,7 @@ class DataCtx(BaseCtx):
         self._deadline_s = env.get_deadline_s()
         self._num_ids_sent = 0
         self._failure: PersiaError | None = None
-        self._connection = connection = self._connect(to)
+        self.connection = connection = self._connect(to)
         try:
             sender = BatchSender(connection.session, connection.directory, index, replicas, self._deadline_s)
             connection.observe(
@@ -127,7 +127,7 @@ class DataCtx(BaseCtx):
             if not has_failed:  # else the error that made this loader fail is the one to show
                 raise
         finally:
-            self._connection.close()
+            self.connection.close()
 
     def _close_at_exit(self) -> None:
         # Set by the interpreter when the script ended with an uncaught error.

@@ -6,13 +6,11 @@ resumed job trains the other ones, each once, whatever its number of ranks and d
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -25,12 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from persia import env
-from persia.checkpoint.checkpoints import Source
 from persia.ctx import DataCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding.checks import at_least
 from persia.embedding.data import PersiaBatch
-from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError, NotFoundError
+from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.job.connection import JobConnection
 from persia.logger import get_default_logger
 from persia.messaging.subjects import NN_WORKER
@@ -39,11 +36,11 @@ from persia.nn.replicas import gather_ragged
 from persia.observability import report
 from persia.storage.location import Location
 from persia.train.callbacks import Callback
+from persia.train.state import JobState, StateFile
 
 __all__ = ["Batches", "Fit", "Trainer"]
 
 _HIGHER_IS_BETTER = {"auc": True, "log_loss": False, "normalized_entropy": False}
-_STATE_NAME, _MAX_STATE_BYTES = "trainer.json", 1 << 28
 
 
 class Batches(Protocol):
@@ -67,30 +64,6 @@ class Fit:
     best_step: int | None  # of the best evaluation, whose model and rows the context has; None: no evaluation
     best: dict[str, float]  # metrics of that evaluation
     stopped_early: bool
-
-
-@dataclass
-class _State:
-    """Where a job is. Equal on all ranks at every evaluation, and stored with each checkpoint."""
-
-    step: int = 0
-    batches: int = 0  # of one epoch
-    next: int = 0  # all batches below this number are trained
-    done: list[int] = field(default_factory=list)  # trained batches above it
-    best_step: int | None = None
-    best: dict[str, float] = field(default_factory=dict)
-    since_best: int = 0  # evaluations
-    schedulers: list[str] = field(default_factory=list)  # `_encoded`
-    run: str = ""  # identity of the run that stored this, and the step at which that run began
-    began_at: int = 0
-
-    def add(self, numbers: set[int]) -> None:
-        """Marks batches as trained."""
-        above = numbers.union(self.done)
-        while self.next in above:
-            above.remove(self.next)
-            self.next += 1
-        self.done = sorted(above)
 
 
 class Trainer:
@@ -160,7 +133,8 @@ class Trainer:
         self.evaluate_every, self.loss, self.resume = evaluate_every, loss or _cross_entropy, resume
         self.schedulers, self.callbacks = list(schedulers), list(callbacks)
         self._console = Console(soft_wrap=True, highlight=False)
-        self._begin: _State | None = None  # of the run of `fit` in this process
+        self._states = None if self.directory is None else StateFile(self.directory)
+        self._begin: JobState | None = None  # of the run of `fit` in this process
         self._clears = False  # the next checkpoint replaces those of another job
 
     def load(self) -> None:
@@ -170,7 +144,7 @@ class Trainer:
         restarted sends the batches of the run again, in the same order; ranks drop those they have.
         """
         with DataCtx() as data:
-            state = self._begin or self._stored(_run(data._connection))[0]
+            state = self._begin or self._stored(_run(data.connection))[0]
             count = 0 if self._is_over(state) else self._num_left(state, data.world_size)
             for position, (number, rows) in enumerate(islice(self._left(state), count)):
                 if position % data.replica_size == data.replica_index:
@@ -194,20 +168,17 @@ class Trainer:
         self._begin = replace(state)
         every = self.evaluate_every or -(-len(self.train) // ctx.world_size)
         evaluated_at, is_due = state.step, False
-        trained: set[int] = set()  # by this rank since the last evaluation
-        loaders: set[int] = set()
+        trained, loaders = set[int](), set[int]()  # by this rank since the last evaluation; seen so far
         sums = torch.zeros(2, device=ctx.device)  # of finite losses, and their number
         with ExitStack() as resources:
             for callback in self.callbacks if ctx.rank == 0 else ():
                 callback.start()
                 resources.callback(callback.end)
-            bar = resources.enter_context(
-                Progress(console=self._console, disable=ctx.rank > 0 or not self._console.is_terminal)
-            )
+            is_hidden = ctx.rank > 0 or not self._console.is_terminal
+            bar = resources.enter_context(Progress(console=self._console, disable=is_hidden))
             steps = self._num_left(state, ctx.world_size) // ctx.world_size
             task = bar.add_task("training", total=state.step + steps, completed=state.step)
-            dataset = StreamingDataset(loader=self.load)
-            for batch in DataLoader(dataset, **loader_options):
+            for batch in DataLoader(StreamingDataset(loader=self.load), **loader_options):
                 number, loader, num_loaders = _origin(batch.meta, state.began_at)
                 output, labels = ctx.forward(batch)
                 assert labels is not None, "only inference has none"
@@ -264,16 +235,16 @@ class Trainer:
             metrics.update(torch.cat(outputs), torch.cat(targets))
         return metrics.compute(dist.group.WORLD if ctx.world_size > 1 else None)
 
-    def _evaluate(self, ctx: TrainCtx, state: _State, trained: set[int]) -> None:
+    def _evaluate(self, ctx: TrainCtx, state: JobState, trained: set[int]) -> None:
         """Evaluates and writes a checkpoint. All ranks call it, at the same step."""
         ctx.wait_for_gradients()
         # Returns when all ranks are here: no row changes until they train again.
         state.add(_gathered(ctx, trained))
         state.step, state.batches = ctx.step, len(self.train)
-        state.schedulers = [_encoded(scheduler.state_dict()) for scheduler in self.schedulers]
+        state.take_schedulers(self.schedulers)
         if self.valid is not None:
-            quality = asdict(self.evaluate(ctx, self.valid))
-            values = {name: float(value) for name, value in quality.items() if value is not None}
+            quality = asdict(self.evaluate(ctx, self.valid)).items()
+            values = {name: float(value) for name, value in quality if value is not None}
             self._log(ctx, values)
             sign = 1 if _HIGHER_IS_BETTER[self.metric] else -1
             best, value = sign * state.best.get(self.metric, -sign * math.inf), sign * values[self.metric]
@@ -285,28 +256,27 @@ class Trainer:
             if ctx.rank == 0:
                 if math.isnan(value):
                     get_default_logger().warning(
-                        "step %d: %s is NaN over %d samples of valid and %d whose prediction is not finite: "
-                        "valid needs samples of both labels, and the model finite outputs; patience does not "
-                        "count this evaluation",
-                        *(ctx.step, self.metric, values["num_samples"], values["num_nonfinite"]),
+                        f"step {ctx.step}: {self.metric} is NaN: valid needs samples of both labels, and the "
+                        "model finite outputs; patience does not count this evaluation"
                     )
                 names = ["auc", "log_loss", "normalized_entropy", "calibration"]
                 names += ["num_nonfinite"] if values["num_nonfinite"] else []
                 shown = ", ".join(f"{name} {values[name]:.5g}" for name in names)
                 self._console.print(f"step {ctx.step}: {shown}{' (best)' if is_best else ''}")
                 if self._is_over(state) and self._num_left(state, ctx.world_size):
-                    self._console.print(
-                        f"step {ctx.step}: stopped early, as {self.metric} was not better than at step "
-                        f"{state.best_step} in {state.since_best} evaluations (patience)"
-                    )
-        if self.directory is not None and ctx.rank == 0:
+                    why = f"{self.metric} was best at step {state.best_step} (patience={self.patience})"
+                    self._console.print(f"step {ctx.step}: stopped early, as {why}")
+        if self.directory is not None and self._states is not None and ctx.rank == 0:
             # First, and under its step: whichever checkpoint is committed has its state.
-            self._store(state)
+            if self._clears:
+                self._states.clear()
+                self._clears = False
+            self._states.add(state)
             place = self.directory / ("best" if state.best_step == ctx.step else "last")
             ctx.dump_checkpoint(str(place), blocking=False)  # it has its snapshot when this returns
         _gathered(ctx, set())  # the other ranks train after the snapshot
 
-    def _finish(self, ctx: TrainCtx, state: _State) -> Fit:
+    def _finish(self, ctx: TrainCtx, state: JobState) -> Fit:
         if self.directory is not None:
             ctx.wait_for_dump_embedding()
             _gathered(ctx, set())  # rank 0 has committed it
@@ -314,23 +284,23 @@ class Trainer:
                 ctx.load_checkpoint(str(self.directory / "best"))
                 if ctx.rank == 0:
                     self._console.print(f"loaded the best checkpoint, of step {ctx.step}")
-        stopped = self._is_over(state) and bool(self._num_left(state, ctx.world_size))
-        return Fit(state.step, state.best_step, state.best, stopped)
+        left = self._num_left(state, ctx.world_size)
+        return Fit(state.step, state.best_step, state.best, stopped_early=self._is_over(state) and left > 0)
 
     def _log(self, ctx: TrainCtx, values: dict[str, float]) -> None:
         report(step=ctx.step, **values)
         for callback in self.callbacks if ctx.rank == 0 else ():
             callback.log(ctx.step, values)
 
-    def _is_over(self, state: _State) -> bool:
+    def _is_over(self, state: JobState) -> bool:
         return self.patience is not None and state.since_best >= self.patience
 
-    def _num_left(self, state: _State, world_size: int) -> int:
+    def _num_left(self, state: JobState, world_size: int) -> int:
         """Batches to send, the same number for every rank."""
         count = max(0, len(self.train) * self.epochs - state.next - len(state.done))
         return count - count % world_size
 
-    def _left(self, state: _State) -> Iterator[tuple[int, Any]]:
+    def _left(self, state: JobState) -> Iterator[tuple[int, Any]]:
         """The batches that are not trained, with their numbers."""
         number, done = state.next, set(state.done)
         while number < len(self.train) * self.epochs:
@@ -339,68 +309,19 @@ class Trainer:
                     yield number, rows
                 number += 1
 
-    def _resume(self, ctx: TrainCtx) -> _State:
+    def _stored(self, run: str = "") -> tuple[JobState, Location | None]:
+        if self._states is None or not self.resume:
+            return JobState(), None
+        return self._states.newest(len(self.train), run)
+
+    def _resume(self, ctx: TrainCtx) -> JobState:
         state, place = self._stored()
         if place is not None:
             ctx.load_checkpoint(str(place))
-            if len(state.schedulers) != len(self.schedulers):
-                raise FailedPreconditionError(
-                    f"{place} has the states of {len(state.schedulers)} schedulers, schedulers= has "
-                    f"{len(self.schedulers)}: pass the same, or resume=False"
-                )
-            for scheduler, stored in zip(self.schedulers, state.schedulers, strict=True):
-                content = io.BytesIO(base64.b64decode(stored))
-                scheduler.load_state_dict(torch.load(content, map_location="cpu", weights_only=True))
+            state.give_schedulers(self.schedulers)
             if ctx.rank == 0:
                 self._console.print(f"step {state.step}: resumed from {place}")
         return state
-
-    def _stored(self, run: str = "") -> tuple[_State, Location | None]:
-        """The state of the newest checkpoint and its place; a new state if there is none.
-
-        That at which `run` began, if this has stored any: its batches are numbered from there.
-        """
-        if self.directory is None or not self.resume:
-            return _State(), None
-        states = self._states()
-        for stored in states.values():
-            if run and stored.get("run") == run:
-                return _State(**states.get(str(stored["began_at"]), {})), None
-        places = ["best", "last"]
-        steps = {Source(self.directory / name).manifest.step: self.directory / name for name in places}
-        found = {step: place for step, place in steps.items() if step is not None}
-        if not found:
-            return _State(), None
-        step = max(found)
-        if str(step) not in states or states[str(step)]["batches"] != len(self.train):
-            known = (
-                f"of {states[str(step)]['batches']} batches" if str(step) in states else "no trainer wrote"
-            )
-            raise FailedPreconditionError(
-                f"{found[step]} is a checkpoint of step {step} {known}, train has {len(self.train)} batches: "
-                "use the same files and batch_size, another directory, or resume=False"
-            )
-        return _State(**states[str(step)]), found[step]
-
-    def _states(self) -> dict[str, Any]:
-        assert self.directory is not None
-        try:
-            content = (self.directory / _STATE_NAME).read_replaced(max_bytes=_MAX_STATE_BYTES)
-        except NotFoundError:
-            return {}
-        states: dict[str, Any] = json.loads(content)
-        return states
-
-    def _store(self, state: _State) -> None:
-        assert self.directory is not None
-        # Of every evaluation: any of them may be that of the checkpoint which a failed dump leaves.
-        states = {step: old for step, old in self._states().items() if int(step) < state.step}
-        if self._clears:
-            for name in ("best", "last"):
-                (self.directory / name).remove()
-            states, self._clears = {}, False
-        states[str(state.step)] = asdict(state)
-        (self.directory / _STATE_NAME).replace(json.dumps(states).encode())
 
 
 class _Share(IterableDataset):
@@ -454,10 +375,3 @@ def _run(connection: JobConnection | None) -> str:
     if connection is None:
         return ""
     return f"{connection.directory.wait_for(NN_WORKER, env.get_deadline_s())[0].incarnation:016x}"
-
-
-def _encoded(state: dict[str, Any]) -> str:
-    """For JSON, whose keys are strings: `MultiStepLR` has a Counter of numbers."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return base64.b64encode(buffer.getvalue()).decode()
