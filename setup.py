@@ -126,7 +126,8 @@ class BuildNative(build_ext):
         build = ROOT / folder
         # As for other projects, what a builder adds; first, so that it changes none of the options below.
         added = shlex.split(os.environ.get("CMAKE_ARGS", ""))
-        subprocess.run([cmake(), "-S", ROOT / "native", "-B", build, *added, *configure_options()], check=True)
+        options = [*added, *configure_options()]
+        subprocess.run([cmake(), "-S", ROOT / "native", "-B", build, *options], check=True)
         subprocess.run([cmake(), "--build", build, "--target", "_core"], check=True)
         subprocess.run([cmake(), "--install", build, "--prefix", prefix], check=True)
 

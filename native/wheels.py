@@ -246,6 +246,7 @@ def emulate() -> None:
         gtest,
         f"-DCMAKE_INSTALL_PREFIX={gtest / 'installed'}",
         "-DBUILD_GMOCK=OFF",
+        "-DCMAKE_BUILD_TYPE=Release",  # zig adds checks of undefined behaviour to code that is not optimized
         options[0],
         env=environment,
     )
