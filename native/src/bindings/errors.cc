@@ -41,15 +41,11 @@ const char* ErrorClass(StatusCode code) {
 }  // namespace
 
 GilReleased::~GilReleased() {
-#ifdef __GLIBCXX__
   try {
     PyEval_RestoreThread(state_);
-  } catch (const abi::__forced_unwind&) {
+  } catch (...) {
     while (true) std::this_thread::sleep_for(std::chrono::hours(1));
   }
-#else
-  PyEval_RestoreThread(state_);
-#endif
 }
 
 void RaiseIfError(const Status& status) {
