@@ -19,6 +19,7 @@ from mkdocs.structure.files import File, Files
 from persia.launcher import cli
 
 ROOT = Path(__file__).resolve().parents[1]
+MARK = re.compile(r"<!-- test: .* -->\n\n?")  # how a code block is tested
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 
 
@@ -44,7 +45,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Rewrites the links to repository files, and fills the page of the command line."""
+    """Rewrites links to repository files, removes marks of tests, and fills the page of the command line."""
+    markdown = MARK.sub("", markdown)
     if page.file.src_uri == "reference/cli.md":
         return "\n\n".join([markdown, *_helps(cli, "persia-launcher", None)])
     folder = posixpath.dirname(page.file.src_uri)

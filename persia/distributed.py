@@ -214,5 +214,5 @@ class BaguaDistributedOption(DistributedBaseOption):
 
 
 def get_default_distributed_option(device_id: int | None = None) -> DDPOption:
-    """DDP over nccl for a CUDA device, over gloo on the CPU."""
+    """DDP over nccl for the CUDA device `device_id`, over gloo for None, the CPU."""
     return DDPOption(backend="gloo" if device_id is None else "nccl")

@@ -78,7 +78,7 @@ class PoolRow(NamedTuple):
 
 
 class Pool(OpenPool):
-    """An open pool, locked against other users until it is closed; a context manager.
+    """The open pool in directory `path`, locked against other users until it is closed; a context manager.
 
     Opening brings the pool back to its committed batch, as a server does: `committed` is its number, and
     `signs()` are those of all rows, ascending. `close()` frees the pool for others.
@@ -129,22 +129,27 @@ def create(
 
 
 def open(path: str | os.PathLike[str], *, kind: Kind = "file") -> Pool:
-    """The pool in the directory `path`; see `Pool`."""
+    """The pool of this `kind` in the directory `path`; see `Pool`."""
     return Pool(path, kind=kind)
 
 
 def inspect(path: str | os.PathLike[str]) -> PoolInfo:
-    """Reads the header alone, also of a pool that is in use. Raises NotFoundError or CorruptionError."""
+    """Reads the header of the pool in `path`, also while it is in use.
+
+    Raises NotFoundError or CorruptionError.
+    """
     return PoolInfo(**inspect_pool(os.fspath(path)))
 
 
 def check(path: str | os.PathLike[str]) -> PoolReport:
-    """Reads every row and changes nothing. Raises UnavailableError while the pool is in use."""
+    """Reads every row of the pool in `path`, changes nothing. Raises UnavailableError while it is in use."""
     return PoolReport(**check_pool(os.fspath(path)))
 
 
 def grow(path: str | os.PathLike[str], size_bytes: int) -> PoolInfo:
-    """Lets the pool grow to `size_bytes` from now on. Raises InvalidArgumentError where that is less than
-    before, UnavailableError while the pool is in use."""
+    """Lets the pool in `path` grow to `size_bytes` from now on.
+
+    Raises InvalidArgumentError where that is less than before, UnavailableError while the pool is in use.
+    """
     grow_pool(os.fspath(path), size_bytes)
     return inspect(path)

@@ -49,7 +49,7 @@ def get_seed() -> int | None:
 
 
 def load_yaml(filepath: str | os.PathLike[str]) -> Any:
-    """The content of a YAML file. Raises FileNotFoundError naming the path."""
+    """The content of the YAML file `filepath`. Raises FileNotFoundError, which names it."""
     path = Path(filepath)
     if not path.is_file():
         raise FileNotFoundError(f"YAML file {path} does not exist")
@@ -58,18 +58,21 @@ def load_yaml(filepath: str | os.PathLike[str]) -> Any:
 
 
 def dump_yaml(content: object, filepath: str | os.PathLike[str]) -> None:
-    """Writes `content` as YAML, keeping the order of keys."""
+    """Writes `content` to `filepath` as YAML, keeping the order of keys."""
     with Path(filepath).open("w", encoding="utf-8") as file:
         yaml.safe_dump(content, file, sort_keys=False)
 
 
 def run_command(cmd: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-    """Runs a command to its end. Raises subprocess.CalledProcessError when it fails."""
+    """Runs the command `cmd` to its end; `env` replaces the environment.
+
+    Raises subprocess.CalledProcessError when it fails.
+    """
     subprocess.run(list(cmd), env=None if env is None else dict(env), check=True)
 
 
 def resolve_binary_execute_path(binary_name: str) -> str:
-    """The path of an executable of this Python environment, or else of PATH. Raises NotFoundError."""
+    """The path of executable `binary_name` of this Python environment, or of PATH. Raises NotFoundError."""
     beside_python = Path(sys.executable).parent / binary_name
     found = str(beside_python) if os.access(beside_python, os.X_OK) else shutil.which(binary_name)
     if found is None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia import _native
+from persia import _native, observability, utils
 from persia.config import parse_embedding_config
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
@@ -39,6 +39,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> Generator[None, None, None
             f"{count} tests were skipped for want of a Kubernetes API server or Prometheus: "
             "`./run extras` installs both, then run the tests again"
         )
+
+
+@pytest.fixture(autouse=True)
+def process_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives each test a process without a seed and reported values: both are global, and all tests share it."""
+    monkeypatch.setattr(utils, "_seed", None)
+    monkeypatch.setattr(observability, "_values", {})
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ using Equal = std::equal_to<uint64_t>;
 
 // ---- the maps, each behind the same operations
 
-constexpr uint32_t kAbsent = SignIndex::kNoSlot;
+constexpr uint32_t kAbsent = SignIndex::kNoCell;
 
 // Looks all keys up, with the entries that are needed soon on their way.
 template <typename Map>
@@ -129,7 +129,7 @@ class Ours {
     SignIndex::Entry* entry = index_.Find(SignKey(key));
     if (entry == nullptr) return kAbsent;
     entry->stamp = stamp;
-    return entry->slot;
+    return entry->cell;
   }
   void Prefetch(uint64_t key) const { __builtin_prefetch(index_.HomeOf(SignKey(key))); }
   void Erase(uint64_t key) { index_.Erase(index_.Find(SignKey(key))); }
@@ -160,7 +160,7 @@ class General {
     if (found == map_.end()) return kAbsent;
     Use& use = ValueOf(found);
     use.stamp = stamp;
-    return use.slot;
+    return use.cell;
   }
   void Prefetch(uint64_t key) const {
     if constexpr (kPrefetches) map_.prefetch(key);

@@ -72,12 +72,12 @@ void Commit(RowPool& pool, uint64_t batch) {
 
 void Run(const std::string& directory, PoolKind kind, double gigabytes, uint32_t dim,
          uint32_t state_floats) {
-  const size_t slot_bytes = SlotBytes(dim + state_floats);
-  const auto num_rows = static_cast<uint64_t>(gigabytes * 1e9 / double(slot_bytes));
+  const size_t cell_bytes = CellBytes(dim + state_floats);
+  const auto num_rows = static_cast<uint64_t>(gigabytes * 1e9 / double(cell_bytes));
   PoolOptions options{.kind = kind, .size_bytes = uint64_t(gigabytes * 2.2e9) + (256 << 20)};
   Rows rows{dim, state_floats, std::vector<uint64_t>(num_rows, kNoAddress),
             std::vector<float>(dim + state_floats, 0.5f)};
-  std::printf("%llu rows of %zu bytes\n", static_cast<unsigned long long>(num_rows), slot_bytes);
+  std::printf("%llu rows of %zu bytes\n", static_cast<unsigned long long>(num_rows), cell_bytes);
   {
     auto pool = RowPool::Create(directory, options);
     Check(pool.status());
@@ -103,7 +103,7 @@ void Run(const std::string& directory, PoolKind kind, double gigabytes, uint32_t
     const uint64_t bytes = (*pool)->stats().size_bytes;
     std::printf("recovery: %llu rows in %.2f s; %.3f s/GB of rows, %.3f s/GB of file\n",
                 static_cast<unsigned long long>(count), seconds,
-                seconds / (double(num_rows * slot_bytes) / 1e9), seconds / (double(bytes) / 1e9));
+                seconds / (double(num_rows * cell_bytes) / 1e9), seconds / (double(bytes) / 1e9));
   }
 }
 

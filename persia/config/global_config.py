@@ -132,6 +132,7 @@ class StorageConfig(Section):
 
     @property
     def has_pool(self) -> bool:
+        """Whether servers keep their rows in a tier file."""
         return self.kind != "dram"
 
 

@@ -21,12 +21,18 @@ _NESTED_IN_VALUE = "mapping values are not allowed here"
 
 
 def load_global_config(path: str | os.PathLike[str]) -> GlobalConfig:
-    """Reads a global configuration file. Raises ConfigError: file, key, value, remedy."""
+    """Reads the global configuration file at `path`.
+
+    Raises ConfigError, which names file, key, value and remedy.
+    """
     return parse_global_config(_read_yaml(Path(path)), source=str(path))  # type: ignore[arg-type]  # checks it
 
 
 def load_embedding_config(path: str | os.PathLike[str]) -> SlotsConfig:
-    """Reads an embedding configuration file. Raises ConfigError: file, key, value, remedy."""
+    """Reads the embedding configuration file at `path`.
+
+    Raises ConfigError, which names file, key, value and remedy.
+    """
     return parse_embedding_config(_read_yaml(Path(path)), source=str(path))  # type: ignore[arg-type]  # checks it
 
 

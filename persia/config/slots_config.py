@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
+from persia.config.name_ranges import expanded_groups, expanded_keys
 from persia.errors import ConfigError, PersiaError
 from persia.validation import UINT32_MAX, UINT64_MAX, Positive, Positive32, Section, complaint
 
@@ -152,13 +153,20 @@ class SlotConfig(Section):
 
 
 class SlotsConfig(Section):
-    """The whole of `embedding_config.yml`."""
+    """The whole of `embedding_config.yml`. `C{1..26}` in a name stands for the slots C1 to C26.
+
+    A name that is written out takes precedence over a range; two ranges must not yield the same name.
+    """
 
     feature_index_prefix_bit: Annotated[int, Field(ge=1, le=32)] = 8
     slots_config: Annotated[
-        Mapping[str, SlotConfig], Field(validation_alias=AliasChoices("slots_config", "slot_config"))
+        Mapping[str, SlotConfig],
+        BeforeValidator(expanded_keys),
+        Field(validation_alias=AliasChoices("slots_config", "slot_config")),
     ]
-    feature_groups: Mapping[str, Annotated[tuple[str, ...], Field(strict=False)]] = {}  # pydantic copies it
+    feature_groups: Annotated[
+        Mapping[str, Annotated[tuple[str, ...], Field(strict=False)]], BeforeValidator(expanded_groups)
+    ] = {}  # pydantic copies it
 
     def check(self) -> None:
         if not self.slots_config:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from persia.checkpoint.checkpoints import DumpRequest, Source, described
 from persia.ctx.ranks import done_by_rank_0
@@ -163,6 +164,7 @@ class CheckpointMethods:
         **options: Any,
     ) -> None:
         """`options`: those of `DumpRequest`."""
+        _check_finite(states.values())
         self._pipeline.wait_for_gradients()  # the rows of a checkpoint have all of the training before it
         files = {name: dense.state_bytes(state) for name, state in states.items()}
         failure: PersiaError | None = None
@@ -291,3 +293,20 @@ class TrainingCheckpointMethods(CheckpointMethods):
             done_by_rank_0(self.rank, work, self.device)
         else:
             work()
+
+
+def _check_finite(states: Iterable[dense.TorchState]) -> None:
+    """FailedPreconditionError: a weight is NaN or infinite. Buffers may be: masks often are."""
+    for model in states:
+        if not isinstance(model, torch.nn.Module):
+            continue
+        for name, weight in model.named_parameters():
+            # Weights that are not trained may be infinite, as masks are; those of a lazy module do not exist
+            # before its first forward.
+            if is_lazy(weight) or not weight.requires_grad:
+                continue
+            if not torch.isfinite(weight.detach()).all():
+                raise FailedPreconditionError(
+                    f"the dense model's {name} has NaN or Inf, and its checkpoint would replace a good one: "
+                    "load the last checkpoint, and train on with a lower learning rate"
+                )

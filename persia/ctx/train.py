@@ -66,6 +66,9 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         on_embedding_gradient: called for every slot of a batch with its name and gradient, unscaled float32
             [num_rows, dim]; what it returns is applied, or the gradient itself, changed in place, when it
             returns None.
+        max_nonfinite_steps: a step whose dense gradients have NaN or Inf, on any rank, leaves the dense model
+            as it is and is counted (`ctx.counters.nonfinite_steps`); so many in a row raise
+            FailedPreconditionError. A scaled loss (fp16) has torch's own rule instead.
     """
 
     def __init__(
@@ -90,10 +93,11 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         consistency: Consistency | str = Consistency.HYBRID,
         before_dense_step: Callable[[], object] | None = None,
         on_embedding_gradient: GradientHook | None = None,
+        max_nonfinite_steps: int = 10,
     ) -> None:
         # Everything is checked before anything is started.
         _check_optimizers(embedding_optimizer, dense_optimizer)
-        _check_settings(model, grad_scalar_update_factor, lookup_emb_directly)
+        _check_settings(model, grad_scalar_update_factor, lookup_emb_directly, max_nonfinite_steps)
         sizes = {
             "num_workers": at_least(1, "backward_workers_size", backward_workers_size),
             "queue_capacity": at_least(1, "backward_buffer_size", backward_buffer_size),
@@ -121,13 +125,12 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         set_role(NN_WORKER, self.rank)
         with self._closed_on_error():
             self._join_ranks(distributed_option)
-            # After the process group: the sender starts threads, which would outlive a group that cannot be
-            # joined.
+            # After the process group: the sender's threads would outlive one that cannot be joined.
             sender = self._pipeline.train(self._consistency, self._uneven_inputs, **sizes)
             # Only float16 needs it: bfloat16 has the exponents of float32, and nothing underflows.
             scaler = torch.amp.GradScaler(self._device_type) if self._precision.scaled else None
-            scaling = scaler, grad_scalar_update_factor, self.world_size
-            self._backward = BackwardPass(sender, *scaling, before_dense_step, on_embedding_gradient)
+            rules = scaler, grad_scalar_update_factor, self.world_size, max_nonfinite_steps
+            self._backward = BackwardPass(sender, *rules, before_dense_step, on_embedding_gradient)
 
     def _join_ranks(self, option: DistributedBaseOption | None) -> None:
         """Tells loaders and ranks of this one, and starts what rank 0 does for all."""
@@ -314,7 +317,10 @@ def _check_optimizers(embedding_optimizer: object, dense_optimizer: object) -> N
         raise InvalidTypeError(f"dense_optimizer is {type(dense_optimizer).__name__}: use one of torch.optim")
 
 
-def _check_settings(model: object, grad_scalar_update_factor: float, lookup_emb_directly: bool) -> None:
+def _check_settings(
+    model: object, grad_scalar_update_factor: float, lookup_emb_directly: bool, max_nonfinite_steps: int
+) -> None:
+    at_least(1, "max_nonfinite_steps", max_nonfinite_steps)
     if model is None:
         raise InvalidArgumentError("model not found, please init context with model")
     if grad_scalar_update_factor <= 0:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from persia.data.dataloader import DataLoader
     from persia.data.dataset import IterableDataset, IterableDatasetBase, StreamingDataset
+    from persia.data.parquet import ParquetBatches
     from persia.pipeline.batch import PersiaTrainingBatch
 
     Dataloader = Dataloder = DataLoader
@@ -23,6 +24,7 @@ __all__ = [
     "Dataloder",
     "IterableDataset",
     "IterableDatasetBase",
+    "ParquetBatches",
     "PersiaDataset",
     "PersiaTrainingBatch",
     "StreamingDataset",
@@ -34,6 +36,7 @@ _PLACES = {
     "Dataloder": ("data.dataloader", "DataLoader"),
     "IterableDataset": ("data.dataset", "IterableDataset"),
     "IterableDatasetBase": ("data.dataset", "IterableDatasetBase"),
+    "ParquetBatches": ("data.parquet", "ParquetBatches"),
     "PersiaDataset": ("data.dataset", "IterableDatasetBase"),
     "PersiaTrainingBatch": ("pipeline.batch", "PersiaTrainingBatch"),
     "StreamingDataset": ("data.dataset", "StreamingDataset"),

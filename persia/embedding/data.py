@@ -76,6 +76,7 @@ class NdarrayDataBase:
 
     @property
     def batch_size(self) -> int:
+        """The number of samples."""
         return len(self.data)
 
     def __len__(self) -> int:

@@ -231,6 +231,7 @@ class IDTypeFeature:
 
     @property
     def batch_size(self) -> int:
+        """The number of samples."""
         return len(self.offsets) - 1
 
 

@@ -60,6 +60,7 @@ class RemoteRows:
         self._turn = 0
 
     def lookup(self, id_features: bytes) -> LookupResult:
+        """Asks an embedding worker. UnavailableError names those that do not answer."""
         deadline = Deadline(self._deadline_s)
         order = self._order()
         failure: Exception | None = None

@@ -17,6 +17,7 @@ from persia.errors import PersiaError
 
 # In the order in which a newcomer needs them.
 _SUBCOMMANDS = {
+    "init": "init.command",
     "local": "local.command",
     "nats-server": "nats_server.command",
     "embedding-parameter-server": "embedding_servers.embedding_parameter_server",
@@ -59,6 +60,10 @@ class _Launcher(click.Group):
 @click.group(cls=_Launcher, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
     """Start the processes of a persia job.
+
+    \b
+    A job to start from, for your own Parquet file:
+      persia-launcher init my_job --parquet clicks.parquet
 
     \b
     A whole job on this machine, in one command:

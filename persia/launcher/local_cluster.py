@@ -84,8 +84,10 @@ class LocalCluster:
         env: Mapping[str, str] | None = None,
         start_deadline_s: float = 60.0,
     ) -> None:
-        """Configs are files or their contents; `env` is added to the environment of every process.
+        """`embedding_config` and `global_config` are files or their contents.
 
+        Starts `parameter_servers` and `embedding_workers`, which have `start_deadline_s` seconds to be ready.
+        `env` is added to the environment of every process.
         Raises ConfigError here rather than in a server, whose output would have to be searched for it.
         """
         _check(embedding_config, parse_embedding_config, load_embedding_config)
@@ -173,6 +175,7 @@ class LocalCluster:
         _kill(self._find(name))
 
     def stop(self, name: str, timeout_s: float = 10.0) -> int:
+        """Ends a process by SIGTERM; returns its exit code."""
         process = self._find(name)
         process.send_signal(signal.SIGTERM)
         return self.wait(process, timeout_s)

@@ -67,7 +67,7 @@ def job_servers(slots: SlotsSource | None = None) -> Iterator[Servers | None]:
 
 
 class Servers:
-    """Made by `job_servers`, and of use until its block ends."""
+    """The parameter servers of a job with these `slots`; `job_servers` makes it, for its block."""
 
     def __init__(self, slots: SlotsConfig) -> None:
         self.slots = slots
@@ -80,6 +80,7 @@ class Servers:
 
     @property
     def backend(self) -> EmbeddingBackend:
+        """What looks rows up. Raises FailedPreconditionError after the block of `job_servers`."""
         if self._is_closed:
             raise FailedPreconditionError(
                 "the connection to the servers is closed: use the converted model inside the block of "

@@ -282,7 +282,7 @@ class StoreModule(nn.Module):
 
 
 class StoreEmbedding(StoreModule):
-    """`nn.Embedding` over a store: one row for each ID.
+    """`nn.Embedding` over the `rows` of a store: one row for each ID.
 
     The row of `padding_idx` is constant, as in torch, where it never has a gradient: a buffer, `padding_row`.
     """
@@ -315,7 +315,10 @@ class StoreEmbedding(StoreModule):
 
 
 class StoreEmbeddingBag(StoreModule):
-    """`nn.EmbeddingBag` over a store, for `mode` "sum" and "mean"."""
+    """`nn.EmbeddingBag` over the `rows` of a store, for `mode` "sum" and "mean".
+
+    `padding_idx` and `include_last_offset` are those of `nn.EmbeddingBag`.
+    """
 
     def __init__(
         self, rows: StoreRows, mode: str, padding_idx: int | None = None, include_last_offset: bool = False

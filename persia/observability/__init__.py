@@ -24,8 +24,9 @@ _values: dict[str, float] = {}
 def report(**values: float) -> None:
     """Shows numbers of the job in metrics and `persia-launcher status`: `report(step=1200, auc=0.79)`.
 
-    The latest value of each name counts. Metrics have it as `persia_reported{name="auc"}`. Cheap enough for
-    every step. Raises InvalidTypeError for what is no number, ResourceExhaustedError above 100 names.
+    `values` are numbers by their name; the latest value of each name counts. Metrics have it as
+    `persia_reported{name="auc"}`. Cheap enough for every step. Raises InvalidTypeError for what is no number,
+    ResourceExhaustedError above 100 names.
     """
     for name, value in values.items():
         # bool is an int in Python; a flag reported by mistake would be drawn as 0 and 1.
@@ -42,6 +43,7 @@ def report(**values: float) -> None:
 
 
 def reported() -> dict[str, float]:
+    """The latest value of each name given to `report`."""
     with _lock:
         return dict(_values)
 

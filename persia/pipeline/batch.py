@@ -49,6 +49,7 @@ class PersiaTrainingBatch:
 
     @property
     def batch_size(self) -> int:
+        """The number of samples."""
         return self.dense.batch_size
 
     @property

@@ -30,6 +30,7 @@ class CounterValues:
     batches_failed: int = 0  # the first lookup or the gradient return failed; the error was raised
     gradients_submitted: int = 0  # batches handed to gradient return by backward()
     nonfinite_slots: int = 0  # slots whose gradient had NaN or Inf, and was not applied
+    nonfinite_steps: int = 0  # steps of the dense optimizer left out, as their gradients had NaN or Inf
     skipped_slots: int = 0  # slots that the loss did not reach
     rows_updated: int = 0
     rows_missing: int = 0  # gradients of rows that were evicted or not admitted

@@ -45,7 +45,7 @@ class BackwardPass:
         scale_factor: divides the scale after embedding gradients that were not finite.
         num_ranks: with several, the scale must be the same on all of them, and follows the dense gradients
             alone, which DDP has summed.
-        before_dense_step, on_embedding_gradient: as for `TrainCtx`.
+        max_nonfinite_steps, before_dense_step, on_embedding_gradient: as for `TrainCtx`.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class BackwardPass:
         scaler: torch.amp.GradScaler | None,
         scale_factor: float,
         num_ranks: int,
+        max_nonfinite_steps: int,
         before_dense_step: Callable[[], object] | None,
         on_embedding_gradient: GradientHook | None,
     ) -> None:
@@ -64,6 +65,8 @@ class BackwardPass:
         self.num_ranks = num_ranks
         self._before_dense_step = before_dense_step
         self._on_embedding_gradient = on_embedding_gradient
+        self._max_nonfinite_steps = max_nonfinite_steps
+        self._nonfinite_in_a_row = 0
         self._all_finite = True  # the embedding gradients since the last dense step
         # Weak: a batch that the script drops without `backward` must be reaped, which its finalizer asks for.
         self._forwarded: list[weakref.ref[PersiaTrainingBatch]] = []
@@ -90,7 +93,7 @@ class BackwardPass:
             self._all_finite = self._send_gradients(current, scale) and self._all_finite
         if not self.accumulating:
             with DENSE_STEP.of(batch_id):
-                self._step(optimizer)
+                self._step(optimizer, "none" if current is None else str(current.batch_id))
             self._all_finite = True
         return scaled_loss
 
@@ -120,9 +123,7 @@ class BackwardPass:
         # Only loss scaling needs to know; the servers skip and count slots that are not finite in any case.
         if self.scaler is None:
             return True
-        gradients = [leaf.grad for _, leaf in batch.leaves if leaf.grad is not None]
-        # One answer for all slots: on a GPU, each one read would be a wait of its own.
-        return not gradients or bool(torch.stack([torch.isfinite(g).all() for g in gradients]).all())
+        return _are_finite([leaf.grad for _, leaf in batch.leaves if leaf.grad is not None])
 
     @torch.no_grad()
     def _run_hook(self, batch: PersiaTrainingBatch, scale: float) -> float:
@@ -136,14 +137,20 @@ class BackwardPass:
                 leaf.grad = _checked_gradient(name, gradient if changed is None else changed, leaf)
         return 1.0
 
-    def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._before_dense_step is not None:
+    def _step(self, optimizer: torch.optim.Optimizer, batch_id: str) -> None:
+        # Before the hook: clipping NaN makes every gradient NaN, and clipping infinity may hide it.
+        is_skipped = self.scaler is None and not _are_dense_gradients_finite(optimizer)
+        if self._before_dense_step is not None and not is_skipped:
             if self.scaler is not None:
                 self.scaler.unscale_(optimizer)
             self._before_dense_step()
-        if self.scaler is None:
+        if is_skipped:
+            self._skip_step(batch_id)
+        elif self.scaler is None:
             optimizer.step()
+            self._nonfinite_in_a_row = 0
         else:
+            # torch skips such steps too; the first ones are how it finds the scale.
             self.scaler.step(optimizer)
             # torch lowers the scale only for dense gradients that are not finite. Embedding gradients are not
             # among the parameters of `optimizer`, so their overflow lowers it here.
@@ -152,6 +159,22 @@ class BackwardPass:
             else:
                 self.scaler.update(self.scaler.get_scale() / self._scale_factor)
         optimizer.zero_grad()
+        if is_skipped and self._nonfinite_in_a_row >= self._max_nonfinite_steps:
+            raise FailedPreconditionError(
+                f"the dense gradients of {self._nonfinite_in_a_row} steps in a row, up to batch {batch_id}, "
+                "have NaN or Inf, and none was applied: look at the inputs and labels of these batches, or "
+                f"lower the learning rate (max_nonfinite_steps={self._max_nonfinite_steps})"
+            )
+
+    def _skip_step(self, batch_id: str) -> None:
+        self._nonfinite_in_a_row += 1
+        self._sender.counters.add(nonfinite_steps=1)
+        if self._nonfinite_in_a_row == 1:
+            get_default_logger().warning(
+                "the dense gradients of batch %s have NaN or Inf: the dense model is left as it is (counted "
+                "in nonfinite_steps)",
+                batch_id,
+            )
 
     def _warn_of_skipped_slots(self, batch_id: int, names: set[str]) -> None:
         new = names - self._warned_slots
@@ -187,7 +210,7 @@ class GradientSender:
         on_failure: Callable[[PersiaError], None] = lambda failure: None,
     ) -> None:
         self._backend = backend
-        self._counters = counters
+        self.counters = counters
         self._max_unacknowledged = max_unacknowledged
         self._on_failure = on_failure
         self._queue: BoundedQueue[_Gradients] = BoundedQueue(queue_capacity)
@@ -228,9 +251,9 @@ class GradientSender:
             failure = self._failure
             if failure is None:
                 self._unacknowledged.add(lease)
-        self._counters.add(gradients_submitted=1)
+        self.counters.add(gradients_submitted=1)
         if failure is not None:
-            self._counters.add(batches_failed=1)
+            self.counters.add(batches_failed=1)
             lease.release()
             raise failure
         try:
@@ -296,7 +319,7 @@ class GradientSender:
             get_default_logger().error("%s", error, extra={"batch_id": item.lease.batch_id})
             self._done(item.lease, error)
         else:
-            self._counters.applied(report)
+            self.counters.applied(report)
             if report.num_nonfinite_slots:
                 self._warn_of_nonfinite(item.lease.batch_id, report.num_nonfinite_slots)
             self._done(item.lease, None)
@@ -319,13 +342,35 @@ class GradientSender:
         with self._changed:
             self._unacknowledged.discard(lease)
             if failure is not None:
-                self._counters.add(batches_failed=1)
+                self.counters.add(batches_failed=1)
                 first = self._failure is None
                 self._failure = self._failure or failure
             self._changed.notify_all()
         # Outside the lock: it wakes the loop, which may call `submit` or `check` at once.
         if first and failure is not None:
             self._on_failure(failure)
+
+
+def _are_dense_gradients_finite(optimizer: torch.optim.Optimizer) -> bool:
+    """Of all ranks: DDP has averaged them, and NaN or infinity of one is in the average."""
+    return _are_finite(
+        [
+            p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+    )
+
+
+def _are_finite(gradients: list[torch.Tensor]) -> bool:
+    if not gradients:
+        return True
+    # A sum reads each gradient once and writes nothing; NaN and infinity stay in it.
+    sums = [gradient.sum(dtype=torch.float32).to(gradients[0].device) for gradient in gradients]
+    if bool(torch.isfinite(torch.stack(sums)).all()):  # one wait for the device, not one a parameter
+        return True
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)  # a sum may overflow
 
 
 def _checked_gradient(name: str, gradient: object, leaf: torch.Tensor) -> torch.Tensor:

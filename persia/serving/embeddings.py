@@ -43,6 +43,7 @@ class EmbeddedRows:
         """Loads everything, after all of it was checked: NotFoundError, CorruptionError.
 
         `source` None: there are no rows, until packets bring them.
+        `num_threads` load and look up; None takes the default of the settings.
         FailedPreconditionError: `slots` are not those that the rows were trained with.
         """
         # Else the model would answer with zeros for all IDs, which looks like a bad model.
@@ -63,6 +64,7 @@ class EmbeddedRows:
             checkpoints.load(source, with_state=False)  # weights alone: nothing trains here
 
     def lookup(self, id_features: bytes) -> LookupResult:
+        """Looks up the wire format's "ID features". InvalidArgumentError names the slot."""
         # No gradients will come, so the client keeps nothing of the batch.
         return self._client.lookup_direct(0, id_features, requires_grad=False)
 
@@ -71,4 +73,5 @@ class EmbeddedRows:
 
     @property
     def num_missing(self) -> int:
+        """IDs read as zeros so far, duplicates of a batch once."""
         return self._client.num_missing_rows()

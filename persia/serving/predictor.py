@@ -45,7 +45,7 @@ class Predictor:
     def __init__(
         self, model: torch.nn.Module, embeddings: EmbeddingSource, *, device: torch.device | None = None
     ) -> None:
-        """`model` is put into evaluation mode, and on `device` (None: the CPU)."""
+        """Puts `model` into evaluation mode, and on `device` (None: the CPU). `embeddings` looks rows up."""
         self.embeddings = embeddings
         self._device = device
         self._model = model.to(device or "cpu").eval()
@@ -109,7 +109,10 @@ class Version:
 
 
 def load_script(source: Source, name: str = JIT_DENSE_NAME) -> torch.nn.Module:
-    """The TorchScript of a checkpoint. NotFoundError says how to write one; CorruptionError."""
+    """The TorchScript `name` of the checkpoint `source`.
+
+    Raises NotFoundError, which says how to write one, or CorruptionError.
+    """
     try:
         content = source.dense(name)
     # The most frequent reason is a checkpoint of training alone, which has weights and no TorchScript.

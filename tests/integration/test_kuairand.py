@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.kuairand_log import NUM_ROWS, write_log
+
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "kuairand"
 TIMEOUT_S = 240
-NUM_ROWS = 16_384
 CLUSTER = (
     *("-m", "persia.launcher", "local", "--nn-worker", str(EXAMPLE / "train.py")),
     *("--data-loader", str(EXAMPLE / "data_loader.py")),
@@ -34,23 +35,6 @@ SETTINGS = (
     "PERSIA_EMBEDDED",
 )
 Run = Callable[..., dict[str, Any]]
-
-
-def write_log(path: Path, seed: int) -> None:
-    """Impressions with the columns of KuaiRand-Pure that count; one user in three clicks a lot."""
-    rng = np.random.default_rng(seed)
-    users, videos = rng.integers(0, 300, NUM_ROWS), rng.integers(0, 200, NUM_ROWS)
-    clicked = rng.random(NUM_ROWS) < np.where(users % 3 == 0, 0.8, 0.3)
-    columns = {
-        "user_id": users,
-        "video_id": videos,
-        "author_id": videos // 4,
-        "tab": rng.integers(0, 3, NUM_ROWS),
-        "time_ms": 1_650_000_000_000 + rng.integers(0, 10**8, NUM_ROWS),
-        "duration_ms": rng.integers(1_000, 100_000, NUM_ROWS),
-        "is_click": clicked.astype(np.int64),
-    }
-    pq.write_table(pa.table(columns), path)
 
 
 @pytest.fixture(scope="module")

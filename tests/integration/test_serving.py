@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import shutil
 import signal
 import socket
@@ -188,19 +187,6 @@ def test_predictions_metadata_and_health(start: Any, tmp_path: Path, config: str
             reply = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
     assert served.stop() == 0
-
-
-def test_the_predictor_of_the_docs(tmp_path: Path, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    (snippet,) = (
-        found for found in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "Predictor(" in found
-    )
-    dump(tmp_path / "model", factor=2.0, step=1)
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"PersiaBatch": PersiaBatch, "message": make_batch([10, 99], dense=0.5)}
-    exec(snippet, names)
-    assert names["probabilities"][:, 0].tolist() == [6.5, 0.5]
-    assert names["predictor"].embeddings.num_missing == 1
 
 
 def test_everything_wrong_is_answered_by_name(start: Any, tmp_path: Path, config: str) -> None:

@@ -46,7 +46,7 @@ py::bytes Encode(const TrainConfig& self) {
   return {reinterpret_cast<const char*>(encoded.data()), encoded.size()};
 }
 
-TrainConfig Decode(const py::buffer& encoded) {
+TrainConfig DecodeTrainConfig(const py::buffer& encoded) {
   const BytesArgument bytes(encoded, "encoded");
   return ValueOrRaise(TrainConfig::Decode(bytes.bytes()));
 }
@@ -97,7 +97,7 @@ void BindTrainConfig(py::module_& module) {
            py::arg("weight_bound") = 10.0, py::arg("time_to_live_sec") = 0.0,
            py::arg("min_norm") = 0.0, py::arg("lr_factor") = 1.0)
       .def("encode", &Encode)
-      .def_static("decode", &Decode, py::arg("encoded"));
+      .def_static("decode", &DecodeTrainConfig, py::arg("encoded"));
 }
 
 }  // namespace persia::bindings

@@ -77,7 +77,7 @@ std::unique_ptr<WorkerRole> MakeWorker(std::vector<worker::SlotConfig> slots,
 
 // Called by the thread that answers loaders. The incarnation is known to Python: only the counter
 // is returned.
-uint64_t RegisterBatch(WorkerRole& self, uint32_t loader_index, const py::buffer& id_features) {
+uint64_t RegisterAtWorker(WorkerRole& self, uint32_t loader_index, const py::buffer& id_features) {
   const BytesArgument message(id_features, "id_features");
   return ValueOrRaise(
              WithoutGil([&] { return self.engine->Register(loader_index, message.bytes()); }))
@@ -107,7 +107,7 @@ void BindEmbeddingWorker(py::module_& module) {
       .def("set_server", Blocking(&WorkerRole::SetServer), py::arg("index"), py::arg("address"))
       .def("start", Blocking(&WorkerRole::Start), py::arg("host"), py::arg("port"))
       .def("stop", Blocking(&WorkerRole::Stop), py::arg("timeout_s") = 10.0)
-      .def("register_batch", &RegisterBatch, py::arg("loader_index"), py::arg("id_features"))
+      .def("register_batch", &RegisterAtWorker, py::arg("loader_index"), py::arg("id_features"))
       .def_property_readonly("incarnation",
                              [](WorkerRole& self) { return self.engine->incarnation(); })
       .def("durations", [](WorkerRole& self) { return DurationsToDict(self.durations()); })

@@ -74,7 +74,7 @@ py::array_t<T> CopyOf(std::span<const T> values) {
   return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
-py::list Decode(const py::buffer& message) {
+py::list IdFeaturesToList(const py::buffer& message) {
   const BytesArgument argument(message, "message");
   const IdFeatures batch =
       ValueOrRaise(WithoutGil([&] { return DecodeIdFeatures(argument.bytes()); }));
@@ -92,7 +92,7 @@ py::list Decode(const py::buffer& message) {
 
 void BindIdFeatures(py::module_& module) {
   module.def("encode_id_features", &Encode, py::arg("batch_size"), py::arg("features"));
-  module.def("decode_id_features", &Decode, py::arg("message"));
+  module.def("decode_id_features", &IdFeaturesToList, py::arg("message"));
 }
 
 }  // namespace persia::bindings

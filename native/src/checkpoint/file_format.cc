@@ -97,10 +97,10 @@ Status CheckChecksum(const Start& start, std::span<const std::byte> section, con
 // The fixed part of a section that begins with `bytes`; a magic number tells what they are.
 template <typename Start>
 StatusOr<Start> DecodeStart(std::span<const std::byte> bytes, const char* what) {
-  constexpr uint64_t kMagic = Start{}.magic;
+  constexpr uint64_t kExpected = Start{}.magic;
   Start start{};
   if (bytes.size() >= sizeof(start)) std::memcpy(&start, bytes.data(), sizeof(start));
-  if (bytes.size() >= sizeof(start) && start.magic == kMagic) return start;
+  if (bytes.size() >= sizeof(start) && start.magic == kExpected) return start;
   return Corruption(std::string("these ") + std::to_string(bytes.size()) + " bytes are not " +
                     what + " of a persia checkpoint file: it was cut off, or is another file");
 }

@@ -30,13 +30,13 @@ using worker::SlotConfig;
 // A batch as a person writes it: by slot, by sample, the IDs.
 using SlotIds = std::vector<std::vector<uint64_t>>;
 
-struct Batch {
+struct FlatBatch {
   std::vector<uint64_t> values;
   std::vector<int64_t> lengths;
 };
 
-Batch Flatten(const std::vector<SlotIds>& slots) {
-  Batch batch;
+FlatBatch Flatten(const std::vector<SlotIds>& slots) {
+  FlatBatch batch;
   for (const SlotIds& samples : slots) {
     for (const auto& ids : samples) {
       batch.values.insert(batch.values.end(), ids.begin(), ids.end());
@@ -78,7 +78,7 @@ std::unique_ptr<EmbeddingBags> Make(EmbeddingBagsOptions options, const TrainCon
 std::vector<SlotConfig> OneSlot() { return {{.name = "id", .dim = 1, .group = 0}}; }
 
 PooledBags Train(EmbeddingBags& bags, const std::vector<SlotIds>& slots) {
-  const Batch batch = Flatten(slots);
+  const FlatBatch batch = Flatten(slots);
   return Must(bags.Lookup(batch.values, batch.lengths, LookupMode::kTrain));
 }
 
@@ -89,7 +89,7 @@ std::vector<float> Values(const PooledBags& pooled) {
 }
 
 std::vector<float> Infer(EmbeddingBags& bags, const std::vector<SlotIds>& slots) {
-  const Batch batch = Flatten(slots);
+  const FlatBatch batch = Flatten(slots);
   PooledBags pooled = Must(bags.Lookup(batch.values, batch.lengths, LookupMode::kInference));
   EXPECT_EQ(pooled.batch, nullptr);
   return Values(pooled);
@@ -528,7 +528,7 @@ TEST(EmbeddingBagsTest, InferenceHasTheBitsOfTraining) {
           for (uint64_t& id : samples[i]) id = rng() % 2000;
         }
       }
-      const Batch batch = Flatten(slots);
+      const FlatBatch batch = Flatten(slots);
       std::vector<float> weights(batch.values.size());
       for (float& weight : weights) weight = static_cast<float>(rng() % 100) / 64.0f;
       for (const std::span<const float> used :
@@ -615,7 +615,7 @@ TEST(EmbeddingBagsTest, GradientsFindRowsThatCameBack) {
 TEST(EmbeddingBagsTest, ABatchAboveTheCapacityIsRefusedAndTheNextOneWorks) {
   const auto bags = Make(Options(OneSlot(), 1, 4, 1), SgdFromZero());
   const PooledBags before = Train(*bags, {{{1}, {2}}});
-  const Batch large = Flatten({{{1}, {2}, {3}, {4}, {5}}});
+  const FlatBatch large = Flatten({{{1}, {2}, {3}, {4}, {5}}});
   const auto refused = bags->Lookup(large.values, large.lengths, LookupMode::kTrain);
   EXPECT_EQ(refused.status().code(), StatusCode::kResourceExhausted);
   EXPECT_NE(refused.status().message().find("capacity"), std::string::npos);
@@ -777,7 +777,7 @@ TEST(EmbeddingBagsTest, RefusesWhatSlotsAndStoreRefuse) {
 
 TEST(EmbeddingBagsTest, TrainingNeedsAConfiguration) {
   const auto bags = Must(EmbeddingBags::Create(Options(OneSlot())));
-  const Batch batch = Flatten({{{1}}});
+  const FlatBatch batch = Flatten({{{1}}});
   EXPECT_EQ(bags->Lookup(batch.values, batch.lengths, LookupMode::kTrain).status().code(),
             StatusCode::kFailedPrecondition);
   EXPECT_EQ(Infer(*bags, {{{1}}}), std::vector<float>{0});
@@ -894,7 +894,7 @@ TEST(EmbeddingBagsTest, ABatchOfNewIdsAboveTheCapacityIsRefused) {
   for (const SlotIds& seen : {SlotIds{}, SlotIds{{1}, {2}}}) {
     const auto bags = Make(Options(OneSlot(), 1, 4, 1), SgdFromZero());
     Train(*bags, {seen});
-    const Batch large = Flatten({{{10}, {11}, {12}, {13}, {14}}});
+    const FlatBatch large = Flatten({{{10}, {11}, {12}, {13}, {14}}});
     const auto refused = bags->Lookup(large.values, large.lengths, LookupMode::kTrain);
     EXPECT_EQ(refused.status().code(), StatusCode::kResourceExhausted);
     EXPECT_EQ(bags->stats().num_rows,

@@ -103,9 +103,9 @@ TEST_P(CrashTest, KilledAtAnyMomentItGoesBackToTheCheckpoint) {
     ASSERT_TRUE(HoldsJob(**pool, found, job_)) << "round " << round;
     num_advances += (*pool)->committed() > committed;
     committed = (*pool)->committed();
-    // Nothing but the rows themselves is in use: no slot is lost to a crash.
+    // Nothing but the rows themselves is in use: no cell is lost to a crash.
     uint64_t used = 0;
-    for (const RecoveredRow& row : found.rows()) used += SlotBytes(row.head.num_floats());
+    for (const RecoveredRow& row : found.rows()) used += CellBytes(row.head.num_floats());
     ASSERT_EQ((*pool)->stats().used_bytes, used);
   }
   EXPECT_GT(num_advances, rounds / 4) << "the process was killed before it did anything";

@@ -62,7 +62,7 @@ StatusOr<PoolHeader> ReadCopy(const Backing& backing, uint64_t number) {
 // The header of an extent as the file has it.
 struct Extent {
   uint64_t magic;
-  uint64_t slot_bytes;
+  uint64_t cell_bytes;
   uint64_t id;
   uint64_t check;
   uint64_t unused[4];
@@ -125,7 +125,7 @@ uint64_t DrawId() {
 Status WriteExtentHeader(uint64_t filling_id, uint64_t offset, const ExtentHeader& header,
                          Backing* backing) {
   Extent extent{.magic = kExtentMagic,
-                .slot_bytes = header.slot_bytes,
+                .cell_bytes = header.cell_bytes,
                 .id = header.id,
                 .check = 0,
                 .unused = {}};
@@ -142,7 +142,7 @@ StatusOr<std::optional<ExtentHeader>> ReadExtentHeader(uint64_t filling_id, uint
   if (extent.magic != kExtentMagic || extent.check != CheckOf(extent, filling_id, offset)) {
     return std::optional<ExtentHeader>();
   }
-  return std::optional(ExtentHeader{static_cast<uint32_t>(extent.slot_bytes), extent.id});
+  return std::optional(ExtentHeader{static_cast<uint32_t>(extent.cell_bytes), extent.id});
 }
 
 }  // namespace persia::pool

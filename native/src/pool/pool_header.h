@@ -2,7 +2,7 @@
 //
 // There are two copies, each with a sequence number and a checksum, written in turns: whatever
 // happens to the one that is being written, the other stays. Behind them lie extents, all of one
-// size; an extent begins with the size of its slots and a number that is drawn whenever it is given
+// size; an extent begins with the size of its cells and a number that is drawn whenever it is given
 // one. Records are valid with that number alone: what an extent has from before counts for nothing,
 // and need not be erased. Extents, in turn, are valid with the number of the pool's filling alone.
 #pragma once
@@ -47,9 +47,9 @@ Status WriteHeader(PoolHeader* header, Backing* backing);
 Status RaiseSize(uint64_t size_bytes, PoolHeader* header);
 
 struct ExtentHeader {
-  static constexpr uint64_t kBytes = 64;  // a cache line, so that slots begin on one
+  static constexpr uint64_t kBytes = 64;  // a cache line, so that cells begin on one
 
-  uint32_t slot_bytes = 0;
+  uint32_t cell_bytes = 0;
   uint64_t id = 0;  // a part of the seed of its records' checksums
 };
 // Draws an id of a pool, a filling or an extent. Random, not counted: a counter that is lost in a
@@ -58,7 +58,7 @@ uint64_t DrawId();
 // `offset` is where the extent begins. The header is flushed, and durable with the next Sync().
 Status WriteExtentHeader(uint64_t filling_id, uint64_t offset, const ExtentHeader& header,
                          Backing* backing);
-// Nothing where the extent has no slots, or has them of an earlier filling.
+// Nothing where the extent has no cells, or has them of an earlier filling.
 StatusOr<std::optional<ExtentHeader>> ReadExtentHeader(uint64_t filling_id, uint64_t offset,
                                                        const Backing& backing);
 

@@ -25,7 +25,7 @@ struct PoolReport {
   PoolInfo info;
   uint64_t num_living = 0;    // rows found; a whole pool has info.num_rows of them
   uint64_t num_ended = 0;     // versions of rows that recovery leaves out
-  uint64_t num_free = 0;      // slots without a whole record
+  uint64_t num_free = 0;      // cells without a whole record
   uint64_t num_repeated = 0;  // signs found more than once; a whole pool has none
   uint64_t num_unassigned_extents = 0;
   // Whether recovery would find every row of the checkpoint. A damaged record counts as free, so

@@ -9,7 +9,7 @@ namespace persia::pool {
 namespace {
 
 // What a thread finds in an extent; put together by one thread afterwards, in order.
-struct Extent {
+struct RecoveredExtent {
   Status status;
   std::optional<ExtentHeader> header;
   std::vector<uint64_t> free;
@@ -21,10 +21,10 @@ Status SetEnd(uint64_t address, uint64_t end, Backing* backing) {
   return backing->Write(address + offsetof(RowRecord, end), std::as_bytes(std::span(&end, 1)));
 }
 
-// Reads all slots of the extent. The number of versions that live is checked by the caller against
-// the header: a damaged record looks like a free slot.
+// Reads all cells of the extent. The number of versions that live is checked by the caller against
+// the header: a damaged record looks like a free cell.
 Status RecoverExtent(const PoolHeader& header, uint64_t offset, const VisitRows& visit,
-                     Backing* backing, Extent* extent) {
+                     Backing* backing, RecoveredExtent* extent) {
   PERSIA_ASSIGN_OR_RETURN(extent->header, ReadExtentHeader(header.filling_id, offset, *backing));
   if (!extent->header) return Status::Ok();
   std::vector<RecoveredRow> rows;
@@ -50,22 +50,22 @@ Status RecoverExtent(const PoolHeader& header, uint64_t offset, const VisitRows&
 }  // namespace
 
 StatusOr<uint64_t> RecoverRows(const PoolHeader& header, ThreadPool* threads,
-                               const VisitRows& visit, Backing* backing, SlotAllocator* slots,
+                               const VisitRows& visit, Backing* backing, CellAllocator* cells,
                                std::vector<uint64_t>* extent_ids) {
-  std::vector<Extent> extents(NumExtents(*backing, header));
+  std::vector<RecoveredExtent> extents(NumExtents(*backing, header));
   threads->For(extents.size(), [&](size_t i) {
     extents[i].status = RecoverExtent(header, ExtentOffset(header, i), visit, backing, &extents[i]);
     backing->Drain();  // of what this thread wrote
   });
   uint64_t num_rows = 0;
-  for (const Extent& extent : extents) {
+  for (const RecoveredExtent& extent : extents) {
     PERSIA_RETURN_IF_ERROR(extent.status);
     num_rows += extent.num_rows;
     extent_ids->push_back(extent.header ? extent.header->id : 0);
     if (extent.header) {
-      slots->AddExtent(extent.header->slot_bytes, extent.free);
+      cells->AddExtent(extent.header->cell_bytes, extent.free);
     } else {
-      slots->AddExtent();
+      cells->AddExtent();
     }
   }
   PERSIA_RETURN_IF_ERROR(backing->Sync());

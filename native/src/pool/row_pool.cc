@@ -21,10 +21,10 @@ Status RowPool::Fail(Status status) {
   return status;
 }
 
-// A slot never crosses the end of its extent.
+// A cell never crosses the end of its extent.
 Status RowPool::CheckSize(uint32_t dim, uint32_t state_floats) const {
   const uint64_t room = extent_bytes_ - ExtentHeader::kBytes;
-  if (dim != 0 && SlotBytes(size_t{dim} + state_floats) <= room) return Status::Ok();
+  if (dim != 0 && CellBytes(size_t{dim} + state_floats) <= room) return Status::Ok();
   return InvalidArgument(
       "a row of dim " + std::to_string(dim) + " with " + std::to_string(state_floats) +
       " floats of state does not fit an extent of the pool, which has " + std::to_string(room) +
@@ -41,28 +41,28 @@ Status RowPool::CheckWrite(const RowWrite& row) const {
   return Status::Ok();
 }
 
-// The caller holds mutex_. Extents are taken and the file grows only when no slot of the size is
+// The caller holds mutex_. Extents are taken and the file grows only when no cell of the size is
 // free.
-std::optional<uint64_t> RowPool::TakeSlot(uint32_t slot_bytes, Status* status) {
-  if (const auto address = slots_.Take(slot_bytes)) return address;
-  auto extent = slots_.Assign(slot_bytes);
+std::optional<uint64_t> RowPool::TakeCell(uint32_t cell_bytes, Status* status) {
+  if (const auto address = cells_.Take(cell_bytes)) return address;
+  auto extent = cells_.Assign(cell_bytes);
   if (!extent) {
-    const uint64_t size = slots_.end_of_extents() + extent_bytes_;
+    const uint64_t size = cells_.end_of_extents() + extent_bytes_;
     *status = size <= max_bytes_
                   ? backing_->Grow(size)
                   : ResourceExhausted("the pool is full: size_bytes is " +
                                       std::to_string(max_bytes_) + "; grow the pool");
     if (!status->ok()) return std::nullopt;
-    slots_.AddExtent();
-    extent = slots_.Assign(slot_bytes);
+    cells_.AddExtent();
+    extent = cells_.Assign(cell_bytes);
   }
-  *status = Fail(AssignExtent(*extent, slot_bytes));
-  return status->ok() ? slots_.Take(slot_bytes) : std::nullopt;
+  *status = Fail(AssignExtent(*extent, cell_bytes));
+  return status->ok() ? cells_.Take(cell_bytes) : std::nullopt;
 }
 
 // The id is a part of its rows' checksums: rows of an earlier use of the extent are not whole.
-Status RowPool::AssignExtent(uint64_t offset, uint32_t slot_bytes) {
-  const ExtentHeader header{.slot_bytes = slot_bytes, .id = DrawId()};
+Status RowPool::AssignExtent(uint64_t offset, uint32_t cell_bytes) {
+  const ExtentHeader header{.cell_bytes = cell_bytes, .id = DrawId()};
   extent_ids_[(offset - PoolHeader::kBytes) / extent_bytes_] = header.id;
   return WriteExtentHeader(filling_id_, offset, header, backing_.get());
 }
@@ -74,25 +74,25 @@ uint64_t RowPool::SeedOf(uint64_t address) const {
 }
 
 // A version that is written over was not there yet at any checkpoint, and the new one is part of
-// all that are to come: until one of these is committed, whatever the slot holds is undone.
-Status RowPool::TakeSlots(std::span<const RowWrite> rows, std::span<Version> replaced,
+// all that are to come: until one of these is committed, whatever the cell holds is undone.
+Status RowPool::TakeCells(std::span<const RowWrite> rows, std::span<Version> replaced,
                           std::span<uint64_t> addresses) {
   std::lock_guard lock(mutex_);
   for (const RowWrite& row : rows) PERSIA_RETURN_IF_ERROR(CheckWrite(row));
   for (size_t i = 0; i < rows.size(); ++i) {
     const RowHead& head = rows[i].head;
-    const auto slot_bytes = static_cast<uint32_t>(SlotBytes(head.num_floats()));
+    const auto cell_bytes = static_cast<uint32_t>(CellBytes(head.num_floats()));
     Version& old = replaced[i];
-    if (old.address != kNoAddress && slots_.slot_bytes(old.address) == slot_bytes &&
+    if (old.address != kNoAddress && cells_.cell_bytes(old.address) == cell_bytes &&
         !IsNeeded({old.address, old.record.head.version, head.version})) {
       addresses[i] = std::exchange(old.address, kNoAddress);
       continue;
     }
     Status status;
-    const auto address = TakeSlot(slot_bytes, &status);
+    const auto address = TakeCell(cell_bytes, &status);
     if (!address) {
       for (size_t j = 0; j < i; ++j) {
-        if (addresses[j] != rows[j].replaces) slots_.Free(addresses[j]);
+        if (addresses[j] != rows[j].replaces) cells_.Free(addresses[j]);
       }
       return status;
     }
@@ -115,18 +115,18 @@ void RowPool::CountRows(uint64_t version, int64_t count) {
   new_rows_ += count;
 }
 
-// Without mutex_: slots are taken, and no other call knows them yet.
+// Without mutex_: cells are taken, and no other call knows them yet.
 Status RowPool::WriteRecords(std::span<const RowWrite> rows, std::span<const uint64_t> addresses) {
-  std::vector<std::byte> slot;
+  std::vector<std::byte> cell;
   for (size_t i = 0; i < rows.size(); ++i) {
-    slot.resize(SlotBytes(rows[i].head.num_floats()));
-    EncodeRecord(rows[i].head, rows[i].values, SeedOf(addresses[i]), slot);
-    PERSIA_RETURN_IF_ERROR(backing_->Write(addresses[i], slot));
+    cell.resize(CellBytes(rows[i].head.num_floats()));
+    EncodeRecord(rows[i].head, rows[i].values, SeedOf(addresses[i]), cell);
+    PERSIA_RETURN_IF_ERROR(backing_->Write(addresses[i], cell));
   }
   return Status::Ok();
 }
 
-// Drained before Release(): a slot may be used again only when the end of its old version has left
+// Drained before Release(): a cell may be used again only when the end of its old version has left
 // the processor's caches.
 Status RowPool::Write(std::span<const RowWrite> rows, std::span<uint64_t> addresses) {
   PERSIA_RETURN_IF_ERROR(CheckHealth());
@@ -139,7 +139,7 @@ Status RowPool::Write(std::span<const RowWrite> rows, std::span<uint64_t> addres
   std::vector<Version>& replaced = *found;
   // In this order: until a record is whole the version before is the row's, so a crash in between
   // leaves each row once.
-  PERSIA_RETURN_IF_ERROR(TakeSlots(rows, replaced, addresses));
+  PERSIA_RETURN_IF_ERROR(TakeCells(rows, replaced, addresses));
   PERSIA_RETURN_IF_ERROR(Fail(WriteRecords(rows, addresses)));
   std::vector<Ended> ended;
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -151,7 +151,7 @@ Status RowPool::Write(std::span<const RowWrite> rows, std::span<uint64_t> addres
   return Status::Ok();
 }
 
-// Only ends the version, whose slot is kept as long as a checkpoint may need it.
+// Only ends the version, whose cell is kept as long as a checkpoint may need it.
 Status RowPool::Remove(std::span<const RowRemoval> rows) {
   PERSIA_RETURN_IF_ERROR(CheckHealth());
   auto living = FindLiving(rows);
@@ -189,7 +189,7 @@ Status RowPool::Clear() {
   new_rows_ = 0;
   pending_.clear();
   kept_.clear();
-  slots_.ForgetAll();
+  cells_.ForgetAll();
   return Status::Ok();
 }
 
@@ -243,7 +243,7 @@ void RowPool::Release(std::span<const Ended> ended) {
     if (IsNeeded(version)) {
       kept_.push_back(version);
     } else {
-      slots_.Free(version.address);
+      cells_.Free(version.address);
     }
   }
 }
@@ -251,29 +251,29 @@ void RowPool::Release(std::span<const Ended> ended) {
 // A mapped row is checked and copied from where it lies: one copy, not two.
 Status RowPool::Read(uint64_t address, uint64_t sign, RowHead* head,
                      std::span<float> values) const {
-  const size_t slot_bytes = SlotBytes(values.size());
+  const size_t cell_bytes = CellBytes(values.size());
   thread_local std::vector<std::byte> copy;
   const std::byte* mapped =
-      address + slot_bytes <= backing_->size() ? backing_->Mapped(address) : nullptr;
+      address + cell_bytes <= backing_->size() ? backing_->Mapped(address) : nullptr;
   if (mapped == nullptr) {
-    copy.resize(slot_bytes);
+    copy.resize(cell_bytes);
     PERSIA_RETURN_IF_ERROR(backing_->Read(address, copy));
     mapped = copy.data();
   }
-  if (Decode({mapped, slot_bytes}, address, sign, head, values)) return Status::Ok();
+  if (Decode({mapped, cell_bytes}, address, sign, head, values)) return Status::Ok();
   return Corruption("the row of sign " + std::to_string(sign) + " at offset " +
                     std::to_string(address) + " of the pool is damaged; load a checkpoint");
 }
 
-bool RowPool::Decode(std::span<const std::byte> slot, uint64_t address, uint64_t sign,
+bool RowPool::Decode(std::span<const std::byte> cell, uint64_t address, uint64_t sign,
                      RowHead* head, std::span<float> values) const {
   RowRecord record;
-  if (!DecodeRecord(slot, SeedOf(address), &record) || record.head.sign != sign ||
+  if (!DecodeRecord(cell, SeedOf(address), &record) || record.head.sign != sign ||
       record.head.num_floats() != values.size()) {
     return false;
   }
   *head = record.head;
-  std::copy_n(reinterpret_cast<const float*>(slot.data() + sizeof(record)), values.size(),
+  std::copy_n(reinterpret_cast<const float*>(cell.data() + sizeof(record)), values.size(),
               values.begin());
   return true;
 }
@@ -300,7 +300,7 @@ std::vector<ReadPiece> PiecesOf(std::span<Row> rows, BytesOf bytes_of) {
 
 void RowPool::ReadMany(std::span<RowRead> rows) const {
   const auto pieces =
-      PiecesOf(rows, [](const RowRead& row) { return SlotBytes(row.values.size()); });
+      PiecesOf(rows, [](const RowRead& row) { return CellBytes(row.values.size()); });
   const bool are_read = backing_->ReadMany(pieces).ok();
   for (size_t i = 0; i < rows.size(); ++i) {
     RowRead& row = rows[i];
@@ -311,7 +311,7 @@ void RowPool::ReadMany(std::span<RowRead> rows) const {
 // What is read is not looked at: only the page cache is warmed.
 void RowPool::BringNear(std::span<const Place> rows) const {
   static_cast<void>(backing_->ReadMany(
-      PiecesOf(rows, [](const Place& row) { return SlotBytes(row.num_floats); })));
+      PiecesOf(rows, [](const Place& row) { return CellBytes(row.num_floats); })));
 }
 
 Status RowPool::BeginCheckpoint(uint64_t batch) {
@@ -388,7 +388,7 @@ void RowPool::NoteCheckpoints() {
   last_checkpoint_ = pending_.empty() ? committed_.load() : pending_.back().batch;
   std::erase_if(kept_, [&](const Ended& version) {
     if (IsNeeded(version)) return false;
-    slots_.Free(version.address);
+    cells_.Free(version.address);
     return true;
   });
 }
@@ -419,10 +419,10 @@ bool RowPool::HasRowsInCheckpoints() const {
 
 PoolStats RowPool::stats() const {
   std::lock_guard lock(mutex_);
-  return {.size_bytes = slots_.end_of_extents(),
+  return {.size_bytes = cells_.end_of_extents(),
           .max_bytes = max_bytes_,
-          .used_bytes = slots_.used_bytes(),
-          .memory_bytes = slots_.memory_bytes() + kept_.capacity() * sizeof(Ended),
+          .used_bytes = cells_.used_bytes(),
+          .memory_bytes = cells_.memory_bytes() + kept_.capacity() * sizeof(Ended),
           .num_kept = kept_.size(),
           .committed = committed_,
           .num_pending = static_cast<uint32_t>(pending_.size())};

@@ -1,7 +1,7 @@
 // RowPool: rows on a device, by address, in versions, and the checkpoints they can go back to.
 //
-// What a checkpoint may need is never changed in place: Write() puts a new version into a free slot
-// and ends the one it replaces (row_record.h). The slot of an ended version is free again once no
+// What a checkpoint may need is never changed in place: Write() puts a new version into a free cell
+// and ends the one it replaces (row_record.h). The cell of an ended version is free again once no
 // checkpoint can need it; where none can need it already, the new version is written over it.
 //
 // Checkpoints are batch numbers, and so are versions: a version belongs to every checkpoint from
@@ -21,7 +21,7 @@
 // Write() never wait for a sync.
 //
 // Errors: after an error of the device nothing more is written or committed, and all such calls
-// fail with kIOError: what was committed stays. Memory is the free list, some 8 bytes a free slot,
+// fail with kIOError: what was committed stays. Memory is the free list, some 8 bytes a free cell,
 // and what PoolStats::num_kept counts.
 #pragma once
 
@@ -36,10 +36,10 @@
 
 #include "base/status.h"
 #include "pool/backing.h"
+#include "pool/cell_allocator.h"
 #include "pool/pool_header.h"
 #include "pool/recovery.h"
 #include "pool/row_record.h"
-#include "pool/slot_allocator.h"
 
 namespace persia::pool {
 
@@ -48,7 +48,7 @@ enum class PoolKind : uint8_t { kFile, kPmem };
 struct PoolOptions {
   PoolKind kind = PoolKind::kFile;
   uint64_t size_bytes = 0;  // that the pool may grow to; 0, of a pool that is there: as it was made
-  // By which a new pool grows. An extent has slots of one size, so that pools of rows of many sizes
+  // By which a new pool grows. An extent has cells of one size, so that pools of rows of many sizes
   // waste up to an extent for each.
   uint64_t extent_bytes = uint64_t{16} << 20;
   bool syncs = true;         // kind file: commits wait for the device
@@ -98,8 +98,8 @@ struct PreparedCheckpoint {
 struct PoolStats {
   uint64_t size_bytes = 0;    // of the file
   uint64_t max_bytes = 0;     // that it may grow to
-  uint64_t used_bytes = 0;    // of slots with versions that are needed
-  uint64_t memory_bytes = 0;  // of lists of free slots, and of the versions that follow
+  uint64_t used_bytes = 0;    // of cells with versions that are needed
+  uint64_t memory_bytes = 0;  // of lists of free cells, and of the versions that follow
   uint64_t num_kept = 0;      // versions that have ended and are kept for a checkpoint
   uint64_t committed = 0;
   uint32_t num_pending = 0;
@@ -127,8 +127,8 @@ class RowPool {
 
   // Writes versions; addresses[i] is where rows[i] is from now on. The versions that they replace
   // must be living ones. Nothing is durable before a Commit() that the versions belong to.
-  // kResourceExhausted: the pool or the device is full; then nothing was written, and the call may
-  // be repeated once a commit has freed slots. kCorruption: a replaced version is not there.
+  // kResourceExhausted: the pool or the device is full; nothing was written, and the call may
+  // succeed after a commit, which frees cells. kCorruption: a replaced version is not there.
   Status Write(std::span<const RowWrite> rows, std::span<uint64_t> addresses);
   // Ends the rows' versions; needs no room. As durable as Write().
   Status Remove(std::span<const RowRemoval> rows);
@@ -157,7 +157,7 @@ class RowPool {
   // Before some tens of rows of so many floats are read, or replaced: their cache misses overlap.
   // Does nothing where rows are not mapped memory.
   void Touch(uint64_t address, size_t num_floats) const {
-    backing_->Touch(address, SlotBytes(num_floats));
+    backing_->Touch(address, CellBytes(num_floats));
   }
   // Whether rows are mapped memory: then reads take less than a microsecond, and ReadMany() and
   // BringNear() gain nothing.
@@ -170,7 +170,7 @@ class RowPool {
   // pending.
   Status BeginCheckpoint(uint64_t batch);
   // Commits the oldest pending one, after all versions up to it were written. Durable when it
-  // returns; frees the slots that only the checkpoint before needed. kInvalidArgument: `batch` is
+  // returns; frees the cells that only the checkpoint before needed. kInvalidArgument: `batch` is
   // not the oldest pending one, as when Clear() or DropCheckpoint() came first.
   Status Commit(uint64_t batch);
   // Makes all of it durable without committing it: that is for the caller to decide, here or, where
@@ -210,18 +210,18 @@ class RowPool {
 
   Status CheckWrite(const RowWrite& row) const;
   // Finds the rows' addresses; versions that are written over are no longer in `replaced`. All rows
-  // get a slot or none does.
-  Status TakeSlots(std::span<const RowWrite> rows, std::span<Version> replaced,
+  // get a cell or none does.
+  Status TakeCells(std::span<const RowWrite> rows, std::span<Version> replaced,
                    std::span<uint64_t> addresses);
-  std::optional<uint64_t> TakeSlot(uint32_t slot_bytes, Status* status);
-  Status AssignExtent(uint64_t offset, uint32_t slot_bytes);
+  std::optional<uint64_t> TakeCell(uint32_t cell_bytes, Status* status);
+  Status AssignExtent(uint64_t offset, uint32_t cell_bytes);
   uint64_t SeedOf(uint64_t address) const;
   Status WriteRecords(std::span<const RowWrite> rows, std::span<const uint64_t> addresses);
   // The living versions at the addresses of rows, kNoAddress being none; row.version is the one
   // that comes after it.
   StatusOr<std::vector<Version>> FindLiving(std::span<const RowRemoval> rows) const;
-  // Whether the slot's bytes are the row of the sign; then the row is in *head and `values`.
-  bool Decode(std::span<const std::byte> slot, uint64_t address, uint64_t sign, RowHead* head,
+  // Whether the cell's bytes are the row of the sign; then the row is in *head and `values`.
+  bool Decode(std::span<const std::byte> cell, uint64_t address, uint64_t sign, RowHead* head,
               std::span<float> values) const;
   // Writes the version's end and adds it to *ended, for Release() once all are drained.
   Status End(const Version& version, uint64_t end, std::vector<Ended>* ended);
@@ -248,7 +248,7 @@ class RowPool {
   std::atomic<bool> has_failed_{false};
 
   mutable std::mutex mutex_;  // guards what follows, up to kept_
-  SlotAllocator slots_;
+  CellAllocator cells_;
   // Written under mutex_, read without: once for each row that a store with a tier changes.
   std::atomic<uint64_t> committed_;
   std::atomic<uint64_t> last_checkpoint_;

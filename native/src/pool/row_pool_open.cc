@@ -62,7 +62,7 @@ RowPool::RowPool(std::unique_ptr<Backing> backing, const PoolOptions& options, P
       filling_id_(header.filling_id),
       extent_bytes_(header.extent_bytes),
       max_bytes_(header.size_bytes),
-      slots_(PoolHeader::kBytes, header.extent_bytes),
+      cells_(PoolHeader::kBytes, header.extent_bytes),
       committed_(header.committed),
       last_checkpoint_(header.committed),
       newest_(header.committed),
@@ -125,7 +125,7 @@ StatusOr<std::unique_ptr<RowPool>> RowPool::Recover(std::unique_ptr<Backing> bac
   std::vector<uint64_t> extent_ids;
   PERSIA_ASSIGN_OR_RETURN(
       const uint64_t num_rows,
-      RecoverRows(header, &threads, visit, pool->backing_.get(), &pool->slots_, &extent_ids));
+      RecoverRows(header, &threads, visit, pool->backing_.get(), &pool->cells_, &extent_ids));
   std::copy(extent_ids.begin(), extent_ids.end(), pool->extent_ids_.get());
   if (num_rows != header.num_rows) {
     return Corruption("the pool had " + std::to_string(header.num_rows) +

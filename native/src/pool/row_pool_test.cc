@@ -419,7 +419,7 @@ TEST_P(RowPoolTest, KnowsWhetherCheckpointsHaveRows) {
   EXPECT_FALSE(pool_->HasRowsInCheckpoints());
 }
 
-TEST_P(RowPoolTest, CountsTheMemoryOfFreeSlotsAndKeptVersions) {
+TEST_P(RowPoolTest, CountsTheMemoryOfFreeCellsAndKeptVersions) {
   Create();
   constexpr uint64_t kRows = 1000;
   std::vector<uint64_t> addresses;

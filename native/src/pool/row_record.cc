@@ -9,37 +9,37 @@
 namespace persia::pool {
 namespace {
 
-constexpr size_t kCheckedFrom = offsetof(RowRecord, head);
+constexpr size_t kRowCheckedFrom = offsetof(RowRecord, head);
 
-uint64_t CheckOf(const std::byte* slot, size_t num_floats, uint64_t seed) {
+uint64_t CheckOf(const std::byte* cell, size_t num_floats, uint64_t seed) {
   const size_t bytes = sizeof(RowHead) + num_floats * sizeof(float);
-  return XXH3_64bits_withSeed(slot + kCheckedFrom, bytes, seed);
+  return XXH3_64bits_withSeed(cell + kRowCheckedFrom, bytes, seed);
 }
 
 }  // namespace
 
 void EncodeRecord(const RowHead& head, const float* values, uint64_t seed,
-                  std::span<std::byte> slot) {
+                  std::span<std::byte> cell) {
   const size_t value_bytes = head.num_floats() * sizeof(float);
   RowRecord record{.check = 0, .end = 0, .head = head};
-  std::memcpy(slot.data(), &record, sizeof(record));
-  std::memcpy(slot.data() + sizeof(record), values, value_bytes);
+  std::memcpy(cell.data(), &record, sizeof(record));
+  std::memcpy(cell.data() + sizeof(record), values, value_bytes);
   const size_t used = sizeof(record) + value_bytes;
-  std::memset(slot.data() + used, 0, slot.size() - used);
-  // The check covers the head as it lies in the slot, so the slot is written first.
-  record.check = CheckOf(slot.data(), head.num_floats(), seed);
+  std::memset(cell.data() + used, 0, cell.size() - used);
+  // The check is computed over the cell's bytes, so head and values are copied there first.
+  record.check = CheckOf(cell.data(), head.num_floats(), seed);
   record.end = record.EndAt(RowRecord::kNever);
-  std::memcpy(slot.data(), &record, kCheckedFrom);
+  std::memcpy(cell.data(), &record, kRowCheckedFrom);
 }
 
 // The bytes may be anything: an old record, or one that a crash left half written. Nothing is read
-// beyond the slot before its length was checked.
-bool DecodeRecord(std::span<const std::byte> slot, uint64_t seed, RowRecord* record) {
-  std::memcpy(record, slot.data(), sizeof(*record));
+// beyond the cell before its length was checked.
+bool DecodeRecord(std::span<const std::byte> cell, uint64_t seed, RowRecord* record) {
+  std::memcpy(record, cell.data(), sizeof(*record));
   if (record->head.dim == 0) return false;
   const size_t num_floats = record->head.num_floats();
-  return sizeof(*record) + num_floats * sizeof(float) <= slot.size() &&
-         record->check == CheckOf(slot.data(), num_floats, seed);
+  return sizeof(*record) + num_floats * sizeof(float) <= cell.size() &&
+         record->check == CheckOf(cell.data(), num_floats, seed);
 }
 
 }  // namespace persia::pool

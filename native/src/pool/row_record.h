@@ -1,12 +1,12 @@
-// RowRecord: one version of one row, as it lies in a slot.
+// RowRecord: the layout of one version of one row in a cell.
 //
 // A version lives from the batch that made it up to the batch that replaced it by another or
-// removed the row: as of checkpoint c, a row is the version with `version` <= c < `end`. So each
-// slot tells by itself whether recovery takes it, and slots need no order between them.
+// removed the row: as of checkpoint c, a row is the version with `version` <= c < `end`. So
+// recovery decides about each cell from its record alone, in any order.
 //
 // `check` covers all but `end`, which is written once more, on its own, when the version ends: 8
 // bytes, which no failure tears. `end` carries a tag from `check` above the batch's number, for a
-// slot is used again: where a failure leaves the old record with an `end` that was meant for the
+// cell is used again: where a failure leaves the old record with an `end` that was meant for the
 // new one, the old one must not seem to live again. (Both lie in the same 16 bytes, so processors
 // and disks do not mix them; then the tag is not even needed.)
 #pragma once
@@ -44,18 +44,18 @@ struct RowRecord {
 };
 static_assert(sizeof(RowRecord) == 48);
 
-// Bytes of a slot for rows of so many floats: whole 16 bytes.
-inline size_t SlotBytes(size_t num_floats) {
+// Bytes of a cell for rows of so many floats: whole 16 bytes.
+inline size_t CellBytes(size_t num_floats) {
   return (sizeof(RowRecord) + num_floats * sizeof(float) + 15) / 16 * 16;
 }
 
-// The slot's own: a record is valid only where it was written, and while its extent has its number.
+// The cell's own: a record is valid only where it was written, and while its extent has its number.
 inline uint64_t RecordSeed(uint64_t extent_id, uint64_t address) { return extent_id ^ address; }
 
-// Fills the slot's bytes from the front; the rest is zero.
+// Fills the cell's bytes from the front; the rest is zero.
 void EncodeRecord(const RowHead& head, const float* values, uint64_t seed,
-                  std::span<std::byte> slot);
+                  std::span<std::byte> cell);
 // Whether the bytes are a whole record that fits them; then its beginning is in *record.
-bool DecodeRecord(std::span<const std::byte> slot, uint64_t seed, RowRecord* record);
+bool DecodeRecord(std::span<const std::byte> cell, uint64_t seed, RowRecord* record);
 
 }  // namespace persia::pool

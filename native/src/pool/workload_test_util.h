@@ -40,7 +40,7 @@ struct Job {
     for (const auto& [sign, removes] : changes) all.push_back({sign, removes});
     return all;
   }
-  // Three sizes of slots.
+  // Three sizes of cells.
   RowHead Head(uint64_t sign, uint64_t version) const {
     const auto dim = static_cast<uint32_t>(4 + 8 * (sign % 3));
     return {sign, version, dim, dim / 2, static_cast<uint32_t>(version * 7 + sign), 1};

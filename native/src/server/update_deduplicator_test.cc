@@ -13,14 +13,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-Clock::time_point Soon() { return Clock::now() + std::chrono::seconds(30); }
+Clock::time_point Later() { return Clock::now() + std::chrono::seconds(30); }
 
 class UpdateDeduplicatorTest : public ::testing::Test {
  protected:
   // Sends the key; the reply's staleness tells which application it comes from.
   uint64_t Send(const BatchKey& key, bool* repeated) {
-    auto reply =
-        updates_.Once(key, Soon(), [this] { return UpdateResult{++num_applied_, 0, 0}; }, repeated);
+    auto reply = updates_.Once(
+        key, Later(), [this] { return UpdateResult{++num_applied_, 0, 0}; }, repeated);
     return reply.ok() ? reply->staleness : 0;
   }
   bool Repeated(const BatchKey& key) {
@@ -52,7 +52,7 @@ TEST_F(UpdateDeduplicatorTest, WorkersDoNotShareReferences) {
 TEST_F(UpdateDeduplicatorTest, AnUpdateThatThrowsMayBeTriedAgain) {
   bool repeated = true;
   const auto reply = updates_.Once(
-      {1, 1}, Soon(), []() -> StatusOr<UpdateResult> { throw std::bad_alloc(); }, &repeated);
+      {1, 1}, Later(), []() -> StatusOr<UpdateResult> { throw std::bad_alloc(); }, &repeated);
   EXPECT_EQ(reply.status().code(), StatusCode::kInternal);
   EXPECT_FALSE(repeated);
   EXPECT_EQ(Send({1, 1}, &repeated), 1u);
@@ -77,7 +77,7 @@ TEST_F(UpdateDeduplicatorTest, LeastRecentlyUsedWorkerIsForgotten) {
 TEST_F(UpdateDeduplicatorTest, FailureIsNotRemembered) {
   bool repeated = false;
   auto failed = updates_.Once(
-      {1, 1}, Soon(), [] { return StatusOr<UpdateResult>(FailedPrecondition("not yet")); },
+      {1, 1}, Later(), [] { return StatusOr<UpdateResult>(FailedPrecondition("not yet")); },
       &repeated);
   EXPECT_EQ(failed.status().code(), StatusCode::kFailedPrecondition);
   EXPECT_FALSE(Repeated({1, 1}));
@@ -90,7 +90,7 @@ TEST_F(UpdateDeduplicatorTest, RepetitionGivesUpAtItsDeadlineWhileTheFirstIsAppl
   std::thread first([&] {
     bool repeated = false;
     auto reply = updates_.Once(
-        {1, 1}, Soon(),
+        {1, 1}, Later(),
         [&] {
           entered.set_value();
           release.get_future().wait();

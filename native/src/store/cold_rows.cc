@@ -2,9 +2,9 @@
 
 namespace persia::store {
 
-void ColdReads::Add(uint64_t key, const ColdCell& cell, uint32_t mark) {
-  const size_t num_floats = size_t{cell.dim} + cell.state_floats;
-  reads_.push_back({.address = cell.address, .sign = SignOfKey(key)});
+void ColdReads::Add(uint64_t key, const ColdRow& cold, uint32_t mark) {
+  const size_t num_floats = size_t{cold.dim} + cold.state_floats;
+  reads_.push_back({.address = cold.address, .sign = SignOfKey(key)});
   added_.push_back({key, num_floats, mark});
   num_floats_ += num_floats;
 }

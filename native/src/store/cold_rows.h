@@ -1,8 +1,8 @@
 // Where a store with a tier keeps each of its rows, and reads of cold rows.
 //
-// A resident row has a cell behind its state: the address of its older version in the tier, and
-// whether the tier lacks the present one. A cold row is a slot of a ColdShape: eight bytes with its
-// address, in slabs whose shape says how large the row is. The slot's dim is 0, which no request
+// A resident row has a HotRow behind its state: the address of its older version in the tier, and
+// whether the tier lacks the present one. A cold row is a cell of a ColdShape: eight bytes with its
+// address, in slabs whose shape says how large the row is. The cell's dim is 0, which no request
 // has: code that looks for resident rows takes a cold one for missing, at no cost to stores without
 // a tier.
 #pragma once
@@ -21,12 +21,12 @@
 
 namespace persia::store {
 
-struct HotCell {
+struct HotRow {
   uint64_t address;  // in the pool, or pool::kNoAddress
   uint64_t unsaved;  // the batch that made the values, where the pool does not have them; else 0
 };
-struct ColdCell {
-  uint64_t address;  // the cell itself; the others are the slab's to say
+struct ColdRow {
+  uint64_t address;  // all that the cell holds; the others are the slab's to say
   uint32_t dim;
   uint32_t state_floats;
 };
@@ -38,9 +38,9 @@ inline constexpr size_t kColdRowsAtATime = 16;
 // are hardly faster (pool_bench).
 inline constexpr size_t kAheadAtATime = 128;
 
-inline constexpr uint32_t kCellFloats = 4;
-static_assert(sizeof(HotCell) == kCellFloats * sizeof(float));
-inline constexpr uint64_t kColdBytes = sizeof(ColdCell::address);
+inline constexpr uint32_t kHotRowFloats = 4;
+static_assert(sizeof(HotRow) == kHotRowFloats * sizeof(float));
+inline constexpr uint64_t kColdBytes = sizeof(ColdRow::address);
 
 // The label carries what the cell has no room for: cold rows of one size share slabs.
 inline RowShape ColdShape(uint32_t dim, uint32_t state_floats) {
@@ -49,46 +49,46 @@ inline RowShape ColdShape(uint32_t dim, uint32_t state_floats) {
           .label = uint64_t{dim} << 32 | state_floats};
 }
 
-// Only where there is a tier: elsewhere no slot has dim 0.
-inline bool IsCold(const RowSlabs& slabs, uint32_t slot) { return slabs.dim(slot) == 0; }
+// Only where there is a tier: elsewhere no cell has dim 0.
+inline bool IsCold(const RowSlabs& slabs, uint32_t cell) { return slabs.dim(cell) == 0; }
 
-// The slot must be cold.
-inline ColdCell ColdCellOf(const RowSlabs& slabs, uint32_t slot) {
-  const uint64_t label = slabs.shape(slot).label;
-  ColdCell cell = {0, static_cast<uint32_t>(label >> 32), static_cast<uint32_t>(label)};
-  std::memcpy(&cell.address, slabs.values(slot), sizeof(cell.address));
-  return cell;
+// The cell must be cold.
+inline ColdRow ColdRowOf(const RowSlabs& slabs, uint32_t cell) {
+  const uint64_t label = slabs.shape(cell).label;
+  ColdRow cold = {0, static_cast<uint32_t>(label >> 32), static_cast<uint32_t>(label)};
+  std::memcpy(&cold.address, slabs.values(cell), sizeof(cold.address));
+  return cold;
 }
-// kNoSlot: there is no memory.
-[[nodiscard]] inline uint32_t AllocateCold(const ColdCell& cell, RowSlabs* slabs) {
-  const RowShape shape = ColdShape(cell.dim, cell.state_floats);
-  const uint32_t slot = slabs->Allocate(slabs->FindOrAddPool(shape));
-  if (slot != RowSlabs::kNoSlot) {
-    std::memcpy(slabs->values(slot), &cell.address, sizeof(cell.address));
+// kNoCell: there is no memory.
+[[nodiscard]] inline uint32_t AllocateCold(const ColdRow& cold, RowSlabs* slabs) {
+  const RowShape shape = ColdShape(cold.dim, cold.state_floats);
+  const uint32_t cell = slabs->Allocate(slabs->FindOrAddPool(shape));
+  if (cell != RowSlabs::kNoCell) {
+    std::memcpy(slabs->values(cell), &cold.address, sizeof(cold.address));
   }
-  return slot;
-}
-// The slot must be resident, and its shape have kCellFloats behind the state.
-inline float* HotCellAt(const RowSlabs& slabs, uint32_t slot) {
-  const RowShape& shape = slabs.shape(slot);
-  return slabs.values(slot) + shape.dim + shape.state_floats;
-}
-inline HotCell HotCellOf(const RowSlabs& slabs, uint32_t slot) {
-  HotCell cell;
-  std::memcpy(&cell, HotCellAt(slabs, slot), sizeof(cell));
   return cell;
 }
-inline void SetCell(const RowSlabs& slabs, uint32_t slot, const HotCell& cell) {
-  std::memcpy(HotCellAt(slabs, slot), &cell, sizeof(cell));
+// The cell must be resident, and its shape have kHotRowFloats behind the state.
+inline float* HotRowAt(const RowSlabs& slabs, uint32_t cell) {
+  const RowShape& shape = slabs.shape(cell);
+  return slabs.values(cell) + shape.dim + shape.state_floats;
+}
+inline HotRow HotRowOf(const RowSlabs& slabs, uint32_t cell) {
+  HotRow hot;
+  std::memcpy(&hot, HotRowAt(slabs, cell), sizeof(hot));
+  return hot;
+}
+inline void SetHotRow(const RowSlabs& slabs, uint32_t cell, const HotRow& hot) {
+  std::memcpy(HotRowAt(slabs, cell), &hot, sizeof(hot));
 }
 
 // Reads the row of a cold entry; *values becomes as large as the row. kCorruption: the tier has
 // another row there.
 inline Status ReadCold(const pool::RowPool& pool, const SignIndex::Entry& entry,
                        const RowSlabs& slabs, pool::RowHead* head, std::vector<float>* values) {
-  const ColdCell cell = ColdCellOf(slabs, entry.slot);
-  values->resize(size_t{cell.dim} + cell.state_floats);
-  return pool.Read(cell.address, SignOfKey(entry.key), head, *values);
+  const ColdRow cold = ColdRowOf(slabs, entry.cell);
+  values->resize(size_t{cold.dim} + cold.state_floats);
+  return pool.Read(cold.address, SignOfKey(entry.key), head, *values);
 }
 
 // Counts writes of a shard's rows to the tier, many rows to a counter. A read that was issued
@@ -121,7 +121,7 @@ class ColdReads {
   }
   bool is_empty() const { return reads_.empty(); }
   // `mark` is RowMarks' for the key. With the shard's mutex held.
-  void Add(uint64_t key, const ColdCell& cell, uint32_t mark);
+  void Add(uint64_t key, const ColdRow& cold, uint32_t mark);
   // Without the mutex.
   void ReadFrom(const pool::RowPool& pool);
   // The row of the key as the tier stores it now, by the shard's marks; null: it was not added, not

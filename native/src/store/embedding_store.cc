@@ -137,7 +137,7 @@ Status EmbeddingStore::NumUpdates(std::span<const uint64_t> signs,
     const RowSlabs& slabs = shard.table().slabs();
     const SignIndex::Entry* entry = shard.table().index().Find(key);
     counts[i] =
-        entry == nullptr ? 0 : UpdateCountOf(slabs.values(entry->slot), slabs.shape(entry->slot));
+        entry == nullptr ? 0 : UpdateCountOf(slabs.values(entry->cell), slabs.shape(entry->cell));
   }
   return Status::Ok();
 }

@@ -148,7 +148,7 @@ TEST(LookupTest, AnotherDimResetsTheOptimizerState) {
   Lookup(*store, {1}, 4);
   for (int i = 0; i < 5; ++i) Update(*store, {1}, 4, {1, 2, 3, 4});
   Lookup(*store, {1}, 8);
-  Lookup(*store, {1}, 4);  // takes the slot that the first row had
+  Lookup(*store, {1}, 4);  // takes the cell that the first row had
   Lookup(*fresh, {1}, 4);
   for (EmbeddingStore* s : {store.get(), fresh.get()}) Update(*s, {1}, 4, {1, -1, 1, -1});
   EXPECT_EQ(Peek(*store, {1}, 4), Peek(*fresh, {1}, 4));

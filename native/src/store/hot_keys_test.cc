@@ -24,7 +24,7 @@ TEST(HotKeysTest, ForgetsWhatHasGoneAndGivesTheOthersInOrderOnce) {
   EXPECT_EQ(all(each), (std::vector<uint64_t>{3, 5, 8}));
   for (const uint64_t key : {8, 1, 9}) keys.Add(key << 32);
   EXPECT_EQ(keys.size(), 6u);
-  EXPECT_EQ(all([](const SignIndex::Entry& entry) { return entry.slot != 5; }),
+  EXPECT_EQ(all([](const SignIndex::Entry& entry) { return entry.cell != 5; }),
             (std::vector<uint64_t>{1, 3, 8, 9}));
   EXPECT_EQ(all(each), (std::vector<uint64_t>{1, 3, 8, 9}));  // 5 was not there a moment ago
   EXPECT_EQ(keys.size(), 4u);

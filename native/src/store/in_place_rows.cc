@@ -9,7 +9,7 @@
 namespace persia::store {
 namespace {
 
-constexpr uint32_t kNoSlot = RowSlabs::kNoSlot;
+constexpr uint32_t kNoCell = RowSlabs::kNoCell;
 // Keys whose places in the index are brought into the cache together.
 constexpr size_t kInsertBlock = 256;
 
@@ -96,16 +96,16 @@ void InPlaceRows::Find(const SignRows& rows, const float* zeros,
       },
       [&](size_t i, const SignIndex::Entry* entry) {
         const RowSlabs& slabs = *shards_[rows.handles[i].shard].slabs;
-        return slabs.dim(entry->slot) == rows.dim ? slabs.values(entry->slot) : nullptr;
+        return slabs.dim(entry->cell) == rows.dim ? slabs.values(entry->cell) : nullptr;
       },
       [&](size_t i, SignIndex::Entry* entry, const float* row) {
         if (row == nullptr) {
-          rows.handles[i].slot = kNoSlot;
+          rows.handles[i].cell = kNoCell;
           rows.values[i] = zeros;
           missing->push_back(static_cast<uint32_t>(i));
           return;
         }
-        rows.handles[i].slot = entry->slot;
+        rows.handles[i].cell = entry->cell;
         rows.values[i] = row;
         if (!trains) return;
         const ShardView& shard = shards_[rows.handles[i].shard];
@@ -126,7 +126,7 @@ void InPlaceRows::FindForReading(const SignRows& rows, const float* zeros) const
       [&](size_t i) { return std::pair(SignKey(rows.signs[i]), shard_of(i).index); },
       [&](size_t i, const SignIndex::Entry* entry) {
         const RowSlabs& slabs = *shard_of(i).slabs;
-        return slabs.dim(entry->slot) == rows.dim ? slabs.values(entry->slot) : nullptr;
+        return slabs.dim(entry->cell) == rows.dim ? slabs.values(entry->cell) : nullptr;
       },
       [&](size_t i, const SignIndex::Entry*, const float* row) {
         rows.values[i] = row == nullptr ? zeros : row;
@@ -162,10 +162,10 @@ Status InPlaceRows::Insert(uint32_t shard_number, std::span<const MissingRow> mi
   if (room != Shard::Room::kEnough) return NoRoom(room, table.capacity(), num_shards());
   for (const MissingRow& row : admitted) {
     const SignRows& rows = *row.rows;
-    const uint32_t slot = shard.Insert(SignKey(rows.signs[row.index]), rows.dim, report);
-    if (slot == kNoSlot) return OutOfMemory(table);
-    rows.handles[row.index].slot = slot;
-    rows.values[row.index] = table.slabs().values(slot);
+    const uint32_t cell = shard.Insert(SignKey(rows.signs[row.index]), rows.dim, report);
+    if (cell == kNoCell) return OutOfMemory(table);
+    rows.handles[row.index].cell = cell;
+    rows.values[row.index] = table.slabs().values(cell);
   }
   return Status::Ok();
 }
@@ -187,18 +187,18 @@ void InPlaceRows::Locate(const SignRows& rows) {
     const ShardView& shard = shards_[handle.shard];
     if (!shard.has_removed) continue;
     const SignIndex::Entry* entry = shard.index->Find(SignKey(rows.signs[i]));
-    const bool has_row = entry != nullptr && shard.slabs->dim(entry->slot) == rows.dim;
-    handle.slot = has_row ? entry->slot : kNoSlot;
-    if (has_row) rows.values[i] = shard.slabs->values(entry->slot);
+    const bool has_row = entry != nullptr && shard.slabs->dim(entry->cell) == rows.dim;
+    handle.cell = has_row ? entry->cell : kNoCell;
+    if (has_row) rows.values[i] = shard.slabs->values(entry->cell);
   }
   // Values and scalars in loops of their own: see probe_in_blocks.h.
   const size_t row_floats = shape.Stride();
   for (size_t i = 0; i < rows.signs.size(); ++i) {
-    if (rows.handles[i].slot != kNoSlot) TouchRow(rows.values[i], row_floats);
+    if (rows.handles[i].cell != kNoCell) TouchRow(rows.values[i], row_floats);
   }
   if (!shape.has_scalar) return;
   for (const RowHandle& handle : rows.handles) {
-    if (handle.slot != kNoSlot) Touch(shards_[handle.shard].slabs->scalar(handle.slot));
+    if (handle.cell != kNoCell) Touch(shards_[handle.shard].slabs->scalar(handle.cell));
   }
 }
 
@@ -216,13 +216,13 @@ void InPlaceRows::Update(const SignRows& rows, std::span<const float* const> gra
   ChangeBatch changed(store_->features().changes.get());
   for (size_t i = 0; i < rows.signs.size(); ++i) {
     const RowHandle& handle = rows.handles[i];
-    if (handle.slot == kNoSlot) {
+    if (handle.cell == kNoCell) {
       ++report->num_missing;
       continue;
     }
     changed.Add(SignKey(rows.signs[i]));
     uint32_t* scalar =
-        shape.has_scalar ? shards_[handle.shard].slabs->scalar(handle.slot) : nullptr;
+        shape.has_scalar ? shards_[handle.shard].slabs->scalar(handle.cell) : nullptr;
     // Find() and Insert() hand out rows for reading; here they are the store's own again.
     auto* values = const_cast<float*>(rows.values[i]);
     steps.Add(policy, {values, values + shape.embedding_floats(), scalar, rows.dim}, gradients[i]);
@@ -235,7 +235,7 @@ void InPlaceRows::Update(const SignRows& rows, std::span<const float* const> gra
 void InPlaceRows::SaveBeforeUpdate(const SignRows& rows) const {
   for (size_t i = 0; i < rows.signs.size(); ++i) {
     const RowHandle& handle = rows.handles[i];
-    if (handle.slot == kNoSlot) continue;
+    if (handle.cell == kNoCell) continue;
     const ShardView& shard = shards_[handle.shard];
     shard.snapshot->SaveBeforeUpdate(*shard.index->Find(SignKey(rows.signs[i])), *shard.slabs);
   }

@@ -35,7 +35,7 @@ namespace persia::store {
 // Removals() tells whether handles of an earlier batch still hold.
 struct RowHandle {
   uint32_t shard;
-  uint32_t slot;  // RowSlabs::kNoSlot: there is no row
+  uint32_t cell;  // RowSlabs::kNoCell: there is no row
 };
 
 // Signs of one dim and one feature group, and what is known of their rows; all spans are equally

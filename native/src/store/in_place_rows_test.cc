@@ -154,7 +154,7 @@ TEST(InPlaceRowsTest, CountsBeginAnewWithTheRow) {
   EXPECT_EQ(NumUpdates(*store, 3), 1u);
   ASSERT_TRUE(SetRows(*store, {3}, 4, {1, 2, 3, 4}).ok());
   EXPECT_EQ(NumUpdates(*store, 3), 0u);
-  Lookup(*store, Range(100, 104), 4);  // evicts all and takes their slots
+  Lookup(*store, Range(100, 104), 4);  // evicts all and takes their cells
   EXPECT_EQ(NumUpdates(*store, 0), 0u);
   EXPECT_EQ(NumUpdates(*store, 100), 0u);
 }
@@ -176,13 +176,13 @@ TEST(InPlaceRowsTest, AHandleIsNotTrustedWhenItsRowHasGone) {
   Batch batch({1, 2, 3}, 4);
   LookupReport report;
   ASSERT_TRUE(Train(*store, batch, &report).ok());
-  Lookup(*store, Range(100, 110), 4);  // evicts all three and takes their slots
+  Lookup(*store, Range(100, 110), 4);  // evicts all three and takes their cells
   const std::vector<float> gradients(12, 1.0f);
   const auto others = Peek(*store, Range(100, 110), 4);
   EXPECT_EQ(UpdateAll(*store, batch, gradients).num_missing, 3u);
   EXPECT_EQ(Peek(*store, Range(100, 110), 4), others);
 
-  Lookup(*store, {2}, 4);  // back, in another slot
+  Lookup(*store, {2}, 4);  // back, in another cell
   const UpdateReport updated = UpdateAll(*store, batch, gradients);
   EXPECT_EQ(updated.num_updated, 1u);
   EXPECT_EQ(updated.num_missing, 2u);

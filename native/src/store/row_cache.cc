@@ -48,28 +48,28 @@ Status RowCache::CopyCold(const Entry& entry, uint32_t dim, float* out) const {
 // The cold cell is freed last: whatever fails before leaves the row as it was. The tier keeps its
 // version, which the resident row names, so that demoting it unchanged writes nothing.
 Status RowCache::Promote(Entry* entry, const pool::RowRead* read) {
-  const ColdCell cell = ColdCellOf(slabs_, entry->slot);
-  const RowShape shape = table_.ShapeOf(entry->key, cell.dim);
-  const uint32_t slot = slabs_.Allocate(slabs_.FindOrAddPool(shape));
-  if (slot == RowSlabs::kNoSlot) return OutOfMemory(table_);
+  const ColdRow cold = ColdRowOf(slabs_, entry->cell);
+  const RowShape shape = table_.ShapeOf(entry->key, cold.dim);
+  const uint32_t cell = slabs_.Allocate(slabs_.FindOrAddPool(shape));
+  if (cell == RowSlabs::kNoCell) return OutOfMemory(table_);
   pool::RowHead head;
-  if (read != nullptr && read->address == cell.address) {
+  if (read != nullptr && read->address == cold.address) {
     head = read->head;
-    std::copy(read->values.begin(), read->values.end(), slabs_.values(slot));
+    std::copy(read->values.begin(), read->values.end(), slabs_.values(cell));
   } else {
     Status status =
-        tier_.pool().Read(cell.address, SignOfKey(entry->key), &head,
-                          std::span(slabs_.values(slot), size_t{cell.dim} + cell.state_floats));
+        tier_.pool().Read(cold.address, SignOfKey(entry->key), &head,
+                          std::span(slabs_.values(cell), size_t{cold.dim} + cold.state_floats));
     if (!status.ok()) {
-      slabs_.Free(slot);
+      slabs_.Free(cell);
       return status;
     }
   }
-  if (shape.has_scalar) *slabs_.scalar(slot) = head.scalar;
-  SetCell(slabs_, slot, HotCell{cell.address, 0});
-  slabs_.Free(entry->slot);
-  entry->slot = slot;
-  NoteResident(entry->key, slot);
+  if (shape.has_scalar) *slabs_.scalar(cell) = head.scalar;
+  SetHotRow(slabs_, cell, HotRow{cold.address, 0});
+  slabs_.Free(entry->cell);
+  entry->cell = cell;
+  NoteResident(entry->key, cell);
   ++num_promoted_;
   return Status::Ok();
 }
@@ -117,13 +117,13 @@ Status RowCache::ReadSome(Lock* lock, std::span<const MissingRef> some, float* r
     const pool::RowRead* read = reads.Find(ref->key, marks_.get());
     const Entry* entry = index_.Find(ref->key);
     if (entry != nullptr && IsColdOfDim(*entry, run->dim)) {
-      if (read != nullptr && read->address == ColdCellOf(slabs_, entry->slot).address) {
+      if (read != nullptr && read->address == ColdRowOf(slabs_, entry->cell).address) {
         std::copy_n(read->values.begin(), run->dim, out);
       } else {
         PERSIA_RETURN_IF_ERROR(CopyCold(*entry, run->dim, out));
       }
     } else if (HasDim(slabs_, entry, run->dim)) {
-      std::copy_n(slabs_.values(entry->slot), run->dim, out);  // rows of a tier are float32
+      std::copy_n(slabs_.values(entry->cell), run->dim, out);  // rows of a tier are float32
     } else {                                                   // removed meanwhile
       left->push_back(missing);
     }
@@ -134,13 +134,13 @@ Status RowCache::ReadSome(Lock* lock, std::span<const MissingRef> some, float* r
 void RowCache::TouchCold(std::span<Entry* const> entries) const {
   const auto for_each_cold = [&](const auto& touch) {
     for (const Entry* entry : entries) {
-      if (entry != nullptr && IsCold(slabs_, entry->slot)) touch(entry->slot);
+      if (entry != nullptr && IsCold(slabs_, entry->cell)) touch(entry->cell);
     }
   };
-  for_each_cold([&](uint32_t slot) { Touch(slabs_.values(slot)); });
-  for_each_cold([&](uint32_t slot) {
-    const ColdCell cell = ColdCellOf(slabs_, slot);
-    tier_.pool().Touch(cell.address, size_t{cell.dim} + cell.state_floats);
+  for_each_cold([&](uint32_t cell) { Touch(slabs_.values(cell)); });
+  for_each_cold([&](uint32_t cell) {
+    const ColdRow cold = ColdRowOf(slabs_, cell);
+    tier_.pool().Touch(cold.address, size_t{cold.dim} + cold.state_floats);
   });
 }
 
@@ -148,13 +148,13 @@ void RowCache::TouchCold(std::span<Entry* const> entries) const {
 // written.
 void RowCache::TouchForWrite(std::span<Entry* const> entries) const {
   for (const Entry* entry : entries) {
-    TouchRow(slabs_.values(entry->slot), slabs_.shape(entry->slot).Stride());
+    TouchRow(slabs_.values(entry->cell), slabs_.shape(entry->cell).Stride());
   }
   for (const Entry* entry : entries) {
-    const HotCell cell = HotCellOf(slabs_, entry->slot);
-    const RowShape& shape = slabs_.shape(entry->slot);
-    if (cell.unsaved == 0 || cell.address == pool::kNoAddress) continue;
-    tier_.pool().Touch(cell.address, size_t{shape.dim} + shape.state_floats);
+    const HotRow hot = HotRowOf(slabs_, entry->cell);
+    const RowShape& shape = slabs_.shape(entry->cell);
+    if (hot.unsaved == 0 || hot.address == pool::kNoAddress) continue;
+    tier_.pool().Touch(hot.address, size_t{shape.dim} + shape.state_floats);
   }
 }
 
@@ -162,14 +162,14 @@ void RowCache::TouchForWrite(std::span<Entry* const> entries) const {
 // that is new is of this batch, and the tier has nothing of it.
 void RowCache::NoteInserted(uint64_t key, uint32_t cell) {
   if (IsCold(slabs_, cell)) return;
-  SetCell(slabs_, cell, HotCell{pool::kNoAddress, tier_.batch()});
+  SetHotRow(slabs_, cell, HotRow{pool::kNoAddress, tier_.batch()});
   NoteResident(key, cell);
 }
 
-void RowCache::NoteResident(uint64_t key, uint32_t slot) {
-  resident_.Add(slabs_.row_bytes(slot));
+void RowCache::NoteResident(uint64_t key, uint32_t cell) {
+  resident_.Add(slabs_.row_bytes(cell));
   ++num_came_;
-  came_bytes_ += slabs_.row_bytes(slot);
+  came_bytes_ += slabs_.row_bytes(cell);
   hot_keys_.Add(key);
   DropColdKeys();
 }
@@ -179,7 +179,7 @@ void RowCache::DropColdKeys() {
   constexpr size_t kFew = 1024;
   if (hot_keys_.size() <= 2 * resident_.num_rows() + kFew) return;
   hot_keys_.ForEach(
-      index_, [this](const Entry& entry) { return !IsCold(slabs_, entry.slot); },
+      index_, [this](const Entry& entry) { return !IsCold(slabs_, entry.cell); },
       [](const Entry&) {});
 }
 
@@ -189,7 +189,7 @@ void RowCache::CollectOldest() {
   std::vector<Entry> candidates;
   candidates.reserve(resident_.num_rows());
   hot_keys_.ForEach(
-      index_, [this](const Entry& entry) { return !IsCold(slabs_, entry.slot); },
+      index_, [this](const Entry& entry) { return !IsCold(slabs_, entry.cell); },
       [&](const Entry& entry) {
         if (!pinned_.Contains(entry.key)) candidates.push_back(entry);
       });
@@ -199,16 +199,16 @@ void RowCache::CollectOldest() {
 Status RowCache::WriteBack(std::span<Entry* const> entries) {
   std::vector<pool::RowWrite> writes;
   for (const Entry* entry : entries) {
-    const RowShape& shape = slabs_.shape(entry->slot);
-    const HotCell cell = HotCellOf(slabs_, entry->slot);
+    const RowShape& shape = slabs_.shape(entry->cell);
+    const HotRow hot = HotRowOf(slabs_, entry->cell);
     writes.push_back({.head = {.sign = SignOfKey(entry->key),
-                               .version = cell.unsaved,
+                               .version = hot.unsaved,
                                .dim = shape.dim,
                                .state_floats = shape.state_floats,
-                               .scalar = shape.has_scalar ? *slabs_.scalar(entry->slot) : 0,
+                               .scalar = shape.has_scalar ? *slabs_.scalar(entry->cell) : 0,
                                .has_scalar = shape.has_scalar ? 1u : 0u},
-                      .values = slabs_.values(entry->slot),
-                      .replaces = cell.address});
+                      .values = slabs_.values(entry->cell),
+                      .replaces = hot.address});
   }
   // Before the write: a read of the tier that is under way may find the old version, the new one or
   // half of it, and must be thrown away in any case.
@@ -218,7 +218,7 @@ Status RowCache::WriteBack(std::span<Entry* const> entries) {
   std::vector<uint64_t> addresses(writes.size());
   PERSIA_RETURN_IF_ERROR(tier_.pool().Write(writes, addresses));
   for (size_t i = 0; i < entries.size(); ++i) {
-    SetCell(slabs_, entries[i]->slot, HotCell{addresses[i], 0});
+    SetHotRow(slabs_, entries[i]->cell, HotRow{addresses[i], 0});
   }
   num_written_ += entries.size();
   return Status::Ok();
@@ -226,30 +226,30 @@ Status RowCache::WriteBack(std::span<Entry* const> entries) {
 
 // Most rows were not changed since the last checkpoint was begun, or no checkpoint is pending: two
 // loads for each row that changes.
-Status RowCache::WriteForCheckpoint(uint64_t key, uint32_t slot) {
-  if (IsCold(slabs_, slot)) return Status::Ok();
-  const uint64_t unsaved = HotCellOf(slabs_, slot).unsaved;
+Status RowCache::WriteForCheckpoint(uint64_t key, uint32_t cell) {
+  if (IsCold(slabs_, cell)) return Status::Ok();
+  const uint64_t unsaved = HotRowOf(slabs_, cell).unsaved;
   if (unsaved == 0 || unsaved > tier_.pool().last_checkpoint()) [[likely]]
     return Status::Ok();
   // WriteBack() needs no more of an entry than these two.
-  Entry entry = {key, slot, 0};
+  Entry entry = {key, cell, 0};
   Entry* const entries[] = {&entry};
   return WriteBack(entries);
 }
 
 bool RowCache::BeforeChange(const Entry& entry, Status* status) {
-  if (status->ok()) *status = WriteForCheckpoint(entry.key, entry.slot);
+  if (status->ok()) *status = WriteForCheckpoint(entry.key, entry.cell);
   if (!status->ok()) return false;
-  SetCell(slabs_, entry.slot, HotCell{HotCellOf(slabs_, entry.slot).address, tier_.batch()});
+  SetHotRow(slabs_, entry.cell, HotRow{HotRowOf(slabs_, entry.cell).address, tier_.batch()});
   return true;
 }
 
 // A device that does not take the removal has failed for good: the row would come back.
 void RowCache::NoteRemoval(const Entry& entry) {
-  const bool is_cold = IsCold(slabs_, entry.slot);
+  const bool is_cold = IsCold(slabs_, entry.cell);
   const uint64_t address =
-      is_cold ? ColdCellOf(slabs_, entry.slot).address : HotCellOf(slabs_, entry.slot).address;
-  if (!is_cold) resident_.Remove(slabs_.row_bytes(entry.slot));
+      is_cold ? ColdRowOf(slabs_, entry.cell).address : HotRowOf(slabs_, entry.cell).address;
+  if (!is_cold) resident_.Remove(slabs_.row_bytes(entry.cell));
   if (address == pool::kNoAddress) return;
   const pool::RowRemoval removal{address, SignOfKey(entry.key), tier_.batch()};
   tier_.Fail(tier_.pool().Remove({&removal, 1}));
@@ -261,19 +261,19 @@ Status RowCache::DemoteRows(std::span<Entry* const> entries) {
   size_t num_unsaved = 0;
   TouchForWrite(entries);
   for (Entry* entry : entries) {
-    if (HotCellOf(slabs_, entry->slot).unsaved != 0) unsaved[num_unsaved++] = entry;
+    if (HotRowOf(slabs_, entry->cell).unsaved != 0) unsaved[num_unsaved++] = entry;
   }
   if (num_unsaved > 0) PERSIA_RETURN_IF_ERROR(WriteBack(std::span(unsaved).first(num_unsaved)));
   for (Entry* entry : entries) {
-    const RowShape& shape = slabs_.shape(entry->slot);
+    const RowShape& shape = slabs_.shape(entry->cell);
     // An address of eight bytes in the place of the row; which takes memory before it gives some
     // back.
     const uint32_t cold = AllocateCold(
-        {HotCellOf(slabs_, entry->slot).address, shape.dim, shape.state_floats}, &slabs_);
-    if (cold == RowSlabs::kNoSlot) return OutOfMemory(table_);
-    resident_.Remove(slabs_.row_bytes(entry->slot));
-    slabs_.Free(entry->slot);
-    entry->slot = cold;
+        {HotRowOf(slabs_, entry->cell).address, shape.dim, shape.state_floats}, &slabs_);
+    if (cold == RowSlabs::kNoCell) return OutOfMemory(table_);
+    resident_.Remove(slabs_.row_bytes(entry->cell));
+    slabs_.Free(entry->cell);
+    entry->cell = cold;
     ++num_demoted_;
   }
   return Status::Ok();
@@ -289,7 +289,7 @@ Status RowCache::Demote(size_t count) {
     while (num_oldest < std::min(count, kRowsAtATime)) {
       Entry* entry = oldest_.PopCollected(index_);
       if (entry == nullptr) break;
-      if (IsCold(slabs_, entry->slot) || pinned_.Contains(entry->key)) continue;
+      if (IsCold(slabs_, entry->cell) || pinned_.Contains(entry->key)) continue;
       oldest[num_oldest++] = entry;
     }
     PERSIA_RETURN_IF_ERROR(DemoteRows(std::span(oldest).first(num_oldest)));
@@ -305,7 +305,7 @@ Status RowCache::DemoteLoaded(std::span<const Run> runs) {
     for (const RowRef& ref : run.refs) {
       if (resident_.Excess() <= num_rows) break;
       Entry* entry = index_.Find(ref.key);
-      if (entry == nullptr || IsCold(slabs_, entry->slot)) continue;
+      if (entry == nullptr || IsCold(slabs_, entry->cell)) continue;
       // A sign that is named twice has one row.
       if (std::find(rows.begin(), rows.begin() + num_rows, entry) != rows.begin() + num_rows) {
         continue;
@@ -369,7 +369,7 @@ Status RowCache::PrepareUpdate(std::span<const Run> runs) {
   Status status;
   for (const Run& run : runs) {
     table_.ForEachRow(run, run.dim, [&](const RowRef& ref, const Entry* entry) {
-      if (entry != nullptr && status.ok()) status = WriteForCheckpoint(ref.key, entry->slot);
+      if (entry != nullptr && status.ok()) status = WriteForCheckpoint(ref.key, entry->cell);
     });
   }
   return status;
@@ -408,7 +408,7 @@ Status RowCache::Prefetch(std::span<const uint64_t> keys) {
     const pool::RowRead* read = reads.Find(keys[i], marks_.get());
     if (entry == nullptr) continue;
     pinned_.Add(entry->key);
-    if (!IsCold(slabs_, entry->slot)) continue;
+    if (!IsCold(slabs_, entry->cell)) continue;
     PERSIA_RETURN_IF_ERROR(Promote(entry, read));
     ++num_prefetched_;
   }

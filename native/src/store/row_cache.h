@@ -65,7 +65,7 @@ class RowCache {
   StoreTier& tier() { return tier_; }
   // Whether a row that looks missing is one of that dim in the tier.
   bool IsColdOfDim(const Entry& entry, uint32_t dim) const {
-    return IsCold(slabs_, entry.slot) && ColdCellOf(slabs_, entry.slot).dim == dim;
+    return IsCold(slabs_, entry.cell) && ColdRowOf(slabs_, entry.cell).dim == dim;
   }
   // kInvalidArgument: a new row of that dim would be too large for the tier.
   Status CheckFits(uint64_t key, uint32_t dim) const;
@@ -184,8 +184,8 @@ bool RowCache::ReadAside(Lock* lock, const Items& items, KeyOf key_of, ColdReads
   if (marks_ == nullptr) return false;
   for (const auto& item : items) {
     const Entry* entry = index_.Find(key_of(item));
-    if (entry == nullptr || !IsCold(slabs_, entry->slot)) continue;
-    reads->Add(entry->key, ColdCellOf(slabs_, entry->slot), marks_->Of(entry->key));
+    if (entry == nullptr || !IsCold(slabs_, entry->cell)) continue;
+    reads->Add(entry->key, ColdRowOf(slabs_, entry->cell), marks_->Of(entry->key));
   }
   if (reads->is_empty()) return false;
   lock->unlock();

@@ -45,7 +45,7 @@ RowCache::GiveBack RowCache::GiveBackMemory(uint64_t* next) {
   size_t num_moved = 0, num_passed = 0;
   const bool has_ended = index_.ForEachFrom(next, [&](Entry& entry) {
     if (num_moved == kRowsAtATime || num_passed++ == kEntriesPassed) return false;
-    if (slabs_.IsLeaving(entry.slot)) num_moved += MoveRow(&entry);
+    if (slabs_.IsLeaving(entry.cell)) num_moved += MoveRow(&entry);
     return true;
   });
   if (!has_ended) return GiveBack::kMore;
@@ -57,13 +57,13 @@ RowCache::GiveBack RowCache::GiveBackMemory(uint64_t* next) {
 }
 
 bool RowCache::MoveRow(Entry* entry) {
-  const RowShape& shape = slabs_.shape(entry->slot);
-  const uint32_t slot = slabs_.Allocate(slabs_.FindOrAddPool(shape));
-  if (slot == RowSlabs::kNoSlot) return false;  // it stays, and its slab with it
-  std::copy_n(slabs_.values(entry->slot), shape.Stride(), slabs_.values(slot));
-  if (shape.has_scalar) *slabs_.scalar(slot) = *slabs_.scalar(entry->slot);
-  slabs_.Free(entry->slot);
-  entry->slot = slot;
+  const RowShape& shape = slabs_.shape(entry->cell);
+  const uint32_t cell = slabs_.Allocate(slabs_.FindOrAddPool(shape));
+  if (cell == RowSlabs::kNoCell) return false;  // it stays, and its slab with it
+  std::copy_n(slabs_.values(entry->cell), shape.Stride(), slabs_.values(cell));
+  if (shape.has_scalar) *slabs_.scalar(cell) = *slabs_.scalar(entry->cell);
+  slabs_.Free(entry->cell);
+  entry->cell = cell;
   // The stamp and the version stay: to all others the row has not changed.
   ++num_moved_;
   return true;
@@ -75,11 +75,11 @@ void RowCache::PrefetchOldest(Lock* lock) {
   std::vector<pool::RowPool::Place> places;
   if (oldest_.is_empty()) CollectOldest();
   oldest_.Peek(index_, kRowsAtATime, [&](const Entry& entry) {
-    if (IsCold(slabs_, entry.slot) || pinned_.Contains(entry.key)) return false;
-    const HotCell cell = HotCellOf(slabs_, entry.slot);
-    const RowShape& shape = slabs_.shape(entry.slot);
-    if (cell.unsaved != 0 && cell.address != pool::kNoAddress) {
-      places.push_back({cell.address, size_t{shape.dim} + shape.state_floats});
+    if (IsCold(slabs_, entry.cell) || pinned_.Contains(entry.key)) return false;
+    const HotRow hot = HotRowOf(slabs_, entry.cell);
+    const RowShape& shape = slabs_.shape(entry.cell);
+    if (hot.unsaved != 0 && hot.address != pool::kNoAddress) {
+      places.push_back({hot.address, size_t{shape.dim} + shape.state_floats});
     }
     return true;
   });
@@ -97,9 +97,9 @@ StatusOr<bool> RowCache::WriteBackUpTo(uint64_t batch, uint64_t* next) {
   size_t num_unsaved = 0, num_passed = 0;
   const bool has_ended = index_.ForEachFrom(next, [&](Entry& entry) {
     if (num_unsaved == kRowsAtATime || num_passed++ == kEntriesPassed) return false;
-    if (IsCold(slabs_, entry.slot)) return true;
-    const HotCell cell = HotCellOf(slabs_, entry.slot);
-    if (cell.unsaved != 0 && cell.unsaved <= batch) unsaved[num_unsaved++] = &entry;
+    if (IsCold(slabs_, entry.cell)) return true;
+    const HotRow hot = HotRowOf(slabs_, entry.cell);
+    if (hot.unsaved != 0 && hot.unsaved <= batch) unsaved[num_unsaved++] = &entry;
     return true;
   });
   if (num_unsaved > 0) PERSIA_RETURN_IF_ERROR(WriteBack(std::span(unsaved).first(num_unsaved)));

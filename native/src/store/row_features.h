@@ -90,7 +90,7 @@ struct RowFeatures {
   // Before a row is removed. An error means that it stays: so what may fail comes first. A snapshot
   // reads the row before the tier deletes it.
   Status BeforeRemove(const SignIndex::Entry& entry, const RowSlabs& slabs) {
-    if (cache != nullptr) PERSIA_RETURN_IF_ERROR(cache->WriteForCheckpoint(entry.key, entry.slot));
+    if (cache != nullptr) PERSIA_RETURN_IF_ERROR(cache->WriteForCheckpoint(entry.key, entry.cell));
     BeforeTouch(entry, slabs);
     if (changes != nullptr) [[unlikely]]
       changes->Add(entry.key);
@@ -118,7 +118,7 @@ struct RowFeatures {
   }
   // What the cache, or the count of updates, keeps behind each row's state.
   uint32_t tail_floats() const {
-    return cache != nullptr ? kCellFloats : counts_updates ? kUpdateCountFloats : 0;
+    return cache != nullptr ? kHotRowFloats : counts_updates ? kUpdateCountFloats : 0;
   }
   uint64_t memory_bytes() const {
     return limits.memory_bytes() + expiry.memory_bytes() + sightings.memory_bytes();

@@ -11,7 +11,7 @@ namespace {
 constexpr uint64_t kMinSlabBytes = 16 << 10;
 constexpr uint64_t kMaxSlabBytes = SlabMemory::kBlockBytes;
 constexpr uint64_t kSlabBytesPerRow = 4;
-constexpr uint32_t kKeptFree = 64;  // of that many slots, one
+constexpr uint32_t kKeptFree = 64;  // of that many cells, one
 constexpr uint32_t kLineFloats = 16;
 constexpr uint32_t kUnitFloats = 4;
 
@@ -51,27 +51,27 @@ uint32_t RowSlabs::FindOrAddPool(const RowShape& shape) {
 // Free cells first, the one freed last before the others.
 uint32_t RowSlabs::Allocate(uint32_t pool_number) {
   Pool& pool = pools_[pool_number];
-  if (pool.first_free != kNoSlot) {
-    const uint32_t slot = pool.first_free;
-    std::memcpy(&pool.first_free, values(slot), sizeof(pool.first_free));
+  if (pool.first_free != kNoCell) {
+    const uint32_t cell = pool.first_free;
+    std::memcpy(&pool.first_free, values(cell), sizeof(pool.first_free));
     --pool.num_free;
-    return slot;
+    return cell;
   }
-  if (pool.next_slot == pool.end_slot && !AddSlab(pool_number)) return kNoSlot;
-  return pool.next_slot++;
+  if (pool.next_cell == pool.end_cell && !AddSlab(pool_number)) return kNoCell;
+  return pool.next_cell++;
 }
 
 // The list of free cells is linked through their own memory, so it costs none. The cell freed last
 // is used first: it is likely to be in the processor's cache.
-void RowSlabs::Free(uint32_t slot) {
-  Pool& pool = pools_[slabs_[slot >> kPlaceBits].pool];
-  if (pool.num_leaving > 0 && IsLeaving(slot)) {
+void RowSlabs::Free(uint32_t cell) {
+  Pool& pool = pools_[slabs_[cell >> kPlaceBits].pool];
+  if (pool.num_leaving > 0 && IsLeaving(cell)) {
     // Not into the list of free cells: Allocate() must not hand it out again.
-    --holdings_[slot >> kPlaceBits].num_left;
+    --holdings_[cell >> kPlaceBits].num_left;
     return;
   }
-  std::memcpy(values(slot), &pool.first_free, sizeof(pool.first_free));
-  pool.first_free = slot;
+  std::memcpy(values(cell), &pool.first_free, sizeof(pool.first_free));
+  pool.first_free = cell;
   ++pool.num_free;
 }
 
@@ -103,7 +103,7 @@ uint32_t RowSlabs::NewSlabNumber() {
 // False: no memory, or no number for another slab.
 bool RowSlabs::AddSlab(uint32_t pool_number) {
   Pool& pool = pools_[pool_number];
-  // The last slab number is left out: with it kNoSlot would be a slot.
+  // The last slab number is left out: with it kNoCell would be a cell.
   if (slabs_.size() >= kPlaceMask && vacant_.empty()) return false;
   const uint64_t stride = pool.shape.Stride();
   const uint64_t scalar_bytes = pool.shape.has_scalar ? sizeof(uint32_t) : 0;
@@ -116,8 +116,8 @@ bool RowSlabs::AddSlab(uint32_t pool_number) {
   const uint64_t rows = std::min<uint64_t>(piece.size / row_bytes, kPlaceMask + 1);
   auto* values = reinterpret_cast<float*>(piece.data);
   const uint32_t number = NewSlabNumber();
-  pool.next_slot = number << kPlaceBits;
-  pool.end_slot = pool.next_slot + static_cast<uint32_t>(rows);
+  pool.next_cell = number << kPlaceBits;
+  pool.end_cell = pool.next_cell + static_cast<uint32_t>(rows);
   pool.num_rows += rows;
   pool.num_bytes += piece.size;
   pool.slabs.push_back(number);
@@ -130,7 +130,7 @@ bool RowSlabs::AddSlab(uint32_t pool_number) {
                     .dim = pool.shape.dim,
                     .embedding_floats = pool.shape.embedding_floats(),
                     .pool = pool_number};
-  holdings_[number] = {.piece = std::move(piece), .num_slots = static_cast<uint32_t>(rows)};
+  holdings_[number] = {.piece = std::move(piece), .num_cells = static_cast<uint32_t>(rows)};
   return true;
 }
 
@@ -147,10 +147,10 @@ bool RowSlabs::CanLeave(const Pool& pool) const {
          HasRoomFor(holdings_[pool.slabs.back()], pool, pool.num_free + pool.num_unused());
 }
 
-// Where so many slots are free, the slab's own included, as it has, its rows have room elsewhere. A
+// Where so many cells are free, the slab's own included, as it has, its rows have room elsewhere. A
 // few stay free, so that the next rows need no new slab; a last slab without rows may go.
 bool RowSlabs::HasRoomFor(const Holding& holding, const Pool& pool, uint64_t num_free) {
-  return num_free >= holding.num_slots + (pool.num_rows - holding.num_slots) / kKeptFree;
+  return num_free >= holding.num_cells + (pool.num_rows - holding.num_cells) / kKeptFree;
 }
 
 void RowSlabs::BeginLeaving(uint64_t num_bytes) {
@@ -162,40 +162,40 @@ void RowSlabs::BeginLeaving(uint64_t num_bytes) {
 }
 
 // The list of free cells, newest first.
-std::vector<uint32_t> RowSlabs::FreeSlotsOf(const Pool& pool) const {
-  std::vector<uint32_t> slots;
-  slots.reserve(pool.num_free);
-  for (uint32_t slot = pool.first_free; slot != kNoSlot;) {
-    slots.push_back(slot);
-    std::memcpy(&slot, values(slot), sizeof(slot));
+std::vector<uint32_t> RowSlabs::FreeCellsOf(const Pool& pool) const {
+  std::vector<uint32_t> cells;
+  cells.reserve(pool.num_free);
+  for (uint32_t cell = pool.first_free; cell != kNoCell;) {
+    cells.push_back(cell);
+    std::memcpy(&cell, values(cell), sizeof(cell));
   }
-  return slots;
+  return cells;
 }
 
 // The newest slabs, which are the largest. Free cells of slabs that leave are taken out of the
 // list; the order of the others stays, so that the next rows get the same cells as without.
 uint64_t RowSlabs::BeginLeavingOf(Pool* pool, uint64_t num_bytes) {
   uint64_t num_free = pool->num_free + pool->num_unused();
-  const std::vector<uint32_t> free_slots = FreeSlotsOf(*pool);
+  const std::vector<uint32_t> free_cells = FreeCellsOf(*pool);
   // Counted once: asking for each slab would walk through the list as often.
   std::vector<uint32_t> free_of_slab(slabs_.size());
-  for (const uint32_t slot : free_slots) ++free_of_slab[slot >> kPlaceBits];
+  for (const uint32_t cell : free_cells) ++free_of_slab[cell >> kPlaceBits];
   free_of_slab[pool->slabs.back()] += pool->num_unused();
-  pool->next_slot = pool->end_slot = 0;
+  pool->next_cell = pool->end_cell = 0;
   uint64_t num_leaving_bytes = 0;
   for (auto it = pool->slabs.rbegin(); it != pool->slabs.rend(); ++it) {
     Holding& holding = holdings_[*it];
     if (num_leaving_bytes >= num_bytes || !HasRoomFor(holding, *pool, num_free)) break;
-    num_free -= holding.num_slots;
+    num_free -= holding.num_cells;
     num_leaving_bytes += holding.piece.size;
     holding.is_leaving = true;
-    holding.num_left = holding.num_slots - free_of_slab[*it];
+    holding.num_left = holding.num_cells - free_of_slab[*it];
     ++pool->num_leaving;
   }
-  pool->first_free = kNoSlot;
+  pool->first_free = kNoCell;
   pool->num_free = 0;
-  for (auto slot = free_slots.rbegin(); slot != free_slots.rend(); ++slot) {
-    if (!IsLeaving(*slot)) Free(*slot);
+  for (auto cell = free_cells.rbegin(); cell != free_cells.rend(); ++cell) {
+    if (!IsLeaving(*cell)) Free(*cell);
   }
   return num_leaving_bytes;
 }
@@ -207,7 +207,7 @@ void RowSlabs::FinishLeaving() {
     std::erase_if(pool.slabs, [&](uint32_t number) {
       Holding& holding = holdings_[number];
       if (!holding.is_leaving || holding.num_left > 0) return false;
-      pool.num_rows -= holding.num_slots;
+      pool.num_rows -= holding.num_cells;
       pool.num_bytes -= holding.piece.size;
       slab_bytes_ -= holding.piece.size;
       --pool.num_leaving;

@@ -1,9 +1,9 @@
-// RowSlabs: memory for rows, addressed by slot number.
+// RowSlabs: memory for rows, addressed by cell number.
 //
 // A slab is one block of memory for up to 65,536 rows of one shape: their values [embedding |
 // optimizer state], the embedding in the shape's format, then, where the optimizer has one, a
 // 32-bit scalar a row (row-wise Adagrad's sum, Adam's step count), which is kept apart so that
-// rows keep whole cache lines. A slot is the slab's number above the row's place in it; nothing
+// rows keep whole cache lines. A cell is the slab's number above the row's place in it; nothing
 // holds a pointer, so slabs could as well be in a mapped file. Only the index knows which sign a
 // row belongs to.
 //
@@ -11,7 +11,7 @@
 // with its rows up to 2 MiB. (Rows wider than 16 KiB: an eighth of what there is.) SlabMemory cuts
 // them from huge pages that shards have in common. Rows freed are reused for the same shape. Memory
 // goes back when the store is cleared, or by slabs that leave: whoever knows where the rows are
-// moves theirs into free slots of other slabs.
+// moves theirs into free cells of other slabs.
 //
 // Not thread-safe; several may use the same SlabMemory.
 #pragma once
@@ -52,7 +52,7 @@ struct RowView {
 
 class RowSlabs {
  public:
-  static constexpr uint32_t kNoSlot = UINT32_MAX;
+  static constexpr uint32_t kNoCell = UINT32_MAX;
   static constexpr uint32_t kNoPool = UINT32_MAX;
 
   // Both outlive the last call of Allocate(). What has dim 0 lies in `cells`: it stays when rows
@@ -65,46 +65,46 @@ class RowSlabs {
   uint32_t FindPool(const RowShape& shape) const;
   uint32_t FindOrAddPool(const RowShape& shape);
 
-  // A row with uninitialised contents; kNoSlot when there is no memory or no slot number left.
+  // A row with uninitialised contents; kNoCell when there is no memory or no cell number left.
   [[nodiscard]] uint32_t Allocate(uint32_t pool);
-  // The slot is reused for the same shape. Writes into the row's memory.
-  void Free(uint32_t slot);
+  // The cell is reused for the same shape. Writes into the row's memory.
+  void Free(uint32_t cell);
   // Frees all rows and gives their memory back.
   void Clear();
 
   // Slabs of rows, the newest ones, of about so many bytes are to leave; as many as there is room
-  // for their rows in free slots of others. They take no rows any more.
+  // for their rows in free cells of others. They take no rows any more.
   void BeginLeaving(uint64_t num_bytes);
   // Whether any would; and none has to yet.
   bool CanLeave() const;
-  // Whether the row is to be moved: to a slot that Allocate() returns.
-  bool IsLeaving(uint32_t slot) const { return holdings_[slot >> kPlaceBits].is_leaving; }
+  // Whether the row is to be moved: to a cell that Allocate() returns.
+  bool IsLeaving(uint32_t cell) const { return holdings_[cell >> kPlaceBits].is_leaving; }
   bool HasLeaving() const;
   // Those of them that have no rows any more go back to the memory.
   void FinishLeaving();
 
-  const RowShape& shape(uint32_t slot) const {
-    return pools_[slabs_[slot >> kPlaceBits].pool].shape;
+  const RowShape& shape(uint32_t cell) const {
+    return pools_[slabs_[cell >> kPlaceBits].pool].shape;
   }
-  uint32_t dim(uint32_t slot) const { return slabs_[slot >> kPlaceBits].dim; }
-  float* values(uint32_t slot) const {
-    const Slab& slab = slabs_[slot >> kPlaceBits];
-    return slab.values + size_t{slot & kPlaceMask} * slab.stride;
+  uint32_t dim(uint32_t cell) const { return slabs_[cell >> kPlaceBits].dim; }
+  float* values(uint32_t cell) const {
+    const Slab& slab = slabs_[cell >> kPlaceBits];
+    return slab.values + size_t{cell & kPlaceMask} * slab.stride;
   }
   // Null where the shape has none.
-  uint32_t* scalar(uint32_t slot) const {
-    const Slab& slab = slabs_[slot >> kPlaceBits];
-    return slab.scalars == nullptr ? nullptr : slab.scalars + (slot & kPlaceMask);
+  uint32_t* scalar(uint32_t cell) const {
+    const Slab& slab = slabs_[cell >> kPlaceBits];
+    return slab.scalars == nullptr ? nullptr : slab.scalars + (cell & kPlaceMask);
   }
-  // Of a row's slot.
-  uint64_t row_bytes(uint32_t slot) const {
-    const Slab& slab = slabs_[slot >> kPlaceBits];
+  // Of a row's cell.
+  uint64_t row_bytes(uint32_t cell) const {
+    const Slab& slab = slabs_[cell >> kPlaceBits];
     return slab.stride * sizeof(float) + (slab.scalars == nullptr ? 0 : sizeof(uint32_t));
   }
-  RowView View(uint32_t slot) const {
-    float* row = values(slot);
-    const Slab& slab = slabs_[slot >> kPlaceBits];
-    return {row, row + slab.embedding_floats, scalar(slot), slab.dim};
+  RowView View(uint32_t cell) const {
+    float* row = values(cell);
+    const Slab& slab = slabs_[cell >> kPlaceBits];
+    return {row, row + slab.embedding_floats, scalar(cell), slab.dim};
   }
 
   uint64_t memory_bytes() const;
@@ -125,11 +125,11 @@ class RowSlabs {
   };
   struct Pool {
     RowShape shape;
-    uint32_t first_free = kNoSlot;  // linked through the values of free rows
-    uint32_t next_slot = 0;         // of the newest slab, up to end_slot
-    uint32_t end_slot = 0;
-    uint32_t num_unused() const { return end_slot - next_slot; }
-    uint64_t num_rows = 0;          // that there are slots for
+    uint32_t first_free = kNoCell;  // linked through the values of free rows
+    uint32_t next_cell = 0;         // of the newest slab, up to end_cell
+    uint32_t end_cell = 0;
+    uint32_t num_unused() const { return end_cell - next_cell; }
+    uint64_t num_rows = 0;          // that there are cells for
     uint64_t num_free = 0;          // in the list
     uint64_t num_bytes = 0;         // of its slabs
     uint32_t num_leaving = 0;       // slabs
@@ -138,7 +138,7 @@ class RowSlabs {
   // What is beside a slab that finding rows does not need.
   struct Holding {
     SlabPiece piece;
-    uint32_t num_slots = 0;
+    uint32_t num_cells = 0;
     uint32_t num_left = 0;  // rows, while it is leaving
     bool is_leaving = false;
   };
@@ -146,7 +146,7 @@ class RowSlabs {
   bool AddSlab(uint32_t pool);
   uint32_t NewSlabNumber();
   SlabMemory* MemoryOf(const Pool& pool) const { return pool.shape.dim == 0 ? cells_ : memory_; }
-  std::vector<uint32_t> FreeSlotsOf(const Pool& pool) const;
+  std::vector<uint32_t> FreeCellsOf(const Pool& pool) const;
   bool CanLeave(const Pool& pool) const;
   static bool HasRoomFor(const Holding& holding, const Pool& pool, uint64_t num_free);
   uint64_t BeginLeavingOf(Pool* pool, uint64_t num_bytes);

@@ -1,4 +1,4 @@
-// RowSlabs: where rows lie and how slots are reused.
+// RowSlabs: where rows lie and how cells are reused.
 #include "store/row_slabs.h"
 
 #include <gtest/gtest.h>
@@ -36,17 +36,17 @@ TEST(RowSlabsTest, RowsAreAlignedDisjointAndStayWhereTheyAre) {
   RowSlabs slabs(&memory);
   const uint32_t narrow = slabs.FindOrAddPool({.dim = 5, .state_floats = 5, .has_scalar = true});
   const uint32_t wide = slabs.FindOrAddPool({.dim = 64, .state_floats = 64, .has_scalar = false});
-  std::vector<uint32_t> slots;
+  std::vector<uint32_t> cells;
   for (uint32_t i = 0; i < 20'000; ++i) {
-    slots.push_back(slabs.Allocate(i % 4 == 0 ? wide : narrow));
-    const RowView row = slabs.View(slots.back());
+    cells.push_back(slabs.Allocate(i % 4 == 0 ? wide : narrow));
+    const RowView row = slabs.View(cells.back());
     EXPECT_EQ(reinterpret_cast<uintptr_t>(row.values) % (i % 4 == 0 ? 64 : 16), 0u);
     for (uint32_t f = 0; f < 2 * row.dim; ++f) row.values[f] = static_cast<float>(i);
     EXPECT_EQ(row.scalar == nullptr, i % 4 == 0);
     if (row.scalar != nullptr) *row.scalar = i;
   }
-  for (uint32_t i = 0; i < slots.size(); ++i) {
-    const RowView row = slabs.View(slots[i]);
+  for (uint32_t i = 0; i < cells.size(); ++i) {
+    const RowView row = slabs.View(cells[i]);
     for (uint32_t f = 0; f < 2 * row.dim; ++f) ASSERT_EQ(row.values[f], static_cast<float>(i));
     if (row.scalar != nullptr) {
       ASSERT_EQ(*row.scalar, i);
@@ -54,14 +54,14 @@ TEST(RowSlabsTest, RowsAreAlignedDisjointAndStayWhereTheyAre) {
   }
 }
 
-TEST(RowSlabsTest, FreedSlotsAreReusedWithinTheirPoolOnly) {
+TEST(RowSlabsTest, FreedCellsAreReusedWithinTheirPoolOnly) {
   SlabMemory memory;
   RowSlabs slabs(&memory);
   const uint32_t a = slabs.FindOrAddPool({.dim = 4});
   const uint32_t b = slabs.FindOrAddPool({.dim = 8});
   std::set<uint32_t> freed;
   for (int i = 0; i < 100; ++i) freed.insert(slabs.Allocate(a));
-  for (uint32_t slot : freed) slabs.Free(slot);
+  for (uint32_t cell : freed) slabs.Free(cell);
   EXPECT_EQ(freed.count(slabs.Allocate(b)), 0u);
   const uint64_t bytes = slabs.memory_bytes();
   for (int i = 0; i < 100; ++i) EXPECT_EQ(freed.erase(slabs.Allocate(a)), 1u);
@@ -74,15 +74,15 @@ class NumberedRows {
   explicit NumberedRows(RowSlabs* slabs) : slabs_(*slabs) {}
 
   void Add(const RowShape& shape) {
-    const uint32_t slot = slabs_.Allocate(slabs_.FindOrAddPool(shape));
-    ASSERT_NE(slot, RowSlabs::kNoSlot);
-    const RowView row = slabs_.View(slot);
+    const uint32_t cell = slabs_.Allocate(slabs_.FindOrAddPool(shape));
+    ASSERT_NE(cell, RowSlabs::kNoCell);
+    const RowView row = slabs_.View(cell);
     std::fill_n(row.values, shape.Stride(), static_cast<float>(next_));
     if (row.scalar != nullptr) *row.scalar = next_;
-    slots_.emplace(next_++, slot);
+    cells_.emplace(next_++, cell);
   }
   void FreeAllBut(uint32_t every) {
-    std::erase_if(slots_, [&](const auto& row) {
+    std::erase_if(cells_, [&](const auto& row) {
       if (row.first % every == 0) return false;
       slabs_.Free(row.second);
       return true;
@@ -93,38 +93,38 @@ class NumberedRows {
     while (slabs_.CanLeave()) {
       slabs_.BeginLeaving(UINT64_MAX);
       ASSERT_TRUE(slabs_.HasLeaving());
-      for (auto& [number, slot] : slots_) {
-        if (!slabs_.IsLeaving(slot)) continue;
-        const RowShape& shape = slabs_.shape(slot);
+      for (auto& [number, cell] : cells_) {
+        if (!slabs_.IsLeaving(cell)) continue;
+        const RowShape& shape = slabs_.shape(cell);
         const uint32_t to = slabs_.Allocate(slabs_.FindPool(shape));
         ASSERT_FALSE(slabs_.IsLeaving(to));
-        std::copy_n(slabs_.values(slot), shape.Stride(), slabs_.values(to));
-        if (shape.has_scalar) *slabs_.scalar(to) = *slabs_.scalar(slot);
-        slabs_.Free(slot);
-        slot = to;
+        std::copy_n(slabs_.values(cell), shape.Stride(), slabs_.values(to));
+        if (shape.has_scalar) *slabs_.scalar(to) = *slabs_.scalar(cell);
+        slabs_.Free(cell);
+        cell = to;
       }
       slabs_.FinishLeaving();
       ASSERT_FALSE(slabs_.HasLeaving());
     }
   }
   void Check() const {
-    std::set<uint32_t> slots;
-    for (const auto& [number, slot] : slots_) {
-      ASSERT_TRUE(slots.insert(slot).second);
-      const RowView row = slabs_.View(slot);
-      const uint32_t stride = slabs_.shape(slot).Stride();
+    std::set<uint32_t> cells;
+    for (const auto& [number, cell] : cells_) {
+      ASSERT_TRUE(cells.insert(cell).second);
+      const RowView row = slabs_.View(cell);
+      const uint32_t stride = slabs_.shape(cell).Stride();
       ASSERT_EQ(std::count(row.values, row.values + stride, static_cast<float>(number)), stride);
       if (row.scalar != nullptr) {
         ASSERT_EQ(*row.scalar, number);
       }
     }
   }
-  size_t size() const { return slots_.size(); }
+  size_t size() const { return cells_.size(); }
 
  private:
   RowSlabs& slabs_;
   uint32_t next_ = 0;
-  std::map<uint32_t, uint32_t> slots_;
+  std::map<uint32_t, uint32_t> cells_;
 };
 
 TEST(RowSlabsTest, SlabsWhoseRowsHaveRoomElsewhereGoBack) {
@@ -170,19 +170,19 @@ TEST(RowSlabsTest, ASlabLeavesWhenItsLastRowHas) {
   SlabMemory memory;
   RowSlabs slabs(&memory);
   const uint32_t pool = slabs.FindOrAddPool(kShape);
-  std::vector<uint32_t> slots;
-  for (int i = 0; i < 1000; ++i) slots.push_back(slabs.Allocate(pool));
-  for (int i = 0; i < 900; ++i) slabs.Free(slots[i]);
+  std::vector<uint32_t> cells;
+  for (int i = 0; i < 1000; ++i) cells.push_back(slabs.Allocate(pool));
+  for (int i = 0; i < 900; ++i) slabs.Free(cells[i]);
   const uint64_t before = slabs.row_slab_bytes();
   ASSERT_TRUE(slabs.CanLeave());
   slabs.BeginLeaving(UINT64_MAX);
-  ASSERT_TRUE(slabs.IsLeaving(slots.back()));
+  ASSERT_TRUE(slabs.IsLeaving(cells.back()));
   slabs.FinishLeaving();
   EXPECT_TRUE(slabs.HasLeaving()) << "rows are there";
   const uint64_t half = slabs.row_slab_bytes();
   EXPECT_LT(half, before) << "but not everywhere";
   for (int i = 900; i < 1000; ++i) {
-    if (slabs.IsLeaving(slots[i])) slabs.Free(slots[i]);
+    if (slabs.IsLeaving(cells[i])) slabs.Free(cells[i]);
   }
   slabs.FinishLeaving();
   EXPECT_FALSE(slabs.HasLeaving());
@@ -223,7 +223,7 @@ double WorstBytesARow(const RowShape& shape, uint64_t first_judged, uint64_t num
   double worst = 0;
   for (uint64_t rows = 1; rows <= num_rows; ++rows) {
     RowSlabs& shard = shards[rows % kShards];
-    EXPECT_NE(shard.Allocate(shard.FindOrAddPool(shape)), RowSlabs::kNoSlot);
+    EXPECT_NE(shard.Allocate(shard.FindOrAddPool(shape)), RowSlabs::kNoCell);
     if (rows < first_judged || rows % 1024 != 0) continue;
     uint64_t bytes = memory.unused_bytes();
     for (const RowSlabs& slabs : shards) bytes += slabs.memory_bytes();
@@ -243,27 +243,27 @@ TEST(RowSlabsTest, MemoryOfOneOutlivesTheOthers) {
   SlabMemory memory;
   auto slabs = std::make_unique<RowSlabs>(&memory);
   RowSlabs kept(&memory);
-  const uint32_t slot = kept.Allocate(kept.FindOrAddPool({.dim = 4}));
+  const uint32_t cell = kept.Allocate(kept.FindOrAddPool({.dim = 4}));
   const uint32_t other = slabs->Allocate(slabs->FindOrAddPool({.dim = 4}));
-  EXPECT_LT(std::abs(slabs->values(other) - kept.values(slot)), 2 << 18) << "one block";
-  *kept.values(slot) = 7;
+  EXPECT_LT(std::abs(slabs->values(other) - kept.values(cell)), 2 << 18) << "one block";
+  *kept.values(cell) = 7;
   slabs.reset();
   memory.Clear();
-  EXPECT_EQ(*kept.values(slot), 7);
+  EXPECT_EQ(*kept.values(cell), 7);
 }
 
 TEST(RowSlabsTest, SlabNumbersSufficeForWideRows) {
-  // A slot is the slab's number above the row's place in 16 bits. No row is touched.
+  // A cell is the slab's number above the row's place in 16 bits. No row is touched.
   constexpr uint64_t kRows = 4096, kRowBytes = 65'536, kSlabNumbers = 65'535;
   SlabMemory memory;
   RowSlabs slabs(&memory);
   const uint32_t pool = slabs.FindOrAddPool({.dim = kRowBytes / sizeof(float)});
   uint64_t num_slabs = 0, last_slab_rows = 0;
   for (uint64_t row = 0; row < kRows; ++row) {
-    const uint32_t slot = slabs.Allocate(pool);
-    ASSERT_NE(slot, RowSlabs::kNoSlot);
-    last_slab_rows = slot >> 16 == num_slabs ? 1 : last_slab_rows + 1;
-    num_slabs = std::max<uint64_t>(num_slabs, (slot >> 16) + 1);
+    const uint32_t cell = slabs.Allocate(pool);
+    ASSERT_NE(cell, RowSlabs::kNoCell);
+    last_slab_rows = cell >> 16 == num_slabs ? 1 : last_slab_rows + 1;
+    num_slabs = std::max<uint64_t>(num_slabs, (cell >> 16) + 1);
     ASSERT_LE(slabs.memory_bytes(), (row + 1) * (kRowBytes + kRowBytes / 8 + 64) + 1024) << row;
   }
   EXPECT_GE(kRows + (kSlabNumbers - num_slabs) * (SlabMemory::kBlockBytes / kRowBytes), 2'000'000u)
@@ -316,9 +316,9 @@ TEST(RowSlabsTest, TheLongestRowHasASlabOfItsOwn) {
   const uint32_t pool =
       slabs.FindOrAddPool({.dim = 65'536, .state_floats = 131'072, .has_scalar = true});
   for (uint64_t sign = 0; sign < 5; ++sign) {
-    const uint32_t slot = slabs.Allocate(pool);
-    ASSERT_NE(slot, RowSlabs::kNoSlot);
-    std::memset(slabs.values(slot), 1, size_t{196'608} * sizeof(float));
+    const uint32_t cell = slabs.Allocate(pool);
+    ASSERT_NE(cell, RowSlabs::kNoCell);
+    std::memset(slabs.values(cell), 1, size_t{196'608} * sizeof(float));
   }
   EXPECT_GE(slabs.memory_bytes(), 5u * 786'432);
 }

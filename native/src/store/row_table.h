@@ -38,15 +38,15 @@ namespace persia::store {
 
 // Whether there is a row, and it is resident and has the dim.
 inline bool HasDim(const RowSlabs& slabs, const SignIndex::Entry* entry, uint32_t dim) {
-  return entry != nullptr && slabs.dim(entry->slot) == dim;
+  return entry != nullptr && slabs.dim(entry->cell) == dim;
 }
 
 template <typename Features>
 class RowTable {
  public:
   using Entry = SignIndex::Entry;
-  static constexpr uint32_t kNoCell = RowSlabs::kNoSlot;
-  static_assert(kNoCell == SignIndex::kNoSlot);
+  static constexpr uint32_t kNoCell = RowSlabs::kNoCell;
+  static_assert(kNoCell == SignIndex::kNoCell);
 
   // At most `capacity` rows, but for those that Allocate() adds while a checkpoint is loaded.
   // Memory of rows comes from `row_memory`, that of cold rows' cells from `cold_memory`; both and
@@ -94,7 +94,7 @@ class RowTable {
     ProbeInBlocks(
         refs.size(), row_floats, [&](size_t i) { return std::pair(refs[i].key, &index_); },
         [&](size_t, const Entry* entry) {
-          return slabs_.dim(entry->slot) == run.dim ? slabs_.values(entry->slot) : nullptr;
+          return slabs_.dim(entry->cell) == run.dim ? slabs_.values(entry->cell) : nullptr;
         },
         [&](size_t i, Entry* entry, const float* row) {
           use(refs[i], row == nullptr ? nullptr : entry);
@@ -162,11 +162,11 @@ class RowTable {
   // no memory for the entry.
   uint32_t Adopt(const Entry& entry) {
     if (!index_.Insert(entry)) {
-      slabs_.Free(entry.slot);
+      slabs_.Free(entry.cell);
       return kNoCell;
     }
-    features_->Inserted(entry.key, entry.slot, slabs_);
-    return entry.slot;
+    features_->Inserted(entry.key, entry.cell, slabs_);
+    return entry.cell;
   }
   // So many rows are expected: the index need not grow step by step. Only a matter of time.
   void Reserve(uint64_t num_rows) { index_.Reserve(std::min(num_rows, capacity_ + capacity_ / 4)); }
@@ -175,7 +175,7 @@ class RowTable {
   // Invalidates entries, not cells.
   Status Remove(Entry* entry) {
     PERSIA_RETURN_IF_ERROR(features_->BeforeRemove(*entry, slabs_));
-    slabs_.Free(entry->slot);
+    slabs_.Free(entry->cell);
     index_.Erase(entry);
     ++num_removals_;
     return Status::Ok();

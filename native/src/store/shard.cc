@@ -23,9 +23,9 @@ std::vector<MissingRef>* NoneMissing() {
 }  // namespace
 
 // The table only keeps the address of the features, which are made before it.
-Shard::Shard(uint64_t capacity, SlabMemory* slab_memory, SlabMemory* cell_memory,
+Shard::Shard(uint64_t capacity, SlabMemory* slab_memory, SlabMemory* cold_memory,
              double growth_phase, bool counts_updates, RowDtype row_dtype)
-    : format_(row_dtype), table_(capacity, slab_memory, cell_memory, growth_phase, &features_) {
+    : format_(row_dtype), table_(capacity, slab_memory, cold_memory, growth_phase, &features_) {
   features_.counts_updates = counts_updates;
 }
 
@@ -56,7 +56,7 @@ Status Shard::LookupForInference(Lock* lock, std::span<const Run> runs, float* r
     table_.ForEachRow(
         run, format_.EmbeddingFloats(run.dim), [&](const RowRef& ref, const Entry* entry) {
           if (entry == nullptr) return missing->push_back({&run, &ref});
-          format_.Read(rows + run.FloatOffset(ref), table_.slabs().values(entry->slot), run.dim);
+          format_.Read(rows + run.FloatOffset(ref), table_.slabs().values(entry->cell), run.dim);
         });
     if (cache_ != nullptr) {
       cache_->CountHits(run.refs.size() - missing->size(), 0);
@@ -128,7 +128,7 @@ Status Shard::UseExisting(Lock* lock, std::span<const Run> runs, MissingRefs* mi
     table_.ForEachRow(run, row_floats, [&](const RowRef& ref, Entry* entry) {
       if (entry == nullptr) return missing->push_back({&run, &ref});
       table_.Touch(entry, now);
-      use(run, ref, entry->slot);
+      use(run, ref, entry->cell);
     });
   }
   if (cache_ == nullptr) return Status::Ok();
@@ -139,7 +139,7 @@ Status Shard::UseExisting(Lock* lock, std::span<const Run> runs, MissingRefs* mi
       lock, missing,
       [&](const MissingRef& each, Entry* entry) {
         table_.Touch(entry, table_.now());
-        use(*each.run, *each.ref, entry->slot);
+        use(*each.run, *each.ref, entry->cell);
       },
       [] {});
   cache_->CountHits(num_rows - num_not_resident, num_not_resident - missing->size());
@@ -163,7 +163,7 @@ Status Shard::InsertMissing(const MissingRefs& missing, Use use, LookupReport* c
     // A caller that breaks its promise and names a sign twice gets the same row twice.
     const Entry* entry = RemoveOfAnotherDim(&table_, ref->key, run->dim, &status);
     if (!status.ok()) return status;
-    const uint32_t cell = entry != nullptr ? entry->slot : Insert(ref->key, run->dim, counts);
+    const uint32_t cell = entry != nullptr ? entry->cell : Insert(ref->key, run->dim, counts);
     if (cell == kNoCell) return OutOfMemory(table_);
     use(*run, *ref, cell);
   }
@@ -203,8 +203,8 @@ void Shard::UpdateRun(Lock* lock, const Run& run, const float* gradients, Update
   const auto update = [&](const RowRef& ref, const Entry& entry) {
     if (!features_.BeforeUpdate(entry, slabs, status)) return;
     changed.Add(ref.key);
-    steps.Add(policies->OfKey(ref.key), slabs.View(entry.slot), gradients + run.FloatOffset(ref));
-    if (features_.counts_updates) CountUpdate(slabs.values(entry.slot), slabs.shape(entry.slot));
+    steps.Add(policies->OfKey(ref.key), slabs.View(entry.cell), gradients + run.FloatOffset(ref));
+    if (features_.counts_updates) CountUpdate(slabs.values(entry.cell), slabs.shape(entry.cell));
   };
   std::vector<MissingRef>* missing = NoneMissing();
   table_.ForEachRow(run, StrideOf(run), [&](const RowRef& ref, const Entry* entry) {

@@ -34,9 +34,9 @@ struct ShardTotals {
 // Aligned so that two shards' mutexes never share a cache line.
 class alignas(64) Shard {
  public:
-  // Rows are allocated from `slab_memory`, cold rows' cells from `cell_memory`; both outlive it.
+  // Rows are allocated from `slab_memory`, cold rows' cells from `cold_memory`; both outlive it.
   // `growth_phase` as SignIndex's.
-  Shard(uint64_t capacity, SlabMemory* slab_memory, SlabMemory* cell_memory, double growth_phase,
+  Shard(uint64_t capacity, SlabMemory* slab_memory, SlabMemory* cold_memory, double growth_phase,
         bool counts_updates, RowDtype row_dtype);
 
   // Rows and reports as in EmbeddingStore; the counts are added to *report.

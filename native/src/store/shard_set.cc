@@ -16,7 +16,7 @@ constexpr uint64_t kFilterCells = uint64_t{1} << 24;
 
 }  // namespace
 
-Status BatchPlan::AddBlocks(std::span<const RowBlock> blocks) {
+Status SignsByShard::AddBlocks(std::span<const RowBlock> blocks) {
   blocks_.clear();
   uint64_t rows = 0, floats = 0;
   for (const RowBlock& block : blocks) {
@@ -38,7 +38,7 @@ Status BatchPlan::AddBlocks(std::span<const RowBlock> blocks) {
 }
 
 // A counting sort by shard, which keeps the order of the call.
-Status BatchPlan::Build(std::span<const RowBlock> blocks, uint32_t num_shards) {
+Status SignsByShard::Build(std::span<const RowBlock> blocks, uint32_t num_shards) {
   PERSIA_RETURN_IF_ERROR(AddBlocks(blocks));
   // SignKey() is computed once for each row, and kept for the second pass.
   // Counted two places ahead: after the sums, ends_[s + 1] is where shard s begins, and scattering
@@ -60,7 +60,7 @@ Status BatchPlan::Build(std::span<const RowBlock> blocks, uint32_t num_shards) {
   return Status::Ok();
 }
 
-std::span<const Run> BatchPlan::RunsOf(uint32_t shard) {
+std::span<const Run> SignsByShard::RunsOf(uint32_t shard) {
   runs_.clear();
   auto refs = std::span<const RowRef>(refs_).subspan(ends_[shard], ends_[shard + 1] - ends_[shard]);
   while (!refs.empty()) {
@@ -98,7 +98,7 @@ ShardSet::ShardSet(const Options& options) : options_(options) {
         options.capacity / num_shards + (i < options.capacity % num_shards ? 1 : 0);
     // Apart, so that the indexes of shards that fill side by side do not all grow at once.
     const double growth_phase = static_cast<double>(i) / static_cast<double>(num_shards);
-    shards_.emplace_back(capacity, &slab_memory_, &cell_memory_, growth_phase,
+    shards_.emplace_back(capacity, &slab_memory_, &cold_memory_, growth_phase,
                          options.counts_updates, options.row_dtype);
   }
 }
@@ -185,13 +185,13 @@ Status ShardSet::Clear() {
 
 void ShardSet::ForgetSlabs() {
   slab_memory_.Clear();
-  cell_memory_.Clear();
+  cold_memory_.Clear();
 }
 
 StoreStats ShardSet::Stats() const {
   StoreStats stats;
   for (const Shard& shard : shards_) shard.AddStatsTo(&stats);
-  stats.memory_bytes += slab_memory_.unused_bytes() + cell_memory_.unused_bytes();
+  stats.memory_bytes += slab_memory_.unused_bytes() + cold_memory_.unused_bytes();
   return stats;
 }
 

@@ -37,20 +37,20 @@ namespace persia::store {
 
 // The signs of one request, grouped by internal shard, in the order of the call within each shard.
 //
-// A thread reuses its plan from call to call: a request allocates nothing once the largest has been
+// A thread reuses its object: a request allocates nothing once the largest has been
 // seen.
-class BatchPlan {
+class SignsByShard {
  public:
-  static BatchPlan& OfThread() {
-    thread_local BatchPlan plan;
-    return plan;
+  static SignsByShard& OfThread() {
+    thread_local SignsByShard signs;
+    return signs;
   }
 
   // kInvalidArgument: a dim of 0 or above kMaxDim, or 2^32 rows or more.
   Status Build(std::span<const RowBlock> blocks, uint32_t num_shards);
 
   bool IsEmpty(uint32_t shard) const { return ends_[shard] == ends_[shard + 1]; }
-  // Valid until the next call on this plan.
+  // Valid until the next call on this object.
   std::span<const Run> RunsOf(uint32_t shard);
 
  private:
@@ -181,7 +181,7 @@ class ShardSet {
 
   const Options options_;
   SlabMemory slab_memory_;
-  SlabMemory cell_memory_;
+  SlabMemory cold_memory_;
   std::deque<Shard> shards_;
   mutable WriterFirstMutex mutex_;
   SharedFeatures features_;
@@ -195,15 +195,15 @@ class ShardSet {
 
 template <typename... Handles>
 Status ShardSet::ForEach(std::span<const RowBlock> blocks, Handles... handles) {
-  BatchPlan& plan = BatchPlan::OfThread();
-  PERSIA_RETURN_IF_ERROR(plan.Build(blocks, count()));
+  SignsByShard& signs = SignsByShard::OfThread();
+  PERSIA_RETURN_IF_ERROR(signs.Build(blocks, count()));
   // Each call starts at another shard, so that concurrent calls do not queue up at every one.
   const uint32_t first = next_first_shard_.fetch_add(1, std::memory_order_relaxed) % count();
   const auto pass = [&](const auto& handle) {
     for (uint32_t i = 0; i < count(); ++i) {
       const uint32_t shard = (first + i) % count();
-      if (plan.IsEmpty(shard)) continue;
-      PERSIA_RETURN_IF_ERROR(handle(shards_[shard], plan.RunsOf(shard)));
+      if (signs.IsEmpty(shard)) continue;
+      PERSIA_RETURN_IF_ERROR(handle(shards_[shard], signs.RunsOf(shard)));
     }
     return Status::Ok();
   };

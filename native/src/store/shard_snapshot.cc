@@ -11,15 +11,15 @@ namespace persia::store {
 
 // Without a tier a dim of 0 does not occur, and nothing is looked up.
 bool ShardSnapshot::IsColdRow(const SignIndex::Entry& entry, const RowSlabs& slabs) const {
-  return pool_ != nullptr && IsCold(slabs, entry.slot);
+  return pool_ != nullptr && IsCold(slabs, entry.cell);
 }
 
 // The stamp of a row that is read is never above that of the snapshot point: ages are not negative.
 RowHead ShardSnapshot::HeadOf(const SignIndex::Entry& entry, const RowSlabs& slabs) const {
-  const RowShape& shape = slabs.shape(entry.slot);
+  const RowShape& shape = slabs.shape(entry.cell);
   return {.sign = SignOfKey(entry.key),
           .age = stamp_ - entry.stamp,
-          .scalar = shape.has_scalar ? *slabs.scalar(entry.slot) : 0,
+          .scalar = shape.has_scalar ? *slabs.scalar(entry.cell) : 0,
           .has_scalar = shape.has_scalar ? 1u : 0u,
           .dim = shape.dim,
           .state_floats = shape.state_floats};
@@ -30,8 +30,8 @@ std::pair<RowHead, const float*> ShardSnapshot::RowOf(const SignIndex::Entry& en
                                                       std::vector<float>* values) const {
   if (!IsColdRow(entry, slabs)) {
     const RowHead head = HeadOf(entry, slabs);
-    const RowView row = slabs.View(entry.slot);
-    const RowFormat format(slabs.shape(entry.slot).dtype);
+    const RowView row = slabs.View(entry.cell);
+    const RowFormat format(slabs.shape(entry.cell).dtype);
     if (format.narrow() == nullptr) return {head, row.values};
     values->resize(head.num_floats());
     format.Read(values->data(), row.values, row.dim);
@@ -153,8 +153,8 @@ bool ShardSnapshot::Read(const SignIndex& live_index, const RowSlabs& live_slabs
   }
   // All misses at once, before rows are copied one after another: the shard is locked.
   for (const SignIndex::Entry& entry : step_) {
-    const RowShape& shape = slabs.shape(entry.slot);
-    TouchRow(slabs.values(entry.slot), size_t{shape.embedding_floats()} + shape.state_floats);
+    const RowShape& shape = slabs.shape(entry.cell);
+    TouchRow(slabs.values(entry.cell), size_t{shape.embedding_floats()} + shape.state_floats);
   }
   std::vector<float> copy;
   for (const SignIndex::Entry& entry : step_) {

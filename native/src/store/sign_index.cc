@@ -21,7 +21,7 @@ bool SignIndex::Insert(const Entry& entry) {
   while (entries_[position].key < entry.key) ++position;
   // Everything up to the next gap moves by one: a few entries, as the table is at most 4/5 full.
   uint64_t end = position;
-  while (entries_[end].slot != kNoSlot) ++end;
+  while (entries_[end].cell != kNoCell) ++end;
   if (end + 1 == length_) {
     // The last homes overflow: signs whose keys are all near the top. A longer tail takes them.
     return Rebuild(home_count_, 2 * (length_ - home_count_)) && Insert(entry);
@@ -43,7 +43,7 @@ void SignIndex::Erase(Entry* entry) {
   // Followers move back until one that is at home, or
   // a gap: homes ascend, so all behind it may stay.
   uint64_t end = position + 1;
-  while (entries_[end].slot != kNoSlot && Home(entries_[end].key) < end) ++end;
+  while (entries_[end].cell != kNoCell && Home(entries_[end].key) < end) ++end;
   std::memmove(entries_ + position, entries_ + position + 1, (end - position - 1) * sizeof(Entry));
   entries_[end - 1] = kEmpty;
   --size_;
@@ -85,7 +85,7 @@ bool SignIndex::Rebuild(uint64_t home_count, uint64_t tail) {
   // Entries and the gaps between them are written in one go from front to back.
   uint64_t next = 0;
   for (uint64_t i = 0; i < length_; ++i) {
-    if (entries_[i].slot == kNoSlot) continue;
+    if (entries_[i].cell == kNoCell) continue;
     const uint64_t place = std::max(next, Home(entries_[i].key));
     if (place + 1 >= length) {
       home_count_ = old_home_count;

@@ -1,6 +1,6 @@
 // SignIndex: finds a sign's row; an open-addressing table of 16-byte entries.
 //
-// An entry is the sign's key, its row's slot and the batch that touched it last, side by side: a
+// An entry is the sign's key, its row's cell and the batch that touched it last, side by side: a
 // lookup reads one cache line here and none beside the row. The key is the sign scrambled by a
 // bijection (SignKey), so that it tells the sign and is spread like a hash. A key's home is a cache
 // line of four entries; homes grow with the keys, and the table is kept in ascending order of keys:
@@ -43,11 +43,11 @@ inline uint32_t ShardOfKey(uint64_t key, uint32_t num_shards) {
 
 class SignIndex {
  public:
-  static constexpr uint32_t kNoSlot = UINT32_MAX;
+  static constexpr uint32_t kNoCell = UINT32_MAX;
 
   struct Entry {
     uint64_t key;
-    uint32_t slot;
+    uint32_t cell;
     uint32_t stamp;
   };
 
@@ -65,7 +65,7 @@ class SignIndex {
   }
   static Entry* FindFrom(Entry* entry, uint64_t key) {
     while (entry->key < key) ++entry;
-    return entry->key == key && entry->slot != kNoSlot ? entry : nullptr;
+    return entry->key == key && entry->cell != kNoCell ? entry : nullptr;
   }
 
   // False when there is no memory to grow; the index
@@ -82,7 +82,7 @@ class SignIndex {
   template <typename Visit>
   void ForEach(Visit visit) const {
     for (Entry* entry = entries_; entry != entries_ + length_; ++entry) {
-      if (entry->slot != kNoSlot) visit(*entry);
+      if (entry->cell != kNoCell) visit(*entry);
     }
   }
 
@@ -94,7 +94,7 @@ class SignIndex {
     if (size_ == 0) return true;
     const uint64_t first = *next;
     for (Entry* entry = HomeOf(first); entry != entries_ + length_; ++entry) {
-      if (entry->slot == kNoSlot || entry->key < first || visit(*entry)) continue;
+      if (entry->cell == kNoCell || entry->key < first || visit(*entry)) continue;
       *next = entry->key;
       return false;
     }
@@ -106,7 +106,7 @@ class SignIndex {
 
  private:
   static constexpr uint64_t kLineEntries = 4;
-  static constexpr Entry kEmpty = {UINT64_MAX, kNoSlot, 0};
+  static constexpr Entry kEmpty = {UINT64_MAX, kNoCell, 0};
 
   // home_count_ is a multiple of the line.
   uint64_t Home(uint64_t key) const {

@@ -61,16 +61,16 @@ TEST(SignIndexTest, BehavesLikeAMap) {
       model.erase(victim);
     } else {
       const uint64_t key = RandomKey(random);
-      const auto slot = static_cast<uint32_t>(random() % 1000);
-      if (!model.try_emplace(key, slot).second) continue;
-      ASSERT_TRUE(index.Insert({key, slot, 7}));
+      const auto cell = static_cast<uint32_t>(random() % 1000);
+      if (!model.try_emplace(key, cell).second) continue;
+      ASSERT_TRUE(index.Insert({key, cell, 7}));
     }
     ASSERT_EQ(index.size(), model.size());
     if (i % 5000 != 0) continue;
     auto expected = model.begin();
     index.ForEach([&](const SignIndex::Entry& entry) {
       ASSERT_EQ(entry.key, expected->first);
-      ASSERT_EQ(entry.slot, expected->second);
+      ASSERT_EQ(entry.cell, expected->second);
       ASSERT_EQ(index.Find(entry.key), &entry);
       ++expected;
     });
@@ -81,17 +81,17 @@ TEST(SignIndexTest, BehavesLikeAMap) {
 TEST(SignIndexTest, CrowdedKeysAtTheEndOfTheTableNeedNoMoreThanALongerTail) {
   SignIndex index;
   for (uint32_t i = 0; i < 3000; ++i) ASSERT_TRUE(index.Insert({UINT64_MAX - i, i, 0}));
-  for (uint32_t i = 0; i < 3000; ++i) ASSERT_EQ(index.Find(UINT64_MAX - i)->slot, i);
+  for (uint32_t i = 0; i < 3000; ++i) ASSERT_EQ(index.Find(UINT64_MAX - i)->cell, i);
   EXPECT_EQ(index.Find(UINT64_MAX - 3000), nullptr);
   EXPECT_LE(index.memory_bytes(), 200'000u);
 }
 
 TEST(SignIndexTest, CostsAtMostTwentySixBytesAnEntryOnceLarge) {
   SignIndex index;
-  for (uint32_t slot = 0; slot < 300'000; ++slot) {
-    ASSERT_TRUE(index.Insert({SignKey(slot), slot, 0}));
-    if (slot > 50'000 && slot % 1000 == 0) {
-      ASSERT_LE(index.memory_bytes(), uint64_t{slot} * 26);
+  for (uint32_t cell = 0; cell < 300'000; ++cell) {
+    ASSERT_TRUE(index.Insert({SignKey(cell), cell, 0}));
+    if (cell > 50'000 && cell % 1000 == 0) {
+      ASSERT_LE(index.memory_bytes(), uint64_t{cell} * 26);
     }
   }
 }
@@ -103,12 +103,12 @@ TEST(SignIndexTest, TakesWhatRoomWasReservedForWithoutGrowing) {
   index.Reserve(kEntries);
   const uint64_t memory_bytes = index.memory_bytes();
   EXPECT_LE(memory_bytes, kEntries * 26);
-  for (uint32_t slot = 1; slot < kEntries; ++slot) {
-    ASSERT_TRUE(index.Insert({SignKey(slot), slot, 0}));
+  for (uint32_t cell = 1; cell < kEntries; ++cell) {
+    ASSERT_TRUE(index.Insert({SignKey(cell), cell, 0}));
   }
   EXPECT_EQ(index.memory_bytes(), memory_bytes);
-  for (uint32_t slot = 0; slot < kEntries; ++slot) {
-    ASSERT_EQ(index.Find(SignKey(slot))->slot, slot);
+  for (uint32_t cell = 0; cell < kEntries; ++cell) {
+    ASSERT_EQ(index.Find(SignKey(cell))->cell, cell);
   }
   index.Reserve(10);
   EXPECT_EQ(index.memory_bytes(), memory_bytes) << "it never shrinks";
@@ -118,14 +118,14 @@ TEST(SignIndexTest, PhasesKeepIndexesThatFillTogetherFromGrowingTogether) {
   constexpr uint32_t kIndexes = 16;
   std::vector<SignIndex> indexes;
   for (uint32_t i = 0; i < kIndexes; ++i) indexes.emplace_back(i / double{kIndexes});
-  for (uint32_t slot = 0; slot < 100'000; ++slot) {
+  for (uint32_t cell = 0; cell < 100'000; ++cell) {
     uint64_t bytes = 0;
     for (SignIndex& index : indexes) {
-      ASSERT_TRUE(index.Insert({SignKey(slot), slot, 0}));
+      ASSERT_TRUE(index.Insert({SignKey(cell), cell, 0}));
       bytes += index.memory_bytes();
     }
-    if (slot > 20'000) {
-      ASSERT_LE(bytes, uint64_t{24} * kIndexes * slot);
+    if (cell > 20'000) {
+      ASSERT_LE(bytes, uint64_t{24} * kIndexes * cell);
     }
   }
 }
@@ -136,18 +136,18 @@ TEST(SignIndexTest, PhasesStayApartWhereRoomWasReserved) {
   for (uint32_t i = 0; i < kIndexes; ++i) {
     indexes.emplace_back(i / double{kIndexes}).Reserve(kReserved);
   }
-  for (uint32_t slot = 0; slot < 3 * kReserved; ++slot) {
+  for (uint32_t cell = 0; cell < 3 * kReserved; ++cell) {
     uint64_t bytes = 0;
     uint32_t num_grown = 0;
     for (SignIndex& index : indexes) {
       const uint64_t before = index.memory_bytes();
-      ASSERT_TRUE(index.Insert({SignKey(slot), slot, 0}));
+      ASSERT_TRUE(index.Insert({SignKey(cell), cell, 0}));
       bytes += index.memory_bytes();
       if (index.memory_bytes() != before) ++num_grown;
     }
-    ASSERT_LE(num_grown, 2u) << slot;
-    if (slot >= kReserved) {
-      ASSERT_LE(bytes, uint64_t{24} * kIndexes * slot);
+    ASSERT_LE(num_grown, 2u) << cell;
+    if (cell >= kReserved) {
+      ASSERT_LE(bytes, uint64_t{24} * kIndexes * cell);
     }
   }
 }

@@ -23,20 +23,20 @@ double SquaredNorm(const float* values, uint32_t dim) {
 }
 
 bool IsCold(const Shard& shard, const Entry& entry) {
-  return shard.cache() != nullptr && IsCold(shard.table().slabs(), entry.slot);
+  return shard.cache() != nullptr && IsCold(shard.table().slabs(), entry.cell);
 }
 
 // Infinite where the row cannot be read: then it stays, and the tier has failed.
 double SquaredNormOf(const Shard& shard, const Entry& entry) {
   const RowSlabs& slabs = shard.table().slabs();
   if (!IsCold(shard, entry)) {
-    const RowView row = slabs.View(entry.slot);
+    const RowView row = slabs.View(entry.cell);
     if (shard.format().narrow() == nullptr) return SquaredNorm(row.values, row.dim);
     std::vector<float> values(row.dim);
     shard.format().Read(values.data(), row.values, row.dim);
     return SquaredNorm(values.data(), row.dim);
   }
-  const uint32_t dim = ColdCellOf(slabs, entry.slot).dim;
+  const uint32_t dim = ColdRowOf(slabs, entry.cell).dim;
   std::vector<float> values(dim);
   const Status status = shard.cache()->CopyCold(entry, dim, values.data());
   shard.cache()->tier().Fail(status);
@@ -61,7 +61,7 @@ StatusOr<bool> RemoveSome(Shard* shard, uint64_t* next, uint64_t* num_removed) {
     return true;
   });
   for (const Entry& entry : entries) {
-    TouchRow(slabs.values(entry.slot), shard->format().EmbeddingFloats(slabs.dim(entry.slot)));
+    TouchRow(slabs.values(entry.cell), shard->format().EmbeddingFloats(slabs.dim(entry.cell)));
   }
   for (const Entry& entry : entries) {
     const double min_norm = policies->OfKey(entry.key).min_norm();

@@ -48,7 +48,7 @@ StatusOr<uint32_t> CellFor(Shard* shard, uint64_t key, uint32_t dim, uint32_t ag
   if (!features.BeforeChange(*entry, &status)) return status;
   entry->stamp = stamp;
   changed->Add(key);
-  return entry->slot;
+  return entry->cell;
 }
 
 // May leave a quarter more rows than the capacity: which rows stay must not depend on the order in

@@ -236,14 +236,14 @@ TEST_F(FullTierTest, ARowWiderThanAnExtentIsRefusedWhenItIsMade) {
   FillAndCommit();
 }
 
-TEST_F(FullTierTest, CountsTheMemoryOfFreeSlotsAndKeptVersions) {
+TEST_F(FullTierTest, CountsTheMemoryOfFreeCellsAndKeptVersions) {
   FillAndCommit();
   const uint64_t before = store_->stats().memory_bytes;
   ASSERT_TRUE(Step(100, 200).ok());
   auto batch = store_->tier().RequestCheckpoint();
   ASSERT_TRUE(batch.ok());
   ASSERT_TRUE(store_->tier().WaitCheckpoint(*batch, milliseconds(60'000)).ok());
-  // The slots of the versions before are free.
+  // The cells of the versions before are free.
   EXPECT_GE(store_->tier().stats()->pool.memory_bytes, 100 * sizeof(uint64_t));
   EXPECT_GE(store_->stats().memory_bytes, before + 100 * sizeof(uint64_t));
 }

@@ -114,7 +114,7 @@ TEST_F(TierMemoryTest, MemoryStaysWithinACacheOfBytes) {
   }
 }
 
-// Rows move to other slots while others look them up, change them and copy them.
+// Rows move to other cells while others look them up, change them and copy them.
 TEST_F(TierMemoryTest, RowsMayBeUsedWhileMemoryIsGivenBack) {
   constexpr uint64_t kThreads = 3, kSteps = 60, kOwn = 200, kNew = 300;
   Open(1 << 20);

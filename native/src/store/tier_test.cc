@@ -318,7 +318,7 @@ TEST_F(TierTest, EvictionsLeaveNothingBehind) {
   Checkpoint();
   const TierStats stats = *store_->tier().stats();
   EXPECT_EQ(stats.num_rows, Script::kOptions.capacity);
-  EXPECT_LE(stats.pool.used_bytes, stats.num_rows * pool::SlotBytes(3 * Script::kDim));
+  EXPECT_LE(stats.pool.used_bytes, stats.num_rows * pool::CellBytes(3 * Script::kDim));
 }
 
 TEST_F(TierTest, AFullPoolIsAnErrorAndTheCheckpointStays) {

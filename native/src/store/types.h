@@ -123,8 +123,8 @@ struct TierStats {
   pool::PoolStats pool;
 };
 
-// A row of a request as an internal shard gets it; BatchPlan groups them (shard_set.h). The key is
-// computed once for a request: shard, index and policy all start from it.
+// A row of a request as an internal shard gets it; SignsByShard groups them (shard_set.h). The key
+// is computed once for a request: shard, index and policy all start from it.
 struct RowRef {
   uint64_t key;  // SignKey of the sign
   uint32_t row;  // its number in the request

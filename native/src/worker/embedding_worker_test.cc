@@ -21,7 +21,7 @@
 namespace persia::worker {
 namespace {
 
-Deadline Late() { return std::chrono::steady_clock::now() + std::chrono::seconds(60); }
+Deadline InAMinute() { return std::chrono::steady_clock::now() + std::chrono::seconds(60); }
 
 // Servers whose rows begin as RowElement() and lose each gradient as it is (a learning rate of 1).
 // Like the real ones they need a configuration for training and apply an update's key once.
@@ -197,7 +197,7 @@ class EmbeddingWorkerTest : public ::testing::Test {
     ASSERT_TRUE(worker.ok()) << worker.status().ToString();
     worker_ = std::move(worker).value();
   }
-  void Configure() { ASSERT_TRUE(worker_->Configure(TrainConfig(), false, Late()).ok()); }
+  void Configure() { ASSERT_TRUE(worker_->Configure(TrainConfig(), false, InAMinute()).ok()); }
 
   BatchKey Register(const TestBatch& batch, uint32_t loader_index = 0) {
     const auto reference = worker_->Register(loader_index, EncodeBatch(batch));
@@ -205,7 +205,7 @@ class EmbeddingWorkerTest : public ::testing::Test {
     return reference.value();
   }
   TestEmbeddings Lookup(BatchKey reference, bool requires_grad = true) {
-    const auto message = worker_->Lookup(reference, requires_grad, Late());
+    const auto message = worker_->Lookup(reference, requires_grad, InAMinute());
     EXPECT_TRUE(message.ok()) << message.status().ToString();
     return ReadEmbeddings(message.value());
   }
@@ -220,10 +220,10 @@ class EmbeddingWorkerTest : public ::testing::Test {
     const std::vector<float> rows(size_t{num_rows} * 16, value);
     const SlotGradient gradient = {
         .slot = slot, .num_rows = num_rows, .dim = 16, .rows = rows.data()};
-    return worker_->ReturnGradients(reference, 1.0f, {&gradient, 1}, Late());
+    return worker_->ReturnGradients(reference, 1.0f, {&gradient, 1}, InAMinute());
   }
   StatusCode LookupCode(BatchKey reference) {
-    return worker_->Lookup(reference, true, Late()).status().code();
+    return worker_->Lookup(reference, true, InAMinute()).status().code();
   }
   void ExpectNoneLost() {
     const Metrics stats = worker_->metrics();
@@ -335,7 +335,7 @@ TEST_F(EmbeddingWorkerTest, ReturnReportsStalenessAndSlots) {
 
   const BatchKey bad = RegisterAndLookUp({{"plain", {{1}, {2}, {3}}}, {"sqrt", {{4}, {5}, {6}}}});
   const SlotGradient gradient = {.slot = "plain", .num_rows = 3, .dim = 16, .rows = nan.data()};
-  const auto report = worker_->ReturnGradients(bad, 1.0f, {&gradient, 1}, Late());
+  const auto report = worker_->ReturnGradients(bad, 1.0f, {&gradient, 1}, InAMinute());
   ASSERT_TRUE(report.ok());
   EXPECT_EQ(report.value().num_nonfinite_slots, 1u);
   EXPECT_EQ(report.value().num_skipped_slots, 1u);
@@ -364,7 +364,7 @@ TEST_F(EmbeddingWorkerTest, UnconfiguredWorkerSaysWhatToDo) {
   rows_->Restart(1);
   rows_->Restart(2);
   const BatchKey reference = Register(batch_);
-  const Status status = worker_->Lookup(reference, true, Late()).status();
+  const Status status = worker_->Lookup(reference, true, InAMinute()).status();
   EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition);
   EXPECT_NE(status.message().find("the embedding optimizer is not configured: enter a TrainCtx"),
             std::string::npos)
@@ -390,10 +390,10 @@ TEST_F(EmbeddingWorkerTest, ConfigureIsIdempotentAndRefusesAnother) {
   Configure();
   TrainConfig other;
   other.weight_bound = 3;
-  EXPECT_EQ(worker_->Configure(other, false, Late()).code(), StatusCode::kFailedPrecondition);
-  EXPECT_TRUE(worker_->Configure(other, true, Late()).ok());
+  EXPECT_EQ(worker_->Configure(other, false, InAMinute()).code(), StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(worker_->Configure(other, true, InAMinute()).ok());
   other.admit_probability = 7;
-  EXPECT_EQ(worker_->Configure(other, true, Late()).code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(worker_->Configure(other, true, InAMinute()).code(), StatusCode::kInvalidArgument);
 }
 
 TEST_F(EmbeddingWorkerTest, ReleaseIsIdempotent) {
@@ -431,12 +431,12 @@ TEST_F(EmbeddingWorkerTest, LookupWithoutGradientsChangesNothingAndEndsTheBatch)
 
 TEST_F(EmbeddingWorkerTest, DirectLookup) {
   const auto message = EncodeBatch(batch_);
-  const auto training = worker_->LookupDirect(message, true, Late());
+  const auto training = worker_->LookupDirect(message, true, InAMinute());
   ASSERT_TRUE(training.ok());
   const TestEmbeddings embeddings = ReadEmbeddings(training.value());
   EXPECT_EQ(worker_->metrics()["num_in_flight"], 1u);
   EXPECT_TRUE(Return({embeddings.worker_incarnation, embeddings.reference}, 3, 1.0f).ok());
-  ASSERT_TRUE(worker_->LookupDirect(message, false, Late()).ok());
+  ASSERT_TRUE(worker_->LookupDirect(message, false, InAMinute()).ok());
   const Metrics stats = worker_->metrics();
   EXPECT_EQ(stats["num_returned"], 1u);
   EXPECT_EQ(stats["num_released"], 1u);
@@ -446,7 +446,7 @@ TEST_F(EmbeddingWorkerTest, DirectLookup) {
 TEST_F(EmbeddingWorkerTest, FailedDirectLookupLeavesNothingBehind) {
   Start({});
   for (size_t server = 0; server < kNumServers; ++server) rows_->Restart(server);
-  EXPECT_FALSE(worker_->LookupDirect(EncodeBatch(batch_), true, Late()).ok());
+  EXPECT_FALSE(worker_->LookupDirect(EncodeBatch(batch_), true, InAMinute()).ok());
   EXPECT_EQ(worker_->metrics()["num_in_flight"], 0u);
   ExpectNoneLost();
 }
@@ -493,18 +493,18 @@ TEST_F(EmbeddingWorkerTest, SetEmbeddingsRoutesEachRow) {
   }
   const std::vector<SignBlock> blocks = {{.dim = 2, .num_signs = 25}, {.dim = 3, .num_signs = 15}};
   rows_->Restart(2);  // is configured first
-  ASSERT_TRUE(worker_->SetEmbeddings({blocks, signs}, values, Late()).ok());
+  ASSERT_TRUE(worker_->SetEmbeddings({blocks, signs}, values, InAMinute()).ok());
   EXPECT_EQ(rows_->Row(Sign(7)), (std::vector<float>{70, 71}));
   EXPECT_EQ(rows_->Row(Sign(39)), (std::vector<float>{390, 391, 392}));
-  const auto sizes = worker_->Sizes(Late());
+  const auto sizes = worker_->Sizes(InAMinute());
   ASSERT_TRUE(sizes.ok());
   ASSERT_EQ(sizes.value().size(), kNumServers);
   for (const uint64_t size : sizes.value()) EXPECT_GT(size, 0u);
   EXPECT_EQ(rows_->num_rows(), 40u);
   values.pop_back();
-  EXPECT_EQ(worker_->SetEmbeddings({blocks, signs}, values, Late()).code(),
+  EXPECT_EQ(worker_->SetEmbeddings({blocks, signs}, values, InAMinute()).code(),
             StatusCode::kInvalidArgument);
-  ASSERT_TRUE(worker_->Clear(Late()).ok());
+  ASSERT_TRUE(worker_->Clear(InAMinute()).ok());
   EXPECT_EQ(rows_->num_rows(), 0u);
 }
 

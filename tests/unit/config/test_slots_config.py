@@ -412,3 +412,44 @@ class TestSchemaHash:
         first, second = slots(*one), slots(*other)
         same_numbers = first.group_numbers() == second.group_numbers()
         assert (first.schema_hash() == second.schema_hash()) == same_numbers
+
+
+def test_a_range_stands_for_slots_in_the_order_of_the_file():
+    dims = {"user": 4, "C{9..11}": 8, "C10": 2}
+    config = parse_embedding_config({"slots_config": {name: {"dim": dim} for name, dim in dims.items()}})
+    assert {name: slot.dim for name, slot in config.slots_config.items()} == {
+        "user": 4,
+        "C9": 8,
+        "C10": 2,  # by its own key
+        "C11": 8,
+    }
+    assert config.group_numbers() == {"user": 1, "C9": 2, "C10": 3, "C11": 4}
+    written_out = slots("C08", "C09", "C10", groups={"shared": ["C08", "C09"]})
+    assert slots("C{08..10}", groups={"shared": ["C{08..09}"]}).schema_hash() == written_out.schema_hash()
+
+
+def test_a_range_and_its_slots_are_one_config_in_python():
+    assert SlotsConfig(slots_config={"C{1..2}": SlotConfig(dim=8)}) == slots("C1", "C2")
+
+
+@pytest.mark.parametrize("order", [["C3", "C{1..3}", "C{3..4}"], ["C{3..4}", "C{1..3}", "C3"]])
+def test_a_name_alone_decides_between_ranges_in_any_order(order):
+    config = parse_embedding_config(
+        {"slots_config": {name: {"dim": 2 if name == "C3" else 8} for name in order}}
+    )
+    dims = {name: slot.dim for name, slot in config.slots_config.items()}
+    assert dims == {"C1": 8, "C2": 8, "C3": 2, "C4": 8}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["C{1..3}", "C{3..4}"], "'C{1..3}' and 'C{3..4}' both yield the slot C3: let ranges not overlap"),
+        (["C{3..1}"], "'C{3..1}' must count up"),
+        (["C{1..999999999}"], "over at most 100000 numbers"),
+        (["C{1..3}_{1..2}"], "'C{1..3}_{1..2}' has 2 ranges: write one key for each value"),
+    ],
+)
+def test_ranges_that_could_surprise_are_refused(names, message):
+    assert message in refusal_of({"slots_config": {name: {"dim": 8} for name in names}})
+    assert refusal_of({"slots_config": {"C{1..3}": {"dms": 8}}}).startswith("slots_config.C1.dms=8")

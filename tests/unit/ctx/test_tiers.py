@@ -103,7 +103,7 @@ def test_rows_of_batches_that_wait_are_brought_into_memory_ahead(
     with enter("file") as ctx:
         for batch in DataLoader(StreamingDataset(loader=send), embedding_staleness=1):
             output, _ = ctx.forward(batch)
-            ctx.backward((output - 1).square().mean())
+            ctx.backward((output - 1).square().mean() / 1000)  # with more, the model diverges
         store = ctx.runtime.backend.local_store
         assert store is not None
         stats = store.tier_stats()

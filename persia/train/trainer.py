@@ -1,0 +1,463 @@
+"""The training loop: trains, evaluates, keeps the best checkpoint, stops early, and resumes where it was.
+
+A batch carries its number in the job in `meta`. A checkpoint stores which numbers were trained, so that a
+resumed job trains the other ones, each once, whatever its number of ranks and data loaders.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import distributed as dist
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from persia import env
+from persia.checkpoint.checkpoints import Source
+from persia.ctx import DataCtx, TrainCtx, eval_ctx
+from persia.data import DataLoader, IterableDataset, StreamingDataset
+from persia.embedding.checks import at_least
+from persia.embedding.data import PersiaBatch
+from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError, NotFoundError
+from persia.job.connection import JobConnection
+from persia.logger import get_default_logger
+from persia.messaging.subjects import NN_WORKER
+from persia.nn import ClickMetrics, ClickQuality
+from persia.nn.replicas import gather_ragged
+from persia.observability import report
+from persia.storage.location import Location
+from persia.train.callbacks import Callback
+
+__all__ = ["Batches", "Fit", "Trainer"]
+
+_HIGHER_IS_BETTER = {"auc": True, "log_loss": False, "normalized_entropy": False}
+_STATE_NAME, _MAX_STATE_BYTES = "trainer.json", 1 << 28
+
+
+class Batches(Protocol):
+    """A data set in a fixed order: `ParquetBatches`, or a class of your own."""
+
+    def __len__(self) -> int:
+        """The number of batches."""
+
+    def read(self, first: int = 0) -> Iterator[Any]:
+        """The raw data of batch `first` and of those after it."""
+
+    def make(self, rows: Any, *, requires_grad: bool, meta: bytes | None = None) -> PersiaBatch:
+        """The batch of what `read` yields, which has at least one label; called for a loader's own share."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What `Trainer.fit` has done."""
+
+    step: int  # batches that this rank had trained at the end, those before a resume included
+    best_step: int | None  # of the best evaluation, whose model and rows the context has; None: no evaluation
+    best: dict[str, float]  # metrics of that evaluation
+    stopped_early: bool
+
+
+@dataclass
+class _State:
+    """Where a job is. Equal on all ranks at every evaluation, and stored with each checkpoint."""
+
+    step: int = 0
+    batches: int = 0  # of one epoch
+    next: int = 0  # all batches below this number are trained
+    done: list[int] = field(default_factory=list)  # trained batches above it
+    best_step: int | None = None
+    best: dict[str, float] = field(default_factory=dict)
+    since_best: int = 0  # evaluations
+    schedulers: list[str] = field(default_factory=list)  # `_encoded`
+    run: str = ""  # identity of the run that stored this, and the step at which that run began
+    began_at: int = 0
+
+    def add(self, numbers: set[int]) -> None:
+        """Marks batches as trained."""
+        above = numbers.union(self.done)
+        while self.next in above:
+            above.remove(self.next)
+            self.next += 1
+        self.done = sorted(above)
+
+
+class Trainer:
+    """Trains a model of clicks: its output is a logit for each sample, its first label column is 0 or 1.
+
+    The same script runs in one process and as the ranks of a cluster, whose data loaders call `load`. All
+    ranks evaluate, each its share of `valid`. Rank 0 prints, and calls the callbacks.
+
+    Args:
+        train: the batches of one epoch; `len(train) * epochs % ranks` batches at the end are left out.
+        valid: held-out batches for the evaluations; None: there are none, only checkpoints.
+        directory: path or URL of the checkpoints, visible to all processes. `best` in it has the best metric,
+            `last` the newest if that is another one. None: no checkpoints.
+        epochs: passes over `train`.
+        evaluate_every: steps between two evaluations, each with a checkpoint; None: an epoch. There is always
+            one at the end.
+        metric: "auc", "log_loss" or "normalized_entropy": decides which evaluation is the best.
+        patience: evaluations without a new best after which training stops; None: it does not.
+        loss: called with the output and the first label of the batch, float32 [batch, columns]; returns a
+            scalar. None: binary cross-entropy with logits.
+        schedulers: of `torch.optim.lr_scheduler`, or `LRSchedule`s: stepped after each step on every rank,
+            and stored with checkpoints. Not `ReduceLROnPlateau`, which needs a metric.
+        callbacks: see `Callback`.
+        log_every: steps between two logs of the mean training loss.
+        resume: continues from the newest checkpoint of `directory`, if there is one. False: the first
+            checkpoint of the new job replaces those of the old one.
+
+    Raises:
+        InvalidArgumentError: a number below 1, an unknown metric, no batches, or `patience` without `valid`.
+        InvalidTypeError: a `ReduceLROnPlateau`.
+    """
+
+    def __init__(
+        self,
+        train: Batches,
+        valid: Batches | None = None,
+        *,
+        directory: str | None = None,
+        epochs: int = 1,
+        evaluate_every: int | None = None,
+        metric: str = "auc",
+        patience: int | None = None,
+        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        schedulers: Sequence[Any] = (),
+        callbacks: Sequence[Callback] = (),
+        log_every: int = 100,
+        resume: bool = True,
+    ) -> None:
+        for name, value in (("evaluate_every", evaluate_every), ("patience", patience)):
+            if value is not None:
+                at_least(1, name, value)
+        if metric not in _HIGHER_IS_BETTER:
+            raise InvalidArgumentError(f"metric={metric!r} must be one of {', '.join(_HIGHER_IS_BETTER)}")
+        if patience is not None and valid is None:
+            raise InvalidArgumentError(f"patience={patience} needs valid=, the batches to evaluate on")
+        for name, batches in (("train", train), ("valid", valid)):
+            if batches is not None and not len(batches):
+                raise InvalidArgumentError(f"{name} has no batches: pass at least one")
+        for scheduler in schedulers:
+            if isinstance(getattr(scheduler, "scheduler", scheduler), ReduceLROnPlateau):
+                raise InvalidTypeError(
+                    "schedulers has a ReduceLROnPlateau, which needs a metric: use a schedule of the step"
+                )
+        self.train, self.valid, self.metric, self.patience = train, valid, metric, patience
+        self.directory = None if directory is None else Location.of(directory)
+        self.epochs, self.log_every = at_least(1, "epochs", epochs), at_least(1, "log_every", log_every)
+        self.evaluate_every, self.loss, self.resume = evaluate_every, loss or _cross_entropy, resume
+        self.schedulers, self.callbacks = list(schedulers), list(callbacks)
+        self._console = Console(soft_wrap=True, highlight=False)
+        self._begin: _State | None = None  # of the run of `fit` in this process
+        self._clears = False  # the next checkpoint replaces those of another job
+
+    def load(self) -> None:
+        """Sends the batches that are still to train: the whole of a data loader script.
+
+        In one process `fit` calls it. In a cluster each data loader sends its share. A data loader that is
+        restarted sends the batches of the run again, in the same order; ranks drop those they have.
+        """
+        with DataCtx() as data:
+            state = self._begin or self._stored(_run(data._connection))[0]
+            count = 0 if self._is_over(state) else self._num_left(state, data.world_size)
+            for position, (number, rows) in enumerate(islice(self._left(state), count)):
+                if position % data.replica_size == data.replica_index:
+                    # The loaders' number: a checkpoint that one of them has not seen would be another split.
+                    meta = json.dumps([state.step, number, data.replica_index, data.replica_size]).encode()
+                    data.send_data(self.train.make(rows, requires_grad=True, meta=meta))
+
+    def fit(self, ctx: TrainCtx, **loader_options: Any) -> Fit:
+        """Trains until the data ends or the metric stops improving; then loads the best checkpoint.
+
+        All ranks call it once inside their context. `loader_options` are those of `DataLoader`, such as
+        `embedding_staleness=16`. Without `directory` the model stays as it is after the last step.
+
+        Raises FailedPreconditionError for batches that `load` did not send or that continue from another
+        checkpoint than this rank, and for checkpoints of other data.
+        """
+        state = self._resume(ctx)
+        state.began_at, self._clears = state.step, not self.resume
+        if ctx.rank == 0:
+            state.run = _run(ctx.runtime.connection)
+        self._begin = replace(state)
+        every = self.evaluate_every or -(-len(self.train) // ctx.world_size)
+        evaluated_at, is_due = state.step, False
+        trained: set[int] = set()  # by this rank since the last evaluation
+        loaders: set[int] = set()
+        sums = torch.zeros(2, device=ctx.device)  # of finite losses, and their number
+        with ExitStack() as resources:
+            for callback in self.callbacks if ctx.rank == 0 else ():
+                callback.start()
+                resources.callback(callback.end)
+            bar = resources.enter_context(
+                Progress(console=self._console, disable=ctx.rank > 0 or not self._console.is_terminal)
+            )
+            steps = self._num_left(state, ctx.world_size) // ctx.world_size
+            task = bar.add_task("training", total=state.step + steps, completed=state.step)
+            dataset = StreamingDataset(loader=self.load)
+            for batch in DataLoader(dataset, **loader_options):
+                number, loader, num_loaders = _origin(batch.meta, state.began_at)
+                output, labels = ctx.forward(batch)
+                assert labels is not None, "only inference has none"
+                loss = self.loss(output, labels[0])
+                ctx.backward(loss)
+                for scheduler in self.schedulers:
+                    scheduler.step()
+                trained.add(number)
+                loaders.add(loader)
+                loss = loss.detach().float().reshape(())
+                sums += torch.stack([loss.nan_to_num(0.0, 0.0, 0.0), loss.isfinite()])
+                bar.update(task, completed=ctx.step)
+                if ctx.step % self.log_every == 0:
+                    mean = (sums[0] / sums[1]).item()
+                    self._log(ctx, {"loss": mean})
+                    bar.update(task, description=f"loss {mean:.4f}")
+                    sums.zero_()
+                # Loaders read the newest checkpoint when they start: the first new one waits for all of them.
+                is_due = is_due or ctx.step % every == 0
+                if is_due and len(_gathered(ctx, loaders)) == num_loaders:
+                    self._evaluate(ctx, state, trained)
+                    evaluated_at, trained, is_due = ctx.step, set(), False
+                    if self._is_over(state):
+                        break
+            if evaluated_at != ctx.step:
+                self._evaluate(ctx, state, trained)
+        return self._finish(ctx, state)
+
+    def evaluate(self, ctx: TrainCtx, batches: Batches) -> ClickQuality:
+        """The quality of the context's model over `batches`, equal on all ranks. All ranks call it.
+
+        Raises InvalidArgumentError for a label other than 0 and 1 in the first column.
+        """
+        model, outputs, targets = ctx.model, [], []
+        assert model is not None, "a TrainCtx has one"
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        if ctx.world_size > 1:
+            _share_buffers(model)
+        if isinstance(model, DistributedDataParallel):  # it may call collectives, and shares are uneven
+            model = model.module
+        try:
+            with eval_ctx(model=model) as evaluation, torch.no_grad():
+                for batch in DataLoader(_Share(batches, ctx.rank, ctx.world_size)):
+                    output, labels = evaluation.forward(batch)
+                    assert labels is not None, "only inference has none"
+                    outputs.append(output.reshape(len(labels[0]), -1)[:, 0].float())
+                    targets.append(labels[0].reshape(len(labels[0]), -1)[:, 0])
+        finally:
+            for module, was_training in modes.items():  # the script may have frozen some
+                module.training = was_training
+        metrics = ClickMetrics(max(1, sum(map(len, outputs))), from_logits=True)
+        if outputs:
+            metrics.update(torch.cat(outputs), torch.cat(targets))
+        return metrics.compute(dist.group.WORLD if ctx.world_size > 1 else None)
+
+    def _evaluate(self, ctx: TrainCtx, state: _State, trained: set[int]) -> None:
+        """Evaluates and writes a checkpoint. All ranks call it, at the same step."""
+        ctx.wait_for_gradients()
+        # Returns when all ranks are here: no row changes until they train again.
+        state.add(_gathered(ctx, trained))
+        state.step, state.batches = ctx.step, len(self.train)
+        state.schedulers = [_encoded(scheduler.state_dict()) for scheduler in self.schedulers]
+        if self.valid is not None:
+            quality = asdict(self.evaluate(ctx, self.valid))
+            values = {name: float(value) for name, value in quality.items() if value is not None}
+            self._log(ctx, values)
+            sign = 1 if _HIGHER_IS_BETTER[self.metric] else -1
+            best, value = sign * state.best.get(self.metric, -sign * math.inf), sign * values[self.metric]
+            is_best = value > best
+            if is_best:
+                state.best_step, state.best, state.since_best = ctx.step, values, 0
+            elif not math.isnan(value):
+                state.since_best += 1
+            if ctx.rank == 0:
+                if math.isnan(value):
+                    get_default_logger().warning(
+                        "step %d: %s is NaN over %d samples of valid and %d whose prediction is not finite: "
+                        "valid needs samples of both labels, and the model finite outputs; patience does not "
+                        "count this evaluation",
+                        *(ctx.step, self.metric, values["num_samples"], values["num_nonfinite"]),
+                    )
+                names = ["auc", "log_loss", "normalized_entropy", "calibration"]
+                names += ["num_nonfinite"] if values["num_nonfinite"] else []
+                shown = ", ".join(f"{name} {values[name]:.5g}" for name in names)
+                self._console.print(f"step {ctx.step}: {shown}{' (best)' if is_best else ''}")
+                if self._is_over(state) and self._num_left(state, ctx.world_size):
+                    self._console.print(
+                        f"step {ctx.step}: stopped early, as {self.metric} was not better than at step "
+                        f"{state.best_step} in {state.since_best} evaluations (patience)"
+                    )
+        if self.directory is not None and ctx.rank == 0:
+            # First, and under its step: whichever checkpoint is committed has its state.
+            self._store(state)
+            place = self.directory / ("best" if state.best_step == ctx.step else "last")
+            ctx.dump_checkpoint(str(place), blocking=False)  # it has its snapshot when this returns
+        _gathered(ctx, set())  # the other ranks train after the snapshot
+
+    def _finish(self, ctx: TrainCtx, state: _State) -> Fit:
+        if self.directory is not None:
+            ctx.wait_for_dump_embedding()
+            _gathered(ctx, set())  # rank 0 has committed it
+            if state.best_step is not None and state.best_step != ctx.step:
+                ctx.load_checkpoint(str(self.directory / "best"))
+                if ctx.rank == 0:
+                    self._console.print(f"loaded the best checkpoint, of step {ctx.step}")
+        stopped = self._is_over(state) and bool(self._num_left(state, ctx.world_size))
+        return Fit(state.step, state.best_step, state.best, stopped)
+
+    def _log(self, ctx: TrainCtx, values: dict[str, float]) -> None:
+        report(step=ctx.step, **values)
+        for callback in self.callbacks if ctx.rank == 0 else ():
+            callback.log(ctx.step, values)
+
+    def _is_over(self, state: _State) -> bool:
+        return self.patience is not None and state.since_best >= self.patience
+
+    def _num_left(self, state: _State, world_size: int) -> int:
+        """Batches to send, the same number for every rank."""
+        count = max(0, len(self.train) * self.epochs - state.next - len(state.done))
+        return count - count % world_size
+
+    def _left(self, state: _State) -> Iterator[tuple[int, Any]]:
+        """The batches that are not trained, with their numbers."""
+        number, done = state.next, set(state.done)
+        while number < len(self.train) * self.epochs:
+            for rows in self.train.read(number % len(self.train)):
+                if number not in done:
+                    yield number, rows
+                number += 1
+
+    def _resume(self, ctx: TrainCtx) -> _State:
+        state, place = self._stored()
+        if place is not None:
+            ctx.load_checkpoint(str(place))
+            if len(state.schedulers) != len(self.schedulers):
+                raise FailedPreconditionError(
+                    f"{place} has the states of {len(state.schedulers)} schedulers, schedulers= has "
+                    f"{len(self.schedulers)}: pass the same, or resume=False"
+                )
+            for scheduler, stored in zip(self.schedulers, state.schedulers, strict=True):
+                content = io.BytesIO(base64.b64decode(stored))
+                scheduler.load_state_dict(torch.load(content, map_location="cpu", weights_only=True))
+            if ctx.rank == 0:
+                self._console.print(f"step {state.step}: resumed from {place}")
+        return state
+
+    def _stored(self, run: str = "") -> tuple[_State, Location | None]:
+        """The state of the newest checkpoint and its place; a new state if there is none.
+
+        That at which `run` began, if this has stored any: its batches are numbered from there.
+        """
+        if self.directory is None or not self.resume:
+            return _State(), None
+        states = self._states()
+        for stored in states.values():
+            if run and stored.get("run") == run:
+                return _State(**states.get(str(stored["began_at"]), {})), None
+        places = ["best", "last"]
+        steps = {Source(self.directory / name).manifest.step: self.directory / name for name in places}
+        found = {step: place for step, place in steps.items() if step is not None}
+        if not found:
+            return _State(), None
+        step = max(found)
+        if str(step) not in states or states[str(step)]["batches"] != len(self.train):
+            known = (
+                f"of {states[str(step)]['batches']} batches" if str(step) in states else "no trainer wrote"
+            )
+            raise FailedPreconditionError(
+                f"{found[step]} is a checkpoint of step {step} {known}, train has {len(self.train)} batches: "
+                "use the same files and batch_size, another directory, or resume=False"
+            )
+        return _State(**states[str(step)]), found[step]
+
+    def _states(self) -> dict[str, Any]:
+        assert self.directory is not None
+        try:
+            content = (self.directory / _STATE_NAME).read_replaced(max_bytes=_MAX_STATE_BYTES)
+        except NotFoundError:
+            return {}
+        states: dict[str, Any] = json.loads(content)
+        return states
+
+    def _store(self, state: _State) -> None:
+        assert self.directory is not None
+        # Of every evaluation: any of them may be that of the checkpoint which a failed dump leaves.
+        states = {step: old for step, old in self._states().items() if int(step) < state.step}
+        if self._clears:
+            for name in ("best", "last"):
+                (self.directory / name).remove()
+            states, self._clears = {}, False
+        states[str(state.step)] = asdict(state)
+        (self.directory / _STATE_NAME).replace(json.dumps(states).encode())
+
+
+class _Share(IterableDataset):
+    """Every `world_size`-th batch, for an evaluation."""
+
+    def __init__(self, batches: Batches, rank: int, world_size: int) -> None:
+        super().__init__()
+        self._batches, self._rank, self._world_size = batches, rank, world_size
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        for rows in islice(self._batches.read(), self._rank, None, self._world_size):
+            yield self._batches.make(rows, requires_grad=False)
+
+
+def _cross_entropy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return binary_cross_entropy_with_logits(output.reshape(label.shape), label)
+
+
+def _origin(meta: bytes | None, began_at: int) -> tuple[int, int, int]:
+    """Number of a batch in the job, its loader, and the number of loaders."""
+    if meta is None:
+        raise FailedPreconditionError(
+            "a batch has no number in the job: let the data loader script call load() of the same Trainer"
+        )
+    step, number, loader, num_loaders = json.loads(meta)
+    if step != began_at:
+        raise FailedPreconditionError(
+            f"data loader {loader} continues from the checkpoint of step {step}, this rank from that of step "
+            f"{began_at}: let all processes see the same directory=, and start them together"
+        )
+    return number, loader, num_loaders
+
+
+def _gathered(ctx: TrainCtx, numbers: set[int]) -> set[int]:
+    """The union over all ranks; returns when all have called it."""
+    if ctx.world_size == 1:
+        return numbers
+    assert dist.group.WORLD is not None, "ranks have one"
+    found = gather_ragged(torch.tensor(sorted(numbers), dtype=torch.int64), dist.group.WORLD)
+    return set(torch.cat(found).tolist())
+
+
+def _share_buffers(model: torch.nn.Module) -> None:
+    """Gives all ranks rank 0's buffers, as DDP does at the next step."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+
+
+def _run(connection: JobConnection | None) -> str:
+    """Identity of the run: rank 0's incarnation, which changes when it is restarted."""
+    if connection is None:
+        return ""
+    return f"{connection.directory.wait_for(NN_WORKER, env.get_deadline_s())[0].incarnation:016x}"
+
+
+def _encoded(state: dict[str, Any]) -> str:
+    """For JSON, whose keys are strings: `MultiStepLR` has a Counter of numbers."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,518 @@
+"""Trainer: its metrics against scikit-learn, the best model at the end, samples trained once over resumes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import log_loss, roc_auc_score
+from torch import distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from persia import DataCtx, IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch, TrainCtx, eval_ctx
+from persia.embedding.lr_schedule import LRSchedule
+from persia.embedding.optim import Adagrad
+from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError, PersiaError
+from persia.train import Callback, Fit, MLflow, TensorBoard, Trainer, WandB
+from persia.train.trainer import _gathered, _share_buffers
+from persia.utils import setup_seed
+
+SLOTS = {"slots_config": {"C{1..2}": {"dim": 4}}}
+SIZE = 32
+
+
+class Clicks:
+    """Made-up batches, in which one ID decides, with noise. The dense feature is the number of the row."""
+
+    def __init__(self, num_batches: int = 12, first: int = 0) -> None:
+        self._num_batches, self._first = num_batches, first
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def read(self, first: int = 0) -> Iterator[int]:
+        yield from range(self._first + first, self._first + self._num_batches)
+
+    def make(self, rows: int, *, requires_grad: bool, meta: bytes | None = None) -> PersiaBatch:
+        random = np.random.default_rng(rows)
+        ids = random.integers(20, size=(2, SIZE)).astype(np.uint64)
+        clicked = (ids[0] < 10) ^ (random.random(SIZE) < 0.1)
+        return PersiaBatch(
+            [IDTypeFeature(f"C{i + 1}", list(ids[i].reshape(-1, 1))) for i in range(2)],
+            [NonIDTypeFeature(np.arange(rows * SIZE, (rows + 1) * SIZE, dtype=np.float32).reshape(-1, 1))],
+            [Label(clicked.astype(np.float32).reshape(-1, 1))],
+            requires_grad=requires_grad,
+            meta=meta,
+        )
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+        self.trained: list[int] = []  # rows
+
+    def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
+        if self.training:
+            self.trained += dense[0][:, 0].int().tolist()
+        logits: torch.Tensor = self.tower(torch.cat(embeddings, dim=1)).squeeze(1)
+        return logits
+
+
+class Recorded(Callback):
+    """What a callback was told; fails at the evaluation after step `fail_at`, as a job that is killed."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.fail_at = fail_at
+        self.calls: list[Any] = []
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.calls.append((step, dict(values)))
+        if "auc" in values and self.fail_at is not None and step > self.fail_at:
+            raise ZeroDivisionError("killed")
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+class Job:
+    """A model and its context, which a test trains."""
+
+    def __init__(self) -> None:
+        setup_seed(7)
+        self.model = Model()
+        self.embedding_optimizer = Adagrad(lr=0.1)
+        self.dense_optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+
+    def ctx(self) -> TrainCtx:
+        return TrainCtx(self.embedding_optimizer, self.dense_optimizer, model=self.model, slots=SLOTS)
+
+    def fit(self, trainer: Trainer, then: Callable[[TrainCtx], None] = lambda ctx: None) -> Fit:
+        with self.ctx() as ctx:
+            fit = trainer.fit(ctx, reproducible=True)
+            then(ctx)
+        return fit
+
+    def schedulers(self) -> list[Any]:
+        def make(optimizer: torch.optim.Optimizer) -> Any:
+            return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=30)
+
+        return [make(self.dense_optimizer), LRSchedule(self.embedding_optimizer, make)]
+
+
+def predictions(ctx: TrainCtx, batches: Clicks) -> tuple[Any, Any]:
+    """Probabilities and labels, by another way than the trainer's."""
+    logits, labels = [], []
+    ctx.model.eval()  # type: ignore[union-attr]
+    for rows in batches.read():
+        batch = ctx.get_embedding_from_data(batches.make(rows, requires_grad=False))
+        output, (label,) = ctx.forward(batch)  # type: ignore[misc]
+        logits.append(output.detach())
+        labels.append(label[:, 0])
+    return torch.cat(logits).double().sigmoid().numpy(), torch.cat(labels).numpy()
+
+
+def test_metrics_are_those_of_scikit_learn(tmp_path: Path) -> None:
+    valid, recorded = Clicks(5, first=100), Recorded()
+    trainer = Trainer(
+        Clicks(),
+        valid,
+        directory=str(tmp_path),
+        epochs=3,
+        evaluate_every=16,
+        callbacks=[recorded],
+        log_every=10,
+    )
+    found: dict[str, Any] = {}
+
+    def check(ctx: TrainCtx) -> None:
+        found["quality"] = trainer.evaluate(ctx, valid)
+        assert ctx.model is not None
+        assert ctx.model.training  # as before the evaluation
+        found["predictions"] = predictions(ctx, valid)
+
+    fit = Job().fit(trainer, check)
+    chances, labels = found["predictions"]
+    assert found["quality"].num_samples == 5 * SIZE
+    assert found["quality"].auc == pytest.approx(roc_auc_score(labels, chances), abs=1e-12)
+    assert found["quality"].log_loss == pytest.approx(log_loss(labels, chances), rel=1e-6)
+    assert fit.best["auc"] == found["quality"].auc > 0.6
+    assert (fit.step, fit.stopped_early) == (36, False)
+    assert recorded.calls[0] == "start"
+    assert recorded.calls[-1] == "end"
+    evaluated = {step: values for step, values in recorded.calls[1:-1] if "auc" in values}
+    assert list(evaluated) == [16, 32, 36]  # the last one before the callback's end
+    assert evaluated[fit.best_step] == fit.best
+    assert [step for step, values in recorded.calls[1:-1] if list(values) == ["loss"]] == [10, 20, 30]
+
+
+def test_early_stopping_restores_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From step 30 on the loss is turned round, and every evaluation is worse than the one before."""
+    valid, steps = Clicks(5, first=100), [0]
+
+    def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        steps[0] += 1
+        right = torch.nn.functional.binary_cross_entropy_with_logits(output, label[:, 0])
+        return right if steps[0] <= 30 else -right
+
+    trainer = Trainer(
+        Clicks(20),
+        valid,
+        directory=str(tmp_path),
+        epochs=10,
+        evaluate_every=10,
+        patience=2,
+        loss=loss,
+        metric="log_loss",
+    )
+    found: dict[str, Any] = {}
+    job = Job()
+
+    def check(ctx: TrainCtx) -> None:
+        found.update(step=ctx.step, quality=trainer.evaluate(ctx, valid))
+
+    fit = job.fit(trainer, check)
+    assert (fit.step, fit.best_step, fit.stopped_early) == (50, 30, True)
+    assert found["step"] == 30
+    assert found["quality"].log_loss == fit.best["log_loss"]
+    printed = capsys.readouterr().out
+    assert "step 30: auc" in printed
+    assert "loaded the best checkpoint, of step 30" in printed
+    assert "step 50: stopped early, as log_loss was not better than at step 30 in 2 evaluations" in printed
+    # Once more: it is over, and the best is there again.
+    again = Job()
+    assert again.fit(trainer, check) == fit
+    assert again.model.trained == []
+    assert found["quality"].log_loss == fit.best["log_loss"]
+
+
+def test_a_killed_job_resumes_with_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def trainer(name: str, job: Job, callback: Callback | None = None) -> Trainer:
+        return Trainer(
+            Clicks(),
+            Clicks(3, first=100),
+            directory=str(tmp_path / name),
+            epochs=3,
+            evaluate_every=7,
+            # Not of the embeddings: batches in flight may be updated with either rate.
+            schedulers=job.schedulers()[:1],
+            callbacks=[callback] if callback else [],
+        )
+
+    whole = Job()
+    fit = whole.fit(trainer("whole", whole))
+    every_row = list(range(12 * SIZE)) * 3
+    assert whole.model.trained == every_row
+    killed = Job()
+    recorded = Recorded(fail_at=14)
+    with pytest.raises(ZeroDivisionError):
+        killed.fit(trainer("killed", killed, recorded))
+    assert recorded.calls[-1] == "end"
+    resumed = Job()
+    assert resumed.fit(trainer("killed", resumed)) == fit
+    (step,) = re.findall(r"step (\d+): resumed from", capsys.readouterr().out)
+    assert step in ("7", "14")  # the dump of step 14 may have been cancelled when the job was killed
+    assert resumed.model.trained == every_row[int(step) * SIZE :]
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+
+
+def test_batches_trained_out_of_order_are_not_trained_again(tmp_path: Path) -> None:
+    """As asynchronous ranks and loaders leave them: batches 0, 1 and 3 are trained, 2 is not."""
+    job = Job()
+    trainer = Trainer(Clicks(), directory=str(tmp_path))
+    with job.ctx() as ctx:
+        ctx.step = 3
+        ctx.dump_checkpoint(tmp_path / "last")
+    state = {"step": 3, "batches": 12, "next": 2, "done": [3]}
+    (tmp_path / "trainer.json").write_text(json.dumps({"3": state}))
+    resumed = Job()
+    fit = resumed.fit(trainer)
+    assert [row // SIZE for row in resumed.model.trained[::SIZE]] == [2, *range(4, 12)]
+    assert (fit.step, fit.best_step) == (12, None)
+    stored = json.loads((tmp_path / "trainer.json").read_text())["12"]
+    assert (stored["next"], stored["done"]) == (12, [])
+
+
+def test_other_data_and_other_checkpoints_are_refused(tmp_path: Path) -> None:
+    Job().fit(Trainer(Clicks(), directory=str(tmp_path)))
+    with pytest.raises(FailedPreconditionError, match=r"12 of 12 batches, train has 13 .*resume=False"):
+        Job().fit(Trainer(Clicks(13), directory=str(tmp_path)))
+    job = Job()
+    with pytest.raises(FailedPreconditionError, match="states of 0 schedulers, schedulers= has 2"):
+        job.fit(Trainer(Clicks(), directory=str(tmp_path), schedulers=job.schedulers()))
+    fresh = Job()
+    fresh.fit(Trainer(Clicks(13), directory=str(tmp_path), resume=False))
+    assert len(fresh.model.trained) == 13 * SIZE
+    (tmp_path / "trainer.json").unlink()
+    with pytest.raises(FailedPreconditionError, match="step 13 no trainer wrote"):
+        Job().fit(Trainer(Clicks(13), directory=str(tmp_path)))
+
+
+def test_more_epochs_continue_where_the_job_ended(tmp_path: Path) -> None:
+    first, resumed = Job(), Job()
+    first.fit(Trainer(Clicks(), directory=str(tmp_path), schedulers=first.schedulers()))
+    trainer = Trainer(Clicks(), directory=str(tmp_path), epochs=2, schedulers=resumed.schedulers())
+    assert resumed.fit(trainer).step == 24
+    assert resumed.model.trained == list(range(12 * SIZE))
+    # Warm-up is over after 30 steps.
+    assert resumed.embedding_optimizer.lr == pytest.approx(0.1 * (0.1 + 0.9 * 24 / 30))
+    assert resumed.dense_optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * (0.1 + 0.9 * 24 / 30))
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        (None, r"let the data loader script call load\(\)"),
+        (
+            b"[5, 0, 0, 1]",
+            "data loader 0 continues from the checkpoint of step 5, this rank from that of step 0",
+        ),
+    ],
+)
+def test_batches_of_another_loader_are_refused(meta: bytes | None, message: str) -> None:
+    class Other(Trainer):
+        def load(self) -> None:
+            with DataCtx() as data:
+                data.send_data(Clicks().make(0, requires_grad=True, meta=meta))
+
+    with pytest.raises(FailedPreconditionError, match=message):
+        Job().fit(Other(Clicks()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metric": "accuracy"}, "metric='accuracy' must be one of auc, log_loss"),
+        ({"patience": 2}, "patience=2 needs valid="),
+        ({"evaluate_every": 0}, "evaluate_every"),
+        ({"epochs": 0}, "epochs"),
+        ({"valid": Clicks(0)}, "valid has no batches"),
+    ],
+)
+def test_wrong_settings_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        Trainer(Clicks(), **changes)
+
+
+def test_no_batches_to_train_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="train has no batches"):
+        Trainer(Clicks(0))
+
+
+def test_a_schedule_that_needs_a_metric_is_refused() -> None:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    job = Job()
+    for scheduler in (make(job.dense_optimizer), LRSchedule(job.embedding_optimizer, make)):
+        with pytest.raises(InvalidTypeError, match="ReduceLROnPlateau"):
+            Trainer(Clicks(), schedulers=[scheduler])
+
+
+def test_a_metric_that_is_no_number_is_never_the_best(caplog: pytest.LogCaptureFixture) -> None:
+    class OneClass(Clicks):
+        def make(self, rows: int, *, requires_grad: bool, meta: bytes | None = None) -> PersiaBatch:
+            batch = super().make(rows, requires_grad=requires_grad, meta=meta)
+            batch.labels[0].data[:] = 1
+            return batch
+
+    fit = Job().fit(Trainer(Clicks(), OneClass(2), evaluate_every=3, patience=2))
+    assert (fit.step, fit.best_step, fit.stopped_early) == (12, None, False)
+    assert "step 3: auc is NaN over 64 samples of valid and 0 whose" in caplog.text
+
+
+def test_predictions_that_are_not_finite_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    class Broken(Model):
+        def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
+            logits = super().forward(dense, embeddings)
+            return logits if self.training else logits.index_fill(0, torch.tensor([0]), torch.nan)
+
+    job = Job()
+    job.model = Broken()
+    job.dense_optimizer = torch.optim.Adam(job.model.parameters())
+    job.fit(Trainer(Clicks(), Clicks(2, first=100)))
+    assert "num_nonfinite 2" in capsys.readouterr().out
+
+
+def test_one_loss_that_is_no_number_is_left_out_of_the_mean() -> None:
+    steps, recorded = [0], Recorded()
+
+    def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        steps[0] += 1
+        return output.sum().reshape(1) * 0 + (torch.nan if steps[0] == 2 else float(steps[0]))
+
+    with contextlib.suppress(PersiaError):  # what the gradients of a NaN do is another matter
+        Job().fit(Trainer(Clicks(4), loss=loss, callbacks=[recorded], log_every=4))
+    assert dict(recorded.calls[1:-1])[4] == {"loss": pytest.approx((1 + 3 + 4) / 3)}
+
+
+def test_an_evaluation_keeps_frozen_modules_frozen() -> None:
+    job = Job()
+    job.model.tower[1].eval()
+    job.fit(Trainer(Clicks(), Clicks(2, first=100)))
+    assert [module.training for module in job.model.tower] == [True, False, True]
+    assert job.model.training
+
+
+def test_an_evaluation_waits_until_all_loaders_are_seen() -> None:
+    class Late(Trainer):
+        def load(self) -> None:
+            with DataCtx() as data:
+                for number in range(12):
+                    meta = json.dumps([0, number, int(number == 4), 2]).encode()
+                    data.send_data(self.train.make(number, requires_grad=True, meta=meta))
+
+    recorded = Recorded()
+    trainer = Late(Clicks(), Clicks(2, first=100), evaluate_every=3, callbacks=[recorded])
+    Job().fit(trainer)
+    assert [step for step, values in recorded.calls[1:-1] if "auc" in values] == [5, 6, 9, 12]
+
+
+def test_schedulers_with_numbers_as_keys_are_resumed(tmp_path: Path) -> None:
+    def scheduler(job: Job) -> Any:
+        lr = torch.optim.lr_scheduler
+        parts = [lr.ConstantLR(job.dense_optimizer, 0.5), lr.MultiStepLR(job.dense_optimizer, [10, 16], 0.1)]
+        return lr.SequentialLR(job.dense_optimizer, parts, [4])
+
+    for epochs in (1, 2):  # milestones are at steps 14 and 20
+        job = Job()
+        job.fit(Trainer(Clicks(), directory=str(tmp_path), epochs=epochs, schedulers=[scheduler(job)]))
+    assert len(job.model.trained) == 12 * SIZE
+    assert job.dense_optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**2)
+
+
+def test_a_new_job_in_a_used_directory_removes_the_old_checkpoints(tmp_path: Path) -> None:
+    valid = Clicks(2, first=100)
+    Job().fit(Trainer(Clicks(), valid, directory=str(tmp_path), epochs=2))
+    assert (tmp_path / "best").exists()
+    Job().fit(Trainer(Clicks(5), directory=str(tmp_path), resume=False, evaluate_every=2))
+    assert not (tmp_path / "best").exists()
+    assert list(json.loads((tmp_path / "trainer.json").read_text())) == ["2", "4", "5"]
+    assert Job().fit(Trainer(Clicks(5), directory=str(tmp_path), epochs=2)).step == 10
+
+
+def test_a_restarted_loader_sends_the_batches_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a checkpoint of the run. One of the next run continues from the newest checkpoint."""
+    sent: list[list[int]] = []
+
+    def load_in_another_process(ctx: TrainCtx) -> None:
+        class Loader:
+            world_size, replica_index, replica_size = 1, 0, 1
+            _connection = ctx.runtime.connection
+
+            def send_data(self, batch: PersiaBatch) -> None:
+                sent.append(json.loads(batch.meta or b"")[:2])
+
+        with monkeypatch.context() as patch:
+            patch.setattr("persia.train.trainer.DataCtx", lambda: contextlib.nullcontext(Loader()))
+            Trainer(Clicks(), directory=str(tmp_path)).load()
+
+    class Restart(Callback):
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            if step == 6:
+                ctx.wait_for_dump_embedding()
+                load_in_another_process(ctx)
+                raise ZeroDivisionError("killed")
+
+    trainer = Trainer(Clicks(), directory=str(tmp_path), evaluate_every=4, log_every=1, callbacks=[Restart()])
+    with pytest.raises(ZeroDivisionError), Job().ctx() as ctx:
+        trainer.fit(ctx, reproducible=True)
+    assert sent == [[0, number] for number in range(12)]
+    sent.clear()
+    with Job().ctx() as ctx, eval_ctx(model=ctx.model):
+        ctx.runtime.advertise(0, 1)
+        load_in_another_process(ctx)
+    assert sent == [[4, number] for number in range(4, 12)]
+
+
+def _on_a_rank(rank: int, file: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    model = torch.nn.BatchNorm1d(3)
+    model.running_mean.fill_(rank + 1)  # type: ignore[union-attr]
+    ctx: Any = SimpleNamespace(world_size=2)
+    _share_buffers(model)
+    assert model.running_mean.tolist() == [1, 1, 1]  # type: ignore[union-attr]
+    assert _gathered(ctx, {1, 5} if rank == 0 else {2}) == {1, 2, 5}
+    assert _gathered(ctx, set()) == set()
+    dist.destroy_process_group()
+
+
+def test_ranks_share_buffers_and_numbers(tmp_path: Path) -> None:
+    spawn(_on_a_rank, (str(tmp_path / "group"),), nprocs=2)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    ("callback", "package"), [(TensorBoard(), "tensorboard"), (WandB(), "wandb"), (MLflow(), "mlflow")]
+)
+def test_a_missing_logger_is_an_error_with_the_pip_line(
+    callback: Callback, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    with pytest.raises(FailedPreconditionError, match=f"pip install {package}"):
+        callback.start()
+
+
+def test_loggers_get_steps_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against stand-ins with the signatures of the three libraries."""
+    calls: list[Any] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            calls.append(("tensorboard", folder))
+
+        def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+            calls.append((tag, scalar_value, global_step))
+
+        def close(self) -> None:
+            calls.append("closed")
+
+    class Run:
+        def log(self, data: dict[str, float], step: int | None = None) -> None:
+            calls.append((data, step))
+
+        def finish(self) -> None:
+            calls.append("finished")
+
+    def init(project: str) -> Run:
+        calls.append(project)
+        return Run()
+
+    stand_ins = {
+        "tensorboard": SimpleNamespace(),
+        "torch.utils.tensorboard": SimpleNamespace(SummaryWriter=Writer),
+        "wandb": SimpleNamespace(init=init),
+        "mlflow": SimpleNamespace(
+            set_experiment=calls.append,
+            start_run=lambda run_name: calls.append(run_name),
+            log_metrics=lambda metrics, step: calls.append((metrics, step)),
+            end_run=lambda: calls.append("ended"),
+        ),
+    }
+    for name, module in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for callback in (TensorBoard("logs"), WandB(project="ads"), MLflow("ads", run_name="first")):
+        callback.start()
+        callback.log(3, {"auc": 0.7})
+        callback.end()
+    assert calls == [
+        ("tensorboard", "logs"),
+        ("auc", 0.7, 3),
+        "closed",
+        *("ads", ({"auc": 0.7}, 3), "finished"),
+        *("ads", "first", ({"auc": 0.7}, 3), "ended"),
+    ]
