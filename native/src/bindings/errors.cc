@@ -1,9 +1,6 @@
 #include "bindings/errors.h"
 
-#include <cxxabi.h>
-
 #include <algorithm>
-#include <thread>
 
 namespace persia::bindings {
 namespace {
@@ -39,14 +36,6 @@ const char* ErrorClass(StatusCode code) {
 }
 
 }  // namespace
-
-GilReleased::~GilReleased() {
-  try {
-    PyEval_RestoreThread(state_);
-  } catch (...) {
-    while (true) std::this_thread::sleep_for(std::chrono::hours(1));
-  }
-}
 
 void RaiseIfError(const Status& status) {
   if (!status.ok()) Raise(ErrorClass(status.code()), status.message());
