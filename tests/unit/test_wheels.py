@@ -1,4 +1,4 @@
-"""What wheels promise: the libraries that the native module needs, the Pythons that are built for, refusals."""
+"""What wheels promise: the libraries that the native module needs, the Pythons built for, refusals."""
 
 from __future__ import annotations
 
