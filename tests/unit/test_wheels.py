@@ -82,8 +82,10 @@ def test_a_library_of_another_architecture_is_named_with_its_package(
     wheels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wheels.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(wheels.Path, "is_file", lambda path: False)
+    monkeypatch.setattr(wheels.Path, "glob", lambda path, pattern: iter([]))
     with pytest.raises(SystemExit, match=r"--add-architecture arm64 .*apt-get install libzstd-dev:arm64$"):
         wheels.static_zstd("aarch64")
     with pytest.raises(SystemExit, match=r"Install it:\n  apt-get install libzstd-dev:amd64$"):
         wheels.static_zstd("x86_64")
+    with pytest.raises(SystemExit, match=r"apt-get install gcc-aarch64-linux-gnu$"):
+        wheels.static_libgcc("aarch64")
