@@ -46,6 +46,14 @@ REQUIREMENTS = (
     "ziglang==0.17.1",
 )
 HEADERS = ("asio", "asio.hpp", "xxh3.h", "xxhash.h", "zstd.h", "zstd_errors.h")
+# auditwheel knows the tags of the machine's own architecture alone.
+AUDITWHEEL = """
+import platform, sys
+from auditwheel.main import main
+architecture = sys.argv.pop(1)
+platform.machine = lambda: architecture
+sys.exit(main())
+"""
 # A module that cannot tell what the processor has takes the scalar kernels, and is slow without a word.
 KERNELS_FIT = """
 import pathlib, platform, persia._native as native
@@ -203,7 +211,7 @@ def build(architecture: str, output: Path) -> None:
             (wheel,) = Path(raw).iterdir()
             platform_tag = f"manylinux_{GLIBC.replace('.', '_')}_{architecture}"
             repair = ("repair", "--plat", platform_tag, "--only-plat", "--wheel-dir", output)
-            run(TOOLS / "bin" / "auditwheel", *repair, wheel, env=environment)
+            run(TOOLS / "bin" / "python", "-c", AUDITWHEEL, architecture, *repair, wheel, env=environment)
 
 
 def try_wheel(wheel: Path, torch: str) -> None:
