@@ -8,6 +8,7 @@ of compiler output.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -121,8 +122,12 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         prefix = Path(self.get_ext_fullpath(ext.name)).resolve().parents[1]
         # Not self.build_temp, which is another one each time for an editable installation.
-        build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
-        subprocess.run([cmake(), "-S", ROOT / "native", "-B", build, *configure_options()], check=True)
+        folder = os.environ.get("PERSIA_BUILD_FOLDER") or f"build/cmake-{sys.implementation.cache_tag}"
+        build = ROOT / folder
+        # As for other projects, what a builder adds; first, so that it changes none of the options below.
+        added = shlex.split(os.environ.get("CMAKE_ARGS", ""))
+        options = [*added, *configure_options()]
+        subprocess.run([cmake(), "-S", ROOT / "native", "-B", build, *options], check=True)
         subprocess.run([cmake(), "--build", build, "--target", "_core"], check=True)
         subprocess.run([cmake(), "--install", build, "--prefix", prefix], check=True)
 

@@ -71,7 +71,7 @@ py::bytes Read(SnapshotPart& self, size_t max_bytes) {
   PyObject* result = nullptr;
   RaiseIfError(WithoutGil([&] {
     return self.Read(max_bytes, [&](size_t count) {
-      const py::gil_scoped_acquire gil;
+      const GilAcquired gil;
       result = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(count));
       if (result == nullptr) throw py::error_already_set();
       return reinterpret_cast<std::byte*>(PyBytes_AS_STRING(result));

@@ -1,9 +1,6 @@
 #include "bindings/errors.h"
 
-#include <cxxabi.h>
-
 #include <algorithm>
-#include <thread>
 
 namespace persia::bindings {
 namespace {
@@ -39,18 +36,6 @@ const char* ErrorClass(StatusCode code) {
 }
 
 }  // namespace
-
-GilReleased::~GilReleased() {
-#ifdef __GLIBCXX__
-  try {
-    PyEval_RestoreThread(state_);
-  } catch (const abi::__forced_unwind&) {
-    while (true) std::this_thread::sleep_for(std::chrono::hours(1));
-  }
-#else
-  PyEval_RestoreThread(state_);
-#endif
-}
 
 void RaiseIfError(const Status& status) {
   if (!status.ok()) Raise(ErrorClass(status.code()), status.message());

