@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
@@ -129,8 +129,7 @@ class Operator:
     async def _pass(self, namespace: str, name: str, body: kopf.Body) -> float:
         """One look at a job; returns the seconds after which to look again at the latest."""
         try:
-            # The client blocks, and kopf answers its liveness probe on this loop.
-            plan = await asyncio.to_thread(self._look, namespace, name)
+            plan = await _to_the_end(self._look, namespace, name)
         except ClusterError as error:
             # Any failure may be temporary, and must not end the task.
             self._complain(namespace, name, body, str(error))
@@ -213,6 +212,20 @@ def _refuse(before: JobStatus, message: str, now: datetime) -> Plan:
     is_news = old is None or old.message != message
     events = [Event("InvalidSpec", message, is_warning=True)] if is_news else []
     return Plan(status=before.with_condition(new, time_text(now)), events=events)
+
+
+async def _to_the_end(look: Callable[[str, str], Plan | None], namespace: str, name: str) -> Plan | None:
+    """Runs `look` on a thread: the client blocks, and kopf answers its liveness probe on this loop.
+
+    Returns when the thread has ended, also if it is cancelled: kopf takes the return for the end of all work
+    on the job. A look that outlived it would give its status to a new job of the same name.
+    """
+    task = asyncio.ensure_future(asyncio.to_thread(look, namespace, name))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])  # at most as long as its requests may take
+        raise
 
 
 async def _wait(change: asyncio.Event, seconds: float) -> None:
