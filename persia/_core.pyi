@@ -6,7 +6,7 @@ around every call that may block or compute. Failures raise `persia.errors.Persi
 code.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -46,6 +46,17 @@ def start_trace(capacity: int) -> None:
 def stop_trace(one_in: int = 0) -> tuple[list[tuple[str, int, int, int, int | None, int]], int]:
     """Ends it: (name, begin [ns], end [ns], reference or 0, batch_id, thread) of each span, and how many did
     not fit. `one_in`: only spans of the batches whose number is a multiple of it; 0: all."""
+
+def set_identity(role: str, key: bytes, accepted: Mapping[str, bytes]) -> None:
+    """Says who this process is on every RPC connection made from now on: `key` is that of its role, `accepted`
+    has the keys of the roles that its servers accept. Servers and channels that exist already keep theirs."""
+
+def set_tls(certificate: str, key: str, ca: str) -> None:
+    """TLS 1.3 with certificates of both ends on every RPC connection of servers and channels made from now on.
+    Paths of PEM files; new connections read them again when they have changed."""
+
+def take_audit_events() -> list[dict[str, Any]]:
+    """Removes and returns what was recorded, the oldest first: time (Unix), peer, role, method, outcome."""
 
 class SlotConfig:
     """One slot of the embedding config, as the engine wants it."""

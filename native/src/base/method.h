@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "base/buffer.h"
+#include "base/role.h"
 #include "base/status.h"
 
 namespace persia {
@@ -66,6 +67,8 @@ struct Segments {
 struct MethodId {
   uint8_t number = 0;  // on the wire; never used again for another method
   std::string_view name;
+  RoleSet callers = {};  // who may call it where processes have identities
+  bool audited = false;  // each call is recorded: it changes settings or rows by hand
 };
 
 // One method of a plane. Values of this type are constants at namespace scope, and handlers keep

@@ -26,6 +26,7 @@ enum class StatusCode : uint8_t {
   kIOError = 7,             // the operating system refused
   kInternal = 8,            // a bug of ours
   kFailedPrecondition = 9,  // not configured yet, or configured differently
+  kPermissionDenied = 10,   // the caller has not proved who it is, or its role may not do this
 };
 
 // The code's name as users see it, for instance "InvalidArgument".
@@ -85,6 +86,11 @@ inline Status Internal(std::string m) { return {StatusCode::kInternal, std::move
 // configuring the server, and repeats its call once.
 inline Status FailedPrecondition(std::string m) {
   return {StatusCode::kFailedPrecondition, std::move(m)};
+}
+
+// Never retried: credentials do not mend themselves. The message says which are missing.
+inline Status PermissionDenied(std::string m) {
+  return {StatusCode::kPermissionDenied, std::move(m)};
 }
 
 // A value, or the reason why there is none. Reading value() of a failed one is a programmer's bug.

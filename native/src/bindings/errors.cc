@@ -16,6 +16,7 @@ const char* ErrorClass(StatusCode code) {
     case StatusCode::kDeadlineExceeded: return "DeadlineExceededError";
     case StatusCode::kResourceExhausted: return "ResourceExhaustedError";
     case StatusCode::kIOError: return "StorageError";
+    case StatusCode::kPermissionDenied: return "PermissionDeniedError";
     case StatusCode::kFailedPrecondition: return "FailedPreconditionError";
     case StatusCode::kInternal:
     case StatusCode::kOk: break;

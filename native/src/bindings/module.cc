@@ -22,4 +22,5 @@ PYBIND11_MODULE(_core, module) {
   BindClient(module);
   BindEmbeddingBags(module);
   BindMetrics(module);
+  BindSecurity(module);
 }

@@ -19,5 +19,6 @@ void BindEmbeddingWorker(pybind11::module_& module);
 void BindClient(pybind11::module_& module);
 void BindEmbeddingBags(pybind11::module_& module);
 void BindMetrics(pybind11::module_& module);
+void BindSecurity(pybind11::module_& module);
 
 }  // namespace persia::bindings

@@ -27,6 +27,7 @@ std::string ToText(const Buffer& body) {
 Channel::Channel(Options options)
     : peer_(std::move(options.peer)),
       max_body_bytes_(options.max_body_bytes),
+      security_(std::move(options.security)),
       random_(static_cast<uint32_t>(Clock::now().time_since_epoch().count())) {
   thread_ = std::thread([this] { RunThread(); });
 }
@@ -209,7 +210,7 @@ void Channel::Pump() {
   }
   if (connection_ != nullptr || backing_off_ || address_.empty()) return;
   Listener* listener = this;  // the base is private, and make_shared not a friend
-  connection_ = std::make_shared<ClientConnection>(io_, listener, max_body_bytes_);
+  connection_ = std::make_shared<ClientConnection>(io_, listener, max_body_bytes_, security_);
   connection_->Connect(address_);
 }
 
@@ -356,6 +357,15 @@ void Channel::OnBroken(const std::string& reason) {
   });
 }
 
+// The next attempt is made after a pause, like that of a connection that has broken: callers that
+// try again at once must not make a busy loop of refusals.
+void Channel::OnRefused(const std::string& reason) {
+  OnBroken(reason);
+  std::vector<uint64_t> refused;
+  for (const auto& [id, call] : calls_) refused.push_back(id);
+  for (const uint64_t id : refused) Complete(id, PermissionDenied(Name() + ": " + reason));
+}
+
 void Channel::OnReply(const FrameHeader& header, Buffer body) {
   num_failures_ = 0;
   last_failure_.clear();
@@ -376,7 +386,7 @@ void Channel::OnReply(const FrameHeader& header, Buffer body) {
     call.refusal = ToText(body);
     return RetryLater(header.request_id, call);
   }
-  if (code > StatusCode::kFailedPrecondition) {
+  if (code > StatusCode::kPermissionDenied) {
     return Complete(header.request_id,
                     Internal(Name() + ": unknown status " + std::to_string(header.status) + ": " +
                              ToText(body)));

@@ -7,6 +7,9 @@
 // calls wait. Each wait has a deadline. Failures name the peer: "embedding-worker 0 at
 // 127.0.0.1:8887: connection refused".
 //
+// A peer that refuses this process's credentials, or lacks its own, fails all pending calls at once
+// with kPermissionDenied: waiting does not mend them. A later call tries again.
+//
 // One thread at a time, the leader, runs the event loop and owns everything that is marked as the
 // leader's, so that needs no lock; others post to it. The leader is either a caller blocked in
 // Call(), which so writes its request and reads its reply itself, without waking another thread, or
@@ -51,6 +54,7 @@ class Channel : private ClientConnection::Listener {
     // Of requests and replies alike. A larger request is refused with kInvalidArgument before a
     // byte is sent; a larger reply breaks the connection.
     uint64_t max_body_bytes = 1ull << 30;
+    Security security = Security::OfProcess();
   };
   // Runs without a lock of the channel, so it may make further asynchronous calls.
   using Done = std::function<void(StatusOr<Buffer>)>;
@@ -154,6 +158,7 @@ class Channel : private ClientConnection::Listener {
   void OnWritten() override;
   void OnReply(const FrameHeader& header, Buffer body) override;
   void OnBroken(const std::string& reason) override;
+  void OnRefused(const std::string& reason) override;
 
   // The life of a call, on the leader: waiting, written, sent, and completed exactly once; or
   // backing off, and waiting again.
@@ -184,6 +189,7 @@ class Channel : private ClientConnection::Listener {
 
   const std::string peer_;
   const uint64_t max_body_bytes_;
+  const Security security_;
   std::thread thread_;
 
   // Counted by the leader, read by any thread.

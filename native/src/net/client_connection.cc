@@ -39,9 +39,10 @@ StatusOr<Address> ParseAddress(const std::string& text) {
 }
 
 ClientConnection::ClientConnection(asio::io_context& io, Listener* listener,
-                                   uint64_t max_body_bytes)
+                                   uint64_t max_body_bytes, const Security& security)
     : listener_(listener),
       max_body_bytes_(max_body_bytes),
+      security_(security),
       resolver_(io),
       socket_(io),
       connect_timer_(io) {}
@@ -97,10 +98,52 @@ void ClientConnection::ConnectTo(std::vector<Tcp::endpoint> endpoints) {
 }
 
 void ClientConnection::OnConnected() {
-  connect_timer_.cancel();
   ConfigureSocket(socket_.native_handle());
   ReadSome();
+  if (security_.identity == nullptr) return Finish();
+  SendHello();
+}
+
+void ClientConnection::Finish() {
+  connect_timer_.cancel();
   listener_->OnConnected();
+}
+
+// ---- the handshake
+
+void ClientConnection::SendHello() {
+  handshake_.emplace(*security_.identity, ChannelBinding{});
+  SendHandshake(EncodeMessage(handshake_->hello()));
+}
+
+// The socket's buffer is empty but for these: what does not fit has failed.
+void ClientConnection::SendHandshake(Segments message) {
+  FrameHeader header;
+  header.method = kAuthenticate.number;
+  if (FrameWriter(header, message).Write(socket_.native_handle()) != FrameWriter::Result::kDone) {
+    Break(std::system_category().message(errno));
+  }
+}
+
+// The server does not answer the proof: calls may follow it at once.
+void ClientConnection::OnChallenge(const Buffer& body) {
+  const auto proof = handshake_->Answer(body.span());
+  if (!proof.ok()) return Refuse(proof.status().message());
+  handshake_.reset();
+  SendHandshake(EncodeMessage(proof.value()));
+  if (listener_ != nullptr) Finish();
+}
+
+// A reply about the connection, not about a call, has the method of the handshake.
+bool ClientConnection::TakeReply(const FrameHeader& header, Buffer body) {
+  if (header.status != 0 && (handshake_.has_value() || header.method == kAuthenticate.number)) {
+    Refuse(std::string(reinterpret_cast<const char*>(body.data()), body.size()));
+  } else if (handshake_.has_value()) {
+    OnChallenge(body);
+  } else {
+    listener_->OnReply(header, std::move(body));
+  }
+  return listener_ != nullptr;
 }
 
 // ---- reading
@@ -128,8 +171,7 @@ void ClientConnection::TakeFrames() {
     Buffer body(header->body_bytes);
     std::copy_n(rest.data(), body.size(), body.data());
     rest = rest.subspan(body.size());
-    listener_->OnReply(*header, std::move(body));
-    if (listener_ == nullptr) return;
+    if (!TakeReply(*header, std::move(body))) return;
   }
   std::memmove(ahead_.data(), rest.data(), rest.size());
   num_ahead_ = rest.size();
@@ -148,8 +190,7 @@ void ClientConnection::ReadRest(size_t num_received) {
                           WhileOpen("", [this, num_received](size_t num_bytes) {
                             const size_t sum = num_received + num_bytes;
                             if (sum < in_body_.size()) return ReadRest(sum);
-                            listener_->OnReply(in_header_, std::move(in_body_));
-                            if (listener_ != nullptr) ReadSome();
+                            if (TakeReply(in_header_, std::move(in_body_))) ReadSome();
                           }));
 }
 
@@ -178,6 +219,12 @@ void ClientConnection::Break(const std::string& reason) {
   Listener* listener = listener_;
   Close();
   listener->OnBroken(reason);
+}
+
+void ClientConnection::Refuse(const std::string& reason) {
+  Listener* listener = listener_;
+  Close();
+  listener->OnRefused(reason);
 }
 
 void ClientConnection::Close() {

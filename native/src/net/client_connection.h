@@ -15,6 +15,7 @@
 
 #include "base/buffer.h"
 #include "net/asio.h"
+#include "net/handshake.h"
 #include "net/message.h"
 
 namespace persia::net {
@@ -34,15 +35,19 @@ class ClientConnection : public std::enable_shared_from_this<ClientConnection> {
   class Listener {
    public:
     virtual ~Listener() = default;
+    // Both ends have proved what they have to.
     virtual void OnConnected() = 0;
     virtual void OnWritten() = 0;
     virtual void OnReply(const FrameHeader& header, Buffer body) = 0;
     // The last event.
     virtual void OnBroken(const std::string& reason) = 0;
+    // The last event, too: another connection would be refused like this one.
+    virtual void OnRefused(const std::string& reason) = 0;
   };
 
   // `listener` must stay until OnBroken or Close().
-  ClientConnection(asio::io_context& io, Listener* listener, uint64_t max_body_bytes);
+  ClientConnection(asio::io_context& io, Listener* listener, uint64_t max_body_bytes,
+                   const Security& security);
 
   void Connect(const std::string& address);
   // After OnConnected, or when the frame before is written. True: written. False: the segments are
@@ -56,6 +61,12 @@ class ClientConnection : public std::enable_shared_from_this<ClientConnection> {
   void ConnectTo(std::vector<Tcp::endpoint> endpoints);
   void Resolve(const std::string& host, uint16_t port);
   void OnConnected();
+  void SendHello();
+  // False: the connection is closed, because the reply refuses it.
+  bool TakeReply(const FrameHeader& header, Buffer body);
+  void OnChallenge(const Buffer& body);
+  void SendHandshake(Segments message);
+  void Finish();
   void WriteRest();
   void ReadSome();
   void TakeFrames();
@@ -63,12 +74,15 @@ class ClientConnection : public std::enable_shared_from_this<ClientConnection> {
   void ReadRest(size_t num_received);
   // Closes, and reports why. The listener may destroy its reference meanwhile: handlers keep one.
   void Break(const std::string& reason);
+  void Refuse(const std::string& reason);
 
   template <typename Function>
   auto WhileOpen(const char* doing, Function function);
 
   Listener* listener_;  // null: closed
   const uint64_t max_body_bytes_;
+  const Security security_;
+  std::optional<ClientHandshake> handshake_;  // while it is under way
   Tcp::resolver resolver_;
   Tcp::socket socket_;
   asio::steady_timer connect_timer_;

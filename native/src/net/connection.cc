@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "net/asio.h"
+#include "net/audit.h"
 
 namespace persia::net {
 namespace {
@@ -28,24 +29,17 @@ constexpr std::chrono::seconds kMinBodyTime{1};
 constexpr uint64_t kFirstStepBytes = 60 << 10;
 constexpr uint64_t kStepBytes = 512 << 10;
 
-Status Refusal(const FrameHeader& header) {
-  if (header.version != kVersion) {
-    return InvalidArgument("protocol version " + std::to_string(header.version) +
-                           " is not spoken here; this side speaks version " +
-                           std::to_string(kVersion));
-  }
-  return InvalidArgument("method " + std::to_string(header.method) +
-                         " is not known here; is this the right server?");
-}
-
 }  // namespace
 
-Connection::Connection(UniqueFd socket, uint64_t tag, ServerState& server)
-    : server_(server), socket_(std::move(socket)), tag_(tag) {}
+Connection::Connection(UniqueFd socket, uint64_t tag, std::string peer, ServerState& server)
+    : server_(server), socket_(std::move(socket)), tag_(tag), peer_(std::move(peer)) {
+  if (server.options.security.identity != nullptr) handshake_.emplace();
+}
 
 void Connection::Start() {
   ConfigureSocket(socket_.get());
   Lock lock(mutex_);
+  if (handshake_.has_value()) CloseAt(Clock::now() + server_.options.handshake_patience);
   UpdateInterest();
 }
 
@@ -89,6 +83,7 @@ void Connection::Read(Lock lock) {
   lock.lock();
   if (progress == Progress::kFrame && !draining_ && !closed_) return FinishFrame(std::move(lock));
   reading_ = false;
+  if (progress == Progress::kBroken && !discarding) ReportUnprovenEnd();
   if (progress == Progress::kBroken) Close();
   if (closed_) return;
   if (draining_) {
@@ -109,7 +104,8 @@ Connection::Progress Connection::ReadFrame() {
     progress = Receive(header_bytes_.data(), kHeaderBytes);
     if (progress == Progress::kFrame) progress = BeginBody();
   }
-  if (progress != Progress::kFrame) return progress;
+  if (progress != Progress::kFrame || phase_ == Phase::kUnproven) return progress;
+  if (phase_ == Phase::kHandshake) return Receive(handshake_bytes_.data(), header_.body_bytes);
   return phase_ == Phase::kRefusedBody ? SkipBody() : ReceiveBody();
 }
 
@@ -121,13 +117,42 @@ Connection::Progress Connection::BeginBody() {
   if (!header.ok() || header->kind != FrameKind::kRequest) return Progress::kBroken;
   header_ = *header;
   num_received_ = 0;
-  if (header_.version != kVersion || !server_.handlers[header_.method]) {
-    phase_ = Phase::kRefusedBody;
-    return Progress::kFrame;
-  }
-  phase_ = Phase::kBody;
+  phase_ = BodyPhase();
   num_granted_ = 0;
   return Progress::kFrame;
+}
+
+// From the header alone: the body of what is refused is never decoded.
+Connection::Phase Connection::BodyPhase() const {
+  if (handshake_.has_value()) {
+    const bool awaited = header_.version == kVersion && header_.method == kAuthenticate.number &&
+                         header_.body_bytes == handshake_->wanted_bytes();
+    return awaited ? Phase::kHandshake : Phase::kUnproven;
+  }
+  return Refusal().ok() ? Phase::kBody : Phase::kRefusedBody;
+}
+
+// Why the request that header_ announces is not handled; Ok: it is.
+Status Connection::Refusal() const {
+  if (header_.version != kVersion) {
+    return InvalidArgument("protocol version " + std::to_string(header_.version) +
+                           " is not spoken here; this side speaks version " +
+                           std::to_string(kVersion));
+  }
+  const bool has_identity = server_.options.security.identity != nullptr;
+  if (header_.method == kAuthenticate.number && !has_identity) {
+    return PermissionDenied("it has no identity, and this process has one; " + CredentialsRemedy());
+  }
+  if (!server_.handlers[header_.method]) {
+    return InvalidArgument("method " + std::to_string(header_.method) +
+                           " is not known here; is this the right server?");
+  }
+  const MethodId& method = server_.methods[header_.method];
+  if (has_identity && !method.callers.Contains(role_)) {
+    return PermissionDenied("role '" + std::string(RoleName(role_)) + "' may not call " +
+                            std::string(method.name) + "; it needs " + method.callers.ToString());
+  }
+  return Status::Ok();
 }
 
 Connection::Progress Connection::ReceiveBody() {
@@ -218,6 +243,7 @@ Connection::Progress Connection::DiscardAll() {
 
 // Arms the socket for the next request first, and then lets the server run this one.
 void Connection::FinishFrame(Lock lock) {
+  if (handshake_.has_value()) return FinishHandshake(lock);
   const Phase phase = std::exchange(phase_, Phase::kHeader);
   num_received_ = 0;
   close_at_ = Clock::time_point::max();
@@ -226,7 +252,12 @@ void Connection::FinishFrame(Lock lock) {
   const FrameHeader header = header_;
   if (phase == Phase::kRefusedBody) {
     reading_ = false;
-    Enqueue(lock, header, Refusal(header));
+    const Status refusal = Refusal();
+    if (refusal.code() == StatusCode::kPermissionDenied) {
+      server_.on_refused();
+      ReportRefusal(peer_, role_, server_.methods[header.method].name, refusal.message());
+    }
+    Enqueue(lock, header, refusal);
     return UpdateInterest();
   }
   held_bytes_ += header.body_bytes;
@@ -235,6 +266,58 @@ void Connection::FinishFrame(Lock lock) {
   UpdateInterest();
   lock.unlock();
   server_.run(std::move(request));  // Server::Run() (server.cc): the handler, on this thread
+}
+
+// A message of the handshake is there, or a frame that is none. Time to authenticate is one limit
+// for both messages: close_at_ stays as it is.
+void Connection::FinishHandshake(Lock& lock) {
+  const bool awaited = std::exchange(phase_, Phase::kHeader) == Phase::kHandshake;
+  num_received_ = 0;
+  if (!awaited) {
+    return Refuse(lock, PermissionDenied("it has sent no credentials; " + CredentialsRemedy()));
+  }
+  const std::span<const std::byte> message(handshake_bytes_.data(), header_.body_bytes);
+  if (!handshake_->greeted()) {
+    const auto challenge =
+        handshake_->OnHello(*server_.options.security.identity, message, ChannelBinding{});
+    if (!challenge.ok()) return Refuse(lock, challenge.status());
+    reading_ = false;
+    ++num_unanswered_;
+    Enqueue(lock, header_, EncodeMessage(challenge.value()));
+    return UpdateInterest();
+  }
+  if (const Status status = handshake_->OnProof(message); !status.ok()) return Refuse(lock, status);
+  role_ = handshake_->role();
+  handshake_.reset();
+  reading_ = false;
+  close_at_ = Clock::time_point::max();
+  server_.on_proven(tag_);
+  UpdateInterest();
+}
+
+// Answers, and closes once the answer has been sent. The reply names the method of the handshake,
+// so that the client knows that no call of this connection will be answered.
+void Connection::Refuse(Lock& lock, const Status& why) {
+  server_.on_refused();
+  ReportRefusal(peer_, handshake_->role(), "connect", why.message());
+  FrameHeader header = header_;
+  header.method = kAuthenticate.number;
+  reading_ = false;
+  draining_ = true;
+  ++num_unanswered_;
+  Enqueue(lock, header, why);
+  UpdateInterest();
+}
+
+// The client has closed, or sent what is no frame. One that connects and closes is not reported:
+// probes of a port do that.
+void Connection::ReportUnprovenEnd() {
+  if (!handshake_.has_value() || (!handshake_->greeted() && num_received_ == 0)) return;
+  server_.on_refused();
+  ReportRefusal(peer_, handshake_->role(), "connect",
+                handshake_->greeted()
+                    ? "it ended the handshake, as one does whose key is of another job"
+                    : "it does not speak this protocol");
 }
 
 Clock::time_point Connection::Deadline() const {

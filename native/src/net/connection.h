@@ -13,6 +13,9 @@
 // A body takes memory and budget in steps, as its bytes arrive. One that does not fill a step
 // within the server's patience closes its connection, whatever deadline its header claims: what a
 // client announces and does not send is never kept from others.
+//
+// Where the server has an identity, only the frames of the handshake are read until the client has
+// proved its role. Any other frame is refused, and so is a method that the role may not call.
 #pragma once
 
 #include <array>
@@ -20,10 +23,13 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "net/byte_budget.h"
+#include "net/handshake.h"
 #include "net/message.h"
 #include "net/poller.h"
 #include "net/types.h"
@@ -48,17 +54,23 @@ struct ServerState {
       : options(std::move(server_options)), budget(options.max_inflight_bytes) {}
 
   const ServerOptions options;
-  std::array<Handler, 256> handlers;  // by method number; read-only once the server has started
+  // By method number; read-only once the server has started.
+  std::array<Handler, 256> handlers;
+  std::array<MethodId, 256> methods;
   ByteBudget budget;
   Poller poller;
   std::function<void(Request)> run;         // may run the handler before it returns
-  std::function<void(uint64_t)> on_closed;  // with the connection's tag
+  // With the connection's tag.
+  std::function<void(uint64_t)> on_closed;
+  std::function<void(uint64_t)> on_proven;   // the client's role
+  std::function<void()> on_refused;  // a client
 };
 
 class Connection : public std::enable_shared_from_this<Connection> {
  public:
-  // The socket does not block, and is known to the poller under `tag`, not yet armed.
-  Connection(UniqueFd socket, uint64_t tag, ServerState& server);
+  // The socket does not block, and is known to the poller under `tag`, not yet armed. `peer` is the
+  // client's address, for messages.
+  Connection(UniqueFd socket, uint64_t tag, std::string peer, ServerState& server);
 
   // Arms the socket for its first request.
   void Start();
@@ -71,6 +83,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void Drain();
   // Idempotent. A thread that is reading or writing notices when its system call fails.
   void CloseNow();
+  const std::string& peer() const { return peer_; }
+  // Of a client that has sent a request.
+  Role role() const { return role_; }
   // Closes when its time is up; else says when that will be.
   Clock::time_point CloseIfDue(Clock::time_point now);
 
@@ -85,13 +100,16 @@ class Connection : public std::enable_shared_from_this<Connection> {
     FrameWriter frame;
   };
   // What is being received; kRefusedBody is read and dropped, so that the connection survives a
-  // method that this server does not know.
-  enum class Phase { kHeader, kBody, kRefusedBody };
+  // method that this server does not know. kUnproven is a frame before the handshake's end, which
+  // is not read.
+  enum class Phase { kHeader, kBody, kRefusedBody, kHandshake, kUnproven };
   enum class Progress { kFrame, kBlocked, kAwaitsBudget, kBroken };
 
   void Read(Lock lock);
   Progress ReadFrame();
   Progress BeginBody();
+  Phase BodyPhase() const;
+  Status Refusal() const;
   Progress Receive(std::byte* to, uint64_t size_bytes);
   Progress SkipBody();
   Progress DiscardAll();
@@ -100,6 +118,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void GrowBody();
   void OnGranted(ByteLease lease);
   void FinishFrame(Lock lock);
+  void FinishHandshake(Lock& lock);
+  void Refuse(Lock& lock, const Status& why);
+  void ReportUnprovenEnd();
   Clock::time_point Deadline() const;
 
   void Enqueue(Lock& lock, FrameHeader request, StatusOr<Segments> reply);
@@ -114,6 +135,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   ServerState& server_;
   const UniqueFd socket_;
   const uint64_t tag_;
+  const std::string peer_;
 
   // Of who has set reading_.
   Phase phase_ = Phase::kHeader;
@@ -125,6 +147,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   ByteLease body_lease_;
   uint64_t num_granted_ = 0;        // bytes of the body that the lease holds
   std::vector<std::byte> scratch_;  // for bytes that nobody wants
+  std::optional<ServerHandshake> handshake_;  // none once the client has proved its role
+  std::array<std::byte, sizeof(Hello)> handshake_bytes_;
+  Role role_ = Role::kNone;  // constant from the first request on
 
   // Guards what follows. The server's and the poller's mutexes are taken under it, and no lease is
   // given back: that may lead into another connection.

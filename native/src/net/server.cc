@@ -1,5 +1,6 @@
 #include "net/server.h"
 
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -8,12 +9,27 @@
 
 #include "base/trace_buffer.h"
 #include "net/asio.h"
+#include "net/audit.h"
 
 namespace persia::net {
 namespace {
 
 // While the process is out of descriptors, accepting fails at once, again and again.
 constexpr std::chrono::milliseconds kAcceptRetry{50};
+
+// Of connections that have proved nothing, in all. One host may have half of them.
+constexpr uint32_t kMaxUnproven = 128;
+
+// Leaves descriptors for files and for connections of other planes.
+uint32_t ConnectionsPermitted() {
+  constexpr rlim_t kReserve = 512;
+  constexpr rlim_t kMost = 16384;
+  rlimit limit = {};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return kMost;
+  const rlim_t descriptors = limit.rlim_cur;
+  return static_cast<uint32_t>(
+      std::clamp(descriptors - std::min(descriptors / 2, kReserve), rlim_t{8}, kMost));
+}
 
 Status CannotListen(const std::string& host, uint16_t port, const std::string& reason) {
   return IOError("cannot listen on " + host + ":" + std::to_string(port) + ": " + reason);
@@ -33,10 +49,16 @@ StatusOr<Tcp::endpoint> ResolveListenAddress(asio::io_context& io, const std::st
 Server::Server(Options options) : state_(std::move(options)) {
   state_.run = [this](Request request) { Run(std::move(request)); };
   state_.on_closed = [this](uint64_t tag) { OnClosed(tag); };
+  state_.on_refused = [this] { num_refused_.Add(); };
+  state_.on_proven = [this](uint64_t tag) {
+    const std::lock_guard lock(mutex_);
+    unproven_.erase(tag);
+  };
 }
 
 void Server::Handle(const MethodId& method, Handler handler) {
   state_.handlers[method.number] = std::move(handler);
+  state_.methods[method.number] = method;
   durations_[method.number] = std::make_unique<DurationStats>("handle " + std::string(method.name));
 }
 
@@ -59,6 +81,8 @@ StatusOr<uint16_t> Server::Start(const std::string& host, uint16_t port) {
   if (options.num_io_threads == 0 || options.num_handler_threads == 0) {
     return InvalidArgument("num_io_threads and num_handler_threads must be at least 1");
   }
+  max_connections_ =
+      options.max_connections > 0 ? options.max_connections : ConnectionsPermitted();
   PERSIA_RETURN_IF_ERROR(state_.poller.Open());
   auto bound = Listen(host, port);
   if (!bound.ok()) return bound;
@@ -116,30 +140,77 @@ void Server::Accept() {
   while (true) {
     std::unique_lock lock(mutex_);
     if (stopping_) return;
-    UniqueFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (socket.get() < 0 && errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
-      accept_at_ = Clock::now() + kAcceptRetry;
-      return state_.poller.WakeAt(accept_at_);
-    }
-    if (socket.get() < 0 && errno == EAGAIN) {
-      return state_.poller.Arm(listener_.get(), kListenerTag, EPOLLIN);
-    }
+    Tcp::endpoint peer;
+    socklen_t peer_bytes = static_cast<socklen_t>(peer.capacity());
+    UniqueFd socket(
+        ::accept4(listener_.get(), peer.data(), &peer_bytes, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    const int error = socket.get() < 0 ? errno : 0;
+    if (error == EAGAIN) return state_.poller.Arm(listener_.get(), kListenerTag, EPOLLIN);
     lock.unlock();
-    if (socket.get() >= 0) AddConnection(std::move(socket));
+    if (error == EINTR || error == ECONNABORTED) continue;
+    if (error != 0) return OnAcceptFailed(error);
+    AddConnection(std::move(socket), peer.address().to_string(), peer.port());
   }
 }
 
-void Server::AddConnection(UniqueFd socket) {
+// Most likely the process is out of descriptors. Strangers give theirs back first.
+void Server::OnAcceptFailed(int error) {
+  WarnOperator("cannot accept a connection: " + std::system_category().message(error) +
+               "; raise the limit of open files (ulimit -n)");
+  std::shared_ptr<Connection> oldest;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!unproven_.empty()) oldest = connections_[unproven_.begin()->first];
+    accept_at_ = Clock::now() + kAcceptRetry;
+    state_.poller.WakeAt(accept_at_);
+  }
+  if (oldest == nullptr) return;
+  num_crowded_out_.Add();
+  oldest->CloseNow();
+}
+
+void Server::AddConnection(UniqueFd socket, const std::string& host, uint16_t port) {
   std::shared_ptr<Connection> connection;
+  std::shared_ptr<Connection> crowded_out;
   {
     std::lock_guard lock(mutex_);
     const uint64_t tag = next_tag_++;
+    crowded_out = UnprovenToClose(host);
+    const bool is_full = connections_.size() >= max_connections_ && crowded_out == nullptr;
+    if (is_full) {
+      num_crowded_out_.Add();
+      WarnOperator("a connection from " + host + " is closed: " + std::to_string(max_connections_) +
+                   " are open; raise the limit of open files (ulimit -n)");
+    }
     // The tag enters the map before the connection is armed: its first event finds it.
-    if (stopping_ || !state_.poller.Add(socket.get(), tag, 0)) return;  // which closes it
-    connection = std::make_shared<Connection>(std::move(socket), tag, state_);
-    connections_[tag] = connection;
+    if (!is_full && !stopping_ && state_.poller.Add(socket.get(), tag, 0)) {
+      connection = std::make_shared<Connection>(std::move(socket), tag,
+                                                host + ":" + std::to_string(port), state_);
+      connections_[tag] = connection;
+      if (state_.options.security.identity != nullptr) unproven_[tag] = host;
+    }
   }
-  connection->Start();
+  // Outside mutex_: a connection that closes takes it.
+  if (crowded_out != nullptr) {
+    num_crowded_out_.Add();
+    crowded_out->CloseNow();
+  }
+  if (connection != nullptr) connection->Start();
+}
+
+// Clients of the job prove themselves within a round trip, so that the oldest is a stranger's.
+std::shared_ptr<Connection> Server::UnprovenToClose(const std::string& host) const {
+  if (unproven_.empty()) return nullptr;
+  const size_t most = std::min(kMaxUnproven, std::max(max_connections_ / 2, 2u));
+  auto oldest = unproven_.begin();
+  const auto of_host = [&host](const auto& entry) { return entry.second == host; };
+  if (std::count_if(unproven_.begin(), unproven_.end(), of_host) >=
+      static_cast<std::ptrdiff_t>(most / 2)) {
+    oldest = std::find_if(unproven_.begin(), unproven_.end(), of_host);
+  } else if (unproven_.size() < most && connections_.size() < max_connections_) {
+    return nullptr;
+  }
+  return connections_.at(oldest->first);
 }
 
 // Something is due: connections whose time is up, or accepting again.
@@ -163,6 +234,7 @@ void Server::OnTimer() {
 // Stop() waits until no connection is left.
 void Server::OnClosed(uint64_t tag) {
   std::lock_guard lock(mutex_);
+  unproven_.erase(tag);
   connections_.erase(tag);  // not its last owner: who closes it is another
   if (connections_.empty()) connection_closed_.notify_all();
 }
@@ -189,6 +261,7 @@ void Server::Run(Request request) {
     lock.unlock();
     StatusOr<Segments> reply = RunHandler(request);
     Count(request, reply);
+    if (state_.methods[request.header.method].audited) Audit(request, reply);
     request.connection->Reply(request.header, std::move(reply));
     request = Request();  // its bytes are given back before the next one's turn
     lock.lock();
@@ -211,7 +284,7 @@ StatusOr<Segments> Server::RunHandler(const Request& request) {
   const TracedBatch batch(request.header.batch);
   const Timed timed(*durations_[request.header.method]);
   try {
-    return state_.handlers[request.header.method](request.body, {request.deadline});
+    return state_.handlers[request.header.method](request.body, {request.deadline, request.connection->role()});
   } catch (const std::exception& e) {
     return Internal("method " + std::to_string(request.header.method) + ": " + e.what());
   }
@@ -226,6 +299,13 @@ void Server::Count(const Request& request, const StatusOr<Segments>& reply) {
   } else {
     num_failed_.Add();
   }
+}
+
+void Server::Audit(const Request& request, const StatusOr<Segments>& reply) {
+  RecordAuditEvent({.peer = request.connection->peer(),
+                    .role = request.connection->role(),
+                    .method = std::string(state_.methods[request.header.method].name),
+                    .outcome = reply.ok() ? "ok" : "failed: " + reply.status().ToString()});
 }
 
 void Server::AddMetrics(Metrics* metrics) const {

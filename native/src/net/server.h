@@ -5,7 +5,9 @@
 // handlers before Start().
 //
 // Bounds: at most `max_inflight_bytes` of request bodies are held. Past that the server stops
-// reading, which the sender feels as back-pressure; it never drops a request.
+// reading, which the sender feels as back-pressure; it never drops a request. Connections are
+// bounded too. Those whose clients have proved nothing yet have a small bound of their own, past
+// which the oldest is closed: strangers cannot keep a client of the job out.
 //
 // Threads: all are alike. Each waits for an event and does everything that follows from it, up to
 // running the handler and writing its reply. At most num_handler_threads of them are in handlers at
@@ -21,6 +23,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -77,7 +80,10 @@ class Server {
   // On any of the threads, several at once, but one at a time for each descriptor.
   void OnEvent(const Poller::Event& event);
   void Accept();
-  void AddConnection(UniqueFd socket);
+  void AddConnection(UniqueFd socket, const std::string& host, uint16_t port);
+  // Requires mutex_. The connection that has to make room for another of `host`, or none.
+  std::shared_ptr<Connection> UnprovenToClose(const std::string& host) const;
+  void OnAcceptFailed(int error);
   void OnTimer();
   void OnClosed(uint64_t tag);
   // A copy, because a connection that is closed takes mutex_ to leave the map.
@@ -91,6 +97,7 @@ class Server {
   // the answer.
   StatusOr<Segments> RunHandler(const Request& request);
   void Count(const Request& request, const StatusOr<Segments>& reply);
+  void Audit(const Request& request, const StatusOr<Segments>& reply);
 
   // What connections share with the server. Declared first: it is destroyed after all that uses it.
   ServerState state_;
@@ -116,10 +123,19 @@ class Server {
       counters_, {"rpc_num_received_bytes", "persia_rpc_request_bytes", "Bytes of requests."}};
   Counter num_sent_bytes_{counters_,
                           {"rpc_num_sent_bytes", "persia_rpc_reply_bytes", "Bytes of replies."}};
+  Counter num_refused_{counters_,
+                       {"rpc_num_refused_connections", "persia_rpc_refused_connections",
+                        "Connections and requests refused for their credentials or role."}};
+  Counter num_crowded_out_{counters_,
+                           {"rpc_num_crowded_out", "persia_rpc_crowded_out_connections",
+                            "Connections closed because there were too many."}};
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable connection_closed_;
   Connections connections_;  // by their tags
+  // Hosts of the connections whose clients have proved nothing yet, by tag: the oldest is first.
+  std::map<uint64_t, std::string> unproven_;
+  uint32_t max_connections_ = 0;  // set by Start()
   uint64_t next_tag_ = kListenerTag + 1;
   UniqueFd listener_;
   Clock::time_point accept_at_ = Clock::time_point::max();  // max: whenever a client comes

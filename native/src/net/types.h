@@ -9,6 +9,7 @@
 #include "base/duration_stats.h"
 #include "base/method.h"
 #include "base/metrics.h"
+#include "net/security.h"
 
 namespace persia::net {
 
@@ -22,6 +23,7 @@ using Clock = std::chrono::steady_clock;
 // the time that it needs itself.
 struct CallContext {
   Clock::time_point deadline;  // past it nobody waits for the answer any more
+  Role caller = Role::kNone;   // proved; kNone where this process has no identity
 };
 
 // Returns the reply's body, or a Status that reaches the caller with its code and message. Runs on
@@ -44,6 +46,11 @@ struct ServerOptions {
   uint64_t max_inflight_bytes = 4ull << 30;
   // A request body of which less than a step arrives in so long closes its connection.
   std::chrono::milliseconds body_patience = std::chrono::seconds(10);
+  // A connection whose client has not proved its role after so long is closed.
+  std::chrono::milliseconds handshake_patience = std::chrono::seconds(5);
+  // Connections at once; 0: as many as the process's limit of descriptors permits, less a reserve.
+  uint32_t max_connections = 0;
+  Security security = Security::OfProcess();
 };
 
 // What a Channel counts: calls made and pending, retries, connections, bytes.

@@ -1,0 +1,69 @@
+// Role: what a process of a job is, and RoleSet: the roles that may call a method.
+//
+// A process proves its role when it connects (net/handshake.h). Servers compare it with the method's
+// RoleSet before they read the request's body.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace persia {
+
+// The numbers are on the wire: they never change.
+enum class Role : uint8_t {
+  kNone = 0,  // unproven: a process without an identity
+  kTrainer = 1,
+  kLoader = 2,
+  kWorker = 3,  // embedding worker
+  kServer = 4,  // parameter server
+  kInference = 5,
+  kMonitor = 6,  // status and metrics: reads only
+  kAdmin = 7,
+};
+
+inline constexpr std::array<std::string_view, 8> kRoleNames = {
+    "none", "trainer", "loader", "worker", "server", "inference", "monitor", "admin"};
+
+// A number of the wire may be of a newer peer: "unknown".
+constexpr std::string_view RoleName(Role role) {
+  const auto number = static_cast<size_t>(role);
+  return number < kRoleNames.size() ? kRoleNames[number] : "unknown";
+}
+
+// None for any other text, and for "none".
+constexpr std::optional<Role> ParseRole(std::string_view name) {
+  for (size_t number = 1; number < kRoleNames.size(); ++number) {
+    if (kRoleNames[number] == name) return static_cast<Role>(number);
+  }
+  return std::nullopt;
+}
+
+// Empty by default: a method that names no callers may be called by no authenticated process.
+class RoleSet {
+ public:
+  constexpr RoleSet() = default;
+  constexpr RoleSet(std::initializer_list<Role> roles) {
+    for (const Role role : roles) bits_ |= Bit(role);
+  }
+  constexpr bool Contains(Role role) const { return (bits_ & Bit(role)) != 0; }
+  // "trainer or admin", for messages.
+  std::string ToString() const {
+    std::string text;
+    for (size_t number = 1; number < kRoleNames.size(); ++number) {
+      if (!Contains(static_cast<Role>(number))) continue;
+      if (!text.empty()) text += " or ";
+      text += kRoleNames[number];
+    }
+    return text.empty() ? "no role" : text;
+  }
+
+ private:
+  static constexpr uint32_t Bit(Role role) { return 1u << (static_cast<uint32_t>(role) & 31); }
+  uint32_t bits_ = 0;
+};
+
+}  // namespace persia

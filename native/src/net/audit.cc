@@ -1,0 +1,78 @@
+#include "net/audit.h"
+
+#include <chrono>
+#include <cstdio>
+#include <deque>
+#include <mutex>
+#include <utility>
+
+namespace persia::net {
+namespace {
+
+struct AuditRing {
+  std::mutex mutex;
+  std::deque<AuditEvent> events;
+  RateLimit refusals{10};
+  RateLimit warnings{1};
+};
+
+AuditRing& Ring() {
+  static auto* const ring = new AuditRing;  // never destroyed: servers may outlive statics
+  return *ring;
+}
+
+double UnixTime() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
+bool RateLimit::Permit() {
+  const long now = static_cast<long>(UnixTime());
+  if (second_ != now) num_permitted_ = 0;
+  second_ = now;
+  return num_permitted_++ < per_second_;
+}
+
+void RecordAuditEvent(AuditEvent event) {
+  event.time_s = UnixTime();
+  AuditRing& ring = Ring();
+  const std::lock_guard lock(ring.mutex);
+  if (ring.events.size() == kMaxAuditEvents) ring.events.pop_front();
+  ring.events.push_back(std::move(event));
+}
+
+std::vector<AuditEvent> TakeAuditEvents() {
+  AuditRing& ring = Ring();
+  const std::lock_guard lock(ring.mutex);
+  std::vector<AuditEvent> taken(std::make_move_iterator(ring.events.begin()),
+                                std::make_move_iterator(ring.events.end()));
+  ring.events.clear();
+  return taken;
+}
+
+void ReportRefusal(const std::string& peer, Role role, std::string_view method,
+                   const std::string& reason) {
+  {
+    AuditRing& ring = Ring();
+    const std::lock_guard lock(ring.mutex);
+    if (!ring.refusals.Permit()) return;
+  }
+  std::fprintf(stderr, "persia: refused %.*s from %s: %s\n", static_cast<int>(method.size()),
+               method.data(), peer.c_str(), reason.c_str());
+  RecordAuditEvent({.peer = peer,
+                    .role = role,
+                    .method = std::string(method),
+                    .outcome = "refused: " + reason});
+}
+
+void WarnOperator(const std::string& line) {
+  {
+    AuditRing& ring = Ring();
+    const std::lock_guard lock(ring.mutex);
+    if (!ring.warnings.Permit()) return;
+  }
+  std::fprintf(stderr, "persia: %s\n", line.c_str());
+}
+
+}  // namespace persia::net

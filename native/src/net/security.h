@@ -1,0 +1,38 @@
+// What the connections of a process prove and demand: its identity and its TLS files.
+//
+// Both belong to the process. Servers and channels take them when they are made, so they are set
+// before. Without an identity nothing is proved or demanded: native tests, jobs in one process.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <map>
+#include <memory>
+
+#include "base/role.h"
+#include "base/status.h"
+#include "net/tls.h"
+
+namespace persia::net {
+
+// Derived from the job's secret for one role: HMAC-SHA256, persia/security/.
+using RoleKey = std::array<std::byte, 32>;
+
+// A role, its key, and the keys of the roles that servers of this process accept.
+struct Identity {
+  Role role = Role::kNone;
+  RoleKey key = {};
+  std::map<Role, RoleKey> accepted = {};
+};
+
+struct Security {
+  std::shared_ptr<const Identity> identity = nullptr;
+  std::shared_ptr<TlsFiles> tls = nullptr;
+
+  // As it is now; a copy. Thread-safe, like the setters.
+  static Security OfProcess();
+  static void SetIdentity(Identity identity);
+  static void SetTls(std::shared_ptr<TlsFiles> tls);
+};
+
+}  // namespace persia::net
