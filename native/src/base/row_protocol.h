@@ -155,17 +155,27 @@ static_assert(sizeof(ServerLoad) == 32);
 // Numbers 1 and 20 were methods of earlier versions.
 // A number is never used again, and a method never changes its messages without the frame's
 // version: servers answer what they do not know with kInvalidArgument.
-inline constexpr Method<ConfigureRequest, Empty> kConfigureServer{{16, "ConfigureServer"}};
-inline constexpr Method<LookupRowsRequest, ServerRows> kLookupRows{{17, "LookupRows"}};
-inline constexpr Method<UpdateRowsRequest, UpdateResult> kUpdateRows{{18, "UpdateRows"}};
-inline constexpr Method<SetRowsRequest, Empty> kSetRows{{19, "SetRows"}};
+//
+// The third column has the roles that may call a method; `true` behind it: each call is audited.
+// Embedding workers pass on what trainers ask of them, and check the trainer themselves.
+inline constexpr Method<ConfigureRequest, Empty> kConfigureServer{
+    {16, "ConfigureServer", {Role::kWorker, Role::kAdmin}, true}};
+inline constexpr Method<LookupRowsRequest, ServerRows> kLookupRows{
+    {17, "LookupRows", {Role::kWorker}}};
+inline constexpr Method<UpdateRowsRequest, UpdateResult> kUpdateRows{
+    {18, "UpdateRows", {Role::kWorker}}};
+inline constexpr Method<SetRowsRequest, Empty> kSetRows{
+    {19, "SetRows", {Role::kWorker, Role::kAdmin}, true}};
 // All rows, of all groups. The config stays.
-inline constexpr Method<Empty, Empty> kClearRows{{21, "ClearRows"}};
-inline constexpr Method<Empty, uint64_t> kCountRows{{22, "CountRows"}};
+inline constexpr Method<Empty, Empty> kClearRows{
+    {21, "ClearRows", {Role::kWorker, Role::kAdmin}, true}};
+inline constexpr Method<Empty, uint64_t> kCountRows{
+    {22, "CountRows", {Role::kWorker, Role::kMonitor, Role::kAdmin}}};
 // Signs that lookups will name soon; none, to ask whether the server has a use for such hints.
 inline constexpr Method<std::span<const uint64_t>, PrefetchRowsReply> kPrefetchRows{
-    {23, "PrefetchRows"}};
+    {23, "PrefetchRows", {Role::kWorker}}};
 // Visits each shard in turn, as CountRows does: for a status page, not for each batch.
-inline constexpr Method<Empty, ServerLoad> kMeasureLoad{{24, "MeasureLoad"}};
+inline constexpr Method<Empty, ServerLoad> kMeasureLoad{
+    {24, "MeasureLoad", {Role::kWorker, Role::kMonitor, Role::kAdmin}}};
 
 }  // namespace persia

@@ -16,10 +16,10 @@ inline constexpr size_t kMaxAuditEvents = 4096;
 
 struct AuditEvent {
   double time_s = 0;  // Unix time
-  std::string peer;   // "127.0.0.1:40112"
+  std::string peer = {};  // "127.0.0.1:40112"
   Role role = Role::kNone;
-  std::string method;   // of a refused connection: "connect"
-  std::string outcome;  // "ok", "refused: <reason>" or "failed: <status>"
+  std::string method = {};   // of a refused connection: "connect"
+  std::string outcome = {};  // "ok", "refused: <reason>" or "failed: <status>"
 };
 
 // Stamps the event with the time and keeps it.

@@ -141,7 +141,7 @@ Status Connection::Refusal() const {
   }
   const bool has_identity = server_.options.security.identity != nullptr;
   if (header_.method == kAuthenticate.number && !has_identity) {
-    return PermissionDenied("it has no identity, and this process has one; " + CredentialsRemedy());
+    return PermissionDenied("the server has no identity, and its caller has one; " + CredentialsRemedy());
   }
   if (!server_.handlers[header_.method]) {
     return InvalidArgument("method " + std::to_string(header_.method) +
@@ -255,7 +255,8 @@ void Connection::FinishFrame(Lock lock) {
     const Status refusal = Refusal();
     if (refusal.code() == StatusCode::kPermissionDenied) {
       server_.on_refused();
-      ReportRefusal(peer_, role_, server_.methods[header.method].name, refusal.message());
+      const std::string_view name = server_.methods[header.method].name;
+      ReportRefusal(peer_, role_, name.empty() ? "connect" : name, refusal.message());
     }
     Enqueue(lock, header, refusal);
     return UpdateInterest();
@@ -274,7 +275,7 @@ void Connection::FinishHandshake(Lock& lock) {
   const bool awaited = std::exchange(phase_, Phase::kHeader) == Phase::kHandshake;
   num_received_ = 0;
   if (!awaited) {
-    return Refuse(lock, PermissionDenied("it has sent no credentials; " + CredentialsRemedy()));
+    return Refuse(lock, PermissionDenied("the caller has sent no credentials; " + CredentialsRemedy()));
   }
   const std::span<const std::byte> message(handshake_bytes_.data(), header_.body_bytes);
   if (!handshake_->greeted()) {

@@ -60,17 +60,29 @@ struct GradientsRequest {
 };
 
 // Numbers 40 was a method of earlier versions. A lookup's reply is an embeddings message:
-// LayOutEmbeddings() makes it, DecodeEmbeddings reads it.
-inline constexpr Method<ConfigureRequest, Empty> kConfigureWorker{{32, "ConfigureWorker"}};
-inline constexpr Method<LookupReferenceRequest, Buffer> kLookupReference{{33, "LookupReference"}};
-inline constexpr Method<LookupDirectRequest, Buffer> kLookupDirect{{34, "LookupDirect"}};
-inline constexpr Method<GradientsRequest, ReturnReport> kReturnGradients{{35, "ReturnGradients"}};
+// LayOutEmbeddings() makes it, DecodeEmbeddings reads it. For the third column and `true` see
+// base/row_protocol.h.
+inline constexpr Method<ConfigureRequest, Empty> kConfigureWorker{
+    {32, "ConfigureWorker", {Role::kTrainer, Role::kAdmin}, true}};
+inline constexpr Method<LookupReferenceRequest, Buffer> kLookupReference{
+    {33, "LookupReference", {Role::kTrainer}}};
+// With requires_grad only for trainers: it inserts rows.
+inline constexpr Method<LookupDirectRequest, Buffer> kLookupDirect{
+    {34, "LookupDirect", {Role::kTrainer, Role::kInference}}};
+inline constexpr Method<GradientsRequest, ReturnReport> kReturnGradients{
+    {35, "ReturnGradients", {Role::kTrainer}}};
 // Idempotent: releasing a batch that has ended is no error.
-inline constexpr Method<BatchKey, Empty> kReleaseReference{{36, "ReleaseReference"}};
+inline constexpr Method<BatchKey, Empty> kReleaseReference{
+    {36, "ReleaseReference", {Role::kTrainer}}};
 // Rows per parameter server.
-inline constexpr Method<Empty, std::vector<uint64_t>> kCountEmbeddings{{37, "CountEmbeddings"}};
-inline constexpr Method<Empty, Empty> kClearEmbeddings{{38, "ClearEmbeddings"}};
+inline constexpr Method<Empty, std::vector<uint64_t>> kCountEmbeddings{
+    {37,
+     "CountEmbeddings",
+     {Role::kTrainer, Role::kInference, Role::kMonitor, Role::kAdmin}}};
+inline constexpr Method<Empty, Empty> kClearEmbeddings{
+    {38, "ClearEmbeddings", {Role::kTrainer, Role::kAdmin}, true}};
 // The body of SetRows, with signs of all servers: the worker routes them.
-inline constexpr Method<SetRowsRequest, Empty> kSetEmbeddings{{39, "SetEmbeddings"}};
+inline constexpr Method<SetRowsRequest, Empty> kSetEmbeddings{
+    {39, "SetEmbeddings", {Role::kTrainer, Role::kAdmin}, true}};
 
 }  // namespace persia::worker

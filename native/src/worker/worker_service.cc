@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "net/rpc.h"
@@ -42,7 +43,13 @@ void WorkerService::Register(const Method<Request, Reply>& method, Function hand
                                        [handle = std::move(handle)](
                                            const Request& request,
                                            const net::CallContext& context) -> Result<Reply> {
-                                         return handle(request, ShortenDeadline(context.deadline));
+                                         const Deadline deadline = ShortenDeadline(context.deadline);
+                                         if constexpr (std::is_invocable_v<Function, const Request&,
+                                                                           Deadline, Role>) {
+                                           return handle(request, deadline, context.caller);
+                                         } else {
+                                           return handle(request, deadline);
+                                         }
                                        }));
 }
 
@@ -56,7 +63,13 @@ WorkerService::WorkerService(std::shared_ptr<EmbeddingWorker> worker, net::Serve
       return worker_->Lookup(request.key, requires_grad, deadline, request.options.slots);
     });
   });
-  Register(kLookupDirect, [this](const LookupDirectRequest& request, Deadline deadline) {
+  Register(kLookupDirect, [this](const LookupDirectRequest& request, Deadline deadline,
+                                 Role caller) -> StatusOr<Buffer> {
+    if (caller == Role::kInference && request.options.requires_grad != 0) {
+      return PermissionDenied(
+          "role 'inference' may not look up with requires_grad, which inserts rows; it needs "
+          "trainer");
+    }
     return LookupAs(request.options, [&](bool requires_grad) {
       return worker_->LookupDirect(request.id_features, requires_grad, deadline,
                                    request.options.slots);
