@@ -19,7 +19,7 @@ FROM base AS wheel
 # Newest of the distribution: it is rebuilt to get its fixes.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ libasio-dev libzstd-dev libxxhash-dev \
+    && apt-get install --yes --no-install-recommends g++ libasio-dev libzstd-dev libxxhash-dev libssl-dev \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./

@@ -1,6 +1,6 @@
 """Builds the native module with CMake; everything else is said in pyproject.toml.
 
-What CMake needs and pip cannot bring (a C++20 compiler, headers of Python, Asio, zstd and xxHash) is
+What CMake needs and pip cannot bring (a C++20 compiler, headers of Python, Asio, zstd, xxHash and OpenSSL) is
 looked for first, so that a machine without it gets the list of packages to install at once, instead of a page
 of compiler output.
 """
@@ -75,12 +75,17 @@ def has_xxhash() -> bool:
     return compiles("#include <xxhash.h>\n", "-E")
 
 
+def has_openssl() -> bool:
+    return compiles("#include <openssl/ssl.h>\n", "-E")
+
+
 COMPILER = Requirement("a C++20 compiler (g++ 11, clang 14, or later)", "g++", "gcc-c++", has_cxx20)
 HEADERS = (
     Requirement(f"the headers of {PYTHON} (Python.h)", f"{PYTHON}-dev", "python3-devel", has_python_headers),
     Requirement("the headers of Asio (asio.hpp)", "libasio-dev", "asio-devel", has_asio),
     Requirement("zstd with its headers (zstd.h)", "libzstd-dev", "libzstd-devel", has_zstd),
     Requirement("xxHash's header (xxhash.h)", "libxxhash-dev", "xxhash-devel", has_xxhash),
+    Requirement("OpenSSL 3 with its headers (openssl/ssl.h)", "libssl-dev", "openssl-devel", has_openssl),
 )
 
 

@@ -137,6 +137,17 @@ def host_headers() -> Path:
     return folder
 
 
+def openssl_headers(architecture: str) -> Path:
+    """A folder with OpenSSL's headers; Debian keeps some of them apart, by architecture."""
+    folder = WORK / architecture / "include"
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "openssl").mkdir(parents=True)
+    for sources in ("/usr/include", f"/usr/include/{architecture}-linux-gnu"):
+        for header in Path(sources, "openssl").glob("*.h"):
+            (folder / "openssl" / header.name).symlink_to(header)
+    return folder
+
+
 def static_library(architecture: str, pattern: str, package: str) -> Path:
     """The newest static library for `architecture` that the distribution's `package` has installed."""
     found = sorted(Path("/usr/lib").glob(pattern))
@@ -153,6 +164,11 @@ def static_library(architecture: str, pattern: str, package: str) -> Path:
 def static_zstd(architecture: str) -> Path:
     debian = "arm64" if architecture == "aarch64" else "amd64"
     return static_library(architecture, f"{architecture}-linux-gnu/libzstd.a", f"libzstd-dev:{debian}")
+
+
+def static_openssl(architecture: str, library: str) -> Path:
+    debian = "arm64" if architecture == "aarch64" else "amd64"
+    return static_library(architecture, f"{architecture}-linux-gnu/{library}.a", f"libssl-dev:{debian}")
 
 
 def static_libgcc(architecture: str) -> Path:
@@ -181,6 +197,9 @@ def compiler(architecture: str) -> tuple[dict[str, str], list[str]]:
         f"-DXXHASH_INCLUDE_DIR={headers}",
         f"-DZSTD_INCLUDE_DIR={headers}",
         f"-DZSTD_LIBRARY={static_zstd(architecture)}",
+        f"-DOPENSSL_INCLUDE_DIR={openssl_headers(architecture)}",
+        f"-DOPENSSL_SSL_LIBRARY={static_openssl(architecture, 'libssl')}",
+        f"-DOPENSSL_CRYPTO_LIBRARY={static_openssl(architecture, 'libcrypto')}",
         f"-DCMAKE_CXX_STANDARD_LIBRARIES={static_libgcc(architecture)}",
     ]
 
@@ -258,7 +277,7 @@ def emulate() -> None:
             sys.exit(
                 "wheels: emulation needs qemu, arm64's C library and GoogleTest's sources. Install them:\n"
                 "  dpkg --add-architecture arm64 && apt-get update\n"
-                "  apt-get install qemu-user-static libc6:arm64 libzstd-dev:arm64 googletest"
+                "  apt-get install qemu-user-static libc6:arm64 libzstd-dev:arm64 libssl-dev:arm64 googletest"
             )
         emulator = [qemu]
     install_tools()

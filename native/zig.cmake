@@ -12,6 +12,6 @@ set(CMAKE_AR $ENV{PERSIA_ZIG})
 set(CMAKE_CXX_ARCHIVE_CREATE "<CMAKE_AR> ar qcs <TARGET> <LINK_FLAGS> <OBJECTS>")
 set(CMAKE_CXX_ARCHIVE_APPEND "<CMAKE_AR> ar qs <TARGET> <LINK_FLAGS> <OBJECTS>")
 set(CMAKE_CXX_ARCHIVE_FINISH "")
-# Hides zstd and libc++, which are linked statically. It also makes Debian's libzstd.a fit for a module, though it is
+# Hides zstd, OpenSSL and libc++, which are linked statically. It also makes Debian's libzstd.a fit for a module, though it is
 # compiled for executables: its symbols can no longer be replaced by those of another library.
 set(CMAKE_MODULE_LINKER_FLAGS_INIT -Wl,--version-script=${CMAKE_CURRENT_LIST_DIR}/exports.map)

@@ -73,6 +73,7 @@ CODES = [
     (7, errors.StorageError, OSError),
     (8, errors.InternalError, RuntimeError),
     (9, errors.FailedPreconditionError, RuntimeError),
+    (10, errors.PermissionDeniedError, PermissionError),
 ]
 
 
