@@ -23,7 +23,12 @@ _FIELD_MANAGER = "persia-operator"
 _TIMEOUT_S = 30.0
 _WATCH_S = 300
 # In the order in which they are listed; pods follow, because their owners are found here.
-_OWNED = (("apps", "StatefulSet"), ("", "Service"), ("policy", "PodDisruptionBudget"))
+_OWNED = (
+    ("apps", "StatefulSet"),
+    ("", "Service"),
+    ("policy", "PodDisruptionBudget"),
+    ("networking.k8s.io", "NetworkPolicy"),
+)
 _MAX_LOG_BYTES = 1 << 20
 
 
@@ -33,6 +38,11 @@ class ClusterError(PersiaK8sError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+    @property
+    def is_refusal(self) -> bool:
+        """True if the API server has judged the object: the same request would be refused again."""
+        return self.status in (400, 403, 404, 409, 422)
 
 
 @contextmanager
@@ -124,6 +134,22 @@ class Cluster:
         """Deletes the PersiaJob; raises ClusterError (404) where there is none."""
         _delete(self._jobs, KIND, namespace, name)
 
+    def set_replicas(self, namespace: str, name: str, replicas: int) -> int | None:
+        """Sets `spec.replicas`, which `kubectl scale` and autoscalers read and write.
+
+        Returns the new generation, or None where the job has been deleted.
+        """
+        changed = _ask(
+            f"writing spec.replicas of {KIND} {namespace}/{name}",
+            self._jobs.patch,
+            ignored=(404,),
+            name=name,
+            namespace=namespace,
+            body={"spec": {"replicas": replicas}},
+            content_type="application/merge-patch+json",
+        )
+        return None if changed is None else int(changed["metadata"]["generation"])
+
     def patch_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> None:
         """Merges `status`; a job that has been deleted is left alone."""
         _ask(
@@ -175,6 +201,25 @@ class Cluster:
                 f"{what} is there already and not this job's: delete it, or rename the job", 409
             )
 
+    def try_out(self, manifest: Manifest) -> None:
+        """Has the API server judge an object as if it were made. Raises ClusterError where it refuses it."""
+        resource = self._resource(manifest["apiVersion"].rpartition("/")[0], manifest["kind"])
+        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        what = f"{manifest['kind']} {namespace}/{name}"
+        if manifest["kind"] == "Pod":
+            _ask(what, resource.create, body=manifest, namespace=namespace, dry_run="All")
+        else:
+            # An apply refuses unknown fields, also where the API server is too old to refuse them elsewhere.
+            _apply(resource, manifest, _FIELD_MANAGER, dry_run="All")
+
+    def create_secret(self, manifest: Manifest) -> None:
+        """Does nothing where it is there already: it is never changed, and may not be read."""
+        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        create = self._resource("", "Secret").create
+        _ask(
+            f"creating Secret {namespace}/{name}", create, ignored=(409,), body=manifest, namespace=namespace
+        )
+
     def create_pod(self, manifest: Manifest) -> None:
         """Does nothing where the pod is there already. Raises ClusterError where the name is taken."""
         namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
@@ -188,7 +233,7 @@ class Cluster:
         """Ends a pod, within its grace period; one that has ended goes at once. Never its successor."""
         # By uid: between the look and this request a new pod may have taken the name.
         options: dict[str, Any] = {"preconditions": {"uid": pod.uid}}
-        if pod.is_finished:
+        if pod.is_finished and not pod.is_lingering:
             # Its containers have ended, so there is nothing to wait for, and its name is needed.
             options["gracePeriodSeconds"] = 0
         _delete(self._resource("", "Pod"), "pod", namespace, pod.name, options, ignored=(404, 409))
@@ -241,7 +286,7 @@ class Cluster:
         return bytes(response.data).decode(errors="replace")
 
 
-def _apply(resource: Any, manifest: Mapping[str, Any], field_manager: str) -> None:
+def _apply(resource: Any, manifest: Mapping[str, Any], field_manager: str, **more: Any) -> None:
     namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
     _ask(
         f"applying {manifest['kind']} {namespace}/{name}",
@@ -252,6 +297,7 @@ def _apply(resource: Any, manifest: Mapping[str, Any], field_manager: str) -> No
         # Fields that somebody has changed by hand become ours again: the spec of the job is the only source.
         field_manager=field_manager,
         force_conflicts=True,
+        **more,
     )
 
 

@@ -397,10 +397,10 @@ def test_bug_23_half_a_job_is_completed_and_objects_of_others_are_left_alone(
     }
     namespace.kube.create(service)
     namespace.apply(job_manifest())
-    assert "is there already and not this job's" in namespace.await_event("job", "Retrying")
+    assert "is there already and not this job's" in namespace.await_event("job", "PodsRefused")
     assert namespace.list("services")["job-nats"]["spec"]["selector"] == {"app": "other"}
     namespace.delete("services", "job-nats")
-    namespace.await_(lambda: namespace.status("job").get("phase") == "Pending", "it goes on")
+    namespace.await_(lambda: namespace.get("services", "job-nats"), "it goes on")
 
 
 def test_bug_23_finalizers_of_others_stay(namespace: Namespace, operator: OperatorProcess) -> None:

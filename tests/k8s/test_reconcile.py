@@ -351,10 +351,13 @@ def test_a_stop_that_has_begun_is_not_taken_back_and_ends_the_dump_s_pod_last() 
 def test_the_end_of_a_container_is_read_from_its_pod() -> None:
     end = {"exitCode": 0, "finishedAt": "2030-01-01T00:00:00Z"}
     labels = {"persia.com/role": Role.ROWS.suffix}
-    status = {"phase": "Succeeded", "containerStatuses": [{"restartCount": 0, "state": {"terminated": end}}]}
+    own = {"name": "rows", "restartCount": 0, "state": {"terminated": end}}
+    sidecar = {"name": "mesh", "restartCount": 4, "state": {"running": {}}}
+    status = {"phase": "Running", "containerStatuses": [own, sidecar]}
     view = PodView.from_object({"metadata": {"name": "p", "uid": "u", "labels": labels}, "status": status})
     assert view is not None
     assert (view.exit_code, view.finished_at) == (0, "2030-01-01T00:00:00Z")
+    assert (view.phase, view.is_lingering, view.num_restarts) == ("Succeeded", True, 0)
 
 
 def test_a_training_that_cannot_be_dumped_yet_is_asked_again() -> None:
