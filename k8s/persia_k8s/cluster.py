@@ -42,7 +42,8 @@ class ClusterError(PersiaK8sError):
     @property
     def is_refusal(self) -> bool:
         """True if the API server has judged the object: the same request would be refused again."""
-        return self.status in (400, 403, 404, 409, 422)
+        # 500 is how an apply says before Kubernetes 1.24 that a field is unknown, or a quantity is none.
+        return self.status in (400, 403, 404, 409, 422, 500)
 
 
 @contextmanager

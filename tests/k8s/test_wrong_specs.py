@@ -71,7 +71,7 @@ IN_A_CONDITION = [
     (container(envFrom=[{"configMap": {"name": "x"}}]), "spec.nnWorker: ...configMap"),
     (container(volumeMounts=[{"name": "none", "mountPath": "/x"}]), "spec.nnWorker: ...volumeMounts[1].name"),
     (container(securityContext={"runAsUser": -1}), "spec.nnWorker: ...runAsUser"),
-    (container(resources={"limits": {"memory": "much"}}), "spec.nnWorker: ...resources"),
+    (container(resources={"limits": {"memory": "much"}}), "spec.nnWorker: ...quantities"),
     (container(env=[{"name": "0=", "value": "x"}]), "spec.nnWorker: ...env"),
     ({"embeddingWorker": role(dnsPolicy="Sometimes")}, "spec.embeddingWorker: ...dnsPolicy"),
     (
