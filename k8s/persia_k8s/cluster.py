@@ -244,6 +244,21 @@ class Cluster:
         group = next(group for group, owned in _OWNED if owned == kind)
         _delete(self._resource(group, kind), kind, namespace, name, ignored=(404,))
 
+    def lease(self, namespace: str, name: str) -> dict[str, Any] | None:
+        """The Lease, or None where there is none."""
+        get = self._resource("coordination.k8s.io", "Lease").get
+        what = f"reading Lease {namespace}/{name}"
+        found: dict[str, Any] | None = _ask(what, get, ignored=(404,), name=name, namespace=namespace)
+        return found
+
+    def put_lease(self, lease: Mapping[str, Any]) -> bool:
+        """Creates or replaces it; returns False if somebody else has done so since it was read."""
+        resource, metadata = self._resource("coordination.k8s.io", "Lease"), lease["metadata"]
+        method = resource.replace if "resourceVersion" in metadata else resource.create
+        what = f"writing Lease {metadata['namespace']}/{metadata['name']}"
+        arguments = {"body": dict(lease), "namespace": metadata["namespace"]}
+        return _ask(what, method, ignored=(409,), **arguments) is not None
+
     def pod_changes(self, namespace: str | None) -> Iterator[tuple[str, str]]:
         """Namespace and job of each change of a job's pod, for some minutes; begins with all that are there.
 

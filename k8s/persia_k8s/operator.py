@@ -24,6 +24,7 @@ from persia_k8s.builders.trial import trial_manifests
 from persia_k8s.cluster import Cluster, ClusterError
 from persia_k8s.errors import PersiaK8sError, SpecError
 from persia_k8s.job import Job
+from persia_k8s.leader import Leadership
 from persia_k8s.names import FINALIZER, GROUP, PLURAL, VERSION, Role, pod_name
 from persia_k8s.progress import last_progress
 from persia_k8s.reconcile import Event, Plan, reconcile, take_refusals, time_text
@@ -34,15 +35,23 @@ _CANCEL_S = 60.0  # longer than a request may take
 _SETTLE_S = 0.2  # a start or an end is many changes at once
 _PROGRESS_INTERVAL_S = 10.0
 _PROGRESS_LINES = 200
+_JOBS_AT_FULL_PACE = 50
 
 
-def run_operator(namespaces: Collection[str], liveness_port: int, images: Images) -> None:
-    """Runs until SIGTERM or SIGINT."""
+def run_operator(
+    namespaces: Collection[str], liveness_port: int, images: Images, lease: tuple[str, str] | None = None
+) -> None:
+    """Runs until SIGTERM or SIGINT. `lease`: namespace and name; without one, no other operator may run."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # a line for each change of each pod
     cluster = Cluster()
     cluster.check_installed()
+    leadership = None if lease is None else Leadership(cluster, *lease)
+    if leadership is not None:
+        leadership.acquire(liveness_port)
     Operator(cluster, images, namespaces).run(liveness_port)
+    if leadership is not None:
+        leadership.release()
 
 
 class Operator:
@@ -69,7 +78,7 @@ class Operator:
         """Blocks until a signal ends it."""
         kopf.run(
             registry=self._registry,
-            standalone=True,  # the Deployment sees to it that there is one
+            standalone=True,  # the lease sees to it that one works
             clusterwide=not self._namespaces,
             namespaces=self._namespaces,
             liveness_endpoint=f"http://0.0.0.0:{liveness_port}/healthz" if liveness_port else None,
@@ -144,7 +153,13 @@ class Operator:
             post = kopf.warn if event.is_warning else kopf.info
             post(body, reason=event.reason, message=event.message)
             logging.info("%s/%s: %s: %s", namespace, name, event.reason, event.message)
-        return plan.look_again_s
+        return min(self._paced(plan.look_again_s), plan.due_s)
+
+    def _paced(self, seconds: float) -> float:
+        """Looks that only make sure come less often where there are many jobs: traffic stays bounded."""
+        if seconds < _PROGRESS_INTERVAL_S:
+            return seconds
+        return max(seconds, seconds * len(self._changes) / _JOBS_AT_FULL_PACE)
 
     def _complain(self, namespace: str, name: str, body: kopf.Body, message: str) -> None:
         """Reports each new reason once: a retry every few seconds would fill the list of events."""

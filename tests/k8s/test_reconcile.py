@@ -563,7 +563,7 @@ def test_a_job_fails_at_its_deadline_which_a_suspension_begins_anew() -> None:
     job = replace(make_job(activeDeadlineSeconds=100), created="2030-01-01T00:00:00Z")
     observed = everything(job)
     early = one_pass(job, RUNNING, observed, after_s=99.5)
-    assert (early.status.phase, early.look_again_s) == (Phase.RUNNING, 0.5)
+    assert (early.status.phase, early.due_s) == (Phase.RUNNING, 0.5)
     late = one_pass(job, RUNNING, observed, after_s=100)
     assert (late.status.phase, conditions_of(late)["Failed"]) == (Phase.FAILED, (True, "DeadlineExceeded"))
     resumed = Condition(type="Suspended", status=False, reason="Resumed", since="2030-01-01T00:01:00Z")

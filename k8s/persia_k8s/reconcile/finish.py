@@ -34,7 +34,7 @@ def has_run_out(situation: Situation) -> bool:
     resumed = situation.before.condition("Suspended")
     begin = parse_time(situation.job.created if resumed is None else resumed.since)
     left_s = limit_s - (situation.now - begin).total_seconds()
-    situation.plan.look_again_s = min(situation.plan.look_again_s, max(left_s, 0.5))
+    situation.plan.due_s = max(left_s, 0.5)
     if left_s <= 0:
         fail(
             situation, "DeadlineExceeded", f"the job has not ended within {limit_s} s (activeDeadlineSeconds)"
@@ -84,4 +84,4 @@ def _delete_after_ttl(situation: Situation, passed_s: float) -> None:
     if passed_s >= ttl_s:
         situation.plan.delete_job = True
     else:
-        situation.plan.look_again_s = min(situation.plan.look_again_s, ttl_s - passed_s)
+        situation.plan.due_s = ttl_s - passed_s
