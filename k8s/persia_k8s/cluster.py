@@ -15,7 +15,7 @@ from urllib3.exceptions import HTTPError
 
 from persia_k8s.builders.manifest import Manifest, spec_hash
 from persia_k8s.errors import PersiaK8sError
-from persia_k8s.names import GROUP, JOB_LABEL, KIND, VERSION
+from persia_k8s.names import GROUP, JOB_LABEL, KIND
 from persia_k8s.observation import Observation, PodView
 
 _FIELD_MANAGER = "persia-operator"
@@ -29,6 +29,7 @@ _OWNED = (
     ("policy", "PodDisruptionBudget"),
     ("networking.k8s.io", "NetworkPolicy"),
 )
+_LEASES = "coordination.k8s.io"
 _MAX_LOG_BYTES = 1 << 20
 
 
@@ -108,7 +109,7 @@ class Cluster:
 
     def _resource(self, group: str, kind: str) -> Any:
         """Resolves a kind at the version that the server prefers: disruption budgets are the same in all."""
-        pinned = {"api_version": VERSION} if group == GROUP else {}
+        pinned = {"api_version": "v1"} if group in (GROUP, _LEASES) else {}
         return self._dynamic.resources.get(kind=kind, group=group, **pinned)
 
     @property
@@ -246,14 +247,14 @@ class Cluster:
 
     def lease(self, namespace: str, name: str) -> dict[str, Any] | None:
         """The Lease, or None where there is none."""
-        get = self._resource("coordination.k8s.io", "Lease").get
+        get = self._resource(_LEASES, "Lease").get
         what = f"reading Lease {namespace}/{name}"
         found: dict[str, Any] | None = _ask(what, get, ignored=(404,), name=name, namespace=namespace)
         return found
 
     def put_lease(self, lease: Mapping[str, Any]) -> bool:
         """Creates or replaces it; returns False if somebody else has done so since it was read."""
-        resource, metadata = self._resource("coordination.k8s.io", "Lease"), lease["metadata"]
+        resource, metadata = self._resource(_LEASES, "Lease"), lease["metadata"]
         method = resource.replace if "resourceVersion" in metadata else resource.create
         what = f"writing Lease {metadata['namespace']}/{metadata['name']}"
         arguments = {"body": dict(lease), "namespace": metadata["namespace"]}

@@ -23,21 +23,23 @@ LEASE = "persia-system/persia-operator"
 @pytest.fixture
 def pair(control_plane: ControlPlane, kube: Kube, tmp_path: Path) -> Iterator[list[OperatorProcess]]:
     """The first has the lease; the second answers its probe and waits."""
-    operators = []
-    for name in ("first", "second"):
-        port = free_port()
-        options = [f"--lease={LEASE}", f"--liveness-port={port}"]
-        command = [sys.executable, "-m", "persia_k8s.cli", "operator", *options]
-        operator = OperatorProcess(command, control_plane.kubeconfig(OPERATOR), tmp_path / f"{name}.log")
-        operators.append(operator)
-        awaited = "lease acquired" if name == "first" else "waiting for lease"
-        wait_until(lambda operator=operator, text=awaited: text in operator.log, 60, f"{name}: {awaited}")
-    assert urllib3.request("GET", f"http://127.0.0.1:{port}/healthz").status == 200
-    assert "lease acquired" not in operators[1].log
-    yield operators
-    for operator in operators:
-        if operator.is_running:
-            operator.stop()
+    operators: list[OperatorProcess] = []
+    try:
+        for awaited in ("lease acquired", "waiting for lease"):
+            port = free_port()
+            options = [f"--lease={LEASE}", f"--liveness-port={port}"]
+            command = [sys.executable, "-m", "persia_k8s.cli", "operator", *options]
+            log = tmp_path / f"operator-{len(operators)}.log"
+            operator = OperatorProcess(command, control_plane.kubeconfig(OPERATOR), log)
+            operators.append(operator)
+            wait_until(lambda operator=operator, text=awaited: text in operator.log, 60, awaited)
+        assert urllib3.request("GET", f"http://127.0.0.1:{port}/healthz").status == 200
+        assert "lease acquired" not in operators[1].log
+        yield operators
+    finally:
+        for operator in operators:
+            if operator.is_running:
+                operator.stop()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
