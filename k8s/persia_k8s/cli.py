@@ -62,12 +62,25 @@ def gencrd(output: Path) -> None:
     default="persiaml/persia-cuda-runtime:latest",
     help="Image of roles that name none and ask for GPUs.",
 )
-def operator(namespace: tuple[str, ...], liveness_port: int, cpu_image: str, cuda_image: str) -> None:
+@click.option(
+    "--lease",
+    metavar="NAMESPACE/NAME",
+    help="Lease that one of several operators holds; the others wait. Without it, run one operator only.",
+)
+def operator(
+    namespace: tuple[str, ...], liveness_port: int, cpu_image: str, cuda_image: str, lease: str | None
+) -> None:
     """Run PersiaJobs, until SIGTERM or Ctrl-C."""
     from persia_k8s.builders.manifest import Images
     from persia_k8s.operator import run_operator
 
-    run_operator(namespace, liveness_port, Images(cpu=cpu_image, cuda=cuda_image))
+    place = None
+    if lease is not None:
+        where, _, name = lease.partition("/")
+        if not where or not name:
+            raise click.UsageError(f"--lease {lease}: write NAMESPACE/NAME")
+        place = (where, name)
+    run_operator(namespace, liveness_port, Images(cpu=cpu_image, cuda=cuda_image), place)
 
 
 @cli.command()

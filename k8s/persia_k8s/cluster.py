@@ -15,7 +15,7 @@ from urllib3.exceptions import HTTPError
 
 from persia_k8s.builders.manifest import Manifest, spec_hash
 from persia_k8s.errors import PersiaK8sError
-from persia_k8s.names import GROUP, JOB_LABEL, KIND, VERSION
+from persia_k8s.names import GROUP, JOB_LABEL, KIND
 from persia_k8s.observation import Observation, PodView
 
 _FIELD_MANAGER = "persia-operator"
@@ -23,7 +23,13 @@ _FIELD_MANAGER = "persia-operator"
 _TIMEOUT_S = 30.0
 _WATCH_S = 300
 # In the order in which they are listed; pods follow, because their owners are found here.
-_OWNED = (("apps", "StatefulSet"), ("", "Service"), ("policy", "PodDisruptionBudget"))
+_OWNED = (
+    ("apps", "StatefulSet"),
+    ("", "Service"),
+    ("policy", "PodDisruptionBudget"),
+    ("networking.k8s.io", "NetworkPolicy"),
+)
+_LEASES = "coordination.k8s.io"
 _MAX_LOG_BYTES = 1 << 20
 
 
@@ -33,6 +39,12 @@ class ClusterError(PersiaK8sError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+    @property
+    def is_refusal(self) -> bool:
+        """True if the API server has judged the object: the same request would be refused again."""
+        # 500 is how an apply says before Kubernetes 1.24 that a field is unknown, or a quantity is none.
+        return self.status in (400, 403, 404, 409, 422, 500)
 
 
 @contextmanager
@@ -97,7 +109,7 @@ class Cluster:
 
     def _resource(self, group: str, kind: str) -> Any:
         """Resolves a kind at the version that the server prefers: disruption budgets are the same in all."""
-        pinned = {"api_version": VERSION} if group == GROUP else {}
+        pinned = {"api_version": "v1"} if group in (GROUP, _LEASES) else {}
         return self._dynamic.resources.get(kind=kind, group=group, **pinned)
 
     @property
@@ -123,6 +135,22 @@ class Cluster:
     def delete_job(self, namespace: str, name: str) -> None:
         """Deletes the PersiaJob; raises ClusterError (404) where there is none."""
         _delete(self._jobs, KIND, namespace, name)
+
+    def set_replicas(self, namespace: str, name: str, replicas: int) -> int | None:
+        """Sets `spec.replicas`, which `kubectl scale` and autoscalers read and write.
+
+        Returns the new generation, or None where the job has been deleted.
+        """
+        changed = _ask(
+            f"writing spec.replicas of {KIND} {namespace}/{name}",
+            self._jobs.patch,
+            ignored=(404,),
+            name=name,
+            namespace=namespace,
+            body={"spec": {"replicas": replicas}},
+            content_type="application/merge-patch+json",
+        )
+        return None if changed is None else int(changed["metadata"]["generation"])
 
     def patch_status(self, namespace: str, name: str, status: Mapping[str, Any]) -> None:
         """Merges `status`; a job that has been deleted is left alone."""
@@ -175,6 +203,25 @@ class Cluster:
                 f"{what} is there already and not this job's: delete it, or rename the job", 409
             )
 
+    def try_out(self, manifest: Manifest) -> None:
+        """Has the API server judge an object as if it were made. Raises ClusterError where it refuses it."""
+        resource = self._resource(manifest["apiVersion"].rpartition("/")[0], manifest["kind"])
+        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        what = f"{manifest['kind']} {namespace}/{name}"
+        if manifest["kind"] == "Pod":
+            _ask(what, resource.create, body=manifest, namespace=namespace, dry_run="All")
+        else:
+            # An apply refuses unknown fields, also where the API server is too old to refuse them elsewhere.
+            _apply(resource, manifest, _FIELD_MANAGER, dry_run="All")
+
+    def create_secret(self, manifest: Manifest) -> None:
+        """Does nothing where it is there already: it is never changed, and may not be read."""
+        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        create = self._resource("", "Secret").create
+        _ask(
+            f"creating Secret {namespace}/{name}", create, ignored=(409,), body=manifest, namespace=namespace
+        )
+
     def create_pod(self, manifest: Manifest) -> None:
         """Does nothing where the pod is there already. Raises ClusterError where the name is taken."""
         namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
@@ -188,7 +235,7 @@ class Cluster:
         """Ends a pod, within its grace period; one that has ended goes at once. Never its successor."""
         # By uid: between the look and this request a new pod may have taken the name.
         options: dict[str, Any] = {"preconditions": {"uid": pod.uid}}
-        if pod.is_finished:
+        if pod.is_finished and not pod.is_lingering:
             # Its containers have ended, so there is nothing to wait for, and its name is needed.
             options["gracePeriodSeconds"] = 0
         _delete(self._resource("", "Pod"), "pod", namespace, pod.name, options, ignored=(404, 409))
@@ -197,6 +244,21 @@ class Cluster:
         """Deletes one of the objects that `observe` has found, and what it owns."""
         group = next(group for group, owned in _OWNED if owned == kind)
         _delete(self._resource(group, kind), kind, namespace, name, ignored=(404,))
+
+    def lease(self, namespace: str, name: str) -> dict[str, Any] | None:
+        """The Lease, or None where there is none."""
+        get = self._resource(_LEASES, "Lease").get
+        what = f"reading Lease {namespace}/{name}"
+        found: dict[str, Any] | None = _ask(what, get, ignored=(404,), name=name, namespace=namespace)
+        return found
+
+    def put_lease(self, lease: Mapping[str, Any]) -> bool:
+        """Creates or replaces it; returns False if somebody else has done so since it was read."""
+        resource, metadata = self._resource(_LEASES, "Lease"), lease["metadata"]
+        method = resource.replace if "resourceVersion" in metadata else resource.create
+        what = f"writing Lease {metadata['namespace']}/{metadata['name']}"
+        arguments = {"body": dict(lease), "namespace": metadata["namespace"]}
+        return _ask(what, method, ignored=(409,), **arguments) is not None
 
     def pod_changes(self, namespace: str | None) -> Iterator[tuple[str, str]]:
         """Namespace and job of each change of a job's pod, for some minutes; begins with all that are there.
@@ -241,7 +303,7 @@ class Cluster:
         return bytes(response.data).decode(errors="replace")
 
 
-def _apply(resource: Any, manifest: Mapping[str, Any], field_manager: str) -> None:
+def _apply(resource: Any, manifest: Mapping[str, Any], field_manager: str, **more: Any) -> None:
     namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
     _ask(
         f"applying {manifest['kind']} {namespace}/{name}",
@@ -252,6 +314,7 @@ def _apply(resource: Any, manifest: Mapping[str, Any], field_manager: str) -> No
         # Fields that somebody has changed by hand become ours again: the spec of the job is the only source.
         field_manager=field_manager,
         force_conflicts=True,
+        **more,
     )
 
 

@@ -81,10 +81,11 @@ def crd_manifest() -> dict[str, Any]:
     }
 
 
-# `kubectl scale` and autoscalers set the embedding workers: the servers without a state of their own.
+# `kubectl scale` and autoscalers set the servers without a state of their own. Training and inference have
+# different ones, and a definition has one path for all jobs.
 _SCALE = {
-    "specReplicasPath": ".spec.embeddingWorker.replicas",
-    "statusReplicasPath": ".status.roles.embeddingWorker.replicas",
+    "specReplicasPath": ".spec.replicas",
+    "statusReplicasPath": ".status.replicas",
     "labelSelectorPath": ".status.selector",
 }
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, WithJsonSchema
 
 from persia_k8s.errors import SpecError
-from persia_k8s.names import Role
+from persia_k8s.names import ATTEMPT_LABEL, JOB_LABEL, ROLE_LABEL, Role
 from persia_k8s.schema import CONFIG, list_of_objects, parse
 
 # As Kubernetes declares its own types: a mistake is refused by kubectl apply rather than found in a pod.
@@ -48,13 +48,23 @@ _TOLERATIONS = list_of_objects(
         "tolerationSeconds": {"type": "integer"},
     }
 )
+_OWN_LABELS = (JOB_LABEL, ROLE_LABEL, ATTEMPT_LABEL)
 _STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
+# Open: the API server judges each pod of the job before it is made, and knows the fields of its version.
+_POD_TEMPLATE = {
+    **_ANY_OBJECT,
+    "properties": {
+        "metadata": {**_ANY_OBJECT, "properties": {"labels": _STRINGS, "annotations": _STRINGS}},
+        "spec": _ANY_OBJECT,
+    },
+}
 
 # A text that is given and empty is a mistake, such as a variable of a template that was not set.
 Text = Annotated[str, Field(min_length=1)]
 Object = Mapping[str, Any]
 Resources = Annotated[Object, WithJsonSchema(_RESOURCES)]
 Env = Annotated[Sequence[Object], WithJsonSchema(_ENV)]
+PodTemplate = Annotated[Object, WithJsonSchema(_POD_TEMPLATE)]
 
 
 class Section(BaseModel):
@@ -90,6 +100,9 @@ class RoleSpec(Section):
     """Kubernetes affinity of the pods."""
     max_unavailable: StrictInt = Field(default=0, ge=0)
     """Pods that a voluntary disruption, such as a node drain, may end at once."""
+    pod_template: PodTemplate = {}
+    """`metadata` and `spec` of a Kubernetes pod, merged over the operator's (strategic merge) and over the
+    fields above. The role's container is the one with its published name; others are sidecars."""
 
 
 class NnWorkerSpec(RoleSpec):
@@ -139,6 +152,8 @@ class NatsSpec(Section):
     """Image of the broker; by default the operator's CPU image."""
     resources: Resources = {}
     """Kubernetes resource requirements of the broker."""
+    pod_template: PodTemplate = {}
+    """As `ROLE.podTemplate`."""
 
 
 class JobSpec(Section):
@@ -157,6 +172,16 @@ class JobSpec(Section):
     restart_policy: Literal["Never", "OnFailure", "Always"] = "Never"
     """`Never`: the job fails with its first data loader or NN worker that fails. `OnFailure`, `Always`: they
     are started again, `backoffLimit` times. Servers are always started again."""
+    replicas: StrictInt | None = Field(default=None, ge=1, le=65536)
+    """Pods of the role that scales: inference servers, or embedding workers of a training. `kubectl scale`
+    and autoscalers set it. The operator sets it where it is missing, and after each change of the role's own
+    `replicas`."""
+    suspend: StrictBool = False
+    """Ends all pods and keeps the job; `false` starts it again, with a new job secret. Rows survive in a
+    checkpoint only. Queueing systems such as Kueue set it."""
+    active_deadline_seconds: StrictInt | None = Field(default=None, ge=1)
+    """Seconds after which a job that has not ended fails, counted from its creation or the end of its
+    suspension; without it, never."""
     backoff_limit: StrictInt = Field(default=3, ge=0)
     """Restarts that the job survives: of the training, of its data loaders, and of each server."""
     backoff_seconds: StrictInt = Field(default=5, ge=0)
@@ -198,6 +223,7 @@ class Job:
     namespace: str
     uid: str
     generation: int
+    created: str = ""  # by the clock of the API server
     spec: JobSpec
 
     @staticmethod
@@ -209,6 +235,7 @@ class Job:
             namespace=metadata["namespace"],
             uid=metadata["uid"],
             generation=metadata["generation"],
+            created=metadata.get("creationTimestamp", ""),
             spec=parse(JobSpec, resource.get("spec"), "spec"),
         )
         # The CRD refuses these, too; an object of an older CRD may still have them.
@@ -218,6 +245,9 @@ class Job:
             raise SpecError("spec.nnWorker is missing, or spec.inference: a job trains, or answers requests")
         if job.spec.inference is not None and job.spec.dataloader is not None:
             raise SpecError("spec.dataloader is of no use beside spec.inference: leave it out")
+        _check_template("spec.nats", job.spec.nats.pod_template)
+        for role, section in job.roles.items():
+            _check_template(f"spec.{role.field}", section.pod_template)
         return job
 
     @property
@@ -242,6 +272,17 @@ class Job:
         return {role: section for role, section in sections.items() if section is not None}
 
     @property
+    def scaled_role(self) -> Role:
+        """The role of `spec.replicas`."""
+        return Role.INFERENCE if self.is_inference else Role.EMBEDDING_WORKER
+
+    @property
+    def replicas(self) -> dict[Role, int]:
+        """The wanted number of pods of each role with a section of its own."""
+        own = {role: section.replicas for role, section in self.roles.items()}
+        return own if self.spec.replicas is None else {**own, self.scaled_role: self.spec.replicas}
+
+    @property
     def ranks_per_node(self) -> int:
         """Ranks of one NN worker pod; 1 without NN workers."""
         return 1 if self.spec.nn_worker is None else self.spec.nn_worker.nproc_per_node
@@ -257,3 +298,19 @@ class Job:
         # A variable from a Secret counts, too: its value is not known here, and need not be.
         is_named = any(variable["name"] == "PERSIA_NATS_URL" for variable in self.spec.env)
         return self.spec.nats.url is None and not is_named and not self.is_inference
+
+
+def _check_template(path: str, template: Object) -> None:
+    """Raises SpecError for a field by which the operator finds or counts pods."""
+    metadata, spec = template.get("metadata") or {}, template.get("spec") or {}
+    taken = {
+        **{f"metadata.labels.{name}": name in (metadata.get("labels") or {}) for name in _OWN_LABELS},
+        **{f"metadata.{name}": name not in ("labels", "annotations") for name in metadata},
+        **{f"spec.{name}": name in spec for name in ("restartPolicy", "hostname", "subdomain")},
+        **{f"{name}": name not in ("metadata", "spec") for name in template},
+    }
+    for name, is_taken in taken.items():
+        if is_taken:
+            raise SpecError(
+                f"{path}.podTemplate.{name} cannot be set: the operator sets it, or no pod has it"
+            )

@@ -58,6 +58,14 @@ def object_name(job: str, role: Role) -> str:
     return f"{job}-{role.suffix}"
 
 
+def secret_name(job: str, uid: str, suspensions: int) -> str:
+    """The job's secret: a new one for each job, also of the same name, and after each suspension.
+
+    The operator may create Secrets and not read them, so the name must tell that a secret is the job's.
+    """
+    return f"{job}-secret-{uid[:8]}-{suspensions}"
+
+
 def pod_address(job: str, role: Role, index: int) -> str:
     """`host:port` of a server's pod, wherever it runs; other pods of the job find it by this."""
     return f"{pod_name(job, role, index)}.{object_name(job, role)}:{role.port}"

@@ -9,6 +9,7 @@ from typing import Any
 from persia_k8s.builders.manifest import spec_hash
 from persia_k8s.names import ATTEMPT_LABEL, ROLE_LABEL, Role
 
+_FINAL = ("Succeeded", "Failed")
 _ROLES = {role.suffix: role for role in Role}
 # Messages become part of conditions and events, which are to stay readable.
 _MAX_MESSAGE = 500
@@ -27,13 +28,14 @@ class PodView:
     attempt: int
     spec_hash: str | None
     num_restarts: int
+    is_lingering: bool = False  # finished, but for its sidecars
     exit_code: int | None = None  # of a container that has ended and is not started again
     finished_at: str | None = None  # when that container ended, by the clock of its node
     trouble: str  # why it does not run, or how it ended; "" when there is nothing to say
 
     @property
     def is_finished(self) -> bool:
-        return self.phase in ("Succeeded", "Failed")
+        return self.phase in _FINAL
 
     @staticmethod
     def from_object(pod: Mapping[str, Any]) -> PodView | None:
@@ -43,24 +45,32 @@ class PodView:
         role = _ROLES.get(labels.get(ROLE_LABEL, ""))
         if role is None:
             return None
+        # The role's container decides: sidecars may run on.
         containers = status.get("containerStatuses") or []
-        ends = [(container.get("state") or {}).get("terminated") for container in containers]
-        # Our pods have one container; a service mesh may inject others, which may run on.
-        end: Mapping[str, Any] = next(filter(None, ends), {})  # empty: no container has ended
+        own = [container for container in containers if container.get("name") == role.container]
+        end: Mapping[str, Any] = {}  # empty: it has not ended
+        if not role.is_server and own:
+            end = (own[0].get("state") or {}).get("terminated") or {}
+        phase = status.get("phase", "Pending")
+        if end and phase not in _FINAL:
+            phase = "Succeeded" if end.get("exitCode") == 0 else "Failed"
         conditions = {item["type"]: item for item in status.get("conditions") or []}
         return PodView(
             name=metadata["name"],
             role=role,
             uid=metadata["uid"],
-            phase=status.get("phase", "Pending"),
+            phase=phase,
+            is_lingering=phase in _FINAL and status.get("phase") not in _FINAL,
             is_ready=conditions.get("Ready", {}).get("status") == "True",
             is_deleting=metadata.get("deletionTimestamp") is not None,
             attempt=int(labels.get(ATTEMPT_LABEL, 0)),
             spec_hash=spec_hash(pod),
-            num_restarts=sum(container["restartCount"] for container in containers),
+            num_restarts=sum(container["restartCount"] for container in own),
             exit_code=end.get("exitCode"),
             finished_at=end.get("finishedAt"),
-            trouble=_trouble(status, containers, conditions),
+            trouble=_trouble(
+                status, [*own, *(status.get("initContainerStatuses") or []), *containers], conditions
+            ),
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -17,13 +18,16 @@ from typing import Any
 
 import kopf
 
-from persia_k8s.builders.manifest import Images
+from persia_k8s.builders.manifest import Images, Manifest
+from persia_k8s.builders.security import job_secret
+from persia_k8s.builders.trial import trial_manifests
 from persia_k8s.cluster import Cluster, ClusterError
 from persia_k8s.errors import PersiaK8sError, SpecError
 from persia_k8s.job import Job
+from persia_k8s.leader import Leadership
 from persia_k8s.names import FINALIZER, GROUP, PLURAL, VERSION, Role, pod_name
 from persia_k8s.progress import last_progress
-from persia_k8s.reconcile import Event, Plan, reconcile, time_text
+from persia_k8s.reconcile import Event, Plan, reconcile, take_refusals, time_text
 from persia_k8s.status import Condition, JobStatus, Phase
 
 _RETRY_S = 5.0
@@ -31,15 +35,23 @@ _CANCEL_S = 60.0  # longer than a request may take
 _SETTLE_S = 0.2  # a start or an end is many changes at once
 _PROGRESS_INTERVAL_S = 10.0
 _PROGRESS_LINES = 200
+_JOBS_AT_FULL_PACE = 50
 
 
-def run_operator(namespaces: Collection[str], liveness_port: int, images: Images) -> None:
-    """Runs until SIGTERM or SIGINT."""
+def run_operator(
+    namespaces: Collection[str], liveness_port: int, images: Images, lease: tuple[str, str] | None = None
+) -> None:
+    """Runs until SIGTERM or SIGINT. `lease`: namespace and name; without one, no other operator may run."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # a line for each change of each pod
     cluster = Cluster()
     cluster.check_installed()
+    leadership = None if lease is None else Leadership(cluster, *lease)
+    if leadership is not None:
+        leadership.acquire(liveness_port)
     Operator(cluster, images, namespaces).run(liveness_port)
+    if leadership is not None:
+        leadership.release()
 
 
 class Operator:
@@ -66,7 +78,7 @@ class Operator:
         """Blocks until a signal ends it."""
         kopf.run(
             registry=self._registry,
-            standalone=True,  # the Deployment sees to it that there is one
+            standalone=True,  # the lease sees to it that one works
             clusterwide=not self._namespaces,
             namespaces=self._namespaces,
             liveness_endpoint=f"http://0.0.0.0:{liveness_port}/healthz" if liveness_port else None,
@@ -141,7 +153,13 @@ class Operator:
             post = kopf.warn if event.is_warning else kopf.info
             post(body, reason=event.reason, message=event.message)
             logging.info("%s/%s: %s: %s", namespace, name, event.reason, event.message)
-        return plan.look_again_s
+        return min(self._paced(plan.look_again_s), plan.due_s)
+
+    def _paced(self, seconds: float) -> float:
+        """Looks that only make sure come less often where there are many jobs: traffic stays bounded."""
+        if seconds < _PROGRESS_INTERVAL_S:
+            return seconds
+        return max(seconds, seconds * len(self._changes) / _JOBS_AT_FULL_PACE)
 
     def _complain(self, namespace: str, name: str, body: kopf.Body, message: str) -> None:
         """Reports each new reason once: a retry every few seconds would fill the list of events."""
@@ -162,26 +180,62 @@ class Operator:
         except SpecError as error:
             plan = _refuse(before, str(error), now)
         else:
-            observed = self._cluster.observe(namespace, name, job.uid)
-            plan = reconcile(job, before, observed, self._images, now)
-            self._carry_out(job, plan)
-            self._read_progress(job, before, plan)
+            job, known = self._match_scale(job, before)
+            plan = self._act(job, known, now)
         # Written only when it differs: each write is a change, which would wake this task again.
         if plan.status != before:
             self._cluster.patch_status(namespace, name, plan.status.to_dict())
         return plan
 
-    def _carry_out(self, job: Job, plan: Plan) -> None:
-        for manifest in plan.apply:
-            self._cluster.apply(manifest)
+    def _act(self, job: Job, before: JobStatus, now: datetime) -> Plan:
+        observed = self._cluster.observe(job.namespace, job.name, job.uid)
+        plan = reconcile(job, before, observed, self._images, now)
+        refusals: list[str] = []
+        # Once for each spec that is accepted: it costs two requests for each role.
+        if before.checked_generation != job.generation and not before.phase.is_final:
+            refusals = self._try_out(job, before)
+            plan.status = replace(plan.status, checked_generation=0 if refusals else job.generation)
+        if refusals and not before.start_time:
+            plan = Plan(status=replace(before, observed_generation=job.generation))
+        else:
+            refusals += self._carry_out(job, plan)
+        take_refusals(job, before, observed, self._images, now, plan, refusals)
+        self._read_progress(job, before, plan)
+        return plan
+
+    def _match_scale(self, job: Job, before: JobStatus) -> tuple[Job, JobStatus]:
+        """Lets `spec.replicas` follow the role's own number: whoever changed one of them last is right."""
+        own = job.roles[job.scaled_role].replicas
+        if job.spec.replicas is None or before.scaled_from not in (0, own):
+            generation = self._cluster.set_replicas(job.namespace, job.name, own)
+            spec = job.spec.model_copy(update={"replicas": own})
+            job = replace(job, spec=spec, generation=generation or job.generation)
+        return job, replace(before, scaled_from=own)
+
+    def _try_out(self, job: Job, before: JobStatus) -> list[str]:
+        """What the API server would refuse of the pods of this spec, each with its field."""
+        refusals = []
+        for field, manifests in trial_manifests(job, before, self._images):
+            for manifest in manifests:
+                if refusal := _refusal(self._cluster.try_out, manifest):
+                    refusals.append(f"spec.{field}: {refusal}")
+                    break  # the pod would be refused for the same reason
+        return refusals
+
+    def _carry_out(self, job: Job, plan: Plan) -> list[str]:
+        """Returns what the API server refuses: one wrong pod must not keep the operator from the others."""
+        namespace = job.namespace
+        if plan.create_pods or any(manifest["kind"] == "StatefulSet" for manifest in plan.apply):
+            self._cluster.create_secret(job_secret(job, plan.status.suspensions, secrets.token_bytes(32)))
+        refusals = [_refusal(self._cluster.apply, manifest) for manifest in plan.apply]
         for kind, name in plan.delete_objects:
-            self._cluster.delete(job.namespace, kind, name)
+            self._cluster.delete(namespace, kind, name)
         for pod in plan.delete_pods:
-            self._cluster.delete_pod(job.namespace, pod)
-        for manifest in plan.create_pods:
-            self._cluster.create_pod(manifest)
+            self._cluster.delete_pod(namespace, pod)
+        refusals += [_refusal(self._cluster.create_pod, manifest) for manifest in plan.create_pods]
         if plan.delete_job:
-            self._cluster.delete_job(job.namespace, job.name)
+            self._cluster.delete_job(namespace, job.name)
+        return [refusal for refusal in refusals if refusal]
 
     def _read_progress(self, job: Job, before: JobStatus, plan: Plan) -> None:
         """While the job runs and once at its end; a log that cannot be read says nothing."""
@@ -199,6 +253,17 @@ class Operator:
             logging.debug("%s/%s: %s", job.namespace, job.name, error)
             return
         plan.status = replace(plan.status, progress={**plan.status.progress, **last_progress(log)})
+
+
+def _refusal(request: Callable[[Manifest], None], manifest: Manifest) -> str:
+    """Sends a request; returns why the API server refuses its object, "" if it does not."""
+    try:
+        request(manifest)
+    except ClusterError as error:
+        if not error.is_refusal:
+            raise
+        return str(error)
+    return ""
 
 
 def _log_in(**arguments: Any) -> Any:

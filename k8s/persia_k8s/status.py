@@ -24,6 +24,7 @@ class Phase(str, Enum):
     RUNNING = "Running"  # every data loader and NN worker has started; or predictions can be asked for
     RESTARTING = "Restarting"  # the training has failed and will be started again
     RESIZING = "Resizing"  # rows move to another number of parameter servers; then the training starts again
+    SUSPENDED = "Suspended"  # the spec asks for it: no pods
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
 
@@ -148,6 +149,10 @@ class JobStatus:
     restart_time: _Time = Field(
         default="", description="Before this time, the training is not started again."
     )
+    suspensions: StrictInt = Field(default=0, description="Suspensions that have ended.")
+    checked_generation: StrictInt = Field(
+        default=0, description="Generation of the spec whose pods the API server has judged."
+    )
     resizes: StrictInt = Field(default=0, description="Resizes of the parameter servers.")
     resize: Resize | None = Field(
         default=None, description="The resize of the parameter servers that goes on."
@@ -157,8 +162,10 @@ class JobStatus:
     resize_checkpoint: _Text = Field(
         default="", description="What the last resize went through; removed when the job succeeds."
     )
-    selector: _Text = Field(
-        default="", description="Label selector of the embedding workers, for whoever scales them."
+    selector: _Text = Field(default="", description="Label selector of the role that scales.")
+    replicas: StrictInt = Field(default=0, description="Pods of the role that scales.")
+    scaled_from: StrictInt = Field(
+        default=0, description="The role's own `replicas` when `spec.replicas` was set from it."
     )
     roles: Annotated[
         Mapping[Role, RoleStatus],
@@ -179,13 +186,17 @@ class JobStatus:
     conditions: Annotated[
         tuple[Condition, ...],
         WithJsonSchema(_CONDITIONS),
-    ] = Field(default=(), description="`ServersReady`, `SpecApplied`, `Resized`, `Complete`, `Failed`.")
+    ] = Field(
+        default=(),
+        description="`PodsAccepted`, `SpecApplied`, `ServersReady`, `RowsComplete`, `Recovering`, "
+        "`Degraded`, `Resized`, `Suspended`, `Complete`, `Failed`.",
+    )
 
     @property
     def attempt(self) -> int:
         """Number of this start of the training, from 0."""
-        # Both start all pods again, and pods of an older attempt are told by this number.
-        return self.restarts + self.resizes
+        # Each starts all pods again, and pods of an older attempt are told by this number.
+        return self.restarts + self.resizes + self.suspensions
 
     @property
     def is_dumping(self) -> bool:

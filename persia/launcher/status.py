@@ -19,6 +19,13 @@ from persia.launcher.options import job_options, job_session, option
     "--targets", is_flag=True, help="Print the processes as targets for Prometheus' file_sd_configs, and end."
 )
 @option(
+    "--watch",
+    "watched",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="With --targets: keep FILE up to date until Ctrl-C. Only processes that end in order are removed.",
+)
+@option(
     "--address",
     "addresses",
     multiple=True,
@@ -37,6 +44,7 @@ def command(
     once: bool,
     as_json: bool,
     targets: bool,
+    watched: str | None,
     addresses: tuple[str, ...],
     interval: float,
 ) -> None:
@@ -47,8 +55,11 @@ def command(
     --json also when one is not ready or not there. Ctrl-C ends the live table.
     """
     from persia.launcher.status_table import JobView
-    from persia.observability.status import find_processes, prometheus_targets
+    from persia.observability.status import find_processes
+    from persia.observability.targets import TargetsFile, prometheus_targets
 
+    if watched and not targets:
+        raise click.UsageError("--watch keeps a file of targets: add --targets")
     if addresses and targets:
         raise click.UsageError("--targets lists the processes of a job; --address names them already")
     with contextlib.ExitStack() as stack:
@@ -56,6 +67,9 @@ def command(
         if not addresses:
             session = stack.enter_context(job_session(nats_url, job_name, name="status"))
         # Addresses change with every start of a process, so that Prometheus gets a file rather than a config.
+        if session is not None and watched:
+            TargetsFile(session, watched).keep(interval)
+            return
         if session is not None and targets:
             found = find_processes(session)
             click.echo(json.dumps(prometheus_targets(found), indent=2))

@@ -17,7 +17,10 @@ from persia.launcher.options import job_options, job_session, option
 )
 @option("--seconds", type=click.FloatRange(0.1, 100), default=30, help="Stop after this time in any case.")
 @option("--output", type=click.Path(dir_okay=False), default="trace.json", metavar="FILE")
-def command(nats_url: str | None, job_name: str, batches: int, seconds: float, output: str) -> None:
+@option("--summary", is_flag=True, help="Also print where the time of a batch goes, phase by phase.")
+def command(
+    nats_url: str | None, job_name: str, batches: int, seconds: float, output: str, summary: bool
+) -> None:
     """Record a running job's phases into FILE, for https://ui.perfetto.dev or chrome://tracing.
 
     Each process is a track: waiting, lookups, pooling, RPC, forward, backward, gradient return, update.
@@ -29,6 +32,7 @@ def command(nats_url: str | None, job_name: str, batches: int, seconds: float, o
     from persia.errors import StorageError
     from persia.observability.recording import record
     from persia.observability.status import find_processes
+    from persia.observability.trace_summary import summarize
 
     folder = os.path.dirname(os.path.abspath(output))
     if not os.access(folder, os.W_OK):  # told before the recording rather than after
@@ -50,5 +54,7 @@ def command(nats_url: str | None, job_name: str, batches: int, seconds: float, o
         f"{result.num_spans} spans of {len(processes)} processes, {result.num_batches} batches in "
         f"{result.elapsed_s:.2f} s: {output}"
     )
+    if summary:
+        click.echo("\n".join(summarize(result.events)))
     for problem in result.problems:
         click.secho(problem, fg="yellow", err=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from persia.errors import UnavailableError
 from persia.messaging.discovery import Directory, ServiceInfo
-from persia.messaging.session import NatsSession
+from persia.messaging.interface import Session
 from persia.messaging.subjects import ROLES
 
 _FIND_WINDOW_S = 0.4
@@ -33,7 +33,7 @@ class ProcessStatus:
     gone: bool = False
 
 
-def find_processes(session: NatsSession) -> list[ServiceInfo]:
+def find_processes(session: Session) -> list[ServiceInfo]:
     """All processes of the job that answer now, in the order of the roles."""
     directory = Directory(session)
     # Each question waits out its window, because the number of replicas is not known: all roles at once.
@@ -146,8 +146,3 @@ def rates(before: ProcessStatus | None, now: ProcessStatus) -> dict[str, float]:
         for key in new
         if isinstance(new[key], (int, float)) and isinstance(old.get(key), (int, float))
     }
-
-
-def prometheus_targets(processes: Sequence[ServiceInfo]) -> list[dict[str, Any]]:
-    """For Prometheus' file_sd_configs. Metrics have the labels persia_job, role and replica by themselves."""
-    return [{"targets": [info.status_address for info in processes if info.status_address]}]

@@ -81,6 +81,7 @@ class Namespace:
             "persiajobs": "/apis/persia.com/v1",
             "statefulsets": "/apis/apps/v1",
             "poddisruptionbudgets": "/apis/policy/v1beta1",
+            "networkpolicies": "/apis/networking.k8s.io/v1",
         }
         path = f"{roots.get(kind, '/api/v1')}/namespaces/{self.name}/{kind}"
         return f"{path}/{name}" if name else path

@@ -6,6 +6,7 @@ restarts, logs through the API server's own way to the node, and the end of pods
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.server
 import os
@@ -98,6 +99,7 @@ class _Pod:
     manifest: Mapping[str, Any]
     ip: str
     process: Process
+    secrets: dict[str, str]
     restarts: int = 0
     last_state: dict[str, Any] = field(default_factory=dict)
     reported: Any = None
@@ -245,18 +247,41 @@ class FakeKubelet:
 
     def _start(self, manifest: Mapping[str, Any]) -> _Pod:
         ip = self.address(_name(manifest))
-        process = self.runner(_container(manifest, ip, 0))
-        pod = _Pod(manifest=manifest, ip=ip, process=process)
+        secrets = self._mount_secrets(manifest)
+        process = self.runner(_container(manifest, ip, 0, secrets))
+        pod = _Pod(manifest=manifest, ip=ip, process=process, secrets=secrets)
         with self._lock:
             self._pods[manifest["metadata"]["uid"]] = pod
         return pod
+
+    def _mount_secrets(self, manifest: Mapping[str, Any]) -> dict[str, str]:
+        """Writes the pod's Secrets into folders; returns these by the path in the container."""
+        mounts = {
+            m["name"]: m["mountPath"] for m in manifest["spec"]["containers"][0].get("volumeMounts", [])
+        }
+        folders = {}
+        for volume in manifest["spec"].get("volumes", []):
+            if "secret" in volume and volume["name"] in mounts:
+                secret = volume["secret"]
+                namespace = manifest["metadata"]["namespace"]
+                data = self._call("GET", f"/api/v1/namespaces/{namespace}/secrets/{secret['secretName']}")[
+                    "data"
+                ]
+                folder = self._folder / manifest["metadata"]["uid"]
+                folder.mkdir(exist_ok=True)
+                for item in secret["items"]:
+                    path = folder / item["path"]
+                    path.write_bytes(base64.b64decode(data[item["key"]]))
+                    path.chmod(secret["defaultMode"])
+                folders[mounts[volume["name"]]] = str(folder)
+        return folders
 
     def _restart_if_asked(self, pod: _Pod) -> None:
         if pod.process.exit_code is None or pod.manifest["spec"]["restartPolicy"] != "Always":
             return
         pod.last_state = {"terminated": _terminated(pod.process)}
         pod.restarts += 1
-        pod.process = self.runner(_container(pod.manifest, pod.ip, pod.restarts))
+        pod.process = self.runner(_container(pod.manifest, pod.ip, pod.restarts, pod.secrets))
 
     def _report(self, pod: _Pod) -> None:
         status = _status(pod)
@@ -293,7 +318,7 @@ def _path(metadata: Mapping[str, Any]) -> str:
     return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
 
 
-def _container(manifest: Mapping[str, Any], ip: str, number: int) -> Container:
+def _container(manifest: Mapping[str, Any], ip: str, number: int, mounts: Mapping[str, str]) -> Container:
     """The environment and command as a kubelet makes them: fields filled in, $(NAME) replaced."""
     spec = manifest["spec"]["containers"][0]
     fields = {"metadata.name": _name(manifest), "status.podIP": ip}
@@ -303,6 +328,8 @@ def _container(manifest: Mapping[str, Any], ip: str, number: int) -> Container:
             env[variable["name"]] = fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
         else:
             env[variable["name"]] = _expand(variable.get("value", ""), env)
+    for path, folder in mounts.items():
+        env = {name: value.replace(f"{path}/", f"{folder}/") for name, value in env.items()}
     command = [_expand(word, env) for word in spec["command"]]
     return Container(pod=_name(manifest), command=command, env=env, ip=ip, number=number)
 

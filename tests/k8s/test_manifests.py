@@ -18,6 +18,7 @@ pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip
 from kubernetes import client
 from persia_k8s.builders.manifest import Images, Manifest, Scale, spec_hash
 from persia_k8s.builders.pods import training_pod
+from persia_k8s.builders.security import network_policies
 from persia_k8s.builders.servers import disruption_budget, services, stateful_set
 from persia_k8s.errors import SpecError
 from persia_k8s.job import Job
@@ -43,7 +44,7 @@ def scale_of(job: Job, attempt: int = 0) -> Scale:
 
 def all_manifests(job: Job) -> list[Manifest]:
     scale = scale_of(job)
-    manifests = services(job)
+    manifests = [*network_policies(job), *services(job)]
     for role, replicas in scale.replicas.items():
         manifests.append(disruption_budget(job, role, scale))
         if role.is_server:

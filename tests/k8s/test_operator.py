@@ -249,17 +249,20 @@ def test_embedding_workers_come_and_go_while_the_training_runs(
     assert not {"ServersNotReady", "ServerRestarted", "Deferred"} & set(reasons)
 
 
-def test_an_autoscaler_sets_the_number_of_embedding_workers(
-    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+@pytest.mark.parametrize("role", ["embeddingWorker", "inference"])
+def test_an_autoscaler_sets_the_number_of_stateless_servers(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess, role: str
 ) -> None:
     """A real one, without metrics: it keeps to its limits, and looks for the pods."""
-    namespace.apply(job_manifest())
+    inference = {"inference": {"replicas": 1, "checkpoint": "/c"}, "nnWorker": None, "dataloader": None}
+    namespace.apply(job_manifest(**(inference if role == "inference" else {})))
     namespace.await_phase("job", "Running")
     _, scale = namespace.kube.get(f"{namespace.path('persiajobs', 'job')}/scale")
-    assert scale["status"]["replicas"] == 1
+    assert (scale["spec"]["replicas"], scale["status"]["replicas"]) == (1, 1)
     selected = urllib.parse.quote(scale["status"]["selector"])
     _, pods = namespace.kube.get(f"{namespace.path('pods')}?labelSelector={selected}")
-    assert [pod["metadata"]["name"] for pod in pods["items"]] == ["job-embedding-worker-0"]
+    pod = {"embeddingWorker": "job-embedding-worker-0", "inference": "job-inference-0"}[role]
+    assert [item["metadata"]["name"] for item in pods["items"]] == [pod]
     target = {"apiVersion": "persia.com/v1", "kind": "PersiaJob", "name": "job"}
     autoscaler = {
         "apiVersion": "autoscaling/v1",
@@ -269,8 +272,13 @@ def test_an_autoscaler_sets_the_number_of_embedding_workers(
     }
     path = f"/apis/autoscaling/v1/namespaces/{namespace.name}/horizontalpodautoscalers/workers"
     namespace.kube.create(autoscaler)
+
+    def is_scaled() -> bool:
+        counts = namespace.status("job")["roles"][role]
+        return (counts["replicas"], counts["ready"]) == (2, 2)
+
     # It learns of new resources every 30 s.
-    namespace.await_(lambda: has_resized_to(namespace, 2), "as many as it wants at least", seconds=90)
+    namespace.await_(is_scaled, "as many as it wants at least", seconds=90)
 
     def why_it_cannot_measure() -> str | None:
         notes = namespace.kube.get(path)[1]["metadata"].get("annotations", {})
@@ -280,6 +288,52 @@ def test_an_autoscaler_sets_the_number_of_embedding_workers(
     reason = namespace.await_(why_it_cannot_measure, "a look at the pods")
     assert reason == "FailedGetResourceMetric"  # and not InvalidSelector
     namespace.kube.request("DELETE", path)
+    namespace.patch("persiajobs", "job", {"spec": {role: {"replicas": 1}}})
+    assert namespace.get("persiajobs", "job")["spec"]["replicas"] == 2  # the role's own is the old one
+    namespace.patch("persiajobs", "job", {"spec": {role: {"replicas": 3}}})
+    namespace.await_(lambda: namespace.status("job")["replicas"] == 3, "the later change counts")
+    assert namespace.get("persiajobs", "job")["spec"]["replicas"] == 3
+
+
+def test_a_job_has_a_secret_and_a_network_policy_and_new_ones_after_a_suspension(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    uid = namespace.apply(job_manifest())["metadata"]["uid"]
+    namespace.await_phase("job", "Running")
+    first = job_secrets(namespace)
+    assert set(first) == {f"job-secret-{uid[:8]}-0"}
+    assert set(namespace.list("networkpolicies")) == {"job-job"}
+    namespace.patch("persiajobs", "job", {"spec": {"suspend": True}})
+    namespace.await_phase("job", "Suspended")
+    for kind in ("pods", "statefulsets", "services", "networkpolicies"):
+        namespace.await_(lambda kind=kind: not namespace.list(kind), f"no {kind} are left")
+    namespace.patch("persiajobs", "job", {"spec": {"suspend": False}})
+    namespace.await_phase("job", "Running")
+    both = job_secrets(namespace)
+    assert set(both) == {f"job-secret-{uid[:8]}-{number}" for number in (0, 1)}
+    assert len({secret["data"]["secret"] for secret in both.values()}) == 2
+    for pod in namespace.list("pods").values():
+        assert [v["secret"]["secretName"] for v in pod["spec"]["volumes"]] == [f"job-secret-{uid[:8]}-1"]
+    namespace.delete("persiajobs", "job")
+    namespace.await_(lambda: not job_secrets(namespace), "secrets are gone with their job")
+
+
+def job_secrets(namespace: Namespace) -> dict[str, Any]:
+    return {name: item for name, item in namespace.list("secrets").items() if item["type"] == "Opaque"}
+
+
+def test_a_wrong_change_of_a_job_that_runs_is_shown_and_the_job_is_looked_after(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest())
+    namespace.await_phase("job", "Running")
+    wrong = {"embeddingWorker": {"podTemplate": {"spec": {"dnsPolicy": "Sometimes"}}}}
+    namespace.patch("persiajobs", "job", {"spec": wrong})
+    assert "spec.embeddingWorker" in namespace.await_event("job", "PodsRefused")
+    assert set(namespace.list("pods")) == PODS
+    kubelet.finish("job-nn-worker-0")
+    kubelet.finish("job-dataloader-0")
+    namespace.await_phase("job", "Succeeded")
 
 
 def has_resized_to(namespace: Namespace, num_workers: int) -> bool:
@@ -397,10 +451,10 @@ def test_bug_23_half_a_job_is_completed_and_objects_of_others_are_left_alone(
     }
     namespace.kube.create(service)
     namespace.apply(job_manifest())
-    assert "is there already and not this job's" in namespace.await_event("job", "Retrying")
+    assert "is there already and not this job's" in namespace.await_event("job", "PodsRefused")
     assert namespace.list("services")["job-nats"]["spec"]["selector"] == {"app": "other"}
     namespace.delete("services", "job-nats")
-    namespace.await_(lambda: namespace.status("job").get("phase") == "Pending", "it goes on")
+    namespace.await_(lambda: namespace.get("services", "job-nats"), "it goes on")
 
 
 def test_bug_23_finalizers_of_others_stay(namespace: Namespace, operator: OperatorProcess) -> None:

@@ -19,7 +19,7 @@ from persia_k8s.job import Job
 from persia_k8s.names import Role, pod_name
 from persia_k8s.observation import Observation, PodView
 from persia_k8s.progress import last_progress
-from persia_k8s.reconcile import Plan, reconcile, time_text
+from persia_k8s.reconcile import Plan, reconcile, take_refusals, time_text
 from persia_k8s.status import Condition, JobStatus, Phase, Resize, RoleStatus, Stage
 
 IMAGES = Images(cpu="cpu", cuda="cuda")
@@ -351,10 +351,13 @@ def test_a_stop_that_has_begun_is_not_taken_back_and_ends_the_dump_s_pod_last() 
 def test_the_end_of_a_container_is_read_from_its_pod() -> None:
     end = {"exitCode": 0, "finishedAt": "2030-01-01T00:00:00Z"}
     labels = {"persia.com/role": Role.ROWS.suffix}
-    status = {"phase": "Succeeded", "containerStatuses": [{"restartCount": 0, "state": {"terminated": end}}]}
+    own = {"name": "rows", "restartCount": 0, "state": {"terminated": end}}
+    sidecar = {"name": "mesh", "restartCount": 4, "state": {"running": {}}}
+    status = {"phase": "Running", "containerStatuses": [own, sidecar]}
     view = PodView.from_object({"metadata": {"name": "p", "uid": "u", "labels": labels}, "status": status})
     assert view is not None
     assert (view.exit_code, view.finished_at) == (0, "2030-01-01T00:00:00Z")
+    assert (view.phase, view.is_lingering, view.num_restarts) == ("Succeeded", True, 0)
 
 
 def test_a_training_that_cannot_be_dumped_yet_is_asked_again() -> None:
@@ -524,3 +527,124 @@ def test_the_status_survives_its_way_through_the_api_server() -> None:
 )
 def test_progress_is_what_valid_lines_say(log: str, values: dict[str, Any]) -> None:
     assert last_progress(log) == values
+
+
+def conditions_of(plan: Plan) -> dict[str, tuple[bool, str]]:
+    return {c.type: (c.status, c.reason) for c in plan.status.conditions}
+
+
+def test_a_suspended_job_has_no_pods_and_starts_again_with_a_new_secret() -> None:
+    job = make_job(suspend=True)
+    plan = one_pass(job, RUNNING, everything(job))
+    assert plan.status.phase is Phase.SUSPENDED
+    assert len(plan.delete_pods) == 5
+    assert len(plan.delete_objects) == 3
+    assert (plan.apply, plan.create_pods) == ([], [])
+    nothing = Observation(objects={})
+    assert one_pass(job, plan.status, nothing).status.phase is Phase.SUSPENDED
+    again = make_job(embeddingParameterServer={"replicas": 3})  # no row is left that a change could lose
+    ending = replace(nothing, pods=(pod(Role.NN_WORKER, is_deleting=True),))
+    assert one_pass(again, plan.status, ending).status.phase is Phase.SUSPENDED
+    plan = one_pass(again, plan.status, nothing)
+    assert (plan.status.phase, plan.status.attempt, plan.status.restarts) == (Phase.PENDING, 1, 0)
+    assert conditions_of(plan)["Suspended"] == (False, "Resumed")
+    sets = {m["metadata"]["name"]: m for m in one_pass(again, plan.status, nothing).apply}
+    server = sets["job-embedding-ps"]["spec"]
+    assert server["replicas"] == 3
+    assert server["template"]["spec"]["volumes"][0]["secret"]["secretName"] == "job-secret-u-1"
+
+
+def test_a_job_that_is_created_suspended_starts_nothing() -> None:
+    plan = one_pass(make_job(suspend=True), JobStatus(), Observation(objects={}))
+    assert (plan.status.phase, plan.apply, plan.create_pods) == (Phase.SUSPENDED, [], [])
+
+
+def test_a_job_fails_at_its_deadline_which_a_suspension_begins_anew() -> None:
+    job = replace(make_job(activeDeadlineSeconds=100), created="2030-01-01T00:00:00Z")
+    observed = everything(job)
+    early = one_pass(job, RUNNING, observed, after_s=99.5)
+    assert (early.status.phase, early.due_s) == (Phase.RUNNING, 0.5)
+    late = one_pass(job, RUNNING, observed, after_s=100)
+    assert (late.status.phase, conditions_of(late)["Failed"]) == (Phase.FAILED, (True, "DeadlineExceeded"))
+    resumed = Condition(type="Suspended", status=False, reason="Resumed", since="2030-01-01T00:01:00Z")
+    before = replace(RUNNING, conditions=(resumed,))
+    assert one_pass(job, before, observed, after_s=100).status.phase is Phase.RUNNING
+
+
+def lost_server(job: Job, before: JobStatus) -> tuple[JobStatus, Observation]:
+    """The status after a pass over a whole job, and the job with a new parameter server."""
+    before = one_pass(job, before, everything(job)).status
+    return before, everything(job, PARAMETER_SERVER={"uid": "another"})
+
+
+def test_lost_rows_are_a_condition_and_count_as_a_restart() -> None:
+    job = make_job()
+    before, observed = lost_server(job, RUNNING)
+    plan = one_pass(job, before, observed)
+    assert conditions_of(plan)["RowsComplete"] == (False, "ServerRestarted")
+    condition = plan.status.condition("RowsComplete")
+    assert condition is not None
+    assert "job-embedding-ps-0" in condition.message
+    assert "no checkpoint" in condition.message
+    assert plan.status.roles[Role.PARAMETER_SERVER].restarts == 1
+    assert plan.status.phase is Phase.RUNNING  # restartPolicy is Never
+    plan = one_pass(job, plan.status, observed)
+    assert plan.status.roles[Role.PARAMETER_SERVER].restarts == 1  # counted once
+    again = everything(job, PARAMETER_SERVER={"uid": "another", "num_restarts": 2})
+    assert one_pass(job, plan.status, again).status.roles[Role.PARAMETER_SERVER].restarts == 3
+
+
+def test_a_training_that_has_a_checkpoint_restarts_from_it_when_rows_are_lost() -> None:
+    job = make_job(restartPolicy="OnFailure", backoffSeconds=0)
+    before, observed = lost_server(job, replace(RUNNING, progress={"lastCheckpoint": "/c/7"}))
+    plan = one_pass(job, before, observed)
+    assert plan.status.phase is Phase.RESTARTING
+    assert conditions_of(plan)["Recovering"] == (True, "TrainingRestarts")
+    assert "/c/7 has them" in plan.events[-1].message
+    servers = tuple(p for p in observed.pods if p.role.is_server)
+    plan = one_pass(job, plan.status, replace(observed, pods=servers))
+    assert (plan.status.phase, plan.status.restarts) == (Phase.PENDING, 1)
+    started = everything(job, attempt=1, PARAMETER_SERVER={"uid": "another"})
+    plan = one_pass(job, plan.status, started)
+    assert plan.status.phase is Phase.RUNNING
+    assert conditions_of(plan)["RowsComplete"] == (True, "Resumed")
+    assert conditions_of(plan)["Recovering"] == (False, "Running")
+
+
+def test_a_job_that_lacks_a_pod_is_degraded_and_one_that_has_ended_is_not() -> None:
+    job = make_job()
+    plan = one_pass(job, RUNNING, everything(job, DATA_LOADER={"is_ready": False}))
+    condition = plan.status.condition("Degraded")
+    assert condition is not None
+    assert (condition.status, condition.message) == (True, "dataloader 0 of 1")
+    ended = everything(job, NN_WORKER={"phase": "Succeeded"}, DATA_LOADER={"phase": "Succeeded"})
+    plan = one_pass(job, plan.status, ended)
+    assert plan.status.phase is Phase.SUCCEEDED
+    for kind in ("ServersReady", "Degraded", "Recovering"):
+        assert conditions_of(plan)[kind] == (False, "Succeeded")
+    assert conditions_of(plan)["Complete"] == (True, "Succeeded")
+
+
+def test_a_job_that_cannot_make_a_pod_is_given_up_only_if_it_never_ran() -> None:
+    job = make_job()
+    for started, phase in (("", Phase.FAILED), ("2030-01-01T00:00:00Z", Phase.PENDING)):
+        before = JobStatus(start_time=started)
+        for after_s, expected in ((0.0, Phase.PENDING), (599.0, Phase.PENDING), (600.0, phase)):
+            plan = Plan(status=before)
+            now = NOW + timedelta(seconds=after_s)
+            take_refusals(job, before, Observation(objects={}), IMAGES, now, plan, [f"quota {after_s}"])
+            before = plan.status
+            assert conditions_of(plan)["PodsAccepted"] == (False, "Refused")
+            assert before.phase is expected
+    plan = Plan(status=before)
+    take_refusals(job, before, Observation(objects={}), IMAGES, NOW, plan, [])
+    assert conditions_of(plan)["PodsAccepted"] == (True, "Accepted")
+
+
+def test_inference_servers_scale_by_the_job_s_own_number() -> None:
+    job = serving(replicas=4)
+    before = one_pass(serving(), JobStatus(), everything(serving())).status
+    plan = one_pass(job, before, everything(serving()))
+    (manifest,) = (m for m in plan.apply if m["kind"] == "StatefulSet")
+    assert (manifest["metadata"]["name"], manifest["spec"]["replicas"]) == ("job-inference", 4)
+    assert (plan.status.replicas, plan.status.selector) == (4, "persia_job=job,persia.com/role=inference")

@@ -1,4 +1,4 @@
-"""What all manifests have: metadata, owner, hash. What all pods have: environment, container, placement."""
+"""What all manifests have: metadata, owner, hash. What all pods have: environment, container, security."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from persia_k8s.builders.merge import merge
 from persia_k8s.job import Job, RoleSpec
 from persia_k8s.names import (
     GROUP,
@@ -20,11 +21,31 @@ from persia_k8s.names import (
     VERSION,
     Role,
     object_name,
+    secret_name,
 )
 
 Manifest = dict[str, Any]
-_API_VERSIONS = {"Pod": "v1", "Service": "v1", "StatefulSet": "apps/v1", "PodDisruptionBudget": "policy/v1"}
+_API_VERSIONS = {
+    "Pod": "v1",
+    "Secret": "v1",
+    "Service": "v1",
+    "StatefulSet": "apps/v1",
+    "PodDisruptionBudget": "policy/v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
+}
 _GPU = "nvidia.com/gpu"
+_SECRET_FOLDER = "/var/run/persia"
+_SECRET_VOLUME = "persia-job-secret"
+SECRET_FILE = "secret"  # also the key of the whole secret
+# Keys of the credentials of roles that only call others. All others check callers of several roles.
+SECRET_KEYS = {Role.DATA_LOADER: "loader", Role.ROWS: "admin"}
+# What the Pod Security Standard "restricted" asks for, and a group that may read the job's secret.
+_POD_SECURITY = {
+    "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+    "fsGroup": 1000,
+    "fsGroupChangePolicy": "OnRootMismatch",  # or each start would change the owner of all files of a volume
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +58,19 @@ class Images:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Number of pods of each role, and the number of this start of the training, from 0."""
+    """Number of pods of each role, and the number of this start of the training, from 0.
+
+    `suspensions`: counts the job secrets: pods of different secrets cannot talk to each other.
+    """
 
     replicas: Mapping[Role, int]
     attempt: int = 0
+    suspensions: int = 0
 
 
-def labels(job: Job, role: Role) -> dict[str, str]:
-    """Labels by which services, budgets and the operator find the pods of a role."""
-    return {JOB_LABEL: job.name, ROLE_LABEL: role.suffix}
+def labels(job: Job, role: Role | None) -> dict[str, str]:
+    """Labels by which services, budgets and the operator find the pods of a role, or of the whole job."""
+    return {JOB_LABEL: job.name, **({} if role is None else {ROLE_LABEL: role.suffix})}
 
 
 def label_selector(job: Job, role: Role) -> str:
@@ -53,13 +78,27 @@ def label_selector(job: Job, role: Role) -> str:
     return ",".join(f"{name}={value}" for name, value in labels(job, role).items())
 
 
-def make_manifest(
-    kind: str, job: Job, role: Role, spec: Manifest, *, name: str | None = None, **more: Any
-) -> Manifest:
-    """An object of the job, with a hash of itself. `name`: by default the role's; `more`: further metadata.
+def make_manifest(kind: str, job: Job, role: Role | None, spec: Manifest, name: str) -> Manifest:
+    """An object of a role, or of the whole job, with a hash of itself.
 
     The job is its owner: Kubernetes deletes the object with the job.
     """
+    # Pods of a StatefulSet carry the hash of their template alone: they do not change with their number.
+    if kind == "StatefulSet":
+        _note_hash(spec["template"])
+    metadata = object_metadata(job, name, labels(job, role))
+    return _note_hash({"apiVersion": _API_VERSIONS[kind], "kind": kind, "metadata": metadata, "spec": spec})
+
+
+def make_pod(job: Job, name: str, template: Manifest) -> Manifest:
+    """A single pod of a template."""
+    metadata = {**template["metadata"], **object_metadata(job, name, template["metadata"]["labels"])}
+    pod = {"apiVersion": _API_VERSIONS["Pod"], "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+    return _note_hash(pod)
+
+
+def object_metadata(job: Job, name: str, its_labels: Mapping[str, str]) -> Manifest:
+    """Metadata of an object that the job owns."""
     owner = {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": KIND,
@@ -69,17 +108,7 @@ def make_manifest(
         "controller": True,
         "blockOwnerDeletion": True,
     }
-    metadata = {
-        "name": name or object_name(job.name, role),
-        "namespace": job.namespace,
-        "labels": labels(job, role),
-        "ownerReferences": [owner],
-        **more,
-    }
-    # Pods of a StatefulSet carry the hash of their template alone: they do not change with their number.
-    if kind == "StatefulSet":
-        _note_hash(spec["template"])
-    return _note_hash({"apiVersion": _API_VERSIONS[kind], "kind": kind, "metadata": metadata, "spec": spec})
+    return {"name": name, "namespace": job.namespace, "labels": dict(its_labels), "ownerReferences": [owner]}
 
 
 def _note_hash(manifest: Manifest) -> Manifest:
@@ -95,46 +124,80 @@ def spec_hash(manifest: Mapping[str, Any]) -> str | None:
     return annotations.get(HASH_ANNOTATION)
 
 
-def pod_spec(
+def pod_template(
     job: Job,
     role: Role,
     spec: RoleSpec,
+    scale: Scale,
     images: Images,
     command: Sequence[str],
     *,
     restart_policy: str,
     container: Mapping[str, Any] | None = None,
+    more_labels: Mapping[str, str] | None = None,
+    annotations: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Manifest:
-    """The pod of a role around its only container. `container`, `more`: further fields of container, pod."""
+    """The pods of a role: what the operator needs, merged with the user's `podTemplate`.
+
+    `container`, `more`: further fields of the role's container, of the pod.
+    """
+    base_labels = {**labels(job, role), **(more_labels or {})}
+    base = {
+        "metadata": {"labels": base_labels, "annotations": dict(annotations or {})},
+        "spec": {
+            # No process of a job talks to the API server.
+            "automountServiceAccountToken": False,
+            # One variable for every service of the namespace is of no use, and PERSIA_... must be ours.
+            "enableServiceLinks": False,
+            "securityContext": dict(_POD_SECURITY),
+            "restartPolicy": restart_policy,
+            "volumes": [*_volumes(job, spec), _secret_volume(job, role, scale)],
+            "nodeSelector": dict(spec.node_selector),
+            "tolerations": [dict(toleration) for toleration in spec.tolerations],
+            "affinity": dict(spec.affinity),
+            "containers": [_role_container(job, role, spec, images, command, container or {})],
+            **more,
+        },
+    }
+    return merge(base, spec.pod_template)
+
+
+def _role_container(
+    job: Job,
+    role: Role,
+    spec: RoleSpec,
+    images: Images,
+    command: Sequence[str],
+    more: Mapping[str, Any],
+) -> Manifest:
     needs_gpu = any(_GPU in (spec.resources.get(kind) or {}) for kind in ("limits", "requests"))
-    mounted = {mount["name"] for mount in spec.volume_mounts}
-    role_container = {
+    mounts = [_volume_mount(mount) for mount in spec.volume_mounts]
+    return {
         "name": role.container,
         "image": spec.image or (images.cuda if needs_gpu else images.cpu),
         "imagePullPolicy": job.spec.image_pull_policy,
         "command": list(command),
         "env": _environment(job, spec),
         "resources": dict(spec.resources),
-        "volumeMounts": [_volume_mount(mount) for mount in spec.volume_mounts],
+        "volumeMounts": [*mounts, {"name": _SECRET_VOLUME, "mountPath": _SECRET_FOLDER, "readOnly": True}],
         # A container that fails without a message of its own ends with the last lines of its log.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        **(container or {}),
-    }
-    return {
-        # No process of a job talks to the API server.
-        "automountServiceAccountToken": False,
-        # One variable for every service of the namespace is of no use, and PERSIA_... must be ours.
-        "enableServiceLinks": False,
-        "restartPolicy": restart_policy,
-        "volumes": [dict(volume) for volume in job.spec.volumes if volume["name"] in mounted],
-        "nodeSelector": dict(spec.node_selector),
-        "tolerations": [dict(toleration) for toleration in spec.tolerations],
-        "affinity": dict(spec.affinity),
-        "containers": [role_container],
         **more,
     }
+
+
+def _volumes(job: Job, spec: RoleSpec) -> list[Manifest]:
+    mounted = {mount["name"] for mount in spec.volume_mounts}
+    return [dict(volume) for volume in job.spec.volumes if volume["name"] in mounted]
+
+
+def _secret_volume(job: Job, role: Role, scale: Scale) -> Manifest:
+    name = secret_name(job.name, job.uid, scale.suspensions)
+    items = [{"key": SECRET_KEYS.get(role, SECRET_FILE), "path": SECRET_FILE}]
+    # Not for others: persia refuses a secret that any user of the container can read.
+    return {"name": _SECRET_VOLUME, "secret": {"secretName": name, "defaultMode": 0o440, "items": items}}
 
 
 def metrics_ports(job: Job, num_processes: int = 1) -> list[dict[str, Any]]:
@@ -173,6 +236,7 @@ def _environment(job: Job, spec: RoleSpec) -> list[dict[str, Any]]:
         _value("PERSIA_JOB_NAME", f"{job.namespace}_{job.name}"),
         _value("PERSIA_NATS_URL", job.spec.nats.url or own_nats),
         _value("PERSIA_BIND_HOST", "$(POD_IP)"),
+        _value("PERSIA_JOB_SECRET_FILE", f"{_SECRET_FOLDER}/{SECRET_FILE}"),
         _value("PERSIA_EMBEDDING_CONFIG", job.embedding_config),
         _value("PERSIA_GLOBAL_CONFIG", job.global_config),
         _value("PERSIA_NN_WORKER_ENTRY", job.spec.persia_env.nn_worker_entry),

@@ -12,13 +12,12 @@ from persia_k8s.builders.manifest import (
     Images,
     Manifest,
     Scale,
-    labels,
-    make_manifest,
+    make_pod,
     metrics_annotations,
     metrics_ports,
-    pod_spec,
+    pod_template,
 )
-from persia_k8s.job import Job
+from persia_k8s.job import Job, RoleSpec
 from persia_k8s.names import ATTEMPT_LABEL, Role, object_name, pod_name
 
 # For so long the training waits after the dump, to be ended by the operator: what it learned later would be
@@ -42,16 +41,20 @@ def training_pod(
     if role is Role.NN_WORKER:
         # Gives the pod the name by which the other nodes find node 0.
         more = {"hostname": name, "subdomain": object_name(job.name, role)}
-    ports = {"ports": metrics_ports(job, num_processes)}
-    return make_manifest(
-        "Pod",
+    template = pod_template(
         job,
         role,
-        pod_spec(job, role, spec, images, command, restart_policy="Never", container=ports, **more),
-        name=name,
-        labels={**labels(job, role), ATTEMPT_LABEL: str(scale.attempt)},
+        spec,
+        scale,
+        images,
+        command,
+        restart_policy="Never",
+        container={"ports": metrics_ports(job, num_processes)},
+        more_labels={ATTEMPT_LABEL: str(scale.attempt)},
         annotations=metrics_annotations(job, num_processes),
+        **more,
     )
+    return make_pod(job, name, template)
 
 
 def _arguments(job: Job, role: Role, index: int, replicas: int) -> list[str]:
@@ -83,11 +86,27 @@ def rows_pod_name(job: Job, verb: str) -> str:
     return f"{object_name(job.name, Role.ROWS)}-{verb}"
 
 
-def rows_pod(job: Job, verb: str, location: str, images: Images) -> Manifest:
+# Of the parameter servers' container, what a pod that moves their rows needs as well.
+_OF_ROWS = ("image", "env", "envFrom", "volumeMounts", "securityContext")
+
+
+def rows_pod(job: Job, verb: str, location: str, scale: Scale, images: Images) -> Manifest:
     """A pod with image, volumes and credentials of the parameter servers, which write and read the files."""
+    server = job.spec.embedding_parameter_server
     # Without its resources: the pod only asks the servers, and a second reservation of their memory may not
     # fit.
-    spec = job.spec.embedding_parameter_server.model_copy(update={"resources": {}})
+    spec = server.model_copy(update={"resources": {}, "pod_template": _rows_template(server)})
     command = ["persia-launcher", "checkpoint", verb, location, *_ARGUMENTS.get(verb, ())]
-    spec_of_pod = pod_spec(job, Role.ROWS, spec, images, command, restart_policy="Never")
-    return make_manifest("Pod", job, Role.ROWS, spec_of_pod, name=rows_pod_name(job, verb))
+    template = pod_template(job, Role.ROWS, spec, scale, images, command, restart_policy="Never")
+    return make_pod(job, rows_pod_name(job, verb), template)
+
+
+def _rows_template(server: RoleSpec) -> Manifest:
+    """The servers' `podTemplate` without sidecars, and with the container that moves rows for theirs."""
+    pod = server.pod_template.get("spec") or {}
+    containers = [
+        {"name": Role.ROWS.container, **{key: each[key] for key in _OF_ROWS if key in each}}
+        for each in pod.get("containers") or ()
+        if each.get("name") == Role.PARAMETER_SERVER.container
+    ]
+    return {**server.pod_template, "spec": {**pod, "containers": containers}}

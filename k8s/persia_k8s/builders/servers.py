@@ -18,7 +18,7 @@ from persia_k8s.builders.manifest import (
     make_manifest,
     metrics_annotations,
     metrics_ports,
-    pod_spec,
+    pod_template,
 )
 from persia_k8s.job import Job, RoleSpec
 from persia_k8s.names import ATTEMPT_LABEL, Role, object_name, pod_address
@@ -53,7 +53,10 @@ def stateful_set(job: Job, role: Role, scale: Scale, images: Images) -> Manifest
     one by one, each once the one before is ready.
     """
     if role is Role.NATS:
-        spec = RoleSpec(replicas=1, image=job.spec.nats.image, resources=job.spec.nats.resources)
+        nats = job.spec.nats
+        spec = RoleSpec(
+            replicas=1, image=nats.image, resources=nats.resources, pod_template=nats.pod_template
+        )
     else:
         spec = job.roles[role]
     has_metrics = role not in _WITHOUT_METRICS
@@ -63,26 +66,20 @@ def stateful_set(job: Job, role: Role, scale: Scale, images: Images) -> Manifest
         "readinessProbe": _probe(job, role, "/readyz", failures=2),
         "livenessProbe": _probe(job, role, "/healthz", failures=6),
     }
-    template_labels = labels(job, role)
-    if role is Role.EMBEDDING_WORKER:
+    template = pod_template(
+        job,
+        role,
+        spec,
+        scale,
+        images,
+        _command(job, role, scale),
+        restart_policy="Always",
+        container=container,
         # New ones for each start of the training: the old ones hold batches of loaders that are gone.
-        template_labels[ATTEMPT_LABEL] = str(scale.attempt)
-    template = {
-        "metadata": {
-            "labels": template_labels,
-            "annotations": metrics_annotations(job) if has_metrics else {},
-        },
-        "spec": pod_spec(
-            job,
-            role,
-            spec,
-            images,
-            _command(job, role, scale),
-            restart_policy="Always",
-            container=container,
-            terminationGracePeriodSeconds=_grace_s(job, role, spec),
-        ),
-    }
+        more_labels={ATTEMPT_LABEL: str(scale.attempt)} if role is Role.EMBEDDING_WORKER else {},
+        annotations=metrics_annotations(job) if has_metrics else {},
+        terminationGracePeriodSeconds=_grace_s(job, role, spec),
+    )
     set_spec = {
         "replicas": scale.replicas[role],
         "serviceName": object_name(job.name, role),
@@ -92,7 +89,7 @@ def stateful_set(job: Job, role: Role, scale: Scale, images: Images) -> Manifest
         "selector": {"matchLabels": labels(job, role)},
         "template": template,
     }
-    return make_manifest("StatefulSet", job, role, set_spec)
+    return make_manifest("StatefulSet", job, role, set_spec, object_name(job.name, role))
 
 
 def _command(job: Job, role: Role, scale: Scale) -> list[str]:
@@ -166,11 +163,11 @@ def _service(job: Job, role: Role) -> Manifest:
     if role not in (Role.NATS, Role.INFERENCE):
         # Headless, for names of pods. The ranks meet at node 0 before it can be called ready.
         spec |= {"clusterIP": "None", "publishNotReadyAddresses": True}
-    return make_manifest("Service", job, role, spec)
+    return make_manifest("Service", job, role, spec, object_name(job.name, role))
 
 
 def disruption_budget(job: Job, role: Role, scale: Scale) -> Manifest:
     """The budget of a role. A number of pods to keep: single pods have no controller that knows a share."""
     kept = max(0, scale.replicas[role] - (0 if role is Role.NATS else job.roles[role].max_unavailable))
     spec = {"minAvailable": kept, "selector": {"matchLabels": labels(job, role)}}
-    return make_manifest("PodDisruptionBudget", job, role, spec)
+    return make_manifest("PodDisruptionBudget", job, role, spec, object_name(job.name, role))

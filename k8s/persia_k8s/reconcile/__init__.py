@@ -5,6 +5,6 @@ again: nothing depends on having seen a change happen.
 """
 
 from persia_k8s.reconcile.plan import Event, Plan, time_text
-from persia_k8s.reconcile.reconcile import reconcile
+from persia_k8s.reconcile.reconcile import reconcile, take_refusals
 
-__all__ = ["Event", "Plan", "reconcile", "time_text"]
+__all__ = ["Event", "Plan", "reconcile", "take_refusals", "time_text"]

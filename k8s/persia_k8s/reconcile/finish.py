@@ -26,6 +26,22 @@ def fail(situation: Situation, reason: str, message: str) -> None:
     situation.event("Failed", message, is_warning=True)
 
 
+def has_run_out(situation: Situation) -> bool:
+    """Fails a job that has used up `activeDeadlineSeconds`."""
+    limit_s = situation.job.spec.active_deadline_seconds
+    if limit_s is None or situation.job.spec.suspend or situation.before.phase is Phase.SUSPENDED:
+        return False
+    resumed = situation.before.condition("Suspended")
+    begin = parse_time(situation.job.created if resumed is None else resumed.since)
+    left_s = limit_s - (situation.now - begin).total_seconds()
+    situation.plan.due_s = max(left_s, 0.5)
+    if left_s <= 0:
+        fail(
+            situation, "DeadlineExceeded", f"the job has not ended within {limit_s} s (activeDeadlineSeconds)"
+        )
+    return left_s <= 0
+
+
 def _end(situation: Situation, phase: Phase) -> None:
     now = time_text(situation.now)
     situation.update(phase=phase, completion_time=now, start_time=situation.before.start_time or now)
@@ -44,7 +60,8 @@ def clean_up(situation: Situation, *, is_tidy: bool) -> None:
     active = [
         pod
         for pod in situation.observed.pods
-        if not pod.is_finished and (pod.role.is_training or (pod.role is Role.ROWS and has_failed))
+        if (pod.is_lingering or not pod.is_finished)
+        and (pod.role.is_training or (pod.role is Role.ROWS and has_failed))
     ]
     is_over = has_failed or passed_s >= _LOADER_GRACE_S
     if active and is_over:
@@ -67,4 +84,4 @@ def _delete_after_ttl(situation: Situation, passed_s: float) -> None:
     if passed_s >= ttl_s:
         situation.plan.delete_job = True
     else:
-        situation.plan.look_again_s = min(situation.plan.look_again_s, ttl_s - passed_s)
+        situation.plan.due_s = ttl_s - passed_s

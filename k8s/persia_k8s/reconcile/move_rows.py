@@ -105,7 +105,9 @@ def remove_checkpoint(situation: Situation) -> bool:
     pods = {pod.name: pod for pod in situation.observed.of_role(Role.ROWS)}
     pod = pods.get(rows_pod_name(situation.job, "remove"))
     if pod is None:
-        situation.plan.create_pods.append(rows_pod(situation.job, "remove", location, situation.images))
+        situation.plan.create_pods.append(
+            rows_pod(situation.job, "remove", location, situation.scale, situation.images)
+        )
         return False
     if not pod.is_finished:
         return False
@@ -245,7 +247,7 @@ def _provide_pod(situation: Situation, verb: str) -> PodView | None:
     # A pod of an earlier try holds the name until it is gone.
     if name not in pods or pods[name].is_deleting:
         if left_s <= 0 and name not in pods:
-            pod = rows_pod(situation.job, verb, resize.location, situation.images)
+            pod = rows_pod(situation.job, verb, resize.location, situation.scale, situation.images)
             situation.plan.create_pods.append(pod)
         situation.plan.look_again_s = min(2.0, max(left_s, 0.5))
         return None

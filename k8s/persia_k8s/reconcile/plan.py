@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -48,6 +49,8 @@ class Plan:
     delete_job: bool = False
     # A backstop: changes wake the task, but a broken watch may miss one.
     look_again_s: float = 30.0
+    # Until something is due: unlike the backstop, it may not come later because there are many jobs.
+    due_s: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 
 from persia_k8s.builders.manifest import Images, Scale, label_selector
 from persia_k8s.job import Job
 from persia_k8s.names import Role, object_name
 from persia_k8s.observation import Observation
-from persia_k8s.reconcile import finish, move_rows, resize, servers, training
+from persia_k8s.reconcile import finish, health, move_rows, resize, servers, training
 from persia_k8s.reconcile.plan import Plan, Situation, time_text
+from persia_k8s.reconcile.refuse import judge
+from persia_k8s.reconcile.suspend import resume, suspend
 from persia_k8s.status import JobStatus, Phase, RoleStatus
 
 
@@ -17,18 +21,54 @@ def reconcile(job: Job, before: JobStatus, observed: Observation, images: Images
     """Decides what to do for `job`, of which `before` is the stored status."""
     # Decides whether the number of servers may still change freely, so it is asked before all else.
     has_training = training.has_started(before, observed)
-    replicas = resize.accepted_replicas(job, before, observed, has_training=has_training)
-    scale = Scale(replicas=replicas, attempt=before.attempt)
-    plan = Plan(status=before)
-    situation = Situation(
-        job=job, before=before, observed=observed, images=images, now=now, scale=scale, plan=plan
-    )
+    situation = _look(job, before, observed, images, now, has_training=has_training)
+    replicas = situation.scale.replicas
     situation.update(
         observed_generation=job.generation,
-        selector=label_selector(job, Role.EMBEDDING_WORKER) if Role.EMBEDDING_WORKER in replicas else "",
+        selector=label_selector(job, job.scaled_role),
+        replicas=replicas[job.scaled_role],
     )
     if before.phase.is_final:
         finish.clean_up(situation, is_tidy=move_rows.remove_checkpoint(situation))
+    elif not finish.has_run_out(situation):
+        _go_on(situation, has_training)
+    _count_roles(situation)
+    health.report(situation)
+    return situation.plan
+
+
+def take_refusals(
+    job: Job,
+    before: JobStatus,
+    observed: Observation,
+    images: Images,
+    now: datetime,
+    plan: Plan,
+    refusals: Sequence[str],
+) -> None:
+    """Notes in `plan` what the API server refuses of the job; nothing is the good case."""
+    situation = replace(_look(job, before, observed, images, now, has_training=False), plan=plan)
+    if not before.phase.is_final:
+        judge(situation, refusals)
+
+
+def _look(
+    job: Job, before: JobStatus, observed: Observation, images: Images, now: datetime, *, has_training: bool
+) -> Situation:
+    replicas = resize.accepted_replicas(job, before, observed, has_training=has_training)
+    scale = Scale(replicas=replicas, attempt=before.attempt, suspensions=before.suspensions)
+    plan = Plan(status=before)
+    return Situation(
+        job=job, before=before, observed=observed, images=images, now=now, scale=scale, plan=plan
+    )
+
+
+def _go_on(situation: Situation, has_training: bool) -> None:
+    before = situation.before
+    if situation.job.spec.suspend:
+        suspend(situation)
+    elif before.phase is Phase.SUSPENDED:
+        resume(situation)
     elif before.phase is Phase.RESTARTING:
         training.restart(situation)
     # While it dumps, the training runs and may fail or end, which `_run` looks for.
@@ -36,8 +76,6 @@ def reconcile(job: Job, before: JobStatus, observed: Observation, images: Images
         move_rows.go_on(situation)
     else:
         _run(situation, has_training)
-    _count_roles(situation)
-    return plan
 
 
 def _report_serving(situation: Situation, are_ready: bool) -> None:
@@ -77,6 +115,7 @@ def _run(situation: Situation, has_training: bool) -> None:
         situation.update(
             phase=Phase.RUNNING, start_time=situation.before.start_time or time_text(situation.now)
         )
+        health.report_start(situation)
         situation.event("Started", "all data loaders and NN workers have started")
 
 
@@ -98,9 +137,11 @@ def _num_ready(situation: Situation, role: Role) -> int:
 
 
 def _num_restarts(situation: Situation, role: Role) -> int:
-    status = situation.plan.status
-    if role is Role.DATA_LOADER:
-        return status.loader_restarts
+    """Of all pods that the role has had: a pod that is replaced counts its own from 0 again."""
+    before, status = situation.before, situation.plan.status
     if role is Role.NN_WORKER:
         return status.restarts
-    return sum(pod.num_restarts for pod in situation.observed.of_role(role))
+    known = before.roles[role].restarts if role in before.roles else 0
+    if role is Role.DATA_LOADER:
+        return known + max(0, status.loader_restarts - before.loader_restarts)
+    return known + servers.num_new_restarts(situation, role)

@@ -19,15 +19,15 @@ def accepted_replicas(
     Loaders and ranks count each other when they start, and rows stay where they were put. Embedding workers
     come and go while the training runs.
     """
-    wanted = {role: spec.replicas for role, spec in job.roles.items()}
+    wanted = job.replicas
     if job.has_own_nats:
         wanted = {Role.NATS: 1, **wanted}
     fixed: set[Role] = set()
     is_still = before.phase in (Phase.RESTARTING, Phase.RESIZING) or before.phase.is_final
     if has_training or is_still:
         fixed = set(wanted)
-    # Before a new attempt the servers still hold the rows of the last one.
-    elif before.attempt > 0:
+    # Before a new attempt the servers still hold the rows of the last one, but after a suspension.
+    elif before.attempt > 0 and before.phase is not Phase.SUSPENDED:
         fixed = {Role.PARAMETER_SERVER}
     accepted = {
         role: before.roles[role].replicas if role in fixed and role in before.roles else replicas
@@ -57,7 +57,7 @@ def _next_num_workers(job: Job, observed: Observation, has: int, wanted: int) ->
 def report(situation: Situation) -> None:
     """Says in the condition `Resized` how far a change of the number of embedding workers is."""
     role = Role.EMBEDDING_WORKER
-    wanted, known = situation.job.roles[role].replicas, situation.before.roles.get(role)
+    wanted, known = situation.job.replicas[role], situation.before.roles.get(role)
     is_new = known is not None and known.replicas != wanted
     if not is_new and not is_going_on(situation):
         return

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from persia_k8s.builders.manifest import Manifest, spec_hash
+from persia_k8s.builders.security import network_policies
 from persia_k8s.builders.servers import disruption_budget, services, stateful_set
 from persia_k8s.names import Role, pod_name
 from persia_k8s.observation import PodView
-from persia_k8s.reconcile import finish, resize
+from persia_k8s.reconcile import finish, health, resize
 from persia_k8s.reconcile.plan import Situation
 
 _RESIZE_REFUSED = (
@@ -41,7 +42,7 @@ def provide(situation: Situation, *, has_training: bool) -> bool:
     predictions are asked for.
     """
     plan, scale = situation.plan, situation.scale
-    for manifest in services(situation.job):
+    for manifest in [*network_policies(situation.job), *services(situation.job)]:
         _apply_if_different(situation, manifest)
     for role in scale.replicas:
         _apply_if_different(situation, disruption_budget(situation.job, role, scale))
@@ -137,9 +138,9 @@ def _report_spec(situation: Situation, drifted: Sequence[Role]) -> None:
     job, scale = situation.job, situation.scale
     messages = []
     is_refused = False
-    for role, spec in job.roles.items():
+    for role, wanted in job.replicas.items():
         has = scale.replicas[role]
-        if has != spec.replicas and not (role is Role.EMBEDDING_WORKER and resize.is_going_on(situation)):
+        if has != wanted and not (role is Role.EMBEDDING_WORKER and resize.is_going_on(situation)):
             text = _RESIZE_DEFERRED
             if role is Role.PARAMETER_SERVER:
                 if situation.before.is_dumping:
@@ -150,7 +151,7 @@ def _report_spec(situation: Situation, drifted: Sequence[Role]) -> None:
                 text = _RESIZE_REFUSED if has_no_place else _RESIZE_FAILED if has_failed else _RESIZE_WAITS
                 if job.is_inference:
                     is_refused, text = True, _RESIZE_FIXED
-            messages.append(text.format(role=role.field, wanted=spec.replicas, has=has))
+            messages.append(text.format(role=role.field, wanted=wanted, has=has))
     for role in drifted:
         if role is Role.EMBEDDING_WORKER and not job.is_inference:
             messages.append(f"{role.field}: the changed pod takes effect when the training is next started")
@@ -166,15 +167,17 @@ def _report_spec(situation: Situation, drifted: Sequence[Role]) -> None:
 def _report_restarts(situation: Situation) -> None:
     """Tells of servers that were started anew, and gives a training up whose servers keep failing."""
     pods = [pod for pod in situation.observed.pods if pod.role.is_server]
-    # By uid and restarts: a container that is started again keeps its pod, a replaced pod keeps its name.
-    seen = {pod.name: f"{pod.uid}/{pod.num_restarts}" for pod in pods}
+    seen = {pod.name: _incarnation(pod) for pod in pods}
     known = situation.before.servers
-    for pod in pods:
-        is_other = known.get(pod.name, _GONE) not in (_GONE, seen[pod.name])
-        if is_other and situation.before.is_training:
+    anew = [pod for pod in pods if _new_restarts(situation, pod)]
+    if situation.before.is_training:
+        for pod in anew:
             has_lost = pod.role is Role.PARAMETER_SERVER and not situation.job.is_inference
             lost = ": the rows that it held are lost" if has_lost else ""
             situation.event("ServerRestarted", f"{pod.name} was started anew{lost}", is_warning=True)
+        lossy = [pod.name for pod in anew if pod.role is Role.PARAMETER_SERVER]
+        if lossy and not situation.job.is_inference:
+            health.report_lost_rows(situation, ", ".join(lossy))
     expected = {
         pod_name(situation.job.name, role, index)
         for role, replicas in situation.scale.replicas.items()
@@ -191,3 +194,23 @@ def _report_restarts(situation: Situation) -> None:
             f"{pod.name}, started {pod.num_restarts + 1} times: {pod.trouble}" for pod in worn[:3]
         )
         finish.fail(situation, "ServerFailed", text)
+
+
+def num_new_restarts(situation: Situation, role: Role) -> int:
+    """Restarts of a server role since the last pass."""
+    return sum(_new_restarts(situation, pod) for pod in situation.observed.of_role(role))
+
+
+def _new_restarts(situation: Situation, pod: PodView) -> int:
+    known = situation.before.servers.get(pod.name, _GONE)
+    uid, _, number = known.partition("/")
+    if known != _GONE and uid == pod.uid:
+        return pod.num_restarts - int(number)
+    # A replaced pod is a restart of its server, but for those that the operator itself has replaced.
+    is_replaced = known != _GONE and situation.before.is_training
+    return pod.num_restarts + is_replaced
+
+
+def _incarnation(pod: PodView) -> str:
+    # By uid and restarts: a container that is started again keeps its pod, a replaced pod keeps its name.
+    return f"{pod.uid}/{pod.num_restarts}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from persia_k8s.builders.pods import training_pod
 from persia_k8s.names import Role, pod_name
 from persia_k8s.observation import Observation, PodView
-from persia_k8s.reconcile import finish
+from persia_k8s.reconcile import finish, servers
 from persia_k8s.reconcile.plan import Situation, parse_time, time_text
 from persia_k8s.status import JobStatus, Phase
 
@@ -62,6 +62,8 @@ def has_failed(situation: Situation) -> bool:
     """Looks for failures and answers them. Returns True when nothing is to be started in this pass."""
     if situation.plan.status.phase.is_final:  # the servers have failed
         return True
+    if _resumes_after_lost_rows(situation):
+        return True
     lost = _lost_nn_workers(situation)
     failed = [pod for pod in _pods(situation).values() if pod.phase == "Failed" and not pod.is_deleting]
     reasons = [*lost, *(f"{pod.name}: {pod.trouble or 'failed'}" for pod in failed)]
@@ -82,6 +84,18 @@ def has_failed(situation: Situation) -> bool:
     situation.plan.delete_pods += failed
     situation.event("DataLoaderRestarted", f"started again at once: {message}", is_warning=True)
     return False
+
+
+def _resumes_after_lost_rows(situation: Situation) -> bool:
+    """Restarts a training whose rows are lost, where it has reported a checkpoint to continue from."""
+    spec, before = situation.job.spec, situation.before
+    checkpoint = before.progress.get("lastCheckpoint")
+    may_restart = spec.restart_policy != "Never" and before.restarts < spec.backoff_limit
+    has_lost = before.is_training and servers.num_new_restarts(situation, Role.PARAMETER_SERVER) > 0
+    if not (has_lost and may_restart and checkpoint) or has_succeeded(situation):
+        return False
+    _begin_restart(situation, f"a parameter server has lost its rows; {checkpoint} has them")
+    return True
 
 
 def _lost_nn_workers(situation: Situation) -> list[str]:

@@ -24,10 +24,10 @@ from persia.observability.recording import trace_events
 from persia.observability.status import (
     ProcessStatus,
     missing_replicas,
-    prometheus_targets,
     rates,
     with_gone,
 )
+from persia.observability.trace_summary import summarize
 
 
 class Fixed:
@@ -150,10 +150,6 @@ def test_replicas_that_are_not_there_are_named():
     assert missing_replicas([]) == []
 
 
-def test_targets_leave_out_processes_without_a_port():
-    assert prometheus_targets([info(), info(status_address="")]) == [{"targets": ["h:1"]}]
-
-
 def recording(spans, *, boot_id="b", monotonic_ns=0, unix_ns=0):
     return {"spans": spans, "boot_id": boot_id, "monotonic_ns": monotonic_ns, "unix_ns": unix_ns}
 
@@ -182,6 +178,23 @@ def test_calls_are_asynchronous_events():
     assert begin["id"] == end["id"]
     assert (begin["ts"], end["ts"]) == (0.0, 2.0)
     assert trace_events([]) == []
+
+
+def test_a_summary_says_where_the_time_of_a_batch_goes():
+    spans = [
+        ["batch", 0, 4_000_000, 0, 1, 1],
+        ["batch", 0, 8_000_000, 0, 2, 1],
+        ["rpc to worker 0", 0, 1_000_000, 0, 1, 1],
+        ["rpc to worker 0", 0, 2_000_000, 0, 1, 1],
+        ["batch", 0, 90_000_000, 0, None, 1],  # of an evaluation
+    ]
+    lines = summarize(trace_events([(info(), recording(spans))]))
+    assert [line.split() for line in lines[1:]] == [
+        ["nn-worker", "batch", "6.000", "1.0"],
+        ["nn-worker", "rpc", "to", "worker", "0", "1.500", "1.0"],
+    ]
+    assert lines[0].endswith("of 2 batches")
+    assert summarize([]) == ["no span of a training batch was recorded"]
 
 
 @pytest.fixture

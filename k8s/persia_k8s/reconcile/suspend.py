@@ -1,0 +1,35 @@
+"""Suspension: all pods end and the job stays. Rows survive in a checkpoint only."""
+
+from __future__ import annotations
+
+from persia_k8s.reconcile.plan import Situation
+from persia_k8s.status import Phase
+
+_CONDITION = "Suspended"
+
+
+def suspend(situation: Situation) -> None:
+    """Ends everything that the job has."""
+    plan = situation.plan
+    if situation.before.phase is not Phase.SUSPENDED:
+        situation.update(phase=Phase.SUSPENDED, resize=None, restart_time="", servers=_forgotten(situation))
+        situation.event("Suspended", "all pods end; set spec.suspend to false to start the job again")
+    situation.set_condition(_CONDITION, True, "Suspended")
+    plan.delete_objects += sorted(situation.observed.objects)
+    plan.delete_pods += [pod for pod in situation.observed.pods if not pod.is_deleting]
+
+
+def resume(situation: Situation) -> None:
+    """Starts the job again once all old pods are gone: they have another job secret."""
+    if situation.observed.pods:
+        situation.plan.look_again_s = 0.5
+        return
+    situation.update(phase=Phase.PENDING, suspensions=situation.before.suspensions + 1, loader_restarts=0)
+    situation.set_condition(_CONDITION, False, "Resumed")
+    situation.event("Resumed", "the job starts again")
+    situation.plan.look_again_s = 0.0
+
+
+def _forgotten(situation: Situation) -> dict[str, str]:
+    # A merge patch removes no key. New pods of these names are no restarts.
+    return dict.fromkeys(situation.before.servers, "gone")

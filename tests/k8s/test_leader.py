@@ -1,0 +1,70 @@
+"""Two operators with one lease, with the rights of the manifests: one works, the other takes over."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip install ./k8s")
+
+import urllib3
+from control_plane import OPERATOR, ControlPlane
+from harness import Kube, Namespace, OperatorProcess, job_manifest, wait_until
+
+from tests.ports import free_port
+
+LEASE = "persia-system/persia-operator"
+
+
+@pytest.fixture
+def pair(control_plane: ControlPlane, kube: Kube, tmp_path: Path) -> Iterator[list[OperatorProcess]]:
+    """The first has the lease; the second answers its probe and waits."""
+    operators: list[OperatorProcess] = []
+    try:
+        for awaited in ("lease acquired", "waiting for lease"):
+            port = free_port()
+            options = [f"--lease={LEASE}", f"--liveness-port={port}"]
+            command = [sys.executable, "-m", "persia_k8s.cli", "operator", *options]
+            log = tmp_path / f"operator-{len(operators)}.log"
+            operator = OperatorProcess(command, control_plane.kubeconfig(OPERATOR), log)
+            operators.append(operator)
+            wait_until(lambda operator=operator, text=awaited: text in operator.log, 60, awaited)
+        assert urllib3.request("GET", f"http://127.0.0.1:{port}/healthz").status == 200
+        assert "lease acquired" not in operators[1].log
+        yield operators
+    finally:
+        for operator in operators:
+            if operator.is_running:
+                operator.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_second_operator_takes_over(
+    namespace: Namespace, pair: list[OperatorProcess], number: signal.Signals
+) -> None:
+    first, second = pair
+    first.stop(number)
+    # After the end of the lease, which is 15 s; at once where the holder has released it.
+    wait_until(
+        lambda: "lease acquired" in second.log, 12 if number == signal.SIGTERM else 60, "it takes over"
+    )
+    namespace.apply(job_manifest())
+    namespace.await_(lambda: len(namespace.list("pods")) == 3, "it works")
+    assert "forbidden" not in second.log.lower(), second.log
+
+
+def test_an_operator_that_cannot_renew_its_lease_ends(kube: Kube, pair: list[OperatorProcess]) -> None:
+    """So that it never works beside the one that has taken the lease."""
+    path = "/apis/coordination.k8s.io/v1/namespaces/persia-system/leases/persia-operator"
+    first, _ = pair
+
+    def is_taken() -> bool:
+        return kube.merge(path, {"spec": {"holderIdentity": "another"}})[0] == 200 and not first.is_running
+
+    wait_until(is_taken, 60, "the first operator ends")
+    assert "is lost" in first.log
+    kube.request("DELETE", path)
