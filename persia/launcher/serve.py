@@ -98,6 +98,11 @@ _T = TypeVar("_T")
     help="Metrics port of a parameter server behind the embedding workers, once for each: a packet's dense "
     "model answers only when all of them have its rows.",
 )
+@option(
+    "--allow-nonfinite",
+    is_flag=True,
+    help="Answer requests with NaN or Inf in dense features, which are refused otherwise.",
+)
 @options.metrics_port
 @option(
     "--nats-url",

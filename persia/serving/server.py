@@ -55,11 +55,16 @@ def serve(settings: ModelSettings, options: ServingOptions) -> None:
     set_role(SERVING, options.replica_index)
     _check_ports(options)
     with contextlib.ExitStack() as stack:
-        model = ServedModel(settings)
+        batching = options.batching
+        model = ServedModel(settings, num_threads=batching.num_threads)
         stack.callback(model.close)
+        if (
+            settings.embeddings is not None
+        ):  # else a lookup that waits for a worker would hold a computation up
+            batching = replace(batching, num_threads=2 * batching.num_threads)
         statistics = ServingStatistics()
         # Registered after the model, so closed before it: what is queued is still answered.
-        batcher = Batcher(statistics.measured(model.predict), options.batching)
+        batcher = Batcher(statistics.measured(model.predict), batching)
         stack.callback(batcher.close)
         source = ServingSource(model, statistics, options.replica_index, options.replica_size, batcher)
         # Health is on the port of the predictions already.

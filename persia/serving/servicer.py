@@ -83,7 +83,8 @@ class Servicer:
         # The earlier deadline counts: an answer after the client's own is of no use.
         left_s = context.time_remaining()
         future = self.batcher.submit(
-            batch_of(request), self.timeout_s if left_s is None else min(left_s, self.timeout_s)
+            self.model.checked(batch_of(request)),
+            self.timeout_s if left_s is None else min(left_s, self.timeout_s),
         )
         # Cancelled with this coroutine when the client goes away.
         prediction = await asyncio.wrap_future(future)

@@ -56,14 +56,16 @@ class Handler:
         uses_gpu = gpu is not None and torch.cuda.is_available()
         device = torch.device("cuda", int(gpu)) if uses_gpu else None
         self._name, self._version = model["modelName"], model["modelVersion"]
-        self._predictor = Predictor(load_script(source), embeddings, device=device)
+        self._predictor = Predictor(
+            load_script(source), embeddings, device=device, signature=source.signature
+        )
         get_default_logger().info(
             "%s: version %s, loaded from %s", self._name, self._version, source.location
         )
 
     def handle(self, data: Sequence[Mapping[str, Any]], context: Any) -> list[str]:
         """An answer to each request. A refused one has its status; are all refused, it is the call's."""
-        answers = self._answers([_parsed(request) for request in data])
+        answers = self._answers([self._parsed(request) for request in data])
         # An exception is the answer to all requests of the call, so it is raised only if all are refused.
         refused = [answer for answer in answers if isinstance(answer, PersiaError)]
         if len(refused) == len(answers):
@@ -89,6 +91,18 @@ class Handler:
                 answers[index] = answer
         return answers
 
+    def _parsed(self, request: Mapping[str, Any]) -> PersiaBatch | PersiaError:
+        content = next((request[name] for name in _INPUT_NAMES if name in request), None)
+        if not isinstance(content, (bytes, bytearray)):
+            return InvalidArgumentError(
+                f"the request has the inputs {sorted(request)}: send one named {INPUT_NAME!r}, or the body, "
+                "the bytes of PersiaBatch.to_bytes() (application/octet-stream)"
+            )
+        try:
+            return self._predictor.checked(PersiaBatch.from_bytes(bytes(content)))
+        except PersiaError as failure:
+            return failure
+
     def _encoded(self, answer: Prediction | PersiaError) -> str:
         if isinstance(answer, PersiaError):
             return json.dumps({"code": status_of(answer)[1], "error": str(answer)})
@@ -102,19 +116,6 @@ class Handler:
             for position, output in enumerate(answer.outputs)
         ]
         return json.dumps({"model_name": self._name, "model_version": answer.version, "outputs": outputs})
-
-
-def _parsed(request: Mapping[str, Any]) -> PersiaBatch | PersiaError:
-    content = next((request[name] for name in _INPUT_NAMES if name in request), None)
-    if not isinstance(content, (bytes, bytearray)):
-        return InvalidArgumentError(
-            f"the request has the inputs {sorted(request)}: send one named {INPUT_NAME!r}, or the body, the "
-            "bytes of PersiaBatch.to_bytes() (application/octet-stream)"
-        )
-    try:
-        return PersiaBatch.from_bytes(bytes(content))
-    except PersiaError as failure:
-        return failure
 
 
 def _values(output: NDArray[Any]) -> list[Any]:
