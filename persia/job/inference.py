@@ -92,8 +92,9 @@ class RemoteRows:
                 break
             time.sleep(min(_RETRY_S, deadline.left_s()))
         failure = failure or next((w.failure for w in self._workers if w.failure is not None), None)
+        within = f" within {self._deadline_s:g} s" if self._is_patient else ""
         raise UnavailableError(
-            f"none of the embedding workers {', '.join(self._addresses)} answers: {failure}"
+            f"none of the embedding workers {', '.join(self._addresses)} answers{within}: {failure}"
         ) from failure
 
     def check_serving(self) -> None:

@@ -43,6 +43,9 @@ class Base:
     kind: BaseKind
     reason: str  # for people: why the packets before it are not followed
     dump_id: DumpId | None = None  # of CHECKPOINT: its `manifest.embeddings.dump_id`
+    # Where the rows at the beginning of a stream come from: the checkpoint that the trainer has loaded (its
+    # dump id), and the stream whose changes are in them. Empty: from nothing, or an older version wrote it.
+    origin: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Base:

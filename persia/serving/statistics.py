@@ -14,7 +14,7 @@ from persia._native import DurationStats
 from persia.embedding.data import PersiaBatch
 from persia.messaging.subjects import SERVING
 from persia.observability.exposition import Families
-from persia.observability.sources import Source, add_following
+from persia.observability.sources import Source, add_following, held
 from persia.serving.batch_predict import Predict
 from persia.serving.batcher import Batcher
 from persia.serving.versions import ServedModel
@@ -108,6 +108,10 @@ class ServingSource(Source):
 
     def not_ready(self) -> str | None:
         return self.model.not_ready()
+
+    def remark(self) -> str:
+        following = self.model.following
+        return held(None if following is None else following.to_json())
 
     def status(self) -> dict[str, Any]:
         following = self.model.following
