@@ -227,8 +227,8 @@ class Follower(Generic[_Copy]):
         if self._status.held:
             raise FailedPreconditionError(
                 f"stream {stream} does not start from what is in use: to take it, copy "
-                f"{self._log.location / LATEST_NAME} to {PIN_NAME} beside it, and remove {PIN_NAME} once this "
-                "follower is there; to keep the old one, resume the training from its checkpoint"
+                f"{self._log.location / LATEST_NAME} to {PIN_NAME} beside it, and remove {PIN_NAME} once "
+                "this follower is there; to keep the old one, resume the training from its checkpoint"
             )
 
     def _no_packets(self) -> str:

@@ -102,12 +102,15 @@ class PacketLog:
         streams = {last.stream, *self.lineage(last.stream)}
         # Each quietly: what cannot be removed now is removed with the next checkpoint, as it is listed again.
         # The latest first: the first packet of a stream tells which streams it continues.
+        kept = set()
         for position in reversed(self.positions()):
             if position.stream in streams and position <= last:
                 self._manifest(position).remove_quietly()
+            else:
+                kept.add(position)
         for folder in self.files.children():
             meant = Position.parse(folder.name)
-            if meant is not None and meant.stream in streams and meant <= last:
+            if meant is not None and meant <= last and meant not in kept:
                 folder.remove_quietly()
 
     def _manifest(self, position: Position) -> Location:

@@ -256,8 +256,8 @@ def dump_trained(directory: Path, *, step: int = 1) -> None:
     """With a signature, as it has trained a batch."""
     model = TwoFeatures()
     with TrainCtx(
-        SGD(0.0),
-        torch.optim.SGD(model.parameters(), 0.0),
+        SGD(0.1),
+        torch.optim.SGD(model.parameters(), 0.1),
         model=model,
         mixed_precision=False,
         slots=TWO_SLOTS,
