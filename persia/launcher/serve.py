@@ -25,6 +25,11 @@ _T = TypeVar("_T")
 @options.host
 @option("--port", type=PORT, default=8001, help="0 takes a free one.")
 @option(
+    "--http-port",
+    type=PORT,
+    help="The same protocol over HTTP, JSON or binary; 0 takes a free one; default: none.",
+)
+@option(
     "--max-batch-size",
     type=click.IntRange(1, 65535),
     default=1024,

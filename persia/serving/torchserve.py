@@ -13,9 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from persia.checkpoint.checkpoints import Source
 from persia.config import load_embedding_config
@@ -26,7 +24,8 @@ from persia.serving.archive import SLOTS_NAME, ArchiveSettings
 from persia.serving.batch_predict import Prediction, layout_of, predict_together
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource, RemoteRows
 from persia.serving.predictor import Predictor, load_script
-from persia.serving.protocol import INPUT_NAME, datatype_of, output_name, status_of
+from persia.serving.protocol import status_of
+from persia.serving.tensors import INPUT_NAME, datatype_of, json_values, output_name
 from persia.storage.manifest import Manifest
 
 _INPUT_NAMES = (INPUT_NAME, "data", "body")
@@ -111,18 +110,8 @@ class Handler:
                 "name": output_name(position),
                 "datatype": datatype_of(output.dtype.name),
                 "shape": output.shape,
-                "data": _values(output),
+                "data": json_values(output),
             }
             for position, output in enumerate(answer.outputs)
         ]
         return json.dumps({"model_name": self._name, "model_version": answer.version, "outputs": outputs})
-
-
-def _values(output: NDArray[Any]) -> list[Any]:
-    """All values, for JSON: it has neither NaN nor infinity, which are null."""
-    values = output.ravel()
-    if values.dtype.kind != "f" or np.isfinite(values).all():
-        return list(values.tolist())
-    found = values.astype(object)
-    found[~np.isfinite(values)] = None
-    return list(found.tolist())
