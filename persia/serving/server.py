@@ -30,6 +30,7 @@ from persia.serving.statistics import ServingSource, ServingStatistics
 from persia.serving.versions import ServedModel
 
 _HEALTH_INTERVAL_S = 1.0
+_MAX_UNQUEUED = 256  # calls that are read, computed, answered or about health, beside those that are queued
 _CONNECT_S = 5.0
 _LEAVE_S = 2.0
 _DRAIN_S = 5.0  # for requests under way when the server stops
@@ -109,12 +110,15 @@ async def _serve(inference: Inference, observer: ProcessObserver, options: Servi
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     server = grpc.aio.server(
+        # Beyond it gRPC refuses with RESOURCE_EXHAUSTED, without a line of Python. Without a bound it would
+        # cancel calls by itself, which clients do not try again.
+        maximum_concurrent_rpcs=options.batching.max_queued + _MAX_UNQUEUED,
         options=[
             ("grpc.so_reuseport", 0),  # else two processes could share a port unnoticed
             ("grpc.max_receive_message_length", options.max_request_bytes),
             # Only requests are of unknown origin; an answer is as large as the model makes it.
             ("grpc.max_send_message_length", -1),
-        ]
+        ],
     )
     model = inference.model
     server.add_generic_rpc_handlers((Servicer(inference).handlers(),))
