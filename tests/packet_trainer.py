@@ -75,16 +75,23 @@ class PacketTrainer:
         self.store = self.client.store
         self.store.track_changes(1000)
 
-    def begin(self, kind: BaseKind, *, dump_id: str | None = None, factor: float | None = None) -> Position:
-        """A stream of its own."""
+    def begin(self, kind: BaseKind, **options: Any) -> Position:
+        """A stream of its own. `options`: those of `restart`."""
         self.position = Position(make_stream_id(), 0)
-        return self.restart(kind, dump_id=dump_id, factor=factor)
+        return self.restart(kind, **options)
 
-    def restart(self, kind: BaseKind, *, dump_id: str | None = None, factor: float | None = None) -> Position:
+    def restart(
+        self,
+        kind: BaseKind,
+        *,
+        dump_id: str | None = None,
+        factor: float | None = None,
+        origin: tuple[str, ...] = (),
+    ) -> Position:
         now = time.time()
         self.position = self.position.next
         dense = self._dense(factor)
-        base = Base(kind=kind, reason="a test", dump_id=dump_id)
+        base = Base(kind=kind, reason="a test", dump_id=dump_id, origin=origin)
         self.log.add(Packet(position=self.position, changed_after=now, cut_at=now, base=base, dense=dense))
         return self.position
 

@@ -33,6 +33,7 @@ from persia.storage.manifest import (
 )
 from persia.storage.position import Position
 from persia.storage.shard_file import write_files
+from persia.storage.signature import Signature
 from persia.storage.versions import keep_newest, resolve, set_latest
 
 __all__ = ["Checkpoints", "DumpHook", "DumpRequest", "Source", "described"]
@@ -57,6 +58,11 @@ class Source:
     @property
     def has_embeddings(self) -> bool:
         return self.manifest.embeddings is not None
+
+    @property
+    def signature(self) -> Signature | None:
+        """The features that its dense model was trained with; None: it does not tell."""
+        return None if self.manifest.dense is None else self.manifest.dense.signature
 
     def dense(self, name: str) -> bytes:
         """The content of the torch file `name`, as it was dumped. NotFoundError, CorruptionError."""
@@ -254,7 +260,12 @@ def _write(operation: DumpOperation, position: Position | None) -> tuple[Manifes
             # While servers write their rows, which takes longer.
             if request.dense:
                 files = write_files(directory, operation.operation, request.dense)
-                dense = DenseSection(dump_id=operation.operation, created_at=utc_now(), files=files)
+                dense = DenseSection(
+                    dump_id=operation.operation,
+                    created_at=utc_now(),
+                    files=files,
+                    signature=request.signature,
+                )
             section = operation.finish(position) if operation.peers else None
             # Read only now: another dump into the same directory may have ended meanwhile.
             old, new = _merged(directory, request.step, dense, section)

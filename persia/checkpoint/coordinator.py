@@ -33,6 +33,7 @@ from persia.storage.manifest import (
     utc_now,
 )
 from persia.storage.position import Position
+from persia.storage.signature import Signature
 from persia.storage.versions import is_latest, latest_of, version_name
 from persia.validation import read_document
 
@@ -49,6 +50,7 @@ class DumpRequest:
     url: Any  # directory of the checkpoint; with `keep_last` a directory of checkpoints (versions.py)
     _: KW_ONLY
     dense: Mapping[str, bytes] = field(default_factory=dict)  # torch files by name
+    signature: Signature | None = None  # of the dense model's inputs
     embeddings: bool = True  # all rows
     step: int | None = None  # of the training loop
     keep_last: int | None = None  # how many checkpoints stay

@@ -175,7 +175,8 @@ class CheckpointMethods:
             # compile.
             except InvalidArgumentError as error:
                 failure = error
-        self.runtime.checkpoints.dump(DumpRequest(dst_dir, dense=files, **options))
+        signature = self.runtime.signature
+        self.runtime.checkpoints.dump(DumpRequest(dst_dir, dense=files, signature=signature, **options))
         if failure is not None:
             raise failure
 
@@ -202,6 +203,9 @@ class CheckpointMethods:
                 get_default_logger().warning(
                     "%s has no embeddings: only the dense part is loaded", source.location
                 )
+        # Later batches are matched with it. Where slots were added or removed the model has other inputs.
+        if options.get("strict", True):
+            self.runtime.signature = source.signature
         return source
 
     def _load_embeddings(self, source: Source, **options: Any) -> None:

@@ -15,6 +15,7 @@ from typing_extensions import Self
 from persia import env
 from persia.ctx.base import BaseCtx, PreprocessMode, Terminated
 from persia.ctx.checkpoints import CheckpointMethods
+from persia.ctx.inputs import Inputs, arranged_inputs, as_arguments, input_names, is_of
 from persia.current import current_context, own_context
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.data import PersiaBatch
@@ -118,30 +119,48 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
     def prepare_features(
         self, batch: PersiaTrainingBatch
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor] | None]:
-        """(dense tensors, embeddings in the order of the batch's features, labels or None for INFERENCE)."""
+        """(dense tensors, embeddings, labels or None for INFERENCE).
+
+        Features are in the order of the batch that was trained first, and in the batch's own if none was.
+        """
         self.current_batch = batch
         batch.look_up_synchronous()  # before anything is consumed: a script may try again
         with TO_DEVICE.of(batch.traced_id, batch.result.reference.reference):
             dense_tensors = batch.consume_all_non_id_type_feature_tensors()
             embeddings = batch.consume_all_id_type_feature_embedding_tensors()
+        dense_tensors, embeddings = self._arranged(batch, dense_tensors, embeddings)
         wants_labels = self.preprocess_mode is not PreprocessMode.INFERENCE
         return dense_tensors, embeddings, batch.consume_all_label_tensors() if wants_labels else None
 
+    def _arranged(
+        self, batch: PersiaTrainingBatch, dense_tensors: list[torch.Tensor], embeddings: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The inputs in the order of training. An evaluation of another model has features of its own."""
+        signature = self.runtime.signature
+        if signature is None or not is_of(signature, batch):
+            return dense_tensors, embeddings
+        return arranged_inputs(signature, batch, dense_tensors, embeddings)
+
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, list[torch.Tensor] | None]:
-        """(the model's output, labels)."""
+        """(the model's output, labels).
+
+        The model is called with two lists, or with two dicts by name where its `forward` is annotated with
+        dicts: `forward(self, dense: Dict[str, torch.Tensor], embeddings: Dict[str, torch.Tensor])`.
+        """
         model = self._require_model()
         dense_tensors, embeddings, labels = self.prepare_features(batch)
+        inputs = as_arguments(model, self.runtime.signature, batch, (dense_tensors, embeddings))
         try:
             with FORWARD.of(batch.traced_id):
-                return self._run_model(model, dense_tensors, embeddings), labels
+                return self._run_model(model, *inputs), labels
         except RuntimeError as failure:
             # Nearly always the first layer was made for another number of columns, which torch cannot name.
             if "mat1 and mat2 shapes cannot be multiplied" not in str(failure):
                 raise
-            names = [name for name, _ in (*batch.dense.features, *batch.leaves)]
+            ids, others = input_names(self.runtime.signature, batch)
             # Not strict: `prepare_features` may be the script's own, with other inputs.
-            inputs = zip(names, (*dense_tensors, *embeddings), strict=False)
-            shapes = ", ".join(f"{name} {list(getattr(tensor, 'shape', '?'))}" for name, tensor in inputs)
+            pairs = zip((*others, *ids), (*dense_tensors, *embeddings), strict=False)
+            shapes = ", ".join(f"{name} {list(getattr(tensor, 'shape', '?'))}" for name, tensor in pairs)
             raise InvalidArgumentError(
                 f"{failure}: the inputs of the model are {shapes}; if its first layer reads them, its "
                 "in_features must be the sum of their last dimensions"
@@ -221,7 +240,7 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         finally:
             super().__exit__(kind, error, trace)
 
-    def _run_model(self, model: torch.nn.Module, *inputs: list[torch.Tensor]) -> Any:
+    def _run_model(self, model: torch.nn.Module, *inputs: Inputs) -> Any:
         # The DDP wrapper announces every forward to the other ranks, which are not evaluating.
         return dense.unwrap(model)(*inputs)
 

@@ -17,6 +17,7 @@ from persia.checkpoint.training_dump import TrainingDumps
 from persia.ctx.base import PreprocessMode, checked_device
 from persia.ctx.checkpoints import TrainingCheckpointMethods
 from persia.ctx.embedding import EmbeddingCtx
+from persia.ctx.inputs import Inputs, TrainedInputs, arranged_inputs
 from persia.ctx.precision import MixedPrecision, Precision
 from persia.ctx.ranks import join_process_group, join_uneven
 from persia.distributed import DistributedBaseOption, get_default_distributed_option
@@ -119,6 +120,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         self.dense_optimizer = dense_optimizer
         self._has_forwarded = False  # a batch that was made for training
         self._in_backward = False
+        self._inputs = TrainedInputs(self.world_size)
         self.step = 0  # batches that this rank has trained, and those before the checkpoint that it loaded
         self._dump_requests = TrainingDumps(self.dump_checkpoint)
         self._packets: PacketWriter | None = None  # written by the context that owns the runtime
@@ -209,6 +211,13 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         self._has_forwarded = self._has_forwarded or batch.lease is not None
         return prepared
 
+    def _arranged(
+        self, batch: PersiaTrainingBatch, dense_tensors: list[torch.Tensor], embeddings: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The inputs in the order of the first batch. InvalidArgumentError: other features than its."""
+        self.runtime.signature = self._inputs.signature(self.runtime.signature, batch, embeddings)
+        return arranged_inputs(self.runtime.signature, batch, dense_tensors, embeddings)
+
     def _check_step(self, *_step: object) -> None:
         """Refuses a step of the script's own after `loss.backward()`: nothing would send the embeddings'
         gradients to the servers."""
@@ -285,13 +294,14 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
 
     def _offer_dense(self) -> None:
         if self._packets is not None and self.step > 0:
-            self._packets.offer_dense(self.step, dense.copied_state(self._require_model()))
+            state = dense.copied_state(self._require_model())
+            self._packets.offer_dense(self.step, state, self.runtime.signature)
 
     @property
     def _device_type(self) -> str:
         return "cpu" if self.device is None else self.device.type
 
-    def _run_model(self, model: torch.nn.Module, *inputs: list[torch.Tensor]) -> Any:
+    def _run_model(self, model: torch.nn.Module, *inputs: Inputs) -> Any:
         return self._precision.wrap(model, self._device_type)(*inputs)
 
     def _uneven_inputs(self) -> AbstractContextManager[object]:

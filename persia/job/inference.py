@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+import socket
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 
 from persia import env
 from persia._native import LookupResult, RemoteClient
-from persia.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
+from persia.errors import DeadlineExceededError, InvalidArgumentError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
+from persia.messaging.daemon_pool import DaemonPool
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.queues import Deadline
 from persia.pipeline.staleness import ALL_SLOTS
@@ -19,8 +25,9 @@ __all__ = ["InferenceBackend", "RemoteRows", "wait_for_worker"]
 
 # For one worker, as long as another is left: a worker that hangs must not use up the deadline of a lookup.
 _TRY_S = 1.0
-_AVOID_S = 2.0  # a worker that did not answer is asked last for so long
+_CHECK_S = 0.05  # a lookup without an answer for so long finds out whether anything listens there
 _RETRY_S = 0.1
+_MAX_LOOKUPS = 64  # under way at a time; those that are given up end by their time-out
 
 
 class InferenceBackend(EmbeddingBackend):
@@ -29,7 +36,7 @@ class InferenceBackend(EmbeddingBackend):
     def __init__(self, addresses: Sequence[str]) -> None:
         deadline_s = env.get_deadline_s()
         super().__init__(_client(addresses), deadline_s=deadline_s)
-        self._rows = RemoteRows(addresses, deadline_s=deadline_s)
+        self._rows = RemoteRows(addresses, deadline_s=deadline_s, is_patient=True)
 
     def lookup_direct(
         self, id_features: bytes, *, requires_grad: bool, slots: int = ALL_SLOTS
@@ -40,78 +47,126 @@ class InferenceBackend(EmbeddingBackend):
 class RemoteRows:
     """The rows of parameter servers, behind embedding workers that take turns.
 
-    A worker that does not answer is left out for a while, and its lookup goes to the next one.
+    A worker that refuses connections or does not answer is left out, and its lookup goes to the next one. A
+    thread asks it again until it answers: lookups never try whether a worker is back.
     """
 
     num_missing: int | None = None
 
-    def __init__(self, addresses: Sequence[str], *, deadline_s: float | None = None) -> None:
-        """`addresses`: "host:port" of each embedding worker; `deadline_s` of a lookup, all tries together."""
+    def __init__(
+        self, addresses: Sequence[str], *, deadline_s: float | None = None, is_patient: bool = False
+    ) -> None:
+        """`addresses`: "host:port" of each embedding worker; `deadline_s` of a lookup, all tries together.
+
+        `is_patient`: a lookup waits until its deadline for a worker; otherwise it fails as soon as all are
+        known to be down.
+        """
         if isinstance(addresses, str) or not addresses:
             raise InvalidArgumentError(
                 f"addresses is {addresses!r}: name at least one embedding worker, ['host:port']"
             )
         self._addresses = list(addresses)
         self._deadline_s = env.get_deadline_s() if deadline_s is None else deadline_s
+        self._is_patient = is_patient
         # One client each: a client of several would choose by itself whom to ask.
-        self._clients = [_client([address]) for address in self._addresses]
-        self._avoided_until = [0.0] * len(self._clients)
-        self._lock = threading.Lock()
-        self._turn = 0
+        self._workers = [_Worker(address) for address in addresses]
+        self._pool = DaemonPool(_MAX_LOOKUPS, "persia-lookup")
+        self._turns = itertools.count()
 
     def lookup(self, id_features: bytes) -> LookupResult:
         """Asks an embedding worker. UnavailableError names those that do not answer."""
         deadline = Deadline(self._deadline_s)
-        order = self._order()
         failure: Exception | None = None
-        for position, index in enumerate(order):
-            # The last worker gets the rest of the time: there is no other to try, and it may only be slow.
-            is_last = position == len(order) - 1
-            timeout_s = deadline.left_s() if is_last else min(_TRY_S, deadline.left_s())
-            try:
-                result = self._clients[index].lookup_direct(
-                    0, id_features, requires_grad=False, timeout_s=timeout_s
-                )
-            except (UnavailableError, DeadlineExceededError) as error:
-                failure = error.with_traceback(None)  # whose frame holds the probe, and this error
-                self._avoid(index, error)
-                continue
-            # Not locked, as all other uses: a lost update costs one lookup a wait of _TRY_S.
-            self._avoided_until[index] = 0.0
-            return result
+        while True:
+            order = self._order()
+            for position, worker in enumerate(order):
+                # The last one gets the rest of the time: there is no other to try, and it may only be slow.
+                is_last = position == len(order) - 1
+                timeout_s = deadline.left_s() if is_last else min(_TRY_S, deadline.left_s())
+                try:
+                    return self._ask(worker, id_features, timeout_s)
+                except (UnavailableError, DeadlineExceededError) as error:
+                    failure = error.with_traceback(None)  # whose frame holds this one
+                    worker.found_down(failure, is_only=len(self._workers) == 1)
+            if not self._is_patient or deadline.left_s() <= 0:
+                break
+            time.sleep(min(_RETRY_S, deadline.left_s()))
+        failure = failure or next((w.failure for w in self._workers if w.failure is not None), None)
+        within = f" within {self._deadline_s:g} s" if self._is_patient else ""
         raise UnavailableError(
-            f"none of the embedding workers {', '.join(self._addresses)} answers within "
-            f"{self._deadline_s:g} s: {failure}"
+            f"none of the embedding workers {', '.join(self._addresses)} answers{within}: {failure}"
         ) from failure
 
     def check_serving(self) -> None:
         """One worker that reaches all parameter servers is enough."""
         failures = []
-        for address, client in zip(self._addresses, self._clients, strict=True):
+        for worker in self._workers:
             try:
-                client.sizes(timeout_s=_TRY_S)
+                worker.client.sizes(timeout_s=_TRY_S)
                 return
             except (UnavailableError, DeadlineExceededError) as error:
-                failures.append(f"{address}: {error}")
+                failures.append(f"{worker.address}: {error}")
         raise UnavailableError(f"no embedding worker serves: {'; '.join(failures)}")
 
-    def _order(self) -> list[int]:
-        """All workers, beginning with the one whose turn it is; those avoided last."""
-        with self._lock:
-            first, self._turn = self._turn, (self._turn + 1) % len(self._clients)
-        turns = [(first + i) % len(self._clients) for i in range(len(self._clients))]
-        now = time.monotonic()
-        # Avoided workers are tried all the same, when all others have failed. The sort is stable, so turns
-        # stay in order.
-        return sorted(turns, key=lambda index: self._avoided_until[index] > now)
+    def _order(self) -> list[_Worker]:
+        """The workers that are not known to be down, beginning with the one whose turn it is."""
+        first = next(self._turns) % len(self._workers)
+        return [worker for worker in self._workers[first:] + self._workers[:first] if worker.failure is None]
 
-    def _avoid(self, index: int, error: Exception) -> None:
-        # Once for each outage, and not for the only worker, whose failure the lookup itself raises.
-        if self._avoided_until[index] == 0.0 and len(self._clients) > 1:
-            get_default_logger().warning(
-                "embedding worker %s does not answer, others take over: %s", self._addresses[index], error
+    def _ask(self, worker: _Worker, id_features: bytes, timeout_s: float) -> LookupResult:
+        # On a thread: the client itself repeats refused connections until its time-out.
+        answer: Future[LookupResult] = self._pool.submit(
+            functools.partial(
+                worker.client.lookup_direct, 0, id_features, requires_grad=False, timeout_s=timeout_s
             )
-        self._avoided_until[index] = time.monotonic() + _AVOID_S
+        )
+        while not wait([answer], _CHECK_S).done:
+            if worker.refuses():
+                raise UnavailableError(f"{worker.address}: connection refused")
+        return answer.result()
+
+
+class _Worker:
+    """An embedding worker, and whether it is down."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.client = _client([address])
+        self.failure: Exception | None = None  # why it is down; None: it is not, as far as is known
+        self._lock = threading.Lock()
+
+    def refuses(self) -> bool:
+        """Whether nothing listens at its address."""
+        host, _, port = self.address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CHECK_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # it may be slow or far away: the time-out of the lookup decides
+            return False
+        return False
+
+    def found_down(self, failure: Exception, *, is_only: bool) -> None:
+        """Leaves it out until it answers a thread of its own."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = failure
+        if not is_only:
+            get_default_logger().warning(
+                "embedding worker %s does not answer, others take over: %s", self.address, failure
+            )
+        threading.Thread(target=self._await, name="persia-probe", daemon=True).start()
+
+    def _await(self) -> None:
+        for _ in Attempts(math.inf, pause_s=_RETRY_S):
+            try:
+                self.client.sizes(timeout_s=_TRY_S)
+                break
+            except PersiaError as error:
+                self.failure = error.with_traceback(None)
+        get_default_logger().info("embedding worker %s answers again", self.address)
+        self.failure = None
 
 
 def wait_for_worker(address: str, deadline: Deadline, timeout_s: float) -> None:

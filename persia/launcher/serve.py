@@ -25,6 +25,11 @@ _T = TypeVar("_T")
 @options.host
 @option("--port", type=PORT, default=8001, help="0 takes a free one.")
 @option(
+    "--http-port",
+    type=PORT,
+    help="The same protocol over HTTP, JSON or binary; 0 takes a free one; default: none.",
+)
+@option(
     "--max-batch-size",
     type=click.IntRange(1, 65535),
     default=1024,
@@ -97,6 +102,11 @@ _T = TypeVar("_T")
     metavar="HOST:PORT",
     help="Metrics port of a parameter server behind the embedding workers, once for each: a packet's dense "
     "model answers only when all of them have its rows.",
+)
+@option(
+    "--allow-nonfinite",
+    is_flag=True,
+    help="Answer requests with NaN or Inf in dense features, which are refused otherwise.",
 )
 @options.metrics_port
 @option(

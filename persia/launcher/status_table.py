@@ -232,7 +232,8 @@ def _following(stats: Mapping[str, Any]) -> str:
         parts.append(", pinned")
     elif delay_s is not None:
         parts.append(f", {delay_s:.1f} s late")
-    parts.append(f", stuck: {following['error']}" if following["error"] else "")
+    kind = "held" if following.get("held") else "stuck"
+    parts.append(f", {kind}: {following['error']}" if following["error"] else "")
     return "".join(parts)
 
 

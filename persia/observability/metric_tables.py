@@ -58,6 +58,7 @@ FOLLOWING_GAUGES = (
     ("persia_inc_applied_number", "number", "Number of the last packet applied."),
     ("persia_inc_behind", "num_behind", "Packets written and not applied yet."),
     ("persia_inc_pinned", "pinned", "1: a pin holds it at a packet."),
+    ("persia_inc_held", "held", "1: a new stream does not continue the one in use, and is not followed."),
 )
 
 # The latest durations, by the name of their phase.

@@ -153,7 +153,7 @@ class ProcessObserver:
             ("GET", "/status"): self._status,
             ("GET", "/healthz"): lambda _query: (200, "text/plain", b"ok\n"),
             ("GET", "/readyz"): lambda _query: (
-                (200, "text/plain", b"ok\n")
+                (200, "text/plain", f"ok{self._source.remark()}\n".encode())
                 if (reason := self.not_ready()) is None
                 else (503, "text/plain", f"{reason}\n".encode())
             ),

@@ -44,6 +44,10 @@ class Source(abc.ABC):
         """Why requests could not be answered at this moment; None when they can. Ends within seconds."""
         return None
 
+    def remark(self) -> str:
+        """What /readyz adds where the process is ready, but holds an older version on purpose."""
+        return ""
+
 
 @dataclass(eq=False)
 class ParameterServerSource(Source):
@@ -70,6 +74,9 @@ class ParameterServerSource(Source):
 
     def configured(self) -> bool:
         return bool(self.server.stats()["configured"])
+
+    def remark(self) -> str:
+        return held(None if self.following is None else self.following())
 
     def add_metrics(self, families: Families) -> None:
         durations = self.server.durations()
@@ -216,6 +223,11 @@ def add_following(families: Families, following: Mapping[str, Any]) -> None:
     families.gauges(tables.FOLLOWING_GAUGES, following)
     stuck = bool(following["error"])
     families.gauge("persia_inc_stuck", "1: something keeps it from following; /status says what.", stuck)
+
+
+def held(following: Mapping[str, Any] | None) -> str:
+    """Why a follower does not take a new stream; empty: there is none that it does not take."""
+    return f", held: {following['error']}" if following is not None and following["held"] else ""
 
 
 def _latest(durations: Mapping[str, Snapshot]) -> dict[str, float]:

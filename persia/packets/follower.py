@@ -27,7 +27,7 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.packets.follow_target import PIN_NAME, FollowTarget, StartPoint, find_starts, read_target
-from persia.packets.log import PacketLog
+from persia.packets.log import LATEST_NAME, PacketLog
 from persia.packets.packet import BaseKind, Packet
 from persia.storage.location import Location
 from persia.storage.position import Position
@@ -88,6 +88,7 @@ class FollowStatus:
     num_storage_errors: int = 0
     num_checkpoints: int = 0  # loaded, the first one included
     error: str = ""  # why it cannot apply the next packet; empty: it can
+    held: bool = False  # it stays at its stream, as the new one does not continue it
 
     @property
     def num_behind(self) -> int | None:
@@ -117,6 +118,7 @@ class Follower(Generic[_Copy]):
         self._options = options
         self._log = PacketLog(options.packets)
         self._copy: _Copy | None = None
+        self._begun_from: set[str] = set()  # the copy in use: dump id and stream of its checkpoint
         self._status = FollowStatus()
         self._num_failures = 0  # looks in a row
         self._failing: tuple[Position, int] | None = None  # a packet, and tries to apply it
@@ -203,12 +205,31 @@ class Follower(Generic[_Copy]):
         # Another stream is another run of the trainer: its packets do not apply to these rows.
         position = self._status.position
         if position is None or target.position.stream != position.stream:
+            self._check_continues(target)
             self._begin_anew(target, at_least=0)
-        elif target.position > position:
+            return ""
+        self._update(held=False)
+        if target.position > position:
             self._catch_up(target, position)
         elif target.position < position and target.is_pinned:
             self._begin_anew(target, at_least=0)
         return ""
+
+    def _check_continues(self, target: FollowTarget) -> None:
+        """FailedPreconditionError: the target's stream does not start from what is in use, and no pin says
+        to take it. A trainer that began from nothing would replace a trained model by an untrained one.
+        """
+        if target.is_pinned:
+            return self._update(held=False)
+        position, stream = self._status.position, target.position.stream
+        own = self._begun_from | (set() if position is None else {position.stream})
+        self._update(held=own.isdisjoint([stream, *self._log.lineage(stream)]))
+        if self._status.held:
+            raise FailedPreconditionError(
+                f"stream {stream} does not start from what is in use: to take it, copy "
+                f"{self._log.location / LATEST_NAME} to {PIN_NAME} beside it, and remove {PIN_NAME} once "
+                "this follower is there; to keep the old one, resume the training from its checkpoint"
+            )
 
     def _no_packets(self) -> str:
         return f"there are no packets in {self._log.location} yet"
@@ -318,6 +339,7 @@ class Follower(Generic[_Copy]):
             )
         # Only now: requests are served by the copy in use until this one is complete.
         self._copy = self._copies.use(copy, position)
+        self._begun_from = _names(found.source)
         step = found.source.manifest.step if found.source is not None else None
         self._update(
             position=position,
@@ -361,6 +383,7 @@ class Follower(Generic[_Copy]):
     def _begin_without_packets(self, checkpoints: Location, reason: NotFoundError) -> None:
         source = Source(checkpoints)
         self._copy = self._copies.use(self._copies.load(source), None)
+        self._begun_from = _names(source)
         self._update(
             step=source.manifest.step, num_checkpoints=self._status.num_checkpoints + 1, error=str(reason)
         )
@@ -370,6 +393,14 @@ class Follower(Generic[_Copy]):
 def _needs_rows(packet: Packet) -> bool:
     """Whether the packet follows other rows than those at the packet before."""
     return packet.base is not None and packet.base.kind is not BaseKind.NOTHING
+
+
+def _names(source: Source | None) -> set[str]:
+    """The names of a checkpoint in the lineage of streams: its dump id, and the stream that it is of."""
+    section = None if source is None else source.manifest.embeddings
+    if section is None:
+        return set()
+    return {section.dump_id} | (set() if section.packets is None else {section.packets.stream})
 
 
 def _delay_s(packet: Packet) -> float:

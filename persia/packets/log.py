@@ -9,6 +9,7 @@ incremental_dir/
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from persia.errors import CorruptionError, NotFoundError, StorageError
@@ -16,13 +17,14 @@ from persia.logger import get_default_logger
 from persia.packets.packet import Packet
 from persia.storage.checksummed_json import encode_pointer, read_pointer
 from persia.storage.location import Location
-from persia.storage.position import Position
+from persia.storage.position import STREAM, Position
 
-__all__ = ["PacketLog"]
+__all__ = ["LATEST_NAME", "PacketLog"]
 
-_LATEST_NAME = "latest"
+LATEST_NAME = "latest"
 _ENDING = ".json"
 _MAX_MANIFEST_BYTES = 64 << 20
+_MAX_LINEAGE = 64
 
 
 class PacketLog:
@@ -66,31 +68,56 @@ class PacketLog:
         found = {Position.parse(name.removesuffix(_ENDING)) for name in named if name.endswith(_ENDING)}
         return sorted(p for p in found if p is not None and stream in (None, p.stream))
 
+    def lineage(self, stream: str) -> list[str]:
+        """The streams and dump ids that the rows of a stream come from, the nearest first.
+
+        It ends at a stream whose first packet is gone.
+        """
+        found: list[str] = []
+        pending = [stream]
+        while pending and len(found) < _MAX_LINEAGE:
+            try:
+                base = self.read(Position(pending.pop(), 1)).base
+            except (NotFoundError, CorruptionError):
+                continue
+            new = [name for name in (() if base is None else base.origin) if name not in found]
+            found += new
+            pending += [name for name in new if re.fullmatch(STREAM, name)]
+        return found
+
     def add(self, packet: Packet) -> None:
         """Makes a packet exist whose files are there. StorageError: as far as is known it does not."""
         self._manifest(packet.position).replace(packet.encode())
         try:
-            (self.location / _LATEST_NAME).replace(encode_pointer(packet.position.name))
+            (self.location / LATEST_NAME).replace(encode_pointer(packet.position.name))
         except StorageError as failure:  # `newest` looks beyond the pointer, so it may be late
             get_default_logger().warning("packet %s is written, but: %s", packet.position, failure)
 
     def remove_until(self, last: Position) -> None:
-        """Removes all packets up to `last`, those of earlier streams included, and the files of failed
-        attempts. Manifests first: a follower never sees a packet without its files."""
+        """Removes the packets of a stream up to `last`, those of the streams that it continues, and the files
+        of failed attempts. Manifests first: a follower never sees a packet without its files.
+
+        Packets of other streams stay: followers may hold at one of them, or go back to it.
+        """
+        streams = {last.stream, *self.lineage(last.stream)}
         # Each quietly: what cannot be removed now is removed with the next checkpoint, as it is listed again.
-        for position in self.positions():
-            if position <= last:
+        # The latest first: the first packet of a stream tells which streams it continues.
+        kept = set()
+        for position in reversed(self.positions()):
+            if position.stream in streams and position <= last:
                 self._manifest(position).remove_quietly()
+            else:
+                kept.add(position)
         for folder in self.files.children():
             meant = Position.parse(folder.name)
-            if meant is not None and meant <= last:
+            if meant is not None and meant <= last and meant not in kept:
                 folder.remove_quietly()
 
     def _manifest(self, position: Position) -> Location:
         return self._manifests / f"{position.name}{_ENDING}"
 
     def _pointed(self) -> Position | None:
-        pointer = self.location / _LATEST_NAME
+        pointer = self.location / LATEST_NAME
         try:
             name = read_pointer(pointer)
         except NotFoundError:

@@ -20,6 +20,7 @@ from persia.packets.packet import CheckpointReference, Packet
 from persia.storage.manifest import RowSet
 from persia.storage.position import Position
 from persia.storage.shard_file import write_files
+from persia.storage.signature import Signature
 from persia.validation import Count, read_document
 
 __all__ = ["ChangeStatus", "DenseState", "PacketOperation", "ask_changes", "begin_stream"]
@@ -41,6 +42,7 @@ class DenseState:
 
     files: Mapping[str, bytes]
     step: int
+    signature: Signature | None = None
 
 
 def ask_changes(peers: Sequence[Peer], deadline_s: float) -> list[ChangeStatus]:
@@ -89,6 +91,7 @@ class PacketOperation(Operation):
                 step=step,
                 dense=dense_files,
                 dense_step=None if dense is None else dense.step,
+                signature=None if dense is None else dense.signature,
                 checkpoint=checkpoint,
             )
             # Before the manifest: a follower must never see a packet whose files it cannot read.

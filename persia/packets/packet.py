@@ -18,6 +18,7 @@ from persia.errors import CorruptionError
 from persia.storage.checksummed_json import decode_document, encode_document
 from persia.storage.manifest import DumpId, FileEntry, FileName, RowSet
 from persia.storage.position import Position, is_packet_folder
+from persia.storage.signature import Signature
 from persia.validation import Count, Number, read_document, require_keys, to_json
 
 __all__ = ["Base", "BaseKind", "CheckpointReference", "Packet"]
@@ -42,6 +43,9 @@ class Base:
     kind: BaseKind
     reason: str  # for people: why the packets before it are not followed
     dump_id: DumpId | None = None  # of CHECKPOINT: its `manifest.embeddings.dump_id`
+    # Where the rows at the beginning of a stream come from: the checkpoint that the trainer has loaded (its
+    # dump id), and the stream whose changes are in them. Empty: from nothing, or an older version wrote it.
+    origin: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Base:
@@ -75,6 +79,7 @@ class Packet(RowSet):
     base: Base | None = None
     dense: Mapping[FileName, FileEntry] = field(default_factory=dict)  # as in a checkpoint: dense.pt
     dense_step: Count | None = None  # the step of the dense files
+    signature: Signature | None = None  # of the dense model's inputs
     checkpoint: CheckpointReference | None = None
     created_by: str = f"persia {__version__}"
 

@@ -61,6 +61,7 @@ class PacketStream(DumpHook):
         self._deadline_s = deadline_s
         self._step = step
         self._gate = threading.Lock()  # held by a packet, a dump or a load
+        self._origin: tuple[str, ...] = ()  # of the rows at the beginning: see Base
         self._restart: Base | None = None  # to be written before the next packet: changes follow it already
         self._lost: str | None = None  # why the changes do not follow the last packet
         self._checkpoint: CheckpointReference | None = None
@@ -131,6 +132,9 @@ class PacketStream(DumpHook):
         threading.Thread(target=self._remove_old, args=(number,), name="persia-tidy", daemon=True).start()
 
     def loaded(self, section: EmbeddingSection, *, may_have_changed: bool) -> None:
+        if self.position.number == 0:
+            stream = () if section.packets is None else (section.packets.stream,)
+            self._origin = (section.dump_id, *stream)
         if self.settings is None:
             return
         try:
@@ -173,6 +177,8 @@ class PacketStream(DumpHook):
             self._restart = Base(kind=BaseKind.NOTHING, reason="training begins without rows")
         elif is_first or self._lost is not None or any(status.stream != stream for status in statuses):
             reason = self._lost or ("there were rows before" if is_first else "a server has lost changes")
+            if is_first and not self._origin:  # servers that outlived their trainer
+                self._origin = tuple({status.stream for status in statuses if status.stream is not None})
             self._begin_anew()
             self._restart = Base(kind=BaseKind.POSITION, reason=reason)
         # Before any packet with rows that follow it, and again after a failure to write it.
@@ -212,6 +218,8 @@ class PacketStream(DumpHook):
         position = self.position.next
         if position.number > 1:  # every stream begins with a restart
             get_default_logger().warning("followers need a new checkpoint: %s", base.reason)
+        elif base.kind is not BaseKind.NOTHING:
+            base = replace(base, origin=self._origin)
         packet = Packet(
             position=position,
             changed_after=self._changed_after,

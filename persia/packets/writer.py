@@ -16,6 +16,7 @@ from persia.errors import PersiaError
 from persia.logger import get_default_logger
 from persia.packets.operation import ChangeStatus, DenseState, ask_changes
 from persia.packets.stream import PacketStream
+from persia.storage.signature import Signature
 from persia.waiting import Attempts
 
 __all__ = ["DENSE_FILE", "PacketWriter"]
@@ -52,7 +53,7 @@ class PacketWriter:
         self._checkpoints = Checkpoints(find_peers, deadline_s=deadline_s)
         self._checkpoints.hook = self.stream
         self._next_checkpoint = float("-inf")
-        self._offered: tuple[int, Callable[[], bytes]] | None = None
+        self._offered: tuple[int, Callable[[], bytes], Signature | None] | None = None
         self._dense: DenseState | None = None  # the newest in a packet
         self._dense_at = float("-inf")
         self.wants_dense = False  # read by the training thread, without a lock
@@ -63,9 +64,9 @@ class PacketWriter:
         """Asks the servers whether packets are wanted, and writes them if so."""
         self._thread.start()
 
-    def offer_dense(self, step: int, encode: Callable[[], bytes]) -> None:
+    def offer_dense(self, step: int, encode: Callable[[], bytes], signature: Signature | None = None) -> None:
         """When `wants_dense`: the dense model as it is now; `encode` makes a file of it, on any thread."""
-        self._offered, self.wants_dense = (step, encode), False
+        self._offered, self.wants_dense = (step, encode, signature), False
 
     def close(self, timeout_s: float | None) -> None:
         """Writes the last packet, and a checkpoint when followers need one. Without `timeout_s` it waits as
@@ -180,8 +181,8 @@ class PacketWriter:
         offered, self._offered = self._offered, None
         dense = None
         if offered is not None:
-            step, encode = offered
-            dense = DenseState(files={DENSE_FILE: encode()}, step=step)
+            step, encode, signature = offered
+            dense = DenseState(files={DENSE_FILE: encode()}, step=step, signature=signature)
         self.stream.write(dense)
         if dense is not None:
             self._dense, self._dense_at = dense, self.stream.written_at
@@ -202,6 +203,7 @@ class PacketWriter:
                 DumpRequest(
                     self.stream.log.checkpoints,
                     dense={} if self._dense is None else self._dense.files,
+                    signature=None if self._dense is None else self._dense.signature,
                     step=self._step(),
                     keep_last=_KEEP_CHECKPOINTS,
                     keep_small_rows=True,  # to remove them at any time would change the training

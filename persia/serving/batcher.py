@@ -25,6 +25,8 @@ from persia.serving.batch_predict import Layout, Predict, Prediction, layout_of,
 
 # Threads are daemons: a computation that takes longer than this does not keep the process.
 _CLOSE_S = 10.0
+_FLAT = 1e-3  # sizes whose variance is a smaller share of their square are equal
+_LATELY = 0.1  # the share of the last batch in averages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,29 @@ class _Request:
         return False
 
 
+class _BatchTimes:
+    """How long batches took lately: a straight line, with a time for each batch and one for each sample."""
+
+    def __init__(self) -> None:
+        self._means: list[float] = []  # of size, seconds, their product and the square of the size
+
+    def add(self, num_samples: int, took_s: float) -> None:
+        new = [num_samples, took_s, num_samples * took_s, num_samples**2]
+        pairs = zip(self._means, new, strict=True)
+        self._means = [mean + _LATELY * (value - mean) for mean, value in pairs] if self._means else new
+
+    def estimated_s(self, num_batches: int, num_samples: int) -> float:
+        """Of so many batches with so many samples in all; 0: none was computed yet."""
+        if not self._means:
+            return 0.0
+        size, took_s, product, square = self._means
+        variance = square - size**2
+        # Of equal sizes nobody knows: taken for the batches', so that no request is refused that need not be.
+        sample_s = max(0.0, product - size * took_s) / variance if variance > _FLAT * square else 0.0
+        batch_s = max(0.0, took_s - sample_s * size)
+        return num_batches * batch_s + num_samples * sample_s
+
+
 class Batcher:
     """Threads between requests and a predictor. `submit` never waits; a full queue refuses."""
 
@@ -65,6 +90,8 @@ class Batcher:
         self._options = options
         self._changed = threading.Condition()
         self._waiting: deque[_Request] = deque()
+        self._num_samples = 0  # of the requests that wait
+        self._times = _BatchTimes()
         self._num_running = 0
         self._closed = False
         self._threads = [
@@ -77,7 +104,8 @@ class Batcher:
     def submit(self, batch: PersiaBatch, timeout_s: float) -> Future[Prediction]:
         """Queues a batch. Cancelling the future gives it up.
 
-        InvalidArgumentError: more samples than a batch may have; ResourceExhaustedError: the queue is full.
+        InvalidArgumentError: more samples than a batch may have; ResourceExhaustedError: the queue is full,
+        or so long that the deadline would pass before the answer.
         """
         if batch.batch_size > self._options.max_batch_size:
             raise InvalidArgumentError(
@@ -95,7 +123,13 @@ class Batcher:
                     f"{len(self._waiting)} requests wait already (--max-queued): try again later, or ask "
                     "another server"
                 )
+            if (wait_s := self._estimated_s(batch.batch_size)) > timeout_s:
+                raise ResourceExhaustedError(
+                    f"the answer would take {wait_s:.2f} s, and the client waits for {timeout_s:.2f} s: try "
+                    "again later, or ask another server"
+                )
             self._waiting.append(request)
+            self._num_samples += batch.batch_size
             self._changed.notify()
         return request.future
 
@@ -158,10 +192,24 @@ class Batcher:
             if taken and (request.layout != taken[0].layout or num_samples > self._options.max_batch_size):
                 break
             taken.append(self._waiting.popleft())
+            self._num_samples -= request.batch.batch_size
         return taken
 
+    def _estimated_s(self, num_samples: int) -> float:
+        """Until a request with so many samples that is queued now would have its answer. Holds the lock."""
+        # An idle server takes every request: the estimate may be of a time when it was slow.
+        if not self._waiting and not self._num_running:
+            return 0.0
+        num_samples += self._num_samples
+        num_batches = -(-num_samples // self._options.max_batch_size)
+        return self._times.estimated_s(num_batches, num_samples) / self._options.num_threads
+
     def _answer(self, requests: Sequence[_Request]) -> None:
+        started = time.monotonic()
         answers = predict_together(self._predict, [request.batch for request in requests])
+        num_samples = sum(request.batch.batch_size for request in requests)
+        with self._changed:
+            self._times.add(num_samples, time.monotonic() - started)
         for request, answer in zip(requests, answers, strict=True):
             if isinstance(answer, PersiaError):
                 request.future.set_exception(answer)

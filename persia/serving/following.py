@@ -29,6 +29,7 @@ from persia.serving.predictor import (
 from persia.storage.dense import load_state
 from persia.storage.location import Location
 from persia.storage.position import Position
+from persia.storage.signature import Signature
 from persia.waiting import Attempts
 
 _STATE_NAME = "dense.pt"
@@ -107,7 +108,7 @@ class ServedCopy:
         model = self.models.of_packet(self.log, packet)
         if model is None:
             return None if self.version is None else self.version.predictor
-        predictor = Predictor(model, self.embeddings, device=self.settings.device)
+        predictor = self.settings.predictor(model, self.embeddings, self.models.signature)
         try_sample(self.settings, predictor)
         return predictor
 
@@ -120,9 +121,11 @@ class DenseModels:
     def __init__(self, location: Location) -> None:
         self._location = location
         self._script: tuple[bytes, str] | None = None  # and where it was found
+        self.signature: Signature | None = None  # of the model that was made last
 
     def of_checkpoint(self, source: Source) -> torch.nn.Module:
         """NotFoundError: there is no dense model, or no script for it; CorruptionError."""
+        self.signature = source.signature
         try:
             content = source.dense(JIT_DENSE_NAME)
         except NotFoundError:
@@ -141,6 +144,8 @@ class DenseModels:
             entry = packet.dense.get(name)
             if entry is None:
                 continue
+            # A packet of an older version does not tell, but its model has the inputs of the one before it.
+            self.signature = packet.signature or self.signature
             path = log.files / entry.path
             # Bounded by the manifest: a file that grew must not fill the memory of a server.
             content = path.read(max_bytes=entry.num_bytes)
@@ -159,6 +164,7 @@ class DenseModels:
             source = Source(self._location)
             # Read lazily: a training may write its first TorchScript after this server has started.
             load_script(source)  # checked before it is kept
+            self.signature = self.signature or source.signature
             self._script = (source.dense(JIT_DENSE_NAME), str(source.location / JIT_DENSE_NAME))
         model = read_script(*self._script)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,11 +24,14 @@ from persia.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from persia.logger import get_default_logger
 from persia.packets.follower import FollowOptions
 from persia.pipeline.batch import embedding_tensors, to_device
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource
+from persia.storage.dense import named, takes_names
 from persia.storage.location import Location
 from persia.storage.manifest import Manifest
+from persia.storage.signature import Signature, arranged, require_finite
 
 JIT_DENSE_NAME = "jit_dense.pt"
 
@@ -43,36 +47,65 @@ class Predictor:
     """
 
     def __init__(
-        self, model: torch.nn.Module, embeddings: EmbeddingSource, *, device: torch.device | None = None
+        self,
+        model: torch.nn.Module,
+        embeddings: EmbeddingSource,
+        *,
+        device: torch.device | None = None,
+        signature: Signature | None = None,
+        allow_nonfinite: bool = False,
     ) -> None:
-        """Puts `model` into evaluation mode, and on `device` (None: the CPU). `embeddings` looks rows up."""
+        """Puts `model` into evaluation mode, and on `device` (None: the CPU). `embeddings` looks rows up.
+
+        `signature` matches features by name (`Source.signature`); None: the model gets them in the batch's
+        order, whatever their names. `allow_nonfinite` takes dense features with NaN or Inf.
+        """
         self.embeddings = embeddings
+        self.signature = signature
         self._device = device
         self._model = model.to(device or "cpu").eval()
+        self._takes_names = takes_names(model)
+        self._allow_nonfinite = allow_nonfinite
 
     def predict(self, batch: PersiaBatch) -> list[NDArray[Any]]:
         """The model's outputs, each [batch_size, ...], of the model's dtype (bfloat16 becomes float32).
 
-        InvalidArgumentError: an unknown slot, or features that the model cannot take; labels are ignored.
+        InvalidArgumentError: features that the model was not trained with, or NaN in one; labels are ignored.
         UnavailableError, DeadlineExceededError: the embeddings cannot be had now.
         """
+        batch = self.checked(batch)
         return self.compute(batch, self.look_up(batch))
+
+    def checked(self, batch: PersiaBatch) -> PersiaBatch:
+        """The batch with its features in the order of training. InvalidArgumentError: it has others."""
+        if self.signature is not None:
+            batch = _arranged(self.signature, batch)
+        if not self._allow_nonfinite:
+            for feature in batch.non_id_type_features:
+                require_finite(feature.name, feature.data)
+        return batch
 
     def look_up(self, batch: PersiaBatch) -> LookupResult:
         """The first half of `predict`: the rows as they are now, which later changes do not touch."""
         return self.embeddings.lookup(batch.encode_id_features())
 
     def compute(self, batch: PersiaBatch, result: LookupResult) -> list[NDArray[Any]]:
-        """The second half of `predict`, with what `look_up` has given."""
+        """The second half of `predict`, with what `look_up` has given for a `checked` batch."""
         # Copied: the arrays are views of an immutable message, and a model may work in place.
         dense = [
             to_device(torch.from_numpy(np.array(feature.data)), self._device)
             for feature in batch.non_id_type_features
         ]
         rows = embedding_tensors(result, device=self._device, requires_grad=False).tensors
+        inputs: tuple[Any, Any] = (dense, rows)
+        if self._takes_names:
+            inputs = (
+                named([feature.name for feature in batch.non_id_type_features], dense),
+                named([feature.name for feature in batch.id_type_features], rows),
+            )
         try:
             with torch.inference_mode():
-                outputs = self._model(dense, rows)
+                outputs = self._model(*inputs)
         except torch.cuda.OutOfMemoryError as failure:
             raise ResourceExhaustedError(f"no memory for {batch.batch_size} samples: {failure}") from failure
         # TorchScript raises these for a wrong number or shape of inputs, which the client can correct.
@@ -97,6 +130,21 @@ class ModelSettings:
     poll_s: float = 1.0  # between two looks for a new version
     follow: FollowOptions | None = None  # packets to apply between checkpoints
     servers: Sequence[str] = ()  # of remote rows: "host:port" of the status of each parameter server
+    allow_nonfinite: bool = False  # answers requests with NaN or Inf in dense features
+
+    def predictor(
+        self, model: torch.nn.Module, embeddings: EmbeddingSource, signature: Signature | None
+    ) -> Predictor:
+        """Of one version."""
+        if signature is None:
+            _warn_of_positions(self.name)
+        return Predictor(
+            model,
+            embeddings,
+            device=self.device,
+            signature=signature,
+            allow_nonfinite=self.allow_nonfinite,
+        )
 
 
 @dataclass(frozen=True)
@@ -143,7 +191,7 @@ def load_version(
     # Read before and after: a dump to the same directory replaces the manifest last.
     digest = digest_of(source.location)
     model = load_model(source)
-    predictor = Predictor(model, embeddings_of(settings, source), device=settings.device)
+    predictor = settings.predictor(model, embeddings_of(settings, source), source.signature)
     try_sample(settings, predictor)
     if digest_of(source.location) != digest:  # else rows and model could be of different dumps
         raise UnavailableError(f"{source.location} was replaced while it was read: load it again")
@@ -168,6 +216,27 @@ def try_sample(settings: ModelSettings, predictor: Predictor) -> None:
 
 def digest_of(checkpoint: Location) -> str:
     return Manifest.read(checkpoint)[1]
+
+
+@functools.cache
+def _warn_of_positions(name: str) -> None:
+    """Once a process, not for each version."""
+    get_default_logger().warning(
+        "%s: the checkpoint does not name the features of its model, so requests must have them in the order "
+        "of training: train a batch with this version of persia, and dump it again",
+        name,
+    )
+
+
+def _arranged(signature: Signature, batch: PersiaBatch) -> PersiaBatch:
+    ids, dense = batch.id_type_features, batch.non_id_type_features
+    id_order, dense_order = signature.order([f.name for f in ids], [f.name for f in dense])
+    features = arranged(dense, dense_order)
+    for expected, feature in zip(signature.dense, features, strict=True):
+        expected.check(feature.data)
+    if features is dense and isinstance(id_order, range):
+        return batch
+    return PersiaBatch(arranged(ids, id_order), features, batch_size=batch.batch_size, requires_grad=False)
 
 
 def _arrays(outputs: object, batch_size: int) -> list[NDArray[Any]]:

@@ -14,9 +14,10 @@ from importlib import resources
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from numpy.typing import NDArray
 
-from persia.embedding.data import PersiaBatch
 from persia.errors import (
     CorruptionError,
     DeadlineExceededError,
@@ -28,9 +29,9 @@ from persia.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from persia.serving.tensors import Tensor, datatype_of, output_name, tensor_of_bytes, tensor_of_list
 
 SERVICE = "inference.GRPCInferenceService"
-INPUT_NAME = "batch"
 
 # The statuses of gRPC and HTTP for the first class that an error is an instance of.
 _STATUSES: list[tuple[type[PersiaError], str, int]] = [
@@ -45,18 +46,31 @@ _STATUSES: list[tuple[type[PersiaError], str, int]] = [
     (PersiaError, "INTERNAL", 500),
 ]
 
-_LENGTH = struct.Struct("<I")  # before each element of a BYTES tensor in raw_input_contents
-_DATATYPES = {"float16": "FP16", "float32": "FP32", "float64": "FP64", "bool": "BOOL"}
+_LENGTH = struct.Struct("<I")  # before each element of a BYTES tensor in binary form
+# The fields of InferTensorContents.
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "INT64": "int64_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
 
 _content = (resources.files("persia.serving") / "open_inference.desc").read_bytes()
 (_description,) = descriptor_pb2.FileDescriptorSet.FromString(_content).file
-_pool = descriptor_pool.DescriptorPool()
-_pool.Add(_description)
+POOL = descriptor_pool.DescriptorPool()
+POOL.Add(_description)
+# What server reflection tells about: of the default pool, which has no messages of ours.
+POOL.AddSerializedFile(health_pb2.DESCRIPTOR.serialized_pb)
+POOL.AddSerializedFile(reflection_pb2.DESCRIPTOR.serialized_pb)
 
 
 def message(name: str) -> Any:
     """The class of a message by its name in the .proto file."""
-    return message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"inference.{name}"))
+    return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"inference.{name}"))
 
 
 # (name, class of the request, class of the reply) of every method.
@@ -70,39 +84,51 @@ METHODS: list[tuple[str, Any, Any]] = [
 ]
 
 
-def batch_of(request: Any) -> PersiaBatch:
-    """The batch of a ModelInferRequest. InvalidArgumentError, CorruptionError: what is wrong with it."""
-    names = [tensor.name for tensor in request.inputs]
-    if names != [INPUT_NAME]:
+def tensors_of(request: Any) -> list[Tensor]:
+    """The inputs of a ModelInferRequest. InvalidArgumentError, CorruptionError: what is wrong with one."""
+    raw = request.raw_input_contents
+    # A request has all of its tensors in one of the two fields; tritonclient uses the raw one.
+    if not raw:
+        return [_tensor_of_contents(tensor) for tensor in request.inputs]
+    if len(raw) != len(request.inputs):
         raise InvalidArgumentError(
-            f"the request has the inputs {names}: send one named {INPUT_NAME!r}, the bytes of "
-            "PersiaBatch.to_bytes()"
+            f"the request has {len(raw)} raw_input_contents for {len(request.inputs)} inputs: send one each"
         )
-    tensor = request.inputs[0]
+    return [_tensor_of_raw(tensor, content) for tensor, content in zip(request.inputs, raw, strict=True)]
+
+
+def _tensor_of_contents(tensor: Any) -> Tensor:
+    field = _CONTENTS.get(tensor.datatype)
+    if field is None:
+        raise InvalidArgumentError(
+            f"input {tensor.name!r} has datatype {tensor.datatype!r:.40}, for which InferTensorContents has "
+            "no field: send raw_input_contents"
+        )
+    return tensor_of_list(tensor.name, tensor.datatype, tensor.shape, list(getattr(tensor.contents, field)))
+
+
+def _tensor_of_raw(tensor: Any, content: bytes) -> Tensor:
     if tensor.datatype != "BYTES":
-        raise InvalidArgumentError(
-            f"input {INPUT_NAME!r} has datatype {tensor.datatype!r}: send BYTES, one element, which is "
-            "PersiaBatch.to_bytes()"
-        )
-    if list(tensor.shape) != [1]:
-        raise InvalidArgumentError(
-            f"input {INPUT_NAME!r} has shape {list(tensor.shape)}: send [1]: one batch, of any size"
-        )
-    return PersiaBatch.from_bytes(_element(request, tensor))
+        return tensor_of_bytes(tensor.name, tensor.datatype, tensor.shape, content)
+    return tensor_of_list(tensor.name, "BYTES", tensor.shape, [only_element(tensor.name, content)])
 
 
 def reply_of(request: Any, model_name: str, version: str, outputs: Sequence[NDArray[Any]]) -> Any:
     """The ModelInferResponse; outputs the request names, or all. InvalidArgumentError: an unknown one."""
     reply = message("ModelInferResponse")(model_name=model_name, model_version=version, id=request.id)
-    by_name = {output_name(position): output for position, output in enumerate(outputs)}
     # By the request's order: clients read raw_output_contents by position.
-    for name in [output.name for output in request.outputs] or by_name:
-        if name not in by_name:
-            raise InvalidArgumentError(f"the model has no output {name!r}, but {', '.join(by_name)}")
-        output = by_name[name]
+    for name, output in named_outputs(outputs, [output.name for output in request.outputs]):
         reply.outputs.add(name=name, datatype=datatype_of(output.dtype.name), shape=output.shape)
         reply.raw_output_contents.append(output.tobytes())
     return reply
+
+
+def named_outputs(outputs: Sequence[NDArray[Any]], wanted: Sequence[str]) -> list[tuple[str, NDArray[Any]]]:
+    """Those of the names in `wanted`, in its order, or all. InvalidArgumentError: an unknown one."""
+    by_name = {output_name(position): output for position, output in enumerate(outputs)}
+    if unknown := [name for name in wanted if name not in by_name]:
+        raise InvalidArgumentError(f"the model has no output {unknown[0]!r}, but {', '.join(by_name)}")
+    return [(name, by_name[name]) for name in wanted or by_name]
 
 
 def status_of(failure: PersiaError) -> tuple[str, int]:
@@ -110,35 +136,12 @@ def status_of(failure: PersiaError) -> tuple[str, int]:
     return next((name, number) for kind, name, number in _STATUSES if isinstance(failure, kind))
 
 
-def output_name(position: int) -> str:
-    """TorchScript has no names for what a model returns."""
-    return f"output_{position}"
-
-
-def datatype_of(dtype: str) -> str:
-    """The protocol's name of a numpy dtype: int64 is INT64."""
-    return _DATATYPES.get(dtype, dtype.upper())
-
-
-def _element(request: Any, tensor: Any) -> bytes:
-    """The only element of a BYTES tensor, in either form of the protocol."""
-    # A request may carry its tensors in either field; tritonclient uses the raw one, others may not.
-    if not request.raw_input_contents:
-        contents: list[bytes] = list(tensor.contents.bytes_contents)
-        if len(contents) != 1:
-            raise InvalidArgumentError(
-                f"input {INPUT_NAME!r} has {len(contents)} elements in bytes_contents: its shape [1] says one"
-            )
-        return contents[0]
-    if len(request.raw_input_contents) != 1:
-        raise InvalidArgumentError(
-            f"the request has {len(request.raw_input_contents)} raw_input_contents for one input"
-        )
-    raw: bytes = request.raw_input_contents[0]
+def only_element(name: str, raw: bytes) -> bytes:
+    """The only element of a BYTES tensor in binary form."""
     length = _LENGTH.unpack_from(raw)[0] if len(raw) >= _LENGTH.size else -1
     if length != len(raw) - _LENGTH.size:
         raise CorruptionError(
-            f"raw_input_contents of {INPUT_NAME!r} has {len(raw)} bytes, which are not one BYTES element: a "
-            "length of 4 bytes, little-endian, and as many bytes"
+            f"the {len(raw)} binary bytes of {name!r} are not one BYTES element: a length of 4 bytes, "
+            "little-endian, and as many bytes; send several strings in contents.bytes_contents or as JSON"
         )
     return raw[_LENGTH.size :]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
 from persia import env
 from persia.errors import FailedPreconditionError, PersiaError, StorageError
@@ -20,13 +21,16 @@ from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import SERVING
 from persia.observability.process import ObservabilitySettings, ProcessObserver
 from persia.serving.batcher import Batcher, BatchingOptions
+from persia.serving.http import HttpEndpoint
+from persia.serving.inference import Inference
 from persia.serving.predictor import ModelSettings
-from persia.serving.protocol import SERVICE
+from persia.serving.protocol import POOL, SERVICE
 from persia.serving.servicer import Servicer
 from persia.serving.statistics import ServingSource, ServingStatistics
 from persia.serving.versions import ServedModel
 
 _HEALTH_INTERVAL_S = 1.0
+_MAX_UNQUEUED = 256  # calls that are read, computed, answered or about health, beside those that are queued
 _CONNECT_S = 5.0
 _LEAVE_S = 2.0
 _DRAIN_S = 5.0  # for requests under way when the server stops
@@ -38,6 +42,7 @@ class ServingOptions:
 
     host: str = "127.0.0.1"
     port: int = 8001  # 0 takes a free one
+    http_port: int | None = None  # 0: a free one; None: none
     timeout_s: float = 10.0  # of requests without a deadline
     max_request_bytes: int = 16 << 20
     metrics_port: int | None = 0  # of /metrics, /status and /readyz; 0: a free one; None: none
@@ -55,11 +60,16 @@ def serve(settings: ModelSettings, options: ServingOptions) -> None:
     set_role(SERVING, options.replica_index)
     _check_ports(options)
     with contextlib.ExitStack() as stack:
-        model = ServedModel(settings)
+        batching = options.batching
+        model = ServedModel(settings, num_threads=batching.num_threads)
         stack.callback(model.close)
+        if (
+            settings.embeddings is not None
+        ):  # else a lookup that waits for a worker would hold a computation up
+            batching = replace(batching, num_threads=2 * batching.num_threads)
         statistics = ServingStatistics()
         # Registered after the model, so closed before it: what is queued is still answered.
-        batcher = Batcher(statistics.measured(model.predict), options.batching)
+        batcher = Batcher(statistics.measured(model.predict), batching)
         stack.callback(batcher.close)
         source = ServingSource(model, statistics, options.replica_index, options.replica_size, batcher)
         # Health is on the port of the predictions already.
@@ -70,13 +80,17 @@ def serve(settings: ModelSettings, options: ServingOptions) -> None:
         )
         # Without a session: a server that lost the broker of its job still answers, and must stay ready.
         observer = stack.enter_context(ProcessObserver(source, None, shown))
-        servicer = Servicer(model, batcher, statistics, timeout_s=options.timeout_s)
-        asyncio.run(_serve(model, servicer, observer, options))
+        inference = Inference(model, batcher, statistics, timeout_s=options.timeout_s)
+        asyncio.run(_serve(inference, observer, options))
 
 
 def _check_ports(options: ServingOptions) -> None:
     """Before a model is loaded, which may take minutes. Who takes a port meanwhile is found later."""
-    for option, port in (("--port", options.port), ("--metrics-port", options.metrics_port)):
+    for option, port in (
+        ("--port", options.port),
+        ("--http-port", options.http_port),
+        ("--metrics-port", options.metrics_port),
+    ):
         if port:
             try:
                 address = socket.getaddrinfo(options.host, port, type=socket.SOCK_STREAM)[0]
@@ -89,26 +103,42 @@ def _check_ports(options: ServingOptions) -> None:
                 ) from None
 
 
-async def _serve(
-    model: ServedModel, servicer: Servicer, observer: ProcessObserver, options: ServingOptions
-) -> None:
+async def _serve(inference: Inference, observer: ProcessObserver, options: ServingOptions) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     # Handlers of the loop, which run between callbacks: a Python handler could interrupt any of them.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     server = grpc.aio.server(
+        # Beyond it gRPC refuses with RESOURCE_EXHAUSTED, without a line of Python. Without a bound it would
+        # cancel calls by itself, which clients do not try again.
+        maximum_concurrent_rpcs=options.batching.max_queued + _MAX_UNQUEUED,
         options=[
             ("grpc.so_reuseport", 0),  # else two processes could share a port unnoticed
             ("grpc.max_receive_message_length", options.max_request_bytes),
             # Only requests are of unknown origin; an answer is as large as the model makes it.
             ("grpc.max_send_message_length", -1),
-        ]
+        ],
     )
-    server.add_generic_rpc_handlers((servicer.handlers(),))
+    model = inference.model
+    server.add_generic_rpc_handlers((Servicer(inference).handlers(),))
     states = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(states, server)
+    names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server, POOL)
     port = _listen(server, options)
+    http = None
+    if options.http_port is not None:
+        http, http_port = await HttpEndpoint(inference).listen(
+            options.host, options.http_port, options.max_request_bytes
+        )
+        get_default_logger().info(
+            "%s is served at http://%s:%d/v2/models/%s",
+            model.settings.name,
+            options.host,
+            http_port,
+            model.settings.name,
+        )
     await server.start()
     get_default_logger().info(
         "%s is served at %s:%d (Open Inference Protocol over gRPC)",
@@ -127,7 +157,7 @@ async def _serve(
     reports.cancel()
     # Load balancers must see NOT_SERVING before the port closes.
     await states.enter_graceful_shutdown()
-    await server.stop(_DRAIN_S)
+    await asyncio.gather(server.stop(_DRAIN_S), *(() if http is None else (http.cleanup(),)))
     get_default_logger().info("%s is no longer served", model.settings.name)
 
 

@@ -1,8 +1,7 @@
-"""The methods of the Open Inference Protocol over one served model."""
+"""The methods of the Open Inference Protocol over gRPC."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -10,27 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 
-from persia._version import __version__
-from persia.errors import InvalidArgumentError, NotFoundError, PersiaError
+from persia.errors import DeadlineExceededError, InvalidArgumentError, PersiaError
 from persia.logger import get_default_logger
-from persia.serving.batcher import Batcher
-from persia.serving.protocol import (
-    INPUT_NAME,
-    METHODS,
-    SERVICE,
-    batch_of,
-    datatype_of,
-    message,
-    output_name,
-    reply_of,
-    status_of,
-)
-from persia.serving.statistics import ServingStatistics
-from persia.serving.versions import ServedModel
+from persia.serving.inference import Inference
+from persia.serving.protocol import METHODS, SERVICE, message, reply_of, status_of, tensors_of
 
-_Method = Callable[[Any, Any], Awaitable[Any]]
+_Method = Callable[[Any, float | None], Awaitable[Any]]
 
 _COUNTED = "ModelInfer"  # the others are asked for by probes
 
@@ -39,10 +26,7 @@ _COUNTED = "ModelInfer"  # the others are asked for by probes
 class Servicer:
     """Every method answers with the protocol's message, or with a status and the message of the error."""
 
-    model: ServedModel
-    batcher: Batcher
-    statistics: ServingStatistics
-    timeout_s: float  # for requests that have no deadline of their own
+    inference: Inference
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """For `grpc.aio.Server.add_generic_rpc_handlers`."""
@@ -55,60 +39,53 @@ class Servicer:
             )
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    async def _server_live(self, _request: Any, _context: Any) -> Any:
+    async def _server_live(self, _request: Any, _left_s: float | None) -> Any:
         return message("ServerLiveResponse")(live=True)
 
-    async def _server_ready(self, _request: Any, _context: Any) -> Any:
-        return message("ServerReadyResponse")(ready=await self._is_ready())
+    async def _server_ready(self, _request: Any, _left_s: float | None) -> Any:
+        return message("ServerReadyResponse")(ready=await self.inference.is_ready())
 
-    async def _model_ready(self, request: Any, _context: Any) -> Any:
-        self._check_model(request.name, request.version)
-        return message("ModelReadyResponse")(ready=await self._is_ready())
+    async def _model_ready(self, request: Any, _left_s: float | None) -> Any:
+        self.inference.check_model(request.name, request.version)
+        return message("ModelReadyResponse")(ready=await self.inference.is_ready())
 
-    async def _server_metadata(self, _request: Any, _context: Any) -> Any:
-        return message("ServerMetadataResponse")(name="persia", version=__version__)
+    async def _server_metadata(self, _request: Any, _left_s: float | None) -> Any:
+        return ParseDict(self.inference.server_metadata(), message("ServerMetadataResponse")())
 
-    async def _model_metadata(self, request: Any, _context: Any) -> Any:
-        self._check_model(request.name, request.version)
-        reply = message("ModelMetadataResponse")(
-            name=self.model.settings.name, versions=[self.model.version], platform="persia_torchscript"
+    async def _model_metadata(self, request: Any, _left_s: float | None) -> Any:
+        values = self.inference.model_metadata(request.name, request.version)
+        return ParseDict(values, message("ModelMetadataResponse")())
+
+    async def _model_statistics(self, request: Any, _left_s: float | None) -> Any:
+        values = self.inference.model_statistics(request.name, request.version)
+        return ParseDict(values, message("ModelStatisticsResponse")())
+
+    async def _repository_index(self, _request: Any, _left_s: float | None) -> Any:
+        return ParseDict({"models": self.inference.repository_index()}, message("RepositoryIndexResponse")())
+
+    async def _model_infer(self, request: Any, left_s: float | None) -> Any:
+        prediction = await self.inference.infer(
+            request.model_name,
+            request.model_version,
+            tensors_of(request),
+            *(() if left_s is None else (left_s,)),
         )
-        reply.inputs.add(name=INPUT_NAME, datatype="BYTES", shape=[1])
-        for position, (dtype, shape) in enumerate(self.model.outputs):
-            reply.outputs.add(name=output_name(position), datatype=datatype_of(dtype), shape=[-1, *shape])
-        return reply
+        name = self.inference.model.settings.name
+        return reply_of(request, name, prediction.version, prediction.outputs)
 
-    async def _model_infer(self, request: Any, context: Any) -> Any:
-        self._check_model(request.model_name, request.model_version)
-        # The earlier deadline counts: an answer after the client's own is of no use.
-        left_s = context.time_remaining()
-        future = self.batcher.submit(
-            batch_of(request), self.timeout_s if left_s is None else min(left_s, self.timeout_s)
-        )
-        # Cancelled with this coroutine when the client goes away.
-        prediction = await asyncio.wrap_future(future)
-        return reply_of(request, self.model.settings.name, prediction.version, prediction.outputs)
-
-    async def _is_ready(self) -> bool:
-        return await asyncio.to_thread(self.model.not_ready) is None
-
-    def _check_model(self, name: str, version: str) -> None:
-        if name != self.model.settings.name:
-            raise NotFoundError(f"there is no model {name!r}: this server has {self.model.settings.name!r}")
-        # One version is loaded at a time; answering for another one would hide that it was replaced.
-        if version not in ("", self.model.version):
-            raise NotFoundError(
-                f"model {name!r} has no version {version!r} here, but {self.model.version!r}: leave the "
-                "version out for the one that is served"
-            )
-
-    def _with_status(self, name: str, request_class: Any, method: _Method) -> _Method:
+    def _with_status(
+        self, name: str, request_class: Any, method: _Method
+    ) -> Callable[[bytes, Any], Awaitable[Any]]:
         async def answer(content: bytes, context: Any) -> Any:
             # CANCELLED unless something below is reached: a client that leaves ends the coroutine by
             # CancelledError.
             begin_ns, code = time.monotonic_ns(), grpc.StatusCode.CANCELLED
             try:
-                reply = await method(_parsed(request_class, content), context)
+                left_s = context.time_remaining()
+                # Before it is parsed: behind a long queue nobody waits for the answer any more.
+                if left_s is not None and left_s <= 0:
+                    raise DeadlineExceededError("the request's deadline passed before it was read")
+                reply = await method(_parsed(request_class, content), left_s)
                 code = grpc.StatusCode.OK
                 return reply
             except PersiaError as failure:
@@ -120,7 +97,7 @@ class Servicer:
                 await context.abort(code, f"{type(failure).__name__}: {failure}")
             finally:
                 if name == _COUNTED:
-                    self.statistics.add_request(begin_ns, code.name)
+                    self.inference.statistics.add_request(begin_ns, code.name)
 
         return answer
 

@@ -14,7 +14,7 @@ from persia._native import DurationStats
 from persia.embedding.data import PersiaBatch
 from persia.messaging.subjects import SERVING
 from persia.observability.exposition import Families
-from persia.observability.sources import Source, add_following
+from persia.observability.sources import Source, add_following, held
 from persia.serving.batch_predict import Predict
 from persia.serving.batcher import Batcher
 from persia.serving.versions import ServedModel
@@ -33,14 +33,19 @@ class ServingStatistics:
         # Not DurationStats: its buckets are those of seconds.
         self._sizes = [0] * len(_SIZE_BOUNDS)
         self._num_samples, self._last_size = 0, 0
+        self._last_request_ms = 0  # since 1970
+        self._times_ns = {True: 0, False: 0}  # of requests answered with OK, and of others
         self._request_s = DurationStats("serve request")
         self._batch_s = DurationStats("serve batch")
 
     def add_request(self, begin_ns: int, status: str) -> None:
         """One that came at `begin_ns` of time.monotonic_ns() has its answer."""
-        self._request_s.record(begin_ns, time.monotonic_ns())
+        end_ns = time.monotonic_ns()
+        self._request_s.record(begin_ns, end_ns)
         with self._lock:
             self._by_status[status] += 1
+            self._last_request_ms = time.time_ns() // 1_000_000
+            self._times_ns[status == "OK"] += end_ns - begin_ns
 
     def measured(self, predict: Predict) -> Predict:
         """`predict`, with its batches counted."""
@@ -73,6 +78,25 @@ class ServingStatistics:
                 "num_batches": sum(self._sizes),
                 "num_samples": self._num_samples,
                 "request_s": self._request_s.snapshot()[1],
+            }
+
+    def of_protocol(self) -> dict[str, Any]:
+        """As the message ModelStatistics has them."""
+        with self._lock:
+            num_ok = self._by_status["OK"]
+            num_failed = sum(self._by_status.values()) - num_ok
+            return {
+                "last_inference": self._last_request_ms,
+                "inference_count": self._num_samples,
+                "execution_count": sum(self._sizes),
+                "inference_stats": {
+                    "success": {"count": num_ok, "ns": self._times_ns[True]},
+                    "fail": {"count": num_failed, "ns": self._times_ns[False]},
+                    "compute_infer": {
+                        "count": sum(self._sizes),
+                        "ns": int(self._batch_s.snapshot()[1] * 1e9),
+                    },
+                },
             }
 
     def add_metrics(self, families: Families) -> None:
@@ -108,6 +132,10 @@ class ServingSource(Source):
 
     def not_ready(self) -> str | None:
         return self.model.not_ready()
+
+    def remark(self) -> str:
+        following = self.model.following
+        return held(None if following is None else following.to_json())
 
     def status(self) -> dict[str, Any]:
         following = self.model.following

@@ -13,9 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from persia.checkpoint.checkpoints import Source
 from persia.config import load_embedding_config
@@ -26,7 +24,8 @@ from persia.serving.archive import SLOTS_NAME, ArchiveSettings
 from persia.serving.batch_predict import Prediction, layout_of, predict_together
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource, RemoteRows
 from persia.serving.predictor import Predictor, load_script
-from persia.serving.protocol import INPUT_NAME, datatype_of, output_name, status_of
+from persia.serving.protocol import status_of
+from persia.serving.tensors import INPUT_NAME, datatype_of, json_values, output_name
 from persia.storage.manifest import Manifest
 
 _INPUT_NAMES = (INPUT_NAME, "data", "body")
@@ -56,14 +55,16 @@ class Handler:
         uses_gpu = gpu is not None and torch.cuda.is_available()
         device = torch.device("cuda", int(gpu)) if uses_gpu else None
         self._name, self._version = model["modelName"], model["modelVersion"]
-        self._predictor = Predictor(load_script(source), embeddings, device=device)
+        self._predictor = Predictor(
+            load_script(source), embeddings, device=device, signature=source.signature
+        )
         get_default_logger().info(
             "%s: version %s, loaded from %s", self._name, self._version, source.location
         )
 
     def handle(self, data: Sequence[Mapping[str, Any]], context: Any) -> list[str]:
         """An answer to each request. A refused one has its status; are all refused, it is the call's."""
-        answers = self._answers([_parsed(request) for request in data])
+        answers = self._answers([self._parsed(request) for request in data])
         # An exception is the answer to all requests of the call, so it is raised only if all are refused.
         refused = [answer for answer in answers if isinstance(answer, PersiaError)]
         if len(refused) == len(answers):
@@ -89,6 +90,18 @@ class Handler:
                 answers[index] = answer
         return answers
 
+    def _parsed(self, request: Mapping[str, Any]) -> PersiaBatch | PersiaError:
+        content = next((request[name] for name in _INPUT_NAMES if name in request), None)
+        if not isinstance(content, (bytes, bytearray)):
+            return InvalidArgumentError(
+                f"the request has the inputs {sorted(request)}: send one named {INPUT_NAME!r}, or the body, "
+                "the bytes of PersiaBatch.to_bytes() (application/octet-stream)"
+            )
+        try:
+            return self._predictor.checked(PersiaBatch.from_bytes(bytes(content)))
+        except PersiaError as failure:
+            return failure
+
     def _encoded(self, answer: Prediction | PersiaError) -> str:
         if isinstance(answer, PersiaError):
             return json.dumps({"code": status_of(answer)[1], "error": str(answer)})
@@ -97,31 +110,8 @@ class Handler:
                 "name": output_name(position),
                 "datatype": datatype_of(output.dtype.name),
                 "shape": output.shape,
-                "data": _values(output),
+                "data": json_values(output),
             }
             for position, output in enumerate(answer.outputs)
         ]
         return json.dumps({"model_name": self._name, "model_version": answer.version, "outputs": outputs})
-
-
-def _parsed(request: Mapping[str, Any]) -> PersiaBatch | PersiaError:
-    content = next((request[name] for name in _INPUT_NAMES if name in request), None)
-    if not isinstance(content, (bytes, bytearray)):
-        return InvalidArgumentError(
-            f"the request has the inputs {sorted(request)}: send one named {INPUT_NAME!r}, or the body, the "
-            "bytes of PersiaBatch.to_bytes() (application/octet-stream)"
-        )
-    try:
-        return PersiaBatch.from_bytes(bytes(content))
-    except PersiaError as failure:
-        return failure
-
-
-def _values(output: NDArray[Any]) -> list[Any]:
-    """All values, for JSON: it has neither NaN nor infinity, which are null."""
-    values = output.ravel()
-    if values.dtype.kind != "f" or np.isfinite(values).all():
-        return list(values.tolist())
-    found = values.astype(object)
-    found[~np.isfinite(values)] = None
-    return list(found.tolist())

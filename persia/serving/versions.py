@@ -23,6 +23,7 @@ from persia.messaging.daemon_pool import lower_priority
 from persia.packets.follower import Follower, FollowStatus
 from persia.serving.following import ServedCopies, ServedCopy
 from persia.serving.predictor import ModelSettings, Version, digest_of, load_version
+from persia.storage.signature import Signature
 from persia.storage.versions import resolve
 
 # Lookups at a time; further ones wait. As many as `persia-launcher serve --threads` allows.
@@ -32,8 +33,8 @@ _MAX_LOOKUPS = 64
 class ServedModel:
     """The current version, and a thread that looks for the next one. Thread-safe."""
 
-    def __init__(self, settings: ModelSettings) -> None:
-        """Loads the first version, and raises what is wrong with it."""
+    def __init__(self, settings: ModelSettings, *, num_threads: int = _MAX_LOOKUPS) -> None:
+        """Loads the first version, and raises what is wrong with it. `num_threads` compute at a time."""
         if settings.embeddings is None and settings.slots is None:
             raise FailedPreconditionError(
                 "rows are loaded into this process and need their slots: give --embedding-config, or "
@@ -44,6 +45,7 @@ class ServedModel:
         self._error = ""
         self._outputs: list[tuple[str, list[int]]] = []
         self._lookups = threading.Semaphore(_MAX_LOOKUPS)
+        self._computing = threading.Semaphore(num_threads)
         self._current: Version
         self._stopped = threading.Event()
         self._follower: Follower[ServedCopy] | None = None
@@ -84,15 +86,27 @@ class ServedModel:
         """(dtype, shape of a sample) of each output, as the last prediction had them; empty before it."""
         return self._outputs
 
+    @property
+    def signature(self) -> Signature | None:
+        """The features that the current version takes; None: it does not tell."""
+        return self._current.predictor.signature
+
+    def checked(self, batch: PersiaBatch) -> PersiaBatch:
+        """See `Predictor.checked`; before batches are merged, which takes them in one order."""
+        return self._current.predictor.checked(batch)
+
     def predict(self, batch: PersiaBatch) -> tuple[str, list[NDArray[Any]]]:
         """Version and outputs; see `Predictor.predict`."""
         # Remote rows change when their servers change them, and a lookup may take long.
         is_local = self.settings.embeddings is None
         with self._lookups if is_local else contextlib.nullcontext():
             current = self._current
+            # Again: the version may have changed since the request was checked.
+            batch = current.predictor.checked(batch)
             rows = current.predictor.look_up(batch)
         # Outside the lock: rows were copied by the lookup, and a model may compute for long.
-        outputs = current.predictor.compute(batch, rows)
+        with self._computing:
+            outputs = current.predictor.compute(batch, rows)
         self._outputs = [(output.dtype.name, list(output.shape[1:])) for output in outputs]
         return current.name, outputs
 

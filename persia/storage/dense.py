@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import io
 import pickle
+import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,7 +27,9 @@ __all__ = [
     "TorchState",
     "copied_state",
     "load_state",
+    "named",
     "state_bytes",
+    "takes_names",
     "torchscript_bytes",
     "undone_on_error",
     "unwrap",
@@ -60,6 +64,46 @@ def _is_compiled(model: torch.nn.Module) -> bool:
     # Its import takes seconds. A script with such a model has done it.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and isinstance(model, compiler.OptimizedModule)
+
+
+def takes_names(model: torch.nn.Module) -> bool:
+    """Whether `forward` takes features by name: both of its arguments are annotated as dicts.
+
+    TorchScript needs that annotation anyway. InvalidTypeError: one is a dict, the other is not.
+    """
+    inner = _innermost(model)
+    if isinstance(inner, torch.jit.ScriptModule):
+        forward: Any = inner.forward
+        arguments = forward.schema.arguments[1:3]
+        are_dicts = {argument.type.kind() == "DictType" for argument in arguments}
+    else:
+        are_dicts = _dicts_of(type(inner).forward)
+    if len(are_dicts) > 1:
+        raise InvalidTypeError(
+            f"{type(inner).__name__}.forward takes a dict and a list: annotate both arguments as "
+            "Dict[str, torch.Tensor], or both as List[torch.Tensor]"
+        )
+    return are_dicts == {True}
+
+
+@functools.lru_cache(maxsize=64)
+def _dicts_of(forward: Callable[..., Any]) -> set[bool]:
+    """Whether the arguments of `forward` are annotated as dicts. Cached: it is asked for each batch."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:3]
+    # As text: an annotation may be a text itself, whose names are those of another module.
+    texts = [inspect.formatannotation(p.annotation).strip("'\"") for p in parameters]
+    return {re.match(r"(\w+\.)?[dD]ict\b", text) is not None for text in texts}
+
+
+def named(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors for a model that takes names. InvalidArgumentError: a dict would lose all but one of a name."""
+    found = dict(zip(names, tensors, strict=True))
+    if len(found) < len(tensors):
+        raise InvalidArgumentError(
+            f"the model takes features by name, and these are not unique: {', '.join(names)}; name each "
+            "NonIDTypeFeature"
+        )
+    return found
 
 
 def state_bytes(instance: TorchState) -> bytes:

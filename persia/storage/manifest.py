@@ -22,6 +22,7 @@ from persia.storage.checksummed_json import decode_document, encode_document
 from persia.storage.location import Location
 from persia.storage.position import PACKET_FOLDER, STREAM, Position, make_stream_id
 from persia.storage.schema import RowSchema
+from persia.storage.signature import Signature
 from persia.validation import Count, Hex, read_document, require_keys, to_json
 
 __all__ = [
@@ -146,6 +147,7 @@ class DenseSection:
     dump_id: str
     created_at: str
     files: Mapping[str, FileEntry]
+    signature: Signature | None = None  # None: no batch was trained before, or by an older version
 
 
 @dataclass(frozen=True, kw_only=True)

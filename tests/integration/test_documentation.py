@@ -447,6 +447,38 @@ def _(stage: Stage) -> Iterator[None]:
     assert stage.names["predictor"].embeddings.num_missing == 3
 
 
+@around("serving_clients.md")
+def _(stage: Stage) -> Iterator[None]:
+    """A model that was trained on named features; the server listens on free ports."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the client's own
+        pytest.importorskip("tritonclient.grpc")
+    (stage.folder / "embedding_config.yml").write_text(yaml.safe_dump(SLOTS))
+    port, http_port = free_port(), free_port()
+    stage.replaced = {
+        "127.0.0.1:8001": f"127.0.0.1:{port}",
+        "127.0.0.1:8000": f"127.0.0.1:{http_port}",
+        "--http-port 8000": f"--port {port} --http-port {http_port}",
+        "curl -sS ": "curl -sS --fail-with-body --retry 100 --retry-connrefused --retry-delay 1 ",
+    }
+    script(stage)
+    with stage.names["TrainCtx"]() as ctx:
+        ctx.set_embedding("user", np.array([7, 8], np.uint64), np.ones((2, 16), np.float32))
+        batch = PersiaBatch(
+            [IDTypeFeature("user", [np.array([7], np.uint64)])],
+            [NonIDTypeFeature(np.ones((1, 1), np.float32), "age")],
+            requires_grad=False,
+        )
+        ctx.forward(ctx.get_embedding_from_data(batch))
+        ctx.dump_checkpoint("model/", with_jit_model=True)
+    yield
+    model = stage.names["model"].cpu()
+    ages, rows = torch.tensor([[31.0], [54.0]]), torch.tensor([[1.0] * 16, [2.0] * 16])
+    expected = model([ages], [rows]).detach().numpy()
+    np.testing.assert_allclose(stage.names["probabilities"], expected, rtol=1e-6)
+    stage.names["client"].close()
+
+
 @around("operations.md")
 def _(stage: Stage) -> Iterator[None]:
     stage.names |= {"step": 1, "auc": 0.7, "loss": torch.tensor(0.5)}

@@ -32,6 +32,7 @@ from persia.embedding.optim import SGD
 from persia.launcher import cli
 from persia.messaging.discovery import Directory
 from persia.messaging.subjects import EMBEDDING_WORKER
+from persia.serving import RemoteRows
 from persia.storage.location import Location
 from persia.storage.manifest import MANIFEST_NAME, Manifest
 from persia.testing import LocalCluster
@@ -166,6 +167,8 @@ def test_predictions_metadata_and_health(start: Any, tmp_path: Path, config: str
     served = start(str(tmp_path / "model"), "--embedding-config", config)
     assert served.infer(make_batch([10, 20, 99], dense=0.5)) == ("7", [6.5, 14.5, 0.5]), "a miss is zeros"
     assert served.infer(make_batch([20]), model_version="7", request_id="r")[1] == [14.0]
+    # Nothing was trained, as in checkpoints of older versions: features are taken by position.
+    assert served.log.read_text().count("does not name the features of its model") == 1
     samples = [np.array(ids, np.uint64) for ids in ([10, 20], [], [20, 99])]
     pooled = PersiaBatch(
         [IDTypeFeature("user", samples)],
@@ -217,8 +220,8 @@ def test_everything_wrong_is_answered_by_name(start: Any, tmp_path: Path, config
         assert expected in refusal
     assert "INVALID_ARGUMENT" in served.refusal(make_batch([10], slot="shop"))
     for inputs, expected in (
-        ([], "the inputs []: send one named 'batch'"),
-        ([tensor(good, shape=(2,))], "shape [2]: send [1]"),
+        ([], "the inputs [], and the checkpoint does not name"),
+        ([tensor(good, shape=(2,))], "are not one BYTES element"),
     ):
         with pytest.raises(triton.InferenceServerException, match="INVALID_ARGUMENT") as caught:
             served.client.infer("m", inputs)
@@ -232,6 +235,76 @@ def test_everything_wrong_is_answered_by_name(start: Any, tmp_path: Path, config
     assert served.infer(good)[1] == [3.0], "it goes on serving"
     served.stop()
     assert "UNAVAILABLE" in served_down(served.address)
+
+
+TWO_SLOTS = {"slots_config": {"user": {"dim": 2}, "item": {"dim": 2}}}
+
+
+class TwoFeatures(torch.nn.Module):
+    """Tells its inputs apart: 1 x user + 10 x item + 100 x age + 1000 x price."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, dense: List[torch.Tensor], embeddings: List[torch.Tensor]) -> torch.Tensor:  # noqa: UP006
+        ids = embeddings[0].sum(1) + 10 * embeddings[1].sum(1)
+        return (ids + 100 * dense[0][:, 0] + 1000 * dense[1][:, 0] + self.bias).unsqueeze(1)
+
+
+def dump_trained(directory: Path, *, step: int = 1) -> None:
+    """With a signature, as it has trained a batch."""
+    model = TwoFeatures()
+    with TrainCtx(
+        SGD(0.1),
+        torch.optim.SGD(model.parameters(), 0.1),
+        model=model,
+        mixed_precision=False,
+        slots=TWO_SLOTS,
+    ) as ctx:
+        for name, factor in (("user", 1), ("item", 10)):
+            ctx.set_embedding(name, IDS, factor * ROWS)
+        batch = PersiaBatch.from_bytes(features("user", "item", "age", "price"))
+        ctx.forward(ctx.get_embedding_from_data(batch))
+        ctx.dump_checkpoint(str(directory), with_jit_model=True, step=step)
+
+
+def features(*names: str, age: float = 0.5, dtype: Any = np.float32) -> bytes:
+    values = {"age": age, "price": 0.25}
+    dense = [name for name in names if name not in ("user", "item", "shop")]
+    return PersiaBatch(
+        [IDTypeFeatureWithSingleID(name, IDS) for name in names if name not in dense],
+        [NonIDTypeFeature(np.full((2, 1), values.get(name, 0), dtype), name) for name in dense],
+        requires_grad=False,
+    ).to_bytes()
+
+
+def test_features_are_matched_by_name(start: Any, tmp_path: Path) -> None:
+    dump_trained(tmp_path / "model")
+    config = tmp_path / "two.yml"
+    config.write_text(yaml.safe_dump(TWO_SLOTS, sort_keys=False))
+    served = start(str(tmp_path / "model"), "--embedding-config", str(config))
+    expected = ("1", [303.0 + 300.0, 707.0 + 300.0])
+    for names in (("user", "item", "age", "price"), ("price", "item", "age", "user")):
+        assert served.infer(features(*names)) == expected
+    for message, named in (
+        (
+            features("user", "shop", "age", "price"),
+            "ID features are not the model's (unknown: shop; missing: item",
+        ),
+        (features("user", "item", "price"), "missing: age"),
+        (features("user", "item", "age", "price", "size"), "unknown: size"),
+        (features("user", "item", "age", "age", "price"), "repeated: age"),
+        (features("user", "item", "age", "price", dtype=np.float64), "'age' is float64[2, 1]"),
+        (features("user", "item", "age", "price", age=np.nan), "'age' has NaN or Inf in sample 0"),
+    ):
+        refusal = served.refusal(message)
+        assert "INVALID_ARGUMENT" in refusal
+        assert named in refusal
+    assert "does not name the features" not in served.log.read_text()
+    served.stop()
+    served = start(str(tmp_path / "model"), "--embedding-config", str(config), "--allow-nonfinite")
+    assert np.isnan(served.infer(features("user", "item", "age", "price", age=np.nan))[1]).all()
 
 
 def served_down(address: str) -> str:
@@ -343,6 +416,39 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded(tmp_path: Path, config: 
     assert f"cannot listen on 127.0.0.1:{port} (--host, {option})" in result.output
 
 
+def lookups_pass_by_a_dead_worker(addresses: list[str]) -> None:
+    """The first worker is dead, the second is not."""
+    ids = PersiaBatch.from_bytes(make_batch([20])).encode_id_features()
+    # Best of a few: the machine may be busy, but a retry until the time-out always takes a second.
+    took_s = []
+    for _ in range(3):
+        rows = RemoteRows(addresses, deadline_s=30)
+        started = time.monotonic()
+        rows.lookup(ids)
+        took_s.append(time.monotonic() - started)
+    assert min(took_s) < 0.7, "a refused connection fails at once"
+    dead = rows._workers[0]
+    asked: list[str] = []
+    dead.client = Counting(dead.client, asked)
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+        rows.lookup(ids)
+        time.sleep(0.05)
+    assert "lookup_direct" not in asked, "no request finds out whether the worker is back"
+    assert "sizes" in asked, "the probe does"
+
+
+class Counting:
+    """A client whose calls are noted."""
+
+    def __init__(self, client: Any, calls: list[str]) -> None:
+        self._client, self._calls = client, calls
+
+    def __getattr__(self, name: str) -> Any:
+        self._calls.append(name)
+        return getattr(self._client, name)
+
+
 def test_rows_of_servers_and_workers_that_die(start: Any, tmp_path: Path) -> None:
     with LocalCluster(embedding_config=SLOTS, embedding_workers=2, parameter_servers=2) as cluster:
         patch = pytest.MonkeyPatch()
@@ -360,6 +466,7 @@ def test_rows_of_servers_and_workers_that_die(start: Any, tmp_path: Path) -> Non
         for _ in range(6):
             assert served.infer(make_batch([20]))[1] == [7.0], "the other one answers"
         assert served.client.is_server_ready()
+        lookups_pass_by_a_dead_worker([w.address for w in workers])
         cluster.kill("embedding-worker-1")
         refusal = served.refusal(make_batch([20]))
         assert "UNAVAILABLE] none of the embedding workers" in refusal

@@ -86,6 +86,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(folder, auc, environment)
 
 
+# The example's client, whose batches have their ID features in another order.
+REORDERED = """
+import random, runpy, sys
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/serving"]
+import batches
+make, order = batches.to_persia_batch, sys.argv[2]
+def reordered(split, requires_grad):
+    batch = make(split, requires_grad)
+    names = [feature.name for feature in batch.id_type_features]
+    shuffled = random.Random(1).sample(names, 8)
+    chosen = {"reversed": names[::-1], "alphabetical": sorted(names), "shuffled": shuffled}
+    assert len(names) == 8 and chosen[order] != names
+    batch.id_type_features.sort(key=lambda feature: chosen[order].index(feature.name))
+    return batch
+batches.to_persia_batch = reordered
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.path[1] + "/client.py", run_name="__main__")
+"""
+
+
 def test_auc_through_the_server_equals_the_one_in_training(trained: Trained, tmp_path: Path) -> None:
     pytest.importorskip("tritonclient", reason="needs tritonclient (the 'test' extra)")
     log = tmp_path / "serve.log"
@@ -97,11 +117,14 @@ def test_auc_through_the_server_equals_the_one_in_training(trained: Trained, tmp
     ):
         try:
             address = wait_until_serving(server, log)
-            served = trained.auc_of("client.py", "--address", address)
+            assert trained.auc_of("client.py", "--address", address) == pytest.approx(trained.auc, abs=1e-6)
+            for order in ("reversed", "alphabetical", "shuffled"):
+                data = ["--data", str(trained.folder / "data"), "--address", address]
+                printed = run(["-c", REORDERED, str(EXAMPLE), order, *data], trained.environment)
+                assert float(printed.split()[2]) == pytest.approx(trained.auc, abs=1e-6), order
         finally:
             server.terminate()
             server.wait(20)
-    assert served == pytest.approx(trained.auc, abs=1e-6)
 
 
 def test_auc_through_torchserve_equals_the_one_in_training(trained: Trained, tmp_path: Path) -> None:

@@ -183,3 +183,30 @@ def test_a_delay_lets_requests_gather(make: Any, echo: Echo) -> None:
     echo.may_run.release()
     assert [values(future) for future in futures] == [[0], [1], [2]], "a full batch does not wait"
     assert echo.sizes == [3]
+
+
+def test_a_request_that_could_not_be_answered_in_time_is_refused_at_once(
+    echo: Echo, make: Callable[..., Batcher]
+) -> None:
+    batcher = make(max_batch_size=2)
+    # Half a second for two samples: the first batch tells what a sample takes.
+    first = batcher.submit(make_batch([1], [2]), 60)
+    assert echo.running.wait(10)
+    time.sleep(0.5)
+    echo.may_run.release()
+    first.result(10)
+    echo.running.clear()
+    running = batcher.submit(make_batch([1], [2]), 0.2)  # the server is idle: it may be faster by now
+    assert echo.running.wait(10)
+    patient = [batcher.submit(make_batch([1], [2]), 60) for _ in range(2)]
+    started = time.monotonic()
+    with pytest.raises(
+        ResourceExhaustedError, match=r"would take \d+\.\d+ s, and the client waits for 0.50 s"
+    ):
+        batcher.submit(make_batch([1], [2]), 0.5)
+    assert time.monotonic() - started < 0.4, "nobody has waited for it"
+    patient.append(batcher.submit(make_batch([1], [2]), 60))
+    for _ in range(4):
+        echo.may_run.release()
+    for future in (running, *patient):
+        assert future.result(10).version == "7"

@@ -23,7 +23,9 @@ from persia.packets.follower import Follower, FollowOptions
 from persia.packets.log import PacketLog
 from persia.packets.packet import BaseKind
 from persia.roles.inference import RowCopies
+from persia.serving.batcher import Batcher, BatchingOptions
 from persia.serving.predictor import ModelSettings
+from persia.serving.statistics import ServingSource, ServingStatistics
 from persia.serving.versions import ServedModel
 from persia.storage.dense import state_bytes
 from persia.storage.location import Location
@@ -209,21 +211,57 @@ def test_bug_9_a_late_packet_is_waited_for(trainer: PacketTrainer, serve: Any) -
     assert answer(model)[1] == [18.0]
 
 
-def test_a_training_that_starts_anew_is_no_error(
+def test_a_training_that_starts_from_nothing_is_held_until_a_pin_takes_it(
     trainer: PacketTrainer, serve: Any, log: pytest.LogCaptureFixture
 ) -> None:
-    """Its first packets have no dense model: it travels now and then."""
     model = serve()
     old = trainer.position
     time.sleep(1.0)  # streams are ordered by the second
     trainer._new_store()
     trainer.begin(BaseKind.NOTHING)
-    wait_until(lambda: "has a dense model: wait for one" in model.error, lambda: model.following)
+    for value in (5, 6):
+        newest = trainer.trained(value)
+    wait_until(lambda: model.following.held, lambda: model.following)
+    assert f"stream {newest.stream} does not start from what is in use" in model.error
+    source = ServingSource(model, ServingStatistics(), 0, 1, Batcher(model.predict, BatchingOptions()))
+    assert source.remark().startswith(", held: stream"), "for /readyz"
+    assert source.not_ready() is None
     assert answer(model) == (str(old), [2.0])
-    reached(model, trainer.trained(5))
-    assert answer(model)[1] == [50.0]
-    wait_until(lambda: model.error == "", lambda: model.error)
-    assert [record.message for record in log.records if record.levelname in ("WARNING", "ERROR")] == []
+    assert [r.message.partition(" stays")[0] for r in log.records if r.levelname == "ERROR"] == [
+        f"{trainer.log.location}: {old}"
+    ]
+    # A checkpoint of the new stream removes none of the old one's packets.
+    trainer.log.remove_until(Position(newest.stream, 2))
+    assert old in trainer.log.positions()
+    assert trainer.log.positions(newest.stream) == [newest]
+    trainer.checkpoint(Path(str(trainer.log.location)) / "checkpoints" / "step-000000000003", 6.0)
+    trainer.pin(newest)
+    reached(model, newest)
+    trainer.pin(None)
+    reached(model, trainer.trained(7))
+    assert answer(model)[1] == [98.0]
+    wait_until(lambda: not model.following.held and model.error == "", lambda: model.following)
+
+
+def test_a_stream_that_continues_another_one_by_a_third(
+    trainer: PacketTrainer, serve: Any, tmp_path: Path
+) -> None:
+    """The follower missed the one between them, whose trainer was killed at once."""
+    first = trainer.position
+    dump_id = trainer.checkpoint(tmp_path / "model", 7.0)
+    model = serve()
+    between = Position("20990101T000000Z-00000000", 0)
+    trainer.position = between
+    restart = {"dump_id": dump_id, "factor": 3.0}
+    later = Position("20990101T000001Z-00000000", 0)
+    packets = []
+    for position, origin in ((between, first.stream), (later, between.stream)):
+        trainer.position = position
+        packets.append(trainer.restart(BaseKind.CHECKPOINT, origin=(origin,), **restart))
+    assert trainer.log.lineage(later.stream) == [between.stream, first.stream]
+    reached(model, packets[1])
+    trainer.log.remove_until(packets[1])
+    assert trainer.log.positions() == [], "all of it is in the checkpoint that asked for the removal"
 
 
 def test_a_new_stream_begins_with_its_checkpoint(trainer: PacketTrainer, serve: Any, tmp_path: Path) -> None:
@@ -231,7 +269,7 @@ def test_a_new_stream_begins_with_its_checkpoint(trainer: PacketTrainer, serve: 
     old = trainer.position
     time.sleep(1.0)  # streams are ordered by the second
     trainer._new_store()
-    trainer.begin(BaseKind.POSITION)
+    trainer.begin(BaseKind.POSITION, origin=(old.stream,))
     trainer.trained(5)
     wait_until(lambda: "there is no checkpoint" in model.error)
     assert answer(model) == (str(old), [2.0])
@@ -244,7 +282,7 @@ def test_a_stream_behind_a_loaded_checkpoint(trainer: PacketTrainer, serve: Any,
     model = serve()
     dump_id = trainer.checkpoint(tmp_path / "model", 7.0)
     time.sleep(1.0)
-    trainer.begin(BaseKind.CHECKPOINT, dump_id=dump_id)
+    trainer.begin(BaseKind.CHECKPOINT, dump_id=dump_id, origin=(dump_id, trainer.position.stream))
     trainer.set(2.0, IDS[:5])
     reached(model, trainer.write())
     assert answer(model, make_batch(IDS[:5]))[1] == [28.0], "the checkpoint's model, the packet's rows"
@@ -396,7 +434,7 @@ def test_a_damaged_checkpoint_leaves_an_older_one(trainer: PacketTrainer, serve:
 
 
 def test_without_packets_the_checkpoint_is_served(trainer: PacketTrainer, serve: Any, tmp_path: Path) -> None:
-    trainer.checkpoint(tmp_path / "model", 3.0, placed=False)
+    trainer.checkpoint(tmp_path / "model", 3.0)
     shutil.move(tmp_path / "packets", tmp_path / "later")
     model = serve()
     assert answer(model) == (str(trainer.position.number), [6.0])

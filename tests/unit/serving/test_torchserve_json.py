@@ -6,10 +6,10 @@ import json
 
 import numpy as np
 
-from persia.serving.torchserve import _values
+from persia.serving.tensors import json_values
 
 
 def test_nan_and_infinity_are_null_as_json_has_neither() -> None:
     output = np.array([[1.5, np.nan], [np.inf, -np.inf]], dtype=np.float32)
-    assert json.loads(json.dumps(_values(output), allow_nan=False)) == [1.5, None, None, None]
-    assert _values(np.array([[1], [2]])) == [1, 2]
+    assert json.loads(json.dumps(json_values(output), allow_nan=False)) == [1.5, None, None, None]
+    assert json_values(np.array([[1], [2]])) == [1, 2]

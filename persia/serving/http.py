@@ -1,0 +1,202 @@
+"""The Open Inference Protocol over HTTP: JSON, with tensors in it or, by an extension, as bytes behind it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError, PersiaError, StorageError
+from persia.logger import get_default_logger
+from persia.serving.batch_predict import Prediction
+from persia.serving.inference import Inference
+from persia.serving.protocol import named_outputs, only_element, status_of
+from persia.serving.tensors import Tensor, datatype_of, json_values, tensor_of_bytes, tensor_of_list
+from persia.validation import json_object
+
+_HEADER = "Inference-Header-Content-Length"  # bytes of JSON, where tensors follow as bytes
+_DRAIN_S = 5.0
+
+_Handler = Callable[[web.Request], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class HttpEndpoint:
+    """One served model behind a port of HTTP."""
+
+    inference: Inference
+
+    async def listen(self, host: str, port: int, max_request_bytes: int) -> tuple[web.AppRunner, int]:
+        """Serves until the runner is cleaned up; the port. StorageError: the address cannot be used."""
+        runner = web.AppRunner(
+            self._application(max_request_bytes),
+            access_log=None,
+            handle_signals=False,
+            shutdown_timeout=_DRAIN_S,
+            handler_cancellation=True,  # a client that leaves gives its request up
+        )
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as failure:
+            await runner.cleanup()
+            raise StorageError(f"cannot listen on {host}:{port} (--host, --http-port): {failure}") from None
+        return runner, runner.addresses[0][1]
+
+    def _application(self, max_request_bytes: int) -> web.Application:
+        application = web.Application(client_max_size=max_request_bytes)
+        own, ready = self.inference, self._ready
+        routes: list[tuple[str, str, Callable[[web.Request], Any]]] = [
+            ("GET", "/v2", lambda _: own.server_metadata()),
+            ("GET", "/v2/health/live", lambda _: {"live": True}),
+            ("GET", "/v2/health/ready", ready),
+            ("POST", "/v2/repository/index", lambda _: own.repository_index()),
+            ("GET", "/v2/models/stats", lambda _: own.model_statistics("", "")),
+        ]
+        for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version:.+}"):
+            routes += [
+                ("POST", f"{prefix}/infer", self._infer),
+                ("GET", f"{prefix}/ready", ready),
+                ("GET", f"{prefix}/stats", lambda request: own.model_statistics(*_model(request))),
+                ("GET", prefix, lambda request: own.model_metadata(*_model(request))),
+            ]
+        for method, path, handler in routes:
+            application.router.add_route(method, path, _answering(handler))
+        return application
+
+    async def _ready(self, request: web.Request) -> dict[str, Any]:
+        if "model" in request.match_info:
+            self.inference.check_model(*_model(request))
+        if not await self.inference.is_ready():
+            raise web.HTTPServiceUnavailable(text='{"ready": false}', content_type="application/json")
+        return {"ready": True}
+
+    async def _infer(self, request: web.Request) -> web.Response:
+        begin_ns, code = time.monotonic_ns(), "CANCELLED"
+        try:
+            head, tensors = _parsed(await request.read(), request.headers.get(_HEADER))
+            prediction = await self.inference.infer(*_model(request), tensors)
+            answer = _encoded(head, self.inference.model.settings.name, prediction)
+            code = "OK"
+            return answer
+        except PersiaError as failure:
+            code = status_of(failure)[0]
+            raise
+        except web.HTTPRequestEntityTooLarge:
+            code = "RESOURCE_EXHAUSTED"
+            raise
+        except Exception:
+            code = "INTERNAL"
+            raise
+        finally:
+            self.inference.statistics.add_request(begin_ns, code)
+
+
+def _model(request: web.Request) -> tuple[str, str]:
+    return request.match_info["model"], request.match_info.get("version", "")
+
+
+def _answering(handler: Callable[[web.Request], Any]) -> _Handler:
+    """Answers with what the handler returns, or with the status and message of its error."""
+
+    async def answer(request: web.Request) -> web.Response:
+        try:
+            found = handler(request)
+            found = await found if isinstance(found, Awaitable) else found
+            return found if isinstance(found, web.Response) else web.json_response(found)
+        except web.HTTPRequestEntityTooLarge as failure:
+            return web.json_response({"error": f"the request is too large: {failure.text}"}, status=413)
+        except PersiaError as failure:
+            # TorchServe has 500 for it in the table of statuses.
+            status = 404 if isinstance(failure, NotFoundError) else status_of(failure)[1]
+            return web.json_response({"error": str(failure)}, status=status)
+        except web.HTTPException:
+            raise
+        except Exception as failure:
+            get_default_logger().exception("a request failed")
+            return web.json_response({"error": f"{type(failure).__name__}: {failure}"}, status=500)
+
+    return answer
+
+
+def _parsed(body: bytes, header: str | None) -> tuple[dict[str, Any], list[Tensor]]:
+    """The JSON of a request, and its inputs. InvalidArgumentError, CorruptionError: what is wrong with it."""
+    if header is not None and not (header.isdecimal() and int(header) <= len(body)):
+        raise InvalidArgumentError(f"{_HEADER} is {header!r:.40}, and the body has {len(body)} bytes")
+    end = len(body) if header is None else int(header)
+    head = json_object(body[:end], "the request")
+    tensors = []
+    for values in _list(head, "inputs"):
+        tensor, end = _tensor(values, body, end)
+        tensors.append(tensor)
+    if end != len(body):
+        raise CorruptionError(f"the body has {len(body) - end} bytes behind its last tensor")
+    return head, tensors
+
+
+def _tensor(values: dict[str, Any], body: bytes, begin: int) -> tuple[Tensor, int]:
+    """The tensor, and where the bytes of the next one begin."""
+    name, datatype, shape = (values.get(key) for key in ("name", "datatype", "shape"))
+    if not isinstance(name, str) or not isinstance(datatype, str) or not isinstance(shape, list):
+        raise InvalidArgumentError(
+            f"an input has name {name!r:.80}, datatype {datatype!r:.40} and shape {shape!r:.80}: send text, "
+            "text and a list"
+        )
+    size = _parameters(values).get("binary_data_size")
+    if size is None:
+        return tensor_of_list(name, datatype, shape, values.get("data")), begin
+    if not isinstance(size, int) or not 0 <= size <= len(body) - begin:
+        raise InvalidArgumentError(
+            f"binary_data_size of input {name!r} is {size!r:.40}: {len(body) - begin} bytes are left"
+        )
+    content = body[begin : begin + size]
+    if datatype == "BYTES":
+        return tensor_of_list(name, datatype, shape, [only_element(name, content)]), begin + size
+    return tensor_of_bytes(name, datatype, shape, content), begin + size
+
+
+def _encoded(head: dict[str, Any], model: str, prediction: Prediction) -> web.Response:
+    requested = _list(head, "outputs")
+    wanted = [output.get("name") for output in requested]
+    all_binary = bool(_parameters(head).get("binary_data_output"))
+    is_binary = {o.get("name"): bool(_parameters(o).get("binary_data", all_binary)) for o in requested}
+    described, contents = [], []
+    for name, output in named_outputs(prediction.outputs, wanted):  # type: ignore[arg-type]  # checked there
+        values: dict[str, Any] = {
+            "name": name,
+            "datatype": datatype_of(output.dtype.name),
+            "shape": list(output.shape),
+        }
+        if is_binary.get(name, all_binary):
+            contents.append(output.tobytes())
+            values["parameters"] = {"binary_data_size": len(contents[-1])}
+        else:
+            values["data"] = json_values(output)
+        described.append(values)
+    answer = {"model_name": model, "model_version": prediction.version, "outputs": described}
+    if isinstance(head.get("id"), str):
+        answer["id"] = head["id"]
+    if not contents:
+        return web.json_response(answer)
+    text = json.dumps(answer).encode()
+    return web.Response(
+        body=b"".join([text, *contents]),
+        content_type="application/octet-stream",
+        headers={_HEADER: str(len(text))},
+    )
+
+
+def _list(values: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    found = values.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
+        raise InvalidArgumentError(f"{key} of the request is no list of objects")
+    return found
+
+
+def _parameters(values: dict[str, Any]) -> dict[str, Any]:
+    found = values.get("parameters", {})
+    return found if isinstance(found, dict) else {}
