@@ -334,6 +334,23 @@ def get_resume_checkpoint() -> str | None:
     return os.environ.get("PERSIA_RESUME_CHECKPOINT") or None
 
 
+def get_sign_key() -> str | None:
+    """`PERSIA_SIGN_KEY`: file of the private key that signs checkpoints and packets; None: unsigned."""
+    return os.environ.get("PERSIA_SIGN_KEY") or None
+
+
+def get_verify_keys() -> list[str]:
+    """`PERSIA_VERIFY_KEY`: files of public keys, separated by colons, one of which must have signed what is
+    loaded; empty: signatures are not checked.
+    """
+    return [path for path in os.environ.get("PERSIA_VERIFY_KEY", "").split(os.pathsep) if path]
+
+
+def trusts_scripts() -> bool:
+    """`PERSIA_TRUST_SCRIPTS`: 1 runs the TorchScript of any user."""
+    return _flag("PERSIA_TRUST_SCRIPTS")
+
+
 def get_deadline_s() -> float:
     """`PERSIA_DEADLINE_SEC`: seconds that discovery, retries and draining may take before a typed error."""
     return _seconds("PERSIA_DEADLINE_SEC", 300.0)

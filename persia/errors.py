@@ -23,6 +23,7 @@ __all__ = [
     "StorageError",
     "StreamClosedError",
     "UnavailableError",
+    "UntrustedError",
 ]
 
 
@@ -48,6 +49,10 @@ class NotFoundError(PersiaError, LookupError):
 
 class CorruptionError(PersiaError, ValueError):
     """Bytes from the network or the disk that do not decode."""
+
+
+class UntrustedError(CorruptionError):
+    """A checkpoint or packet without the signature of a trusted key, or the code of another user."""
 
 
 class UnavailableError(PersiaError, ConnectionError):

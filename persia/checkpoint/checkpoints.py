@@ -19,7 +19,7 @@ from persia.checkpoint.coordinator import DumpOperation, DumpRequest, LoadOperat
 from persia.checkpoint.peers import Peer
 from persia.checkpoint.progress import ShownProgress, megabytes
 from persia.embedding.optim import Optimizer
-from persia.errors import CorruptionError, FailedPreconditionError, NotFoundError
+from persia.errors import CorruptionError, FailedPreconditionError, NotFoundError, UntrustedError
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
 from persia.storage.location import Location
@@ -34,6 +34,7 @@ from persia.storage.manifest import (
 from persia.storage.position import Position
 from persia.storage.shard_file import write_files
 from persia.storage.signature import Signature
+from persia.storage.signing import signer, trusted_keys
 from persia.storage.versions import keep_newest, resolve, set_latest
 
 __all__ = ["Checkpoints", "DumpHook", "DumpRequest", "Source", "described"]
@@ -64,17 +65,25 @@ class Source:
         """The features that its dense model was trained with; None: it does not tell."""
         return None if self.manifest.dense is None else self.manifest.dense.signature
 
-    def dense(self, name: str) -> bytes:
-        """The content of the torch file `name`, as it was dumped. NotFoundError, CorruptionError."""
+    def dense(self, name: str, read: Callable[..., bytes] = Location.read) -> bytes:
+        """The content of the torch file `name`, as it was dumped. NotFoundError, CorruptionError.
+
+        UntrustedError: signatures are checked, and no signed manifest names it.
+        """
         files = {} if self.manifest.dense is None else self.manifest.dense.files
         entry = files.get(name)
         path = self.location / (name if entry is None else entry.path)
         try:
-            content = path.read(max_bytes=_MAX_DENSE_BYTES)
+            content = read(path, max_bytes=_MAX_DENSE_BYTES)
         except NotFoundError as failure:
             raise NotFoundError(
                 f"{self.location / name} does not exist: check the checkpoint's directory and file name"
             ) from failure
+        if entry is None and (keys := trusted_keys()) is not None:
+            raise UntrustedError(
+                f"{path} is named by no manifest that {' or '.join(keys.files.values())} has signed: load a "
+                "checkpoint that was dumped with --sign-key (PERSIA_SIGN_KEY)"
+            )
         if entry is not None and hashlib.sha256(content).hexdigest() != entry.checksum:
             raise CorruptionError(
                 f"{path} is damaged: its checksum is not the manifest's ({len(content)} bytes, "
@@ -272,7 +281,7 @@ def _write(operation: DumpOperation, position: Position | None) -> tuple[Manifes
         except BaseException:
             operation.give_up()
             raise
-        operation.publish(new.encode())
+        operation.publish(new.encode(signer()))
     if operation.in_place:  # `latest` names it already: publish() has done that in the same step
         operation.commit()
     elif request.keep_last is not None:
@@ -291,7 +300,9 @@ def _merged(
 ) -> tuple[Manifest, Manifest]:
     """The manifest that is there, and the one that replaces it."""
     try:
-        old, _ = Manifest.read(target)
+        # What stays of it is signed again: the key must not vouch for what a stranger has put there.
+        key = signer()
+        old, _ = Manifest.read(target, None if key is None else key.keys)
     except NotFoundError:
         old = Manifest()
     except CorruptionError as failure:

@@ -34,6 +34,7 @@ from persia.storage.manifest import (
 )
 from persia.storage.position import Position
 from persia.storage.signature import Signature
+from persia.storage.signing import signer
 from persia.storage.versions import is_latest, latest_of, version_name
 from persia.validation import read_document
 
@@ -111,6 +112,7 @@ class DumpOperation(Operation):
                 "needs_latest": self._needs_latest,
                 "keep_small_rows": self.request.keep_small_rows,
                 "with_state": self.request.with_state,
+                "with_pages": signer() is not None,
                 "in_place": self.in_place,
                 "step": self.request.step,
             }

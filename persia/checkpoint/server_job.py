@@ -271,9 +271,18 @@ class SnapshotJob(ServerJob):
     """Writes a snapshot of a server into files of its own, in the folder `operation` of `directory`."""
 
     def __init__(
-        self, request: Request, share: ServerShare, lease_s: float, directory: Location, snapshot: Snapshot
+        self,
+        request: Request,
+        share: ServerShare,
+        lease_s: float,
+        directory: Location,
+        snapshot: Snapshot,
+        *,
+        with_pages: bool = False,
     ) -> None:
+        """`with_pages`: the manifest will be signed, and so needs digests that cannot be forged."""
         super().__init__(request, share, lease_s)
+        self._with_pages = with_pages
         self._directory = directory
         self._snapshot = snapshot
         self._parts = [snapshot.part(index) for index in range(snapshot.num_parts)]
@@ -292,7 +301,9 @@ class SnapshotJob(ServerJob):
 
     def _write_file(self, name: str, index: int) -> None:
         path = f"{self.operation}/{name}-{self._share.index}-{index}.emb"
-        entry = write_shard_file(self._parts[index], self._directory, path, self._count_bytes)
+        entry = write_shard_file(
+            self._parts[index], self._directory, path, self._count_bytes, with_pages=self._with_pages
+        )
         self._files.append(entry)
 
     def _release(self) -> None:
@@ -324,6 +335,7 @@ class _Dump:
     directory: str  # URL
     keep_small_rows: StrictBool = False
     with_state: StrictBool = True
+    with_pages: StrictBool = False
 
 
 class DumpJob(SnapshotJob):
@@ -347,7 +359,7 @@ class DumpJob(SnapshotJob):
                 "this server has no optimizer yet, and so no rows: a TrainCtx that is entered configures it; "
                 "dump after that"
             )
-        super().__init__(request, share, lease_s, directory, snapshot)
+        super().__init__(request, share, lease_s, directory, snapshot, with_pages=dump.with_pages)
 
     def _interrupt(self) -> None:
         self._snapshot.close()  # a throttled dump may pause for longer than `cancel` waits

@@ -18,7 +18,7 @@ from persia.errors import (
     NotFoundError,
     ResourceExhaustedError,
 )
-from persia.launcher.options import job_options, job_session, option
+from persia.launcher.options import job_options, job_session, option, sign_key, verify_key
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -74,9 +74,12 @@ def inspect(location: str, as_json: bool) -> None:
 
 @command.command()
 @click.argument("location")
+@verify_key
 @_as_json
 def verify(location: str, as_json: bool) -> None:
-    """Read every file and check every checksum; exit code 1 when the checkpoint is not whole."""
+    """Read every file and check every checksum, and with --verify-key the signature; exit code 1 when the
+    checkpoint is not whole, or not signed by that key.
+    """
     from persia.rows.reader import check_files
 
     place, manifest = _read(location)
@@ -174,6 +177,7 @@ def export(location: str, output: Path, kind: str, with_state: bool, as_json: bo
     is_flag=True,
     help="Rows stay in the servers' storage tiers, which then recover this checkpoint and no earlier one.",
 )
+@sign_key
 @job_options
 def dump(
     location: str, with_dense: bool, hold_s: float, in_place: bool, nats_url: str | None, job_name: str
@@ -224,6 +228,7 @@ def _dump_training(location: str, nats_url: str | None, job_name: str, hold_s: f
 @command.command()
 @click.argument("location")
 @option("--without-state", is_flag=True, help="Begin with the optimizer's state of new rows.")
+@verify_key
 @job_options
 def load(location: str, without_state: bool, nats_url: str | None, job_name: str) -> None:
     """Replace all rows of a running job by those in LOCATION, on any number of parameter servers.

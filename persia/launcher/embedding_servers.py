@@ -40,6 +40,7 @@ def _server_options(*, default_port: int, embedding_config_required: bool) -> Ca
     metavar="LOCATION",
     help="Load this checkpoint and only answer lookups, without a broker: a server of an inference job.",
 )
+@options.verify_key
 @option(
     "--pmem",
     metavar="PATH",

@@ -66,6 +66,8 @@ class LocalJob:
 )
 @options.embedding_config(required=True)
 @options.global_config
+@options.sign_key
+@options.verify_key
 @option(
     "--parameter-servers",
     type=COUNT,

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from persia import env
-from persia.launcher.options import COUNT, option
+from persia.launcher.options import COUNT, option, sign_key, verify_key
 from persia.launcher.script import PASS_THROUGH, become, script_and_arguments
 
 
@@ -32,6 +32,8 @@ from persia.launcher.script import PASS_THROUGH, become, script_and_arguments
     default=23456,
     help="Port on machine 0 where the ranks meet, when there are several machines.",
 )
+@sign_key
+@verify_key
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[FILEPATH] [SCRIPT_ARGS]...")
 def command(
     nproc_per_node: int,

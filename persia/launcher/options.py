@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -90,6 +91,42 @@ job_name = option(
     help="Name of the job, which keeps jobs that share a NATS server apart.",
 )
 job_options = all_of(nats_url, job_name)
+
+
+def _for_all(variable: str) -> Callable[[click.Context, click.Parameter, str | bool | None], None]:
+    """A callback that sets `variable` for this process and those it starts: keys are read where files are."""
+
+    def set_variable(_ctx: click.Context, _param: click.Parameter, value: str | bool | None) -> None:
+        if value:
+            os.environ[variable] = "1" if value is True else str(value)
+
+    return set_variable
+
+
+sign_key = option(
+    "--sign-key",
+    variable="PERSIA_SIGN_KEY",
+    metavar="FILE",
+    expose_value=False,
+    callback=_for_all("PERSIA_SIGN_KEY"),
+    help="Private key that signs checkpoints and packets: persia-launcher signing-key create.",
+)
+verify_key = option(
+    "--verify-key",
+    variable="PERSIA_VERIFY_KEY",
+    metavar="FILE",
+    expose_value=False,
+    callback=_for_all("PERSIA_VERIFY_KEY"),
+    help="Public key that must have signed every checkpoint and packet that is read; several: joined by ':'.",
+)
+trust_scripts = option(
+    "--trust-scripts",
+    variable="PERSIA_TRUST_SCRIPTS",
+    is_flag=True,
+    expose_value=False,
+    callback=_for_all("PERSIA_TRUST_SCRIPTS"),
+    help="Run the checkpoint's TorchScript although it is unsigned and another user's. It is code.",
+)
 
 # Of a checkpoint that answers requests.
 model_name = option("--model-name", default="model", help="What requests call it.")

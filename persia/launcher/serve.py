@@ -22,6 +22,8 @@ _T = TypeVar("_T")
     "Slots of the job that wrote the checkpoint (YAML). Needed to load rows into this process."
 )
 @options.embedding_workers
+@options.verify_key
+@options.trust_scripts
 @options.host
 @option("--port", type=PORT, default=8001, help="0 takes a free one.")
 @option(

@@ -25,6 +25,8 @@ from persia.launcher.options import COUNT, option
     "Slots of the job that wrote the checkpoint (YAML). Needed to load rows into TorchServe."
 )
 @options.embedding_workers
+@options.verify_key
+@options.trust_scripts
 @option(
     "--processes",
     type=COUNT,

@@ -75,6 +75,7 @@ class _Take:
 
     directory: str
     stream: str
+    with_pages: StrictBool = False
 
 
 class ServerChanges:
@@ -164,7 +165,9 @@ class ChangesJob(SnapshotJob):
                 f"{request.what}: {request.operation!r:.80} is not the name of a packet's folder"
             )
         snapshot = changes.take(take.stream, share.num_threads)
-        super().__init__(request, share, lease_s, Location.of(take.directory), snapshot)
+        super().__init__(
+            request, share, lease_s, Location.of(take.directory), snapshot, with_pages=take.with_pages
+        )
         self._point["is_from_nothing"] = snapshot.is_from_nothing
 
     def _work(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from persia.checkpoint.checkpoints import Source
-from persia.errors import CorruptionError, NotFoundError
+from persia.errors import CorruptionError, NotFoundError, UntrustedError
 from persia.packets.log import PacketLog
 from persia.packets.packet import BaseKind
 from persia.storage.checksummed_json import read_pointer
@@ -73,7 +73,7 @@ def find_starts(
 
     `places`: checkpoints, or directories of them. NotFoundError: there is none.
     """
-    found = _checkpoints(places)
+    found, refused = _checkpoints(places)
     starts = [
         StartPoint(source=Source(location), position=position)
         for position, _, location in found
@@ -88,7 +88,7 @@ def find_starts(
     if not starts:
         raise NotFoundError(
             f"there is no checkpoint with packet {first} and none after {target.number} in "
-            f"{' or '.join(str(place) for place in places)}"
+            f"{' or '.join(str(place) for place in places)}{refused}"
         )
     return starts
 
@@ -108,14 +108,19 @@ def _bases(log: PacketLog, restart: Position, found: Sequence[_Found]) -> list[S
     ]
 
 
-def _checkpoints(places: Sequence[Location]) -> list[_Found]:
+def _checkpoints(places: Sequence[Location]) -> tuple[list[_Found], str]:
+    """What can be used, and why one of the others is not trusted."""
     found: list[_Found] = []
+    refused = ""
     for place in places:
         for location in checkpoints_at(place):
             try:
                 section = Manifest.read(location)[0].embeddings
+            except UntrustedError as failure:
+                refused = f"; {failure}"
+                continue
             except (NotFoundError, CorruptionError):
                 continue  # removed meanwhile, or damaged: another one may do
             if section is not None:
                 found.append((section.packets, section.dump_id, location))
-    return found
+    return found, refused

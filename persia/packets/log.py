@@ -15,9 +15,10 @@ from typing import Any
 from persia.errors import CorruptionError, NotFoundError, StorageError
 from persia.logger import get_default_logger
 from persia.packets.packet import Packet
-from persia.storage.checksummed_json import encode_pointer, read_pointer
+from persia.storage.checksummed_json import encode_pointer, read_pointer, verify_document
 from persia.storage.location import Location
 from persia.storage.position import STREAM, Position
+from persia.storage.signing import signer, trusted_keys
 
 __all__ = ["LATEST_NAME", "PacketLog"]
 
@@ -37,13 +38,20 @@ class PacketLog:
         self._manifests = self.location / "manifests"
 
     def read(self, position: Position) -> Packet:
-        """NotFoundError: no such packet (yet, or no more); CorruptionError names file and reason."""
+        """NotFoundError: no such packet (yet, or no more); CorruptionError names file and reason.
+
+        UntrustedError: it is not signed by one of the keys of PERSIA_VERIFY_KEY.
+        """
         path = self._manifest(position)
         try:
             content = path.read_replaced(max_bytes=_MAX_MANIFEST_BYTES)
         except NotFoundError as failure:
             raise NotFoundError(f"there is no packet {position} in {self.location}") from failure
+        keys = trusted_keys()
+        verify_document(content, str(path), keys)
         packet = Packet.decode(content, str(path))
+        if keys is not None:
+            packet.require_pages(str(path))
         # A manifest that was copied or renamed by hand would apply the wrong changes.
         if packet.position != position:
             raise CorruptionError(f"{path} is of packet {packet.position}")
@@ -87,7 +95,7 @@ class PacketLog:
 
     def add(self, packet: Packet) -> None:
         """Makes a packet exist whose files are there. StorageError: as far as is known it does not."""
-        self._manifest(packet.position).replace(packet.encode())
+        self._manifest(packet.position).replace(packet.encode(signer()))
         try:
             (self.location / LATEST_NAME).replace(encode_pointer(packet.position.name))
         except StorageError as failure:  # `newest` looks beyond the pointer, so it may be late

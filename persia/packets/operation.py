@@ -21,6 +21,7 @@ from persia.storage.manifest import RowSet
 from persia.storage.position import Position
 from persia.storage.shard_file import write_files
 from persia.storage.signature import Signature
+from persia.storage.signing import signer
 from persia.validation import Count, read_document
 
 __all__ = ["ChangeStatus", "DenseState", "PacketOperation", "ask_changes", "begin_stream"]
@@ -73,7 +74,11 @@ class PacketOperation(Operation):
         next one; only where the storage leaves open what it did, the packet may be there."""
         self._require_shared(self.log.location, "incremental_dir=")
         try:
-            arguments = {"directory": str(self.log.files), "stream": self.position.stream}
+            arguments = {
+                "directory": str(self.log.files),
+                "stream": self.position.stream,
+                "with_pages": signer() is not None,
+            }
             self.ask_all(Verb.TAKE, arguments)
             # After all have answered: no change in the packet was made later than this.
             cut_at = time.time()

@@ -19,6 +19,7 @@ from persia.storage.checksummed_json import decode_document, encode_document
 from persia.storage.manifest import DumpId, FileEntry, FileName, RowSet
 from persia.storage.position import Position, is_packet_folder
 from persia.storage.signature import Signature
+from persia.storage.signing import Signer
 from persia.validation import Count, Number, read_document, require_keys, to_json
 
 __all__ = ["Base", "BaseKind", "CheckpointReference", "Packet"]
@@ -91,10 +92,10 @@ class Packet(RowSet):
     def num_bytes(self) -> int:
         return super().num_bytes + sum(file.num_bytes for file in self.dense.values())
 
-    def encode(self) -> bytes:
+    def encode(self, signer: Signer | None = None) -> bytes:
         # `stream` and `number` at the top level, where people and tools look for them.
         values = to_json(self)
-        return encode_document(_FORMAT, {**values.pop("position"), **values})
+        return encode_document(_FORMAT, {**values.pop("position"), **values}, signer)
 
     @classmethod
     def decode(cls, content: bytes, what: str) -> Packet:

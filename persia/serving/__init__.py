@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource, RemoteRows
-from persia.serving.predictor import Predictor, load_script
+from persia.serving.predictor import Predictor
+from persia.serving.scripts import load_script
 
 __all__ = ["EmbeddedRows", "EmbeddingSource", "Predictor", "RemoteRows", "load_script"]

@@ -22,7 +22,7 @@ from typing_extensions import Self
 from persia.checkpoint.checkpoints import Source
 from persia.config import load_embedding_config
 from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, StorageError
-from persia.serving.predictor import load_script
+from persia.serving.scripts import load_script
 from persia.storage.manifest import Manifest, utc_now
 
 SLOTS_NAME = "embedding_config.yml"

@@ -16,16 +16,14 @@ from persia.packets.log import PacketLog
 from persia.packets.packet import Packet
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource
 from persia.serving.predictor import (
-    JIT_DENSE_NAME,
     ModelSettings,
     Predictor,
     Version,
     embeddings_of,
-    load_script,
     load_version,
-    read_script,
     try_sample,
 )
+from persia.serving.scripts import JIT_DENSE_NAME, load_script, read_own, read_script
 from persia.storage.dense import load_state
 from persia.storage.location import Location
 from persia.storage.position import Position
@@ -127,7 +125,7 @@ class DenseModels:
         """NotFoundError: there is no dense model, or no script for it; CorruptionError."""
         self.signature = source.signature
         try:
-            content = source.dense(JIT_DENSE_NAME)
+            content = source.dense(JIT_DENSE_NAME, read_own)
         except NotFoundError:
             try:
                 state = source.dense(_STATE_NAME)
@@ -148,7 +146,8 @@ class DenseModels:
             self.signature = packet.signature or self.signature
             path = log.files / entry.path
             # Bounded by the manifest: a file that grew must not fill the memory of a server.
-            content = path.read(max_bytes=entry.num_bytes)
+            read_file = read_own if name == JIT_DENSE_NAME else Location.read
+            content = read_file(path, max_bytes=entry.num_bytes)
             if hashlib.sha256(content).hexdigest() != entry.checksum:
                 raise CorruptionError(f"{path} is damaged: its checksum is not the packet's")
             return read(content, str(path))
@@ -165,7 +164,7 @@ class DenseModels:
             # Read lazily: a training may write its first TorchScript after this server has started.
             load_script(source)  # checked before it is kept
             self.signature = self.signature or source.signature
-            self._script = (source.dense(JIT_DENSE_NAME), str(source.location / JIT_DENSE_NAME))
+            self._script = (source.dense(JIT_DENSE_NAME, read_own), str(source.location / JIT_DENSE_NAME))
         model = read_script(*self._script)
         try:
             load_state(model, content, where, map_location="cpu")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +16,6 @@ from persia.checkpoint.checkpoints import Source
 from persia.config import SlotsConfig
 from persia.embedding.data import PersiaBatch
 from persia.errors import (
-    CorruptionError,
     FailedPreconditionError,
     InvalidArgumentError,
     ResourceExhaustedError,
@@ -28,12 +25,11 @@ from persia.logger import get_default_logger
 from persia.packets.follower import FollowOptions
 from persia.pipeline.batch import embedding_tensors, to_device
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource
+from persia.serving.scripts import load_script
 from persia.storage.dense import named, takes_names
 from persia.storage.location import Location
 from persia.storage.manifest import Manifest
 from persia.storage.signature import Signature, arranged, require_finite
-
-JIT_DENSE_NAME = "jit_dense.pt"
 
 
 class Predictor:
@@ -154,32 +150,6 @@ class Version:
     name: str
     digest: str  # of the manifest it was loaded from
     predictor: Predictor
-
-
-def load_script(source: Source, name: str = JIT_DENSE_NAME) -> torch.nn.Module:
-    """The TorchScript `name` of the checkpoint `source`.
-
-    Raises NotFoundError, which says how to write one, or CorruptionError.
-    """
-    try:
-        content = source.dense(name)
-    # The most frequent reason is a checkpoint of training alone, which has weights and no TorchScript.
-    except LookupError as failure:
-        raise type(failure)(
-            f"{failure}; write it with ctx.dump_checkpoint(..., with_jit_model=True)"
-        ) from failure
-    return read_script(content, str(source.location / name))
-
-
-def read_script(content: bytes, where: str) -> torch.nn.Module:
-    """TorchScript that `torch.jit.save` wrote. CorruptionError names `where`."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch's: see persia.storage.dense
-            model: torch.nn.Module = torch.jit.load(io.BytesIO(content), map_location="cpu")  # type: ignore[no-untyped-call]
-    except (RuntimeError, ValueError, EOFError) as failure:
-        raise CorruptionError(f"{where} is no TorchScript: {failure}") from failure
-    return model
 
 
 def load_version(

@@ -23,8 +23,9 @@ from persia.logger import get_default_logger
 from persia.serving.archive import SLOTS_NAME, ArchiveSettings
 from persia.serving.batch_predict import Prediction, layout_of, predict_together
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource, RemoteRows
-from persia.serving.predictor import Predictor, load_script
+from persia.serving.predictor import Predictor
 from persia.serving.protocol import status_of
+from persia.serving.scripts import load_script
 from persia.serving.tensors import INPUT_NAME, datatype_of, json_values, output_name
 from persia.storage.manifest import Manifest
 

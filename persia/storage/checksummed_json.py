@@ -16,9 +16,17 @@ from typing import Any
 from persia._version import __version__
 from persia.errors import CorruptionError
 from persia.storage.location import Location
+from persia.storage.signing import Signer, TrustedKeys
 from persia.validation import Count, json_object, read_document
 
-__all__ = ["decode_document", "decode_pointer", "encode_document", "encode_pointer", "read_pointer"]
+__all__ = [
+    "decode_document",
+    "decode_pointer",
+    "encode_document",
+    "encode_pointer",
+    "read_pointer",
+    "verify_document",
+]
 
 # Since this version a document must have a checksum.
 _VERSION = 2
@@ -32,11 +40,15 @@ class _Head:
     version: Count
 
 
-def encode_document(form: str, values: dict[str, Any]) -> bytes:
-    """JSON of `values` behind a "format" and a "version"; its last key is the checksum of all before it."""
+def encode_document(form: str, values: dict[str, Any], signer: Signer | None = None) -> bytes:
+    """JSON of `values` behind a "format" and a "version"; its last keys are the signature, if there is a
+    `signer`, and the checksum of all before it.
+    """
     body = json.dumps({"format": form, "version": _VERSION, **values}, indent=1).encode()
     # Last, by text and not by key order: the checksum covers exactly the bytes in front of it.
     body = body.removesuffix(b"\n}")
+    if signer is not None:
+        body += signer.ending(body)
     return body + b',\n "checksum": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode()
 
 
@@ -59,6 +71,12 @@ def decode_document(content: bytes, what: str, *, form: str) -> dict[str, Any]:
     if version != 1 or "checksum" in values:
         _check(content, what)
     return values
+
+
+def verify_document(content: bytes, what: str, keys: TrustedKeys | None) -> None:
+    """UntrustedError, naming `what`: none of `keys` has signed it. Without keys it returns at once."""
+    if keys is not None:
+        keys.verify(content[: len(content) - _ENDING_BYTES], what)
 
 
 def _check(content: bytes, what: str) -> None:

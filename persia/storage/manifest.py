@@ -17,12 +17,20 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, StrictBool, computed_field, model_validator
 
 from persia._version import __version__
-from persia.errors import CorruptionError, FailedPreconditionError, InvalidArgumentError, NotFoundError
-from persia.storage.checksummed_json import decode_document, encode_document
+from persia.errors import (
+    CorruptionError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    UntrustedError,
+)
+from persia.storage.checksummed_json import decode_document, encode_document, verify_document
 from persia.storage.location import Location
+from persia.storage.pages import PAGES_ENDING
 from persia.storage.position import PACKET_FOLDER, STREAM, Position, make_stream_id
 from persia.storage.schema import RowSchema
 from persia.storage.signature import Signature
+from persia.storage.signing import Signer, TrustedKeys, trusted_keys
 from persia.validation import Count, Hex, read_document, require_keys, to_json
 
 __all__ = [
@@ -80,6 +88,7 @@ class FileEntry:
     num_bytes: Count
     checksum: str  # SHA-256 in hex; of rows: of header, footer and trailer, which hold all others
     num_rows: Count  # 0 of a dense file
+    pages: str | None = None  # of rows that are signed: SHA-256 in hex of the file `path`.pages (pages.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +117,14 @@ class RowSet:
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
+
+    def require_pages(self, what: str) -> None:
+        """UntrustedError: a signature would not cover the rows, as their own checksums can be forged."""
+        for file in self.files:
+            if file.pages is None:
+                raise UntrustedError(
+                    f"{what} has no digests of the pages of {file.path}: dump it anew, signed"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +186,10 @@ class Manifest:
         """All its files."""
         dense = () if self.dense is None else self.dense.files.values()
         rows = () if self.embeddings is None else self.embeddings.files
-        return {file.path for file in (*dense, *rows)}
+        return {
+            *(file.path for file in (*dense, *rows)),
+            *(f"{file.path}{PAGES_ENDING}" for file in rows if file.pages is not None),
+        }
 
     def updated(
         self, step: int | None, dense: DenseSection | None, embeddings: EmbeddingSection | None
@@ -189,8 +209,8 @@ class Manifest:
             raise NotFoundError(f"{directory} has no embeddings: only its dense part was dumped")
         return self.embeddings
 
-    def encode(self) -> bytes:
-        return encode_document(_FORMAT, to_json(self))
+    def encode(self, signer: Signer | None = None) -> bytes:
+        return encode_document(_FORMAT, to_json(self), signer)
 
     @classmethod
     def decode(cls, content: bytes, what: str) -> Manifest:
@@ -203,8 +223,11 @@ class Manifest:
         return read_document(cls, values, what)
 
     @classmethod
-    def read(cls, directory: Location) -> tuple[Manifest, str]:
-        """The manifest of a checkpoint and its digest; NotFoundError: there is none."""
+    def read(cls, directory: Location, keys: TrustedKeys | None = None) -> tuple[Manifest, str]:
+        """The manifest of a checkpoint and its digest; NotFoundError: there is none.
+
+        UntrustedError: it is not signed by one of `keys`, or of PERSIA_VERIFY_KEY if none are given.
+        """
         path = directory / MANIFEST_NAME
         try:
             content = path.read_replaced(max_bytes=MAX_MANIFEST_BYTES)
@@ -213,8 +236,14 @@ class Manifest:
                 f"{directory} is no checkpoint: it has no {MANIFEST_NAME}. Check the path; an unfinished "
                 "dump leaves none"
             ) from failure
+        # Before it is parsed: nothing of what a stranger has written is acted on.
+        keys = keys or trusted_keys()
+        verify_document(content, str(path), keys)
+        manifest = cls.decode(content, str(path))
+        if keys is not None and manifest.embeddings is not None:
+            manifest.embeddings.require_pages(str(path))
         # Servers compare the digest, so that all of them load the checkpoint that the coordinator means.
-        return cls.decode(content, str(path)), hashlib.sha256(content).hexdigest()
+        return manifest, hashlib.sha256(content).hexdigest()
 
 
 def check_file_name(name: str) -> None:

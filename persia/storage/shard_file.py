@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError
 from persia.storage.location import Location
 from persia.storage.manifest import FileEntry
+from persia.storage.pages import PAGES_ENDING, PagedFile, PageHasher
 
 if TYPE_CHECKING:
     from persia._native import SnapshotPart
@@ -36,21 +37,39 @@ _CHECKSUM_OFFSET = 8  # of a block; blocks begin at multiples of 8
 
 
 def write_shard_file(
-    part: SnapshotPart, directory: Location, path: str, on_bytes: Callable[[int], None]
+    part: SnapshotPart,
+    directory: Location,
+    path: str,
+    on_bytes: Callable[[int], None],
+    *,
+    with_pages: bool = False,
 ) -> FileEntry:
     """Writes all of `part` to `directory/path` and reads back its index, as the storage has it.
 
-    `on_bytes` is called with the size of every piece; what it raises breaks the file off.
+    `on_bytes` is called with the size of every piece; what it raises breaks the file off. `with_pages` also
+    writes the digests of all pages, for a manifest that is signed.
     """
     location, num_bytes = directory / path, 0
+    hasher = PageHasher() if with_pages else None
     with location.create() as file:
         while piece := part.read(_WRITE_BYTES):
             file.write(piece)
+            if hasher is not None:
+                hasher.update(piece)
             num_bytes += len(piece)
             on_bytes(len(piece))
     # From the storage, not from the bytes sent: the manifest must vouch for what readers will get.
-    _, checksum = _read_index(location, num_bytes)
-    return FileEntry(path=path, num_bytes=num_bytes, checksum=checksum, num_rows=int(part.num_rows))
+    source: Location | PagedFile = location
+    pages: str | None = None
+    if hasher is not None:
+        digests = hasher.finish()
+        with (directory / f"{path}{PAGES_ENDING}").create() as file:
+            file.write(digests)
+        # By the digests of what was sent: the storage could answer with the index of another file.
+        source, pages = PagedFile(location, num_bytes, digests), hashlib.sha256(digests).hexdigest()
+    _, checksum = _read_index(location, source, num_bytes)
+    num_rows = int(part.num_rows)
+    return FileEntry(path=path, num_bytes=num_bytes, checksum=checksum, num_rows=num_rows, pages=pages)
 
 
 def write_files(directory: Location, folder: str, contents: Mapping[str, bytes]) -> dict[str, FileEntry]:
@@ -92,7 +111,10 @@ class ShardFile:
                 f"{self.location} has {num_bytes} bytes, the manifest says {entry.num_bytes}: it was "
                 "truncated or replaced"
             )
-        self.blocks, checksum = _read_index(self.location, num_bytes)
+        self._source: Location | PagedFile = self.location
+        if entry.pages is not None:
+            self._source = PagedFile.open(self.location, num_bytes, entry.pages)
+        self.blocks, checksum = _read_index(self.location, self._source, num_bytes)
         if checksum != entry.checksum:
             raise CorruptionError(
                 f"{self.location} is not the file that the manifest means: its index is another dump's"
@@ -128,7 +150,7 @@ class ShardFile:
 
     def read(self, chunk: Chunk) -> bytes:
         """Reads whole blocks, and checks that each begins with the checksum that the index has."""
-        content = self.location.read_range(chunk.offset, chunk.num_bytes)
+        content = self._source.read_range(chunk.offset, chunk.num_bytes)
         if len(content) != chunk.num_bytes:
             raise CorruptionError(f"it ends at {chunk.offset + len(content)}, shorter than before")
         # The decoder checks each block by its own checksum. This finds a sound block of another file.
@@ -148,20 +170,22 @@ class ShardFile:
             raise type(failure)(f"{where}: {failure}") from failure
 
 
-def _read_index(location: Location, num_bytes: int) -> tuple[NDArray[np.void], str]:
-    """The blocks of a file by its index, and the checksum that the manifest has of it."""
+def _read_index(
+    location: Location, source: Location | PagedFile, num_bytes: int
+) -> tuple[NDArray[np.void], str]:
+    """The blocks of a file by its index, and the checksum that the manifest has of it. `source` reads it."""
     from persia import _native
 
     trailer_bytes = _native.CHECKPOINT_TRAILER_BYTES
     if num_bytes < trailer_bytes:
         raise CorruptionError(f"{location} has {num_bytes} bytes: it is no file of rows")
     # Nothing in it is trusted: offsets could lead outside of the file, or make a read as large as memory.
-    trailer = location.read_range(num_bytes - trailer_bytes, trailer_bytes)
+    trailer = source.read_range(num_bytes - trailer_bytes, trailer_bytes)
     try:
         offset, length = _native.parse_checkpoint_trailer(trailer)
         if offset + length != num_bytes - trailer_bytes:
             raise CorruptionError(f"its footer ends at {offset + length}, not at the trailer")
-        footer = location.read_range(offset, length)
+        footer = source.read_range(offset, length)
         blocks = _native.parse_checkpoint_footer(footer)
         ends = blocks["offset"] + blocks["length"]
         if len(blocks) and (
@@ -171,5 +195,5 @@ def _read_index(location: Location, num_bytes: int) -> tuple[NDArray[np.void], s
     except CorruptionError as failure:
         raise CorruptionError(f"{location}: {failure}") from failure
     # The header is in the checksum: it has the settings that the rows are decoded by.
-    header = location.read_range(0, int(blocks["offset"][0]) if len(blocks) else offset)
+    header = source.read_range(0, int(blocks["offset"][0]) if len(blocks) else offset)
     return blocks, hashlib.sha256(header + footer + trailer).hexdigest()

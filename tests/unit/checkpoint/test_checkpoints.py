@@ -472,9 +472,9 @@ def test_a_dump_is_nice_only_where_nothing_trains(
     def own_priority() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    def write(*arguments: Any) -> FileEntry:
+    def write(*arguments: Any, **options: Any) -> FileEntry:
         priorities.append(own_priority())
-        return write_shard_file(*arguments)
+        return write_shard_file(*arguments, **options)
 
     priorities: list[int] = []
     monkeypatch.setattr("persia.checkpoint.server_job.write_shard_file", write)

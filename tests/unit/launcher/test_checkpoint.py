@@ -80,6 +80,26 @@ def test_verify_names_what_is_broken(bags: EmbeddingBagCollection, tmp_path: Pat
     assert "is missing" in result.stdout.replace("\n", "")
 
 
+def test_verify_asks_for_the_signature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    created = CliRunner().invoke(cli, ["signing-key", "create", str(tmp_path / "job.key")])
+    assert created.exit_code == 0, created.output
+    monkeypatch.setenv("PERSIA_VERIFY_KEY", "")  # the option sets it for the process: undone after the test
+    for name, key in (("unsigned", ""), ("signed", str(tmp_path / "job.key"))):
+        monkeypatch.setenv("PERSIA_SIGN_KEY", key)
+        bags = make_bags()
+        bags(*ids_of([1, 2, 3], [7, 8]))
+        bags.dump(tmp_path / name, step=10)
+    public = tmp_path / "job.key.pub"
+    assert run("verify", tmp_path / "signed", "--verify-key", public).exit_code == 0
+    monkeypatch.setenv("PERSIA_VERIFY_KEY", "")
+    assert run("verify", tmp_path / "unsigned").exit_code == 0
+    result = run("verify", tmp_path / "unsigned", "--verify-key", public)
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert f"{tmp_path / 'unsigned' / 'manifest.json'} is not signed, and must be by {public}" in line
+    assert "--sign-key" in line
+
+
 def test_diff_counts_and_measures(bags: EmbeddingBagCollection, tmp_path: Path) -> None:
     # Users 1 and 3 move by (0.5, 0.5, 0.5, 0.5), user 4 is new; items stay.
     pooled = bags(*ids_of([1, 3, 4], []))

@@ -14,6 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from persia import env
 from persia.errors import UnavailableError
 from persia.launcher import cli
 from persia.roles import embedding_worker, parameter_server
@@ -260,13 +261,19 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
         "--replica-index": "14",
         "--replica-size": "15",
         "--device-id": "16",
+        "--verify-key": "ads.pub",
     }
+    for variable in ("PERSIA_VERIFY_KEY", "PERSIA_TRUST_SCRIPTS"):
+        monkeypatch.setenv(variable, "")  # which the command replaces
+    monkeypatch.delenv("PERSIA_TRUST_SCRIPTS")
     command = cli.get_command(click.Context(cli), "serve")
     options = {option for one in command.params if isinstance(one, click.Option) for option in one.opts}
-    assert options == given.keys() | {"--embedding-worker"}
-    result = run("serve", str(tmp_path / "model"), *(word for pair in given.items() for word in pair))
+    assert options == given.keys() | {"--embedding-worker", "--trust-scripts"}
+    words = ["--trust-scripts", *(word for pair in given.items() for word in pair)]
+    result = run("serve", str(tmp_path / "model"), *words)
     assert result.exit_code == 0, result.output
     ((settings, serving),) = seen
+    assert (env.get_verify_keys(), env.trusts_scripts()) == (["ads.pub"], True)
     assert (settings.name, settings.sample, settings.poll_s, settings.servers) == (
         "ads",
         b"batch",

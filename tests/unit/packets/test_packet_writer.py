@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
 from persia.checkpoint.peers import LocalPeer, Peer
 from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.embedding import EmbeddingConfig
-from persia.errors import UnavailableError
+from persia.errors import CorruptionError, UnavailableError, UntrustedError
 from persia.packets.changes import IncrementalSettings
 from persia.packets.log import PacketLog
 from persia.packets.packet import BaseKind, Packet
@@ -29,9 +30,18 @@ from persia.rows.reader import Span
 from persia.storage.manifest import Manifest
 from persia.storage.position import Position
 from persia.storage.shard_file import ShardFile
+from persia.storage.signing import create_key
 from persia.storage.versions import resolve
 from tests import packet_follower
-from tests.unit.checkpoint.conftest import checkpoints_of, make_bags, rows_of, services, train, without_ages
+from tests.unit.checkpoint.conftest import (
+    checkpoints_of,
+    make_bags,
+    rows_of,
+    sealed,
+    services,
+    train,
+    without_ages,
+)
 
 DEADLINE_S = 20.0
 NEVER_MS = 10_000.0
@@ -136,6 +146,34 @@ def test_a_follower_from_nothing_is_equal(job: Job, tmp_path: Path) -> None:
     assert counts.rows == sum(packet.num_rows for packet in packets)
     assert counts.bytes == sum(packet.num_bytes for packet in packets)
     assert (counts.restarts, counts.failures, counts.lag_s) == (1, 0, 0.0)
+
+
+def test_signed_packets_are_bound_to_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    private, public = create_key(tmp_path / "job.key")
+    monkeypatch.setenv("PERSIA_SIGN_KEY", str(private))
+    monkeypatch.setenv("PERSIA_VERIFY_KEY", str(public))
+    job = Job(tmp_path / "log")
+    for seed in range(2):
+        job.train(seed=seed)
+        wait_for(job, 2 + seed)
+    job.writer.close(None)
+    follower = Follower(job.log)
+    follower.follow()
+    assert_equal(follower, job, tmp_path)
+    restart, packet = job.packets()[:2]
+    assert all(file.pages is not None for file in packet.files)
+    paths = [tmp_path / "log" / "manifests" / f"{p.position.name}.json" for p in (restart, packet)]
+    honest = paths[1].read_bytes()
+    paths[1].write_bytes(paths[0].read_bytes())  # signed, and of another number
+    with pytest.raises(CorruptionError, match="is of packet"):
+        job.log.read(packet.position)
+    values = json.loads(honest)
+    del values["signature"], values["checksum"]
+    paths[1].write_bytes(sealed(values))
+    with pytest.raises(UntrustedError, match=f"{packet.position.name}.json is not signed"):
+        job.log.read(packet.position)
+    monkeypatch.delenv("PERSIA_VERIFY_KEY")  # without a key it is a packet as any other
+    assert job.log.read(packet.position) == packet
 
 
 def test_bug_9_evicted_rows_are_removals(tmp_path: Path) -> None:
