@@ -257,7 +257,7 @@ def _write(operation: DumpOperation, position: Position | None) -> tuple[Manifes
                 dense = DenseSection(dump_id=operation.operation, created_at=utc_now(), files=files)
             section = operation.finish(position) if operation.peers else None
             # Read only now: another dump into the same directory may have ended meanwhile.
-            old, new = _merged(directory, request.step, dense, section)
+            old, new = _merged(request, dense, section)
         except BaseException:
             operation.give_up()
             raise
@@ -276,9 +276,10 @@ def described(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _merged(
-    target: Location, step: int | None, dense: DenseSection | None, section: Any
+    request: DumpRequest, dense: DenseSection | None, section: Any
 ) -> tuple[Manifest, Manifest]:
     """The manifest that is there, and the one that replaces it."""
+    target = request.directory
     try:
         old, _ = Manifest.read(target)
     except NotFoundError:
@@ -291,7 +292,7 @@ def _merged(
                 "another directory"
             ) from failure
         old = Manifest()
-    return old, old.updated(step, dense, section)
+    return old, old.updated(request.step, dense, section, request.trained)
 
 
 def _remove_old_dumps(target: Location, old: Manifest, new: Manifest, dump_id: str) -> None:

@@ -22,6 +22,7 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.logger import get_default_logger
+from persia.pipeline.position import DataPosition
 from persia.storage.checksummed_json import encode_pointer
 from persia.storage.location import Location
 from persia.storage.manifest import (
@@ -51,6 +52,7 @@ class DumpRequest:
     dense: Mapping[str, bytes] = field(default_factory=dict)  # torch files by name
     embeddings: bool = True  # all rows
     step: int | None = None  # of the training loop
+    trained: DataPosition | None = None  # at that step
     keep_last: int | None = None  # how many checkpoints stay
     optimizer: dict[str, Any] | None = None  # settings of the embedding optimizer, for people
     keep_small_rows: bool = False  # those below their slot's min_norm, which are removed first otherwise

@@ -126,7 +126,9 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         with self._closed_on_error():
             self._join_ranks(distributed_option)
             # After the process group: the sender's threads would outlive one that cannot be joined.
-            sender = self._pipeline.train(self._consistency, self._uneven_inputs, **sizes)
+            sender = self._pipeline.train(
+                self._consistency, self._uneven_inputs, lambda: self.step, **sizes
+            )
             # Only float16 needs it: bfloat16 has the exponents of float32, and nothing underflows.
             scaler = torch.amp.GradScaler(self._device_type) if self._precision.scaled else None
             rules = scaler, grad_scalar_update_factor, self.world_size, max_nonfinite_steps

@@ -18,6 +18,7 @@ from pydantic import Field, StrictBool, computed_field, model_validator
 
 from persia._version import __version__
 from persia.errors import CorruptionError, FailedPreconditionError, InvalidArgumentError, NotFoundError
+from persia.pipeline.position import DataPosition
 from persia.storage.checksummed_json import decode_document, encode_document
 from persia.storage.location import Location
 from persia.storage.position import PACKET_FOLDER, STREAM, Position, make_stream_id
@@ -155,6 +156,7 @@ class Manifest:
     step: Count | None = None  # of the training loop, as the script or its context counts
     dense: DenseSection | None = None
     embeddings: EmbeddingSection | None = None
+    trained: DataPosition | None = None  # the batches of data loaders at this step; None: not known
     created_by: str = field(default=f"persia {__version__}")
 
     @property
@@ -170,7 +172,11 @@ class Manifest:
         return {file.path for file in (*dense, *rows)}
 
     def updated(
-        self, step: int | None, dense: DenseSection | None, embeddings: EmbeddingSection | None
+        self,
+        step: int | None,
+        dense: DenseSection | None,
+        embeddings: EmbeddingSection | None,
+        trained: DataPosition | None = None,
     ) -> Manifest:
         """With what a dump has written in place of what was there; None leaves a part as it is."""
         return replace(
@@ -178,6 +184,8 @@ class Manifest:
             step=self.step if step is None else step,
             dense=dense or self.dense,
             embeddings=embeddings or self.embeddings,
+            # At another step an older position would be wrong.
+            trained=self.trained if step is None else trained,
             created_by=f"persia {__version__}",
         )
 

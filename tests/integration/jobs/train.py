@@ -61,6 +61,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--embedded-loader", type=int, default=0, help="batches to feed, without a broker")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds between batches")
     parser.add_argument("--ahead", type=int, default=0, help="batches in flight before the first step")
+    parser.add_argument("--dump", default=None, help="a checkpoint there after --dump-after batches")
+    parser.add_argument("--dump-after", type=int, default=-1)
     parser.add_argument("--skip-every", type=int, default=0, help="no backward for every n-th batch")
     return parser.parse_args()
 
@@ -103,6 +105,9 @@ def train(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) ->
         if options.skip_every and position % options.skip_every == 0:
             continue
         ctx.backward(loss)
+        if position + 1 == options.dump_after:
+            ctx.dump_checkpoint(options.dump, extra={"batch_ids": report["batch_ids"]})
+            print("dumped", flush=True)
         if position + 1 == options.stop_after:
             break
         if position + 1 == options.fail_after and options.fail_rank in (-1, get_rank()):
@@ -130,7 +135,7 @@ def main() -> None:
     try:
         with ctx:
             if (checkpoint := get_resume_checkpoint()) is not None:
-                ctx.load_checkpoint(checkpoint)
+                report["extra"] = ctx.load_checkpoint(checkpoint)
                 report["resumed"] = {"step": ctx.step, "digest": digest(model.parameters())}
                 report["resumed"]["optimizer_digest"] = digest(momenta(ctx.dense_optimizer))
             train(ctx, options, report)
