@@ -19,6 +19,7 @@ __all__ = [
     "NotFoundError",
     "PersiaError",
     "ResourceExhaustedError",
+    "RowsLostError",
     "StorageError",
     "StreamClosedError",
     "UnavailableError",
@@ -71,6 +72,10 @@ class InternalError(PersiaError):
 
 class FailedPreconditionError(PersiaError):
     """Called in the wrong state: not configured yet, or configured differently."""
+
+
+class RowsLostError(FailedPreconditionError):
+    """A parameter server has restarted without its rows: load the last checkpoint."""
 
 
 class StreamClosedError(FailedPreconditionError):

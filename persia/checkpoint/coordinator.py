@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -61,6 +61,8 @@ class DumpRequest:
     # False: the dump returns once every server has its snapshot, so that training may continue; an error is
     # raised by `Checkpoints.wait_for_dump`.
     blocking: bool = True
+    # Called instead of raising what another try may not meet; None: it is raised.
+    on_failure: Callable[[PersiaError], None] | None = None
 
     def __post_init__(self) -> None:
         if self.in_place and not self.with_state:

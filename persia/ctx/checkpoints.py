@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -23,6 +23,7 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.job.batch_pipeline import BatchPipeline
+from persia.job.lost_rows import RowsGuard
 from persia.job.runtime import JobRuntime
 from persia.logger import get_default_logger
 from persia.pipeline.position import DataPosition
@@ -243,6 +244,7 @@ class TrainingCheckpointMethods(CheckpointMethods):
     dense_optimizer: torch.optim.Optimizer
     embedding_optimizer: Optimizer
     embedding_config: EmbeddingConfig
+    _rows_guard: RowsGuard | None = None  # of a context that trains on servers
 
     def dump_checkpoint(  # type: ignore[override]  # the published names differ between the contexts
         self,
@@ -257,16 +259,23 @@ class TrainingCheckpointMethods(CheckpointMethods):
         keep_last: int | None = None,
         in_place: bool = False,
         extra: Any = None,
+        on_error: Literal["raise", "log"] = "raise",
     ) -> None:
         """As `EmbeddingCtx.dump_checkpoint`, with the dense optimizer; `step` is this context's by default.
 
         All ranks hold the same dense part, and rank 0 writes: on the others this does nothing. The checkpoint
         says which batches of the data loaders all ranks have trained.
+
+        `on_error="log"` is for dumps that are repeated: one that fails as the disk is full, or a server or
+        the storage does not answer, is logged and counted in `counters.dumps_failed`, and training continues.
         """
         states = self._states(dense_model_filename, opt_filename)
         jit_name = jit_dense_model_filename if with_jit_model else None
         options = {"blocking": blocking, "step": step, "keep_last": keep_last, "in_place": in_place}
-        self._dump(dst_dir, states, jit_name, extra, **options)
+        if on_error not in ("raise", "log"):
+            raise InvalidArgumentError(f"on_error is {on_error!r}: choose 'raise' or 'log'")
+        on_failure = None if on_error == "raise" else self._dump_failed
+        self._dump(dst_dir, states, jit_name, extra, on_failure=on_failure, **options)
 
     def load_checkpoint(  # type: ignore[override]  # the published names differ between the contexts
         self,
@@ -299,11 +308,17 @@ class TrainingCheckpointMethods(CheckpointMethods):
 
     def _dump(self, *args: Any, **options: Any) -> None:
         if self.rank == 0:
+            if self._rows_guard is not None:
+                self._rows_guard.check()  # a good checkpoint must not be replaced by one without these rows
             if options.get("step") is None:
                 options["step"] = self.step
             self._pipeline.wait_for_gradients()  # before the others are asked: they wait for theirs meanwhile
             options |= {"optimizer": described(self.embedding_optimizer), "trained": self._position()}
             super()._dump(*args, **options)
+
+    def _dump_failed(self, failure: PersiaError) -> None:
+        self._pipeline.counters.add(dumps_failed=1)
+        get_default_logger().error("a dump failed, and training continues until the next one: %s", failure)
 
     def _position(self) -> DataPosition | None:
         try:
@@ -324,6 +339,8 @@ class TrainingCheckpointMethods(CheckpointMethods):
         self._on_rank_0(partial(self.runtime.checkpoints.load, source, **options))
         if blocking:
             self.wait_for_load_embedding()
+        if self._rows_guard is not None:
+            self._rows_guard.loaded()
 
     def _on_rank_0(self, work: Callable[[], None]) -> None:
         if self.world_size > 1:

@@ -79,7 +79,7 @@ class BatchPipeline:
         self._step = step
         self.consistency, self.around_stream = consistency, around_stream
         # A failure that only a background thread sees wakes the loop, which may wait for a batch.
-        self.gradients = GradientSender(self.backend, self.counters, on_failure=self._fail, **sizes)
+        self.gradients = GradientSender(self.backend, self.counters, on_failure=self.fail, **sizes)
         return self.gradients
 
     def receive(
@@ -144,7 +144,7 @@ class BatchPipeline:
             forward_buffer_size=forward_buffer_size,
             num_workers=num_workers,
         )
-        # For `close`, `_fail` and the metrics: a loop may be left with `break`, and its iterator kept.
+        # For `close`, `fail` and the metrics: a loop may be left with `break`, and its iterator kept.
         self._prefetchers.append(prefetcher)
         return prefetcher
 
@@ -257,7 +257,8 @@ class BatchPipeline:
         assert pending.reference is not None, "registered by a loader"
         self.reaper.reap(BatchLease(pending.batch_id, pending.reference))
 
-    def _fail(self, failure: PersiaError) -> None:
+    def fail(self, failure: PersiaError) -> None:
+        """The loop raises `failure`, on whatever thread this is called."""
         # A copy: a gradient thread calls this while the loop may begin or end a prefetch.
         for prefetcher in list(self._prefetchers):
             prefetcher.fail(failure)

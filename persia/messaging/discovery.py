@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, StrictBool, model_validator
 
 from persia.config.slots_config import MAX_SLOT_MODES
 from persia.errors import CorruptionError, DeadlineExceededError, FailedPreconditionError, PersiaError
@@ -71,6 +71,7 @@ class ServiceInfo(JsonMessage):
     schema: str = ""  # hash of the embedding config; empty when it has none
     pid: Count = 0
     status_address: str = ""  # "host:port" of its HTTP port with metrics and status; empty when it has none
+    has_rows: StrictBool = False  # a parameter server that began with the rows of its storage tier
     # SlotsConfig.slot_modes of an embedding worker; other roles have none.
     slot_modes: Annotated[tuple[_SlotMode, ...], Field(max_length=MAX_SLOT_MODES)] = ()
 

@@ -99,7 +99,9 @@ def test_killed_job_resumes_with_any_number_of_loaders_and_ranks(
 
 def test_restarted_loader_begins_where_the_rank_is(start_job: Callable[..., Any]) -> None:
     options = ["--total", str(TOTAL), "--resume"]
-    job = start_job("--pace", "0.03", loaders=[options, options])
+    # The loader may take longer to start than the silence that ranks are patient for.
+    env = {"PERSIA_LOADER_SILENCE_SEC": "60"}
+    job = start_job("--pace", "0.03", loaders=[options, options], env=env)
     await_output(job.nn_worker, "batch 40\n")
     job.cluster.kill("data-loader-0")
     job.cluster.restart("data-loader-0")
