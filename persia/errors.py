@@ -20,6 +20,7 @@ __all__ = [
     "PermissionDeniedError",
     "PersiaError",
     "ResourceExhaustedError",
+    "RowsLostError",
     "StorageError",
     "StreamClosedError",
     "UnavailableError",
@@ -81,6 +82,10 @@ class InternalError(PersiaError):
 
 class FailedPreconditionError(PersiaError):
     """Called in the wrong state: not configured yet, or configured differently."""
+
+
+class RowsLostError(FailedPreconditionError):
+    """A parameter server has restarted without its rows: load the last checkpoint."""
 
 
 class StreamClosedError(FailedPreconditionError):

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,7 +19,16 @@ from persia.checkpoint.coordinator import DumpOperation, DumpRequest, LoadOperat
 from persia.checkpoint.peers import Peer
 from persia.checkpoint.progress import ShownProgress, megabytes
 from persia.embedding.optim import Optimizer
-from persia.errors import CorruptionError, FailedPreconditionError, NotFoundError, UntrustedError
+from persia.errors import (
+    CorruptionError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    NotFoundError,
+    ResourceExhaustedError,
+    StorageError,
+    UnavailableError,
+    UntrustedError,
+)
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
 from persia.storage.location import Location
@@ -134,6 +143,10 @@ class Checkpoints:
     def dump(self, request: DumpRequest) -> None:
         """Writes a checkpoint. StorageError, FailedPreconditionError, ...: the one before it is unchanged."""
         self._wait()
+        with _reported(request):
+            self._dump(request)
+
+    def _dump(self, request: DumpRequest) -> None:
         peers = self._find_peers() if request.embeddings else ()
         operation = DumpOperation(make_dump_id(), peers, self._deadline_s, request=request)
         self._show(operation, f"dumping to {operation.directory}")
@@ -142,8 +155,13 @@ class Checkpoints:
             position = self._pause_hook(until_written)
             if operation.peers:
                 operation.begin()
-            work = functools.partial(self._finish_dump, operation, position, until_written.pop_all())
-        self._run(work, blocking=request.blocking)
+            held = until_written.pop_all()
+
+        def finish() -> None:
+            with _reported(request):
+                self._finish_dump(operation, position, held)
+
+        self._run(finish, blocking=request.blocking)
 
     def _finish_dump(
         self, operation: DumpOperation, position: Position | None, until_written: contextlib.ExitStack
@@ -260,6 +278,17 @@ class Checkpoints:
             self._thread.close()
 
 
+@contextlib.contextmanager
+def _reported(request: DumpRequest) -> Iterator[None]:
+    """Reports what a later dump may not meet to `on_failure`, if there is one."""
+    try:
+        yield
+    except (StorageError, ResourceExhaustedError, UnavailableError, DeadlineExceededError) as failure:
+        if request.on_failure is None:
+            raise
+        request.on_failure(failure)
+
+
 def _write(operation: DumpOperation, position: Position | None) -> tuple[Manifest, Manifest]:
     """Writes everything and commits the checkpoint. Returns the manifest before and the new one."""
     request, directory = operation.request, operation.directory
@@ -277,7 +306,7 @@ def _write(operation: DumpOperation, position: Position | None) -> tuple[Manifes
                 )
             section = operation.finish(position) if operation.peers else None
             # Read only now: another dump into the same directory may have ended meanwhile.
-            old, new = _merged(directory, request.step, dense, section)
+            old, new = _merged(request, dense, section)
         except BaseException:
             operation.give_up()
             raise
@@ -295,10 +324,9 @@ def described(optimizer: Optimizer) -> dict[str, Any]:
     return {"name": type(optimizer).__name__, **settings}
 
 
-def _merged(
-    target: Location, step: int | None, dense: DenseSection | None, section: Any
-) -> tuple[Manifest, Manifest]:
+def _merged(request: DumpRequest, dense: DenseSection | None, section: Any) -> tuple[Manifest, Manifest]:
     """The manifest that is there, and the one that replaces it."""
+    target = request.directory
     try:
         # What stays of it is signed again: the key must not vouch for what a stranger has put there.
         key = signer()
@@ -313,7 +341,7 @@ def _merged(
                 "another directory"
             ) from failure
         old = Manifest()
-    return old, old.updated(step, dense, section)
+    return old, old.updated(request.step, dense, section, request.trained)
 
 
 def _remove_old_dumps(target: Location, old: Manifest, new: Manifest, dump_id: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.logger import get_default_logger
+from persia.pipeline.position import DataPosition
 from persia.storage.checksummed_json import encode_pointer
 from persia.storage.location import Location
 from persia.storage.manifest import (
@@ -54,6 +55,7 @@ class DumpRequest:
     signature: Signature | None = None  # of the dense model's inputs
     embeddings: bool = True  # all rows
     step: int | None = None  # of the training loop
+    trained: DataPosition | None = None  # at that step
     keep_last: int | None = None  # how many checkpoints stay
     optimizer: dict[str, Any] | None = None  # settings of the embedding optimizer, for people
     keep_small_rows: bool = False  # those below their slot's min_norm, which are removed first otherwise
@@ -62,6 +64,8 @@ class DumpRequest:
     # False: the dump returns once every server has its snapshot, so that training may continue; an error is
     # raised by `Checkpoints.wait_for_dump`.
     blocking: bool = True
+    # Called instead of raising what another try may not meet; None: it is raised.
+    on_failure: Callable[[PersiaError], None] | None = None
 
     def __post_init__(self) -> None:
         if self.in_place and not self.with_state:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -14,16 +14,27 @@ from persia.checkpoint.checkpoints import DumpRequest, Source, described
 from persia.ctx.ranks import done_by_rank_0
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Optimizer
-from persia.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, PersiaError
+from persia.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    PersiaError,
+    UnavailableError,
+)
 from persia.job.batch_pipeline import BatchPipeline
+from persia.job.lost_rows import RowsGuard
 from persia.job.runtime import JobRuntime
 from persia.logger import get_default_logger
+from persia.pipeline.position import DataPosition
 from persia.storage import dense
 from persia.storage.location import Location
+from persia.storage.manifest import Manifest
 
 __all__ = ["CheckpointMethods", "TrainingCheckpointMethods"]
 
 _Path = str | os.PathLike[str]
+_EXTRA = "extra.pt"  # among the dense files: it is written and committed with them
 
 
 class CheckpointMethods:
@@ -45,6 +56,7 @@ class CheckpointMethods:
         step: int | None = None,
         keep_last: int | None = None,
         in_place: bool = False,
+        extra: Any = None,
     ) -> None:
         """Writes the dense model and all embeddings to `dst_dir`: a directory, or a URL that fsspec knows.
 
@@ -58,12 +70,13 @@ class CheckpointMethods:
             keep_last: makes `dst_dir` a directory of checkpoints, named by `step`, of which so many are kept.
             in_place: for servers with storage tiers (docs/tiers.md). Rows stay there, and `dst_dir` gets the
                 dense model and what ties it to them. Servers return to these rows; only they can load it.
+            extra: state of the script, which `load_checkpoint` returns: tensors, numbers, strings, bytes,
+                None, and lists, tuples and dicts of them. InvalidTypeError: anything else.
         """
         states = {dense_filename: self._require_model()}
         jit_name = jit_dense_filename if with_jit_model else None
-        self._dump(
-            dst_dir, states, jit_name, blocking=blocking, step=step, keep_last=keep_last, in_place=in_place
-        )
+        options = {"blocking": blocking, "step": step, "keep_last": keep_last, "in_place": in_place}
+        self._dump(dst_dir, states, jit_name, extra, **options)
 
     def load_checkpoint(
         self,
@@ -73,16 +86,17 @@ class CheckpointMethods:
         blocking: bool = True,
         *,
         strict: bool = True,
-    ) -> None:
+    ) -> Any:
         """Loads the dense model and all embeddings from `src_dir`, or from the newest checkpoint in it.
 
+        Returns the `extra` of the dump; None: it had none.
         Everything is checked before anything is replaced; NotFoundError, CorruptionError name the file.
         `blocking=False` returns once it is checked, and the dense model replaced; servers replace their rows
         meanwhile, and `wait_for_load_embedding` raises what fails then.
         `strict=False` accepts that slots were added or removed since.
         """
         states = {dense_filename: self._require_model()}
-        self._load(src_dir, states, map_location, blocking=blocking, strict=strict)
+        return self._load(src_dir, states, map_location, blocking=blocking, strict=strict)[1]
 
     def dump_embedding(
         self,
@@ -161,12 +175,15 @@ class CheckpointMethods:
         dst_dir: _Path,
         states: Mapping[str, dense.TorchState],
         jit_name: str | None = None,
+        extra: Any = None,
         **options: Any,
     ) -> None:
         """`options`: those of `DumpRequest`."""
         _check_finite(states.values())
         self._pipeline.wait_for_gradients()  # the rows of a checkpoint have all of the training before it
         files = {name: dense.state_bytes(state) for name, state in states.items()}
+        if extra is not None:
+            files[_EXTRA] = dense.extra_bytes(extra)
         failure: PersiaError | None = None
         if jit_name is not None:
             try:
@@ -186,11 +203,14 @@ class CheckpointMethods:
         states: Mapping[str, dense.TorchState],
         map_location: Any,
         **options: bool,
-    ) -> Source:
-        """`options`: those of `load_embedding`."""
+    ) -> tuple[Manifest, Any]:
+        """The manifest and the `extra` of the checkpoint. `options`: those of `load_embedding`."""
         source = Source(src_dir)
         # All files are read and their checksums compared before the first state is replaced.
         contents = {name: source.dense(name) for name in states}
+        extra, section = None, source.manifest.dense
+        if section is not None and _EXTRA in section.files:
+            extra = dense.load_extra(source.dense(_EXTRA), str(source.location / _EXTRA))
         # The rows are loaded last and may be refused: model and optimizer must not be those of another
         # checkpoint.
         with dense.undone_on_error(list(states.values())):
@@ -206,7 +226,7 @@ class CheckpointMethods:
         # Later batches are matched with it. Where slots were added or removed the model has other inputs.
         if options.get("strict", True):
             self.runtime.signature = source.signature
-        return source
+        return source.manifest, extra
 
     def _load_embeddings(self, source: Source, **options: Any) -> None:
         """`options`: those of `Checkpoints.load`."""
@@ -228,6 +248,7 @@ class TrainingCheckpointMethods(CheckpointMethods):
     dense_optimizer: torch.optim.Optimizer
     embedding_optimizer: Optimizer
     embedding_config: EmbeddingConfig
+    _rows_guard: RowsGuard | None = None  # of a context that trains on servers
 
     def dump_checkpoint(  # type: ignore[override]  # the published names differ between the contexts
         self,
@@ -241,16 +262,24 @@ class TrainingCheckpointMethods(CheckpointMethods):
         step: int | None = None,
         keep_last: int | None = None,
         in_place: bool = False,
+        extra: Any = None,
+        on_error: Literal["raise", "log"] = "raise",
     ) -> None:
         """As `EmbeddingCtx.dump_checkpoint`, with the dense optimizer; `step` is this context's by default.
 
-        All ranks hold the same dense part, and rank 0 writes: on the others this does nothing.
+        All ranks hold the same dense part, and rank 0 writes: on the others this does nothing. The checkpoint
+        says which batches of the data loaders all ranks have trained.
+
+        `on_error="log"` is for dumps that are repeated: one that fails as the disk is full, or a server or
+        the storage does not answer, is logged and counted in `counters.dumps_failed`, and training continues.
         """
         states = self._states(dense_model_filename, opt_filename)
         jit_name = jit_dense_model_filename if with_jit_model else None
-        self._dump(
-            dst_dir, states, jit_name, blocking=blocking, step=step, keep_last=keep_last, in_place=in_place
-        )
+        options = {"blocking": blocking, "step": step, "keep_last": keep_last, "in_place": in_place}
+        if on_error not in ("raise", "log"):
+            raise InvalidArgumentError(f"on_error is {on_error!r}: choose 'raise' or 'log'")
+        on_failure = None if on_error == "raise" else self._dump_failed
+        self._dump(dst_dir, states, jit_name, extra, on_failure=on_failure, **options)
 
     def load_checkpoint(  # type: ignore[override]  # the published names differ between the contexts
         self,
@@ -261,15 +290,18 @@ class TrainingCheckpointMethods(CheckpointMethods):
         blocking: bool = True,
         *,
         strict: bool = True,
-    ) -> None:
+    ) -> Any:
         """As `EmbeddingCtx.load_checkpoint`, with the dense optimizer and `step`. All ranks must call it.
 
+        Called before the first batch, it has data loaders continue after the batches of the checkpoint.
         Hyper-parameters of the embedding optimizer stay those of this context.
         """
         states = self._states(dense_model_filename, opt_filename)
-        source = self._load(src_dir, states, map_location, blocking=blocking, strict=strict)
+        manifest, extra = self._load(src_dir, states, map_location, blocking=blocking, strict=strict)
         # Evaluations and converted models write checkpoints that have no step.
-        self.step = source.manifest.step or 0
+        self.step = manifest.step or 0
+        self._pipeline.start_after(manifest.trained or DataPosition())
+        return extra
 
     def wait_for_load_embedding(self) -> None:
         """Waits until rank 0 has loaded everything; raises what has failed. All ranks must call it."""
@@ -280,9 +312,29 @@ class TrainingCheckpointMethods(CheckpointMethods):
 
     def _dump(self, *args: Any, **options: Any) -> None:
         if self.rank == 0:
+            if self._rows_guard is not None:
+                self._rows_guard.check()  # a good checkpoint must not be replaced by one without these rows
             if options.get("step") is None:
                 options["step"] = self.step
-            super()._dump(*args, optimizer=described(self.embedding_optimizer), **options)
+            self._pipeline.wait_for_gradients()  # before the others are asked: they wait for theirs meanwhile
+            options |= {"optimizer": described(self.embedding_optimizer), "trained": self._position()}
+            super()._dump(*args, **options)
+
+    def _dump_failed(self, failure: PersiaError) -> None:
+        self._pipeline.counters.add(dumps_failed=1)
+        get_default_logger().error("a dump failed, and training continues until the next one: %s", failure)
+
+    def _position(self) -> DataPosition | None:
+        try:
+            return self._pipeline.position()
+        except (UnavailableError, DeadlineExceededError) as failure:
+            get_default_logger().warning(
+                "the checkpoint of step %d does not say which batches are trained, and a job that loads it "
+                "begins with the first one: %s",
+                self.step,
+                failure,
+            )
+            return None
 
     def _load_embeddings(self, source: Source, *, blocking: bool = True, **options: Any) -> None:
         config = self.embedding_optimizer.train_config(self.embedding_config).encode()
@@ -291,6 +343,8 @@ class TrainingCheckpointMethods(CheckpointMethods):
         self._on_rank_0(partial(self.runtime.checkpoints.load, source, **options))
         if blocking:
             self.wait_for_load_embedding()
+        if self._rows_guard is not None:
+            self._rows_guard.loaded()
 
     def _on_rank_0(self, work: Callable[[], None]) -> None:
         if self.world_size > 1:

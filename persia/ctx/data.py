@@ -86,8 +86,29 @@ class DataCtx(BaseCtx):
             )
         return job.connect(name)
 
+    @property
+    def position(self) -> int:
+        """The number of this loader's next batch, from 0 in the whole job: its batches sent and left out."""
+        return self._sender.position
+
+    def resume(self) -> int:
+        """Continues with the first batch that the job needs; returns its `position`.
+
+        For a loader that can begin there: after a restart it need not read what ranks have, and after
+        `load_checkpoint` it need not read what was trained. Call it before the first `send_data`. Without it
+        the loader sends from its first batch on, and `send_data` leaves out what the job has.
+
+        Position `p` of loader `i` of `n` is batch `p * n + i` of the job. A loader that splits the data in
+        this way may continue with another number of loaders.
+        """
+        if self._sender.position:
+            raise FailedPreconditionError(
+                f"{self._sender.position} batches are sent: call resume() before the first send_data"
+            )
+        return self._sender.resume()
+
     def send_data(self, persia_batch: PersiaBatch) -> None:
-        """Sends one batch; waits while the receivers' buffers are full.
+        """Sends one batch, unless the job has it; waits while the receivers' buffers are full.
 
         Raises StreamClosedError when the NN workers take no more batches, FailedPreconditionError for a
         batch that was sent before, what a receiver refused it for, and UnavailableError or
@@ -100,6 +121,8 @@ class DataCtx(BaseCtx):
             ) from self._failure
         # Marked before it is sent: after a failure a worker may have it, and would train it twice.
         persia_batch.mark_sent()
+        if self._sender.skip_known():
+            return
         dense, id_features = persia_batch.encode_dense(), persia_batch.encode_id_features()
         batch_id = self._sender.next_batch_id
         try:

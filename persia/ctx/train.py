@@ -26,6 +26,7 @@ from persia.embedding.checks import at_least
 from persia.embedding.optim import Optimizer
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.job.embedded import GlobalSource, SlotsSource
+from persia.job.lost_rows import OnLostRows, RowsGuard
 from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import NN_WORKER
 from persia.packets.writer import PacketWriter
@@ -67,6 +68,9 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         on_embedding_gradient: called for every slot of a batch with its name and gradient, unscaled float32
             [num_rows, dim]; what it returns is applied, or the gradient itself, changed in place, when it
             returns None.
+        on_lost_rows: when a parameter server restarts without the rows that it held. "raise": the loop raises
+            RowsLostError, and dumps are refused, until a checkpoint is loaded; "continue": an error is
+            logged, and lost rows begin anew.
         max_nonfinite_steps: a step whose dense gradients have NaN or Inf, on any rank, leaves the dense model
             as it is and is counted (`ctx.counters.nonfinite_steps`); so many in a row raise
             FailedPreconditionError. A scaled loss (fp16) has torch's own rule instead.
@@ -95,6 +99,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         before_dense_step: Callable[[], object] | None = None,
         on_embedding_gradient: GradientHook | None = None,
         max_nonfinite_steps: int = 10,
+        on_lost_rows: OnLostRows | str = OnLostRows.RAISE,
     ) -> None:
         # Everything is checked before anything is started.
         _check_optimizers(embedding_optimizer, dense_optimizer)
@@ -105,6 +110,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
             "max_unacknowledged": at_least(1, "grad_update_buffer_size", grad_update_buffer_size),
         }
         self._consistency = Consistency.of(consistency)
+        self._on_lost_rows = OnLostRows.of(on_lost_rows)
         self._precision = Precision.of(mixed_precision, checked_device(device_id))
         super().__init__(
             PreprocessMode.TRAIN,
@@ -128,7 +134,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         with self._closed_on_error():
             self._join_ranks(distributed_option)
             # After the process group: the sender's threads would outlive one that cannot be joined.
-            sender = self._pipeline.train(self._consistency, self._uneven_inputs, **sizes)
+            sender = self._pipeline.train(self._consistency, self._uneven_inputs, lambda: self.step, **sizes)
             # Only float16 needs it: bfloat16 has the exponents of float32, and nothing underflows.
             scaler = torch.amp.GradScaler(self._device_type) if self._precision.scaled else None
             rules = scaler, grad_scalar_update_factor, self.world_size, max_nonfinite_steps
@@ -157,10 +163,15 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         try:
             self.runtime.backend.configure(self.embedding_optimizer.train_config(self.embedding_config))
             self._follow(self.embedding_optimizer)
+            connection = self.runtime.connection
+            if self.owns_runtime and connection is not None and self.runtime.backend.local_store is None:
+                fail = self._pipeline.fail
+                self._rows_guard = RowsGuard(connection.directory, self._on_lost_rows, fail)
+                self._resources.callback(self._rows_guard.close)
             self._resources.callback(self.dense_optimizer.register_step_pre_hook(self._check_step).remove)
-            if self.rank == 0 and self.owns_runtime and self.runtime.connection is not None:
+            if self.rank == 0 and self.owns_runtime and connection is not None:
                 # From here on there is something to dump, on servers that know their optimizer.
-                session = self.runtime.connection.session
+                session = connection.session
                 answers = session.respond(session.subjects.training_dump, self._dump_requests.handle)
                 self._resources.callback(answers.close)
         except BaseException as failure:

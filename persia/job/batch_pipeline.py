@@ -17,6 +17,7 @@ from persia.errors import FailedPreconditionError, PersiaError
 from persia.job.embedded import LoaderThread
 from persia.job.runtime import JobRuntime
 from persia.logger import get_default_logger
+from persia.messaging.payloads import TakenReply, TakenRequest
 from persia.observability.sources import NnWorkerSource
 from persia.pipeline.backend import ClusterBackend
 from persia.pipeline.batch import PersiaTrainingBatch
@@ -24,14 +25,17 @@ from persia.pipeline.counters import Counters, Staleness
 from persia.pipeline.gradients import GradientSender
 from persia.pipeline.lease import BatchLease, LeaseReaper
 from persia.pipeline.lookup import LookupService, deferred_stages, first_slots, slots_in_step
+from persia.pipeline.position import DataPosition, stripe_of
 from persia.pipeline.prefetch import Prefetcher
 from persia.pipeline.receive import LOADER_REMEDY, StreamReceiver
 from persia.pipeline.source import BatchSource, PendingBatch, pending_from
 from persia.pipeline.staleness import Consistency, LookupStage, Mode, StalenessGate, lookup_stages, mode_names
+from persia.waiting import Attempts
 
 __all__ = ["BatchPipeline"]
 
 _CLOSE_DEADLINE_S = 10.0  # a prefetcher's threads end as soon as the call they are in returns
+_STEP_POLL_S = 0.01  # while another rank dumps
 
 
 class BatchPipeline:
@@ -55,7 +59,9 @@ class BatchPipeline:
         self.around_stream: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self.gradients: GradientSender | None = None  # None: an evaluation
         self._prefetchers: list[Prefetcher] = []
-        self._has_stream = False
+        self._stream: StreamReceiver | None = None
+        self._step: Callable[[], int] = lambda: 0
+        self.trained = DataPosition()  # when this run began
 
     @property
     def training(self) -> bool:
@@ -66,19 +72,21 @@ class BatchPipeline:
         self,
         consistency: Consistency,
         around_stream: Callable[[], AbstractContextManager[object]],
+        step: Callable[[], int],
         **sizes: int,
     ) -> GradientSender:
-        """From here on batches get gradients. `sizes`: those of the `GradientSender`."""
+        """From here on batches get gradients. `step`: of the loop. `sizes`: those of the `GradientSender`."""
+        self._step = step
         self.consistency, self.around_stream = consistency, around_stream
         # A failure that only a background thread sees wakes the loop, which may wait for a batch.
-        self.gradients = GradientSender(self.backend, self.counters, on_failure=self._fail, **sizes)
+        self.gradients = GradientSender(self.backend, self.counters, on_failure=self.fail, **sizes)
         return self.gradients
 
     def receive(
         self, buffer_size: int, loader: Callable[[], object] | None, *, ordered: bool
     ) -> StreamReceiver:
         """Begins to receive the loaders' stream, once a context; `loader` runs in an embedded job."""
-        if self._has_stream:
+        if self._stream is not None:
             raise FailedPreconditionError(
                 "this context receives the loaders' stream already: use one DataLoader for it"
             )
@@ -87,21 +95,20 @@ class BatchPipeline:
             raise FailedPreconditionError(
                 "this context has no connection of its own to the data loaders: stream in the TrainCtx"
             )
-        # Set before anything can fail: a second receiver on the same subjects would take batches of the
-        # first.
-        self._has_stream = True
         # Before the receiver: loaders wait for all ranks, and repeat a batch that nothing answers yet.
         self.runtime.advertise(self.rank, self.world_size)
-        receiver = StreamReceiver(
+        receiver = self._stream = StreamReceiver(
             connection.session,
             connection.directory,
             rank=self.rank,
             world_size=self.world_size,
             buffer_size=buffer_size,
             ordered=ordered,
+            trained=self.trained,
             remedy=LOADER_REMEDY if job is None else job.loader_remedy,
             on_received=self.count_received,
             on_superseded=self._give_up_superseded,
+            on_taken=self._on_taken,
         )
         # With a broker, loaders are processes of their own, and a thread here would send everything twice.
         if loader is not None and job is not None and not job.has_nats:
@@ -137,7 +144,7 @@ class BatchPipeline:
             forward_buffer_size=forward_buffer_size,
             num_workers=num_workers,
         )
-        # For `close`, `_fail` and the metrics: a loop may be left with `break`, and its iterator kept.
+        # For `close`, `fail` and the metrics: a loop may be left with `break`, and its iterator kept.
         self._prefetchers.append(prefetcher)
         return prefetcher
 
@@ -160,6 +167,44 @@ class BatchPipeline:
         """Returns once every gradient handed in so far is applied."""
         if self.gradients is not None:
             self.gradients.wait(env.get_deadline_s())
+
+    def start_after(self, trained: DataPosition) -> None:
+        """Data loaders leave these batches out. Does nothing once the stream has begun."""
+        if self._stream is None:
+            self.trained = trained
+
+    def position(self) -> DataPosition:
+        """The batches that all ranks have trained, at the step of this one, which is rank 0.
+
+        Other ranks cannot be a step ahead: they average the dense gradients of each step with this one.
+        UnavailableError, DeadlineExceededError: another rank does not answer.
+        """
+        if self._stream is None:
+            return self.trained
+        bounds = [self._bounds()]
+        for rank in range(1, self.world_size):
+            assert self.runtime.connection is not None, "it has a stream"
+            session, request = self.runtime.connection.session, TakenRequest(self._step()).encode()
+            answer = session.request(session.subjects.taken(rank), request, env.get_deadline_s())
+            bounds.append(TakenReply.decode(answer).bounds)
+        num_loaders = max((len(of_rank) for of_rank in bounds if of_rank is not None), default=1)
+        return self.trained.joined(stripe_of([of_rank or (0,) * num_loaders for of_rank in bounds]))
+
+    def _bounds(self) -> tuple[int, ...] | None:
+        assert self._stream is not None, "asked for a position of it"
+        # The bounds first, see Prefetcher.next.
+        return self._stream.inbox.bounds(held for ahead in list(self._prefetchers) for held in ahead.held)
+
+    def _on_taken(self, payload: bytes) -> bytes:
+        """Answers `position` of rank 0, which waits between two steps."""
+        step, stream = TakenRequest.decode(payload).step, self._stream
+        assert stream is not None, "it answers"
+        # A rank whose data has ended does not get to the step.
+        for _ in Attempts(env.get_deadline_s(), pause_s=_STEP_POLL_S):
+            if self._step() >= step or stream.inbox.is_over:
+                break
+        self.wait_for_gradients()
+        return TakenReply(self._bounds()).encode()
 
     def staleness(self) -> Staleness:
         """The staleness that the servers measured, by consistency mode."""
@@ -212,7 +257,8 @@ class BatchPipeline:
         assert pending.reference is not None, "registered by a loader"
         self.reaper.reap(BatchLease(pending.batch_id, pending.reference))
 
-    def _fail(self, failure: PersiaError) -> None:
+    def fail(self, failure: PersiaError) -> None:
+        """The loop raises `failure`, on whatever thread this is called."""
         # A copy: a gradient thread calls this while the loop may begin or end a prefetch.
         for prefetcher in list(self._prefetchers):
             prefetcher.fail(failure)

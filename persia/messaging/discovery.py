@@ -17,13 +17,13 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, StrictBool, model_validator
 
 from persia.config.slots_config import MAX_SLOT_MODES
 from persia.errors import CorruptionError, DeadlineExceededError, FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
 from persia.messaging.interface import Registration, Session
-from persia.messaging.payloads import JsonMessage
+from persia.messaging.payloads import MAX_REPLICAS, JsonMessage
 from persia.messaging.subjects import EMBEDDING_WORKER, ROLES
 from persia.validation import Count, complaint
 from persia.waiting import Attempts
@@ -36,7 +36,6 @@ _LONGEST_ROUND_S = 1.0
 # loaded machine may answer late.
 _FRESH_S = 5.0
 _CONFLICT_WINDOW_S = 0.3
-_MAX_REPLICAS = 65_536  # bounds what one message can make us count
 
 
 def _check_role(role: str) -> str:
@@ -66,12 +65,13 @@ class ServiceInfo(JsonMessage):
 
     role: Annotated[str, AfterValidator(_check_role)]
     index: Count
-    replicas: Annotated[Count, Field(le=_MAX_REPLICAS)]
+    replicas: Annotated[Count, Field(le=MAX_REPLICAS)]
     incarnation: _Incarnation  # random 64-bit number drawn at start
     address: str = ""  # "host:port" of its RPC; empty when it has none
     schema: str = ""  # hash of the embedding config; empty when it has none
     pid: Count = 0
     status_address: str = ""  # "host:port" of its HTTP port with metrics and status; empty when it has none
+    has_rows: StrictBool = False  # a parameter server that began with the rows of its storage tier
     # SlotsConfig.slot_modes of an embedding worker; other roles have none.
     slot_modes: Annotated[tuple[_SlotMode, ...], Field(max_length=MAX_SLOT_MODES)] = ()
 

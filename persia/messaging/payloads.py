@@ -11,15 +11,31 @@ import json
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from persia.errors import CorruptionError
 from persia.validation import Count, json_object, read_document, to_json
 
-__all__ = ["EndOfStream", "FlowReply", "IdsRequest", "JsonMessage", "ReplyStatus", "SubmittedBatch"]
+__all__ = [
+    "EndOfStream",
+    "FlowReply",
+    "IdsRequest",
+    "JsonMessage",
+    "PositionReply",
+    "PositionRequest",
+    "ReplyStatus",
+    "SubmittedBatch",
+    "TakenReply",
+    "TakenRequest",
+]
+
+MAX_REPLICAS = 65_536  # bounds what one message can make a receiver count
+# Of `m` bounds: the batches `r`, `r + m`, `r + 2m`, ... below the `r`-th one are trained.
+Stripe = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1 << 20)]
+Stripes = Annotated[tuple[Stripe, ...], Field(max_length=1024)]
 
 
 class ReplyStatus(IntEnum):
@@ -75,7 +91,7 @@ class _PackedMessage:
         return cls(*values)
 
 
-def _check_replica(message: IdsRequest | SubmittedBatch | EndOfStream) -> None:
+def _check_replica(message: IdsRequest | SubmittedBatch | EndOfStream | PositionRequest) -> None:
     if message.loader_index >= message.loader_replicas:
         raise ValueError(
             f"loader_index {message.loader_index} is not below loader_replicas {message.loader_replicas}"
@@ -160,10 +176,54 @@ class EndOfStream(JsonMessage):
 
     loader_index: Count
     loader_replicas: Count
-    num_batches: Count  # sent by this loader, to all ranks together
+    num_batches: Count  # of this loader, to all ranks together; those that a checkpoint had included
     error: str | None = None  # why the loader failed
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         _check_replica(self)
         return self
+
+
+@dataclass(frozen=True)
+class PositionRequest(JsonMessage):
+    """Loader to NN worker: which of my batches do you not need?"""
+
+    what = "position request"
+
+    loader_index: Count
+    loader_replicas: Annotated[Count, Field(le=MAX_REPLICAS)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_replica(self)
+        return self
+
+
+@dataclass(frozen=True)
+class PositionReply(JsonMessage):
+    """The answer: batches that were trained before this run, and what arrived since."""
+
+    what = "position reply"
+
+    trained: Stripes  # of all loaders, to all ranks (persia/pipeline/position.py)
+    received: Count  # this rank has all batches of this loader below this batch_id
+
+
+@dataclass(frozen=True)
+class TakenRequest(JsonMessage):
+    """Rank 0 to another rank: what have you trained at this step?"""
+
+    what = "taken request"
+
+    step: Count
+
+
+@dataclass(frozen=True)
+class TakenReply(JsonMessage):
+    """The answer, once the rank has trained that step and its updates are applied."""
+
+    what = "taken reply"
+
+    # By loader: the rank has trained all its batches below this batch_id. None: no loader has sent anything.
+    bounds: Annotated[tuple[Count, ...], Field(min_length=1, max_length=MAX_REPLICAS)] | None

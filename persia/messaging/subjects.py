@@ -65,6 +65,14 @@ class Subjects:
         """End-of-stream messages for an NN worker."""
         return f"{self._prefix}.end.{_checked_index(rank)}"
 
+    def position(self, rank: int) -> str:
+        """A loader asks which of its batches an NN worker need not get."""
+        return f"{self._prefix}.position.{_checked_index(rank)}"
+
+    def taken(self, rank: int) -> str:
+        """Rank 0 asks which batches an NN worker has trained at the step of a checkpoint."""
+        return f"{self._prefix}.taken.{_checked_index(rank)}"
+
     def checkpoint(self, server_index: int) -> str:
         """Dumps and loads of a parameter server."""
         return f"{self._prefix}.checkpoint.{_checked_index(server_index)}"

@@ -31,6 +31,7 @@ class CounterValues:
     gradients_submitted: int = 0  # batches handed to gradient return by backward()
     nonfinite_slots: int = 0  # slots whose gradient had NaN or Inf, and was not applied
     nonfinite_steps: int = 0  # steps of the dense optimizer left out, as their gradients had NaN or Inf
+    dumps_failed: int = 0  # with on_error="log": logged, and left to the next dump
     skipped_slots: int = 0  # slots that the loss did not reach
     rows_updated: int = 0
     rows_missing: int = 0  # gradients of rows that were evicted or not admitted

@@ -129,7 +129,14 @@ class Prefetcher:
             QUEUE_OF_READY.record(
                 batch.ready_ns, time.monotonic_ns(), batch.lease.reference.reference, batch.batch_id
             )
+        # After `_yielded`: who reads the position finds a batch there that the loop is not done with.
+        self._source.yielded(batch.batch_id)
         return batch
+
+    @property
+    def held(self) -> list[int]:
+        """The batch_ids that the loop has got, and neither trained nor dropped."""
+        return [lease.batch_id for lease in list(self._yielded) if not lease.acquired]
 
     @property
     def num_ahead(self) -> int:

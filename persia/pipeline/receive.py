@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from persia import env
@@ -30,9 +30,17 @@ from persia.errors import (
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Directory
 from persia.messaging.interface import Registration, Session
-from persia.messaging.payloads import EndOfStream, FlowReply, ReplyStatus, SubmittedBatch
+from persia.messaging.payloads import (
+    EndOfStream,
+    FlowReply,
+    PositionReply,
+    PositionRequest,
+    ReplyStatus,
+    SubmittedBatch,
+)
 from persia.messaging.subjects import DATA_LOADER
 from persia.observability.phases import QUEUE_OF_ANNOUNCED
+from persia.pipeline.position import DataPosition
 from persia.pipeline.queues import Deadline, QueueClosed
 from persia.pipeline.send import LoaderShare
 from persia.pipeline.source import PendingBatch, pending_from_stream
@@ -53,7 +61,11 @@ _REPORT_INTERVAL_S = 5.0
 
 
 class StreamReceiver:
-    """A `BatchSource` that answers the loaders from creation on. `remedy`: how to start a loader."""
+    """A `BatchSource` that answers the loaders from creation on.
+
+    `remedy`: how to start a loader. `trained`: the batches that loaders need not send. `on_taken` answers
+    rank 0, which dumps a checkpoint.
+    """
 
     def __init__(
         self,
@@ -64,13 +76,15 @@ class StreamReceiver:
         world_size: int,
         buffer_size: int,
         ordered: bool,
+        trained: DataPosition,
         remedy: str,
         on_received: Callable[[], None],
         on_superseded: Callable[[PendingBatch], None],
+        on_taken: Callable[[bytes], bytes],
     ) -> None:
         self._session = session
         self._directory = directory
-        self.inbox = Inbox(rank, world_size, buffer_size, ordered=ordered)
+        self.inbox = Inbox(rank, world_size, buffer_size, ordered=ordered, trained=trained)
         self._remedy = remedy
         self._on_received = on_received
         self._on_superseded = on_superseded
@@ -87,6 +101,8 @@ class StreamReceiver:
         self._registrations: list[Registration] = [
             session.respond(subjects.batch(rank), self._on_batch, max_concurrency=concurrency),
             session.respond(subjects.end(rank), self._on_end, max_concurrency=concurrency),
+            session.respond(subjects.position(rank), self._on_position, max_concurrency=concurrency),
+            session.respond(subjects.taken(rank), on_taken),
         ]
 
     def _on_batch(self, payload: bytes) -> bytes:
@@ -111,6 +127,15 @@ class StreamReceiver:
         with contextlib.suppress(StreamClosedError):  # the loop has ended before the stream
             self.inbox.end(EndOfStream.decode(payload))
         return FlowReply(ReplyStatus.OK).encode()
+
+    def _on_position(self, payload: bytes) -> bytes:
+        """Answers BatchSender.known (send.py)."""
+        request = PositionRequest.decode(payload)
+        received = self.inbox.received(request.loader_index, request.loader_replicas)
+        return PositionReply(self.inbox.trained.stripes, received).encode()
+
+    def yielded(self, batch_id: int) -> None:
+        self.inbox.yielded(batch_id)
 
     def take(self) -> PendingBatch | None:
         """The next batch, None at the end. Raises a loader's failure, QueueClosed after `stop`."""
@@ -205,7 +230,8 @@ class _Loader:
     share: LoaderShare
     last_seen: float = -math.inf  # by time.monotonic(), when it sent or answered something
     queue: deque[_Queued] = dataclasses.field(default_factory=deque)  # batches that the rank did not take yet
-    num_queued: int = 0  # those taken included
+    num_queued: int = 0  # those taken included, and those that were trained before this run
+    yielded: int = 0  # the loop has got all batches below this batch_id
     last: SubmittedBatch | None = None  # queued last
     num_sent: int | None = None  # to all ranks; known once the loader told its end
 
@@ -217,7 +243,7 @@ class _Loader:
     @property
     def next_batch_id(self) -> int:
         """The smallest batch_id that was not taken yet, arrived or not."""
-        return self.share.batch_id(self.num_queued - len(self.queue))
+        return self.queue[0].batch.batch_id if self.queue else self.share.batch_id(self.num_queued)
 
 
 class Inbox:
@@ -230,12 +256,22 @@ class Inbox:
 
     Bounded by `capacity` for each loader, so that in reproducible mode a fast loader cannot fill the buffer
     while the rank waits for a batch of a slow one. `ordered`: taken by batch_id, else by arrival.
+    Batches in `trained` are not expected.
     """
 
-    def __init__(self, rank: int, world_size: int, capacity: int, *, ordered: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        capacity: int,
+        *,
+        ordered: bool,
+        trained: DataPosition = DataPosition(),  # noqa: B008  # immutable
+    ) -> None:
         self._rank, self._world_size = rank, world_size
         self._capacity = capacity
         self._ordered = ordered
+        self.trained = trained
         self._loaders: list[_Loader] = []  # empty until the first message of any
         self._num_arrived = 0
         self._failure: PersiaError | None = None
@@ -263,9 +299,44 @@ class Inbox:
             loader.queue.append(_Queued(self._num_arrived, time.monotonic_ns(), batch))
             # The last one is enough to recognise a repetition: a loader waits for the reply to each batch.
             loader.last, loader.num_queued = batch, loader.num_queued + 1
+            if self.trained.stripes:
+                self._skip_trained(loader)
             self._num_arrived += 1
             self._changed.notify_all()
             return Offer.QUEUED
+
+    def _skip_trained(self, loader: _Loader) -> None:
+        while loader.share.batch_id(loader.num_queued) in self.trained:
+            loader.num_queued += 1
+
+    def received(self, loader_index: int, num_loaders: int) -> int:
+        """The batch_id that this rank expects next from the loader; 0 if it has none yet."""
+        with self._changed:
+            loader = self._see(loader_index, num_loaders)
+            return loader.share.batch_id(loader.num_queued) if loader.num_queued else 0
+
+    def yielded(self, batch_id: int) -> None:
+        """The loop has got the batch, after those before it of the same loader."""
+        self._loaders[batch_id % len(self._loaders)].yielded = batch_id + 1
+
+    def bounds(self, held: Iterable[int]) -> tuple[int, ...] | None:
+        """By loader: the loop is done with all batches below this batch_id. `held`: it got, but is not done.
+
+        None: no loader has sent anything.
+        """
+        bounds = [loader.yielded for loader in self._loaders]
+        for batch_id in held:
+            index = batch_id % len(bounds)
+            bounds[index] = min(bounds[index], batch_id)
+        return tuple(bounds) or None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the loop has got the last batch of this rank."""
+        with self._changed:
+            return self._is_finished() and all(
+                loader.last is None or loader.yielded > loader.last.batch_id for loader in self._loaders
+            )
 
     def _is_repeated(self, loader: _Loader, batch_id: int) -> bool:
         """Whether the batch was queued before: its reply got lost, or its loader restarted."""
@@ -400,6 +471,11 @@ class Inbox:
                 _Loader(LoaderShare.of(i, num_loaders, self._rank, self._world_size))
                 for i in range(num_loaders)
             ]
+            for loader in self._loaders if self.trained.stripes else ():
+                if loader.share.first_sequence is not None:
+                    first = self.trained.first_missing(loader.share.loader_index, num_loaders)
+                    loader.num_queued = loader.share.count(first)
+                    self._skip_trained(loader)
         if len(self._loaders) != num_loaders:
             raise FailedPreconditionError(
                 f"data loader {loader_index} says there are {num_loaders} loaders, "

@@ -25,8 +25,17 @@ from persia.errors import (
 )
 from persia.messaging.discovery import Directory, EventKind, ServiceEvent
 from persia.messaging.interface import Session
-from persia.messaging.payloads import EndOfStream, FlowReply, IdsRequest, ReplyStatus, SubmittedBatch
+from persia.messaging.payloads import (
+    EndOfStream,
+    FlowReply,
+    IdsRequest,
+    PositionReply,
+    PositionRequest,
+    ReplyStatus,
+    SubmittedBatch,
+)
 from persia.messaging.subjects import EMBEDDING_WORKER, NN_WORKER
+from persia.pipeline.position import DataPosition
 from persia.pipeline.queues import Deadline
 
 if TYPE_CHECKING:
@@ -90,6 +99,8 @@ class BatchSender:
         self._deadline_s = deadline_s
         self._departed: set[int] = set()  # ranks that have left
         self._workers: dict[int, int] = {}  # index to incarnation, of those that take batches
+        self._known: DataPosition | None = None  # of this loader's batches: those that no rank needs
+        self.position = 0  # batches of this loader before the next one
         self.num_sent = self.world_size = 0
 
     def wait_for_job(self) -> None:
@@ -103,7 +114,41 @@ class BatchSender:
 
     @property
     def next_batch_id(self) -> int:
-        return self.num_sent * self._replicas + self._index
+        return self.position * self._replicas + self._index
+
+    def resume(self) -> int:
+        """Continues with the first batch that a rank needs; returns its position."""
+        self.position = self._known_position().first_missing(self._index, self._replicas)
+        return self.position
+
+    def skip_known(self) -> bool:
+        """Whether no rank needs the next batch; then it counts as sent."""
+        known = self._known or self._known_position()
+        if not known.stripes or self.next_batch_id not in known:
+            return False
+        self.position += 1
+        return True
+
+    def _known_position(self) -> DataPosition:
+        """Asked of all ranks once: later, only this loader changes it."""
+        if self._known is None:
+            request = PositionRequest(self._index, self._replicas).encode()
+            trained, received = DataPosition(), []
+            for rank in range(self.world_size):
+                left = partial(self._departed.__contains__, rank)
+                # Answered by StreamReceiver._on_position (receive.py).
+                subject = self._session.subjects.position(rank)
+                answer = self._request(
+                    subject, request, f"NN worker {rank}", Deadline(self._deadline_s), left
+                )
+                if answer is None:
+                    received.append(0)
+                    continue
+                reply = PositionReply.decode(answer)
+                trained = DataPosition(reply.trained)
+                received.append(reply.received)
+            self._known = trained.joined(received)
+        return self._known
 
     def send(self, id_features: bytes, dense: bytes, *, requires_grad: bool) -> None:
         """Registers the ID features, then submits the batch to its rank. Waits while either is full."""
@@ -124,10 +169,11 @@ class BatchSender:
         # Answered by StreamReceiver._on_batch (receive.py), on a thread of the rank's session.
         self._submit(rank, self._session.subjects.batch(rank), batch.encode(), self._deadline_s)
         self.num_sent += 1
+        self.position += 1
 
     def end(self, error: str | None, deadline_s: float) -> None:
         """Tells every rank how many batches this loader has sent, or that it failed."""
-        end = EndOfStream(self._index, self._replicas, self.num_sent, error)
+        end = EndOfStream(self._index, self._replicas, self.position, error)
         for rank in range(self.world_size):
             # A rank that gets nothing from this loader does not wait for its end, and may have left.
             share = LoaderShare.of(self._index, self._replicas, rank, self.world_size)
@@ -140,8 +186,8 @@ class BatchSender:
         room = Deadline(_FULL_PATIENCE * self._deadline_s)
         while True:
             workers = sorted(self._workers) or [0]  # without any, the first is waited for
-            # By the number sent, and not by chance: workers get equal shares, and a run can be repeated.
-            index = workers[self.num_sent % len(workers)]
+            # By the position, and not by chance: workers get equal shares, and a run can be repeated.
+            index = workers[self.position % len(workers)]
             peer, left = f"embedding worker {index}", partial(self._worker_left, index)
             # Answered by RegisterBatchHandler below, on a thread of the worker's session.
             subject = self._session.subjects.ids(index)

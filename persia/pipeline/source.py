@@ -39,6 +39,9 @@ class BatchSource(Protocol):
     def take(self) -> PendingBatch | None:
         """The next batch; None at the end. Raises what went wrong, or QueueClosed once stopped."""
 
+    def yielded(self, batch_id: int) -> None:
+        """The loop has got the batch, after all those that were taken before it."""
+
     def stop(self) -> list[PendingBatch]:
         """Wakes `take` and returns the registered batches that were not taken."""
 
@@ -87,6 +90,9 @@ class LocalSource:
             return None
         self._on_received()
         return pending
+
+    def yielded(self, batch_id: int) -> None:
+        pass  # the script iterates the data set, and knows where it is
 
     def stop(self) -> list[PendingBatch]:
         self._queue.drain()  # not registered anywhere: nothing to release

@@ -108,6 +108,7 @@ def advertised(
     observer: ProcessObserver,
     subscribe: Callable[[], Registration],
     slot_modes: tuple[str, ...] = (),
+    has_rows: bool = False,
 ) -> Iterator[Advertiser]:
     """Makes the server known for the time of the block. Enter it when the server is ready for requests.
 
@@ -125,6 +126,7 @@ def advertised(
         pid=os.getpid(),
         status_address=observer.address,
         slot_modes=slot_modes,
+        has_rows=has_rows,
     )
     advertiser = Advertiser(session, info)
     with contextlib.ExitStack() as requests:  # closed last: clients send until they get the LEFT event

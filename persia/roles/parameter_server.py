@@ -71,6 +71,7 @@ def run_parameter_server(options: ServerOptions) -> None:
                 port=port,
                 schema="" if slots is None else slots.schema_hash(),
                 observer=observer,
+                has_rows=tier is not None and server.stats()["num_rows"] > 0,
                 subscribe=lambda: session.respond(
                     session.subjects.checkpoint(options.replica_index), checkpoints.handle
                 ),

@@ -26,6 +26,8 @@ from persia.errors import CorruptionError, InvalidArgumentError, InvalidTypeErro
 __all__ = [
     "TorchState",
     "copied_state",
+    "extra_bytes",
+    "load_extra",
     "load_state",
     "named",
     "state_bytes",
@@ -116,6 +118,28 @@ def _saved(state: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
+
+
+def extra_bytes(extra: object) -> bytes:
+    """A script's own state. InvalidTypeError: it has objects that `load_extra` would refuse as code."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(extra, buffer)
+        load_extra(buffer.getvalue(), "extra")
+    except (CorruptionError, pickle.PicklingError, AttributeError, TypeError) as failure:
+        raise InvalidTypeError(
+            f"extra cannot be stored safely ({failure}): use tensors, numbers, strings, bytes, None, and "
+            "lists, tuples and dicts of them"
+        ) from failure
+    return buffer.getvalue()
+
+
+def load_extra(content: bytes, what: str) -> Any:
+    """The reverse of `extra_bytes`, on the CPU. CorruptionError, naming `what`: it is no such state."""
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError) as failure:
+        raise CorruptionError(f"{what} is no state of a script: {failure}") from failure
 
 
 def copied_state(model: torch.nn.Module) -> Callable[[], bytes]:

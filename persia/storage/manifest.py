@@ -24,6 +24,7 @@ from persia.errors import (
     NotFoundError,
     UntrustedError,
 )
+from persia.pipeline.position import DataPosition
 from persia.storage.checksummed_json import decode_document, encode_document, verify_document
 from persia.storage.location import Location
 from persia.storage.pages import PAGES_ENDING
@@ -174,6 +175,7 @@ class Manifest:
     step: Count | None = None  # of the training loop, as the script or its context counts
     dense: DenseSection | None = None
     embeddings: EmbeddingSection | None = None
+    trained: DataPosition | None = None  # the batches of data loaders at this step; None: not known
     created_by: str = field(default=f"persia {__version__}")
 
     @property
@@ -192,7 +194,11 @@ class Manifest:
         }
 
     def updated(
-        self, step: int | None, dense: DenseSection | None, embeddings: EmbeddingSection | None
+        self,
+        step: int | None,
+        dense: DenseSection | None,
+        embeddings: EmbeddingSection | None,
+        trained: DataPosition | None = None,
     ) -> Manifest:
         """With what a dump has written in place of what was there; None leaves a part as it is."""
         return replace(
@@ -200,6 +206,8 @@ class Manifest:
             step=self.step if step is None else step,
             dense=dense or self.dense,
             embeddings=embeddings or self.embeddings,
+            # At another step an older position would be wrong.
+            trained=self.trained if step is None else trained,
             created_by=f"persia {__version__}",
         )
 

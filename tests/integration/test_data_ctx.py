@@ -13,7 +13,7 @@ from persia.ctx import DataCtx
 from persia.embedding.data import IDTypeFeature, PersiaBatch
 from persia.errors import FailedPreconditionError, UnavailableError
 from persia.job.connection import JobConnection
-from persia.messaging.payloads import EndOfStream, FlowReply, ReplyStatus, SubmittedBatch
+from persia.messaging.payloads import EndOfStream, FlowReply, PositionReply, ReplyStatus, SubmittedBatch
 from persia.messaging.subjects import EMBEDDING_WORKER, NN_WORKER
 from persia.testing import LocalNats
 
@@ -32,6 +32,7 @@ class Receivers:
         session.respond(session.subjects.ids(0), self.on_ids)
         session.respond(session.subjects.batch(0), self.on_batch)
         session.respond(session.subjects.end(0), self.on_end)
+        session.respond(session.subjects.position(0), lambda _: PositionReply((), 0).encode())
         self.cluster.advertise(EMBEDDING_WORKER, 0, 1, slot_modes=("",))
         self.cluster.advertise(NN_WORKER, 0, 1)
 

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,8 +117,23 @@ def test_bug_15_dead_server_is_a_typed_error(start_job: Any, role: str) -> None:
     assert [name for name in job.reports[0]["threads"] if not name.startswith("persia-lookup")] == []
 
 
+def test_lost_rows_end_the_training_and_keep_the_checkpoint(start_job: Any, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    options = ("--dump", str(checkpoint), "--dump-after", "20", "--dump-at-the-end", "--pace", "0.01")
+    job = start_job(*options, loaders=[["--batches", "3000"]])
+    await_output(job.nn_worker, "dumped\n")
+    before = (checkpoint / "manifest.json").read_bytes()
+    job.cluster.restart("embedding-parameter-server-0")
+    assert job.finish_nn_worker() != 0
+    (report,) = job.reports
+    assert report["error"].startswith("RowsLostError: embedding-parameter-server 0 of 1")
+    assert report["counters"]["batches_trained"] < 3000
+    assert report["refused"].startswith("RowsLostError"), "a dump would have replaced a good checkpoint"
+    assert (checkpoint / "manifest.json").read_bytes() == before
+
+
 def test_restarted_parameter_server_is_found_again(start_job: Any) -> None:
-    job = start_job(loaders=[["--batches", "300"]])
+    job = start_job("--on-lost-rows", "continue", loaders=[["--batches", "300"]])
     await_output(job.nn_worker, "batch 50")
     job.cluster.restart("embedding-parameter-server-0")
     assert job.finish_nn_worker() == 0, job.nn_worker.output

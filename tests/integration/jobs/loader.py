@@ -36,13 +36,19 @@ def make_batch(batch_id: int) -> PersiaBatch:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--batches", type=int, required=True)
+    parser.add_argument("--batches", type=int, default=0)
+    parser.add_argument("--total", type=int, default=0, help="batches of all loaders, instead of --batches")
+    parser.add_argument("--resume", action="store_true", help="begin with the first batch that is missing")
     parser.add_argument("--first", type=int, default=0, help="number of the first batch's data")
     parser.add_argument("--fail-after", type=int, default=-1, help="raise after that many batches")
     parser.add_argument("--hang-after", type=int, default=-1, help="stop sending, without ending")
     options = parser.parse_args()
     with DataCtx() as ctx:
-        for sequence in range(options.batches):
+        if options.total:
+            options.batches = len(range(ctx.replica_index, options.total, ctx.replica_size))
+        start = ctx.resume() if options.resume else 0
+        print(f"begins at {start}", flush=True)
+        for sequence in range(start, options.batches):
             if sequence == options.fail_after:
                 raise ValueError("row 17 of the file is broken")
             if sequence == options.hang_after:

@@ -21,6 +21,7 @@ from persia.distributed import DDPOption
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Adagrad
 from persia.env import get_local_rank, get_rank, get_resume_checkpoint
+from persia.errors import PersiaError
 from persia.utils import setup_seed
 
 
@@ -61,6 +62,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--embedded-loader", type=int, default=0, help="batches to feed, without a broker")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds between batches")
     parser.add_argument("--ahead", type=int, default=0, help="batches in flight before the first step")
+    parser.add_argument("--dump", default=None, help="a checkpoint there after --dump-after batches")
+    parser.add_argument("--dump-after", type=int, default=-1)
+    parser.add_argument("--dump-at-the-end", action="store_true", help="also after an error")
+    parser.add_argument("--on-lost-rows", default="raise")
     parser.add_argument("--skip-every", type=int, default=0, help="no backward for every n-th batch")
     return parser.parse_args()
 
@@ -103,10 +108,20 @@ def train(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) ->
         if options.skip_every and position % options.skip_every == 0:
             continue
         ctx.backward(loss)
+        if position + 1 == options.dump_after:
+            ctx.dump_checkpoint(options.dump, extra={"batch_ids": report["batch_ids"]})
+            print("dumped", flush=True)
         if position + 1 == options.stop_after:
             break
         if position + 1 == options.fail_after and options.fail_rank in (-1, get_rank()):
             raise ValueError(f"boom after {options.fail_after} batches")
+
+
+def dump_at_the_end(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) -> None:
+    try:
+        ctx.dump_checkpoint(options.dump)
+    except PersiaError as error:
+        report["refused"] = f"{type(error).__name__}: {error}"
 
 
 def main() -> None:
@@ -123,6 +138,7 @@ def main() -> None:
         mixed_precision=False,
         device_id=device_id,
         consistency=options.consistency,
+        on_lost_rows=options.on_lost_rows,
         distributed_option=(
             DDPOption("file", "gloo", sync_file=options.sync_file) if options.sync_file else None
         ),
@@ -130,10 +146,14 @@ def main() -> None:
     try:
         with ctx:
             if (checkpoint := get_resume_checkpoint()) is not None:
-                ctx.load_checkpoint(checkpoint)
+                report["extra"] = ctx.load_checkpoint(checkpoint)
                 report["resumed"] = {"step": ctx.step, "digest": digest(model.parameters())}
                 report["resumed"]["optimizer_digest"] = digest(momenta(ctx.dense_optimizer))
-            train(ctx, options, report)
+            try:
+                train(ctx, options, report)
+            finally:
+                if options.dump_at_the_end:
+                    dump_at_the_end(ctx, options, report)
             report["sizes"] = ctx.get_embedding_size()
     except BaseException as error:
         report["error"] = f"{type(error).__name__}: {error}"

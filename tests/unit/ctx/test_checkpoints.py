@@ -23,6 +23,7 @@ from persia.errors import (
     CorruptionError,
     FailedPreconditionError,
     InvalidArgumentError,
+    InvalidTypeError,
     NotFoundError,
     StorageError,
 )
@@ -178,6 +179,46 @@ def test_an_error_behind_training_surfaces_when_the_context_ends(make_ctx: MakeC
     ctx = make_ctx()
     with pytest.raises(StorageError, match="could not be written"), ctx:
         ctx.dump_checkpoint(tmp_path / "file" / "c", blocking=False)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_repeated_dump_may_fail_and_is_tried_again(
+    blocking: bool, make_ctx: MakeCtx, tmp_path: Path, new_batch: Any
+) -> None:
+    place = tmp_path / "file" / "c"
+    (tmp_path / "file").write_bytes(b"")
+    with make_ctx() as ctx:
+        for number in range(3):
+            train(ctx, new_batch(number))
+            ctx.dump_checkpoint(place, blocking=blocking, on_error="log")
+            ctx.wait_for_dump_embedding()
+            assert ctx.counters.dumps_failed == min(number + 1, 2)
+            if number == 1:  # somebody makes room
+                (tmp_path / "file").unlink()
+        with pytest.raises(InvalidArgumentError, match="on_error is 'ignore'"):
+            ctx.dump_checkpoint(place, on_error="ignore")  # type: ignore[arg-type]
+    assert Source(place).manifest.step == 3
+
+
+def test_state_of_the_script_is_committed_with_the_checkpoint(
+    make_ctx: MakeCtx, tmp_path: Path, new_batch: Any
+) -> None:
+    extra = {"epoch": 3, "best": 0.5, "rng": torch.get_rng_state(), "names": ["a", ("b", None)], 7: b"x"}
+    with make_ctx() as ctx:
+        train(ctx, new_batch(1))
+        ctx.dump_checkpoint(tmp_path / "c", extra=extra)
+        with pytest.raises(InvalidTypeError, match="extra cannot be stored safely"):
+            ctx.dump_checkpoint(tmp_path / "c", extra={"path": tmp_path})
+        loaded = ctx.load_checkpoint(tmp_path / "c")
+        assert torch.equal(loaded.pop("rng"), extra.pop("rng"))  # type: ignore[arg-type]
+        assert loaded == extra
+        file = Source(tmp_path / "c").manifest.dense.files["extra.pt"]  # type: ignore[union-attr]
+        path = tmp_path / "c" / file.path
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        with pytest.raises(CorruptionError, match=r"extra\.pt"):
+            ctx.load_checkpoint(tmp_path / "c")
+        ctx.dump_checkpoint(tmp_path / "c")
+        assert ctx.load_checkpoint(tmp_path / "c") is None
 
 
 def test_keep_last_uses_the_step_of_the_context(make_ctx: MakeCtx, tmp_path: Path, new_batch: Any) -> None:

@@ -50,6 +50,9 @@ class ListSource:
                 raise self._failure from None
             return None
 
+    def yielded(self, batch_id: int) -> None:
+        pass
+
     def stop(self) -> list[PendingBatch]:
         return self._queue.drain()
 

@@ -10,6 +10,7 @@ import pytest
 from persia.errors import DeadlineExceededError
 from persia.messaging.interface import Registration
 from persia.messaging.subjects import Subjects
+from persia.pipeline.position import DataPosition
 from persia.pipeline.receive import LOADER_REMEDY, StreamReceiver
 
 
@@ -46,9 +47,11 @@ def make_receiver(answers: list[Any], connected: list[bool], remedy: str = LOADE
         world_size=1,
         buffer_size=1,
         ordered=False,
+        trained=DataPosition(),
         remedy=remedy,
         on_received=lambda: None,
         on_superseded=lambda batch: None,
+        on_taken=lambda payload: payload,
     )
 
 

@@ -1,0 +1,97 @@
+"""Notices that a parameter server of the job has restarted without its rows, which training must not ignore.
+
+Discovery tells the incarnations of the servers. One that changes is a restart: the rows of that server are
+gone, unless it has recovered them from its storage tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+from persia import env
+from persia.errors import InvalidArgumentError, RowsLostError
+from persia.logger import get_default_logger
+from persia.messaging.discovery import Directory, EventKind, ServiceEvent, ServiceInfo
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
+
+__all__ = ["OnLostRows", "RowsGuard"]
+
+
+class OnLostRows(Enum):
+    """What a training does when rows are lost."""
+
+    RAISE = "raise"  # the loop raises RowsLostError, and nothing is dumped
+    CONTINUE = "continue"  # the rows begin anew; logged as an error
+
+    @classmethod
+    def of(cls, value: OnLostRows | str) -> OnLostRows:
+        """Raises InvalidArgumentError naming the choices."""
+        try:
+            return cls(value)
+        except ValueError:
+            raise InvalidArgumentError(f"on_lost_rows is {value!r}: choose 'raise' or 'continue'") from None
+
+
+class RowsGuard:
+    """Watches the parameter servers from creation to `close`. Thread-safe.
+
+    `on_lost` is called on a thread of the session, once for each restart, when rows are lost.
+    """
+
+    def __init__(
+        self, directory: Directory, rule: OnLostRows, on_lost: Callable[[RowsLostError], None]
+    ) -> None:
+        self._directory, self._rule, self._on_lost = directory, rule, on_lost
+        # Written by events and by the thread that trains: single operations of a dict are atomic.
+        self._incarnations: dict[int, int] = {}
+        self._lost: dict[int, ServiceInfo] = {}
+        self._watch = directory.watch(EMBEDDING_PARAMETER_SERVER, self._on_event)
+        self._look()
+
+    def check(self) -> None:
+        """Raises RowsLostError when rows are missing on a server."""
+        self._look()  # the event of a restart may be on its way
+        for server in self._lost.values():
+            raise _error(server)
+
+    def loaded(self) -> None:
+        """All rows were loaded from a checkpoint: none are missing."""
+        self._look()
+        self._lost.clear()
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def _look(self) -> None:
+        for server in self._directory.wait_for(EMBEDDING_PARAMETER_SERVER, env.get_deadline_s()):
+            self._see(server)
+
+    def _on_event(self, event: ServiceEvent) -> None:
+        if event.kind is EventKind.JOINED:
+            self._see(event.info)
+
+    def _see(self, server: ServiceInfo) -> None:
+        known = self._incarnations.get(server.index, server.incarnation)
+        self._incarnations[server.index] = server.incarnation
+        if known == server.incarnation:
+            return
+        if server.has_rows:
+            get_default_logger().warning(
+                "%s has restarted with the rows of its storage tier: those of the last checkpoint in place",
+                server,
+            )
+            return
+        error = _error(server)
+        get_default_logger().error("%s", error)
+        if self._rule is OnLostRows.RAISE:
+            self._lost[server.index] = server
+            self._on_lost(error)
+
+
+def _error(server: ServiceInfo) -> RowsLostError:
+    return RowsLostError(
+        f"{server} has restarted, and the rows that it held are lost: end the job and start it again from "
+        "its last checkpoint. A storage tier (docs/tiers.md) keeps rows over a restart; with "
+        'TrainCtx(on_lost_rows="continue") lost rows begin anew'
+    )
