@@ -83,9 +83,8 @@ void InPlaceRows::Find(const SignRows& rows, const float* zeros,
   if (rows.signs.empty()) return;
   const auto num_shards = static_cast<uint32_t>(shards_.size());
   const bool trains = mode_ == LookupMode::kTrain;
-  // Only where a row begins is read here: that is what takes an address translation. The kernels
-  // that read all of it ask for the rest ahead, while they write what they have read before.
-  size_t row_floats = 1;
+  // Rows themselves are not read here: the kernels that read them ask for them ahead.
+  size_t row_floats = 0;
   if (trains && has_snapshot_) {  // to be saved, a row is wanted with its state
     const RowPolicies& policies = *store_->all()[0].table().policies();
     row_floats = policies.Of(rows.signs[0]).ShapeFor(rows.dim).Stride();
