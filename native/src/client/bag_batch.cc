@@ -107,8 +107,10 @@ void PoolUnnumbered(const SlotInput& input, const worker::SlotTable& slots,
   thread_local Reused<uint64_t> sign_memory;
   thread_local Reused<const float*> row_memory;
   thread_local std::vector<uint32_t> offsets;
+  thread_local store::RecentRows recent;
   const worker::SlotConfig& slot = *input.slot;
   const size_t block_ids = kBlockRows / slot.num_buckets();
+  recent.Begin(input.ids.size() * slot.num_buckets());
   size_t id = 0;
   for (size_t bag = 0; bag < input.lengths.size();) {
     const size_t first_bag = bag, first_id = id;
@@ -122,7 +124,7 @@ void PoolUnnumbered(const SlotInput& input, const worker::SlotTable& slots,
     const std::span<uint64_t> signs = sign_memory.Resize(num_ids * slot.num_buckets());
     slots.MakeSigns(slot, input.ids.subspan(first_id, num_ids), signs.data());
     const store::SignRows rows = {slot.dim, signs, {}, row_memory.Resize(signs.size())};
-    store.FindForReading(rows, zeros);
+    store.FindForReading(rows, zeros, &recent);
     const worker::Bags bags = {
         .dim = slot.dim,
         .num_bags = static_cast<uint32_t>(bag - first_bag),

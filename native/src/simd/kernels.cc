@@ -1,5 +1,8 @@
 #include "simd/kernels.h"
 
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <initializer_list>
 
 namespace persia::simd {
@@ -29,13 +32,23 @@ const Kernels* KernelsFor(Isa isa) {
   }
 }
 
+const Kernels& ChooseKernels(const char* wanted) {
+  const Kernels* fastest = nullptr;
+  for (Isa isa : {Isa::kAvx512, Isa::kAvx2, Isa::kNeon, Isa::kScalar}) {
+    const Kernels* kernels = KernelsFor(isa);
+    if (kernels == nullptr) continue;
+    if (wanted != nullptr && std::strcmp(kernels->name, wanted) == 0) return *kernels;
+    if (fastest == nullptr) fastest = kernels;
+  }
+  if (wanted != nullptr) {
+    std::fprintf(stderr, "PERSIA_SIMD=%s: this processor has no such kernels; %s is used\n", wanted,
+                 fastest->name);
+  }
+  return *fastest;
+}
+
 const Kernels& ActiveKernels() {
-  static const Kernels& active = []() -> const Kernels& {
-    for (Isa isa : {Isa::kAvx512, Isa::kAvx2, Isa::kNeon}) {
-      if (const Kernels* kernels = KernelsFor(isa)) return *kernels;
-    }
-    return kScalarKernels;
-  }();
+  static const Kernels& active = ChooseKernels(std::getenv("PERSIA_SIMD"));
   return active;
 }
 

@@ -459,6 +459,16 @@ TEST(RowsTest, SumsAreThoseOfALoopInOrder) {
   }
 }
 
+// For measurements of one instruction set on a processor that has more.
+TEST(KernelsTest, AVariantIsChosenByName) {
+  EXPECT_STREQ(ChooseKernels("scalar").name, "scalar");
+  if (KernelsFor(Isa::kAvx2) != nullptr) EXPECT_STREQ(ChooseKernels("avx2").name, "avx2");
+  const Kernels& fastest = ChooseKernels(nullptr);
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(&ChooseKernels("mmx"), &fastest);
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("PERSIA_SIMD=mmx"), std::string::npos);
+}
+
 // Small, and so large that it is written past the cache; aligned and not.
 TEST(ColumnsTest, CopyAndAddGoBetweenRowsAndTheColumnsOfAMatrix) {
   std::mt19937 random(4);

@@ -1,6 +1,7 @@
 #include "store/in_place_rows.h"
 
 #include <algorithm>
+#include <array>
 #include <string>
 #include <utility>
 
@@ -12,6 +13,8 @@ namespace {
 constexpr uint32_t kNoCell = RowSlabs::kNoCell;
 // Keys whose places in the index are brought into the cache together.
 constexpr size_t kInsertBlock = 256;
+// Signs that are looked for among recent rows before the rest of them is found in the index.
+constexpr size_t kReadBlock = 1024;
 
 uint64_t KeyOf(const MissingRow& missing) { return SignKey(missing.rows->signs[missing.index]); }
 
@@ -80,9 +83,8 @@ void InPlaceRows::Find(const SignRows& rows, const float* zeros,
   if (rows.signs.empty()) return;
   const auto num_shards = static_cast<uint32_t>(shards_.size());
   const bool trains = mode_ == LookupMode::kTrain;
-  // Only where a row begins is read here: that is what takes an address translation. The kernels
-  // that read all of it ask for the rest ahead, while they write what they have read before.
-  size_t row_floats = 1;
+  // Rows themselves are not read here: the kernels that read them ask for them ahead.
+  size_t row_floats = 0;
   if (trains && has_snapshot_) {  // to be saved, a row is wanted with its state
     const RowPolicies& policies = *store_->all()[0].table().policies();
     row_floats = policies.Of(rows.signs[0]).ShapeFor(rows.dim).Stride();
@@ -116,21 +118,39 @@ void InPlaceRows::Find(const SignRows& rows, const float* zeros,
       });
 }
 
-void InPlaceRows::FindForReading(const SignRows& rows, const float* zeros) const {
+void InPlaceRows::FindForReading(const SignRows& rows, const float* zeros,
+                                 RecentRows* recent) const {
   const auto num_shards = static_cast<uint32_t>(shards_.size());
+  std::array<uint64_t, kReadBlock> keys;
+  std::array<uint32_t, kReadBlock> numbers;
   const auto shard_of = [&](size_t i) -> const ShardView& {
-    return shards_[ShardOfKey(SignKey(rows.signs[i]), num_shards)];
+    return shards_[ShardOfKey(keys[i], num_shards)];
   };
-  ProbeInBlocks(
-      rows.signs.size(), /*row_floats=*/1,
-      [&](size_t i) { return std::pair(SignKey(rows.signs[i]), shard_of(i).index); },
-      [&](size_t i, const SignIndex::Entry* entry) {
-        const RowSlabs& slabs = *shard_of(i).slabs;
-        return slabs.dim(entry->cell) == rows.dim ? slabs.values(entry->cell) : nullptr;
-      },
-      [&](size_t i, const SignIndex::Entry*, const float* row) {
-        rows.values[i] = row == nullptr ? zeros : row;
-      });
+  for (size_t begin = 0; begin < rows.signs.size(); begin += kReadBlock) {
+    const size_t end = std::min(begin + kReadBlock, rows.signs.size());
+    size_t count = 0;  // of the keys whose rows are not among the recent ones
+    for (size_t i = begin; i < end; ++i) {
+      const uint64_t key = SignKey(rows.signs[i]);
+      const RecentRows::Row& row = recent->Of(key);
+      rows.values[i] = row.values;
+      keys[count] = key;
+      numbers[count] = static_cast<uint32_t>(i);
+      // Without a branch, which would be mispredicted for a third of the keys.
+      count += static_cast<size_t>(row.key != key);
+    }
+    // The kernels that read the rows ask for them ahead.
+    ProbeInBlocks(
+        count, /*row_floats=*/0, [&](size_t i) { return std::pair(keys[i], shard_of(i).index); },
+        [&](size_t i, const SignIndex::Entry* entry) {
+          const RowSlabs& slabs = *shard_of(i).slabs;
+          return slabs.dim(entry->cell) == rows.dim ? slabs.values(entry->cell) : nullptr;
+        },
+        [&](size_t i, const SignIndex::Entry*, const float* row) {
+          const float* values = row == nullptr ? zeros : row;
+          rows.values[numbers[i]] = values;
+          recent->Of(keys[i]) = {keys[i], values};
+        });
+  }
 }
 
 Status InPlaceRows::Insert(uint32_t shard_number, std::span<const MissingRow> missing,

@@ -20,6 +20,9 @@
 // same features (row_features.h). Not with a tier, whose rows move.
 #pragma once
 
+#include <algorithm>
+#include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <span>
@@ -55,6 +58,32 @@ struct MissingRow {
   uint32_t index;
 };
 
+// Rows that a lookup has just found: a direct-mapped cache of frequent keys. A frequent row is then
+// found here, in the second-level cache, and not in the index, whose lines are spread over as many
+// pages as it has: there the translation of the address takes longer than all else.
+//
+// Not thread-safe. Valid for one lookup and one dim.
+class RecentRows {
+ public:
+  struct Row {
+    uint64_t key;
+    const float* values;
+  };
+
+  // Forgets all, for a lookup of so many signs.
+  void Begin(size_t num_signs) {
+    const size_t size = std::bit_ceil(std::clamp<size_t>(num_signs / 8, 16, kMaxRows));
+    rows_.assign(size, {0, nullptr});
+    rows_[0].key = UINT64_MAX;  // any key of another place; the others' places are not that of 0
+  }
+  Row& Of(uint64_t key) { return rows_[key & (rows_.size() - 1)]; }
+
+ private:
+  static constexpr size_t kMaxRows = 4096;
+
+  std::vector<Row> rows_;  // a power of two
+};
+
 class InPlaceRows {
  public:
   // Waits until the calls in progress have ended, and while a snapshot's memory is full.
@@ -69,9 +98,9 @@ class InPlaceRows {
   // appended to *missing; their values are `zeros`, their handles lead to no row.
   void Find(const SignRows& rows, const float* zeros, std::vector<uint32_t>* missing) const;
 
-  // Inference: only finds where the rows are, and brings where they begin into the cache. Signs may
-  // repeat; the handles may be empty.
-  void FindForReading(const SignRows& rows, const float* zeros) const;
+  // Inference: only finds where the rows are. Signs may repeat; the handles may be empty. `recent` is
+  // that of earlier calls for the same lookup and dim.
+  void FindForReading(const SignRows& rows, const float* zeros, RecentRows* recent) const;
 
   uint32_t num_shards() const { return store_->count(); }
   uint32_t ShardOf(const MissingRow& missing) const {

@@ -108,6 +108,31 @@ uint32_t NumUpdates(const EmbeddingStore& store, uint64_t sign) {
 }
 
 // Of several shapes of rows: the count lies behind the state, which must not touch it.
+// Few signs many times, of which some share a place among the recent rows; sign 0 has key 0, which
+// is what an empty place has.
+TEST(InPlaceRowsTest, ReadsSignsThatRepeat) {
+  auto store = MakeStore({});
+  std::vector<uint64_t> distinct(100);
+  for (size_t i = 0; i < distinct.size(); ++i) distinct[i] = i * i;
+  std::vector<float> embeddings(distinct.size() * 4);
+  for (size_t i = 0; i < embeddings.size(); ++i) embeddings[i] = static_cast<float>(i + 1);
+  const RowBlock block = {4, distinct};
+  ASSERT_TRUE(store->SetRows({&block, 1}, embeddings.data()).ok());
+  std::vector<uint64_t> signs;
+  for (size_t i = 0; i < 3000; ++i) {
+    signs.push_back(i % 7 == 6 ? 1'000'000 + i % 2 : distinct[i * 31 % distinct.size()]);
+  }
+  Batch batch(signs, 4);
+  RecentRows recent;
+  recent.Begin(16);
+  Begin(*store, LookupMode::kInference).FindForReading(batch.rows, kZeros, &recent);
+  for (size_t i = 0; i < signs.size(); ++i) {
+    const float* row = embeddings.data() + i * 31 % distinct.size() * 4;
+    const float* expected = i % 7 == 6 ? kZeros : row;
+    EXPECT_TRUE(std::equal(expected, expected + 4, batch.values[i])) << i;
+  }
+}
+
 TEST(InPlaceRowsTest, UpdatesAreCountedWithBothKindsOfCalls) {
   for (const auto kind : {OptimizerKind::kSgd, OptimizerKind::kAdam, OptimizerKind::kAdagrad,
                           OptimizerKind::kRowwiseAdagrad}) {
