@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -35,6 +36,10 @@ __all__ = ["EmbeddingCtx", "eval_ctx"]
 _FAILED_EXIT_DEADLINE_S = 10.0
 # The same, for each part of the end, when the script is stopped: the servers are probably ending as well.
 _STOPPED_EXIT_DEADLINE_S = 1.0
+
+# Names of features in the order in which a model, or a context without one, got them first. By model, because
+# it reads tensors by their place, in training and in every evaluation.
+_orders: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
 
 
 class EmbeddingCtx(CheckpointMethods, BaseCtx):
@@ -118,8 +123,12 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
     def prepare_features(
         self, batch: PersiaTrainingBatch
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor] | None]:
-        """(dense tensors, embeddings in the order of the batch's features, labels or None for INFERENCE)."""
+        """(dense tensors, embeddings in the order of the batch's features, labels or None for INFERENCE).
+
+        Raises InvalidArgumentError for a batch with the features of the model's first one in another order.
+        """
         self.current_batch = batch
+        self._check_order(batch)
         batch.look_up_synchronous()  # before anything is consumed: a script may try again
         with TO_DEVICE.of(batch.traced_id, batch.result.reference.reference):
             dense_tensors = batch.consume_all_non_id_type_feature_tensors()
@@ -220,6 +229,15 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
                 get_default_logger().error("while leaving after %s: %s", type(error).__name__, failure)
         finally:
             super().__exit__(kind, error, trace)
+
+    def _check_order(self, batch: PersiaTrainingBatch) -> None:
+        names = (*(name for name, _ in batch.dense.features), *(slot.name for slot in batch.result.slots))
+        first = _orders.setdefault(self if self.model is None else dense.unwrap(self.model), names)
+        if names != first and sorted(names) == sorted(first):
+            raise InvalidArgumentError(
+                f"batch {batch.batch_id} has the features {', '.join(names)}, the model's first batch had "
+                f"{', '.join(first)}: the model reads them by their place, so send them in one order"
+            )
 
     def _run_model(self, model: torch.nn.Module, *inputs: list[torch.Tensor]) -> Any:
         # The DDP wrapper announces every forward to the other ranks, which are not evaluating.

@@ -17,7 +17,10 @@ from persia.launcher.options import job_options, job_session, option
 )
 @option("--seconds", type=click.FloatRange(0.1, 100), default=30, help="Stop after this time in any case.")
 @option("--output", type=click.Path(dir_okay=False), default="trace.json", metavar="FILE")
-def command(nats_url: str | None, job_name: str, batches: int, seconds: float, output: str) -> None:
+@option("--summary", is_flag=True, help="Also print how long each phase took.")
+def command(
+    nats_url: str | None, job_name: str, batches: int, seconds: float, output: str, summary: bool
+) -> None:
     """Record a running job's phases into FILE, for https://ui.perfetto.dev or chrome://tracing.
 
     Each process is a track: waiting, lookups, pooling, RPC, forward, backward, gradient return, update.
@@ -50,5 +53,9 @@ def command(nats_url: str | None, job_name: str, batches: int, seconds: float, o
         f"{result.num_spans} spans of {len(processes)} processes, {result.num_batches} batches in "
         f"{result.elapsed_s:.2f} s: {output}"
     )
+    if summary:
+        click.echo(f"\n{'role':28}{'phase':32}{'spans':>8}{'total ms':>11}{'median ms':>11}{'p99 ms':>9}")
+        for role, phase, count, total, median, p99 in result.summary():
+            click.echo(f"{role:28}{phase:32}{count:8}{total:11.1f}{median:11.3f}{p99:9.3f}")
     for problem in result.problems:
         click.secho(problem, fg="yellow", err=True)

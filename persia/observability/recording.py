@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from persia.errors import StorageError, UnavailableError
 from persia.messaging.discovery import ServiceInfo
@@ -23,6 +26,17 @@ from persia.waiting import Attempts
 _SPANS_PER_BATCH = 60  # of one process, amply
 _MIN_SPANS = 20_000
 _MAX_SPANS = 1_000_000
+
+
+class PhaseSummary(NamedTuple):
+    """The spans of one phase in all processes of a role. Times are milliseconds."""
+
+    role: str
+    phase: str
+    num_spans: int
+    total: float  # phases may overlap and contain others: the sum over phases has no meaning
+    median: float
+    p99: float
 
 
 @dataclass(kw_only=True)
@@ -42,6 +56,27 @@ class Recording:
                 json.dump({"traceEvents": self.events, "displayTimeUnit": "ms"}, file)
         except OSError as error:
             raise StorageError(f"cannot write the trace to {os.fspath(path)}: {error.strerror}") from error
+
+    def summary(self) -> list[PhaseSummary]:
+        """One entry for each role and phase, by role; within a role the longest in total first."""
+        roles: dict[int, str] = {}
+        begun: dict[tuple[str, str], float] = {}
+        durations = defaultdict[tuple[str, str], list[float]](list)
+        for event in self.events:
+            kind, name = event["ph"], event["name"]
+            if kind == "M":
+                if name == "process_name":
+                    roles[event["pid"]] = event["args"]["name"].rpartition(" ")[0]
+            elif kind == "b":
+                begun[name, event["id"]] = event["ts"]
+            else:
+                duration = event["ts"] - begun.pop((name, event["id"])) if kind == "e" else event["dur"]
+                durations[roles[event["pid"]], name].append(duration / 1000)
+        found = [
+            PhaseSummary(*key, len(times), sum(times), *map(float, np.percentile(times, [50, 99])))
+            for key, times in durations.items()
+        ]
+        return sorted(found, key=lambda phase: (phase.role, -phase.total))
 
 
 def record(processes: Sequence[ServiceInfo], *, num_batches: int, limit_s: float) -> Recording:

@@ -32,7 +32,7 @@ from persia.messaging.discovery import Directory
 from persia.messaging.interface import Registration, Session
 from persia.messaging.payloads import EndOfStream, FlowReply, ReplyStatus, SubmittedBatch
 from persia.messaging.subjects import DATA_LOADER
-from persia.observability.phases import QUEUE_OF_ANNOUNCED
+from persia.observability.phases import QUEUE_OF_SUBMITTED
 from persia.pipeline.queues import Deadline, QueueClosed
 from persia.pipeline.send import LoaderShare
 from persia.pipeline.source import PendingBatch, pending_from_stream
@@ -344,7 +344,7 @@ class Inbox:
                 self._changed.notify_all()
                 if batch.requires_grad:
                     now_ns = time.monotonic_ns()
-                    QUEUE_OF_ANNOUNCED.record(since_ns, now_ns, batch.reference, batch.batch_id)
+                    QUEUE_OF_SUBMITTED.record(since_ns, now_ns, batch.reference, batch.batch_id)
                 return batch
             if not self._is_finished() and self._failure is not None:
                 raise self._failure

@@ -241,8 +241,10 @@ def test_doctor_finds_the_job_and_what_is_wrong(job):
 
 def test_a_trace_has_all_phases_of_all_roles(job, tmp_path):
     path = tmp_path / "trace.json"
-    result = job.launcher("trace", "--batches", "30", "--output", str(path))
+    result = job.launcher("trace", "--batches", "30", "--output", str(path), "--summary")
     assert result.returncode == 0, result.stdout + result.stderr
+    table = re.findall(r"^(\S+) {2,}(\S.*?) {2,}\d+ +[\d.]+ +[\d.]+ +[\d.]+$", result.stdout, re.MULTILINE)
+    assert {(NN_WORKER, "forward"), (EMBEDDING_PARAMETER_SERVER, "update")} <= set(table), result.stdout
     events = json.loads(path.read_text())["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert len(processes) == 5
@@ -333,18 +335,18 @@ def check_one_batch_is_in_order(events, processes) -> None:
 
 
 def check_queues_are_seen(events, processes) -> None:
-    """Where a batch waits at the rank: from its announcement to its lookup, from its pooling to its step."""
+    """Where a batch waits at the rank: from its submission to its lookup, from its pooling to its step."""
     rank = f"{NN_WORKER} 0"
     own = [e for e in events if processes[e["pid"]] == rank and e.get("args", {}).get("batch_id") is not None]
     ends = {(e["name"], e["args"]["batch_id"]): e["ts"] for e in own if e["ph"] == "e"}
     begins = {(e["name"], e["args"]["batch_id"]): e["ts"] for e in own if e["ph"] in "bX"}
     complete = 0
     for (name, batch_id), looked_up in begins.items():
-        was_announced = ("queue of announced batches", batch_id) in ends  # or before the recording
-        if name != "client lookup" or not was_announced or ("to device", batch_id) not in begins:
+        was_submitted = ("queue of submitted batches", batch_id) in ends  # or before the recording
+        if name != "client lookup" or not was_submitted or ("to device", batch_id) not in begins:
             continue
         complete += 1
-        assert ends["queue of announced batches", batch_id] <= looked_up
+        assert ends["queue of submitted batches", batch_id] <= looked_up
         assert looked_up < begins["queue of ready batches", batch_id]
         assert ends["queue of ready batches", batch_id] <= begins["to device", batch_id]
     assert complete >= 10

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from persia.ctx import TrainCtx
+from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
 from persia.data.dataset import _may_have_loader
+from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import SGD
 from persia.errors import FailedPreconditionError, InvalidArgumentError
 
@@ -152,6 +153,26 @@ def test_a_layer_of_the_wrong_size_names_slots_and_dims(make_ctx: Any, make_data
             match=r"3x9 and 17x1.*feature_anonymous \[3, 1\], a \[3, 4\], b \[3, 4\].*in_features",
         ):
             ctx.forward(batch)
+
+
+def test_features_in_another_order_are_refused(make_ctx: Any, new_batch: Any) -> None:
+    """Slots "a" and "b" have one dim: the model would read the rows of each for the other's."""
+
+    def swapped(number: int, **options: Any) -> PersiaBatch:
+        batch = new_batch(number, **options)
+        batch.id_type_features.reverse()
+        return batch
+
+    message = r"batch \d+ has the features .*, b, a, the model's first batch had .*, a, b: .*in one order"
+    with make_ctx() as ctx:
+        ctx.backward(mean_square(*ctx.forward(ctx.get_embedding_from_data(new_batch(0)))))
+        with pytest.raises(InvalidArgumentError, match=message):
+            ctx.forward(ctx.get_embedding_from_data(swapped(1)))
+        with eval_ctx(model=ctx.model) as evaluation:
+            batch = evaluation.get_embedding_from_data(swapped(0, requires_grad=False))
+            with pytest.raises(InvalidArgumentError, match=message):
+                evaluation.forward(batch)
+        ctx.forward(ctx.get_embedding_from_data(new_batch(2, requires_grad=False)))  # as before
 
 
 def test_other_errors_of_the_model_are_its_own(make_ctx: Any, make_dataset: Any, model: Any) -> None:

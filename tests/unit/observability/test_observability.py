@@ -20,7 +20,7 @@ from persia.observability import finite_reported, report, reported
 from persia.observability.exposition import Families, text
 from persia.observability.http import HttpPort, json_answer
 from persia.observability.phases import Phase
-from persia.observability.recording import trace_events
+from persia.observability.recording import Recording, trace_events
 from persia.observability.status import (
     ProcessStatus,
     missing_replicas,
@@ -182,6 +182,20 @@ def test_calls_are_asynchronous_events():
     assert begin["id"] == end["id"]
     assert (begin["ts"], end["ts"]) == (0.0, 2.0)
     assert trace_events([]) == []
+
+
+def test_a_summary_has_each_phase_of_each_role():
+    spans = [["a", 0, 1_000_000, 0, 1, 1], ["b", 0, 9_000_000, 0, 1, 1], ["a", 0, 3_000_000, 0, 2, 1]]
+    spans.append(["rpc to server 0", 1_000_000, 6_000_000, 0, None, 1])
+    answers = [(info(), recording(spans)), (info(2), recording([["a", 0, 2_000_000, 0, 3, 1]]))]
+    events = trace_events(answers)
+    summary = Recording(events=events, num_spans=5, num_batches=3, elapsed_s=1.0).summary()
+    assert [one[:5] for one in summary] == [
+        (info().role, "b", 1, pytest.approx(9.0), pytest.approx(9.0)),
+        (info().role, "a", 3, pytest.approx(6.0), pytest.approx(2.0)),  # of two processes
+        (info().role, "rpc to server 0", 1, pytest.approx(5.0), pytest.approx(5.0)),
+    ]
+    assert 2.9 < summary[1].p99 <= 3.0
 
 
 @pytest.fixture
