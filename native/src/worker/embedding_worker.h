@@ -164,10 +164,10 @@ class EmbeddingWorker {
                                   {"num_gradients_left_out", "persia_gradients_left_out",
                                    "Of these, without a usable gradient: not sent."}};
   Counter num_hinted_{counters_,
-                      {"num_announced", "persia_announced_ids",
+                      {"num_hinted", "persia_hinted_ids",
                        "Unique IDs that servers were told of ahead of their lookup."}};
   Counter num_hints_dropped_{counters_,
-                             {"num_announced_dropped", "persia_announced_ids_dropped",
+                             {"num_hints_dropped", "persia_hinted_ids_dropped",
                               "Of these, not sent: servers lagged behind."}};
   DurationStats register_times_{"register"};
   DurationStats total_times_{"lookup total"};
