@@ -216,9 +216,8 @@ class Trainer:
         assert model is not None, "a TrainCtx has one"
         modes = {module: module.training for module in model.modules()}
         model.eval()
-        if ctx.world_size > 1:  # all ranks evaluate with rank 0's buffers, as DDP does at the next step
-            for buffer in model.buffers():
-                dist.broadcast(buffer, src=0)
+        if ctx.world_size > 1:
+            _share_buffers(model)
         if isinstance(model, DistributedDataParallel):  # it may call collectives, and shares are uneven
             model = model.module
         try:
@@ -363,6 +362,12 @@ def _gathered(ctx: TrainCtx, numbers: set[int]) -> set[int]:
     assert dist.group.WORLD is not None, "ranks have one"
     found = gather_ragged(torch.tensor(sorted(numbers), dtype=torch.int64), dist.group.WORLD)
     return set(torch.cat(found).tolist())
+
+
+def _share_buffers(model: torch.nn.Module) -> None:
+    """Gives all ranks rank 0's buffers, as DDP does at the next step."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
 
 
 def _run(connection: JobConnection | None) -> str:
