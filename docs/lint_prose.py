@@ -17,9 +17,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MAX_WIDTH, MAX_MEAN_WORDS, MAX_WORDS = 120, 18.0, 40
 
-# Records are evidence of their time: their words and sentences stay as they were written.
-RECORDS = ("docs/adr/",)
-
 # Pattern to what to write instead; matched without regard to case.
 REPLACED = {
     r"\b(?:a|an|the|this|each|its|one|whose|of|with|over|these) pools?\b|\bpools of\b": "tier file or slab",
@@ -97,7 +94,6 @@ def paragraphs(lines: list[str]) -> Iterator[tuple[int, str, str]]:
 
 def findings(page: str, text: str) -> Iterator[Finding]:
     lines = text.splitlines()
-    is_record = page.startswith(RECORDS)
     for number, line in enumerate(lines, start=1):
         longest = max(
             (len(word) for word in CODE.sub(lambda code: code.group().replace(" ", "_"), line).split()),
@@ -111,8 +107,6 @@ def findings(page: str, text: str) -> Iterator[Finding]:
         if kind == "heading":
             if words.endswith((".", "?", "!", ":")) or RIDDLE.match(words) or VERB.search(words):
                 yield number, f"heading {raw!r}: name the subject, as in 'Limitations'"
-            continue
-        if is_record:
             continue
         for pattern, instead in REPLACED.items():
             if found := re.search(pattern, words, re.IGNORECASE):

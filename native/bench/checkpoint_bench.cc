@@ -4,8 +4,8 @@
 //
 // Rows are Adagrad's after some updates with random gradients. Training is one thread with batches
 // of 10,000 rows; its mean time a batch over whole dumps stands against as many batches without
-// one; MAX_PROCESSORS as in dump_pace.h, 0 without rests. The dump of another store, which nobody
-// trains and which never rests, takes as much of the machine, and nothing of this one's.
+// one; MAX_PROCESSORS as in dump_throttle.h, 0 for no limit. The dump of another store, which is
+// not trained and never throttled, takes as much of the machine, and nothing of this one's.
 #include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>

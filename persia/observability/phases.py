@@ -63,9 +63,9 @@ DENSE_STEP = Phase("dense step")
 STEP_PHASES = (WAIT_FOR_BATCH, LOOKUP_IN_STEP, TO_DEVICE, FORWARD, BACKWARD, HAND_IN, DENSE_STEP)
 
 # Where a rank's batches wait for one another: many wait at a time, so these are no phases that are entered.
-QUEUE_OF_ANNOUNCED = DurationStats("queue of announced batches")
+QUEUE_OF_SUBMITTED = DurationStats("queue of submitted batches")
 QUEUE_OF_READY = DurationStats("queue of ready batches")
-QUEUES = (QUEUE_OF_ANNOUNCED, QUEUE_OF_READY)
+QUEUES = (QUEUE_OF_SUBMITTED, QUEUE_OF_READY)
 
 SEND_BATCH = Phase("send batch")  # of a data loader
 

@@ -39,7 +39,7 @@ from persia.messaging.payloads import (
     SubmittedBatch,
 )
 from persia.messaging.subjects import DATA_LOADER
-from persia.observability.phases import QUEUE_OF_ANNOUNCED
+from persia.observability.phases import QUEUE_OF_SUBMITTED
 from persia.pipeline.position import DataPosition
 from persia.pipeline.queues import Deadline, QueueClosed
 from persia.pipeline.send import LoaderShare
@@ -415,7 +415,7 @@ class Inbox:
                 self._changed.notify_all()
                 if batch.requires_grad:
                     now_ns = time.monotonic_ns()
-                    QUEUE_OF_ANNOUNCED.record(since_ns, now_ns, batch.reference, batch.batch_id)
+                    QUEUE_OF_SUBMITTED.record(since_ns, now_ns, batch.reference, batch.batch_id)
                 return batch
             if not self._is_finished() and self._failure is not None:
                 raise self._failure

@@ -333,18 +333,18 @@ def check_one_batch_is_in_order(events, processes) -> None:
 
 
 def check_queues_are_seen(events, processes) -> None:
-    """Where a batch waits at the rank: from its announcement to its lookup, from its pooling to its step."""
+    """Where a batch waits at the rank: from its submission to its lookup, from its pooling to its step."""
     rank = f"{NN_WORKER} 0"
     own = [e for e in events if processes[e["pid"]] == rank and e.get("args", {}).get("batch_id") is not None]
     ends = {(e["name"], e["args"]["batch_id"]): e["ts"] for e in own if e["ph"] == "e"}
     begins = {(e["name"], e["args"]["batch_id"]): e["ts"] for e in own if e["ph"] in "bX"}
     complete = 0
     for (name, batch_id), looked_up in begins.items():
-        was_announced = ("queue of announced batches", batch_id) in ends  # or before the recording
-        if name != "client lookup" or not was_announced or ("to device", batch_id) not in begins:
+        was_submitted = ("queue of submitted batches", batch_id) in ends  # or before the recording
+        if name != "client lookup" or not was_submitted or ("to device", batch_id) not in begins:
             continue
         complete += 1
-        assert ends["queue of announced batches", batch_id] <= looked_up
+        assert ends["queue of submitted batches", batch_id] <= looked_up
         assert looked_up < begins["queue of ready batches", batch_id]
         assert ends["queue of ready batches", batch_id] <= begins["to device", batch_id]
     assert complete >= 10

@@ -62,6 +62,7 @@ def test_without_a_compiler_everything_is_named(
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     with pytest.raises(
-        SystemExit, match=rf"apt-get install g\+\+ {build.PYTHON}-dev libasio-dev libzstd-dev libxxhash-dev libssl-dev\n"
+        SystemExit,
+        match=rf"apt-get install g\+\+ {build.PYTHON}-dev libasio-dev libzstd-dev libxxhash-dev libssl-dev\n",
     ):
         build.check_requirements()

@@ -78,7 +78,7 @@ TEST(DurationStats, TurnedOffItRecordsNothing) {
 
 TEST(TraceBuffer, ASpanHasNameTimesBatchAndThread) {
   DurationStats stats("a name that is longer than a span has room for");
-  stats.Record(kBegin, kBegin + nanoseconds(7));  // nobody traces yet
+  stats.Record(kBegin, kBegin + nanoseconds(7));  // before the trace
   TraceBuffer::Global().Start(10);
   stats.Record(kBegin, kBegin + nanoseconds(7), 42, 43);
   const auto recording = TraceBuffer::Global().Stop();

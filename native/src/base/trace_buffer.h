@@ -1,4 +1,4 @@
-// TraceBuffer: what this process did when, for as long as somebody traces it.
+// TraceBuffer: what this process did when, while a trace is recorded.
 //
 // Spans come from DurationStats::Record, so that whatever is measured is traced too, under the same
 // name. Off, which is the normal state, it costs one relaxed load for each measured phase. On, a

@@ -76,7 +76,7 @@ Status BlockWriter::MakeRoom() {
   return Status::Ok();
 }
 
-// One virtual shard a call, so that the caller can rest in between.
+// One virtual shard a call, so that the caller can sleep in between.
 StatusOr<bool> BlockWriter::FlushSome() {
   if (gathered_bytes_ == 0) return false;
   for (const auto& group : groups_) {

@@ -240,7 +240,7 @@ TEST(Changes, AreWhatAModelSays) {
   }
 }
 
-// While training goes on: a packet brings the follower to the cut, exactly.
+// During training: a packet brings the follower exactly to its snapshot point.
 void ExpectToFollow(Trainers::Train train, OptimizerKind kind) {
   const auto store = Tracking(kSmallStore, kind);
   const auto follower = store::MakeStore(kSmallStore, ConfigOf(kind));

@@ -117,7 +117,7 @@ uint64_t Checksum(std::span<const std::byte> section, size_t checksum_offset) {
   return XXH3_64bits_digest(&state);
 }
 
-// Corruption and not a precondition: to whoever reads the file, both mean to look for another one.
+// Corruption and not a precondition: to the reader of the file, both mean to look for another one.
 Status CheckVersion(uint32_t version, const char* what) {
   if (version == kFormatVersion) return Status::Ok();
   return Corruption(std::string(what) + " of the checkpoint file has format version " +

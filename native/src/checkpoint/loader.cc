@@ -23,9 +23,9 @@ Status CheckShape(const BlockShape& block, OptimizerKind kind, const store::RowS
       "new rows (with_state=False)");
 }
 
-// Of rows that only answer. Plain SGD has no state: whoever would train with the checkpoint's
-// optimizer is refused, as the state that it needs is not there. Limits are of the servers that
-// train, each of its own store: who answers keeps what they have kept.
+// The config of rows that only answer lookups. Plain SGD has no state: training with the
+// checkpoint's optimizer is refused, as its state is missing. Limits belong to the stores of the
+// training servers; a store that answers keeps the rows that they have kept.
 RowConfig WithoutTraining(RowConfig rows) {
   rows.optimizer = OptimizerConfig();
   rows.capacity = 0;

@@ -115,7 +115,7 @@ StatusOr<bool> RowFeed::Read(Part* part, Batch* batch) {
     return ReadShards(part, batch);
   } catch (const std::bad_alloc&) {
     return ResourceExhausted(
-        "no memory to copy rows of a snapshot to; training goes on without it");
+        "no memory to copy rows of a snapshot to; training continues without it");
   }
 }
 

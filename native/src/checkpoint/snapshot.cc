@@ -58,9 +58,9 @@ Status SnapshotPart::Write(const store::RowRecords& rows) {
   rows.ForEach([&](const store::RowHead& head, const float* values) {
     if (status.ok()) status = writer_.Add(head, values);
     // Across calls: rows from a pool come in small numbers.
-    if (++num_since_rest_ < DumpPace::kRowsAtATime) return;
-    num_since_rest_ = 0;
-    snapshot_.pace_->Rest();
+    if (++num_since_throttle_ < DumpThrottle::kRowsAtATime) return;
+    num_since_throttle_ = 0;
+    snapshot_.throttle_->Throttle();
   });
   return status;
 }
@@ -68,7 +68,7 @@ Status SnapshotPart::Write(const store::RowRecords& rows) {
 // One virtual shard of what is gathered a call, then the footer: a reader of few bytes waits no
 // longer for the end than for the rest.
 Status SnapshotPart::Finish() {
-  snapshot_.pace_->Rest();
+  snapshot_.throttle_->Throttle();
   PERSIA_ASSIGN_OR_RETURN(const bool has_flushed, writer_.FlushSome());
   num_rows_ = writer_.num_rows();
   if (has_flushed) return Status::Ok();
@@ -81,10 +81,10 @@ Status SnapshotPart::Finish() {
   return Status::Ok();
 }
 
-// In this order: writers that rest or wait for rows return first, so that none is left in the
+// In this order: writers that sleep or wait for rows return first, so that none is left in the
 // store.
 void Snapshot::Close() {
-  pace_->Stop();
+  throttle_->Stop();
   feed_->Stop();
   rows_->End();
 }
@@ -112,7 +112,7 @@ StatusOr<std::unique_ptr<Snapshot>> Snapshot::TakeChanges(store::EmbeddingStore&
 std::unique_ptr<Snapshot> Snapshot::Of(std::unique_ptr<store::StoreSnapshot> rows,
                                        const Options& options) {
   std::unique_ptr<Snapshot> snapshot(new Snapshot(std::move(rows)));
-  snapshot->pace_.emplace(snapshot->rows_.get(), options.max_processors);
+  snapshot->throttle_.emplace(snapshot->rows_.get(), options.max_processors);
   for (uint32_t i = 0; i < options.num_parts; ++i) snapshot->AddPart(options, i);
   snapshot->feed_.emplace(snapshot->rows_.get(), options.num_parts, options.rows_at_a_time);
   return snapshot;

@@ -1,4 +1,4 @@
-// Snapshot: a store at one moment, as the bytes of files that are produced while training goes on.
+// Snapshot: a store at one moment, as the bytes of files that are produced during training.
 //
 // Begin() takes all rows, TakeChanges() those that changed since the last committed packet. The
 // moment is the one between two calls on the store at which either returns: an update before it is
@@ -10,7 +10,7 @@
 //
 // What reads a part from the store to the file: RowFeed copies rows in threads of its own, which
 // are the only ones to lock shards; SnapshotPart encodes them in the thread that calls Read(), at
-// the pace of DumpPace. The memory for all of it is bounded: rows saved by training
+// the share of DumpThrottle. The memory for all of it is bounded: rows saved by training
 // (StoreSnapshot::Options), rows copied ahead (RowFeed), and rows that wait for a block to be full.
 //
 // Where training changes rows faster than they are read, and has waited too long, the snapshot
@@ -28,7 +28,7 @@
 
 #include "base/status.h"
 #include "checkpoint/block_writer.h"
-#include "checkpoint/dump_pace.h"
+#include "checkpoint/dump_throttle.h"
 #include "checkpoint/file_format.h"
 #include "checkpoint/row_feed.h"
 #include "store/embedding_store.h"
@@ -54,7 +54,7 @@ class SnapshotPart {
                size_t max_gathered_bytes);
 
   // Copies the next bytes of the file, `max_bytes` until its end is near, to what allocate(count)
-  // returns; none at its end: then it is not called. Waits for rows to be copied, and rests while
+  // returns; none at its end: then it is not called. Waits for rows to be copied, and sleeps while
   // the store is trained. After a failure the file stays incomplete, and every later call fails in
   // the same way. kFailedPrecondition: the snapshot was closed; kResourceExhausted: it was given
   // up, or there is no memory.
@@ -71,9 +71,9 @@ class SnapshotPart {
 
   Snapshot& snapshot_;
   const uint32_t number_;
-  std::mutex mutex_;              // guards what follows, but for the counters
-  std::vector<std::byte> bytes_;  // produced, from position_ on not yet read
-  size_t num_since_rest_ = 0;     // rows
+  std::mutex mutex_;               // guards what follows, but for the counters
+  std::vector<std::byte> bytes_;   // produced, from position_ on not yet read
+  size_t num_since_throttle_ = 0;  // rows
   size_t position_ = 0;
   BlockWriter writer_;
   store::StoreSnapshot::Batch batch_;
@@ -97,7 +97,8 @@ class Snapshot {
     size_t max_gathered_bytes = size_t{256} << 20;
     // A shard is kept from its other users while so many are copied: some tens of microseconds.
     size_t rows_at_a_time = 512;
-    // What those who read parts may take of processors while the store is trained; see dump_pace.h.
+    // What those who read parts may take of processors while the store is trained; see
+    // dump_throttle.h.
     double max_processors = 0;
   };
 
@@ -141,7 +142,7 @@ class Snapshot {
   Status CheckEnd(uint64_t num_rows);
 
   std::unique_ptr<store::StoreSnapshot> rows_;
-  std::optional<DumpPace> pace_;
+  std::optional<DumpThrottle> throttle_;
   std::optional<RowFeed> feed_;  // after rows_: ends before these do
   std::vector<std::unique_ptr<SnapshotPart>> parts_;
   std::atomic<uint64_t> num_rows_written_ = 0;

@@ -77,7 +77,7 @@ TEST(ClusterTest, RowsInFilesAreAskedForAheadAndChangeNothing) {
     EXPECT_TRUE(cluster.client().Configure(Adam(), false, Soon()).ok());
     auto history = TrainWithBatchesWaiting(
         cluster.client(), [&](auto batch) { return cluster.Register(batch); }, kNumSteps);
-    EXPECT_EQ(cluster.worker(0).metrics()["num_announced"], 0u);
+    EXPECT_EQ(cluster.worker(0).metrics()["num_hinted"], 0u);
     return history;
   }();
   constexpr uint64_t kCacheRows = 8;
@@ -86,7 +86,7 @@ TEST(ClusterTest, RowsInFilesAreAskedForAheadAndChangeNothing) {
   EXPECT_EQ(TrainWithBatchesWaiting(
                 cluster.client(), [&](auto batch) { return cluster.Register(batch); }, kNumSteps),
             in_memory);
-  EXPECT_GT(cluster.worker(0).metrics()["num_announced"], 0u);
+  EXPECT_GT(cluster.worker(0).metrics()["num_hinted"], 0u);
   const auto deadline = Soon();
   while (NumTold(cluster.server(0).embedding_store()) == 0) {
     ASSERT_LT(std::chrono::steady_clock::now(), deadline);

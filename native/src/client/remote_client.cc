@@ -8,7 +8,7 @@
 namespace persia::client {
 namespace {
 
-constexpr uint32_t kMaxWorkers = 65536;  // bounds what one announcement can make us allocate
+constexpr uint32_t kMaxWorkers = 65536;  // bounds what one discovery message can make us allocate
 
 }  // namespace
 

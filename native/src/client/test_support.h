@@ -159,7 +159,7 @@ class Pools {
   std::string path_;
 };
 
-// Members are destroyed from the client down, so that nobody is called after its end. With
+// Members are destroyed from the client down, so that none is called after its end. With
 // `cache_rows` servers have pools.
 class Cluster {
  public:

@@ -55,7 +55,7 @@ StatusOr<std::unique_ptr<PoolFile>> PoolFile::Create(const std::string& director
   return file;
 }
 
-// A link, not a renaming: that would replace a pool that somebody else has made meanwhile.
+// A link, not a renaming: that would replace a tier file that another process has created.
 Status PoolFile::Publish() {
   const std::string partial = PartialPathOf(directory_);
   if (::fsync(fd_) != 0) return SystemError("cannot sync", partial);

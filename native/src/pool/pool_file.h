@@ -26,7 +26,7 @@ class PoolFile final : public Backing {
     kReadOnly,   // for a look at a pool that may be in use
   };
 
-  // A file that nobody finds until Publish(). `syncs`: whether Sync() waits for the device; without
+  // A file without its name until Publish(). `syncs`: whether Sync() waits for the device; without
   // it rows survive a killed process, not a power failure. kFailedPrecondition: there is a pool.
   static StatusOr<std::unique_ptr<PoolFile>> Create(const std::string& directory, bool syncs);
   // kNotFound: there is none.

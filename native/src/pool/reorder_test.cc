@@ -115,7 +115,7 @@ class Failures {
     const uint64_t at = (*pool)->committed();
     ASSERT_TRUE(at == committed() || at == committing()) << at << " " << committed();
     ASSERT_TRUE(HoldsJob(**pool, found, job_));
-    // What was undone stays undone when training goes on from there.
+    // What was undone stays undone when training continues from there.
     if (depth_ == 0 || random_() % 8 != 0) {
       num_nested_ += nested.count();
       return;

@@ -257,7 +257,8 @@ class RowPool {
   int64_t new_rows_ = 0;          // beyond the last pending checkpoint
   std::vector<Ended> kept_;
 
-  // Of all extents that there may be. Whoever has an address has it from one who saw its extent's.
+  // By extent, for the largest number of them. An address is only known to a thread that has seen
+  // the number of its extent.
   std::unique_ptr<std::atomic<uint64_t>[]> extent_ids_;
 
   // Taken before mutex_ and held while a header is written: there is one writer of the two copies.

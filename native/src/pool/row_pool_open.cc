@@ -70,7 +70,7 @@ RowPool::RowPool(std::unique_ptr<Backing> backing, const PoolOptions& options, P
           std::max(max_bytes_, backing_->size()) / extent_bytes_ + 1)),
       header_(std::move(header)) {}
 
-// Formatted before it gets its name: whoever finds the pool finds a whole one.
+// Formatted before it gets its name: a tier file that has its name is complete.
 StatusOr<std::unique_ptr<RowPool>> RowPool::Create(const std::string& directory,
                                                    const PoolOptions& options) {
   PERSIA_RETURN_IF_ERROR(CheckOptions(options));

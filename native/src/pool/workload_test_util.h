@@ -1,7 +1,7 @@
 // A training job as a pool sees it, and the model of what must be in the pool after it.
 //
 // What a batch does to which signs, and a row's values after it, are functions of the job's seed
-// and the batch: so whoever knows how far a job has come knows all rows. When rows are written back
+// and the batch: so the progress of a job determines all rows. When rows are written back
 // and when checkpoints are taken is random too, but does not matter for that.
 #pragma once
 

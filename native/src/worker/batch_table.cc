@@ -31,14 +31,14 @@ StatusOr<uint64_t> BatchTable::AddWaiting(uint32_t loader_index, FeatureBatch fe
   return batch->counter;
 }
 
-StatusOr<BatchTable::Lease> BatchTable::AddInFlight(FeatureBatch features) {
+StatusOr<BatchTable::Guard> BatchTable::AddInFlight(FeatureBatch features) {
   const std::lock_guard lock(mutex_);
   // Before the batch is made, so that one that is refused gets no counter.
   PERSIA_RETURN_IF_ERROR(MakeRoomInFlightLocked());
   const std::shared_ptr<Batch> batch = MakeLocked(std::move(features), Batch::State::kInFlight);
   ++num_in_flight_;
   batch->busy = true;
-  return Lease(this, batch);
+  return Guard(this, batch);
 }
 
 // Counters are never used again in a worker's life: a late request cannot reach another batch.
@@ -61,7 +61,7 @@ bool BatchTable::MustWaitLocked(uint32_t loader_index, size_t num_bytes) const {
   return total_waiting_ > 0 && waiting_bytes_ + num_bytes > options_.max_waiting_bytes;
 }
 
-StatusOr<BatchTable::Lease> BatchTable::Acquire(uint64_t counter, Deadline deadline) {
+StatusOr<BatchTable::Guard> BatchTable::Acquire(uint64_t counter, Deadline deadline) {
   std::unique_lock lock(mutex_);
   auto found = batches_.end();
   const auto is_busy = [&] {
@@ -76,10 +76,10 @@ StatusOr<BatchTable::Lease> BatchTable::Acquire(uint64_t counter, Deadline deadl
                     " is not held here: it was returned, released or has expired");
   }
   found->second->busy = true;
-  return Lease(this, found->second);
+  return Guard(this, found->second);
 }
 
-std::optional<BatchTable::Lease> BatchTable::NextToPrefetch(uint64_t limit) {
+std::optional<BatchTable::Guard> BatchTable::NextToPrefetch(uint64_t limit) {
   const std::lock_guard lock(mutex_);
   // Those that a later batch has overtaken: they no longer count against the limit.
   ahead_.erase(ahead_.begin(), ahead_.lower_bound(newest_left_));
@@ -91,7 +91,7 @@ std::optional<BatchTable::Lease> BatchTable::NextToPrefetch(uint64_t limit) {
     next_ahead_ = batch->counter + 1;
     ahead_.insert(batch->counter);
     batch->busy = true;
-    return Lease(this, batch);
+    return Guard(this, batch);
   }
   next_ahead_ = next_counter_;
   return std::nullopt;
@@ -106,13 +106,13 @@ void BatchTable::EndUse(Batch& batch) {
 }
 
 // Idempotent, because a lookup may be repeated.
-Status BatchTable::StartFlight(const Lease& lease) {
+Status BatchTable::StartFlight(const Guard& guard) {
   const std::lock_guard lock(mutex_);
-  if (lease->state == Batch::State::kInFlight) return Status::Ok();
+  if (guard->state == Batch::State::kInFlight) return Status::Ok();
   PERSIA_RETURN_IF_ERROR(MakeRoomInFlightLocked());
-  LeaveWaitingLocked(*lease);
-  lease->state = Batch::State::kInFlight;
-  lease->since = Clock::now();
+  LeaveWaitingLocked(*guard);
+  guard->state = Batch::State::kInFlight;
+  guard->since = Clock::now();
   ++num_in_flight_;
   return Status::Ok();
 }
@@ -125,26 +125,26 @@ Status BatchTable::MakeRoomInFlightLocked() {
 }
 
 // The report is remembered for a repetition of the request whose answer was lost.
-void BatchTable::FinishReturned(const Lease& lease, const ReturnReport& report) {
+void BatchTable::FinishReturned(const Guard& guard, const ReturnReport& report) {
   const std::lock_guard lock(mutex_);
-  RemoveLocked(*lease);
+  RemoveLocked(*guard);
   ++num_returned_;
   // In the same step as the removal: a repeated return finds either the batch or its report.
-  returned_.emplace(lease->counter, report);
-  returned_order_.push_back(lease->counter);
+  returned_.emplace(guard->counter, report);
+  returned_order_.push_back(guard->counter);
   if (returned_order_.size() > options_.max_remembered) {
     returned_.erase(returned_order_.front());
     returned_order_.pop_front();
   }
 }
 
-void BatchTable::FinishReleased(const Lease& lease) {
+void BatchTable::FinishReleased(const Guard& guard) {
   const std::lock_guard lock(mutex_);
-  RemoveLocked(*lease);
+  RemoveLocked(*guard);
   ++num_released_;
 }
 
-// Called when there is no room, so that expiry costs nothing in a job that keeps up. A leased batch
+// Called when there is no room, so that expiry costs nothing in a job that keeps up. A held batch
 // is in use, however old.
 void BatchTable::ExpireLocked(Batch::State state) {
   const Clock::time_point oldest = Clock::now() - options_.expiry;

@@ -1,12 +1,12 @@
 // BatchTable: the batches an embedding worker holds, from registration to the end, and their count.
 //
 // A batch is waiting (registered by a loader) or in flight (looked up, its gradients expected).
-// Both are bounded. One request at a time may work on a batch: Acquire() gives it a lease, and a
+// Both are bounded. One request at a time may work on a batch: Acquire() returns its guard, and a
 // repetition of the request waits for the first to finish. What became of a returned batch is
 // remembered for a while, so that a repeated return gets the first answer.
 //
 // Invariant: registered = returned + released + expired + waiting + in flight.
-// Thread-safe, except that a batch's working fields belong to the holder of its lease.
+// Thread-safe, except that a batch's working fields belong to the holder of its guard.
 #pragma once
 
 #include <chrono>
@@ -23,7 +23,7 @@
 
 #include "base/metrics.h"
 #include "base/status.h"
-#include "worker/batch_plan.h"
+#include "worker/lookup_plan.h"
 #include "worker/types.h"
 
 namespace persia::worker {
@@ -39,7 +39,7 @@ struct Batch {
 
   // Working fields.
   std::optional<FeatureBatch> features;  // until the plan is made
-  std::optional<BatchPlan> plan;
+  std::optional<LookupPlan> plan;
   std::vector<SlotsLookup> lookups;  // for training, the earliest first; no slot is in two
 
   // The table's.
@@ -64,13 +64,13 @@ class BatchTable {
   };
 
   // Exclusive use of a batch until destroyed. Move-only.
-  class Lease {
+  class Guard {
    public:
-    Lease(BatchTable* table, std::shared_ptr<Batch> batch)
+    Guard(BatchTable* table, std::shared_ptr<Batch> batch)
         : table_(table), batch_(std::move(batch)) {}
-    Lease(Lease&&) = default;
-    Lease& operator=(Lease&&) = delete;
-    ~Lease() {
+    Guard(Guard&&) = default;
+    Guard& operator=(Guard&&) = delete;
+    ~Guard() {
       if (batch_ != nullptr) table_->EndUse(*batch_);
     }
     Batch* operator->() const { return batch_.get(); }
@@ -86,21 +86,21 @@ class BatchTable {
   // Returns the batch's counter. kResourceExhausted: the loader's share or the bytes are used up,
   // also after what is too old was dropped.
   StatusOr<uint64_t> AddWaiting(uint32_t loader_index, FeatureBatch features);
-  // A batch that skips waiting, leased. kResourceExhausted: too many in flight.
-  StatusOr<Lease> AddInFlight(FeatureBatch features);
+  // A batch that skips waiting, held by the guard. kResourceExhausted: too many in flight.
+  StatusOr<Guard> AddInFlight(FeatureBatch features);
 
   // kNotFound: gone, or never there. kDeadlineExceeded: another request works on it.
-  StatusOr<Lease> Acquire(uint64_t counter, Deadline deadline);
+  StatusOr<Guard> Acquire(uint64_t counter, Deadline deadline);
 
-  // Leases the oldest waiting batch that this has not returned before. Nothing if `limit` of those
-  // that it returned still wait for their lookup. One that a later batch has overtaken does not
-  // count as waiting: its rank may have been killed and never ask for it.
-  std::optional<Lease> NextToPrefetch(uint64_t limit);
+  // Acquires the oldest waiting batch that this has not returned before. Nothing if `limit` of
+  // those that it returned still wait for their lookup. One that a later batch has overtaken does
+  // not count as waiting: its rank may have been killed and never ask for it.
+  std::optional<Guard> NextToPrefetch(uint64_t limit);
 
   // kResourceExhausted: too many in flight; the batch stays waiting then.
-  Status StartFlight(const Lease& lease);
-  void FinishReturned(const Lease& lease, const ReturnReport& report);
-  void FinishReleased(const Lease& lease);
+  Status StartFlight(const Guard& guard);
+  void FinishReturned(const Guard& guard, const ReturnReport& report);
+  void FinishReleased(const Guard& guard);
 
   // The report of a batch that was returned not long ago.
   std::optional<ReturnReport> FindReturned(uint64_t counter) const;

@@ -1,4 +1,4 @@
-// The batches of a worker: bounds, leases, expiry, and that none is ever lost from the count.
+// The batches of a worker: bounds, guards, expiry, and that none is ever lost from the count.
 #include "worker/batch_table.h"
 
 #include <gtest/gtest.h>
@@ -38,10 +38,10 @@ uint64_t Add(BatchTable& table, uint32_t loader_index = 0) {
   return counter.value();
 }
 
-BatchTable::Lease Take(BatchTable& table, uint64_t counter) {
-  auto lease = table.Acquire(counter, Late());
-  EXPECT_TRUE(lease.ok()) << lease.status().ToString();
-  return std::move(lease).value();
+BatchTable::Guard Take(BatchTable& table, uint64_t counter) {
+  auto guard = table.Acquire(counter, Late());
+  EXPECT_TRUE(guard.ok()) << guard.status().ToString();
+  return std::move(guard).value();
 }
 
 TEST(BatchTableTest, LifeOfABatch) {
@@ -49,12 +49,12 @@ TEST(BatchTableTest, LifeOfABatch) {
   const uint64_t counter = Add(table);
   EXPECT_EQ(StatsOf(table)["num_buffered"], 1u);
   {
-    const BatchTable::Lease lease = Take(table, counter);
-    ASSERT_TRUE(table.StartFlight(lease).ok());
-    ASSERT_TRUE(table.StartFlight(lease).ok());  // a repeated lookup
+    const BatchTable::Guard guard = Take(table, counter);
+    ASSERT_TRUE(table.StartFlight(guard).ok());
+    ASSERT_TRUE(table.StartFlight(guard).ok());  // a repeated lookup
     EXPECT_EQ(StatsOf(table)["num_in_flight"], 1u);
     EXPECT_EQ(StatsOf(table)["num_buffered"], 0u);
-    table.FinishReturned(lease, {.update = {}, .num_skipped_slots = 3});
+    table.FinishReturned(guard, {.update = {}, .num_skipped_slots = 3});
   }
   const Metrics stats = StatsOf(table);
   EXPECT_EQ(stats["num_returned"], 1u);
@@ -70,7 +70,7 @@ TEST(BatchTableTest, GivesOutTheNextWaitingBatchesAheadOnceEach) {
   const uint64_t first = Add(table), second = Add(table), third = Add(table);
   EXPECT_EQ((*table.NextToPrefetch(2))->counter, first);
   {
-    const BatchTable::Lease busy = Take(table, second);  // is being looked up
+    const BatchTable::Guard busy = Take(table, second);  // is being looked up
     EXPECT_EQ((*table.NextToPrefetch(2))->counter, third);
     EXPECT_FALSE(table.NextToPrefetch(2).has_value());
     ASSERT_TRUE(table.StartFlight(busy).ok());
@@ -144,12 +144,12 @@ TEST(BatchTableTest, BatchesInFlightAreBounded) {
   const uint64_t waiting = Add(table);
   auto direct = table.AddInFlight(FeatureBatch());
   ASSERT_TRUE(direct.ok());
-  const BatchTable::Lease lease = Take(table, waiting);
-  EXPECT_EQ(table.StartFlight(lease).code(), StatusCode::kResourceExhausted);
+  const BatchTable::Guard guard = Take(table, waiting);
+  EXPECT_EQ(table.StartFlight(guard).code(), StatusCode::kResourceExhausted);
   EXPECT_EQ(table.AddInFlight(FeatureBatch()).status().code(), StatusCode::kResourceExhausted);
   EXPECT_EQ(StatsOf(table)["num_buffered"], 1u);  // still waiting, for a repetition
   table.FinishReleased(*direct);
-  EXPECT_TRUE(table.StartFlight(lease).ok());
+  EXPECT_TRUE(table.StartFlight(guard).ok());
 }
 
 // Old batches go when their room is needed, and not before.
@@ -171,7 +171,7 @@ TEST(BatchTableTest, Bug17AbandonedBatchesMakeRoom) {
 
 TEST(BatchTableTest, BatchInUseDoesNotExpire) {
   BatchTable table({.max_waiting_per_loader = 1, .expiry = seconds(0)});
-  const BatchTable::Lease lease = Take(table, Add(table));
+  const BatchTable::Guard guard = Take(table, Add(table));
   EXPECT_EQ(table.AddWaiting(0, FeatureBatch()).status().code(), StatusCode::kResourceExhausted);
   EXPECT_EQ(StatsOf(table)["num_expired"], 0u);
 }
@@ -182,11 +182,11 @@ TEST(BatchTableTest, YoungBatchesDoNotExpire) {
   EXPECT_EQ(table.AddWaiting(0, FeatureBatch()).status().code(), StatusCode::kResourceExhausted);
 }
 
-TEST(BatchTableTest, LeaseExcludesOthersUntilTheDeadline) {
+TEST(BatchTableTest, GuardExcludesOthersUntilTheDeadline) {
   BatchTable table({});
   const uint64_t counter = Add(table);
   {
-    const BatchTable::Lease lease = Take(table, counter);
+    const BatchTable::Guard guard = Take(table, counter);
     EXPECT_EQ(table.Acquire(counter, Soon()).status().code(), StatusCode::kDeadlineExceeded);
     EXPECT_EQ(table.Acquire(counter, steady_clock::now() - seconds(1)).status().code(),
               StatusCode::kDeadlineExceeded);
@@ -200,10 +200,10 @@ TEST(BatchTableTest, WaiterGetsTheBatchOrHearsThatItIsGone) {
     const uint64_t counter = Add(table);
     std::future<StatusCode> waiter;
     {
-      const BatchTable::Lease lease = Take(table, counter);
+      const BatchTable::Guard guard = Take(table, counter);
       waiter = std::async(std::launch::async,
                           [&] { return table.Acquire(counter, Late()).status().code(); });
-      if (gone) table.FinishReleased(lease);
+      if (gone) table.FinishReleased(guard);
     }
     EXPECT_EQ(waiter.get(), gone ? StatusCode::kNotFound : StatusCode::kOk);
   }
@@ -229,15 +229,15 @@ void Work(BatchTable& table, uint32_t seed, std::vector<std::atomic<int>>& num_h
     const uint64_t issued = StatsOf(table)["num_registered"];
     if (issued == 0) continue;
     const uint64_t counter = issued - std::min<uint64_t>(issued - 1, rng() % 8);
-    auto lease = table.Acquire(counter, Late());
-    if (!lease.ok()) continue;
+    auto guard = table.Acquire(counter, Late());
+    if (!guard.ok()) continue;
     std::atomic<int>& holders = num_holders[counter % num_holders.size()];
     EXPECT_EQ(holders.fetch_add(1), 0) << "two hold batch " << counter;
-    const bool flying = table.StartFlight(*lease).ok();
+    const bool flying = table.StartFlight(*guard).ok();
     const uint32_t end = rng() % 4;
     holders.fetch_sub(1);
-    if (end == 0 && flying) table.FinishReturned(*lease, {});
-    if (end == 1) table.FinishReleased(*lease);
+    if (end == 0 && flying) table.FinishReturned(*guard, {});
+    if (end == 1) table.FinishReleased(*guard);
   }
 }
 

@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "base/hash.h"
-#include "worker/batch_plan.h"
 #include "worker/embeddings_message.h"
+#include "worker/lookup_plan.h"
 
 namespace persia::worker {
 
@@ -20,7 +20,7 @@ constexpr std::chrono::seconds kReleasePatience{10};
 // not evicted before use.
 constexpr uint64_t kBatchesAhead = 4;
 
-std::vector<const float*> FindRows(const BatchPlan& plan, std::span<const ServerRows> answers,
+std::vector<const float*> FindRows(const LookupPlan& plan, std::span<const ServerRows> answers,
                                    SlotMask slots) {
   std::vector<const float*> begins;
   for (const ServerRows& answer : answers) begins.push_back(answer.rows.data());
@@ -209,11 +209,11 @@ StatusOr<Buffer> EmbeddingWorker::Lookup(const BatchKey& key, bool requires_grad
                                          SlotMask slots) {
   PERSIA_RETURN_IF_ERROR(CheckSlots(slots, requires_grad));
   PERSIA_RETURN_IF_ERROR(CheckIncarnation(key));
-  PERSIA_ASSIGN_OR_RETURN(const auto lease, table_.Acquire(key.reference, deadline));
-  if (requires_grad) PERSIA_RETURN_IF_ERROR(table_.StartFlight(lease));
-  StatusOr<Buffer> message = LookupLeased(*lease, requires_grad, deadline, slots);
+  PERSIA_ASSIGN_OR_RETURN(const auto guard, table_.Acquire(key.reference, deadline));
+  if (requires_grad) PERSIA_RETURN_IF_ERROR(table_.StartFlight(guard));
+  StatusOr<Buffer> message = LookupHeld(*guard, requires_grad, deadline, slots);
   // A failed lookup leaves the batch where it was, for a repetition.
-  if (message.ok() && !requires_grad) table_.FinishReleased(lease);
+  if (message.ok() && !requires_grad) table_.FinishReleased(guard);
   return message;
 }
 
@@ -222,10 +222,10 @@ StatusOr<Buffer> EmbeddingWorker::LookupDirect(std::span<const std::byte> id_fea
                                                SlotMask slots) {
   PERSIA_RETURN_IF_ERROR(CheckSlots(slots, requires_grad));
   PERSIA_ASSIGN_OR_RETURN(FeatureBatch features, Decode(id_features));
-  PERSIA_ASSIGN_OR_RETURN(const auto lease, table_.AddInFlight(std::move(features)));
-  StatusOr<Buffer> message = LookupLeased(*lease, requires_grad, deadline, slots);
-  // After a failure nobody knows the reference, so nobody could return or release the batch.
-  if (!message.ok() || !requires_grad) table_.FinishReleased(lease);
+  PERSIA_ASSIGN_OR_RETURN(const auto guard, table_.AddInFlight(std::move(features)));
+  StatusOr<Buffer> message = LookupHeld(*guard, requires_grad, deadline, slots);
+  // After a failure no caller knows the reference, so none could return or release the batch.
+  if (!message.ok() || !requires_grad) table_.FinishReleased(guard);
   return message;
 }
 
@@ -233,7 +233,7 @@ StatusOr<Buffer> EmbeddingWorker::LookupDirect(std::span<const std::byte> id_fea
 void EmbeddingWorker::Plan(Batch& batch) {
   if (batch.plan.has_value()) return;
   const Timed timed(preprocess_times_, batch.counter);
-  thread_local BatchPlanner planner;  // keeps its tables from batch to batch
+  thread_local LookupPlanner planner;  // keeps its tables from batch to batch
   batch.plan = planner.Make(*batch.features, slots_, rows_->num_servers(), &slot_counters_);
   batch.features.reset();
 }
@@ -242,16 +242,16 @@ void EmbeddingWorker::Plan(Batch& batch) {
 void EmbeddingWorker::SendPrefetchHints() {
   if (!rows_->WantsPrefetch()) return;
   const TracedBatch other(TracedBatch::kNone);  // not of the batch whose call this is
-  while (auto lease = table_.NextToPrefetch(kBatchesAhead)) {
-    Plan(**lease);
-    const HintReport report = rows_->Prefetch((*lease)->plan->requests);
+  while (auto guard = table_.NextToPrefetch(kBatchesAhead)) {
+    Plan(**guard);
+    const HintReport report = rows_->Prefetch((*guard)->plan->requests);
     num_hinted_.Add(report.num_signs);
     num_hints_dropped_.Add(report.num_dropped);
   }
 }
 
-StatusOr<Buffer> EmbeddingWorker::LookupLeased(Batch& batch, bool requires_grad, Deadline deadline,
-                                               SlotMask slots) {
+StatusOr<Buffer> EmbeddingWorker::LookupHeld(Batch& batch, bool requires_grad, Deadline deadline,
+                                             SlotMask slots) {
   const Timed total(total_times_, batch.counter);
   Plan(batch);
   PERSIA_ASSIGN_OR_RETURN(const auto answers, LookupRows(batch, requires_grad, deadline, slots));
@@ -281,7 +281,7 @@ StatusOr<std::vector<ServerRows>> EmbeddingWorker::LookupRows(const Batch& batch
 
 StatusOr<Buffer> EmbeddingWorker::Pool(const Batch& batch, std::span<const ServerRows> answers,
                                        bool requires_grad, SlotMask slots) const {
-  const BatchPlan& plan = *batch.plan;
+  const LookupPlan& plan = *batch.plan;
   PERSIA_ASSIGN_OR_RETURN(
       EmbeddingsLayout layout,
       LayOutEmbeddings(plan, incarnation_, requires_grad ? batch.counter : 0, slots));
@@ -297,25 +297,25 @@ StatusOr<ReturnReport> EmbeddingWorker::ReturnGradients(const BatchKey& key, flo
                                                         std::span<const SlotGradient> gradients,
                                                         Deadline deadline) {
   PERSIA_RETURN_IF_ERROR(CheckIncarnation(key));
-  StatusOr<BatchTable::Lease> lease = table_.Acquire(key.reference, deadline);
+  StatusOr<BatchTable::Guard> guard = table_.Acquire(key.reference, deadline);
   // Looked up after the batch, so that a return that finishes in between is found.
-  if (!lease.ok()) {
+  if (!guard.ok()) {
     const std::optional<ReturnReport> first = table_.FindReturned(key.reference);
     if (first.has_value()) return *first;
-    return lease.status();
+    return guard.status();
   }
-  StatusOr<ReturnReport> report = ReturnLeased(**lease, scale, gradients, deadline);
+  StatusOr<ReturnReport> report = ReturnHeld(**guard, scale, gradients, deadline);
   if (!report.ok()) return report;
-  table_.FinishReturned(*lease, *report);
+  table_.FinishReturned(*guard, *report);
   SendPrefetchHints();  // one more has been looked up; and here no rank waits for what it takes
   return report;
 }
 
 // If a server fails the batch stays in flight, and the repeated return updates the others a second
 // time: they recognise the key and do not apply it again.
-StatusOr<ReturnReport> EmbeddingWorker::ReturnLeased(const Batch& batch, float scale,
-                                                     std::span<const SlotGradient> gradients,
-                                                     Deadline deadline) {
+StatusOr<ReturnReport> EmbeddingWorker::ReturnHeld(const Batch& batch, float scale,
+                                                   std::span<const SlotGradient> gradients,
+                                                   Deadline deadline) {
   if (batch.lookups.empty()) {
     return FailedPrecondition("batch " + std::to_string(batch.counter) +
                               " was not looked up for training: there is nothing to update");
@@ -374,13 +374,13 @@ Status EmbeddingWorker::Release(const BatchKey& key) {
     return NotFound("batch " + std::to_string(key.reference) + " was never registered");
   }
   const Deadline deadline = std::chrono::steady_clock::now() + kReleasePatience;
-  StatusOr<BatchTable::Lease> lease = table_.Acquire(key.reference, deadline);
-  if (lease.ok()) {
-    table_.FinishReleased(*lease);
+  StatusOr<BatchTable::Guard> guard = table_.Acquire(key.reference, deadline);
+  if (guard.ok()) {
+    table_.FinishReleased(*guard);
     return Status::Ok();
   }
   // Gone already: releasing twice is fine.
-  return lease.status().code() == StatusCode::kNotFound ? Status::Ok() : lease.status();
+  return guard.status().code() == StatusCode::kNotFound ? Status::Ok() : guard.status();
 }
 
 Status EmbeddingWorker::SetEmbeddings(const SignBlocks& blocks, std::span<const float> rows,

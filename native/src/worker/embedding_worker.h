@@ -23,8 +23,8 @@
 #include "base/row_protocol.h"
 #include "base/status.h"
 #include "base/train_config.h"
-#include "worker/batch_plan.h"
 #include "worker/batch_table.h"
+#include "worker/lookup_plan.h"
 #include "worker/reduction.h"
 #include "worker/row_service.h"
 #include "worker/slot_table.h"
@@ -116,21 +116,20 @@ class EmbeddingWorker {
   StatusOr<FeatureBatch> Decode(std::span<const std::byte> id_features) const;
   Status CheckIncarnation(const BatchKey& key) const;
   StatusOr<uint64_t> Add(uint32_t loader_index, std::span<const std::byte> id_features);
-  // Makes the plan of a leased batch that has none.
+  // Makes the plan of a held batch that has none.
   void Plan(Batch& batch);
   // Hints to servers that want it what the next batches will look up.
   // Returns without waiting for a server. Called where a batch has left the queue or joined it, by
   // the thread that did it, so that no thread is needed for it.
   void SendPrefetchHints();
-  // Looks the leased batch up and pools it.
-  StatusOr<Buffer> LookupLeased(Batch& batch, bool requires_grad, Deadline deadline,
-                                SlotMask slots);
+  // Looks the held batch up and pools it.
+  StatusOr<Buffer> LookupHeld(Batch& batch, bool requires_grad, Deadline deadline, SlotMask slots);
   StatusOr<std::vector<ServerRows>> LookupRows(const Batch& batch, bool requires_grad,
                                                Deadline deadline, SlotMask slots);
   StatusOr<Buffer> Pool(const Batch& batch, std::span<const ServerRows> answers, bool requires_grad,
                         SlotMask slots) const;
-  StatusOr<ReturnReport> ReturnLeased(const Batch& batch, float scale,
-                                      std::span<const SlotGradient> gradients, Deadline deadline);
+  StatusOr<ReturnReport> ReturnHeld(const Batch& batch, float scale,
+                                    std::span<const SlotGradient> gradients, Deadline deadline);
   StatusOr<std::vector<UpdateResult>> Update(const Batch& batch, const ReducedGradients& reduced,
                                              Deadline deadline);
   void Count(const Batch& batch, const ReducedGradients& reduced, uint64_t num_sent);
@@ -165,10 +164,10 @@ class EmbeddingWorker {
                                   {"num_gradients_left_out", "persia_gradients_left_out",
                                    "Of these, without a usable gradient: not sent."}};
   Counter num_hinted_{counters_,
-                      {"num_announced", "persia_announced_ids",
+                      {"num_hinted", "persia_hinted_ids",
                        "Unique IDs that servers were told of ahead of their lookup."}};
   Counter num_hints_dropped_{counters_,
-                             {"num_announced_dropped", "persia_announced_ids_dropped",
+                             {"num_hints_dropped", "persia_hinted_ids_dropped",
                               "Of these, not sent: servers lagged behind."}};
   DurationStats register_times_{"register"};
   DurationStats total_times_{"lookup total"};

@@ -196,7 +196,7 @@ StatusOr<SlotEmbedding> ReadSlot(ByteReader* reader, uint32_t batch_size,
 
 }  // namespace
 
-StatusOr<EmbeddingsLayout> LayOutEmbeddings(const BatchPlan& plan, uint64_t worker_incarnation,
+StatusOr<EmbeddingsLayout> LayOutEmbeddings(const LookupPlan& plan, uint64_t worker_incarnation,
                                             uint64_t reference, SlotMask slots) {
   uint64_t size_bytes = kHeadBytes;
   for (const PlannedFeature& feature : plan.features) {

@@ -14,7 +14,7 @@
 #include "base/buffer.h"
 #include "base/row_protocol.h"
 #include "base/status.h"
-#include "worker/batch_plan.h"
+#include "worker/lookup_plan.h"
 #include "worker/wire_floats.h"
 
 namespace persia::worker {
@@ -35,7 +35,7 @@ struct EmbeddingsLayout {
 };
 
 // kInvalidArgument: the message would be larger than any receiver takes.
-StatusOr<EmbeddingsLayout> LayOutEmbeddings(const BatchPlan& plan, uint64_t worker_incarnation,
+StatusOr<EmbeddingsLayout> LayOutEmbeddings(const LookupPlan& plan, uint64_t worker_incarnation,
                                             uint64_t reference, SlotMask slots = kAllSlots);
 
 // The message with 16 bits a float, in memory of its own. `message` is one of float32, as

@@ -1,7 +1,7 @@
 // Decoding what a loader sends: everything that is wrong is refused, by name.
 #include <gtest/gtest.h>
 
-#include "worker/batch_plan.h"
+#include "worker/lookup_plan.h"
 #include "worker/worker_test_util.h"
 
 namespace persia::worker {
@@ -73,7 +73,7 @@ TEST_F(FeatureBatchTest, DamagedBytesAreRefusedOrHarmless) {
       damaged[i] = std::byte{value};
       const auto batch = FeatureBatch::Decode(ToBuffer(damaged), slots_);
       if (!batch.ok()) continue;
-      const BatchPlan plan = BatchPlanner().Make(batch.value(), slots_, 2);
+      const LookupPlan plan = LookupPlanner().Make(batch.value(), slots_, 2);
       EXPECT_EQ(plan.num_ids, 3u);  // no single byte can change that and leave the lengths right
     }
   }

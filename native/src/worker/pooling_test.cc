@@ -11,7 +11,7 @@ namespace persia::worker {
 namespace {
 
 TestEmbeddings PoolBatch(const TestBatch& ids, const SlotTable& slots, uint32_t num_servers) {
-  const BatchPlan plan = BatchPlanner().Make(MakeBatch(ids, slots), slots, num_servers);
+  const LookupPlan plan = LookupPlanner().Make(MakeBatch(ids, slots), slots, num_servers);
   const TestAnswers answers(plan);
   std::vector<const float*> rows;
   LocateRows(plan, answers.begins(), &rows);
@@ -128,7 +128,7 @@ TEST(PoolingTest, ScalingLeavesNoRowAndOneRowAlone) {
 TEST(LayOutEmbeddingsTest, RefusesAMessageThatNobodyTakes) {
   const SlotTable slots = MakeSlots({{.name = "wide", .dim = kMaxDim}});
   const TestBatch ids = {{"wide", std::vector<std::vector<uint64_t>>(5000)}};
-  const BatchPlan plan = BatchPlanner().Make(MakeBatch(ids, slots), slots, 1);
+  const LookupPlan plan = LookupPlanner().Make(MakeBatch(ids, slots), slots, 1);
   const Status status = LayOutEmbeddings(plan, 1, 1).status();
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("'wide'"), std::string::npos);

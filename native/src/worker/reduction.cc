@@ -27,7 +27,7 @@ Status CheckShape(const PlannedFeature& feature, const SlotGradient& gradient) {
 }
 
 // By feature of the batch; null: not sent.
-StatusOr<std::vector<const SlotGradient*>> MatchSlots(const BatchPlan& plan,
+StatusOr<std::vector<const SlotGradient*>> MatchSlots(const LookupPlan& plan,
                                                       std::span<const SlotGradient> gradients) {
   std::vector<const SlotGradient*> matched(plan.features.size(), nullptr);
   for (const SlotGradient& gradient : gradients) {
@@ -96,7 +96,7 @@ void AddInPlace(const Bags& bags, const BagGradients& gradients, float scale,
 // One batch's sums. `sums` says by sign number where each goes, null for those left out.
 class Summation {
  public:
-  Summation(const BatchPlan& plan, std::span<const float* const> selected, float scale,
+  Summation(const LookupPlan& plan, std::span<const float* const> selected, float scale,
             std::span<float* const> sums)
       : plan_(plan), scale_(scale), sums_(sums), is_plain_(plan.groups.size(), true) {
     for (size_t i = 0; i < selected.size(); ++i) {
@@ -152,7 +152,7 @@ class Summation {
     }
   }
 
-  const BatchPlan& plan_;
+  const LookupPlan& plan_;
   const float scale_;
   const std::span<float* const> sums_;
   std::vector<bool> is_plain_;  // by group
@@ -175,7 +175,7 @@ std::vector<const float*> SelectSent(std::span<const SlotGradient* const> matche
 }
 
 // Leaves out, and counts, what could make a sum that is not finite.
-void DropNonfinite(const BatchPlan& plan, std::span<const SlotGradient* const> matched,
+void DropNonfinite(const LookupPlan& plan, std::span<const SlotGradient* const> matched,
                    float inverse_scale, std::span<const float*> selected,
                    ReducedGradients* reduced) {
   for (size_t i = 0; i < selected.size(); ++i) {
@@ -187,7 +187,7 @@ void DropNonfinite(const BatchPlan& plan, std::span<const SlotGradient* const> m
 }
 
 // By sign number: whether a slot that contributes has it.
-std::vector<uint8_t> SignsToKeep(const BatchPlan& plan, std::span<const float* const> selected) {
+std::vector<uint8_t> SignsToKeep(const LookupPlan& plan, std::span<const float* const> selected) {
   std::vector<uint8_t> keep(plan.num_signs(), 0);
   for (size_t i = 0; i < selected.size(); ++i) {
     if (selected[i] == nullptr) continue;
@@ -212,7 +212,7 @@ std::vector<float*> AllocateSums(ReducedGradients* reduced) {
 
 // Fills the requests, and makes room for their sums. (*sums)[number] is where a sign's goes, null
 // where it is left out.
-void LayOutSums(const BatchPlan& plan, std::span<const float* const> selected,
+void LayOutSums(const LookupPlan& plan, std::span<const float* const> selected,
                 ReducedGradients* reduced, std::vector<float*>* sums) {
   if (std::find(selected.begin(), selected.end(), nullptr) == selected.end()) {
     reduced->requests = plan.requests;
@@ -226,7 +226,7 @@ void LayOutSums(const BatchPlan& plan, std::span<const float* const> selected,
 }
 
 // False when a gradient or a sum is not finite.
-bool SumGradients(const BatchPlan& plan, std::span<const float* const> selected,
+bool SumGradients(const LookupPlan& plan, std::span<const float* const> selected,
                   float inverse_scale, ReducedGradients* reduced) {
   thread_local std::vector<float*> sums;
   LayOutSums(plan, selected, reduced, &sums);
@@ -239,7 +239,7 @@ bool SumGradients(const BatchPlan& plan, std::span<const float* const> selected,
 
 }  // namespace
 
-StatusOr<ReducedGradients> ReduceGradients(const BatchPlan& plan, float scale,
+StatusOr<ReducedGradients> ReduceGradients(const LookupPlan& plan, float scale,
                                            std::span<const SlotGradient> gradients) {
   const float inverse_scale = 1.0f / scale;
   if (!(scale > 0.0f) || !std::isfinite(scale) || !std::isfinite(inverse_scale)) {

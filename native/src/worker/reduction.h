@@ -10,7 +10,7 @@
 
 #include "base/buffer.h"
 #include "base/status.h"
-#include "worker/batch_plan.h"
+#include "worker/lookup_plan.h"
 #include "worker/types.h"
 
 namespace persia::worker {
@@ -23,14 +23,14 @@ struct ReducedGradients {
   // By server: the sums, in the order of the request's signs, in `storage`.
   std::vector<std::span<float>> gradients;
   std::vector<Buffer> storage;
-  std::vector<uint32_t> nonfinite_features;  // into BatchPlan::features, one a slot
+  std::vector<uint32_t> nonfinite_features;  // into LookupPlan::features, one a slot
   std::vector<uint32_t> skipped_features;
 };
 
 // kInvalidArgument, naming the slot: unknown to the batch, twice, a wrong shape; or a scale that is
 // not a finite positive number. A slot that is skipped, absent or not finite contributes nothing;
 // where a sum would not be finite, neither does any slot that could have made it so.
-StatusOr<ReducedGradients> ReduceGradients(const BatchPlan& plan, float scale,
+StatusOr<ReducedGradients> ReduceGradients(const LookupPlan& plan, float scale,
                                            std::span<const SlotGradient> gradients);
 
 }  // namespace persia::worker

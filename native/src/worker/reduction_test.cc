@@ -20,7 +20,7 @@ using GradientBySign = std::map<uint64_t, std::vector<float>>;
 class Scenario {
  public:
   Scenario(const TestBatch& ids, uint32_t num_servers, std::mt19937& rng)
-      : ids_(ids), plan_(BatchPlanner().Make(MakeBatch(ids, slots_), slots_, num_servers)) {
+      : ids_(ids), plan_(LookupPlanner().Make(MakeBatch(ids, slots_), slots_, num_servers)) {
     for (const PlannedFeature& feature : plan_.features) {
       auto& rows = rows_[feature.slot->name];
       rows.resize(size_t{feature.num_rows()} * feature.slot->dim);
@@ -40,7 +40,7 @@ class Scenario {
     }
     return all;
   }
-  const BatchPlan& plan() const { return plan_; }
+  const LookupPlan& plan() const { return plan_; }
   std::vector<float>& rows(const std::string& slot) { return rows_.at(slot); }
 
   // What the slots outside `left_out` give each sign.
@@ -95,7 +95,7 @@ class Scenario {
 
   const SlotTable slots_ = MakeSlots(MixedSlots());
   const TestBatch ids_;
-  const BatchPlan plan_;
+  const LookupPlan plan_;
   std::map<std::string, std::vector<float>> rows_;
 };
 

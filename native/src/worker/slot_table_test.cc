@@ -58,7 +58,7 @@ TEST(SlotTableTest, FindsSlotsAfterAMove) {
   SlotTable slots = MakeSlots({{.name = "a", .dim = 4}});
   const SlotConfig* before = slots.Find("a");
   const SlotTable moved = std::move(slots);
-  EXPECT_EQ(moved.Find("a"), before);  // whoever holds the slot need not hear of the move
+  EXPECT_EQ(moved.Find("a"), before);  // pointers to a slot survive the move
 }
 
 // The last group that fits: prefixes are numbered from 1, and all ones is the largest.

@@ -15,7 +15,7 @@
 #include "base/hash.h"
 #include "base/id_features.h"
 #include "base/message_test_util.h"
-#include "worker/batch_plan.h"
+#include "worker/lookup_plan.h"
 #include "worker/slot_table.h"
 
 namespace persia::worker {
@@ -125,7 +125,7 @@ inline std::vector<uint64_t> SignsOf(const SlotTable& slots, const SlotConfig& s
 struct TestAnswers {
   std::vector<std::vector<float>> rows;
 
-  explicit TestAnswers(const BatchPlan& plan) {
+  explicit TestAnswers(const LookupPlan& plan) {
     for (const ServerBlocks& request : plan.requests) {
       auto& answer = rows.emplace_back();
       size_t sign = 0;

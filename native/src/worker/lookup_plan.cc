@@ -1,4 +1,4 @@
-#include "worker/batch_plan.h"
+#include "worker/lookup_plan.h"
 
 #include <algorithm>
 #include <string>
@@ -97,9 +97,9 @@ Bags PlannedFeature::bags() const {
 
 // Group after group, for the numbers of a group must follow one another: deduplication has one
 // table that is cleared between groups and so stays small.
-BatchPlan BatchPlanner::Make(const FeatureBatch& batch, const SlotTable& slots,
-                             uint32_t num_servers, SlotCounters* counters) {
-  BatchPlan plan;
+LookupPlan LookupPlanner::Make(const FeatureBatch& batch, const SlotTable& slots,
+                               uint32_t num_servers, SlotCounters* counters) {
+  LookupPlan plan;
   plan.batch_size = batch.batch_size();
   plan.requests.resize(num_servers);
   plan.features.resize(batch.features().size());
@@ -125,8 +125,8 @@ BatchPlan BatchPlanner::Make(const FeatureBatch& batch, const SlotTable& slots,
   return plan;
 }
 
-void BatchPlanner::PlanFeature(const Feature& feature, uint32_t batch_size, uint32_t first_number,
-                               const SlotTable& slots, PlannedFeature* planned) {
+void LookupPlanner::PlanFeature(const Feature& feature, uint32_t batch_size, uint32_t first_number,
+                                const SlotTable& slots, PlannedFeature* planned) {
   planned->slot = feature.slot;
   planned->offsets.assign(feature.offsets.begin(), feature.offsets.end());
   planned->weights.assign(feature.weights.begin(), feature.weights.end());
@@ -144,8 +144,8 @@ void BatchPlanner::PlanFeature(const Feature& feature, uint32_t batch_size, uint
 }
 
 // A raw slot keeps the first sample_fixed_size IDs of a sample: those alone are looked up.
-std::span<const uint64_t> BatchPlanner::KeepDistinct(const Feature& feature, uint32_t batch_size,
-                                                     std::vector<uint32_t>* index) {
+std::span<const uint64_t> LookupPlanner::KeepDistinct(const Feature& feature, uint32_t batch_size,
+                                                      std::vector<uint32_t>* index) {
   const size_t width = feature.slot->sample_fixed_size;
   index->assign(batch_size * width, 0);
   distinct_ids_.Clear();
@@ -161,7 +161,7 @@ std::span<const uint64_t> BatchPlanner::KeepDistinct(const Feature& feature, uin
 
 // Signs of a server stay in the order of their numbers. Answers and sums are laid out by that
 // order, so LocateRows() needs no table of places.
-void BatchPlanner::RouteGroup(const SlotConfig& leader, BatchPlan* plan) {
+void LookupPlanner::RouteGroup(const SlotConfig& leader, LookupPlan* plan) {
   const auto num_servers = static_cast<uint32_t>(plan->requests.size());
   const std::span<const uint64_t> signs = signs_.keys();
   num_routed_.assign(num_servers, 0);

@@ -1,4 +1,4 @@
-#include "checkpoint/dump_pace.h"
+#include "checkpoint/dump_throttle.h"
 
 #include <time.h>
 
@@ -12,9 +12,9 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-// A store that was not updated for so long has nobody who trains it.
+// A store without an update for so long is not being trained.
 constexpr std::chrono::seconds kTrainingEnds{1};
-// How soon a resting thread notices that it need not.
+// How soon a sleeping thread notices that it need not sleep.
 constexpr std::chrono::milliseconds kLongestNap{20};
 // Work comes in pieces of some tenths of a millisecond: smaller ones spend their time on waking up
 // and on caches that others have used meanwhile, larger ones are in the way.
@@ -35,8 +35,8 @@ nanoseconds TakeWork() {
 }  // namespace
 
 // A common account of all threads: work is paid for by time that passes, at max_processors of it a
-// second. Who leaves it in debt sleeps until it is paid.
-void DumpPace::Rest() {
+// second. The thread that leaves it in debt sleeps until it is paid.
+void DumpThrottle::Throttle() {
   if (max_processors_ <= 0) return;
   const nanoseconds work = TakeWork();
   Clock::time_point end;
@@ -44,7 +44,7 @@ void DumpPace::Rest() {
   {
     const std::lock_guard lock(mutex_);
     is_paid_at_ = std::max(is_paid_at_, now);
-    if (!MustRest(now)) {
+    if (!MustThrottle(now)) {
       is_paid_at_ = now;
       return;
     }
@@ -56,12 +56,12 @@ void DumpPace::Rest() {
     std::this_thread::sleep_for(std::min<nanoseconds>(end - now, kLongestNap));
     now = Clock::now();
     const std::lock_guard lock(mutex_);
-    if (!MustRest(now)) return;
+    if (!MustThrottle(now)) return;
   }
 }
 
 // The caller holds mutex_. Before the first update nothing shows that anyone trains.
-bool DumpPace::MustRest(Clock::time_point now) {
+bool DumpThrottle::MustThrottle(Clock::time_point now) {
   if (has_stopped_ || rows_.NeedsRoom()) return false;
   const uint64_t num_updates = rows_.num_updates();
   if (std::exchange(num_updates_, num_updates) != num_updates) last_update_ = now;

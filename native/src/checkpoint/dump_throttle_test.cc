@@ -1,4 +1,4 @@
-#include "checkpoint/dump_pace.h"
+#include "checkpoint/dump_throttle.h"
 
 #include <gtest/gtest.h>
 
@@ -16,12 +16,12 @@ namespace {
 using store::Range;
 
 constexpr uint64_t kNumRows = 20'000;
-// At this pace a dump takes days.
+// At this share a dump takes days.
 constexpr Snapshot::Options kSlow{.max_gathered_bytes = 1, .max_processors = 1e-8};
 
-class DumpPaceTest : public testing::Test {
+class DumpThrottleTest : public testing::Test {
  protected:
-  DumpPaceTest() { store::Lookup(*store_, Range(0, kNumRows), 16); }
+  DumpThrottleTest() { store::Lookup(*store_, Range(0, kNumRows), 16); }
 
   void Begin(const Snapshot::Options& options) {
     snapshot_ = BeginSnapshot(*store_, options);
@@ -44,7 +44,7 @@ class DumpPaceTest : public testing::Test {
   Bytes file_;
 };
 
-TEST_F(DumpPaceTest, NobodyRestsWhereNobodyTrains) {
+TEST_F(DumpThrottleTest, AStoreThatIsNotTrainedIsDumpedAtFullSpeed) {
   TrainOneRow();
   const Rows before = RowsOf(*store_);
   Begin(kSlow);
@@ -52,13 +52,13 @@ TEST_F(DumpPaceTest, NobodyRestsWhereNobodyTrains) {
   EXPECT_EQ(RowsOf({file_}), before);
 }
 
-TEST_F(DumpPaceTest, WritersRestUntilTrainingEnds) {
+TEST_F(DumpThrottleTest, WritersAreThrottledUntilTrainingEnds) {
   const Rows before = RowsOf(*store_);
   Begin(kSlow);
   TrainOneRow();
   std::jthread trainer = TrainOn();
   auto result = ReadInBackground();
-  // Without a rest it takes some hundredths of a second; and this one still goes on.
+  // Without throttling it takes some hundredths of a second; this one still runs.
   EXPECT_EQ(result.wait_for(std::chrono::milliseconds(700)), std::future_status::timeout);
   EXPECT_LT(part_->num_rows(), kNumRows);
   trainer = {};  // ends
@@ -66,19 +66,19 @@ TEST_F(DumpPaceTest, WritersRestUntilTrainingEnds) {
   EXPECT_EQ(RowsOf({file_}), before);
 }
 
-TEST_F(DumpPaceTest, ClosingEndsARest) {
+TEST_F(DumpThrottleTest, ClosingEndsThrottling) {
   Begin(kSlow);
   TrainOneRow();
   std::jthread trainer = TrainOn();
   auto result = ReadInBackground();
   EXPECT_EQ(result.wait_for(std::chrono::milliseconds(100)), std::future_status::timeout);
   snapshot_->Close();
-  EXPECT_EQ(result.get().code(), StatusCode::kFailedPrecondition);  // while training goes on
+  EXPECT_EQ(result.get().code(), StatusCode::kFailedPrecondition);  // during training
   trainer = {};                                                     // ends
 }
 
 // Else these would fill their limit, and training would wait.
-TEST_F(DumpPaceTest, NobodyRestsWhereSavedRowsNeedRoom) {
+TEST_F(DumpThrottleTest, WritersRunAtFullSpeedWhereSavedRowsNeedRoom) {
   Snapshot::Options options = kSlow;
   options.rows.max_waiting_bytes = 1'600'000;
   Begin(options);
@@ -89,8 +89,7 @@ TEST_F(DumpPaceTest, NobodyRestsWhereSavedRowsNeedRoom) {
   std::jthread trainer = TrainOn();
   auto result = ReadInBackground();
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
-  // Where they need less, at 12,500, it rests: some have come until then, and without need none
-  // does.
+  // From 12,500 on they need less and it is throttled. Without the need no row would be read.
   constexpr uint64_t kNumRead = 1'000;
   while (part_->num_rows() < kNumRead && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::yield();

@@ -1,5 +1,5 @@
 // Plans: every sign of a group is asked for once, on its server, and found again.
-#include "worker/batch_plan.h"
+#include "worker/lookup_plan.h"
 
 #include <gtest/gtest.h>
 
@@ -12,7 +12,7 @@ namespace persia::worker {
 namespace {
 
 // The plan's signs by number, put together from the requests.
-std::vector<uint64_t> SignsByNumber(const BatchPlan& plan) {
+std::vector<uint64_t> SignsByNumber(const LookupPlan& plan) {
   std::vector<uint64_t> signs;
   std::vector<size_t> next(plan.requests.size(), 0);
   for (const uint16_t server : plan.server_of) {
@@ -30,13 +30,13 @@ std::vector<uint64_t> Distinct(const std::vector<uint64_t>& values) {
   return distinct;
 }
 
-TEST(BatchPlanTest, DeduplicatesWithinAGroupInTheOrderOfFirstAppearance) {
+TEST(LookupPlanTest, DeduplicatesWithinAGroupInTheOrderOfFirstAppearance) {
   const SlotTable slots = MakeSlots({{.name = "a", .dim = 4, .group = 0},
                                      {.name = "b", .dim = 4, .group = 1},
                                      {.name = "c", .dim = 4, .group = 0}});
   const FeatureBatch batch =
       MakeBatch({{"a", {{7, 5}, {7}}}, {"b", {{5}, {}}}, {"c", {{9, 5}, {6}}}}, slots);
-  const BatchPlan plan = BatchPlanner().Make(batch, slots, 1);
+  const LookupPlan plan = LookupPlanner().Make(batch, slots, 1);
   const uint64_t group_a = uint64_t{1} << 56, group_b = uint64_t{2} << 56;
   EXPECT_EQ(plan.requests[0].signs, (std::vector<uint64_t>{group_a + 7, group_a + 5, group_a + 9,
                                                            group_a + 6, group_b + 5}));
@@ -47,12 +47,12 @@ TEST(BatchPlanTest, DeduplicatesWithinAGroupInTheOrderOfFirstAppearance) {
   EXPECT_EQ(plan.num_signs(), 5u);
 }
 
-TEST(BatchPlanTest, RawSlotKeepsTheFirstIdsOfASample) {
+TEST(LookupPlanTest, RawSlotKeepsTheFirstIdsOfASample) {
   const SlotTable slots =
       MakeSlots({{.name = "raw", .dim = 4, .embedding_summation = false, .sample_fixed_size = 3}});
   const FeatureBatch batch =
       MakeBatch({{"raw", {{8, 8, 6, 99}, {}, {6, 4}}}}, slots);  // 99 is dropped
-  const BatchPlan plan = BatchPlanner().Make(batch, slots, 1);
+  const LookupPlan plan = LookupPlanner().Make(batch, slots, 1);
   const PlannedFeature& raw = plan.features[0];
   EXPECT_EQ(raw.index, (std::vector<uint32_t>{1, 1, 2, 0, 0, 0, 2, 3, 0}));
   EXPECT_EQ(raw.offsets, (std::vector<uint32_t>{0, 4, 4, 6}));  // but counted
@@ -61,10 +61,10 @@ TEST(BatchPlanTest, RawSlotKeepsTheFirstIdsOfASample) {
   EXPECT_EQ(plan.requests[0].signs, SignsOf(slots, *raw.slot, std::vector<uint64_t>{8, 6, 4}));
 }
 
-TEST(BatchPlanTest, BatchWithoutIdsAsksNobody) {
+TEST(LookupPlanTest, BatchWithoutIdsAsksNobody) {
   const SlotTable slots = MakeSlots(MixedSlots());
   const FeatureBatch batch = MakeBatch({{"plain", {{}, {}}}, {"raw_stacked", {{}, {}}}}, slots);
-  const BatchPlan plan = BatchPlanner().Make(batch, slots, 3);
+  const LookupPlan plan = LookupPlanner().Make(batch, slots, 3);
   EXPECT_EQ(plan.num_signs(), 0u);
   ASSERT_EQ(plan.requests.size(), 3u);
   for (const ServerBlocks& request : plan.requests) EXPECT_TRUE(request.blocks.empty());
@@ -72,7 +72,7 @@ TEST(BatchPlanTest, BatchWithoutIdsAsksNobody) {
   EXPECT_EQ(plan.features[1].num_rows(), 1u);
 }
 
-void CheckRequests(const BatchPlan& plan) {
+void CheckRequests(const LookupPlan& plan) {
   std::set<uint64_t> all;
   for (size_t server = 0; server < plan.requests.size(); ++server) {
     const ServerBlocks& request = plan.requests[server];
@@ -106,30 +106,30 @@ void CheckFeature(const TestFeature& ids, const PlannedFeature& planned, const S
   EXPECT_EQ(signs, SignsOf(slots, *planned.slot, items)) << ids.name;
 }
 
-TEST(BatchPlanTest, RandomBatchesAreCompleteAndConsistent) {
+TEST(LookupPlanTest, RandomBatchesAreCompleteAndConsistent) {
   const SlotTable slots = MakeSlots(MixedSlots());
   std::mt19937 rng(3);
-  BatchPlanner planner;  // reused: nothing of the last batch may show
+  LookupPlanner planner;  // reused: nothing of the last batch may show
   for (int round = 0; round < 60; ++round) {
     const TestBatch ids = RandomBatch(rng, rng() % 20);
     const uint32_t num_servers = 1 + rng() % 5;
-    const BatchPlan plan = planner.Make(MakeBatch(ids, slots), slots, num_servers);
+    const LookupPlan plan = planner.Make(MakeBatch(ids, slots), slots, num_servers);
     CheckRequests(plan);
     const std::vector<uint64_t> by_number = SignsByNumber(plan);
     for (size_t i = 0; i < ids.size(); ++i) {
       CheckFeature(ids[i], plan.features[i], slots, by_number);
     }
-    const BatchPlan again = BatchPlanner().Make(MakeBatch(ids, slots), slots, num_servers);
+    const LookupPlan again = LookupPlanner().Make(MakeBatch(ids, slots), slots, num_servers);
     EXPECT_EQ(SignsByNumber(again), by_number);
   }
 }
 
-TEST(BatchPlanTest, LocatesTheRowOfEverySign) {
+TEST(LookupPlanTest, LocatesTheRowOfEverySign) {
   const SlotTable slots = MakeSlots(MixedSlots());
   std::mt19937 rng(4);
   for (const uint32_t num_servers : {1u, 2u, 7u}) {
-    const BatchPlan plan =
-        BatchPlanner().Make(MakeBatch(RandomBatch(rng, 16), slots), slots, num_servers);
+    const LookupPlan plan =
+        LookupPlanner().Make(MakeBatch(RandomBatch(rng, 16), slots), slots, num_servers);
     const TestAnswers answers(plan);
     std::vector<const float*> rows;
     LocateRows(plan, answers.begins(), &rows);
@@ -152,15 +152,15 @@ SlotTable SlotsOfThreeModes() {
   return MakeSlots(slots);
 }
 
-TEST(BatchPlanTest, EachModeAsksForItsGroupsAndFindsTheirRows) {
+TEST(LookupPlanTest, EachModeAsksForItsGroupsAndFindsTheirRows) {
   const SlotTable slots = SlotsOfThreeModes();
   std::mt19937 rng(5);
   for (const uint32_t num_servers : {1u, 2u, 7u}) {
-    const BatchPlan plan =
-        BatchPlanner().Make(MakeBatch(RandomBatch(rng, 16), slots), slots, num_servers);
+    const LookupPlan plan =
+        LookupPlanner().Make(MakeBatch(RandomBatch(rng, 16), slots), slots, num_servers);
     const std::vector<uint64_t> signs = SignsByNumber(plan);
     for (const SlotMask wanted : {kAllSlots, 1u, 2u, 4u, 5u, 7u, ~0u}) {
-      BatchPlan asked = plan;
+      LookupPlan asked = plan;
       asked.requests = SelectRequests(plan, SignsOfSlots{wanted});
       const TestAnswers answers(asked);
       std::vector<const float*> rows;

@@ -1,4 +1,4 @@
-// BatchPlan: what a batch asks of each server, and where every sign's row will be in the answers.
+// LookupPlan: what a batch asks of each server, and where every sign's row will be in the answers.
 //
 // Made once when a batch is looked up, used for the lookup, for pooling and
 // for the gradients. IDs are deduplicated per feature group; signs are
@@ -51,7 +51,7 @@ class FeatureBatch {
 // raw slot a distinct ID. Each item has num_buckets() signs, one after the other.
 struct PlannedFeature {
   const SlotConfig* slot = nullptr;
-  uint32_t group = 0;  // into BatchPlan::groups
+  uint32_t group = 0;  // into LookupPlan::groups
   // [batch_size + 1], in IDs: all of the sample's, also those dropped.
   std::vector<uint32_t> offsets;
   bool has_one_id_each = false;        // every sample has exactly one ID
@@ -78,7 +78,7 @@ struct PlannedGroup {
 };
 
 // Kept from the lookup to the return of the gradients: the same numbers index rows and sums.
-struct BatchPlan {
+struct LookupPlan {
   uint32_t batch_size = 0;
   std::vector<PlannedFeature> features;  // in the batch's order
   std::vector<PlannedGroup> groups;      // in the order of their first feature
@@ -90,18 +90,18 @@ struct BatchPlan {
 };
 
 // Makes plans; keeps its memory from one to the next. Not thread-safe.
-class BatchPlanner {
+class LookupPlanner {
  public:
   // `counters` of the same slots, where the batch is to be counted.
-  BatchPlan Make(const FeatureBatch& batch, const SlotTable& slots, uint32_t num_servers,
-                 SlotCounters* counters = nullptr);
+  LookupPlan Make(const FeatureBatch& batch, const SlotTable& slots, uint32_t num_servers,
+                  SlotCounters* counters = nullptr);
 
  private:
   void PlanFeature(const Feature& feature, uint32_t batch_size, uint32_t first_number,
                    const SlotTable& slots, PlannedFeature* planned);
   std::span<const uint64_t> KeepDistinct(const Feature& feature, uint32_t batch_size,
                                          std::vector<uint32_t>* index);
-  void RouteGroup(const SlotConfig& leader, BatchPlan* plan);
+  void RouteGroup(const SlotConfig& leader, LookupPlan* plan);
 
   UniqueKeys signs_;         // of one group
   UniqueKeys distinct_ids_;  // of one raw slot
@@ -123,7 +123,7 @@ struct SignsOfSlots {
 // The plan's requests, limited to the signs that `keep` returns true for. Those stay in the order
 // of their numbers, so that LocateRows() with the same `keep` finds their rows.
 template <typename Keep>
-std::vector<ServerBlocks> SelectRequests(const BatchPlan& plan, Keep keep) {
+std::vector<ServerBlocks> SelectRequests(const LookupPlan& plan, Keep keep) {
   const size_t num_servers = plan.requests.size();
   std::vector<ServerBlocks> kept(num_servers);
   std::vector<size_t> next(num_servers, 0);  // into the plan's signs
@@ -149,7 +149,7 @@ std::vector<ServerBlocks> SelectRequests(const BatchPlan& plan, Keep keep) {
 // (*rows)[n] becomes the place of sign number n's row, given where each server's rows begin. Signs
 // that `keep` left out of the request have no row: theirs stay null.
 template <typename Float, typename Keep = AllSigns>
-void LocateRows(const BatchPlan& plan, std::vector<Float*> begin_by_server,
+void LocateRows(const LookupPlan& plan, std::vector<Float*> begin_by_server,
                 std::vector<Float*>* rows, Keep keep = {}) {
   rows->assign(plan.num_signs(), nullptr);
   uint32_t number = 0;
