@@ -17,6 +17,7 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidTypeError",
     "NotFoundError",
+    "PermissionDeniedError",
     "PersiaError",
     "ResourceExhaustedError",
     "StorageError",
@@ -59,6 +60,10 @@ class DeadlineExceededError(PersiaError, TimeoutError):
 
 class ResourceExhaustedError(PersiaError):
     """A bounded buffer is full; retry later."""
+
+
+class PermissionDeniedError(PersiaError, PermissionError):
+    """The peer did not accept this process's credentials, or its role may not do what it asked for."""
 
 
 class StorageError(PersiaError, OSError):
