@@ -28,6 +28,7 @@ _SUBCOMMANDS = {
     "doctor": "doctor.command",
     "trace": "trace.command",
     "checkpoint": "checkpoint.command",
+    "secret": "secret.command",
     "serve": "serve.command",
     "torchserve-archive": "torchserve_archive.command",
 }

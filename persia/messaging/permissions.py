@@ -1,7 +1,7 @@
 """What each role of a job may publish and subscribe to on the broker, and the broker's list of users.
 
-Subjects are those of docs/wire_format.md with "*" for the job: one broker serves all jobs of a secret. Replies
-go to inboxes that only the role which asked can read. Only a receiver of the question can publish there.
+Subjects are those of docs/wire_format.md with "*" for the job: one broker serves all jobs of a secret.
+Replies go to inboxes that only the role which asked reads, and only its receiver publishes there.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from persia.errors import (
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
 from persia.messaging.interface import Handler, Registration
-from persia.messaging.receiver import Receiver, collect_replies, raise_if_error_reply, send_error
+from persia.messaging.receiver import Receiver, collect_replies, flush, raise_if_error_reply, send_error
 from persia.messaging.subjects import Subjects
 from persia.security import nats_login
 from persia.security.secret import JOB
@@ -104,6 +104,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         self._lock = threading.Lock()
         self._state = "new"  # then "open", then "closed"; guarded by _lock
         self._last_error: Exception | None = None
+        self._is_admitted = False
         self._refusal = asyncio.Event()
         self._denied: PermissionDeniedError | None = None  # the broker has refused this process
         self._waiting: dict[asyncio.Task[Any], str] = {}  # for the broker, by subject; on the loop
@@ -251,7 +252,11 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         # Under the lock: a call submitted before `close` reaches the loop before the shutdown, which cancels
         # it. Without the lock the caller could wait for a loop that has stopped.
         with self._lock:
-            if self._state == "open" and threading.current_thread() is not self._thread:
+            if (
+                self._denied is None
+                and self._state == "open"
+                and threading.current_thread() is not self._thread
+            ):
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
             state = self._state
         coroutine.close()
@@ -277,7 +282,8 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         async def start() -> None:
             await receiver.start()
             self._receivers.add(receiver)
-            # The broker's refusal comes before the sign of its interest, for which `start` has waited.
+            if self._is_refused("subscription", receiver.subject):
+                await stop()
             self._raise_if_refused("subscription", receiver.subject)
 
         async def stop() -> None:
@@ -312,10 +318,15 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
             await asyncio.wait({task, refused}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             refused.cancel()
             if task.done():
-                return task.result()
+                task.result()
+                self._is_admitted = True
+                return
             if self._denied is not None:
                 break
         task.cancel()
+        await asyncio.wait({task})
+        with contextlib.suppress(NatsError, OSError):
+            await self._client.close()  # the socket of the last attempt
         raise self._denied or UnavailableError(
             f"no NATS server at {self._address} after {deadline_s:g} s ({self._last_error}): "
             "start one with `persia-launcher nats-server`, or correct PERSIA_NATS_URL"
@@ -349,8 +360,11 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
             self._waiting.pop(task, None)
         self._raise_if_refused("publish", subject)
 
+    def _is_refused(self, use: str, subject: str) -> bool:
+        return (use, subject.lower()) in self._refused_uses  # the client writes errors in lower case
+
     def _raise_if_refused(self, use: str, subject: str) -> None:
-        if (use, subject) in self._refused_uses:
+        if self._is_refused(use, subject):
             raise PermissionDeniedError(
                 f"{subject}: the NATS server at {self._address} refuses this {use} to role {self._role!r}; "
                 "docs/security.md lists what each role may do"
@@ -359,7 +373,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
     async def _publish(self, subject: str, payload: bytes) -> None:
         await self._client.publish(subject, payload)
         with self._ended_by_disconnect(subject):
-            await self._client.flush(timeout=int(_CALL_MARGIN_S))
+            await flush(self._client, int(_CALL_MARGIN_S))
 
     async def _shut_down(self) -> None:
         try:
@@ -385,9 +399,8 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         if _AUTHORIZATION_VIOLATION in str(error).lower():
             await self._on_denied()
         elif match := _REFUSED_SUBJECT.search(str(error)):
-            use, subject = match[1].lower(), match[2]
-            self._refused_uses.add((use, subject))
-            for task in [task for task, sent in self._waiting.items() if (use, subject) == ("publish", sent)]:
+            self._refused_uses.add((match[1], match[2]))
+            for task in [task for task, sent in self._waiting.items() if self._is_refused("publish", sent)]:
                 task.cancel()
         elif isinstance(error, SlowConsumerError):
             full = ResourceExhaustedError(f"{error.subject}: too many messages wait for this receiver")
@@ -401,12 +414,12 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         if self._denied is not None:
             return
         self._denied = PermissionDeniedError(
-            f"the NATS server at {self._address} refuses role {self._role!r} with the secret of this process: "
+            f"the NATS server at {self._address} refuses the secret of this process, role {self._role!r}: "
             "set PERSIA_JOB_SECRET or PERSIA_JOB_SECRET_FILE to the secret of the host that runs the server "
             "(`persia-launcher secret show` there), or name a user in PERSIA_NATS_URL"
         )
         self._refusal.set()
-        if self._client.is_reconnecting:  # else `connect` reports it
+        if self._is_admitted:  # else `connect` reports it
             get_default_logger().error("%s", self._denied)
             self._shutdown_task = asyncio.ensure_future(self._client.close())
 
@@ -418,7 +431,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
             task.cancel()
 
     def _report_loss(self) -> None:
-        if self._state == "open":
+        if self._state == "open" and self._denied is None:
             get_default_logger().warning("lost the connection to NATS at %s, reconnecting", self._address)
 
     def _cancel_loss_report(self) -> None:

@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass, field
 
 from persia import _native, env
-from persia.security import secret
+from persia.security import audit, secret
 from persia.security.secret import ALL_JOBS, INFERENCE, JOB, LOADER, MONITOR, ROLES
 
 _lock = threading.Lock()
@@ -33,6 +33,7 @@ def install(role: str) -> None:
         accepted = {one: credential.key("rpc", job, one) for one in ROLES} if credential.role == JOB else {}
         _set_identity(role, key, accepted)
         _installed = role
+    audit.start()
 
 
 def _set_identity(role: str, key: bytes, accepted: dict[str, bytes]) -> None:

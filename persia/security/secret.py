@@ -1,6 +1,6 @@
 """The job's secret: where a process finds it, how the first one creates it, and the keys derived from it.
 
-In: environment variables and a file that only its owner can read. Out: a `Credential`, which is the whole secret
+In: environment variables and a file that only its owner can read. Out: a `Credential`: the whole secret,
 or that of one role. No text here shows a secret but `Credential.text`. Derivation: ADR 26.
 """
 
@@ -52,13 +52,13 @@ class Credential:
             return self
         if self.role != JOB:
             raise PermissionDeniedError(
-                f"{self.source} has the credential of role {self.role!r}, and {role!r} is needed: set {_VALUE} or "
-                f"{_FILE} to the output of `persia-launcher secret show --role {role}` on a host of the job"
+                f"{self.source} has the credential of role {self.role!r}, and {role!r} is needed: set "
+                f"{_VALUE} or {_FILE} to what `persia-launcher secret show --role {role}` prints elsewhere"
             )
         return Credential(role, _role_secret(self.secret, role), self.source, self.token_digest)
 
     def key(self, plane: str, job: str, role: str) -> bytes:
-        """The key by which `role` proves itself on `plane` ("rpc", "nats", "http", "grpc") of the job `job`."""
+        """The key of `role` on a plane ("rpc", "nats", "http" or "grpc") of the job `job`."""
         own = self.limited_to(role)
         secret = _role_secret(own.secret, role) if role == JOB else own.secret
         return _derive(secret, plane, job, role)
@@ -85,8 +85,8 @@ def parse(text: str, source: str) -> Credential:
 def find() -> Credential:
     """The credential of this process: PERSIA_JOB_SECRET, the file PERSIA_JOB_SECRET_FILE, or the user's file.
 
-    A file that is missing is created, by whichever process of the user is first. Raises ConfigError for what is no
-    credential, and for a file that others can read.
+    The first process creates a missing file. Raises ConfigError for what is no credential, and for a file
+    that others can read.
     """
     # Empty counts as unset: templates of deployments leave variables empty.
     if text := os.environ.get(_VALUE):
@@ -109,7 +109,7 @@ def secret_file() -> Path:
         folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     except RuntimeError as error:
         raise ConfigError(
-            f"the user has no home directory for the job's secret: set {_VALUE} or {_FILE}"
+            f"there is no home directory for the job's secret: set {_VALUE} or {_FILE}"
         ) from error
     return Path(folder) / "persia" / "job_secret"
 
@@ -135,8 +135,9 @@ def _read(path: Path) -> Credential:
         # Kubernetes grants a mounted file by its group. The user's own file needs no group.
         if mode & (0o037 if os.environ.get(_FILE) else 0o077):
             raise ConfigError(
-                f"{path} has mode {mode:04o}, so that others can read or replace the job's secret: chmod 600 {path}, "
-                "and make a new secret (`persia-launcher secret create --replace`) if others may have read it"
+                f"{path} has mode {mode:04o}, so that others can read or replace the job's secret: "
+                f"chmod 600 {path}, and make a new secret if others may have read it "
+                "(`persia-launcher secret create --replace`)"
             )
         return parse(file.read(_LONGEST_FILE).decode("ascii", "replace"), str(path))
 
@@ -171,6 +172,6 @@ def _write_new(path: Path) -> Path:
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"the job's secret cannot be kept in {path} ({error.strerror}): set {_FILE} to a file that this user can "
-        f"write, or {_VALUE} to the secret itself"
+        f"the job's secret cannot be kept in {path} ({error.strerror}): set {_FILE} to a file that this user "
+        f"can write, or {_VALUE} to the secret itself"
     )

@@ -66,9 +66,7 @@ def test_a_place_that_cannot_be_written_names_the_remedy(home: Path, monkeypatch
         secret.find()
 
 
-@pytest.mark.parametrize(
-    "text", ["hunter2", "persia1.job.12", "persia1.nobody.00", "persia2.job." + 64 * "0"]
-)
+@pytest.mark.parametrize("text", ["hunter2", "persia1.job.12", "persia1.nobody.00", "persia2.job.00"])
 def test_text_that_is_no_credential_is_refused_without_showing_it(
     home: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
@@ -100,15 +98,14 @@ def test_keys_differ_by_plane_job_and_role() -> None:
 def test_a_role_cannot_derive_the_keys_of_another() -> None:
     loader = Credential.of_job(os.urandom(32), "here").limited_to(LOADER)
     for other in (JOB, MONITOR, ADMIN):
-        with pytest.raises(
-            PermissionDeniedError, match=f"here has the credential of role 'loader', and {other!r}"
-        ):
+        with pytest.raises(PermissionDeniedError, match=f"here has .* role 'loader', and {other!r}"):
             loader.key("rpc", "job", other)
 
 
 def test_nothing_prints_a_secret() -> None:
     credential = Credential.of_job(b"\xab" * 32, "test")
-    assert "ab" * 8 not in repr(credential) and "\\xab" not in repr(credential)
+    assert "ab" * 8 not in repr(credential)
+    assert "\\xab" not in repr(credential)
 
 
 def test_a_new_secret_replaces_the_old_one(home: Path) -> None:
