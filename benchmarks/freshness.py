@@ -36,6 +36,7 @@ from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD
+from persia.security import http_token
 from persia.serving.protocol import SERVICE, message
 
 SLOTS = {"slots_config": {"counter": {"dim": 1}, "item": {"dim": 16}}}
@@ -202,7 +203,9 @@ def main() -> None:
         server = stack.enter_context(running(log, *serve))
         metrics = found(log, r"metrics and status are at (\S+:\d+)", server)
         seen = ask(found(log, r"is served at (\S+:\d+)", server), options.seconds)
-        with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=10) as answer:
+        authorization = {"Authorization": f"Bearer {http_token()}"}
+        request = urllib.request.Request(f"http://{metrics}/metrics", headers=authorization)
+        with urllib.request.urlopen(request, timeout=10) as answer:
             page = answer.read().decode()
         delays = delays_of(np.fromfile(directory / "steps", np.float64), seen)
     gauge = re.search(r"^inc_update_delay_sec\S* (\S+)", page, re.MULTILINE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -20,6 +21,9 @@ from persia.logger import get_default_logger
 from persia.messaging.session import NatsSession
 from persia.pipeline.backend import slot_signs
 from persia.testing import LocalCluster, LocalNats
+
+# Of this run alone: tests must not use, or create, the secret of the user who runs them.
+os.environ["PERSIA_JOB_SECRET"] = f"persia1.job.{secrets.token_hex(32)}"
 
 # A shell that runs the tests in the background makes them, and every process they start, ignore Ctrl-C. Tests
 # send it; a handler here lets new processes start with the default.

@@ -7,7 +7,14 @@ from typing import Any, Protocol
 
 from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.checkpoint.server_job import DumpJob, JobMaker, LoadJob, ServerJob, ServerShare
-from persia.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, ResourceExhaustedError
+from persia.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    PersiaError,
+    ResourceExhaustedError,
+)
+from persia.security import audit
 
 __all__ = ["CheckpointService"]
 
@@ -40,7 +47,27 @@ class CheckpointService:
 
     def handle(self, payload: bytes) -> bytes:
         """`answer` in bytes, for a NATS subject."""
-        return self.answer(Request.decode(payload)).encode()
+        request = Request.decode(payload)
+        outcome = "ok"
+        try:
+            return self.answer(request).encode()
+        except PersiaError as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            if request.verb in (Verb.DUMP, Verb.LOAD):
+                self._audit(request, outcome)
+
+    @staticmethod
+    def _audit(request: Request, outcome: str) -> None:
+        # The broker says no sender; it lets these two roles ask.
+        audit.record(
+            peer="NATS",
+            role="trainer or admin",
+            method=f"checkpoint {request.verb.value}",
+            outcome=outcome,
+            directory=request.arguments.get("directory"),
+        )
 
     def answer(self, request: Request) -> Report:
         """NotFoundError: an operation that this server does not know; ResourceExhaustedError: it is busy."""

@@ -18,6 +18,7 @@ from persia.messaging.subjects import DATA_LOADER
 from persia.observability.phases import SEND_BATCH
 from persia.observability.sources import DataLoaderSource
 from persia.pipeline.send import BatchSender
+from persia.security.secret import LOADER
 
 if TYPE_CHECKING:  # it needs torch, which a loader does without
     from persia.ctx.embedding import EmbeddingCtx
@@ -78,7 +79,7 @@ class DataCtx(BaseCtx):
         if to is None and env.get_nats_url() is not None:
             # Set here: a loader on a thread of a training process must not rename its logs.
             set_role(DATA_LOADER, self.replica_index)
-            return JobConnection.connect(name)
+            return JobConnection.connect(name, LOADER)
         job = find_embedded_job() if to is None else to.runtime.embedded if to.owns_runtime else None
         if job is None:
             raise FailedPreconditionError(

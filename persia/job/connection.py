@@ -12,6 +12,7 @@ from persia.messaging.interface import Session
 from persia.messaging.session import NatsSession
 from persia.observability.process import ObservabilitySettings, ProcessObserver
 from persia.observability.sources import Source
+from persia.security import install
 
 __all__ = ["JobConnection"]
 
@@ -26,10 +27,12 @@ class JobConnection:
         self._observer: ProcessObserver | None = None
 
     @classmethod
-    def connect(cls, name: str, url: str | None = None, deadline_s: float | None = None) -> JobConnection:
-        """Connects to the broker at `url`. `name` labels the connection in the broker's logs.
+    def connect(
+        cls, name: str, role: str, *, url: str | None = None, deadline_s: float | None = None
+    ) -> JobConnection:
+        """Connects to the broker at `url`, as `role` of persia.security, which the process has from now on.
 
-        None: PERSIA_NATS_URL, PERSIA_DEADLINE_SEC.
+        `name` labels the connection in the broker's logs. None: PERSIA_NATS_URL, PERSIA_DEADLINE_SEC.
         """
         url = url or env.get_nats_url()
         if url is None:
@@ -37,8 +40,9 @@ class JobConnection:
                 "PERSIA_NATS_URL is not set: start the script with persia-launcher, or name the job's NATS "
                 "broker in it"
             )
+        install(role)
         # `connect` closes the session itself where it fails.
-        session = NatsSession(url, env.get_job_name(), name=name)
+        session = NatsSession(url, env.get_job_name(), name=name, role=role)
         session.connect(deadline_s or env.get_deadline_s())
         return cls(session)
 

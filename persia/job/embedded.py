@@ -36,6 +36,7 @@ from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.queues import Deadline
 from persia.pipeline.receive import LOADER_REMEDY, Inbox
 from persia.pipeline.send import RegisterBatchHandler
+from persia.security.secret import TRAINER
 
 __all__ = [
     "EmbeddedJob",
@@ -107,7 +108,7 @@ class EmbeddedJob:
     def connect(self, name: str) -> JobConnection:
         """A participant: the context itself, or one of its data loaders."""
         if self.has_nats:
-            return JobConnection.connect(name)
+            return JobConnection.connect(name, TRAINER)
         return JobConnection(LocalSession(self._broker, name=name))
 
     def close(self) -> None:

@@ -19,6 +19,8 @@ from persia.messaging.daemon_pool import DaemonPool
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.queues import Deadline
 from persia.pipeline.staleness import ALL_SLOTS
+from persia.security import install
+from persia.security.secret import INFERENCE
 from persia.waiting import Attempts
 
 __all__ = ["InferenceBackend", "RemoteRows", "wait_for_worker"]
@@ -190,6 +192,7 @@ def wait_for_worker(address: str, deadline: Deadline, timeout_s: float) -> None:
 
 
 def _client(addresses: Sequence[str]) -> RemoteClient:
+    install(INFERENCE)
     client = RemoteClient(len(addresses))
     for index, address in enumerate(addresses):
         client.set_worker(index, address)

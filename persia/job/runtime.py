@@ -26,6 +26,7 @@ from persia.messaging.subjects import NN_WORKER
 from persia.packets.changes import IncrementalSettings, ServerChanges
 from persia.packets.writer import PacketWriter
 from persia.pipeline.backend import ClusterBackend, EmbeddingBackend
+from persia.security.secret import TRAINER
 from persia.storage.schema import RowSchema
 from persia.storage.signature import Signature
 from persia.tiers.server_tier import ServerTier
@@ -88,7 +89,7 @@ class JobRuntime:
     def connect(cls, name: str, slots: SlotsConfig | None = None) -> JobRuntime:
         """Waits for the job's embedding workers. FailedPreconditionError: they have other `slots`."""
         with ExitStack() as resources:
-            connection = JobConnection.connect(name)
+            connection = JobConnection.connect(name, TRAINER)
             resources.callback(connection.close)
             # Waits for the workers, and compares their slots with these: a difference would train other rows.
             backend = ClusterBackend(

@@ -218,7 +218,7 @@ def _dump_training(location: str, nats_url: str | None, job_name: str, hold_s: f
     deadline_s = env.get_deadline_s()
     # A pod that is deleted is told by SIGTERM, which a container's first process ignores unless it listens.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    with job_session(nats_url, job_name, name="checkpoint", wait_s=deadline_s) as session:
+    with job_session(nats_url, job_name, name="checkpoint", role="admin", wait_s=deadline_s) as session:
         place = str(Location.of(location))
         request_training_dump(session, place, hold_s=hold_s, deadline_s=deadline_s, in_place=in_place)
     rows = "rows in place" if in_place else "rows"
@@ -272,7 +272,7 @@ def _checkpoints(nats_url: str | None, job_name: str) -> Iterator[Checkpoints]:
     from persia.checkpoint.peers import find_servers
 
     deadline_s = env.get_deadline_s()
-    with job_session(nats_url, job_name, name="checkpoint", wait_s=deadline_s) as session:
+    with job_session(nats_url, job_name, name="checkpoint", role="admin", wait_s=deadline_s) as session:
         yield Checkpoints(lambda: find_servers(session, deadline_s), deadline_s=deadline_s)
 
 

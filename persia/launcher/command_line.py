@@ -29,6 +29,7 @@ _SUBCOMMANDS = {
     "trace": "trace.command",
     "checkpoint": "checkpoint.command",
     "signing-key": "signing_key.command",
+    "secret": "secret.command",
     "serve": "serve.command",
     "torchserve-archive": "torchserve_archive.command",
 }

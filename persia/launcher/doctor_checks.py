@@ -21,6 +21,7 @@ from persia.config import load_embedding_config, load_global_config
 from persia.errors import ConfigError, PersiaError
 from persia.messaging.session import NatsSession
 from persia.observability.status import find_processes, job_status, missing_replicas
+from persia.security.secret import MONITOR
 
 _NATS_WAIT_S = 3.0
 _WANTED_MAX_PAYLOAD = 8 << 20  # a batch's IDs or dense features are one message
@@ -199,7 +200,9 @@ def _nats(settings: Settings) -> Iterator[Finding]:
         return
     with contextlib.ExitStack() as stack:
         try:
-            session = stack.enter_context(NatsSession(settings.nats_url, settings.job_name, name="doctor"))
+            session = stack.enter_context(
+                NatsSession(settings.nats_url, settings.job_name, name="doctor", role=MONITOR)
+            )
             session.connect(_NATS_WAIT_S)
         except PersiaError as error:
             yield _fail(str(error), "start it, correct the URL, or open the firewall")

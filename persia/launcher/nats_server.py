@@ -25,6 +25,8 @@ _UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 _LARGEST_PAYLOAD_BYTES = 1 << 30
 _LOCAL_PAYLOAD_BYTES = 64 << 20
 _START_DEADLINE_S = 20.0
+# Clients log in with their first message, which takes a while on a machine that is busy.
+_LOGIN_DEADLINE_S = 10
 
 
 @click.command("nats-server")
@@ -49,8 +51,8 @@ def command(port: int, host: str, max_payload: str) -> None:
     """Run the NATS server that the job's processes meet at.
 
     Any NATS server does, when its max_payload is large enough for your batches. Point all processes to it
-    with PERSIA_NATS_URL=nats://HOST:PORT. There is no authentication by default: keep it on a trusted
-    network.
+    with PERSIA_NATS_URL=nats://HOST:PORT. This server takes clients that have the job's secret: on this
+    machine the user's other processes, elsewhere those with PERSIA_JOB_SECRET (persia-launcher secret show).
     """
     # Everything that can fail is done before exec, whose errors would have no message of ours.
     binary = find_nats_server()
@@ -93,7 +95,13 @@ def parse_size(text: str) -> int:
 
 
 def nats_config(*, host: str, port: int, max_payload_bytes: int, ports_folder: Path | None = None) -> str:
-    """A server without files and clustering. Port 0 takes a free one, told by a file in `ports_folder`."""
+    """A server without files and clustering, for clients with the job's secret. It has passwords.
+
+    Port 0 takes a free one, told by a file in `ports_folder`.
+    """
+    from persia.messaging.permissions import broker_users  # not for --help
+
+    authorization = {"timeout": _LOGIN_DEADLINE_S, "users": broker_users()}
     lines = [
         f'host: "{host}"',
         f"port: {port or -1}",
@@ -102,6 +110,7 @@ def nats_config(*, host: str, port: int, max_payload_bytes: int, ports_folder: P
         f"max_pending: {4 * max_payload_bytes}",
         'write_deadline: "60s"',
         "logtime: false",
+        f"authorization: {json.dumps(authorization)}",
     ]
     if ports_folder is not None:
         lines.append(f'ports_file_dir: "{ports_folder}"')
@@ -133,6 +142,7 @@ def start_local_nats(supervisor: Supervisor, folder: Path) -> str:
 
 def _write_config(config_file: Path, port: int) -> None:
     size, folder = _LOCAL_PAYLOAD_BYTES, config_file.parent
+    config_file.touch(mode=0o600)  # before it has passwords
     config_file.write_text(
         nats_config(host="127.0.0.1", port=port, max_payload_bytes=size, ports_folder=folder)
     )

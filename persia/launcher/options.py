@@ -68,8 +68,8 @@ host = option(
     "--host",
     variable="PERSIA_BIND_HOST",
     default="127.0.0.1",
-    help="Address to listen on. Requests are not authenticated: 0.0.0.0, for clients on other machines, only "
-    "in a network you trust.",
+    help="Address to listen on; 0.0.0.0 for clients on other machines, which then need the job's secret "
+    "(docs/security.md).",
 )
 replica_options = all_of(
     option("--replica-index", type=click.IntRange(min=0), default=0, help="Number of this replica, from 0."),
@@ -141,11 +141,11 @@ embedding_workers = option(
 
 @contextlib.contextmanager
 def job_session(
-    nats_url: str | None, job_name: str, *, name: str, wait_s: float = 5.0
+    nats_url: str | None, job_name: str, *, name: str, role: str, wait_s: float = 5.0
 ) -> Iterator[NatsSession]:
-    """Connects a command that looks at a job. Raises UnavailableError if no broker answers in `wait_s`."""
+    """Connects a command to a job as `role`. Raises UnavailableError if no broker answers in `wait_s`."""
     from persia.messaging.session import NatsSession
 
-    with NatsSession(nats_url or env.require_nats_url(), job_name, name=name) as session:
+    with NatsSession(nats_url or env.require_nats_url(), job_name, name=name, role=role) as session:
         session.connect(wait_s)
         yield session

@@ -65,7 +65,7 @@ def command(
     with contextlib.ExitStack() as stack:
         session = None
         if not addresses:
-            session = stack.enter_context(job_session(nats_url, job_name, name="status"))
+            session = stack.enter_context(job_session(nats_url, job_name, name="status", role="monitor"))
         # Addresses change with every start of a process, so that Prometheus gets a file rather than a config.
         if session is not None and watched:
             TargetsFile(session, watched).keep(interval)

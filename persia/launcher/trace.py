@@ -37,7 +37,7 @@ def command(
     folder = os.path.dirname(os.path.abspath(output))
     if not os.access(folder, os.W_OK):  # told before the recording rather than after
         raise StorageError(f"--output {output}: {folder} does not exist, or cannot be written to")
-    with job_session(nats_url, job_name, name="trace") as session:
+    with job_session(nats_url, job_name, name="trace", role="monitor") as session:
         # A process without an HTTP port cannot be told to record.
         processes = [info for info in find_processes(session) if info.status_address]
         if not processes:

@@ -304,6 +304,7 @@ class _Watch(Registration):
     """Turns joined, left and the answers after a reconnect into one event for each incarnation."""
 
     def __init__(self, session: Session, role: str, callback: Callable[[ServiceEvent], None]) -> None:
+        self._role = role
         self._callback = callback
         self._lock = threading.Lock()  # events come from two threads; it also keeps callbacks one at a time
         self._incarnations: dict[int, int] = {}
@@ -321,6 +322,11 @@ class _Watch(Registration):
             event = ServiceEvent.decode(payload)
         except CorruptionError as error:
             get_default_logger().warning("ignored a discovery event: %s", error)
+            return
+        if event.info.role != self._role:
+            get_default_logger().warning(
+                "ignored an event of %s on the subject of %s", event.info, self._role
+            )
             return
         self._take(event)
 
@@ -352,11 +358,16 @@ def _who(
 
     def take(reply: bytes) -> bool:
         try:
-            services.append(ServiceInfo.decode(reply))
+            info = ServiceInfo.decode(reply)
         except CorruptionError as error:  # it must not hide the other answers
             get_default_logger().warning("ignored an answer of a service: %s", error)
             return False
-        return enough(services[-1])
+        # The broker lets each role speak for itself: what it says of another is a mistake, or a forgery.
+        if info.role != role:
+            get_default_logger().warning("ignored %s, which answered for %s", info, role)
+            return False
+        services.append(info)
+        return enough(info)
 
     session.request_many(session.subjects.who(role), asker, window_s, enough=take)
     return services

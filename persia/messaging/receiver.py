@@ -23,7 +23,7 @@ from persia.messaging.daemon_pool import DaemonPool
 from persia.messaging.interface import Handler
 from persia.waiting import Attempts
 
-__all__ = ["Receiver", "collect_replies", "raise_if_error_reply", "send_error"]
+__all__ = ["Receiver", "collect_replies", "flush", "raise_if_error_reply", "send_error"]
 
 _NO_RESPONDERS = "503"  # the broker's status for a request without listeners
 # Marks an error reply: its value is the error's class, the payload the message.
@@ -34,6 +34,7 @@ MAX_ERROR_BYTES = 4096  # an error may quote a message of many megabytes
 # the peers. The limits are the backstop: a message beyond them is refused with an error reply, not dropped.
 _PENDING_MESSAGES_LIMIT = 65_536
 _PENDING_BYTES_LIMIT = 1 << 30
+_FLUSH_S = 10
 
 
 class Receiver:
@@ -62,7 +63,7 @@ class Receiver:
             pending_bytes_limit=_PENDING_BYTES_LIMIT,
         )
         # A request that is sent after this must find a listener: without one it fails at once.
-        await self._client.flush()
+        await flush(self._client, _FLUSH_S)
 
     async def stop(self, grace_s: float) -> None:
         """Takes no new messages and finishes those being handled; after `grace_s` they are refused."""
@@ -140,6 +141,14 @@ class Receiver:
         logger.warning(
             "%s: %s", self.subject, error, exc_info=None if isinstance(error, PersiaError) else error
         )
+
+
+async def flush(client: Client, timeout_s: int) -> None:
+    """Returns once the broker has taken, or refused, all that `client` has sent."""
+    # Twice: the client writes its first ping at once, but messages before it from another task, which has run
+    # by the time of the second.
+    for _ in range(2):
+        await client.flush(timeout=timeout_s)
 
 
 async def collect_replies(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -28,6 +29,7 @@ from persia.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
+    PermissionDeniedError,
     PersiaError,
     ResourceExhaustedError,
     UnavailableError,
@@ -35,8 +37,10 @@ from persia.errors import (
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
 from persia.messaging.interface import Handler, Registration
-from persia.messaging.receiver import Receiver, collect_replies, raise_if_error_reply, send_error
+from persia.messaging.receiver import Receiver, collect_replies, flush, raise_if_error_reply, send_error
 from persia.messaging.subjects import Subjects
+from persia.security import nats_login
+from persia.security.secret import JOB
 from persia.waiting import Attempts
 
 __all__ = ["NatsSession", "Registration"]
@@ -50,6 +54,8 @@ _LOSS_REPORT_S = 2.0
 _CALL_MARGIN_S = 5.0
 _SIGNAL_STEP_S = 0.2
 _DEFAULT_MAX_PAYLOAD = 1 << 20
+_AUTHORIZATION_VIOLATION = "authorization violation"  # the broker's text, in some case
+_REFUSED_SUBJECT = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 
 _CONNECT_OPTIONS: dict[str, Any] = {
     "connect_timeout": 2,
@@ -80,10 +86,14 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
     once, as its reply may be lost: the caller repeats it, which is harmless to the peers.
     """
 
-    def __init__(self, url: str, job_name: str, *, name: str) -> None:
-        """`name` labels the connection on the broker and in logs; nothing is sent before `connect`."""
+    def __init__(self, url: str, job_name: str, *, name: str, role: str = JOB) -> None:
+        """`name` labels the connection on the broker and in logs; nothing is sent before `connect`.
+
+        It logs in as `role` of persia.security.secret, unless `url` has a user of its own.
+        """
         self.subjects = Subjects(job_name)
         self._url = url
+        self._role = role
         self._address = _checked_address(url)
         self._name = name
         self._client = Client()
@@ -94,7 +104,11 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         self._lock = threading.Lock()
         self._state = "new"  # then "open", then "closed"; guarded by _lock
         self._last_error: Exception | None = None
-        self._waiting: set[asyncio.Task[Any]] = set()  # for the broker; on the loop
+        self._is_admitted = False
+        self._refusal = asyncio.Event()
+        self._denied: PermissionDeniedError | None = None  # the broker has refused this process
+        self._waiting: dict[asyncio.Task[Any], str] = {}  # for the broker, by subject; on the loop
+        self._refused_uses: set[tuple[str, str]] = set()  # (publish or subscription, subject); on the loop
         self._receivers: set[Receiver] = set()  # on the loop
         self._loss_report: asyncio.TimerHandle | None = None  # on the loop
         self._reconnect_callbacks: list[Callable[[], None]] = []
@@ -106,7 +120,8 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
     def connect(self, deadline_s: float) -> None:
         """Connects, waiting for a broker that is not there yet.
 
-        Raises `UnavailableError` if no broker answers within `deadline_s` seconds.
+        Raises `UnavailableError` if no broker answers within `deadline_s` seconds, and at once
+        `PermissionDeniedError` if it refuses the credentials of this process.
         """
         with self._lock:
             if self._state != "new":
@@ -145,7 +160,13 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         Returns earlier when there is no listener, or when `enough(reply)` is true.
         """
         self._check_size(subject, payload)
-        return self._call(collect_replies(self._client, subject, payload, window_s, enough), window_s)
+
+        async def collect() -> list[bytes]:
+            replies = await collect_replies(self._client, subject, payload, window_s, enough)
+            self._raise_if_refused("publish", subject)
+            return replies
+
+        return self._call(collect(), window_s)
 
     @property
     def max_payload(self) -> int:
@@ -213,6 +234,8 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         except PersiaError:  # some are a TimeoutError, too
             raise
         except CancelledError:
+            if self._denied is not None:
+                raise PermissionDeniedError(str(self._denied)) from None
             raise UnavailableError(f"the NATS session {self._name} was closed meanwhile") from None
         except FutureTimeoutError:  # the coroutine has a time-out, but the loop does not run it
             future.cancel()
@@ -229,10 +252,16 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         # Under the lock: a call submitted before `close` reaches the loop before the shutdown, which cancels
         # it. Without the lock the caller could wait for a loop that has stopped.
         with self._lock:
-            if self._state == "open" and threading.current_thread() is not self._thread:
+            if (
+                self._denied is None
+                and self._state == "open"
+                and threading.current_thread() is not self._thread
+            ):
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
             state = self._state
         coroutine.close()
+        if self._denied is not None:
+            raise PermissionDeniedError(str(self._denied))
         if state == "open":
             raise FailedPreconditionError("a NATS handler on the session's loop would wait for itself")
         raise FailedPreconditionError(
@@ -253,6 +282,9 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         async def start() -> None:
             await receiver.start()
             self._receivers.add(receiver)
+            if self._is_refused("subscription", receiver.subject):
+                await stop()
+            self._raise_if_refused("subscription", receiver.subject)
 
         async def stop() -> None:
             self._receivers.discard(receiver)
@@ -276,17 +308,26 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
                 disconnected_cb=self._on_disconnected,
                 reconnected_cb=self._on_reconnected,
                 **_CONNECT_OPTIONS,
+                **_login_options(self._url, self._role),
             )
         )
         waiting = f"the NATS server at {self._address}"
-        for wait_s in Attempts(
-            deadline_s, pause_s=1.0, waiting_for=lambda: f"{waiting} ({self._last_error})"
-        ):
-            await asyncio.wait({task}, timeout=wait_s)
+        attempts = Attempts(deadline_s, pause_s=1.0, waiting_for=lambda: f"{waiting} ({self._last_error})")
+        for wait_s in attempts:
+            refused = asyncio.ensure_future(self._refusal.wait())
+            await asyncio.wait({task, refused}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            refused.cancel()
             if task.done():
-                return task.result()
+                task.result()
+                self._is_admitted = True
+                return
+            if self._denied is not None:
+                break
         task.cancel()
-        raise UnavailableError(
+        await asyncio.wait({task})
+        with contextlib.suppress(NatsError, OSError):
+            await self._client.close()  # the socket of the last attempt
+        raise self._denied or UnavailableError(
             f"no NATS server at {self._address} after {deadline_s:g} s ({self._last_error}): "
             "start one with `persia-launcher nats-server`, or correct PERSIA_NATS_URL"
         )
@@ -309,18 +350,30 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         """The block waits for an answer of the broker, which a lost connection never brings."""
         task = asyncio.current_task()
         assert task is not None
-        self._waiting.add(task)
+        self._waiting[task] = subject
         try:
             yield
         except asyncio.CancelledError:
+            self._raise_if_refused("publish", subject)
             raise UnavailableError(f"{subject}: the connection to NATS at {self._address} was lost") from None
         finally:
-            self._waiting.discard(task)
+            self._waiting.pop(task, None)
+        self._raise_if_refused("publish", subject)
+
+    def _is_refused(self, use: str, subject: str) -> bool:
+        return (use, subject.lower()) in self._refused_uses  # the client writes errors in lower case
+
+    def _raise_if_refused(self, use: str, subject: str) -> None:
+        if self._is_refused(use, subject):
+            raise PermissionDeniedError(
+                f"{subject}: the NATS server at {self._address} refuses this {use} to role {self._role!r}; "
+                "docs/security.md lists what each role may do"
+            )
 
     async def _publish(self, subject: str, payload: bytes) -> None:
         await self._client.publish(subject, payload)
         with self._ended_by_disconnect(subject):
-            await self._client.flush(timeout=int(_CALL_MARGIN_S))
+            await flush(self._client, int(_CALL_MARGIN_S))
 
     async def _shut_down(self) -> None:
         try:
@@ -343,12 +396,32 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = error
-        if isinstance(error, SlowConsumerError):
+        if _AUTHORIZATION_VIOLATION in str(error).lower():
+            await self._on_denied()
+        elif match := _REFUSED_SUBJECT.search(str(error)):
+            self._refused_uses.add((match[1], match[2]))
+            for task in [task for task, sent in self._waiting.items() if self._is_refused("publish", sent)]:
+                task.cancel()
+        elif isinstance(error, SlowConsumerError):
             full = ResourceExhaustedError(f"{error.subject}: too many messages wait for this receiver")
             get_default_logger().error("%s; one was refused", full)
             await send_error(self._client, Msg(self._client, reply=error.reply), full)
         else:
             get_default_logger().debug("NATS at %s: %s", self._address, error or type(error).__name__)
+
+    async def _on_denied(self) -> None:
+        """Ends the session: the client would try the same credentials again for ever."""
+        if self._denied is not None:
+            return
+        self._denied = PermissionDeniedError(
+            f"the NATS server at {self._address} refuses the secret of this process, role {self._role!r}: "
+            "set PERSIA_JOB_SECRET or PERSIA_JOB_SECRET_FILE to the secret of the host that runs the server "
+            "(`persia-launcher secret show` there), or name a user in PERSIA_NATS_URL"
+        )
+        self._refusal.set()
+        if self._is_admitted:  # else `connect` reports it
+            get_default_logger().error("%s", self._denied)
+            self._shutdown_task = asyncio.ensure_future(self._client.close())
 
     async def _on_disconnected(self) -> None:
         self._cancel_loss_report()
@@ -358,7 +431,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
             task.cancel()
 
     def _report_loss(self) -> None:
-        if self._state == "open":
+        if self._state == "open" and self._denied is None:
             get_default_logger().warning("lost the connection to NATS at %s, reconnecting", self._address)
 
     def _cancel_loss_report(self) -> None:
@@ -381,6 +454,14 @@ def _run_reconnect_callback(callback: Callable[[], None]) -> None:
         get_default_logger().warning("after the connection to NATS was lost: %s", error)
     except Exception:
         get_default_logger().exception("after the connection to NATS was lost")
+
+
+def _login_options(url: str, role: str) -> dict[str, Any]:
+    """How the client logs in. A user in the URL comes first, with the usual reply subjects."""
+    if urlsplit(url).username is not None:
+        return {}
+    login = nats_login(role)
+    return {"user": login.user, "password": login.password, "inbox_prefix": login.inbox_prefix}
 
 
 def _checked_address(url: str) -> str:

@@ -1,7 +1,7 @@
 """The HTTP port of a process: `/metrics`, `/status`, `/healthz`, `/readyz`, `/trace`.
 
-GET, but for `/trace/start` and `/trace/stop`. Nothing that can be asked here changes a job or tells of its
-data; there is no authentication, so that the port listens on loopback unless it is told otherwise.
+GET, but for `/trace/start` and `/trace/stop`. Whether the process lives and is ready, everybody may ask, as
+probes do. All else needs the bearer token of the job's monitors, also from this machine: others may use it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from urllib.parse import parse_qs, urlsplit
 
 from persia.errors import InvalidArgumentError, PersiaError, StorageError
 from persia.logger import get_default_logger
+from persia.security import HttpCheck, audit, http_check
 
 # A scraper that hangs must not take threads without bound from a server that answers lookups.
 _MAX_CONNECTIONS = 32
 _IO_TIMEOUT_S = 10.0
+_SHOWN = 100  # characters of a path that a stranger has sent
 
 Query = Mapping[str, str]
 Answer = tuple[int, str, bytes]  # status code, content type, body
+_OPEN = ("/healthz", "/readyz")
 Routes = Mapping[tuple[str, str], Callable[[Query], Answer]]
 
 
@@ -39,6 +42,8 @@ class HttpPort(ThreadingHTTPServer):
 
     def __init__(self, host: str, port: int, routes: Routes) -> None:
         self.routes = routes
+        self.num_refused = 0
+        self._check = _check_of_this_process()
         self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         # http.server binds IPv4 only unless it is told otherwise.
         self.address_family = AF_INET6 if ":" in host else AF_INET
@@ -53,6 +58,9 @@ class HttpPort(ThreadingHTTPServer):
             target=self.serve_forever, kwargs={"poll_interval": 0.1}, name="persia-http", daemon=True
         )
         self._thread.start()
+
+    def admits(self, path: str, authorization: str | None) -> bool:
+        return path in _OPEN or (self._check is not None and self._check.accepts(authorization))
 
     def close(self) -> None:
         self.shutdown()
@@ -75,6 +83,15 @@ class HttpPort(ThreadingHTTPServer):
         get_default_logger().debug("a request for metrics or status failed", exc_info=True)
 
 
+def _check_of_this_process() -> HttpCheck | None:
+    try:
+        return http_check()
+    except PersiaError as error:
+        # An embedded job needs no secret for anything else, and must not fail for its metrics.
+        get_default_logger().warning("metrics and status are refused to everybody: %s", error)
+        return None
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: HttpPort
     timeout = _IO_TIMEOUT_S
@@ -84,6 +101,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         code, kind, body = self._answer()
         self.send_response(code)
+        if code == 401:
+            self.send_header("WWW-Authenticate", 'Bearer realm="persia"')
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -93,6 +112,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> Answer:
         parts, routes = urlsplit(self.path), self.server.routes
+        if not self.server.admits(parts.path, self.headers.get("Authorization")):
+            return self._refuse(parts.path)
         route = routes.get((self.command, parts.path))
         if route is None:
             if allowed := [known for known, path in routes if path == parts.path]:
@@ -106,6 +127,15 @@ class _Handler(BaseHTTPRequestHandler):
             return json_answer({"error": str(error)}, 400)
         except PersiaError as error:
             return json_answer({"error": str(error)}, 503)
+
+    def _refuse(self, path: str) -> Answer:
+        self.server.num_refused += 1
+        host, port = self.client_address[:2]
+        audit.record(
+            peer=f"{host}:{port}", role=None, method=f"{self.command} {path[:_SHOWN]}", outcome="refused"
+        )
+        remedy = "send `Authorization: Bearer TOKEN`, the TOKEN of `persia-launcher secret token`"
+        return json_answer({"error": f"this needs the token of the job's monitors: {remedy}"}, 401)
 
     def log_message(self, format: str, *args: Any) -> None:
         get_default_logger().debug("http: %s", format % args)

@@ -81,6 +81,7 @@ class ProcessObserver:
         self.serving = False
         self.address = ""
         self.health_port: int | None = None
+        self._http: HttpPort | None = None
         self._source, self._session, self._settings = source, session, settings
         self._started = time.monotonic()
         self._resources = ExitStack()
@@ -123,6 +124,11 @@ class ProcessObserver:
         )
         families.gauge("persia_ready", "1: requests are answered.", self.not_ready() is None)
         families.gauge("persia_configured", "1: the optimizer is known.", source.configured())
+        families.counter(
+            "persia_http_refused_requests",
+            "Requests for metrics, status or traces without the job's token.",
+            0 if self._http is None else self._http.num_refused,
+        )
         families.gauge("persia_uptime_seconds", "Seconds since the start.", self._uptime_s())
         families.gauge("persia_resident_bytes", "Memory of the process.", resident_bytes())
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -160,7 +166,7 @@ class ProcessObserver:
             ("POST", "/trace/start"): lambda query: json_answer(self._tracer.start(query.get("spans"))),
             ("POST", "/trace/stop"): lambda _query: json_answer(self._tracer.stop()),
         }
-        port = HttpPort(settings.host, settings.port, routes)
+        self._http = port = HttpPort(settings.host, settings.port, routes)
         self._resources.callback(port.close)
         self.address = f"{env.get_advertise_host(settings.host)}:{port.port}"
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from persia.errors import StorageError, UnavailableError
+from persia.errors import PermissionDeniedError, StorageError, UnavailableError
 from persia.messaging.discovery import ServiceInfo
 from persia.messaging.subjects import NN_WORKER
 from persia.observability.status import fetch_json
@@ -81,7 +81,7 @@ def _num_trained(ranks: Sequence[ServiceInfo], problems: list[str]) -> int:
     for info in ranks:
         try:
             total += fetch_json(info.status_address, "/status")["stats"]["batches_trained"]
-        except UnavailableError as error:
+        except (UnavailableError, PermissionDeniedError) as error:
             problems.append(f"{info} has ended, or is not reachable: {error}")
     return total
 
@@ -89,7 +89,7 @@ def _num_trained(ranks: Sequence[ServiceInfo], problems: list[str]) -> int:
 def _ask(info: ServiceInfo, path: str, problems: list[str]) -> dict[str, Any] | None:
     try:
         return fetch_json(info.status_address, path, method="POST")
-    except UnavailableError as error:
+    except (UnavailableError, PermissionDeniedError) as error:
         problems.append(f"{info} is not part of the trace: {error}")
         return None
 

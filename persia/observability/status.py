@@ -8,11 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from urllib.error import HTTPError
 
-from persia.errors import UnavailableError
+from persia.errors import PermissionDeniedError, UnavailableError
 from persia.messaging.discovery import Directory, ServiceInfo
 from persia.messaging.interface import Session
 from persia.messaging.subjects import ROLES
+from persia.security import http_token
 
 _FIND_WINDOW_S = 0.4
 _FETCH_TIMEOUT_S = 3.0
@@ -79,7 +81,7 @@ def _ask_all(addresses: Sequence[str]) -> list[tuple[dict[str, Any] | None, str 
             return None, "shows no status (PERSIA_METRICS_PORT=off)"
         try:
             return fetch_json(address, "/status") or None, None
-        except UnavailableError as error:
+        except (UnavailableError, PermissionDeniedError) as error:
             return None, str(error)
 
     # A process that hangs costs its thread the whole time-out: few threads would add these up.
@@ -116,13 +118,24 @@ def missing_replicas(processes: Iterable[ServiceInfo]) -> list[str]:
 
 
 def fetch_json(address: str, path: str, *, method: str = "GET") -> dict[str, Any]:
-    """Raises UnavailableError, naming the address, when there is no answer that can be read."""
-    request = urllib.request.Request(f"http://{address}{path}", method=method)
+    """Raises UnavailableError, naming the address, when there is no answer that can be read.
+
+    PermissionDeniedError: the process does not belong to the job of this one's secret.
+    """
+    headers = {"Authorization": f"Bearer {http_token()}"}
+    request = urllib.request.Request(f"http://{address}{path}", headers=headers, method=method)
     timeout_s = _FETCH_TIMEOUT_S if method == "GET" else _COMMAND_TIMEOUT_S
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             # Bounded: the address may belong to another program.
             values = json.loads(answer.read(_MAX_ANSWER_BYTES))
+    except HTTPError as error:
+        if error.code != 401:
+            raise UnavailableError(f"no answer from http://{address}{path}: {error}") from error
+        raise PermissionDeniedError(
+            f"http://{address} refuses the secret of this process: set PERSIA_JOB_SECRET or "
+            "PERSIA_JOB_SECRET_FILE to that of the job (`persia-launcher secret show` on one of its hosts)"
+        ) from None
     except (OSError, ValueError) as error:
         raise UnavailableError(f"no answer from http://{address}{path}: {error}") from error
     if not isinstance(values, dict):

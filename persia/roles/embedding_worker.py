@@ -26,6 +26,8 @@ from persia.roles.lifetime import (
     stopped_by_signals,
     wait_for_stop,
 )
+from persia.security import install
+from persia.security.secret import WORKER
 from persia.waiting import Attempts
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ def run_embedding_worker(options: ServerOptions) -> None:
     config = inference.config_of(options, config)
     slots = load_embedding_config(options.embedding_config)
     set_role(EMBEDDING_WORKER, options.replica_index)
+    install(WORKER)
     name = f"{EMBEDDING_WORKER} {options.replica_index}"
     if config.common_config.job_type == inference.JOB_TYPE:
         with stopped_by_signals(name), ExitStack() as stack:
@@ -60,7 +63,7 @@ def run_embedding_worker(options: ServerOptions) -> None:
         return
     nats_url = env.require_nats_url()
     with stopped_by_signals(name), ExitStack() as stack:
-        session = stack.enter_context(connected(nats_url, name))
+        session = stack.enter_context(connected(nats_url, name, WORKER))
         # Left in reverse: the worker is not advertised any more, serves the batches that it holds, then
         # closes its port. The servers are watched until the end, because those batches still update rows.
         worker = _start_with_servers(stack, session, options, config, slots)

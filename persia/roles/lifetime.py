@@ -89,9 +89,9 @@ def _request_stop(_number: int, _frame: object) -> None:
 
 
 @contextlib.contextmanager
-def connected(nats_url: str, name: str) -> Iterator[NatsSession]:
-    """A session with the broker, waiting for it to be there."""
-    with NatsSession(nats_url, env.get_job_name(), name=name) as session:
+def connected(nats_url: str, name: str, role: str) -> Iterator[NatsSession]:
+    """A session with the broker as `role` of persia.security, waiting for the broker to be there."""
+    with NatsSession(nats_url, env.get_job_name(), name=name, role=role) as session:
         session.connect(env.get_deadline_s())
         yield session
 

@@ -25,6 +25,8 @@ from persia.roles.lifetime import (
     stopped_by_signals,
     wait_for_stop,
 )
+from persia.security import install
+from persia.security.secret import SERVER
 from persia.storage.schema import RowSchema
 from persia.tiers.server_tier import ServerTier
 
@@ -37,6 +39,7 @@ def run_parameter_server(options: ServerOptions) -> None:
     config = config_of(options)
     slots = load_embedding_config(options.embedding_config) if options.embedding_config else None
     set_role(EMBEDDING_PARAMETER_SERVER, options.replica_index)
+    install(SERVER)
     name = f"{EMBEDDING_PARAMETER_SERVER} {options.replica_index}"
     if config.common_config.job_type == inference.JOB_TYPE:
         with stopped_by_signals(name), ExitStack() as stack:
@@ -54,7 +57,7 @@ def run_parameter_server(options: ServerOptions) -> None:
         stack.callback(server.stop, DRAIN_S)
         # At once: to connect may take long, and who knows this address of before may begin to update.
         changes = ServerChanges.of(server.store, IncrementalSettings.of(config))
-        session = stack.enter_context(connected(nats_url, name))
+        session = stack.enter_context(connected(nats_url, name, SERVER))
         share = _share(server, options, config, slots, tier)
         source = ParameterServerSource(server, options.replica_index, options.replica_size, share.log)
         if tier is not None:

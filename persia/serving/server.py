@@ -20,6 +20,7 @@ from persia.job.connection import JobConnection
 from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import SERVING
 from persia.observability.process import ObservabilitySettings, ProcessObserver
+from persia.security.secret import INFERENCE
 from persia.serving.batcher import Batcher, BatchingOptions
 from persia.serving.http import HttpEndpoint
 from persia.serving.inference import Inference
@@ -183,7 +184,9 @@ def _advertise(options: ServingOptions, address: str, status_address: str, stopp
     index, has_warned = options.replica_index, False
     while not stopped.is_set():
         try:
-            connection = JobConnection.connect(f"{SERVING} {index}", options.nats_url, _CONNECT_S)
+            connection = JobConnection.connect(
+                f"{SERVING} {index}", INFERENCE, url=options.nats_url, deadline_s=_CONNECT_S
+            )
             with contextlib.closing(connection):
                 connection.advertise(
                     SERVING, index, options.replica_size, address=address, status_address=status_address

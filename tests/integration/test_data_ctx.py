@@ -15,6 +15,7 @@ from persia.errors import FailedPreconditionError, UnavailableError
 from persia.job.connection import JobConnection
 from persia.messaging.payloads import EndOfStream, FlowReply, PositionReply, ReplyStatus, SubmittedBatch
 from persia.messaging.subjects import EMBEDDING_WORKER, NN_WORKER
+from persia.security.secret import TRAINER
 from persia.testing import LocalNats
 
 Answer = Callable[[], ReplyStatus]
@@ -24,7 +25,7 @@ class Receivers:
     """One embedding worker and one NN rank that answer as told, and keep what they were sent."""
 
     def __init__(self, answer: Answer) -> None:
-        self.cluster = JobConnection.connect("receivers")
+        self.cluster = JobConnection.connect("receivers", TRAINER)
         self.answer = answer
         self.batches: list[SubmittedBatch] = []
         self.ends: list[EndOfStream] = []

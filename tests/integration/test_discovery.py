@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
 from persia.errors import DeadlineExceededError, FailedPreconditionError
 from persia.messaging.discovery import Advertiser, Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.session import NatsSession
+from persia.messaging.subjects import DATA_LOADER
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER as SERVER
 from persia.testing import LocalNats
 
@@ -204,3 +206,20 @@ def test_a_restart_while_the_broker_is_away_is_noticed(job_name):
             Advertiser(successor, info(0, 1, incarnation=2)).start()
             seen = [event.info.incarnation for event in events.wait_for(2)]
         assert seen[:2] == [1, 2]
+
+
+def test_what_a_service_says_of_another_role_is_ignored(make_session, log):
+    session = make_session("forger")
+    forged = info(0, 1, address="127.0.0.1:9")
+
+    async def answer(_payload):
+        return forged.encode()
+
+    session.respond(session.subjects.who(DATA_LOADER), answer)
+    directory, events = Directory(make_session("caller")), Events()
+    assert directory.probe(DATA_LOADER, 0, 0.3) is None
+    directory.watch(DATA_LOADER, events)
+    session.publish(session.subjects.advertise(DATA_LOADER), ServiceEvent(EventKind.JOINED, forged).encode())
+    Advertiser(session, replace(forged, role=DATA_LOADER)).start()
+    assert [event.info.role for event in events.wait_for(1)] == [DATA_LOADER]
+    assert "which answered for data-loader" in log.text

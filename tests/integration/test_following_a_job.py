@@ -29,6 +29,7 @@ from persia.embedding.data import IDTypeFeatureWithSingleID, Label, NonIDTypeFea
 from persia.embedding.optim import SGD
 from persia.launcher import cli
 from persia.packets.log import PacketLog
+from persia.security import http_token
 from persia.storage.location import Location
 from persia.storage.position import Position
 from persia.testing import LocalCluster
@@ -82,8 +83,14 @@ def wait_until(condition: Callable[[], bool], what: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
+def ask(url: str) -> Any:
+    return urllib.request.urlopen(
+        urllib.request.Request(url, headers={"Authorization": f"Bearer {http_token()}"}), timeout=10
+    )
+
+
 def status_of(address: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"http://{address}/status", timeout=10) as answer:
+    with ask(f"http://{address}/status") as answer:
         stats: dict[str, Any] = json.load(answer)["stats"]
     return stats
 
@@ -122,7 +129,7 @@ def test_a_server_killed_while_it_follows_starts_where_training_is(tmp_path: Pat
         assert again.infer(make_batch([10])) == (str(trainer.position), [128.0])
         found = re.search(r"metrics and status are at (\S+:\d+)", again.log.read_text())
         assert found is not None
-        with urllib.request.urlopen(f"http://{found[1]}/metrics", timeout=10) as answer:
+        with ask(f"http://{found[1]}/metrics") as answer:
             page = answer.read().decode()
         values = dict(re.findall(r"^(\w+)\{[^}]*\} (\S+)$", page, re.MULTILINE))
         assert 0.5 <= float(values["inc_update_delay_sec"]) < DEADLINE_S

@@ -20,6 +20,7 @@ from persia import env
 from persia.launcher import cli
 from persia.messaging.discovery import Directory
 from persia.messaging.subjects import EMBEDDING_WORKER, SERVING
+from persia.security import http_token
 from persia.testing import LocalCluster
 from tests.ports import free_port
 
@@ -39,8 +40,11 @@ __all__ = ["config", "no_cluster", "start"]  # fixtures
 
 
 def get(address: str, path: str) -> tuple[int, str]:
+    request = urllib.request.Request(
+        f"http://{address}{path}", headers={"Authorization": f"Bearer {http_token()}"}
+    )
     try:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=10) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as refusal:
         return refusal.code, refusal.read().decode()

@@ -23,6 +23,7 @@ from persia.messaging.discovery import Directory
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.nn import EmbeddingBagCollection
 from persia.rows.reader import RowReader
+from persia.security import http_token
 from persia.testing import LocalCluster
 
 SLOTS = {"feature_index_prefix_bit": 8, "slots_config": {"user": {"dim": 8}, "items": {"dim": 8}}}
@@ -53,13 +54,19 @@ def checkpoints_of(cluster: LocalCluster, deadline_s: float = 20.0) -> Checkpoin
     return Checkpoints(lambda: find_servers(cluster.session, 20), deadline_s=deadline_s)
 
 
+def ask(url: str) -> Any:
+    return urllib.request.urlopen(
+        urllib.request.Request(url, headers={"Authorization": f"Bearer {http_token()}"}), timeout=10
+    )
+
+
 def status_of(cluster: LocalCluster, index: int) -> dict[str, Any]:
     """What a server says of its tier, as `persia-launcher status` reads it."""
     info = Directory(cluster.session).probe(EMBEDDING_PARAMETER_SERVER, index, 5.0)
     assert info is not None
-    with urllib.request.urlopen(f"http://{info.status_address}/status", timeout=10) as reply:
+    with ask(f"http://{info.status_address}/status") as reply:
         tier: dict[str, Any] = json.load(reply)["stats"]["tier"]
-    with urllib.request.urlopen(f"http://{info.status_address}/metrics", timeout=10) as reply:
+    with ask(f"http://{info.status_address}/metrics") as reply:
         metrics = reply.read()
     assert b"persia_tier_cached_rows" in metrics
     assert b"persia_tier_memory_bytes" in metrics

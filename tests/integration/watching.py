@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from persia.observability.status import find_processes
+from persia.security import http_token
 from persia.testing import LocalCluster
 from tests.ports import free_port
 
@@ -35,7 +36,8 @@ def require(program: str) -> str:
 
 
 def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {http_token()}"})
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
         text: str = answer.read().decode()
         return text
 
@@ -119,6 +121,7 @@ def prometheus(folder: Path, targets: str = "[]", gateway: str | None = None) ->
     `targets`: as `persia-launcher status --targets` writes them.
     """
     (folder / "targets.json").write_text(targets)
+    (folder / "token").write_text(http_token())
     shutil.copy(MONITORING / "prometheus" / "alerts.yml", folder)
     config = yaml.safe_load((MONITORING / "prometheus" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}

@@ -14,7 +14,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from persia._native import DURATION_BOUNDS_S, DurationStats
-from persia.errors import InvalidArgumentError, InvalidTypeError, ResourceExhaustedError
+from persia.errors import (
+    InvalidArgumentError,
+    InvalidTypeError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+)
 from persia.messaging.discovery import ServiceInfo
 from persia.observability import finite_reported, report, reported
 from persia.observability.exposition import Families, text
@@ -28,6 +33,7 @@ from persia.observability.status import (
     with_gone,
 )
 from persia.observability.trace_summary import summarize
+from persia.security import http_token, secret
 
 
 class Fixed:
@@ -202,14 +208,21 @@ def port():
     def refuse(_query):
         raise InvalidArgumentError("spans is wrong")
 
-    routes = {("GET", "/status"): lambda query: json_answer(dict(query)), ("POST", "/trace"): refuse}
+    routes = {
+        ("GET", "/healthz"): lambda _query: json_answer("ok"),
+        ("GET", "/status"): lambda query: json_answer(dict(query)),
+        ("POST", "/trace"): refuse,
+    }
     made = HttpPort("127.0.0.1", 0, routes)
     yield made
     made.close()
 
 
-def ask(port: HttpPort, path: str, method: str = "GET") -> tuple[int, dict[str, object]]:
-    request = urllib.request.Request(f"http://127.0.0.1:{port.port}{path}", method=method)
+def ask(
+    port: HttpPort, path: str, method: str = "GET", authorization: str | None = None
+) -> tuple[int, dict[str, object]]:
+    headers = {"Authorization": authorization or f"Bearer {http_token()}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port.port}{path}", headers=headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=10) as answer:
             return answer.status, json.load(answer)
@@ -225,6 +238,50 @@ def test_the_port_answers_by_path_and_method(port):
     code, answer = ask(port, "/etc/passwd")
     assert code == 404
     assert "/status /trace" in str(answer["error"])
+
+
+@pytest.mark.parametrize("authorization", ["none", "Bearer", "Bearer 00", f"Basic {'0' * 64}", "Bearer \xff"])
+@pytest.mark.parametrize(("method", "path"), [("GET", "/status"), ("POST", "/trace"), ("GET", "/etc/passwd")])
+def test_strangers_learn_only_whether_the_process_lives(port, authorization, method, path):
+    code, answer = ask(port, path, method, authorization)
+    assert code == 401
+    assert "persia-launcher secret token" in str(answer["error"])
+    assert port.num_refused == 1
+    assert ask(port, "/healthz", authorization=authorization) == (200, "ok")
+
+
+def test_a_role_checks_the_token_and_cannot_make_it(monkeypatch):
+    token = http_token()
+    monkeypatch.setenv("PERSIA_JOB_SECRET", secret.find().limited_to("loader").text)
+    made = HttpPort("127.0.0.1", 0, {("GET", "/status"): lambda query: json_answer(dict(query))})
+    try:
+        assert ask(made, "/status", authorization=f"Bearer {token}")[0] == 200
+        with pytest.raises(PermissionDeniedError, match="secret show --role monitor"):
+            http_token()
+    finally:
+        made.close()
+
+
+def test_without_a_secret_everything_but_health_is_refused(monkeypatch, log):
+    token = http_token()
+    monkeypatch.setenv("PERSIA_JOB_SECRET", "broken")
+    made = HttpPort("127.0.0.1", 0, {("GET", "/status"): lambda query: json_answer(dict(query))})
+    try:
+        assert ask(made, "/status", authorization=f"Bearer {token}")[0] == 401
+    finally:
+        made.close()
+    assert "PERSIA_JOB_SECRET has 6 characters" in log.text
+
+
+def test_refused_requests_are_audited_within_bounds(port, monkeypatch, tmp_path):
+    monkeypatch.setenv("PERSIA_AUDIT_LOG", str(tmp_path / "audit"))
+    for _ in range(40):
+        ask(port, "/status", authorization="none")
+    lines = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
+    assert {(line["method"], line["outcome"]) for line in lines} == {("GET /status", "refused")}
+    assert lines[0]["peer"].startswith("127.0.0.1:")
+    assert port.num_refused == 40
+    assert len(lines) < 40 or lines[-1]["time"][:19] > lines[0]["time"][:19]
 
 
 def test_clients_that_say_nothing_do_not_keep_others_out_for_long(port, monkeypatch):

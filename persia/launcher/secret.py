@@ -1,0 +1,53 @@
+"""`persia-launcher secret`: the job's secret, and what to give to other hosts and to Prometheus."""
+
+from __future__ import annotations
+
+import click
+
+from persia.launcher.options import option
+
+_ROLES = ("job", "trainer", "loader", "worker", "server", "inference", "monitor", "admin")
+
+
+@click.group("secret")
+def command() -> None:
+    """Show and create the secret by which the processes of a job know each other.
+
+    On one machine nothing has to be done: the processes of one user find the secret by themselves. Other
+    machines need it in PERSIA_JOB_SECRET, or in a file that PERSIA_JOB_SECRET_FILE names.
+    """
+
+
+@command.command()
+@option("--replace", is_flag=True, help="Make a new secret. Jobs that run end with the old one.")
+def create(replace: bool) -> None:
+    """Create the file of the secret, unless it exists, and print its path."""
+    from persia.security import secret
+
+    # What the environment says wins over the file, which nobody would read.
+    if replace:
+        click.echo(secret.replace())
+        return
+    click.echo(secret.find().source)
+
+
+@command.command()
+@option(
+    "--role",
+    type=click.Choice(_ROLES),
+    default="job",
+    help="Print the credential of one role. With the whole secret (job) a process may be any role.",
+)
+def show(role: str) -> None:
+    """Print the secret, or a role's credential, for PERSIA_JOB_SECRET on another machine. Keep it secret."""
+    from persia.security import secret
+
+    click.echo(secret.find().limited_to(role).text)
+
+
+@command.command()
+def token() -> None:
+    """Print the bearer token of metrics and status, for Prometheus' credentials_file. Keep it secret."""
+    from persia.security import http_token
+
+    click.echo(http_token())

@@ -1,0 +1,5 @@
+"""Who a process is in its job: the secret, and what each role proves with it (docs/security.md)."""
+
+from persia.security.identity import HttpCheck, NatsLogin, http_check, http_token, install, nats_login
+
+__all__ = ["HttpCheck", "NatsLogin", "http_check", "http_token", "install", "nats_login"]

@@ -1,0 +1,81 @@
+"""What a process proves to the others of its job, and asks of them, on each plane."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import threading
+from dataclasses import dataclass, field
+
+from persia import _native, env
+from persia.security import audit, secret
+from persia.security.secret import ALL_JOBS, INFERENCE, JOB, LOADER, MONITOR, ROLES
+
+_lock = threading.Lock()
+_installed: str | None = None  # the role that this process has on the RPC plane
+
+
+def install(role: str) -> None:
+    """Makes this process prove `role` on its RPC connections from now on, and demand as much of its callers.
+
+    Call it before the first server or channel of the process. Raises ConfigError or PermissionDeniedError if
+    the process has no credential for `role`.
+    """
+    credential = secret.find()
+    job = env.get_job_name()
+    global _installed
+    with _lock:
+        key = credential.key("rpc", job, role)
+        # A loader or an InferCtx beside a training must not take the trainer's rights away.
+        if role in (LOADER, INFERENCE) and _installed is not None:
+            return
+        # Every role, not those of this one's servers: a notebook may run servers beside its training.
+        accepted = {one: credential.key("rpc", job, one) for one in ROLES} if credential.role == JOB else {}
+        _set_identity(role, key, accepted)
+        _installed = role
+    audit.start()
+
+
+def _set_identity(role: str, key: bytes, accepted: dict[str, bytes]) -> None:
+    # A native module without authentication has no such function.
+    if (set_identity := getattr(_native, "set_identity", None)) is not None:
+        set_identity(role, key, accepted)
+
+
+@dataclass(frozen=True)
+class NatsLogin:
+    """User, password and the prefix of reply subjects that the job's broker reserves for a role."""
+
+    user: str
+    password: str = field(repr=False)
+
+    @property
+    def inbox_prefix(self) -> str:
+        return f"_INBOX_{self.user}"
+
+
+def nats_login(role: str) -> NatsLogin:
+    """How `role`, or `JOB`, logs in to a broker of this secret."""
+    return NatsLogin(role, secret.find().key("nats", ALL_JOBS, role).hex())
+
+
+def http_token() -> str:
+    """The bearer token of metrics, status and traces."""
+    return secret.find().key("http", ALL_JOBS, MONITOR).hex()
+
+
+@dataclass(frozen=True)
+class HttpCheck:
+    """Decides about the Authorization header of a request."""
+
+    token_digest: bytes = field(repr=False)
+
+    def accepts(self, authorization: str | None) -> bool:
+        scheme, _, token = (authorization or "").partition(" ")
+        given = hashlib.sha256(token.strip().encode()).digest()
+        return scheme.lower() == "bearer" and hmac.compare_digest(given, self.token_digest)
+
+
+def http_check() -> HttpCheck:
+    """For the HTTP port of a process, whatever its role."""
+    return HttpCheck(secret.find().token_digest)
