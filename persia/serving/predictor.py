@@ -37,7 +37,7 @@ class Predictor:
 
     ```python
     source = Source("model/")
-    predictor = Predictor(load_script(source), EmbeddedRows(source, slots))
+    predictor = Predictor(load_script(source), EmbeddedRows(source, slots), signature=source.signature)
     predictions = predictor.predict(PersiaBatch.from_bytes(message))[0]    # float32 [batch, 1]
     ```
     """

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from persia.ctx import TrainCtx, eval_ctx
+from persia.ctx.inputs import TrainedInputs
 from persia.embedding.data import (
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
@@ -160,3 +161,21 @@ def test_features_by_name_must_have_names_of_their_own() -> None:
         looked_up = ctx.get_embedding_from_data(batch(dense=("age", "age")))
         with pytest.raises(InvalidArgumentError, match="not unique: age, age; name each NonIDTypeFeature"):
             ctx.forward(looked_up)
+
+
+def test_ranks_agree_on_the_order_of_the_one_that_had_a_batch_first(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        first, second = TrainedInputs(2), TrainedInputs(2)
+        second._key = first._key  # as on another rank, which has made as many contexts
+        with context(ByPosition()) as ctx:
+            signatures = []
+            for inputs, order in ((first, IDS), (second, ("clicks", "item", "user"))):
+                looked_up = ctx.get_embedding_from_data(batch(order))
+                embeddings = looked_up.consume_all_id_type_feature_embedding_tensors()
+                signatures.append(inputs.signature(None, looked_up, embeddings))
+        assert signatures[0] == signatures[1]
+        assert [feature.name for feature in signatures[1].ids] == list(IDS)
+    finally:
+        torch.distributed.destroy_process_group()

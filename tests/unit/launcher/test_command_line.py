@@ -262,14 +262,15 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
         "--replica-size": "15",
         "--device-id": "16",
         "--verify-key": "ads.pub",
+        "--http-port": "17",
     }
     for variable in ("PERSIA_VERIFY_KEY", "PERSIA_TRUST_SCRIPTS"):
         monkeypatch.setenv(variable, "")  # which the command replaces
     monkeypatch.delenv("PERSIA_TRUST_SCRIPTS")
     command = cli.get_command(click.Context(cli), "serve")
     options = {option for one in command.params if isinstance(one, click.Option) for option in one.opts}
-    assert options == given.keys() | {"--embedding-worker", "--trust-scripts"}
-    words = ["--trust-scripts", *(word for pair in given.items() for word in pair)]
+    assert options == given.keys() | {"--embedding-worker", "--trust-scripts", "--allow-nonfinite"}
+    words = ["--trust-scripts", "--allow-nonfinite", *(word for pair in given.items() for word in pair)]
     result = run("serve", str(tmp_path / "model"), *words)
     assert result.exit_code == 0, result.output
     ((settings, serving),) = seen
@@ -287,7 +288,8 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
     batching = serving.batching
     assert (batching.max_batch_size, batching.max_delay_s, batching.max_queued) == (2, 0.003, 4)
     assert (batching.num_threads, serving.max_request_bytes, serving.timeout_s) == (6, 5 << 20, 7)
-    assert (serving.host, serving.port, serving.metrics_port) == ("::1", 1, 12)
+    assert (serving.host, serving.port, serving.metrics_port, serving.http_port) == ("::1", 1, 12, 17)
+    assert settings.allow_nonfinite
     assert (serving.nats_url, serving.replica_index, serving.replica_size) == ("nats://h:13", 14, 15)
     seen.clear()
     workers = ("--embedding-worker", "h:1", "--embedding-worker", "h:2")
