@@ -47,7 +47,7 @@ class AttackedJob:
     @property
     def step(self) -> int:
         """The last batch that was trained."""
-        numbers = re.findall(r"batch (\d+)\b", self._trainer.output)
+        numbers = re.findall(r"batch (\d+)\b", self._trainer.output[-500:])
         return int(numbers[-1]) if numbers else -1
 
     def require_alive(self) -> None:

@@ -1,6 +1,8 @@
 """Whoever has none of the job's credentials reads, changes and forges nothing, and is told so at once.
 
-One test for each experiment that once succeeded against a running job.
+One test for each experiment that once succeeded against a running job. Without authentication on the RPC, NATS
+and HTTP planes these tests fail, so pytest does not collect this file by its name. The commit that brings
+authentication renames it to test_strangers.py.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, Subjects
 from tests.security import intruder
 from tests.security.conftest import AttackedJob, Watch
 
-OK = 0
+# A peer may also close the connection without a word.
+REFUSED = (None, 10)  # kPermissionDenied
 PROMPTLY_S = 5.0  # one round trip, on a loaded machine
 UNPROVEN_S = 30.0  # how long a connection may stay that proves nothing
 
@@ -26,7 +29,7 @@ def test_no_method_of_a_parameter_server(job: AttackedJob, name: str) -> None:
         answer = intruder.call(
             job.server, intruder.SERVER_METHODS[name], intruder.body_of(name), version=version
         )
-        assert answer.status != OK, f"{name} was answered with {len(answer.body)} bytes"
+        assert answer.status in REFUSED, f"{name}: status {answer.status}, {len(answer.body)} bytes"
         assert answer.seconds < PROMPTLY_S
 
 
@@ -36,7 +39,7 @@ def test_no_method_of_an_embedding_worker(job: AttackedJob, name: str) -> None:
         answer = intruder.call(
             job.worker, intruder.WORKER_METHODS[name], intruder.body_of(name), version=version
         )
-        assert answer.status != OK, f"{name} was answered with {len(answer.body)} bytes"
+        assert answer.status in REFUSED, f"{name}: status {answer.status}, {len(answer.body)} bytes"
         assert answer.seconds < PROMPTLY_S
 
 
