@@ -191,8 +191,10 @@ class Operator:
         observed = self._cluster.observe(job.namespace, job.name, job.uid)
         plan = reconcile(job, before, observed, self._images, now)
         refusals: list[str] = []
-        # Once for each spec that is accepted: it costs two requests for each role.
-        if before.checked_generation != job.generation and not before.phase.is_final:
+        # Once for each spec that is accepted: it costs two requests for each role. A suspended job may be
+        # waiting for the very quota that would refuse it.
+        is_checked = before.checked_generation == job.generation
+        if not is_checked and not before.phase.is_final and not job.spec.suspend:
             refusals = self._try_out(job, before)
             plan.status = replace(plan.status, checked_generation=0 if refusals else job.generation)
         if refusals and not before.start_time:

@@ -158,11 +158,17 @@ class OperatorProcess:
     def stop(self, number: int = signal.SIGTERM) -> None:
         self._process.send_signal(number)
         try:
-            self._process.wait(15)
+            self._process.wait(40)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
             raise
+
+    @property
+    def memory_mib(self) -> float:
+        """Resident memory."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
     @property
     def log(self) -> str:

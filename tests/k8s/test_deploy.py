@@ -74,6 +74,30 @@ def test_the_base_is_accepted_as_documented(namespace: Namespace) -> None:
                 namespace.kube.apply(manifest)
 
 
+def test_the_chart_renders_to_the_base(tmp_path: Path) -> None:
+    """By the values' text alone, as Helm is a program that few test machines have."""
+    make = [sys.executable, str(DEPLOY.parent / "make_chart.py"), str(tmp_path)]
+    subprocess.run(make, check=True, timeout=TIMEOUT_S)
+    values = yaml.safe_load((tmp_path / "values.yaml").read_text())
+    assert yaml.safe_load((tmp_path / "Chart.yaml").read_text())["apiVersion"] == "v2"
+
+    def value(match: re.Match[str]) -> str:
+        name, is_quoted = match[1], match[2]
+        text = "persia-system" if name == "Release.Namespace" else str(values[name.removeprefix("Values.")])
+        return json.dumps(text) if is_quoted else text
+
+    rendered = {}
+    for path in (tmp_path / "templates").iterdir():
+        text = re.sub(r"\{\{- (?:if \.Values\.server|end) \}\}\n", "", path.read_text())
+        text = re.sub(r"\{\{ \.([\w.]+)( \| quote)? \}\}", value, text)
+        assert "{{" not in text
+        rendered[path.name] = list(yaml.safe_load_all(text))
+    rendered["crd.yaml"] = manifests_of(tmp_path / "crds" / "crd.yaml")
+    base = {path.name: manifests_of(path) for path in DEPLOY.glob("*.yaml")}
+    left_to_helm = {"namespace.yaml", "kustomization.yaml"}
+    assert rendered == {name: each for name, each in base.items() if name not in left_to_helm}
+
+
 @pytest.mark.parametrize("path", ["operator.yaml", "server.yaml"])
 def test_an_image_that_nodes_have_is_not_pulled(path: str) -> None:
     """kind.sh loads its images into the node; `kubectl set image` leaves the policy as it is."""

@@ -639,6 +639,9 @@ def test_a_job_that_cannot_make_a_pod_is_given_up_only_if_it_never_ran() -> None
     plan = Plan(status=before)
     take_refusals(job, before, Observation(objects={}), IMAGES, NOW, plan, [])
     assert conditions_of(plan)["PodsAccepted"] == (True, "Accepted")
+    plan = Plan(status=JobStatus())  # nobody has asked the API server yet
+    take_refusals(make_job(suspend=True), JobStatus(), Observation(objects={}), IMAGES, NOW, plan, [])
+    assert "PodsAccepted" not in conditions_of(plan)
 
 
 def test_inference_servers_scale_by_the_job_s_own_number() -> None:
