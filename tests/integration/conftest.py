@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -49,9 +50,9 @@ class Job:
         return [json.loads(self._output.with_name(name).read_text()) for name in names]
 
 
-@pytest.fixture
-def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """`start_job(*train_arguments, loaders=[[loader options], ...])` starts a job and returns it, running."""
+@contextlib.contextmanager
+def jobs(folder: Path) -> Iterator[Callable[..., Job]]:
+    """Yields what the fixture `start_job` gives. The jobs end with the block; `folder` has their reports."""
     from persia.testing import LocalCluster
 
     with contextlib.ExitStack() as stack:
@@ -74,7 +75,7 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
             }
             config = cluster.pop("embedding_config", EMBEDDING_CONFIG)
             made = stack.enter_context(LocalCluster(embedding_config=config, env=env, **cluster))
-            job = Job(made, tmp_path / f"job{next(number)}", nproc)
+            job = Job(made, folder / f"job{next(number)}", nproc)
             job.start(loaders, arguments, script)
             return job
 
@@ -82,18 +83,22 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 @pytest.fixture
+def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """`start_job(*train_arguments, loaders=[[loader options], ...])` starts a job and returns it, running."""
+    with jobs(tmp_path) as start:
+        yield start
+
+
+def run_to_end(start: Callable[..., Job], *arguments: str, loaders: Sequence[int], **options: Any) -> Job:
+    """Runs a job and checks exit codes. `loaders`: the number of batches of each."""
+    job = start(*arguments, loaders=[["--batches", str(n)] for n in loaders], **options)
+    assert job.finish_nn_worker() == 0, job.nn_worker.output
+    codes = [job.cluster.wait(loader, TIMEOUT_S) for loader in job.loaders]
+    assert codes == [0] * len(loaders), [loader.output for loader in job.loaders]
+    return job
+
+
+@pytest.fixture
 def run_job(start_job: Callable[..., Job]) -> Callable[..., Job]:
     """`run_job(*train_arguments, loaders=[number of batches, ...])` runs a job and checks exit codes."""
-
-    def run(
-        *arguments: str,
-        loaders: Sequence[int],
-        **options: Any,
-    ) -> Job:
-        job = start_job(*arguments, loaders=[["--batches", str(n)] for n in loaders], **options)
-        assert job.finish_nn_worker() == 0, job.nn_worker.output
-        codes = [job.cluster.wait(loader, TIMEOUT_S) for loader in job.loaders]
-        assert codes == [0] * len(loaders), [loader.output for loader in job.loaders]
-        return job
-
-    return run
+    return functools.partial(run_to_end, start_job)

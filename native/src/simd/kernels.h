@@ -125,8 +125,8 @@ enum class Isa : uint8_t { kScalar, kAvx2, kAvx512, kNeon };
 // The variant for one instruction set; null when it was not compiled in or the processor lacks it.
 const Kernels* KernelsFor(Isa isa);
 
-// The variant of that name; the fastest one that this processor has where `wanted` is null, or, with
-// a line on the standard error, where the processor lacks it.
+// The variant of that name; the fastest one that this processor has where `wanted` is null, or,
+// with a line on the standard error, where the processor lacks it.
 const Kernels& ChooseKernels(const char* wanted);
 
 // The variant that the environment variable PERSIA_SIMD names, else the fastest one. Chosen once.

@@ -98,8 +98,8 @@ class InPlaceRows {
   // appended to *missing; their values are `zeros`, their handles lead to no row.
   void Find(const SignRows& rows, const float* zeros, std::vector<uint32_t>* missing) const;
 
-  // Inference: only finds where the rows are. Signs may repeat; the handles may be empty. `recent` is
-  // that of earlier calls for the same lookup and dim.
+  // Inference: only finds where the rows are. Signs may repeat; the handles may be empty. `recent`
+  // is that of earlier calls for the same lookup and dim.
   void FindForReading(const SignRows& rows, const float* zeros, RecentRows* recent) const;
 
   uint32_t num_shards() const { return store_->count(); }
