@@ -10,9 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
 from datetime import datetime, timezone
-from typing import Any
 
 from persia import _native
 from persia.logger import get_default_logger
@@ -54,23 +52,22 @@ def record(
 def start() -> None:
     """Writes what RPC servers of this process record, until the process ends. Idempotent."""
     global _is_started
-    take = getattr(_native, "take_audit_events", None)  # a module without authentication has none
     with _lock:
-        if _is_started or take is None:
+        if _is_started:
             return
         _is_started = True
-    threading.Thread(target=_poll, args=(take,), name="persia-audit", daemon=True).start()
-    atexit.register(_write_events, take)
+    threading.Thread(target=_poll, name="persia-audit", daemon=True).start()
+    atexit.register(_write_events)
 
 
-def _poll(take: Callable[[], list[dict[str, Any]]]) -> None:
+def _poll() -> None:
     while True:
         time.sleep(_POLL_S)
-        _write_events(take)
+        _write_events()
 
 
-def _write_events(take: Callable[[], list[dict[str, Any]]]) -> None:
-    for event in take():
+def _write_events() -> None:
+    for event in _native.take_audit_events():
         record(
             peer=event["peer"],
             role=event["role"] or None,

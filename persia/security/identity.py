@@ -31,15 +31,9 @@ def install(role: str) -> None:
             return
         # Every role, not those of this one's servers: a notebook may run servers beside its training.
         accepted = {one: credential.key("rpc", job, one) for one in ROLES} if credential.role == JOB else {}
-        _set_identity(role, key, accepted)
+        _native.set_identity(role, key, accepted)
         _installed = role
     audit.start()
-
-
-def _set_identity(role: str, key: bytes, accepted: dict[str, bytes]) -> None:
-    # A native module without authentication has no such function.
-    if (set_identity := getattr(_native, "set_identity", None)) is not None:
-        set_identity(role, key, accepted)
 
 
 @dataclass(frozen=True)
