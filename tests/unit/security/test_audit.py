@@ -56,8 +56,9 @@ def test_a_file_that_cannot_be_written_is_reported_and_the_line_is_logged(
 @pytest.mark.parametrize("verb", [Verb.DUMP, Verb.LOAD])
 def test_a_failed_dump_or_load_is_recorded_with_its_outcome(path: Path, verb: Verb) -> None:
     service = CheckpointService(None)  # type: ignore[arg-type]  # a share that no dump can use
+    payload = Request(verb=verb, operation="1", arguments={"directory": "/ck"}).encode()
     with pytest.raises(Exception) as failure:  # noqa: PT011 - whatever it is, the line names it
-        service.handle(Request(verb, "1", {"directory": "/ck"}).encode())
+        service.handle(payload)
     (line,) = lines_of(path)
     assert (line["method"], line["directory"]) == (f"checkpoint {verb.value}", "/ck")
     assert line["outcome"] == type(failure.value).__name__
