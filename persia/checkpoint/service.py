@@ -11,7 +11,6 @@ from persia.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
-    PersiaError,
     ResourceExhaustedError,
 )
 from persia.security import audit
@@ -51,7 +50,7 @@ class CheckpointService:
         outcome = "ok"
         try:
             return self.answer(request).encode()
-        except PersiaError as error:
+        except Exception as error:
             outcome = type(error).__name__
             raise
         finally:

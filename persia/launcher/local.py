@@ -27,8 +27,8 @@ from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORK
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_cyan", "bright_yellow", "bright_magenta")
 _NUM_SHOWN_LINES = 40  # a traceback, and what other ranks say when they are ended for it
 # Its configuration when it starts, and that it was told to end. The limit of messages is ours, and is meant:
-# a batch is one message.
-_NATS_CHATTER = ("[INF]", "Maximum payloads over")
+# a batch is one message. Passwords are long and random, so that a hash would protect them no better.
+_NATS_CHATTER = ("[INF]", "Maximum payloads over", "Plaintext passwords detected")
 
 _WAIT_S = 0.5  # how often the main thread looks up, for signals
 # A training script may leave its loop before the data ends, which is an error for loaders only: how long it

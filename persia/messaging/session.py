@@ -107,7 +107,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         self._is_admitted = False
         self._refusal = asyncio.Event()
         self._denied: PermissionDeniedError | None = None  # the broker has refused this process
-        self._waiting: dict[asyncio.Task[Any], str] = {}  # for the broker, by subject; on the loop
+        self._waiting: dict[asyncio.Task[Any], str] = {}  # for the broker, by request; on the loop
         self._refused_uses: set[tuple[str, str]] = set()  # (publish or subscription, subject); on the loop
         self._receivers: set[Receiver] = set()  # on the loop
         self._loss_report: asyncio.TimerHandle | None = None  # on the loop
@@ -334,7 +334,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
 
     async def _request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
         try:
-            with self._ended_by_disconnect(subject):
+            with self._ended_by_disconnect(subject, request=subject):
                 message = await self._client.request(subject, payload, timeout=timeout_s)
         except NoRespondersError:
             raise UnavailableError(
@@ -346,11 +346,15 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         return message.data
 
     @contextlib.contextmanager
-    def _ended_by_disconnect(self, subject: str) -> Iterator[None]:
-        """The block waits for an answer of the broker, which a lost connection never brings."""
+    def _ended_by_disconnect(self, subject: str, *, request: str = "") -> Iterator[None]:
+        """The block waits for an answer of the broker, which a lost connection never brings.
+
+        `request`: its subject, if the broker's refusal of it also ends the wait. It does not end a flush, for
+        which the client would take the next answer as an error; that answer is on its way.
+        """
         task = asyncio.current_task()
         assert task is not None
-        self._waiting[task] = subject
+        self._waiting[task] = request
         try:
             yield
         except asyncio.CancelledError:

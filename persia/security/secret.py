@@ -53,7 +53,8 @@ class Credential:
         if self.role != JOB:
             raise PermissionDeniedError(
                 f"{self.source} has the credential of role {self.role!r}, and {role!r} is needed: set "
-                f"{_VALUE} or {_FILE} to what `persia-launcher secret show --role {role}` prints elsewhere"
+                f"{_VALUE} or {_FILE} to what `persia-launcher secret show --role {role}` prints on "
+                "a host of the job"
             )
         return Credential(role, _role_secret(self.secret, role), self.source, self.token_digest)
 
