@@ -17,7 +17,7 @@ from dataclasses import dataclass
 MAGIC = 0x41535250
 CALL, REPLY = 1, 2
 HEADER = struct.Struct("<IBBBBQIIQ")
-VERSIONS = (1, 2)  # a server answers an unknown one, so an intruder tries those that there have been
+VERSIONS = (1, 2)  # an unknown one is answered, and its body skipped
 
 # Numbers of docs/wire_format.md, by plane.
 SERVER_METHODS = {
@@ -76,12 +76,12 @@ def connect(address: str, timeout_s: float = 5.0) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout_s)
 
 
-def call(address: str, method: int, body: bytes = b"", timeout_s: float = 5.0, version: int = 2) -> Answer:
+def call(address: str, method: int, body: bytes = b"", timeout_s: float = 5.0) -> Answer:
     """TimeoutError: neither an answer nor an end."""
     started = time.monotonic()
     received = b""
     with connect(address, timeout_s) as connection, contextlib.suppress(ConnectionError):
-        connection.sendall(frame(method, body, version=version))
+        connection.sendall(frame(method, body))
         while len(received) < HEADER.size or len(received) < HEADER.size + HEADER.unpack_from(received)[8]:
             if not (piece := connection.recv(65536)):
                 break

@@ -1,8 +1,8 @@
 """Whoever has none of the job's credentials reads, changes and forges nothing, and is told so at once.
 
-One test for each experiment that once succeeded against a running job. Without authentication on the RPC, NATS
-and HTTP planes these tests fail, so pytest does not collect this file by its name. The commit that brings
-authentication renames it to test_strangers.py.
+One test for each experiment that once succeeded against a running job. They fail without authentication,
+so pytest does not collect this file by its name. The commit that brings authentication renames it to
+test_strangers.py.
 """
 
 from __future__ import annotations
@@ -25,22 +25,16 @@ UNPROVEN_S = 30.0  # how long a connection may stay that proves nothing
 
 @pytest.mark.parametrize("name", intruder.SERVER_METHODS)
 def test_no_method_of_a_parameter_server(job: AttackedJob, name: str) -> None:
-    for version in intruder.VERSIONS:
-        answer = intruder.call(
-            job.server, intruder.SERVER_METHODS[name], intruder.body_of(name), version=version
-        )
-        assert answer.status in REFUSED, f"{name}: status {answer.status}, {len(answer.body)} bytes"
-        assert answer.seconds < PROMPTLY_S
+    answer = intruder.call(job.server, intruder.SERVER_METHODS[name], intruder.body_of(name))
+    assert answer.status in REFUSED, f"{name}: status {answer.status}, {len(answer.body)} bytes"
+    assert answer.seconds < PROMPTLY_S
 
 
 @pytest.mark.parametrize("name", intruder.WORKER_METHODS)
 def test_no_method_of_an_embedding_worker(job: AttackedJob, name: str) -> None:
-    for version in intruder.VERSIONS:
-        answer = intruder.call(
-            job.worker, intruder.WORKER_METHODS[name], intruder.body_of(name), version=version
-        )
-        assert answer.status in REFUSED, f"{name}: status {answer.status}, {len(answer.body)} bytes"
-        assert answer.seconds < PROMPTLY_S
+    answer = intruder.call(job.worker, intruder.WORKER_METHODS[name], intruder.body_of(name))
+    assert answer.status in REFUSED, f"{name}: status {answer.status}, {len(answer.body)} bytes"
+    assert answer.seconds < PROMPTLY_S
 
 
 @pytest.mark.parametrize("plane", ["server", "worker"])
