@@ -95,9 +95,9 @@ class DataCtx(BaseCtx):
         """Continues with the first batch that the job needs; returns its `position`.
 
         After a restart of the loader, that is the first one that ranks do not have; after `load_checkpoint` in
-        the ranks, the first one that the checkpoint does not have. Call it before the first `send_data`, in all loaders or in none. A
-        loader that does not call it sends its first batch first: `send_data` leaves out what ranks have got
-        in this run, and the batches of a checkpoint are taken for those of other data.
+        the ranks, the first one that the checkpoint does not have. Call it before the first `send_data`, in
+        all loaders or in none. A loader that does not call it sends its first batch first: `send_data` leaves
+        out what ranks have got in this run, and batches of a checkpoint are taken for those of other data.
 
         Position `p` of loader `i` of `n` is batch `p * n + i` of the job. A loader that splits the data in
         this way may continue with another number of loaders.
