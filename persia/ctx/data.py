@@ -94,7 +94,7 @@ class DataCtx(BaseCtx):
     def resume(self) -> int:
         """Continues with the first batch that the job needs; returns its `position`.
 
-        After a restart of the loader, that is the first one that ranks do not have; after `load_checkpoint` in
+        After a restart of the loader, that is the first that ranks do not have; after `load_checkpoint` in
         the ranks, the first one that the checkpoint does not have. Call it before the first `send_data`, in
         all loaders or in none. A loader that does not call it sends its first batch first: `send_data` leaves
         out what ranks have got in this run, and batches of a checkpoint are taken for those of other data.
