@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from persia.storage.location import Location
 from persia.storage.manifest import Manifest
 
@@ -55,6 +57,7 @@ def loader_options(count: int) -> Sequence[Sequence[str]]:
     return [["--total", str(TOTAL)]] * count
 
 
+@pytest.mark.timeout(600)  # five jobs one after another
 def test_killed_job_resumes_with_any_number_of_loaders_and_ranks(
     start_job: Callable[..., Any], tmp_path: Path
 ) -> None:
