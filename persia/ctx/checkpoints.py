@@ -293,7 +293,8 @@ class TrainingCheckpointMethods(CheckpointMethods):
     ) -> Any:
         """As `EmbeddingCtx.load_checkpoint`, with the dense optimizer and `step`. All ranks must call it.
 
-        Called before the first batch, it has data loaders continue after the batches of the checkpoint.
+        Called before the first batch, it has data loaders that call `DataCtx.resume` continue after the
+        batches of the checkpoint.
         Hyper-parameters of the embedding optimizer stay those of this context.
         """
         states = self._states(dense_model_filename, opt_filename)

@@ -95,9 +95,10 @@ class DataCtx(BaseCtx):
     def resume(self) -> int:
         """Continues with the first batch that the job needs; returns its `position`.
 
-        For a loader that can begin there: after a restart it need not read what ranks have, and after
-        `load_checkpoint` it need not read what was trained. Call it before the first `send_data`. Without it
-        the loader sends from its first batch on, and `send_data` leaves out what the job has.
+        After a restart of the loader, that is the first that ranks do not have; after `load_checkpoint` in
+        the ranks, the first one that the checkpoint does not have. Call it before the first `send_data`, in
+        all loaders or in none. A loader that does not call it sends its first batch first: `send_data` leaves
+        out what ranks have got in this run, and batches of a checkpoint are taken for those of other data.
 
         Position `p` of loader `i` of `n` is batch `p * n + i` of the job. A loader that splits the data in
         this way may continue with another number of loaders.
@@ -109,7 +110,7 @@ class DataCtx(BaseCtx):
         return self._sender.resume()
 
     def send_data(self, persia_batch: PersiaBatch) -> None:
-        """Sends one batch, unless the job has it; waits while the receivers' buffers are full.
+        """Sends one batch, unless ranks have it; waits while the receivers' buffers are full.
 
         Raises StreamClosedError when the NN workers take no more batches, FailedPreconditionError for a
         batch that was sent before, what a receiver refused it for, and UnavailableError or

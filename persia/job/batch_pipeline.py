@@ -188,7 +188,9 @@ class BatchPipeline:
             answer = session.request(session.subjects.taken(rank), request, env.get_deadline_s())
             bounds.append(TakenReply.decode(answer).bounds)
         num_loaders = max((len(of_rank) for of_rank in bounds if of_rank is not None), default=1)
-        return self.trained.joined(stripe_of([of_rank or (0,) * num_loaders for of_rank in bounds]))
+        return self._stream.inbox.trained.joined(
+            stripe_of([of_rank or (0,) * num_loaders for of_rank in bounds])
+        )
 
     def _bounds(self) -> tuple[int, ...] | None:
         assert self._stream is not None, "asked for a position of it"

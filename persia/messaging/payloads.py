@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, StrictBool, model_validator
 from typing_extensions import Self
 
 from persia.errors import CorruptionError
@@ -193,6 +193,7 @@ class PositionRequest(JsonMessage):
 
     loader_index: Count
     loader_replicas: Annotated[Count, Field(le=MAX_REPLICAS)]
+    resume: StrictBool  # continue after the batches of the checkpoint; else these are another data set's
 
     @model_validator(mode="after")
     def _check(self) -> Self:

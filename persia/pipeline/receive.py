@@ -63,8 +63,8 @@ _REPORT_INTERVAL_S = 5.0
 class StreamReceiver:
     """A `BatchSource` that answers the loaders from creation on.
 
-    `remedy`: how to start a loader. `trained`: the batches that loaders need not send. `on_taken` answers
-    rank 0, which dumps a checkpoint.
+    `remedy`: how to start a loader. `trained`: the batches that loaders leave out which resume. `on_taken`
+    answers rank 0, which dumps a checkpoint.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class StreamReceiver:
     def _on_position(self, payload: bytes) -> bytes:
         """Answers BatchSender.known (send.py)."""
         request = PositionRequest.decode(payload)
-        received = self.inbox.received(request.loader_index, request.loader_replicas)
+        received = self.inbox.received(request.loader_index, request.loader_replicas, resume=request.resume)
         return PositionReply(self.inbox.trained.stripes, received).encode()
 
     def yielded(self, batch_id: int) -> None:
@@ -256,7 +256,7 @@ class Inbox:
 
     Bounded by `capacity` for each loader, so that in reproducible mode a fast loader cannot fill the buffer
     while the rank waits for a batch of a slow one. `ordered`: taken by batch_id, else by arrival.
-    Batches in `trained` are not expected.
+    Batches in `trained` are not expected if loaders resume; others send another data set from its start.
     """
 
     def __init__(
@@ -271,7 +271,8 @@ class Inbox:
         self._rank, self._world_size = rank, world_size
         self._capacity = capacity
         self._ordered = ordered
-        self.trained = trained
+        self._stored = trained
+        self._resumes: bool | None = None  # None: no loader has said so
         self._loaders: list[_Loader] = []  # empty until the first message of any
         self._num_arrived = 0
         self._failure: PersiaError | None = None
@@ -299,20 +300,40 @@ class Inbox:
             loader.queue.append(_Queued(self._num_arrived, time.monotonic_ns(), batch))
             # The last one is enough to recognise a repetition: a loader waits for the reply to each batch.
             loader.last, loader.num_queued = batch, loader.num_queued + 1
-            if self.trained.stripes:
+            if self._resumes and self._stored.stripes:
                 self._skip_trained(loader)
             self._num_arrived += 1
             self._changed.notify_all()
             return Offer.QUEUED
 
     def _skip_trained(self, loader: _Loader) -> None:
-        while loader.share.batch_id(loader.num_queued) in self.trained:
+        while loader.share.batch_id(loader.num_queued) in self._stored:
             loader.num_queued += 1
 
-    def received(self, loader_index: int, num_loaders: int) -> int:
-        """The batch_id that this rank expects next from the loader; 0 if it has none yet."""
+    @property
+    def trained(self) -> DataPosition:
+        """The batches that loaders need not send, as they were trained before this run."""
+        return DataPosition() if self._resumes is False else self._stored
+
+    def received(self, loader_index: int, num_loaders: int, *, resume: bool) -> int:
+        """The batch_id that this rank expects next from the loader; 0 if it has none yet.
+
+        FailedPreconditionError: there is a checkpoint, and some loaders resume and others do not.
+        """
         with self._changed:
             loader = self._see(loader_index, num_loaders)
+            if self._resumes is None:
+                self._resumes = resume
+                for each in self._loaders if resume and self._stored.stripes else ():
+                    if each.share.first_sequence is not None:
+                        first = self._stored.first_missing(each.share.loader_index, num_loaders)
+                        each.num_queued = each.share.count(first)
+                        self._skip_trained(each)
+            if self._stored.stripes and resume is not self._resumes:
+                raise FailedPreconditionError(
+                    f"data loader {loader_index} {'calls' if resume else 'does not call'} DataCtx.resume(), "
+                    "unlike another one, and a checkpoint was loaded: all loaders must, or none"
+                )
             return loader.share.batch_id(loader.num_queued) if loader.num_queued else 0
 
     def yielded(self, batch_id: int) -> None:
@@ -471,11 +492,6 @@ class Inbox:
                 _Loader(LoaderShare.of(i, num_loaders, self._rank, self._world_size))
                 for i in range(num_loaders)
             ]
-            for loader in self._loaders if self.trained.stripes else ():
-                if loader.share.first_sequence is not None:
-                    first = self.trained.first_missing(loader.share.loader_index, num_loaders)
-                    loader.num_queued = loader.share.count(first)
-                    self._skip_trained(loader)
         if len(self._loaders) != num_loaders:
             raise FailedPreconditionError(
                 f"data loader {loader_index} says there are {num_loaders} loaders, "

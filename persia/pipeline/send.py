@@ -118,21 +118,22 @@ class BatchSender:
 
     def resume(self) -> int:
         """Continues with the first batch that a rank needs; returns its position."""
-        self.position = self._known_position().first_missing(self._index, self._replicas)
+        known = self._known_position(resume=True)
+        self.position = known.first_missing(self._index, self._replicas)
         return self.position
 
     def skip_known(self) -> bool:
         """Whether no rank needs the next batch; then it counts as sent."""
-        known = self._known or self._known_position()
+        known = self._known or self._known_position(resume=False)
         if not known.stripes or self.next_batch_id not in known:
             return False
         self.position += 1
         return True
 
-    def _known_position(self) -> DataPosition:
+    def _known_position(self, *, resume: bool) -> DataPosition:
         """Asked of all ranks once: later, only this loader changes it."""
         if self._known is None:
-            request = PositionRequest(self._index, self._replicas).encode()
+            request = PositionRequest(self._index, self._replicas, resume).encode()
             trained, received = DataPosition(), []
             for rank in range(self.world_size):
                 left = partial(self._departed.__contains__, rank)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from persia.pipeline.position import DataPosition
+import pytest
+
 from persia.storage.location import Location
 from persia.storage.manifest import Manifest
 
@@ -18,7 +19,7 @@ TOTAL = 90
 
 
 def await_output(process: Any, text: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while text not in process.output:
         assert time.monotonic() < deadline, f"{process.name} never printed {text!r}:\n{process.output}"
         assert process.exit_code is None, f"{process.name} ended:\n{process.output}"
@@ -44,7 +45,7 @@ class Jobs:
             nproc=nproc,
             env={"PERSIA_RESUME_CHECKPOINT": str(checkpoint)},
         )
-        assert self.cluster.wait(worker, 120.0) == 0, worker.output
+        assert self.cluster.wait(worker, 240.0) == 0, worker.output
         for index in range(loaders):
             loader = [p for p in self.cluster.processes if p.name == f"data-loader-{index}"][-1]
             assert self.cluster.wait(loader, 60.0) == 0, loader.output
@@ -56,6 +57,7 @@ def loader_options(count: int) -> Sequence[Sequence[str]]:
     return [["--total", str(TOTAL)]] * count
 
 
+@pytest.mark.timeout(600)  # five jobs one after another
 def test_killed_job_resumes_with_any_number_of_loaders_and_ranks(
     start_job: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -111,13 +113,3 @@ def test_restarted_loader_begins_where_the_rank_is(start_job: Callable[..., Any]
     assert report["counters"]["batches_released"] <= 1, "one may be under way at the kill"
     begun = re.findall(r"begins at (\d+)", job.cluster.logs("data-loader-0"))
     assert int(begun[-1]) >= 15
-
-
-def test_positions_are_sets_that_survive_other_numbers() -> None:
-    position = DataPosition().joined([5, 2])  # 0, 2, 4 of one loader, nothing or 1 of the other
-    assert [n for n in range(10) if n in position] == [0, 1, 2, 4]
-    assert [position.first_missing(index, 2) for index in range(2)] == [3, 1]
-    assert position.first_missing(0, 1) == 3
-    later = position.joined([7])
-    assert [n for n in range(10) if n in later] == list(range(7))
-    assert later == DataPosition(((7,),)), "a stripe that a later one covers is left out"

@@ -176,7 +176,7 @@ def test_training_that_is_killed_is_started_again_and_succeeds(
     assert status["progress"]["auc"] > 0.5
 
 
-def test_training_survives_a_loader_and_a_parameter_server_that_are_killed(
+def test_training_survives_a_loader_that_is_killed(
     namespace: Namespace,
     run_pods: dict[str, LocalProcess],
     operator: OperatorProcess,
@@ -187,11 +187,9 @@ def test_training_survives_a_loader_and_a_parameter_server_that_are_killed(
     history = tmp_path / "output" / "history.jsonl"
     namespace.await_(lambda: history.exists() and history.read_text().count("\n") > 5, "it trains", TIMEOUT_S)
     run_pods["adult-income-dataloader-0"].kill()
-    run_pods["adult-income-embedding-ps-0"].kill()
     status = namespace.await_phase("adult-income", "Succeeded", TIMEOUT_S)
     assert (status["restarts"], status["loaderRestarts"]) == (0, 1)
     assert trained_steps(history) == list(range(1, 255))  # every batch, once
-    assert "rows that it held are lost" in namespace.await_event("adult-income", "ServerRestarted")
     assert "exit code 137" in namespace.await_event("adult-income", "DataLoaderRestarted")
 
 
