@@ -48,12 +48,12 @@ def stop_trace(one_in: int = 0) -> tuple[list[tuple[str, int, int, int, int | No
     not fit. `one_in`: only spans of the batches whose number is a multiple of it; 0: all."""
 
 def set_identity(role: str, key: bytes, accepted: Mapping[str, bytes]) -> None:
-    """Says who this process is on every RPC connection made from now on: `key` is that of its role, `accepted`
-    has the keys of the roles that its servers accept. Servers and channels that exist already keep theirs."""
+    """Says who this process is on RPC connections. `key` is that of its role, `accepted` has the keys of the
+    roles that its servers accept. Servers and channels that exist already keep theirs."""
 
 def set_tls(certificate: str, key: str, ca: str) -> None:
-    """TLS 1.3 with certificates of both ends on every RPC connection of servers and channels made from now on.
-    Paths of PEM files; new connections read them again when they have changed."""
+    """TLS 1.3 with certificates of both ends on RPC connections of servers and channels made later. Paths
+    of PEM files; new connections read them again when they have changed."""
 
 def take_audit_events() -> list[dict[str, Any]]:
     """Removes and returns what was recorded, the oldest first: time (Unix), peer, role, method, outcome."""

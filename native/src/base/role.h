@@ -1,7 +1,7 @@
 // Role: what a process of a job is, and RoleSet: the roles that may call a method.
 //
-// A process proves its role when it connects (net/handshake.h). Servers compare it with the method's
-// RoleSet before they read the request's body.
+// A process proves its role when it connects (net/handshake.h). Servers compare it with the
+// method's RoleSet before they read the request's body.
 #pragma once
 
 #include <array>

@@ -1,6 +1,7 @@
 // Which role may call which method of a parameter server and of an embedding worker: every cell.
 //
-// The table is written out here a second time, so that a change of the protocol's own column is seen.
+// The table is written out here a second time, so that a change of the protocol's own column is
+// seen.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -26,10 +27,10 @@ const Table kServerTable = {{kConfigureServer.number, "WA"}, {kLookupRows.number
                             {kClearRows.number, "WA"},       {kCountRows.number, "WMA"},
                             {kPrefetchRows.number, "W"},     {kMeasureLoad.number, "WMA"}};
 const Table kWorkerTable = {
-    {worker::kConfigureWorker.number, "TA"},    {worker::kLookupReference.number, "T"},
-    {worker::kLookupDirect.number, "TI"},       {worker::kReturnGradients.number, "T"},
-    {worker::kReleaseReference.number, "T"},    {worker::kCountEmbeddings.number, "TIMA"},
-    {worker::kClearEmbeddings.number, "TA"},    {worker::kSetEmbeddings.number, "TA"}};
+    {worker::kConfigureWorker.number, "TA"}, {worker::kLookupReference.number, "T"},
+    {worker::kLookupDirect.number, "TI"},    {worker::kReturnGradients.number, "T"},
+    {worker::kReleaseReference.number, "T"}, {worker::kCountEmbeddings.number, "TIMA"},
+    {worker::kClearEmbeddings.number, "TA"}, {worker::kSetEmbeddings.number, "TA"}};
 
 net::RoleKey KeyOf(Role role) {
   net::RoleKey key;
@@ -56,8 +57,7 @@ void ExpectTable(uint16_t port, const Table& table) {
       const auto reply = channel.Call({method, "Method"}, segments, Soon());
       const bool may_call = permitted.find(letter) != std::string::npos;
       EXPECT_EQ(reply.code(), may_call ? StatusCode::kCorruption : StatusCode::kPermissionDenied)
-          << RoleName(role) << " calls method " << int{method} << ": "
-          << reply.status().ToString();
+          << RoleName(role) << " calls method " << int{method} << ": " << reply.status().ToString();
     }
   }
 }
@@ -80,7 +80,9 @@ class WorkerAccessTest : public ::testing::Test {
   uint16_t port_ = 0;
 };
 
-TEST_F(WorkerAccessTest, EveryRoleAndMethodOfAnEmbeddingWorker) { ExpectTable(port_, kWorkerTable); }
+TEST_F(WorkerAccessTest, EveryRoleAndMethodOfAnEmbeddingWorker) {
+  ExpectTable(port_, kWorkerTable);
+}
 
 TEST_F(WorkerAccessTest, InferenceMayNotInsertRows) {
   net::Channel channel({.peer = "the worker", .security = AcceptsAll(Role::kInference)});

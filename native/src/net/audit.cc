@@ -60,10 +60,8 @@ void ReportRefusal(const std::string& peer, Role role, std::string_view method,
   }
   std::fprintf(stderr, "persia: refused %.*s from %s: %s\n", static_cast<int>(method.size()),
                method.data(), peer.c_str(), reason.c_str());
-  RecordAuditEvent({.peer = peer,
-                    .role = role,
-                    .method = std::string(method),
-                    .outcome = "refused: " + reason});
+  RecordAuditEvent(
+      {.peer = peer, .role = role, .method = std::string(method), .outcome = "refused: " + reason});
 }
 
 void WarnOperator(const std::string& line) {

@@ -15,7 +15,7 @@ namespace persia::net {
 inline constexpr size_t kMaxAuditEvents = 4096;
 
 struct AuditEvent {
-  double time_s = 0;  // Unix time
+  double time_s = 0;      // Unix time
   std::string peer = {};  // "127.0.0.1:40112"
   Role role = Role::kNone;
   std::string method = {};   // of a refused connection: "connect"

@@ -99,6 +99,32 @@ void ClientConnection::ConnectTo(std::vector<Tcp::endpoint> endpoints) {
 
 void ClientConnection::OnConnected() {
   ConfigureSocket(socket_.native_handle());
+  if (security_.tls == nullptr) return StartFrames();
+  tls_ = std::make_unique<TlsStream>(security_.tls->Context(), socket_.native_handle(),
+                                     TlsStream::Side::kClient);
+  socket_.native_non_blocking(true);
+  HandshakeTls();
+}
+
+void ClientConnection::HandshakeTls() {
+  const ssize_t done = tls_->Handshake();
+  if (done > 0) return StartFrames();
+  if (done == 0 || errno != EAGAIN) return OnTlsFailed(done);
+  socket_.async_wait(Tcp::socket::wait_read, WhileOpen("", [this] { HandshakeTls(); }));
+}
+
+// What the peer does not accept shows when it is first read from: its end of the handshake is the
+// last one. Later, it is a connection that has broken.
+void ClientConnection::OnTlsFailed(ssize_t received) {
+  const std::string reason = tls_->Error();
+  if (!reason.empty() && !tls_->HasRead()) return Refuse("TLS: " + reason + "; " + TlsRemedy());
+  if (!reason.empty()) return Break("TLS: " + reason);
+  if (received != 0) return Break(std::system_category().message(errno));
+  Break(tls_->HasRead() ? "the peer closed the connection"
+                        : "the peer closed the connection before TLS was set up; does it use TLS?");
+}
+
+void ClientConnection::StartFrames() {
   ReadSome();
   if (security_.identity == nullptr) return Finish();
   SendHello();
@@ -112,7 +138,7 @@ void ClientConnection::Finish() {
 // ---- the handshake
 
 void ClientConnection::SendHello() {
-  handshake_.emplace(*security_.identity, ChannelBinding{});
+  handshake_.emplace(*security_.identity, tls_ != nullptr ? tls_->Binding() : ChannelBinding{});
   SendHandshake(EncodeMessage(handshake_->hello()));
 }
 
@@ -120,7 +146,8 @@ void ClientConnection::SendHello() {
 void ClientConnection::SendHandshake(Segments message) {
   FrameHeader header;
   header.method = kAuthenticate.number;
-  if (FrameWriter(header, message).Write(socket_.native_handle()) != FrameWriter::Result::kDone) {
+  if (FrameWriter(header, message).Write(socket_.native_handle(), tls_.get()) !=
+      FrameWriter::Result::kDone) {
     Break(std::system_category().message(errno));
   }
 }
@@ -149,11 +176,41 @@ bool ClientConnection::TakeReply(const FrameHeader& header, Buffer body) {
 // ---- reading
 
 void ClientConnection::ReadSome() {
-  const auto free = asio::buffer(ahead_) + num_ahead_;
-  socket_.async_read_some(free, WhileOpen("", [this](size_t num_bytes) {
-                            num_ahead_ += num_bytes;
-                            TakeFrames();
-                          }));
+  Receive(asio::buffer(ahead_) + num_ahead_, [this](size_t num_bytes) {
+    num_ahead_ += num_bytes;
+    TakeFrames();
+  });
+}
+
+template <typename Function>
+void ClientConnection::Receive(asio::mutable_buffer to, Function then) {
+  if (tls_ != nullptr) return ReceiveTls(to, then);
+  socket_.async_read_some(to, WhileOpen("", then));
+}
+
+// Takes what is there, of any number of records, before it waits.
+template <typename Function>
+void ClientConnection::ReceiveTls(asio::mutable_buffer to, Function then) {
+  auto* bytes = static_cast<std::byte*>(to.data());
+  size_t num_bytes = 0;
+  ssize_t received = 1;
+  while (received > 0 && num_bytes < to.size()) {
+    received = tls_->Read(bytes + num_bytes, to.size() - num_bytes);
+    if (received > 0) num_bytes += static_cast<size_t>(received);
+  }
+  const bool blocked = received < 0 && errno == EAGAIN;
+  if (num_bytes == 0 && blocked) {
+    socket_.async_wait(Tcp::socket::wait_read,
+                       WhileOpen("", [this, to, then] { ReceiveTls(to, then); }));
+    return;
+  }
+  asio::post(socket_.get_executor(),
+             [self = shared_from_this(), this, num_bytes, received, then, error = errno]() mutable {
+               if (listener_ == nullptr) return;
+               if (num_bytes > 0) return then(num_bytes);  // a failure shows again
+               errno = error;
+               OnTlsFailed(received);
+             });
 }
 
 // Reports the replies that are complete in ahead_, and goes on reading the one that is not.
@@ -186,12 +243,12 @@ void ClientConnection::ReadBody(std::span<const std::byte> begun) {
 }
 
 void ClientConnection::ReadRest(size_t num_received) {
-  socket_.async_read_some(asio::buffer(in_body_.data(), in_body_.size()) + num_received,
-                          WhileOpen("", [this, num_received](size_t num_bytes) {
-                            const size_t sum = num_received + num_bytes;
-                            if (sum < in_body_.size()) return ReadRest(sum);
-                            if (TakeReply(in_header_, std::move(in_body_))) ReadSome();
-                          }));
+  Receive(asio::buffer(in_body_.data(), in_body_.size()) + num_received,
+          [this, num_received](size_t num_bytes) {
+            const size_t sum = num_received + num_bytes;
+            if (sum < in_body_.size()) return ReadRest(sum);
+            if (TakeReply(in_header_, std::move(in_body_))) ReadSome();
+          });
 }
 
 // ---- writing
@@ -200,14 +257,14 @@ void ClientConnection::ReadRest(size_t num_received) {
 // caller then needs one system call for its request and one for its reply.
 bool ClientConnection::Write(const FrameHeader& header, const Segments& segments) {
   out_.emplace(header, segments);
-  if (out_->Write(socket_.native_handle()) == FrameWriter::Result::kDone) return true;
+  if (out_->Write(socket_.native_handle(), tls_.get()) == FrameWriter::Result::kDone) return true;
   // Also after a failure: it shows again, from the event loop.
   socket_.async_wait(Tcp::socket::wait_write, WhileOpen("", [this] { WriteRest(); }));
   return false;
 }
 
 void ClientConnection::WriteRest() {
-  switch (out_->Write(socket_.native_handle())) {
+  switch (out_->Write(socket_.native_handle(), tls_.get())) {
     case FrameWriter::Result::kDone: return listener_->OnWritten();
     case FrameWriter::Result::kBroken: return Break(std::system_category().message(errno));
     case FrameWriter::Result::kBlocked:

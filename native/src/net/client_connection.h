@@ -61,6 +61,9 @@ class ClientConnection : public std::enable_shared_from_this<ClientConnection> {
   void ConnectTo(std::vector<Tcp::endpoint> endpoints);
   void Resolve(const std::string& host, uint16_t port);
   void OnConnected();
+  void HandshakeTls();
+  void OnTlsFailed(ssize_t received);
+  void StartFrames();
   void SendHello();
   // False: the connection is closed, because the reply refuses it.
   bool TakeReply(const FrameHeader& header, Buffer body);
@@ -76,12 +79,18 @@ class ClientConnection : public std::enable_shared_from_this<ClientConnection> {
   void Break(const std::string& reason);
   void Refuse(const std::string& reason);
 
+  // Calls `then` with how many bytes have come, from the event loop.
+  template <typename Function>
+  void Receive(asio::mutable_buffer to, Function then);
+  template <typename Function>
+  void ReceiveTls(asio::mutable_buffer to, Function then);
   template <typename Function>
   auto WhileOpen(const char* doing, Function function);
 
   Listener* listener_;  // null: closed
   const uint64_t max_body_bytes_;
   const Security security_;
+  std::unique_ptr<TlsStream> tls_;            // null: without TLS
   std::optional<ClientHandshake> handshake_;  // while it is under way
   Tcp::resolver resolver_;
   Tcp::socket socket_;

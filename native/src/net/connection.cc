@@ -29,17 +29,27 @@ constexpr std::chrono::seconds kMinBodyTime{1};
 constexpr uint64_t kFirstStepBytes = 60 << 10;
 constexpr uint64_t kStepBytes = 512 << 10;
 
+std::unique_ptr<TlsStream> MakeTls(const Security& security, int fd) {
+  if (security.tls == nullptr) return nullptr;
+  return std::make_unique<TlsStream>(security.tls->Context(), fd, TlsStream::Side::kServer);
+}
+
 }  // namespace
 
 Connection::Connection(UniqueFd socket, uint64_t tag, std::string peer, ServerState& server)
-    : server_(server), socket_(std::move(socket)), tag_(tag), peer_(std::move(peer)) {
+    : server_(server),
+      socket_(std::move(socket)),
+      tag_(tag),
+      peer_(std::move(peer)),
+      tls_(MakeTls(server.options.security, socket_.get())) {
   if (server.options.security.identity != nullptr) handshake_.emplace();
 }
 
 void Connection::Start() {
   ConfigureSocket(socket_.get());
   Lock lock(mutex_);
-  if (handshake_.has_value()) CloseAt(Clock::now() + server_.options.handshake_patience);
+  if (handshake_.has_value() || tls_ != nullptr)
+    CloseAt(Clock::now() + server_.options.handshake_patience);
   UpdateInterest();
 }
 
@@ -52,7 +62,8 @@ void Connection::OnReady(uint32_t events) {
     write_blocked_ = false;
     Flush(lock);
   }
-  if ((events & (EPOLLIN | failures)) != 0 && MayRead()) return Read(std::move(lock));
+  const bool readable = (events & (EPOLLIN | failures)) != 0 || HasPending();
+  if (readable && MayRead()) return Read(std::move(lock));
   UpdateInterest();
 }
 
@@ -65,7 +76,10 @@ bool Connection::MayRead() const {
 // Called whenever something that decides what we wait for has changed.
 void Connection::UpdateInterest() {
   if (closed_) return;
-  const uint32_t wanted = (MayRead() ? EPOLLIN : 0u) | (write_blocked_ ? EPOLLOUT : 0u);
+  // The socket does not tell of what TLS has read ahead; that it can be written to, it tells at
+  // once.
+  const bool wants_write = write_blocked_ || (MayRead() && HasPending());
+  const uint32_t wanted = (MayRead() ? EPOLLIN : 0u) | (wants_write ? EPOLLOUT : 0u);
   if ((wanted & ~armed_) == 0) return;  // more than is wanted does no harm
   armed_ = wanted;
   server_.poller.Arm(socket_.get(), tag_, wanted);
@@ -141,7 +155,8 @@ Status Connection::Refusal() const {
   }
   const bool has_identity = server_.options.security.identity != nullptr;
   if (header_.method == kAuthenticate.number && !has_identity) {
-    return PermissionDenied("the server has no identity, and its caller has one; " + CredentialsRemedy());
+    return PermissionDenied("the server has no identity, and its caller has one; " +
+                            CredentialsRemedy());
   }
   if (!server_.handlers[header_.method]) {
     return InvalidArgument("method " + std::to_string(header_.method) +
@@ -209,14 +224,18 @@ void Connection::OnGranted(ByteLease lease) {  // if given back, then after the 
 // kFrame when all `size_bytes` are there.
 Connection::Progress Connection::Receive(std::byte* to, uint64_t size_bytes) {
   while (num_received_ < size_bytes) {
-    const ssize_t received =
-        ::recv(socket_.get(), to + num_received_, size_bytes - num_received_, MSG_DONTWAIT);
+    const ssize_t received = ReadSome(to + num_received_, size_bytes - num_received_);
     if (received < 0 && errno == EINTR) continue;
     if (received < 0 && errno == EAGAIN) return Progress::kBlocked;
     if (received <= 0) return Progress::kBroken;
     num_received_ += static_cast<uint64_t>(received);
   }
   return Progress::kFrame;
+}
+
+ssize_t Connection::ReadSome(std::byte* to, uint64_t size_bytes) {
+  if (tls_ != nullptr) return tls_->Read(to, size_bytes);
+  return ::recv(socket_.get(), to, size_bytes, MSG_DONTWAIT);
 }
 
 Connection::Progress Connection::SkipBody() {
@@ -275,12 +294,14 @@ void Connection::FinishHandshake(Lock& lock) {
   const bool awaited = std::exchange(phase_, Phase::kHeader) == Phase::kHandshake;
   num_received_ = 0;
   if (!awaited) {
-    return Refuse(lock, PermissionDenied("the caller has sent no credentials; " + CredentialsRemedy()));
+    return Refuse(lock,
+                  PermissionDenied("the caller has sent no credentials; " + CredentialsRemedy()));
   }
   const std::span<const std::byte> message(handshake_bytes_.data(), header_.body_bytes);
   if (!handshake_->greeted()) {
     const auto challenge =
-        handshake_->OnHello(*server_.options.security.identity, message, ChannelBinding{});
+        handshake_->OnHello(*server_.options.security.identity, message,
+                            tls_ != nullptr ? tls_->Binding() : ChannelBinding{});
     if (!challenge.ok()) return Refuse(lock, challenge.status());
     reading_ = false;
     ++num_unanswered_;
@@ -313,12 +334,34 @@ void Connection::Refuse(Lock& lock, const Status& why) {
 // The client has closed, or sent what is no frame. One that connects and closes is not reported:
 // probes of a port do that.
 void Connection::ReportUnprovenEnd() {
-  if (!handshake_.has_value() || (!handshake_->greeted() && num_received_ == 0)) return;
+  std::string reason;
+  if (tls_ != nullptr && !tls_->HasRead()) {
+    reason = tls_->Error();
+    if (tls_->PeerIsPlain()) RefuseInPlain();
+  } else if (handshake_.has_value() && handshake_->greeted()) {
+    reason = "it ended the handshake, as one does whose key is of another job";
+  } else if (handshake_.has_value() && num_received_ > 0) {
+    reason = "it does not speak this protocol";
+  }
+  if (reason.empty()) return;
   server_.on_refused();
-  ReportRefusal(peer_, handshake_->role(), "connect",
-                handshake_->greeted()
-                    ? "it ended the handshake, as one does whose key is of another job"
-                    : "it does not speak this protocol");
+  ReportRefusal(peer_, handshake_.has_value() ? handshake_->role() : Role::kNone, "connect",
+                reason);
+}
+
+// To a client that has no TLS and could not read an answer that has.
+void Connection::RefuseInPlain() {
+  FrameHeader header;
+  header.kind = FrameKind::kReply;
+  header.status = static_cast<uint8_t>(StatusCode::kPermissionDenied);
+  const std::string text = "the server uses TLS, and its caller does not; " + TlsRemedy();
+  Segments body;
+  body.AddView(std::as_bytes(std::span(text)));
+  FrameWriter(header, body).Write(socket_.get());
+  // Bytes that are left unread would reset the connection, and take the answer away.
+  scratch_.resize(kScratchBytes);
+  [[maybe_unused]] const ssize_t ignored =
+      ::recv(socket_.get(), scratch_.data(), kScratchBytes, MSG_DONTWAIT);
 }
 
 Clock::time_point Connection::Deadline() const {
@@ -368,7 +411,7 @@ void Connection::Flush(Lock& lock) {
   while (!closed_ && !outgoing_.empty() && result == FrameWriter::Result::kDone) {
     FrameWriter& frame = outgoing_.front().frame;  // stays where it is while the queue grows
     lock.unlock();
-    result = frame.Write(socket_.get());
+    result = frame.Write(socket_.get(), tls_.get());
     lock.lock();
     if (result != FrameWriter::Result::kDone) break;
     held_bytes_ -= frame.body_bytes();

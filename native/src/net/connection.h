@@ -59,11 +59,11 @@ struct ServerState {
   std::array<MethodId, 256> methods;
   ByteBudget budget;
   Poller poller;
-  std::function<void(Request)> run;         // may run the handler before it returns
+  std::function<void(Request)> run;  // may run the handler before it returns
   // With the connection's tag.
   std::function<void(uint64_t)> on_closed;
-  std::function<void(uint64_t)> on_proven;   // the client's role
-  std::function<void()> on_refused;  // a client
+  std::function<void(uint64_t)> on_proven;  // the client's role
+  std::function<void()> on_refused;         // a client
 };
 
 class Connection : public std::enable_shared_from_this<Connection> {
@@ -111,6 +111,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   Phase BodyPhase() const;
   Status Refusal() const;
   Progress Receive(std::byte* to, uint64_t size_bytes);
+  ssize_t ReadSome(std::byte* to, uint64_t size_bytes);
+  bool HasPending() const { return tls_ != nullptr && tls_->HasPending(); }
   Progress SkipBody();
   Progress DiscardAll();
   Progress ReceiveBody();
@@ -121,6 +123,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void FinishHandshake(Lock& lock);
   void Refuse(Lock& lock, const Status& why);
   void ReportUnprovenEnd();
+  void RefuseInPlain();
   Clock::time_point Deadline() const;
 
   void Enqueue(Lock& lock, FrameHeader request, StatusOr<Segments> reply);
@@ -136,6 +139,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   const UniqueFd socket_;
   const uint64_t tag_;
   const std::string peer_;
+  const std::unique_ptr<TlsStream> tls_;  // null: without TLS
 
   // Of who has set reading_.
   Phase phase_ = Phase::kHeader;
@@ -145,8 +149,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   Clock::time_point received_at_;
   Buffer body_;  // the first step of it, or all
   ByteLease body_lease_;
-  uint64_t num_granted_ = 0;        // bytes of the body that the lease holds
-  std::vector<std::byte> scratch_;  // for bytes that nobody wants
+  uint64_t num_granted_ = 0;                  // bytes of the body that the lease holds
+  std::vector<std::byte> scratch_;            // for bytes that nobody wants
   std::optional<ServerHandshake> handshake_;  // none once the client has proved its role
   std::array<std::byte, sizeof(Hello)> handshake_bytes_;
   Role role_ = Role::kNone;  // constant from the first request on

@@ -22,8 +22,8 @@ bool Draw(Nonce* nonce) {
 
 // The label tells the two proofs apart: neither can be sent back as the other. All parts but the
 // label are of fixed length, and no label begins another.
-StatusOr<Proof> Prove(const RoleKey& key, std::string_view label, const Hello& hello, const Nonce& server,
-                      const ChannelBinding& binding) {
+StatusOr<Proof> Prove(const RoleKey& key, std::string_view label, const Hello& hello,
+                      const Nonce& server, const ChannelBinding& binding) {
   std::vector<std::byte> text;
   const auto append = [&text](std::span<const std::byte> bytes) {
     text.insert(text.end(), bytes.begin(), bytes.end());
@@ -50,6 +50,10 @@ bool SameProof(std::span<const std::byte> a, const Proof& b) {
 std::string CredentialsRemedy() {
   return "set PERSIA_JOB_SECRET or PERSIA_JOB_SECRET_FILE to the secret of this job, and "
          "PERSIA_JOB_NAME to its name, for both processes";
+}
+
+std::string TlsRemedy() {
+  return "set PERSIA_TLS_DIR to the directory of the job's certificates, for both processes";
 }
 
 ClientHandshake::ClientHandshake(const Identity& identity, const ChannelBinding& binding)

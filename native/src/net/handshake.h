@@ -2,7 +2,8 @@
 //
 // The client sends a hello, the server answers with a challenge that carries its own proof, and the
 // client sends its proof; its calls may follow at once. Proofs are HMAC-SHA256 over both nonces, so
-// none fits another connection. docs/wire_format.md has the layout, ADR 25 what this protects.
+// none fits another connection, nor another TLS session. docs/wire_format.md has the layout, ADR 25
+// what this protects.
 //
 // Plain data and functions that know no socket. What arrives has been checked for its length alone.
 #pragma once
@@ -38,9 +39,6 @@ struct Challenge {
   Proof proof = {};  // the server's
 };
 static_assert(sizeof(Challenge) == 64);
-
-// With secrets of the connection below, where there is TLS: a proof cannot be passed on to another.
-using ChannelBinding = std::array<std::byte, 32>;
 
 // The client's side.
 class ClientHandshake {
@@ -79,5 +77,6 @@ class ServerHandshake {
 
 // "set PERSIA_JOB_SECRET ...", the end of every refusal.
 std::string CredentialsRemedy();
+std::string TlsRemedy();
 
 }  // namespace persia::net

@@ -3,9 +3,12 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <string>
+
+#include "net/tls.h"
 
 namespace persia::net {
 
@@ -57,7 +60,8 @@ void FrameWriter::Advance(size_t num_bytes) {
 
 // One sendmsg for as many pieces as it takes: header and arrays leave from where they are, and a
 // small frame leaves in one packet.
-FrameWriter::Result FrameWriter::Write(int fd) {
+FrameWriter::Result FrameWriter::Write(int fd, TlsStream* tls) {
+  if (tls != nullptr) return WriteTls(*tls);
   constexpr size_t kMaxPieces = 64;
   while (piece_ <= body_->views.size()) {
     iovec pieces[kMaxPieces];
@@ -80,6 +84,32 @@ FrameWriter::Result FrameWriter::Write(int fd) {
     if (static_cast<size_t>(sent) < size_bytes) return Result::kBlocked;  // the socket is full
   }
   return Result::kDone;
+}
+
+FrameWriter::Result FrameWriter::WriteTls(TlsStream& tls) {
+  while (piece_ <= body_->views.size()) {
+    const auto record = NextRecord();
+    const ssize_t sent = tls.Write(record.data(), record.size());
+    if (sent < 0 && errno == EAGAIN) return Result::kBlocked;
+    if (sent <= 0) return Result::kBroken;
+    Advance(static_cast<size_t>(sent));
+  }
+  return Result::kDone;
+}
+
+// At most what one record of TLS holds, from where it lies if one piece has that many bytes; else
+// small pieces share a record. After a blocked write it is the same record again.
+std::span<const std::byte> FrameWriter::NextRecord() {
+  constexpr size_t kRecordBytes = 16384;
+  const auto rest = Piece(piece_).subspan(offset_);
+  if (rest.size() >= kRecordBytes) return rest.first(kRecordBytes);
+  record_.clear();
+  for (size_t i = piece_; i <= body_->views.size() && record_.size() < kRecordBytes; ++i) {
+    const auto piece = Piece(i).subspan(i == piece_ ? offset_ : 0);
+    const auto taken = piece.first(std::min(piece.size(), kRecordBytes - record_.size()));
+    record_.insert(record_.end(), taken.begin(), taken.end());
+  }
+  return record_;
 }
 
 }  // namespace persia::net

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "base/method.h"
 #include "base/status.h"
@@ -19,6 +20,8 @@ namespace persia::net {
 inline constexpr uint32_t kMagic = 0x41535250;  // "PRSA"
 inline constexpr uint8_t kVersion = 2;
 inline constexpr size_t kHeaderBytes = 32;
+
+class TlsStream;
 
 enum class FrameKind : uint8_t { kRequest = 1, kReply = 2 };
 
@@ -52,12 +55,14 @@ class FrameWriter {
   // `header.body_bytes` is set here. The segments must stay as they are until the frame is written.
   FrameWriter(FrameHeader header, const Segments& body);
 
-  // Sends on; errno tells why when it is kBroken.
-  Result Write(int fd);
+  // Sends on; errno tells why when it is kBroken. `tls`: the stream over `fd`, if there is one.
+  Result Write(int fd, TlsStream* tls = nullptr);
   // Of the body alone, which is what counts against the limits of a connection.
   uint64_t body_bytes() const { return body_bytes_; }
 
  private:
+  Result WriteTls(TlsStream& tls);
+  std::span<const std::byte> NextRecord();
   std::span<const std::byte> Piece(size_t index) const;
   void Advance(size_t num_bytes);
 
@@ -66,7 +71,8 @@ class FrameWriter {
   uint64_t body_bytes_;
   // Piece 0 is the header, piece i + 1 is view i of the body.
   size_t piece_ = 0;
-  size_t offset_ = 0;  // bytes of the current piece that are out
+  size_t offset_ = 0;              // bytes of the current piece that are out
+  std::vector<std::byte> record_;  // of TLS, where it is made of several pieces
 };
 
 }  // namespace persia::net

@@ -235,8 +235,8 @@ TEST_F(SecurityTest, AMethodOfAnotherRoleIsRefusedAndTheConnectionSurvives) {
 }
 
 TEST_F(SecurityTest, WhoNeverAuthenticatesIsClosed) {
-  StartServer({.handshake_patience = std::chrono::milliseconds(20),
-               .security = With(ServerIdentity())});
+  StartServer(
+      {.handshake_patience = std::chrono::milliseconds(20), .security = With(ServerIdentity())});
   RawClient silent(port_);
   EXPECT_TRUE(silent.ClosedByServer());
   RawClient half_header(port_);

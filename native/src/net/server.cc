@@ -81,8 +81,7 @@ StatusOr<uint16_t> Server::Start(const std::string& host, uint16_t port) {
   if (options.num_io_threads == 0 || options.num_handler_threads == 0) {
     return InvalidArgument("num_io_threads and num_handler_threads must be at least 1");
   }
-  max_connections_ =
-      options.max_connections > 0 ? options.max_connections : ConnectionsPermitted();
+  max_connections_ = options.max_connections > 0 ? options.max_connections : ConnectionsPermitted();
   PERSIA_RETURN_IF_ERROR(state_.poller.Open());
   auto bound = Listen(host, port);
   if (!bound.ok()) return bound;
@@ -160,7 +159,7 @@ void Server::OnAcceptFailed(int error) {
   std::shared_ptr<Connection> oldest;
   {
     const std::lock_guard lock(mutex_);
-    if (!unproven_.empty()) oldest = connections_[unproven_.begin()->first];
+    if (!unproven_.empty()) oldest = connections_.at(unproven_.begin()->first);
     accept_at_ = Clock::now() + kAcceptRetry;
     state_.poller.WakeAt(accept_at_);
   }
@@ -284,7 +283,8 @@ StatusOr<Segments> Server::RunHandler(const Request& request) {
   const TracedBatch batch(request.header.batch);
   const Timed timed(*durations_[request.header.method]);
   try {
-    return state_.handlers[request.header.method](request.body, {request.deadline, request.connection->role()});
+    return state_.handlers[request.header.method](request.body,
+                                                  {request.deadline, request.connection->role()});
   } catch (const std::exception& e) {
     return Internal("method " + std::to_string(request.header.method) + ": " + e.what());
   }

@@ -1,12 +1,19 @@
 #include "net/tls.h"
 
+#include <openssl/bio.h>
 #include <openssl/err.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <climits>
 #include <cstring>
+#include <string_view>
 #include <utility>
 
 #include "net/audit.h"
+#include "net/message.h"
 
 namespace persia::net {
 namespace {
@@ -22,6 +29,49 @@ std::string TakeError() {
 Status CannotUse(const char* what, const std::string& path) {
   return InvalidArgument(std::string("tls: ") + what + " '" + path + "' cannot be used: " +
                          TakeError() + "; give a PEM file that this process may read");
+}
+
+// A socket as OpenSSL sees it. Its own kind would raise SIGPIPE where the peer has gone.
+int FdOf(BIO* bio) { return static_cast<int>(reinterpret_cast<intptr_t>(BIO_get_data(bio))); }
+
+int Moved(BIO* bio, ssize_t bytes, int retry_flag) {
+  BIO_clear_retry_flags(bio);
+  if (bytes < 0 && (errno == EAGAIN || errno == EINTR)) {
+    BIO_set_flags(bio, retry_flag | BIO_FLAGS_SHOULD_RETRY);
+  }
+  return static_cast<int>(bytes);
+}
+
+int BioWrite(BIO* bio, const char* from, int size) {
+  const ssize_t sent =
+      ::send(FdOf(bio), from, static_cast<size_t>(size), MSG_NOSIGNAL | MSG_DONTWAIT);
+  return Moved(bio, sent, BIO_FLAGS_WRITE);
+}
+
+int BioRead(BIO* bio, char* to, int size) {
+  const ssize_t received = ::recv(FdOf(bio), to, static_cast<size_t>(size), MSG_DONTWAIT);
+  if (received == 0) BIO_set_flags(bio, BIO_FLAGS_IN_EOF);
+  return Moved(bio, received, BIO_FLAGS_READ);
+}
+
+long BioControl(BIO* bio, int command, long, void*) {
+  if (command == BIO_CTRL_EOF) return BIO_test_flags(bio, BIO_FLAGS_IN_EOF) != 0 ? 1 : 0;
+  return command == BIO_CTRL_FLUSH ? 1 : 0;
+}
+
+BIO_METHOD* SocketMethod() {
+  static BIO_METHOD* const method = [] {
+    BIO_METHOD* made = BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "persia socket");
+    BIO_meth_set_write(made, &BioWrite);
+    BIO_meth_set_read(made, &BioRead);
+    BIO_meth_set_ctrl(made, &BioControl);
+    BIO_meth_set_create(made, [](BIO* bio) {
+      BIO_set_init(bio, 1);
+      return 1;
+    });
+    return made;
+  }();
+  return method;
 }
 
 }  // namespace
@@ -46,6 +96,8 @@ StatusOr<std::shared_ptr<SSL_CTX>> TlsFiles::Read() const {
   // Frames are gathered again after a blocked write, at another address.
   SSL_CTX_set_mode(context.get(),
                    SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
+  // Frames have their lengths: an end of the stream that is cut off is noticed.
+  SSL_CTX_set_options(context.get(), SSL_OP_IGNORE_UNEXPECTED_EOF);
   // Connections are few and long: tickets would only be written and kept.
   SSL_CTX_set_session_cache_mode(context.get(), SSL_SESS_CACHE_OFF);
   SSL_CTX_set_num_tickets(context.get(), 0);
@@ -80,6 +132,105 @@ std::shared_ptr<SSL_CTX> TlsFiles::Context() {
     WarnOperator(fresh.status().message() + "; the certificate read before is used");
   }
   return context_;
+}
+
+// ---- a stream
+
+TlsStream::TlsStream(std::shared_ptr<SSL_CTX> context, int fd, Side side)
+    : fd_(fd), ssl_(SSL_new(context.get()), &SSL_free) {
+  BIO* socket = BIO_new(SocketMethod());
+  BIO_set_data(socket, reinterpret_cast<void*>(static_cast<intptr_t>(fd)));
+  SSL_set_bio(ssl_.get(), socket, socket);
+  if (side == Side::kServer) {
+    SSL_set_accept_state(ssl_.get());
+  } else {
+    SSL_set_connect_state(ssl_.get());
+  }
+}
+
+ssize_t TlsStream::Read(std::byte* to, size_t size_bytes) {
+  const std::lock_guard lock(mutex_);
+  if (BeginsPlain()) return -1;
+  ERR_clear_error();
+  const int size = static_cast<int>(std::min<size_t>(size_bytes, INT_MAX));
+  const ssize_t received = Result(SSL_read(ssl_.get(), to, size));
+  if (received > 0) has_read_ = true;
+  return received;
+}
+
+ssize_t TlsStream::Write(const std::byte* from, size_t size_bytes) {
+  const std::lock_guard lock(mutex_);
+  ERR_clear_error();
+  const int size = static_cast<int>(std::min<size_t>(size_bytes, INT_MAX));
+  return Result(SSL_write(ssl_.get(), from, size));
+}
+
+ssize_t TlsStream::Handshake() {
+  const std::lock_guard lock(mutex_);
+  ERR_clear_error();
+  return Result(SSL_do_handshake(ssl_.get()));
+}
+
+// With mutex_ held. A client without TLS is told so in a frame that it can read.
+bool TlsStream::BeginsPlain() {
+  if (checked_begin_) return false;
+  uint32_t begin = 0;
+  const ssize_t peeked = ::recv(fd_, &begin, sizeof(begin), MSG_PEEK | MSG_DONTWAIT);
+  checked_begin_ = peeked > 0;
+  if (peeked != sizeof(begin) || begin != kMagic) return false;
+  peer_is_plain_ = true;
+  error_ = "it does not use TLS";
+  errno = EPROTO;
+  return true;
+}
+
+// With mutex_ held.
+ssize_t TlsStream::Result(int done) {
+  if (done > 0) return done;
+  switch (SSL_get_error(ssl_.get(), done)) {
+    case SSL_ERROR_ZERO_RETURN: return 0;
+    case SSL_ERROR_WANT_READ:
+    case SSL_ERROR_WANT_WRITE: errno = EAGAIN; return -1;
+    case SSL_ERROR_SYSCALL: return -1;  // errno is the socket's
+    default:
+      // The certificate's fault says more than "certificate verify failed".
+      const long verified = SSL_get_verify_result(ssl_.get());
+      error_ = TakeError();
+      if (verified != X509_V_OK) {
+        error_ += std::string(": ") + X509_verify_cert_error_string(verified);
+      }
+      errno = EPROTO;
+      return -1;
+  }
+}
+
+bool TlsStream::HasPending() {
+  const std::lock_guard lock(mutex_);
+  return SSL_pending(ssl_.get()) > 0;
+}
+
+bool TlsStream::HasRead() {
+  const std::lock_guard lock(mutex_);
+  return has_read_;
+}
+
+bool TlsStream::PeerIsPlain() {
+  const std::lock_guard lock(mutex_);
+  return peer_is_plain_;
+}
+
+std::string TlsStream::Error() {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+ChannelBinding TlsStream::Binding() {
+  constexpr std::string_view kLabel = "EXPORTER-Channel-Binding";  // RFC 9266
+  const std::lock_guard lock(mutex_);
+  ChannelBinding binding = {};
+  SSL_export_keying_material(ssl_.get(), reinterpret_cast<unsigned char*>(binding.data()),
+                             binding.size(), kLabel.data(), kLabel.size(), nullptr, 0, 0);
+  return binding;
 }
 
 }  // namespace persia::net

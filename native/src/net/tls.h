@@ -5,6 +5,7 @@
 #pragma once
 
 #include <openssl/ssl.h>
+#include <sys/types.h>
 
 #include <array>
 #include <cstddef>
@@ -39,6 +40,49 @@ class TlsFiles {
   std::mutex mutex_;                        // guards what follows
   std::shared_ptr<SSL_CTX> context_;
   Stamp stamp_;
+};
+
+// A value that both ends of a TLS connection know, and no other connection has; zeros without TLS.
+using ChannelBinding = std::array<std::byte, 32>;
+
+// TLS over one socket that does not block. Read and Write are like recv and send: the bytes moved,
+// 0 at the end of the stream, or -1 with errno, EAGAIN when the socket is to be waited for. The
+// handshake takes place within them.
+//
+// Thread-safe: one thread may read while another writes.
+class TlsStream {
+ public:
+  enum class Side { kClient, kServer };
+
+  // `fd` must stay open as long as the stream.
+  TlsStream(std::shared_ptr<SSL_CTX> context, int fd, Side side);
+
+  ssize_t Read(std::byte* to, size_t size_bytes);
+  // A blocked write is repeated with the same bytes, at any address.
+  ssize_t Write(const std::byte* from, size_t size_bytes);
+  // The client's, before its first write: 1 when it is done, else as above.
+  ssize_t Handshake();
+  // Bytes have been decrypted and not read: the socket will not tell of them.
+  bool HasPending();
+  // Both ends have shown what they have to, and bytes have come.
+  bool HasRead();
+  // The other end has begun with a frame instead of TLS.
+  bool PeerIsPlain();
+  // What OpenSSL says has gone wrong; empty where it was the socket.
+  std::string Error();
+  ChannelBinding Binding();
+
+ private:
+  bool BeginsPlain();
+  ssize_t Result(int done);
+
+  const int fd_;
+  std::mutex mutex_;  // guards what follows
+  const std::unique_ptr<SSL, decltype(&SSL_free)> ssl_;
+  std::string error_;
+  bool checked_begin_ = false;  // for a frame instead of TLS
+  bool peer_is_plain_ = false;
+  bool has_read_ = false;
 };
 
 }  // namespace persia::net

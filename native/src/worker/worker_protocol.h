@@ -76,9 +76,7 @@ inline constexpr Method<BatchKey, Empty> kReleaseReference{
     {36, "ReleaseReference", {Role::kTrainer}}};
 // Rows per parameter server.
 inline constexpr Method<Empty, std::vector<uint64_t>> kCountEmbeddings{
-    {37,
-     "CountEmbeddings",
-     {Role::kTrainer, Role::kInference, Role::kMonitor, Role::kAdmin}}};
+    {37, "CountEmbeddings", {Role::kTrainer, Role::kInference, Role::kMonitor, Role::kAdmin}}};
 inline constexpr Method<Empty, Empty> kClearEmbeddings{
     {38, "ClearEmbeddings", {Role::kTrainer, Role::kAdmin}, true}};
 // The body of SetRows, with signs of all servers: the worker routes them.

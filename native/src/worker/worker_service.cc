@@ -39,18 +39,18 @@ StatusOr<Buffer> LookupAs(const LookupOptions& options, Lookup lookup) {
 
 template <typename Request, typename Reply, typename Function>
 void WorkerService::Register(const Method<Request, Reply>& method, Function handle) {
-  rpc_.Handle(method, net::MakeHandler(method,
-                                       [handle = std::move(handle)](
-                                           const Request& request,
-                                           const net::CallContext& context) -> Result<Reply> {
-                                         const Deadline deadline = ShortenDeadline(context.deadline);
-                                         if constexpr (std::is_invocable_v<Function, const Request&,
-                                                                           Deadline, Role>) {
-                                           return handle(request, deadline, context.caller);
-                                         } else {
-                                           return handle(request, deadline);
-                                         }
-                                       }));
+  rpc_.Handle(method,
+              net::MakeHandler(
+                  method,
+                  [handle = std::move(handle)](const Request& request,
+                                               const net::CallContext& context) -> Result<Reply> {
+                    const Deadline deadline = ShortenDeadline(context.deadline);
+                    if constexpr (std::is_invocable_v<Function, const Request&, Deadline, Role>) {
+                      return handle(request, deadline, context.caller);
+                    } else {
+                      return handle(request, deadline);
+                    }
+                  }));
 }
 
 WorkerService::WorkerService(std::shared_ptr<EmbeddingWorker> worker, net::ServerOptions options)
@@ -63,18 +63,20 @@ WorkerService::WorkerService(std::shared_ptr<EmbeddingWorker> worker, net::Serve
       return worker_->Lookup(request.key, requires_grad, deadline, request.options.slots);
     });
   });
-  Register(kLookupDirect, [this](const LookupDirectRequest& request, Deadline deadline,
-                                 Role caller) -> StatusOr<Buffer> {
-    if (caller == Role::kInference && request.options.requires_grad != 0) {
-      return PermissionDenied(
-          "role 'inference' may not look up with requires_grad, which inserts rows; it needs "
-          "trainer");
-    }
-    return LookupAs(request.options, [&](bool requires_grad) {
-      return worker_->LookupDirect(request.id_features, requires_grad, deadline,
-                                   request.options.slots);
-    });
-  });
+  Register(
+      kLookupDirect,
+      [this](const LookupDirectRequest& request, Deadline deadline,
+             Role caller) -> StatusOr<Buffer> {
+        if (caller == Role::kInference && request.options.requires_grad != 0) {
+          return PermissionDenied(
+              "role 'inference' may not look up with requires_grad, which inserts rows; it needs "
+              "trainer");
+        }
+        return LookupAs(request.options, [&](bool requires_grad) {
+          return worker_->LookupDirect(request.id_features, requires_grad, deadline,
+                                       request.options.slots);
+        });
+      });
   Register(kReturnGradients, [this](const GradientsRequest& request, Deadline deadline) {
     return worker_->ReturnGradients(request.key, request.scale, request.gradients, deadline);
   });
