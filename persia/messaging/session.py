@@ -325,8 +325,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
                 break
         task.cancel()
         await asyncio.wait({task})
-        with contextlib.suppress(NatsError, OSError):
-            await self._client.close()  # the socket of the last attempt
+        await self._disconnect()  # closes the socket of the last attempt
         raise self._denied or UnavailableError(
             f"no NATS server at {self._address} after {deadline_s:g} s ({self._last_error}): "
             "start one with `persia-launcher nats-server`, or correct PERSIA_NATS_URL"
@@ -425,7 +424,11 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         self._refusal.set()
         if self._is_admitted:  # else `connect` reports it
             get_default_logger().error("%s", self._denied)
-            self._shutdown_task = asyncio.ensure_future(self._client.close())
+            self._end = asyncio.ensure_future(self._disconnect())  # kept: the loop holds tasks weakly
+
+    async def _disconnect(self) -> None:
+        with contextlib.suppress(NatsError, OSError):  # the broker has closed the connection, perhaps
+            await self._client.close()
 
     async def _on_disconnected(self) -> None:
         self._cancel_loss_report()
