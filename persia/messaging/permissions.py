@@ -21,6 +21,7 @@ from persia.security.secret import ADMIN, INFERENCE, JOB, LOADER, MONITOR, ROLES
 
 _JOB = "persia.*"
 _IDS, _BATCHES, _ENDS = f"{_JOB}.ids.*", f"{_JOB}.batch.*", f"{_JOB}.end.*"
+_POSITIONS, _TAKEN = f"{_JOB}.position.*", f"{_JOB}.taken.*"
 _CHECKPOINTS, _TRAINING_DUMP = f"{_JOB}.checkpoint.*", f"{_JOB}.checkpoint.training"
 # A replica answers within the deadline of the request; the broker forgets a question after this time.
 _REPLY_WITHIN = "10m"
@@ -37,8 +38,16 @@ def _who(*services: str) -> list[str]:
 # Asking who is there is open to every role: `_who("*")` is added to each.
 _PUBLISH: Mapping[str, list[str]] = {
     # With PERSIA_EMBEDDED the training process is also the embedding worker, and its loaders may be threads.
-    TRAINER: [*_advertise(NN_WORKER, EMBEDDING_WORKER, DATA_LOADER), _IDS, _BATCHES, _ENDS, _CHECKPOINTS],
-    LOADER: [*_advertise(DATA_LOADER), _IDS, _BATCHES, _ENDS],
+    TRAINER: [
+        *_advertise(NN_WORKER, EMBEDDING_WORKER, DATA_LOADER),
+        _IDS,
+        _BATCHES,
+        _ENDS,
+        _POSITIONS,
+        _TAKEN,
+        _CHECKPOINTS,
+    ],
+    LOADER: [*_advertise(DATA_LOADER), _IDS, _BATCHES, _ENDS, _POSITIONS],
     WORKER: _advertise(EMBEDDING_WORKER),
     SERVER: _advertise(EMBEDDING_PARAMETER_SERVER),
     INFERENCE: _advertise(SERVING),
@@ -52,6 +61,8 @@ _SUBSCRIBE: Mapping[str, list[str]] = {
         _IDS,
         _BATCHES,
         _ENDS,
+        _POSITIONS,
+        _TAKEN,
         _TRAINING_DUMP,
     ],
     LOADER: [*_who(DATA_LOADER), *_advertise(NN_WORKER, EMBEDDING_WORKER)],

@@ -39,8 +39,8 @@ PUBLISH = {
         "ids.0",
         "batch.0",
     }
-    | {"end.0", "checkpoint.0", "checkpoint.training"},
-    LOADER: {"advertise.data-loader", "ids.0", "batch.0", "end.0"},
+    | {"end.0", "position.0", "taken.0", "checkpoint.0", "checkpoint.training"},
+    LOADER: {"advertise.data-loader", "ids.0", "batch.0", "end.0", "position.0"},
     WORKER: {"advertise.embedding-worker"},
     SERVER: {"advertise.embedding-parameter-server"},
     INFERENCE: {"advertise.serving"},
@@ -50,7 +50,7 @@ PUBLISH = {
 SUBSCRIBE = {
     TRAINER: {f"advertise.{service}" for service in SERVICES}
     | {"who.nn-worker", "who.embedding-worker", "who.data-loader", "ids.0", "batch.0", "end.0"}
-    | {"checkpoint.training"},
+    | {"position.0", "taken.0", "checkpoint.training"},
     LOADER: {"who.data-loader", "advertise.nn-worker", "advertise.embedding-worker"},
     WORKER: {"who.embedding-worker", "advertise.embedding-worker", "ids.0"}
     | {"advertise.embedding-parameter-server"},
@@ -62,7 +62,7 @@ SUBSCRIBE = {
 SUBJECTS = [
     *WHO,
     *(f"advertise.{service}" for service in SERVICES),
-    *("ids.0", "batch.0", "end.0", "checkpoint.0", "checkpoint.training", "other"),
+    *("ids.0", "batch.0", "end.0", "position.0", "taken.0", "checkpoint.0", "checkpoint.training", "other"),
 ]
 
 
