@@ -55,6 +55,9 @@ def set_tls(certificate: str, key: str, ca: str) -> None:
     """TLS 1.3 with certificates of both ends on RPC connections of servers and channels made later. Paths
     of PEM files; new connections read them again when they have changed."""
 
+def clear_security() -> None:
+    """Forgets identity and TLS: servers and channels made later are open. For tests that share a process."""
+
 def take_audit_events() -> list[dict[str, Any]]:
     """Removes and returns what was recorded, the oldest first: time (Unix), peer, role, method, outcome."""
 

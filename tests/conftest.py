@@ -20,6 +20,7 @@ from persia.embedding.optim import SGD
 from persia.logger import get_default_logger
 from persia.messaging.session import NatsSession
 from persia.pipeline.backend import slot_signs
+from persia.security import identity
 from persia.testing import LocalCluster, LocalNats
 
 # Of this run alone: tests must not use, or create, the secret of the user who runs them.
@@ -47,9 +48,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> Generator[None, None, None
 
 @pytest.fixture(autouse=True)
 def process_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives each test a process without a seed and reported values, which are global."""
+    """Gives each test a process without a seed, reported values and a role in a job, which are global."""
     monkeypatch.setattr(utils, "_seed", None)
     monkeypatch.setattr(observability, "_values", {})
+    monkeypatch.setattr(identity, "_installed", None)
+    _native.clear_security()
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ __all__ = ["Signer", "TrustedKeys", "create_key", "signer", "trusted_keys"]
 
 # Says what is signed, so that a signature of this key over anything else is none over a manifest.
 _PURPOSE = b"persia manifest 1\n"
-_ENDING = re.compile(rb',\n "signature": "ed25519:([0-9a-f]{64}):([0-9a-f]{128})"')
-_ENDING_BYTES = len(',\n "signature": "ed25519::"') + 64 + 128
+_ENDING = re.compile(rb',\n "signed_by": "ed25519:([0-9a-f]{64}):([0-9a-f]{128})"')
+_ENDING_BYTES = len(',\n "signed_by": "ed25519::"') + 64 + 128
 _MAX_KEY_BYTES = 64 << 10
 
 
@@ -80,7 +80,7 @@ class Signer:
     def ending(self, body: bytes) -> bytes:
         """What follows `body`, a document without its last brace."""
         signature = self.key.sign(_PURPOSE + body).hex()
-        return f',\n "signature": "ed25519:{self.public_hex}:{signature}"'.encode()
+        return f',\n "signed_by": "ed25519:{self.public_hex}:{signature}"'.encode()
 
 
 def signer() -> Signer | None:

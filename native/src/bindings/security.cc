@@ -73,6 +73,7 @@ py::list TakeAuditEvents() {
 void BindSecurity(py::module_& module) {
   module.def("set_identity", &SetIdentity, py::arg("role"), py::arg("key"), py::arg("accepted"));
   module.def("set_tls", &SetTls, py::arg("certificate"), py::arg("key"), py::arg("ca"));
+  module.def("clear_security", &Security::Clear);
   module.def("take_audit_events", &TakeAuditEvents);
 }
 

@@ -26,4 +26,9 @@ void Security::SetTls(std::shared_ptr<TlsFiles> tls) {
   process_security.tls = std::move(tls);
 }
 
+void Security::Clear() {
+  const std::lock_guard lock(process_mutex);
+  process_security = {};
+}
+
 }  // namespace persia::net

@@ -33,6 +33,8 @@ struct Security {
   static Security OfProcess();
   static void SetIdentity(Identity identity);
   static void SetTls(std::shared_ptr<TlsFiles> tls);
+  // Back to no identity and no TLS, for tests that share a process.
+  static void Clear();
 };
 
 }  // namespace persia::net

@@ -168,7 +168,7 @@ def test_signed_packets_are_bound_to_their_number(tmp_path: Path, monkeypatch: p
     with pytest.raises(CorruptionError, match="is of packet"):
         job.log.read(packet.position)
     values = json.loads(honest)
-    del values["signature"], values["checksum"]
+    del values["signed_by"], values["checksum"]
     paths[1].write_bytes(sealed(values))
     with pytest.raises(UntrustedError, match=f"{packet.position.name}.json is not signed"):
         job.log.read(packet.position)

@@ -95,7 +95,7 @@ def test_unsigned_is_what_it_was(tmp_path: Path) -> None:
     train(bags, num_ids=100)
     checkpoints_of(bags).dump(DumpRequest(tmp_path / "c", dense=FILES))
     assert not list(tmp_path.rglob("*.pages"))
-    assert b'"signature"' not in (tmp_path / "c" / "manifest.json").read_bytes()
+    assert b'"signed_by"' not in (tmp_path / "c" / "manifest.json").read_bytes()
 
 
 def test_a_reader_without_keys_loads_what_is_signed(signed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_a_reader_without_keys_loads_what_is_signed(signed: Path, monkeypatch: p
 def unsign(signed: Path) -> None:
     path = signed / "manifest.json"
     values = json.loads(path.read_bytes())
-    del values["signature"], values["checksum"]
+    del values["signed_by"], values["checksum"]
     path.write_bytes(sealed(values))
 
 
@@ -127,12 +127,12 @@ def change_under_the_signature(signed: Path) -> None:
 
 def claim_the_right_key(signed: Path) -> None:
     """The trusted key's name over the signature of another."""
-    honest = json.loads((signed / "manifest.json").read_bytes())["signature"].split(":")[1]
+    honest = json.loads((signed / "manifest.json").read_bytes())["signed_by"].split(":")[1]
     resign_with_another_key(signed)
     path = signed / "manifest.json"
     values = json.loads(path.read_bytes())
     del values["checksum"]
-    values["signature"] = f"ed25519:{honest}:{values['signature'].split(':')[2]}"
+    values["signed_by"] = f"ed25519:{honest}:{values['signed_by'].split(':')[2]}"
     path.write_bytes(sealed(values))
 
 
