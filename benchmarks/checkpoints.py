@@ -60,6 +60,7 @@ class Training:
         self, cluster: LocalCluster, num_rows: int, dim: int, batch_size: int, with_model: bool
     ) -> None:
         (worker,) = Directory(cluster.session).wait_for(EMBEDDING_WORKER, 30)
+        cluster.join()
         self._client = _native.RemoteClient(1)
         self._client.set_worker(0, worker.address)
         self._client.configure(Adagrad(lr=0.1).train_config(EmbeddingConfig()))

@@ -346,6 +346,23 @@ def get_verify_keys() -> list[str]:
     return [path for path in os.environ.get("PERSIA_VERIFY_KEY", "").split(os.pathsep) if path]
 
 
+def get_job_secret() -> str | None:
+    """`PERSIA_JOB_SECRET`: the job's secret, or a role's credential. Empty counts as unset, as templates of
+    deployments leave variables empty.
+    """
+    return os.environ.get("PERSIA_JOB_SECRET") or None
+
+
+def get_job_secret_file() -> str | None:
+    """`PERSIA_JOB_SECRET_FILE`: a file that holds it."""
+    return os.environ.get("PERSIA_JOB_SECRET_FILE") or None
+
+
+def get_audit_log() -> str | None:
+    """`PERSIA_AUDIT_LOG`: the file of the audit log; None: the log."""
+    return os.environ.get("PERSIA_AUDIT_LOG") or None
+
+
 def trusts_scripts() -> bool:
     """`PERSIA_TRUST_SCRIPTS`: 1 runs the TorchScript of any user."""
     return _flag("PERSIA_TRUST_SCRIPTS")

@@ -21,6 +21,7 @@ from persia.logger import get_default_logger
 from persia.messaging.session import NatsSession
 from persia.pipeline.backend import slot_signs
 from persia.security import identity
+from persia.security.secret import TRAINER, WORKER
 from persia.testing import LocalCluster, LocalNats
 
 # Of this run alone: tests must not use, or create, the secret of the user who runs them.
@@ -111,6 +112,7 @@ def embedding_worker() -> Iterator[Callable[..., str]]:
 
         def start(slots: Mapping[str, Any], rows: Mapping[str, Mapping[int, float]]) -> str:
             config = parse_embedding_config(slots)
+            identity.install(WORKER)  # the caller of the parameter server
             server = _native.ParameterServer(
                 replica_index=0, replica_size=1, capacity=1000, num_internal_shards=1
             )
@@ -123,6 +125,7 @@ def embedding_worker() -> Iterator[Callable[..., str]]:
             worker.set_server(0, f"127.0.0.1:{server.start('127.0.0.1', 0)}")
             address = f"127.0.0.1:{worker.start('127.0.0.1', 0)}"
             stack.callback(worker.stop)
+            identity.install(TRAINER)
             client = _native.RemoteClient(1)
             client.set_worker(0, address)
             client.configure(SGD(lr=1.0).train_config(EmbeddingConfig()))

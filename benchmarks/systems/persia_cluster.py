@@ -58,6 +58,7 @@ class PersiaCluster(System):
             )
         )
         (worker,) = Directory(cluster.session).wait_for(EMBEDDING_WORKER, _START_DEADLINE_S)
+        cluster.join()
         self._client = _native.RemoteClient(1)
         self._client.set_worker(0, worker.address)
         self._client.configure(sparse_optimizer(case.optimizer).train_config(EmbeddingConfig()))

@@ -28,6 +28,8 @@ from persia.launcher.supervisor import ManagedProcess, Supervisor
 from persia.messaging.discovery import Directory
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
+from persia.security import install
+from persia.security.secret import TRAINER
 from persia.utils import dump_yaml
 from persia.waiting import Attempts
 
@@ -114,6 +116,10 @@ class LocalCluster:
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
+
+    def join(self) -> None:
+        """Lets native clients that this process makes from now on call the cluster's embedding workers."""
+        install(TRAINER, self._job_name)
 
     @property
     def env(self) -> dict[str, str]:

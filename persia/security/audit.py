@@ -12,7 +12,7 @@ import threading
 import time
 from datetime import datetime, timezone
 
-from persia import _native
+from persia import _native, env
 from persia.logger import get_default_logger
 
 REFUSED = "refused"
@@ -92,7 +92,7 @@ def _take_turn(second: int) -> int | None:
 
 
 def _write(line: str) -> None:
-    path = os.environ.get("PERSIA_AUDIT_LOG")
+    path = env.get_audit_log()
     try:
         if path:
             # One write of one line, at the end of the file: processes may share it.

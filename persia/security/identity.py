@@ -15,14 +15,15 @@ _lock = threading.Lock()
 _installed: str | None = None  # the role that this process has on the RPC plane
 
 
-def install(role: str) -> None:
-    """Makes this process prove `role` on its RPC connections from now on, and demand as much of its callers.
+def install(role: str, job: str | None = None) -> None:
+    """Makes this process prove `role` of `job` on its RPC connections from now on, and demand as much of its
+    callers. `job` is by default the environment's.
 
     Call it before the first server or channel of the process. Raises ConfigError or PermissionDeniedError if
     the process has no credential for `role`.
     """
     credential = secret.find()
-    job = env.get_job_name()
+    job = job or env.get_job_name()
     global _installed
     with _lock:
         key = credential.key("rpc", job, role)

@@ -14,6 +14,7 @@ import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from persia import env
 from persia.errors import ConfigError, PermissionDeniedError
 
 JOB = "job"  # who holds the whole secret, and may act as any role
@@ -89,8 +90,7 @@ def find() -> Credential:
     The first process creates a missing file. Raises ConfigError for what is no credential, and for a file
     that others can read.
     """
-    # Empty counts as unset: templates of deployments leave variables empty.
-    if text := os.environ.get(_VALUE):
+    if text := env.get_job_secret():
         return parse(text, f"environment variable {_VALUE}")
     path = secret_file()
     try:
@@ -104,7 +104,7 @@ def find() -> Credential:
 
 def secret_file() -> Path:
     """PERSIA_JOB_SECRET_FILE, else persia/job_secret in the user's folder for configuration."""
-    if given := os.environ.get(_FILE):
+    if given := env.get_job_secret_file():
         return Path(given)
     try:
         folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
@@ -134,7 +134,7 @@ def _read(path: Path) -> Credential:
     with path.open("rb") as file:
         mode = os.fstat(file.fileno()).st_mode & 0o777
         # Kubernetes grants a mounted file by its group. The user's own file needs no group.
-        if mode & (0o037 if os.environ.get(_FILE) else 0o077):
+        if mode & (0o037 if env.get_job_secret_file() else 0o077):
             raise ConfigError(
                 f"{path} has mode {mode:04o}, so that others can read or replace the job's secret: "
                 f"chmod 600 {path}, and make a new secret if others may have read it "

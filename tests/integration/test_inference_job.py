@@ -104,6 +104,7 @@ def test_bug_21_servers_answer_from_a_checkpoint_and_change_nothing(
     _, (user,), _ = ctx.prepare_features(ctx.get_embedding_from_bytes(batch.to_bytes()))
     np.testing.assert_array_equal(user.numpy()[:-1], rows)
     assert not user.numpy()[-1].any(), "a miss is zeros"
+    install(TRAINER)  # an inference client would be refused for its role
     client = RemoteClient(1)
     client.set_worker(0, address)
     with pytest.raises(FailedPreconditionError, match="job_type: Infer"):

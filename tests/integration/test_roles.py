@@ -39,6 +39,7 @@ def register(cluster: LocalCluster, payload: bytes) -> FlowReply:
 
 def client_of(cluster: LocalCluster) -> _native.RemoteClient:
     workers = Directory(cluster.session).wait_for(EMBEDDING_WORKER, DEADLINE_S)
+    cluster.join()
     client = _native.RemoteClient(len(workers))
     for worker in workers:
         client.set_worker(worker.index, worker.address)

@@ -37,6 +37,7 @@ def test_servers_train_as_an_embedded_store_does(name: str) -> None:
         parameter_servers=2,
     ) as cluster:
         (worker,) = Directory(cluster.session).wait_for(EMBEDDING_WORKER, TIMEOUT_S)
+        cluster.join()
         client = _native.RemoteClient(1)
         client.set_worker(0, worker.address)
         client.configure(optimizer.train_config(config))

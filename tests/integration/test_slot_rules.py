@@ -69,6 +69,7 @@ class Job:
 
     def __init__(self, cluster: LocalCluster) -> None:
         workers = Directory(cluster.session).wait_for(EMBEDDING_WORKER, TIMEOUT_S)
+        cluster.join()
         self.client = _native.RemoteClient(len(workers))
         for worker in workers:
             self.client.set_worker(worker.index, worker.address)

@@ -40,8 +40,9 @@ def make_batch(num_samples: int) -> PersiaBatch:
 
 def test_the_largest_batch_is_looked_up_and_trained(embedding_worker: Callable[..., str]) -> None:
     values = {number: number / NUM_IDS for number in range(NUM_IDS)}
+    address = embedding_worker(SLOTS, {"pooled": values, "raw": values})
     client = _native.RemoteClient(1)
-    client.set_worker(0, embedding_worker(SLOTS, {"pooled": values, "raw": values}))
+    client.set_worker(0, address)
     model = torch.nn.Linear(1, 1)
     with TrainCtx(
         SGD(lr=1.0),
