@@ -22,6 +22,8 @@ from persia.ctx import InferCtx, TrainCtx
 from persia.embedding.data import IDTypeFeatureWithSingleID, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD
 from persia.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
+from persia.security import install
+from persia.security.secret import TRAINER
 from tests.ports import free_port
 
 from .watching import get
