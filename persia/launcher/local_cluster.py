@@ -117,9 +117,9 @@ class LocalCluster:
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
 
-    def join(self) -> None:
-        """Lets native clients that this process makes from now on call the cluster's embedding workers."""
-        install(TRAINER, self._job_name)
+    def join(self, role: str = TRAINER) -> None:
+        """Gives native clients that this process makes from now on a role in the cluster's job."""
+        install(role, self._job_name)
 
     @property
     def env(self) -> dict[str, str]:

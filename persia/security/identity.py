@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 
 from persia import _native, env
 from persia.security import audit, secret
-from persia.security.secret import ALL_JOBS, INFERENCE, JOB, LOADER, MONITOR, ROLES
+from persia.security.secret import (
+    ALL_JOBS,
+    INFERENCE,
+    JOB,
+    LOADER,
+    MONITOR,
+    ROLES,
+    SERVER,
+    WORKER,
+    Credential,
+)
 
 _lock = threading.Lock()
 _installed: str | None = None  # the role that this process has on the RPC plane
@@ -26,15 +36,21 @@ def install(role: str, job: str | None = None) -> None:
     job = job or env.get_job_name()
     global _installed
     with _lock:
-        key = credential.key("rpc", job, role)
+        key = _rpc_key(credential, job, role)
         # A loader or an InferCtx beside a training must not take the trainer's rights away.
         if role in (LOADER, INFERENCE) and _installed is not None:
             return
         # Every role, not those of this one's servers: a notebook may run servers beside its training.
-        accepted = {one: credential.key("rpc", job, one) for one in ROLES} if credential.role == JOB else {}
+        accepted = {one: _rpc_key(credential, job, one) for one in ROLES} if credential.role == JOB else {}
         _native.set_identity(role, key, accepted)
         _installed = role
-    audit.start()
+    if role in (SERVER, WORKER):  # which others call
+        audit.start()
+
+
+def _rpc_key(credential: Credential, job: str, role: str) -> bytes:
+    # A client of predictions knows addresses of embedding workers, and no job's name. It only reads.
+    return credential.key("rpc", ALL_JOBS if role == INFERENCE else job, role)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -133,7 +134,7 @@ def test_a_rank_that_dumps_for_someone_else_is_asked_again_later(
     dumps.handle(busy.encode())
     session = make_session("rank 0")
     session.respond(session.subjects.training_dump, dumps.handle)
-    env = {"PERSIA_NATS_URL": nats_server.url, "PERSIA_JOB_NAME": job_name}
+    env = {**os.environ, "PERSIA_NATS_URL": nats_server.url, "PERSIA_JOB_NAME": job_name}
     refused = launcher(env, "dump", str(tmp_path), "--with-dense")
     assert (refused.returncode, "rank 0 is busy with earlier" in refused.stderr) == (75, True)
 
@@ -145,7 +146,7 @@ def test_a_dump_that_is_ended_by_a_signal_is_taken_back(
     dumps = TrainingDumps(lambda directory, in_place: written.append(directory))
     session = make_session("rank 0")
     session.respond(session.subjects.training_dump, dumps.handle)
-    env = {"PERSIA_NATS_URL": nats_server.url, "PERSIA_JOB_NAME": job_name}
+    env = {**os.environ, "PERSIA_NATS_URL": nats_server.url, "PERSIA_JOB_NAME": job_name}
     command = [sys.executable, "-m", "persia.launcher", "checkpoint", "dump", str(tmp_path)]
     with subprocess.Popen([*command, "--with-dense", "--hold=60"], env=env) as asking:
         deadline = time.monotonic() + 60

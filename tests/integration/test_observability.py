@@ -24,6 +24,7 @@ from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORK
 from persia.observability.health import HealthService
 from persia.observability.http import HttpPort
 from persia.observability.status import find_processes
+from persia.security.secret import WORKER
 from persia.testing import LocalCluster
 from tests.ports import free_port
 
@@ -205,7 +206,7 @@ def test_the_grpc_health_service_says_ready_and_configured(local_cluster):
         assert not health.is_serving("configured")
         (server,) = Directory(cluster.session).wait_for(EMBEDDING_PARAMETER_SERVER, DEADLINE_S)
         assert server.status_address == ""  # --metrics-port=off
-        configure(server.address)
+        configure(cluster, server.address)
         wait_until(lambda: health.is_serving("configured"), "configured")
         watch = health.watch()
         assert next(watch)
@@ -242,12 +243,14 @@ def test_a_job_that_is_not_there_is_named(local_cluster, command):
     assert "--targets" in command or "'elsewhere'" in result.stderr
 
 
-def configure(server_address: str) -> None:
+def configure(cluster: Any, server_address: str) -> None:
     """As a job does: through an embedding worker."""
+    cluster.join(WORKER)
     worker = _native.EmbeddingWorker(
         slots=[_native.SlotConfig(name="user", dim=8)], feature_index_prefix_bit=8, num_servers=1
     )
     worker.set_server(0, server_address)
+    cluster.join()
     client = _native.RemoteClient(1)
     client.set_worker(0, f"127.0.0.1:{worker.start('127.0.0.1', 0)}")
     client.configure(_native.TrainConfig(optimizer="sgd", lr=1.0))
