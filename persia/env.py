@@ -358,6 +358,11 @@ def get_job_secret_file() -> str | None:
     return os.environ.get("PERSIA_JOB_SECRET_FILE") or None
 
 
+def get_tls_dir() -> str | None:
+    """`PERSIA_TLS_DIR`: the folder with tls.crt, tls.key and ca.crt; None: RPC is not encrypted."""
+    return os.environ.get("PERSIA_TLS_DIR") or None
+
+
 def get_audit_log() -> str | None:
     """`PERSIA_AUDIT_LOG`: the file of the audit log; None: the log."""
     return os.environ.get("PERSIA_AUDIT_LOG") or None

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from persia import _native, env
 from persia.security import audit, secret
@@ -30,7 +31,7 @@ def install(role: str, job: str | None = None) -> None:
     callers. `job` is by default the environment's.
 
     Call it before the first server or channel of the process. Raises ConfigError or PermissionDeniedError if
-    the process has no credential for `role`.
+    the process has no credential for `role`, InvalidArgumentError for unusable files of `PERSIA_TLS_DIR`.
     """
     credential = secret.find()
     job = job or env.get_job_name()
@@ -43,6 +44,9 @@ def install(role: str, job: str | None = None) -> None:
         # Every role, not those of this one's servers: a notebook may run servers beside its training.
         accepted = {one: _rpc_key(credential, job, one) for one in ROLES} if credential.role == JOB else {}
         _native.set_identity(role, key, accepted)
+        if folder := env.get_tls_dir():
+            # The names that Kubernetes gives them in a Secret of type kubernetes.io/tls.
+            _native.set_tls(*(str(Path(folder, name)) for name in ("tls.crt", "tls.key", "ca.crt")))
         _installed = role
     if role in (SERVER, WORKER):  # which others call
         audit.start()
