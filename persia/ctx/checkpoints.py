@@ -313,13 +313,25 @@ class TrainingCheckpointMethods(CheckpointMethods):
 
     def _dump(self, *args: Any, **options: Any) -> None:
         if self.rank == 0:
-            if self._rows_guard is not None:
-                self._rows_guard.check()  # a good checkpoint must not be replaced by one without these rows
+            if not self._may_dump(options.get("on_failure")):
+                return
             if options.get("step") is None:
                 options["step"] = self.step
             self._pipeline.wait_for_gradients()  # before the others are asked: they wait for theirs meanwhile
             options |= {"optimizer": described(self.embedding_optimizer), "trained": self._position()}
             super()._dump(*args, **options)
+
+    def _may_dump(self, on_failure: Callable[[PersiaError], None] | None) -> bool:
+        """False: a server does not answer, which `on_failure` was told. Raises RowsLostError."""
+        try:
+            if self._rows_guard is not None:
+                self._rows_guard.check()  # a good checkpoint must not be replaced by one without these rows
+        except (UnavailableError, DeadlineExceededError) as failure:
+            if on_failure is None:
+                raise
+            on_failure(failure)
+            return False
+        return True
 
     def _dump_failed(self, failure: PersiaError) -> None:
         self._pipeline.counters.add(dumps_failed=1)

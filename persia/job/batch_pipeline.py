@@ -62,6 +62,7 @@ class BatchPipeline:
         self._stream: StreamReceiver | None = None
         self._step: Callable[[], int] = lambda: 0
         self.trained = DataPosition()  # when this run began
+        self.check_rows: Callable[[], None] = lambda: None  # raises RowsLostError
 
     @property
     def training(self) -> bool:
@@ -124,7 +125,11 @@ class BatchPipeline:
         embedding_staleness: int | None,
         reproducible: bool,
     ) -> Prefetcher:
-        """Begins to look batches up ahead of the loop. This pipeline closes the prefetcher when it ends."""
+        """Begins to look batches up ahead of the loop. This pipeline closes the prefetcher when it ends.
+
+        RowsLostError: rows were lost before; `fail` raises what is lost from here on.
+        """
+        self.check_rows()  # first: after an error a script may load a checkpoint, and begin again
         stages = self._stages(embedding_staleness)
         loose = [stage.mode for stage in stages if stage.mode.bound != 1]
         if reproducible and embedding_staleness == 1 and loose:
@@ -146,6 +151,10 @@ class BatchPipeline:
         )
         # For `close`, `fail` and the metrics: a loop may be left with `break`, and its iterator kept.
         self._prefetchers.append(prefetcher)
+        try:
+            self.check_rows()
+        except PersiaError as failure:  # since the check above
+            prefetcher.fail(failure)
         return prefetcher
 
     def end_prefetch(self, prefetcher: Prefetcher, deadline_s: float = _CLOSE_DEADLINE_S) -> None:
@@ -155,7 +164,8 @@ class BatchPipeline:
             self._prefetchers.remove(prefetcher)
 
     def look_up(self, batch: PersiaBatch, device: torch.device | None) -> PersiaTrainingBatch:
-        """Looks one batch up, now."""
+        """Looks one batch up, now. RowsLostError: rows are lost."""
+        self.check_rows()
         self.count_received()
         service = self._lookup_service(self._stages(None), device, ahead=False)
         return service.look_up(pending_from(batch, 0), lambda: None)
@@ -195,7 +205,8 @@ class BatchPipeline:
     def _bounds(self) -> tuple[int, ...] | None:
         assert self._stream is not None, "asked for a position of it"
         # The bounds first, see Prefetcher.next.
-        return self._stream.inbox.bounds(held for ahead in list(self._prefetchers) for held in ahead.held)
+        stream = self._stream
+        return stream.inbox.bounds(held for ahead in list(self._prefetchers) for held in ahead.held(stream))
 
     def _on_taken(self, payload: bytes) -> bytes:
         """Answers `position` of rank 0, which waits between two steps."""

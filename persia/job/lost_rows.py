@@ -52,7 +52,11 @@ class RowsGuard:
     def check(self) -> None:
         """Raises RowsLostError when rows are missing on a server."""
         self._look()  # the event of a restart may be on its way
-        for server in self._lost.values():
+        self.raise_known()
+
+    def raise_known(self) -> None:
+        """As `check`, without asking the servers."""
+        for server in list(self._lost.values()):
             raise _error(server)
 
     def loaded(self) -> None:
