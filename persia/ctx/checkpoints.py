@@ -350,6 +350,7 @@ class TrainingCheckpointMethods(CheckpointMethods):
             return None
 
     def _load_embeddings(self, source: Source, *, blocking: bool = True, **options: Any) -> None:
+        missing = [] if self._rows_guard is None else self._rows_guard.missing()
         config = self.embedding_optimizer.train_config(self.embedding_config).encode()
         self._pipeline.wait_for_gradients()  # of every rank, not of rank 0 alone
         options |= {"train_config": config, "blocking": blocking and self.world_size == 1}
@@ -357,7 +358,7 @@ class TrainingCheckpointMethods(CheckpointMethods):
         if blocking:
             self.wait_for_load_embedding()
         if self._rows_guard is not None:
-            self._rows_guard.loaded()
+            self._rows_guard.loaded(missing)
 
     def _on_rank_0(self, work: Callable[[], None]) -> None:
         if self.world_size > 1:

@@ -6,7 +6,7 @@ gone, unless it has recovered them from its storage tier.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 
 from persia import env
@@ -59,10 +59,17 @@ class RowsGuard:
         for server in list(self._lost.values()):
             raise _error(server)
 
-    def loaded(self) -> None:
-        """All rows were loaded from a checkpoint: none are missing."""
+    def missing(self) -> list[ServiceInfo]:
+        """The servers without their rows, for `loaded` after a load that begins now."""
         self._look()
-        self._lost.clear()
+        return list(self._lost.values())
+
+    def loaded(self, missing: Iterable[ServiceInfo]) -> None:
+        """A load has replaced the rows of `missing`. Those of a server that restarted during it are lost."""
+        self._look()
+        for server in missing:
+            if self._lost.get(server.index) is server:
+                del self._lost[server.index]
 
     def close(self) -> None:
         self._watch.close()

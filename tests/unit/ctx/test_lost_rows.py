@@ -36,29 +36,45 @@ def ctx(model: torch.nn.Module) -> Iterator[TrainCtx]:
         yield ctx
 
 
+def start(session: LocalSession, incarnation: int) -> Advertiser:
+    role = EMBEDDING_PARAMETER_SERVER
+    server = Advertiser(session, ServiceInfo(role=role, index=0, replicas=1, incarnation=incarnation))
+    server.start()
+    return server
+
+
 def test_rows_that_are_lost_outside_of_a_loop_are_raised_by_the_next(
     ctx: TrainCtx, make_dataset: Any, new_batch: Callable[[int], Any]
 ) -> None:
     session = LocalSession(LocalBroker(), name="test")
-
-    def start(incarnation: int) -> Advertiser:
-        role = EMBEDDING_PARAMETER_SERVER
-        server = Advertiser(session, ServiceInfo(role=role, index=0, replicas=1, incarnation=incarnation))
-        server.start()
-        return server
-
-    first = start(1)
+    first = start(session, 1)
     guard = RowsGuard(Directory(session), OnLostRows.RAISE, ctx._pipeline.fail)
     ctx._pipeline.check_rows = guard.raise_known
     assert len(list(DataLoader(make_dataset(2)))) == 2
     first.stop()
-    start(2)
+    start(session, 2)
     with pytest.raises(RowsLostError):
         list(DataLoader(make_dataset(2)))
     with pytest.raises(RowsLostError):
         ctx.get_embedding_from_data(new_batch(1))
-    guard.loaded()
+    guard.loaded(guard.missing())
     assert len(list(DataLoader(make_dataset(2)))) == 2
+
+
+def test_rows_that_are_lost_during_a_load_stay_lost() -> None:
+    session = LocalSession(LocalBroker(), name="test")
+    first = start(session, 1)
+    guard = RowsGuard(Directory(session), OnLostRows.RAISE, lambda _: None)
+    first.stop()
+    second = start(session, 2)
+    missing = guard.missing()
+    second.stop()
+    start(session, 3)
+    guard.loaded(missing)
+    with pytest.raises(RowsLostError):
+        guard.check()
+    guard.loaded(guard.missing())
+    guard.check()
 
 
 def test_a_dump_that_is_logged_survives_servers_that_do_not_answer(ctx: TrainCtx, tmp_path: Path) -> None:
