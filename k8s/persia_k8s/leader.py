@@ -19,6 +19,7 @@ from persia_k8s.cluster import Cluster, ClusterError
 _DURATION_S = 15
 _RENEW_S = 3.0
 _GIVE_UP_S = 10.0  # before others may take the lease: two operators would answer the same failure twice
+_CHECK_S = 0.5
 
 
 class Leadership:
@@ -29,21 +30,24 @@ class Leadership:
         self._place = (namespace, name)
         self._identity = f"{socket.gethostname()}_{os.getpid()}"
         self._seen: tuple[Any, float] = (None, 0.0)  # the holder's last renewal, and when it was seen here
+        self._renewed_at = 0.0  # begin of the last request that renewed it
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._guard = threading.Thread(target=self._end_when_lost, name="lease-guard", daemon=True)
 
     def acquire(self, liveness_port: int) -> None:
         """Waits for the lease; answers liveness probes meanwhile. SIGTERM ends the process with 0."""
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         standby = _answer_probes(liveness_port)
         logging.info("waiting for lease %s as %s", "/".join(self._place), self._identity)
-        while not self._try():
+        while not self._renew():
             time.sleep(_RENEW_S)
         logging.info("lease acquired")
         if standby is not None:
             standby.shutdown()
             standby.server_close()
         self._thread.start()
+        self._guard.start()
 
     def release(self) -> None:
         """Lets another operator begin at once."""
@@ -89,12 +93,22 @@ class Leadership:
             }
         return {**lease, "spec": {**lease["spec"], **spec}}
 
+    def _renew(self) -> bool:
+        # Others count from the renewal that they see, which may be older than the answer to it.
+        begun = time.monotonic()
+        if not self._try():
+            return False
+        self._renewed_at = begun
+        return True
+
     def _keep(self) -> None:
-        renewed = time.monotonic()
         while not self._stop.wait(_RENEW_S):
-            if self._try():
-                renewed = time.monotonic()
-            elif time.monotonic() - renewed > _GIVE_UP_S:
+            self._renew()
+
+    def _end_when_lost(self) -> None:
+        # On a thread of its own: a request that renews may hang for longer than the lease lasts.
+        while not self._stop.wait(_CHECK_S):
+            if time.monotonic() - self._renewed_at > _GIVE_UP_S:
                 logging.error("lease %s is lost: the operator ends, and another works", "/".join(self._place))
                 # At once: passes may be interrupted at any moment, but must not continue beside another's.
                 os._exit(1)

@@ -194,11 +194,11 @@ class Operator:
         # Once for each spec that is accepted: it costs two requests for each role. A suspended job may be
         # waiting for the very quota that would refuse it.
         is_checked = before.checked_generation == job.generation
-        if not is_checked and not before.phase.is_final and not job.spec.suspend:
+        if not is_checked and not plan.status.phase.is_final and not job.spec.suspend:
             refusals = self._try_out(job, before)
             plan.status = replace(plan.status, checked_generation=0 if refusals else job.generation)
         if refusals and not before.start_time:
-            plan = Plan(status=replace(before, observed_generation=job.generation))
+            plan = Plan(status=replace(before, observed_generation=job.generation), due_s=plan.due_s)
         else:
             refusals += self._carry_out(job, plan)
         take_refusals(job, before, observed, self._images, now, plan, refusals)

@@ -313,13 +313,25 @@ class TrainingCheckpointMethods(CheckpointMethods):
 
     def _dump(self, *args: Any, **options: Any) -> None:
         if self.rank == 0:
-            if self._rows_guard is not None:
-                self._rows_guard.check()  # a good checkpoint must not be replaced by one without these rows
+            if not self._may_dump(options.get("on_failure")):
+                return
             if options.get("step") is None:
                 options["step"] = self.step
             self._pipeline.wait_for_gradients()  # before the others are asked: they wait for theirs meanwhile
             options |= {"optimizer": described(self.embedding_optimizer), "trained": self._position()}
             super()._dump(*args, **options)
+
+    def _may_dump(self, on_failure: Callable[[PersiaError], None] | None) -> bool:
+        """False: a server does not answer, which `on_failure` was told. Raises RowsLostError."""
+        try:
+            if self._rows_guard is not None:
+                self._rows_guard.check()  # a good checkpoint must not be replaced by one without these rows
+        except (UnavailableError, DeadlineExceededError) as failure:
+            if on_failure is None:
+                raise
+            on_failure(failure)
+            return False
+        return True
 
     def _dump_failed(self, failure: PersiaError) -> None:
         self._pipeline.counters.add(dumps_failed=1)
@@ -338,6 +350,7 @@ class TrainingCheckpointMethods(CheckpointMethods):
             return None
 
     def _load_embeddings(self, source: Source, *, blocking: bool = True, **options: Any) -> None:
+        missing = [] if self._rows_guard is None else self._rows_guard.missing()
         config = self.embedding_optimizer.train_config(self.embedding_config).encode()
         self._pipeline.wait_for_gradients()  # of every rank, not of rank 0 alone
         options |= {"train_config": config, "blocking": blocking and self.world_size == 1}
@@ -345,7 +358,7 @@ class TrainingCheckpointMethods(CheckpointMethods):
         if blocking:
             self.wait_for_load_embedding()
         if self._rows_guard is not None:
-            self._rows_guard.loaded()
+            self._rows_guard.loaded(missing)
 
     def _on_rank_0(self, work: Callable[[], None]) -> None:
         if self.world_size > 1:

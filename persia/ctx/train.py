@@ -167,6 +167,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
             if self.owns_runtime and connection is not None and self.runtime.backend.local_store is None:
                 fail = self._pipeline.fail
                 self._rows_guard = RowsGuard(connection.directory, self._on_lost_rows, fail)
+                self._pipeline.check_rows = self._rows_guard.raise_known
                 self._resources.callback(self._rows_guard.close)
             self._resources.callback(self.dense_optimizer.register_step_pre_hook(self._check_step).remove)
             if self.rank == 0 and self.owns_runtime and connection is not None:

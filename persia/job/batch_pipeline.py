@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
 import torch
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from persia import env
 from persia.embedding.data import PersiaBatch
-from persia.errors import FailedPreconditionError, PersiaError
+from persia.errors import FailedPreconditionError, PersiaError, UnavailableError
 from persia.job.embedded import LoaderThread
 from persia.job.runtime import JobRuntime
 from persia.logger import get_default_logger
@@ -36,6 +39,8 @@ __all__ = ["BatchPipeline"]
 
 _CLOSE_DEADLINE_S = 10.0  # a prefetcher's threads end as soon as the call they are in returns
 _STEP_POLL_S = 0.01  # while another rank dumps
+# Ranks begin their streams in one order, which makes the names of keys unique.
+_streams = itertools.count()
 
 
 class BatchPipeline:
@@ -60,8 +65,10 @@ class BatchPipeline:
         self.gradients: GradientSender | None = None  # None: an evaluation
         self._prefetchers: list[Prefetcher] = []
         self._stream: StreamReceiver | None = None
+        self._last_words: _LastWords | None = None
         self._step: Callable[[], int] = lambda: 0
         self.trained = DataPosition()  # when this run began
+        self.check_rows: Callable[[], None] = lambda: None  # raises RowsLostError
 
     @property
     def training(self) -> bool:
@@ -110,6 +117,8 @@ class BatchPipeline:
             on_superseded=self._give_up_superseded,
             on_taken=self._on_taken,
         )
+        if self.world_size > 1 and dist.is_initialized():
+            self._last_words = _LastWords(_get_default_store())
         # With a broker, loaders are processes of their own, and a thread here would send everything twice.
         if loader is not None and job is not None and not job.has_nats:
             receiver.before_close = LoaderThread(loader, job, receiver.inbox).close
@@ -124,7 +133,11 @@ class BatchPipeline:
         embedding_staleness: int | None,
         reproducible: bool,
     ) -> Prefetcher:
-        """Begins to look batches up ahead of the loop. This pipeline closes the prefetcher when it ends."""
+        """Begins to look batches up ahead of the loop. This pipeline closes the prefetcher when it ends.
+
+        RowsLostError: rows were lost before; `fail` raises what is lost from here on.
+        """
+        self.check_rows()  # first: after an error a script may load a checkpoint, and begin again
         stages = self._stages(embedding_staleness)
         loose = [stage.mode for stage in stages if stage.mode.bound != 1]
         if reproducible and embedding_staleness == 1 and loose:
@@ -146,6 +159,10 @@ class BatchPipeline:
         )
         # For `close`, `fail` and the metrics: a loop may be left with `break`, and its iterator kept.
         self._prefetchers.append(prefetcher)
+        try:
+            self.check_rows()
+        except PersiaError as failure:  # since the check above
+            prefetcher.fail(failure)
         return prefetcher
 
     def end_prefetch(self, prefetcher: Prefetcher, deadline_s: float = _CLOSE_DEADLINE_S) -> None:
@@ -155,7 +172,8 @@ class BatchPipeline:
             self._prefetchers.remove(prefetcher)
 
     def look_up(self, batch: PersiaBatch, device: torch.device | None) -> PersiaTrainingBatch:
-        """Looks one batch up, now."""
+        """Looks one batch up, now. RowsLostError: rows are lost."""
+        self.check_rows()
         self.count_received()
         service = self._lookup_service(self._stages(None), device, ahead=False)
         return service.look_up(pending_from(batch, 0), lambda: None)
@@ -177,7 +195,7 @@ class BatchPipeline:
         """The batches that all ranks have trained, at the step of this one, which is rank 0.
 
         Other ranks cannot be a step ahead: they average the dense gradients of each step with this one.
-        UnavailableError, DeadlineExceededError: another rank does not answer.
+        UnavailableError, DeadlineExceededError: another rank does not answer, and has not left in order.
         """
         if self._stream is None:
             return self.trained
@@ -185,7 +203,12 @@ class BatchPipeline:
         for rank in range(1, self.world_size):
             assert self.runtime.connection is not None, "it has a stream"
             session, request = self.runtime.connection.session, TakenRequest(self._step()).encode()
-            answer = session.request(session.subjects.taken(rank), request, env.get_deadline_s())
+            try:
+                answer = session.request(session.subjects.taken(rank), request, env.get_deadline_s())
+            except UnavailableError as failure:
+                if self._last_words is None:
+                    raise
+                answer = self._last_words.of(rank, failure)
             bounds.append(TakenReply.decode(answer).bounds)
         num_loaders = max((len(of_rank) for of_rank in bounds if of_rank is not None), default=1)
         return self._stream.inbox.trained.joined(
@@ -195,7 +218,8 @@ class BatchPipeline:
     def _bounds(self) -> tuple[int, ...] | None:
         assert self._stream is not None, "asked for a position of it"
         # The bounds first, see Prefetcher.next.
-        return self._stream.inbox.bounds(held for ahead in list(self._prefetchers) for held in ahead.held)
+        stream = self._stream
+        return stream.inbox.bounds(held for ahead in list(self._prefetchers) for held in ahead.held(stream))
 
     def _on_taken(self, payload: bytes) -> bytes:
         """Answers `position` of rank 0, which waits between two steps."""
@@ -238,10 +262,17 @@ class BatchPipeline:
             # In reverse: prefetchers first, as they start lookups; then gradients, which release leases; then
             # the reaper takes what is left. Each has its turn also where the one before it has failed.
             last.callback(self.reaper.close, deadline_s)
+            bounds = None if self._stream is None else self._bounds()  # while it knows what the loop holds
             if self.gradients is not None:
-                last.callback(self.gradients.drain, deadline_s)
+                last.callback(self._drain, self.gradients, bounds, deadline_s)
             while self._prefetchers:
                 self._prefetchers.pop().close(min(deadline_s, _CLOSE_DEADLINE_S))
+
+    def _drain(self, gradients: GradientSender, bounds: tuple[int, ...] | None, deadline_s: float) -> None:
+        words, self._last_words = self._last_words, None  # the store of the ranks ends with it
+        gradients.drain(deadline_s)
+        if words is not None and self.rank > 0:
+            words.leave(self.rank, TakenReply(bounds).encode())
 
     def _stages(self, embedding_staleness: int | None) -> list[LookupStage]:
         job = Mode.of(self.consistency, embedding_staleness)
@@ -276,3 +307,23 @@ class BatchPipeline:
         names = mode_names(self.consistency, self.backend.slot_modes, ~0)
         measured = {mode: (m.max, m.mean) for mode, m in self.staleness().by_mode.items()}
         return dict.fromkeys(names, (0, 0.0)) | measured
+
+
+class _LastWords:
+    """What ranks have trained that have left, for rank 0, which dumps after the loop: in the store of DDP."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._key = store, f"persia/taken/{next(_streams)}"
+
+    def leave(self, rank: int, reply: bytes) -> None:
+        with contextlib.suppress(RuntimeError):  # rank 0, which has the store, has left before
+            self._store.set(f"{self._key}/{rank}", reply.decode())
+
+    def of(self, rank: int, failure: UnavailableError) -> bytes:
+        """Raises `failure` if the rank has not left in order."""
+        key = f"{self._key}/{rank}"
+        # Its last updates may still be under way.
+        for _ in Attempts(env.get_deadline_s(), pause_s=_STEP_POLL_S):
+            if self._store.check([key]):
+                return bytes(self._store.get(key))
+        raise failure

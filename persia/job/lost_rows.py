@@ -6,7 +6,7 @@ gone, unless it has recovered them from its storage tier.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 
 from persia import env
@@ -52,13 +52,24 @@ class RowsGuard:
     def check(self) -> None:
         """Raises RowsLostError when rows are missing on a server."""
         self._look()  # the event of a restart may be on its way
-        for server in self._lost.values():
+        self.raise_known()
+
+    def raise_known(self) -> None:
+        """As `check`, without asking the servers."""
+        for server in list(self._lost.values()):
             raise _error(server)
 
-    def loaded(self) -> None:
-        """All rows were loaded from a checkpoint: none are missing."""
+    def missing(self) -> list[ServiceInfo]:
+        """The servers without their rows, for `loaded` after a load that begins now."""
         self._look()
-        self._lost.clear()
+        return list(self._lost.values())
+
+    def loaded(self, missing: Iterable[ServiceInfo]) -> None:
+        """A load has replaced the rows of `missing`. Those of a server that restarted during it are lost."""
+        self._look()
+        for server in missing:
+            if self._lost.get(server.index) is server:
+                del self._lost[server.index]
 
     def close(self) -> None:
         self._watch.close()

@@ -133,9 +133,10 @@ class Prefetcher:
         self._source.yielded(batch.batch_id)
         return batch
 
-    @property
-    def held(self) -> list[int]:
-        """The batch_ids that the loop has got, and neither trained nor dropped."""
+    def held(self, source: BatchSource) -> list[int]:
+        """The batch_ids of `source` that the loop has got, and neither trained nor dropped."""
+        if source is not self._source:  # it has batch_ids of its own
+            return []
         return [lease.batch_id for lease in list(self._yielded) if not lease.acquired]
 
     @property

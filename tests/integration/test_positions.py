@@ -113,3 +113,16 @@ def test_restarted_loader_begins_where_the_rank_is(start_job: Callable[..., Any]
     assert report["counters"]["batches_released"] <= 1, "one may be under way at the kill"
     begun = re.findall(r"begins at (\d+)", job.cluster.logs("data-loader-0"))
     assert int(begun[-1]) >= 15
+
+
+def test_dump_after_the_loop_has_the_position_of_ranks_that_have_left(
+    start_job: Callable[..., Any], tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    options = ("--dump", str(checkpoint), "--dump-at-the-end", "--dump-late")
+    job = start_job(*options, loaders=loader_options(2), nproc=2)
+    assert job.finish_nn_worker() == 0, job.nn_worker.output
+    assert "refused" not in job.reports[0]
+    position = Manifest.read(Location.of(checkpoint))[0].trained
+    assert position is not None
+    assert [n for n in range(TOTAL + 2) if n in position] == list(range(TOTAL))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip
 import urllib3
 from control_plane import OPERATOR, ControlPlane
 from harness import Kube, Namespace, OperatorProcess, job_manifest, wait_until
+from persia_k8s import leader
 
 from tests.ports import free_port
 
@@ -68,3 +72,27 @@ def test_an_operator_that_cannot_renew_its_lease_ends(kube: Kube, pair: list[Ope
     wait_until(is_taken, 60, "the first operator ends")
     assert "is lost" in first.log
     kube.request("DELETE", path)
+
+
+def test_an_operator_whose_request_hangs_ends_before_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request may take 30 s, and the lease is free after 15 s."""
+    hangs, ended = threading.Event(), threading.Event()
+
+    class Cluster:
+        def lease(self, *_place: str) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                hangs.set()
+                ended.wait(60)
+
+        def put_lease(self, _lease: dict[str, Any]) -> bool:
+            return True
+
+    for name, seconds in (("_RENEW_S", 0.01), ("_CHECK_S", 0.01), ("_GIVE_UP_S", 0.2)):
+        monkeypatch.setattr(leader, name, seconds)
+    monkeypatch.setattr(os, "_exit", lambda _code: ended.set())
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # that of pytest stays
+    leadership = leader.Leadership(Cluster(), "namespace", "lease")  # type: ignore[arg-type]
+    leadership.acquire(0)
+    assert hangs.wait(60)
+    assert ended.wait(60), "it waits for the request"
+    leadership._stop.set()

@@ -15,9 +15,11 @@ from harness import job_manifest
 from persia_k8s.builders.manifest import Images, Scale, spec_hash
 from persia_k8s.builders.pods import HOLD_S
 from persia_k8s.builders.servers import stateful_set
+from persia_k8s.cluster import ClusterError
 from persia_k8s.job import Job
 from persia_k8s.names import Role, pod_name
 from persia_k8s.observation import Observation, PodView
+from persia_k8s.operator import Operator
 from persia_k8s.progress import last_progress
 from persia_k8s.reconcile import Plan, reconcile, take_refusals, time_text
 from persia_k8s.status import Condition, JobStatus, Phase, Resize, RoleStatus, Stage
@@ -569,6 +571,26 @@ def test_a_job_fails_at_its_deadline_which_a_suspension_begins_anew() -> None:
     resumed = Condition(type="Suspended", status=False, reason="Resumed", since="2030-01-01T00:01:00Z")
     before = replace(RUNNING, conditions=(resumed,))
     assert one_pass(job, before, observed, after_s=100).status.phase is Phase.RUNNING
+
+
+def test_a_refused_job_fails_at_its_deadline_too() -> None:
+    class Cluster:
+        def observe(self, *_job: str) -> Observation:
+            return Observation(objects={})
+
+        def try_out(self, _manifest: Any) -> None:
+            raise ClusterError("exceeded quota", 403)
+
+    def act(created: datetime) -> Plan:
+        job = replace(make_job(activeDeadlineSeconds=100), created=time_text(created))
+        now = datetime.now(timezone.utc)
+        return Operator(Cluster(), IMAGES, ())._act(job, JobStatus(), now)  # type: ignore[arg-type]
+
+    early = act(datetime.now(timezone.utc))
+    assert conditions_of(early)["PodsAccepted"] == (False, "Refused")
+    assert early.due_s <= 101, "it is looked at again at its deadline"
+    late = act(NOW - timedelta(days=3650))
+    assert conditions_of(late)["Failed"] == (True, "DeadlineExceeded")
 
 
 def lost_server(job: Job, before: JobStatus) -> tuple[JobStatus, Observation]:

@@ -79,7 +79,7 @@ def has_failed(situation: Situation) -> bool:
     if has_lost_ranks:
         _begin_restart(situation, message)
         return True
-    # A loader started again sends all its batches again; ranks know those that they have received.
+    # A loader started again asks the ranks which of its batches they have received.
     situation.update(loader_restarts=situation.before.loader_restarts + len(failed))
     situation.plan.delete_pods += failed
     situation.event("DataLoaderRestarted", f"started again at once: {message}", is_warning=True)

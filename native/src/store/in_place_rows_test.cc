@@ -107,7 +107,6 @@ uint32_t NumUpdates(const EmbeddingStore& store, uint64_t sign) {
   return count;
 }
 
-// Of several shapes of rows: the count lies behind the state, which must not touch it.
 // Few signs many times, of which some share a place among the recent rows; sign 0 has key 0, which
 // is what an empty place has.
 TEST(InPlaceRowsTest, ReadsSignsThatRepeat) {
@@ -133,6 +132,7 @@ TEST(InPlaceRowsTest, ReadsSignsThatRepeat) {
   }
 }
 
+// Of several shapes of rows: the count lies behind the state, which must not touch it.
 TEST(InPlaceRowsTest, UpdatesAreCountedWithBothKindsOfCalls) {
   for (const auto kind : {OptimizerKind::kSgd, OptimizerKind::kAdam, OptimizerKind::kAdagrad,
                           OptimizerKind::kRowwiseAdagrad}) {

@@ -65,6 +65,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dump", default=None, help="a checkpoint there after --dump-after batches")
     parser.add_argument("--dump-after", type=int, default=-1)
     parser.add_argument("--dump-at-the-end", action="store_true", help="also after an error")
+    parser.add_argument("--dump-late", action="store_true", help="once the other ranks have left")
     parser.add_argument("--on-lost-rows", default="raise")
     parser.add_argument("--skip-every", type=int, default=0, help="no backward for every n-th batch")
     return parser.parse_args()
@@ -118,6 +119,8 @@ def train(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) ->
 
 
 def dump_at_the_end(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) -> None:
+    if options.dump_late and get_rank() == 0:
+        time.sleep(5)
     try:
         ctx.dump_checkpoint(options.dump)
     except PersiaError as error:

@@ -32,8 +32,12 @@ def run(
     load: Path | None = None,
     dump: Path | None = None,
     dump_after: int = 0,
+    before_dump: Callable[[], Any] = lambda: None,
 ) -> list[int]:
-    """Returns what was trained before the dump; all, if there is none. Two batches follow a dump."""
+    """Returns what was trained before the dump; all, if there is none. Two batches follow a dump.
+
+    What `before_dump` returns is held during the dump.
+    """
 
     def feed(index: int) -> None:
         with DataCtx(replica_index=index, replica_size=loaders) as data:
@@ -66,7 +70,9 @@ def run(
             ctx.backward(output.mean())
             del batch
             if dump is not None and len(numbers) == dump_after:
+                held = before_dump()
                 ctx.dump_checkpoint(dump)
+                del held
             if dump is not None and len(numbers) == dump_after + 2:
                 break
     return numbers[:dump_after] if dump is not None else numbers
@@ -82,6 +88,19 @@ def test_each_batch_is_trained_once_with_any_number_of_loaders(
     # Loaders that do not resume train the model on with other data: nothing of it may be left out.
     other = run(model, new_batch, loaders=2, load=tmp_path / "2", resume=False)
     assert sorted(other) == list(range(TOTAL))
+
+
+def test_batches_of_another_data_set_are_not_in_the_position(
+    model: torch.nn.Module, new_batch: Callable[[int], Any], make_dataset: Any, tmp_path: Path
+) -> None:
+    def begin_another() -> Any:
+        batches = iter(DataLoader(make_dataset(2)))
+        return batches, next(batches)  # its batch_id is 0, and it is not trained
+
+    dump = tmp_path / "1"
+    first = run(model, new_batch, loaders=1, dump=dump, dump_after=13, before_dump=begin_another)
+    second = run(model, new_batch, loaders=2, load=dump)
+    assert sorted(first + second) == list(range(TOTAL))
 
 
 def test_some_loaders_that_resume_beside_others_are_refused() -> None:

@@ -1,0 +1,88 @@
+"""Lost rows end a training wherever it is, and a server that does not answer ends no periodic dump."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from persia.ctx import TrainCtx
+from persia.data import DataLoader
+from persia.embedding import EmbeddingConfig
+from persia.embedding.optim import SGD
+from persia.errors import DeadlineExceededError, RowsLostError
+from persia.job.lost_rows import OnLostRows, RowsGuard
+from persia.messaging.discovery import Advertiser, Directory, ServiceInfo
+from persia.messaging.local_session import LocalBroker, LocalSession
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
+
+SLOTS = {"feature_index_prefix_bit": 8, "slots_config": {"a": {"dim": 4}, "b": {"dim": 4}}}
+
+
+@pytest.fixture
+def ctx(model: torch.nn.Module) -> Iterator[TrainCtx]:
+    with TrainCtx(
+        model=model,
+        embedding_optimizer=SGD(lr=0.1),
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        embedding_config=EmbeddingConfig(emb_initialization=(-0.1, 0.1)),
+        slots=SLOTS,
+        mixed_precision=False,
+    ) as ctx:
+        yield ctx
+
+
+def start(session: LocalSession, incarnation: int) -> Advertiser:
+    role = EMBEDDING_PARAMETER_SERVER
+    server = Advertiser(session, ServiceInfo(role=role, index=0, replicas=1, incarnation=incarnation))
+    server.start()
+    return server
+
+
+def test_rows_that_are_lost_outside_of_a_loop_are_raised_by_the_next(
+    ctx: TrainCtx, make_dataset: Any, new_batch: Callable[[int], Any]
+) -> None:
+    session = LocalSession(LocalBroker(), name="test")
+    first = start(session, 1)
+    guard = RowsGuard(Directory(session), OnLostRows.RAISE, ctx._pipeline.fail)
+    ctx._pipeline.check_rows = guard.raise_known
+    assert len(list(DataLoader(make_dataset(2)))) == 2
+    first.stop()
+    start(session, 2)
+    with pytest.raises(RowsLostError):
+        list(DataLoader(make_dataset(2)))
+    with pytest.raises(RowsLostError):
+        ctx.get_embedding_from_data(new_batch(1))
+    guard.loaded(guard.missing())
+    assert len(list(DataLoader(make_dataset(2)))) == 2
+
+
+def test_rows_that_are_lost_during_a_load_stay_lost() -> None:
+    session = LocalSession(LocalBroker(), name="test")
+    first = start(session, 1)
+    guard = RowsGuard(Directory(session), OnLostRows.RAISE, lambda _: None)
+    first.stop()
+    second = start(session, 2)
+    missing = guard.missing()
+    second.stop()
+    start(session, 3)
+    guard.loaded(missing)
+    with pytest.raises(RowsLostError):
+        guard.check()
+    guard.loaded(guard.missing())
+    guard.check()
+
+
+def test_a_dump_that_is_logged_survives_servers_that_do_not_answer(ctx: TrainCtx, tmp_path: Path) -> None:
+    def check() -> None:
+        raise DeadlineExceededError("embedding-parameter-server 0 of 1 missing")
+
+    ctx._rows_guard = SimpleNamespace(check=check)  # type: ignore[assignment]
+    ctx.dump_checkpoint(tmp_path / "1", on_error="log")
+    assert ctx.counters.dumps_failed == 1
+    with pytest.raises(DeadlineExceededError):
+        ctx.dump_checkpoint(tmp_path / "1")
