@@ -13,27 +13,33 @@ from persia.security.secret import ALL_JOBS, INFERENCE, JOB, LOADER, MONITOR, RO
 
 _lock = threading.Lock()
 _installed: str | None = None  # the role that this process has on the RPC plane
+# A loader or an InferCtx beside a training must not take the trainer's rights away. Each of these may do less
+# than the next, and all other roles more.
+_LESSER = (LOADER, INFERENCE)
 
 
 def install(role: str) -> None:
     """Makes this process prove `role` on its RPC connections from now on, and demand as much of its callers.
 
-    Call it before the first server or channel of the process. Raises ConfigError or PermissionDeniedError if
-    the process has no credential for `role`.
+    Call it before the first server or channel of the process. A process that has a role of more rights keeps
+    it. Raises ConfigError or PermissionDeniedError if the process has no credential for `role`.
     """
-    credential = secret.find()
-    job = env.get_job_name()
     global _installed
     with _lock:
-        key = credential.key("rpc", job, role)
-        # A loader or an InferCtx beside a training must not take the trainer's rights away.
-        if role in (LOADER, INFERENCE) and _installed is not None:
+        if _installed is not None and _rank(role) < _rank(_installed):
             return
+        credential = secret.find()
+        job = env.get_job_name()
+        key = credential.key("rpc", job, role)
         # Every role, not those of this one's servers: a notebook may run servers beside its training.
         accepted = {one: credential.key("rpc", job, one) for one in ROLES} if credential.role == JOB else {}
         _native.set_identity(role, key, accepted)
         _installed = role
     audit.start()
+
+
+def _rank(role: str) -> int:
+    return _LESSER.index(role) if role in _LESSER else len(_LESSER)
 
 
 @dataclass(frozen=True)
