@@ -122,7 +122,7 @@ def replace() -> Path:
     """
     if os.environ.get(_VALUE):
         raise ConfigError(
-            f"{_VALUE} is set, and processes use it instead of a file: unset it here to replace the file's secret"
+            f"{_VALUE} is set, and processes use it instead of a file: unset it to replace the file's secret"
         )
     path = secret_file()
     os.replace(_write_new(path), path)
