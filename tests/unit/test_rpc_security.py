@@ -171,6 +171,7 @@ def test_what_changes_rows_is_audited_and_what_a_role_may_not_do_is_refused(serv
 def test_idle_strangers_do_not_use_up_the_descriptors(server: Server) -> None:
     """The process has 256 descriptors, and keeps half of them free of connections."""
     before = Client(server.port, "worker")
+    assert before.call(COUNT_ROWS)[0] == 0  # the server has its proof: else it would be the oldest stranger
     with contextlib.ExitStack() as strangers:
         strangers.callback(before.close)
         for _ in range(300):
