@@ -24,7 +24,6 @@ def create(replace: bool) -> None:
     """Create the file of the secret, unless it exists, and print its path."""
     from persia.security import secret
 
-    # What the environment says wins over the file, which nobody would read.
     if replace:
         click.echo(secret.replace())
         return

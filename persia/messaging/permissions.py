@@ -69,7 +69,7 @@ _SUBSCRIBE: Mapping[str, list[str]] = {
     WORKER: [*_who(EMBEDDING_WORKER), *_advertise(EMBEDDING_WORKER, EMBEDDING_PARAMETER_SERVER), _IDS],
     SERVER: [*_who(EMBEDDING_PARAMETER_SERVER), _CHECKPOINTS],
     INFERENCE: _who(SERVING),
-    MONITOR: [],
+    MONITOR: _advertise("*"),  # `persia-launcher status --watch` follows the job
     ADMIN: [],
 }
 _NOT_SUBSCRIBE: Mapping[str, list[str]] = {SERVER: [_TRAINING_DUMP]}

@@ -22,6 +22,15 @@ _COMMAND_TIMEOUT_S = 60.0  # the end of a recording brings all its spans
 _MAX_ANSWER_BYTES = 256 << 20
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_args: Any, **_settings: Any) -> None:
+        return None  # an HTTPError
+
+
+# The token is for the address that was asked: not for a proxy of the environment, nor for another address.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessStatus:
     """`values` is None where the process shows no status, or did not answer: `error` tells which.
@@ -126,7 +135,7 @@ def fetch_json(address: str, path: str, *, method: str = "GET") -> dict[str, Any
     request = urllib.request.Request(f"http://{address}{path}", headers=headers, method=method)
     timeout_s = _FETCH_TIMEOUT_S if method == "GET" else _COMMAND_TIMEOUT_S
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        with _OPENER.open(request, timeout=timeout_s) as answer:
             # Bounded: the address may belong to another program.
             values = json.loads(answer.read(_MAX_ANSWER_BYTES))
     except HTTPError as error:

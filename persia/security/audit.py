@@ -15,7 +15,8 @@ from datetime import datetime, timezone
 from persia import _native, env
 from persia.logger import get_default_logger
 
-REFUSED = "refused"
+REFUSED = "refused"  # an outcome, or how it begins
+_UNPROVEN = "none"  # the native module's role of a peer that has proved none
 _POLL_S = 1.0
 # Strangers cause lines about refused requests: no more than these are written a second, and the rest counted.
 _REFUSED_PER_S = 5
@@ -32,7 +33,7 @@ def record(
 ) -> None:
     """Writes a line with `more` keys. `at`: Unix time, by default now. Thread-safe; never raises."""
     at = time.time() if at is None else at
-    left_out = _take_turn(int(at)) if outcome == REFUSED else 0
+    left_out = _take_turn(int(at)) if outcome.startswith(REFUSED) else 0
     if left_out is None:
         return
     line: dict[str, object] = {
@@ -70,7 +71,7 @@ def _write_events() -> None:
     for event in _native.take_audit_events():
         record(
             peer=event["peer"],
-            role=event["role"] or None,
+            role=None if event["role"] == _UNPROVEN else event["role"],
             method=event["method"],
             outcome=event["outcome"],
             at=event["time"],

@@ -24,23 +24,26 @@ from persia.security.secret import (
 
 _lock = threading.Lock()
 _installed: str | None = None  # the role that this process has on the RPC plane
+# A loader or an InferCtx beside a training must not take the trainer's rights away. Each of these may do less
+# than the next, and all other roles more.
+_LESSER = (LOADER, INFERENCE)
 
 
 def install(role: str, job: str | None = None) -> None:
     """Makes this process prove `role` of `job` on its RPC connections from now on, and demand as much of its
     callers. `job` is by default the environment's.
 
-    Call it before the first server or channel of the process. Raises ConfigError or PermissionDeniedError if
-    the process has no credential for `role`, InvalidArgumentError for unusable files of `PERSIA_TLS_DIR`.
+    Call it before the first server or channel of the process. A process that has a role of more rights keeps
+    it. Raises ConfigError or PermissionDeniedError if the process has no credential for `role`,
+    InvalidArgumentError for unusable files of `PERSIA_TLS_DIR`.
     """
-    credential = secret.find()
-    job = job or env.get_job_name()
     global _installed
     with _lock:
-        key = _rpc_key(credential, job, role)
-        # A loader or an InferCtx beside a training must not take the trainer's rights away.
-        if role in (LOADER, INFERENCE) and _installed is not None:
+        if _installed is not None and _rank(role) < _rank(_installed):
             return
+        credential = secret.find()
+        job = job or env.get_job_name()
+        key = _rpc_key(credential, job, role)
         # Every role, not those of this one's servers: a notebook may run servers beside its training.
         accepted = {one: _rpc_key(credential, job, one) for one in ROLES} if credential.role == JOB else {}
         _native.set_identity(role, key, accepted)
@@ -55,6 +58,10 @@ def install(role: str, job: str | None = None) -> None:
 def _rpc_key(credential: Credential, job: str, role: str) -> bytes:
     # A client of predictions knows addresses of embedding workers, and no job's name. It only reads.
     return credential.key("rpc", ALL_JOBS if role == INFERENCE else job, role)
+
+
+def _rank(role: str) -> int:
+    return _LESSER.index(role) if role in _LESSER else len(_LESSER)
 
 
 @dataclass(frozen=True)

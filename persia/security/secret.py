@@ -116,7 +116,14 @@ def secret_file() -> Path:
 
 
 def replace() -> Path:
-    """Writes a new secret over the file's. Processes that run keep the old one until they end."""
+    """Writes a new secret over the file's. Processes that run keep the old one until they end.
+
+    Raises ConfigError if PERSIA_JOB_SECRET is set, because no process would use the new secret.
+    """
+    if os.environ.get(_VALUE):
+        raise ConfigError(
+            f"{_VALUE} is set, and processes use it instead of a file: unset it to replace the file's secret"
+        )
     path = secret_file()
     os.replace(_write_new(path), path)
     return path

@@ -14,6 +14,7 @@ import pytest
 from persia.errors import PermissionDeniedError
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import ROLES as SERVICES
+from persia.observability.targets import TargetsFile
 from persia.security import nats_login, secret
 from persia.security.secret import (
     ADMIN,
@@ -56,7 +57,7 @@ SUBSCRIBE = {
     | {"advertise.embedding-parameter-server"},
     SERVER: {"who.embedding-parameter-server", "checkpoint.0"},
     INFERENCE: {"who.serving"},
-    MONITOR: set(),
+    MONITOR: {f"advertise.{service}" for service in SERVICES},
     ADMIN: set(),
 }
 SUBJECTS = [
@@ -129,6 +130,11 @@ def test_a_refused_request_fails_at_once(session_of, job_name):
 
     threading.Thread(target=ask, daemon=True).start()
     assert done.wait(DEADLINE_S)
+
+
+def test_a_monitor_may_keep_a_file_of_targets(session_of, tmp_path):
+    TargetsFile(session_of(MONITOR), str(tmp_path / "targets.json")).write()
+    assert (tmp_path / "targets.json").exists()
 
 
 def test_a_receiver_may_answer(session_of):

@@ -39,6 +39,16 @@ for _ in sys.stdin:
     print(json.dumps({"events": native.take_audit_events(), "stats": server.stats()}), flush=True)
 """
 
+CLIENT = """
+import sys
+import persia._native as native
+
+native.set_identity("trainer", b"t" * 32, {})
+client = native.RemoteClient(1)
+client.set_worker(0, "127.0.0.1:" + sys.argv[1])
+client.sizes(timeout_s=1.0)
+"""
+
 
 class Server:
     """The process, asked for what it has recorded."""
@@ -116,11 +126,28 @@ def test_the_documented_handshake(server: Server) -> None:
 
 
 def test_a_wrong_key_is_refused(server: Server) -> None:
+    server.report()
     with contextlib.closing(Client(server.port, "worker", bytes(32))) as client:
         assert not client.server_is_right
         status, message = client.call(COUNT_ROWS)  # this is the answer to the proof
         assert status == PERMISSION_DENIED
         assert b"set PERSIA_JOB_SECRET" in message
+    (event,) = server.report()["events"]
+    assert (event["role"], event["method"]) == ("none", "connect")  # "worker" was claimed, and not proved
+
+
+def test_a_client_takes_little_from_a_server_that_has_proved_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = subprocess.Popen(
+            [sys.executable, "-c", CLIENT, str(listener.getsockname()[1])], stderr=subprocess.PIPE, text=True
+        )
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(30)
+            connection.recv(HEADER.size)
+            connection.sendall(HEADER.pack(MAGIC, VERSION, 2, AUTHENTICATE, 0, 0, 0, 0, 1 << 29))
+            _, errors = client.communicate(timeout=30)
+    assert "a body of 536870912 bytes is above the limit of 4096" in errors
 
 
 def test_what_changes_rows_is_audited_and_what_a_role_may_not_do_is_refused(server: Server) -> None:
@@ -144,6 +171,7 @@ def test_what_changes_rows_is_audited_and_what_a_role_may_not_do_is_refused(serv
 def test_idle_strangers_do_not_use_up_the_descriptors(server: Server) -> None:
     """The process has 256 descriptors, and keeps half of them free of connections."""
     before = Client(server.port, "worker")
+    assert before.call(COUNT_ROWS)[0] == 0  # the server has its proof: else it would be the oldest stranger
     with contextlib.ExitStack() as strangers:
         strangers.callback(before.close)
         for _ in range(300):

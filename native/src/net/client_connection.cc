@@ -13,6 +13,8 @@ namespace {
 // An address behind which nobody refuses (a dropped
 // route) must not hold up the change to a better one.
 constexpr std::chrono::seconds kConnectTimeout{5};
+// Of a challenge, or of a refusal: a peer that has proved nothing must not make this end take more.
+constexpr uint64_t kMaxHandshakeBytes = 4096;
 
 }  // namespace
 
@@ -217,7 +219,9 @@ void ClientConnection::ReceiveTls(asio::mutable_buffer to, Function then) {
 void ClientConnection::TakeFrames() {
   std::span<const std::byte> rest(ahead_.data(), num_ahead_);
   while (rest.size() >= kHeaderBytes) {
-    auto header = DecodeHeader(rest.first<kHeaderBytes>(), max_body_bytes_);
+    const uint64_t max_bytes =
+        handshake_.has_value() ? std::min(kMaxHandshakeBytes, max_body_bytes_) : max_body_bytes_;
+    auto header = DecodeHeader(rest.first<kHeaderBytes>(), max_bytes);
     if (!header.ok()) return Break(header.status().message());
     if (header->kind != FrameKind::kReply || header->version != kVersion) {
       return Break("the peer sent a frame that is no reply of version " + std::to_string(kVersion));

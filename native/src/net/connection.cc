@@ -19,6 +19,7 @@ namespace {
 constexpr uint32_t kMaxUnanswered = 1024;
 constexpr uint64_t kMaxHeldBytes = 64ull << 20;
 constexpr size_t kScratchBytes = 64 * 1024;
+constexpr int kMaxDiscards = 16;  // of kScratchBytes, for one event
 // After our side is shut down the client closes its own; this long we wait for one that does not.
 constexpr std::chrono::milliseconds kLinger{500};
 // A body has until its request's deadline to arrive, and at least this; each step of it has the
@@ -252,12 +253,13 @@ Connection::Progress Connection::SkipBody() {
 
 Connection::Progress Connection::DiscardAll() {
   scratch_.resize(kScratchBytes);
-  Progress progress = Progress::kFrame;
-  while (progress == Progress::kFrame) {
+  // A stranger who sends without a pause must not keep this thread.
+  for (int i = 0; i < kMaxDiscards; ++i) {
     num_received_ = 0;
-    progress = Receive(scratch_.data(), kScratchBytes);
+    const Progress progress = Receive(scratch_.data(), kScratchBytes);
+    if (progress != Progress::kFrame) return progress;
   }
-  return progress;
+  return Progress::kBlocked;
 }
 
 // Arms the socket for the next request first, and then lets the server run this one.
@@ -321,7 +323,7 @@ void Connection::FinishHandshake(Lock& lock) {
 // so that the client knows that no call of this connection will be answered.
 void Connection::Refuse(Lock& lock, const Status& why) {
   server_.on_refused();
-  ReportRefusal(peer_, handshake_->role(), "connect", why.message());
+  ReportRefusal(peer_, role_, "connect", why.message());
   FrameHeader header = header_;
   header.method = kAuthenticate.number;
   reading_ = false;
@@ -339,14 +341,14 @@ void Connection::ReportUnprovenEnd() {
     reason = tls_->Error();
     if (tls_->PeerIsPlain()) RefuseInPlain();
   } else if (handshake_.has_value() && handshake_->greeted()) {
-    reason = "it ended the handshake, as one does whose key is of another job";
+    reason = "it ended the handshake as role '" + std::string(RoleName(handshake_->role())) +
+             "', as one does whose key is of another job";
   } else if (handshake_.has_value() && num_received_ > 0) {
     reason = "it does not speak this protocol";
   }
   if (reason.empty()) return;
   server_.on_refused();
-  ReportRefusal(peer_, handshake_.has_value() ? handshake_->role() : Role::kNone, "connect",
-                reason);
+  ReportRefusal(peer_, role_, "connect", reason);
 }
 
 // To a client that has no TLS and could not read an answer that has.

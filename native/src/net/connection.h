@@ -84,7 +84,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   // Idempotent. A thread that is reading or writing notices when its system call fails.
   void CloseNow();
   const std::string& peer() const { return peer_; }
-  // Of a client that has sent a request.
+  // What the client has proved.
   Role role() const { return role_; }
   // Closes when its time is up; else says when that will be.
   Clock::time_point CloseIfDue(Clock::time_point now);

@@ -126,6 +126,8 @@ TEST_F(SecurityTest, AnotherJobsKeyIsRefused) {
   ASSERT_EQ(events.size(), 1u);
   EXPECT_EQ(events[0].method, "connect");
   EXPECT_EQ(events[0].outcome.rfind("refused: ", 0), 0u) << events[0].outcome;
+  EXPECT_NE(events[0].outcome.find("as role 'worker'"), std::string::npos) << events[0].outcome;
+  EXPECT_EQ(events[0].role, Role::kNone);  // it has claimed to be a worker, and proved nothing
 }
 
 TEST_F(SecurityTest, ARoleThatIsNotAcceptedIsRefused) {

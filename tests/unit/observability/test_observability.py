@@ -19,6 +19,7 @@ from persia.errors import (
     InvalidTypeError,
     PermissionDeniedError,
     ResourceExhaustedError,
+    UnavailableError,
 )
 from persia.messaging.discovery import ServiceInfo
 from persia.observability import finite_reported, report, reported
@@ -28,6 +29,7 @@ from persia.observability.phases import Phase
 from persia.observability.recording import trace_events
 from persia.observability.status import (
     ProcessStatus,
+    fetch_json,
     missing_replicas,
     rates,
     with_gone,
@@ -260,6 +262,29 @@ def test_a_role_checks_the_token_and_cannot_make_it(monkeypatch):
             http_token()
     finally:
         made.close()
+
+
+def test_the_token_goes_to_the_asked_address_alone(port, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.create_server(("127.0.0.1", 0)) as asked:
+        elsewhere = f"http://127.0.0.1:{other.getsockname()[1]}"
+        monkeypatch.setenv("http_proxy", elsewhere)
+        monkeypatch.delenv("no_proxy", raising=False)
+        assert fetch_json(f"127.0.0.1:{port.port}", "/status?a=1") == {"a": "1"}
+
+        def redirect() -> None:
+            connection, _ = asked.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(
+                    f"HTTP/1.1 302 Found\r\nLocation: {elsewhere}/\r\nContent-Length: 0\r\n\r\n".encode()
+                )
+
+        threading.Thread(target=redirect, daemon=True).start()
+        with pytest.raises(UnavailableError, match="302"):
+            fetch_json(f"127.0.0.1:{asked.getsockname()[1]}", "/status")
+        other.settimeout(0.0)
+        with pytest.raises(BlockingIOError):
+            other.accept()
 
 
 def test_without_a_secret_everything_but_health_is_refused(monkeypatch, log):

@@ -44,6 +44,17 @@ def test_refused_requests_of_a_second_have_few_lines_and_are_counted(path: Path)
     assert lines[-1]["refused_without_line"] == 45
 
 
+def test_refusals_of_rpc_servers_have_as_few_lines_and_no_role_that_is_unproven(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = {"time": 200.0, "peer": "x", "role": "none", "method": "connect", "outcome": "refused: no key"}
+    monkeypatch.setattr(audit._native, "take_audit_events", lambda: [event] * 8)
+    audit._write_events()
+    lines = lines_of(path)
+    assert len(lines) == 5
+    assert {line["role"] for line in lines} == {None}
+
+
 def test_a_file_that_cannot_be_written_is_reported_and_the_line_is_logged(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:

@@ -108,6 +108,15 @@ def test_nothing_prints_a_secret() -> None:
     assert "\\xab" not in repr(credential)
 
 
+def test_a_file_that_no_process_reads_is_not_replaced(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = secret.find()
+    monkeypatch.setenv("PERSIA_JOB_SECRET", Credential.of_job(b"x" * 32, "test").text)
+    with pytest.raises(ConfigError, match="PERSIA_JOB_SECRET is set"):
+        secret.replace()
+    monkeypatch.delenv("PERSIA_JOB_SECRET")
+    assert secret.find() == before
+
+
 def test_a_new_secret_replaces_the_old_one(home: Path) -> None:
     old = secret.find()
     assert secret.replace() == home / "persia" / "job_secret"
