@@ -95,7 +95,8 @@ def test_unsigned_is_what_it_was(tmp_path: Path) -> None:
     train(bags, num_ids=100)
     checkpoints_of(bags).dump(DumpRequest(tmp_path / "c", dense=FILES))
     assert not list(tmp_path.rglob("*.pages"))
-    assert b'"signature"' not in (tmp_path / "c" / "manifest.json").read_bytes()
+    # That of the features is in the dense section.
+    assert "signature" not in json.loads((tmp_path / "c" / "manifest.json").read_bytes())
 
 
 def test_a_reader_without_keys_loads_what_is_signed(signed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +142,18 @@ def append_a_key(signed: Path) -> None:
     path = signed / "manifest.json"
     body = path.read_bytes()[:-84] + b',\n "step": 6'
     path.write_bytes(body + b',\n "checksum": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode())
+
+
+@pytest.mark.parametrize(
+    "key", ['"step": 6', '"step": 6, "version": 1', '"version": 1, "embeddings": null, "dense": null']
+)
+def test_keys_in_place_of_the_checksum_are_refused(key: str, signed: Path) -> None:
+    """The signature does not cover the checksum: JSON there would replace what is signed."""
+    path = signed / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-84] + f",{key}".encode().ljust(83) + b"}")
+    assert json.loads(path.read_bytes())["signature"]
+    with pytest.raises(CorruptionError, match=r"manifest\.json is damaged"):
+        Manifest.read(Location.of(signed))
 
 
 @pytest.mark.parametrize(
