@@ -273,6 +273,7 @@ def test_unusable_keys_name_variable_and_file(tmp_path: Path, monkeypatch: pytes
     cases: list[tuple[Callable[[], object], str, Path, str]] = [
         (trusted_keys, "PERSIA_VERIFY_KEY", tmp_path / "absent", "cannot be read: No such file"),
         (trusted_keys, "PERSIA_VERIFY_KEY", private, "is no public Ed25519 key"),
+        (trusted_keys, "PERSIA_VERIFY_KEY", Path(":"), "names no file"),
         (signer, "PERSIA_SIGN_KEY", tmp_path / "absent", "cannot be read: No such file"),
         (signer, "PERSIA_SIGN_KEY", public, "is open to every user of this machine: chmod 600"),
     ]
