@@ -343,7 +343,11 @@ def get_verify_keys() -> list[str]:
     """`PERSIA_VERIFY_KEY`: files of public keys, separated by colons, one of which must have signed what is
     loaded; empty: signatures are not checked.
     """
-    return [path for path in os.environ.get("PERSIA_VERIFY_KEY", "").split(os.pathsep) if path]
+    value = os.environ.get("PERSIA_VERIFY_KEY", "")
+    paths = [path for path in value.split(os.pathsep) if path]
+    if value and not paths:  # no key would mean no check
+        raise ConfigError(f"PERSIA_VERIFY_KEY={value} names no file: give files of public keys, or unset it")
+    return paths
 
 
 def get_job_secret() -> str | None:

@@ -8,6 +8,7 @@ import math
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 
@@ -158,17 +159,29 @@ class _Worker:
             get_default_logger().warning(
                 "embedding worker %s does not answer, others take over: %s", self.address, failure
             )
-        threading.Thread(target=self._await, name="persia-probe", daemon=True).start()
+        # Without a reference to this worker: a context that has ended must not leave a thread behind.
+        arguments = (weakref.ref(self),)
+        threading.Thread(target=_await, args=arguments, name="persia-probe", daemon=True).start()
 
-    def _await(self) -> None:
-        for _ in Attempts(math.inf, pause_s=_RETRY_S):
-            try:
-                self.client.sizes(timeout_s=_TRY_S)
-                break
-            except PersiaError as error:
-                self.failure = error.with_traceback(None)
+    def answers(self) -> bool:
+        """Whether it serves again; from then on lookups ask it."""
+        try:
+            self.client.sizes(timeout_s=_TRY_S)
+        except PersiaError as error:
+            self.failure = error.with_traceback(None)
+            return False
         get_default_logger().info("embedding worker %s answers again", self.address)
         self.failure = None
+        return True
+
+
+def _await(reference: weakref.ref[_Worker]) -> None:
+    """Asks a worker that is down until it answers, or nobody uses it any more."""
+    for _ in Attempts(math.inf, pause_s=_RETRY_S):
+        worker = reference()
+        if worker is None or worker.answers():
+            return
+        del worker  # not held during the pause
 
 
 def wait_for_worker(address: str, deadline: Deadline, timeout_s: float) -> None:

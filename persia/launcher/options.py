@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from persia import env
 
@@ -96,7 +97,10 @@ job_options = all_of(nats_url, job_name)
 def _for_all(variable: str) -> Callable[[click.Context, click.Parameter, str | bool | None], None]:
     """A callback that sets `variable` for this process and those it starts: keys are read where files are."""
 
-    def set_variable(_ctx: click.Context, _param: click.Parameter, value: str | bool | None) -> None:
+    def set_variable(ctx: click.Context, param: click.Parameter, value: str | bool | None) -> None:
+        # As of `--verify-key "$KEY"` without KEY: to leave the option out would check nothing.
+        if value == "" and ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE:
+            raise click.BadParameter("it is empty: give a file, or leave the option out", ctx, param)
         if value:
             os.environ[variable] = "1" if value is True else str(value)
 

@@ -177,7 +177,7 @@ class Batcher:
             if self._options.max_delay_s > 0:
                 size = self._options.max_batch_size
                 self._changed.wait_for(
-                    lambda: self._closed or sum(one.batch.batch_size for one in self._waiting) >= size,
+                    lambda: self._closed or self._num_samples >= size,
                     self._options.max_delay_s,
                 )
             return self._take()

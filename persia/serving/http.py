@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -10,11 +12,19 @@ from typing import Any
 
 from aiohttp import web
 
-from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError, PersiaError, StorageError
+from persia.errors import (
+    CorruptionError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    NotFoundError,
+    PersiaError,
+    ResourceExhaustedError,
+    StorageError,
+)
 from persia.logger import get_default_logger
 from persia.serving.batch_predict import Prediction
 from persia.serving.inference import Inference
-from persia.serving.protocol import named_outputs, only_element, status_of
+from persia.serving.protocol import message_of, named_outputs, only_element, status_of
 from persia.serving.tensors import Tensor, datatype_of, json_values, tensor_of_bytes, tensor_of_list
 from persia.validation import json_object
 
@@ -29,6 +39,7 @@ class HttpEndpoint:
     """One served model behind a port of HTTP."""
 
     inference: Inference
+    permits: asyncio.Semaphore  # of requests that are read, computed or answered
 
     async def listen(self, host: str, port: int, max_request_bytes: int) -> tuple[web.AppRunner, int]:
         """Serves until the runner is cleaned up; the port. StorageError: the address cannot be used."""
@@ -78,9 +89,14 @@ class HttpEndpoint:
     async def _infer(self, request: web.Request) -> web.Response:
         begin_ns, code = time.monotonic_ns(), "CANCELLED"
         try:
-            head, tensors = _parsed(await request.read(), request.headers.get(_HEADER))
-            prediction = await self.inference.infer(*_model(request), tensors)
-            answer = _encoded(head, self.inference.model.settings.name, prediction)
+            # Before the body is read: bodies of refused requests take no memory.
+            if self.permits.locked():
+                raise ResourceExhaustedError(
+                    "as many requests as this server holds are under way (--max-queued): try again later, "
+                    "or ask another server"
+                )
+            async with self.permits:
+                answer = await self._predict(request)
             code = "OK"
             return answer
         except PersiaError as failure:
@@ -94,6 +110,16 @@ class HttpEndpoint:
             raise
         finally:
             self.inference.statistics.add_request(begin_ns, code)
+
+    async def _predict(self, request: web.Request) -> web.Response:
+        timeout_s = self.inference.timeout_s
+        try:
+            body = await asyncio.wait_for(request.read(), timeout_s)
+        except asyncio.TimeoutError:
+            raise DeadlineExceededError(f"the body has not arrived in {timeout_s:g} s (--timeout)") from None
+        head, tensors = _parsed(body, request.headers.get(_HEADER))
+        prediction = await self.inference.infer(*_model(request), tensors)
+        return _encoded(head, self.inference.model.settings.name, prediction)
 
 
 def _model(request: web.Request) -> tuple[str, str]:
@@ -113,19 +139,21 @@ def _answering(handler: Callable[[web.Request], Any]) -> _Handler:
         except PersiaError as failure:
             # TorchServe has 500 for it in the table of statuses.
             status = 404 if isinstance(failure, NotFoundError) else status_of(failure)[1]
-            return web.json_response({"error": str(failure)}, status=status)
+            return web.json_response({"error": message_of(failure)}, status=status)
         except web.HTTPException:
             raise
         except Exception as failure:
             get_default_logger().exception("a request failed")
-            return web.json_response({"error": f"{type(failure).__name__}: {failure}"}, status=500)
+            return web.json_response(
+                {"error": f"{type(failure).__name__}: {message_of(failure)}"}, status=500
+            )
 
     return answer
 
 
 def _parsed(body: bytes, header: str | None) -> tuple[dict[str, Any], list[Tensor]]:
     """The JSON of a request, and its inputs. InvalidArgumentError, CorruptionError: what is wrong with it."""
-    if header is not None and not (header.isdecimal() and int(header) <= len(body)):
+    if header is not None and not (re.fullmatch("[0-9]{1,18}", header) and int(header) <= len(body)):
         raise InvalidArgumentError(f"{_HEADER} is {header!r:.40}, and the body has {len(body)} bytes")
     end = len(body) if header is None else int(header)
     head = json_object(body[:end], "the request")
@@ -161,11 +189,13 @@ def _tensor(values: dict[str, Any], body: bytes, begin: int) -> tuple[Tensor, in
 
 def _encoded(head: dict[str, Any], model: str, prediction: Prediction) -> web.Response:
     requested = _list(head, "outputs")
-    wanted = [output.get("name") for output in requested]
+    wanted = [name for output in requested if isinstance(name := output.get("name"), str)]
+    if len(wanted) < len(requested):
+        raise InvalidArgumentError("an output of the request has no name: send text")
     all_binary = bool(_parameters(head).get("binary_data_output"))
     is_binary = {o.get("name"): bool(_parameters(o).get("binary_data", all_binary)) for o in requested}
     described, contents = [], []
-    for name, output in named_outputs(prediction.outputs, wanted):  # type: ignore[arg-type]  # checked there
+    for name, output in named_outputs(prediction.outputs, wanted):
         values: dict[str, Any] = {
             "name": name,
             "datatype": datatype_of(output.dtype.name),

@@ -50,7 +50,7 @@ class Inference:
         self.check_model(name, version)
         signature = self.model.signature
         inputs: list[dict[str, Any]] = [{"name": INPUT_NAME, "datatype": "BYTES", "shape": [1]}]
-        if signature is not None:
+        if signature is not None and not signature.repeated:
             inputs = [{"name": f.name, "datatype": "INT64", "shape": [-1, -1]} for f in signature.ids]
             inputs += [
                 {"name": f.name, "datatype": datatype_of(f.dtype), "shape": [-1, *f.shape]}

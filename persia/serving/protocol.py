@@ -46,6 +46,8 @@ _STATUSES: list[tuple[type[PersiaError], str, int]] = [
     (PersiaError, "INTERNAL", 500),
 ]
 
+# A gRPC client refuses 8 KiB of metadata and more, by another status, and each byte may be quoted as three.
+_MAX_MESSAGE_BYTES = 2000
 _LENGTH = struct.Struct("<I")  # before each element of a BYTES tensor in binary form
 # The fields of InferTensorContents.
 _CONTENTS = {
@@ -134,6 +136,14 @@ def named_outputs(outputs: Sequence[NDArray[Any]], wanted: Sequence[str]) -> lis
 def status_of(failure: PersiaError) -> tuple[str, int]:
     """The gRPC status by its name, and the HTTP status, which TorchServe wants."""
     return next((name, number) for kind, name, number in _STATUSES if isinstance(failure, kind))
+
+
+def message_of(failure: BaseException) -> str:
+    """The text of an error for the client; cut, as a request may have names of any length."""
+    text = str(failure).encode(errors="replace")
+    if len(text) <= _MAX_MESSAGE_BYTES:
+        return text.decode()
+    return text[:_MAX_MESSAGE_BYTES].decode(errors="ignore") + " ..."
 
 
 def only_element(name: str, raw: bytes) -> bytes:

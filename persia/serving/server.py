@@ -110,10 +110,11 @@ async def _serve(inference: Inference, observer: ProcessObserver, options: Servi
     # Handlers of the loop, which run between callbacks: a Python handler could interrupt any of them.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    max_requests = options.batching.max_queued + _MAX_UNQUEUED
     server = grpc.aio.server(
         # Beyond it gRPC refuses with RESOURCE_EXHAUSTED, without a line of Python. Without a bound it would
         # cancel calls by itself, which clients do not try again.
-        maximum_concurrent_rpcs=options.batching.max_queued + _MAX_UNQUEUED,
+        maximum_concurrent_rpcs=max_requests,
         options=[
             ("grpc.so_reuseport", 0),  # else two processes could share a port unnoticed
             ("grpc.max_receive_message_length", options.max_request_bytes),
@@ -130,7 +131,7 @@ async def _serve(inference: Inference, observer: ProcessObserver, options: Servi
     port = _listen(server, options)
     http = None
     if options.http_port is not None:
-        http, http_port = await HttpEndpoint(inference).listen(
+        http, http_port = await HttpEndpoint(inference, asyncio.Semaphore(max_requests)).listen(
             options.host, options.http_port, options.max_request_bytes
         )
         get_default_logger().info(

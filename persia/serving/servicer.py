@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from persia.errors import DeadlineExceededError, InvalidArgumentError, PersiaError
 from persia.logger import get_default_logger
 from persia.serving.inference import Inference
-from persia.serving.protocol import METHODS, SERVICE, message, reply_of, status_of, tensors_of
+from persia.serving.protocol import METHODS, SERVICE, message, message_of, reply_of, status_of, tensors_of
 
 _Method = Callable[[Any, float | None], Awaitable[Any]]
 
@@ -90,11 +90,11 @@ class Servicer:
                 return reply
             except PersiaError as failure:
                 code = grpc.StatusCode[status_of(failure)[0]]
-                await context.abort(code, str(failure))
+                await context.abort(code, message_of(failure))
             except Exception as failure:
                 code = grpc.StatusCode.INTERNAL
                 get_default_logger().exception("a request failed")
-                await context.abort(code, f"{type(failure).__name__}: {failure}")
+                await context.abort(code, f"{type(failure).__name__}: {message_of(failure)}")
             finally:
                 if name == _COUNTED:
                     self.inference.statistics.add_request(begin_ns, code.name)

@@ -6,6 +6,7 @@ feature NAME there may also be NAME.lengths, the number of IDs of each sample, a
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -80,6 +81,10 @@ def tensor_of_list(name: str, datatype: str, shape: Sequence[Any], values: Any) 
     """A tensor of numbers or strings, nested or not. InvalidArgumentError: they are not of that datatype."""
     if datatype == "BYTES":
         strings = values if isinstance(values, list) else [values]
+        if strings and isinstance(strings[0], list):
+            # Uneven lists stay lists, which have another number of elements or are refused as strings.
+            with contextlib.suppress(ValueError):
+                strings = np.asarray(strings, object).ravel().tolist()
         return Tensor(name, datatype, checked_shape(name, datatype, shape, len(strings)), strings)
     dtype = _dtype(name, datatype)
     try:
@@ -107,12 +112,19 @@ def batch_of(tensors: Sequence[Tensor], signature: Signature | None) -> PersiaBa
             f"name the features of its model: send one named {INPUT_NAME!r}, the bytes of "
             "PersiaBatch.to_bytes()"
         )
+    if signature.repeated:
+        raise InvalidArgumentError(
+            f"several features of the model are named {', '.join(signature.repeated)}, so that a request "
+            f"cannot name them: send one input {INPUT_NAME!r}, the bytes of PersiaBatch.to_bytes(), or train "
+            "with a name for each NonIDTypeFeature"
+        )
     if repeated := [name for name, count in Counter(t.name for t in tensors).items() if count > 1]:
         raise InvalidArgumentError(f"the request has the inputs {', '.join(repeated)} more than once")
     names = [*(feature.name for feature in signature.ids), *(feature.name for feature in signature.dense)]
     optional = [f"{feature.name}{kind}" for feature in signature.ids for kind in (".lengths", ".weights")]
+    known = {*names, *optional}
     missing = [name for name in names if name not in by_name]
-    unknown = [name for name in by_name if name not in names and name not in optional]
+    unknown = [name for name in by_name if name not in known]
     if missing or unknown:
         raise InvalidArgumentError(
             f"the request's inputs are not the model's (missing: {', '.join(missing) or 'none'}; unknown: "
@@ -144,7 +156,8 @@ def _batch_of_bytes(tensor: Tensor) -> PersiaBatch:
     content = tensor.values[0] if tensor.shape == (1,) else None
     if not isinstance(content, bytes):
         raise InvalidArgumentError(
-            f"input {INPUT_NAME!r} has shape {list(tensor.shape)}: send [1]: the bytes of one batch"
+            f"input {INPUT_NAME!r} has shape {list(tensor.shape)} and a {type(content).__name__}: send shape "
+            "[1] and the bytes of one batch, over HTTP as binary data (binary_data_size)"
         )
     return PersiaBatch.from_bytes(content)
 

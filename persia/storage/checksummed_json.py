@@ -74,9 +74,14 @@ def decode_document(content: bytes, what: str, *, form: str) -> dict[str, Any]:
 
 
 def verify_document(content: bytes, what: str, keys: TrustedKeys | None) -> None:
-    """UntrustedError, naming `what`: none of `keys` has signed it. Without keys it returns at once."""
+    """UntrustedError, naming `what`: none of `keys` has signed it. Without keys it returns at once.
+
+    CorruptionError: the checksum does not follow the signature.
+    """
     if keys is not None:
         keys.verify(content[: len(content) - _ENDING_BYTES], what)
+        # Also of version 1: a key in place of the checksum would replace one that is signed.
+        _check(content, what)
 
 
 def _check(content: bytes, what: str) -> None:

@@ -6,6 +6,7 @@ every later batch is matched by name: in training, evaluation and serving.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
@@ -69,6 +70,13 @@ class Signature:
     ids: tuple[IdInput, ...]
     dense: tuple[DenseInput, ...] = ()
 
+    @property
+    def repeated(self) -> list[str]:
+        """Names that several features have: a tensor of such a name would be for which of them?"""
+        names = [feature.name for feature in self.ids] + [feature.name for feature in self.dense]
+        counts = Counter(names)
+        return [name for name, count in counts.items() if count > 1]
+
     def order(self, ids: Sequence[str], dense: Sequence[str]) -> tuple[Sequence[int], Sequence[int]]:
         """Where in a batch with these features each of the signature's is.
 
@@ -107,11 +115,12 @@ def _order(kind: str, wanted: Sequence[str], given: Sequence[str]) -> Sequence[i
     if wanted == given:
         return range(len(given))
     places: Mapping[str, int] = {name: position for position, name in enumerate(given)}
-    # Repeated names are matched by position, which is done above.
+    # Repeated names are matched by position, which is done above. Counted: a request may have any number.
+    counts, expected = Counter(given), Counter(wanted)
     problems = {
         "unknown": sorted(set(given) - set(wanted)),
         "missing": [name for name in dict.fromkeys(wanted) if name not in places],
-        "repeated": sorted({name for name in given if given.count(name) != wanted.count(name)} & set(wanted)),
+        "repeated": sorted(name for name in counts if name in expected and counts[name] != expected[name]),
     }
     if not any(problems.values()) and len(places) == len(given):
         return [places[name] for name in wanted]

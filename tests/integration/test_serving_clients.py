@@ -256,6 +256,8 @@ def test_damaged_requests_over_http_are_the_clients_fault(served: Served) -> Non
         (text, {"Inference-Header-Content-Length": "99999999"}),
         (text, {"Inference-Header-Content-Length": "-1"}),
         (text, {"Inference-Header-Content-Length": "x"}),
+        (text, {"Inference-Header-Content-Length": "9" * 5000}),
+        (json.dumps({**good, "outputs": [{"name": [1]}]}).encode(), {}),
         (text + b"more", {"Inference-Header-Content-Length": str(len(text))}),
     ):
         assert post(served, body, **headers)[0] == 400, body[:40]

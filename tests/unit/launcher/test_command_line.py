@@ -297,3 +297,12 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
     ((settings, _),) = seen
     assert settings.slots is None
     assert settings.embeddings is not None
+
+
+@pytest.mark.parametrize("option", ["--verify-key", "--sign-key"])
+def test_an_empty_key_is_refused_and_not_left_out(option: str) -> None:
+    """A script's `--verify-key "$KEY"` without KEY would check nothing."""
+    command = ["serve", "model"] if option == "--verify-key" else ["checkpoint", "dump", "model"]
+    result = run(*command, option, "")
+    assert result.exit_code == 2, result.output
+    assert "it is empty: give a file" in result.output

@@ -95,7 +95,7 @@ def test_unsigned_is_what_it_was(tmp_path: Path) -> None:
     train(bags, num_ids=100)
     checkpoints_of(bags).dump(DumpRequest(tmp_path / "c", dense=FILES))
     assert not list(tmp_path.rglob("*.pages"))
-    assert b'"signed_by"' not in (tmp_path / "c" / "manifest.json").read_bytes()
+    assert "signed_by" not in json.loads((tmp_path / "c" / "manifest.json").read_bytes())
 
 
 def test_a_reader_without_keys_loads_what_is_signed(signed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +141,18 @@ def append_a_key(signed: Path) -> None:
     path = signed / "manifest.json"
     body = path.read_bytes()[:-84] + b',\n "step": 6'
     path.write_bytes(body + b',\n "checksum": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode())
+
+
+@pytest.mark.parametrize(
+    "key", ['"step": 6', '"step": 6, "version": 1', '"version": 1, "embeddings": null, "dense": null']
+)
+def test_keys_in_place_of_the_checksum_are_refused(key: str, signed: Path) -> None:
+    """The signature does not cover the checksum: JSON there would replace what is signed."""
+    path = signed / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-84] + f",{key}".encode().ljust(83) + b"}")
+    assert json.loads(path.read_bytes())["signed_by"]
+    with pytest.raises(CorruptionError, match=r"manifest\.json is damaged"):
+        Manifest.read(Location.of(signed))
 
 
 @pytest.mark.parametrize(
@@ -260,6 +272,7 @@ def test_unusable_keys_name_variable_and_file(tmp_path: Path, monkeypatch: pytes
     cases: list[tuple[Callable[[], object], str, Path, str]] = [
         (trusted_keys, "PERSIA_VERIFY_KEY", tmp_path / "absent", "cannot be read: No such file"),
         (trusted_keys, "PERSIA_VERIFY_KEY", private, "is no public Ed25519 key"),
+        (trusted_keys, "PERSIA_VERIFY_KEY", Path(":"), "names no file"),
         (signer, "PERSIA_SIGN_KEY", tmp_path / "absent", "cannot be read: No such file"),
         (signer, "PERSIA_SIGN_KEY", public, "is open to every user of this machine: chmod 600"),
     ]
