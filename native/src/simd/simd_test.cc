@@ -462,7 +462,9 @@ TEST(RowsTest, SumsAreThoseOfALoopInOrder) {
 // For measurements of one instruction set on a processor that has more.
 TEST(KernelsTest, AVariantIsChosenByName) {
   EXPECT_STREQ(ChooseKernels("scalar").name, "scalar");
-  if (KernelsFor(Isa::kAvx2) != nullptr) EXPECT_STREQ(ChooseKernels("avx2").name, "avx2");
+  if (KernelsFor(Isa::kAvx2) != nullptr) {
+    EXPECT_STREQ(ChooseKernels("avx2").name, "avx2");
+  }
   const Kernels& fastest = ChooseKernels(nullptr);
   testing::internal::CaptureStderr();
   EXPECT_EQ(&ChooseKernels("mmx"), &fastest);
