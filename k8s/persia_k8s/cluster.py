@@ -253,7 +253,7 @@ class Cluster:
         return found
 
     def put_lease(self, lease: Mapping[str, Any]) -> bool:
-        """Creates or replaces it; returns False if somebody else has done so since it was read."""
+        """Creates or replaces it; returns False if another process has done so since it was read."""
         resource, metadata = self._resource(_LEASES, "Lease"), lease["metadata"]
         method = resource.replace if "resourceVersion" in metadata else resource.create
         what = f"writing Lease {metadata['namespace']}/{metadata['name']}"

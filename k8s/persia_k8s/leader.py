@@ -60,7 +60,7 @@ class Leadership:
                 self._cluster.put_lease(lease)
 
     def _try(self) -> bool:
-        """Takes or renews the lease, if nobody else holds it. Returns whether this process has it."""
+        """Takes or renews the lease, if no other process holds it. Returns whether this process has it."""
         try:
             lease = self._cluster.lease(*self._place)
             return self._is_free(lease) and self._cluster.put_lease(self._renewed(lease))

@@ -206,7 +206,7 @@ class Operator:
         return plan
 
     def _match_scale(self, job: Job, before: JobStatus) -> tuple[Job, JobStatus]:
-        """Lets `spec.replicas` follow the role's own number: whoever changed one of them last is right."""
+        """Lets `spec.replicas` follow the role's own number: the last change counts."""
         own = job.roles[job.scaled_role].replicas
         if job.spec.replicas is None or before.scaled_from not in (0, own):
             generation = self._cluster.set_replicas(job.namespace, job.name, own)

@@ -1,4 +1,4 @@
-// The messages of the handshake: nobody without the key gets through, whatever is sent.
+// The messages of the handshake: no peer without the key gets through, whatever is sent.
 //
 // The first byte says how many of the rest are the first message; the others are the second.
 #include <algorithm>

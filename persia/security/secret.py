@@ -120,7 +120,7 @@ def replace() -> Path:
 
     Raises ConfigError if PERSIA_JOB_SECRET is set, because no process would use the new secret.
     """
-    if os.environ.get(_VALUE):
+    if env.get_job_secret():
         raise ConfigError(
             f"{_VALUE} is set, and processes use it instead of a file: unset it to replace the file's secret"
         )

@@ -16,7 +16,7 @@ _RETRY_S = 5.0
 def judge(situation: Situation, refusals: Sequence[str]) -> None:
     """Sets `PodsAccepted`; fails a job that has never run and was refused for too long.
 
-    A job that has run keeps what it has, and the operator goes on looking after it.
+    A job that has run keeps what it has, and the operator keeps looking after it.
     """
     if not refusals:
         situation.set_condition(_CONDITION, True, "Accepted")
