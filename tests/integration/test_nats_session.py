@@ -176,7 +176,9 @@ def test_closing_a_registration_does_not_block_the_loop(make_session, monkeypatc
     server = make_session("server")
     for _ in range(3):
         server.respond("work", bytes.upper).close()
-    assert sleepers == []
+    # Threads of other tests in this process may sleep meanwhile.
+    assert server._thread not in sleepers
+    assert threading.current_thread() not in sleepers
 
 
 def test_a_handler_on_the_loop_may_not_wait_for_the_loop(make_session):

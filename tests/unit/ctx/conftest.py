@@ -117,10 +117,10 @@ def single_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_threads_left() -> Iterator[None]:
-    """Every test must end the threads it has started."""
+    """Every test must end the threads it has started; the audit log's lives as long as the process."""
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
-        if thread.name.startswith("persia"):
+        if thread.name.startswith("persia") and thread.name != "persia-audit":
             thread.join(10)
             assert not thread.is_alive(), f"{thread.name} is left behind"

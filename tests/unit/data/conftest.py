@@ -112,9 +112,10 @@ def evaluating_host(fake_backend: FakeBackend) -> Iterator[FakeHost]:
 
 @pytest.fixture(autouse=True)
 def no_threads_left() -> Iterator[None]:
-    """Every test must end the threads it has started."""
+    """Every test must end the threads it has started; the audit log's lives as long as the process."""
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
-        thread.join(10)
-        assert not thread.is_alive(), f"{thread.name} is left behind"
+        if thread.name != "persia-audit":
+            thread.join(10)
+            assert not thread.is_alive(), f"{thread.name} is left behind"
