@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -171,12 +172,16 @@ def test_a_closed_registration_is_no_longer_asked(make_session):
 
 
 def test_closing_a_registration_does_not_block_the_loop(make_session, monkeypatch):
-    sleepers = []
-    monkeypatch.setattr("persia.waiting.time.sleep", lambda _: sleepers.append(threading.current_thread()))
+    sleepers, sleep = [], time.sleep
+
+    def record(duration_s):
+        sleepers.append(threading.current_thread())
+        sleep(duration_s)  # without it, another test's thread that waits here would spin
+
+    monkeypatch.setattr("persia.waiting.time.sleep", record)
     server = make_session("server")
     for _ in range(3):
         server.respond("work", bytes.upper).close()
-    # Threads of other tests in this process may sleep meanwhile.
     assert server._thread not in sleepers
     assert threading.current_thread() not in sleepers
 

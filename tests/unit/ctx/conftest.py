@@ -17,6 +17,7 @@ from persia.data import IterableDataset
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD
 from persia.pipeline.backend import EmbeddingBackend
+from tests.threads import expect_ended
 
 DIM = 4
 
@@ -117,10 +118,7 @@ def single_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_threads_left() -> Iterator[None]:
-    """Every test must end the threads it has started; the audit log's lives as long as the process."""
+    """Every test must end the threads it has started."""
     before = set(threading.enumerate())
     yield
-    for thread in set(threading.enumerate()) - before:
-        if thread.name.startswith("persia") and thread.name != "persia-audit":
-            thread.join(10)
-            assert not thread.is_alive(), f"{thread.name} is left behind"
+    expect_ended(before, "persia")

@@ -13,6 +13,7 @@ from persia._native import BatchReference
 from persia.pipeline.counters import Counters
 from persia.pipeline.lease import LeaseReaper
 from persia.pipeline.prefetch import Prefetcher
+from tests.threads import expect_ended
 
 
 class FakeBackend:
@@ -112,10 +113,7 @@ def evaluating_host(fake_backend: FakeBackend) -> Iterator[FakeHost]:
 
 @pytest.fixture(autouse=True)
 def no_threads_left() -> Iterator[None]:
-    """Every test must end the threads it has started; the audit log's lives as long as the process."""
+    """Every test must end the threads it has started."""
     before = set(threading.enumerate())
     yield
-    for thread in set(threading.enumerate()) - before:
-        if thread.name != "persia-audit":
-            thread.join(10)
-            assert not thread.is_alive(), f"{thread.name} is left behind"
+    expect_ended(before)
