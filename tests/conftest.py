@@ -49,11 +49,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> Generator[None, None, None
 
 @pytest.fixture(autouse=True)
 def process_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives each test a process without a seed, reported values and a role in a job, which are global."""
+    """Gives each test a process that measures, without a seed, reported values and a role in a job."""
     monkeypatch.setattr(utils, "_seed", None)
     monkeypatch.setattr(observability, "_values", {})
     monkeypatch.setattr(identity, "_installed", None)
     _native.clear_security()
+    _native.enable_durations(True)  # a context of an earlier test may have switched it off
 
 
 @pytest.fixture

@@ -267,7 +267,6 @@ def test_a_port_in_use_is_named():
 
 
 def test_requests_and_bytes_of_calls_are_counted():
-    _native.enable_durations(True)  # of the process: a context of an earlier test may have switched it off
     server = _native.ParameterServer(replica_index=0, replica_size=1, capacity=100, num_internal_shards=1)
     worker = _native.EmbeddingWorker(
         slots=[_native.SlotConfig(name="user", dim=8)], feature_index_prefix_bit=8, num_servers=1

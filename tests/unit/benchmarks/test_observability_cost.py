@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 from benchmarks.observability_cost import Cluster
-from persia import _native
 from persia.observability.phases import QUEUES, STEP_PHASES
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "performance.md"
@@ -14,7 +13,6 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "performance.md"
 
 def test_the_measurements_of_a_step_are_as_many_as_documented() -> None:
     (counts,) = re.findall(r"counted: (\d+) measurements in C\+\+ and (\d+) in Python", DOCUMENT.read_text())
-    _native.enable_durations(True)
     cluster = Cluster(4)
     cluster.step(phases=True)  # with the calls that a server has only once
     before, steps = cluster.num_measured(), 20
