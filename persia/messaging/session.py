@@ -11,11 +11,7 @@ import asyncio
 import atexit
 import contextlib
 import re
-import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import CancelledError, Future, wait
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -37,6 +33,7 @@ from persia.errors import (
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
 from persia.messaging.interface import Handler, Registration
+from persia.messaging.loop_thread import CALL_MARGIN_S, LoopThread
 from persia.messaging.receiver import Receiver, collect_replies, flush, raise_if_error_reply, send_error
 from persia.messaging.subjects import Subjects
 from persia.security import nats_login
@@ -50,9 +47,6 @@ _T = TypeVar("_T")
 _CLOSE_GRACE_S = 1.0  # for each of: finishing handlers, flushing, disconnecting
 # A broker that ends together with the job is no news: only a loss that lasts is reported.
 _LOSS_REPORT_S = 2.0
-# A call ends on the loop by its own time-out; this is the backstop of the thread that waits.
-_CALL_MARGIN_S = 5.0
-_SIGNAL_STEP_S = 0.2
 _DEFAULT_MAX_PAYLOAD = 1 << 20
 _AUTHORIZATION_VIOLATION = "authorization violation"  # the broker's text, in some case
 _REFUSED_SUBJECT = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
@@ -97,18 +91,12 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         self._address = _checked_address(url)
         self._name = name
         self._client = Client()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name=f"persia-nats-{name}", daemon=True
-        )
-        self._lock = threading.Lock()
-        self._state = "new"  # then "open", then "closed"; guarded by _lock
+        self._refusals = _Refusals(self._address, role)
+        self._thread = LoopThread(name, self._refusals.raise_if_denied)
         self._last_error: Exception | None = None
         self._is_admitted = False
-        self._refusal = asyncio.Event()
-        self._denied: PermissionDeniedError | None = None  # the broker has refused this process
+        self._end: asyncio.Future[None] | None = None  # kept: the loop holds tasks weakly
         self._waiting: dict[asyncio.Task[Any], str] = {}  # for the broker, by request; on the loop
-        self._refused_uses: set[tuple[str, str]] = set()  # (publish or subscription, subject); on the loop
         self._receivers: set[Receiver] = set()  # on the loop
         self._loss_report: asyncio.TimerHandle | None = None  # on the loop
         self._reconnect_callbacks: list[Callable[[], None]] = []
@@ -123,11 +111,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         Raises `UnavailableError` if no broker answers within `deadline_s` seconds, and at once
         `PermissionDeniedError` if it refuses the credentials of this process.
         """
-        with self._lock:
-            if self._state != "new":
-                raise FailedPreconditionError(f"this NATS session is {self._state} already: create a new one")
-            self._thread.start()
-            self._state = "open"
+        self._thread.start()
         # The broker would otherwise see the connection break, and peers would miss the last messages.
         atexit.register(self.close)
         try:
@@ -163,7 +147,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
 
         async def collect() -> list[bytes]:
             replies = await collect_replies(self._client, subject, payload, window_s, enough)
-            self._raise_if_refused("publish", subject)
+            self._refusals.raise_if_refused("publish", subject)
             return replies
 
         return self._call(collect(), window_s)
@@ -179,7 +163,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         While the broker is away the message waits for it, and this returns at once.
         """
         self._check_size(subject, payload)
-        self._call(self._publish(subject, payload), _CALL_MARGIN_S)
+        self._call(self._publish(subject, payload), CALL_MARGIN_S)
 
     def respond(self, subject: str, handler: Handler, *, max_concurrency: int = 8) -> Registration:
         """Answers each request on `subject` with the bytes that `handler(payload)` returns.
@@ -204,69 +188,19 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
 
     def close(self) -> None:
         """Finishes the requests being handled, flushes, disconnects. Idempotent; ends in seconds."""
-        with self._lock:
-            was, self._state = self._state, "closed"
-        if was == "new":
-            self._loop.close()
-        if was != "open":
-            return
-        atexit.unregister(self.close)
-        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
-        self._thread.join(5 * _CLOSE_GRACE_S)
-        if self._thread.is_alive():
-            get_default_logger().warning("the NATS session %s did not stop in time, left behind", self._name)
-        else:
-            self._loop.close()
-        self._notifier.close()
+        if self._thread.close(self._shut_down):
+            atexit.unregister(self.close)
+            self._notifier.close()
 
     # ---- called by threads
 
     def _call(self, coroutine: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-        """Runs `coroutine` on the loop and waits for it; a session that is closed meanwhile ends the wait."""
-        future = self._submit(coroutine)
-        end = time.monotonic() + timeout_s + _CALL_MARGIN_S
         try:
-            # In steps: a signal that another thread receives, or that arrives just before the main thread
-            # begins to wait, does not end that wait, and its handler would not run before the deadline.
-            while not wait((future,), _SIGNAL_STEP_S).done and time.monotonic() < end:
-                pass
-            return future.result(0)
-        except PersiaError:  # some are a TimeoutError, too
+            return self._thread.call(coroutine, timeout_s)
+        except PersiaError:  # some are an OSError, too
             raise
-        except CancelledError:
-            if self._denied is not None:
-                raise PermissionDeniedError(str(self._denied)) from None
-            raise UnavailableError(f"the NATS session {self._name} was closed meanwhile") from None
-        except FutureTimeoutError:  # the coroutine has a time-out, but the loop does not run it
-            future.cancel()
-            raise DeadlineExceededError(
-                f"the NATS session {self._name} is overloaded: no result in time"
-            ) from None
         except (NatsError, OSError) as error:
             raise UnavailableError(f"NATS at {self._address}: {error or type(error).__name__}") from error
-        except BaseException:  # KeyboardInterrupt: the result is not wanted any more
-            future.cancel()
-            raise
-
-    def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
-        # Under the lock: a call submitted before `close` reaches the loop before the shutdown, which cancels
-        # it. Without the lock the caller could wait for a loop that has stopped.
-        with self._lock:
-            if (
-                self._denied is None
-                and self._state == "open"
-                and threading.current_thread() is not self._thread
-            ):
-                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-            state = self._state
-        coroutine.close()
-        if self._denied is not None:
-            raise PermissionDeniedError(str(self._denied))
-        if state == "open":
-            raise FailedPreconditionError("a NATS handler on the session's loop would wait for itself")
-        raise FailedPreconditionError(
-            f"the NATS session {self._name} is {'not connected' if state == 'new' else state}"
-        )
 
     def _check_size(self, subject: str, payload: bytes) -> None:
         limit = self._client.max_payload
@@ -282,9 +216,9 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         async def start() -> None:
             await receiver.start()
             self._receivers.add(receiver)
-            if self._is_refused("subscription", receiver.subject):
+            if self._refusals.is_refused("subscription", receiver.subject):
                 await stop()
-            self._raise_if_refused("subscription", receiver.subject)
+            self._refusals.raise_if_refused("subscription", receiver.subject)
 
         async def stop() -> None:
             self._receivers.discard(receiver)
@@ -294,7 +228,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
             with contextlib.suppress(FailedPreconditionError, UnavailableError):  # closed with the session
                 self._call(stop(), 3 * _CLOSE_GRACE_S)
 
-        self._call(start(), _CALL_MARGIN_S)
+        self._call(start(), CALL_MARGIN_S)
         return Registration(unregister)
 
     # ---- on the loop
@@ -314,19 +248,19 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         waiting = f"the NATS server at {self._address}"
         attempts = Attempts(deadline_s, pause_s=1.0, waiting_for=lambda: f"{waiting} ({self._last_error})")
         for wait_s in attempts:
-            refused = asyncio.ensure_future(self._refusal.wait())
+            refused = asyncio.ensure_future(self._refusals.denial.wait())
             await asyncio.wait({task, refused}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             refused.cancel()
             if task.done():
                 task.result()
                 self._is_admitted = True
                 return
-            if self._denied is not None:
+            if self._refusals.denied is not None:
                 break
         task.cancel()
         await asyncio.wait({task})
         await self._disconnect()  # closes the socket of the last attempt
-        raise self._denied or UnavailableError(
+        raise self._refusals.denied or UnavailableError(
             f"no NATS server at {self._address} after {deadline_s:g} s ({self._last_error}): "
             "start one with `persia-launcher nats-server`, or correct PERSIA_NATS_URL"
         )
@@ -357,54 +291,35 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         try:
             yield
         except asyncio.CancelledError:
-            self._raise_if_refused("publish", subject)
+            self._refusals.raise_if_refused("publish", subject)
             raise UnavailableError(f"{subject}: the connection to NATS at {self._address} was lost") from None
         finally:
             self._waiting.pop(task, None)
-        self._raise_if_refused("publish", subject)
-
-    def _is_refused(self, use: str, subject: str) -> bool:
-        return (use, subject.lower()) in self._refused_uses  # the client writes errors in lower case
-
-    def _raise_if_refused(self, use: str, subject: str) -> None:
-        if self._is_refused(use, subject):
-            raise PermissionDeniedError(
-                f"{subject}: the NATS server at {self._address} refuses this {use} to role {self._role!r}; "
-                "docs/security.md lists what each role may do"
-            )
+        self._refusals.raise_if_refused("publish", subject)
 
     async def _publish(self, subject: str, payload: bytes) -> None:
         await self._client.publish(subject, payload)
         with self._ended_by_disconnect(subject):
-            await flush(self._client, int(_CALL_MARGIN_S))
+            await flush(self._client, int(CALL_MARGIN_S))
 
     async def _shut_down(self) -> None:
-        try:
-            # Together: the grace is that of the session, however many subjects it listens on.
-            stops = [receiver.stop(_CLOSE_GRACE_S) for receiver in self._receivers]
-            await asyncio.gather(*stops, return_exceptions=True)
-            with contextlib.suppress(NatsError, OSError, asyncio.TimeoutError):
-                if self._client.is_connected:
-                    await asyncio.wait_for(self._client.flush(), _CLOSE_GRACE_S)
-                if self._client.is_connected or self._client.is_reconnecting:
-                    await asyncio.wait_for(self._client.close(), _CLOSE_GRACE_S)
-            # Threads that still wait get a CancelledError, which `_call` reports as a closed session.
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            if others:
-                await asyncio.wait(others, timeout=_CLOSE_GRACE_S)
-        finally:
-            self._loop.stop()
+        # Together: the grace is that of the session, however many subjects it listens on.
+        stops = [receiver.stop(_CLOSE_GRACE_S) for receiver in self._receivers]
+        await asyncio.gather(*stops, return_exceptions=True)
+        with contextlib.suppress(NatsError, OSError, asyncio.TimeoutError):
+            if self._client.is_connected:
+                await asyncio.wait_for(self._client.flush(), _CLOSE_GRACE_S)
+            if self._client.is_connected or self._client.is_reconnecting:
+                await asyncio.wait_for(self._client.close(), _CLOSE_GRACE_S)
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = error
-        if _AUTHORIZATION_VIOLATION in str(error).lower():
-            await self._on_denied()
-        elif match := _REFUSED_SUBJECT.search(str(error)):
-            self._refused_uses.add((match[1], match[2]))
-            for task in [task for task, sent in self._waiting.items() if self._is_refused("publish", sent)]:
-                task.cancel()
+        if self._refusals.notice(error):
+            if self._refusals.denied is not None:
+                self._end_when_denied()
+            for task, sent in tuple(self._waiting.items()):
+                if self._refusals.is_refused("publish", sent):
+                    task.cancel()
         elif isinstance(error, SlowConsumerError):
             full = ResourceExhaustedError(f"{error.subject}: too many messages wait for this receiver")
             get_default_logger().error("%s; one was refused", full)
@@ -412,19 +327,11 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         else:
             get_default_logger().debug("NATS at %s: %s", self._address, error or type(error).__name__)
 
-    async def _on_denied(self) -> None:
+    def _end_when_denied(self) -> None:
         """Ends the session: the client would try the same credentials again for ever."""
-        if self._denied is not None:
-            return
-        self._denied = PermissionDeniedError(
-            f"the NATS server at {self._address} refuses the secret of this process, role {self._role!r}: "
-            "set PERSIA_JOB_SECRET or PERSIA_JOB_SECRET_FILE to the secret of the host that runs the server "
-            "(`persia-launcher secret show` there), or name a user in PERSIA_NATS_URL"
-        )
-        self._refusal.set()
-        if self._is_admitted:  # else `connect` reports it
-            get_default_logger().error("%s", self._denied)
-            self._end = asyncio.ensure_future(self._disconnect())  # kept: the loop holds tasks weakly
+        if self._is_admitted and self._end is None:  # else `connect` reports it
+            get_default_logger().error("%s", self._refusals.denied)
+            self._end = asyncio.ensure_future(self._disconnect())
 
     async def _disconnect(self) -> None:
         with contextlib.suppress(NatsError, OSError):  # the broker has closed the connection, perhaps
@@ -432,13 +339,13 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
 
     async def _on_disconnected(self) -> None:
         self._cancel_loss_report()
-        self._loss_report = self._loop.call_later(_LOSS_REPORT_S, self._report_loss)
+        self._loss_report = self._thread.loop.call_later(_LOSS_REPORT_S, self._report_loss)
         # The client would let them wait for their time-outs: a reply to a lost connection is never repeated.
         for task in tuple(self._waiting):
             task.cancel()
 
     def _report_loss(self) -> None:
-        if self._state == "open" and self._denied is None:
+        if self._thread.is_open and self._refusals.denied is None:
             get_default_logger().warning("lost the connection to NATS at %s, reconnecting", self._address)
 
     def _cancel_loss_report(self) -> None:
@@ -452,6 +359,47 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         # Not on the loop: callbacks call the session, which waits for the loop.
         for callback in tuple(self._reconnect_callbacks):
             self._notifier.submit(_run_reconnect_callback, callback)
+
+
+class _Refusals:
+    """What the broker refuses this process: its credentials, or uses of subjects. Used on the loop."""
+
+    def __init__(self, address: str, role: str) -> None:
+        self._address, self._role = address, role
+        self._uses: set[tuple[str, str]] = set()  # (publish or subscription, subject)
+        self.denied: PermissionDeniedError | None = None  # the credentials are refused
+        self.denial = asyncio.Event()
+
+    def notice(self, error: Exception) -> bool:
+        """Whether `error`, which the broker sent, is a refusal."""
+        if _AUTHORIZATION_VIOLATION in str(error).lower():
+            self.denied = self.denied or PermissionDeniedError(
+                f"the NATS server at {self._address} refuses the secret of role {self._role!r}: "
+                "set PERSIA_JOB_SECRET or PERSIA_JOB_SECRET_FILE to the secret of the host that runs the "
+                "server (`persia-launcher secret show` there), or name a user in PERSIA_NATS_URL"
+            )
+            self.denial.set()
+            return True
+        if match := _REFUSED_SUBJECT.search(str(error)):
+            self._uses.add((match[1], match[2]))
+        return match is not None
+
+    def is_refused(self, use: str, subject: str) -> bool:
+        """Whether the broker has refused to `use` ("publish" or "subscription") the subject."""
+        return (use, subject.lower()) in self._uses  # the client writes errors in lower case
+
+    def raise_if_refused(self, use: str, subject: str) -> None:
+        """PermissionDeniedError if the broker has refused this use of the subject."""
+        if self.is_refused(use, subject):
+            raise PermissionDeniedError(
+                f"{subject}: the NATS server at {self._address} refuses this {use} to role {self._role!r}; "
+                "docs/security.md lists what each role may do"
+            )
+
+    def raise_if_denied(self) -> None:
+        """PermissionDeniedError if the broker has refused the credentials. On any thread."""
+        if self.denied is not None:
+            raise PermissionDeniedError(str(self.denied))
 
 
 def _run_reconnect_callback(callback: Callable[[], None]) -> None:

@@ -182,7 +182,7 @@ def test_closing_a_registration_does_not_block_the_loop(make_session, monkeypatc
     server = make_session("server")
     for _ in range(3):
         server.respond("work", bytes.upper).close()
-    assert server._thread not in sleepers
+    assert not [thread for thread in sleepers if thread.name == "persia-nats-server"]
     assert threading.current_thread() not in sleepers
 
 
