@@ -17,6 +17,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -133,10 +134,20 @@ def shown(log: Path) -> Iterator[Callable[[str], None]]:
         yield show
 
 
+def load_torch_and_matplotlib() -> None:
+    """Imports what `finish` needs, which takes seconds: a thread does it while the first process starts."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as both ways have; torch reads it when it is imported
+    import torch
+
+    import plots  # noqa: F401
+    import reference  # noqa: F401
+
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer of a process imports torch's compiler
+
+
 def finish(output: Path, alone: dict[str, Any], summary: dict[str, Any], info: DatasetInfo) -> None:
     """Adds the picture and the reference to the summary, and shows both."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as both ways had; torch reads it when it is imported
-    from plots import draw  # matplotlib and torch take seconds to import: the demo's first lines do not wait
+    from plots import draw
     from reference import trained
 
     picture = output / "curves.png"
@@ -213,7 +224,10 @@ def run(output: Path, source: Path | None, generated: bool) -> int:
         return 1
     console.print(describe(info), soft_wrap=True)
     step("Training in one process: python examples/adult_income/train.py")
+    imports = threading.Thread(target=load_torch_and_matplotlib, daemon=True)
+    imports.start()
     first = train_alone(alone, output / "data")
+    imports.join()
     if isinstance(first, Failure):
         return report(first)
     step(f"The same script on a cluster of this machine: {PROCESSES}")
