@@ -11,6 +11,7 @@ import asyncio
 import atexit
 import contextlib
 import re
+import ssl
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -19,7 +20,6 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError, SlowConsumerError
@@ -35,12 +35,14 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.logger import get_default_logger
+from persia.messaging.client import NatsClient, PlainBrokerError
 from persia.messaging.daemon_pool import DaemonPool
 from persia.messaging.interface import Handler, Registration
 from persia.messaging.receiver import Receiver, collect_replies, flush, raise_if_error_reply, send_error
 from persia.messaging.subjects import Subjects
 from persia.security import nats_login
 from persia.security.secret import JOB
+from persia.security.tls import job_tls
 from persia.waiting import Attempts
 
 __all__ = ["NatsSession", "Registration"]
@@ -96,7 +98,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         self._role = role
         self._address = _checked_address(url)
         self._name = name
-        self._client = Client()
+        self._client = NatsClient(job_tls())
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name=f"persia-nats-{name}", daemon=True
@@ -400,7 +402,19 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
     async def _on_error(self, error: Exception) -> None:
         self._last_error = error
         if _AUTHORIZATION_VIOLATION in str(error).lower():
-            await self._on_denied()
+            await self._on_denied(
+                f"refuses the secret of this process, role {self._role!r}: set PERSIA_JOB_SECRET or "
+                "PERSIA_JOB_SECRET_FILE to the secret of the host that runs the server "
+                "(`persia-launcher secret show` there), or name a user in PERSIA_NATS_URL"
+            )
+        elif isinstance(error, PlainBrokerError) or (
+            isinstance(error, ssl.SSLError) and not self._is_admitted
+        ):
+            # A connection that was restored may meet a broker that has not read new certificates yet.
+            await self._on_denied(
+                f"and this process do not agree on TLS ({error}): set PERSIA_TLS_DIR for both, to folders "
+                "with certificates of one CA (`persia-launcher certificates create`)"
+            )
         elif match := _REFUSED_SUBJECT.search(str(error)):
             self._refused_uses.add((match[1], match[2]))
             for task in [task for task, sent in self._waiting.items() if self._is_refused("publish", sent)]:
@@ -412,15 +426,11 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         else:
             get_default_logger().debug("NATS at %s: %s", self._address, error or type(error).__name__)
 
-    async def _on_denied(self) -> None:
+    async def _on_denied(self, reason: str) -> None:
         """Ends the session: the client would try the same credentials again for ever."""
         if self._denied is not None:
             return
-        self._denied = PermissionDeniedError(
-            f"the NATS server at {self._address} refuses the secret of this process, role {self._role!r}: "
-            "set PERSIA_JOB_SECRET or PERSIA_JOB_SECRET_FILE to the secret of the host that runs the server "
-            "(`persia-launcher secret show` there), or name a user in PERSIA_NATS_URL"
-        )
+        self._denied = PermissionDeniedError(f"the NATS server at {self._address} {reason}")
         self._refusal.set()
         if self._is_admitted:  # else `connect` reports it
             get_default_logger().error("%s", self._denied)
