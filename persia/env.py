@@ -363,7 +363,7 @@ def get_job_secret_file() -> str | None:
 
 
 def get_tls_dir() -> str | None:
-    """`PERSIA_TLS_DIR`: the folder with tls.crt, tls.key and ca.crt; None: RPC is not encrypted."""
+    """`PERSIA_TLS_DIR`: the folder with tls.crt, tls.key and ca.crt; None: nothing is encrypted."""
     return os.environ.get("PERSIA_TLS_DIR") or None
 
 

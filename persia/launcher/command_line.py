@@ -30,6 +30,7 @@ _SUBCOMMANDS = {
     "checkpoint": "checkpoint.command",
     "signing-key": "signing_key.command",
     "secret": "secret.command",
+    "certificates": "certificates.command",
     "serve": "serve.command",
     "torchserve-archive": "torchserve_archive.command",
 }

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import socket
+import sys
 from pathlib import Path
 
 import click
@@ -53,15 +54,17 @@ def command(port: int, host: str, max_payload: str) -> None:
     Any NATS server does, when its max_payload is large enough for your batches. Point all processes to it
     with PERSIA_NATS_URL=nats://HOST:PORT. This server takes clients that have the job's secret: on this
     machine the user's other processes, elsewhere those with PERSIA_JOB_SECRET (persia-launcher secret show).
+    With PERSIA_TLS_DIR it takes encrypted connections only, of clients with a certificate of the job's CA.
     """
     # Everything that can fail is done before exec, whose errors would have no message of ours.
-    binary = find_nats_server()
+    find_nats_server()
     config = nats_config(host=host, port=port, max_payload_bytes=parse_size(max_payload))
     _check_free(host, port)
     # In memory: the server reads it after exec, when no code of ours is left to delete a file.
     descriptor = os.memfd_create("nats-server.conf", 0)
     os.write(descriptor, config.encode())
-    os.execv(binary, [binary, "-c", f"/proc/self/fd/{descriptor}"])
+    server = server_command(f"/proc/self/fd/{descriptor}")
+    os.execv(server[0], server)
 
 
 def _check_free(host: str, port: int) -> None:
@@ -97,9 +100,12 @@ def parse_size(text: str) -> int:
 def nats_config(*, host: str, port: int, max_payload_bytes: int, ports_folder: Path | None = None) -> str:
     """A server without files and clustering, for clients with the job's secret. It has passwords.
 
+    With PERSIA_TLS_DIR, clients also need a certificate of the job's CA.
+
     Port 0 takes a free one, told by a file in `ports_folder`.
     """
     from persia.messaging.permissions import broker_users  # not for --help
+    from persia.security.tls import job_tls
 
     authorization = {"timeout": _LOGIN_DEADLINE_S, "users": broker_users()}
     lines = [
@@ -112,9 +118,26 @@ def nats_config(*, host: str, port: int, max_payload_bytes: int, ports_folder: P
         "logtime: false",
         f"authorization: {json.dumps(authorization)}",
     ]
+    if (tls := job_tls()) is not None:
+        certificate, key, ca = (str(path.absolute()) for path in tls.paths)
+        files = {"cert_file": certificate, "key_file": key, "ca_file": ca}
+        settings = {**files, "verify": True, "min_version": "1.3", "timeout": _LOGIN_DEADLINE_S}
+        lines.append(f"tls: {json.dumps(settings)}")
     if ports_folder is not None:
         lines.append(f'ports_file_dir: "{ports_folder}"')
     return "\n".join(lines) + "\n"
+
+
+def server_command(config_file: str) -> tuple[str, ...]:
+    """Runs the server. With PERSIA_TLS_DIR it reads changed certificates, which it does at a signal only."""
+    from persia.security.tls import job_tls  # not for --help
+
+    server, tls = (find_nats_server(), "-c", config_file), job_tls()
+    if tls is None:
+        return server
+    script = str(Path(__file__).with_name("reloader.py"))
+    files = (str(path.absolute()) for path in tls.paths)
+    return (sys.executable, "-I", "-S", script, *files, "--", *server)
 
 
 def start_local_nats(supervisor: Supervisor, folder: Path) -> str:
@@ -129,7 +152,7 @@ def start_local_nats(supervisor: Supervisor, folder: Path) -> str:
     process = supervisor.start(
         ProcessSpec(
             name=NATS,
-            command=(find_nats_server(), "-c", str(config_file)),
+            command=server_command(str(config_file)),
             env=dict(os.environ),
             stop_stage=2,  # the others publish through it that they leave
         )

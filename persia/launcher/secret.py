@@ -6,7 +6,7 @@ import click
 
 from persia.launcher.options import option
 
-_ROLES = ("job", "trainer", "loader", "worker", "server", "inference", "monitor", "admin")
+ROLES = ("job", "trainer", "loader", "worker", "server", "inference", "monitor", "admin")
 
 
 @click.group("secret")
@@ -33,7 +33,7 @@ def create(replace: bool) -> None:
 @command.command()
 @option(
     "--role",
-    type=click.Choice(_ROLES),
+    type=click.Choice(ROLES),
     default="job",
     help="Print the credential of one role. With the whole secret (job) a process may be any role.",
 )

@@ -11,11 +11,11 @@ import asyncio
 import atexit
 import contextlib
 import re
+import ssl
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError, SlowConsumerError
@@ -31,6 +31,7 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.logger import get_default_logger
+from persia.messaging.client import NatsClient, PlainBrokerError
 from persia.messaging.daemon_pool import DaemonPool
 from persia.messaging.interface import Handler, Registration
 from persia.messaging.loop_thread import CALL_MARGIN_S, LoopThread
@@ -38,6 +39,7 @@ from persia.messaging.receiver import Receiver, collect_replies, flush, raise_if
 from persia.messaging.subjects import Subjects
 from persia.security import nats_login
 from persia.security.secret import JOB
+from persia.security.tls import job_tls
 from persia.waiting import Attempts
 
 __all__ = ["NatsSession", "Registration"]
@@ -90,7 +92,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         self._role = role
         self._address = _checked_address(url)
         self._name = name
-        self._client = Client()
+        self._client = NatsClient(job_tls())
         self._refusals = _Refusals(self._address, role)
         self._thread = LoopThread(name, self._refusals.raise_if_denied)
         self._last_error: Exception | None = None
@@ -314,7 +316,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = error
-        if self._refusals.notice(error):
+        if self._refusals.notice(error, is_admitted=self._is_admitted):
             if self._refusals.denied is not None:
                 self._end_when_denied()
             for task, sent in tuple(self._waiting.items()):
@@ -370,19 +372,29 @@ class _Refusals:
         self.denied: PermissionDeniedError | None = None  # the credentials are refused
         self.denial = asyncio.Event()
 
-    def notice(self, error: Exception) -> bool:
-        """Whether `error`, which the broker sent, is a refusal."""
+    def notice(self, error: Exception, *, is_admitted: bool) -> bool:
+        """Whether `error` of the client is a refusal. `is_admitted`: the broker has accepted this process."""
         if _AUTHORIZATION_VIOLATION in str(error).lower():
-            self.denied = self.denied or PermissionDeniedError(
-                f"the NATS server at {self._address} refuses the secret of role {self._role!r}: "
-                "set PERSIA_JOB_SECRET or PERSIA_JOB_SECRET_FILE to the secret of the host that runs the "
-                "server (`persia-launcher secret show` there), or name a user in PERSIA_NATS_URL"
+            self._deny(
+                f"refuses the secret of role {self._role!r}: set PERSIA_JOB_SECRET or "
+                "PERSIA_JOB_SECRET_FILE to the secret of the host that runs the server "
+                "(`persia-launcher secret show` there), or name a user in PERSIA_NATS_URL"
             )
-            self.denial.set()
+            return True
+        # A connection that was restored may meet a broker that has not read new certificates yet.
+        if isinstance(error, PlainBrokerError) or (isinstance(error, ssl.SSLError) and not is_admitted):
+            self._deny(
+                f"and this process do not agree on TLS ({error}): set PERSIA_TLS_DIR for both, to folders "
+                "with certificates of one CA (`persia-launcher certificates create`)"
+            )
             return True
         if match := _REFUSED_SUBJECT.search(str(error)):
             self._uses.add((match[1], match[2]))
         return match is not None
+
+    def _deny(self, reason: str) -> None:
+        self.denied = self.denied or PermissionDeniedError(f"the NATS server at {self._address} {reason}")
+        self.denial.set()
 
     def is_refused(self, use: str, subject: str) -> bool:
         """Whether the broker has refused to `use` ("publish" or "subscription") the subject."""

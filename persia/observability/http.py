@@ -1,22 +1,25 @@
 """The HTTP port of a process: `/metrics`, `/status`, `/healthz`, `/readyz`, `/trace`.
 
 GET, but for `/trace/start` and `/trace/stop`. Whether the process lives and is ready, everybody may ask, as
-probes do. All else needs the bearer token of the job's monitors, also from this machine: others may use it.
+probes do, and without TLS. All else needs the bearer token of the job's monitors, also from this machine:
+others may use it. With PERSIA_TLS_DIR it needs TLS and a certificate of the job's CA as well.
 """
 
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET, AF_INET6, socket
+from socket import AF_INET, AF_INET6, MSG_PEEK, socket
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from persia.errors import InvalidArgumentError, PersiaError, StorageError
 from persia.logger import get_default_logger
 from persia.security import HttpCheck, audit, http_check
+from persia.security.tls import job_tls
 
 # A scraper that hangs must not take threads without bound from a server that answers lookups.
 _MAX_CONNECTIONS = 32
@@ -26,6 +29,7 @@ _SHOWN = 100  # characters of a path that a stranger has sent
 Query = Mapping[str, str]
 Answer = tuple[int, str, bytes]  # status code, content type, body
 _OPEN = ("/healthz", "/readyz")
+_TLS_BEGIN = b"\x16"  # the type of a record with a handshake, and the first byte of no HTTP request
 Routes = Mapping[tuple[str, str], Callable[[Query], Answer]]
 
 
@@ -44,6 +48,8 @@ class HttpPort(ThreadingHTTPServer):
         self.routes = routes
         self.num_refused = 0
         self._check = _check_of_this_process()
+        tls = job_tls()
+        self._tls = None if tls is None else tls.server_context()
         self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         # http.server binds IPv4 only unless it is told otherwise.
         self.address_family = AF_INET6 if ":" in host else AF_INET
@@ -59,8 +65,15 @@ class HttpPort(ThreadingHTTPServer):
         )
         self._thread.start()
 
-    def admits(self, path: str, authorization: str | None) -> bool:
-        return path in _OPEN or (self._check is not None and self._check.accepts(authorization))
+    def refusal(self, path: str, connection: socket, authorization: str | None) -> str | None:
+        """What a request lacks; None: it may be answered."""
+        if path in _OPEN:
+            return None
+        if self._tls is not None and not isinstance(connection, ssl.SSLSocket):
+            return "use https, with a certificate of the job's CA (PERSIA_TLS_DIR)"
+        if self._check is None or not self._check.accepts(authorization):
+            return "send `Authorization: Bearer TOKEN`, the TOKEN of `persia-launcher secret token`"
+        return None
 
     def close(self) -> None:
         self.shutdown()
@@ -75,9 +88,28 @@ class HttpPort(ThreadingHTTPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
-            super().process_request_thread(request, client_address)
+            # Here and not where connections are accepted: a client that is slow must not hold up others.
+            if (secured := self._secured(request, client_address)) is not None:
+                super().process_request_thread(secured, client_address)
         finally:
             self._free.release()
+
+    def _secured(self, request: socket, client_address: Any) -> socket | None:
+        """The connection with TLS if the client has begun it; None if its certificate was refused."""
+        try:
+            request.settimeout(_IO_TIMEOUT_S)
+            if self._tls is None or request.recv(1, MSG_PEEK) != _TLS_BEGIN:
+                return request
+            return self._tls.wrap_socket(request, server_side=True)
+        except OSError as error:
+            self.shutdown_request(request)
+            self.count_refused(client_address, "TLS", str(error))
+            return None
+
+    def count_refused(self, client_address: Any, method: str, reason: str) -> None:
+        self.num_refused += 1
+        host, port = client_address[:2]
+        audit.record(peer=f"{host}:{port}", role=None, method=method, outcome="refused", reason=reason)
 
     def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
         get_default_logger().debug("a request for metrics or status failed", exc_info=True)
@@ -112,8 +144,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> Answer:
         parts, routes = urlsplit(self.path), self.server.routes
-        if not self.server.admits(parts.path, self.headers.get("Authorization")):
-            return self._refuse(parts.path)
+        authorization = self.headers.get("Authorization")
+        if (remedy := self.server.refusal(parts.path, self.connection, authorization)) is not None:
+            self.server.count_refused(
+                self.client_address, f"{self.command} {parts.path[:_SHOWN]}", "no token or no certificate"
+            )
+            return json_answer({"error": f"this is for the job's monitors: {remedy}"}, 401)
         route = routes.get((self.command, parts.path))
         if route is None:
             if allowed := [known for known, path in routes if path == parts.path]:
@@ -127,15 +163,6 @@ class _Handler(BaseHTTPRequestHandler):
             return json_answer({"error": str(error)}, 400)
         except PersiaError as error:
             return json_answer({"error": str(error)}, 503)
-
-    def _refuse(self, path: str) -> Answer:
-        self.server.num_refused += 1
-        host, port = self.client_address[:2]
-        audit.record(
-            peer=f"{host}:{port}", role=None, method=f"{self.command} {path[:_SHOWN]}", outcome="refused"
-        )
-        remedy = "send `Authorization: Bearer TOKEN`, the TOKEN of `persia-launcher secret token`"
-        return json_answer({"error": f"this needs the token of the job's monitors: {remedy}"}, 401)
 
     def log_message(self, format: str, *args: Any) -> None:
         get_default_logger().debug("http: %s", format % args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from persia.messaging.discovery import Directory, ServiceInfo
 from persia.messaging.interface import Session
 from persia.messaging.subjects import ROLES
 from persia.security import http_token
+from persia.security.tls import TlsFiles, job_tls
 
 _FIND_WINDOW_S = 0.4
 _FETCH_TIMEOUT_S = 3.0
@@ -27,8 +29,12 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None  # an HTTPError
 
 
-# The token is for the address that was asked: not for a proxy of the environment, nor for another address.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+def _open(request: urllib.request.Request, tls: TlsFiles | None, timeout_s: float) -> Any:
+    # The token is for the address that was asked: not for a proxy of the environment, nor for another.
+    handlers: list[Any] = [urllib.request.ProxyHandler({}), _NoRedirect]
+    if tls is not None:
+        handlers.append(urllib.request.HTTPSHandler(context=tls.client_context()))
+    return urllib.request.build_opener(*handlers).open(request, timeout=timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,26 +135,35 @@ def missing_replicas(processes: Iterable[ServiceInfo]) -> list[str]:
 def fetch_json(address: str, path: str, *, method: str = "GET") -> dict[str, Any]:
     """Raises UnavailableError, naming the address, when there is no answer that can be read.
 
-    PermissionDeniedError: the process does not belong to the job of this one's secret.
+    PermissionDeniedError: the process does not belong to the job of this one's secret and certificate.
     """
+    tls = job_tls()
+    url = f"{'http' if tls is None else 'https'}://{address}{path}"
     headers = {"Authorization": f"Bearer {http_token()}"}
-    request = urllib.request.Request(f"http://{address}{path}", headers=headers, method=method)
+    request = urllib.request.Request(url, headers=headers, method=method)
     timeout_s = _FETCH_TIMEOUT_S if method == "GET" else _COMMAND_TIMEOUT_S
     try:
-        with _OPENER.open(request, timeout=timeout_s) as answer:
+        with _open(request, tls, timeout_s) as answer:
             # Bounded: the address may belong to another program.
             values = json.loads(answer.read(_MAX_ANSWER_BYTES))
     except HTTPError as error:
         if error.code != 401:
-            raise UnavailableError(f"no answer from http://{address}{path}: {error}") from error
+            raise UnavailableError(f"no answer from {url}: {error}") from error
         raise PermissionDeniedError(
-            f"http://{address} refuses the secret of this process: set PERSIA_JOB_SECRET or "
-            "PERSIA_JOB_SECRET_FILE to that of the job (`persia-launcher secret show` on one of its hosts)"
+            f"{url} refuses the secret of this process, or wants TLS: set PERSIA_JOB_SECRET or "
+            "PERSIA_JOB_SECRET_FILE to that of the job (`persia-launcher secret show` on one of its hosts), "
+            "and PERSIA_TLS_DIR if the job has it"
         ) from None
     except (OSError, ValueError) as error:
-        raise UnavailableError(f"no answer from http://{address}{path}: {error}") from error
+        cause = getattr(error, "reason", error)
+        if isinstance(cause, ssl.SSLError):
+            raise PermissionDeniedError(
+                f"{url} and this process do not agree on TLS ({cause}): set PERSIA_TLS_DIR for both, to "
+                "folders with certificates of one CA (`persia-launcher certificates create`)"
+            ) from error
+        raise UnavailableError(f"no answer from {url}: {error}") from error
     if not isinstance(values, dict):
-        raise UnavailableError(f"http://{address}{path} does not answer like a process of persia")
+        raise UnavailableError(f"{url} does not answer like a process of persia")
     return values
 
 

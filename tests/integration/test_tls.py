@@ -1,9 +1,7 @@
-"""A cluster whose RPC connections are encrypted with the certificates of docs/security.md."""
+"""A cluster whose RPC connections are encrypted."""
 
 from __future__ import annotations
 
-import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,17 +12,15 @@ from persia.embedding.optim import SGD
 from persia.errors import PersiaError
 from persia.messaging.discovery import Directory
 from persia.messaging.subjects import EMBEDDING_WORKER
+from persia.security import certificates
 from persia.testing import LocalCluster
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
 TIMEOUT_S = 30.0
 
 
 def make_certificates(folder: Path) -> Path:
-    folder.mkdir()
-    (commands,) = re.findall(r"```sh\n(openssl .*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
-    subprocess.run(commands, shell=True, cwd=folder, check=True, capture_output=True)
-    return folder
+    (job,) = certificates.create(folder, ["job"], days=1)
+    return job
 
 
 def configure(address: str) -> None:
