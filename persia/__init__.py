@@ -14,7 +14,7 @@ from persia._version import __version__
 
 if TYPE_CHECKING:
     from persia import ctx, data, embedding, logger, nn, prelude, service, utils
-    from persia.ctx import DataCtx, EmbeddingCtx, InferCtx, TrainCtx, eval_ctx
+    from persia.ctx import DataCtx, EmbeddingCtx, InferCtx, Recovery, TrainCtx, eval_ctx
     from persia.data import DataLoader, IterableDataset, StreamingDataset
     from persia.embedding import EmbeddingConfig, optim
     from persia.embedding.data import (
@@ -39,6 +39,7 @@ __all__ = [
     "Label",
     "NonIDTypeFeature",
     "PersiaBatch",
+    "Recovery",
     "StreamingDataset",
     "TrainCtx",
     "__version__",
@@ -67,6 +68,7 @@ _MODULES = {
     "Label": "embedding.data",
     "NonIDTypeFeature": "embedding.data",
     "PersiaBatch": "embedding.data",
+    "Recovery": "ctx",
     "StreamingDataset": "data",
     "TrainCtx": "ctx",
     "eval_ctx": "ctx",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from persia.ctx.data import DataCtx
     from persia.ctx.embedding import EmbeddingCtx, eval_ctx
     from persia.ctx.infer import InferCtx
+    from persia.ctx.recovery import Recovery
     from persia.ctx.train import TrainCtx
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "EmbeddingCtx",
     "InferCtx",
     "PreprocessMode",
+    "Recovery",
     "TrainCtx",
     "cnt_ctx",
     "eval_ctx",
@@ -33,6 +35,7 @@ _MODULES = {
     "EmbeddingCtx": "embedding",
     "InferCtx": "infer",
     "PreprocessMode": "base",
+    "Recovery": "recovery",
     "TrainCtx": "train",
     "cnt_ctx": "base",
     "eval_ctx": "embedding",

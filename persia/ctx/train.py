@@ -20,6 +20,7 @@ from persia.ctx.embedding import EmbeddingCtx
 from persia.ctx.inputs import Inputs, TrainedInputs, arranged_inputs
 from persia.ctx.precision import MixedPrecision, Precision
 from persia.ctx.ranks import join_process_group, join_uneven
+from persia.ctx.recovery import PeriodicCheckpoints, Recovery
 from persia.distributed import DistributedBaseOption, get_default_distributed_option
 from persia.embedding import EmbeddingConfig
 from persia.embedding.checks import at_least
@@ -74,6 +75,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         max_nonfinite_steps: a step whose dense gradients have NaN or Inf, on any rank, leaves the dense model
             as it is and is counted (`ctx.counters.nonfinite_steps`); so many in a row raise
             FailedPreconditionError. A scaled loss (fp16) has torch's own rule instead.
+        recovery: checkpoints now and then, and the return to the newest one when the job is started again.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         on_embedding_gradient: GradientHook | None = None,
         max_nonfinite_steps: int = 10,
         on_lost_rows: OnLostRows | str = OnLostRows.RAISE,
+        recovery: Recovery | None = None,
     ) -> None:
         # Everything is checked before anything is started.
         _check_optimizers(embedding_optimizer, dense_optimizer)
@@ -129,6 +132,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         self._inputs = TrainedInputs(self.world_size)
         self.step = 0  # batches that this rank has trained, and those before the checkpoint that it loaded
         self._dump_requests = TrainingDumps(self.dump_checkpoint)
+        self._periodic = PeriodicCheckpoints(self, recovery)
         self._packets: PacketWriter | None = None  # written by the context that owns the runtime
         set_role(NN_WORKER, self.rank)
         with self._closed_on_error():
@@ -175,6 +179,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
                 session = connection.session
                 answers = session.respond(session.subjects.training_dump, self._dump_requests.handle)
                 self._resources.callback(answers.close)
+            self._periodic.begin()
         except BaseException as failure:
             self.__exit__(type(failure), failure, failure.__traceback__)
             raise
@@ -218,6 +223,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
     def prepare_features(
         self, batch: PersiaTrainingBatch
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor] | None]:
+        self._periodic.before_batch()
         prepared = super().prepare_features(batch)
         self._backward.forwarded(batch)
         self._has_forwarded = self._has_forwarded or batch.lease is not None
@@ -276,9 +282,11 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
                 dist.barrier()
         # Between two optimizer steps, where all ranks hold the same dense model. Inside `accumulate` there
         # are gradients that no checkpoint would have.
-        if self._dump_requests.is_wanted and not self._backward.accumulating:
-            self.wait_for_dump_embedding()  # an error of the script's own dump is the script's
-            self._dump_requests.serve()
+        if not self._backward.accumulating:
+            self._periodic.stepped()
+            if self._dump_requests.is_wanted:
+                self.wait_for_dump_embedding()  # an error of the script's own dump is the script's
+                self._dump_requests.serve()
         return scaled_loss
 
     @contextlib.contextmanager
