@@ -12,34 +12,49 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from persia.data.dataloader import DataLoader
     from persia.data.dataset import IterableDataset, IterableDatasetBase, StreamingDataset
+    from persia.data.feature_spec import FeatureSpec, SpecFeature
     from persia.data.parquet import ParquetBatches
+    from persia.data.split_binary import SplitBinaryBatches, SplitBinaryWriter
+    from persia.data.striped import Batches, StripedBatches
     from persia.pipeline.batch import PersiaTrainingBatch
 
     Dataloader = Dataloder = DataLoader
     PersiaDataset = IterableDatasetBase
 
 __all__ = [
+    "Batches",
     "DataLoader",
     "Dataloader",
     "Dataloder",
+    "FeatureSpec",
     "IterableDataset",
     "IterableDatasetBase",
     "ParquetBatches",
     "PersiaDataset",
     "PersiaTrainingBatch",
+    "SpecFeature",
+    "SplitBinaryBatches",
+    "SplitBinaryWriter",
     "StreamingDataset",
+    "StripedBatches",
 ]
 
 _PLACES = {
+    "Batches": ("data.striped", "Batches"),
     "DataLoader": ("data.dataloader", "DataLoader"),
     "Dataloader": ("data.dataloader", "DataLoader"),
     "Dataloder": ("data.dataloader", "DataLoader"),
+    "FeatureSpec": ("data.feature_spec", "FeatureSpec"),
     "IterableDataset": ("data.dataset", "IterableDataset"),
     "IterableDatasetBase": ("data.dataset", "IterableDatasetBase"),
     "ParquetBatches": ("data.parquet", "ParquetBatches"),
     "PersiaDataset": ("data.dataset", "IterableDatasetBase"),
     "PersiaTrainingBatch": ("pipeline.batch", "PersiaTrainingBatch"),
+    "SpecFeature": ("data.feature_spec", "SpecFeature"),
+    "SplitBinaryBatches": ("data.split_binary", "SplitBinaryBatches"),
+    "SplitBinaryWriter": ("data.split_binary", "SplitBinaryWriter"),
     "StreamingDataset": ("data.dataset", "StreamingDataset"),
+    "StripedBatches": ("data.striped", "StripedBatches"),
 }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from persia import env
 from persia.ctx import DataCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
+from persia.data.striped import Batches, of_epoch
 from persia.embedding.checks import at_least
 from persia.embedding.data import PersiaBatch
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
@@ -41,19 +42,6 @@ from persia.train.state import JobState, StateFile
 __all__ = ["Batches", "Fit", "Trainer"]
 
 _HIGHER_IS_BETTER = {"auc": True, "log_loss": False, "normalized_entropy": False}
-
-
-class Batches(Protocol):
-    """A data set in a fixed order: `ParquetBatches`, or a class of your own."""
-
-    def __len__(self) -> int:
-        """The number of batches."""
-
-    def read(self, first: int = 0) -> Iterator[Any]:
-        """The raw data of batch `first` and of those after it."""
-
-    def make(self, rows: Any, *, requires_grad: bool, meta: bytes | None = None) -> PersiaBatch:
-        """The batch of what `read` yields, which has at least one label; called for a loader's own share."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +292,8 @@ class Trainer:
         """The batches that are not trained, with their numbers."""
         number, done = state.next, set(state.done)
         while number < len(self.train) * self.epochs:
-            for rows in self.train.read(number % len(self.train)):
+            epoch, first = divmod(number, len(self.train))
+            for rows in of_epoch(self.train, epoch).read(first):
                 if number not in done:
                     yield number, rows
                 number += 1

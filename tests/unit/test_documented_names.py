@@ -21,7 +21,7 @@ MODULES = (
     "persia",
     *("persia.config", "persia.ctx", "persia.data", "persia.distributed", "persia.embedding"),
     *("persia.embedding.data", "persia.embedding.initializers", "persia.embedding.lr_schedule"),
-    *("persia.embedding.optim", "persia.env", "persia.errors", "persia.helper", "persia.nn"),
+    *("persia.embedding.optim", "persia.env", "persia.errors", "persia.helper", "persia.models", "persia.nn"),
     *("persia.observability", "persia.pmem", "persia.service", "persia.serving", "persia.testing"),
     *("persia.train", "persia.utils"),
 )

@@ -112,6 +112,25 @@ class Job:
         return [make(self.dense_optimizer), LRSchedule(self.embedding_optimizer, make)]
 
 
+def test_batches_may_have_another_order_in_each_epoch() -> None:
+    class Reordered(Clicks):
+        order = (0, 1, 2)
+
+        def read(self, first: int = 0) -> Iterator[int]:
+            yield from self.order[first:]
+
+        def of_epoch(self, epoch: int) -> Reordered:
+            made = Reordered(3)
+            made.order = ((0, 1, 2), (2, 0, 1))[epoch]
+            return made
+
+    job = Job()
+    job.fit(Trainer(Reordered(3), epochs=2))
+    assert job.model.trained == [
+        row for batch in (0, 1, 2, 2, 0, 1) for row in range(batch * SIZE, (batch + 1) * SIZE)
+    ]
+
+
 def predictions(ctx: TrainCtx, batches: Clicks) -> tuple[Any, Any]:
     """Probabilities and labels, by another way than the trainer's."""
     logits, labels = [], []

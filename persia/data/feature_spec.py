@@ -1,0 +1,312 @@
+"""NVIDIA's `feature_spec.yaml`: which features a data set has, of which type, in which files.
+
+The rules are those of NVIDIA's DLRM and DCNv2 examples, whose files are read unchanged. Beyond them a
+categorical feature may be int64 without a cardinality, for hashed IDs, and numerical features float32.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from persia.embedding.checks import at_least
+from persia.errors import ConfigError, InvalidArgumentError, NotFoundError
+
+__all__ = ["FeatureSpec", "SpecFeature"]
+
+_ID_TYPES = ("int8", "int16", "int32")
+_LABEL_TYPES = ("bool", "int8", "uint8")
+_NUMERICAL_TYPES = ("float16", "float32")
+_SECTIONS = ("feature_spec", "source_spec", "channel_spec", "metadata")
+_MAX_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class SpecFeature:
+    """A feature of a `FeatureSpec`."""
+
+    dtype: str  # of numpy
+    cardinality: int | None = None  # IDs are below it; None: not categorical, or hashed IDs
+    hotness: int = 1  # IDs of each sample
+    alpha: float | None = None  # exponent of the power law of synthetic IDs
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """The features of a data set, and the files of its mappings such as `train` and `test`.
+
+    `load` reads one from a file, `make` makes NVIDIA's standard layout, `save` writes it.
+    """
+
+    directory: Path  # to which the names of files are relative
+    features: Mapping[str, SpecFeature]
+    categorical: tuple[str, ...]
+    numerical: tuple[str, ...]
+    label: str
+    sources: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]]  # mapping: (features, file) of each chunk
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> FeatureSpec:
+        """Reads `path`, a file or a directory that has a `feature_spec.yaml`.
+
+        Raises:
+            NotFoundError: no such file.
+            ConfigError: a file that breaks a rule of the format: names file, feature, value and rule.
+        """
+        file = Path(path) / "feature_spec.yaml" if Path(path).is_dir() else Path(path)
+        if not file.is_file():
+            raise NotFoundError(f"there is no feature spec {file} (seen from {Path.cwd()}): correct the path")
+        if file.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{file} has more than {_MAX_BYTES} bytes: it is no feature spec")
+        try:
+            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file} is not YAML: {error}") from error
+        return _Reader(file).read(content)
+
+    @classmethod
+    def make(
+        cls,
+        directory: str | os.PathLike[str],
+        cardinalities: Sequence[int | None],
+        *,
+        num_numerical: int = 13,
+        hotness: Sequence[int] | None = None,
+        alpha: float | None = None,
+        mappings: Sequence[str] = ("train", "test"),
+    ) -> FeatureSpec:
+        """The standard layout: `cat_0.bin` and so on, `numerical.bin` and `label.bin` in a folder a mapping.
+
+        Args:
+            directory: of the files.
+            cardinalities: of each categorical feature; None: hashed IDs, int64.
+            num_numerical: numerical features, float16.
+            hotness: IDs of a sample for each categorical feature; None: 1 each.
+            alpha: exponent of the power law of synthetic IDs.
+            mappings: names of folders.
+        """
+        hot = [1] * len(cardinalities) if hotness is None else list(hotness)
+        if len(hot) != len(cardinalities):
+            raise InvalidArgumentError(
+                f"hotness has {len(hot)} values, cardinalities {len(cardinalities)}: pass one a feature"
+            )
+        features = {
+            f"cat_{index}.bin": SpecFeature(
+                _id_type(size), size, at_least(1, f"hotness[{index}]", count), alpha
+            )
+            for index, (size, count) in enumerate(zip(cardinalities, hot, strict=True))
+        }
+        categorical = tuple(features)
+        numerical = tuple(f"num_{index}" for index in range(num_numerical))
+        features |= {name: SpecFeature("float16") for name in numerical} | {"label": SpecFeature("bool")}
+        sources = {}
+        for mapping in mappings:
+            chunks = [(numerical, f"{mapping}/numerical.bin")] if numerical else []
+            chunks += [(("label",), f"{mapping}/label.bin")]
+            chunks += [((name,), f"{mapping}/{name}") for name in categorical]
+            sources[mapping] = tuple(chunks)
+        return cls(Path(directory), features, categorical, numerical, "label", sources)
+
+    def save(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Writes the spec, by default to `feature_spec.yaml` of its directory."""
+        kept = ("dtype", "cardinality", "hotness", "alpha")
+        features = {}
+        for name, feature in self.features.items():
+            values = {key: getattr(feature, key) for key in kept}
+            features[name] = {
+                key: value
+                for key, value in values.items()
+                if value is not None and (key, value) != ("hotness", 1)
+            }
+        content = {
+            "feature_spec": features,
+            "source_spec": {
+                mapping: [
+                    {"type": "split_binary", "features": list(names), "files": [file]}
+                    for names, file in chunks
+                ]
+                for mapping, chunks in self.sources.items()
+            },
+            "channel_spec": {
+                "categorical": list(self.categorical),
+                "numerical": list(self.numerical),
+                "label": [self.label],
+            },
+            "metadata": dict(self.metadata),
+        }
+        target = self.directory / "feature_spec.yaml" if path is None else Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+
+    def file(self, mapping: str, feature: str) -> Path:
+        """The file of a feature. Raises InvalidArgumentError for a mapping or feature that is not there."""
+        for names, file in self.chunks(mapping):
+            if feature in names:
+                return self.directory / file
+        raise InvalidArgumentError(f"source_spec[{mapping!r}] has no feature {feature!r}: correct the name")
+
+    def chunks(self, mapping: str) -> tuple[tuple[tuple[str, ...], str], ...]:
+        """(features, file) of each chunk. Raises InvalidArgumentError for an unknown mapping."""
+        if mapping not in self.sources:
+            raise InvalidArgumentError(
+                f"the feature spec in {self.directory} has no mapping {mapping!r}: it has "
+                f"{', '.join(self.sources) or 'none'}"
+            )
+        return self.sources[mapping]
+
+    def slots(self, dim: int) -> dict[str, Any]:
+        """The embedding config for `TrainCtx(slots=)`: embeddings of `dim` for each categorical feature."""
+        at_least(1, "dim", dim)
+        # A slot of its own makes a group of its own; the default has room for 255.
+        bits = (
+            {"feature_index_prefix_bit": len(self.categorical).bit_length()}
+            if len(self.categorical) > 255
+            else {}
+        )
+        return {**bits, "slots_config": {name: {"dim": dim} for name in self.categorical}}
+
+
+class _Reader:
+    """Checks the content of one file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def read(self, content: Any) -> FeatureSpec:
+        self._demand(isinstance(content, dict), "must be a mapping of sections")
+        for section in content:
+            self._demand(
+                section in _SECTIONS, f"has an unknown section {section!r}: {', '.join(_SECTIONS)} are known"
+            )
+        channels = self._mapping(content, "channel_spec")
+        lists = {name: self._names(channels.get(name), f"channel_spec.{name}") for name in channels}
+        for name in ("categorical", "numerical", "label"):
+            self._demand(name in lists, f"channel_spec has no {name}")
+        self._demand(
+            len(lists) == 3, f"channel_spec has {', '.join(lists)}: only categorical, numerical and label"
+        )
+        self._demand(
+            len(lists["label"]) == 1, f"channel_spec.label has {len(lists['label'])} features: name one"
+        )
+        self._demand(bool(lists["categorical"]), "channel_spec.categorical is empty")
+        used = [*lists["categorical"], *lists["numerical"], *lists["label"]]
+        self._demand(len(set(used)) == len(used), "channel_spec names a feature twice")
+        described = self._mapping(content, "feature_spec")
+        for name in used:
+            self._demand(name in described, f"feature_spec lacks {name!r}, which channel_spec names")
+        for name in described:
+            self._demand(name in used, f"channel_spec lacks {name!r}, which feature_spec describes")
+        features = {name: self._feature(name, value) for name, value in described.items()}
+        for role, types in (("numerical", _NUMERICAL_TYPES), ("label", _LABEL_TYPES)):
+            for name in lists[role]:
+                kind = features[name].dtype
+                self._demand(
+                    kind in types,
+                    f"feature {name!r}: dtype {kind} is none of {', '.join(types)}, those of a {role}",
+                )
+        kinds = {features[name].dtype for name in lists["numerical"]}
+        self._demand(len(kinds) < 2, f"numerical features have dtypes {', '.join(sorted(kinds))}: use one")
+        for name in lists["categorical"]:
+            self._check_ids(name, features[name])
+        metadata = content.get("metadata") or {}
+        sources = content.get("source_spec") or {}  # NVIDIA's specs of synthetic data have none
+        self._demand(isinstance(sources, dict), "source_spec must be a mapping")
+        label = lists["label"][0]
+        chunks = {str(name): self._chunks(str(name), value, lists) for name, value in sources.items()}
+        parts = tuple(lists["categorical"]), tuple(lists["numerical"]), label
+        return FeatureSpec(self._file.parent, features, *parts, chunks, metadata)
+
+    def _feature(self, name: str, value: Any) -> SpecFeature:
+        self._demand(isinstance(value, dict), f"feature {name!r} must be a mapping")
+        kind = value.get("dtype")
+        self._demand(
+            isinstance(kind, str), f"feature {name!r}: dtype is {kind!r}, must be a name such as int32"
+        )
+        try:
+            dtype = str(np.dtype(kind))
+        except TypeError:
+            raise ConfigError(f"{self._file}: feature {name!r}: numpy has no dtype {kind!r}") from None
+        sizes = {}
+        for key in ("cardinality", "hotness"):
+            sizes[key] = size = value.get(key)
+            is_right = size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 1)
+            self._demand(is_right, f"feature {name!r}: {key} is {size!r}, must be an integer of at least 1")
+        alpha = value.get("alpha")
+        is_number = alpha is None or (isinstance(alpha, int | float) and alpha >= 0)
+        self._demand(is_number, f"feature {name!r}: alpha is {alpha!r}, must be a number of at least 0")
+        return SpecFeature(dtype, sizes["cardinality"], sizes["hotness"] or 1, alpha)
+
+    def _check_ids(self, name: str, feature: SpecFeature) -> None:
+        if feature.dtype == "int64":
+            return
+        self._demand(
+            feature.dtype in _ID_TYPES,
+            f"feature {name!r}: dtype {feature.dtype} is none of {', '.join(_ID_TYPES)} and int64",
+        )
+        self._demand(feature.cardinality is not None, f"feature {name!r} has no cardinality")
+        largest = int(np.iinfo(feature.dtype).max)
+        self._demand(
+            (feature.cardinality or 0) - 1 <= largest,
+            f"feature {name!r}: cardinality {feature.cardinality} does not fit {feature.dtype}, "
+            f"whose largest value is {largest}",
+        )
+
+    def _chunks(
+        self, mapping: str, chunks: Any, lists: Mapping[str, list[str]]
+    ) -> tuple[tuple[tuple[str, ...], str], ...]:
+        where = f"source_spec.{mapping}"
+        self._demand(isinstance(chunks, list), f"{where} must be a list of chunks")
+        found = []
+        for index, chunk in enumerate(chunks):
+            what = f"{where}[{index}]"
+            self._demand(isinstance(chunk, dict), f"{what} must be a mapping")
+            kind = chunk.get("type")
+            self._demand(kind == "split_binary", f"{what}: type is {kind!r}, only split_binary can be read")
+            names, files = (self._names(chunk.get(key), f"{what}.{key}") for key in ("features", "files"))
+            self._demand(len(files) == 1, f"{what} has {len(files)} files: a chunk has one")
+            is_whole = names == lists["numerical"] or (len(names) == 1 and names[0] not in lists["numerical"])
+            self._demand(
+                is_whole,
+                f"{what} has the features {', '.join(names)}: a chunk has one categorical feature, the "
+                "label, or all numerical ones in the order of channel_spec",
+            )
+            found.append((tuple(names), files[0]))
+        had = [name for names, _ in found for name in names]
+        for name in (name for names in lists.values() for name in names):
+            self._demand(
+                had.count(name) == 1, f"{where} has feature {name!r} {had.count(name)} times, must once"
+            )
+        for name in had:
+            self._demand(any(name in names for names in lists.values()), f"{where}: unknown feature {name!r}")
+        return tuple(found)
+
+    def _mapping(self, content: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+        value = content.get(section)
+        self._demand(isinstance(value, dict), f"section {section} is missing, or no mapping")
+        return value  # type: ignore[return-value]  # checked
+
+    def _names(self, value: Any, what: str) -> list[str]:
+        is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
+        self._demand(is_list, f"{what} must be a list of names")
+        return list(value)
+
+    def _demand(self, is_right: bool, message: str) -> None:
+        if not is_right:
+            raise ConfigError(f"{self._file}: {message}")
+
+
+def _id_type(cardinality: int | None) -> str:
+    """The dtype that NVIDIA's tools choose."""
+    if cardinality is None:
+        return "int64"
+    for name in _ID_TYPES:
+        if cardinality < np.iinfo(name).max:
+            return name
+    raise InvalidArgumentError(f"cardinality {cardinality} does not fit int32: use hashed IDs, None")
