@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from persia.launcher import options
 from persia.launcher.nats_server import NATS, start_local_nats
 from persia.launcher.options import COUNT, option
 from persia.launcher.process_specs import ProcessSpecs, job_environment
+from persia.launcher.restarts import Restarts, how_it_ended, restarts_alone
 from persia.launcher.script import checked_script
-from persia.launcher.supervisor import ManagedProcess, Supervisor
+from persia.launcher.supervisor import ManagedProcess, ProcessSpec, Supervisor
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
 
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_cyan", "bright_yellow", "bright_magenta")
@@ -52,6 +54,7 @@ class LocalJob:
     loader_args: tuple[str, ...]
     job_name: str
     nats_url: str | None
+    max_restarts: int = 0
 
 
 @click.command("local")
@@ -91,12 +94,20 @@ class LocalJob:
     help="Use this NATS server instead of starting one. PERSIA_NATS_URL is not read: a job of its own needs "
     "no server that others use.",
 )
+@option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Restarts in all. A data loader or NATS that dies is started again alone; when another process "
+    "dies, the whole job is. A script with TrainCtx(recovery=...) continues after its newest checkpoint.",
+)
 @click.argument("script_args", nargs=-1, type=click.UNPROCESSED)
 def command(**given: Any) -> None:
     """Run a whole job on this machine: NATS, servers, data loaders and training, on free ports.
 
-    Ends when the training script has ended, with its exit code. When any process fails, or on Ctrl-C, all of
-    them are stopped. SCRIPT_ARGS, best after --, go to the training script.
+    Ends when the training script has ended, with its exit code. When any process fails more often than
+    --max-restarts allows, or on Ctrl-C, all of them are stopped. SCRIPT_ARGS, best after --, go to the
+    training script.
     """
     sys.exit(_run(LocalJob(**given)))
 
@@ -123,8 +134,7 @@ def _run(job: LocalJob) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="persia-") as folder, Supervisor(printer) as supervisor:
             try:
-                _start(job, supervisor, Path(folder))
-                failed = _await_end(supervisor)
+                failed = _supervise(supervisor, _start(job, supervisor, Path(folder)), job.max_restarts)
             except _Stopped:
                 click.secho("stopping ...", err=True)  # leaving the supervisor takes a moment
                 raise
@@ -153,7 +163,8 @@ def _stop(number: int, _frame: object) -> None:
     raise _Stopped(number)
 
 
-def _start(job: LocalJob, supervisor: Supervisor, folder: Path) -> None:
+def _start(job: LocalJob, supervisor: Supervisor, folder: Path) -> list[ProcessSpec]:
+    """Starts NATS; returns the other processes, in the order of their start."""
     nats_url = job.nats_url or start_local_nats(supervisor, folder)
     watched_as = f"PERSIA_NATS_URL={nats_url} PERSIA_JOB_NAME={job.job_name}"
     click.secho(f"watch it: {watched_as} persia-launcher status", err=True)
@@ -162,22 +173,52 @@ def _start(job: LocalJob, supervisor: Supervisor, folder: Path) -> None:
     env = job_environment(nats_url=nats_url, job_name=job.job_name, extra=extra)
     specs = ProcessSpecs(env=env, global_config=job.global_config, embedding_config=job.embedding_config)
     servers = {EMBEDDING_PARAMETER_SERVER: job.parameter_servers, EMBEDDING_WORKER: job.embedding_workers}
-    for role, replicas in servers.items():
-        for index in range(replicas):
-            supervisor.start(specs.server(role, index, replicas))
+    made = [
+        specs.server(role, index, replicas) for role, replicas in servers.items() for index in range(replicas)
+    ]
     if job.data_loader is not None:
         for index in range(job.data_loaders):
-            loader = specs.data_loader(job.data_loader, job.loader_args, index, job.data_loaders, {})
-            supervisor.start(loader)
-    supervisor.start(specs.nn_worker(job.nn_worker, job.script_args, job.nproc_per_node, {}))
+            made.append(specs.data_loader(job.data_loader, job.loader_args, index, job.data_loaders, {}))
+    return [*made, specs.nn_worker(job.nn_worker, job.script_args, job.nproc_per_node, {})]
 
 
-def _await_end(supervisor: Supervisor) -> ManagedProcess | None:
+def _supervise(
+    supervisor: Supervisor, specs: Sequence[ProcessSpec], max_restarts: int
+) -> ManagedProcess | None:
+    """Runs the processes until training has ended; returns the one that failed for good, if one did."""
+    restarts = Restarts(max_restarts)
+    while True:
+        for spec in specs:
+            supervisor.start(spec)
+        failed = _await_end(supervisor, restarts)
+        if failed is None or restarts.exhausted:
+            break
+        # At once, as a crash would: what the others still do is lost anyway, and must not meet what follows.
+        supervisor.kill([spec.name for spec in specs])
+        _pause(failed, restarts, "every process is started again")
+    if restarts.count:
+        click.secho(restarts.summary(), err=True)
+    return failed
+
+
+def _pause(failed: ManagedProcess, restarts: Restarts, what: str) -> None:
+    pause_s = restarts.next_pause_s(failed.name)
+    click.secho(
+        f"{failed.name} {how_it_ended(failed)}; {what} in {pause_s:g} s ({restarts})", fg="yellow", err=True
+    )
+    time.sleep(pause_s)
+
+
+def _await_end(supervisor: Supervisor, restarts: Restarts) -> ManagedProcess | None:
     """Waits until training has ended; returns the process that failed, if one did."""
     failed_loader, give_up_at = None, math.inf
     while time.monotonic() < give_up_at:
         ended = supervisor.next_ended(_WAIT_S)
-        if ended is None:
+        if ended is None or ended not in supervisor.processes:  # one of those that were restarted together
+            continue
+        if restarts_alone(ended) and not restarts.exhausted:
+            _pause(ended, restarts, "it is started again")
+            supervisor.start(ended.spec)
             continue
         if ended.name == NN_WORKER and ended.exit_code == 0:
             return None
@@ -193,8 +234,9 @@ def _await_end(supervisor: Supervisor) -> ManagedProcess | None:
 
 def _report(failed: ManagedProcess) -> int:
     code = failed.exit_code or 0
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    click.secho(f"{failed.name} {how}; the job was stopped. Its last lines:", fg="red", err=True)
+    click.secho(
+        f"{failed.name} {how_it_ended(failed)}; the job was stopped. Its last lines:", fg="red", err=True
+    )
     for line in failed.output.splitlines()[-_NUM_SHOWN_LINES:]:
         click.echo(f"    {line}", err=True)
     if code == 0:

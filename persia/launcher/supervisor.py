@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ _KEPT_LINES = 2000
 _MAX_LINE_BYTES = 64 << 10
 _OUTPUT_END_S = 1.0  # a grandchild may keep the pipe open after the process has ended
 _GRACE_S = 5.0
+_KILL_S = 60.0  # the kernel frees the memory of a large server
 # Not a session: Linux shares processors between sessions first, and within them by niceness (autogroup), so
 # that the dumping threads of a server would not give way to the other processes of the job.
 _GROUP_OF_ITS_OWN: dict[str, Any] = (
@@ -176,6 +177,14 @@ class Supervisor:
             return None
         process.wait(_OUTPUT_END_S)
         return process
+
+    def kill(self, names: Collection[str]) -> None:
+        """Kills those of `names` that run, together, and waits for their ends."""
+        killed = [process for process in self.processes if process.name in names]
+        for process in killed:
+            process.send_signal(signal.SIGKILL)
+        for process in killed:
+            process.wait(_KILL_S)
 
     def stop(self, grace_s: float = _GRACE_S) -> None:
         """Terminates all processes, one `stop_stage` after the other, those of a stage together. Idempotent.

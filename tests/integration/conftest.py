@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `benchmarks`, which is not installed
 JOBS = Path(__file__).parent / "jobs"
 EMBEDDING_CONFIG = {"feature_index_prefix_bit": 8, "slots_config": {"user": {"dim": 8}, "items": {"dim": 8}}}
 TIMEOUT_S = 280.0  # matters only where something hangs

@@ -1,0 +1,74 @@
+"""Kills random processes of a job at random steps, and compares its result with that of a job left alone.
+
+The job runs under `persia-launcher local --max-restarts`: 2 parameter servers, 2 embedding workers, 2 data
+loaders and the ranks, each a process of its own. It fails where a batch was not trained exactly once; and
+with one rank, in reproducible mode, where rows or dense weights differ in a bit.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from benchmarks.chaos.job import ROLES, Kill, Settings, differences, run
+
+_FIRST, _LEAVE = 5, 60  # steps at the start and the end without a kill: the loaders end before the ranks
+
+
+def plan(num_kills: int, settings: Settings, roles: Sequence[str], seed: int) -> list[Kill]:
+    """Random kills, all of them before the loaders have sent their last batches."""
+    rng = random.Random(seed)
+    steps = range(_FIRST, settings.batches // settings.ranks - _LEAVE)
+    return [
+        Kill(role=rng.choice(roles), step=step, which=rng.randrange(2))
+        for step in sorted(rng.choices(steps, k=num_kills))
+    ]
+
+
+def table(kills: Sequence[Kill]) -> str:
+    """Pauses by role, in Markdown."""
+    lines = ["| killed | kills | median pause (s) | longest pause (s) |", "|---|---|---|---|"]
+    for role in ROLES:
+        pauses = [kill.pause_s for kill in kills if kill.role == role]
+        if pauses:
+            middle, longest = statistics.median(pauses), max(pauses)
+            lines.append(f"| {role} | {len(pauses)} | {middle:.1f} | {longest:.1f} |")
+    return "\n".join(lines)
+
+
+@click.command(help=__doc__)
+@click.option("--kills", "num_kills", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option("--batches", type=click.IntRange(min=100), default=None, help="Default: 100 and 20 a kill.")
+@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--roles", type=click.Choice(ROLES), multiple=True, default=ROLES, help="Of processes to kill.")
+def main(num_kills: int, batches: int | None, ranks: int, seed: int, roles: tuple[str, ...]) -> None:
+    total = batches or ranks * (100 + 20 * num_kills)
+    settings = Settings(batches=total, ranks=ranks, deadline_s=600 + 120 * num_kills)
+    kills = plan(num_kills, settings, roles, seed)
+    with tempfile.TemporaryDirectory(prefix="persia-chaos-") as folder:
+        outcome = run(Path(folder) / "killed", settings, kills)
+        done = [kill for kill in kills if kill.at]
+        click.echo(table(done))
+        problems = [] if len(done) == num_kills else [f"only {len(done)} of {num_kills} kills were done"]
+        if outcome.exit_code:
+            click.echo(outcome.output)
+            problems.append(f"the job ended with exit code {outcome.exit_code}")
+        if sorted(outcome.trained) != list(range(total)):
+            problems.append("not every batch was trained exactly once")
+        if ranks == 1 and not problems:
+            undisturbed = run(Path(folder) / "undisturbed", settings)
+            problems += differences(undisturbed, outcome)
+    click.echo(f"{total} batches, {outcome.wasted} steps rolled back and trained again")
+    click.echo("\n".join(f"FAILED: {text}" for text in problems) or "each batch trained once; equal result")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The training script of the job: an ordinary loop, which writes down what it has trained."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from persia import DataLoader, EmbeddingConfig, Recovery, StreamingDataset, TrainCtx, optim
+from persia.utils import setup_seed
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(18, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+
+    def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
+        output: torch.Tensor = self.layers(torch.cat(dense + embeddings, dim=1))
+        return output
+
+
+def main() -> None:
+    folder, every_steps, pace_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    setup_seed(7)
+    model = Model()
+    ctx = TrainCtx(
+        model=model,
+        embedding_optimizer=optim.Adagrad(lr=0.05),
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5),
+        embedding_config=EmbeddingConfig(emb_initialization=(-0.1, 0.1), seed=3),
+        mixed_precision=False,
+        recovery=Recovery(folder / "recovery", every_steps=every_steps),
+    )
+    with ctx, (folder / f"rank{ctx.rank}.log").open("a", buffering=1) as log:
+        log.write(f"begin {ctx.step}\n")
+        for batch in DataLoader(StreamingDataset(buffer_size=10), reproducible=ctx.world_size == 1):
+            time.sleep(pace_s)
+            output, labels = ctx.forward(batch)
+            assert labels is not None
+            ctx.backward(torch.nn.functional.mse_loss(output, labels[0]))
+            log.write(f"{ctx.step} {(batch.meta or b'').decode()}\n")
+            # One write: lines of several ranks must not mix.
+            sys.stdout.write(f"step {ctx.step}\n")
+        ctx.dump_checkpoint(folder / "final")
+    if ctx.rank == 0:
+        values = b"".join(value.detach().numpy().tobytes() for value in model.parameters())
+        (folder / "dense.sha256").write_text(hashlib.sha256(values).hexdigest())
+
+
+if __name__ == "__main__":
+    main()

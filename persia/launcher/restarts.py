@@ -1,0 +1,69 @@
+"""What `persia-launcher local --max-restarts` does when a process of the job dies.
+
+Pure: decides, and starts nothing. A data loader and the NATS server are restarted alone: ranks know what they
+have of each loader, and all processes connect to NATS again. When any other process dies, the whole job but
+NATS is started again: nothing of the old ranks and embedding workers may reach the rows that the new ranks
+load, and a restarted server needs them from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from persia.launcher.nats_server import NATS
+from persia.launcher.supervisor import ManagedProcess
+
+__all__ = ["Restarts", "how_it_ended", "restarts_alone"]
+
+_QUICK_S = 10.0  # a process that dies so soon after a restart will probably die again
+_SHORTEST_S, _LONGEST_S = 1.0, 30.0
+
+
+class Restarts:
+    """Counts the restarts of a job: at most `limit` of them, with pauses that grow while they do not help."""
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._clock = limit, clock
+        self._last = float("-inf")
+        self._pause_s = 0.0
+        self.deaths = Counter[str]()  # by name of the process that died
+
+    @property
+    def count(self) -> int:
+        return self.deaths.total()
+
+    @property
+    def exhausted(self) -> bool:
+        return self.count >= self._limit
+
+    def next_pause_s(self, name: str) -> float:
+        """Counts a restart as `name` has died; returns the seconds to wait before it."""
+        self.deaths[name] += 1
+        quick = self._clock() - self._last < _QUICK_S
+        self._pause_s = min(_LONGEST_S, max(_SHORTEST_S, 2 * self._pause_s)) if quick else 0.0
+        self._last = self._clock() + self._pause_s
+        return self._pause_s
+
+    def __str__(self) -> str:
+        """Such as "restart 2 of 5"."""
+        return f"restart {self.count} of {self._limit}"
+
+    def summary(self) -> str:
+        """One line for the end of the job."""
+        names = ", ".join(f"{name} {count}" for name, count in sorted(self.deaths.items()))
+        return f"restarts: {self.count} of {self._limit} ({names})"
+
+
+def restarts_alone(ended: ManagedProcess) -> bool:
+    """Whether the others may continue. A loader that raised has told the ranks, which end with its error."""
+    was_killed = ended.exit_code is not None and ended.exit_code < 0
+    return ended.name == NATS or (ended.name.startswith("data-loader-") and was_killed)
+
+
+def how_it_ended(process: ManagedProcess) -> str:
+    """Such as "was ended by SIGKILL"."""
+    code = process.exit_code or 0
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -1,0 +1,60 @@
+"""What `python -m benchmarks.chaos` plans and reads; the job itself is run by test_restarts.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.chaos import __main__ as chaos
+from benchmarks.chaos.job import ROLES, Kill, Outcome, Settings, trained_by
+
+
+def test_kills_are_in_order_and_before_the_loaders_end() -> None:
+    settings = Settings(batches=500, ranks=2)
+    kills = chaos.plan(50, settings, ROLES, seed=1)
+    steps = [kill.step for kill in kills]
+    assert steps == sorted(steps)
+    assert 0 < steps[0] < steps[-1] < 250 - 50
+    assert {kill.role for kill in kills} == set(ROLES)
+    assert kills == chaos.plan(50, settings, ROLES, seed=1)
+    assert kills != chaos.plan(50, settings, ROLES, seed=2)
+
+
+def test_steps_behind_a_checkpoint_are_rolled_back(tmp_path: Path) -> None:
+    log = tmp_path / "rank0.log"
+    log.write_text("begin 0\n1 10\n2 11\n3 12\nbegin 2\n3 12\n4 13\nbegin 4\n5 14\n")
+    assert trained_by(log) == ([10, 11, 12, 13, 14], 1)
+    log.write_text("begin 0\n1 10\n2 11\nbegin 1\n2 12\n")
+    assert trained_by(log) == ([10, 12], 1)
+    assert trained_by(tmp_path / "none.log") == ([], 0)
+
+
+def test_the_table_has_a_line_for_each_role() -> None:
+    kills = [Kill("rank", 1, at=1.0, pause_s=4.0), Kill("rank", 2, at=2.0, pause_s=8.0)]
+    assert chaos.table(kills).splitlines()[2:] == ["| rank | 2 | 6.0 | 8.0 |"]
+
+
+@pytest.mark.parametrize(
+    ("trained", "exit_code", "problem"),
+    [
+        (range(100), 0, "each batch trained once"),
+        (range(99), 0, "FAILED: not every batch was trained exactly once"),
+        ([*range(100), 5], 0, "FAILED: not every batch was trained exactly once"),
+        (range(100), 1, "FAILED: the job ended with exit code 1"),
+    ],
+)
+def test_lost_and_repeated_batches_fail(
+    monkeypatch: pytest.MonkeyPatch, trained: list[int], exit_code: int, problem: str
+) -> None:
+    def run(folder: Path, settings: Settings, kills: list[Kill] | None = None) -> Outcome:
+        for kill in kills or ():
+            kill.at = 1.0
+        return Outcome(folder, exit_code, "", list(trained))
+
+    monkeypatch.setattr(chaos, "run", run)
+    monkeypatch.setattr(chaos, "differences", lambda one, other: [])
+    result = CliRunner().invoke(chaos.main, ["--kills", "2", "--batches", "100"])
+    assert problem in result.output
+    assert (result.exit_code == 0) is (not problem.startswith("FAILED"))

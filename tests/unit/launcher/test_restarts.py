@@ -1,0 +1,69 @@
+"""Which processes are restarted alone, how often, and after which pauses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+
+from persia.launcher.restarts import Restarts, how_it_ended, restarts_alone
+from persia.launcher.supervisor import ManagedProcess, ProcessSpec
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ended(name: str, code: str) -> ManagedProcess:
+    command = (sys.executable, "-c", f"import os; {code}")
+    spec = ProcessSpec(name=name, command=command, env=dict(os.environ))
+    process = ManagedProcess(spec, lambda _name, _line: None, lambda _process: None)
+    assert process.wait(60) is not None
+    return process
+
+
+def test_pauses_grow_while_restarts_do_not_help() -> None:
+    clock = Clock()
+    restarts = Restarts(100, clock)
+    pauses = []
+    for _ in range(8):
+        pauses.append(restarts.next_pause_s("nn-worker"))
+        clock.now += pauses[-1] + 2.0  # it dies two seconds after its restart
+    assert pauses == [0, 1, 2, 4, 8, 16, 30, 30]
+    clock.now += 60
+    assert restarts.next_pause_s("nn-worker") == 0
+
+
+def test_restarts_are_limited_and_reported() -> None:
+    restarts = Restarts(2, Clock())
+    assert not restarts.exhausted
+    restarts.next_pause_s("nn-worker")
+    assert str(restarts) == "restart 1 of 2"
+    restarts.next_pause_s("data-loader-0")
+    assert restarts.exhausted
+    assert restarts.summary() == "restarts: 2 of 2 (data-loader-0 1, nn-worker 1)"
+    assert Restarts(0).exhausted
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "alone"),
+    [
+        ("data-loader-0", f"os.kill(os.getpid(), {int(signal.SIGKILL)})", True),
+        ("data-loader-0", "raise SystemExit(1)", False),  # the ranks end with its error
+        ("nats", "raise SystemExit(1)", True),
+        ("nn-worker", f"os.kill(os.getpid(), {int(signal.SIGKILL)})", False),
+        ("embedding-parameter-server-1", f"os.kill(os.getpid(), {int(signal.SIGKILL)})", False),
+    ],
+)
+def test_only_loaders_that_were_killed_and_nats_are_restarted_alone(
+    name: str, code: str, alone: bool
+) -> None:
+    process = ended(name, code)
+    assert restarts_alone(process) is alone
+    killed = "SIGKILL" in how_it_ended(process)
+    assert killed is (process.exit_code == -signal.SIGKILL)
