@@ -1,8 +1,10 @@
 // One batch through embedding worker and two parameter servers, beside the same batch in process.
 //
+// The bytes that a batch moves between the processes are printed first, counted by their channels.
+//
 // The embedded side is EmbeddingBags. The cluster side is an EmbeddingWorker over RemoteRows and
 // two ParameterServers, over TCP on the loopback, all in this process; once with the worker called
-// directly, and once with RemoteClient and WorkerService between, so that pooled embeddings and
+// directly, and once with RemoteClient and WorkerService between, so that embeddings and
 // gradients cross a socket too. Both sides look a batch up for training and update its rows. The
 // bare sockets carry the messages of the latter, and nothing else is done.
 //
@@ -191,6 +193,16 @@ class Cluster {
     const Buffer embeddings = Must(worker_->LookupDirect(message, true, Soon()));
     Check(Must(worker_->ReturnGradients(KeyOf(embeddings), 1.0f, gradients_, Soon())));
   }
+  // Of all channels, both ways, so far.
+  uint64_t NumBytes() const {
+    uint64_t num_bytes = 0;
+    for (const auto& all : {client_->channel_stats(), rows_->channel_stats()}) {
+      for (const net::ChannelStats& channel : all) {
+        num_bytes += channel.metrics["num_sent_bytes"] + channel.metrics["num_received_bytes"];
+      }
+    }
+    return num_bytes;
+  }
   void TrainRemotely(size_t number) {
     const auto& message = workload_.messages[number % kBatches];
     const LookupResult result = Must(client_->LookupDirect(0, message, true, Soon()));
@@ -222,15 +234,17 @@ class Cluster {
   std::vector<SlotGradient> gradients_;
 };
 
-// Of a batch, on the wire of the remote side; how many signs are distinct is the first one's.
+// Of a batch, on the wire of the remote side, whose slots travel as distinct rows with numbers of 1
+// or 2 bytes; how many signs are distinct is the first one's.
 bench::BatchBytes BytesOf(const Workload& workload) {
   const bench::Batch& batch = workload.batches[0];
   const size_t dim = workload.slots[0].dim;
-  const size_t floats = batch.values.size() * dim * sizeof(float);
   const size_t distinct =
       std::unordered_set<uint64_t>(batch.values.begin(), batch.values.end()).size();
   const size_t a_server = distinct / kServers;
-  return {workload.messages[0].size(), floats, floats, a_server * sizeof(uint64_t),
+  const size_t floats = distinct * dim * sizeof(float);
+  const size_t numbers = batch.values.size() * 3 / 2;
+  return {workload.messages[0].size(), floats + numbers, floats, a_server * sizeof(uint64_t),
           a_server * dim * sizeof(float)};
 }
 
@@ -303,6 +317,13 @@ double Median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
+void PrintBytes(Cluster* cluster) {
+  const uint64_t before = cluster->NumBytes();
+  for (size_t number = 0; number < kBatches; ++number) cluster->TrainRemotely(number);
+  std::printf("MB/batch between client, worker and servers: %.2f\n",
+              static_cast<double>(cluster->NumBytes() - before) / kBatches * 1e-6);
+}
+
 // `only`: the one side to run, counted from 1; 0: all.
 void Run(int rounds, const Workload& workload, size_t only) {
   Embedded one(workload, 1);
@@ -316,6 +337,7 @@ void Run(int rounds, const Workload& workload, size_t only) {
   for (const uint32_t in_flight : {1, 2, 4}) {
     sides.push_back({"client, worker", in_flight, [&](size_t n) { cluster.TrainRemotely(n); }});
   }
+  PrintBytes(&cluster);
   BarePool bare(BytesOf(workload));
   for (const uint32_t in_flight : {1, 2, 4}) {
     sides.push_back({"bare sockets", in_flight, [&](size_t) { bare.Train(); }});

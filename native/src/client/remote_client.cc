@@ -92,7 +92,10 @@ StatusOr<LookupResult> RemoteClient::CallForEmbeddings(uint32_t worker_index,
   decoding.set_reference(result->reference.reference);
   // A worker of our version never answers otherwise; the check guards what would be lost silently.
   const bool requires_grad = request.options.requires_grad == 1;
-  if (requires_grad == (result->reference.reference != 0)) return result;
+  if (requires_grad == (result->reference.reference != 0)) {
+    if (requires_grad) distinct_.Keep(result->reference, std::move(result->distinct));
+    return result;
+  }
   return Corruption(channel->peer() +
                     (requires_grad
                          ? ": embeddings without a reference to return gradients to"
@@ -140,11 +143,16 @@ StatusOr<ReturnReport> RemoteClient::ReturnGradients(const BatchReference& refer
                                                      Deadline deadline) {
   const Timed timed(return_times_, reference.reference);
   PERSIA_ASSIGN_OR_RETURN(const auto channel, workers_.At(reference.worker_index));
-  worker::GradientsRequest request{reference, scale, dtype_, {gradients.begin(), gradients.end()}};
-  return net::Call(*channel, worker::kReturnGradients, std::move(request), deadline);
+  SentGradients sent = SumDistinct(gradients, distinct_.Find(reference), scale);
+  worker::GradientsRequest request{reference, scale, dtype_, std::move(sent.slots)};
+  auto report = net::Call(*channel, worker::kReturnGradients, std::move(request), deadline);
+  // Any other failure may be followed by a repetition or a release.
+  if (report.ok() || report.code() == StatusCode::kNotFound) distinct_.Forget(reference);
+  return report;
 }
 
 Status RemoteClient::Release(const BatchReference& reference, Deadline deadline) {
+  distinct_.Forget(reference);
   PERSIA_ASSIGN_OR_RETURN(const auto channel, workers_.At(reference.worker_index));
   return net::Call(*channel, worker::kReleaseReference, BatchKey(reference), deadline);
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/duration_stats.h"
+#include "client/distinct_batches.h"
 #include "client/embedding_client.h"
 #include "net/channel.h"
 #include "worker/worker_protocol.h"
@@ -74,6 +75,8 @@ class RemoteClient final : public EmbeddingClient {
   // Of the channel to each worker.
   // Workers that have left are not listed, unless all have.
   std::vector<net::ChannelStats> channel_stats() const;
+  // Batches that came as distinct rows and await their gradients.
+  const DistinctBatches& distinct_batches() const { return distinct_; }
   // The phases of the calls; as long as the client lives.
   std::vector<const DurationStats*> durations() const {
     return {&lookup_times_, &decode_times_, &return_times_};
@@ -90,7 +93,8 @@ class RemoteClient final : public EmbeddingClient {
                                       bool requires_grad, Deadline deadline,
                                       SlotMask slots = kAllSlots) override;
   // The gradients are sent from the caller's arrays, so these must stay as they are until it
-  // returns. With a 16-bit dtype they are converted into memory of the request.
+  // returns. With a 16-bit dtype they are converted into memory of the request. Those of slots that
+  // came as distinct rows are summed by row first.
   StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,
                                          std::span<const SlotGradient> gradients,
                                          Deadline deadline) override;
@@ -112,8 +116,10 @@ class RemoteClient final : public EmbeddingClient {
   StatusOr<LookupResult> CallForEmbeddings(uint32_t worker, const Method<Request, Buffer>& method,
                                            const Request& request, Deadline deadline);
   // The dtype asked for is the client's own: workers serve clients of different ones side by side.
+  // Pooled slots may come as distinct rows, except with 16 bits a float.
   worker::LookupOptions Options(bool requires_grad, SlotMask slots) const {
-    return {requires_grad, static_cast<uint32_t>(dtype_), slots};
+    return {requires_grad, static_cast<uint32_t>(dtype_), slots,
+            static_cast<uint32_t>(worker::EmbeddingsForm::kFewestBytes)};
   }
 
   const worker::WireDtype dtype_;
@@ -121,6 +127,7 @@ class RemoteClient final : public EmbeddingClient {
   DurationStats decode_times_{"client decode"};
   DurationStats return_times_{"client return gradients"};
   WorkerChannels workers_;
+  DistinctBatches distinct_;
 };
 
 }  // namespace persia::client

@@ -169,6 +169,7 @@ class Cluster {
         servers_(num_servers),
         workers_(num_workers),
         services_(num_workers),
+        ports_(num_workers),
         client_(Must(RemoteClient::Create(num_workers))) {
     for (uint32_t i = 0; i < num_servers; ++i) StartServer(i);
     for (uint32_t i = 0; i < num_workers; ++i) StartWorker(i);
@@ -191,13 +192,22 @@ class Cluster {
     workers_[index] = Must(worker::EmbeddingWorker::Create(Slots(), rows_));
     services_[index] =
         std::make_unique<worker::WorkerService>(workers_[index], net::Server::Options{});
-    const uint16_t port = Must(services_[index]->Start());
-    ASSERT_TRUE(client_->SetWorker(index, Loopback(port)).ok());
+    ports_[index] = Must(services_[index]->Start());
+    ASSERT_TRUE(client_->SetWorker(index, Loopback(ports_[index])).ok());
   }
 
   RemoteClient& client() { return *client_; }
   worker::EmbeddingWorker& worker(uint32_t index) { return *workers_[index]; }
   server::ParameterServer& server(uint32_t index) { return *servers_[index]; }
+  // Another rank, of the workers that are there.
+  std::shared_ptr<RemoteClient> NewClient(
+      worker::WireDtype dtype = worker::WireDtype::kFloat32) const {
+    auto client = Must(RemoteClient::Create(static_cast<uint32_t>(ports_.size()), dtype));
+    for (uint32_t i = 0; i < ports_.size(); ++i) {
+      EXPECT_TRUE(client->SetWorker(i, Loopback(ports_[i])).ok());
+    }
+    return client;
+  }
   // As a loader does it over NATS.
   BatchReference Register(std::span<const std::byte> batch, uint32_t worker_index = 0) {
     return {Must(workers_[worker_index]->Register(0, batch)), worker_index};
@@ -210,6 +220,7 @@ class Cluster {
   std::vector<std::unique_ptr<server::ParameterServer>> servers_;
   std::vector<std::shared_ptr<worker::EmbeddingWorker>> workers_;
   std::vector<std::unique_ptr<worker::WorkerService>> services_;
+  std::vector<uint16_t> ports_;  // of the services
   std::shared_ptr<RemoteClient> client_;
 };
 

@@ -63,6 +63,20 @@ void PoolBags(const Bags& bags, const float* const* rows, float* out, size_t str
   }
 }
 
+void AddInPlace(const Bags& bags, const BagGradients& gradients, float scale,
+                std::span<float* const> sums) {
+  const simd::Kernels& kernels = simd::ActiveKernels();
+  const float* gradient = gradients.begin;
+  for (const uint32_t number : bags.numbers) {
+    if (scale == 1.0f) {
+      kernels.add(sums[number], gradient, bags.dim);
+    } else {
+      kernels.add_scaled(sums[number], gradient, scale, bags.dim);
+    }
+    gradient += gradients.stride;
+  }
+}
+
 // A counting sort by row number, which keeps the order of the bags. Counted one place ahead: after
 // the sums begins_[n + 1] is where number n begins, and filling moves it to where n ends.
 void GradientSums::Build(std::span<const Bags> slots, std::span<const BagGradients> gradients,

@@ -59,6 +59,12 @@ struct BagGradients {
   size_t stride = 0;             // floats from one bag's to the next
 };
 
+// Adds each bag's gradient, times `scale`, to the sum of its row: of plain bags alone. `sums[n]` is
+// the sum of row number n. The gradients are read once, from front to back, and the sums are as
+// many as a group has signs and so near at hand.
+void AddInPlace(const Bags& bags, const BagGradients& gradients, float scale,
+                std::span<float* const> sums);
+
 // By row number: the sum of the gradients of the bags it is in. Keeps its memory from batch to
 // batch. Not thread-safe.
 class GradientSums {

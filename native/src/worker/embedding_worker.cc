@@ -206,12 +206,12 @@ StatusOr<uint64_t> EmbeddingWorker::Add(uint32_t loader_index,
 }
 
 StatusOr<Buffer> EmbeddingWorker::Lookup(const BatchKey& key, bool requires_grad, Deadline deadline,
-                                         SlotMask slots) {
+                                         SlotMask slots, EmbeddingsForm form) {
   PERSIA_RETURN_IF_ERROR(CheckSlots(slots, requires_grad));
   PERSIA_RETURN_IF_ERROR(CheckIncarnation(key));
   PERSIA_ASSIGN_OR_RETURN(const auto guard, table_.Acquire(key.reference, deadline));
   if (requires_grad) PERSIA_RETURN_IF_ERROR(table_.StartFlight(guard));
-  StatusOr<Buffer> message = LookupHeld(*guard, requires_grad, deadline, slots);
+  StatusOr<Buffer> message = LookupHeld(*guard, requires_grad, deadline, slots, form);
   // A failed lookup leaves the batch where it was, for a repetition.
   if (message.ok() && !requires_grad) table_.FinishReleased(guard);
   return message;
@@ -219,11 +219,11 @@ StatusOr<Buffer> EmbeddingWorker::Lookup(const BatchKey& key, bool requires_grad
 
 StatusOr<Buffer> EmbeddingWorker::LookupDirect(std::span<const std::byte> id_features,
                                                bool requires_grad, Deadline deadline,
-                                               SlotMask slots) {
+                                               SlotMask slots, EmbeddingsForm form) {
   PERSIA_RETURN_IF_ERROR(CheckSlots(slots, requires_grad));
   PERSIA_ASSIGN_OR_RETURN(FeatureBatch features, Decode(id_features));
   PERSIA_ASSIGN_OR_RETURN(const auto guard, table_.AddInFlight(std::move(features)));
-  StatusOr<Buffer> message = LookupHeld(*guard, requires_grad, deadline, slots);
+  StatusOr<Buffer> message = LookupHeld(*guard, requires_grad, deadline, slots, form);
   // After a failure no caller knows the reference, so none could return or release the batch.
   if (!message.ok() || !requires_grad) table_.FinishReleased(guard);
   return message;
@@ -251,7 +251,7 @@ void EmbeddingWorker::SendPrefetchHints() {
 }
 
 StatusOr<Buffer> EmbeddingWorker::LookupHeld(Batch& batch, bool requires_grad, Deadline deadline,
-                                             SlotMask slots) {
+                                             SlotMask slots, EmbeddingsForm form) {
   const Timed total(total_times_, batch.counter);
   Plan(batch);
   PERSIA_ASSIGN_OR_RETURN(const auto answers, LookupRows(batch, requires_grad, deadline, slots));
@@ -264,7 +264,7 @@ StatusOr<Buffer> EmbeddingWorker::LookupHeld(Batch& batch, bool requires_grad, D
     num_signs_.Add(batch.plan->num_signs());
   }
   const Timed timed(postprocess_times_, batch.counter);
-  return Pool(batch, answers, requires_grad, slots);
+  return Pool(batch, answers, requires_grad, slots, form);
 }
 
 StatusOr<std::vector<ServerRows>> EmbeddingWorker::LookupRows(const Batch& batch,
@@ -280,17 +280,27 @@ StatusOr<std::vector<ServerRows>> EmbeddingWorker::LookupRows(const Batch& batch
 }
 
 StatusOr<Buffer> EmbeddingWorker::Pool(const Batch& batch, std::span<const ServerRows> answers,
-                                       bool requires_grad, SlotMask slots) const {
+                                       bool requires_grad, SlotMask slots, EmbeddingsForm form) {
   const LookupPlan& plan = *batch.plan;
   PERSIA_ASSIGN_OR_RETURN(
       EmbeddingsLayout layout,
-      LayOutEmbeddings(plan, incarnation_, requires_grad ? batch.counter : 0, slots));
+      LayOutEmbeddings(plan, incarnation_, requires_grad ? batch.counter : 0, slots, form));
   const std::vector<const float*> rows = FindRows(plan, answers, slots);
   for (size_t i = 0; i < plan.features.size(); ++i) {
     if (!Includes(slots, plan.features[i].slot->mode)) continue;
     PoolFeature(plan.features[i], plan.batch_size, rows, layout.slots[i]);
   }
+  CountAsRows(plan, layout);
   return std::move(layout.message);
+}
+
+void EmbeddingWorker::CountAsRows(const LookupPlan& plan, const EmbeddingsLayout& layout) {
+  bytes_saved_.Add(layout.bytes_saved);
+  for (size_t i = 0; i < layout.slots.size(); ++i) {
+    if (!layout.slots[i].as_rows) continue;
+    num_slots_as_rows_.Add();
+    slot_counters_.SentAsRows(*plan.features[i].slot);
+  }
 }
 
 StatusOr<ReturnReport> EmbeddingWorker::ReturnGradients(const BatchKey& key, float scale,

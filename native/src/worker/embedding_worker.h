@@ -24,6 +24,7 @@
 #include "base/status.h"
 #include "base/train_config.h"
 #include "worker/batch_table.h"
+#include "worker/embeddings_message.h"
 #include "worker/lookup_plan.h"
 #include "worker/reduction.h"
 #include "worker/row_service.h"
@@ -75,13 +76,15 @@ class EmbeddingWorker {
   //
   // Only some `slots` of a batch need requires_grad. A direct lookup of them is followed by
   // Lookups of the others under the key that the message names. Of slots that are looked up again,
-  // the later lookup counts.
+  // the later lookup counts. `form`: what the message may have for pooled slots.
   StatusOr<Buffer> Lookup(const BatchKey& key, bool requires_grad, Deadline deadline,
-                          SlotMask slots = kAllSlots);
+                          SlotMask slots = kAllSlots,
+                          EmbeddingsForm form = EmbeddingsForm::kPooled);
   // The batch never waits: its ID features come with the request. Without requires_grad it leaves
   // nothing behind.
   StatusOr<Buffer> LookupDirect(std::span<const std::byte> id_features, bool requires_grad,
-                                Deadline deadline, SlotMask slots = kAllSlots);
+                                Deadline deadline, SlotMask slots = kAllSlots,
+                                EmbeddingsForm form = EmbeddingsForm::kPooled);
 
   // Applies the gradients once: a repetition for a batch that was returned already gives the first
   // report again.
@@ -123,11 +126,13 @@ class EmbeddingWorker {
   // the thread that did it, so that no thread is needed for it.
   void SendPrefetchHints();
   // Looks the held batch up and pools it.
-  StatusOr<Buffer> LookupHeld(Batch& batch, bool requires_grad, Deadline deadline, SlotMask slots);
+  StatusOr<Buffer> LookupHeld(Batch& batch, bool requires_grad, Deadline deadline, SlotMask slots,
+                              EmbeddingsForm form);
   StatusOr<std::vector<ServerRows>> LookupRows(const Batch& batch, bool requires_grad,
                                                Deadline deadline, SlotMask slots);
   StatusOr<Buffer> Pool(const Batch& batch, std::span<const ServerRows> answers, bool requires_grad,
-                        SlotMask slots) const;
+                        SlotMask slots, EmbeddingsForm form);
+  void CountAsRows(const LookupPlan& plan, const EmbeddingsLayout& layout);
   StatusOr<ReturnReport> ReturnHeld(const Batch& batch, float scale,
                                     std::span<const SlotGradient> gradients, Deadline deadline);
   StatusOr<std::vector<UpdateResult>> Update(const Batch& batch, const ReducedGradients& reduced,
@@ -169,6 +174,12 @@ class EmbeddingWorker {
   Counter num_hints_dropped_{counters_,
                              {"num_hints_dropped", "persia_hinted_ids_dropped",
                               "Of these, not sent: servers lagged behind."}};
+  Counter num_slots_as_rows_{counters_,
+                             {"num_slots_as_rows", "persia_slots_as_rows",
+                              "Slots of lookups whose distinct rows were sent, not pooled."}};
+  Counter bytes_saved_{counters_,
+                       {"embedding_bytes_saved", "persia_embedding_bytes_saved",
+                        "Bytes that lookups did not send because of that."}};
   DurationStats register_times_{"register"};
   DurationStats total_times_{"lookup total"};
   DurationStats preprocess_times_{"lookup preprocess"};

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -19,6 +20,7 @@ constexpr uint64_t kSlotHeadBytes = 24;
 // The kinds of slots. 0: pooled.
 constexpr uint8_t kRaw = 1;
 constexpr uint8_t kAbsent = 2;  // not asked for
+constexpr uint8_t kAsRows = 3;  // distinct rows, to be pooled by the client
 // Fields of a slot's head, by their offset in it.
 constexpr size_t kDtypeOffset = 5;
 constexpr size_t kUnitOffset = 20;
@@ -26,6 +28,7 @@ constexpr size_t kUnitOffset = 20;
 uint64_t Padded(uint64_t size_bytes) { return (size_bytes + 7) / 8 * 8; }
 
 // Must agree with PutSlot() and PoolFeature() to the byte: memory is taken once, by this sum.
+// Of a slot that is not sent as rows.
 uint64_t SlotBytes(const PlannedFeature& feature, uint64_t batch_size, SlotMask slots) {
   const SlotConfig& slot = *feature.slot;
   uint64_t bytes = kSlotHeadBytes + Padded(slot.name.size());
@@ -73,6 +76,25 @@ void PutHead(const SlotConfig& slot, uint32_t kind, uint32_t num_rows, uint32_t 
   cursor->Put(sample_fixed_size);
   cursor->Put(uint32_t{0});
   std::memcpy(cursor->Skip<char>(slot.name.size()), slot.name.data(), slot.name.size());
+}
+
+// See SlotBytes().
+uint64_t BytesAsRows(const PlannedFeature& feature, const PlannedGroup& group,
+                     const RowsLayout& layout) {
+  return kSlotHeadBytes + Padded(feature.slot->name.size()) + layout.index_bytes +
+         Padded(uint64_t{group.num_signs} * group.dim * sizeof(float));
+}
+
+SlotSpace PutSlotAsRows(const PlannedFeature& feature, const PlannedGroup& group,
+                        const RowsLayout& layout, Cursor* cursor) {
+  PutHead(*feature.slot, kAsRows, group.num_signs, 0, cursor);
+  PutRowsIndex(feature, group.first_number, layout, cursor->Skip<std::byte>(layout.index_bytes));
+  SlotSpace space;
+  space.rows = cursor->Skip<float>(uint64_t{group.num_signs} * group.dim);
+  space.first_number = group.first_number;
+  space.num_distinct = group.num_signs;
+  space.as_rows = true;
+  return space;
 }
 
 // Index and counts come first: they are short, and the rows behind them end the slot.
@@ -131,9 +153,9 @@ bool AllBelow(std::span<const int64_t> index, uint64_t num_rows) {
 // What model code takes for granted: an array of this shape is handed to it as it is.
 Status CheckShape(const SlotEmbedding& slot, uint8_t kind, uint32_t batch_size) {
   if (slot.name.empty()) return Corruption("an embeddings message: a slot has no name");
-  if (kind > kAbsent) {
+  if (kind > kAsRows) {
     return SlotError(slot, "its kind is " + std::to_string(kind) +
-                               "; it must be 0 (pooled), 1 (raw) or 2 (absent)");
+                               "; it must be 0 (pooled), 1 (raw), 2 (absent) or 3 (as rows)");
   }
   if (slot.dim == 0 || slot.dim > kMaxRowDim) {
     return SlotError(slot, "its dim is " + std::to_string(slot.dim) + "; it must be 1 to " +
@@ -144,6 +166,11 @@ Status CheckShape(const SlotEmbedding& slot, uint8_t kind, uint32_t batch_size) 
                ? Status::Ok()
                : SlotError(slot, "it is absent and has rows");
   }
+  if (kind == kAsRows) {
+    return slot.sample_fixed_size == 0
+               ? Status::Ok()
+               : SlotError(slot, "it is pooled and has a sample_fixed_size");
+  }
   if (!slot.raw && (slot.num_rows != batch_size || slot.sample_fixed_size != 0)) {
     return SlotError(slot, "a pooled slot has one row for each of the " +
                                std::to_string(batch_size) + " samples, not " +
@@ -153,11 +180,50 @@ Status CheckShape(const SlotEmbedding& slot, uint8_t kind, uint32_t batch_size) 
   return Status::Ok();
 }
 
+// The slot's rows stay the distinct ones until PoolSlots().
+Status ReadAsRows(ByteReader* reader, uint32_t batch_size, SlotEmbedding* slot,
+                  std::vector<DistinctSlot>* distinct) {
+  DistinctSlot& rows = distinct->emplace_back();
+  rows.name = slot->name;
+  rows.dim = slot->dim;
+  rows.num_rows = slot->num_rows;
+  rows.batch_size = batch_size;
+  const Status status = ReadRowsIndex(reader, &rows);
+  if (!status.ok()) return SlotError(*slot, status.message());
+  slot->rows = reader->GetArray<float>(uint64_t{slot->num_rows} * slot->dim).data();
+  return Status::Ok();
+}
+
+// Pools the slots that came as rows, all into one buffer.
+// What a small message can make a client allocate is bounded by what a message of pooled embeddings
+// may have.
+Status PoolSlots(LookupResult* result) {
+  uint64_t num_floats = 0;
+  for (const DistinctSlot& distinct : result->distinct) {
+    num_floats += uint64_t{distinct.batch_size} * distinct.dim;
+    if (num_floats * sizeof(float) > kMaxMessageBytes) {
+      return Corruption("embeddings of slot '" + distinct.name + "': with it the batch has above " +
+                        std::to_string(kMaxMessageBytes) + " bytes of embeddings");
+    }
+  }
+  if (num_floats == 0) return Status::Ok();
+  Buffer& buffer = result->widened.emplace_back(num_floats * sizeof(float));
+  auto* out = reinterpret_cast<float*>(buffer.data());
+  auto slot = result->slots.begin();
+  for (const DistinctSlot& distinct : result->distinct) {
+    while (slot->name != distinct.name) ++slot;
+    PoolDistinct(distinct, slot->rows, out);
+    slot->rows = out;
+    slot->num_rows = distinct.batch_size;
+    out += size_t{distinct.batch_size} * distinct.dim;
+  }
+  return Status::Ok();
+}
+
 // The caller checks that the reader is still ok.
 // Before each use of a count the reader has checked that its array is there. A slot with a wrong
 // shape is refused before its arrays are looked at.
-StatusOr<SlotEmbedding> ReadSlot(ByteReader* reader, uint32_t batch_size,
-                                 std::vector<Buffer>* widened) {
+StatusOr<SlotEmbedding> ReadSlot(ByteReader* reader, uint32_t batch_size, LookupResult* result) {
   SlotEmbedding slot;
   const auto name_bytes = reader->Get<uint32_t>();
   const auto kind = reader->Get<uint8_t>();
@@ -184,10 +250,16 @@ StatusOr<SlotEmbedding> ReadSlot(ByteReader* reader, uint32_t batch_size,
   }
   auto dtype = ToWireDtype(dtype_number);
   if (!dtype.ok()) return SlotError(slot, dtype.status().message());
+  if (kind == kAsRows) {
+    if (*dtype != WireDtype::kFloat32) return SlotError(slot, "distinct rows must be float32");
+    PERSIA_RETURN_IF_ERROR(ReadAsRows(reader, batch_size, &slot, &result->distinct));
+    return slot;
+  }
   if (*dtype == WireDtype::kFloat32) {
     slot.rows = reader->GetArray<float>(uint64_t{slot.num_rows} * slot.dim).data();
   } else {
-    auto rows = ReadNarrow(reader, *dtype, unit, uint64_t{slot.num_rows} * slot.dim, widened);
+    auto rows =
+        ReadNarrow(reader, *dtype, unit, uint64_t{slot.num_rows} * slot.dim, &result->widened);
     if (!rows.ok()) return SlotError(slot, rows.status().message());
     slot.rows = *rows;
   }
@@ -197,25 +269,43 @@ StatusOr<SlotEmbedding> ReadSlot(ByteReader* reader, uint32_t batch_size,
 }  // namespace
 
 StatusOr<EmbeddingsLayout> LayOutEmbeddings(const LookupPlan& plan, uint64_t worker_incarnation,
-                                            uint64_t reference, SlotMask slots) {
-  uint64_t size_bytes = kHeadBytes;
-  for (const PlannedFeature& feature : plan.features) {
-    size_bytes += SlotBytes(feature, plan.batch_size, slots);
-    // Refused before memory is taken. Raw slots with a large sample_fixed_size get here.
-    if (size_bytes > kMaxMessageBytes) {
+                                            uint64_t reference, SlotMask slots,
+                                            EmbeddingsForm form) {
+  uint64_t pooled_bytes = kHeadBytes, size_bytes = kHeadBytes;
+  std::vector<std::optional<RowsLayout>> as_rows(plan.features.size());
+  for (size_t i = 0; i < plan.features.size(); ++i) {
+    const PlannedFeature& feature = plan.features[i];
+    const uint64_t slot_bytes = SlotBytes(feature, plan.batch_size, slots);
+    pooled_bytes += slot_bytes;
+    // Refused before memory is taken. Raw slots with a large sample_fixed_size get here. Pooled
+    // bytes count, for the client takes memory for them.
+    if (pooled_bytes > kMaxMessageBytes) {
       return InvalidArgument("slot '" + feature.slot->name + "': the batch's embeddings exceed " +
                              std::to_string(kMaxMessageBytes) + " bytes: send smaller batches");
     }
+    RowsLayout rows;
+    if (form == EmbeddingsForm::kFewestBytes && Includes(slots, feature.slot->mode) &&
+        TakesFewerBytesAsRows(plan, feature, reference != 0, &rows)) {
+      as_rows[i] = rows;
+      size_bytes += BytesAsRows(feature, plan.groups[feature.group], rows);
+    } else {
+      size_bytes += slot_bytes;
+    }
   }
   EmbeddingsLayout layout;
+  layout.bytes_saved = pooled_bytes - std::min(pooled_bytes, size_bytes);
   layout.message = Buffer(size_bytes);
   Cursor cursor(layout.message.data());
   cursor.Put(worker_incarnation);
   cursor.Put(reference);
   cursor.Put(static_cast<uint32_t>(plan.features.size()));
   cursor.Put(plan.batch_size);
-  for (const PlannedFeature& feature : plan.features) {
-    layout.slots.push_back(PutSlot(feature, plan.batch_size, slots, &cursor));
+  for (size_t i = 0; i < plan.features.size(); ++i) {
+    const PlannedFeature& feature = plan.features[i];
+    layout.slots.push_back(
+        as_rows[i].has_value()
+            ? PutSlotAsRows(feature, plan.groups[feature.group], *as_rows[i], &cursor)
+            : PutSlot(feature, plan.batch_size, slots, &cursor));
   }
   return layout;
 }
@@ -252,6 +342,12 @@ StatusOr<Buffer> NarrowEmbeddings(Buffer message, WireDtype dtype) {
 void PoolFeature(const PlannedFeature& feature, uint32_t batch_size,
                  std::span<const float* const> rows, const SlotSpace& space) {
   const SlotConfig& slot = *feature.slot;
+  if (space.as_rows) {
+    for (uint32_t n = 0; n < space.num_distinct; ++n) {
+      std::copy_n(rows[space.first_number + n], slot.dim, space.rows + size_t{n} * slot.dim);
+    }
+    return;
+  }
   const Bags bags = feature.bags();
   if (slot.embedding_summation) {
     PoolBags(bags, rows.data(), space.rows, slot.dim);
@@ -284,7 +380,7 @@ StatusOr<LookupResult> DecodeEmbeddings(uint32_t worker_index, Buffer message) {
   }
   std::unordered_set<std::string> names;
   for (uint32_t i = 0; i < num_slots; ++i) {
-    auto slot = ReadSlot(&reader, result.batch_size, &result.widened);
+    auto slot = ReadSlot(&reader, result.batch_size, &result);
     if (!reader.ok()) return Truncated(message.size());
     if (!slot.ok()) return slot.status();
     if (!names.insert(slot->name).second) return SlotError(*slot, "it appears twice");
@@ -294,6 +390,7 @@ StatusOr<LookupResult> DecodeEmbeddings(uint32_t worker_index, Buffer message) {
     return Corruption("an embeddings message: " + std::to_string(reader.remaining()) +
                       " bytes are left over after the last slot");
   }
+  PERSIA_RETURN_IF_ERROR(PoolSlots(&result));
   result.storage = std::move(message);  // its bytes stay where they are
   return result;
 }

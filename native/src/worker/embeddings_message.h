@@ -2,7 +2,8 @@
 //
 // The embedding worker: LayOutEmbeddings() lays the message out, so that PoolFeature() pools
 // straight into the bytes that are sent, and NarrowEmbeddings() converts one to 16 bits a float.
-// The client: DecodeEmbeddings() checks a message and shows the embeddings in place.
+// The client: DecodeEmbeddings() checks a message and shows the embeddings in place. It pools those
+// slots that were sent as distinct rows.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,9 @@
 #include "base/buffer.h"
 #include "base/row_protocol.h"
 #include "base/status.h"
+#include "worker/distinct_rows.h"
 #include "worker/lookup_plan.h"
+#include "worker/types.h"
 #include "worker/wire_floats.h"
 
 namespace persia::worker {
@@ -26,21 +29,30 @@ struct SlotSpace {
   int64_t* index = nullptr;            // raw: [batch_size x sample_fixed_size]
   uint32_t* sample_num_ids = nullptr;  // raw: [batch_size]
   float* rows = nullptr;               // [num_rows x dim]
+  // The rows are the slot's distinct ones, whose sign numbers begin here; `num_distinct` is 0 where
+  // they are pooled or raw.
+  uint32_t first_number = 0;
+  uint32_t num_distinct = 0;
+  bool as_rows = false;
 };
 
 // A message whose heads are written and whose arrays are not.
 struct EmbeddingsLayout {
   Buffer message;
   std::vector<SlotSpace> slots;  // in the order of the plan's features; into `message`
+  // Bytes that a message of pooled embeddings would have beyond this one.
+  uint64_t bytes_saved = 0;
 };
 
-// kInvalidArgument: the message would be larger than any receiver takes.
+// kInvalidArgument: the message would be larger than any receiver takes, were all slots pooled.
+// A reference other than 0 means that gradients will be returned.
 StatusOr<EmbeddingsLayout> LayOutEmbeddings(const LookupPlan& plan, uint64_t worker_incarnation,
-                                            uint64_t reference, SlotMask slots = kAllSlots);
+                                            uint64_t reference, SlotMask slots = kAllSlots,
+                                            EmbeddingsForm form = EmbeddingsForm::kPooled);
 
-// The message with 16 bits a float, in memory of its own. `message` is one of float32, as
-// LayOutEmbeddings() makes it; kInternal when it is not. The worker pools in float32 and knows
-// nothing of this; its service narrows what it sends.
+// The message with 16 bits a float, in memory of its own. `message` is one of float32 without
+// slots as rows, as LayOutEmbeddings() makes it; kInternal when it is not. The worker pools in
+// float32 and knows nothing of this; its service narrows what it sends.
 StatusOr<Buffer> NarrowEmbeddings(Buffer message, WireDtype dtype);
 
 // Fills all arrays of `space`; `rows[n]` is the row of sign number n. Sums run over a sample's IDs
@@ -76,7 +88,9 @@ struct LookupResult {
   uint32_t batch_size = 0;
   std::vector<SlotEmbedding> slots;
   Buffer storage;
-  std::vector<Buffer> widened;  // rows that came with 16 bits
+  std::vector<Buffer> widened;  // rows that came with 16 bits, and embeddings pooled here
+  // The slots that came as rows, in the order of `slots`: what their gradients are summed by.
+  std::vector<DistinctSlot> distinct;
 };
 
 // Decodes the message in place; kCorruption names what is wrong. Sizes, indices and dims are

@@ -132,7 +132,7 @@ struct BadSlot {
 TEST(EmbeddingsDecoderTest, WrongFieldsAreNamed) {
   const std::vector<BadSlot> cases = {
       {"no name", Pooled(), [](WireSlot* s) { s->name.clear(); }, "has no name"},
-      {"kind", Pooled(), [](WireSlot* s) { s->kind = 3; }, "'age': its kind is 3"},
+      {"kind", Pooled(), [](WireSlot* s) { s->kind = 4; }, "'age': its kind is 4"},
       {"absent", Pooled(), [](WireSlot* s) { s->kind = 2; }, "'age': it is absent and has rows"},
       {"dim 0", Pooled(), [](WireSlot* s) { s->dim = 0; }, "'age': its dim is 0"},
       {"dim", Pooled(), [](WireSlot* s) { s->dim = 65537; }, "'age': its dim is 65537"},

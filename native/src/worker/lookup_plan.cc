@@ -108,6 +108,7 @@ LookupPlan LookupPlanner::Make(const FeatureBatch& batch, const SlotTable& slots
     if (planned[first]) continue;
     const SlotConfig& leader = *batch.features()[first].slot;
     signs_.Clear();
+    uint32_t num_features = 0;
     for (size_t i = first; i < planned.size(); ++i) {
       const Feature& feature = batch.features()[i];
       if (feature.slot->group != leader.group) continue;
@@ -119,8 +120,9 @@ LookupPlan LookupPlanner::Make(const FeatureBatch& batch, const SlotTable& slots
       plan.features[i].group = static_cast<uint32_t>(plan.groups.size());
       plan.num_ids += feature.ids.size();
       planned[i] = true;
+      ++num_features;
     }
-    RouteGroup(leader, &plan);
+    RouteGroup(leader, num_features, &plan);
   }
   return plan;
 }
@@ -161,11 +163,12 @@ std::span<const uint64_t> LookupPlanner::KeepDistinct(const Feature& feature, ui
 
 // Signs of a server stay in the order of their numbers. Answers and sums are laid out by that
 // order, so LocateRows() needs no table of places.
-void LookupPlanner::RouteGroup(const SlotConfig& leader, LookupPlan* plan) {
+void LookupPlanner::RouteGroup(const SlotConfig& leader, uint32_t num_features, LookupPlan* plan) {
   const auto num_servers = static_cast<uint32_t>(plan->requests.size());
   const std::span<const uint64_t> signs = signs_.keys();
   num_routed_.assign(num_servers, 0);
-  plan->groups.push_back({leader.dim, static_cast<uint32_t>(signs.size()), leader.mode});
+  plan->groups.push_back({leader.dim, static_cast<uint32_t>(signs.size()), leader.mode,
+                          plan->num_signs(), num_features});
   plan->server_of.reserve(plan->server_of.size() + signs.size());
   for (const uint64_t sign : signs) {
     const uint32_t server = num_servers == 1 ? 0 : ServerOf(SignHash(sign), num_servers);

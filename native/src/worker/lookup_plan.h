@@ -75,6 +75,8 @@ struct PlannedGroup {
   uint32_t dim = 0;
   uint32_t num_signs = 0;
   uint32_t mode = 0;
+  uint32_t first_number = 0;  // its signs are numbered from here on
+  uint32_t num_features = 0;
 };
 
 // Kept from the lookup to the return of the gradients: the same numbers index rows and sums.
@@ -101,7 +103,7 @@ class LookupPlanner {
                    const SlotTable& slots, PlannedFeature* planned);
   std::span<const uint64_t> KeepDistinct(const Feature& feature, uint32_t batch_size,
                                          std::vector<uint32_t>* index);
-  void RouteGroup(const SlotConfig& leader, LookupPlan* plan);
+  void RouteGroup(const SlotConfig& leader, uint32_t num_features, LookupPlan* plan);
 
   UniqueKeys signs_;         // of one group
   UniqueKeys distinct_ids_;  // of one raw slot

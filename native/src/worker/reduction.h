@@ -27,6 +27,10 @@ struct ReducedGradients {
   std::vector<uint32_t> skipped_features;
 };
 
+// Whether gradients may be divided by it: finite, positive, and so is its inverse.
+bool IsGradientScale(float scale);
+
+// Slots whose gradients the rank has summed (SlotGradient::summed) are passed on as they are.
 // kInvalidArgument, naming the slot: unknown to the batch, twice, a wrong shape; or a scale that is
 // not a finite positive number. A slot that is skipped, absent or not finite contributes nothing;
 // where a sum would not be finite, neither does any slot that could have made it so.

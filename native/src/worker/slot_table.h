@@ -82,6 +82,8 @@ class SlotCounters {
   void Nonfinite(const SlotConfig& slot) { Of(slot).num_nonfinite.Add(); }
   // A batch that returned no gradient for the slot.
   void Skipped(const SlotConfig& slot) { Of(slot).num_skipped.Add(); }
+  // A lookup that sent the slot's distinct rows instead of its pooled embeddings.
+  void SentAsRows(const SlotConfig& slot) { Of(slot).num_as_rows.Add(); }
 
   std::vector<SlotStats> stats() const;
 
@@ -95,6 +97,7 @@ class SlotCounters {
                           {"num_nonfinite", "nan_count", "Gradients dropped: NaN or infinite."}};
     Counter num_skipped{list,
                         {"num_skipped", "nan_grad_skipped", "Gradients the loss gave none for."}};
+    Counter num_as_rows{list, {"num_as_rows", nullptr}};  // lookups
     std::atomic<uint64_t> num_batches{0};
     std::atomic<double> last_distinct_ratio{0};
     Cardinality distinct;  // within about 2 %

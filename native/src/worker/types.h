@@ -26,6 +26,18 @@ struct SlotGradient {
   uint32_t dim = 0;
   // [num_rows, dim], without gaps. Null where the slot is skipped.
   const float* rows = nullptr;
+  // The rows are one sum for each distinct row of the slot, already divided by the scale: see
+  // SumByRow().
+  bool summed = false;
+  // Where summed, the greatest magnitude of the gradients that were added up.
+  float max_magnitude = 0.0f;
+};
+
+// What the answer to a lookup has for a pooled slot.
+enum class EmbeddingsForm : uint32_t {
+  kPooled = 0,  // one embedding a sample
+  // The slot's distinct rows and which of them each ID needs, where both are fewer bytes.
+  kFewestBytes = 1,
 };
 
 // The measured staleness of the rows that one lookup of a batch found, in updates.

@@ -1,5 +1,6 @@
 #include "worker/worker_protocol.h"
 
+#include <cmath>
 #include <string>
 #include <utility>
 
@@ -9,10 +10,31 @@ namespace persia::worker {
 namespace {
 
 // A skipped slot is sent by name: the worker counts it, and refuses names that the batch has not.
-enum class SlotState : uint32_t { kPresent = 0, kSkipped = 1 };
+enum class SlotState : uint32_t { kPresent = 0, kSkipped = 1, kSummed = 2 };
+
+SlotState StateOf(const SlotGradient& gradient) {
+  if (gradient.skipped) return SlotState::kSkipped;
+  return gradient.summed ? SlotState::kSummed : SlotState::kPresent;
+}
 
 // The second byte of a slot's state is the dtype of its rows.
 constexpr uint32_t kDtypeShift = 8;
+
+// What a slot whose gradients the rank has added up has in front of its rows.
+Status ReadSummed(ByteReader* reader, WireDtype dtype, SlotGradient* gradient) {
+  gradient->max_magnitude = reader->Get<float>();
+  reader->Get<uint32_t>();  // reserved
+  if (!reader->ok()) return Status::Ok();
+  const std::string slot = "slot '" + std::string(gradient->slot) + "': ";
+  if (dtype != WireDtype::kFloat32) {
+    return Corruption(slot + "gradients summed by row must be float32");
+  }
+  if (std::isfinite(gradient->max_magnitude) && gradient->max_magnitude >= 0.0f) {
+    return Status::Ok();
+  }
+  return Corruption(slot + "its greatest magnitude is " + std::to_string(gradient->max_magnitude) +
+                    ", not a finite number of 0 or more");
+}
 
 // Fields are read first and judged once the reader is known to be ok: zeros of a truncated message
 // must not be taken for values.
@@ -24,9 +46,10 @@ Status ReadSlot(ByteReader* reader, SlotGradient* gradient, std::vector<Buffer>*
   gradient->num_rows = reader->Get<uint32_t>();
   gradient->dim = reader->Get<uint32_t>();
   gradient->slot = reader->GetString(name_bytes);
-  if (reader->ok() && state > static_cast<uint32_t>(SlotState::kSkipped)) {
+  if (reader->ok() && state > static_cast<uint32_t>(SlotState::kSummed)) {
     return Corruption("slot '" + std::string(gradient->slot) + "' has state " +
-                      std::to_string(state) + ", known are 0 (present) and 1 (skipped)");
+                      std::to_string(state) +
+                      ", known are 0 (present), 1 (skipped) and 2 (summed)");
   }
   if (reader->ok() && !dtype.ok()) {
     return Corruption("slot '" + std::string(gradient->slot) + "': " + dtype.status().message());
@@ -34,6 +57,10 @@ Status ReadSlot(ByteReader* reader, SlotGradient* gradient, std::vector<Buffer>*
   gradient->skipped = state == static_cast<uint32_t>(SlotState::kSkipped);
   if (reader->ok() && gradient->skipped && (gradient->num_rows != 0 || gradient->dim != 0)) {
     return Corruption("slot '" + std::string(gradient->slot) + "' is skipped and yet has a shape");
+  }
+  gradient->summed = state == static_cast<uint32_t>(SlotState::kSummed);
+  if (reader->ok() && gradient->summed) {
+    PERSIA_RETURN_IF_ERROR(ReadSummed(reader, *dtype, gradient));
   }
   if (reader->ok() && !gradient->skipped && *dtype != WireDtype::kFloat32) {
     const auto unit = reader->Get<float>();
@@ -78,15 +105,18 @@ Segments GradientsRequest::Encode() && {
   head.Put(scale);
   head.Put(static_cast<uint32_t>(gradients.size()));
   for (const SlotGradient& gradient : gradients) {
-    const auto state = gradient.skipped ? SlotState::kSkipped : SlotState::kPresent;
     head.Put(static_cast<uint32_t>(gradient.slot.size()));
-    head.Put(static_cast<uint32_t>(state) |
+    head.Put(static_cast<uint32_t>(StateOf(gradient)) |
              (gradient.skipped ? 0 : static_cast<uint32_t>(dtype) << kDtypeShift));
     head.Put(gradient.skipped ? 0 : gradient.num_rows);
     head.Put(gradient.skipped ? 0 : gradient.dim);
     head.PutString(gradient.slot);
     if (gradient.skipped) continue;
     const std::span rows(gradient.rows, uint64_t{gradient.num_rows} * gradient.dim);
+    if (gradient.summed) {
+      head.Put(gradient.max_magnitude);
+      head.Put(uint32_t{0});
+    }
     const float unit = WireUnit(dtype, rows);
     if (dtype != WireDtype::kFloat32) {
       head.Put(unit);

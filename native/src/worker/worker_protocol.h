@@ -23,7 +23,7 @@ struct LookupOptions {
   uint32_t requires_grad = 0;
   uint32_t wire_dtype = 0;  // a WireDtype: that of the embeddings asked for
   uint32_t slots = 0;       // a SlotMask
-  uint32_t reserved = 0;
+  uint32_t form = 0;        // an EmbeddingsForm; of 16 bits a float always kPooled
 };
 static_assert(sizeof(LookupOptions) == 16);
 

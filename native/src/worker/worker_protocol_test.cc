@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <string>
 
 #include "base/bytes.h"
@@ -29,6 +30,12 @@ class GradientsRequestTest : public ::testing::Test {
       {.slot = "age", .num_rows = 3, .dim = 1, .rows = rows_.data()},
       {.slot = "skipped slot", .skipped = true},
       {.slot = "empty", .num_rows = 0, .dim = 8},
+      {.slot = "summed",
+       .num_rows = 1,
+       .dim = 3,
+       .rows = rows_.data(),
+       .summed = true,
+       .max_magnitude = 4.5f},
   };
 };
 
@@ -61,6 +68,8 @@ TEST_F(GradientsRequestTest, SurvivesTheWire) {
     EXPECT_EQ(decoded->gradients[i].skipped, gradients_[i].skipped);
     EXPECT_EQ(decoded->gradients[i].num_rows, gradients_[i].num_rows);
     EXPECT_EQ(decoded->gradients[i].dim, gradients_[i].dim);
+    EXPECT_EQ(decoded->gradients[i].summed, gradients_[i].summed);
+    EXPECT_EQ(decoded->gradients[i].max_magnitude, gradients_[i].max_magnitude);
   }
   const float* rows = decoded->gradients[0].rows;
   EXPECT_EQ(std::vector<float>(rows, rows + 3), rows_);
@@ -107,12 +116,28 @@ TEST_F(GradientsRequestTest, LeftOverBytesAreRefused) {
 
 TEST_F(GradientsRequestTest, WrongFieldsAreNamed) {
   ASSERT_TRUE(GradientsRequest::Decode(OneSlot(0, 2, 2, 4).span()).ok());
-  const Status state = GradientsRequest::Decode(OneSlot(2, 2, 2, 4).span()).status();
+  const Status state = GradientsRequest::Decode(OneSlot(3, 2, 2, 4).span()).status();
   EXPECT_EQ(state.code(), StatusCode::kCorruption);
-  EXPECT_NE(state.message().find("slot 'age' has state 2"), std::string::npos);
+  EXPECT_NE(state.message().find("slot 'age' has state 3"), std::string::npos);
   const Status shape = GradientsRequest::Decode(OneSlot(1, 2, 2, 0).span()).status();
   EXPECT_EQ(shape.code(), StatusCode::kCorruption);
   EXPECT_NE(shape.message().find("slot 'age' is skipped"), std::string::npos);
+}
+
+// Servers refuse what is not finite, and 16 bits would round sums.
+TEST_F(GradientsRequestTest, WrongFieldsOfSumsAreNamed) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  for (const float max_magnitude : {-1.0f, kNan, std::numeric_limits<float>::infinity()}) {
+    SlotGradient gradient = gradients_.back();
+    gradient.max_magnitude = max_magnitude;
+    const Buffer body = ToBuffer(testing::Flatten(Encode(1.0f, {gradient})));
+    const Status status = GradientsRequest::Decode(body.span()).status();
+    EXPECT_EQ(status.code(), StatusCode::kCorruption);
+    EXPECT_NE(status.message().find("'summed': its greatest magnitude"), std::string::npos);
+  }
+  const Status narrow = GradientsRequest::Decode(OneSlot(2 | 1 << 8, 2, 2, 4).span()).status();
+  EXPECT_EQ(narrow.code(), StatusCode::kCorruption);
+  EXPECT_NE(narrow.message().find("must be float32"), std::string::npos);
 }
 
 TEST_F(GradientsRequestTest, AShapeThatIsNotThereIsRefusedBeforeItIsFollowed) {

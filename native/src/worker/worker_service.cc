@@ -21,8 +21,9 @@ Deadline ShortenDeadline(Deadline deadline) {
   return deadline - std::min(tenth, left / 2);
 }
 
-// Runs `lookup` with a checked requires_grad, and narrows what it returns where the options ask for
-// 16 bits a float.
+// Runs `lookup` with a checked requires_grad and form, and narrows what it returns where the
+// options ask for 16 bits a float. Rows are not sent with 16 bits: pooled from those, embeddings
+// would be rounded otherwise than those that are pooled first.
 template <typename Lookup>
 StatusOr<Buffer> LookupAs(const LookupOptions& options, Lookup lookup) {
   if (options.requires_grad > 1) {
@@ -30,7 +31,13 @@ StatusOr<Buffer> LookupAs(const LookupOptions& options, Lookup lookup) {
                            "; it must be 0 or 1");
   }
   PERSIA_ASSIGN_OR_RETURN(const WireDtype dtype, ToWireDtype(options.wire_dtype));
-  StatusOr<Buffer> embeddings = lookup(options.requires_grad == 1);
+  if (options.form > static_cast<uint32_t>(EmbeddingsForm::kFewestBytes)) {
+    return InvalidArgument("form is " + std::to_string(options.form) +
+                           "; it must be 0 (pooled) or 1 (fewest bytes)");
+  }
+  const auto form = dtype == WireDtype::kFloat32 ? static_cast<EmbeddingsForm>(options.form)
+                                                 : EmbeddingsForm::kPooled;
+  StatusOr<Buffer> embeddings = lookup(options.requires_grad == 1, form);
   if (!embeddings.ok() || dtype == WireDtype::kFloat32) return embeddings;
   return NarrowEmbeddings(std::move(*embeddings), dtype);
 }
@@ -59,8 +66,8 @@ WorkerService::WorkerService(std::shared_ptr<EmbeddingWorker> worker, net::Serve
     return worker_->Configure(request.config, request.replace, deadline);
   });
   Register(kLookupReference, [this](const LookupReferenceRequest& request, Deadline deadline) {
-    return LookupAs(request.options, [&](bool requires_grad) {
-      return worker_->Lookup(request.key, requires_grad, deadline, request.options.slots);
+    return LookupAs(request.options, [&](bool requires_grad, EmbeddingsForm form) {
+      return worker_->Lookup(request.key, requires_grad, deadline, request.options.slots, form);
     });
   });
   Register(
@@ -72,9 +79,9 @@ WorkerService::WorkerService(std::shared_ptr<EmbeddingWorker> worker, net::Serve
               "role 'inference' may not look up with requires_grad, which inserts rows; it needs "
               "trainer");
         }
-        return LookupAs(request.options, [&](bool requires_grad) {
+        return LookupAs(request.options, [&](bool requires_grad, EmbeddingsForm form) {
           return worker_->LookupDirect(request.id_features, requires_grad, deadline,
-                                       request.options.slots);
+                                       request.options.slots, form);
         });
       });
   Register(kReturnGradients, [this](const GradientsRequest& request, Deadline deadline) {

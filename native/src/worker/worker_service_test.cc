@@ -119,6 +119,12 @@ TEST_F(WorkerServiceTest, DirectLookupsAndRelease) {
   EXPECT_EQ(worker_->metrics()["num_released"], 1u);
 }
 
+TEST_F(WorkerServiceTest, AnUnknownFormIsRefused) {
+  const Status status = Call(kLookupDirect, {{1, 0, 0, 2}, id_features_}).status();
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("form is 2"), std::string::npos) << status.ToString();
+}
+
 TEST_F(WorkerServiceTest, WhatConcernsTheServers) {
   EXPECT_TRUE(Call(kConfigureWorker, {TrainConfig(), true}).ok());
   EXPECT_TRUE(Call(kClearEmbeddings, {}).ok());
