@@ -21,7 +21,7 @@ from persia.config import (
     parse_embedding_config,
     parse_global_config,
 )
-from persia.errors import DeadlineExceededError, NotFoundError, UnavailableError
+from persia.errors import ConfigError, DeadlineExceededError, NotFoundError, UnavailableError
 from persia.launcher.nats_server import start_local_nats
 from persia.launcher.process_specs import ProcessSpecs, job_environment
 from persia.launcher.supervisor import ManagedProcess, Supervisor
@@ -101,6 +101,7 @@ class LocalCluster:
             EMBEDDING_WORKER: embedding_workers,
         }
         self._extra_env = dict(env or {})
+        _check_tls(self._extra_env)
         self._start_deadline_s = start_deadline_s
         # Random, so that clusters that share a broker by accident do not meet.
         self._job_name = f"test-{secrets.token_hex(4)}"
@@ -255,6 +256,16 @@ class LocalCluster:
 def _kill(process: ManagedProcess) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait(10.0)
+
+
+def _check_tls(extra: Mapping[str, str]) -> None:
+    # This process runs the broker, and is a client of it: it has to have the same certificates.
+    name = "PERSIA_TLS_DIR"
+    if name in extra and extra[name] != os.environ.get(name, ""):
+        raise ConfigError(
+            f"env has {name}={extra[name]!r}, and this process {os.environ.get(name)!r}: set it in "
+            "os.environ, which all processes of the cluster inherit"
+        )
 
 
 def _check(

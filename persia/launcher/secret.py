@@ -45,8 +45,16 @@ def show(role: str) -> None:
 
 
 @command.command()
-def token() -> None:
-    """Print the bearer token of metrics and status, for Prometheus' credentials_file. Keep it secret."""
-    from persia.security import http_token
+@option(
+    "--for",
+    "use",
+    type=click.Choice(("monitor", "serve")),
+    default="monitor",
+    help="monitor: metrics and status, for Prometheus' credentials_file. serve: predictions of "
+    "persia-launcher serve --require-token.",
+)
+def token(use: str) -> None:
+    """Print the bearer token of metrics and status, or of predictions. Keep it secret."""
+    from persia.security import http_token, serve_token
 
-    click.echo(http_token())
+    click.echo(http_token() if use == "monitor" else serve_token())

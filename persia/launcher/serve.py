@@ -12,6 +12,7 @@ from persia.launcher import options
 from persia.launcher.options import COUNT, PORT, option
 
 _T = TypeVar("_T")
+_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 # Parameters are named like the fields of FollowOptions, BatchingOptions, ServingOptions and ModelSettings.
@@ -110,6 +111,19 @@ _T = TypeVar("_T")
     is_flag=True,
     help="Answer requests with NaN or Inf in dense features, which are refused otherwise.",
 )
+@option(
+    "--require-token",
+    is_flag=True,
+    variable="PERSIA_REQUIRE_TOKEN",
+    help="Answer only who sends the token of `persia-launcher secret token --for serve`.",
+)
+@option(
+    "--tls-cert",
+    type=_FILE,
+    help="Certificate of the server (PEM), in place of that of PERSIA_TLS_DIR.",
+)
+@option("--tls-key", type=_FILE, help="Its private key.")
+@option("--tls-client-ca", type=_FILE, help="Answer only clients with a certificate of this CA.")
 @options.metrics_port
 @option(
     "--nats-url",

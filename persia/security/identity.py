@@ -86,6 +86,11 @@ def http_token() -> str:
     return secret.find().key("http", ALL_JOBS, MONITOR).hex()
 
 
+def serve_token() -> str:
+    """The bearer token of predictions. PermissionDeniedError: this process has another role's credential."""
+    return secret.find().key("serve", ALL_JOBS, INFERENCE).hex()
+
+
 @dataclass(frozen=True)
 class HttpCheck:
     """Decides about the Authorization header of a request."""
@@ -101,3 +106,8 @@ class HttpCheck:
 def http_check() -> HttpCheck:
     """For the HTTP port of a process, whatever its role."""
     return HttpCheck(secret.find().token_digest)
+
+
+def serve_check() -> HttpCheck:
+    """For a server of predictions, which can make the token as well."""
+    return HttpCheck(hashlib.sha256(serve_token().encode()).digest())

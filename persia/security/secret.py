@@ -60,7 +60,7 @@ class Credential:
         return Credential(role, _role_secret(self.secret, role), self.source, self.token_digest)
 
     def key(self, plane: str, job: str, role: str) -> bytes:
-        """The key of `role` on a plane ("rpc", "nats", "http" or "grpc") of the job `job`."""
+        """The key of `role` on a plane ("rpc", "nats", "http" or "serve") of the job `job`."""
         own = self.limited_to(role)
         secret = _role_secret(own.secret, role) if role == JOB else own.secret
         return _derive(secret, plane, job, role)

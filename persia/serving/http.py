@@ -22,6 +22,7 @@ from persia.errors import (
     StorageError,
 )
 from persia.logger import get_default_logger
+from persia.serving.access import EVERYBODY, Access, token_middleware
 from persia.serving.batch_predict import Prediction
 from persia.serving.inference import Inference
 from persia.serving.protocol import message_of, named_outputs, only_element, status_of
@@ -40,6 +41,7 @@ class HttpEndpoint:
 
     inference: Inference
     permits: asyncio.Semaphore  # of requests that are read, computed or answered
+    access: Access = EVERYBODY
 
     async def listen(self, host: str, port: int, max_request_bytes: int) -> tuple[web.AppRunner, int]:
         """Serves until the runner is cleaned up; the port. StorageError: the address cannot be used."""
@@ -52,14 +54,17 @@ class HttpEndpoint:
         )
         await runner.setup()
         try:
-            await web.TCPSite(runner, host, port).start()
+            tls = self.access.tls
+            context = None if tls is None else tls.server_context()
+            await web.TCPSite(runner, host, port, ssl_context=context).start()
         except OSError as failure:
             await runner.cleanup()
             raise StorageError(f"cannot listen on {host}:{port} (--host, --http-port): {failure}") from None
         return runner, runner.addresses[0][1]
 
     def _application(self, max_request_bytes: int) -> web.Application:
-        application = web.Application(client_max_size=max_request_bytes)
+        check = token_middleware(self.access, self.inference.statistics)
+        application = web.Application(client_max_size=max_request_bytes, middlewares=[check])
         own, ready = self.inference, self._ready
         routes: list[tuple[str, str, Callable[[web.Request], Any]]] = [
             ("GET", "/v2", lambda _: own.server_metadata()),

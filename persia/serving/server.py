@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import signal
 import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -21,6 +23,7 @@ from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import SERVING
 from persia.observability.process import ObservabilitySettings, ProcessObserver
 from persia.security.secret import INFERENCE
+from persia.serving.access import Access, TokenInterceptor, grpc_credentials
 from persia.serving.batcher import Batcher, BatchingOptions
 from persia.serving.http import HttpEndpoint
 from persia.serving.inference import Inference
@@ -50,6 +53,10 @@ class ServingOptions:
     nats_url: str | None = None  # of the job to show itself in; None: none
     replica_index: int = 0  # in that job
     replica_size: int = 1
+    require_token: bool = False  # the token of persia.security.serve_token
+    tls_cert: Path | None = None  # None: that of PERSIA_TLS_DIR, with its CA for clients
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None  # of the certificates of clients; None: they need none
     batching: BatchingOptions = field(default_factory=BatchingOptions)
 
 
@@ -60,6 +67,12 @@ def serve(settings: ModelSettings, options: ServingOptions) -> None:
     """
     set_role(SERVING, options.replica_index)
     _check_ports(options)
+    access = Access.of(options.require_token, options.tls_cert, options.tls_key, options.tls_client_ca)
+    if access.is_open and not _is_loopback(options.host):
+        get_default_logger().warning(
+            "everybody who reaches %s gets predictions: --require-token or --tls-client-ca changes that",
+            options.host,
+        )
     with contextlib.ExitStack() as stack:
         batching = options.batching
         model = ServedModel(settings, num_threads=batching.num_threads)
@@ -82,7 +95,14 @@ def serve(settings: ModelSettings, options: ServingOptions) -> None:
         # Without a session: a server that lost the broker of its job still answers, and must stay ready.
         observer = stack.enter_context(ProcessObserver(source, None, shown))
         inference = Inference(model, batcher, statistics, timeout_s=options.timeout_s)
-        asyncio.run(_serve(inference, observer, options))
+        asyncio.run(_serve(inference, observer, options, access))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _check_ports(options: ServingOptions) -> None:
@@ -104,7 +124,9 @@ def _check_ports(options: ServingOptions) -> None:
                 ) from None
 
 
-async def _serve(inference: Inference, observer: ProcessObserver, options: ServingOptions) -> None:
+async def _serve(
+    inference: Inference, observer: ProcessObserver, options: ServingOptions, access: Access
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     # Handlers of the loop, which run between callbacks: a Python handler could interrupt any of them.
@@ -115,6 +137,7 @@ async def _serve(inference: Inference, observer: ProcessObserver, options: Servi
         # Beyond it gRPC refuses with RESOURCE_EXHAUSTED, without a line of Python. Without a bound it would
         # cancel calls by itself, which clients do not try again.
         maximum_concurrent_rpcs=max_requests,
+        interceptors=[TokenInterceptor(access, inference.statistics)],
         options=[
             ("grpc.so_reuseport", 0),  # else two processes could share a port unnoticed
             ("grpc.max_receive_message_length", options.max_request_bytes),
@@ -128,15 +151,16 @@ async def _serve(inference: Inference, observer: ProcessObserver, options: Servi
     health_pb2_grpc.add_HealthServicer_to_server(states, server)
     names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server, POOL)
-    port = _listen(server, options)
+    port = _listen(server, options, access)
     http = None
     if options.http_port is not None:
-        http, http_port = await HttpEndpoint(inference, asyncio.Semaphore(max_requests)).listen(
+        http, http_port = await HttpEndpoint(inference, asyncio.Semaphore(max_requests), access).listen(
             options.host, options.http_port, options.max_request_bytes
         )
         get_default_logger().info(
-            "%s is served at http://%s:%d/v2/models/%s",
+            "%s is served at %s://%s:%d/v2/models/%s",
             model.settings.name,
+            "http" if access.tls is None else "https",
             options.host,
             http_port,
             model.settings.name,
@@ -206,10 +230,12 @@ def _advertise(options: ServingOptions, address: str, status_address: str, stopp
             stopped.wait(1.0)
 
 
-def _listen(server: grpc.aio.Server, options: ServingOptions) -> int:
+def _listen(server: grpc.aio.Server, options: ServingOptions, access: Access) -> int:
     host = f"[{options.host}]" if ":" in options.host else options.host
     try:
-        return server.add_insecure_port(f"{host}:{options.port}")
+        if access.tls is None:
+            return server.add_insecure_port(f"{host}:{options.port}")
+        return server.add_secure_port(f"{host}:{options.port}", grpc_credentials(access.tls))
     except RuntimeError as failure:
         raise StorageError(f"cannot listen on {host}:{options.port} (--host, --port): {failure}") from None
 

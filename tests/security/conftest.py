@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -32,7 +33,7 @@ class AttackedJob:
         # "host:port" by name, RPC and HTTP.
         self.server = infos[EMBEDDING_PARAMETER_SERVER].address  # type: ignore[union-attr]
         self.worker = infos[EMBEDDING_WORKER].address  # type: ignore[union-attr]
-        self.broker = cluster.nats_url.rpartition("@")[2].removeprefix("nats://")
+        self.broker = cluster.nats_url.rpartition("@")[2].rpartition("://")[2]
         self.status = {role: info.status_address for role, info in infos.items() if info is not None}
         self.incarnations = {role: info.incarnation for role, info in infos.items() if info is not None}
 
@@ -100,7 +101,12 @@ class Watch:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedJob]:
     """One for all tests of a module: each leaves it training, or fails."""
-    output = tmp_path_factory.mktemp("job") / "report"
+    with attacked_job(tmp_path_factory.mktemp("job") / "report") as started:
+        yield started
+
+
+@contextlib.contextmanager
+def attacked_job(output: Path) -> Iterator[AttackedJob]:
     env = {"PERSIA_DEADLINE_SEC": "60", "OMP_NUM_THREADS": "1"}
     with LocalCluster(embedding_config=SLOTS, env=env, start_deadline_s=START_S) as cluster:
         cluster.start_loader(JOBS / "loader.py", "--batches", "1000000")

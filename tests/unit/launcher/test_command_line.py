@@ -263,14 +263,27 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
         "--device-id": "16",
         "--verify-key": "ads.pub",
         "--http-port": "17",
+        "--tls-cert": "tls.crt",
+        "--tls-key": "tls.key",
+        "--tls-client-ca": "ca.crt",
     }
     for variable in ("PERSIA_VERIFY_KEY", "PERSIA_TRUST_SCRIPTS"):
         monkeypatch.setenv(variable, "")  # which the command replaces
     monkeypatch.delenv("PERSIA_TRUST_SCRIPTS")
     command = cli.get_command(click.Context(cli), "serve")
     options = {option for one in command.params if isinstance(one, click.Option) for option in one.opts}
-    assert options == given.keys() | {"--embedding-worker", "--trust-scripts", "--allow-nonfinite"}
-    words = ["--trust-scripts", "--allow-nonfinite", *(word for pair in given.items() for word in pair)]
+    assert options == given.keys() | {
+        "--embedding-worker",
+        "--trust-scripts",
+        "--allow-nonfinite",
+        "--require-token",
+    }
+    words = [
+        "--trust-scripts",
+        "--allow-nonfinite",
+        "--require-token",
+        *(word for pair in given.items() for word in pair),
+    ]
     result = run("serve", str(tmp_path / "model"), *words)
     assert result.exit_code == 0, result.output
     ((settings, serving),) = seen
@@ -290,6 +303,8 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
     assert (batching.num_threads, serving.max_request_bytes, serving.timeout_s) == (6, 5 << 20, 7)
     assert (serving.host, serving.port, serving.metrics_port, serving.http_port) == ("::1", 1, 12, 17)
     assert settings.allow_nonfinite
+    files = serving.tls_cert, serving.tls_key, serving.tls_client_ca
+    assert (serving.require_token, *map(str, files)) == (True, "tls.crt", "tls.key", "ca.crt")
     assert (serving.nats_url, serving.replica_index, serving.replica_size) == ("nats://h:13", 14, 15)
     seen.clear()
     workers = ("--embedding-worker", "h:1", "--embedding-worker", "h:2")
