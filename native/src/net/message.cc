@@ -94,7 +94,8 @@ FrameWriter::Result FrameWriter::WriteTls(TlsStream& tls) {
     if (sent <= 0) return Result::kBroken;
     Advance(static_cast<size_t>(sent));
   }
-  return Result::kDone;
+  if (tls.Flush() > 0) return Result::kDone;
+  return errno == EAGAIN ? Result::kBlocked : Result::kBroken;
 }
 
 // At most what one record of TLS holds, from where it lies if one piece has that many bytes; else

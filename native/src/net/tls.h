@@ -58,11 +58,15 @@ class TlsStream {
   TlsStream(std::shared_ptr<SSL_CTX> context, int fd, Side side);
 
   ssize_t Read(std::byte* to, size_t size_bytes);
-  // A blocked write is repeated with the same bytes, at any address.
+  // A blocked write is repeated with the same bytes, at any address. What was written is gathered,
+  // and may be sent no earlier than by Flush().
   ssize_t Write(const std::byte* from, size_t size_bytes);
+  // Sends what was written: 1 when all is sent, else as above.
+  ssize_t Flush();
   // The client's, before its first write: 1 when it is done, else as above.
   ssize_t Handshake();
-  // Bytes have been decrypted and not read: the socket will not tell of them.
+  // Bytes have left the socket and were not read here: the socket will not tell of them. False
+  // where the last Read found them to be less than a record.
   bool HasPending();
   // Both ends have shown what they have to, and bytes have come.
   bool HasRead();
@@ -83,6 +87,7 @@ class TlsStream {
   bool checked_begin_ = false;  // for a frame instead of TLS
   bool peer_is_plain_ = false;
   bool has_read_ = false;
+  bool read_blocked_ = false;  // the last Read, for want of bytes
 };
 
 }  // namespace persia::net

@@ -6,16 +6,21 @@
 #include <openssl/x509.h>
 #include <openssl/x509v3.h>
 #include <stdlib.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <future>
 #include <memory>
+#include <optional>
 #include <thread>
 
 #include "net/channel.h"
+#include "net/poller.h"
 #include "net/test_support.h"
 
 namespace persia::net {
@@ -229,6 +234,105 @@ TEST_F(TlsTest, AFileThatCannotBeUsedIsNamed) {
   std::filesystem::copy_file(certificates_.Path("ca.pem"), certificates_.Path("own.key"),
                              std::filesystem::copy_options::overwrite_existing);
   EXPECT_NE(certificates_.Load().status().message().find("own.key"), std::string::npos);
+}
+
+// ---- a stream alone
+
+// Both ends of a connection whose handshake is done, and the server's socket.
+struct Pair {
+  explicit Pair(const Directory& directory) {
+    int ends[2] = {-1, -1};
+    EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends), 0);
+    client_socket = UniqueFd(ends[0]);
+    server_socket = UniqueFd(ends[1]);
+    const auto context = directory.Load().value()->Context();
+    client.emplace(context, ends[0], TlsStream::Side::kClient);
+    server.emplace(context, ends[1], TlsStream::Side::kServer);
+    std::byte none;
+    while (client->Handshake() <= 0) EXPECT_EQ(server->Read(&none, 1), -1);
+    EXPECT_EQ(server->Read(&none, 1), -1);
+    EXPECT_EQ(errno, EAGAIN);
+  }
+  int UnreadBytes() const {
+    int size = 0;
+    EXPECT_EQ(::ioctl(server_socket.get(), FIONREAD, &size), 0);
+    return size;
+  }
+  UniqueFd client_socket, server_socket;
+  std::optional<TlsStream> client, server;
+};
+
+TEST_F(TlsTest, RecordsAreSentTogether) {
+  Pair pair(certificates_);
+  const auto record = Pattern(16384);
+  for (int i = 0; i < 3; ++i) ASSERT_EQ(pair.client->Write(record.data(), record.size()), 16384);
+  EXPECT_EQ(pair.UnreadBytes(), 0);
+  EXPECT_EQ(pair.client->Flush(), 1);
+  EXPECT_GT(pair.UnreadBytes(), 3 * 16384);
+  // They are also received together, and nothing is told of them twice.
+  std::vector<std::byte> read(16384);
+  ASSERT_EQ(pair.server->Read(read.data(), read.size()), 16384);
+  EXPECT_EQ(read, record);
+  EXPECT_EQ(pair.UnreadBytes(), 0);
+  EXPECT_TRUE(pair.server->HasPending());
+  for (int i = 0; i < 2; ++i) ASSERT_EQ(pair.server->Read(read.data(), read.size()), 16384);
+  EXPECT_FALSE(pair.server->HasPending());
+}
+
+// Else the server would read the same half again and again until the rest comes.
+TEST_F(TlsTest, HalfARecordIsNotPending) {
+  Pair pair(certificates_);
+  const auto record = Pattern(16384);
+  ASSERT_EQ(pair.client->Write(record.data(), record.size()), 16384);
+  ASSERT_EQ(pair.client->Flush(), 1);
+  // The record, less its last byte.
+  std::vector<std::byte> bytes(20'000);
+  const auto size = ::recv(pair.server_socket.get(), bytes.data(), bytes.size(), 0);
+  ASSERT_GT(size, 16384);
+  ASSERT_EQ(::send(pair.client_socket.get(), bytes.data(), static_cast<size_t>(size) - 1, 0),
+            size - 1);
+  std::vector<std::byte> read(16384);
+  EXPECT_EQ(pair.server->Read(read.data(), read.size()), -1);
+  EXPECT_EQ(errno, EAGAIN);
+  EXPECT_FALSE(pair.server->HasPending());
+  ASSERT_EQ(::send(pair.client_socket.get(), &bytes[static_cast<size_t>(size) - 1], 1, 0), 1);
+  EXPECT_EQ(pair.server->Read(read.data(), read.size()), 16384);
+  EXPECT_EQ(read, record);
+}
+
+TEST_F(TlsTest, AFullSocketBlocksAndLosesNothing) {
+  Pair pair(certificates_);
+  std::vector<std::byte> sent, received, read(5000);
+  const auto take = [&] {
+    const ssize_t size = pair.server->Read(read.data(), read.size());
+    if (size > 0) received.insert(received.end(), read.begin(), read.begin() + size);
+    return size;
+  };
+  int num_blocked = 0;
+  for (uint32_t i = 0; i < 500; ++i) {
+    const auto record = Pattern(10'000, i);
+    while (pair.client->Write(record.data(), record.size()) < 0) {
+      ASSERT_EQ(errno, EAGAIN);
+      ++num_blocked;
+      take();
+    }
+    sent.insert(sent.end(), record.begin(), record.end());
+  }
+  while (pair.client->Flush() < 0) {
+    ASSERT_EQ(errno, EAGAIN);
+    ++num_blocked;
+    take();
+  }
+  while (take() > 0) {
+  }
+  EXPECT_GT(num_blocked, 0);
+  EXPECT_EQ(received, sent);
+}
+
+TEST_F(TlsTest, TheCheapestCipherComesFirst) {
+  const auto context = certificates_.Load().value()->Context();
+  const SSL_CIPHER* first = sk_SSL_CIPHER_value(SSL_CTX_get_ciphers(context.get()), 0);
+  EXPECT_STREQ(SSL_CIPHER_get_name(first), "TLS_AES_128_GCM_SHA256");
 }
 
 }  // namespace
