@@ -32,6 +32,7 @@ _SUBCOMMANDS = {
     "secret": "secret.command",
     "serve": "serve.command",
     "torchserve-archive": "torchserve_archive.command",
+    "export": "export.command",
 }
 
 
