@@ -33,6 +33,7 @@ _SUBCOMMANDS = {
     "certificates": "certificates.command",
     "serve": "serve.command",
     "torchserve-archive": "torchserve_archive.command",
+    "export": "export.command",
 }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,15 +23,20 @@ from persia.errors import (
 )
 from persia.logger import get_logger
 from persia.nn.embedding_bag_collection import EmbeddingBagCollection
+from persia.nn.export_checkpoint import check_alone, export_context
 from persia.nn.exported import (
     ExportedBagCollection,
     ExportedEmbedding,
     ExportedEmbeddingBag,
     ExportedSlot,
     KeyedRows,
+    exported_slots,
 )
 from persia.nn.store_embedding import StoreEmbedding, StoreEmbeddingBag, StoreRows
 from persia.rows.reader import snapshot_blocks
+
+if TYPE_CHECKING:
+    from persia.ctx import EmbeddingCtx
 
 _logger = get_logger(__name__)
 
@@ -38,12 +45,13 @@ _PART_BYTES = 64 << 20  # read and decoded at a time
 
 
 def export(
-    model: nn.Module,
+    model: nn.Module | EmbeddingCtx,
     *,
     ids: Mapping[str, torch.Tensor] | None = None,
     min_norm: float = 0.0,
     min_updates: int = 0,
     max_bytes: int = 8 << 30,
+    directory: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     """A copy of `model` in which tensors stand for stores.
 
@@ -52,8 +60,13 @@ def export(
     other IDs; where a vocabulary is known and exported whole, IDs beyond it are an error, as they were. The
     size is logged before anything is built, and for each place what was left out.
 
+    Of a context it exports the whole job: the result takes (dense, ids, lengths, weights=None), lists of
+    tensors in the order of `ctx.runtime.signature`, and returns what the context's model returns. `dense` are
+    [batch, ...] each, `ids` int64 [n], `lengths` int64 [batch], and `weights` float32 [n].
+
     Args:
-        model: with converted modules or `EmbeddingBagCollection`s anywhere; a DDP wrapper is left out.
+        model: with converted modules or `EmbeddingBagCollection`s anywhere; a DDP wrapper is left out. Or a
+            context that has a model and has forwarded a batch; it has none of the three choices below.
         ids: only the rows of these IDs, int64 or uint64 [n] each, by the place of the module: "deep.item" of
             a converted one, "embeddings.item" of slot "item" of a collection in `model.embeddings`, "item"
             where the collection is the model. Places that are not named are exported whole; an empty tensor
@@ -63,27 +76,38 @@ def export(
             since the row was made, set or loaded. Exact up to 2^32 - 1. The model must have been made with
             `count_updates=True`.
         max_bytes: of rows and keys, at most.
+        directory: of a context, where its rows are dumped to be read from, which all parameter servers must
+            reach; None: a temporary directory of this machine.
 
     Returns:
         The copy, in `eval()` mode. Its rows are buffers; an update of the model does not reach it.
 
     Raises:
         InvalidArgumentError: nothing to export, or `ids` for a place that is none.
-        FailedPreconditionError: `min_updates` where updates are not counted; rows of any IDs in servers
-            without `ids`.
+        FailedPreconditionError: a context without a model, slots or a batch; `min_updates` where updates
+            are not counted; rows of any IDs in servers without `ids`.
         InvalidTypeError: no module, or IDs of another dtype.
         ResourceExhaustedError: more than `max_bytes`; the message has the size.
     """
+    # Late: contexts and this package are of one layer, and most scripts have only one of them.
+    from persia.ctx import EmbeddingCtx
+
+    if isinstance(model, EmbeddingCtx):
+        check_alone(ids=ids, min_norm=min_norm, min_updates=min_updates)
+        return export_context(model, directory, max_bytes=checked_integer("max_bytes", max_bytes))
     if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
+        raise InvalidTypeError(f"model is a {type(model).__name__}, must be a torch.nn.Module or a context")
+    if directory is not None:
+        raise InvalidArgumentError(
+            f"directory={directory!r} is for contexts, and {type(model).__name__} is none"
+        )
     # The wrapper holds a process group, which cannot be copied and is of no use to the export.
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
+    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     limit = _Limit(checked_integer("max_bytes", max_bytes))
     least = _Least(checked_number("min_norm", min_norm), checked_integer("min_updates", min_updates))
-    exporter = _Exporter(_places(model), dict(ids or {}), least, limit)
+    exporter = _Exporter(_places(inner), dict(ids or {}), least, limit)
     # A copy in which the replacements stand for their originals wherever these are, references included.
-    result: nn.Module = copy.deepcopy(model, memo=exporter.replacements())
+    result: nn.Module = copy.deepcopy(inner, memo=exporter.replacements())
     return result.eval()
 
 
@@ -186,7 +210,7 @@ class _Exporter:
         return self._collection(place, module)
 
     def _collection(self, place: str, module: EmbeddingBagCollection) -> ExportedBagCollection:
-        slots = _slots(module)
+        slots = exported_slots(module.slots_config)
         wanted = {name: self._ids.get(_slot_place(place, name)) for name in slots}
         gathered = self._gather(place, module, slots, wanted)
         tables = {dim: KeyedRows(*_sorted(of_dim, dim)) for dim, of_dim in gathered.items()}
@@ -201,7 +225,7 @@ class _Exporter:
         return self._tables[id(rows)]
 
     def _read_table(self, place: str, rows: StoreRows) -> KeyedRows:
-        slots = _slots(rows)
+        slots = exported_slots(rows.slots_config)
         (slot,) = slots.values()
         # Modules that are tied have one table: what any of them wants.
         tied = [name for name, module in self._places.items() if getattr(module, "rows", None) is rows]
@@ -336,7 +360,7 @@ class _Choice:
 
     def __call__(self, signs: torch.Tensor) -> torch.Tensor:
         """bool [n]"""
-        # An arithmetic shift: a prefix with the top bit set is negative in int64, as in `_slots`.
+        # An arithmetic shift: a prefix with the top bit set is negative in int64, as in `exported_slots`.
         prefixes = (signs >> self._id_bits) << self._id_bits
         return torch.isin(prefixes, self._whole) | torch.isin(signs, self._signs)
 
@@ -355,24 +379,6 @@ def _log_left_out(place: str, gathered: Mapping[int, _Gathered]) -> None:
 
 def _bytes_of(num_rows: int, dim: int) -> int:
     return num_rows * (4 * dim + _BYTES_OF_A_KEY)
-
-
-def _slots(collection: EmbeddingBagCollection) -> dict[str, ExportedSlot]:
-    config = collection.slots_config
-    numbers = config.group_numbers()
-    slots = {}
-    for name, slot in config.slots_config.items():
-        prefix = numbers[name] << (64 - config.feature_index_prefix_bit)
-        stack = slot.hash_stack
-        slots[name] = ExportedSlot(
-            dim=slot.dim,
-            # An int64 of the same bits, which is what torch computes with.
-            prefix=prefix - (1 << 64) if prefix >= 1 << 63 else prefix,
-            sqrt_scaling=slot.sqrt_scaling,
-            rounds=stack.hash_stack_rounds if stack else 0,
-            size=stack.embedding_size if stack else 0,
-        )
-    return slots
 
 
 def _slot_place(place: str, slot: str) -> str:

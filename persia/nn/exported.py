@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from persia.config import SlotsConfig
+
 
 @dataclass(frozen=True)
 class ExportedSlot:
@@ -38,26 +40,47 @@ class ExportedSlot:
         return torch.stack(columns, dim=1).reshape(-1)
 
 
+def exported_slots(config: SlotsConfig) -> dict[str, ExportedSlot]:
+    """The slots of a job or collection, by name and in their order."""
+    numbers = config.group_numbers()
+    slots = {}
+    for name, slot in config.slots_config.items():
+        prefix = numbers[name] << (64 - config.feature_index_prefix_bit)
+        stack = slot.hash_stack
+        slots[name] = ExportedSlot(
+            dim=slot.dim,
+            # An int64 of the same bits, which is what torch computes with.
+            prefix=prefix - (1 << 64) if prefix >= 1 << 63 else prefix,
+            sqrt_scaling=slot.sqrt_scaling,
+            rounds=stack.hash_stack_rounds if stack else 0,
+            size=stack.embedding_size if stack else 0,
+        )
+    return slots
+
+
 class KeyedRows(nn.Module):
     """A table by key.
 
     Args:
         keys: int64 [n], ascending, none twice; None: the keys are 0 to n - 1, and others an error.
-        rows: float32 [n, dim].
+        rows: float32 [n, dim]. With `is_padded` [n + 1, dim], the last one zeros: it is not copied.
         id_bits: what is wanted are IDs, which are folded to so many bits first; 64: they are keys.
     """
 
-    def __init__(self, keys: torch.Tensor | None, rows: torch.Tensor, id_bits: int = 64) -> None:
+    def __init__(
+        self, keys: torch.Tensor | None, rows: torch.Tensor, id_bits: int = 64, *, is_padded: bool = False
+    ) -> None:
         super().__init__()
         self.id_bits = id_bits
         self.is_dense = keys is None
         self.dim = rows.shape[1]
-        self.num_keys = len(rows)
+        self.num_keys = len(rows) - int(is_padded)
         # Of powers of two below the number of keys: the steps of a binary search.
         self.steps = [2**i for i in reversed(range(max(self.num_keys, 1).bit_length()))]
         self.register_buffer("keys", torch.empty(0, dtype=torch.int64) if keys is None else keys)
         # The last row is that of keys that are missing.
-        self.register_buffer("rows", rows if keys is None else torch.cat([rows, rows.new_zeros(1, self.dim)]))
+        is_whole = keys is None or is_padded
+        self.register_buffer("rows", rows if is_whole else torch.cat([rows, rows.new_zeros(1, self.dim)]))
 
     keys: torch.Tensor
     rows: torch.Tensor

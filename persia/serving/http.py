@@ -13,7 +13,6 @@ from typing import Any
 from aiohttp import web
 
 from persia.errors import (
-    CorruptionError,
     DeadlineExceededError,
     InvalidArgumentError,
     NotFoundError,
@@ -25,8 +24,9 @@ from persia.logger import get_default_logger
 from persia.serving.access import EVERYBODY, Access, token_middleware
 from persia.serving.batch_predict import Prediction
 from persia.serving.inference import Inference
-from persia.serving.protocol import message_of, named_outputs, only_element, status_of
-from persia.serving.tensors import Tensor, datatype_of, json_values, tensor_of_bytes, tensor_of_list
+from persia.serving.json_request import objects_of, parameters_of, tensors_of_json
+from persia.serving.protocol import message_of, named_outputs, status_of
+from persia.serving.tensors import Tensor, datatype_of, json_values
 from persia.validation import json_object
 
 _HEADER = "Inference-Header-Content-Length"  # bytes of JSON, where tensors follow as bytes
@@ -162,43 +162,16 @@ def _parsed(body: bytes, header: str | None) -> tuple[dict[str, Any], list[Tenso
         raise InvalidArgumentError(f"{_HEADER} is {header!r:.40}, and the body has {len(body)} bytes")
     end = len(body) if header is None else int(header)
     head = json_object(body[:end], "the request")
-    tensors = []
-    for values in _list(head, "inputs"):
-        tensor, end = _tensor(values, body, end)
-        tensors.append(tensor)
-    if end != len(body):
-        raise CorruptionError(f"the body has {len(body) - end} bytes behind its last tensor")
-    return head, tensors
-
-
-def _tensor(values: dict[str, Any], body: bytes, begin: int) -> tuple[Tensor, int]:
-    """The tensor, and where the bytes of the next one begin."""
-    name, datatype, shape = (values.get(key) for key in ("name", "datatype", "shape"))
-    if not isinstance(name, str) or not isinstance(datatype, str) or not isinstance(shape, list):
-        raise InvalidArgumentError(
-            f"an input has name {name!r:.80}, datatype {datatype!r:.40} and shape {shape!r:.80}: send text, "
-            "text and a list"
-        )
-    size = _parameters(values).get("binary_data_size")
-    if size is None:
-        return tensor_of_list(name, datatype, shape, values.get("data")), begin
-    if not isinstance(size, int) or not 0 <= size <= len(body) - begin:
-        raise InvalidArgumentError(
-            f"binary_data_size of input {name!r} is {size!r:.40}: {len(body) - begin} bytes are left"
-        )
-    content = body[begin : begin + size]
-    if datatype == "BYTES":
-        return tensor_of_list(name, datatype, shape, [only_element(name, content)]), begin + size
-    return tensor_of_bytes(name, datatype, shape, content), begin + size
+    return head, tensors_of_json(head, body[end:])
 
 
 def _encoded(head: dict[str, Any], model: str, prediction: Prediction) -> web.Response:
-    requested = _list(head, "outputs")
+    requested = objects_of(head, "outputs")
     wanted = [name for output in requested if isinstance(name := output.get("name"), str)]
     if len(wanted) < len(requested):
         raise InvalidArgumentError("an output of the request has no name: send text")
-    all_binary = bool(_parameters(head).get("binary_data_output"))
-    is_binary = {o.get("name"): bool(_parameters(o).get("binary_data", all_binary)) for o in requested}
+    all_binary = bool(parameters_of(head).get("binary_data_output"))
+    is_binary = {o.get("name"): bool(parameters_of(o).get("binary_data", all_binary)) for o in requested}
     described, contents = [], []
     for name, output in named_outputs(prediction.outputs, wanted):
         values: dict[str, Any] = {
@@ -223,15 +196,3 @@ def _encoded(head: dict[str, Any], model: str, prediction: Prediction) -> web.Re
         content_type="application/octet-stream",
         headers={_HEADER: str(len(text))},
     )
-
-
-def _list(values: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    found = values.get(key, [])
-    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
-        raise InvalidArgumentError(f"{key} of the request is no list of objects")
-    return found
-
-
-def _parameters(values: dict[str, Any]) -> dict[str, Any]:
-    found = values.get("parameters", {})
-    return found if isinstance(found, dict) else {}

@@ -112,7 +112,7 @@ def _tensor_of_contents(tensor: Any) -> Tensor:
 def _tensor_of_raw(tensor: Any, content: bytes) -> Tensor:
     if tensor.datatype != "BYTES":
         return tensor_of_bytes(tensor.name, tensor.datatype, tensor.shape, content)
-    return tensor_of_list(tensor.name, "BYTES", tensor.shape, [only_element(tensor.name, content)])
+    return tensor_of_list(tensor.name, "BYTES", tensor.shape, elements_of(tensor.name, content))
 
 
 def reply_of(request: Any, model_name: str, version: str, outputs: Sequence[NDArray[Any]]) -> Any:
@@ -146,12 +146,17 @@ def message_of(failure: BaseException) -> str:
     return text[:_MAX_MESSAGE_BYTES].decode(errors="ignore") + " ..."
 
 
-def only_element(name: str, raw: bytes) -> bytes:
-    """The only element of a BYTES tensor in binary form."""
-    length = _LENGTH.unpack_from(raw)[0] if len(raw) >= _LENGTH.size else -1
-    if length != len(raw) - _LENGTH.size:
-        raise CorruptionError(
-            f"the {len(raw)} binary bytes of {name!r} are not one BYTES element: a length of 4 bytes, "
-            "little-endian, and as many bytes; send several strings in contents.bytes_contents or as JSON"
-        )
-    return raw[_LENGTH.size :]
+def elements_of(name: str, raw: bytes) -> list[bytes]:
+    """The elements of a BYTES tensor in binary form. CorruptionError: lengths that do not fit."""
+    found, begin = [], 0
+    while begin < len(raw):
+        end = begin + _LENGTH.size
+        length = _LENGTH.unpack_from(raw, begin)[0] if end <= len(raw) else len(raw)
+        if length > len(raw) - end:
+            raise CorruptionError(
+                f"the {len(raw)} binary bytes of {name!r} are no BYTES elements: send a length of 4 bytes, "
+                "little-endian, and as many bytes, for each"
+            )
+        found.append(raw[end : end + length])
+        begin = end + length
+    return found

@@ -1,7 +1,8 @@
 """The handler that TorchServe runs: one instance in each of its worker processes.
 
-A request is the bytes of `PersiaBatch.to_bytes()`: the whole body over REST, the input "batch" over gRPC (or
-"data" or "body", TorchServe's own names). The answer is a response of the Open Inference Protocol as JSON,
+A request is the bytes of `PersiaBatch.to_bytes()`, or a request of the Open Inference Protocol in JSON, whose
+inputs are named like features: the whole body over REST, the input "batch" over gRPC (or "data" or "body",
+TorchServe's own names). The answer is a response of the Open Inference Protocol as JSON,
 the same over both. Requests that TorchServe hands over together are computed together.
 """
 
@@ -23,11 +24,13 @@ from persia.logger import get_default_logger
 from persia.serving.archive import SLOTS_NAME, ArchiveSettings
 from persia.serving.batch_predict import Prediction, layout_of, predict_together
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource, RemoteRows
+from persia.serving.json_request import tensors_of_json
 from persia.serving.predictor import Predictor
 from persia.serving.protocol import status_of
 from persia.serving.scripts import load_script
-from persia.serving.tensors import INPUT_NAME, datatype_of, json_values, output_name
+from persia.serving.tensors import INPUT_NAME, batch_of, datatype_of, json_values, output_name
 from persia.storage.manifest import Manifest
+from persia.validation import json_object
 
 _INPUT_NAMES = (INPUT_NAME, "data", "body")
 
@@ -93,15 +96,25 @@ class Handler:
 
     def _parsed(self, request: Mapping[str, Any]) -> PersiaBatch | PersiaError:
         content = next((request[name] for name in _INPUT_NAMES if name in request), None)
-        if not isinstance(content, (bytes, bytearray)):
+        # TorchServe parses a body of application/json itself.
+        if not isinstance(content, (bytes, bytearray, dict)):
             return InvalidArgumentError(
                 f"the request has the inputs {sorted(request)}: send one named {INPUT_NAME!r}, or the body, "
-                "the bytes of PersiaBatch.to_bytes() (application/octet-stream)"
+                "the bytes of PersiaBatch.to_bytes() (application/octet-stream), or an Open Inference "
+                "request in JSON (application/json)"
             )
         try:
-            return self._predictor.checked(PersiaBatch.from_bytes(bytes(content)))
+            return self._predictor.checked(self._batch(content))
         except PersiaError as failure:
             return failure
+
+    def _batch(self, content: bytes | bytearray | dict[str, Any]) -> PersiaBatch:
+        if isinstance(content, dict):
+            return batch_of(tensors_of_json(content), self._predictor.signature)
+        # A batch begins with its magic number, which is no space and no brace.
+        if content[:64].lstrip()[:1] == b"{":
+            return self._batch(json_object(bytes(content), "the request"))
+        return PersiaBatch.from_bytes(bytes(content))
 
     def _encoded(self, answer: Prediction | PersiaError) -> str:
         if isinstance(answer, PersiaError):

@@ -19,6 +19,8 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from persia.embedding.data import hash_strings
+from persia.errors import CorruptionError
+from persia.serving.protocol import elements_of
 from tests.ports import free_port
 
 from .test_serving import TWO_SLOTS, Served, dump_trained, features
@@ -161,6 +163,24 @@ def test_plain_grpc_with_typed_contents_and_strings(served: Served) -> None:
     ids = {name: hash_strings(given) for name, given in strings.items()}
     expected = infer(served, {**DENSE, **ids})
     assert np.frombuffer(reply.raw_output_contents[0], np.float32).tolist() == expected
+
+
+def test_strings_in_the_binary_form(served: Served) -> None:
+    """What tritonclient sends for an array of strings."""
+    strings = {"user": [b"anna", b""], "item": [b"x", "\N{SNOWMAN}".encode()]}
+    inputs = tensors(DENSE)
+    for name, given in strings.items():
+        inputs.append(triton.InferInput(name, [2], "BYTES"))
+        inputs[-1].set_data_from_numpy(np.array(given, dtype=object))
+    ids = {name: hash_strings(given) for name, given in strings.items()}
+    found = list(served.client.infer("m", inputs).as_numpy("output_0")[:, 0])
+    assert found == infer(served, {**DENSE, **ids})
+    # Known IDs: that both are zeros would not show that they were hashed.
+    raw = b"".join(len(one).to_bytes(4, "little") + one for one in (b"10", b"20"))
+    assert elements_of("user", raw) == [b"10", b"20"]
+    for broken in (raw[:-1], raw[:3], b"\xff\xff\xff\xff"):
+        with pytest.raises(CorruptionError, match="are no BYTES elements"):
+            elements_of("user", broken)
 
 
 def test_reflection_tells_the_services_and_their_messages(served: Served) -> None:

@@ -21,6 +21,7 @@ EXCEPTIONS = {
     ("persia/helper.py", "cloudpickle"): "the user's own functions, through a folder of 0700 that it makes",
     ("persia/storage/dense.py", "pickle"): "only its UnpicklingError, which torch.load raises",
     ("persia/serving/scripts.py", "torch.jit.load"): "it is code: of whom it is run, read_own decides",
+    ("persia/serving/triton_model.py", "torch.jit.load"): "in Triton: the file that was exported with it",
 }
 
 
