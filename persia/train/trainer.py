@@ -108,9 +108,9 @@ class Trainer:
                 at_least(1, name, value)
         if metric not in _HIGHER_IS_BETTER:
             raise InvalidArgumentError(f"metric={metric!r} must be one of {', '.join(_HIGHER_IS_BETTER)}")
-        for name, value in (("patience", patience), ("target", target)):
-            if value is not None and valid is None:
-                raise InvalidArgumentError(f"{name}={value} needs valid=, the batches to evaluate on")
+        for name, limit in (("patience", patience), ("target", target)):
+            if limit is not None and valid is None:
+                raise InvalidArgumentError(f"{name}={limit} needs valid=, the batches to evaluate on")
         for name, batches in (("train", train), ("valid", valid)):
             if batches is not None and not len(batches):
                 raise InvalidArgumentError(f"{name} has no batches: pass at least one")
