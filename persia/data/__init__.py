@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from persia.data.parquet import ParquetBatches
     from persia.data.split_binary import SplitBinaryBatches, SplitBinaryWriter
     from persia.data.striped import Batches, StripedBatches
+    from persia.data.synthetic import CRITEO_CARDINALITIES, SyntheticClicks
     from persia.pipeline.batch import PersiaTrainingBatch
 
     Dataloader = Dataloder = DataLoader
     PersiaDataset = IterableDatasetBase
 
 __all__ = [
+    "CRITEO_CARDINALITIES",
     "Batches",
     "DataLoader",
     "Dataloader",
@@ -37,9 +39,11 @@ __all__ = [
     "SplitBinaryWriter",
     "StreamingDataset",
     "StripedBatches",
+    "SyntheticClicks",
 ]
 
 _PLACES = {
+    "CRITEO_CARDINALITIES": ("data.synthetic", "CRITEO_CARDINALITIES"),
     "Batches": ("data.striped", "Batches"),
     "DataLoader": ("data.dataloader", "DataLoader"),
     "Dataloader": ("data.dataloader", "DataLoader"),
@@ -55,6 +59,7 @@ _PLACES = {
     "SplitBinaryWriter": ("data.split_binary", "SplitBinaryWriter"),
     "StreamingDataset": ("data.dataset", "StreamingDataset"),
     "StripedBatches": ("data.striped", "StripedBatches"),
+    "SyntheticClicks": ("data.synthetic", "SyntheticClicks"),
 }
 
 

@@ -1,6 +1,7 @@
 """An optional training loop over contexts and data loaders: evaluation, checkpoints, resume, callbacks."""
 
 from persia.train.callbacks import Callback, MLflow, TensorBoard, WandB
+from persia.train.schedules import WarmupPolynomialDecay
 from persia.train.trainer import Batches, Fit, Trainer
 
-__all__ = ["Batches", "Callback", "Fit", "MLflow", "TensorBoard", "Trainer", "WandB"]
+__all__ = ["Batches", "Callback", "Fit", "MLflow", "TensorBoard", "Trainer", "WandB", "WarmupPolynomialDecay"]

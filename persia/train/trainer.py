@@ -26,7 +26,7 @@ from persia import env
 from persia.ctx import DataCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.data.striped import Batches, of_epoch
-from persia.embedding.checks import at_least
+from persia.embedding.checks import at_least, checked_number
 from persia.embedding.data import PersiaBatch
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.job.connection import JobConnection
@@ -69,6 +69,7 @@ class Trainer:
         evaluate_every: steps between two evaluations, each with a checkpoint; None: an epoch. There is always
             one at the end.
         metric: "auc", "log_loss" or "normalized_entropy": decides which evaluation is the best.
+        target: value of `metric` at which training stops, such as an AUC of 0.8025; None: it does not.
         patience: evaluations without a new best after which training stops; None: it does not.
         loss: called with the output and the first label of the batch, float32 [batch, columns]; returns a
             scalar. None: binary cross-entropy with logits.
@@ -80,7 +81,8 @@ class Trainer:
             checkpoint of the new job replaces those of the old one.
 
     Raises:
-        InvalidArgumentError: a number below 1, an unknown metric, no batches, or `patience` without `valid`.
+        InvalidArgumentError: a number below 1, an unknown metric, no batches; `patience` or `target` without
+            `valid`.
         InvalidTypeError: a `ReduceLROnPlateau`.
     """
 
@@ -93,6 +95,7 @@ class Trainer:
         epochs: int = 1,
         evaluate_every: int | None = None,
         metric: str = "auc",
+        target: float | None = None,
         patience: int | None = None,
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
         schedulers: Sequence[Any] = (),
@@ -105,8 +108,9 @@ class Trainer:
                 at_least(1, name, value)
         if metric not in _HIGHER_IS_BETTER:
             raise InvalidArgumentError(f"metric={metric!r} must be one of {', '.join(_HIGHER_IS_BETTER)}")
-        if patience is not None and valid is None:
-            raise InvalidArgumentError(f"patience={patience} needs valid=, the batches to evaluate on")
+        for name, limit in (("patience", patience), ("target", target)):
+            if limit is not None and valid is None:
+                raise InvalidArgumentError(f"{name}={limit} needs valid=, the batches to evaluate on")
         for name, batches in (("train", train), ("valid", valid)):
             if batches is not None and not len(batches):
                 raise InvalidArgumentError(f"{name} has no batches: pass at least one")
@@ -117,6 +121,7 @@ class Trainer:
                 )
         self.train, self.valid, self.metric, self.patience = train, valid, metric, patience
         self.directory = None if directory is None else Location.of(directory)
+        self.target = None if target is None else checked_number("target", target)
         self.epochs, self.log_every = at_least(1, "epochs", epochs), at_least(1, "log_every", log_every)
         self.evaluate_every, self.loss, self.resume = evaluate_every, loss or _cross_entropy, resume
         self.schedulers, self.callbacks = list(schedulers), list(callbacks)
@@ -253,6 +258,8 @@ class Trainer:
                 self._console.print(f"step {ctx.step}: {shown}{' (best)' if is_best else ''}")
                 if self._is_over(state) and self._num_left(state, ctx.world_size):
                     why = f"{self.metric} was best at step {state.best_step} (patience={self.patience})"
+                    if self._has_target(state):
+                        why = f"{self.metric} is that of target={self.target} or better"
                     self._console.print(f"step {ctx.step}: stopped early, as {why}")
         if self.directory is not None and self._states is not None and ctx.rank == 0:
             # First, and under its step: whichever checkpoint is committed has its state.
@@ -281,7 +288,13 @@ class Trainer:
             callback.log(ctx.step, values)
 
     def _is_over(self, state: JobState) -> bool:
-        return self.patience is not None and state.since_best >= self.patience
+        return self._has_target(state) or (self.patience is not None and state.since_best >= self.patience)
+
+    def _has_target(self, state: JobState) -> bool:
+        if self.target is None or self.metric not in state.best:
+            return False
+        sign = 1 if _HIGHER_IS_BETTER[self.metric] else -1
+        return sign * state.best[self.metric] >= sign * self.target
 
     def _num_left(self, state: JobState, world_size: int) -> int:
         """Batches to send, the same number for every rank."""

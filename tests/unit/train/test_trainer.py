@@ -112,6 +112,37 @@ class Job:
         return [make(self.dense_optimizer), LRSchedule(self.embedding_optimizer, make)]
 
 
+@pytest.mark.parametrize(("metric", "reach"), [("auc", 0.6), ("log_loss", 0.68)])
+def test_stops_at_a_target(
+    metric: str, reach: float, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def trainer(target: float | None) -> Trainer:
+        return Trainer(
+            Clicks(),
+            Clicks(4, first=50),
+            directory=str(tmp_path),
+            epochs=3,
+            evaluate_every=6,
+            metric=metric,
+            target=target,
+        )
+
+    fit = Job().fit(trainer(reach))
+    assert fit.stopped_early
+    assert 6 <= fit.step < 36
+    assert (fit.best[metric] >= reach) if metric == "auc" else (fit.best[metric] <= reach)
+    assert f"stopped early, as {metric} is that of target={reach} or better" in capsys.readouterr().out
+    # A job that has it trains no more when it resumes; without the target it goes to the end.
+    assert Job().fit(trainer(reach)).step == fit.step
+    fit = Job().fit(trainer(None))
+    assert (fit.step, fit.stopped_early) == (36, False)
+
+
+def test_a_target_needs_held_out_batches() -> None:
+    with pytest.raises(InvalidArgumentError, match="target=0.8 needs valid="):
+        Trainer(Clicks(), target=0.8)
+
+
 def test_batches_may_have_another_order_in_each_epoch() -> None:
     class Reordered(Clicks):
         order = (0, 1, 2)

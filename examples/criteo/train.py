@@ -1,0 +1,83 @@
+"""Trains DLRM or DCNv2: `python train.py` in one process; README.md shows a cluster, and Criteo's data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+from torch.optim.lr_scheduler import LambdaLR
+
+from persia import TrainCtx
+from persia.embedding.lr_schedule import LRSchedule
+from persia.env import get_rank
+from persia.train import Callback
+from persia.utils import setup_seed
+from recipe import Recipe, parse
+
+
+class Curve(Callback):
+    """The evaluations, for the table at the end."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, Mapping[str, float], float]] = []
+        self._begin = time.monotonic()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if "auc" in values:
+            self.points.append((step, values, time.monotonic() - self._begin))
+
+
+def train(recipe: Recipe) -> None:
+    flags = recipe.flags
+    setup_seed(flags.seed)
+    if not flags.synthetic and flags.check_data and not get_rank():
+        for batches in (recipe.train, recipe.valid):
+            getattr(batches, "batches", batches).check_values()
+    model = recipe.model()
+    sparse, dense = recipe.optimizers(model)
+    schedule, curve = partial(LambdaLR, lr_lambda=recipe.schedule()), Curve()
+    trainer = recipe.trainer([schedule(dense), LRSchedule(sparse, schedule)], [curve])
+    if flags.compile:
+        model.compile()
+    begin = time.monotonic()
+    precision = "bf16" if flags.amp else False
+    with TrainCtx(sparse, dense, model=model, slots=recipe.slots(), mixed_precision=precision) as ctx:
+        fit = trainer.fit(ctx, embedding_staleness=flags.embedding_staleness)
+    if not get_rank():
+        show(recipe, curve, fit.best["auc"], fit.stopped_early, time.monotonic() - begin)
+
+
+def show(recipe: Recipe, curve: Curve, auc: float, has_target: bool, seconds: float) -> None:
+    """The AUC curve, and the result beside the best one that there can be."""
+    table = Table("step", "seconds", "AUC", "log loss")
+    for step, values, at in curve.points:
+        table.add_row(str(step), f"{at:.1f}", f"{values['auc']:.5f}", f"{values['log_loss']:.5f}")
+    console = Console()
+    console.print(table)
+    console.print(f"AUC {auc:.5f}{' (target)' if has_target else ''} after {seconds:.1f} s", highlight=False)
+    if recipe.planted is not None:
+        best = recipe.planted.best_auc()
+        console.print(f"AUC of the planted model {best:.5f}, difference {best - auc:.5f}", highlight=False)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    flags = parse(words)
+    recipe = Recipe(flags)
+    if flags.mode == "write_config":
+        Path("embedding_config.yml").write_text(yaml.safe_dump(recipe.slots()), encoding="utf-8")
+    elif flags.mode == "write_data":
+        for mapping, batches in (("train", recipe.train), ("test", recipe.valid)):
+            batches.write_split_binary(flags.dataset, mapping)
+    else:
+        train(recipe)
+
+
+if __name__ == "__main__":
+    torch.set_num_interop_threads(1)
+    main()
