@@ -26,7 +26,12 @@ POD_GROUP_CRD: dict[str, Any] = {
     "spec": {
         "group": GROUP,
         "scope": "Namespaced",
-        "names": {"kind": "PodGroup", "listKind": "PodGroupList", "plural": "podgroups", "shortNames": ["pg"]},
+        "names": {
+            "kind": "PodGroup",
+            "listKind": "PodGroupList",
+            "plural": "podgroups",
+            "shortNames": ["pg"],
+        },
         "versions": [
             {
                 "name": "v1alpha1",
