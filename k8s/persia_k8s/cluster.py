@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ from urllib3.exceptions import HTTPError
 
 from persia_k8s.builders.manifest import Manifest, spec_hash
 from persia_k8s.errors import PersiaK8sError
-from persia_k8s.names import GROUP, JOB_LABEL, KIND
+from persia_k8s.names import GROUP, JOB_LABEL, KIND, POD_GROUPS
 from persia_k8s.observation import Observation, PodView
 
 _FIELD_MANAGER = "persia-operator"
@@ -30,6 +32,8 @@ _OWNED = (
     ("networking.k8s.io", "NetworkPolicy"),
 )
 _LEASES = "coordination.k8s.io"
+_GANGS = (POD_GROUPS, "PodGroup")  # listed where the cluster has them
+_PLUG_IN_S = 60.0  # for so long what is installed is taken to stay
 _MAX_LOG_BYTES = 1 << 20
 
 
@@ -82,7 +86,8 @@ class Cluster:
         # A file of this process alone: the default one is shared by all clusters that had this address.
         with _translated("discovery"):
             self._dynamic = dynamic.DynamicClient(api, cache_file=str(Path(self._folder.name) / "discovery"))
-        self._core = client.CoreV1Api(api)
+        self._core, self._custom = client.CoreV1Api(api), client.CustomObjectsApi(api)
+        self._pod_groups = (False, -math.inf)  # whether there are any, and when that was asked
 
     @staticmethod
     def _load_config() -> None:
@@ -168,12 +173,28 @@ class Cluster:
         """Lists the objects of a job, without those of a deleted job of the same name."""
         objects = {}
         owners = {uid}  # pods of servers are owned by their StatefulSet
-        for group, kind in _OWNED:
+        has_groups = self._has_pod_groups()
+        for group, kind in (*_OWNED, _GANGS) if has_groups else _OWNED:
             for item in self._owned(group, kind, namespace, job, {uid}):
                 objects[kind, item["metadata"]["name"]] = spec_hash(item)
                 owners.add(item["metadata"]["uid"])
         pods = map(PodView.from_object, self._owned("", "Pod", namespace, job, owners))
-        return Observation(pods=tuple(pod for pod in pods if pod is not None), objects=objects)
+        return Observation(
+            pods=tuple(pod for pod in pods if pod is not None), objects=objects, has_pod_groups=has_groups
+        )
+
+    def _has_pod_groups(self) -> bool:
+        """Whether the scheduler plug-ins' PodGroup is installed; asked once in a while."""
+        known, when = self._pod_groups
+        if time.monotonic() - when < _PLUG_IN_S:
+            return known
+        found = False
+        # Not through `_resource`, which reads all of the API again for a kind that it does not find.
+        with _translated("looking for PodGroup", ignored=(404,)):
+            known_kinds = self._custom.get_api_resources(POD_GROUPS, "v1alpha1", _request_timeout=_TIMEOUT_S)
+            found = any(kind.name == "podgroups" for kind in known_kinds.resources)
+        self._pod_groups = (found, time.monotonic())
+        return found
 
     def _owned(
         self, group: str, kind: str, namespace: str, job: str, owners: Collection[str]
@@ -242,7 +263,7 @@ class Cluster:
 
     def delete(self, namespace: str, kind: str, name: str) -> None:
         """Deletes one of the objects that `observe` has found, and what it owns."""
-        group = next(group for group, owned in _OWNED if owned == kind)
+        group = next(group for group, owned in (*_OWNED, _GANGS) if owned == kind)
         _delete(self._resource(group, kind), kind, namespace, name, ignored=(404,))
 
     def lease(self, namespace: str, name: str) -> dict[str, Any] | None:

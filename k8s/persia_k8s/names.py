@@ -15,6 +15,8 @@ FINALIZER = f"{GROUP}/operator"
 JOB_LABEL = "persia_job"  # published
 ROLE_LABEL = f"{GROUP}/role"
 ATTEMPT_LABEL = f"{GROUP}/attempt"
+POD_GROUPS = "scheduling.x-k8s.io"  # the API group of the scheduler plug-ins
+POD_GROUP_LABEL = f"{POD_GROUPS}/pod-group"
 HASH_ANNOTATION = f"{GROUP}/spec-hash"
 
 NATS_PORT = 4222
@@ -56,6 +58,11 @@ class Role(Enum):
 def object_name(job: str, role: Role) -> str:
     """The StatefulSet, service and disruption budget of a role."""
     return f"{job}-{role.suffix}"
+
+
+def pod_group_name(job: str, role: Role) -> str:
+    """The gang of a role: pods that are scheduled together."""
+    return f"{job}-servers" if role.is_server else f"{job}-training"
 
 
 def secret_name(job: str, uid: str, suspensions: int) -> str:

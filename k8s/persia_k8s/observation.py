@@ -107,10 +107,14 @@ def _describe_end(terminated: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """A job's pods, and the hashes of its other objects by kind and name."""
+    """A job's pods, and the hashes of its other objects by kind and name.
+
+    `has_pod_groups`: the cluster has the PodGroup of the scheduler plug-ins.
+    """
 
     pods: tuple[PodView, ...] = ()
     objects: Mapping[tuple[str, str], str | None]
+    has_pod_groups: bool = False
 
     def of_role(self, role: Role) -> list[PodView]:
         return [pod for pod in self.pods if pod.role is role]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,9 @@ from persia.serving.batch_predict import Predict
 from persia.serving.batcher import Batcher
 from persia.serving.versions import ServedModel
 
-_LARGEST_SIZE_LOG2 = 16
-_SIZE_BOUNDS = [*(str(1 << i) for i in range(_LARGEST_SIZE_LOG2 + 1)), "+Inf"]  # samples of a batch
+# Samples of a batch: each size up to 8, then three bounds to a doubling, up to 65536.
+SIZE_BOUNDS = [*range(1, 8), *(round(2 ** (i / 3)) for i in range(9, 49))]
+_SIZE_LABELS = [*map(str, SIZE_BOUNDS), "+Inf"]
 
 
 class ServingStatistics:
@@ -31,7 +33,7 @@ class ServingStatistics:
         self._lock = threading.Lock()
         self._by_status: Counter[str] = Counter()  # of gRPC, by name
         # Not DurationStats: its buckets are those of seconds.
-        self._sizes = [0] * len(_SIZE_BOUNDS)
+        self._sizes = [0] * len(_SIZE_LABELS)
         self._num_samples, self._last_size = 0, 0
         self._last_request_ms = 0  # since 1970
         self._times_ns = {True: 0, False: 0}  # of requests answered with OK, and of others
@@ -62,8 +64,7 @@ class ServingStatistics:
 
     def _count_batch(self, size: int) -> None:
         with self._lock:
-            # The bucket of a size is its number of bits: bounds are powers of two.
-            self._sizes[min(max(size - 1, 0).bit_length(), _LARGEST_SIZE_LOG2 + 1)] += 1
+            self._sizes[bisect_left(SIZE_BOUNDS, size)] += 1
             self._num_samples += size
             self._last_size = size
 
@@ -115,7 +116,7 @@ class ServingStatistics:
         )
         families.histogram("persia_serving_batch_seconds", "Computing a batch.", self._batch_s.snapshot())
         families.histogram(
-            "persia_serving_batch_samples", "Samples of the batches computed.", sizes, _SIZE_BOUNDS
+            "persia_serving_batch_samples", "Samples of the batches computed.", sizes, _SIZE_LABELS
         )
 
 

@@ -82,6 +82,7 @@ class Namespace:
             "statefulsets": "/apis/apps/v1",
             "poddisruptionbudgets": "/apis/policy/v1beta1",
             "networkpolicies": "/apis/networking.k8s.io/v1",
+            "podgroups": "/apis/scheduling.x-k8s.io/v1alpha1",
         }
         path = f"{roots.get(kind, '/api/v1')}/namespaces/{self.name}/{kind}"
         return f"{path}/{name}" if name else path

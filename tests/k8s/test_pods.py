@@ -56,6 +56,7 @@ def test_a_template_is_merged_over_the_operator_s_pod() -> None:
         "persia_job": "full",
         "persia.com/role": "nn-worker",
         "persia.com/attempt": "0",
+        "scheduling.x-k8s.io/pod-group": "full-training",
         "team": "ads",
     }
     assert pod["metadata"]["annotations"]["mesh/inject"] == "false"

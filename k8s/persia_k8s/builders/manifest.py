@@ -17,10 +17,13 @@ from persia_k8s.names import (
     KIND,
     METRICS_PORT,
     NATS_PORT,
+    POD_GROUP_LABEL,
+    POD_GROUPS,
     ROLE_LABEL,
     VERSION,
     Role,
     object_name,
+    pod_group_name,
     secret_name,
 )
 
@@ -32,6 +35,7 @@ _API_VERSIONS = {
     "StatefulSet": "apps/v1",
     "PodDisruptionBudget": "policy/v1",
     "NetworkPolicy": "networking.k8s.io/v1",
+    "PodGroup": f"{POD_GROUPS}/v1alpha1",
 }
 _GPU = "nvidia.com/gpu"
 _SECRET_FOLDER = "/var/run/persia"
@@ -142,7 +146,7 @@ def pod_template(
 
     `container`, `more`: further fields of the role's container, of the pod.
     """
-    base_labels = {**labels(job, role), **(more_labels or {})}
+    base_labels = {**labels(job, role), **_gang(job, role), **(more_labels or {})}
     base = {
         "metadata": {"labels": base_labels, "annotations": dict(annotations or {})},
         "spec": {
@@ -161,6 +165,11 @@ def pod_template(
         },
     }
     return merge(base, spec.pod_template)
+
+
+def _gang(job: Job, role: Role) -> dict[str, str]:
+    """The label of the pod's group. Also where no group is: the plug-in may be installed later."""
+    return {} if job.is_inference or role is Role.ROWS else {POD_GROUP_LABEL: pod_group_name(job.name, role)}
 
 
 def _role_container(

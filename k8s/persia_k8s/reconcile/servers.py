@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from persia_k8s.builders.gangs import pod_groups
 from persia_k8s.builders.manifest import Manifest, spec_hash
 from persia_k8s.builders.security import network_policies
 from persia_k8s.builders.servers import disruption_budget, services, stateful_set
@@ -44,6 +45,7 @@ def provide(situation: Situation, *, has_training: bool) -> bool:
     plan, scale = situation.plan, situation.scale
     for manifest in [*network_policies(situation.job), *services(situation.job)]:
         _apply_if_different(situation, manifest)
+    _apply_gangs(situation)
     for role in scale.replicas:
         _apply_if_different(situation, disruption_budget(situation.job, role, scale))
     drifted: list[Role] = []
@@ -90,11 +92,18 @@ def _may_change(
 def replace_parameter_servers(situation: Situation) -> str:
     """Ends the old ones and starts as many as the scale says. Returns what is lacking, "" for nothing."""
     role = Role.PARAMETER_SERVER
+    _apply_gangs(situation)
     manifest = stateful_set(situation.job, role, situation.scale, situation.images)
     _apply_if_different(situation, manifest)
     current, stale = _split_stale(situation.observed.of_role(role), manifest)
     situation.plan.delete_pods += stale
     return _lacking(role, situation.scale.replicas[role], current)
+
+
+def _apply_gangs(situation: Situation) -> None:
+    if situation.observed.has_pod_groups:
+        for manifest in pod_groups(situation.job, situation.scale):
+            _apply_if_different(situation, manifest)
 
 
 def _apply_if_different(situation: Situation, manifest: Manifest) -> None:

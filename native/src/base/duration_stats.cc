@@ -4,16 +4,14 @@
 #include <bit>
 
 namespace persia {
-namespace {
 
-// floor(log2(ns)) - 9: below 2^10 the first, then one for each doubling.
-size_t BucketOf(uint64_t ns) {
-  const int doublings = std::bit_width(ns) - 10;
-  return std::min<size_t>(static_cast<size_t>(std::max(doublings, 0)),
-                          DurationStats::kNumBuckets - 1);
+size_t DurationStats::BucketOf(uint64_t ns) {
+  if (ns < kSteps[0]) return 0;
+  const auto doublings = static_cast<size_t>(std::bit_width(ns) - std::bit_width(kSteps[0]));
+  const uint64_t scaled = ns >> doublings;  // from 1024 to 2047
+  const size_t bucket = 3 * doublings + 1 + (scaled >= kSteps[1]) + (scaled >= kSteps[2]);
+  return std::min(bucket, kNumBuckets - 1);
 }
-
-}  // namespace
 
 void DurationStats::Record(TimePoint begin, TimePoint end, uint64_t reference, uint64_t batch_id) {
   if (!enabled()) return;

@@ -1,6 +1,6 @@
 // DurationStats: how long one phase of the work takes, counted since the process started.
 //
-// A histogram in powers of two, the sum, and the last value. Recording is a few relaxed atomic
+// A histogram, the sum, and the last value. Recording is a few relaxed atomic
 // operations and takes no lock; phases are recorded once a request or batch, never once a row.
 // A snapshot may be taken at any time: each number in it is exact, but a recording that runs at the
 // same moment may be in some of them only. Thread-safe.
@@ -16,15 +16,16 @@
 
 namespace persia {
 
-// Some 300 bytes, for a handful of phases a role: not for objects of which there are many.
+// Some 700 bytes, for a handful of phases a role: not for objects of which there are many.
 class DurationStats {
  public:
   // The monotonic clock, which time adjustments of the host do not move.
   using TimePoint = std::chrono::steady_clock::time_point;
 
-  // Bucket i holds what takes less than 1.024 us * 2^i and fits no earlier one; the last holds the
-  // rest, from 69 s on.
-  static constexpr size_t kNumBuckets = 28;
+  // Bounds from 1.024 us to 69 s, three to a doubling: each is 1.26 times the one before. Bucket i
+  // holds the durations below bound i that fit no earlier bucket; the last bucket holds the rest.
+  static constexpr size_t kNumDoublings = 26;
+  static constexpr size_t kNumBuckets = 3 * kNumDoublings + 2;
 
   struct Snapshot {
     std::array<uint64_t, kNumBuckets> counts{};
@@ -42,7 +43,9 @@ class DurationStats {
 
   const std::string& name() const { return name_; }
   // Exclusive. Of the last bucket it means nothing: that one has no bound.
-  static uint64_t UpperBoundNs(size_t bucket) { return uint64_t{1024} << bucket; }
+  static constexpr uint64_t UpperBoundNs(size_t bucket) {
+    return kSteps[bucket % 3] << (bucket / 3);
+  }
 
   // Measuring can be turned off for the whole process, which leaves one relaxed load of a phase.
   static void Enable(bool enabled) { enabled_.store(enabled, std::memory_order_relaxed); }
@@ -57,6 +60,10 @@ class DurationStats {
   Snapshot snapshot() const;
 
  private:
+  // 1024 times 2^0, 2^(1/3), 2^(2/3).
+  static constexpr std::array<uint64_t, 3> kSteps{1024, 1290, 1625};
+  static size_t BucketOf(uint64_t ns);
+
   // Relaxed: a phase that began before the switch may still be recorded after it.
   static inline std::atomic<bool> enabled_{true};
 

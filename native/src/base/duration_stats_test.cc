@@ -38,6 +38,16 @@ TEST(DurationStats, APhaseIsCountedBelowTheFirstBoundAboveIt) {
   }
 }
 
+TEST(DurationStats, ABoundIsAtMost1Point3TimesTheOneBefore) {
+  for (size_t bucket = 1; bucket + 1 < DurationStats::kNumBuckets; ++bucket) {
+    const uint64_t before = DurationStats::UpperBoundNs(bucket - 1);
+    EXPECT_GT(DurationStats::UpperBoundNs(bucket), before) << bucket;
+    EXPECT_LE(DurationStats::UpperBoundNs(bucket) * 10, before * 13) << bucket;
+  }
+  EXPECT_EQ(DurationStats::UpperBoundNs(0), 1024u);
+  EXPECT_EQ(DurationStats::UpperBoundNs(DurationStats::kNumBuckets - 2), uint64_t{1024} << 26);
+}
+
 TEST(DurationStats, NothingAndAVeryLongTimeHaveTheirPlace) {
   DurationStats stats("phase");
   stats.Record(kBegin, kBegin);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import socket
 import threading
@@ -36,6 +37,7 @@ from persia.observability.status import (
 )
 from persia.observability.trace_summary import summarize
 from persia.security import audit, http_token, secret
+from persia.serving.statistics import SIZE_BOUNDS
 
 
 class Fixed:
@@ -77,11 +79,20 @@ def test_a_histogram_counts_up_to_each_bound():
     page = page_of(lambda f: f.histogram("h", "H.", stats.snapshot(), phase="x"))
     lines = [line for line in page.splitlines() if line.startswith("h_bucket")]
     assert len(lines) == len(DURATION_BOUNDS_S) + 1
-    assert [float(line.split()[-1]) for line in lines[:3]] == [1, 3, 3]
+    assert [float(line.split()[-1]) for line in lines[:4]] == [1, 1, 3, 3]
     assert 'le="1.024e-06"' in lines[0]
+    assert 'le="1.625e-06"' in lines[2]
     assert 'le="+Inf"' in lines[-1]
     assert lines[-1].endswith(" 4.0")
     assert 'h_count{phase="x",replica="0",role="r"} 4.0' in page
+
+
+@pytest.mark.parametrize("bounds", [DURATION_BOUNDS_S, SIZE_BOUNDS[7:]])  # sizes below 8 are all there
+def test_a_bound_is_at_most_1_3_times_the_one_before(bounds):
+    steps = [after / before for before, after in itertools.pairwise(bounds)]
+    assert min(steps) > 1.1
+    assert max(steps) <= 1.3
+    assert SIZE_BOUNDS[:8] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_a_phase_is_recorded_also_when_it_fails():
