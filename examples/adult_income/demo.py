@@ -39,6 +39,8 @@ from settings import Settings
 HERE = Path(__file__).resolve().parent
 RUN_DEADLINE_S = 900.0  # Far above the usual minute; a job that hangs must still end.
 STEP = re.compile(r".*\| step (?P<step>\d+)/(?P<steps>\d+)  (?P<text>loss .*)")
+# What the broker always says at its start; the demo's log has it.
+BROKER_CHATTER = re.compile(r".*nats\.1 *\| .*\[(INF|WRN)\] .*")
 PROCESSES = (
     "a broker, two parameter servers, an embedding worker, a data loader, and the training script (Procfile)"
 )
@@ -118,7 +120,7 @@ def train_on_cluster(output: Path) -> dict[str, Any] | Failure:
 
 @contextmanager
 def shown(log: Path) -> Iterator[Callable[[str], None]]:
-    """Yields a function that takes the cluster's lines: a terminal gets a progress bar, others each line."""
+    """Yields a function that takes the cluster's lines: a terminal gets a progress bar, others most lines."""
     bar = step_bar()
     task = bar.add_task("starting the processes", total=None) if bar else None
     with log.open("w", encoding="utf-8") as file, bar or nullcontext():
@@ -126,7 +128,8 @@ def shown(log: Path) -> Iterator[Callable[[str], None]]:
         def show(line: str) -> None:
             print(line, file=file, flush=True)
             if bar is None or task is None:
-                print(line, flush=True)
+                if not BROKER_CHATTER.fullmatch(line):
+                    print(line, flush=True)
             elif match := STEP.fullmatch(line):
                 steps = int(match["steps"])
                 bar.update(task, completed=int(match["step"]), total=steps, description=match["text"])
@@ -224,7 +227,7 @@ def run(output: Path, source: Path | None, generated: bool) -> int:
         return 1
     console.print(describe(info), soft_wrap=True)
     step("Training in one process: python examples/adult_income/train.py")
-    imports = threading.Thread(target=load_torch_and_matplotlib, daemon=True)
+    imports = threading.Thread(target=load_torch_and_matplotlib)  # no daemon: Python ends none inside torch
     imports.start()
     first = train_alone(alone, output / "data")
     imports.join()

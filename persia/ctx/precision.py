@@ -42,8 +42,8 @@ class Precision:
         if made.scaled and made.autocast is None and device_id is None:
             # On a CPU nothing but torch's own autocast runs in half precision.
             raise InvalidArgumentError(
-                "Mixed precision training only support on cuda device. Choose 'fp16' or 'bf16', which "
-                "autocast on the CPU, or False."
+                "mixed_precision=True needs a CUDA device: choose 'fp16' or 'bf16', which autocast on "
+                "the CPU too, or False"
             )
         return made
 

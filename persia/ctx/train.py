@@ -23,7 +23,7 @@ from persia.ctx.ranks import join_process_group, join_uneven
 from persia.ctx.recovery import PeriodicCheckpoints, Recovery
 from persia.distributed import DistributedBaseOption, get_default_distributed_option
 from persia.embedding import EmbeddingConfig
-from persia.embedding.checks import at_least
+from persia.embedding.checks import at_least, type_name
 from persia.embedding.optim import Optimizer
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.job.embedded import GlobalSource, SlotsSource
@@ -341,10 +341,11 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
 def _check_optimizers(embedding_optimizer: object, dense_optimizer: object) -> None:
     if not isinstance(embedding_optimizer, Optimizer):
         raise InvalidTypeError(
-            f"embedding_optimizer is {type(embedding_optimizer).__name__}: use one of persia.embedding.optim"
+            f"embedding_optimizer is {type_name(embedding_optimizer)}: use one of persia.embedding.optim, "
+            "such as Adagrad(lr=0.1)"
         )
     if not isinstance(dense_optimizer, torch.optim.Optimizer):
-        raise InvalidTypeError(f"dense_optimizer is {type(dense_optimizer).__name__}: use one of torch.optim")
+        raise InvalidTypeError(f"dense_optimizer is {type_name(dense_optimizer)}: use one of torch.optim")
 
 
 def _check_settings(

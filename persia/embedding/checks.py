@@ -1,4 +1,4 @@
-"""Numbers that users give as settings, refused by name before the compiled module sees them."""
+"""Checks of what users give as settings, refused by name before the compiled module sees them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numbers
 
 from persia.errors import InvalidArgumentError, InvalidTypeError
 
-__all__ = ["at_least", "checked_integer", "checked_number"]
+__all__ = ["at_least", "checked_integer", "checked_number", "type_name"]
 
 
 def checked_number(name: str, value: object) -> float:
@@ -28,3 +28,10 @@ def at_least(least: int, name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise InvalidArgumentError(f"{name} is {value!r}: it must be an integer of at least {least}")
     return int(value)
+
+
+def type_name(value: object) -> str:
+    """The type of `value` with its module: Adagrad alone would name two. A class is said to be one."""
+    kind = value if isinstance(value, type) else type(value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    return f"the class {name}" if kind is value else name

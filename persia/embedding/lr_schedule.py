@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from persia.embedding.checks import type_name
 from persia.embedding.optim import Optimizer
 from persia.errors import InvalidTypeError
 
@@ -43,7 +44,7 @@ class LRSchedule:
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise InvalidTypeError(
-                f"optimizer is a {type(optimizer).__name__}, must be one of persia.embedding.optim; give "
+                f"optimizer is {type_name(optimizer)}, must be one of persia.embedding.optim; give "
                 "those of torch.optim to the scheduler itself"
             )
         self.optimizer = optimizer

@@ -85,7 +85,7 @@ def cli() -> None:
     \b
     And look at a job that runs:
       persia-launcher status       # rates, queues, staleness, memory; --once, --json
-      persia-launcher trace        # the phases of some batches, for ui.perfetto.dev
+      persia-launcher trace        # the phases of some batches; --summary, or for ui.perfetto.dev
       persia-launcher doctor       # what is wrong with this machine or the settings
 
     \b

@@ -22,7 +22,7 @@ from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.service import CheckpointService
 from persia.config import CheckpointingConfig, SlotConfig, SlotsConfig
 from persia.embedding import EmbeddingConfig
-from persia.embedding.checks import checked_integer
+from persia.embedding.checks import checked_integer, type_name
 from persia.embedding.optim import Optimizer
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.job.runtime import local_share
@@ -179,6 +179,9 @@ class EmbeddingBagCollection(torch.nn.Module):
         if lengths is None:
             raise InvalidArgumentError("lengths is missing: give int64 [num_slots, batch] beside the values")
         check_tensor(lengths, "lengths", torch.int64, shape=" [num_slots, batch]")
+        if lengths.dim() != 2:
+            wanted = f"[{len(self.slot_names)} slots, batch]"
+            raise InvalidArgumentError(f"lengths has the shape {list(lengths.shape)}, must be {wanted}")
         ids, counts, weights = _ids(values, "values"), _array(lengths), _weights(per_sample_weights)
         return self._look_up(ids, counts, self._update, weights).to(values.device)
 
@@ -397,8 +400,7 @@ def check_optimizer(optimizer: object) -> None:
     """Raises InvalidTypeError unless it is one of `persia.embedding.optim`."""
     if not isinstance(optimizer, Optimizer):
         raise InvalidTypeError(
-            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}, must be one of "
-            "persia.embedding.optim, such as SGD, Adagrad or Adam"
+            f"optimizer is {type_name(optimizer)}: use one of persia.embedding.optim, such as Adagrad(lr=0.1)"
         )
 
 

@@ -32,7 +32,9 @@ from persia.ctx import DataCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import Adagrad
-from tests.documented import Block, blocks, check, check_config, exec_code, pages
+from persia.helper import PersiaServiceCtx
+from persia.pmem import HAS_PMEM
+from tests.documented import REPOSITORY, Block, blocks, check, check_config, exec_code, pages
 from tests.kuairand_log import write_log
 from tests.ports import free_port
 
@@ -58,6 +60,7 @@ class Stage:
     sources: list[str] = field(default_factory=list)  # of the Python blocks so far
     contexts: list[TrainCtx] = field(default_factory=list)  # that its blocks have made
     background: list[subprocess.Popen[str]] = field(default_factory=list)
+    job: dict[str, str] = field(default_factory=dict)  # variables by which its commands find a running job
 
     def source(self, block: Block) -> str:
         text = block.text
@@ -105,6 +108,7 @@ def play(block: Block, stage: Stage) -> None:
 def run_shell(block: Block, stage: Stage) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PERSIA_")}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    environment |= stage.job
     environment["OMP_NUM_THREADS"] = "1"
     command = ["sh", "-euc", stage.source(block)]
     if block.mark == "background":
@@ -238,6 +242,18 @@ def training(stage: Stage) -> Iterator[None]:
         assert stage.names["ctx"].counters.batches_trained == NUM_BATCHES
 
 
+@contextmanager
+def running_job(stage: Stage) -> Iterator[TrainCtx]:
+    """Broker, embedding worker and parameter server, with a training script: their commands find them."""
+    with (
+        PersiaServiceCtx(embedding_config=SLOTS),
+        stage.names["TrainCtx"]() as ctx,
+    ):
+        stage.job |= {name: value for name, value in os.environ.items() if name.startswith("PERSIA_")}
+        ctx.set_embedding("user", np.array([7], np.uint64), np.ones((1, 16), np.float32))
+        yield ctx
+
+
 # --- page by page -------------------------------------------------------------------------------------------
 
 
@@ -288,6 +304,20 @@ def _(stage: Stage) -> Iterator[None]:
 def _(stage: Stage) -> Iterator[None]:
     yield
     assert stage.names["ctx"].counters.batches_trained == NUM_BATCHES
+
+
+@around("training.md", "data_loader_replica_num=4")
+@around("training.md", "embedding_parameter_replica_num=2")
+def _(stage: Stage) -> Iterator[None]:
+    (stage.folder / "embedding_config.yml").write_text(yaml.safe_dump(SLOTS))
+    # Its function is of this module, which the loader's process imports.
+    stage.fixture("monkeypatch").syspath_prepend(str(REPOSITORY))
+    loop = f"        for batch in DataLoader(StreamingDataset()):\n{textwrap.indent(TRAINING, '    ')}"
+    stage.replaced = {"        ...\n": loop, "replica_num=4": "replica_num=2"}
+    yield
+    loaders = 2 if "data_loader_replica_num" in stage.sources[-1] else 1
+    assert stage.contexts[-1].counters.batches_trained == loaders * NUM_BATCHES
+    stage.replaced = {}
 
 
 @around("training.md", "mask = raw")
@@ -358,6 +388,37 @@ def _(stage: Stage) -> Iterator[None]:
     stage.fixture("monkeypatch").setenv("PERSIA_RESUME_CHECKPOINT", str(stage.folder / "model"))
     yield
     assert stage.contexts[-1].step == NUM_BATCHES
+
+
+SIGNED = """
+import torch
+from persia import TrainCtx
+from persia.embedding.optim import Adagrad
+
+model = torch.nn.Linear(16, 1)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+with TrainCtx(Adagrad(lr=0.1), sgd, model=model, slots={"slots_config": {"user": {"dim": 16}}}) as ctx:
+    ctx.dump_checkpoint("signed/")
+"""
+
+
+@around("checkpoints.md", "signing-key create")
+def _(stage: Stage) -> Iterator[None]:
+    (stage.folder / "train.py").write_text(SIGNED)
+    before = stage.replaced
+    stage.replaced = {"verify model/": "verify signed/"}
+    yield
+    stage.replaced = before
+
+
+@around("checkpoints.md", "checkpoint load s3")
+def _(stage: Stage) -> Iterator[None]:
+    before = stage.replaced
+    stage.replaced = {"s3://models/rows": str(stage.folder / "rows_of_servers")}
+    with running_job(stage) as ctx:
+        yield
+        assert ctx.get_embedding_size() == [1]
+    stage.replaced, stage.job = before, {}
 
 
 @around("checkpoints.md", "checkpoint inspect")
@@ -477,6 +538,23 @@ def _(stage: Stage) -> Iterator[None]:
     expected = model([ages], [rows]).detach().numpy()
     np.testing.assert_allclose(stage.names["probabilities"], expected, rtol=1e-6)
     stage.names["client"].close()
+
+
+@around("operations.md", "launcher doctor")
+def _(stage: Stage) -> Iterator[None]:
+    script(stage)
+    with running_job(stage):
+        yield
+    stage.job = {}
+
+
+@around("tiers.md", "pmem.create")
+def _(stage: Stage) -> Iterator[None]:
+    stage.replaced = {"/mnt/pmem/ps0": str(stage.folder / "ps0")}
+    if not HAS_PMEM:
+        stage.replaced['kind="pmem"'] = 'kind="file"'
+    yield
+    assert stage.names["pmem"].inspect(str(stage.folder / "ps0"))
 
 
 @around("operations.md")

@@ -171,3 +171,17 @@ def test_a_failed_build_is_an_error_with_its_last_lines(tmp_path: Path, status: 
     assert (finished.returncode != 0) == (status != 0)
     assert ("the reason" in finished.stderr) == (status != 0)
     assert "the reason" in (tmp_path / "build" / "setup.log").read_text(encoding="utf-8")
+
+
+def test_a_setup_depends_on_the_engine_and_not_on_programs_beside_it(tmp_path: Path) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    for name in ("setup.py", "pyproject.toml", "k8s/pyproject.toml", "persia/_version.py", "native/shard.cc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("old")
+    before = call(tmp_path, "fingerprint").stdout
+    (tmp_path / "native" / "wheels.py").write_text("new")
+    assert call(tmp_path, "fingerprint").stdout == before
+    (tmp_path / "native" / "shard.cc").write_text("new")
+    assert call(tmp_path, "fingerprint").stdout != before

@@ -15,6 +15,7 @@ from persia.ctx import BaseCtx, DataCtx, EmbeddingCtx, PreprocessMode, TrainCtx,
 from persia.ctx.precision import Precision
 from persia.data import DataLoader, StreamingDataset
 from persia.embedding import EmbeddingConfig
+from persia.embedding.optim import Adagrad
 from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 
 MakeCtx = Callable[..., TrainCtx]
@@ -50,6 +51,16 @@ def test_device_that_is_not_there() -> None:
     ("arguments", "error", "match"),
     [
         ({"embedding_optimizer": None}, InvalidTypeError, "embedding_optimizer is NoneType"),
+        (
+            {"embedding_optimizer": torch.optim.SGD([torch.zeros(1)])},
+            InvalidTypeError,
+            r"embedding_optimizer is torch\.optim\.sgd\.SGD: use one of persia",
+        ),
+        (
+            {"embedding_optimizer": Adagrad},
+            InvalidTypeError,
+            r"is the class persia\.embedding\.optim\.\S*Adagrad: use .* such as Adagrad\(lr",
+        ),
         ({"dense_optimizer": None}, InvalidTypeError, "dense_optimizer is NoneType"),
         ({"grad_scalar_update_factor": 0}, InvalidArgumentError, "grad_scalar_update_factor is 0"),
         ({"backward_buffer_size": 0}, InvalidArgumentError, "backward_buffer_size is 0"),
@@ -61,7 +72,7 @@ def test_device_that_is_not_there() -> None:
         (
             {"mixed_precision": True},
             InvalidArgumentError,
-            r"^Mixed precision training only support on cuda device\. Choose 'fp16'",
+            "^mixed_precision=True needs a CUDA device: choose 'fp16'",
         ),
     ],
 )

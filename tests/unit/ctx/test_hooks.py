@@ -243,7 +243,7 @@ def test_a_gradient_that_half_precision_overflows_is_left_out_and_the_scale_fall
 
 @pytest.mark.parametrize(
     ("precision", "match"),
-    [(True, "only support on cuda"), ("int8", "'fp16' or 'bf16'")],
+    [(True, "needs a CUDA device"), ("int8", "'fp16' or 'bf16'")],
 )
 def test_precision_that_the_device_lacks(make_ctx: MakeCtx, precision: Any, match: str) -> None:
     with pytest.raises(InvalidArgumentError, match=match):

@@ -62,3 +62,18 @@ def test_steps_of_the_cluster_are_recognised() -> None:
         "text": "loss 0.3210  in flight 4  20,000 samples/s",
     }
     assert demo.STEP.fullmatch("12:00:00 nn-worker.1 | step 50/254  test AUC 0.8901234") is None
+
+
+def test_chatter_of_the_broker_goes_to_the_log_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        "12:00:00 nats.1               | [17] [WRN] Maximum payloads over 8.00 MB are generally discouraged",
+        "12:00:00 nats.1               | [17] [FTL] no such file",
+        "12:00:00 nn-worker.1          | step 25/254",
+    ]
+    with demo.shown(tmp_path / "cluster.log") as show:
+        for line in lines:
+            show(line)
+    assert capsys.readouterr().out.splitlines() == lines[1:]
+    assert (tmp_path / "cluster.log").read_text(encoding="utf-8").splitlines() == lines

@@ -92,7 +92,7 @@ def test_a_batch_without_samples() -> None:
     ("values", "lengths", "named"),
     [
         (VALUES.view(3, 1), LENGTHS, "values: expected 1 dimension"),
-        (VALUES, LENGTHS.flatten(), "lengths: expected 2 dimension"),
+        (VALUES, LENGTHS.flatten(), r"lengths has the shape \[\d\], must be \[2 slots, batch\]"),
         (VALUES, LENGTHS[:1], "lengths has 1 rows.*2 slots"),
         (VALUES, torch.tensor([[1, 1], [0, -1]]), "slot 'b': the length of sample 1 is -1"),
         (VALUES, torch.tensor([[1, 1], [1, 1]]), "slot 'b'.*more IDs than the 1"),
