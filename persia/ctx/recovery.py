@@ -54,9 +54,9 @@ class Recovery:
 
 
 class PeriodicCheckpoints:
-    """The checkpoints of one context, which calls it. Does nothing without a `recovery`."""
+    """The checkpoints of one context, which calls it."""
 
-    def __init__(self, ctx: TrainCtx, recovery: Recovery | None) -> None:
+    def __init__(self, ctx: TrainCtx, recovery: Recovery) -> None:
         self._ctx, self._recovery = ctx, recovery
         self._last_step = 0  # of the last dump that was begun, or loaded
         self._is_due = False
@@ -67,8 +67,6 @@ class PeriodicCheckpoints:
         FailedPreconditionError: ranks find different checkpoints, or one without the state of the script.
         """
         recovery, ctx = self._recovery, self._ctx
-        if recovery is None:
-            return
         newest = _newest(Location.of(recovery.directory))
         step = -1 if newest is None else Manifest.read(newest)[0].step or 0
         if ctx.world_size > 1:
@@ -89,8 +87,7 @@ class PeriodicCheckpoints:
 
     def stepped(self) -> None:
         """The dense optimizer has stepped: a checkpoint may be taken before the next batch."""
-        recovery = self._recovery
-        if recovery is not None and self._ctx.step - self._last_step >= recovery.every_steps:
+        if self._ctx.step - self._last_step >= self._recovery.every_steps:
             self._is_due = True
 
     def before_batch(self) -> None:
@@ -105,7 +102,6 @@ class PeriodicCheckpoints:
 
     def _dump(self, *, blocking: bool) -> None:
         recovery, ctx = self._recovery, self._ctx
-        assert recovery is not None, "its callers know"
         self._last_step = ctx.step
         extra = {name: holder.state_dict() for name, holder in recovery.state.items()}
         ctx.dump_checkpoint(

@@ -132,7 +132,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         self._inputs = TrainedInputs(self.world_size)
         self.step = 0  # batches that this rank has trained, and those before the checkpoint that it loaded
         self._dump_requests = TrainingDumps(self.dump_checkpoint)
-        self._periodic = PeriodicCheckpoints(self, recovery)
+        self._periodic = None if recovery is None else PeriodicCheckpoints(self, recovery)
         self._packets: PacketWriter | None = None  # written by the context that owns the runtime
         set_role(NN_WORKER, self.rank)
         with self._closed_on_error():
@@ -179,7 +179,8 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
                 session = connection.session
                 answers = session.respond(session.subjects.training_dump, self._dump_requests.handle)
                 self._resources.callback(answers.close)
-            self._periodic.begin()
+            if self._periodic is not None:
+                self._periodic.begin()
         except BaseException as failure:
             self.__exit__(type(failure), failure, failure.__traceback__)
             raise
@@ -223,7 +224,8 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
     def prepare_features(
         self, batch: PersiaTrainingBatch
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor] | None]:
-        self._periodic.before_batch()
+        if self._periodic is not None:
+            self._periodic.before_batch()
         prepared = super().prepare_features(batch)
         self._backward.forwarded(batch)
         self._has_forwarded = self._has_forwarded or batch.lease is not None
@@ -283,7 +285,8 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         # Between two optimizer steps, where all ranks hold the same dense model. Inside `accumulate` there
         # are gradients that no checkpoint would have.
         if not self._backward.accumulating:
-            self._periodic.stepped()
+            if self._periodic is not None:
+                self._periodic.stepped()
             if self._dump_requests.is_wanted:
                 self.wait_for_dump_embedding()  # an error of the script's own dump is the script's
                 self._dump_requests.serve()

@@ -116,6 +116,19 @@ def test_a_script_that_fails_ends_the_job_with_its_error(job, failing, name):
     assert not any(is_alive(pid) for pid in pids_in(output))
 
 
+def test_a_script_that_fails_again_after_its_restart_ends_the_job(job):
+    job.write("train.py", "print('tried'); raise SystemExit(7)")
+    code, output = job.run("--max-restarts", "1")
+    assert code == 7, output
+    assert output.count("| tried\n") == 2
+    assert (
+        "nn-worker ended with exit code 7; every process is started again in 0 s (restart 1 of 1)" in output
+    )
+    assert "restarts: 1 of 1 (nn-worker 1)" in output
+    assert "nn-worker ended with exit code 7; the job was stopped" in output
+    assert not any(is_alive(pid) for pid in pids_in(output))
+
+
 def test_a_rank_that_fails_shows_its_traceback(job):
     job.write(
         "train.py", "if os.environ['RANK'] == '1': raise KeyError('of rank 1')\nimport time; time.sleep(1000)"

@@ -31,7 +31,7 @@ class Script:
     def __init__(self, new_batch: Callable[[int], Any], make_model: Callable[[], torch.nn.Module]) -> None:
         self._new_batch, self._make_model = new_batch, make_model
         self.counters: Any = None
-        self.between: Callable[[int], None] = lambda step: None
+        self.between: Callable[[TrainCtx], None] = lambda ctx: None
 
     def _feed(self) -> None:
         with DataCtx() as data:
@@ -60,7 +60,7 @@ class Script:
                 ctx.backward(output.mean())
                 scheduler.step()
                 numbers.append(int(batch.meta or b""))
-                self.between(ctx.step)
+                self.between(ctx)
                 if ctx.step == kill_at:
                     ctx.wait_for_dump_embedding()
                     raise KilledError
@@ -107,11 +107,12 @@ def test_a_checkpoint_belongs_to_its_step(script: Script, tmp_path: Path) -> Non
 def test_a_periodic_dump_that_fails_is_counted_and_tried_again(script: Script, tmp_path: Path) -> None:
     directory = tmp_path / "recovery"
 
-    def obstruct(step: int) -> None:
-        if step == 10:  # nothing can be written to it
+    def obstruct(ctx: TrainCtx) -> None:
+        if ctx.step == 10:  # nothing can be written to it
             directory.rename(tmp_path / "away")
             directory.touch()
-        if step == 11:
+        if ctx.step == 11:
+            ctx.wait_for_dump_embedding()  # it has failed by then
             directory.unlink()
             (tmp_path / "away").rename(directory)
 
