@@ -21,21 +21,22 @@ using testing::Snapshot;
 using testing::Soon;
 using testing::Take;
 
-constexpr uint32_t kBatchSize = 300;  // of 40 different IDs, so that rows are fewer
-constexpr uint32_t kNumSteps = 6;
+constexpr uint32_t kJobBatchSize = 300;  // of 40 different IDs, so that rows are fewer
+constexpr uint32_t kJobSteps = 6;
 
 // What a job saw, and what became of its gradients.
-struct History {
+struct JobHistory {
   std::vector<Snapshot> snapshots;
   std::vector<std::pair<uint64_t, uint32_t>> reports;
-  bool operator==(const History&) const = default;
+  bool operator==(const JobHistory&) const = default;
 };
 
 // Each third step has a NaN in one slot and large numbers in another. `returns` gets the gradients.
-History Train(EmbeddingClient& client, EmbeddingClient& returns, const testing::Register& add) {
-  History history;
-  for (uint32_t step = 0; step < kNumSteps; ++step) {
-    const auto reference = add(Batch(step, kBatchSize));
+JobHistory TrainJob(EmbeddingClient& client, EmbeddingClient& returns,
+                    const testing::Register& add) {
+  JobHistory history;
+  for (uint32_t step = 0; step < kJobSteps; ++step) {
+    const auto reference = add(Batch(step, kJobBatchSize));
     const LookupResult result = Must(client.Lookup(reference, true, Soon()));
     history.snapshots.push_back(Take(result));
     Gradients gradients(result);
@@ -50,26 +51,26 @@ History Train(EmbeddingClient& client, EmbeddingClient& returns, const testing::
   return history;
 }
 
-History TrainEmbedded() {
+JobHistory TrainInOneProcess() {
   const auto client = Must(EmbeddedClient::Create(testing::Slots(), testing::StoreOptions()));
   EXPECT_TRUE(client->Configure(Adam(), false, Soon()).ok());
-  return Train(*client, *client, [&](auto batch) { return Must(client->Register(0, batch)); });
+  return TrainJob(*client, *client, [&](auto batch) { return Must(client->Register(0, batch)); });
 }
 
 TEST(DistinctRowsClusterTest, TrainsBitForBitLikeTheEmbeddedClient) {
-  const History embedded = TrainEmbedded();
+  const JobHistory embedded = TrainInOneProcess();
   EXPECT_GT(embedded.reports[2].second, 1u);
   for (const uint32_t num_servers : {1u, 3u}) {
     Cluster cluster(num_servers);
     ASSERT_TRUE(cluster.client().Configure(Adam(), false, Soon()).ok());
-    EXPECT_EQ(Train(cluster.client(), cluster.client(),
-                    [&](auto batch) { return cluster.Register(batch); }),
+    EXPECT_EQ(TrainJob(cluster.client(), cluster.client(),
+                       [&](auto batch) { return cluster.Register(batch); }),
               embedded);
     // All slots but the raw one.
-    EXPECT_EQ(cluster.worker(0).metrics()["num_slots_as_rows"], 3 * kNumSteps);
+    EXPECT_EQ(cluster.worker(0).metrics()["num_slots_as_rows"], 3 * kJobSteps);
     EXPECT_GT(cluster.worker(0).metrics()["embedding_bytes_saved"], 0u);
     for (const auto& slot : cluster.worker(0).slot_stats()) {
-      EXPECT_EQ(slot.metrics["num_as_rows"], slot.name == "items" ? 0 : kNumSteps) << slot.name;
+      EXPECT_EQ(slot.metrics["num_as_rows"], slot.name == "items" ? 0 : kJobSteps) << slot.name;
     }
     EXPECT_EQ(cluster.client().distinct_batches().num_batches(), 0u);
     EXPECT_EQ(cluster.client().distinct_batches().num_bytes(), 0u);
@@ -81,16 +82,16 @@ TEST(DistinctRowsClusterTest, AForgottenBatchReturnsUnsummedGradients) {
   Cluster cluster(2);
   const auto other = cluster.NewClient();
   ASSERT_TRUE(cluster.client().Configure(Adam(), false, Soon()).ok());
-  EXPECT_EQ(Train(cluster.client(), *other, [&](auto batch) { return cluster.Register(batch); }),
-            TrainEmbedded());
-  EXPECT_EQ(cluster.client().distinct_batches().num_batches(), kNumSteps);
+  EXPECT_EQ(TrainJob(cluster.client(), *other, [&](auto batch) { return cluster.Register(batch); }),
+            TrainInOneProcess());
+  EXPECT_EQ(cluster.client().distinct_batches().num_batches(), kJobSteps);
 }
 
 // A repetition finds the batch's report, whatever it sends.
 TEST(DistinctRowsClusterTest, ARepeatedReturnIsAppliedOnce) {
   Cluster cluster(1);
   ASSERT_TRUE(cluster.client().Configure(Adam(), false, Soon()).ok());
-  const auto reference = cluster.Register(Batch(0, kBatchSize));
+  const auto reference = cluster.Register(Batch(0, kJobBatchSize));
   const LookupResult result = Must(cluster.client().Lookup(reference, true, Soon()));
   const Gradients gradients(result);
   const auto give_back = [&] {
@@ -104,7 +105,7 @@ TEST(DistinctRowsClusterTest, ARepeatedReturnIsAppliedOnce) {
 TEST(DistinctRowsClusterTest, AReleasedBatchIsForgotten) {
   Cluster cluster(1);
   ASSERT_TRUE(cluster.client().Configure(Adam(), false, Soon()).ok());
-  const auto reference = cluster.Register(Batch(0, kBatchSize));
+  const auto reference = cluster.Register(Batch(0, kJobBatchSize));
   Must(cluster.client().Lookup(reference, true, Soon()));
   EXPECT_EQ(cluster.client().distinct_batches().num_batches(), 1u);
   EXPECT_TRUE(cluster.client().Release(reference, Soon()).ok());
@@ -115,7 +116,8 @@ TEST(DistinctRowsClusterTest, AReleasedBatchIsForgotten) {
 TEST(DistinctRowsClusterTest, InferenceKeepsNoBatch) {
   Cluster cluster(1);
   ASSERT_TRUE(cluster.client().Configure(Adam(), false, Soon()).ok());
-  const auto result = Must(cluster.client().LookupDirect(0, Batch(0, kBatchSize), false, Soon()));
+  const auto result =
+      Must(cluster.client().LookupDirect(0, Batch(0, kJobBatchSize), false, Soon()));
   EXPECT_EQ(result.distinct.size(), 3u);
   EXPECT_EQ(cluster.client().distinct_batches().num_batches(), 0u);
 }
@@ -125,7 +127,7 @@ TEST(DistinctRowsClusterTest, SlotsOf16BitsAFloatStayPooled) {
   Cluster cluster(1);
   ASSERT_TRUE(cluster.client().Configure(Adam(), false, Soon()).ok());
   const auto client = cluster.NewClient(worker::WireDtype::kFloat16);
-  const auto result = Must(client->LookupDirect(0, Batch(0, kBatchSize), true, Soon()));
+  const auto result = Must(client->LookupDirect(0, Batch(0, kJobBatchSize), true, Soon()));
   EXPECT_TRUE(result.distinct.empty());
   EXPECT_EQ(cluster.worker(0).metrics()["num_slots_as_rows"], 0u);
   const Gradients gradients(result);
@@ -134,24 +136,24 @@ TEST(DistinctRowsClusterTest, SlotsOf16BitsAFloatStayPooled) {
             0u);
 }
 
-worker::DistinctSlot Slot(const std::string& name, size_t num_numbers) {
+worker::DistinctSlot NamedSlot(const std::string& name, size_t num_numbers) {
   worker::DistinctSlot slot;
   slot.name = name;
   slot.numbers.assign(num_numbers, 0);
   return slot;
 }
 
-std::vector<worker::DistinctSlot> Slots(std::vector<std::pair<std::string, size_t>> sizes) {
+std::vector<worker::DistinctSlot> NamedSlots(std::vector<std::pair<std::string, size_t>> sizes) {
   std::vector<worker::DistinctSlot> slots;
-  for (const auto& [name, size] : sizes) slots.push_back(Slot(name, size));
+  for (const auto& [name, size] : sizes) slots.push_back(NamedSlot(name, size));
   return slots;
 }
 
 TEST(DistinctBatchesTest, SlotsOfLaterLookupsJoinThoseOfEarlierOnes) {
   DistinctBatches batches;
   const BatchReference reference{{1, 2}, 0};
-  batches.Keep(reference, Slots({{"a", 1}, {"b", 1}}));
-  batches.Keep(reference, Slots({{"b", 7}, {"c", 1}}));
+  batches.Keep(reference, NamedSlots({{"a", 1}, {"b", 1}}));
+  batches.Keep(reference, NamedSlots({{"b", 7}, {"c", 1}}));
   batches.Keep(reference, {});
   const auto slots = batches.Find(reference);
   ASSERT_EQ(slots.size(), 3u);
@@ -166,7 +168,7 @@ TEST(DistinctBatchesTest, SlotsOfLaterLookupsJoinThoseOfEarlierOnes) {
 
 TEST(DistinctBatchesTest, TheOldestAreForgottenBeyondTheBound) {
   DistinctBatches batches(100'000);
-  for (uint64_t i = 1; i <= 20; ++i) batches.Keep({{1, i}, 0}, Slots({{"a", 5'000}}));
+  for (uint64_t i = 1; i <= 20; ++i) batches.Keep({{1, i}, 0}, NamedSlots({{"a", 5'000}}));
   EXPECT_EQ(batches.num_batches(), 4u);  // of 20,000 bytes and a little
   EXPECT_LE(batches.num_bytes(), 100'000u);
   EXPECT_TRUE(batches.Find({{1, 16}, 0}).empty());

@@ -14,8 +14,6 @@ namespace {
 constexpr uint64_t kIndexHeadBytes = 16;
 constexpr uint8_t kMaxNumberBytes = 4;
 
-uint64_t Padded(uint64_t size_bytes) { return (size_bytes + 7) / 8 * 8; }
-
 // The fewest bytes, at least 1, that hold `greatest`.
 uint8_t BytesFor(uint32_t greatest) {
   uint8_t bytes = 1;

@@ -19,6 +19,9 @@
 
 namespace persia::worker {
 
+// Arrays of a message begin at multiples of 8.
+inline uint64_t Padded(uint64_t size_bytes) { return (size_bytes + 7) / 8 * 8; }
+
 // ---- the worker's end
 
 // How a slot's distinct rows are laid out in a message.

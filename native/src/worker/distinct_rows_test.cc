@@ -19,7 +19,7 @@ namespace persia::worker {
 namespace {
 
 // Slots alone in their groups, and two that share one.
-std::vector<SlotConfig> Slots() {
+std::vector<SlotConfig> JobSlots() {
   return {
       {.name = "plain", .dim = 16, .group = 0},
       {.name = "sqrt", .dim = 5, .sqrt_scaling = true, .group = 1},
@@ -60,7 +60,7 @@ TestFeature RandomFeature(std::mt19937& rng, const SlotConfig& slot, const Shape
 // Few and many IDs and distinct ones, so that some slots are sent as rows and others pooled.
 TestBatch RandomJob(std::mt19937& rng, size_t batch_size) {
   TestBatch batch;
-  for (const SlotConfig& slot : Slots()) {
+  for (const SlotConfig& slot : JobSlots()) {
     const Shape shape{.most_ids = static_cast<uint32_t>(rng() % 4),
                       .exactly_one = rng() % 2 == 0,
                       .has_weights = rng() % 3 == 0,
@@ -74,7 +74,7 @@ TestBatch RandomJob(std::mt19937& rng, size_t batch_size) {
 // Rows whose sums depend on their order.
 class Job {
  public:
-  Job(uint32_t seed, size_t batch_size) : rng_(seed), slots_(MakeSlots(Slots())) {
+  Job(uint32_t seed, size_t batch_size) : rng_(seed), slots_(MakeSlots(JobSlots())) {
     const FeatureBatch batch = MakeBatch(RandomJob(rng_, batch_size), slots_);
     LookupPlanner planner;
     plan_ = planner.Make(batch, slots_, 1 + seed % 3);

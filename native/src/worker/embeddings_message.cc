@@ -25,8 +25,6 @@ constexpr uint8_t kAsRows = 3;  // distinct rows, to be pooled by the client
 constexpr size_t kDtypeOffset = 5;
 constexpr size_t kUnitOffset = 20;
 
-uint64_t Padded(uint64_t size_bytes) { return (size_bytes + 7) / 8 * 8; }
-
 // Must agree with PutSlot() and PoolFeature() to the byte: memory is taken once, by this sum.
 // Of a slot that is not sent as rows.
 uint64_t SlotBytes(const PlannedFeature& feature, uint64_t batch_size, SlotMask slots) {
