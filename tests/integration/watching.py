@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +115,12 @@ class Prometheus:
 
 
 @contextlib.contextmanager
-def prometheus(folder: Path, targets: str = "[]", gateway: str | None = None) -> Iterator[Prometheus]:
+def prometheus(
+    folder: Path, targets: str = "[]", gateway: str | None = None, tls: Mapping[str, Any] | None = None
+) -> Iterator[Prometheus]:
     """With our configuration and alerts, but more frequent; `gateway` in the place of the stack's.
 
-    `targets`: as `persia-launcher status --targets` writes them.
+    `targets`: as `persia-launcher status --targets` writes them. `tls`: more settings of the job `persia`.
     """
     (folder / "targets.json").write_text(targets)
     (folder / "token").write_text(http_token())
@@ -127,6 +129,8 @@ def prometheus(folder: Path, targets: str = "[]", gateway: str | None = None) ->
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     (pushed,) = [one for one in config["scrape_configs"] if one["job_name"] == "pushgateway"]
     pushed["static_configs"] = [{"targets": [gateway]}] if gateway else []
+    (scraped,) = [one for one in config["scrape_configs"] if one["job_name"] == "persia"]
+    scraped.update(tls or {})
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_port()}"
     command = [
