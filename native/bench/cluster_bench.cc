@@ -15,7 +15,10 @@
 //
 // With SIDE, the number of a line of the table, only that one runs and is printed, for a profiler.
 //
-//   cluster_bench [ROUNDS [MOST_ROWS_A_SLOT [DIM [SIDE]]]]
+// With CERTIFICATE and KEY, one certificate that signs itself (security_bench.cc says how to make
+// it), a second cluster whose connections use TLS takes its turns beside the first.
+//
+//   cluster_bench [ROUNDS [MOST_ROWS_A_SLOT [DIM [SIDE [CERTIFICATE KEY]]]]]
 #include <time.h>
 
 #include <algorithm>
@@ -40,6 +43,7 @@
 #include "client/embedded_client.h"
 #include "client/embedding_bags.h"
 #include "client/remote_client.h"
+#include "net/security.h"
 #include "server/parameter_server.h"
 #include "worker/row_service.h"
 #include "worker/worker_service.h"
@@ -324,18 +328,39 @@ void PrintBytes(Cluster* cluster) {
               static_cast<double>(cluster->NumBytes() - before) / kBatches * 1e-6);
 }
 
-// `only`: the one side to run, counted from 1; 0: all.
-void Run(int rounds, const Workload& workload, size_t only) {
+// Worker called directly, and over a client, with 1, 2 and 4 batches in flight.
+void AddSides(const std::string& prefix, Cluster& cluster, std::vector<Side>* sides) {
+  for (const uint32_t in_flight : {1, 2, 4}) {
+    sides->push_back({prefix + "worker", in_flight, [&](size_t n) { cluster.TrainInProcess(n); }});
+  }
+  for (const uint32_t in_flight : {1, 2, 4}) {
+    sides->push_back(
+        {prefix + "client, worker", in_flight, [&](size_t n) { cluster.TrainRemotely(n); }});
+  }
+}
+
+// Servers and channels take the TLS files of the process when they are made.
+std::unique_ptr<Cluster> MakeTlsCluster(const Workload& workload, const char* certificate,
+                                        const char* key) {
+  net::Security::SetTls(Must(net::TlsFiles::Load(certificate, key, certificate)));
+  auto cluster = std::make_unique<Cluster>(workload);
+  net::Security::Clear();
+  return cluster;
+}
+
+// `only`: the one side to run, counted from 1; 0: all. `certificate` and `key`: null without TLS.
+void Run(int rounds, const Workload& workload, size_t only, const char* certificate,
+         const char* key) {
   Embedded one(workload, 1);
   Embedded two(workload, 2);
   Cluster cluster(workload);
   std::vector<Side> sides = {{"embedded, 1 thread", 1, [&](size_t n) { one.Train(n); }},
                              {"embedded, 2 threads", 1, [&](size_t n) { two.Train(n); }}};
-  for (const uint32_t in_flight : {1, 2, 4}) {
-    sides.push_back({"worker", in_flight, [&](size_t n) { cluster.TrainInProcess(n); }});
-  }
-  for (const uint32_t in_flight : {1, 2, 4}) {
-    sides.push_back({"client, worker", in_flight, [&](size_t n) { cluster.TrainRemotely(n); }});
+  AddSides("", cluster, &sides);
+  std::unique_ptr<Cluster> encrypted;
+  if (key != nullptr) {
+    encrypted = MakeTlsCluster(workload, certificate, key);
+    AddSides("TLS: ", *encrypted, &sides);
   }
   PrintBytes(&cluster);
   BarePool bare(BytesOf(workload));
@@ -366,9 +391,12 @@ int main(int argc, char** argv) {
   const uint64_t most_rows = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1'000'000;
   const auto dim = static_cast<uint32_t>(argc > 3 ? std::atoi(argv[3]) : 16);
   const size_t side = argc > 4 ? std::strtoul(argv[4], nullptr, 10) : 0;
-  if (rounds < 1 || most_rows < 1 || dim < 1) {
-    std::fprintf(stderr, "usage: cluster_bench [ROUNDS [MOST_ROWS_A_SLOT [DIM [SIDE]]]]\n");
+  if (rounds < 1 || most_rows < 1 || dim < 1 || argc == 6) {
+    std::fprintf(
+        stderr,
+        "usage: cluster_bench [ROUNDS [MOST_ROWS_A_SLOT [DIM [SIDE [CERTIFICATE KEY]]]]]\n");
     return 2;
   }
-  persia::client::Run(rounds, persia::client::MakeWorkload(most_rows, dim), side);
+  persia::client::Run(rounds, persia::client::MakeWorkload(most_rows, dim), side,
+                      argc > 6 ? argv[5] : nullptr, argc > 6 ? argv[6] : nullptr);
 }

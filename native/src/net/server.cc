@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <optional>
 #include <utility>
 
 #include "base/trace_buffer.h"
@@ -52,7 +53,7 @@ Server::Server(Options options) : state_(std::move(options)) {
   state_.on_refused = [this] { num_refused_.Add(); };
   state_.on_proven = [this](uint64_t tag) {
     const std::lock_guard lock(mutex_);
-    unproven_.erase(tag);
+    unproven_.Remove(tag);
   };
 }
 
@@ -147,25 +148,33 @@ void Server::Accept() {
     if (error == EAGAIN) return state_.poller.Arm(listener_.get(), kListenerTag, EPOLLIN);
     lock.unlock();
     if (error == EINTR || error == ECONNABORTED) continue;
-    if (error != 0) return OnAcceptFailed(error);
+    if (error != 0) {
+      if (OnAcceptFailed(error)) continue;
+      return;
+    }
     AddConnection(std::move(socket), peer.address().to_string(), peer.port());
   }
 }
 
-// Most likely the process is out of descriptors. Strangers give theirs back first.
-void Server::OnAcceptFailed(int error) {
+// Most likely the process is out of descriptors. Strangers give theirs back, one for each client
+// that waits: the line in front of a client of the job may be long.
+bool Server::OnAcceptFailed(int error) {
   WarnOperator("cannot accept a connection: " + std::system_category().message(error) +
                "; raise the limit of open files (ulimit -n)");
-  std::shared_ptr<Connection> oldest;
+  std::shared_ptr<Connection> stranger;  // most often its last owner
   {
     const std::lock_guard lock(mutex_);
-    if (!unproven_.empty()) oldest = connections_.at(unproven_.begin()->first);
-    accept_at_ = Clock::now() + kAcceptRetry;
-    state_.poller.WakeAt(accept_at_);
+    if (const auto tag = unproven_.FirstToClose()) {
+      stranger = connections_.at(*tag);
+    } else {
+      accept_at_ = Clock::now() + kAcceptRetry;
+      state_.poller.WakeAt(accept_at_);
+    }
   }
-  if (oldest == nullptr) return;
+  if (stranger == nullptr) return false;
   num_crowded_out_.Add();
-  oldest->CloseNow();
+  stranger->CloseNow();
+  return true;
 }
 
 void Server::AddConnection(UniqueFd socket, const std::string& host, uint16_t port) {
@@ -186,7 +195,7 @@ void Server::AddConnection(UniqueFd socket, const std::string& host, uint16_t po
       connection = std::make_shared<Connection>(std::move(socket), tag,
                                                 host + ":" + std::to_string(port), state_);
       connections_[tag] = connection;
-      if (state_.options.security.identity != nullptr) unproven_[tag] = host;
+      if (state_.options.security.identity != nullptr) unproven_.Add(tag, host);
     }
   }
   // Outside mutex_: a connection that closes takes it.
@@ -197,19 +206,15 @@ void Server::AddConnection(UniqueFd socket, const std::string& host, uint16_t po
   if (connection != nullptr) connection->Start();
 }
 
-// Clients of the job prove themselves within a round trip, so that the oldest is a stranger's.
 std::shared_ptr<Connection> Server::UnprovenToClose(const std::string& host) const {
-  if (unproven_.empty()) return nullptr;
   const size_t most = std::min(kMaxUnproven, std::max(max_connections_ / 2, 2u));
-  auto oldest = unproven_.begin();
-  const auto of_host = [&host](const auto& entry) { return entry.second == host; };
-  if (std::count_if(unproven_.begin(), unproven_.end(), of_host) >=
-      static_cast<std::ptrdiff_t>(most / 2)) {
-    oldest = std::find_if(unproven_.begin(), unproven_.end(), of_host);
-  } else if (unproven_.size() < most && connections_.size() < max_connections_) {
-    return nullptr;
+  std::optional<uint64_t> tag;
+  if (unproven_.CountOf(host) >= most / 2) {
+    tag = unproven_.OldestOf(host);
+  } else if (unproven_.size() >= most || connections_.size() >= max_connections_) {
+    tag = unproven_.FirstToClose();
   }
-  return connections_.at(oldest->first);
+  return tag.has_value() ? connections_.at(*tag) : nullptr;
 }
 
 // Something is due: connections whose time is up, or accepting again.
@@ -233,7 +238,7 @@ void Server::OnTimer() {
 // Stop() waits until no connection is left.
 void Server::OnClosed(uint64_t tag) {
   std::lock_guard lock(mutex_);
-  unproven_.erase(tag);
+  unproven_.Remove(tag);
   connections_.erase(tag);  // not its last owner: who closes it is another
   if (connections_.empty()) connection_closed_.notify_all();
 }

@@ -6,8 +6,8 @@
 //
 // Bounds: at most `max_inflight_bytes` of request bodies are held. Past that the server stops
 // reading, which the sender feels as back-pressure; it never drops a request. Connections are
-// bounded too. Those whose clients have proved nothing yet have a small bound of their own, past
-// which the oldest is closed: strangers cannot keep a client of the job out.
+// bounded too. Those whose clients have proved nothing yet have a small bound of their own, in all
+// and by host, past which one is closed: strangers cannot keep a client of the job out.
 //
 // Threads: all are alike. Each waits for an event and does everything that follows from it, up to
 // running the handler and writing its reply. At most num_handler_threads of them are in handlers at
@@ -23,7 +23,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -35,6 +34,7 @@
 #include "base/status.h"
 #include "net/connection.h"
 #include "net/types.h"
+#include "net/unproven.h"
 
 namespace persia::net {
 
@@ -83,7 +83,8 @@ class Server {
   void AddConnection(UniqueFd socket, const std::string& host, uint16_t port);
   // Requires mutex_. The connection that has to make room for another of `host`, or none.
   std::shared_ptr<Connection> UnprovenToClose(const std::string& host) const;
-  void OnAcceptFailed(int error);
+  // True: a stranger has given a descriptor back, so that the next attempt may succeed.
+  bool OnAcceptFailed(int error);
   void OnTimer();
   void OnClosed(uint64_t tag);
   // A copy, because a connection that is closed takes mutex_ to leave the map.
@@ -133,8 +134,7 @@ class Server {
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable connection_closed_;
   Connections connections_;  // by their tags
-  // Hosts of the connections whose clients have proved nothing yet, by tag: the oldest is first.
-  std::map<uint64_t, std::string> unproven_;
+  UnprovenConnections unproven_;
   uint32_t max_connections_ = 0;  // set by Start()
   uint64_t next_tag_ = kListenerTag + 1;
   UniqueFd listener_;

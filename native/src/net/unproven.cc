@@ -1,0 +1,40 @@
+#include "net/unproven.h"
+
+#include <algorithm>
+
+namespace persia::net {
+
+void UnprovenConnections::Add(uint64_t tag, const std::string& host) {
+  hosts_[tag] = host;
+  tags_[host].insert(tag);
+}
+
+void UnprovenConnections::Remove(uint64_t tag) {
+  const auto node = hosts_.extract(tag);
+  if (node.empty()) return;
+  const auto of_host = tags_.find(node.mapped());
+  of_host->second.erase(tag);
+  if (of_host->second.empty()) tags_.erase(of_host);
+}
+
+size_t UnprovenConnections::CountOf(const std::string& host) const {
+  const auto found = tags_.find(host);
+  return found == tags_.end() ? 0 : found->second.size();
+}
+
+std::optional<uint64_t> UnprovenConnections::OldestOf(const std::string& host) const {
+  const auto found = tags_.find(host);
+  if (found == tags_.end()) return std::nullopt;
+  return *found->second.begin();
+}
+
+std::optional<uint64_t> UnprovenConnections::FirstToClose() const {
+  const auto most = std::max_element(tags_.begin(), tags_.end(), [](const auto& a, const auto& b) {
+    if (a.second.size() != b.second.size()) return a.second.size() < b.second.size();
+    return *a.second.begin() > *b.second.begin();
+  });
+  if (most == tags_.end()) return std::nullopt;
+  return *most->second.begin();
+}
+
+}  // namespace persia::net
