@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,8 +23,10 @@ from persia.ctx import InferCtx, TrainCtx
 from persia.embedding.data import IDTypeFeatureWithSingleID, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD
 from persia.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
+from persia.job.inference import RemoteRows
 from persia.security import install
 from persia.security.secret import TRAINER
+from persia.waiting import Attempts
 from tests.ports import free_port
 
 from .watching import get
@@ -158,6 +161,36 @@ def test_a_server_that_dies_is_named_and_misses_are_counted(
     start_server(1)
     ctx.wait_for_serving(START_S)
     np.testing.assert_array_equal(look_up()[:NUM_IDS], rows)
+
+
+def test_lookups_pass_by_a_stopped_worker_until_it_continues(start: Any, checkpoint: Path) -> None:
+    server, ports = free_port(), [free_port(), free_port()]
+    start("embedding-parameter-server", server, {"embedding_checkpoint": str(checkpoint)})
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    workers = [start("embedding-worker", port, {"servers": [f"127.0.0.1:{server}"]})[0] for port in ports]
+    InferCtx(addresses).wait_for_serving(START_S)
+    rows = RemoteRows(addresses, deadline_s=60.0)
+    ids = PersiaBatch(
+        [IDTypeFeatureWithSingleID("user", np.arange(3, dtype=np.uint64))], requires_grad=False
+    ).encode_id_features()
+    for _ in range(50):
+        rows.lookup(ids)
+    workers[0].send_signal(signal.SIGSTOP)  # its connections stay, and nothing is refused
+    try:
+        for _ in Attempts(60):
+            assert len(rows.lookup(ids).slots[0].rows) == 3
+            if rows._workers[0].failure is not None:
+                break
+        assert isinstance(rows._workers[0].failure, (DeadlineExceededError, UnavailableError))
+        for _ in range(50):
+            rows.lookup(ids)
+        assert rows._workers[0].num_pending <= 1, "no lookup tries whether it is back"
+    finally:
+        workers[0].send_signal(signal.SIGCONT)
+    for _ in Attempts(60):
+        if rows._workers[0].failure is None:
+            break
+    rows.lookup(ids)
 
 
 @pytest.mark.parametrize(

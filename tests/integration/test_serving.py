@@ -221,7 +221,7 @@ def test_everything_wrong_is_answered_by_name(start: Any, tmp_path: Path, config
     assert "INVALID_ARGUMENT" in served.refusal(make_batch([10], slot="shop"))
     for inputs, expected in (
         ([], "the inputs [], and the checkpoint does not name"),
-        ([tensor(good, shape=(2,))], "are not one BYTES element"),
+        ([tensor(good, shape=(2,))], "has shape [2] and a NoneType: send shape [1]"),
     ):
         with pytest.raises(triton.InferenceServerException, match="INVALID_ARGUMENT") as caught:
             served.client.infer("m", inputs)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
 from persia.embedding.data import PersiaBatch
-from persia.errors import UnavailableError
+from persia.errors import DeadlineExceededError, UnavailableError
+from persia.job.inference import _Latencies
 from persia.serving.embeddings import RemoteRows
 from persia.waiting import Attempts
 from tests.ports import free_port
@@ -31,3 +35,63 @@ def test_a_probe_ends_with_its_rows() -> None:
         if not probe.is_alive():
             break
     assert not probe.is_alive()
+
+
+class Client:
+    """An embedding worker's answers; it does not answer a lookup until `released`."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.released, self.num_asked = name, threading.Event(), 0
+
+    def lookup_direct(self, *_: object, timeout_s: float, **__: object) -> str:
+        self.num_asked += 1
+        if not self.released.wait(timeout_s):
+            raise DeadlineExceededError(f"{self.name} did not answer")
+        return self.name
+
+    def sizes(self, timeout_s: float) -> list[int]:
+        if not self.released.wait(timeout_s):
+            raise DeadlineExceededError(f"{self.name} did not answer")
+        return [0]
+
+
+def test_a_worker_that_hangs_is_hedged_and_gets_no_more_lookups_than_others() -> None:
+    with ExitStack() as stack:
+        ports = []
+        for _ in range(2):  # something listens there: neither refuses
+            ports.append(stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1])
+        rows: Any = RemoteRows([f"127.0.0.1:{port}" for port in ports], deadline_s=60.0)
+        hangs, good = Client("hangs"), Client("good")
+        good.released.set()
+        for worker, client in zip(rows._workers, (hangs, good), strict=True):
+            worker.client = client
+        # It would hold the first lookup for a second, and each later one that took its turn.
+        for _ in range(20):
+            assert rows.lookup(b"") == "good"
+        assert hangs.num_asked <= 2
+        for _ in Attempts(60):  # nobody waits for its lookup any more, and it is found down all the same
+            if rows._workers[0].failure is not None:
+                break
+        assert rows.lookup(b"") == "good"
+        hangs.released.set()
+        for _ in Attempts(60):
+            if rows._workers[0].failure is None:
+                break
+        for _ in Attempts(60):
+            if rows.lookup(b"") == "hangs":
+                break
+        assert [worker.num_pending for worker in rows._workers] == [0, 0]
+
+
+def test_the_delay_before_a_second_worker_is_that_of_slow_lookups() -> None:
+    latencies = _Latencies()
+    assert latencies.hedge_after_s() == 0.05, "until enough lookups are known"
+    for number in range(100):
+        latencies.add(0.1 if number < 4 else 0.01)
+    assert latencies.hedge_after_s() == 0.01
+    for _ in range(20):
+        latencies.add(0.2)
+    assert latencies.hedge_after_s() == 0.2
+    for _ in range(300):
+        latencies.add(0.0001)
+    assert latencies.hedge_after_s() == 0.002, "never below what a scheduler takes"
