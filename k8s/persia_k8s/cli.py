@@ -94,11 +94,40 @@ def operator(
     type=click.Path(path_type=Path),
     help="File with the token that callers must send (Authorization: Bearer TOKEN).",
 )
-def server(port: int, host: str, token_file: Path) -> None:
+@click.option(
+    "--read-token-file",
+    type=click.Path(path_type=Path),
+    help="File with a token for callers that may only read.",
+)
+@click.option(
+    "--tls-dir",
+    type=click.Path(path_type=Path),
+    help="Folder with tls.crt and tls.key, as a mounted Secret has them: serve HTTPS. Changes are picked up.",
+)
+@click.option(
+    "--max-requests", type=click.IntRange(min=1), default=32, help="Requests at once; more get status 429."
+)
+@click.option(
+    "--max-rate",
+    type=click.FloatRange(min=1),
+    default=50.0,
+    help="Requests a second, on average; more get status 429.",
+)
+def server(
+    port: int,
+    host: str,
+    token_file: Path,
+    read_token_file: Path | None,
+    tls_dir: Path | None,
+    max_requests: int,
+    max_rate: float,
+) -> None:
     """Run the REST service: apply, delete, list, status and logs of jobs."""
+    from persia_k8s.access import Limits
     from persia_k8s.server import run_server
 
-    run_server(host, port, token_file)
+    limits = Limits(concurrent=max_requests, per_second=max_rate)
+    run_server(host, port, token_file, read_token_file=read_token_file, tls_folder=tls_dir, limits=limits)
 
 
 if __name__ == "__main__":

@@ -182,6 +182,9 @@ class JobSpec(Section):
     active_deadline_seconds: StrictInt | None = Field(default=None, ge=1)
     """Seconds after which a job that has not ended fails, counted from its creation or the end of its
     suspension; without it, never."""
+    progress_deadline_seconds: StrictInt = Field(default=600, ge=1)
+    """Seconds for which the API server may refuse pods of a job that is not running, before the job fails. A
+    quota, a service account or a class that is missing may appear meanwhile."""
     backoff_limit: StrictInt = Field(default=3, ge=0)
     """Restarts that the job survives: of the training, of its data loaders, and of each server."""
     backoff_seconds: StrictInt = Field(default=5, ge=0)

@@ -69,6 +69,8 @@ def _responses(answer: dict[str, Any]) -> dict[str, Any]:
     failures = {
         "400": "The request cannot be used; err_msg says why.",
         "401": "No token, or the wrong one.",
+        "403": "The token may read only.",
+        "429": "Too many requests: repeat this one later.",
         "404": "There is no such thing.",
         "502": "The API server has refused or not answered; err_msg says what.",
     }

@@ -27,10 +27,10 @@ from persia_k8s.job import Job
 from persia_k8s.leader import Leadership
 from persia_k8s.names import FINALIZER, GROUP, PLURAL, VERSION, Role, pod_name
 from persia_k8s.progress import last_progress
-from persia_k8s.reconcile import Event, Plan, reconcile, take_refusals, time_text
+from persia_k8s.reconcile import Event, Plan, lacks_pods, reconcile, take_refusals, time_text
 from persia_k8s.status import Condition, JobStatus, Phase
 
-_RETRY_S = 5.0
+_RETRY_S, _LAST_RETRY_S = 5.0, 60.0
 _CANCEL_S = 60.0  # longer than a request may take
 _SETTLE_S = 0.2  # a start or an end is many changes at once
 _PROGRESS_INTERVAL_S = 10.0
@@ -64,6 +64,11 @@ class Operator:
         self._namespaces = namespaces
         self._changes: dict[tuple[str | None, str], asyncio.Event] = {}
         self._complaints: dict[tuple[str, str], str] = {}  # what hinders a job now
+        self._failures: dict[
+            tuple[str, str], int
+        ] = {}  # passes of a job that have failed, one after the other
+        # Generation of a spec that is refused, and when the API server is asked again.
+        self._refused: dict[tuple[str, str], tuple[int, float]] = {}
         # Not kopf's global registry: the handlers are methods of this object.
         self._registry = kopf.OperatorRegistry()
         kopf.on.startup(registry=self._registry)(self._configure)
@@ -137,6 +142,8 @@ class Operator:
         finally:
             self._changes.pop((namespace, name), None)
             self._complaints.pop((namespace, name), None)
+            self._failures.pop((namespace, name), None)
+            self._refused.pop((namespace, name), None)
 
     async def _pass(self, namespace: str, name: str, body: kopf.Body) -> float:
         """One look at a job; returns the seconds after which to look again at the latest."""
@@ -145,7 +152,9 @@ class Operator:
         except ClusterError as error:
             # Any failure may be temporary, and must not end the task.
             self._complain(namespace, name, body, str(error))
-            return _RETRY_S
+            num_failures = self._failures[namespace, name] = self._failures.get((namespace, name), 0) + 1
+            return float(min(_RETRY_S * 2 ** (num_failures - 1), _LAST_RETRY_S))
+        self._failures.pop((namespace, name), None)
         self._complaints.pop((namespace, name), None)
         if plan is None:
             return 3600.0  # being deleted: kopf ends the task
@@ -188,20 +197,34 @@ class Operator:
         return plan
 
     def _act(self, job: Job, before: JobStatus, now: datetime) -> Plan:
+        generation, again = self._refused.get((job.namespace, job.name), (0, 0.0))
+        # A pass that writes a status wakes the task again, so only the clock bounds requests for such a job.
+        if generation == job.generation and (left_s := again - time.monotonic()) > 0:
+            return Plan(status=before, due_s=left_s)
         observed = self._cluster.observe(job.namespace, job.name, job.uid)
         plan = reconcile(job, before, observed, self._images, now)
         refusals: list[str] = []
         # Once for each spec that is accepted: it costs two requests for each role. A suspended job may be
         # waiting for the very quota that would refuse it.
-        is_checked = before.checked_generation == job.generation
-        if not is_checked and not plan.status.phase.is_final and not job.spec.suspend:
+        is_new = before.checked_generation != job.generation
+        if (
+            (is_new or lacks_pods(before, observed, now))
+            and not plan.status.phase.is_final
+            and not job.spec.suspend
+        ):
             refusals = self._try_out(job, before)
-            plan.status = replace(plan.status, checked_generation=0 if refusals else job.generation)
-        if refusals and not before.start_time:
+            plan.status = replace(
+                plan.status, checked_generation=0 if refusals and is_new else job.generation
+            )
+        starts_nothing = bool(refusals) and is_new and not before.start_time
+        if starts_nothing:
             plan = Plan(status=replace(before, observed_generation=job.generation), due_s=plan.due_s)
         else:
             refusals += self._carry_out(job, plan)
         take_refusals(job, before, observed, self._images, now, plan, refusals)
+        if starts_nothing and not plan.status.phase.is_final:
+            wait_s = min(plan.look_again_s, plan.due_s)
+            self._refused[job.namespace, job.name] = (job.generation, time.monotonic() + wait_s)
         self._read_progress(job, before, plan)
         return plan
 

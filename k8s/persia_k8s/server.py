@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hmac
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from persia_k8s.access import (
+    Handler,
+    Limits,
+    authentication,
+    failure,
+    limited,
+    read_token,
+    reloading,
+    tls_context,
+)
 from persia_k8s.cluster import Cluster, ClusterError
 from persia_k8s.errors import PersiaK8sError
 from persia_k8s.names import GROUP, JOB_LABEL, KIND, VERSION
@@ -23,37 +32,36 @@ from persia_k8s.openapi import openapi_document
 
 _FIELD_MANAGER = "persia-server"
 _MAX_BODY_BYTES = 1 << 20  # a PersiaJob larger than this does not fit into etcd
-_MIN_TOKEN_LENGTH = 16
-_OPEN_PATHS = ("/healthz", "/openapi.json")
-
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_LIMITS = Limits()
 
 
-def run_server(host: str, port: int, token_file: Path) -> None:
+def run_server(
+    host: str,
+    port: int,
+    token_file: Path,
+    *,
+    read_token_file: Path | None = None,
+    tls_folder: Path | None = None,
+    limits: Limits = _LIMITS,
+) -> None:
     """Serves until SIGTERM or SIGINT."""
     token = read_token(token_file)
-    app = make_app(Cluster(), token)
-    web.run_app(app, host=host, port=port, print=functools.partial(print, flush=True))
+    reader = None if read_token_file is None else read_token(read_token_file, "--read-token-file")
+    context = None if tls_folder is None else tls_context(tls_folder)
+    app = make_app(Cluster(), token, reader, limits)
+    if context is not None and tls_folder is not None:
+        app.cleanup_ctx.append(reloading(context, tls_folder))
+    web.run_app(app, host=host, port=port, ssl_context=context, print=functools.partial(print, flush=True))
 
 
-def read_token(path: Path) -> str:
-    """The token in the file, without the space around it. Raises PersiaK8sError."""
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PersiaK8sError(f"--token-file {path} cannot be read: {error}") from error
-    # An empty file, as of a Secret that was not filled, would authenticate every caller.
-    if len(token) < _MIN_TOKEN_LENGTH:
-        raise PersiaK8sError(
-            f"--token-file {path} holds a token of {len(token)} characters: "
-            f"take at least {_MIN_TOKEN_LENGTH} random ones"
-        )
-    return token
-
-
-def make_app(cluster: Cluster, token: str) -> web.Application:
-    """The service over `cluster`, for callers that know `token`."""
-    app = web.Application(middlewares=[_errors, _authentication(token)], client_max_size=_MAX_BODY_BYTES)
+def make_app(
+    cluster: Cluster, token: str, reader: str | None = None, limits: Limits = _LIMITS
+) -> web.Application:
+    """The service over `cluster`, for callers that know `token`; those that know `reader` may only read."""
+    # Limits come first: a wrong token is also a request.
+    app = web.Application(
+        middlewares=[limited(limits), _errors, authentication(token, reader)], client_max_size=_MAX_BODY_BYTES
+    )
     endpoints = _Endpoints(cluster)
     app.add_routes(
         [
@@ -70,43 +78,22 @@ def make_app(cluster: Cluster, token: str) -> web.Application:
     return app
 
 
-def _authentication(token: str) -> Any:
-    expected = f"Bearer {token}".encode()
-
-    @web.middleware
-    async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        sent = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        # Compared in constant time: the time of an ordinary comparison tells how much of a token is right.
-        if request.path in _OPEN_PATHS or hmac.compare_digest(sent, expected):
-            return await handler(request)
-        answer = _failure(401, "send the service's token: Authorization: Bearer TOKEN")
-        answer.headers["WWW-Authenticate"] = "Bearer"
-        return answer
-
-    return check
-
-
 @web.middleware
-async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except _BadRequestError as error:
-        return _failure(400, str(error))
+        return failure(400, str(error))
     except ClusterError as error:
         # These statuses are about the caller's object, and the caller can correct it.
         status = error.status if error.status in (400, 404, 409, 422) else 502
-        return _failure(400 if status == 422 else status, str(error))
+        return failure(400 if status == 422 else status, str(error))
     except web.HTTPException as error:
-        return _failure(error.status, error.reason)
+        return failure(error.status, error.reason)
 
 
 class _BadRequestError(PersiaK8sError):
     """A request that cannot be used."""
-
-
-def _failure(status: int, message: str) -> web.Response:
-    results = {"success": False, "err_msg": message}
-    return web.json_response({**results, "execution_results": results}, status=status)
 
 
 def _success(**more: Any) -> web.Response:

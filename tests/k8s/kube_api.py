@@ -35,7 +35,10 @@ class Api:
             timeout=60,
             retries=False,
         )
-        return response.status, json.loads(response.data or b"{}")
+        try:
+            return response.status, json.loads(response.data or b"{}")
+        except ValueError:  # of a group that is not served, or not yet
+            return response.status, {"message": response.data.decode(errors="replace")}
 
     def get(self, path: str) -> tuple[int, Any]:
         return self.request("GET", path)

@@ -593,6 +593,30 @@ def test_a_refused_job_fails_at_its_deadline_too() -> None:
     assert conditions_of(late)["Failed"] == (True, "DeadlineExceeded")
 
 
+def test_a_refused_job_costs_no_requests_before_its_next_try() -> None:
+    requests: list[str] = []
+
+    class Cluster:
+        def observe(self, *_job: str) -> Observation:
+            requests.append("observe")
+            return Observation(objects={})
+
+        def try_out(self, _manifest: Any) -> None:
+            requests.append("try out")
+            raise ClusterError("exceeded quota", 403)
+
+    operator = Operator(Cluster(), IMAGES, ())  # type: ignore[arg-type]
+    job = replace(make_job(), created=time_text(datetime.now(timezone.utc)))
+    status = operator._act(job, JobStatus(), datetime.now(timezone.utc)).status
+    first = len(requests)
+    assert first
+    again = operator._act(job, status, datetime.now(timezone.utc))
+    assert (len(requests), again.status) == (first, status)
+    assert 0 < again.due_s <= 5
+    operator._act(replace(job, generation=2), status, datetime.now(timezone.utc))
+    assert len(requests) == 2 * first, "a changed spec is tried at once"
+
+
 def lost_server(job: Job, before: JobStatus) -> tuple[JobStatus, Observation]:
     """The status after a pass over a whole job, and the job with a new parameter server."""
     before = one_pass(job, before, everything(job)).status
@@ -647,17 +671,43 @@ def test_a_job_that_lacks_a_pod_is_degraded_and_one_that_has_ended_is_not() -> N
     assert conditions_of(plan)["Complete"] == (True, "Succeeded")
 
 
-def test_a_job_that_cannot_make_a_pod_is_given_up_only_if_it_never_ran() -> None:
-    job = make_job()
-    for started, phase in (("", Phase.FAILED), ("2030-01-01T00:00:00Z", Phase.PENDING)):
-        before = JobStatus(start_time=started)
-        for after_s, expected in ((0.0, Phase.PENDING), (599.0, Phase.PENDING), (600.0, phase)):
+@pytest.mark.parametrize(
+    ("phase", "started", "end"),
+    [
+        (Phase.PENDING, "", Phase.FAILED),
+        (Phase.RESTARTING, "2030-01-01T00:00:00Z", Phase.FAILED),
+        (Phase.RUNNING, "2030-01-01T00:00:00Z", Phase.RUNNING),
+        (Phase.RESIZING, "2030-01-01T00:00:00Z", Phase.RESIZING),
+    ],
+)
+def test_a_job_that_cannot_make_a_pod_is_given_up_unless_it_runs(
+    phase: Phase, started: str, end: Phase
+) -> None:
+    for job, limit_s in ((make_job(), 600.0), (make_job(progressDeadlineSeconds=90), 90.0)):
+        before = JobStatus(phase=phase, start_time=started)
+        for after_s, expected in ((0.0, phase), (limit_s - 1, phase), (limit_s, end)):
             plan = Plan(status=before)
             now = NOW + timedelta(seconds=after_s)
             take_refusals(job, before, Observation(objects={}), IMAGES, now, plan, [f"quota {after_s}"])
             before = plan.status
             assert conditions_of(plan)["PodsAccepted"] == (False, "Refused")
             assert before.phase is expected
+
+
+def test_refusals_are_looked_at_after_pauses_that_double() -> None:
+    job, before, pauses = make_job(progressDeadlineSeconds=10_000), JobStatus(), []
+    now = NOW
+    for _ in range(9):
+        plan = Plan(status=before)
+        take_refusals(job, before, Observation(objects={}), IMAGES, now, plan, ["quota"])
+        before = plan.status
+        pauses.append(plan.look_again_s)
+        now += timedelta(seconds=plan.look_again_s)
+    assert pauses == [5, 5, 10, 20, 40, 80, 160, 300, 300]
+
+
+def test_accepted_pods_are_a_condition() -> None:
+    job, before = make_job(), JobStatus()
     plan = Plan(status=before)
     take_refusals(job, before, Observation(objects={}), IMAGES, NOW, plan, [])
     assert conditions_of(plan)["PodsAccepted"] == (True, "Accepted")

@@ -6,5 +6,6 @@ again: nothing depends on having seen a change happen.
 
 from persia_k8s.reconcile.plan import Event, Plan, time_text
 from persia_k8s.reconcile.reconcile import reconcile, take_refusals
+from persia_k8s.reconcile.refuse import lacks_pods
 
-__all__ = ["Event", "Plan", "reconcile", "take_refusals", "time_text"]
+__all__ = ["Event", "Plan", "lacks_pods", "reconcile", "take_refusals", "time_text"]

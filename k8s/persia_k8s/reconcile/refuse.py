@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 
+from persia_k8s.observation import Observation
 from persia_k8s.reconcile import finish
 from persia_k8s.reconcile.plan import Situation, parse_time
+from persia_k8s.status import JobStatus, Phase
 
 _CONDITION = "PodsAccepted"
-# So long a quota, an account or a class that is missing may take to appear.
-_PATIENCE_S = 600.0
-_RETRY_S = 5.0
+_FIRST_RETRY_S, _LAST_RETRY_S = 5.0, 300.0
+# A StatefulSet may take so long to create its pods before the API server is asked why it has not.
+_CREATION_S = 10.0
 
 
 def judge(situation: Situation, refusals: Sequence[str]) -> None:
-    """Sets `PodsAccepted`; fails a job that has never run and was refused for too long.
+    """Sets `PodsAccepted`; fails a job that does not run and was refused for too long.
 
-    A job that has run keeps what it has, and the operator keeps looking after it.
+    A job that runs keeps its pods, and the operator keeps looking after it.
     """
     if not refusals:
         situation.set_condition(_CONDITION, True, "Accepted")
@@ -26,7 +29,25 @@ def judge(situation: Situation, refusals: Sequence[str]) -> None:
         situation.event("PodsRefused", why, is_warning=True)
     condition = situation.plan.status.condition(_CONDITION)
     assert condition is not None, "it was set above"
-    situation.plan.look_again_s = min(situation.plan.look_again_s, _RETRY_S)
     refused_s = (situation.now - parse_time(condition.since)).total_seconds()
-    if refused_s >= _PATIENCE_S and not situation.before.start_time:
+    # After as long again as it has been refused so far: the pauses double.
+    situation.plan.look_again_s = min(max(refused_s, _FIRST_RETRY_S), _LAST_RETRY_S)
+    if situation.plan.status.phase not in (Phase.PENDING, Phase.RESTARTING):
+        return
+    left_s = situation.job.spec.progress_deadline_seconds - refused_s
+    situation.plan.due_s = min(situation.plan.due_s, max(left_s, 0.5))
+    if left_s <= 0:
         finish.fail(situation, "PodsRefused", why)
+
+
+def lacks_pods(before: JobStatus, observed: Observation, now: datetime) -> bool:
+    """True if a StatefulSet has not created its pods for a while: only its events tell why."""
+    ready = before.condition("ServersReady")
+    if before.phase is Phase.RESIZING or ready is None or ready.status:
+        return False
+    missing = [
+        role
+        for role, counts in before.roles.items()
+        if role.is_server and len(observed.of_role(role)) < counts.replicas
+    ]
+    return bool(missing) and (now - parse_time(ready.since)).total_seconds() >= _CREATION_S
