@@ -107,11 +107,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         # Everything is checked before anything is started.
         _check_optimizers(embedding_optimizer, dense_optimizer)
         _check_settings(model, grad_scalar_update_factor, lookup_emb_directly, max_nonfinite_steps)
-        sizes = {
-            "num_workers": at_least(1, "backward_workers_size", backward_workers_size),
-            "queue_capacity": at_least(1, "backward_buffer_size", backward_buffer_size),
-            "max_unacknowledged": at_least(1, "grad_update_buffer_size", grad_update_buffer_size),
-        }
+        sizes = _sender_sizes(backward_workers_size, backward_buffer_size, grad_update_buffer_size)
         self._consistency = Consistency.of(consistency)
         self._on_lost_rows = OnLostRows.of(on_lost_rows)
         self._precision = Precision.of(mixed_precision, checked_device(device_id))
@@ -125,8 +121,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
             global_config=global_config,
             backend=backend,
         )
-        self.embedding_optimizer = embedding_optimizer
-        self.dense_optimizer = dense_optimizer
+        self.embedding_optimizer, self.dense_optimizer = embedding_optimizer, dense_optimizer
         self._has_forwarded = False  # a batch that was made for training
         self._in_backward = False
         self._inputs = TrainedInputs(self.world_size)
@@ -349,6 +344,14 @@ def _check_optimizers(embedding_optimizer: object, dense_optimizer: object) -> N
         )
     if not isinstance(dense_optimizer, torch.optim.Optimizer):
         raise InvalidTypeError(f"dense_optimizer is {type_name(dense_optimizer)}: use one of torch.optim")
+
+
+def _sender_sizes(num_workers: int, queue_capacity: int, max_unacknowledged: int) -> dict[str, int]:
+    return {
+        "num_workers": at_least(1, "backward_workers_size", num_workers),
+        "queue_capacity": at_least(1, "backward_buffer_size", queue_capacity),
+        "max_unacknowledged": at_least(1, "grad_update_buffer_size", max_unacknowledged),
+    }
 
 
 def _check_settings(

@@ -101,11 +101,15 @@ def export(
         raise InvalidArgumentError(
             f"directory={directory!r} is for contexts, and {type(model).__name__} is none"
         )
-    # The wrapper holds a process group, which cannot be copied and is of no use to the export.
-    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     limit = _Limit(checked_integer("max_bytes", max_bytes))
     least = _Least(checked_number("min_norm", min_norm), checked_integer("min_updates", min_updates))
-    exporter = _Exporter(_places(inner), dict(ids or {}), least, limit)
+    return _export_module(model, dict(ids or {}), least, limit)
+
+
+def _export_module(model: nn.Module, ids: dict[str, torch.Tensor], least: _Least, limit: _Limit) -> nn.Module:
+    # The wrapper holds a process group, which cannot be copied and is of no use to the export.
+    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    exporter = _Exporter(_places(inner), ids, least, limit)
     # A copy in which the replacements stand for their originals wherever these are, references included.
     result: nn.Module = copy.deepcopy(inner, memo=exporter.replacements())
     return result.eval()

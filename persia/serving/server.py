@@ -124,16 +124,10 @@ def _check_ports(options: ServingOptions) -> None:
                 ) from None
 
 
-async def _serve(
-    inference: Inference, observer: ProcessObserver, options: ServingOptions, access: Access
-) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    # Handlers of the loop, which run between callbacks: a Python handler could interrupt any of them.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    max_requests = options.batching.max_queued + _MAX_UNQUEUED
-    server = grpc.aio.server(
+def _grpc_server(
+    inference: Inference, options: ServingOptions, access: Access, max_requests: int
+) -> grpc.aio.Server:
+    return grpc.aio.server(
         # Beyond it gRPC refuses with RESOURCE_EXHAUSTED, without a line of Python. Without a bound it would
         # cancel calls by itself, which clients do not try again.
         maximum_concurrent_rpcs=max_requests,
@@ -145,6 +139,18 @@ async def _serve(
             ("grpc.max_send_message_length", -1),
         ],
     )
+
+
+async def _serve(
+    inference: Inference, observer: ProcessObserver, options: ServingOptions, access: Access
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    # Handlers of the loop, which run between callbacks: a Python handler could interrupt any of them.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    max_requests = options.batching.max_queued + _MAX_UNQUEUED
+    server = _grpc_server(inference, options, access, max_requests)
     model = inference.model
     server.add_generic_rpc_handlers((Servicer(inference).handlers(),))
     states = health.aio.HealthServicer()
