@@ -22,7 +22,17 @@ _FIRST, _LEAVE = 5, 60  # steps at the start and the end without a kill: the loa
 
 
 def plan(num_kills: int, settings: Settings, roles: Sequence[str], seed: int) -> list[Kill]:
-    """Random kills, all of them before the loaders have sent their last batches."""
+    """Random kills, all of them before the loaders have sent their last batches.
+
+    click.BadParameter: there are too few batches for one.
+    """
+    least = settings.ranks * (_FIRST + _LEAVE + 1)
+    if settings.batches < least:
+        raise click.BadParameter(
+            f"{settings.batches} batches leave no step for a kill: use {least} or more with "
+            f"--ranks {settings.ranks}",
+            param_hint="--batches",
+        )
     rng = random.Random(seed)
     steps = range(_FIRST, settings.batches // settings.ranks - _LEAVE)
     return [

@@ -22,6 +22,15 @@ def test_kills_are_in_order_and_before_the_loaders_end() -> None:
     assert kills != chaos.plan(50, settings, ROLES, seed=2)
 
 
+def test_too_few_batches_for_a_kill_are_refused() -> None:
+    result = CliRunner().invoke(chaos.main, ["--ranks", "2", "--batches", "100"])
+    assert result.exit_code == 2
+    assert "--batches: 100 batches leave no step for a kill: use 132 or more" in " ".join(
+        result.output.split()
+    )
+    assert chaos.plan(1, Settings(batches=132, ranks=2), ROLES, seed=0)
+
+
 def test_steps_behind_a_checkpoint_are_rolled_back(tmp_path: Path) -> None:
     log = tmp_path / "rank0.log"
     log.write_text("begin 0\n1 10\n2 11\n3 12\nbegin 2\n3 12\n4 13\nbegin 4\n5 14\n")
