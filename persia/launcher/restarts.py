@@ -18,7 +18,9 @@ from persia.launcher.supervisor import ManagedProcess
 
 __all__ = ["Restarts", "how_it_ended", "restarts_alone"]
 
-_QUICK_S = 10.0  # a process that dies so soon after a restart will probably die again
+# A job that dies so soon after a restart will probably die again. More than its start takes: a shorter time
+# would never pause a job that always fails right after it.
+_QUICK_S = 60.0
 _SHORTEST_S, _LONGEST_S = 1.0, 30.0
 
 
@@ -66,4 +68,9 @@ def restarts_alone(ended: ManagedProcess) -> bool:
 def how_it_ended(process: ManagedProcess) -> str:
     """Such as "was ended by SIGKILL"."""
     code = process.exit_code or 0
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # most real-time signals have no name
+        return f"was ended by signal {-code}"

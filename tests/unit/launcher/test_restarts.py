@@ -37,6 +37,14 @@ def test_pauses_grow_while_restarts_do_not_help() -> None:
     assert pauses == [0, 1, 2, 4, 8, 16, 30, 30]
     clock.now += 60
     assert restarts.next_pause_s("nn-worker") == 0
+    clock.now += 45  # its start takes so long, and fails
+    assert restarts.next_pause_s("nn-worker") == 1
+
+
+def test_signals_without_a_name_are_reported() -> None:
+    unnamed = int(signal.SIGRTMIN) + 1
+    process = ended("nn-worker", f"os.kill(os.getpid(), {unnamed})")
+    assert how_it_ended(process) == f"was ended by signal {unnamed}"
 
 
 def test_restarts_are_limited_and_reported() -> None:
