@@ -270,8 +270,9 @@ class TrainingCheckpointMethods(CheckpointMethods):
         All ranks hold the same dense part, and rank 0 writes: on the others this does nothing. The checkpoint
         says which batches of the data loaders all ranks have trained.
 
-        `on_error="log"` is for dumps that are repeated: one that fails as the disk is full, or a server or
-        the storage does not answer, is logged and counted in `counters.dumps_failed`, and training continues.
+        `on_error="log"` is for dumps that are repeated: one that fails as the disk is full, or a rank, a
+        server or the storage does not answer, is logged and counted in `counters.dumps_failed`, and training
+        continues. With "raise", a rank that does not answer costs the checkpoint its position only.
         """
         states = self._states(dense_model_filename, opt_filename)
         jit_name = jit_dense_model_filename if with_jit_model else None
@@ -313,12 +314,22 @@ class TrainingCheckpointMethods(CheckpointMethods):
 
     def _dump(self, *args: Any, **options: Any) -> None:
         if self.rank == 0:
-            if not self._may_dump(options.get("on_failure")):
+            on_failure = options.get("on_failure")
+            if not self._may_dump(on_failure):
                 return
             if options.get("step") is None:
                 options["step"] = self.step
             self._pipeline.wait_for_gradients()  # before the others are asked: they wait for theirs meanwhile
-            options |= {"optimizer": described(self.embedding_optimizer), "trained": self._position()}
+            trained: DataPosition | None = None
+            try:
+                trained = self._pipeline.position()
+            except (UnavailableError, DeadlineExceededError) as failure:
+                # A repeated dump must not replace checkpoints that have a position by one without.
+                if on_failure is not None:
+                    on_failure(failure)
+                    return
+                self._warn_without_position(failure)
+            options |= {"optimizer": described(self.embedding_optimizer), "trained": trained}
             super()._dump(*args, **options)
 
     def _may_dump(self, on_failure: Callable[[PersiaError], None] | None) -> bool:
@@ -337,17 +348,13 @@ class TrainingCheckpointMethods(CheckpointMethods):
         self._pipeline.counters.add(dumps_failed=1)
         get_default_logger().error("a dump failed, and training continues until the next one: %s", failure)
 
-    def _position(self) -> DataPosition | None:
-        try:
-            return self._pipeline.position()
-        except (UnavailableError, DeadlineExceededError) as failure:
-            get_default_logger().warning(
-                "the checkpoint of step %d does not say which batches are trained, and a job that loads it "
-                "begins with the first one: %s",
-                self.step,
-                failure,
-            )
-            return None
+    def _warn_without_position(self, failure: PersiaError) -> None:
+        get_default_logger().warning(
+            "the checkpoint of step %d does not say which batches are trained, and a job that loads it "
+            "begins with the first one: %s",
+            self.step,
+            failure,
+        )
 
     def _load_embeddings(self, source: Source, *, blocking: bool = True, **options: Any) -> None:
         missing = [] if self._rows_guard is None else self._rows_guard.missing()

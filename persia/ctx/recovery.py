@@ -64,16 +64,24 @@ class PeriodicCheckpoints:
     def begin(self) -> None:
         """Loads the newest checkpoint, or dumps the first one. All ranks must call it.
 
-        FailedPreconditionError: ranks find different checkpoints, or one without the state of the script.
+        FailedPreconditionError: ranks find different checkpoints, or one without the state of the script or
+        the position of the data.
         """
         recovery, ctx = self._recovery, self._ctx
         newest = _newest(Location.of(recovery.directory))
-        step = -1 if newest is None else Manifest.read(newest)[0].step or 0
+        manifest = None if newest is None else Manifest.read(newest)[0]
+        step = -1 if manifest is None else manifest.step or 0
         if ctx.world_size > 1:
             _check_agreement(recovery, step, ctx.device)
-        if newest is None:
+        if newest is None or manifest is None:
             self._dump(blocking=True)
             return
+        if manifest.trained is None and step > 0:
+            raise FailedPreconditionError(
+                f"{newest} does not say which batches its {step} steps have trained, so all data would be "
+                "trained again: pass Recovery another directory, and where ctx.step == 0 call "
+                "ctx.load_checkpoint() with an older checkpoint, or with this one to train all data again"
+            )
         extra = ctx.load_checkpoint(str(newest)) or {}
         for name, holder in recovery.state.items():
             if name not in extra:

@@ -13,7 +13,8 @@ from persia.ctx import DataCtx, Recovery, TrainCtx
 from persia.data import DataLoader, StreamingDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
-from persia.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from persia.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
+from persia.pipeline.position import DataPosition
 from persia.storage.location import Location
 from persia.storage.manifest import Manifest
 
@@ -120,6 +121,39 @@ def test_a_periodic_dump_that_fails_is_counted_and_tried_again(script: Script, t
     assert script.run(directory) == list(range(TOTAL))
     assert script.counters.dumps_failed == 1
     assert steps(directory) == [0, 20]
+
+
+def no_position() -> DataPosition:
+    raise UnavailableError("rank 1 does not answer")
+
+
+def test_a_periodic_dump_without_a_position_has_failed(script: Script, tmp_path: Path) -> None:
+    def interrupt(ctx: TrainCtx) -> None:
+        if ctx.step == 10:  # the periodic dump follows
+            ctx._pipeline.position = no_position  # type: ignore[method-assign]
+        if ctx.step == 11:
+            del ctx._pipeline.position
+
+    script.between = interrupt
+    with pytest.raises(KilledError):
+        script.run(tmp_path, kill_at=15)
+    assert steps(tmp_path) == [0]
+    assert script.run(tmp_path) == list(range(TOTAL)), "the model is that of step 0, and so is its data"
+    assert script.counters.dumps_failed == 1
+    assert steps(tmp_path) == [0, 20]
+
+
+def test_a_checkpoint_without_a_position_is_not_continued(script: Script, tmp_path: Path) -> None:
+    def dump(ctx: TrainCtx) -> None:
+        if ctx.step == 7:
+            ctx._pipeline.position = no_position  # type: ignore[method-assign]
+            ctx.dump_checkpoint(tmp_path, keep_last=2)
+
+    script.between = dump
+    with pytest.raises(KilledError):
+        script.run(tmp_path, kill_at=8)
+    with pytest.raises(FailedPreconditionError, match=r"step-000000000007 does not say .* its 7 steps"):
+        script.run(tmp_path)
 
 
 def test_the_first_dump_tells_that_the_directory_cannot_be_written(script: Script, tmp_path: Path) -> None:
