@@ -127,6 +127,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         self._inputs = TrainedInputs(self.world_size)
         self.step = 0  # batches that this rank has trained, and those before the checkpoint that it loaded
         self._dump_requests = TrainingDumps(self.dump_checkpoint)
+        self.recovery = recovery
         self._periodic = None if recovery is None else PeriodicCheckpoints(self, recovery)
         self._packets: PacketWriter | None = None  # written by the context that owns the runtime
         set_role(NN_WORKER, self.rank)

@@ -152,7 +152,7 @@ class Trainer:
         `embedding_staleness=16`. Without `directory` the model stays as it is after the last step.
 
         Raises FailedPreconditionError for batches that `load` did not send or that continue from another
-        checkpoint than this rank, and for checkpoints of other data.
+        checkpoint than this rank, for checkpoints of other data, and for a context with a `recovery`.
         """
         state = self._resume(ctx)
         state.began_at, self._clears = state.step, not self.resume
@@ -317,6 +317,11 @@ class Trainer:
         return self._states.newest(len(self.train), run)
 
     def _resume(self, ctx: TrainCtx) -> JobState:
+        if ctx.recovery is not None:
+            raise FailedPreconditionError(
+                "the context has a recovery, and a Trainer resumes from its own checkpoints: leave out "
+                "TrainCtx(recovery=...), and pass Trainer(directory=...)"
+            )
         state, place = self._stored()
         if place is not None:
             ctx.load_checkpoint(str(place))

@@ -19,6 +19,7 @@ from torch import distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from persia import DataCtx, IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch, TrainCtx, eval_ctx
+from persia.ctx import Recovery
 from persia.embedding.lr_schedule import LRSchedule
 from persia.embedding.optim import Adagrad
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError, PersiaError
@@ -136,6 +137,19 @@ def test_stops_at_a_target(
     assert Job().fit(trainer(reach)).step == fit.step
     fit = Job().fit(trainer(None))
     assert (fit.step, fit.stopped_early) == (36, False)
+
+
+def test_a_context_with_a_recovery_is_refused(tmp_path: Path) -> None:
+    job = Job()
+    ctx = TrainCtx(
+        job.embedding_optimizer,
+        job.dense_optimizer,
+        model=job.model,
+        slots=SLOTS,
+        recovery=Recovery(tmp_path / "recovery"),
+    )
+    with ctx, pytest.raises(FailedPreconditionError, match="leave out TrainCtx\\(recovery"):
+        Trainer(Clicks(), directory=str(tmp_path / "trainer")).fit(ctx)
 
 
 def test_a_target_needs_held_out_batches() -> None:
