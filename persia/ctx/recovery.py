@@ -31,6 +31,10 @@ class Recovery:
     On entering, the context loads the newest checkpoint of `directory`. If there is none, it dumps one of
     step 0, so that a directory that cannot be written is an error at once.
 
+    The data continues only if it comes from data loaders that call `DataCtx.resume`. Any other data starts
+    over unless the script seeks in it, and a warning says so. A `Trainer` resumes by itself and refuses a
+    context with a recovery.
+
     Args:
         directory: path or URL that all ranks and parameter servers can reach, for this job alone.
         every_steps: steps between two checkpoints.
@@ -60,6 +64,7 @@ class PeriodicCheckpoints:
         self._ctx, self._recovery = ctx, recovery
         self._last_step = 0  # of the last dump that was begun, or loaded
         self._is_due = False
+        self._must_check_data = False  # at the first step after a checkpoint was loaded
 
     def begin(self) -> None:
         """Loads the newest checkpoint, or dumps the first one. All ranks must call it.
@@ -91,10 +96,14 @@ class PeriodicCheckpoints:
                 )
             holder.load_state_dict(extra[name])
         self._last_step = ctx.step
+        self._must_check_data = ctx.step > 0
         get_default_logger().info("continues after step %d, with %s", ctx.step, newest)
 
-    def stepped(self) -> None:
+    def stepped(self, *, data_resumes: bool) -> None:
         """The dense optimizer has stepped: a checkpoint may be taken before the next batch."""
+        if self._must_check_data and not data_resumes:
+            self._warn_of_repeated_data()
+        self._must_check_data = False
         if self._ctx.step - self._last_step >= self._recovery.every_steps:
             self._is_due = True
 
@@ -107,6 +116,15 @@ class PeriodicCheckpoints:
         if self._is_due:
             self._is_due = False
             self._dump(blocking=False)
+
+    def _warn_of_repeated_data(self) -> None:
+        # Not an error: a data set may seek by `ctx.step`, or by a state in `Recovery(state=...)`.
+        get_default_logger().warning(
+            "training continues after step %d, but its data is not from data loaders that call "
+            "DataCtx.resume(): unless the script seeks in its data, it starts over, and batches are trained "
+            "again. Call resume() in each data loader",
+            self._last_step,
+        )
 
     def _dump(self, *, blocking: bool) -> None:
         recovery, ctx = self._recovery, self._ctx

@@ -282,7 +282,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         # are gradients that no checkpoint would have.
         if not self._backward.accumulating:
             if self._periodic is not None:
-                self._periodic.stepped()
+                self._periodic.stepped(data_resumes=self._pipeline.data_resumes)
             if self._dump_requests.is_wanted:
                 self.wait_for_dump_embedding()  # an error of the script's own dump is the script's
                 self._dump_requests.serve()

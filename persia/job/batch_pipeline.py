@@ -75,6 +75,11 @@ class BatchPipeline:
         """Whether batches that ask for gradients get them here."""
         return self.gradients is not None
 
+    @property
+    def data_resumes(self) -> bool:
+        """Whether batches are received from data loaders that call `DataCtx.resume`."""
+        return self._stream is not None and self._stream.inbox.resumes
+
     def train(
         self,
         consistency: Consistency,

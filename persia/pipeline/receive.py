@@ -315,6 +315,11 @@ class Inbox:
         """The batches that loaders need not send, as they were trained before this run."""
         return DataPosition() if self._resumes is False else self._stored
 
+    @property
+    def resumes(self) -> bool:
+        """Whether the loaders call `DataCtx.resume`; False: not, or none has asked yet."""
+        return bool(self._resumes)
+
     def received(self, loader_index: int, num_loaders: int, *, resume: bool) -> int:
         """The batch_id that this rank expects next from the loader; 0 if it has none yet.
 

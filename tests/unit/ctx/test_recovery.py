@@ -33,10 +33,11 @@ class Script:
         self._new_batch, self._make_model = new_batch, make_model
         self.counters: Any = None
         self.between: Callable[[TrainCtx], None] = lambda ctx: None
+        self.resumes = True
 
     def _feed(self) -> None:
         with DataCtx() as data:
-            for number in range(data.resume(), TOTAL):
+            for number in range(data.resume() if self.resumes else 0, TOTAL):
                 data.send_data(self._new_batch(number))
 
     def run(self, directory: Path, *, kill_at: int = -1, accumulate: int = 1, **settings: Any) -> list[int]:
@@ -154,6 +155,20 @@ def test_a_checkpoint_without_a_position_is_not_continued(script: Script, tmp_pa
         script.run(tmp_path, kill_at=8)
     with pytest.raises(FailedPreconditionError, match=r"step-000000000007 does not say .* its 7 steps"):
         script.run(tmp_path)
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_data_that_starts_over_is_warned_of(
+    script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture, resumes: bool
+) -> None:
+    with pytest.raises(KilledError):
+        script.run(tmp_path, kill_at=14)
+    script.resumes = resumes
+    assert "DataCtx.resume()" not in caplog.text, "a new job has nothing to resume"
+    assert script.run(tmp_path) == list(range(10 if resumes else 0, TOTAL))
+    warnings = [record for record in caplog.records if "DataCtx.resume()" in record.getMessage()]
+    assert len(warnings) == (not resumes)
+    assert all("continues after step 10" in warning.getMessage() for warning in warnings)
 
 
 def test_the_first_dump_tells_that_the_directory_cannot_be_written(script: Script, tmp_path: Path) -> None:
