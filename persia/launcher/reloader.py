@@ -3,9 +3,9 @@
 python -I -S reloader.py FILE... -- PROGRAM ARGUMENT...
 
 A child process looks at the files every second, until the program has ended. SIGHUP ends a program that does
-not handle it yet: the child sends none before the program listens on a TCP port, or a minute has passed, as
-/proc need not tell who listens. Standard library alone, so
-that it takes little time and memory.
+not handle it yet, so the child sends none before the program listens on a TCP port. After a minute it sends
+them in any case, because /proc may not show the port. Standard library alone, so that it takes little time
+and memory.
 """
 
 import contextlib
