@@ -108,29 +108,39 @@ def limited(limits: Limits) -> Any:
 def tls_context(folder: Path) -> ssl.SSLContext:
     """TLS 1.2 or newer, with `tls.crt` and `tls.key` of a Secret. Raises PersiaK8sError."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    _load(context, folder)
-    return context
-
-
-def _load(context: ssl.SSLContext, folder: Path) -> None:
     try:
-        context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+        context.load_cert_chain(folder / "tls.crt", folder / "tls.key", password=_no_password)
     except (OSError, ssl.SSLError) as error:
         raise PersiaK8sError(
             f"--tls-dir {folder} needs tls.crt and tls.key, which belong together: {error}"
         ) from error
+    return context
+
+
+def _no_password() -> str:
+    """Instead of a question at the terminal."""
+    raise OSError("the key is encrypted: store it without a passphrase")
 
 
 def reloading(context: ssl.SSLContext, folder: Path) -> Callable[[web.Application], AsyncIterator[None]]:
     """A cleanup context: new connections use a certificate soon after it is replaced."""
+    current = context
+
+    def choose(connection: ssl.SSLObject, _name: str | None, _listener: ssl.SSLContext) -> None:
+        connection.context = current
+
+    # Each handshake calls it. A load into the listener's own context would, if the key does not match the
+    # certificate, leave the new certificate in it without a key.
+    context.sni_callback = choose
 
     async def reload() -> None:
+        nonlocal current
         seen = _stamp(folder)
         while True:
             await asyncio.sleep(_RELOAD_S)
             if (stamp := _stamp(folder)) != seen:
                 try:
-                    _load(context, folder)
+                    current = tls_context(folder)
                 except PersiaK8sError as error:  # half written: the old one stays until the next look
                     print(error, flush=True)
                 else:

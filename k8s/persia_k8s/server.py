@@ -47,6 +47,11 @@ def run_server(
     """Serves until SIGTERM or SIGINT."""
     token = read_token(token_file)
     reader = None if read_token_file is None else read_token(read_token_file, "--read-token-file")
+    if reader == token:
+        raise PersiaK8sError(
+            f"--read-token-file {read_token_file} holds the token of --token-file, which may also change "
+            "jobs: generate another token for readers"
+        )
     context = None if tls_folder is None else tls_context(tls_folder)
     app = make_app(Cluster(), token, reader, limits)
     if context is not None and tls_folder is not None:

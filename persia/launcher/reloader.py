@@ -2,16 +2,20 @@
 
 python -I -S reloader.py FILE... -- PROGRAM ARGUMENT...
 
-A child process looks at the files every second, until the program has ended. Standard library alone, so that
-it takes little time and memory.
+A child process looks at the files every second, until the program has ended. SIGHUP ends a program that does
+not handle it yet, so the child sends none before the program listens on a TCP port. After a minute it sends
+them in any case, because /proc may not show the port. Standard library alone, so that it takes little time
+and memory.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import time
 
 _POLL_S = 1.0
+_START_S = 60.0
 
 
 def _stamps(files: list[str]) -> list[tuple[int, int]]:
@@ -25,9 +29,26 @@ def _stamps(files: list[str]) -> list[tuple[int, int]]:
     return stamps
 
 
+def _listens(program: int) -> bool:
+    """Whether the process has a TCP socket that listens."""
+    folder, owned = f"/proc/{program}/fd", set()
+    with contextlib.suppress(OSError):  # it has ended
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                owned.add(os.readlink(f"{folder}/{name}"))
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/{program}/net/{table}") as sockets:
+            for fields in map(str.split, sockets):
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in owned:
+                    return True
+    return False
+
+
 def _watch(files: list[str], program: int, stamps: list[tuple[int, int]]) -> None:
+    is_ready, latest = False, time.monotonic() + _START_S
     while os.getppid() == program:
-        if (now := _stamps(files)) != stamps:
+        is_ready = is_ready or _listens(program) or time.monotonic() > latest
+        if is_ready and (now := _stamps(files)) != stamps:
             stamps = now
             os.kill(program, signal.SIGHUP)
         time.sleep(_POLL_S)

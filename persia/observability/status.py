@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 
 from persia.errors import PermissionDeniedError, UnavailableError
 from persia.messaging.discovery import Directory, ServiceInfo
@@ -155,7 +155,9 @@ def fetch_json(address: str, path: str, *, method: str = "GET") -> dict[str, Any
             "and PERSIA_TLS_DIR if the job has it"
         ) from None
     except (OSError, ValueError) as error:
-        cause = getattr(error, "reason", error)
+        # An ssl.SSLError has a `reason` as well, a string. It arrives unwrapped if the server refuses this
+        # process's certificate: TLS 1.3 reports that with the first read.
+        cause = error.reason if isinstance(error, URLError) else error
         if isinstance(cause, ssl.SSLError):
             raise PermissionDeniedError(
                 f"{url} and this process do not agree on TLS ({cause}): set PERSIA_TLS_DIR for both, to "

@@ -43,13 +43,13 @@ class Authority:
 
     @classmethod
     def open(cls, folder: Path) -> Authority:
-        """The CA in `folder`, which is made if the folder has none.
+        """The CA in `folder`; a new one, not yet saved, if the folder has none.
 
         ConfigError: its files do not belong together. FailedPreconditionError: one of them is missing.
         """
         key_file, certificate_file = folder / "ca.key", folder / CA
         if not key_file.exists() and not certificate_file.exists():
-            return cls._create(folder)
+            return cls._new()
         for file in (key_file, certificate_file):
             if not file.exists():
                 raise FailedPreconditionError(
@@ -67,37 +67,42 @@ class Authority:
         return cls(key, certificate)
 
     @classmethod
-    def _create(cls, folder: Path) -> Authority:
+    def _new(cls) -> Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         # Two CAs of one name would be taken for one another where both are trusted.
         name = _name(f"persia job {secrets.token_hex(4)}")
         usage = {"key_cert_sign": True, "crl_sign": True}
         builder = _builder(name, name, key.public_key(), key.public_key(), CA_DAYS, usage)
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        certificate = builder.sign(key, hashes.SHA256())
+        return cls(key, builder.sign(key, hashes.SHA256()))
+
+    def save(self, folder: Path) -> None:
+        """Writes the key and the certificate into `folder`."""
         _make_folder(folder)
-        _write(folder / "ca.key", _pem_of(key), 0o600)
-        _write(folder / CA, certificate.public_bytes(Encoding.PEM), 0o644)
-        return cls(key, certificate)
+        _write(folder / "ca.key", _pem_of(self.key), 0o600)
+        _write(folder / CA, self.certificate.public_bytes(Encoding.PEM), 0o644)
+
+    def check_days(self, days: int) -> None:
+        """InvalidArgumentError: a certificate for `days` from now would outlive the CA."""
+        end = self.certificate.not_valid_after_utc
+        if days > (end - _now()).days:  # not by adding the days: a date has an end
+            raise InvalidArgumentError(
+                f"--days {days}: the CA itself ends at {end:%Y-%m-%d}: give fewer days, or make a new CA in "
+                "another folder"
+            )
 
     def issue(self, folder: Path, role: str, *, days: int, hosts: Sequence[str] = ()) -> None:
         """Writes a new key and certificate for `role` into `folder`, with the CA's certificate.
 
         `hosts` are more names or addresses to stand in it. InvalidArgumentError: it would outlive the CA.
         """
+        self.check_days(days)
         key = ec.generate_private_key(ec.SECP256R1())
         usage = {"digital_signature": True}
         issuer = self.certificate.subject
         public = key.public_key()
         builder = _builder(_name(f"persia {role}"), issuer, public, self.key.public_key(), days, usage)
-        if _end_of(days) > self.certificate.not_valid_after_utc:
-            raise InvalidArgumentError(
-                f"--days {days}: the CA itself ends at {self.certificate.not_valid_after_utc:%Y-%m-%d}: give "
-                "fewer days, or make a new CA in another folder"
-            )
-        names = [
-            _general_name(host) for host in dict.fromkeys((SERVER_NAME, "localhost", "127.0.0.1", *hosts))
-        ]
+        names = _general_names(hosts)
         certificate = (
             builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
@@ -129,6 +134,11 @@ def create(
             "one without a restart"
         )
     authority = Authority.open(folder)
+    # Before anything is written: a CA without certificates, or some of them, would be left.
+    authority.check_days(days)
+    _general_names(hosts)
+    if not (folder / CA).exists():
+        authority.save(folder)
     for one, role in zip(folders, roles, strict=True):
         authority.issue(one, role, days=days, hosts=hosts)
     return folders
@@ -163,7 +173,7 @@ def _builder(
         .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(_now() - _CLOCKS_DIFFER)
-        .not_valid_after(_end_of(days))
+        .not_valid_after(_now() + datetime.timedelta(days=days))
         .add_extension(x509.KeyUsage(**{**unused, **usage}), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False)
@@ -174,12 +184,13 @@ def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.timezone.utc)
 
 
-def _end_of(days: int) -> datetime.datetime:
-    return _now() + datetime.timedelta(days=days)
-
-
 def _name(common_name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _general_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
+    every = dict.fromkeys((SERVER_NAME, "localhost", "127.0.0.1", *hosts))
+    return [_general_name(host) for host in every]
 
 
 def _general_name(host: str) -> x509.GeneralName:

@@ -57,7 +57,8 @@ class TlsFiles:
 
     def server_context(self) -> ssl.SSLContext:
         """For all connections of a listener: each begins with the files as they are then."""
-        context = self._read()[1]
+        # Not read anew: files that are just being replaced must not stop a process that starts.
+        context = self._current()[1]
 
         def choose(connection: ssl.SSLObject, _name: str | None, _old: ssl.SSLContext) -> None:
             connection.context = self._current()[1]

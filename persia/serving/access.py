@@ -21,7 +21,8 @@ from persia.security.tls import TlsFiles, job_tls
 from persia.serving.protocol import SERVICE
 from persia.serving.statistics import ServingStatistics
 
-_OPEN_CALLS = ("/grpc.health.v1.Health/", f"/{SERVICE}/ServerLive", f"/{SERVICE}/ServerReady")
+# Not Health/Watch: its streams have no end, and strangers could hold all concurrent calls with them.
+_OPEN_CALLS = ("/grpc.health.v1.Health/Check", f"/{SERVICE}/ServerLive", f"/{SERVICE}/ServerReady")
 _OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")
 _SHOWN = 100  # characters of a path that a stranger has sent
 _REFUSAL = (
@@ -70,7 +71,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
         method = str(details.method)
-        if method.startswith(_OPEN_CALLS):
+        if method in _OPEN_CALLS:
             return await continuation(details)
         values = [value for name, value in details.invocation_metadata or () if name == "authorization"]
         if self._access.admits(values[0] if len(values) == 1 and isinstance(values[0], str) else None):
@@ -104,11 +105,11 @@ def _record(statistics: ServingStatistics, peer: str, method: str) -> None:
 
 
 def grpc_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
-    """They follow the files: each handshake asks whether there are new ones."""
-    used = tls.stamp()
+    """They follow the files: each handshake asks whether there are new ones. ConfigError: no such file."""
+    used = warned = tls.stamp()
 
     def renewed() -> Any:
-        nonlocal used
+        nonlocal used, warned
         if (stamp := tls.stamp()) == used:
             return None
         try:
@@ -116,15 +117,21 @@ def grpc_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
             TlsFiles(tls.certificate, tls.key, tls.ca)
             configuration = _configuration(tls)
         except (PersiaError, OSError) as error:
-            get_default_logger().warning("%s; the certificate read before is used", error)
+            if stamp != warned:  # anybody who can connect begins handshakes
+                get_default_logger().warning("%s; the certificate read before is used", error)
+            warned = stamp
             return None
         if tls.stamp() != stamp:  # they change right now
             return None
         used = stamp
         return configuration
 
+    try:
+        first = _configuration(tls)
+    except OSError as error:  # the files have changed since `tls` was made
+        raise ConfigError(f"TLS: {error}: start the server again when its files are complete") from error
     return grpc.dynamic_ssl_server_credentials(
-        _configuration(tls), renewed, require_client_authentication=tls.ca is not None
+        first, renewed, require_client_authentication=tls.ca is not None
     )
 
 

@@ -53,9 +53,9 @@ class HttpEndpoint:
             handler_cancellation=True,  # a client that leaves gives its request up
         )
         await runner.setup()
+        tls = self.access.tls
+        context = None if tls is None else tls.server_context()
         try:
-            tls = self.access.tls
-            context = None if tls is None else tls.server_context()
             await web.TCPSite(runner, host, port, ssl_context=context).start()
         except OSError as failure:
             await runner.cleanup()

@@ -116,6 +116,11 @@ def test_only_the_token_gets_predictions(serve: Callable[..., Any]) -> None:
         # As load balancers and probes ask.
         states = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=START_S)
         assert states.status == health_pb2.HealthCheckResponse.SERVING
+        # Strangers could hold all concurrent calls with streams that never end.
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=START_S)
+        with pytest.raises(grpc.RpcError) as unwatched:
+            next(watch)
+        assert unwatched.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert served.client.is_server_live()
         assert served.client.is_server_ready()
     url = f"http://{http}"

@@ -19,6 +19,7 @@ from persia_k8s import access
 from persia_k8s.access import Limits, reloading, tls_context
 from persia_k8s.cli import cli
 from persia_k8s.cluster import Cluster
+from persia_k8s.errors import PersiaK8sError
 from persia_k8s.server import make_app
 
 WRITER, READER = {"Authorization": "Bearer writer"}, {"Authorization": "Bearer reader"}
@@ -138,6 +139,58 @@ def test_a_replaced_certificate_is_used_without_a_restart(
             await server.close()
 
     asyncio.run(call())
+
+
+def test_a_half_written_pair_leaves_the_certificate_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(access, "_RELOAD_S", 0.05)
+    write_certificate(tmp_path, "first")
+    trusted = ssl.create_default_context(cafile=str(tmp_path / "tls.crt"))
+    (tmp_path / "other").mkdir()
+    write_certificate(tmp_path / "other", "second")
+
+    async def call() -> None:
+        context = tls_context(tmp_path)
+        app = app_of(FakeCluster())
+        app.cleanup_ctx.append(reloading(context, tmp_path))
+        server = TestServer(app, scheme="https")
+        await server.start_server(ssl=context)
+        try:
+            await asyncio.sleep(0.1)
+            (tmp_path / "tls.crt").write_bytes((tmp_path / "other/tls.crt").read_bytes())
+            for _ in range(1200):
+                if "belong together" in capsys.readouterr().out:
+                    break
+                await asyncio.sleep(0.05)
+            else:
+                raise AssertionError("the half-written pair was not noticed")
+            url = str(server.make_url("/healthz"))
+            async with ClientSession() as session, session.get(url, ssl=trusted) as answer:
+                assert answer.status == 200
+        finally:
+            await server.close()
+
+    asyncio.run(call())
+
+
+def test_an_encrypted_key_is_refused_without_a_question(tmp_path: Path) -> None:
+    write_certificate(tmp_path, "first")
+    encrypt = ["openssl", "ec", "-aes128", "-passout", "pass:secret"]
+    files = ["-in", str(tmp_path / "tls.key"), "-out", str(tmp_path / "tls.key.new")]
+    subprocess.run([*encrypt, *files], check=True, capture_output=True, timeout=60)
+    (tmp_path / "tls.key.new").replace(tmp_path / "tls.key")
+    with pytest.raises(PersiaK8sError, match="the key is encrypted"):
+        tls_context(tmp_path)
+
+
+def test_one_token_for_readers_and_others_is_refused(tmp_path: Path) -> None:
+    for name in ("token", "reader"):
+        (tmp_path / name).write_text("a-token-of-some-length\n")
+    files = ("--token-file", str(tmp_path / "token"), "--read-token-file", str(tmp_path / "reader"))
+    result = CliRunner().invoke(cli, ["server", *files])
+    assert result.exit_code == 1
+    assert "generate another token for readers" in result.output
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from persia.errors import PermissionDeniedError
+from persia.errors import PermissionDeniedError, UnavailableError
 from persia.observability.http import HttpPort, json_answer
 from persia.observability.status import fetch_json
 from persia.security import certificates, http_token
@@ -83,6 +83,21 @@ def test_a_monitor_of_another_ca_is_refused(
     while port.num_refused == before:  # counted on the server's thread
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_refused_certificate_is_named_by_its_cause(
+    certified: Path, port: HttpPort, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With TLS 1.3 the client knows only when it reads the answer."""
+    (foreign,) = certificates.create(tmp_path / "foreign", ["job"], days=1)
+    (foreign / "ca.crt").write_bytes((certified / "ca.crt").read_bytes())
+    monkeypatch.setenv("PERSIA_TLS_DIR", str(foreign))
+    for _ in range(30):  # the request may fail before the alert is read, which has another error
+        with pytest.raises((PermissionDeniedError, UnavailableError)) as refused:
+            fetch_json(f"127.0.0.1:{port.port}", "/status")
+        # A reset that overtakes the alert says nothing about TLS.
+        if isinstance(refused.value.__cause__, ssl.SSLError):
+            assert isinstance(refused.value, PermissionDeniedError)
 
 
 def test_new_certificates_are_shown_without_a_restart(certified: Path, port: HttpPort) -> None:

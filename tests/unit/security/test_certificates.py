@@ -130,6 +130,14 @@ def test_a_ca_that_cannot_sign(tmp_path: Path) -> None:
         certificates.create(tmp_path / "c", ["loader"], days=1, hosts=["ä"])
 
 
+@pytest.mark.parametrize(("days", "host"), [(3_000_000, "a"), (10**12, "a"), (3651, "a"), (1, "ä")])
+def test_a_certificate_that_cannot_be_made_leaves_no_ca(tmp_path: Path, days: int, host: str) -> None:
+    result = run(tmp_path / "new", "--days", days, "--host", host)
+    assert result.exit_code == 1
+    assert "--days" in result.output or "--host" in result.output
+    assert not (tmp_path / "new").exists()
+
+
 def test_another_ca_is_refused_by_both_ends(tmp_path: Path) -> None:
     (own,) = certificates.create(tmp_path / "own", ["job"], days=1)
     (foreign,) = certificates.create(tmp_path / "foreign", ["job"], days=1)
@@ -162,6 +170,17 @@ def test_new_files_are_used_by_new_connections(tmp_path: Path, log: pytest.LogCa
     (folder / "tls.key").write_bytes((tmp_path / "a/ca.key").read_bytes())
     assert handshake(listener, files.client_context()) == third
     assert log.text.count("the certificate read before is used") == 1
+
+
+def test_a_listener_starts_while_its_files_are_replaced(tmp_path: Path) -> None:
+    (folder,) = certificates.create(tmp_path, ["job"], days=1)
+    files = TlsFiles.of_folder(folder)
+    client, key = files.client_context(), (folder / "tls.key").read_bytes()
+    (folder / "tls.key").write_text("half of a key")
+    listener = files.server_context()
+    first = handshake(listener, client)
+    (folder / "tls.key").write_bytes(key)
+    assert handshake(listener, client) == first
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
