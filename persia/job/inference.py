@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from persia import env
@@ -129,6 +129,9 @@ class _Latencies:
     def add(self, seconds: float) -> None:
         self._seconds.append(seconds)
 
+    def add_since(self, begin_s: float) -> None:
+        self.add(time.monotonic() - begin_s)
+
     def hedge_after_s(self) -> float:
         """What 95 of 100 lookups are faster than: at most about one in 20 asks twice when all is well."""
         seconds = sorted(self._seconds.copy())  # copied: other threads add meanwhile
@@ -158,7 +161,14 @@ class _Asked:
 
     def first_answer(self, *, is_only: bool) -> LookupResult | None:
         """That of whichever worker is first; None: none of them answers."""
-        hedge_after_s = self._latencies.hedge_after_s()
+        try:
+            return self._await_first(self._latencies.hedge_after_s(), is_only)
+        finally:
+            # Those that no thread has begun would only hold up the lookups behind them.
+            for answer, worker in self._pending.items():
+                _cancel(answer, worker)
+
+    def _await_first(self, hedge_after_s: float, is_only: bool) -> LookupResult | None:
         while self._left or self._pending:
             may_hedge = False
             if self._left and len(self._pending) < _MAX_ASKED:
@@ -183,7 +193,10 @@ class _Asked:
         # On a thread: the client itself repeats refused connections until its time-out.
         look_up = functools.partial(
             _timed_lookup,
-            *(weakref.ref(worker), worker.client, self._id_features, timeout_s, self._latencies, is_only),
+            *(weakref.ref(worker), worker.client, self._id_features, timeout_s, is_only),
+            # The latency includes the time in the queue of the pool, as the hedge delay does. Otherwise
+            # nearly every lookup of a busy pool would be hedged.
+            functools.partial(self._latencies.add_since, time.monotonic()),
         )
         worker.count_pending(1)
         self._pending[self._pool.submit(look_up)] = worker
@@ -192,8 +205,14 @@ class _Asked:
         for answer, worker in list(self._pending.items()):
             if not answer.done() and worker.refuses():
                 del self._pending[answer]
+                _cancel(answer, worker)
                 self.failure = UnavailableError(f"{worker.address}: connection refused")
                 worker.found_down(self.failure, is_only=is_only)
+
+
+def _cancel(answer: Future[LookupResult], worker: _Worker) -> None:
+    if answer.cancel():  # no thread has begun it, and so none will settle it
+        worker.count_pending(-1)
 
 
 def _timed_lookup(
@@ -201,11 +220,10 @@ def _timed_lookup(
     client: RemoteClient,
     id_features: bytes,
     timeout_s: float,
-    latencies: _Latencies,
     is_only: bool,
+    add_latency: Callable[[], None],
 ) -> LookupResult:
     # Without a reference to the worker, which the pool's thread and an error would keep.
-    begin_s = time.monotonic()
     failure: Exception | None = None
     try:
         found = client.lookup_direct(0, id_features, requires_grad=False, timeout_s=timeout_s)
@@ -214,7 +232,7 @@ def _timed_lookup(
         raise
     finally:
         _settle(reference, failure, is_only)
-    latencies.add(time.monotonic() - begin_s)
+    add_latency()
     return found
 
 

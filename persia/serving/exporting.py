@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,13 @@ import torch
 
 from persia.checkpoint.checkpoints import Source
 from persia.config import SlotsConfig
-from persia.errors import FailedPreconditionError, InvalidArgumentError, StorageError
+from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError, StorageError
 from persia.nn.export_checkpoint import export_checkpoint
 from persia.nn.exported_features import ByPosition, ExportedJob
 from persia.rows.reader import RowReader
 from persia.serving.scripts import load_script
 from persia.serving.tensors import output_name
-from persia.serving.triton import write_repository
+from persia.serving.triton import check_names, write_repository
 from persia.storage.signature import Signature
 from persia.validation import to_json
 
@@ -74,6 +77,8 @@ def export_to(
 ) -> list[Path]:
     """Writes `checkpoint` to the new directory `output`; returns the files.
 
+    A failed export writes no file to `output`.
+
     Args:
         checkpoint: a directory or URL with a TorchScript, or a directory of checkpoints.
         kind: one of `FORMATS`.
@@ -85,7 +90,9 @@ def export_to(
     Raises:
         FailedPreconditionError: a package that the format needs is missing; the checkpoint has no signature,
             or other slots; its TorchScript cannot be traced.
+        InvalidArgumentError: `output` is not empty; Triton's clients cannot use `name`, or names of features.
         ResourceExhaustedError: more than `max_bytes`.
+        StorageError: `output` cannot be written, or its disk is too small.
     """
     if kind not in FORMATS:
         raise InvalidArgumentError(f"format {kind!r} is not one of {', '.join(FORMATS)}")
@@ -108,26 +115,61 @@ def _export_to(
     require, write = FORMATS[kind]
     require()  # before minutes of reading
     source = Source(checkpoint)
+    if kind == "triton" and source.signature is not None:
+        check_names(name, source.signature)
     script = load_script(source)
-    _make_empty(output)
-    reader = RowReader(source.location)
-    job = export_checkpoint(reader, source.signature, slots, script, max_bytes=max_bytes, on_bytes=on_bytes)
-    assert source.signature is not None, "export_checkpoint has checked it"
-    export = _Export(job, source.signature, output, name, source.manifest.step)
+    with _unfinished(output) as folder:
+        reader = RowReader(source.location)
+        job = export_checkpoint(
+            reader, source.signature, slots, script, max_bytes=max_bytes, on_bytes=on_bytes
+        )
+        assert source.signature is not None, "export_checkpoint has checked it"
+        with _storage_errors(output):
+            _check_space(job, folder)
+            files = write(_Export(job, source.signature, folder, name, source.manifest.step))
+        return [output / file.relative_to(folder) for file in files]
+
+
+@contextmanager
+def _storage_errors(output: Path) -> Iterator[None]:
     try:
-        return write(export)
+        yield
+    except PersiaError:  # StorageError is an OSError, too
+        raise
     except OSError as failure:
         raise StorageError(f"{output} could not be written: {failure}") from failure
 
 
-def _make_empty(output: Path) -> None:
-    try:
-        output.mkdir(parents=True, exist_ok=True)
+@contextmanager
+def _unfinished(output: Path) -> Iterator[Path]:
+    """A temporary directory whose files are moved to `output` at the end. A failure deletes them."""
+    with _storage_errors(output):
+        exists = output.exists()
         # Files of an earlier export would be taken for parts of this one.
-        if any(output.iterdir()):
+        if exists and any(output.iterdir()):
             raise InvalidArgumentError(f"{output} is not empty: export to a new directory")
-    except OSError as failure:
-        raise StorageError(f"{output} could not be made: {failure}") from failure
+        # An existing directory may be a mounted volume, and a rename must stay within a file system.
+        parent = output if exists else output.parent
+        parent.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(prefix=".persia-export-", dir=parent)
+    with temporary as name:
+        yield Path(name)
+        with _storage_errors(output):
+            # The files and not their directory: only its owner can read a temporary directory.
+            output.mkdir(exist_ok=exists)
+            for path in sorted(Path(name).iterdir()):
+                path.rename(output / path.name)
+
+
+def _check_space(job: ExportedJob, folder: Path) -> None:
+    """Raises StorageError before torch fills the disk, which aborts the process."""
+    num_bytes = sum(tensor.nbytes for tensor in job.state_dict().values())
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise StorageError(
+            f"the export has {num_bytes:,} bytes and the disk of {folder.parent} has {free:,} bytes free: "
+            "free space, or export to another disk"
+        )
 
 
 def _write_inputs(export: _Export) -> Path:
@@ -143,7 +185,11 @@ def _write_inputs(export: _Export) -> Path:
 
 
 def _scripted(job: ExportedJob, path: Path) -> Path:
-    torch.jit.save(torch.jit.script(job), path)
+    script = torch.jit.script(job)
+    try:
+        torch.jit.save(script, path)
+    except RuntimeError as failure:
+        raise StorageError(f"{path.name} could not be written: {failure}") from failure
     return path
 
 

@@ -18,6 +18,17 @@ from persia.validation import to_json
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")  # part of URLs and folder names
 
 
+def check_names(name: str, signature: Signature) -> None:
+    """InvalidArgumentError: `name` is not a folder name, or several features have the same name."""
+    if not _NAME.fullmatch(name):
+        raise InvalidArgumentError(f"--model-name {name!r}: use letters, digits, '_', '.' and '-'")
+    if signature.repeated:
+        raise InvalidArgumentError(
+            f"several features of the model are named {', '.join(signature.repeated)}, so that a request "
+            "cannot name them: train with a name for each NonIDTypeFeature"
+        )
+
+
 def write_repository(
     output: Path,
     name: str,
@@ -26,17 +37,7 @@ def write_repository(
     outputs: Sequence[torch.Tensor],
     write_model: Callable[[Path], Path],
 ) -> list[Path]:
-    """Writes `output`/`name`, which is to be copied into a repository; returns its files.
-
-    InvalidArgumentError: `name` is no folder's; features share a name, so that a request cannot name them.
-    """
-    if not _NAME.fullmatch(name):
-        raise InvalidArgumentError(f"--model-name {name!r}: use letters, digits, '_', '.' and '-'")
-    if signature.repeated:
-        raise InvalidArgumentError(
-            f"several features of the model are named {', '.join(signature.repeated)}, so that a request "
-            "cannot name them: train with a name for each NonIDTypeFeature"
-        )
+    """Writes `output`/`name`, which is to be copied into a repository; returns its files."""
     folder = output / name / str(version)
     folder.mkdir(parents=True)
     config = output / name / "config.pbtxt"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Dict, List  # noqa: UP035 - TorchScript reads these
 
 import numpy as np
@@ -19,7 +21,7 @@ from persia.config import SlotsConfig, parse_embedding_config
 from persia.ctx import TrainCtx
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD
-from persia.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
+from persia.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError, StorageError
 from persia.launcher.export import command
 from persia.nn import export
 from persia.serving import exporting
@@ -28,6 +30,7 @@ from persia.serving.exporting import FORMATS, export_to
 from persia.serving.predictor import Predictor
 from persia.serving.scripts import load_script
 from persia.serving.triton import config_text
+from persia.storage.signature import Signature
 
 SLOTS = {
     "slots_config": {
@@ -356,8 +359,12 @@ def test_what_cannot_be_exported_says_why(
         export_to(location, tmp_path / "out", "tf", slots())
     with pytest.raises(ResourceExhaustedError, match="max_bytes=100"):
         export_to(location, tmp_path / "out", "torch", slots(), max_bytes=100)
-    with pytest.raises(InvalidArgumentError, match="--model-name 'a/b'"):
-        export_to(location, tmp_path / "out", "triton", slots(), name="a/b")
+    with pytest.raises(InvalidArgumentError, match="--model-name 'a/b'"):  # before rows are read
+        export_to(location, tmp_path / "out", "triton", slots(), name="a/b", on_bytes=pytest.fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(Signature, "repeated", ["age"])
+        with pytest.raises(InvalidArgumentError, match="are named age"):
+            export_to(location, tmp_path / "out", "triton", slots(), on_bytes=pytest.fail)
     fewer = parse_embedding_config({"slots_config": {"one": {"dim": 4}}})
     with pytest.raises(FailedPreconditionError, match="has no such slot"):
         export_to(location, tmp_path / "out2", "torch", fewer)
@@ -370,6 +377,39 @@ def test_what_cannot_be_exported_says_why(
     no_compiler = inductor.patch({"cpp.cxx": ("/no/compiler",)})
     with no_compiler, pytest.raises(FailedPreconditionError, match=r"needs a C\+\+ compiler"):
         export_to(location, tmp_path / "out5", "aoti", slots())
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_failed_export_leaves_no_files(
+    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
+) -> None:
+    output = tmp_path / "out"
+    if exists:
+        output.mkdir()
+    before = list(tmp_path.rglob("*"))
+    for target, failing, message in (
+        ("torch.jit.save", no_save, "model.pt could not be written: .*unexpected pos"),
+        ("shutil.disk_usage", lambda _: SimpleNamespace(free=100), "100 bytes free"),
+        ("pathlib.Path.write_text", no_write, "out could not be written"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, failing)
+            with pytest.raises(StorageError, match=message):
+                export_to(str(checkpoint[0]), output, "torch", slots())
+        assert list(tmp_path.rglob("*")) == before
+    files = export_to(str(checkpoint[0]), output, "torch", slots())
+    assert sorted(files) == sorted(output.iterdir())
+    (tmp_path / "other").mkdir()
+    assert output.stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def no_save(_: Any, path: Path) -> None:
+    path.write_bytes(b"half")
+    raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")  # torch's words
+
+
+def no_write(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_the_command(checkpoint: Any, tmp_path: Path) -> None:

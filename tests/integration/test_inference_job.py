@@ -163,7 +163,11 @@ def test_a_server_that_dies_is_named_and_misses_are_counted(
     np.testing.assert_array_equal(look_up()[:NUM_IDS], rows)
 
 
-def test_lookups_pass_by_a_stopped_worker_until_it_continues(start: Any, checkpoint: Path) -> None:
+def test_lookups_pass_by_a_stopped_worker_until_it_continues(
+    start: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The other worker must not be found down when a busy machine lets it wait for a second.
+    monkeypatch.setattr("persia.job.inference._TRY_S", 5.0)
     server, ports = free_port(), [free_port(), free_port()]
     start("embedding-parameter-server", server, {"embedding_checkpoint": str(checkpoint)})
     addresses = [f"127.0.0.1:{port}" for port in ports]
@@ -182,9 +186,12 @@ def test_lookups_pass_by_a_stopped_worker_until_it_continues(start: Any, checkpo
             if rows._workers[0].failure is not None:
                 break
         assert isinstance(rows._workers[0].failure, (DeadlineExceededError, UnavailableError))
+        for _ in Attempts(60):  # hedged lookups may still wait for it
+            if rows._workers[0].num_pending == 0:
+                break
         for _ in range(50):
             rows.lookup(ids)
-        assert rows._workers[0].num_pending <= 1, "no lookup tries whether it is back"
+        assert rows._workers[0].num_pending == 0, "no lookup tries whether it is back"
     finally:
         workers[0].send_signal(signal.SIGCONT)
     for _ in Attempts(60):
