@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from persia import optim
 from persia.data import FeatureSpec, SplitBinaryBatches, SyntheticClicks
+from persia.data.striped import of_epoch
 from persia.embedding.data import PersiaBatch
 from persia.env import get_world_size
 from persia.models import DLRM, DCNv2
@@ -121,6 +122,10 @@ class Limited:
 
     def __len__(self) -> int:
         return min(len(self.batches), self.limit)
+
+    def of_epoch(self, epoch: int) -> Limited:
+        """The first batches in the order of an epoch."""
+        return replace(self, batches=of_epoch(self.batches, epoch))
 
     def read(self, first: int = 0) -> Iterator[Any]:
         for _, rows in zip(range(first, len(self)), self.batches.read(first), strict=False):

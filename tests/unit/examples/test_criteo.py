@@ -1,0 +1,26 @@
+"""Parts of the Criteo recipe that need no training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from persia.data import FeatureSpec, SplitBinaryBatches, SplitBinaryWriter
+from recipe import Limited
+
+
+def test_limited_batches_have_the_order_of_their_epoch(tmp_path: Path) -> None:
+    spec = FeatureSpec.make(tmp_path, [None], num_numerical=0, mappings=["train"])
+    with SplitBinaryWriter(spec, "train") as writer:
+        writer.write(None, [np.arange(64)], np.zeros(64))
+    batches = SplitBinaryBatches(spec, batch_size=4, shuffle_seed=3)
+
+    def ids(source: SplitBinaryBatches | Limited, count: int) -> list[list[int]]:
+        made = [source.make(rows, requires_grad=False) for rows in source.read()]
+        return [batch.id_type_features[0].ids.tolist() for batch in made[:count]]
+
+    limited = Limited(batches, 5)
+    orders = [ids(limited.of_epoch(epoch), 16) for epoch in range(2)]
+    assert orders == [ids(batches.of_epoch(epoch), 5) for epoch in range(2)]
+    assert orders[0] != orders[1]
