@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -130,13 +130,16 @@ class Trainer:
         self._begin: JobState | None = None  # of the run of `fit` in this process
         self._clears = False  # the next checkpoint replaces those of another job
 
-    def load(self) -> None:
+    def load(self, data: DataCtx | None = None) -> None:
         """Sends the batches that are still to train: the whole of a data loader script.
 
         In one process `fit` calls it. In a cluster each data loader sends its share. A data loader that is
         restarted sends the batches of the run again, in the same order; ranks drop those they have.
+
+        Args:
+            data: the context of a script that needs its `world_size` to make `train`; None: a new one.
         """
-        with DataCtx() as data:
+        with DataCtx() if data is None else nullcontext(data) as data:
             state = self._begin or self._stored(_run(data.connection))[0]
             count = 0 if self._is_over(state) else self._num_left(state, data.world_size)
             for position, (number, batches, rows) in enumerate(islice(self._left(state), count)):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from persia.data import FeatureSpec, SplitBinaryBatches, SplitBinaryWriter
-from recipe import Limited
+from persia.errors import InvalidArgumentError
+from recipe import Limited, Recipe, parse
 
 
 def test_limited_batches_have_the_order_of_their_epoch(tmp_path: Path) -> None:
@@ -24,3 +26,13 @@ def test_limited_batches_have_the_order_of_their_epoch(tmp_path: Path) -> None:
     orders = [ids(limited.of_epoch(epoch), 16) for epoch in range(2)]
     assert orders == [ids(batches.of_epoch(epoch), 5) for epoch in range(2)]
     assert orders[0] != orders[1]
+
+
+def test_a_batch_is_divided_among_the_ranks_of_the_job() -> None:
+    flags = ["--synthetic_dataset_table_sizes", "10", "--batch_size", "256"]
+    for num_ranks in (1, 2):
+        made = Recipe(parse(flags), num_ranks).train
+        assert made.make(0, requires_grad=False).batch_size == 256 // num_ranks
+    assert len(Recipe(parse([*flags, "--num_ranks", "2"]), 2).train) == len(made)
+    with pytest.raises(InvalidArgumentError, match="--num_ranks is 3, the job has 2: leave the flag out"):
+        Recipe(parse([*flags, "--num_ranks", "3"]), 2)
