@@ -101,6 +101,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     made = parser()
     made.set_defaults(**PRESETS[made.parse_args(words).preset])
     flags = made.parse_args(words)
+    if flags.mode == "write_data" and not flags.dataset:
+        made.error("--mode write_data needs --dataset DIR, the folder to write to")
+    if flags.mode == "write_data" and flags.max_steps:
+        made.error(
+            "--max_steps limits training, not --mode write_data: set --synthetic_dataset_num_entries to the "
+            "samples to write"
+        )
     if flags.dataset:
         flags.synthetic = flags.mode == "write_data"
     elif not flags.synthetic:

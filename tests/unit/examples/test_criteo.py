@@ -36,3 +36,18 @@ def test_a_batch_is_divided_among_the_ranks_of_the_job() -> None:
     assert len(Recipe(parse([*flags, "--num_ranks", "2"]), 2).train) == len(made)
     with pytest.raises(InvalidArgumentError, match="--num_ranks is 3, the job has 2: leave the flag out"):
         Recipe(parse([*flags, "--num_ranks", "3"]), 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--mode write_data needs --dataset DIR, the folder to write to"),
+        (["--dataset", "data", "--max_steps", "3"], "set --synthetic_dataset_num_entries to the samples"),
+    ],
+)
+def test_wrong_flags_of_write_data(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--mode", "write_data", *flags])
+    assert message in capsys.readouterr().err
