@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import torch
 
 from persia import optim
 from persia.data import FeatureSpec, SplitBinaryBatches, SyntheticClicks
+from persia.data.striped import of_epoch
 from persia.embedding.data import PersiaBatch
-from persia.env import get_world_size
+from persia.errors import InvalidArgumentError
 from persia.models import DLRM, DCNv2
 from persia.train import Batches, Trainer, WarmupPolynomialDecay
 
@@ -62,12 +63,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=12345)
     add("--batch_size", type=int, default=65536, help="samples of a step, divided among the ranks")
     add("--test_batch_size", "--valid_batch_size", type=int, default=32768)
-    add(
-        "--num_ranks",
-        type=int,
-        default=get_world_size() or 1,
-        help="ranks of the job: data loaders must be told, ranks know it",
-    )
+    add("--num_ranks", type=int, help="ranks of the job; needed by write_config and write_data only")
     add("--lr", type=float, default=24)
     add("--optimizer", choices=["sgd", "adam", "adagrad"], default="sgd", help="of dense and sparse parts")
     add("--epochs", type=int, default=1)
@@ -105,6 +101,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     made = parser()
     made.set_defaults(**PRESETS[made.parse_args(words).preset])
     flags = made.parse_args(words)
+    if flags.mode == "write_data" and not flags.dataset:
+        made.error("--mode write_data needs --dataset DIR, the folder to write to")
+    if flags.mode == "write_data" and flags.max_steps:
+        made.error(
+            "--max_steps limits training, not --mode write_data: set --synthetic_dataset_num_entries to the "
+            "samples to write"
+        )
     if flags.dataset:
         flags.synthetic = flags.mode == "write_data"
     elif not flags.synthetic:
@@ -122,6 +125,10 @@ class Limited:
     def __len__(self) -> int:
         return min(len(self.batches), self.limit)
 
+    def of_epoch(self, epoch: int) -> Limited:
+        """The first batches in the order of an epoch."""
+        return replace(self, batches=of_epoch(self.batches, epoch))
+
     def read(self, first: int = 0) -> Iterator[Any]:
         for _, rows in zip(range(first, len(self)), self.batches.read(first), strict=False):
             yield rows
@@ -132,10 +139,20 @@ class Limited:
 
 
 class Recipe:
-    """Data, model, optimizers and trainer of the flags, as every process of the job makes them."""
+    """Data, model, optimizers and trainer of the flags, as every process of the job makes them.
 
-    def __init__(self, flags: argparse.Namespace) -> None:
-        self.flags = flags
+    Args:
+        flags: those of `parse`.
+        num_ranks: ranks of the job, among which a batch is divided.
+    """
+
+    def __init__(self, flags: argparse.Namespace, num_ranks: int) -> None:
+        if flags.num_ranks not in (None, num_ranks):
+            raise InvalidArgumentError(
+                f"--num_ranks is {flags.num_ranks}, the job has {num_ranks}: leave the flag out, or start "
+                f"{flags.num_ranks} ranks"
+            )
+        self.flags, self.num_ranks = flags, num_ranks
         self.planted: SyntheticClicks | None = None
         train, self.valid = self._synthetic() if flags.synthetic else self._files()
         self.train: Batches = Limited(train, flags.max_steps) if flags.max_steps else train
@@ -178,7 +195,7 @@ class Recipe:
     def trainer(self, schedulers: Sequence[Any] = (), callbacks: Sequence[Any] = ()) -> Trainer:
         """The same in all processes; only ranks have schedulers and callbacks."""
         flags = self.flags
-        steps = math.ceil(len(self.train) / flags.num_ranks)
+        steps = math.ceil(len(self.train) / self.num_ranks)
         return Trainer(
             self.train,
             self.valid,
@@ -195,7 +212,7 @@ class Recipe:
         flags = self.flags
         self.spec = FeatureSpec.load(Path(flags.dataset) / flags.feature_spec)
         seed = flags.seed if flags.shuffle_batch_order else None
-        size = flags.batch_size // flags.num_ranks
+        size = flags.batch_size // self.num_ranks
         train = SplitBinaryBatches(self.spec, "train", batch_size=size, shuffle_seed=seed)
         valid = SplitBinaryBatches(self.spec, "test", batch_size=flags.test_batch_size)
         return train, valid
@@ -205,7 +222,7 @@ class Recipe:
         sizes = flags.synthetic_dataset_table_sizes
         both = []
         for seed, size, count in (
-            (1, flags.batch_size // flags.num_ranks, flags.synthetic_dataset_num_entries),
+            (1, flags.batch_size // self.num_ranks, flags.synthetic_dataset_num_entries),
             (2, flags.test_batch_size, flags.synthetic_dataset_test_entries),
         ):
             both.append(

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from persia import TrainCtx
 from persia.embedding.lr_schedule import LRSchedule
-from persia.env import get_rank
+from persia.env import get_rank, get_world_size
 from persia.train import Callback
 from persia.utils import setup_seed
 from recipe import Recipe, parse
@@ -68,7 +68,8 @@ def show(recipe: Recipe, curve: Curve, auc: float, has_target: bool, seconds: fl
 
 def main(words: Sequence[str] | None = None) -> None:
     flags = parse(words)
-    recipe = Recipe(flags)
+    is_job = flags.mode == "train"  # else the flag says how many ranks the job will have
+    recipe = Recipe(flags, (get_world_size() if is_job else flags.num_ranks) or 1)
     if flags.mode == "write_config":
         Path("embedding_config.yml").write_text(yaml.safe_dump(recipe.slots()), encoding="utf-8")
     elif flags.mode == "write_data":

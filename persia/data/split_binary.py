@@ -250,31 +250,68 @@ class SplitBinaryWriter:
             self._spec.save()
 
     def write(self, numerical: _Array | None, categorical: Sequence[_Array], labels: _Array) -> None:
-        """Appends rows.
+        """Appends rows to all files, or to none if a value is wrong.
 
         Args:
             numerical: [rows, numerical features]; None: there are none.
             categorical: integers [rows] or [rows, hotness] of each feature.
             labels: 0 or 1, [rows].
 
-        Raises InvalidArgumentError for shapes that differ, and values that the spec's dtypes cannot have.
+        Raises InvalidArgumentError for another number of arrays or another shape than the spec has, and for
+        values that the files cannot hold.
         """
-        spec, columns = self._spec, dict(zip(self._spec.categorical, categorical, strict=True))
-        columns[spec.label] = labels
-        if spec.numerical:
-            columns[spec.numerical[0]] = np.asarray(numerical)
-        for name, values in columns.items():
-            feature = spec.features[name]
-            width = len(spec.numerical) if name in spec.numerical else feature.hotness
-            shape = (len(labels), width) if width > 1 or name in spec.numerical else (len(labels),)
-            array = np.asarray(values)
-            if array.shape != shape:
-                raise InvalidArgumentError(f"{name!r} has shape {array.shape}, must have {shape}")
-            if feature.cardinality is not None and array.size:
-                low, high = int(array.min()), int(array.max())
-                if low < 0 or high >= feature.cardinality:
-                    raise InvalidArgumentError(
-                        f"{name!r} has values from {low} to {high}: they must be 0 to "
-                        f"{feature.cardinality - 1}"
-                    )
-            self._files[name].write(array.astype(np.dtype(feature.dtype).newbyteorder("<")).tobytes())
+        spec = self._spec
+        if len(categorical) != len(spec.categorical):
+            raise InvalidArgumentError(
+                f"categorical has {len(categorical)} arrays, the spec has {len(spec.categorical)} features "
+                f"({', '.join(spec.categorical)}): pass one array a feature"
+            )
+        if (numerical is None) == bool(spec.numerical):
+            given = "None" if numerical is None else f"an array of shape {np.shape(numerical)}"
+            raise InvalidArgumentError(
+                f"numerical is {given}, the spec has {len(spec.numerical)} numerical features: pass an array "
+                "[rows, features], or None if there are none"
+            )
+        columns = {spec.label: labels, **dict(zip(spec.categorical, categorical, strict=True))}
+        if numerical is not None:
+            columns[spec.numerical[0]] = numerical
+        num_rows = np.size(labels)
+        # All are checked before the first is written: files of different lengths are no data set.
+        checked = [
+            (name, self._checked(name, np.asarray(values), num_rows)) for name, values in columns.items()
+        ]
+        for name, array in checked:
+            self._files[name].write(array.tobytes())
+
+    def _checked(self, name: str, array: _Array, num_rows: int) -> _Array:
+        """The values of one file in its dtype. Raises InvalidArgumentError for a wrong one."""
+        spec, feature = self._spec, self._spec.features[name]
+        is_numerical = name in spec.numerical
+        width = len(spec.numerical) if is_numerical else feature.hotness
+        shape = (num_rows, width) if width > 1 or is_numerical else (num_rows,)
+        if array.shape != shape:
+            raise InvalidArgumentError(f"{name!r} has shape {array.shape}, must have {shape}")
+        kinds, wanted = ("iu", "integers") if name in spec.categorical else ("biuf", "numbers")
+        if array.size and array.dtype.kind not in kinds:
+            raise InvalidArgumentError(
+                f"{name!r} has dtype {array.dtype} (first value {array.flat[0]}): pass {wanted}"
+            )
+        with np.errstate(over="ignore", invalid="ignore"):  # the checks below name the value
+            cast = array.astype(np.dtype(feature.dtype).newbyteorder("<"))
+        if name == spec.label:
+            right, wanted = (array == 0) | (array == 1), "0 or 1"
+        elif is_numerical:
+            right, wanted = np.isfinite(cast), f"finite in {feature.dtype}"
+        elif feature.cardinality is not None:
+            right = (array >= 0) & (array < feature.cardinality)
+            wanted = f"0 to {feature.cardinality - 1}, by its cardinality"
+        else:  # hashed: any 64 bits
+            return cast
+        if not right.all():
+            index = int(np.argmin(right.reshape(-1)))
+            field = spec.numerical[index % width] if is_numerical else name
+            raise InvalidArgumentError(
+                f"{field!r} is {array.reshape(-1)[index]} in row {index // width} of this call, must be "
+                f"{wanted}"
+            )
+        return cast

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -130,20 +130,23 @@ class Trainer:
         self._begin: JobState | None = None  # of the run of `fit` in this process
         self._clears = False  # the next checkpoint replaces those of another job
 
-    def load(self) -> None:
+    def load(self, data: DataCtx | None = None) -> None:
         """Sends the batches that are still to train: the whole of a data loader script.
 
         In one process `fit` calls it. In a cluster each data loader sends its share. A data loader that is
         restarted sends the batches of the run again, in the same order; ranks drop those they have.
+
+        Args:
+            data: the context of a script that needs its `world_size` to make `train`; None: a new one.
         """
-        with DataCtx() as data:
+        with DataCtx() if data is None else nullcontext(data) as data:
             state = self._begin or self._stored(_run(data.connection))[0]
             count = 0 if self._is_over(state) else self._num_left(state, data.world_size)
-            for position, (number, rows) in enumerate(islice(self._left(state), count)):
+            for position, (number, batches, rows) in enumerate(islice(self._left(state), count)):
                 if position % data.replica_size == data.replica_index:
                     # The loaders' number: a checkpoint that one of them has not seen would be another split.
                     meta = json.dumps([state.step, number, data.replica_index, data.replica_size]).encode()
-                    data.send_data(self.train.make(rows, requires_grad=True, meta=meta))
+                    data.send_data(batches.make(rows, requires_grad=True, meta=meta))
 
     def fit(self, ctx: TrainCtx, **loader_options: Any) -> Fit:
         """Trains until the data ends or the metric stops improving; then loads the best checkpoint.
@@ -301,14 +304,15 @@ class Trainer:
         count = max(0, len(self.train) * self.epochs - state.next - len(state.done))
         return count - count % world_size
 
-    def _left(self, state: JobState) -> Iterator[tuple[int, Any]]:
-        """The batches that are not trained, with their numbers."""
+    def _left(self, state: JobState) -> Iterator[tuple[int, Batches, Any]]:
+        """Number, batches of the epoch, and raw data of each batch that is not trained."""
         number, done = state.next, set(state.done)
         while number < len(self.train) * self.epochs:
             epoch, first = divmod(number, len(self.train))
-            for rows in of_epoch(self.train, epoch).read(first):
+            batches = of_epoch(self.train, epoch)  # makes them too: `read` may yield mere positions
+            for rows in batches.read(first):
                 if number not in done:
-                    yield number, rows
+                    yield number, batches, rows
                 number += 1
 
     def _stored(self, run: str = "") -> tuple[JobState, Location | None]:

@@ -100,7 +100,7 @@ def test_two_ranks_of_a_cluster(tmp_path: Path) -> None:
     assert len(yaml.safe_load((tmp_path / "embedding_config.yml").read_text())["slots_config"]) == 4
     command = [PERSIA_LAUNCHER, "local", "--embedding-config", "embedding_config.yml"]
     command += ["--nn-worker", str(EXAMPLE / "train.py"), "--data-loader", str(EXAMPLE / "data_loader.py")]
-    command += ["--nproc-per-node", "2", "--loader-args", " ".join([*TINY, "--num_ranks", "2"]), "--", *TINY]
+    command += ["--nproc-per-node", "2", "--loader-args", " ".join(TINY), "--", *TINY]
     printed = run(command, tmp_path)
     assert re.findall(r"step (\d+): auc", printed) == ["40", "80"]  # of 160 batches of 128
     assert abs(difference(printed)) < 0.03

@@ -116,10 +116,64 @@ def test_written_files_are_equal_byte_for_byte(folder: Path, tmp_path: Path) -> 
 def test_a_writer_that_fails_leaves_no_files(tmp_path: Path) -> None:
     spec = FeatureSpec.make(tmp_path, SIZES, num_numerical=3)
     numerical, ids, labels = columns()
-    refused = pytest.raises(InvalidArgumentError, match=r"'cat_0.bin' has values from 200 to 220")
+    refused = pytest.raises(
+        InvalidArgumentError, match=r"'cat_0.bin' is 200 in row 0 of this call, must be 0 to 99"
+    )
     with refused, SplitBinaryWriter(spec, "train") as writer:
         writer.write(numerical, [ids[0] + 200, *ids[1:]], labels)
     assert not list((tmp_path / "train").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "value", "message"),
+    [
+        ("label", 3, 5, r"'label' is 5\.0 in row 3 of this call, must be 0 or 1"),
+        ("label", 2, np.nan, r"'label' is nan in row 2 of this call, must be 0 or 1"),
+        ("label", 2, 0.5, r"'label' is 0\.5 in row 2"),
+        ("num_1", 4, 1e6, r"'num_1' is 1000000\.0 in row 4 of this call, must be finite in float16"),
+        ("num_2", 4, np.nan, r"'num_2' is nan in row 4"),
+        ("cat_1.bin", 1, 2.7, r"'cat_1.bin' has dtype float64 \(first value 40\.0\): pass integers"),
+        ("cat_1.bin", 1, 200, r"'cat_1.bin' is 200 in row 1 of this call, must be 0 to 199, by its"),
+        ("cat_1.bin", 1, -1, r"'cat_1.bin' is -1 in row 1"),
+    ],
+)
+def test_a_refused_write_changes_no_file(
+    tmp_path: Path, name: str, row: int, value: float, message: str
+) -> None:
+    """The writer goes on after the error, so that columns of different lengths would be committed."""
+    spec = FeatureSpec.make(tmp_path, SIZES, num_numerical=3)
+    numerical, ids, labels = columns()
+    wrong = [numerical.copy(), [array.copy() for array in ids], labels.astype(float)]
+    if name == "label":
+        wrong[2][row] = value
+    elif name.startswith("num"):
+        wrong[0][row, int(name[-1])] = value
+    else:
+        wrong[1][1] = wrong[1][1].astype(type(value))
+        wrong[1][1][row] = value
+    with SplitBinaryWriter(spec, "train") as writer:
+        with pytest.raises(InvalidArgumentError, match=message):
+            writer.write(*wrong)
+        writer.write(numerical, ids, labels)
+    batches = SplitBinaryBatches(tmp_path, batch_size=ROWS)
+    assert row_numbers(batches) == [list(range(ROWS))]
+
+
+def test_another_number_of_arrays_is_refused(tmp_path: Path) -> None:
+    spec = FeatureSpec.make(tmp_path, SIZES, num_numerical=3)
+    numerical, ids, labels = columns()
+    with SplitBinaryWriter(spec, "train") as writer:
+        for wrong in (ids[:3], [*ids, ids[0]]):
+            with pytest.raises(InvalidArgumentError, match=rf"categorical has {len(wrong)} arrays, .* has 4"):
+                writer.write(numerical, wrong, labels)
+        with pytest.raises(InvalidArgumentError, match=r"numerical is None, the spec has 3 numerical"):
+            writer.write(None, ids, labels)
+        with pytest.raises(InvalidArgumentError, match=r"'num_0' has shape \(21, 2\), must have \(21, 3\)"):
+            writer.write(numerical[:, :2], ids, labels)
+    without = FeatureSpec.make(tmp_path / "without", SIZES, num_numerical=0)
+    refused = pytest.raises(InvalidArgumentError, match=r"array of shape \(21, 3\), the spec has 0 numerical")
+    with SplitBinaryWriter(without, "train") as writer, refused:
+        writer.write(numerical, ids, labels)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 8])

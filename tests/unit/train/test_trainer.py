@@ -20,6 +20,7 @@ from torch.multiprocessing.spawn import spawn
 
 from persia import DataCtx, IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch, TrainCtx, eval_ctx
 from persia.ctx import Recovery
+from persia.data import FeatureSpec, SplitBinaryBatches, SplitBinaryWriter
 from persia.embedding.lr_schedule import LRSchedule
 from persia.embedding.optim import Adagrad
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError, PersiaError
@@ -173,6 +174,33 @@ def test_batches_may_have_another_order_in_each_epoch() -> None:
     job.fit(Trainer(Reordered(3), epochs=2))
     assert job.model.trained == [
         row for batch in (0, 1, 2, 2, 0, 1) for row in range(batch * SIZE, (batch + 1) * SIZE)
+    ]
+
+
+def test_shuffled_files_have_another_order_in_each_epoch(tmp_path: Path) -> None:
+    """`SplitBinaryBatches.read` yields positions, so that only `make` applies the order of the epoch."""
+    num_rows = 16 * SIZE
+    spec = FeatureSpec.make(tmp_path, [None, None], num_numerical=1, mappings=["train"])
+    with SplitBinaryWriter(spec, "train") as writer:
+        rows = np.arange(num_rows)
+        writer.write(rows.reshape(-1, 1), [rows % 20, rows % 7], rows % 2)
+
+    class JobOfFiles(Job):
+        def ctx(self) -> TrainCtx:
+            return TrainCtx(
+                self.embedding_optimizer, self.dense_optimizer, model=self.model, slots=spec.slots(4)
+            )
+
+    batches = SplitBinaryBatches(spec, batch_size=SIZE, shuffle_seed=3)
+    job = JobOfFiles()
+    job.fit(Trainer(batches, epochs=2))
+    first, second = job.model.trained[:num_rows], job.model.trained[num_rows:]
+    assert sorted(first) == sorted(second) == list(range(num_rows))
+    assert first != second
+    assert second == [
+        int(row)
+        for number in range(len(batches))
+        for row in batches.of_epoch(1).make(number, requires_grad=False).non_id_type_features[0].data[:, 0]
     ]
 
 

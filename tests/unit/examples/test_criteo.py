@@ -1,0 +1,53 @@
+"""Parts of the Criteo recipe that need no training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from persia.data import FeatureSpec, SplitBinaryBatches, SplitBinaryWriter
+from persia.errors import InvalidArgumentError
+from recipe import Limited, Recipe, parse
+
+
+def test_limited_batches_have_the_order_of_their_epoch(tmp_path: Path) -> None:
+    spec = FeatureSpec.make(tmp_path, [None], num_numerical=0, mappings=["train"])
+    with SplitBinaryWriter(spec, "train") as writer:
+        writer.write(None, [np.arange(64)], np.zeros(64))
+    batches = SplitBinaryBatches(spec, batch_size=4, shuffle_seed=3)
+
+    def ids(source: SplitBinaryBatches | Limited, count: int) -> list[list[int]]:
+        made = [source.make(rows, requires_grad=False) for rows in source.read()]
+        return [batch.id_type_features[0].ids.tolist() for batch in made[:count]]
+
+    limited = Limited(batches, 5)
+    orders = [ids(limited.of_epoch(epoch), 16) for epoch in range(2)]
+    assert orders == [ids(batches.of_epoch(epoch), 5) for epoch in range(2)]
+    assert orders[0] != orders[1]
+
+
+def test_a_batch_is_divided_among_the_ranks_of_the_job() -> None:
+    flags = ["--synthetic_dataset_table_sizes", "10", "--batch_size", "256"]
+    for num_ranks in (1, 2):
+        made = Recipe(parse(flags), num_ranks).train
+        assert made.make(0, requires_grad=False).batch_size == 256 // num_ranks
+    assert len(Recipe(parse([*flags, "--num_ranks", "2"]), 2).train) == len(made)
+    with pytest.raises(InvalidArgumentError, match="--num_ranks is 3, the job has 2: leave the flag out"):
+        Recipe(parse([*flags, "--num_ranks", "3"]), 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--mode write_data needs --dataset DIR, the folder to write to"),
+        (["--dataset", "data", "--max_steps", "3"], "set --synthetic_dataset_num_entries to the samples"),
+    ],
+)
+def test_wrong_flags_of_write_data(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--mode", "write_data", *flags])
+    assert message in capsys.readouterr().err
