@@ -119,7 +119,7 @@ StatusOr<LookupResult> RemoteClient::Lookup(const BatchReference& reference, boo
   // Without requires_grad the message has no reference to compare.
   if (answered.worker_incarnation == reference.worker_incarnation &&
       (!requires_grad || answered.reference == reference.reference)) {
-    if (requires_grad) distinct_.Keep(answered, std::move(result->distinct));
+    if (requires_grad) distinct_.Keep(result->reference, std::move(result->distinct));
     return result;
   }
   return Corruption("embedding-worker " + std::to_string(reference.worker_index) +
