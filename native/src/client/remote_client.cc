@@ -92,10 +92,7 @@ StatusOr<LookupResult> RemoteClient::CallForEmbeddings(uint32_t worker_index,
   decoding.set_reference(result->reference.reference);
   // A worker of our version never answers otherwise; the check guards what would be lost silently.
   const bool requires_grad = request.options.requires_grad == 1;
-  if (requires_grad == (result->reference.reference != 0)) {
-    if (requires_grad) distinct_.Keep(result->reference, std::move(result->distinct));
-    return result;
-  }
+  if (requires_grad == (result->reference.reference != 0)) return result;
   return Corruption(channel->peer() +
                     (requires_grad
                          ? ": embeddings without a reference to return gradients to"
@@ -122,6 +119,7 @@ StatusOr<LookupResult> RemoteClient::Lookup(const BatchReference& reference, boo
   // Without requires_grad the message has no reference to compare.
   if (answered.worker_incarnation == reference.worker_incarnation &&
       (!requires_grad || answered.reference == reference.reference)) {
+    if (requires_grad) distinct_.Keep(result->reference, std::move(result->distinct));
     return result;
   }
   return Corruption("embedding-worker " + std::to_string(reference.worker_index) +
@@ -134,8 +132,10 @@ StatusOr<LookupResult> RemoteClient::LookupDirect(uint32_t worker_index,
                                                   SlotMask slots) {
   const worker::LookupDirectRequest request{Options(requires_grad, slots), id_features};
   const auto links = workers_.Active();
-  return CallForEmbeddings(links[worker_index % links.size()].first, worker::kLookupDirect, request,
-                           deadline);
+  auto result = CallForEmbeddings(links[worker_index % links.size()].first, worker::kLookupDirect,
+                                  request, deadline);
+  if (result.ok() && requires_grad) distinct_.Keep(result->reference, std::move(result->distinct));
+  return result;
 }
 
 StatusOr<ReturnReport> RemoteClient::ReturnGradients(const BatchReference& reference, float scale,

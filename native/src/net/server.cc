@@ -1,5 +1,6 @@
 #include "net/server.h"
 
+#include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 
@@ -30,6 +31,14 @@ uint32_t ConnectionsPermitted() {
   const rlim_t descriptors = limit.rlim_cur;
   return static_cast<uint32_t>(
       std::clamp(descriptors - std::min(descriptors / 2, kReserve), rlim_t{8}, kMost));
+}
+
+bool IsOutOfDescriptors(int error) { return error == EMFILE || error == ENFILE; }
+
+// The kernel looks for a descriptor before it looks for a client.
+bool HasWaiting(int listener) {
+  pollfd waiting{listener, POLLIN, 0};
+  return ::poll(&waiting, 1, 0) != 0;
 }
 
 Status CannotListen(const std::string& host, uint16_t port, const std::string& reason) {
@@ -145,7 +154,9 @@ void Server::Accept() {
     UniqueFd socket(
         ::accept4(listener_.get(), peer.data(), &peer_bytes, SOCK_NONBLOCK | SOCK_CLOEXEC));
     const int error = socket.get() < 0 ? errno : 0;
-    if (error == EAGAIN) return state_.poller.Arm(listener_.get(), kListenerTag, EPOLLIN);
+    if (error == EAGAIN || (IsOutOfDescriptors(error) && !HasWaiting(listener_.get()))) {
+      return state_.poller.Arm(listener_.get(), kListenerTag, EPOLLIN);
+    }
     lock.unlock();
     if (error == EINTR || error == ECONNABORTED) continue;
     if (error != 0) {
@@ -156,15 +167,16 @@ void Server::Accept() {
   }
 }
 
-// Most likely the process is out of descriptors. Strangers give theirs back, one for each client
-// that waits: the line in front of a client of the job may be long.
+// Where the process is out of descriptors, strangers give theirs back, one for each client that
+// waits: the line in front of a client of the job may be long.
 bool Server::OnAcceptFailed(int error) {
   WarnOperator("cannot accept a connection: " + std::system_category().message(error) +
                "; raise the limit of open files (ulimit -n)");
   std::shared_ptr<Connection> stranger;  // most often its last owner
   {
     const std::lock_guard lock(mutex_);
-    if (const auto tag = unproven_.FirstToClose()) {
+    const auto tag = IsOutOfDescriptors(error) ? unproven_.FirstToClose() : std::nullopt;
+    if (tag.has_value()) {
       stranger = connections_.at(*tag);
     } else {
       accept_at_ = Clock::now() + kAcceptRetry;

@@ -3,6 +3,12 @@
 #include <algorithm>
 
 namespace persia::net {
+namespace {
+
+// A machine of the job may connect with all its processes at once.
+constexpr size_t kOrdinary = 8;
+
+}  // namespace
 
 void UnprovenConnections::Add(uint64_t tag, const std::string& host) {
   hosts_[tag] = host;
@@ -34,7 +40,10 @@ std::optional<uint64_t> UnprovenConnections::FirstToClose() const {
     return *a.second.begin() > *b.second.begin();
   });
   if (most == tags_.end()) return std::nullopt;
-  return *most->second.begin();
+  if (most->second.size() > kOrdinary) return *most->second.begin();
+  const auto oldest = std::min_element(
+      hosts_.begin(), hosts_.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  return oldest->first;
 }
 
 }  // namespace persia::net

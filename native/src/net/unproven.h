@@ -2,8 +2,8 @@
 // to net/. Not thread-safe.
 //
 // A client of the job proves itself within a round trip, so the oldest connection is a stranger's.
-// Hosts share the places evenly: a full server closes a connection of the host that has the most.
-// So many connections of other hosts do not close the only one of a host.
+// A full server closes one of the host that has the most, if that host has more than a machine of
+// the job would. So many connections of other hosts do not close the only one of a host.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ class UnprovenConnections {
   size_t CountOf(const std::string& host) const;
   // None where the host has none.
   std::optional<uint64_t> OldestOf(const std::string& host) const;
-  // The oldest one of the host that has the most; of several such hosts, the oldest one of all.
+  // The oldest one of the host that has the most, and more than eight; otherwise the oldest of all.
   std::optional<uint64_t> FirstToClose() const;
 
  private:

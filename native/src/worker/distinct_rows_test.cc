@@ -378,6 +378,18 @@ TEST(DistinctRowsMessageTest, IsPooledWhereItArrives) {
             (std::vector<float>{1.0f * 4.0f + 0.5f * 3.0f, 0.0f, 2.0f * 4.0f}));
 }
 
+TEST(DistinctRowsMessageTest, ABatchWithoutSamplesHasNoEmbeddings) {
+  WireRows slot;
+  slot.num_ids = 0;
+  slot.has_weights = 0;
+  slot.counts.clear();
+  slot.numbers.clear();
+  slot.weights.clear();
+  const auto result = DecodeEmbeddings(0, ToMessage(slot, 0));
+  ASSERT_TRUE(result.ok()) << result.status().ToString();
+  EXPECT_EQ(result->slots[0].num_rows, 0u);
+}
+
 struct BadRows {
   const char* message;
   std::function<void(WireRows*)> spoil;

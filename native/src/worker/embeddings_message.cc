@@ -204,7 +204,7 @@ Status PoolSlots(LookupResult* result) {
                         std::to_string(kMaxMessageBytes) + " bytes of embeddings");
     }
   }
-  if (num_floats == 0) return Status::Ok();
+  if (result->distinct.empty()) return Status::Ok();
   Buffer& buffer = result->widened.emplace_back(num_floats * sizeof(float));
   auto* out = reinterpret_cast<float*>(buffer.data());
   auto slot = result->slots.begin();
@@ -289,6 +289,10 @@ StatusOr<EmbeddingsLayout> LayOutEmbeddings(const LookupPlan& plan, uint64_t wor
     } else {
       size_bytes += slot_bytes;
     }
+  }
+  // With gradients, rows may be more bytes this way and fewer in both.
+  if (size_bytes > kMaxMessageBytes) {
+    return LayOutEmbeddings(plan, worker_incarnation, reference, slots, EmbeddingsForm::kPooled);
   }
   EmbeddingsLayout layout;
   layout.bytes_saved = pooled_bytes - std::min(pooled_bytes, size_bytes);
