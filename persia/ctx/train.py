@@ -122,8 +122,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
             backend=backend,
         )
         self.embedding_optimizer, self.dense_optimizer = embedding_optimizer, dense_optimizer
-        self._has_forwarded = False  # a batch that was made for training
-        self._in_backward = False
+        self._has_forwarded = self._in_backward = False  # forwarded: a batch that was made for training
         self._inputs = TrainedInputs(self.world_size)
         self.step = 0  # batches that this rank has trained, and those before the checkpoint that it loaded
         self._dump_requests = TrainingDumps(self.dump_checkpoint)
