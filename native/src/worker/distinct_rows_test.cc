@@ -385,7 +385,7 @@ TEST(DistinctRowsMessageTest, ABatchWithoutSamplesHasNoEmbeddings) {
   slot.counts.clear();
   slot.numbers.clear();
   slot.weights.clear();
-  const auto result = DecodeEmbeddings(0, ToMessage(slot, 0));
+  auto result = DecodeEmbeddings(0, ToMessage(slot, 0));
   ASSERT_TRUE(result.ok()) << result.status().ToString();
   EXPECT_EQ(result->slots[0].num_rows, 0u);
 }
