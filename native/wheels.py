@@ -102,10 +102,16 @@ def interpreters() -> list[Path]:
     return found
 
 
+def ask(python: Path, expression: str) -> str:
+    """The value of an expression in that interpreter."""
+    return subprocess.check_output(
+        [python, "-c", f"import sys, sysconfig; print({expression})"], text=True
+    ).strip()
+
+
 def tag_of(python: Path) -> str:
     """The interpreter's tag in the name of a wheel, for instance cp311."""
-    probe = "import sys; print('cp%d%d' % sys.version_info[:2])"
-    return subprocess.check_output([python, "-c", probe], text=True).strip()
+    return ask(python, "'cp%d%d' % sys.version_info[:2]")
 
 
 def install_tools() -> None:
@@ -215,6 +221,8 @@ def build(architecture: str, output: Path) -> None:
         # One build folder for all: CMake forgets the Python before, and only the bindings are compiled anew.
         forget = [f"-U{pattern}" for pattern in ("*Python_*", "PYTHON_*", "PYBIND11_*")]
         suffix = f"-DPYTHON_MODULE_EXTENSION=.{tag.replace('cp', 'cpython-')}-{architecture}-linux-gnu.so"
+        # CMake cross-compiles by zig.cmake, so it asks no interpreter where its headers are.
+        include = "-DPython_INCLUDE_DIR=" + ask(python, "sysconfig.get_path('include')")
         with tempfile.TemporaryDirectory() as raw:
             run(
                 python,
@@ -222,7 +230,7 @@ def build(architecture: str, output: Path) -> None:
                 f"import setuptools.build_meta as backend; backend.build_wheel({raw!r})",
                 env=environment
                 | {
-                    "CMAKE_ARGS": " ".join([*forget, suffix, *options]),
+                    "CMAKE_ARGS": " ".join([*forget, suffix, include, *options]),
                     "PERSIA_BUILD_FOLDER": str(WORK / architecture),
                     "_PYTHON_HOST_PLATFORM": f"linux-{architecture}",
                 },
