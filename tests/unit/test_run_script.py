@@ -185,3 +185,22 @@ def test_a_setup_depends_on_the_engine_and_not_on_programs_beside_it(tmp_path: P
     assert call(tmp_path, "fingerprint").stdout == before
     (tmp_path / "native" / "shard.cc").write_text("new")
     assert call(tmp_path, "fingerprint").stdout != before
+
+
+def test_a_demo_installs_nothing_for_tests_and_other_commands_add_only_that(tmp_path: Path) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\n", encoding="utf-8")  # every module can be imported
+    python.chmod(0o755)
+    for name in ("setup.py", "pyproject.toml", "k8s/pyproject.toml", "persia/_version.py", "native/shard.cc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("old")
+    stages = "install_package() { echo package; }; install_test_packages() { echo tests; };"
+    assert call(tmp_path, f"{stages} setup_environment demo").stdout == "package\n"
+    assert call(tmp_path, f"{stages} setup_environment demo").stdout == ""
+    assert call(tmp_path, f"{stages} setup_environment").stdout == "tests\n"
+    assert call(tmp_path, f"{stages} setup_environment").stdout == ""
+    (tmp_path / "native" / "shard.cc").write_text("new")
+    failing = "install_package() { false; };"
+    assert call(tmp_path, f"{stages} {failing} setup_environment").returncode != 0
+    assert call(tmp_path, f"{stages} setup_environment").stdout == "package\ntests\n"
