@@ -43,20 +43,20 @@ __all__ = ["TrainCtx"]
 class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
     """`with TrainCtx(...) as ctx:`, then `ctx.forward(batch)` and `ctx.backward(loss)` for every batch.
 
-    On entering, the servers get the embedding optimizer and `embedding_config`. On leaving, every gradient
-    handed in has been applied, or a typed error says how many were not.
+    On entering, the servers get the embedding optimizer and `embedding_config`. On leaving, the context waits
+    until all gradients are applied, or raises an error that says how many were not.
 
     Args:
-        embedding_optimizer: applied by the servers.
+        embedding_optimizer: updates the embedding rows, on the servers.
         dense_optimizer: steps the model's own parameters in `backward`.
-        grad_scalar_update_factor: divides the loss scale after embedding gradients that were not finite. Not
-            used with several ranks, whose scale must be the same: it follows the dense gradients alone.
-        backward_buffer_size: batches whose gradients may wait to be sent.
-        backward_workers_size: gradients sent at a time.
-        grad_update_buffer_size: batches whose gradients may wait or be under way, together.
-        lookup_emb_directly: must be True; lookups go straight to the embedding workers.
-        mixed_precision: True (CUDA only): the loss is scaled for half precision, autocasting is the model's
-            business; "fp16": scaled, and `forward` autocasts; "bf16": `forward` autocasts; None: True on
+        grad_scalar_update_factor: divides the loss scale after embedding gradients that were not finite.
+            Ignored with several ranks: their common scale follows the dense gradients alone.
+        backward_buffer_size: limit on batches with gradients that wait to be sent.
+        backward_workers_size: number of threads that send gradients.
+        grad_update_buffer_size: limit on batches with gradients that wait or are being sent.
+        lookup_emb_directly: must be True: ranks send lookups to the embedding workers themselves.
+        mixed_precision: True (CUDA only): scales the loss for half precision; the model autocasts by itself.
+            "fp16": scales the loss, and `forward` autocasts. "bf16": `forward` autocasts. None: True on
             CUDA, False on the CPU.
         distributed_option: how several ranks train together; None: DDP over nccl (CUDA) or gloo (CPU).
         model, embedding_config, threadpool_worker_size, device_id, slots, global_config, backend: as for
@@ -75,7 +75,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         max_nonfinite_steps: a step whose dense gradients have NaN or Inf, on any rank, leaves the dense model
             as it is and is counted (`ctx.counters.nonfinite_steps`); so many in a row raise
             FailedPreconditionError. A scaled loss (fp16) has torch's own rule instead.
-        recovery: checkpoints now and then, and the return to the newest one when the job is started again.
+        recovery: takes periodic checkpoints, and loads the newest one when the job is started again.
     """
 
     def __init__(
