@@ -106,11 +106,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedJob]:
 
 
 @contextlib.contextmanager
-def attacked_job(output: Path) -> Iterator[AttackedJob]:
+def attacked_job(output: Path, pace_s: float = 0.02) -> Iterator[AttackedJob]:
+    """It has trained 20 batches. `pace_s`: between two of them."""
     env = {"PERSIA_DEADLINE_SEC": "60", "OMP_NUM_THREADS": "1"}
     with LocalCluster(embedding_config=SLOTS, env=env, start_deadline_s=START_S) as cluster:
         cluster.start_loader(JOBS / "loader.py", "--batches", "1000000")
-        trainer = cluster.start_nn_worker(JOBS / "train.py", "--output", str(output), "--pace", "0.02")
+        trainer = cluster.start_nn_worker(JOBS / "train.py", "--output", str(output), "--pace", str(pace_s))
         deadline = time.monotonic() + START_S
         while "batch 20" not in trainer.output:
             assert trainer.exit_code is None, trainer.output
