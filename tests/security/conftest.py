@@ -18,7 +18,7 @@ from persia.testing import LocalCluster
 
 JOBS = Path(__file__).parents[1] / "integration" / "jobs"
 SLOTS = {"feature_index_prefix_bit": 8, "slots_config": {"user": {"dim": 8}, "items": {"dim": 8}}}
-START_S = 120.0
+START_S = 300.0
 
 
 class AttackedJob:
@@ -108,7 +108,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedJob]:
 @contextlib.contextmanager
 def attacked_job(output: Path, pace_s: float = 0.02) -> Iterator[AttackedJob]:
     """It has trained 20 batches. `pace_s`: between two of them."""
-    env = {"PERSIA_DEADLINE_SEC": "60", "OMP_NUM_THREADS": "1"}
+    env = {"PERSIA_DEADLINE_SEC": "300", "OMP_NUM_THREADS": "1"}
     with LocalCluster(embedding_config=SLOTS, env=env, start_deadline_s=START_S) as cluster:
         cluster.start_loader(JOBS / "loader.py", "--batches", "1000000")
         trainer = cluster.start_nn_worker(JOBS / "train.py", "--output", str(output), "--pace", str(pace_s))
