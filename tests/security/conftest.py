@@ -48,7 +48,8 @@ class AttackedJob:
     @property
     def step(self) -> int:
         """The last batch that was trained."""
-        numbers = re.findall(r"batch (\d+)\b", self._trainer.output[-500:])
+        # Whole lines: a line of the log may follow a number without a space.
+        numbers = re.findall(r"^batch (\d+)$", self._trainer.output[-1000:], re.MULTILINE)
         return int(numbers[-1]) if numbers else -1
 
     def require_alive(self) -> None:
