@@ -18,7 +18,7 @@ from persia.testing import LocalCluster
 
 JOBS = Path(__file__).parents[1] / "integration" / "jobs"
 SLOTS = {"feature_index_prefix_bit": 8, "slots_config": {"user": {"dim": 8}, "items": {"dim": 8}}}
-START_S = 120.0
+START_S = 300.0
 
 
 class AttackedJob:
@@ -48,7 +48,8 @@ class AttackedJob:
     @property
     def step(self) -> int:
         """The last batch that was trained."""
-        numbers = re.findall(r"batch (\d+)\b", self._trainer.output[-500:])
+        # Whole lines: a line of the log may follow a number without a space.
+        numbers = re.findall(r"^batch (\d+)$", self._trainer.output[-1000:], re.MULTILINE)
         return int(numbers[-1]) if numbers else -1
 
     def require_alive(self) -> None:
@@ -106,11 +107,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedJob]:
 
 
 @contextlib.contextmanager
-def attacked_job(output: Path) -> Iterator[AttackedJob]:
-    env = {"PERSIA_DEADLINE_SEC": "60", "OMP_NUM_THREADS": "1"}
+def attacked_job(output: Path, pace_s: float = 0.02) -> Iterator[AttackedJob]:
+    """It has trained 20 batches. `pace_s`: between two of them."""
+    env = {"PERSIA_DEADLINE_SEC": "300", "OMP_NUM_THREADS": "1"}
     with LocalCluster(embedding_config=SLOTS, env=env, start_deadline_s=START_S) as cluster:
         cluster.start_loader(JOBS / "loader.py", "--batches", "1000000")
-        trainer = cluster.start_nn_worker(JOBS / "train.py", "--output", str(output), "--pace", "0.02")
+        trainer = cluster.start_nn_worker(JOBS / "train.py", "--output", str(output), "--pace", str(pace_s))
         deadline = time.monotonic() + START_S
         while "batch 20" not in trainer.output:
             assert trainer.exit_code is None, trainer.output

@@ -1,12 +1,11 @@
 """Whoever has none of the job's credentials reads, changes and forges nothing, and is told so at once.
 
-One test for each experiment that once succeeded against a running job. They fail without authentication,
-so pytest does not collect this file by its name. The commit that brings authentication renames it to
-test_strangers.py.
+One test for each experiment that once succeeded against a running job.
 """
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from persia.messaging.discovery import EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.payloads import EndOfStream
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, Subjects
-from tests.security import intruder
+from tests.security import fuzz_ports, intruder
 from tests.security.conftest import AttackedJob, Watch
 
 # A peer may also close the connection without a word.
@@ -85,3 +84,10 @@ def test_nobody_reads_metrics_and_status(job: AttackedJob, role: str, path: str)
     status, answer = intruder.http(job.status[role], path)
     assert status in (401, 403), answer[:300]
     assert b"persia_" not in answer
+
+
+def test_mutated_messages_before_and_after_authentication(job: AttackedJob) -> None:
+    """`python -m tests.security.fuzz_ports` sends a thousand times as many."""
+    generator = random.Random(4)
+    assert fuzz_ports.attack("of strangers", job, fuzz_ports.by_strangers(job, generator), 100)
+    assert fuzz_ports.attack("of the job's roles", job, fuzz_ports.by_roles(job, generator), 100)

@@ -24,8 +24,8 @@ from persia import _native, errors
 HEADER = struct.Struct("<IBBBBQIIQ")  # docs/wire_format.md, "RPC frames"
 MAGIC, VERSION, REQUEST, PERMISSION_DENIED = 0x41535250, 2, 1, 10
 AUTHENTICATE, LOOKUP_ROWS, CLEAR_ROWS, COUNT_ROWS = 0, 17, 21, 22
-ROLES = {"worker": 3, "monitor": 6}
-KEYS = {role: hashlib.sha256(role.encode()).digest() for role in ROLES}
+ROLES = {"trainer": 1, "worker": 3, "inference": 5, "monitor": 6}
+KEYS = {role: hashlib.sha256(role.encode()).digest() for role in ("worker", "monitor")}
 SERVER = """
 import json, resource, sys
 import persia._native as native
@@ -87,7 +87,7 @@ class Client:
     """One connection that proves its role."""
 
     def __init__(self, port: int, role: str, key: bytes | None = None) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=30)
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
         key = KEYS[role] if key is None else key
         hello = bytes([1, ROLES[role]]) + bytes(6) + os.urandom(32)
         status, challenge = self.call(AUTHENTICATE, hello)
@@ -100,12 +100,12 @@ class Client:
 
     def send(self, method: int, body: bytes) -> None:
         header = HEADER.pack(MAGIC, VERSION, REQUEST, method, 0, 0, 30_000, 0, len(body))
-        self._socket.sendall(header + body)
+        self.socket.sendall(header + body)
 
     def receive(self, size: int) -> bytes:
         received = b""
         while len(received) < size:
-            chunk = self._socket.recv(size - len(received))
+            chunk = self.socket.recv(size - len(received))
             assert chunk, "the server has closed the connection"
             received += chunk
         return received
@@ -116,7 +116,7 @@ class Client:
         return reply[4], self.receive(reply[8])
 
     def close(self) -> None:
-        self._socket.close()
+        self.socket.close()
 
 
 def test_the_documented_handshake(server: Server) -> None:

@@ -25,6 +25,7 @@ WRONG = {
     "observability_cost": ["--batch-size=0", "--blocks=0", "--steps=0"],
     "packet_traffic": ["--rate=0"],
     "row_dtype": ["--updates=0", "--size=0", "--steps=0", "--judged=0", "--seeds=0"],
+    "security": ["--connections=0", "--rate=0", "--hosts=251", "--rounds=0", "--seconds=0"],
     "serving": ["--rates=0", "--seconds=0", "--core=4096", "--core=x", "--rows=25", "--prepare"],
     "soak": ["--steps=999", "--seconds=0", "--allow-kib=-1", "--seed=-1"],
     "tiers.__main__": [
