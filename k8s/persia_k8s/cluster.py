@@ -239,41 +239,10 @@ class Cluster:
             # An apply refuses unknown fields, also where the API server is too old to refuse them elsewhere.
             _apply(resource, manifest, _FIELD_MANAGER, dry_run="All")
 
-    def create_secret(self, manifest: Manifest) -> None:
-        """Does nothing where it is there already: it is never changed, and may not be read."""
-        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
-        create = self._resource("", "Secret").create
-        _ask(
-            f"creating Secret {namespace}/{name}", create, ignored=(409,), body=manifest, namespace=namespace
-        )
-
-    def replace_secret(self, manifest: Manifest) -> None:
-        """Deleted and created: a change would need, or give, the right to read it. Pods keep their files."""
-        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
-        _delete(self._resource("", "Secret"), "Secret", namespace, name, ignored=(404,))
-        self.create_secret(manifest)
-
-    def master_secret(self, namespace: str, name: str) -> bytes:
-        """The operator's own secret, 32 bytes; made where there is none. ClusterError: a wrong one."""
-        get = self._resource("", "Secret").get
-        what, place = f"reading Secret {namespace}/{name}", {"name": name, "namespace": namespace}
-        read = functools.partial(get, **place)
-        if _ask(what, read, ignored=(404,)) is None:
-            data = {_MASTER_KEY: base64.b64encode(secrets.token_bytes(_MASTER_BYTES)).decode()}
-            metadata = {**place, "labels": {"app.kubernetes.io/name": "persia-operator"}}
-            self.create_secret(
-                {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "immutable": True, "data": data}
-            )
-        # Read in any case: another operator may have made it first.
-        found = _ask(what, read)
-        master = base64.b64decode((found.get("data") or {}).get(_MASTER_KEY, ""))
-        if len(master) != _MASTER_BYTES:
-            raise ClusterError(
-                f"Secret {namespace}/{name}: key {_MASTER_KEY} has {len(master)} bytes instead of "
-                f"{_MASTER_BYTES}: restore it, or delete it for a new one, which replaces all jobs' CAs",
-                0,
-            )
-        return master
+    @property
+    def secrets(self) -> Secrets:
+        """Secrets, which the operator writes and does not read."""
+        return Secrets(self._resource("", "Secret"))
 
     def create_pod(self, manifest: Manifest) -> None:
         """Does nothing where the pod is there already. Raises ClusterError where the name is taken."""
@@ -354,6 +323,46 @@ class Cluster:
                 _request_timeout=_TIMEOUT_S,
             )
         return bytes(response.data).decode(errors="replace")
+
+
+class Secrets:
+    """Secrets of jobs, which are written only, and the operator's own."""
+
+    def __init__(self, resource: Any) -> None:
+        self._secrets = resource
+
+    def create(self, manifest: Manifest) -> None:
+        """Does nothing where it is there already: it is never changed, and may not be read."""
+        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        what, create = f"creating Secret {namespace}/{name}", self._secrets.create
+        _ask(what, create, ignored=(409,), body=manifest, namespace=namespace)
+
+    def replace(self, manifest: Manifest) -> None:
+        """Deleted and created: a change would need, or give, the right to read it. Pods keep their files."""
+        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        _delete(self._secrets, "Secret", namespace, name, ignored=(404,))
+        self.create(manifest)
+
+    def master(self, namespace: str, name: str) -> bytes:
+        """The operator's own secret, 32 bytes; made where there is none. ClusterError: a wrong one."""
+        what, place = f"reading Secret {namespace}/{name}", {"name": name, "namespace": namespace}
+        read = functools.partial(self._secrets.get, **place)
+        if _ask(what, read, ignored=(404,)) is None:
+            data = {_MASTER_KEY: base64.b64encode(secrets.token_bytes(_MASTER_BYTES)).decode()}
+            metadata = {**place, "labels": {"app.kubernetes.io/name": "persia-operator"}}
+            self.create(
+                {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "immutable": True, "data": data}
+            )
+        # Read in any case: another operator may have made it first.
+        found = _ask(what, read)
+        master = base64.b64decode((found.get("data") or {}).get(_MASTER_KEY, ""))
+        if len(master) != _MASTER_BYTES:
+            raise ClusterError(
+                f"Secret {namespace}/{name}: key {_MASTER_KEY} has {len(master)} bytes instead of "
+                f"{_MASTER_BYTES}: restore it, or delete it for a new one, which replaces all jobs' CAs",
+                0,
+            )
+        return master
 
 
 def _apply(resource: Any, manifest: Mapping[str, Any], field_manager: str, **more: Any) -> None:

@@ -268,10 +268,10 @@ class Operator:
         if plan.issues_certificates:
             until = parse_time(plan.status.certificates_until)
             now = datetime.now(timezone.utc)
-            for manifest in certificate_secrets(job, self._cluster.master_secret(*self._master), now, until):
-                self._cluster.replace_secret(manifest)
+            for manifest in certificate_secrets(job, self._cluster.secrets.master(*self._master), now, until):
+                self._cluster.secrets.replace(manifest)
         if plan.create_pods or any(manifest["kind"] == "StatefulSet" for manifest in plan.apply):
-            self._cluster.create_secret(job_secret(job, plan.status.suspensions, secrets.token_bytes(32)))
+            self._cluster.secrets.create(job_secret(job, plan.status.suspensions, secrets.token_bytes(32)))
         refusals = [_refusal(self._cluster.apply, manifest) for manifest in plan.apply]
         for kind, name in plan.delete_objects:
             self._cluster.delete(namespace, kind, name)

@@ -211,11 +211,11 @@ def test_a_master_secret_is_made_once_and_one_of_a_wrong_size_is_named(
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", path)
     place = {"namespace": namespace.name, "name": "master"}
     cluster = Cluster()
-    made = cluster.master_secret(**place)
+    made = cluster.secrets.master(**place)
     assert len(made) == 32
-    assert cluster.master_secret(**place) == made
+    assert cluster.secrets.master(**place) == made
     namespace.delete("secrets", "master")
     kube.create({"apiVersion": "v1", "kind": "Secret", "metadata": place, "data": {"master": "AAAA"}})
     with pytest.raises(ClusterError, match="has 3 bytes instead of 32"):
-        cluster.master_secret(**place)
+        cluster.secrets.master(**place)
     cluster._folder.cleanup()  # the process of an operator does so at its end
