@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from persia_k8s.errors import PersiaK8sError
+from persia_k8s.names import MASTER_SECRET
 
 
 class _Group(click.Group):
@@ -67,20 +68,34 @@ def gencrd(output: Path) -> None:
     metavar="NAMESPACE/NAME",
     help="Lease that one of several operators holds; the others wait. Without it, run one operator only.",
 )
+@click.option(
+    "--master-secret",
+    metavar="NAMESPACE/NAME",
+    default="/".join(MASTER_SECRET),
+    help="Secret from which the CAs of jobs with `security.tls` are derived; made at the first such job.",
+)
 def operator(
-    namespace: tuple[str, ...], liveness_port: int, cpu_image: str, cuda_image: str, lease: str | None
+    namespace: tuple[str, ...],
+    liveness_port: int,
+    cpu_image: str,
+    cuda_image: str,
+    lease: str | None,
+    master_secret: str,
 ) -> None:
     """Run PersiaJobs, until SIGTERM or Ctrl-C."""
     from persia_k8s.builders.manifest import Images
     from persia_k8s.operator import run_operator
 
-    place = None
-    if lease is not None:
-        where, _, name = lease.partition("/")
-        if not where or not name:
-            raise click.UsageError(f"--lease {lease}: write NAMESPACE/NAME")
-        place = (where, name)
-    run_operator(namespace, liveness_port, Images(cpu=cpu_image, cuda=cuda_image), place)
+    images = Images(cpu=cpu_image, cuda=cuda_image)
+    place = None if lease is None else _place("--lease", lease)
+    run_operator(namespace, liveness_port, images, place, _place("--master-secret", master_secret))
+
+
+def _place(option: str, text: str) -> tuple[str, str]:
+    namespace, _, name = text.partition("/")
+    if not namespace or not name:
+        raise click.UsageError(f"{option} {text}: write NAMESPACE/NAME")
+    return namespace, name
 
 
 @cli.command()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import functools
 import json
 import math
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -35,6 +38,7 @@ _LEASES = "coordination.k8s.io"
 _GANGS = (POD_GROUPS, "PodGroup")  # listed where the cluster has them
 _PLUG_IN_S = 60.0  # for so long what is installed is taken to stay
 _MAX_LOG_BYTES = 1 << 20
+_MASTER_KEY, _MASTER_BYTES = "master", 32
 
 
 class ClusterError(PersiaK8sError):
@@ -235,13 +239,10 @@ class Cluster:
             # An apply refuses unknown fields, also where the API server is too old to refuse them elsewhere.
             _apply(resource, manifest, _FIELD_MANAGER, dry_run="All")
 
-    def create_secret(self, manifest: Manifest) -> None:
-        """Does nothing where it is there already: it is never changed, and may not be read."""
-        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
-        create = self._resource("", "Secret").create
-        _ask(
-            f"creating Secret {namespace}/{name}", create, ignored=(409,), body=manifest, namespace=namespace
-        )
+    @property
+    def secrets(self) -> Secrets:
+        """Secrets, which the operator writes and does not read."""
+        return Secrets(self._resource("", "Secret"))
 
     def create_pod(self, manifest: Manifest) -> None:
         """Does nothing where the pod is there already. Raises ClusterError where the name is taken."""
@@ -322,6 +323,46 @@ class Cluster:
                 _request_timeout=_TIMEOUT_S,
             )
         return bytes(response.data).decode(errors="replace")
+
+
+class Secrets:
+    """Secrets of jobs, which are written only, and the operator's own."""
+
+    def __init__(self, resource: Any) -> None:
+        self._secrets = resource
+
+    def create(self, manifest: Manifest) -> None:
+        """Does nothing where it is there already: it is never changed, and may not be read."""
+        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        what, create = f"creating Secret {namespace}/{name}", self._secrets.create
+        _ask(what, create, ignored=(409,), body=manifest, namespace=namespace)
+
+    def replace(self, manifest: Manifest) -> None:
+        """Deleted and created: a change would need, or give, the right to read it. Pods keep their files."""
+        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        _delete(self._secrets, "Secret", namespace, name, ignored=(404,))
+        self.create(manifest)
+
+    def master(self, namespace: str, name: str) -> bytes:
+        """The operator's own secret, 32 bytes; made where there is none. ClusterError: a wrong one."""
+        what, place = f"reading Secret {namespace}/{name}", {"name": name, "namespace": namespace}
+        read = functools.partial(self._secrets.get, **place)
+        if _ask(what, read, ignored=(404,)) is None:
+            data = {_MASTER_KEY: base64.b64encode(secrets.token_bytes(_MASTER_BYTES)).decode()}
+            metadata = {**place, "labels": {"app.kubernetes.io/name": "persia-operator"}}
+            self.create(
+                {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "immutable": True, "data": data}
+            )
+        # Read in any case: another operator may have made it first.
+        found = _ask(what, read)
+        master = base64.b64decode((found.get("data") or {}).get(_MASTER_KEY, ""))
+        if len(master) != _MASTER_BYTES:
+            raise ClusterError(
+                f"Secret {namespace}/{name}: key {_MASTER_KEY} has {len(master)} bytes instead of "
+                f"{_MASTER_BYTES}: restore it, or delete it for a new one, which replaces all jobs' CAs",
+                0,
+            )
+        return master
 
 
 def _apply(resource: Any, manifest: Mapping[str, Any], field_manager: str, **more: Any) -> None:

@@ -156,6 +156,17 @@ class NatsSpec(Section):
     """As `ROLE.podTemplate`."""
 
 
+class SecuritySpec(Section):
+    """How the job's processes talk to each other."""
+
+    tls: StrictBool = False
+    """Encrypts all connections of the job's processes by TLS 1.3, with certificates that the operator makes
+    and renews. It is fixed when the job starts, and again when a suspended job is resumed. Off by default:
+    it costs processor time, and clients of predictions need a certificate then."""
+    certificate_days: StrictInt = Field(default=30, ge=1, le=365)
+    """Lifetime of the certificates. The operator renews them after two thirds of it, without a restart."""
+
+
 class JobSpec(Section):
     """What to run."""
 
@@ -199,6 +210,8 @@ class JobSpec(Section):
     """Directory or URL that all parameter servers and NN workers reach. The job goes through a checkpoint
     there when `embeddingParameterServer.replicas` changes while it runs; without it, that is refused. The
     checkpoint is removed when the job succeeds."""
+    security: SecuritySpec = SecuritySpec()
+    """Encryption of the job's connections."""
     nats: NatsSpec = NatsSpec()
     """The job's broker."""
     embedding_parameter_server: RoleSpec
@@ -248,6 +261,12 @@ class Job:
             raise SpecError("spec.nnWorker is missing, or spec.inference: a job trains, or answers requests")
         if job.spec.inference is not None and job.spec.dataloader is not None:
             raise SpecError("spec.dataloader is of no use beside spec.inference: leave it out")
+        if job.spec.security.tls and not job.has_own_nats and not job.is_inference:
+            raise SpecError(
+                "spec.security.tls is true and the job names a broker: the operator makes certificates for "
+                "its own broker only; remove spec.nats.url and PERSIA_NATS_URL, or set PERSIA_TLS_DIR in "
+                "spec.env instead"
+            )
         _check_template("spec.nats", job.spec.nats.pod_template)
         for role, section in job.roles.items():
             _check_template(f"spec.{role.field}", section.pod_template)

@@ -17,6 +17,8 @@ ROLE_LABEL = f"{GROUP}/role"
 ATTEMPT_LABEL = f"{GROUP}/attempt"
 POD_GROUPS = "scheduling.x-k8s.io"  # the API group of the scheduler plug-ins
 POD_GROUP_LABEL = f"{POD_GROUPS}/pod-group"
+MASTER_SECRET = ("persia-system", "persia-operator-master")  # namespace and name, by default
+CLIENT = "client"  # what the label of a role says of the certificate for clients of the job
 HASH_ANNOTATION = f"{GROUP}/spec-hash"
 
 NATS_PORT = 4222
@@ -71,6 +73,11 @@ def secret_name(job: str, uid: str, suspensions: int) -> str:
     The operator may create Secrets and not read them, so the name must tell that a secret is the job's.
     """
     return f"{job}-secret-{uid[:8]}-{suspensions}"
+
+
+def tls_name(job: str, uid: str, suffix: str) -> str:
+    """The Secret with a role's certificate, or that of clients. With the uid for the same reason."""
+    return f"{job}-tls-{suffix}-{uid[:8]}"
 
 
 def pod_address(job: str, role: Role, index: int) -> str:

@@ -21,13 +21,14 @@ import kopf
 from persia_k8s.builders.manifest import Images, Manifest
 from persia_k8s.builders.security import job_secret
 from persia_k8s.builders.trial import trial_manifests
+from persia_k8s.certificates import certificate_secrets
 from persia_k8s.cluster import Cluster, ClusterError
 from persia_k8s.errors import PersiaK8sError, SpecError
 from persia_k8s.job import Job
 from persia_k8s.leader import Leadership
-from persia_k8s.names import FINALIZER, GROUP, PLURAL, VERSION, Role, pod_name
+from persia_k8s.names import FINALIZER, GROUP, MASTER_SECRET, PLURAL, VERSION, Role, pod_name
 from persia_k8s.progress import last_progress
-from persia_k8s.reconcile import Event, Plan, lacks_pods, reconcile, take_refusals, time_text
+from persia_k8s.reconcile import Event, Plan, lacks_pods, parse_time, reconcile, take_refusals, time_text
 from persia_k8s.status import Condition, JobStatus, Phase
 
 _RETRY_S, _LAST_RETRY_S = 5.0, 60.0
@@ -39,9 +40,16 @@ _JOBS_AT_FULL_PACE = 50
 
 
 def run_operator(
-    namespaces: Collection[str], liveness_port: int, images: Images, lease: tuple[str, str] | None = None
+    namespaces: Collection[str],
+    liveness_port: int,
+    images: Images,
+    lease: tuple[str, str] | None = None,
+    master: tuple[str, str] = MASTER_SECRET,
 ) -> None:
-    """Runs until SIGTERM or SIGINT. `lease`: namespace and name; without one, no other operator may run."""
+    """Runs until SIGTERM or SIGINT. `lease`: namespace and name; without one, no other operator may run.
+
+    `master`: as in `Operator`.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # a line for each change of each pod
     cluster = Cluster()
@@ -49,7 +57,7 @@ def run_operator(
     leadership = None if lease is None else Leadership(cluster, *lease)
     if leadership is not None:
         leadership.acquire(liveness_port)
-    Operator(cluster, images, namespaces).run(liveness_port)
+    Operator(cluster, images, namespaces, master).run(liveness_port)
     if leadership is not None:
         leadership.release()
 
@@ -57,11 +65,18 @@ def run_operator(
 class Operator:
     """The handlers, and what they share. All but the watch of pods lives on kopf's event loop."""
 
-    def __init__(self, cluster: Cluster, images: Images, namespaces: Collection[str]) -> None:
-        """`namespaces`: none for all."""
+    def __init__(
+        self,
+        cluster: Cluster,
+        images: Images,
+        namespaces: Collection[str],
+        master: tuple[str, str] = MASTER_SECRET,
+    ) -> None:
+        """`namespaces`: none for all. `master`: namespace and name of the Secret behind the jobs' CAs."""
         self._cluster = cluster
         self._images = images
         self._namespaces = namespaces
+        self._master = master
         self._changes: dict[tuple[str | None, str], asyncio.Event] = {}
         self._complaints: dict[tuple[str, str], str] = {}  # what hinders a job now
         self._failures: dict[
@@ -250,8 +265,13 @@ class Operator:
     def _carry_out(self, job: Job, plan: Plan) -> list[str]:
         """Returns what the API server refuses: one wrong pod must not keep the operator from the others."""
         namespace = job.namespace
+        if plan.issues_certificates:
+            until = parse_time(plan.status.certificates_until)
+            now = datetime.now(timezone.utc)
+            for manifest in certificate_secrets(job, self._cluster.secrets.master(*self._master), now, until):
+                self._cluster.secrets.replace(manifest)
         if plan.create_pods or any(manifest["kind"] == "StatefulSet" for manifest in plan.apply):
-            self._cluster.create_secret(job_secret(job, plan.status.suspensions, secrets.token_bytes(32)))
+            self._cluster.secrets.create(job_secret(job, plan.status.suspensions, secrets.token_bytes(32)))
         refusals = [_refusal(self._cluster.apply, manifest) for manifest in plan.apply]
         for kind, name in plan.delete_objects:
             self._cluster.delete(namespace, kind, name)

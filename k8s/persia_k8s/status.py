@@ -10,7 +10,15 @@ from dataclasses import asdict, replace
 from enum import Enum
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainSerializer, StrictInt, TypeAdapter, WithJsonSchema
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    StrictBool,
+    StrictInt,
+    TypeAdapter,
+    WithJsonSchema,
+)
 from pydantic.dataclasses import dataclass
 
 from persia_k8s.names import Role
@@ -150,6 +158,10 @@ class JobStatus:
         default="", description="Before this time, the training is not started again."
     )
     suspensions: StrictInt = Field(default=0, description="Suspensions that have ended.")
+    tls: StrictBool | None = Field(
+        default=None, description="Whether the pods of this start have certificates."
+    )
+    certificates_until: _Time = Field(default="", description="When the job's certificates expire.")
     checked_generation: StrictInt = Field(
         default=0, description="Generation of the spec whose pods the API server has judged."
     )

@@ -115,6 +115,13 @@ class Namespace:
         found = self.get("persiajobs", job)
         return (found or {}).get("status", {})
 
+    def expire_certificates(self, job: str) -> None:
+        """As if they were about to end."""
+        soon = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 60))
+        path = f"{self.path('persiajobs', job)}/status"
+        status, answer = self.kube.merge(path, {"status": {"certificatesUntil": soon}})
+        assert status == 200, answer
+
     def await_phase(self, job: str, phase: str, seconds: float = 120) -> dict[str, Any]:
         def has_phase() -> dict[str, Any] | None:
             status = self.status(job)

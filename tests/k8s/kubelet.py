@@ -180,6 +180,13 @@ class FakeKubelet:
     def log(self, pod: str) -> str:
         return self._find(pod).process.log
 
+    def refresh_secrets(self) -> None:
+        """Writes the Secrets of all pods again, as a kubelet does within a minute of a change."""
+        with self._lock:
+            pods = list(self._pods.values())
+        for pod in pods:
+            self._mount_secrets(pod.manifest)
+
     def address(self, pod: str) -> str:
         """The pod's address, the same for all pods of this name, and known before they are: what DNS says."""
         with self._lock:
@@ -267,12 +274,14 @@ class FakeKubelet:
                 data = self._call("GET", f"/api/v1/namespaces/{namespace}/secrets/{secret['secretName']}")[
                     "data"
                 ]
-                folder = self._folder / manifest["metadata"]["uid"]
+                folder = self._folder / f"{manifest['metadata']['uid']}-{volume['name']}"
                 folder.mkdir(exist_ok=True)
-                for item in secret["items"]:
-                    path = folder / item["path"]
-                    path.write_bytes(base64.b64decode(data[item["key"]]))
-                    path.chmod(secret["defaultMode"])
+                for item in secret.get("items", [{"key": key, "path": key} for key in data]):
+                    # By a rename, as a kubelet changes the files of a pod that runs.
+                    path, written = folder / item["path"], folder / f".{item['path']}"
+                    written.write_bytes(base64.b64decode(data[item["key"]]))
+                    written.chmod(secret["defaultMode"])
+                    written.replace(path)
                 folders[mounts[volume["name"]]] = str(folder)
         return folders
 
@@ -329,7 +338,7 @@ def _container(manifest: Mapping[str, Any], ip: str, number: int, mounts: Mappin
         else:
             env[variable["name"]] = _expand(variable.get("value", ""), env)
     for path, folder in mounts.items():
-        env = {name: value.replace(f"{path}/", f"{folder}/") for name, value in env.items()}
+        env = {name: re.sub(rf"^{path}(?=/|$)", folder, value) for name, value in env.items()}
     command = [_expand(word, env) for word in spec["command"]]
     return Container(pod=_name(manifest), command=command, env=env, ip=ip, number=number)
 

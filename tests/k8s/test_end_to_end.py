@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable
@@ -156,6 +158,47 @@ def test_adult_income_trains_to_success(
         "servers are gone",
     )
     assert {pod["status"]["phase"] for pod in namespace.list("pods").values()} == {"Succeeded"}
+
+
+def test_a_job_with_certificates_trains_while_they_are_renewed(
+    namespace: Namespace,
+    kubelet: FakeKubelet,
+    run_pods: dict[str, LocalProcess],
+    operator: OperatorProcess,
+    toy: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    toy["spec"]["security"] = {"tls": True}
+    namespace.apply(toy)
+    await_batches(namespace, run_pods, 30)
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    place = (kubelet.address("adult-income-embedding-ps-0"), 8888)
+
+    def certificate() -> bytes:
+        """What the parameter server shows, also to somebody without a certificate."""
+        with socket.create_connection(place, 60) as plain, context.wrap_socket(plain) as peer:
+            return peer.getpeercert(binary_form=True) or b""
+
+    first = certificate()
+    namespace.expire_certificates("adult-income")
+    namespace.await_event("adult-income", "CertificatesRenewed")
+
+    def shows_another() -> bool:
+        kubelet.refresh_secrets()
+        return certificate() != first
+
+    namespace.await_(shows_another, "the parameter server shows its new certificate", TIMEOUT_S)
+    # A new worker has only the new certificates, and meets processes that began with the old ones.
+    namespace.patch("persiajobs", "adult-income", {"spec": {"embeddingWorker": {"replicas": 2}}})
+    is_done = ("True", "embeddingWorker.replicas: 2")
+    namespace.await_(lambda: condition_of(namespace, "Resized") == is_done, "resized", TIMEOUT_S)
+    await_batches(namespace, run_pods, 80)
+    (tmp_path / "toy" / "enough").touch()
+    status = namespace.await_phase("adult-income", "Succeeded", TIMEOUT_S)
+    assert (status["restarts"], status["loaderRestarts"]) == (0, 0)
+    report = json.loads((tmp_path / "toy" / "report.rank0.json").read_text())
+    assert set(report["workers"]) == {0, 1}
 
 
 def test_training_that_is_killed_is_started_again_and_succeeds(

@@ -479,6 +479,9 @@ def test_bug_23_finalizers_of_others_stay(namespace: Namespace, operator: Operat
     ("method", "path"),
     [
         ("GET", "/api/v1/secrets"),
+        ("GET", "/api/v1/namespaces/persia-system/secrets/other"),
+        ("GET", "/api/v1/namespaces/default/secrets/persia-operator-master"),
+        ("PATCH", "/api/v1/namespaces/default/secrets/x"),
         ("GET", "/api/v1/configmaps"),
         ("GET", "/api/v1/nodes"),
         ("POST", "/api/v1/namespaces/default/pods/x/exec"),
@@ -491,7 +494,7 @@ def test_rights_end_where_the_work_ends(
     control_plane: ControlPlane, kube: Kube, token: str, method: str, path: str
 ) -> None:
     user = Api(control_plane.url, token, control_plane.authority)
-    assert user.request(method, path, {} if method in ("POST", "PUT") else None)[0] == 403
+    assert user.request(method, path, {} if method in ("POST", "PUT", "PATCH") else None)[0] == 403
     user.close()
 
 

@@ -25,7 +25,9 @@ from persia_k8s.names import (
     object_name,
     pod_group_name,
     secret_name,
+    tls_name,
 )
+from persia_k8s.status import JobStatus
 
 Manifest = dict[str, Any]
 _API_VERSIONS = {
@@ -40,6 +42,8 @@ _API_VERSIONS = {
 _GPU = "nvidia.com/gpu"
 _SECRET_FOLDER = "/var/run/persia"
 _SECRET_VOLUME = "persia-job-secret"
+_TLS_FOLDER = "/var/run/persia-tls"
+_TLS_VOLUME = "persia-tls"
 SECRET_FILE = "secret"  # also the key of the whole secret
 # Keys of the credentials of roles that only call others. All others check callers of several roles.
 SECRET_KEYS = {Role.DATA_LOADER: "loader", Role.ROWS: "admin"}
@@ -64,12 +68,19 @@ class Images:
 class Scale:
     """Number of pods of each role, and the number of this start of the training, from 0.
 
-    `suspensions`: counts the job secrets: pods of different secrets cannot talk to each other.
+    `suspensions`: counts the job secrets: pods of different secrets cannot talk to each other. `tls`: the
+    pods have certificates, all of them or none.
     """
 
     replicas: Mapping[Role, int]
     attempt: int = 0
     suspensions: int = 0
+    tls: bool = False
+
+
+def uses_tls(job: Job, status: JobStatus) -> bool:
+    """Whether the pods have certificates: all pods of one start alike, whatever the spec says later."""
+    return job.spec.security.tls if status.tls is None else status.tls
 
 
 def labels(job: Job, role: Role | None) -> dict[str, str]:
@@ -156,11 +167,11 @@ def pod_template(
             "enableServiceLinks": False,
             "securityContext": dict(_POD_SECURITY),
             "restartPolicy": restart_policy,
-            "volumes": [*_volumes(job, spec), _secret_volume(job, role, scale)],
+            "volumes": [*_volumes(job, spec), *_secret_volumes(job, role, scale)],
             "nodeSelector": dict(spec.node_selector),
             "tolerations": [dict(toleration) for toleration in spec.tolerations],
             "affinity": dict(spec.affinity),
-            "containers": [_role_container(job, role, spec, images, command, container or {})],
+            "containers": [_role_container(job, role, spec, scale, images, command, container or {})],
             **more,
         },
     }
@@ -176,20 +187,25 @@ def _role_container(
     job: Job,
     role: Role,
     spec: RoleSpec,
+    scale: Scale,
     images: Images,
     command: Sequence[str],
     more: Mapping[str, Any],
 ) -> Manifest:
     needs_gpu = any(_GPU in (spec.resources.get(kind) or {}) for kind in ("limits", "requests"))
-    mounts = [_volume_mount(mount) for mount in spec.volume_mounts]
+    secrets = {_SECRET_VOLUME: _SECRET_FOLDER, **({_TLS_VOLUME: _TLS_FOLDER} if scale.tls else {})}
+    mounts = [
+        *(_volume_mount(mount) for mount in spec.volume_mounts),
+        *({"name": name, "mountPath": folder, "readOnly": True} for name, folder in secrets.items()),
+    ]
     return {
         "name": role.container,
         "image": spec.image or (images.cuda if needs_gpu else images.cpu),
         "imagePullPolicy": job.spec.image_pull_policy,
         "command": list(command),
-        "env": _environment(job, spec),
+        "env": _environment(job, spec, scale),
         "resources": dict(spec.resources),
-        "volumeMounts": [*mounts, {"name": _SECRET_VOLUME, "mountPath": _SECRET_FOLDER, "readOnly": True}],
+        "volumeMounts": mounts,
         # A container that fails without a message of its own ends with the last lines of its log.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
@@ -202,11 +218,16 @@ def _volumes(job: Job, spec: RoleSpec) -> list[Manifest]:
     return [dict(volume) for volume in job.spec.volumes if volume["name"] in mounted]
 
 
-def _secret_volume(job: Job, role: Role, scale: Scale) -> Manifest:
+def _secret_volumes(job: Job, role: Role, scale: Scale) -> list[Manifest]:
     name = secret_name(job.name, job.uid, scale.suspensions)
     items = [{"key": SECRET_KEYS.get(role, SECRET_FILE), "path": SECRET_FILE}]
     # Not for others: persia refuses a secret that any user of the container can read.
-    return {"name": _SECRET_VOLUME, "secret": {"secretName": name, "defaultMode": 0o440, "items": items}}
+    secrets: Manifest = {_SECRET_VOLUME: {"secretName": name, "defaultMode": 0o440, "items": items}}
+    if scale.tls:
+        # All of its keys and no subPath: the kubelet then replaces the files of a running pod.
+        name = tls_name(job.name, job.uid, role.suffix)
+        secrets[_TLS_VOLUME] = {"secretName": name, "defaultMode": 0o440}
+    return [{"name": volume, "secret": secret} for volume, secret in secrets.items()]
 
 
 def metrics_ports(job: Job, num_processes: int = 1) -> list[dict[str, Any]]:
@@ -228,7 +249,7 @@ def metrics_annotations(job: Job, num_processes: int = 1) -> dict[str, str]:
     return {"prometheus.io/scrape": "true", "prometheus.io/path": "/metrics", **port}
 
 
-def _environment(job: Job, spec: RoleSpec) -> list[dict[str, Any]]:
+def _environment(job: Job, spec: RoleSpec, scale: Scale) -> list[dict[str, Any]]:
     """Ours, then the job's, then the role's, then what probes and `enableMetrics` rely on.
 
     Of equal names the last wins, as only it is kept.
@@ -246,6 +267,7 @@ def _environment(job: Job, spec: RoleSpec) -> list[dict[str, Any]]:
         _value("PERSIA_NATS_URL", job.spec.nats.url or own_nats),
         _value("PERSIA_BIND_HOST", "$(POD_IP)"),
         _value("PERSIA_JOB_SECRET_FILE", f"{_SECRET_FOLDER}/{SECRET_FILE}"),
+        _value("PERSIA_TLS_DIR", _TLS_FOLDER if scale.tls else None),
         _value("PERSIA_EMBEDDING_CONFIG", job.embedding_config),
         _value("PERSIA_GLOBAL_CONFIG", job.global_config),
         _value("PERSIA_NN_WORKER_ENTRY", job.spec.persia_env.nn_worker_entry),

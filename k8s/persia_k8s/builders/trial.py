@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from persia_k8s.builders.manifest import Images, Manifest, Scale, make_manifest, make_pod
+from persia_k8s.builders.manifest import Images, Manifest, Scale, make_manifest, make_pod, uses_tls
 from persia_k8s.builders.pods import training_pod
 from persia_k8s.builders.servers import stateful_set
 from persia_k8s.job import Job
@@ -19,7 +19,8 @@ def trial_manifests(job: Job, status: JobStatus, images: Images) -> Iterator[tup
     created: only a pod meets quotas, Pod Security and the other admission controllers.
     """
     nats = {Role.NATS: 1} if job.has_own_nats else {}
-    scale = Scale(replicas={**nats, **job.replicas}, suspensions=status.suspensions)
+    replicas = {**nats, **job.replicas}
+    scale = Scale(replicas=replicas, suspensions=status.suspensions, tls=uses_tls(job, status))
     for role in scale.replicas:
         if role.is_server:
             template = stateful_set(job, role, scale, images)["spec"]["template"]

@@ -40,6 +40,7 @@ class Plan:
     """Actions in the order of the fields, and the seconds until the next pass at the latest."""
 
     # Manifests first and pods last: pods find their services and servers.
+    issues_certificates: bool = False  # valid until what the status says
     apply: list[Manifest] = field(default_factory=list)
     delete_objects: list[tuple[str, str]] = field(default_factory=list)  # (kind, name)
     delete_pods: list[PodView] = field(default_factory=list)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from persia_k8s.builders.manifest import Images, Scale, label_selector
+from persia_k8s.builders.manifest import Images, Scale, label_selector, uses_tls
 from persia_k8s.job import Job
 from persia_k8s.names import Role, object_name
 from persia_k8s.observation import Observation
@@ -56,7 +56,9 @@ def _look(
     job: Job, before: JobStatus, observed: Observation, images: Images, now: datetime, *, has_training: bool
 ) -> Situation:
     replicas = resize.accepted_replicas(job, before, observed, has_training=has_training)
-    scale = Scale(replicas=replicas, attempt=before.attempt, suspensions=before.suspensions)
+    scale = Scale(
+        replicas=replicas, attempt=before.attempt, suspensions=before.suspensions, tls=uses_tls(job, before)
+    )
     plan = Plan(status=before)
     return Situation(
         job=job, before=before, observed=observed, images=images, now=now, scale=scale, plan=plan

@@ -10,7 +10,7 @@ from persia_k8s.builders.security import network_policies
 from persia_k8s.builders.servers import disruption_budget, services, stateful_set
 from persia_k8s.names import Role, pod_name
 from persia_k8s.observation import PodView
-from persia_k8s.reconcile import finish, health, resize
+from persia_k8s.reconcile import certificates, finish, health, resize
 from persia_k8s.reconcile.plan import Situation
 
 _RESIZE_REFUSED = (
@@ -32,6 +32,10 @@ _RESIZE_DEFERRED = (
     "{role}.replicas: {wanted} takes effect when the training is next started, until then {has}: data "
     "loaders and NN workers count each other once, at their start"
 )
+_TLS_FIXED = (
+    "security.tls: {wanted} takes effect in a new job, or when this one is suspended and resumed: processes "
+    "with certificates refuse those without"
+)
 
 _GONE = "gone"
 
@@ -43,6 +47,7 @@ def provide(situation: Situation, *, has_training: bool) -> bool:
     predictions are asked for.
     """
     plan, scale = situation.plan, situation.scale
+    certificates.provide(situation)
     for manifest in [*network_policies(situation.job), *services(situation.job)]:
         _apply_if_different(situation, manifest)
     _apply_gangs(situation)
@@ -166,6 +171,8 @@ def _report_spec(situation: Situation, drifted: Sequence[Role]) -> None:
             messages.append(f"{role.field}: the changed pod takes effect when the training is next started")
         else:
             messages.append(f"{role.field}: the changed pod takes effect in a new job only")
+    if job.spec.security.tls != scale.tls:
+        messages.append(_TLS_FIXED.format(wanted=str(job.spec.security.tls).lower()))
     reason = "ResizeRefused" if is_refused else "Deferred"
     if not messages:
         situation.set_condition("SpecApplied", True, "AsSpecified")

@@ -12,7 +12,13 @@ def suspend(situation: Situation) -> None:
     """Ends everything that the job has."""
     plan = situation.plan
     if situation.before.phase is not Phase.SUSPENDED:
-        situation.update(phase=Phase.SUSPENDED, resize=None, restart_time="", servers=_forgotten(situation))
+        situation.update(
+            phase=Phase.SUSPENDED,
+            resize=None,
+            restart_time="",
+            servers=_forgotten(situation),
+            tls=None,
+        )
         situation.event("Suspended", "all pods end; set spec.suspend to false to start the job again")
     situation.set_condition(_CONDITION, True, "Suspended")
     plan.delete_objects += sorted(situation.observed.objects)
