@@ -396,6 +396,7 @@ class EmbeddingClient:
         requires_grad: bool,
         timeout_s: float = 60.0,
         slots: int = 0,
+        original: BatchReference = ...,  # of the batch at a worker that has died
     ) -> LookupResult: ...
     def return_gradients(
         self,
@@ -424,6 +425,7 @@ class RemoteClient(EmbeddingClient):
     def durations(self) -> dict[str, tuple[list[int], float, float]]: ...
     def set_worker(self, index: int, address: str) -> None: ...  # a new index adds a worker
     def retire_worker(self, index: int) -> None: ...  # asked only for the batches that it holds
+    def drop_worker(self, index: int) -> None: ...  # its pending calls fail with UnavailableError
 
 class EmbeddedClient(EmbeddingClient):
     """Embedding worker and store in this process."""

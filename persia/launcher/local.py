@@ -98,8 +98,9 @@ class LocalJob:
     "--max-restarts",
     type=click.IntRange(min=0),
     default=0,
-    help="Restarts in all. A data loader or NATS that dies is started again alone; when another process "
-    "dies, the whole job is. A script with TrainCtx(recovery=...) continues after its newest checkpoint.",
+    help="Restarts in all. A data loader, an embedding worker or NATS that dies is started again alone; when "
+    "a rank or a parameter server dies, the whole job is. A script with TrainCtx(recovery=...) continues "
+    "after its newest checkpoint.",
 )
 @click.argument("script_args", nargs=-1, type=click.UNPROCESSED)
 def command(**given: Any) -> None:
@@ -187,38 +188,36 @@ def _supervise(
 ) -> ManagedProcess | None:
     """Runs the processes until training has ended; returns the one that failed for good, if one did."""
     restarts = Restarts(max_restarts)
-    while True:
-        for spec in specs:
-            supervisor.start(spec)
-        failed = _await_end(supervisor, restarts)
-        if failed is None or restarts.exhausted:
-            break
+    for spec in specs:
+        supervisor.start(spec)
+    while (failed := _await_end(supervisor, restarts)) is not None and not restarts.exhausted:
         # At once, as a crash would: what the others still do is lost anyway, and must not meet what follows.
         supervisor.kill([spec.name for spec in specs])
-        _pause(failed, restarts, "every process is started again")
+        restarts.add(failed, specs, _tell)
     if restarts.count:
         click.secho(restarts.summary(), err=True)
     return failed
 
 
-def _pause(failed: ManagedProcess, restarts: Restarts, what: str) -> None:
-    pause_s = restarts.next_pause_s(failed.name)
-    click.secho(
-        f"{failed.name} {how_it_ended(failed)}; {what} in {pause_s:g} s ({restarts})", fg="yellow", err=True
-    )
-    time.sleep(pause_s)
+def _tell(text: str) -> None:
+    click.secho(text, fg="yellow", err=True)
 
 
 def _await_end(supervisor: Supervisor, restarts: Restarts) -> ManagedProcess | None:
-    """Waits until training has ended; returns the process that failed, if one did."""
+    """Restarts what is due, and what may be restarted alone, until training has ended.
+
+    Returns the process that failed otherwise, if one did.
+    """
     failed_loader, give_up_at = None, math.inf
     while time.monotonic() < give_up_at:
-        ended = supervisor.next_ended(_WAIT_S)
-        if ended is None or ended not in supervisor.processes:  # one of those that were restarted together
+        for spec in restarts.take_due():
+            supervisor.start(spec)
+        ended = supervisor.next_ended(min(_WAIT_S, restarts.next_due_s))
+        # One of those that were restarted together, or will be.
+        if ended is None or ended not in supervisor.processes or restarts.is_waiting(ended.name):
             continue
         if restarts_alone(ended) and not restarts.exhausted:
-            _pause(ended, restarts, "it is started again")
-            supervisor.start(ended.spec)
+            restarts.add(ended, [ended.spec], _tell)
             continue
         if ended.name == NN_WORKER and ended.exit_code == 0:
             return None

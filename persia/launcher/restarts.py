@@ -1,20 +1,23 @@
 """What `persia-launcher local --max-restarts` does when a process of the job dies.
 
-Pure: decides, and starts nothing. A data loader and the NATS server are restarted alone: ranks know what they
-have of each loader, and all processes connect to NATS again. When any other process dies, the whole job but
-NATS is started again: nothing of the old ranks and embedding workers may reach the rows that the new ranks
-load, and a restarted server needs them from a checkpoint.
+Pure: decides, and starts nothing. A data loader, an embedding worker and the NATS server are restarted alone:
+ranks know what they have of each loader, register the batches of a dead worker again, and all processes
+connect to NATS again. When a rank or a server dies, the whole job but NATS is started again: nothing of the
+old ranks and embedding workers may reach the rows that the new ranks load, and a restarted server needs them
+from a checkpoint.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from persia.launcher.nats_server import NATS
-from persia.launcher.supervisor import ManagedProcess
+from persia.launcher.supervisor import ManagedProcess, ProcessSpec
+from persia.messaging.subjects import EMBEDDING_WORKER
 
 __all__ = ["Restarts", "how_it_ended", "restarts_alone"]
 
@@ -32,6 +35,7 @@ class Restarts:
         self._last = float("-inf")
         self._pause_s = 0.0
         self.deaths = Counter[str]()  # by name of the process that died
+        self._due: dict[str, tuple[float, ProcessSpec]] = {}  # when to start what, by its name
 
     @property
     def count(self) -> int:
@@ -49,6 +53,30 @@ class Restarts:
         self._last = self._clock() + self._pause_s
         return self._pause_s
 
+    def add(self, ended: ManagedProcess, specs: Sequence[ProcessSpec], tell: Callable[[str], None]) -> None:
+        """Makes `specs` due after the pause, as `ended` has died. `tell` gets one line about it."""
+        pause_s = self.next_pause_s(ended.name)
+        what = "it is started again" if len(specs) == 1 else "every process is started again"
+        tell(f"{ended.name} {how_it_ended(ended)}; {what} in {pause_s:g} s ({self})")
+        at = self._clock() + pause_s
+        self._due |= {spec.name: (at, spec) for spec in specs}
+
+    def is_waiting(self, name: str) -> bool:
+        """Whether the process will be started again."""
+        return name in self._due
+
+    @property
+    def next_due_s(self) -> float:
+        """Seconds until a process is due; infinite if none is."""
+        return max(0.0, min((at for at, _ in self._due.values()), default=math.inf) - self._clock())
+
+    def take_due(self) -> list[ProcessSpec]:
+        """The processes to start now, in the order in which they were added."""
+        due = [spec for at, spec in self._due.values() if at <= self._clock()]
+        for spec in due:
+            del self._due[spec.name]
+        return due
+
     def __str__(self) -> str:
         """Such as "restart 2 of 5"."""
         return f"restart {self.count} of {self._limit}"
@@ -62,7 +90,9 @@ class Restarts:
 def restarts_alone(ended: ManagedProcess) -> bool:
     """Whether the others may continue. A loader that raised has told the ranks, which end with its error."""
     was_killed = ended.exit_code is not None and ended.exit_code < 0
-    return ended.name == NATS or (ended.name.startswith("data-loader-") and was_killed)
+    return ended.name == NATS or (
+        ended.name.startswith(("data-loader-", f"{EMBEDDING_WORKER}-")) and was_killed
+    )
 
 
 def how_it_ended(process: ManagedProcess) -> str:

@@ -138,10 +138,13 @@ class FlowReply(_PackedMessage):
 
 @dataclass(frozen=True)
 class SubmittedBatch(_PackedMessage):
-    """Loader to NN worker: a batch's dense part, and where its ID features wait."""
+    """Loader to NN worker: a batch's dense part, and where its ID features wait.
+
+    It has the ID features, too: the rank registers them again if their embedding worker dies.
+    """
 
     what = "submitted batch"
-    layout = struct.Struct("<QQQIIII")
+    layout = struct.Struct("<QQQIIIIQ")
 
     batch_id: int
     worker_incarnation: int
@@ -151,13 +154,31 @@ class SubmittedBatch(_PackedMessage):
     loader_replicas: int
     requires_grad: bool
     dense: bytes | memoryview  # the wire format's "dense section", not decoded here
+    id_features: bytes | memoryview = b""  # as in an `IdsRequest`
+
+    def encode(self) -> bytes:
+        *head, dense, id_features = vars(self).values()
+        return b"".join((self.layout.pack(*head, len(dense)), dense, id_features))
 
     @classmethod
     def _read(cls, *values: Any) -> Self:
-        batch_id, incarnation, reference, worker, loader, replicas, requires_grad, dense = values
+        batch_id, incarnation, reference, worker, loader, replicas, requires_grad, num_dense, body = values
         if requires_grad not in (0, 1):
             raise ValueError(f"requires_grad is {requires_grad}, not 0 or 1")
-        batch = cls(batch_id, incarnation, reference, worker, loader, replicas, bool(requires_grad), dense)
+        if num_dense > len(body):
+            raise ValueError(f"a dense section of {num_dense} bytes, and {len(body)} are left")
+        dense, id_features = body[:num_dense], body[num_dense:]
+        batch = cls(
+            batch_id,
+            incarnation,
+            reference,
+            worker,
+            loader,
+            replicas,
+            bool(requires_grad),
+            dense,
+            id_features,
+        )
         _check_replica(batch)
         # Loaders number their batches in turns: two of them must never use the same id.
         if batch.batch_id % batch.loader_replicas != batch.loader_index:

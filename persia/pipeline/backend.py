@@ -6,7 +6,10 @@ above knows only `EmbeddingBackend`. Deadlines are the backend's, so that no cal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +36,8 @@ from persia.errors import (
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.subjects import EMBEDDING_WORKER
+from persia.pipeline.failover import CallMonitor, HeldBatches, accepts_connections
+from persia.pipeline.queues import Deadline
 from persia.pipeline.staleness import ALL_SLOTS
 
 __all__ = ["ClusterBackend", "EmbeddingBackend", "SlotGradients", "slot_signs"]
@@ -41,6 +46,8 @@ _ROWS_AT_A_TIME = 65_536  # bounds a message of set_embeddings
 
 # A loader that used the worker has reached it before, so it is running, and answers soon or not at all.
 _PROBE_S = 5.0
+
+T = TypeVar("T")
 
 SlotGradients = Sequence[tuple[str, NDArray[np.float32] | None]]
 
@@ -71,12 +78,18 @@ class EmbeddingBackend:
         self._client.configure(config, replace=replace, timeout_s=self._deadline_s)
 
     def lookup(
-        self, reference: BatchReference, *, requires_grad: bool, slots: int = ALL_SLOTS
+        self,
+        reference: BatchReference,
+        *,
+        requires_grad: bool,
+        slots: int = ALL_SLOTS,
+        id_features: bytes | memoryview | None = None,
     ) -> LookupResult:
         """The embeddings of a batch that a loader registered, or that `lookup_direct` began with.
 
         `slots` selects slots by their mode, for batches that require gradients: the others are absent from
-        the result.
+        the result. `id_features`: of the batch, with its first lookup. If its worker dies before it has
+        ended, it is registered again at another one.
         """
         # In a cluster this is RemoteClient (native/src/client/remote_client.cc).
         return self._client.lookup(
@@ -84,7 +97,11 @@ class EmbeddingBackend:
         )
 
     def lookup_direct(
-        self, id_features: bytes, *, requires_grad: bool, slots: int = ALL_SLOTS
+        self,
+        id_features: bytes,
+        *,
+        requires_grad: bool,
+        slots: int = ALL_SLOTS,
     ) -> LookupResult:
         """The embeddings of ID features built in this process; workers take turns."""
         # The client takes the index modulo the number of its workers. Without a bound on the counter, its
@@ -92,7 +109,11 @@ class EmbeddingBackend:
         worker_index = self._num_direct_lookups
         self._num_direct_lookups = (worker_index + 1) % (1 << 31)
         return self._client.lookup_direct(
-            worker_index, id_features, requires_grad=requires_grad, timeout_s=self._deadline_s, slots=slots
+            worker_index,
+            id_features,
+            requires_grad=requires_grad,
+            timeout_s=self._deadline_s,
+            slots=slots,
         )
 
     def return_gradients(
@@ -140,16 +161,19 @@ class EmbeddingBackend:
 class ClusterBackend(EmbeddingBackend):
     """Embedding workers of a cluster behind RPC. Waits for all of them on creation.
 
-    Workers that join later are used; one that has left is asked only for the batches that it holds.
+    Workers that join later are used. One that has left is asked only for the batches that it holds. The
+    batches of one that has died continue on another, or on its successor.
     `schema`: the hash of this process' slots, which must be theirs; "" to accept any.
     """
 
     def __init__(self, directory: Directory, *, schema: str = "") -> None:
         deadline_s = env.get_deadline_s()
         self._directory = directory
-        # Written by discovery events and lookups on several threads: single operations of a dict are atomic.
-        self._incarnations: dict[int, int] = {}  # of the workers that have an address
+        self._lock = threading.Lock()  # guards changes of which workers are used
+        self._workers: dict[int, ServiceInfo] = {}  # those that have an address, by index
+        self._dead: set[int] = set()  # incarnations
         self._config: TrainConfig | None = None
+        self._held = HeldBatches(self, deadline_s)
         self._watch = directory.watch(EMBEDDING_WORKER, self._on_event)
         self._remote: RemoteClient | None = None
         try:
@@ -166,6 +190,7 @@ class ClusterBackend(EmbeddingBackend):
             deadline_s=deadline_s,
             slot_modes=workers[0].slot_modes,
         )
+        self._monitor = CallMonitor(self._drop_dead_workers)
 
     @property
     def client(self) -> RemoteClient:
@@ -175,46 +200,168 @@ class ClusterBackend(EmbeddingBackend):
 
     def configure(self, config: TrainConfig, *, replace: bool = False) -> None:
         # Kept only once all servers have accepted it: a worker that joins must not get a refused one.
-        super().configure(config, replace=replace)
+        self._call_any(partial(super().configure, config, replace=replace))
         self._config = config
 
     def lookup(
-        self, reference: BatchReference, *, requires_grad: bool, slots: int = ALL_SLOTS
+        self,
+        reference: BatchReference,
+        *,
+        requires_grad: bool,
+        slots: int = ALL_SLOTS,
+        id_features: bytes | memoryview | None = None,
     ) -> LookupResult:
-        # A loader may have discovered a new worker before this process has.
+        call = partial(super().lookup, requires_grad=requires_grad, slots=slots)
+        if id_features is None:
+            return self._call_holder(reference, call)
+        if not requires_grad:
+            try:
+                return self._call_worker(call, reference)
+            except (NotFoundError, UnavailableError):
+                # Another worker does as well: nothing is owed to the batch.
+                return self.lookup_direct(bytes(id_features), requires_grad=False, slots=slots)
+        self._held.keep(reference, id_features)
+        try:
+            return self._call_holder(reference, call)
+        except BaseException:
+            self._held.forget(reference)
+            raise
+
+    def lookup_direct(
+        self, id_features: bytes, *, requires_grad: bool, slots: int = ALL_SLOTS
+    ) -> LookupResult:
+        call = partial(super().lookup_direct, requires_grad=requires_grad, slots=slots)
+        result = self._call_any(partial(call, id_features))
+        if requires_grad:
+            self._held.keep(result.reference, id_features)
+        return result
+
+    def return_gradients(
+        self, reference: BatchReference, gradients: SlotGradients, *, scale: float
+    ) -> ReturnReport:
+        call = partial(super().return_gradients, gradients=gradients, scale=scale)
+        report = self._call_holder(reference, call)
+        self._held.forget(reference)
+        return report
+
+    def release(self, reference: BatchReference) -> None:
+        current = self._held.forget(reference)
+        try:
+            self._call_worker(super().release, current)
+        except (NotFoundError, UnavailableError):
+            if not self.is_gone(current):  # a dead worker holds nothing
+                raise
+
+    def set_embeddings(self, signs: NDArray[np.uint64], rows: NDArray[np.float32]) -> None:
+        self._call_any(partial(super().set_embeddings, signs, rows))
+
+    def clear(self) -> None:
+        self._call_any(super().clear)
+
+    def sizes(self) -> list[int]:
+        return self._call_any(super().sizes)
+
+    def is_gone(self, reference: BatchReference) -> bool:
+        """Whether the worker that held the batch has died, or was started again."""
+        index, incarnation = reference.worker_index, reference.worker_incarnation
+        known = self._workers.get(index)
+        if incarnation in self._dead or (known is not None and known.incarnation != incarnation):
+            return True
+        # It answers before this process hears that it has joined.
+        worker = self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S)
+        if worker is None or worker.incarnation == incarnation:
+            return False
+        self._use(worker)
+        return True
+
+    def register(self, id_features: bytes | memoryview, original: BatchReference) -> BatchReference:
+        """Looks the batch up for training at a worker that lives; returns its reference there."""
+        # All slots: servers have their rows, and later lookups replace the parts that stages need.
+        call = partial(
+            self.client.lookup_direct,
+            original.reference % (1 << 31),  # batches are spread
+            id_features,
+            requires_grad=True,
+            timeout_s=self._deadline_s,
+            original=original,
+        )
+        return self._call_any(call).reference
+
+    def close(self) -> None:
+        self._monitor.close()
+        self._watch.close()
+
+    def _call_holder(self, reference: BatchReference, call: Callable[[BatchReference], T]) -> T:
+        return self._held.call(reference, partial(self._call_worker, call))
+
+    def _call_worker(self, call: Callable[[BatchReference], T], reference: BatchReference) -> T:
         index = reference.worker_index
-        if index not in self._incarnations:
+        if reference.worker_incarnation in self._dead:
+            raise UnavailableError(f"embedding worker {index} has died")
+        # A loader may have discovered a new worker before this process has.
+        if index not in self._workers:
             worker = self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S)
             if worker is None:
                 raise UnavailableError(
                     f"embedding worker {index} does not answer, which a data loader has used"
                 )
             self._use(worker)
-        return super().lookup(reference, requires_grad=requires_grad, slots=slots)
+        with self._monitor.watching():
+            return call(reference)
 
-    def close(self) -> None:
-        self._watch.close()
+    def _call_any(self, call: Callable[[], T]) -> T:
+        """Repeats a call that any worker can answer, if one has died under it."""
+        deadline = Deadline(self._deadline_s)
+        while True:
+            num_dead = len(self._dead)
+            try:
+                with self._monitor.watching():
+                    return call()
+            except UnavailableError:
+                if len(self._dead) == num_dead or deadline.over:
+                    raise
+
+    def _drop_dead_workers(self) -> None:
+        """Ends the calls to workers that have died, unless no other lives: a successor is waited for."""
+        workers = list(self._workers.values())
+        dead = [worker for worker in workers if not accepts_connections(worker.address)]
+        if len(dead) == len(workers):
+            return
+        for worker in dead:
+            with self._lock:
+                if self._workers.get(worker.index) != worker:  # its successor has joined
+                    continue
+                self._dead.add(worker.incarnation)  # first: calls that fail now look here
+                del self._workers[worker.index]
+                self.client.drop_worker(worker.index)
+            get_default_logger().warning("%s has died: its batches continue on other workers", worker)
 
     def _use(self, worker: ServiceInfo) -> None:
         assert self._remote is not None, "created before a worker is used"
-        self._remote.set_worker(worker.index, worker.address)
-        self._incarnations[worker.index] = worker.incarnation
+        with self._lock:
+            known = self._workers.get(worker.index)
+            if known is not None and known.incarnation != worker.incarnation:
+                self._dead.add(known.incarnation)
+            self._dead.discard(worker.incarnation)  # it was only not reached
+            self._remote.set_worker(worker.index, worker.address)
+            self._workers[worker.index] = worker
 
     def _on_event(self, event: ServiceEvent) -> None:
         if self._remote is None:
             return
-        worker, is_new = event.info, event.info.index not in self._incarnations
+        worker, is_new = event.info, event.info.index not in self._workers
         try:
             if event.kind is EventKind.LEFT:
                 # A successor at its index may have joined before.
-                if self._incarnations.get(worker.index) == worker.incarnation:
+                known = self._workers.get(worker.index)
+                if known is not None and known.incarnation == worker.incarnation:
                     self._remote.retire_worker(worker.index)
                 return
             self._use(worker)
             if is_new:
                 get_default_logger().info("%s is used from now on", worker)
             if self._config is not None:  # workers keep it for servers that restart
-                super().configure(self._config)
+                self.configure(self._config)
         except PersiaError as failure:
             get_default_logger().error("%s has joined and is not usable: %s", worker, failure)
 

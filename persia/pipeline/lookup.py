@@ -76,10 +76,15 @@ class LookupService:
             # Python.
             with TracedBatch(pending.batch_id if requires_grad else NO_BATCH):
                 if pending.reference is not None:
-                    result = self.backend.lookup(pending.reference, requires_grad=requires_grad, slots=slots)
+                    result = self.backend.lookup(
+                        pending.reference,
+                        requires_grad=requires_grad,
+                        slots=slots,
+                        id_features=pending.id_features,
+                    )
                 else:
                     result = self.backend.lookup_direct(
-                        pending.id_features, requires_grad=requires_grad, slots=slots
+                        bytes(pending.id_features), requires_grad=requires_grad, slots=slots
                     )
         except Exception as failure:
             self.counters.add(batches_failed=1)

@@ -46,6 +46,8 @@ __all__ = ["BatchSender", "LoaderShare", "RegisterBatch", "RegisterBatchHandler"
 # Much longer than a receiver holds a request, so that its reply is not given up on its way.
 _REQUEST_TIMEOUT_S = 10.0
 _RETRY_S = 0.1  # after a peer that is absent, or did not answer
+# How long a worker that did not answer is left out, while another one takes its batches.
+_UNAVAILABLE_S = 5.0
 # A receiver that answers "full" is alive, and a long evaluation is no failure: it has this many times the
 # deadline of one that does not answer.
 _FULL_PATIENCE = 12
@@ -99,6 +101,7 @@ class BatchSender:
         self._deadline_s = deadline_s
         self._departed: set[int] = set()  # ranks that have left
         self._workers: dict[int, int] = {}  # index to incarnation, of those that take batches
+        self._unavailable_until: dict[int, float] = {}  # by time.monotonic(), of workers
         self._known: DataPosition | None = None  # of this loader's batches: those that no rank needs
         self.position = 0  # batches of this loader before the next one
         self.num_sent = self.world_size = 0
@@ -165,6 +168,7 @@ class BatchSender:
             loader_replicas=self._replicas,
             requires_grad=requires_grad,
             dense=dense,
+            id_features=id_features,
         )
         rank = batch_id % self.world_size
         # Answered by StreamReceiver._on_batch (receive.py), on a thread of the rank's session.
@@ -186,15 +190,14 @@ class BatchSender:
         request = IdsRequest(self._index, self._replicas, id_features).encode()
         room = Deadline(_FULL_PATIENCE * self._deadline_s)
         while True:
-            workers = sorted(self._workers) or [0]  # without any, the first is waited for
-            # By the position, and not by chance: workers get equal shares, and a run can be repeated.
-            index = workers[self.position % len(workers)]
-            peer, left = f"embedding worker {index}", partial(self._worker_left, index)
+            index = self._next_worker()
+            peer, left = f"embedding worker {index}", partial(self._can_replace, index)
             # Answered by RegisterBatchHandler below, on a thread of the worker's session.
             subject = self._session.subjects.ids(index)
             answer = self._request(subject, request, peer, Deadline(self._deadline_s), left)
-            if answer is None:
-                continue  # to another worker
+            if answer is None:  # to another worker
+                self._unavailable_until[index] = time.monotonic() + _UNAVAILABLE_S
+                continue
             reply = FlowReply.decode(answer)
             if reply.status is ReplyStatus.OK:
                 return index, reply
@@ -220,7 +223,7 @@ class BatchSender:
         A rank recognises a repeated batch by its batch_id. An embedding worker registers repeated ID features
         again, and the unused reference expires.
 
-        None: the peer does not answer and `has_left`.
+        None: the peer does not answer, and `has_left` or can be replaced.
         """
         while True:
             try:
@@ -234,9 +237,18 @@ class BatchSender:
                     ) from failure
                 time.sleep(_RETRY_S)
 
-    def _worker_left(self, index: int) -> bool:
-        """Whether another worker is to be asked instead."""
-        return bool(self._workers) and index not in self._workers
+    def _next_worker(self) -> int:
+        # By the position, and not by chance: workers get equal shares, and a run can be repeated.
+        workers = self._available_workers() or sorted(self._workers) or [0]
+        return workers[self.position % len(workers)]
+
+    def _available_workers(self) -> list[int]:
+        now = time.monotonic()
+        return [i for i in sorted(self._workers) if self._unavailable_until.get(i, now) <= now]
+
+    def _can_replace(self, index: int) -> bool:
+        """Whether another worker is to be asked instead of one that does not answer."""
+        return any(i != index for i in self._available_workers())
 
     def _on_nn_worker(self, event: ServiceEvent) -> None:
         change = self._departed.add if event.kind is EventKind.LEFT else self._departed.discard
@@ -246,6 +258,7 @@ class BatchSender:
         index, incarnation = event.info.index, event.info.incarnation
         if event.kind is EventKind.JOINED:
             self._workers[index] = incarnation
+            self._unavailable_until.pop(index, None)
         elif self._workers.get(index) == incarnation:  # else its successor has joined before
             del self._workers[index]
 

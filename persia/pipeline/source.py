@@ -22,12 +22,12 @@ __all__ = ["BatchSource", "LocalSource", "PendingBatch", "pending_from", "pendin
 
 @dataclasses.dataclass(frozen=True)
 class PendingBatch:
-    """A batch before its lookup: registered at a worker (`reference`) or with its ID features here."""
+    """A batch before its lookup."""
 
     batch_id: int
     requires_grad: bool
-    reference: BatchReference | None
-    id_features: bytes
+    reference: BatchReference | None  # where a loader has registered it
+    id_features: bytes | memoryview
     # The dense section. LookupService.look_up (lookup.py) decodes it on a lookup thread, in parallel: the
     # feeder would do it for all batches in turn.
     dense: bytes | memoryview
@@ -52,7 +52,7 @@ class BatchSource(Protocol):
 def pending_from_stream(batch: SubmittedBatch) -> PendingBatch:
     """A batch that a loader registered and submitted."""
     reference = BatchReference(batch.worker_index, batch.worker_incarnation, batch.reference)
-    return PendingBatch(batch.batch_id, batch.requires_grad, reference, b"", batch.dense)
+    return PendingBatch(batch.batch_id, batch.requires_grad, reference, batch.id_features, batch.dense)
 
 
 def pending_from(batch: PersiaBatch, batch_id: int) -> PendingBatch:

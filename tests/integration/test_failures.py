@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 
-def await_output(process: Any, text: str, timeout_s: float = 60.0) -> None:
+def await_output(process: Any, text: str, timeout_s: float = 240.0) -> None:
     deadline = time.monotonic() + timeout_s
     while text not in process.output:
         assert time.monotonic() < deadline, f"{process.name} never printed {text!r}:\n{process.output}"
@@ -115,6 +115,32 @@ def test_bug_15_dead_server_is_a_typed_error(start_job: Any, role: str) -> None:
     assert re.search(rf"embedding[- ]worker 0|{role} 0", error)
     # Lookups under way end by their own deadline, which is longer than a failed context waits.
     assert [name for name in job.reports[0]["threads"] if not name.startswith("persia-lookup")] == []
+
+
+def test_batches_of_a_killed_worker_continue_on_the_other(start_job: Any) -> None:
+    """Nobody starts the worker again."""
+    job = start_job("--pace", "0.01", loaders=[["--batches", "300"]], embedding_workers=2)
+    await_output(job.nn_worker, "batch 50")
+    job.cluster.kill("embedding-worker-1")
+    assert job.finish_nn_worker() == 0, job.nn_worker.output
+    (report,) = job.reports
+    assert sorted(report["batch_ids"]) == list(range(300))
+    assert report["counters"]["batches_trained"] == report["counters"]["gradients_submitted"] == 300
+    assert set(report["workers"][:50]) == {0, 1}
+    assert set(report["workers"][-100:]) == {0}
+    assert report["counters"]["batches_failed"] == 0
+    assert "embedding-worker 1 of 2" in job.nn_worker.output
+    assert job.cluster.wait(job.loaders[0], 120) == 0
+
+
+def test_batches_of_the_only_worker_continue_on_its_successor(start_job: Any) -> None:
+    job = start_job("--pace", "0.01", loaders=[["--batches", "300"]])
+    await_output(job.nn_worker, "batch 50")
+    job.cluster.restart("embedding-worker-0")
+    assert job.finish_nn_worker() == 0, job.nn_worker.output
+    (report,) = job.reports
+    assert sorted(report["batch_ids"]) == list(range(300))
+    assert report["counters"]["batches_failed"] == 0
 
 
 def test_lost_rows_end_the_training_and_keep_the_checkpoint(start_job: Any, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def test_killed_processes_change_nothing_in_the_result(undisturbed: Outcome, tmp
         outcome.output
     )
     assert "data-loader-0 was ended by SIGKILL; it is started again" in outcome.output
+    assert re.search(r"embedding-worker-\d was ended by SIGKILL; it is started again", outcome.output)
     assert "restarts: 5 of 5 (data-loader-0 1, embedding-" in outcome.output
 
 

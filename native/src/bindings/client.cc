@@ -34,10 +34,11 @@ using GradientList = std::vector<std::pair<std::string, py::object>>;
 // The bytes stay valid without the GIL: BytesArgument holds the buffer.
 LookupResult LookupDirect(EmbeddingClient& self, uint32_t worker_index,
                           const py::buffer& id_features, bool requires_grad, Deadline deadline,
-                          SlotMask slots) {
+                          SlotMask slots, const BatchReference& original) {
   const BytesArgument message(id_features, "id_features");
   return ValueOrRaise(WithoutGil([&] {
-    return self.LookupDirect(worker_index, message.bytes(), requires_grad, deadline, slots);
+    return self.LookupDirect(worker_index, message.bytes(), requires_grad, deadline, slots,
+                             original);
   }));
 }
 
@@ -128,6 +129,7 @@ void BindImplementations(py::module_& module) {
            py::arg("num_workers"), py::kw_only(), py::arg("wire_dtype") = "float32")
       .def("set_worker", Blocking(&RemoteClient::SetWorker), py::arg("index"), py::arg("address"))
       .def("retire_worker", Blocking(&RemoteClient::RetireWorker), py::arg("index"))
+      .def("drop_worker", Blocking(&RemoteClient::DropWorker), py::arg("index"))
       .def("durations", [](RemoteClient& self) { return DurationsToDict(self.durations()); });
   DefineEach(remote, "channels", "channel_metrics",
              [](RemoteClient& self) { return self.channel_stats(); });
@@ -158,7 +160,8 @@ void BindClient(py::module_& module) {
       .def("lookup", Blocking(&EmbeddingClient::Lookup), py::arg("reference"), py::kw_only(),
            py::arg("requires_grad"), timeout, slots)
       .def("lookup_direct", &LookupDirect, py::arg("worker_index"), py::arg("id_features"),
-           py::kw_only(), py::arg("requires_grad"), timeout, slots)
+           py::kw_only(), py::arg("requires_grad"), timeout, slots,
+           py::arg("original") = BatchReference())
       .def("return_gradients", &ReturnGradients, py::arg("reference"), py::arg("gradients"),
            py::kw_only(), py::arg("scale") = 1.0, timeout)
       .def("release", Blocking(&EmbeddingClient::Release), py::arg("reference"), py::kw_only(),

@@ -53,8 +53,10 @@ class EmbeddedClient final : public EmbeddingClient {
   // For evaluation and inference, and for scripts without a loader.
   StatusOr<LookupResult> LookupDirect(uint32_t /*worker_index*/,
                                       std::span<const std::byte> id_features, bool requires_grad,
-                                      Deadline deadline, SlotMask slots = kAllSlots) override {
-    return Decode(worker_->LookupDirect(id_features, requires_grad, deadline, slots));
+                                      Deadline deadline, SlotMask slots = kAllSlots,
+                                      const BatchReference& original = {}) override {
+    return Decode(worker_->LookupDirect(id_features, requires_grad, deadline, slots,
+                                        worker::EmbeddingsForm::kPooled, original));
   }
   // Updates the store before it returns. A repetition gets the first report.
   StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,

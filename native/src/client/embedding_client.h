@@ -35,11 +35,13 @@ class EmbeddingClient {
   // `slots`: see EmbeddingWorker. All others are absent from the result.
   virtual StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
                                         Deadline deadline, SlotMask slots = kAllSlots) = 0;
-  // `worker_index` is taken modulo the number of workers.
+  // `worker_index` is taken modulo the number of workers. `original`: the batch at a worker that
+  // has died, see EmbeddingWorker.
   virtual StatusOr<LookupResult> LookupDirect(uint32_t worker_index,
                                               std::span<const std::byte> id_features,
                                               bool requires_grad, Deadline deadline,
-                                              SlotMask slots = kAllSlots) = 0;
+                                              SlotMask slots = kAllSlots,
+                                              const BatchReference& original = {}) = 0;
   // Applied once, however often it is called for a batch: a repetition gets the first report.
   // Gradients are divided by `scale`.
   virtual StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,

@@ -10,6 +10,11 @@ namespace {
 
 constexpr uint32_t kMaxWorkers = 65536;  // bounds what one discovery message can make us allocate
 
+std::shared_ptr<net::Channel> MakeChannel(uint32_t index) {
+  const std::string peer = "embedding-worker " + std::to_string(index);
+  return std::make_shared<net::Channel>(net::Channel::Options{.peer = peer});
+}
+
 }  // namespace
 
 WorkerChannels::WorkerChannels(uint32_t num_workers) { GrowTo(num_workers, true); }
@@ -17,9 +22,7 @@ WorkerChannels::WorkerChannels(uint32_t num_workers) { GrowTo(num_workers, true)
 // Channels are made without an address: calls to them wait, and end by their deadlines.
 void WorkerChannels::GrowTo(uint32_t num_workers, bool active) {
   while (workers_.size() < num_workers) {
-    const std::string peer = "embedding-worker " + std::to_string(workers_.size());
-    workers_.push_back(
-        {std::make_shared<net::Channel>(net::Channel::Options{.peer = peer}), active});
+    workers_.push_back({MakeChannel(static_cast<uint32_t>(workers_.size())), active});
   }
 }
 
@@ -40,6 +43,17 @@ Status WorkerChannels::Set(uint32_t index, const std::string& address) {
 void WorkerChannels::Retire(uint32_t index) {
   const std::unique_lock lock(mutex_);
   if (index < workers_.size()) workers_[index].active = false;
+}
+
+void WorkerChannels::Drop(uint32_t index) {
+  std::shared_ptr<net::Channel> channel = MakeChannel(index);
+  {
+    const std::unique_lock lock(mutex_);
+    if (index >= workers_.size()) return;
+    workers_[index].channel.swap(channel);
+    workers_[index].active = false;
+  }
+  channel->Close();  // calls that wait in it keep it alive
 }
 
 StatusOr<std::shared_ptr<net::Channel>> WorkerChannels::At(uint32_t index) const {
@@ -129,8 +143,9 @@ StatusOr<LookupResult> RemoteClient::Lookup(const BatchReference& reference, boo
 StatusOr<LookupResult> RemoteClient::LookupDirect(uint32_t worker_index,
                                                   std::span<const std::byte> id_features,
                                                   bool requires_grad, Deadline deadline,
-                                                  SlotMask slots) {
-  const worker::LookupDirectRequest request{Options(requires_grad, slots), id_features};
+                                                  SlotMask slots, const BatchReference& original) {
+  const worker::LookupDirectRequest request{Options(requires_grad, slots), original, id_features};
+  if (original.reference != 0) distinct_.Forget(original);
   const auto links = workers_.Active();
   auto result = CallForEmbeddings(links[worker_index % links.size()].first, worker::kLookupDirect,
                                   request, deadline);
@@ -167,15 +182,15 @@ Status RemoteClient::SetEmbeddings(uint32_t dim, std::span<const uint64_t> signs
   }
   const SignBlock block{dim, static_cast<uint32_t>(signs.size())};
   const SetRowsRequest request{{{&block, 1}, signs}, rows};
-  return net::Call(AnyWorker(), worker::kSetEmbeddings, request, deadline);
+  return net::Call(*AnyWorker(), worker::kSetEmbeddings, request, deadline);
 }
 
 Status RemoteClient::Clear(Deadline deadline) {
-  return net::Call(AnyWorker(), worker::kClearEmbeddings, Empty(), deadline);
+  return net::Call(*AnyWorker(), worker::kClearEmbeddings, Empty(), deadline);
 }
 
 StatusOr<std::vector<uint64_t>> RemoteClient::Sizes(Deadline deadline) {
-  return net::Call(AnyWorker(), worker::kCountEmbeddings, Empty(), deadline);
+  return net::Call(*AnyWorker(), worker::kCountEmbeddings, Empty(), deadline);
 }
 
 }  // namespace persia::client

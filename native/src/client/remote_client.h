@@ -35,6 +35,8 @@ class WorkerChannels {
   Status Set(uint32_t index, const std::string& address);
   // The worker takes no new work. Nothing happens for one that is not known.
   void Retire(uint32_t index);
+  // The worker has died: calls to it that are pending fail with kUnavailable, and it is retired.
+  void Drop(uint32_t index);
 
   // The worker that holds a batch; kInvalidArgument when it is not known.
   StatusOr<std::shared_ptr<net::Channel>> At(uint32_t index) const;
@@ -72,6 +74,8 @@ class RemoteClient final : public EmbeddingClient {
   }
   // Asks the worker for nothing but the batches that it holds, until SetWorker.
   void RetireWorker(uint32_t index) { workers_.Retire(index); }
+  // Fails its pending calls with kUnavailable: it has died. SetWorker makes the index usable again.
+  void DropWorker(uint32_t index) { workers_.Drop(index); }
   // Of the channel to each worker.
   // Workers that have left are not listed, unless all have.
   std::vector<net::ChannelStats> channel_stats() const;
@@ -91,7 +95,8 @@ class RemoteClient final : public EmbeddingClient {
                                 Deadline deadline, SlotMask slots = kAllSlots) override;
   StatusOr<LookupResult> LookupDirect(uint32_t worker_index, std::span<const std::byte> id_features,
                                       bool requires_grad, Deadline deadline,
-                                      SlotMask slots = kAllSlots) override;
+                                      SlotMask slots = kAllSlots,
+                                      const BatchReference& original = {}) override;
   // The gradients are sent from the caller's arrays, so these must stay as they are until it
   // returns. With a 16-bit dtype they are converted into memory of the request. Those of slots that
   // came as distinct rows are summed by row first.
@@ -111,7 +116,7 @@ class RemoteClient final : public EmbeddingClient {
   // The worker for what concerns the servers.
   // The first of the active ones, so that successive calls reach the same worker and see each
   // other's effects.
-  net::Channel& AnyWorker() const { return *workers_.Active().front().second; }
+  std::shared_ptr<net::Channel> AnyWorker() const { return workers_.Active().front().second; }
   template <typename Request>
   StatusOr<LookupResult> CallForEmbeddings(uint32_t worker, const Method<Request, Buffer>& method,
                                            const Request& request, Deadline deadline);

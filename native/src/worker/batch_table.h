@@ -41,6 +41,7 @@ struct Batch {
   std::optional<FeatureBatch> features;  // until the plan is made
   std::optional<LookupPlan> plan;
   std::vector<SlotsLookup> lookups;  // for training, the earliest first; no slot is in two
+  BatchKey original;                 // at the worker that held it before; reference 0: none did
 
   // The table's.
   uint64_t counter = 0;

@@ -219,10 +219,12 @@ StatusOr<Buffer> EmbeddingWorker::Lookup(const BatchKey& key, bool requires_grad
 
 StatusOr<Buffer> EmbeddingWorker::LookupDirect(std::span<const std::byte> id_features,
                                                bool requires_grad, Deadline deadline,
-                                               SlotMask slots, EmbeddingsForm form) {
+                                               SlotMask slots, EmbeddingsForm form,
+                                               const BatchKey& original) {
   PERSIA_RETURN_IF_ERROR(CheckSlots(slots, requires_grad));
   PERSIA_ASSIGN_OR_RETURN(FeatureBatch features, Decode(id_features));
   PERSIA_ASSIGN_OR_RETURN(const auto guard, table_.AddInFlight(std::move(features)));
+  guard->original = original;
   StatusOr<Buffer> message = LookupHeld(*guard, requires_grad, deadline, slots, form);
   // After a failure no caller knows the reference, so none could return or release the batch.
   if (!message.ok() || !requires_grad) table_.FinishReleased(guard);
@@ -351,11 +353,11 @@ StatusOr<ReturnReport> EmbeddingWorker::ReturnHeld(const Batch& batch, float sca
 StatusOr<std::vector<UpdateResult>> EmbeddingWorker::Update(const Batch& batch,
                                                             const ReducedGradients& reduced,
                                                             Deadline deadline) {
+  const BatchKey key =
+      batch.original.reference != 0 ? batch.original : BatchKey{incarnation_, batch.counter};
   std::vector<UpdateRowsRequest> updates;
   for (size_t server = 0; server < reduced.requests.size(); ++server) {
-    updates.push_back({{incarnation_, batch.counter},
-                       FirstStamp(batch.lookups, server),
-                       reduced.requests[server].view(),
+    updates.push_back({key, FirstStamp(batch.lookups, server), reduced.requests[server].view(),
                        reduced.gradients[server]});
   }
   return WithConfiguration(deadline, [&] {

@@ -81,10 +81,12 @@ class EmbeddingWorker {
                           SlotMask slots = kAllSlots,
                           EmbeddingsForm form = EmbeddingsForm::kPooled);
   // The batch never waits: its ID features come with the request. Without requires_grad it leaves
-  // nothing behind.
+  // nothing behind. `original`: the key of the batch at a worker that has died. Servers apply the
+  // update under that key, so that it is applied once, whatever the other worker has sent.
   StatusOr<Buffer> LookupDirect(std::span<const std::byte> id_features, bool requires_grad,
                                 Deadline deadline, SlotMask slots = kAllSlots,
-                                EmbeddingsForm form = EmbeddingsForm::kPooled);
+                                EmbeddingsForm form = EmbeddingsForm::kPooled,
+                                const BatchKey& original = {});
 
   // Applies the gradients once: a repetition for a batch that was returned already gives the first
   // report again.

@@ -83,6 +83,7 @@ Status ReadSlot(ByteReader* reader, SlotGradient* gradient, std::vector<Buffer>*
 Segments LookupDirectRequest::Encode() && {
   ByteWriter head;
   head.Put(options);
+  head.Put(original);
   Segments segments;
   segments.AddOwned(head.Release());
   segments.AddView(id_features);
@@ -92,8 +93,9 @@ Segments LookupDirectRequest::Encode() && {
 StatusOr<LookupDirectRequest> LookupDirectRequest::Decode(std::span<const std::byte> body) {
   ByteReader reader(body);
   const auto options = reader.Get<LookupOptions>();
+  const auto original = reader.Get<BatchKey>();
   if (!reader.ok()) return Corruption("it ends within its head");
-  return LookupDirectRequest{options, body.subspan(sizeof(options))};
+  return LookupDirectRequest{options, original, body.subspan(sizeof(options) + sizeof(original))};
 }
 
 // A slot's head is written into its own segment, in front of the rows, which are sent from the

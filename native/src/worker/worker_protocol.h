@@ -35,9 +35,11 @@ struct LookupReferenceRequest {
 static_assert(sizeof(LookupReferenceRequest) == 32);
 
 // The batch comes with the request, for evaluation and inference, or for a rank without loaders.
-// The ID features are a view, and begin at a multiple of 8 of the body.
+// The ID features are a view, and begin at a multiple of 8 of the body. `original` is zero, or the
+// key under which a worker that has died held the batch.
 struct LookupDirectRequest {
   LookupOptions options;
+  BatchKey original;
   std::span<const std::byte> id_features;
 
   Segments Encode() &&;

@@ -81,7 +81,7 @@ WorkerService::WorkerService(std::shared_ptr<EmbeddingWorker> worker, net::Serve
         }
         return LookupAs(request.options, [&](bool requires_grad, EmbeddingsForm form) {
           return worker_->LookupDirect(request.id_features, requires_grad, deadline,
-                                       request.options.slots, form);
+                                       request.options.slots, form, request.original);
         });
       });
   Register(kReturnGradients, [this](const GradientsRequest& request, Deadline deadline) {

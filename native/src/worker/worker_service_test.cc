@@ -141,7 +141,7 @@ TEST_F(WorkerServiceTest, EveryTruncationIsRefusedAndChangesNothing) {
   const std::vector<std::pair<MethodId, std::vector<std::byte>>> bodies = {
       {kConfigureWorker, EncodeToBytes(ConfigureRequest())},
       {kLookupReference, EncodeToBytes(LookupReferenceRequest{key, {1}})},
-      {kLookupDirect, EncodeToBytes(LookupDirectRequest{{1}, id_features_})},
+      {kLookupDirect, EncodeToBytes(LookupDirectRequest{{1}, {}, id_features_})},
       {kReturnGradients, EncodeToBytes(Gradients(key))},
       {kReleaseReference, EncodeToBytes(key)},
       {kSetEmbeddings, EncodeToBytes(SetRowsRequest{{{&block, 1}, signs}, row})},
@@ -194,7 +194,8 @@ Status CallWithServerAt(uint16_t port, Clock::time_point deadline) {
   net::Channel channel({.peer = "embedding-worker 0"});
   channel.SetAddress(Loopback(service.Start().value()));
   const auto id_features = IdBatch("age");
-  return net::Call(channel, kLookupDirect, LookupDirectRequest{{}, id_features}, deadline).status();
+  return net::Call(channel, kLookupDirect, LookupDirectRequest{{}, {}, id_features}, deadline)
+      .status();
 }
 
 TEST(WorkerServiceErrorTest, ADeadServerIsNamedToTheCaller) {

@@ -34,7 +34,14 @@ class FakeBackend:
     def configure(self, config: Any, *, replace: bool = False) -> None:
         pass
 
-    def lookup(self, reference: BatchReference, *, requires_grad: bool, slots: int = 0) -> Any:
+    def lookup(
+        self,
+        reference: BatchReference,
+        *,
+        requires_grad: bool,
+        slots: int = 0,
+        id_features: bytes | memoryview | None = None,
+    ) -> Any:
         self.on_lookup(reference.reference)
         with self.lock:
             self.looked_up.append(reference.reference)

@@ -58,19 +58,41 @@ def test_restarts_are_limited_and_reported() -> None:
     assert Restarts(0).exhausted
 
 
+def test_a_pause_delays_one_process_and_nobody_else() -> None:
+    clock, told = Clock(), list[str]()
+    restarts = Restarts(5, clock)
+    loader = ended("data-loader-0", f"os.kill(os.getpid(), {int(signal.SIGKILL)})")
+    worker = ended("embedding-worker-1", f"os.kill(os.getpid(), {int(signal.SIGKILL)})")
+    restarts.add(loader, [loader.spec], told.append)
+    assert restarts.take_due() == [loader.spec]
+    assert restarts.next_due_s == float("inf")
+    restarts.add(loader, [loader.spec], told.append)
+    assert told[-1] == "data-loader-0 was ended by SIGKILL; it is started again in 1 s (restart 2 of 5)"
+    assert restarts.take_due() == []
+    assert restarts.is_waiting("data-loader-0")
+    assert restarts.next_due_s == 1.0
+    restarts.add(worker, [loader.spec, worker.spec], told.append)  # the pause of all of them counts
+    assert "every process is started again in 2 s" in told[-1]
+    clock.now += 1.5
+    assert restarts.take_due() == []
+    clock.now += 0.5
+    assert restarts.take_due() == [loader.spec, worker.spec]
+    assert not restarts.is_waiting("data-loader-0")
+
+
 @pytest.mark.parametrize(
     ("name", "code", "alone"),
     [
         ("data-loader-0", f"os.kill(os.getpid(), {int(signal.SIGKILL)})", True),
         ("data-loader-0", "raise SystemExit(1)", False),  # the ranks end with its error
+        ("embedding-worker-0", f"os.kill(os.getpid(), {int(signal.SIGKILL)})", True),
+        ("embedding-worker-0", "raise SystemExit(1)", False),
         ("nats", "raise SystemExit(1)", True),
         ("nn-worker", f"os.kill(os.getpid(), {int(signal.SIGKILL)})", False),
         ("embedding-parameter-server-1", f"os.kill(os.getpid(), {int(signal.SIGKILL)})", False),
     ],
 )
-def test_only_loaders_that_were_killed_and_nats_are_restarted_alone(
-    name: str, code: str, alone: bool
-) -> None:
+def test_who_is_restarted_alone(name: str, code: str, alone: bool) -> None:
     process = ended(name, code)
     assert restarts_alone(process) is alone
     killed = "SIGKILL" in how_it_ended(process)

@@ -63,8 +63,11 @@ def test_every_truncation_is_refused(kind, payload):
 
 
 def test_layout_of_a_submitted_batch_is_that_of_the_wire_format():
-    batch = SubmittedBatch(7, 0x1122334455667788, 9, 2, 1, 3, True, b"dense")
-    assert batch.encode() == struct.pack("<QQQIIII", 7, 0x1122334455667788, 9, 2, 1, 3, 1) + b"dense"
+    batch = SubmittedBatch(7, 0x1122334455667788, 9, 2, 1, 3, True, b"dense", b"ids")
+    head = struct.pack("<QQQIIIIQ", 7, 0x1122334455667788, 9, 2, 1, 3, 1, 5)
+    assert batch.encode() == head + b"dense" + b"ids"
+    with pytest.raises(CorruptionError, match="a dense section of 5 bytes, and 4 are left"):
+        SubmittedBatch.decode(head + b"dens")
 
 
 @pytest.mark.parametrize(
