@@ -29,6 +29,7 @@ from benchmarks.freshness import found, running
 from benchmarks.own_core import own_core
 from benchmarks.packet_traffic import PACKETS
 from benchmarks.served_models import MODELS, prepare, requests, use_version
+from benchmarks.serving_capacity import DEADLINE_S, overloaded, single, throughput
 from persia.serving.protocol import SERVICE, message
 
 TIMEOUT_S = 10.0
@@ -137,6 +138,7 @@ def main() -> None:
         "--folder", type=Path, help="where the model is, or is written; default: a temporary one"
     )
     parser.add_argument("--prepare", action="store_true", help="write the model into --folder, and end")
+    parser.add_argument("--capacity", action="store_true", help="nothing but most requests/s and overload")
     arguments = parser.parse_args()
     if arguments.prepare and arguments.folder is None:
         parser.error("--prepare needs --folder, where the model stays")
@@ -149,19 +151,24 @@ def main() -> None:
             prepare(arguments.model, folder, arguments.rows)
         if arguments.prepare:
             return
+        if not arguments.capacity:
+            use_version(folder, 1)
+            with served(folder, core=arguments.core) as server:
+                states = {"one version": None, "switching": Switching(folder)}
+                measure_rates(states, server, folder, arguments)
+            use_version(folder, 1)
+            with followed(folder, arguments.core) as server:
+                measure_rates({"packets": None}, server, folder, arguments)
         use_version(folder, 1)
-        print("requests/s                  p50 ms    p99 ms    max ms    failed  switches")
-        with served(folder, core=arguments.core) as server:
-            measure_rates({"one version": None, "switching": Switching(folder)}, server, folder, arguments)
-        use_version(folder, 1)
-        with followed(folder, arguments.core) as server:
-            measure_rates({"packets": None}, server, folder, arguments)
+        with served(folder, core=None) as server:
+            measure_capacity(server, folder, arguments.seconds)
 
 
 def measure_rates(
     states: Mapping[str, Switching | None], server: tuple[str, int], folder: Path, options: argparse.Namespace
 ) -> None:
     """Prints a line for every state and rate."""
+    print("requests/s                  p50 ms    p99 ms    max ms    failed  switches")
     messages = requests(folder)
     address, pid = server
     for what, switching in states.items():
@@ -169,6 +176,32 @@ def measure_rates(
             with own_core(options.core, [os.getpid(), pid]):
                 line = measure(what, address, messages, rate, options.seconds, switching)
                 print(asyncio.run(line), flush=True)
+
+
+def measure_capacity(server: tuple[str, int], folder: Path, seconds: float) -> None:
+    """Prints the most requests/s, and the answers in time at twice and ten times as many, with the floors.
+
+    The server has one core from here on, and the client another one if there are two.
+    """
+    address, pid = server
+    client_core, server_core = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
+    for process, own in ((os.getpid(), client_core), (pid, server_core)):
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {own})
+    messages = requests(folder)
+    for what, asked, floor in (
+        ("as they are", messages, 1600),
+        ("1 sample", [single(request) for request in messages], 5000),
+    ):
+        most, by_cpu = asyncio.run(throughput(address, pid, asked, seconds))
+        print(f"most requests/s, {what}: {most:,.0f}; by processor time {by_cpu:,.0f} (floor {floor:,})")
+        for times, share in ((2, 0.9), (10, 0.8)):
+            in_time = asyncio.run(overloaded(address, asked, times * most, seconds))
+            print(
+                f"  {times} times as many offered, {DEADLINE_S * 1e3:.0f} ms deadlines: {in_time / most:.0%} "
+                f"of them answered in time (floor {share:.0%})",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from persia._version import __version__
@@ -19,6 +22,51 @@ from persia.serving.versions import ServedModel
 _EXTENSIONS = ["statistics", "model_repository", "binary_tensor_data"]
 
 
+class _Arrivals:
+    """Answers on their way from the threads that compute to one event loop, which is woken once for many.
+
+    `asyncio.wrap_future` wakes the loop for each: a batch has the answers to dozens of requests.
+    """
+
+    def __init__(self) -> None:
+        self._arrived: deque[tuple[asyncio.Future[Prediction], Future[Prediction]]] = deque()
+        self._is_scheduled = False
+
+    async def of(self, future: Future[Prediction]) -> Prediction:
+        """The result of `future`, or its error. Cancelled with this coroutine when the client goes away."""
+        loop = asyncio.get_running_loop()
+        awaited: asyncio.Future[Prediction] = loop.create_future()
+        future.add_done_callback(lambda done: self._arrive(loop, awaited, done))
+        try:
+            return await awaited
+        finally:
+            future.cancel()  # without effect on one that is done
+
+    def _arrive(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        awaited: asyncio.Future[Prediction],
+        done: Future[Prediction],
+    ) -> None:
+        self._arrived.append((awaited, done))
+        # Appended before it is read: `_deliver` that has not begun yet will find it.
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_scheduled = False
+        while self._arrived:
+            awaited, done = self._arrived.popleft()
+            if awaited.done():
+                continue  # cancelled: its client went away
+            if (failure := done.exception()) is not None:
+                awaited.set_exception(failure)
+            else:
+                awaited.set_result(done.result())
+
+
 @dataclass(frozen=True)
 class Inference:
     """The Open Inference Protocol over one served model, under the names of its messages."""
@@ -27,6 +75,7 @@ class Inference:
     batcher: Batcher
     statistics: ServingStatistics
     timeout_s: float  # for requests that have no deadline of their own
+    _arrivals: _Arrivals = field(default_factory=_Arrivals)
 
     async def infer(
         self, name: str, version: str, tensors: Sequence[Tensor], left_s: float = math.inf
@@ -36,8 +85,7 @@ class Inference:
         batch = self.model.checked(batch_of(tensors, self.model.signature))
         # The earlier deadline counts: an answer after the client's own is of no use.
         future = self.batcher.submit(batch, min(left_s, self.timeout_s))
-        # Cancelled with this coroutine when the client goes away.
-        return await asyncio.wrap_future(future)
+        return await self._arrivals.of(future)
 
     async def is_ready(self) -> bool:
         return await asyncio.to_thread(self.model.not_ready) is None

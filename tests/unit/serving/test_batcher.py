@@ -94,6 +94,20 @@ def test_merging_is_one_batch_of_all_samples(weights: bool) -> None:
     ]
 
 
+def test_features_with_other_numbers_of_ids_keep_their_own_offsets() -> None:
+    def batch(users: list[list[int]], items: list[list[int]]) -> PersiaBatch:
+        samples = [[np.array(ids, np.uint64) for ids in feature] for feature in (users, items)]
+        weights = [np.array(ids, np.float32) / 2 for ids in items]
+        return PersiaBatch(
+            [IDTypeFeature("user", samples[0]), IDTypeFeature("item", samples[1], weights)],
+            requires_grad=False,
+        )
+
+    parts = [batch([[1], [2, 3]], [[], [4]]), batch([[5]], [[6, 7, 8]]), batch([[], [9]], [[10], []])]
+    whole = batch([[1], [2, 3], [5], [], [9]], [[], [4], [6, 7, 8], [10], []])
+    assert merged(parts).to_bytes() == whole.to_bytes()
+
+
 def test_layouts_differ_by_names_weights_and_dtype() -> None:
     layouts = [
         layout_of(make_batch([1])),
