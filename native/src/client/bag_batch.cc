@@ -3,25 +3,6 @@
 #include <algorithm>
 
 namespace persia::client {
-namespace {
-
-// The rows of a store of 16 bits a float as float32, until the thread's next call. Each of `rows`
-// is converted once, however many bags read it.
-const float* const* Widened(const store::SignRows& rows, const store::RowFormat& format) {
-  thread_local Reused<float> memory;
-  thread_local Reused<const float*> pointers;
-  const std::span<float> values = memory.Resize(rows.signs.size() * rows.dim);
-  const std::span<const float*> widened = pointers.Resize(rows.signs.size());
-  for (size_t i = 0; i < widened.size(); ++i) {
-    float* out = values.data() + i * rows.dim;
-    format.Read(out, rows.values[i], rows.dim);
-    widened[i] = out;
-  }
-  return widened.data();
-}
-
-}  // namespace
-
 void GroupBatch::Plan(std::span<const SlotInput> inputs, const worker::SlotTable& slots,
                       worker::UniqueKeys* keys) {
   num_slots_ = inputs.size();
@@ -79,9 +60,9 @@ bool GroupBatch::IsSingle(std::span<const SlotInput> inputs) {
 bool GroupBatch::IsSingle() const { return num_slots_ == 1 && slots_[0].bags.IsPlain(); }
 
 void GroupBatch::Pool(const store::RowFormat& format, float* out, size_t stride) const {
-  const float* const* rows =
-      format.narrow() == nullptr ? rows_.values.data() : Widened(rows_, format);
-  for (const Slot& slot : planned()) PoolBags(slot.bags, rows, out + slot.column, stride);
+  for (const Slot& slot : planned()) {
+    PoolBags(slot.bags, rows_.values.data(), out + slot.column, stride, format.pooling());
+  }
 }
 
 // Gradients of the group's slots are in one matrix, each in its slot's columns.
@@ -132,9 +113,7 @@ void PoolUnnumbered(const SlotInput& input, const worker::SlotTable& slots,
         .rows_per_offset = slot.num_buckets(),
         .weights = input.weights.empty() ? input.weights : input.weights.subspan(first_id, num_ids),
         .scaling = slot.scaling()};
-    const float* const* values =
-        format.narrow() == nullptr ? rows.values.data() : Widened(rows, format);
-    PoolBags(bags, values, out + first_bag * stride, stride);
+    PoolBags(bags, rows.values.data(), out + first_bag * stride, stride, format.pooling());
   }
 }
 

@@ -121,10 +121,8 @@ void PoolSingle(std::span<const GroupBatch> groups, const store::RowFormat& form
   for (const GroupBatch& group : groups) {
     columns.push_back({group.rows().values.data(), group.numbers().data(), group.rows().dim});
   }
-  const auto copy_columns = format.narrow() == nullptr ? simd::ActiveKernels().copy_columns
-                                                       : format.narrow()->copy_columns;
-  copy_columns(out + groups[0].column(), stride, columns.data(), columns.size(),
-               groups[0].numbers().size());
+  format.pooling().copy_columns(out + groups[0].column(), stride, columns.data(), columns.size(),
+                                groups[0].numbers().size());
 }
 
 // Calls single(groups) for each run of single-valued groups side by side, other(group) for each

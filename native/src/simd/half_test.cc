@@ -3,6 +3,7 @@
 // against the scalar one.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -276,12 +277,92 @@ TEST(NarrowRows, AllVariantsWriteTheSameBits) {
   }
 }
 
-// As rows of float32 with the same values are, in every variant.
-TEST(NarrowRows, ColumnsAreCopiedAsThoseOfFloat32) {
-  constexpr size_t kRows = 7, kCount = 40;
-  std::mt19937 random(9);
-  std::normal_distribution<float> normal;
+// Rows of both kinds with the same values, at numbers drawn at random.
+struct RowsOfBothKinds {
+  static constexpr size_t kRows = 7, kCount = 40, kWidest = 128;
+
+  RowsOfBothKinds(const Format& format, uint32_t seed) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    for (float& value : wide) value = normal(random);
+    const NarrowRows& scalar = KernelsFor(Isa::kScalar)->*format.rows;
+    auto* narrow = reinterpret_cast<uint16_t*>(memory.data());
+    scalar.write(narrow, wide.data(), wide.size());
+    // What rows can have beside ordinary numbers: a denormal of float16, the least, the greatest.
+    for (const uint16_t pattern : {uint16_t{0x83ff}, uint16_t{1}, uint16_t{0x7bff}}) {
+      narrow[random() % wide.size()] = pattern;
+    }
+    scalar.read(wide.data(), narrow, wide.size());
+    for (size_t i = 0; i < kRows; ++i) {
+      wide_rows.push_back(wide.data() + i * kWidest);
+      narrow_rows.push_back(memory.data() + i * kWidest / 2);
+    }
+    for (uint32_t& number : numbers) number = static_cast<uint32_t>(random() % kRows);
+    for (float& factor : factors) factor = normal(random);
+  }
+
+  std::vector<float> wide = std::vector<float>(kRows * kWidest);
+  std::vector<float> memory = std::vector<float>(kRows * kWidest / 2);
+  std::vector<const float*> wide_rows, narrow_rows;
+  std::array<uint32_t, kCount> numbers;
+  std::array<float, kRows> factors;
+};
+
+// pool(pooling, rows) with rows of 16 bits gives what it gives with rows of float32, in every
+// variant.
+template <typename Pool>
+void ExpectAsWithFloat32(const Format& format, const RowsOfBothKinds& rows, Pool pool) {
+  const std::vector<float> expected = pool(KernelsFor(Isa::kScalar)->pooling, rows.wide_rows);
+  for (const Isa isa : kIsas) {
+    const Kernels* kernels = KernelsFor(isa);
+    if (kernels == nullptr) continue;
+    ASSERT_EQ(pool((kernels->*format.rows).pooling, rows.narrow_rows), expected) << kernels->name;
+  }
+}
+
+TEST(NarrowRows, AreReadAlikeByAllVariants) {
   for (const Format& format : kFormats) {
+    const RowsOfBothKinds rows(format, 9);
+    for (const Isa isa : kIsas) {
+      const Kernels* kernels = KernelsFor(isa);
+      if (kernels == nullptr) continue;
+      for (const size_t n : {1, 7, 8, 16, 17, 33, 64, 128}) {
+        for (size_t i = 0; i < rows.narrow_rows.size(); ++i) {
+          std::vector<float> found(n);
+          (kernels->*format.rows)
+              .read(found.data(), reinterpret_cast<const uint16_t*>(rows.narrow_rows[i]), n);
+          ASSERT_EQ(found, std::vector<float>(rows.wide_rows[i], rows.wide_rows[i] + n))
+              << kernels->name << " " << n;
+        }
+      }
+    }
+  }
+}
+
+// The one NaN that rows have stays a NaN of the same bits in all variants.
+TEST(NarrowRows, TheirNanIsReadAlikeByAllVariants) {
+  for (const Format& format : kFormats) {
+    const std::vector<float> nans(16, std::numeric_limits<float>::quiet_NaN());
+    const auto written = Written(KernelsFor(Isa::kScalar)->*format.rows, false, nans);
+    const auto bits_by = [&](const Kernels& kernels) {
+      std::vector<float> read(nans.size());
+      (kernels.*format.rows).read(read.data(), written.data(), read.size());
+      std::vector<uint32_t> bits;
+      for (const float value : read) bits.push_back(std::bit_cast<uint32_t>(value));
+      return bits;
+    };
+    for (const Isa isa : kIsas) {
+      const Kernels* kernels = KernelsFor(isa);
+      if (kernels == nullptr) continue;
+      ASSERT_EQ(bits_by(*kernels), bits_by(*KernelsFor(Isa::kScalar))) << kernels->name;
+      EXPECT_TRUE(std::isnan(std::bit_cast<float>(bits_by(*kernels)[0])));
+    }
+  }
+}
+
+TEST(NarrowRows, ColumnsAreCopiedAsThoseOfFloat32) {
+  for (const Format& format : kFormats) {
+    const RowsOfBothKinds rows(format, 9);
     for (const auto& [first, second] : {std::pair<size_t, size_t>{8, 8},
                                         {16, 16},
                                         {32, 32},
@@ -289,35 +370,58 @@ TEST(NarrowRows, ColumnsAreCopiedAsThoseOfFloat32) {
                                         {128, 128},
                                         {5, 33},
                                         {1, 16}}) {
-      const size_t widest = 128;
-      std::vector<float> wide(kRows * widest), values(kRows * widest);
-      std::vector<float> memory(kRows * widest / 2);
-      auto* narrow = reinterpret_cast<uint16_t*>(memory.data());
-      for (float& value : values) value = normal(random);
-      const Kernels& scalar = *KernelsFor(Isa::kScalar);
-      (scalar.*format.rows).write(narrow, values.data(), values.size());
-      (scalar.*format.rows).read(wide.data(), narrow, wide.size());
-      std::vector<const float*> wide_rows, narrow_rows;
-      for (size_t i = 0; i < kRows; ++i) {
-        wide_rows.push_back(wide.data() + i * widest);
-        narrow_rows.push_back(memory.data() + i * widest / 2);
-      }
-      std::vector<uint32_t> numbers(kCount);
-      for (uint32_t& number : numbers) number = static_cast<uint32_t>(random() % kRows);
-      const size_t stride = first + second;
-      const auto sources = [&](const std::vector<const float*>& rows) {
-        return std::vector<ColumnSource>{{rows.data(), numbers.data(), first},
-                                         {rows.data(), numbers.data(), second}};
-      };
-      std::vector<float> expected(kCount * stride);
-      scalar.copy_columns(expected.data(), stride, sources(wide_rows).data(), 2, kCount);
-      for (const Isa isa : kIsas) {
-        const Kernels* kernels = KernelsFor(isa);
-        if (kernels == nullptr) continue;
-        std::vector<float> found(kCount * stride);
-        (kernels->*format.rows)
-            .copy_columns(found.data(), stride, sources(narrow_rows).data(), 2, kCount);
-        ASSERT_EQ(found, expected) << kernels->name << " " << first;
+      ExpectAsWithFloat32(format, rows, [&](const Pooling& pooling, const auto& pointers) {
+        const std::array<ColumnSource, 2> sources = {
+            {{pointers.data(), rows.numbers.data(), first},
+             {pointers.data(), rows.numbers.data(), second}}};
+        std::vector<float> out(rows.numbers.size() * (first + second));
+        pooling.copy_columns(out.data(), first + second, sources.data(), 2, rows.numbers.size());
+        return out;
+      });
+    }
+  }
+}
+
+// Large enough to be written past the cache, which aligned matrices of wide rows are.
+TEST(NarrowRows, LargeMatricesAreCopiedAsThoseOfFloat32) {
+  constexpr size_t kWidth = 128, kSamples = 40'000;
+  for (const Format& format : kFormats) {
+    const RowsOfBothKinds rows(format, 9);
+    std::vector<uint32_t> numbers(kSamples);
+    for (size_t i = 0; i < kSamples; ++i) numbers[i] = rows.numbers[i % rows.numbers.size()];
+    ExpectAsWithFloat32(format, rows, [&](const Pooling& pooling, const auto& pointers) {
+      const ColumnSource source = {pointers.data(), numbers.data(), kWidth};
+      std::vector<float> memory(kSamples * kWidth + 16);
+      float* out = memory.data() + 16 - reinterpret_cast<uintptr_t>(memory.data()) / 4 % 16;
+      pooling.copy_columns(out, kWidth, &source, 1, kSamples);
+      return std::vector<float>(out, out + kSamples * kWidth);
+    });
+  }
+}
+
+TEST(NarrowRows, BagsAreSummedAsThoseOfFloat32) {
+  constexpr std::array<uint32_t, 6> kOffsets = {0, 1, 1, 20, 39, 40};
+  for (const Format& format : kFormats) {
+    const RowsOfBothKinds rows(format, 10);
+    for (const size_t n : {1, 8, 16, 19, 32, 64, 100, 128}) {
+      ExpectAsWithFloat32(format, rows, [&](const Pooling& pooling, const auto& pointers) {
+        std::vector<float> out((kOffsets.size() - 1) * n);
+        pooling.sum_bags(out.data(), n, pointers.data(), rows.numbers.data(), kOffsets.data(), 1,
+                         kOffsets.size() - 1, n);
+        return out;
+      });
+      ExpectAsWithFloat32(format, rows, [&](const Pooling& pooling, const auto& pointers) {
+        std::vector<float> out(rows.numbers.size() * n);
+        pooling.copy_rows(out.data(), n, pointers.data(), rows.numbers.data(), rows.numbers.size(),
+                          n);
+        return out;
+      });
+      for (const float* factors : {static_cast<const float*>(nullptr), rows.factors.data()}) {
+        ExpectAsWithFloat32(format, rows, [&](const Pooling& pooling, const auto& pointers) {
+          std::vector<float> out(n);
+          pooling.sum_scaled(out.data(), pointers.data(), factors, pointers.size(), n);
+          return out;
+        });
       }
     }
   }

@@ -19,7 +19,10 @@ const Kernels* KernelsFor(Isa isa) {
   switch (isa) {
     case Isa::kScalar: return &kScalarKernels;
 #if defined(__x86_64__)
-    case Isa::kAvx2: return __builtin_cpu_supports("avx2") ? &kAvx2Kernels : nullptr;
+    case Isa::kAvx2: {
+      const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+      return has ? &kAvx2Kernels : nullptr;
+    }
     case Isa::kAvx512: {
       const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");

@@ -49,10 +49,30 @@ struct ColumnSums {
   size_t n;
 };
 
+// Reads batches of rows, of n elements each; what it writes is float32. A row number is an index
+// into `rows`, which point to embeddings of one format; the rows must stay apart from `out`.
+struct Pooling {
+  // out[i * stride ..] = rows[numbers[i]]
+  void (*copy_rows)(float* out, size_t stride, const float* const* rows, const uint32_t* numbers,
+                    size_t count, size_t n);
+  // Several column blocks side by side, filled row by row: where they are narrow, `out` is written
+  // from front to back. `out` begins at the first block.
+  void (*copy_columns)(float* out, size_t stride, const ColumnSource* sources, size_t num_sources,
+                       size_t count);
+  // Bag b, at out + b * stride, becomes the sum of rows[numbers[i]] for i from offsets[b] to
+  // offsets[b + 1] times rows_per_offset, in order; of one row it is that row, of none it is zeros.
+  // Without `offsets` each bag has rows_per_offset rows, without `numbers` row i is rows[i].
+  void (*sum_bags)(float* out, size_t stride, const float* const* rows, const uint32_t* numbers,
+                   const uint32_t* offsets, size_t rows_per_offset, size_t num_bags, size_t n);
+  // out = the sum of factors[i] * rows[i], in order; without `factors` they are 1
+  void (*sum_scaled)(float* out, const float* const* rows, const float* factors, size_t count,
+                     size_t n);
+};
+
 // Embeddings of 16 bits an element. A row begins where a float could; rows come as `const float*`
 // where those of float32 do.
 struct NarrowRows {
-  // Exact.
+  // Exact. A signalling NaN, which `write` never makes, may become a quiet one.
   void (*read)(float* out, const uint16_t* row, size_t n);
   // To nearest, ties to even. Here and below what is beyond the greatest number becomes that one;
   // a NaN stays one.
@@ -61,9 +81,7 @@ struct NarrowRows {
   // error is 0 on average. The choice depends on the bits of the value, those of its gradient and
   // its place in the row alone (ADR 20). A value that the type represents is kept.
   void (*write_stochastic)(uint16_t* row, const float* values, const float* gradient, size_t n);
-  // As Kernels::copy_columns.
-  void (*copy_columns)(float* out, size_t stride, const ColumnSource* sources, size_t num_sources,
-                       size_t count);
+  Pooling pooling;
 };
 
 struct Kernels {
@@ -74,26 +92,10 @@ struct Kernels {
   void (*scale)(float* dst, float factor, size_t n);                         // dst *= factor
   bool (*all_finite)(const float* values, size_t n);
 
-  // Batches of rows, of n elements each. A row number is an index into `rows`; the rows must stay
-  // apart from `out`.
-  // out[i * stride ..] = rows[numbers[i]]
-  void (*copy_rows)(float* out, size_t stride, const float* const* rows, const uint32_t* numbers,
-                    size_t count, size_t n);
-  // Several column blocks side by side, filled row by row: where they are narrow, `out` is written
-  // from front to back. `out` begins at the first block.
-  void (*copy_columns)(float* out, size_t stride, const ColumnSource* sources, size_t num_sources,
-                       size_t count);
-  // The way back: `values` is read from front to back.
+  Pooling pooling;  // of float32 rows
+  // The way back of Pooling::copy_columns: `values` is read from front to back.
   void (*add_columns)(const float* values, size_t stride, const ColumnSums* sums, size_t num_sums,
                       size_t count);
-  // Bag b, at out + b * stride, becomes the sum of rows[numbers[i]] for i from offsets[b] to
-  // offsets[b + 1] times rows_per_offset, in order; of one row it is that row, of none it is zeros.
-  // Without `offsets` each bag has rows_per_offset rows, without `numbers` row i is rows[i].
-  void (*sum_bags)(float* out, size_t stride, const float* const* rows, const uint32_t* numbers,
-                   const uint32_t* offsets, size_t rows_per_offset, size_t num_bags, size_t n);
-  // out = the sum of factors[i] * rows[i], in order; without `factors` they are 1
-  void (*sum_scaled)(float* out, const float* const* rows, const float* factors, size_t count,
-                     size_t n);
 
   // IEEE float16 and bfloat16, as their bits. Narrowing rounds to nearest, ties to even, beyond the
   // range to infinity; a NaN stays one, quiet, with its sign and the high bits of its payload.

@@ -182,19 +182,20 @@ const std::vector<Case>& CasesOfManyRows() {
       {"copy_rows",
        [](auto& k, auto& o, size_t n) {
          const RowsOf rows(o, n);
-         k.copy_rows(o.W(), n, rows.rows.data(), rows.numbers.data(), rows.numbers.size(), n);
+         k.pooling.copy_rows(o.W(), n, rows.rows.data(), rows.numbers.data(), rows.numbers.size(),
+                             n);
        }},
       {"sum_bags",
        [](auto& k, auto& o, size_t n) {
          const RowsOf rows(o, n);
-         k.sum_bags(o.W(), 0, rows.rows.data(), rows.numbers.data(), nullptr, rows.numbers.size(),
-                    1, n);
+         k.pooling.sum_bags(o.W(), 0, rows.rows.data(), rows.numbers.data(), nullptr,
+                            rows.numbers.size(), 1, n);
        }},
       {"sum_scaled",
        [](auto& k, auto& o, size_t n) {
          const RowsOf rows(o, n);
          const std::vector<float> factors = {0.3f, 1.0f, -2.0f};
-         k.sum_scaled(o.W(), rows.rows.data(), factors.data(), rows.rows.size(), n);
+         k.pooling.sum_scaled(o.W(), rows.rows.data(), factors.data(), rows.rows.size(), n);
        }},
   };
   return cases;
@@ -445,15 +446,16 @@ TEST(RowsTest, SumsAreThoseOfALoopInOrder) {
       for (size_t i = 0; i < n; ++i) scaled[i] += factors[row] * rows[row][i];
     }
     const Kernels& k = ActiveKernels();
-    k.sum_bags(sum.data(), 0, pointers.data(), numbers.data(), nullptr, numbers.size(), 1, n);
+    k.pooling.sum_bags(sum.data(), 0, pointers.data(), numbers.data(), nullptr, numbers.size(), 1,
+                       n);
     EXPECT_EQ(sum, expected) << n;
-    k.sum_scaled(sum.data(), pointers.data(), factors.data(), rows.size(), n);
+    k.pooling.sum_scaled(sum.data(), pointers.data(), factors.data(), rows.size(), n);
     EXPECT_EQ(sum, scaled) << n;
-    k.sum_scaled(sum.data(), pointers.data(), nullptr, 1, n);
+    k.pooling.sum_scaled(sum.data(), pointers.data(), nullptr, 1, n);
     EXPECT_EQ(sum, rows[0]) << n;
-    k.sum_scaled(sum.data(), pointers.data(), nullptr, 0, n);
+    k.pooling.sum_scaled(sum.data(), pointers.data(), nullptr, 0, n);
     EXPECT_EQ(sum, std::vector<float>(n, 0.0f)) << "of nothing";
-    k.copy_rows(copies.data(), n + 1, pointers.data(), numbers.data(), 2, n);
+    k.pooling.copy_rows(copies.data(), n + 1, pointers.data(), numbers.data(), 2, n);
     for (size_t i = 0; i < n; ++i) EXPECT_EQ(copies[n + 1 + i], rows[0][i]);
     EXPECT_EQ(copies[n], 7.0f) << "what lies between two rows is left alone";
   }
@@ -496,7 +498,7 @@ TEST(ColumnsTest, CopyAndAddGoBetweenRowsAndTheColumnsOfAMatrix) {
           }
           const ColumnSource sources[2] = {{pointers.data(), numbers[0].data(), n},
                                            {pointers.data(), numbers[1].data(), n}};
-          k->copy_columns(out, 2 * n, sources, 2, count);
+          k->pooling.copy_columns(out, 2 * n, sources, 2, count);
           std::vector<float> expected(2 * kRows * n), sums(2 * kRows * n);
           for (size_t i = 0; i < count; ++i) {
             for (size_t s = 0; s < 2; ++s) {

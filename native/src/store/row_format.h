@@ -32,6 +32,11 @@ class RowFormat {
   // Null for float32, whose rows are used where they lie.
   const simd::NarrowRows* narrow() const { return narrow_; }
 
+  // Reads rows where they lie.
+  const simd::Pooling& pooling() const {
+    return narrow_ == nullptr ? simd::ActiveKernels().pooling : narrow_->pooling;
+  }
+
   // `row` is the embedding's memory; `out` gets `dim` floats.
   void Read(float* out, const float* row, uint32_t dim) const {
     if (narrow_ == nullptr) [[likely]] {

@@ -9,7 +9,8 @@ namespace {
 float Inverse(float divisor) { return divisor == 0.0f ? 0.0f : 1.0f / divisor; }
 
 // The rows and weights of one bag after the other are gathered, and summed in registers.
-void PoolWeighted(const Bags& bags, const float* const* rows, float* out, size_t stride) {
+void PoolWeighted(const Bags& bags, const float* const* rows, float* out, size_t stride,
+                  const simd::Pooling& pooling) {
   thread_local std::vector<const float*> parts;
   thread_local std::vector<float> weights;
   const simd::Kernels& kernels = simd::ActiveKernels();
@@ -20,7 +21,7 @@ void PoolWeighted(const Bags& bags, const float* const* rows, float* out, size_t
       parts.push_back(rows[bags.numbers.empty() ? i : bags.numbers[i]]);
       weights.push_back(bags.Weight(i));
     }
-    kernels.sum_scaled(out, parts.data(), weights.data(), parts.size(), bags.dim);
+    pooling.sum_scaled(out, parts.data(), weights.data(), parts.size(), bags.dim);
     const float factor = bags.Factor(bag);
     if (factor != 1.0f) kernels.scale(out, factor, bags.dim);
   }
@@ -46,17 +47,18 @@ float Bags::ScalingFactor(size_t bag) const {
 }
 
 // Three ways, for what each costs: copies of rows, sums of rows, and weighted sums.
-void PoolBags(const Bags& bags, const float* const* rows, float* out, size_t stride) {
-  const simd::Kernels& kernels = simd::ActiveKernels();
+void PoolBags(const Bags& bags, const float* const* rows, float* out, size_t stride,
+              const simd::Pooling& pooling) {
   const uint32_t* numbers = bags.numbers.empty() ? nullptr : bags.numbers.data();
-  if (!bags.weights.empty()) return PoolWeighted(bags, rows, out, stride);
+  if (!bags.weights.empty()) return PoolWeighted(bags, rows, out, stride, pooling);
   if (bags.IsPlain()) {
-    kernels.copy_rows(out, stride, rows, numbers, bags.num_bags, bags.dim);
+    pooling.copy_rows(out, stride, rows, numbers, bags.num_bags, bags.dim);
     return;
   }
-  kernels.sum_bags(out, stride, rows, numbers, bags.offsets.empty() ? nullptr : bags.offsets.data(),
+  pooling.sum_bags(out, stride, rows, numbers, bags.offsets.empty() ? nullptr : bags.offsets.data(),
                    bags.rows_per_offset, bags.num_bags, bags.dim);
   if (bags.scaling == Scaling::kNone) return;
+  const simd::Kernels& kernels = simd::ActiveKernels();
   for (size_t bag = 0; bag < bags.num_bags; ++bag, out += stride) {
     const float factor = bags.Factor(bag);
     if (factor != 1.0f) kernels.scale(out, factor, bags.dim);

@@ -50,8 +50,10 @@ struct Bags {
   float ScalingFactor(size_t bag) const;  // Factor() where there is a scaling
 };
 
-// out + b * stride becomes the sum of bag b's rows; `rows[n]` is the row of number n.
-void PoolBags(const Bags& bags, const float* const* rows, float* out, size_t stride);
+// out + b * stride becomes the sum of bag b's rows; `rows[n]` is the row of number n, in the format
+// that `pooling` reads.
+void PoolBags(const Bags& bags, const float* const* rows, float* out, size_t stride,
+              const simd::Pooling& pooling = simd::ActiveKernels().pooling);
 
 // Where the gradients of a slot's bags lie.
 struct BagGradients {
@@ -79,8 +81,8 @@ class GradientSums {
   // `sum` has as many elements as the slots have dims.
   void Sum(uint32_t number, size_t dim, float* sum) const {
     const uint32_t begin = begins_[number];
-    kernels_.sum_scaled(sum, parts_.data() + begin, factors_.empty() ? nullptr : &factors_[begin],
-                        Count(number), dim);
+    kernels_.pooling.sum_scaled(sum, parts_.data() + begin,
+                                factors_.empty() ? nullptr : &factors_[begin], Count(number), dim);
   }
   // Asks for the memory that Sum(number) will read.
   void Prefetch(uint32_t number, size_t dim) const;
