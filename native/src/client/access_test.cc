@@ -25,7 +25,8 @@ using Table = std::map<uint8_t, std::string>;
 const Table kServerTable = {{kConfigureServer.number, "WA"}, {kLookupRows.number, "W"},
                             {kUpdateRows.number, "W"},       {kSetRows.number, "WA"},
                             {kClearRows.number, "WA"},       {kCountRows.number, "WMA"},
-                            {kPrefetchRows.number, "W"},     {kMeasureLoad.number, "WMA"}};
+                            {kPrefetchRows.number, "W"},     {kMeasureLoad.number, "WMA"},
+                            {kReplicate.number, "S"}};
 const Table kWorkerTable = {
     {worker::kConfigureWorker.number, "TA"}, {worker::kLookupReference.number, "T"},
     {worker::kLookupDirect.number, "TI"},    {worker::kReturnGradients.number, "T"},
