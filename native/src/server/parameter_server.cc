@@ -156,7 +156,7 @@ void ParameterServer::Register(const Method<Request, Reply>& method, Access acce
 bool ParameterServer::Changes(Access access, const Buffer& body) {
   if (access != Access::kReadsOrInserts) return access == Access::kChangesRows;
   const auto lookup = DecodeMessage<LookupRowsRequest>(body.span());
-  return lookup.ok() && lookup->train;
+  return lookup.ok() && lookup.value().train;
 }
 
 std::unique_ptr<OperationLog> ParameterServer::MakeLog() {
