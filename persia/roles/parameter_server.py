@@ -27,7 +27,7 @@ from persia.roles.lifetime import (
     stopped_by_signals,
     wait_for_stop,
 )
-from persia.roles.standby import Primary, Standby, is_running
+from persia.roles.standby import Primary, Standby, is_running, refusing_loads
 from persia.security import install
 from persia.security.secret import SERVER
 from persia.storage.schema import RowSchema
@@ -100,7 +100,10 @@ def run_parameter_server(options: ServerOptions) -> None:
                 observer=observer,
                 has_rows=is_standby or (tier is not None and server.stats()["num_rows"] > 0),
                 subscribe=lambda: session.respond(
-                    session.subjects.checkpoint(options.replica_index), checkpoints.handle
+                    session.subjects.checkpoint(options.replica_index),
+                    refusing_loads(checkpoints.handle)
+                    if config.embedding_parameter_server_config.standbys
+                    else checkpoints.handle,
                 ),
             )
         )

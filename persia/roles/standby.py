@@ -19,12 +19,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from persia import env
+from persia.checkpoint.protocol import Request, Verb
 from persia.errors import DeadlineExceededError, FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Directory
@@ -36,7 +37,7 @@ from persia.waiting import Attempts
 if TYPE_CHECKING:
     from persia._native import ParameterServer
 
-__all__ = ["Primary", "Standby", "is_running"]
+__all__ = ["Primary", "Standby", "is_running", "refusing_loads"]
 
 _POLL_S = 0.2
 _ANSWER_S = 0.5
@@ -67,6 +68,20 @@ class _Message(JsonMessage):
 def is_running(session: Session, index: int) -> bool:
     """Whether a server of this index answers: a process that starts beside it can only be its standby."""
     return Directory(session).probe(EMBEDDING_PARAMETER_SERVER, index, _PROBE_S) is not None
+
+
+def refusing_loads(handle: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
+    """`handle` of a CheckpointService, for a server whose rows may change by replicated operations alone."""
+
+    def checked(payload: bytes) -> bytes:
+        if Request.decode(payload).verb is Verb.LOAD:
+            raise FailedPreconditionError(
+                "parameter servers with standbys do not load checkpoints: set "
+                "embedding_parameter_server_config.standbys to 0 to continue from one"
+            )
+        return handle(payload)
+
+    return checked
 
 
 class Primary:

@@ -8,6 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
+from persia.checkpoint.peers import find_servers
+from persia.errors import ConfigError, FailedPreconditionError
+from persia.roles.lifetime import ServerOptions
+from persia.roles.parameter_server import run_parameter_server
 from persia.rows.reader import RowReader
 from persia.waiting import Attempts
 
@@ -79,3 +84,24 @@ def test_training_goes_on_without_a_standby_that_was_killed(start_job: Any, tmp_
     (report,) = job.reports
     assert report["batch_ids"] == list(range(NUM_BATCHES))
     assert "updates go on without it" in job.cluster.logs("embedding-parameter-server-1")
+
+
+@pytest.mark.timeout(600)
+def test_a_server_that_is_stopped_hands_over_and_loads_are_refused(start_job: Any, tmp_path: Path) -> None:
+    job = start(start_job, tmp_path / "rows", WITH_STANDBYS)
+    await_batch(job, 30)
+    checkpoints = Checkpoints(lambda: find_servers(job.cluster.session, 60), deadline_s=60)
+    checkpoints.dump(DumpRequest(tmp_path / "c", step=1))
+    with pytest.raises(FailedPreconditionError, match="with standbys do not load checkpoints"):
+        checkpoints.load(Source(tmp_path / "c"))
+    assert job.cluster.stop("embedding-parameter-server-1", 60) == 0
+    assert job.finish_nn_worker() == 0, job.nn_worker.output
+    (report,) = job.reports
+    assert report["batch_ids"] == list(range(NUM_BATCHES))
+    assert "this standby takes over" in job.cluster.logs("embedding-parameter-server-1-standby")
+
+
+def test_a_standby_needs_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="standbys: 1"):
+        run_parameter_server(ServerOptions(port=0, standby=True))
