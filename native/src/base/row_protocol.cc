@@ -126,7 +126,8 @@ StatusOr<ReplicateRequest> ReplicateRequest::Decode(std::span<const std::byte> b
   request.method = reader.Get<uint64_t>();
   if (!reader.ok()) return Truncated(body.size());
   if (request.method > 255) {
-    return InvalidArgument("method is " + std::to_string(request.method) + "; it must be below 256");
+    return InvalidArgument("method is " + std::to_string(request.method) +
+                           "; it must be below 256");
   }
   request.body = body.last(reader.remaining());
   return request;

@@ -64,20 +64,22 @@ void BindParameterServer(py::module_& module) {
       .def("start", Blocking(&ParameterServer::Start), py::arg("host"), py::arg("port"))
       .def("mark_loaded", &ParameterServer::MarkLoaded)
       .def("stop", Blocking(&ParameterServer::Stop), py::arg("timeout_s") = 10.0)
-      .def("attach_standby",
-           [](ParameterServer& self, const std::string& address) {
-             server::StandbyLink& link = LinkOf(self);
-             RaiseIfError(WithoutGil([&] { return link.Attach(address); }));
-           },
-           py::arg("address"))
+      .def(
+          "attach_standby",
+          [](ParameterServer& self, const std::string& address) {
+            server::StandbyLink& link = LinkOf(self);
+            RaiseIfError(WithoutGil([&] { return link.Attach(address); }));
+          },
+          py::arg("address"))
       .def("release_standby",
            [](ParameterServer& self) {
              server::StandbyLink& link = LinkOf(self);
              WithoutGil([&] { link.Release(); });
            })
-      .def_property_readonly("replication", [](ParameterServer& self) {
-        return kReplicationNames[static_cast<size_t>(LinkOf(self).state())];
-      })
+      .def_property_readonly("replication",
+                             [](ParameterServer& self) {
+                               return kReplicationNames[static_cast<size_t>(LinkOf(self).state())];
+                             })
       .def("take_over", Blocking(&ParameterServer::TakeOver))
       .def_property_readonly("incarnation", &ParameterServer::incarnation)
       .def("durations", [](ParameterServer& self) { return DurationsToDict(self.durations()); });

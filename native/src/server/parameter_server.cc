@@ -120,14 +120,15 @@ ParameterServer::ParameterServer(const Options& options,
              return StatusOr(PrefetchRowsReply{store_->tier().WantsPrefetch() ? 1u : 0u});
            });
   rpc_.Handle(kReplicate,
-              net::MakeHandler(kReplicate, [this](const ReplicateRequest& request,
-                                                  const CallContext& context) -> Status {
-                if (log_ == nullptr) return FailedPrecondition("this server is no standby");
-                Buffer body(request.body.size());
-                std::memcpy(body.data(), request.body.data(), body.size());
-                return log_->Add(request.number, static_cast<uint8_t>(request.method),
-                                 std::move(body), context.deadline);
-              }));
+              net::MakeHandler(
+                  kReplicate,
+                  [this](const ReplicateRequest& request, const CallContext& context) -> Status {
+                    if (log_ == nullptr) return FailedPrecondition("this server is no standby");
+                    Buffer body(request.body.size());
+                    std::memcpy(body.data(), request.body.data(), body.size());
+                    return log_->Add(request.number, static_cast<uint8_t>(request.method),
+                                     std::move(body), context.deadline);
+                  }));
   Register(kMeasureLoad, Access::kReads, [this](const Empty&, const CallContext&) {
     const store::StoreStats stats = store_->stats();
     return StatusOr(ServerLoad{stats.num_rows, stats.memory_bytes, num_looked_up_rows_.value(),
@@ -147,8 +148,7 @@ void ParameterServer::Register(const Method<Request, Reply>& method, Access acce
                   const Buffer& body, const CallContext& context) -> StatusOr<Segments> {
                 PERSIA_RETURN_IF_ERROR(CheckAllowed(method, access));
                 if (standby_ == nullptr || !Changes(access, body)) return handler(body, context);
-                return standby_->Run(method, body, context,
-                                     [&] { return handler(body, context); });
+                return standby_->Run(method, body, context, [&] { return handler(body, context); });
               });
 }
 
@@ -160,13 +160,12 @@ bool ParameterServer::Changes(Access access, const Buffer& body) {
 }
 
 std::unique_ptr<OperationLog> ParameterServer::MakeLog() {
-  return std::make_unique<OperationLog>(
-      kMaxLogBytes, [this](uint8_t method, const Buffer& body) {
-        // The primary sends what it has applied. The reply is of no use here.
-        const auto operation = operations_.find(method);
-        if (operation == operations_.end()) return;
-        static_cast<void>(operation->second(body, CallContext{net::Clock::time_point::max()}));
-      });
+  return std::make_unique<OperationLog>(kMaxLogBytes, [this](uint8_t method, const Buffer& body) {
+    // The primary sends what it has applied. The reply is of no use here.
+    const auto operation = operations_.find(method);
+    if (operation == operations_.end()) return;
+    static_cast<void>(operation->second(body, CallContext{net::Clock::time_point::max()}));
+  });
 }
 
 void ParameterServer::TakeOver() {
@@ -181,10 +180,10 @@ void ParameterServer::TakeOver() {
 Status ParameterServer::CheckReplicable(const TrainConfig& config) const {
   if (standby_ == nullptr) return Status::Ok();
   const auto check = [](const RowConfig& rows) {
-    const char* field = rows.admit_after > 1             ? "admit_after"
+    const char* field = rows.admit_after > 1           ? "admit_after"
                         : rows.time_to_live_sec > 0.0f ? "time_to_live_sec"
                         : rows.min_norm > 0.0f         ? "min_norm"
-                                                         : nullptr;
+                                                       : nullptr;
     if (field == nullptr) return Status::Ok();
     return FailedPrecondition(std::string(field) +
                               " is set, and parameter servers with standbys do not support it: "

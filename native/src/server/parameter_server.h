@@ -66,7 +66,8 @@ class ParameterServer {
   // into another server.
   void MarkLoaded() { loaded_ = true; }
 
-  // Applies what the primary has sent, and answers from now on. For a server made with `is_standby`.
+  // Applies what the primary has sent, and answers from now on. For a server made with
+  // `is_standby`.
   void TakeOver();
   // The link to this server's own standby; null without `has_standby`.
   StandbyLink* standby() { return standby_.get(); }

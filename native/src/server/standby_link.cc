@@ -34,8 +34,7 @@ void StandbyLink::Release() {
   if (channel != nullptr) channel->Close();
 }
 
-bool StandbyLink::AwaitMended(std::unique_lock<std::mutex>& lock,
-                              net::Clock::time_point deadline) {
+bool StandbyLink::AwaitMended(std::unique_lock<std::mutex>& lock, net::Clock::time_point deadline) {
   return mended_.wait_until(lock, deadline, [this] { return state_ != State::kBroken; });
 }
 
@@ -56,10 +55,10 @@ StatusOr<Segments> StandbyLink::Run(const MethodId& method, const Buffer& body,
   const auto answer = std::make_shared<std::promise<Status>>();
   // Called under the lock: the channel sends calls in the order in which it was given them. `body`
   // stays until the answer, which comes by the deadline.
-  channel->CallAsync(kReplicate,
-                     ReplicateRequest{next_++, method.number, body.span()}.Encode(),
-                     net::Clock::now() + patience_,
-                     [answer](const StatusOr<Buffer>& taken) { answer->set_value(taken.status()); });
+  channel->CallAsync(kReplicate, ReplicateRequest{next_++, method.number, body.span()}.Encode(),
+                     net::Clock::now() + patience_, [answer](const StatusOr<Buffer>& taken) {
+                       answer->set_value(taken.status());
+                     });
   lock.unlock();
   if (answer->get_future().get().ok()) return reply;
   lock.lock();
