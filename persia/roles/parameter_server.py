@@ -9,6 +9,7 @@ from persia import env
 from persia.checkpoint.server_job import ServerShare, dump_percent
 from persia.checkpoint.service import CheckpointService
 from persia.config import GlobalConfig, SlotsConfig, load_embedding_config, load_global_config
+from persia.errors import ConfigError
 from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.observability.sources import ParameterServerSource
@@ -19,12 +20,14 @@ from persia.roles import inference
 from persia.roles.lifetime import (
     DRAIN_S,
     ServerOptions,
+    address_of,
     advertised,
     connected,
     observed,
     stopped_by_signals,
     wait_for_stop,
 )
+from persia.roles.standby import Primary, Standby, is_running, refusing_loads
 from persia.security import install
 from persia.security.secret import SERVER
 from persia.storage.schema import RowSchema
@@ -32,6 +35,9 @@ from persia.tiers.server_tier import ServerTier
 
 if TYPE_CHECKING:
     from persia._native import ParameterServer
+
+_THREADS = 2
+_REPLICATING_THREADS = 8  # most of them wait for the standby
 
 
 def run_parameter_server(options: ServerOptions) -> None:
@@ -50,14 +56,21 @@ def run_parameter_server(options: ServerOptions) -> None:
     with stopped_by_signals(name), ExitStack() as stack:
         # First, so that it is closed last: the server uses it until it has stopped.
         tier = _open_tier(stack, options, config, slots)
-        server = _make_server(options, config, tier)
+        session = None
+        is_standby = False
+        if config.embedding_parameter_server_config.standbys:
+            session = stack.enter_context(connected(nats_url, name, SERVER))
+            is_standby = options.standby or is_running(session, options.replica_index)
+        elif options.standby:
+            raise ConfigError("--standby needs embedding_parameter_server_config.standbys: 1")
+        server = _make_server(options, config, tier, is_standby=is_standby)
         if tier is not None:
             tier.attach(server.store)
         port = server.start(options.host, options.port)
         stack.callback(server.stop, DRAIN_S)
         # At once: to connect may take long, and who knows this address of before may begin to update.
         changes = ServerChanges.of(server.store, IncrementalSettings.of(config))
-        session = stack.enter_context(connected(nats_url, name, SERVER))
+        session = session or stack.enter_context(connected(nats_url, name, SERVER))
         share = _share(server, options, config, slots, tier)
         source = ParameterServerSource(server, options.replica_index, options.replica_size, share.log)
         if tier is not None:
@@ -65,6 +78,17 @@ def run_parameter_server(options: ServerOptions) -> None:
         observer = stack.enter_context(observed(source, session, options, config))
         checkpoints = CheckpointService(share, changes)
         stack.callback(checkpoints.close)
+        if config.embedding_parameter_server_config.standbys:
+            address = address_of(options, port)
+            if (
+                is_standby
+                and not Standby(session, server, options.replica_index, address).wait_to_take_over()
+            ):
+                return
+            primary = Primary(session, server, options.replica_index, address)
+            stack.callback(primary.close)
+            if not is_standby:
+                primary.wait_for_standby()
         stack.enter_context(
             advertised(
                 session,
@@ -74,9 +98,12 @@ def run_parameter_server(options: ServerOptions) -> None:
                 port=port,
                 schema="" if slots is None else slots.schema_hash(),
                 observer=observer,
-                has_rows=tier is not None and server.stats()["num_rows"] > 0,
+                has_rows=is_standby or (tier is not None and server.stats()["num_rows"] > 0),
                 subscribe=lambda: session.respond(
-                    session.subjects.checkpoint(options.replica_index), checkpoints.handle
+                    session.subjects.checkpoint(options.replica_index),
+                    refusing_loads(checkpoints.handle)
+                    if config.embedding_parameter_server_config.standbys
+                    else checkpoints.handle,
                 ),
             )
         )
@@ -150,7 +177,11 @@ def _open_tier(
 
 
 def _make_server(
-    options: ServerOptions, config: GlobalConfig, tier: ServerTier | None = None
+    options: ServerOptions,
+    config: GlobalConfig,
+    tier: ServerTier | None = None,
+    *,
+    is_standby: bool = False,
 ) -> ParameterServer:
     from persia._native import ParameterServer
 
@@ -165,6 +196,9 @@ def _make_server(
         # The options only: the tier itself attaches to the store once the server has made it.
         tier=None if tier is None else tier.tier_options,
         row_dtype=section.row_dtype,
+        has_standby=section.standbys > 0,
+        is_standby=is_standby,
+        num_handler_threads=_REPLICATING_THREADS if section.standbys else _THREADS,
     )
 
 
