@@ -39,7 +39,7 @@ static_assert(sizeof(LookupReferenceRequest) == 32);
 // key under which a worker that has died held the batch.
 struct LookupDirectRequest {
   LookupOptions options;
-  BatchKey original;
+  BatchKey original = {};
   std::span<const std::byte> id_features;
 
   Segments Encode() &&;

@@ -109,7 +109,7 @@ TEST_F(WorkerServiceTest, ABatchFromItsLookupToItsGradients) {
 }
 
 TEST_F(WorkerServiceTest, DirectLookupsAndRelease) {
-  auto embeddings = Call(kLookupDirect, {{1}, id_features_});
+  auto embeddings = Call(kLookupDirect, {{1}, {}, id_features_});
   ASSERT_TRUE(embeddings.ok()) << embeddings.status().ToString();
   EXPECT_EQ(worker_->metrics()["num_in_flight"], 1u);
   BatchKey key;
@@ -120,7 +120,7 @@ TEST_F(WorkerServiceTest, DirectLookupsAndRelease) {
 }
 
 TEST_F(WorkerServiceTest, AnUnknownFormIsRefused) {
-  const Status status = Call(kLookupDirect, {{1, 0, 0, 2}, id_features_}).status();
+  const Status status = Call(kLookupDirect, {{1, 0, 0, 2}, {}, id_features_}).status();
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("form is 2"), std::string::npos) << status.ToString();
 }
@@ -179,7 +179,7 @@ TEST_F(WorkerServiceTest, RefusalsKeepTheirCodes) {
   EXPECT_EQ(Call(kLookupReference, {key, {2}}).status().code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(Call(kLookupReference, {key, {1, 9}}).status().code(), StatusCode::kInvalidArgument);
   const auto height = IdBatch("height");
-  const Status unknown = Call(kLookupDirect, {{}, height}).status();
+  const Status unknown = Call(kLookupDirect, {{}, {}, height}).status();
   EXPECT_EQ(unknown.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(unknown.message().find("height"), std::string::npos) << unknown.message();
 }
