@@ -18,6 +18,7 @@ from persia.errors import PersiaError
 # In the order in which a newcomer needs them.
 _SUBCOMMANDS = {
     "init": "init.command",
+    "preprocess": "preprocess.command",
     "local": "local.command",
     "nats-server": "nats_server.command",
     "embedding-parameter-server": "embedding_servers.embedding_parameter_server",

@@ -1,0 +1,89 @@
+"""Engines of `preprocess`: processes of this machine, Ray Data."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from persia.data.preprocessing import run_tasks
+from persia.errors import FailedPreconditionError, UnavailableError
+
+__all__ = ["LocalEngine", "RayEngine"]
+
+
+class LocalEngine:
+    """Runs tasks in processes of this machine.
+
+    Args:
+        workers: processes; None: one for each core that this process may use.
+    """
+
+    def __init__(self, workers: int | None = None) -> None:
+        self._workers = workers or len(os.sched_getaffinity(0))
+
+    def __call__(self, tasks: list[str]) -> Iterator[str]:
+        """The results of tasks, as they finish. Raises UnavailableError if a process dies."""
+        if self._workers == 1:
+            for task in tasks:
+                yield from _run_list([task])
+            return
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(self._workers, mp_context=context) as pool:
+            futures = [pool.submit(_run_list, [task]) for task in tasks]
+            try:
+                for future in as_completed(futures):
+                    yield from future.result()
+            except BrokenProcessPool as error:
+                raise UnavailableError(
+                    "a process of the local engine died, perhaps for lack of memory: repeat the command, "
+                    "which resumes; use fewer --workers"
+                ) from error
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+
+class RayEngine:
+    """Runs tasks with Ray Data. Its workers need persia and the same paths.
+
+    Args:
+        address: of a cluster; None: what the environment says, or a cluster of this machine alone.
+    """
+
+    def __init__(self, address: str | None = None) -> None:
+        try:
+            import ray
+            import ray.data
+        except ImportError as error:
+            raise FailedPreconditionError(
+                f"the engine ray needs ray[data] ({error}): pip install 'persia[ray]'"
+            ) from error
+        self._ray: Any = ray
+        if not ray.is_initialized():
+            ray.init(address=address, log_to_driver=False)
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.WARNING)
+
+    def __call__(self, tasks: list[str]) -> Iterator[str]:
+        """The results of tasks, as they finish."""
+        rows = self._ray.data.from_items([{"task": task} for task in tasks], override_num_blocks=len(tasks))
+        for row in rows.map_batches(_run_table, batch_format="pyarrow", batch_size=None).iter_rows():
+            yield row["result"]
+
+
+def _run_list(tasks: list[str]) -> list[str]:
+    import pyarrow as pa
+
+    batch = pa.RecordBatch.from_pydict({"task": tasks})
+    return [text for result in run_tasks([batch]) for text in result.column(0).to_pylist()]
+
+
+def _run_table(table: Any) -> Iterator[Any]:
+    import pyarrow as pa
+
+    for batch in run_tasks(table.to_batches()):
+        yield pa.Table.from_batches([batch])
