@@ -179,7 +179,10 @@ def flooded_turn(job: AttackedJob, seconds: float, limits: Limits) -> Turn:
     strangers.start()
     try:
         time.sleep(_SETTLE_S + limits.connections / limits.rate)
-        return turn(job, seconds, lambda: int(opened.value))
+        measured = turn(job, seconds, lambda: int(opened.value))
+        if not strangers.is_alive() or not measured.strangers:
+            raise click.ClickException("the process of the strangers has failed: nothing was measured")
+        return measured
     finally:
         over.set()
         strangers.join(60)

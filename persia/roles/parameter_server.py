@@ -35,6 +35,7 @@ from persia.tiers.server_tier import ServerTier
 
 if TYPE_CHECKING:
     from persia._native import ParameterServer
+    from persia.messaging.interface import Session
 
 _THREADS = 2
 _REPLICATING_THREADS = 8  # most of them wait for the standby
@@ -58,7 +59,8 @@ def run_parameter_server(options: ServerOptions) -> None:
         tier = _open_tier(stack, options, config, slots)
         session = None
         is_standby = False
-        if config.embedding_parameter_server_config.standbys:
+        has_standbys = config.embedding_parameter_server_config.standbys > 0
+        if has_standbys:
             session = stack.enter_context(connected(nats_url, name, SERVER))
             is_standby = options.standby or is_running(session, options.replica_index)
         elif options.standby:
@@ -78,17 +80,10 @@ def run_parameter_server(options: ServerOptions) -> None:
         observer = stack.enter_context(observed(source, session, options, config))
         checkpoints = CheckpointService(share, changes)
         stack.callback(checkpoints.close)
-        if config.embedding_parameter_server_config.standbys:
-            address = address_of(options, port)
-            if (
-                is_standby
-                and not Standby(session, server, options.replica_index, address).wait_to_take_over()
-            ):
-                return
-            primary = Primary(session, server, options.replica_index, address)
-            stack.callback(primary.close)
-            if not is_standby:
-                primary.wait_for_standby()
+        if has_standbys and not _is_primary(
+            stack, session, server, options.replica_index, address_of(options, port), is_standby
+        ):
+            return
         stack.enter_context(
             advertised(
                 session,
@@ -101,13 +96,24 @@ def run_parameter_server(options: ServerOptions) -> None:
                 has_rows=is_standby or (tier is not None and server.stats()["num_rows"] > 0),
                 subscribe=lambda: session.respond(
                     session.subjects.checkpoint(options.replica_index),
-                    refusing_loads(checkpoints.handle)
-                    if config.embedding_parameter_server_config.standbys
-                    else checkpoints.handle,
+                    refusing_loads(checkpoints.handle) if has_standbys else checkpoints.handle,
                 ),
             )
         )
         wait_for_stop()
+
+
+def _is_primary(
+    stack: ExitStack, session: Session, server: ParameterServer, index: int, address: str, is_standby: bool
+) -> bool:
+    """Waits until the server is the primary of its index. False: a standby that must end."""
+    if is_standby and not Standby(session, server, index, address).wait_to_take_over():
+        return False
+    primary = Primary(session, server, index, address)
+    stack.callback(primary.close)
+    if not is_standby:
+        primary.wait_for_standby()
+    return True
 
 
 def _serve_checkpoint(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -52,8 +51,10 @@ class _Arrivals:
         # Appended before it is read: `_deliver` that has not begun yet will find it.
         if not self._is_scheduled:
             self._is_scheduled = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            try:
                 loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # the loop is closed: nobody waits
+                self._is_scheduled = False
 
     def _deliver(self) -> None:
         self._is_scheduled = False
@@ -75,7 +76,7 @@ class Inference:
     batcher: Batcher
     statistics: ServingStatistics
     timeout_s: float  # for requests that have no deadline of their own
-    _arrivals: _Arrivals = field(default_factory=_Arrivals)
+    _arrivals: _Arrivals = field(default_factory=_Arrivals, init=False, repr=False)
 
     async def infer(
         self, name: str, version: str, tensors: Sequence[Tensor], left_s: float = math.inf

@@ -16,7 +16,7 @@ from persia.roles.parameter_server import run_parameter_server
 from persia.rows.reader import RowReader
 from persia.waiting import Attempts
 
-NUM_BATCHES = 120
+NUM_BATCHES = 400  # long enough that every kill comes before the end, on a busy machine, too
 # Fewer rows than the job has IDs, so that the order of operations decides which rows are evicted.
 SERVERS = {"embedding_parameter_server_config": {"capacity": 60, "num_hashmap_internal_shards": 2}}
 WITH_STANDBYS = {
