@@ -17,7 +17,6 @@ from typing import Any
 
 import click
 
-from persia.errors import ConfigError
 from persia.launcher import options
 from persia.launcher.nats_server import NATS, start_local_nats
 from persia.launcher.options import COUNT, option
@@ -151,13 +150,7 @@ def _check(job: LocalJob) -> None:
     from persia.config import load_embedding_config, load_global_config  # not for --help
 
     if job.global_config is not None:
-        servers = load_global_config(job.global_config).embedding_parameter_server_config
-        if servers.standbys:
-            raise ConfigError(
-                f"{job.global_config}: embedding_parameter_server_config.standbys is {servers.standbys}, and "
-                "`persia-launcher local` starts no standbys: set it to 0, or start each process by its own "
-                "subcommand (docs/recovery.md)"
-            )
+        load_global_config(job.global_config)
     load_embedding_config(job.embedding_config)
     checked_script(job.nn_worker)
     if job.data_loader is not None:

@@ -42,11 +42,8 @@ class ProcessSpecs:
     global_config: str | None = None  # None: the defaults
     launcher: Sequence[str] = field(default=(sys.executable, "-m", "persia.launcher"))
 
-    def server(self, role: str, index: int, replicas: int, *, standby: bool = False) -> ProcessSpec:
-        """A parameter server or an embedding worker. Workers stop first: they return gradients to servers.
-
-        `standby`: the standby of a parameter server, named "embedding-parameter-server-0-standby".
-        """
+    def server(self, role: str, index: int, replicas: int) -> ProcessSpec:
+        """A parameter server or an embedding worker. Workers stop first: they return gradients to servers."""
         command = (
             *self.launcher,
             role,
@@ -54,12 +51,10 @@ class ProcessSpecs:
             f"--replica-index={index}",
             f"--replica-size={replicas}",
             f"--embedding-config={self.embedding_config}",
-            *(("--standby",) if standby else ()),
             *(() if self.global_config is None else (f"--global-config={self.global_config}",)),
         )
         stop_stage = 1 if role == EMBEDDING_PARAMETER_SERVER else 0
-        name = f"{role}-{index}-standby" if standby else f"{role}-{index}"
-        return ProcessSpec(name=name, command=command, env=self.env, stop_stage=stop_stage)
+        return ProcessSpec(name=f"{role}-{index}", command=command, env=self.env, stop_stage=stop_stage)
 
     def data_loader(
         self, script: str, arguments: Sequence[str], index: int, replicas: int, env: Mapping[str, str]

@@ -71,7 +71,7 @@ class ServiceInfo(JsonMessage):
     schema: str = ""  # hash of the embedding config; empty when it has none
     pid: Count = 0
     status_address: str = ""  # "host:port" of its HTTP port with metrics and status; empty when it has none
-    has_rows: StrictBool = False  # a parameter server that began with the rows of its predecessor
+    has_rows: StrictBool = False  # a parameter server that began with the rows of its storage tier
     # SlotsConfig.slot_modes of an embedding worker; other roles have none.
     slot_modes: Annotated[tuple[_SlotMode, ...], Field(max_length=MAX_SLOT_MODES)] = ()
 

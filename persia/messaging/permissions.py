@@ -23,7 +23,6 @@ _JOB = "persia.*"
 _IDS, _BATCHES, _ENDS = f"{_JOB}.ids.*", f"{_JOB}.batch.*", f"{_JOB}.end.*"
 _POSITIONS, _TAKEN = f"{_JOB}.position.*", f"{_JOB}.taken.*"
 _CHECKPOINTS, _TRAINING_DUMP = f"{_JOB}.checkpoint.*", f"{_JOB}.checkpoint.training"
-_PRIMARY_AND_STANDBY = [f"{_JOB}.primary.*", f"{_JOB}.standby.*"]
 # A replica answers within the deadline of the request; the broker forgets a question after this time.
 _REPLY_WITHIN = "10m"
 
@@ -50,7 +49,7 @@ _PUBLISH: Mapping[str, list[str]] = {
     ],
     LOADER: [*_advertise(DATA_LOADER), _IDS, _BATCHES, _ENDS, _POSITIONS],
     WORKER: _advertise(EMBEDDING_WORKER),
-    SERVER: [*_advertise(EMBEDDING_PARAMETER_SERVER), *_PRIMARY_AND_STANDBY],
+    SERVER: _advertise(EMBEDDING_PARAMETER_SERVER),
     INFERENCE: _advertise(SERVING),
     MONITOR: [],
     ADMIN: [_CHECKPOINTS],
@@ -68,7 +67,7 @@ _SUBSCRIBE: Mapping[str, list[str]] = {
     ],
     LOADER: [*_who(DATA_LOADER), *_advertise(NN_WORKER, EMBEDDING_WORKER)],
     WORKER: [*_who(EMBEDDING_WORKER), *_advertise(EMBEDDING_WORKER, EMBEDDING_PARAMETER_SERVER), _IDS],
-    SERVER: [*_who(EMBEDDING_PARAMETER_SERVER), _CHECKPOINTS, *_PRIMARY_AND_STANDBY],
+    SERVER: [*_who(EMBEDDING_PARAMETER_SERVER), _CHECKPOINTS],
     INFERENCE: _who(SERVING),
     MONITOR: _advertise("*"),  # `persia-launcher status --watch` follows the job
     ADMIN: [],

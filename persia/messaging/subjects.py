@@ -77,14 +77,6 @@ class Subjects:
         """Dumps and loads of a parameter server."""
         return f"{self._prefix}.checkpoint.{_checked_index(server_index)}"
 
-    def primary(self, server_index: int) -> str:
-        """The standby of a parameter server asks it."""
-        return f"{self._prefix}.primary.{_checked_index(server_index)}"
-
-    def standby(self, server_index: int) -> str:
-        """A parameter server asks its standby."""
-        return f"{self._prefix}.standby.{_checked_index(server_index)}"
-
     @property
     def training_dump(self) -> str:
         """Dumps of dense part and rows, by rank 0."""

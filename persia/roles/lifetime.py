@@ -38,7 +38,6 @@ class ServerOptions:
     health_port: int | None = None  # of the gRPC health service; None: there is none
     # Of an inference job; they win over the global config's `infer_config`.
     checkpoint: str | None = None  # a parameter server: what it loads
-    standby: bool = False  # a parameter server: replaces the server of this index when that dies
     pmem: str | None = None  # of a parameter server of a training job: the directory of the tier files
     parameter_servers: tuple[str, ...] = ()  # an embedding worker: "host:port" of them, by replica index
 
@@ -89,11 +88,6 @@ def _request_stop(_number: int, _frame: object) -> None:
     raise _StopRequested
 
 
-def address_of(options: ServerOptions, port: int) -> str:
-    """Where other processes of the job reach a server that listens on `port`."""
-    return f"{env.get_advertise_host(options.host)}:{port}"
-
-
 @contextlib.contextmanager
 def connected(nats_url: str, name: str, role: str) -> Iterator[NatsSession]:
     """A session with the broker as `role` of persia.security, waiting for the broker to be there."""
@@ -127,7 +121,7 @@ def advertised(
         index=options.replica_index,
         replicas=options.replica_size,
         incarnation=incarnation,
-        address=address_of(options, port),
+        address=f"{env.get_advertise_host(options.host)}:{port}",
         schema=schema,
         pid=os.getpid(),
         status_address=observer.address,

@@ -9,7 +9,6 @@ from persia import env
 from persia.checkpoint.server_job import ServerShare, dump_percent
 from persia.checkpoint.service import CheckpointService
 from persia.config import GlobalConfig, SlotsConfig, load_embedding_config, load_global_config
-from persia.errors import ConfigError
 from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.observability.sources import ParameterServerSource
@@ -20,14 +19,12 @@ from persia.roles import inference
 from persia.roles.lifetime import (
     DRAIN_S,
     ServerOptions,
-    address_of,
     advertised,
     connected,
     observed,
     stopped_by_signals,
     wait_for_stop,
 )
-from persia.roles.standby import Primary, Standby, is_running, refusing_loads
 from persia.security import install
 from persia.security.secret import SERVER
 from persia.storage.schema import RowSchema
@@ -35,10 +32,6 @@ from persia.tiers.server_tier import ServerTier
 
 if TYPE_CHECKING:
     from persia._native import ParameterServer
-    from persia.messaging.interface import Session
-
-_THREADS = 2
-_REPLICATING_THREADS = 8  # most of them wait for the standby
 
 
 def run_parameter_server(options: ServerOptions) -> None:
@@ -57,22 +50,14 @@ def run_parameter_server(options: ServerOptions) -> None:
     with stopped_by_signals(name), ExitStack() as stack:
         # First, so that it is closed last: the server uses it until it has stopped.
         tier = _open_tier(stack, options, config, slots)
-        session = None
-        is_standby = False
-        has_standbys = config.embedding_parameter_server_config.standbys > 0
-        if has_standbys:
-            session = stack.enter_context(connected(nats_url, name, SERVER))
-            is_standby = options.standby or is_running(session, options.replica_index)
-        elif options.standby:
-            raise ConfigError("--standby needs embedding_parameter_server_config.standbys: 1")
-        server = _make_server(options, config, tier, is_standby=is_standby)
+        server = _make_server(options, config, tier)
         if tier is not None:
             tier.attach(server.store)
         port = server.start(options.host, options.port)
         stack.callback(server.stop, DRAIN_S)
         # At once: to connect may take long, and who knows this address of before may begin to update.
         changes = ServerChanges.of(server.store, IncrementalSettings.of(config))
-        session = session or stack.enter_context(connected(nats_url, name, SERVER))
+        session = stack.enter_context(connected(nats_url, name, SERVER))
         share = _share(server, options, config, slots, tier)
         source = ParameterServerSource(server, options.replica_index, options.replica_size, share.log)
         if tier is not None:
@@ -80,10 +65,6 @@ def run_parameter_server(options: ServerOptions) -> None:
         observer = stack.enter_context(observed(source, session, options, config))
         checkpoints = CheckpointService(share, changes)
         stack.callback(checkpoints.close)
-        if has_standbys and not _is_primary(
-            stack, session, server, options.replica_index, address_of(options, port), is_standby
-        ):
-            return
         stack.enter_context(
             advertised(
                 session,
@@ -93,27 +74,13 @@ def run_parameter_server(options: ServerOptions) -> None:
                 port=port,
                 schema="" if slots is None else slots.schema_hash(),
                 observer=observer,
-                has_rows=is_standby or (tier is not None and server.stats()["num_rows"] > 0),
+                has_rows=tier is not None and server.stats()["num_rows"] > 0,
                 subscribe=lambda: session.respond(
-                    session.subjects.checkpoint(options.replica_index),
-                    refusing_loads(checkpoints.handle) if has_standbys else checkpoints.handle,
+                    session.subjects.checkpoint(options.replica_index), checkpoints.handle
                 ),
             )
         )
         wait_for_stop()
-
-
-def _is_primary(
-    stack: ExitStack, session: Session, server: ParameterServer, index: int, address: str, is_standby: bool
-) -> bool:
-    """Waits until the server is the primary of its index. False: a standby that must end."""
-    if is_standby and not Standby(session, server, index, address).wait_to_take_over():
-        return False
-    primary = Primary(session, server, index, address)
-    stack.callback(primary.close)
-    if not is_standby:
-        primary.wait_for_standby()
-    return True
 
 
 def _serve_checkpoint(
@@ -183,11 +150,7 @@ def _open_tier(
 
 
 def _make_server(
-    options: ServerOptions,
-    config: GlobalConfig,
-    tier: ServerTier | None = None,
-    *,
-    is_standby: bool = False,
+    options: ServerOptions, config: GlobalConfig, tier: ServerTier | None = None
 ) -> ParameterServer:
     from persia._native import ParameterServer
 
@@ -202,9 +165,6 @@ def _make_server(
         # The options only: the tier itself attaches to the store once the server has made it.
         tier=None if tier is None else tier.tier_options,
         row_dtype=section.row_dtype,
-        has_standby=section.standbys > 0,
-        is_standby=is_standby,
-        num_handler_threads=_REPLICATING_THREADS if section.standbys else _THREADS,
     )
 
 

@@ -109,30 +109,6 @@ StatusOr<ConfigureRequest> ConfigureRequest::Decode(std::span<const std::byte> b
   return ConfigureRequest{std::move(config), replace == 1};
 }
 
-Segments ReplicateRequest::Encode() && {
-  ByteWriter head;
-  head.Put(number);
-  head.Put(method);
-  Segments segments;
-  segments.AddOwned(head.Release());
-  segments.AddView(body);
-  return segments;
-}
-
-StatusOr<ReplicateRequest> ReplicateRequest::Decode(std::span<const std::byte> body) {
-  ByteReader reader(body);
-  ReplicateRequest request;
-  request.number = reader.Get<uint64_t>();
-  request.method = reader.Get<uint64_t>();
-  if (!reader.ok()) return Truncated(body.size());
-  if (request.method > 255) {
-    return InvalidArgument("method is " + std::to_string(request.method) +
-                           "; it must be below 256");
-  }
-  request.body = body.last(reader.remaining());
-  return request;
-}
-
 Segments LookupRowsRequest::Encode() && {
   ByteWriter head;
   head.Put(uint32_t{train ? 0u : 1u});

@@ -152,17 +152,6 @@ struct ServerLoad {
 };
 static_assert(sizeof(ServerLoad) == 32);
 
-// One operation of a primary, for its standby (server/standby_link.h): the body of a request of
-// `method`, which the primary has applied.
-struct ReplicateRequest {
-  uint64_t number = 0;  // of the operation, from 0 without gaps
-  uint64_t method = 0;
-  std::span<const std::byte> body;
-
-  Segments Encode() &&;
-  static StatusOr<ReplicateRequest> Decode(std::span<const std::byte> body);
-};
-
 // Numbers 1 and 20 were methods of earlier versions.
 // A number is never used again, and a method never changes its messages without the frame's
 // version: servers answer what they do not know with kInvalidArgument.
@@ -188,7 +177,5 @@ inline constexpr Method<std::span<const uint64_t>, PrefetchRowsReply> kPrefetchR
 // Visits each shard in turn, as CountRows does: for a status page, not for each batch.
 inline constexpr Method<Empty, ServerLoad> kMeasureLoad{
     {24, "MeasureLoad", {Role::kWorker, Role::kMonitor, Role::kAdmin}}};
-// From a primary to its standby alone.
-inline constexpr Method<ReplicateRequest, Empty> kReplicate{{25, "Replicate", {Role::kServer}}};
 
 }  // namespace persia

@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -27,8 +26,7 @@ std::unique_ptr<ParameterServer> MakeServer(uint32_t replica_index, uint32_t rep
                                             uint64_t capacity, uint32_t num_internal_shards,
                                             uint32_t num_handler_threads, bool read_only,
                                             const std::optional<store::TierOptions>& tier,
-                                            const std::string& row_dtype, bool has_standby,
-                                            bool is_standby) {
+                                            const std::string& row_dtype) {
   const ParameterServer::Options options{
       .replica_index = replica_index,
       .replica_size = replica_size,
@@ -37,18 +35,8 @@ std::unique_ptr<ParameterServer> MakeServer(uint32_t replica_index, uint32_t rep
                 .row_dtype = ValueOrRaise(store::RowDtypeOf(row_dtype))},
       .tier = tier,
       .rpc = {.num_handler_threads = num_handler_threads},
-      .read_only = read_only,
-      .has_standby = has_standby,
-      .is_standby = is_standby};
+      .read_only = read_only};
   return ValueOrRaise(WithoutGil([&] { return ParameterServer::Create(options); }));
-}
-
-// By StandbyLink::State.
-constexpr std::array kReplicationNames = {"alone", "replicating", "broken"};
-
-server::StandbyLink& LinkOf(ParameterServer& self) {
-  if (self.standby() != nullptr) return *self.standby();
-  throw py::value_error("the server was made without has_standby");
 }
 
 }  // namespace
@@ -59,28 +47,10 @@ void BindParameterServer(py::module_& module) {
   role.def(py::init(&MakeServer), py::kw_only(), py::arg("replica_index"), py::arg("replica_size"),
            py::arg("capacity"), py::arg("num_internal_shards"), py::arg("num_handler_threads") = 2,
            py::arg("read_only") = false, py::arg("tier") = py::none(),
-           py::arg("row_dtype") = "float32", py::arg("has_standby") = false,
-           py::arg("is_standby") = false)
+           py::arg("row_dtype") = "float32")
       .def("start", Blocking(&ParameterServer::Start), py::arg("host"), py::arg("port"))
       .def("mark_loaded", &ParameterServer::MarkLoaded)
       .def("stop", Blocking(&ParameterServer::Stop), py::arg("timeout_s") = 10.0)
-      .def(
-          "attach_standby",
-          [](ParameterServer& self, const std::string& address) {
-            server::StandbyLink& link = LinkOf(self);
-            RaiseIfError(WithoutGil([&] { return link.Attach(address); }));
-          },
-          py::arg("address"))
-      .def("release_standby",
-           [](ParameterServer& self) {
-             server::StandbyLink& link = LinkOf(self);
-             WithoutGil([&] { link.Release(); });
-           })
-      .def_property_readonly("replication",
-                             [](ParameterServer& self) {
-                               return kReplicationNames[static_cast<size_t>(LinkOf(self).state())];
-                             })
-      .def("take_over", Blocking(&ParameterServer::TakeOver))
       .def_property_readonly("incarnation", &ParameterServer::incarnation)
       .def("durations", [](ParameterServer& self) { return DurationsToDict(self.durations()); });
   DefineMetrics(role, [](ParameterServer& self) { return self.metrics(); });

@@ -1,6 +1,5 @@
 #include "server/parameter_server.h"
 
-#include <cstring>
 #include <string>
 #include <utility>
 
@@ -10,11 +9,6 @@ namespace persia::server {
 namespace {
 
 using net::CallContext;
-
-// Below the pause that a failure may cost: a standby only stores the request.
-constexpr std::chrono::milliseconds kStandbyPatience(1500);
-// Of operations that a standby has not applied yet; beyond it the primary waits.
-constexpr uint64_t kMaxLogBytes = uint64_t{1} << 30;
 
 static_assert(kMaxRowDim == store::kMaxDim);
 
@@ -78,20 +72,14 @@ StatusOr<std::unique_ptr<ParameterServer>> ParameterServer::Create(const Options
 
 ParameterServer::ParameterServer(const Options& options,
                                  std::unique_ptr<store::EmbeddingStore> rows)
-    : options_(options),
-      store_(std::move(rows)),
-      is_standby_(options.is_standby),
-      standby_(options.has_standby ? std::make_unique<StandbyLink>(kStandbyPatience) : nullptr),
-      log_(options.is_standby ? MakeLog() : nullptr),
-      rpc_(options.rpc) {
+    : options_(options), store_(std::move(rows)), rpc_(options.rpc) {
   // Each method is described by its Method; what is written here is only what it does.
   Register(kConfigureServer, Access::kChangesRows,
            [this](const ConfigureRequest& request, const CallContext&) {
-             PERSIA_RETURN_IF_ERROR(CheckReplicable(request.config));
              return store_->Configure(request.config, request.replace);
            });
   Register(
-      kLookupRows, Access::kReadsOrInserts,
+      kLookupRows, Access::kReads,
       [this](const LookupRowsRequest& request, const CallContext&) -> StatusOr<ServerRows> {
         // A small request can ask for a huge reply: the limit holds before it is allocated.
         const uint64_t num_floats = request.blocks.num_floats();
@@ -119,16 +107,6 @@ ParameterServer::ParameterServer(const Options& options,
              store_->tier().Prefetch(signs);  // of more signs than fit, the store drops the rest
              return StatusOr(PrefetchRowsReply{store_->tier().WantsPrefetch() ? 1u : 0u});
            });
-  rpc_.Handle(kReplicate,
-              net::MakeHandler(
-                  kReplicate,
-                  [this](const ReplicateRequest& request, const CallContext& context) -> Status {
-                    if (log_ == nullptr) return FailedPrecondition("this server is no standby");
-                    Buffer body(request.body.size());
-                    std::memcpy(body.data(), request.body.data(), body.size());
-                    return log_->Add(request.number, static_cast<uint8_t>(request.method),
-                                     std::move(body), context.deadline);
-                  }));
   Register(kMeasureLoad, Access::kReads, [this](const Empty&, const CallContext&) {
     const store::StoreStats stats = store_->stats();
     return StatusOr(ServerLoad{stats.num_rows, stats.memory_bytes, num_looked_up_rows_.value(),
@@ -141,62 +119,17 @@ template <typename Request, typename Reply, typename Function>
 void ParameterServer::Register(const Method<Request, Reply>& method, Access access, Function handle,
                                DurationStats* decoding) {
   auto handler = net::MakeHandler(method, std::move(handle), decoding);
-  if (access != Access::kReads) operations_[method.number] = handler;
   // `method` and `access` are captured by value: they live as long as the handler.
   rpc_.Handle(method,
               [this, method, access, handler = std::move(handler)](
                   const Buffer& body, const CallContext& context) -> StatusOr<Segments> {
                 PERSIA_RETURN_IF_ERROR(CheckAllowed(method, access));
-                if (standby_ == nullptr || !Changes(access, body)) return handler(body, context);
-                return standby_->Run(method, body, context, [&] { return handler(body, context); });
+                return handler(body, context);
               });
-}
-
-// Whether the request changes the store. A lookup says so itself.
-bool ParameterServer::Changes(Access access, const Buffer& body) {
-  if (access != Access::kReadsOrInserts) return access == Access::kChangesRows;
-  const auto lookup = DecodeMessage<LookupRowsRequest>(body.span());
-  return lookup.ok() && lookup.value().train;
-}
-
-std::unique_ptr<OperationLog> ParameterServer::MakeLog() {
-  return std::make_unique<OperationLog>(kMaxLogBytes, [this](uint8_t method, const Buffer& body) {
-    // The primary sends what it has applied. The reply is of no use here.
-    const auto operation = operations_.find(method);
-    if (operation == operations_.end()) return;
-    static_cast<void>(operation->second(body, CallContext{net::Clock::time_point::max()}));
-  });
-}
-
-void ParameterServer::TakeOver() {
-  if (log_ != nullptr) log_->Finish();
-  // A standby of its own would need the rows first.
-  if (standby_ != nullptr) standby_->Release();
-  is_standby_ = false;
-}
-
-// Repeating a lookup that the primary did not answer counts its rows twice, and clocks and
-// checkpoints are the primary's own: what depends on them would differ between the two.
-Status ParameterServer::CheckReplicable(const TrainConfig& config) const {
-  if (standby_ == nullptr) return Status::Ok();
-  const auto check = [](const RowConfig& rows) {
-    const char* field = rows.admit_after > 1           ? "admit_after"
-                        : rows.time_to_live_sec > 0.0f ? "time_to_live_sec"
-                        : rows.min_norm > 0.0f         ? "min_norm"
-                                                       : nullptr;
-    if (field == nullptr) return Status::Ok();
-    return FailedPrecondition(std::string(field) +
-                              " is set, and parameter servers with standbys do not support it: "
-                              "leave it out, or set standbys to 0");
-  };
-  PERSIA_RETURN_IF_ERROR(check(config));
-  for (const GroupConfig& group : config.groups) PERSIA_RETURN_IF_ERROR(check(group.rows));
-  return Status::Ok();
 }
 
 // An inference server must not change: followers apply what training changed, and nothing else.
 Status ParameterServer::CheckAllowed(const MethodId& method, Access access) const {
-  if (is_standby_) return Unavailable("this parameter server is a standby");
   if (!options_.read_only) return Status::Ok();
   if (access == Access::kChangesRows) {
     return FailedPrecondition("this parameter server is of an inference job (job_type: Infer): " +
@@ -285,16 +218,6 @@ Metrics ParameterServer::metrics() const {
   metrics.AddRatio("last_missing_ratio", "index_miss_ratio",
                    "Missing rows of the latest lookup by its rows.", last_missing_ratio_.load());
   metrics.AddFlag("configured", store_->config().has_value());
-  if (standby_ != nullptr) {
-    metrics.AddGauge("replicates", "persia_replicates",
-                     "1 while a standby has every change of this server, 0 without one.",
-                     standby_->state() == StandbyLink::State::kReplicating ? 1 : 0);
-  }
-  if (log_ != nullptr) {
-    metrics.AddGauge("num_waiting_operations", "persia_standby_waiting_operations",
-                     "Operations of the primary that this standby has and has not applied.",
-                     log_->num_waiting());
-  }
   rpc_.AddMetrics(&metrics);
   return metrics;
 }

@@ -16,14 +16,12 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "base/metrics.h"
 #include "base/row_protocol.h"
 #include "base/status.h"
 #include "net/server.h"
-#include "server/standby_link.h"
 #include "server/update_deduplicator.h"
 #include "store/embedding_store.h"
 
@@ -42,11 +40,6 @@ class ParameterServer {
     // For inference: what would change rows is refused (kFailedPrecondition), and everything
     // (kUnavailable) until MarkLoaded.
     bool read_only = false;
-    // Whether a standby may be attached. Changes are then applied one at a time, see StandbyLink.
-    bool has_standby = false;
-    // Begins as the standby of another server: everything else is refused (kUnavailable) until
-    // TakeOver().
-    bool is_standby = false;
   };
 
   // Draws the incarnation. Refuses replica_index >= replica_size and what the store refuses. With a
@@ -65,12 +58,6 @@ class ParameterServer {
   // Once, when the rows of the checkpoint are there. Never taken back: a newer version is loaded
   // into another server.
   void MarkLoaded() { loaded_ = true; }
-
-  // Applies what the primary has sent, and answers from now on. For a server made with
-  // `is_standby`.
-  void TakeOver();
-  // The link to this server's own standby; null without `has_standby`.
-  StandbyLink* standby() { return standby_.get(); }
 
   // The answer owns copies of the rows: they may change or be evicted before it is sent.
   // The rows are copied under the locks of their shards, so no row is torn; rows of one batch may
@@ -96,18 +83,14 @@ class ParameterServer {
 
  private:
   // Whether a method may be called at a server for inference.
-  enum class Access : uint8_t { kReads, kReadsOrInserts, kChangesRows };
+  enum class Access : uint8_t { kReads, kChangesRows };
 
   ParameterServer(const Options& options, std::unique_ptr<store::EmbeddingStore> rows);
 
   template <typename Request, typename Reply, typename Function>
   void Register(const Method<Request, Reply>& method, Access access, Function handle,
                 DurationStats* decoding = nullptr);
-  static bool Changes(Access access, const Buffer& body);
-  std::unique_ptr<OperationLog> MakeLog();
   Status CheckAllowed(const MethodId& method, Access access) const;
-  // The config, unless a second copy of the rows could not follow it.
-  Status CheckReplicable(const TrainConfig& config) const;
   // Update(), unless the key's result is remembered. A repetition that overtakes its first request
   // waits for it until the deadline.
   StatusOr<UpdateResult> UpdateOnce(const UpdateRowsRequest& request,
@@ -144,11 +127,6 @@ class ParameterServer {
   DurationStats inference_times_{"inference lookup"};
   DurationStats update_times_{"update"};
   DurationStats set_times_{"set"};
-  // By method number: the handlers whose requests a primary sends on.
-  std::unordered_map<uint8_t, net::Handler> operations_;
-  std::atomic<bool> is_standby_;
-  const std::unique_ptr<StandbyLink> standby_;  // null: requests are not sent on
-  const std::unique_ptr<OperationLog> log_;     // null: made as a primary
   net::Server rpc_;  // last: destroyed first, so that no handler outlives what it uses
 };
 

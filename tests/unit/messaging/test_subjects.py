@@ -13,8 +13,6 @@ def test_subjects_are_those_of_the_wire_format():
     assert subjects.ids(3) == "persia.my-job.ids.3"
     assert subjects.batch(0) == "persia.my-job.batch.0"
     assert subjects.end(1) == "persia.my-job.end.1"
-    assert subjects.primary(2) == "persia.my-job.primary.2"
-    assert subjects.standby(2) == "persia.my-job.standby.2"
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "a b", "*", ">", "a\n", "ä"])
