@@ -20,6 +20,7 @@ _SUBCOMMANDS = {
     "init": "init.command",
     "preprocess": "preprocess.command",
     "local": "local.command",
+    "slurm": "slurm.command",
     "nats-server": "nats_server.command",
     "embedding-parameter-server": "embedding_servers.embedding_parameter_server",
     "embedding-worker": "embedding_servers.embedding_worker",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shlex
 import signal
 import sys
 import tempfile
@@ -18,11 +17,11 @@ from typing import Any
 import click
 
 from persia.launcher import options
+from persia.launcher.job_description import JobDescription, description_options
 from persia.launcher.nats_server import NATS, start_local_nats
-from persia.launcher.options import COUNT, option
+from persia.launcher.options import option
 from persia.launcher.process_specs import ProcessSpecs, job_environment
 from persia.launcher.restarts import Restarts, how_it_ended, restarts_alone
-from persia.launcher.script import checked_script
 from persia.launcher.supervisor import ManagedProcess, ProcessSpec, Supervisor
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
 
@@ -39,55 +38,17 @@ _LEAVE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalJob:
+class LocalJob(JobDescription):
     """What `persia-launcher local` was asked for."""
 
-    nn_worker: str
-    data_loader: str | None  # None: the training script makes its batches itself
-    embedding_config: str
-    global_config: str | None
-    parameter_servers: int
-    embedding_workers: int
-    data_loaders: int
-    nproc_per_node: int
-    script_args: tuple[str, ...]
-    loader_args: tuple[str, ...]
-    job_name: str
     nats_url: str | None
     max_restarts: int = 0
 
 
 @click.command("local")
-@option(
-    "--nn-worker", required=True, variable="PERSIA_NN_WORKER_ENTRY", metavar="FILE", help="Training script."
-)
-@option(
-    "--data-loader",
-    variable="PERSIA_DATALOADER_ENTRY",
-    metavar="FILE",
-    help="Data loading script; without it the training script makes its batches itself.",
-)
-@options.embedding_config(required=True)
-@options.global_config
+@description_options
 @options.sign_key
 @options.verify_key
-@option(
-    "--parameter-servers",
-    type=COUNT,
-    default=1,
-    help="Embedding parameter servers, each holding a share of the rows.",
-)
-@option("--embedding-workers", type=COUNT, default=1)
-@option("--data-loaders", type=COUNT, default=1)
-@option("--nproc-per-node", type=COUNT, default=1, help="Ranks of the training script.")
-@option(
-    "--loader-args",
-    default="",
-    metavar="TEXT",
-    callback=lambda _ctx, _param, text: tuple(shlex.split(text)),
-    help="Arguments of the data loading script, quoted as in a shell.",
-)
-@options.job_name
 @option(
     "--nats-url",
     metavar="URL",
@@ -127,7 +88,7 @@ def _run(job: LocalJob) -> int:
     number.
     """
     # Before the handlers: an error here is a plain exit, with nothing to stop.
-    _check(job)
+    job.check()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     # One for all processes: lines of two processes must not mix.
@@ -143,18 +104,6 @@ def _run(job: LocalJob) -> int:
         click.secho("stopped", err=True)
         return stopped.exit_code
     return 0 if failed is None else _report(failed)
-
-
-def _check(job: LocalJob) -> None:
-    """Finds what the processes would stumble over, before any of them is started."""
-    from persia.config import load_embedding_config, load_global_config  # not for --help
-
-    if job.global_config is not None:
-        load_global_config(job.global_config)
-    load_embedding_config(job.embedding_config)
-    checked_script(job.nn_worker)
-    if job.data_loader is not None:
-        checked_script(job.data_loader)
 
 
 def _stop(number: int, _frame: object) -> None:

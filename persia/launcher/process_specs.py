@@ -11,7 +11,7 @@ from persia.launcher.supervisor import ProcessSpec
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, NN_WORKER
 
 # Set for one process of a job; inherited by the whole job they would make every process the same rank.
-_OF_ONE_PROCESS = (
+OF_ONE_PROCESS = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -27,7 +27,7 @@ _OF_ONE_PROCESS = (
 def job_environment(*, nats_url: str, job_name: str, extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of a job's processes: this one's, without what belongs to a single process."""
     # The launcher itself may be a replica or a rank of another job.
-    inherited = {name: value for name, value in os.environ.items() if name not in _OF_ONE_PROCESS}
+    inherited = {name: value for name, value in os.environ.items() if name not in OF_ONE_PROCESS}
     # Output is read through pipes: unbuffered, it appears when it is written.
     own = {"PERSIA_NATS_URL": nats_url, "PERSIA_JOB_NAME": job_name, "PYTHONUNBUFFERED": "1"}
     return {**inherited, **own, **extra}
@@ -42,8 +42,11 @@ class ProcessSpecs:
     global_config: str | None = None  # None: the defaults
     launcher: Sequence[str] = field(default=(sys.executable, "-m", "persia.launcher"))
 
-    def server(self, role: str, index: int, replicas: int) -> ProcessSpec:
-        """A parameter server or an embedding worker. Workers stop first: they return gradients to servers."""
+    def server(self, role: str, index: int | str, replicas: int) -> ProcessSpec:
+        """A parameter server or an embedding worker. Workers stop first: they return gradients to servers.
+
+        `index` may be a word that the caller replaces, if one spec is for all replicas.
+        """
         command = (
             *self.launcher,
             role,
@@ -57,18 +60,31 @@ class ProcessSpecs:
         return ProcessSpec(name=f"{role}-{index}", command=command, env=self.env, stop_stage=stop_stage)
 
     def data_loader(
-        self, script: str, arguments: Sequence[str], index: int, replicas: int, env: Mapping[str, str]
+        self,
+        script: str,
+        arguments: Sequence[str],
+        index: int | str,
+        replicas: int,
+        env: Mapping[str, str],
     ) -> ProcessSpec:
-        """`env` is added to the job's."""
+        """`env` is added to the job's; `index` as in `server`."""
         options = ("--replica-index", str(index), "--replica-size", str(replicas))
         command = (*self.launcher, "data-loader", *options, script, *arguments)
         return ProcessSpec(name=f"data-loader-{index}", command=command, env={**self._script_env, **env})
 
     def nn_worker(
-        self, script: str, arguments: Sequence[str], nproc_per_node: int, env: Mapping[str, str]
+        self,
+        script: str,
+        arguments: Sequence[str],
+        nproc_per_node: int,
+        env: Mapping[str, str],
+        machines: Sequence[str] = (),
     ) -> ProcessSpec:
-        """All ranks, one process of the supervisor. `env` is added to the job's."""
-        options = ("--nproc-per-node", str(nproc_per_node))
+        """All ranks of a machine, one process of the supervisor. `env` is added to the job's.
+
+        `machines`: the options that say which of several machines this is.
+        """
+        options = ("--nproc-per-node", str(nproc_per_node), *machines)
         command = (*self.launcher, "nn-worker", *options, script, *arguments)
         return ProcessSpec(name=NN_WORKER, command=command, env={**self._script_env, **env})
 

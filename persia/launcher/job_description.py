@@ -1,0 +1,75 @@
+"""What a training job consists of: the options that `persia-launcher local` and `slurm` share."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+from persia.launcher import options
+from persia.launcher.options import COUNT, all_of, option
+from persia.launcher.script import checked_script
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobDescription:
+    """Scripts, settings and numbers of processes of one training job."""
+
+    nn_worker: str
+    data_loader: str | None  # None: the training script makes its batches itself
+    embedding_config: str
+    global_config: str | None
+    parameter_servers: int
+    embedding_workers: int
+    data_loaders: int
+    nproc_per_node: int
+    script_args: tuple[str, ...]
+    loader_args: tuple[str, ...]
+    job_name: str
+
+    def check(self) -> None:
+        """Finds what the processes would stumble over, before any of them is started."""
+        from persia.config import load_embedding_config, load_global_config  # not for --help
+
+        if self.global_config is not None:
+            load_global_config(self.global_config)
+        load_embedding_config(self.embedding_config)
+        checked_script(self.nn_worker)
+        if self.data_loader is not None:
+            checked_script(self.data_loader)
+
+
+# The fields of `JobDescription`; the argument `script_args` is each command's own.
+description_options = all_of(
+    option(
+        "--nn-worker",
+        required=True,
+        variable="PERSIA_NN_WORKER_ENTRY",
+        metavar="FILE",
+        help="Training script.",
+    ),
+    option(
+        "--data-loader",
+        variable="PERSIA_DATALOADER_ENTRY",
+        metavar="FILE",
+        help="Data loading script; without it the training script makes its batches itself.",
+    ),
+    options.embedding_config(required=True),
+    options.global_config,
+    option(
+        "--parameter-servers",
+        type=COUNT,
+        default=1,
+        help="Embedding parameter servers, each holding a share of the rows.",
+    ),
+    option("--embedding-workers", type=COUNT, default=1),
+    option("--data-loaders", type=COUNT, default=1),
+    option("--nproc-per-node", type=COUNT, default=1, help="Ranks of the training script on a machine."),
+    option(
+        "--loader-args",
+        default="",
+        metavar="TEXT",
+        callback=lambda _ctx, _param, text: tuple(shlex.split(text)),
+        help="Arguments of the data loading script, quoted as in a shell.",
+    ),
+    options.job_name,
+)

@@ -1,0 +1,92 @@
+#!/bin/bash
+# Written by `persia-launcher slurm`.
+#SBATCH --job-name=criteo
+#SBATCH --ntasks=4
+#SBATCH --partition=cpu
+#SBATCH --time=12:00:00
+#SBATCH --cpus-per-task=16
+#SBATCH --mem-per-cpu=8G
+#SBATCH hetjob
+#SBATCH --ntasks=3
+#SBATCH --partition=cpu
+#SBATCH --time=12:00:00
+#SBATCH hetjob
+#SBATCH --ntasks=2
+#SBATCH --partition=cpu
+#SBATCH --time=12:00:00
+#SBATCH hetjob
+#SBATCH --ntasks=2
+#SBATCH --nodes=2 --ntasks-per-node=1
+#SBATCH --partition=cpu
+#SBATCH --time=12:00:00
+#SBATCH --partition=gpu
+#SBATCH --gpus-per-node=8
+
+set -e
+source 'my env/bin/activate'
+set -uo pipefail
+# Variables of one process, which sbatch would hand to all of them.
+unset RANK LOCAL_RANK WORLD_SIZE REPLICA_INDEX REPLICA_SIZE MASTER_ADDR MASTER_PORT PERSIA_METRICS_PORT PERSIA_HEALTH_PORT
+export PERSIA_JOB_NAME=criteo PYTHONUNBUFFERED=1
+export PERSIA_EMBEDDING_CONFIG=/shared/slots.yml
+# This script runs on the first node of component 0, and so does the broker. Ports differ from job to job.
+export PERSIA_BIND_HOST=0.0.0.0
+export PERSIA_NATS_PORT=$((10000 + SLURM_JOB_ID % 10000))
+export PERSIA_NATS_URL="nats://$(hostname):$PERSIA_NATS_PORT"
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_3" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+export MASTER_ADDR MASTER_PORT
+
+own_secret=
+stop() {
+    trap '' TERM
+    [[ -z "$(jobs -pr)" ]] || kill $(jobs -pr) 2>/dev/null || true
+    [[ -z "$own_secret" ]] || rm -f "$own_secret"
+}
+trap stop EXIT
+trap 'exit 143' TERM
+# All nodes read the job's secret from this directory, which they share; only this user can read the file.
+if [[ -z "${PERSIA_JOB_SECRET:-}${PERSIA_JOB_SECRET_FILE:-}" ]]; then
+    own_secret="$PWD/.persia-secret-$SLURM_JOB_ID"
+    export PERSIA_JOB_SECRET_FILE="$own_secret"
+    persia-launcher secret create >/dev/null
+fi
+
+declare -A needed # the job fails when one of them ends before the training
+persia-launcher nats-server --host 0.0.0.0 </dev/null &
+needed[nats]=$!
+
+srun --het-group=0 --kill-on-bad-exit=1 --label --input=none \
+    bash -c 'exec persia-launcher embedding-parameter-server --port=0 --replica-index=$SLURM_PROCID --replica-size=4 --embedding-config=/shared/slots.yml --global-config=/shared/global.yml' &
+needed[parameter-servers]=$!
+
+srun --het-group=1 --kill-on-bad-exit=1 --label --input=none \
+    bash -c 'exec persia-launcher embedding-worker --port=0 --replica-index=$SLURM_PROCID --replica-size=3 --embedding-config=/shared/slots.yml --global-config=/shared/global.yml' &
+needed[embedding-workers]=$!
+
+PERSIA_GLOBAL_CONFIG=/shared/global.yml srun --het-group=2 --kill-on-bad-exit=1 --label --input=none \
+    bash -c 'exec persia-launcher data-loader --replica-index $SLURM_PROCID --replica-size 2 loader.py --day '"'"'day 1'"'"'' &
+loaders=$!
+
+PERSIA_GLOBAL_CONFIG=/shared/global.yml srun --het-group=3 --kill-on-bad-exit=1 --label --input=none \
+    bash -c 'exec persia-launcher nn-worker --nproc-per-node 8 --nnodes=2 --node-rank=$SLURM_PROCID --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT train.py --lr '"'"'it'"'"'"'"'"'"'"'"'s $HOME'"'"'' &
+training=$!
+
+has_ended() { ! kill -0 "$1" 2>/dev/null; }
+until has_ended "$training"; do
+    for name in "${!needed[@]}"; do
+        if has_ended "${needed[$name]}"; then
+            echo "persia-launcher: $name ended before the training; the job is stopped" >&2
+            exit 1
+        fi
+    done
+    # Loaders may end before the training. If they fail, the training may still be about to end.
+    if [[ -n "$loaders" ]] && has_ended "$loaders" && ! wait "$loaders"; then
+        sleep 5
+        has_ended "$training" && break
+        echo "persia-launcher: data-loaders failed; the job is stopped" >&2
+        exit 1
+    fi
+    sleep 1
+done
+wait "$training"

@@ -1,0 +1,72 @@
+"""`persia-launcher slurm` writes one batch script for a whole job."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from persia.launcher import cli
+
+GOLDEN = Path(__file__).with_name("golden")
+# Name of the golden file to the arguments.
+JOBS = {
+    "small": ["--nn-worker", "train.py"],
+    "large": [
+        *("--nn-worker", "train.py", "--data-loader", "loader.py", "--loader-args", "--day 'day 1'"),
+        *("--global-config", "global.yml", "--job-name", "criteo", "--parameter-servers", "4"),
+        *("--embedding-workers", "3", "--data-loaders", "2", "--nodes", "2", "--nproc-per-node", "8"),
+        *("--sbatch", "--partition=cpu --time=12:00:00", "--setup", "source 'my env/bin/activate'"),
+        *("--sbatch-for", "ranks", "--partition=gpu --gpus-per-node=8"),
+        *("--sbatch-for", "parameter-servers", "--cpus-per-task=16 --mem-per-cpu=8G"),
+        *("--", "--lr", "it's $HOME"),
+    ],
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("slots.yml").write_text("slots_config: {user: {dim: 8}}\n")
+    Path("global.yml").write_text("{}\n")
+    Path("train.py").touch()
+    Path("loader.py").touch()
+    return tmp_path
+
+
+def written(*arguments: str) -> str:
+    result = CliRunner().invoke(cli, ["slurm", "--embedding-config", "slots.yml", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_script(name, folder):
+    script = written(*JOBS[name])
+    assert script.replace(str(folder), "/shared") == (GOLDEN / f"slurm_{name}.sh").read_text()
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_it_is_written_to_a_file(folder):
+    assert written(*JOBS["small"], "--output", "job.sh") == ""
+    assert (folder / "job.sh").read_text() == written(*JOBS["small"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sbatch", "--time 12:00:00"], "sbatch option '12:00:00' of parameter-servers"),
+        (["--sbatch-for", "ranks", "--comment='a\nb'"], "sbatch option '--comment=a\\nb' of ranks"),
+        (["--data-loader", "missing.py"], "script 'missing.py' is not a file"),
+        (["--sbatch-for", "rank", "--gpus=1"], "'rank' is not one of"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message, folder):
+    result = CliRunner().invoke(
+        cli, ["slurm", "--embedding-config", "slots.yml", *JOBS["small"], *arguments, "--output", "job.sh"]
+    )
+    assert result.exit_code != 0
+    assert message in " ".join(result.output.split())
+    assert not (folder / "job.sh").exists()
