@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
+from persia.observability.status import find_processes, job_status
+
+from .watching import get
+
 
 def await_output(process: Any, text: str, timeout_s: float = 240.0) -> None:
     deadline = time.monotonic() + timeout_s
@@ -137,6 +142,12 @@ def test_batches_of_the_only_worker_continue_on_its_successor(start_job: Any) ->
     job = start_job("--pace", "0.01", loaders=[["--batches", "300"]])
     await_output(job.nn_worker, "batch 50")
     job.cluster.restart("embedding-worker-0")
+    restarts = {status.info.role: status for status in job_status(find_processes(job.cluster.session))}
+    assert restarts[EMBEDDING_PARAMETER_SERVER].values["restarts"] == 0
+    worker = restarts[EMBEDDING_WORKER]
+    assert worker.values["restarts"] == 1
+    page = get(f"http://{worker.info.status_address}/metrics")
+    assert re.search(r'^persia_restarts{.*role="embedding-worker".*} 1.0$', page, re.MULTILINE)
     assert job.finish_nn_worker() == 0, job.nn_worker.output
     (report,) = job.reports
     assert sorted(report["batch_ids"]) == list(range(300))
