@@ -22,14 +22,14 @@ from persia.rows.reader import RowReader
 __all__ = ["ROLES", "Kill", "Outcome", "Settings", "differences", "run", "trained_by"]
 
 ROLES = ("rank", "parameter server", "embedding worker", "data loader", "nats")
-_FOLDER = Path(__file__).parent
+_SCRIPTS = Path(__file__).parents[2] / "tests" / "integration" / "jobs"
 _SLOTS = {"feature_index_prefix_bit": 8, "slots_config": {"user": {"dim": 8}, "items": {"dim": 8}}}
 # What tells a process of a role among the descendants of the launcher, by its command line.
 _PATTERNS = {
-    "rank": re.compile(r"^\S+ (-u )?\S*chaos/train\.py "),
+    "rank": re.compile(r"^\S+ (-u )?\S*jobs/recovered\.py "),
     "parameter server": re.compile(r" embedding-parameter-server "),
     "embedding worker": re.compile(r" embedding-worker "),
-    "data loader": re.compile(r"^\S+ \S*chaos/loader\.py "),
+    "data loader": re.compile(r"^\S+ \S*jobs/loader\.py "),
     "nats": re.compile(r"nats-server -c "),
 }
 # A process may take a minute to start where others use the processors.
@@ -129,8 +129,9 @@ def _started(folder: Path, settings: Settings, max_restarts: int) -> Iterator[su
 def _command(folder: Path, settings: Settings, max_restarts: int) -> list[str]:
     return [
         *(sys.executable, "-m", "persia.launcher", "local", "--max-restarts", str(max_restarts)),
-        *("--nn-worker", str(_FOLDER / "train.py"), "--data-loader", str(_FOLDER / "loader.py")),
-        *("--embedding-config", str(folder / "slots.yml"), "--loader-args", str(settings.batches)),
+        *("--nn-worker", str(_SCRIPTS / "recovered.py"), "--data-loader", str(_SCRIPTS / "loader.py")),
+        *("--embedding-config", str(folder / "slots.yml")),
+        *("--loader-args", f"--total {settings.batches} --resume"),
         *("--parameter-servers", "2", "--embedding-workers", "2", "--data-loaders", "2"),
         *("--nproc-per-node", str(settings.ranks)),
         *("--", str(folder), str(settings.every_steps), str(settings.pace_s)),

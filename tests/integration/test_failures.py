@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.chaos.job import trained_by
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
 from persia.observability.status import find_processes, job_status
+from persia.testing import LocalCluster
 
+from .conftest import EMBEDDING_CONFIG, JOBS
 from .watching import get
 
 
@@ -167,6 +170,29 @@ def test_lost_rows_end_the_training_and_keep_the_checkpoint(start_job: Any, tmp_
     assert report["counters"]["batches_trained"] < 3000
     assert report["refused"].startswith("RowsLostError"), "a dump would have replaced a good checkpoint"
     assert (checkpoint / "manifest.json").read_bytes() == before
+
+
+def test_lost_rows_roll_the_job_back(tmp_path: Path) -> None:
+    """To its last checkpoint, by whatever starts ranks and data loaders again."""
+    env = {"OMP_NUM_THREADS": "1", "PERSIA_DEADLINE_SEC": "60"}
+    with LocalCluster(embedding_config=EMBEDDING_CONFIG, env=env) as cluster:
+
+        def start() -> tuple[Any, Any]:
+            loader = cluster.start_loader(JOBS / "loader.py", "--total", "300", "--resume")
+            return loader, cluster.start_nn_worker(JOBS / "recovered.py", str(tmp_path), "20", "0.01")
+
+        loader, rank = start()
+        await_output(rank, "step 50\n")
+        cluster.restart("embedding-parameter-server-0")
+        assert cluster.wait(rank, 240) == 75, rank.output
+        assert f"after the newest checkpoint of {tmp_path / 'recovery'}" in rank.output
+        cluster.wait(loader, 240)
+        loader, rank = start()
+        assert cluster.wait(rank, 240) == 0, rank.output
+        assert cluster.wait(loader, 240) == 0, loader.output
+    trained, wasted = trained_by(tmp_path / "rank0.log")
+    assert sorted(trained) == list(range(300)), "each batch exactly once"
+    assert wasted > 0
 
 
 def test_restarted_parameter_server_is_found_again(start_job: Any) -> None:

@@ -1,8 +1,10 @@
-"""The training script of the job: an ordinary loop, which writes down what it has trained."""
+"""A training script with a recovery: an ordinary loop, which writes down what it has trained.
+
+Its arguments are a folder, the steps between two checkpoints, and the seconds between two batches.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
 from pathlib import Path
@@ -11,16 +13,7 @@ import torch
 
 from persia import DataLoader, EmbeddingConfig, Recovery, StreamingDataset, TrainCtx, optim
 from persia.utils import setup_seed
-
-
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(18, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-
-    def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
-        output: torch.Tensor = self.layers(torch.cat(dense + embeddings, dim=1))
-        return output
+from train import Model, digest
 
 
 def main() -> None:
@@ -34,6 +27,7 @@ def main() -> None:
         embedding_config=EmbeddingConfig(emb_initialization=(-0.1, 0.1), seed=3),
         mixed_precision=False,
         recovery=Recovery(folder / "recovery", every_steps=every_steps),
+        on_lost_rows="recover",
     )
     with ctx, (folder / f"rank{ctx.rank}.log").open("a", buffering=1) as log:
         log.write(f"begin {ctx.step}\n")
@@ -47,8 +41,7 @@ def main() -> None:
             sys.stdout.write(f"step {ctx.step}\n")
         ctx.dump_checkpoint(folder / "final")
     if ctx.rank == 0:
-        values = b"".join(value.detach().numpy().tobytes() for value in model.parameters())
-        (folder / "dense.sha256").write_text(hashlib.sha256(values).hexdigest())
+        (folder / "dense.sha256").write_text(digest(model.parameters()))
 
 
 if __name__ == "__main__":
