@@ -179,7 +179,8 @@ def test_lost_rows_roll_the_job_back(tmp_path: Path) -> None:
 
         def start() -> tuple[Any, Any]:
             loader = cluster.start_loader(JOBS / "loader.py", "--total", "300", "--resume")
-            return loader, cluster.start_nn_worker(JOBS / "recovered.py", str(tmp_path), "20", "0.01")
+            arguments = (str(tmp_path), "20", "0.01", "300")
+            return loader, cluster.start_nn_worker(JOBS / "recovered.py", *arguments)
 
         loader, rank = start()
         await_output(rank, "step 50\n")

@@ -1,6 +1,7 @@
 """A training script with a recovery: an ordinary loop, which writes down what it has trained.
 
-Its arguments are a folder, the steps between two checkpoints, and the seconds between two batches.
+Its arguments are a folder, the steps between two checkpoints, the seconds between two batches, and the number
+of batches, which the script makes itself where there is no broker.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import torch
 
 from persia import DataLoader, EmbeddingConfig, Recovery, StreamingDataset, TrainCtx, optim
 from persia.utils import setup_seed
-from train import Model, digest
+from train import Model, digest, feed
 
 
 def main() -> None:
     folder, every_steps, pace_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    data = StreamingDataset(buffer_size=10, loader=lambda: feed(int(sys.argv[4])))
     setup_seed(7)
     model = Model()
     ctx = TrainCtx(
@@ -31,7 +33,7 @@ def main() -> None:
     )
     with ctx, (folder / f"rank{ctx.rank}.log").open("a", buffering=1) as log:
         log.write(f"begin {ctx.step}\n")
-        for batch in DataLoader(StreamingDataset(buffer_size=10), reproducible=ctx.world_size == 1):
+        for batch in DataLoader(data, reproducible=ctx.world_size == 1):
             time.sleep(pace_s)
             output, labels = ctx.forward(batch)
             assert labels is not None
