@@ -290,6 +290,11 @@ def get_health_port() -> int | None:
     return _port("PERSIA_HEALTH_PORT", None)
 
 
+def get_restarts() -> int:
+    """`PERSIA_RESTARTS`: how often the supervisor has started this process again; set by the launcher."""
+    return _integer("PERSIA_RESTARTS", 0)
+
+
 def get_metrics_gateway() -> str | None:
     """`PERSIA_METRICS_GATEWAY_ADDR`: host:port of the Pushgateway to push metrics to; None: none."""
     return os.environ.get("PERSIA_METRICS_GATEWAY_ADDR") or None

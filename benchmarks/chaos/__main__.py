@@ -1,4 +1,4 @@
-"""Kills random processes of a job at random steps, and compares its result with that of a job left alone.
+"""Kills random processes of a job at random steps, and compares its result with that of one process.
 
 The job runs under `persia-launcher local --max-restarts`: 2 parameter servers, 2 embedding workers, 2 data
 loaders and the ranks, each a process of its own. It fails where a batch was not trained exactly once; and
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.chaos.job import ROLES, Kill, Settings, differences, run
+from benchmarks.chaos.job import ROLES, Kill, Settings, differences, run, undisturbed
 
 _FIRST, _LEAVE = 5, 60  # steps at the start and the end without a kill: the loaders end before the ranks
 
@@ -73,8 +73,7 @@ def main(num_kills: int, batches: int | None, ranks: int, seed: int, roles: tupl
         if sorted(outcome.trained) != list(range(total)):
             problems.append("not every batch was trained exactly once")
         if ranks == 1 and not problems:
-            undisturbed = run(Path(folder) / "undisturbed", settings)
-            problems += differences(undisturbed, outcome)
+            problems += differences(undisturbed(Path(folder) / "undisturbed", settings), outcome)
     click.echo(f"{total} batches, {outcome.wasted} steps rolled back and trained again")
     click.echo("\n".join(f"FAILED: {text}" for text in problems) or "each batch trained once; equal result")
     sys.exit(bool(problems))

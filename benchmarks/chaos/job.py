@@ -19,17 +19,17 @@ import yaml
 from persia.rows.comparison import compare
 from persia.rows.reader import RowReader
 
-__all__ = ["ROLES", "Kill", "Outcome", "Settings", "differences", "run", "trained_by"]
+__all__ = ["ROLES", "Kill", "Outcome", "Settings", "differences", "run", "trained_by", "undisturbed"]
 
 ROLES = ("rank", "parameter server", "embedding worker", "data loader", "nats")
-_FOLDER = Path(__file__).parent
+_SCRIPTS = Path(__file__).parents[2] / "tests" / "integration" / "jobs"
 _SLOTS = {"feature_index_prefix_bit": 8, "slots_config": {"user": {"dim": 8}, "items": {"dim": 8}}}
 # What tells a process of a role among the descendants of the launcher, by its command line.
 _PATTERNS = {
-    "rank": re.compile(r"^\S+ (-u )?\S*chaos/train\.py "),
+    "rank": re.compile(r"^\S+ (-u )?\S*jobs/recovered\.py "),
     "parameter server": re.compile(r" embedding-parameter-server "),
     "embedding worker": re.compile(r" embedding-worker "),
-    "data loader": re.compile(r"^\S+ \S*chaos/loader\.py "),
+    "data loader": re.compile(r"^\S+ \S*jobs/loader\.py "),
     "nats": re.compile(r"nats-server -c "),
 }
 # A process may take a minute to start where others use the processors.
@@ -43,6 +43,7 @@ class Settings:
 
     batches: int
     ranks: int = 1
+    servers: int = 2  # parameter servers, and as many embedding workers
     every_steps: int = 20
     pace_s: float = 0.02
     deadline_s: float = 600.0
@@ -72,8 +73,7 @@ class Outcome:
 
 def run(folder: Path, settings: Settings, kills: Sequence[Kill] = ()) -> Outcome:
     """Runs the job to its end; `kills`, in the order of their steps, get their times and pauses."""
-    folder.mkdir(parents=True)
-    (folder / "slots.yml").write_text(yaml.safe_dump(_SLOTS))
+    _write_slots(folder)
     lines, left, last_step_at, current = list[str](), list(kills), time.monotonic(), None
     with _started(folder, settings, len(kills)) as process:
         assert process.stdout is not None
@@ -94,6 +94,28 @@ def run(folder: Path, settings: Settings, kills: Sequence[Kill] = ()) -> Outcome
         outcome.trained += numbers
         outcome.wasted += wasted
     return outcome
+
+
+def undisturbed(folder: Path, settings: Settings) -> Outcome:
+    """The same training in one process without a broker, where nothing is killed."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PERSIA_", "RANK"))}
+    done = subprocess.run(
+        [sys.executable, str(_SCRIPTS / "recovered.py"), str(folder), "1000000", "0", str(settings.batches)],
+        env={**env, "OMP_NUM_THREADS": "1", "PERSIA_EMBEDDING_CONFIG": str(_write_slots(folder))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=settings.deadline_s,
+        check=False,
+    )
+    return Outcome(folder, done.returncode, done.stdout, trained_by(folder / "rank0.log")[0])
+
+
+def _write_slots(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    path = folder / "slots.yml"
+    path.write_text(yaml.safe_dump(_SLOTS))
+    return path
 
 
 def differences(one: Outcome, other: Outcome) -> list[str]:
@@ -129,11 +151,13 @@ def _started(folder: Path, settings: Settings, max_restarts: int) -> Iterator[su
 def _command(folder: Path, settings: Settings, max_restarts: int) -> list[str]:
     return [
         *(sys.executable, "-m", "persia.launcher", "local", "--max-restarts", str(max_restarts)),
-        *("--nn-worker", str(_FOLDER / "train.py"), "--data-loader", str(_FOLDER / "loader.py")),
-        *("--embedding-config", str(folder / "slots.yml"), "--loader-args", str(settings.batches)),
-        *("--parameter-servers", "2", "--embedding-workers", "2", "--data-loaders", "2"),
+        *("--nn-worker", str(_SCRIPTS / "recovered.py"), "--data-loader", str(_SCRIPTS / "loader.py")),
+        *("--embedding-config", str(folder / "slots.yml")),
+        *("--loader-args", f"--total {settings.batches} --resume"),
+        *("--parameter-servers", str(settings.servers), "--embedding-workers", str(settings.servers)),
+        *("--data-loaders", "2"),
         *("--nproc-per-node", str(settings.ranks)),
-        *("--", str(folder), str(settings.every_steps), str(settings.pace_s)),
+        *("--", str(folder), str(settings.every_steps), str(settings.pace_s), str(settings.batches)),
     ]
 
 

@@ -17,11 +17,16 @@ from persia.errors import InvalidArgumentError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BaseCtx", "PreprocessMode", "Terminated", "checked_device", "cnt_ctx"]
+__all__ = ["BaseCtx", "PreprocessMode", "Terminated", "checked_device", "cnt_ctx", "is_stopped"]
 
 
 class Terminated(SystemExit):
     """Raised in the script by SIGTERM. Its sender usually waits a few seconds before it kills."""
+
+
+def is_stopped(error: BaseException | None) -> bool:
+    """Whether somebody has stopped the script."""
+    return isinstance(error, (Terminated, KeyboardInterrupt))
 
 
 class PreprocessMode(enum.Enum):

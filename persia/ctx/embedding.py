@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from persia import env
-from persia.ctx.base import BaseCtx, PreprocessMode, Terminated
+from persia.ctx.base import BaseCtx, PreprocessMode, is_stopped
 from persia.ctx.checkpoints import CheckpointMethods
 from persia.ctx.inputs import Inputs, arranged_inputs, as_arguments, input_names, is_of
 from persia.current import current_context, own_context
@@ -261,5 +261,4 @@ def eval_ctx(*args: Any, **kwargs: Any) -> EmbeddingCtx:
 def _exit_deadline_s(error: BaseException | None) -> float:
     if error is None:
         return env.get_deadline_s()
-    is_stopped = isinstance(error, (Terminated, KeyboardInterrupt))
-    return _STOPPED_EXIT_DEADLINE_S if is_stopped else _FAILED_EXIT_DEADLINE_S
+    return _STOPPED_EXIT_DEADLINE_S if is_stopped(error) else _FAILED_EXIT_DEADLINE_S

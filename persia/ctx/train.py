@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
 from persia.checkpoint.training_dump import TrainingDumps
-from persia.ctx.base import PreprocessMode, checked_device
+from persia.ctx.base import PreprocessMode, checked_device, is_stopped
 from persia.ctx.checkpoints import TrainingCheckpointMethods
 from persia.ctx.embedding import EmbeddingCtx
 from persia.ctx.inputs import Inputs, TrainedInputs, arranged_inputs
@@ -70,7 +70,9 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
             [num_rows, dim]; what it returns is applied, or the gradient itself, changed in place, when it
             returns None.
         on_lost_rows: when a parameter server restarts without the rows that it held. "raise": the loop raises
-            RowsLostError, and dumps are refused, until a checkpoint is loaded; "continue": an error is
+            RowsLostError, and dumps are refused, until a checkpoint is loaded; "recover", for contexts with a
+            `recovery`: also, the context ends the process with exit code 75, whatever the script catches, and
+            the job continues after its newest checkpoint when it is started again; "continue": an error is
             logged, and lost rows begin anew.
         max_nonfinite_steps: a step whose dense gradients have NaN or Inf, on any rank, leaves the dense model
             as it is and is counted (`ctx.counters.nonfinite_steps`); so many in a row raise
@@ -109,7 +111,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         _check_settings(model, grad_scalar_update_factor, lookup_emb_directly, max_nonfinite_steps)
         sizes = _sender_sizes(backward_workers_size, backward_buffer_size, grad_update_buffer_size)
         self._consistency = Consistency.of(consistency)
-        self._on_lost_rows = OnLostRows.of(on_lost_rows)
+        self._on_lost_rows = _lost_rows_rule(on_lost_rows, recovery)
         self._precision = Precision.of(mixed_precision, checked_device(device_id))
         super().__init__(
             PreprocessMode.TRAIN,
@@ -193,7 +195,11 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
                 "each; evaluate in eval_ctx(), or with requires_grad=False",
                 counts.batches_received,
             )
-        super().__exit__(kind, error, trace)
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            if self._rows_guard is not None and self.recovery is not None and not is_stopped(error):
+                self._rows_guard.roll_back(self.recovery.directory)
 
     def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
         """Replaces the embedding config of all servers during training."""
@@ -344,6 +350,15 @@ def _check_optimizers(embedding_optimizer: object, dense_optimizer: object) -> N
         )
     if not isinstance(dense_optimizer, torch.optim.Optimizer):
         raise InvalidTypeError(f"dense_optimizer is {type_name(dense_optimizer)}: use one of torch.optim")
+
+
+def _lost_rows_rule(value: OnLostRows | str, recovery: Recovery | None) -> OnLostRows:
+    rule = OnLostRows.of(value)
+    if rule is OnLostRows.RECOVER and recovery is None:
+        raise InvalidArgumentError(
+            'on_lost_rows="recover" needs a checkpoint to return to: pass recovery=Recovery(directory), too'
+        )
+    return rule
 
 
 def _sender_sizes(num_workers: int, queue_capacity: int, max_unacknowledged: int) -> dict[str, int]:

@@ -6,6 +6,7 @@ gone, unless it has recovered them from its storage tier.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from enum import Enum
 
@@ -15,13 +16,14 @@ from persia.logger import get_default_logger
 from persia.messaging.discovery import Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 
-__all__ = ["OnLostRows", "RowsGuard"]
+__all__ = ["OnLostRows", "RollBack", "RowsGuard"]
 
 
 class OnLostRows(Enum):
     """What a training does when rows are lost."""
 
     RAISE = "raise"  # the loop raises RowsLostError, and nothing is dumped
+    RECOVER = "recover"  # that too, and the process ends, to continue after a checkpoint when it is restarted
     CONTINUE = "continue"  # the rows begin anew; logged as an error
 
     @classmethod
@@ -30,7 +32,18 @@ class OnLostRows(Enum):
         try:
             return cls(value)
         except ValueError:
-            raise InvalidArgumentError(f"on_lost_rows is {value!r}: choose 'raise' or 'continue'") from None
+            choices = ", ".join(repr(rule.value) for rule in cls)
+            raise InvalidArgumentError(f"on_lost_rows is {value!r}: choose one of {choices}") from None
+
+
+class RollBack(SystemExit):
+    """Raised by a context that leaves lost rows to its supervisor: the job must be started again.
+
+    No Exception: a script that catches those must not end as if it had trained everything.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(os.EX_TEMPFAIL)
 
 
 class RowsGuard:
@@ -58,6 +71,18 @@ class RowsGuard:
         """As `check`, without asking the servers."""
         for server in list(self._lost.values()):
             raise _error(server)
+
+    def roll_back(self, directory: str | os.PathLike[str]) -> None:
+        """With RECOVER, raises RollBack if rows are missing: the checkpoints of `directory` have them."""
+        if self._rule is not OnLostRows.RECOVER or not self._lost:
+            return
+        get_default_logger().error(
+            "rows are lost: this process ends with exit code %d. Once all ranks and data loaders are started "
+            "again, the job continues after the newest checkpoint of %s",
+            os.EX_TEMPFAIL,
+            directory,
+        )
+        raise RollBack
 
     def missing(self) -> list[ServiceInfo]:
         """The servers without their rows, for `loaded` after a load that begins now."""
@@ -95,7 +120,7 @@ class RowsGuard:
             return
         error = _error(server)
         get_default_logger().error("%s", error)
-        if self._rule is OnLostRows.RAISE:
+        if self._rule is not OnLostRows.CONTINUE:
             self._lost[server.index] = server
             self._on_lost(error)
 

@@ -157,7 +157,9 @@ def _row(status: ProcessStatus, rate: Mapping[str, float]) -> list[str | Text]:
     memory = f"{values['resident_bytes'] / 2**20:,.0f} MiB"
     # What keeps a process from working is the only detail of interest then.
     details = cells[3] if values["ready"] else str(values["reason"])
-    return [name, state, *cells[:3], memory, details]
+    restarts = values.get("restarts", 0)  # older processes do not tell
+    restarted = f"{restarts} restart{'s' * (restarts > 1)}; " if restarts else ""
+    return [name, state, *cells[:3], memory, restarted + details]
 
 
 def _per_second(rate: Mapping[str, float], key: str, what: str) -> str:

@@ -51,18 +51,24 @@ class ManagedProcess:
     """A process of a supervisor: its output so far and its end."""
 
     def __init__(
-        self, spec: ProcessSpec, sink: OutputSink, on_exit: Callable[[ManagedProcess], None]
+        self,
+        spec: ProcessSpec,
+        sink: OutputSink,
+        on_exit: Callable[[ManagedProcess], None],
+        num_restarts: int = 0,
     ) -> None:
         self.spec = spec
         self._sink = sink
         self._on_exit = on_exit
+        self.num_restarts = num_restarts  # earlier starts of this name
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._lock = threading.Lock()
         self._is_reaped = False  # its pid may then belong to another process; guarded by _lock
         self._ended = threading.Event()
         self._popen = subprocess.Popen(
             list(spec.command),
-            env=dict(spec.env),
+            # For its metrics and status: a process cannot know by itself.
+            env={**spec.env, "PERSIA_RESTARTS": str(num_restarts)},
             # A process must not take input from the terminal of the launcher.
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -162,7 +168,8 @@ class Supervisor:
             # Isolated and without site-packages: it starts in a few milliseconds.
             command = [sys.executable, "-I", "-S", str(script)]
             self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE)
-        process = ManagedProcess(spec, self._sink, self._on_exit)
+        num_restarts = 0 if known is None else known.num_restarts + 1
+        process = ManagedProcess(spec, self._sink, self._on_exit, num_restarts)
         # Between the start and this line a killed supervisor leaves an orphan; the window is one write to a
         # pipe.
         self._tell_watchdog(f"+{process.pid}")

@@ -130,6 +130,8 @@ class ProcessObserver:
             0 if self._http is None else self._http.num_refused,
         )
         families.gauge("persia_uptime_seconds", "Seconds since the start.", self._uptime_s())
+        restarts = "Times that the supervisor has started this process again."
+        families.gauge("persia_restarts", restarts, env.get_restarts())
         families.gauge("persia_resident_bytes", "Memory of the process.", resident_bytes())
         usage = resource.getrusage(resource.RUSAGE_SELF)
         cpu_s = usage.ru_utime + usage.ru_stime
@@ -240,6 +242,7 @@ class ProcessObserver:
             "configured": source.configured(),
             "monotonic_s": time.monotonic(),  # rates are differences by this
             "uptime_s": self._uptime_s(),
+            "restarts": env.get_restarts(),
             "resident_bytes": resident_bytes(),
             "reported": finite_reported(),
             "stats": source.status(),

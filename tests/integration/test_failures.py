@@ -11,6 +11,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.chaos.job import trained_by
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
+from persia.observability.status import find_processes, job_status
+from persia.testing import LocalCluster
+
+from .conftest import EMBEDDING_CONFIG, JOBS
+from .watching import get
+
 
 def await_output(process: Any, text: str, timeout_s: float = 240.0) -> None:
     deadline = time.monotonic() + timeout_s
@@ -137,6 +145,12 @@ def test_batches_of_the_only_worker_continue_on_its_successor(start_job: Any) ->
     job = start_job("--pace", "0.01", loaders=[["--batches", "300"]])
     await_output(job.nn_worker, "batch 50")
     job.cluster.restart("embedding-worker-0")
+    restarts = {status.info.role: status for status in job_status(find_processes(job.cluster.session))}
+    assert restarts[EMBEDDING_PARAMETER_SERVER].values["restarts"] == 0
+    worker = restarts[EMBEDDING_WORKER]
+    assert worker.values["restarts"] == 1
+    page = get(f"http://{worker.info.status_address}/metrics")
+    assert re.search(r'^persia_restarts{.*role="embedding-worker".*} 1.0$', page, re.MULTILINE)
     assert job.finish_nn_worker() == 0, job.nn_worker.output
     (report,) = job.reports
     assert sorted(report["batch_ids"]) == list(range(300))
@@ -156,6 +170,30 @@ def test_lost_rows_end_the_training_and_keep_the_checkpoint(start_job: Any, tmp_
     assert report["counters"]["batches_trained"] < 3000
     assert report["refused"].startswith("RowsLostError"), "a dump would have replaced a good checkpoint"
     assert (checkpoint / "manifest.json").read_bytes() == before
+
+
+def test_lost_rows_roll_the_job_back(tmp_path: Path) -> None:
+    """To its last checkpoint, by whatever starts ranks and data loaders again."""
+    env = {"OMP_NUM_THREADS": "1", "PERSIA_DEADLINE_SEC": "60"}
+    with LocalCluster(embedding_config=EMBEDDING_CONFIG, env=env) as cluster:
+
+        def start() -> tuple[Any, Any]:
+            loader = cluster.start_loader(JOBS / "loader.py", "--total", "300", "--resume")
+            arguments = (str(tmp_path), "20", "0.01", "300")
+            return loader, cluster.start_nn_worker(JOBS / "recovered.py", *arguments)
+
+        loader, rank = start()
+        await_output(rank, "step 50\n")
+        cluster.restart("embedding-parameter-server-0")
+        assert cluster.wait(rank, 240) == 75, rank.output
+        assert f"after the newest checkpoint of {tmp_path / 'recovery'}" in rank.output
+        cluster.wait(loader, 240)
+        loader, rank = start()
+        assert cluster.wait(rank, 240) == 0, rank.output
+        assert cluster.wait(loader, 240) == 0, loader.output
+    trained, wasted = trained_by(tmp_path / "rank0.log")
+    assert sorted(trained) == list(range(300)), "each batch exactly once"
+    assert wasted > 0
 
 
 def test_restarted_parameter_server_is_found_again(start_job: Any) -> None:

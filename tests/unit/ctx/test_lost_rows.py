@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from persia.ctx import TrainCtx
+from persia.ctx import Recovery, TrainCtx
 from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
-from persia.errors import DeadlineExceededError, RowsLostError
+from persia.errors import DeadlineExceededError, InvalidArgumentError, RowsLostError
 from persia.job.lost_rows import OnLostRows, RowsGuard
 from persia.messaging.discovery import Advertiser, Directory, ServiceInfo
 from persia.messaging.local_session import LocalBroker, LocalSession
@@ -23,16 +23,21 @@ from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 SLOTS = {"feature_index_prefix_bit": 8, "slots_config": {"a": {"dim": 4}, "b": {"dim": 4}}}
 
 
-@pytest.fixture
-def ctx(model: torch.nn.Module) -> Iterator[TrainCtx]:
-    with TrainCtx(
+def make_ctx(model: torch.nn.Module, **options: Any) -> TrainCtx:
+    return TrainCtx(
         model=model,
         embedding_optimizer=SGD(lr=0.1),
         dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         embedding_config=EmbeddingConfig(emb_initialization=(-0.1, 0.1)),
         slots=SLOTS,
         mixed_precision=False,
-    ) as ctx:
+        **options,
+    )
+
+
+@pytest.fixture
+def ctx(model: torch.nn.Module) -> Iterator[TrainCtx]:
+    with make_ctx(model) as ctx:
         yield ctx
 
 
@@ -86,3 +91,45 @@ def test_a_dump_that_is_logged_survives_servers_that_do_not_answer(ctx: TrainCtx
     assert ctx.counters.dumps_failed == 1
     with pytest.raises(DeadlineExceededError):
         ctx.dump_checkpoint(tmp_path / "1")
+
+
+def test_a_roll_back_ends_a_script_that_catches_the_error(
+    model: torch.nn.Module, make_dataset: Any, tmp_path: Path
+) -> None:
+    session = LocalSession(LocalBroker(), name="test")
+    first = start(session, 1)
+    ctx = make_ctx(model, recovery=Recovery(tmp_path), on_lost_rows="recover")
+
+    def script() -> None:
+        with ctx:
+            guard = RowsGuard(Directory(session), OnLostRows.RECOVER, ctx._pipeline.fail)
+            ctx._rows_guard, ctx._pipeline.check_rows = guard, guard.raise_known
+            first.stop()
+            start(session, 2)
+            with pytest.raises(RowsLostError):
+                list(DataLoader(make_dataset(2)))
+            with pytest.raises(RowsLostError):
+                ctx.dump_checkpoint(tmp_path / "1")
+
+    with pytest.raises(SystemExit) as ended:
+        script()
+    assert ended.value.code == 75
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_there_is_no_roll_back_without_need(model: torch.nn.Module, tmp_path: Path, loads: bool) -> None:
+    session = LocalSession(LocalBroker(), name="test")
+    first = start(session, 1)
+    with make_ctx(model, recovery=Recovery(tmp_path), on_lost_rows="recover") as ctx:
+        ctx._rows_guard = guard = RowsGuard(Directory(session), OnLostRows.RECOVER, ctx._pipeline.fail)
+        if loads:
+            first.stop()
+            start(session, 2)
+            guard.loaded(guard.missing())
+
+
+def test_a_roll_back_needs_checkpoints(model: torch.nn.Module) -> None:
+    with pytest.raises(InvalidArgumentError, match="pass recovery=Recovery"):
+        make_ctx(model, on_lost_rows="recover")
+    with pytest.raises(InvalidArgumentError, match="'raise', 'recover', 'continue'"):
+        make_ctx(model, on_lost_rows="ignore")

@@ -142,6 +142,13 @@ def test_a_row_of_each_role(
     assert cells(now)[2] == "", "one look tells no rate"
 
 
+def test_restarts_are_shown() -> None:
+    assert cells(process(DATA_LOADER, restarts=0))[-1] == "2.5k sent"
+    assert cells(process(DATA_LOADER, restarts=1))[-1] == "1 restart; 2.5k sent"
+    starting = process(DATA_LOADER, restarts=2, ready=False, reason="it has not joined the job yet")
+    assert cells(starting)[-1] == "2 restarts; it has not joined the job yet"
+
+
 def test_before_the_first_batch_nothing_is_divided_by_nothing() -> None:
     server = dict.fromkeys(STATS[EMBEDDING_PARAMETER_SERVER], 0)
     assert cells(process(EMBEDDING_PARAMETER_SERVER, stats=server))[-1] == "0 rows, 0 evicted, staleness 0.0"

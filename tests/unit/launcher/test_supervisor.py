@@ -100,6 +100,18 @@ def test_names_are_taken_while_the_process_runs(supervisor):
     assert supervisor.start(process.spec).pid != process.pid
 
 
+def test_a_process_knows_how_often_it_was_started_again(supervisor, monkeypatch):
+    monkeypatch.setenv("PERSIA_RESTARTS", "7")  # of this process
+    spec = python("p", "import os; print(os.environ['PERSIA_RESTARTS'])")
+    for expected in ("0", "1", "2"):
+        process = supervisor.start(spec)
+        assert process.wait(DEADLINE_S) == 0
+        assert process.output == expected
+    other = supervisor.start(replace(spec, name="other"))
+    assert other.wait(DEADLINE_S) == 0
+    assert other.output == "0"
+
+
 def test_stop_terminates_and_then_kills(supervisor, lines):
     code = "import signal; signal.signal(signal.SIGTERM, {}); print('ready'); signal.pause(); signal.pause()"
     polite = supervisor.start(python("polite", code.format("lambda *_: exit(5)")))

@@ -1,8 +1,11 @@
-"""The training script of the job: an ordinary loop, which writes down what it has trained."""
+"""A training script with a recovery: an ordinary loop, which writes down what it has trained.
+
+Its arguments are a folder, the steps between two checkpoints, the seconds between two batches, and the number
+of batches, which the script makes itself where there is no broker.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
 from pathlib import Path
@@ -11,20 +14,12 @@ import torch
 
 from persia import DataLoader, EmbeddingConfig, Recovery, StreamingDataset, TrainCtx, optim
 from persia.utils import setup_seed
-
-
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(18, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-
-    def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
-        output: torch.Tensor = self.layers(torch.cat(dense + embeddings, dim=1))
-        return output
+from train import Model, digest, feed
 
 
 def main() -> None:
     folder, every_steps, pace_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    data = StreamingDataset(buffer_size=10, loader=lambda: feed(int(sys.argv[4])))
     setup_seed(7)
     model = Model()
     ctx = TrainCtx(
@@ -34,10 +29,11 @@ def main() -> None:
         embedding_config=EmbeddingConfig(emb_initialization=(-0.1, 0.1), seed=3),
         mixed_precision=False,
         recovery=Recovery(folder / "recovery", every_steps=every_steps),
+        on_lost_rows="recover",
     )
     with ctx, (folder / f"rank{ctx.rank}.log").open("a", buffering=1) as log:
         log.write(f"begin {ctx.step}\n")
-        for batch in DataLoader(StreamingDataset(buffer_size=10), reproducible=ctx.world_size == 1):
+        for batch in DataLoader(data, reproducible=ctx.world_size == 1):
             time.sleep(pace_s)
             output, labels = ctx.forward(batch)
             assert labels is not None
@@ -47,8 +43,7 @@ def main() -> None:
             sys.stdout.write(f"step {ctx.step}\n")
         ctx.dump_checkpoint(folder / "final")
     if ctx.rank == 0:
-        values = b"".join(value.detach().numpy().tobytes() for value in model.parameters())
-        (folder / "dense.sha256").write_text(hashlib.sha256(values).hexdigest())
+        (folder / "dense.sha256").write_text(digest(model.parameters()))
 
 
 if __name__ == "__main__":
