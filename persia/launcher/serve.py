@@ -81,6 +81,19 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     help="A file with PersiaBatch.to_bytes(): a version that cannot answer it is not used.",
 )
 @option(
+    "--gate",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A file with PersiaBatch.to_bytes() of samples, one after the other: a version is used only if it "
+    "predicts on them what --gate-drift and --gate-auc say, or if its packets continue those in use.",
+)
+@option(
+    "--gate-drift",
+    "max_drift",
+    type=click.FloatRange(min=0.0),
+    help="Largest mean absolute difference of predictions from those of the version in use.",
+)
+@option("--gate-auc", "min_auc", type=click.FloatRange(0, 1), help="Lowest AUC on the samples' labels.")
+@option(
     "--incremental-dir",
     metavar="DIR|URL",
     help="Follow the packets that a training writes there (enable_incremental_update).",
@@ -139,6 +152,9 @@ def command(
     embedding_config: str | None,
     embedding_workers: tuple[str, ...],
     sample: Path | None,
+    gate: Path | None,
+    max_drift: float | None,
+    min_auc: float | None,
     incremental_dir: str | None,
     incremental_poll: float,
     device_id: int | None,
@@ -163,10 +179,13 @@ def command(
     from persia.packets.follower import FollowOptions
     from persia.serving.batcher import BatchingOptions
     from persia.serving.embeddings import RemoteRows
+    from persia.serving.gate import Gate
     from persia.serving.predictor import ModelSettings
     from persia.serving.server import ServingOptions, serve
     from persia.storage.location import Location
 
+    if gate is None and (max_drift is not None or min_auc is not None):
+        raise click.UsageError("--gate-drift and --gate-auc need --gate: name a file with samples")
     # Rows come from workers, or from the checkpoint if there are slots; a model without embeddings needs
     # neither.
     location, follow, slots, rows = Location.of(checkpoint), None, None, None
@@ -186,6 +205,7 @@ def command(
         embeddings=rows,
         device=None if device_id is None else torch.device("cuda", device_id),
         sample=None if sample is None else sample.read_bytes(),
+        gate=None if gate is None else Gate.of_file(gate, max_drift=max_drift, min_auc=min_auc),
         follow=follow,
     )
     serve(settings, _made(ServingOptions, given, batching=_made(BatchingOptions, given)))

@@ -51,11 +51,20 @@ class ServedModel:
         self._follower: Follower[ServedCopy] | None = None
         self._thread: threading.Thread | None = None
         if settings.follow is not None:
-            self._follower = Follower(ServedCopies(settings, self._switch), settings.follow)
+            judge = None if settings.gate is None else self._judge_copy
+            self._follower = Follower(ServedCopies(settings, self._switch), settings.follow, judge)
             self._follower.start()
         else:
-            self._current = self._load()
+            self._use(self._load())
             self._thread = threading.Thread(target=self._watch, name="persia-versions", daemon=True)
+        try:
+            if settings.gate is not None:  # wrong samples would refuse every version
+                settings.gate.predictions(self._current.predictor.predict)
+        except BaseException:
+            if self._follower is not None:
+                self._follower.close()
+            raise
+        if self._thread is not None:
             self._thread.start()
 
     @property
@@ -153,7 +162,9 @@ class ServedModel:
             if digest in (self._current.digest, self._refused):
                 self._error = self._error if digest == self._refused else ""
                 return
-            self._current = self._load()
+            version = self._load()
+            self._judge(version)
+            self._use(version)
             self._refused = self._error = ""
         except Exception as failure:  # whatever it is, the current version keeps answering
             if str(failure) != self._error:
@@ -167,12 +178,25 @@ class ServedModel:
             # What may pass by itself is tried again.
             self._refused = "" if isinstance(failure, (OSError, UnavailableError)) else digest
 
+    def _judge_copy(self, copy: ServedCopy) -> None:
+        if copy.version is not None:  # else it cannot be used, which says why
+            self._judge(copy.version)
+
+    def _judge(self, version: Version) -> None:
+        """FailedPreconditionError: the gate says that it may not take the place of the current one."""
+        if self.settings.gate is not None:
+            self.settings.gate.check(version.predictor.predict, self._current.predictor.predict)
+
+    def _use(self, version: Version) -> None:
+        self._current = version
+        get_default_logger().info("%s: version %s answers from now on", self.settings.name, version.name)
+
     def _load(self) -> Version:
         started = time.monotonic()
         source = Source(self.settings.location)
         version = load_version(self.settings, source)
         get_default_logger().info(
-            "%s: version %s, loaded from %s in %.1f s, answers from now on",
+            "%s: version %s is loaded from %s in %.1f s",
             self.settings.name,
             version.name,
             source.location,
