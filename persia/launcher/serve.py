@@ -12,6 +12,7 @@ from persia.launcher import options
 from persia.launcher.options import COUNT, PORT, option
 
 _T = TypeVar("_T")
+_DEFAULT_AFTER_S = 1.0  # a lookup without an answer is answered from default rows
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -120,6 +121,13 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "model answers only when all of them have its rows.",
 )
 @option(
+    "--on-missing-server",
+    type=click.Choice(["fail", "default"]),
+    default="fail",
+    help="Requests while a server of remote rows is down: they fail, or are answered from default rows "
+    "(zeros), and marked. `default` needs --embedding-config.",
+)
+@option(
     "--allow-nonfinite",
     is_flag=True,
     help="Answer requests with NaN or Inf in dense features, which are refused otherwise.",
@@ -157,6 +165,7 @@ def command(
     min_auc: float | None,
     incremental_dir: str | None,
     incremental_poll: float,
+    on_missing_server: str,
     device_id: int | None,
     **given: Any,
 ) -> None:
@@ -178,7 +187,7 @@ def command(
     from persia.config import load_embedding_config
     from persia.packets.follower import FollowOptions
     from persia.serving.batcher import BatchingOptions
-    from persia.serving.embeddings import RemoteRows
+    from persia.serving.embeddings import EmbeddedRows, RemoteRows
     from persia.serving.gate import Gate
     from persia.serving.predictor import ModelSettings
     from persia.serving.server import ServingOptions, serve
@@ -188,11 +197,20 @@ def command(
         raise click.UsageError("--gate-drift and --gate-auc need --gate: name a file with samples")
     # Rows come from workers, or from the checkpoint if there are slots; a model without embeddings needs
     # neither.
-    location, follow, slots, rows = Location.of(checkpoint), None, None, None
+    location, follow, slots, rows, defaults = Location.of(checkpoint), None, None, None, None
     if incremental_dir is not None:
         packets = Location.of(incremental_dir)
         follow = _made(FollowOptions, given, packets=packets, checkpoints=location, poll_s=incremental_poll)
-    if embedding_workers:
+    if on_missing_server == "default":
+        if not embedding_workers or embedding_config is None:
+            raise click.UsageError(
+                "--on-missing-server default replaces rows of servers: give --embedding-worker, and "
+                "--embedding-config for the shapes of default rows"
+            )
+        defaults = EmbeddedRows(None, load_embedding_config(embedding_config))
+        # A request must have time left for its answer when its lookup fails.
+        rows = RemoteRows(embedding_workers, deadline_s=min(_DEFAULT_AFTER_S, given["timeout_s"] / 2))
+    elif embedding_workers:
         rows = RemoteRows(embedding_workers, deadline_s=given["timeout_s"])
     elif embedding_config is not None:
         slots = load_embedding_config(embedding_config)
@@ -203,6 +221,7 @@ def command(
         location=location,
         slots=slots,
         embeddings=rows,
+        default_rows=defaults,
         device=None if device_id is None else torch.device("cuda", device_id),
         sample=None if sample is None else sample.read_bytes(),
         gate=None if gate is None else Gate.of_file(gate, max_drift=max_drift, min_auc=min_auc),

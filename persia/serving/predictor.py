@@ -122,6 +122,7 @@ class ModelSettings:
     location: Location  # a checkpoint, or a directory of checkpoints with its `latest`
     slots: SlotsConfig | None = None  # of rows that are loaded into this process
     embeddings: EmbeddingSource | None = None  # remote rows; None: those of the checkpoint, with `slots`
+    default_rows: EmbeddingSource | None = None  # answer while remote rows cannot be had; None: nothing does
     device: torch.device | None = None
     sample: bytes | None = None  # a batch that a version must answer before it is used
     gate: Gate | None = None  # what a version must predict that does not continue the one in use

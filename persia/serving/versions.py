@@ -11,18 +11,17 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
-from numpy.typing import NDArray
-
+from persia._native import LookupResult
 from persia.checkpoint.checkpoints import Source
 from persia.embedding.data import PersiaBatch
-from persia.errors import FailedPreconditionError, PersiaError, UnavailableError
+from persia.errors import DeadlineExceededError, FailedPreconditionError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import lower_priority
 from persia.packets.follower import Follower, FollowStatus
+from persia.serving.batch_predict import Prediction
 from persia.serving.following import ServedCopies, ServedCopy
-from persia.serving.predictor import ModelSettings, Version, digest_of, load_version
+from persia.serving.predictor import ModelSettings, Predictor, Version, digest_of, load_version
 from persia.storage.signature import Signature
 from persia.storage.versions import resolve
 
@@ -44,6 +43,9 @@ class ServedModel:
         self._refused = ""  # digest of what could not be loaded
         self._error = ""
         self._outputs: list[tuple[str, list[int]]] = []
+        self.outage = ""  # why the last batch has default rows; empty: it has its own
+        self.num_default_batches = 0
+        self._counting = threading.Lock()
         self._lookups = threading.Semaphore(_MAX_LOOKUPS)
         self._computing = threading.Semaphore(num_threads)
         self._current: Version
@@ -104,23 +106,41 @@ class ServedModel:
         """See `Predictor.checked`; before batches are merged, which takes them in one order."""
         return self._current.predictor.checked(batch)
 
-    def predict(self, batch: PersiaBatch) -> tuple[str, list[NDArray[Any]]]:
-        """Version and outputs; see `Predictor.predict`."""
+    def predict(self, batch: PersiaBatch) -> Prediction:
+        """See `Predictor.predict`. Of default rows where the settings have them and others cannot be had."""
         # Remote rows change when their servers change them, and a lookup may take long.
         is_local = self.settings.embeddings is None
         with self._lookups if is_local else contextlib.nullcontext():
             current = self._current
             # Again: the version may have changed since the request was checked.
             batch = current.predictor.checked(batch)
-            rows = current.predictor.look_up(batch)
+            rows, is_default = self._look_up(current.predictor, batch)
         # Outside the lock: rows were copied by the lookup, and a model may compute for long.
         with self._computing:
             outputs = current.predictor.compute(batch, rows)
         self._outputs = [(output.dtype.name, list(output.shape[1:])) for output in outputs]
-        return current.name, outputs
+        return Prediction(current.name, outputs, is_default)
+
+    def _look_up(self, predictor: Predictor, batch: PersiaBatch) -> tuple[LookupResult, bool]:
+        """The rows, and whether they are default rows."""
+        try:
+            rows = predictor.look_up(batch)
+        except (UnavailableError, DeadlineExceededError) as failure:
+            if self.settings.default_rows is None:
+                raise
+            if not self.outage:
+                get_default_logger().error("%s: answers from default rows: %s", self.settings.name, failure)
+            self.outage = str(failure)
+            with self._counting:
+                self.num_default_batches += 1
+            return self.settings.default_rows.lookup(batch.encode_id_features()), True
+        self.outage = ""
+        return rows, False
 
     def not_ready(self) -> str | None:
         """Why no request could be answered now; None: they can. May wait a second for each worker."""
+        if self.settings.default_rows is not None:
+            return None
         try:
             self._current.predictor.embeddings.check_serving()
         except PersiaError as failure:

@@ -268,6 +268,7 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
         "--verify-key": "ads.pub",
         "--http-port": "17",
         "--gate": str(tmp_path / "gate"),
+        "--on-missing-server": "fail",
         "--gate-drift": "0.5",
         "--gate-auc": "0.75",
         "--tls-cert": "tls.crt",
@@ -320,6 +321,13 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
     ((settings, _),) = seen
     assert settings.slots is None
     assert settings.embeddings is not None
+    assert settings.default_rows is None
+    defaults = ("--on-missing-server", "default", "--embedding-config", str(tmp_path / "slots.yml"))
+    assert run("serve", str(tmp_path / "model"), *workers, *defaults).exit_code == 0
+    assert seen[1][0].default_rows is not None
+    result = run("serve", str(tmp_path / "model"), *workers, *defaults[:2])
+    assert result.exit_code == 2
+    assert "--embedding-config for the shapes" in result.output
 
 
 @pytest.mark.parametrize("option", ["--verify-key", "--sign-key"])

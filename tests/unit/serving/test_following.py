@@ -99,8 +99,9 @@ def reached(model: ServedModel, position: Position) -> None:
 
 
 def answer(model: ServedModel, batch: PersiaBatch = BATCH) -> tuple[str, list[float]]:
-    version, (outputs,) = model.predict(batch)
-    return version, sorted(set(outputs[:, 0].tolist()))
+    prediction = model.predict(batch)
+    (outputs,) = prediction.outputs
+    return prediction.version, sorted(set(outputs[:, 0].tolist()))
 
 
 def test_every_answer_is_of_one_packet_while_requests_flow(trainer: PacketTrainer, serve: Any) -> None:
