@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from persia.launcher import options
 from persia.launcher.options import COUNT, PORT, option
+
+if TYPE_CHECKING:
+    from persia.serving.embeddings import EmbeddedRows, RemoteRows
 
 _T = TypeVar("_T")
 _DEFAULT_AFTER_S = 1.0  # a lookup without an answer is answered from default rows
@@ -187,7 +191,7 @@ def command(
     from persia.config import load_embedding_config
     from persia.packets.follower import FollowOptions
     from persia.serving.batcher import BatchingOptions
-    from persia.serving.embeddings import EmbeddedRows, RemoteRows
+    from persia.serving.embeddings import RemoteRows
     from persia.serving.gate import Gate
     from persia.serving.predictor import ModelSettings
     from persia.serving.server import ServingOptions, serve
@@ -202,14 +206,7 @@ def command(
         packets = Location.of(incremental_dir)
         follow = _made(FollowOptions, given, packets=packets, checkpoints=location, poll_s=incremental_poll)
     if on_missing_server == "default":
-        if not embedding_workers or embedding_config is None:
-            raise click.UsageError(
-                "--on-missing-server default replaces rows of servers: give --embedding-worker, and "
-                "--embedding-config for the shapes of default rows"
-            )
-        defaults = EmbeddedRows(None, load_embedding_config(embedding_config))
-        # A request must have time left for its answer when its lookup fails.
-        rows = RemoteRows(embedding_workers, deadline_s=min(_DEFAULT_AFTER_S, given["timeout_s"] / 2))
+        rows, defaults = _rows_or_defaults(embedding_workers, embedding_config, given["timeout_s"])
     elif embedding_workers:
         rows = RemoteRows(embedding_workers, deadline_s=given["timeout_s"])
     elif embedding_config is not None:
@@ -228,6 +225,23 @@ def command(
         follow=follow,
     )
     serve(settings, _made(ServingOptions, given, batching=_made(BatchingOptions, given)))
+
+
+def _rows_or_defaults(
+    embedding_workers: Sequence[str], embedding_config: str | None, timeout_s: float
+) -> tuple[RemoteRows, EmbeddedRows]:
+    """Remote rows, and those that answer while servers are down."""
+    from persia.config import load_embedding_config
+    from persia.serving.embeddings import EmbeddedRows, RemoteRows
+
+    if not embedding_workers or embedding_config is None:
+        raise click.UsageError(
+            "--on-missing-server default replaces rows of servers: give --embedding-worker, and "
+            "--embedding-config for the shapes of default rows"
+        )
+    # A request must have time left for its answer when its lookup fails.
+    rows = RemoteRows(embedding_workers, deadline_s=min(_DEFAULT_AFTER_S, timeout_s / 2))
+    return rows, EmbeddedRows(None, load_embedding_config(embedding_config))
 
 
 def _made(kind: type[_T], given: dict[str, Any], **others: Any) -> _T:

@@ -126,9 +126,8 @@ class Follower(Generic[_Copy]):
         options: FollowOptions,
         judge: Callable[[_Copy], None] | None = None,
     ) -> None:
-        """`judge` raises FailedPreconditionError if a copy of a stream that does not continue the one in use
-        may not take its place. None: no such copy may.
-        """
+        """`judge` refuses copies of streams that do not continue the one in use, by FailedPreconditionError;
+        None: all such copies are refused."""
         self._copies = copies
         self._judge = judge
         self._trial = ("", 0.0, "")  # stream that failed; when it is tried again, by time.monotonic(); why
