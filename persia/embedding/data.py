@@ -32,6 +32,7 @@ __all__ = [
     "NonIDTypeFeature",
     "PersiaBatch",
     "hash_strings",
+    "split_batches",
 ]
 
 _MAGIC = 0x54414250  # "PBAT"
@@ -228,6 +229,26 @@ class PersiaBatch:
         if self._sent:
             raise FailedPreconditionError("this PersiaBatch was sent already: build a new one for every send")
         self._sent = True
+
+
+def split_batches(content: bytes) -> list[bytes]:
+    """The messages of `PersiaBatch.to_bytes` that follow each other in `content`, for `from_bytes`.
+
+    Raises CorruptionError if the last one is cut short, or anything else is between them.
+    """
+    found, begin = [], 0
+    while begin < len(content):
+        if len(content) - begin < _HEADER.size:
+            raise CorruptionError(f"byte {begin}: the last batch is cut short")
+        magic, version, _, _, id_bytes, dense_bytes = _HEADER.unpack_from(content, begin)
+        if magic != _MAGIC or version != _VERSION:
+            raise CorruptionError(f"byte {begin}: not a batch of version {_VERSION}")
+        end = begin + _HEADER.size + id_bytes + dense_bytes
+        if end > len(content):
+            raise CorruptionError(f"byte {begin}: the last batch is cut short")
+        found.append(content[begin:end])
+        begin = end
+    return found
 
 
 def _meta_bytes(meta: object) -> bytes | None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from persia.launcher import options
 from persia.launcher.options import COUNT, PORT, option
 
+if TYPE_CHECKING:
+    from persia.serving.embeddings import EmbeddedRows, RemoteRows
+
 _T = TypeVar("_T")
+_DEFAULT_AFTER_S = 1.0  # a lookup without an answer is answered from default rows
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -81,6 +86,19 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     help="A file with PersiaBatch.to_bytes(): a version that cannot answer it is not used.",
 )
 @option(
+    "--gate",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A file with PersiaBatch.to_bytes() of samples, one after the other: a version is used only if it "
+    "predicts on them what --gate-drift and --gate-auc say, or if its packets continue those in use.",
+)
+@option(
+    "--gate-drift",
+    "max_drift",
+    type=click.FloatRange(min=0.0),
+    help="Largest mean absolute difference of predictions from those of the version in use.",
+)
+@option("--gate-auc", "min_auc", type=click.FloatRange(0, 1), help="Lowest AUC on the samples' labels.")
+@option(
     "--incremental-dir",
     metavar="DIR|URL",
     help="Follow the packets that a training writes there (enable_incremental_update).",
@@ -105,6 +123,13 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     metavar="HOST:PORT",
     help="Metrics port of a parameter server behind the embedding workers, once for each: a packet's dense "
     "model answers only when all of them have its rows.",
+)
+@option(
+    "--on-missing-server",
+    type=click.Choice(["fail", "default"]),
+    default="fail",
+    help="Requests while a server of remote rows is down: they fail, or are answered from default rows "
+    "(zeros), and marked. `default` needs --embedding-config.",
 )
 @option(
     "--allow-nonfinite",
@@ -139,8 +164,12 @@ def command(
     embedding_config: str | None,
     embedding_workers: tuple[str, ...],
     sample: Path | None,
+    gate: Path | None,
+    max_drift: float | None,
+    min_auc: float | None,
     incremental_dir: str | None,
     incremental_poll: float,
+    on_missing_server: str,
     device_id: int | None,
     **given: Any,
 ) -> None:
@@ -163,17 +192,22 @@ def command(
     from persia.packets.follower import FollowOptions
     from persia.serving.batcher import BatchingOptions
     from persia.serving.embeddings import RemoteRows
+    from persia.serving.gate import Gate
     from persia.serving.predictor import ModelSettings
     from persia.serving.server import ServingOptions, serve
     from persia.storage.location import Location
 
+    if gate is None and (max_drift is not None or min_auc is not None):
+        raise click.UsageError("--gate-drift and --gate-auc need --gate: name a file with samples")
     # Rows come from workers, or from the checkpoint if there are slots; a model without embeddings needs
     # neither.
-    location, follow, slots, rows = Location.of(checkpoint), None, None, None
+    location, follow, slots, rows, defaults = Location.of(checkpoint), None, None, None, None
     if incremental_dir is not None:
         packets = Location.of(incremental_dir)
         follow = _made(FollowOptions, given, packets=packets, checkpoints=location, poll_s=incremental_poll)
-    if embedding_workers:
+    if on_missing_server == "default":
+        rows, defaults = _rows_or_defaults(embedding_workers, embedding_config, given["timeout_s"])
+    elif embedding_workers:
         rows = RemoteRows(embedding_workers, deadline_s=given["timeout_s"])
     elif embedding_config is not None:
         slots = load_embedding_config(embedding_config)
@@ -184,11 +218,30 @@ def command(
         location=location,
         slots=slots,
         embeddings=rows,
+        default_rows=defaults,
         device=None if device_id is None else torch.device("cuda", device_id),
         sample=None if sample is None else sample.read_bytes(),
+        gate=None if gate is None else Gate.of_file(gate, max_drift=max_drift, min_auc=min_auc),
         follow=follow,
     )
     serve(settings, _made(ServingOptions, given, batching=_made(BatchingOptions, given)))
+
+
+def _rows_or_defaults(
+    embedding_workers: Sequence[str], embedding_config: str | None, timeout_s: float
+) -> tuple[RemoteRows, EmbeddedRows]:
+    """Remote rows, and those that answer while servers are down."""
+    from persia.config import load_embedding_config
+    from persia.serving.embeddings import EmbeddedRows, RemoteRows
+
+    if not embedding_workers or embedding_config is None:
+        raise click.UsageError(
+            "--on-missing-server default replaces rows of servers: give --embedding-worker, and "
+            "--embedding-config for the shapes of default rows"
+        )
+    # A request must have time left for its answer when its lookup fails.
+    rows = RemoteRows(embedding_workers, deadline_s=min(_DEFAULT_AFTER_S, timeout_s / 2))
+    return rows, EmbeddedRows(None, load_embedding_config(embedding_config))
 
 
 def _made(kind: type[_T], given: dict[str, Any], **others: Any) -> _T:

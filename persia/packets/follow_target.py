@@ -6,11 +6,12 @@ packet, or go back to it. Without the file they follow the newest one.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from persia.checkpoint.checkpoints import Source
-from persia.errors import CorruptionError, NotFoundError, UntrustedError
+from persia.errors import CorruptionError, NotFoundError, PersiaError, UntrustedError
 from persia.packets.log import PacketLog
 from persia.packets.packet import BaseKind
 from persia.storage.checksummed_json import read_pointer
@@ -19,7 +20,7 @@ from persia.storage.manifest import Manifest
 from persia.storage.position import Position
 from persia.storage.versions import checkpoints_at
 
-__all__ = ["PIN_NAME", "FollowTarget", "StartPoint", "find_starts", "read_target"]
+__all__ = ["PIN_NAME", "FollowTarget", "StartPoint", "checkpoint_places", "find_starts", "read_target"]
 
 PIN_NAME = "pin"
 
@@ -64,6 +65,16 @@ def read_target(log: PacketLog) -> FollowTarget | None:
     if pin.stream == latest.stream:
         pin = min(pin, latest)  # what is not written yet cannot be reached
     return FollowTarget(position=pin, latest=latest, is_pinned=True)
+
+
+def checkpoint_places(log: PacketLog, configured: Location | None, target: FollowTarget) -> list[Location]:
+    """Directories with checkpoints: configured, beside the packets, and the training's own."""
+    places = [log.checkpoints] if configured is None else [configured, log.checkpoints]
+    with contextlib.suppress(PersiaError):
+        dumped = log.read(target.latest).checkpoint
+        if dumped is not None:
+            places.append(Location.of(dumped.url))
+    return places
 
 
 def find_starts(

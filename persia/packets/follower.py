@@ -7,7 +7,6 @@ one can be read or a newer checkpoint appears. docs/serving.md, "Following a tra
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -26,7 +25,14 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.logger import get_default_logger
-from persia.packets.follow_target import PIN_NAME, FollowTarget, StartPoint, find_starts, read_target
+from persia.packets.follow_target import (
+    PIN_NAME,
+    FollowTarget,
+    StartPoint,
+    checkpoint_places,
+    find_starts,
+    read_target,
+)
 from persia.packets.log import LATEST_NAME, PacketLog
 from persia.packets.packet import BaseKind, Packet
 from persia.storage.location import Location
@@ -37,6 +43,7 @@ __all__ = ["Copies", "Copy", "FollowOptions", "FollowStatus", "Follower"]
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 8.0
 _STOP_S = 10.0
+_TRIAL_PAUSES = 10.0  # of the time that the trial of a held stream took, until the next one
 
 
 class Copy(Protocol):
@@ -113,8 +120,17 @@ class FollowStatus:
 class Follower(Generic[_Copy]):
     """Follows on a thread of its own from `start` to `close`."""
 
-    def __init__(self, copies: Copies[_Copy], options: FollowOptions) -> None:
+    def __init__(
+        self,
+        copies: Copies[_Copy],
+        options: FollowOptions,
+        judge: Callable[[_Copy], None] | None = None,
+    ) -> None:
+        """`judge` refuses copies of streams that do not continue the one in use, by FailedPreconditionError;
+        None: all such copies are refused."""
         self._copies = copies
+        self._judge = judge
+        self._trial = ("", 0.0, "")  # stream that failed; when it is tried again, by time.monotonic(); why
         self._options = options
         self._log = PacketLog(options.packets)
         self._copy: _Copy | None = None
@@ -205,8 +221,7 @@ class Follower(Generic[_Copy]):
         # Another stream is another run of the trainer: its packets do not apply to these rows.
         position = self._status.position
         if position is None or target.position.stream != position.stream:
-            self._check_continues(target)
-            self._begin_anew(target, at_least=0)
+            self._take_stream(target)
             return ""
         self._update(held=False)
         if target.position > position:
@@ -215,21 +230,38 @@ class Follower(Generic[_Copy]):
             self._begin_anew(target, at_least=0)
         return ""
 
-    def _check_continues(self, target: FollowTarget) -> None:
-        """FailedPreconditionError: the target's stream does not start from what is in use, and no pin says
-        to take it. A trainer that began from nothing would replace a trained model by an untrained one.
+    def _take_stream(self, target: FollowTarget) -> None:
+        """Begins with a stream that starts from what is in use, that a pin names, or that passes the judge.
+
+        FailedPreconditionError: it does none of these, and is held. A trainer that began from nothing would
+        replace a trained model by an untrained one.
         """
-        if target.is_pinned:
-            return self._update(held=False)
         position, stream = self._status.position, target.position.stream
         own = self._begun_from | (set() if position is None else {position.stream})
-        self._update(held=own.isdisjoint([stream, *self._log.lineage(stream)]))
-        if self._status.held:
-            raise FailedPreconditionError(
-                f"stream {stream} does not start from what is in use: to take it, copy "
-                f"{self._log.location / LATEST_NAME} to {PIN_NAME} beside it, and remove {PIN_NAME} once "
-                "this follower is there; to keep the old one, resume the training from its checkpoint"
-            )
+        if target.is_pinned or not own.isdisjoint([stream, *self._log.lineage(stream)]):
+            self._update(held=False)
+            return self._begin_anew(target, at_least=0)
+        if not self._status.held:
+            self._update(held=True, error=_unrelated(stream))
+        self._try_stream(target)
+        self._update(held=False)
+
+    def _try_stream(self, target: FollowTarget) -> None:
+        """Begins with the stream if it passes the judge; FailedPreconditionError: it does not."""
+        if self._judge is None:
+            raise FailedPreconditionError(_held(target, self._log))
+        stream, next_s, verdict = self._trial
+        if stream == target.position.stream and time.monotonic() < next_s:
+            raise FailedPreconditionError(verdict)
+        started = time.monotonic()
+        try:
+            self._begin_anew(target, at_least=0, judge=self._judge)
+        except FailedPreconditionError as failure:
+            verdict = _held(target, self._log, f", and {target.position} fails the gate: {failure}")
+            now = time.monotonic()
+            # A trial loads rows: it must not take most of the processors, or of the storage.
+            self._trial = (target.position.stream, now + _TRIAL_PAUSES * (now - started), verdict)
+            raise FailedPreconditionError(verdict) from failure
 
     def _no_packets(self) -> str:
         return f"there are no packets in {self._log.location} yet"
@@ -300,10 +332,12 @@ class Follower(Generic[_Copy]):
 
     # ---- anew, from a checkpoint
 
-    def _begin_anew(self, target: FollowTarget, *, at_least: int) -> None:
+    def _begin_anew(
+        self, target: FollowTarget, *, at_least: int, judge: Callable[[_Copy], None] | None = None
+    ) -> None:
         """As `_begin_from`; its NotFoundError says what to do, too."""
         try:
-            self._begin_from(target, at_least=at_least)
+            self._begin_from(target, at_least=at_least, judge=judge)
         except NotFoundError as failure:
             message = f"{failure}: wait for one, or dump a checkpoint of this training"
             if target.is_pinned:
@@ -314,12 +348,15 @@ class Follower(Generic[_Copy]):
                 )
             raise NotFoundError(message) from failure
 
-    def _begin_from(self, target: FollowTarget, *, at_least: int) -> None:
+    def _begin_from(
+        self, target: FollowTarget, *, at_least: int, judge: Callable[[_Copy], None] | None = None
+    ) -> None:
         """Loads a start point that has packet `at_least`, beside the copy in use, brings it to the target,
-        and uses it. NotFoundError: there is no such start point.
+        and uses it if `judge` raises nothing. NotFoundError: there is no such start point.
         """
         started = time.monotonic()
-        found, copy = self._load(find_starts(self._log, self._places(target), target.position, at_least))
+        places = checkpoint_places(self._log, self._options.checkpoints, target)
+        found, copy = self._load(find_starts(self._log, places, target.position, at_least))
         position, packet = found.position, None
         try:
             while position < target.position and not self._stopped.is_set():
@@ -337,6 +374,8 @@ class Follower(Generic[_Copy]):
             get_default_logger().warning(
                 "%s: %s is as far as it goes now: %s", self._log.location, position, failure
             )
+        if judge is not None:
+            judge(copy)
         # Only now: requests are served by the copy in use until this one is complete.
         self._copy = self._copies.use(copy, position)
         self._begun_from = _names(found.source)
@@ -370,16 +409,6 @@ class Follower(Generic[_Copy]):
             return start, copy
         raise AssertionError("there is at least one")
 
-    def _places(self, target: FollowTarget) -> Sequence[Location]:
-        """Directories with checkpoints: configured, beside the packets, and the training's own."""
-        places = [] if self._options.checkpoints is None else [self._options.checkpoints]
-        places.append(self._log.checkpoints)
-        with contextlib.suppress(PersiaError):
-            dumped = self._log.read(target.latest).checkpoint
-            if dumped is not None:
-                places.append(Location.of(dumped.url))
-        return places
-
     def _begin_without_packets(self, checkpoints: Location, reason: NotFoundError) -> None:
         source = Source(checkpoints)
         self._copy = self._copies.use(self._copies.load(source), None)
@@ -393,6 +422,18 @@ class Follower(Generic[_Copy]):
 def _needs_rows(packet: Packet) -> bool:
     """Whether the packet follows other rows than those at the packet before."""
     return packet.base is not None and packet.base.kind is not BaseKind.NOTHING
+
+
+def _unrelated(stream: str) -> str:
+    return f"stream {stream} does not start from what is in use"
+
+
+def _held(target: FollowTarget, log: PacketLog, verdict: str = "") -> str:
+    return (
+        f"{_unrelated(target.position.stream)}{verdict}: to take it, copy {log.location / LATEST_NAME} to "
+        f"{PIN_NAME} beside it, and remove {PIN_NAME} once this follower is there; to keep the old one, "
+        "resume the training from its checkpoint"
+    )
 
 
 def _names(source: Source | None) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,23 +13,30 @@ from persia.embedding.data import IDTypeFeature, NonIDTypeFeature, PersiaBatch
 from persia.errors import DeadlineExceededError, InternalError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
 
-# Computes one batch with the current version: (version, outputs).
-Predict = Callable[[PersiaBatch], tuple[str, list[NDArray[Any]]]]
-
 
 @dataclass(frozen=True)
 class Prediction:
-    """The answer to one request."""
+    """The answer to one request, or to a batch of them."""
 
     version: str
     outputs: list[NDArray[Any]]
+    has_default_rows: bool = False  # zeros in place of all rows: a server of rows was down
+
+    @property
+    def parameters(self) -> dict[str, bool]:
+        """Of the reply, in both protocols."""
+        return {"default_rows": True} if self.has_default_rows else {}
+
+
+# Computes one batch with the current version.
+Predict = Callable[[PersiaBatch], Prediction]
 
 
 def predict_together(predict: Predict, batches: Sequence[PersiaBatch]) -> list[Prediction | PersiaError]:
     """An answer to each of `batches`, which must have one layout."""
     try:
-        version, outputs = predict(merged(batches))
-        parts = split(outputs, [batch.batch_size for batch in batches])
+        together = predict(merged(batches))
+        parts = split(together.outputs, [batch.batch_size for batch in batches])
     except Exception as failure:
         # A peer that does not answer would not answer the batches one by one either, and each would wait for
         # it.
@@ -41,7 +48,7 @@ def predict_together(predict: Predict, batches: Sequence[PersiaBatch]) -> list[P
             return [failure] * len(batches)
         # One batch's fault must not be the others': each gets an answer of its own.
         return [predict_together(predict, [batch])[0] for batch in batches]
-    return [Prediction(version, part) for part in parts]
+    return [replace(together, outputs=part) for part in parts]
 
 
 # What batches must have in common to become one: names in order, dtypes and shapes of a sample.

@@ -185,7 +185,13 @@ def _encoded(head: dict[str, Any], model: str, prediction: Prediction) -> web.Re
         else:
             values["data"] = json_values(output)
         described.append(values)
-    answer = {"model_name": model, "model_version": prediction.version, "outputs": described}
+    answer: dict[str, Any] = {
+        "model_name": model,
+        "model_version": prediction.version,
+        "outputs": described,
+    }
+    if prediction.parameters:
+        answer["parameters"] = prediction.parameters
     if isinstance(head.get("id"), str):
         answer["id"] = head["id"]
     if not contents:

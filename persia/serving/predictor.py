@@ -25,6 +25,7 @@ from persia.logger import get_default_logger
 from persia.packets.follower import FollowOptions
 from persia.pipeline.batch import embedding_tensors, to_device
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource
+from persia.serving.gate import Gate
 from persia.serving.scripts import load_script
 from persia.storage.dense import named, takes_names
 from persia.storage.location import Location
@@ -121,8 +122,10 @@ class ModelSettings:
     location: Location  # a checkpoint, or a directory of checkpoints with its `latest`
     slots: SlotsConfig | None = None  # of rows that are loaded into this process
     embeddings: EmbeddingSource | None = None  # remote rows; None: those of the checkpoint, with `slots`
+    default_rows: EmbeddingSource | None = None  # answer while remote rows cannot be had; None: nothing does
     device: torch.device | None = None
     sample: bytes | None = None  # a batch that a version must answer before it is used
+    gate: Gate | None = None  # what a version must predict that does not continue the one in use
     poll_s: float = 1.0  # between two looks for a new version
     follow: FollowOptions | None = None  # packets to apply between checkpoints
     servers: Sequence[str] = ()  # of remote rows: "host:port" of the status of each parameter server

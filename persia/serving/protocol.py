@@ -29,6 +29,7 @@ from persia.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from persia.serving.batch_predict import Prediction
 from persia.serving.tensors import Tensor, datatype_of, output_name, tensor_of_bytes, tensor_of_list
 
 SERVICE = "inference.GRPCInferenceService"
@@ -115,11 +116,15 @@ def _tensor_of_raw(tensor: Any, content: bytes) -> Tensor:
     return tensor_of_list(tensor.name, "BYTES", tensor.shape, elements_of(tensor.name, content))
 
 
-def reply_of(request: Any, model_name: str, version: str, outputs: Sequence[NDArray[Any]]) -> Any:
+def reply_of(request: Any, model_name: str, prediction: Prediction) -> Any:
     """The ModelInferResponse; outputs the request names, or all. InvalidArgumentError: an unknown one."""
-    reply = message("ModelInferResponse")(model_name=model_name, model_version=version, id=request.id)
+    reply = message("ModelInferResponse")(
+        model_name=model_name, model_version=prediction.version, id=request.id
+    )
+    for name, value in prediction.parameters.items():
+        reply.parameters[name].bool_param = value
     # By the request's order: clients read raw_output_contents by position.
-    for name, output in named_outputs(outputs, [output.name for output in request.outputs]):
+    for name, output in named_outputs(prediction.outputs, [output.name for output in request.outputs]):
         reply.outputs.add(name=name, datatype=datatype_of(output.dtype.name), shape=output.shape)
         reply.raw_output_contents.append(output.tobytes())
     return reply

@@ -71,7 +71,7 @@ class Servicer:
             *(() if left_s is None else (left_s,)),
         )
         name = self.inference.model.settings.name
-        return reply_of(request, name, prediction.version, prediction.outputs)
+        return reply_of(request, name, prediction)
 
     def _with_status(
         self, name: str, request_class: Any, method: _Method

@@ -9,14 +9,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from numpy.typing import NDArray
-
 from persia._native import DurationStats
 from persia.embedding.data import PersiaBatch
 from persia.messaging.subjects import SERVING
 from persia.observability.exposition import Families
 from persia.observability.sources import Source, add_following, held
-from persia.serving.batch_predict import Predict
+from persia.serving.batch_predict import Predict, Prediction
 from persia.serving.batcher import Batcher
 from persia.serving.versions import ServedModel
 
@@ -52,7 +50,7 @@ class ServingStatistics:
     def measured(self, predict: Predict) -> Predict:
         """`predict`, with its batches counted."""
 
-        def measured(batch: PersiaBatch) -> tuple[str, list[NDArray[Any]]]:
+        def measured(batch: PersiaBatch) -> Prediction:
             begin_ns = time.monotonic_ns()
             try:
                 return predict(batch)
@@ -136,7 +134,8 @@ class ServingSource(Source):
 
     def remark(self) -> str:
         following = self.model.following
-        return held(None if following is None else following.to_json())
+        outage = self.model.outage and f", answers from default rows: {self.model.outage}"
+        return outage + held(None if following is None else following.to_json())
 
     def status(self) -> dict[str, Any]:
         following = self.model.following
@@ -148,6 +147,8 @@ class ServingSource(Source):
             "num_running": self.batcher.num_running,
             "num_waiting": self.batcher.num_waiting,
             "num_missing": self.model.num_missing,
+            "num_default_batches": self.model.num_default_batches,
+            "rows_error": self.model.outage,
             "following": None if following is None else following.to_json(),
         }
 
@@ -171,6 +172,11 @@ class ServingSource(Source):
         )
         families.gauge(
             "persia_queue_depth", "Entries of a queue.", self.batcher.num_waiting, queue="requests"
+        )
+        families.counter(
+            "persia_serving_default_batches",
+            "Batches answered from default rows, as a server of rows was down (--on-missing-server).",
+            model.num_default_batches,
         )
         if model.num_missing is not None:
             families.counter(

@@ -89,7 +89,9 @@ class Handler:
         # layout.
         for _, group in groupby(good, key=lambda item: layout_of(item[1])):
             indices, alike = zip(*group, strict=True)
-            together = predict_together(lambda one: (self._version, self._predictor.predict(one)), alike)
+            together = predict_together(
+                lambda one: Prediction(self._version, self._predictor.predict(one)), alike
+            )
             for index, answer in zip(indices, together, strict=True):
                 answers[index] = answer
         return answers

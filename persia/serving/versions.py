@@ -11,18 +11,17 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
-from numpy.typing import NDArray
-
+from persia._native import LookupResult
 from persia.checkpoint.checkpoints import Source
 from persia.embedding.data import PersiaBatch
-from persia.errors import FailedPreconditionError, PersiaError, UnavailableError
+from persia.errors import DeadlineExceededError, FailedPreconditionError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import lower_priority
 from persia.packets.follower import Follower, FollowStatus
+from persia.serving.batch_predict import Prediction
 from persia.serving.following import ServedCopies, ServedCopy
-from persia.serving.predictor import ModelSettings, Version, digest_of, load_version
+from persia.serving.predictor import ModelSettings, Predictor, Version, digest_of, load_version
 from persia.storage.signature import Signature
 from persia.storage.versions import resolve
 
@@ -44,6 +43,9 @@ class ServedModel:
         self._refused = ""  # digest of what could not be loaded
         self._error = ""
         self._outputs: list[tuple[str, list[int]]] = []
+        self.outage = ""  # why the last batch has default rows; empty: it has its own
+        self.num_default_batches = 0
+        self._counting = threading.Lock()
         self._lookups = threading.Semaphore(_MAX_LOOKUPS)
         self._computing = threading.Semaphore(num_threads)
         self._current: Version
@@ -51,11 +53,20 @@ class ServedModel:
         self._follower: Follower[ServedCopy] | None = None
         self._thread: threading.Thread | None = None
         if settings.follow is not None:
-            self._follower = Follower(ServedCopies(settings, self._switch), settings.follow)
+            judge = None if settings.gate is None else self._judge_copy
+            self._follower = Follower(ServedCopies(settings, self._switch), settings.follow, judge)
             self._follower.start()
         else:
-            self._current = self._load()
+            self._use(self._load())
             self._thread = threading.Thread(target=self._watch, name="persia-versions", daemon=True)
+        try:
+            if settings.gate is not None:  # wrong samples would refuse every version
+                settings.gate.predictions(self._current.predictor.predict)
+        except BaseException:
+            if self._follower is not None:
+                self._follower.close()
+            raise
+        if self._thread is not None:
             self._thread.start()
 
     @property
@@ -95,23 +106,41 @@ class ServedModel:
         """See `Predictor.checked`; before batches are merged, which takes them in one order."""
         return self._current.predictor.checked(batch)
 
-    def predict(self, batch: PersiaBatch) -> tuple[str, list[NDArray[Any]]]:
-        """Version and outputs; see `Predictor.predict`."""
+    def predict(self, batch: PersiaBatch) -> Prediction:
+        """See `Predictor.predict`. Of default rows where the settings have them and others cannot be had."""
         # Remote rows change when their servers change them, and a lookup may take long.
         is_local = self.settings.embeddings is None
         with self._lookups if is_local else contextlib.nullcontext():
             current = self._current
             # Again: the version may have changed since the request was checked.
             batch = current.predictor.checked(batch)
-            rows = current.predictor.look_up(batch)
+            rows, is_default = self._look_up(current.predictor, batch)
         # Outside the lock: rows were copied by the lookup, and a model may compute for long.
         with self._computing:
             outputs = current.predictor.compute(batch, rows)
         self._outputs = [(output.dtype.name, list(output.shape[1:])) for output in outputs]
-        return current.name, outputs
+        return Prediction(current.name, outputs, is_default)
+
+    def _look_up(self, predictor: Predictor, batch: PersiaBatch) -> tuple[LookupResult, bool]:
+        """The rows, and whether they are default rows."""
+        try:
+            rows = predictor.look_up(batch)
+        except (UnavailableError, DeadlineExceededError) as failure:
+            if self.settings.default_rows is None:
+                raise
+            if not self.outage:
+                get_default_logger().error("%s: answers from default rows: %s", self.settings.name, failure)
+            self.outage = str(failure)
+            with self._counting:
+                self.num_default_batches += 1
+            return self.settings.default_rows.lookup(batch.encode_id_features()), True
+        self.outage = ""
+        return rows, False
 
     def not_ready(self) -> str | None:
         """Why no request could be answered now; None: they can. May wait a second for each worker."""
+        if self.settings.default_rows is not None:
+            return None
         try:
             self._current.predictor.embeddings.check_serving()
         except PersiaError as failure:
@@ -153,7 +182,9 @@ class ServedModel:
             if digest in (self._current.digest, self._refused):
                 self._error = self._error if digest == self._refused else ""
                 return
-            self._current = self._load()
+            version = self._load()
+            self._judge(version)
+            self._use(version)
             self._refused = self._error = ""
         except Exception as failure:  # whatever it is, the current version keeps answering
             if str(failure) != self._error:
@@ -167,12 +198,25 @@ class ServedModel:
             # What may pass by itself is tried again.
             self._refused = "" if isinstance(failure, (OSError, UnavailableError)) else digest
 
+    def _judge_copy(self, copy: ServedCopy) -> None:
+        if copy.version is not None:  # else it cannot be used, which says why
+            self._judge(copy.version)
+
+    def _judge(self, version: Version) -> None:
+        """FailedPreconditionError: the gate says that it may not take the place of the current one."""
+        if self.settings.gate is not None:
+            self.settings.gate.check(version.predictor.predict, self._current.predictor.predict)
+
+    def _use(self, version: Version) -> None:
+        self._current = version
+        get_default_logger().info("%s: version %s answers from now on", self.settings.name, version.name)
+
     def _load(self) -> Version:
         started = time.monotonic()
         source = Source(self.settings.location)
         version = load_version(self.settings, source)
         get_default_logger().info(
-            "%s: version %s, loaded from %s in %.1f s, answers from now on",
+            "%s: version %s is loaded from %s in %.1f s",
             self.settings.name,
             version.name,
             source.location,

@@ -11,10 +11,12 @@ import subprocess
 import sys
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from persia import env
+from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.errors import UnavailableError
 from persia.launcher import cli
 from persia.roles import embedding_worker, parameter_server
@@ -239,6 +241,8 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
     monkeypatch.setattr(server, "serve", lambda settings, options: seen.append((settings, options)))
     (tmp_path / "sample").write_bytes(b"batch")
     (tmp_path / "slots.yml").write_text("slots_config: {user: {dim: 8}}")
+    users = IDTypeFeatureWithSingleID("user", np.arange(2, dtype=np.uint64))
+    (tmp_path / "gate").write_bytes(PersiaBatch([users], labels=[Label(np.eye(2)[:, :1])]).to_bytes())
     given = {
         "--model-name": "ads",
         "--embedding-config": str(tmp_path / "slots.yml"),
@@ -263,6 +267,10 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
         "--device-id": "16",
         "--verify-key": "ads.pub",
         "--http-port": "17",
+        "--gate": str(tmp_path / "gate"),
+        "--on-missing-server": "fail",
+        "--gate-drift": "0.5",
+        "--gate-auc": "0.75",
         "--tls-cert": "tls.crt",
         "--tls-key": "tls.key",
         "--tls-client-ca": "ca.crt",
@@ -303,6 +311,7 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
     assert (batching.num_threads, serving.max_request_bytes, serving.timeout_s) == (6, 5 << 20, 7)
     assert (serving.host, serving.port, serving.metrics_port, serving.http_port) == ("::1", 1, 12, 17)
     assert settings.allow_nonfinite
+    assert (len(settings.gate.samples), settings.gate.max_drift, settings.gate.min_auc) == (1, 0.5, 0.75)
     files = serving.tls_cert, serving.tls_key, serving.tls_client_ca
     assert (serving.require_token, *map(str, files)) == (True, "tls.crt", "tls.key", "ca.crt")
     assert (serving.nats_url, serving.replica_index, serving.replica_size) == ("nats://h:13", 14, 15)
@@ -312,6 +321,13 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
     ((settings, _),) = seen
     assert settings.slots is None
     assert settings.embeddings is not None
+    assert settings.default_rows is None
+    defaults = ("--on-missing-server", "default", "--embedding-config", str(tmp_path / "slots.yml"))
+    assert run("serve", str(tmp_path / "model"), *workers, *defaults).exit_code == 0
+    assert seen[1][0].default_rows is not None
+    result = run("serve", str(tmp_path / "model"), *workers, *defaults[:2])
+    assert result.exit_code == 2
+    assert "--embedding-config for the shapes" in result.output
 
 
 @pytest.mark.parametrize("option", ["--verify-key", "--sign-key"])

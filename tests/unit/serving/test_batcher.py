@@ -18,7 +18,7 @@ from persia.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from persia.serving.batch_predict import layout_of, merged, split
+from persia.serving.batch_predict import Prediction, layout_of, merged, split
 from persia.serving.batcher import Batcher, BatchingOptions
 
 
@@ -39,7 +39,7 @@ class Echo:
         self.may_run = threading.Semaphore(0)
         self.running = threading.Event()
 
-    def __call__(self, batch: PersiaBatch) -> tuple[str, list[np.ndarray[Any, Any]]]:
+    def __call__(self, batch: PersiaBatch) -> Prediction:
         self.running.set()
         assert self.may_run.acquire(timeout=10)
         self.sizes.append(batch.batch_size)
@@ -48,7 +48,7 @@ class Echo:
             raise InvalidArgumentError("negative")
         if (data == 13).any():
             raise KeyError("thirteen")
-        return "7", [data]
+        return Prediction("7", [data])
 
 
 @pytest.fixture

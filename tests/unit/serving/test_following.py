@@ -17,13 +17,15 @@ from persia._native import ParameterServer
 from persia.checkpoint.checkpoints import Checkpoints, DumpRequest
 from persia.checkpoint.server_job import ServerShare
 from persia.embedding.data import IDTypeFeatureWithSingleID, NonIDTypeFeature, PersiaBatch
-from persia.errors import NotFoundError
+from persia.errors import FailedPreconditionError, NotFoundError
 from persia.logger import get_default_logger
+from persia.packets import follower
 from persia.packets.follower import Follower, FollowOptions
 from persia.packets.log import PacketLog
 from persia.packets.packet import BaseKind
 from persia.roles.inference import RowCopies
 from persia.serving.batcher import Batcher, BatchingOptions
+from persia.serving.gate import Gate
 from persia.serving.predictor import ModelSettings
 from persia.serving.statistics import ServingSource, ServingStatistics
 from persia.serving.versions import ServedModel
@@ -58,7 +60,7 @@ def trainer(tmp_path: Path) -> PacketTrainer:
 def serve(tmp_path: Path, trainer: PacketTrainer) -> Iterator[Callable[..., ServedModel]]:
     models: list[ServedModel] = []
 
-    def start(**options: Any) -> ServedModel:
+    def start(*, gate: Gate | None = None, **options: Any) -> ServedModel:
         follow = FollowOptions(
             poll_s=0.02,
             **{
@@ -69,7 +71,7 @@ def serve(tmp_path: Path, trainer: PacketTrainer) -> Iterator[Callable[..., Serv
             },
         )
         settings = ModelSettings(
-            name="m", location=Location.of(tmp_path / "model"), slots=trainer.slots, follow=follow
+            name="m", location=Location.of(tmp_path / "model"), slots=trainer.slots, follow=follow, gate=gate
         )
         models.append(ServedModel(settings))
         return models[-1]
@@ -97,8 +99,9 @@ def reached(model: ServedModel, position: Position) -> None:
 
 
 def answer(model: ServedModel, batch: PersiaBatch = BATCH) -> tuple[str, list[float]]:
-    version, (outputs,) = model.predict(batch)
-    return version, sorted(set(outputs[:, 0].tolist()))
+    prediction = model.predict(batch)
+    (outputs,) = prediction.outputs
+    return prediction.version, sorted(set(outputs[:, 0].tolist()))
 
 
 def test_every_answer_is_of_one_packet_while_requests_flow(trainer: PacketTrainer, serve: Any) -> None:
@@ -211,14 +214,19 @@ def test_bug_9_a_late_packet_is_waited_for(trainer: PacketTrainer, serve: Any) -
     assert answer(model)[1] == [18.0]
 
 
+def new_training(trainer: PacketTrainer) -> None:
+    """One that begins from nothing, with a stream of its own."""
+    time.sleep(1.0)  # streams are ordered by the second
+    trainer._new_store()
+    trainer.begin(BaseKind.NOTHING)
+
+
 def test_a_training_that_starts_from_nothing_is_held_until_a_pin_takes_it(
     trainer: PacketTrainer, serve: Any, log: pytest.LogCaptureFixture
 ) -> None:
     model = serve()
     old = trainer.position
-    time.sleep(1.0)  # streams are ordered by the second
-    trainer._new_store()
-    trainer.begin(BaseKind.NOTHING)
+    new_training(trainer)
     for value in (5, 6):
         newest = trainer.trained(value)
     wait_until(lambda: model.following.held, lambda: model.following)
@@ -241,6 +249,78 @@ def test_a_training_that_starts_from_nothing_is_held_until_a_pin_takes_it(
     reached(model, trainer.trained(7))
     assert answer(model)[1] == [98.0]
     wait_until(lambda: not model.following.held and model.error == "", lambda: model.following)
+
+
+def test_a_training_from_nothing_is_taken_once_it_passes_the_gate(trainer: PacketTrainer, serve: Any) -> None:
+    """Its predictions come nearer to those in use: 50, then 2.42, where 2 is served."""
+    model = serve(gate=Gate(samples=[BATCH], max_drift=0.5))
+    old = trainer.position
+    new_training(trainer)
+    trainer.set(5.0)
+    far = trainer.write(5.0)
+    wait_until(lambda: "fails the gate" in model.error, lambda: model.following)
+    assert f"{far} fails the gate: its predictions differ from those in use by 48 on average" in model.error
+    assert model.following.held
+    source = ServingSource(model, ServingStatistics(), 0, 1, Batcher(model.predict, BatchingOptions()))
+    assert "--gate-drift 0.5" in source.remark(), "for /readyz and status"
+    assert answer(model) == (str(old), [2.0])
+    assert old in trainer.log.positions()
+    trainer.set(1.1)
+    near = trainer.write(1.1)
+    reached(model, near)
+    wait_until(lambda: not model.following.held and model.error == "", lambda: model.following)
+    assert answer(model)[1] == [pytest.approx(2.42)]
+    reached(model, trainer.trained(7))  # packets of the stream that is followed are not compared
+
+
+def test_a_stream_that_fails_the_gate_is_not_loaded_all_the_time(
+    trainer: PacketTrainer, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower, "_TRIAL_PAUSES", 1e9)
+    model = serve(gate=Gate(samples=[BATCH], max_drift=0.5))
+    new_training(trainer)
+    trainer.trained(5)
+    wait_until(lambda: "fails the gate" in model.error, lambda: model.following)
+    held, num_looks = model.following, model._follower._num_failures
+    wait_until(lambda: model._follower._num_failures > num_looks + 1)
+    assert model.following.num_checkpoints == held.num_checkpoints
+    assert model.error == held.error
+    trainer.pin(trainer.position)  # a pin needs no gate
+    reached(model, trainer.position)
+
+
+def test_samples_that_the_model_does_not_take_are_refused_at_the_start(serve: Any) -> None:
+    users = IDTypeFeatureWithSingleID("user", np.asarray(IDS, np.uint64))
+    gate = Gate(samples=[PersiaBatch([users], requires_grad=False)], max_drift=0.5)
+    with pytest.raises(FailedPreconditionError, match="the samples of --gate cannot be answered"):
+        serve(gate=gate)
+
+
+def test_a_checkpoint_that_fails_the_gate_is_refused(trainer: PacketTrainer, tmp_path: Path) -> None:
+    """Without packets there is no origin: every new version is compared."""
+    trainer.checkpoint(tmp_path / "model", 1.0, placed=False)
+    settings = ModelSettings(
+        name="m",
+        location=Location.of(tmp_path / "model"),
+        slots=trainer.slots,
+        poll_s=0.02,
+        gate=Gate(samples=[BATCH], max_drift=0.5),
+    )
+    model = ServedModel(settings)
+    try:
+        before = answer(model)
+        assert before[1] == [2.0]
+        trainer.write(1.0)
+        trainer.checkpoint(tmp_path / "model", 3.0, placed=False)
+        wait_until(lambda: model.error != "")
+        assert "its predictions differ from those in use by 4 on average" in model.error
+        assert answer(model) == before
+        trainer.write(1.0)
+        trainer.checkpoint(tmp_path / "model", 1.2, placed=False)
+        wait_until(lambda: model.error == "" and model.version != before[0], lambda: model.error)
+        assert answer(model)[1] == [pytest.approx(2.4)]
+    finally:
+        model.close()
 
 
 def test_a_stream_that_continues_another_one_by_a_third(
