@@ -26,8 +26,14 @@ from persia.pipeline.backend import ClusterBackend
 from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.counters import Counters, Staleness
 from persia.pipeline.gradients import GradientSender
-from persia.pipeline.lease import BatchLease, LeaseReaper
-from persia.pipeline.lookup import LookupService, deferred_stages, first_slots, slots_in_step
+from persia.pipeline.lookup import (
+    BatchLease,
+    LeaseReaper,
+    LookupService,
+    deferred_stages,
+    first_slots,
+    slots_in_step,
+)
 from persia.pipeline.position import DataPosition, stripe_of
 from persia.pipeline.prefetch import Prefetcher
 from persia.pipeline.receive import LOADER_REMEDY, StreamReceiver

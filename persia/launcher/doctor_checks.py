@@ -24,7 +24,7 @@ from persia.observability.status import find_processes, job_status, missing_repl
 from persia.security.secret import MONITOR
 
 _NATS_WAIT_S = 3.0
-_WANTED_MAX_PAYLOAD = 8 << 20  # a batch's IDs or dense features are one message
+_WANTED_MAX_PAYLOAD = 8 << 20  # a batch's IDs and dense features are one message
 _WANTED_FILES = 4096
 _LITTLE_MEMORY = 2 << 30
 _GPU = Path("/dev/nvidia0")

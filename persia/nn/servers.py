@@ -28,7 +28,7 @@ from persia.job.runtime import JobRuntime
 from persia.logger import get_default_logger
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.counters import Counters, CounterValues
-from persia.pipeline.lease import BatchLease, LeaseReaper
+from persia.pipeline.lookup import BatchLease, LeaseReaper
 
 _CLOSE_S = 10.0  # for giving up lookups that never got a gradient
 _numbers = itertools.count(1)  # of lookups, for messages

@@ -7,9 +7,10 @@ above knows only `EmbeddingBackend`. Deadlines are the backend's, so that no cal
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,7 @@ from persia.errors import (
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.subjects import EMBEDDING_WORKER
-from persia.pipeline.failover import CallMonitor, HeldBatches, accepts_connections
+from persia.pipeline.failover import CallMonitor, HeldBatches, is_down
 from persia.pipeline.queues import Deadline
 from persia.pipeline.staleness import ALL_SLOTS
 
@@ -158,11 +159,17 @@ class EmbeddingBackend:
         """The client closes its connections when it is destroyed."""
 
 
+class _Dead(NamedTuple):
+    worker: ServiceInfo
+    next_look: float  # by time.monotonic(): whether it lives
+
+
 class ClusterBackend(EmbeddingBackend):
     """Embedding workers of a cluster behind RPC. Waits for all of them on creation.
 
     Workers that join later are used. One that has left is asked only for the batches that it holds. The
-    batches of one that has died continue on another, or on its successor.
+    batches of one that has died continue on another, or on its successor. One that only seemed dead is used
+    again.
     `schema`: the hash of this process' slots, which must be theirs; "" to accept any.
     """
 
@@ -171,7 +178,9 @@ class ClusterBackend(EmbeddingBackend):
         self._directory = directory
         self._lock = threading.Lock()  # guards changes of which workers are used
         self._workers: dict[int, ServiceInfo] = {}  # those that have an address, by index
-        self._dead: set[int] = set()  # incarnations
+        self._left: set[int] = set()  # incarnations of those among them that have left in order
+        self._dead: dict[int, _Dead] = {}  # by incarnation
+        self._num_dropped = 0  # how often a worker was lost; never less than before
         self._config: TrainConfig | None = None
         self._held = HeldBatches(self, deadline_s)
         self._watch = directory.watch(EMBEDDING_WORKER, self._on_event)
@@ -181,7 +190,7 @@ class ClusterBackend(EmbeddingBackend):
             self._remote = RemoteClient(len(workers), wire_dtype=env.get_wire_dtype())
             # Asked once more: a restart between the first answers and the client would go unnoticed.
             for worker in directory.wait_for(EMBEDDING_WORKER, deadline_s):
-                self._use(worker)
+                self._use(worker, log=False)
         except BaseException:
             self._watch.close()
             raise
@@ -240,9 +249,10 @@ class ClusterBackend(EmbeddingBackend):
         self, reference: BatchReference, gradients: SlotGradients, *, scale: float
     ) -> ReturnReport:
         call = partial(super().return_gradients, gradients=gradients, scale=scale)
-        report = self._call_holder(reference, call)
-        self._held.forget(reference)
-        return report
+        try:
+            return self._call_holder(reference, call)
+        finally:
+            self._held.forget(reference)  # an error is final: nobody sends gradients again
 
     def release(self, reference: BatchReference) -> None:
         current = self._held.forget(reference)
@@ -295,8 +305,8 @@ class ClusterBackend(EmbeddingBackend):
         return self._held.call(reference, partial(self._call_worker, call))
 
     def _call_worker(self, call: Callable[[BatchReference], T], reference: BatchReference) -> T:
-        index = reference.worker_index
-        if reference.worker_incarnation in self._dead:
+        index, incarnation = reference.worker_index, reference.worker_incarnation
+        if incarnation in self._dead and not self._lives_after_all(incarnation):
             raise UnavailableError(f"embedding worker {index} has died")
         # A loader may have discovered a new worker before this process has.
         if index not in self._workers:
@@ -306,62 +316,103 @@ class ClusterBackend(EmbeddingBackend):
                     f"embedding worker {index} does not answer, which a data loader has used"
                 )
             self._use(worker)
-        with self._monitor.watching():
+        with self._monitor.watching(index):
             return call(reference)
+
+    def _lives_after_all(self, incarnation: int) -> bool:
+        """Looks now and then whether a dead worker answers: loaders may reach it and give it batches."""
+        with self._lock:
+            dead = self._dead.get(incarnation)
+            if dead is None:  # another thread has found that it lives
+                return True
+            worker, now = dead.worker, time.monotonic()
+            if worker.index in self._workers or now < dead.next_look:  # it has a successor, or it is too soon
+                return False
+            self._dead[incarnation] = _Dead(worker, now + _PROBE_S)
+        if is_down(worker.address):
+            return False
+        answer = self._directory.probe(EMBEDDING_WORKER, worker.index, _PROBE_S)
+        if answer is None or answer.incarnation != incarnation:
+            return False
+        self._use(answer)
+        return True
 
     def _call_any(self, call: Callable[[], T]) -> T:
         """Repeats a call that any worker can answer, if one has died under it."""
         deadline = Deadline(self._deadline_s)
         while True:
-            num_dead = len(self._dead)
+            num_dropped = self._count_dropped()
             try:
                 with self._monitor.watching():
                     return call()
             except UnavailableError:
-                if len(self._dead) == num_dead or deadline.over:
+                if self._count_dropped() == num_dropped or deadline.over:
                     raise
 
-    def _drop_dead_workers(self) -> None:
-        """Ends the calls to workers that have died, unless no other lives: a successor is waited for."""
+    def _count_dropped(self) -> int:
+        with self._lock:  # never between the count and the drop itself
+            return self._num_dropped
+
+    def _drop_dead_workers(self, indices: set[int | None]) -> None:
+        """Ends the calls to workers that have died, unless no other lives: a successor is waited for.
+
+        `indices`: of the workers to look at; with None among them, all.
+        """
         workers = list(self._workers.values())
-        dead = [worker for worker in workers if not accepts_connections(worker.address)]
-        if len(dead) == len(workers):
+        suspects = [worker for worker in workers if None in indices or worker.index in indices]
+        dead = [worker for worker in suspects if is_down(worker.address)]
+        if not dead or not any(self._takes_batches(worker) for worker in workers if worker not in dead):
             return
         for worker in dead:
             with self._lock:
                 if self._workers.get(worker.index) != worker:  # its successor has joined
                     continue
-                self._dead.add(worker.incarnation)  # first: calls that fail now look here
+                has_left = worker.incarnation in self._left
+                self._lose(worker)  # first: calls that fail now look there
                 del self._workers[worker.index]
                 self.client.drop_worker(worker.index)
-            get_default_logger().warning("%s has died: its batches continue on other workers", worker)
+            if not has_left:
+                get_default_logger().warning("%s has died: its batches continue on other workers", worker)
 
-    def _use(self, worker: ServiceInfo) -> None:
+    def _takes_batches(self, worker: ServiceInfo) -> bool:
+        return worker.incarnation not in self._left and not is_down(worker.address)
+
+    def _lose(self, worker: ServiceInfo) -> None:
+        """Of a worker that is dropped or replaced, under the lock."""
+        self._dead[worker.incarnation] = _Dead(worker, time.monotonic() + _PROBE_S)
+        self._left.discard(worker.incarnation)
+        self._num_dropped += 1
+
+    def _use(self, worker: ServiceInfo, *, log: bool = True) -> None:
         assert self._remote is not None, "created before a worker is used"
         with self._lock:
             known = self._workers.get(worker.index)
-            if known is not None and known.incarnation != worker.incarnation:
-                self._dead.add(known.incarnation)
-            self._dead.discard(worker.incarnation)  # it was only not reached
+            is_new = known is None or known.incarnation != worker.incarnation
+            if known is not None and is_new:
+                self._lose(known)
+            self._dead.pop(worker.incarnation, None)  # it was only not reached
             self._remote.set_worker(worker.index, worker.address)
             self._workers[worker.index] = worker
+        if is_new and log:
+            get_default_logger().info("%s is used from now on", worker)
 
     def _on_event(self, event: ServiceEvent) -> None:
         if self._remote is None:
             return
-        worker, is_new = event.info, event.info.index not in self._workers
+        worker = event.info
         try:
             if event.kind is EventKind.LEFT:
-                # A successor at its index may have joined before.
-                known = self._workers.get(worker.index)
-                if known is not None and known.incarnation == worker.incarnation:
-                    self._remote.retire_worker(worker.index)
+                with self._lock:
+                    # A successor at its index may have joined before.
+                    known = self._workers.get(worker.index)
+                    if known is not None and known.incarnation == worker.incarnation:
+                        self._left.add(worker.incarnation)
+                        self._remote.retire_worker(worker.index)
                 return
             self._use(worker)
-            if is_new:
-                get_default_logger().info("%s is used from now on", worker)
             if self._config is not None:  # workers keep it for servers that restart
-                self.configure(self._config)
+                # Not kept here: a newer one may have been accepted meanwhile.
+                self._call_any(partial(super().configure, self._config))
         except PersiaError as failure:
             get_default_logger().error("%s has joined and is not usable: %s", worker, failure)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,7 +23,9 @@ from persia._native import LookupResult, SlotEmbedding
 from persia.embedding.dense_codec import DenseSection
 from persia.errors import FailedPreconditionError
 from persia.observability.phases import LOOKUP_IN_STEP, NO_BATCH
-from persia.pipeline.lease import BatchLease
+
+if TYPE_CHECKING:
+    from persia.pipeline.lookup import BatchLease
 
 __all__ = ["EmbeddingTensors", "PersiaTrainingBatch", "embedding_tensors", "leaf_gradients", "to_device"]
 

@@ -9,23 +9,28 @@ dead worker has sent it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 from persia._native import BatchReference
 from persia.errors import NotFoundError, UnavailableError
 from persia.pipeline.queues import Deadline
 
-__all__ = ["CallMonitor", "HeldBatches"]
+__all__ = ["CallMonitor", "HeldBatches", "SlowCalls", "is_down"]
 
 T = TypeVar("T")
 
 _SLOW_S = 0.5  # a call that takes longer makes the monitor look whether its worker lives
+# Between two looks at a worker whose calls stay slow. Each look takes a place among the connections that a
+# process has to accept: one that is frozen for long would have none left, and seem dead.
+_LONGEST_PAUSE_S = 8.0
 _CONNECT_S = 2.0  # a host that does not answer for so long is taken to be down
+_UNREACHABLE = frozenset({errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 
 class _Workers(Protocol):
@@ -44,6 +49,7 @@ class _Held:
         self.id_features = id_features
         self.lock = threading.Lock()  # held while the batch is registered again
         self.keys = [_key(original)]
+        self.has_ended = False
 
 
 class HeldBatches:
@@ -67,6 +73,7 @@ class HeldBatches:
         if held is None:
             return reference
         with held.lock:
+            held.has_ended = True
             for key in held.keys:
                 self._batches.pop(key, None)
             return held.current
@@ -85,37 +92,61 @@ class HeldBatches:
             except (NotFoundError, UnavailableError):
                 if held is None or deadline.over or not self._workers.is_gone(current):
                     raise
-                self._register_again(held, current)
+                if not self._register_again(held, current):
+                    raise
 
-    def _register_again(self, held: _Held, lost: BatchReference) -> None:
+    def _register_again(self, held: _Held, lost: BatchReference) -> bool:
+        """False: the batch has ended meanwhile."""
         with held.lock:
-            if held.current is not lost:  # by another call, while this one waited
-                return
-            held.current = self._workers.register(held.id_features, held.original)
-            held.keys.append(_key(held.current))
-            self._batches[held.keys[-1]] = held
+            if held.has_ended:
+                return False
+            if held.current is lost:  # else another call has done it, while this one waited
+                held.current = self._workers.register(held.id_features, held.original)
+                held.keys.append(_key(held.current))
+                self._batches[held.keys[-1]] = held
+            return True
+
+
+class SlowCalls:
+    """Decides when to look at the workers of slow calls: at once, then after pauses that double."""
+
+    def __init__(self) -> None:
+        self._looks: dict[int | None, tuple[float, float]] = {}  # of workers: when next, and the pause then
+
+    def due(self, slow: Iterable[int | None], now: float) -> set[int | None]:
+        """Those of the workers `slow` to look at now. A worker that is not among them begins anew."""
+        self._looks = {worker: self._looks.get(worker, (now, _SLOW_S)) for worker in slow}
+        due = {worker for worker, (when, _) in self._looks.items() if when <= now}
+        for worker in due:
+            pause_s = self._looks[worker][1]
+            self._looks[worker] = (now + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S))
+        return due
 
 
 class CallMonitor:
-    """Calls `on_slow` now and then while a call takes long, on a thread of its own."""
+    """Calls `on_slow` now and then while calls take long, on a thread of its own.
 
-    def __init__(self, on_slow: Callable[[], None]) -> None:
+    Its argument is the indices of the workers that are slow, None for any of them.
+    """
+
+    def __init__(self, on_slow: Callable[[set[int | None]], None]) -> None:
         self._on_slow = on_slow
         self._numbers = itertools.count()
-        self._begins: dict[int, float] = {}  # by number of a call that is under way
+        # (index of the worker, begin) by number of a call that is under way.
+        self._calls: dict[int, tuple[int | None, float]] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="persia-call-monitor", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """For the time of a call."""
+    def watching(self, index: int | None = None) -> Iterator[None]:
+        """For the time of a call to the worker `index`, or to any."""
         number = next(self._numbers)
-        self._begins[number] = time.monotonic()
+        self._calls[number] = (index, time.monotonic())
         try:
             yield
         finally:
-            del self._begins[number]
+            del self._calls[number]
 
     def close(self) -> None:
         """Ends the thread. Idempotent."""
@@ -123,20 +154,29 @@ class CallMonitor:
         self._thread.join(2 * _CONNECT_S)
 
     def _run(self) -> None:
+        slow_calls = SlowCalls()
         while not self._closed.wait(_SLOW_S):
+            now = time.monotonic()
             # A copy in one step: calls begin and end meanwhile.
-            if min(tuple(self._begins.values()), default=float("inf")) + _SLOW_S < time.monotonic():
-                self._on_slow()
+            calls = tuple(self._calls.values())
+            if due := slow_calls.due({index for index, begin in calls if begin + _SLOW_S < now}, now):
+                self._on_slow(due)
 
 
-def accepts_connections(address: str) -> bool:
-    """Whether a process listens at "host:port". The kernel answers for one that is busy."""
+def is_down(address: str) -> bool:
+    """Whether nothing listens at "host:port", or its host cannot be reached.
+
+    The kernel accepts connections for a process that is busy. False if this process cannot tell, for example
+    because the name of the host is not found at the moment.
+    """
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S):
-            return True
-    except OSError:
-        return False
+            return False
+    except (ConnectionRefusedError, TimeoutError):
+        return True
+    except OSError as failure:
+        return failure.errno in _UNREACHABLE
 
 
 def _key(reference: BatchReference) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from persia.observability.phases import BACKWARD, DENSE_STEP, HAND_IN, NO_BATCH
 from persia.pipeline.backend import EmbeddingBackend, SlotGradients
 from persia.pipeline.batch import PersiaTrainingBatch, leaf_gradients
 from persia.pipeline.counters import Counters
-from persia.pipeline.lease import BatchLease, with_batch_id
+from persia.pipeline.lookup import BatchLease, with_batch_id
 from persia.pipeline.queues import BoundedQueue, Deadline, QueueClosed
 
 __all__ = ["BackwardPass", "GradientHook", "GradientSender"]

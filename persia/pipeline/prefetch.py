@@ -20,8 +20,7 @@ from persia.errors import DeadlineExceededError
 from persia.logger import get_default_logger
 from persia.observability.phases import QUEUE_OF_READY
 from persia.pipeline.batch import PersiaTrainingBatch
-from persia.pipeline.lease import BatchLease
-from persia.pipeline.lookup import LookupService
+from persia.pipeline.lookup import BatchLease, LookupService
 from persia.pipeline.queues import BoundedQueue, Deadline, QueueClosed
 from persia.pipeline.source import BatchSource, PendingBatch
 from persia.pipeline.staleness import LookupStage, StalenessGate

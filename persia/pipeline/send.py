@@ -189,15 +189,22 @@ class BatchSender:
         """(the embedding worker that took the ID features, its reply). Workers take turns."""
         request = IdsRequest(self._index, self._replicas, id_features).encode()
         room = Deadline(_FULL_PATIENCE * self._deadline_s)
+        silence = Deadline(self._deadline_s)  # of all workers together
         while True:
             index = self._next_worker()
             peer, left = f"embedding worker {index}", partial(self._can_replace, index)
             # Answered by RegisterBatchHandler below, on a thread of the worker's session.
             subject = self._session.subjects.ids(index)
-            answer = self._request(subject, request, peer, Deadline(self._deadline_s), left)
+            answer = self._request(subject, request, peer, silence, left)
             if answer is None:  # to another worker
+                if silence.over:
+                    raise UnavailableError(
+                        f"no embedding worker answered in {self._deadline_s:g} s (PERSIA_DEADLINE_SEC), "
+                        f"{peer} was asked last"
+                    )
                 self._unavailable_until[index] = time.monotonic() + _UNAVAILABLE_S
                 continue
+            silence = Deadline(self._deadline_s)
             reply = FlowReply.decode(answer)
             if reply.status is ReplyStatus.OK:
                 return index, reply

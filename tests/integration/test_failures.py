@@ -125,11 +125,13 @@ def test_bug_15_dead_server_is_a_typed_error(start_job: Any, role: str) -> None:
     assert [name for name in job.reports[0]["threads"] if not name.startswith("persia-lookup")] == []
 
 
-def test_batches_of_a_killed_worker_continue_on_the_other(start_job: Any) -> None:
+def test_batches_of_a_killed_worker_continue_on_the_other(start_job: Any, tmp_path: Path) -> None:
     """Nobody starts the worker again."""
-    job = start_job("--pace", "0.01", loaders=[["--batches", "300"]], embedding_workers=2)
+    gate = ("--gate", str(tmp_path / "gate"), "--gate-at", "100")
+    job = start_job(*gate, loaders=[["--batches", "300"]], embedding_workers=2)
     await_output(job.nn_worker, "batch 50")
     job.cluster.kill("embedding-worker-1")
+    (tmp_path / "gate").touch()
     assert job.finish_nn_worker() == 0, job.nn_worker.output
     (report,) = job.reports
     assert sorted(report["batch_ids"]) == list(range(300))
@@ -141,8 +143,9 @@ def test_batches_of_a_killed_worker_continue_on_the_other(start_job: Any) -> Non
     assert job.cluster.wait(job.loaders[0], 120) == 0
 
 
-def test_batches_of_the_only_worker_continue_on_its_successor(start_job: Any) -> None:
-    job = start_job("--pace", "0.01", loaders=[["--batches", "300"]])
+def test_batches_of_the_only_worker_continue_on_its_successor(start_job: Any, tmp_path: Path) -> None:
+    gate = ("--gate", str(tmp_path / "gate"), "--gate-at", "100")
+    job = start_job(*gate, loaders=[["--batches", "300"]])
     await_output(job.nn_worker, "batch 50")
     job.cluster.restart("embedding-worker-0")
     restarts = {status.info.role: status for status in job_status(find_processes(job.cluster.session))}
@@ -151,10 +154,12 @@ def test_batches_of_the_only_worker_continue_on_its_successor(start_job: Any) ->
     assert worker.values["restarts"] == 1
     page = get(f"http://{worker.info.status_address}/metrics")
     assert re.search(r'^persia_restarts{.*role="embedding-worker".*} 1.0$', page, re.MULTILINE)
+    (tmp_path / "gate").touch()
     assert job.finish_nn_worker() == 0, job.nn_worker.output
     (report,) = job.reports
     assert sorted(report["batch_ids"]) == list(range(300))
     assert report["counters"]["batches_failed"] == 0
+    assert re.search(r"embedding-worker 0 of 1 at .* is used from now on", job.nn_worker.output)
 
 
 def test_lost_rows_end_the_training_and_keep_the_checkpoint(start_job: Any, tmp_path: Path) -> None:

@@ -61,6 +61,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--fail-after", type=int, default=-1, help="raise after that many batches")
     parser.add_argument("--embedded-loader", type=int, default=0, help="batches to feed, without a broker")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds between batches")
+    parser.add_argument("--gate", type=Path, default=None, help="wait for this file before batch --gate-at")
+    parser.add_argument("--gate-at", type=int, default=-1)
     parser.add_argument("--ahead", type=int, default=0, help="batches in flight before the first step")
     parser.add_argument("--dump", default=None, help="a checkpoint there after --dump-after batches")
     parser.add_argument("--dump-after", type=int, default=-1)
@@ -87,6 +89,13 @@ def wait_until_ahead(ctx: TrainCtx, num_batches: int) -> None:
         time.sleep(0.01)
 
 
+def wait_for_gate(gate: Path) -> None:
+    deadline = time.monotonic() + 240
+    while not gate.exists():
+        assert time.monotonic() < deadline, f"{gate} never appeared"
+        time.sleep(0.02)
+
+
 def train(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) -> None:
     loader = DataLoader(
         StreamingDataset(buffer_size=10, loader=lambda: feed(options.embedded_loader)),
@@ -98,6 +107,8 @@ def train(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) ->
         report["workers"].append(batch.result.reference.worker_index)
         if position == 0:
             wait_until_ahead(ctx, options.ahead)
+        if position == options.gate_at:
+            wait_for_gate(options.gate)
         time.sleep(options.pace)
         assert batch.meta == str(batch.batch_id).encode()
         report["max_in_flight"] = max(report["max_in_flight"], ctx.staleness.in_flight)

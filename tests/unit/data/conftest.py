@@ -11,7 +11,7 @@ import pytest
 
 from persia._native import BatchReference
 from persia.pipeline.counters import Counters
-from persia.pipeline.lease import LeaseReaper
+from persia.pipeline.lookup import LeaseReaper
 from persia.pipeline.prefetch import Prefetcher
 from tests.threads import expect_ended
 

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from persia import _native
 from persia._native import BatchReference
-from persia.errors import NotFoundError, UnavailableError
-from persia.pipeline.failover import HeldBatches, accepts_connections
+from persia.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from persia.messaging.discovery import EventKind, ServiceEvent, ServiceInfo
+from persia.messaging.interface import Registration
+from persia.messaging.subjects import EMBEDDING_WORKER
+from persia.pipeline import backend as backend_module
+from persia.pipeline.backend import ClusterBackend
+from persia.pipeline.failover import CallMonitor, HeldBatches, SlowCalls, is_down
+from persia.pipeline.send import BatchSender
 
+IDS = _native.encode_id_features(
+    1, [("a", np.array([5], dtype=np.uint64), np.array([0, 1], dtype=np.uint32))]
+)
+GRADIENT = [("a", np.ones((1, 2), dtype=np.float32))]
 FIRST, SECOND, THIRD = BatchReference(0, 7, 1), BatchReference(1, 8, 1), BatchReference(0, 9, 1)
 
 
@@ -62,6 +76,22 @@ def test_errors_of_a_worker_that_lives_are_raised() -> None:
     assert workers.registered == []
 
 
+def test_a_batch_that_ends_during_a_call_is_not_registered_again() -> None:
+    workers = Workers(SECOND)
+    workers.dead = {7}
+    held = HeldBatches(workers, deadline_s=60.0)
+    held.keep(FIRST, b"ids")
+
+    def end_and_fail(reference: BatchReference) -> None:
+        held.forget(reference)
+        raise UnavailableError("dead")
+
+    with pytest.raises(UnavailableError):
+        held.call(FIRST, end_and_fail)
+    assert workers.registered == []
+    assert held.forget(SECOND) is SECOND  # nothing is kept
+
+
 class Cluster:
     """A parameter server and two embedding workers, in this process."""
 
@@ -70,12 +100,13 @@ class Cluster:
             replica_index=0, replica_size=1, capacity=100, num_internal_shards=1
         )
         address = f"127.0.0.1:{self.server.start('127.0.0.1', 0)}"
-        self.workers, self.client = [], _native.RemoteClient(2)
+        self.workers, self.addresses, self.client = [], [], _native.RemoteClient(2)
         for index in range(2):
             slots = [_native.SlotConfig(name="a", dim=2)]
             worker = _native.EmbeddingWorker(slots=slots, feature_index_prefix_bit=8, num_servers=1)
             worker.set_server(0, address)
-            self.client.set_worker(index, f"127.0.0.1:{worker.start('127.0.0.1', 0)}")
+            self.addresses.append(f"127.0.0.1:{worker.start('127.0.0.1', 0)}")
+            self.client.set_worker(index, self.addresses[-1])
             self.workers.append(worker)
         self.client.configure(_native.TrainConfig(optimizer="sgd", lr=1.0))
 
@@ -92,12 +123,10 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.parametrize("sent", [True, False])
 def test_an_update_that_the_dead_worker_sent_is_not_applied_again(cluster: Cluster, sent: bool) -> None:
     client = cluster.client
-    message = _native.encode_id_features(
-        1, [("a", np.array([5], dtype=np.uint64), np.array([0, 1], dtype=np.uint32))]
-    )
+    message = IDS
     first = client.lookup_direct(0, message, requires_grad=True)
     before = first.slots[0].rows.copy()
-    gradient = [("a", np.ones((1, 2), dtype=np.float32))]
+    gradient = GRADIENT
     if sent:
         client.return_gradients(first.reference, gradient)
     cluster.workers[0].stop()
@@ -111,8 +140,234 @@ def test_an_update_that_the_dead_worker_sent_is_not_applied_again(cluster: Clust
     np.testing.assert_allclose(after, before - 1.0, atol=1e-6)
 
 
-def test_a_port_that_nobody_listens_at_refuses() -> None:
+def test_a_port_that_nobody_listens_at_is_down() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        assert accepts_connections(address)
-    assert not accepts_connections(address)
+        assert not is_down(address)
+    assert is_down(address)
+
+
+def test_a_host_whose_name_is_not_found_may_be_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "create_connection", fail)
+    assert not is_down("worker:1")
+
+
+class WorkerDirectory:
+    """Discovery of the workers of a `Cluster`. `here` are those that answer."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.here = [
+            info(index, worker.incarnation, cluster.addresses[index])
+            for index, worker in enumerate(cluster.workers)
+        ]
+        self.tell: Callable[[ServiceEvent], None] = lambda event: None
+
+    def watch(self, role: str, callback: Callable[[ServiceEvent], None]) -> Registration:
+        self.tell = callback
+        return Registration(lambda: None)
+
+    def wait_for(self, role: str, timeout_s: float, *, schema: str = "") -> list[ServiceInfo]:
+        return list(self.here)
+
+    def probe(self, role: str, index: int, timeout_s: float) -> ServiceInfo | None:
+        return next((worker for worker in self.here if worker.index == index), None)
+
+
+def info(index: int, incarnation: int, address: str) -> ServiceInfo:
+    return ServiceInfo(
+        role=EMBEDDING_WORKER,
+        index=index,
+        replicas=2,
+        incarnation=incarnation,
+        address=address,
+        slot_modes=("",),
+        schema="",
+        pid=1,
+        status_address="",
+        has_rows=False,
+    )
+
+
+@pytest.fixture
+def directory(cluster: Cluster) -> WorkerDirectory:
+    return WorkerDirectory(cluster)
+
+
+@pytest.fixture
+def backend(directory: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterBackend]:
+    monkeypatch.setenv("PERSIA_DEADLINE_SEC", "120")
+    backend = ClusterBackend(directory)
+    yield backend
+    backend.close()
+
+
+def register(cluster: Cluster, index: int) -> BatchReference:
+    """As a loader does."""
+    worker = cluster.workers[index]
+    return BatchReference(index, worker.incarnation, worker.register_batch(0, IDS))
+
+
+def seem_dead(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    monkeypatch.setattr(backend_module, "is_down", lambda address: address in addresses)
+
+
+def test_gradients_go_on_to_another_worker_when_theirs_dies(
+    cluster: Cluster, backend: ClusterBackend, log: Any
+) -> None:
+    reference = register(cluster, 1)
+    before = backend.lookup(reference, requires_grad=True, id_features=IDS).slots[0].rows.copy()
+    cluster.workers[1].stop()  # the monitor finds out
+    assert backend.return_gradients(reference, GRADIENT, scale=1.0).num_updated == 1
+    after = backend.lookup_direct(IDS, requires_grad=False).slots[0].rows
+    np.testing.assert_allclose(after, before - 1.0, atol=1e-6)
+    assert backend.is_gone(reference)
+    assert "has died: its batches continue on other workers" in log.text
+
+
+def test_an_evaluation_goes_on_at_another_worker(cluster: Cluster, backend: ClusterBackend) -> None:
+    reference = register(cluster, 1)
+    cluster.workers[1].stop()
+    result = backend.lookup(reference, requires_grad=False, id_features=IDS)
+    assert result.reference.worker_index == 0
+    assert backend._held._batches == {}
+
+
+def test_the_only_worker_is_not_dropped(
+    cluster: Cluster, backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seem_dead(monkeypatch, *cluster.addresses)
+    backend._drop_dead_workers({None})
+    assert sorted(backend._workers) == [0, 1]
+
+
+def test_only_the_workers_of_slow_calls_are_looked_at(
+    cluster: Cluster, backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[str] = []
+    monkeypatch.setattr(backend_module, "is_down", looked_at.append)
+    backend._drop_dead_workers({1})
+    assert looked_at == [cluster.addresses[1]]
+
+
+def test_a_worker_that_only_seemed_dead_is_used_again(
+    cluster: Cluster, backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seem_dead(monkeypatch, cluster.addresses[1])
+    backend._drop_dead_workers({1})
+    reference = register(cluster, 1)
+    result = backend.lookup(reference, requires_grad=True, id_features=IDS)
+    assert result.reference.worker_index == 0
+    seem_dead(monkeypatch)
+    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 3600)
+    reference = register(cluster, 1)
+    result = backend.lookup(reference, requires_grad=True, id_features=IDS)
+    assert result.reference.worker_index == 1
+    assert not backend.is_gone(reference)
+
+
+def test_a_worker_that_has_left_is_no_dead_one(
+    cluster: Cluster, backend: ClusterBackend, directory: WorkerDirectory, log: Any
+) -> None:
+    reference = register(cluster, 1)
+    backend.lookup(reference, requires_grad=True, id_features=IDS)
+    directory.tell(ServiceEvent(EventKind.LEFT, directory.here[1]))
+    cluster.workers[1].stop()
+    assert backend.return_gradients(reference, GRADIENT, scale=1.0).num_updated == 1
+    assert sorted(backend._workers) == [0]
+    assert "has died" not in log.text
+
+
+def test_a_worker_is_gone_once_another_one_answers_at_its_index(
+    cluster: Cluster, backend: ClusterBackend, directory: WorkerDirectory
+) -> None:
+    reference = register(cluster, 1)
+    assert not backend.is_gone(reference)
+    here = directory.here.pop()
+    assert not backend.is_gone(reference), "no answer is no death"
+    directory.here.append(info(1, 99, here.address))
+    assert backend.is_gone(reference)
+    assert backend._workers[1].incarnation == 99
+    assert backend.is_gone(reference)
+
+
+def test_a_call_is_repeated_though_as_many_workers_are_dead_as_before(
+    backend: ClusterBackend, directory: WorkerDirectory
+) -> None:
+    calls: list[int] = []
+
+    def call() -> str:
+        calls.append(1)
+        if len(calls) == 1:
+            backend._use(info(1, 99, directory.here[1].address))
+            backend._dead.clear()  # as when a worker is found that only seemed dead
+            raise UnavailableError("dead")
+        return "answer"
+
+    assert backend._call_any(call) == "answer"
+
+
+def test_a_newcomer_does_not_bring_back_an_old_configuration(
+    backend: ClusterBackend, directory: WorkerDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = _native.TrainConfig(optimizer="sgd", lr=1.0), _native.TrainConfig(optimizer="sgd", lr=0.5)
+    backend.configure(old)
+
+    def call_any(call: Callable[[], Any]) -> None:
+        backend._config = new  # by the script's thread, meanwhile
+
+    monkeypatch.setattr(backend, "_call_any", call_any)
+    directory.tell(ServiceEvent(EventKind.JOINED, info(1, 99, directory.here[1].address)))
+    assert backend._config is new
+
+
+def test_a_batch_whose_gradients_are_refused_is_not_kept(cluster: Cluster, backend: ClusterBackend) -> None:
+    reference = register(cluster, 0)
+    backend.lookup(reference, requires_grad=True, id_features=IDS)
+    with pytest.raises(InvalidArgumentError):
+        backend.return_gradients(reference, [("a", np.ones((3, 5), dtype=np.float32))], scale=1.0)
+    assert backend._held._batches == {}
+
+
+def test_looks_at_slow_workers_become_rare() -> None:
+    slow_calls = SlowCalls()
+    looks = [now / 2 for now in range(60) if 1 in slow_calls.due([1], now / 2)]
+    assert looks == [0, 0.5, 1.5, 3.5, 7.5, 15.5, 23.5]
+    assert slow_calls.due([2], 30.0) == {2}
+    assert slow_calls.due([1], 30.5) == {1}, "it was not slow meanwhile"
+
+
+def test_the_monitor_names_the_workers_of_slow_calls_only() -> None:
+    told: list[set[int | None]] = []
+    done = threading.Event()
+
+    def on_slow(workers: set[int | None]) -> None:
+        told.append(workers)
+        done.set()
+
+    monitor = CallMonitor(on_slow)
+    with monitor.watching(0):
+        pass
+    with monitor.watching(3):
+        assert done.wait(120)
+    monitor.close()
+    assert told[0] == {3}
+
+
+def test_a_loader_gives_up_when_no_worker_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("persia.pipeline.send._UNAVAILABLE_S", 0.01)
+    monkeypatch.setattr("persia.pipeline.send._RETRY_S", 0.001)
+    give_up = time.monotonic() + 60
+
+    def request(*_: Any) -> bytes:
+        assert time.monotonic() < give_up, "it asks the two workers in turn for ever"
+        raise UnavailableError("nobody listens")
+
+    session: Any = SimpleNamespace(request=request, subjects=SimpleNamespace(ids=str))
+    directory: Any = None
+    sender = BatchSender(session, directory, 0, 1, 0.3)
+    sender._workers = {0: 7, 1: 8}
+    with pytest.raises(UnavailableError, match="embedding worker"):
+        sender._register(b"ids")

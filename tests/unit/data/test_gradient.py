@@ -12,7 +12,7 @@ from persia._native import BatchReference
 from persia.errors import DeadlineExceededError, NotFoundError, PersiaError, UnavailableError
 from persia.pipeline.counters import Counters
 from persia.pipeline.gradients import GradientSender
-from persia.pipeline.lease import BatchLease
+from persia.pipeline.lookup import BatchLease
 
 
 def make(backend: Any, counters: Counters, **sizes: Any) -> GradientSender:

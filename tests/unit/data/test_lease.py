@@ -8,7 +8,7 @@ from typing import Any
 from persia._native import BatchReference
 from persia.errors import UnavailableError
 from persia.pipeline.counters import Counters
-from persia.pipeline.lease import BatchLease, LeaseReaper
+from persia.pipeline.lookup import BatchLease, LeaseReaper
 
 
 class Owner:
