@@ -326,7 +326,7 @@ class Cluster:
 
 
 class Secrets:
-    """Secrets of jobs, which are written only, and the operator's own."""
+    """Secrets of jobs, which the operator only writes, and its own master secret."""
 
     def __init__(self, resource: Any) -> None:
         self._secrets = resource
@@ -338,10 +338,14 @@ class Secrets:
         _ask(what, create, ignored=(409,), body=manifest, namespace=namespace)
 
     def replace(self, manifest: Manifest) -> None:
-        """Deleted and created: a change would need, or give, the right to read it. Pods keep their files."""
+        """Replaces the whole Secret in one step, or creates it. Raises ClusterError if neither succeeds."""
+        # Neither a patch nor a deletion: the API server answers these with the content of the old Secret.
         namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
-        _delete(self._secrets, "Secret", namespace, name, ignored=(404,))
-        self.create(manifest)
+        what, arguments = f"replacing Secret {namespace}/{name}", {"body": manifest, "namespace": namespace}
+        found = _ask(what, self._secrets.replace, ignored=(404,), **arguments)
+        # The manifest has no finalizers: without them, a Secret that was being deleted is gone now.
+        if found is None or found["metadata"].get("deletionTimestamp"):
+            _ask(what, self._secrets.create, **arguments)
 
     def master(self, namespace: str, name: str) -> bytes:
         """The operator's own secret, 32 bytes; made where there is none. ClusterError: a wrong one."""

@@ -147,7 +147,8 @@ class NatsSpec(Section):
     url: str | None = Field(default=None, pattern=r"^(nats|tls)://.+")
     """Broker to use; without it, and without `PERSIA_NATS_URL` in `spec.env`, the operator runs one."""
     max_payload: str = Field(default="64MB", pattern=r"^[0-9]+ ?(KB|MB|GB)?$")
-    """Largest message of the operator's broker: a batch's ID features, or its dense part."""
+    """Largest message of the operator's broker. A submitted batch is one message, with its ID features and
+    its dense features."""
     image: Text | None = None
     """Image of the broker; by default the operator's CPU image."""
     resources: Resources = {}

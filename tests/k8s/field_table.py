@@ -39,6 +39,8 @@ def _rows(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _type(field: Mapping[str, Any]) -> str:
     if "enum" in field:
         return ", ".join(f"`{value}`" for value in field["enum"])
+    if "maximum" in field:
+        return f"{field['type']} from {field['minimum']} to {field['maximum']}"
     return f"{field['type']} >= {field['minimum']}" if "minimum" in field else str(field["type"])
 
 

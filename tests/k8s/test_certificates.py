@@ -6,6 +6,7 @@ import base64
 import socket
 import ssl
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip install ./k8s")
 
-from control_plane import ADMIN, ControlPlane
+from control_plane import ADMIN, OPERATOR, ControlPlane
 from cryptography import x509
 from harness import Kube, Namespace, OperatorProcess, job_manifest
 from kubelet import FakeKubelet
@@ -155,6 +156,10 @@ def test_a_job_keeps_what_it_started_with_until_it_is_suspended() -> None:
     plan = one_pass(encrypted, resumed)
     assert plan.issues_certificates
     assert "PERSIA_TLS_DIR" in str(plan.apply)
+    suspended = one_pass(make_job(suspend=True), plan.status).status
+    assert suspended.certificates_until == ""
+    resumed = one_pass(encrypted, suspended).status
+    assert one_pass(encrypted, resumed).issues_certificates  # a lost Secret is made again
 
 
 def test_a_broker_that_the_operator_does_not_run_is_refused() -> None:
@@ -190,11 +195,14 @@ def test_the_operator_makes_renews_and_deletes_the_secrets(
 
     old = {role: secret["data"]["tls.crt"] for role, secret in first.items()}
 
-    def are_renewed() -> bool:
-        new = {role: secret["data"]["tls.crt"] for role, secret in tls_secrets(namespace).items()}
-        return set(new) == ROLES and not set(new.values()) & set(old.values())
+    def renewed() -> dict[str, dict[str, Any]] | None:
+        found = tls_secrets(namespace)
+        new = {role: secret["data"]["tls.crt"] for role, secret in found.items()}
+        return found if set(new) == ROLES and not set(new.values()) & set(old.values()) else None
 
-    namespace.await_(are_renewed, "all certificates are new")
+    for role, secret in namespace.await_(renewed, "all certificates are new").items():
+        # The same object: at no moment was there none.
+        assert secret["metadata"]["uid"] == first[role]["metadata"]["uid"], role
     assert {name: pod["metadata"]["uid"] for name, pod in namespace.list("pods").items()} == pods
     assert namespace.await_event("job", "CertificatesRenewed")
     month = (datetime.now(timezone.utc) + timedelta(days=29)).isoformat()
@@ -203,14 +211,50 @@ def test_the_operator_makes_renews_and_deletes_the_secrets(
     namespace.await_(lambda: not tls_secrets(namespace), "the secrets are gone with their job")
 
 
-def test_a_master_secret_is_made_once_and_one_of_a_wrong_size_is_named(
-    namespace: Namespace, kube: Kube, control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(params=[OPERATOR])
+def cluster(
+    control_plane: ControlPlane, kube: Kube, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Cluster]:
+    """With the rights of the operator, or of the user that a test names."""
     # The client library reads KUBECONFIG when it is imported.
-    path = str(control_plane.kubeconfig(ADMIN))
+    path = str(control_plane.kubeconfig(request.param))
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", path)
+    connected = Cluster()
+    yield connected
+    connected._folder.cleanup()  # the process of an operator does so at its end
+
+
+def test_a_secret_is_replaced_also_if_it_is_missing_or_being_deleted(
+    namespace: Namespace, cluster: Cluster
+) -> None:
+    def content() -> str:
+        found = namespace.get("secrets", "s")
+        assert found is not None
+        assert "deletionTimestamp" not in found["metadata"]
+        return base64.b64decode(found["data"]["text"]).decode()
+
+    def replace_by(text: str) -> None:
+        metadata = {"namespace": namespace.name, "name": "s"}
+        data = {"text": base64.b64encode(text.encode()).decode()}
+        cluster.secrets.replace({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data})
+
+    for text in ("first", "second"):
+        replace_by(text)
+        assert content() == text
+    namespace.patch("secrets", "s", {"metadata": {"finalizers": ["test/hold"]}})
+    namespace.delete("secrets", "s")
+    replace_by("third")
+    assert content() == "third"
+    namespace.patch("secrets", "s", {"immutable": True})
+    with pytest.raises(ClusterError, match=r"replacing Secret .*immutable"):
+        replace_by("fourth")  # and the status does not say that certificates were renewed
+
+
+@pytest.mark.parametrize("cluster", [ADMIN], indirect=True)  # the operator may read a single one
+def test_a_master_secret_is_made_once_and_one_of_a_wrong_size_is_named(
+    namespace: Namespace, kube: Kube, cluster: Cluster
+) -> None:
     place = {"namespace": namespace.name, "name": "master"}
-    cluster = Cluster()
     made = cluster.secrets.master(**place)
     assert len(made) == 32
     assert cluster.secrets.master(**place) == made
@@ -218,4 +262,3 @@ def test_a_master_secret_is_made_once_and_one_of_a_wrong_size_is_named(
     kube.create({"apiVersion": "v1", "kind": "Secret", "metadata": place, "data": {"master": "AAAA"}})
     with pytest.raises(ClusterError, match="has 3 bytes instead of 32"):
         cluster.secrets.master(**place)
-    cluster._folder.cleanup()  # the process of an operator does so at its end

@@ -74,28 +74,45 @@ def test_the_base_is_accepted_as_documented(namespace: Namespace) -> None:
                 namespace.kube.apply(manifest)
 
 
-def test_the_chart_renders_to_the_base(tmp_path: Path) -> None:
-    """By the values' text alone, as Helm is a program that few test machines have."""
-    make = [sys.executable, str(DEPLOY.parent / "make_chart.py"), str(tmp_path)]
+def rendered_chart(folder: Path, namespace: str) -> dict[str, list[dict[str, Any]]]:
+    """Manifests by file. By the values' text alone, as Helm is a program that few test machines have."""
+    make = [sys.executable, str(DEPLOY.parent / "make_chart.py"), str(folder)]
     subprocess.run(make, check=True, timeout=TIMEOUT_S)
-    values = yaml.safe_load((tmp_path / "values.yaml").read_text())
-    assert yaml.safe_load((tmp_path / "Chart.yaml").read_text())["apiVersion"] == "v2"
+    values = yaml.safe_load((folder / "values.yaml").read_text())
+    assert yaml.safe_load((folder / "Chart.yaml").read_text())["apiVersion"] == "v2"
 
     def value(match: re.Match[str]) -> str:
         name, is_quoted = match[1], match[2]
-        text = "persia-system" if name == "Release.Namespace" else str(values[name.removeprefix("Values.")])
+        text = namespace if name == "Release.Namespace" else str(values[name.removeprefix("Values.")])
         return json.dumps(text) if is_quoted else text
 
     rendered = {}
-    for path in (tmp_path / "templates").iterdir():
+    for path in (folder / "templates").iterdir():
         text = re.sub(r"\{\{- (?:if \.Values\.server|end) \}\}\n", "", path.read_text())
         text = re.sub(r"\{\{ \.([\w.]+)( \| quote)? \}\}", value, text)
         assert "{{" not in text
         rendered[path.name] = list(yaml.safe_load_all(text))
-    rendered["crd.yaml"] = manifests_of(tmp_path / "crds" / "crd.yaml")
+    rendered["crd.yaml"] = manifests_of(folder / "crds" / "crd.yaml")
+    return rendered
+
+
+def test_the_chart_renders_to_the_base(tmp_path: Path) -> None:
+    rendered = rendered_chart(tmp_path, "persia-system")
     base = {path.name: manifests_of(path) for path in DEPLOY.glob("*.yaml")}
     left_to_helm = {"namespace.yaml", "kustomization.yaml"}
     assert rendered == {name: each for name, each in base.items() if name not in left_to_helm}
+
+
+def test_an_operator_of_the_chart_uses_the_lease_and_secret_of_its_role(tmp_path: Path) -> None:
+    """Also in a namespace other than the default one: the Role has moved there."""
+    rendered = rendered_chart(tmp_path, "ads")
+    (role,) = (manifest for manifest in rendered["operator-rbac.yaml"] if manifest["kind"] == "Role")
+    named = {rule["resources"][0]: rule["resourceNames"] for rule in role["rules"] if "resourceNames" in rule}
+    (deployment,) = rendered["operator.yaml"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert role["metadata"]["namespace"] == deployment["metadata"]["namespace"] == "ads"
+    assert f"--lease=ads/{named['leases'][0]}" in container["args"]
+    assert f"--master-secret=ads/{named['secrets'][0]}" in container["args"]
 
 
 @pytest.mark.parametrize("path", ["operator.yaml", "server.yaml"])
@@ -155,24 +172,23 @@ def test_the_deployed_operator_command_runs_and_answers_its_probe(
 def test_an_operator_of_one_namespace_needs_rights_in_that_one_only(
     control_plane: ControlPlane, kube: Kube, namespace: Namespace, kubelet: FakeKubelet, tmp_path: Path
 ) -> None:
-    """As documented: the deployed ClusterRole, bound by a RoleBinding."""
-    kube.create(
-        {
-            "apiVersion": "rbac.authorization.k8s.io/v1",
-            "kind": "RoleBinding",
-            "metadata": {"name": "operator", "namespace": namespace.name},
-            "roleRef": {
-                "apiGroup": "rbac.authorization.k8s.io",
-                "kind": "ClusterRole",
-                "name": "persia-operator",
-            },
-            "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": NARROW}],
-        }
-    )
+    """As documented: the deployed ClusterRole, bound by a RoleBinding, and the Role of the operator's own."""
+    group = "rbac.authorization.k8s.io"
+    for kind, place in (("ClusterRole", namespace.name), ("Role", "persia-system")):
+        kube.create(
+            {
+                "apiVersion": f"{group}/v1",
+                "kind": "RoleBinding",
+                "metadata": {"name": f"operator-{namespace.name}", "namespace": place},
+                "roleRef": {"apiGroup": group, "kind": kind, "name": "persia-operator"},
+                "subjects": [{"apiGroup": group, "kind": "User", "name": NARROW}],
+            }
+        )
+    kube.request("DELETE", "/api/v1/namespaces/persia-system/secrets/persia-operator-master")
     command = [sys.executable, "-m", "persia_k8s.cli", "operator", "--namespace", namespace.name]
     operator = OperatorProcess(command, control_plane.kubeconfig(NARROW), tmp_path / "operator.log")
     try:
-        namespace.apply(job_manifest())
+        namespace.apply(job_manifest(security={"tls": True}))  # the first: it has the master secret made
         namespace.await_phase("job", "Running", TIMEOUT_S)
         namespace.delete("persiajobs", "job")
         namespace.await_(lambda: not namespace.list("persiajobs"), "the job is gone", TIMEOUT_S)

@@ -481,7 +481,9 @@ def test_bug_23_finalizers_of_others_stay(namespace: Namespace, operator: Operat
         ("GET", "/api/v1/secrets"),
         ("GET", "/api/v1/namespaces/persia-system/secrets/other"),
         ("GET", "/api/v1/namespaces/default/secrets/persia-operator-master"),
+        # The answers to these two may contain the Secret.
         ("PATCH", "/api/v1/namespaces/default/secrets/x"),
+        ("DELETE", "/api/v1/namespaces/default/secrets/x"),
         ("GET", "/api/v1/configmaps"),
         ("GET", "/api/v1/nodes"),
         ("POST", "/api/v1/namespaces/default/pods/x/exec"),

@@ -18,6 +18,7 @@ def suspend(situation: Situation) -> None:
             restart_time="",
             servers=_forgotten(situation),
             tls=None,
+            certificates_until="",  # a resumed job gets new ones, also if a Secret was lost
         )
         situation.event("Suspended", "all pods end; set spec.suspend to false to start the job again")
     situation.set_condition(_CONDITION, True, "Suspended")
