@@ -250,6 +250,22 @@ def test_a_secret_is_replaced_also_if_it_is_missing_or_being_deleted(
         replace_by("fourth")  # and the status does not say that certificates were renewed
 
 
+def test_the_right_to_replace_secrets_reads_none(
+    namespace: Namespace, kube: Kube, control_plane: ControlPlane
+) -> None:
+    metadata = {"namespace": namespace.name, "name": "s"}
+    bare = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata}
+    kube.create({**bare, "data": {"text": "AAAA"}})
+    operator = Kube(control_plane.url, OPERATOR, control_plane.authority)
+    status, answer = operator.request("PUT", f"{namespace.path('secrets', 's')}?dryRun=All", bare)
+    operator.close()
+    assert status == 200
+    assert "AAAA" not in str(answer)
+    stored = namespace.get("secrets", "s")
+    assert stored is not None
+    assert stored["data"] == {"text": "AAAA"}
+
+
 @pytest.mark.parametrize("cluster", [ADMIN], indirect=True)  # the operator may read a single one
 def test_a_master_secret_is_made_once_and_one_of_a_wrong_size_is_named(
     namespace: Namespace, kube: Kube, cluster: Cluster

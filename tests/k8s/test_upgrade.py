@@ -48,11 +48,15 @@ def old_plane(old_sources: Path, tmp_path: Path) -> Iterator[ControlPlane]:
         yield plane
 
 
-def test_hosted_ci_fetches_the_older_commit() -> None:
-    """In a shallow clone, the test below is skipped."""
+def test_hosted_ci_fetches_the_older_commit_and_begins_with_the_demo() -> None:
+    """In a shallow clone, the test below is skipped. After the tests, the demo would install nothing."""
     workflow = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())
-    (checkout,) = (s for s in workflow["jobs"]["test"]["steps"] if "checkout" in s.get("uses", ""))
+    steps = workflow["jobs"]["test"]["steps"]
+    (checkout,) = (step for step in steps if "checkout" in step.get("uses", ""))
     assert checkout["with"]["fetch-depth"] == 0
+    commands = [step["run"] for step in steps if "run" in step]
+    assert commands[0] == "./run demo"
+    assert "bash .ci/run" in commands
 
 
 def install(kube: Kube, folder: Path) -> None:
