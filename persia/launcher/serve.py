@@ -13,7 +13,9 @@ from persia.launcher import options
 from persia.launcher.options import COUNT, PORT, option
 
 if TYPE_CHECKING:
+    from persia.packets.follower import FollowOptions
     from persia.serving.embeddings import EmbeddedRows, RemoteRows
+    from persia.storage.location import Location
 
 _T = TypeVar("_T")
 _DEFAULT_AFTER_S = 1.0  # a lookup without an answer is answered from default rows
@@ -167,8 +169,6 @@ def command(
     gate: Path | None,
     max_drift: float | None,
     min_auc: float | None,
-    incremental_dir: str | None,
-    incremental_poll: float,
     on_missing_server: str,
     device_id: int | None,
     **given: Any,
@@ -189,7 +189,6 @@ def command(
     import torch
 
     from persia.config import load_embedding_config
-    from persia.packets.follower import FollowOptions
     from persia.serving.batcher import BatchingOptions
     from persia.serving.embeddings import RemoteRows
     from persia.serving.gate import Gate
@@ -199,12 +198,8 @@ def command(
 
     if gate is None and (max_drift is not None or min_auc is not None):
         raise click.UsageError("--gate-drift and --gate-auc need --gate: name a file with samples")
-    # Rows come from workers, or from the checkpoint if there are slots; a model without embeddings needs
-    # neither.
-    location, follow, slots, rows, defaults = Location.of(checkpoint), None, None, None, None
-    if incremental_dir is not None:
-        packets = Location.of(incremental_dir)
-        follow = _made(FollowOptions, given, packets=packets, checkpoints=location, poll_s=incremental_poll)
+    # Rows come from workers, or from the checkpoint if there are slots; other models need neither.
+    location, slots, rows, defaults = Location.of(checkpoint), None, None, None
     if on_missing_server == "default":
         rows, defaults = _rows_or_defaults(embedding_workers, embedding_config, given["timeout_s"])
     elif embedding_workers:
@@ -222,9 +217,21 @@ def command(
         device=None if device_id is None else torch.device("cuda", device_id),
         sample=None if sample is None else sample.read_bytes(),
         gate=None if gate is None else Gate.of_file(gate, max_drift=max_drift, min_auc=min_auc),
-        follow=follow,
+        follow=_follow_options(location, **given),
     )
     serve(settings, _made(ServingOptions, given, batching=_made(BatchingOptions, given)))
+
+
+def _follow_options(
+    checkpoints: Location, *, incremental_dir: str | None, incremental_poll: float, **given: Any
+) -> FollowOptions | None:
+    from persia.packets.follower import FollowOptions
+    from persia.storage.location import Location
+
+    if incremental_dir is None:
+        return None
+    packets = Location.of(incremental_dir)
+    return _made(FollowOptions, given, packets=packets, checkpoints=checkpoints, poll_s=incremental_poll)
 
 
 def _rows_or_defaults(
