@@ -28,7 +28,6 @@ from persia.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
-    NotFoundError,
     UnavailableError,
 )
 from persia.nn import convert, export, job_servers, slots_for
@@ -340,7 +339,7 @@ def test_rows_that_do_not_fit_into_the_servers_are_an_error(monkeypatch: pytest.
 
 
 def test_a_gradient_that_cannot_be_applied_is_an_error_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First a worker that restarts after the lookup, then a server that dies after it."""
+    """A server dies after the lookup. A worker that restarts after it loses nothing."""
     config = {"slots_config": {"Embedding": {"dim": 4}}}
     with LocalCluster(embedding_config=config, parameter_servers=2) as cluster:
         for name, value in cluster.env.items():
@@ -354,17 +353,16 @@ def test_a_gradient_that_cannot_be_applied_is_an_error_of_backward(monkeypatch: 
             before = model(ids).detach()
             loss = model(ids).sum()
             cluster.restart("embedding-worker-0")
-            with pytest.raises(NotFoundError, match="'Embedding' were not, or only partly, updated"):
-                loss.backward(retain_graph=True)
-            with pytest.raises(FailedPreconditionError, match="partly, updated by a backward that failed"):
-                loss.backward()
-            assert torch.equal(model.eval()(ids), before)
+            loss.backward()  # its successor applies the gradient
+            assert torch.equal(model.eval()(ids), before - 1.0)
             loss = model.train()(ids).sum()
             cluster.kill("embedding-parameter-server-1")
             # Beside other work the live server may miss the short deadline too, and is then named first.
             with pytest.raises(
                 (UnavailableError, DeadlineExceededError), match=r"'Embedding'.*parameter.server.[01]"
             ):
+                loss.backward(retain_graph=True)
+            with pytest.raises(FailedPreconditionError, match="partly, updated by a backward that failed"):
                 loss.backward()
             with pytest.raises((UnavailableError, DeadlineExceededError), match=r"parameter.server.1"):
                 model(ids)
