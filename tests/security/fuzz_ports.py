@@ -10,11 +10,12 @@ Methods that clear rows or configure servers are left out after authentication: 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from persia.security import secret
@@ -76,6 +77,10 @@ class Insider:
             answer = intruder.HEADER.unpack(self._client.receive(intruder.HEADER.size))
             self._client.receive(answer[8])
         else:  # nothing that follows would be a message
+            self.close()
+
+    def close(self) -> None:
+        if self._client is not None:
             self._client.close()
             self._client = None
 
@@ -92,10 +97,15 @@ def by_strangers(job: AttackedJob, generator: random.Random) -> Callable[[], Non
     return send
 
 
-def by_roles(job: AttackedJob, generator: random.Random) -> Callable[[], None]:
+@contextlib.contextmanager
+def by_roles(job: AttackedJob, generator: random.Random) -> Iterator[Callable[[], None]]:
     roles = (("server", WORKER), ("worker", TRAINER), ("worker", INFERENCE))
     insiders = [Insider(job, port, role) for port, role in roles]
-    return lambda: generator.choice(insiders).send(generator)
+    try:
+        yield lambda: generator.choice(insiders).send(generator)
+    finally:
+        for insider in insiders:
+            insider.close()
 
 
 def attack(name: str, job: AttackedJob, send: Callable[[], None], num_messages: int) -> bool:
@@ -126,10 +136,9 @@ def main() -> None:
     print(f"seed {options.seed}", flush=True)
     generator = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder, attacked_job(Path(folder) / "report") as job:
-        fine = [
-            attack("of strangers", job, by_strangers(job, generator), options.messages),
-            attack("of the job's roles", job, by_roles(job, generator), options.messages),
-        ]
+        fine = [attack("of strangers", job, by_strangers(job, generator), options.messages)]
+        with by_roles(job, generator) as send:
+            fine.append(attack("of the job's roles", job, send, options.messages))
     if not all(fine):
         sys.exit("memory grows")
 

@@ -90,4 +90,5 @@ def test_mutated_messages_before_and_after_authentication(job: AttackedJob) -> N
     """`python -m tests.security.fuzz_ports` sends a thousand times as many."""
     generator = random.Random(4)
     assert fuzz_ports.attack("of strangers", job, fuzz_ports.by_strangers(job, generator), 100)
-    assert fuzz_ports.attack("of the job's roles", job, fuzz_ports.by_roles(job, generator), 100)
+    with fuzz_ports.by_roles(job, generator) as send:
+        assert fuzz_ports.attack("of the job's roles", job, send, 100)

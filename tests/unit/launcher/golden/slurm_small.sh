@@ -12,7 +12,7 @@ set -e
 
 set -uo pipefail
 # Variables of one process, which sbatch would hand to all of them.
-unset RANK LOCAL_RANK WORLD_SIZE REPLICA_INDEX REPLICA_SIZE MASTER_ADDR MASTER_PORT PERSIA_METRICS_PORT PERSIA_HEALTH_PORT
+unset RANK LOCAL_RANK WORLD_SIZE REPLICA_INDEX REPLICA_SIZE MASTER_ADDR MASTER_PORT PERSIA_METRICS_PORT PERSIA_HEALTH_PORT PERSIA_RESTARTS
 export PERSIA_JOB_NAME=default PYTHONUNBUFFERED=1
 export PERSIA_EMBEDDING_CONFIG=/shared/slots.yml
 # This script runs on the first node of component 0, and so does the broker. Ports differ from job to job.
