@@ -161,7 +161,7 @@ void BindClient(py::module_& module) {
            py::arg("requires_grad"), timeout, slots)
       .def("lookup_direct", &LookupDirect, py::arg("worker_index"), py::arg("id_features"),
            py::kw_only(), py::arg("requires_grad"), timeout, slots,
-           py::arg("original") = BatchReference())
+           py::arg_v("original", BatchReference(), "..."))
       .def("return_gradients", &ReturnGradients, py::arg("reference"), py::arg("gradients"),
            py::kw_only(), py::arg("scale") = 1.0, timeout)
       .def("release", Blocking(&EmbeddingClient::Release), py::arg("reference"), py::kw_only(),
