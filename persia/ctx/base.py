@@ -25,7 +25,7 @@ class Terminated(SystemExit):
 
 
 def is_stopped(error: BaseException | None) -> bool:
-    """Whether somebody has stopped the script."""
+    """Whether a signal has stopped the script."""
     return isinstance(error, (Terminated, KeyboardInterrupt))
 
 

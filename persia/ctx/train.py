@@ -55,7 +55,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         backward_workers_size: number of threads that send gradients.
         grad_update_buffer_size: limit on batches with gradients that wait or are being sent.
         lookup_emb_directly: must be True: ranks send lookups to the embedding workers themselves.
-        mixed_precision: True (CUDA only): scales the loss for half precision; the model autocasts by itself.
+        mixed_precision: True (CUDA only): scales the loss; the model does the autocasting.
             "fp16": scales the loss, and `forward` autocasts. "bf16": `forward` autocasts. None: True on
             CUDA, False on the CPU.
         distributed_option: how several ranks train together; None: DDP over nccl (CUDA) or gloo (CPU).

@@ -67,7 +67,7 @@ class ManagedProcess:
         self._ended = threading.Event()
         self._popen = subprocess.Popen(
             list(spec.command),
-            # For its metrics and status: a process cannot know by itself.
+            # For its metrics and status: a process does not know how often it was started.
             env={**spec.env, "PERSIA_RESTARTS": str(num_restarts)},
             # A process must not take input from the terminal of the launcher.
             stdin=subprocess.DEVNULL,

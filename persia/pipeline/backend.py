@@ -227,7 +227,7 @@ class ClusterBackend(EmbeddingBackend):
             try:
                 return self._call_worker(call, reference)
             except (NotFoundError, UnavailableError):
-                # Another worker does as well: nothing is owed to the batch.
+                # Another worker does as well: no gradients follow.
                 return self.lookup_direct(bytes(id_features), requires_grad=False, slots=slots)
         self._held.keep(reference, id_features)
         try:
@@ -252,7 +252,7 @@ class ClusterBackend(EmbeddingBackend):
         try:
             return self._call_holder(reference, call)
         finally:
-            self._held.forget(reference)  # an error is final: nobody sends gradients again
+            self._held.forget(reference)  # an error is final: gradients are not sent again
 
     def release(self, reference: BatchReference) -> None:
         current = self._held.forget(reference)
@@ -320,7 +320,10 @@ class ClusterBackend(EmbeddingBackend):
             return call(reference)
 
     def _lives_after_all(self, incarnation: int) -> bool:
-        """Looks now and then whether a dead worker answers: loaders may reach it and give it batches."""
+        """Whether a dead worker answers again: loaders may reach it and give it batches.
+
+        Looks at most every `_PROBE_S`, and says False meanwhile.
+        """
         with self._lock:
             dead = self._dead.get(incarnation)
             if dead is None:  # another thread has found that it lives

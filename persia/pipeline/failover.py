@@ -124,7 +124,7 @@ class SlowCalls:
 
 
 class CallMonitor:
-    """Calls `on_slow` now and then while calls take long, on a thread of its own.
+    """Calls `on_slow` repeatedly while calls take long, on a thread of its own.
 
     Its argument is the indices of the workers that are slow, None for any of them.
     """

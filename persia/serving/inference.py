@@ -53,7 +53,7 @@ class _Arrivals:
             self._is_scheduled = True
             try:
                 loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the loop is closed: nobody waits
+            except RuntimeError:  # the loop is closed, so no request waits
                 self._is_scheduled = False
 
     def _deliver(self) -> None:

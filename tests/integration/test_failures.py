@@ -126,7 +126,7 @@ def test_bug_15_dead_server_is_a_typed_error(start_job: Any, role: str) -> None:
 
 
 def test_batches_of_a_killed_worker_continue_on_the_other(start_job: Any, tmp_path: Path) -> None:
-    """Nobody starts the worker again."""
+    """The worker is not started again."""
     gate = ("--gate", str(tmp_path / "gate"), "--gate-at", "100")
     job = start_job(*gate, loaders=[["--batches", "300"]], embedding_workers=2)
     await_output(job.nn_worker, "batch 50")

@@ -176,7 +176,7 @@ def test_a_job_with_certificates_trains_while_they_are_renewed(
     place = (kubelet.address("adult-income-embedding-ps-0"), 8888)
 
     def certificate() -> bytes:
-        """What the parameter server shows, also to somebody without a certificate."""
+        """What the parameter server shows, also without a certificate."""
         with socket.create_connection(place, 60) as plain, context.wrap_socket(plain) as peer:
             return peer.getpeercert(binary_form=True) or b""
 

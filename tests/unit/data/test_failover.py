@@ -140,7 +140,7 @@ def test_an_update_that_the_dead_worker_sent_is_not_applied_again(cluster: Clust
     np.testing.assert_allclose(after, before - 1.0, atol=1e-6)
 
 
-def test_a_port_that_nobody_listens_at_is_down() -> None:
+def test_a_port_without_a_listener_is_down() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         assert not is_down(address)
@@ -362,7 +362,7 @@ def test_a_loader_gives_up_when_no_worker_answers(monkeypatch: pytest.MonkeyPatc
 
     def request(*_: Any) -> bytes:
         assert time.monotonic() < give_up, "it asks the two workers in turn for ever"
-        raise UnavailableError("nobody listens")
+        raise UnavailableError("nothing listens")
 
     session: Any = SimpleNamespace(request=request, subjects=SimpleNamespace(ids=str))
     directory: Any = None

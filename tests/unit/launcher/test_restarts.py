@@ -58,7 +58,7 @@ def test_restarts_are_limited_and_reported() -> None:
     assert Restarts(0).exhausted
 
 
-def test_a_pause_delays_one_process_and_nobody_else() -> None:
+def test_a_pause_delays_one_process_alone() -> None:
     clock, told = Clock(), list[str]()
     restarts = Restarts(5, clock)
     loader = ended("data-loader-0", f"os.kill(os.getpid(), {int(signal.SIGKILL)})")

@@ -93,7 +93,7 @@ def test_a_client_that_leaves_cancels_its_request(inference: Inference, queue: Q
         left.cancel()
         with pytest.raises(asyncio.CancelledError):
             await left
-        assert queue.futures[0].cancelled(), "nobody computes it"
+        assert queue.futures[0].cancelled(), "it is not computed"
         queue.futures[1].set_result(Prediction("7", []))
         assert (await asyncio.wait_for(stays, WAIT_S)).version == "7"
 
