@@ -1,5 +1,9 @@
 #include "simd/kernels.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,13 +19,25 @@ extern const Kernels kAvx512Kernels;
 extern const Kernels kNeonKernels;
 #endif
 
+#if defined(__x86_64__)
+namespace {
+
+// Clang 14 does not take "f16c" as an argument of __builtin_cpu_supports. That the
+// operating system saves the registers is part of what is asked about AVX2.
+bool HasF16c() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+
+}  // namespace
+#endif
+
 const Kernels* KernelsFor(Isa isa) {
   switch (isa) {
     case Isa::kScalar: return &kScalarKernels;
 #if defined(__x86_64__)
     case Isa::kAvx2: {
-      const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-      return has ? &kAvx2Kernels : nullptr;
+      return __builtin_cpu_supports("avx2") && HasF16c() ? &kAvx2Kernels : nullptr;
     }
     case Isa::kAvx512: {
       const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
