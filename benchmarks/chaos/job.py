@@ -19,17 +19,17 @@ import yaml
 from persia.rows.comparison import compare
 from persia.rows.reader import RowReader
 
-__all__ = ["ROLES", "Kill", "Outcome", "Settings", "differences", "run", "trained_by", "undisturbed"]
+__all__ = ["ROLES", "Kill", "Outcome", "Settings", "alone", "differences", "run", "trained_by", "undisturbed"]
 
 ROLES = ("rank", "parameter server", "embedding worker", "data loader", "nats")
 _SCRIPTS = Path(__file__).parents[2] / "tests" / "integration" / "jobs"
 _SLOTS = {"feature_index_prefix_bit": 8, "slots_config": {"user": {"dim": 8}, "items": {"dim": 8}}}
 # What tells a process of a role among the descendants of the launcher, by its command line.
 _PATTERNS = {
-    "rank": re.compile(r"^\S+ (-u )?\S*jobs/recovered\.py "),
+    "rank": re.compile(r"^\S+ (-u )?\S*jobs/(recovered|fitted)\.py "),
     "parameter server": re.compile(r" embedding-parameter-server "),
     "embedding worker": re.compile(r" embedding-worker "),
-    "data loader": re.compile(r"^\S+ \S*jobs/loader\.py "),
+    "data loader": re.compile(r"^\S+ \S*jobs/(fitted_)?loader\.py "),
     "nats": re.compile(r"nats-server -c "),
 }
 # A process may take a minute to start where others use the processors.
@@ -47,6 +47,7 @@ class Settings:
     every_steps: int = 20
     pace_s: float = 0.02
     deadline_s: float = 600.0
+    scripts: tuple[str, str] = ("recovered.py", "loader.py")  # of ranks and of data loaders
 
 
 @dataclass
@@ -98,21 +99,27 @@ def run(folder: Path, settings: Settings, kills: Sequence[Kill] = ()) -> Outcome
 
 def undisturbed(folder: Path, settings: Settings) -> Outcome:
     """The same training in one process without a broker, where nothing is killed."""
+    with alone(folder, settings) as process:
+        output, _ = process.communicate(timeout=settings.deadline_s)
+    trained, wasted = trained_by(folder / "rank0.log")
+    return Outcome(folder, process.returncode, output, trained, wasted)
+
+
+def alone(folder: Path, settings: Settings) -> subprocess.Popen[str]:
+    """Starts the training in one process without a broker, or starts it again."""
+    script, slots = str(_SCRIPTS / settings.scripts[0]), _write_slots(folder)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PERSIA_", "RANK"))}
-    done = subprocess.run(
-        [sys.executable, str(_SCRIPTS / "recovered.py"), str(folder), "1000000", "0", str(settings.batches)],
-        env={**env, "OMP_NUM_THREADS": "1", "PERSIA_EMBEDDING_CONFIG": str(_write_slots(folder))},
+    return subprocess.Popen(
+        [sys.executable, script, str(folder), str(settings.every_steps), "0", str(settings.batches)],
+        env={**env, "OMP_NUM_THREADS": "1", "PERSIA_EMBEDDING_CONFIG": str(slots)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=settings.deadline_s,
-        check=False,
     )
-    return Outcome(folder, done.returncode, done.stdout, trained_by(folder / "rank0.log")[0])
 
 
 def _write_slots(folder: Path) -> Path:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "slots.yml"
     path.write_text(yaml.safe_dump(_SLOTS))
     return path
@@ -151,7 +158,8 @@ def _started(folder: Path, settings: Settings, max_restarts: int) -> Iterator[su
 def _command(folder: Path, settings: Settings, max_restarts: int) -> list[str]:
     return [
         *(sys.executable, "-m", "persia.launcher", "local", "--max-restarts", str(max_restarts)),
-        *("--nn-worker", str(_SCRIPTS / "recovered.py"), "--data-loader", str(_SCRIPTS / "loader.py")),
+        *("--nn-worker", str(_SCRIPTS / settings.scripts[0])),
+        *("--data-loader", str(_SCRIPTS / settings.scripts[1])),
         *("--embedding-config", str(folder / "slots.yml")),
         *("--loader-args", f"--total {settings.batches} --resume"),
         *("--parameter-servers", str(settings.servers), "--embedding-workers", str(settings.servers)),

@@ -31,7 +31,7 @@ from persia.storage import dense
 from persia.storage.location import Location
 from persia.storage.manifest import Manifest
 
-__all__ = ["CheckpointMethods", "TrainingCheckpointMethods"]
+__all__ = ["CheckpointMethods", "TrainingCheckpointMethods", "read_extra"]
 
 _Path = str | os.PathLike[str]
 _EXTRA = "extra.pt"  # among the dense files: it is written and committed with them
@@ -208,9 +208,7 @@ class CheckpointMethods:
         source = Source(src_dir)
         # All files are read and their checksums compared before the first state is replaced.
         contents = {name: source.dense(name) for name in states}
-        extra, section = None, source.manifest.dense
-        if section is not None and _EXTRA in section.files:
-            extra = dense.load_extra(source.dense(_EXTRA), str(source.location / _EXTRA))
+        extra = read_extra(source)
         # The rows are loaded last and may be refused: model and optimizer must not be those of another
         # checkpoint.
         with dense.undone_on_error(list(states.values())):
@@ -372,6 +370,14 @@ class TrainingCheckpointMethods(CheckpointMethods):
             done_by_rank_0(self.rank, work, self.device)
         else:
             work()
+
+
+def read_extra(source: Source) -> Any:
+    """The `extra` of a checkpoint; None: it has none."""
+    section = source.manifest.dense
+    if section is None or _EXTRA not in section.files:
+        return None
+    return dense.load_extra(source.dense(_EXTRA), str(source.location / _EXTRA))
 
 
 def _check_finite(states: Iterable[dense.TorchState]) -> None:

@@ -48,10 +48,11 @@ class StripedBatches:
         num_stripes: number of loaders.
         epochs: passes over the batches.
         requires_grad: of the batches; False for an evaluation.
+        first: how many batches of this stripe to leave out, such as `DataCtx.resume` returns.
 
     Example:
-        >>> batches = StripedBatches(SplitBinaryBatches("criteo"), ctx.replica_index, ctx.replica_size)
-        >>> for batch in batches:
+        >>> share, first = (ctx.replica_index, ctx.replica_size), ctx.resume()
+        >>> for batch in StripedBatches(SplitBinaryBatches("criteo"), *share, first=first):
         ...     ctx.send_data(batch)
     """
 
@@ -63,6 +64,7 @@ class StripedBatches:
         *,
         epochs: int = 1,
         requires_grad: bool = True,
+        first: int = 0,
     ) -> None:
         at_least(1, "num_stripes", num_stripes)
         if at_least(0, "stripe", stripe) >= num_stripes:
@@ -72,12 +74,14 @@ class StripedBatches:
         self._stripe, self._num_stripes = stripe, num_stripes
         # Batches are numbered over all epochs. Of these, all below `next` and those in `done` were yielded by
         # earlier runs; of the others, in order, every num_stripes-th is this one's.
-        self._next, self._done, self._num_yielded = 0, frozenset[int](), 0
+        self._next, self._done, self._num_yielded = 0, frozenset[int](), at_least(0, "first", first)
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         size = len(self._batches)
         begin = self._stripe + self._num_yielded * self._num_stripes
-        numbers = islice(_left(self._next, self._done), begin, None, self._num_stripes)
+        numbers: Iterator[int] = count(self._next + begin, self._num_stripes)  # without counting up to there
+        if self._done:
+            numbers = islice(_left(self._next, self._done), begin, None, self._num_stripes)
         number = next(numbers)
         while number < size * self._epochs:
             batches = of_epoch(self._batches, number // size)

@@ -44,6 +44,18 @@ class DataPosition:
             position += 1
         return position
 
+    def count_missing(self, index: int, replicas: int, end: int) -> int:
+        """How many of the numbers `index`, `index + replicas`, ... below `end` are missing.
+
+        Takes time for the spread of the bounds, not for the length of the data.
+        """
+        low = max((min(stripe) for stripe in self.stripes), default=0)  # all below are there
+        high = max((max(stripe) for stripe in self.stripes), default=0)  # none from here on
+        num_below = len(range(index, min(low, end), replicas))
+        spread = range(index + num_below * replicas, min(high, end), replicas)
+        known = num_below + sum(number in self for number in spread)
+        return len(range(index, end, replicas)) - known
+
     def joined(self, stripe: Sequence[int]) -> DataPosition:
         """The union with `stripe`."""
         bounds, others = tuple(stripe), []

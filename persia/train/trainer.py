@@ -1,16 +1,14 @@
 """The training loop: trains, evaluates, keeps the best checkpoint, stops early, and resumes where it was.
 
-A batch carries its number in the job in `meta`. A checkpoint stores which numbers were trained, so that a
-resumed job trains the other ones, each once, whatever its number of ranks and data loaders.
+Its checkpoints are those of the context, with the position of the data. Its own state is their `extra`.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -22,22 +20,20 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from persia import env
 from persia.ctx import DataCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
-from persia.data.striped import Batches, of_epoch
+from persia.data.striped import Batches, StripedBatches
 from persia.embedding.checks import at_least, checked_number
 from persia.embedding.data import PersiaBatch
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
-from persia.job.connection import JobConnection
 from persia.logger import get_default_logger
-from persia.messaging.subjects import NN_WORKER
 from persia.nn import ClickMetrics, ClickQuality
-from persia.nn.replicas import gather_ragged
 from persia.observability import report
+from persia.pipeline.batch import PersiaTrainingBatch
+from persia.pipeline.position import DataPosition
 from persia.storage.location import Location
 from persia.train.callbacks import Callback
-from persia.train.state import JobState, StateFile
+from persia.train.state import NAMES, JobState, newest, read_state
 
 __all__ = ["Batches", "Fit", "Trainer"]
 
@@ -61,10 +57,11 @@ class Trainer:
     ranks evaluate, each its share of `valid`. Rank 0 prints, and calls the callbacks.
 
     Args:
-        train: the batches of one epoch; `len(train) * epochs % ranks` batches at the end are left out.
+        train: the batches of one epoch.
         valid: held-out batches for the evaluations; None: there are none, only checkpoints.
-        directory: path or URL of the checkpoints, visible to all processes. `best` in it has the best metric,
-            `last` the newest if that is another one. None: no checkpoints.
+        directory: path or URL of the checkpoints, visible to ranks and servers. `best` in it has the best
+            metric, `last` the newest if that is another one. None: no checkpoints. In a context with a
+            `recovery`, which takes checkpoints between evaluations as well, there is only `best`.
         epochs: passes over `train`.
         evaluate_every: steps between two evaluations, each with a checkpoint; None: an epoch. There is always
             one at the end.
@@ -78,7 +75,8 @@ class Trainer:
         callbacks: see `Callback`.
         log_every: steps between two logs of the mean training loss.
         resume: continues from the newest checkpoint of `directory`, if there is one. False: the first
-            checkpoint of the new job replaces those of the old one.
+            checkpoint of the new job replaces those of the old one. A context with a `recovery` continues
+            from its newest checkpoint instead: name the trainer in `Recovery(state={"trainer": trainer})`.
 
     Raises:
         InvalidArgumentError: a number below 1, an unknown metric, no batches; `patience` or `target` without
@@ -126,27 +124,22 @@ class Trainer:
         self.evaluate_every, self.loss, self.resume = evaluate_every, loss or _cross_entropy, resume
         self.schedulers, self.callbacks = list(schedulers), list(callbacks)
         self._console = Console(soft_wrap=True, highlight=False)
-        self._states = None if self.directory is None else StateFile(self.directory)
-        self._begin: JobState | None = None  # of the run of `fit` in this process
+        self._state = JobState()
         self._clears = False  # the next checkpoint replaces those of another job
 
     def load(self, data: DataCtx | None = None) -> None:
         """Sends the batches that are still to train: the whole of a data loader script.
 
-        In one process `fit` calls it. In a cluster each data loader sends its share. A data loader that is
-        restarted sends the batches of the run again, in the same order; ranks drop those they have.
+        In one process `fit` calls it. In a cluster each data loader sends its share of the batches that ranks
+        do not have, by `DataCtx.resume`.
 
         Args:
             data: the context of a script that needs its `world_size` to make `train`; None: a new one.
         """
         with DataCtx() if data is None else nullcontext(data) as data:
-            state = self._begin or self._stored(_run(data.connection))[0]
-            count = 0 if self._is_over(state) else self._num_left(state, data.world_size)
-            for position, (number, batches, rows) in enumerate(islice(self._left(state), count)):
-                if position % data.replica_size == data.replica_index:
-                    # The loaders' number: a checkpoint that one of them has not seen would be another split.
-                    meta = json.dumps([state.step, number, data.replica_index, data.replica_size]).encode()
-                    data.send_data(batches.make(rows, requires_grad=True, meta=meta))
+            share, first = (data.replica_index, data.replica_size), data.resume()
+            for batch in StripedBatches(self.train, *share, epochs=self.epochs, first=first):
+                data.send_data(batch)
 
     def fit(self, ctx: TrainCtx, **loader_options: Any) -> Fit:
         """Trains until the data ends or the metric stops improving; then loads the best checkpoint.
@@ -154,17 +147,14 @@ class Trainer:
         All ranks call it once inside their context. `loader_options` are those of `DataLoader`, such as
         `embedding_staleness=16`. Without `directory` the model stays as it is after the last step.
 
-        Raises FailedPreconditionError for batches that `load` did not send or that continue from another
-        checkpoint than this rank, for checkpoints of other data, and for a context with a `recovery`.
+        Raises FailedPreconditionError for batches that `load` did not send, for checkpoints of other data or
+        that no Trainer wrote, and for a `recovery` whose `state` does not name this trainer.
         """
-        state = self._resume(ctx)
-        state.began_at, self._clears = state.step, not self.resume
-        if ctx.rank == 0:
-            state.run = _run(ctx.runtime.connection)
-        self._begin = replace(state)
+        self._resume(ctx)
+        state, self._clears = self._state, not self.resume
+        left = self._left(ctx)
+        end, all_train_until = ctx.step + max(left), ctx.step + min(left)
         every = self.evaluate_every or -(-len(self.train) // ctx.world_size)
-        evaluated_at, is_due = state.step, False
-        trained, loaders = set[int](), set[int]()  # by this rank since the last evaluation; seen so far
         sums = torch.zeros(2, device=ctx.device)  # of finite losses, and their number
         with ExitStack() as resources:
             for callback in self.callbacks if ctx.rank == 0 else ():
@@ -172,36 +162,38 @@ class Trainer:
                 resources.callback(callback.end)
             is_hidden = ctx.rank > 0 or not self._console.is_terminal
             bar = resources.enter_context(Progress(console=self._console, disable=is_hidden))
-            steps = self._num_left(state, ctx.world_size) // ctx.world_size
-            task = bar.add_task("training", total=state.step + steps, completed=state.step)
+            task = bar.add_task("training", total=end, completed=ctx.step)
             for batch in DataLoader(StreamingDataset(loader=self.load), **loader_options):
-                number, loader, num_loaders = _origin(batch.meta, state.began_at)
-                output, labels = ctx.forward(batch)
-                assert labels is not None, "only inference has none"
-                loss = self.loss(output, labels[0])
-                ctx.backward(loss)
-                for scheduler in self.schedulers:
-                    scheduler.step()
-                trained.add(number)
-                loaders.add(loader)
-                loss = loss.detach().float().reshape(())
-                sums += torch.stack([loss.nan_to_num(0.0, 0.0, 0.0), loss.isfinite()])
+                self._train(ctx, batch, sums)
                 bar.update(task, completed=ctx.step)
                 if ctx.step % self.log_every == 0:
                     mean = (sums[0] / sums[1]).item()
                     self._log(ctx, {"loss": mean})
                     bar.update(task, description=f"loss {mean:.4f}")
                     sums.zero_()
-                # Loaders read the newest checkpoint when they start: the first new one waits for all of them.
-                is_due = is_due or ctx.step % every == 0
-                if is_due and len(_gathered(ctx, loaders)) == num_loaders:
-                    self._evaluate(ctx, state, trained)
-                    evaluated_at, trained, is_due = ctx.step, set(), False
+                # A rank that has no more batches takes part in no evaluation until all have ended.
+                if ctx.step % every == 0 and ctx.step <= all_train_until:
+                    self._evaluate(ctx, end)
                     if self._is_over(state):
                         break
-            if evaluated_at != ctx.step:
-                self._evaluate(ctx, state, trained)
-        return self._finish(ctx, state)
+            _end_together(ctx, self.schedulers)
+            if state.step != ctx.step:
+                self._evaluate(ctx, end)
+        return self._finish(ctx, stopped_early=self._is_over(state) and state.step < end)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been evaluated, and the states of the schedulers: for `Recovery(state=...)`."""
+        self._state.batches = len(self.train)
+        self._state.schedulers = [scheduler.state_dict() for scheduler in self.schedulers]
+        return dict(vars(self._state))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Called by a context with a `recovery`. FailedPreconditionError: other data or schedulers."""
+        state = JobState(**state_dict)
+        state.check(len(self.train), len(self.schedulers))
+        self._state = state
+        for scheduler, scheduler_state in zip(self.schedulers, state.schedulers, strict=True):
+            scheduler.load_state_dict(scheduler_state)
 
     def evaluate(self, ctx: TrainCtx, batches: Batches) -> ClickQuality:
         """The quality of the context's model over `batches`, equal on all ranks. All ranks call it.
@@ -231,13 +223,28 @@ class Trainer:
             metrics.update(torch.cat(outputs), torch.cat(targets))
         return metrics.compute(dist.group.WORLD if ctx.world_size > 1 else None)
 
-    def _evaluate(self, ctx: TrainCtx, state: JobState, trained: set[int]) -> None:
-        """Evaluates and writes a checkpoint. All ranks call it, at the same step."""
+    def _train(self, ctx: TrainCtx, batch: PersiaTrainingBatch, sums: torch.Tensor) -> None:
+        """One step; adds its loss to `sums`."""
+        if not ctx._pipeline.data_resumes:
+            raise FailedPreconditionError(
+                "the data loader did not ask which batches are trained: let its script call load() of the "
+                "same Trainer"
+            )
+        output, labels = ctx.forward(batch)
+        assert labels is not None, "only inference has none"
+        loss = self.loss(output, labels[0])
+        ctx.backward(loss)
+        for scheduler in self.schedulers:
+            scheduler.step()
+        loss = loss.detach().float().reshape(())
+        sums += torch.stack([loss.nan_to_num(0.0, 0.0, 0.0), loss.isfinite()])
+
+    def _evaluate(self, ctx: TrainCtx, end: int) -> None:
+        """Evaluates and writes a checkpoint. All ranks call it, at the same step; the last step is `end`."""
+        state = self._state
         ctx.wait_for_gradients()
-        # Returns when all ranks are here: no row changes until they train again.
-        state.add(_gathered(ctx, trained))
-        state.step, state.batches = ctx.step, len(self.train)
-        state.take_schedulers(self.schedulers)
+        _meet(ctx)  # no row changes until all train again
+        state.step = ctx.step
         if self.valid is not None:
             quality = asdict(self.evaluate(ctx, self.valid)).items()
             values = {name: float(value) for name, value in quality if value is not None}
@@ -259,31 +266,32 @@ class Trainer:
                 names += ["num_nonfinite"] if values["num_nonfinite"] else []
                 shown = ", ".join(f"{name} {values[name]:.5g}" for name in names)
                 self._console.print(f"step {ctx.step}: {shown}{' (best)' if is_best else ''}")
-                if self._is_over(state) and self._num_left(state, ctx.world_size):
+                if self._is_over(state) and ctx.step < end:
                     why = f"{self.metric} was best at step {state.best_step} (patience={self.patience})"
                     if self._has_target(state):
                         why = f"{self.metric} is that of target={self.target} or better"
                     self._console.print(f"step {ctx.step}: stopped early, as {why}")
-        if self.directory is not None and self._states is not None and ctx.rank == 0:
-            # First, and under its step: whichever checkpoint is committed has its state.
+        is_best = state.best_step == ctx.step
+        if self.directory is not None and ctx.rank == 0 and (is_best or ctx.recovery is None):
             if self._clears:
-                self._states.clear()
+                for name in NAMES:
+                    (self.directory / name).remove()
                 self._clears = False
-            self._states.add(state)
-            place = self.directory / ("best" if state.best_step == ctx.step else "last")
-            ctx.dump_checkpoint(str(place), blocking=False)  # it has its snapshot when this returns
-        _gathered(ctx, set())  # the other ranks train after the snapshot
+            place = self.directory / ("best" if is_best else "last")
+            # It has its snapshot when this returns.
+            ctx.dump_checkpoint(str(place), blocking=False, extra=self.state_dict())
+        _meet(ctx)  # the other ranks train after the snapshot
 
-    def _finish(self, ctx: TrainCtx, state: JobState) -> Fit:
+    def _finish(self, ctx: TrainCtx, *, stopped_early: bool) -> Fit:
+        state = self._state
         if self.directory is not None:
             ctx.wait_for_dump_embedding()
-            _gathered(ctx, set())  # rank 0 has committed it
+            _meet(ctx)  # rank 0 has committed it
             if state.best_step is not None and state.best_step != ctx.step:
                 ctx.load_checkpoint(str(self.directory / "best"))
                 if ctx.rank == 0:
                     self._console.print(f"loaded the best checkpoint, of step {ctx.step}")
-        left = self._num_left(state, ctx.world_size)
-        return Fit(state.step, state.best_step, state.best, stopped_early=self._is_over(state) and left > 0)
+        return Fit(state.step, state.best_step, state.best, stopped_early)
 
     def _log(self, ctx: TrainCtx, values: dict[str, float]) -> None:
         report(step=ctx.step, **values)
@@ -299,40 +307,41 @@ class Trainer:
         sign = 1 if _HIGHER_IS_BETTER[self.metric] else -1
         return sign * state.best[self.metric] >= sign * self.target
 
-    def _num_left(self, state: JobState, world_size: int) -> int:
-        """Batches to send, the same number for every rank."""
-        count = max(0, len(self.train) * self.epochs - state.next - len(state.done))
-        return count - count % world_size
+    def _left(self, ctx: TrainCtx) -> list[int]:
+        """The number of batches that each rank has left. Of a job that is over it gets none."""
+        trained, end = ctx._pipeline.trained, len(self.train) * self.epochs
+        if self._is_over(self._state):
+            # Data loaders ask the ranks, and leave all batches out.
+            ctx._pipeline.start_after(DataPosition(((end,),)))
+        return [trained.count_missing(rank, ctx.world_size, end) for rank in range(ctx.world_size)]
 
-    def _left(self, state: JobState) -> Iterator[tuple[int, Batches, Any]]:
-        """Number, batches of the epoch, and raw data of each batch that is not trained."""
-        number, done = state.next, set(state.done)
-        while number < len(self.train) * self.epochs:
-            epoch, first = divmod(number, len(self.train))
-            batches = of_epoch(self.train, epoch)  # makes them too: `read` may yield mere positions
-            for rows in batches.read(first):
-                if number not in done:
-                    yield number, batches, rows
-                number += 1
-
-    def _stored(self, run: str = "") -> tuple[JobState, Location | None]:
-        if self._states is None or not self.resume:
-            return JobState(), None
-        return self._states.newest(len(self.train), run)
-
-    def _resume(self, ctx: TrainCtx) -> JobState:
-        if ctx.recovery is not None:
-            raise FailedPreconditionError(
-                "the context has a recovery, and a Trainer resumes from its own checkpoints: leave out "
-                "TrainCtx(recovery=...), and pass Trainer(directory=...)"
-            )
-        state, place = self._stored()
-        if place is not None:
-            ctx.load_checkpoint(str(place))
-            state.give_schedulers(self.schedulers)
-            if ctx.rank == 0:
-                self._console.print(f"step {state.step}: resumed from {place}")
-        return state
+    def _resume(self, ctx: TrainCtx) -> None:
+        """Continues after the newest checkpoint: that of the context's recovery, or of `directory`."""
+        recovery, place = ctx.recovery, None
+        if recovery is not None:
+            if not self.resume or all(holder is not self for holder in recovery.state.values()):
+                raise FailedPreconditionError(
+                    "the context has a recovery, which must store and resume this trainer: pass "
+                    'Recovery(state={"trainer": trainer}), and leave out resume=False'
+                )
+            place = str(recovery.directory) if ctx.step else None
+            if place is None:
+                self._state = JobState()
+            if self.directory is not None:
+                self._state.take_best(self.directory)
+        else:
+            self._state = JobState()
+            found = newest(self.directory) if self.directory is not None and self.resume else None
+            if found is None:
+                # Of a checkpoint that the script has loaded: its batches are taken for those of other data.
+                ctx._pipeline.start_after(DataPosition())
+            else:
+                place, stored = str(found), read_state(found)
+                stored.check(len(self.train), len(self.schedulers))
+                ctx.load_checkpoint(place)
+                self.load_state_dict(vars(stored))
+        if place is not None and ctx.rank == 0:
+            self._console.print(f"step {ctx.step}: resumed from {place}")
 
 
 class _Share(IterableDataset):
@@ -351,38 +360,25 @@ def _cross_entropy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return binary_cross_entropy_with_logits(output.reshape(label.shape), label)
 
 
-def _origin(meta: bytes | None, began_at: int) -> tuple[int, int, int]:
-    """Number of a batch in the job, its loader, and the number of loaders."""
-    if meta is None:
-        raise FailedPreconditionError(
-            "a batch has no number in the job: let the data loader script call load() of the same Trainer"
-        )
-    step, number, loader, num_loaders = json.loads(meta)
-    if step != began_at:
-        raise FailedPreconditionError(
-            f"data loader {loader} continues from the checkpoint of step {step}, this rank from that of step "
-            f"{began_at}: let all processes see the same directory=, and start them together"
-        )
-    return number, loader, num_loaders
-
-
-def _gathered(ctx: TrainCtx, numbers: set[int]) -> set[int]:
-    """The union over all ranks; returns when all have called it."""
+def _end_together(ctx: TrainCtx, schedulers: Sequence[Any]) -> None:
+    """Gives all ranks the step of the one that had the most batches."""
     if ctx.world_size == 1:
-        return numbers
-    assert dist.group.WORLD is not None, "ranks have one"
-    found = gather_ragged(torch.tensor(sorted(numbers), dtype=torch.int64), dist.group.WORLD)
-    return set(torch.cat(found).tolist())
+        return
+    steps = torch.tensor([ctx.step], device=ctx.device)
+    dist.all_reduce(steps, op=dist.ReduceOp.MAX)
+    while ctx.step < int(steps):
+        ctx.step += 1
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+def _meet(ctx: TrainCtx) -> None:
+    """Returns when all ranks have called it."""
+    if ctx.world_size > 1:
+        dist.barrier()
 
 
 def _share_buffers(model: torch.nn.Module) -> None:
     """Gives all ranks rank 0's buffers, as DDP does at the next step."""
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
-
-
-def _run(connection: JobConnection | None) -> str:
-    """Identity of the run: rank 0's incarnation, which changes when it is restarted."""
-    if connection is None:
-        return ""
-    return f"{connection.directory.wait_for(NN_WORKER, env.get_deadline_s())[0].incarnation:016x}"

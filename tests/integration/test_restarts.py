@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.job import Kill, Settings, differences, run, undisturbed
+from benchmarks.chaos.job import Kill, Settings, alone, differences, run, trained_by, undisturbed
 
 SETTINGS = Settings(batches=180, deadline_s=500)
+FITTED = ("fitted.py", "fitted_loader.py")  # scripts with a Trainer
 
 
 @pytest.mark.timeout(1200)  # three starts of a whole job, each of a minute on a busy machine
@@ -45,3 +46,43 @@ def test_two_ranks_roll_back_together(tmp_path: Path) -> None:
     assert sorted(outcome.trained) == list(range(settings.batches))
     assert outcome.wasted > 0
     assert re.search(r"\[nn-worker 1\] .* continues after step \d+", outcome.output)
+
+
+def test_a_trainer_in_one_process_continues_between_its_evaluations(tmp_path: Path) -> None:
+    settings = Settings(batches=100, every_steps=8, deadline_s=300, scripts=FITTED)
+    with alone(tmp_path / "killed", settings) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line == "step 52\n":
+                process.kill()
+    outcome = undisturbed(tmp_path / "killed", settings)  # started again, to its end
+    assert outcome.exit_code == 0, outcome.output
+    assert sorted(outcome.trained) == list(range(100)), "each batch exactly once"
+    assert 0 < outcome.wasted <= 30, "not the steps of the whole job"
+    expected = undisturbed(tmp_path / "undisturbed", settings)
+    assert expected.exit_code == 0, expected.output
+    assert differences(expected, outcome) == []
+
+
+@pytest.mark.timeout(900)
+def test_a_trainer_continues_after_kills(tmp_path: Path) -> None:
+    settings = Settings(batches=160, every_steps=16, deadline_s=500, scripts=FITTED)
+    kills = [Kill(role="rank", step=40), Kill(role="data loader", step=60), Kill(role="rank", step=85)]
+    outcome = run(tmp_path / "killed", settings, kills)
+    assert outcome.exit_code == 0, outcome.output
+    assert all(kill.at for kill in kills), kills
+    assert sorted(outcome.trained) == list(range(settings.batches)), "each batch exactly once"
+    expected = undisturbed(tmp_path / "undisturbed", settings)
+    assert differences(expected, outcome) == []
+
+
+@pytest.mark.timeout(900)
+def test_ranks_of_a_trainer_roll_back_together_and_end_unevenly(tmp_path: Path) -> None:
+    """An odd number of batches: one of two ranks gets a step more."""
+    settings = Settings(batches=141, ranks=2, servers=1, deadline_s=500, scripts=FITTED)
+    outcome = run(tmp_path / "killed", settings, [Kill(role="rank", step=35, which=1)])
+    assert outcome.exit_code == 0, outcome.output
+    assert sorted(outcome.trained) == list(range(settings.batches))
+    assert outcome.wasted > 0
+    assert outcome.output.count("ended at 71") == 2, "the step is that of the longer rank"
+    assert len(trained_by(tmp_path / "killed" / "rank0.log")[0]) in (70, 71)

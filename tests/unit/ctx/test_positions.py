@@ -120,3 +120,13 @@ def test_positions_are_sets_that_survive_other_numbers() -> None:
     later = position.joined([7])
     assert [n for n in range(10) if n in later] == list(range(7))
     assert later == DataPosition(((7,),)), "a stripe that a later one covers is left out"
+
+
+@pytest.mark.parametrize("stripes", [(), ((5,),), ((6, 2),), ((9, 4, 7), (3, 8)), ((2, 0),)])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("end", [0, 1, 6, 23])
+def test_missing_numbers_are_counted(stripes: Any, replicas: int, end: int) -> None:
+    position = DataPosition(stripes)
+    for index in range(replicas):
+        missing = [number for number in range(index, end, replicas) if number not in position]
+        assert position.count_missing(index, replicas, end) == len(missing)

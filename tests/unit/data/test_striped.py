@@ -41,6 +41,16 @@ def test_one_stripe_has_all_epochs_in_their_orders(batches: SplitBinaryBatches) 
     assert found[:11] != found[11:]
 
 
+@pytest.mark.parametrize("first", [0, 3, 9, 11, 50])
+def test_a_stripe_begins_at_a_position(batches: SplitBinaryBatches, first: int) -> None:
+    """And its state means the same as after so many batches."""
+    for stripe in range(2):
+        whole = rows_of(iter(StripedBatches(batches, stripe, 2, epochs=2)))
+        begun = StripedBatches(batches, stripe, 2, epochs=2, first=first)
+        assert begun.state_dict()["num_yielded"] == first
+        assert rows_of(iter(begun)) == whole[first:]
+
+
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("counts", [(1, 1), (3, 2), (2, 5), (4, 13)])
 def test_every_row_once_with_other_numbers_of_loaders(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -18,14 +17,17 @@ from sklearn.metrics import log_loss, roc_auc_score
 from torch import distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from persia import DataCtx, IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch, TrainCtx, eval_ctx
+from persia import DataCtx, IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch, TrainCtx
 from persia.ctx import Recovery
 from persia.data import FeatureSpec, SplitBinaryBatches, SplitBinaryWriter
 from persia.embedding.lr_schedule import LRSchedule
 from persia.embedding.optim import Adagrad
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError, PersiaError
+from persia.pipeline.position import DataPosition
+from persia.storage.location import Location
 from persia.train import Callback, Fit, MLflow, TensorBoard, Trainer, WandB
-from persia.train.trainer import _gathered, _share_buffers
+from persia.train.state import JobState
+from persia.train.trainer import _end_together, _share_buffers
 from persia.utils import setup_seed
 
 SLOTS = {"slots_config": {"C{1..2}": {"dim": 4}}}
@@ -92,17 +94,30 @@ class Recorded(Callback):
 class Job:
     """A model and its context, which a test trains."""
 
+    slots: Any = SLOTS
+
     def __init__(self) -> None:
         setup_seed(7)
         self.model = Model()
         self.embedding_optimizer = Adagrad(lr=0.1)
         self.dense_optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
 
-    def ctx(self) -> TrainCtx:
-        return TrainCtx(self.embedding_optimizer, self.dense_optimizer, model=self.model, slots=SLOTS)
+    def ctx(self, recovery: Recovery | None = None) -> TrainCtx:
+        return TrainCtx(
+            self.embedding_optimizer,
+            self.dense_optimizer,
+            model=self.model,
+            slots=self.slots,
+            recovery=recovery,
+        )
 
-    def fit(self, trainer: Trainer, then: Callable[[TrainCtx], None] = lambda ctx: None) -> Fit:
-        with self.ctx() as ctx:
+    def fit(
+        self,
+        trainer: Trainer,
+        then: Callable[[TrainCtx], None] = lambda ctx: None,
+        recovery: Recovery | None = None,
+    ) -> Fit:
+        with self.ctx(recovery) as ctx:
             fit = trainer.fit(ctx, reproducible=True)
             then(ctx)
         return fit
@@ -140,17 +155,59 @@ def test_stops_at_a_target(
     assert (fit.step, fit.stopped_early) == (36, False)
 
 
-def test_a_context_with_a_recovery_is_refused(tmp_path: Path) -> None:
-    job = Job()
-    ctx = TrainCtx(
-        job.embedding_optimizer,
-        job.dense_optimizer,
-        model=job.model,
-        slots=SLOTS,
-        recovery=Recovery(tmp_path / "recovery"),
-    )
-    with ctx, pytest.raises(FailedPreconditionError, match="leave out TrainCtx\\(recovery"):
-        Trainer(Clicks(), directory=str(tmp_path / "trainer")).fit(ctx)
+def test_a_recovery_must_store_the_trainer(tmp_path: Path) -> None:
+    trainer = Trainer(Clicks(), directory=str(tmp_path / "trainer"))
+    with pytest.raises(FailedPreconditionError, match=r'pass Recovery\(state=\{"trainer": trainer\}\)'):
+        Job().fit(trainer, recovery=Recovery(tmp_path / "recovery"))
+
+
+def test_a_recovery_resumes_between_evaluations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the same bits, and the best evaluation so far; `directory` has the best checkpoint alone."""
+
+    def fit(name: str, job: Job, callback: Callback | None = None) -> Fit:
+        trainer = Trainer(
+            Clicks(),
+            Clicks(3, first=100),
+            directory=str(tmp_path / name / "trainer"),
+            epochs=3,
+            evaluate_every=10,
+            schedulers=job.schedulers()[:1],
+            callbacks=[callback] if callback else [],
+            log_every=1,
+        )
+        recovery = Recovery(tmp_path / name / "recovery", every_steps=4, state={"trainer": trainer})
+        return job.fit(trainer, recovery=recovery)
+
+    class Killed(Callback):
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            if step == 15:
+                raise ZeroDivisionError("killed")
+
+    whole, resumed, finished = Job(), Job(), Job()
+    expected = fit("whole", whole)
+    with pytest.raises(ZeroDivisionError):
+        fit("killed", Job(), Killed())
+    assert fit("killed", resumed) == expected
+    (step,) = re.findall(r"step (\d+): resumed from", capsys.readouterr().out)
+    assert step in ("8", "12")  # the dump of step 12 may have been cancelled when the job was killed
+    assert resumed.model.trained == (list(range(12 * SIZE)) * 3)[int(step) * SIZE :]
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+    assert not (tmp_path / "killed" / "trainer" / "last").exists()
+    # A job that has ended repeats the steps since its last periodic checkpoint at most.
+    assert fit("killed", finished).best == expected.best
+    assert len(finished.model.trained) <= 4 * SIZE
+
+
+def test_the_best_evaluation_is_that_of_the_best_checkpoint(tmp_path: Path) -> None:
+    """It may be newer than the checkpoint that a recovery returned to, or removed."""
+    trainer = Trainer(Clicks(), Clicks(3, first=100), directory=str(tmp_path), evaluate_every=4)
+    best = Job().fit(trainer)
+    state = JobState(step=2, best_step=2, best={"auc": 0.1}, since_best=3)
+    state.take_best(Location.of(tmp_path))
+    assert (state.best_step, state.best, state.since_best) == (best.best_step, best.best, 0)
+    state.take_best(Location.of(tmp_path / "nothing"))
+    assert (state.best_step, state.best) == (None, {})
 
 
 def test_a_target_needs_held_out_batches() -> None:
@@ -186,10 +243,7 @@ def test_shuffled_files_have_another_order_in_each_epoch(tmp_path: Path) -> None
         writer.write(rows.reshape(-1, 1), [rows % 20, rows % 7], rows % 2)
 
     class JobOfFiles(Job):
-        def ctx(self) -> TrainCtx:
-            return TrainCtx(
-                self.embedding_optimizer, self.dense_optimizer, model=self.model, slots=spec.slots(4)
-            )
+        slots = spec.slots(4)
 
     batches = SplitBinaryBatches(spec, batch_size=SIZE, shuffle_seed=3)
     job = JobOfFiles()
@@ -322,25 +376,34 @@ def test_a_killed_job_resumes_with_the_same_bits(tmp_path: Path, capsys: pytest.
 
 
 def test_batches_trained_out_of_order_are_not_trained_again(tmp_path: Path) -> None:
-    """As asynchronous ranks and loaders leave them: batches 0, 1 and 3 are trained, 2 is not."""
-    job = Job()
+    """As two loaders of unequal speed leave them: batches 0, 1, 2 and 4 are trained, 3 is not."""
     trainer = Trainer(Clicks(), directory=str(tmp_path))
-    with job.ctx() as ctx:
-        ctx.step = 3
-        ctx.dump_checkpoint(tmp_path / "last")
-    state = {"step": 3, "batches": 12, "next": 2, "done": [3]}
-    (tmp_path / "trainer.json").write_text(json.dumps({"3": state}))
+    with Job().ctx() as ctx:
+        ctx.step = 4
+        ctx._pipeline.start_after(DataPosition(((6, 2),)))
+        ctx.dump_checkpoint(tmp_path / "last", extra=trainer.state_dict())
     resumed = Job()
     fit = resumed.fit(trainer)
-    assert [row // SIZE for row in resumed.model.trained[::SIZE]] == [2, *range(4, 12)]
+    assert [row // SIZE for row in resumed.model.trained[::SIZE]] == [3, *range(5, 12)]
     assert (fit.step, fit.best_step) == (12, None)
-    stored = json.loads((tmp_path / "trainer.json").read_text())["12"]
-    assert (stored["next"], stored["done"]) == (12, [])
+
+
+def test_batches_of_a_checkpoint_of_other_data_are_not_left_out(tmp_path: Path) -> None:
+    """A script may load a checkpoint by itself, to train on with new data."""
+    Job().fit(Trainer(Clicks(), directory=str(tmp_path)))
+    job = Job()
+    with job.ctx() as ctx:
+        ctx.load_checkpoint(tmp_path / "last")
+        fit = Trainer(Clicks(), Clicks(2, first=100)).fit(ctx, reproducible=True)
+    assert job.model.trained == list(range(12 * SIZE))
+    assert (fit.step, fit.best_step) == (24, 24)
 
 
 def test_other_data_and_other_checkpoints_are_refused(tmp_path: Path) -> None:
     Job().fit(Trainer(Clicks(), directory=str(tmp_path)))
-    with pytest.raises(FailedPreconditionError, match=r"12 of 12 batches, train has 13 .*resume=False"):
+    with pytest.raises(
+        FailedPreconditionError, match=r"is of 12 batches an epoch, train has 13 .*resume=False"
+    ):
         Job().fit(Trainer(Clicks(13), directory=str(tmp_path)))
     job = Job()
     with pytest.raises(FailedPreconditionError, match="states of 0 schedulers, schedulers= has 2"):
@@ -348,9 +411,12 @@ def test_other_data_and_other_checkpoints_are_refused(tmp_path: Path) -> None:
     fresh = Job()
     fresh.fit(Trainer(Clicks(13), directory=str(tmp_path), resume=False))
     assert len(fresh.model.trained) == 13 * SIZE
-    (tmp_path / "trainer.json").unlink()
-    with pytest.raises(FailedPreconditionError, match="step 13 no trainer wrote"):
-        Job().fit(Trainer(Clicks(13), directory=str(tmp_path)))
+    with Job().ctx() as ctx:
+        ctx.step = 20
+        ctx.dump_checkpoint(tmp_path / "last")
+    untouched = Job()
+    with pytest.raises(FailedPreconditionError, match=r"step 20 that no Trainer of this version wrote"):
+        untouched.fit(Trainer(Clicks(13), directory=str(tmp_path)))
 
 
 def test_more_epochs_continue_where_the_job_ended(tmp_path: Path) -> None:
@@ -364,23 +430,13 @@ def test_more_epochs_continue_where_the_job_ended(tmp_path: Path) -> None:
     assert resumed.dense_optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * (0.1 + 0.9 * 24 / 30))
 
 
-@pytest.mark.parametrize(
-    ("meta", "message"),
-    [
-        (None, r"let the data loader script call load\(\)"),
-        (
-            b"[5, 0, 0, 1]",
-            "data loader 0 continues from the checkpoint of step 5, this rank from that of step 0",
-        ),
-    ],
-)
-def test_batches_of_another_loader_are_refused(meta: bytes | None, message: str) -> None:
+def test_batches_of_another_loader_are_refused() -> None:
     class Other(Trainer):
         def load(self) -> None:
             with DataCtx() as data:
-                data.send_data(Clicks().make(0, requires_grad=True, meta=meta))
+                data.send_data(Clicks().make(0, requires_grad=True))
 
-    with pytest.raises(FailedPreconditionError, match=message):
+    with pytest.raises(FailedPreconditionError, match=r"let its script call load\(\)"):
         Job().fit(Other(Clicks()))
 
 
@@ -459,20 +515,6 @@ def test_an_evaluation_keeps_frozen_modules_frozen() -> None:
     assert job.model.training
 
 
-def test_an_evaluation_waits_until_all_loaders_are_seen() -> None:
-    class Late(Trainer):
-        def load(self) -> None:
-            with DataCtx() as data:
-                for number in range(12):
-                    meta = json.dumps([0, number, int(number == 4), 2]).encode()
-                    data.send_data(self.train.make(number, requires_grad=True, meta=meta))
-
-    recorded = Recorded()
-    trainer = Late(Clicks(), Clicks(2, first=100), evaluate_every=3, callbacks=[recorded])
-    Job().fit(trainer)
-    assert [step for step, values in recorded.calls[1:-1] if "auc" in values] == [5, 6, 9, 12]
-
-
 def test_schedulers_with_numbers_as_keys_are_resumed(tmp_path: Path) -> None:
     def scheduler(job: Job) -> Any:
         lr = torch.optim.lr_scheduler
@@ -492,59 +534,24 @@ def test_a_new_job_in_a_used_directory_removes_the_old_checkpoints(tmp_path: Pat
     assert (tmp_path / "best").exists()
     Job().fit(Trainer(Clicks(5), directory=str(tmp_path), resume=False, evaluate_every=2))
     assert not (tmp_path / "best").exists()
-    assert list(json.loads((tmp_path / "trainer.json").read_text())) == ["2", "4", "5"]
     assert Job().fit(Trainer(Clicks(5), directory=str(tmp_path), epochs=2)).step == 10
-
-
-def test_a_restarted_loader_sends_the_batches_of_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a checkpoint of the run. One of the next run continues from the newest checkpoint."""
-    sent: list[list[int]] = []
-
-    def load_in_another_process(ctx: TrainCtx) -> None:
-        class Loader:
-            world_size, replica_index, replica_size = 1, 0, 1
-            connection = ctx.runtime.connection
-
-            def send_data(self, batch: PersiaBatch) -> None:
-                sent.append(json.loads(batch.meta or b"")[:2])
-
-        with monkeypatch.context() as patch:
-            patch.setattr("persia.train.trainer.DataCtx", lambda: contextlib.nullcontext(Loader()))
-            Trainer(Clicks(), directory=str(tmp_path)).load()
-
-    class Restart(Callback):
-        def log(self, step: int, values: Mapping[str, float]) -> None:
-            if step == 6:
-                ctx.wait_for_dump_embedding()
-                load_in_another_process(ctx)
-                raise ZeroDivisionError("killed")
-
-    trainer = Trainer(Clicks(), directory=str(tmp_path), evaluate_every=4, log_every=1, callbacks=[Restart()])
-    with pytest.raises(ZeroDivisionError), Job().ctx() as ctx:
-        trainer.fit(ctx, reproducible=True)
-    assert sent == [[0, number] for number in range(12)]
-    sent.clear()
-    with Job().ctx() as ctx, eval_ctx(model=ctx.model):
-        ctx.runtime.advertise(0, 1)
-        load_in_another_process(ctx)
-    assert sent == [[4, number] for number in range(4, 12)]
 
 
 def _on_a_rank(rank: int, file: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     model = torch.nn.BatchNorm1d(3)
     model.running_mean.fill_(rank + 1)  # type: ignore[union-attr]
-    ctx: Any = SimpleNamespace(world_size=2)
+    steps: list[int] = []
+    scheduler = SimpleNamespace(step=lambda: steps.append(1))
+    ctx: Any = SimpleNamespace(world_size=2, step=3 + 2 * rank, device=None)
     _share_buffers(model)
     assert model.running_mean.tolist() == [1, 1, 1]  # type: ignore[union-attr]
-    assert _gathered(ctx, {1, 5} if rank == 0 else {2}) == {1, 2, 5}
-    assert _gathered(ctx, set()) == set()
+    _end_together(ctx, [scheduler])
+    assert (ctx.step, len(steps)) == (5, 2 if rank == 0 else 0)
     dist.destroy_process_group()
 
 
-def test_ranks_share_buffers_and_numbers(tmp_path: Path) -> None:
+def test_ranks_share_buffers_and_the_last_step(tmp_path: Path) -> None:
     spawn(_on_a_rank, (str(tmp_path / "group"),), nprocs=2)  # type: ignore[no-untyped-call]
 
 
