@@ -35,6 +35,7 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.logger import get_default_logger
+from persia.messaging.daemon_pool import DaemonPool
 from persia.messaging.discovery import Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.subjects import EMBEDDING_WORKER
 from persia.pipeline.failover import CallMonitor, HeldBatches, is_down
@@ -47,6 +48,8 @@ _ROWS_AT_A_TIME = 65_536  # bounds a message of set_embeddings
 
 # A loader that used the worker has reached it before, so it is running, and answers soon or not at all.
 _PROBE_S = 5.0
+
+_MAX_LOOKS = 32  # at workers, at a time
 
 T = TypeVar("T")
 
@@ -363,8 +366,9 @@ class ClusterBackend(EmbeddingBackend):
         """
         workers = list(self._workers.values())
         suspects = [worker for worker in workers if None in indices or worker.index in indices]
-        dead = [worker for worker in suspects if is_down(worker.address)]
-        if not dead or not any(self._takes_batches(worker) for worker in workers if worker not in dead):
+        dead = _down(suspects)
+        others = [w for w in workers if w not in dead and w.incarnation not in self._left]
+        if not dead or len(_down(others)) == len(others):
             return
         for worker in dead:
             with self._lock:
@@ -376,9 +380,6 @@ class ClusterBackend(EmbeddingBackend):
                 self.client.drop_worker(worker.index)
             if not has_left:
                 get_default_logger().warning("%s has died: its batches continue on other workers", worker)
-
-    def _takes_batches(self, worker: ServiceInfo) -> bool:
-        return worker.incarnation not in self._left and not is_down(worker.address)
 
     def _lose(self, worker: ServiceInfo) -> None:
         """Of a worker that is dropped or replaced, under the lock."""
@@ -418,6 +419,15 @@ class ClusterBackend(EmbeddingBackend):
                 self._call_any(partial(super().configure, self._config))
         except PersiaError as failure:
             get_default_logger().error("%s has joined and is not usable: %s", worker, failure)
+
+
+def _down(workers: Sequence[ServiceInfo]) -> list[ServiceInfo]:
+    """Those of the workers that are down. Looks at them side by side, as each may take seconds."""
+    pool = DaemonPool(_MAX_LOOKS, "persia-look-at-worker")
+    answers = [pool.submit(is_down, worker.address) for worker in workers]
+    down = [worker for worker, answer in zip(workers, answers, strict=True) if answer.result()]
+    pool.close()
+    return down
 
 
 def slot_signs(slots: SlotsConfig, name: str, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 from persia._native import BatchReference
-from persia.errors import NotFoundError, UnavailableError
+from persia.errors import InternalError, NotFoundError, UnavailableError
+from persia.logger import get_default_logger
 from persia.pipeline.queues import Deadline
 
 __all__ = ["CallMonitor", "HeldBatches", "SlowCalls", "is_down"]
@@ -65,6 +66,9 @@ class HeldBatches:
 
     def keep(self, reference: BatchReference, id_features: bytes | memoryview) -> None:
         """The batch can be registered again until `forget`."""
+        # A view of a message keeps its dense part, too, after the loop has dropped the batch.
+        if isinstance(id_features, memoryview) and memoryview(id_features.obj).nbytes > 2 * len(id_features):
+            id_features = bytes(id_features)
         self._batches[_key(reference)] = _Held(reference, id_features)
 
     def forget(self, reference: BatchReference) -> BatchReference:
@@ -126,7 +130,8 @@ class SlowCalls:
 class CallMonitor:
     """Calls `on_slow` repeatedly while calls take long, on a thread of its own.
 
-    Its argument is the indices of the workers that are slow, None for any of them.
+    Its argument is the indices of the workers that are slow, None for any of them. If it fails, no dead
+    worker is found any more: each later call raises InternalError.
     """
 
     def __init__(self, on_slow: Callable[[set[int | None]], None]) -> None:
@@ -135,12 +140,18 @@ class CallMonitor:
         # (index of the worker, begin) by number of a call that is under way.
         self._calls: dict[int, tuple[int | None, float]] = {}
         self._closed = threading.Event()
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="persia-call-monitor", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
     def watching(self, index: int | None = None) -> Iterator[None]:
-        """For the time of a call to the worker `index`, or to any."""
+        """For the time of a call to the worker `index`, or to any. InternalError: `on_slow` has failed."""
+        if self._failure is not None:
+            raise InternalError(
+                f"this rank no longer finds embedding workers that have died, as the search failed with "
+                f"{self._failure!r}: start the job again from its last checkpoint, and report this error"
+            ) from self._failure
         number = next(self._numbers)
         self._calls[number] = (index, time.monotonic())
         try:
@@ -154,6 +165,13 @@ class CallMonitor:
         self._thread.join(2 * _CONNECT_S)
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as failure:
+            get_default_logger().exception("looking for embedding workers that have died failed")
+            self._failure = failure
+
+    def _watch(self) -> None:
         slow_calls = SlowCalls()
         while not self._closed.wait(_SLOW_S):
             now = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from persia import _native
 from persia._native import BatchReference
-from persia.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from persia.errors import InternalError, InvalidArgumentError, NotFoundError, UnavailableError
 from persia.messaging.discovery import EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.interface import Registration
 from persia.messaging.subjects import EMBEDDING_WORKER
@@ -354,6 +355,56 @@ def test_the_monitor_names_the_workers_of_slow_calls_only() -> None:
         assert done.wait(120)
     monitor.close()
     assert told[0] == {3}
+
+
+def test_a_monitor_that_fails_is_no_secret(log: Any) -> None:
+    """Else a dead worker would be waited for until the deadline, and nobody would know why."""
+
+    def on_slow(workers: set[int | None]) -> None:
+        raise ValueError("port 'x' is no number")
+
+    monitor = CallMonitor(on_slow)
+    with monitor.watching(3):
+        monitor._thread.join(120)
+    with (
+        pytest.raises(InternalError, match=r"embedding workers that have died.*port 'x' is no number"),
+        monitor.watching(3),
+    ):
+        pass
+    assert "looking for embedding workers that have died failed" in log.text
+    monitor.close()
+
+
+def test_workers_are_looked_at_side_by_side(
+    cluster: Cluster, backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts that do not answer take two seconds each."""
+    together = threading.Barrier(2)
+
+    def is_down(address: str) -> bool:
+        together.wait(120)  # BrokenBarrierError: they were asked one after the other
+        return address == cluster.addresses[1]
+
+    monkeypatch.setattr(backend_module, "is_down", is_down)
+    assert backend_module._down(list(backend._workers.values())) == [backend._workers[1]]
+
+
+def test_the_dense_part_of_a_message_is_not_kept() -> None:
+    message = b"i" * 1000 + b"d" * 1_000_000
+    held = HeldBatches(Workers(), deadline_s=60.0)
+    tracemalloc.start()
+    try:
+        held.keep(FIRST, memoryview(message)[:1000])
+        held.keep(SECOND, memoryview(view := bytes(1000))[100:])
+        assert tracemalloc.get_traced_memory()[0] < 10_000
+    finally:
+        tracemalloc.stop()
+    kept = held._batches[(7, 1)].id_features
+    assert kept == b"i" * 1000
+    assert isinstance(kept, bytes), "a view keeps the whole message"
+    # Most of the message: not worth a copy.
+    assert isinstance(other := held._batches[(8, 1)].id_features, memoryview)
+    assert other.obj is view
 
 
 def test_a_loader_gives_up_when_no_worker_answers(monkeypatch: pytest.MonkeyPatch) -> None:
