@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import secrets
 import signal
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from persia.launcher import options
 from persia.launcher.job_description import JobDescription, description_options
@@ -53,7 +55,7 @@ class LocalJob(JobDescription):
     "--nats-url",
     metavar="URL",
     help="Use this NATS server instead of starting one. PERSIA_NATS_URL is not read: a job of its own needs "
-    "no server that others use.",
+    "no server that others use. A job without --job-name gets a name of its own there.",
 )
 @option(
     "--max-restarts",
@@ -71,6 +73,10 @@ def command(**given: Any) -> None:
     --max-restarts allows, or on Ctrl-C, all of them are stopped. SCRIPT_ARGS, best after --, go to the
     training script.
     """
+    source = click.get_current_context().get_parameter_source("job_name")
+    if given["nats_url"] and source is ParameterSource.DEFAULT:
+        # Another job without a name may use the server.
+        given["job_name"] = f"local-{secrets.token_hex(4)}"
     sys.exit(_run(LocalJob(**given)))
 
 

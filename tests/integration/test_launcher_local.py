@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+from persia.testing import LocalNats
+
 DEADLINE_S = 120.0
 
 
@@ -103,6 +105,31 @@ def test_a_job_with_two_ranks_and_without_a_global_config(job):
     assert code == 0, output
     assert "rank 0 of 2" in output
     assert "rank 1 of 2" in output
+
+
+def test_two_jobs_without_a_name_do_not_meet_on_one_broker(tmp_path):
+    """Each of them would refuse the servers of the other, or take them for its own."""
+    folders = [tmp_path / name for name in "ab"]
+    with LocalNats() as nats:
+        processes = []
+        for folder, other in (folders, folders[::-1]):
+            folder.mkdir()
+            job = Job(folder)
+            meet = f"""
+import time
+open({str(folder / "here")!r}, "w").close()
+deadline = time.monotonic() + 100
+while not os.path.exists({str(other / "here")!r}):
+    assert time.monotonic() < deadline, "the other job does not run"
+    time.sleep(0.05)
+print("job", env.get_job_name(), flush=True)
+"""
+            job.write("train.py", AWAIT_SERVERS + meet)
+            processes.append(job.start("--nats-url", nats.url))
+        outputs = [process.communicate(timeout=2 * DEADLINE_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    names = {re.findall(r"\| job (local-\w+)$", output, re.MULTILINE)[0] for output in outputs}
+    assert len(names) == 2
 
 
 @pytest.mark.parametrize(("failing", "name"), [("train.py", "nn-worker"), ("loader.py", "data-loader-0")])
