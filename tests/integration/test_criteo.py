@@ -18,7 +18,7 @@ TINY = [
     *("--synthetic_dataset_num_entries", "20480", "--synthetic_dataset_test_entries", "4096"),
     *("--batch_size", "256", "--test_batch_size", "1024", "--embedding_dim", "4"),
     *("--bottom_mlp_sizes", "16,4", "--top_mlp_sizes", "16,1", "--evals_per_epoch", "2", "--lr", "0.02"),
-    *("--warmup_steps", "5", "--decay_start_step", "60", "--decay_steps", "20"),
+    *("--warmup_steps", "5", "--decay_start_step", "60", "--decay_steps", "20", "--no-serve"),
 ]
 
 
@@ -51,9 +51,14 @@ def auc(printed: str) -> float:
 
 @pytest.mark.timeout(600)
 def test_dlrm_from_made_up_clicks_and_the_same_from_files(tmp_path: Path) -> None:
-    printed = train(tmp_path)
+    printed = train(tmp_path, "--serve")
     assert re.findall(r"step (\d+): auc", printed) == ["40", "80"]
     assert abs(difference(printed)) < 0.03  # 0.5 is what a guess has; best is about 0.85
+    served, probability = re.findall(r"served AUC (\S+); first sample: predicted (\S+), label [01]", printed)[
+        0
+    ]
+    assert float(served) == pytest.approx(auc(printed), abs=1e-4)
+    assert 0 < float(probability) < 1
     data = str(tmp_path / "data")
     train(tmp_path, "--mode", "write_data", "--dataset", data)
     assert len(list((tmp_path / "data" / "train").iterdir())) == 6  # 4 slots, numerical, label
