@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from persia import TrainCtx
 from persia.embedding.lr_schedule import LRSchedule
 from persia.env import get_rank, get_world_size
+from persia.errors import UnavailableError
 from persia.serving.evaluation import PredictionClient, accuracy
 from persia.train import Callback
 from persia.utils import setup_seed
@@ -81,12 +83,13 @@ def serve(recipe: Recipe, folder: str) -> None:
     slots = Path(folder) / "embedding_config.yml"
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    slots.write_text(yaml.safe_dump(recipe.slots()), encoding="utf-8")
+    slots.write_text(yaml.safe_dump(recipe.slots(), sort_keys=False), encoding="utf-8")
     command = [sys.executable, "-m", "persia.launcher", "serve", f"{folder}/model", "--port", str(port)]
     command += ["--embedding-config", str(slots), "--max-batch-size", str(recipe.flags.test_batch_size)]
+    command += ["--max-request-mib", "64"]
     server = subprocess.Popen(command)
     try:
-        with PredictionClient(f"127.0.0.1:{port}", wait_s=300) as client:
+        with _client(server, f"127.0.0.1:{port}") as client:
             quality = accuracy(client, recipe.valid)
             first = recipe.valid.make(next(recipe.valid.read()), requires_grad=False)
             logit, label = client.predict(first.to_bytes())[0], first.labels[0].data[0, 0]
@@ -97,12 +100,21 @@ def serve(recipe: Recipe, folder: str) -> None:
     print(f"served AUC {quality.auc:.5f}; first sample: predicted {predicted:.4f}, label {label:.0f}")
 
 
+def _client(server: subprocess.Popen[bytes], address: str) -> PredictionClient:
+    while server.poll() is None:
+        with suppress(UnavailableError):  # it is loading
+            return PredictionClient(address, wait_s=20)
+    sys.exit("the server ended before it answered; its last message says why")
+
+
 def main(words: Sequence[str] | None = None) -> None:
     flags = parse(words)
     is_job = flags.mode == "train"  # else the flag says how many ranks the job will have
     recipe = Recipe(flags, (get_world_size() if is_job else flags.num_ranks) or 1)
     if flags.mode == "write_config":
-        Path("embedding_config.yml").write_text(yaml.safe_dump(recipe.slots()), encoding="utf-8")
+        # In the order of the feature spec, which decides the numbers of the slots' groups.
+        content = yaml.safe_dump(recipe.slots(), sort_keys=False)
+        Path("embedding_config.yml").write_text(content, encoding="utf-8")
     elif flags.mode == "write_data":
         for mapping, batches in (("train", recipe.train), ("test", recipe.valid)):
             batches.write_split_binary(flags.dataset, mapping)
