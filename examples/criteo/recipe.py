@@ -37,7 +37,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"synthetic_dataset_test_entries": 16 * 8192, "batch_size": 2048, "test_batch_size": 8192}
     | {"embedding_dim": 8, "bottom_mlp_sizes": [32, 8], "top_mlp_sizes": [64, 32, 1], "optimizer": "adam"}
     | {"lr": 0.004, "evals_per_epoch": 5, "warmup_steps": 30, "decay_start_step": 30}
-    | {"decay_steps": 970, "decay_power": 1},
+    | {"decay_steps": 970, "decay_power": 1, "serve": True},
 }
 
 
@@ -87,6 +87,12 @@ def parser() -> argparse.ArgumentParser:
     add("--cross_layer_projection_dim", type=int, default=512)
     add("--shuffle_batch_order", action="store_true")
     add("--save_checkpoint_path", metavar="DIR")
+    add(
+        "--serve",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="at the end, serve the model and evaluate the server's predictions; with one rank",
+    )
     add("--embedding_staleness", type=int, default=8)
     add("--synthetic", action="store_true", help="made-up clicks with a planted model, without files")
     add("--synthetic_dataset_num_entries", type=int, default=2**25)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import socket
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +22,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from persia import TrainCtx
 from persia.embedding.lr_schedule import LRSchedule
 from persia.env import get_rank, get_world_size
+from persia.errors import UnavailableError
+from persia.serving.evaluation import PredictionClient, accuracy
 from persia.train import Callback
 from persia.utils import setup_seed
 from recipe import Recipe, parse
@@ -49,8 +57,12 @@ def train(recipe: Recipe) -> None:
     precision = "bf16" if flags.amp else False
     with TrainCtx(sparse, dense, model=model, slots=recipe.slots(), mixed_precision=precision) as ctx:
         fit = trainer.fit(ctx, embedding_staleness=flags.embedding_staleness)
-    if not get_rank():
-        show(recipe, curve, fit.best["auc"], fit.stopped_early, time.monotonic() - begin)
+        if not get_rank():
+            show(recipe, curve, fit.best["auc"], fit.stopped_early, time.monotonic() - begin)
+        if flags.serve and recipe.num_ranks == 1:
+            with tempfile.TemporaryDirectory(prefix="criteo-") as folder:
+                ctx.dump_checkpoint(f"{folder}/model", with_jit_model=True)
+                serve(recipe, folder)
 
 
 def show(recipe: Recipe, curve: Curve, auc: float, has_target: bool, seconds: float) -> None:
@@ -66,12 +78,43 @@ def show(recipe: Recipe, curve: Curve, auc: float, has_target: bool, seconds: fl
         console.print(f"AUC of the planted model {best:.5f}, difference {best - auc:.5f}", highlight=False)
 
 
+def serve(recipe: Recipe, folder: str) -> None:
+    """Serves the trained model of `folder` for a moment, and asks it about the held-out clicks."""
+    slots = Path(folder) / "embedding_config.yml"
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    slots.write_text(yaml.safe_dump(recipe.slots(), sort_keys=False), encoding="utf-8")
+    command = [sys.executable, "-m", "persia.launcher", "serve", f"{folder}/model", "--port", str(port)]
+    command += ["--embedding-config", str(slots), "--max-batch-size", str(recipe.flags.test_batch_size)]
+    command += ["--max-request-mib", "64"]
+    server = subprocess.Popen(command)
+    try:
+        with _client(server, f"127.0.0.1:{port}") as client:
+            quality = accuracy(client, recipe.valid)
+            first = recipe.valid.make(next(recipe.valid.read()), requires_grad=False)
+            logit, label = client.predict(first.to_bytes())[0], first.labels[0].data[0, 0]
+    finally:
+        server.terminate()
+        server.wait(60)
+    predicted = 1 / (1 + math.exp(-logit))
+    print(f"served AUC {quality.auc:.5f}; first sample: predicted {predicted:.4f}, label {label:.0f}")
+
+
+def _client(server: subprocess.Popen[bytes], address: str) -> PredictionClient:
+    while server.poll() is None:
+        with suppress(UnavailableError):  # it is loading
+            return PredictionClient(address, wait_s=20)
+    sys.exit("the server ended before it answered; its last message says why")
+
+
 def main(words: Sequence[str] | None = None) -> None:
     flags = parse(words)
     is_job = flags.mode == "train"  # else the flag says how many ranks the job will have
     recipe = Recipe(flags, (get_world_size() if is_job else flags.num_ranks) or 1)
     if flags.mode == "write_config":
-        Path("embedding_config.yml").write_text(yaml.safe_dump(recipe.slots()), encoding="utf-8")
+        # In the order of the feature spec, which decides the numbers of the slots' groups.
+        content = yaml.safe_dump(recipe.slots(), sort_keys=False)
+        Path("embedding_config.yml").write_text(content, encoding="utf-8")
     elif flags.mode == "write_data":
         for mapping, batches in (("train", recipe.train), ("test", recipe.valid)):
             batches.write_split_binary(flags.dataset, mapping)

@@ -34,6 +34,7 @@ _SUBCOMMANDS = {
     "secret": "secret.command",
     "certificates": "certificates.command",
     "serve": "serve.command",
+    "evaluate": "evaluate.command",
     "torchserve-archive": "torchserve_archive.command",
     "export": "export.command",
 }

@@ -1,0 +1,130 @@
+"""`persia-launcher evaluate`: accuracy and latency of a served model."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from persia.launcher import options
+from persia.launcher.options import COUNT, option
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from persia.serving.evaluation import PredictionClient
+
+
+_common = options.all_of(
+    option("--address", default="127.0.0.1:8001", metavar="HOST:PORT", help="gRPC port of the server."),
+    options.model_name,
+    option("--mapping", default="test", help="Mapping of the feature spec."),
+    option("--timeout", type=click.FloatRange(min=0.001), default=60.0, help="Seconds for a request."),
+    option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
+)
+
+
+@click.group("evaluate")
+def command() -> None:
+    """Measure a model that `persia-launcher serve` serves, on a data set with a feature spec.
+
+    \b
+      persia-launcher evaluate accuracy /data/criteo
+      persia-launcher evaluate latency /data/criteo --batch-sizes 256,1024 --concurrency 2
+    """
+
+
+@command.command("accuracy")
+@click.argument("dataset")
+@_common
+@option("--batch-size", type=COUNT, default=1024, help="At most the server's --max-batch-size.")
+@option("--max-steps", type=COUNT, help="Batches; default: all.")
+@option("--probabilities", is_flag=True, help="The model returns probabilities instead of logits.")
+def accuracy(
+    dataset: str,
+    address: str,
+    model_name: str,
+    mapping: str,
+    timeout: float,
+    as_json: bool,
+    batch_size: int,
+    max_steps: int | None,
+    probabilities: bool,
+) -> None:
+    """AUC, log loss and calibration of predictions for DATASET, a folder with a feature_spec.yaml."""
+    from persia.data import SplitBinaryBatches
+    from persia.serving import evaluation
+
+    batches = SplitBinaryBatches(dataset, mapping, batch_size=batch_size)
+    with evaluation.PredictionClient(address, model_name, timeout_s=timeout) as client:
+        quality = evaluation.accuracy(client, batches, max_steps=max_steps, from_logits=not probabilities)
+    _show([{name: value for name, value in asdict(quality).items() if value is not None}], as_json)
+
+
+@command.command("latency")
+@click.argument("dataset")
+@_common
+@option("--batch-sizes", default="256,512,1024", metavar="N,...", help="At most --max-batch-size of serve.")
+@option("--concurrency", type=COUNT, default=1, help="Requests under way at a time.")
+@option("--requests", type=COUNT, default=200, help="Measured requests of each batch size.")
+def latency(
+    dataset: str,
+    address: str,
+    model_name: str,
+    mapping: str,
+    timeout: float,
+    as_json: bool,
+    batch_sizes: str,
+    concurrency: int,
+    requests: int,
+) -> None:
+    """Latency and throughput for samples of DATASET, by batch size. It has a feature_spec.yaml."""
+    from persia.serving.evaluation import PredictionClient
+
+    try:
+        sizes = [int(size) for size in batch_sizes.split(",")]
+    except ValueError:
+        raise click.BadParameter(
+            f"{batch_sizes!r} is no list like 256,1024", param_hint="--batch-sizes"
+        ) from None
+    with PredictionClient(address, model_name, timeout_s=timeout) as client:
+        _show([_row(client, dataset, mapping, size, concurrency, requests) for size in sizes], as_json)
+
+
+def _row(
+    client: PredictionClient, dataset: str, mapping: str, size: int, concurrency: int, requests: int
+) -> dict[str, float]:
+    from persia.data import SplitBinaryBatches
+    from persia.serving import evaluation
+
+    batches = SplitBinaryBatches(dataset, mapping, batch_size=size)
+    num_whole = batches.num_rows // size
+    if not num_whole:
+        raise click.UsageError(
+            f"{mapping!r} has {batches.num_rows} rows, fewer than a batch of {size}: lower --batch-sizes"
+        )
+    made = [
+        batches.make(number, requires_grad=False).to_bytes() for number in range(min(num_whole, requests))
+    ]
+    sent = list(itertools.islice(itertools.cycle(made), requests))
+    found = evaluation.latency(client, sent, size, concurrency=concurrency)
+    return {"batch_size": size, "concurrency": concurrency, **asdict(found)}
+
+
+def _show(rows: Sequence[dict[str, float]], as_json: bool) -> None:
+    if as_json:
+        import json
+
+        click.echo(json.dumps(rows))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*(name.replace("_", " ") for name in rows[0]))
+    for row in rows:
+        table.add_row(
+            *(f"{value:,}" if isinstance(value, int) else f"{value:,.5g}" for value in row.values())
+        )
+    Console(width=120, highlight=False).print(table)
