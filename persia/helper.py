@@ -267,8 +267,9 @@ def _pickled(function: Callable[[], object], path: Path) -> str:
 
 def _has_failed(process: ManagedProcess) -> bool:
     """Functions end when they have done their work; servers have no reason to end."""
-    is_function = process.name.startswith(f"{DATA_LOADER}-") or process.name == NN_WORKER
-    return process.exit_code is not None and not (is_function and process.exit_code == 0)
+    if process.name.startswith(f"{DATA_LOADER}-"):
+        return process.exit_code not in (None, 0, os.EX_TEMPFAIL)  # the latter: a rank has failed
+    return process.exit_code is not None and not (process.name == NN_WORKER and process.exit_code == 0)
 
 
 def _set_environment(variables: Mapping[str, str | None]) -> None:

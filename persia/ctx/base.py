@@ -6,7 +6,7 @@ import enum
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 from typing_extensions import Self
 
@@ -17,7 +17,7 @@ from persia.errors import InvalidArgumentError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BaseCtx", "PreprocessMode", "Terminated", "checked_device", "cnt_ctx", "is_stopped"]
+__all__ = ["BaseCtx", "PreprocessMode", "Terminated", "checked_device", "cnt_ctx", "has_failed", "is_stopped"]
 
 
 class Terminated(SystemExit):
@@ -27,6 +27,11 @@ class Terminated(SystemExit):
 def is_stopped(error: BaseException | None) -> bool:
     """Whether a signal has stopped the script."""
     return isinstance(error, (Terminated, KeyboardInterrupt))
+
+
+def has_failed(error: BaseException | None) -> TypeGuard[BaseException]:
+    """Whether the script ends by an error, and not in order; `sys.exit()` is in order."""
+    return error is not None and not (isinstance(error, SystemExit) and not error.code)
 
 
 class PreprocessMode(enum.Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import DATA_LOADER
 from persia.observability.phases import SEND_BATCH
 from persia.observability.sources import DataLoaderSource
-from persia.pipeline.send import BatchSender
+from persia.pipeline.send import BatchSender, TrainingFailedError
 from persia.security.secret import LOADER
 
 if TYPE_CHECKING:  # it needs torch, which a loader does without
@@ -34,6 +35,8 @@ class DataCtx(BaseCtx):
     Waits on creation for the embedding workers and for the NN workers. Used without `with`, it ends with the
     process. When the NN workers leave their training loops before the data ends, `send_data` raises
     StreamClosedError, and the `with` block ends there without an error: the outcome of the job is theirs.
+    When an error has ended the training, `send_data` raises UnavailableError, and the `with` block logs it
+    and ends the process with exit code 75: its batches were not taken.
 
     Without a cluster it runs on a thread of the process that trains, and feeds the context there.
 
@@ -57,6 +60,7 @@ class DataCtx(BaseCtx):
         self._deadline_s = env.get_deadline_s()
         self._num_ids_sent = 0
         self._failure: PersiaError | None = None
+        self._is_embedded = True
         self.connection = connection = self._connect(to)
         try:
             sender = BatchSender(connection.session, connection.directory, index, replicas, self._deadline_s)
@@ -79,6 +83,7 @@ class DataCtx(BaseCtx):
         if to is None and env.get_nats_url() is not None:
             # Set here: a loader on a thread of a training process must not rename its logs.
             set_role(DATA_LOADER, self.replica_index)
+            self._is_embedded = False
             return JobConnection.connect(name, LOADER)
         job = find_embedded_job() if to is None else to.runtime.embedded if to.owns_runtime else None
         if job is None:
@@ -112,10 +117,10 @@ class DataCtx(BaseCtx):
     def send_data(self, persia_batch: PersiaBatch) -> None:
         """Sends one batch, unless ranks have it; waits while the receivers' buffers are full.
 
-        Raises StreamClosedError when the NN workers take no more batches, FailedPreconditionError for a
-        batch that was sent before, what a receiver refused it for, and UnavailableError or
-        DeadlineExceededError naming the receiver that could not be reached by the deadline. After an error
-        the stream has a gap: nothing more can be sent.
+        Raises StreamClosedError when the NN workers take no more batches, UnavailableError when an error has
+        ended the training, FailedPreconditionError for a batch that was sent before, what a receiver refused
+        it for, and UnavailableError or DeadlineExceededError naming the receiver that could not be reached by
+        the deadline. After an error the stream has a gap: nothing more can be sent.
         """
         if self._failure is not None:
             raise FailedPreconditionError(
@@ -132,7 +137,7 @@ class DataCtx(BaseCtx):
                 self._sender.send(id_features, dense, requires_grad=persia_batch.requires_grad)
         except PersiaError as failure:
             self._failure = failure
-            if not isinstance(failure, StreamClosedError):
+            if not isinstance(failure, (StreamClosedError, TrainingFailedError)):
                 get_default_logger().error(
                     "batch %d was not sent: %s", batch_id, failure, extra={"batch_id": batch_id}
                 )
@@ -148,6 +153,8 @@ class DataCtx(BaseCtx):
             self._sender.end(error, _SHORT_END_DEADLINE_S if has_failed else self._deadline_s)
         except StreamClosedError:
             pass  # no rank waits for the end
+        except TrainingFailedError as failure:
+            self._failure = self._failure or failure
         except PersiaError:
             if not has_failed:  # else the error that made this loader fail is the one to show
                 raise
@@ -177,9 +184,16 @@ class DataCtx(BaseCtx):
             self._close(self._error_text(error))
         finally:
             super().__exit__(kind, error, trace)
-        if closed:
-            get_default_logger().warning("stopped sending after %d batches: %s", self._sender.num_sent, error)
-        return closed
+        refused = isinstance(self._failure, TrainingFailedError) and error in (None, self._failure)
+        if closed or refused:
+            stopped = "stopped sending after %d batches: %s"
+            get_default_logger().warning(stopped, self._sender.num_sent, self._failure)
+        # Also where the script has caught it: a supervisor must not take the data for trained. A thread of
+        # the process that trains leaves the end to that.
+        if refused and not self._is_embedded:
+            get_default_logger().error("batches were not taken: exit code %d", os.EX_TEMPFAIL)
+            raise SystemExit(os.EX_TEMPFAIL) from None
+        return closed or refused
 
 
 def _replica(index: int | None, size: int | None) -> tuple[int, int]:

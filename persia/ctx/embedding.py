@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from persia import env
-from persia.ctx.base import BaseCtx, PreprocessMode, is_stopped
+from persia.ctx.base import BaseCtx, PreprocessMode, has_failed, is_stopped
 from persia.ctx.checkpoints import CheckpointMethods
 from persia.ctx.inputs import Inputs, arranged_inputs, as_arguments, input_names, is_of
 from persia.current import current_context, own_context
@@ -227,6 +227,8 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._exit_deadline_s, self._ends_in_order = _exit_deadline_s(error), error is None
+        if self.owns_runtime and has_failed(error):
+            self.runtime.fail(error)
         # It has a lease: the end of the batches would wait for an object that nothing will use again.
         self.current_batch = None
         try:

@@ -124,6 +124,7 @@ class BatchPipeline:
             ordered=ordered,
             trained=self.trained,
             remedy=LOADER_REMEDY if job is None else job.loader_remedy,
+            failure=lambda: connection.failure,
             on_received=self.count_received,
             on_superseded=self._give_up_superseded,
             on_taken=self._on_taken,

@@ -23,6 +23,7 @@ class JobConnection:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.directory = Directory(session)
+        self.failure = ""  # the error that ends this process, for the processes that wait for it
         self._advertisers: list[Advertiser] = []
         self._observer: ProcessObserver | None = None
 
@@ -90,7 +91,7 @@ class JobConnection:
         """Publishes that this process has left, and disconnects; idempotent."""
         # First: others must stop asking before the session stops answering.
         while self._advertisers:
-            self._advertisers.pop().stop()
+            self._advertisers.pop().stop(self.failure)
         # Metrics until the end: a scrape during a long stop must not look like a lost process.
         if self._observer is not None:
             self._observer.close()

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["JobRuntime", "local_share"]
 
+_MAX_FAILURE = 2000  # characters of an error that other processes are told
+
 
 class JobRuntime:
     """What a process holds of its job: servers, or a store of its own, connection, checkpoints and packets.
@@ -130,6 +132,11 @@ class JobRuntime:
         if self.connection is not None and not self._is_advertised:
             self.connection.advertise(NN_WORKER, rank, world_size, address=address)
             self._is_advertised = True
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the other processes that `error` ends this one, from its `close` on."""
+        if self.connection is not None:
+            self.connection.failure = f"{type(error).__name__}: {error}"[:_MAX_FAILURE]
 
     def start_packets(self, step: Callable[[], int], num_trainers: int) -> PacketWriter | None:
         """Writes packets of changes for inference servers, if the servers' configuration asks for them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import secrets
 import signal
 import sys
@@ -181,7 +182,8 @@ def _await_end(supervisor: Supervisor, restarts: Restarts) -> ManagedProcess | N
             return failed_loader or ended
         # The script may be about to leave its loop successfully; only if it does not, the loader is the
         # cause.
-        if ended.exit_code != 0 and failed_loader is None:
+        # One whose batches were not taken says that a rank has failed, which is about to end.
+        if ended.exit_code not in (0, os.EX_TEMPFAIL) and failed_loader is None:
             failed_loader, give_up_at = ended, time.monotonic() + _LEAVE_S
     return failed_loader
 

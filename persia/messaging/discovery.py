@@ -118,6 +118,7 @@ class ServiceEvent(JsonMessage):
 
     kind: EventKind
     info: ServiceInfo
+    failure: str = ""  # of one that left: the error that made it leave
 
 
 class Advertiser:
@@ -156,14 +157,14 @@ class Advertiser:
         self.info = replace(self.info, replicas=replicas)
         self._payload = self.info.encode()
 
-    def stop(self) -> None:
+    def stop(self, failure: str = "") -> None:
         """Publishes that the service has left. Never raises; does nothing for one that never joined."""
         if not self._registrations:
             return
         # Before it publishes: a caller that asks after LEFT must not find the service any more.
         self._close_registrations()
         try:
-            self._publish(EventKind.LEFT)
+            self._publish(EventKind.LEFT, failure)
         except PersiaError as error:
             get_default_logger().info("%s could not publish that it has left: %s", self.info, error)
 
@@ -172,9 +173,9 @@ class Advertiser:
         for registration in registrations:
             registration.close()
 
-    def _publish(self, kind: EventKind) -> None:
+    def _publish(self, kind: EventKind, failure: str = "") -> None:
         subject = self._session.subjects.advertise(self.info.role)
-        self._session.publish(subject, ServiceEvent(kind, self.info).encode())
+        self._session.publish(subject, ServiceEvent(kind, self.info, failure).encode())
 
     # On the session's loop: the answer must not wait for handler threads, which back-pressure may all block.
     async def _answer(self, asker: bytes) -> bytes | None:

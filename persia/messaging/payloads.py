@@ -45,6 +45,7 @@ class ReplyStatus(IntEnum):
     FULL = 1  # send it again after retry_ms
     ERROR = 2  # the message text says why; sending it again does not help
     CLOSED = 3  # the rank has left its training loop and takes nothing more
+    FAILED = 4  # the same, by an error, which the message text has
 
 
 class JsonMessage:

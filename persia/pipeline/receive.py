@@ -3,7 +3,7 @@
 In: messages of `BatchSender` (`send.py`), on threads of the session. Out: `PendingBatch`es, to the feeder
 thread of `prefetch.py`. `StreamReceiver` answers and asks loaders, `Inbox` holds and orders their batches.
 A stream ends because its loaders said so, never because time passed. Silence only makes the rank ask the
-loader whether it is alive; one that does not answer has died, and is named in the error.
+loader whether it is alive (`loader_watch.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from persia import env
 from persia.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -27,7 +26,6 @@ from persia.errors import (
     StreamClosedError,
     UnavailableError,
 )
-from persia.logger import get_default_logger
 from persia.messaging.discovery import Directory
 from persia.messaging.interface import Registration, Session
 from persia.messaging.payloads import (
@@ -38,10 +36,10 @@ from persia.messaging.payloads import (
     ReplyStatus,
     SubmittedBatch,
 )
-from persia.messaging.subjects import DATA_LOADER
 from persia.observability.phases import QUEUE_OF_SUBMITTED
+from persia.pipeline.loader_watch import LoaderWatch
 from persia.pipeline.position import DataPosition
-from persia.pipeline.queues import Deadline, QueueClosed
+from persia.pipeline.queues import QueueClosed
 from persia.pipeline.send import LoaderShare
 from persia.pipeline.source import PendingBatch, pending_from_stream
 
@@ -55,16 +53,14 @@ _HOLD_S = 1.0
 # Batches handled at a time. Each loader has one under way, and in reproducible mode the one that the rank
 # waits for must not be stuck behind those that wait for room.
 _MAX_LOADERS_AT_A_TIME = 256
-_PROBE_TIMEOUT_S = 2.0
-_NUM_PROBES = 2
-_REPORT_INTERVAL_S = 5.0
 
 
 class StreamReceiver:
     """A `BatchSource` that answers the loaders from creation on.
 
-    `remedy`: how to start a loader. `trained`: the batches that loaders leave out which resume. `on_taken`
-    answers rank 0, which dumps a checkpoint.
+    `remedy`: how to start a loader. `trained`: the batches that loaders leave out which resume. `failure`:
+    the error that ends the training, once `stop` is called; "" if none does. `on_taken` answers rank 0,
+    which dumps a checkpoint.
     """
 
     def __init__(
@@ -78,23 +74,20 @@ class StreamReceiver:
         ordered: bool,
         trained: DataPosition,
         remedy: str,
+        failure: Callable[[], str],
         on_received: Callable[[], None],
         on_superseded: Callable[[PendingBatch], None],
         on_taken: Callable[[bytes], bytes],
     ) -> None:
-        self._session = session
-        self._directory = directory
         self.inbox = Inbox(rank, world_size, buffer_size, ordered=ordered, trained=trained)
-        self._remedy = remedy
+        self._watch = LoaderWatch(session, directory, self.inbox, remedy)
+        self._failure = failure
         self._on_received = on_received
         self._on_superseded = on_superseded
-        self._silence_s = env.loader_silence_s()
-        self._start = Deadline(env.get_deadline_s())
         # A fraction of the silence, so that a loader is missed soon after it; at most a second, as `take`
         # wakes only then.
-        self._check_interval_s = min(1.0, self._silence_s / 4)
+        self._check_interval_s = min(1.0, self._watch.silence_s / 4)
         self._next_check = time.monotonic() + self._check_interval_s
-        self._next_report = time.monotonic() + _REPORT_INTERVAL_S
         self.before_close: Callable[[], object] = lambda: None  # set where a loader runs in this process
         # From here on loaders are answered, on threads of the session: everything above must be in place.
         subjects, concurrency = session.subjects, _MAX_LOADERS_AT_A_TIME
@@ -111,7 +104,7 @@ class StreamReceiver:
         try:
             offer = self.inbox.offer(batch, hold_s=_HOLD_S)
         except StreamClosedError as closed:
-            return FlowReply(ReplyStatus.CLOSED, message=str(closed)).encode()
+            return self._closed(closed)
         if offer is Offer.FULL:
             return FlowReply(ReplyStatus.FULL).encode()
         if offer is Offer.QUEUED:
@@ -124,9 +117,16 @@ class StreamReceiver:
 
     def _on_end(self, payload: bytes) -> bytes:
         """Answers BatchSender.end (send.py)."""
-        with contextlib.suppress(StreamClosedError):  # the loop has ended before the stream
+        try:
             self.inbox.end(EndOfStream.decode(payload))
+        except StreamClosedError as closed:  # the loop has ended before the stream
+            return self._closed(closed)
         return FlowReply(ReplyStatus.OK).encode()
+
+    def _closed(self, closed: StreamClosedError) -> bytes:
+        failure = self._failure()
+        status = ReplyStatus.FAILED if failure else ReplyStatus.CLOSED
+        return FlowReply(status, message=failure or str(closed)).encode()
 
     def _on_position(self, payload: bytes) -> bytes:
         """Answers BatchSender.known (send.py)."""
@@ -142,7 +142,7 @@ class StreamReceiver:
         while True:
             # Also while batches arrive: those of one loader must not hide that another one has died.
             if time.monotonic() >= self._next_check:
-                self._check_loaders()
+                self._watch.check()
                 self._next_check = time.monotonic() + self._check_interval_s
             with contextlib.suppress(DeadlineExceededError):
                 batch = self.inbox.take(self._check_interval_s)
@@ -158,54 +158,6 @@ class StreamReceiver:
         self.before_close()
         while self._registrations:
             self._registrations.pop().close()
-
-    def _check_loaders(self) -> None:
-        """Raises when something that the stream needs will never arrive."""
-        if self.inbox.num_loaders is None:
-            self._wait_for_first_loader()
-        for loader_index in self.inbox.stale_loaders(self._silence_s):
-            if self._is_alive(loader_index):
-                self.inbox.mark_alive(loader_index)
-            # Asked again, as probing takes seconds in which its batches or its end may have arrived.
-            elif loader_index in self.inbox.stale_loaders(self._silence_s):
-                self._give_up(loader_index)
-
-    def _wait_for_first_loader(self) -> None:
-        if self._start.over and not self._is_alive(0):
-            raise DeadlineExceededError(
-                f"no data loader has sent anything yet: {self._remedy} (the deadline is PERSIA_DEADLINE_SEC)"
-            )
-        self._report(f"waiting for the first batch of the data loaders; {self._remedy}")
-
-    def _is_alive(self, loader_index: int) -> bool:
-        """Also when that cannot be told; then the time-out of the data loader ends the wait."""
-        # One lost answer is not a death: the whole job ends by the error.
-        for _ in range(_NUM_PROBES):
-            try:
-                if self._directory.probe(DATA_LOADER, loader_index, _PROBE_TIMEOUT_S) is not None:
-                    return True
-                failure = "" if self._session.is_connected else "the connection to NATS is lost"
-            except PersiaError as error:
-                failure = str(error)
-            if failure:
-                # Without the broker no loader can answer, which says nothing about this one.
-                self._report(f"data loader {loader_index} cannot be asked whether it is alive: {failure}")
-                return True
-        return False
-
-    def _give_up(self, loader_index: int) -> None:
-        if not self.inbox.has_seen(loader_index) and not self._start.over:
-            self._report(f"waiting for data loader {loader_index} of {self.inbox.num_loaders}")
-            return
-        raise UnavailableError(
-            f"data loader {loader_index} of {self.inbox.num_loaders} was silent for {self._silence_s:g} s "
-            "(PERSIA_LOADER_SILENCE_SEC), did not say that its data ended and does not answer: it died"
-        )
-
-    def _report(self, text: str) -> None:
-        if time.monotonic() >= self._next_report:
-            self._next_report = time.monotonic() + _REPORT_INTERVAL_S
-            get_default_logger().info(text)
 
 
 class Offer(enum.Enum):

@@ -41,7 +41,7 @@ from persia.pipeline.queues import Deadline
 if TYPE_CHECKING:
     from persia._native import EmbeddingWorker
 
-__all__ = ["BatchSender", "LoaderShare", "RegisterBatch", "RegisterBatchHandler"]
+__all__ = ["BatchSender", "LoaderShare", "RegisterBatch", "RegisterBatchHandler", "TrainingFailedError"]
 
 # Much longer than a receiver holds a request, so that its reply is not given up on its way.
 _REQUEST_TIMEOUT_S = 10.0
@@ -55,6 +55,10 @@ _RETRY_MS = (5, 20)  # loaders that were refused together try again at different
 
 # (loader index, ID features) -> (incarnation of the worker, reference). ResourceExhaustedError: it is full.
 RegisterBatch = Callable[[int, "bytes | memoryview"], "tuple[int, int]"]
+
+
+class TrainingFailedError(UnavailableError):
+    """A rank takes no more batches, as an error has ended its training."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +103,7 @@ class BatchSender:
         self._directory = directory
         self._index, self._replicas = index, replicas
         self._deadline_s = deadline_s
-        self._departed: set[int] = set()  # ranks that have left
+        self._departed: dict[int, str] = {}  # ranks that have left, and the error that made them, if one did
         self._workers: dict[int, int] = {}  # index to incarnation, of those that take batches
         self._unavailable_until: dict[int, float] = {}  # by time.monotonic(), of workers
         self._known: DataPosition | None = None  # of this loader's batches: those that no rank needs
@@ -177,12 +181,16 @@ class BatchSender:
         self.position += 1
 
     def end(self, error: str | None, deadline_s: float) -> None:
-        """Tells every rank how many batches this loader has sent, or that it failed."""
+        """Tells every rank how many batches this loader has sent, or that it failed.
+
+        Raises StreamClosedError or TrainingFailedError when a rank does not wait for that.
+        """
         end = EndOfStream(self._index, self._replicas, self.position, error)
         for rank in range(self.world_size):
-            # A rank that gets nothing from this loader does not wait for its end, and may have left.
+            # A rank that gets nothing from this loader does not wait for its end, and may have left. One that
+            # has left after an error is asked, and found to be gone.
             share = LoaderShare.of(self._index, self._replicas, rank, self.world_size)
-            if share.first_sequence is not None and rank not in self._departed:
+            if share.first_sequence is not None and self._departed.get(rank) != "":
                 self._submit(rank, self._session.subjects.end(rank), end.encode(), deadline_s)
 
     def _register(self, id_features: bytes) -> tuple[int, FlowReply]:
@@ -216,6 +224,8 @@ class BatchSender:
         while True:
             answer = self._request(subject, payload, peer, Deadline(deadline_s), left)
             if answer is None:
+                if failure := self._departed.get(rank):
+                    raise TrainingFailedError(f"{peer} has left the job after an error: {failure}")
                 raise StreamClosedError(f"{peer} has left the job and takes no more batches")
             reply = FlowReply.decode(answer)
             if reply.status is ReplyStatus.OK:
@@ -258,8 +268,10 @@ class BatchSender:
         return any(i != index for i in self._available_workers())
 
     def _on_nn_worker(self, event: ServiceEvent) -> None:
-        change = self._departed.add if event.kind is EventKind.LEFT else self._departed.discard
-        change(event.info.index)
+        if event.kind is EventKind.LEFT:
+            self._departed[event.info.index] = event.failure
+        else:
+            self._departed.pop(event.info.index, None)
 
     def _on_embedding_worker(self, event: ServiceEvent) -> None:
         index, incarnation = event.info.index, event.info.incarnation
@@ -273,6 +285,8 @@ class BatchSender:
 def _wait_for_room(reply: FlowReply, peer: str, room: Deadline) -> None:
     if reply.status is ReplyStatus.CLOSED:
         raise StreamClosedError(f"{peer} takes no more batches: {reply.message}")
+    if reply.status is ReplyStatus.FAILED:
+        raise TrainingFailedError(f"{peer} takes no more batches after an error: {reply.message}")
     if reply.status is ReplyStatus.ERROR:
         raise FailedPreconditionError(f"{peer} refused the batch: {reply.message}")
     if room.over:

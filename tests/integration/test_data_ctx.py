@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
 
@@ -25,17 +27,23 @@ class Receivers:
     """One embedding worker and one NN rank that answer as told, and keep what they were sent."""
 
     def __init__(self, answer: Answer) -> None:
-        self.cluster = JobConnection.connect("receivers", TRAINER)
+        self.worker = JobConnection.connect("worker", TRAINER)
+        self.rank = JobConnection.connect("rank", TRAINER)
         self.answer = answer
         self.batches: list[SubmittedBatch] = []
         self.ends: list[EndOfStream] = []
-        session = self.cluster.session
-        session.respond(session.subjects.ids(0), self.on_ids)
+        self.answer_to_end = ReplyStatus.OK
+        session = self.rank.session
+        self.worker.session.respond(session.subjects.ids(0), self.on_ids)
         session.respond(session.subjects.batch(0), self.on_batch)
         session.respond(session.subjects.end(0), self.on_end)
         session.respond(session.subjects.position(0), lambda _: PositionReply((), 0).encode())
-        self.cluster.advertise(EMBEDDING_WORKER, 0, 1, slot_modes=("",))
-        self.cluster.advertise(NN_WORKER, 0, 1)
+        self.worker.advertise(EMBEDDING_WORKER, 0, 1, slot_modes=("",))
+        self.rank.advertise(NN_WORKER, 0, 1)
+
+    def close(self) -> None:
+        self.worker.close()
+        self.rank.close()
 
     def on_ids(self, payload: bytes) -> bytes:
         return FlowReply(self.answer(), 10, 1, 7, "scripted").encode()
@@ -46,7 +54,7 @@ class Receivers:
 
     def on_end(self, payload: bytes) -> bytes:
         self.ends.append(EndOfStream.decode(payload))
-        return FlowReply(ReplyStatus.OK).encode()
+        return FlowReply(self.answer_to_end, message="scripted").encode()
 
 
 @pytest.fixture
@@ -82,7 +90,7 @@ def test_a_receiver_that_is_full_for_longer_than_the_deadline_is_waited_for() ->
         assert [(b.batch_id, b.reference) for b in receivers.batches] == [(0, 7)]
         assert [(end.num_batches, end.error) for end in receivers.ends] == [(1, None)]
     finally:
-        receivers.cluster.close()
+        receivers.close()
 
 
 @pytest.mark.usefixtures("job")
@@ -99,14 +107,59 @@ def test_a_refused_batch_ends_the_stream_with_its_reason(log: pytest.LogCaptureF
         told = [record for record in log.records if "was not sent" in record.getMessage()]
         assert [record.__dict__["batch_id"] for record in told] == [0]
     finally:
-        receivers.cluster.close()
+        receivers.close()
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("catches", [False, True], ids=["uncaught", "caught"])
+def test_a_loader_whose_ranks_have_failed_exits_with_an_error(
+    catches: bool, log: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the script catches. Before, its exit code was 0, as if its batches had been trained."""
+    receivers = Receivers(lambda: ReplyStatus.OK)
+
+    def load() -> None:
+        with DataCtx() as ctx:
+            ctx.send_data(batch())
+            receivers.rank.failure = "ValueError: scripted"
+            receivers.rank.close()
+            with contextlib.suppress(UnavailableError) if catches else contextlib.nullcontext():
+                ctx.send_data(batch())
+
+    try:
+        with pytest.raises(SystemExit) as ended:
+            load()
+        assert ended.value.code == os.EX_TEMPFAIL
+        assert "NN worker 0 has left the job after an error: ValueError: scripted" in log.text
+    finally:
+        receivers.close()
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    ("answer", "code"), [(ReplyStatus.CLOSED, None), (ReplyStatus.FAILED, os.EX_TEMPFAIL)], ids=str
+)
+def test_a_rank_tells_at_the_end_whether_its_training_has_failed(
+    answer: ReplyStatus, code: int | None
+) -> None:
+    receivers = Receivers(lambda: ReplyStatus.OK)
+    receivers.answer_to_end = answer
+    try:
+        with (
+            contextlib.nullcontext() if code is None else pytest.raises(SystemExit, match=str(code)),
+            DataCtx() as ctx,
+        ):
+            ctx.send_data(batch())
+        assert [end.num_batches for end in receivers.ends] == [1]
+    finally:
+        receivers.close()
 
 
 @pytest.mark.usefixtures("job")
 def test_a_receiver_that_does_not_answer_is_named() -> None:
     receivers = Receivers(lambda: ReplyStatus.OK)
     ctx = DataCtx()
-    receivers.cluster.close()
+    receivers.close()
     with pytest.raises(UnavailableError, match="embedding worker 0 did not answer in 1 s"):
         ctx.send_data(batch())
     ctx.__exit__(None, None, None)

@@ -15,6 +15,8 @@ from kube_api import Api
 
 DEPLOY = Path(__file__).resolve().parents[2] / "k8s" / "deploy" / "base"
 _T = TypeVar("_T")
+# Of `job_manifest()`.
+PODS = {"job-nats-0", "job-embedding-ps-0", "job-embedding-worker-0", "job-dataloader-0", "job-nn-worker-0"}
 
 
 class Kube(Api):

@@ -157,6 +157,19 @@ def test_a_loader_that_ends_before_the_ranks_is_no_failure() -> None:
     assert plan.status.roles[Role.DATA_LOADER].ready == 1
 
 
+@pytest.mark.parametrize("exit_code", [75, 1])
+def test_a_loader_that_ends_as_a_rank_has_failed_is_no_failure_of_its_own(exit_code: int) -> None:
+    """Its pod may be seen to fail before the rank's, which says why."""
+    job = make_job()
+    loader = {"phase": "Failed", "is_ready": False, "exit_code": exit_code}
+    plan = one_pass(job, RUNNING, everything(job, DATA_LOADER=loader))
+    assert plan.status.phase is (Phase.RUNNING if exit_code == 75 else Phase.FAILED)
+    rank = {"phase": "Failed", "trouble": "Error: boom"}
+    plan = one_pass(job, RUNNING, everything(job, DATA_LOADER=loader, NN_WORKER=rank))
+    assert plan.status.phase is Phase.FAILED
+    assert "Error: boom" in plan.events[-1].message
+
+
 def test_loaders_that_do_not_end_are_ended() -> None:
     job = make_job()
     done = replace(RUNNING, phase=Phase.SUCCEEDED, completion_time="2030-01-01T00:00:00Z")

@@ -12,6 +12,7 @@ from persia_k8s.reconcile.plan import Situation, parse_time, time_text
 from persia_k8s.status import JobStatus, Phase
 
 _LONGEST_PAUSE_S = 300
+_BATCHES_NOT_TAKEN = 75  # the exit code of a loader after an error in an NN worker
 
 
 def has_started(before: JobStatus, observed: Observation) -> bool:
@@ -65,7 +66,11 @@ def has_failed(situation: Situation) -> bool:
     if _resumes_after_lost_rows(situation):
         return True
     lost = _lost_nn_workers(situation)
-    failed = [pod for pod in _pods(situation).values() if pod.phase == "Failed" and not pod.is_deleting]
+    failed = [
+        pod
+        for pod in _pods(situation).values()
+        if pod.phase == "Failed" and not pod.is_deleting and not _was_refused(pod)
+    ]
     reasons = [*lost, *(f"{pod.name}: {pod.trouble or 'failed'}" for pod in failed)]
     if not reasons:
         return False
@@ -84,6 +89,11 @@ def has_failed(situation: Situation) -> bool:
     situation.plan.delete_pods += failed
     situation.event("DataLoaderRestarted", f"started again at once: {message}", is_warning=True)
     return False
+
+
+def _was_refused(pod: PodView) -> bool:
+    """Whether a loader has ended as an NN worker has failed, whose own end says why."""
+    return pod.role is Role.DATA_LOADER and pod.exit_code == _BATCHES_NOT_TAKEN
 
 
 def _resumes_after_lost_rows(situation: Situation) -> bool:

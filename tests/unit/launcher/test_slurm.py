@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import subprocess
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 from persia.launcher import cli
 
 GOLDEN = Path(__file__).with_name("golden")
-# Name of the golden file to the arguments.
+# Arguments. Of the second script, the golden file has the lines that differ.
 JOBS = {
     "small": ["--nn-worker", "train.py"],
     "large": [
@@ -42,11 +43,14 @@ def written(*arguments: str) -> str:
     return result.output
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_script(name, folder):
-    script = written(*JOBS[name])
-    assert script.replace(str(folder), "/shared") == (GOLDEN / f"slurm_{name}.sh").read_text()
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+def test_scripts(folder):
+    scripts = {name: written(*arguments) for name, arguments in JOBS.items()}
+    for script in scripts.values():
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    small, large = (script.replace(str(folder), "/shared") for script in scripts.values())
+    assert small == (GOLDEN / "slurm_small.sh").read_text()
+    changes = difflib.unified_diff(small.splitlines(), large.splitlines(), n=0, lineterm="")
+    assert "\n".join(changes) + "\n" == (GOLDEN / "slurm_large.diff").read_text()
 
 
 def test_it_is_written_to_a_file(folder):
