@@ -207,7 +207,7 @@ TEST(Changes, AreWhatAModelSays) {
   const auto store = Tracking({.capacity = 600, .num_internal_shards = 3}, OptimizerKind::kAdagrad);
   std::mt19937_64 random(5);
   Rows before;
-  for (int round = 0; round < 60; ++round) {
+  for (uint64_t round = 0; round < 60 / kFewer; ++round) {
     std::set<uint64_t> updated;
     for (int call = 0; call < 5; ++call) {
       const auto signs = RandomSigns(random, 1000);
@@ -357,7 +357,7 @@ TEST(Changes, AreSeenAllAtOnce) {
   {
     const auto store =
         Tracking({.capacity = 10'000, .num_internal_shards = 3}, OptimizerKind::kSgd);
-    for (float value = 1; value <= 40; ++value) {
+    for (float value = 1; value <= 40 / kFewer; ++value) {
       ASSERT_TRUE(store::SetRows(*store, signs, 4, Gradients(2000, value)).ok());
       packets.push_back(FilesOfChanges(*store)[0]);
     }

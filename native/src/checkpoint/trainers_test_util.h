@@ -72,8 +72,14 @@ inline std::vector<uint64_t> RandomSigns(std::mt19937_64& random, uint64_t num_s
   return signs;
 }
 
-inline constexpr uint64_t kNumSigns = 20'000;
-inline constexpr store::EmbeddingStore::Options kSmallStore{.capacity = 8000,
+#ifdef PERSIA_SANITIZED
+inline constexpr uint64_t kFewer = 4;
+#else
+inline constexpr uint64_t kFewer = 1;
+#endif
+// More signs than the store has room for, at any scale: rows are evicted all the time.
+inline constexpr uint64_t kNumSigns = 20'000 / kFewer;
+inline constexpr store::EmbeddingStore::Options kSmallStore{.capacity = 8000 / kFewer,
                                                             .num_internal_shards = 4};
 
 inline void TrainByCalls(store::EmbeddingStore& store, std::mt19937_64& random) {

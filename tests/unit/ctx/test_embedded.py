@@ -328,7 +328,7 @@ def test_a_stream_without_a_loader_says_what_is_missing(
     train_ctx: Any, in_thread: Any, monkeypatch: pytest.MonkeyPatch, log: Any
 ) -> None:
     monkeypatch.setenv("PERSIA_LOADER_SILENCE_SEC", "0.04")
-    monkeypatch.setattr("persia.pipeline.receive._REPORT_INTERVAL_S", 0.0)
+    monkeypatch.setattr("persia.pipeline.loader_watch._REPORT_INTERVAL_S", 0.0)
     missing = "in one process, pass StreamingDataset(loader=...) or run a DataCtx on another thread"
 
     def end_when_told() -> None:

@@ -49,6 +49,7 @@ def make_receiver(answers: list[Any], connected: list[bool], remedy: str = LOADE
         ordered=False,
         trained=DataPosition(),
         remedy=remedy,
+        failure=lambda: "",
         on_received=lambda: None,
         on_superseded=lambda batch: None,
         on_taken=lambda payload: payload,
@@ -71,7 +72,7 @@ def test_a_loader_is_not_dead_because_the_broker_is_away() -> None:
 
 
 def test_the_waiting_line_says_how_to_start_a_loader(monkeypatch: pytest.MonkeyPatch, log: Any) -> None:
-    monkeypatch.setattr("persia.pipeline.receive._REPORT_INTERVAL_S", 0.0)
+    monkeypatch.setattr("persia.pipeline.loader_watch._REPORT_INTERVAL_S", 0.0)
     receiver = make_receiver([object(), None, None], [True], remedy="run one")
     with pytest.raises(DeadlineExceededError, match="no data loader has sent anything yet: run one"):
         receiver.take()

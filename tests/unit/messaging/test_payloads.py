@@ -86,8 +86,8 @@ def test_impossible_batches_are_refused(batch, complaint):
 
 def test_unknown_status_and_bad_text_are_refused():
     size = len(FlowReply(ReplyStatus.OK).encode())
-    with pytest.raises(CorruptionError, match="4 is not a valid ReplyStatus"):
-        FlowReply.decode(struct.pack("<I", 4).ljust(size, b"\0"))
+    with pytest.raises(CorruptionError, match="5 is not a valid ReplyStatus"):
+        FlowReply.decode(struct.pack("<I", 5).ljust(size, b"\0"))
     with pytest.raises(CorruptionError, match="utf-8"):
         FlowReply.decode(FlowReply(ReplyStatus.ERROR).encode() + b"\xff")
 
